@@ -1,5 +1,96 @@
-"""fivefold: transformers across five dimensions of parallelism, planned, verified and measured."""
+"""fivefold: transformers across five dimensions of parallelism, planned, verified and measured.
+
+    import fivefold as ff
+
+    print(ff.plan("llama-3.1-405b", gpus=16384, machine="h100"))
+
+`docs/python.md` has every name. A name is imported when it is first used: to plan needs no torch.
+Some functions are called as the room that does their work is (`verify`): `fivefold.verify` is the
+function, and `from fivefold.verify import …` reads the room.
+"""
 
 from __future__ import annotations
 
+import sys
+from importlib import import_module
+from types import ModuleType
+
+TYPE_CHECKING = False  # to type checkers it is typing's, whose import would take longer than all
+if TYPE_CHECKING:
+    from typing import Any
+
+    from fivefold.api.generating import generate as generate
+    from fivefold.api.jobs import as_machine as machine
+    from fivefold.api.jobs import as_shape as shape
+    from fivefold.api.planning import plan as plan
+    from fivefold.api.planning import search as search
+    from fivefold.api.rehearsing import rehearse as rehearse
+    from fivefold.api.scheduling import schedule as schedule
+    from fivefold.api.training import train as train
+    from fivefold.api.verifying import verify as verify
+    from fivefold.core.errors import FivefoldError as FivefoldError
+    from fivefold.core.errors import RankLost as RankLost
+    from fivefold.core.layout import Layout as Layout
+    from fivefold.core.machine import Machine as Machine
+    from fivefold.core.plan import Plan as Plan
+    from fivefold.core.shape import Shape as Shape
+
 __version__ = "0.1.0"
+
+# Where each name is: the module, and its name there.
+_NAMES = {
+    "plan": ("fivefold.api.planning", "plan"),
+    "search": ("fivefold.api.planning", "search"),
+    "schedule": ("fivefold.api.scheduling", "schedule"),
+    "rehearse": ("fivefold.api.rehearsing", "rehearse"),
+    "verify": ("fivefold.api.verifying", "verify"),
+    "train": ("fivefold.api.training", "train"),
+    "generate": ("fivefold.api.generating", "generate"),
+    "shape": ("fivefold.api.jobs", "as_shape"),
+    "machine": ("fivefold.api.jobs", "as_machine"),
+    "Layout": ("fivefold.core.layout", "Layout"),
+    "Shape": ("fivefold.core.shape", "Shape"),
+    "Machine": ("fivefold.core.machine", "Machine"),
+    "Plan": ("fivefold.core.plan", "Plan"),
+    "FivefoldError": ("fivefold.core.errors", "FivefoldError"),
+    "RankLost": ("fivefold.core.errors", "RankLost"),
+}
+__all__ = [
+    "FivefoldError",
+    "Layout",
+    "Machine",
+    "Plan",
+    "RankLost",
+    "Shape",
+    "generate",
+    "machine",
+    "plan",
+    "rehearse",
+    "schedule",
+    "search",
+    "shape",
+    "train",
+    "verify",
+]
+
+
+class _Package(ModuleType):
+    """This module. Importing a room would bind its name here, over a function of that name."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not (name in _NAMES and isinstance(value, ModuleType)):
+            super().__setattr__(name, value)
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in _NAMES:
+            raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
+        module, inner = _NAMES[name]
+        found = getattr(import_module(module), inner)
+        self.__dict__[name] = found
+        return found
+
+    def __dir__(self) -> list[str]:
+        return sorted({*super().__dir__(), *_NAMES})
+
+
+sys.modules[__name__].__class__ = _Package

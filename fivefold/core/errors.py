@@ -19,6 +19,27 @@ class InternalError(RuntimeError):
     """The program has computed what cannot be; the message names the part, and is no answer."""
 
 
+class RankLost(RuntimeError):
+    """A rank died, raised or hangs: which rank, what it was doing, and how it ended.
+
+    `who` is another name of it, where it is no rank of the layout.
+    """
+
+    def __init__(self, rank: int, doing: str, cause: str, who: str | None = None) -> None:
+        self.rank, self.doing, self.cause = rank, doing, cause
+        self.who = f"rank {rank}" if who is None else who
+        super().__init__(f"{self.who}, at {doing}: {cause}")
+
+    @property
+    def reason(self) -> str:
+        """What is said of it."""
+        return f"lost {self.who} at {self.doing}: it {self.cause}"
+
+    def named(self, who: str) -> RankLost:
+        """The same loss of a process that is no rank."""
+        return RankLost(self.rank, self.doing, self.cause, who)
+
+
 class UnknownName(FivefoldError):
     """A preset, key, schedule or option that does not exist; suggests the nearest ones."""
 

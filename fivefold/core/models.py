@@ -32,6 +32,7 @@ PRESETS = Path(__file__).parents[1] / "presets" / "models"
 HEADER = re.compile(r'^\["([^"]+)"\]', re.MULTILINE)
 LARGEST_CONFIG = 1_000_000  # bytes; real ones have a few thousand
 PASTED = "pasted config"  # the name of a model that came as text
+_OWN = "fivefold_shape"  # the only key of a text that has our own keys, not Hugging Face's
 NESTED: dict[str, type] = {"rope": Rope, "mla": Mla, "moe": Moe}
 
 
@@ -82,8 +83,23 @@ def is_text(text: str) -> bool:
 
 
 def of_text(text: str) -> Shape:
-    """The model of a pasted Hugging Face config."""
-    return dataclasses.replace(_read(text.encode(), PASTED), name=PASTED)
+    """The model of a pasted Hugging Face config, or of a text that `to_text` wrote."""
+    shape = _read(text.encode(), PASTED)
+    return shape if _OWN in text else dataclasses.replace(shape, name=PASTED)
+
+
+def to_text(shape: Shape) -> str:
+    """A shape as a text that `load` reads back, so that a plan file can have it. What learns is
+    left out: it belongs to the plan."""
+    return json.dumps({_OWN: tables.table_of(replace(shape, tuning=None))})
+
+
+def config_text(config: Mapping[str, Any]) -> str:
+    """A Hugging Face config as a text that `load` reads."""
+    try:
+        return json.dumps(dict(config))
+    except (TypeError, ValueError) as error:
+        raise BadFile("the config", [f"{error}; give what json.load reads"]) from error
 
 
 def with_overrides(shape: Shape, overrides: Mapping[str, str]) -> Shape:
@@ -182,7 +198,10 @@ def _read(data: bytes, where: str) -> Shape:
         raise BadFile(where, [f"not valid JSON: {error}; fix it"]) from error
     if not isinstance(config, dict):
         raise BadFile(where, ["must hold one JSON object, a Hugging Face config"])
-    return shape_from_config(typing.cast("dict[str, Any]", config), where)
+    table = typing.cast("dict[str, Any]", config)
+    if _OWN in table:
+        return tables.build(Shape, table[_OWN], where)
+    return shape_from_config(table, where)
 
 
 @functools.cache

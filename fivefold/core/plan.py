@@ -354,18 +354,22 @@ def _filled_in(
     )
 
 
-def options_from(target: str, changes: Mapping[str, Any]) -> PlanOptions:
-    """Options from a plan file or a model name, with those of the command line on top."""
+def options_from(target: str | PlanOptions, changes: Mapping[str, Any]) -> PlanOptions:
+    """Options of a plan, from a plan file or a model name, with those that are given on top."""
     given = {key: value for key, value in changes.items() if value is not None}
-    if not target.endswith(".toml"):
+    if isinstance(target, str) and not target.endswith(".toml"):
         given["train"] = Recipe(**given.get("train", {}))
         return PlanOptions(model=target, **given)
-    if not Path(target).is_file():
-        raise BadFile(target, ["no such plan file; write one with: fivefold plan MODEL -o FILE"])
-    options = read(Path(target))
+    options = _read_target(target) if isinstance(target, str) else target
     given["set"] = {**options.set, **given.get("set", {})}
     given["train"] = replace(options.train, **given.get("train", {}))
     return replace(options, **_outdated(options, given), **given)
+
+
+def _read_target(target: str) -> PlanOptions:
+    if not Path(target).is_file():
+        raise BadFile(target, ["no such plan file; write one with: fivefold plan MODEL -o FILE"])
+    return read(Path(target))
 
 
 def _outdated(options: PlanOptions, given: Mapping[str, Any]) -> dict[str, None]:

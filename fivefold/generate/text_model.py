@@ -20,7 +20,7 @@ from fivefold.core.weights import tuned
 if TYPE_CHECKING:
     from fivefold.generate.layout import ReadWeight
     from fivefold.generate.text import Codec
-    from fivefold.generate.text_ranks import TextTask
+    from fivefold.generate.text_ranks import Tell, TextTask
     from fivefold.generate.writer import TextRequest
     from fivefold.launch.backend import Backend
 
@@ -46,7 +46,7 @@ def find_model(source: Path) -> TextModel:
         options = plan.read(source / "plan.toml")
         shape = models.with_overrides(models.load(options.model), options.set)
         shape = tuned(shape, options.train.tuning)
-        path = Path(options.model)
+        path = source if models.is_text(options.model) else Path(options.model)
         beside = path if path.is_dir() else path.parent
         folder = beside if (beside / _TOKENIZER).exists() else source
         named = PlanOptions(options.model, set=options.set, train=options.train.only_tuning())
@@ -72,7 +72,7 @@ class ModelOptions:
 
 @dataclass(frozen=True)
 class ModelSetup:
-    """A model with its tokenizer, layout and devices. `open_weights` is told whether to warn."""
+    """A model with its tokenizer, layout and devices. `open_weights` tells of damaged files."""
 
     model: TextModel
     plan: Plan
@@ -82,7 +82,7 @@ class ModelSetup:
     dtype: str
     device: str
     backend: Backend
-    open_weights: Callable[[bool], ReadWeight]
+    open_weights: Callable[[Tell], ReadWeight]
 
     def task(self, requests: list[TextRequest], records_routes: bool = False) -> TextTask:
         """What every rank does for these requests."""
@@ -103,7 +103,7 @@ class ModelSetup:
 
 
 def set_up(
-    model: TextModel, options: ModelOptions, open_weights: Callable[[bool], ReadWeight]
+    model: TextModel, options: ModelOptions, open_weights: Callable[[Tell], ReadWeight]
 ) -> ModelSetup:
     """Choose devices, and read the tokenizer; refuses what cannot run here."""
     from fivefold.generate.text import ByteCodec, end_tokens

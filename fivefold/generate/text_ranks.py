@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,15 +32,18 @@ from fivefold.model.regions import compiled, eager
 
 _PATIENCE = 600.0  # seconds of a step, or of reading weights
 
+Tell = Callable[[str], None]
+"""Gets what is wrong, though it goes on."""
+
 
 @dataclass(frozen=True)
 class TextTask:
-    """What every rank does. `open_weights` is told whether to warn of damaged files."""
+    """What every rank does. `open_weights` tells of damaged files."""
 
     plan: Plan
     dtype: str
     cache_gb: float  # on a rank
-    open_weights: Callable[[bool], ReadWeight]
+    open_weights: Callable[[Tell], ReadWeight]
     codec: Codec
     requests: list[TextRequest]
     device: str = "cpu"
@@ -55,7 +59,14 @@ class RefusedTask:
     reason: str
 
 
-def run_ranks(task: TextTask, on_piece: Callable[[TextPiece], None]) -> None:
+@dataclass(frozen=True)
+class TaskWarning:
+    """What is wrong, though it goes on."""
+
+    reason: str
+
+
+def run_ranks(task: TextTask, on_piece: Callable[[TextPiece], None], on_warning: Tell) -> None:
     """Run all ranks of a task: forked processes, or this one for a single rank. Raises why a rank
     refused it, or `RankLost`."""
     world, refused = task.plan.layout.world, list[str]()
@@ -63,6 +74,8 @@ def run_ranks(task: TextTask, on_piece: Callable[[TextPiece], None]) -> None:
     def on_report(value: Any) -> None:
         if isinstance(value, RefusedTask):
             refused.append(value.reason)
+        elif isinstance(value, TaskWarning):
+            on_warning(value.reason)
         else:
             on_piece(value)
 
@@ -97,7 +110,7 @@ def _write(worker: Worker, task: TextTask, device: torch.device) -> None:
     same = task.batch_invariant
     mesh = mesh_of(plan, device, same)
     stage = stage_of(plan, mesh, getattr(torch, task.dtype), same, fuse)
-    stage.fill(task.open_weights(worker.rank == 0))
+    stage.fill(task.open_weights(partial(_warn, worker)))
     blocks = min(blocks_within(stage.model, mesh, task.cache_gb * 1e9), _most_blocks(task))
     routes = task.records_routes
     engine = LayoutEngine(plan, mesh, stage, blocks, records_routes=routes, batch_invariant=same)
@@ -111,6 +124,11 @@ def _write(worker: Worker, task: TextTask, device: torch.device) -> None:
                 worker.report(piece)
     engine.close()
     mesh.close_groups()
+
+
+def _warn(worker: Worker, reason: str) -> None:
+    if worker.rank == 0:
+        worker.report(TaskWarning(reason))
 
 
 def _most_blocks(task: TextTask) -> int:

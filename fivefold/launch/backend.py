@@ -12,7 +12,10 @@ gives each its GPU. `launched_device` does both for a rank that a launcher start
 from __future__ import annotations
 
 import ctypes
+import multiprocessing
 import os
+import platform
+import warnings
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Literal
@@ -28,6 +31,7 @@ Backend = Literal["nccl", "gloo"]
 CPU = torch.device("cpu")
 SHARING = "NCCL_MULTI_RANK_GPU_ENABLE"
 _SHARES_SINCE = (2, 30, 0)
+_PROBE = 10.0  # seconds for a matmul in a fork
 _MANY = 5  # ranks on one GPU, each of which should take few of its thread blocks
 _WAYS_OUT = "choose --backend gloo, or start at most one rank per GPU"
 
@@ -206,3 +210,48 @@ def launched_device(
     return RankDevice(
         torch.device("cuda", launched.local_rank % gpus), backend, max(1, -(-ranks // gpus))
     )
+
+
+def require_forkable() -> None:
+    """Refuse to fork ranks from a process whose GPU, process group or kind they cannot inherit.
+
+    Threads that torch has started for arithmetic are an obstacle on ARM only: its matmuls go on to
+    wait for them. Elsewhere ranks compute with one thread.
+    """
+    way = "call it from a process that has not, such as a restarted kernel or a script"
+    if "fork" not in multiprocessing.get_all_start_methods():
+        raise FivefoldError("ranks are forked, which this system cannot: use Linux or macOS")
+    if torch.cuda.is_initialized():
+        raise FivefoldError(f"this process has used a GPU, and forked ranks could not: {way}")
+    if dist.is_available() and dist.is_initialized():
+        raise FivefoldError(
+            f"this process has a process group, and forked ranks would have it too: {way}, or "
+            "destroy it first"
+        )
+    if multiprocessing.current_process().daemon:
+        raise FivefoldError(
+            "a daemonic process may not fork ranks: call it from the process that started it"
+        )
+    on_arm = platform.machine().lower() in ("aarch64", "arm64")
+    if on_arm and torch.get_num_threads() > 1 and not _multiplies_in_fork():
+        raise FivefoldError(
+            "this process has multiplied matrices with several threads, and on ARM forked ranks "
+            f"would wait for these: {way}, or set OMP_NUM_THREADS=1 before torch is imported"
+        )
+
+
+def _multiplies_in_fork() -> bool:
+    """Whether a fork of this process can multiply matrices."""
+    process = multiprocessing.get_context("fork").Process(target=_multiply, daemon=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of forks beside threads
+        process.start()
+    process.join(_PROBE)
+    process.kill()
+    process.join()
+    return process.exitcode == 0
+
+
+def _multiply() -> None:
+    torch.set_num_threads(1)
+    torch.ones(256, 256).mm(torch.ones(256, 256))

@@ -35,7 +35,8 @@ from typing import Any
 
 import torch
 
-from fivefold.launch.backend import RankDevice
+from fivefold.core.errors import RankLost
+from fivefold.launch.backend import RankDevice, require_forkable
 from fivefold.launch.backend import num_gpus as num_gpus  # whoever forks GPU ranks counts them
 from fivefold.launch.hang import diverged
 from fivefold.launch.watchdog import read_positions
@@ -49,14 +50,6 @@ _PR_SET_PDEATHSIG = 1
 
 Task = tuple[Callable[..., Any], tuple[Any, ...]]
 """A function whose first argument is a `Worker`, and its other arguments."""
-
-
-class RankLost(RuntimeError):
-    """A rank died, raised or hangs: which rank, what it was doing, and how it ended."""
-
-    def __init__(self, rank: int, doing: str, cause: str) -> None:
-        self.rank, self.doing, self.cause = rank, doing, cause
-        super().__init__(f"rank {rank}, at {doing}: {cause}")
 
 
 @dataclass(frozen=True)
@@ -131,6 +124,8 @@ class Pool:
     """
 
     def __init__(self, size: int, patience: float = PATIENCE, forwards_stop: bool = False) -> None:
+        require_forkable()
+        self._threads = torch.get_num_threads()
         torch.set_num_threads(1)  # before the fork: threads do not survive it
         import_module("torch._dynamo")  # optimizers load it: here once, not in every rank
         self.patience = patience
@@ -207,8 +202,9 @@ class Pool:
             self._fork(rank)
 
     def close(self) -> None:
-        """End all processes now."""
+        """End all processes now; this one has its threads again."""
         self._end()
+        torch.set_num_threads(self._threads)
         self._folder.cleanup()
         for number, handler in self._former_handlers.items():
             signal.signal(number, handler)

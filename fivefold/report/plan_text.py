@@ -182,14 +182,22 @@ _LEFT = (1, 3, 5)  # columns of text
 def ranked(found: Sequence[Estimate], fastest: float) -> list[str]:
     """One line per layout, the first choice first; those equal to the fastest have a mark."""
     off = found[0].accuracy
-    rows = [_row(f"{i + 1}{_mark(one, fastest)}", one) for i, one in enumerate(found)]
+    heads, rows, left = ranking(found, fastest)
     return [
-        *table([_HEADS, *rows], left=(0, *_LEFT)),
+        *table([heads, *rows], left=left),
         f"= equal: within {off.equal:.1%} of the fastest, as far as estimates can tell; the "
         "simplest of these is first",
         f"half of all measured steps are within {off.time:.0%} of their estimate, nine in ten "
         f"within {off.time_p90:.0%}; peak memory is {off.memory:.0%} off on average",
     ]
+
+
+def ranking(
+    found: Sequence[Estimate], fastest: float
+) -> tuple[Sequence[str], list[tuple[str, ...]], Sequence[int]]:
+    """The same as cells: heads, rows, and the columns of text."""
+    rows = [_row(f"{i + 1}{_mark(one, fastest)}", one) for i, one in enumerate(found)]
+    return _HEADS, rows, (0, *_LEFT)
 
 
 def _mark(one: Estimate, fastest: float) -> str:

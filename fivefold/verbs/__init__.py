@@ -10,16 +10,21 @@ import inspect
 import shlex
 import sys
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, TypeVar, cast
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
+from fivefold.api.checks import above as above
+from fivefold.api.checks import asked_backend as asked_backend
+from fivefold.api.checks import checkpoint_step as checkpoint_step
+from fivefold.api.checks import one_of as one_of
+from fivefold.api.checks import positive as positive
 from fivefold.core import machine as machines
-from fivefold.core.errors import BadFile, FivefoldError, UnknownName
+from fivefold.core.errors import BadFile, FivefoldError, RankLost, UnknownName
 from fivefold.core.layout import parse_zero
 from fivefold.core.plan import PlanOptions, options_from
 from fivefold.core.precision import PRECISIONS
@@ -29,13 +34,9 @@ from fivefold.core.splits import CONTEXT_KINDS
 if TYPE_CHECKING:
     from rich.progress import ProgressColumn
 
-    from fivefold.generate.layout import ReadWeight
-    from fivefold.generate.text_model import ModelOptions, TextModel
+    from fivefold.api.jobs import OnProgress, TaskProgress
     from fivefold.generate.text_ranks import TextTask
     from fivefold.generate.writer import TextPiece
-    from fivefold.launch.backend import Backend
-
-Number = TypeVar("Number", int, float)
 
 TARGET = Annotated[
     str,
@@ -104,7 +105,6 @@ SHARED: dict[str, Any] = {
 }
 
 
-BACKENDS = ("nccl", "gloo")
 BackendOption = Annotated[
     str | None,
     typer.Option(
@@ -195,50 +195,6 @@ def with_plan_options(
     run.__annotations__ = {each.name: each.annotation for each in parameters}
     run.__doc__ = verb.__doc__
     return run
-
-
-# Names of one type of numbers: each is understood where another one is known.
-_SAME_TYPE = (
-    *({"bf16", "bfloat16"}, {"fp16", "float16"}, {"fp32", "float32"}, {"fp64", "float64"}),
-)
-
-
-def one_of(option: str, given: str, known: Collection[str]) -> str:
-    """Check that an option has one of the known values, or another name of one; returns it."""
-    if given not in known:
-        same = next((each for each in _SAME_TYPE if given in each), set[str]())
-        if option == "dtype" and (found := [each for each in known if each in same]):
-            return found[0]
-        raise UnknownName(f"--{option}", given, known)
-    return given
-
-
-def asked_backend(given: str | None) -> Backend | None:
-    """The value of --backend; None if it was left out."""
-    return None if given is None else cast("Backend", one_of("backend", given, BACKENDS))
-
-
-def above(option: str, given: Number, low: Number) -> Number:
-    """Check that an option is a number above `low`."""
-    if not low < given < 1e9:
-        raise FivefoldError(f"--{option} {given}: give a number above {low} and below 1e9")
-    return given
-
-
-def positive(option: str, given: float) -> float:
-    """Check that an option is above 0 and finite."""
-    if not 0 < given < 1e30:
-        raise FivefoldError(f"--{option} {given}: give a number above 0")
-    return given
-
-
-def checkpoint_step(given: str | None) -> int | Literal["best"] | None:
-    """The checkpoint that an option names."""
-    if given is None or given == "best":
-        return given
-    if not given.isdecimal() or len(given) > 9:
-        raise FivefoldError(f"--step {given}: give the number of a step, or best")
-    return int(given)
 
 
 def known_machines() -> str:
@@ -350,36 +306,30 @@ def progress_bar(
         )
 
 
-def model_options(dtype: str | None, device: str, cache_gb: float, **more: Any) -> ModelOptions:
-    """How a command line wants a model to be run."""
-    from fivefold.generate.text_model import DTYPES, ModelOptions
+@contextmanager
+def shown_progress(title: str, shown: bool = True) -> Iterator[OnProgress]:
+    """A progress bar from the first report on: until then ranks may be forked, without the thread
+    that draws it."""
+    with ExitStack() as stack:
+        bars: list[ProgressBar] = []
 
-    dtype = dtype and one_of("dtype", dtype, DTYPES)
-    device = one_of("device", device, ("auto", "cpu", "cuda"))
-    cache_gb = positive("cache-gb", cache_gb)
-    return ModelOptions(dtype=dtype, device=device, cache_gb=cache_gb, **more)
+        def on_progress(now: TaskProgress) -> None:
+            if not bars:
+                bar = progress_bar(title, now.total, shown=shown)
+                bars.append(stack.enter_context(bar))
+            bars[0].update(now.done)
+
+        yield on_progress
 
 
-def open_weights(model: TextModel, step: int | Literal["best"] | None, tells: bool) -> ReadWeight:
-    """What reads a weight of the folder; `tells` why a newer checkpoint is not read."""
-    from fivefold.huggingface.files import HfFolder
-    from fivefold.train.checkpoint.of_run import open_run
-
-    if not model.is_run:
-        return HfFolder(model.folder, model.shape).weight
-    reader = open_run(
-        model.source,
-        model.shape,
-        step,
-        lambda why: typer.echo(f"fivefold: {why}", err=True) if tells else None,
-    )
-    return lambda weight, dtype: reader.read(f"model/{weight.name}").to(dtype)
+def warn(why: str) -> None:
+    """Say what is wrong, though it goes on."""
+    typer.echo(f"fivefold: {why}", err=True)
 
 
 def write_texts(task: TextTask, title: str, on_piece: Callable[[TextPiece], None]) -> None:
     """Run the ranks of a generator, and pass on what they write."""
     from fivefold.generate.text_ranks import run_ranks
-    from fivefold.launch.processes import RankLost
 
     def on_each(piece: TextPiece) -> None:
         on_piece(piece)
@@ -387,8 +337,7 @@ def write_texts(task: TextTask, title: str, on_piece: Callable[[TextPiece], None
 
     with progress_bar(title, len(task.requests), shown=len(task.requests) > 1) as bar:
         try:
-            run_ranks(task, on_each)
+            run_ranks(task, on_each, warn)
         except RankLost as lost:
-            why = f"lost rank {lost.rank} at {lost.doing}: it {lost.cause}"
-            typer.echo(f"fivefold: {why}", err=True)
+            warn(lost.reason)
             raise typer.Exit(1) from lost

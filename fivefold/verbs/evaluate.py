@@ -19,9 +19,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from fivefold.api.generating import model_options, open_weights
 from fivefold.core.errors import BadFile, FivefoldError, UnknownName
 from fivefold.generate.text_model import DTYPES, ModelSetup, find_model, set_up
-from fivefold.verbs import above, checkpoint_step, model_options, open_weights, write_texts
+from fivefold.verbs import above, checkpoint_step, write_texts
 
 if TYPE_CHECKING:
     from fivefold.generate.task_model import TaskModel

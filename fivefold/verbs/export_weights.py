@@ -71,6 +71,8 @@ def run(
 
 def _source(options: PlanOptions) -> dict[str, Any]:
     """The config of the model that was imported; empty for a preset."""
+    if models.is_text(options.model):
+        return {}
     path = Path(options.model)
     if "/" in options.model and path.is_dir():
         path = path / "config.json"

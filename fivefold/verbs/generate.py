@@ -8,40 +8,23 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fivefold.core.errors import BadFile, FivefoldError
-from fivefold.core.shape import Shape
-from fivefold.generate.prompts import Prompt, finished_ids, read_prompts
-from fivefold.generate.requests import Request, Sampling
-from fivefold.generate.text_model import DTYPES, ModelOptions, TextModel, find_model, set_up
-from fivefold.verbs import above, checkpoint_step, model_options, open_weights, write_texts
+from fivefold.api.generating import generate
+from fivefold.core.errors import FivefoldError, RankLost
+from fivefold.generate.prompts import Prompt, read_prompts
+from fivefold.generate.text_model import DTYPES
+from fivefold.verbs import shown_progress, warn
 
 if TYPE_CHECKING:
-    from fivefold.generate.writer import WrittenText
+    from fivefold.generate.writer import TextPiece, WrittenText
 
 InvariantOption = Annotated[
     bool, typer.Option("--batch-invariant", help="No bit depends on what else is in a batch.")
 ]
-
-
-@dataclass(frozen=True)
-class TextOptions:
-    """How completions are made and where they go."""
-
-    max_tokens: int
-    sampling: Sampling
-    stops: list[str]
-    chat: bool
-    step: int | Literal["best"] | None
-    record_routing: bool
 
 
 def run(
@@ -85,113 +68,54 @@ def run(
     """Go on with a prompt, or with those of a file."""
     if (prompt is None) == (file is None):
         raise FivefoldError("give one of --prompt TEXT and --file PROMPTS.jsonl")
-    sampling = Sampling(temperature, top_k, top_p, seed)
-    if problems := list(sampling.problems()):
-        raise BadFile("the options", problems)
-    options = TextOptions(
-        above("max-tokens", max_tokens, 0),
-        sampling,
-        stop or [],
-        chat,
-        checkpoint_step(step),
-        record_routing,
-    )
-    runs = model_options(
-        dtype, device, cache_gb, layout=layout, tokenizer=tokenizer, batch_invariant=batch_invariant
-    )
-    prompts = read_prompts(file) if file is not None else [Prompt("0", prompt or "")]
-    _generate(find_model(source), prompts, options, runs, output, as_json)
-
-
-def _check_recording(shape: Shape, options: TextOptions, to_lines: bool) -> None:
-    """Refuse to record choices that there are not, or that would go nowhere."""
-    if options.record_routing and shape.moe is None:
-        raise FivefoldError(f"--record-routing: {shape.name} has no experts; leave it out")
-    if options.record_routing and not to_lines:
+    if record_routing and not as_json and output is None:
         raise FivefoldError("--record-routing writes into JSON lines: give --json, or -o OUT.jsonl")
+    prompts = read_prompts(file) if file is not None else [Prompt("0", prompt or "")]
+    options = {"max_tokens": max_tokens, "temperature": temperature, "top_k": top_k}
+    options |= {"top_p": top_p, "seed": seed, "stop": stop or (), "layout": layout, "chat": chat}
+    options |= {"dtype": dtype, "device": device, "tokenizer": tokenizer, "cache_gb": cache_gb}
+    options |= {"batch_invariant": batch_invariant, "step": step, "output": output}
+    _generate(source, prompts, {**options, "record_routing": record_routing}, as_json)
 
 
-def _generate(
-    model: TextModel,
-    prompts: list[Prompt],
-    options: TextOptions,
-    runs: ModelOptions,
-    output: Path | None,
-    as_json: bool,
-) -> None:
-    # Imported here, so that a bad command line is refused before torch is loaded.
-    from fivefold.generate.chat import ChatTemplate
-    from fivefold.generate.text import stops_of
-    from fivefold.generate.writer import TextPiece, TextRequest
-
-    _check_recording(model.shape, options, as_json or output is not None)
-    setup = set_up(model, runs, partial(open_weights, model, options.step))
-    codec = setup.codec
-    stops, ends = stops_of(codec, options.stops)
-    render = ChatTemplate(model.folder).render if options.chat else None
-    texts = {each.id: each.rendered(render) for each in prompts}
-    done = set[str]() if output is None else finished_ids(output, texts)
-    requests = [
-        Request(
-            id,
-            codec.encode(text, special=not options.chat),
-            options.max_tokens,
-            options.sampling,
-            ends | setup.ends,
-        )
-        for id, text in texts.items()
-        if id not in done
-    ]
-    for request in requests:
-        request.check(model.shape.vocab, model.shape.max_seq)
-    if not requests:
-        typer.echo(f"all {len(done):,} completions are in {output} already", err=True)
-        return
-    asked = [TextRequest(each, texts[each.id], stops) for each in requests]
-    with _sink(output, as_json, len(prompts) == 1) as (on_text, on_written):
-
-        def on_piece(piece: TextPiece) -> None:
-            on_text(piece.text)
-            if piece.written is not None:
-                on_written(piece.written)
-
-        write_texts(setup.task(asked, options.record_routing), "generate", on_piece)
+def _generate(source: Path, prompts: list[Prompt], options: dict[str, Any], as_json: bool) -> None:
+    output = options["output"]
+    streams = len(prompts) == 1 and not as_json and output is None
+    printer = _Printer(streams, as_json, quiet=output is not None)
+    try:
+        with shown_progress("generate", shown=len(prompts) > 1) as on_progress:
+            written = generate(
+                source,
+                prompts,
+                **options,
+                on_piece=printer.on_piece,
+                on_progress=on_progress,
+                on_warning=warn,
+            )
+    except RankLost as lost:
+        warn(lost.reason)
+        raise typer.Exit(1) from lost
+    if not written:
+        typer.echo(f"all {len(prompts):,} completions are in {output} already", err=True)
 
 
-@contextmanager
-def _sink(
-    output: Path | None, as_json: bool, single: bool
-) -> Iterator[tuple[Callable[[str], None], Callable[[WrittenText], None]]]:
-    """Where text and completions go: one prompt's text as it comes, else whole completions."""
-    streams = single and not as_json and output is None
+class _Printer:
+    """Prints one prompt's text as it comes, else whole completions; `quiet`: only JSON."""
 
-    def on_text(text: str) -> None:
-        if streams:
-            sys.stdout.write(text)
+    def __init__(self, streams: bool, as_json: bool, quiet: bool) -> None:
+        self.streams, self.as_json, self.quiet = streams, as_json, quiet
+
+    def on_piece(self, piece: TextPiece) -> None:
+        if self.streams:
+            sys.stdout.write(piece.text)
             sys.stdout.flush()
+        if piece.written is not None:
+            self.on_written(piece.written)
 
-    def on_written(written: WrittenText) -> None:
-        line = json.dumps(written.table(), ensure_ascii=False)
-        if stream is not None:
-            stream.write(line + "\n")
-            stream.flush()
-        if streams:
+    def on_written(self, written: WrittenText) -> None:
+        if self.streams:
             typer.echo()
-        elif as_json:
-            typer.echo(line)
-        elif output is None:
+        elif self.as_json:
+            typer.echo(json.dumps(written.table(), ensure_ascii=False))
+        elif not self.quiet:
             typer.echo(f"[{written.id}] {written.prompt}{written.text}")
-
-    stream = None if output is None else _opened(output)
-    try:
-        yield on_text, on_written
-    finally:
-        if stream is not None:
-            stream.close()
-
-
-def _opened(output: Path) -> Any:
-    try:
-        return output.open("a", encoding="utf-8")
-    except OSError as error:
-        raise BadFile(str(output), [f"{error.strerror}; give another file with -o"]) from error

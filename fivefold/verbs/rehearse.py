@@ -3,26 +3,17 @@
 from __future__ import annotations
 
 import json
-import time
-from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-from fivefold.core.errors import FivefoldError
-from fivefold.core.plan import Plan, PlanOptions, resolve
-from fivefold.core.weights import weights
+from fivefold.api.jobs import GivenJob
+from fivefold.api.rehearsing import rehearse
+from fivefold.core.errors import RankLost
+from fivefold.core.plan import PlanOptions
 from fivefold.report import write_text
-from fivefold.report.rehearsal_text import describe, levels_trace, render
-from fivefold.verbs import one_of, progress_bar, with_plan_options
-
-if TYPE_CHECKING:
-    from fivefold.planner.estimate import Estimate, PlannedAction
-    from fivefold.rehearse import Rehearsed
-
-
-_DEVICES = ("cpu", "cuda")
+from fivefold.verbs import shown_progress, with_plan_options
 
 
 @with_plan_options
@@ -41,95 +32,19 @@ def run(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Run one step of every distinct rank, and compare it with the plan and the other ranks."""
-    one_of("device", device, _DEVICES)
-    plan = _rehearsable(options, imbalance)
-    for each in rank or []:
-        if not 0 <= each < plan.layout.world:
-            raise FivefoldError(f"--rank {each}: the job has ranks 0 to {plan.layout.world - 1}")
-    # Imported here, so that a bad command line is refused before torch is loaded.
-    from fivefold.launch.processes import RankLost, num_gpus
-
-    if device == "cuda" and not num_gpus():
-        raise FivefoldError("--device cuda: this machine has no GPU; rehearse with --device cpu")
-    began = time.perf_counter()
-    from fivefold.rehearse import forecast_on_gpu, how_many, rehearse
-
-    planned, forecast = _planned(plan, imbalance), None
+    job = GivenJob(options, frozenset(), False)
     try:
-        with progress_bar("rehearsing ranks", how_many(plan, rank)) as bar:
-            found = rehearse(plan, rank, imbalance, lambda _: bar.advance(1))
-        if device == "cuda":
-            forecast = forecast_on_gpu(plan, rank, imbalance, planned)
+        with shown_progress("rehearsing ranks") as on_progress:
+            found = rehearse(
+                job, rank=rank, device=device, imbalance=imbalance, on_progress=on_progress
+            )
     except RankLost as lost:
         reason = f"lost {lost.doing}: it {lost.cause}"
         if as_json:
             typer.echo(json.dumps({"passed": False, "error": reason}))
         typer.echo(f"fivefold: {reason}", err=True)
         raise typer.Exit(1) from None
-    seconds = time.perf_counter() - began
-    table = describe(found, _of_worst(planned, found), forecast, imbalance, seconds)
     if perfetto is not None:
-        write_text(perfetto, json.dumps(levels_trace(found, _timelines(planned, found))))
-    typer.echo(json.dumps(table) if as_json else "\n".join(render(plan, table)))
+        write_text(perfetto, json.dumps(found.trace()))
+    typer.echo(json.dumps(found.to_json()) if as_json else str(found))
     raise typer.Exit(0 if found.passed else 1)
-
-
-def _rehearsable(options: PlanOptions, imbalance: float) -> Plan:
-    from fivefold.cost.grid import require_possible_imbalance
-
-    plan = resolve(options)
-    weights(plan.shape)  # refuses what cannot be built
-    require_possible_imbalance(plan.shape, imbalance)
-    if plan.schedule.asynchronous:
-        raise FivefoldError(
-            f"schedule {plan.schedule.name} is asynchronous and has no step to rehearse: choose "
-            "another, such as 1f1b or zb-h1"
-        )
-    if plan.fp8 is not None:
-        plan.fp8.require_runnable(plan.schedule.asynchronous)
-    if plan.options.train.offload_grads != "none":
-        raise FivefoldError(
-            "a rehearsal counts all memory of a rank as that of its device, and offload_grads "
-            "takes gradients from there: rehearse without it, or see the estimate of plan"
-        )
-    if any(rule.drops and not rule.pads for rule in plan.balance):
-        raise FivefoldError(
-            "how many tokens a capacity drops is known only after routing: rehearse with "
-            "capacity-pad, or without a capacity"
-        )
-    if plan.ep_nodes > 1 and imbalance != 1.0:
-        raise FivefoldError(
-            f"--imbalance over {plan.ep_nodes} nodes: it does not say which node has the fullest "
-            "expert; rehearse with --ep-nodes 1, or without --imbalance"
-        )
-    return plan
-
-
-def _planned(plan: Plan, imbalance: float) -> Estimate | None:
-    """The planner's estimate; None if the plan has no machine."""
-    if plan.machine is None:
-        return None
-    from fivefold.planner import estimate_setting
-    from fivefold.planner.estimate import estimate_plan
-
-    kernels = plan.options.train.kernels
-    setting, _ = estimate_setting(plan.machine, plan.precision, 0.0, kernels, imbalance)
-    return estimate_plan(plan, setting)
-
-
-def _of_worst(planned: Estimate | None, found: Rehearsed) -> Estimate | None:
-    """The estimate with the memory of the rank that had the highest peak."""
-    if planned is None:
-        return None
-    from fivefold.planner.rank_memory import rank_memory
-
-    return replace(planned, memory=rank_memory(planned.plan, planned.setting, found.worst.rank))
-
-
-def _timelines(planned: Estimate | None, found: Rehearsed) -> dict[int, list[PlannedAction]] | None:
-    """The estimated step of every rank that was rehearsed."""
-    if planned is None:
-        return None
-    from fivefold.planner.estimate import rank_timeline
-
-    return {run.rank: rank_timeline(planned.plan, planned.setting, run.rank) for run in found.runs}

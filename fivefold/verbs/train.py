@@ -7,35 +7,23 @@ from __future__ import annotations
 
 import json
 import os
-import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import Annotated, Any
 
 import typer
 
-from fivefold.core import models
-from fivefold.core.errors import FivefoldError
-from fivefold.core.plan import Plan, PlanOptions, read, resolve
-from fivefold.core.precision import FORMATS, PRECISIONS
-from fivefold.launch.launcher import LauncherEnvironment, read_environment, refit, require_trainable
-from fivefold.records import Pace, PlannedStep, StepRecord
-from fivefold.records.run_folder import PLAN, run_folder
-from fivefold.report.training_text import head, out_of_memory, step_line, summary_text, tail
-from fivefold.verbs import BackendOption, above, asked_backend, one_of, with_plan_options
-
-if TYPE_CHECKING:
-    from fivefold.data.mixture import Source
-    from fivefold.launch.backend import Backend, RankDevice
-    from fivefold.launch.processes import RankLost
-    from fivefold.train import SampleText, Shortage, TrainedRank, TrainSettings
-
-
-_MOST_RANKS = 64  # processes on one machine
-_DEVICES = ("auto", "cpu", "cuda")
-_PATIENCE = 600.0  # seconds: the watchdogs of the ranks find a hang long before
+from fivefold.api.jobs import GivenJob
+from fivefold.api.training import StartedRun, train
+from fivefold.core.errors import RankLost
+from fivefold.core.plan import PlanOptions
+from fivefold.core.precision import FORMATS
+from fivefold.launch.launcher import read_environment
+from fivefold.records import Pace, StepRecord
+from fivefold.report.training_text import out_of_memory, step_line
+from fivefold.verbs import BackendOption, with_plan_options
 
 
 @partial(with_plan_options, default_target="tiny-moe")
@@ -75,271 +63,54 @@ def run(
 ) -> None:
     """Train; without `data`, on the source of Python's standard library, byte by byte."""
     given = {"steps": steps, "lr": lr, "seed": seed}
-    if until is not None:
-        above("until", until, 0)
     recipe = replace(options.train, **{key: one for key, one in given.items() if one is not None})
-    options = replace(options, train=recipe)
-    dtype = None if dtype is None else one_of("dtype", dtype, FORMATS)
-    one_of("device", device, _DEVICES)
-    asked = asked_backend(backend)
-    if check and resume:
-        raise FivefoldError("--check compares a training from its first step: leave --resume out")
-    launched = read_environment(os.environ)
-    resume = resume or launched is not None  # a launcher restarts a job that has failed
-    if launched is not None and out is None:
-        raise FivefoldError("name the run folder, which all hosts share, with --out")
-    plan = runnable(_same_batch(options, out, resume), launched)
-    start = _Start(plan, dtype, device, asked, out, resume, until, check, deterministic)
-    raise typer.Exit(_join(start, launched) if launched else _fork(start, as_json))
+    job = GivenJob(replace(options, train=recipe), frozenset(), False)
+    chosen = {"out": out, "resume": resume, "until": until, "dtype": dtype, "device": device}
+    chosen |= {"backend": backend, "check": check, "deterministic": deterministic}
+    raise typer.Exit(_train(job, chosen, as_json))
 
 
-def _same_batch(options: PlanOptions, out: Path | None, resume: bool) -> PlanOptions:
-    """A run that resumes in another layout has the same global batch, unless another is given."""
-    if not resume or options.batch is not None or options.microbatches is not None:
-        return options
-    folder = out or run_folder(Path("runs"), models.load(options.model).name, newest=True)
-    if not (folder / PLAN).is_file():
-        return options
-    return replace(options, batch=resolve(read(folder / PLAN)).batch.sequences)
-
-
-def runnable(options: PlanOptions, launched: LauncherEnvironment | None = None) -> Plan:
-    """The plan; raises if these ranks cannot run it."""
-    plan = resolve(options)
-    require_trainable(plan)
-    if launched is not None:
-        plan = refit(plan, launched.world)
-    elif plan.layout.world > _MOST_RANKS:
-        raise FivefoldError(
-            f"train forks a process for every rank, and {plan.layout.world} are too many for one "
-            f"machine: lower the degrees to at most {_MOST_RANKS} ranks, or start it with torchrun"
-        )
-    return plan
-
-
-@dataclass(frozen=True)
-class _Start:
-    """What one start of a run was given on the command line."""
-
-    plan: Plan
-    dtype: str | None
-    device: str
-    backend: Backend | None
-    out: Path | None
-    resume: bool
-    until: int | None
-    check: bool
-    deterministic: bool
-
-
-def _device(start: _Start, launched: LauncherEnvironment | None) -> RankDevice:
-    """The device of the first rank, or of this one, and the backend of all; refused if these ranks
-    cannot have it."""
-    from fivefold.launch.backend import (
-        NcclLibrary,
-        available_device,
-        choose_backend,
-        forked_device,
-        launched_device,
-        num_gpus,
-    )
-
-    gpus, nccl = num_gpus(), NcclLibrary.here()
-    device = available_device(start.device, gpus)
-    if launched is not None:
-        return launched_device(device, start.backend, launched, gpus, nccl)
-    world = start.plan.layout.world
-    backend = choose_backend(start.backend, device, world, gpus, nccl)
-    return forked_device(device, backend, 0, world)
-
-
-def _settings(start: _Start, folder: Path, rank: RankDevice) -> TrainSettings:
-    """How the ranks train: their device, their dtype, and what the plan expects of a step."""
-    from fivefold.train import TrainSettings, estimate_of
-
-    plan, device = start.plan, rank.device.type
-    dtype = start.dtype or PRECISIONS[plan.precision].dtype
-    if start.dtype is None and device == "cpu" and dtype == "bfloat16":
-        dtype = "float32"  # CPUs are slow at bfloat16, which is the default of every plan
-    estimate = estimate_of(plan, plan.options.train)
-    return TrainSettings(
-        recipe=plan.options.train,
-        dtype=cast("Any", dtype),
-        device=cast("Any", device),
-        backend=rank.backend,
-        folder=folder,
-        resume=start.resume,
-        until=start.until,
-        planned=None if estimate is None else PlannedStep.of(estimate),
-        check=start.check,
-        deterministic=start.deterministic,
-    )
-
-
-def _fork(start: _Start, as_json: bool) -> int:
-    """Train on ranks of this machine; the exit code."""
-    from fivefold.launch.processes import Pool, RankLost
-    from fivefold.records.run_folder import RunFolder
-    from fivefold.train import checked_source, keep_tokenizer, num_processes, train
-
-    began, rank = time.perf_counter(), _device(start, None)
-    plan = _noted(start.plan, rank)
-    folder = start.out or run_folder(Path("runs"), plan.shape.name, start.resume)
-    settings = _settings(start, folder, rank)
-    source = checked_source(plan, settings)
-    toml = plan.to_toml(folder, whole=True)
-    run_files = RunFolder.create(folder, toml, _start_facts(plan, source), start.resume)
-    keep_tokenizer(folder, source)
-    print_line: Callable[[str], None] = (lambda line: None) if as_json else typer.echo
-    print_line(head(plan, settings.recipe, settings.dtype, str(source), settings.planned))
-    print_line(f"run folder: {folder}")
-    reporter = _Reporter(settings.recipe.steps, print_line)
+def _train(job: GivenJob, chosen: dict[str, Any], as_json: bool) -> int:
+    """Train and print; the exit code."""
+    alone = read_environment(os.environ) is None
+    reporter = _Reporter((lambda line: None) if as_json and alone else typer.echo)
     try:
-        with Pool(num_processes(plan, settings), _PATIENCE, forwards_stop=True) as pool:
-            runs, check = train(pool, plan, settings, reporter.report)
+        found = train(job, **chosen, on_progress=reporter.report)
     except RankLost as lost:
-        run_files.fail(reason := _lost_rank(lost, plan))
-        return _report_lost_rank(lost, reason, as_json)
-    finally:
-        summary = run_files.summarize()
-    table = {
-        **_steps_json(plan, settings, str(source), reporter.records),
-        **_measured_json(plan, settings, runs),
-        "check": None if check is None else {**asdict(check), "passed": check.passed},
-        "stopped": runs[0].stopped,
-        "run": str(folder),
-        "summary": summary.to_json(),
-        "seconds": round(time.perf_counter() - began, 3),
-    }
-    typer.echo(
-        json.dumps(table) if as_json else "\n".join(["", summary_text(summary), *tail(table)])
-    )
-    return 0 if check is None or check.passed else 1
-
-
-def _join(start: _Start, launched: LauncherEnvironment) -> int:
-    """Be one rank of a job that a launcher has started; the exit code."""
-    from fivefold.launch.worker import joined_worker
-    from fivefold.records.run_folder import RunFolder
-    from fivefold.train import checked_source, keep_tokenizer, run_rank
-
-    rank, first = _device(start, launched), launched.rank == 0
-    plan = _noted(start.plan, rank)
-    assert start.out is not None
-    folder, settings = start.out, _settings(start, start.out, rank)
-    print_line: Callable[[str], None] = typer.echo if first else (lambda line: None)
-    if first:  # the others open the folder after they have joined this rank
-        source = checked_source(plan, settings)
-        toml = plan.to_toml(folder, whole=True)
-        run_files = RunFolder.create(folder, toml, _start_facts(plan, source), start.resume)
-        keep_tokenizer(folder, source)
-        print_line(head(plan, settings.recipe, settings.dtype, str(source), settings.planned))
-        print_line(f"run folder: {folder}")
-    reporter = _Reporter(settings.recipe.steps, print_line)
-    run_rank(joined_worker(launched, reporter.report), plan, settings, device=rank)
-    if first:
-        print_line("\n" + summary_text(run_files.summarize()))
-    return 0
-
-
-def _noted(plan: Plan, rank: RankDevice) -> Plan:
-    """The plan with a note on how collectives travel between GPUs."""
-    if rank.device.type == "cpu" or plan.layout.world == 1:
-        return plan
-    return replace(plan, notes=(*plan.notes, rank.describe()))
+        if as_json:
+            table = {"passed": False, "error": lost.reason, "rank": lost.rank}
+            typer.echo(json.dumps(table))
+        typer.echo(f"fivefold: {lost.reason}", err=True)
+        return 1
+    if not found.joined:
+        typer.echo(json.dumps(found.to_json()) if as_json else f"\n{found}")
+    elif found.summary is not None:
+        typer.echo(f"\n{found}")
+    return 0 if found.passed else 1
 
 
 class _Reporter:
-    """Prints every step when it is over, and collects the records."""
+    """Prints every step when it is over."""
 
-    def __init__(self, steps: int, print_line: Callable[[str], None]) -> None:
-        self.steps, self.print_line, self.pace = steps, print_line, Pace()
-        self.records: list[StepRecord] = []
+    def __init__(self, print_line: Callable[[str], None]) -> None:
+        self.print_line, self.pace, self.steps = print_line, Pace(), 0
 
-    def report(self, record: StepRecord | Shortage | SampleText | str) -> None:
+    def report(self, report: Any) -> None:
         from fivefold.train import SampleText
 
-        if isinstance(record, StepRecord):
-            self.records.append(record)
-            self.print_line(step_line(record, self.steps, self.pace.eta(record, self.steps)))
-        elif isinstance(record, SampleText):
-            self.print_line(str(record))
-        elif isinstance(record, str):
-            typer.echo(f"fivefold: {record}", err=True)
+        if isinstance(report, StartedRun):
+            self.steps = report.recipe.steps
+            self.print_line(str(report))
+        elif isinstance(report, StepRecord):
+            self.print_line(step_line(report, self.steps, self.pace.eta(report, self.steps)))
+        elif isinstance(report, SampleText):
+            self.print_line(str(report))
+        elif isinstance(report, str):
+            typer.echo(f"fivefold: {report}", err=True)
         else:
-            words = {**asdict(record), "where": f"{record.where} of rank {record.rank}"}
+            words: dict[str, Any] = {
+                **asdict(report),
+                "where": f"{report.where} of rank {report.rank}",
+            }
             words.pop("rank")
             typer.echo(f"fivefold: {out_of_memory(**words)}", err=True)
-
-
-def _facts(plan: Plan) -> dict[str, object]:
-    """Facts of a start, for --json too."""
-    return {
-        "model": plan.shape.name,
-        "layout": str(plan.layout),
-        "world": plan.layout.world,
-        "zero": plan.layout.zero,
-        "schedule": plan.schedule.name,
-    }
-
-
-def _start_facts(plan: Plan, source: Source) -> dict[str, object]:
-    """Facts of this start for `run.json`."""
-    tokenizer = source.tokenizer
-    return {**_facts(plan), "tokenizer": None if tokenizer is None else asdict(tokenizer)}
-
-
-def _lost_rank(lost: RankLost, plan: Plan) -> str:
-    who = "the one process" if lost.rank >= plan.layout.world else f"rank {lost.rank}"
-    return f"lost {who} at {lost.doing}: it {lost.cause}"
-
-
-def _report_lost_rank(lost: RankLost, reason: str, as_json: bool) -> int:
-    if as_json:
-        typer.echo(json.dumps({"passed": False, "error": reason, "rank": lost.rank}))
-    typer.echo(f"fivefold: {reason}", err=True)
-    return 1
-
-
-def _steps_json(
-    plan: Plan, settings: TrainSettings, corpus: str, records: list[StepRecord]
-) -> dict[str, Any]:
-    """The run and its steps as JSON."""
-    return {
-        **_facts(plan),
-        "dtype": settings.dtype,
-        "corpus": corpus,
-        "tokens_per_step": plan.batch.tokens,
-        "steps": [record.to_json() for record in records],
-        "notes": list(plan.notes),
-    }
-
-
-def _measured_json(plan: Plan, settings: TrainSettings, runs: list[TrainedRank]) -> dict[str, Any]:
-    """Measured memory and traffic beside the plan, as JSON; null if no step was left to run."""
-    from fivefold.train import compare_with_plan
-
-    measured = compare_with_plan(plan, settings, runs)
-    if measured is None:
-        return {"memory": None, "traffic": None}
-    by_source = {"planned": measured.planned_traffic, "measured": measured.traffic}
-    traffic = {
-        "step": measured.step,
-        "match": measured.traffic_as_planned,
-        **{
-            name: {axis: one._asdict() for axis, one in axes.items()}
-            for name, axes in by_source.items()
-        },
-    }
-    memory = measured.memory
-    if memory is None:
-        return {"memory": None, "traffic": traffic}
-    sizes = {"planned": memory.planned, "measured": memory.measured}
-    return {
-        "memory": {
-            "rank": memory.rank,
-            "ranks_as_planned": memory.num_as_planned,
-            **{name: {**asdict(each), "total": each.total} for name, each in sizes.items()},
-        },
-        "traffic": traffic,
-    }

@@ -18,11 +18,11 @@ from dataclasses import dataclass, field, replace
 from datetime import date
 from typing import Any
 
+from fivefold.api.verifying import runnable
 from fivefold.core.plan import Plan, PlanOptions
 from fivefold.core.schedule.catalog import FAMILIES
 from fivefold.launch.backend import NcclLibrary
 from fivefold.launch.processes import Pool, RankLost
-from fivefold.verbs.verify import runnable
 from fivefold.verify.compare import Dtype
 from fivefold.verify.trial import (
     VerifiedRank,

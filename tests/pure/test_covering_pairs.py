@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import pytest
 
+from fivefold.api.verifying import runnable
 from fivefold.core.balance import NONE, WORDS
 from fivefold.core.errors import FivefoldError
 from fivefold.core.layout import Layout
@@ -17,7 +18,6 @@ from fivefold.core.plan import PlanOptions
 from fivefold.core.rules import problems
 from fivefold.core.schedule.catalog import family
 from fivefold.cost.collectives import predict_traffic
-from fivefold.verbs.verify import runnable
 from tests.ranks.covering import (
     ASYNCHRONOUS,
     DEGREES,

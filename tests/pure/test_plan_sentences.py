@@ -18,7 +18,7 @@ from fivefold.planner import PlanResult, best_plans, plan_request
 from fivefold.planner.estimate import Estimate, estimate_plan
 from fivefold.planner.neighbours import Neighbour, compare_neighbours
 from fivefold.report import plan_text, plan_values
-from fivefold.verbs.plan import _ranked
+from fivefold.report.plan_answers import ranked_answer
 
 JOBS = (
     ("tiny", "laptop", 8, {}),
@@ -63,7 +63,7 @@ def is_near(said: float, seconds: float) -> bool:
 @pytest.mark.parametrize("number", range(len(JOBS)), ids=IDS)
 def test_the_table_and_its_sentences_agree(number: int) -> None:
     found = searched(number)
-    table, lines = _ranked(found, {"tokens": None, "price": None})
+    table, lines = ranked_answer(found, (None, None))
     json.dumps(table)
     first, *others = table["layouts"]
     fastest = min(one["step_s"] for one in (first, table["fastest"], *others))

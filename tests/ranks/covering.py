@@ -17,6 +17,7 @@ from dataclasses import dataclass, fields, replace
 from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
+from fivefold.api.verifying import runnable
 from fivefold.core import models
 from fivefold.core.errors import FivefoldError
 from fivefold.core.layout import Layout
@@ -24,7 +25,6 @@ from fivefold.core.plan import Plan, PlanOptions
 from fivefold.core.rules import problems
 from fivefold.core.schedule.catalog import FAMILIES, family
 from fivefold.core.splits import ContextKind
-from fivefold.verbs.verify import runnable
 
 if TYPE_CHECKING:  # pairs are counted without torch
     from fivefold.launch.processes import Pool

@@ -12,9 +12,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from fivefold.api.verifying import runnable
 from fivefold.core.plan import PlanOptions
 from fivefold.launch.processes import Pool
-from fivefold.verbs.verify import runnable
 from fivefold.verify.trial import VerifySettings, VerifyVerdict, run_trial
 from tests.ranks.table import Table
 

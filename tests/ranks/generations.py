@@ -13,9 +13,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import date
 
+from fivefold.api.verifying import runnable
 from fivefold.core.plan import PlanOptions
 from fivefold.launch.processes import Pool
-from fivefold.verbs.verify import runnable
 from fivefold.verify.generated import GeneratedVerdict
 from fivefold.verify.generated_ranks import GeneratedSettings, run_generated
 

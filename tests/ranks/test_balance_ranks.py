@@ -14,6 +14,7 @@ from kept_pool import KeptPool
 from numpy.typing import NDArray
 from torch import Tensor
 
+from fivefold.api.verifying import runnable
 from fivefold.core.plan import Plan, PlanOptions
 from fivefold.core.shape import Moe
 from fivefold.data.batches import samples
@@ -24,7 +25,6 @@ from fivefold.parallel.balance import Load, positions_of
 from fivefold.parallel.compose import Job, compose
 from fivefold.parallel.mesh import Mesh
 from fivefold.step import step
-from fivefold.verbs.verify import runnable
 from fivefold.verify import reference, runs
 from fivefold.verify.compare import Call, expected
 from fivefold.verify.trial import (

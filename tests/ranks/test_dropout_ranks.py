@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from fivefold.api.verifying import runnable
 from fivefold.core.plan import Plan, PlanOptions
 from fivefold.data import batches as data_batches
 from fivefold.data.batches import samples
@@ -19,7 +20,6 @@ from fivefold.optim.optimizer import make_optimizer
 from fivefold.parallel.compose import compose
 from fivefold.parallel.mesh import Mesh
 from fivefold.step import step
-from fivefold.verbs.verify import runnable
 from fivefold.verify.trial import VerifySettings, judge, run_rank, run_reference, run_trial
 
 RATES = {"dropout": "0.25", "attention_dropout": "0.2"}

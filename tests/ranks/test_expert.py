@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from fivefold.api.verifying import runnable
 from fivefold.core.plan import PlanOptions
 from fivefold.launch.processes import Pool
-from fivefold.verbs.verify import runnable
 from fivefold.verify.compare import Call, Traffic, evened
 from fivefold.verify.trial import VerifySettings, run_rank, run_trial
 

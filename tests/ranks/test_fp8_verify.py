@@ -14,6 +14,7 @@ import torch
 from planted import Patch
 from torch import Tensor
 
+from fivefold.api.verifying import runnable
 from fivefold.core.fp8 import Fp8Format
 from fivefold.core.plan import PlanOptions
 from fivefold.launch.processes import Pool, Worker
@@ -28,7 +29,6 @@ from fivefold.parallel.coded_gather import CodedGather
 from fivefold.parallel.columns import SplitMatmuls
 from fivefold.parallel.fp8_maxima import WeightMaxima
 from fivefold.parallel.mesh import Mesh
-from fivefold.verbs.verify import runnable
 from fivefold.verify.runs import VerifiedRank, VerifySettings, run_rank, run_reference
 from fivefold.verify.trial import VerifyVerdict, judge
 from tests.commands import in_fork

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from fivefold.api.verifying import runnable
 from fivefold.core.plan import Plan, PlanOptions
 from fivefold.data.batches import samples
 from fivefold.launch.processes import Pool, Worker
 from fivefold.parallel.boundary import AxisBoundary
 from fivefold.parallel.compose import compose
 from fivefold.parallel.mesh import Issued, Mesh
-from fivefold.verbs.verify import runnable
 
 LAYERS = 3
 

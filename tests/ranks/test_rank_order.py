@@ -7,6 +7,7 @@ import torch
 from generations import GenerationCase
 from torch import Tensor
 
+from fivefold.api.verifying import runnable
 from fivefold.core.plan import Plan, resolve
 from fivefold.generate.layout import mesh_of
 from fivefold.launch.backend import forked_device
@@ -14,7 +15,6 @@ from fivefold.launch.processes import Pool
 from fivefold.launch.worker import Worker
 from fivefold.parallel.boundary import AxisBoundary
 from fivefold.parallel.rank_order import in_order
-from fivefold.verbs.verify import runnable
 from fivefold.verify.generated_ranks import GeneratedSettings, run_generated
 
 RANKS, ROWS, WIDTH = 4, 16, 24

@@ -10,6 +10,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from fivefold.api.verifying import runnable
 from fivefold.core.errors import FivefoldError
 from fivefold.core.plan import Plan, PlanOptions, resolve
 from fivefold.data.batches import samples
@@ -19,7 +20,6 @@ from fivefold.parallel.boundary import AxisBoundary
 from fivefold.parallel.columns import SplitMatmuls
 from fivefold.parallel.compose import compose
 from fivefold.parallel.mesh import Mesh
-from fivefold.verbs.verify import runnable
 from fivefold.verify.trial import VerifySettings, run_trial
 
 EXACT = 1e-10

@@ -7,12 +7,12 @@ import shlex
 from dataclasses import dataclass, fields
 from typing import Any, get_args
 
+from fivefold.api.verifying import runnable
 from fivefold.core.errors import FivefoldError
 from fivefold.core.plan import Plan, PlanOptions
 from fivefold.core.recompute import MODULES
 from fivefold.core.schedule.catalog import FAMILIES, family
 from fivefold.core.splits import ContextKind
-from fivefold.verbs.verify import runnable
 from fivefold.verify.trial import VerifySettings
 
 MOST_RANKS = 8

@@ -1,0 +1,175 @@
+"""A job in the user's words: a model, and any key of plan, training or model as a keyword."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+from fivefold.api.checks import above
+from fivefold.core import machine as machines
+from fivefold.core import models, tables
+from fivefold.core.errors import BadFile, FivefoldError, UnknownName
+from fivefold.core.layout import Layout, parse_zero
+from fivefold.core.machine import Machine
+from fivefold.core.plan import Plan, PlanOptions, options_from
+from fivefold.core.settings import plan_keys, train_keys
+from fivefold.core.shape import Shape
+
+_WHERE = "the keywords"
+_OF_LAYOUT = ("zero", "sp", "context", "chunks")  # that a Layout says itself
+
+
+class TaskProgress(NamedTuple):
+    """How far a long task is: `done` of `total`."""
+
+    done: float
+    total: float
+    what: str
+
+
+OnProgress = Callable[[TaskProgress], None]
+
+
+@dataclass(frozen=True)
+class GivenJob:
+    """A job as it was asked for: its options, the names of those that were given, and whether its
+    layout is open: neither given nor in a plan."""
+
+    options: PlanOptions
+    given: frozenset[str]
+    is_open: bool
+
+
+@runtime_checkable
+class HasPlan(Protocol):
+    """An answer that has a plan."""
+
+    @property
+    def plan(self) -> Plan: ...
+
+
+Model = str | Path | Mapping[str, Any] | Shape | Plan | PlanOptions | GivenJob | HasPlan
+"""A preset's name, the path of a config.json or plan.toml, a config as a table, a shape, a plan,
+or an answer that has a plan."""
+
+
+def given_job(model: Model, keys: Mapping[str, Any]) -> GivenJob:
+    """The job of a model and of keywords, each checked; unknown ones suggest the nearest."""
+    if isinstance(model, GivenJob):
+        assert not keys, "a job has its keywords"
+        return model
+    asked = {key: value for key, value in keys.items() if value is not None}
+    changed: Mapping[str, Any] = asked.pop("set", {})
+    if twice := [key for key in changed if key in asked]:
+        raise BadFile(_WHERE, [f"{key} is given twice: leave one out" for key in twice])
+    pairs = {
+        **_plain(asked),
+        **{key: "none" if one is None else one for key, one in changed.items()},
+    }
+    changes = _sorted(pairs)
+    if (gpus := changes.get("gpus")) is not None:
+        above("gpus", gpus, 0)
+    target, given = _target(model), frozenset({*asked, *changed})
+    has_plan = not isinstance(target, str) or target.endswith(".toml")
+    return GivenJob(options_from(target, changes), given, not has_plan and "layout" not in given)
+
+
+def as_shape(model: str | Path | Mapping[str, Any] | Shape) -> Shape:
+    """The shape of a preset, of the config.json at a path, or of a config as a table."""
+    if isinstance(model, Shape):
+        return model
+    return models.load(str(_target(model)))
+
+
+def as_machine(machine: str | Path | Machine) -> Machine:
+    """A machine by the name of its preset, or from a TOML file."""
+    return machine if isinstance(machine, Machine) else machines.load(machine)
+
+
+def _target(model: Model) -> str | PlanOptions:
+    """What `options_from` reads."""
+    if isinstance(model, str):
+        return model
+    if isinstance(model, Path):
+        return str(model) if model.suffix or len(model.parts) > 1 else f"./{model}"
+    if isinstance(model, Shape):
+        return models.to_text(model)
+    if isinstance(model, PlanOptions):
+        return model
+    if isinstance(model, Plan):
+        return model.options
+    if isinstance(model, Mapping):
+        return models.config_text(model)
+    if isinstance(model, HasPlan):
+        return model.plan.options
+    raise FivefoldError(
+        f"a model of type {type(model).__name__}: give a preset's name, the path of a config.json "
+        "or plan.toml, a config as a dict, a Shape or a Plan"
+    )
+
+
+def _plain(keys: Mapping[str, Any]) -> dict[str, Any]:
+    """Keywords as a plan file has them: texts for layouts, machines, paths and lists."""
+    found: dict[str, Any] = {}
+    for key, value in keys.items():
+        if key == "layout" and isinstance(value, Layout):
+            if twice := [name for name in _OF_LAYOUT if name in keys]:
+                raise FivefoldError(f"a Layout says its {twice[0]}: leave the keyword out")
+            found |= _of_layout(value)
+        elif key == "machine" and isinstance(value, Machine):
+            found[key] = _machine_name(value)
+        elif key == "zero":
+            found[key] = parse_zero(value)
+        elif key == "stage_layers" and not isinstance(value, str):
+            found[key] = ",".join(map(str, value))
+        else:
+            found[key] = _scalar(value)
+    return found
+
+
+def _scalar(value: Any) -> Any:
+    """A number of an array as Python's own, a path as a text."""
+    if isinstance(value, Path):
+        return str(value)
+    return value.item() if hasattr(value, "item") else value
+
+
+def _of_layout(layout: Layout) -> dict[str, Any]:
+    """The keys of a layout; one chunk is what schedules have without being asked."""
+    keys: dict[str, Any] = {"layout": str(layout), "zero": layout.zero, "sp": layout.sp}
+    chunks = {"chunks": layout.chunks} if layout.chunks > 1 else {}
+    return {**keys, "context": layout.context, **chunks}
+
+
+def _machine_name(machine: Machine) -> str:
+    """The preset that this is; a plan names its machine, so that it can be written."""
+    if machine.name in machines.presets() and machines.load(machine.name) == machine:
+        return machine.name
+    raise FivefoldError(
+        f"machine {machine.name!r} is no preset, and a plan names its machine by a preset or a "
+        "file: write a TOML file with base and your numbers, and give its path"
+    )
+
+
+def _sorted(pairs: Mapping[str, Any]) -> dict[str, Any]:
+    """Keys of plan, training and model, checked for their types; all problems at once."""
+    of_plan, of_training, of_model = plan_keys(), train_keys(), models.keys()
+    plan: dict[str, Any] = {}
+    train: dict[str, Any] = {}
+    changed: dict[str, str] = {}
+    for key, value in pairs.items():
+        if key in of_training:
+            train[key] = value
+        elif key in of_plan:
+            plan[key] = value
+        elif key in of_model:
+            changed[key] = str(value).lower() if isinstance(value, bool) else str(value)
+        else:
+            raise UnknownName("key", key, [*of_training, *of_plan, *of_model])
+    built = tables.build(PlanOptions, {"model": "", **plan, "train": train}, _WHERE)
+    changes: dict[str, Any] = {key: getattr(built, key) for key in plan}
+    if train:
+        changes["train"] = {key: getattr(built.train, key) for key in train}
+    return {**changes, **({"set": changed} if changed else {})}

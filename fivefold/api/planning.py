@@ -1,0 +1,297 @@
+"""Plans and searches: the answers of `ff.plan` and `ff.search`, and of `fivefold plan`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fivefold.api.checks import above, one_of, positive
+from fivefold.api.jobs import GivenJob, Model, OnProgress, TaskProgress, given_job
+from fivefold.core import machine as machines
+from fivefold.core.errors import FivefoldError
+from fivefold.core.plan import Plan, PlanOptions, resolve
+from fivefold.core.precision import PRECISIONS
+from fivefold.core.precision import plan_keys as precision_keys
+from fivefold.core.schedule.catalog import family
+from fivefold.report import duration, plan_text, write_text
+from fivefold.report.plan_answers import (
+    Printed,
+    first_reasons,
+    given_answer,
+    ranked_answer,
+    resolved_answer,
+)
+
+if TYPE_CHECKING:  # estimates need numpy, whose import takes longer than a plan without estimates
+    from fivefold.planner import PlanRequest, PlanResult
+    from fivefold.planner.estimate import Estimate
+
+_ALSO_FIXED = ("zero", "schedule", "chunks", "microbatch_size", "recompute", "context")
+_NOT_SEARCHED = ("microbatches", "stage_layers", "gather", "sp")  # only for a given layout
+_TOP = 10
+
+
+@dataclass(frozen=True)
+class PlannedJob:
+    """A plan; with a machine also its `estimate`, and `why` the layout is as it is.
+
+    `str()` is the text of `fivefold plan`, `to_json()` its JSON.
+    """
+
+    plan: Plan
+    estimate: Estimate | None
+    why: tuple[str, ...]
+    seconds: float  # that the answer took
+    tokens: float | None = None
+    price: float | None = None
+
+    @property
+    def fits(self) -> str | None:
+        """`fits`, `tight` or `does not fit`; None without a machine."""
+        return None if self.estimate is None else self.estimate.verdict
+
+    @cached_property
+    def _answer(self) -> Printed:
+        if self.estimate is None:
+            return resolved_answer(self.plan)
+        costs = (self.tokens, self.price)
+        return given_answer(self.plan, self.estimate, self.why, self.seconds, costs)
+
+    def to_json(self) -> dict[str, Any]:
+        """What `fivefold plan --json` prints."""
+        return self._answer[0]
+
+    def to_toml(self, path: str | Path) -> None:
+        """Write the plan as a file that every verb and every function reads."""
+        write_text(Path(path), self.plan.to_toml(Path(path).parent))
+
+    def __repr__(self) -> str:
+        known = "" if self.estimate is None else f": {self.fits}, {duration(self.estimate.step)}"
+        return f"PlannedJob({self.plan.shape.name} on {self.plan.layout}{known})"
+
+    def __str__(self) -> str:
+        return "\n".join(self._answer[1])
+
+    def _repr_html_(self) -> str:
+        from fivefold.report.notebook_html import plan_html
+
+        return plan_html(self.plan, self.estimate, self.why)
+
+
+@dataclass(frozen=True)
+class SearchedPlans:
+    """The ranking of a search: `plans` are estimates, the first choice first.
+
+    `str()` is the text of `fivefold plan --gpus`, `to_json()` its JSON.
+    """
+
+    result: PlanResult
+    why: tuple[str, ...]  # of the first choice
+    tokens: float | None = None
+    price: float | None = None
+
+    @property
+    def plans(self) -> tuple[Estimate, ...]:
+        return self.result.plans
+
+    @property
+    def best(self) -> PlannedJob:
+        """The first choice."""
+        first = self.plans[0]
+        return PlannedJob(first.plan, first, self.why, self.result.seconds, self.tokens, self.price)
+
+    @property
+    def plan(self) -> Plan:
+        """That of the first choice."""
+        return self.plans[0].plan
+
+    @cached_property
+    def _answer(self) -> Printed:
+        return ranked_answer(self.result, (self.tokens, self.price), self.why)
+
+    def to_json(self) -> dict[str, Any]:
+        """What `fivefold plan --gpus --json` prints."""
+        return self._answer[0]
+
+    def __repr__(self) -> str:
+        return f"SearchedPlans({len(self.plans)} plans, the first {self.best!r})"
+
+    def __str__(self) -> str:
+        return "\n".join(self._answer[1])
+
+    def _repr_html_(self) -> str:
+        from fivefold.report.notebook_html import search_html
+
+        return search_html(self.result, self.why)
+
+
+def plan(
+    model: Model,
+    *,
+    tokens: float | None = None,
+    price: float | None = None,
+    headroom: float = 0.05,
+    precision: str | None = None,
+    kernels: str = "compiled",
+    stack: str | None = None,
+    imbalance: float | None = None,
+    **keys: Any,
+) -> PlannedJob:
+    """The plan of a job: its layout, and with a `machine` its memory, its time and why.
+
+    `keys` are those of a plan file, of training and of the model: `layout`, `machine`, `gpus`,
+    `seq`, `batch`, `zero`, `schedule`, `lr`, `layers`, … With `gpus` and without a `layout` it is
+    the first choice of `search`.
+    """
+    costs = _costs(tokens, price)
+    how = estimate_options(headroom, kernels, imbalance, stack)
+    job = estimated_job(given_job(model, keys), kernels, precision)
+    if job.options.gpus is not None and job.is_open:
+        return search(job, **costs, precision=precision, **how).best
+    if job.options.machine is None:
+        return PlannedJob(resolve(job.options), None, (), 0.0)
+    from fivefold.planner.neighbours import compare_neighbours
+
+    began = time.perf_counter()
+    resolved, found = estimate_given(job.options, how, precision)
+    why = tuple(plan_text.reasons_text(found, compare_neighbours(found), None))
+    return PlannedJob(resolved, found, why, time.perf_counter() - began, **costs)
+
+
+def search(
+    model: Model,
+    *,
+    fix: str | Mapping[str, Any] | None = None,
+    top: int = _TOP,
+    objective: str = "tokens",
+    tokens: float | None = None,
+    price: float | None = None,
+    headroom: float = 0.05,
+    precision: str | None = None,
+    kernels: str = "compiled",
+    stack: str | None = None,
+    imbalance: float | None = None,
+    on_progress: OnProgress | None = None,
+    **keys: Any,
+) -> SearchedPlans:
+    """The best layouts for `gpus` GPUs of a `machine`, ranked, with reasons.
+
+    `fix`: values that every layout must have, as in "tp=8 zero=1". `objective`: tokens (most per
+    second), gpus (fewest) or gpu-hours (fewest). `keys` as for `plan`.
+    """
+    above("top", top, 0)
+    costs = _costs(tokens, price)
+    how = estimate_options(headroom, kernels, imbalance, stack)
+    job = estimated_job(given_job(model, keys), kernels, precision)
+    if not job.is_open:
+        raise FivefoldError("a search chooses the layout: leave it out, or call plan")
+    request = request_of(job.options, fixed_values(job, fix), how, precision)
+    found = best_of(request, objective, top, on_progress)
+    return SearchedPlans(found, tuple(first_reasons(found)), **costs)
+
+
+def estimate_options(
+    headroom: float, kernels: str, imbalance: float | None, stack: str | None
+) -> dict[str, Any]:
+    """The assumptions of the estimates."""
+    if stack is not None:
+        _require_known_stack(stack, kernels)
+    if not 0 <= headroom < 1:
+        raise FivefoldError(f"--headroom {headroom}: give a share of the memory from 0 to below 1")
+    return {
+        "headroom": headroom,
+        "kernels": one_of("kernels", kernels, ("compiled", "eager", "graphs")),
+        "imbalance": 1.0 if imbalance is None else imbalance,
+        "stack": stack,
+    }
+
+
+def _require_known_stack(stack: str, kernels: str) -> None:
+    """Refuse an unknown stack, and what only our own has."""
+    from fivefold.cost.stack_presets import OUR_OWN, load_preset
+
+    if stack != OUR_OWN:
+        load_preset(stack)
+    if kernels != "compiled":
+        raise FivefoldError(
+            f"--kernels {kernels} is for fivefold's own software: leave it or --stack out"
+        )
+
+
+def _costs(tokens: float | None, price: float | None) -> dict[str, float | None]:
+    return {
+        "tokens": None if tokens is None else positive("tokens", tokens),
+        "price": None if price is None else positive("price", price),
+    }
+
+
+def estimated_job(job: GivenJob, kernels: str, precision: str | None) -> GivenJob:
+    """The plan says in which precision, and whether with compiled kernels."""
+    keys: dict[str, Any] = precision_keys(precision) if precision in PRECISIONS else {}
+    train = replace(job.options.train, compile=kernels != "eager")
+    return replace(job, options=replace(job.options, train=train, **keys))
+
+
+def estimate_given(
+    options: PlanOptions, how: Mapping[str, Any], precision: str | None
+) -> tuple[Plan, Estimate]:
+    """A plan with a machine, and its estimate."""
+    from fivefold.planner import estimate_on_machine
+
+    plan = resolve(options)
+    assert plan.machine is not None, "estimates are for a machine"
+    asked = precision or options.precision
+    return plan, estimate_on_machine(plan, plan.machine, **how, precision=asked)
+
+
+def fixed_values(job: GivenJob, fix: str | Mapping[str, Any] | None) -> dict[str, int | str]:
+    """What every layout of a search has; keys of one layout are refused."""
+    from fivefold.planner.space import parse_fixed
+
+    if closed := [name for name in _NOT_SEARCHED if name in job.given]:
+        raise FivefoldError(
+            f"--{closed[0].replace('_', '-')} is for a given layout: leave it out, or give --layout"
+        )
+    fixed = {name: getattr(job.options, name) for name in _ALSO_FIXED if name in job.given}
+    text = fix if isinstance(fix, str) else " ".join(f"{k}={v}" for k, v in (fix or {}).items())
+    fixed |= parse_fixed(text)
+    if "schedule" in fixed:
+        fixed["schedule"] = family(fixed["schedule"]).name
+    return fixed
+
+
+def request_of(
+    options: PlanOptions,
+    fixed: Mapping[str, int | str],
+    how: Mapping[str, Any],
+    precision: str | None,
+) -> PlanRequest:
+    """A request to the planner."""
+    from fivefold.planner import plan_request
+
+    if options.machine is None:
+        raise FivefoldError(
+            f"a search needs the machine: give one of {', '.join(machines.presets())}, or a file"
+        )
+    asked = one_of("precision", precision or options.precision, PRECISIONS)
+    machine = machines.load(options.machine)
+    return plan_request(options, machine, fixed, precision=asked, **how)
+
+
+def best_of(
+    request: PlanRequest, objective: str, top: int, on_progress: OnProgress | None = None
+) -> PlanResult:
+    """The best plans by an objective."""
+    from fivefold.planner import OBJECTIVES, best_plans, fewest_gpu_hours, fewest_gpus
+
+    def told(share: float) -> None:
+        if on_progress is not None:
+            on_progress(TaskProgress(share, 1.0, "search"))
+
+    chosen = one_of("objective", objective, OBJECTIVES)
+    find = {"tokens": best_plans, "gpus": fewest_gpus, "gpu-hours": fewest_gpu_hours}[chosen]
+    return find(request, top, told)

@@ -1,0 +1,173 @@
+"""Rehearsals: the answer of `ff.rehearse`, and of `fivefold rehearse`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from fivefold.api.checks import one_of
+from fivefold.api.jobs import Model, OnProgress, TaskProgress, given_job
+from fivefold.core.errors import FivefoldError
+from fivefold.core.plan import Plan, PlanOptions, resolve
+from fivefold.core.weights import weights
+from fivefold.report import rehearsal_text
+
+if TYPE_CHECKING:
+    from fivefold.planner.estimate import Estimate, PlannedAction
+    from fivefold.rehearse import Forecasted, Rehearsed
+
+_DEVICES = ("cpu", "cuda")
+
+
+@dataclass(frozen=True)
+class RehearsedPlan:
+    """One step of some ranks of a job: their memory and collectives beside the plan.
+
+    `str()` is the text of `fivefold rehearse`, `to_json()` its JSON.
+    """
+
+    result: Rehearsed
+    estimate: Estimate | None
+    forecast: Forecasted | None  # of the step, from kernels on a GPU
+    imbalance: float
+    seconds: float
+
+    @property
+    def plan(self) -> Plan:
+        return self.result.plan
+
+    @property
+    def passed(self) -> bool:
+        """Whether the ranks agree with the plan and with one another, and the step ends."""
+        return self.result.passed
+
+    @cached_property
+    def _table(self) -> dict[str, Any]:
+        worst = _of_worst(self.estimate, self.result)
+        return rehearsal_text.describe(
+            self.result, worst, self.forecast, self.imbalance, self.seconds
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """What `fivefold rehearse --json` prints."""
+        return self._table
+
+    def trace(self) -> dict[str, Any]:
+        """The memory of each rank for Perfetto, as JSON."""
+        return rehearsal_text.levels_trace(self.result, _timelines(self.estimate, self.result))
+
+    def __repr__(self) -> str:
+        passed = "passed" if self.passed else "failed"
+        return f"RehearsedPlan({self.plan.shape.name} on {self.plan.layout}: {passed})"
+
+    def __str__(self) -> str:
+        return "\n".join(rehearsal_text.render(self.plan, self._table))
+
+    def _repr_html_(self) -> str:
+        from fivefold.report.notebook_html import text_html
+
+        return text_html(str(self), self.passed)
+
+
+def rehearse(
+    model: Model,
+    *,
+    rank: int | Sequence[int] | None = None,
+    device: str = "cpu",
+    imbalance: float = 1.0,
+    on_progress: OnProgress | None = None,
+    **keys: Any,
+) -> RehearsedPlan:
+    """Run one step of every distinct rank of a job on one CPU, or of some, and compare it with the
+    plan and the other ranks; on a GPU (`device="cuda"`) with real kernels and times."""
+    one_of("device", device, _DEVICES)
+    plan = _rehearsable(given_job(model, keys).options, imbalance)
+    ranks = [rank] if isinstance(rank, int) else rank
+    for each in ranks or []:
+        if not 0 <= each < plan.layout.world:
+            raise FivefoldError(f"--rank {each}: the job has ranks 0 to {plan.layout.world - 1}")
+    # Imported here, so that a bad option is refused before torch is loaded.
+    from fivefold.launch.processes import num_gpus
+
+    if device == "cuda" and not num_gpus():
+        raise FivefoldError("--device cuda: this machine has no GPU; rehearse with --device cpu")
+    began = time.perf_counter()
+    from fivefold.rehearse import forecast_on_gpu, how_many, rehearse
+
+    planned, forecast = _planned(plan, imbalance), None
+    done, total = 0, how_many(plan, ranks)
+
+    def on_rank(number: int) -> None:
+        nonlocal done
+        done += 1
+        if on_progress is not None:
+            on_progress(TaskProgress(done, total, f"rank {number}"))
+
+    found = rehearse(plan, ranks, imbalance, on_rank)
+    if device == "cuda":
+        forecast = forecast_on_gpu(plan, ranks, imbalance, planned)
+    return RehearsedPlan(found, planned, forecast, imbalance, time.perf_counter() - began)
+
+
+def _rehearsable(options: PlanOptions, imbalance: float) -> Plan:
+    from fivefold.cost.grid import require_possible_imbalance
+
+    plan = resolve(options)
+    weights(plan.shape)  # refuses what cannot be built
+    require_possible_imbalance(plan.shape, imbalance)
+    if plan.schedule.asynchronous:
+        raise FivefoldError(
+            f"schedule {plan.schedule.name} is asynchronous and has no step to rehearse: choose "
+            "another, such as 1f1b or zb-h1"
+        )
+    if plan.fp8 is not None:
+        plan.fp8.require_runnable(plan.schedule.asynchronous)
+    if plan.options.train.offload_grads != "none":
+        raise FivefoldError(
+            "a rehearsal counts all memory of a rank as that of its device, and offload_grads "
+            "takes gradients from there: rehearse without it, or see the estimate of plan"
+        )
+    if any(rule.drops and not rule.pads for rule in plan.balance):
+        raise FivefoldError(
+            "how many tokens a capacity drops is known only after routing: rehearse with "
+            "capacity-pad, or without a capacity"
+        )
+    if plan.ep_nodes > 1 and imbalance != 1.0:
+        raise FivefoldError(
+            f"--imbalance over {plan.ep_nodes} nodes: it does not say which node has the fullest "
+            "expert; rehearse with --ep-nodes 1, or without --imbalance"
+        )
+    return plan
+
+
+def _planned(plan: Plan, imbalance: float) -> Estimate | None:
+    """The planner's estimate; None if the plan has no machine."""
+    if plan.machine is None:
+        return None
+    from fivefold.planner import estimate_setting
+    from fivefold.planner.estimate import estimate_plan
+
+    kernels = plan.options.train.kernels
+    setting, _ = estimate_setting(plan.machine, plan.precision, 0.0, kernels, imbalance)
+    return estimate_plan(plan, setting)
+
+
+def _of_worst(planned: Estimate | None, found: Rehearsed) -> Estimate | None:
+    """The estimate with the memory of the rank that had the highest peak."""
+    if planned is None:
+        return None
+    from fivefold.planner.rank_memory import rank_memory
+
+    return replace(planned, memory=rank_memory(planned.plan, planned.setting, found.worst.rank))
+
+
+def _timelines(planned: Estimate | None, found: Rehearsed) -> dict[int, list[PlannedAction]] | None:
+    """The estimated step of every rank that was rehearsed."""
+    if planned is None:
+        return None
+    from fivefold.planner.estimate import rank_timeline
+
+    return {run.rank: rank_timeline(planned.plan, planned.setting, run.rank) for run in found.runs}

@@ -1,0 +1,227 @@
+"""Pipeline schedules: the answer of `ff.schedule`, and of `fivefold schedule`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast, get_args
+
+from fivefold.core.errors import FivefoldError, IllegalSchedule, UnknownName
+from fivefold.core.schedule import Placement, catalog
+from fivefold.core.schedule.choose import choose
+from fivefold.core.schedule.clock import (
+    Costs,
+    Goal,
+    Objective,
+    Timeline,
+    peak_activations,
+    play,
+    steady_bubble,
+)
+from fivefold.core.schedule.family import Family
+from fivefold.core.schedule.search import search
+
+CostsOf = Callable[[Placement], Costs]
+MOST_STEPS = 20_000  # of a picture in a notebook, which is saved with it
+_COLUMNS = 100
+
+
+@dataclass(frozen=True)
+class TimedSchedule:
+    """A schedule, simulated: `timeline` says when every action starts and ends.
+
+    `str()` draws it, `to_json()` is what `fivefold schedule --json` prints.
+    """
+
+    timeline: Timeline
+    family: Family
+    origin: str | None = None  # of a schedule that was searched
+
+    @property
+    def name(self) -> str:
+        return self.timeline.schedule.name
+
+    @property
+    def makespan(self) -> float:
+        """Time from the first action to the last."""
+        return self.timeline.makespan
+
+    @property
+    def bubble(self) -> float:
+        """Share of the makespan in which ranks idle."""
+        return self.timeline.bubble_makespan
+
+    @property
+    def peak_activations(self) -> list[float]:
+        """The most microbatches in flight, for each rank."""
+        return peak_activations(self.timeline.schedule)
+
+    @property
+    def because(self) -> list[str]:
+        """Why ranks idle and hold what they do."""
+        from fivefold.report.pipeline_words import explain
+
+        return explain(self.timeline, self.family)
+
+    def svg(self) -> str:
+        """A picture that needs nothing else."""
+        from fivefold.report.pipeline_svg import timeline_svg
+
+        return timeline_svg(self.timeline)
+
+    def trace(self) -> dict[str, object]:
+        """The timeline for Perfetto, as JSON."""
+        from fivefold.report.pipeline_text import perfetto_trace
+
+        return perfetto_trace(self.timeline)
+
+    def to_json(self) -> dict[str, Any]:
+        """What `fivefold schedule --json` prints."""
+        return describe(self.timeline, self.family, self.origin)
+
+    def lines(self) -> list[str]:
+        """The numbers and the reasons, below the picture."""
+        from fivefold.report.pipeline_words import summary_lines
+
+        chosen = [] if self.origin is None else [f"auto chose: {self.origin}"]
+        return [*summary_lines(self.timeline), *chosen, *self.because]
+
+    def __repr__(self) -> str:
+        return f"TimedSchedule({self.name}: makespan {self.makespan:g}, bubble {self.bubble:.1%})"
+
+    def __str__(self) -> str:
+        from fivefold.report.pipeline_text import render_timeline
+
+        drawn = render_timeline(self.timeline, _COLUMNS, False).plain
+        return "\n".join([drawn, *self.lines()])
+
+    def _repr_html_(self) -> str:
+        from fivefold.report.notebook_html import schedule_html
+
+        few = sum(map(len, self.timeline.schedule.order)) <= MOST_STEPS
+        return schedule_html(self.svg() if few else None, self.lines())
+
+
+def schedule(
+    name: str | Path,
+    *,
+    stages: int | None = None,
+    microbatches: int | None = None,
+    chunks: int | None = None,
+    times: str | Sequence[float] = (1, 1, 1),
+    comm: float = 0.0,
+    overlap: float = 1.0,
+    memory_limit: float | None = None,
+    objective: str = "makespan",
+) -> TimedSchedule:
+    """A pipeline schedule by name, `auto` or from a file, simulated on so many ranks (`stages`).
+
+    `times`: forward, input gradient and weight gradient of a stage; `comm`: of a transfer between
+    ranks. An overlapped forward and backward take `overlap` of both.
+    """
+    family = choose(str(name))
+    numbers = _numbers(family, stages, microbatches, chunks)
+    costs_of = _costs_of(times, comm, overlap)
+    goal = Goal(costs_of, _limit(memory_limit), _objective(objective))
+    return TimedSchedule(*_timeline(family, numbers, goal))
+
+
+def _numbers(
+    family: Family, stages: int | None, microbatches: int | None, chunks: int | None
+) -> tuple[int, int, int]:
+    """(p, m, v) from the file or the options, checked for the schedule."""
+    own = family.only or (None, None, family.default_chunks)
+    given = {"--stages": stages, "--microbatches": microbatches, "--chunks": chunks}
+    known = {
+        flag: default if number is None else number
+        for (flag, number), default in zip(given.items(), own, strict=True)
+    }
+    numbers = tuple(number for number in known.values() if number is not None)
+    if len(numbers) < len(known):
+        missing = " and ".join(flag for flag, number in known.items() if number is None)
+        raise IllegalSchedule(f"give {missing}, such as --stages 4 --microbatches 8")
+    p, m, v = numbers
+    family.require(p, m, v)
+    return p, m, v
+
+
+def _limit(memory_limit: float | None) -> float | None:
+    if memory_limit is not None and math.isnan(memory_limit):
+        raise FivefoldError("--memory-limit nan: give a number of microbatches of at least 1")
+    return None if memory_limit == math.inf else memory_limit
+
+
+def _costs_of(times: str | Sequence[float], comm: float, overlap: float) -> CostsOf:
+    try:
+        three = times.split(",") if isinstance(times, str) else times
+        forward, backward, weight = (float(one) for one in three)
+    except (TypeError, ValueError) as error:
+        raise FivefoldError(
+            f"--times {times!r}: give three numbers F,B,W, such as --times 1,1.1,0.7"
+        ) from error
+    if not (0 < forward < 1e12 and 0 < backward < 1e12 and 0 <= weight < 1e12):
+        raise FivefoldError(f"--times {times!r}: F and B must be above 0, W not below it")
+    if not 0 <= comm < 1e12:
+        raise FivefoldError(f"--comm {comm}: give a time of at least 0")
+    if not 0 < overlap < 1e6:
+        raise FivefoldError(f"--overlap {overlap}: give a factor above 0, 1 for no gain")
+
+    def costs_of(placement: Placement) -> Costs:
+        return Costs.uniform(placement, (forward, backward, weight), comm, overlap)
+
+    return costs_of
+
+
+def _objective(text: str) -> Objective:
+    if text not in get_args(Objective):
+        raise UnknownName("objective", text, get_args(Objective))
+    return cast(Objective, text)
+
+
+def _timeline(
+    family: Family, numbers: tuple[int, int, int], goal: Goal
+) -> tuple[Timeline, Family, str | None]:
+    """The simulated schedule, its family, and for `auto` its origin."""
+    if family.name == catalog.AUTO:
+        schedule, origin = search(*numbers, goal)
+    else:
+        schedule, origin = family.make(*numbers), None
+        peak = max(peak_activations(schedule))
+        if goal.memory_limit is not None and peak > goal.memory_limit:
+            raise IllegalSchedule(
+                f"{family.name} has {peak:g} microbatches in flight, above the limit of "
+                f"{goal.memory_limit:g}: raise --memory-limit, or let auto search within it"
+            )
+    return play(schedule, goal.costs_of(schedule.placement)), family, origin
+
+
+def describe(timeline: Timeline, family: Family, origin: str | None) -> dict[str, Any]:
+    """What is printed, as JSON."""
+    from fivefold.report.pipeline_words import explain
+
+    schedule = timeline.schedule
+    table: dict[str, Any] = {
+        "name": schedule.name,
+        "stages": schedule.num_ranks,
+        "microbatches": schedule.num_microbatches,
+        "chunks": schedule.num_chunks,
+        "placement": schedule.placement.kind,
+        "asynchronous": schedule.asynchronous,
+        "makespan": timeline.makespan,
+        "span": timeline.span,
+        "ideal": timeline.ideal,
+        "bubble_makespan": timeline.bubble_makespan,
+        "bubble_span": timeline.bubble_span,
+        "bubble_ratio": timeline.bubble_ratio,
+        "peak_activations": peak_activations(schedule),
+        "order": schedule.texts(),
+        "because": explain(timeline, family),
+    }
+    if schedule.asynchronous:
+        table["weight_versions"] = list(schedule.weight_versions)
+        table["bubble_steady"] = steady_bubble(timeline, family.make)
+    if origin is not None:
+        table["origin"] = origin
+    return table

@@ -1,0 +1,394 @@
+"""Training: the answer of `ff.train`, and of `fivefold train`.
+
+On one machine it forks the ranks itself; under torchrun, Slurm or Kubernetes it is one of them.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from fivefold.api.checks import above, asked_backend, one_of
+from fivefold.api.jobs import Model, given_job
+from fivefold.core import models
+from fivefold.core.errors import FivefoldError, RankLost, counted
+from fivefold.core.plan import Plan, PlanOptions, read, resolve
+from fivefold.core.precision import FORMATS, PRECISIONS
+from fivefold.core.recipe import Recipe
+from fivefold.launch.launcher import LauncherEnvironment, read_environment, refit, require_trainable
+from fivefold.records import PlannedStep, StepRecord, Summary
+from fivefold.records.run_folder import PLAN, RunFolder, run_folder
+from fivefold.report.training_text import head, step_line, summary_text, tail
+
+if TYPE_CHECKING:
+    from fivefold.data.mixture import Source
+    from fivefold.launch.backend import Backend, RankDevice
+    from fivefold.train import Check, MeasuredRun, SampleText, Shortage, TrainSettings
+
+_MOST_RANKS = 64  # processes on one machine
+_DEVICES = ("auto", "cpu", "cuda")
+_PATIENCE = 600.0  # seconds: the watchdogs of the ranks find a hang long before
+
+
+@dataclass(frozen=True)
+class StartedRun:
+    """What is about to run, reported before the first step."""
+
+    plan: Plan
+    recipe: Recipe
+    dtype: str
+    corpus: str
+    planned: PlannedStep | None
+    folder: Path
+
+    def __str__(self) -> str:
+        said = head(self.plan, self.recipe, self.dtype, self.corpus, self.planned)
+        return f"{said}\nrun folder: {self.folder}"
+
+
+OnReport = Callable[[Any], None]
+"""Gets the start, the record of every step, sampled text, a rank that is out of memory, and
+warnings as texts."""
+
+
+@dataclass(frozen=True)
+class TrainedRun:
+    """A run that has ended. Under a launcher it is what one rank knows: rank 0 has the summary.
+
+    `str()` is the text that `fivefold train` ends with, `to_json()` its JSON.
+    """
+
+    plan: Plan
+    folder: Path
+    dtype: str
+    corpus: str
+    records: tuple[StepRecord, ...]  # of the steps of this start
+    summary: Summary | None
+    stopped: bool  # it was asked to stop before the last step
+    seconds: float
+    measured: MeasuredRun | None = None
+    check: Check | None = None
+    joined: bool = False  # one rank of a launcher's job
+
+    @property
+    def passed(self) -> bool:
+        """Whether the losses are those of one process, if that was checked."""
+        return self.check is None or self.check.passed
+
+    @property
+    def losses(self) -> tuple[float, ...]:
+        return tuple(record.loss for record in self.records)
+
+    @cached_property
+    def _table(self) -> dict[str, Any]:
+        return {
+            **_facts(self.plan),
+            "dtype": self.dtype,
+            "corpus": self.corpus,
+            "tokens_per_step": self.plan.batch.tokens,
+            "steps": [record.to_json() for record in self.records],
+            "notes": list(self.plan.notes),
+            **_measured_json(self.measured),
+            "check": None if self.check is None else {**asdict(self.check), "passed": self.passed},
+            "stopped": self.stopped,
+            "run": str(self.folder),
+            "summary": None if self.summary is None else self.summary.to_json(),
+            "seconds": round(self.seconds, 3),
+        }
+
+    def to_json(self) -> dict[str, Any]:
+        """What `fivefold train --json` prints."""
+        return self._table
+
+    def __repr__(self) -> str:
+        steps = counted(len(self.records), "step")
+        return f"TrainedRun({self.plan.shape.name} on {self.plan.layout}: {steps}, {self.folder})"
+
+    def __str__(self) -> str:
+        summary = "" if self.summary is None else summary_text(self.summary)
+        return summary if self.joined else "\n".join([summary, *tail(self._table)])
+
+    def _repr_html_(self) -> str:
+        from fivefold.report.notebook_html import run_html
+
+        lines = [step_line(one, self.plan.options.train.steps) for one in self.records]
+        return run_html(self.losses, lines, str(self), self.passed)
+
+
+def train(
+    model: Model = "tiny-moe",
+    *,
+    out: str | Path | None = None,
+    resume: bool = False,
+    until: int | None = None,
+    dtype: str | None = None,
+    device: str = "auto",
+    backend: str | None = None,
+    check: bool = False,
+    deterministic: bool = False,
+    on_progress: OnReport | None = None,
+    **keys: Any,
+) -> TrainedRun:
+    """Train on ranks that are forked from this process, or as one rank of a launcher's job.
+
+    `keys` are those of a plan file, of training (`steps`, `lr`, `data`, …) and of the model. `out`
+    is the run folder, by default the next free `runs/NAME-N`. `on_progress` gets a `StartedRun`,
+    the `StepRecord` of every step, samples and warnings.
+    """
+    options = given_job(model, keys).options
+    if until is not None:
+        above("until", until, 0)
+    dtype = None if dtype is None else one_of("dtype", dtype, FORMATS)
+    one_of("device", device, _DEVICES)
+    asked = asked_backend(backend)
+    if check and resume:
+        raise FivefoldError("--check compares a training from its first step: leave --resume out")
+    folder = None if out is None else Path(out)
+    launched = read_environment(os.environ)
+    resume = resume or launched is not None  # a launcher restarts a job that has failed
+    if launched is not None and folder is None:
+        raise FivefoldError("name the run folder, which all hosts share, with --out")
+    plan = runnable(_same_batch(options, folder, resume), launched)
+    start = _Start(plan, dtype, device, asked, folder, resume, until, check, deterministic)
+    told: OnReport = on_progress or (lambda _: None)
+    return _join(start, launched, told) if launched else _fork(start, told)
+
+
+def _same_batch(options: PlanOptions, out: Path | None, resume: bool) -> PlanOptions:
+    """A run that resumes in another layout has the same global batch, unless another is given."""
+    if not resume or options.batch is not None or options.microbatches is not None:
+        return options
+    folder = out or run_folder(Path("runs"), models.load(options.model).name, newest=True)
+    if not (folder / PLAN).is_file():
+        return options
+    return replace(options, batch=resolve(read(folder / PLAN)).batch.sequences)
+
+
+def runnable(options: PlanOptions, launched: LauncherEnvironment | None = None) -> Plan:
+    """The plan; raises if these ranks cannot run it."""
+    plan = resolve(options)
+    require_trainable(plan)
+    if launched is not None:
+        plan = refit(plan, launched.world)
+    elif plan.layout.world > _MOST_RANKS:
+        raise FivefoldError(
+            f"train forks a process for every rank, and {plan.layout.world} are too many for one "
+            f"machine: lower the degrees to at most {_MOST_RANKS} ranks, or start it with torchrun"
+        )
+    return plan
+
+
+@dataclass(frozen=True)
+class _Start:
+    """What one start of a run was given."""
+
+    plan: Plan
+    dtype: str | None
+    device: str
+    backend: Backend | None
+    out: Path | None
+    resume: bool
+    until: int | None
+    check: bool
+    deterministic: bool
+
+
+@dataclass(frozen=True)
+class _Begun:
+    """A run whose folder is there: its files, and what it reads."""
+
+    files: RunFolder
+    corpus: str
+
+
+def _device(start: _Start, launched: LauncherEnvironment | None) -> RankDevice:
+    """The device of the first rank, or of this one, and the backend of all; refused if these ranks
+    cannot have it."""
+    from fivefold.launch.backend import (
+        NcclLibrary,
+        available_device,
+        choose_backend,
+        forked_device,
+        launched_device,
+        num_gpus,
+    )
+
+    gpus, nccl = num_gpus(), NcclLibrary.here()
+    device = available_device(start.device, gpus)
+    if launched is not None:
+        return launched_device(device, start.backend, launched, gpus, nccl)
+    world = start.plan.layout.world
+    backend = choose_backend(start.backend, device, world, gpus, nccl)
+    return forked_device(device, backend, 0, world)
+
+
+def _settings(start: _Start, folder: Path, rank: RankDevice) -> TrainSettings:
+    """How the ranks train: their device, their dtype, and what the plan expects of a step."""
+    from fivefold.train import TrainSettings, estimate_of
+
+    plan, device = start.plan, rank.device.type
+    dtype = start.dtype or PRECISIONS[plan.precision].dtype
+    if start.dtype is None and device == "cpu" and dtype == "bfloat16":
+        dtype = "float32"  # CPUs are slow at bfloat16, which is the default of every plan
+    estimate = estimate_of(plan, plan.options.train)
+    return TrainSettings(
+        recipe=plan.options.train,
+        dtype=cast("Any", dtype),
+        device=cast("Any", device),
+        backend=rank.backend,
+        folder=folder,
+        resume=start.resume,
+        until=start.until,
+        planned=None if estimate is None else PlannedStep.of(estimate),
+        check=start.check,
+        deterministic=start.deterministic,
+    )
+
+
+class _Records:
+    """Collects the records of steps, and passes all reports on."""
+
+    def __init__(self, on_report: OnReport) -> None:
+        self.on_report = on_report
+        self.found: list[StepRecord] = []
+
+    def report(self, report: StepRecord | Shortage | SampleText | str) -> None:
+        if isinstance(report, StepRecord):
+            self.found.append(report)
+        self.on_report(report)
+
+
+def _begin(start: _Start, plan: Plan, settings: TrainSettings, told: OnReport) -> _Begun:
+    """Make the run folder, and tell what is about to run."""
+    from fivefold.train import checked_source, keep_tokenizer
+
+    assert settings.folder is not None
+    folder, source = settings.folder, checked_source(plan, settings)
+    toml = plan.to_toml(folder, whole=True)
+    run_files = RunFolder.create(folder, toml, _start_facts(plan, source), start.resume)
+    keep_tokenizer(folder, source)
+    recipe, corpus = settings.recipe, str(source)
+    told(StartedRun(plan, recipe, settings.dtype, corpus, settings.planned, folder))
+    return _Begun(run_files, corpus)
+
+
+def _fork(start: _Start, told: OnReport) -> TrainedRun:
+    """Train on ranks of this machine."""
+    from fivefold.launch.processes import Pool
+    from fivefold.train import compare_with_plan, num_processes, train
+
+    began, rank = time.perf_counter(), _device(start, None)
+    plan = _noted(start.plan, rank)
+    folder = start.out or run_folder(Path("runs"), plan.shape.name, start.resume)
+    settings = _settings(start, folder, rank)
+    begun, records = _begin(start, plan, settings, told), _Records(told)
+    try:
+        with Pool(num_processes(plan, settings), _PATIENCE, forwards_stop=True) as pool:
+            runs, check = train(pool, plan, settings, records.report)
+    except RankLost as lost:
+        named = lost.named("the one process") if lost.rank >= plan.layout.world else lost
+        begun.files.fail(named.reason)
+        raise named from None
+    finally:
+        summary = begun.files.summarize()
+    return TrainedRun(
+        plan,
+        folder,
+        settings.dtype,
+        begun.corpus,
+        tuple(records.found),
+        summary,
+        runs[0].stopped,
+        time.perf_counter() - began,
+        compare_with_plan(plan, settings, runs),
+        check,
+    )
+
+
+def _join(start: _Start, launched: LauncherEnvironment, told: OnReport) -> TrainedRun:
+    """Be one rank of a job that a launcher has started."""
+    from fivefold.launch.worker import joined_worker
+    from fivefold.train import run_rank
+
+    began, rank, first = time.perf_counter(), _device(start, launched), launched.rank == 0
+    plan = _noted(start.plan, rank)
+    assert start.out is not None
+    settings = _settings(start, start.out, rank)
+    # The others open the folder after they have joined this rank.
+    begun = _begin(start, plan, settings, told) if first else None
+    records = _Records(told if first else _warnings(told))
+    done = run_rank(joined_worker(launched, records.report), plan, settings, device=rank)
+    return TrainedRun(
+        plan,
+        start.out,
+        settings.dtype,
+        "" if begun is None else begun.corpus,
+        tuple(records.found),
+        None if begun is None else begun.files.summarize(),
+        done.stopped,
+        time.perf_counter() - began,
+        joined=True,
+    )
+
+
+def _warnings(told: OnReport) -> OnReport:
+    """All but steps and samples, which rank 0 tells."""
+    from fivefold.train import SampleText
+
+    return lambda report: None if isinstance(report, StepRecord | SampleText) else told(report)
+
+
+def _noted(plan: Plan, rank: RankDevice) -> Plan:
+    """The plan with a note on how collectives travel between GPUs."""
+    if rank.device.type == "cpu" or plan.layout.world == 1:
+        return plan
+    return replace(plan, notes=(*plan.notes, rank.describe()))
+
+
+def _facts(plan: Plan) -> dict[str, object]:
+    """Facts of a start, for --json too."""
+    return {
+        "model": plan.shape.name,
+        "layout": str(plan.layout),
+        "world": plan.layout.world,
+        "zero": plan.layout.zero,
+        "schedule": plan.schedule.name,
+    }
+
+
+def _start_facts(plan: Plan, source: Source) -> dict[str, object]:
+    """Facts of this start for `run.json`."""
+    tokenizer = source.tokenizer
+    return {**_facts(plan), "tokenizer": None if tokenizer is None else asdict(tokenizer)}
+
+
+def _measured_json(measured: MeasuredRun | None) -> dict[str, Any]:
+    """Measured memory and traffic beside the plan, as JSON; null if no step was left to run."""
+    if measured is None:
+        return {"memory": None, "traffic": None}
+    by_source = {"planned": measured.planned_traffic, "measured": measured.traffic}
+    traffic = {
+        "step": measured.step,
+        "match": measured.traffic_as_planned,
+        **{
+            name: {axis: one._asdict() for axis, one in axes.items()}
+            for name, axes in by_source.items()
+        },
+    }
+    memory = measured.memory
+    if memory is None:
+        return {"memory": None, "traffic": traffic}
+    sizes = {"planned": memory.planned, "measured": memory.measured}
+    return {
+        "memory": {
+            "rank": memory.rank,
+            "ranks_as_planned": memory.num_as_planned,
+            **{name: {**asdict(each), "total": each.total} for name, each in sizes.items()},
+        },
+        "traffic": traffic,
+    }

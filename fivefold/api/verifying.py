@@ -1,0 +1,329 @@
+"""Verification: the verdict of `ff.verify`, and of `fivefold verify`."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, cast, get_args
+
+from fivefold.api.checks import above, asked_backend, one_of, positive
+from fivefold.api.jobs import Model, OnProgress, TaskProgress, given_job
+from fivefold.core import legality
+from fivefold.core.errors import FivefoldError, RankLost
+from fivefold.core.fp8 import fp8_of, require_whole_blocks, wider_keys, wider_seq
+from fivefold.core.layout import Layout
+from fivefold.core.models import is_large, load, scale_down, scaling_note, with_overrides
+from fivefold.core.plan import Plan, PlanOptions, resolve
+from fivefold.core.precision import Precision
+from fivefold.core.recipe import OPTIMIZERS
+from fivefold.core.weights import weights
+from fivefold.cost.collectives import traffic_entries
+from fivefold.report import verify_text
+from fivefold.verify.compare import FORMULA, NARROW_FORMULA, Dtype
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from fivefold.verify.generated import GeneratedVerdict
+    from fivefold.verify.generated_ranks import GeneratedSettings
+    from fivefold.verify.trial import VerifySettings, VerifyVerdict
+
+VERIFIED_OPTIMIZERS = [name for name, kind in OPTIMIZERS.items() if not kind.full_matrices]
+_MOST_RANKS = 64  # processes on one machine
+_PATIENCE_WITH_KERNELS = 300.0  # seconds: starting a GPU and compiling kernels send no message
+
+
+@dataclass(frozen=True)
+class VerifiedPlan:
+    """What ranks and one process computed, compared. `plan` is the one that ran here, scaled down.
+
+    `str()` is the text of `fivefold verify`, `to_json()` its JSON.
+    """
+
+    plan: Plan
+    settings: VerifySettings | GeneratedSettings
+    verdict: VerifyVerdict | GeneratedVerdict
+    seconds: float
+
+    @property
+    def passed(self) -> bool:
+        return self.verdict.passed
+
+    @cached_property
+    def _table(self) -> dict[str, Any]:
+        from fivefold.verify.trial import VerifyVerdict
+
+        if isinstance(self.verdict, VerifyVerdict):
+            return describe(self.plan, self.verdict, self.seconds)
+        layout, verdict = self.plan.layout, self.verdict
+        facts = {"model": self.plan.shape.name, "layout": str(layout), "world": layout.world}
+        facts |= {"dtype": self.settings.dtype, "passed": verdict.passed} | asdict(verdict)
+        return facts | {"seconds": round(self.seconds, 3), "notes": list(self.plan.notes)}
+
+    def to_json(self) -> dict[str, Any]:
+        """What `fivefold verify --json` prints."""
+        return self._table
+
+    def __repr__(self) -> str:
+        passed = "passed" if self.passed else "failed"
+        return f"VerifiedPlan({self.plan.shape.name} on {self.plan.layout}: {passed})"
+
+    def __str__(self) -> str:
+        if "traffic" not in self._table:
+            return verify_text.render_generated(self._table)
+        narrow = [NARROW_FORMULA] if self.plan.units.grad_dtype == "bf16" else []
+        formula = [f"tolerance: {FORMULA}", *narrow]
+        return verify_text.render(self.plan, asdict(self.settings), self._table, formula)
+
+    def _repr_html_(self) -> str:
+        from fivefold.report.notebook_html import verdict_html
+
+        return verdict_html(self._table)
+
+
+def verify(
+    model: Model = "tiny",
+    *,
+    dtype: str = "float64",
+    steps: int = 2,
+    optimizer: str = "adamw",
+    offload: str = "none",
+    precision: str | None = None,
+    seed: int = 0,
+    device: str = "cpu",
+    backend: str | None = None,
+    compile: bool = False,
+    generate: bool = False,
+    batch_invariant: bool = False,
+    patience: float | None = None,
+    on_progress: OnProgress | None = None,
+    **keys: Any,
+) -> VerifiedPlan:
+    """Prove that a layout computes the same as one device: run both here and compare.
+
+    With `generate` it is generation against the plain forward. A large model is scaled down. Ranks
+    are processes, forked from this one; one that dies raises `RankLost`.
+    """
+    dtype = one_of("dtype", dtype, get_args(Dtype))
+    options = given_job(model, keys).options
+    if precision is not None:
+        chosen_precision = one_of("precision", precision, get_args(Precision))
+        options = replace(options, precision=cast("Any", chosen_precision))
+    plan = runnable(options, trains=not generate)
+    _require_meaning(plan, dtype, generate, batch_invariant)
+    chosen = {
+        "dtype": dtype,
+        "seed": above("seed", seed, -1),
+        "device": device,
+        "backend": asked_backend(backend),
+    }
+    if generate:
+        chosen["batch_invariant"] = batch_invariant
+        plan = _placed(plan, chosen)
+        return _verify_generated(plan, chosen, patience, on_progress)
+    chosen |= {
+        "steps": above("steps", steps, 0),
+        "optimizer": one_of("optimizer", optimizer, VERIFIED_OPTIMIZERS),
+        "offload": one_of("offload", offload, ("none", "cpu")) == "cpu",
+        "compiled": compile,
+    }
+    plan = _placed(plan, chosen)
+    return _verify(plan, chosen, patience, on_progress)
+
+
+def _require_meaning(plan: Plan, dtype: str, generated: bool, batch_invariant: bool) -> None:
+    """Refuse a comparison that rounding alone would decide."""
+    if batch_invariant and not generated:
+        raise FivefoldError(
+            "--batch-invariant is about the batches of generation: add --generate, or leave it out"
+        )
+    if plan.fp8 is not None and dtype != "float64" and not generated:
+        raise FivefoldError(
+            f"--dtype {dtype} with fp8: sums in another order would round some values to another "
+            "fp8 number; leave --dtype out, which emulates fp8 in float64"
+        )
+    if plan.shape.moe is None or dtype != "bfloat16" or batch_invariant:
+        return
+    differing = "batches and layouts" if generated else "layouts"
+    way_out = ", or with --batch-invariant" if generated else ""
+    raise FivefoldError(
+        f"bfloat16 rounds the router scores so much that {differing} choose different experts: "
+        f"verify a model with experts in float64 or float32{way_out}"
+    )
+
+
+def runnable(options: PlanOptions, trains: bool = True) -> Plan:
+    """The plan, scaled down for this machine; refused if it cannot run. `trains`: with steps of an
+    optimizer."""
+    options, widening = _wide_enough(options)
+    plan = resolve(options, small=True)
+    weights(plan.shape)  # refuses what cannot be built
+    if plan.fp8 is not None:
+        plan.fp8.require_runnable(plan.schedule.asynchronous)
+    if plan.layout.world > _MOST_RANKS:
+        raise FivefoldError(
+            f"verify forks a process for every rank, and {plan.layout.world} are too many for one "
+            f"machine: lower the degrees to at most {_MOST_RANKS} ranks"
+        )
+    eps = "AdamW's eps is 1e-2 on both sides: with 1e-8 it turns rounding errors into whole steps"
+    notes = [eps] if trains else []
+    if plan.schedule.asynchronous:
+        notes.append(
+            "the one process emulates the same delays, stage by stage; a step is one update of the "
+            "weights, and nothing is clipped"
+        )
+    if widening is not None:
+        notes.append(widening)
+    elif is_large(plan.shape):
+        small = scale_down(plan.shape, plan.layout)
+        if plan.fp8 is not None and plan.fp8.scaling != "tensorwise":
+            small = with_overrides(small, wider_keys(small, plan.layout))
+        notes.append(scaling_note(plan.shape, small))
+        legality.check(plan.layout, small, seq=plan.batch.seq)
+        require_whole_blocks(plan.fp8, plan.layout, small, plan.batch.seq)
+        if plan.stage_layers is not None:
+            notes.append("stages are chosen again: stage_layers is for all layers of the model")
+        plan = replace(plan, shape=small, stage_layers=None)
+    return replace(plan, notes=(*plan.notes, *notes))
+
+
+def _wide_enough(options: PlanOptions) -> tuple[PlanOptions, str | None]:
+    """A small model, widened where blocks of fp8 need it, and a note that says so."""
+    rounding, shape = fp8_of(options), load(options.model)
+    if rounding is None or rounding.scaling == "tensorwise":
+        return options, None
+    layout = Layout.parse(options.layout, sp=options.sp, context=options.context)
+    if options.seq is None:
+        options = replace(options, seq=wider_seq(shape, layout))
+    if is_large(shape):
+        return options, None
+    changes = {**wider_keys(shape, layout), **options.set}
+    said = ", ".join(f"{key} {value}" for key, value in changes.items())
+    blocks, rows = f"blocks of {rounding.block}", f"rows of {options.seq} tokens"
+    note = f"{shape.name} is widened for {blocks}: {said}; {rows}"
+    return replace(options, set=changes), note
+
+
+def _placed(plan: Plan, chosen: dict[str, Any]) -> Plan:
+    """The plan with notes on device and compilation; refused if they are not available.
+
+    Also chooses the backend, if none was given.
+    """
+    notes: list[str] = []
+    if chosen["device"] not in ("cpu", "cuda"):  # a suggestion for gpu would be cpu
+        raise FivefoldError(f"unknown --device {chosen['device']!r}: choose from cpu, cuda")
+    if chosen.get("compiled"):
+        notes.append("the kernels of the ranks are compiled; those of the one process are not")
+    if chosen["device"] == "cuda" and chosen.get("offload"):
+        raise FivefoldError("--offload cpu is not available on a GPU: leave it or --device out")
+    if chosen["device"] == "cuda" or chosen["backend"] is not None:
+        notes += _choose_backend(plan, chosen)
+    chosen["backend"] = chosen["backend"] or "gloo"
+    return replace(plan, notes=(*plan.notes, *notes))
+
+
+def _choose_backend(plan: Plan, chosen: dict[str, Any]) -> list[str]:
+    """Choose the backend for the devices of this machine; notes on what was chosen."""
+    from fivefold.launch.backend import NcclLibrary, choose_backend, forked_device, num_gpus
+
+    device, world, gpus = chosen["device"], plan.layout.world, num_gpus()
+    if device == "cuda" and not gpus:
+        raise FivefoldError(
+            "this machine has no CUDA device; leave --device out to verify on CPU processes"
+        )
+    chosen["backend"] = choose_backend(chosen["backend"], device, world, gpus, NcclLibrary.here())
+    if device == "cpu":
+        return []
+    notes = ["all processes share one GPU"] if gpus == 1 else []
+    if world > 1:
+        notes.append(forked_device(device, chosen["backend"], 0, world).describe())
+    return [*notes, "TF32 is off: float32 matmuls are not rounded to 10 bits"]
+
+
+def _patience(asked: float | None, slow: bool) -> float:
+    """Seconds without a message; `slow`: with kernels that have to be compiled or loaded."""
+    from fivefold.launch.processes import PATIENCE
+
+    if asked is not None:
+        return positive("patience", asked)
+    return _PATIENCE_WITH_KERNELS if slow else PATIENCE
+
+
+def _phases(total: int, on_progress: OnProgress | None) -> Callable[[], None]:
+    """What is called when a phase begins."""
+    begun = 0
+
+    def on_phase() -> None:
+        nonlocal begun
+        begun += 1
+        if on_progress is not None:
+            on_progress(TaskProgress(begun, total, "verify"))
+
+    return on_phase
+
+
+def _verify(
+    plan: Plan, chosen: dict[str, Any], asked: float | None, on_progress: OnProgress | None
+) -> VerifiedPlan:
+    """Run the ranks and one process."""
+    # Imported here, so that a bad option is refused before torch is loaded.
+    from fivefold.launch.processes import Pool
+    from fivefold.verify.trial import VerifySettings, num_phases, run_trial
+
+    settings = VerifySettings(**chosen)
+    slow = settings.device == "cuda" or settings.compiled
+    patience = _patience(asked, slow)
+    began = time.perf_counter()
+    on_phase = _phases(num_phases(plan, settings), on_progress)
+    try:
+        with Pool(plan.layout.world + 1, patience) as pool:
+            verdict = run_trial(pool, plan, settings, on_phase)
+    except RankLost as lost:
+        raise lost.named("the reference") if lost.rank == plan.layout.world else lost from None
+    return VerifiedPlan(plan, settings, verdict, time.perf_counter() - began)
+
+
+def _verify_generated(
+    plan: Plan, chosen: dict[str, Any], asked: float | None, on_progress: OnProgress | None
+) -> VerifiedPlan:
+    """Run the proof of generation."""
+    from fivefold.generate.layout import forward_plan, invariant_plan
+    from fivefold.launch.processes import Pool
+    from fivefold.verify.generated_ranks import GeneratedSettings, num_phases, run_generated
+
+    settings = GeneratedSettings(**chosen)
+    plan = forward_plan(plan)
+    plan = invariant_plan(plan) if settings.batch_invariant else plan
+    patience = _patience(asked, settings.device == "cuda")
+    began = time.perf_counter()
+    on_phase = _phases(num_phases(plan, settings), on_progress)
+    with Pool(plan.layout.world, patience) as pool:
+        verdict = run_generated(pool, plan, settings, on_phase)
+    return VerifiedPlan(plan, settings, verdict, time.perf_counter() - began)
+
+
+def describe(plan: Plan, verdict: VerifyVerdict, seconds: float) -> dict[str, Any]:
+    """The verdict as JSON, with the traffic of rank 0 or of the first rank that differs."""
+    steps = [(rank, each) for rank, steps in enumerate(verdict.traffic) for each in steps]
+    rank, shown = next((pair for pair in steps if not pair[1].match), steps[0])
+    return {
+        "model": plan.shape.name,
+        "layout": str(plan.layout),
+        "world": plan.layout.world,
+        "zero": plan.layout.zero,
+        **verdict.errors,
+        "tolerance": verdict.tolerance,
+        "passed": verdict.passed,
+        "diverges_at": verdict.diverges_at,
+        "disorder": verdict.disorder,
+        **({} if verdict.flips is None else {"flips": verdict.flips}),
+        "traffic": {
+            "rank": rank,
+            "predicted": [asdict(each) for each in traffic_entries(shown.predicted.items())],
+            "observed": [asdict(each) for each in traffic_entries(shown.observed.items())],
+            "match": verdict.traffic_match,
+        },
+        "seconds": round(seconds, 3),
+        "notes": list(plan.notes),
+    }
