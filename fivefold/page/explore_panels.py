@@ -49,7 +49,7 @@ def map_view(plan: Plan) -> View:
     nodes = f"{num_nodes:,} node{'s' if num_nodes > 1 else ''} of {machine.gpus_per_node}"
     spans_nodes = inner.size is not None and inner.size % machine.gpus_per_node == 0
     return {
-        "headline": f"{layout.world:,} GPUs ({machine.chip}) on {nodes}: {layout}",
+        "headline": f"{counted(layout.world, 'GPU')} ({machine.chip}) on {nodes}: {layout}",
         "world": layout.world,
         "node": machine.gpus_per_node,
         "tiers": [

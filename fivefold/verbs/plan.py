@@ -14,7 +14,7 @@ import typer
 from fivefold import verbs
 from fivefold.core import machine as machines
 from fivefold.core.compute_budget import TOKENS_PER_PARAMETER, USUAL_MFU, parse_budget
-from fivefold.core.errors import FivefoldError
+from fivefold.core.errors import FivefoldError, counted
 from fivefold.core.machine import Machine
 from fivefold.core.plan import Plan, PlanOptions, resolve
 from fivefold.core.precision import PRECISIONS, plan_keys
@@ -333,9 +333,10 @@ def _ranked(found: PlanResult, options: dict[str, Any]) -> Printed:
         **plan_values.run_costs(first, options["tokens"], options["price"]),
     }
     lines = [
-        f"{table['model']} on {question.gpus_text} of {table['machine']}: {question.batch:,} "
-        f"sequences of {question.seq:,} tokens a step, {table['precision']}",
-        f"{found.candidates:,} layouts estimated and {found.passed_over:,} skipped in "
+        f"{table['model']} on {question.gpus_text} of {table['machine']}: "
+        f"{counted(question.batch, 'sequence')} of {question.seq:,} tokens a step, "
+        f"{table['precision']}",
+        f"{counted(found.candidates, 'layout')} estimated and {found.passed_over:,} skipped in "
         f"{found.seconds:.1f} s; those below were simulated",
         "",
         *plan_text.ranked(found.plans, fastest),

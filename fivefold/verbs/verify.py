@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast, get_args
 import typer
 
 from fivefold.core import legality
-from fivefold.core.errors import FivefoldError
+from fivefold.core.errors import FivefoldError, counted
 from fivefold.core.fp8 import fp8_of, require_whole_blocks, wider_keys, wider_seq
 from fivefold.core.layout import Layout
 from fivefold.core.models import is_large, load, scale_down, scaling_note, with_overrides
@@ -299,8 +299,8 @@ def render_generated(table: dict[str, Any]) -> str:
         f"log-probabilities: largest error {table['logprob_err']:.1e}; against the training "
         f"forward in {table['trained_layout']} {table['trained_err']:.1e}",
         *_batch_lines(table),
-        f"{table['tokens']:,} tokens, {same} every way; {table['preempted']} preemptions, "
-        f"{table['reused']:,} tokens from shared blocks",
+        f"{table['tokens']:,} tokens, {same} every way; {table['reused']:,} from shared blocks, "
+        f"{counted(table['preempted'], 'preemption')}",
         *(f"note: {note}" for note in table["notes"]),
         f"{'PASS' if table['passed'] else 'FAIL'} in {table['seconds']:.1f} s",
     ]
@@ -347,8 +347,8 @@ def render(plan: Plan, settings: VerifySettings, table: dict[str, Any]) -> str:
     """The verdict as text."""
     lines = [
         f"{table['model']} on {table['layout']}, ZeRO-{table['zero']}, {settings.dtype}: "
-        f"{table['world']} ranks against one process, {settings.steps} steps of "
-        f"{settings.optimizer}",
+        f"{counted(table['world'], 'rank')} against one process, "
+        f"{counted(settings.steps, 'step')} of {settings.optimizer}",
         f"{plan.batch}",
         "",
         f"{'':<18}{'largest error':>14}{'tolerance':>12}",
