@@ -14,12 +14,11 @@ from typing import Annotated, NamedTuple
 import typer
 
 from fivefold import __version__, completion
-from fivefold.core.errors import FivefoldError, InternalError
+from fivefold.core.errors import JSON_SCHEMA, FivefoldError, InternalError
 from fivefold.terminal import PanelCommand, WrappedStream
 
 BAD_INPUT = 2
 INTERNAL_ERROR = 70  # EX_SOFTWARE of sysexits.h; 1 is a comparison that failed
-JSON_SCHEMA = 1  # of failures
 GREETING = f"""fivefold {__version__} trains transformers over five dimensions of parallelism.
 
   fivefold plan llama-3.1-405b --gpus 16384 --machine h100   how to train it, how fast, and why

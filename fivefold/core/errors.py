@@ -10,6 +10,8 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
+JSON_SCHEMA = 1  # of what --json prints: a key that goes or changes its meaning raises it
+
 
 class FivefoldError(ValueError):
     """A user's input cannot be used; the message names the rule and the way out."""

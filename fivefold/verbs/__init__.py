@@ -7,9 +7,10 @@ the target and the options that all these verbs share to its command line.
 from __future__ import annotations
 
 import inspect
+import json
 import shlex
 import sys
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar, cast
 import typer
 
 from fivefold.core import machine as machines
-from fivefold.core.errors import BadFile, FivefoldError, UnknownName
+from fivefold.core.errors import JSON_SCHEMA, BadFile, FivefoldError, UnknownName
 from fivefold.core.layout import parse_zero
 from fivefold.core.plan import PlanOptions, options_from
 from fivefold.core.settings import parse_settings
@@ -164,6 +165,11 @@ def with_machine(options: PlanOptions, as_json: bool) -> PlanOptions:
     machine = sys.stdin.readline().strip() or "h100"
     require_known(machine)
     return replace(options, machine=machine)
+
+
+def json_text(table: Mapping[str, Any], indent: int | None = None) -> str:
+    """What --json prints: a table of docs/reference-json.md, with the version of its keys."""
+    return json.dumps({"schema_version": JSON_SCHEMA, **table}, indent=indent)
 
 
 def typed(command: typer.Context, name: str) -> bool:

@@ -6,7 +6,6 @@ to the ranks of a generator, which begin anew for each kind of question (at most
 
 from __future__ import annotations
 
-import json
 import logging
 import sys
 import time
@@ -21,7 +20,14 @@ import typer
 
 from fivefold.core.errors import BadFile, FivefoldError, UnknownName
 from fivefold.generate.text_model import DTYPES, ModelSetup, find_model, set_up
-from fivefold.verbs import above, checkpoint_step, model_options, open_weights, write_texts
+from fivefold.verbs import (
+    above,
+    checkpoint_step,
+    json_text,
+    model_options,
+    open_weights,
+    write_texts,
+)
 
 if TYPE_CHECKING:
     from fivefold.generate.task_model import TaskModel
@@ -87,7 +93,7 @@ def run(
     }
     if out is not None:
         _write_table(out, table)
-    typer.echo(json.dumps(table) if as_json else _text(table))
+    typer.echo(json_text(table) if as_json else _text(table))
 
 
 def _check_folders(include_path: Path | None, out: Path | None) -> None:
@@ -102,7 +108,7 @@ def _write_table(out: Path, table: Mapping[str, Any]) -> None:
     """All of it, or nothing."""
     whole = out.with_name(f".{out.name}.tmp")
     try:
-        whole.write_text(json.dumps(table, indent=2) + "\n", "utf-8")
+        whole.write_text(json_text(table, indent=2) + "\n", "utf-8")
         whole.replace(out)
     except OSError as error:
         whole.unlink(missing_ok=True)

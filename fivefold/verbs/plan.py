@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from dataclasses import replace
 from functools import partial
@@ -84,7 +83,7 @@ def run(
     }
     verbs.require_known(plan_options.machine)
     printed = _answer_of(_as_estimated(plan_options, kernels, precision), options, command)
-    typer.echo(json.dumps(printed[0]) if as_json else "\n".join(printed[1]))
+    typer.echo(verbs.json_text(printed[0]) if as_json else "\n".join(printed[1]))
 
 
 def _answer_of(

@@ -15,7 +15,7 @@ from fivefold.core.plan import Plan, PlanOptions, resolve
 from fivefold.core.weights import weights
 from fivefold.report import write_text
 from fivefold.report.rehearsal_text import describe, levels_trace, render
-from fivefold.verbs import one_of, progress_bar, with_plan_options
+from fivefold.verbs import json_text, one_of, progress_bar, with_plan_options
 
 if TYPE_CHECKING:
     from fivefold.planner.estimate import Estimate, PlannedAction
@@ -63,14 +63,14 @@ def run(
     except RankLost as lost:
         reason = f"lost {lost.doing}: it {lost.cause}"
         if as_json:
-            typer.echo(json.dumps({"passed": False, "error": reason}))
+            typer.echo(json_text({"passed": False, "error": reason}))
         typer.echo(f"fivefold: {reason}", err=True)
         raise typer.Exit(1) from None
     seconds = time.perf_counter() - began
     table = describe(found, _of_worst(planned, found), forecast, imbalance, seconds)
     if perfetto is not None:
         write_text(perfetto, json.dumps(levels_trace(found, _timelines(planned, found))))
-    typer.echo(json.dumps(table) if as_json else "\n".join(render(plan, table)))
+    typer.echo(json_text(table) if as_json else "\n".join(render(plan, table)))
     raise typer.Exit(0 if found.passed else 1)
 
 

@@ -26,6 +26,7 @@ from fivefold.core.schedule.clock import (
 )
 from fivefold.core.schedule.family import Family
 from fivefold.core.schedule.search import search
+from fivefold.verbs import json_text
 
 CostsOf = Callable[[Placement], Costs]
 # Actions in one picture or trace: browsers still open a file of this size.
@@ -67,7 +68,7 @@ def run(
         timeline, origin = _timeline(family, numbers, goal)
     _write_files(timeline, svg, trace)
     if as_json:
-        typer.echo(json.dumps(describe(timeline, family, origin)))
+        typer.echo(json_text(describe(timeline, family, origin)))
     else:
         _print(timeline, family, origin)
 

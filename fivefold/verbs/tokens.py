@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import typer
 
 from fivefold.core.errors import FivefoldError
-from fivefold.verbs import ProgressBar, progress_bar
+from fivefold.verbs import ProgressBar, json_text, progress_bar
 
 if TYPE_CHECKING:
     from fivefold.data.tokenizing import Encode
@@ -120,7 +120,7 @@ def run(
     words = Tokenizing(tokenizer, end, column, lengths, dedup, chat, pairs)
     size = parse_count("shard-tokens", shard_tokens)
     table = _write(inputs, output, size, words, workers, force)
-    typer.echo(json.dumps(table) if as_json else _written_text(table))
+    typer.echo(json_text(table) if as_json else _written_text(table))
 
 
 def parse_count(option: str, text: str) -> int:

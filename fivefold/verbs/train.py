@@ -5,7 +5,6 @@ On one machine it forks the ranks itself; under torchrun, Slurm or Kubernetes it
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from collections.abc import Callable
@@ -25,7 +24,7 @@ from fivefold.launch.launcher import LauncherEnvironment, read_environment, refi
 from fivefold.records import Pace, PlannedStep, StepRecord
 from fivefold.records.run_folder import PLAN, run_folder
 from fivefold.report.training_text import head, out_of_memory, step_line, summary_text, tail
-from fivefold.verbs import BackendOption, above, asked_backend, one_of, with_plan_options
+from fivefold.verbs import BackendOption, above, asked_backend, json_text, one_of, with_plan_options
 
 if TYPE_CHECKING:
     from fivefold.data.mixture import Source
@@ -219,7 +218,7 @@ def _fork(start: _Start, as_json: bool) -> int:
         "seconds": round(time.perf_counter() - began, 3),
     }
     typer.echo(
-        json.dumps(table) if as_json else "\n".join(["", summary_text(summary), *tail(table)])
+        json_text(table) if as_json else "\n".join(["", summary_text(summary), *tail(table)])
     )
     return 0 if check is None or check.passed else 1
 
@@ -300,7 +299,7 @@ def _report_lost_rank(lost: RankLost, plan: Plan, as_json: bool) -> int:
     who = "the one process" if lost.rank >= plan.layout.world else f"rank {lost.rank}"
     reason = f"lost {who} at {lost.doing}: it {lost.cause}"
     if as_json:
-        typer.echo(json.dumps({"passed": False, "error": reason, "rank": lost.rank}))
+        typer.echo(json_text({"passed": False, "error": reason, "rank": lost.rank}))
     typer.echo(f"fivefold: {reason}", err=True)
     return 1
 

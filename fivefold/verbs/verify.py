@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, replace
@@ -25,6 +24,7 @@ from fivefold.verbs import (
     BackendOption,
     above,
     asked_backend,
+    json_text,
     one_of,
     positive,
     progress_bar,
@@ -246,11 +246,11 @@ def _verify(plan: Plan, chosen: dict[str, Any], asked: float | None, as_json: bo
         who = "the reference" if lost.rank == plan.layout.world else f"rank {lost.rank}"
         reason = f"lost {who} at {lost.doing}: it {lost.cause}"
         if as_json:
-            typer.echo(json.dumps({"passed": False, "error": reason}))
+            typer.echo(json_text({"passed": False, "error": reason}))
         typer.echo(f"fivefold: {reason}", err=True)
         return 1
     table = describe(plan, verdict, time.perf_counter() - began)
-    typer.echo(json.dumps(table) if as_json else render(plan, settings, table))
+    typer.echo(json_text(table) if as_json else render(plan, settings, table))
     return 0 if verdict.passed else 1
 
 
@@ -276,13 +276,13 @@ def _verify_generated(
     except RankLost as lost:
         reason = f"lost rank {lost.rank} at {lost.doing}: it {lost.cause}"
         if as_json:
-            typer.echo(json.dumps({"passed": False, "error": reason}))
+            typer.echo(json_text({"passed": False, "error": reason}))
         typer.echo(f"fivefold: {reason}", err=True)
         return 1
     facts = {"model": plan.shape.name, "layout": str(plan.layout), "world": plan.layout.world}
     facts |= {"dtype": settings.dtype, "passed": verdict.passed} | asdict(verdict)
     facts |= {"seconds": round(time.perf_counter() - began, 3), "notes": list(plan.notes)}
-    typer.echo(json.dumps(facts) if as_json else render_generated(facts))
+    typer.echo(json_text(facts) if as_json else render_generated(facts))
     return 0 if verdict.passed else 1
 
 
