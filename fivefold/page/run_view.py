@@ -78,8 +78,8 @@ def _state(facts: RunFacts, last: int, steps: int | None) -> str:
         )
     if _is_silent(facts):
         return (
-            f"silent for {rough_duration(facts.idle_s)} behind {where}: it died, or it hangs; "
-            "--resume goes on behind its newest checkpoint"
+            f"silent for {rough_duration(facts.idle_s)} after {where}: it died, or it hangs; "
+            "--resume goes on after its newest checkpoint"
         )
     eta = _eta(facts, steps)
     left = "" if eta is None else f", about {rough_duration(eta)} to go"
