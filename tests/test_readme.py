@@ -88,13 +88,22 @@ def test_a_chain_works_from_text_to_weights(tmp_path: Path) -> None:
     assert (tmp_path / "model" / "model.safetensors").exists()
 
 
-@pytest.mark.sample(0.5)
-@pytest.mark.parametrize(
-    ("page", "number"),
-    [(name, n) for name in TEXTS if name != "README.md" for n in range(len(chains(name)))],
-)
-def test_chains_of_docs_work(page: str, number: int, tmp_path: Path) -> None:
-    follow(chains(page)[number], tmp_path)
+def chains_of_docs(rehearsed: bool) -> list[str]:
+    """Chains of other pages, with or without a rehearsal, which takes long."""
+    found = [chain for name in sorted(TEXTS) if name != "README.md" for chain in chains(name)]
+    return [chain for chain in found if ("$ fivefold rehearse" in chain) == rehearsed]
+
+
+@pytest.mark.sample(0.3)
+@pytest.mark.parametrize("chain", chains_of_docs(rehearsed=False), ids=lambda text: text[:40])
+def test_chains_of_docs_work(chain: str, tmp_path: Path) -> None:
+    follow(chain, tmp_path)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("chain", chains_of_docs(rehearsed=True), ids=lambda text: text[:40])
+def test_chains_with_a_rehearsal_work(chain: str, tmp_path: Path) -> None:
+    follow(chain, tmp_path)
 
 
 def shown(transcript: str, printed: str, *, numbers: bool = True) -> bool:

@@ -44,14 +44,11 @@ def pages() -> Iterator[tuple[str, str]]:
 def messages() -> Iterator[tuple[str, str]]:
     """Every string of the package that has words: help, errors, answers, prose of the page."""
     for path in sorted((ROOT / "fivefold").rglob("*.py")):
-        tree = ast.parse(path.read_text("utf-8"))
-        docs = {
-            id(node.body[0].value)
-            for node in ast.walk(tree)
-            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef)
-            and node.body
-            and isinstance(node.body[0], ast.Expr)
-        }
+        source = path.read_text("utf-8")
+        if not WORDS.search(re.sub(r'"\s*f?"', "", source)):
+            continue  # most files: a parse of all takes seconds
+        tree = ast.parse(source)
+        docs = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
         for node in ast.walk(tree):
             is_text = isinstance(node, ast.Constant) and id(node) not in docs
             if is_text and isinstance(node.value, str) and " " in node.value:
@@ -64,9 +61,9 @@ def page_prose() -> Iterator[tuple[str, str]]:
         if path.suffix == ".html":
             yield path.name, re.sub(r"<[^>]*>", " ", path.read_text("utf-8"))
         if path.suffix == ".js" and ".min." not in path.name:
-            script = re.sub(r"^\s*//.*$|/\*.*?\*/", "", path.read_text("utf-8"), flags=re.M | re.S)
+            script = re.sub(r"^\s*//[^\n]*", "", path.read_text("utf-8"), flags=re.M)
             for text in re.findall(r'"(?:[^"\\\n]|\\.)*"|`[^`]*`', script):
-                yield path.name, text
+                yield path.name, re.sub(r"\$\{[^}]*\}", "…", text)
 
 
 def found(texts: Iterator[tuple[str, str]]) -> list[str]:
