@@ -40,7 +40,7 @@ VERBS = {
     "calibrate": Verb("fivefold.verbs.calibrate", "Measure this machine and write a machine file."),
     "eval": Verb("fivefold.verbs.evaluate", "Evaluate a run or a model on tasks of lm-eval."),
     "export": Verb("fivefold.verbs.export_weights", "Export the weights of a run to Hugging Face."),
-    "generate": Verb("fivefold.verbs.generate", "Go on with prompts, from a run or a model."),
+    "generate": Verb("fivefold.verbs.generate", "Complete prompts with a run or a model."),
     "import": Verb("fivefold.verbs.import_weights", "Import a Hugging Face model as a run."),
     "observe": Verb("fivefold.verbs.observe", "Open the page: explore plans, learn, inspect runs."),
     "plan": Verb("fivefold.verbs.plan", "Resolve a job or search its layout, with reasons."),

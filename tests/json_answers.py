@@ -287,7 +287,7 @@ eval RUN --tasks NAMES
 model string The folder.
 layout string Degrees.
 dtype string Type of the numbers.
-limit integer? Most samples of a task.
+limit integer? Maximum number of samples of a task.
 tasks object Metrics of each task.
 truncated_contexts integer Contexts that were cut to the model's maximum.
 seconds number Time of the evaluation.

@@ -42,9 +42,9 @@ def run(
         Path, typer.Argument(metavar="RUN|DIR", help="A run folder, or a Hugging Face folder.")
     ],
     tasks: Annotated[
-        str | None, typer.Option(help="Names of lm-eval's tasks or groups, between commas.")
+        str | None, typer.Option(help="Tasks or groups of lm-eval, separated by commas.")
     ] = None,
-    limit: Annotated[int | None, typer.Option(help="Most samples of a task.")] = None,
+    limit: Annotated[int | None, typer.Option(help="Maximum number of samples of a task.")] = None,
     layout: Annotated[
         str, typer.Option(help='Degrees of ranks, as in "tp=2 pp=2"; dp are replicas.')
     ] = "dp=1",
@@ -61,7 +61,7 @@ def run(
     tokenizer: Annotated[
         str | None, typer.Option(help="tokenizer.json, or bytes (default: the folder's).")
     ] = None,
-    cache_gb: Annotated[float, typer.Option(help="Most GB of keys and values on a rank.")] = 1.0,
+    cache_gb: Annotated[float, typer.Option(help="Maximum GB of the KV cache on a rank.")] = 1.0,
     step: Annotated[str | None, typer.Option(help="Step of the run's checkpoint, or best.")] = None,
     out: Annotated[Path | None, typer.Option(help="JSON file to write the results to.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the results as JSON.")] = False,

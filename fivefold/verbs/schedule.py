@@ -50,7 +50,7 @@ def run(
         float, typer.Option(help="An overlapped forward and backward take X·(F+B+W).")
     ] = 1.0,
     memory_limit: Annotated[
-        float | None, typer.Option(help="Most microbatches that a rank may have in flight.")
+        float | None, typer.Option(help="Maximum number of microbatches in flight on a rank.")
     ] = None,
     objective: Annotated[
         str, typer.Option(help="What auto minimizes: makespan or span.")

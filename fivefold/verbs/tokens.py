@@ -93,13 +93,13 @@ def run(
         int | None, typer.Option(help="Leave out documents of more tokens.")
     ] = None,
     dedup: Annotated[
-        bool, typer.Option("--dedup", help="Leave out documents whose text came before.")
+        bool, typer.Option("--dedup", help="Leave out documents whose text was seen before.")
     ] = False,
     workers: WorkersOption = None,
     shard_tokens: Annotated[str, typer.Option(help="Tokens per shard: 500k, 100M, 1B.")] = "100M",
     force: Annotated[bool, typer.Option("--force", help="Replace an existing folder.")] = False,
     check: CheckOption = False,
-    info: Annotated[bool, typer.Option("--info", help="Say what token folders have.")] = False,
+    info: Annotated[bool, typer.Option("--info", help="Print what is in token folders.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Tokenize text into a folder, check such a folder, or say what is in it."""
