@@ -73,6 +73,7 @@ QUICK = ("plan", "schedule", "tokens", "observe MODEL")
 WITH_EXAMPLE = [one for one in json_answers.answers() if one.example]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "answer",
     [one for one in WITH_EXAMPLE if one.title.startswith(QUICK)],

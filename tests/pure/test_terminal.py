@@ -166,6 +166,7 @@ COMMANDS = (
 )
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("columns", [80, 200])
 @pytest.mark.parametrize("words", COMMANDS, ids=lambda words: " ".join(words)[:30])
 def test_lines_are_as_wide_as_the_terminal(
