@@ -288,7 +288,7 @@ def test_records_become_curves_marks_and_goodput(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("silence", "words"), [(3.0, "running: step 3 of 20"), (9_000.0, "silent for 2h 30m behind")]
+    ("silence", "words"), [(3.0, "running: step 3 of 20"), (9_000.0, "silent for 2h 30m after")]
 )
 def test_a_start_without_an_end_runs_or_is_silent(
     tmp_path: Path, silence: float, words: str
