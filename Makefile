@@ -4,7 +4,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: setup train test nightly test-page bench-page page-pictures lint types verify-all bench-schedule bench-overlap bench-tensor bench-pipeline bench-context bench-expert bench-gpu bench-rank bench-decode bench-step bench-logging bench-clock bench-checkpoint bench-plan bench-tokens chaos stress verify-nccl learn score clean
+.PHONY: setup train test nightly test-page bench-page page-pictures docs reference lint types verify-all bench-schedule bench-overlap bench-tensor bench-pipeline bench-context bench-expert bench-gpu bench-rank bench-decode bench-step bench-logging bench-clock bench-checkpoint bench-plan bench-tokens chaos stress verify-nccl learn score clean
 
 setup: $(READY)
 
@@ -46,6 +46,16 @@ bench-page: setup
 page-pictures: setup
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[browser]"
 	$(BIN)/python -m tests.page.pictures
+
+# The documentation site in build/site; a warning fails it.
+docs: setup
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[docs]"
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+	@echo "open build/site/index.html"
+
+# The pages of the reference, from options, keys, presets and answers.
+reference: setup
+	$(BIN)/python -m tests.reference
 
 lint: setup
 	$(BIN)/ruff check -q .

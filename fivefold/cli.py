@@ -13,12 +13,12 @@ from typing import Annotated, NamedTuple
 
 import typer
 
-from fivefold import __version__
-from fivefold.core.errors import FivefoldError, InternalError
+from fivefold import __version__, completion
+from fivefold.core.errors import JSON_SCHEMA, FivefoldError, InternalError
+from fivefold.terminal import PanelCommand, WrappedStream
 
 BAD_INPUT = 2
 INTERNAL_ERROR = 70  # EX_SOFTWARE of sysexits.h; 1 is a comparison that failed
-JSON_SCHEMA = 1  # of failures
 GREETING = f"""fivefold {__version__} trains transformers over five dimensions of parallelism.
 
   fivefold plan llama-3.1-405b --gpus 16384 --machine h100   how to train it, how fast, and why
@@ -40,7 +40,7 @@ VERBS = {
     "calibrate": Verb("fivefold.verbs.calibrate", "Measure this machine and write a machine file."),
     "eval": Verb("fivefold.verbs.evaluate", "Evaluate a run or a model on tasks of lm-eval."),
     "export": Verb("fivefold.verbs.export_weights", "Export the weights of a run to Hugging Face."),
-    "generate": Verb("fivefold.verbs.generate", "Go on with prompts, from a run or a model."),
+    "generate": Verb("fivefold.verbs.generate", "Complete prompts with a run or a model."),
     "import": Verb("fivefold.verbs.import_weights", "Import a Hugging Face model as a run."),
     "launch": Verb("fivefold.verbs.launch", "Write the script that starts a plan on a cluster."),
     "observe": Verb("fivefold.verbs.observe", "Open the page: explore plans, learn, inspect runs."),
@@ -59,6 +59,7 @@ def main(arguments: list[str] | None = None) -> None:
     words = gather_pairs(sys.argv[1:] if arguments is None else arguments)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal without · prints ?
+    wrap_for_terminal(words)
     try:
         code = run(words)
         if sys.stdout is not None:
@@ -85,10 +86,12 @@ def run(words: list[str]) -> int | str | None:
     if chosen == "plan":  # it ends before garbage matters, and looking for some takes about 5%
         gc.disable()
     try:
+        if (typed := completion.typed_words()) is not None:
+            return _complete(typed)
         if not words:
             typer.echo(GREETING)
             return 0
-        build(chosen)(words)
+        build(chosen)(words, prog_name="fivefold")
     except FivefoldError as error:
         return _failed(str(error), error, BAD_INPUT, "--json" in words)
     except InternalError as error:
@@ -102,6 +105,26 @@ def run(words: list[str]) -> int | str | None:
     finally:
         gc.enable()
     return 0
+
+
+def _complete(typed: list[str]) -> int:
+    """Print what can follow the words, for the shell that asks."""
+    found = completion.degrees_after(typed, _PAIRED)
+    if found is not None:
+        typer.echo(completion.answer(found))
+        return 0
+    completion.pass_on(gather_pairs(typed[:-1]) + typed[-1:])
+    verb = next((word for word in typed[:-1] if not word.startswith("-")), None)
+    build(verb)([], prog_name="fivefold")
+    return 0
+
+
+def wrap_for_terminal(words: list[str]) -> None:
+    """Wrap long lines of text where a person reads them; JSON and files stay as they are."""
+    if "--json" not in words and sys.stdout is not None and sys.stdout.isatty():
+        sys.stdout = WrappedStream(sys.stdout)
+    if sys.stderr is not None and sys.stderr.isatty():
+        sys.stderr = WrappedStream(sys.stderr)
 
 
 def _failed(said: str, error: Exception, code: int, as_json: bool) -> int:
@@ -127,15 +150,14 @@ def build(chosen: str | None) -> typer.Typer:
         name="fivefold",
         help="Train transformers with five dimensions of parallelism: plan, rehearse, verify, "
         "train and inspect.",
-        add_completion=False,
-        context_settings={"help_option_names": ["-h", "--help"]},
+        context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120},
         pretty_exceptions_enable=False,
         rich_markup_mode=None,
     )
     app.callback()(_top)
     for name, verb in VERBS.items():
         run = import_module(verb.module).run if name == chosen else _nothing
-        app.command(name, help=verb.help)(run)
+        app.command(name, help=verb.help, cls=PanelCommand)(run)
     return app
 
 

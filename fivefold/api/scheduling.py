@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast, get_args
 
-from fivefold.core.errors import FivefoldError, IllegalSchedule, UnknownName
+from fivefold.core.errors import FivefoldError, IllegalSchedule, UnknownName, counted
 from fivefold.core.schedule import Placement, catalog
 from fivefold.core.schedule.choose import choose
 from fivefold.core.schedule.clock import (
@@ -191,7 +191,7 @@ def _timeline(
         peak = max(peak_activations(schedule))
         if goal.memory_limit is not None and peak > goal.memory_limit:
             raise IllegalSchedule(
-                f"{family.name} has {peak:g} microbatches in flight, above the limit of "
+                f"{family.name} has {counted(peak, 'microbatch')} in flight, above the limit of "
                 f"{goal.memory_limit:g}: raise --memory-limit, or let auto search within it"
             )
     return play(schedule, goal.costs_of(schedule.placement)), family, origin

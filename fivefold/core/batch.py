@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass
 
 from fivefold.core import count
-from fivefold.core.errors import FivefoldError
+from fivefold.core.errors import FivefoldError, counted
 from fivefold.core.shape import Shape
 
 IDENTITY = "global batch = microbatch · accumulation · dp"
@@ -91,9 +91,9 @@ class Batch:
 
     def __str__(self) -> str:
         return (
-            f"global batch {self.sequences:,} sequences = {self.microbatch_size} · "
+            f"global batch {counted(self.sequences, 'sequence')} = {self.microbatch_size} · "
             f"{self.microbatches} · {self.dp} (microbatch · accumulation · dp) "
-            f"= {self.tokens:,} tokens"
+            f"= {counted(self.tokens, 'token')}"
         )
 
 

@@ -10,6 +10,8 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
+JSON_SCHEMA = 1  # of what --json prints: a key that goes or changes its meaning raises it
+
 
 class FivefoldError(ValueError):
     """A user's input cannot be used; the message names the rule and the way out."""
@@ -133,8 +135,8 @@ def counted(number: float, noun: str) -> str:
     >>> counted(1, "rank"), counted(16, "rank"), counted(2.5, "microbatch")
     ('1 rank', '16 ranks', '2.5 microbatches')
     """
-    plural = noun + ("es" if noun.endswith("ch") else "s")
-    shown = str(number) if isinstance(number, int) else f"{number:g}"
+    plural = noun + ("es" if noun.endswith(("ch", "s")) else "s")
+    shown = f"{number:,}" if isinstance(number, int) else f"{number:g}"
     return f"{shown} {noun if number == 1 else plural}"
 
 

@@ -292,7 +292,7 @@ class Layout:
         product = self.textbook()
         if product is None:
             return folded, f"textbook: none, because ep {self.ep} does not divide dp {self.dp}"
-        return folded, f"textbook: {' · '.join(map(str, product))} = {self.world}"
+        return folded, f"textbook: {' · '.join(map(str, product))} = {self.world:,}"
 
     def _require_folding(self) -> None:
         if not self.folds:

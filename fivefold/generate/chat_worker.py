@@ -104,7 +104,7 @@ def _conversation(
 
 _CHANGES = (
     "it renders message {number} in another way where others follow, so that its tokens cannot be "
-    "told apart: put {{% generation %}} and {{% endgeneration %}} around what the assistant says"
+    "distinguished: put {{% generation %}} and {{% endgeneration %}} around what the assistant says"
 )
 
 

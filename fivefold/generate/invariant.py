@@ -71,7 +71,7 @@ class FixedSteps:
 def single_tokens(step: StepBatch, size: int, padding: int) -> StepBatch:
     """The tokens of a step as sequences of one, and as many of no sequence as are missing. All give
     their logits."""
-    assert step.num_tokens <= size, "the scheduler was told its limit"
+    assert step.num_tokens <= size, "the scheduler knows its limit"
     singles = [
         SequenceChunk(chunk.id, (token,), chunk.start + i, chunk.table, samples=True)
         for chunk in step.chunks

@@ -8,6 +8,7 @@ from typing import Any
 
 import fivefold
 from fivefold.core.count import parameters
+from fivefold.core.errors import counted
 from fivefold.core.plan import Plan
 from fivefold.core.tokenizer import TokenizerId
 
@@ -27,7 +28,7 @@ def model_card(
     """The card: what was trained, on what, and the recipe that does it again."""
     shape, recipe, batch = plan.shape, plan.options.train, plan.batch
     trained = (
-        f"{step:,} steps of {batch.sequences:,} sequences of {batch.seq:,} tokens"
+        f"{counted(step, 'step')} of {counted(batch.sequences, 'sequence')} of {batch.seq:,} tokens"
         if step
         else "no step: the weights are those that were imported"
     )

@@ -294,8 +294,7 @@ PANELS: dict[str, ExplorePanel] = {
     "sliders": ExplorePanel("", "", sliders_text),
     "memory": ExplorePanel(
         "Memory",
-        "Bytes by category against the GPU's limit: the fullest rank, and every place of the "
-        "pipeline.",
+        "Bytes by category against the GPU's limit: the fullest rank, and every stage.",
         explore_panels.memory_text,
         _of_estimate(explore_panels.memory_view),
     ),

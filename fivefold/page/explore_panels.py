@@ -49,7 +49,7 @@ def map_view(plan: Plan) -> View:
     nodes = f"{num_nodes:,} node{'s' if num_nodes > 1 else ''} of {machine.gpus_per_node}"
     spans_nodes = inner.size is not None and inner.size % machine.gpus_per_node == 0
     return {
-        "headline": f"{layout.world:,} GPUs ({machine.chip}) on {nodes}: {layout}",
+        "headline": f"{counted(layout.world, 'GPU')} ({machine.chip}) on {nodes}: {layout}",
         "world": layout.world,
         "node": machine.gpus_per_node,
         "tiers": [
@@ -285,7 +285,7 @@ def memory_text(found: View) -> list[str]:
         free = limit - found["total"]
         lines.append(bar("free", gib(free), free / limit, "·"))
     if len(found["places"]) > 1:
-        lines += ["", f"          {counted(len(found['places']), 'place')} of the pipeline:"]
+        lines += ["", f"          {counted(len(found['places']), 'stage')} of the pipeline:"]
         lines += _places(found["places"], limit)
     return lines
 
@@ -302,7 +302,7 @@ def _places(places: Sequence[View], limit: float) -> list[str]:
 #     {"headline", "step", "parts": {name: seconds}, "words": {name: what it is}}
 
 _WORDS = {
-    "compute": "matrix products, attention and what lies between them",
+    "compute": "matmuls, attention and what lies between them",
     "rounding": "inputs, gradients and weights to the few bits of matmuls",
     "launch": "the host starts kernels more slowly than the GPU ends them",
     "bubble": "the rank waits for others of its pipeline",

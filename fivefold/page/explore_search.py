@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from fivefold.core.errors import counted
 from fivefold.core.plan import Plan, resolve
 from fivefold.core.rules import context_rule, divisors, positions_rule
 from fivefold.cost.grid import RECOMPUTE, grid_of_plan
@@ -132,8 +133,8 @@ def ranking_text(found: View) -> list[str]:
     """The same for a terminal."""
     place = f"{found['gpus']:,} GPU{'' if found['gpus'] == 1 else 's'} of {found['machine']}"
     head = (
-        f"{found['model']} on {place}: the planner's best layouts for {found['batch']:,} sequences "
-        f"of {found['seq']:,} tokens a step"
+        f"{found['model']} on {place}: the planner's best layouts for "
+        f"{counted(found['batch'], 'sequence')} of {found['seq']:,} tokens a step"
     )
     lines = wrapped(head)
     if found["refused"]:

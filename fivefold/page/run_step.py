@@ -157,7 +157,7 @@ def _compared(facts: RunFacts, plan: Plan, found: StepSpans, params: Params) -> 
     record = facts.record(found.number, found.restart)
     columns = _columns(plan, found.within(record))
     if not columns:
-        return {"problem": "no pipeline has told of all its actions in this step: take another one"}
+        return {"problem": "no pipeline has recorded all actions of this step: take another one"}
     column = _chosen(columns, params)
     peers = {
         place: [spans.ranks[ranks[place]] for ranks, spans in columns.items()]

@@ -14,7 +14,7 @@ from typing import Any
 
 from fivefold.core import legality, models, rules
 from fivefold.core.batch import default_batch
-from fivefold.core.errors import FivefoldError
+from fivefold.core.errors import FivefoldError, counted
 from fivefold.core.layout import MOST_RANKS, Layout
 from fivefold.core.machine import Machine
 from fivefold.core.plan import Plan, PlanOptions, resolve
@@ -162,7 +162,9 @@ def plan_request(
         raise FivefoldError("; ".join(dict.fromkeys(reasons)))
     setting, notes = estimate_setting(machine, precision, headroom, kernels, imbalance, stack)
     if options.batch is None:
-        notes.append(f"global batch {batch:,} sequences by default: say another with --batch")
+        notes.append(
+            f"global batch {counted(batch, 'sequence')} by default: say another with --batch"
+        )
     keys: dict[str, Any] = plan_keys(precision)
     if precision not in keys.values():
         runs_in = keys["precision"]
@@ -303,8 +305,9 @@ def _refusal(request: PlanRequest, result: SearchResult) -> NothingFits:
     if result.leanest is None:
         given = f" with {fixed}" if fixed else ""
         return NothingFits(
-            f"{head}: no legal layout{given} for a global batch of {space.batch:,} sequences of "
-            f"{space.seq:,} tokens; change --batch, --gpus or --fix"
+            f"{head}: no legal layout{given} for a global batch of "
+            f"{counted(space.batch, 'sequence')} of {space.seq:,} tokens; change --batch, --gpus "
+            "or --fix"
         )
     lean, memory = result.leanest, setting.machine.memory
     plan = _plan_of(request, lean)
@@ -312,7 +315,7 @@ def _refusal(request: PlanRequest, result: SearchResult) -> NothingFits:
     need = f"needs {size / 2**30:,.1f} GiB of {memory / 2**30:,.1f} a GPU"
     way = "lower the batch, the sequence or --headroom, or fix less"
     if enough := gpus_needed(request, lean.bytes):
-        way = f"it takes {enough:,} GPUs"
+        way = f"it takes {counted(enough, 'GPU')}"
     leanest = f"the leanest layout, {layout_of(lean.grid)}, {need}"
     if size > memory:
         return NothingFits(f"{head} does not fit: {leanest}; {way}", plan, enough)

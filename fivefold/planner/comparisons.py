@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import NamedTuple
 
-from fivefold.core.errors import FivefoldError, UnknownName
+from fivefold.core.errors import FivefoldError, UnknownName, counted
 from fivefold.core.layout import Layout
 from fivefold.core.plan import Plan, PlanOptions, resolve
 from fivefold.core.precision import PRECISIONS
@@ -81,7 +81,8 @@ def _strategy(request: PlanRequest, name: str, axis: str, fixed: Mapping[str, in
     one = min(fits, key=lambda one: one.speed_rank, default=None)
     one = one or min(lean, key=lambda one: one.bytes, default=None)
     if one is None:
-        why = f"no legal degree for {request.space.batch:,} sequences on {request.space.gpus_text}"
+        rows = counted(request.space.batch, "sequence")
+        why = f"no legal degree for {rows} on {request.space.gpus_text}"
         return Strategy(name, Layout(shard=gpus), gpus, None, (), why)
     plan = resolve(options_of(one.grid, request.options))
     least = plan.layout.dp * plan.layout.pp

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from fivefold.core.count import training_flops
-from fivefold.core.errors import FivefoldError
+from fivefold.core.errors import FivefoldError, counted
 from fivefold.core.great_runs import (
     Change,
     FigurePair,
@@ -180,7 +180,7 @@ def _sentence(part: str, found: Estimate) -> str:
     plan, layout = found.plan, found.plan.layout
     spans = {axis: layout.tier(axis, found.setting.machine).name for axis in ("tp", "cp", "dp")}
     hidden = "what the stack does not overlap"
-    named = f"{plan.options.schedule}, {plan.batch.microbatches} microbatches"
+    named = f"{plan.options.schedule}, {counted(plan.batch.microbatches, 'microbatch')}"
     texts = {
         "launch": "the GPU waits for the host that launches kernels",
         "bubble": f"ranks of the pipeline wait: pp={layout.pp}, {named}",

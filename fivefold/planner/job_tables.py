@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from fivefold.core.errors import FivefoldError
+from fivefold.core.errors import FivefoldError, counted
 from fivefold.core.plan import Plan, PlanOptions, resolve
 from fivefold.planner import PlanRequest
 from fivefold.planner.comparisons import best_estimate
@@ -71,7 +71,8 @@ def _best_with(request: PlanRequest, name: str, choice: Fixed) -> JobRow:
     if any(fixed.get(key, value) != value for key, value in choice.items()):
         return JobRow(name, None, "not with what --fix says")
     if choice.items() >= _DATA.items() and space.batch % space.gpus:
-        why = f"{space.gpus:,} data ranks cannot share {space.batch:,} sequences a step"
+        rows = counted(space.batch, "sequence")
+        why = f"{counted(space.gpus, 'data rank')} cannot share {rows} a step"
         return JobRow(name, None, why)
     least = 2 if name.startswith("pipeline") else space.least_pp
     space = replace(space, fixed={**fixed, **choice}, least_pp=least)

@@ -8,6 +8,7 @@ from itertools import groupby
 from typing import Any
 
 from fivefold.core.compute_budget import Budget, SpentOn, compute_optimal, equal_flops
+from fivefold.core.errors import counted
 from fivefold.core.plan import PlanOptions
 from fivefold.core.textbook import (
     STATES,
@@ -55,8 +56,8 @@ def _heading(job: TextbookJob) -> list[str]:
             f"L = {shape.layers}"
         )
     lines.append(
-        f"N = {job.dp} data ranks, t = {job.tp} tensor ranks, p = {job.pp} stages, "
-        f"m = {job.microbatches} microbatches"
+        f"N = {counted(job.dp, 'data rank')}, t = {counted(job.tp, 'tensor rank')}, "
+        f"p = {counted(job.pp, 'stage')}, m = {counted(job.microbatches, 'microbatch')}"
     )
     return lines
 

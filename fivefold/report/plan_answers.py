@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from fivefold.core.errors import counted
 from fivefold.core.plan import Plan
 from fivefold.report import plan_text, plan_values
 
@@ -104,9 +105,9 @@ def headline(found: PlanResult) -> list[str]:
     request, question = found.request, found.request.space
     return [
         f"{request.shape.name} on {question.gpus_text} of {request.setting.machine.name}: "
-        f"{question.batch:,} sequences of {question.seq:,} tokens a step, "
+        f"{counted(question.batch, 'sequence')} of {question.seq:,} tokens a step, "
         f"{request.setting.precision}",
-        f"{found.candidates:,} layouts estimated and {found.passed_over:,} skipped in "
+        f"{counted(found.candidates, 'layout')} estimated and {found.passed_over:,} skipped in "
         f"{found.seconds:.1f} s; those below were simulated",
     ]
 

@@ -187,7 +187,7 @@ def _runs(numbers: list[int]) -> str:
 def _group(ranks: list[int]) -> str:
     """`8 ranks, the first group 0 16 32 …`."""
     shown = " ".join(map(str, ranks[:4])) + (" …" if len(ranks) > 4 else "")
-    return f"{len(ranks)} ranks, the first group {shown}"
+    return f"{counted(len(ranks), 'rank')}, the first group {shown}"
 
 
 # --- Comparisons: strategies side by side, sweeps, before and after

@@ -176,7 +176,7 @@ def tail(table: Mapping[str, Any]) -> Iterator[str]:
         yield "no step was left to run"
         return
     if table["stopped"]:
-        yield "asked to stop: a checkpoint is written, and --resume goes on behind it"
+        yield "asked to stop: a checkpoint is written, and --resume goes on after it"
     if table["memory"] is not None:
         yield from ("", *_memory_lines(table["memory"], table["world"]))
     yield from ("", *_traffic_lines(table["traffic"]))
@@ -190,7 +190,7 @@ def tail(table: Mapping[str, Any]) -> Iterator[str]:
 
 def _memory_lines(memory: Mapping[str, Any], world: int) -> Iterator[str]:
     """Planned and measured bytes of the fullest rank."""
-    yield _row(f"bytes of rank {memory['rank']}, which holds most", "planned", "measured")
+    yield _row(f"bytes of rank {memory['rank']}, the fullest", "planned", "measured")
     for name in _CATEGORIES:
         word = "optimizer states" if name == "optimizer" else name
         planned, measured = memory["planned"][name], memory["measured"][name]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from fivefold.core.errors import counted
 from fivefold.core.plan import Plan
 from fivefold.cost.collectives import TrafficEntry
 
@@ -23,8 +24,8 @@ def render(
     """The verdict as text; `formula` says how the tolerances come about."""
     lines = [
         f"{table['model']} on {table['layout']}, ZeRO-{table['zero']}, {how['dtype']}: "
-        f"{table['world']} ranks against one process, {how['steps']} steps of "
-        f"{how['optimizer']}",
+        f"{counted(table['world'], 'rank')} against one process, "
+        f"{counted(how['steps'], 'step')} of {how['optimizer']}",
         f"{plan.batch}",
         "",
         f"{'':<18}{'largest error':>14}{'tolerance':>12}",
@@ -84,8 +85,8 @@ def render_generated(table: Mapping[str, Any]) -> str:
         f"log-probabilities: largest error {table['logprob_err']:.1e}; against the training "
         f"forward in {table['trained_layout']} {table['trained_err']:.1e}",
         *_batch_lines(table),
-        f"{table['tokens']:,} tokens, {same} every way; {table['preempted']} preemptions, "
-        f"{table['reused']:,} tokens from shared blocks",
+        f"{table['tokens']:,} tokens, {same} every way; {table['reused']:,} from shared blocks, "
+        f"{counted(table['preempted'], 'preemption')}",
         *(f"note: {note}" for note in table["notes"]),
         f"{'PASS' if table['passed'] else 'FAIL'} in {table['seconds']:.1f} s",
     ]

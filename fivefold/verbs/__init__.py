@@ -7,14 +7,14 @@ the target and the options that all these verbs share to its command line.
 from __future__ import annotations
 
 import inspect
+import json
 import shlex
 import sys
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import typer
 
@@ -24,12 +24,28 @@ from fivefold.api.checks import checkpoint_step as checkpoint_step
 from fivefold.api.checks import one_of as one_of
 from fivefold.api.checks import positive as positive
 from fivefold.core import machine as machines
-from fivefold.core.errors import BadFile, FivefoldError, RankLost, UnknownName
+from fivefold.core.errors import JSON_SCHEMA, BadFile, FivefoldError, RankLost, UnknownName
 from fivefold.core.layout import parse_zero
 from fivefold.core.plan import PlanOptions, options_from
-from fivefold.core.precision import PRECISIONS
 from fivefold.core.settings import parse_settings
-from fivefold.core.splits import CONTEXT_KINDS
+from fivefold.verbs.options import SHARED, TARGET
+from fivefold.verbs.options import BackendOption as BackendOption
+from fivefold.verbs.options import BudgetOption as BudgetOption
+from fivefold.verbs.options import FixOption as FixOption
+from fivefold.verbs.options import ImbalanceOption as ImbalanceOption
+from fivefold.verbs.options import KernelsOption as KernelsOption
+from fivefold.verbs.options import MfuOption as MfuOption
+from fivefold.verbs.options import ObjectiveOption as ObjectiveOption
+from fivefold.verbs.options import OutputOption as OutputOption
+from fivefold.verbs.options import PrecisionOption as PrecisionOption
+from fivefold.verbs.options import RatioOption as RatioOption
+from fivefold.verbs.options import RunOption as RunOption
+from fivefold.verbs.options import StackOption as StackOption
+from fivefold.verbs.options import SweepOption as SweepOption
+from fivefold.verbs.options import TableOption as TableOption
+from fivefold.verbs.options import TextbookOption as TextbookOption
+from fivefold.verbs.options import TokensOption as TokensOption
+from fivefold.verbs.options import WhatIfOption as WhatIfOption
 
 if TYPE_CHECKING:
     from rich.progress import ProgressColumn
@@ -37,128 +53,6 @@ if TYPE_CHECKING:
     from fivefold.api.jobs import OnProgress, TaskProgress
     from fivefold.generate.text_ranks import TextTask
     from fivefold.generate.writer import TextPiece
-
-TARGET = Annotated[
-    str,
-    typer.Argument(help="Model preset, Hugging Face config.json, or plan.toml.", metavar="MODEL"),
-]
-
-
-def _option(kind: Any, help: str, *names: str) -> Any:
-    return Annotated[kind | None, typer.Option(*names, help=help, show_default=False)]
-
-
-SHARED: dict[str, Any] = {
-    "layout": _option(
-        str, 'Degrees, as in "dp=2x2 tp=2 pp=2 cp=2 ep=2 etp=1"; dp=RxS is replicate x shard.'
-    ),
-    "machine": _option(str, "Machine preset (h100, gb200, …) or TOML file."),
-    "gpus": _option(int, "Number of GPUs; with a layout, the product of its degrees."),
-    "zero": _option(str, "ZeRO stage 0 to 3, or FSDP's name for it (default 3; 1 with pp > 1)."),
-    "gather": _option(
-        str, "How often ZeRO-3 gathers weights: step or microbatch (default step with pp > 1)."
-    ),
-    "grad_dtype": _option(
-        str, "Dtype in which gradients are accumulated and reduced: fp32 or bf16 (default fp32)."
-    ),
-    "unit_size": _option(
-        float, "MB of weights in a flat unit (default: a block; small ones joined up to 25)."
-    ),
-    "prefetch": _option(int, "Blocks that ZeRO-3 gathers ahead; 0: none (default 1)."),
-    "schedule": _option(str, "Pipeline schedule by name, auto, or a file (default 1f1b)."),
-    "chunks": _option(int, "Stages on each pipeline rank (default: the schedule's minimum)."),
-    "stage_layers": _option(str, 'Layers of each stage, as in "7,8,8,7" (default: by cost).'),
-    "microbatches": _option(int, "Microbatches per step (default: the smallest legal ≥ 2·pp)."),
-    "microbatch_size": _option(int, "Sequences in a microbatch (default 1)."),
-    "seq": _option(int, "Tokens in a sequence (default: 8192 or the model's maximum)."),
-    "batch": _option(int, "Global batch in sequences (default: dp × microbatches × size)."),
-    "context": _option(str, f"Context kind: {', '.join(CONTEXT_KINDS)}."),
-    "recompute": _option(
-        str, "Recompute: none, selective, full[:K], modules as in norm+mlp; some stages: full@0-1."
-    ),
-    "balance": _option(
-        str, "Load balancing of experts: aux, aux-seq, aux-global, z, bias, capacity:C, none; a+b."
-    ),
-    "ep_nodes": _option(
-        int, "Nodes of an ep group; each gets a token once (default: the machine's)."
-    ),
-    "tp_keep": _option(
-        str, "Input that column GEMMs save: shard (gathered again in backward) or gathered."
-    ),
-    "tp_overlap": _option(
-        int, "Tensor collectives beside matmuls: 0 none, 1 in backward, K in K chunks (default 1)."
-    ),
-    "fp8": _option(str, "What shares a scale in fp8: tensorwise (default), blockwise or mxfp8."),
-    "fp8_wgrad": _option(str, "Operands of weight gradients in fp8: fp8 or bf16 (default fp8)."),
-    "fp8_gradients": _option(
-        str, "Format of gradients in fp8: e4m3 or e5m2 (default e5m2; e4m3 if in blocks)."
-    ),
-    "fp8_matmul": _option(
-        str, "Where a GPU has no units for fp8: emulated multiplies the rounded values (slow)."
-    ),
-    "fp8_skip": _option(str, "First and last layers that fp8 leaves in bf16 (default 0+0)."),
-    "sp": _option(bool, "Turn sequence parallelism off.", "--no-sp"),
-    "packed": _option(bool, "Pack documents, with document masks.", "--packed"),
-    "set": _option(
-        list[str], 'Any key of plan, training or model: "layers=4 lr=3e-4 zero=1".', "--set"
-    ),
-}
-
-
-BackendOption = Annotated[
-    str | None,
-    typer.Option(
-        help="Backend of collectives between GPUs: nccl or gloo (default: nccl if every rank has "
-        "its own GPU or NCCL_MULTI_RANK_GPU_ENABLE=1 lets ranks share one, else gloo).",
-        show_default=False,
-    ),
-]
-
-# Options of `plan`: how to search, and questions beside the search.
-FixOption = Annotated[
-    str | None, typer.Option(help='Values that a search must use: "tp=8 zero=1 schedule=zb-v".')
-]
-TokensOption = Annotated[
-    float | None, typer.Option(help="Tokens of the full run, for days and GPU-hours.")
-]
-ObjectiveOption = Annotated[
-    str, typer.Option(help="Best by: tokens (per second), gpus (fewest), gpu-hours (fewest).")
-]
-WhatIfOption = Annotated[
-    str | None, typer.Option(help='Compare with a changed job: "gpus=2x", "machine=gb200".')
-]
-PrecisionOption = Annotated[str | None, typer.Option(help=f"Estimate in {', '.join(PRECISIONS)}.")]
-KernelsOption = Annotated[
-    str, typer.Option(help="compiled, eager or graphs: what blocks save, how they launch.")
-]
-OutputOption = Annotated[
-    Path | None, typer.Option("--output", "-o", help="Write the plan as TOML.")
-]
-StackOption = Annotated[
-    str | None,
-    typer.Option(help="Price other people's software: nemo, torchtitan, a file."),
-]
-ImbalanceOption = Annotated[
-    float | None, typer.Option(help="Load of the fullest expert over the mean; 1 is balanced.")
-]
-SweepOption = Annotated[
-    str | None, typer.Option(help="Curves: seq=4k..1m, gpus=8..16384, tp=1..8, or tp.")
-]
-TableOption = Annotated[
-    str | None, typer.Option(help="zero3-or-pipeline, data-or-model or memory.")
-]
-RunOption = Annotated[
-    str | None, typer.Option("--run", help="A great run by name, beside our estimate of it.")
-]
-TextbookOption = Annotated[
-    bool, typer.Option("--textbook", help="The textbook's formulas with their numbers.")
-]
-BudgetOption = Annotated[
-    str | None,
-    typer.Option(help='Compute-optimal size and tokens: "1e24" FLOPs or "512 h100 30 days".'),
-]
-RatioOption = Annotated[float, typer.Option(help="Tokens per active parameter, for --budget.")]
-MfuOption = Annotated[float, typer.Option(help="Share of the peak that --budget assumes of GPUs.")]
 
 
 def with_plan_options(
@@ -195,6 +89,11 @@ def with_plan_options(
     run.__annotations__ = {each.name: each.annotation for each in parameters}
     run.__doc__ = verb.__doc__
     return run
+
+
+def json_text(table: Mapping[str, Any], indent: int | None = None) -> str:
+    """What --json prints: a table of docs/reference-json.md, with the version of its keys."""
+    return json.dumps({"schema_version": JSON_SCHEMA, **table}, indent=indent)
 
 
 def known_machines() -> str:

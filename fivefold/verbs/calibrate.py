@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import json
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -29,7 +28,7 @@ from fivefold.cost.calibration import (
 )
 from fivefold.launch.launcher import LauncherEnvironment, read_torchrun
 from fivefold.report import write_text
-from fivefold.verbs import BackendOption, above, asked_backend, progress_bar
+from fivefold.verbs import BackendOption, above, asked_backend, json_text, progress_bar
 
 if TYPE_CHECKING:
     from fivefold.launch.backend import Backend, RankDevice
@@ -168,7 +167,7 @@ def _measure_and_write(
     spent = time.perf_counter() - began
     if as_json:
         table = {"written": str(target), "seconds": spent, **table_json(found, measured)}
-        typer.echo(json.dumps(table))
+        typer.echo(json_text(table))
         return
     lines = [f"{source}; base {base.name}", "", *table_text(found, measured)]
     typer.echo("\n".join([*lines, "", f"{target} written in {spent:.0f} s"]))

@@ -6,7 +6,6 @@ to the ranks of a generator, which begin anew for each kind of question (at most
 
 from __future__ import annotations
 
-import json
 import logging
 import sys
 import time
@@ -22,7 +21,7 @@ import typer
 from fivefold.api.generating import model_options, open_weights
 from fivefold.core.errors import BadFile, FivefoldError, UnknownName
 from fivefold.generate.text_model import DTYPES, ModelSetup, find_model, set_up
-from fivefold.verbs import above, checkpoint_step, write_texts
+from fivefold.verbs import above, checkpoint_step, json_text, write_texts
 
 if TYPE_CHECKING:
     from fivefold.generate.task_model import TaskModel
@@ -37,9 +36,9 @@ def run(
         Path, typer.Argument(metavar="RUN|DIR", help="A run folder, or a Hugging Face folder.")
     ],
     tasks: Annotated[
-        str | None, typer.Option(help="Names of lm-eval's tasks or groups, between commas.")
+        str | None, typer.Option(help="Tasks or groups of lm-eval, separated by commas.")
     ] = None,
-    limit: Annotated[int | None, typer.Option(help="Most samples of a task.")] = None,
+    limit: Annotated[int | None, typer.Option(help="Maximum number of samples of a task.")] = None,
     layout: Annotated[
         str, typer.Option(help='Degrees of ranks, as in "tp=2 pp=2"; dp are replicas.')
     ] = "dp=1",
@@ -56,7 +55,7 @@ def run(
     tokenizer: Annotated[
         str | None, typer.Option(help="tokenizer.json, or bytes (default: the folder's).")
     ] = None,
-    cache_gb: Annotated[float, typer.Option(help="Most GB of keys and values on a rank.")] = 1.0,
+    cache_gb: Annotated[float, typer.Option(help="Maximum GB of the KV cache on a rank.")] = 1.0,
     step: Annotated[str | None, typer.Option(help="Step of the run's checkpoint, or best.")] = None,
     out: Annotated[Path | None, typer.Option(help="JSON file to write the results to.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the results as JSON.")] = False,
@@ -88,7 +87,7 @@ def run(
     }
     if out is not None:
         _write_table(out, table)
-    typer.echo(json.dumps(table) if as_json else _text(table))
+    typer.echo(json_text(table) if as_json else _text(table))
 
 
 def _check_folders(include_path: Path | None, out: Path | None) -> None:
@@ -103,7 +102,7 @@ def _write_table(out: Path, table: Mapping[str, Any]) -> None:
     """All of it, or nothing."""
     whole = out.with_name(f".{out.name}.tmp")
     try:
-        whole.write_text(json.dumps(table, indent=2) + "\n", "utf-8")
+        whole.write_text(json_text(table, indent=2) + "\n", "utf-8")
         whole.replace(out)
     except OSError as error:
         whole.unlink(missing_ok=True)

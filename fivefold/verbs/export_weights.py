@@ -25,7 +25,7 @@ from fivefold.core.tuning import Tuning
 from fivefold.core.weights import tuned
 from fivefold.huggingface.config_export import HfModel, as_hf
 from fivefold.huggingface.model_card import CARD, GENERATION, generation_config, model_card
-from fivefold.verbs import above, checkpoint_step, one_of
+from fivefold.verbs import above, checkpoint_step, json_text, one_of
 
 _WRITTEN = ("bf16", "fp32")
 
@@ -66,7 +66,7 @@ def run(
     model = as_hf(shape, PRECISIONS[chosen].dtype, _source(options))
     how = ExportOptions(chosen, shard_gb, options.train.tuning, options.model if adapter else None)
     table = _exported(model, run_folder, checkpoint_step(step), folder, how)
-    typer.echo(json.dumps(table) if as_json else _text(table))
+    typer.echo(json_text(table) if as_json else _text(table))
 
 
 def _source(options: PlanOptions) -> dict[str, Any]:

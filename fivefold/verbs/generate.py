@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from fivefold.generate.writer import TextPiece, WrittenText
 
 InvariantOption = Annotated[
-    bool, typer.Option("--batch-invariant", help="No bit depends on what else is in a batch.")
+    bool, typer.Option("--batch-invariant", help="Results do not depend on the batch, to the bit.")
 ]
 
 
@@ -31,15 +31,15 @@ def run(
     source: Annotated[
         Path, typer.Argument(metavar="RUN|DIR", help="A run folder, or a Hugging Face folder.")
     ],
-    prompt: Annotated[str | None, typer.Option(help="The text to go on with.")] = None,
+    prompt: Annotated[str | None, typer.Option(help="The text to complete.")] = None,
     file: Annotated[
         Path | None, typer.Option(help='JSONL with {"prompt": …} or {"messages": […]}, "id".')
     ] = None,
-    max_tokens: Annotated[int, typer.Option(help="Most tokens of a completion.")] = 128,
-    temperature: Annotated[float, typer.Option(help="0 is greedy; 1 the model's own odds.")] = 0.0,
-    top_k: Annotated[int | None, typer.Option(help="Draw from the K most likely tokens.")] = None,
-    top_p: Annotated[float, typer.Option(help="Draw from the likeliest with this share.")] = 1.0,
-    seed: Annotated[int, typer.Option(help="Seed of the draws.")] = 0,
+    max_tokens: Annotated[int, typer.Option(help="Maximum tokens of a completion.")] = 128,
+    temperature: Annotated[float, typer.Option(help="0 is greedy, 1 unchanged.")] = 0.0,
+    top_k: Annotated[int | None, typer.Option(help="Sample from the K most likely tokens.")] = None,
+    top_p: Annotated[float, typer.Option(help="Sample from the top probability P.")] = 1.0,
+    seed: Annotated[int, typer.Option(help="Seed of the samples.")] = 0,
     stop: Annotated[
         list[str] | None, typer.Option(help="Text or special token that ends it; repeat it.")
     ] = None,
@@ -54,18 +54,18 @@ def run(
     tokenizer: Annotated[
         str | None, typer.Option(help="tokenizer.json, or bytes (default: the folder's).")
     ] = None,
-    cache_gb: Annotated[float, typer.Option(help="Most GB of keys and values on a rank.")] = 1.0,
+    cache_gb: Annotated[float, typer.Option(help="Maximum GB of the KV cache on a rank.")] = 1.0,
     batch_invariant: InvariantOption = False,
     step: Annotated[str | None, typer.Option(help="Step of the run's checkpoint, or best.")] = None,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="JSONL to write; it is gone on with.")
+        Path | None, typer.Option("--output", "-o", help="JSONL to write, or to continue.")
     ] = None,
     record_routing: Annotated[
-        bool, typer.Option("--record-routing", help="Put the experts of all tokens into the lines.")
+        bool, typer.Option("--record-routing", help="Record the experts of all tokens.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="A JSON line a prompt.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON lines.")] = False,
 ) -> None:
-    """Go on with a prompt, or with those of a file."""
+    """Complete a prompt, or those of a file."""
     if (prompt is None) == (file is None):
         raise FivefoldError("give one of --prompt TEXT and --file PROMPTS.jsonl")
     if record_routing and not as_json and output is None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -18,7 +17,7 @@ from fivefold.core.tokenizer import TOKENIZER_FILES, files_in, tokenizer_in
 from fivefold.core.tuning import ADAPTER
 from fivefold.core.weights import buffers, tuned, weights
 from fivefold.report import write_text
-from fivefold.verbs import one_of
+from fivefold.verbs import json_text, one_of
 
 if TYPE_CHECKING:
     import torch
@@ -58,7 +57,7 @@ def run(
     shape = models.load(str(folder / _CONFIG))
     weights(shape)  # refuses what cannot be built
     table = _imported(folder, out or Path("runs") / shape.name, shape, dtype, adapter)
-    typer.echo(json.dumps(table) if as_json else _text(table))
+    typer.echo(json_text(table) if as_json else _text(table))
 
 
 def _imported(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any
@@ -99,7 +98,7 @@ def _print(plan: Plan, job: LaunchJob, text: str, output: Path | None, as_json: 
     if output is not None:
         write_text(output, text)
     if as_json:
-        typer.echo(json.dumps({**_table(plan, job, output), "script": text}))
+        typer.echo(verbs.json_text({**_table(plan, job, output), "script": text}))
     elif output is None:
         typer.echo(text, nl=False)
     else:

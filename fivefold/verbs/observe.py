@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import shlex
 import sys
 from dataclasses import dataclass
@@ -23,7 +22,7 @@ from fivefold.page.run_compare import RunSource
 from fivefold.records import run_folder, run_reader
 from fivefold.records.spans import RunFacts, StepSpans
 from fivefold.report import write_text
-from fivefold.verbs import one_of, progress_bar, with_plan_options
+from fivefold.verbs import json_text, one_of, progress_bar, with_plan_options
 
 _TABS = ("explore", "learn", "run")
 _LAST_PORT = 65_535
@@ -143,7 +142,7 @@ def _run(
     if prints:
         with progress_bar("answers") as bar:
             found = document.answers(tab, params, panel, run, bar.update)
-        typer.echo(json.dumps(found) if as_json else "\n".join(document.lines(found, panel)))
+        typer.echo(json_text(found) if as_json else "\n".join(document.lines(found, panel)))
     elif to_file is not None:
         _write(to_file, start, run)
     else:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Iterator
 from dataclasses import replace
 from functools import partial
@@ -87,7 +86,7 @@ def run(
     }
     verbs.require_known(plan_options.machine)
     printed = _answer_of(plan_options, options, command)
-    typer.echo(json.dumps(printed[0]) if as_json else "\n".join(printed[1]))
+    typer.echo(verbs.json_text(printed[0]) if as_json else "\n".join(printed[1]))
 
 
 def _answer_of(

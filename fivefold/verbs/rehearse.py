@@ -13,7 +13,7 @@ from fivefold.api.rehearsing import rehearse
 from fivefold.core.errors import RankLost
 from fivefold.core.plan import PlanOptions
 from fivefold.report import write_text
-from fivefold.verbs import shown_progress, with_plan_options
+from fivefold.verbs import json_text, shown_progress, with_plan_options
 
 
 @with_plan_options
@@ -41,10 +41,10 @@ def run(
     except RankLost as lost:
         reason = f"lost {lost.doing}: it {lost.cause}"
         if as_json:
-            typer.echo(json.dumps({"passed": False, "error": reason}))
+            typer.echo(json_text({"passed": False, "error": reason}))
         typer.echo(f"fivefold: {reason}", err=True)
         raise typer.Exit(1) from None
     if perfetto is not None:
         write_text(perfetto, json.dumps(found.trace()))
-    typer.echo(json.dumps(found.to_json()) if as_json else str(found))
+    typer.echo(json_text(found.to_json()) if as_json else str(found))
     raise typer.Exit(0 if found.passed else 1)

@@ -13,6 +13,7 @@ import typer
 from fivefold.api.scheduling import TimedSchedule, schedule
 from fivefold.core.errors import FivefoldError
 from fivefold.core.schedule import catalog
+from fivefold.verbs import json_text
 
 # Actions in one picture or trace: browsers still open a file of this size.
 MOST_DRAWN = 200_000
@@ -35,7 +36,7 @@ def run(
         float, typer.Option(help="An overlapped forward and backward take X·(F+B+W).")
     ] = 1.0,
     memory_limit: Annotated[
-        float | None, typer.Option(help="Most microbatches that a rank may have in flight.")
+        float | None, typer.Option(help="Maximum number of microbatches in flight on a rank.")
     ] = None,
     objective: Annotated[
         str, typer.Option(help="What auto minimizes: makespan or span.")
@@ -59,7 +60,7 @@ def run(
         )
     _write_files(found, svg, trace)
     if as_json:
-        typer.echo(json.dumps(found.to_json()))
+        typer.echo(json_text(found.to_json()))
     else:
         _print(found)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, cast
@@ -19,7 +18,7 @@ from fivefold.score import summary
 from fivefold.score.left_out import fitted_numbers, leave_one_out, rescore
 from fivefold.score.outcome import ScoredRun, score
 from fivefold.score.rows import read_runs
-from fivefold.verbs import progress_bar
+from fivefold.verbs import json_text, progress_bar
 
 _MOST_SKIPPED = 10
 
@@ -59,7 +58,7 @@ def run(
         _write_page(page, table, [path.name for path in runs], scored.outcomes)
     if accuracy is not None:
         _write_accuracy(accuracy, table["leave_one_out"]["new_source"])
-    typer.echo(json.dumps(table) if as_json else _text(table))
+    typer.echo(json_text(table) if as_json else _text(table))
     if found := table["internal_errors"]:
         listed = "; ".join(f"{one['id']}: {one['reason']}" for one in found[:_MOST_SKIPPED])
         raise InternalError(f"{counted(len(found), 'impossible estimate')}: {listed}")

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import typer
 
 from fivefold.core.errors import FivefoldError
-from fivefold.verbs import ProgressBar, progress_bar
+from fivefold.verbs import ProgressBar, json_text, progress_bar
 
 if TYPE_CHECKING:
     from fivefold.data.tokenizing import Encode
@@ -93,13 +93,13 @@ def run(
         int | None, typer.Option(help="Leave out documents of more tokens.")
     ] = None,
     dedup: Annotated[
-        bool, typer.Option("--dedup", help="Leave out documents whose text came before.")
+        bool, typer.Option("--dedup", help="Leave out documents whose text was seen before.")
     ] = False,
     workers: WorkersOption = None,
     shard_tokens: Annotated[str, typer.Option(help="Tokens per shard: 500k, 100M, 1B.")] = "100M",
     force: Annotated[bool, typer.Option("--force", help="Replace an existing folder.")] = False,
     check: CheckOption = False,
-    info: Annotated[bool, typer.Option("--info", help="Say what token folders have.")] = False,
+    info: Annotated[bool, typer.Option("--info", help="Print what is in token folders.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Tokenize text into a folder, check such a folder, or say what is in it."""
@@ -120,7 +120,7 @@ def run(
     words = Tokenizing(tokenizer, end, column, lengths, dedup, chat, pairs)
     size = parse_count("shard-tokens", shard_tokens)
     table = _write(inputs, output, size, words, workers, force)
-    typer.echo(json.dumps(table) if as_json else _written_text(table))
+    typer.echo(json_text(table) if as_json else _written_text(table))
 
 
 def parse_count(option: str, text: str) -> int:

@@ -5,7 +5,6 @@ On one machine it forks the ranks itself; under torchrun, Slurm or Kubernetes it
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable
 from dataclasses import asdict, replace
@@ -23,7 +22,7 @@ from fivefold.core.precision import FORMATS
 from fivefold.launch.launcher import read_environment
 from fivefold.records import Pace, StepRecord
 from fivefold.report.training_text import out_of_memory, step_line
-from fivefold.verbs import BackendOption, with_plan_options
+from fivefold.verbs import BackendOption, json_text, with_plan_options
 
 
 @partial(with_plan_options, default_target="tiny-moe")
@@ -79,11 +78,11 @@ def _train(job: GivenJob, chosen: dict[str, Any], as_json: bool) -> int:
     except RankLost as lost:
         if as_json:
             table = {"passed": False, "error": lost.reason, "rank": lost.rank}
-            typer.echo(json.dumps(table))
+            typer.echo(json_text(table))
         typer.echo(f"fivefold: {lost.reason}", err=True)
         return 1
     if not found.joined:
-        typer.echo(json.dumps(found.to_json()) if as_json else f"\n{found}")
+        typer.echo(json_text(found.to_json()) if as_json else f"\n{found}")
     elif found.summary is not None:
         typer.echo(f"\n{found}")
     return 0 if found.passed else 1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from functools import partial
 from typing import Annotated
 
@@ -12,7 +11,7 @@ from fivefold.api.jobs import GivenJob
 from fivefold.api.verifying import VERIFIED_OPTIMIZERS, verify
 from fivefold.core.errors import RankLost
 from fivefold.core.plan import PlanOptions
-from fivefold.verbs import BackendOption, shown_progress, with_plan_options
+from fivefold.verbs import BackendOption, json_text, shown_progress, with_plan_options
 
 
 @partial(with_plan_options, default_target="tiny")
@@ -70,8 +69,8 @@ def run(
             )
     except RankLost as lost:
         if as_json:
-            typer.echo(json.dumps({"passed": False, "error": lost.reason}))
+            typer.echo(json_text({"passed": False, "error": lost.reason}))
         typer.echo(f"fivefold: {lost.reason}", err=True)
         raise typer.Exit(1) from None
-    typer.echo(json.dumps(found.to_json()) if as_json else str(found))
+    typer.echo(json_text(found.to_json()) if as_json else str(found))
     raise typer.Exit(0 if found.passed else 1)

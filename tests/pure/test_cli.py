@@ -179,7 +179,7 @@ def test_plan_json(capsys: pytest.CaptureFixture[str]) -> None:
     words = ("plan", "deepseek-v3", "--layout", "pp=16", "dp=128", "ep=64", "--machine", "h800")
     table = run_json(capsys, *words)
     assert table["world"] == 2048
-    assert table["readings"][1] == "textbook: 2 · 1 · 16 · 1 · 64 = 2048"
+    assert table["readings"][1] == "textbook: 2 · 1 · 16 · 1 · 64 = 2,048"
     assert table["axes"]["ep"]["first_group"] == list(range(64))
     assert table["axes"]["edp"] == {"degree": 2, "first_group": [0, 64], "tier": "network"}
     assert table["batch"]["sequences"] == 128 * 32

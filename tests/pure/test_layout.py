@@ -240,8 +240,8 @@ def test_deepseek_v3_reads_both_ways() -> None:
     layout = Layout.parse("pp=16 dp=128 ep=64")
     assert layout.textbook() == (2, 1, 16, 1, 64)
     assert layout.readings() == (
-        "folded: dp 128 · cp 1 · tp 1 · pp 16 = 2048 ranks, experts over ep 64 × edp 2",
-        "textbook: 2 · 1 · 16 · 1 · 64 = 2048",
+        "folded: dp 128 · cp 1 · tp 1 · pp 16 = 2,048 ranks, experts over ep 64 × edp 2",
+        "textbook: 2 · 1 · 16 · 1 · 64 = 2,048",
     )
 
 

@@ -267,7 +267,7 @@ def test_the_tail_marks_what_differs() -> None:
         "steps": [{"loss": 2.5}],
     }
     lines = list(tail(table))
-    assert lines[1] == "bytes of rank 1, which holds most        planned      measured"
+    assert lines[1] == "bytes of rank 1, the fullest             planned      measured"
     assert [line.split()[0] for line in lines if line.endswith("differs")] == ["padding", "total"]
     assert "3 of 4 ranks hold what was planned, to the byte" in lines
     assert f"{'tp':<34}{64:>14}{0:>14}{2:>15}{0:>10}" in lines

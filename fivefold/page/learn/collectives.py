@@ -91,7 +91,7 @@ def _reduce_scatter(n: int) -> Steps:
     for step in range(n - 1):
         moves = [_to_next(rank, n, (rank - step - 1) % n, adds=True) for rank in range(n)]
         yield (
-            f"Step {step + 1} of {n - 1}: every rank passes one piece to its neighbour, "
+            f"Step {step + 1} of {n - 1}: every rank passes one shard to its neighbour, "
             f"who adds its own numbers to it: sums of {step + 2}.",
             moves,
         )
@@ -101,7 +101,7 @@ def _all_gather(n: int) -> Steps:
     for step in range(n - 1):
         moves = [_to_next(rank, n, (rank - step) % n, keeps=True) for rank in range(n)]
         yield (
-            f"Step {step + 1} of {n - 1}: every rank passes on the piece that came last; "
+            f"Step {step + 1} of {n - 1}: every rank passes on the shard that came last; "
             f"each has {step + 2} of {n}.",
             moves,
         )
@@ -117,7 +117,7 @@ def _all_to_all(n: int) -> Steps:
     for step in range(1, n):
         moves = [Move(rank, rank ^ step, rank ^ step, rank) for rank in range(n)]
         pairs = ", ".join(f"{rank}↔{rank ^ step}" for rank in range(n) if rank < rank ^ step)
-        yield f"Step {step} of {n - 1}: pairs of ranks swap their pieces: {pairs}.", moves
+        yield f"Step {step} of {n - 1}: pairs of ranks swap their shards: {pairs}.", moves
 
 
 def _broadcast(n: int) -> Steps:
@@ -128,7 +128,7 @@ def _broadcast(n: int) -> Steps:
             for rank in range(n - 1)
             if 0 <= step - rank < n
         ]
-        busy = counted(len(moves), "piece")
+        busy = counted(len(moves), "chunk")
         verb = "is" if len(moves) == 1 else "are"
         yield f"Step {step + 1} of {2 * n - 2}: {busy} {verb} on the way down the line.", moves
 

@@ -133,7 +133,7 @@ def _cut_frame(kind: str, split: ContextSplit, tokens: int) -> View:
     num_ranks = split.inner * split.outer
     ranges = split.rank_tokens(tokens, 0)
     first = " and ".join(f"{each.start}–{each.stop - 1}" for each in ranges)
-    dealt = "an early and a late piece" if len(ranges) > 1 else "one piece"
+    dealt = "an early and a late chunk" if len(ranges) > 1 else "one chunk"
     says = (
         f"The row of {tokens} tokens is cut over {num_ranks} ranks ({kind}): {dealt} for every "
         f"rank, so that rank 0 has tokens {first}. A token sees itself and what stands before it: "

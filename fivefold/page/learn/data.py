@@ -131,7 +131,7 @@ def _sentences(choices: Mapping[str, str], stages: list[View]) -> list[str]:
         f"{narrow:.2f}.",
         _slices_words(choices, stages[1]),
         f"At its fullest a rank holds {peaks} under ZeRO-0 to 3: whole gradients on their way, "
-        "and under ZeRO-3 the whole weights of two units, come on top of what stands in front of "
+        "and under ZeRO-3 the whole weights of two units, come on top of what a rank holds before "
         "the optimizer. That much also comes with a deeper model, of which it is a smaller part.",
         f"In a step of {microbatches} a rank sends {moved} under ZeRO-0 to 3. Stages 0 and 1 pay "
         "once a step; 2 sums, and 3 gathers too, for every microbatch.",
@@ -145,7 +145,7 @@ def _slices_words(choices: Mapping[str, str], one: View) -> str:
     words = (
         "ZeRO-1 keeps gradients whole until the last backward, and gives slices of them to the "
         f"optimizer: {size_text(one['accumulating'])} while they add up, "
-        f"{size_text(one['standing'])} in front of it."
+        f"{size_text(one['standing'])} before it."
     )
     if choices["microbatches"] != "1":
         return words
@@ -170,7 +170,7 @@ def text(view: View) -> list[str]:
         lines += wrapped(_line(place, frame, names), later=" " * 62)
     lines += [
         "",
-        f"{'':8}{'while gradients add up':>28}{'in front of':>16}",
+        f"{'':8}{'while gradients add up':>28}{'before':>16}",
         f"{'stage':8}{'bytes/parameter':>16}{'bytes':>12}{'the optimizer':>16}{'peak':>12}"
         f"{'sends':>12}",
     ]

@@ -123,7 +123,7 @@ class DataStep:
         self._show(
             "reduce",
             f"The gradients of {self._name(index)} are complete: their {kind_text(kind)} starts, "
-            f"and {gets}. It runs behind what is computed next; the buffer stays until it is done.",
+            f"and {gets}. It runs while the next layer computes; its buffer stays until the end.",
         )
 
     def _finish_reduce(self) -> None:

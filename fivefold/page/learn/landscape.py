@@ -65,7 +65,7 @@ _GROUPS = {
     "zero": ("fsdp", "edp"),
 }
 _WHEN = {
-    "dp": "gradients, once a step, behind the last backward",
+    "dp": "gradients, once a step, hidden by the last backward",
     "cp": "keys and values, in the attention of every layer and microbatch",
     "tp": "tokens, around attention and MLP of every layer and microbatch",
     "pp": "activations of a microbatch, between two stages",

@@ -124,7 +124,7 @@ def _fetch(layer: Layer) -> Station:
         "ZeRO-3: fetch weights",
         f"{shards} weights, {experts}; they are gathered, one unit ahead of their use.",
         "The gradients of the whole unit are summed and scattered: every rank keeps the slice "
-        "whose optimizer it has. It happens behind the backward of the next layer.",
+        "whose optimizer it has. It is hidden by the backward of the next layer.",
         axis="dp",
         forward=layer.take_any("fsdp", "all_gather", "dense weights of the layer")
         + layer.take_any("edp", "all_gather", "weights of the layer's experts"),
@@ -153,7 +153,7 @@ def _boundary(layer: Layer) -> Station:
     return Station(
         "boundary",
         "stage boundary",
-        "Behind the last layer of a stage each rank sends its own tokens to the rank of the next "
+        "After the last layer of a stage each rank sends its own tokens to the rank of the next "
         "stage that has the same place in every other dimension.",
         "The gradient of the output comes from the rank of the next stage.",
         own_tokens(layer, "y"),

@@ -254,9 +254,9 @@ def _ring(layer: Layer, place: LocalTensor, keys: int) -> Station:
     return replace(
         station,
         says=f"Queries stay; keys and values go around the {split.outer} places of the ring, each "
-        "hop behind the attention of the block that came before.",
+        "hop hidden by the attention of the block that came before.",
         says_back="Keys and values go around once more, and their gradients with them, one hop "
-        "behind, until they are home.",
+        "later, until they are home.",
         forward=pass_on(here, "keys and values", hops),
         backward=pass_on(here, "keys and values, again", hops)
         + pass_on(wide, "their gradients, wide", split.outer),

@@ -92,7 +92,7 @@ def _enter_width(layer: Layer, moe: Moe, tokens: int) -> Station:
         "enter experts",
         "copy to experts",
         f"The {layer.plan.layout.etp} ranks of an expert have the same tokens: nothing happens.",
-        "The gradients of tokens and of their weights are summed over the pieces of the experts.",
+        "The gradients of tokens and of their weights are summed over the shards of the experts.",
         own_tokens(layer, "x"),
         "etp",
         backward=backward,
@@ -105,7 +105,7 @@ def _leave_width(layer: Layer, tokens: int) -> Station:
     return Station(
         "leave experts",
         "sum of experts",
-        "The partial sums of the pieces of every expert are added up.",
+        "The partial sums of the shards of every expert are added up.",
         "Nothing happens: every rank has the whole gradient.",
         own_tokens(layer, "results"),
         "etp",

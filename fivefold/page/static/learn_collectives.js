@@ -40,7 +40,7 @@ export function create(body) {
 /** @param {any} view */
 function told(view) {
   const each = view.sent.map((/** @type {number} */ size, /** @type {number} */ rank) => `${view.letters[rank]} ${bytes(size)}`);
-  return `A piece is ${bytes(view.piece_bytes)}. Sent in all: ${each.join(", ")}.`;
+  return `A shard is ${bytes(view.piece_bytes)}. Sent in all: ${each.join(", ")}.`;
 }
 
 /** @param {any} view */

@@ -291,7 +291,7 @@ function compared(view) {
     bytes(one.peak),
     bytes(one.sent),
   ]);
-  const head = ["stage", "bytes a parameter", "while gradients add up", "in front of the optimizer", "peak", "a rank sends"];
+  const head = ["stage", "bytes a parameter", "while gradients add up", "before the optimizer", "peak", "a rank sends"];
   const [shown, layers] = view.layers;
   const caption = `The four stages on ${view.ranks} ranks, ${shown} of ${layers} layers`;
   return table(caption, head, rows, Number(view.choices.zero));

@@ -80,7 +80,7 @@ function layout(one) {
     bargap: 0.12,
     margin: { l: 48, r: 74, t: 8, b: 38 },
     showlegend: false,
-    xaxis: { title: { text: "place in the pipeline", standoff: 2 }, ...ticks(one.places.length), tickangle: 0, automargin: false, showgrid: false, zeroline: false },
+    xaxis: { title: { text: "stage of the pipeline", standoff: 2 }, ...ticks(one.places.length), tickangle: 0, automargin: false, showgrid: false, zeroline: false },
     yaxis: { title: { text: "GiB" }, range: [0, most * 1.06], automargin: false },
     shapes: [line(one.limit, "solid"), line(one.usable, "dot")],
     annotations: [label(one.limit, "limit", "bottom"), label(one.usable, "usable", "top")],

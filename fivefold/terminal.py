@@ -1,0 +1,135 @@
+"""What a terminal shows: the help of a verb in panels, and long lines wrapped."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import textwrap
+from collections.abc import Iterable
+from typing import Any, TextIO
+
+from typer.core import TyperCommand
+
+MOST_USED_PANEL, ADVANCED = "Most used", "Advanced"
+# The five options of each verb that people need first; those of others are the first five.
+MOST_USED = {
+    "calibrate": "output base ranks device seconds",
+    "eval": "tasks limit layout dtype out",
+    "generate": "prompt file max-tokens temperature layout",
+    "observe": "machine gpus layout html text",
+    "plan": "machine gpus batch layout output",
+    "rehearse": "layout machine rank microbatches device",
+    "schedule": "stages microbatches chunks times svg",
+    "tokens": "output tokenizer column chat check",
+    "train": "layout steps out resume set",
+    "verify": "layout zero schedule dtype steps",
+}
+PANELS = {
+    "Job": "machine gpus batch seq microbatches microbatch-size packed set",
+    "Layout": "layout zero schedule chunks stage-layers context recompute no-sp",
+    "Run": "steps lr seed dtype precision optimizer device resume until check compile",
+    "Search": "fix top objective headroom tokens price precision",
+    "Questions": "what-if compare sweep table run textbook budget",
+    "Sampling": "top-k top-p seed stop chat",
+    "Documents": "pairs dedup min-chars max-chars min-tokens max-tokens end",
+    "Output": "out output html text panel svg trace perfetto page json help",
+}
+_WIDEST = 30  # characters of an option beside its help
+_FEW = 7  # options, with --json and --help, that need no panels
+_LEAST_WIDTH = 20
+_CONTINUED = "    "
+_LABEL = re.compile(r"\S+ {2,}|\s*- ")  # before the text of a line
+_BAR = re.compile(r"█+$")
+
+
+class PanelCommand(TyperCommand):
+    """A verb whose help shows its five most used options first, and the rest in panels."""
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Write arguments, then one section for each panel."""
+        arguments: list[tuple[str, str]] = []
+        options: dict[str, tuple[str, str]] = {}
+        for each in self.get_params(ctx):
+            record = each.get_help_record(ctx)
+            if record is None:
+                continue
+            if each.param_type_name == "argument":
+                arguments.append(record)
+            else:
+                options[long_name(each.opts)] = record
+        if arguments:
+            with formatter.section("Arguments"):
+                formatter.write_dl(arguments)
+        width = min(max(len(first) for first, _ in options.values()), _WIDEST)
+        for title, names in panels(self.name or "", options).items():
+            with formatter.section(title):
+                rows = [options[name] for name in names]
+                formatter.write_dl([(first.ljust(width), help) for first, help in rows])
+
+
+def long_name(names: Iterable[str]) -> str:
+    """The longest name of an option, without dashes."""
+    return max(names, key=len).lstrip("-")
+
+
+def panels(verb: str, options: Iterable[str]) -> dict[str, list[str]]:
+    """The options of each panel of a verb's help; every option is in one."""
+    left = list(options)
+    if len(left) <= _FEW:
+        return {"Options": left}
+    first = MOST_USED[verb].split() if verb in MOST_USED else left[:5]
+    found = {MOST_USED_PANEL: [name for name in first if name in left]}
+    left = [name for name in left if name not in found[MOST_USED_PANEL]]
+    for title, names in PANELS.items():
+        if title == "Output":
+            continue
+        chosen = [name for name in left if name in names.split()]
+        if len(chosen) > 1 or title == "Job":
+            found[title] = chosen
+            left = [name for name in left if name not in chosen]
+    output = [name for name in left if name in PANELS["Output"].split()]
+    found[ADVANCED] = [name for name in left if name not in output]
+    found["Output"] = output
+    return {title: names for title, names in found.items() if names}
+
+
+class WrappedStream:
+    """A stream to a terminal: lines that are longer than it go on, indented, in the next one."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        """Write; text with escape sequences or carriage returns as it is."""
+        if "\x1b" in text or "\r" in text:
+            return self._stream.write(text)
+        self._stream.write(wrapped(text, shutil.get_terminal_size().columns))
+        return len(text)
+
+
+def wrapped(text: str, width: int) -> str:
+    """The text with lines of at most `width` characters, cut between words where possible."""
+    lines = text.split("\n")
+    return "\n".join(_wrapped_line(each, width) if len(each) > width else each for each in lines)
+
+
+def _wrapped_line(line: str, width: int) -> str:
+    """A line in several; it goes on under its text where a label is in front of that."""
+    if width < _LEAST_WIDTH:
+        return line
+    if (bar := _BAR.search(line)) and bar.start() < width:
+        return line[:width]
+    label = _LABEL.match(line)
+    column = label.end() if label else len(line) - len(line.lstrip(" ")) + len(_CONTINUED)
+    if column > width // 2:
+        column = len(_CONTINUED)
+    cut = textwrap.wrap(
+        line,
+        width,
+        subsequent_indent=" " * column,
+        break_on_hyphens=False,
+    )
+    return "\n".join(cut)

@@ -1,0 +1,119 @@
+"""The documentation site: every page in the navigation, links that lead somewhere, a reference
+that is what the code says, and a build without warnings."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from tests import json_answers, reference
+from tests.commands import in_fork
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+PAGES = sorted(DOCS.glob("*.md"))
+CONFIG = (ROOT / "mkdocs.yml").read_text("utf-8")
+IN_NAV = re.findall(r"^ +- .*: ([\w-]+\.md)$", CONFIG, re.M)
+
+
+def test_every_page_is_in_the_navigation_once() -> None:
+    assert sorted(IN_NAV) == [path.name for path in PAGES]
+
+
+def anchors(text: str) -> set[str]:
+    """Anchors of the headings, as mkdocs makes them."""
+    outside = re.sub(r"```.*?```", "", text, flags=re.S)
+    heads = re.findall(r"^#+ (.*)$", outside, re.M)
+    plain = [re.sub(r"\[([^\]]*)\]\([^)]*\)|`", r"\1", head) for head in heads]
+    words = [re.sub(r"[^\w\s-]", "", head.encode("ascii", "ignore").decode()) for head in plain]
+    return {re.sub(r"[-\s]+", "-", head.strip().lower()) for head in words}
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+def test_links_of_a_page_exist(path: Path) -> None:
+    text = path.read_text("utf-8")
+    for target, anchor in re.findall(r"\]\(([^)#:\s]*)(?:#([^)]*))?\)", text):
+        file = path.parent / target if target else path
+        assert file.exists(), f"{path.name} links to {target}"
+        if anchor and file.suffix == ".md":
+            assert anchor in anchors(file.read_text("utf-8")), f"{path.name}: {target}#{anchor}"
+
+
+@pytest.mark.parametrize("name", reference.PAGES)
+def test_the_reference_is_what_the_code_says(name: str) -> None:
+    assert (DOCS / name).read_text("utf-8") == reference.text(name), "run: make reference"
+
+
+def example_keys(answer: json_answers.JsonAnswer, folder: Path) -> list[str]:
+    """What is different when the example is run in a folder."""
+    assert answer.example is not None
+    (folder / "text.txt").write_text("The text of a test. " * 200, "utf-8")
+    shutil.copy(ROOT / "tests" / "data" / "published.jsonl", folder / "runs.jsonl")
+    command, _, part = answer.example.partition(" | ")
+    examples = {one.title.split()[0]: one.example for one in json_answers.answers()}
+    for verb in json_answers.BEFORE.get(command, []):
+        assert not in_fork(shlex.split(examples[verb] or ""), folder).returncode
+    done = in_fork(shlex.split(command), folder)
+    assert done.returncode == 0, done.stderr
+    table = json.loads(done.stdout)
+    assert table.get("schema_version") == (None if "generate" in command.split()[0] else 1)
+    return json_answers.problems(answer, table[part][0] if part else table)
+
+
+QUICK = ("plan", "schedule", "tokens", "observe MODEL")
+WITH_EXAMPLE = [one for one in json_answers.answers() if one.example]
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize(
+    "answer",
+    [one for one in WITH_EXAMPLE if one.title.startswith(QUICK)],
+    ids=lambda one: one.title,
+)
+def test_keys_of_quick_answers_are_documented(
+    answer: json_answers.JsonAnswer, tmp_path: Path
+) -> None:
+    assert not example_keys(answer, tmp_path)
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize(
+    "answer",
+    [one for one in WITH_EXAMPLE if not one.title.startswith(QUICK)],
+    ids=lambda one: one.title,
+)
+def test_keys_of_answers_are_documented(answer: json_answers.JsonAnswer, tmp_path: Path) -> None:
+    assert not example_keys(answer, tmp_path)
+
+
+def test_every_verb_with_json_has_a_table() -> None:
+    from fivefold.cli import VERBS
+
+    assert {one.title.split()[0].rstrip(":") for one in json_answers.answers()} == set(VERBS)
+
+
+def test_a_wrong_key_is_seen() -> None:
+    (answer,) = [one for one in json_answers.answers() if one.title.startswith("schedule")]
+    table = {key.name: "" for key in answer.keys} | {"more": 1}
+    found = json_answers.problems(answer, table)
+    assert "more is not documented" in found and "stages is string, not integer" in found
+
+
+@pytest.mark.skipif(find_spec("mkdocs") is None, reason="pip install 'fivefold[docs]' builds it")
+def test_the_site_builds_without_warnings(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
+    names = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=names, capture_output=True, text=True)
+    assert done.returncode == 0 and "WARNING" not in done.stderr, done.stderr
+    assert all((tmp_path / path.with_suffix(".html").name).exists() for path in PAGES)
+    html = (tmp_path / "index.html").read_text("utf-8")
+    assert not re.findall(r'(?:src|href)="https?://(?!squidfunk|www\.mkdocs)[^"]+', html)
