@@ -1,0 +1,37 @@
+"""The files of the package, as trees: what the tests of the house rules read."""
+
+from __future__ import annotations
+
+import ast
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "fivefold"
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" and len(parts) > 2 else parts)
+
+
+KNOWN = frozenset(module_name(each) for each in FILES)
+
+
+def room(module: str) -> str:
+    return [*module.split("."), "__init__"][1]
+
+
+@cache
+def tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text("utf-8"))
+
+
+def trees() -> dict[str, ast.Module]:
+    return {module_name(path): tree(path) for path in FILES}
+
+
+def parsed(**sources: str) -> dict[str, ast.Module]:
+    """Modules that are not in the package: to see a rule fail."""
+    return {f"fivefold.{name}": ast.parse(source) for name, source in sources.items()}
