@@ -91,7 +91,8 @@ def test_one_microbatch_adds_nothing_up() -> None:
         view = data.view({"dp": "4", "microbatches": microbatches})
         one, said = view["stages"][1], " ".join(view["sentences"])
         assert (one["peak"] < one["accumulating"]) == (microbatches == "1")
-        held = f"{size_text(one['accumulating'])} while they add up, {size_text(one['standing'])} before"
+        standing = f"{size_text(one['standing'])} before"
+        held = f"{size_text(one['accumulating'])} while they add up, {standing}"
         assert held in said
         assert (f"and {size_text(one['peak'])} is the most" in said) == (microbatches == "1")
 
