@@ -1,6 +1,6 @@
 """Learn: techniques alone and together, on the same job: memory, time and what it is spent on.
 
-    view(params) -> {"choices", "limit", "batch", "rows", "frames", "sentences"}
+    view(params) -> {"choices", "machine", "limit", "batch", "rows", "frames", "sentences"}
 
 Every row is a plan that the planner estimates, and every frame speaks of one row. A technique that
 the job does not allow has a reason instead of numbers.
@@ -22,9 +22,8 @@ from fivefold.report import duration, gib, percent, table, wrapped
 TITLE = "The same job, by each technique"
 CHOICES: Mapping[str, Choice] = {
     "model": Choice("Model", ("llama-3.1-8b", "llama-3.1-70b", "llama-3.1-405b"), "llama-3.1-70b"),
-    "machine": Choice("Machine", ("h100", "gb200"), "h100"),
     "gpus": Choice("GPUs", ("8", "64", "512"), "64"),
-    "recompute": Choice("Recomputation", ("none", "selective", "full"), "selective"),
+    "recompute": Choice("Recomputation", ("selective", "full"), "selective"),
 }
 _ROWS_PER_GPU, _FEWEST = 2, 64  # sequences of a step
 
@@ -77,10 +76,11 @@ _SPENT = {
 def view(params: Params) -> View:
     """The job by every technique."""
     choices = chosen(CHOICES, params)
-    limit = machine.load(choices["machine"]).memory
+    limit = machine.load(ALONE.machine).memory
     rows = [_row(name, tuple(choices.items())) for name in TECHNIQUES]
     return {
         "choices": choices,
+        "machine": ALONE.machine,
         "limit": limit,
         "batch": _batch(int(choices["gpus"])),
         "rows": rows,
@@ -97,7 +97,7 @@ def _batch(gpus: int) -> int:
 def _row(name: str, pairs: tuple[tuple[str, str], ...]) -> View:
     technique, choices = TECHNIQUES[name], dict(pairs)
     gpus = int(choices["gpus"])
-    same: dict[str, Any] = {key: choices[key] for key in ("model", "machine", "recompute")}
+    same: dict[str, Any] = {key: choices[key] for key in ("model", "recompute")}
     state = replace(ALONE, gpus=gpus, batch=_batch(gpus), **same, **technique.keys)
     found: View = {"name": name, "title": technique.title, "says": technique.says}
     degrees = state.tp * state.pp * state.cp
@@ -168,7 +168,7 @@ def text(view: View) -> list[str]:
         for row in view["rows"]
     ]
     return [
-        f"{choices['model']} on {choices['gpus']} GPUs of {choices['machine']}, "
+        f"{choices['model']} on {choices['gpus']} GPUs of {view['machine']}, "
         f"{view['batch']} sequences a step",
         "",
         *table([("technique", "memory", "verdict", "step", "MFU"), *rows]),

@@ -28,8 +28,8 @@ CHOICES: Mapping[str, Choice] = {
         ("llama-3.2-1b", "llama-3.1-8b", "llama-3.1-70b", "llama-3.1-405b", "deepseek-v3"),
         "llama-3.1-70b",
     ),
-    "machine": Choice("GPU of", ("h100", "a100-40g", "h200", "gb200", "laptop"), "h100"),
-    "seq": Choice("Tokens of a sequence", ("2048", "4096", "8192"), "8192"),
+    "machine": Choice("GPU of", ("h100", "a100-40g", "gb200"), "h100"),
+    "seq": Choice("Tokens of a sequence", ("2048", "8192"), "8192"),
 }
 # One GPU with everything on it; chapters change what they are about.
 ALONE = State(

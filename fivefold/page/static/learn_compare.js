@@ -31,7 +31,7 @@ function table(view, place, longest) {
   const body = view.rows.map((/** @type {any} */ row, /** @type {number} */ at) =>
     el("tr", at === place ? { "aria-current": "true" } : {}, ...cells(row, view.limit, longest)),
   );
-  const caption = `${view.choices.model} on ${view.choices.gpus} GPUs of ${view.choices.machine}, ${view.batch} sequences a step`;
+  const caption = `${view.choices.model} on ${view.choices.gpus} GPUs of ${view.machine}, ${view.batch} sequences a step`;
   return el(
     "table",
     {},
