@@ -33,7 +33,7 @@ def _e(value: object) -> str:
 
 
 def _box(*parts: str) -> str:
-    return f'<div style="max-width:{_WIDTH + 280}px;overflow-x:auto">{"".join(parts)}</div>'
+    return f'<div style="max-width:{_WIDTH + 480}px;overflow-x:auto">{"".join(parts)}</div>'
 
 
 def _table(heads: Sequence[str], rows: Sequence[Sequence[str]], left: Sequence[int] = (0,)) -> str:
@@ -46,7 +46,7 @@ def _table(heads: Sequence[str], rows: Sequence[Sequence[str]], left: Sequence[i
 
     body = "".join(f"<tr>{cells(row, 'td')}</tr>" for row in rows)
     top = f"<thead><tr>{cells(heads, 'th')}</tr></thead>" if any(heads) else ""
-    style = f"border-collapse:collapse;white-space:{'nowrap' if heads else 'normal'}"
+    style = f"border-collapse:collapse;font-size:13px;white-space:{'nowrap' if heads else 'normal'}"
     return f'<table style="{style}">{top}<tbody>{body}</tbody></table>'
 
 
