@@ -16,6 +16,7 @@ MOST_USED = {
     "calibrate": "output base ranks device seconds",
     "eval": "tasks limit layout dtype out",
     "generate": "prompt file max-tokens temperature layout",
+    "launch": "output out gpus-per-node partition time",
     "observe": "machine gpus layout html text",
     "plan": "machine gpus batch layout output",
     "rehearse": "layout machine rank microbatches device",

@@ -163,6 +163,22 @@ trained_layout string Layout of that forward.
 seconds number Time of the proof.
 notes array Sentences on what was derived or changed.
 
+launch TARGET PLAN.toml
+$ launch torchrun plan.toml --json
+target string slurm, torchrun or kubernetes.
+plan string Plan file, as given.
+model string Name of the model.
+layout string Degrees.
+world integer Number of ranks.
+nodes integer Nodes of the job.
+gpus_per_node integer Ranks on each node.
+device string Device of a rank: cuda, cpu or auto.
+name string Name of the job.
+run string Run folder.
+start string Command that starts it.
+file string? File that was written; null if there is none.
+script string The script itself.
+
 tokens INPUT -o FOLDER
 $ tokens text.txt -o corpus --json
 folder string Folder that was written.

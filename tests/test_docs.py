@@ -57,6 +57,7 @@ def example_keys(answer: json_answers.JsonAnswer, folder: Path) -> list[str]:
     """What is different when the example is run in a folder."""
     assert answer.example is not None
     (folder / "text.txt").write_text("The text of a test. " * 200, "utf-8")
+    (folder / "plan.toml").write_text('model = "tiny"\nlayout = "dp=2"\n', "utf-8")
     shutil.copy(ROOT / "tests" / "data" / "published.jsonl", folder / "runs.jsonl")
     command, _, part = answer.example.partition(" | ")
     examples = {one.title.split()[0]: one.example for one in json_answers.answers()}
@@ -69,7 +70,7 @@ def example_keys(answer: json_answers.JsonAnswer, folder: Path) -> list[str]:
     return json_answers.problems(answer, table[part][0] if part else table)
 
 
-QUICK = ("plan", "schedule", "tokens", "observe MODEL")
+QUICK = ("plan", "schedule", "tokens", "launch", "observe MODEL")
 WITH_EXAMPLE = [one for one in json_answers.answers() if one.example]
 
 

@@ -86,7 +86,7 @@ CHAPTERS: dict[str, Chapter] = {
         "Who keeps what lies between the matrices?",
         chapters_model.sequence,
         "Between two shared pots the dish is on plates. Each of the cooks seasons only the plates "
-        "in front of them, instead of every cook seasoning a full copy of all plates.",
+        "on their side, instead of every cook seasoning a full copy of all plates.",
         "tensor",
         ("fivefold verify tiny --layout tp=2",),
     ),
@@ -105,8 +105,8 @@ CHAPTERS: dict[str, Chapter] = {
     "context": Chapter(
         "What if one sequence is too long?",
         chapters_model.context,
-        "One order slip is as long as a scroll and is cut into pieces, one for each cook. A line "
-        "may refer to any line above it, so that notes about all pieces go around the table until "
+        "One order slip is as long as a scroll and is cut into strips, one for each cook. A line "
+        "may refer to any line above it, so that notes about all strips go around the table until "
         "each cook has read those that came before.",
         "context",
         ("fivefold verify tiny --layout cp=2 --context zigzag",),

@@ -15,7 +15,7 @@ GLOSSARY: dict[str, str] = {
     # The training step.
     "parameter": "One trained number of a model.",
     "weight": "A matrix of parameters: what a layer has learned.",
-    "token": "A piece of text, about a short word, that the model reads as one number.",
+    "token": "A bit of text, about a short word, that the model reads as one number.",
     "sequence": "Consecutive tokens that the model reads together: one row of a batch.",
     "batch": "All sequences of one step, over all ranks: microbatch · accumulation · dp.",
     "microbatch": "The sequences that a rank computes at once. A step may have many of them.",
@@ -35,7 +35,7 @@ GLOSSARY: dict[str, str] = {
     "FLOP": "One multiplication or addition. An H100 does almost 10¹⁵ in a second, in bf16.",
     "MFU": "Model FLOPs utilisation: the share of the GPU's peak that goes into the model's own "
     "arithmetic; recomputation does not count.",
-    "matmul": "A matrix product (GEMM): most of the arithmetic of a transformer.",
+    "matmul": "A multiplication of two matrices (GEMM): most of the arithmetic of a transformer.",
     "GiB": "2³⁰ bytes, about 1.07 billion.",
     # The ranks and the wires.
     "rank": "One process with one GPU, and its number among all of them.",
