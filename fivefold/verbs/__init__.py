@@ -27,6 +27,7 @@ from fivefold.core import machine as machines
 from fivefold.core.errors import JSON_SCHEMA, BadFile, FivefoldError, RankLost, UnknownName
 from fivefold.core.layout import parse_zero
 from fivefold.core.plan import PlanOptions, options_from
+from fivefold.core.precision import PRECISIONS, plan_keys
 from fivefold.core.settings import parse_settings
 from fivefold.verbs.options import SHARED, TARGET
 from fivefold.verbs.options import BackendOption as BackendOption
@@ -40,6 +41,7 @@ from fivefold.verbs.options import OutputOption as OutputOption
 from fivefold.verbs.options import PrecisionOption as PrecisionOption
 from fivefold.verbs.options import RatioOption as RatioOption
 from fivefold.verbs.options import RunOption as RunOption
+from fivefold.verbs.options import RunPrecisionOption as RunPrecisionOption
 from fivefold.verbs.options import StackOption as StackOption
 from fivefold.verbs.options import SweepOption as SweepOption
 from fivefold.verbs.options import TableOption as TableOption
@@ -94,6 +96,14 @@ def with_plan_options(
 def json_text(table: Mapping[str, Any], indent: int | None = None) -> str:
     """What --json prints: a table of docs/reference-json.md, with the version of its keys."""
     return json.dumps({"schema_version": JSON_SCHEMA, **table}, indent=indent)
+
+
+def in_precision(options: PlanOptions, precision: str | None) -> PlanOptions:
+    """The job in the precision that an option names, or as it is."""
+    if precision is None:
+        return options
+    keys: dict[str, Any] = plan_keys(one_of("precision", precision, PRECISIONS))
+    return replace(options, **keys)
 
 
 def known_machines() -> str:

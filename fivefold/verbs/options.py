@@ -127,6 +127,9 @@ ObjectiveOption = Annotated[
 WhatIfOption = Annotated[
     str | None, typer.Option(help='Compare with a changed job: "gpus=2x", "machine=gb200".')
 ]
+RunPrecisionOption = _option(
+    str, f"Precision of linears: {', '.join(PRECISIONS)} (default: the plan's).", values="precision"
+)
 PrecisionOption = _option(str, f"Estimate in {', '.join(PRECISIONS)}.", values="precision")
 KernelsOption = Annotated[
     str, typer.Option(help="compiled, eager or graphs: what blocks save, how they launch.")

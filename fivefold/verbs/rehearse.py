@@ -13,12 +13,19 @@ from fivefold.api.rehearsing import rehearse
 from fivefold.core.errors import RankLost
 from fivefold.core.plan import PlanOptions
 from fivefold.report import write_text
-from fivefold.verbs import json_text, shown_progress, with_plan_options
+from fivefold.verbs import (
+    RunPrecisionOption,
+    in_precision,
+    json_text,
+    shown_progress,
+    with_plan_options,
+)
 
 
 @with_plan_options
 def run(
     options: PlanOptions,
+    precision: RunPrecisionOption = None,
     rank: Annotated[list[int] | None, typer.Option(help="Only this rank; may be repeated.")] = None,
     device: Annotated[
         str, typer.Option(help="cpu: memory only; cuda: real kernels and times.")
@@ -32,7 +39,7 @@ def run(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Run one step of every distinct rank, and compare it with the plan and the other ranks."""
-    job = GivenJob(options, frozenset(), False)
+    job = GivenJob(in_precision(options, precision), frozenset(), False)
     try:
         with shown_progress("rehearsing ranks") as on_progress:
             found = rehearse(

@@ -22,7 +22,13 @@ from fivefold.core.precision import FORMATS
 from fivefold.launch.launcher import read_environment
 from fivefold.records import Pace, StepRecord
 from fivefold.report.training_text import out_of_memory, step_line
-from fivefold.verbs import BackendOption, json_text, with_plan_options
+from fivefold.verbs import (
+    BackendOption,
+    RunPrecisionOption,
+    in_precision,
+    json_text,
+    with_plan_options,
+)
 
 
 @partial(with_plan_options, default_target="tiny-moe")
@@ -42,6 +48,7 @@ def run(
         str | None,
         typer.Option(help=f"{', '.join(FORMATS)} (default: the plan's; float32 without a GPU)."),
     ] = None,
+    precision: RunPrecisionOption = None,
     lr: Annotated[float | None, typer.Option(help="Highest learning rate (default 1e-3).")] = None,
     seed: Annotated[
         int | None, typer.Option(help="Seed of the weights and of the order of the text.")
@@ -63,6 +70,7 @@ def run(
     """Train; without `data`, on the source of Python's standard library, byte by byte."""
     given = {"steps": steps, "lr": lr, "seed": seed}
     recipe = replace(options.train, **{key: one for key, one in given.items() if one is not None})
+    options = in_precision(options, precision)
     job = GivenJob(replace(options, train=recipe), frozenset(), False)
     chosen = {"out": out, "resume": resume, "until": until, "dtype": dtype, "device": device}
     chosen |= {"backend": backend, "check": check, "deterministic": deterministic}

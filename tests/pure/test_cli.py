@@ -15,6 +15,8 @@ import pytest
 
 from fivefold import __version__
 from fivefold.cli import gather_pairs, main
+from fivefold.core.plan import PlanOptions
+from fivefold.verbs import in_precision
 
 SMALL = ("--stages", "2", "--microbatches", "4")
 MOE = ("plan", "tiny-moe")
@@ -279,3 +281,19 @@ def test_a_picture_has_a_limit_of_its_own(
     message = refuse(capsys, "schedule", "1f1b", *SMALL, "--svg", str(tmp_path / "a.svg"))
     assert "16 steps are too many" in message and "leave --svg" in message
     assert run(capsys, "schedule", "1f1b", *SMALL)
+
+
+@pytest.mark.parametrize("verb", ["rehearse", "train"])
+def test_runs_take_the_precision_that_plans_take(
+    capsys: pytest.CaptureFixture[str], verb: str
+) -> None:
+    """The option is there, and a wrong value is refused before anything starts."""
+    said = refuse(capsys, verb, "tiny", "--precision", "fp9")
+    assert "unknown --precision 'fp9': did you mean fp8?" in said
+
+
+def test_a_precision_becomes_the_keys_of_a_plan() -> None:
+    plain = PlanOptions("tiny")
+    assert in_precision(plain, None) is plain
+    chosen = in_precision(plain, "mxfp8")
+    assert (chosen.precision, chosen.fp8) == ("fp8", "mxfp8")
