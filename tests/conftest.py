@@ -9,13 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.selection import ALL_CASES, SALT, all_cases, drawn, salt, shuffled
+from tests.selection import ALL_CASES, SALT, all_cases, num_drawn, salt, shuffled
 
 # Before torch is loaded: on ARM, matmuls keep the number of threads that the first of them had,
 # whatever torch is told later. A rank that is forked after it would wait for those threads forever.
 os.environ["OMP_NUM_THREADS"] = "1"
 
 LONGEST = "test_readme.py"
+OF_RANKS = 0.5  # of the cases that tests with ranks ask for: they are most of the time
 PACKAGE = Path(__file__).parent.parent / "fivefold"
 
 
@@ -54,7 +55,7 @@ def not_now(items: list[pytest.Item]) -> Iterator[pytest.Item]:
 
     `sample(number)` takes all cases in `make nightly`; with `table=True` a sample there too, since
     a table of `make verify-all` has them all. A number below 1 is a share of commits: those take
-    one case, the others none.
+    one case, the others none. Tests that start ranks take `OF_RANKS` of their number.
     """
     tests: dict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
@@ -67,8 +68,9 @@ def not_now(items: list[pytest.Item]) -> Iterator[pytest.Item]:
         sample = cases[0].get_closest_marker("sample")
         assert sample is not None
         by_name = {item.nodeid: item for item in cases}
-        number = sample.args[0]
-        taken = number if number >= 1 else int(drawn(cases[0].nodeid.partition("[")[0], number))
+        test = cases[0].nodeid.partition("[")[0]
+        starts_ranks = cases[0].path.parent.name in ("ranks", "judge")
+        taken = num_drawn(test, sample.args[0] * (OF_RANKS if starts_ranks else 1))
         yield from (by_name[name] for name in shuffled(by_name)[taken:])
 
 

@@ -55,6 +55,13 @@ def drawn(name: str, share: float) -> bool:
     return all_cases() or int.from_bytes(_salted(name)) < share * 2**64
 
 
+def num_drawn(name: str, number: float) -> int:
+    """How many cases of the test with this name run: 1.5 is one on every commit, and another on
+    half of them."""
+    whole = int(number)
+    return whole + drawn(name, number - whole)
+
+
 @contextmanager
 def within(seconds: float, clock: Callable[[], float] = time.monotonic) -> Iterator[None]:
     """Fail where something takes longer, in `make nightly` only: other work slows `make test`."""

@@ -9,7 +9,7 @@ import pytest
 
 from tests import selection
 from tests.nightly import PARTS, judge
-from tests.selection import ALL_CASES, SALT, drawn, salt, shuffled, within
+from tests.selection import ALL_CASES, SALT, drawn, num_drawn, salt, shuffled, within
 
 CASES = [f"case {number}" for number in range(40)]
 
@@ -39,6 +39,8 @@ def test_a_share_of_commits_runs_a_long_test(monkeypatch: pytest.MonkeyPatch) ->
         salt.cache_clear()
         assert drawn("a test", 0.5) == drawn("a test", 0.5)
         runs += drawn("a test", 0.5)
+        assert num_drawn("a test", 2.5) == 2 + drawn("a test", 0.5)
+        assert (num_drawn("a test", 3), num_drawn("a test", 0.0)) == (3, 0)
     assert 150 < runs < 250  # five standard deviations
     monkeypatch.setenv(ALL_CASES, "1")
     assert drawn("a test", 0.0)

@@ -56,7 +56,7 @@ def full(trial: GeneratedTrial, name: str) -> Tensor:
     return found
 
 
-@pytest.mark.sample(1)
+@pytest.mark.sample(0.5)
 @pytest.mark.parametrize(("shape", "dtype"), CASES)
 def test_batches_change_no_bit(shape: str, dtype: str) -> None:
     verdict = prove(SHAPES[shape], dtype)
@@ -104,6 +104,7 @@ def splits_by_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layout, "forward_of", sick)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("fault", [unpadded_tiles, splits_by_batch], ids=lambda each: each.__name__)
 def test_what_depends_on_the_batch_is_caught(
     fault: object, monkeypatch: pytest.MonkeyPatch

@@ -20,6 +20,7 @@ from fivefold.api.planning import PlannedJob, SearchedPlans
 from fivefold.api.scheduling import TimedSchedule
 from fivefold.cli import main
 from fivefold.core import models
+from fivefold.core.errors import JSON_SCHEMA
 from fivefold.report import notebook_html
 from tests.api_page import LONG, sections
 
@@ -35,9 +36,16 @@ def printed(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     return capsys.readouterr().out
 
 
+def printed_json(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
+    """Without the version of its keys, which the command line adds."""
+    table = json.loads(printed(capsys, *words, "--json"))
+    assert table.pop("schema_version") == JSON_SCHEMA
+    return table
+
+
 def answers(answer: Any, capsys: pytest.CaptureFixture[str], *words: str) -> None:
     """The command prints what the function returns, as JSON and as text, but for its seconds."""
-    table = json.loads(printed(capsys, *words, "--json"))
+    table = printed_json(capsys, *words)
     ours = json.loads(json.dumps(answer.to_json()))
     assert table.keys() == ours.keys()
     assert {**table, "seconds": 0} == {**ours, "seconds": 0}
@@ -66,7 +74,7 @@ def test_the_schedule_command_prints_what_schedule_returns(
 ) -> None:
     words = ("schedule", "zb-v", "--stages", "4", "--microbatches", "8", "--times", "1,2,1")
     found = ff.schedule("zb-v", stages=4, microbatches=8, times=(1, 2, 1))
-    assert json.loads(printed(capsys, *words, "--json")) == json.loads(json.dumps(found.to_json()))
+    assert printed_json(capsys, *words) == json.loads(json.dumps(found.to_json()))
     assert found.lines()[0] in printed(capsys, *words)
 
 

@@ -122,7 +122,8 @@ def test_ranks_that_called_different_things_as_often() -> None:
     positions = four("ttt", "ttt", "ttt", "ttt")
     trail = [*positions[3].trail[:-1], other]
     positions[3] = replace(positions[3], trail=trail)
-    judged(verdict(positions, bound=BOUND), 3, r"call 3 on tp .*, all_reduce of 16384 bytes, which")
+    cause = r"call 3 on tp .*, all_reduce of 16,384 bytes, which"
+    judged(verdict(positions, bound=BOUND), 3, cause)
 
 
 def test_a_different_call_is_found_before_somebody_is_called_slow() -> None:

@@ -341,6 +341,7 @@ def test_a_file_is_written_and_json_tells_of_it(
     said = json.loads(out)
     assert code == 0 and said.pop("script") == Path("x.sbatch").read_text("utf-8")
     assert said == {
+        "schema_version": 1,
         "target": "slurm",
         "plan": plan,
         "model": "llama-3.1-70b",

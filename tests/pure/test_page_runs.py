@@ -123,7 +123,7 @@ def test_runs_are_compared_by_name(tmp_path: Path) -> None:
     two = write_run(tmp_path / "two", plan_of(microbatches=16), records(5))
     code, out, _ = observed(str(one), str(two), "--json")
     table = json.loads(out)
-    assert code == 0 and list(table) == ["runs", "run/one", "run/two"]
+    assert code == 0 and list(table) == ["schema_version", "runs", "run/one", "run/two"]
     runs = table["runs"]
     assert [each["name"] for each in runs["runs"]] == ["one", "two"]
     differs = {each["key"]: each["values"] for each in runs["differs"]}
@@ -137,7 +137,7 @@ def test_runs_are_compared_by_name(tmp_path: Path) -> None:
     assert text.count("first started") == 2
     _, text, _ = observed(str(one), str(two), "--text", "--at", "run?run=1", "--panel", "head")
     assert text.startswith("two: tiny") and text.count("first started") == 1
-    assert list(json.loads(observed(str(one), "--json")[1])) == ["run"]
+    assert list(json.loads(observed(str(one), "--json")[1])) == ["schema_version", "run"]
 
 
 @pytest.mark.parametrize(

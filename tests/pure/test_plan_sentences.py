@@ -153,6 +153,7 @@ def strategies(number: int) -> list[Any]:
     return list(single_axis_strategies(searched(number).request))
 
 
+@pytest.mark.sample(0.5)
 def test_no_axis_alone_beats_the_first_choice_by_more_than_estimates_can_tell() -> None:
     for number in (3, 4, 7):
         found = searched(number)

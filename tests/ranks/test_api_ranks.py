@@ -18,6 +18,7 @@ import torch
 
 import fivefold as ff
 from fivefold.api.training import StartedRun
+from fivefold.core.errors import JSON_SCHEMA
 from fivefold.launch import backend
 from fivefold.launch.processes import Pool
 from fivefold.launch.worker import Worker
@@ -50,7 +51,9 @@ def steady(table: Any) -> Any:
 def equal(answer: Any, words: list[str], folder: Path) -> None:
     done = in_fork([*words, "--json"], folder)
     assert done.returncode == 0, done.stderr
-    assert steady(json.loads(done.stdout)) == steady(json.loads(json.dumps(answer.to_json())))
+    table = json.loads(done.stdout)
+    assert table.pop("schema_version") == JSON_SCHEMA  # which the command line adds
+    assert steady(table) == steady(json.loads(json.dumps(answer.to_json())))
 
 
 @pytest.mark.sample(0.4)

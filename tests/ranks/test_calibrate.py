@@ -46,6 +46,7 @@ def refuse(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     return output.err
 
 
+@pytest.mark.sample(0.6)
 def test_plan_takes_the_file() -> None:
     words = ("calibrate", "--device", "cpu", "--seconds", "0.3", "--ranks", "2", "--json")
     table: dict[str, Any] = json.loads(run(*words))
@@ -65,6 +66,7 @@ def test_plan_takes_the_file() -> None:
     assert slow["layouts"][0]["step_s"] > 0
 
 
+@pytest.mark.sample(1)
 def test_the_text_names_the_file() -> None:
     words = ("calibrate", "--device", "cpu", "--seconds", "0.2", "-o", "here.toml")
     text = run(*words)

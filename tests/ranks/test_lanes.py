@@ -45,6 +45,7 @@ def pairs(job: Job, *_: object) -> Callable[[], list[list[tuple[int, str]]]]:
     return lambda: found
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("recompute", "overlap"), [("none", 0), ("full", 0), ("none", 1)])
 def test_a_pair_is_interleaved(pool: Pool, recompute: str, overlap: int) -> None:
     """A lane that waits for every collective at once gives its turn away after each; one that has

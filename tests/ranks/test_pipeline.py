@@ -55,6 +55,7 @@ def require(verdict: VerifyVerdict) -> None:
     assert max(verdict.errors.values()) <= PUBLISHED
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("case", [*part()[:NUM_CASES], *shuffled(STREAMS)[:1]], ids=str)
 def test_a_pipeline_computes_what_one_process_does(pool: Pool, case: Case) -> None:
     require(prove(pool, case))

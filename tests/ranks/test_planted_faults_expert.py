@@ -17,6 +17,7 @@ from fivefold.core.groups import TWIN
 from fivefold.core.units import Unit
 from fivefold.launch.processes import Pool
 from fivefold.model.balance import LocalRows
+from fivefold.model.fp8_rows import RowCodes
 from fivefold.model.moe import MoeMlp, Routing
 from fivefold.model.slots import Slots, SlotSums
 from fivefold.parallel import balance, compose, expert
@@ -103,9 +104,9 @@ def parts_of_the_width_not_summed() -> Patch:
     """Each rank of a split expert goes on with what its own part of the width gives."""
     inner = AxisBoundary.leave
 
-    def own(self: AxisBoundary, share: Tensor) -> Tensor:
+    def own(self: AxisBoundary, share: Tensor, *codes: RowCodes) -> Tensor:
         if self.axis != INNER:
-            return inner(self, share)
+            return inner(self, share, *codes)
         return share.chunk(self.size, dim=self.dim)[self.coord]
 
     return patch.object(AxisBoundary, "leave", own)

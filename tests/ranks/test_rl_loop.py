@@ -63,6 +63,7 @@ def test_the_reward_rises_and_both_sides_agree(
     assert max(difference for _, difference in results) <= LOOP.DTYPES[dtype]
 
 
+@pytest.mark.sample(1)
 def test_old_weights_are_seen(pool: Pool) -> None:
     task = (learn_from_old_weights, ("dp=2", "tp=2", 3, "float64"))
     (_, first), *rest = pool.run_each([task] * 2)[0]
