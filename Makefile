@@ -2,22 +2,32 @@
 # `make nightly` runs everything.
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
+BASE := .venv/.base
 READY := .venv/.ready
 
 .PHONY: setup train test nightly test-page bench-page page-pictures docs reference lint types verify-all bench-schedule bench-overlap bench-tensor bench-pipeline bench-context bench-expert bench-gpu bench-rank bench-decode bench-step bench-logging bench-clock bench-checkpoint bench-plan bench-tokens chaos stress verify-nccl learn score clean
 
 setup: $(READY)
 
-$(READY): pyproject.toml
+# What training and the page need; the tests need more, and come later.
+$(BASE): pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "fivefold needs Python 3.11 or newer: set PYTHON=/path/to/python"; exit 2; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[page]"
+	@touch $@
+
+$(READY): $(BASE)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[dev]"
 	@touch $@
 
 # All five dimensions on 16 local processes, and the loss of one process beside theirs.
-train: setup
+train: $(BASE)
 	$(BIN)/fivefold train tiny-moe --layout "dp=2 tp=2 pp=2 cp=2 ep=2" --schedule zb-h1 --zero 1 --balance aux \
 		--microbatches 2 --microbatch-size 4 --seq 64 --packed --steps 16 --check
+	@printf '%s\n' '' 'Next, after `source .venv/bin/activate`:' \
+		'  fivefold plan llama-3.1-405b --machine h100 --gpus 16384' \
+		'  fivefold verify tiny --layout "dp=2 tp=2" --seq 64' \
+		'  fivefold observe      (a page in the browser; docs/first-hour.md goes on from here)'
 
 # At most 10 minutes on two cores, without the browser. Long lists are sampled by a salt that changes with the commit:
 # FIVEFOLD_SALT, which the report prints, repeats a sample.
