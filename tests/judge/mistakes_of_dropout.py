@@ -52,12 +52,12 @@ def pairs_kept() -> Patch:
 def dropped_in_evaluation() -> Iterator[None]:
     """Two things prevent it: held-out rows have no keys, and the model is told."""
 
-    def keyed(real: Any, self: Any, most_steps: int) -> Iterator[Any]:
-        for microbatches in real(self, most_steps):
+    def keyed(real: Any, self: Any, places: Any) -> Iterator[Any]:
+        for microbatches in real(self, places):
             rows = torch.arange(len(microbatches[0].tokens))
             keys = dropout.token_keys(0, rows, self.batch.seq)
             yield [replace(each, keys=keys) for each in microbatches]
 
     untold = instead(decoder.Decoder, "eval", lambda real, self: self)
-    with instead(rank_reader.RankReader, "held_out", keyed), untold:
+    with instead(rank_reader.RankReader, "rows", keyed), untold:
         yield

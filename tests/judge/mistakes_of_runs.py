@@ -101,12 +101,12 @@ def evaluation_by_means_of_batches() -> Patch:
 
 
 def evaluation_of_one_batch() -> Patch:
-    return patch("fivefold.train.callbacks.evaluation._MOST_BATCHES", 1)
+    return patch("fivefold.train.build._MOST_BATCHES", 1)
 
 
 def evaluation_of_trained_rows() -> Patch:
     def trained(real: Any, self: Any, most: int) -> list[Any]:
-        return [self._place(number) for number in range(len(real(self, most)))]
+        return [self.row_place(number) for number in range(len(real(self, most)))]
 
     return instead(mixture.Source, "held_out", trained)
 

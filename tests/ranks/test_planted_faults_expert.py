@@ -80,8 +80,8 @@ def results_left_in_the_order_of_experts() -> Patch:
     """Results come back sorted by expert, and are taken to be sorted by token."""
     inner = SlotSums.tokens
 
-    def unsorted(self: SlotSums, y_MD: Tensor, slots: Slots) -> Tensor:
-        return inner(self, y_MD.index_select(0, slots.order), slots)
+    def unsorted(self: SlotSums, y_MD: Tensor, slots: Slots, *codes: RowCodes) -> Tensor:
+        return inner(self, y_MD.index_select(0, slots.order), slots, *codes)
 
     return patch.object(SlotSums, "tokens", unsorted)
 
