@@ -29,23 +29,17 @@ def fivefold(words: list[str], folder: Path) -> subprocess.CompletedProcess[str]
     return (in_new_process if all_cases() else in_fork)(words, folder)
 
 
-def commands(readme: bool | None, long: bool) -> list[str]:
-    """Commands of the README, of the docs, or of both (None): those that run a model and take long,
-    or the others."""
-    found: dict[str, bool] = {}
-    for name, text in sorted(TEXTS.items(), key=lambda pair: pair[0] != "README.md"):
-        for block in re.findall(r"```sh\n(.*?)```", text, re.S):
-            for line in (line for line in block.splitlines() if line.startswith("fivefold ")):
-                found.setdefault(line, name == "README.md")
-    return [
-        line
-        for line, is_readme in found.items()
-        if (line.split()[1] in LONG) == long and readme in (None, is_readme)
+def commands(long: bool) -> list[str]:
+    """Commands of README and docs: those that run a model and take long, or the others."""
+    blocks = [
+        each for text in TEXTS.values() for each in re.findall(r"```sh\n(.*?)```", text, re.S)
     ]
+    lines = {line for block in blocks for line in block.splitlines()}
+    found = sorted(line for line in lines if line.startswith("fivefold "))
+    return [line for line in found if (line.split()[1] in LONG) == long]
 
 
-@pytest.mark.parametrize("command", commands(readme=True, long=False))
-def test_commands_work(command: str, tmp_path: Path) -> None:
+def works(command: str, tmp_path: Path) -> None:
     done = fivefold(shlex.split(command)[1:], tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip()
@@ -55,15 +49,15 @@ def test_commands_work(command: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.sample(5)
-@pytest.mark.parametrize("command", commands(readme=False, long=False))
+@pytest.mark.parametrize("command", commands(long=False))
 def test_commands_of_docs_work(command: str, tmp_path: Path) -> None:
-    test_commands_work(command, tmp_path)
+    works(command, tmp_path)
 
 
 @pytest.mark.sample(0.5)
-@pytest.mark.parametrize("command", commands(readme=None, long=True))
+@pytest.mark.parametrize("command", commands(long=True))
 def test_commands_that_run_a_model_work(command: str, tmp_path: Path) -> None:
-    test_commands_work(command, tmp_path)
+    works(command, tmp_path)
 
 
 def chains(name: str) -> list[str]:

@@ -46,7 +46,7 @@ export function chapter(view, panel) {
     el("h2", { id: title, tabindex: "-1" }, view.question),
     el(
       "div",
-      { class: "lesson" },
+      { class: "explained" },
       el("div", { class: "prose" }, ...view.paragraphs.map((/** @type {any[]} */ each) => el("p", {}, ...words(each)))),
       el("aside", { class: "kitchen" }, el("h3", {}, "In a kitchen"), el("p", {}, ...words(view.analogy))),
     ),
