@@ -20,7 +20,7 @@ import re
 import subprocess
 import sys
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -51,6 +51,9 @@ class Case:
     train: dict[str, int] = field(default_factory=dict[str, int])  # of `[train]`
 
 
+LONG = Case(
+    "llama-3.1-8b", 1, ("llama3_rand", "8B"), 32768, "full", warm_up=3, measured=6, between=3
+)
 CASES = {
     "1B": Case("llama-3.2-1b", 2, ("llama3_rand", "1B")),
     "8B": Case("llama-3.1-8b", 1, ("llama3_rand", "8B")),
@@ -78,9 +81,8 @@ CASES = {
         keys={"precision": "fp8"},
     ),
     "8B-lora": Case("llama-3.1-8b", 1, ("llama3_rand", "8B"), train={"lora": 16}),
-    "8B-32k": Case(
-        "llama-3.1-8b", 1, ("llama3_rand", "8B"), 32768, "full", warm_up=3, measured=6, between=3
-    ),
+    "8B-32k": LONG,
+    "8B-32k-kept": replace(LONG, recompute="full-but-attention"),
 }
 
 
@@ -142,7 +144,7 @@ def measure_peer(folder: Path, case: Case) -> dict[str, float] | None:
     """The peer's own log: the median of its tokens/s after warm-up, and its reserved memory; None
     where it runs out of memory."""
     name, flavor = case.peer
-    recompute = "full" if case.recompute == "full" else "none"
+    recompute = "full" if case.recompute.startswith("full") else "none"
     words = f"""-m torch.distributed.run --nproc_per_node=1 {folder}/peer_torchtitan.py
         --model.name {name} --model.flavor {flavor} --training.seq_len {case.seq}
         --training.local_batch_size {case.batch} --training.dtype bfloat16

@@ -7,6 +7,8 @@ attention, mlp, experts   all inside of these modules: their forward runs again
 norm+attention            several
 selective                 norm+act: what costs no GEMM and no collective
 full, full:K              all but the input of every block, or of every K-th
+full-but-attention        as full, but attention itself does not run again: what its kernel has made
+                          is saved too (also full:K-but-attention)
 selective,full@0-1        stages 0 and 1 by their own rule
 """
 
@@ -22,33 +24,37 @@ Module = Literal["norm", "act", "attention", "mlp", "experts"]
 MODULES: tuple[Module, ...] = ("norm", "act", "attention", "mlp", "experts")
 REMADE: tuple[Module, ...] = ("norm", "act")  # outputs alone; of the others the forward runs again
 SELECTIVE = "selective"
+_KEPT = "-but-attention"
 _RULE = re.compile(
-    r"(?P<rule>[a-z+]+(?::[1-9][0-9]{0,4})?)(?:@(?P<first>\d{1,4})(?:-(?P<last>\d{1,4}))?)?"
+    rf"(?P<rule>[a-z+]+(?::[1-9][0-9]{{0,4}})?(?:{_KEPT})?)(?:@(?P<first>\d{{1,4}})(?:-(?P<last>\d{{1,4}}))?)?"
 )
 
 
 @dataclass(frozen=True)
 class Recompute:
-    """The rule of one stage: these modules, or everything in segments of so many `blocks`."""
+    """The rule of one stage: these modules, or everything in segments of so many `blocks`, of which
+    the results of attention may be kept."""
 
     modules: tuple[Module, ...] = ()
     blocks: int = 0
+    keeps_attention: bool = False
 
     @classmethod
     def parse(cls, text: str) -> Recompute:
-        if full := re.fullmatch(r"full(?::([1-9][0-9]{0,4}))?", text):
-            return cls(blocks=int(full[1] or 1))
+        if full := re.fullmatch(rf"full(?::([1-9][0-9]{{0,4}}))?({_KEPT})?", text):
+            return cls(blocks=int(full[1] or 1), keeps_attention=full[2] is not None)
         words = {"none": [], SELECTIVE: list[str](REMADE)}.get(text, text.split("+"))
         if set(words) - set(MODULES) or len(set(words)) < len(words):
             raise FivefoldError(
                 f"recompute {text!r}: choose none, selective, full, full:K for segments of K "
-                f"blocks, or modules joined by + ({', '.join(MODULES)})"
+                f"blocks, full{_KEPT}, or modules joined by + ({', '.join(MODULES)})"
             )
         return cls(tuple(each for each in MODULES if each in words))
 
     def __str__(self) -> str:
         if self.blocks:
-            return "full" if self.blocks == 1 else f"full:{self.blocks}"
+            segment = "" if self.blocks == 1 else f":{self.blocks}"
+            return f"full{segment}{_KEPT if self.keeps_attention else ''}"
         if self.modules in ((), REMADE):
             return SELECTIVE if self.modules else "none"
         return "+".join(self.modules)
@@ -64,6 +70,11 @@ class Recompute:
     def repeats(self, module: Module) -> bool:
         """Whether the forward of a module runs again, alone or with everything."""
         return self.full or module in self.modules
+
+    @property
+    def attends_again(self) -> bool:
+        """Whether attention itself, between the linears of its module, runs again."""
+        return self.repeats("attention") and not self.keeps_attention
 
 
 @dataclass(frozen=True)

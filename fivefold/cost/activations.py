@@ -278,6 +278,25 @@ class Activations:
         size = copies * self.itemsize + (self.saved_size if self.coded else 0.0)
         return self.heads * self.shape.value_dim * size + self._core()
 
+    def kept_attention(self) -> Array:
+        """By one layer with full recomputation whose attention does not run again."""
+        copies = 2 if self.drops_pairs else 1
+        result = self.heads * self.shape.value_dim * copies * self.itemsize
+        return result + self._core() + self.exchanged()
+
+    def exchanged(self) -> Array:
+        """Queries, keys, values and results as context ranks exchange them, where these are other
+        tensors than those of a layer: under Ulysses, and of latent attention in one width."""
+        grid, shape, size = self.grid, self.shape, self.shape.attended_dim * self.itemsize
+        swaps = grid.context_has(lambda kind: kind.heads in ("all", "some"))
+        all_of_them = grid.context_has(lambda kind: kind.heads == "all")
+        widened = shape.mla is not None
+        heads = self.kv_heads
+        copied = np.lcm(np.maximum(heads, 1).astype(np.int64), grid.cp.astype(np.int64))
+        heads = np.where(all_of_them, copied, heads)
+        found = (self.heads + 2 * heads) * size + swaps * self.heads * size
+        return np.where((grid.cp > 1) & (swaps | widened), found, 0.0)
+
     @property
     def drops_pairs(self) -> bool:
         """Whether our own attention drops query-key pairs, which no fused kernel does our way."""

@@ -191,6 +191,7 @@ def layer_job(
             module: grid.recompute_has(partial(Recompute.repeats, module=module))
             for module in MODULES
         },
+        attends_again=grid.recompute_has(lambda rule: rule.attends_again),
         keeps_shards=np.where(grid.sp & (grid.tp > 1), int(keeps_shards), 0),
         tp_chunks=tp_chunks,
         balance=balance,

@@ -71,9 +71,10 @@ class LayerJob:
     """What the collectives of a layer depend on.
 
     Flags are 0 or 1: `full`, if whole segments of layers are computed again; `repeats`, for the
-    modules whose forward runs again; `keeps_shards`, if inputs of split matmuls are saved as
-    sequence shards. `inner` context ranks exchange tokens for heads, `outer` are a ring. `kv_heads`
-    are those of a rank, repeated up to a multiple of `inner`.
+    modules whose forward runs again; `attends_again`, if what is inside attention does too;
+    `keeps_shards`, if inputs of split matmuls are saved as sequence shards. `inner` context ranks
+    exchange tokens for heads, `outer` are a ring. `kv_heads` are those of a rank, repeated up to a
+    multiple of `inner`.
     """
 
     shape: Shape
@@ -91,6 +92,7 @@ class LayerJob:
     gathers: Number
     full: Number
     repeats: Mapping[Module, Number]
+    attends_again: Number
     keeps_shards: Number
     tp_chunks: Number = 1  # in which tensor collectives of layers are issued
     balance: tuple[Balance, ...] = ()
@@ -117,6 +119,7 @@ class LayerJob:
             gathers=split.gathers,
             full=int(recompute.full),
             repeats={each: int(recompute.repeats(each)) for each in MODULES},
+            attends_again=int(recompute.attends_again),
             keeps_shards=int(plan.saves_input_shards),
             tp_chunks=max(1, plan.options.tp_overlap),
             balance=plan.balance,
@@ -308,9 +311,9 @@ def context_layer(job: LayerJob) -> Iterator[CountedCollective]:
     mirror of each in backward. KV heads are repeated up to a multiple of the ranks. Over `ring`:
     keys and values in one message, n − 1 hops in forward and again in backward, and their wide
     gradients, n hops; or one all-gather in forward, one in backward, and one reduce-scatter of the
-    gradients. Recomputation of attention repeats the forward.
+    gradients. Recomputation of attention repeats the forward, unless its results are kept.
     """
-    shape, again = job.shape, job.repeats["attention"]
+    shape, again = job.shape, job.attends_again
     swaps = where(job.inner > 1, 2, 0)
     for heads in (shape.heads // job.tp, job.kv_heads):
         size = job.tokens * heads * shape.attended_dim * job.itemsize

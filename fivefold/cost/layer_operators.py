@@ -377,22 +377,19 @@ class LayerOperators:
         heads = _number(self.activations.heads)
         size = heads * self.shape.value_dim * self.unit
         lse, inputs = heads * WIDE * self.tokens, [queries, keys, values]
-        if self.activations.drops_pairs:
-            return self._attend_by_formula(found, inputs, size, lse)
-        made = TapeTensor(size)
+        kept = lse + self._size(self.activations.exchanged())
         buffers = self._size(self.activations.context_buffers())
-        return found.add(inputs, made, [*inputs, made], backward_extra=buffers, keeps=lse)
-
-    def _attend_by_formula(
-        self, found: OperatorList, inputs: Sequence[TapeTensor], size: float, lse: float
-    ) -> TapeTensor:
-        """Attention that drops pairs holds all scores, and its result in two orders."""
+        if not self.activations.drops_pairs:
+            made = TapeTensor(size)
+            saved = [*inputs, made]
+            return found.add(inputs, made, saved, backward_extra=buffers, keeps=lse, kept=kept)
+        # By the formula: it holds all scores, and its result in two orders.
         drawn, pairs = (self._size(each) / self.visits for each in self.activations.pairs())
-        buffers = self._size(self.activations.context_buffers())
-        made = TapeTensor(size, extra=drawn)
         extra = pairs + 6 * size * WIDE / self.activations.itemsize + buffers
-        found.add(inputs, made, [*inputs, made], backward_extra=extra, keeps=lse)
-        return found.add([made], TapeTensor(size), passes=True)
+        made = TapeTensor(size, extra=drawn)
+        saved = [*inputs, made]
+        found.add(inputs, made, saved, backward_extra=extra, keeps=lse, kept=kept)
+        return found.add([made], TapeTensor(size), passes=True, kept=0.0)
 
 
 def _number(one: Array | Flags | float) -> float:

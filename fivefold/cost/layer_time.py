@@ -237,6 +237,7 @@ class LayerTimer(LayerKernels):
         """What is computed again: the full forward, or that of some modules."""
         full = self.stack.recomputed * self.grid.recompute_has(lambda rule: rule.full)
         found = {name: full * each for name, each in forward.items()}
+        found["attention"] *= self.grid.recompute_has(lambda rule: not rule.keeps_attention)
         ours = self.stack.runs_plans
         by_module = self._modules(forward, moe) if ours else self._selective(forward)
         for module, parts in by_module.items():

@@ -61,6 +61,9 @@ class Operator:
     collective: bool = False  # it is one, or has some inside
     module: str = ""  # which may run again as a whole
     block: int = 0
+    kept: float | None = (
+        None  # attention itself, which may run once: bytes that stay beside outputs
+    )
 
     @property
     def saves(self) -> bool:
@@ -112,6 +115,7 @@ class OperatorList:
         codes: float = 0.0,
         dequantised: float = 0.0,
         rounded: float = 0.0,
+        kept: float | None = None,
     ) -> TapeTensor:
         """Append an operator; its output."""
         names = tuple(filter(None, [weights] if isinstance(weights, str) else weights))
@@ -128,6 +132,7 @@ class OperatorList:
             collective,
             self.module,
             self.block,
+            kept,
         )
         self.operators.append(Operator(tuple(inputs), output, tuple(saved), *how))
         return output

@@ -66,10 +66,17 @@ class _Gradient:
 
 class OperatorTape:
     """Plays a list of operators: the forward first, then one backward. Modules in `again` run again
-    in backward, each from its own input; with `full` the whole list does."""
+    in backward, each from its own input; with `full` the whole list does, with `keeps_attention`
+    without attention itself."""
 
-    def __init__(self, found: OperatorList, again: Iterable[str] = (), full: bool = False) -> None:
-        self.found, self.full = found, full
+    def __init__(
+        self,
+        found: OperatorList,
+        again: Iterable[str] = (),
+        full: bool = False,
+        keeps_attention: bool = False,
+    ) -> None:
+        self.found, self.full, self.keeps_attention = found, full, keeps_attention
         modules = dict.fromkeys(one.module for one in found.operators)
         self.again = [""] if full else [each for each in modules if each and each in again]
         self.events: list[Event] = []
@@ -79,6 +86,7 @@ class OperatorTape:
         self.entered: dict[str, list[TapeTensor]] = {}  # by what runs a module again
         self.plain: set[TapeTensor] = set()  # inside of a module that runs again, inputs are saved
         self.private: dict[Operator, float] = {}  # bytes that operators have saved besides
+        self.once: set[Operator] = set()  # attention that has run, and does not run again
         self.owed: list[tuple[Operator, _Gradient]] = []
 
     def forward(self) -> list[Event]:
@@ -147,7 +155,7 @@ class OperatorTape:
                 self.events.append(BlockPass(one.block, False, False))
                 block = one.block
             readers = {each: uses[each.storage] + each.named for each in one.outputs}
-            self._make_all({each: max(n, 1) for each, n in readers.items() if each.base is None})
+            self._make_once(one, {n: max(k, 1) for n, k in readers.items() if n.base is None})
             if one.collective:
                 self.events.append(Pause())
             if saves(one):
@@ -311,6 +319,19 @@ class OperatorTape:
         gradient.users -= 1
         if not gradient.users:
             self._change(-gradient.bytes, gradient.logits)
+
+    def _make_once(self, one: Operator, users: dict[TapeTensor, int]) -> None:
+        """The outputs of one operator; of attention that is kept, only those of the first run."""
+        if one.kept is None or not self.keeps_attention:
+            self._make_all(users)
+        elif one in self.once:
+            self.once.remove(one)
+            self.users.update({each: count - 1 for each, count in users.items()})
+            self._change(-one.kept)
+        else:
+            self.once.add(one)
+            self._make_all({each: count + 1 for each, count in users.items()})
+            self._change(one.kept)
 
     def _make_all(self, users: dict[TapeTensor, int]) -> None:
         """The outputs of one operator, and what it holds besides until the last is made."""

@@ -183,7 +183,7 @@ class PlanLedger:
         if key in known:
             return known[key]
         rule = rule or Recompute()
-        make = partial(OperatorTape, find(), rule.modules, rule.full)
+        make = partial(OperatorTape, find(), rule.modules, rule.full, rule.keeps_attention)
         tape = make()
         events = {FORWARD: tape.forward()}
         events[BACKWARD] = tape.backward("queued" if self.queued else "backward")

@@ -92,7 +92,12 @@ class SavedLayers:
         """What a layer saves, without the inputs of segments."""
         if not rule.full:
             return self.activations.saved(routed, rule)
-        return (1 - self.stack.recomputed) * self.activations.saved(routed)
+        kept = self.stack.recomputed * self._kept(rule)
+        return (1 - self.stack.recomputed) * self.activations.saved(routed) + kept
+
+    def _kept(self, rule: Recompute) -> Array | float:
+        """Of attention, in a layer that is recomputed."""
+        return self.activations.kept_attention() if rule.keeps_attention else 0.0
 
     def _again(self, rule: Recompute, here: RankLayers, routed: bool) -> Array:
         """What recomputation adds to what was saved, at most: a segment, or a module."""
@@ -100,7 +105,7 @@ class SavedLayers:
             return self.activations.remade(routed, rule)
         there = self.activations.inputs() if self.memory.unit_by_unit else 0.0
         blocks = np.minimum(rule.blocks, np.maximum(here.all, 1.0))
-        return blocks * self.activations.saved(routed) - there
+        return blocks * (self.activations.saved(routed) - self._kept(rule)) - there
 
     def _backward_gradients(self, i: int, routed: bool) -> Array:
         """Gradients in the backward of a layer: of activations, or of its largest weight; they are

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from fivefold.model.documents import Documents
 from fivefold.model.dropout import PairDropout, SiteKeys
+from fivefold.model.kept_attention import KeptCalls
 
 NOT_COUNTED = -100  # the label of a token without loss
 
@@ -67,6 +68,7 @@ class AttentionInfo:
     window: int | None  # keys that a query sees, its own included; None: all
     dropout: PairDropout | None = None
     row: TokenBatch | None = None  # the full rows, where the tokens are a shard of them
+    kept: KeptCalls | None = None  # where a segment runs again, but not its attention
 
     def at(self, site: int, first_head: int) -> AttentionInfo:
         """The same for one layer, and for the query heads from `first_head` on."""

@@ -123,9 +123,7 @@ class PlainMath:
         """That of all linears, summed inside of the matmuls."""
         size = len(grads[0]) // chunks
         made = grads[0].new_empty(size, weights[0].shape[1]) if out is None else out
-        for first, (gradient, weight) in enumerate(zip(grads, weights, strict=True)):
-            made.addmm_(gradient.chunk(chunks)[number], weight, beta=min(first, 1))
-        return made
+        return add_products([each.chunk(chunks)[number] for each in grads], weights, made, False)
 
     def keep(self, x: Any, sent: Sent, run: int) -> tuple[Values, Callable[[Values], Any]]:
         return [sent.tensor], list
@@ -140,6 +138,13 @@ class PlainMath:
         """One for each linear that learns, so that their memory is freed one by one."""
         each = zip(weights, biases, grads, strict=True)
         return [partial(linear_work, *one, x[0]) for one in each if learns(*one[:2])]
+
+
+def add_products(grads: Values, weights: Values, made: Tensor, begun: bool) -> Tensor:
+    """The sum of gradient · weight over linears, on top of what is there if that was `begun`."""
+    for place, (gradient, weight) in enumerate(zip(grads, weights, strict=True), start=begun):
+        made.addmm_(gradient, weight, beta=min(place, 1))
+    return made
 
 
 def learns(*weights: Tensor | None) -> bool:

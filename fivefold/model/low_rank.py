@@ -18,7 +18,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fivefold.model.linear_math import Biases, GradientSink, PlainMath, Sent, Values
+from fivefold.model.linear_math import (
+    Biases,
+    GradientSink,
+    PlainMath,
+    Sent,
+    Values,
+    add_products,
+)
 
 
 class LowRank(nn.Module):
@@ -65,11 +72,17 @@ class AdaptedMath(PlainMath):
     def multiply(
         self, x: list[Tensor], weights: Values, biases: Biases, outs: Values | None
     ) -> Values:
-        made = super().multiply(x, weights, biases, outs)
-        adapted = self._of_adapters(made)
-        lows = (x[0] @ self._joined_a().T).split(self.ranks, dim=1)
-        for adapter, out_NO, low_NR in zip(self.present, adapted, lows, strict=True):
-            out_NO.addmm_(low_NR, adapter.b.T, alpha=adapter.scale)
+        (x_NI,) = x
+        made = outs or [x_NI.new_empty(len(x_NI), len(weight)) for weight in weights]
+        lows = iter((x_NI @ self._joined_a().T).split(self.ranks, dim=1))
+        for adapter, weight, bias, out_NO in zip(self.adapters, weights, biases, made, strict=True):
+            if adapter is None:
+                super().multiply(x, [weight], [bias], [out_NO])
+                continue
+            # The adapter first: the linear's matmul adds to it, which costs no pass of its own.
+            start, beta = (out_NO, 0) if bias is None else (bias, 1)
+            low = {"beta": beta, "alpha": adapter.scale, "out": out_NO}
+            torch.addmm(start, next(lows), adapter.b.T, **low).addmm_(x_NI, weight.T)
         return made
 
     def read(self, sent: Sequence[Sent], run: int, gradient: bool, both: bool) -> Any:
@@ -87,8 +100,11 @@ class AdaptedMath(PlainMath):
     def back(
         self, grads: _OutputGradients, weights: Values, number: int, chunks: int, out: Tensor | None
     ) -> Tensor:
-        made = super().back(grads.of_outputs, weights, number, chunks, out)
-        return made.addmm_(grads.low_NR.chunk(chunks)[number], self._joined_a())
+        low_NR, joined = grads.low_NR.chunk(chunks)[number], self._joined_a()
+        made = low_NR.new_empty(len(low_NR), joined.shape[1]) if out is None else out
+        torch.mm(low_NR, joined, out=made)
+        parts = [each.chunk(chunks)[number] for each in grads.of_outputs]
+        return add_products(parts, weights, made, begun=True)
 
     def works(
         self, x: list[Tensor], grads: _OutputGradients, weights: Sequence[Any], biases: Biases

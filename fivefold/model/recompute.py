@@ -2,12 +2,14 @@
 
 Outputs of norms and activations are made again from inputs that are saved anyway. Of attention, an
 MLP or experts the forward runs again from its input, and `full` runs segments of blocks again from
-theirs; collectives inside are then issued again. Gradients are the same to the bit.
+theirs; collectives inside are then issued again, unless attention itself is kept. Gradients are the
+same to the bit.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from functools import partial
 
 from torch import Tensor, nn
@@ -16,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from fivefold.core.recompute import Recompute
 from fivefold.model.batch import Context
 from fivefold.model.decoder import Decoder, run_blocks
+from fivefold.model.kept_attention import kept_once
 from fivefold.model.layers import Mlp, Norm
 from fivefold.model.moe import Experts
 
@@ -23,7 +26,9 @@ from fivefold.model.moe import Experts
 def apply_recompute(decoder: Decoder, rule: Recompute) -> None:
     """Make the decoder compute activations again."""
     if rule.full:
-        decoder.run_blocks = partial(_run_segments, rule.blocks)
+        decoder.run_blocks = partial(_run_segments, rule)
+        for block in decoder.all_blocks() if rule.keeps_attention else ():
+            block.attention.kernel = kept_once(block.attention.kernel, block.attention.site)
         return
     for block in decoder.all_blocks():
         block.repeats = frozenset(rule.modules)
@@ -45,16 +50,21 @@ def _remake(outer: nn.Module, rule: Recompute) -> None:
 
 
 def _run_segments(
-    size: int, blocks: Iterable[nn.Module], x_BSD: Tensor, context: Context
+    rule: Recompute, blocks: Iterable[nn.Module], x_BSD: Tensor, context: Context
 ) -> Tensor:
     all_blocks = list(blocks)
-    for start in range(0, len(all_blocks), size):
+    for start in range(0, len(all_blocks), rule.blocks):
         x_BSD = checkpoint(
             run_blocks,
-            all_blocks[start : start + size],
+            all_blocks[start : start + rule.blocks],
             x_BSD,
-            context,
+            _keeping(context) if rule.keeps_attention else context,
             use_reentrant=False,
             preserve_rng_state=False,
         )
     return x_BSD
+
+
+def _keeping(context: Context) -> Context:
+    """The same, with a place for what the attention of one segment makes."""
+    return replace(context, attention=replace(context.attention, kept={}))

@@ -26,13 +26,13 @@ class Remade:
 
     def __init__(self, tensor: Tensor, make: Make) -> None:
         # Not the tensor itself: autograd holds this as long as what it stands for.
-        self.address, self.size, self.make = _address(tensor), tensor.numel(), make
+        self.address, self.size, self.make = address(tensor), tensor.numel(), make
         self.users = 0
         self.value: Tensor | None = None
 
     def pack(self, saved: Tensor) -> Tensor | torch.Size:
         """Save only the shape, whatever view of the activation is saved."""
-        if _address(saved) != self.address or saved.numel() != self.size:
+        if address(saved) != self.address or saved.numel() != self.size:
             return saved
         self.users += 1
         return saved.shape
@@ -80,6 +80,6 @@ def _same(x: Tensor) -> Tensor:
     return x
 
 
-def _address(tensor: Tensor) -> int:
+def address(tensor: Tensor) -> int:
     """Where its memory is; of a tensor without values, what stands for it."""
     return tensor.untyped_storage()._cdata if is_fake(tensor) else tensor.data_ptr()

@@ -19,6 +19,7 @@ from fivefold.model.dropout import token_keys
 from fivefold.model.recompute import apply_recompute
 
 RULES = (*MODULES, "selective", "norm+act+attention", "attention+mlp+experts", "full", "full:2")
+KEPT = ("full-but-attention", "full:2-but-attention")
 SHAPES = [LLAMA, GPT, replace(LLAMA, window=5), MOE, DEEPSEEK]
 
 
@@ -79,7 +80,7 @@ def calls(decoder: Decoder, shape: Shape) -> dict[str, int]:
 
 
 @pytest.mark.sample(16)
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", (*RULES, *KEPT))
 @pytest.mark.parametrize("shape", SHAPES)
 def test_same_gradients_to_the_bit(shape: Shape, rule: str) -> None:
     batch = batch_of(shape)
@@ -89,7 +90,7 @@ def test_same_gradients_to_the_bit(shape: Shape, rule: str) -> None:
     assert all(torch.equal(again[name], grad) for name, grad in plain.items())
 
 
-@pytest.mark.parametrize("kind", ["selective", "attention+mlp", "full"])
+@pytest.mark.parametrize("kind", ["selective", "attention+mlp", "full", "full-but-attention"])
 def test_dropout_drops_the_same_in_the_second_run(kind: str) -> None:
     shape = replace(GPT, dropout=0.3, attention_dropout=0.2)
     batch = batch_of(shape)

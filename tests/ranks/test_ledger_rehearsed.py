@@ -19,6 +19,7 @@ from tests.ranks.ledger_draws import NUM_DRAWS, draw
 from tests.ranks.priced import listed_traffic, priced_traffic
 
 COMPILED, _ = estimate_setting(machine.load("h200"), "bf16", 0.0, "compiled", 1.0)
+KEPT = "full-but-attention"
 # A few layers of each model, as wide as they are: model, layers, layout, rank, and what else.
 JOBS: tuple[tuple[str, int, str, int, dict[str, Any]], ...] = (
     ("llama-3.2-1b", 4, "dp=1", 0, {"microbatches": 1}),
@@ -36,6 +37,12 @@ JOBS: tuple[tuple[str, int, str, int, dict[str, Any]], ...] = (
         )
     ),
     ("mixtral-8x7b", 4, "dp=16 ep=8", 0, {"zero": 3, "recompute": "full", "prefetch": 2}),
+    ("llama-3.1-8b", 6, "dp=8", 0, {"zero": 1, "recompute": KEPT, "microbatches": 2}),
+    ("llama-3.1-8b", 6, "tp=2 pp=2", 2, {"recompute": KEPT, "microbatches": 4}),
+    ("llama-3.1-8b", 6, "cp=4", 0, {"zero": 1, "recompute": KEPT, "microbatches": 2}),
+    ("llama-3.1-8b", 6, "cp=4", 0, {"recompute": KEPT, "context": "ulysses"}),
+    ("deepseek-v3", 4, "dp=64 pp=2 ep=64", 64, {"zero": 1, "recompute": KEPT}),
+    ("qwen3-30b-a3b", 4, "dp=8 ep=8", 0, {"recompute": "full:2-but-attention"}),
     ("llama-3.1-8b", 6, "cp=4 pp=3", 4, {"microbatches": 5, "zero": 1}),
     ("mixtral-8x7b", 2, "dp=8 ep=8", 0, {"microbatches": 1, "zero": 2}),
     ("mixtral-8x7b", 4, "dp=16 ep=8", 0, {"microbatches": 2, "zero": 3, "recompute": "full"}),
