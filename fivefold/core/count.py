@@ -191,10 +191,9 @@ def repeated_flops(shape: Shape, seq: int, stages: Iterable[tuple[range, Recompu
     for layers, rule in stages:
         for i in layers:
             flops = layer_flops(shape, i, seq)
-            attention = flops.attention + flops.scores
             experts = flops.router + flops.experts + flops.shared_experts
-            found += attention * rule.repeats("attention") + flops.mlp * rule.repeats("mlp")
-            found += experts * rule.repeats("experts")
+            found += flops.attention * rule.repeats("attention") + flops.mlp * rule.repeats("mlp")
+            found += flops.scores * rule.attends_again + experts * rule.repeats("experts")
     return found
 
 

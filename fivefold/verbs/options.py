@@ -29,7 +29,7 @@ _VALUES = {  # that Tab completes
     "schedule": catalog.names,
     "context": lambda: CONTEXT_KINDS,
     "zero": lambda: ("0", "1", "2", "3"),
-    "recompute": lambda: ("none", "selective", "full"),
+    "recompute": lambda: ("none", "selective", "full", "full-but-attention"),
     "precision": lambda: PRECISIONS,
 }
 
@@ -73,7 +73,8 @@ SHARED: dict[str, Any] = {
     "context": _option(str, f"Context kind: {', '.join(CONTEXT_KINDS)}.", values="context"),
     "recompute": _option(
         str,
-        "Recompute: none, selective, full[:K], modules as in norm+mlp; some stages: full@0-1.",
+        "Recompute: none, selective, full[:K], full-but-attention, modules as in norm+mlp; some "
+        "stages: full@0-1.",
         values="recompute",
     ),
     "balance": _option(

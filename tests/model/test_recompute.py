@@ -121,6 +121,19 @@ def test_selective_runs_no_product_and_no_attention_twice() -> None:
     assert selective["silu.default"] == 3 * LLAMA.layers
 
 
+@pytest.mark.parametrize("shape", SHAPES[:3])
+def test_attention_that_is_kept_runs_once(shape: Shape) -> None:
+    """Its result and log-sum-exp are kept, and nothing else beside what `full` keeps. (On CPUs a
+    kernel may save repeated keys and values.)"""
+    shape = replace(shape, kv_heads=shape.heads)
+    kernel = "_scaled_dot_product_flash_attention_for_cpu.default"
+    plain, kept_once = (calls(recomputing(shape, each), shape) for each in ("none", KEPT[0]))
+    assert kept_once[kernel] == plain[kernel]
+    assert kept_once["mm.default"] == calls(recomputing(shape, "full"), shape)["mm.default"]
+    more = kept(shape, "full") - kept(shape, "full-but-attention")
+    assert more == shape.heads * shape.head_dim + shape.heads
+
+
 def kept(shape: Shape, rule: str) -> float:
     """What a rule saves less than none, in numbers of one token of one block."""
     saved = kept_bytes(filled(shape), shape) - kept_bytes(recomputing(shape, rule), shape)

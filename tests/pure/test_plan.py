@@ -336,6 +336,7 @@ def test_schedule_from_a_file_brings_its_numbers(tmp_path: Path) -> None:
 
 
 RULES = ["none", "selective", "full", "full:4", "norm+mlp", "selective,full@0-1", "none,act@3"]
+RULES += ["full-but-attention", "full:2-but-attention", "full,full-but-attention@0-1"]
 
 
 @pytest.mark.parametrize("text", RULES)
@@ -343,7 +344,20 @@ def test_recompute_text(text: str) -> None:
     assert str(StageRecompute.parse(text)) == text
 
 
-@pytest.mark.parametrize("text", ["", "ful", "full:0", "selective:2", "full:x", "norm+norm", "a+b"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "ful",
+        "full-but",
+        "norm-but-attention",
+        "full:0",
+        "selective:2",
+        "full:x",
+        "norm+norm",
+        "a+b",
+    ],
+)
 def test_recompute_refuses(text: str) -> None:
     with pytest.raises(FivefoldError, match="full:K"):
         StageRecompute.parse(text)

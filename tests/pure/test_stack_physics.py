@@ -188,6 +188,8 @@ def test_recomputation_counts_as_work_of_the_hardware() -> None:
     assert repeated_flops(SHAPE, 8192, [(layers, Recompute())]) == 0
     some = repeated_flops(SHAPE, 8192, [(layers, Recompute.parse("attention"))])
     assert some == pytest.approx((model.attention + model.scores) / 3)
+    kept = repeated_flops(SHAPE, 8192, [(layers, Recompute.parse("full-but-attention"))])
+    assert full - kept == pytest.approx(model.scores / 3)
 
 
 def test_estimates_have_both_utilisations() -> None:

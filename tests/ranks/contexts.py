@@ -43,8 +43,9 @@ DEGREES = (2, 4, 8)
 MOST_RANKS = 8
 DATA, STAGES, HEADS = "dp=2 tp=2 cp=2", "tp=2 pp=2 cp=2", "tp=2 cp=2"
 SCHEDULES = ("zb-h1", "zb-v", "dualpipe-v")
-RECOMPUTES = ("none", "selective", "norm+attention", "act+mlp", "full:2")
-OF_ATTENTION = ("selective", "norm+attention", "full:2")  # computes some of it again
+RECOMPUTES = ("none", "selective", "norm+attention", "act+mlp", "full:2", "full-but-attention")
+# They compute some of it again.
+OF_ATTENTION = ("selective", "norm+attention", "full:2", "full-but-attention")
 ROWS: dict[str, dict[str, int | bool]] = {
     "whole": {},
     "packed": {"packed": True},

@@ -23,7 +23,10 @@ MODELS = (
     "qwen3-30b-a3b",
     "deepseek-v2-lite",
 )
-RECOMPUTES = (*MODULES, "none", "none", "selective", "full", "full:2", "attention+mlp+experts")
+KEPT = ("full-but-attention", "full:2-but-attention")
+RECOMPUTES = (
+    *(*MODULES, "none", "none", "selective", "full", "full:2", "attention+mlp+experts", *KEPT),
+)
 BALANCES = ("none", "none", "aux", "aux-seq+z", "capacity-pad:1.25")
 TRAININGS: tuple[dict[str, Any], ...] = ({}, {}, {"states": "bf16"}, {"optimizer": "sgd"})
 

@@ -102,6 +102,7 @@ def test_every_zero_stage(pool: Pool, layout: str, zero: int) -> None:
         {"layout": "dp=2 tp=2", "recompute": "selective"},
         {"layout": "dp=2 tp=2", "recompute": "full"},
         {"layout": "dp=2 tp=2", "recompute": "full:2"},
+        {"layout": "tp=2 pp=2", "schedule": "zb-v", "recompute": "full-but-attention"},
         {"layout": "dp=2 tp=2", "sp": False},
         {"layout": "dp=2 tp=2", "packed": True},
         {"layout": "dp=3", "microbatches": 3, "microbatch_size": 2},

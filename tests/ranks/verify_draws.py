@@ -17,7 +17,10 @@ from fivefold.verify.trial import VerifySettings
 
 MOST_RANKS = 8
 BALANCES = ("none", "aux", "aux-seq+z", "aux-global", "bias", "capacity:1.25", "capacity-pad:1")
-RECOMPUTES = (*MODULES, "none", "none", "selective", "full", "full:2", "attention+mlp+experts")
+KEPT = ("full-but-attention", "full:2-but-attention")
+RECOMPUTES = (
+    *(*MODULES, "none", "none", "selective", "full", "full:2", "attention+mlp+experts", *KEPT),
+)
 LATENTS = {
     "head_dim": "6",
     "kv_heads": "8",
