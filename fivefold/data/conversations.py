@@ -104,9 +104,9 @@ class ChatEncoder:
         """The row of each line or table; None for a blank line."""
         if isinstance(block.rows, list):
             return block.rows
-        if not block.lines:
-            rule = "it is a text and has no conversations; give JSONL, parquet or Arrow files"
-            raise BadFile(block.path, [rule])
+        if block.unit == "file":
+            rule = "it is one text and has no rows; give JSONL, parquet or Arrow files"
+            raise BadFile(block.path, [f"{rule}, or a .json file that is an array of objects"])
         lines = enumerate(lines_of(block.rows))
         return [line_row(one, block.where(at)) if one.strip() else None for at, one in lines]
 

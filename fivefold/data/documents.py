@@ -222,7 +222,7 @@ class EncodedBlock(NamedTuple):
 
 @dataclass(frozen=True)
 class BlockEncoder:
-    """Encodes the texts of a block: a field of JSON lines, a column of a table, or a file."""
+    """Encodes the texts of a block: a field of JSON objects, a column of a table, or a file."""
 
     encoder: Encoder
     column: str = "text"
@@ -264,8 +264,9 @@ class BlockEncoder:
     def _texts(self, block: RowBlock) -> list[bytes | None]:
         """The text of each row; None for a blank line."""
         if isinstance(block.rows, list):
-            return [self._value(row, block.where(at)) for at, row in enumerate(block.rows)]
-        if not block.lines:
+            take = self._field if block.unit == "element" else self._value
+            return [take(row, block.where(at)) for at, row in enumerate(block.rows)]
+        if block.unit == "file":
             return [block.rows]
         texts: list[bytes | None] = []
         for row, line in enumerate(lines_of(block.rows)):
@@ -291,7 +292,7 @@ class BlockEncoder:
         try:
             return text.encode()
         except UnicodeEncodeError as error:
-            rule = f"half of a surrogate pair: {error}; correct that line"
+            rule = f"half of a surrogate pair: {error}; correct that text"
             raise BadFile(where, [rule]) from error
 
 

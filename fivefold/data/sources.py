@@ -1,4 +1,4 @@
-"""Input files as blocks of rows: text, JSONL, parquet and Arrow, compressed or not.
+"""Input files as blocks of rows: text, JSON, JSONL, parquet and Arrow, compressed or not.
 
 What a file is, is decided by its first bytes and by its ending. A block is about a megabyte, so
 that memory does not grow with a file; only a text file, which is one document, is read in full.
@@ -19,10 +19,13 @@ from typing import IO, Any, Literal, NamedTuple, cast
 
 from fivefold.core.errors import BadFile, FivefoldError
 from fivefold.data import table_files
+from fivefold.data.json_arrays import json_kind, read_elements
 from fivefold.data.table_files import TABLES
 
-FileKind = Literal["text", "lines", "parquet", "arrow", "stream"]
-_JSONL = (".jsonl", ".ndjson")
+FileKind = Literal["text", "lines", "array", "parquet", "arrow", "stream"]
+Unit = Literal["line", "element", "row", "file"]
+_JSON = ".json"
+_JSONL: dict[str, FileKind] = {".jsonl": "lines", ".ndjson": "lines"}
 _HEAD, BLOCK = 8192, 1 << 20  # bytes
 _GZIP, _ZSTD = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
 _ENDINGS = {".gz": _GZIP, ".zst": _ZSTD}
@@ -54,21 +57,21 @@ class Sources:
 
 
 class RowBlock(NamedTuple):
-    """Consecutive rows of a file: the bytes of lines or of a text, or rows of a table."""
+    """Consecutive rows of a file: the bytes of lines or of a text, rows of a table, or objects."""
 
     file: int  # its number among the files
     path: str
     first: int  # the number of the first row, from 0
     num_rows: int
     rows: bytes | list[Any]
-    lines: bool  # whether bytes are lines of JSON
+    unit: Unit  # what a row is: a line of JSON, an element of an array, of a table, or the file
     num_bytes: int  # on disk
 
     def where(self, row: int) -> str:
         """The place of a row of this block, in words."""
-        if isinstance(self.rows, list):
-            return f"{self.path}, row {self.first + row + 1}"
-        return f"{self.path}, line {self.first + row + 1}" if self.lines else self.path
+        if self.unit == "file":
+            return self.path
+        return f"{self.path}, {self.unit} {self.first + row + 1}"
 
 
 def find_sources(inputs: Sequence[Path]) -> Sources:
@@ -96,8 +99,8 @@ def find_sources(inputs: Sequence[Path]) -> Sources:
         more = sum(map(len, skipped.values()))
         left = f", and {more:,} left out" if more else ""
         raise FivefoldError(
-            f"no files in {', '.join(map(str, inputs))} with text{left}: give text, JSONL, parquet "
-            "or Arrow files, or folders of them"
+            f"no files in {', '.join(map(str, inputs))} with text{left}: give text, JSON, JSONL, "
+            "parquet or Arrow files, or folders of them"
         )
     return Sources(tuple(found), skipped)
 
@@ -117,9 +120,18 @@ def _named(path: Path) -> InputFile:
         raise BadFile(str(path), ["there is no such file or folder; check the path"])
     found = _kind(path)
     if found is None:
-        rule = "it is binary, and no text, JSONL, parquet or Arrow file"
+        rule = "it is binary, and no text, JSON, JSONL, parquet or Arrow file"
         raise BadFile(str(path), [f"{rule}; leave it out, or convert it to UTF-8 text"])
+    if found.kind == "text" and _plain(path).suffix == _JSON:
+        rule = "its JSON has no rows: it is neither an array of objects nor an object a line"
+        way = "give one of these, or name it .txt to take it as one text"
+        raise BadFile(str(path), [f"{rule}; {way}"])
     return found
+
+
+def _plain(path: Path) -> Path:
+    """The path without the ending of its compression."""
+    return path.with_suffix("") if path.suffix in _ENDINGS else path
 
 
 def _inside(folder: Path) -> list[Path]:
@@ -140,17 +152,18 @@ def _inside(folder: Path) -> list[Path]:
 
 def _kind(path: Path) -> InputFile | None:
     """What a file is; None if it is binary and nothing that is known."""
-    plain, packed = path, _ENDINGS.get(path.suffix, b"")
+    ending, packed = _plain(path).suffix, _ENDINGS.get(path.suffix, b"")
     try:
         if not path.is_file():  # a pipe can be read only once
-            return InputFile(path, "lines" if path.suffix in _JSONL else "text")
+            return InputFile(
+                path, "array" if path.suffix == _JSON else _JSONL.get(path.suffix, "text")
+            )
         with path.open("rb") as raw:
             head = raw.read(_HEAD)
     except OSError as error:
         raise BadFile(str(path), [f"{error.strerror or error}; check the path"]) from error
     packed = packed or next((each for each in _ENDINGS.values() if head.startswith(each)), b"")
     if packed:
-        plain = path.with_suffix("") if path.suffix in _ENDINGS else path
         with _opened(InputFile(path, "text", packed)) as (stream, _):
             head = stream.read(_HEAD)
     if (kind := table_files.kind_of(head)) is not None:
@@ -160,7 +173,11 @@ def _kind(path: Path) -> InputFile | None:
         return InputFile(path, kind)
     if head.startswith(_BINARY) or b"\0" in head or _is_garbled(head):
         return None
-    return InputFile(path, "lines" if plain.suffix in _JSONL else "text", packed)
+    kind = _JSONL.get(ending, "text")
+    if ending == _JSON:
+        with _opened(InputFile(path, "text", packed)) as (stream, _):
+            kind = json_kind(stream) or "text"
+    return InputFile(path, kind, packed)
 
 
 def _is_garbled(head: bytes) -> bool:
@@ -234,7 +251,7 @@ def read_blocks(
                 if at + len(rows) > skip:
                     cut = max(0, skip - at)
                     some = rows[cut:]
-                    yield RowBlock(number, str(path), at + cut, len(some), some, False, num_bytes)
+                    yield RowBlock(number, str(path), at + cut, len(some), some, "row", num_bytes)
                 at += len(rows)
         else:
             yield from _text_blocks(number, source, skip)
@@ -246,19 +263,33 @@ def _text_blocks(number: int, source: InputFile, skip: int) -> Iterator[RowBlock
         if source.kind == "text":
             if not skip:
                 data = stream.read()
-                yield RowBlock(number, path, 0, 1, data, False, raw.tell() if raw.seekable() else 0)
+                yield RowBlock(number, path, 0, 1, data, "file", _position(raw))
             return
         at = 0
+        if source.kind == "array":
+            for rows in read_elements(stream, path, BLOCK):
+                if some := rows[max(0, skip - at) :]:
+                    first, position = at + len(rows) - len(some), _position(raw)
+                    size = position - told
+                    yield RowBlock(number, path, first, len(some), some, "element", size)
+                    told = position
+                at += len(rows)
+            return
         while data := stream.read(BLOCK) + stream.readline():
             num_lines = data.count(b"\n") + (not data.endswith(b"\n"))
-            position = raw.tell() if raw.seekable() else 0  # a pipe has none
+            position = _position(raw)
             if at + num_lines > skip:
                 cut = max(0, skip - at)
                 rest = data.split(b"\n", cut)[-1] if cut else data
                 size = num_lines - cut
-                yield RowBlock(number, path, at + cut, size, rest, True, position - told)
+                yield RowBlock(number, path, at + cut, size, rest, "line", position - told)
                 told = position
             at += num_lines
+
+
+def _position(raw: IO[bytes]) -> int:
+    """How many bytes of a file were read; a pipe does not say."""
+    return raw.tell() if raw.seekable() else 0
 
 
 def line_row(line: bytes, where: str) -> dict[str, Any]:

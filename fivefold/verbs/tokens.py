@@ -36,8 +36,8 @@ InputsArgument = Annotated[
     list[Path],
     typer.Argument(
         metavar="INPUT...",
-        help="Text, JSONL, parquet or Arrow files (.gz, .zst), or folders of them; with --check or "
-        "--info, token folders.",
+        help="Text, JSON, JSONL, parquet or Arrow files (.gz, .zst), or folders of them; with "
+        "--check or --info, token folders.",
     ),
 ]
 OutputFolder = Annotated[
@@ -48,7 +48,7 @@ TokenizerOption = Annotated[
 ]
 ColumnOption = Annotated[
     str | None,
-    typer.Option("--column", "--field", help="Column or JSONL field with the text, or messages."),
+    typer.Option("--column", "--field", help="Column or JSON field with the text, or messages."),
 ]
 ChatOption = Annotated[
     bool,

@@ -119,7 +119,9 @@ def test_tables_are_read_by_column(tmp_path: Path, capsys: pytest.CaptureFixture
 
 
 def lines_of(path: Path, texts: list[str]) -> Sources:
-    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    rows = [json.dumps({"text": text}) for text in texts]
+    is_array = path.suffix == ".json"
+    path.write_text(f"[{', '.join(rows)}]" if is_array else "".join(f"{row}\n" for row in rows))
     return find_sources([path])
 
 
@@ -144,8 +146,9 @@ def many_lines(path: Path) -> Sources:
     return lines_of(path, mixed)
 
 
-def test_the_folder_does_not_depend_on_the_workers(tmp_path: Path) -> None:
-    sources = many_lines(tmp_path / "a.jsonl")
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json"])
+def test_the_folder_does_not_depend_on_the_workers(tmp_path: Path, name: str) -> None:
+    sources = many_lines(tmp_path / name)
     assert sources.num_bytes > 2 * BLOCK
     for workers in (1, 2):
         tokenized(sources, tmp_path / str(workers), workers=workers, dedup=True, shard_tokens=10**5)
@@ -153,9 +156,11 @@ def test_the_folder_does_not_depend_on_the_workers(tmp_path: Path) -> None:
     assert one == two and len(one.shards) > 5
 
 
-@pytest.mark.parametrize("dedup", [False, True])
-def test_a_killed_run_leaves_no_folder_and_goes_on(tmp_path: Path, dedup: bool) -> None:
-    sources = many_lines(tmp_path / "a.jsonl")
+@pytest.mark.parametrize(
+    ("name", "dedup"), [("a.jsonl", False), ("a.jsonl", True), ("a.json", True)]
+)
+def test_a_killed_run_leaves_no_folder_and_goes_on(tmp_path: Path, name: str, dedup: bool) -> None:
+    sources = many_lines(tmp_path / name)
     whole = tokenized(sources, tmp_path / "whole", dedup=dedup, shard_tokens=10**5)
     ticks: list[float] = []
 
@@ -175,7 +180,7 @@ def test_a_killed_run_leaves_no_folder_and_goes_on(tmp_path: Path, dedup: bool) 
     assert (again.index, again.left_out) == (whole.index, whole.left_out)
     assert read_index(tmp_path / "d") == read_index(tmp_path / "whole")
     open_corpus(tmp_path / "d", 257, verify=True)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.jsonl", "d", "whole"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [name, "d", "whole"]
 
 
 def test_other_options_or_files_start_anew(tmp_path: Path) -> None:
