@@ -1,7 +1,8 @@
 """Low-rank adapters as PEFT stores them: `adapter_config.json` and `adapter_model.safetensors`.
 
-Each of our factors is one tensor of theirs, under the name of the linear in Hugging Face files;
-stacked experts are in one tensor for each expert.
+Each of our factors is one tensor of theirs, under the name of the linear in Hugging Face files.
+Those of stacked experts are written as `expert_adapters` says, and read from there, or from one
+tensor for each expert, which PEFT saved while transformers had a linear for each.
 """
 
 from __future__ import annotations
@@ -22,6 +23,15 @@ from fivefold.core.errors import BadFile, FivefoldError
 from fivefold.core.shape import Shape
 from fivefold.core.tuning import ADAPTER, ALL, Tuning
 from fivefold.core.weights import Weight, weights
+from fivefold.huggingface.expert_adapters import (
+    DOWN,
+    FUSED,
+    ExpertLayer,
+    FusedPlace,
+    expert_layers,
+    find_fused,
+    fused_factors,
+)
 from fivefold.huggingface.files import read_json, write_json
 from fivefold.huggingface.names import to_hf
 
@@ -30,8 +40,9 @@ _PREFIX, _FACTORS = "base_model.model.", {"a": "lora_A", "b": "lora_B"}
 # What changes the arithmetic, and what we compute.
 _USUAL: dict[str, Any] = {
     **{"use_dora": False, "fan_in_fan_out": False, "lora_bias": False, "bias": "none"},
-    **{"rank_pattern": {}, "alpha_pattern": {}, "modules_to_save": None},
+    "modules_to_save": None,
 }
+_PATTERNS = {"rank_pattern": "r", "alpha_pattern": "lora_alpha"}
 _SHOWN = 8
 
 
@@ -80,19 +91,19 @@ def write_adapter(
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise FivefoldError(f"{folder} is there already: give a folder that is new or empty")
     tensors: dict[str, Tensor] = {}
-    found = list(_linears(shape))
-    for one, modules in found:
-        for factor, theirs in _FACTORS.items() if tuning.adapts(one.name) else ():
+    for one, modules in _linears(shape):
+        for factor in _FACTORS if tuning.adapts(one.name) and not one.expert else ():
             values = read(f"{one.name.removesuffix('.weight')}{ADAPTER}{factor}").to(dtype)
-            parts = values.unbind() if one.expert else [values]
-            for module, part in zip(modules, parts, strict=True):
-                tensors[f"{_PREFIX}{module}.{theirs}.weight"] = part.contiguous()
+            tensors[_name(modules[0], factor)] = values.contiguous()
+    for layer in expert_layers(shape):
+        for module, *pair in fused_factors(layer, tuning, lambda name: read(name).to(dtype)):
+            tensors |= {_name(module, each): part for each, part in zip("ab", pair, strict=True)}
     beside = folder.with_name(folder.name + ".part")
     shutil.rmtree(beside, ignore_errors=True)  # left by a writer that was killed
     try:
         beside.mkdir(parents=True)
         save_file(tensors, beside / FILE, metadata={"format": "pt"})
-        write_json(beside / CONFIG, _config(tuning, found, base))
+        write_json(beside / CONFIG, _config(shape, tuning, base))
         beside.rename(folder)
     except (OSError, SafetensorError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
@@ -102,11 +113,24 @@ def write_adapter(
     return [folder / FILE]
 
 
-def _config(tuning: Tuning, found: list[tuple[Weight, list[str]]], base: str) -> dict[str, Any]:
-    adapted = [module for one, modules in found if tuning.adapts(one.name) for module in modules]
-    others = [module for one, modules in found if not tuning.adapts(one.name) for module in modules]
-    leaves = {module.rpartition(".")[2] for module in adapted}
-    by_leaf = not leaves & {module.rpartition(".")[2] for module in others}
+def _config(shape: Shape, tuning: Tuning, base: str) -> dict[str, Any]:
+    """What PEFT wraps: modules, and parameters where experts are stacked.
+
+    Where a model has experts, PEFT takes every linear named as one of theirs for an expert. Other
+    MLPs of it are therefore named by their parameters too.
+    """
+    layers = list(expert_layers(shape))
+    adapted: dict[bool, list[str]] = {True: [], False: []}
+    parameters: dict[bool, list[str]] = {True: [], False: []}
+    for one, (module, *_) in _linears(shape):
+        if not one.expert:
+            is_parameter = bool(layers) and ".mlp." in one.name
+            names = parameters if is_parameter else adapted
+            names[tuning.adapts(one.name)].append(f"{module}.weight" if is_parameter else module)
+    for layer in layers:
+        given = layer.parameters(layer.adapted(tuning))
+        for each in (FUSED, DOWN):
+            parameters[each in given].append(f"{layer.module}.{each}")
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -114,11 +138,39 @@ def _config(tuning: Tuning, found: list[tuple[Weight, list[str]]], base: str) ->
         "r": tuning.rank,
         "lora_alpha": tuning.alpha,
         "lora_dropout": 0.0,
-        "target_modules": sorted(leaves) if by_leaf else adapted,
+        "target_modules": _shortest(adapted[True], adapted[False], 1),
+        "target_parameters": _shortest(parameters[True], parameters[False], 4) or None,
         "use_rslora": False,
         "inference_mode": True,
         **_USUAL,
+        **_doubled(layers, tuning),
     }
+
+
+def _shortest(adapted: list[str], others: list[str], most: int) -> list[str]:
+    """The last words of names if they say which are adapted, else the names."""
+
+    def ends(names: list[str]) -> set[str]:
+        """Without the number of the layer, at most so many words."""
+        words = [name.rpartition(".layers.")[2].split(".")[1:] for name in names]
+        return {".".join(each[-most:]) for each in words}
+
+    return sorted(ends(adapted)) if not ends(adapted) & ends(others) else adapted
+
+
+def _doubled(layers: list[ExpertLayer], tuning: Tuning) -> dict[str, Any]:
+    """Ranks and scales of gate and up that have an adapter each in one parameter."""
+    kinds = {layer.module: set(layer.adapted(tuning)) for layer in layers}
+    both = [module for module, each in kinds.items() if {"gate", "up"} <= each]
+    one = [module for module, each in kinds.items() if len({"gate", "up"} & each) == 1]
+    names = [f"{module}.{FUSED}" for module in both]
+    keys = (
+        names
+        if one
+        else sorted({name.rpartition(".layers.")[2].split(".", 1)[1] for name in names})
+    )
+    values = {"rank_pattern": 2 * tuning.rank, "alpha_pattern": 2 * tuning.alpha}
+    return {pattern: dict.fromkeys(keys, value) for pattern, value in values.items()}
 
 
 class AdapterFolder:
@@ -137,14 +189,16 @@ class AdapterFolder:
             for one, modules in _linears(shape)
             if any(_name(module, "a") in sizes for module in modules)
         }
-        self.tuning = Tuning(rank, _alpha(config, rank), _targets(shape, set(self._modules)))
-        wanted: dict[str, tuple[int, ...]] = {}
+        self._fused, wanted = find_fused(shape, sizes, rank, _name)
+        adapted = {*self._modules, *self._fused}
+        self.tuning = Tuning(rank, _alpha(config, rank), _targets(shape, adapted))
         for one, modules in _linears(shape):
             outputs, inputs = one.shape[-2:]
             for module in modules if one.name in self._modules else ():
                 wanted[_name(module, "a")] = (rank, inputs)
                 wanted[_name(module, "b")] = (outputs, rank)
         problems += _differences(wanted, sizes)
+        problems += [] if problems else self._joined(rank)
         if problems:
             rest = [f"and {len(problems) - _SHOWN} more"] if len(problems) > _SHOWN else []
             raise BadFile(str(folder), [*problems[:_SHOWN], *rest])
@@ -152,10 +206,23 @@ class AdapterFolder:
     def weight(self, weight: Weight, dtype: torch.dtype) -> Tensor:
         """One of our factors, as `dtype`."""
         linear, _, factor = weight.name.rpartition(ADAPTER)
+        if (place := self._fused.get(f"{linear}.weight")) is not None:
+            return place.factor(factor, self._read(place, factor)).to(dtype)
         names = [_name(module, factor) for module in self._modules[f"{linear}.weight"]]
         with safe_open(self._file, "pt") as file:
             parts = [file.get_tensor(name).to(dtype) for name in names]
         return torch.stack(parts) if weight.expert else parts[0].contiguous()
+
+    def _read(self, place: FusedPlace, factor: str) -> Tensor:
+        with safe_open(self._file, "pt") as file:
+            return file.get_tensor(_name(place.module, factor))
+
+    def _joined(self, rank: int) -> Iterator[str]:
+        """Adapters of twice the rank that are not one for gate and one for up."""
+        for place in self._fused.values():
+            if place.rank != rank and not place.is_alone(self._read(place, "b")):
+                name = _name(place.module, "b")
+                yield f"{name} joins gate and up at rank {place.rank}: merge it in PEFT first"
 
     def _sizes(self) -> dict[str, tuple[int, ...]]:
         try:
@@ -176,6 +243,16 @@ def _unsupported(config: Mapping[str, Any]) -> Iterator[str]:
     for key, usual in _USUAL.items():
         if (config.get(key) or usual) != usual:
             yield f"{key} = {config[key]}: is not computed here; merge it in PEFT first"
+    for key, plain in _PATTERNS.items():
+        found: Mapping[str, Any] = config.get(key) or {}
+        is_double = all(
+            name.endswith(FUSED)
+            and value == 2 * config.get(plain, 8)
+            and not config.get("use_rslora")
+            for name, value in found.items()
+        )
+        if not is_double or bool(found) != any(config.get(each) for each in _PATTERNS):
+            yield f"{key} = {found}: is not computed here; merge it in PEFT first"
 
 
 def _alpha(config: Mapping[str, Any], rank: int) -> float:
