@@ -1,6 +1,8 @@
 """The process that runs a chat template: a job in JSON on standard input, its text on standard
 output. It imports nothing of this package, and opens no file once the template runs.
 
+With `--many` it stays, and renders one job a line.
+
 A job of many `conversations` gets the text of each, and where the assistant speaks in it: what the
 template itself puts between `{% generation %}` and `{% endgeneration %}`, or else what a turn adds
 to the prompt that asks for it.
@@ -9,8 +11,10 @@ to the prompt that asks for it.
 from __future__ import annotations
 
 import json
+import os
 import resource
 import secrets
+import signal
 import sys
 from collections.abc import Callable
 from datetime import datetime
@@ -48,8 +52,40 @@ class Generation(Extension):
 
 def main(seconds: int) -> None:
     """Render one job."""
-    import_module("jinja2.debug")  # Jinja loads it at the first error, when no file can be opened
     job = json.loads(sys.stdin.buffer.read())
+    environment = _prepared()
+    _limit_time(seconds)
+    if "conversations" in job:
+        print(json.dumps([_conversation(environment, job, one) for one in job["conversations"]]))
+    else:
+        print(json.dumps(_rendered(environment, job)))
+
+
+def main_of_many(seconds: int) -> None:
+    """Render one job after another, each a line. The template comes first, and is compiled once;
+    every job has a fork of its own, with its own limits."""
+    job = json.loads(sys.stdin.buffer.readline())
+    environment = _prepared()
+    used = resource.getrusage(resource.RUSAGE_SELF).ru_utime
+    resource.setrlimit(resource.RLIMIT_CPU, (int(used) + 1 + seconds, resource.RLIM_INFINITY))
+    _caught(lambda: {"text": str(_compiled(environment, job["template"]))})
+    resource.setrlimit(resource.RLIMIT_CPU, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    for line in sys.stdin.buffer:
+        child = os.fork()
+        if not child:
+            _limit_time(seconds)
+            print(json.dumps(_rendered(environment, {**job, **json.loads(line)})), flush=True)
+            os._exit(0)
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        if code == -signal.SIGXCPU:
+            print(json.dumps({"error": f"it ran for more than {seconds} s"}), flush=True)
+        elif code:
+            print(json.dumps({"error": f"its process ended with code {code}"}), flush=True)
+
+
+def _prepared() -> ImmutableSandboxedEnvironment:
+    """The sandbox, in a process that can open no file any more."""
+    import_module("jinja2.debug")  # Jinja loads it at the first error, when no file can be opened
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, Generation]
     )
@@ -65,11 +101,11 @@ def main(seconds: int) -> None:
     }
     for limit, most in limits.items():
         resource.setrlimit(limit, (most, most))
+    return environment
+
+
+def _limit_time(seconds: int) -> None:
     resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 1))  # the first is a signal
-    if "conversations" in job:
-        print(json.dumps([_conversation(environment, job, one) for one in job["conversations"]]))
-    else:
-        print(json.dumps(_rendered(environment, job)))
 
 
 def _rendered(environment: ImmutableSandboxedEnvironment, job: dict[str, Any]) -> dict[str, Any]:
@@ -164,4 +200,4 @@ def _to_json(value: Any, indent: int | None = None) -> str:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    (main_of_many if "--many" in sys.argv else main)(int(sys.argv[1]))

@@ -35,7 +35,7 @@ from fivefold.generate.requests import (
     StepBatch,
 )
 from fivefold.generate.routing import RecordedRoutes, RouteStore
-from fivefold.generate.sampling import Draw, as_pairs, draw_tokens
+from fivefold.generate.sampling import Draw, as_rows, draw_tokens, likeliest_tokens
 from fivefold.generate.scheduler import ScheduleLimits, Scheduler
 from fivefold.generate.step_tensors import StepTensors, step_tensors
 from fivefold.model.batch import TokenBatch
@@ -195,6 +195,12 @@ def _wanted(
     return rows
 
 
+def _pairs(sequence: SequenceState, numbers: Sequence[float]) -> tuple[tuple[int, float], ...]:
+    """The likeliest tokens that a request asks for."""
+    stop = 2 + 2 * sequence.request.alternatives
+    return tuple((int(numbers[i]), numbers[i + 1]) for i in range(2, stop, 2))
+
+
 class Engine:
     """Requests that wait and run, and those that have ended and were not yet collected."""
 
@@ -264,18 +270,17 @@ class Engine:
     def _begin(self, batches: Sequence[StepBatch]) -> _Flight:
         """Run this rank's stage of its replica's batch, and begin to share what is drawn."""
         logits_NV = self.forward(batches[self.ranks.replica])
-        waiting: list[tuple[SequenceState, int]] = []
+        rows_of = [self._rows(*each) for each in zip(batches, self.schedulers, strict=True)]
+        waiting = [row for rows in rows_of for row in rows]
+        # All ranks know all requests, and so how many numbers a row has.
+        most = max((sequence.request.alternatives for sequence, _ in waiting), default=0)
         drawn: list[Tensor] = []
-        for replica, (batch, home) in enumerate(zip(batches, self.schedulers, strict=True)):
-            sequences = [self._sequences[chunk.id] for chunk in batch.chunks]
-            home.computed(batch, sequences)
-            rows = _wanted(batch, sequences)
-            waiting += rows
+        for replica, rows in enumerate(rows_of):
             if replica == self.ranks.replica and self.ranks.draws and rows:
-                drawn.append(self._draw(rows, logits_NV))
+                drawn.append(self._draw(rows, logits_NV, most))
             else:
-                zeros = torch.zeros(len(rows), 2, dtype=torch.float64, device=logits_NV.device)
-                drawn.append(zeros)
+                size = (len(rows), 2 + 2 * most)
+                drawn.append(torch.zeros(size, dtype=torch.float64, device=logits_NV.device))
         for row, (sequence, _) in enumerate(waiting):
             sequence.draw_in(row)
         table = torch.cat(drawn)
@@ -283,24 +288,32 @@ class Engine:
             self.drawn.put(table[:, 0])
         return _Flight(tuple(waiting), self.ranks.share(table) if waiting else alone(table))
 
-    def _draw(self, rows: Sequence[tuple[SequenceState, int]], logits_NV: Tensor) -> Tensor:
-        """The next token of each sequence, and its log-probability."""
+    def _rows(self, batch: StepBatch, home: Scheduler) -> list[tuple[SequenceState, int]]:
+        """What is drawn of a batch that is under way."""
+        sequences = [self._sequences[chunk.id] for chunk in batch.chunks]
+        home.computed(batch, sequences)
+        return _wanted(batch, sequences)
+
+    def _draw(
+        self, rows: Sequence[tuple[SequenceState, int]], logits_NV: Tensor, most: int
+    ) -> Tensor:
+        """The next token of each sequence and its log-probability, and the likeliest ones."""
         draws: list[Draw] = []
         for sequence, index in rows:
             asked = sequence.request
             target = asked.targets[index] if asked.targets else None
-            draws.append(Draw(asked.sampling, asked.id, index, target))
+            draws.append(Draw(asked.sampling, asked.drawn_as or asked.id, index, target))
         if self.watch is not None:
             for draw, logits_V in zip(draws, logits_NV, strict=True):
                 self.watch(draw.request, draw.index, logits_V)
-        return draw_tokens(logits_NV, draws)
+        drawn_N2 = draw_tokens(logits_NV, draws)
+        return torch.cat([drawn_N2, likeliest_tokens(logits_NV, most)], 1) if most else drawn_N2
 
     def _end_first(self) -> list[DrawnToken]:
         """Wait for the draws of the batch that was begun first."""
         flight, found = self._flights.popleft(), list[DrawnToken]()
-        pairs = zip(as_pairs(flight.drawn()), flight.rows, strict=True)
-        for (token, logprob), (sequence, index) in pairs:
-            id = sequence.request.id
+        for numbers, (sequence, index) in zip(as_rows(flight.drawn()), flight.rows, strict=True):
+            id, token, logprob = sequence.request.id, int(numbers[0]), numbers[1]
             if self._sequences.get(id) is not sequence:  # it was ended meanwhile
                 continue
             if sequence.request.targets:
@@ -309,7 +322,7 @@ class Engine:
                 reason = sequence.append(token, logprob)
             if reason is not None:
                 self.end(id, reason)
-            found.append(DrawnToken(id, index, token, logprob, reason))
+            found.append(DrawnToken(id, index, token, logprob, reason, _pairs(sequence, numbers)))
         return found
 
     def end(self, id: str, reason: Reason) -> None:

@@ -33,7 +33,8 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Request:
-    """A prompt to go on with. Draws depend on its id, and on nothing else that runs.
+    """A prompt to go on with. Draws depend on its id, and on nothing else that runs; whoever gives
+    an id of the moment says what they depend on instead.
 
     With `targets` nothing is drawn: they are the tokens that follow the last tokens of the prompt,
     one each, and their log-probabilities are wanted. The last target is no part of the prompt.
@@ -45,6 +46,8 @@ class Request:
     sampling: Sampling = Sampling()
     stop_tokens: frozenset[int] = frozenset()  # each ends the completion, and is its last token
     targets: tuple[int, ...] = ()  # and max_tokens is 0
+    drawn_as: str = ""  # what draws depend on in place of the id, if given
+    alternatives: int = 0  # so many of the likeliest tokens are wanted for every place
 
     def check(self, vocab: int, max_seq: int) -> None:
         """Refuse what the model cannot go on with."""
@@ -218,6 +221,7 @@ class DrawnToken:
     token: int
     logprob: float
     reason: Reason | None
+    alternatives: tuple[tuple[int, float], ...] = ()  # the likeliest tokens, if asked for
 
 
 @dataclass(frozen=True)

@@ -70,8 +70,22 @@ def choose(logits_NV: Tensor, draws: Sequence[Draw]) -> list[tuple[int, float]]:
 
 def as_pairs(drawn_N2: Tensor) -> list[tuple[int, float]]:
     """Tokens and log-probabilities as plain numbers."""
-    rows: list[list[float]] = cast("Any", drawn_N2).tolist()
-    return [(int(token), logprob) for token, logprob in rows]
+    return [(int(token), logprob) for token, logprob in as_rows(drawn_N2)]
+
+
+def as_rows(drawn_NK: Tensor) -> list[list[float]]:
+    """What was drawn, as plain numbers: a token and its log-probability, and what follows."""
+    return cast("Any", drawn_NK).tolist()
+
+
+def likeliest_tokens(logits_NV: Tensor, count: int) -> Tensor:
+    """The likeliest tokens of each row and their log-probabilities, (N, 2 · count) in float64: one
+    token after another, each before its number. Of equal logits the lower token comes first."""
+    wide_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32)).log_softmax(1)
+    # `topk` promises no order of equals, which ranks and batches would see.
+    sorted_NV, order_NV = wide_NV.sort(dim=1, descending=True, stable=True)
+    pairs_NC2 = torch.stack([order_NV[:, :count].double(), sorted_NV[:, :count].double()], 2)
+    return pairs_NC2.flatten(1)
 
 
 def draw_tokens(logits_NV: Tensor, draws: Sequence[Draw]) -> Tensor:

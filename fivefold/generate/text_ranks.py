@@ -23,6 +23,7 @@ from fivefold.generate.layout import (
     mesh_of,
     stage_of,
 )
+from fivefold.generate.scheduler import ScheduleLimits
 from fivefold.generate.text import Codec
 from fivefold.generate.writer import TextPiece, TextRequest, TextWriter
 from fivefold.launch.backend import Backend, forked_device
@@ -31,6 +32,7 @@ from fivefold.launch.worker import Worker
 from fivefold.model.regions import compiled, eager
 
 _PATIENCE = 600.0  # seconds of a step, or of reading weights
+_FREE_SHARE = 0.8  # of the memory of a GPU; the rest is for activations, graphs and logits
 
 Tell = Callable[[str], None]
 """Gets what is wrong, though it goes on."""
@@ -105,15 +107,7 @@ def write_rank(worker: Worker, task: TextTask) -> None:
 
 
 def _write(worker: Worker, task: TextTask, device: torch.device) -> None:
-    plan, fuse = task.plan, compiled if device.type == "cuda" else eager
-    worker.phase("load")
-    same = task.batch_invariant
-    mesh = mesh_of(plan, device, same)
-    stage = stage_of(plan, mesh, getattr(torch, task.dtype), same, fuse)
-    stage.fill(task.open_weights(partial(_warn, worker)))
-    blocks = min(blocks_within(stage.model, mesh, task.cache_gb * 1e9), _most_blocks(task))
-    routes = task.records_routes
-    engine = LayoutEngine(plan, mesh, stage, blocks, records_routes=routes, batch_invariant=same)
+    engine = engine_of_rank(worker, task, device, task.cache_gb * 1e9, _most_blocks(task))
     writer = TextWriter(engine, task.codec)
     for asked in task.requests:
         writer.add(asked)
@@ -123,7 +117,32 @@ def _write(worker: Worker, task: TextTask, device: torch.device) -> None:
             if worker.rank == 0 and (piece.text or piece.written):
                 worker.report(piece)
     engine.close()
-    mesh.close_groups()
+    engine.mesh.close_groups()
+
+
+def engine_of_rank(
+    worker: Worker,
+    task: TextTask,
+    device: torch.device,
+    cache_bytes: float | None,
+    most_blocks: int,
+    limits: ScheduleLimits | None = None,
+) -> LayoutEngine:
+    """The engine of a rank, with its weights. Without a number of bytes the cache has most of what
+    is free on the GPU when the weights are there."""
+    plan, fuse = task.plan, compiled if device.type == "cuda" else eager
+    worker.phase("load")
+    same = task.batch_invariant
+    mesh = mesh_of(plan, device, same)
+    stage = stage_of(plan, mesh, getattr(torch, task.dtype), same, fuse)
+    stage.fill(task.open_weights(partial(_warn, worker)))
+    if cache_bytes is None:
+        cache_bytes = _FREE_SHARE * torch.cuda.mem_get_info(device)[0]
+    blocks = min(blocks_within(stage.model, mesh, cache_bytes), most_blocks)
+    routes = task.records_routes
+    return LayoutEngine(
+        plan, mesh, stage, blocks, limits, records_routes=routes, batch_invariant=same
+    )
 
 
 def _warn(worker: Worker, reason: str) -> None:

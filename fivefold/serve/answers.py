@@ -1,0 +1,231 @@
+"""The choices of a call as they grow, and the JSON of them, whole or in chunks.
+
+The door holds the text: a stop text is found here, and the engine is told to end. Text and
+log-probabilities are given out together, when later tokens cannot change the text.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from fivefold.generate.requests import Reason, Request
+from fivefold.generate.text import NUM_BYTES, ByteCodec, Codec, TextStream
+from fivefold.serve.asked import ApiError, AskedText
+
+DONE = b"data: [DONE]\n\n"
+
+
+@dataclass(frozen=True)
+class TokenNote:
+    """A token of a choice with its numbers; `offset` is where its text begins."""
+
+    token: int
+    logprob: float
+    alternatives: tuple[tuple[int, float], ...]
+    offset: int
+
+
+class ServedChoice:
+    """One completion of a call."""
+
+    def __init__(
+        self, call: ServedCall, index: int, request: Request, codec: Codec, stops: tuple[str, ...]
+    ) -> None:
+        self.call, self.index, self.request = call, index, request
+        self.stream = TextStream(codec, stops)
+        self.num_tokens = 0
+        self.reason: Reason | None = None
+        self._text, self._taken = "", 0  # given out by the stream, and of this by us
+        self._notes: list[TokenNote] = []  # not yet given out
+
+    @property
+    def client(self) -> str:
+        return self.call.client
+
+    @property
+    def id(self) -> str:
+        return self.request.id
+
+    def push(
+        self,
+        token: int,
+        logprob: float,
+        reason: Reason | None,
+        alternatives: tuple[tuple[int, float], ...] = (),
+    ) -> None:
+        """Take a drawn token; the choice has ended if it has a reason then."""
+        self.num_tokens += 1
+        self.call.tick()
+        if reason != "stop":  # a stop token has no text
+            self._notes.append(TokenNote(token, logprob, alternatives, len(self.stream.text)))
+            self._text += self.stream.push(token)
+        if self.stream.stopped:
+            reason = "stop"
+        if reason is not None:
+            self._text += self.stream.finish()
+            self.reason = "stop" if self.stream.stopped else reason
+
+    def take(self) -> tuple[str, list[TokenNote]]:
+        """The text that is new, and the tokens of it."""
+        text, self._taken = self._text[self._taken :], len(self._text)
+        if self.reason is not None and not self.stream.stopped:
+            ready = len(self._notes)
+        else:
+            ready = sum(note.offset < self._taken for note in self._notes)
+        notes, self._notes = self._notes[:ready], self._notes[ready:]
+        return text, notes
+
+
+@dataclass(eq=False)
+class ServedCall:
+    """A request of a client on its way through the server."""
+
+    id: str
+    client: str
+    asked: AskedText
+    prompt_tokens: int
+    began: float  # seconds of the clock of all calls
+    created: int = field(default_factory=lambda: int(time.time()))
+    choices: list[ServedChoice] = field(default_factory=list[ServedChoice])
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+    error: ApiError | None = None
+    first: float | None = None  # when the first token came
+    last: float = 0.0
+
+    @property
+    def ended(self) -> bool:
+        """Whether nothing more will come."""
+        return self.error is not None or all(each.reason for each in self.choices)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(each.num_tokens for each in self.choices)
+
+    def tick(self) -> None:
+        """A token has come now."""
+        self.last = time.monotonic()
+        self.first = self.first or self.last
+
+    def fail(self, error: ApiError) -> None:
+        """Nothing more comes of it."""
+        self.error = error
+        self.changed.set()
+
+    def usage(self) -> dict[str, int]:
+        drawn = self.num_tokens
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": drawn,
+            "total_tokens": self.prompt_tokens + drawn,
+        }
+
+
+class AnswerWriter:
+    """Turns calls into the JSON of the API."""
+
+    def __init__(self, model: str, codec: Codec) -> None:
+        self.model, self.codec = model, codec
+        self._names = {number: name for name, number in codec.named().items()}
+
+    def whole(self, call: ServedCall) -> bytes:
+        """The answer of a call that has ended."""
+        choices = [self._whole_choice(each, call.asked) for each in call.choices]
+        return json.dumps(self._table(call, choices, call.usage(), whole=True)).encode()
+
+    def opening(self, call: ServedCall) -> bytes:
+        """What a stream begins with: in a chat, whose turn it is."""
+        if not call.asked.chat:
+            return b""
+        role = {"role": "assistant", "content": ""}
+        rows = [self._row(i, {"delta": role}, None, None) for i in range(len(call.choices))]
+        return b"".join(self._event(call, [row]) for row in rows)
+
+    def news(self, call: ServedCall, told: set[int]) -> bytes:
+        """What is new in all choices; `told` are those whose end was sent."""
+        events: list[bytes] = []
+        for each in call.choices:
+            if each.index in told:
+                continue
+            text, notes = each.take()
+            logprobs = self._logprobs(notes, call.asked) if notes else None
+            shown = {"delta": {"content": text}} if call.asked.chat else {"text": text}
+            if text or (logprobs and call.asked.logprobs):
+                events.append(self._event(call, [self._row(each.index, shown, logprobs, None)]))
+            if each.reason is not None:
+                empty: dict[str, Any] = {"delta": {}} if call.asked.chat else {"text": ""}
+                events.append(self._event(call, [self._row(each.index, empty, None, each.reason)]))
+                told.add(each.index)
+        return b"".join(events)
+
+    def closing(self, call: ServedCall) -> bytes:
+        """The end of a stream, after the number of tokens if these are asked for."""
+        if call.error is not None:
+            return b"data: " + call.error.body() + b"\n\n"
+        usage = b""
+        if call.asked.with_usage:
+            usage = self._line(self._table(call, [], call.usage(), whole=False))
+        return usage + DONE
+
+    def _event(self, call: ServedCall, choices: list[dict[str, Any]]) -> bytes:
+        return self._line(self._table(call, choices, None, whole=False))
+
+    def _line(self, table: dict[str, Any]) -> bytes:
+        return b"data: " + json.dumps(table).encode() + b"\n\n"
+
+    def _table(
+        self, call: ServedCall, choices: list[Any], usage: dict[str, int] | None, whole: bool
+    ) -> dict[str, Any]:
+        kind = "text_completion"
+        if call.asked.chat:
+            kind = "chat.completion" if whole else "chat.completion.chunk"
+        table: dict[str, Any] = {"id": call.id, "object": kind, "created": call.created}
+        table |= {"model": self.model, "choices": choices}
+        if usage is not None or call.asked.with_usage:
+            table["usage"] = usage
+        return table
+
+    def _row(
+        self, index: int, shown: dict[str, Any], logprobs: Any, reason: Reason | None
+    ) -> dict[str, Any]:
+        return {"index": index, **shown, "logprobs": logprobs, "finish_reason": reason}
+
+    def _whole_choice(self, choice: ServedChoice, asked: AskedText) -> dict[str, Any]:
+        text, notes = choice.take()
+        shown: dict[str, Any] = {"text": text}
+        if asked.chat:
+            shown = {"message": {"role": "assistant", "content": text, "refusal": None}}
+        return self._row(choice.index, shown, self._logprobs(notes, asked), choice.reason)
+
+    def _logprobs(self, notes: Iterable[TokenNote], asked: AskedText) -> dict[str, Any] | None:
+        if not asked.logprobs:
+            return None
+        notes = list(notes)
+        if asked.chat:
+            content = [
+                self._entry(note.token, note.logprob)
+                | {"top_logprobs": [self._entry(*pair) for pair in note.alternatives]}
+                for note in notes
+            ]
+            return {"content": content, "refusal": None}
+        tops = [{self._text(t): value for t, value in note.alternatives} for note in notes]
+        return {
+            "tokens": [self._text(note.token) for note in notes],
+            "token_logprobs": [note.logprob for note in notes],
+            "top_logprobs": tops if asked.alternatives else None,
+            "text_offset": [note.offset for note in notes],
+        }
+
+    def _entry(self, token: int, logprob: float) -> dict[str, Any]:
+        text = self._text(token)
+        data = list(text.encode())
+        if isinstance(self.codec, ByteCodec):
+            data = [token] if token < NUM_BYTES else []
+        return {"token": text, "logprob": logprob, "bytes": data}
+
+    def _text(self, token: int) -> str:
+        return self._names.get(token) or self.codec.decode([token])

@@ -1,0 +1,141 @@
+"""Messages between the processes of a server: pickled values, each after its length.
+
+The sockets are files in a folder that only this user can enter. What travels is plain: commands to
+an engine, and the tokens that it has drawn.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+import select
+import socket
+import struct
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fivefold.generate.requests import Reason, Request
+
+_HEAD = struct.Struct("<I")
+_READ = 1 << 16
+_RETRY_S = 0.02
+
+
+@dataclass(frozen=True)
+class AddCommand:
+    """Begin a request."""
+
+    request: Request
+
+
+@dataclass(frozen=True)
+class DropCommand:
+    """Nobody waits for this request any more."""
+
+    id: str
+
+
+@dataclass(frozen=True)
+class CloseCommand:
+    """End, when nothing is open."""
+
+
+EngineCommand = AddCommand | DropCommand | CloseCommand
+DrawnRow = tuple[str, int, float, Reason | None, tuple[tuple[int, float], ...]]
+"""Request, token, log-probability, why it is the last one, and the likeliest tokens."""
+
+
+@dataclass(frozen=True)
+class ReplicaHello:
+    """A replica is ready; `blocks` are those of all its data ranks together, and one request has
+    those of one."""
+
+    replica: int
+    blocks: int
+    blocks_of_one: int
+
+
+@dataclass(frozen=True)
+class StepNews:
+    """What came of a step: tokens, requests that were refused, and where the engine stands."""
+
+    rows: list[DrawnRow]
+    refused: list[tuple[str, str]]
+    free_blocks: int
+    preempted: int
+    open: int
+
+
+def packed_message(value: Any) -> bytes:
+    """A value on its way."""
+    data = pickle.dumps(value, protocol=5)
+    return _HEAD.pack(len(data)) + data
+
+
+async def read_message(reader: asyncio.StreamReader) -> Any:
+    """The next value; raises `IncompleteReadError` at the end."""
+    (size,) = _HEAD.unpack(await reader.readexactly(_HEAD.size))
+    return pickle.loads(await reader.readexactly(size))
+
+
+class RankLink:
+    """The end of a socket in a rank, which waits for it only when there is nothing to compute."""
+
+    def __init__(self, stream: socket.socket) -> None:
+        self.stream = stream
+        self._buffer = bytearray()
+
+    @classmethod
+    def to(cls, path: Path, patience: float = 60.0) -> RankLink:
+        """Connect to whoever listens there, or will soon."""
+        until = time.monotonic() + patience
+        while True:
+            stream = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            try:
+                stream.connect(str(path))
+                return cls(stream)
+            except OSError:
+                stream.close()
+                if time.monotonic() > until:
+                    raise
+                time.sleep(_RETRY_S)
+
+    def send(self, value: Any) -> None:
+        """Send a value, waiting while the other end is behind."""
+        self.stream.sendall(packed_message(value))
+
+    def receive(self, seconds: float) -> list[Any]:
+        """All values that are there; waits so long for a first one. Raises `EOFError` when the
+        other end has closed it."""
+        found = self._complete()
+        while not found:
+            if not select.select([self.stream], [], [], seconds)[0]:
+                return found
+            self._read()
+            found = self._complete()
+        while select.select([self.stream], [], [], 0)[0]:
+            self._read()
+            found += self._complete()
+        return found
+
+    def close(self) -> None:
+        """Nothing is sent any more."""
+        self.stream.close()
+
+    def _read(self) -> None:
+        data = self.stream.recv(_READ)
+        if not data:
+            raise EOFError("the other end has closed the link")
+        self._buffer += data
+
+    def _complete(self) -> list[Any]:
+        found: list[Any] = []
+        while len(self._buffer) >= _HEAD.size:
+            (size,) = _HEAD.unpack_from(self._buffer)
+            if len(self._buffer) < _HEAD.size + size:
+                break
+            found.append(pickle.loads(self._buffer[_HEAD.size : _HEAD.size + size]))
+            del self._buffer[: _HEAD.size + size]
+        return found

@@ -1,0 +1,76 @@
+"""Numbers of a server as Prometheus reads them: counters, gauges and histograms in plain text."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60)
+Labels = tuple[tuple[str, str], ...]
+
+
+class Histogram:
+    """How often a number was below each of some bounds."""
+
+    def __init__(self, name: str, help: str, bounds: Sequence[float] = _SECONDS) -> None:
+        self.name, self.help, self.bounds = name, help, tuple(bounds)
+        self.counts = [0] * (len(self.bounds) + 1)
+        self.total = 0.0
+
+    def add(self, value: float) -> None:
+        self.counts[bisect_left(self.bounds, value)] += 1
+        self.total += value
+
+    def lines(self) -> Iterator[str]:
+        yield from _head(self.name, self.help, "histogram")
+        below = 0
+        for bound, number in zip((*self.bounds, "+Inf"), self.counts, strict=True):
+            below += number
+            yield f'{self.name}_bucket{{le="{bound}"}} {below}'
+        yield f"{self.name}_sum {self.total}"
+        yield f"{self.name}_count {below}"
+
+
+class ServeMetrics:
+    """What has happened so far."""
+
+    def __init__(self) -> None:
+        self.requests: Counter[Labels] = Counter()
+        self.prompt_tokens = self.output_tokens = self.broken_off = 0
+        self.ttft = Histogram("fivefold_ttft_seconds", "From a request to its first token.")
+        self.tpot = Histogram("fivefold_tpot_seconds", "Between two tokens, in the mean.")
+        self.latency = Histogram("fivefold_request_seconds", "From a request to its last token.")
+
+    def answered(self, path: str, status: int) -> None:
+        """A request has its answer."""
+        self.requests[(("path", path), ("status", str(status)))] += 1
+
+    def lines(self, gauges: Sequence[tuple[str, str, Sequence[tuple[Labels, float]]]]) -> str:
+        """The text of all numbers; a gauge is a name, its help, and its values by label."""
+        name = "fivefold_requests_total"
+        rows = [*_head(name, "Requests by path and status.", "counter")]
+        rows += [f"{name}{_labels(key)} {count}" for key, count in sorted(self.requests.items())]
+        counters = (
+            ("fivefold_prompt_tokens_total", "Tokens of prompts.", self.prompt_tokens),
+            ("fivefold_output_tokens_total", "Tokens that were drawn.", self.output_tokens),
+            ("fivefold_broken_off_total", "Requests whose client has gone.", self.broken_off),
+        )
+        for name, help, value in counters:
+            rows += [*_head(name, help, "counter"), f"{name} {value}"]
+        for name, help, values in gauges:
+            rows += _head(name, help, "gauge")
+            rows += [f"{name}{_labels(labels)} {value}" for labels, value in values]
+        for each in (self.ttft, self.tpot, self.latency):
+            rows += each.lines()
+        return "\n".join(rows) + "\n"
+
+
+def _head(name: str, help: str, kind: str) -> Iterator[str]:
+    yield f"# HELP {name} {help}"
+    yield f"# TYPE {name} {kind}"
+
+
+def _labels(labels: Labels) -> str:
+    inner = ",".join(f'{name}="{value}"' for name, value in labels)
+    return f"{{{inner}}}" if inner else ""

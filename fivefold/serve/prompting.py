@@ -1,0 +1,121 @@
+"""Prompts and chats to tokens, beside the event loop.
+
+A chat template is a program from a downloaded folder. `generate/chat.py` starts a process for every
+prompt, which takes a tenth of a second; here one process stays, and forks for every chat: the same
+limits hold for each, and nothing that one does is seen by the next.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from fivefold.core.errors import FivefoldError
+from fivefold.generate import chat_worker
+from fivefold.generate.chat import ChatTemplate
+from fivefold.generate.text import Codec
+from fivefold.serve.asked import ApiError, AskedText
+
+_SHORT = 4096  # characters that are encoded at once; longer texts go to a thread
+_SECONDS, _PATIENCE_S = 5, 30.0  # of processor time, and on the clock
+_LONGEST_LINE = 64 << 20
+
+
+class TemplateProcess:
+    """The process that renders chats, one after another."""
+
+    def __init__(self, template: ChatTemplate) -> None:
+        self.template = template
+        self._turn = asyncio.Lock()
+        self._process: asyncio.subprocess.Process | None = None
+
+    async def render(self, messages: tuple[dict[str, str], ...]) -> str:
+        """The prompt that asks for the next message; raises `ApiError`."""
+        async with self._turn:
+            try:
+                async with asyncio.timeout(_PATIENCE_S):
+                    answer = await self._ask({"messages": list(messages)})
+            except (OSError, ValueError, TimeoutError):
+                await self.close()
+                answer = {"error": "its process was lost"}
+            except asyncio.CancelledError:  # the client has gone, and its answer is still to come
+                await self.close()
+                raise
+        if "error" in answer:
+            rule = f"the chat template of this model refuses it: {answer['error']}"
+            raise ApiError(400, rule, "messages", "invalid_value")
+        return answer["text"]
+
+    async def _ask(self, job: dict[str, Any]) -> dict[str, Any]:
+        process = self._process or await self._start()
+        assert process.stdin is not None and process.stdout is not None
+        process.stdin.write(json.dumps(job).encode() + b"\n")
+        await process.stdin.drain()
+        return json.loads(await process.stdout.readline())
+
+    async def _start(self) -> asyncio.subprocess.Process:
+        pipe, worker = asyncio.subprocess.PIPE, str(Path(chat_worker.__file__))
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-I", worker, str(_SECONDS), "--many"),
+            stdin=pipe,
+            stdout=pipe,
+            limit=_LONGEST_LINE,
+            start_new_session=True,  # Ctrl-C is for the door
+        )
+        assert process.stdin is not None
+        job = {"template": self.template.source, "variables": self.template.variables}
+        process.stdin.write(json.dumps(job).encode() + b"\n")
+        self._process = process
+        return process
+
+    async def start(self) -> None:
+        """Start the process: the first chat would wait for it."""
+        async with self._turn:
+            await self._start()
+
+    async def close(self) -> None:
+        """End the process, if there is one."""
+        process, self._process = self._process, None
+        if process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+            await process.wait()
+
+
+class PromptReader:
+    """Turns what is asked into the tokens of prompts."""
+
+    def __init__(self, codec: Codec, folder: Path) -> None:
+        self.codec = codec
+        self.chats: TemplateProcess | None = None
+        with contextlib.suppress(FivefoldError):  # without a template there are no chats
+            self.chats = TemplateProcess(ChatTemplate(folder))
+
+    async def tokens(self, asked: AskedText) -> list[tuple[int, ...]]:
+        """The tokens of every prompt."""
+        if not asked.chat:
+            return [
+                each if isinstance(each, tuple) else await self._encoded(each, special=True)
+                for each in asked.prompts
+            ]
+        if self.chats is None:
+            rule = "this model has no chat template: use /v1/completions"
+            raise ApiError(400, rule, "messages", "no_chat_template")
+        return [await self._encoded(await self.chats.render(asked.messages), special=False)]
+
+    async def _encoded(self, text: str, special: bool) -> tuple[int, ...]:
+        if len(text) <= _SHORT:
+            return self.codec.encode(text, special=special)
+        return await asyncio.to_thread(self.codec.encode, text, special=special)
+
+    async def start(self) -> None:
+        if self.chats is not None:
+            await self.chats.start()
+
+    async def close(self) -> None:
+        if self.chats is not None:
+            await self.chats.close()

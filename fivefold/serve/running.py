@@ -1,0 +1,221 @@
+"""The life of a server: fork the replicas, open the door, and after SIGTERM drain and end.
+
+Ranks are forked before anything else is open, so that they inherit no socket of a client, and
+before signals are handled, so that none of theirs is taken for ours. They die with the door,
+however it ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ipaddress
+import signal
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from fivefold.core.errors import FivefoldError
+from fivefold.generate.text_model import ModelSetup
+from fivefold.serve.dispatch import Dispatcher
+from fivefold.serve.door import Door
+from fivefold.serve.http import HttpLimits
+from fivefold.serve.metrics import ServeMetrics
+from fivefold.serve.prompting import PromptReader
+from fivefold.serve.rank import DOOR, ServeTask
+from fivefold.serve.replicas import ReplicaThread
+
+_BACKLOG = 1024
+_END_S = 15.0  # for ranks to end by themselves
+_KEEPALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}
+_USER_TIMEOUT_MS = 60_000  # for bytes that nobody acknowledges
+
+
+@dataclass(frozen=True)
+class ServeOptions:
+    """How a model is served."""
+
+    name: str
+    host: str = "127.0.0.1"
+    port: int = 8000
+    keys: tuple[str, ...] = ()
+    replicas: int = 1
+    max_queue: int = 1024  # sequences that wait
+    max_running: int = 256  # sequences in the engine of a data rank
+    max_batch_tokens: int = 512  # of a forward
+    cache_gb: float | None = None
+    drain_s: float = 60.0
+    limits: HttpLimits = field(default_factory=HttpLimits)
+
+
+def listening_socket(host: str, port: int, has_keys: bool) -> socket.socket:
+    """A socket on an address; beyond loopback only with keys."""
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except (OSError, UnicodeError) as error:
+        raise FivefoldError(f"--host {host}: no such address; give 127.0.0.1") from error
+    family, _, _, _, address = found[0]
+    if not has_keys and not ipaddress.ip_address(str(address[0])).is_loopback:
+        raise FivefoldError(
+            f"--host {host} is beyond loopback, where everybody could come in: give --api-key-file "
+            "FILE or --api-key KEY, or leave --host out"
+        )
+    # asyncio sets TCP_NODELAY only if the protocol is named.
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for name, value in _KEEPALIVE.items():
+            if hasattr(socket, name):  # not on every system; accepted sockets inherit it
+                listener.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+        if sys.platform == "linux":
+            timeout = socket.TCP_USER_TIMEOUT
+            listener.setsockopt(socket.IPPROTO_TCP, timeout, _USER_TIMEOUT_MS)
+        listener.bind(address)
+    except OSError as error:
+        listener.close()
+        raise FivefoldError(f"--port {port}: {error.strerror}; give another, or 0") from error
+    return listener
+
+
+class ModelServer:
+    """One model behind one door."""
+
+    def __init__(
+        self,
+        setup: ModelSetup,
+        options: ServeOptions,
+        on_ready: Callable[[str], None],
+        log: Callable[[str], None],
+        on_warning: Callable[[str], None],
+    ) -> None:
+        """`on_ready` gets the address, `log` a line for every request."""
+        self.setup, self.options, self.on_ready = setup, options, on_ready
+        self.log, self.on_warning = log, on_warning
+        self.stopping = False
+        self.dispatcher = Dispatcher(
+            setup.model.shape,
+            setup.codec,
+            setup.ends,
+            ServeMetrics(),
+            options.max_queue,
+            options.max_running * setup.plan.layout.dp,
+        )
+        prompts = PromptReader(setup.codec, setup.model.folder)
+        self.door = Door(
+            options.name, options.keys, self.dispatcher, prompts, options.limits, self.log
+        )
+        self._wake = asyncio.Event()
+        self._threads: list[ReplicaThread] = []
+        self._lost: dict[int, str] = {}
+        self._refused: list[str] = []
+
+    def run(self) -> int:
+        """Serve until a signal; returns the exit code."""
+        with tempfile.TemporaryDirectory(prefix="fivefold-serve-") as folder:
+            return asyncio.run(self._run(Path(folder)))
+
+    async def _run(self, folder: Path) -> int:
+        options, loop = self.options, asyncio.get_running_loop()
+        # Before the fork, for what it refuses: ranks are not to inherit it.
+        listening_socket(options.host, options.port, bool(options.keys)).close()
+        self._fork(folder, loop)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._stop)
+        links = await asyncio.start_unix_server(self.dispatcher.hear, folder / DOOR)
+        try:
+            await self._until_ready()
+            if not self.stopping:
+                await self._serve()
+        finally:
+            links.close()
+            await self._end()
+        return 1 if self._lost and not self.stopping else 0
+
+    def _fork(self, folder: Path, loop: asyncio.AbstractEventLoop) -> None:
+        """Start all replicas, one after another: none inherits a pipe of another half made."""
+
+        def on_end(replica: int, reason: str | None, refused: bool) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop has ended before
+                loop.call_soon_threadsafe(self._on_end, replica, reason, refused)
+
+        options, text = self.options, self.setup.task([])
+        for replica in range(options.replicas):
+            task = ServeTask(
+                text,
+                folder,
+                replica,
+                options.replicas,
+                options.max_running,
+                options.max_batch_tokens,
+                options.cache_gb,
+            )
+            thread = ReplicaThread(task, on_end, self.on_warning)
+            self._threads.append(thread)
+            thread.start()
+            thread.forked.wait()
+
+    def _on_end(self, replica: int, reason: str | None, refused: bool) -> None:
+        if reason is not None:
+            self._lost[replica] = reason
+            self._refused += [reason] * refused
+            self.dispatcher.lose(replica, reason)
+            if not self.stopping and not refused:
+                self.on_warning(f"replica {replica} ended: {reason}")
+        self._wake.set()
+
+    def _stop(self) -> None:
+        """A signal: the first one drains, the second one ends everything now."""
+        if self.stopping:
+            for thread in self._threads:
+                thread.kill()
+        self.stopping = True
+        self._wake.set()
+
+    async def _until_ready(self) -> None:
+        """Wait for all replicas; raises what keeps one from starting."""
+        dispatcher = self.dispatcher
+        while len(dispatcher.replicas) < self.options.replicas and not self.stopping:
+            joined = asyncio.ensure_future(dispatcher.joined.wait())
+            woken = asyncio.ensure_future(self._wake.wait())
+            await asyncio.wait([joined, woken], return_when=asyncio.FIRST_COMPLETED)
+            joined.cancel()
+            woken.cancel()
+            dispatcher.joined.clear()
+            if self._refused:
+                raise FivefoldError(self._refused[0])
+            if self._lost:
+                raise ServeLost(next(iter(self._lost.values())))
+
+    async def _serve(self) -> None:
+        options = self.options
+        listener = listening_socket(options.host, options.port, bool(options.keys))
+        server = await asyncio.start_server(self.door.accept, sock=listener, backlog=_BACKLOG)
+        await self.door.prompts.start()
+        host, port = listener.getsockname()[:2]
+        shown = f"[{host}]" if ":" in host else host
+        self.on_ready(f"http://{shown}:{port}/v1")
+        while not self.stopping and len(self._lost) < options.replicas:
+            self._wake.clear()
+            await self._wake.wait()
+        server.close()
+        await self.door.drain(options.drain_s if self.stopping else 1.0)
+
+    async def _end(self) -> None:
+        """End all ranks."""
+        for replica in self.dispatcher.replicas.values():
+            replica.close()
+        until = time.monotonic() + (_END_S if self.dispatcher.replicas else 0.0)
+        while any(each.is_alive() for each in self._threads):
+            if time.monotonic() > until:
+                for each in self._threads:
+                    each.kill()
+            await asyncio.sleep(0.01)
+
+
+class ServeLost(RuntimeError):
+    """A rank was lost before the server was up."""

@@ -1,0 +1,80 @@
+"""Requests that wait for an engine, in turn between clients.
+
+Each client has a queue of its own, and the queues are served round robin, a sequence at a time: who
+sends a thousand requests waits for them, and nobody else does. All queues together have a limit. A
+newcomer that finds them full takes the place of the newest call of the client that has the most, if
+that one has clearly more than its own client; else it is refused.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Iterable
+from typing import Generic, Protocol, TypeVar
+
+
+class QueuedItem(Protocol):
+    """A sequence that waits, of a call of a client."""
+
+    @property
+    def client(self) -> str: ...
+
+    @property
+    def call(self) -> object: ...
+
+
+Item = TypeVar("Item", bound=QueuedItem)
+
+
+class FairQueue(Generic[Item]):
+    """Items of several clients, at most so many."""
+
+    def __init__(self, most: int) -> None:
+        self.most, self.size = most, 0
+        self._queues: OrderedDict[str, deque[Item]] = OrderedDict()
+
+    def push(self, client: str, items: Iterable[Item]) -> list[Item] | None:
+        """Queue the sequences of one call; returns those that lost their places to it, or None if
+        the call is refused."""
+        new, pushed_out = list(items), list[Item]()
+        mine = len(self._queues.get(client, ()))
+        if self.size + len(new) > self.most:
+            found = self._replaceable(client, mine + len(new), self.size + len(new) - self.most)
+            if found is None:
+                return None
+            pushed_out = found
+            for each in pushed_out:
+                self.remove(each)
+        self._queues.setdefault(client, deque()).extend(new)
+        self.size += len(new)
+        return pushed_out
+
+    def pop(self) -> Item | None:
+        """The next one: of the client that has waited longest for its turn."""
+        if not self._queues:
+            return None
+        client, queue = self._queues.popitem(last=False)
+        item = queue.popleft()
+        self.size -= 1
+        if queue:
+            self._queues[client] = queue  # at the end
+        return item
+
+    def remove(self, item: Item) -> None:
+        """It waits no more, if it has waited."""
+        queue = self._queues.get(item.client)
+        if queue is not None and item in queue:
+            queue.remove(item)
+            self.size -= 1
+            if not queue:
+                del self._queues[item.client]
+
+    def _replaceable(self, client: str, wanted: int, missing: int) -> list[Item] | None:
+        """The newest call of the client with the most, if it makes enough room."""
+        greediest = max(self._queues, key=lambda each: len(self._queues[each]), default=client)
+        queue = self._queues.get(greediest)
+        if greediest == client or queue is None:
+            return None
+        newest = [each for each in queue if each.call is queue[-1].call]
+        fair = len(newest) >= missing and len(queue) - len(newest) >= wanted
+        return newest if fair else None
