@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch._dynamo  # ranks need it: here once, not in every server
 import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers
 

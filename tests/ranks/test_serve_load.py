@@ -1,0 +1,215 @@
+"""A server under load: clients that break off, queues, signals, ranks that die, other layouts."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from statistics import quantiles
+from typing import Any
+
+import pytest
+
+from tests.ranks.serving import Reply, RunningServer, ask, make_model, serving
+from tests.selection import all_cases
+
+KEYS = ("key-of-the-greedy", "key-of-the-modest")
+SMALL = ("--dtype", "float64", "--cache-gb", "0.0005")  # 61 blocks: sequences lose theirs
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    make_model(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path) -> Iterator[RunningServer]:
+    with serving(folder, folder / "log.txt", *SMALL) as running:
+        yield running
+        assert running.stop() == 0
+
+
+def bodies(count: int) -> list[dict[str, Any]]:
+    """Requests of mixed lengths, greedy and drawn, of one choice and of two."""
+    draw, found = random.Random(0), list[dict[str, Any]]()
+    for number in range(count):
+        prompt = [draw.randrange(59) for _ in range(draw.choice((1, 5, 17, 40, 70)))]
+        body = {"prompt": prompt, "max_tokens": draw.choice((1, 3, 12, 30)), "seed": number}
+        body |= {"temperature": draw.choice((0, 1)), "n": draw.choice((1, 1, 2))}
+        found.append(body)
+    return found
+
+
+async def alone(port: int, asked: list[dict[str, Any]]) -> list[tuple[str, ...]]:
+    """The texts of requests one after another."""
+    found: list[tuple[str, ...]] = []
+    for body in asked:
+        reply = await ask(port, body)
+        assert reply is not None and reply.status == 200, reply
+        found.append(reply.texts)
+    return found
+
+
+async def under_load(
+    port: int, asked: list[dict[str, Any]], count: int, cut: float
+) -> list[tuple[int, Reply | None]]:
+    """So many requests, 64 at a time; a share of the clients breaks off at some time."""
+    draw, gate = random.Random(1), asyncio.Semaphore(64)
+
+    async def one(number: int) -> tuple[int, Reply | None]:
+        which = draw.randrange(len(asked))
+        stream, after = draw.random() < 0.5, draw.uniform(0, 0.3) if draw.random() < cut else None
+        async with gate:
+            return which, await ask(port, asked[which] | {"stream": stream}, after)
+
+    return await asyncio.gather(*map(one, range(count)))
+
+
+def test_clients_that_break_off_change_nothing(server: RunningServer) -> None:
+    asked = bodies(24)
+    expected = asyncio.run(alone(server.port, asked))
+    count = 2000 if all_cases() else 120
+    replies = asyncio.run(under_load(server.port, asked, count, cut=0.3))
+    whole = [(which, reply) for which, reply in replies if reply is not None]
+    assert len(whole) < count, "some have broken off"
+    for which, reply in whole:
+        assert reply.status == 200 and reply.texts == expected[which]
+    assert server.settles(), "a block is leaked"
+    assert server.number("fivefold_preempted") > 0, "the cache is too small for all"
+    assert server.number("fivefold_broken_off_total") > 0
+    assert len(server.lines()) >= len(whole) + len(asked)
+    print(f"{count} requests, {count - len(whole)} broken off, all others equal")
+
+
+def test_128_at_a_time_are_all_answered(server: RunningServer) -> None:
+    async def all_at_once() -> list[Reply | None]:
+        many = bodies(128)
+        return await asyncio.gather(*(ask(server.port, {**each, "stream": True}) for each in many))
+
+    replies = asyncio.run(all_at_once())
+    times = [each.ttft for each in replies if each is not None and each.status == 200]
+    assert len(times) == 128
+    cuts = quantiles(times, n=100)
+    print(f"128 at a time: TTFT p50 {cuts[49]:.3f} s, p99 {cuts[98]:.3f} s")
+    assert server.settles()
+
+
+def test_a_full_queue_answers_429_and_turns_are_fair(folder: Path, tmp_path: Path) -> None:
+    words = ("--max-queue", "20", "--max-running", "1", "--api-key", KEYS[0], "--api-key", KEYS[1])
+
+    async def crowd(port: int) -> tuple[list[Reply], list[Reply], list[int]]:
+        order: list[int] = []
+
+        async def one(who: int) -> Reply:
+            reply = await ask(port, {"prompt": [3, 4], "max_tokens": 24}, key=KEYS[who])
+            assert reply is not None
+            order.extend([who] * (reply.status == 200))
+            return reply
+
+        greedy = [asyncio.ensure_future(one(0)) for _ in range(40)]
+        await asyncio.sleep(0.15)
+        modest = [asyncio.ensure_future(one(1)) for _ in range(3)]
+        return await asyncio.gather(*greedy), await asyncio.gather(*modest), order
+
+    with serving(folder, tmp_path / "log.txt", *words) as running:
+        greedy, modest, order = asyncio.run(crowd(running.port))
+        assert {each.status for each in modest} == {200}, "others make room for it"
+        full = [each for each in greedy if each.status == 429]
+        assert full and len(full) < len(greedy)
+        for each in full:
+            assert "retry-after: " in each.headers and '"code": "queue_full"' in each.texts[0]
+        last = max(place for place, who in enumerate(order) if who == 1)
+        assert sum(who == 0 for who in order[last:]) >= 10, "it does not wait for the greedy"
+
+
+def test_sigterm_drains(folder: Path, tmp_path: Path) -> None:
+    async def in_the_middle(running: RunningServer) -> list[Reply | None]:
+        body = {"prompt": [5, 6], "max_tokens": 120, "stream": True, "temperature": 0}
+        open_ones = [asyncio.ensure_future(ask(running.port, body)) for _ in range(6)]
+        waiting = ask(running.port, {"prompt": [1], "max_tokens": 4})
+        queued = asyncio.ensure_future(waiting)
+        await asyncio.sleep(0.2)
+        os.kill(running.process.pid or 0, signal.SIGTERM)
+        await asyncio.sleep(0.1)
+        with pytest.raises(OSError):
+            await asyncio.open_connection("127.0.0.1", running.port)
+        return await asyncio.gather(*open_ones, queued)
+
+    with serving(folder, tmp_path / "log.txt", "--max-running", "3") as running:
+        replies = asyncio.run(in_the_middle(running))
+        assert all(each is not None and each.status == 200 for each in replies)
+        texts = {each.texts for each in replies[:-1] if each is not None}
+        assert len(texts) == 1 and len(next(iter(texts))[0].split()) > 10
+        running.process.join(20)
+        assert running.process.exitcode == 0
+
+
+def children(pid: int | None) -> list[int]:
+    return [int(each) for each in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def lives(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state not in "ZX"
+
+
+def ranks_of(running: RunningServer) -> list[int]:
+    """Its ranks, which threads have forked, and the process of chats."""
+    tasks = Path(f"/proc/{running.process.pid}/task").iterdir()
+    return [int(each) for task in tasks for each in (task / "children").read_text().split()]
+
+
+def test_nothing_outlives_a_killed_server(folder: Path, tmp_path: Path) -> None:
+    with serving(folder, tmp_path / "log.txt", "--layout", "tp=2") as running:
+        found = ranks_of(running)
+        assert len(found) == 3 and all(map(lives, found))
+        running.stop(signal.SIGKILL)
+        for _ in range(100):
+            if not any(map(lives, found)):
+                return
+            time.sleep(0.05)
+    raise AssertionError(f"{found} live on")
+
+
+def test_a_lost_replica_is_survived(folder: Path, tmp_path: Path) -> None:
+    asked = bodies(8)
+    with serving(folder, tmp_path / "log.txt", *SMALL, "--replicas", "2") as running:
+        expected = asyncio.run(alone(running.port, asked))
+        both = asyncio.run(under_load(running.port, asked, 40, cut=0.0))
+        assert all(reply and reply.texts == expected[which] for which, reply in both)
+        first = min(ranks_of(running))
+        os.kill(first, signal.SIGKILL)
+        for _ in range(200):
+            if running.number("fivefold_up") == 1:
+                break
+            time.sleep(0.02)
+        after = asyncio.run(under_load(running.port, asked, 10, cut=0.0))
+        assert all(reply and reply.texts == expected[which] for which, reply in after)
+        assert "replica 0 ended: lost rank 0" in running.output.read_text()
+        for pid in ranks_of(running)[:1]:
+            os.kill(pid, signal.SIGKILL)
+        running.process.join(20)
+        assert running.process.exitcode == 1, "without an engine it ends"
+
+
+@pytest.mark.parametrize("layout", ["tp=2", "dp=2", "pp=2", "cp=2"])
+@pytest.mark.sample(1)
+def test_a_layout_answers_the_same(
+    server: RunningServer, folder: Path, tmp_path: Path, layout: str
+) -> None:
+    asked = bodies(10)
+    expected = asyncio.run(alone(server.port, asked))
+    with serving(folder, tmp_path / "log.txt", *SMALL, "--layout", layout) as running:
+        replies = asyncio.run(under_load(running.port, asked, 40, cut=0.2))
+        whole = [(which, reply) for which, reply in replies if reply is not None]
+        assert whole and all(reply.texts == expected[which] for which, reply in whole)
+        assert running.settles() and running.stop() == 0
