@@ -17,7 +17,7 @@ import h11
 
 _READ = 1 << 16
 _HIGH_WATER = 1 << 16  # bytes that wait to be sent before a sender waits
-_LINGER_BYTES, _LINGER_S = 64 << 20, 5.0  # of a refused body, so that its sender sees the answer
+_LINGER_BYTES = 64 << 20  # of a refused body
 Headers = list[tuple[str, str]]
 
 
@@ -32,6 +32,7 @@ class HttpLimits:
     header_s: float = 10.0  # from its first byte to its last
     body_s: float = 60.0
     write_s: float = 30.0  # for a buffer to be taken
+    linger_s: float = 5.0  # for the rest of a refused body, so that its sender sees the answer
 
 
 @dataclass(frozen=True)
@@ -185,7 +186,7 @@ class HttpConnection:
     async def close(self) -> None:
         """Close it, once what was sent is taken, or after a while."""
         with contextlib.suppress(OSError, TimeoutError):
-            async with asyncio.timeout(_LINGER_S):
+            async with asyncio.timeout(self.limits.linger_s):
                 await self._discard()
         self.writer.close()
         try:

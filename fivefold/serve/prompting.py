@@ -36,19 +36,25 @@ class TemplateProcess:
     async def render(self, messages: tuple[dict[str, str], ...]) -> str:
         """The prompt that asks for the next message; raises `ApiError`."""
         async with self._turn:
-            try:
-                async with asyncio.timeout(_PATIENCE_S):
-                    answer = await self._ask({"messages": list(messages)})
-            except (OSError, ValueError, TimeoutError):
-                await self.close()
-                answer = {"error": "its process was lost"}
-            except asyncio.CancelledError:  # the client has gone, and its answer is still to come
-                await self.close()
-                raise
+            answer = await self._answer(messages) or await self._answer(messages)
+        if answer is None:
+            raise ApiError(500, "the process that renders chats was lost: send it again")
         if "error" in answer:
             rule = f"the chat template of this model refuses it: {answer['error']}"
             raise ApiError(400, rule, "messages", "invalid_value")
         return answer["text"]
+
+    async def _answer(self, messages: tuple[dict[str, str], ...]) -> dict[str, Any] | None:
+        """What the process says; None if it was lost, and then another one is started."""
+        try:
+            async with asyncio.timeout(_PATIENCE_S):
+                return await self._ask({"messages": list(messages)})
+        except (OSError, ValueError, TimeoutError):
+            await self.close()
+            return None
+        except asyncio.CancelledError:  # the client has gone, and the answer is still to come
+            await self.close()
+            raise
 
     async def _ask(self, job: dict[str, Any]) -> dict[str, Any]:
         process = self._process or await self._start()

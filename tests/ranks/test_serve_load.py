@@ -150,10 +150,6 @@ def test_sigterm_drains(folder: Path, tmp_path: Path) -> None:
         assert running.process.exitcode == 0
 
 
-def children(pid: int | None) -> list[int]:
-    return [int(each) for each in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-
-
 def lives(pid: int) -> bool:
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
@@ -162,15 +158,17 @@ def lives(pid: int) -> bool:
     return state not in "ZX"
 
 
-def ranks_of(running: RunningServer) -> list[int]:
-    """Its ranks, which threads have forked, and the process of chats."""
-    tasks = Path(f"/proc/{running.process.pid}/task").iterdir()
+def children(running: RunningServer, ranks_only: bool = False) -> list[int]:
+    """Its ranks, which threads have forked, and the process of chats, which the first one has."""
+    tasks = list(Path(f"/proc/{running.process.pid}/task").iterdir())
+    if ranks_only:
+        tasks = [each for each in tasks if each.name != str(running.process.pid)]
     return [int(each) for task in tasks for each in (task / "children").read_text().split()]
 
 
 def test_nothing_outlives_a_killed_server(folder: Path, tmp_path: Path) -> None:
     with serving(folder, tmp_path / "log.txt", "--layout", "tp=2") as running:
-        found = ranks_of(running)
+        found = children(running)
         assert len(found) == 3 and all(map(lives, found))
         running.stop(signal.SIGKILL)
         for _ in range(100):
@@ -186,7 +184,7 @@ def test_a_lost_replica_is_survived(folder: Path, tmp_path: Path) -> None:
         expected = asyncio.run(alone(running.port, asked))
         both = asyncio.run(under_load(running.port, asked, 40, cut=0.0))
         assert all(reply and reply.texts == expected[which] for which, reply in both)
-        first = min(ranks_of(running))
+        first = min(children(running, ranks_only=True))
         os.kill(first, signal.SIGKILL)
         for _ in range(200):
             if running.number("fivefold_up") == 1:
@@ -195,7 +193,7 @@ def test_a_lost_replica_is_survived(folder: Path, tmp_path: Path) -> None:
         after = asyncio.run(under_load(running.port, asked, 10, cut=0.0))
         assert all(reply and reply.texts == expected[which] for which, reply in after)
         assert "replica 0 ended: lost rank 0" in running.output.read_text()
-        for pid in ranks_of(running)[:1]:
+        for pid in children(running, ranks_only=True):
             os.kill(pid, signal.SIGKILL)
         running.process.join(20)
         assert running.process.exitcode == 1, "without an engine it ends"

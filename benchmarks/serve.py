@@ -1,0 +1,244 @@
+"""A server under load: Poisson arrivals of streams, TTFT, TPOT and goodput at several rates.
+
+    python benchmarks/serve.py [--model tiny] [--rates 4 8 16] [--seconds 20] [--json FILE]
+    python benchmarks/serve.py --model llama-3.1-8b --device cuda --rates 1 4 8 16 32
+    python benchmarks/serve.py --url http://127.0.0.1:8000/v1 --name NAME   (any server)
+
+Without `--url` it serves the shape of a preset with random weights and a tokenizer of bytes, in
+processes of its own. Prompts and completions have lognormal lengths around `--prompt` and
+`--output`; prompts share no beginning. A request is good if its first token comes within `--ttft`
+seconds and each further one within `--tpot`, in the mean. Clients are in one process of their own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import math
+import multiprocessing
+import os
+import random
+import signal
+import sys
+import tempfile
+import time
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+from urllib.parse import urlsplit
+
+SPREAD, TOKEN_BYTES = 0.5, 1  # sigma of the logarithm of lengths
+
+
+@dataclass(frozen=True)
+class Sent:
+    """A request with its times, in seconds."""
+
+    status: int
+    ttft: float
+    tpot: float
+    total: float
+    tokens: int
+
+
+def length(draw: random.Random, middle: int, most: int) -> int:
+    return max(1, min(most, round(draw.lognormvariate(math.log(middle), SPREAD))))
+
+
+async def stream(address: tuple[str, int], name: str, prompt: list[int], output: int) -> Sent:
+    """One completion, streamed."""
+    body = {"model": name, "prompt": prompt, "max_tokens": output, "stream": True}
+    body |= {"stream_options": {"include_usage": True}}
+    data, began = json.dumps(body).encode(), time.perf_counter()
+    first, last, tokens, buffer, status = 0.0, 0.0, 0, b"", 0
+    try:
+        reader, writer = await asyncio.open_connection(*address)
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(data)}"
+        writer.write(head.encode() + b"\r\nConnection: close\r\n\r\n" + data)
+        status = int((await reader.readuntil(b"\r\n\r\n")).split()[1])
+        while block := await reader.read(1 << 16):
+            buffer += block
+            if b'"choices": [{' in block or b'"choices":[{' in block:
+                last = time.perf_counter()
+                first = first or last
+        writer.close()
+    except OSError:
+        status = 0
+    if found := buffer.rfind(b'"completion_tokens":') + 1:
+        tokens = int(buffer[found + 19 : found + 40].split(b",")[0].split(b":")[-1])
+    ended = time.perf_counter()
+    tpot = (last - first) / (tokens - 1) if tokens > 1 else 0.0
+    return Sent(status if first else 0, first - began, tpot, ended - began, tokens)
+
+
+async def at_rate(
+    address: tuple[str, int], name: str, vocab: int, most: int, rate: float, said: Any
+) -> tuple[list[Sent], float]:
+    """Requests as they arrive, until all are answered."""
+    draw, began, tasks = random.Random(said.seed), time.perf_counter(), list[asyncio.Task[Sent]]()
+    due = began
+    while due - began < said.seconds:
+        due += draw.expovariate(rate)
+        await asyncio.sleep(max(0.0, due - time.perf_counter()))
+        prompt = length(draw, said.prompt, most // 2)
+        output = length(draw, said.output, most - prompt - 1)
+        tokens = [draw.randrange(vocab) for _ in range(prompt)]
+        tasks.append(asyncio.ensure_future(stream(address, name, tokens, output)))
+    sent = await asyncio.gather(*tasks)
+    return sent, time.perf_counter() - began
+
+
+def at(values: list[float], share: float) -> float:
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else math.nan
+
+
+def summary(rate: float, sent: list[Sent], seconds: float, said: Any) -> dict[str, float]:
+    done = [each for each in sent if each.status == 200]
+    good = [each for each in done if each.ttft <= said.ttft and each.tpot <= said.tpot]
+    ttft, tpot = [each.ttft for each in done], [each.tpot for each in done if each.tokens > 1]
+    return {
+        "rate": rate,
+        "requests": len(sent),
+        "lost": len(sent) - len(done),
+        "ttft_p50_s": at(ttft, 0.5),
+        "ttft_p99_s": at(ttft, 0.99),
+        "tpot_p50_s": at(tpot, 0.5),
+        "tpot_p99_s": at(tpot, 0.99),
+        "tokens_per_s": sum(each.tokens for each in done) / seconds,
+        "goodput": len(good) / seconds,
+        "good_share": len(good) / max(1, len(sent)),
+    }
+
+
+def random_weight(weight: Any, dtype: Any) -> Any:
+    """A weight of a random model: the same on every rank."""
+    import torch
+
+    generator = torch.Generator().manual_seed(zlib.crc32(weight.name.encode()))
+    if len(weight.shape) < 2:
+        return torch.ones(weight.shape, dtype=dtype)
+    # Few numbers, repeated: what they are changes no time, and drawing billions would.
+    few = torch.randn(1 << 20, generator=generator).mul_(0.02).to(dtype)
+    count = math.prod(weight.shape)
+    return few.repeat(-(-count // len(few)))[:count].view(weight.shape)
+
+
+def open_random(tell: Any) -> Any:
+    return random_weight
+
+
+@contextmanager
+def own_server(said: Any) -> Iterator[tuple[tuple[str, int], str, int, int]]:
+    """A server of a random model, in processes of its own."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_serve, args=(theirs, said))
+    process.start()
+    theirs.close()
+    try:
+        yield ours.recv()
+    finally:
+        os.kill(process.pid or 0, signal.SIGTERM)
+        process.join(60)
+
+
+def _serve(pipe: Any, said: Any) -> None:
+    from fivefold.core.models import load, with_overrides
+    from fivefold.core.plan import PlanOptions
+    from fivefold.generate.text_model import ModelOptions, TextModel, set_up
+    from fivefold.serve.running import ModelServer, ServeOptions
+
+    changes = {"max_seq": str(said.max_seq)}
+    shape = with_overrides(load(said.model), changes)
+    named = PlanOptions(said.model, set=changes)
+    with tempfile.TemporaryDirectory() as folder:
+        model = TextModel(shape, named, Path(folder), Path(folder), True)
+        runs = ModelOptions(said.layout, None, said.device, "bytes")
+        setup = set_up(model, runs, open_random)
+        options = ServeOptions(
+            "random",
+            port=0,
+            replicas=said.replicas,
+            max_running=said.max_running,
+            max_batch_tokens=said.max_batch_tokens,
+        )
+
+        def ready(address: str) -> None:
+            found = urlsplit(address)
+            pipe.send(((found.hostname, found.port), "random", shape.vocab, shape.max_seq))
+
+        def warn(why: str) -> None:
+            print(why, file=sys.stderr, flush=True)
+
+        log = print if said.log else lambda line: None
+        sys.exit(ModelServer(setup, options, ready, log, warn).run())
+
+
+def arguments() -> Any:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default="tiny", help="preset whose shape is served")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--layout", default="dp=1")
+    parser.add_argument("--replicas", type=int, default=1)
+    parser.add_argument("--max-running", type=int, default=256)
+    parser.add_argument("--max-batch-tokens", type=int, default=512)
+    parser.add_argument("--max-seq", type=int, default=2048)
+    parser.add_argument("--url", help="a server that is up, instead of one of ours")
+    parser.add_argument("--name", default="", help="the model of that server")
+    parser.add_argument("--rates", type=float, nargs="+", default=[2.0, 8.0])
+    parser.add_argument("--seconds", type=float, default=10.0)
+    parser.add_argument("--prompt", type=int, default=64, help="median tokens of a prompt")
+    parser.add_argument("--output", type=int, default=32, help="median tokens of a completion")
+    parser.add_argument("--ttft", type=float, default=1.0, help="bound of a good request")
+    parser.add_argument("--tpot", type=float, default=0.1, help="bound of a good request")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--log", action="store_true", help="print the server's lines")
+    parser.add_argument("--json", type=Path)
+    return parser.parse_args()
+
+
+def measure(address: tuple[str, int], name: str, vocab: int, most: int, said: Any) -> int:
+    rows: list[dict[str, float]] = []
+    print("rate/s  requests  lost  TTFT p50   p99      TPOT p50   p99      tokens/s  good/s  good")
+    for rate in said.rates:
+        sent, seconds = asyncio.run(at_rate(address, name, vocab, most, rate, said))
+        row = summary(rate, sent, seconds, said)
+        rows.append(row)
+        print(
+            f"{rate:6g}  {row['requests']:8g}  {row['lost']:4g}  {row['ttft_p50_s']:7.3f} s "
+            f"{row['ttft_p99_s']:7.3f} s {1e3 * row['tpot_p50_s']:7.1f} ms "
+            f"{1e3 * row['tpot_p99_s']:7.1f} ms {row['tokens_per_s']:9.0f} {row['goodput']:7.2f} "
+            f"{row['good_share']:5.0%}",
+            flush=True,
+        )
+    if said.json:
+        said.json.write_text(json.dumps(rows, indent=1))
+    return int(any(row["lost"] for row in rows))
+
+
+def main() -> int:
+    said = arguments()
+    if said.url:
+        found = urlsplit(said.url)
+        address = (found.hostname or "127.0.0.1", found.port or 80)
+        return measure(address, said.name, 256, said.max_seq, said)
+    with own_server(said) as (address, name, vocab, most):
+        # The first of a kind compiles, captures and loads.
+        warm = [stream(address, name, [1] * said.prompt, 8) for _ in range(4)]
+
+        async def all_warm() -> list[float]:
+            return [each.ttft for each in await asyncio.gather(*warm)]
+
+        print(f"first requests: {median(asyncio.run(all_warm())):.2f} s to the first token")
+        return measure(address, name, vocab, most, said)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
