@@ -5,7 +5,7 @@ BIN := .venv/bin
 BASE := .venv/.base
 READY := .venv/.ready
 
-.PHONY: setup train test nightly test-page bench-page page-pictures docs reference lint types verify-all bench-schedule bench-overlap bench-tensor bench-pipeline bench-context bench-expert bench-gpu bench-rank bench-decode bench-step bench-logging bench-clock bench-checkpoint bench-plan bench-tokens chaos stress verify-nccl learn score clean
+.PHONY: setup train test nightly test-page bench-page page-pictures docs reference lint types verify-all bench-schedule bench-overlap bench-tensor bench-pipeline bench-context bench-expert bench-gpu bench-rank bench-decode bench-serve bench-step bench-logging bench-clock bench-checkpoint bench-plan bench-tokens chaos stress verify-nccl learn score clean
 
 setup: $(READY)
 
@@ -129,6 +129,10 @@ bench-gpu: setup
 # Generation on a GPU beside its limits and transformers; it fails below 0.75 of the bandwidth for one sequence.
 bench-decode: setup
 	$(BIN)/python benchmarks/decode.py
+
+# Poisson arrivals at a server of a random model: TTFT, TPOT, goodput. ARGS for another model, device or rates; it fails if a request is lost.
+bench-serve: setup
+	$(BIN)/python benchmarks/serve.py $(ARGS)
 
 # One rank of four large jobs alone on a GPU, compiled against operator by operator; it fails below 1.05 (1.15 with experts).
 bench-rank: setup

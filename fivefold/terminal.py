@@ -21,6 +21,7 @@ MOST_USED = {
     "plan": "machine gpus batch layout output",
     "rehearse": "layout machine rank microbatches device",
     "schedule": "stages microbatches chunks times svg",
+    "serve": "port layout replicas host api-key-file",
     "tokens": "output tokenizer column chat check",
     "train": "layout steps out resume set",
     "verify": "layout zero schedule dtype steps",
@@ -32,6 +33,7 @@ PANELS = {
     "Search": "fix top objective headroom tokens price precision",
     "Questions": "what-if compare sweep table run textbook budget",
     "Sampling": "top-k top-p seed stop chat",
+    "Requests": "name max-queue max-running max-batch-tokens drain-seconds api-key",
     "Documents": "pairs dedup min-chars max-chars min-tokens max-tokens end",
     "Output": "out output html text panel svg trace perfetto page json help",
 }

@@ -130,8 +130,10 @@ def _verb(name: str) -> Iterator[str]:
         rows = [(f"`{first.split(' <')[0]}`", meaning) for first, meaning in records]
         yield from table(("argument", "meaning"), *rows)
     for title, names in panels(name, [*options, "help"]).items():
-        yield ""
         own = [options[one] for one in names if one in options]
+        if not own:
+            continue
+        yield ""
         rows = [_option(*one.get_help_record(context)) for one in own]
         yield from table((title.lower(), "type", "meaning"), *rows)
 

@@ -19,7 +19,7 @@ def run(
     layout: Annotated[
         str, typer.Option(help='Degrees of the ranks of a replica, as in "tp=2 pp=2".')
     ] = "dp=1",
-    replicas: Annotated[int, typer.Option(help="Engines behind the door, each in the layout.")] = 1,
+    replicas: Annotated[int, typer.Option(help="Engines that share the requests, each in the layout.")] = 1,
     host: Annotated[
         str, typer.Option(help="Address to listen on; beyond loopback only with a key.")
     ] = "127.0.0.1",
