@@ -1,98 +1,95 @@
-"""`fivefold serve`: a run or a Hugging Face model behind the OpenAI API, on this machine."""
+"""`fivefold serve`: a run or a Hugging Face model with the API of OpenAI, on this machine."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from fivefold.api.serving import serve
 from fivefold.verbs import warn
 
+Source = Annotated[
+    Path, typer.Argument(metavar="RUN|DIR", help="A run folder, or a Hugging Face folder.")
+]
+LayoutOption = Annotated[
+    str, typer.Option(help='Degrees of the ranks of a replica, as in "tp=2 pp=2".')
+]
+ReplicasOption = Annotated[
+    int, typer.Option(help="Engines that share the requests, each in the layout.")
+]
+HostOption = Annotated[
+    str, typer.Option(help="Address to listen on; beyond loopback only with a key.")
+]
+PortOption = Annotated[int, typer.Option(help="Port; 0 picks a free one.")]
+KeyOption = Annotated[
+    list[str] | None, typer.Option(help="Key that clients have to send; repeat it.")
+]
+KeyFileOption = Annotated[
+    Path | None, typer.Option(help="File with a key on each line, which no process list shows.")
+]
+NameOption = Annotated[
+    str | None, typer.Option(help="Name that clients ask for (default: the folder's).")
+]
+QueueOption = Annotated[
+    int, typer.Option(help="Maximum sequences that wait; more are answered with 429.")
+]
+RunningOption = Annotated[int, typer.Option(help="Maximum sequences in a data rank of a replica.")]
+BatchOption = Annotated[int, typer.Option(help="Maximum tokens of a forward.")]
+CacheOption = Annotated[
+    float | None,
+    typer.Option(help="Maximum GB of the KV cache on a rank (default: 1, or 80% of a free GPU)."),
+]
+DrainOption = Annotated[float, typer.Option(help="Seconds for open requests after SIGTERM.")]
+DtypeOption = Annotated[
+    str | None, typer.Option(help="float64, float32 or bfloat16 (default: as generate).")
+]
+DeviceOption = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
+TokenizerOption = Annotated[
+    str | None, typer.Option(help="tokenizer.json, or bytes (default: the folder's).")
+]
+InvariantOption = Annotated[
+    bool, typer.Option("--batch-invariant", help="Results do not depend on the batch, to the bit.")
+]
+StepOption = Annotated[str | None, typer.Option(help="Step of the run's checkpoint, or best.")]
+
 
 def run(
-    source: Annotated[
-        Path, typer.Argument(metavar="RUN|DIR", help="A run folder, or a Hugging Face folder.")
-    ],
-    layout: Annotated[
-        str, typer.Option(help='Degrees of the ranks of a replica, as in "tp=2 pp=2".')
-    ] = "dp=1",
-    replicas: Annotated[int, typer.Option(help="Engines that share the requests, each in the layout.")] = 1,
-    host: Annotated[
-        str, typer.Option(help="Address to listen on; beyond loopback only with a key.")
-    ] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="Port; 0 picks a free one.")] = 8000,
-    api_key: Annotated[
-        list[str] | None, typer.Option(help="Key that clients have to send; repeat it.")
-    ] = None,
-    api_key_file: Annotated[
-        Path | None, typer.Option(help="File with a key on each line, which no process list shows.")
-    ] = None,
-    name: Annotated[
-        str | None, typer.Option(help="Name that clients ask for (default: the folder's).")
-    ] = None,
-    max_queue: Annotated[
-        int, typer.Option(help="Maximum sequences that wait; more are answered with 429.")
-    ] = 1024,
-    max_running: Annotated[
-        int, typer.Option(help="Maximum sequences in a data rank of a replica.")
-    ] = 256,
-    max_batch_tokens: Annotated[int, typer.Option(help="Maximum tokens of a forward.")] = 512,
-    cache_gb: Annotated[
-        float | None,
-        typer.Option(
-            help="Maximum GB of the KV cache on a rank (default: 1, or 80% of a free GPU)."
-        ),
-    ] = None,
-    drain_seconds: Annotated[
-        float, typer.Option(help="Seconds for open requests after SIGTERM.")
-    ] = 60.0,
-    dtype: Annotated[
-        str | None, typer.Option(help="float64, float32 or bfloat16 (default: as generate).")
-    ] = None,
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
-    tokenizer: Annotated[
-        str | None, typer.Option(help="tokenizer.json, or bytes (default: the folder's).")
-    ] = None,
-    batch_invariant: Annotated[
-        bool,
-        typer.Option("--batch-invariant", help="Results do not depend on the batch, to the bit."),
-    ] = False,
-    step: Annotated[str | None, typer.Option(help="Step of the run's checkpoint, or best.")] = None,
+    source: Source,
+    layout: LayoutOption = "dp=1",
+    replicas: ReplicasOption = 1,
+    host: HostOption = "127.0.0.1",
+    port: PortOption = 8000,
+    api_key: KeyOption = None,
+    api_key_file: KeyFileOption = None,
+    name: NameOption = None,
+    max_queue: QueueOption = 1024,
+    max_running: RunningOption = 256,
+    max_batch_tokens: BatchOption = 512,
+    cache_gb: CacheOption = None,
+    drain_seconds: DrainOption = 60.0,
+    dtype: DtypeOption = None,
+    device: DeviceOption = "auto",
+    tokenizer: TokenizerOption = None,
+    batch_invariant: InvariantOption = False,
+    step: StepOption = None,
 ) -> None:
     """Serve a model with the API of OpenAI: completions, chats, streams."""
+    options: dict[str, Any] = {"layout": layout, "replicas": replicas, "host": host, "port": port}
+    options |= {"api_keys": api_key or (), "api_key_file": api_key_file, "name": name}
+    options |= {"max_queue": max_queue, "max_running": max_running, "cache_gb": cache_gb}
+    options |= {"max_batch_tokens": max_batch_tokens, "drain_seconds": drain_seconds}
+    options |= {"dtype": dtype, "device": device, "tokenizer": tokenizer, "step": step}
+    options["batch_invariant"] = batch_invariant
 
     def ready(address: str) -> None:
-        typer.echo(f"fivefold serve: {address} (stop it with Ctrl-C)")
-        sys.stdout.flush()
+        _print(f"fivefold serve: {address} (stop it with Ctrl-C)")
 
-    def log(line: str) -> None:
-        typer.echo(line)
-        sys.stdout.flush()
+    raise typer.Exit(serve(source, **options, on_ready=ready, log=_print, on_warning=warn))
 
-    code = serve(
-        source,
-        layout=layout,
-        replicas=replicas,
-        host=host,
-        port=port,
-        api_keys=api_key or (),
-        api_key_file=api_key_file,
-        name=name,
-        max_queue=max_queue,
-        max_running=max_running,
-        max_batch_tokens=max_batch_tokens,
-        cache_gb=cache_gb,
-        drain_seconds=drain_seconds,
-        dtype=dtype,
-        device=device,
-        tokenizer=tokenizer,
-        batch_invariant=batch_invariant,
-        step=step,
-        on_ready=ready,
-        log=log,
-        on_warning=warn,
-    )
-    raise typer.Exit(code)
+
+def _print(line: str) -> None:
+    typer.echo(line)
+    sys.stdout.flush()
