@@ -64,7 +64,7 @@ WITHOUT_TORCH = (
 VERBS_WITHOUT_TORCH = (
     *("__init__", "options", "plan", "launch", "schedule", "score", "tokens", "observe"),
 )
-API_WITHOUT_TORCH = ("__init__", "checks", "jobs", "planning", "scheduling")
+API_WITHOUT_TORCH = ("__init__", "checks", "jobs", "planning", "scheduling", "serving_plans")
 # Of the five dimensions; they meet only in compose.
 ROOMS = ("data", "tensor", "pipeline", "context", "expert")
 

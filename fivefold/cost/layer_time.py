@@ -157,7 +157,7 @@ class LayerTimer(LayerKernels):
         joined = self.stack.joins_blocks and self.shape.parallel_block and moe is None
         for each in self.collectives(moe):
             part = _PARTS[each.axis]
-            seconds = self._seconds_of(each) * (1 - self._hidden[part])
+            seconds = self.seconds_of(each) * (1 - self._hidden[part])
             if joined and part == "tp":
                 seconds = seconds / 2
             if self.stack.tp_overlap and each.module:
@@ -209,7 +209,7 @@ class LayerTimer(LayerKernels):
             if np.any(count):
                 parts[part] = before + count * seconds
 
-    def _seconds_of(self, issued: CountedCollective) -> Array:
+    def seconds_of(self, issued: CountedCollective) -> Array:
         """Seconds of one of these collectives; not timed if no layout issues it."""
         if not any(map(np.any, (issued.forward, issued.backward, issued.again))):
             return np.zeros(1)
@@ -318,7 +318,7 @@ class LayerTimer(LayerKernels):
         times = LayerTimes(forward, inputs, weights, {})
         # The embedding's lookup counts here too, though the first stage has it.
         for each in tensor_ends(self.job, 1 + shape.mtp, 1 + shape.mtp):
-            self._add(times, "tp", self._seconds_of(each) * (1 - self._hidden["tp"]), each)
+            self._add(times, "tp", self.seconds_of(each) * (1 - self._hidden["tp"]), each)
         return times
 
     def _head_in_chunks(self, seconds: Array, chunks: Array, learns: float) -> tuple[Array, Array]:
@@ -377,7 +377,7 @@ class LayerTimer(LayerKernels):
         slowest = np.where(uneven, 2 - 1 / grid.cp, 1.0)
         shown, hidden = (LayerTimes({}, {}, {}, {}) for _ in range(2))
         for each in context_layer(job):
-            of_ring, seconds = each.kind in ("send", "recv"), self._seconds_of(each)
+            of_ring, seconds = each.kind in ("send", "recv"), self.seconds_of(each)
             self._add(hidden if of_ring else shown, "cp", seconds, each)
             if of_ring and np.all(each.forward == 0):  # gradients: in backward alone
                 last = np.where(each.backward > 0, seconds, 0.0)

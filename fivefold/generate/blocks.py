@@ -15,18 +15,14 @@ import hashlib
 from collections import OrderedDict, deque
 from collections.abc import Sequence
 
-BLOCK = 16  # tokens
+from fivefold.core.kv_pages import BLOCK as BLOCK
+from fivefold.core.kv_pages import blocks_of as blocks_of
 
 
 def chained_digest(before: bytes, tokens: Sequence[int]) -> bytes:
     """Of a full block, given that of the block before it (empty for the first one)."""
     words = b"".join(token.to_bytes(8, "little") for token in tokens)
     return hashlib.blake2b(before + words, digest_size=16).digest()
-
-
-def blocks_of(tokens: int) -> int:
-    """The number of blocks that so many tokens need."""
-    return -(-tokens // BLOCK)
 
 
 class BlockPool:

@@ -25,7 +25,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fivefold.generate.blocks import BLOCK
+from fivefold.core import kv_pages
+from fivefold.core.kv_pages import BLOCK
 from fivefold.generate.step_tensors import StepTensors
 from fivefold.model.attention import Attention, LatentAttention
 from fivefold.model.batch import AttentionInfo
@@ -182,9 +183,9 @@ class KvCache:
 def page_sizes(attention: Attention | LatentAttention) -> tuple[tuple[int, int], ...]:
     """Heads and width of a token's key and value; weights may be shards. A latent is both."""
     if isinstance(attention, Attention):
-        size = (attention.k.weight.shape[0] // attention.head_dim, attention.head_dim)
-        return size, size
-    return ((1, attention.mla.kv_rank + attention.mla.rope_dim),)
+        kv_heads = attention.k.weight.shape[0] // attention.head_dim
+        return kv_pages.page_sizes(kv_heads, attention.head_dim, None)
+    return kv_pages.page_sizes(1, attention.head_dim, attention.mla)
 
 
 def token_bytes(decoder: Decoder) -> int:

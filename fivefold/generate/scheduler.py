@@ -20,6 +20,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from fivefold.core.errors import FivefoldError
+from fivefold.core.kv_pages import kept_tokens
 from fivefold.generate.ahead import place_of
 from fivefold.generate.blocks import BLOCK, BlockPool, blocks_of, chained_digest
 from fivefold.generate.requests import Request, SequenceChunk, SequenceState, StepBatch
@@ -63,9 +64,7 @@ class Scheduler:
     def add(self, request: Request) -> SequenceState:
         """Queue a request."""
         limit = min(len(request.prompt) + request.max_tokens, self.max_seq)
-        needed = limit
-        if self.window is not None:  # which may begin and end within a block
-            needed = min(limit, self.window + self.limits.tokens + BLOCK)
+        needed = kept_tokens(limit, self.window, self.limits.tokens)
         if blocks_of(needed) > self.pool.count:
             room = self.pool.count * BLOCK
             raise FivefoldError(

@@ -29,6 +29,7 @@ from fivefold.core.layout import parse_zero
 from fivefold.core.plan import PlanOptions, options_from
 from fivefold.core.precision import PRECISIONS, plan_keys
 from fivefold.core.settings import parse_settings
+from fivefold.verbs.options import SERVING as SERVING
 from fivefold.verbs.options import SHARED, TARGET
 from fivefold.verbs.options import BackendOption as BackendOption
 from fivefold.verbs.options import BudgetOption as BudgetOption
@@ -48,6 +49,7 @@ from fivefold.verbs.options import TableOption as TableOption
 from fivefold.verbs.options import TextbookOption as TextbookOption
 from fivefold.verbs.options import TokensOption as TokensOption
 from fivefold.verbs.options import WhatIfOption as WhatIfOption
+from fivefold.verbs.options import WrittenOption as WrittenOption
 
 if TYPE_CHECKING:
     from rich.progress import ProgressColumn
@@ -61,17 +63,22 @@ def with_plan_options(
     verb: Callable[..., None],
     default_target: str | None = None,
     look_up: Callable[[str], str] = str,
+    group: tuple[str, Mapping[str, Any]] = ("", {}),
 ) -> Callable[..., None]:
     """The verb as a command with the target, the shared options and its own options.
 
-    Without a `default_target` the target is required. `look_up` may replace the target.
+    Without a `default_target` the target is required. `look_up` may replace the target. `group`:
+    more options, which the verb gets as one mapping under a name.
     """
     no_default = inspect.Parameter.empty
     own = list(inspect.signature(verb, eval_str=True).parameters.values())[1:]
+    own = [each for each in own if each.name != group[0]]
 
     def run(**given: Any) -> None:
         shared = {name: given.pop(name) for name in SHARED}
-        verb(_options(look_up(given.pop("target")), shared), **given)
+        grouped = {name: given.pop(name) for name in group[1]}
+        target = _options(look_up(given.pop("target")), shared)
+        verb(target, **given, **({group[0]: grouped} if grouped else {}))
 
     keyword = inspect.Parameter.KEYWORD_ONLY
     parameters = [
@@ -83,7 +90,7 @@ def with_plan_options(
         ),
         *(
             inspect.Parameter(name, keyword, default=None, annotation=annotation)
-            for name, annotation in SHARED.items()
+            for name, annotation in (*SHARED.items(), *group[1].items())
         ),
         *(each.replace(kind=keyword) for each in own),
     ]
@@ -104,6 +111,14 @@ def in_precision(options: PlanOptions, precision: str | None) -> PlanOptions:
         return options
     keys: dict[str, Any] = plan_keys(one_of("precision", precision, PRECISIONS))
     return replace(options, **keys)
+
+
+def tokens_of(option: str, given: str | int | None, usual: int) -> int:
+    """A number of tokens; `usual` if the option was left out."""
+    text = str(usual if given is None else given)
+    if not text.removeprefix("-").isdecimal() or len(text) > 9:
+        raise FivefoldError(f"--{option} {text}: give a whole number of tokens, as {usual}")
+    return int(text)
 
 
 def known_machines() -> str:

@@ -136,8 +136,30 @@ KernelsOption = Annotated[
     str, typer.Option(help="compiled, eager or graphs: what blocks save, how they launch.")
 ]
 OutputOption = Annotated[
-    Path | None, typer.Option("--output", "-o", help="Write the plan as TOML.")
+    str | None,
+    typer.Option(
+        "--output",
+        help="As -o; with --serve, tokens of an answer instead (default 256).",
+        show_default=False,
+    ),
 ]
+WrittenOption = Annotated[
+    Path | None,
+    typer.Option("-o", help="Write the plan as TOML, or with --emit what it prints."),
+]
+# Of `plan --serve`; `--emit` is for other targets as well.
+SERVING: dict[str, Any] = {
+    "serve": _option(bool, "Plan to serve the model, not to train it.", "--serve"),
+    "prompt": _option(int, "With --serve: tokens of a prompt (default 2048)."),
+    "rate": _option(float, "With --serve: requests a second."),
+    "concurrency": _option(int, "With --serve: requests at a time."),
+    "ttft": _option(float, "With --serve: most seconds to the first token."),
+    "tpot": _option(float, "With --serve: most seconds between two tokens."),
+    "kv": _option(str, "With --serve: format of the cache, bf16 or fp8 (default bf16)."),
+    "emit": _option(
+        str, "Print the plan for another program: with --serve vllm, sglang or trtllm."
+    ),
+}
 StackOption = Annotated[
     str | None,
     typer.Option(help="Price other people's software: nemo, torchtitan, a file."),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -23,6 +24,7 @@ from fivefold.api.planning import (
     request_of,
     search,
 )
+from fivefold.api.serving_plans import plan_serving
 from fivefold.core.compute_budget import TOKENS_PER_PARAMETER, USUAL_MFU, parse_budget
 from fivefold.core.errors import FivefoldError
 from fivefold.core.plan import Plan, PlanOptions, resolve
@@ -37,10 +39,11 @@ if TYPE_CHECKING:  # estimates need numpy, whose import takes longer than a plan
     from fivefold.planner.estimate import Estimate
 
 
-@partial(verbs.with_plan_options, default_target="")
+@partial(verbs.with_plan_options, default_target="", group=("serving", verbs.SERVING))
 def run(
     plan_options: PlanOptions,
     command: typer.Context,
+    serving: dict[str, Any],
     fix: verbs.FixOption = None,
     top: Annotated[int, typer.Option(help="Layouts in the ranked table.")] = 10,
     tokens: verbs.TokensOption = None,
@@ -61,6 +64,7 @@ def run(
     tokens_per_parameter: verbs.RatioOption = TOKENS_PER_PARAMETER,
     mfu: verbs.MfuOption = USUAL_MFU,
     output: verbs.OutputOption = None,
+    written: verbs.WrittenOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Resolve a job or search its layout: memory, time and reasons."""
@@ -76,7 +80,8 @@ def run(
         "compare": compare,
         "sweep": sweep,
         "table": table,
-        "output": output,
+        "output": written if output is None or serving["serve"] else Path(output),
+        "answer": output,
         "great_run": great_run,
         "textbook": textbook,
         "budget": budget,
@@ -85,6 +90,11 @@ def run(
         "as_json": as_json,
     }
     verbs.require_known(plan_options.machine)
+    if serving["serve"]:
+        _serve(plan_options, serving, options, command)
+        return
+    if alone := [name for name in verbs.SERVING if serving[name] is not None]:
+        raise FivefoldError(f"--{alone[0]} is for --serve: give both")
     printed = _answer_of(plan_options, options, command)
     typer.echo(verbs.json_text(printed[0]) if as_json else "\n".join(printed[1]))
 
@@ -93,9 +103,7 @@ def _answer_of(
     plan_options: PlanOptions, options: dict[str, Any], command: typer.Context
 ) -> Printed:
     """What the command line asks: a run, a formula, a given layout or a search."""
-    set_options = {name for name, value in command.params.items() if value not in (None, False, [])}
-    is_open = "layout" not in set_options and not command.params["target"].endswith(".toml")
-    job = GivenJob(plan_options, frozenset(set_options), is_open)
+    job = _given_job(plan_options, command)
     if options["great_run"] is not None:
         verbs.only_with(command, "run", _OF_A_RUN)
         return _great_run(options["great_run"], options)
@@ -106,13 +114,47 @@ def _answer_of(
     job = estimated_job(job, options["how"]["kernels"], options["precision"])
     if options["textbook"]:
         verbs.only_with(command, "textbook", _OF_A_TEXTBOOK)
-        return textbook_answer(job.options, is_open)
+        return textbook_answer(job.options, job.is_open)
     if alone := [each for each in ("mfu", "tokens_per_parameter") if verbs.typed(command, each)]:
         raise FivefoldError(f"--{alone[0].replace('_', '-')} is for --budget: give both")
     return _planned(job, options)
 
 
-_OF_A_RUN = ("great_run", "stack", "headroom", "output")
+def _given_job(plan_options: PlanOptions, command: typer.Context) -> GivenJob:
+    """What the command line gives of a job."""
+    set_options = {name for name, value in command.params.items() if value not in (None, False, [])}
+    is_open = "layout" not in set_options and not command.params["target"].endswith(".toml")
+    return GivenJob(plan_options, frozenset(set_options), is_open)
+
+
+def _serve(
+    plan_options: PlanOptions,
+    serving: dict[str, Any],
+    options: dict[str, Any],
+    command: typer.Context,
+) -> None:
+    """Print a serving plan, or with `--emit` the command of another engine."""
+    verbs.only_with(command, "serve", _OF_SERVING)
+    how = {name: serving[name] for name in ("rate", "concurrency", "ttft", "tpot")}
+    how |= {"kv": serving["kv"] or "bf16", "precision": options["precision"]}
+    how |= {name: options["how"][name] for name in ("headroom", "imbalance")}
+    how |= {"prompt": verbs.tokens_of("prompt", serving["prompt"], 2048)}
+    how |= {"output": verbs.tokens_of("output", options["answer"], 256)}
+    job = _given_job(plan_options, command)
+    job = replace(job, options=verbs.with_machine(plan_options, options["as_json"]))
+    found = plan_serving(job, price=options["price"], **how)
+    emitted = None if serving["emit"] is None else found.flags(serving["emit"])
+    text = str(found) if emitted is None else emitted.script.rstrip("\n")
+    if (path := options["output"]) is not None:
+        write_text(path, text + "\n")
+    typer.echo(verbs.json_text(found.to_json()) if options["as_json"] else text)
+
+
+_OF_SERVING = (
+    *("target", "layout", "machine", "gpus", "set", "precision", "headroom", "imbalance", "price"),
+    *("output", "written", *verbs.SERVING),
+)
+_OF_A_RUN = ("great_run", "stack", "headroom", "output", "written")
 _OF_A_BUDGET = ("target", "budget", "tokens_per_parameter", "mfu", "precision")
 _OF_A_TEXTBOOK = (
     *("target", "textbook", "layout", "gpus", "machine", "seq", "batch", "microbatch_size"),

@@ -1,0 +1,93 @@
+"""Decode steps and prompts of many sizes on one GPU, with which serving plans are calibrated.
+
+    python benchmarks/serving_points.py [--model llama-3.1-8b] [--seconds 240] [--json FILE]
+
+A line for each size: sequences, context and the median milliseconds of a step in which all of them
+draw; or the tokens of a prompt and the milliseconds to its first token. Random weights in bfloat16,
+all of it through the engine. Sizes that begin after `--seconds` are left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+from statistics import median
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import decode as decoding
+
+from fivefold.core.models import load
+from fivefold.model.decoder import Decoder
+
+NEW = 40
+DECODE = (
+    *((4, 1024), (32, 1024), (128, 1024), (8, 1024), (16, 4096), (256, 256), (1, 1024)),
+    *((64, 1024), (16, 1024), (256, 1024), (64, 4096), (1, 16384), (8, 16384)),
+)
+PROMPTS = (512, 2048)
+
+
+def decode_ms(decoder: Decoder, sequences: int, context: int) -> float:
+    """The median step in which all sequences draw."""
+    new = NEW + sequences * context // decoding.LONG  # the first go on until the last begin
+    engine = decoding.engine_of(decoder, sequences, context + new)
+    for request in decoding.prompts(decoder.shape, sequences, context, new):
+        engine.add(request)
+    steps: list[float] = []
+    while engine.busy:
+        begin = time.perf_counter()
+        if len(engine.step()) == sequences:
+            steps.append(time.perf_counter() - begin)
+    return 1e3 * median(steps[8:])  # the first ones compile and capture
+
+
+def prompt_ms(decoder: Decoder, length: int) -> float:
+    """To the first token of a prompt."""
+    times: list[float] = []
+    for _ in range(3):
+        engine = decoding.engine_of(decoder, 1, length + 1)
+        requests = decoding.prompts(decoder.shape, 1, length, 1)
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        engine.run(requests)
+        times.append(time.perf_counter() - begin)
+    return 1e3 * median(times[1:])
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default="llama-3.1-8b")
+    parser.add_argument("--seconds", type=float, default=240)
+    parser.add_argument("--json", type=Path)
+    said = parser.parse_args()
+    if not torch.cuda.is_available():
+        print("no GPU here: run this on a machine with one")
+        return 0
+    began, speed = time.monotonic(), decoding.bandwidth()
+    print(f"{said.model}: reads {speed / 1e12:.2f} TB/s", flush=True)
+    decoder, rows = decoding.decoder_of(load(said.model)), list[dict[str, float]]()
+    todo = [("decode", *each) for each in DECODE[:7]] + [("prompt", 1, each) for each in PROMPTS]
+    todo += [("decode", *each) for each in DECODE[7:]]
+    for kind, sequences, tokens in todo:
+        if time.monotonic() - began > said.seconds:
+            break
+        decodes = kind == "decode"
+        found = decode_ms(decoder, sequences, tokens) if decodes else prompt_ms(decoder, tokens)
+        rows.append(
+            {"sequences" if decodes else "prompts": sequences, "tokens": tokens, "ms": found}
+        )
+        print(json.dumps(rows[-1]), flush=True)
+        torch.cuda.empty_cache()
+    if said.json:
+        said.json.write_text(json.dumps({"model": said.model, "bytes_per_s": speed, "rows": rows}))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,162 @@
+"""What requests wait for: continuous batching under load, step by step.
+
+Requests arrive at random with a fixed seed (`rate`), or a new one when one ends (`clients`). Every
+step runs one token of each running sequence and, with what is left of its budget of tokens, chunks
+of prompts, the oldest first: the scheduler of `fivefold generate`. Sequences that find no room in
+the cache wait. All prompts and outputs have one length, and steps the time of their mean context.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+SEED = 0
+_REQUESTS = 200  # of a simulation, of which the first quarter warms up
+_MOST_STEPS = 60_000
+
+
+@dataclass(frozen=True)
+class ReplicaLoad:
+    """What one replica is asked: requests a second or clients that wait for answers."""
+
+    prompt: int
+    output: int
+    rate: float | None = None
+    clients: int = 1
+
+
+@dataclass(frozen=True)
+class ReplicaSpeed:
+    """What one replica does: `step` seconds of so many sequences; a prompt takes `busy` seconds of
+    the steps that it is in, and `late` more until its first token. A step with both reads weights
+    once, for `reading` seconds."""
+
+    step: Callable[[int], float]
+    busy: float
+    late: float
+    reading: float
+    room: int  # sequences
+    budget: int  # tokens of a step
+
+
+@dataclass(frozen=True)
+class LoadOutcome:
+    """Times under load, and whether the queue kept growing."""
+
+    ttft: float  # the median
+    ttft_p99: float
+    tpot: float
+    tpot_p99: float
+    tokens_per_s: float
+    sequences: float  # that ran at a time, in the mean
+    grows: bool
+
+
+@dataclass
+class _Served:
+    arrived: float
+    unread: int  # tokens of the prompt
+    left: int  # tokens of the output
+    first: float = 0.0
+
+
+def simulate(load: ReplicaLoad, speed: ReplicaSpeed, requests: int = _REQUESTS) -> LoadOutcome:
+    """Run so many requests through one replica."""
+    chance = random.Random(SEED)
+    requests += load.clients if load.rate is None else 0
+    arrivals = _arrivals(load, requests, chance)
+    waiting: deque[_Served] = deque()
+    running: list[_Served] = []
+    done: list[tuple[_Served, float]] = []
+    now = busy = 0.0
+    for _ in range(_MOST_STEPS):
+        while arrivals and arrivals[0] <= now:
+            # Of clients that all begin at once, the first answers have any length: they spread.
+            left = load.output if load.rate is not None else chance.randint(1, load.output)
+            waiting.append(_Served(arrivals.popleft(), load.prompt, left))
+        while waiting and len(running) < speed.room:
+            running.append(waiting.popleft())
+        if not running:
+            if not arrivals:
+                break
+            now = arrivals[0]
+            continue
+        seconds, ended = _step(running, speed, load.prompt, now)
+        now, busy = now + seconds, busy + seconds * len(running)
+        done += [(each, now) for each in ended]
+        running = [each for each in running if each.left]
+        if load.rate is None:
+            waiting.extend(_Served(now, load.prompt, load.output) for _ in ended)
+        if len(done) >= requests:
+            break
+    first = 0 if load.rate is not None else min(load.clients, len(done) - 1)
+    return _outcome(done[first:], load, now, busy / max(now, 1e-12), requests - first)
+
+
+def _arrivals(load: ReplicaLoad, requests: int, chance: random.Random) -> deque[float]:
+    if load.rate is None:
+        return deque([0.0] * load.clients)
+    now, found = 0.0, deque[float]()
+    for _ in range(requests):
+        now += chance.expovariate(load.rate)
+        found.append(now)
+    return found
+
+
+def _step(
+    running: list[_Served], speed: ReplicaSpeed, prompt: int, now: float
+) -> tuple[float, list[_Served]]:
+    """Seconds of a step, and who ended with it."""
+    decoding = [each for each in running if not each.unread]
+    budget, chunked, begun = max(1, speed.budget - len(decoding)), 0, list[_Served]()
+    for each in running:
+        if each.unread and chunked < budget:
+            taken = min(each.unread, budget - chunked)
+            each.unread, chunked = each.unread - taken, chunked + taken
+            begun += [] if each.unread else [each]
+    seconds = speed.busy * chunked / prompt
+    if decoding:
+        decode = speed.step(len(decoding))
+        seconds = max(seconds + decode - (speed.reading if chunked else 0.0), decode)
+    for each in begun:
+        each.first, each.left = now + seconds + speed.late, each.left - 1
+    for each in decoding:
+        each.left -= 1
+    return seconds, [each for each in running if not each.unread and each.left <= 0]
+
+
+def _outcome(
+    done: list[tuple[_Served, float]], load: ReplicaLoad, now: float, mean: float, requests: int
+) -> LoadOutcome:
+    warm = done[len(done) // 4 :] or done
+    waits = sorted(each.first - each.arrived for each, _ in warm)
+    gaps = sorted((end - each.first) / max(1, load.output - 1) for each, end in warm)
+    if not waits:
+        never = float("inf")
+        return LoadOutcome(never, never, never, never, 0.0, mean, True)
+    start = done[len(done) // 4][1] if len(done) > 3 else 0.0
+    rate = load.output * len(warm) / max(now - start, 1e-12)
+    half = len(waits) // 2
+    early, late = _mean_wait(warm[:half]), _mean_wait(warm[half:])
+    grows = load.rate is not None and (len(done) < requests or late > 2 * early + 1.0)
+    return LoadOutcome(
+        _share(waits, 0.5),
+        _share(waits, 0.99),
+        _share(gaps, 0.5),
+        _share(gaps, 0.99),
+        rate,
+        mean,
+        grows,
+    )
+
+
+def _mean_wait(served: list[tuple[_Served, float]]) -> float:
+    """The mean time to the first token."""
+    return sum(each.first - each.arrived for each, _ in served) / max(1, len(served))
+
+
+def _share(ordered: list[float], share: float) -> float:
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]

@@ -1,0 +1,218 @@
+"""The answer to a serving plan, as JSON and lines; both are made at once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import ceil
+from typing import Any
+
+from fivefold.core.errors import counted
+from fivefold.core.kv_pages import token_bytes
+from fivefold.planner.serving import ServingChoice, ServingPlan
+from fivefold.planner.serving_fit import ServingRequest, model_bytes
+from fivefold.planner.serving_flags import EMITTERS, EngineCommand
+from fivefold.report import duration, gib, table, wrapped
+from fivefold.report.plan_answers import Printed
+
+_ROWS = 6  # layouts in the table
+_PART_WORDS = {
+    "products": "matmuls that read weights",
+    "experts": "experts",
+    "attention": "attention that reads the cache",
+    "collectives": "collectives",
+    "elementwise": "small kernels",
+    "head": "the head",
+    "host": "schedule and draws",
+}
+
+
+def plan_json(plan: ServingPlan) -> dict[str, Any]:
+    """One layout under its load."""
+    fit, found = plan.fit, plan.outcome
+    return {
+        "layout": str(plan.layout),
+        "replicas": plan.replicas,
+        "ttft_s": plan.ttft,
+        "ttft_p99_s": None if found is None else found.ttft_p99,
+        "tpot_s": plan.tpot,
+        "tpot_p99_s": None if found is None else found.tpot_p99,
+        "tokens_per_s": plan.tokens_per_s,
+        "sequences": plan.sequences,
+        "max_sequences": plan.max_sequences,
+        "weights_gib": fit.weights / 2**30,
+        "cache_gib": fit.cache / 2**30,
+        "kv_bytes_per_token_per_gpu": fit.token_bytes,
+        "usd_per_million_tokens": plan.usd_per_million(),
+        "time_s": plan.parts,
+    }
+
+
+def serving_json(choice: ServingChoice, flags: dict[str, EngineCommand]) -> dict[str, Any]:
+    """What `plan --serve --json` prints: the choice's own keys are on top."""
+    request = choice.request
+    return {
+        "model": request.shape.name,
+        "machine": request.machine.name,
+        "gpus": request.gpus,
+        "precision": request.precision,
+        "kv": request.kv,
+        "prompt": request.prompt,
+        "output": request.output,
+        "rate": request.rate,
+        "concurrency": request.concurrency,
+        "kv_bytes_per_token": model_token_bytes(request),
+        **plan_json(choice.chosen),
+        "latency": plan_json(choice.latency),
+        "throughput": plan_json(choice.throughput),
+        "layouts": [plan_json(each) for each in choice.plans],
+        "candidates": choice.candidates,
+        "because": list(reasons(choice)),
+        "rule_of_thumb": rule_of_thumb(request),
+        "flags": {name: each.script for name, each in flags.items()},
+        "notes": list(notes(request)),
+    }
+
+
+def model_token_bytes(request: ServingRequest) -> int:
+    """Bytes of the cache for a token, in all layers and without replicas of heads."""
+    return token_bytes(request.shape, request.shape.layers, 1, request.cache_itemsize)
+
+
+def serving_answer(choice: ServingChoice) -> Printed:
+    """The plan as JSON and as lines."""
+    flags = {name: make(choice.chosen) for name, make in EMITTERS.items()}
+    found = serving_json(choice, flags)
+    return found, list(_lines(choice, flags))
+
+
+def _lines(choice: ServingChoice, flags: dict[str, EngineCommand]) -> Iterator[str]:
+    request, chosen = choice.request, choice.chosen
+    weights = model_bytes(request.shape, request.precision)
+    yield from wrapped(
+        f"{request.shape.name} on {counted(request.gpus, 'GPU')} of {request.machine.name}, "
+        f"{request.precision}, {_load_words(request)}",
+        "serve       ",
+    )
+    kept = model_token_bytes(request) * request.kept
+    yield from wrapped(
+        f"weights {gib(weights)}, {gib(chosen.fit.weights)} a GPU; cache "
+        f"{model_token_bytes(request):,} bytes a token, {gib(kept)} a sequence of "
+        f"{request.prompt + request.output:,}; {gib(chosen.fit.cache)} a GPU are left for it: "
+        f"{chosen.max_sequences:,} sequences",
+        "memory      ",
+    )
+    for name, plan in (("latency", choice.latency), ("throughput", choice.throughput)):
+        yield from wrapped(_plan_words(plan), f"{name:12}")
+    for each in reasons(choice):
+        yield from wrapped(each, "why         ")
+    yield from wrapped(rule_of_thumb(request), "rule        ")
+    if len(choice.plans) > 1:
+        yield ""
+        yield from table([_HEADER, *(_row(each) for each in choice.plans[:_ROWS])])
+    yield ""
+    for name, each in flags.items():
+        yield f"# {name}"
+        yield from each.script.rstrip("\n").splitlines()
+    for each in notes(request):
+        yield from wrapped(each, "note        ")
+
+
+_HEADER = ("layout", "TTFT", "token", "tokens/s", "at a time", "fit", "$/M tokens")
+
+
+def _row(plan: ServingPlan) -> tuple[str, ...]:
+    price = plan.usd_per_million()
+    return (
+        str(plan.layout),
+        duration(plan.ttft),
+        duration(plan.tpot),
+        f"{plan.tokens_per_s:,.0f}",
+        f"{plan.sequences:,.0f}",
+        f"{plan.max_sequences:,}",
+        "" if price is None else f"{price:.2f}",
+    )
+
+
+def _load_words(request: ServingRequest) -> str:
+    said = f"prompts of {request.prompt:,} and answers of {request.output:,} tokens"
+    if request.rate is not None:
+        said += f", {request.rate:g} requests/s"
+    if request.concurrency is not None:
+        said += f", {request.concurrency} requests at a time"
+    return said
+
+
+def _plan_words(plan: ServingPlan) -> str:
+    price = plan.usd_per_million()
+    cost = "" if price is None else f", ${price:.2f} a million tokens"
+    late = "" if plan.outcome is None else f" (p99 {duration(plan.outcome.ttft_p99)})"
+    return (
+        f"{plan.layout}: first token after {duration(plan.ttft)}{late}, then one each "
+        f"{duration(plan.tpot)}; {plan.tokens_per_s:,.0f} tokens/s with {plan.sequences:,.0f} at a "
+        f"time{cost}"
+    )
+
+
+def reasons(choice: ServingChoice) -> Iterator[str]:
+    """Why these layouts."""
+    for name, plan in (("latency", choice.latency), ("throughput", choice.throughput)):
+        total = sum(plan.parts.values())
+        first, second = sorted(plan.parts.items(), key=lambda part: -part[1])[:2]
+        yield (
+            f"{name}: a decode step of {plan.layout} is {first[1] / total:.0%} "
+            f"{_PART_WORDS[first[0]]} and {second[1] / total:.0%} {_PART_WORDS[second[0]]}"
+        )
+    if len(choice.plans) > 1:
+        other = next(each for each in choice.plans if each is not choice.plans[0])
+        ratio = choice.plans[0].tokens_per_s / other.tokens_per_s
+        yield (
+            f"beside it {other.layout} has {other.tokens_per_s:,.0f} tokens/s "
+            f"({ratio:.2f} times fewer) with {other.max_sequences:,} sequences that fit"
+        )
+    if choice.latency.layout != choice.throughput.layout:
+        quick, wide = choice.latency, choice.throughput
+        yield (
+            f"{quick.layout} reads the weights of a token with {_ways(quick)} at once and in "
+            f"{counted(quick.layout.pp, 'stage')}, {wide.layout} with {_ways(wide)} in "
+            f"{counted(wide.layout.pp, 'stage')}: collectives take "
+            f"{duration(quick.parts['collectives'])} and {duration(wide.parts['collectives'])} of "
+            "their steps"
+        )
+
+
+def _ways(plan: ServingPlan) -> str:
+    return counted(max(plan.layout.tp, plan.layout.ep), "GPU")
+
+
+def rule_of_thumb(request: ServingRequest) -> str:
+    """tp so that weights and cache fit, inside one node."""
+    weights = model_bytes(request.shape, request.precision)
+    wanted = request.concurrency or 16
+    cache = wanted * model_token_bytes(request) * request.kept
+    need = (weights + cache) / request.usable
+    tp = 1
+    while tp < need:
+        tp *= 2
+    most = request.domain
+    said = (
+        f"({gib(weights)} of weights + {gib(cache)} of cache for {wanted} sequences) / "
+        f"{gib(request.usable)} of a GPU = {need:.1f}, so tp={min(tp, most)}"
+    )
+    if tp > most:
+        return f"{said} pp={ceil(tp / most)}: tp stays inside the {most} GPUs of the fast links"
+    return f"{said}, inside one domain of {most} GPUs; the other GPUs are replicas"
+
+
+def notes(request: ServingRequest) -> Iterator[str]:
+    """What an estimate leaves out."""
+    yield (
+        "decode is calibrated with fivefold's own engine on one H200 (presets/serving.toml); other "
+        "engines may read weights faster: docs/serving-plans.md has published figures beside plans"
+    )
+    if request.precision not in ("bf16", "fp16", "fp32") or request.cache_itemsize == 1:
+        yield "fp8 and narrower weights or caches are for plans: fivefold's engine has neither"
+    if request.rate is not None or request.concurrency is not None:
+        yield (
+            "under load: continuous batching of one replica, simulated with a fixed seed "
+            "(Poisson arrivals or clients that wait), median and 99th percentile of 200 requests"
+        )
