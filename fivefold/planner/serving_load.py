@@ -93,7 +93,8 @@ def simulate(load: ReplicaLoad, speed: ReplicaSpeed, requests: int = _REQUESTS) 
         if len(done) >= requests:
             break
     first = 0 if load.rate is not None else min(load.clients, len(done) - 1)
-    return _outcome(done[first:], load, now, busy / max(now, 1e-12), requests - first)
+    mean = busy / max(now, 1e-12)
+    return _outcome(done[first:], load, now, mean, requests - first, speed.busy)
 
 
 def _arrivals(load: ReplicaLoad, requests: int, chance: random.Random) -> deque[float]:
@@ -129,8 +130,15 @@ def _step(
 
 
 def _outcome(
-    done: list[tuple[_Served, float]], load: ReplicaLoad, now: float, mean: float, requests: int
+    done: list[tuple[_Served, float]],
+    load: ReplicaLoad,
+    now: float,
+    mean: float,
+    requests: int,
+    alone: float,
 ) -> LoadOutcome:
+    """Of all but the first quarter. A queue grows if later ones wait longer, by more than a few
+    prompts `alone`."""
     warm = done[len(done) // 4 :] or done
     waits = sorted(each.first - each.arrived for each, _ in warm)
     gaps = sorted((end - each.first) / max(1, load.output - 1) for each, end in warm)
@@ -141,7 +149,7 @@ def _outcome(
     rate = load.output * len(warm) / max(now - start, 1e-12)
     half = len(waits) // 2
     early, late = _mean_wait(warm[:half]), _mean_wait(warm[half:])
-    grows = load.rate is not None and (len(done) < requests or late > 2 * early + 1.0)
+    grows = load.rate is not None and (len(done) < requests or late > 1.5 * early + 5 * alone)
     return LoadOutcome(
         _share(waits, 0.5),
         _share(waits, 0.99),

@@ -1,0 +1,277 @@
+"""Serving plans: bytes, layouts, load, and the words of other engines."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from fivefold.api.serving_plans import plan_serving
+from fivefold.cli import main
+from fivefold.core import machine, models
+from fivefold.core.count import parameters
+from fivefold.core.errors import FivefoldError
+from fivefold.core.kv_pages import kept_tokens, token_bytes
+from fivefold.core.layout import Layout
+from fivefold.cost.serving import ServedModel
+from fivefold.planner.serving import legal_layouts
+from fivefold.planner.serving_fit import ServingFit, ServingRequest, model_bytes
+from fivefold.planner.serving_load import ReplicaLoad, ReplicaSpeed, simulate
+
+H100, H200 = machine.load("h100"), machine.load("h200")
+ASKED = ["plan", "llama-3.1-8b", "--serve", "--machine", "h200", "--gpus", "1"]
+
+
+def served(model: str, layout: Layout, precision: str = "bf16", gpus: str = "h100") -> ServedModel:
+    return ServedModel(models.load(model), machine.load(gpus), layout, precision)
+
+
+def seconds(model: ServedModel, sequences: int, context: float = 1024.0) -> float:
+    return float(model.decode(np.array([float(sequences)]), context).seconds[0])
+
+
+# --- Measured: benchmarks/serving_points.py on one H200, 2026-11-17. The first of each model were
+# fitted (presets/serving.toml), the others were not.
+
+
+@pytest.mark.parametrize(
+    ("model", "sequences", "context", "measured"),
+    [
+        ("llama-3.1-8b", 1, 1024, 4.569),
+        ("llama-3.1-8b", 4, 1024, 5.810),
+        ("llama-3.1-8b", 16, 1024, 6.403),
+        ("llama-3.1-8b", 64, 1024, 8.700),
+        ("llama-3.1-8b", 16, 4096, 8.489),
+        ("qwen3-30b-a3b", 1, 1024, 6.806),
+        ("qwen3-30b-a3b", 64, 1024, 29.80),
+        ("llama-3.1-8b", 8, 1024, 5.985),
+        ("llama-3.1-8b", 32, 1024, 7.100),
+        ("llama-3.1-8b", 128, 1024, 12.01),
+        ("llama-3.1-8b", 256, 256, 12.16),
+    ],
+)
+def test_decode_is_as_measured(model: str, sequences: int, context: int, measured: float) -> None:
+    planned = 1e3 * seconds(served(model, Layout(sp=False), gpus="h200"), sequences, context + 20.0)
+    assert planned == pytest.approx(measured, rel=0.10)
+
+
+def test_a_prompt_is_as_measured() -> None:
+    through, busy = served("llama-3.1-8b", Layout(sp=False), gpus="h200").prompt(8192)
+    assert through == busy == pytest.approx(0.209, rel=0.05)  # docs/generate.md
+
+
+# --- Bytes
+
+
+def test_cache_bytes_of_known_models() -> None:
+    """2 · layers · KV heads · width · 2 bytes; of MLA the latent and the rotated key."""
+    assert token_bytes(models.load("llama-3.1-8b"), 32, 1, 2) == 2 * 32 * 8 * 128 * 2
+    assert token_bytes(models.load("deepseek-v3"), 61, 1, 2) == 61 * (512 + 64) * 2
+    assert token_bytes(models.load("deepseek-v3"), 61, 8, 2) == 61 * (512 + 64) * 2
+    wide = models.load("llama-3.1-8b")
+    assert token_bytes(wide, 32, 16, 1) == token_bytes(wide, 32, 8, 1) == 2 * 32 * 128
+
+
+def test_windows_bound_the_cache() -> None:
+    assert kept_tokens(10_000, None, 512) == 10_000
+    assert kept_tokens(10_000, 4096, 512) == 4096 + 512 + 16
+    assert kept_tokens(1000, 4096, 512) == 1000
+
+
+@pytest.mark.parametrize("model", ["llama-3.1-8b", "qwen3-30b-a3b", "deepseek-v3", "tiny-moe"])
+def test_weights_are_counted_once(model: str) -> None:
+    shape = models.load(model)
+    assert model_bytes(shape, "bf16") == 2 * parameters(replace(shape, mtp=0)).total
+    request = ServingRequest(shape, H200, 1, 8, 8)
+    assert ServingFit(request, Layout(sp=False)).weights == model_bytes(shape, "bf16")
+
+
+def test_ranks_share_the_weights() -> None:
+    shape = models.load("deepseek-v3")
+    request = ServingRequest(shape, H100, 32, 2048, 256, precision="fp8")
+    whole = model_bytes(shape, "fp8")
+    split = ServingFit(request, Layout(shard=32, ep=32, sp=False, zero=0)).weights
+    experts = parameters(shape).experts
+    assert split == pytest.approx(whole - experts * (1 - 1 / 32))
+    deep = ServingFit(request, Layout(shard=8, pp=4, ep=8, sp=False, zero=0)).stage_weights
+    assert sum(deep) == pytest.approx(whole - experts * (1 - 1 / 8))
+
+
+def test_room_is_what_is_left() -> None:
+    request = ServingRequest(models.load("llama-3.1-8b"), H200, 1, 2048, 256)
+    fit = ServingFit(request, Layout(sp=False, zero=0))
+    used = fit.weights + fit.others + fit.replica_room * request.kept * fit.token_bytes
+    assert used <= request.usable < used + request.kept * fit.token_bytes
+
+
+# --- Seconds
+
+
+def test_decode_scales_as_it_must() -> None:
+    one, eight = (served("llama-3.1-70b", Layout(tp=tp, sp=False)) for tp in (1, 8))
+    assert 3 < seconds(one, 1) / seconds(eight, 1) < 8  # less than 8: collectives, kernels
+    assert seconds(one, 32) < 8 * seconds(one, 1)  # weights are read once
+    assert seconds(one, 32, 8192) > seconds(one, 32, 1024)
+    halves = served("llama-3.1-70b", Layout(sp=False), "fp8")
+    assert 1.5 < seconds(one, 1) / seconds(halves, 1) < 2
+
+
+def test_a_pipeline_speeds_up_many_and_not_one() -> None:
+    one, four = (served("llama-3.1-70b", Layout(pp=pp, sp=False)) for pp in (1, 4))
+    assert seconds(four, 1) >= seconds(one, 1)
+    assert seconds(four, 256) < 0.8 * seconds(one, 256)  # each of four batches reads a quarter
+
+
+def test_experts_that_no_token_chose_are_not_read() -> None:
+    model = served("qwen3-30b-a3b", Layout(sp=False), gpus="h200")
+    moe = model.shape.moe
+    assert moe is not None
+    touched = model.decode_timer(np.array([1.0, 16.0, 4096.0])).touched(moe)
+    assert touched == pytest.approx([8, 128 * (1 - (15 / 16) ** 16), 128])
+
+
+def test_kv_heads_fewer_than_tp_are_read_by_all() -> None:
+    """With tp = 16 and 8 KV heads a rank reads as much of the cache as with tp = 8."""
+    eight, sixteen = (
+        served("llama-3.1-70b", Layout(tp=tp, sp=False)).decode(np.array([64.0]), 4096.0)
+        for tp in (8, 16)
+    )
+    assert eight.parts["attention"] == pytest.approx(sixteen.parts["attention"])
+
+
+# --- Load
+
+
+def speed(step: float = 0.01, room: int = 64) -> ReplicaSpeed:
+    return ReplicaSpeed(lambda n: step + 1e-4 * n, 0.05, 0.0, 0.005, room, 8192)
+
+
+def test_an_idle_server_answers_as_alone() -> None:
+    found = simulate(ReplicaLoad(1024, 64, rate=0.01), speed())
+    assert found.ttft == pytest.approx(0.05) and found.tpot == pytest.approx(0.0101)
+    assert not found.grows
+
+
+def test_waits_grow_with_the_rate() -> None:
+    rates = (0.5, 5.0, 15.0)
+    found = [simulate(ReplicaLoad(1024, 64, rate=rate), speed()) for rate in rates]
+    assert found[0].ttft_p99 < found[1].ttft_p99 < found[2].ttft_p99
+    assert found[0].tpot < found[1].tpot < found[2].tpot
+    assert simulate(ReplicaLoad(1024, 64, rate=15.0), speed()) == found[2]  # a fixed seed
+    assert simulate(ReplicaLoad(1024, 64, rate=100.0), speed()).grows
+
+
+def test_clients_fill_the_server() -> None:
+    found = simulate(ReplicaLoad(1024, 64, clients=16), speed())
+    assert found.sequences == pytest.approx(16, rel=0.05)
+    # Each cycle has 64 steps, and 16 prompts beside them.
+    assert found.tokens_per_s == pytest.approx(16 * 64 / (63 * 0.0116 + 16 * 0.0465), rel=0.15)
+
+
+def test_a_full_cache_makes_requests_wait() -> None:
+    few, many = (simulate(ReplicaLoad(1024, 64, clients=16), speed(room=room)) for room in (4, 64))
+    assert few.ttft > 5 * many.ttft and few.sequences <= 4
+
+
+# --- The search
+
+
+def test_layouts_are_legal_and_use_all_gpus() -> None:
+    request = ServingRequest(models.load("qwen3-30b-a3b"), H100, 16, 128, 16)
+    found = list(legal_layouts(request))
+    assert {each.world for each in found} == {16} and max(each.tp for each in found) <= 8
+    assert {(each.ep, each.etp) for each in found if each.tp == 2} >= {(1, 2), (2, 1), (16, 1)}
+    assert all(each.ep == 1 or each.ep % each.tp == 0 for each in found)
+
+
+def test_latency_and_throughput_differ() -> None:
+    found = plan_serving("llama-3.1-8b", machine="h100", gpus=8).choice
+    assert str(found.latency.layout) == "tp=8" and found.throughput.layout.dp == 8
+    assert found.latency.tpot < found.throughput.tpot
+    assert found.latency.tokens_per_s < found.throughput.tokens_per_s
+
+
+def test_bounds_are_kept() -> None:
+    asked = {"machine": "h200", "gpus": 1}
+    free = plan_serving("llama-3.1-8b", **asked).choice.chosen
+    bound = plan_serving("llama-3.1-8b", tpot=0.02, ttft=0.2, **asked).choice.chosen
+    assert bound.tpot <= 0.02 < free.tpot and bound.ttft <= 0.2
+    assert bound.tokens_per_s < free.tokens_per_s
+
+
+def test_a_given_layout_is_the_only_one() -> None:
+    found = plan_serving("llama-3.1-8b", machine="h100", layout="tp=2 pp=2").choice
+    assert [str(each.layout) for each in found.plans] == ["tp=2 pp=2"]
+
+
+def test_what_does_not_fit_says_how_many_gpus() -> None:
+    with pytest.raises(FivefoldError, match="--gpus 16 or --precision fp8 with --gpus 8"):
+        plan_serving("llama-3.1-405b", machine="h100", gpus=8)
+    assert plan_serving("llama-3.1-405b", machine="h100", gpus=16).choice.chosen.max_sequences > 1
+    with pytest.raises(FivefoldError, match="requests/s; ask for less"):
+        plan_serving("llama-3.1-8b", machine="h100", gpus=1, rate=1000.0)
+
+
+@pytest.mark.parametrize(
+    ("words", "rule"),
+    [
+        (["--prompt", "0"], "--prompt 0: give 1 token at least"),
+        (["--output", "-3"], "--output -3: give 1 token at least"),
+        (["--output", "plan.toml"], "whole number of tokens"),
+        (["--rate", "-1"], "--rate -1: give a finite number above 0"),
+        (["--rate", "nan"], "--rate nan: give a finite number above 0"),
+        (["--concurrency", "0"], "--concurrency 0: give a finite number above 0"),
+        (["--rate", "1", "--concurrency", "4"], "two descriptions of one load"),
+        (["--prompt", "200000"], "context of 131,072: use --prompt 130816"),
+        (["--emit", "triton"], "unknown emit target 'triton': choose from"),
+        (["--kv", "int4"], "unknown --kv 'int4'"),
+        (["--tpot", "1e-5"], "no layout of 1 GPU keeps --tpot 1e-05: at best"),
+        (["--zero", "1"], "--zero has no effect with --serve"),
+        (["--layout", "tp=3 pp=1"], "tp=3 does not divide heads 32"),
+        (["--precision", "nvfp4"], "h200 has no peak for 'nvfp4'"),
+    ],
+)
+def test_bad_questions_are_refused(
+    words: list[str], rule: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main([*ASKED, *words])
+    assert stop.value.code == 2 and rule in " ".join(capsys.readouterr().err.split())
+
+
+def test_options_of_serving_need_it(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(["plan", "tiny", "--prompt", "3"])
+    assert stop.value.code == 2 and "--prompt is for --serve" in capsys.readouterr().err
+
+
+def said(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    try:
+        main([*ASKED, *words])
+    except SystemExit as stop:
+        assert not stop.code
+    return capsys.readouterr().out
+
+
+def test_text_and_json_have_the_same_numbers(capsys: pytest.CaptureFixture[str]) -> None:
+    found, text = json.loads(said(["--json"], capsys)), said([], capsys)
+    text = " ".join(text.split())
+    for key in (
+        "ttft_s",
+        "tpot_s",
+        "tokens_per_s",
+        "kv_bytes_per_token",
+        "max_sequences",
+        "layout",
+    ):
+        assert found[key]
+    assert f"{found['max_sequences']:,} sequences" in text
+    assert f"{found['tokens_per_s']:,.0f} tokens/s" in text
+    assert f"{found['kv_bytes_per_token']:,} bytes a token" in text
+    price = H200.price_per_gpu_hour
+    assert price is not None
+    usd = price / 3600 / found["tokens_per_s"] * 1e6
+    assert found["usd_per_million_tokens"] == pytest.approx(usd)
+    assert "so tp=1, inside one domain of 8 GPUs" in text
