@@ -32,6 +32,7 @@ PANELS = {
     "Run": "steps lr seed dtype precision optimizer device resume until check compile",
     "Search": "fix top objective headroom tokens price precision",
     "Questions": "what-if compare sweep table run textbook budget",
+    "Serving": "serve prompt rate concurrency ttft tpot kv emit",
     "Sampling": "top-k top-p seed stop chat",
     "Requests": "name max-queue max-running max-batch-tokens drain-seconds api-key",
     "Documents": "pairs dedup min-chars max-chars min-tokens max-tokens end",

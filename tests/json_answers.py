@@ -81,6 +81,41 @@ bubble number Idle share of the pipeline.
 because array Sentences on why this layout; only of the first.
 equal boolean Whether it is as fast as the fastest, as far as estimates can tell.
 
+plan MODEL --serve
+$ plan llama-3.1-8b --serve --machine h200 --gpus 1 --json
+model string Name of the model.
+machine string Name of the machine.
+gpus integer Number of GPUs.
+precision string Format of weights.
+kv string Format of the cache.
+prompt integer Tokens of a prompt.
+output integer Tokens of an answer.
+rate number? Requests a second.
+concurrency integer? Requests at a time.
+kv_bytes_per_token integer Bytes of the cache for a token, in all layers.
+layout string Of the choice, as all down to time_s: fastest answers under a rate, else most tokens.
+replicas integer Engines that share nothing.
+ttft_s number Seconds to the first token; under a load the median.
+ttft_p99_s number? Its 99th percentile; under a load.
+tpot_s number Seconds between two tokens of an answer.
+tpot_p99_s number? Its 99th percentile; under a load.
+tokens_per_s number Output tokens per second of all GPUs.
+sequences number Sequences at a time.
+max_sequences integer Sequences whose cache fits.
+weights_gib number Weights on the fullest GPU.
+cache_gib number Room for the cache there.
+kv_bytes_per_token_per_gpu integer Bytes of the cache for a token there.
+usd_per_million_tokens number? Price of a million output tokens.
+time_s object Seconds of a decode step by part.
+latency object The layout with the fastest answers, with the same keys.
+throughput object The layout with the most tokens, with the same keys.
+layouts array All layouts that fit, the most tokens first, with the same keys.
+candidates integer Layouts that are legal.
+because array Sentences on why these layouts.
+rule_of_thumb string The rule of thumb with its numbers.
+flags object The choice as commands of vllm, sglang and trtllm.
+notes array Sentences on what the estimate leaves out.
+
 schedule NAME
 $ schedule 1f1b --stages 2 --microbatches 2 --json
 name string Schedule.

@@ -19,6 +19,8 @@ from fivefold.cost.serving import ServedModel
 from fivefold.planner.serving import legal_layouts
 from fivefold.planner.serving_fit import ServingFit, ServingRequest, model_bytes
 from fivefold.planner.serving_load import ReplicaLoad, ReplicaSpeed, simulate
+from tests import serving_published
+from tests.serving_published import ROWS
 
 H100, H200 = machine.load("h100"), machine.load("h200")
 ASKED = ["plan", "llama-3.1-8b", "--serve", "--machine", "h200", "--gpus", "1"]
@@ -275,3 +277,17 @@ def test_text_and_json_have_the_same_numbers(capsys: pytest.CaptureFixture[str])
     usd = price / 3600 / found["tokens_per_s"] * 1e6
     assert found["usd_per_million_tokens"] == pytest.approx(usd)
     assert "so tp=1, inside one domain of 8 GPUs" in text
+
+
+# --- Published
+
+
+def test_plans_are_near_published_figures() -> None:
+    """Nothing was fitted to them. The page has the table that the script writes."""
+    found = {row: serving_published.planned(row) / row.tokens_per_s for row in ROWS}
+    near = [each for each in found.values() if 1 / 1.25 <= each <= 1.25]
+    assert len(near) >= 0.75 * len(ROWS) and 0.5 < min(found.values()) < max(found.values()) < 1.5
+    text = serving_published.DOC.read_text("utf-8")
+    for row, ratio in found.items():
+        line = next(each for each in text.splitlines() if serving_published.told(row) in each)
+        assert float(line.split("|")[8]) == pytest.approx(ratio, abs=0.006)
