@@ -32,6 +32,9 @@ if TYPE_CHECKING:
     from fivefold.core.errors import RankLost as RankLost
     from fivefold.core.layout import Layout as Layout
     from fivefold.core.machine import Machine as Machine
+    from fivefold.core.mixers import Mixer as Mixer
+    from fivefold.core.mixers import MixerCost as MixerCost
+    from fivefold.core.mixers import MixerWeight as MixerWeight
     from fivefold.core.plan import Plan as Plan
     from fivefold.core.shape import Shape as Shape
 
@@ -51,6 +54,9 @@ _NAMES = {
     "Layout": ("fivefold.core.layout", "Layout"),
     "Shape": ("fivefold.core.shape", "Shape"),
     "Machine": ("fivefold.core.machine", "Machine"),
+    "Mixer": ("fivefold.core.mixers", "Mixer"),
+    "MixerCost": ("fivefold.core.mixers", "MixerCost"),
+    "MixerWeight": ("fivefold.core.mixers", "MixerWeight"),
     "Plan": ("fivefold.core.plan", "Plan"),
     "FivefoldError": ("fivefold.core.errors", "FivefoldError"),
     "RankLost": ("fivefold.core.errors", "RankLost"),
@@ -59,6 +65,9 @@ __all__ = [
     "FivefoldError",
     "Layout",
     "Machine",
+    "Mixer",
+    "MixerCost",
+    "MixerWeight",
     "Plan",
     "RankLost",
     "Shape",

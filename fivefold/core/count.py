@@ -20,6 +20,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from functools import cache
 
+from fivefold.core.mixers import mixer_cost, mixer_table
 from fivefold.core.recompute import Recompute
 from fivefold.core.shape import LayerKind, Mla, Shape
 
@@ -208,6 +209,8 @@ def visible_keys(shape: Shape, i: int, seq: int) -> float:
 
 
 def _scores(shape: Shape, i: int, seq: int) -> float:
+    if shape.own_mixer is not None:
+        return mixer_cost(shape, seq).flops
     per_key = 2.0 * shape.heads * (shape.head_dim + shape.value_dim)
     return per_key * visible_keys(shape, i, seq)
 
@@ -221,6 +224,9 @@ def _mlp_matrices(shape: Shape, ffn: int) -> int:
 
 
 def _attention(shape: Shape) -> int:
+    if shape.own_mixer is not None:
+        rows = mixer_table(shape)
+        return sum(math.prod(one.shape) + one.bias * one.shape[0] for one in rows)
     if shape.mla is not None:
         return _latent_attention(shape, shape.mla)
     queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim

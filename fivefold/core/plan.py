@@ -20,6 +20,7 @@ from fivefold.core.errors import BadFile, FivefoldError, UnknownName
 from fivefold.core.fp8 import Fp8, fp8_of, require_whole_blocks
 from fivefold.core.layout import Layout, parse_zero
 from fivefold.core.machine import Machine
+from fivefold.core.mixers import require_mixable
 from fivefold.core.plan_paths import seen_from, with_paths
 from fivefold.core.precision import Precision
 from fivefold.core.recipe import Recipe
@@ -222,6 +223,7 @@ def resolve(options: PlanOptions, *, small: bool = False) -> Plan:
         options = replace(options, set={**options.set, "layers": str(layout.pp * layout.chunks)})
         shape = models.with_overrides(shape, options.set)
         notes.append(f"raised to {shape.layers} layers, one for each stage of the pipeline")
+    require_mixable(shape, fp8=options.precision == "fp8", packed=options.packed)
     shape = tuned(shape, options.train.tuning, fp8_of(options) is not None)
     seq = _default_seq(layout, shape, small) if options.seq is None else options.seq
     legality.check(layout, shape, **job_of(options, family, seq))

@@ -17,6 +17,7 @@ from fivefold.core import splits
 from fivefold.core.batch import contradiction
 from fivefold.core.errors import FivefoldError, counted
 from fivefold.core.layout import MOST_RANKS, Layout
+from fivefold.core.mixers import context_problem
 from fivefold.core.splits import CONTEXT_KINDS, context_split, padded_length
 
 if TYPE_CHECKING:
@@ -173,6 +174,8 @@ def _asynchronous_problems(layout: Layout, shape: Shape, name: str) -> Iterator[
 
 def context_rule(layout: Layout, shape: Shape, job: LayoutRequest) -> Iterator[str]:
     seq, unit = job["seq"], sequence_unit(layout, shape)
+    if reason := context_problem(shape, layout.context, layout.cp):
+        yield reason
     if seq < unit:
         yield (
             f"seq={seq} {_split_rule(layout)}, which takes at least {unit} tokens: use seq={unit} "

@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal, NamedTuple
 
-from fivefold.core.errors import BadFile
+from fivefold.core.errors import BadFile, FivefoldError
+from fivefold.core.mixers import ATTENTION, Mixer, mixer_notes, mixer_problems, own_mixer
 from fivefold.core.tuning import Tuning
 
 Activation = Literal["swiglu", "geglu", "gelu", "gelu_tanh", "relu"]
@@ -174,6 +175,7 @@ class Shape:
     dropout: float = 0.0  # in training, of the embedding and of what is added to the residual
     attention_dropout: float = 0.0  # in training, of the weights of attention
     parallel_block: bool = False  # attention and MLP side by side after one norm (PaLM)
+    mixer: str = ATTENTION  # or the name of a class of the user's (`core/mixers.py`)
     mla: Mla | None = None
     moe: Moe | None = None
     mtp: int = 0  # multi-token-prediction layers after the last one
@@ -183,6 +185,11 @@ class Shape:
         problems = list(self._problems())
         if problems:
             raise BadFile(f"model {self.name!r}", problems)
+
+    @property
+    def own_mixer(self) -> Mixer | None:
+        """The user's class in the place of attention, if there is one."""
+        return own_mixer(self.mixer)
 
     @property
     def gated(self) -> bool:
@@ -241,7 +248,7 @@ class Shape:
     def notes(self) -> list[str]:
         """What whoever trains it should know."""
         if not self.attention_dropout:
-            return []
+            return [*mixer_notes(self)]
         return [
             f"attention_dropout = {self.attention_dropout}: training computes attention with all "
             "scores in memory, because fused kernels draw masks of their own; estimates are for "
@@ -277,6 +284,13 @@ class Shape:
         if self.mla is not None:
             yield from self.mla.problems()
             yield from self._mla_contradictions(self.mla)
+        yield from self._mixer_problems()
+
+    def _mixer_problems(self) -> Iterator[str]:
+        try:
+            yield from mixer_problems(self)
+        except FivefoldError as unknown:
+            yield str(unknown)
 
     def _mla_contradictions(self, mla: Mla) -> Iterator[str]:
         if self.head_dim != mla.nope_dim + mla.rope_dim:

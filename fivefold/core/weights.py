@@ -16,6 +16,7 @@ from typing import Literal
 from fivefold.core.errors import FivefoldError, UnknownName
 from fivefold.core.layout import Coord, Layout
 from fivefold.core.legality import padded_vocab
+from fivefold.core.mixers import MixerWeight, Split, mixer_table
 from fivefold.core.shape import Mla, Moe, Shape
 from fivefold.core.tuning import ALL, Tuning, unmatched
 
@@ -36,6 +37,7 @@ class Weight:
     spread: bool = False  # replicated, but each tp rank uses it on its own heads only
     expert_dim: int | None = None  # of stacked experts, which dim 0 counts: the dim of their width
     frozen: bool = False  # never updated
+    first: tuple[float, float] | None = None  # first values, evenly spaced along dim 0
 
     @property
     def numel(self) -> int:
@@ -233,7 +235,10 @@ def _prefix(block: str) -> str:
 def _layer(shape: Shape, i: int, block: str) -> Iterator[Weight]:
     name = _prefix(block)
     yield from _norm(shape, block, f"{name}.attention_norm")
-    if shape.mla is None:
+    if shape.own_mixer is not None:
+        for row in mixer_table(shape):
+            yield from _mixer_weight(row, block, f"{name}.attention.{row.name}")
+    elif shape.mla is None:
         yield from _attention(shape, block, f"{name}.attention")
     else:
         yield from _latent_attention(shape, shape.mla, block, f"{name}.attention")
@@ -243,6 +248,20 @@ def _layer(shape: Shape, i: int, block: str) -> Iterator[Weight]:
         yield from _moe(shape, shape.moe, block, f"{name}.mlp")
     else:
         yield from _mlp(shape, block, f"{name}.mlp", shape.ffn, shape.mlp_bias)
+
+
+_CUTS: dict[Split, Cut] = {"heads": "column", "kv_heads": "kv", "whole": "whole"}
+
+
+def _mixer_weight(row: MixerWeight, block: str, name: str) -> Iterator[Weight]:
+    """Of an own mixer, which uses on each tp rank what is whole for the heads of that rank."""
+    spread = row.split == "whole"
+    if row.reads == "nothing":
+        yield Weight(name, row.shape, block, _CUTS[row.split], spread, first=row.first)
+        return
+    sizes = (row.shape[0], row.shape[1])
+    cut = "row" if row.reads == "mixed" else _CUTS[row.split]
+    yield from _linear(block, name, sizes, cut, row.bias, spread)
 
 
 def _attention(shape: Shape, block: str, name: str) -> Iterator[Weight]:

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 from fivefold.core.balance import Balance
 from fivefold.core.fp8 import SCALE_BYTES, Fp8
 from fivefold.core.fp8_units import maxima_joined
+from fivefold.core.mixers import mixer_table
 from fivefold.core.plan import Plan
 from fivefold.core.recompute import MODULES, Module, Recompute
 from fivefold.core.shape import Moe, Shape
@@ -314,6 +315,9 @@ def context_layer(job: LayerJob) -> Iterator[CountedCollective]:
     gradients. Recomputation of attention repeats the forward, unless its results are kept.
     """
     shape, again = job.shape, job.attends_again
+    if shape.own_mixer is not None:
+        yield from _mixer_exchanges(job)
+        return
     swaps = where(job.inner > 1, 2, 0)
     for heads in (shape.heads // job.tp, job.kv_heads):
         size = job.tokens * heads * shape.attended_dim * job.itemsize
@@ -332,6 +336,17 @@ def context_layer(job: LayerJob) -> Iterator[CountedCollective]:
         times = passed * hops
         yield CountedCollective("ring", kind, here, job.outer, times, times, times * again)
         yield CountedCollective("ring", kind, wide, job.outer, 0, passed * job.outer)
+
+
+def _mixer_exchanges(job: LayerJob) -> Iterator[CountedCollective]:
+    """Of an own mixer: all-to-alls of what each linear of the input made, and of what was mixed."""
+    swaps, again = where(job.inner > 1, 1, 0), job.repeats["attention"]
+    for each in mixer_table(job.shape):
+        if each.reads != "nothing":
+            size = job.tokens * (each.split_size // job.tp) * job.itemsize
+            yield CountedCollective(
+                "ulysses", "all_to_all", size, job.inner, swaps, swaps, swaps * again
+            )
 
 
 # --- Experts; their all-to-alls are in `expert_collectives.py`

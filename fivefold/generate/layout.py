@@ -27,6 +27,7 @@ from torch import Tensor
 
 from fivefold.core.errors import BadFile, FivefoldError
 from fivefold.core.groups import PIPELINE, RING, WORLD
+from fivefold.core.mixers import refuse_mixer
 from fivefold.core.plan import Plan, PlanOptions, resolve
 from fivefold.core.shape import Shape
 from fivefold.core.weights import Weight
@@ -79,6 +80,7 @@ def plan_of(shape: Shape, options: PlanOptions) -> Plan:
 
 def forward_plan(plan: Plan) -> Plan:
     """The plan without what only training has; refuses what generation cannot do."""
+    refuse_mixer(plan.shape, "generation")
     if problems := list(_problems(plan)):
         raise BadFile(f"a generator in layout {plan.layout}", problems)
     return replace(plan, shape=replace(plan.shape, mtp=0), balance=())

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from fivefold.core.errors import BadFile, FivefoldError
 from fivefold.core.hf_config import shape_from_config
+from fivefold.core.mixers import refuse_mixer
 from fivefold.core.shape import Moe, Rope, Shape
 from fivefold.core.tables import Fields
 
@@ -85,6 +86,7 @@ def as_hf(shape: Shape, dtype: str, source: Mapping[str, Any] | None = None) -> 
     `dtype` is torch's name for the dtype of the weights. The ids of special tokens are taken from
     the config `source`.
     """
+    refuse_mixer(shape, "a Hugging Face config")
     for family in dict.fromkeys((shape.family, *WRITERS)):
         config = _written(shape, family)
         if config is not None and not _lost(shape, config):

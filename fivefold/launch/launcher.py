@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from fivefold.core.errors import BadFile, FivefoldError, counted
+from fivefold.core.mixers import refuse_mixer
 from fivefold.core.plan import Plan, resolve
 from fivefold.core.weights import weights
 
@@ -167,6 +168,8 @@ def _checked(launched: LauncherEnvironment) -> LauncherEnvironment:
 def require_trainable(plan: Plan) -> None:
     """Raise if `train` does not run this plan, on whatever ranks."""
     weights(plan.shape)  # raises for a model that cannot be built
+    if plan.options.train.sample_every:
+        refuse_mixer(plan.shape, "sample_every, which generates text,")
     if plan.fp8 is not None:
         plan.fp8.require_runnable(plan.schedule.asynchronous)
     if plan.schedule.asynchronous:

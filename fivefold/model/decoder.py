@@ -8,8 +8,8 @@ Seams are attributes that `fivefold/parallel` and `model/recompute.py` replace b
 signature, so that this package knows nothing of parallelism: `Linear.matmul`, `Attention.project`,
 `Mlp.project`, `Mlp.activate`, `Norm.normalise`, `ResidualNorm.normalise_sum`, `Attention.kernel`,
 `Embedding.lookup`, `Embedding.add_positions`, `Head.matmul`, `Head.cross_entropy`, `Head.chunked`,
-`Block.repeats`, `Attention.first_head`, `Decoder.residual_tokens`, `Decoder.run_blocks`, and in
-`model/moe.py` `Router.matmul`, `ExpertStack.matmul`, `MoeMlp.balance` and `MoeMlp.dispatch`.
+`Block.repeats`, `Attention.first_head`, `MixerLayer.kernel`, `MixerLayer.hold`,
+`Decoder.residual_tokens`, `Decoder.run_blocks`, and in `model/moe.py` `Router.matmul`, `ExpertStack.matmul`, `MoeMlp.balance` and `MoeMlp.dispatch`.
 
 Legend: B rows, S tokens, N = B·S, D model width, V vocabulary, P learned positions.
 """
@@ -43,6 +43,7 @@ from fivefold.model.dropout import (
 )
 from fivefold.model.head import Head
 from fivefold.model.layers import Linear, Mlp, Norm, ResidualNorm, WeightFactory, rotary_tables
+from fivefold.model.mixer_layer import MixerLayer
 from fivefold.model.moe import ExpertStack, MoeMlp
 from fivefold.model.regions import Fuse, eager
 from fivefold.model.remake import saving
@@ -117,14 +118,11 @@ class Block(nn.Module):
 
     def __init__(self, shape: Shape, i: int, factory: WeightFactory) -> None:
         super().__init__()
-        mla, layer = shape.mla, min(i, shape.layers)
+        layer = min(i, shape.layers)
         moe = shape.moe if shape.is_moe_layer(layer) else None
         self.number, self.dropout, self.drop = i, shape.dropout, dropping(factory.fuse)
         self.attention_norm = ResidualNorm(shape, factory)
-        pairs = site_of(i, "pairs")
-        self.attention = (
-            LatentAttention(shape, mla, factory, pairs) if mla else Attention(shape, factory, pairs)
-        )
+        self.attention = _attention(shape, factory, site_of(i, "pairs"))
         self.mlp_norm = ResidualNorm(shape, factory)
         self.mlp = (
             MoeMlp(shape, moe, factory) if moe else Mlp(shape, shape.ffn, shape.mlp_bias, factory)
@@ -160,6 +158,17 @@ class Block(nn.Module):
 
         with saving(x_BSD):
             return checkpoint(plain, x_BSD, use_reentrant=False, preserve_rng_state=False)
+
+
+def _attention(
+    shape: Shape, factory: WeightFactory, site: int
+) -> Attention | LatentAttention | MixerLayer:
+    """Attention, or what the user has put in its place."""
+    if shape.own_mixer is not None:
+        return MixerLayer(shape, shape.own_mixer, factory)
+    if shape.mla is not None:
+        return LatentAttention(shape, shape.mla, factory, site)
+    return Attention(shape, factory, site)
 
 
 def all_tokens(of_tokens_BS: Tensor) -> Tensor:

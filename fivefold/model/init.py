@@ -29,7 +29,8 @@ def initial_weight(
     device: torch.device | str = "cpu",
     experts: range | None = None,
 ) -> Tensor:
-    """The full weight: normal(0, 0.02), norms 1, biases 0; of stacked experts only `experts`.
+    """The full weight: normal(0, 0.02), norms 1, biases 0, or as its table says; of stacked experts
+    only `experts`.
 
     The standard deviation of projections into the residual is divided by √(2·layers), so that the
     variance of the residual does not grow with depth. Each expert is drawn by itself: all experts
@@ -41,6 +42,10 @@ def initial_weight(
         count = weight.shape[0] if experts is None else len(experts)
         sizes = (count, *weight.shape[1:]) if weight.expert else weight.shape
         return torch.zeros(sizes, dtype=dtype, device=device)
+    if weight.first is not None:
+        rows = torch.linspace(*weight.first, weight.shape[0], dtype=torch.float64, device=device)
+        rows = rows.reshape(-1, *(1 for _ in weight.shape[1:])).expand(weight.shape)
+        return rows.to(dtype, copy=True)
     if weight.name.endswith(".bias"):
         return torch.zeros(weight.shape, dtype=dtype, device=device)
     if len(weight.shape) == 1:

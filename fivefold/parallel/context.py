@@ -23,16 +23,19 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from functools import cache
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from fivefold.core.groups import RING, ULYSSES
+from fivefold.core.mixers import MixerTokens
 from fivefold.core.splits import AttentionCall, ContextSplit, Ranges, attention_calls
 from fivefold.model.batch import NOT_COUNTED, AttentionInfo, TokenBatch
 from fivefold.model.flash import MergedAttention, VisiblePairs, accumulate, attend, attend_backward
+from fivefold.model.layers import rotary_tables
+from fivefold.model.mixer_layer import MixerInputs, MixerLayer, mixed
 from fivefold.parallel import transport
 from fivefold.parallel.mesh import Issued, Mesh
 from fivefold.parallel.stage import Stage
@@ -89,7 +92,10 @@ def split_rows(stage: Stage) -> None:
     if split.inner * split.outer == 1:
         return
     for block in stage.model.all_blocks():
-        block.attention.kernel = ContextAttention(stage.mesh, split, plan.padded_seq)
+        if isinstance(block.attention, MixerLayer):
+            block.attention.kernel = ContextMixer(stage.mesh)
+        else:
+            block.attention.kernel = ContextAttention(stage.mesh, split, plan.padded_seq)
 
 
 class ContextAttention:
@@ -322,11 +328,43 @@ class _Attention(torch.autograd.Function):
         return (*found, None, None)
 
 
+class _HasMesh(Protocol):
+    mesh: Mesh
+
+
+class ContextMixer:
+    """An own mixer over the tokens of all context ranks: a rank has all of them for its share of
+    the heads."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self.mesh = mesh
+
+    def __call__(self, layer: MixerLayer, given: MixerInputs) -> Tensor:
+        mesh, shape, row = self.mesh, layer.shape, given.row
+        assert row is not None, "a batch that was not cut for the context ranks"
+        size, coord, heads = mesh.size(ULYSSES), mesh.coord(ULYSSES), shape.heads // mesh.size("tp")
+        made = {name: self._exchanged(x, heads, HEADS) for name, x in given.made.items()}
+        by_heads = {name for name, split in layer.held.items() if split == "heads"}
+        held = {
+            name: each.chunk(size)[coord] if name in by_heads else each
+            for name, each in given.held.items()
+        }
+        rotary = given.tokens.rotary
+        if rotary is not None:
+            rotary = rotary_tables(shape, row.positions, rotary[0].dtype)
+        found = mixed(layer, MixerInputs(made, held, MixerTokens(row.positions, rotary), row))
+        return self._exchanged(found, heads // size, TOKENS)
+
+    def _exchanged(self, x_BSO: Tensor, heads: int, split_dim: int) -> Tensor:
+        x_BHSd = x_BSO.unflatten(-1, (heads, -1)).transpose(1, 2)
+        return _Exchange.apply(x_BHSd, self, split_dim).transpose(1, 2).flatten(2)
+
+
 class _Exchange(torch.autograd.Function):
     """Over the ranks of a place: split along one of tokens and heads, join along the other."""
 
     @staticmethod
-    def forward(ctx: Any, x_BHSd: Tensor, attention: ContextAttention, split_dim: int) -> Tensor:
+    def forward(ctx: Any, x_BHSd: Tensor, attention: _HasMesh, split_dim: int) -> Tensor:
         ctx.attention, ctx.split_dim = attention, split_dim
         return _exchanged(x_BHSd, attention.mesh, split_dim)
 

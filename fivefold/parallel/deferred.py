@@ -24,6 +24,7 @@ from fivefold.model.decoder import Decoder, Embedding
 from fivefold.model.head import Head
 from fivefold.model.layers import Linear, Matmul, Norm, ResidualNorm
 from fivefold.model.linear_math import GradientSink, learns, linear_work
+from fivefold.model.mixer_layer import MixerLayer
 from fivefold.model.moe import (
     ExpertStack,
     Router,
@@ -89,6 +90,8 @@ class GradientQueue:
                     module.normalise_sum = partial(self.norm_of_sum, *kernels)
             elif isinstance(module, Embedding):
                 module.lookup, module.add_positions = self.look_up, self.add_positions
+            elif isinstance(module, MixerLayer):
+                module.hold = self.hold
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return _Linear.apply(x, weight, bias, self, F.linear)
@@ -128,6 +131,11 @@ class GradientQueue:
     def add(self, x: Tensor, bias: Tensor) -> Tensor:
         """Add a bias."""
         return _Add.apply(x, bias, self)
+
+    def hold(self, weight: Tensor) -> Tensor:
+        """A weight that the arithmetic of a user's own mixer uses as it likes: its gradient is
+        computed with the input gradient, and only delivered later."""
+        return _Hold.apply(weight, self)
 
 
 _Unscaled = Callable[..., Tensor]
@@ -281,3 +289,20 @@ class _Add(torch.autograd.Function):
 
 def _add_work(bias: nn.Parameter, grad: Tensor, sink: GradientSink) -> None:
     sink.add_gradient(bias, grad.sum(tuple(range(grad.dim() - 1))))
+
+
+class _Hold(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, queue: GradientQueue) -> Tensor:
+        ctx.weight, ctx.queue = weight, queue
+        return weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, None]:
+        if learns(ctx.weight):
+            ctx.queue.put(partial(_hold_work, ctx.weight, gradients[0]))
+        return None, None
+
+
+def _hold_work(weight: nn.Parameter, grad: Tensor, sink: GradientSink) -> None:
+    sink.add_gradient(weight, grad)

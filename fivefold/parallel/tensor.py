@@ -37,6 +37,7 @@ from fivefold.model.decoder import AddPositions, Block, Embedding, Lookup
 from fivefold.model.head import Found, GradientsInForward, Wanted
 from fivefold.model.layers import Linear, linear
 from fivefold.model.linear_math import PLAIN
+from fivefold.model.mixer_layer import MixerLayer
 from fivefold.model.moe import MoeMlp
 from fivefold.model.regions import Fuse
 from fivefold.parallel.boundary import AxisBoundary
@@ -106,7 +107,8 @@ def _split_block(stage: Stage, block: Block, matmuls: SplitMatmuls) -> None:
     for last, sums in backs if matmuls.splits else ():
         sums = partial(sums, stage.math(number, [last]))
         last.matmul = partial(_summed_rows, sums, add)
-    between = [] if isinstance(attention, Attention) else [attention.q_up, attention.kv_up]
+    latent = isinstance(attention, LatentAttention)
+    between = [attention.q_up, attention.kv_up] if latent else []
     alone = [each for each in between if each is not None]
     alone += [] if matmuls.splits else [last for last, _ in backs]
     for each in alone:
@@ -116,10 +118,12 @@ def _split_block(stage: Stage, block: Block, matmuls: SplitMatmuls) -> None:
 
 
 def _attention_linears(
-    attention: Attention | LatentAttention,
+    attention: Attention | LatentAttention | MixerLayer,
 ) -> tuple[list[Linear], SharedOutputs]:
     """Those that read the input, and which of them several ranks have: key and value heads that are
     fewer than ranks, and latents."""
+    if isinstance(attention, MixerLayer):
+        return attention.linears, NOT_SHARED
     if isinstance(attention, Attention):
         linears = [attention.q, attention.k, attention.v]
         return linears, SharedOutputs("replica", (1, 2))

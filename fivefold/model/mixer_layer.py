@@ -1,0 +1,90 @@
+"""The layer of an own mixer: the linears and tensors of its table around the user's function.
+
+Seams: `project` as in attention, `kernel`, which context parallelism replaces, and `hold`, through
+which a tensor goes to the function, for split backwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from torch import Tensor, nn
+
+from fivefold.core.errors import FivefoldError
+from fivefold.core.mixers import Mixer, MixerTokens, mixer_table
+from fivefold.core.shape import Shape
+from fivefold.model.batch import Context, TokenBatch
+from fivefold.model.layers import Linear, Project, WeightFactory, project
+
+
+class MixerInputs(NamedTuple):
+    """What the function of a mixer gets: outputs of linears, tensors, and facts on the tokens."""
+
+    made: dict[str, Tensor]
+    held: dict[str, Tensor]
+    tokens: MixerTokens
+    row: TokenBatch | None  # the full rows, where the tokens are a shard of them
+
+
+class MixerLayer(nn.Module):
+    """Linears of the input, the function of an own mixer, and the linear back."""
+
+    def __init__(self, shape: Shape, mixer: Mixer, factory: WeightFactory) -> None:
+        super().__init__()
+        self.shape, self.mixer, self.first_head = shape, mixer, 0
+        rows = mixer_table(shape)
+        self.reading = [each.name for each in rows if each.reads == "input"]
+        self.held = {each.name: each.split for each in rows if each.reads == "nothing"}
+        self.project: Project = project  # seam: tensor parallelism, split backward
+        self.kernel: MixerKernel = mixed  # seam: context parallelism
+        self.hold: Callable[[Tensor], Tensor] = as_it_is  # seam: split backward
+        for each in rows:
+            if hasattr(self, each.name):
+                raise FivefoldError(
+                    f"mixer {mixer.name}, weight {each.name}: torch.nn.Module or the layer has an "
+                    "attribute of this name; choose another"
+                )
+            if each.reads == "nothing":
+                self.register_parameter(each.name, factory.empty(*each.shape))
+            else:
+                outputs, inputs = each.shape
+                self.add_module(each.name, Linear(outputs, inputs, each.bias, factory))
+
+    @property
+    def linears(self) -> list[Linear]:
+        """Those that read the input."""
+        return [self.get_submodule(name) for name in self.reading]  # pyright: ignore
+
+    def forward(self, x_BSD: Tensor, context: Context) -> Tensor:
+        outputs = self.project(x_BSD, self.linears)
+        info = context.attention
+        given = MixerInputs(
+            dict(zip(self.reading, outputs, strict=True)),
+            {name: self.hold(self.get_parameter(name)) for name in self.held},
+            MixerTokens(info.positions, context.rotary),
+            info.row,
+        )
+        return self.out(self.kernel(self, given).to(outputs[0].dtype))
+
+
+MixerKernel = Callable[[MixerLayer, MixerInputs], Tensor]
+
+
+def as_it_is(weight: Tensor) -> Tensor:
+    """A tensor whose gradient autograd delivers."""
+    return weight
+
+
+def mixed(layer: MixerLayer, given: MixerInputs) -> Tensor:
+    """The user's function; refuses a result that no linear could read."""
+    tensors = {**given.made, **given.held}
+    found = layer.mixer.mix(layer.shape, tensors, given.tokens)
+    before = next(iter(given.made.values())).shape[:2]
+    if not isinstance(found, Tensor) or found.dim() != 3 or found.shape[:2] != before:
+        what = tuple(found.shape) if isinstance(found, Tensor) else type(found).__name__
+        raise FivefoldError(
+            f"mix() of mixer {layer.mixer.name} returned {what}: return a tensor of (rows, tokens, "
+            f"inputs of out), here {tuple(before)} and what the heads of a rank make"
+        )
+    return found
