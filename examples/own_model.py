@@ -88,7 +88,7 @@ LAYOUTS = [
     (SHAPE, {"layout": "tp=4", "sp": False}),
     (SHAPE, {"layout": "pp=2", "schedule": "zb-h1"}),
     (SHAPE, {"layout": "cp=2", "context": "ulysses"}),
-    (SHAPE, {"layout": "dp=2 tp=2 pp=2", "zero": 2, "schedule": "interleaved-1f1b"}),
+    (SHAPE, {"layout": "dp=2 tp=2 pp=2", "zero": 2, "schedule": "interleaved"}),
     (EXPERTS, {"layout": "dp=2 ep=2", "zero": 3}),
     (EXPERTS, {"layout": "dp=2 tp=2 cp=2 ep=2", "context": "ulysses"}),
 ]
@@ -96,7 +96,9 @@ LAYOUTS = [
 
 def show() -> None:
     """Verify, plan and train."""
-    print(f"{'model':8} {'layout':22} {'more':34} {'loss':>8} {'gradient':>8} {'weight':>8}  traffic")
+    print(
+        f"{'model':8} {'layout':22} {'more':34} {'loss':>8} {'gradient':>8} {'weight':>8}  traffic"
+    )
     for shape, keys in LAYOUTS:
         found = ff.verify(shape, **keys).to_json()
         more = ", ".join(f"{key}={one}" for key, one in keys.items() if key != "layout")

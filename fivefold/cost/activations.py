@@ -16,6 +16,7 @@ import numpy as np
 
 from fivefold.core.recompute import Module, Recompute
 from fivefold.core.shape import Mla, Shape
+from fivefold.cost.attention_sizes import MixerSizes
 from fivefold.cost.grid import Array, LayoutGrid, fullest_rank_load
 from fivefold.cost.stack import SoftwareStack, StackMemory
 
@@ -60,6 +61,7 @@ class Activations:
         self.kv_heads = np.maximum(shape.kv_heads / grid.tp, 1.0)
         self.residual = shape.width * itemsize / self.split
         self.whole = np.full_like(self.split, float(shape.width * itemsize))
+        self.mixer = MixerSizes.of(shape, grid.tp, seq)
         self.saved_size = memory.input_bytes or itemsize  # of an element that a matmul reads
         self.head_input = self.input = self.whole if memory.gathered_inputs else self.residual
         self.fp8 = fp8 = stack.fp8
@@ -144,7 +146,9 @@ class Activations:
         norms = 1 if shape.parallel_block else 2
         kept = (2 * norms + shape.out_bias + shape.mlp_bias) * self.residual
         kept = kept + 2 * self.whole * self.waiting
-        if mla is None:
+        if self.mixer is not None:
+            heads = self.mixer.projected
+        elif mla is None:
             heads = (self.heads + 2 * self.kv_heads) * shape.head_dim
             if shape.qk_norm != "none":
                 kept = kept + 2 * (self.heads + self.kv_heads) * shape.head_dim * size
@@ -153,7 +157,7 @@ class Activations:
             kept = kept + 2 * ranks * size
             heads = 2 * ranks + mla.rope_dim
             heads = heads + self.heads * (shape.head_dim + mla.nope_dim + mla.value_dim)
-        kept = kept + (heads + self.heads * shape.value_dim) * size * self.waiting
+        kept = kept + (heads + self._read_back) * size * self.waiting
         return kept + (self._deferred_experts() if routed else self._deferred_mlp(norms))
 
     def beside_experts(self) -> Array:
@@ -172,6 +176,11 @@ class Activations:
         shape, heads = self.shape, self.heads * self.shape.head_dim
         width = heads if routed else (2 if shape.gated else 1) * shape.ffn / self.grid.tp
         return (1 + self.coded) * self.fp8.code_bytes * width
+
+    @property
+    def _read_back(self) -> Array:
+        """Elements that the linear back to the residual reads."""
+        return self.heads * self.shape.value_dim if self.mixer is None else self.mixer.back
 
     def _deferred_mlp(self, norms: int) -> Array:
         matrices = 3 if self.shape.gated else 2
@@ -233,6 +242,8 @@ class Activations:
     def context_buffers(self) -> Array:
         """Keys and values of other context ranks, and their float32 gradients: the current block
         and the next one of the ring, or all blocks of an all-gather."""
+        if self.mixer is not None:  # Ulysses has no keys of other ranks
+            return np.zeros(1)
         width = (self.shape.head_dim + self.shape.value_dim) * self.kv_heads
         ring = width * (2 * self.itemsize + WIDE)
         all_of_them = width * self.grid.cp * (self.itemsize + WIDE)
@@ -252,6 +263,9 @@ class Activations:
     def _queries_keys_values(self) -> Iterator[SavedTensor]:
         """As attention reads them; with QK norms, also as the norms read them."""
         shape, size = self.shape, self.itemsize
+        if self.mixer is not None:
+            yield SavedTensor(self.mixer.projected * size, ("attention",), True)
+            return
         if shape.mla is not None:
             yield from self._latents(shape.mla)
             return
@@ -276,7 +290,7 @@ class Activations:
     def _attended(self) -> Array:
         copies = 2 if self.drops_pairs else 1  # dropped pairs: as attention made it, and as read
         size = copies * self.itemsize + (self.saved_size if self.coded else 0.0)
-        return self.heads * self.shape.value_dim * size + self._core()
+        return self._read_back * size + self._core()
 
     def kept_attention(self) -> Array:
         """By one layer with full recomputation whose attention does not run again."""
@@ -309,6 +323,8 @@ class Activations:
 
     def _core(self) -> Array:
         """What attention saves for itself: its scores, or their log-sum-exp."""
+        if self.mixer is not None:
+            return self.mixer.saved * self.itemsize
         return self.heads * (self.memory.score_bytes * self.seq if self.unfused else LSE)
 
     def _mlp(

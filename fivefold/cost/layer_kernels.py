@@ -15,6 +15,7 @@ from fivefold.core.count import visible_keys
 from fivefold.core.machine import Machine
 from fivefold.core.precision import PRECISIONS, itemsize_of, matmul_bytes
 from fivefold.core.shape import Mla, Moe, Shape
+from fivefold.cost.attention_sizes import MixerSizes
 from fivefold.cost.grid import Array, LayoutGrid, fullest_rank_load, layer_job
 from fivefold.cost.links import Links
 from fivefold.cost.rounding_time import (
@@ -35,6 +36,8 @@ SCORE_PASSES, SCORE_PASSES_BACKWARD = 5.5, 9.5
 # The speed of attention is that of heads with 128 dims, and of 8,192 causal tokens: a query sees
 # 4,096 keys in the mean.
 KNOWN_DIMS, KNOWN_KEYS = 128, 4096
+# Seconds of an own mixer's backward over its forward: a matmul has two in backward.
+MIXER_BACKWARD = 2.0
 # Bytes that 8-bit matmuls move per element of their inputs: read in 16 bits, written twice.
 CAST_BYTES = 4.0
 
@@ -78,6 +81,7 @@ class LayerKernels:
             fp8=stack.fp8,
         )
         self.tokens = self.job.tokens
+        self.mixer = MixerSizes.of(shape, grid.tp, seq)
         self.split = np.where(grid.sp, grid.tp, 1.0)
         self.peak = machine.peak(self.wide) * stack.compute_share
         self.speed = self.narrow_speed = self.peak * self.reach.matmul
@@ -184,6 +188,10 @@ class LayerKernels:
         shape, tp = self.shape, self.grid.tp
         heads = shape.heads / tp
         whole = np.full_like(tp, float(shape.width))
+        if self.mixer is not None:
+            yield Gemm(self.mixer.projected, whole)
+            yield Gemm(whole, self.mixer.back)
+            return
         if shape.mla is None:
             kv_heads = np.maximum(shape.kv_heads / tp, 1.0)
             yield Gemm((heads + 2 * kv_heads) * shape.head_dim, whole)
@@ -210,6 +218,10 @@ class LayerKernels:
         shape, grid, reach = self.shape, self.grid, self.reach
         heads = shape.heads / grid.tp
         peak = self.peak
+        if self.mixer is not None:
+            seconds = self.tokens * self.mixer.flops / self.speed + reach.start
+            seconds = seconds + self.moved(self.tokens * self.mixer.moved * self.itemsize)
+            return seconds, MIXER_BACKWARD * seconds
         if self.stack.attention == "unfused":
             pairs = grid.microbatch_size * self.seq * self.seq / grid.cp * heads
             flops = 2 * pairs * (shape.head_dim + shape.value_dim)
@@ -239,7 +251,7 @@ class LayerKernels:
     def _elementwise(self, ffn: int) -> Array:
         shape, grid, stack = self.shape, self.grid, self.stack
         wide = stack.wide_passes * shape.width / self.split
-        heads = shape.heads * shape.head_dim + shape.kv_heads * shape.head_dim
+        heads = (shape.heads + shape.kv_heads) * shape.head_dim if self.mixer is None else 0
         inner = heads + ffn * (1.5 if shape.gated else 1.0)
         narrow = (stack.narrow_passes * inner + stack.rotary_passes * self._rotated()) / grid.tp
         return self.moved((wide + narrow) * self.tokens * self.itemsize)
@@ -248,7 +260,7 @@ class LayerKernels:
         """Width of what rotary positions rotate: queries and keys; of MLA, the rotary part of the
         queries."""
         shape = self.shape
-        if shape.positions != "rotary":
+        if shape.positions != "rotary" or self.mixer is not None:
             return 0.0
         if shape.mla is not None:
             return float(shape.heads * shape.mla.rope_dim)

@@ -387,4 +387,4 @@ class LayerTimer(LayerKernels):
             runs = merges & (mine["attention"] > 0)
             core = mine["attention"] * slowest + np.where(runs, merge * (job.outer - 1), 0)
             mine["attention"] = core
-            mine["cp"] = bare["cp"] + shown_seconds(behind["cp"], core)
+            mine["cp"] = bare["cp"] + shown_seconds(behind.get("cp", np.zeros(1)), core)

@@ -16,6 +16,7 @@ from fivefold.core.machine import Machine
 from fivefold.core.precision import PRECISIONS, itemsize_of, matmul_bytes
 from fivefold.core.shape import Shape
 from fivefold.cost.activations import Activations
+from fivefold.cost.attention_sizes import replicated_weights
 from fivefold.cost.frozen import trainable_share
 from fivefold.cost.grid import OFFLOADS, Array, LayoutGrid
 from fivefold.cost.pipeline_ranks import RankStage, fewest_layers, holds_all_microbatches
@@ -265,11 +266,8 @@ class MemoryEntries:
     def _dense(self, i: int) -> Array:
         """Parameters of a layer on one rank, without experts."""
         shape, layer, tp = self.shape, layer_parameters(self.shape, i), self.grid.tp
-        whole = layer.norms + layer.router
-        if shape.mla is not None:
-            whole += shape.width * ((shape.mla.q_rank or 0) + shape.mla.kv_rank)
-            whole += shape.width * shape.mla.rope_dim
-        keys = 2 * shape.width * shape.head_dim if shape.mla is None else 0
+        everywhere, keys = replicated_weights(shape)
+        whole = layer.norms + layer.router + everywhere
         shared = keys * (np.maximum(shape.kv_heads, tp) - shape.kv_heads)
         return (layer.total - layer.experts - whole + shared) / tp + whole
 

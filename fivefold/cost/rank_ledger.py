@@ -34,6 +34,7 @@ from fivefold.cost.activations import WIDE
 from fivefold.cost.collectives import is_muon_weight, units_of
 from fivefold.cost.layer_operators import LayerOperators
 from fivefold.cost.memory_entries import MUON_STATE, MemoryEntries
+from fivefold.cost.mixer_operators import MixerOperators
 from fivefold.cost.operator_list import OperatorList
 from fivefold.cost.operator_tape import Event, OperatorTape
 from fivefold.cost.rounded_operators import RoundedOperators
@@ -73,7 +74,8 @@ class PlanLedger:
         reorders = plan.batch.microbatch_size > 1 or plan.options.tp_overlap > 1
         how = (plan.saves_input_shards, self.queued, reorders)
         job = (entries.activations, tokens, visits, *how)
-        self.operators, self.fp8 = LayerOperators(*job), entries.stack.fp8
+        kind = LayerOperators if plan.shape.own_mixer is None else MixerOperators
+        self.operators, self.fp8 = kind(*job), entries.stack.fp8
         self.rounding = {False: self.operators, True: self.operators}  # by whether weights stay so
         if self.fp8 is not None:
             size = (self.itemsize, self.itemsize * tokens)

@@ -9,7 +9,8 @@ signature, so that this package knows nothing of parallelism: `Linear.matmul`, `
 `Mlp.project`, `Mlp.activate`, `Norm.normalise`, `ResidualNorm.normalise_sum`, `Attention.kernel`,
 `Embedding.lookup`, `Embedding.add_positions`, `Head.matmul`, `Head.cross_entropy`, `Head.chunked`,
 `Block.repeats`, `Attention.first_head`, `MixerLayer.kernel`, `MixerLayer.hold`,
-`Decoder.residual_tokens`, `Decoder.run_blocks`, and in `model/moe.py` `Router.matmul`, `ExpertStack.matmul`, `MoeMlp.balance` and `MoeMlp.dispatch`.
+`Decoder.residual_tokens`, `Decoder.run_blocks`, and in `model/moe.py` `Router.matmul`,
+`ExpertStack.matmul`, `MoeMlp.balance` and `MoeMlp.dispatch`.
 
 Legend: B rows, S tokens, N = B·S, D model width, V vocabulary, P learned positions.
 """

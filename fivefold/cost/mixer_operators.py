@@ -1,0 +1,28 @@
+"""The operators of layers with an own mixer, for the tape of `layer_operators`."""
+
+from __future__ import annotations
+
+from fivefold.core.mixers import mixer_table
+from fivefold.core.recompute import Recompute
+from fivefold.cost.layer_operators import LayerOperators
+from fivefold.cost.operator_list import OperatorList, TapeTensor
+
+
+class MixerOperators(LayerOperators):
+    """The operators of layers with an own mixer."""
+
+    def _attention(self, found: OperatorList, x: TapeTensor, rule: Recompute) -> TapeTensor:
+        mixer = self.activations.mixer
+        assert mixer is not None, "a model with attention"
+        sizes = {
+            f"attention.{name}.": float(one[0]) * self.unit for name, one in mixer.made.items()
+        }
+        made = self._project(found, x, sizes, self._saves_shards(found, rule))
+        made = [self._in_rows(found, each) for each in made]
+        rows = mixer_table(self.shape)
+        held = [f"attention.{each.name}" for each in rows if each.reads == "nothing"]
+        result = TapeTensor(float(mixer.back[0]) * self.unit)
+        kept = float(mixer.saved[0]) * self.unit
+        mixed = found.add(made, result, [*made, result], held, keeps=kept)
+        out = self._row_linear(found, self._in_rows(found, mixed), "attention.out")
+        return self._biased(found, out, rows[-1].bias)
