@@ -231,11 +231,11 @@ def _row_problems(row: MixerWeight, shape: Shape) -> Iterator[str]:
         )
 
 
-def context_problem(shape: Shape, context: str, cp: int) -> str | None:
+def context_problem(shape: Shape, context: str, cp: int, tp: int) -> str | None:
     """Why the rows of a mixer cannot be split over cp like this; None if they can.
 
     Only Ulysses gives a rank all tokens of a row, for some of the heads. So every linear of the
-    input must be split by heads.
+    input must be split by heads, and each context rank of a tp rank needs some of them.
     """
     mixer = own_mixer(shape.mixer)
     if mixer is None or cp == 1:
@@ -245,12 +245,13 @@ def context_problem(shape: Shape, context: str, cp: int) -> str | None:
             f"cp={cp} with context={context} is for attention, and mixer {shape.mixer} needs all "
             "tokens of a row in order: use context=ulysses, or cp=1"
         )
-    rows = mixer_table(shape)
-    whole = [each.name for each in rows if each.reads == "input" and each.split != "heads"]
-    if whole:
+    few = shape.kv_heads % (tp * cp) != 0
+    never = {"whole", "kv_heads"} if few else {"whole"}
+    rows = (each for each in mixer_table(shape) if each.reads == "input" and each.split in never)
+    if found := [f"{each.name} ({each.split})" for each in rows]:
         return (
-            f"cp={cp} splits all that mixer {shape.mixer} reads by heads, and {', '.join(whole)} "
-            "is not: use cp=1"
+            f"cp={cp} gives every rank some of the heads for all tokens, but mixer {shape.mixer} "
+            f"does not split like this: {', '.join(found)}; use cp=1"
         )
     return None
 

@@ -174,7 +174,7 @@ def _asynchronous_problems(layout: Layout, shape: Shape, name: str) -> Iterator[
 
 def context_rule(layout: Layout, shape: Shape, job: LayoutRequest) -> Iterator[str]:
     seq, unit = job["seq"], sequence_unit(layout, shape)
-    if reason := context_problem(shape, layout.context, layout.cp):
+    if reason := context_problem(shape, layout.context, layout.cp, layout.tp):
         yield reason
     if seq < unit:
         yield (

@@ -35,7 +35,8 @@ class MixerLayer(nn.Module):
         self.shape, self.mixer, self.first_head = shape, mixer, 0
         rows = mixer_table(shape)
         self.reading = [each.name for each in rows if each.reads == "input"]
-        self.held = {each.name: each.split for each in rows if each.reads == "nothing"}
+        self.held = [each.name for each in rows if each.reads == "nothing"]
+        self.splits = {each.name: each.split for each in rows}
         self.project: Project = project  # seam: tensor parallelism, split backward
         self.kernel: MixerKernel = mixed  # seam: context parallelism
         self.hold: Callable[[Tensor], Tensor] = as_it_is  # seam: split backward

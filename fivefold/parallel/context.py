@@ -342,18 +342,21 @@ class ContextMixer:
     def __call__(self, layer: MixerLayer, given: MixerInputs) -> Tensor:
         mesh, shape, row = self.mesh, layer.shape, given.row
         assert row is not None, "a batch that was not cut for the context ranks"
-        size, coord, heads = mesh.size(ULYSSES), mesh.coord(ULYSSES), shape.heads // mesh.size("tp")
-        made = {name: self._exchanged(x, heads, HEADS) for name, x in given.made.items()}
-        by_heads = {name for name, split in layer.held.items() if split == "heads"}
+        size, coord, tp = mesh.size(ULYSSES), mesh.coord(ULYSSES), mesh.size("tp")
+        heads = {"heads": shape.heads // tp, "kv_heads": shape.kv_heads // tp}
+        made = {
+            name: self._exchanged(each, heads[layer.splits[name]], HEADS)
+            for name, each in given.made.items()
+        }
         held = {
-            name: each.chunk(size)[coord] if name in by_heads else each
+            name: each.chunk(size)[coord] if layer.splits[name] in heads else each
             for name, each in given.held.items()
         }
         rotary = given.tokens.rotary
         if rotary is not None:
             rotary = rotary_tables(shape, row.positions, rotary[0].dtype)
         found = mixed(layer, MixerInputs(made, held, MixerTokens(row.positions, rotary), row))
-        return self._exchanged(found, heads // size, TOKENS)
+        return self._exchanged(found, heads["heads"] // size, TOKENS)
 
     def _exchanged(self, x_BSO: Tensor, heads: int, split_dim: int) -> Tensor:
         x_BHSd = x_BSO.unflatten(-1, (heads, -1)).transpose(1, 2)
