@@ -58,7 +58,8 @@ class GatedScan(ff.Mixer, name="gated-scan"):
         heads, d, inner = shape.heads, shape.head_dim, shape.heads * shape.head_dim
         flops = 4 * (CHUNK + d) * inner  # pairs of a chunk, and states
         saved = 7 * inner + 4 * (CHUNK + 1) * heads + d * inner / CHUNK  # as autograd counts them
-        return ff.MixerCost(flops, saved, moved=3 * saved)  # written once, read twice
+        moved = 3 * saved  # written once, read twice
+        return ff.MixerCost(flops, saved, moved, kernels=19 * seq / CHUNK)
 
 
 def scan(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor) -> Tensor:
@@ -76,11 +77,10 @@ def scan(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor) -> Tensor:
     return torch.cat(mixed, dim=2)
 
 
-SHAPE = replace(
-    ff.shape("tiny"), name="own", mixer="gated-scan", positions="none", kv_heads=8, layers=4
-)
-EXPERTS = replace(ff.shape("tiny-moe"), name="own-moe", mixer="gated-scan", positions="none",
-                  kv_heads=8, layers=4)  # fmt: skip
+OWN = {"mixer": "gated-scan", "positions": "none"}
+SHAPE = replace(ff.shape("tiny"), name="own", layers=4, kv_heads=8, **OWN)
+EXPERTS = replace(ff.shape("tiny-moe"), name="own-moe", layers=4, kv_heads=8, **OWN)
+LARGE = replace(ff.shape("llama-3.1-8b"), name="own-8b", rope=None, kv_heads=32, **OWN)
 LAYOUTS = [
     (SHAPE, {"layout": "dp=2", "zero": 1}),
     (SHAPE, {"layout": "dp=2", "zero": 3}),
@@ -112,7 +112,7 @@ def show() -> None:
             ff.verify(SHAPE, **refused)
         except ff.FivefoldError as error:
             print(f"\nrefused: {refused}\n{error}")
-    print(f"\n{ff.plan(SHAPE, layout='dp=4 tp=2', machine='h100', seq=2048)}\n")
+    print(f"\n{ff.search(LARGE, gpus=64, machine='h100', seq=4096, batch=256, top=3)}\n")
     with TemporaryDirectory() as folder:
         keys = {"layout": "dp=2 tp=2", "steps": 12, "lr": 1e-2, "seq": 64, "batch": 8}
         run = ff.train(SHAPE, out=Path(folder) / "own", **keys)

@@ -60,11 +60,13 @@ class MixerWeight:
 
 
 class MixerCost(NamedTuple):
-    """What `mix` costs in forward beside its linears: numbers for each token, of all heads."""
+    """What `mix` costs in forward beside its linears: numbers for each token, of all heads, and the
+    kernels of a microbatch."""
 
     flops: float
     saved: float = 0.0  # elements kept for backward, beside what it reads and returns
     moved: float = 0.0  # elements that its kernels read and write
+    kernels: float = 0.0  # that it launches for a microbatch, whatever the number of heads
 
 
 class MixerTokens(NamedTuple):

@@ -33,13 +33,15 @@ def _numel(row: MixerWeight) -> int:
 
 class MixerSizes(NamedTuple):
     """Elements of a token on one rank: what linears of the input make, by name, what the linear
-    back reads, and what the function saves and moves besides, with its FLOPs."""
+    back reads, and what the function saves and moves besides, with its FLOPs. `kernels` are those
+    of a microbatch."""
 
     made: dict[str, Array]
     back: Array
     saved: Array
     moved: Array
     flops: Array
+    kernels: float
 
     @classmethod
     def of(cls, shape: Shape, tp: Array, seq: int) -> MixerSizes | None:
@@ -51,9 +53,9 @@ class MixerSizes(NamedTuple):
         made = {
             each.name: each.split_size / ranks[each.split] for each in rows if each.reads == "input"
         }
-        return cls(
-            made, rows[-1].split_size / tp, cost.saved / tp, cost.moved / tp, cost.flops / tp
-        )
+        back, of_rank = rows[-1].split_size / tp, [each / tp for each in cost[:-1]]
+        flops, saved, moved = of_rank
+        return cls(made, back, saved, moved, flops, cost.kernels)
 
     @property
     def projected(self) -> Array:

@@ -25,7 +25,7 @@ from fivefold.cost.grid import Array, Flags, LayoutGrid
 from fivefold.cost.layer_time import LayerTimer, LayerTimes, TimeParts, total_seconds
 from fivefold.cost.pipeline_ranks import bubble_seconds, mirrored
 from fivefold.cost.pipeline_time import pipeline_seconds, pipeline_timer
-from fivefold.cost.stack import SoftwareStack
+from fivefold.cost.stack import KERNEL_LAUNCH, SoftwareStack
 from fivefold.cost.update_time import update_seconds, weight_rounding
 
 # Host seconds of a backward over those of a forward: assumed.
@@ -294,6 +294,8 @@ def host_seconds(work: LayerTimer, routed: bool = False) -> Array:
     launch = np.full_like(work.grid.ep, stack.launch)
     if routed and stack.expert_launch:
         launch = stack.expert_launch + np.where(work.grid.ep > 1, stack.dispatch_launch, 0.0)
+    if work.mixer is not None and stack.launch:
+        launch = launch + work.mixer.kernels * KERNEL_LAUNCH
     once = launch * (1 + stack.straggler_share * (work.grid.tp - 1))
     again = work.grid.recompute_has(_repeated_share) * stack.recomputed
     once = once * (1 + HOST_BACKWARD + again)
