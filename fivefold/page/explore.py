@@ -296,7 +296,7 @@ PANELS: dict[str, ExplorePanel] = {
         "Memory",
         "Bytes by category against the GPU's limit: the fullest rank, and every stage.",
         explore_panels.memory_text,
-        _of_estimate(explore_panels.memory_view),
+        explore_panels.memory_view,
     ),
     "time": ExplorePanel(
         "One step",

@@ -21,7 +21,6 @@ from fivefold.cost.collectives import TrafficEntry, predict_traffic
 from fivefold.page import View
 from fivefold.page.explore_state import State
 from fivefold.planner.estimate import Estimate
-from fivefold.planner.rank_memory import memory_by_pipeline_rank
 from fivefold.report import WIDTH, bar, duration, gib, table, wrapped
 from fivefold.report.plan_values import readings
 
@@ -235,10 +234,11 @@ _MOST_LINES = 16  # pipeline ranks, in a terminal
 _LABELS = {"context": "driver"}  # on this page, context means context parallelism
 
 
-def memory_view(found: Estimate) -> View:
+def memory_view(state: State) -> View:
     """Bytes of a rank of each pipeline stage, and of the fullest of all ranks."""
+    found = state.estimate()
     plan, limit = found.plan, found.setting.machine.memory
-    places = memory_by_pipeline_rank(plan, found.setting)
+    places = state.ranks().peaks()
     names = [name for name in places[0] if any(one[name] > 0 for one in places)]
     labels = {name: _LABELS.get(name, name) for name in found.memory}
     return {

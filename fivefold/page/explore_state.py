@@ -25,8 +25,9 @@ from fivefold.core.schedule.family import AUTO, Family
 from fivefold.core.settings import parse_settings
 from fivefold.core.shape import Shape
 from fivefold.core.splits import ContextKind
-from fivefold.planner import best_plans, estimate_on_machine, estimate_setting, plan_request
-from fivefold.planner.estimate import Estimate
+from fivefold.planner import best_plans, estimate_setting, plan_request
+from fivefold.planner.estimate import Estimate, estimate_plan, plan_memory
+from fivefold.planner.rank_memory import PlanRanks
 from fivefold.planner.setting import EstimateSetting
 
 HEADROOM = 0.05  # of the memory, as in `fivefold plan`
@@ -169,10 +170,11 @@ class State:
 
     def setting(self) -> EstimateSetting:
         """Machine, precision and kernels, with the assumptions of `fivefold plan`."""
-        chosen, _ = estimate_setting(
-            machine.load(self.machine), self.precision, HEADROOM, KERNELS, 1.0
-        )
-        return chosen
+        return _setting(self.machine, self.precision)[0]
+
+    def ranks(self) -> PlanRanks:
+        """The memory of every rank, for the estimate and for its picture."""
+        return _ranks(self)
 
     def estimate(self) -> Estimate:
         """Memory and time of a step, as the planner estimates them."""
@@ -219,11 +221,20 @@ def _plan(state: State) -> Plan:
 
 @lru_cache(maxsize=16)
 def _estimate(state: State) -> Estimate:
-    plan = state.plan()
-    assert plan.machine is not None, "a state always names a machine"
-    return estimate_on_machine(
-        plan, plan.machine, precision=state.precision, headroom=HEADROOM, kernels=KERNELS
-    )
+    plan, (setting, notes) = state.plan(), _setting(state.machine, state.precision)
+    if notes:
+        plan = replace(plan, notes=(*plan.notes, *notes))
+    return estimate_plan(plan, setting, plan_memory(plan, setting, ranks=state.ranks()))
+
+
+@lru_cache(maxsize=16)
+def _setting(name: str, precision: str) -> tuple[EstimateSetting, list[str]]:
+    return estimate_setting(machine.load(name), precision, HEADROOM, KERNELS, 1.0)
+
+
+@lru_cache(maxsize=16)
+def _ranks(state: State) -> PlanRanks:
+    return PlanRanks(state.plan(), state.setting())
 
 
 def degrees_of(layout: Layout) -> dict[str, int]:

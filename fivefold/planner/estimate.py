@@ -34,7 +34,7 @@ from fivefold.cost.schedule_trace import (
 )
 from fivefold.cost.step_time import around_parts, launch_bound_layer
 from fivefold.planner.accuracy import Accuracy, accuracy
-from fivefold.planner.rank_memory import Bytes, fullest_memory, rank_memory
+from fivefold.planner.rank_memory import Bytes, PlanRanks, rank_memory
 from fivefold.planner.setting import EstimateSetting, plan_arguments
 
 Seconds = dict[str, float]
@@ -312,12 +312,14 @@ class PlanMemory(NamedTuple):
         return sum(self.device.values())
 
 
-def plan_memory(plan: Plan, setting: EstimateSetting, enough: float = np.inf) -> PlanMemory:
+def plan_memory(
+    plan: Plan, setting: EstimateSetting, enough: float = np.inf, ranks: PlanRanks | None = None
+) -> PlanMemory:
     """Estimate the peak memory of the plan: of its fullest rank, or of one with more than `enough`
-    bytes."""
+    bytes. `ranks`: those of this plan, if others ask for them too."""
     train = plan.options.train
     ours = setting.stack.runs_plans  # other people's stacks cut stages and cache in their own ways
-    device = fullest_memory(plan, setting, enough) if ours else Bytes()
+    device = (ranks or PlanRanks(plan, setting)).fullest(enough) if ours else Bytes()
     if ours and train.offload_kind == "none" and train.offload_grads == "none":
         return PlanMemory(device)
     peak = peak_memory(*plan_arguments(plan, setting), spans=plan.stages)

@@ -9,6 +9,7 @@ holds between input and weight gradients.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 
 import numpy as np
 
@@ -27,59 +28,76 @@ Bytes = dict[str, float]
 _FULLEST = 4  # ranks that are followed to find the one that has most
 
 
+class PlanRanks:
+    """The ranks of one plan. Every rank of the pipeline is followed once, whoever asks for it."""
+
+    def __init__(self, plan: Plan, setting: EstimateSetting) -> None:
+        self.plan, self.job = plan, plan_arguments(plan, setting)
+        self.entries = MemoryEntries(*self.job)
+        self.is_followed = _is_followed(plan, self.entries)
+        self._known: dict[int, Bytes] = {}
+
+    @cached_property
+    def _ledger(self) -> PlanLedger:
+        return PlanLedger(self.plan, self.entries)
+
+    @cached_property
+    def _closed(self) -> list[Bytes]:
+        """All ranks of the pipeline, by what their stages save."""
+        plan, placement = self.plan, self.plan.schedule.placement
+        ranks = [placement.stages_of(i) for i in range(plan.layout.pp)]
+        copies = 2 if placement.mirrored else 1
+        stage = _held_by(plan, ranks, copies)
+        stage = stage._replace(flight=_flight(plan, self.entries, ranks) * copies)
+        parts = rank_peak_memory(*self.job, stage)
+        if plan.schedule.asynchronous:
+            # An asynchronous rank stashes the weights with which microbatches in flight have begun.
+            versions = np.array(plan.schedule.weight_versions)
+            parts = {**parts, "weights": parts["weights"] * versions}
+        columns = {name: np.broadcast_to(each, plan.layout.pp) for name, each in parts.items()}
+        return [{name: float(each[i]) for name, each in columns.items()} for i in range(len(ranks))]
+
+    def peak(self, place: int) -> Bytes:
+        """Of one rank of the pipeline: operator by operator, if they are known."""
+        if not self.is_followed:
+            return self._closed[place]
+        if place not in self._known:
+            self._known[place] = _with_overhead(self.entries, self._ledger.peak(place))
+        return self._known[place]
+
+    def peaks(self) -> list[Bytes]:
+        """Of every rank of one pipeline."""
+        return [self.peak(place) for place in range(self.plan.layout.pp)]
+
+    def fullest(self, enough: float = np.inf) -> Bytes:
+        """Of the rank that has most, of those that closed forms find fullest; or of the first of
+        them with more than `enough`."""
+        if not self.is_followed:
+            return max(self._closed, key=_total)
+        order = range(self.plan.layout.pp)
+        if self.plan.layout.pp > 1:
+            order = sorted(order, key=lambda place: -_total(self._closed[place]))
+        found: list[Bytes] = []
+        for place in order[:_FULLEST]:
+            found.append(self.peak(place))
+            if _total(found[-1]) > enough:
+                break
+        return max(found, key=_total)
+
+
 def fullest_memory(plan: Plan, setting: EstimateSetting, enough: float = np.inf) -> Bytes:
-    """Peak bytes by category of the rank that has most, of those that closed forms find fullest; or
-    of the first of them with more than `enough`."""
-    entries = MemoryEntries(*plan_arguments(plan, setting))
-    if not _is_followed(plan, entries):
-        return max(_by_closed_forms(plan, setting, entries), key=_total)
-    order = range(plan.layout.pp)
-    if plan.layout.pp > 1:
-        closed = _by_closed_forms(plan, setting, entries)
-        order = sorted(order, key=lambda place: -_total(closed[place]))
-    ledger, found = PlanLedger(plan, entries), list[Bytes]()
-    for place in order[:_FULLEST]:
-        found.append(_with_overhead(entries, ledger.peak(place)))
-        if _total(found[-1]) > enough:
-            break
-    return max(found, key=_total)
+    """Peak bytes by category of the fullest rank, or of one with more than `enough`."""
+    return PlanRanks(plan, setting).fullest(enough)
 
 
 def rank_memory(plan: Plan, setting: EstimateSetting, rank: int) -> Bytes:
     """Peak bytes of one rank by category, with the microbatches that its schedule has in flight."""
-    entries, place = MemoryEntries(*plan_arguments(plan, setting)), plan.layout.coord(rank).pp
-    if _is_followed(plan, entries):
-        return _followed(plan, entries, [place])[0]
-    return _by_closed_forms(plan, setting, entries)[place]
+    return PlanRanks(plan, setting).peak(plan.layout.coord(rank).pp)
 
 
 def memory_by_pipeline_rank(plan: Plan, setting: EstimateSetting) -> list[Bytes]:
     """The same for every rank of one pipeline."""
-    entries = MemoryEntries(*plan_arguments(plan, setting))
-    if _is_followed(plan, entries):
-        return _followed(plan, entries, range(plan.layout.pp))
-    return _by_closed_forms(plan, setting, entries)
-
-
-def _followed(plan: Plan, entries: MemoryEntries, places: Sequence[int]) -> list[Bytes]:
-    """These ranks of the pipeline, operator by operator."""
-    ledger = PlanLedger(plan, entries)
-    return [_with_overhead(entries, ledger.peak(place)) for place in places]
-
-
-def _by_closed_forms(plan: Plan, setting: EstimateSetting, entries: MemoryEntries) -> list[Bytes]:
-    """All ranks of the pipeline, by what their stages save."""
-    placement, job = plan.schedule.placement, plan_arguments(plan, setting)
-    ranks = [placement.stages_of(i) for i in range(plan.layout.pp)]
-    copies = 2 if placement.mirrored else 1
-    stage = _held_by(plan, ranks, copies)
-    stage = stage._replace(flight=_flight(plan, entries, ranks) * copies)
-    parts = rank_peak_memory(*job, stage)
-    if plan.schedule.asynchronous:
-        # An asynchronous rank stashes the weights with which microbatches in flight have begun.
-        parts = {**parts, "weights": parts["weights"] * np.array(plan.schedule.weight_versions)}
-    columns = {name: np.broadcast_to(each, plan.layout.pp) for name, each in parts.items()}
-    return [{name: float(each[i]) for name, each in columns.items()} for i in range(len(ranks))]
+    return PlanRanks(plan, setting).peaks()
 
 
 def _is_followed(plan: Plan, entries: MemoryEntries) -> bool:

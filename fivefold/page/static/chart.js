@@ -1,5 +1,8 @@
 // @ts-check
-// Bars, lines and points by Plotly, in the colours and letters of the page.
+// Lines and points by Plotly, in the colours and letters of the page; and pictures of our own, which
+// are drawn again when their room changes.
+
+import { clear, el } from "fivefold/dom.js";
 
 /** @type {any} */
 const Plotly = /** @type {any} */ (window).Plotly;
@@ -22,6 +25,49 @@ const sizes = new WeakMap();
  */
 export function draw(node, traces, layout, label) {
   const again = () => Plotly.react(node, traces, themed(node, layout), CONFIG);
+  keep(node, again, label);
+  return again();
+}
+
+/**
+ * Draw a picture of our own; its colours follow the theme by themselves.
+ * @param {HTMLElement} node
+ * @param {(size: {width: number, height: number}) => SVGElement} picture
+ * @param {string} label what somebody hears who cannot see it
+ * @param {(size: {width: number, height: number}, x: number, y: number) => string | undefined} tell
+ *   what lies at a point
+ */
+export function paint(node, picture, label, tell) {
+  const words = el("p", { class: "chart-words", hidden: true });
+  const again = () => void clear(node, picture(sizeOf(node)), words);
+  if (!drawn.has(node)) {
+    node.addEventListener("pointermove", (event) => point(node, event));
+    node.addEventListener("pointerleave", () => tells.get(node)?.words.setAttribute("hidden", ""));
+  }
+  tells.set(node, { tell, words });
+  keep(node, again, label);
+  again();
+}
+
+/** @type {WeakMap<HTMLElement, {tell: (size: any, x: number, y: number) => string | undefined, words: HTMLElement}>} */
+const tells = new WeakMap();
+
+/** Say what lies under the pointer. @param {HTMLElement} node @param {PointerEvent} event */
+function point(node, event) {
+  const { tell, words } = /** @type {any} */ (tells.get(node));
+  const { left, top } = node.getBoundingClientRect();
+  const [x, y] = [event.clientX - left, event.clientY - top];
+  const size = sizeOf(node);
+  const said = tell(size, x, y);
+  words.hidden = !said;
+  clear(words, said ?? "");
+  words.style.top = `${y + 14}px`;
+  words.style[x > size.width / 2 ? "right" : "left"] = `${x > size.width / 2 ? size.width - x : x}px`;
+  words.style[x > size.width / 2 ? "left" : "right"] = "auto";
+}
+
+/** @param {HTMLElement} node @param {() => void} again @param {string} label */
+function keep(node, again, label) {
   if (!drawn.has(node)) {
     node.classList.add("chart");
     watch.observe(node);
@@ -29,7 +75,6 @@ export function draw(node, traces, layout, label) {
   drawn.set(node, again);
   node.setAttribute("role", "img");
   node.setAttribute("aria-label", label);
-  return again();
 }
 
 /** A text that a user wrote, for Plotly, which reads tags. @param {string} text */
@@ -84,9 +129,11 @@ export function redraw() {
 const watch = new ResizeObserver((entries) => {
   for (const { target } of entries) {
     const node = /** @type {any} */ (target);
-    const { width, height } = node._fullLayout ?? {};
+    const own = tells.has(node);
+    const { width, height } = (own ? sizes.get(node) : node._fullLayout) ?? {};
     if (!node.isConnected || !node.clientWidth) continue;
     sizes.set(node, { width: node.clientWidth, height: node.clientHeight });
-    if (node.clientWidth !== width || node.clientHeight !== height) drawn.get(node)?.();
+    // A picture of our own has its height from the style sheet, or sets it.
+    if (node.clientWidth !== width || (!own && node.clientHeight !== height)) drawn.get(node)?.();
   }
 });

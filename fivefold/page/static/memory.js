@@ -2,10 +2,9 @@
 // Memory by category: the fullest rank against the GPU's limit, and every place of the pipeline.
 
 import { clear, el } from "fivefold/dom.js";
-import { draw } from "fivefold/chart.js";
+import { columns } from "fivefold/bars.js";
 import { colourOf, patternOf } from "fivefold/colours.js";
 import { gib, percent } from "fivefold/format.js";
-import { patterned } from "fivefold/time.js";
 
 const GIB = 2 ** 30;
 const MOST_TICKS = 16;
@@ -20,7 +19,16 @@ export function create(body) {
     update(one) {
       clear(headline, one.headline);
       const names = Object.keys({ ...one.fullest, ...one.parts });
-      draw(chart, [boxes(names, one)], layout(one), `${one.headline}. ${heard(one)}`);
+      const count = one.places.length;
+      const how = {
+        most: (Math.max(one.limit, one.total) / GIB) * 1.06,
+        columns: count > 1 ? count + 2 : 1,
+        names: named(count),
+        unit: "GiB",
+        title: "stage of the pipeline",
+      };
+      const limits = [limit(one.limit, "limit", false), limit(one.usable, "usable", true)];
+      columns(chart, boxes(names, one), limits, how, `${one.headline}. ${heard(one)}`);
       const others = names.filter((name) => !(name in one.fullest)).map((name) => row(`${name}, elsewhere`, Math.max(...one.parts[name]), one.limit, name));
       clear(key, ...Object.entries(one.fullest).map(([each, size]) => row(each, size, one.limit)), ...others);
     },
@@ -35,29 +43,20 @@ function row(words, size, limit, name = words) {
   return el("li", {}, swatch, el("span", {}, words), el("span", {}, gib(size)), el("span", {}, percent(size / limit)));
 }
 
-/** All boxes as one trace, each upon the one below it: Plotly takes half as long as for one trace a
- * category. @param {string[]} names @param {any} one */
+/** The fullest rank, a gap, and every place. @param {string[]} names @param {any} one */
 function boxes(names, one) {
   const columns = [one.fullest, ...(one.places.length > 1 ? places(names, one) : [])];
   const words = ["the fullest rank", ...one.places.map((/** @type {any} */ each) => `${each.name}, ${each.layers}`)];
-  const found = columns.flatMap((sizes, column) => {
-    let below = 0;
-    return names.filter((name) => sizes[name] > 0).map((name) => {
-      const box = { name, x: column ? column + 1 : 0, base: below, y: sizes[name] / GIB, said: `${name}<br>${words[column]}` };
-      below += box.y;
-      return box;
-    });
-  });
-  const colours = found.map(({ name }) => colourOf(name));
-  return {
-    type: "bar",
-    x: found.map(({ x }) => x),
-    y: found.map(({ y }) => y),
-    base: found.map(({ base }) => base),
-    customdata: found.map(({ y, said }) => `${y.toFixed(1)} GiB of ${said}`),
-    hovertemplate: "%{customdata}<extra></extra>",
-    marker: { color: colours, pattern: patterned(found.map(({ name }) => patternOf(name)), colours) },
-  };
+  return columns.flatMap((sizes, column) =>
+    names.filter((name) => sizes[name] > 0).map((name) => ({
+      name,
+      column: column ? column + 1 : 0,
+      size: sizes[name] / GIB,
+      said: `${gib(sizes[name])} of ${name}: ${words[column]}`,
+      colour: colourOf(name),
+      pattern: patternOf(name),
+    })),
+  );
 }
 
 /** Bytes by category of every place. @param {string[]} names @param {any} one */
@@ -72,36 +71,17 @@ const heard = (one) =>
     .map(([name, size]) => `${name} ${gib(/** @type {number} */ (size))}`)
     .join(", ");
 
-/** @param {any} one */
-function layout(one) {
-  const most = Math.max(one.limit, one.total) / GIB;
-  return {
-    barmode: "overlay",
-    bargap: 0.12,
-    margin: { l: 48, r: 74, t: 8, b: 38 },
-    showlegend: false,
-    xaxis: { title: { text: "stage of the pipeline", standoff: 2 }, ...ticks(one.places.length), tickangle: 0, automargin: false, showgrid: false, zeroline: false },
-    yaxis: { title: { text: "GiB" }, range: [0, most * 1.06], automargin: false },
-    shapes: [line(one.limit, "solid"), line(one.usable, "dot")],
-    annotations: [label(one.limit, "limit", "bottom"), label(one.usable, "usable", "top")],
-  };
-}
-
 /** Names of the columns: as many as there is room for. @param {number} count of places */
-function ticks(count) {
+function named(count) {
   const every = Math.ceil(count / MOST_TICKS);
-  const named = count > 1 ? [...Array(count).keys()].filter((place) => place % every === 0) : [];
-  return { tickvals: [0, ...named.map((place) => place + 2)], ticktext: ["fullest", ...named.map(String)] };
+  const some = count > 1 ? [...Array(count).keys()].filter((place) => place % every === 0) : [];
+  return { 0: "fullest", ...Object.fromEntries(some.map((place) => [place + 2, String(place)])) };
 }
 
-/** @param {number} size @param {string} dash */
-function line(size, dash) {
-  const y = size / GIB;
-  return { type: "line", xref: "paper", x0: 0, x1: 1, y0: y, y1: y, line: { dash, width: 2, color: colourOf("limit") } };
-}
-
-/** @param {number} size @param {string} word @param {string} yanchor */
-function label(size, word, yanchor) {
-  const text = `${word} ${(size / GIB).toFixed(1)}`;
-  return { xref: "paper", x: 1, xanchor: "left", y: size / GIB, yanchor, text, showarrow: false, font: { size: 11 } };
-}
+/** @param {number} size @param {string} word @param {boolean} dashed */
+const limit = (size, word, dashed) => ({
+  size: size / GIB,
+  label: `${word} ${(size / GIB).toFixed(1)}`,
+  dashed,
+  colour: colourOf("limit"),
+});
