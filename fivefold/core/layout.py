@@ -75,6 +75,10 @@ class Textbook(NamedTuple):
     ep: int
 
 
+_COUNTS = (*DEGREES, "chunks")
+_ORDERS = get_args(Order)
+
+
 @dataclass(frozen=True)
 class Layout:
     """Degrees of the five axes, and how each is implemented.
@@ -102,16 +106,16 @@ class Layout:
             raise IllegalLayout(str(self), reasons, [])
 
     def _bad_fields(self) -> Iterator[str]:
-        counts = {name: getattr(self, name) for name in (*DEGREES, "chunks")}
-        wrong = [name for name, count in counts.items() if not _is_count(count)]
-        yield from (f"{name}={counts[name]!r}: give a whole number of at least 1" for name in wrong)
+        wrong = [name for name in _COUNTS if not _is_count(getattr(self, name))]
+        for name in wrong:
+            yield f"{name}={getattr(self, name)!r}: give a whole number of at least 1"
         if "chunks" not in wrong and self.chunks > MOST_CHUNKS:
             yield f"chunks={self.chunks}: give a whole number from 1 to {MOST_CHUNKS}"
         if not wrong and self.world > MOST_RANKS:
             yield f"{self.world:,} ranks: at most {MOST_RANKS:,} are supported; lower a degree"
         if self.zero not in range(4):
             yield f"zero={self.zero!r}: the ZeRO stages are 0, 1, 2 and 3"
-        for name, kinds in (("context", CONTEXT_KINDS), ("order", get_args(Order))):
+        for name, kinds in (("context", CONTEXT_KINDS), ("order", _ORDERS)):
             given = getattr(self, name)
             if given not in kinds:
                 yield f"{name}={given!r}: {did_you_mean(str(given), kinds)}"

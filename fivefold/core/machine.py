@@ -191,7 +191,12 @@ def _preset(name: str) -> Machine:
 
 def presets() -> list[str]:
     """The names of all machine presets."""
-    return sorted(path.stem for path in (PRESETS / "machines").glob("*.toml"))
+    return list(_preset_names())
+
+
+@lru_cache
+def _preset_names() -> tuple[str, ...]:
+    return tuple(sorted(path.stem for path in (PRESETS / "machines").glob("*.toml")))
 
 
 def fitted_numbers(name: str) -> Iterator[tuple[str, str, str]]:

@@ -67,9 +67,10 @@ class LayoutRequest(TypedDict):
 def problems(layout: Layout, shape: Shape, **job: Unpack[LayoutRequest]) -> list[str]:
     """Every rule that the layout breaks for this model and job; empty where it is legal."""
     # An impossible number is reported once; the rules are then checked without it.
-    broken = bad_counts(job)
-    sound = job.copy()
-    sound.update(cast(LayoutRequest, {**dict.fromkeys(broken), "seq": job["seq"]}))
+    broken, sound = bad_counts(job), job
+    if broken:
+        sound = job.copy()
+        sound.update(cast(LayoutRequest, {**dict.fromkeys(broken), "seq": job["seq"]}))
     if "seq" in broken:
         sound["seq"] = sequence_unit(layout, shape)
     found = [reason for rule in _RULES for reason in rule(layout, shape, sound)]

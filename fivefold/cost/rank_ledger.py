@@ -7,6 +7,7 @@ often the peak.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from functools import lru_cache, partial
 from itertools import zip_longest
@@ -328,12 +329,14 @@ class _RankWalk:
     def at_peak(self) -> Held:
         """By category."""
         part, turn, place = self.where
-        found = dict(self.parts[part][1][place].at_peak)
-        for number, (times, actions) in enumerate(self.parts[: part + 1]):
-            for order, each in enumerate(actions):
-                turns = times if number < part else turn + (order < place)
-                for name, size in each.left.items():
-                    found[name] += turns * size
+        found, runs = dict(self.parts[part][1][place].at_peak), Counter[int]()
+        actions = {id(each): each for _, some in self.parts[: part + 1] for each in some}
+        for number, (times, some) in enumerate(self.parts[: part + 1]):
+            for order, each in enumerate(some):
+                runs[id(each)] += times if number < part else turn + (order < place)
+        for which, count in runs.items():
+            for name, size in actions[which].left.items():
+                found[name] += count * size
         return found
 
     def _add(self, actions: Sequence[ActionBytes], times: int) -> None:

@@ -111,6 +111,7 @@ class StageRun:
         self.counts = Counter[str]()
         self.behind: list[tuple[str, bool]] = []
         self.latest: deque[tuple[str, bool]] = deque(maxlen=REPLAYED)  # of those that repeat
+        self.settled: dict[str, ActionBytes] = {}  # what every further action of a kind does
 
     def is_steady(self, kind: str) -> bool:
         """Whether the next action of a kind, and all after it but the last, do the same."""
@@ -128,6 +129,9 @@ class StageRun:
 
     def act(self, kind: str, last: bool) -> ActionBytes:
         """The next action; `last`: no gradient of the step comes after it."""
+        if not last and kind in self.settled:
+            self.latest.append((kind, False))
+            return self.settled[kind]
         counted, steady = self._counted(kind)
         self.counts[counted] += 1
         key = (kind, min(self.counts[counted], steady), last)
@@ -135,6 +139,8 @@ class StageRun:
         if key in known:
             begins = self.counts[counted] <= steady or last
             (self.behind if begins else self.latest).append((kind, last))
+            if not begins:
+                self.settled[kind] = known[key]
             return known[key]
         for before in (*self.behind, *self.latest):
             self._play(*before)

@@ -29,6 +29,7 @@ from fivefold.core.layout import Layout
 from fivefold.core.plan import Plan
 from fivefold.core.precision import PRECISIONS
 from fivefold.core.rules import divisors
+from fivefold.core.schedule.catalog import family
 from fivefold.cost.grid import RECOMPUTE
 from fivefold.page import Params, Progress, View, explore_panels, explore_search, timeline
 from fivefold.page.explore_job import command
@@ -74,7 +75,7 @@ def choices(state: State) -> View:
         "etp": [1] if shape.moe is None else divisors(math.gcd(shape.moe.ffn, state.gpus)),
     }
     for key, each in values.items():
-        found[key] = _options(state, key, [replace(state, **{key: value}) for value in each])
+        found[key] = _options(state, key, [state.with_keys(**{key: value}) for value in each])
     return found
 
 
@@ -85,8 +86,7 @@ def _free(value: str, **changes: str) -> View:
 
 def _schedules(state: State) -> Iterator[State]:
     for name in SCHEDULES:
-        other = replace(state, schedule=name)
-        yield replace(other, chunks=other.family.chunks_on(state.pp, None))
+        yield state.with_keys(schedule=name, chunks=family(name).chunks_on(state.pp, None))
 
 
 def _options(state: State, key: str, others: Iterable[State]) -> list[View]:
@@ -101,7 +101,7 @@ def _moves(state: State, axis: str) -> Iterator[tuple[int, list[State]]]:
     if axis == "ep":
         moe = state.shape().moe
         for value in divisors(moe.experts) if moe else [1]:
-            yield value, [replace(state, ep=value)]
+            yield value, [state.with_keys(ep=value)]
         return
     for value in divisors(state.gpus):
         if value == getattr(state, axis):
@@ -123,10 +123,11 @@ def _with_dp(state: State, dp: int) -> Iterator[State]:
 
 def settled(state: State, degrees: dict[str, int]) -> State:
     """A state with other degrees; chunks and replicas that no longer fit them are adjusted."""
-    other = replace(state, **degrees)
+    other = state.with_keys(**degrees)
     if (state.pp == 1) != (other.pp == 1):
-        other = replace(other, chunks=other.family.chunks_on(other.pp, None))
-    return replace(other, replicate=math.gcd(other.replicate, other.dp))
+        other = other.with_keys(chunks=other.family.chunks_on(other.pp, None))
+    replicate = math.gcd(other.replicate, other.dp)
+    return other if replicate == other.replicate else other.with_keys(replicate=replicate)
 
 
 def _value(state: State, value: int | str, states: list[State]) -> View:

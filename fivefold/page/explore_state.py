@@ -157,12 +157,11 @@ class State:
 
     def problems(self) -> list[str]:
         """Every rule that the job breaks; empty if it is legal."""
-        try:
-            layout = self.layout()
-        except IllegalLayout as error:
-            return error.reasons
-        alike = State(**self._values((*_OF_REQUEST, "also")))
-        return problems(layout, self.shape(), **_request(alike))
+        return list(_problems(self))
+
+    def with_keys(self, **changes: Any) -> State:
+        """With some keys changed: as `replace`, in half of the time."""
+        return State(**{**vars(self), **changes})
 
     def plan(self) -> Plan:
         """The resolved plan; an illegal job is refused with every reason."""
@@ -208,9 +207,21 @@ def _shape(model: str, also: str) -> Shape:
     return models.with_overrides(models.load(model), _also(also).model)
 
 
+@lru_cache(maxsize=4096)
+def _problems(state: State) -> tuple[str, ...]:
+    """Neighbours on a slider have the same neighbours on it."""
+    try:
+        layout = state.layout()
+    except IllegalLayout as error:
+        return tuple(error.reasons)
+    job = _request(*(getattr(state, name) for name in _OF_REQUEST), state.also)
+    return tuple(problems(layout, state.shape(), **job))
+
+
 @lru_cache(maxsize=256)
-def _request(state: State) -> LayoutRequest:
+def _request(*values: Any) -> LayoutRequest:
     """What the rules check besides the layout; the many values of a slider share one."""
+    state = State(**dict(zip((*_OF_REQUEST, "also"), values, strict=True)))
     return job_of(state.options(), state.family, state.seq)
 
 
@@ -260,9 +271,9 @@ def _value(name: str, text: str) -> Any:
     """The value of a key from its text."""
     if name in _COUNTS:
         return _count(name, text)
-    known = {"machine": machine.presets(), "context": CONTEXTS, "precision": PRECISIONS}
-    if name in known and text not in known[name]:
-        raise UnknownName(name, text, known[name])
+    known = {"machine": machine.presets, "context": lambda: CONTEXTS, "precision": lambda: PRECISIONS}
+    if name in known and text not in known[name]():
+        raise UnknownName(name, text, known[name]())
     if name == "model":
         return models.preset_name(text)
     if name == "config":

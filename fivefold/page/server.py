@@ -39,6 +39,7 @@ HOST = "127.0.0.1"
 _LARGEST = 2_000_000  # bytes of a question; a pasted config may have one million
 _POLL_S = 0.1
 _NICE = 5
+_COLLECT = (50_000, 20, 50)  # an answer makes many small values: collecting takes a tenth of it
 _GRACE_S = 1  # for open answers when the server ends
 _HEADERS = {
     "x-content-type-options": "nosniff",
@@ -107,6 +108,7 @@ def serve(
     signal.signal(signal.SIGTERM, _exit)
     gc.collect()
     gc.freeze()  # loaded modules stay; scanning them again and again would delay answers
+    gc.set_threshold(*_COLLECT)
     on_ready(f"http://{HOST}:{listener.getsockname()[1]}/")
     with contextlib.suppress(KeyboardInterrupt):
         server.run(sockets=[listener])

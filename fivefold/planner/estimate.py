@@ -150,6 +150,7 @@ def _stages(plan: Plan, work: LayerTimer, apart: Collection[str] = ()) -> list[_
     and the MTP layers."""
     shape = plan.shape
     known: dict[tuple[LayerKind, Recompute, bool], LayerTimes] = {}
+    alike: dict[tuple[bool, *tuple[int, ...]], _Stage] = {}  # by their layers
     fp8 = work.stack.fp8
     found: list[_Stage] = []
     for number, layers in enumerate(plan.stages):
@@ -165,7 +166,10 @@ def _stages(plan: Plan, work: LayerTimer, apart: Collection[str] = ()) -> list[_
             if key not in known:
                 known[key] = launch_bound_layer(timer.unrounded if plain else timer, i, apart)
             layer_times.append(known[key])
-        found.append(_joined([*layer_times, *([timer.head()] if last else [])]))
+        sign = last, *map(id, layer_times)
+        if sign not in alike:
+            alike[sign] = _joined([*layer_times, *([timer.head()] if last else [])])
+        found.append(alike[sign])
     return found
 
 

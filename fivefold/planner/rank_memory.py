@@ -75,7 +75,7 @@ class PlanRanks:
         if not self.is_followed:
             return max(self._closed, key=_total)
         order = range(self.plan.layout.pp)
-        if self.plan.layout.pp > 1:
+        if len(order) > (_FULLEST if np.isinf(enough) else 1):
             order = sorted(order, key=lambda place: -_total(self._closed[place]))
         found: list[Bytes] = []
         for place in order[:_FULLEST]:

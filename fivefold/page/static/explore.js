@@ -17,6 +17,7 @@ import { count } from "fivefold/format.js";
 /** @typedef {{create: (body: HTMLElement, how: any) => {update: (part: any, view: any) => void}}} Module */
 
 const REST = 250; // milliseconds without a change, after which what is unseen is drawn
+const AHEAD = 60; // milliseconds without a change, after which the next answer is asked for
 const FIRST = "numbers"; // the panel that is drawn with every answer, seen or not
 const NEW_JOB = ["model", "config", "machine", "gpus", "batch"]; // keys of another job
 
@@ -51,6 +52,8 @@ class Explore {
     this.began = 0;
     /** @type {number | undefined} */
     this.rest = undefined;
+    /** @type {number | undefined} */
+    this.ahead = undefined;
     /** Where sliders were, which tells their direction. @type {Record<string, number>} */
     this.former = {};
     this.aborter = new AbortController();
@@ -111,6 +114,7 @@ class Explore {
     if (site.live && (this.loading || isOther)) return void this.load();
     this.loaded = null; // it told of the layout that is left
     this.byHand = true;
+    window.clearTimeout(this.ahead);
     this.began ||= performance.now();
     if (!this.asking) void this.ask();
   }
@@ -261,7 +265,8 @@ class Explore {
         performance.mark("fivefold:painted");
         if (began) performance.measure("fivefold:repaint", { start: began, end: performance.now() });
         document.documentElement.dataset.painted = String(number);
-        this.foresee();
+        window.clearTimeout(this.ahead);
+        this.ahead = window.setTimeout(() => this.foresee(), AHEAD);
         window.clearTimeout(this.rest);
         this.rest = window.setTimeout(() => this.unseen(), REST);
       }),
@@ -276,9 +281,11 @@ class Explore {
     requestIdleCallback(() => this.unseen(), { timeout: 1500 });
   }
 
-  /** Ask for what the slider in hand comes to next, if it goes on. */
+  /** Ask for what the slider in hand comes to next, if it goes on; not while it moves, for a wrong
+   * guess would delay the right question. */
   foresee() {
     const { view } = this;
+    if (this.asking) return;
     const axis = document.activeElement?.getAttribute("name") ?? "";
     const slider = view.sliders?.[axis];
     if (!slider || view.problem) return;
