@@ -274,9 +274,8 @@ class Layout:
 
     def tier_along(self, extent: Extent, machine: Machine) -> Tier:
         """The same for the groups of any size and stride."""
-        first, last = self._ends(extent)
         for tier in machine.tiers:
-            if tier.size is None or (first // tier.size == last // tier.size).all():
+            if tier.size is None or self._stays_within(extent, tier.size):
                 return tier
         return machine.tier_of((0, self.world - 1))  # raises with a way out if no tier is so wide
 
@@ -301,6 +300,17 @@ class Layout:
     def _require_folding(self) -> None:
         if not self.folds:
             raise IllegalLayout(str(self), [self.folding_rule()], [])
+
+    def _stays_within(self, extent: Extent, domain: int) -> bool:
+        """Whether no group spans two domains of so many ranks."""
+        size, stride = extent
+        if self.order == Layout.order:  # a group lies in a block, and the first one begins at 0
+            if domain % (size * stride) == 0:
+                return True
+            if (size - 1) * stride >= domain:
+                return False
+        first, last = self._ends(extent)
+        return bool((first // domain == last // domain).all())
 
     def _ends(self, extent: Extent) -> tuple[NDArray[numpy.int64], NDArray[numpy.int64]]:
         """The first and the last rank of every group."""

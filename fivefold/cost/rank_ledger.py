@@ -309,8 +309,12 @@ class _RankWalk:
     ) -> list[ActionBytes]:
         found: list[ActionBytes] = []
         for place, each in enumerate(actions):
+            if len(each) == 1:
+                n, kind, _ = each[0]
+                found.append(self.stages[n].act(kind, ends.get(n) == (place, kind)))
+                continue
             both = [self.stages[n].act(kind, ends.get(n) == (place, kind)) for n, kind, _ in each]
-            found += [_in_turns(*both)] if len(both) == 2 and self.in_turns else both
+            found += [_in_turns(*both)] if self.in_turns else both
         return found
 
     def _repeat(self, actions: Sequence[tuple[Action, ...]], times: int) -> None:

@@ -65,6 +65,9 @@ class StageLedger:
         self.sums_every_time = any(self.table.sums_every_time)
         self.units = [self.table.segment_units(each.blocks) for each in segments]
         self.kinds = self._kinds()
+        blocks_of = [each.blocks for each in segments]
+        self.first = {each: place for place, each in reversed([*enumerate(blocks_of)])}
+        self.final = {each: place for place, each in enumerate(blocks_of)}
         self.known_steps = known_steps
         self.steps: dict[tuple[int, str], list[JoinedStep]] = {}
 
@@ -79,8 +82,7 @@ class StageLedger:
     def _use_of(self, place: int) -> SegmentUse:
         """A backward comes to the last segment with the same blocks first."""
         blocks = self.segments[place].blocks
-        places = [n for n, each in enumerate(self.segments) if each.blocks == blocks]
-        return SegmentUse(waits=place != places[0], waited=place != places[-1])
+        return SegmentUse(waits=place != self.first[blocks], waited=place != self.final[blocks])
 
     def steps_of(self, place: int, kind: str) -> list[JoinedStep]:
         """Of one segment in an action of this kind; equal segments share them."""
