@@ -71,6 +71,14 @@ def browser() -> Iterator[Browser]:
         found.close()
 
 
+@pytest.fixture(scope="module")
+def reader(browser: Browser) -> Iterator[Page]:
+    """An empty page that reads screenshots."""
+    page = browser.new_page()
+    yield page
+    page.close()
+
+
 @pytest.fixture
 def page(browser: Browser) -> Iterator[Page]:
     """A page that fails its test on a console error, or on a request to anywhere else."""

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from tests.page.contrast import faint
+
 if TYPE_CHECKING:
     from playwright.sync_api import Page
 
@@ -28,20 +30,6 @@ LOOK = """async () => {
   return found.violations.map(({ id, impact, nodes }) =>
     ({ id, impact, where: nodes.slice(0, 5).map(({ target }) => target.join(" ")) }));
 }"""
-# Letters of charts: those on paper, in the colour of the page.
-CONTRASTS = """() => {
-  const rgb = (text) => text.match(/[\\d.]+/g).slice(0, 3).map(Number);
-  const light = (colour) => rgb(colour).map((each) => each / 255)
-    .map((each) => (each <= 0.04045 ? each / 12.92 : ((each + 0.055) / 1.055) ** 2.4))
-    .reduce((sum, each, i) => sum + each * [0.2126, 0.7152, 0.0722][i], 0);
-  const paper = light(getComputedStyle(document.body).backgroundColor);
-  const texts = [...document.querySelectorAll("main svg text")];
-  return texts.filter((node) => node.textContent.trim() && node.checkVisibility()).map((node) => {
-    const ink = light(getComputedStyle(node).fill);
-    return (Math.max(ink, paper) + 0.05) / (Math.min(ink, paper) + 0.05);
-  });
-}"""
-
 pytestmark = pytest.mark.skipif(
     not AXE.exists(), reason="no build/axe.min.js: make test-page fetches it with npm"
 )
@@ -51,7 +39,7 @@ pytestmark = pytest.mark.skipif(
     ("place", "width", "theme"), [*product(PLACES, (1440, 390), ("light", "dark"))]
 )
 def test_explore_has_no_serious_issue(
-    page: Page, site: str, place: str, width: int, theme: Any
+    page: Page, reader: Page, site: str, place: str, width: int, theme: Any
 ) -> None:
     page.set_viewport_size({"width": width, "height": 844})
     page.emulate_media(color_scheme=theme)
@@ -60,7 +48,7 @@ def test_explore_has_no_serious_issue(
     page.locator(PLACES[place]).first.wait_for(timeout=LONG_MS)
     found = [one for one in page.evaluate(LOOK) if one["impact"] in SERIOUS]
     assert not found
-    assert min(page.evaluate(CONTRASTS), default=21.0) >= 4.5
+    assert not faint(page, reader)
 
 
 def test_an_issue_is_found(page: Page, site: str) -> None:

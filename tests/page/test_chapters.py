@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -33,14 +32,6 @@ VARIANTS = (
     "panel=compare&gpus=8&frame=6",
     "panel=device&model=deepseek-v3&frame=4",
 )
-
-
-@pytest.fixture(scope="module")
-def reader(browser: Browser) -> Iterator[Page]:
-    """An empty page that reads screenshots."""
-    page = browser.new_page()
-    yield page
-    page.close()
 
 
 def opened(page: Page, site: str, query: str) -> None:

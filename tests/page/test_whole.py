@@ -18,7 +18,7 @@ from tests.page.conftest import serve
 from tests.page.ink import ink
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Browser, Page, Route
+    from playwright.sync_api import Page, Route
 
 RUN = Path(__file__).parents[2] / "examples" / "runs" / "llama-3.2-1b-h200"
 PICTURES = {"explore": 8, "run": 9}  # at the least; a lesson has one
@@ -50,14 +50,6 @@ def run_site() -> Iterator[str]:
     yield address
     process.terminate()
     assert process.wait(10) == 0
-
-
-@pytest.fixture(scope="module")
-def reader(browser: Browser) -> Iterator[Page]:
-    """An empty page that reads screenshots."""
-    page = browser.new_page()
-    yield page
-    page.close()
 
 
 def opened(page: Page, site: str, place: str) -> None:

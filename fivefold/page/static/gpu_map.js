@@ -158,10 +158,16 @@ class GpuMap {
     const { grid } = this;
     if (grid.cell < NUMBERED) return [];
     const attributes = { "text-anchor": "middle", style: "font-size:9.5px;pointer-events:none" };
-    return Array.from({ length: grid.world }, (_, rank) => {
+    const places = Array.from({ length: grid.world }, (_, rank) => {
       const { x, y } = placeOf(grid, rank);
-      return svg("text", { x: short(x + grid.cell / 2), y: short(y + grid.cell / 2 + 3.5), ...attributes }, rank);
+      return { rank, x: x + grid.cell / 2, y: y + grid.cell / 2, wide: 6 * String(rank).length + 2 };
     });
+    // On paper: whatever colour lights up a cell, its number can be read.
+    const plates = places.map(({ x, y, wide }) => `M${short(x - wide / 2)} ${short(y - 5.5)}h${wide}v11h${-wide}z`);
+    return [
+      svg("path", { d: plates.join(""), fill: "var(--paper)", "pointer-events": "none" }),
+      ...places.map(({ rank, x, y }) => svg("text", { x: short(x), y: short(y + 3.5), ...attributes }, rank)),
+    ];
   }
 
   /** @param {PointerEvent} event */
