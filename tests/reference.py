@@ -2,7 +2,7 @@
 
     python -m tests.reference
 
-writes docs/reference-*.md; a test compares them.
+writes docs/reference-*.md and the tables of docs/compared.md; a test compares them.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from fivefold.core.plan import PlanOptions
 from fivefold.core.recipe import Recipe
 from fivefold.core.settings import plan_keys
 from fivefold.core.shape import Mla, Moe, Rope, Shape
+from fivefold.page.learn import trainers
 from fivefold.terminal import long_name, panels
 from tests.json_answers import answers
 
@@ -261,12 +262,30 @@ def json_page() -> Iterator[str]:
         yield from table(("key", "type", "meaning"), *rows)
 
 
+def compared() -> Iterator[str]:
+    """The tables of other trainers inside their page, whose prose stays."""
+    head, rest = (DOCS / "compared.md").read_text("utf-8").rstrip().split("\n|", 1)
+    known = trainers.trainers()
+    yield head
+    yield from table(
+        ("", "read at", "date"), *((one.name, one.source, one.date) for one in known.values())
+    )
+    yield ""
+    columns = (trainers.OWN, *known)
+    names = (trainers.OWN, *(one.name for one in known.values()))
+    rows = ((row["name"], *(row[key] for key in columns)) for row in trainers.rows())
+    yield from table(("", *names), *rows)
+    yield ""
+    yield "## " + rest.split("\n## ", 1)[1]
+
+
 PAGES: dict[str, Callable[[], Iterator[str]]] = {
     "reference-commands.md": commands,
     "reference-keys.md": keys,
     "reference-machines.md": machines,
     "reference-models.md": presets,
     "reference-json.md": json_page,
+    "compared.md": compared,
 }
 
 

@@ -36,6 +36,7 @@ from fivefold.page.learn import (
     layer,
     pipeline,
     tensor,
+    trainers,
 )
 from fivefold.page.learn.glossary import GLOSSARY
 from fivefold.page.run_compare import RunSource
@@ -70,6 +71,7 @@ LESSONS: dict[str, Lesson] = {
     "landscape": landscape,
     "layer": layer,
     "compare": compare,
+    "trainers": trainers,
 }
 Question = tuple[str, dict[str, str]]  # its name and its parameters
 _EXPLORE = {"explore": explore.view, "pictures": explore.pictures}

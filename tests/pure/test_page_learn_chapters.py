@@ -15,8 +15,8 @@ from fivefold.core.plan import PlanOptions, resolve
 from fivefold.cost.collectives import predict_traffic
 from fivefold.cost.static_memory import static_bytes
 from fivefold.page import document
-from fivefold.page.explore_state import State
-from fivefold.page.learn import GROUPS, chapters, compare, device
+from fivefold.page.explore_state import SCHEDULES, State
+from fivefold.page.learn import GROUPS, chapters, compare, device, trainers
 from fivefold.page.learn.chapters import CHAPTERS, plain
 from fivefold.page.learn.glossary import GLOSSARY, linked
 from fivefold.report import WIDTH, gib
@@ -136,6 +136,25 @@ def test_the_comparison_says_what_the_planner_estimates() -> None:
     assert "16 GPUs" in small["two"]["problem"]
 
 
+def test_the_table_of_trainers_has_every_cell_its_source_and_its_date() -> None:
+    """docs/compared.md is held to the same file by test_docs.py."""
+    view = trainers.view({})
+    assert [one["name"] for one in view["trainers"]] == list(trainers.CHOICES["beside"].values[1:])
+    for one in view["trainers"]:
+        assert re.fullmatch(r"20\d\d-\d\d-\d\d", one["date"])
+        assert re.match(r"[\w-]+/[\w-]+ [0-9a-f]{8,}, ", one["source"])
+    for row, frame in zip(view["rows"], view["frames"], strict=True):
+        assert len(row["cells"]) == 1 + len(view["trainers"]) and all(row["cells"])
+        assert row["asks"] in frame["says"]
+    pipeline = next(row for row in view["rows"] if row["name"] == "pipeline")
+    assert f"{len(SCHEDULES)} schedules" in pipeline["cells"][0]
+    one = trainers.view({"beside": "litgpt"})
+    assert [row["cells"] for row in one["rows"]] == [
+        [row["cells"][0], row["cells"][-1]] for row in view["rows"]
+    ]
+    assert "litgpt has no pipeline and no context parallelism" in prose("trainers")
+
+
 # What is printed, and what is refused.
 
 
@@ -145,7 +164,7 @@ def test_an_address_of_a_chapter_prints_prose_and_panel() -> None:
     assert found["learn/data"]["choices"]["zero"] == "0"
     assert found["learn/data"]["choices"]["dp"] == "2"
     lines = list(document.lines(found, None))
-    assert lines[0] == "Chapter 3 of 12: What if the batch is split?"
+    assert lines[0] == "Chapter 3 of 13: What if the batch is split?"
     assert any("In a kitchen" in line for line in lines)
     assert any(CHAPTERS["data"].commands[0] in line for line in lines)
     assert max(map(len, lines)) <= WIDTH

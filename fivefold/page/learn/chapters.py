@@ -145,6 +145,16 @@ CHAPTERS: dict[str, Chapter] = {
         "compare",
         ("fivefold plan llama-3.1-70b --machine h100 --gpus 64",),
     ),
+    "trainers": Chapter(
+        "What can other trainers run?",
+        chapters_together.other_trainers,
+        "Other kitchens have other ovens: one has fed thousands of tables, one fits on a cart. Ask "
+        "which of your dishes they can cook, and taste one before you book.",
+        "trainers",
+        (
+            'fivefold plan llama-3.1-70b --layout "tp=8 pp=4" --machine h100 --stack torchtitan',
+        ),
+    ),
 }
 
 

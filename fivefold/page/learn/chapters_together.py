@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from fivefold.core.errors import counted
 from fivefold.page import View
-from fivefold.page.learn import compare, landscape, size_text
+from fivefold.page.learn import compare, landscape, size_text, trainers
 from fivefold.page.learn import layer as layer_panel
 from fivefold.page.learn.chapters_states import gpu
 from fivefold.report import duration, gib
@@ -83,4 +83,26 @@ def choose() -> list[str]:
         "Rules of thumb miss much: how schedules, batch and recomputation play together. The "
         "planner estimates every legal layout, simulates the best, and says why the first one won "
         "and what each neighbour would lose. The other tab, Explore, shows the same for any job.",
+    ]
+
+
+def other_trainers() -> list[str]:
+    """The dimensions that other trainers have, and when that was read."""
+    known, rows = trainers.trainers(), {row["name"]: row for row in trainers.rows()}
+    lacking = [
+        f"{one.name} has no {' and no '.join(none)} parallelism"
+        for key, one in known.items()
+        if (none := [axis for axis in ("pipeline", "context") if rows[axis][key] == "none"])
+    ]
+    dates = sorted(one.date for one in known.values())
+    return [
+        "Most trainers name the same dimensions and mean slightly different things by them. The "
+        "table asks each one the same questions: how it splits the batch, matrices, layers, "
+        "sequences and experts, and what it knows before a run and proves after it.",
+        f"It is what {len(known)} other trainers say of themselves, in the files and commits "
+        f"below, read from {dates[0]} to {dates[-1]}. {'; '.join(lacking)}: its jobs have to fit "
+        "with the dimensions that are left. Where scale, kernels or kinds of models decide, others "
+        "are ahead of fivefold, and the last row says how far each has been taken.",
+        "The planner can price a job as another stack would run it: the command below estimates "
+        "one layout with the kernels and the overlap of TorchTitan in place of our own.",
     ]
