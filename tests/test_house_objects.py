@@ -19,7 +19,7 @@ OF_ONE_GPU = re.compile(
 SEAMS = (
     *("matmul", "normalise", "kernel", "lookup", "add_positions", "cross_entropy"),
     *("run_blocks", "mask", "balance", "dispatch", "repeats", "remakes", "first_head", "activate"),
-    *("residual_tokens", "chunked", "normalise_sum", "project", "latent_kernel", "coding"),
+    *("residual_tokens", "chunked", "normalise_sum", "project", "latent_kernel", "coding", "hold"),
 )
 SETTABLE = {
     "grad": "torch: the gradient of a tensor",

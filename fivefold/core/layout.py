@@ -75,8 +75,7 @@ class Textbook(NamedTuple):
     ep: int
 
 
-_COUNTS = (*DEGREES, "chunks")
-_ORDERS = get_args(Order)
+_COUNTS, _ORDERS = (*DEGREES, "chunks"), get_args(Order)
 
 
 @dataclass(frozen=True)
@@ -303,12 +302,9 @@ class Layout:
 
     def _stays_within(self, extent: Extent, domain: int) -> bool:
         """Whether no group spans two domains of so many ranks."""
-        size, stride = extent
-        if self.order == Layout.order:  # a group lies in a block, and the first one begins at 0
-            if domain % (size * stride) == 0:
-                return True
-            if (size - 1) * stride >= domain:
-                return False
+        in_blocks = self.order == Layout.order  # of size · stride ranks, the first from 0 on
+        if in_blocks and domain % (extent.size * extent.stride) == 0:
+            return True
         first, last = self._ends(extent)
         return bool((first // domain == last // domain).all())
 

@@ -189,13 +189,9 @@ def _preset(name: str) -> Machine:
     return _build(_read(_preset_file(name)), f"machine {name}")
 
 
-def presets() -> list[str]:
-    """The names of all machine presets."""
-    return list(_preset_names())
-
-
 @lru_cache
-def _preset_names() -> tuple[str, ...]:
+def presets() -> tuple[str, ...]:
+    """The names of all machine presets."""
     return tuple(sorted(path.stem for path in (PRESETS / "machines").glob("*.toml")))
 
 

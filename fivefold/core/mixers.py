@@ -258,7 +258,7 @@ def context_problem(shape: Shape, context: str, cp: int, tp: int) -> str | None:
     return None
 
 
-def require_mixable(shape: Shape, *, fp8: bool, packed: bool) -> None:
+def require_mixable(shape: Shape, *, fp8: bool, packed: bool, keeps_attention: bool) -> None:
     """Refuse what an own mixer cannot run with."""
     mixer = own_mixer(shape.mixer)
     if mixer is None:
@@ -267,6 +267,11 @@ def require_mixable(shape: Shape, *, fp8: bool, packed: bool) -> None:
         raise FivefoldError(
             f"fp8 with mixer {shape.mixer}: only linears of attention and MLPs have rules for "
             "rounding; use precision = bf16"
+        )
+    if keeps_attention:
+        raise FivefoldError(
+            f"recompute full-but-attention with mixer {shape.mixer}: only results of attention are "
+            "kept; use recompute = full"
         )
     if packed and not mixer.packs:
         raise FivefoldError(

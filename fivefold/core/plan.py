@@ -223,7 +223,10 @@ def resolve(options: PlanOptions, *, small: bool = False) -> Plan:
         options = replace(options, set={**options.set, "layers": str(layout.pp * layout.chunks)})
         shape = models.with_overrides(shape, options.set)
         notes.append(f"raised to {shape.layers} layers, one for each stage of the pipeline")
-    require_mixable(shape, fp8=options.precision == "fp8", packed=options.packed)
+    rules = StageRecompute.parse(options.recompute)
+    keeps = any(rule.keeps_attention for rule in rules.rules)
+    fp8 = options.precision == "fp8"
+    require_mixable(shape, fp8=fp8, packed=options.packed, keeps_attention=keeps)
     shape = tuned(shape, options.train.tuning, fp8_of(options) is not None)
     seq = _default_seq(layout, shape, small) if options.seq is None else options.seq
     legality.check(layout, shape, **job_of(options, family, seq))
@@ -247,7 +250,7 @@ def resolve(options: PlanOptions, *, small: bool = False) -> Plan:
         layout=layout,
         batch=batch,
         packed=options.packed,
-        recompute=StageRecompute.parse(options.recompute).within(layout.pp * layout.chunks),
+        recompute=rules.within(layout.pp * layout.chunks),
         precision=options.precision,
         options=_filled_in(options, layout, batch, gather, nodes),
         stage_layers=given,

@@ -271,7 +271,11 @@ def _value(name: str, text: str) -> Any:
     """The value of a key from its text."""
     if name in _COUNTS:
         return _count(name, text)
-    known = {"machine": machine.presets, "context": lambda: CONTEXTS, "precision": lambda: PRECISIONS}
+    known = {
+        "machine": machine.presets,
+        "context": lambda: CONTEXTS,
+        "precision": lambda: PRECISIONS,
+    }
     if name in known and text not in known[name]():
         raise UnknownName(name, text, known[name]())
     if name == "model":

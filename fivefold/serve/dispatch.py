@@ -134,7 +134,7 @@ class Dispatcher:
                 other.call.fail(full)
         if pushed_out is None:
             raise full
-        self.metrics.prompt_tokens += call.prompt_tokens
+        self.metrics.asked(call.prompt_tokens)
         self.pump()
 
     def full(self) -> ApiError:
@@ -178,7 +178,7 @@ class Dispatcher:
     def _take(self, replica: ServingReplica, news: StepNews) -> None:
         """Pass on the tokens of a step."""
         replica.heard(news)
-        self.metrics.output_tokens += len(news.rows)
+        self.metrics.drew(len(news.rows))
         for id, token, logprob, reason, alternatives in news.rows:
             choice = replica.open.get(id)
             if choice is None:  # nobody waits for it any more

@@ -111,7 +111,7 @@ class Door:
                 note.words.append(f"error={json.dumps(error.message[:200])}")
         except ClientGone:
             note.status = GONE
-            self.metrics.broken_off += 1
+            self.metrics.left()
             raise
         except Exception as error:
             note.words.append(f"error={json.dumps(f'{type(error).__name__}: {error}'[:300])}")

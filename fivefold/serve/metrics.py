@@ -42,6 +42,18 @@ class ServeMetrics:
         self.tpot = Histogram("fivefold_tpot_seconds", "Between two tokens, in the mean.")
         self.latency = Histogram("fivefold_request_seconds", "From a request to its last token.")
 
+    def asked(self, tokens: int) -> None:
+        """A prompt of so many tokens was taken."""
+        self.prompt_tokens += tokens
+
+    def drew(self, tokens: int) -> None:
+        """So many tokens were drawn."""
+        self.output_tokens += tokens
+
+    def left(self) -> None:
+        """A client has gone before its answer was complete."""
+        self.broken_off += 1
+
     def answered(self, path: str, status: int) -> None:
         """A request has its answer."""
         self.requests[(("path", path), ("status", str(status)))] += 1
