@@ -206,7 +206,7 @@ class Checkpoints:
         opened: list[StoredTensors] = []
 
         def open_it() -> tuple[list[str], set[str]]:
-            opened.append(StoredTensors(folder))
+            opened.append(StoredTensors(folder, manifest.files))
             keys = {each.key for each in tensors}
             return opened[0].missing(_needed(opened[0], tensors)), keys
 
@@ -262,12 +262,12 @@ class Reader:
         """`folder` is the checkpoint itself, as `published` and `latest` return it."""
         try:
             manifest = verified_manifest(folder)
+            if problems := problems_of(folder, manifest, manifest.files):
+                raise BadFile(str(folder), problems)
+            self._stored = StoredTensors(folder, manifest.files)
         except Damaged as damaged:
             raise BadFile(str(folder), [str(damaged)]) from damaged
-        if problems := problems_of(folder, manifest, manifest.files):
-            raise BadFile(str(folder), problems)
         self.facts = manifest.facts
-        self._stored = StoredTensors(folder)
         self.tensors = {
             key: (tuple(each.size), each.properties.dtype)
             for key, each in self._stored.tensors.items()

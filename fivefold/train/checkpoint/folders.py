@@ -4,8 +4,8 @@ A checkpoint is written into `step-NNNNNNNN.part` and renamed when all of it is 
 folder without `.part` is complete, and one with `.part` is garbage once its writer has ended.
 
 The manifest holds where the run stood and the checksum of every file. It is JSON with a checksum of
-itself, and is read first. No other file is interpreted before its checksum is verified: `.metadata`
-is a pickle, and reading a pickle runs code.
+itself, and is read first. No other file is interpreted before its checksum is verified. Checksums
+are against damage, not against forgery: see `metadata`.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import zip_longest
@@ -71,6 +71,7 @@ from fivefold.train.checkpoint.folders import (
     Manifest,
     checksum_of,
 )
+from fivefold.train.checkpoint.metadata import read_metadata
 from fivefold.train.checkpoint.ranks import CheckpointRanks, RankFailure, reason_of
 from fivefold.train.checkpoint.threads import in_threads, num_streams
 
@@ -155,11 +156,11 @@ class _LoadPlanner(DefaultLoadPlanner):
 
 
 class StoredTensors:
-    """The tensors of one checkpoint. Opening it unpickles its metadata, so verify it before."""
+    """The tensors of one checkpoint, which has these files; raises `Damaged` for other metadata."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, files: Collection[str]) -> None:
         self._reader = FileSystemReader(folder)
-        self._metadata = self._reader.read_metadata()
+        self._metadata = read_metadata(folder / METADATA, files)
         self._reader.set_up_storage_reader(self._metadata, True)
         self.tensors = {
             key: each
