@@ -93,7 +93,11 @@ class TrainedRun:
             "tokens_per_step": self.plan.batch.tokens,
             "steps": [record.to_json() for record in self.records],
             "notes": list(self.plan.notes),
-            **_measured_json(self.measured),
+            **(
+                {"memory": None, "traffic": None}
+                if self.measured is None
+                else self.measured.to_json()
+            ),
             "check": None if self.check is None else {**asdict(self.check), "passed": self.passed},
             "stopped": self.stopped,
             "run": str(self.folder),
@@ -290,8 +294,12 @@ def _fork(start: _Start, told: OnReport) -> TrainedRun:
     try:
         with Pool(num_processes(plan, settings), _PATIENCE, forwards_stop=True) as pool:
             runs, check = train(pool, plan, settings, records.report)
-    except RankLost as lost:
-        named = lost.named("the one process") if lost.rank >= plan.layout.world else lost
+    except Exception as error:
+        if not records.found:
+            begun.files.restore_plan()
+        if not isinstance(error, RankLost):
+            raise
+        named = error.named("the one process") if error.rank >= plan.layout.world else error
         begun.files.fail(named.reason)
         raise named from None
     finally:
@@ -322,7 +330,12 @@ def _join(start: _Start, launched: LauncherEnvironment, told: OnReport) -> Train
     # The others open the folder after they have joined this rank.
     begun = _begin(start, plan, settings, told) if first else None
     records = _Records(told if first else _warnings(told))
-    done = run_rank(joined_worker(launched, records.report), plan, settings, device=rank)
+    try:
+        done = run_rank(joined_worker(launched, records.report), plan, settings, device=rank)
+    except Exception:
+        if begun is not None and not records.found:
+            begun.files.restore_plan()
+        raise
     return TrainedRun(
         plan,
         start.out,
@@ -365,30 +378,3 @@ def _start_facts(plan: Plan, source: Source) -> dict[str, object]:
     """Facts of this start for `run.json`."""
     tokenizer = source.tokenizer
     return {**_facts(plan), "tokenizer": None if tokenizer is None else asdict(tokenizer)}
-
-
-def _measured_json(measured: MeasuredRun | None) -> dict[str, Any]:
-    """Measured memory and traffic beside the plan, as JSON; null if no step was left to run."""
-    if measured is None:
-        return {"memory": None, "traffic": None}
-    by_source = {"planned": measured.planned_traffic, "measured": measured.traffic}
-    traffic = {
-        "step": measured.step,
-        "match": measured.traffic_as_planned,
-        **{
-            name: {axis: one._asdict() for axis, one in axes.items()}
-            for name, axes in by_source.items()
-        },
-    }
-    memory = measured.memory
-    if memory is None:
-        return {"memory": None, "traffic": traffic}
-    sizes = {"planned": memory.planned, "measured": memory.measured}
-    return {
-        "memory": {
-            "rank": memory.rank,
-            "ranks_as_planned": memory.num_as_planned,
-            **{name: {**asdict(each), "total": each.total} for name, each in sizes.items()},
-        },
-        "traffic": traffic,
-    }

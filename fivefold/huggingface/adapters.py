@@ -8,7 +8,6 @@ tensor for each expert, which PEFT saved while transformers had a linear for eac
 from __future__ import annotations
 
 import math
-import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -32,7 +31,7 @@ from fivefold.huggingface.expert_adapters import (
     find_fused,
     fused_factors,
 )
-from fivefold.huggingface.files import read_json, write_json
+from fivefold.huggingface.files import new_folder, read_json, write_json
 from fivefold.huggingface.names import to_hf
 
 CONFIG, FILE = "adapter_config.json", "adapter_model.safetensors"
@@ -98,18 +97,9 @@ def write_adapter(
     for layer in expert_layers(shape):
         for module, *pair in fused_factors(layer, tuning, lambda name: read(name).to(dtype)):
             tensors |= {_name(module, each): part for each, part in zip("ab", pair, strict=True)}
-    beside = folder.with_name(folder.name + ".part")
-    shutil.rmtree(beside, ignore_errors=True)  # left by a writer that was killed
-    try:
-        beside.mkdir(parents=True)
-        save_file(tensors, beside / FILE, metadata={"format": "pt"})
-        write_json(beside / CONFIG, _config(shape, tuning, base))
-        beside.rename(folder)
-    except (OSError, SafetensorError) as error:
-        reason = error.strerror if isinstance(error, OSError) else str(error)
-        raise BadFile(str(folder), [f"{reason}; free some room, or give another folder"]) from error
-    finally:
-        shutil.rmtree(beside, ignore_errors=True)
+    with new_folder(folder) as part:
+        save_file(tensors, part / FILE, metadata={"format": "pt"})
+        write_json(part / CONFIG, _config(shape, tuning, base))
     return [folder / FILE]
 
 

@@ -12,7 +12,8 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,7 @@ SCALE = "_scale_inv"
 BLOCK = (128, 128)
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 _MOST_PROBLEMS = 20
+_MARK = ".fivefold-export"  # in a folder that is being written
 
 
 @dataclass(frozen=True)
@@ -165,29 +167,46 @@ def write_model(
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise FivefoldError(f"{folder} is there already: give a folder that is new or empty")
-    part = folder.with_name(folder.name + ".part")
-    shutil.rmtree(part, ignore_errors=True)  # left by a writer that was killed
     shards = _shards(_outgoing(shape, dtype), most_bytes)
-    files = [part / name for name in _shard_names(len(shards))]
-    at = part
+    names = _shard_names(len(shards))
+    with new_folder(folder) as part:
+        for name, shard in zip(names, shards, strict=True):
+            _write_shard(part / name, shard, _cached_last(read))
+        if len(names) > 1:
+            write_json(part / INDEX, _index_of(names, shards))
+        write_json(part / CONFIG, config)
+        for name, data in (beside or {}).items():
+            (part / name).write_bytes(data)
+    return [folder / name for name in names]
+
+
+@contextmanager
+def new_folder(folder: Path) -> Generator[Path]:
+    """A folder to write into, which gets the name `folder` when everything is in it.
+
+    It is `NAME.part` until then, with a mark, so that what a killed writer left is known from a
+    folder of somebody else, which stays.
+    """
+    part = folder.with_name(folder.name + ".part")
+    if part.is_dir() and ((part / _MARK).is_file() or not any(part.iterdir())):
+        shutil.rmtree(part, ignore_errors=True)
+    if part.exists():
+        raise FivefoldError(
+            f"{part} is there, and no export has left it: move it away, or give another folder"
+        )
     try:
         part.mkdir(parents=True)
-        for at, shard in zip(files, shards, strict=True):
-            _write_shard(at, shard, _cached_last(read))
-        if len(files) > 1:
-            write_json(part / INDEX, _index_of(files, shards))
-        write_json(part / CONFIG, config)
-        for at, data in ((part / name, data) for name, data in (beside or {}).items()):
-            at.write_bytes(data)
+        (part / _MARK).touch()
+        yield part
+        (part / _MARK).unlink()
         part.rename(folder)
     except (OSError, SafetensorError) as error:
-        reason, file = str(error), at
+        reason, file = str(error), part
         if isinstance(error, OSError):
-            reason, file = error.strerror, error.filename or at
+            reason, file = error.strerror, error.filename or part
         raise BadFile(str(file), [f"{reason}; free some room, or give another folder"]) from error
     finally:
         shutil.rmtree(part, ignore_errors=True)
-    return [folder / file.name for file in files]
 
 
 @dataclass(frozen=True)
@@ -231,11 +250,11 @@ def _shard_names(count: int) -> list[str]:
     return [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
 
 
-def _index_of(files: list[Path], shards: list[list[Outgoing]]) -> dict[str, Any]:
-    pairs = zip(files, shards, strict=True)
+def _index_of(names: list[str], shards: list[list[Outgoing]]) -> dict[str, Any]:
+    pairs = zip(names, shards, strict=True)
     return {
         "metadata": {"total_size": sum(one.num_bytes for shard in shards for one in shard)},
-        "weight_map": {one.name: file.name for file, shard in pairs for one in shard},
+        "weight_map": {one.name: file for file, shard in pairs for one in shard},
     }
 
 

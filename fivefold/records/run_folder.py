@@ -59,6 +59,7 @@ class RunFolder:
     restart: int  # from 0
     began: float  # when the run was first started, since the epoch
     started: float  # when this start began
+    former_plan: str | None = None  # that this start has replaced
 
     @classmethod
     def create(
@@ -79,15 +80,16 @@ class RunFolder:
         facts: dict[str, Any] = {"id": uuid.uuid4().hex, "starts": []}
         if RUN in there:
             facts = _read_json(path / RUN)
-        number = len(facts["starts"])
-        if number and (path / PLAN).exists():
+        number, former = len(facts["starts"]), None
+        if (path / PLAN).exists():
             former = (path / PLAN).read_text("utf-8")
-            if former != plan_toml:  # it is saved under the number of its start
+            if number and former != plan_toml:  # it is saved under the number of its start
                 write_atomically(path / f"plan.{number - 1}.toml", former)
         write_atomically(path / PLAN, plan_toml)
         facts["starts"].append({"began": time.time(), **_environment(), **settings})
         write_atomically(path / RUN, json.dumps(facts, indent=2) + "\n")
-        return cls(path, number, facts["starts"][0]["began"], facts["starts"][-1]["began"])
+        starts = facts["starts"]
+        return cls(path, number, starts[0]["began"], starts[-1]["began"], former)
 
     @classmethod
     def open(cls, path: Path) -> RunFolder:
@@ -112,6 +114,11 @@ class RunFolder:
         facts = _read_json(self.path / RUN)
         facts["starts"][self.restart]["failed"] = {"at": time.time(), "why": why}
         write_atomically(self.path / RUN, json.dumps(facts, indent=2) + "\n")
+
+    def restore_plan(self) -> None:
+        """Undo the change of the plan by a start that failed before its first step."""
+        if self.former_plan is not None:
+            write_atomically(self.path / PLAN, self.former_plan)
 
     def append_sample(self, step: int, prompt: str, text: str) -> None:
         """Add a completion that the model wrote after a step."""

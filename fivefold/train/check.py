@@ -5,7 +5,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 from fivefold.core.layout import Layout
 from fivefold.core.plan import Plan
@@ -116,6 +117,30 @@ class MeasuredRun:
     planned_traffic: dict[str, AxisTraffic]
     traffic: dict[str, AxisTraffic]
     traffic_as_planned: bool  # in every step that is known
+
+    def to_json(self) -> dict[str, Any]:
+        """What `train --json` says of it."""
+        by_source = {"planned": self.planned_traffic, "measured": self.traffic}
+        traffic = {
+            "step": self.step,
+            "match": self.traffic_as_planned,
+            **{
+                name: {axis: one._asdict() for axis, one in axes.items()}
+                for name, axes in by_source.items()
+            },
+        }
+        memory = self.memory
+        if memory is None:
+            return {"memory": None, "traffic": traffic}
+        sizes = {"planned": memory.planned, "measured": memory.measured}
+        return {
+            "memory": {
+                "rank": memory.rank,
+                "ranks_as_planned": memory.num_as_planned,
+                **{name: {**asdict(each), "total": each.total} for name, each in sizes.items()},
+            },
+            "traffic": traffic,
+        }
 
 
 def compare_with_plan(

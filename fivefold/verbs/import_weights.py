@@ -16,7 +16,6 @@ from fivefold.core.precision import PRECISIONS
 from fivefold.core.tokenizer import TOKENIZER_FILES, files_in, tokenizer_in
 from fivefold.core.tuning import ADAPTER
 from fivefold.core.weights import buffers, tuned, weights
-from fivefold.report import write_text
 from fivefold.verbs import json_text, one_of
 
 if TYPE_CHECKING:
@@ -86,16 +85,8 @@ def _imported(
         train = {"lr": _ADAPTER_RATE, **adapted}
     table = {"model": _CONFIG, "layout": "dp=1", "precision": chosen, "train": train}
     plan = tables.to_toml(table)
-    try:
-        target.mkdir(parents=True, exist_ok=True)
-        for name, data in files_in([folder], _COPIED).items():
-            (target / name).write_bytes(data)
-    except OSError as error:
-        raise FivefoldError(
-            f"cannot make {target}: {error.strerror}; give another folder, with -o RUN"
-        ) from error
-    write_text(target / _CONFIG, (folder / _CONFIG).read_text("utf-8"))
-    write_text(target / "plan.toml", plan)
+    copied = files_in([folder], _COPIED) | {_CONFIG: (folder / _CONFIG).read_bytes()}
+    _write_new(target, copied | {"plan.toml": plan.encode()})
     wanted: torch.dtype = getattr(torch, PRECISIONS[chosen].dtype)
     entries = list(_entries(source, adapters, shape, wanted))
     facts = Facts(step=0, plan=plan, has_states=False)
@@ -112,6 +103,24 @@ def _imported(
         "tokenizer": None if (found := tokenizer_in(target)) is None else found.fingerprint,
         "next": _next_steps(target),
     }
+
+
+def _write_new(target: Path, files: dict[str, bytes]) -> None:
+    """Write the files of a run, unless one of another content has the name of one of them."""
+    try:
+        target.mkdir(parents=True, exist_ok=True)
+        there = [name for name in files if (target / name).exists()]
+        if foreign := [name for name in there if (target / name).read_bytes() != files[name]]:
+            raise FivefoldError(
+                f"{target} has another {' and '.join(foreign)} already, which would be "
+                "overwritten: give a folder without, with -o RUN"
+            )
+        for name, data in files.items():
+            (target / name).write_bytes(data)
+    except OSError as error:
+        raise FivefoldError(
+            f"cannot make {target}: {error.strerror}; give another folder, with -o RUN"
+        ) from error
 
 
 def _next_steps(run: Path) -> list[str]:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import shutil
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +15,26 @@ import pytest
 import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
+from fivefold import cli
+from fivefold.api.training import train
 from fivefold.core import models
 from fivefold.core.boxes import whole_box
-from fivefold.core.errors import FivefoldError
+from fivefold.core.errors import FivefoldError, RankLost
 from fivefold.core.weights import buffers, weights
 from fivefold.optim.optimizer import StateInMemory
-from fivefold.train.checkpoint import Checkpoints, CheckpointTensor, Facts, Reader, write_checkpoint
+from fivefold.train.checkpoint import (
+    CannotSave,
+    Checkpoints,
+    CheckpointTensor,
+    Facts,
+    Reader,
+    write_checkpoint,
+)
 from fivefold.train.checkpoint.folders import FileChecksum, Manifest, checksum_of
 from fivefold.train.checkpoint.of_run import open_run
 
 SIZE = (4, 3)
+PLAN = 'model = "tiny"\nlayout = "dp=1"\nseq = 16\nbatch = 2\n'
 
 
 class Planted:
@@ -38,6 +50,11 @@ class Planted:
 def checkpoint(parent: Path, step: int = 1) -> Path:
     value = torch.full(SIZE, float(step))
     return write_checkpoint(parent, [("model/a", SIZE, value.dtype, lambda: value)], Facts(step))
+
+
+def wanted() -> list[CheckpointTensor]:
+    state = StateInMemory(torch.zeros(SIZE))
+    return [CheckpointTensor("model/a", SIZE, torch.float32, (whole_box(SIZE),), state)]
 
 
 def signed(folder: Path, **changes: Any) -> None:
@@ -91,10 +108,8 @@ def test_a_foreign_checkpoint_runs_nothing(
     signed(folder)
     with pytest.raises(FivefoldError, match=r"\.metadata: "):  # export, generate, eval
         Reader(folder)
-    target = StateInMemory(torch.zeros(SIZE))
-    wanted = CheckpointTensor("model/a", SIZE, torch.float32, (whole_box(SIZE),), target)
     with pytest.raises(FivefoldError, match=r"\.metadata: "):  # resume
-        Checkpoints(folder.parent, 1, None).load([wanted], lambda _: None)
+        Checkpoints(folder.parent, 1, None).load(wanted(), lambda _: None)
     assert not trace.exists() and not hasattr(MetadataIndex, "made_here")
 
 
@@ -107,13 +122,20 @@ def test_a_forgery_would_run(tmp_path: Path, forge: Callable[[Path, Path], None]
     assert (tmp_path / "ran").exists()
 
 
-def test_a_foreign_run_is_not_exported(tmp_path: Path) -> None:
+def tiny_run(folder: Path) -> Path:
+    """A run of a small model, made without a training; returns its checkpoint."""
     shape = models.load("tiny")
     tensors = [
         (f"model/{each.name}", each.shape, torch.float32, lambda each=each: torch.zeros(each.shape))
         for each in (*weights(shape), *buffers(shape))
     ]
-    folder = write_checkpoint(tmp_path / "checkpoints", tensors, Facts(1))
+    folder.mkdir(exist_ok=True)
+    (folder / "plan.toml").write_text(PLAN)
+    return write_checkpoint(folder / "checkpoints", tensors, Facts(1, plan=PLAN))
+
+
+def test_a_foreign_run_is_not_exported(tmp_path: Path) -> None:
+    shape, folder = models.load("tiny"), tiny_run(tmp_path)
     open_run(tmp_path, shape, None, lambda _: None)  # it is a good one
     inside(folder / ".metadata", tmp_path / "ran")
     signed(folder)
@@ -122,3 +144,93 @@ def test_a_foreign_run_is_not_exported(tmp_path: Path) -> None:
         open_run(tmp_path, shape, None, told.append)
     assert "posix.mkdir" in told[0] and "could run any program" in told[0]
     assert not (tmp_path / "ran").exists()
+
+
+def renumbered(folder: Path) -> str:
+    """A checkpoint as a later program might write it; returns its manifest."""
+    body = json.loads((folder / "manifest.json").read_text())
+    text = json.dumps(body | {"format": 2, "files": ["in another way"], "sha256": "another"})
+    (folder / "manifest.json").write_text(text)
+    return text
+
+
+def test_a_newer_format_is_neither_damaged_nor_replaced(tmp_path: Path) -> None:
+    checkpoint(tmp_path, 1)
+    newer = checkpoint(tmp_path, 2)
+    text = renumbered(newer)
+    (left := tmp_path / "step-00000003.part").mkdir()
+    told: list[str] = []
+    with pytest.raises(FivefoldError, match=r"newer format 2.*needs a newer fivefold"):
+        Checkpoints(tmp_path, 1, None).load(wanted(), told.append)
+    assert not told and left.exists()  # whoever reads it may be writing
+    with pytest.raises(FivefoldError, match="needs a newer fivefold"):
+        Reader(newer)
+    checkpoints = Checkpoints(tmp_path, 1, None)
+    with pytest.raises(CannotSave, match="needs a newer fivefold"):
+        checkpoints.save(wanted(), Facts(2), wait=True)
+    checkpoints.save(wanted(), Facts(5), wait=True)  # and older ones are removed
+    assert (newer / "manifest.json").read_text() == text
+    assert {each.name for each in tmp_path.iterdir()} == {newer.name, "step-00000005"}
+
+
+def test_export_says_newer_and_takes_no_older_one(tmp_path: Path) -> None:
+    tiny_run(tmp_path)
+    checkpoints = tmp_path / "checkpoints"
+    (checkpoints / "step-00000001").rename(checkpoints / "step-00000002")
+    renumbered(checkpoints / "step-00000002")
+    tiny_run(tmp_path)
+    with pytest.raises(FivefoldError, match="needs a newer fivefold"):
+        open_run(tmp_path, models.load("tiny"), None, lambda _: None)
+    assert open_run(tmp_path, models.load("tiny"), 1, lambda _: None).facts.step == 1
+
+
+def test_export_leaves_a_folder_that_is_not_its_own(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tiny_run(tmp_path / "run")
+    words = ["export", str(tmp_path / "run"), str(tmp_path / "out")]
+    theirs = tmp_path / "out.part"
+    theirs.mkdir()
+    (theirs / "thesis.txt").write_text("three years of work")
+    assert cli.run(words) == 2 and "no export has left it" in capsys.readouterr().err
+    assert (theirs / "thesis.txt").read_text() == "three years of work"
+    (theirs / ".fivefold-export").touch()  # what a killed export leaves
+    assert cli.run(words) == 0 and not theirs.exists()
+    assert {each.name for each in (tmp_path / "out").iterdir()} >= {"config.json"}
+    assert not list((tmp_path / "out").glob(".*"))
+
+
+def test_import_overwrites_nothing_of_others(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tiny_run(tmp_path / "run")
+    assert cli.run(["export", str(tmp_path / "run"), str(tmp_path / "out")]) == 0
+    words = ["import", str(tmp_path / "out"), "-o", str(tmp_path / "new")]
+    (tmp_path / "new").mkdir()
+    plan = tmp_path / "new" / "plan.toml"
+    plan.write_text("mine")
+    capsys.readouterr()
+    assert cli.run(words) == 2 and "another plan.toml already" in capsys.readouterr().err
+    assert plan.read_text() == "mine" and [each.name for each in plan.parent.iterdir()] == [
+        "plan.toml"
+    ]
+    plan.unlink()
+    assert cli.run(words) == 0
+    shutil.rmtree(tmp_path / "new" / "checkpoints")  # an import that was killed
+    assert cli.run(words) == 0
+
+
+def test_a_resume_that_fails_leaves_the_plan(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever ends it before its first step."""
+    tiny_run(tmp_path)
+
+    def lost(*_: object) -> None:
+        raise RankLost(0, "build", "died")
+
+    monkeypatch.setattr(import_module("fivefold.train"), "train", lost)
+    options = {"out": tmp_path, "resume": True, "seq": 16, "batch": 2, "data": "synthetic"}
+    with pytest.raises(RankLost):
+        train("tiny", lr=0.5, **options)
+    assert (tmp_path / "plan.toml").read_text() == PLAN

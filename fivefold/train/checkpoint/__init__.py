@@ -137,7 +137,9 @@ class Checkpoints:
         name of each checkpoint that is skipped, and why.
         """
         self.wait()
-        found = self._ranks.on_first(self._find)
+        found, newer = self._ranks.on_first(self._find)
+        if newer is not None:  # to go on from an older one would repeat, and then replace, its step
+            raise FivefoldError(newer)
         damaged: list[str] = []
         for folder in reversed(found):
             try:
@@ -156,9 +158,13 @@ class Checkpoints:
             )
         return None
 
-    def _find(self) -> list[Path]:
-        folders.sweep(self.folder)
-        return folders.published(self.folder)
+    def _find(self) -> tuple[list[Path], str | None]:
+        """The checkpoints, and what is said of one that a newer program wrote."""
+        found = folders.published(self.folder)
+        newer = [words for each in found if (words := folders.newer_format(each)) is not None]
+        if not newer:
+            folders.sweep(self.folder)
+        return found, newer[-1] if newer else None
 
     def _sources(self, tensors: Sequence[CheckpointTensor]) -> list[BoxSource]:
         """The boxes that this rank writes, in the order of writing."""

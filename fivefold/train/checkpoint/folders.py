@@ -78,6 +78,8 @@ def publish(part: Path) -> Path:
     final = part.with_name(part.name.removesuffix(PART))
     sync(part)
     if final.exists():  # a damaged one, or the run would not have repeated this step
+        if (newer := newer_format(final)) is not None:
+            raise RankFailure(newer)
         remove(final)
     part.rename(final)
     sync(final.parent)
@@ -100,7 +102,7 @@ def remove_old(folder: Path, newest: int, kept: KeptCheckpoints) -> None:
     older = [each for each in published(folder) if step_of(each) <= newest]
     best = best_of(older, kept.judged_by) if kept.judged_by else None
     for each in older[: -kept.newest]:
-        if each != best:
+        if each != best and newer_format(each) is None:
             remove(each)
 
 
@@ -254,8 +256,27 @@ def verified_manifest(folder: Path) -> Manifest:
     return manifest
 
 
+def newer_format(folder: Path) -> str | None:
+    """What to say of a checkpoint that a newer program wrote; None if it is none.
+
+    It is not verified, since a newer program may do that in another way.
+    """
+    try:
+        version = json.loads((folder / MANIFEST).read_text("utf-8"))["format"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    if not isinstance(version, int) or version <= _FORMAT:
+        return None
+    return (
+        f"{folder} has the newer format {version}, and this fivefold reads {_FORMAT}: it needs a "
+        "newer fivefold; install that, or move this checkpoint away"
+    )
+
+
 def _read(folder: Path) -> Manifest:
     path = folder / MANIFEST
+    if (newer := newer_format(folder)) is not None:
+        raise Damaged(newer)
     try:
         body: dict[str, Any] = json.loads(path.read_text("utf-8"))
         own_checksum, version = body.pop("sha256"), body["format"]

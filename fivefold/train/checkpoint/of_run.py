@@ -11,7 +11,7 @@ from fivefold.core.errors import BadFile, FivefoldError
 from fivefold.core.shape import Shape
 from fivefold.core.weights import buffers, weights
 from fivefold.train.checkpoint import Reader, published
-from fivefold.train.checkpoint.folders import best_of
+from fivefold.train.checkpoint.folders import best_of, newer_format
 
 
 def open_run(
@@ -42,6 +42,8 @@ def _reader(
             )
         return Reader(wanted[0])
     for path in reversed(found):
+        if (newer := newer_format(path)) is not None:
+            raise FivefoldError(f"{newer}, or choose another one with --step")
         try:
             return Reader(path)
         except FivefoldError as error:
