@@ -343,8 +343,7 @@ class _ShardWriter:
         index = Index(VERSION, self.meaning, self.vocab, tuple(self.shards))
         if self.wanted not in (None, index):
             raise _Different
-        text = json.dumps(asdict(index), indent=1) + "\n"
-        _write_synced(self.folder / INDEX, text.encode())
+        _write_synced(self.folder / INDEX, index.text().encode())
         return index
 
     def abandon(self) -> None:

@@ -15,7 +15,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -96,6 +96,16 @@ class Index:
     def num_bytes(self) -> int:
         return sum(file.bytes for shard in self.shards for file in shard.files)
 
+    def text(self) -> str:
+        """The text of `index.json`, with a checksum of all that it says."""
+        table = asdict(self)
+        return json.dumps(table | {"sha256": _checksum_of(table)}, indent=1) + "\n"
+
+
+def _checksum_of(table: dict[str, Any]) -> str:
+    text = json.dumps(table, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()
+
 
 def read_index(folder: Path) -> Index:
     """The index of a folder; refuses one that contradicts itself."""
@@ -112,8 +122,12 @@ def read_index(folder: Path) -> Index:
     except (ValueError, RecursionError) as error:
         raise BadFile(str(path), [f"not valid JSON: {error}; write the folder again"]) from error
     version = table.get("version") if isinstance(table, dict) else None
+    written = table.pop("sha256", None) if isinstance(table, dict) else None  # older ones lack it
     if version != VERSION:
         rule = f"its version is {version}, but this fivefold reads {VERSION}; write it again"
+        raise BadFile(str(path), [rule])
+    if written not in (None, _checksum_of(table)):
+        rule = "it was changed after it was written; copy or write the folder again"
         raise BadFile(str(path), [rule])
     index = tables.build(Index, table, str(path))
     if problems := [*_contradictions(index)]:
@@ -141,7 +155,8 @@ def _contradictions(index: Index) -> Iterator[str]:
 def open_corpus(folder: Path, vocab: int, *, verify: bool = False) -> Corpus:
     """A folder of tokens as a corpus for a model with this vocabulary.
 
-    File sizes are always compared with the index, and checksums too with `verify`.
+    File sizes are always compared with the index; with `verify` checksums too, and tokens with the
+    vocabulary.
     """
     index = read_index(folder)
     refuse_damaged(folder, index, checksums=verify)
@@ -187,8 +202,23 @@ def refuse_damaged(
             for file, problem in zip(files, found, strict=True):
                 tick(file.bytes)
                 problems += [problem] if problem else []
+            if not problems:
+                shards = pool.map(partial(_vocabulary_problem, folder, index), index.shards)
+                problems = [problem for problem in shards if problem]
     if problems:
         raise BadFile(str(folder), problems)
+
+
+def _vocabulary_problem(folder: Path, index: Index, shard: StoredShard) -> str | None:
+    """No checksum tells that the index speaks of these tokens."""
+    dtype = DTYPES[index.meaning.dtype]
+    most = int(np.memmap(folder / shard.tokens.name, dtype, mode="r").max())
+    if most < index.vocab:
+        return None
+    return (
+        f"{shard.tokens.name} has the token {most:,}, and {INDEX} says that all are below "
+        f"{index.vocab:,}; copy or write the folder again"
+    )
 
 
 def _size_problem(folder: Path, file: StoredFile) -> str | None:

@@ -114,6 +114,7 @@ def test_an_index_that_does_not_fit_is_refused(tmp_path: Path) -> None:
     write(tmp_path / "d")
     path = tmp_path / "d" / "index.json"
     table = json.loads(path.read_text())
+    del table["sha256"]  # as folders of before
     shard = table["shards"][0]
     for change, message in (
         ({"version": 1}, "its version is 1, but this fivefold reads 2"),
@@ -132,6 +133,22 @@ def test_an_index_that_does_not_fit_is_refused(tmp_path: Path) -> None:
     path.unlink()
     with pytest.raises(FivefoldError, match=r"is not a folder of tokens: it has no index\.json"):
         open_corpus(tmp_path / "d", 257)
+
+
+def test_an_index_that_was_changed_is_refused(tmp_path: Path) -> None:
+    """A smaller vocabulary would train on tokens that the model does not know."""
+    write(tmp_path / "d")
+    path = tmp_path / "d" / "index.json"
+    table = json.loads(path.read_text())
+    path.write_text(json.dumps({**table, "vocab": 200}))
+    with pytest.raises(BadFile, match=r"index\.json.*\s.*was changed after it was written"):
+        open_corpus(tmp_path / "d", 200)
+    del table["sha256"]  # as folders of before, or as whoever writes it anew
+    path.write_text(json.dumps({**table, "vocab": 200}))
+    with pytest.raises(BadFile, match=r"00000\.tokens has the token 256, and .* below 200"):
+        open_corpus(tmp_path / "d", 200, verify=True)
+    path.write_text(json.dumps(table))
+    open_corpus(tmp_path / "d", 257, verify=True)
 
 
 def test_what_the_model_cannot_read_is_refused(tmp_path: Path) -> None:
