@@ -127,6 +127,11 @@ class Dispatcher:
 
     def begin(self, call: ServedCall) -> None:
         """Queue a call, or refuse it."""
+        if len(call.choices) > self.queue.most:
+            rule = (
+                f"{len(call.choices)} choices, and {self.queue.most} may wait in all: ask for fewer"
+            )
+            raise ApiError(400, rule, "n", "invalid_value")
         pushed_out = self.queue.push(call.client, call.choices)
         full = self.full()
         for other in pushed_out or ():
@@ -134,7 +139,7 @@ class Dispatcher:
                 other.call.fail(full)
         if pushed_out is None:
             raise full
-        self.metrics.asked(call.prompt_tokens)
+        self.metrics.begun(call.prompt_tokens)
         self.pump()
 
     def full(self) -> ApiError:
@@ -183,7 +188,11 @@ class Dispatcher:
             choice = replica.open.get(id)
             if choice is None:  # nobody waits for it any more
                 continue
-            choice.push(token, logprob, reason, alternatives)
+            try:
+                choice.push(token, logprob, reason, alternatives)
+            except Exception as error:  # of a tokenizer: the other calls go on
+                rule = f"the tokens cannot be decoded: {type(error).__name__}: {error}"
+                choice.call.fail(ApiError(500, rule))
             if reason is not None:
                 replica.ended(choice)
             elif choice.reason is not None:  # by a text that the engine does not see

@@ -42,12 +42,12 @@ class ServeMetrics:
         self.tpot = Histogram("fivefold_tpot_seconds", "Between two tokens, in the mean.")
         self.latency = Histogram("fivefold_request_seconds", "From a request to its last token.")
 
-    def asked(self, tokens: int) -> None:
-        """A prompt of so many tokens was taken."""
-        self.prompt_tokens += tokens
+    def begun(self, prompt_tokens: int) -> None:
+        """A call was taken."""
+        self.prompt_tokens += prompt_tokens
 
     def drew(self, tokens: int) -> None:
-        """So many tokens were drawn."""
+        """An engine has drawn so many tokens."""
         self.output_tokens += tokens
 
     def left(self) -> None:
