@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import random
 import signal
 import time
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from statistics import quantiles
@@ -216,6 +218,14 @@ def test_a_lost_replica_is_survived(folder: Path, tmp_path: Path) -> None:
         assert running.process.exitcode == 1, "without an engine it ends"
 
 
+def numbers(running: RunningServer) -> dict[str, Any]:
+    """Tokens and log-probabilities of one completion, with the likeliest others."""
+    body = {"model": "tiny", "prompt": [4, 5, 6], "max_tokens": 8, "seed": 1, "logprobs": 3}
+    request = urllib.request.Request(f"{running.url}/completions", json.dumps(body).encode())
+    with urllib.request.urlopen(request, timeout=30) as answer:
+        return json.load(answer)["choices"][0]["logprobs"]
+
+
 @pytest.mark.parametrize("layout", ["tp=2", "dp=2", "pp=2", "cp=2"])
 @pytest.mark.sample(0.5)
 def test_a_layout_answers_the_same(
@@ -224,6 +234,10 @@ def test_a_layout_answers_the_same(
     asked = bodies(10)
     expected = asyncio.run(alone(server.port, asked))
     with serving(folder, tmp_path / "log.txt", *SMALL, "--layout", layout) as running:
+        ours, theirs = numbers(running), numbers(server)
+        assert ours["tokens"] == theirs["tokens"]
+        for mine, other in zip(ours["top_logprobs"], theirs["top_logprobs"], strict=True):
+            assert mine == pytest.approx(other, abs=1e-9) and len(mine) == 3
         replies = asyncio.run(under_load(running.port, asked, 40, cut=0.2))
         whole = [(which, reply) for which, reply in replies if reply is not None]
         assert whole and all(reply.texts == expected[which] for which, reply in whole)
