@@ -118,8 +118,10 @@ class LayoutLoad:
         return None if best is None else replace(best, capacity=best.tokens_per_s)
 
     def _speed(self) -> ReplicaSpeed:
+        step, sizes = self.step, np.arange(self.room + 1, dtype=float)
+        seconds = np.interp(sizes, step.sequences, step.seconds).tolist()
         return ReplicaSpeed(
-            step=lambda n: self._at(self.step.seconds, n),
+            step=seconds.__getitem__,
             busy=self.busy,
             late=self.through - self.busy,
             reading=float(np.min(self.step.reading)),
@@ -146,7 +148,10 @@ class LayoutLoad:
             return None
         clients = max(1, ceil((request.concurrency or 1) / dp))
         rate = None if request.rate is None else request.rate / dp
-        found = simulate(ReplicaLoad(request.prompt, request.output, rate, clients), self._speed())
+        run = min(clients, self.room)  # the others wait until one of these ends
+        found = simulate(ReplicaLoad(request.prompt, request.output, rate, run), self._speed())
+        wait = (clients - run) * request.output / max(found.tokens_per_s, 1e-9)
+        found = replace(found, ttft=found.ttft + wait, ttft_p99=found.ttft_p99 + wait)
         busy = dp if request.concurrency is None else min(dp, request.concurrency)
         plan = replace(
             self.steady(max(1, min(self.room, round(found.sequences)))),

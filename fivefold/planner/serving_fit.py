@@ -20,6 +20,7 @@ from fivefold.cost.static_memory import COMMUNICATOR, MESSAGES
 
 KV_FORMATS = {"bf16": 2, "fp8": 1}  # and the bytes of a number
 MOST_SEQUENCES = 1024  # of a replica at a time: beyond it a step is longer, not fuller
+_MOST_HELD = 0.1  # share of a GPU that the engine and its communicators take
 STEP_TOKENS = 8192  # budget of a step: decode and chunks of prompts
 
 
@@ -144,7 +145,9 @@ class ServingFit:
         logits = MOST_SEQUENCES * shape.vocab / layout.tp * 6
         groups = sum(each > 1 for each in (layout.tp, layout.ep)) * COMMUNICATOR
         groups += MESSAGES * (layout.pp > 1)
-        return rows + logits + groups + serving_rates().memory.engine
+        # Small devices have smaller engines: of a CPU process there is no context.
+        held = min(groups + serving_rates().memory.engine, _MOST_HELD * self.request.machine.memory)
+        return rows + logits + held
 
     @property
     def cache(self) -> float:

@@ -43,7 +43,7 @@ class EngineCommand:
         lines = [f"# {each}" for each in self.losses]
         if self.replicas > 1:
             lines.append(
-                f"# {self.replicas} of these, each on GPUs of its own, behind one balancer"
+                f"# {self.replicas} of these, each on GPUs of its own, and a balancer in front"
             )
         for name, text in self.files.items():
             lines += [f"cat > {name} <<'END'", text.rstrip("\n"), "END"]

@@ -12,6 +12,7 @@ import random
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import ceil
 
 SEED = 0
 _REQUESTS = 200  # of a simulation, of which the first quarter warms up
@@ -74,9 +75,10 @@ def simulate(load: ReplicaLoad, speed: ReplicaSpeed, requests: int = _REQUESTS) 
     now = busy = 0.0
     for _ in range(_MOST_STEPS):
         while arrivals and arrivals[0] <= now:
-            # Of clients that all begin at once, the first answers have any length: they spread.
-            left = load.output if load.rate is not None else chance.randint(1, load.output)
-            waiting.append(_Served(arrivals.popleft(), load.prompt, left))
+            # Clients are found somewhere in their answers: equal ones would stay in step for ever.
+            alone = load.rate is not None
+            left = load.output if alone else chance.randint(1, load.output)
+            waiting.append(_Served(arrivals.popleft(), load.prompt if alone else 0, left))
         while waiting and len(running) < speed.room:
             running.append(waiting.popleft())
         if not running:
@@ -84,7 +86,8 @@ def simulate(load: ReplicaLoad, speed: ReplicaSpeed, requests: int = _REQUESTS) 
                 break
             now = arrivals[0]
             continue
-        seconds, ended = _step(running, speed, load.prompt, now)
+        until = arrivals[0] - now if arrivals else float("inf")
+        seconds, ended = _steps(running, speed, load.prompt, now, until)
         now, busy = now + seconds, busy + seconds * len(running)
         done += [(each, now) for each in ended]
         running = [each for each in running if each.left]
@@ -107,11 +110,18 @@ def _arrivals(load: ReplicaLoad, requests: int, chance: random.Random) -> deque[
     return found
 
 
-def _step(
-    running: list[_Served], speed: ReplicaSpeed, prompt: int, now: float
+def _steps(
+    running: list[_Served], speed: ReplicaSpeed, prompt: int, now: float, until: float
 ) -> tuple[float, list[_Served]]:
-    """Seconds of a step, and who ended with it."""
+    """Seconds of a step, and who ended with it; of as many equal steps as there are until someone
+    ends or arrives, in so many seconds."""
     decoding = [each for each in running if not each.unread]
+    if len(decoding) == len(running):
+        one, fewest = speed.step(len(decoding)), min(each.left for each in decoding)
+        count = fewest if until == float("inf") else min(fewest, ceil(until / one))
+        for each in decoding:
+            each.left -= max(1, count)
+        return max(1, count) * one, [each for each in running if each.left <= 0]
     budget, chunked, begun = max(1, speed.budget - len(decoding)), 0, list[_Served]()
     for each in running:
         if each.unread and chunked < budget:

@@ -134,7 +134,7 @@ def _row(plan: ServingPlan) -> tuple[str, ...]:
 
 
 def _load_words(request: ServingRequest) -> str:
-    said = f"prompts of {request.prompt:,} and answers of {request.output:,} tokens"
+    said = f"prompts of {request.prompt:,} and answers of {counted(request.output, 'token')}"
     if request.rate is not None:
         said += f", {request.rate:g} requests/s"
     if request.concurrency is not None:

@@ -16,7 +16,7 @@ from fivefold.core.errors import FivefoldError
 from fivefold.core.kv_pages import kept_tokens, token_bytes
 from fivefold.core.layout import Layout
 from fivefold.cost.serving import ServedModel
-from fivefold.planner.serving import legal_layouts
+from fivefold.planner.serving import LayoutLoad, legal_layouts
 from fivefold.planner.serving_fit import ServingFit, ServingRequest, model_bytes
 from fivefold.planner.serving_load import ReplicaLoad, ReplicaSpeed, simulate
 from tests import serving_published
@@ -175,6 +175,31 @@ def test_clients_fill_the_server() -> None:
 def test_a_full_cache_makes_requests_wait() -> None:
     few, many = (simulate(ReplicaLoad(1024, 64, clients=16), speed(room=room)) for room in (4, 64))
     assert few.ttft > 5 * many.ttft and few.sequences <= 4
+
+
+@pytest.mark.parametrize("clients", [1, 8, 64, 256])
+def test_the_simulation_agrees_with_means(clients: int) -> None:
+    """Two ways to the same load: step by step, and as the mean of one cycle."""
+    request = ServingRequest(models.load("llama-3.1-8b"), H200, 1, 2048, 256, concurrency=clients)
+    load = LayoutLoad(ServingFit(request, Layout(sp=False, zero=0)))
+    mean, found = load.steady(clients), load.loaded()
+    assert found is not None
+    assert found.tokens_per_s == pytest.approx(mean.tokens_per_s, rel=0.05)
+    assert found.tpot == pytest.approx(mean.tpot, rel=0.05)
+
+
+def test_clients_beyond_the_room_wait_their_turn() -> None:
+    """Twice as many as fit wait for about one whole answer more."""
+    asked = {"machine": "h200", "gpus": 1}
+    most = plan_serving("llama-3.1-8b", concurrency=405, **asked).choice.chosen
+    late = plan_serving("llama-3.1-8b", concurrency=810, **asked).choice.chosen
+    assert late.tokens_per_s == pytest.approx(most.tokens_per_s)
+    assert late.ttft - most.ttft == pytest.approx(most.latency, rel=0.15)
+
+
+def test_small_devices_have_small_engines() -> None:
+    asked = {"machine": "laptop", "gpus": 2, "prompt": 64, "output": 16}
+    assert plan_serving("tiny", **asked).choice.chosen.max_sequences > 100
 
 
 # --- The search
