@@ -235,6 +235,7 @@ def test_a_second_reader_of_the_launcher_is_seen() -> None:
         ["plan", "tiny-moe", "--layout", "dp=2 tp=2 ep=2", "--json"],
         ["launch", "slurm", str(ROOT / "examples/launch/plan.toml"), "--json"],
         ["plan", "tiny-moe", "--layout", "dp=2 tp=2 ep=2", "--machine", "h100", "--json"],
+        ["plan", "tiny", "--serve", "--machine", "h100", "--gpus", "2", "--prompt", "9", "--json"],
     ],
     ids=lambda words: words[0],
 )
