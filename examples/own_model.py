@@ -5,7 +5,7 @@
 
 The block is gated linear attention, as in Mamba-2 and GLA: each head has a state, a matrix that
 decays by a number which depends on the token, and to which every token adds key × value. It is
-computed in chunks, so that most of it is matrix products.
+computed in chunks, so that most of it is matmuls.
 """
 
 from __future__ import annotations

@@ -19,7 +19,8 @@ OF_ONE_GPU = re.compile(
 SEAMS = (
     *("matmul", "normalise", "kernel", "lookup", "add_positions", "cross_entropy"),
     *("run_blocks", "mask", "balance", "dispatch", "repeats", "remakes", "first_head", "activate"),
-    *("residual_tokens", "chunked", "normalise_sum", "project", "latent_kernel", "coding", "hold"),
+    *("residual_tokens", "chunked", "normalise_sum", "project", "latent_kernel", "coding"),
+    "hold",
 )
 SETTABLE = {
     "grad": "torch: the gradient of a tensor",

@@ -175,7 +175,7 @@ class Shape:
     dropout: float = 0.0  # in training, of the embedding and of what is added to the residual
     attention_dropout: float = 0.0  # in training, of the weights of attention
     parallel_block: bool = False  # attention and MLP side by side after one norm (PaLM)
-    mixer: str = ATTENTION  # or the name of a class of the user's (`core/mixers.py`)
+    mixer: str = ATTENTION  # what mixes tokens: attention, or the name of a class of your own
     mla: Mla | None = None
     moe: Moe | None = None
     mtp: int = 0  # multi-token-prediction layers after the last one
