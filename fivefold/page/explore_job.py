@@ -15,7 +15,7 @@ from typing import Any
 from fivefold.core import machine
 from fivefold.page import Params, View
 from fivefold.page.explore_state import HEADROOM, KERNELS, State, keys_of
-from fivefold.planner import NothingFits, PlanRequest, gpus_needed, plan_request
+from fivefold.planner import NothingFits, PlanRequest, gpus_needed, has_plan, plan_request
 from fivefold.planner.search import search_layouts
 
 # The keys that a search depends on; slow.js has the same.
@@ -114,15 +114,14 @@ def _ways(job: State, asked: PlanRequest, refused: NothingFits) -> Iterator[dict
 
 
 def _fits(asked: PlanRequest, **changes: int) -> bool:
-    space = replace(asked.space, **changes)
-    return bool(search_layouts(space, asked.setting, 1, leanest=False).best)
+    return has_plan(replace(asked, space=replace(asked.space, **changes)))
 
 
 def _enough(asked: PlanRequest) -> int | None:
     """The number of GPUs of this request if something fits on them, else how many it takes."""
-    found = search_layouts(asked.space, asked.setting, 1)
-    if found.best:
+    if has_plan(asked):
         return asked.space.gpus
+    found = search_layouts(asked.space, asked.setting, 1)
     return None if found.leanest is None else gpus_needed(asked, found.leanest.bytes)
 
 

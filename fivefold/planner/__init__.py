@@ -45,6 +45,7 @@ OBJECTIVES = ("tokens", "gpus", "gpu-hours")
 _CANDIDATES_PER_PLAN = 12
 _MOST_FRONT = 5
 _NEAR = 1.25  # times the usable memory: what needs more is not searched on twice as many GPUs
+_FAR = 1.1  # times the memory: closed forms that are so far off are wrong
 _MOST_ACTIONS = 30_000  # of a schedule that is simulated only for the front
 
 
@@ -257,7 +258,7 @@ def _sort_key(one: LayoutCandidate) -> tuple[float, ...]:
 
 def _fitting(request: PlanRequest, found: list[LayoutCandidate], most: int) -> list[Estimate]:
     """The best that fit, simulated. A search counts what is in flight by closed forms, and a plan's
-    own schedule may hold more; but not more than there is in all of them."""
+    own schedule may hold more; but not far more than there is in all of them."""
     fitting: list[Estimate] = []
     too_full: list[tuple[Plan, PlanMemory]] = []
     for one in found:
@@ -271,7 +272,7 @@ def _fitting(request: PlanRequest, found: list[LayoutCandidate], most: int) -> l
             break
     for plan, memory in too_full if not fitting else []:
         name = job_name(plan, request.setting)
-        require_room(name, memory.device, request.setting.machine.memory)
+        require_room(name, memory.device, _FAR * request.setting.machine.memory)
     return sorted(fitting, key=speed_rank)
 
 
@@ -330,10 +331,17 @@ def gpus_needed(request: PlanRequest, leanest: float) -> int | None:
     gpus, halved = 2 * request.space.gpus, leanest / 2
     while gpus <= MOST_RANKS:
         near = halved <= _NEAR * request.setting.capacity
-        if near and search_layouts(request.on(gpus).space, request.setting, 1, leanest=False).best:
+        if near and has_plan(request.on(gpus)):
             return gpus
         gpus, halved = 2 * gpus, halved / 2
     return None
+
+
+def has_plan(request: PlanRequest) -> bool:
+    """Whether `best_plans` finds one: what only closed forms find to fit may not."""
+    keep, equal = _CANDIDATES_PER_PLAN, accuracy().equal
+    result = search_layouts(request.space, request.setting, keep, shown=1, equal=equal)
+    return bool(_fitting(request, _distinct(result.best), 1))
 
 
 def fewest_gpus(request: PlanRequest, top: int, on_progress: Progress | None = None) -> PlanResult:

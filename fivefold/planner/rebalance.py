@@ -27,7 +27,7 @@ _LEAST_GAIN = 1e-3  # share of a step: less is not worth a plan with explicit st
 
 
 def rebalance_stages(chosen: Estimate) -> Estimate:
-    """The plan with other stages, if they make it faster."""
+    """The plan with other stages, if they make it faster; what fits must still fit."""
     plan = chosen.plan
     if plan.layout.pp == 1 or not plan.family.is_named or plan.stage_layers is not None:
         return chosen
@@ -37,7 +37,8 @@ def rebalance_stages(chosen: Estimate) -> Estimate:
         return chosen
     options = replace(plan.options, stage_layers=",".join(map(str, best)))
     other = estimate_plan(resolve(options), chosen.setting)
-    return other if other.step < (1 - _LEAST_GAIN) * chosen.step else chosen
+    fits = other.over <= 0 or chosen.over > 0
+    return other if fits and other.step < (1 - _LEAST_GAIN) * chosen.step else chosen
 
 
 def _best_sizes(chosen: Estimate, given: StageSizes) -> StageSizes:

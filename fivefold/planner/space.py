@@ -236,9 +236,11 @@ def tensor_degrees(space: SearchSpace) -> Iterator[int]:
 
 
 def _allows_context(space: SearchSpace, layout: Layout, job: LayoutRequest) -> bool:
-    allowed = space.allows("cp", layout.cp) and space.allows("context", layout.context)
-    if layout.cp == 1:
-        return space.allows("cp", 1) and layout.context == CONTEXTS[0]
+    allowed = space.allows("cp", layout.cp)
+    if layout.cp == 1:  # sequence parallelism may pad sequences even so
+        allowed = allowed and layout.context == CONTEXTS[0]
+    else:
+        allowed = allowed and space.allows("context", layout.context)
     return allowed and not any(context_rule(layout, space.shape, job))
 
 

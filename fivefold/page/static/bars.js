@@ -39,7 +39,8 @@ export function rows(node, rows, { unit, left, height }, label) {
     node.style.height = `${narrow || !height ? end + FOOT : height}px`;
     const marks = ticks(room / scale, room / 90).map((at) => ({ at, x: fine(from + at * scale) }));
     return svg("svg", { width, height: end + FOOT, role: "presentation" },
-      svg("path", { class: "grid", d: marks.map(({ x }) => `M${x} 0V${fine(end)}`).join("") }),
+      // Where words stand above bars, lines would cross them.
+      svg("path", { class: "grid", d: marks.map(({ x }) => `M${x} ${fine(narrow ? end - 3 : 0)}V${fine(end)}`).join("") }),
       ...rows.flatMap((row, place) => rowOf(row, place * pitch, { narrow, pitch, from, scale, width })),
       ...marks.map(({ at, x }) => text(x, end + 14, "middle", short(at))),
       text(from + room / 2, end + 30, "middle", unit));
