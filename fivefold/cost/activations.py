@@ -82,7 +82,7 @@ class Activations:
     def key(self) -> tuple[Hashable, ...]:
         """All that these depend on, of a grid with one layout."""
         grid, job = self.grid, (self.shape, self.memory, self.seq, self.itemsize, self.imbalance)
-        degrees = (grid.tp, grid.sp, grid.cp, grid.ep, grid.etp, grid.context)
+        degrees = (grid.tp, grid.sp, grid.cp, grid.ep, grid.etp, grid.ep_nodes, grid.context)
         return *job, self.balance, self.unfused, *(each.item() for each in degrees)
 
     def saved(self, routed: bool, rule: Recompute = NOTHING_AGAIN) -> Array:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fivefold.core.fp8 import EXPERT_WEIGHT, SCALE_BYTES, Fp8, packed_row
+from fivefold.cost.activations import Activations
 from fivefold.cost.operator_list import OperatorList, TapeTensor
 
 
@@ -176,3 +177,13 @@ class RoundedSlots:
         in one while it is."""
         numel = 0.0 if self.kept else stacks * self.numel
         return max(EXPERT_WEIGHT * numel - result, numel)
+
+
+def rounded_slots(activations: Activations, column: float, kept: bool) -> RoundedSlots:
+    """The experts of a rank, of one layout; `column`: bytes of one of all their slots."""
+    shape, grid = activations.shape, activations.grid
+    assert shape.moe is not None
+    ffn = shape.moe.ffn / grid.etp.item()
+    numel = shape.moe.experts / grid.ep.item() * ffn * shape.width
+    sizes = (column, column * shape.width, column * ffn, numel)
+    return RoundedSlots(kept, *sizes, shape.width, activations.itemsize)

@@ -136,8 +136,10 @@ class Block(nn.Module):
     def forward(self, x_BSD: Tensor, context: Context) -> Tensor:
         attend = partial(self.attention, context=context)
         normed_BSD, x_BSD = self.attention_norm(x_BSD)
-        y_BSD = self._run("attention", attend, normed_BSD)
-        normed_BSD, x_BSD = self.mlp_norm(x_BSD, self._drop("attention", y_BSD, context))
+        # What attention gives has no name here, which would keep its memory while the MLP runs.
+        normed_BSD, x_BSD = self.mlp_norm(
+            x_BSD, self._drop("attention", self._run("attention", attend, normed_BSD), context)
+        )
         mlp = self.mlp
         if context.replayed is not None and self.route is not None:
             mlp = partial(self.mlp, replayed_BSK=context.replayed[:, :, self.route])

@@ -160,13 +160,17 @@ class SpreadExperts:
         beside()
         order, sums = _by_expert(arriving, sum(way.arrive)), experts.slot_sums
         # Rows that are only passed on have no name here, which would keep their memory.
-        y = experts(
-            sums.rows_for_two(rows(), order, codes),
-            order.counts,
-            None if weights_come is None else sums.rows(weights_come(), order),
+        done = sums.tokens(
+            experts(
+                sums.rows_for_two(rows(), order, codes),
+                order.counts,
+                None if weights_come is None else sums.rows(weights_come(), order),
+                codes,
+            ),
+            order,
             codes,
         )
-        return self.move(sums.tokens(y, order, codes), way.back, back=codes)
+        return self.move(done, way.back, back=codes)
 
     def _rows(
         self, axis: str, num_rows: int, sent: Tensor, arriving: Tensor
