@@ -14,7 +14,7 @@ from typing import Annotated, NamedTuple
 import typer
 
 from fivefold import __version__, completion
-from fivefold.core.errors import JSON_SCHEMA, FivefoldError, InternalError
+from fivefold.core.errors import JSON_SCHEMA, FivefoldError, InternalError, printable
 from fivefold.terminal import PanelCommand, WrappedStream
 
 BAD_INPUT = 2
@@ -130,7 +130,7 @@ def wrap_for_terminal(words: list[str]) -> None:
 
 def _failed(said: str, error: Exception, code: int, as_json: bool) -> int:
     """Say what is wrong; with `--json` as JSON too, on standard output. Returns the exit code."""
-    typer.echo(f"fivefold: {said}", err=True)
+    typer.echo(f"fivefold: {printable(said)}", err=True)
     if as_json:
         import json
 

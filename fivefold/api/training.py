@@ -22,7 +22,7 @@ from fivefold.core.precision import FORMATS, PRECISIONS
 from fivefold.core.recipe import Recipe
 from fivefold.launch.launcher import LauncherEnvironment, read_environment, refit, require_trainable
 from fivefold.records import PlannedStep, StepRecord, Summary
-from fivefold.records.run_folder import PLAN, RunFolder, run_folder
+from fivefold.records.run_folder import PLAN, RunFolder, mend, run_folder
 from fivefold.report.training_text import head, step_line, summary_text, tail
 
 if TYPE_CHECKING:
@@ -272,6 +272,9 @@ def _begin(start: _Start, plan: Plan, settings: TrainSettings, told: OnReport) -
     from fivefold.train import checked_source, keep_tokenizer
 
     assert settings.folder is not None
+    if start.resume:
+        for words in mend(settings.folder):
+            told(words)
     folder, source = settings.folder, checked_source(plan, settings)
     toml = plan.to_toml(folder, whole=True)
     run_files = RunFolder.create(folder, toml, _start_facts(plan, source), start.resume)

@@ -8,8 +8,10 @@ result raises an `InternalError`, with exit code 70. `assert` is for programming
 from __future__ import annotations
 
 import difflib
+import unicodedata
 from collections.abc import Iterable
 
+_HIDDEN = ("Cc", "Cf")  # kinds of characters that a terminal obeys and does not show
 JSON_SCHEMA = 1  # of what --json prints: a key that goes or changes its meaning raises it
 
 
@@ -127,6 +129,16 @@ def bullets(head: str, lines: Iterable[str]) -> str:
     'no:\\n  - too few'
     """
     return "\n".join([head, *(f"  - {line}" for line in lines)])
+
+
+def printable(text: str) -> str:
+    """A text of others for a terminal: what would move its cursor or change its colours is spelt.
+
+    >>> printable("a\\x1b[2Jb\\nc")
+    'a\\\\x1b[2Jb\\nc'
+    """
+    hidden = {each for each in set(text) - {"\n", "\t"} if unicodedata.category(each) in _HIDDEN}
+    return text.translate({ord(each): ascii(each)[1:-1] for each in hidden})
 
 
 def counted(number: float, noun: str) -> str:

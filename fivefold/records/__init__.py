@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fivefold.core.count import training_flops
 from fivefold.core.plan import Plan
+from fivefold.records.stored_types import check_record
 
 if TYPE_CHECKING:
     from fivefold.planner.estimate import Estimate
@@ -115,9 +116,10 @@ class StepRecord:
 
     @classmethod
     def from_json(cls, table: Mapping[str, Any]) -> StepRecord:
-        """The record of a line; raises KeyError or TypeError if the line is no record."""
+        """The record of a line; raises KeyError, TypeError or ValueError if it is none."""
         values = {each.name: table[each.name] for each in fields(cls) if each.name not in _ADDED}
         values |= {name: table.get(name) for name in _ADDED}
+        check_record(values)
         for key in ("loss", "norm"):
             values[key] = math.nan if values[key] is None else float(values[key])
         if values["planned"] is not None:

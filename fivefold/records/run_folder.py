@@ -11,28 +11,25 @@ import contextlib
 import errno
 import json
 import os
-import platform
 import re
-import subprocess
-import sys
 import time
 import uuid
 from collections.abc import Generator, Mapping, Sequence
-from dataclasses import dataclass
-from importlib import metadata
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import fivefold
 from fivefold.core.errors import BadFile, FivefoldError
-from fivefold.records import RunStart, StepRecord, Summary, summarize
+from fivefold.records import RunStart, StepRecord, Summary, stored_types, summarize
+from fivefold.records.environment import environment
+from fivefold.records.stored_types import check_start
 
 PLAN, RUN, SUMMARY = "plan.toml", "run.json", "summary.json"
 METRICS, LOST, SAMPLES = "metrics.jsonl", "metrics.lost.jsonl", "samples.jsonl"
 EVENTS, CHECKPOINTS = "events", "checkpoints"
+BAD_LINES, BAD_RUN = "metrics.bad.jsonl", "run.bad.json"
 _OURS = (RUN, PLAN, METRICS, LOST, SAMPLES, SUMMARY, EVENTS, CHECKPOINTS)
-_GPUS = Path("/proc/driver/nvidia/gpus")
-_GIT_SECONDS = 5.0
+_MOST_WAITING = 64 << 20  # bytes of lines that a full disk keeps in memory
 
 
 def run_folder(parent: Path, name: str, newest: bool) -> Path:
@@ -59,7 +56,7 @@ class RunFolder:
     restart: int  # from 0
     began: float  # when the run was first started, since the epoch
     started: float  # when this start began
-    former_plan: str | None = None  # that this start has replaced
+    former_plan: str | None = field(default=None, compare=False)  # that this start has replaced
 
     @classmethod
     def create(
@@ -80,13 +77,14 @@ class RunFolder:
         facts: dict[str, Any] = {"id": uuid.uuid4().hex, "starts": []}
         if RUN in there:
             facts = _read_json(path / RUN)
+            read_starts(path / RUN)
         number, former = len(facts["starts"]), None
         if (path / PLAN).exists():
             former = (path / PLAN).read_text("utf-8")
             if number and former != plan_toml:  # it is saved under the number of its start
                 write_atomically(path / f"plan.{number - 1}.toml", former)
         write_atomically(path / PLAN, plan_toml)
-        facts["starts"].append({"began": time.time(), **_environment(), **settings})
+        facts["starts"].append({"began": time.time(), **environment(), **settings})
         write_atomically(path / RUN, json.dumps(facts, indent=2) + "\n")
         starts = facts["starts"]
         return cls(path, number, starts[0]["began"], starts[-1]["began"], former)
@@ -94,7 +92,7 @@ class RunFolder:
     @classmethod
     def open(cls, path: Path) -> RunFolder:
         """The newest start of an existing run."""
-        starts = _read_json(path / RUN)["starts"]
+        starts = read_starts(path / RUN)
         return cls(path, len(starts) - 1, starts[0]["began"], starts[-1]["began"])
 
     @property
@@ -137,10 +135,66 @@ class RunFolder:
 
 def read_summary(path: Path) -> Summary:
     """The summary of a run, from its records."""
-    starts = _starts(_read_json(path / RUN)["starts"])
+    starts = _starts(read_starts(path / RUN))
     checkpoints = [*(path / CHECKPOINTS).glob("step-*/manifest.json")]
     records, lost = read_records(path / METRICS), read_records(path / LOST)
     return summarize(starts, records, lost, len(checkpoints))
+
+
+def read_starts(path: Path) -> list[dict[str, Any]]:
+    """The starts in `run.json`, at least one."""
+    table = _read_json(path)
+    try:
+        starts = [check_start(each) for each in table["starts"]]
+        if not starts:
+            raise ValueError("it has no start")
+    except (ValueError, KeyError, TypeError) as error:
+        raise BadFile(str(path), [f"{error}; give the folder of a run"]) from error
+    return starts
+
+
+def mend(path: Path) -> list[str]:
+    """Make the files of a run readable again before it goes on; says what was wrong.
+
+    Nothing is lost: lines that are no records move to `metrics.bad.jsonl`, and a `run.json` that is
+    none to `run.bad.json`. Its starts are then made from the records.
+    """
+    said: list[str] = []
+    for name in (METRICS, LOST):
+        good, bad = _parted(path / name)
+        if bad:
+            with naming_file(path / BAD_LINES), (path / BAD_LINES).open("ab") as file:
+                file.write(b"".join(bad))
+            write_atomically(path / name, _lines(good))
+            lines = "a line that was" if len(bad) == 1 else f"{len(bad)} lines that were"
+            said.append(f"{path / name} had {lines} no record of a step, now in {BAD_LINES}")
+    if (path / RUN).exists():
+        try:
+            read_starts(path / RUN)
+        except BadFile as error:
+            with naming_file(path / RUN):
+                (path / RUN).replace(path / BAD_RUN)
+            if starts := _recovered(path):
+                facts = {"id": uuid.uuid4().hex, "starts": starts}
+                write_atomically(path / RUN, json.dumps(facts, indent=2) + "\n")
+            why = error.problems[0].partition(";")[0]
+            said.append(f"{path / RUN} was no record of a run ({why}), and is now {BAD_RUN}")
+    return said
+
+
+def _recovered(path: Path) -> list[dict[str, Any]]:
+    """When each start began, as far as the records of its steps tell; nothing else is known."""
+    records = [*read_records(path / METRICS), *read_records(path / LOST)]
+    if not records:
+        return []
+    files = [each for each in (path / METRICS, path / LOST) if each.exists()]
+    last = max(file.stat().st_mtime for file in files)
+    began = last - max(each.wall for each in records)
+    starts: list[dict[str, Any]] = []
+    for number in range(1 + max(each.restart for each in records)):
+        walls = [each.wall - each.elapsed for each in records if each.restart == number]
+        starts.append({"began": max(0.0, began + (min(walls, default=0.0) if number else 0.0))})
+    return starts
 
 
 def _starts(tables: Sequence[Mapping[str, Any]]) -> list[RunStart]:
@@ -159,16 +213,36 @@ def _starts(tables: Sequence[Mapping[str, Any]]) -> list[RunStart]:
 def read_records(path: Path) -> list[StepRecord]:
     """The records of a file, without a partial last line; none if there is no file."""
     found: dict[tuple[int, int], StepRecord] = {}
-    lines = path.read_bytes().decode(errors="replace").split("\n") if path.exists() else [""]
-    for number, line in enumerate(lines[:-1], 1):
-        try:
-            record = StepRecord.from_json(json.loads(line))
-        except (ValueError, KeyError, TypeError) as error:
-            problem = f"line {number} is no record of a step ({error!r}): delete it"
-            raise BadFile(str(path), [problem]) from error
+    for number, line in enumerate(_complete_lines(path), 1):
+        record = _record_of(line)
+        if isinstance(record, str):
+            problem = (
+                f"line {number} is no record of a step ({record}): `train --resume` moves it away, "
+                "or delete it"
+            )
+            raise BadFile(str(path), [problem])
         # An interrupted move between the files is repeated, so a record may occur twice.
         found[record.restart, record.step] = record
     return list(found.values())
+
+
+def _complete_lines(path: Path) -> list[bytes]:
+    return path.read_bytes().split(b"\n")[:-1] if path.exists() else []
+
+
+def _record_of(line: bytes) -> StepRecord | str:
+    """The record of a line, or why it is none."""
+    try:
+        return StepRecord.from_json(json.loads(line))
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        return repr(error)
+
+
+def _parted(path: Path) -> tuple[list[StepRecord], list[bytes]]:
+    """The records of a file, and the lines that are none."""
+    found = [(line, _record_of(line)) for line in _complete_lines(path)]
+    good = [record for _, record in found if isinstance(record, StepRecord)]
+    return good, [line + b"\n" for line, record in found if isinstance(record, str)]
 
 
 class Metrics:
@@ -190,16 +264,39 @@ class Metrics:
         write_atomically(self.path, _lines(valid))
         with naming_file(self.path):
             self.file = self.path.open("ab", buffering=0)
+        self.waiting = b""  # what could not be written yet
+        self.problem: str | None = None
 
-    def append(self, record: StepRecord) -> None:
-        """Write a line, without a buffer."""
-        line = _lines([record]).encode()
-        with naming_file(self.path):
-            if self.file.write(line) < len(line):
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    def append(self, record: StepRecord) -> str | None:
+        """Write a line, without a buffer; returns what is wrong with the file, once.
 
-    def close(self) -> None:
+        A full disk does not end the training: lines wait in memory until there is room.
+        """
+        if len(self.waiting) < _MOST_WAITING:
+            self.waiting += _lines([record]).encode()
+        return self._write()
+
+    def close(self) -> str | None:
+        """Close the file; returns what is lost with lines that still wait."""
+        self._write()
         self.file.close()
+        lines = self.waiting.count(b"\n")
+        return f"{self.path}: the last {lines} lines could not be written" if lines else None
+
+    def _write(self) -> str | None:
+        before, self.problem = self.problem, None
+        try:
+            while self.waiting:
+                written = self.file.write(self.waiting)
+                if not written:
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                self.waiting = self.waiting[written:]
+        except OSError as error:
+            self.problem = (
+                f"cannot write {self.path}: {error.strerror or error}; the training goes on, and "
+                "the lines of its steps wait in memory until there is room"
+            )
+        return None if before is not None else self.problem
 
 
 class TimeSpent:
@@ -275,48 +372,6 @@ def _lines(records: list[StepRecord]) -> str:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        return json.loads(path.read_text("utf-8"))
-    except (OSError, ValueError) as error:
+        return stored_types.table("the file", json.loads(path.read_text("utf-8")))
+    except (OSError, ValueError, TypeError, RecursionError) as error:
         raise BadFile(str(path), [f"{error}; give the folder of a run"]) from error
-
-
-def _environment() -> dict[str, object]:
-    """Command, versions, commit and machine; no host names."""
-    return {
-        "command": sys.argv,
-        "versions": {
-            "fivefold": fivefold.__version__,
-            "torch": metadata.version("torch"),
-            "python": platform.python_version(),
-        },
-        "commit": commit_of(Path(fivefold.__file__).parent.parent),
-        "machine": {
-            "system": f"{platform.system()} {platform.machine()}",
-            "num_cpus": os.cpu_count(),
-            "gpus": gpu_names(),
-        },
-    }
-
-
-def commit_of(checkout: Path) -> str | None:
-    """The commit of a checkout, with `-dirty` if files have changed; None if it is no checkout."""
-    if not (checkout / ".git").exists():  # git would search the parent folders
-        return None
-    asked = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
-    quiet = {**os.environ, "GIT_OPTIONAL_LOCKS": "0"}
-    try:
-        done = subprocess.run(
-            asked, cwd=checkout, env=quiet, capture_output=True, text=True, timeout=_GIT_SECONDS
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return done.stdout.strip() or None
-
-
-def gpu_names(folder: Path = _GPUS) -> list[str]:
-    """The GPUs that the driver lists. CUDA is not used: after its start a process cannot fork."""
-    names: list[str] = []
-    for file in sorted(folder.glob("*/information")):
-        lines = file.read_text("utf-8", errors="replace").splitlines()
-        names += [line.split(":", 1)[1].strip() for line in lines if line.startswith("Model:")]
-    return names

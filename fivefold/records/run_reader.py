@@ -29,6 +29,7 @@ from fivefold.records.run_folder import (
     RUN,
     SAMPLES,
     read_records,
+    read_starts,
 )
 from fivefold.records.spans import (
     ActionSpan,
@@ -101,17 +102,14 @@ def _chosen(start: StartFacts) -> list[int]:
 def _starts(path: Path) -> tuple[StartFacts, ...]:
     """The starts in `run.json`."""
     try:
-        tables = cast("list[dict[str, Any]]", json.loads(path.read_text("utf-8"))["starts"])
         found: list[StartFacts] = []
-        for table in tables:
+        for table in read_starts(path):
             ended: dict[str, Any] | None = table.get("ended")
             none = (None, None, dict[str, float]())
             end = none if ended is None else (ended["at"], ended["why"], ended["spent"])
             found.append(StartFacts(table["began"], *end, table))
-        if not found:
-            raise KeyError("starts")
         return tuple(found)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except KeyError as error:
         raise BadFile(str(path), [f"{error!r}; give the folder of a run"]) from error
 
 

@@ -56,7 +56,8 @@ def run_rank(
         clock = StepClock.of(mine.device, folder)
         progress, spent = Progress(LossScale.of(settings.dtype), settings.last_step), TimeSpent()
         phases = WatchdogCallback(worker, watchdog)
-        spans = SpanCallback(folder if recipe.events else None, worker.rank, mine.device)
+        events = folder if recipe.events else None
+        spans = SpanCallback(events, worker.rank, mine.device, worker.report)
 
         phases.phase("build", long=True)
         with spent.on(BUILD):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from fivefold.core.errors import FivefoldError
@@ -15,7 +14,7 @@ from fivefold.core.tokenizer import (
     tokenizer_in,
 )
 from fivefold.data.mixture import Source
-from fivefold.records.run_folder import RUN, naming_file
+from fivefold.records.run_folder import RUN, naming_file, read_starts
 
 
 def require_same_tokenizer(plan: Plan, source: Source, folder: Path | None) -> None:
@@ -42,7 +41,7 @@ def require_same_tokenizer(plan: Plan, source: Source, folder: Path | None) -> N
 def tokenizer_of_run(folder: Path) -> TokenizerId | None:
     """The tokenizer of the newest start of a run that noted one."""
     path = folder / RUN
-    starts = json.loads(path.read_bytes())["starts"] if path.is_file() else []
+    starts = read_starts(path) if path.is_file() else []
     found = [each["tokenizer"] for each in starts if each.get("tokenizer")]
     return TokenizerId(**found[-1]) if found else None
 

@@ -13,7 +13,7 @@ from urllib.parse import parse_qsl, urlencode
 import typer
 
 from fivefold.core import models
-from fivefold.core.errors import FivefoldError, UnknownName, did_you_mean
+from fivefold.core.errors import FivefoldError, UnknownName, did_you_mean, printable
 from fivefold.core.plan import PlanOptions, read
 from fivefold.core.precision import PRECISIONS
 from fivefold.page import document, run_compare
@@ -142,7 +142,8 @@ def _run(
     if prints:
         with progress_bar("answers") as bar:
             found = document.answers(tab, params, panel, run, bar.update)
-        typer.echo(json_text(found) if as_json else "\n".join(document.lines(found, panel)))
+        lines = () if as_json else document.lines(found, panel)
+        typer.echo(json_text(found) if as_json else printable("\n".join(lines)))
     elif to_file is not None:
         _write(to_file, start, run)
     else:

@@ -20,12 +20,11 @@ from fivefold.core.errors import BadFile, FivefoldError, UnknownName
 from fivefold.core.schedule import Action
 from fivefold.parallel.mesh import CollectiveRecord
 from fivefold.records import StepRecord, run_folder
+from fivefold.records.environment import commit_of, gpu_names
 from fivefold.records.run_folder import (
     Metrics,
     RunFolder,
     TimeSpent,
-    commit_of,
-    gpu_names,
     read_records,
 )
 from fivefold.train.callbacks import memory
@@ -67,8 +66,7 @@ def written(folder: Path, *steps: StepRecord, after: int = 0) -> None:
 
 def test_a_new_folder_has_the_plan_and_what_ran_it(tmp_path: Path) -> None:
     folder = RunFolder.create(tmp_path / "a" / "run", "model = 1\n", FACTS, resume=False)
-    facts = json.loads((folder.path / "run.json").read_text("utf-8"))
-    (start,) = facts["starts"]
+    (start,) = json.loads((folder.path / "run.json").read_text("utf-8"))["starts"]
     assert (folder.path / "plan.toml").read_text("utf-8") == "model = 1\n"
     assert start["layout"] == "dp=2" and start["world"] == 2 and start["command"] == sys.argv
     assert start["versions"]["torch"] == torch.__version__
@@ -108,7 +106,7 @@ def test_a_broken_folder_is_named(tmp_path: Path) -> None:
     (tmp_path / "run.json").write_text("{", "utf-8")
     with pytest.raises(BadFile, match=r"run\.json"):
         RunFolder.create(tmp_path, "a", FACTS, resume=True)
-    (tmp_path / "file").write_text("", "utf-8")
+    (tmp_path / "file").touch()
     with pytest.raises(FivefoldError, match=r"cannot write .*file.*--out"):
         RunFolder.create(tmp_path / "file" / "run", "a", FACTS, resume=False)
 
@@ -135,9 +133,6 @@ def test_a_line_that_is_broken_elsewhere_is_named(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\n', "utf-8")
     with pytest.raises(BadFile, match=r"metrics\.jsonl[^$]*line 1 is no record"):
-        read_records(path)
-    path.write_text("3\n", "utf-8")
-    with pytest.raises(BadFile, match="line 1"):
         read_records(path)
 
 
@@ -175,9 +170,13 @@ def test_a_move_that_was_interrupted_is_done_again(
 def test_a_full_disk_is_reported_with_its_file(tmp_path: Path) -> None:
     metrics = Metrics(tmp_path, 0)
     metrics.close()
-    refused = pytest.raises(FivefoldError, match=r"cannot write .*metrics\.jsonl: No space left")
-    with Path("/dev/full").open("ab", buffering=0) as metrics.file, refused:
-        metrics.append(at(1))
+    with Path("/dev/full").open("ab", buffering=0) as metrics.file:
+        said = metrics.append(at(1))
+        assert said is not None and "metrics.jsonl: No space left" in said and "goes on" in said
+        assert metrics.append(at(2)) is None  # it is said once
+    with metrics.path.open("ab", buffering=0) as metrics.file:  # there is room again
+        assert metrics.append(at(3)) is None and metrics.close() is None
+    assert read_records(metrics.path) == [at(1), at(2), at(3)]
 
 
 def test_the_summary_of_a_folder(tmp_path: Path) -> None:
@@ -312,8 +311,11 @@ def test_events_that_cannot_be_written_say_so(tmp_path: Path) -> None:
     events.close()
     events.writer = _SpanWriter(Path("/dev/full"))
     events.step(1)
-    with pytest.raises(FivefoldError, match=r"cannot write /dev/full: No space .*events=false"):
-        events.close()
+    events.close()
+    said = events.writer.problem()
+    assert said is not None and "cannot write /dev/full: No space" in said and "goes on" in said
+    events.step(2)  # nobody writes it
+    assert events.writer.problem() is None
 
 
 def test_the_words_of_log() -> None:

@@ -84,7 +84,7 @@ class RecordCallback(Callback):
         if self.worker.rank > 0:
             return
         if self.metrics is not None:
-            self.metrics.append(record)
+            _warn(self.worker.report, self.metrics.append(record))
         for tracker in self.trackers:
             tracker.log(record.step, record.scalars())
         self.worker.report(record)
@@ -96,9 +96,14 @@ class RecordCallback(Callback):
 
     def close(self) -> None:
         if self.metrics is not None:
-            self.metrics.close()
+            _warn(self.worker.report, self.metrics.close())
         for tracker in self.trackers:
             tracker.close()
+
+
+def _warn(say: Callable[[str], None], problem: str | None) -> None:
+    if problem is not None:
+        say(problem)
 
 
 # Curves.
@@ -209,8 +214,14 @@ class SpanCallback(Callback):
     Nothing is recorded before the first step, nor without a run folder.
     """
 
-    def __init__(self, folder: RunFolder | None, rank: int, device: torch.device) -> None:
-        self.folder, self.rank, self.device = folder, rank, device
+    def __init__(
+        self,
+        folder: RunFolder | None,
+        rank: int,
+        device: torch.device,
+        warn: Callable[[str], None] = lambda words: None,
+    ) -> None:
+        self.folder, self.rank, self.device, self.warn = folder, rank, device, warn
         self.log: SpanLog | None = None
         self.actions = ActionSpans(self)
 
@@ -221,10 +232,12 @@ class SpanCallback(Callback):
     def after_step(self, number: int) -> None:
         if self.log is not None:
             self.log.step(number)
+            _warn(self.warn, self.log.writer.problem())
 
     def close(self) -> None:
         if self.log is not None:
             self.log.close()
+            _warn(self.warn, self.log.writer.problem())
 
     def begin(self, record: CollectiveRecord, members: tuple[int, ...]) -> Span | None:
         return None if self.log is None else self.log.begin(record, record.bytes, record.group)
@@ -348,7 +361,7 @@ class _DeviceClock:
 
 
 class _SpanWriter:
-    """A thread that makes text and appends it; the next call raises what went wrong there."""
+    """A thread that makes text and appends it, until the disk refuses it."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -359,14 +372,19 @@ class _SpanWriter:
 
     def write(self, text: Callable[[], str]) -> None:
         """Append this text soon."""
-        self._check()
-        self.jobs.put(text)
+        if self.thread.is_alive():
+            self.jobs.put(text)
 
     def close(self) -> None:
         """Wait until all is written."""
         self.jobs.put(None)
         self.thread.join()
-        self._check()
+
+    def problem(self) -> str | None:
+        """What went wrong, returned once."""
+        error, self.error = self.error, None
+        rest = "the training goes on without the events of this rank"
+        return error and f"cannot write {self.path}: {error.strerror or error}; {rest}"
 
     def _run(self) -> None:
         try:
@@ -376,10 +394,3 @@ class _SpanWriter:
                     file.flush()
         except OSError as error:
             self.error = error
-
-    def _check(self) -> None:
-        if self.error is not None:
-            raise FivefoldError(
-                f"cannot write {self.path}: {self.error.strerror or self.error}; make room, or go "
-                "on without events with --set events=false"
-            ) from self.error

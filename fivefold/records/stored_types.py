@@ -1,0 +1,121 @@
+"""The types of what is read from the files of a run: a value of another type is refused by name.
+
+Files may be cut, edited or of another program. What passes here can be computed with. Everything
+else is a `TypeError` or `ValueError`, which the readers turn into an error that names the file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, cast
+
+_LAST_SECOND = 250_000_000_000  # since the epoch: the year 9892
+_LARGEST = 1e100  # of a number: sums and products of such stay finite
+
+# Fields of a step's record.
+_COUNTS = ("step", "first_sample", "num_samples", "restart")
+_ABOVE_0 = ("tokens", "world")
+_NUMBERS = ("lr", "seconds", "wall")
+_NUMBERS_OR_NONE = (
+    *("loss", "norm", "mfu", "memory_gib", "scale", "fullest", "eval_loss", "data", "wall_s"),
+)
+# Facts of a start; older versions wrote fewer.
+_TEXTS = ("model", "layout", "schedule", "commit")
+
+
+def number(name: str, value: Any) -> float:
+    """A number that can be computed with."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{name} is no number")
+    if not abs(value) <= _LARGEST:
+        raise ValueError(f"{name} is not finite")
+    return value
+
+
+def whole(name: str, value: Any, least: int = 0) -> int:
+    """A count."""
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= _LARGEST:
+        raise TypeError(f"{name} is no whole number from {least}")
+    return value
+
+
+def table(name: str, value: Any) -> dict[str, Any]:
+    """An object of JSON."""
+    if not isinstance(value, dict):
+        raise TypeError(f"{name} is no table")
+    return cast("dict[str, Any]", value)
+
+
+def text(name: str, value: Any) -> str:
+    """A text."""
+    if not isinstance(value, str):
+        raise TypeError(f"{name} is no text")
+    return value
+
+
+def numbers(name: str, value: Any, *, none: bool = False) -> None:
+    """A table of numbers, or of None where that is allowed."""
+    for key, one in table(name, value).items():
+        if not (none and one is None):
+            number(f"{name}.{key}", one)
+
+
+def check_record(values: Mapping[str, Any]) -> None:
+    """Refuse fields of a step's record that have another type."""
+    for name in _COUNTS:
+        whole(name, values[name])
+    for name in _ABOVE_0:
+        whole(name, values[name], 1)
+    for name in _NUMBERS:
+        number(name, values[name])
+    for name in _NUMBERS_OR_NONE:
+        if values[name] is not None:
+            number(name, values[name])
+    elapsed = values["seconds"] if values["wall_s"] is None else values["wall_s"]
+    if not elapsed > 0:
+        raise ValueError("seconds is not above 0")
+    if values["skipped"] is not None:
+        text("skipped", values["skipped"])
+    numbers("spent", values["spent"])
+    if values["planned"] is not None:
+        numbers("planned", values["planned"])
+        if not min(values["planned"]["step_s"], values["planned"]["tokens_per_s"]) > 0:
+            raise ValueError("planned is not above 0")
+    if values["load"] is not None:
+        numbers("load", dict(enumerate(_list("load", values["load"]))))
+    if values["preference"] is not None:
+        numbers("preference", values["preference"], none=True)
+    for name, one in table("evals", values["evals"] or {}).items():
+        numbers(f"evals.{name}", one, none=True)
+
+
+def check_start(start: Any) -> dict[str, Any]:
+    """Refuse facts of a start that have another type."""
+    facts = table("a start", start)
+    if not 0 <= number("began", facts["began"]) < _LAST_SECOND:
+        raise ValueError("began is no date")
+    for name in ("ended", "failed"):
+        if facts.get(name) is not None:
+            end = table(name, facts[name])
+            number(f"{name}.at", end["at"])
+            text(f"{name}.why", end["why"])
+    if facts.get("ended") is not None:
+        numbers("ended.spent", facts["ended"]["spent"])
+    for name in _TEXTS:
+        if facts.get(name) is not None:
+            text(name, facts[name])
+    if "world" in facts:
+        whole("world", facts["world"], 1)
+    for name in ("versions", "tokenizer"):
+        table(name, facts.get(name) or {})
+    machine = table("machine", facts.get("machine", {}))
+    whole("machine.num_cpus", machine.get("num_cpus") or 1)
+    for each in _list("machine.gpus", machine.get("gpus") or []):
+        text("machine.gpus", each)
+    return facts
+
+
+def _list(name: str, value: Any) -> list[Any]:
+    if not isinstance(value, list):
+        raise TypeError(f"{name} is no list")
+    return cast("list[Any]", value)
