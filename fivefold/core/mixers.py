@@ -270,8 +270,8 @@ def require_mixable(shape: Shape, *, fp8: bool, packed: bool, keeps_attention: b
         )
     if keeps_attention:
         raise FivefoldError(
-            f"recompute full-but-attention with mixer {shape.mixer}: only results of attention are "
-            "kept; use recompute = full"
+            f"recompute that keeps attention with mixer {shape.mixer}: only kernels of attention "
+            "run once; use recompute = full"
         )
     if packed and not mixer.packs:
         raise FivefoldError(

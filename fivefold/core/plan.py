@@ -223,10 +223,13 @@ def resolve(options: PlanOptions, *, small: bool = False) -> Plan:
         options = replace(options, set={**options.set, "layers": str(layout.pp * layout.chunks)})
         shape = models.with_overrides(shape, options.set)
         notes.append(f"raised to {shape.layers} layers, one for each stage of the pipeline")
-    rules = StageRecompute.parse(options.recompute)
-    keeps = any(rule.keeps_attention for rule in rules.rules)
-    fp8 = options.precision == "fp8"
-    require_mixable(shape, fp8=fp8, packed=options.packed, keeps_attention=keeps)
+    recompute = StageRecompute.parse(options.recompute)
+    require_mixable(
+        shape,
+        fp8=options.precision == "fp8",
+        packed=options.packed,
+        keeps_attention=any(each.keeps_attention for each in recompute.rules),
+    )
     shape = tuned(shape, options.train.tuning, fp8_of(options) is not None)
     seq = _default_seq(layout, shape, small) if options.seq is None else options.seq
     legality.check(layout, shape, **job_of(options, family, seq))
@@ -250,7 +253,7 @@ def resolve(options: PlanOptions, *, small: bool = False) -> Plan:
         layout=layout,
         batch=batch,
         packed=options.packed,
-        recompute=rules.within(layout.pp * layout.chunks),
+        recompute=recompute.within(layout.pp * layout.chunks),
         precision=options.precision,
         options=_filled_in(options, layout, batch, gather, nodes),
         stage_layers=given,

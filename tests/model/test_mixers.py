@@ -179,6 +179,7 @@ def test_keys_that_a_mixer_would_ignore_are_refused(changes: Any, reason: str) -
         ("ep=2", {}, "need experts and the model has none"),
         ("dp=1", {"precision": "fp8"}, "use precision = bf16"),
         ("dp=1", {"packed": True}, "say packs = True"),
+        ("dp=1", {"recompute": "full-but-attention"}, "use recompute = full"),
     ],
 )
 def test_what_the_table_does_not_allow_is_refused(layout: str, options: Any, reason: str) -> None:
