@@ -99,7 +99,9 @@ def test_keys_of_answers_are_documented(answer: json_answers.JsonAnswer, tmp_pat
 def test_every_verb_with_json_has_a_table() -> None:
     from fivefold.cli import VERBS
 
-    assert {one.title.split()[0].rstrip(":") for one in json_answers.answers()} == set(VERBS)
+    served = {"serve"}  # answers are those of the API that it serves
+    found = {one.title.split()[0].rstrip(":") for one in json_answers.answers()}
+    assert found == set(VERBS) - served
 
 
 def test_a_wrong_key_is_seen() -> None:
