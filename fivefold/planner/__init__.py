@@ -45,7 +45,7 @@ OBJECTIVES = ("tokens", "gpus", "gpu-hours")
 _CANDIDATES_PER_PLAN = 12
 _MOST_FRONT = 5
 _NEAR = 1.25  # times the usable memory: what needs more is not searched on twice as many GPUs
-_FAR = 1.1  # times the memory: closed forms that are so far off are wrong
+_FAR = 1.5  # times the memory: closed forms that are so far off are wrong
 _MOST_ACTIONS = 30_000  # of a schedule that is simulated only for the front
 
 
@@ -195,7 +195,7 @@ def best_plans(request: PlanRequest, top: int, on_progress: Progress | None = No
     )
     if not result.best:
         raise _refusal(request, result)
-    ranked = _fitting(request, _distinct(result.best), shown)
+    ranked = _fitting(request, result, shown)
     if not ranked:
         raise _refusal(request, result)
     first = first_choice(
@@ -256,12 +256,15 @@ def _sort_key(one: LayoutCandidate) -> tuple[float, ...]:
     return one.rounded, one.grid.context.item(), one.bytes
 
 
-def _fitting(request: PlanRequest, found: list[LayoutCandidate], most: int) -> list[Estimate]:
-    """The best that fit, simulated. A search counts what is in flight by closed forms, and a plan's
-    own schedule may hold more; but not far more than there is in all of them."""
+def _fitting(request: PlanRequest, result: SearchResult, most: int) -> list[Estimate]:
+    """The best that fit, simulated, or else the front's. A search counts what is in flight by closed
+    forms; a plan's own schedule may hold more, but not far more than there is in all of them."""
     fitting: list[Estimate] = []
     too_full: list[tuple[Plan, PlanMemory]] = []
-    for one in found:
+    best = _distinct(result.best)
+    for place, one in enumerate([*best, *result.front]):
+        if place == len(best) and fitting:
+            break
         plan = _plan_of(request, one)
         memory = plan_memory(plan, request.setting, request.setting.capacity)
         if memory.total > request.setting.capacity:
@@ -270,7 +273,8 @@ def _fitting(request: PlanRequest, found: list[LayoutCandidate], most: int) -> l
         fitting.append(estimate_plan(plan, request.setting, memory, one.makespan))
         if len(fitting) == most:
             break
-    for plan, memory in too_full if not fitting else []:
+    if too_full and not fitting:
+        plan, memory = min(too_full, key=lambda each: each[1].total)
         name = job_name(plan, request.setting)
         require_room(name, memory.device, _FAR * request.setting.machine.memory)
     return sorted(fitting, key=speed_rank)
@@ -339,9 +343,8 @@ def gpus_needed(request: PlanRequest, leanest: float) -> int | None:
 
 def has_plan(request: PlanRequest) -> bool:
     """Whether `best_plans` finds one: what only closed forms find to fit may not."""
-    keep, equal = _CANDIDATES_PER_PLAN, accuracy().equal
-    result = search_layouts(request.space, request.setting, keep, shown=1, equal=equal)
-    return bool(_fitting(request, _distinct(result.best), 1))
+    result = search_layouts(request.space, request.setting, _CANDIDATES_PER_PLAN, shown=1)
+    return bool(_fitting(request, result, 1))
 
 
 def fewest_gpus(request: PlanRequest, top: int, on_progress: Progress | None = None) -> PlanResult:
