@@ -75,7 +75,7 @@ class Textbook(NamedTuple):
     ep: int
 
 
-_COUNTS, _ORDERS = (*DEGREES, "chunks"), get_args(Order)
+_ORDERS = get_args(Order)
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ class Layout:
             raise IllegalLayout(str(self), reasons, [])
 
     def _bad_fields(self) -> Iterator[str]:
-        wrong = [name for name in _COUNTS if not _is_count(getattr(self, name))]
+        wrong = [name for name in (*DEGREES, "chunks") if not _is_count(getattr(self, name))]
         for name in wrong:
             yield f"{name}={getattr(self, name)!r}: give a whole number of at least 1"
         if "chunks" not in wrong and self.chunks > MOST_CHUNKS:
@@ -302,8 +302,8 @@ class Layout:
 
     def _stays_within(self, extent: Extent, domain: int) -> bool:
         """Whether no group spans two domains of so many ranks."""
-        in_blocks = self.order == Layout.order  # of size · stride ranks, the first from 0 on
-        if in_blocks and domain % (extent.size * extent.stride) == 0:
+        size, stride = extent
+        if self.order == Layout.order and domain % (size * stride) == 0:  # groups lie in blocks
             return True
         first, last = self._ends(extent)
         return bool((first // domain == last // domain).all())

@@ -257,8 +257,8 @@ def _sort_key(one: LayoutCandidate) -> tuple[float, ...]:
 
 
 def _fitting(request: PlanRequest, result: SearchResult, most: int) -> list[Estimate]:
-    """The best that fit, simulated, or else the front's. A search counts what is in flight by closed
-    forms; a plan's own schedule may hold more, but not far more than there is in all of them."""
+    """The best that fit, simulated, or else the front's. A search counts what is in flight by
+    closed forms; a plan's own schedule may hold more, but not far more in all of them."""
     fitting: list[Estimate] = []
     too_full: list[tuple[Plan, PlanMemory]] = []
     best = _distinct(result.best)
