@@ -164,13 +164,17 @@ def train(
 
 
 def _same_batch(options: PlanOptions, out: Path | None, resume: bool) -> PlanOptions:
-    """A run that resumes in another layout has the same global batch, unless another is given."""
-    if not resume or options.batch is not None or options.microbatches is not None:
+    """A run that resumes in another layout has the same global batch and the same rows, unless
+    others are given."""
+    sized = options.batch is not None or options.microbatches is not None
+    if not resume or (sized and options.seq is not None):
         return options
     folder = out or run_folder(Path("runs"), models.load(options.model).name, newest=True)
     if not (folder / PLAN).is_file():
         return options
-    return replace(options, batch=resolve(read(folder / PLAN)).batch.sequences)
+    before = resolve(read(folder / PLAN)).batch
+    seq = before.seq if options.seq is None else options.seq
+    return replace(options, seq=seq, batch=options.batch if sized else before.sequences)
 
 
 def runnable(options: PlanOptions, launched: LauncherEnvironment | None = None) -> Plan:
@@ -269,11 +273,11 @@ class _Records:
 
 def _begin(start: _Start, plan: Plan, settings: TrainSettings, told: OnReport) -> _Begun:
     """Make the run folder, and tell what is about to run."""
-    from fivefold.train import checked_source, keep_tokenizer
+    from fivefold.train import check_resume, checked_source, keep_tokenizer
 
     assert settings.folder is not None
     if start.resume:
-        for words in mend(settings.folder):
+        for words in (*mend(settings.folder), *check_resume(plan, settings)):
             told(words)
     folder, source = settings.folder, checked_source(plan, settings)
     toml = plan.to_toml(folder, whole=True)

@@ -20,6 +20,7 @@ from fivefold.train.check import (
     single_process,
 )
 from fivefold.train.loop import run_rank
+from fivefold.train.resuming import check_resume
 from fivefold.train.state import TrainedRank, TrainSettings
 from fivefold.train.tokenizers import keep_tokenizer
 
@@ -30,6 +31,7 @@ __all__ = [
     "Shortage",
     "TrainSettings",
     "TrainedRank",
+    "check_resume",
     "checked_source",
     "compare_with_plan",
     "estimate_of",

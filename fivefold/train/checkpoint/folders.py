@@ -251,6 +251,11 @@ class HashedFile:
 def verified_manifest(folder: Path) -> Manifest:
     """The manifest of a checkpoint; raises `Damaged` if it is not the one that was written."""
     manifest = _read(folder)
+    if manifest.facts.step != step_of(folder):
+        raise Damaged(
+            f"{folder / MANIFEST}: is of step {manifest.facts.step}, which the name of its folder "
+            "does not say"
+        )
     if problems := _untrusted_files(folder, manifest):
         raise Damaged("; ".join(problems))
     return manifest

@@ -1,0 +1,97 @@
+"""What a resume says or refuses before any process starts."""
+
+from __future__ import annotations
+
+import shutil
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fivefold.api.training import train
+from fivefold.core.errors import FivefoldError, RankLost
+from fivefold.core.plan import PlanOptions, resolve
+from fivefold.core.recipe import Recipe
+from fivefold.core.weights import buffers, weights
+from fivefold.train import TrainSettings, check_resume
+from fivefold.train.checkpoint import Facts, Reader, write_checkpoint
+
+STATES = {"adamw": ("exp_avg", "exp_avg_sq"), "sgd": ("momentum",)}
+GIVEN: dict[str, Any] = {"model": "tiny", "layout": "dp=1", "seq": 16, "batch": 2}
+
+
+def options_of(train: Recipe | None = None, **changes: Any) -> PlanOptions:
+    recipe = train or Recipe(data="synthetic")
+    return PlanOptions(**GIVEN | changes, train=recipe)
+
+
+def trained(folder: Path, step: int = 4, **facts: Any) -> Path:
+    """A run as a training would leave it, without one; returns its newest checkpoint."""
+    plan = resolve(options_of())
+    folder.mkdir(exist_ok=True)
+    (folder / "plan.toml").write_text(plan.to_toml(folder, whole=True))
+    names = [f"model/{one.name}" for one in (*weights(plan.shape), *buffers(plan.shape))]
+    shapes = {
+        f"model/{one.name}": one.shape for one in (*weights(plan.shape), *buffers(plan.shape))
+    }
+    for state in STATES["adamw"]:
+        names += [f"optim/{state}/{one.name}" for one in weights(plan.shape)]
+        shapes |= {f"optim/{state}/{one.name}": one.shape for one in weights(plan.shape)}
+    tensors = [
+        (name, shapes[name], torch.float32, lambda name=name: torch.zeros(shapes[name]))
+        for name in names
+    ]
+    known = {"samples": 8, "updates": 4} | facts
+    return write_checkpoint(folder / "checkpoints", tensors, Facts(step, **known))
+
+
+def said_of(folder: Path, options: PlanOptions) -> list[str]:
+    settings = TrainSettings(options.train, folder=folder, resume=True)
+    return check_resume(resolve(options), settings)
+
+
+def test_other_rows_and_other_data_are_said(tmp_path: Path) -> None:
+    trained(tmp_path)
+    assert said_of(tmp_path, options_of()) == []
+    (longer,) = said_of(tmp_path, options_of(seq=32))
+    assert "had rows of 16 tokens, and goes on with rows of 32, at row 8" in longer
+    assert "--seq 16 goes on as before" in longer
+    (other,) = said_of(tmp_path, options_of(Recipe(data="stdlib")))
+    assert "has read data = synthetic until now, and goes on with stdlib, at row 8" in other
+    assert len(said_of(tmp_path, options_of(Recipe(data="stdlib"), seq=32))) == 2
+    shutil.rmtree(tmp_path / "checkpoints")
+    trained(tmp_path, step=0, samples=0)  # an import has read nothing
+    assert said_of(tmp_path, options_of(Recipe(data="stdlib"), seq=32)) == []
+
+
+def test_a_resume_keeps_the_rows_unless_others_are_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trained(tmp_path)
+    seen: list[Any] = []
+
+    def lost(pool: object, plan: object, *_: object) -> None:
+        seen.append(plan)
+        raise RankLost(0, "build", "was asked to")
+
+    monkeypatch.setattr(import_module("fivefold.train"), "train", lost)
+    told: list[Any] = []
+    for more in ({}, {"seq": 32}):
+        with pytest.raises(RankLost):
+            train(
+                "tiny", out=tmp_path, resume=True, data="synthetic", on_progress=told.append, **more
+            )
+    assert [(plan.batch.seq, plan.batch.sequences) for plan in seen] == [(16, 2), (32, 2)]
+    (words,) = [each for each in told if isinstance(each, str)]
+    assert "goes on with rows of 32" in words
+
+
+def test_a_folder_that_holds_another_step_is_damaged(tmp_path: Path) -> None:
+    """It would take the run back, and each save would leave it the newest."""
+    good = trained(tmp_path, step=6)
+    shutil.copytree(good, wrong := good.with_name("step-00000009"))
+    with pytest.raises(FivefoldError, match=r"is of step 6, which the name of its folder"):
+        Reader(wrong)
+    assert Reader(good).facts.step == 6
