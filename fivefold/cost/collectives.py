@@ -21,8 +21,8 @@ from fivefold.core.errors import FivefoldError
 from fivefold.core.layout import Layout
 from fivefold.core.plan import Plan
 from fivefold.core.precision import PRECISIONS
-from fivefold.core.schedule import FORWARD
 from fivefold.core.schedule.linear import Delays
+from fivefold.core.schedule.loops import forwards_of
 from fivefold.core.shape import Shape
 from fivefold.core.units import LocalWeight, OwnedRange, Unit, local_weights, pack
 from fivefold.core.weights import by_name, shard_of
@@ -177,7 +177,7 @@ def predict_async_traffic(
 def chunks_of(plan: Plan, rank: int, itemsize: int) -> tuple[RankChunk, ...]:
     """The stages of a rank, each with its flat units and the number of its microbatches."""
     place = plan.layout.coord(rank).pp
-    forwards = Counter(a.stage for a in plan.schedule.actions(place) if a.kind == FORWARD)
+    forwards = forwards_of(plan.schedule, place)
     return tuple(
         RankChunk(
             plan.stages[stage],

@@ -18,7 +18,6 @@ import shutil
 import signal
 import socket
 import sys
-import tempfile
 import threading
 import time
 import traceback
@@ -39,6 +38,7 @@ from fivefold.core.errors import RankLost
 from fivefold.launch.backend import RankDevice, require_forkable
 from fivefold.launch.backend import num_gpus as num_gpus  # whoever forks GPU ranks counts them
 from fivefold.launch.hang import diverged
+from fivefold.launch.temporary import TemporaryFolder
 from fivefold.launch.watchdog import read_positions
 from fivefold.launch.worker import FolderBoard, StopRequest, Worker
 
@@ -129,7 +129,7 @@ class Pool:
         torch.set_num_threads(1)  # before the fork: threads do not survive it
         import_module("torch._dynamo")  # optimizers load it: here once, not in every rank
         self.patience = patience
-        self._folder = tempfile.TemporaryDirectory(prefix="fivefold-")
+        self._folder = TemporaryFolder()
         self._runs = 0
         self._meeting: ForkedMeeting | None = None
         self._children: list[_Child] = []
@@ -173,7 +173,7 @@ class Pool:
         """
         assert len(tasks) <= self.size, f"{len(tasks)} tasks for {self.size} ranks"
         self._runs += 1
-        self._meeting = meeting = ForkedMeeting(Path(self._folder.name) / str(self._runs))
+        self._meeting = meeting = ForkedMeeting(self._folder.path / str(self._runs))
         meeting.folder.mkdir()
         children = self._children[: len(tasks)]
         for child, (function, args) in zip(children, tasks, strict=True):
@@ -205,7 +205,7 @@ class Pool:
         """End all processes now; this one has its threads again."""
         self._end()
         torch.set_num_threads(self._threads)
-        self._folder.cleanup()
+        self._folder.remove()
         for number, handler in self._former_handlers.items():
             signal.signal(number, handler)
         self._former_handlers.clear()

@@ -2,15 +2,29 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterator
+
 import numpy as np
 import pytest
 
-from fivefold.core.schedule import Schedule
+from fivefold.core.plan import PlanOptions, resolve
+from fivefold.core.schedule import FORWARD, Schedule, Step
 from fivefold.core.schedule.catalog import FAMILIES, make
 from fivefold.core.schedule.clock import Costs, peak_activations, play
-from fivefold.core.schedule.loops import Loop, LoopOrder, Run, Turn, alternating, part, within
+from fivefold.core.schedule.loops import (
+    Loop,
+    LoopOrder,
+    Run,
+    Turn,
+    alternating,
+    forwards_of,
+    part,
+    within,
+)
 from fivefold.core.schedule.v_shape import HALF_BLOCKS, MIN_BLOCK, _filled
 from fivefold.cost.schedule_trace import StageSeconds, simulate_trace, trace_schedule
+from fivefold.report.plan_values import describe
 
 SIZES = ((2, 8, 2), (3, 6, 2), (4, 8, 3), (4, 16, 1), (6, 12, 2))
 
@@ -46,6 +60,28 @@ def test_arrays_and_peaks_are_those_of_the_steps(schedule: Schedule) -> None:
     for left in (1.0, 0.4):
         expected = peak_activations(by_steps(schedule), left)
         assert peak_activations(schedule, left) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("schedule", schedules(), ids=lambda one: f"{one.name}-{one.num_ranks}")
+def test_forwards_are_counted_as_the_steps_are(schedule: Schedule) -> None:
+    for rank in range(schedule.num_ranks):
+        steps = Counter(a.stage for a in schedule.actions(rank) if a.kind == FORWARD)
+        assert +forwards_of(schedule, rank) == steps
+
+
+def test_a_million_microbatches_cost_no_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plan counts loops: made one by one, the steps of this one took 25 s."""
+    made: list[int] = []
+    one = Loop.steps
+
+    def counted(loop: Loop, number: int) -> Iterator[Step]:
+        made.append(number)
+        return one(loop, number)
+
+    monkeypatch.setattr(Loop, "steps", counted)
+    plan = resolve(PlanOptions("tiny-moe", microbatches=1_000_000))
+    assert describe(plan)["batch"]["microbatches"] == 1_000_000
+    assert len(made) < 100
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 4, 5, 8, 9])

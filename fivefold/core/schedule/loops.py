@@ -10,10 +10,20 @@ takes one action of each of several lists of runs in turn, and returns loops.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple, overload
 
-from fivefold.core.schedule import INPUT_GRAD, Action, Overlap, Schedule, Step, merged_steps
+from fivefold.core.schedule import (
+    FORWARD,
+    INPUT_GRAD,
+    Action,
+    Overlap,
+    Schedule,
+    Step,
+    actions_of,
+    merged_steps,
+)
 
 _SHORT = 512  # actions of a rank that are followed one by one
 
@@ -193,6 +203,15 @@ def turns_of(schedule: Schedule, rank: int) -> Iterator[tuple[int, tuple[Step, .
         if alike not in known:
             known[alike] = merged_steps(schedule, Loop(1, turns).steps(0))
         yield times, known[alike]
+
+
+def forwards_of(schedule: Schedule, rank: int) -> Counter[int]:
+    """The number of forwards of each stage of a rank, counted loop by loop."""
+    found: Counter[int] = Counter()
+    for times, steps in turns_of(schedule, rank):
+        for action in (action for step in steps for action in actions_of(step)):
+            found[action.stage] += times * (action.kind == FORWARD)
+    return found
 
 
 def alike_turns(turns: Sequence[Turn]) -> tuple[object, ...]:

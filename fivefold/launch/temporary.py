@@ -1,0 +1,45 @@
+"""The temporary folder in which forked ranks meet. One that a killed launcher left is removed by
+the next one: the operating system takes the lock on its owner's file away with the process."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import re
+import shutil
+import tempfile
+from pathlib import Path
+
+_PREFIX = "fivefold-ranks-"
+_OWNER = "owner"
+
+
+class TemporaryFolder:
+    """A folder of this process, until it is removed or the process ends."""
+
+    def __init__(self) -> None:
+        sweep(Path(tempfile.gettempdir()))
+        self._folder = tempfile.TemporaryDirectory(prefix=f"{_PREFIX}{os.getpid()}-")
+        self.path = Path(self._folder.name)
+        # A lock of the process, which forked ranks do not have: it goes with the launcher alone.
+        self._owner = (self.path / _OWNER).open("w")
+        fcntl.lockf(self._owner, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+    def remove(self) -> None:
+        self._folder.cleanup()
+        self._owner.close()
+
+
+def sweep(parent: Path) -> None:
+    """Remove the folders of launchers that have died; those of others stay."""
+    ours = re.compile(rf"{_PREFIX}(\d+)-\w+")
+    for folder in parent.glob(f"{_PREFIX}*"):
+        found = ours.fullmatch(folder.name)
+        # To open our own file would give the lock away when it is closed.
+        if found is None or int(found[1]) == os.getpid():
+            continue
+        with contextlib.suppress(OSError):  # it is locked, just being made, or of another user
+            with (folder / _OWNER).open("r+") as owner:
+                fcntl.lockf(owner, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(folder, ignore_errors=True)
