@@ -1,0 +1,228 @@
+"""Bridges: a plan as another framework's configuration, and such a file as a plan.
+
+One file per framework has the table of its keys, which writes and reads. Before it is written, a
+plan becomes the nearest that the framework can express (`nearest.py`); what is lost is said.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from fivefold.bridges.accelerate import ACCELERATE
+from fivefold.bridges.axolotl import AXOLOTL
+from fivefold.bridges.bridge import BRIDGE
+from fivefold.bridges.bridge import read_script as read_overrides
+from fivefold.bridges.completing import complete
+from fivefold.bridges.deepspeed import DEEPSPEED
+from fivefold.bridges.formats import (
+    flat_of,
+    json_table,
+    python_table,
+    read_text,
+    toml_table,
+    yaml_table,
+)
+from fivefold.bridges.job_values import Values, options_of, values_of
+from fivefold.bridges.key_table import Flat, read_keys, write_keys
+from fivefold.bridges.megatron import MEGATRON, read_script, world_of_launch
+from fivefold.bridges.nanotron import NANOTRON
+from fivefold.bridges.nearest import Expressed, Loss, Price, express
+from fivefold.bridges.target import Sheet, Target, gpus_per_node
+from fivefold.bridges.torchtitan import TORCHTITAN, TORCHTITAN_MAIN
+from fivefold.core.errors import BadFile, FivefoldError, UnknownName
+from fivefold.core.plan import Plan, PlanOptions
+
+TARGETS: dict[str, Target] = {
+    each.name: each
+    for each in (
+        *(MEGATRON, BRIDGE, TORCHTITAN, TORCHTITAN_MAIN),
+        *(DEEPSPEED, NANOTRON, ACCELERATE, AXOLOTL),
+    )
+}
+_OURS = re.compile(r"^# fivefold: (\{.*\})$", re.MULTILINE)
+_SUFFIXES = (".sh", ".slurm", ".sbatch", ".yaml", ".yml", ".py", ".json", ".toml")
+
+
+@dataclass(frozen=True)
+class EmittedPlan:
+    """A plan for another framework: the text of its file, and what it cannot express."""
+
+    target: Target
+    text: str
+    losses: tuple[Loss, ...]
+    options: PlanOptions  # the plan that the file is
+
+    @property
+    def lines(self) -> tuple[str, ...]:
+        """The losses in words."""
+        return tuple(loss.text(self.target.title) for loss in self.losses)
+
+
+@dataclass(frozen=True)
+class ForeignPlan:
+    """A plan from another framework's file: keys that are not known here, and what was assumed."""
+
+    target: Target
+    options: PlanOptions
+    unknown: tuple[str, ...]
+    notes: tuple[str, ...]
+
+    @property
+    def lines(self) -> tuple[str, ...]:
+        unknown = [f"not known here, so not planned: {each}" for each in self.unknown]
+        return (*self.notes, *unknown)
+
+
+def target_of(name: str) -> Target:
+    """A target by its name."""
+    if name not in TARGETS:
+        raise UnknownName("emit target", name, list(TARGETS))
+    return TARGETS[name]
+
+
+def _unpriced(_values: Values) -> float | None:
+    return None
+
+
+def emit_plan(name: str, plan: Plan, price: Price = _unpriced) -> EmittedPlan:
+    """The plan as a file of a framework; `price` is the seconds of a step, for what is lost."""
+    target, options = target_of(name), plan.options
+    shape = replace(plan.shape, tuning=None)
+    found = express(target, values_of(plan), (options.model, options.set, shape), price)
+    values = target.outgoing(found.values, shape)
+    flat = {**target.model_keys(shape), **write_keys(target.table, values)}
+    flat |= {key: each for key, each in target.more(shape, values).items() if key not in flat}
+    nearest = options_of(found.values, options.model, options.set)
+    lines = [f"{shape.name} on {nearest.layout} for {target.title}, planned by fivefold"]
+    lines += [loss.text(target.title) for loss in found.losses]
+    ours: dict[str, Any] = {"model": options.model}
+    lines.append(f"fivefold: {json.dumps({**ours, 'set': options.set} if options.set else ours)}")
+    sheet = Sheet(
+        *(flat, found.values, shape, options.model, gpus_per_node(plan.machine), tuple(lines))
+    )
+    return EmittedPlan(target, target.write(sheet), found.losses, nearest)
+
+
+def is_foreign(path: str) -> bool:
+    """Whether a file looks like another framework's, by its name and for some by what is in it."""
+    suffix = Path(path).suffix
+    if suffix not in _SUFFIXES or path.lstrip().startswith("{"):
+        return False
+    if suffix not in (".json", ".toml"):
+        return True
+    if not Path(path).is_file():
+        return False
+    try:
+        flat = _parse(Path(path))[1]
+    except FivefoldError:
+        return False
+    return _recognised(suffix, flat, "") is not None
+
+
+def read_foreign(path: Path, gpus: int | None = None, model: str | None = None) -> ForeignPlan:
+    """Another framework's file as a plan. `gpus` and `model` are for files that do not say them."""
+    text, flat = _parse(path)
+    target = _recognised(path.suffix, flat, text)
+    if target is None:
+        known = ", ".join(sorted(TARGETS))
+        rule = f"no key of it is known: give a file of {known}, or a plan.toml"
+        raise BadFile(str(path), [rule])
+    try:
+        return _read(target, text, flat, gpus, model)
+    except BadFile as error:
+        raise BadFile(str(path), error.problems) from error
+    except FivefoldError as error:
+        raise BadFile(str(path), [str(error)]) from error
+
+
+def _parse(path: Path) -> tuple[str, Flat]:
+    """The text of a file, and its keys."""
+    text, where = read_text(path), str(path)
+    if path.suffix in (".yaml", ".yml"):
+        return text, flat_of(yaml_table(text, where))
+    if path.suffix == ".json":
+        return text, flat_of(json_table(text, where))
+    if path.suffix == ".toml":
+        return text, flat_of(toml_table(text, where))
+    if path.suffix == ".py":
+        table = python_table(text, where)
+        return text, read_overrides(text) if _is_bridge(table) else table
+    megatron = read_script(text)
+    return text, megatron if "tensor-model-parallel-size" in megatron else _overrides(text, megatron)
+
+
+def _overrides(text: str, megatron: Flat) -> Flat:
+    found = read_overrides(text)
+    return found if _is_bridge(found) else megatron
+
+
+def _is_bridge(flat: Flat) -> bool:
+    return any(re.match(r"model\.\w+_parallel\w*$|train\.\w+_batch_size$", key) for key in flat)
+
+
+def _recognised(suffix: str, flat: Flat, text: str) -> Target | None:
+    """Whose file this is, by its keys."""
+    def has(*starts: str) -> bool:
+        return any(key.startswith(starts) for key in flat)
+
+    if suffix in (".yaml", ".yml"):
+        if has("parallelism.", "tokens."):
+            return NANOTRON
+        if has("compute_environment", "distributed_type", "parallelism_config", "fsdp_config.fsdp"):
+            return ACCELERATE
+        return AXOLOTL if has("base_model", "micro_batch_size", "dp_shard_size") else None
+    if suffix == ".json":
+        return DEEPSPEED if has("train_", "zero_optimization", "gradient_acc") else None
+    if suffix == ".toml":
+        return TORCHTITAN if has("parallelism.", "training.", "job.") else None
+    if _is_bridge(flat):
+        return BRIDGE
+    if suffix == ".py":
+        return TORCHTITAN_MAIN if has("parallelism.", "training.") else None
+    wanted = ("tensor-model", "pipeline-model", "micro-batch", "num-layers", "expert-model")
+    return MEGATRON if has(*wanted) else None
+
+
+def _read(
+    target: Target, text: str, flat: Flat, gpus: int | None, model: str | None
+) -> ForeignPlan:
+    launched = world_of_launch(flat) if target in (MEGATRON, BRIDGE) else None
+    read, used, wrong = read_keys(target.table, flat)
+    if wrong:
+        raise BadFile(target.title, wrong)
+    described = target.find_model(flat)
+    ours = _ours(text)
+    name = model or ours.get("model") or described.model
+    if name is None:
+        raise FivefoldError(
+            f"{target.title} says no model that is known here: add --model NAME, a preset or a "
+            "config.json"
+        )
+    values, notes = complete(target, target.incoming(read, flat), gpus, launched)
+    changes = dict(ours.get("set", {})) if name == ours.get("model") else {}
+    known = {*used, *described.used, *target.model_keys_read}
+    unknown = [
+        f"{key or 'the configuration'} = {value}"[:100]
+        for key, value in flat.items()
+        if key not in known and not key.startswith((*target.neutral, "slurm.")) and value is not None
+    ]
+    options = options_of(values, name, changes)
+    return ForeignPlan(target, options, tuple(unknown), (*described.notes, *notes))
+
+
+def _ours(text: str) -> dict[str, Any]:
+    """The model, as our own comment says it."""
+    found = _OURS.search(text)
+    try:
+        table = json.loads(found[1]) if found else {}
+    except ValueError:
+        return {}
+    return table if isinstance(table.get("model", ""), str) else {}
+
+
+__all__ = ["TARGETS", "EmittedPlan", "Expressed", "ForeignPlan", "Loss", "emit_plan", "read_foreign"]

@@ -1,0 +1,120 @@
+"""DeepSpeed 0.19: its JSON configuration, with AutoTP, AutoEP and Ulysses.
+
+Pipelines and recomputation are in the program, not in the file. AutoTP has no sequence parallelism.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+
+from fivefold.bridges.formats import nested_of
+from fivefold.bridges.job_values import Values
+from fivefold.bridges.key_table import Choice, Flat, Key, Table
+from fivefold.bridges.target import Impossible, Sheet, Target, with_batch
+from fivefold.core.recipe import DISK
+from fivefold.core.shape import Shape
+
+_Z = "zero_optimization."
+_STAGE = f"{_Z}stage"
+_PARAMS = "scheduler.params."
+TABLE: Table = (
+    Key("train_batch_size", "batch"),
+    Key("train_micro_batch_size_per_gpu", "microbatch_size"),
+    Key("gradient_accumulation_steps", "microbatches"),
+    Choice(
+        ("zero", "gather"),
+        {
+            (0, None): {_STAGE: 0},
+            (1, None): {_STAGE: 1},
+            (2, None): {_STAGE: 2},
+            (3, "microbatch"): {_STAGE: 3},
+        },
+    ),
+    Key("tensor_parallel.autotp_size", "tp", usual=1),
+    Key("sequence_parallel_size", "cp", usual=1),
+    Key("expert_parallel.autoep_size", "ep", usual=1),
+    Choice(
+        ("number",),
+        {"bf16": {"bf16.enabled": True}, "fp16": {"fp16.enabled": True}, "fp32": {}},
+    ),
+    Key("data_types.grad_accum_dtype", "grad_dtype", str, {"fp32": "fp32", "bf16": "bf16"}),
+    Key("gradient_clipping", "clip", float),
+    Key("optimizer.type", "optimizer", str, {"adamw": "AdamW", "muon": "Muon"}, usual="adamw"),
+    Key("optimizer.params.lr", "lr", float),
+    Key("optimizer.params.weight_decay", "weight_decay", float),
+    Choice(
+        ("lr_curve",),
+        {
+            "cosine": {"scheduler.type": "WarmupCosineLR", f"{_PARAMS}cos_min_ratio": 0.1},
+            "linear": {"scheduler.type": "WarmupDecayLR"},
+            "constant": {"scheduler.type": "WarmupLR"},
+        },
+    ),
+    Key(f"{_PARAMS}warmup_num_steps", "warmup"),
+    Key(f"{_PARAMS}total_num_steps", "steps"),
+    Key(f"{_Z}offload_optimizer.device", "offload_device", str),
+    Key(f"{_Z}offload_optimizer.nvme_path", "offload_path", str),
+)
+
+
+def outgoing(values: Values, shape: Shape) -> Values:
+    """Where states are, and the global batch."""
+    found, offload = with_batch(values, shape), values["offload"]
+    on_disk = offload.startswith(DISK)
+    found["offload_device"] = "nvme" if on_disk else None if offload == "none" else offload
+    found["offload_path"] = offload.removeprefix(DISK) if on_disk else None
+    return found
+
+
+def incoming(values: Values, _flat: Flat) -> Values:
+    """Where states are."""
+    device, path = values.pop("offload_device", None), values.pop("offload_path", None)
+    on_disk = f"{DISK}{path or 'nvme'}"
+    values["offload"] = on_disk if device == "nvme" else "cpu" if device == "cpu" else "none"
+    return values
+
+
+def impossible(values: Values, _shape: Shape) -> Iterator[Impossible]:
+    """Only the optimizer of ZeRO has its states elsewhere."""
+    if values["zero"] == 0 and values["offload"] != "none":
+        yield "zero", 0, [{"zero": 1, "gather": None}]
+
+
+def more(_shape: Shape, values: Values) -> Flat:
+    found: Flat = {}
+    if values["ep"] > 1:
+        found["expert_parallel.enabled"] = True
+    if values["zero"]:
+        found[f"{_Z}overlap_comm"] = True
+    return found
+
+
+def write_json(sheet: Sheet) -> str:
+    return json.dumps(nested_of(sheet.flat), indent=2) + "\n"
+
+
+DEEPSPEED = Target(
+    name="deepspeed",
+    title="DeepSpeed",
+    suffix=".json",
+    table=TABLE,
+    axes=frozenset({"shard", "tp", "cp", "ep"}),
+    schedules=(),
+    write=write_json,
+    always={"sp": False, "context": "ulysses"},
+    left=("recompute", "seq", "seed"),
+    covers=("offload",),
+    impossible=impossible,
+    outgoing=outgoing,
+    incoming=incoming,
+    more=more,
+    neutral=(
+        *("steps_per_print", "wall_clock_breakdown", "optimizer.params.", "scheduler.params."),
+        *(f"{_Z}overlap_comm", f"{_Z}contiguous", f"{_Z}reduce_", f"{_Z}allgather_", "fp16."),
+        *(f"{_Z}stage3_", f"{_Z}sub_group", "tensorboard.", "wandb.", "csv_monitor.", "comms_"),
+        *("dump_state", "expert_parallel.enabled", "zero_allow_untested_optimizer", "flops_"),
+        *(f"{_Z}offload_optimizer.", "activation_checkpointing."),
+    ),
+    comments=False,
+)

@@ -1,0 +1,266 @@
+"""Files of other frameworks as flat tables of keys: shell scripts, TOML, JSON, YAML and Python.
+
+Nothing in a file is run. Files over 1 MB, YAML with tags, anchors or aliases (few lines of which
+can stand for billions of values) and tables nested deeper than any configuration are refused.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import tomllib
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
+from typing import Any, cast
+
+from fivefold.core.errors import BadFile, FivefoldError
+
+LARGEST = 1_000_000  # bytes; real ones have a few thousand
+_DEEPEST = 32
+
+Nested = dict[str, Any]
+
+
+class Code(str):
+    """An expression of Python that is no literal."""
+
+    __slots__ = ()
+
+
+def read_text(path: Path) -> str:
+    """A file of at most 1 MB."""
+    try:
+        with path.open("rb") as file:
+            data = file.read(LARGEST + 1)
+    except OSError as error:
+        raise BadFile(str(path), [f"{error.strerror}; check the path"]) from error
+    if len(data) > LARGEST:
+        raise BadFile(str(path), ["larger than 1 MB: give a configuration, not data"])
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise BadFile(str(path), ["not UTF-8: give a text file"]) from error
+
+
+def flat_of(table: Mapping[str, Any], prefix: str = "", depth: int = 0) -> dict[str, Any]:
+    """Keys by their path with dots; lists stay values."""
+    if depth > _DEEPEST:
+        raise FivefoldError(f"tables are nested deeper than {_DEEPEST}: take some out")
+    found: dict[str, Any] = {}
+    for key, value in table.items():
+        path = f"{prefix}{key}"
+        if isinstance(value, Mapping) and value:
+            found |= flat_of(cast("Mapping[str, Any]", value), f"{path}.", depth + 1)
+        else:
+            found[path] = value
+    return found
+
+
+def nested_of(flat: Mapping[str, Any]) -> Nested:
+    """The tables that paths with dots stand for."""
+    found: Nested = {}
+    for path, value in flat.items():
+        *above, name = path.split(".")
+        table = found
+        for part in above:
+            table = table.setdefault(part, {})
+        table[name] = value
+    return found
+
+
+# --- TOML, JSON and YAML
+
+
+def toml_table(text: str, where: str) -> Nested:
+    return _parsed(tomllib.loads, text, where, "TOML")
+
+
+def json_table(text: str, where: str) -> Nested:
+    return _parsed(json.loads, text, where, "JSON")
+
+
+def yaml_table(text: str, where: str) -> Nested:
+    """YAML without tags, anchors and aliases."""
+    try:
+        import yaml
+    except ImportError as error:
+        raise FivefoldError(
+            f"{where} is YAML, which needs PyYAML: install it with pip install 'fivefold[bridges]'"
+        ) from error
+    depth = 0
+    try:
+        for event in yaml.parse(text, Loader=yaml.SafeLoader):
+            if getattr(event, "anchor", None) or getattr(event, "tag", None):
+                rule = f"line {event.start_mark.line + 1} has a tag, an anchor or an alias"
+                raise BadFile(where, [f"{rule}: write the value itself"])
+            depth += isinstance(event, yaml.CollectionStartEvent)
+            depth -= isinstance(event, yaml.CollectionEndEvent)
+            if depth > _DEEPEST:
+                raise BadFile(where, [f"nested deeper than {_DEEPEST}: take some levels out"])
+        return _parsed(yaml.safe_load, text, where, "YAML")
+    except yaml.YAMLError as error:
+        line = " ".join(str(error).split())
+        raise BadFile(where, [f"not valid YAML: {line}; fix it"]) from error
+
+
+def _parsed(load: Any, text: str, where: str, kind: str) -> Nested:
+    try:
+        table = load(text)
+    except RecursionError as error:
+        raise BadFile(where, ["nested too deep; take some brackets out"]) from error
+    except ValueError as error:
+        raise BadFile(where, [f"not valid {kind}: {error}; fix that line"]) from error
+    if not isinstance(table, dict):
+        raise BadFile(where, [f"must hold one table of keys, as {kind} of a framework does"])
+    return {str(key): value for key, value in cast("dict[Any, Any]", table).items()}
+
+
+def yaml_text(table: Mapping[str, Any], depth: int = 0) -> str:
+    """Tables, lists of scalars and scalars as YAML; texts in quotes that JSON has too."""
+    lines: list[str] = []
+    for key, value in table.items():
+        start = f"{'  ' * depth}{key}:"
+        if isinstance(value, Mapping):
+            lines += [start, yaml_text(cast("Mapping[str, Any]", value), depth + 1).rstrip("\n")]
+        else:
+            lines.append(f"{start} {_yaml_scalar(value)}")
+    return "\n".join(lines) + "\n"
+
+
+def _yaml_scalar(value: Any) -> str:
+    if isinstance(value, float) and "e" in (text := repr(value)) and "." not in text:
+        return text.replace("e", ".0e")  # YAML 1.1 reads 1e-05 as a text
+    plain = isinstance(value, str) and re.fullmatch(r"[A-Za-z][\w./-]*", value)
+    if plain and value.lower() not in ("true", "false", "yes", "no", "on", "off", "null", "y", "n"):
+        return str(value)
+    return json.dumps(value)
+
+
+# --- Python: assignments to attributes of a configuration
+
+
+def python_table(text: str, where: str) -> dict[str, Any]:
+    """`config.a.b = value` as {"a.b": value}, whatever the variable is called. A call that makes
+    the variable is the key "": the configuration that is changed."""
+    try:
+        module = ast.parse(text)
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise BadFile(where, [f"not valid Python: {error}; fix it"]) from error
+    found: dict[str, Any] = {}
+    for node in ast.walk(module):
+        if not isinstance(node, ast.Assign) or len(node.targets) != 1:
+            continue
+        target, value = node.targets[0], node.value
+        if isinstance(target, ast.Name) and isinstance(value, ast.Call):
+            found.setdefault("", ast.unparse(value.func))
+        elif isinstance(target, ast.Attribute):
+            _, _, path = ast.unparse(target).partition(".")
+            found[path] = _literal(value)
+    return found
+
+
+def _literal(node: ast.expr) -> Any:
+    try:
+        return ast.literal_eval(node)
+    except (ValueError, RecursionError):
+        text = ast.unparse(node)
+        if re.fullmatch(r"[\d *]+", text):  # 8 * 2048
+            product = 1
+            for factor in text.split("*"):
+                product *= int(factor)
+            return product
+        return Code(text)
+
+
+# --- Shell
+
+
+_ASSIGNED = re.compile(r"(?:^|[\s;])(?:export\s+|local\s+)?([A-Za-z_]\w*)=((?:\"[^\"]*\"|'[^']*'|[^\s;\"'(])*)")
+_VARIABLE = re.compile(r"\$\{(\w+)(?:\[@\])?(?::?-([^}]*))?\}|\$(\w+)")
+_SLURM = re.compile(r"^#SBATCH\s+(\S.*)$", re.MULTILINE)
+_SLURM_SHORT = {"-N": "--nodes", "-n": "--ntasks", "-G": "--gpus"}
+
+
+def shell_words(text: str) -> tuple[list[str], dict[str, str]]:
+    """The words of a script with its variables put in, and its Slurm directives. Lists of options
+    are read where a variable is set, so a variable with options stays out where it is used."""
+    slurm: dict[str, str] = {}
+    for line in _SLURM.findall(text):
+        for name, _, value in _directives(line.split("#")[0]):
+            slurm[name] = value
+    joined = re.sub(r"\\\r?\n", " ", text)
+    joined = re.sub(r"(?m)(^|\s)#.*$", " ", joined)
+    variables: dict[str, str] = {}
+    for name, value in _ASSIGNED.findall(joined):
+        plain = value.strip("\"'")
+        if "--" not in plain:
+            variables[name] = _put_in(plain, variables)
+    words = re.findall(r"(?:\"[^\"]*\"|'[^']*'|[^\s\"'])+", re.sub(r"\+?=\(", " ", joined))
+    return [*_split(words, variables)], slurm
+
+
+def _split(words: list[str], variables: dict[str, str]) -> Iterator[str]:
+    for word in words:
+        inner = re.sub(r"[\"']", "", word)
+        if " --" in inner or "\n" in inner or inner.startswith("--") and " " in inner:
+            yield from _split(inner.split(), variables)
+        else:
+            yield _put_in(inner.rstrip(");"), variables) if "|" not in inner else inner
+
+
+def _directives(line: str) -> Iterator[tuple[str, str, str]]:
+    words = line.split()
+    while words:
+        name = words.pop(0)
+        if "=" in name:
+            name, _, value = name.partition("=")
+        else:
+            value = words.pop(0) if words and not words[0].startswith("-") else ""
+        yield _SLURM_SHORT.get(name, name), "=", value
+
+
+def _put_in(text: str, variables: Mapping[str, str]) -> str:
+    """Variables and sums of a word; what is unknown stays."""
+
+    def value_of(found: re.Match[str]) -> str:
+        name = found[1] or found[3]
+        if name in variables:
+            return variables[name]
+        return found[0] if found[2] is None else found[2]
+
+    done = _VARIABLE.sub(value_of, text)[:4096]
+    done = re.sub(r"\$\(\(\s*([\d\s*+]{1,80}?)\s*\)\)", lambda found: _computed(found[1]), done)
+    return done
+
+
+def _computed(text: str) -> str:
+    total = 0
+    for part in text.split("+"):
+        product = 1
+        for factor in part.split("*"):
+            if not factor.strip().isdigit():
+                return f"$(({text}))"
+            product *= int(factor)
+        total += product
+    return str(total)
+
+
+def options_of_words(
+    words: list[str], flags: Collection[str], lists: Collection[str]
+) -> dict[str, Any]:
+    """`--name value`, `--name=value` and `--flag`; the values of `lists` are joined by spaces."""
+    found: dict[str, Any] = {}
+    name = ""
+    for word in words:
+        if re.match(r"--[A-Za-z]", word):
+            name, equals, value = word[2:].partition("=")
+            name = name.replace("_", "-")
+            found[name] = value if equals else True
+            name = "" if equals or name in flags else name
+        elif name and not re.match(r"[-&|><;](?!\d)", word):
+            found[name] = word if found[name] is True else f"{found[name]} {word}"
+            name = name if name in lists else ""
+        else:
+            name = ""
+    return found

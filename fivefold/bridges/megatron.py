@@ -1,0 +1,254 @@
+"""Megatron-LM core 0.20: the arguments of `pretrain_gpt.py`, in a script that torchrun starts.
+
+Keys as of August 2026 (commit d98e8a6). Data parallelism is what the other degrees leave of the
+ranks. The stages of a pipeline are written as `--pipeline-model-parallel-layout`.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator
+from itertools import combinations
+from typing import Any
+
+from fivefold.bridges.formats import options_of_words, shell_words
+from fivefold.bridges.job_values import Values
+from fivefold.bridges.key_table import Choice, Flat, Key, Spelling, Table
+from fivefold.bridges.pipeline_layout import filled_stages, layout_text, parse_layout
+from fivefold.bridges.target import Impossible, Sheet, Target, with_batch
+from fivefold.core.errors import FivefoldError
+from fivefold.core.recompute import Recompute
+from fivefold.core.shape import Shape
+
+_SEGMENTS = 64  # the most blocks of a segment of full recomputation
+_MODULES = {"norm": "layernorm", "act": "moe_act", "mlp": "mlp", "experts": "moe"}
+_OPTIMIZERS = {"adamw": "adam", "sgd": "sgd", "muon": "muon"}
+CURVES = {"cosine": "cosine", "linear": "linear", "constant": "constant", "wsd": "WSD"}
+CONTEXTS = {"zigzag": "p2p", "allgather": "allgather", "ulysses": "a2a"}
+STAGES = Spelling(lambda value: value, lambda text: _stages_of(str(text)))
+
+
+def recompute_entries(prefix: str, dash: str) -> tuple[dict[str, Any], frozenset[str]]:
+    """All rules that Megatron has, and those that only experts have."""
+
+    def named(**keys: Any) -> dict[str, Any]:
+        return {f"{prefix}recompute_{key}".replace("_", dash): each for key, each in keys.items()}
+
+    entries: dict[str, Any] = {"none": {}}
+    moe: set[str] = set()
+    for size in range(1, 1 + len(_MODULES)):
+        for chosen in combinations(_MODULES, size):
+            rule = str(Recompute.parse("+".join(chosen)))
+            modules = " ".join(_MODULES[each] for each in chosen)
+            entries[rule] = named(granularity="selective", modules=modules)
+            if {"act", "experts"} & {*chosen}:
+                moe.add(rule)
+    for blocks in range(1, 1 + _SEGMENTS):
+        rule = str(Recompute(blocks=blocks))
+        entries[rule] = named(granularity="full", method="uniform", num_layers=blocks)
+    return entries, frozenset(moe)
+
+
+def _numbers() -> dict[str, Any]:
+    found: dict[str, Any] = {"bf16": {"bf16": True}, "fp16": {"fp16": True}, "fp32": {}}
+    for scaling in ("tensorwise", "blockwise", "mxfp8"):
+        for gradients, name in (("e5m2", "hybrid"), ("e4m3", "e4m3")):
+            keys = {"bf16": True, "fp8-format": name, "fp8-recipe": scaling}
+            found[f"fp8 {scaling} {gradients}"] = keys
+    return found
+
+
+_FSDP = {"use-megatron-fsdp": True, "ckpt-format": "fsdp_dtensor"}
+TABLE: Table = (
+    Key("tensor-model-parallel-size", "tp", usual=1),
+    Key("pipeline-model-parallel-size", "pp", usual=1),
+    Key("context-parallel-size", "cp", usual=1),
+    Key("expert-model-parallel-size", "ep", usual=1),
+    Key("expert-tensor-parallel-size", "etp"),
+    Key("num-distributed-optimizer-instances", "replicate", usual=1),
+    Key("sequence-parallel", "sp", bool, usual=False),
+    Key("cp-comm-type", "context", str, CONTEXTS, usual="zigzag"),
+    Key(
+        *("use-tp-pp-dp-mapping", "order", bool),
+        {"tp-cp-dp-pp": False, "tp-cp-pp-dp": True},
+        usual="tp-cp-dp-pp",
+    ),
+    Key("pipeline-model-parallel-layout", "layout_text", str, spelling=STAGES),
+    Key("num-virtual-stages-per-pipeline-rank", "virtual"),
+    Choice(
+        ("zero", "gather"),
+        {
+            (0, None): {},
+            (1, None): {"use-distributed-optimizer": True},
+            (2, None): {**_FSDP, "data-parallel-sharding-strategy": "optim_grads"},
+            (3, "microbatch"): {**_FSDP, "data-parallel-sharding-strategy": "optim_grads_params"},
+        },
+    ),
+    Choice(("recompute",), *recompute_entries("", "-")),
+    Choice(("number",), _numbers()),
+    Key("grad-reduce-in-bf16", "grad_dtype", bool, {"fp32": False, "bf16": True}, usual="fp32"),
+    Choice(("offload",), {"none": {}, "cpu": {"optimizer-cpu-offload": True}}),
+    Key("micro-batch-size", "microbatch_size"),
+    Key("global-batch-size", "batch"),
+    Key("seq-length", "seq"),
+    Key("train-iters", "steps"),
+    Key("optimizer", "optimizer", str, _OPTIMIZERS, usual="adamw"),
+    Key("lr", "lr", float),
+    Key("lr-decay-style", "lr_curve", str, CURVES, usual="linear"),
+    Key("lr-warmup-iters", "warmup"),
+    Key("weight-decay", "weight_decay", float),
+    Key("clip-grad", "clip", float),
+    Key("seed", "seed"),
+)
+FLAGS = frozenset(
+    [
+        *("sequence-parallel", "use-tp-pp-dp-mapping", "use-distributed-optimizer", "bf16", "fp16"),
+        *("use-megatron-fsdp", "grad-reduce-in-bf16", "optimizer-cpu-offload", "swiglu"),
+        *("overlap-grad-reduce", "overlap-param-gather", "group-query-attention", "qk-layernorm"),
+        *("untie-embeddings-and-output-weights", "disable-bias-linear", "add-qkv-bias"),
+        *("multi-latent-attention", "use-mcore-models", "use-flash-attn", "no-masked-softmax-fusion"),
+        *("moe-grouped-gemm", "moe-permute-fusion", "use-rope-scaling", "delay-wgrad-compute"),
+        *("overlap-moe-expert-parallel-comm", "accumulate-allreduce-grads-in-fp32", "mock-data"),
+        *("use-rotary-position-embeddings", "recompute-activations", "moe-router-pre-softmax"),
+    ]
+)
+LISTS = frozenset({"recompute-modules", "cp-comm-type", "data-path"})
+NEUTRAL = (
+    *("nproc-per-node", "nnodes", "node-rank", "master-", "rdzv-", "data-", "tokenizer-", "save"),
+    *("load", "log-", "eval-", "tensorboard-", "wandb-", "distributed-", "split", "mock-data"),
+    *("overlap-grad-reduce", "overlap-param-gather", "use-mcore-models", "transformer-impl"),
+    *("ckpt-format", "min-lr", "exit-", "init-method-std", "adam-", "num-workers", "vocab-file"),
+    *("merge-file", "timing-", "lr-wsd-", "moe-grouped-gemm", "moe-token-dispatcher-type", "no-"),
+    *("use-flash-attn", "attention-backend", "accumulate-allreduce-grads-in-fp32", "async-"),
+    *("job-name", "nodes", "ntasks", "gpus", "gres", "time", "partition", "account", "output"),
+    *("error", "exclusive", "mem", "cpus-per-task", "container-", "attention-dropout"),
+    *("hidden-dropout", "moe-permute-fusion", "max-restarts", "tee", "local-ranks-filter"),
+)
+
+
+def _stages_of(text: str) -> str:
+    return ",".join(map(str, filled_stages(parse_layout(text).layers)))
+
+
+def outgoing(values: Values, shape: Shape) -> Values:
+    """With the global batch and the text of the pipeline."""
+    found = with_batch(values, shape)
+    text = values["stage_layers"]
+    layers = None if text is None else [int(each) for each in text.split(",")]
+    found["layout_text"] = None if layers is None else layout_text(layers, shape.mtp)
+    found["virtual"] = None
+    if shape.moe is None:
+        found["etp"] = None  # where it is left out it is tp
+    return found
+
+
+def incoming(values: Values, flat: Flat) -> Values:
+    """Chunks from the stages, or from the number of virtual stages."""
+    pp, stages = values.get("pp") or 1, values.pop("layout_text", None)
+    virtual = values.pop("virtual", None)
+    if stages is not None:
+        count = stages.count(",") + 1
+        if count % pp:
+            rule = f"{count} stages of the pipeline layout are no multiple of pp {pp}"
+            raise FivefoldError(f"{rule}: write as many for each rank")
+        if virtual not in (None, count // pp):
+            rule = f"{virtual} virtual stages and {count} stages of the layout on {pp} ranks"
+            raise FivefoldError(f"{rule} contradict: leave one out")
+        virtual = count // pp
+    virtual = virtual or 1
+    values |= {"stage_layers": stages, "chunks": virtual if pp > 1 else None}
+    values["schedule"] = "interleaved" if virtual > 1 and pp > 1 else "1f1b"
+    if values.get("etp") is None:
+        values["etp"] = values.get("tp") or 1 if _has_experts(flat) else 1
+    return values
+
+
+def _has_experts(flat: Flat) -> bool:
+    return any(flat.get(name) is not None for name in ("num-experts", "expert-model-parallel-size"))
+
+
+def impossible(values: Values, _shape: Shape) -> Iterator[Impossible]:
+    """What the arguments refuse together."""
+    if values["optimizer"] == "muon" and values["zero"] > 1:
+        yield "zero", values["zero"], [{"zero": 1, "gather": None}]
+
+
+def more(_shape: Shape, values: Values) -> Flat:
+    """What a run has that overlaps its collectives."""
+    found: Flat = {"overlap-grad-reduce": True}
+    if values["zero"]:
+        found["overlap-param-gather"] = True
+    if values["lr_curve"] == "cosine":
+        found["min-lr"] = values["lr"] / 10
+    if values["lr_curve"] == "wsd":
+        found |= {"lr-wsd-decay-style": "linear", "lr-wsd-decay-iters": max(1, values["steps"] // 5)}
+    if _shape.moe is not None:
+        found |= {"moe-grouped-gemm": True, "moe-token-dispatcher-type": "alltoall"}
+    return found
+
+
+def words_of(flat: Flat) -> list[str]:
+    """Keys as options of a command line."""
+    found: list[str] = []
+    for name, value in flat.items():
+        if value is False:
+            continue
+        values = [] if value is True else str(value).split(" ") if name in LISTS else [str(value)]
+        found.append(" ".join([f"--{name}", *(shlex.quote(each) for each in values)]))
+    return found
+
+
+def write_script(sheet: Sheet) -> str:
+    """The command, one option a line."""
+    lines = ["#!/bin/bash", *(f"# {each}" for each in sheet.header)]
+    start = f"torchrun --nproc-per-node {min(sheet.world, sheet.gpus_per_node)}"
+    if sheet.nodes > 1:
+        start += f" --nnodes {sheet.nodes} --rdzv-backend c10d --rdzv-endpoint $HEAD_NODE:29500"
+    words = [start, "pretrain_gpt.py", *words_of(sheet.flat)]
+    return "\n".join([*lines, " \\\n    ".join(words)]) + "\n"
+
+
+def read_script(text: str) -> Flat:
+    """The options of a script, its Slurm directives below `slurm`."""
+    words, slurm = shell_words(text)
+    flat = options_of_words(words, FLAGS, LISTS)
+    if "recompute-activations" in flat:
+        flat |= {"recompute-granularity": "selective", "recompute-modules": "core_attn"}
+        del flat["recompute-activations"]
+    return {**flat, **{f"slurm.{name.lstrip('-')}": value for name, value in slurm.items()}}
+
+
+def world_of_launch(flat: Flat) -> int | None:
+    """Ranks by torchrun's options, or by Slurm's."""
+    def number(*names: str) -> int | None:
+        for name in names:
+            found = re.search(r"(\d{1,6})\s*$", str(flat.get(name, "")))
+            if found:
+                return int(found[1])
+        return None
+
+    local = number("nproc-per-node", "slurm.ntasks-per-node", "slurm.gpus-per-node", "slurm.gres")
+    nodes = number("nnodes", "slurm.nodes")
+    if local == 1 and (gpus := number("slurm.gpus-per-node", "slurm.gres")):
+        local = gpus  # one launcher a node
+    if local is None:
+        return number("slurm.ntasks", "slurm.gpus")
+    return local * (nodes or 1)
+
+
+MEGATRON = Target(
+    name="megatron",
+    title="Megatron-LM",
+    suffix=".sh",
+    table=TABLE,
+    axes=frozenset({"replicate", "shard", "tp", "pp", "cp", "ep", "etp"}),
+    schedules=("1f1b", "interleaved"),
+    write=write_script,
+    covers=("microbatches", "chunks", "stage_layers"),
+    impossible=impossible,
+    outgoing=outgoing,
+    incoming=incoming,
+    more=more,
+    neutral=NEUTRAL,
+)

@@ -1,0 +1,268 @@
+"""What a target cannot express, and the nearest plan that it can: one loss after another.
+
+Each loss has candidates, which must be legal plans. With a price (seconds of a step, None if it
+does not fit) the fastest that fits is taken, without one the first: they are listed nearest first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from itertools import islice
+from typing import Any, NamedTuple
+
+from fivefold.bridges.job_values import Values, settled, usual_values
+from fivefold.bridges.key_table import Choice, Key, allowed, ours_of
+from fivefold.bridges.target import Target
+from fivefold.core.errors import FivefoldError
+from fivefold.core.precision import PRECISIONS
+from fivefold.core.recompute import StageRecompute
+from fivefold.core.schedule.catalog import family
+from fivefold.core.shape import Shape
+
+Price = Callable[[Values], float | None]
+_MOST_CHUNKS_TRIED = 8
+_MOST_PRICED = 12  # candidates, the nearest
+# Said by every program itself: which data, what it saves and what it logs.
+_OF_PROGRAMS = (
+    *("eval_every", "data", "loss", "save_every", "keep", "sample_every", "skip_limit"),
+    *("log", "events"),
+)
+_TOGETHER = {"lora": ("lora_alpha", "lora_targets"), "eval_every": ("eval_data", "keep_best")}
+_RECOMPUTED = ("none", "norm", "act", "selective", "mlp", "experts", "attention", "full")
+
+
+@dataclass(frozen=True)
+class Loss:
+    """One thing that a target cannot express: what the plan has, what it gets instead, and the
+    share by which a step gets slower; None if that was not estimated."""
+
+    key: str
+    was: str
+    now: str
+    slower: float | None = None
+    left: bool = False  # to the user's program: nothing is lost, and nothing priced
+    too_large: bool = False
+
+    def text(self, title: str) -> str:
+        if self.left:
+            return f"{self.key}={self.was} is said in your own program, not in a file of {title}"
+        words = f"{title} has no {self.key}={self.was}: {self.now}"
+        if self.too_large:
+            return f"{words}, which does not fit"
+        if self.slower is None:
+            return words
+        if abs(self.slower) < 0.0005:
+            return f"{words}, as fast"
+        way = "slower" if self.slower > 0 else "faster"
+        return f"{words}, {abs(self.slower):.1%} {way}"
+
+
+class Expressed(NamedTuple):
+    """The nearest plan that a target can express, and how it differs."""
+
+    values: Values
+    losses: tuple[Loss, ...]
+
+
+class _Search:
+    """The plan as it is turned into what the target can express."""
+
+    def __init__(
+        self, target: Target, values: Values, model: tuple[str, dict[str, str], Shape], price: Price
+    ) -> None:
+        self.target, self.now, self.price = target, values, price
+        self.name, self.changes, self.shape = model
+        self.losses: list[Loss] = []
+        self.seconds = price(values)
+
+    def legal(self, changes: Values, any_batch: bool = False) -> Values | None:
+        """The plan with changes, the same sequences a step, and what follows from them; or a batch
+        of one microbatch a data rank."""
+        values = {**self.now, **changes}
+        if values["microbatches"] is not None:
+            before = self.now["replicate"] * self.now["shard"] * self.now["microbatches"]
+            dp = values["replicate"] * values["shard"]
+            if before % dp and not any_batch:
+                return None
+            values["microbatches"] = max(1, before // dp)
+        return settled(values, self.name, self.changes)
+
+    def take(self, key: str, was: Any, candidates: Iterable[Values], *, left: bool = False) -> None:
+        """Replace the plan by the best candidate."""
+        listed = list(candidates)
+        most = 1 if left or self.seconds is None else _MOST_PRICED
+        all_legal = ((each, found) for each in listed if (found := self.legal(each)) is not None)
+        legal = list(islice(all_legal, most))
+        for each in [] if legal else listed:
+            if (found := self.legal(each, any_batch=True)) is not None:
+                legal.append(({**each, "microbatches": found["microbatches"]}, found))
+        if not legal:
+            raise FivefoldError(
+                f"{self.target.title} has no {key}={was}, and nothing near it is a legal plan: "
+                "choose another layout or target"
+            )
+        if left or len(legal) == 1:
+            changes, found = legal[0]
+            seconds = None if left else self.price(found)
+        else:
+            priced = [(self.price(found), changes, found) for changes, found in legal]
+            seconds, changes, found = min(priced, key=lambda one: one[0] or float("inf"))
+        loss = Loss(key, str(was), _shown(changes), left=left)
+        if not left and self.seconds is not None:
+            share = None if seconds is None else seconds / self.seconds - 1
+            loss = replace(loss, slower=share, too_large=seconds is None)
+        self.losses.append(loss)
+        self.now = found
+        self.seconds = self.seconds if left else seconds or self.seconds
+
+
+def express(
+    target: Target, values: Values, model: tuple[str, dict[str, str], Shape], price: Price
+) -> Expressed:
+    """The nearest plan to these values (of `values_of`) that the target can express."""
+    search = _Search(target, values, model, price)
+    _axes(search)
+    _schedule(search)
+    for item in target.table:
+        _item(search, item)
+    for key, was, candidates in target.impossible(search.now, search.shape):
+        search.take(key, was, candidates)
+    _others(search)
+    return Expressed(search.now, tuple(search.losses))
+
+
+def _shown(changes: Values) -> str:
+    words = [f"{name}={value}" for name, value in changes.items() if value is not None]
+    return " ".join(words) or "it decides itself"
+
+
+def _axes(search: _Search) -> None:
+    """Degrees that the target has not: their ranks go to other axes."""
+    for axis in ("pp", "cp", "etp", "ep", "replicate", "tp"):
+        degree = search.now[axis]
+        if degree == 1 or axis in search.target.axes:
+            continue
+        search.take(axis, degree, _moved(search, axis, degree))
+
+
+def _moved(search: _Search, axis: str, degree: int) -> Iterator[Values]:
+    now, axes = search.now, search.target.axes
+    if axis == "etp":
+        yield {"etp": 1, "ep": now["ep"] * degree}
+        yield {"etp": 1}
+        yield {"etp": 1, "sp": True}
+        yield {"etp": 1, "ep": 1}
+        return
+    if axis == "ep":
+        yield {"ep": 1}
+        return
+    gone: Values = {axis: 1}
+    if axis == "pp":
+        gone |= {"schedule": "1f1b", "chunks": None, "stage_layers": None}
+    others = ("shard",) if axis == "replicate" else ("shard", "cp", "tp", "pp")
+    for other in others:
+        if other == axis or (other != "shard" and other not in axes):
+            continue
+        for stage in dict.fromkeys((now["zero"], 3)):
+            sharding = {"zero": stage} if stage != now["zero"] or axis != "pp" else {}
+            changed = {**gone, **sharding, other: now[other] * degree}
+            yield {**changed, "gather": None} if sharding else changed
+
+
+def _schedule(search: _Search) -> None:
+    """Another schedule with any number of chunks, its stages cut anew."""
+    now, known = search.now, search.target.schedules
+    if now["pp"] == 1 or now["schedule"] in known:
+        return
+
+    def candidates() -> Iterator[Values]:
+        for name in known:
+            found = family(name)
+            most = found.max_chunks or _MOST_CHUNKS_TRIED
+            for chunks in range(found.min_chunks, 1 + min(most, _MOST_CHUNKS_TRIED)):
+                yield {"schedule": name, "chunks": chunks, "stage_layers": None}
+
+    def distance(one: Values) -> tuple[bool, int]:
+        return one["chunks"] != now["chunks"], one["chunks"]
+
+    search.take("schedule", now["schedule"], sorted(candidates(), key=distance))
+
+
+def _item(search: _Search, item: Key | Choice) -> None:
+    """A value that the table does not list."""
+    listed = allowed(item, search.shape.moe is not None)
+    if listed is None:
+        return
+    ours = item.ours if isinstance(item, Choice) else (item.ours,)
+    values = search.target.outgoing(search.now, search.shape)
+    was = item.value(values) if isinstance(item, Choice) else values[item.ours]
+    if was is None or was in listed or any(name not in search.now for name in ours):
+        return
+    near = sorted(listed, key=lambda each: _distance(ours[0], was, each))
+    pairs = [item.as_values(each) if isinstance(item, Choice) else {ours[0]: each} for each in near]
+    if ours == ("number",):
+        gone = dict.fromkeys(("fp8_wgrad", "fp8_skip", "fp8_matmul"))
+        pairs = [each if "fp8" in each["number"] else {**each, **gone} for each in pairs]
+    shown = was if len(ours) == 1 else " ".join(str(each) for each in was if each is not None)
+    search.take("+".join(ours), shown, pairs)
+
+
+def _distance(key: str, was: Any, now: Any) -> float:
+    """How far a value is from the wanted one."""
+    if key == "zero":
+        return abs(was[0] - now[0]) + 0.1 * (was[0] > now[0])
+    if key == "recompute":
+        return abs(_amount(was) - _amount(now)) + 0.01 * len(str(now))
+    if key == "number":
+        same = str(was).split()[0] == str(now).split()[0]
+        return 0 if same else 1 + abs(_bytes(was) - _bytes(now))
+    return 0
+
+
+def _amount(rule: str) -> float:
+    """How much is recomputed, by the modules of the rule that has most."""
+    rules = StageRecompute.parse(rule).rules
+    most = max(rules, key=lambda one: (one.full, len(one.modules)))
+    if most.full:
+        return len(_RECOMPUTED) + most.blocks / 100
+    return sum(1.0 + 0.1 * _RECOMPUTED.index(module) for module in most.modules)
+
+
+def _bytes(number: str) -> float:
+    return PRECISIONS[number.split()[0]].itemsize
+
+
+def _others(search: _Search) -> None:
+    """Keys without a place in the table, or that the user's program says."""
+    target = search.target
+    has = {*ours_of(target.table), *target.axes, *target.covers, "schedule"}
+    usual = usual_values() | dict(target.always)
+    left = (*target.left, *_OF_PROGRAMS)
+    for key in [key for key in search.now if key not in has and key not in left]:
+        if search.now[key] != usual[key]:
+            _drop(search, key, search.now[key], usual)
+    for key in left:
+        if (was := search.now[key]) != usual[key]:
+            search.take(key, was, [_together(key, usual)], left=True)
+
+
+def _together(key: str, usual: Values) -> Values:
+    """A key and those that mean nothing without it, with their usual values."""
+    return {name: usual[name] for name in (key, *_TOGETHER.get(key, ()))}
+
+
+def _drop(search: _Search, key: str, was: Any, usual: Values) -> None:
+    changes = _together(key, usual)
+    again = search.legal(changes)
+    if again is not None and again[key] == was:
+        search.now = again  # it is what the plan gets anyway
+        return
+    candidates = [changes]
+    if key == "sp":  # experts across tp need it
+        tp = {"tp": 1, "etp": 1, "shard": search.now["shard"] * search.now["tp"]}
+        candidates += [{**changes, "ep": 1, "etp": 1}, {**changes, **tp}]
+    if key == "context":  # heads may be too few for it
+        now, alone = search.now, {**changes, "cp": 1}
+        candidates += [{**alone, axis: now[axis] * now["cp"]} for axis in ("shard", "tp")]
+    search.take(key, was, candidates)
