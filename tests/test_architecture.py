@@ -35,6 +35,7 @@ ARROWS = {
     "optim": {"core", "cost"},
     "data": {"core", "model"},
     "launch": {"core"},
+    "bridges": {"core"},
     "huggingface": {"core", "model"},
     "generate": {"core", "model", "parallel", "launch", "huggingface"},
     "serve": {"core", "generate", "launch"},
@@ -44,7 +45,7 @@ ARROWS = {
     "train": RUNTIME | {"planner", "records", "generate"},
     "api": {
         *("core", "cost", "planner", "records", "report", "data", "launch", "huggingface"),
-        *("generate", "serve", "verify", "rehearse", "train"),
+        *("generate", "serve", "verify", "rehearse", "train", "bridges"),
     },
     "verbs": {
         *("core", "cost", "planner", "score", "records", "report", "page", "data", "launch"),
@@ -58,13 +59,21 @@ ARROWS = {
     "__init__": {"api", "core"},  # only when a name is used
 }
 WITHOUT_TORCH = (
-    *("core", "cost", "planner", "score", "records", "report", "page"),
+    *("core", "cost", "planner", "score", "records", "report", "page", "bridges"),
     *("cli", "__main__", "__init__", "terminal", "completion"),
 )
 VERBS_WITHOUT_TORCH = (
     *("__init__", "options", "plan", "launch", "schedule", "score", "tokens", "observe"),
 )
-API_WITHOUT_TORCH = ("__init__", "checks", "jobs", "planning", "scheduling", "serving_plans")
+API_WITHOUT_TORCH = (
+    "__init__",
+    "bridging",
+    "checks",
+    "jobs",
+    "planning",
+    "scheduling",
+    "serving_plans",
+)
 # Of the five dimensions; they meet only in compose.
 ROOMS = ("data", "tensor", "pipeline", "context", "expert")
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
+from fivefold.api.bridging import target_or_options
 from fivefold.api.checks import above
 from fivefold.core import machine as machines
 from fivefold.core import models, tables
@@ -51,8 +52,8 @@ class HasPlan(Protocol):
 
 
 Model = str | Path | Mapping[str, Any] | Shape | Plan | PlanOptions | GivenJob | HasPlan
-"""A preset's name, the path of a config.json or plan.toml, a config as a table, a shape, a plan,
-or an answer that has a plan."""
+"""A preset's name, the path of a config.json, a plan.toml or another framework's file, a config as
+a table, a shape, a plan, or an answer that has a plan."""
 
 
 def given_job(model: Model, keys: Mapping[str, Any]) -> GivenJob:
@@ -72,6 +73,8 @@ def given_job(model: Model, keys: Mapping[str, Any]) -> GivenJob:
     if (gpus := changes.get("gpus")) is not None:
         above("gpus", gpus, 0)
     target, given = _target(model), frozenset({*asked, *changed})
+    if isinstance(target, str):
+        target = target_or_options(target, changes.get("gpus"), None)
     has_plan = not isinstance(target, str) or target.endswith(".toml")
     return GivenJob(options_from(target, changes), given, not has_plan and "layout" not in given)
 

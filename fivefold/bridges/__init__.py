@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import json
 import re
-
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,14 +28,17 @@ from fivefold.bridges.formats import (
     yaml_table,
 )
 from fivefold.bridges.job_values import Values, options_of, values_of
-from fivefold.bridges.key_table import Flat, read_keys, write_keys
+from fivefold.bridges.key_table import Flat, read_keys, same, write_keys
 from fivefold.bridges.megatron import MEGATRON, read_script, world_of_launch
+from fivefold.bridges.model_names import titan_of
 from fivefold.bridges.nanotron import NANOTRON
 from fivefold.bridges.nearest import Expressed, Loss, Price, express
 from fivefold.bridges.target import Sheet, Target, gpus_per_node
 from fivefold.bridges.torchtitan import TORCHTITAN, TORCHTITAN_MAIN
+from fivefold.core import models
 from fivefold.core.errors import BadFile, FivefoldError, UnknownName
 from fivefold.core.plan import Plan, PlanOptions
+from fivefold.core.shape import Shape
 
 TARGETS: dict[str, Target] = {
     each.name: each
@@ -94,18 +97,35 @@ def emit_plan(name: str, plan: Plan, price: Price = _unpriced) -> EmittedPlan:
     target, options = target_of(name), plan.options
     shape = replace(plan.shape, tuning=None)
     found = express(target, values_of(plan), (options.model, options.set, shape), price)
+    losses = (*found.losses, *_unsaid(target, shape))
     values = target.outgoing(found.values, shape)
     flat = {**target.model_keys(shape), **write_keys(target.table, values)}
     flat |= {key: each for key, each in target.more(shape, values).items() if key not in flat}
     nearest = options_of(found.values, options.model, options.set)
     lines = [f"{shape.name} on {nearest.layout} for {target.title}, planned by fivefold"]
-    lines += [loss.text(target.title) for loss in found.losses]
+    lines += [loss.text(target.title) for loss in losses]
     ours: dict[str, Any] = {"model": options.model}
     lines.append(f"fivefold: {json.dumps({**ours, 'set': options.set} if options.set else ours)}")
     sheet = Sheet(
         *(flat, found.values, shape, options.model, gpus_per_node(plan.machine), tuple(lines))
     )
-    return EmittedPlan(target, target.write(sheet), found.losses, nearest)
+    return EmittedPlan(target, target.write(sheet), losses, nearest)
+
+
+def _unsaid(target: Target, shape: Shape) -> Iterator[Loss]:
+    """What a file that describes its model leaves out of this one."""
+    if target in (TORCHTITAN, TORCHTITAN_MAIN) and titan_of(shape.name) is None:
+        yield Loss("model", shape.name, "register it there")
+    if target not in (MEGATRON, NANOTRON):
+        return
+    found = target.find_model(target.model_keys(shape)).model
+    if found is None:
+        yield Loss("model", shape.name, "the file names none")
+        return
+    described = models.load(found)
+    names = [each.name for each in fields(shape) if each.compare]
+    if other := [name for name in names if getattr(shape, name) != getattr(described, name)]:
+        yield Loss("model", "+".join(other), "", left=True)
 
 
 def is_foreign(path: str) -> bool:
@@ -153,7 +173,9 @@ def _parse(path: Path) -> tuple[str, Flat]:
         table = python_table(text, where)
         return text, read_overrides(text) if _is_bridge(table) else table
     megatron = read_script(text)
-    return text, megatron if "tensor-model-parallel-size" in megatron else _overrides(text, megatron)
+    return text, megatron if "tensor-model-parallel-size" in megatron else _overrides(
+        text, megatron
+    )
 
 
 def _overrides(text: str, megatron: Flat) -> Flat:
@@ -167,6 +189,7 @@ def _is_bridge(flat: Flat) -> bool:
 
 def _recognised(suffix: str, flat: Flat, text: str) -> Target | None:
     """Whose file this is, by its keys."""
+
     def has(*starts: str) -> bool:
         return any(key.startswith(starts) for key in flat)
 
@@ -197,7 +220,7 @@ def _read(
         raise BadFile(target.title, wrong)
     described = target.find_model(flat)
     ours = _ours(text)
-    name = model or ours.get("model") or described.model
+    name = model or _chosen_model(target, flat, ours, described.model)
     if name is None:
         raise FivefoldError(
             f"{target.title} says no model that is known here: add --model NAME, a preset or a "
@@ -205,14 +228,29 @@ def _read(
         )
     values, notes = complete(target, target.incoming(read, flat), gpus, launched)
     changes = dict(ours.get("set", {})) if name == ours.get("model") else {}
-    known = {*used, *described.used, *target.model_keys_read}
+    known = {*used, *described.used}
     unknown = [
         f"{key or 'the configuration'} = {value}"[:100]
         for key, value in flat.items()
-        if key not in known and not key.startswith((*target.neutral, "slurm.")) and value is not None
+        if key not in known
+        and not key.startswith((*target.neutral, "slurm."))
+        and value is not None
     ]
     options = options_of(values, name, changes)
     return ForeignPlan(target, options, tuple(unknown), (*described.notes, *notes))
+
+
+def _chosen_model(
+    target: Target, flat: Flat, ours: dict[str, Any], described: str | None
+) -> str | None:
+    """The model of our comment, unless the keys beside it have been changed since."""
+    named = ours.get("model")
+    if named is None or described is None:
+        return named or described
+    shape = models.with_overrides(models.load(named), ours.get("set", {}))
+    written = target.model_keys(shape)
+    changed = [key for key, value in written.items() if not same(flat.get(key), value)]
+    return described if changed else named
 
 
 def _ours(text: str) -> dict[str, Any]:
@@ -225,4 +263,12 @@ def _ours(text: str) -> dict[str, Any]:
     return table if isinstance(table.get("model", ""), str) else {}
 
 
-__all__ = ["TARGETS", "EmittedPlan", "Expressed", "ForeignPlan", "Loss", "emit_plan", "read_foreign"]
+__all__ = [
+    "TARGETS",
+    "EmittedPlan",
+    "Expressed",
+    "ForeignPlan",
+    "Loss",
+    "emit_plan",
+    "read_foreign",
+]

@@ -35,7 +35,13 @@ TABLE: Table = (
             "allgather": {f"{_P}cp_comm_strategy": "allgather"},
         },
     ),
-    Key(f"{_F}activation_checkpointing", "recompute", bool, {"full": True, "none": False}, usual="none"),
+    Key(
+        f"{_F}activation_checkpointing",
+        "recompute",
+        bool,
+        {"full": True, "none": False},
+        usual="none",
+    ),
     Choice(("offload",), {"none": {}, "cpu": {f"{_F}offload_params": True}}),
     Key("mixed_precision", "number", str, {"bf16": "bf16", "fp16": "fp16", "fp32": "no"}),
 )
@@ -118,7 +124,15 @@ ACCELERATE = Target(
     more=more,
     neutral=(
         *("compute_environment", "distributed_type", "main_", "machine_rank", "num_machines"),
-        *("debug", "downcast_bf16", "rdzv_backend", "same_network", "tpu_", "use_cpu", "enable_cpu"),
+        *(
+            "debug",
+            "downcast_bf16",
+            "rdzv_backend",
+            "same_network",
+            "tpu_",
+            "use_cpu",
+            "enable_cpu",
+        ),
         *("fsdp_config.fsdp_auto", "fsdp_config.fsdp_state", "fsdp_config.fsdp_transformer"),
         *("fsdp_config.fsdp_cpu_ram", "fsdp_config.fsdp_use_orig", "fsdp_config.fsdp_sync"),
     ),

@@ -176,8 +176,11 @@ def _literal(node: ast.expr) -> Any:
 # --- Shell
 
 
-_ASSIGNED = re.compile(r"(?:^|[\s;])(?:export\s+|local\s+)?([A-Za-z_]\w*)=((?:\"[^\"]*\"|'[^']*'|[^\s;\"'(])*)")
+_ASSIGNED = re.compile(
+    r"(?:^|[\s;])(?:export\s+|local\s+)?([A-Za-z_]\w*)=((?:\"[^\"]*\"|'[^']*'|[^\s;\"'(]|\$\(\([^()]*\)\))*)"
+)
 _VARIABLE = re.compile(r"\$\{(\w+)(?:\[@\])?(?::?-([^}]*))?\}|\$(\w+)")
+_SUM = re.compile(r"\$\(\(([^()]{1,80})\)\)")
 _SLURM = re.compile(r"^#SBATCH\s+(\S.*)$", re.MULTILINE)
 _SLURM_SHORT = {"-N": "--nodes", "-n": "--ntasks", "-G": "--gpus"}
 
@@ -192,18 +195,24 @@ def shell_words(text: str) -> tuple[list[str], dict[str, str]]:
     joined = re.sub(r"\\\r?\n", " ", text)
     joined = re.sub(r"(?m)(^|\s)#.*$", " ", joined)
     variables: dict[str, str] = {}
-    for name, value in _ASSIGNED.findall(joined):
+    for name, value in _ASSIGNED.findall(_SUM.sub(_joined, joined)):
         plain = value.strip("\"'")
         if "--" not in plain:
             variables[name] = _put_in(plain, variables)
+    joined = _SUM.sub(lambda found: _put_in(found[0], variables), joined)
     words = re.findall(r"(?:\"[^\"]*\"|'[^']*'|[^\s\"'])+", re.sub(r"\+?=\(", " ", joined))
     return [*_split(words, variables)], slurm
 
 
+def _joined(found: re.Match[str]) -> str:
+    """A sum without spaces, which would end a word."""
+    return re.sub(r"\s", "", found[0])
+
+
 def _split(words: list[str], variables: dict[str, str]) -> Iterator[str]:
     for word in words:
-        inner = re.sub(r"[\"']", "", word)
-        if " --" in inner or "\n" in inner or inner.startswith("--") and " " in inner:
+        inner = re.sub(r"^[A-Za-z_]\w*=(?=--)", "", re.sub(r"[\"']", "", word))
+        if " --" in inner or "\n" in inner or (inner.startswith("--") and " " in inner):
             yield from _split(inner.split(), variables)
         else:
             yield _put_in(inner.rstrip(");"), variables) if "|" not in inner else inner
@@ -230,18 +239,19 @@ def _put_in(text: str, variables: Mapping[str, str]) -> str:
         return found[0] if found[2] is None else found[2]
 
     done = _VARIABLE.sub(value_of, text)[:4096]
-    done = re.sub(r"\$\(\(\s*([\d\s*+]{1,80}?)\s*\)\)", lambda found: _computed(found[1]), done)
-    return done
+    return _SUM.sub(lambda found: _computed(found[1], variables), done)
 
 
-def _computed(text: str) -> str:
+def _computed(text: str, variables: Mapping[str, str]) -> str:
+    """A sum of products; as it is if it has anything else."""
     total = 0
     for part in text.split("+"):
         product = 1
         for factor in part.split("*"):
-            if not factor.strip().isdigit():
+            word = variables.get(factor.strip(), factor.strip())
+            if not re.fullmatch(r"\d{1,9}", word):
                 return f"$(({text}))"
-            product *= int(factor)
+            product *= int(word)
         total += product
     return str(total)
 

@@ -112,13 +112,14 @@ class Choice:
         """The entry with the most keys of those that the file has."""
         best: tuple[Any, Mapping[str, Any]] | None = None
         for value, entry in self.entries.items():
-            matches = all(_same(flat.get(name), theirs) for name, theirs in entry.items())
+            matches = all(same(flat.get(name), theirs) for name, theirs in entry.items())
             if matches and (best is None or len(entry) > len(best[1])):
                 best = value, entry
         return (None, {}) if best is None else best
 
 
-def _same(given: Any, theirs: Any) -> bool:
+def same(given: Any, theirs: Any) -> bool:
+    """Whether a file's value is this one, however it is written."""
     if given is None or theirs is None:
         return given is theirs
     if isinstance(theirs, (int, float)) and not isinstance(theirs, bool):

@@ -15,6 +15,7 @@ from typing import Any
 from fivefold.bridges.formats import options_of_words, shell_words
 from fivefold.bridges.job_values import Values
 from fivefold.bridges.key_table import Choice, Flat, Key, Spelling, Table
+from fivefold.bridges.megatron_model import find_model, model_arguments
 from fivefold.bridges.pipeline_layout import filled_stages, layout_text, parse_layout
 from fivefold.bridges.target import Impossible, Sheet, Target, with_batch
 from fivefold.core.errors import FivefoldError
@@ -107,7 +108,12 @@ FLAGS = frozenset(
         *("use-megatron-fsdp", "grad-reduce-in-bf16", "optimizer-cpu-offload", "swiglu"),
         *("overlap-grad-reduce", "overlap-param-gather", "group-query-attention", "qk-layernorm"),
         *("untie-embeddings-and-output-weights", "disable-bias-linear", "add-qkv-bias"),
-        *("multi-latent-attention", "use-mcore-models", "use-flash-attn", "no-masked-softmax-fusion"),
+        *(
+            "multi-latent-attention",
+            "use-mcore-models",
+            "use-flash-attn",
+            "no-masked-softmax-fusion",
+        ),
         *("moe-grouped-gemm", "moe-permute-fusion", "use-rope-scaling", "delay-wgrad-compute"),
         *("overlap-moe-expert-parallel-comm", "accumulate-allreduce-grads-in-fp32", "mock-data"),
         *("use-rotary-position-embeddings", "recompute-activations", "moe-router-pre-softmax"),
@@ -182,7 +188,10 @@ def more(_shape: Shape, values: Values) -> Flat:
     if values["lr_curve"] == "cosine":
         found["min-lr"] = values["lr"] / 10
     if values["lr_curve"] == "wsd":
-        found |= {"lr-wsd-decay-style": "linear", "lr-wsd-decay-iters": max(1, values["steps"] // 5)}
+        found |= {
+            "lr-wsd-decay-style": "linear",
+            "lr-wsd-decay-iters": max(1, values["steps"] // 5),
+        }
     if _shape.moe is not None:
         found |= {"moe-grouped-gemm": True, "moe-token-dispatcher-type": "alltoall"}
     return found
@@ -221,6 +230,7 @@ def read_script(text: str) -> Flat:
 
 def world_of_launch(flat: Flat) -> int | None:
     """Ranks by torchrun's options, or by Slurm's."""
+
     def number(*names: str) -> int | None:
         for name in names:
             found = re.search(r"(\d{1,6})\s*$", str(flat.get(name, "")))
@@ -250,5 +260,7 @@ MEGATRON = Target(
     outgoing=outgoing,
     incoming=incoming,
     more=more,
+    model_keys=model_arguments,
+    find_model=find_model,
     neutral=NEUTRAL,
 )

@@ -111,7 +111,9 @@ def find_model(flat: Flat) -> FoundModel:
     if not config.get("num_hidden_layers"):
         return FoundModel(None, used)
     family = "qwen2" if config.get("is_qwen2_config") else "llama"
-    kept = {key: config[key] for key in (*_CONFIG, "rope_scaling", "attention_bias") if key in config}
+    kept = {
+        key: config[key] for key in (*_CONFIG, "rope_scaling", "attention_bias") if key in config
+    }
     return FoundModel(models.config_text({"model_type": family, **kept}), used)
 
 

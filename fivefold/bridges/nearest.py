@@ -47,7 +47,8 @@ class Loss:
     def text(self, title: str) -> str:
         if self.left:
             return f"{self.key}={self.was} is said in your own program, not in a file of {title}"
-        words = f"{title} has no {self.key}={self.was}: {self.now}"
+        name = self.was if self.key == "schedule" else f"{self.key}={self.was}"
+        words = f"{title} has no {name}: {self.now}"
         if self.too_large:
             return f"{words}, which does not fit"
         if self.slower is None:
@@ -133,6 +134,11 @@ def express(
 
 
 def _shown(changes: Values) -> str:
+    """Changes in words."""
+    if changes.get("chunks"):
+        more = changes["chunks"] > 1
+        chunks = f" with {changes['chunks']} virtual stages a rank" if more else ""
+        return f"{changes['schedule']}{chunks}"
     words = [f"{name}={value}" for name, value in changes.items() if value is not None]
     return " ".join(words) or "it decides itself"
 

@@ -85,7 +85,6 @@ class Target:
     more: Callable[[Shape, Values], Flat] = _no_keys
     model_keys: Callable[[Shape], Flat] = lambda _shape: {}
     find_model: Callable[[Flat], FoundModel] = _no_model
-    model_keys_read: frozenset[str] = frozenset()
     neutral: tuple[str, ...] = ()
     comments: bool = True  # that its files can have
 

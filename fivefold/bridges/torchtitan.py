@@ -169,7 +169,9 @@ def incoming(values: Values, flat: Flat) -> Values:
         tokens = values.pop(theirs, None)
         if tokens is not None and tokens > 0:
             if tokens % seq:
-                raise FivefoldError(f"{tokens} tokens are no multiple of {seq}, the length of a row")
+                raise FivefoldError(
+                    f"{tokens} tokens are no multiple of {seq}, the length of a row"
+                )
             values[mine] = tokens // seq
     rows = values.pop("local_rows", None)
     size, count = values.pop("pipeline_rows", None), values.pop("pipeline_count", None)

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import typer
 
+from fivefold.api.bridging import target_or_options
 from fivefold.api.checks import above as above
 from fivefold.api.checks import asked_backend as asked_backend
 from fivefold.api.checks import checkpoint_step as checkpoint_step
@@ -29,6 +30,7 @@ from fivefold.core.layout import parse_zero
 from fivefold.core.plan import PlanOptions, options_from
 from fivefold.core.precision import PRECISIONS, plan_keys
 from fivefold.core.settings import parse_settings
+from fivefold.verbs.options import OF_BRIDGES as OF_BRIDGES
 from fivefold.verbs.options import SERVING as SERVING
 from fivefold.verbs.options import SHARED, TARGET
 from fivefold.verbs.options import BackendOption as BackendOption
@@ -77,7 +79,7 @@ def with_plan_options(
     def run(**given: Any) -> None:
         shared = {name: given.pop(name) for name in SHARED}
         grouped = {name: given.pop(name) for name in group[1]}
-        target = _options(look_up(given.pop("target")), shared)
+        target = _options(look_up(given.pop("target")), shared, grouped.get("model"))
         verb(target, **given, **({group[0]: grouped} if grouped else {}))
 
     keyword = inspect.Parameter.KEYWORD_ONLY
@@ -169,7 +171,7 @@ def only_with(command: typer.Context, option: str, allowed: Collection[str]) -> 
         raise FivefoldError(f"{word} has no effect with --{option}: leave one of them out")
 
 
-def _options(target: str, shared: dict[str, Any]) -> PlanOptions:
+def _options(target: str, shared: dict[str, Any], model: str | None) -> PlanOptions:
     """The command line as `PlanOptions`."""
     if shared["zero"] is not None:
         shared["zero"] = parse_zero(shared["zero"])
@@ -181,7 +183,7 @@ def _options(target: str, shared: dict[str, Any]) -> PlanOptions:
     twice = [key for key in settings.plan if shared.get(key) is not None]
     if twice:
         raise BadFile("--set", [f"{key} is given twice: leave one out" for key in twice])
-    return options_from(target, shared | settings.plan)
+    return options_from(target_or_options(target, shared["gpus"], model), shared | settings.plan)
 
 
 def _pairs(texts: list[str]) -> dict[str, str]:

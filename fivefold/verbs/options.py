@@ -17,7 +17,7 @@ from fivefold.core.splits import CONTEXT_KINDS
 TARGET = Annotated[
     str,
     typer.Argument(
-        help="Model preset, Hugging Face config.json, or plan.toml.",
+        help="Model preset, Hugging Face config.json, plan.toml, or another framework's file.",
         metavar="MODEL",
         autocompletion=starting_with(models.presets),
     ),
@@ -157,9 +157,13 @@ SERVING: dict[str, Any] = {
     "tpot": _option(float, "With --serve: most seconds between two tokens."),
     "kv": _option(str, "With --serve: format of the cache, bf16 or fp8 (default bf16)."),
     "emit": _option(
-        str, "Print the plan for another program: with --serve vllm, sglang or trtllm."
+        str,
+        "Print the plan for another program: megatron, bridge, torchtitan, torchtitan-main, "
+        "deepspeed, nanotron, accelerate, axolotl; with --serve vllm, sglang or trtllm.",
     ),
+    "model": _option(str, "The model of another framework's file, if that names none."),
 }
+OF_BRIDGES = ("emit", "model")  # that need no --serve
 StackOption = Annotated[
     str | None,
     typer.Option(help="Price other people's software: nemo, torchtitan, a file."),

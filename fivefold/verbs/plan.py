@@ -11,6 +11,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from fivefold import verbs
+from fivefold.api.bridging import (
+    emit,
+    emitted_answer,
+    foreign_answer,
+    foreign_plan,
+    is_foreign,
+)
 from fivefold.api.jobs import GivenJob
 from fivefold.api.planning import (
     PlannedJob,
@@ -88,14 +95,22 @@ def run(
         "ratio": tokens_per_parameter,
         "mfu": mfu,
         "as_json": as_json,
+        "emit": serving["emit"],
     }
     verbs.require_known(plan_options.machine)
     if serving["serve"]:
         _serve(plan_options, serving, options, command)
         return
-    if alone := [name for name in verbs.SERVING if serving[name] is not None]:
+    only = [name for name in verbs.SERVING if name not in verbs.OF_BRIDGES]
+    if alone := [name for name in only if serving[name] is not None]:
         raise FivefoldError(f"--{alone[0]} is for --serve: give both")
+    if serving["emit"] and (more := [name for name in _NOT_EMITTED if options[name]]):
+        word = more[0].replace("great_", "").replace("_", "-")
+        raise FivefoldError(f"--emit prints one plan: leave --{word} out")
     printed = _answer_of(plan_options, options, command)
+    read = foreign_plan(command.params["target"], plan_options.gpus, serving["model"])
+    if read is not None and not serving["emit"]:
+        printed = foreign_answer(read, printed)
     typer.echo(verbs.json_text(printed[0]) if as_json else "\n".join(printed[1]))
 
 
@@ -123,7 +138,9 @@ def _answer_of(
 def _given_job(plan_options: PlanOptions, command: typer.Context) -> GivenJob:
     """What the command line gives of a job."""
     set_options = {name for name, value in command.params.items() if value not in (None, False, [])}
-    is_open = "layout" not in set_options and not command.params["target"].endswith(".toml")
+    target: str = command.params["target"]
+    closed = target.endswith(".toml") or is_foreign(target)
+    is_open = "layout" not in set_options and not closed
     return GivenJob(plan_options, frozenset(set_options), is_open)
 
 
@@ -154,6 +171,7 @@ _OF_SERVING = (
     *("target", "layout", "machine", "gpus", "set", "precision", "headroom", "imbalance", "price"),
     *("output", "written", *verbs.SERVING),
 )
+_NOT_EMITTED = ("great_run", "textbook", "budget", "what_if", "compare", "sweep", "table")
 _OF_A_RUN = ("great_run", "stack", "headroom", "output", "written")
 _OF_A_BUDGET = ("target", "budget", "tokens_per_parameter", "mfu", "precision")
 _OF_A_TEXTBOOK = (
@@ -196,10 +214,23 @@ def _require_no_estimates(set_options: Collection[str]) -> None:
 
 
 def _written(found: PlannedJob | SearchedPlans, options: dict[str, Any]) -> Printed:
-    """An answer as JSON and lines; `-o` writes its plan."""
+    """An answer as JSON and lines; `-o` writes its plan, or what is emitted."""
+    if options["emit"] is not None:
+        return _emitted(found.plan, options)
     if (output := options["output"]) is not None:
         write_text(output, found.plan.to_toml(output.parent))
     return found.to_json(), [str(found)]
+
+
+def _emitted(chosen: Plan, options: dict[str, Any]) -> Printed:
+    """The plan for another framework; losses are comments in its file, or else said beside it."""
+    emitted = emit(chosen, options["emit"], options["how"], options["precision"])
+    if (output := options["output"]) is not None:
+        write_text(output, emitted.text)
+    if not emitted.target.comments and not options["as_json"]:
+        for line in emitted.lines:
+            verbs.warn(line)
+    return emitted_answer(emitted)
 
 
 def _given(job: GivenJob, options: dict[str, Any]) -> Printed:

@@ -1,0 +1,169 @@
+"""The arguments that describe a model to Megatron-LM, as a shape and back.
+
+A few things of a shape are fixed by the kind of model that `pretrain_gpt.py` trains; where a shape
+has something else, the arguments do not describe it, and its name in our comment does.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from fivefold.bridges.key_table import Flat, typed
+from fivefold.bridges.target import FoundModel
+from fivefold.core import models
+from fivefold.core.errors import FivefoldError
+from fivefold.core.shape import Mla, Moe, Shape
+
+_USUAL_VOCABULARY = 128_000  # for a file that leaves it to a tokenizer
+# Arguments, our keys and their types.
+_SIZES: tuple[tuple[str, str, type], ...] = (
+    ("num-layers", "layers", int),
+    ("hidden-size", "width", int),
+    ("ffn-hidden-size", "ffn", int),
+    ("num-attention-heads", "heads", int),
+    ("num-query-groups", "kv_heads", int),
+    ("kv-channels", "head_dim", int),
+    ("vocab-size", "vocab", int),
+    ("max-position-embeddings", "max_seq", int),
+    ("norm-epsilon", "norm_eps", float),
+    ("rotary-base", "rope_theta", float),
+    ("mtp-num-layers", "mtp", int),
+)
+_EXPERTS: tuple[tuple[str, str, type], ...] = (
+    ("num-experts", "experts", int),
+    ("moe-router-topk", "top_k", int),
+    ("moe-ffn-hidden-size", "ffn", int),
+    ("moe-shared-expert-intermediate-size", "shared_ffn", int),
+)
+_LATENTS: tuple[tuple[str, str, type], ...] = (
+    ("q-lora-rank", "q_rank", int),
+    ("kv-lora-rank", "kv_rank", int),
+    ("qk-head-dim", "nope_dim", int),
+    ("qk-pos-emb-head-dim", "rope_dim", int),
+    ("v-head-dim", "value_dim", int),
+)
+_ACTIVATIONS = {"swiglu": "swiglu", "squared-relu": "relu"}
+_POSITIONS = {"rope": "rotary", "learned_absolute": "learned", "none": "none", "yarn": "rotary"}
+_SWITCHES = (
+    *("group-query-attention", "swiglu", "squared-relu", "qk-layernorm", "add-qkv-bias"),
+    *("disable-bias-linear", "untie-embeddings-and-output-weights", "multi-latent-attention"),
+)
+_OTHERS = (
+    *("normalization", "position-embedding-type", "moe-layer-freq", "moe-router-score-function"),
+    *(
+        "padded-vocab-size",
+        "use-rope-scaling",
+        "rope-scaling-factor",
+        "rotary-percent",
+        "rope-type",
+    ),
+    *("use-rotary-position-embeddings", "mtp-loss-scaling-factor", "rotary-scaling-factor"),
+    *("moe-router-num-groups", "moe-router-group-topk", "moe-router-topk-scaling-factor"),
+    *("moe-router-load-balancing-type", "moe-aux-loss-coeff", "moe-router-pre-softmax"),
+    *("moe-router-enable-expert-bias", "make-vocab-size-divisible-by", "moe-router-dtype"),
+    *("moe-router-bias-update-rate", "mscale", "mscale-all-dim"),
+)
+KNOWN = frozenset([*(one[0] for one in (*_SIZES, *_EXPERTS, *_LATENTS)), *_SWITCHES, *_OTHERS])
+
+
+def model_arguments(shape: Shape) -> Flat:
+    """What the arguments can say of a model."""
+    found: Flat = {theirs: getattr(shape, ours) for theirs, ours, _ in _SIZES}
+    found |= {"mtp-num-layers": shape.mtp or None, "rotary-base": int(shape.rope_theta)}
+    found |= {"group-query-attention": shape.kv_heads != shape.heads}
+    found |= {"normalization": "RMSNorm" if shape.norm == "rms" else "LayerNorm"}
+    types = {"rotary": "rope", "learned": "learned_absolute"}
+    found["position-embedding-type"] = types.get(shape.positions, "none")
+    found |= {name: True for name, ours in _ACTIVATIONS.items() if shape.activation == ours}
+    found["qk-layernorm"] = shape.qk_norm != "none"
+    found["add-qkv-bias"] = shape.qkv_bias and not shape.mlp_bias
+    found["disable-bias-linear"] = not shape.mlp_bias
+    found["untie-embeddings-and-output-weights"] = not shape.tied
+    if shape.moe is not None:
+        found |= _expert_arguments(shape.moe, shape.layers)
+    if shape.mla is not None:
+        found |= {"multi-latent-attention": True, "num-query-groups": None, "kv-channels": None}
+        found |= {theirs: getattr(shape.mla, ours) for theirs, ours, _ in _LATENTS}
+        found["group-query-attention"] = False
+    return {name: each for name, each in found.items() if each not in (None, False)}
+
+
+def _expert_arguments(moe: Moe, layers: int) -> Flat:
+    found: Flat = {theirs: getattr(moe, ours) or None for theirs, ours, _ in _EXPERTS}
+    found["moe-router-score-function"] = moe.score
+    if moe.first_dense:
+        found["moe-layer-freq"] = f"([0]*{moe.first_dense}+[1]*{layers - moe.first_dense})"
+    elif moe.every > 1:
+        found["moe-layer-freq"] = f"([0]*{moe.every - 1}+[1]*1)*{layers // moe.every}"
+    return found
+
+
+def find_model(flat: Flat) -> FoundModel:
+    """The shape that the arguments describe, as a text; None without layers, width and heads."""
+    if any(flat.get(name) is None for name in ("num-layers", "hidden-size", "num-attention-heads")):
+        return FoundModel(None, KNOWN)
+    notes: list[str] = []
+    shape = _shape(flat, notes)
+    return FoundModel(models.to_text(shape), KNOWN, tuple(notes))
+
+
+def _numbers(flat: Flat, keys: tuple[tuple[str, str, type], ...]) -> dict[str, Any]:
+    given = [one for one in keys if flat.get(one[0]) is not None]
+    return {ours: typed(flat[theirs], kind, theirs) for theirs, ours, kind in given}
+
+
+def _shape(flat: Flat, notes: list[str]) -> Shape:
+    fields = _numbers(flat, _SIZES)
+    gated = bool(flat.get("swiglu"))
+    fields.setdefault("ffn", (8 * fields["width"] // 3 if gated else 4 * fields["width"]))
+    if not flat.get("group-query-attention") or "kv_heads" not in fields:
+        fields["kv_heads"] = fields["heads"]
+    fields.setdefault("head_dim", fields["width"] // max(1, fields["heads"]))
+    if "padded-vocab-size" in flat:
+        fields["vocab"] = typed(flat["padded-vocab-size"], int, "padded-vocab-size")
+    if "vocab" not in fields:
+        fields["vocab"] = _USUAL_VOCABULARY
+        assumed = f"planned with {_USUAL_VOCABULARY:,}; say --set vocab=N"
+        notes.append(f"the vocabulary is its tokenizer's: {assumed}")
+    fields.setdefault("max_seq", typed(flat.get("seq-length", 4096), int, "seq-length"))
+    biased = not flat.get("disable-bias-linear")
+    fields |= {"mlp_bias": biased, "out_bias": biased}
+    fields["qkv_bias"] = biased or bool(flat.get("add-qkv-bias"))
+    fields["norm"] = "rms" if flat.get("normalization") == "RMSNorm" else "layer"
+    fields["norm_bias"] = fields["norm"] == "layer"
+    chosen = [ours for theirs, ours in _ACTIVATIONS.items() if flat.get(theirs)]
+    fields["activation"] = chosen[0] if chosen else "gelu"
+    old = "rope" if flat.get("use-rotary-position-embeddings") else "learned_absolute"
+    kind = str(flat.get("position-embedding-type", old))
+    if kind not in _POSITIONS:
+        raise FivefoldError(
+            f"position-embedding-type = {kind}: known here are {', '.join(_POSITIONS)}"
+        )
+    fields["positions"] = _POSITIONS[kind]
+    fields["qk_norm"] = "head" if flat.get("qk-layernorm") else "none"
+    fields["tied"] = not flat.get("untie-embeddings-and-output-weights")
+    if flat.get("multi-latent-attention"):
+        mla = Mla(
+            **{"kv_rank": 32, "nope_dim": 128, "rope_dim": 64, "value_dim": 128}
+            | _numbers(flat, _LATENTS)
+        )
+        fields |= {"mla": mla, "head_dim": mla.nope_dim + mla.rope_dim, "qk_norm": "none"}
+        fields["kv_heads"] = fields["heads"]
+    if flat.get("num-experts") is not None:
+        fields["moe"] = _moe(flat, fields["ffn"])
+    return Shape(name="megatron", **fields)
+
+
+def _moe(flat: Flat, ffn: int) -> Moe:
+    numbers = {"top_k": 2, "ffn": ffn, **_numbers(flat, _EXPERTS)}
+    numbers["shared"] = 1 if numbers.get("shared_ffn") else 0
+    score = str(flat.get("moe-router-score-function", "softmax"))
+    text = str(flat.get("moe-layer-freq", "1")).replace(" ", "")
+    if found := re.fullmatch(r"\(?\[0\]\*(\d{1,4})\+\[1\]\*(\d{1,4})\)?(?:\*(\d{1,4}))?", text):
+        every = int(found[3] or 1) > 1
+        numbers |= {"every": int(found[1]) + 1} if every else {"first_dense": int(found[1])}
+    elif text.isdigit() and int(text) > 1:
+        numbers["every"] = int(text)
+    sigmoid = score == "sigmoid"
+    return Moe(**numbers, score="sigmoid" if sigmoid else "softmax", renormalise=sigmoid)

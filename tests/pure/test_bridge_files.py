@@ -1,0 +1,219 @@
+"""Files that people wrote for other frameworks: what is read of them, and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from fivefold.bridges import ForeignPlan, read_foreign
+from fivefold.bridges.pipeline_layout import filled_stages, layout_text, parse_layout
+from fivefold.cli import run
+from fivefold.core.errors import BadFile
+from fivefold.core.layout import Layout
+from fivefold.core.plan import resolve
+
+SLURM = """#!/bin/bash
+#SBATCH --nodes=4
+#SBATCH --gpus-per-node=8   # of one kind
+#SBATCH -J train
+export TP=${TP:-4}
+PP=2
+GPUS=8
+MODEL_ARGS=(
+    --num-layers 32 --hidden-size 4096  # of 8 B
+    --ffn-hidden-size 14336 --num-attention-heads 32
+    --group-query-attention --num-query-groups 8
+    --swiglu --normalization RMSNorm --disable-bias-linear
+    --position-embedding-type rope --rotary-base 500000
+    --untie-embeddings-and-output-weights --max-position-embeddings 8192
+)
+PARALLEL="--tensor-model-parallel-size $TP --pipeline-model-parallel-size ${PP} \\
+    --sequence-parallel --num-virtual-stages-per-pipeline-rank 2"
+srun torchrun --nproc-per-node $GPUS --nnodes $((2 * 2)) pretrain_gpt.py \\
+    ${MODEL_ARGS[@]} $PARALLEL --micro-batch-size 1 --global-batch-size 64 \\
+    --seq-length 4096 --bf16 --use-distributed-optimizer --lr 3e-4 \\
+    --invented-option 7 --recompute-granularity full --recompute-method uniform \\
+    --recompute-num-layers 1 --data-path corpus_text_document > log.txt
+"""
+NANOTRON = """
+general: {project: p, seed: 6}
+model:
+  dtype: bfloat16
+  model_config: {is_llama_config: true, hidden_size: 2048, intermediate_size: 11008,
+    num_attention_heads: 16, num_hidden_layers: 28, num_key_value_heads: 2, vocab_size: 128256,
+    max_position_embeddings: 4096, rms_norm_eps: 1.0e-05, tie_word_embeddings: true}
+optimizer: {zero_stage: 1, clip_grad: 1.0, weight_decay: 0.01, invented: 3}
+parallelism: {dp: 4, tp: 2, pp: 2, pp_engine: 1f1b, tp_mode: REDUCE_SCATTER}
+tokens: {micro_batch_size: 3, batch_accumulation_per_replica: 4, sequence_length: 4096,
+  train_steps: 2000}
+"""
+TITAN = """
+[job]
+dump_folder = "outputs"
+[model]
+name = "llama3"
+flavor = "8B"
+[training]
+local_batch_size = 1
+seq_len = 8192
+steps = 1000
+[parallelism]
+data_parallel_shard_degree = -1
+tensor_parallel_degree = 2
+[activation_checkpoint]
+mode = "selective"
+[optimizer]
+lr = 3e-4
+"""
+AXOLOTL = """
+base_model: meta-llama/Llama-3.1-8B
+dp_shard_size: 4
+dp_replicate_size: 2
+tensor_parallel_size: 2
+fsdp_version: 2
+fsdp_config: {offload_params: false, reshard_after_forward: true}
+sequence_len: 2048
+gradient_accumulation_steps: 1
+micro_batch_size: 1
+bf16: true
+learning_rate: 2e-6
+invented_key: yes
+"""
+
+
+def of_text(folder: Path, name: str, text: str, gpus: int | None = None) -> ForeignPlan:
+    path = folder / name
+    path.write_text(text, "utf-8")
+    return read_foreign(path, gpus)
+
+
+def test_a_slurm_script_around_megatron(tmp_path: Path) -> None:
+    found = of_text(tmp_path, "train.slurm", SLURM)
+    plan = resolve(found.options)
+    assert plan.layout.world == 32
+    assert str(plan.layout) == "dp=4 tp=4 pp=2"
+    assert plan.layout.zero == 1
+    assert (plan.options.schedule, plan.layout.chunks) == ("interleaved", 2)
+    assert plan.batch.sequences == 64
+    assert str(plan.recompute) == "full"
+    assert plan.options.train.lr == 3e-4
+    assert (plan.shape.layers, plan.shape.kv_heads, plan.shape.tied) == (32, 8, False)
+    assert found.unknown == ("invented-option = 7",)
+    assert "vocabulary" in found.notes[0]
+
+
+def test_files_of_other_frameworks(tmp_path: Path) -> None:
+    nanotron = of_text(tmp_path, "n.yaml", NANOTRON)
+    assert nanotron.options.layout == "dp=4 tp=2 pp=2"
+    assert nanotron.unknown == ("optimizer.invented = 3",)
+    assert resolve(nanotron.options).batch.sequences == 48
+    titan = of_text(tmp_path, "t.toml", TITAN, gpus=8)
+    assert (titan.options.layout, titan.options.zero) == ("dp=4 tp=2", 3)
+    assert titan.options.model == "llama-3.1-8b"
+    assert titan.unknown == ("activation_checkpoint.mode = selective",)
+    axolotl = of_text(tmp_path, "a.yml", AXOLOTL)
+    assert axolotl.options.layout == "dp=2x4 tp=2"
+    assert axolotl.options.model == "llama-3.1-8b"
+    assert axolotl.unknown == ("invented_key = True",)
+
+
+BAD = {
+    "more ranks than degrees": ("t.toml", TITAN.replace("= -1", "= 3"), 16, "must multiply"),
+    "a world that does not divide": ("t.toml", TITAN, 7, "no multiple of tp 2"),
+    "no number of GPUs": ("t.toml", TITAN, None, "--gpus N"),
+    "a negative degree": ("n.yaml", NANOTRON.replace("tp: 2", "tp: -2"), None, "at least 1"),
+    "a batch that does not multiply": (
+        *("s.sh", SLURM.replace("size 64", "size 63"), None, "not a multiple of"),
+    ),
+    "contradictory stages": (
+        "s.sh",
+        SLURM.replace("--bf16", '--bf16 --pipeline-model-parallel-layout "Et*16|t*16L"'),
+        *(None, "contradict"),
+    ),
+    "a YAML tag": ("n.yaml", NANOTRON + "x: !!python/object:os.system {}\n", None, "tag"),
+    "a YAML anchor": ("n.yaml", "a: &a [1, 1]\nb: [*a, *a]\n", None, "anchor"),
+    "nested YAML": ("n.yaml", "a: " + "[" * 60 + "]" * 60, None, "nested deeper"),
+    "bad YAML": ("n.yaml", "a: [1, 2", None, "not valid YAML"),
+    "10 MB": ("n.yaml", "#" * 10_000_000, None, "larger than 1 MB"),
+    "no known key": ("n.yaml", "hello: world\n", None, "no key of it is known"),
+    "a word for a number": ("n.yaml", NANOTRON.replace("tp: 2", "tp: two"), None, "whole number"),
+    "bad Python": ("p.py", "config.parallelism.x = (", None, "not valid Python"),
+    "two unknown values": (
+        *("n.yaml", NANOTRON.replace("1f1b", "2f2b"), None, "known here are 1f1b, afab"),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_files_are_refused_with_their_rule(case: str, tmp_path: Path) -> None:
+    name, text, gpus, rule = BAD[case]
+    with pytest.raises(BadFile, match=rule):
+        of_text(tmp_path, name, text, gpus)
+
+
+@pytest.mark.parametrize(
+    ("text", "layers"),
+    [
+        ("Et*3|(tt|)*29,m|L", (3, *[2] * 29, 0, 0)),
+        ("Ettt|tt|ttL", (3, 2, 2)),
+        ("E|t*4|L", (0, 4, 0)),
+        ("Et*2L", (2,)),
+    ],
+)
+def test_pipeline_layouts_of_megatron(text: str, layers: tuple[int, ...]) -> None:
+    found = parse_layout(text)
+    assert found.layers == layers
+    if 0 not in layers:
+        assert parse_layout(layout_text(layers, found.mtp)) == found
+    else:
+        filled = filled_stages(layers) if sum(layers) >= len(layers) else layers
+        assert sum(filled) == sum(layers) and 0 not in filled
+
+
+@pytest.mark.parametrize(
+    ("text", "rule"),
+    [
+        ("tt|ttL", "E must be there once"),
+        ("Ett|tt", "L must be there once"),
+        ("Et|m|tL", "MTP layers last"),
+        ("E(t|*2L", "close it"),
+        ("Et)L", "none opened"),
+        ("Etx|L", "'x' at 2"),
+        ("E*t|L", "no part of a layout"),
+        ("E(((t*9999)*9999)*9999)L", "write fewer"),
+        ("Et*0|L", "from 1 to"),
+    ],
+)
+def test_bad_pipeline_layouts_are_refused(text: str, rule: str) -> None:
+    with pytest.raises(BadFile, match=rule.replace("*", r"\*").replace("(", r"\(")):
+        parse_layout(text)
+
+
+def test_plan_reads_and_writes_on_the_command_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script, out = tmp_path / "train.sh", tmp_path / "titan.toml"
+    script.write_text(SLURM, "utf-8")
+    assert not run(["plan", str(script)])
+    assert "not known here, so not planned: invented-option = 7" in capsys.readouterr().out
+    assert not run(["plan", str(script), "--emit", "torchtitan", "-o", str(out)])
+    assert capsys.readouterr().out.rstrip() == out.read_text("utf-8").rstrip()
+    assert Layout.parse(read_foreign(out, 32).options.layout).world == 32
+
+
+@pytest.mark.parametrize(
+    ("words", "rule"),
+    [
+        (["--emit", "megatrn"], "did you mean megatron"),
+        (["--model", "llama-3-8b"], "for a file of another framework"),
+        (["--emit", "megatron", "--what-if", "seq=2x"], "leave --what-if out"),
+    ],
+)
+def test_bad_options_write_nothing(
+    words: list[str], rule: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out.sh"
+    assert run(["plan", "llama-3-8b", "--layout", "dp=2", "-o", str(out), *words]) == 2
+    assert rule in " ".join(capsys.readouterr().err.split())
+    assert not out.exists()
