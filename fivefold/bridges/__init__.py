@@ -257,10 +257,10 @@ def _ours(text: str) -> dict[str, Any]:
     """The model, as our own comment says it."""
     found = _OURS.search(text)
     try:
-        table = json.loads(found[1]) if found else {}
+        table: dict[str, Any] = json.loads(found[1]) if found else {}
     except ValueError:
         return {}
-    return table if isinstance(table.get("model", ""), str) else {}
+    return table if isinstance(table.get("model"), str) else {}
 
 
 __all__ = [

@@ -70,14 +70,21 @@ def incoming(values: Values, flat: Flat) -> Values:
 
 
 def impossible(values: Values, _shape: Shape) -> Iterator[Impossible]:
-    """cp, recomputation and offload are options of FSDP."""
-    if values["zero"] == 0 and values["offload"] != "none":
+    """Recomputation and offload are options of FSDP; replicas alone have neither tp nor cp."""
+    dp, zero = values["replicate"] * values["shard"], values["zero"]
+    split = max(values["tp"], values["cp"]) > 1
+    if zero == 0 and values["offload"] != "none":
         yield "offload", values["offload"], sharded_or_on_device()
-        return
-    for key, usual in (("cp", 1), ("recompute", "none")):
-        if values["zero"] == 0 and values[key] != usual and values["shard"] * values["cp"] > 1:
-            yield "zero", 0, [{"zero": 3, "gather": each} for each in ("step", "microbatch")]
-            return
+    elif zero == 0 and dp > 1 and split:
+        yield "zero", 0, sharded_or_on_device()[:-1]
+    elif zero == 0 and values["recompute"] != "none":
+        yield (
+            "recompute",
+            values["recompute"],
+            [*sharded_or_on_device()[:-1], {"recompute": "none"}],
+        )
+    elif zero and values["replicate"] > 1 and values["shard"] == 1 and split:
+        yield "replicate", values["replicate"], [{"replicate": 1, "shard": dp}]
 
 
 def sharded_or_on_device() -> list[Values]:

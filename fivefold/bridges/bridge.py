@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from typing import Any
+from typing import Any, cast
 
 from fivefold.bridges import megatron
 from fivefold.bridges.formats import options_of_words, python_table, shell_words
@@ -124,7 +124,7 @@ def read_script(text: str) -> Flat:
 def _listed(value: Any) -> Any:
     """A list as words between spaces."""
     if isinstance(value, list):
-        return " ".join(map(str, value))
+        return " ".join(map(str, cast("list[Any]", value)))
     text = str(value)
     if text.startswith("[") and text.endswith("]"):
         return text[1:-1].replace(",", " ").replace("'", "").replace('"', "")

@@ -90,7 +90,8 @@ def yaml_table(text: str, where: str) -> Nested:
         ) from error
     depth = 0
     try:
-        for event in yaml.parse(text, Loader=yaml.SafeLoader):
+        events: Iterator[Any] = cast(Any, yaml).parse(text, Loader=yaml.SafeLoader)
+        for event in events:
             if getattr(event, "anchor", None) or getattr(event, "tag", None):
                 rule = f"line {event.start_mark.line + 1} has a tag, an anchor or an alias"
                 raise BadFile(where, [f"{rule}: write the value itself"])
@@ -131,9 +132,10 @@ def yaml_text(table: Mapping[str, Any], depth: int = 0) -> str:
 def _yaml_scalar(value: Any) -> str:
     if isinstance(value, float) and "e" in (text := repr(value)) and "." not in text:
         return text.replace("e", ".0e")  # YAML 1.1 reads 1e-05 as a text
-    plain = isinstance(value, str) and re.fullmatch(r"[A-Za-z][\w./-]*", value)
-    if plain and value.lower() not in ("true", "false", "yes", "no", "on", "off", "null", "y", "n"):
-        return str(value)
+    word = value if isinstance(value, str) else ""
+    plain = re.fullmatch(r"[A-Za-z][\w./-]*", word)
+    if plain and word.lower() not in ("true", "false", "yes", "no", "on", "off", "null", "y", "n"):
+        return word
     return json.dumps(value)
 
 

@@ -94,8 +94,8 @@ def options_of(values: Values, model: str, changes: dict[str, str] | None = None
     """The plan that these values are; what is None is derived again."""
     layout = Layout(**{name: values[name] for name in (*DEGREES, "order")})
     precision, *rounded = cast(str, values["number"]).split()
-    fp8 = dict(zip(("fp8", "fp8_gradients"), rounded, strict=False))
-    given = {name: values[name] for name in (*_PLAIN, *_DERIVED, "schedule", "recompute")}
+    fp8: Values = dict(zip(("fp8", "fp8_gradients"), rounded, strict=False))
+    given: Values = {name: values[name] for name in (*_PLAIN, *_DERIVED, "schedule", "recompute")}
     if layout.pp == 1:
         given |= {"chunks": None, "stage_layers": None}
     return PlanOptions(

@@ -102,7 +102,7 @@ class Choice:
 
     def value(self, values: Values) -> Any:
         found = tuple(values[name] for name in self.ours)
-        return found if len(found) > 1 else found[0]
+        return found if len(self.ours) > 1 else next(iter(found))
 
     def as_values(self, value: Any) -> Values:
         found = value if len(self.ours) > 1 else (value,)

@@ -27,7 +27,17 @@ _MODULES = {"norm": "layernorm", "act": "moe_act", "mlp": "mlp", "experts": "moe
 _OPTIMIZERS = {"adamw": "adam", "sgd": "sgd", "muon": "muon"}
 CURVES = {"cosine": "cosine", "linear": "linear", "constant": "constant", "wsd": "WSD"}
 CONTEXTS = {"zigzag": "p2p", "allgather": "allgather", "ulysses": "a2a"}
-STAGES = Spelling(lambda value: value, lambda text: _stages_of(str(text)))
+
+
+def _as_it_is(text: Any) -> Any:
+    return text
+
+
+def _stages_of(text: Any) -> str:
+    return ",".join(map(str, filled_stages(parse_layout(str(text)).layers)))
+
+
+STAGES = Spelling(_as_it_is, _stages_of)
 
 
 def recompute_entries(prefix: str, dash: str) -> tuple[dict[str, Any], frozenset[str]]:
@@ -131,10 +141,6 @@ NEUTRAL = (
     *("error", "exclusive", "mem", "cpus-per-task", "container-", "attention-dropout"),
     *("hidden-dropout", "moe-permute-fusion", "max-restarts", "tee", "local-ranks-filter"),
 )
-
-
-def _stages_of(text: str) -> str:
-    return ",".join(map(str, filled_stages(parse_layout(text).layers)))
 
 
 def outgoing(values: Values, shape: Shape) -> Values:

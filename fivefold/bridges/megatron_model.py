@@ -156,7 +156,7 @@ def _shape(flat: Flat, notes: list[str]) -> Shape:
 
 
 def _moe(flat: Flat, ffn: int) -> Moe:
-    numbers = {"top_k": 2, "ffn": ffn, **_numbers(flat, _EXPERTS)}
+    numbers: dict[str, Any] = {"top_k": 2, "ffn": ffn, **_numbers(flat, _EXPERTS)}
     numbers["shared"] = 1 if numbers.get("shared_ffn") else 0
     score = str(flat.get("moe-router-score-function", "softmax"))
     text = str(flat.get("moe-layer-freq", "1")).replace(" ", "")

@@ -22,6 +22,7 @@ from fivefold.core.shape import Shape
 
 Price = Callable[[Values], float | None]
 _MOST_CHUNKS_TRIED = 8
+_MOST_RULES = 3  # of what is impossible together, one after another
 _MOST_PRICED = 12  # candidates, the nearest
 # Said by every program itself: which data, what it saves and what it logs.
 _OF_PROGRAMS = (
@@ -127,8 +128,10 @@ def express(
     _schedule(search)
     for item in target.table:
         _item(search, item)
-    for key, was, candidates in target.impossible(search.now, search.shape):
-        search.take(key, was, candidates)
+    for _ in range(_MOST_RULES):
+        for key, was, candidates in target.impossible(search.now, search.shape):
+            search.take(key, was, candidates)
+            break
     _others(search)
     return Expressed(search.now, tuple(search.losses))
 
