@@ -8,31 +8,36 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from fivefold.api.checks import above, asked_backend, one_of
 from fivefold.api.jobs import Model, given_job
+from fivefold.api.training_start import TrainStart, device_of, settings_of
 from fivefold.core import models
 from fivefold.core.errors import FivefoldError, RankLost, counted
 from fivefold.core.plan import Plan, PlanOptions, read, resolve
-from fivefold.core.precision import FORMATS, PRECISIONS
+from fivefold.core.precision import FORMATS
 from fivefold.core.recipe import Recipe
 from fivefold.launch.launcher import LauncherEnvironment, read_environment, refit, require_trainable
 from fivefold.records import PlannedStep, StepRecord, Summary
 from fivefold.records.run_folder import PLAN, RunFolder, mend, run_folder
+from fivefold.records.run_owner import own_run
 from fivefold.report.training_text import head, step_line, summary_text, tail
 
 if TYPE_CHECKING:
     from fivefold.data.mixture import Source
-    from fivefold.launch.backend import Backend, RankDevice
+    from fivefold.launch.backend import RankDevice
     from fivefold.train import Check, MeasuredRun, SampleText, Shortage, TrainSettings
 
 _MOST_RANKS = 64  # processes on one machine
 _DEVICES = ("auto", "cpu", "cuda")
 _PATIENCE = 600.0  # seconds: the watchdogs of the ranks find a hang long before
+_OWNER_SECONDS = 2.0  # in which the ranks of a launcher that was killed end
+_RESTART_SECONDS = 30.0  # in which a cluster's launcher ends the ranks before it starts others
 
 
 @dataclass(frozen=True)
@@ -158,7 +163,7 @@ def train(
     if launched is not None and folder is None:
         raise FivefoldError("name the run folder, which all hosts share, with --out")
     plan = runnable(_same_batch(options, folder, resume), launched)
-    start = _Start(plan, dtype, device, asked, folder, resume, until, check, deterministic)
+    start = TrainStart(plan, dtype, device, asked, folder, resume, until, check, deterministic)
     told: OnReport = on_progress or (lambda _: None)
     return _join(start, launched, told) if launched else _fork(start, told)
 
@@ -192,70 +197,11 @@ def runnable(options: PlanOptions, launched: LauncherEnvironment | None = None) 
 
 
 @dataclass(frozen=True)
-class _Start:
-    """What one start of a run was given."""
-
-    plan: Plan
-    dtype: str | None
-    device: str
-    backend: Backend | None
-    out: Path | None
-    resume: bool
-    until: int | None
-    check: bool
-    deterministic: bool
-
-
-@dataclass(frozen=True)
 class _Begun:
     """A run whose folder is there: its files, and what it reads."""
 
     files: RunFolder
     corpus: str
-
-
-def _device(start: _Start, launched: LauncherEnvironment | None) -> RankDevice:
-    """The device of the first rank, or of this one, and the backend of all; refused if these ranks
-    cannot have it."""
-    from fivefold.launch.backend import (
-        NcclLibrary,
-        available_device,
-        choose_backend,
-        forked_device,
-        launched_device,
-        num_gpus,
-    )
-
-    gpus, nccl = num_gpus(), NcclLibrary.here()
-    device = available_device(start.device, gpus)
-    if launched is not None:
-        return launched_device(device, start.backend, launched, gpus, nccl)
-    world = start.plan.layout.world
-    backend = choose_backend(start.backend, device, world, gpus, nccl)
-    return forked_device(device, backend, 0, world)
-
-
-def _settings(start: _Start, folder: Path, rank: RankDevice) -> TrainSettings:
-    """How the ranks train: their device, their dtype, and what the plan expects of a step."""
-    from fivefold.train import TrainSettings, estimate_of
-
-    plan, device = start.plan, rank.device.type
-    dtype = start.dtype or PRECISIONS[plan.precision].dtype
-    if start.dtype is None and device == "cpu" and dtype == "bfloat16":
-        dtype = "float32"  # CPUs are slow at bfloat16, which is the default of every plan
-    estimate = estimate_of(plan, plan.options.train)
-    return TrainSettings(
-        recipe=plan.options.train,
-        dtype=cast("Any", dtype),
-        device=cast("Any", device),
-        backend=rank.backend,
-        folder=folder,
-        resume=start.resume,
-        until=start.until,
-        planned=None if estimate is None else PlannedStep.of(estimate),
-        check=start.check,
-        deterministic=start.deterministic,
-    )
 
 
 class _Records:
@@ -271,7 +217,7 @@ class _Records:
         self.on_report(report)
 
 
-def _begin(start: _Start, plan: Plan, settings: TrainSettings, told: OnReport) -> _Begun:
+def _begin(start: TrainStart, plan: Plan, settings: TrainSettings, told: OnReport) -> _Begun:
     """Make the run folder, and tell what is about to run."""
     from fivefold.train import check_resume, checked_source, keep_tokenizer
 
@@ -288,15 +234,22 @@ def _begin(start: _Start, plan: Plan, settings: TrainSettings, told: OnReport) -
     return _Begun(run_files, corpus)
 
 
-def _fork(start: _Start, told: OnReport) -> TrainedRun:
+def _fork(start: TrainStart, told: OnReport) -> TrainedRun:
     """Train on ranks of this machine."""
+    rank = device_of(start, None)
+    plan = _noted(start.plan, rank)
+    folder = start.out or run_folder(Path("runs"), plan.shape.name, start.resume)
+    with own_run(folder, _OWNER_SECONDS) as ticket:
+        settings = replace(settings_of(start, folder, rank), ticket=ticket)
+        return _forked(start, plan, settings, told)
+
+
+def _forked(start: TrainStart, plan: Plan, settings: TrainSettings, told: OnReport) -> TrainedRun:
+    """Train in a folder that this process owns."""
     from fivefold.launch.processes import Pool
     from fivefold.train import compare_with_plan, num_processes, train
 
-    began, rank = time.perf_counter(), _device(start, None)
-    plan = _noted(start.plan, rank)
-    folder = start.out or run_folder(Path("runs"), plan.shape.name, start.resume)
-    settings = _settings(start, folder, rank)
+    began = time.perf_counter()
     begun, records = _begin(start, plan, settings, told), _Records(told)
     try:
         with Pool(num_processes(plan, settings), _PATIENCE, forwards_stop=True) as pool:
@@ -313,7 +266,7 @@ def _fork(start: _Start, told: OnReport) -> TrainedRun:
         summary = begun.files.summarize()
     return TrainedRun(
         plan,
-        folder,
+        begun.files.path,
         settings.dtype,
         begun.corpus,
         tuple(records.found),
@@ -325,15 +278,29 @@ def _fork(start: _Start, told: OnReport) -> TrainedRun:
     )
 
 
-def _join(start: _Start, launched: LauncherEnvironment, told: OnReport) -> TrainedRun:
-    """Be one rank of a job that a launcher has started."""
+def _join(start: TrainStart, launched: LauncherEnvironment, told: OnReport) -> TrainedRun:
+    """Be one rank of a job that a launcher has started; the first one owns the run."""
+    rank = device_of(start, launched)
+    assert start.out is not None
+    owner = own_run(start.out, _RESTART_SECONDS) if launched.rank == 0 else nullcontext()
+    with owner as ticket:
+        settings = replace(settings_of(start, start.out, rank), ticket=ticket)
+        return _joined(start, launched, rank, settings, told)
+
+
+def _joined(
+    start: TrainStart,
+    launched: LauncherEnvironment,
+    rank: RankDevice,
+    settings: TrainSettings,
+    told: OnReport,
+) -> TrainedRun:
     from fivefold.launch.worker import joined_worker
     from fivefold.train import run_rank
 
-    began, rank, first = time.perf_counter(), _device(start, launched), launched.rank == 0
+    began, first = time.perf_counter(), launched.rank == 0
     plan = _noted(start.plan, rank)
-    assert start.out is not None
-    settings = _settings(start, start.out, rank)
+    assert settings.folder is not None
     # The others open the folder after they have joined this rank.
     begun = _begin(start, plan, settings, told) if first else None
     records = _Records(told if first else _warnings(told))
@@ -345,7 +312,7 @@ def _join(start: _Start, launched: LauncherEnvironment, told: OnReport) -> Train
         raise
     return TrainedRun(
         plan,
-        start.out,
+        settings.folder,
         settings.dtype,
         "" if begun is None else begun.corpus,
         tuple(records.found),

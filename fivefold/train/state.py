@@ -22,6 +22,7 @@ from fivefold.optim.optimizer import LossScale, Updater
 from fivefold.parallel.balance import positions_of
 from fivefold.parallel.compose import Job
 from fivefold.records import PlannedStep
+from fivefold.records.run_owner import RunTicket
 from fivefold.train.checkpoint import Facts
 
 _COMPARED = 256  # steps whose traffic is compared with the plan
@@ -45,6 +46,7 @@ class TrainSettings:
     planned: PlannedStep | None = None
     check: bool = False
     deterministic: bool = False
+    ticket: RunTicket | None = None  # of the rank that publishes
 
     @property
     def last_step(self) -> int:

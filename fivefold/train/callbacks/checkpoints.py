@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
 
@@ -53,7 +54,10 @@ class CheckpointCallback(Callback):
             group = None if alone else dist.new_group(backend="gloo", timeout=_TIMEOUT)
             recipe, device = settings.recipe, self.job.mesh.device
             where = folder.path / CHECKPOINTS
-            self.checkpoints = Checkpoints(where, recipe.keep, group, device, recipe.keep_best)
+            fence = nullcontext if settings.ticket is None else settings.ticket.publishing
+            self.checkpoints = Checkpoints(
+                where, recipe.keep, group, device, recipe.keep_best, fence
+            )
 
     def load(self) -> None:
         """Continue from the newest good checkpoint, if the run resumes and there is one."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from threading import Thread
@@ -23,6 +23,7 @@ from fivefold.core.boxes import whole_box
 from fivefold.core.errors import BadFile, FivefoldError, UnknownName, bullets
 from fivefold.core.tuning import ADAPTER
 from fivefold.optim.optimizer import StateInMemory
+from fivefold.records.run_owner import TAKEN_OVER
 from fivefold.train.checkpoint import folders
 from fivefold.train.checkpoint.folders import (
     Damaged,
@@ -33,7 +34,13 @@ from fivefold.train.checkpoint.folders import (
     published,
     verified_manifest,
 )
-from fivefold.train.checkpoint.ranks import CannotSave, CheckpointRanks, RanksFailed, reason_of
+from fivefold.train.checkpoint.ranks import (
+    CannotSave,
+    CheckpointRanks,
+    RanksFailed,
+    RunTakenOver,
+    reason_of,
+)
 from fivefold.train.checkpoint.snapshot import BoxSource, HostCopies
 from fivefold.train.checkpoint.storage import (
     MODEL,
@@ -41,6 +48,7 @@ from fivefold.train.checkpoint.storage import (
     BoxReads,
     CheckpointTensor,
     CheckpointWriter,
+    Fence,
     StoredTensors,
     write_item,
 )
@@ -51,6 +59,7 @@ __all__ = [
     "Checkpoints",
     "Facts",
     "Reader",
+    "RunTakenOver",
     "latest",
     "published",
     "write_checkpoint",
@@ -69,13 +78,15 @@ class Checkpoints:
         group: dist.ProcessGroup | None,
         device: torch.device | None = None,
         judged_by: str = "",
+        fence: Fence = nullcontext,
     ) -> None:
         """`group` has all ranks, moves tensors of the host and serves nothing else. Its timeout
         must be as long as a rank may take to write. None: there is one rank. `device` is the one of
-        this rank. `judged_by` names the evaluation set whose best checkpoint stays.
+        this rank. `judged_by` names the evaluation set whose best checkpoint stays. Checkpoints are
+        published and removed inside of the `fence` only.
         """
         assert keep >= 1, "the newest one always stays"
-        self.folder, self._ranks = folder, CheckpointRanks(group)
+        self.folder, self._ranks, self._fence = folder, CheckpointRanks(group), fence
         self.kept = KeptCheckpoints(keep, judged_by)
         self.device = device or torch.device("cpu")
         self._writer: CheckpointWriter | None = None
@@ -111,12 +122,13 @@ class Checkpoints:
             self.wait()
 
     def wait(self) -> None:
-        """Wait until nothing is being written; raises `CannotSave` if the last save failed."""
+        """Wait until nothing is being written; raises `CannotSave` if the last save failed, or
+        `RunTakenOver` if no save can be good any more."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
         if (failure := self.failure()) is not None:
-            raise CannotSave(failure)
+            raise (RunTakenOver if TAKEN_OVER in failure else CannotSave)(failure)
 
     def failure(self) -> str | None:
         """Why the last save failed, returned once; None while it is being written or if it is good.
@@ -185,17 +197,20 @@ class Checkpoints:
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)  # a thread begins on device 0
         try:
-            self._writer.write(self.folder, facts, reads, self.kept)
+            self._writer.write(self.folder, facts, reads, self.kept, self._fence)
             self._newest = facts.step
         except Exception as error:
             self._failure = self._explain(facts.step, reason_of(error))
-            if self._ranks.rank == 0:  # the incomplete checkpoint may be what fills the disk
+            if self._ranks.rank == 0 and TAKEN_OVER not in self._failure:
+                # The incomplete checkpoint may be what fills the disk.
                 part = self.folder / (folders.name_of(facts.step) + folders.PART)
                 shutil.rmtree(part, ignore_errors=True)
 
     def _explain(self, step: int, reason: str) -> str:
         found = folders.published(self.folder)
         last = f"{found[-1].name} stays the newest" if found else "there is none before it"
+        if TAKEN_OVER in reason:
+            return f"the checkpoint of step {step} was not written: {reason}"
         return (
             f"the checkpoint of step {step} was not written: {reason}; {last}. "
             "Make room on that disk, or see to it: the next save tries again"

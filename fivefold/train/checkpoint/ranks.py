@@ -19,6 +19,10 @@ class CannotSave(FivefoldError):
     """A checkpoint that was not written; those before it are untouched."""
 
 
+class RunTakenOver(FivefoldError):
+    """Another start owns the run: nothing of this one is published any more."""
+
+
 class RankFailure(Exception):
     """An error whose text is ready for the user: first the file, then what is wrong with it."""
 

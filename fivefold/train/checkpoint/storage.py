@@ -25,7 +25,7 @@ from __future__ import annotations
 import io
 import os
 from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 from pathlib import Path
@@ -214,6 +214,10 @@ BoxReads = Mapping[MetadataIndex, Callable[[], Tensor]]
 """For each box, a function that returns its values."""
 
 
+Fence = Callable[[], AbstractContextManager[None]]
+"""A block in which the folder is surely that of this run; raises if it is another's."""
+
+
 class _WrittenFiles(NamedTuple):
     """The files that one rank has written."""
 
@@ -303,15 +307,28 @@ class CheckpointWriter:
         rounds = zip_longest(*(file.items for file in self._files))
         return [item.index for each in rounds for item in each if item is not None]
 
-    def write(self, folder: Path, facts: Facts, reads: BoxReads, kept: KeptCheckpoints) -> None:
-        """Write a checkpoint, publish it, and remove older ones."""
-        part = self.ranks.on_first(lambda: folders.begin(folder, facts.step))
+    def write(
+        self,
+        folder: Path,
+        facts: Facts,
+        reads: BoxReads,
+        kept: KeptCheckpoints,
+        fence: Fence = nullcontext,
+    ) -> None:
+        """Write a checkpoint, publish it, and remove older ones, inside of the fence."""
+
+        def begin() -> Path:
+            with fence():
+                return folders.begin(folder, facts.step)
+
+        part = self.ranks.on_first(begin)
         self._writer.begin(part)
 
         def finish(written: list[_WrittenFiles]) -> list[None]:
             self._write_manifest(part, facts, written)
-            folders.publish(part)
-            folders.remove_old(folder, facts.step, kept)
+            with fence():
+                folders.publish(part)
+                folders.remove_old(folder, facts.step, kept)
             return [None] * self.ranks.size
 
         self.ranks.exchange(lambda: self._write_boxes(reads), finish)
