@@ -38,6 +38,7 @@ from fivefold.core.errors import RankLost
 from fivefold.launch.backend import RankDevice, require_forkable
 from fivefold.launch.backend import num_gpus as num_gpus  # whoever forks GPU ranks counts them
 from fivefold.launch.hang import diverged
+from fivefold.launch.rank_pipe import RankPipe
 from fivefold.launch.temporary import TemporaryFolder
 from fivefold.launch.watchdog import read_positions
 from fivefold.launch.worker import FolderBoard, StopRequest, Worker
@@ -349,24 +350,21 @@ def _serve(
     loopback = next((name for name in ("lo", "lo0") if name in names), names[0])
     os.environ["GLOO_SOCKET_IFNAME"] = loopback
 
-    lock = threading.Lock()  # the watchdog thread sends too
-
-    def send(kind: str, value: object) -> None:
-        with lock:
-            pipe.send_bytes(pickle.dumps((kind, value), protocol=5))
-
+    says = RankPipe(pipe)
     while True:
         try:
             function, args, meeting = pickle.loads(pipe.recv_bytes())
         except EOFError:
+            says.close()
             return
         try:
-            answer = ("done", function(Worker(rank, meeting, send, stop), *args))
+            answer = ("done", function(Worker(rank, meeting, says.send, stop), *args))
         except Exception as error:
             frames = "".join(traceback.format_exception(error, limit=-4)).rstrip()  # the innermost
             answer = ("raised", f"{type(error).__name__}: {error}\n{frames}")
         gc.collect()  # modules with hooks are in cycles and keep process groups and threads alive
-        send(*answer)
+        says.send(*answer)
+        says.flush()
 
 
 def _die_with(parent: int) -> None:

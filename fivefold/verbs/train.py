@@ -6,7 +6,6 @@ On one machine it forks the ranks itself; under torchrun, Slurm or Kubernetes it
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -21,6 +20,7 @@ from fivefold.core.plan import PlanOptions
 from fivefold.core.precision import FORMATS
 from fivefold.launch.launcher import read_environment
 from fivefold.records import Pace, StepRecord
+from fivefold.report.line_printer import LinePrinter
 from fivefold.report.training_text import out_of_memory, step_line
 from fivefold.verbs import (
     BackendOption,
@@ -80,9 +80,12 @@ def run(
 def _train(job: GivenJob, chosen: dict[str, Any], as_json: bool) -> int:
     """Train and print; the exit code."""
     alone = read_environment(os.environ) is None
-    reporter = _Reporter((lambda line: None) if as_json and alone else typer.echo)
+    reporter = _Reporter(quiet=as_json and alone)
     try:
-        found = train(job, **chosen, on_progress=reporter.report)
+        try:
+            found = train(job, **chosen, on_progress=reporter.report)
+        finally:
+            reporter.printer.close()
     except RankLost as lost:
         if as_json:
             table = {"passed": False, "error": lost.reason, "rank": lost.rank}
@@ -97,10 +100,20 @@ def _train(job: GivenJob, chosen: dict[str, Any], as_json: bool) -> int:
 
 
 class _Reporter:
-    """Prints every step when it is over."""
+    """Prints every step when it is over. Once ranks run, a thread prints: nobody waits for it."""
 
-    def __init__(self, print_line: Callable[[str], None]) -> None:
-        self.print_line, self.pace, self.steps = print_line, Pace(), 0
+    def __init__(self, quiet: bool) -> None:
+        self.quiet, self.pace, self.steps = quiet, Pace(), 0
+        self.printer = LinePrinter(lambda line, err: typer.echo(line, err=err))
+        self.started = False
+
+    def print_line(self, line: str, err: bool = False) -> None:
+        if self.quiet and not err:
+            return
+        if self.started:
+            self.printer.print_line(line, err)
+        else:
+            typer.echo(line, err=err)  # a thread would be forked with the ranks
 
     def report(self, report: Any) -> None:
         from fivefold.train import SampleText
@@ -108,16 +121,17 @@ class _Reporter:
         if isinstance(report, StartedRun):
             self.steps = report.recipe.steps
             self.print_line(str(report))
+            self.started = True
         elif isinstance(report, StepRecord):
             self.print_line(step_line(report, self.steps, self.pace.eta(report, self.steps)))
         elif isinstance(report, SampleText):
             self.print_line(str(report))
         elif isinstance(report, str):
-            typer.echo(f"fivefold: {report}", err=True)
+            self.print_line(f"fivefold: {report}", err=True)
         else:
             words: dict[str, Any] = {
                 **asdict(report),
                 "where": f"{report.where} of rank {report.rank}",
             }
             words.pop("rank")
-            typer.echo(f"fivefold: {out_of_memory(**words)}", err=True)
+            self.print_line(f"fivefold: {out_of_memory(**words)}", err=True)

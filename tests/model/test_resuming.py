@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from contextlib import nullcontext
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -76,6 +77,7 @@ def test_a_resume_keeps_the_rows_unless_others_are_given(
         seen.append(plan)
         raise RankLost(0, "build", "was asked to")
 
+    monkeypatch.setattr("fivefold.launch.processes.Pool", lambda *_, **__: nullcontext())
     monkeypatch.setattr(import_module("fivefold.train"), "train", lost)
     told: list[Any] = []
     for more in ({}, {"seq": 32}):

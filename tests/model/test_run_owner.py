@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import nullcontext
 from importlib import import_module
 from pathlib import Path
 
@@ -124,6 +125,7 @@ def test_two_trainings_of_one_run_are_refused(
     def second(*_: object) -> None:
         train("tiny", layout="dp=1", **given)
 
+    monkeypatch.setattr("fivefold.launch.processes.Pool", lambda *_, **__: nullcontext())
     monkeypatch.setattr(import_module("fivefold.train"), "train", second)
     with pytest.raises(FivefoldError, match=rf"is being trained by process {os.getpid()} "):
         train("tiny", layout="dp=1", **given)
