@@ -34,7 +34,7 @@ from typing import Any
 
 import torch
 
-from fivefold.core.errors import RankLost
+from fivefold.core.errors import FivefoldError, RankLost
 from fivefold.launch.backend import RankDevice, require_forkable
 from fivefold.launch.backend import num_gpus as num_gpus  # whoever forks GPU ranks counts them
 from fivefold.launch.hang import diverged
@@ -361,7 +361,9 @@ def _serve(
             answer = ("done", function(Worker(rank, meeting, says.send, stop), *args))
         except Exception as error:
             frames = "".join(traceback.format_exception(error, limit=-4)).rstrip()  # the innermost
-            answer = ("raised", f"{type(error).__name__}: {error}\n{frames}")
+            said = f"{type(error).__name__}: {error}"
+            # What a user did wrong needs no frames.
+            answer = ("raised", said if isinstance(error, FivefoldError) else f"{said}\n{frames}")
         gc.collect()  # modules with hooks are in cycles and keep process groups and threads alive
         says.send(*answer)
         says.flush()

@@ -5,12 +5,30 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import torch
+
 from fivefold.core.corpora import moved_corpora
 from fivefold.core.errors import FivefoldError
 from fivefold.core.plan import Plan, read, resolve
+from fivefold.core.recipe import OPTIMIZERS
+from fivefold.core.weights import buffers, weights
+from fivefold.optim.optimizer import StateInMemory
 from fivefold.records.run_folder import CHECKPOINTS, PLAN
-from fivefold.train.checkpoint import published
-from fivefold.train.checkpoint.folders import Damaged, Manifest, newer_format, verified_manifest
+from fivefold.train.checkpoint import (
+    CheckpointTensor,
+    published,
+    require_same_tensors,
+    require_seed,
+)
+from fivefold.train.checkpoint.folders import (
+    METADATA,
+    Damaged,
+    Manifest,
+    newer_format,
+    problems_of,
+    verified_manifest,
+)
+from fivefold.train.checkpoint.storage import MODEL, OPTIM, StoredTensors
 from fivefold.train.state import TrainSettings
 
 
@@ -21,20 +39,42 @@ def check_resume(plan: Plan, settings: TrainSettings) -> list[str]:
     found = _newest(settings.folder)
     if found is None:
         return []
-    _, manifest = found
+    path, manifest, stored = found
+    require_seed(manifest.facts, settings.recipe.seed)
+    require_same_tensors(path, stored, _expected(plan, settings, stored))
     return _other_rows(plan, settings, manifest) if manifest.facts.samples else []
 
 
-def _newest(folder: Path) -> tuple[Path, Manifest] | None:
+def _newest(folder: Path) -> tuple[Path, Manifest, StoredTensors] | None:
     """The newest checkpoint that looks good; the ranks verify it, and report those that do not."""
-    for path in reversed(published(folder / CHECKPOINTS)):
+    found = published(folder / CHECKPOINTS)
+    for path in reversed(found):
         if (newer := newer_format(path)) is not None:
             raise FivefoldError(newer)
+    for path in reversed(found):
         try:
-            return path, verified_manifest(path)
+            manifest = verified_manifest(path)
+            if not problems_of(path, manifest, [METADATA]):
+                return path, manifest, StoredTensors(path, manifest.files)
         except Damaged:
             continue
     return None
+
+
+def _expected(plan: Plan, settings: TrainSettings, stored: StoredTensors) -> list[CheckpointTensor]:
+    """The tensors that the ranks will look for, as far as they are known without a model."""
+    learning = [one for one in weights(plan.shape) if not one.frozen]
+    shapes = {MODEL + one.name: one.shape for one in (*weights(plan.shape), *buffers(plan.shape))}
+    kind = settings.recipe.optimizer_kind
+    for state in kind.states:
+        shapes |= {f"{OPTIM}{state}/{one.name}": one.shape for one in learning}
+    if kind.full_matrices:  # it has momenta of some weights, and states of AdamW of the others
+        missing = {"momentum", *OPTIMIZERS["adamw"].states} - stored.state_names
+        shapes |= {f"{OPTIM}{state}/*": () for state in missing}
+    nothing = StateInMemory(torch.empty(0))
+    return [
+        CheckpointTensor(key, shape, torch.float32, (), nothing) for key, shape in shapes.items()
+    ]
 
 
 def _other_rows(plan: Plan, settings: TrainSettings, manifest: Manifest) -> list[str]:

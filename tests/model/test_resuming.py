@@ -97,3 +97,44 @@ def test_a_folder_that_holds_another_step_is_damaged(tmp_path: Path) -> None:
     with pytest.raises(FivefoldError, match=r"is of step 6, which the name of its folder"):
         Reader(wrong)
     assert Reader(good).facts.step == 6
+
+
+@pytest.mark.parametrize(
+    ("changes", "recipe", "words"),
+    [
+        ({"set": {"layers": "3"}}, {}, "another model or optimizer"),
+        ({"set": {"ffn": "80"}}, {}, r"which is .* there"),
+        ({}, {"optimizer": "sgd"}, r"it has no optim/momentum/"),
+        ({}, {"optimizer": "muon"}, r"it has no optim/momentum/"),
+        ({}, {"seed": 3}, "the run has seed 0, not 3"),
+    ],
+    ids=lambda value: str(value),
+)
+def test_what_ranks_would_refuse_is_refused_before_they_start(
+    tmp_path: Path, changes: dict[str, Any], recipe: dict[str, Any], words: str
+) -> None:
+    trained(tmp_path / "run")
+    before = {path: path.read_bytes() for path in (tmp_path / "run").iterdir() if path.is_file()}
+    options = options_of(Recipe(data="synthetic", **recipe), **changes)
+    with pytest.raises(FivefoldError, match=words):
+        said_of(tmp_path / "run", options)
+    given = {**GIVEN, "data": "synthetic", "out": tmp_path / "run", "resume": True}
+    keys = {**given, **recipe, **changes.get("set", {})}
+    with pytest.raises(FivefoldError, match=words):  # no pool, no process, and nothing written
+        train(keys.pop("model"), **keys)
+    after = {path: path.read_bytes() for path in (tmp_path / "run").iterdir() if path.is_file()}
+    assert after == before
+
+
+def test_weights_alone_and_frozen_weights_go_on(tmp_path: Path) -> None:
+    trained(tmp_path)
+    assert said_of(tmp_path, options_of(Recipe(data="synthetic", lora=4))) == []
+    assert said_of(tmp_path, options_of(Recipe(data="synthetic", train_only="head"))) == []
+    shutil.rmtree(tmp_path / "checkpoints")
+    plan = resolve(options_of())
+    alone = [
+        (f"model/{one.name}", one.shape, torch.float32, lambda one=one: torch.zeros(one.shape))
+        for one in (*weights(plan.shape), *buffers(plan.shape))
+    ]
+    write_checkpoint(tmp_path / "checkpoints", alone, Facts(0, has_states=False))
+    assert said_of(tmp_path, options_of(Recipe(data="synthetic", optimizer="sgd", seed=7))) == []

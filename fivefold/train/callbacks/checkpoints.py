@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fivefold.core.boxes import boxes_of, whole_box
-from fivefold.core.errors import FivefoldError
 from fivefold.core.weights import buffers
 from fivefold.launch.worker import Worker
 from fivefold.model.balance import Balancer
@@ -24,7 +23,7 @@ from fivefold.records.run_folder import CHECKPOINTS, RunFolder, TimeSpent
 from fivefold.train.build import BuiltRank
 from fivefold.train.callbacks import Callback
 from fivefold.train.callbacks.watchdog import WatchdogCallback
-from fivefold.train.checkpoint import CannotSave, Checkpoints, CheckpointTensor
+from fivefold.train.checkpoint import CannotSave, Checkpoints, CheckpointTensor, require_seed
 from fivefold.train.checkpoint.storage import BALANCE, MODEL, OPTIM, MasterWeight
 from fivefold.train.state import Progress, TrainSettings
 
@@ -66,11 +65,7 @@ class CheckpointCallback(Callback):
         facts = self.checkpoints.load(checkpoint_tensors(self.job, self.updater), self._warn)
         if facts is None:
             return
-        if facts.seed != self.settings.recipe.seed and facts.has_states:
-            raise FivefoldError(
-                f"the run has seed {facts.seed}, not {self.settings.recipe.seed}: another seed "
-                "would read the text in another order; resume with the same"
-            )
+        require_seed(facts, self.settings.recipe.seed)
         self.progress.resume(facts)
         self.updater.resume_after(facts.updates)
         publish_weights(self.job)

@@ -62,6 +62,8 @@ __all__ = [
     "RunTakenOver",
     "latest",
     "published",
+    "require_same_tensors",
+    "require_seed",
     "write_checkpoint",
 ]
 
@@ -258,6 +260,25 @@ def _differences(stored: StoredTensors, ranks: list[tuple[list[str], set[str]]])
     unknown = {key for key in stored.tensors if key.startswith(MODEL)} - needed
     lacks = {f"it has no {each}" for missing, _ in ranks for each in missing}
     return [*sorted(lacks), *sorted(f"this run has no {key}" for key in unknown)]
+
+
+def require_same_tensors(
+    folder: Path, stored: StoredTensors, tensors: Sequence[CheckpointTensor]
+) -> None:
+    """Refuse a checkpoint of another model or optimizer, by the tensors of a whole run."""
+    keys = {each.key for each in tensors}
+    lacks = stored.missing(_needed(stored, tensors))
+    if differences := _differences(stored, [(lacks, keys)]):
+        raise FivefoldError(_other_model(folder, differences))
+
+
+def require_seed(facts: Facts, seed: int) -> None:
+    """Refuse another seed than that of the steps before."""
+    if facts.seed != seed and facts.has_states:
+        raise FivefoldError(
+            f"the run has seed {facts.seed}, not {seed}: another seed would read the text in "
+            "another order; resume with the same"
+        )
 
 
 def _other_model(folder: Path, differences: list[str]) -> str:

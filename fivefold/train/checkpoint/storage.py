@@ -168,6 +168,11 @@ class StoredTensors:
             if isinstance(each, TensorStorageMetadata)
         }
 
+    @property
+    def state_names(self) -> set[str]:
+        """The names of the optimizer's states."""
+        return {key.split("/")[1] for key in self.tensors if key.startswith(OPTIM)}
+
     def missing(self, wanted: Iterable[CheckpointTensor]) -> list[str]:
         """The wanted tensors that the checkpoint does not have, or not in that shape."""
         found: list[str] = []
