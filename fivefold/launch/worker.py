@@ -10,8 +10,10 @@ code 1, and the launcher then restarts or ends all ranks.
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import os
 import signal
+import socket
 import sys
 import time
 import uuid
@@ -33,6 +35,7 @@ from fivefold.launch.launcher import LauncherEnvironment
 ON_CPU = RankDevice()
 _MEETING_TIMEOUT = timedelta(minutes=10)
 _POLL_SECONDS = 0.2  # between two looks for the name of this start
+_BACKLOG = 2048  # connections that wait to be taken
 _LINGER_SECONDS = 2.0  # in which other ranks read the verdict before rank 0 ends with the store
 
 
@@ -233,14 +236,36 @@ class LaunchedMeeting:
         host, port = self.launched.host, self.launched.port
         try:
             return dist.TCPStore(
-                host, port, self.launched.world, hosts, _MEETING_TIMEOUT, wait_for_workers=False
+                *(host, port, self.launched.world, hosts, _MEETING_TIMEOUT),
+                wait_for_workers=False,
+                master_listen_fd=_listening(host, port) if hosts else None,
             )
-        except dist.DistError as error:
+        except (dist.DistError, OSError) as error:
             raise FivefoldError(
                 f"rank {self.launched.rank} cannot reach the meeting point {host}:{port}: set "
                 "MASTER_ADDR and MASTER_PORT to a host and a free port that all hosts can reach "
                 f"({error})"
             ) from error
+
+
+def _listening(host: str, port: int) -> int | None:
+    """A socket for the store on the loopback device, if the hosts meet there: torch would listen on
+    all devices, and whoever reaches the port could write into the run. None: torch makes it.
+
+    A name of this host may mean loopback here and not elsewhere, so that only loopback itself does.
+    """
+    try:
+        loopback = host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:  # a name
+        return None
+    if not loopback:
+        return None
+    family, kind, number, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    with socket.socket(family, kind, number) as made:
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        made.bind(address)
+        made.listen(_BACKLOG)
+        return made.detach()  # the store closes it
 
 
 def agree_on_prefix(store: dist.Store, rank: int, world: int) -> str:
