@@ -20,6 +20,7 @@ from fivefold.bridges.bridge import read_script as read_overrides
 from fivefold.bridges.completing import complete
 from fivefold.bridges.deepspeed import DEEPSPEED
 from fivefold.bridges.formats import (
+    NOTE,
     flat_of,
     json_table,
     python_table,
@@ -194,11 +195,13 @@ def _recognised(suffix: str, flat: Flat, text: str) -> Target | None:
         return any(key.startswith(starts) for key in flat)
 
     if suffix in (".yaml", ".yml"):
+        if has("base_model"):
+            return AXOLOTL
         if has("parallelism.", "tokens."):
             return NANOTRON
         if has("compute_environment", "distributed_type", "parallelism_config", "fsdp_config.fsdp"):
             return ACCELERATE
-        return AXOLOTL if has("base_model", "micro_batch_size", "dp_shard_size") else None
+        return AXOLOTL if has("micro_batch_size", "dp_shard_size") else None
     if suffix == ".json":
         return DEEPSPEED if has("train_", "zero_optimization", "gradient_acc") else None
     if suffix == ".toml":
@@ -215,6 +218,10 @@ def _read(
     target: Target, text: str, flat: Flat, gpus: int | None, model: str | None
 ) -> ForeignPlan:
     launched = world_of_launch(flat) if target in (MEGATRON, BRIDGE) else None
+    auto = [key for key, value in flat.items() if value == "auto"]
+    told = [str(value) for key, value in flat.items() if key.startswith(NOTE)]
+    told += [f"auto, so the program decides: {', '.join(auto)}"] if auto else []
+    flat = {key: each for key, each in flat.items() if each != "auto" and not key.startswith(NOTE)}
     read, used, wrong = read_keys(target.table, flat)
     if wrong:
         raise BadFile(target.title, wrong)
@@ -237,7 +244,7 @@ def _read(
         and value is not None
     ]
     options = options_of(values, name, changes)
-    return ForeignPlan(target, options, tuple(unknown), (*described.notes, *notes))
+    return ForeignPlan(target, options, tuple(unknown), (*described.notes, *told, *notes))
 
 
 def _chosen_model(

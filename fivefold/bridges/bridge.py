@@ -25,7 +25,7 @@ _MIXED = {
     "fp8 blockwise e4m3": "bf16_with_fp8_subchannel_scaling_mixed",
     "fp8 mxfp8 e4m3": "bf16_with_mxfp8_mixed",
 }
-_FSDP = {"ddp.use_megatron_fsdp": True, "checkpoint.ckpt_format": "fsdp_dtensor"}
+_FSDP = {"ddp.use_megatron_fsdp": True}
 _STRATEGY = "ddp.data_parallel_sharding_strategy"
 TABLE: Table = (
     Key("model.tensor_model_parallel_size", "tp", usual=1),
@@ -83,6 +83,8 @@ def more(_shape: Shape, values: Values) -> Flat:
     found: Flat = {"ddp.overlap_grad_reduce": True}
     if values["zero"]:
         found["ddp.overlap_param_gather"] = True
+    if values["zero"] > 1:
+        found["checkpoint.ckpt_format"] = "fsdp_dtensor"
     if values["lr_curve"] == "cosine":
         found["optimizer.min_lr"] = values["lr"] / 10
     return found
@@ -94,8 +96,12 @@ def write_script(sheet: Sheet) -> str:
     start = f"torchrun --nproc-per-node {min(sheet.world, sheet.gpus_per_node)}"
     if sheet.nodes > 1:
         start += f" --nnodes {sheet.nodes} --rdzv-backend c10d --rdzv-endpoint $HEAD_NODE:29500"
-    model = f"scripts/training/run_recipe.py --model {recipe_name(sheet.model)} --mode pretrain"
-    words = [start, model, *(f"{name}={_word(name, value)}" for name, value in sheet.flat.items())]
+    recipe = f"--recipe {recipe_name(sheet.model)}_pretrain_config --mode pretrain"
+    words = [
+        start,
+        f"scripts/training/run_recipe.py {recipe}",
+        *(f"{name}={_word(name, value)}" for name, value in sheet.flat.items()),
+    ]
     return "\n".join([*lines, " \\\n    ".join(words)]) + "\n"
 
 
@@ -146,6 +152,7 @@ BRIDGE = Target(
     schedules=megatron.MEGATRON.schedules,
     write=write_script,
     covers=megatron.MEGATRON.covers,
+    impossible=megatron.impossible,
     outgoing=megatron.outgoing,
     incoming=incoming,
     more=more,

@@ -17,6 +17,7 @@ from typing import Any, cast
 from fivefold.core.errors import BadFile, FivefoldError
 
 LARGEST = 1_000_000  # bytes; real ones have a few thousand
+NOTE = "note: "  # starts keys that are remarks of a reader
 _DEEPEST = 32
 
 Nested = dict[str, Any]

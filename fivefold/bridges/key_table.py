@@ -14,6 +14,7 @@ from fivefold.bridges.job_values import Values
 from fivefold.core.errors import FivefoldError
 
 Flat = dict[str, Any]  # keys of a file by path
+_LENIENT = ("optimizer", "lr_curve", "warmup", "recompute")  # of which others have far more
 _TRUE, _FALSE = ("true", "yes", "1", "on"), ("false", "no", "0", "off")
 
 
@@ -71,6 +72,9 @@ def typed(given: Any, kind: type, where: str) -> Any:
         if isinstance(given, list):
             return cast("list[Any]", given)
         raise FivefoldError(f"{where} = {text[:40]}: write a list")
+    if text.startswith("$"):
+        rule = "is set outside of the file: put the value in"
+        raise FivefoldError(f"{where} = {text[:40]}: a variable that {rule}")
     if kind is bool:
         if text.lower() in (*_TRUE, *_FALSE):
             return text.lower() in _TRUE
@@ -164,6 +168,8 @@ def read_keys(table: Table, flat: Flat) -> tuple[Values, set[str], list[str]]:
         try:
             values[item.ours] = item.read(flat[name], name)
         except FivefoldError as error:
+            if item.ours in _LENIENT:
+                continue  # listed as not known
             wrong.append(str(error))
         used.add(name)
     return values, used & flat.keys(), wrong

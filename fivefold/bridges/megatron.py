@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from itertools import combinations
 from typing import Any
 
-from fivefold.bridges.formats import options_of_words, shell_words
+from fivefold.bridges.formats import NOTE, options_of_words, shell_words
 from fivefold.bridges.job_values import Values
 from fivefold.bridges.key_table import Choice, Flat, Key, Spelling, Table
 from fivefold.bridges.megatron_model import find_model, model_arguments
@@ -70,7 +70,7 @@ def _numbers() -> dict[str, Any]:
     return found
 
 
-_FSDP = {"use-megatron-fsdp": True, "ckpt-format": "fsdp_dtensor"}
+_FSDP = {"use-megatron-fsdp": True}
 TABLE: Table = (
     Key("tensor-model-parallel-size", "tp", usual=1),
     Key("pipeline-model-parallel-size", "pp", usual=1),
@@ -184,6 +184,8 @@ def impossible(values: Values, _shape: Shape) -> Iterator[Impossible]:
     """What the arguments refuse together."""
     if values["optimizer"] == "muon" and values["zero"] > 1:
         yield "zero", values["zero"], [{"zero": 1, "gather": None}]
+    elif values["zero"] > 1 and values["order"] != "tp-cp-dp-pp":  # Megatron-FSDP
+        yield "order", values["order"], [{"order": "tp-cp-dp-pp"}, {"zero": 1, "gather": None}]
 
 
 def more(_shape: Shape, values: Values) -> Flat:
@@ -191,6 +193,8 @@ def more(_shape: Shape, values: Values) -> Flat:
     found: Flat = {"overlap-grad-reduce": True}
     if values["zero"]:
         found["overlap-param-gather"] = True
+    if values["zero"] > 1:
+        found["ckpt-format"] = "fsdp_dtensor"
     if values["lr_curve"] == "cosine":
         found["min-lr"] = values["lr"] / 10
     if values["lr_curve"] == "wsd":
@@ -228,10 +232,30 @@ def read_script(text: str) -> Flat:
     """The options of a script, its Slurm directives below `slurm`."""
     words, slurm = shell_words(text)
     flat = options_of_words(words, FLAGS, LISTS)
-    if "recompute-activations" in flat:
-        flat |= {"recompute-granularity": "selective", "recompute-modules": "core_attn"}
-        del flat["recompute-activations"]
+    if flat.get("use-megatron-fsdp"):
+        flat.setdefault("data-parallel-sharding-strategy", "optim_grads_params")
+        flat.pop("use-distributed-optimizer", None)
+    if "fp8-format" in flat and flat.get("fp8-recipe", "delayed") == "delayed":
+        flat["fp8-recipe"] = "tensorwise"
+        flat[f"{NOTE}fp8"] = "fp8 with delayed scaling is planned as tensorwise"
+    _settle_modules(flat)
     return {**flat, **{f"slurm.{name.lstrip('-')}": value for name, value in slurm.items()}}
+
+
+def _settle_modules(flat: Flat) -> None:
+    """Modules in our order; those that are not here are named."""
+    if flat.pop("recompute-activations", None):
+        flat["recompute-granularity"] = "selective"
+    if flat.get("recompute-granularity") != "selective":
+        return
+    given = str(flat.pop("recompute-modules", "core_attn")).split()
+    known = [each for each in _MODULES.values() if each in given]
+    if other := [each for each in given if each not in known]:
+        rule = "kernels of attention save no scores" if other == ["core_attn"] else "not known here"
+        flat[f"{NOTE}modules"] = f"recompute-modules {' '.join(other)}: {rule}"
+    flat["recompute-modules"] = " ".join(known) or None
+    if not known:
+        del flat["recompute-granularity"]
 
 
 def world_of_launch(flat: Flat) -> int | None:

@@ -59,7 +59,8 @@ def hosted_model(repository: str) -> str | None:
 
 def recipe_name(model: str) -> str:
     """A name as Megatron-Bridge's recipes have it."""
-    return re.sub(r"[^a-z0-9]+", "_", _preset_or(model).lower().replace("llama-3.1", "llama31"))
+    name = re.sub(r"^llama-(\d)\.?(\d)?-", r"llama\1\2-", _preset_or(model).lower())
+    return re.sub(r"[^a-z0-9]+", "_", name)
 
 
 def model_called(words: str) -> str | None:

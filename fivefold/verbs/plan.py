@@ -224,8 +224,11 @@ def _written(found: PlannedJob | SearchedPlans, options: dict[str, Any]) -> Prin
 
 def _emitted(chosen: Plan, options: dict[str, Any]) -> Printed:
     """The plan for another framework; losses are comments in its file, or else said beside it."""
-    emitted = emit(chosen, options["emit"], options["how"], options["precision"])
-    if (output := options["output"]) is not None:
+    name, output = options["emit"], options["output"]
+    if name == "torchtitan" and output is not None and output.suffix == ".py":
+        name = "torchtitan-main"
+    emitted = emit(chosen, name, options["how"], options["precision"])
+    if output is not None:
         write_text(output, emitted.text)
     if not emitted.target.comments and not options["as_json"]:
         for line in emitted.lines:

@@ -139,10 +139,30 @@ BAD = {
     "no known key": ("n.yaml", "hello: world\n", None, "no key of it is known"),
     "a word for a number": ("n.yaml", NANOTRON.replace("tp: 2", "tp: two"), None, "whole number"),
     "bad Python": ("p.py", "config.parallelism.x = (", None, "not valid Python"),
-    "two unknown values": (
+    "a variable": ("s.sh", SLURM.replace("PP=2", "PP=$1"), None, "set outside of the file"),
+    "an unknown value": (
         *("n.yaml", NANOTRON.replace("1f1b", "2f2b"), None, "known here are 1f1b, afab"),
     ),
 }
+
+
+def test_values_that_are_not_here_are_said(tmp_path: Path) -> None:
+    words = "--bf16 --fp8-format hybrid --recompute-activations --optimizer lion"
+    text = SLURM.replace("--bf16", words).replace("--recompute-granularity full", "")
+    text = text.replace("--recompute-method uniform", "").replace("--recompute-num-layers 1", "")
+    found = of_text(tmp_path, "train.sh", text)
+    assert found.options.precision == "fp8"
+    assert found.options.recompute == "none"
+    assert "optimizer = lion" in found.unknown
+    assert any("delayed" in note for note in found.notes)
+    assert any("core_attn" in note for note in found.notes)
+    table = '{"train_batch_size": "auto", "zero_optimization": {"stage": 2}, "x": 1}'
+    path = tmp_path / "ds.json"
+    path.write_text(table, "utf-8")
+    deepspeed = read_foreign(path, 8, "llama-3-8b")
+    assert deepspeed.options.zero == 2
+    assert deepspeed.unknown == ("x = 1",)
+    assert "train_batch_size" in deepspeed.notes[0]
 
 
 @pytest.mark.parametrize("case", BAD)
