@@ -12,6 +12,7 @@ import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -53,11 +54,18 @@ def test_the_reference_is_what_the_code_says(name: str) -> None:
     assert (DOCS / name).read_text("utf-8") == reference.text(name), "run: make reference"
 
 
+def _part_of(table: dict[str, Any], part: str) -> dict[str, Any]:
+    """A table of an answer, or the first of a list of them."""
+    return table[part][0] if isinstance(table[part], list) else table[part]
+
+
 def example_keys(answer: json_answers.JsonAnswer, folder: Path) -> list[str]:
     """What is different when the example is run in a folder."""
     assert answer.example is not None
     (folder / "text.txt").write_text("The text of a test. " * 200, "utf-8")
     (folder / "plan.toml").write_text('model = "tiny"\nlayout = "dp=2"\n', "utf-8")
+    titan = '[model]\nname = "llama3"\nflavor = "8B"\n[parallelism]\ntensor_parallel_degree = 2\n'
+    (folder / "titan.toml").write_text(titan, "utf-8")
     shutil.copy(ROOT / "tests" / "data" / "published.jsonl", folder / "runs.jsonl")
     command, _, part = answer.example.partition(" | ")
     examples = {one.title.split()[0]: one.example for one in json_answers.answers()}
@@ -67,7 +75,7 @@ def example_keys(answer: json_answers.JsonAnswer, folder: Path) -> list[str]:
     assert done.returncode == 0, done.stderr
     table = json.loads(done.stdout)
     assert table.get("schema_version") == (None if "generate" in command.split()[0] else 1)
-    return json_answers.problems(answer, table[part][0] if part else table)
+    return json_answers.problems(answer, _part_of(table, part) if part else table)
 
 
 QUICK = ("plan", "schedule", "tokens", "launch", "observe MODEL")

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from fivefold.bridges.formats import nested_of, yaml_text
 from fivefold.bridges.job_values import Values
-from fivefold.bridges.key_table import Choice, Flat, Key, Table
+from fivefold.bridges.key_table import Flat, Key, KeyChoice, Table
 from fivefold.bridges.target import Impossible, Sheet, Target, with_batch
 from fivefold.core.shape import Shape
 
@@ -20,7 +20,7 @@ TABLE: Table = (
     Key(f"{_P}dp_shard_size", "out_shard", usual=1),
     Key(f"{_P}tp_size", "tp", usual=1),
     Key(f"{_P}cp_size", "cp", usual=1),
-    Choice(
+    KeyChoice(
         ("zero", "gather"),
         {
             (0, None): {},
@@ -28,7 +28,7 @@ TABLE: Table = (
             (3, "step"): {f"{_F}version": 2, f"{_F}reshard_after_forward": False},
         },
     ),
-    Choice(
+    KeyChoice(
         ("context",),
         {
             "zigzag": {f"{_P}cp_comm_strategy": "alltoall"},
@@ -42,7 +42,7 @@ TABLE: Table = (
         {"full": True, "none": False},
         usual="none",
     ),
-    Choice(("offload",), {"none": {}, "cpu": {f"{_F}offload_params": True}}),
+    KeyChoice(("offload",), {"none": {}, "cpu": {f"{_F}offload_params": True}}),
     Key("mixed_precision", "number", str, {"bf16": "bf16", "fp16": "fp16", "fp32": "no"}),
 )
 

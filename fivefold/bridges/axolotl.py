@@ -8,7 +8,7 @@ from typing import Any
 from fivefold.bridges import accelerate
 from fivefold.bridges.formats import nested_of, yaml_text
 from fivefold.bridges.job_values import Values
-from fivefold.bridges.key_table import Choice, Flat, Key, Table
+from fivefold.bridges.key_table import Flat, Key, KeyChoice, Table
 from fivefold.bridges.model_names import hosted_model, hosted_name
 from fivefold.bridges.target import FoundModel, Impossible, Sheet, Target
 from fivefold.core.shape import Shape
@@ -19,7 +19,7 @@ TABLE: Table = (
     Key("tensor_parallel_size", "tp", usual=1),
     Key("context_parallel_size", "cp", usual=1, also=("sequence_parallel_degree",)),
     Key("expert_parallel_size", "ep", usual=1),
-    Choice(
+    KeyChoice(
         ("zero", "gather"),
         {
             (0, None): {},
@@ -28,8 +28,10 @@ TABLE: Table = (
         },
     ),
     Key("gradient_checkpointing", "recompute", bool, {"full": True, "none": False}),
-    Choice(("offload",), {"none": {}, "cpu": {"fsdp_config.offload_params": True}}),
-    Choice(("number",), {"bf16": {"bf16": True}, "fp16": {"fp16": True}, "fp32": {"bf16": False}}),
+    KeyChoice(("offload",), {"none": {}, "cpu": {"fsdp_config.offload_params": True}}),
+    KeyChoice(
+        ("number",), {"bf16": {"bf16": True}, "fp16": {"fp16": True}, "fp32": {"bf16": False}}
+    ),
     Key("micro_batch_size", "microbatch_size"),
     Key("gradient_accumulation_steps", "microbatches"),
     Key("sequence_len", "seq"),

@@ -13,7 +13,7 @@ from typing import Any, cast
 from fivefold.bridges import megatron
 from fivefold.bridges.formats import options_of_words, python_table, shell_words
 from fivefold.bridges.job_values import Values
-from fivefold.bridges.key_table import Choice, Flat, Key, Table
+from fivefold.bridges.key_table import Flat, Key, KeyChoice, Table
 from fivefold.bridges.model_names import model_called, recipe_name
 from fivefold.bridges.target import FoundModel, Sheet, Target
 from fivefold.core.shape import Shape
@@ -43,7 +43,7 @@ TABLE: Table = (
     ),
     Key("model.pipeline_model_parallel_layout", "layout_text", str, spelling=megatron.STAGES),
     Key("model.virtual_pipeline_model_parallel_size", "virtual"),
-    Choice(
+    KeyChoice(
         ("zero", "gather"),
         {
             (0, None): {"ddp.use_distributed_optimizer": False},
@@ -52,10 +52,10 @@ TABLE: Table = (
             (3, "microbatch"): {**_FSDP, _STRATEGY: "optim_grads_params"},
         },
     ),
-    Choice(("recompute",), *megatron.recompute_entries("model.", "_")),
+    KeyChoice(("recompute",), *megatron.recompute_entries("model.", "_")),
     Key("mixed_precision", "number", str, _MIXED),
     Key("ddp.grad_reduce_in_fp32", "grad_dtype", bool, {"fp32": True, "bf16": False}),
-    Choice(("offload",), {"none": {}, "cpu": {"optimizer.optimizer_cpu_offload": True}}),
+    KeyChoice(("offload",), {"none": {}, "cpu": {"optimizer.optimizer_cpu_offload": True}}),
     Key("train.micro_batch_size", "microbatch_size"),
     Key("train.global_batch_size", "batch"),
     Key("dataset.seq_length", "seq", also=("model.seq_length", "dataset.sequence_length")),

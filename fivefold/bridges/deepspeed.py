@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from fivefold.bridges.formats import nested_of
 from fivefold.bridges.job_values import Values
-from fivefold.bridges.key_table import Choice, Flat, Key, Table
+from fivefold.bridges.key_table import Flat, Key, KeyChoice, Table
 from fivefold.bridges.target import Impossible, Sheet, Target, with_batch
 from fivefold.core.recipe import DISK
 from fivefold.core.shape import Shape
@@ -22,7 +22,7 @@ TABLE: Table = (
     Key("train_batch_size", "batch"),
     Key("train_micro_batch_size_per_gpu", "microbatch_size"),
     Key("gradient_accumulation_steps", "microbatches"),
-    Choice(
+    KeyChoice(
         ("zero", "gather"),
         {
             (0, None): {_STAGE: 0},
@@ -34,7 +34,7 @@ TABLE: Table = (
     Key("tensor_parallel.autotp_size", "tp", usual=1),
     Key("sequence_parallel_size", "cp", usual=1),
     Key("expert_parallel.autoep_size", "ep", usual=1),
-    Choice(
+    KeyChoice(
         ("number",),
         {"bf16": {"bf16.enabled": True}, "fp16": {"fp16.enabled": True}, "fp32": {}},
     ),
@@ -43,7 +43,7 @@ TABLE: Table = (
     Key("optimizer.type", "optimizer", str, {"adamw": "AdamW", "muon": "Muon"}, usual="adamw"),
     Key("optimizer.params.lr", "lr", float),
     Key("optimizer.params.weight_decay", "weight_decay", float),
-    Choice(
+    KeyChoice(
         ("lr_curve",),
         {
             "cosine": {"scheduler.type": "WarmupCosineLR", f"{_PARAMS}cos_min_ratio": 0.1},

@@ -239,7 +239,7 @@ def _put_in(text: str, variables: Mapping[str, str]) -> str:
         name = found[1] or found[3]
         if name in variables:
             return variables[name]
-        return found[0] if found[2] is None else found[2]
+        return found[0] if found[2] is None else found[2].strip("\"'")
 
     done = _VARIABLE.sub(value_of, text)[:4096]
     return _SUM.sub(lambda found: _computed(found[1], variables), done)

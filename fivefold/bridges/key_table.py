@@ -1,7 +1,7 @@
 """Tables of keys: what each of a target's keys means here. One table writes files and reads them.
 
-A `Key` is one of theirs for one of ours. A `Choice` is some of ours for several of theirs, listed
-value by value: ZeRO stage 3 of Megatron is two flags. Keys of theirs are paths with dots.
+A `Key` is one of theirs for one of ours. A `KeyChoice` is some of ours for several of theirs,
+listed value by value: ZeRO stage 3 of Megatron is two flags. Keys of theirs are paths with dots.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def typed(given: Any, kind: type, where: str) -> Any:
 
 
 @dataclass(frozen=True)
-class Choice:
+class KeyChoice:
     """Values of ours, each with the keys that stand for it; those of `moe` only with experts."""
 
     ours: tuple[str, ...]
@@ -134,14 +134,14 @@ def same(given: Any, theirs: Any) -> bool:
     return str(given).strip().lower() == str(theirs).lower()
 
 
-Table = tuple[Key | Choice, ...]
+Table = tuple[Key | KeyChoice, ...]
 
 
 def write_keys(table: Table, values: Values) -> Flat:
     """The keys of a file; a value that the file means anyway is left out."""
     found: Flat = {}
     for item in table:
-        if isinstance(item, Choice):
+        if isinstance(item, KeyChoice):
             found |= {k: v for k, v in item.entries[item.value(values)].items() if v is not None}
         elif values.get(item.ours) not in (None, item.usual):
             found[item.theirs] = item.written(values[item.ours])
@@ -154,7 +154,7 @@ def read_keys(table: Table, flat: Flat) -> tuple[Values, set[str], list[str]]:
     used: set[str] = set()
     wrong: list[str] = []
     for item in table:
-        if isinstance(item, Choice):
+        if isinstance(item, KeyChoice):
             value, entry = item.read(flat)
             if entry or value is not None:
                 values |= item.as_values(value)
@@ -182,11 +182,11 @@ def _is_off(given: Any) -> bool:
 def ours_of(table: Table) -> Iterator[str]:
     """Our keys that a table has."""
     for item in table:
-        yield from item.ours if isinstance(item, Choice) else (item.ours,)
+        yield from item.ours if isinstance(item, KeyChoice) else (item.ours,)
 
 
-def allowed(item: Key | Choice, has_experts: bool) -> Iterable[Any] | None:
+def allowed(item: Key | KeyChoice, has_experts: bool) -> Iterable[Any] | None:
     """The values that an item can express; None: any."""
-    if isinstance(item, Choice):
+    if isinstance(item, KeyChoice):
         return [each for each in item.entries if has_experts or each not in item.moe]
     return list(item.values) or None

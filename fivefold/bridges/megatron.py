@@ -14,7 +14,7 @@ from typing import Any
 
 from fivefold.bridges.formats import NOTE, options_of_words, shell_words
 from fivefold.bridges.job_values import Values
-from fivefold.bridges.key_table import Choice, Flat, Key, Spelling, Table
+from fivefold.bridges.key_table import Flat, Key, KeyChoice, Spelling, Table
 from fivefold.bridges.megatron_model import find_model, model_arguments
 from fivefold.bridges.pipeline_layout import filled_stages, layout_text, parse_layout
 from fivefold.bridges.target import Impossible, Sheet, Target, with_batch
@@ -87,7 +87,7 @@ TABLE: Table = (
     ),
     Key("pipeline-model-parallel-layout", "layout_text", str, spelling=STAGES),
     Key("num-virtual-stages-per-pipeline-rank", "virtual"),
-    Choice(
+    KeyChoice(
         ("zero", "gather"),
         {
             (0, None): {},
@@ -96,10 +96,10 @@ TABLE: Table = (
             (3, "microbatch"): {**_FSDP, "data-parallel-sharding-strategy": "optim_grads_params"},
         },
     ),
-    Choice(("recompute",), *recompute_entries("", "-")),
-    Choice(("number",), _numbers()),
+    KeyChoice(("recompute",), *recompute_entries("", "-")),
+    KeyChoice(("number",), _numbers()),
     Key("grad-reduce-in-bf16", "grad_dtype", bool, {"fp32": False, "bf16": True}, usual="fp32"),
-    Choice(("offload",), {"none": {}, "cpu": {"optimizer-cpu-offload": True}}),
+    KeyChoice(("offload",), {"none": {}, "cpu": {"optimizer-cpu-offload": True}}),
     Key("micro-batch-size", "microbatch_size"),
     Key("global-batch-size", "batch"),
     Key("seq-length", "seq"),

@@ -6,7 +6,7 @@ from typing import Any
 
 from fivefold.bridges.formats import nested_of, yaml_text
 from fivefold.bridges.job_values import Values
-from fivefold.bridges.key_table import Choice, Flat, Key, Table
+from fivefold.bridges.key_table import Flat, Key, KeyChoice, Table
 from fivefold.bridges.target import FoundModel, Sheet, Target
 from fivefold.core import models
 from fivefold.core.shape import Shape
@@ -35,7 +35,7 @@ TABLE: Table = (
     Key(f"{_P}tp_recompute_allgather", "tp_keep", bool, {"shard": True, "gathered": False}),
     Key(f"{_P}tp_linear_async_communication", "tp_overlap", bool, {1: True, 0: False}),
     Key(f"{_P}recompute_layer", "recompute", bool, {"full": True, "none": False}, usual="none"),
-    Choice(
+    KeyChoice(
         ("zero", "gather"),
         {(0, None): {"optimizer.zero_stage": 0}, (1, None): {"optimizer.zero_stage": 1}},
     ),

@@ -12,7 +12,7 @@ from itertools import islice
 from typing import Any, NamedTuple
 
 from fivefold.bridges.job_values import Values, settled, usual_values
-from fivefold.bridges.key_table import Choice, Key, allowed, ours_of
+from fivefold.bridges.key_table import Key, KeyChoice, allowed, ours_of
 from fivefold.bridges.target import Target
 from fivefold.core.errors import FivefoldError
 from fivefold.core.precision import PRECISIONS
@@ -67,7 +67,7 @@ class Expressed(NamedTuple):
     losses: tuple[Loss, ...]
 
 
-class _Search:
+class _NearestPlan:
     """The plan as it is turned into what the target can express."""
 
     def __init__(
@@ -123,7 +123,7 @@ def express(
     target: Target, values: Values, model: tuple[str, dict[str, str], Shape], price: Price
 ) -> Expressed:
     """The nearest plan to these values (of `values_of`) that the target can express."""
-    search = _Search(target, values, model, price)
+    search = _NearestPlan(target, values, model, price)
     _axes(search)
     _schedule(search)
     for item in target.table:
@@ -146,7 +146,7 @@ def _shown(changes: Values) -> str:
     return " ".join(words) or "it decides itself"
 
 
-def _axes(search: _Search) -> None:
+def _axes(search: _NearestPlan) -> None:
     """Degrees that the target has not: their ranks go to other axes."""
     for axis in ("pp", "cp", "etp", "ep", "replicate", "tp"):
         degree = search.now[axis]
@@ -155,7 +155,7 @@ def _axes(search: _Search) -> None:
         search.take(axis, degree, _moved(search, axis, degree))
 
 
-def _moved(search: _Search, axis: str, degree: int) -> Iterator[Values]:
+def _moved(search: _NearestPlan, axis: str, degree: int) -> Iterator[Values]:
     now, axes = search.now, search.target.axes
     if axis == "etp":
         yield {"etp": 1, "ep": now["ep"] * degree}
@@ -179,7 +179,7 @@ def _moved(search: _Search, axis: str, degree: int) -> Iterator[Values]:
             yield {**changed, "gather": None} if sharding else changed
 
 
-def _schedule(search: _Search) -> None:
+def _schedule(search: _NearestPlan) -> None:
     """Another schedule with any number of chunks, its stages cut anew."""
     now, known = search.now, search.target.schedules
     if now["pp"] == 1 or now["schedule"] in known:
@@ -198,18 +198,20 @@ def _schedule(search: _Search) -> None:
     search.take("schedule", now["schedule"], sorted(candidates(), key=distance))
 
 
-def _item(search: _Search, item: Key | Choice) -> None:
+def _item(search: _NearestPlan, item: Key | KeyChoice) -> None:
     """A value that the table does not list."""
     listed = allowed(item, search.shape.moe is not None)
     if listed is None:
         return
-    ours = item.ours if isinstance(item, Choice) else (item.ours,)
+    ours = item.ours if isinstance(item, KeyChoice) else (item.ours,)
     values = search.target.outgoing(search.now, search.shape)
-    was = item.value(values) if isinstance(item, Choice) else values[item.ours]
+    was = item.value(values) if isinstance(item, KeyChoice) else values[item.ours]
     if was is None or was in listed or any(name not in search.now for name in ours):
         return
     near = sorted(listed, key=lambda each: _distance(ours[0], was, each))
-    pairs = [item.as_values(each) if isinstance(item, Choice) else {ours[0]: each} for each in near]
+    pairs = [
+        item.as_values(each) if isinstance(item, KeyChoice) else {ours[0]: each} for each in near
+    ]
     if ours == ("number",):
         gone = dict.fromkeys(("fp8_wgrad", "fp8_skip", "fp8_matmul"))
         pairs = [each if "fp8" in each["number"] else {**each, **gone} for each in pairs]
@@ -242,7 +244,7 @@ def _bytes(number: str) -> float:
     return PRECISIONS[number.split()[0]].itemsize
 
 
-def _others(search: _Search) -> None:
+def _others(search: _NearestPlan) -> None:
     """Keys without a place in the table, or that the user's program says."""
     target = search.target
     has = {*ours_of(target.table), *target.axes, *target.covers, "schedule"}
@@ -261,7 +263,7 @@ def _together(key: str, usual: Values) -> Values:
     return {name: usual[name] for name in (key, *_TOGETHER.get(key, ()))}
 
 
-def _drop(search: _Search, key: str, was: Any, usual: Values) -> None:
+def _drop(search: _NearestPlan, key: str, was: Any, usual: Values) -> None:
     changes = _together(key, usual)
     again = search.legal(changes)
     if again is not None and again[key] == was:

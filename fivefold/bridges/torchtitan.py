@@ -13,7 +13,7 @@ from typing import Any
 from fivefold.bridges.accelerate import sharded_or_on_device
 from fivefold.bridges.formats import Code, nested_of
 from fivefold.bridges.job_values import Values
-from fivefold.bridges.key_table import Choice, Flat, Key, Table
+from fivefold.bridges.key_table import Flat, Key, KeyChoice, Table
 from fivefold.bridges.model_names import model_called, titan_model, titan_of
 from fivefold.bridges.target import FoundModel, Impossible, Sheet, Target, with_batch
 from fivefold.core.errors import FivefoldError
@@ -31,7 +31,7 @@ SCHEDULES = {
 }
 _P = "parallelism."
 _RESHARD = f"{_P}fsdp_reshard_after_forward"
-_SHARDING = Choice(
+_SHARDING = KeyChoice(
     ("zero", "gather"),
     {(0, None): {}, (3, "microbatch"): {_RESHARD: "always"}, (3, "step"): {_RESHARD: "never"}},
 )
@@ -76,17 +76,17 @@ TOML_TABLE: Table = (
     *_DEGREES,
     Key(f"{_P}expert_tensor_parallel_degree", "etp", usual=1),
     Key(f"{_P}pipeline_parallel_microbatch_size", "pipeline_rows"),
-    Choice(
+    KeyChoice(
         ("context",),
         {
             "zigzag": {f"{_P}context_parallel_rotate_method": "alltoall"},
             "allgather": {f"{_P}context_parallel_rotate_method": "allgather"},
         },
     ),
-    Choice(("recompute",), {"none": {_MODE: "none"}, "full": {_MODE: "full"}}),
-    Choice(("number",), _NUMBERS),
-    Choice(("offload",), {"none": {}, "cpu": {"training.enable_cpu_offload": True}}),
-    Choice(("lr_curve",), _CURVES),
+    KeyChoice(("recompute",), {"none": {_MODE: "none"}, "full": {_MODE: "full"}}),
+    KeyChoice(("number",), _NUMBERS),
+    KeyChoice(("offload",), {"none": {}, "cpu": {"training.enable_cpu_offload": True}}),
+    KeyChoice(("lr_curve",), _CURVES),
     Key("training.local_batch_size", "local_rows"),
     Key("training.global_batch_size", "batch"),
     Key("training.seq_len", "seq"),
@@ -99,16 +99,16 @@ PYTHON_TABLE: Table = (
     *_DEGREES,
     Key(f"{_P}enable_sequence_parallel", "sp", bool, usual=True),
     Key(f"{_P}num_pp_microbatches", "pipeline_count"),
-    Choice(
+    KeyChoice(
         ("recompute",),
         {
             "none": {"activation_checkpoint": None},
             "full": {"activation_checkpoint": Code("FullAC.Config()")},
         },
     ),
-    Choice(("number",), {name: _NUMBERS[name] for name in ("bf16", "fp32")}),
-    Choice(("offload",), {"none": {}, "cpu": {"training.enable_cpu_offload": True}}),
-    Choice(("lr_curve",), _CURVES),
+    KeyChoice(("number",), {name: _NUMBERS[name] for name in ("bf16", "fp32")}),
+    KeyChoice(("offload",), {"none": {}, "cpu": {"training.enable_cpu_offload": True}}),
+    KeyChoice(("lr_curve",), _CURVES),
     Key("training.num_tokens_per_microbatch_per_dp_rank", "row_tokens"),
     Key("training.num_tokens_per_train_step", "step_tokens"),
     Key("training.max_context_length", "seq"),

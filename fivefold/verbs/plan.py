@@ -11,13 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from fivefold import verbs
-from fivefold.api.bridging import (
-    emit,
-    emitted_answer,
-    foreign_answer,
-    foreign_plan,
-    is_foreign,
-)
+from fivefold.api.bridging import foreign_answer, foreign_plan, is_foreign
+from fivefold.api.emitting import emit, emitted_answer
 from fivefold.api.jobs import GivenJob
 from fivefold.api.planning import (
     PlannedJob,
@@ -101,17 +96,22 @@ def run(
     if serving["serve"]:
         _serve(plan_options, serving, options, command)
         return
+    _require_together(serving, options)
+    printed = _answer_of(plan_options, options, command)
+    read = foreign_plan(command.params["target"], plan_options.gpus, serving["model"])
+    if read is not None and not serving["emit"]:
+        printed = foreign_answer(read, printed)
+    typer.echo(verbs.json_text(printed[0]) if as_json else "\n".join(printed[1]))
+
+
+def _require_together(serving: dict[str, Any], options: dict[str, Any]) -> None:
+    """Refuse what is for --serve alone, and what --emit has no file for."""
     only = [name for name in verbs.SERVING if name not in verbs.OF_BRIDGES]
     if alone := [name for name in only if serving[name] is not None]:
         raise FivefoldError(f"--{alone[0]} is for --serve: give both")
     if serving["emit"] and (more := [name for name in _NOT_EMITTED if options[name]]):
         word = more[0].replace("great_", "").replace("_", "-")
         raise FivefoldError(f"--emit prints one plan: leave --{word} out")
-    printed = _answer_of(plan_options, options, command)
-    read = foreign_plan(command.params["target"], plan_options.gpus, serving["model"])
-    if read is not None and not serving["emit"]:
-        printed = foreign_answer(read, printed)
-    typer.echo(verbs.json_text(printed[0]) if as_json else "\n".join(printed[1]))
 
 
 def _answer_of(

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from fivefold.api.bridging import emit
+from fivefold.api.emitting import emit
 from fivefold.api.planning import estimate_options
 from fivefold.bridges import TARGETS, emit_plan, read_foreign
 from fivefold.bridges.job_values import values_of
@@ -15,6 +15,7 @@ from fivefold.bridges.key_table import ours_of
 from fivefold.bridges.target import world_of
 from fivefold.core.plan import Plan, PlanOptions, resolve
 from tests.bridge_plans import random_plan
+from tests.bridge_table import capability_table
 
 NUM_PLANS = 200
 _HOW = estimate_options(0.05, "compiled", None, None)
@@ -105,3 +106,8 @@ def test_an_edited_size_of_the_model_counts(tmp_path: Path) -> None:
     assert read_back("megatron", text, plan, tmp_path).shape == plan.shape
     edited = text.replace("--num-layers 32", "--num-layers 16")
     assert read_back("megatron", edited, plan, tmp_path).shape.layers == 16
+
+
+def test_the_table_of_the_docs_is_that_of_the_code() -> None:
+    page = Path(__file__).parents[2] / "docs" / "bridges.md"
+    assert capability_table() in page.read_text("utf-8"), "run: python -m tests.bridge_table"
