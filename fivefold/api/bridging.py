@@ -3,17 +3,32 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from fivefold.bridges import ForeignPlan, read_foreign
-from fivefold.bridges import is_foreign as is_foreign
 from fivefold.core.errors import FivefoldError
 from fivefold.core.plan import PlanOptions
 from fivefold.report.plan_answers import Printed
+
+if TYPE_CHECKING:  # most targets are models, for which nothing of it is needed
+    from fivefold.bridges import ForeignPlan
+
+_SUFFIXES = (".sh", ".slurm", ".sbatch", ".yaml", ".yml", ".py", ".json", ".toml")
+
+
+def is_foreign(target: str) -> bool:
+    """Whether a target is a file of another framework."""
+    if not target.endswith(_SUFFIXES):
+        return False
+    from fivefold.bridges import looks_foreign
+
+    return looks_foreign(target)
 
 
 def foreign_plan(target: str, gpus: int | None, model: str | None) -> ForeignPlan | None:
     """The plan of another framework's file; None if the target is none."""
     if is_foreign(target):
+        from fivefold.bridges import read_foreign
+
         return read_foreign(Path(target), gpus, model)
     if model is not None:
         raise FivefoldError(

@@ -129,7 +129,7 @@ def _unsaid(target: Target, shape: Shape) -> Iterator[Loss]:
         yield Loss("model", "+".join(other), "", left=True)
 
 
-def is_foreign(path: str) -> bool:
+def looks_foreign(path: str) -> bool:
     """Whether a file looks like another framework's, by its name and for some by what is in it."""
     suffix = Path(path).suffix
     if suffix not in _SUFFIXES or path.lstrip().startswith("{"):

@@ -24,8 +24,8 @@ TABLE: Table = (
         ("zero", "gather"),
         {
             (0, None): {},
-            (3, "microbatch"): {f"{_F}version": 2, f"{_F}reshard_after_forward": True},
             (3, "step"): {f"{_F}version": 2, f"{_F}reshard_after_forward": False},
+            (3, "microbatch"): {f"{_F}version": 2, f"{_F}reshard_after_forward": True},
         },
     ),
     KeyChoice(

@@ -23,8 +23,8 @@ TABLE: Table = (
         ("zero", "gather"),
         {
             (0, None): {},
-            (3, "microbatch"): {"fsdp_version": 2, "fsdp_config.reshard_after_forward": True},
             (3, "step"): {"fsdp_version": 2, "fsdp_config.reshard_after_forward": False},
+            (3, "microbatch"): {"fsdp_version": 2, "fsdp_config.reshard_after_forward": True},
         },
     ),
     Key("gradient_checkpointing", "recompute", bool, {"full": True, "none": False}),

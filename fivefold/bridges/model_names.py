@@ -21,7 +21,8 @@ TITAN: dict[str, tuple[str, str, str]] = {
     "qwen3-8b": ("qwen3", "8B", ""),
     "qwen3-14b": ("qwen3", "14B", "qwen3_14b"),
     "qwen3-32b": ("qwen3", "32B", "qwen3_32b"),
-    "qwen3-30b-a3b": ("qwen3", "", "qwen3_30b_a3b"),
+    "qwen3-30b-a3b": ("qwen3", "30B-A3B", "qwen3_30b_a3b"),
+    "qwen3-235b-a22b": ("qwen3", "235B-A22B", ""),
     "llama-4-maverick": ("llama4", "17bx128e", ""),
 }
 _HOSTED = re.compile(r"https://huggingface\.co/([\w.-]+/[\w.-]+?)(?:/|$|,| )")

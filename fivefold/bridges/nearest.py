@@ -90,12 +90,21 @@ class _NearestPlan:
             values["microbatches"] = max(1, before // dp)
         return settled(values, self.name, self.changes)
 
+    def _possible(self, values: Values) -> bool:
+        return next(self.target.impossible(values, self.shape), None) is None
+
+    def _legal_at_all(self, listed: list[Values], most: int) -> list[tuple[Values, Values]]:
+        """Candidates of which something else must change as well."""
+        found = ((each, self.legal(each)) for each in listed)
+        return list(islice(((each, one) for each, one in found if one is not None), most))
+
     def take(self, key: str, was: Any, candidates: Iterable[Values], *, left: bool = False) -> None:
         """Replace the plan by the best candidate."""
         listed = list(candidates)
         most = 1 if left or self.seconds is None else _MOST_PRICED
         all_legal = ((each, found) for each in listed if (found := self.legal(each)) is not None)
-        legal = list(islice(all_legal, most))
+        possible = ((each, found) for each, found in all_legal if self._possible(found))
+        legal = list(islice(possible, most)) or self._legal_at_all(listed, most)
         for each in [] if legal else listed:
             if (found := self.legal(each, any_batch=True)) is not None:
                 legal.append(({**each, "microbatches": found["microbatches"]}, found))
@@ -215,14 +224,17 @@ def _item(search: _NearestPlan, item: Key | KeyChoice) -> None:
     if ours == ("number",):
         gone = dict.fromkeys(("fp8_wgrad", "fp8_skip", "fp8_matmul"))
         pairs = [each if "fp8" in each["number"] else {**each, **gone} for each in pairs]
-    shown = was if len(ours) == 1 else " ".join(str(each) for each in was if each is not None)
-    search.take("+".join(ours), shown, pairs)
+    shown = was
+    if len(ours) > 1:
+        others = zip(ours[1:], was[1:], strict=True)
+        shown = " ".join([str(was[0]), *(f"{name}={each}" for name, each in others if each)])
+    search.take(ours[0], shown, pairs)
 
 
 def _distance(key: str, was: Any, now: Any) -> float:
     """How far a value is from the wanted one."""
     if key == "zero":
-        return abs(was[0] - now[0]) + 0.1 * (was[0] > now[0])
+        return abs(was[0] - now[0]) + 4 * (was[0] > now[0])  # more memory is farther away
     if key == "recompute":
         return abs(_amount(was) - _amount(now)) + 0.01 * len(str(now))
     if key == "number":

@@ -33,7 +33,7 @@ _P = "parallelism."
 _RESHARD = f"{_P}fsdp_reshard_after_forward"
 _SHARDING = KeyChoice(
     ("zero", "gather"),
-    {(0, None): {}, (3, "microbatch"): {_RESHARD: "always"}, (3, "step"): {_RESHARD: "never"}},
+    {(0, None): {}, (3, "step"): {_RESHARD: "never"}, (3, "microbatch"): {_RESHARD: "always"}},
 )
 _DEGREES: Table = (
     Key(f"{_P}data_parallel_replicate_degree", "titan_replicate", usual=1),

@@ -12,7 +12,6 @@ import typer
 
 from fivefold import verbs
 from fivefold.api.bridging import foreign_answer, foreign_plan, is_foreign
-from fivefold.api.emitting import emit, emitted_answer
 from fivefold.api.jobs import GivenJob
 from fivefold.api.planning import (
     PlannedJob,
@@ -224,6 +223,8 @@ def _written(found: PlannedJob | SearchedPlans, options: dict[str, Any]) -> Prin
 
 def _emitted(chosen: Plan, options: dict[str, Any]) -> Printed:
     """The plan for another framework; losses are comments in its file, or else said beside it."""
+    from fivefold.api.emitting import emit, emitted_answer
+
     name, output = options["emit"], options["output"]
     if name == "torchtitan" and output is not None and output.suffix == ".py":
         name = "torchtitan-main"

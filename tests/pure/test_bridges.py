@@ -111,3 +111,64 @@ def test_an_edited_size_of_the_model_counts(tmp_path: Path) -> None:
 def test_the_table_of_the_docs_is_that_of_the_code() -> None:
     page = Path(__file__).parents[2] / "docs" / "bridges.md"
     assert capability_table() in page.read_text("utf-8"), "run: python -m tests.bridge_table"
+
+
+GOLDEN = {  # words of a file, for a plan with something of everything; names as their sources have
+    "megatron": (
+        *("--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2", "--swiglu"),
+        *("--context-parallel-size 2", "--expert-model-parallel-size 4", "--sequence-parallel"),
+        *("--expert-tensor-parallel-size 1", "--use-distributed-optimizer", "--num-experts 128"),
+        *("--pipeline-model-parallel-layout 'Et*13|(t*13|)*2t*9L'", "--cp-comm-type a2a"),
+        *("--recompute-granularity full", "--recompute-method uniform", "--recompute-num-layers 1"),
+        *("--micro-batch-size 1", "--global-batch-size 32", "--seq-length 4096", "--num-layers 48"),
+    ),
+    "bridge": (
+        *("model.tensor_model_parallel_size=2", "model.pipeline_model_parallel_size=2"),
+        *("model.context_parallel_size=2", "model.expert_model_parallel_size=4"),
+        *("model.expert_tensor_parallel_size=1", "ddp.use_distributed_optimizer=true"),
+        *("model.sequence_parallel=true", "train.global_batch_size=32", "model.cp_comm_type=a2a"),
+        *("mixed_precision=bf16_mixed", "--recipe qwen3_30b_a3b_pretrain_config"),
+    ),
+    "torchtitan-main": (
+        *("config.parallelism.tensor_parallel_degree = 2", "num_pp_microbatches = 8"),
+        *("config.parallelism.data_parallel_shard_degree = 4", "expert_parallel_degree = 4"),
+        *("config.training.num_tokens_per_microbatch_per_dp_rank = 4096", "import qwen3_30b_a3b"),
+        *("config.training.num_tokens_per_train_step = 131072", "= FullAC.Config()"),
+    ),
+    "nanotron": (
+        *(
+            "  dp: 4\n",
+            "  tp: 2\n",
+            "  pp: 2\n",
+            '  pp_engine: "1f1b"\n',
+            "  tp_mode: REDUCE_SCATTER",
+        ),
+        *("  context_parallel_size: 2\n", "  expert_parallel_size: 4\n", "  recompute_layer: true"),
+        *("  zero_stage: 1\n", "  batch_accumulation_per_replica: 8\n", "  micro_batch_size: 1\n"),
+    ),
+    "axolotl": (
+        *("base_model: Qwen/Qwen3-30B-A3B\n", "context_parallel_size: 2\n", "sequence_len: 4096\n"),
+        *("gradient_checkpointing: true\n", "fsdp_version: 2\n", "  reshard_after_forward: "),
+    ),
+    "deepspeed": (
+        *('"train_batch_size": 32', '"autotp_size": ', '"sequence_parallel_size": 2', '"stage": '),
+    ),
+    "accelerate": (
+        *("distributed_type: FSDP\n", "parallelism_config_cp_size: 2\n", "num_processes: 32\n"),
+        *("  fsdp_activation_checkpointing: true\n", "mixed_precision: bf16\n"),
+    ),
+    "torchtitan": (
+        *("pipeline_parallel_degree = 2", 'pipeline_parallel_schedule = "Interleaved1F1B"'),
+        *('name = "qwen3"', 'mode = "full"', "local_batch_size = 8", "global_batch_size = 32"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_names_of_keys(name: str) -> None:
+    keys = {"schedule": "interleaved", "microbatches": 8, "recompute": "full", "seq": 4096}
+    layout = "dp=4 tp=2 pp=2 cp=2 ep=4"
+    context = {"context": "ulysses"} if name in ("megatron", "bridge") else {}
+    plan = resolve(PlanOptions(model="qwen3-30b-a3b", layout=layout, **keys, **context))
+    text = emit_plan(name, plan).text
+    assert not [words for words in GOLDEN[name] if words not in text], text
