@@ -40,7 +40,7 @@ TABLE: Table = (
     ),
     Key("data_types.grad_accum_dtype", "grad_dtype", str, {"fp32": "fp32", "bf16": "bf16"}),
     Key("gradient_clipping", "clip", float),
-    Key("optimizer.type", "optimizer", str, {"adamw": "AdamW", "muon": "Muon"}, usual="adamw"),
+    Key("optimizer.type", "optimizer", str, {"adamw": "AdamW", "muon": "Muon"}),
     Key("optimizer.params.lr", "lr", float),
     Key("optimizer.params.weight_decay", "weight_decay", float),
     KeyChoice(
@@ -52,7 +52,6 @@ TABLE: Table = (
         },
     ),
     Key(f"{_PARAMS}warmup_num_steps", "warmup"),
-    Key(f"{_PARAMS}total_num_steps", "steps"),
     Key(f"{_Z}offload_optimizer.device", "offload_device", str),
     Key(f"{_Z}offload_optimizer.nvme_path", "offload_path", str),
 )
@@ -83,6 +82,10 @@ def impossible(values: Values, _shape: Shape) -> Iterator[Impossible]:
 
 def more(_shape: Shape, values: Values) -> Flat:
     found: Flat = {}
+    if values["lr_curve"] != "constant":
+        found[f"{_PARAMS}total_num_steps"] = values["steps"]
+    if values["lr_curve"] != "cosine":
+        found[f"{_PARAMS}warmup_max_lr"] = values["lr"]
     if values["ep"] > 1:
         found["expert_parallel.enabled"] = True
     if values["zero"]:
@@ -103,7 +106,7 @@ DEEPSPEED = Target(
     schedules=(),
     write=write_json,
     always={"sp": False, "context": "ulysses"},
-    left=("recompute", "seq", "seed"),
+    left=("recompute", "seq", "steps", "seed"),
     covers=("offload",),
     impossible=impossible,
     outgoing=outgoing,

@@ -14,6 +14,7 @@ from fivefold.bridges.job_values import values_of
 from fivefold.bridges.key_table import ours_of
 from fivefold.bridges.target import world_of
 from fivefold.core.plan import Plan, PlanOptions, resolve
+from fivefold.core.recipe import Recipe
 from tests.bridge_plans import random_plan
 from tests.bridge_table import capability_table
 
@@ -98,6 +99,21 @@ def test_deepspeed_gets_json_and_its_batch_multiplies() -> None:
     assert table["train_batch_size"] == table[sizes[0]] * table[sizes[1]] * 8 == 64
     assert table["tensor_parallel"]["autotp_size"] == 2
     assert table["zero_optimization"]["stage"] == 3
+    assert table["optimizer"]["type"] == "AdamW"
+
+
+def test_a_scheduler_of_deepspeed_has_its_own_parameters() -> None:
+    parameters: dict[str, object] = {}
+    for curve in ("cosine", "linear", "constant"):
+        recipe = Recipe(lr_curve=curve, steps=1000, lr=3e-4)
+        plan = resolve(PlanOptions(model="llama-3-8b", layout="dp=8", train=recipe))
+        parameters[curve] = json.loads(emit_plan("deepspeed", plan).text)["scheduler"]["params"]
+    rest = {"warmup_num_steps": 100}
+    assert parameters == {
+        "cosine": {**rest, "cos_min_ratio": 0.1, "total_num_steps": 1000},
+        "linear": {**rest, "total_num_steps": 1000, "warmup_max_lr": 3e-4},
+        "constant": {**rest, "warmup_max_lr": 3e-4},
+    }
 
 
 def test_an_edited_size_of_the_model_counts(tmp_path: Path) -> None:
