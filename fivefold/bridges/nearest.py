@@ -226,8 +226,8 @@ def _item(search: _NearestPlan, item: Key | KeyChoice) -> None:
         pairs = [each if "fp8" in each["number"] else {**each, **gone} for each in pairs]
     shown = was
     if len(ours) > 1:
-        others = zip(ours[1:], was[1:], strict=True)
-        shown = " ".join([str(was[0]), *(f"{name}={each}" for name, each in others if each)])
+        (_, first), *others = zip(ours, was, strict=True)
+        shown = " ".join([str(first), *(f"{name}={each}" for name, each in others if each)])
     search.take(ours[0], shown, pairs)
 
 
