@@ -212,23 +212,24 @@ def _item(search: _NearestPlan, item: Key | KeyChoice) -> None:
     listed = allowed(item, search.shape.moe is not None)
     if listed is None:
         return
-    ours = item.ours if isinstance(item, KeyChoice) else (item.ours,)
+    ours: tuple[str, ...] = item.ours if isinstance(item, KeyChoice) else (item.ours,)
+    first = ours[0]
     values = search.target.outgoing(search.now, search.shape)
     was = item.value(values) if isinstance(item, KeyChoice) else values[item.ours]
     if was is None or was in listed or any(name not in search.now for name in ours):
         return
-    near = sorted(listed, key=lambda each: _distance(ours[0], was, each))
+    near = sorted(listed, key=lambda each: _distance(first, was, each))
     pairs = [
-        item.as_values(each) if isinstance(item, KeyChoice) else {ours[0]: each} for each in near
+        item.as_values(each) if isinstance(item, KeyChoice) else {first: each} for each in near
     ]
     if ours == ("number",):
         gone = dict.fromkeys(("fp8_wgrad", "fp8_skip", "fp8_matmul"))
         pairs = [each if "fp8" in each["number"] else {**each, **gone} for each in pairs]
     shown = was
     if len(ours) > 1:
-        (_, first), *others = zip(ours, was, strict=True)
-        shown = " ".join([str(first), *(f"{name}={each}" for name, each in others if each)])
-    search.take(ours[0], shown, pairs)
+        others = zip(ours[1:], was[1:], strict=True)
+        shown = " ".join([str(was[0]), *(f"{name}={each}" for name, each in others if each)])
+    search.take(next(iter(ours)), shown, pairs)
 
 
 def _distance(key: str, was: Any, now: Any) -> float:
