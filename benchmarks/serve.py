@@ -1,13 +1,16 @@
-"""A server under load: Poisson arrivals of streams, TTFT, TPOT and goodput at several rates.
+r"""A server under load: Poisson arrivals of streams, TTFT, TPOT and goodput at several rates.
 
     python benchmarks/serve.py [--model tiny] [--rates 4 8 16] [--seconds 20] [--json FILE]
-    python benchmarks/serve.py --model llama-3.1-8b --device cuda --rates 1 4 8 16 32
+    python benchmarks/serve.py --model llama-3.1-8b --device cuda --rates 1 4 8 16 --clients 64 \
+        --prompt 1024 --output 128 --spread 0 --max-batch-tokens 8192 --beside h200
     python benchmarks/serve.py --url http://127.0.0.1:8000/v1 --name NAME   (any server)
 
 Without `--url` it serves the shape of a preset with random weights and a tokenizer of bytes, in
 processes of its own. Prompts and completions have lognormal lengths around `--prompt` and
-`--output`; prompts share no beginning. A request is good if its first token comes within `--ttft`
-seconds and each further one within `--tpot`, in the mean. Clients are in one process of their own.
+`--output` (`--spread 0`: all are equal); prompts share no beginning. `--clients N` are N clients
+that each wait for an answer before they ask again. `--beside MACHINE` prints what `plan --serve`
+says of each load. A request is good if its first token comes within `--ttft` seconds and each
+further one within `--tpot`, in the mean. Clients are in one process of their own.
 """
 
 from __future__ import annotations
@@ -32,8 +35,6 @@ from statistics import median
 from typing import Any
 from urllib.parse import urlsplit
 
-SPREAD, TOKEN_BYTES = 0.5, 1  # sigma of the logarithm of lengths
-
 
 @dataclass(frozen=True)
 class Sent:
@@ -46,8 +47,14 @@ class Sent:
     tokens: int
 
 
-def length(draw: random.Random, middle: int, most: int) -> int:
-    return max(1, min(most, round(draw.lognormvariate(math.log(middle), SPREAD))))
+def drawn(draw: random.Random, vocab: int, most: int, said: Any) -> tuple[list[int], int]:
+    """A prompt, and how many tokens are asked."""
+    prompt, output = (
+        max(1, round(draw.lognormvariate(math.log(middle), said.spread)))
+        for middle in (said.prompt, said.output)
+    )
+    prompt = min(prompt, most // 2)
+    return [draw.randrange(vocab) for _ in range(prompt)], min(output, most - prompt - 1)
 
 
 async def stream(address: tuple[str, int], name: str, prompt: list[int], output: int) -> Sent:
@@ -85,12 +92,31 @@ async def at_rate(
     while due - began < said.seconds:
         due += draw.expovariate(rate)
         await asyncio.sleep(max(0.0, due - time.perf_counter()))
-        prompt = length(draw, said.prompt, most // 2)
-        output = length(draw, said.output, most - prompt - 1)
-        tokens = [draw.randrange(vocab) for _ in range(prompt)]
-        tasks.append(asyncio.ensure_future(stream(address, name, tokens, output)))
+        asked = drawn(draw, vocab, most, said)
+        tasks.append(asyncio.ensure_future(stream(address, name, *asked)))
     sent = await asyncio.gather(*tasks)
     return sent, time.perf_counter() - began
+
+
+async def by_clients(
+    address: tuple[str, int], name: str, vocab: int, most: int, clients: int, said: Any
+) -> tuple[list[Sent], float]:
+    """Requests of so many clients, those that were answered within the seconds. Clients begin one
+    after the other, over a third of the seconds, so that they are not in step."""
+    began = time.perf_counter()
+
+    async def client(number: int) -> list[Sent]:
+        draw, sent = random.Random(f"{said.seed} {number}"), list[Sent]()
+        await asyncio.sleep(said.seconds / 3 * number / clients)
+        while (now := time.perf_counter()) < began + said.seconds:
+            answer = await stream(address, name, *drawn(draw, vocab, most, said))
+            # Counted: answers that lie in the time when every client asks.
+            inside = now >= began + said.seconds / 3 and time.perf_counter() < began + said.seconds
+            sent += [answer] if inside or answer.status != 200 else []
+        return sent
+
+    found = await asyncio.gather(*(client(number) for number in range(clients)))
+    return [each for sent in found for each in sent], said.seconds * 2 / 3
 
 
 def at(values: list[float], share: float) -> float:
@@ -192,7 +218,10 @@ def arguments() -> Any:
     parser.add_argument("--max-seq", type=int, default=2048)
     parser.add_argument("--url", help="a server that is up, instead of one of ours")
     parser.add_argument("--name", default="", help="the model of that server")
-    parser.add_argument("--rates", type=float, nargs="+", default=[2.0, 8.0])
+    parser.add_argument("--rates", type=float, nargs="*", default=[2.0, 8.0])
+    parser.add_argument("--clients", type=int, nargs="*", default=[])
+    parser.add_argument("--spread", type=float, default=0.5, help="sigma of lengths' logarithm")
+    parser.add_argument("--beside", help="a machine for `plan --serve`, printed beside")
     parser.add_argument("--seconds", type=float, default=10.0)
     parser.add_argument("--prompt", type=int, default=64, help="median tokens of a prompt")
     parser.add_argument("--output", type=int, default=32, help="median tokens of a completion")
@@ -204,23 +233,51 @@ def arguments() -> Any:
     return parser.parse_args()
 
 
+def planned(load: dict[str, float], said: Any) -> dict[str, float]:
+    """What `plan --serve` says of a load."""
+    from fivefold.api.serving_plans import plan_serving
+
+    keys = {"machine": said.beside, "layout": said.layout, **load}
+    answer = plan_serving(said.model, prompt=said.prompt, output=said.output, **keys).to_json()
+    return {key: answer[key] for key in ("ttft_s", "tpot_s", "tokens_per_s")}
+
+
 def measure(address: tuple[str, int], name: str, vocab: int, most: int, said: Any) -> int:
     rows: list[dict[str, float]] = []
-    print("rate/s  requests  lost  TTFT p50   p99      TPOT p50   p99      tokens/s  good/s  good")
+    place = (address, name, vocab, most)
+    print(
+        "load        requests  lost  TTFT p50   p99      TPOT p50   p99      tokens/s  good/s  good"
+    )
     for rate in said.rates:
-        sent, seconds = asyncio.run(at_rate(address, name, vocab, most, rate, said))
-        row = summary(rate, sent, seconds, said)
-        rows.append(row)
-        print(
-            f"{rate:6g}  {row['requests']:8g}  {row['lost']:4g}  {row['ttft_p50_s']:7.3f} s "
-            f"{row['ttft_p99_s']:7.3f} s {1e3 * row['tpot_p50_s']:7.1f} ms "
-            f"{1e3 * row['tpot_p99_s']:7.1f} ms {row['tokens_per_s']:9.0f} {row['goodput']:7.2f} "
-            f"{row['good_share']:5.0%}",
-            flush=True,
-        )
+        rows.append(summary(rate, *asyncio.run(at_rate(*place, rate, said)), said))
+        show(f"{rate:g} a second", rows[-1], {"rate": rate}, said)
+    for clients in said.clients:
+        rows.append(summary(clients, *asyncio.run(by_clients(*place, clients, said)), said))
+        show(f"{clients} clients", rows[-1], {"concurrency": clients}, said)
     if said.json:
         said.json.write_text(json.dumps(rows, indent=1))
     return int(any(row["lost"] for row in rows))
+
+
+def show(load: str, row: dict[str, float], asked: dict[str, float], said: Any) -> None:
+    """One line for a load, and one for its plan."""
+    print(
+        f"{load:10}  {row['requests']:8g}  {row['lost']:4g}  {row['ttft_p50_s']:7.3f} s "
+        f"{row['ttft_p99_s']:7.3f} s {1e3 * row['tpot_p50_s']:7.1f} ms "
+        f"{1e3 * row['tpot_p99_s']:7.1f} ms {row['tokens_per_s']:9.0f} {row['goodput']:7.2f} "
+        f"{row['good_share']:5.0%}",
+        flush=True,
+    )
+    if not said.beside:
+        return
+    plan = planned(asked, said)
+    row |= {f"planned_{key}": value for key, value in plan.items()}
+    first, further = row["ttft_p50_s"] / plan["ttft_s"], row["tpot_p50_s"] / plan["tpot_s"]
+    print(
+        f"  planned: TTFT {plan['ttft_s']:.3f} s (measured {first:.2f} of it), "
+        f"TPOT {1e3 * plan['tpot_s']:.1f} ms ({further:.2f}), {plan['tokens_per_s']:.0f} tokens/s",
+        flush=True,
+    )
 
 
 def main() -> int:
