@@ -57,7 +57,7 @@ LONG = Case(
 CASES = {
     "1B": Case("llama-3.2-1b", 2, ("llama3_rand", "1B")),
     "8B": Case("llama-3.1-8b", 1, ("llama3_rand", "8B")),
-    "8B-lean": Case("llama-3.1-8b", 1, ("llama3_rand", "8B"), recompute="selective"),
+    "8B-lean": Case("llama-3.1-8b", 1, ("llama3_rand", "8B"), recompute="act"),
     "MoE": Case("qwen3-30b-a3b", 2, ("qwen3_rand", "30B-A3B-8L"), changes={"layers": "8"}),
     "8B-fp8": Case(
         "llama-3.1-8b",

@@ -29,7 +29,7 @@ from fivefold.generate.writer import TextPiece, TextRequest, TextWriter
 from fivefold.launch.backend import Backend, forked_device
 from fivefold.launch.processes import Pool, RankLost
 from fivefold.launch.worker import Worker
-from fivefold.model.regions import compiled, eager
+from fivefold.model.regions import compiled_for_steps, eager
 
 _PATIENCE = 600.0  # seconds of a step, or of reading weights
 _FREE_SHARE = 0.8  # of the memory of a GPU; the rest is for activations, graphs and logits
@@ -130,7 +130,7 @@ def engine_of_rank(
 ) -> LayoutEngine:
     """The engine of a rank, with its weights. Without a number of bytes the cache has most of what
     is free on the GPU when the weights are there."""
-    plan, fuse = task.plan, compiled if device.type == "cuda" else eager
+    plan, fuse = task.plan, compiled_for_steps if device.type == "cuda" else eager
     worker.phase("load")
     same = task.batch_invariant
     mesh = mesh_of(plan, device, same)

@@ -52,6 +52,12 @@ def compiled(compute: Compute, varies: bool = False) -> Compute:
     return partial(with_any_rows, made) if varies else made
 
 
+def compiled_for_steps(compute: Compute, varies: bool = False) -> Compute:
+    """As `compiled`, once for all sizes: steps of a generator have any number of tokens. Kernels
+    made anew for each would make requests wait, and end at the limit of the compiler."""
+    return compiled(compute, varies=True)
+
+
 def with_any_rows(made: Compute, *inputs: Any) -> Any:
     """Call what the compiler made: one graph for all sizes of first dims. Kernels know the others,
     which makes them faster than those of a graph for all sizes."""

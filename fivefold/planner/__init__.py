@@ -344,7 +344,7 @@ def gpus_needed(request: PlanRequest, leanest: float) -> int | None:
 def has_plan(request: PlanRequest) -> bool:
     """Whether `best_plans` finds one: what only closed forms find to fit may not."""
     result = search_layouts(request.space, request.setting, _CANDIDATES_PER_PLAN, shown=1)
-    return bool(_fitting(request, result, 1))
+    return bool(result.best and _fitting(request, result, 1))
 
 
 def fewest_gpus(request: PlanRequest, top: int, on_progress: Progress | None = None) -> PlanResult:

@@ -16,8 +16,9 @@ from pathlib import Path
 
 from fivefold.core.errors import FivefoldError
 from fivefold.generate.blocks import BLOCK, blocks_of
+from fivefold.generate.engine import DecoderForward
 from fivefold.generate.layout import LayoutEngine
-from fivefold.generate.requests import DrawnToken, Request
+from fivefold.generate.requests import DrawnToken, Request, SequenceChunk, StepBatch
 from fivefold.generate.scheduler import ScheduleLimits
 from fivefold.generate.text_ranks import RefusedTask, TextTask, engine_of_rank
 from fivefold.launch.backend import forked_device
@@ -36,6 +37,8 @@ from fivefold.serve.links import (
 DOOR = "door"  # the name of its socket
 _BEAT_S = 5.0  # between two signs of life
 _WARM_TOKENS = 3
+_WARM_PROMPTS = (9, 17, 130)
+_WARM_KEYS = 8192
 
 
 @dataclass(frozen=True)
@@ -91,13 +94,29 @@ def _warm_up(engine: LayoutEngine) -> None:
     """Compile and load what the first request would wait for."""
     limits, pool = engine.schedulers[0].limits, engine.schedulers[0].pool
     longest = min(engine.shape.max_seq, pool.count * BLOCK)
-    lasts = [1]
-    if engine.mesh.device.type == "cuda":  # a graph is captured for each of these sizes
-        lasts = [1 << i for i in range(limits.sequences.bit_length())]
-    for count in lasts:
-        if longest > _WARM_TOKENS and count <= pool.count:
-            engine.run(Request(f"warm-up {i}", (0,), _WARM_TOKENS) for i in range(count))
+    prompts = (1,)
+    if engine.mesh.device.type == "cuda":  # chunks of several sizes compile kernels for any
+        prompts = (1, *(each for each in _WARM_PROMPTS if each <= limits.tokens))
+    for length in prompts:
+        if longest >= length + _WARM_TOKENS:
+            engine.run([Request(f"warm-up {length}", (0,) * length, _WARM_TOKENS)])
     engine.renew()  # shares nothing of it
+    alone = engine.plan.layout.world == 1
+    if alone and engine.mesh.device.type == "cuda" and isinstance(engine.forward, DecoderForward):
+        _capture_steps(engine.forward, limits.sequences, longest)
+
+
+def _capture_steps(forward: DecoderForward, most: int, longest: int) -> None:
+    """Run decode steps of all sizes on a block that nobody reads: each is captured where steps are
+    replayed. Sequences beyond the longest here are captured when there are some."""
+    for keys in (1 << i for i in range(10, _WARM_KEYS.bit_length())):
+        stop = min(keys, longest)
+        table = (forward.padding,) * blocks_of(stop)
+        one = SequenceChunk("", (0,), stop - 1, table, samples=True, fills=True)
+        for count in (1 << i for i in range(most.bit_length())):
+            forward(StepBatch((one,) * count))
+        if stop == longest:
+            break
 
 
 @dataclass

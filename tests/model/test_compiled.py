@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -12,6 +13,9 @@ from torch import Tensor
 from fivefold.core import models
 from fivefold.core.plan import Plan, PlanOptions, resolve
 from fivefold.data.batches import samples
+from fivefold.generate.layout import LayoutEngine, mesh_of, plan_of, stage_of
+from fivefold.generate.requests import Request
+from fivefold.model import regions
 from fivefold.model.layers import Activate
 from fivefold.model.regions import Compute, Fuse, eager, with_any_rows
 from fivefold.optim.optimizer import make_optimizer
@@ -73,3 +77,30 @@ def test_a_region_of_experts_is_one_graph_for_any_number_of_rows() -> None:
         for mine, theirs in zip(torch.autograd.grad(found, leaves, slope), wanted, strict=True):
             torch.testing.assert_close(mine, theirs)
     assert dynamo.counters["stats"]["unique_graphs"] == 2  # forward and backward
+
+
+def test_steps_of_a_generator_are_compiled_once_for_all_sizes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A server compiled norms anew for each length of a prompt, until the compiler refused."""
+    torch._dynamo.reset()
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    monkeypatch.setattr(regions, "compiled", regions.compiled.__wrapped__)
+    shape = models.load("tiny")
+    plan = replace(plan_of(shape, PlanOptions("tiny")), shape=shape)
+    mesh = mesh_of(plan, torch.device("cpu"), False)
+    stage = stage_of(plan, mesh, torch.float32, False, regions.compiled_for_steps)
+    stage.fill(lambda weight, _: torch.ones(weight.shape) / 64)
+    engine = LayoutEngine(plan, mesh, stage, 64)
+
+    def graphs(lengths: range) -> int:
+        requests = [Request(str(length), (1,) * length, 2) for length in lengths]
+        for each in requests:
+            engine.run([each])
+        engine.run(requests[:5])
+        return dynamo.counters["stats"]["unique_graphs"]
+
+    warm = graphs(range(1, 30, 4))
+    dynamo.counters["stats"]["unique_graphs"] = 0
+    assert warm > 0
+    assert graphs(range(2, 90)) == 0
