@@ -63,7 +63,8 @@ def measure(model: str, layers: int, batch: int, mean: float) -> dict[str, Any]:
     """Tokens/s both ways, and packed over whole, round by round."""
     from fivefold.step import step
 
-    plan, job, optimizer = gpu.build(model, batch, changes={"layers": str(layers)})
+    case = gpu.Case(model, batch, ("", ""), changes={"layers": str(layers)})
+    plan, job, optimizer = gpu.build(case)
 
     def run(one: Any) -> object:
         return step(job, optimizer, [one], 1.0)

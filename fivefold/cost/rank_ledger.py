@@ -162,6 +162,8 @@ class PlanLedger:
                 last = shape.layers
                 kind = ((shape.is_moe_layer(last),), rule, (self._rounds(last),))
                 ahead = partial(operators.blocks, *kind, joins=True)
+                if layers.start == 0:  # the embedding's first gradient waits for its last one
+                    yield Segment(("embed",), self._events(known, "embed", operators.embedding))
                 yield Segment((f"mtp.{depth}",), self._events(known, ("mtp", *kind), ahead, rule))
                 yield Segment(("head",), head)
 

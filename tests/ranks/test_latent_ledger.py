@@ -19,6 +19,7 @@ JOBS: tuple[tuple[str, int, str, int, dict[str, Any]], ...] = (
     ("deepseek-v3", 8, "dp=64 pp=4 ep=64", 64, {"zero": 1}),
     ("deepseek-v3", 8, "dp=64 pp=4 ep=64", 64, {"zero": 1, "ep_nodes": 8}),
     ("deepseek-v3", 8, "dp=64 pp=4 ep=64", 0, {"zero": 1, "ep_nodes": 8}),
+    ("deepseek-v3", 5, "dp=256 ep=64", 0, {"zero": 1, "ep_nodes": 8, "microbatches": 1}),
     ("deepseek-v2-lite", 6, "dp=4 tp=2 pp=2 ep=8", 8, {"zero": 1}),
     ("deepseek-v2-lite", 6, "dp=8 pp=3 ep=4", 8, {"zero": 2, "recompute": "selective"}),
     ("deepseek-v2-lite", 6, "dp=4 ep=4", 0, {"zero": 3, "ep_nodes": 2, "recompute": "full"}),
