@@ -100,7 +100,7 @@ def emit_plan(name: str, plan: Plan, price: Price = _unpriced) -> EmittedPlan:
     found = express(target, values_of(plan), (options.model, options.set, shape), price)
     losses = (*found.losses, *_unsaid(target, shape))
     values = target.outgoing(found.values, shape)
-    flat = {**target.model_keys(shape), **write_keys(target.table, values)}
+    flat = {**target.model_keys(_as_long(shape, values)), **write_keys(target.table, values)}
     said = values_of(plan)
     whole = {**values, **{key: said[key] for key in target.left}}
     flat |= {key: each for key, each in target.more(shape, whole).items() if key not in flat}
@@ -115,10 +115,17 @@ def emit_plan(name: str, plan: Plan, price: Price = _unpriced) -> EmittedPlan:
     return EmittedPlan(target, target.write(sheet), losses, nearest)
 
 
+def _as_long(shape: Shape, values: Values) -> Shape:
+    """The model with as many positions as rows have: Megatron refuses longer rows."""
+    return replace(shape, max_seq=max(shape.max_seq, values.get("seq") or 0))
+
+
 def _unsaid(target: Target, shape: Shape) -> Iterator[Loss]:
     """What a file that describes its model leaves out of this one."""
-    if target in (TORCHTITAN, TORCHTITAN_MAIN) and titan_of(shape.name) is None:
-        yield Loss("model", shape.name, "register it there")
+    if target in (TORCHTITAN, TORCHTITAN_MAIN):
+        known = titan_of(shape.name)
+        if known is None or not known[1 if target is TORCHTITAN else 2]:
+            yield Loss("model", shape.name, "register it there")
     if target not in (MEGATRON, NANOTRON):
         return
     found = target.find_model(target.model_keys(shape)).model
@@ -229,7 +236,7 @@ def _read(
         raise BadFile(target.title, wrong)
     described = target.find_model(flat)
     ours = _ours(text)
-    name = model or _chosen_model(target, flat, ours, described.model)
+    name = model or _chosen_model(target, flat, ours, described.model, read)
     if name is None:
         raise FivefoldError(
             f"{target.title} says no model that is known here: add --model NAME, a preset or a "
@@ -250,14 +257,14 @@ def _read(
 
 
 def _chosen_model(
-    target: Target, flat: Flat, ours: dict[str, Any], described: str | None
+    target: Target, flat: Flat, ours: dict[str, Any], described: str | None, read: Values
 ) -> str | None:
     """The model of our comment, unless the keys beside it have been changed since."""
     named = ours.get("model")
     if named is None or described is None:
         return named or described
     shape = models.with_overrides(models.load(named), ours.get("set", {}))
-    written = target.model_keys(shape)
+    written = target.model_keys(_as_long(shape, read))
     changed = [key for key, value in written.items() if not same(flat.get(key), value)]
     return described if changed else named
 

@@ -85,6 +85,8 @@ def more(_shape: Shape, values: Values) -> Flat:
         found["ddp.overlap_param_gather"] = True
     if values["zero"] > 1:
         found["checkpoint.ckpt_format"] = "fsdp_dtensor"
+    if values["offload"] == "cpu":
+        found["optimizer.use_precision_aware_optimizer"] = True
     if values["lr_curve"] == "cosine":
         found["optimizer.min_lr"] = values["lr"] / 10
     return found
@@ -161,5 +163,6 @@ BRIDGE = Target(
         *megatron.NEUTRAL,
         *("mode", "ddp.overlap", "optimizer.min_lr", "checkpoint.", "logger.", "dataset.", "dist."),
         *("tokenizer.", "validation.", "profiling.", "train.eval", "train.manual_gc"),
+        "optimizer.use_precision_aware_optimizer",
     ),
 )

@@ -127,6 +127,7 @@ FLAGS = frozenset(
         *("moe-grouped-gemm", "moe-permute-fusion", "use-rope-scaling", "delay-wgrad-compute"),
         *("overlap-moe-expert-parallel-comm", "accumulate-allreduce-grads-in-fp32", "mock-data"),
         *("use-rotary-position-embeddings", "recompute-activations", "moe-router-pre-softmax"),
+        "use-precision-aware-optimizer",
     ]
 )
 LISTS = frozenset({"recompute-modules", "cp-comm-type", "data-path"})
@@ -140,6 +141,7 @@ NEUTRAL = (
     *("job-name", "nodes", "ntasks", "gpus", "gres", "time", "partition", "account", "output"),
     *("error", "exclusive", "mem", "cpus-per-task", "container-", "attention-dropout"),
     *("hidden-dropout", "moe-permute-fusion", "max-restarts", "tee", "local-ranks-filter"),
+    "use-precision-aware-optimizer",
 )
 
 
@@ -182,6 +184,8 @@ def _has_experts(flat: Flat) -> bool:
 
 def impossible(values: Values, _shape: Shape) -> Iterator[Impossible]:
     """What the arguments refuse together."""
+    if values["offload"] == "cpu" and values["optimizer"] != "adamw":
+        yield "offload", "cpu", [{"offload": "none"}]
     if values["optimizer"] == "muon" and values["zero"] > 1:
         yield "zero", values["zero"], [{"zero": 1, "gather": None}]
     elif values["zero"] > 1 and values["order"] != "tp-cp-dp-pp":  # Megatron-FSDP
@@ -195,6 +199,8 @@ def more(_shape: Shape, values: Values) -> Flat:
         found["overlap-param-gather"] = True
     if values["zero"] > 1:
         found["ckpt-format"] = "fsdp_dtensor"
+    if values["offload"] == "cpu":
+        found["use-precision-aware-optimizer"] = True
     if values["lr_curve"] == "cosine":
         found["min-lr"] = values["lr"] / 10
     if values["lr_curve"] == "wsd":
@@ -221,6 +227,8 @@ def words_of(flat: Flat) -> list[str]:
 def write_script(sheet: Sheet) -> str:
     """The command, one option a line."""
     lines = ["#!/bin/bash", *(f"# {each}" for each in sheet.header)]
+    if sheet.values["tp"] * sheet.values["cp"] > 1 and sheet.values["zero"] < 2:
+        lines.append("export CUDA_DEVICE_MAX_CONNECTIONS=1")  # asked for below Blackwell
     start = f"torchrun --nproc-per-node {min(sheet.world, sheet.gpus_per_node)}"
     if sheet.nodes > 1:
         start += f" --nnodes {sheet.nodes} --rdzv-backend c10d --rdzv-endpoint $HEAD_NODE:29500"

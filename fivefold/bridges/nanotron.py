@@ -1,4 +1,8 @@
-"""nanotron: its YAML configuration (April 2026, commit 2411b02)."""
+"""nanotron: its YAML configuration (April 2026, commit 2411b02).
+
+It has a key for expert parallelism, and no job starts with it: `ParallelContext` wants
+tp · cp · dp · pp ranks and arranges ep times as many. So `ep` is read and never written.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +10,8 @@ from typing import Any
 
 from fivefold.bridges.formats import nested_of, yaml_text
 from fivefold.bridges.job_values import Values
-from fivefold.bridges.key_table import Flat, Key, KeyChoice, Table
-from fivefold.bridges.target import FoundModel, Sheet, Target
+from fivefold.bridges.key_table import Flat, Key, KeyChoice, Table, typed
+from fivefold.bridges.target import FoundModel, Sheet, Target, few_kv_heads
 from fivefold.core import models
 from fivefold.core.shape import Shape
 
@@ -23,6 +27,12 @@ _CONFIG = {  # of a model, by our keys
     "rms_norm_eps": "norm_eps",
     "rope_theta": "rope_theta",
     "tie_word_embeddings": "tied",
+}
+_M = "moe_config."
+_EXPERTS = {  # of a Qwen2 with experts
+    f"{_M}num_experts": "experts",
+    f"{_M}top_k": "top_k",
+    f"{_M}moe_intermediate_size": "ffn",
 }
 TABLE: Table = (
     Key(f"{_P}dp", "dp"),
@@ -96,12 +106,21 @@ def more(shape: Shape, values: Values) -> Flat:
 
 
 def model_keys(shape: Shape) -> Flat:
-    """A Llama or a Qwen2 by its numbers; other models are not there."""
-    if shape.norm != "rms" or shape.mla or shape.moe or shape.positions != "rotary":
+    """A Llama or a Qwen2, with experts or without, by its numbers; other models are not there."""
+    if shape.norm != "rms" or shape.mla or shape.positions != "rotary":
         return {}
     config: dict[str, Any] = {theirs: getattr(shape, ours) for theirs, ours in _CONFIG.items()}
-    kind = "is_qwen2_config" if shape.qkv_bias else "is_llama_config"
-    return {f"{_C}{key}": value for key, value in {**config, kind: True}.items()}
+    qwen = shape.qkv_bias or shape.moe is not None
+    config |= {"is_qwen2_config" if qwen else "is_llama_config": True}
+    if shape.qkv_bias:
+        config["attention_bias"] = True
+    if (moe := shape.moe) is not None:
+        config |= {theirs: getattr(moe, ours) for theirs, ours in _EXPERTS.items()}
+        config[f"{_M}layers"] = [i for i in range(shape.layers) if moe.in_layer(i)]
+        config[f"{_M}enable_shared_expert"] = moe.shared > 0
+        if moe.shared:
+            config[f"{_M}shared_expert_intermediate_size"] = moe.shared_ffn
+    return {f"{_C}{key}": value for key, value in config.items()}
 
 
 def find_model(flat: Flat) -> FoundModel:
@@ -110,11 +129,31 @@ def find_model(flat: Flat) -> FoundModel:
     used = frozenset(f"{_C}{key}" for key in config)
     if not config.get("num_hidden_layers"):
         return FoundModel(None, used)
-    family = "qwen2" if config.get("is_qwen2_config") else "llama"
-    kept = {
-        key: config[key] for key in (*_CONFIG, "rope_scaling", "attention_bias") if key in config
+    kept = {key: config[key] for key in (*_CONFIG, "rope_scaling") if key in config}
+    biased = bool(config.get("attention_bias"))
+    if config.get(f"{_M}num_experts"):
+        kept |= {"model_type": "qwen2_moe", "qkv_bias": biased, **_experts(config)}
+    elif config.get("is_qwen2_config"):
+        kept["model_type"] = "qwen2" if biased else "llama"
+    else:
+        kept |= {"model_type": "llama", "attention_bias": biased}
+    return FoundModel(models.config_text(kept), used)
+
+
+def _experts(config: Flat) -> Flat:
+    """Experts as a Hugging Face config has them; nanotron's own numbers where none are given."""
+    layers = range(typed(config["num_hidden_layers"], int, f"{_C}num_hidden_layers"))
+    named = config.get(f"{_M}layers") or [-1]
+    dense = [] if named == [-1] else [i for i in layers if i not in named]
+    shared = config.get(f"{_M}shared_expert_intermediate_size", 5632)
+    return {
+        "num_experts": config[f"{_M}num_experts"],
+        "num_experts_per_tok": config.get(f"{_M}top_k", 2),
+        "moe_intermediate_size": config.get(f"{_M}moe_intermediate_size", 1408),
+        "shared_expert_intermediate_size": shared if config.get(f"{_M}enable_shared_expert") else 0,
+        "mlp_only_layers": dense,
+        "norm_topk_prob": True,
     }
-    return FoundModel(models.config_text({"model_type": family, **kept}), used)
 
 
 def write_yaml(sheet: Sheet) -> str:
@@ -127,12 +166,13 @@ NANOTRON = Target(
     title="nanotron",
     suffix=".yaml",
     table=TABLE,
-    axes=frozenset({"shard", "tp", "pp", "cp", "ep"}),
+    axes=frozenset({"shard", "tp", "pp", "cp"}),
     schedules=("1f1b", "gpipe"),
     write=write_yaml,
     always={"context": "allgather"},
     outgoing=outgoing,
     incoming=incoming,
+    impossible=few_kv_heads,
     more=more,
     model_keys=model_keys,
     find_model=find_model,

@@ -99,6 +99,22 @@ def gpus_per_node(machine: Machine | None) -> int:
     return 8 if machine is None else machine.gpus_per_node
 
 
+def few_kv_heads(values: Values, shape: Shape) -> Iterator[Impossible]:
+    """Tensor ranks beyond the KV heads, for targets that do not copy heads: a smaller tp, whose
+    other ranks go elsewhere."""
+    tp = values["tp"]
+    if shape.kv_heads % tp == 0:
+        return
+    fits = [each for each in range(tp, 0, -1) if tp % each == 0 and shape.kv_heads % each == 0]
+    candidates: list[Values] = []
+    for each in fits:
+        experts = {"etp": min(values["etp"], each)} if values["etp"] > 1 else {}
+        for changes in (experts, {"etp": 1, "ep": 1}) if experts else ({},):
+            moved = [{axis: values[axis] * (tp // each)} for axis in ("shard", "cp")]
+            candidates += [{"tp": each, **changes, **other} for other in moved]
+    yield "tp", tp, candidates
+
+
 def with_batch(values: Values, _shape: Shape) -> Values:
     """With the global batch, the ranks and what one data rank runs in a step."""
     dp = values["replicate"] * values["shard"]

@@ -15,7 +15,14 @@ from fivefold.bridges.formats import Code, nested_of
 from fivefold.bridges.job_values import Values
 from fivefold.bridges.key_table import Flat, Key, KeyChoice, Table
 from fivefold.bridges.model_names import model_called, titan_model, titan_of
-from fivefold.bridges.target import FoundModel, Impossible, Sheet, Target, with_batch
+from fivefold.bridges.target import (
+    FoundModel,
+    Impossible,
+    Sheet,
+    Target,
+    few_kv_heads,
+    with_batch,
+)
 from fivefold.core.errors import FivefoldError
 from fivefold.core.shape import Shape
 from fivefold.core.tables import to_toml
@@ -125,7 +132,7 @@ def outgoing(values: Values, shape: Shape) -> Values:
     found["titan_shard"] = values["shard"] if sharded else 1
     pipeline = values["pp"] > 1
     found["titan_schedule"] = values["schedule"] if pipeline else None
-    found["parts"] = _parts(values, shape) if pipeline else None
+    found["parts"] = _parts(values, "output") if pipeline else None
     found["per_stage"] = None
     rows, count = values["microbatch_size"] or 1, values["microbatches"] or 1
     found["pipeline_rows"] = rows if pipeline else None
@@ -138,7 +145,18 @@ def outgoing(values: Values, shape: Shape) -> Values:
     return found
 
 
-def _parts(values: Values, _shape: Shape) -> list[list[str]]:
+def outgoing_main(values: Values, shape: Shape) -> Values:
+    """The head has another name on main."""
+    parts = _parts(values, "lm_head") if values["pp"] > 1 else None
+    return {**outgoing(values, shape), "parts": parts}
+
+
+def more_main(_shape: Shape, values: Values) -> Flat:
+    """Neither pipelines nor exchanges of experts can be captured as a graph."""
+    return {"training.disable_cuda_graphs": True} if values["pp"] * values["ep"] > 1 else {}
+
+
+def _parts(values: Values, head: str) -> list[list[str]]:
     """The modules of each stage, by TorchTitan's names."""
     counts = [int(each) for each in values["stage_layers"].split(",")]
     parts: list[list[str]] = []
@@ -147,7 +165,7 @@ def _parts(values: Values, _shape: Shape) -> list[list[str]]:
         parts.append([f"layers.{i}" for i in range(first, first + count)])
         first += count
     parts[0].insert(0, "tok_embeddings")
-    parts[-1] += ["norm", "output"]
+    parts[-1] += ["norm", head]
     return parts
 
 
@@ -208,13 +226,28 @@ def _read_optimizer(values: Values) -> None:
             values[name] = float(found[1])
 
 
-def impossible(values: Values, _shape: Shape) -> Iterator[Impossible]:
-    """Weights are sharded over cp whenever there is cp, and on the host only if sharded."""
+def impossible(values: Values, shape: Shape) -> Iterator[Impossible]:
+    """Weights are sharded over cp whenever there is cp, and on the host only if sharded. Experts
+    are spread over ranks that shard, never over replicas."""
     if values["zero"] == 0 and values["offload"] != "none":
         yield "offload", values["offload"], sharded_or_on_device()
         return
     if values["zero"] == 0 and values["cp"] > 1:
         yield "zero", 0, [{"zero": 3, "gather": "step"}, {"zero": 3, "gather": "microbatch"}]
+    ranks = (values["shard"] if values["zero"] else 1) * values["cp"] * values["tp"]
+    if ranks % (values["ep"] * values["etp"]):
+        dp = values["replicate"] * values["shard"]
+        wide: Values = {"zero": 3, "replicate": 1, "shard": dp}
+        changes = [{**wide, "gather": each} for each in ("step", "microbatch")]
+        yield "ep", values["ep"], [*changes, {"ep": 1, "etp": 1}]
+    yield from few_kv_heads(values, shape)
+
+
+_RESET = {  # a configuration that is changed has values of its own
+    "parallelism": "ParallelismConfig()",
+    "training": "TrainingConfig()",
+    "lr_scheduler": "LRSchedulersContainer.Config()",
+}
 
 
 def model_keys(shape: Shape) -> Flat:
@@ -227,7 +260,7 @@ def model_keys(shape: Shape) -> Flat:
 
 def find_model(flat: Flat) -> FoundModel:
     """By family and flavor, or by the configuration that is changed."""
-    used = frozenset({"model.name", "model.flavor", ""})
+    used = frozenset({"model.name", "model.flavor", "", *_RESET})
     family, flavor = str(flat.get("model.name", "")), str(flat.get("model.flavor", ""))
     base = str(flat.get("", "")).rsplit(".", 1)[-1]
     model = titan_model(family, flavor) or titan_model("", base) or model_called(base or flavor)
@@ -245,11 +278,13 @@ def write_python(sheet: Sheet) -> str:
     family, _, base = known or ("llama3", "", "llama3_debugmodel")
     base = base or f"{family}_debugmodel"
     lines = [f"# {each}" for each in sheet.header]
-    lines += ["from torchtitan.components.optimizer import default_adamw"]
+    lines.append("from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw")
+    lines.append("from torchtitan.config import ParallelismConfig, TrainingConfig")
     if "activation_checkpoint" in sheet.flat:
         lines.append("from torchtitan.distributed.activation_checkpoint import FullAC")
     lines += [f"from torchtitan.models.{family}.config_registry import {base}", "", ""]
     lines += [f"def {base}_planned():", f"    config = {base}()"]
+    lines += [f"    config.{name} = {value}" for name, value in _RESET.items()]
     lines += [f"    config.{name} = {_source(value)}" for name, value in sheet.flat.items()]
     if "activation_checkpoint" not in sheet.flat:
         lines.append("    config.activation_checkpoint = None")
@@ -266,7 +301,7 @@ _NEUTRAL = (
     *("model_spec", "validator", "hf_assets_path", "optimizer.eps", "optimizer.implementation"),
     *("optimizer.beta", "debug.", "compile.components", "training.deterministic", "tokenizer"),
     *("parallelism.disable_loss_parallel", "parallelism.context_parallel_load_balancer", "memory_"),
-    *("fault_tolerance.", "loss"),
+    *("fault_tolerance.", "loss", "training.disable_cuda_graphs"),
 )
 TORCHTITAN = Target(
     name="torchtitan",
@@ -295,8 +330,9 @@ TORCHTITAN_MAIN = Target(
     always={"context": "allgather"},
     covers=("microbatches", "microbatch_size", "chunks", "stage_layers", "lr", "weight_decay"),
     impossible=impossible,
-    outgoing=outgoing,
+    outgoing=outgoing_main,
     incoming=incoming,
+    more=more_main,
     find_model=find_model,
     neutral=_NEUTRAL,
 )

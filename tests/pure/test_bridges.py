@@ -159,7 +159,7 @@ GOLDEN = {  # words of a file, for a plan with something of everything; names as
             '  pp_engine: "1f1b"\n',
             "  tp_mode: REDUCE_SCATTER",
         ),
-        *("  context_parallel_size: 2\n", "  expert_parallel_size: 4\n", "  recompute_layer: true"),
+        *("  context_parallel_size: 2\n", "      num_experts: 128\n", "  recompute_layer: true"),
         *("  zero_stage: 1\n", "  batch_accumulation_per_replica: 8\n", "  micro_batch_size: 1\n"),
     ),
     "axolotl": (
