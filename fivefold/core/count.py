@@ -128,7 +128,7 @@ def head_parameters(shape: Shape) -> Parameters:
 @cache
 def layer_parameters(shape: Shape, i: int) -> Parameters:
     """One layer, i from 0."""
-    norms = _norm(shape) * (1 if shape.parallel_block else 2) + _attention_norms(shape)
+    norms = _norm(shape) * (shape.inner_norms + shape.outer_norms) + _attention_norms(shape)
     attention = _attention(shape)
     if shape.moe is None or not shape.is_moe_layer(i):
         bias = shape.mlp_bias * ((2 if shape.gated else 1) * shape.ffn + shape.width)

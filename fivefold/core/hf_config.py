@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from fivefold.core.errors import BadFile
+from fivefold.core.hf_families import NEWER, PLAIN, decoder_fields
 from fivefold.core.shape import Mla, Moe, Shape
 from fivefold.core.tables import (
     Config,
@@ -18,17 +19,7 @@ from fivefold.core.tables import (
     expert_placement,
     head_dim,
     indices,
-    rotary,
 )
-
-GATED = {"silu": "swiglu", "swish": "swiglu", "gelu": "geglu"}
-PLAIN = {
-    "gelu_new": "gelu_tanh",
-    "gelu_pytorch_tanh": "gelu_tanh",
-    "gelu_fast": "gelu_tanh",
-    "gelu": "gelu",
-    "relu": "relu",
-}
 
 
 def shape_from_config(config: Mapping[str, Any], where: str) -> Shape:
@@ -77,45 +68,18 @@ def _gpt2(config: Config) -> Fields:
     }
 
 
-def _decoder(
-    config: Config, eps: float = 1e-6, theta: float = 10_000.0, multi_head: bool = False
-) -> Fields:
-    """What every family after GPT-2 shares: RMS norms, rotary positions, gated MLPs.
-
-    Only a `multi_head` family may leave out its number of KV heads.
-    """
-    width, heads = config.whole("hidden_size"), config.whole("num_attention_heads")
-    config.must_be("partial_rotary_factor", 1)
-    max_seq = config.whole("max_position_embeddings")
-    return {
-        "layers": config.whole("num_hidden_layers"),
-        "width": width,
-        "heads": heads,
-        "kv_heads": config.whole("num_key_value_heads", heads if multi_head else None),
-        "head_dim": head_dim(config, width, heads),
-        "ffn": config.whole("intermediate_size"),
-        "vocab": config.whole("vocab_size"),
-        "max_seq": max_seq,
-        "tied": config.flag("tie_word_embeddings", False),
-        "norm_eps": config.number("rms_norm_eps", eps),
-        "activation": config.choice("hidden_act", "silu", GATED),
-        "attention_dropout": config.number("attention_dropout", 0.0),
-        **rotary(config, max_seq, theta),
-    }
-
-
 def _llama(config: Config) -> Fields:
-    fields = _decoder(config, multi_head=True) | attention_bias(config)
+    fields = decoder_fields(config, multi_head=True) | attention_bias(config)
     return fields | {"mlp_bias": config.flag("mlp_bias", False)}
 
 
 def _mistral(config: Config) -> Fields:
     config.must_be("layer_types", None)
-    return _decoder(config) | {"window": config.optional_whole("sliding_window", 4096)}
+    return decoder_fields(config) | {"window": config.optional_whole("sliding_window", 4096)}
 
 
 def _qwen2(config: Config) -> Fields:
-    fields = _decoder(config)
+    fields = decoder_fields(config)
     return fields | {"qkv_bias": True, "window": _qwen_window(config, fields["layers"])}
 
 
@@ -125,12 +89,12 @@ def _qwen3(config: Config) -> Fields:
 
 
 def _qwen3_attention(config: Config) -> Fields:
-    fields = _decoder(config) | attention_bias(config)
+    fields = decoder_fields(config) | attention_bias(config)
     return fields | {"qk_norm": "head", "window": _qwen_window(config, fields["layers"])}
 
 
 def _mixtral(config: Config) -> Fields:
-    fields = _decoder(config, eps=1e-5, theta=1e6)
+    fields = decoder_fields(config, eps=1e-5, theta=1e6)
     moe = Moe(
         experts=config.whole("num_local_experts"),
         top_k=config.whole("num_experts_per_tok"),
@@ -167,7 +131,7 @@ def _qwen_moe(config: Config, layers: int) -> Fields:
 
 
 def _olmoe(config: Config) -> Fields:
-    fields = _decoder(config, eps=1e-5, multi_head=True) | attention_bias(config)
+    fields = decoder_fields(config, eps=1e-5, multi_head=True) | attention_bias(config)
     config.must_be("clip_qkv", None)
     moe = Moe(
         experts=config.whole("num_experts"),
@@ -208,7 +172,7 @@ def _deepseek_v3(config: Config) -> Fields:
 
 
 def _deepseek(config: Config, routing: Fields) -> Fields:
-    fields = _decoder(config, multi_head=True) | attention_bias(config)
+    fields = decoder_fields(config, multi_head=True) | attention_bias(config)
     layers, heads = fields["layers"], fields["heads"]
     mla = Mla(
         kv_rank=config.whole("kv_lora_rank"),
@@ -234,7 +198,7 @@ def _deepseek(config: Config, routing: Fields) -> Fields:
 
 
 def _llama4(config: Config) -> Fields:
-    fields = _decoder(config, eps=1e-5, theta=500_000.0) | attention_bias(config)
+    fields = decoder_fields(config, eps=1e-5, theta=500_000.0) | attention_bias(config)
     layers, expert = fields["layers"], fields["ffn"]
     step = config.whole("interleave_moe_layer_step", 1)
     listed = config.layer_set("moe_layers")
@@ -298,4 +262,5 @@ FAMILIES: dict[str, Callable[[Config], Fields]] = {
     "deepseek_v2": _deepseek_v2,
     "deepseek_v3": _deepseek_v3,
     "llama4_text": _llama4,
+    **NEWER,
 }

@@ -197,6 +197,7 @@ def _not_with(shape: Shape, mixer: Mixer) -> Iterator[str]:
         "out_bias": shape.out_bias,
         "attention_dropout": bool(shape.attention_dropout),
         "parallel_block": shape.parallel_block,
+        "rotary_dim": shape.rotary_dim is not None,
     }
     for key in (key for key, given in used.items() if given):
         yield f"{key} is a key of attention, and the model has mixer {shape.mixer}: leave it out"

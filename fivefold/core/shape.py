@@ -19,6 +19,7 @@ from fivefold.core.tuning import Tuning
 
 Activation = Literal["swiglu", "geglu", "gelu", "gelu_tanh", "relu"]
 Norm = Literal["rms", "layer"]
+NormAt = Literal["before", "after", "both"]
 Positions = Literal["rotary", "learned", "alibi", "none"]
 QkNorm = Literal["none", "head", "full", "l2"]
 RopeKind = Literal["llama3", "yarn", "linear"]
@@ -160,12 +161,14 @@ class Shape:
     window_kind: WindowKind = "sliding"  # chunked: keys of the same block of `window` tokens
     global_every: int | None = None  # each n-th layer has neither window nor positions (Llama 4)
     norm: Norm = "rms"
+    norm_at: NormAt = "before"  # of attention and of MLP: after them (OLMo 2), or both (GLM-4)
     norm_eps: float = 1e-5
     norm_bias: bool = False
     embedding_norm: bool = False  # a norm right after the embedding (BLOOM)
     activation: Activation = "swiglu"
     positions: Positions = "rotary"
     rope_theta: float = 10_000.0
+    rotary_dim: int | None = None  # dims of a head that are rotated, from the first; None: all
     rope_interleaved: bool = False  # rotate neighbouring pairs, not halves (DeepSeek, Llama 4)
     rope: Rope | None = None
     qkv_bias: bool = False
@@ -174,7 +177,8 @@ class Shape:
     qk_norm: QkNorm = "none"  # head: one weight for all heads; full: over all heads; l2: no weight
     dropout: float = 0.0  # in training, of the embedding and of what is added to the residual
     attention_dropout: float = 0.0  # in training, of the weights of attention
-    parallel_block: bool = False  # attention and MLP side by side after one norm (PaLM)
+    parallel_block: bool = False  # attention and MLP side by side (PaLM)
+    parallel_norms: int = 1  # of such a block: one for both, or one for each (GPT-NeoX)
     mixer: str = ATTENTION  # what mixes tokens: attention, or the name of a class of your own
     mla: Mla | None = None
     moe: Moe | None = None
@@ -195,6 +199,25 @@ class Shape:
     def gated(self) -> bool:
         """Whether an MLP has a gate besides its up projection: three matrices instead of two."""
         return self.activation in ("swiglu", "geglu")
+
+    @property
+    def rotated_dim(self) -> int:
+        """Dims of a head that rotary positions rotate."""
+        if self.mla is not None:
+            return self.mla.rope_dim
+        return self.head_dim if self.rotary_dim is None else self.rotary_dim
+
+    @property
+    def inner_norms(self) -> int:
+        """Norms of a layer whose result attention or MLP reads."""
+        if self.parallel_block:
+            return self.parallel_norms
+        return 0 if self.norm_at == "after" else 2
+
+    @property
+    def outer_norms(self) -> int:
+        """Norms of a layer whose result is added to the residual."""
+        return 0 if self.norm_at == "before" else 2
 
     @property
     def value_dim(self) -> int:
@@ -260,6 +283,7 @@ class Shape:
         sizes: dict[str, float] = {name: getattr(self, name) for name in names}
         sizes |= {"norm_eps": self.norm_eps, "rope_theta": self.rope_theta}
         optional = {"window": self.window, "global_every": self.global_every}
+        optional |= {"rotary_dim": self.rotary_dim}
         sizes |= {name: size for name, size in optional.items() if size is not None}
         wrong = [*_out_of_range("", sizes, {"mtp": self.mtp})]
         yield from wrong
@@ -275,8 +299,17 @@ class Shape:
                 f"heads = {self.heads} is no multiple of kv_heads = {self.kv_heads}: "
                 "choose KV heads that divide the heads"
             )
-        if self.positions == "rotary" and self.mla is None and self.head_dim % 2:
-            yield f"head_dim = {self.head_dim}: rotary positions need an even one"
+        if self.positions == "rotary" and self.mla is None and self.rotated_dim % 2:
+            key = "head_dim" if self.rotary_dim is None else "rotary_dim"
+            yield f"{key} = {self.rotated_dim}: rotary positions need an even one"
+        if (rotated := self.rotary_dim) is not None and self.mla is not None:
+            yield f"rotary_dim = {rotated}: leave it out with MLA, which has mla.rope_dim"
+        elif rotated is not None and rotated > self.head_dim:
+            yield f"rotary_dim = {rotated}: at most head_dim = {self.head_dim}"
+        if self.parallel_norms not in ((1, 2) if self.parallel_block else (1,)):
+            yield f"parallel_norms = {self.parallel_norms}: 1, or 2 with parallel_block"
+        if self.parallel_block and self.norm_at != "before":
+            yield f"norm_at = {self.norm_at}: a parallel_block has its norms before"
         if self.rope is not None:
             yield from self.rope.problems()
         if self.moe is not None:

@@ -337,9 +337,9 @@ def head_dim(config: Config, width: int, heads: int) -> int:
     return config.whole("head_dim", max(width // heads, 1))
 
 
-def attention_bias(config: Config) -> Fields:
+def attention_bias(config: Config, default: bool = False) -> Fields:
     """One key for all four projections."""
-    return dict.fromkeys(("qkv_bias", "out_bias"), config.flag("attention_bias", False))
+    return dict.fromkeys(("qkv_bias", "out_bias"), config.flag("attention_bias", default))
 
 
 def rotary(config: Config, max_seq: int, theta: float) -> Fields:

@@ -233,8 +233,9 @@ def _prefix(block: str) -> str:
 
 
 def _layer(shape: Shape, i: int, block: str) -> Iterator[Weight]:
-    name = _prefix(block)
-    yield from _norm(shape, block, f"{name}.attention_norm")
+    name, after = _prefix(block), shape.outer_norms > 0
+    if shape.inner_norms:
+        yield from _norm(shape, block, f"{name}.attention_norm")
     if shape.own_mixer is not None:
         for row in mixer_table(shape):
             yield from _mixer_weight(row, block, f"{name}.attention.{row.name}")
@@ -242,12 +243,16 @@ def _layer(shape: Shape, i: int, block: str) -> Iterator[Weight]:
         yield from _attention(shape, block, f"{name}.attention")
     else:
         yield from _latent_attention(shape, shape.mla, block, f"{name}.attention")
-    if not shape.parallel_block:
+    if after:
+        yield from _norm(shape, block, f"{name}.attention_out_norm")
+    if shape.inner_norms > 1:
         yield from _norm(shape, block, f"{name}.mlp_norm")
     if shape.moe is not None and shape.is_moe_layer(i):
         yield from _moe(shape, shape.moe, block, f"{name}.mlp")
     else:
         yield from _mlp(shape, block, f"{name}.mlp", shape.ffn, shape.mlp_bias)
+    if after:
+        yield from _norm(shape, block, f"{name}.mlp_out_norm")
 
 
 _CUTS: dict[Split, Cut] = {"heads": "column", "kv_heads": "kv", "whole": "whole"}
@@ -347,7 +352,6 @@ def _unsupported(shape: Shape) -> list[str]:
     """The one place that says which models cannot be built; `plan` still estimates them."""
     missing = {
         "alibi positions": shape.positions == "alibi",
-        "attention and MLP side by side (parallel_block)": shape.parallel_block,
         "a norm after the embedding (embedding_norm)": shape.embedding_norm,
         "windows in chunks (window_kind=chunked)": shape.window_kind == "chunked",
         "layers without a window (global_every)": shape.global_every is not None,

@@ -119,7 +119,7 @@ class Activations:
         return self._tensors_of[routed]
 
     def _all_tensors(self, routed: bool) -> Iterator[SavedTensor]:
-        norms = 1 if self.shape.parallel_block else 2
+        norms = self.shape.inner_norms + self.shape.outer_norms
         masks = 2 * self.memory.mask_bytes * self.shape.width / self.split
         yield SavedTensor(norms * (self.residual + self._statistics / self.split) + masks)
         yield SavedTensor(self.input, self._remade, True)
@@ -128,14 +128,14 @@ class Activations:
         if routed:
             yield from self._routed()
             return
-        if norms == 2:  # otherwise one norm serves both
+        if self.shape.inner_norms != 1:  # otherwise one norm serves both
             yield SavedTensor(self.input, self._remade)
         yield from self._mlp(self.shape.ffn / self.grid.tp, "mlp")
 
     @property
     def _remade(self) -> tuple[Module, ...]:
         """Whose recomputation makes inputs of linears again."""
-        return () if self.coded else ("norm",)
+        return () if self.coded or not self.shape.inner_norms else ("norm",)
 
     def deferred(self, routed: bool) -> Array:
         """Between input and weight gradient: the input and the output gradient of every weight.
@@ -143,7 +143,7 @@ class Activations:
         Tensor parallelism has gathered both by then, so this may be more than what was saved.
         """
         shape, size, mla = self.shape, self.itemsize, self.shape.mla
-        norms = 1 if shape.parallel_block else 2
+        norms = shape.inner_norms + shape.outer_norms
         kept = (2 * norms + shape.out_bias + shape.mlp_bias) * self.residual
         kept = kept + 2 * self.whole * self.waiting
         if self.mixer is not None:
@@ -158,7 +158,7 @@ class Activations:
             heads = 2 * ranks + mla.rope_dim
             heads = heads + self.heads * (shape.head_dim + mla.nope_dim + mla.value_dim)
         kept = kept + (heads + self._read_back) * size * self.waiting
-        return kept + (self._deferred_experts() if routed else self._deferred_mlp(norms))
+        return kept + (self._deferred_experts() if routed else self._deferred_mlp())
 
     def beside_experts(self) -> Array:
         """What a layer saves beside the slots as they arrive and what is inside of experts: scores,
@@ -182,10 +182,10 @@ class Activations:
         """Elements that the linear back to the residual reads."""
         return self.heads * self.shape.value_dim if self.mixer is None else self.mixer.back
 
-    def _deferred_mlp(self, norms: int) -> Array:
-        matrices = 3 if self.shape.gated else 2
+    def _deferred_mlp(self) -> Array:
+        matrices, inputs = 3 if self.shape.gated else 2, 1 if self.shape.inner_norms == 1 else 2
         inside = matrices * self.shape.ffn / self.grid.tp * self.itemsize
-        return (norms * self.whole + inside) * self.waiting
+        return (inputs * self.whole + inside) * self.waiting
 
     def _deferred_experts(self) -> Array:
         shape, moe, size = self.shape, self.shape.moe, self.itemsize
@@ -217,9 +217,7 @@ class Activations:
 
     def rotary_tables(self) -> float:
         """Sines and cosines of a microbatch, which all layers of a stage share."""
-        mla = self.shape.mla
-        width = self.shape.head_dim if mla is None else mla.rope_dim
-        return float(WIDE * width) if self.shape.positions == "rotary" else 0.0
+        return float(WIDE * self.shape.rotated_dim) if self.shape.positions == "rotary" else 0.0
 
     def backward_gradients(self, routed: bool = False) -> Array:
         """Gradients of activations inside one layer while its backward runs."""

@@ -17,6 +17,7 @@ from fivefold.cost.layer_collectives import (
     LayerJob,
     Number,
     max_nodes_per_token,
+    stops_before_sum,
     where,
     wide_size,
 )
@@ -51,7 +52,7 @@ def expert_layer(
     yield CountedCollective("etp", "all_gather", here * weight, group, with_sp, 0, repeated)
     choices = here * moe.top_k * COUNT
     yield CountedCollective("etp", "all_gather", choices, group, with_sp, 0, repeated)
-    reached = again * (1 - ends_segment)
+    reached = again * (1 - stops_before_sum(job, ends_segment))
     for kind, used in (("reduce_scatter", with_sp), ("all_reduce", without)):
         yield CountedCollective("etp", kind, tokens * row, group, used, used, used * reached)
         yield CountedCollective("etp", kind, tokens * weight, group, 0, used)

@@ -169,6 +169,12 @@ class _Block(NamedTuple):
     unreached: Number  # if its sum is the last of a segment, no backward needs it
 
 
+def stops_before_sum(job: LayerJob, ends_segment: Number) -> Number:
+    """1 where no backward reads what MLP or experts give at the end of what is computed again: a
+    norm after them would."""
+    return ends_segment * (1 - job.full) if job.shape.outer_norms else ends_segment
+
+
 def _blocks(shape: Shape, moe: bool, ends_segment: Number) -> Iterator[_Block]:
     """Attention, and the MLP or the shared experts; the results of experts come after these."""
     yield _Block("attention", 0)
@@ -192,7 +198,7 @@ def tensor_layer(
     """
     split, size = where(job.tp > 1, job.tp_chunks, 0), job.activations // job.tp_chunks
     narrow = job.itemsize if rounded and job.fp8 is not None and job.fp8.gathers_codes else 1
-    for block in _blocks(job.shape, moe, ends_segment):
+    for block in _blocks(job.shape, moe, stops_before_sum(job, ends_segment)):
         repeated = job.repeats[block.module]
         kept_shard = where(repeated > 0, 0, job.keeps_shards)
         alone = 0 if block.module == "experts" else 1 - job.full

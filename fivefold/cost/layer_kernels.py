@@ -40,6 +40,8 @@ KNOWN_DIMS, KNOWN_KEYS = 128, 4096
 MIXER_BACKWARD = 2.0
 # Bytes that 8-bit matmuls move per element of their inputs: read in 16 bits, written twice.
 CAST_BYTES = 4.0
+# Passes over the width of the model that a norm takes: it reads and writes.
+NORM_PASSES = 2.0
 
 
 class Gemm(NamedTuple):
@@ -250,7 +252,9 @@ class LayerKernels:
 
     def _elementwise(self, ffn: int) -> Array:
         shape, grid, stack = self.shape, self.grid, self.stack
-        wide = stack.wide_passes * shape.width / self.split
+        more = max(0, shape.inner_norms + shape.outer_norms - 2)
+        passes = stack.wide_passes + more * NORM_PASSES
+        wide = passes * shape.width / self.split
         heads = (shape.heads + shape.kv_heads) * shape.head_dim if self.mixer is None else 0
         inner = heads + ffn * (1.5 if shape.gated else 1.0)
         narrow = (stack.narrow_passes * inner + stack.rotary_passes * self._rotated()) / grid.tp
@@ -262,9 +266,8 @@ class LayerKernels:
         shape = self.shape
         if shape.positions != "rotary" or self.mixer is not None:
             return 0.0
-        if shape.mla is not None:
-            return float(shape.heads * shape.mla.rope_dim)
-        return float((shape.heads + shape.kv_heads) * shape.head_dim)
+        keys = shape.kv_heads if shape.mla is None else 0
+        return float((shape.heads + keys) * shape.rotated_dim)
 
     def _all_tokens(self, passes: Array | float) -> Array:
         """Seconds of so many passes over all tokens of the tp group, in the model's width."""

@@ -39,17 +39,35 @@ class LayerOperators(LinearOperators):
             x = self._linear(found, both, self.residual, "join")
         for block, experts in enumerate(routed):
             found.begin("", block, bool(rounds) and rounds[block])
-            normed = self._norm(found, x, "attention_norm", rule)
-            found.begin("attention", block)
-            attended = self._attention(found, normed, rule)
-            found.begin("", block)
-            x = found.add([x, attended], TapeTensor(self.residual), passes=True)
-            normed = self._norm(found, x, "mlp_norm", rule)
-            found.begin("experts" if experts else "mlp", block)
-            added = (self._experts if experts else self._mlp)(found, normed, rule)
-            found.begin("", block)
-            x = found.add([x, added], TapeTensor(self.residual), passes=True)
+            x = self._layer(found, x, experts, rule)
         return found
+
+    def _layer(
+        self, found: OperatorList, x: TapeTensor, experts: bool, rule: Recompute
+    ) -> TapeTensor:
+        shape, block = self.shape, found.block
+        read = self._norm(found, x, "attention_norm", rule) if shape.inner_norms else x
+        also = read  # of a parallel block with one norm
+        if shape.parallel_block and shape.inner_norms > 1:
+            also = self._norm(found, x, "mlp_norm", rule)
+        found.begin("attention", block)
+        added = self._attention(found, read, rule)
+        found.begin("", block)
+        x = self._added(found, x, added, "attention_out_norm")
+        if not shape.parallel_block:
+            also = self._norm(found, x, "mlp_norm", rule) if shape.inner_norms else x
+        found.begin("experts" if experts else "mlp", block)
+        added = (self._experts if experts else self._mlp)(found, also, rule)
+        found.begin("", block)
+        return self._added(found, x, added, "mlp_out_norm")
+
+    def _added(
+        self, found: OperatorList, x: TapeTensor, added: TapeTensor, norm: str
+    ) -> TapeTensor:
+        """To the residual, after a norm if there is one."""
+        if self.shape.outer_norms:
+            added = self._norm(found, added, norm, Recompute())
+        return found.add([x, added], TapeTensor(self.residual), passes=True)
 
     def embedding(self) -> OperatorList:
         """Tokens, which take no memory of their own here, to vectors."""

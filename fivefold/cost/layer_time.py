@@ -25,7 +25,7 @@ from fivefold.cost.layer_collectives import (
     tensor_ends,
     tensor_layer,
 )
-from fivefold.cost.layer_kernels import Gemm, LayerKernels
+from fivefold.cost.layer_kernels import NORM_PASSES, Gemm, LayerKernels
 from fivefold.cost.overlap import SplitGemms, hide_exchange, shown_seconds, tensor_seconds
 from fivefold.cost.rounding_time import travelling_share
 
@@ -33,8 +33,6 @@ TimeParts = dict[str, Array]
 
 # Rows of an expert's matmul are padded to tiles of 128: half a tile is lost on average.
 PADDED_ROWS = 64.0
-# Passes over the width of the model that the two norms of a layer take: each reads and writes.
-NORM_PASSES = 4.0
 # The part of a step that an axis belongs to.
 _PARTS = {
     **{"tp": "tp", "etp": "tp", "ulysses": "cp", "ring": "cp", "row": "ep"},
@@ -135,7 +133,7 @@ class LayerTimer(LayerKernels):
         if moe is not None:
             self._add_experts(moe, forward, inputs, weights)
         again = self._recomputation(forward, moe)
-        if self.stack.stops_early and moe is None:
+        if self.stack.stops_early and moe is None and not self.shape.outer_norms:
             # No backward reads the last matmul of what is computed again together.
             segments = self.grid.recompute_has(lambda rule: 1 / rule.blocks if rule.full else 0)
             skipped = segments * self._gemm_seconds(gemms[-1:])
@@ -257,7 +255,8 @@ class LayerTimer(LayerKernels):
         matmul."""
         shape, tp = self.shape, self.grid.tp
         passes, inner = self.stack.narrow_passes, 1.5 if shape.gated else 1.0
-        norms = self.moved(NORM_PASSES * shape.width / self.split * self.tokens * self.itemsize)
+        wide = NORM_PASSES * shape.inner_norms * shape.width / self.split
+        norms = self.moved(wide * self.tokens * self.itemsize)
         *into, out = self._attention_gemms()
         attention: TimeParts = {
             "products": self._gemm_seconds(into),

@@ -32,7 +32,7 @@ from fivefold.huggingface.expert_adapters import (
     fused_factors,
 )
 from fivefold.huggingface.files import new_folder, read_json, write_json
-from fivefold.huggingface.names import to_hf
+from fivefold.huggingface.names import fuses_linears, to_hf
 
 CONFIG, FILE = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX, _FACTORS = "base_model.model.", {"a": "lora_A", "b": "lora_B"}
@@ -64,10 +64,10 @@ def merged(shape: Shape, read: Callable[[str], Tensor]) -> Callable[[str], Tenso
 
 def _linears(shape: Shape) -> Iterator[tuple[Weight, list[str]]]:
     """The linears that may have an adapter, and their modules in Hugging Face files."""
-    if shape.family == "gpt2":
+    if fuses_linears(shape):
         raise FivefoldError(
-            "gpt2 stores queries, keys and values in one transposed matrix, and their adapters are "
-            "apart here: export the merged model, without --adapter"
+            f"{shape.family} stores several linears in one matrix, and their adapters are apart "
+            "here: export the merged model, without --adapter"
         )
     for one in weights(replace(shape, tuning=None)):
         if Tuning(1).adapts(one.name):

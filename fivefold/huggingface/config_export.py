@@ -7,31 +7,39 @@ lost in the export.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from fivefold.core.errors import BadFile, FivefoldError
 from fivefold.core.hf_config import shape_from_config
 from fivefold.core.mixers import refuse_mixer
-from fivefold.core.shape import Moe, Rope, Shape
+from fivefold.core.shape import Moe, Shape
 from fivefold.core.tables import Fields
+from fivefold.huggingface.families import ACTIVATIONS, EXPERT, NEWER, Writer, decoder_keys
 
-ACTIVATIONS = {
-    "swiglu": "silu",
-    "geglu": "gelu",
-    "gelu_tanh": "gelu_new",
-    "gelu": "gelu",
-    "relu": "relu",
-}
 # A shape does not have these. The transformers package has defaults, which may be outside the
 # vocabulary, so that unknown ids are written as null.
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
+GPT2_OUTER = {
+    "embed.weight": "transformer.wte.weight",
+    "embed.positions": "transformer.wpe.weight",
+    "norm": "transformer.ln_f",
+    "head.weight": "lm_head.weight",
+}
+GPT2_BLOCK = {
+    "attention_norm": "ln_1",
+    "attention.q": "attn.c_attn",
+    "attention.k": "attn.c_attn",
+    "attention.v": "attn.c_attn",
+    "attention.out": "attn.c_proj",
+    "mlp_norm": "ln_2",
+    "mlp.up": "mlp.c_fc",
+    "mlp.down": "mlp.c_proj",
+}
 # Names of modules in a block that differ from those of Llama.
-EXPERT = "{}"  # the number of an expert in a name
 MOE = {
     "mlp.router": "mlp.gate",
     "mlp.experts.gate": f"mlp.experts.{EXPERT}.gate_proj",
@@ -62,15 +70,6 @@ DEEPSEEK = MOE | {
     "mlp.shared.down": "mlp.shared_experts.down_proj",
     "mlp.router.bias": "mlp.gate.e_score_correction_bias",
 }
-
-
-class Writer(NamedTuple):
-    """How a family is written: the class that loads it, the keys of its config, and the modules of
-    a block that Llama does not have or names otherwise."""
-
-    architecture: str
-    keys: Callable[[Shape], Fields]
-    block_names: Mapping[str, str] = MappingProxyType({})
 
 
 class HfModel(NamedTuple):
@@ -154,45 +153,12 @@ def _gpt2(shape: Shape) -> Fields:
     }
 
 
-def _decoder(shape: Shape) -> Fields:
-    return {
-        "hidden_size": shape.width,
-        "intermediate_size": shape.ffn,
-        "num_hidden_layers": shape.layers,
-        "num_attention_heads": shape.heads,
-        "num_key_value_heads": shape.kv_heads,
-        "head_dim": shape.head_dim,
-        "max_position_embeddings": shape.max_seq,
-        "rms_norm_eps": shape.norm_eps,
-        "hidden_act": ACTIVATIONS[shape.activation],
-        "attention_dropout": shape.attention_dropout,
-        "rope_theta": shape.rope_theta,
-        "rope_scaling": None if shape.rope is None else _rope_scaling(shape.rope, shape.max_seq),
-    }
-
-
-def _rope_scaling(rope: Rope, max_seq: int) -> Fields:
-    """Only the keys of this kind: the transformers package warns about others."""
-    table: Fields = {"rope_type": rope.kind, "factor": rope.factor}
-    if rope.kind != "linear" or rope.original_seq != max_seq:
-        table["original_max_position_embeddings"] = rope.original_seq
-    if rope.kind == "llama3":
-        table |= {"low_freq_factor": rope.low_freq, "high_freq_factor": rope.high_freq}
-    if rope.kind == "yarn":
-        table |= {"beta_fast": rope.beta_fast, "beta_slow": rope.beta_slow}
-        temperatures = {"mscale": rope.mscale, "mscale_all_dim": rope.mscale_all_dim}
-        table |= {key: value for key, value in temperatures.items() if value}
-        if rope.attention_factor is not None:
-            table["attention_factor"] = rope.attention_factor
-    return table
-
-
 def _biased(shape: Shape) -> Fields:
-    return _decoder(shape) | {"attention_bias": shape.qkv_bias}
+    return decoder_keys(shape) | {"attention_bias": shape.qkv_bias}
 
 
 def _mistral(shape: Shape) -> Fields:
-    return _decoder(shape) | {"sliding_window": shape.window}
+    return decoder_keys(shape) | {"sliding_window": shape.window}
 
 
 def _windowed(shape: Shape) -> Fields:
@@ -203,7 +169,7 @@ def _windowed(shape: Shape) -> Fields:
 
 
 def _qwen2(shape: Shape) -> Fields:
-    return _decoder(shape) | _windowed(shape)
+    return decoder_keys(shape) | _windowed(shape)
 
 
 def _qwen3(shape: Shape) -> Fields:
@@ -286,7 +252,11 @@ def _moe(shape: Shape) -> Moe:
 
 
 WRITERS: dict[str, Writer] = {
-    "gpt2": Writer("GPT2LMHeadModel", _gpt2),
+    "gpt2": Writer(
+        *("GPT2LMHeadModel", _gpt2, GPT2_BLOCK, GPT2_OUTER),
+        blocks="transformer.h",
+        transposed=True,
+    ),
     "llama": Writer("LlamaForCausalLM", lambda s: _biased(s) | {"mlp_bias": s.mlp_bias}),
     "mistral": Writer("MistralForCausalLM", _mistral),
     "qwen2": Writer("Qwen2ForCausalLM", _qwen2),
@@ -297,4 +267,5 @@ WRITERS: dict[str, Writer] = {
     "olmoe": Writer("OlmoeForCausalLM", _olmoe, MOE),
     "deepseek_v2": Writer("DeepseekV2ForCausalLM", _deepseek_v2, DEEPSEEK),
     "deepseek_v3": Writer("DeepseekV3ForCausalLM", _deepseek_v3, DEEPSEEK),
+    **NEWER,
 }

@@ -1,14 +1,14 @@
 """The names of weights in Hugging Face files: one table for import and export.
 
 Each of our weights is in one tensor of theirs: under another name, maybe transposed (GPT-2 stores
-inputs × outputs), maybe as some of its rows (GPT-2 fuses queries, keys and values). Stacked experts
-are in one tensor for each expert. Where a family's names differ from those of a Llama block, its
-entry in `WRITERS` says so.
+inputs × outputs), maybe as some of its rows (GPT-2 fuses queries, keys and values; GPT-NeoX does so
+head by head). Stacked experts are in one tensor for each expert. Where a family's names differ from
+those of Llama, its entry in `WRITERS` says so.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -37,22 +37,6 @@ LLAMA_BLOCK = {
     "mlp.up": "mlp.up_proj",
     "mlp.down": "mlp.down_proj",
 }
-GPT2_OUTER = {
-    "embed.weight": "transformer.wte.weight",
-    "embed.positions": "transformer.wpe.weight",
-    "norm": "transformer.ln_f",
-    "head.weight": "lm_head.weight",
-}
-GPT2_BLOCK = {
-    "attention_norm": "ln_1",
-    "attention.q": "attn.c_attn",
-    "attention.k": "attn.c_attn",
-    "attention.v": "attn.c_attn",
-    "attention.out": "attn.c_proj",
-    "mlp_norm": "ln_2",
-    "mlp.up": "mlp.c_fc",
-    "mlp.down": "mlp.c_proj",
-}
 # A layer of multi-token prediction: the modules around its block.
 MTP_MODULES = {
     "token_norm": "enorm",
@@ -70,12 +54,14 @@ BUFFERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
 class HfLocation:
     """Where one of our weights is: in the tensor `name`, transposed or not, from row `start` on.
 
-    A name with `EXPERT` in it stands for one tensor for each expert.
+    A name with `EXPERT` in it stands for one tensor for each expert. Rows are in so many `groups`
+    of equal size, in each of which some are of this weight, from `start` on.
     """
 
     name: str
     transposed: bool = False
     start: int = 0  # of the rows after transposing
+    groups: int = 1
 
     def names(self, weight: Weight) -> list[str]:
         """The tensor of the full weight, or one for each expert."""
@@ -83,25 +69,68 @@ class HfLocation:
             return [self.name]
         return [self.name.replace(EXPERT, str(expert)) for expert in range(weight.shape[0])]
 
+    def rows(self, tensor: Tensor, weight: Weight) -> Tensor:
+        """Those of our weight."""
+        found = tensor.T if self.transposed else tensor
+        each = weight.shape[0] // self.groups
+        if self.groups == 1:
+            return found[self.start : self.start + each]
+        grouped = found.unflatten(0, (self.groups, -1))
+        return grouped[:, self.start : self.start + each].flatten(0, 1)
+
 
 def to_hf(shape: Shape, name: str) -> HfLocation:
     """The location of the weight or buffer with this global name."""
-    if shape.family == "gpt2":
-        return _gpt2_location(shape, name)
-    if shape.family in WRITERS:
-        names = LLAMA_BLOCK | WRITERS[shape.family].block_names
-        if name.startswith("mtp."):
-            return HfLocation(_renamed_mtp(shape, name, names))
-        return HfLocation(_renamed(name, LLAMA_OUTER, names, "model.layers"))
-    raise FivefoldError(
-        f"model {shape.name!r} is of family {shape.family!r}, whose Hugging Face names are not "
-        f"known: use a model of one of {', '.join(WRITERS)}"
-    )
+    if shape.family not in WRITERS:
+        raise FivefoldError(
+            f"model {shape.name!r} is of family {shape.family!r}, whose Hugging Face names are not "
+            f"known: use a model of one of {', '.join(WRITERS)}"
+        )
+    writer = WRITERS[shape.family]
+    names = LLAMA_BLOCK | writer.block_names
+    names |= writer.two_norms if shape.parallel_norms > 1 else {}
+    if name.startswith("mtp."):
+        return HfLocation(_renamed_mtp(shape, name, names))
+    found = _renamed(name, LLAMA_OUTER | writer.outer, names, writer.blocks)
+    inner = name.split(".", 2)[-1].rpartition(".")[0] if name.startswith("blocks.") else ""
+    transposed = writer.transposed and name.endswith(".weight") and inner in _LINEARS
+    parts = fused_parts(names, inner)
+    if not parts:
+        return HfLocation(found, transposed)
+    heads = parts[0] in _QKV
+    groups = shape.kv_heads if heads and writer.grouped else 1
+    sizes = {part: _num_rows(shape, part) // groups for part in parts}
+    start = sum(sizes[part] for part in parts[: parts.index(inner)])
+    return HfLocation(found, transposed, start, groups)
+
+
+_QKV = ("attention.q", "attention.k", "attention.v")
+_LINEARS = (*_QKV, "attention.out", "mlp.gate", "mlp.up", "mlp.down")
+
+
+def fused_parts(names: Mapping[str, str], inner: str) -> tuple[str, ...]:
+    """The linears of a block in one tensor with this one, in order; none if it is alone."""
+    for parts in (_QKV, ("mlp.gate", "mlp.up")):
+        if inner in parts and len({names[part] for part in parts}) == 1:
+            return parts
+    return ()
+
+
+def fuses_linears(shape: Shape) -> bool:
+    """Whether files of this family have several linears of a block in one tensor."""
+    names = LLAMA_BLOCK | (WRITERS[shape.family].block_names if shape.family in WRITERS else {})
+    return any(fused_parts(names, part) for part in ("attention.q", "mlp.up"))
+
+
+def _num_rows(shape: Shape, part: str) -> int:
+    heads = {"attention.q": shape.heads, "attention.k": shape.kv_heads}
+    return heads.get(part, shape.kv_heads) * shape.head_dim if part in _QKV else shape.ffn
 
 
 @dataclass(frozen=True)
 class HfTensor:
-    """One tensor in a file: the rows of our weights `parts`, one after the other.
+    """One tensor in a file: the rows of our weights `parts`, one after the other in each of so many
+    `groups`.
 
     Without parts it has no values.
     """
@@ -111,6 +140,7 @@ class HfTensor:
     transposed: bool
     expert: int | None  # which of our stacked experts it is
     buffer: bool  # stored in float32, whatever the dtype of the weights
+    groups: int = 1
 
 
 def hf_tensors(shape: Shape) -> dict[str, HfTensor]:
@@ -128,7 +158,7 @@ def hf_tensors(shape: Shape) -> dict[str, HfTensor]:
             rows, parts = sizes[0], (weight.name,)
             if name in tensors:  # fused: its rows follow those of another weight
                 parts = (*tensors[name].parts, weight.name)
-                rows = location.start + sizes[0]
+                rows = location.start * location.groups + sizes[0]
             full = (rows, *sizes[1:])
             tensors[name] = HfTensor(
                 sizes=tuple(reversed(full)) if location.transposed else full,
@@ -136,6 +166,7 @@ def hf_tensors(shape: Shape) -> dict[str, HfTensor]:
                 transposed=location.transposed,
                 expert=i if stacked else None,
                 buffer=weight.name in buffer_names,
+                groups=location.groups,
             )
     return tensors
 
@@ -182,9 +213,7 @@ def weight_from_hf(
     location = to_hf(shape, weight.name)
     names = location.names(weight)
     if EXPERT not in location.name:
-        tensor = read(names[0])
-        rows = tensor.T if location.transposed else tensor
-        part = rows[location.start : location.start + weight.shape[0]]
+        part = location.rows(read(names[0]), weight)
         return part if dtype is None else part.to(dtype)
     # One expert at a time: a list of all would need the memory twice.
     stacked = read(names[0]).new_empty(weight.shape, dtype=dtype)
@@ -196,9 +225,14 @@ def weight_from_hf(
 def tensor_to_hf(tensor: HfTensor, read: Callable[[str], Tensor]) -> Tensor:
     """One tensor of a file from our weights, contiguous."""
     parts = [read(name) for name in tensor.parts] or [torch.empty(tensor.sizes)]
-    full = parts[0] if len(parts) == 1 else torch.cat(parts)
+    full = parts[0] if len(parts) == 1 else _joined(parts, tensor.groups)
     full = full if tensor.expert is None else full[tensor.expert]
     return (full.T if tensor.transposed else full).contiguous()
+
+
+def _joined(parts: Sequence[Tensor], groups: int) -> Tensor:
+    """Rows of several weights in one tensor."""
+    return torch.cat([each.unflatten(0, (groups, -1)) for each in parts], dim=1).flatten(0, 1)
 
 
 def published_copies(shape: Shape) -> Iterator[tuple[str, str]]:
@@ -226,14 +260,6 @@ def names_in_files(shape: Shape, found: Iterable[str]) -> dict[str, str]:
         return {name: name for name in names}
     head = "lm_head.weight"
     return {name if name == head else f"transformer.{name}": name for name in names}
-
-
-def _gpt2_location(shape: Shape, name: str) -> HfLocation:
-    hf_name = _renamed(name, GPT2_OUTER, GPT2_BLOCK, "transformer.h")
-    linear = name.startswith("blocks.") and "norm" not in name
-    third = {"q": 0, "k": 1, "v": 2}.get(name.split(".")[-2], 0) if linear else 0
-    transposed = linear and name.endswith(".weight")
-    return HfLocation(hf_name, transposed, start=third * shape.heads * shape.head_dim)
 
 
 def _renamed(name: str, outer: Mapping[str, str], block: Mapping[str, str], blocks: str) -> str:

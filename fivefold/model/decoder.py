@@ -112,7 +112,8 @@ class MtpLayer(nn.Module):
 
 
 class Block(nn.Module):
-    """One layer: attention, then MLP, each after its norm, dropped and added to the residual.
+    """One layer: attention, then MLP, dropped and added to the residual; or both side by side.
+    Norms are before them, after them, or both.
 
     Block i is one of multi-token prediction where i is not below the number of layers.
     """
@@ -122,29 +123,49 @@ class Block(nn.Module):
         layer = min(i, shape.layers)
         moe = shape.moe if shape.is_moe_layer(layer) else None
         self.number, self.dropout, self.drop = i, shape.dropout, dropping(factory.fuse)
-        self.attention_norm = ResidualNorm(shape, factory)
+        self.parallel, inner, outer = shape.parallel_block, shape.inner_norms, shape.outer_norms
+        self.attention_norm = ResidualNorm(shape, factory) if inner else None
         self.attention = _attention(shape, factory, site_of(i, "pairs"))
-        self.mlp_norm = ResidualNorm(shape, factory)
+        self.attention_out_norm = _outer_norm(shape, factory) if outer else None
+        self.mlp_norm = ResidualNorm(shape, factory) if inner > 1 else None
         self.mlp = (
             MoeMlp(shape, moe, factory) if moe else Mlp(shape, shape.ffn, shape.mlp_bias, factory)
         )
+        self.mlp_out_norm = _outer_norm(shape, factory) if outer else None
         self.mlp_kind: Module = "experts" if moe else "mlp"
         # Of the layers with experts, whose choices may be replayed; none of multi-token prediction.
         self.route = shape.moe_layers.index(i) if moe and i < shape.layers else None
         self.repeats: frozenset[Module] = frozenset()  # seam: recomputation
 
     def forward(self, x_BSD: Tensor, context: Context) -> Tensor:
-        attend = partial(self.attention, context=context)
-        normed_BSD, x_BSD = self.attention_norm(x_BSD)
+        normed_BSD, x_BSD = _normed(self.attention_norm, x_BSD)
+        if self.parallel:
+            also_BSD = normed_BSD  # one norm serves both
+            if self.mlp_norm is not None:
+                also_BSD, x_BSD = self.mlp_norm(x_BSD)
+            x_BSD = x_BSD + self._attended(normed_BSD, context)
+            return x_BSD + self._passed(also_BSD, context)
         # What attention gives has no name here, which would keep its memory while the MLP runs.
-        normed_BSD, x_BSD = self.mlp_norm(
-            x_BSD, self._drop("attention", self._run("attention", attend, normed_BSD), context)
-        )
+        normed_BSD, x_BSD = _normed(self.mlp_norm, x_BSD, self._attended(normed_BSD, context))
+        return x_BSD + self._passed(normed_BSD, context)
+
+    def _attended(self, x_BSD: Tensor, context: Context) -> Tensor:
+        """What attention adds to the residual."""
+        attend = partial(self.attention, context=context)
+        y_BSD = self._run("attention", attend, x_BSD)
+        if self.attention_out_norm is not None:
+            y_BSD = self.attention_out_norm(y_BSD)
+        return self._drop("attention", y_BSD, context)
+
+    def _passed(self, x_BSD: Tensor, context: Context) -> Tensor:
+        """What MLP or experts add to the residual."""
         mlp = self.mlp
         if context.replayed is not None and self.route is not None:
             mlp = partial(self.mlp, replayed_BSK=context.replayed[:, :, self.route])
-        y_BSD = self._run(self.mlp_kind, mlp, normed_BSD)
-        return x_BSD + self._drop("mlp", y_BSD, context)
+        y_BSD = self._run(self.mlp_kind, mlp, x_BSD)
+        if self.mlp_out_norm is not None:
+            y_BSD = self.mlp_out_norm(y_BSD)
+        return self._drop("mlp", y_BSD, context)
 
     def _drop(self, part: Part, x_BSD: Tensor, context: Context) -> Tensor:
         if context.sites is None:
@@ -161,6 +182,20 @@ class Block(nn.Module):
 
         with saving(x_BSD):
             return checkpoint(plain, x_BSD, use_reentrant=False, preserve_rng_state=False)
+
+
+def _outer_norm(shape: Shape, factory: WeightFactory) -> Norm:
+    return Norm(shape.width, shape.norm_bias, shape, factory)
+
+
+def _normed(
+    norm: ResidualNorm | None, x_BSD: Tensor, y_BSD: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """The sum as what comes next reads it, normed or not, and the sum."""
+    if norm is not None:
+        return norm(x_BSD, y_BSD)
+    total_BSD = x_BSD if y_BSD is None else x_BSD + y_BSD
+    return total_BSD, total_BSD
 
 
 def _attention(

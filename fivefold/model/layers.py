@@ -226,7 +226,7 @@ def rotary_tables(shape: Shape, positions_BS: Tensor, dtype: torch.dtype) -> tup
 
 def rotary_frequencies(shape: Shape, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Angle per position of each pair of a head, scaled as the shape's `rope` asks for."""
-    width = shape.head_dim if shape.mla is None else shape.mla.rope_dim
+    width = shape.rotated_dim
     steps_R = torch.arange(0, width, 2, dtype=dtype, device=device)
     frequencies_R = 1.0 / shape.rope_theta ** (steps_R / width)
     if shape.rope is None:
@@ -288,14 +288,17 @@ def rotate(x_BSHd: Tensor, cos_BS1R: Tensor, sin_BS1R: Tensor, interleaved: bool
     """Rotate each pair of a head by its token's angle, in the precision of the tables.
 
     Pairs are (i, i + R), or (2i, 2i + 1) where they are interleaved. Interleaved pairs come out as
-    (i, i + R): the dot product of a query and a key does not depend on that order.
+    (i, i + R): the dot product of a query and a key does not depend on that order. Dims of a head
+    after 2R stay as they are.
     """
+    rest = x_BSHd[..., 2 * cos_BS1R.shape[-1] :]
+    turned = x_BSHd[..., : 2 * cos_BS1R.shape[-1]]
     if interleaved:
-        first, second = x_BSHd.unflatten(-1, (-1, 2)).unbind(-1)
+        first, second = turned.unflatten(-1, (-1, 2)).unbind(-1)
     else:
-        first, second = x_BSHd.chunk(2, dim=-1)
+        first, second = turned.chunk(2, dim=-1)
     rotated = (first * cos_BS1R - second * sin_BS1R, second * cos_BS1R + first * sin_BS1R)
-    return torch.cat(rotated, dim=-1).to(x_BSHd.dtype)
+    return torch.cat([*rotated, rest] if rest.shape[-1] else rotated, dim=-1).to(x_BSHd.dtype)
 
 
 ROTATE = Region(rotate, linear=True)

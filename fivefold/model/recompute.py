@@ -37,7 +37,8 @@ def apply_recompute(decoder: Decoder, rule: Recompute) -> None:
             if name not in block.repeats:
                 _remake(module, rule)
         for norm in (block.attention_norm, block.mlp_norm):
-            norm.remakes = rule.remakes("norm")
+            if norm is not None:
+                norm.remakes = rule.remakes("norm")
 
 
 def _remake(outer: nn.Module, rule: Recompute) -> None:

@@ -10,6 +10,7 @@ import random
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import newer_families
 import transformers
 
 Keys = dict[str, Any]
@@ -207,4 +208,5 @@ DRAWS: dict[str, tuple[type, Callable[[random.Random], Keys]]] = {
     "olmoe": (transformers.OlmoeConfig, _olmoe),
     "deepseek_v2": (transformers.DeepseekV2Config, _deepseek_v2),
     "deepseek_v3": (transformers.DeepseekV3Config, _deepseek_v3),
+    **newer_families.DRAWS,
 }

@@ -9,6 +9,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import newer_families
 import pytest
 import torch
 import transformers
@@ -133,6 +134,7 @@ CONFIGS: dict[str, Callable[[], Any]] = {
         rope_interleave=False,
         rope_parameters=YARN | {"mscale": 0.0, "mscale_all_dim": 0.0},
     ),
+    **newer_families.CONFIGS,
 }
 
 

@@ -63,7 +63,7 @@ def test_a_changed_model_goes_to_the_family_that_has_the_change(
 @pytest.mark.parametrize(
     ("name", "changes", "named"),
     [
-        ("tiny", {"rope_interleaved": "true"}, "that of llama has no keys for its rope_inter"),
+        ("tiny", {"norm": "layer"}, "that of llama has no keys for its norm"),
         ("tiny-moe", {}, "no family has its attention, experts"),
         # The package does not build it, whatever the config says.
         ("deepseek-v2", {"moe.renormalise": "true"}, "that of deepseek_v2 has no keys for its"),

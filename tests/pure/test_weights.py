@@ -32,7 +32,6 @@ LATENT = replace(TINY, mla=MLA, kv_heads=8)
 
 UNSUPPORTED = {
     "alibi": {"positions": "alibi"},
-    "parallel_block": {"parallel_block": True},
     "embedding_norm": {"embedding_norm": True},
     "chunked": {"window": 8, "window_kind": "chunked"},
     "global_every": {"global_every": 4},
@@ -41,7 +40,7 @@ UNSUPPORTED = {
     "prediction with learned": {"mtp": 1, "positions": "learned"},
 }
 # Presets that need a feature of UNSUPPORTED.
-REFUSED = {"bloom-176b", "llama-4-maverick", "palm-540b"}
+REFUSED = {"bloom-176b", "llama-4-maverick"}
 
 
 @pytest.mark.parametrize("name", sorted(set(models.presets()) - REFUSED))

@@ -1,0 +1,170 @@
+"""Hugging Face configs of families with norms, rotations or blocks of another form, and the keys
+that all decoders after GPT-2 share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from fivefold.core.tables import Config, Fields, attention_bias, head_dim, rotary
+
+GATED = {"silu": "swiglu", "swish": "swiglu", "gelu": "geglu"}
+PLAIN = {
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "gelu": "gelu",
+    "relu": "relu",
+}
+PARTIAL = "partial_rotary_factor"
+
+
+def decoder_fields(
+    config: Config,
+    eps: float = 1e-6,
+    theta: float = 10_000.0,
+    multi_head: bool = False,
+    partial: float | None = None,
+) -> Fields:
+    """What every family after GPT-2 shares: RMS norms, rotary positions, gated MLPs.
+
+    Only a `multi_head` family may leave out its number of KV heads. `partial`: the part of a head
+    that is rotated if a config does not say it, of a family that may rotate a part.
+    """
+    width, heads = config.whole("hidden_size"), config.whole("num_attention_heads")
+    max_seq = config.whole("max_position_embeddings")
+    size = head_dim(config, width, heads)
+    if partial is None:
+        config.must_be(PARTIAL, 1)
+    return {
+        "layers": config.whole("num_hidden_layers"),
+        "width": width,
+        "heads": heads,
+        "kv_heads": config.whole("num_key_value_heads", heads if multi_head else None),
+        "head_dim": size,
+        "ffn": config.whole("intermediate_size"),
+        "vocab": config.whole("vocab_size"),
+        "max_seq": max_seq,
+        "tied": config.flag("tie_word_embeddings", False),
+        "norm_eps": config.number("rms_norm_eps", eps),
+        "activation": config.choice("hidden_act", "silu", GATED),
+        "attention_dropout": config.number("attention_dropout", 0.0),
+        **rotary(config, max_seq, theta),
+        **({} if partial is None else _rotated(config, PARTIAL, partial, size)),
+    }
+
+
+def _rotated(config: Config, key: str, default: float, size: int) -> Fields:
+    """How much of a head is rotated, which newer files say in `rope_parameters`."""
+    share = config.number(key, default)
+    table = config.table("rope_parameters")
+    share = share if table is None else table.number(PARTIAL, share)
+    found = int(size * share)
+    if not 0 < found <= size and config.usable(key):
+        config.problem(key, "must rotate some of a head, and no more than all of it")
+    return {"rotary_dim": None if found == size else max(found, 1)}
+
+
+def _olmo2(config: Config) -> Fields:
+    fields = decoder_fields(config, eps=1e-5, multi_head=True) | attention_bias(config)
+    return fields | {"qk_norm": "full", "norm_at": "after"}
+
+
+def _glm(config: Config) -> Fields:
+    fields = decoder_fields(config, eps=1.5625e-07, partial=0.5)
+    own: Fields = {"qkv_bias": config.flag("attention_bias", True), "rope_interleaved": True}
+    return fields | own
+
+
+def _glm4(config: Config) -> Fields:
+    return _glm(config) | {"norm_at": "both"}
+
+
+def _phi3(config: Config) -> Fields:
+    table = config.table(config.first_of(("rope_parameters", "rope_scaling")))
+    key = "rope_type" if table is None else table.first_of(("rope_type", "type"))
+    if table is not None and table.has(key):
+        # Older files say su or yarn for longrope, whose factors depend on the length of a row.
+        table.must_be(key, "default")
+    fields = decoder_fields(config, eps=1e-5, multi_head=True, partial=1.0)
+    dropout = config.number("resid_pdrop", 0.0)
+    if config.number("embd_pdrop", 0.0) not in (0.0, dropout):
+        config.problem("embd_pdrop", f"must equal resid_pdrop = {dropout}: a Shape has one")
+    return fields | {"dropout": dropout, "window": config.optional_whole("sliding_window")}
+
+
+def _layer_norms(config: Config, bias: bool, eps: str) -> Fields:
+    """Of older families: LayerNorms with biases, and MLPs without a gate."""
+    return {
+        "norm": "layer",
+        "norm_bias": True,
+        "norm_eps": config.number(eps, 1e-5),
+        "mlp_bias": bias,
+    }
+
+
+def _gpt_neox(config: Config) -> Fields:
+    width, heads = config.whole("hidden_size"), config.whole("num_attention_heads")
+    max_seq, size = config.whole("max_position_embeddings"), head_dim(config, width, heads)
+    parallel = config.flag("use_parallel_residual", True)
+    return {
+        "layers": config.whole("num_hidden_layers"),
+        "width": width,
+        "heads": heads,
+        "kv_heads": heads,
+        "head_dim": size,
+        "ffn": config.whole("intermediate_size"),
+        "vocab": config.whole("vocab_size"),
+        "max_seq": max_seq,
+        "tied": config.flag("tie_word_embeddings", False),
+        "activation": config.choice("hidden_act", "gelu", PLAIN),
+        "dropout": config.number("hidden_dropout", 0.0),
+        "attention_dropout": config.number("attention_dropout", 0.0),
+        "parallel_block": parallel,
+        "parallel_norms": 2 if parallel else 1,
+        **attention_bias(config, default=True),
+        **_layer_norms(config, True, "layer_norm_eps"),
+        **rotary(config, max_seq, config.number("rotary_emb_base", 10_000.0)),
+        **_rotated(config, "rotary_pct", 0.25, size),
+    }
+
+
+def _falcon(config: Config) -> Fields:
+    width = config.whole(config.first_of(("hidden_size", "n_embed")))
+    heads = config.whole(config.first_of(("num_attention_heads", "n_head")))
+    newer, bias = config.flag("new_decoder_architecture", False), config.flag("bias", False)
+    many = heads if newer or not config.flag("multi_query", True) else 1
+    parallel = newer or config.flag("parallel_attn", True)
+    norms = config.whole("num_ln_in_parallel_attn", 2 if newer else 1)
+    config.must_be("parallel_attn", True, *(() if newer else (False,)))
+    config.must_be("num_ln_in_parallel_attn", 1, *((2,) if newer else ()))
+    config.must_be("alibi", False)
+    for key in ("hidden_dropout", "attention_dropout"):
+        config.must_be(key, 0)  # of the sum of attention and MLP, and of the residual
+    max_seq = config.whole("max_position_embeddings", 2048)
+    return {
+        "layers": config.whole(config.first_of(("num_hidden_layers", "n_layer"))),
+        "width": width,
+        "heads": heads,
+        "kv_heads": config.whole("num_kv_heads", many) if newer else many,
+        "head_dim": head_dim(config, width, heads),
+        "ffn": config.whole("ffn_hidden_size", 4 * width),
+        "vocab": config.whole("vocab_size"),
+        "max_seq": max_seq,
+        "tied": config.flag("tie_word_embeddings", True),
+        "activation": config.choice("activation", "gelu", PLAIN),
+        "parallel_block": parallel,
+        "parallel_norms": norms if parallel else 1,
+        **dict.fromkeys(("qkv_bias", "out_bias"), bias),
+        **_layer_norms(config, bias, "layer_norm_epsilon"),
+        **rotary(config, max_seq, 10_000.0),
+    }
+
+
+NEWER: dict[str, Callable[[Config], Fields]] = {
+    "olmo2": _olmo2,
+    "glm": _glm,
+    "glm4": _glm4,
+    "phi3": _phi3,
+    "gpt_neox": _gpt_neox,
+    "falcon": _falcon,
+}

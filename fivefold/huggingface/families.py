@@ -1,0 +1,181 @@
+"""How Hugging Face families are written, and those with norms, rotations or blocks of another form
+than Llama's: the inverse of `core/hf_families.py`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import NamedTuple
+
+from fivefold.core.shape import Rope, Shape
+from fivefold.core.tables import Fields
+
+EXPERT = "{}"  # the number of an expert in a name
+ACTIVATIONS = {
+    "swiglu": "silu",
+    "geglu": "gelu",
+    "gelu_tanh": "gelu_new",
+    "gelu": "gelu",
+    "relu": "relu",
+}
+
+
+class Writer(NamedTuple):
+    """How a family is written: the class that loads it, the keys of its config, and the modules of
+    a block, and outside of blocks, that Llama does not have or names otherwise.
+
+    Linears with one name are rows of one tensor, in the order of the forward. `grouped`: of each
+    KV head its queries, its key and its value, one head after another.
+    """
+
+    architecture: str
+    keys: Callable[[Shape], Fields]
+    block_names: Mapping[str, str] = MappingProxyType({})
+    outer: Mapping[str, str] = MappingProxyType({})
+    blocks: str = "model.layers"
+    transposed: bool = False  # linears are inputs × outputs
+    grouped: bool = False
+    two_norms: Mapping[str, str] = MappingProxyType({})  # if a parallel block has one for each
+
+
+def decoder_keys(shape: Shape) -> Fields:
+    return {
+        "hidden_size": shape.width,
+        "intermediate_size": shape.ffn,
+        "num_hidden_layers": shape.layers,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv_heads,
+        "head_dim": shape.head_dim,
+        "max_position_embeddings": shape.max_seq,
+        "rms_norm_eps": shape.norm_eps,
+        "hidden_act": ACTIVATIONS[shape.activation],
+        "attention_dropout": shape.attention_dropout,
+        "rope_theta": shape.rope_theta,
+        "rope_scaling": None if shape.rope is None else _rope_scaling(shape.rope, shape.max_seq),
+    }
+
+
+def _rope_scaling(rope: Rope, max_seq: int) -> Fields:
+    """Only the keys of this kind: the transformers package warns about others."""
+    table: Fields = {"rope_type": rope.kind, "factor": rope.factor}
+    if rope.kind != "linear" or rope.original_seq != max_seq:
+        table["original_max_position_embeddings"] = rope.original_seq
+    if rope.kind == "llama3":
+        table |= {"low_freq_factor": rope.low_freq, "high_freq_factor": rope.high_freq}
+    if rope.kind == "yarn":
+        table |= {"beta_fast": rope.beta_fast, "beta_slow": rope.beta_slow}
+        temperatures = {"mscale": rope.mscale, "mscale_all_dim": rope.mscale_all_dim}
+        table |= {key: value for key, value in temperatures.items() if value}
+        if rope.attention_factor is not None:
+            table["attention_factor"] = rope.attention_factor
+    return table
+
+
+def _partial(shape: Shape) -> float:
+    """The part of a head that is rotated, so that readers that round down find all of it."""
+    share = shape.rotated_dim / shape.head_dim
+    exact = int(shape.head_dim * share) == shape.rotated_dim
+    return share if exact else math.nextafter(share, 2.0)
+
+
+def _olmo2(shape: Shape) -> Fields:
+    return decoder_keys(shape) | {"attention_bias": shape.qkv_bias}
+
+
+def _glm(shape: Shape) -> Fields:
+    own: Fields = {"attention_bias": shape.qkv_bias, "partial_rotary_factor": _partial(shape)}
+    return decoder_keys(shape) | own
+
+
+def _phi3(shape: Shape) -> Fields:
+    dropouts = dict.fromkeys(("resid_pdrop", "embd_pdrop"), shape.dropout)
+    own: Fields = {"sliding_window": shape.window, "partial_rotary_factor": _partial(shape)}
+    return decoder_keys(shape) | dropouts | own
+
+
+def _gpt_neox(shape: Shape) -> Fields:
+    keys = decoder_keys(shape)
+    for key in ("num_key_value_heads", "head_dim", "rms_norm_eps"):
+        del keys[key]
+    return keys | {
+        "hidden_dropout": shape.dropout,
+        "layer_norm_eps": shape.norm_eps,
+        "attention_bias": shape.qkv_bias,
+        "use_parallel_residual": shape.parallel_block,
+        "rotary_pct": _partial(shape),
+        "rotary_emb_base": keys.pop("rope_theta"),
+    }
+
+
+def _falcon(shape: Shape) -> Fields:
+    """The newer architecture if the older one cannot say it."""
+    keys, parallel = decoder_keys(shape), shape.parallel_block
+    newer = shape.kv_heads not in (1, shape.heads) or shape.parallel_norms > 1
+    scaling: Fields = {key: keys[key] for key in ("rope_theta", "rope_scaling")}
+    return scaling | {
+        "hidden_size": shape.width,
+        "ffn_hidden_size": shape.ffn,
+        "num_hidden_layers": shape.layers,
+        "num_attention_heads": shape.heads,
+        "num_kv_heads": shape.kv_heads,
+        "max_position_embeddings": shape.max_seq,
+        "layer_norm_epsilon": shape.norm_eps,
+        "activation": ACTIVATIONS[shape.activation],
+        "bias": shape.mlp_bias,
+        "alibi": False,
+        "new_decoder_architecture": newer,
+        "multi_query": shape.kv_heads == 1 and not newer,
+        "parallel_attn": parallel,
+        "num_ln_in_parallel_attn": shape.parallel_norms if newer else None,
+        **dict.fromkeys(("hidden_dropout", "attention_dropout"), 0.0),
+    }
+
+
+_FUSED = {"mlp.gate": "mlp.gate_up_proj", "mlp.up": "mlp.gate_up_proj"}
+_QKV = ("attention.q", "attention.k", "attention.v")
+OLMO2 = {
+    "attention_out_norm": "post_attention_layernorm",
+    "mlp_out_norm": "post_feedforward_layernorm",
+}
+GLM4 = _FUSED | {
+    "attention_out_norm": "post_self_attn_layernorm",
+    "mlp_out_norm": "post_mlp_layernorm",
+}
+PHI3 = _FUSED | dict.fromkeys(_QKV, "self_attn.qkv_proj")
+GPT_NEOX_OUTER = {
+    "embed.weight": "gpt_neox.embed_in.weight",
+    "norm": "gpt_neox.final_layer_norm",
+    "head.weight": "embed_out.weight",
+}
+GPT_NEOX = dict.fromkeys(_QKV, "attention.query_key_value") | {
+    "attention.out": "attention.dense",
+    "mlp.up": "mlp.dense_h_to_4h",
+    "mlp.down": "mlp.dense_4h_to_h",
+}
+FALCON_OUTER = {
+    "embed.weight": "transformer.word_embeddings.weight",
+    "norm": "transformer.ln_f",
+    "head.weight": "lm_head.weight",
+}
+FALCON = dict.fromkeys(_QKV, "self_attention.query_key_value") | {
+    "attention.out": "self_attention.dense",
+    "mlp.up": "mlp.dense_h_to_4h",
+    "mlp.down": "mlp.dense_4h_to_h",
+}
+
+NEWER: dict[str, Writer] = {
+    "olmo2": Writer("Olmo2ForCausalLM", _olmo2, OLMO2),
+    "glm": Writer("GlmForCausalLM", _glm, _FUSED),
+    "glm4": Writer("Glm4ForCausalLM", _glm, GLM4),
+    "phi3": Writer("Phi3ForCausalLM", _phi3, PHI3),
+    "gpt_neox": Writer(
+        *("GPTNeoXForCausalLM", _gpt_neox, GPT_NEOX, GPT_NEOX_OUTER, "gpt_neox.layers"),
+        grouped=True,
+    ),
+    "falcon": Writer(
+        *("FalconForCausalLM", _falcon, FALCON, FALCON_OUTER, "transformer.h"),
+        grouped=True,
+        two_norms={"attention_norm": "ln_attn", "mlp_norm": "ln_mlp"},
+    ),
+}

@@ -1,0 +1,141 @@
+"""Small configs of the families with norms, rotations or blocks of another form than Llama's: one
+of each for parity, and random ones."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import transformers
+
+Keys = dict[str, Any]
+SIZES: Keys = {
+    "hidden_size": 32,
+    "intermediate_size": 56,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 83,
+    "max_position_embeddings": 64,
+}
+# Ids outside of a small vocabulary are refused there, and a padding token has no gradient.
+NO_TOKENS: Keys = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"))
+OLDER: Keys = {key: size for key, size in SIZES.items() if key != "num_key_value_heads"}
+
+
+def _rope(
+    theta: float, partial: float | None = None, kind: str = "default", **more: object
+) -> Keys:
+    table: Keys = {"rope_type": kind, "rope_theta": theta, **more}
+    return {
+        "rope_parameters": table | ({} if partial is None else {"partial_rotary_factor": partial})
+    }
+
+
+CONFIGS: dict[str, Callable[[], Any]] = {
+    "olmo2": lambda: transformers.Olmo2Config(**SIZES, **NO_TOKENS),
+    "glm": lambda: transformers.GlmConfig(**SIZES, **NO_TOKENS, head_dim=12),
+    "glm4": lambda: transformers.Glm4Config(
+        **SIZES, **NO_TOKENS, head_dim=16, attention_bias=False, **_rope(500.0, 0.25)
+    ),
+    "phi3": lambda: transformers.Phi3Config(
+        **SIZES, **NO_TOKENS, sliding_window=7, **_rope(10000.0, 0.75)
+    ),
+    "gpt-neox": lambda: transformers.GPTNeoXConfig(**OLDER, **NO_TOKENS),
+    "gpt-neox-in-turn": lambda: transformers.GPTNeoXConfig(
+        **OLDER,
+        **NO_TOKENS,
+        use_parallel_residual=False,
+        attention_bias=False,
+        **_rope(500.0, 1.0, "linear", factor=4.0),
+    ),
+    "falcon-7b": lambda: transformers.FalconConfig(
+        **OLDER, **NO_TOKENS, ffn_hidden_size=56, multi_query=True, parallel_attn=True
+    ),
+    "falcon-40b": lambda: transformers.FalconConfig(
+        **OLDER, **NO_TOKENS, num_kv_heads=2, new_decoder_architecture=True, bias=True
+    ),
+    "falcon-in-turn": lambda: transformers.FalconConfig(
+        **OLDER, **NO_TOKENS, multi_query=False, parallel_attn=False, tie_word_embeddings=False
+    ),
+}
+
+
+def _flag(dice: random.Random) -> bool:
+    return dice.random() < 0.5
+
+
+def _decoder(dice: random.Random) -> Keys:
+    kv_heads = dice.choice((1, 2, 3))
+    heads = kv_heads * dice.choice((1, 2, 3))
+    return {
+        "num_hidden_layers": dice.randint(1, 4),
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "hidden_size": heads * dice.choice((4, 8)),
+        "intermediate_size": dice.choice((7, 16, 24, 33, 56)),
+        "vocab_size": dice.randint(11, 90),
+        "max_position_embeddings": 48,
+        "rms_norm_eps": dice.choice((1e-6, 1e-5, 1e-3)),
+        "hidden_act": dice.choice(("silu", "silu", "gelu")),
+        "tie_word_embeddings": _flag(dice),
+        **_rope(dice.choice((100.0, 1e4, 5e5))),
+        **NO_TOKENS,
+    }
+
+
+def _partial(dice: random.Random, keys: Keys, size: int | None = None) -> Keys:
+    """An even number of a head's dims."""
+    size = size or keys["hidden_size"] // keys["num_attention_heads"]
+    return keys | _rope(100.0, dice.choice(range(2, size + 1, 2)) / size)
+
+
+def _olmo2(dice: random.Random) -> Keys:
+    return _decoder(dice) | {"attention_bias": _flag(dice)}
+
+
+def _glm(dice: random.Random) -> Keys:
+    size = dice.choice((4, 6, 10, 16))
+    own = {"head_dim": size, "attention_bias": _flag(dice)}
+    return _partial(dice, _decoder(dice), size) | own
+
+
+def _phi3(dice: random.Random) -> Keys:
+    return _partial(dice, _decoder(dice)) | {"sliding_window": dice.choice((None, 5, 20))}
+
+
+def _older(dice: random.Random) -> Keys:
+    keys = _decoder(dice)
+    unknown = ("num_key_value_heads", "rms_norm_eps", "hidden_act")
+    return {key: value for key, value in keys.items() if key not in unknown}
+
+
+def _gpt_neox(dice: random.Random) -> Keys:
+    return _partial(dice, _older(dice)) | {
+        "layer_norm_eps": dice.choice((1e-5, 1e-3)),
+        "hidden_act": dice.choice(("gelu", "gelu_new", "relu")),
+        "attention_bias": _flag(dice),
+        "use_parallel_residual": _flag(dice),
+    }
+
+
+def _falcon(dice: random.Random) -> Keys:
+    keys = _older(dice) | {"bias": _flag(dice), "ffn_hidden_size": dice.choice((None, 24))}
+    del keys["intermediate_size"]
+    if _flag(dice):
+        divisors = [n for n in (1, 2, 3) if keys["num_attention_heads"] % n == 0]
+        norms = {"num_ln_in_parallel_attn": dice.choice((None, 1, 2))}
+        own = {"num_kv_heads": dice.choice(divisors), "new_decoder_architecture": True}
+        return keys | norms | own
+    return keys | {"multi_query": _flag(dice), "parallel_attn": _flag(dice)}
+
+
+DRAWS: dict[str, tuple[type, Callable[[random.Random], Keys]]] = {
+    "olmo2": (transformers.Olmo2Config, _olmo2),
+    "glm": (transformers.GlmConfig, _glm),
+    "glm4": (transformers.Glm4Config, _glm),
+    "phi3": (transformers.Phi3Config, _phi3),
+    "gpt_neox": (transformers.GPTNeoXConfig, _gpt_neox),
+    "falcon": (transformers.FalconConfig, _falcon),
+}

@@ -1,0 +1,144 @@
+"""Published configs of families with other norms, rotations and blocks than Llama's: as many
+parameters as published, written as read, and refusals of what is not computed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hf_configs import Table, decoder
+
+from fivefold.core import count
+from fivefold.core.errors import BadFile
+from fivefold.core.hf_config import shape_from_config
+from fivefold.core.weights import weights
+from fivefold.huggingface.config_export import as_hf
+
+LONG = {"max_position_embeddings": 131072}
+PYTHIA: Table = {
+    "model_type": "gpt_neox",
+    "num_hidden_layers": 32,
+    "hidden_size": 4096,
+    "num_attention_heads": 32,
+    "intermediate_size": 16384,
+    "vocab_size": 50432,
+    "max_position_embeddings": 2048,
+    "hidden_act": "gelu",
+    "rotary_pct": 0.25,
+    "rotary_emb_base": 10000,
+    "layer_norm_eps": 1e-5,
+    "use_parallel_residual": True,
+    "tie_word_embeddings": False,
+}
+FALCON: Table = {
+    "model_type": "falcon",
+    "num_hidden_layers": 32,
+    "hidden_size": 4544,
+    "num_attention_heads": 71,
+    "vocab_size": 65024,
+    "layer_norm_epsilon": 1e-5,
+    "alibi": False,
+    "bias": False,
+    "multi_query": True,
+    "new_decoder_architecture": False,
+    "parallel_attn": True,
+    "hidden_dropout": 0.0,
+    "attention_dropout": 0.0,
+}
+# Each with the number of parameters that its model card or files give.
+PUBLISHED: dict[str, tuple[Table, int]] = {
+    "olmo-2-7b": (
+        decoder(
+            *("olmo2", 32, 4096, 32, 32, 11008, 100352),
+            max_position_embeddings=4096,
+            rope_theta=500000,
+            rms_norm_eps=1e-6,
+            attention_bias=False,
+        ),
+        7_298_617_344,
+    ),
+    "glm-4-9b-0414": (
+        decoder(
+            *("glm4", 40, 4096, 32, 2, 13696, 151552),
+            **LONG,
+            head_dim=128,
+            attention_bias=True,
+            partial_rotary_factor=0.5,
+            rms_norm_eps=1e-5,
+        ),
+        9_400_279_040,
+    ),
+    "phi-3-mini-4k": (
+        decoder(
+            *("phi3", 32, 3072, 32, 32, 8192, 32064),
+            max_position_embeddings=4096,
+            rms_norm_eps=1e-5,
+            sliding_window=2047,
+            rope_scaling=None,
+            embd_pdrop=0.0,
+            resid_pdrop=0.0,
+        ),
+        3_821_079_552,
+    ),
+    "phi-4": (
+        decoder(
+            *("phi3", 40, 5120, 40, 10, 17920, 100352),
+            max_position_embeddings=16384,
+            rms_norm_eps=1e-5,
+            sliding_window=None,
+            rope_theta=250000,
+        ),
+        14_659_507_200,
+    ),
+    "pythia-6.9b": (PYTHIA, 6_857_302_016),
+    "falcon-7b": (FALCON, 6_921_720_704),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_as_many_parameters_as_published(name: str) -> None:
+    config, number = PUBLISHED[name]
+    shape = shape_from_config(config, name)
+    assert count.parameters(shape).total == number == sum(one.numel for one in weights(shape))
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_newer_config_is_written_as_it_was_read(name: str) -> None:
+    config = PUBLISHED[name][0]
+    shape = shape_from_config(config, name)
+    written = as_hf(shape, "bfloat16").config
+    same = (config.keys() & written.keys()) - {"num_kv_heads"}
+    assert {key: written[key] for key in same} == {key: config[key] for key in same}
+    assert len(same) > 8 and shape_from_config(written, name) == shape
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "named"),
+    [
+        ("phi-4", {"rope_scaling": {"type": "longrope", "short_factor": [1.0]}}, "longrope"),
+        ("phi-4", {"rope_scaling": {"type": "yarn", "factor": 4.0}}, "only default is"),
+        ("phi-4", {"embd_pdrop": 0.1}, "embd_pdrop = 0.1: must equal resid_pdrop"),
+        ("phi-4", {"partial_rotary_factor": 1.5}, "no more than all of it"),
+        ("pythia-6.9b", {"rotary_pct": 0.001}, "must rotate some of a head"),
+        ("falcon-7b", {"alibi": True}, "alibi = True: not supported"),
+        ("falcon-7b", {"num_ln_in_parallel_attn": 2}, "num_ln_in_parallel_attn = 2: not"),
+        ("falcon-7b", {"hidden_dropout": 0.1}, "hidden_dropout = 0.1: not supported"),
+        ("olmo-2-7b", {"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5: not"),
+    ],
+)
+def test_a_feature_of_no_shape_is_refused(name: str, changes: dict[str, Any], named: str) -> None:
+    with pytest.raises(BadFile, match=named):
+        shape_from_config(PUBLISHED[name][0] | changes, name)
+
+
+def test_contradictory_blocks_are_refused() -> None:
+    wrong = {
+        "norm_at = after: a parallel_block": {"norm_at": "after"},
+        "parallel_norms = 3: 1, or 2": {"parallel_norms": 3},
+        "rotary_dim = 200: at most head_dim": {"rotary_dim": 200},
+        "rotary_dim = 3: rotary positions need an even": {"rotary_dim": 3},
+    }
+    shape = shape_from_config(PYTHIA, "pythia")
+    for named, changes in wrong.items():
+        with pytest.raises(BadFile, match=named):
+            type(shape)(**({**vars(shape)} | changes))

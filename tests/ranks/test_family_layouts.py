@@ -1,0 +1,82 @@
+"""What families of Hugging Face have besides Llama, on ranks: norms after, blocks side by side,
+partial rotations, each in layouts of every dimension that it allows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from fivefold.core import machine
+from fivefold.core.plan import PlanOptions, resolve
+from fivefold.launch.processes import Pool
+from fivefold.planner import estimate_setting
+from fivefold.planner.rank_memory import rank_memory
+from fivefold.rehearse.rank import rehearse_rank
+from fivefold.verify.trial import VerifySettings, run_trial
+
+OLMO2 = {"norm_at": "after", "qk_norm": "full"}
+GLM4 = {"norm_at": "both", "rotary_dim": "4", "rope_interleaved": "true", "qkv_bias": "true"}
+BIASED = dict.fromkeys(("norm_bias", "qkv_bias", "out_bias", "mlp_bias"), "true")
+GLM4_EXPERTS = {**GLM4, "moe.shared": "0", "moe.shared_ffn": "0", "moe.first_dense": "0"}
+NEOX = BIASED | {
+    "norm": "layer",
+    "activation": "gelu",
+    "rotary_dim": "2",
+    "kv_heads": "8",
+    "parallel_block": "true",
+    "parallel_norms": "2",
+}
+FALCON = {"norm": "layer", "norm_bias": "true", "activation": "gelu"}
+FALCON_7B = FALCON | {"kv_heads": "1", "parallel_block": "true", "tied": "true"}
+TRAITS: list[tuple[dict[str, str], str, dict[str, Any]]] = [
+    (OLMO2, "dp=2 pp=2", {"schedule": "zb-h1", "recompute": "selective"}),
+    (OLMO2, "dp=2 cp=2", {"zero": 3, "packed": True}),
+    ({"norm_at": "after"}, "tp=2 dp=2", {"recompute": "norm"}),
+    (GLM4, "dp=2 tp=2", {"zero": 3, "recompute": "selective"}),
+    (GLM4, "tp=4", {"sp": False}),
+    (GLM4, "pp=2 tp=2 cp=2", {"schedule": "dualpipe", "recompute": "full"}),
+    (GLM4_EXPERTS, "dp=2 tp=2 ep=2 etp=2", {"recompute": "full:2"}),
+    (GLM4_EXPERTS, "dp=2 tp=2 ep=2 etp=2", {"recompute": "experts"}),
+    (NEOX, "tp=2 cp=2", {"microbatch_size": 2, "recompute": "norm"}),
+    (NEOX, "pp=2 tp=2", {"schedule": "zb-v", "recompute": "mlp"}),
+    (FALCON_7B, "dp=2 tp=2", {"zero": 2, "recompute": "selective"}),
+    (FALCON_7B, "pp=2 tp=2", {"schedule": "zb-h1"}),
+    (FALCON_7B, "tp=2 cp=2", {"context": "ulysses", "recompute": "attention"}),
+]
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize(("changes", "layout", "options"), TRAITS)
+def test_a_family_computes_the_same_in_every_layout(
+    pool: Pool, changes: dict[str, str], layout: str, options: dict[str, Any]
+) -> None:
+    changes = {"layers": "4" if "pp" in layout else "2", **changes}
+    model = "tiny-moe" if any(key.startswith("moe.") for key in changes) else "tiny"
+    plan = resolve(PlanOptions(model, layout=layout, set=changes, **options), small=True)
+    verdict = run_trial(pool, plan, VerifySettings(steps=1))
+    assert verdict.passed, (verdict.errors, verdict.traffic_match, verdict.diverges_at)
+
+
+# As wide as they are: norms twice, after attention and MLP, and blocks side by side.
+SIDE = {"norm": "layer", "norm_bias": "true", "parallel_block": "true"}
+HELD: list[tuple[dict[str, str], str, dict[str, Any]]] = [
+    ({"norm_at": "after"}, "tp=2 dp=2", {"recompute": "selective"}),
+    ({"norm_at": "both", "rotary_dim": "64"}, "dp=2", {"zero": 1}),
+    ({"norm_at": "both"}, "pp=2 tp=2", {"schedule": "zb-h1"}),
+    (SIDE, "dp=2", {"zero": 1}),
+    (SIDE | {"parallel_norms": "2"}, "tp=2 dp=2", {"recompute": "selective"}),
+]
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize(("changes", "layout", "said"), HELD)
+def test_a_rank_of_a_family_holds_what_is_planned(
+    changes: dict[str, str], layout: str, said: dict[str, Any]
+) -> None:
+    keys = {"precision": "bf16", "seq": 2048, "microbatches": 4, "set": {"layers": "4", **changes}}
+    plan = resolve(PlanOptions("llama-3.1-8b", layout=layout, **{**keys, **said}))
+    setting, _ = estimate_setting(machine.load("h200"), "bf16", 0.0, "compiled", 1.0)
+    memory = rank_memory(plan, setting, 0)
+    planned = sum(memory.values()) - memory["context"] - memory["margin"]
+    assert planned == pytest.approx(rehearse_rank(plan, 0, {}).peak, rel=0.005)
