@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from fivefold.api.checks import above, asked_backend, one_of
 from fivefold.api.jobs import Model, given_job
+from fivefold.api.restarting import RestartPolicy, copy_domain, kept_memory
 from fivefold.api.training_start import TrainStart, device_of, settings_of
 from fivefold.core import models
 from fivefold.core.errors import FivefoldError, RankLost, counted
@@ -31,7 +32,14 @@ from fivefold.report.training_text import head, step_line, summary_text, tail
 if TYPE_CHECKING:
     from fivefold.data.mixture import Source
     from fivefold.launch.backend import RankDevice
-    from fivefold.train import Check, MeasuredRun, SampleText, Shortage, TrainSettings
+    from fivefold.train import (
+        Check,
+        MeasuredRun,
+        SampleText,
+        Shortage,
+        TrainedRank,
+        TrainSettings,
+    )
 
 _MOST_RANKS = 64  # processes on one machine
 _DEVICES = ("auto", "cpu", "cuda")
@@ -140,14 +148,17 @@ def train(
     backend: str | None = None,
     check: bool = False,
     deterministic: bool = False,
+    restarts: int = 0,
+    shrink: bool = False,
     on_progress: OnReport | None = None,
     **keys: Any,
 ) -> TrainedRun:
     """Train on ranks that are forked from this process, or as one rank of a launcher's job.
 
     `keys` are those of a plan file, of training (`steps`, `lr`, `data`, …) and of the model. `out`
-    is the run folder, by default the next free `runs/NAME-N`. `on_progress` gets a `StartedRun`,
-    the `StepRecord` of every step, samples and warnings.
+    is the run folder, by default the next free `runs/NAME-N`. After the loss of a rank all ranks
+    start again up to `restarts` times; with `shrink` every other time without the lost replica.
+    `on_progress` gets a `StartedRun`, the `StepRecord` of every step, samples and warnings.
     """
     options = given_job(model, keys).options
     if until is not None:
@@ -163,7 +174,10 @@ def train(
     if launched is not None and folder is None:
         raise FivefoldError("name the run folder, which all hosts share, with --out")
     plan = runnable(_same_batch(options, folder, resume), launched)
-    start = TrainStart(plan, dtype, device, asked, folder, resume, until, check, deterministic)
+    policy, chosen = RestartPolicy(restarts, shrink), (check, deterministic)
+    policy.require(plan, launched, check)
+    copy_domain(plan.options.train, plan.layout.world, launched)
+    start = TrainStart(plan, dtype, device, asked, folder, resume, until, *chosen, policy)
     told: OnReport = on_progress or (lambda _: None)
     return _join(start, launched, told) if launched else _fork(start, told)
 
@@ -202,6 +216,7 @@ class _Begun:
 
     files: RunFolder
     corpus: str
+    source: Source
 
 
 class _Records:
@@ -213,6 +228,8 @@ class _Records:
 
     def report(self, report: StepRecord | Shortage | SampleText | str) -> None:
         if isinstance(report, StepRecord):
+            while self.found and self.found[-1].step >= report.step:  # a restart repeats it
+                self.found.pop()
             self.found.append(report)
         self.on_report(report)
 
@@ -231,7 +248,7 @@ def _begin(start: TrainStart, plan: Plan, settings: TrainSettings, told: OnRepor
     keep_tokenizer(folder, source)
     recipe, corpus = settings.recipe, str(source)
     told(StartedRun(plan, recipe, settings.dtype, corpus, settings.planned, folder))
-    return _Begun(run_files, corpus)
+    return _Begun(run_files, corpus, source)
 
 
 def _fork(start: TrainStart, told: OnReport) -> TrainedRun:
@@ -245,25 +262,30 @@ def _fork(start: TrainStart, told: OnReport) -> TrainedRun:
 
 
 def _forked(start: TrainStart, plan: Plan, settings: TrainSettings, told: OnReport) -> TrainedRun:
-    """Train in a folder that this process owns."""
-    from fivefold.launch.processes import Pool
-    from fivefold.train import compare_with_plan, num_processes, train
+    """Train in a folder that this process owns; it keeps the memory of copies over restarts."""
+    from fivefold.train import compare_with_plan
 
-    began = time.perf_counter()
+    began, full = time.perf_counter(), plan
     begun, records = _begin(start, plan, settings, told), _Records(told)
-    try:
-        with Pool(num_processes(plan, settings), _PATIENCE, forwards_stop=True) as pool:
-            runs, check = train(pool, plan, settings, records.report)
-    except Exception as error:
-        if not records.found:
-            begun.files.restore_plan()
-        if not isinstance(error, RankLost):
-            raise
-        named = error.named("the one process") if error.rank >= plan.layout.world else error
-        begun.files.fail(named.reason)
-        raise named from None
-    finally:
-        summary = begun.files.summarize()
+    with kept_memory(settings.recipe, plan.layout.world) as memory:
+        settings = replace(settings, memory=memory)
+
+        def attempt(plan: Plan, again: bool) -> tuple[Plan, list[TrainedRank], Check | None]:
+            if not again:
+                return plan, *_attempt(plan, settings, begun.files, records)
+            facts, toml = (
+                _start_facts(plan, begun.source),
+                full.to_toml(settings.folder, whole=True),
+            )
+            files = RunFolder.create(begun.files.path, toml, facts, resume=True)
+            planned = settings.planned if plan is full else None
+            resumed = replace(settings, resume=True, planned=planned)
+            return plan, *_attempt(plan, resumed, files, records)
+
+        try:
+            plan, runs, check = start.restarts.run(plan, attempt, told)
+        finally:
+            summary = begun.files.summarize()
     return TrainedRun(
         plan,
         begun.files.path,
@@ -276,6 +298,30 @@ def _forked(start: TrainStart, plan: Plan, settings: TrainSettings, told: OnRepo
         compare_with_plan(plan, settings, runs),
         check,
     )
+
+
+def _attempt(
+    plan: Plan, settings: TrainSettings, files: RunFolder, records: _Records
+) -> tuple[list[TrainedRank], Check | None]:
+    """One start of all ranks; a loss is recorded and raised."""
+    from fivefold.launch.processes import Pool
+    from fivefold.train import num_processes, train
+
+    asked_to_stop = False
+    try:
+        with Pool(num_processes(plan, settings), _PATIENCE, forwards_stop=True) as pool:
+            try:
+                return train(pool, plan, settings, records.report)
+            finally:
+                asked_to_stop = pool.stopping
+    except Exception as error:
+        if not records.found:
+            files.restore_plan()
+        if not isinstance(error, RankLost):
+            raise
+        named = error.named("the one process") if error.rank >= plan.layout.world else error
+        files.fail(named.reason)
+        raise named.ended(named.final or asked_to_stop) from None
 
 
 def _join(start: TrainStart, launched: LauncherEnvironment, told: OnReport) -> TrainedRun:
@@ -306,7 +352,7 @@ def _joined(
     records = _Records(told if first else _warnings(told))
     try:
         done = run_rank(joined_worker(launched, records.report), plan, settings, device=rank)
-    except Exception:
+    except BaseException:
         if begun is not None and not records.found:
             begun.files.restore_plan()
         raise

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from fivefold.api.restarting import RestartPolicy
 from fivefold.core.plan import Plan
 from fivefold.core.precision import PRECISIONS
 from fivefold.launch.launcher import LauncherEnvironment
@@ -29,6 +30,7 @@ class TrainStart:
     until: int | None
     check: bool
     deterministic: bool
+    restarts: RestartPolicy = RestartPolicy()  # noqa: RUF009, it is frozen
 
 
 def device_of(start: TrainStart, launched: LauncherEnvironment | None) -> RankDevice:

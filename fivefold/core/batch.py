@@ -22,13 +22,15 @@ class Batch:
     """What one optimizer step consumes.
 
     `microbatch_size` is the number of sequences that one data rank runs at once, `microbatches` how
-    many of these it accumulates before the optimizer step.
+    many of these it accumulates before the optimizer step. In the last round the last `idle` data
+    ranks have none: they run one without loss, so that all ranks join the same collectives.
     """
 
     dp: int
     seq: int
     microbatch_size: int
     microbatches: int
+    idle: int = 0
 
     def __post_init__(self) -> None:
         _require_counts(
@@ -37,6 +39,18 @@ class Batch:
             microbatch_size=self.microbatch_size,
             microbatches=self.microbatches,
         )
+        assert 0 <= self.idle < self.dp, "no round is empty"
+
+    @classmethod
+    def over(cls, dp: int, batch: Batch) -> Batch:
+        """The same sequences over so many data ranks: the first ones take the odd microbatches.
+
+        >>> Batch.over(3, Batch(dp=4, seq=8, microbatch_size=2, microbatches=1))
+        Batch(dp=3, seq=8, microbatch_size=2, microbatches=2, idle=2)
+        """
+        number = batch.dp * batch.microbatches - batch.idle
+        rounds = -(-number // dp)
+        return cls(dp, batch.seq, batch.microbatch_size, rounds, rounds * dp - number)
 
     @classmethod
     def resolve(
@@ -70,7 +84,7 @@ class Batch:
     @property
     def sequences(self) -> int:
         """Sequences of one step, over all data ranks."""
-        return self.microbatch_size * self.microbatches * self.dp
+        return self.microbatch_size * (self.microbatches * self.dp - self.idle)
 
     @property
     def tokens(self) -> int:
@@ -87,14 +101,19 @@ class Batch:
         """
         size = self.microbatch_size
         firsts = [(number * self.dp + dp_coord) * size for number in range(self.microbatches)]
-        return [first + row for first in firsts for row in range(size)]
+        rows = [first + row for first in firsts for row in range(size)]
+        return [row for row in rows if row < self.sequences]
 
     def __str__(self) -> str:
         return (
             f"global batch {counted(self.sequences, 'sequence')} = {self.microbatch_size} · "
             f"{self.microbatches} · {self.dp} (microbatch · accumulation · dp) "
-            f"= {counted(self.tokens, 'token')}"
+            f"{self._without_idle}= {counted(self.tokens, 'token')}"
         )
+
+    @property
+    def _without_idle(self) -> str:
+        return f"- {self.idle * self.microbatch_size} " if self.idle else ""
 
 
 def contradiction(

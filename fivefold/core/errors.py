@@ -26,11 +26,14 @@ class InternalError(RuntimeError):
 class RankLost(RuntimeError):
     """A rank died, raised or hangs: which rank, what it was doing, and how it ended.
 
-    `who` is another name of it, where it is no rank of the layout.
+    `who` is another name of it, where it is no rank of the layout. A `final` loss is an error that
+    every further start would find too.
     """
 
-    def __init__(self, rank: int, doing: str, cause: str, who: str | None = None) -> None:
-        self.rank, self.doing, self.cause = rank, doing, cause
+    def __init__(
+        self, rank: int, doing: str, cause: str, who: str | None = None, final: bool = False
+    ) -> None:
+        self.rank, self.doing, self.cause, self.final = rank, doing, cause, final
         self.who = f"rank {rank}" if who is None else who
         super().__init__(f"{self.who}, at {doing}: {cause}")
 
@@ -41,7 +44,11 @@ class RankLost(RuntimeError):
 
     def named(self, who: str) -> RankLost:
         """The same loss of a process that is no rank."""
-        return RankLost(self.rank, self.doing, self.cause, who)
+        return RankLost(self.rank, self.doing, self.cause, who, self.final)
+
+    def ended(self, final: bool) -> RankLost:
+        """The same loss, after which there is another start or, if it is `final`, none."""
+        return RankLost(self.rank, self.doing, self.cause, self.who, final)
 
 
 class UnknownName(FivefoldError):

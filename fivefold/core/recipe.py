@@ -67,13 +67,15 @@ class Recipe:
     """The keys of `[train]`.
 
     `warmup` and `save_every` count steps; None means a tenth of the steps, and one checkpoint at
-    the end. `data` is stdlib, synthetic, or folders of token shards with weights; `loss` is on what
-    the assistant says in conversations, or on all of their tokens. `eval_data` is folders with
-    names, or nothing: rows that `data` holds out. `keep_best` is the name of one of these sets.
-    `offload`, of states, and `offload_grads` are none, cpu or nvme:FOLDER. `log` joins tensorboard,
-    wandb and memory with `+`. `compile` is true, false, or auto: on GPUs. `lora` is the rank of
-    adapters, 0 without any; `lora_alpha` is twice the rank if None; `lora_targets` and `train_only`
-    are parts of names (`core/tuning.py`). `dpo_beta` is that of DPO on preference pairs, 0 without.
+    the end. `copy_every` counts steps between copies in the memory of another failure domain, which
+    has `copy_domain` ranks, 0 for those of a host (`core/partners.py`). `data` is stdlib,
+    synthetic, or folders of token shards with weights; `loss` is on what the assistant says in
+    conversations, or on all of their tokens. `eval_data` is folders with names, or nothing: rows
+    that `data` holds out. `keep_best` is the name of one of these sets. `offload`, of states, and
+    `offload_grads` are none, cpu or nvme:FOLDER. `log` joins tensorboard, wandb and memory with
+    `+`. `compile` is true, false, or auto: on GPUs. `lora` is the rank of adapters, 0 without any;
+    `lora_alpha` is twice the rank if None; `lora_targets` and `train_only` are parts of names
+    (`core/tuning.py`). `dpo_beta` is that of DPO on preference pairs, 0 without.
     """
 
     steps: int = 20
@@ -90,6 +92,8 @@ class Recipe:
     offload: str = "none"
     offload_grads: str = "none"
     save_every: int | None = None
+    copy_every: int = 0
+    copy_domain: int = 0
     keep: int = 2
     keep_best: str = ""
     eval_every: int = 0
@@ -108,7 +112,7 @@ class Recipe:
     def __post_init__(self) -> None:
         """Refuse every impossible value in one error."""
         low = {"steps": 1, "keep": 1, "seed": 0, "eval_every": 0, "skip_limit": 0}
-        low |= {"sample_every": 0, "lora": 0}
+        low |= {"sample_every": 0, "lora": 0, "copy_every": 0, "copy_domain": 0}
         found = [
             f"{key} = {getattr(self, key)}: at least {least}"
             for key, least in low.items()
@@ -136,6 +140,13 @@ class Recipe:
                 f"offload_grads = {self.offload_grads}: {self.optimizer} updates full matrices "
                 "from gradients on the device; use adamw or sgd, or leave it out"
             )
+        if self.copy_every and self.disk is not None:
+            found.append(
+                f"copy_every = {self.copy_every} with offload = {self.offload}: states are on a "
+                "disk because memory is scarce; leave one of them out"
+            )
+        if self.copy_domain and not self.copy_every:
+            found.append(f"copy_domain = {self.copy_domain}: nothing is copied; give copy_every")
         if self.eval_data and not self.eval_every:
             found.append(f"eval_data = {self.eval_data}: nothing is evaluated; give eval_every")
         if self.keep_best and (not self.eval_every or (self.save_every or 0) % self.eval_every):

@@ -50,6 +50,7 @@ class RankReader:
         found = self._samples(self.source.samples(numbers))
         if self.dropout_seed is None:
             return found
+        numbers += [0] * (found.tokens[..., 0].numel() - len(numbers))  # nothing is lost of these
         return found.drawing(self.dropout_seed, torch.tensor(numbers))
 
     @contextmanager
@@ -76,7 +77,7 @@ class RankReader:
 
     def _samples(self, rows: TokenRows) -> Samples:
         """The rows of a step; those that are missing at its end have no loss."""
-        mine = replace(self.batch, dp=1)
+        mine = replace(self.batch, dp=1, idle=0)
         missing = mine.sequences - len(rows.tokens)
         full = (np.pad(each, ((0, missing), (0, 0))) for each in rows)
         tokens, begins, silent = map(torch.from_numpy, full)

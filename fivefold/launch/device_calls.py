@@ -23,13 +23,12 @@ from dataclasses import dataclass
 from math import isfinite, prod
 from typing import Any, NamedTuple
 
-from fivefold.launch.hang import (
+from fivefold.launch.hang import first_circle, named_call
+from fivefold.launch.positions import (
     CommGroup,
     HangVerdict,
     LoggedCollective,
     Position,
-    first_circle,
-    named_call,
     ranks,
     stands_at,
     who_waits,

@@ -7,74 +7,33 @@ collectives. Their sequences are compared, and what followed the same collective
 rank, shows which of the two diverged.
 
 On GPUs the hosts issue ahead, so they may all have issued the same while the GPUs wait for one
-another. Where the hosts do not tell, the GPUs are asked (`device_calls.py`).
+another. Where the hosts do not tell, the GPUs are asked (`device_calls.py`). Where no rank has
+issued more than another, as at the start, in a build or in a save, the phases tell (`phases.py`).
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import pairwise
 from math import isfinite
 from typing import NamedTuple
 
 from fivefold.core.errors import counted
+from fivefold.launch.phases import late, with_limits
+from fivefold.launch.positions import (
+    CommGroup,
+    HangVerdict,
+    LoggedCollective,
+    Position,
+    ranks,
+    stands_at,
+    too_long,
+    who_waits,
+)
 
 _BEGIN = "^"  # marks a sequence from its first collective
-_MOST_NAMED = 8  # ranks that a sentence names
-
-
-class CommGroup(NamedTuple):
-    """The ranks of an axis, or for pipeline messages a pair (source, target)."""
-
-    axis: str
-    members: tuple[int, ...]
-    is_pair: bool = False
-
-    def __str__(self) -> str:
-        if self.is_pair:
-            return f"{self.axis} from rank {self.members[0]} to rank {self.members[1]}"
-        return f"{self.axis} ({ranks(self.members)})"
-
-
-class LoggedCollective(NamedTuple):
-    """One collective, send or receive that a rank has issued."""
-
-    group: CommGroup
-    kind: str
-    size: int  # bytes; 0 if every rank has its own size
-
-    @property
-    def label(self) -> tuple[str, str, int]:
-        """What is equal on all ranks of the group."""
-        return (self.group.axis, self.kind, self.size)
-
-
-@dataclass(frozen=True)
-class Position:
-    """The progress of a rank."""
-
-    counts: Mapping[CommGroup, int]  # collectives so far
-    trail: Sequence[LoggedCollective] = ()  # the last ones, in order
-    phase: str = "start"
-    idle: float = 0.0  # seconds since its last collective or phase; inf after its end
-    allowed: float = 0.0  # seconds that its phase may still take
-    waits: bool = True  # its main thread is in a call that waits, or may wait, for other ranks
-    stack: Sequence[str] = field(default_factory=tuple[str, ...])  # outermost first
-
-
-@dataclass(frozen=True)
-class HangVerdict:
-    """The rank that keeps the others waiting, its phase, and the collective it has not joined."""
-
-    rank: int
-    doing: str
-    cause: str
-
-    def __str__(self) -> str:
-        return f"lost rank {self.rank} at {self.doing}: it {self.cause}"
 
 
 def verdict(
@@ -89,6 +48,7 @@ def verdict(
     waits for no other may be slow: it has `bound` seconds, or the limit of its phase, to go on.
     `on_device` asks the GPUs, where ranks have waited long enough and the hosts do not tell.
     """
+    positions = with_limits(positions)
     edges = _waiting_for(positions, silent)
     awaited = {rank for others in edges.values() for rank in others}
     ends = sorted(awaited - set(edges))
@@ -101,14 +61,16 @@ def verdict(
         return found
     slow = ends or [rank for rank in circle if not positions[rank].waits]
     if slow:
-        lost = [rank for rank in slow if _too_long(positions[rank], bound)]
+        lost = [rank for rank in slow if too_long(positions[rank], bound)]
         if not lost:
             return None
         # A host that has issued less may be held by its GPU, which waits for another rank.
         found = on_device() or _missing(lost[0], edges, positions)
         blamed = positions.get(found.rank)
-        return found if blamed is None or _too_long(blamed, bound) else None
-    stuck = [_too_long(each, bound) and isfinite(each.idle) for each in positions.values()]
+        return found if blamed is None or too_long(blamed, bound) else None
+    if not edges and (found := late(positions, silent, bound)) is not None:
+        return on_device() or found
+    stuck = [too_long(each, bound) and isfinite(each.idle) for each in positions.values()]
     if not all(stuck):
         return None
     return on_device() or _stuck(circle or sorted(positions), positions)
@@ -134,25 +96,6 @@ def diverged(positions: Mapping[int, Position], among: Sequence[int]) -> HangVer
             "call or made one too many",
         )
     return None
-
-
-def ranks(members: Iterable[int]) -> str:
-    """A list of ranks as text.
-
-    >>> ranks([2]), ranks([0, 1, 5])
-    ('rank 2', 'ranks 0, 1 and 5')
-    """
-    found = sorted(members)
-    if len(found) == 1:
-        return f"rank {found[0]}"
-    if len(found) > _MOST_NAMED:
-        first = ", ".join(map(str, found[: _MOST_NAMED - 1]))
-        return f"ranks {first} and {len(found) - _MOST_NAMED + 1} more"
-    return f"ranks {', '.join(map(str, found[:-1]))} and {found[-1]}"
-
-
-def _too_long(position: Position, bound: float) -> bool:
-    return position.allowed <= 0 and position.idle >= bound
 
 
 def _waiting_for(positions: Mapping[int, Position], silent: Collection[int]) -> dict[int, set[int]]:
@@ -211,16 +154,6 @@ def _missing(
     elif position is not None and isfinite(position.idle):  # else it has ended
         words.append(f"it has not moved for {position.idle:.0f} s" + stands_at(position))
     return HangVerdict(rank, position.phase if position else "an unknown place", "; ".join(words))
-
-
-def who_waits(found: Collection[int]) -> str:
-    """Who waits, as text."""
-    return f"{ranks(found)} {'waits' if len(found) == 1 else 'wait'}"
-
-
-def stands_at(position: Position) -> str:
-    """The stack of a rank, for the end of a sentence."""
-    return ", in:\n" + "\n".join(position.stack) if position.stack else ""
 
 
 def _first_missed(

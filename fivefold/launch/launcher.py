@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 
+from fivefold.core.batch import Batch
 from fivefold.core.errors import BadFile, FivefoldError, counted
 from fivefold.core.mixers import refuse_mixer
 from fivefold.core.plan import Plan, resolve
@@ -184,7 +185,7 @@ def refit(plan: Plan, world: int) -> Plan:
 
     tp, cp, pp and ep stay, because with them the model fits.
     """
-    layout, batch = plan.layout, plan.batch
+    layout = plan.layout
     if world == layout.world:
         return plan
     fixed = layout.tp * layout.cp * layout.pp
@@ -194,15 +195,43 @@ def refit(plan: Plan, world: int) -> Plan:
             f"{world} ranks were started, but the layout {layout} needs {layout.world}: only dp "
             f"can change, so start a multiple of tp · cp · pp = {fixed} ranks"
         )
-    microbatches, rest = divmod(batch.sequences, dp * batch.microbatch_size)
-    if rest or not microbatches:
-        raise FivefoldError(
-            f"{world} ranks give dp={dp}, which does not divide the global batch of "
-            f"{batch.sequences} into microbatches of {batch.microbatch_size}: start another number "
-            "of ranks, or set microbatch_size"
-        )
-    changed = replace(layout, replicate=1, shard=dp)
-    options = replace(plan.options, layout=str(changed), microbatches=microbatches, gpus=None)
+    changed, even = _over(plan, dp), replace(layout, replicate=1, shard=dp)
+    options = replace(plan.options, layout=str(even), microbatches=changed.microbatches, gpus=None)
     started = counted(world, "rank")
     note = f"dp={dp} instead of {layout.dp}, because {started} started; the batch stays"
-    return replace(resolve(options), notes=(*plan.notes, note))
+    found = resolve(options)
+    if changed.idle:
+        # The options keep the plan whose ranks are all there: no other has this batch.
+        found = replace(found, batch=changed, options=plan.options)
+        odd = counted(dp - changed.idle, "data rank")
+        note += f", and the first {odd} take the odd microbatches, one each"
+    return replace(found, notes=(*plan.notes, note))
+
+
+def _over(plan: Plan, dp: int) -> Batch:
+    """The batch over so many data ranks; odd microbatches are allowed where idle ranks change no
+    number."""
+    batch = plan.batch
+    number = batch.sequences // batch.microbatch_size
+    routed = plan.shape.moe is not None or bool(plan.options.train.dpo_beta)
+    if number < dp or (number % dp and routed):
+        because = ", and experts or pairs do not allow a remainder" if routed else ""
+        raise FivefoldError(
+            f"{counted(dp * plan.layout.world // plan.layout.dp, 'rank')} give dp={dp}, which does "
+            f"not divide the global batch of {batch.sequences} into microbatches of "
+            f"{batch.microbatch_size}{because}: start another number of ranks, or set "
+            "microbatch_size"
+        )
+    return Batch.over(dp, batch)
+
+
+def without_replica(plan: Plan, lost: int = 1) -> Plan:
+    """The plan without so many of its replicas, or more where no other number is legal."""
+    layout = plan.layout
+    each, problem = layout.world // layout.dp, FivefoldError("there is no other replica")
+    for dp in range(layout.dp - lost, 0, -1):
+        try:
+            return refit(plan, dp * each)
+        except FivefoldError as error:
+            problem = error
+    raise FivefoldError(f"no replica of {layout} can be left out: {problem}")

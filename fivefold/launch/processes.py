@@ -37,17 +37,20 @@ import torch
 from fivefold.core.errors import FivefoldError, RankLost
 from fivefold.launch.backend import RankDevice, require_forkable
 from fivefold.launch.backend import num_gpus as num_gpus  # whoever forks GPU ranks counts them
+from fivefold.launch.boards import FolderBoard
+from fivefold.launch.flight_recorder import read_positions
 from fivefold.launch.hang import diverged
 from fivefold.launch.rank_pipe import RankPipe
 from fivefold.launch.temporary import TemporaryFolder
-from fivefold.launch.watchdog import read_positions
-from fivefold.launch.worker import FolderBoard, StopRequest, Worker
+from fivefold.launch.worker import StopRequest, Worker
 
 PATIENCE = 22.0  # seconds without a message from any rank
 _GRACE = 0.5  # seconds after an error in which the death of another rank may explain it
 _AT_WORK = 0.1  # of a core, all ranks together: those that wait for a message use less
 _LONGEST = 220.0  # seconds that ranks may be silent while they compute, if their patience is less
 _PR_SET_PDEATHSIG = 1
+_REFUSED = "refused"  # by a rule that every start breaks
+_ERRORS = ("raised", _REFUSED)
 
 Task = tuple[Callable[..., Any], tuple[Any, ...]]
 """A function whose first argument is a `Worker`, and its other arguments."""
@@ -157,6 +160,11 @@ class Pool:
     def pids(self) -> list[int]:
         """The process of each rank."""
         return [child.process.pid or 0 for child in self._children]
+
+    @property
+    def stopping(self) -> bool:
+        """Whether a signal has asked the ranks to stop."""
+        return self._stops > 0
 
     def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
         """Call `function(worker, *args)` on every rank; results in the order of the ranks."""
@@ -271,8 +279,9 @@ class Pool:
                 kind, value = self._receive(rank, child)
                 if kind == "done":
                     results[rank] = value
-                elif kind == "raised":
-                    raised.append(RankLost(rank, child.doing, f"raised {value}"))
+                elif kind in _ERRORS:
+                    final = kind == _REFUSED
+                    raised.append(RankLost(rank, child.doing, f"raised {value}", final=final))
                 elif kind == "lost":
                     lost, _, cause = value
                     raise RankLost(lost, children[lost].doing, cause)
@@ -296,7 +305,7 @@ class Pool:
             child.phase, child.detail = value, ""
         elif kind == "detail":
             child.detail = value
-        elif kind in ("done", "raised"):
+        elif kind in ("done", *_ERRORS):
             child.busy = False
         return kind, value
 
@@ -362,8 +371,9 @@ def _serve(
         except Exception as error:
             frames = "".join(traceback.format_exception(error, limit=-4)).rstrip()  # the innermost
             said = f"{type(error).__name__}: {error}"
-            # What a user did wrong needs no frames.
-            answer = ("raised", said if isinstance(error, FivefoldError) else f"{said}\n{frames}")
+            answer = ("raised", f"{said}\n{frames}")
+            if isinstance(error, FivefoldError):  # what a user did wrong needs no frames
+                answer = (_REFUSED, said)
         gc.collect()  # modules with hooks are in cycles and keep process groups and threads alive
         says.send(*answer)
         says.flush()

@@ -1,20 +1,18 @@
 """Notice that ranks hang, and find out which rank is to blame.
 
-`FlightRecorder` logs the collectives of a rank: a ring buffer of the last ones and a count for each
-group, as plain numbers in a memory-mapped file. A log entry takes well under a microsecond, and the
-log of a killed rank can still be read. A second file says what the numbers mean; it grows only when
-a new kind of collective appears. Without a folder the log stays in the process.
-
-`Watchdog` is a thread in every rank. A rank makes progress when it issues a collective or begins a
-phase. A rank without progress for `patience` seconds starts a round: every rank writes its position
-to the board, that is its log, its phase and its stack. The rank that started the round reads the
-positions and decides which rank keeps the others waiting (`hang.py`). Then the run is over. A rank
-that does not answer is stopped or dead. A rank that answers and waits for no other may be slow: it
-has twice the patience, or the limit of its phase. With 12 seconds of patience a hang is reported
-after 24 to 29 seconds.
+`Watchdog` is a thread in every rank, from before the ranks meet. A rank makes progress when it
+issues a collective or begins a phase. A rank without progress for `patience` seconds starts a
+round: every rank writes its position to the board, that is the log of its collectives
+(`flight_recorder.py`), its phase and its stack. The rank that started the round reads the positions
+and decides which rank keeps the others waiting (`hang.py`, `phases.py`). Then the run is over. A
+rank that does not answer is stopped or dead. A rank that answers and waits for no other may be
+slow: it has twice the patience, or twice the usual time of its phase. With 12 seconds of patience a
+hang is reported after 24 to 29 seconds. A rank that is alone judges itself.
 
 The thread needs nothing from the main thread, so it answers while the main thread waits in a
-collective or for a kernel. Only a call that holds Python's lock makes a rank look dead.
+collective or for a kernel. Only a call that holds Python's lock makes a rank look dead. If the
+board cannot be written, because the temporary folder is full, the thread says so once and tries
+again.
 
 Over NCCL the hosts issue ahead of their GPUs. Where ranks have waited long enough and the hosts do
 not tell who is to blame, a second round asks for torch's record of NCCL's calls
@@ -27,23 +25,25 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import json
-import mmap
 import os
+import re
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
 from math import inf
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from fivefold.launch.boards import Board, MemoryBoard
 from fivefold.launch.device_calls import (
     DeviceProgress,
     from_table,
@@ -52,22 +52,20 @@ from fivefold.launch.device_calls import (
     role_of,
     to_table,
 )
-from fivefold.launch.hang import CommGroup, HangVerdict, LoggedCollective, Position, verdict
-from fivefold.launch.worker import Board, Worker
+from fivefold.launch.flight_recorder import FlightRecorder, Record, position_from, read_log
+from fivefold.launch.hang import verdict
+from fivefold.launch.phases import START
+from fivefold.launch.positions import SAVE_THREAD, CommGroup, HangVerdict, Position
+from fivefold.launch.worker import Worker
 
 PATIENCE = 12.0  # seconds
-_MOST_GROUPS = 1024  # groups and pairs of one rank
-_RING = 4096  # the last collectives
-_NUMBERS = 1 + _MOST_GROUPS + _RING  # total, count of each group, ring buffer
-_UNEVEN = "all_to_all"  # its size changes every time, so the log leaves it out
-_STATE = ("phase", "idle", "allowed", "waits", "stack")
-_MESSAGES = ("pp", ("send", "recv"))
 _MEETING = 600.0  # seconds in which the ranks must meet
 _LAST = 1 << 62  # the round of ranks that have ended
 _OF_HOSTS, _OF_DEVICES = "hosts of", "devices of"  # what a round asks for, and whose it is
 _RECORDS = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")  # the newer name first
 _NUM_RECORDS = 10_000  # more than the calls that a host issues ahead
 _FRAMES = 5  # innermost frames of a stack that are shown
+_INNERMOST = 2  # of a thread that saves, whose outer ones wait for what it does
 # If one of these is in the innermost frames, the rank waits, or may wait, for other ranks.
 _WAITING = (
     "wait",
@@ -77,132 +75,32 @@ _WAITING = (
     "barrier",
     "run_backward",
     "destroy_process",
+    "ProcessGroup",
+    "process_group",
+    "rendezvous",
 )
-
-Record = tuple[str, str, int, int]
-"""Axis, kind, bytes, size of the group."""
-
-
-class FlightRecorder:
-    """A log of the collectives that this rank issues."""
-
-    def __init__(self, folder: Path | None, rank: int) -> None:
-        self._names = None
-        if folder is None:
-            memory = mmap.mmap(-1, 8 * _NUMBERS)
-        else:
-            path = folder / f"calls-{rank}"
-            path.write_bytes(bytes(8 * _NUMBERS))
-            with path.open("r+b") as file:
-                memory = mmap.mmap(file.fileno(), 8 * _NUMBERS)
-            self._names = path.with_suffix(".names").open("w", encoding="utf-8")
-        self._numbers = memoryview(memory).cast("Q")
-        self._known: dict[tuple[Record, tuple[int, ...] | None], tuple[int, int]] = {}
-        self._groups: dict[CommGroup, int] = {}
-        self._kinds: list[LoggedCollective] = []
-
-    @property
-    def num_calls(self) -> int:
-        """Collectives so far."""
-        return self._numbers[0]
-
-    def note(self, record: Record, members: tuple[int, ...]) -> None:
-        """Log a collective, send or receive that is about to be issued."""
-        if record[1] == _UNEVEN:
-            record = (*record[:2], 0, record[3])
-        # Only pairs differ by their ranks, and a large group is slow to hash.
-        key = (record, members if len(members) == 2 else None)
-        known = self._known.get(key)
-        if known is None:
-            known = self._known[key] = self._new(record, members)
-        kind, group = known
-        numbers = self._numbers
-        total = numbers[0]
-        numbers[1 + _MOST_GROUPS + total % _RING] = kind
-        numbers[1 + group] += 1
-        numbers[0] = total + 1
-
-    def table(self) -> dict[str, Any]:
-        """The log as a JSON table."""
-        return _table(self._numbers, [_row(kind) for kind in self._kinds])
-
-    def close(self) -> None:
-        """Close the file of names; nothing is logged after this."""
-        if self._names is not None:
-            self._names.close()
-
-    def _new(self, record: Record, members: tuple[int, ...]) -> tuple[int, int]:
-        axis, kind, size, _ = record
-        group = CommGroup(axis, members, axis == _MESSAGES[0] and kind in _MESSAGES[1])
-        self._kinds.append(call := LoggedCollective(group, kind, size))
-        at = self._groups.setdefault(group, len(self._groups))
-        assert at < _MOST_GROUPS, "more groups than the log has room for"
-        if self._names is not None:
-            self._names.write(json.dumps(_row(call)) + "\n")
-            self._names.flush()
-        return len(self._kinds) - 1, at
-
-
-def read_log(folder: Path, rank: int) -> dict[str, Any] | None:
-    """The log of a rank on this machine, dead or alive; None if it has none yet."""
-    path = folder / f"calls-{rank}"
-    try:
-        numbers = memoryview(path.read_bytes()).cast("Q")
-        names = path.with_suffix(".names").read_text("utf-8")
-    except FileNotFoundError:
-        return None
-    return _table(numbers, [json.loads(line) for line in names.splitlines()])
-
-
-def read_positions(folder: Path, phases: Sequence[str]) -> dict[int, Position]:
-    """The positions of the ranks on this machine that have a log, given their phases."""
-    tables = {rank: read_log(folder, rank) for rank in range(len(phases))}
-    return {
-        rank: position_from({**table, "phase": phases[rank]})
-        for rank, table in tables.items()
-        if table is not None
-    }
-
-
-def position_from(table: dict[str, Any]) -> Position:
-    """The position of a rank, from the table of its log and of its state."""
-    kinds = [
-        LoggedCollective(CommGroup(axis, tuple(members), is_pair), kind, size)
-        for axis, members, is_pair, kind, size in table["calls"]
-    ]
-    groups = list(dict.fromkeys(call.group for call in kinds))
-    counts = dict(zip(groups, table["counts"], strict=True))
-    trail = [kinds[number] for number in table["trail"]]
-    return Position(counts, trail, **{name: table[name] for name in _STATE if name in table})
-
-
-def _row(call: LoggedCollective) -> list[Any]:
-    return [call.group.axis, list(call.group.members), call.group.is_pair, call.kind, call.size]
-
-
-def _table(numbers: memoryview[int], calls: list[list[Any]]) -> dict[str, Any]:
-    total = numbers[0]
-    ring = numbers[1 + _MOST_GROUPS :]
-    num_groups = len({(axis, tuple(members), is_pair) for axis, members, is_pair, _, _ in calls})
-    return {
-        "calls": calls,
-        "counts": numbers[1 : 1 + num_groups].tolist(),
-        "trail": [ring[number % _RING] for number in range(max(0, total - _RING), total)],
-    }
+_JOINS = "thread.join("  # the main thread waits for threads that save
+_MARKS = 16  # the last ones whose times are told
 
 
 class Watchdog:
     """Watches its own rank, and answers for it in a round."""
 
     def __init__(self, worker: Worker, world: int, patience: float) -> None:
-        self.worker, self.world, self.patience = worker, world, patience
+        self.worker, self.patience = worker, patience
+        # A process that is compared with the ranks has a number of its own.
+        self.members = range(world) if world > 1 else range(worker.rank, worker.rank + 1)
         self.folder: Path | None = worker.meeting.folder
-        self.board: Board = worker.meeting.board()
-        self.recorder = FlightRecorder(self.folder, worker.rank)
+        self.board: Board = worker.meeting.board() if world > 1 else MemoryBoard()
+        self.recorder = FlightRecorder(self.folder if world > 1 else None, worker.rank)
         self._tick = patience / 10
-        self._phase, self._num_phases = "start", 0
+        self._phase, self._num_phases = START, 0
+        self._mark, self._mark_at, self._took = 0, time.monotonic(), dict[str, float]()
+        self._kind, self._usual = START, dict[str, float]()
+        self._worked: float | None = None
         self._seen, self._moved_at = (0, 0), time.monotonic()
         self._allowed_until = time.monotonic() + _MEETING
+        self._said = False
         self._round, self._quiet_until = 0, 0.0
         self._main = threading.get_ident()
         self._stop = threading.Event()
@@ -213,11 +111,19 @@ class Watchdog:
         """Log a collective that this rank is about to issue."""
         self.recorder.note(record, members)
 
-    def phase(self, text: str, allowed: float = 0.0) -> None:
+    def phase(self, text: str, allowed: float = 0.0, mark: bool = False) -> None:
         """Begin a phase. `allowed` are the seconds it may take without a collective, for phases
-        that are known to be slow, such as compilation or a checkpoint."""
+        that are known to be slow, such as compilation or a checkpoint, unless more is known of it.
+        All ranks come to a `mark`, in the same order."""
+        now = time.monotonic()
         self._phase = text
-        self._allowed_until = time.monotonic() + allowed
+        self._allowed_until = now + allowed
+        if mark:
+            self._took[str(self._mark)] = took = now - self._mark_at
+            self._took.pop(str(self._mark - _MARKS), None)
+            self._usual[self._kind] = max(took, self._usual.get(self._kind, 0.0))
+            self._mark, self._mark_at, self._worked = self._mark + 1, now, None
+            self._kind = _kind(text)
         self._num_phases += 1
         self.worker.phase(text)
 
@@ -227,6 +133,8 @@ class Watchdog:
 
     def close(self) -> None:
         """Stop watching, and leave the last position for ranks that still wait."""
+        if self._stop.is_set():
+            return
         self._stop.set()
         self._thread.join(timeout=self.patience)
         self._phase = f"the end, after {self._phase}"
@@ -242,26 +150,41 @@ class Watchdog:
     def _watch(self) -> None:
         try:
             while not self._stop.wait(self._tick):
-                self._look()
-        except OSError:
-            return  # the board cannot be written: the run goes on without a watchdog
+                try:
+                    self._look()
+                except OSError as error:
+                    self._say(error)
         except dist.DistError as error:
             if not self._stop.wait(self.patience / 4):  # else this rank has ended too
                 cause = f"hosts the store, or its launcher does, and the store is gone ({error})"
                 self.worker.lose(HangVerdict(0, "an unknown place", cause))
 
+    def _say(self, error: OSError) -> None:
+        """Say once that the board cannot be written; it is tried again."""
+        if not self._said:
+            self._said, reason = True, error.strerror or str(error)
+            self.worker.report(
+                f"the watchdog of rank {self.worker.rank} cannot write to {self.folder} "
+                f"({reason}): make room there, or set TMPDIR; until then it names no rank that "
+                "hangs"
+            )
+
     def _look(self) -> None:
         now = time.monotonic()
         if self._progress != self._seen:
-            self._seen, self._moved_at = self._progress, now
+            self._seen, self._moved_at, self._worked = self._progress, now, None
             self.board.put(f"phase-{self.worker.rank}", self._phase)
+        elif not _stack(self._main)[1]:
+            self._worked = None
+        elif self._worked is None:
+            self._worked = now - self._mark_at
         if self.board.get("verdict") is not None:
             self._stop.set()
             self.worker.meeting.leave()
             return
         name = f"round-{self._round + 1}"
         asked = self.board.get(name)
-        stuck = now - max(self._moved_at, self._allowed_until) >= self.patience
+        stuck = now - self._moved_at >= self.patience
         due = asked is None and stuck and now >= self._quiet_until
         judges = due and self.board.claim(name, f"{_OF_HOSTS} {self.worker.rank}")
         if asked is not None or judges:
@@ -276,10 +199,16 @@ class Watchdog:
         """Write the position of this rank to the board."""
         now = time.monotonic()
         stack, waits = _stack(self._main)
+        ended = number == _LAST
         table = {
             "round": number,
             "phase": self._phase,
-            "idle": inf if number == _LAST else now - self._moved_at,
+            "mark": self._mark,
+            "within": now - self._mark_at,
+            "worked": None if ended else self._worked,
+            "took": self._took,
+            "usual": self._usual.get(self._kind, 0.0),
+            "idle": inf if ended else now - self._moved_at,
             "allowed": self._allowed_until - now,
             "waits": waits,
             "stack": stack,
@@ -290,9 +219,9 @@ class Watchdog:
 
     def _judge(self) -> None:
         """Read the positions, and end the run if a rank is to blame."""
-        answers = self._answers(set(range(self.world)))
+        answers = self._answers(set(self.members))
         positions = {rank: position_from(table) for rank, table in answers.items()}
-        silent = set(range(self.world)) - set(positions)
+        silent = set(self.members) - set(positions)
         if self.folder is not None:  # logs on this machine can be read without their ranks
             tables = {rank: read_log(self.folder, rank) for rank in silent}
             positions |= {rank: position_from(table) for rank, table in tables.items() if table}
@@ -313,7 +242,7 @@ class Watchdog:
             return None
         self._round += 1
         tables = {rank: table["device"] for rank, table in self._answers(others).items()}
-        devices = {rank: from_table(tables.get(rank)) for rank in range(self.world)}
+        devices = {rank: from_table(tables.get(rank)) for rank in self.members}
         return on_device(positions, devices | {self.worker.rank: self._device()})
 
     def _device(self) -> DeviceProgress | None:
@@ -383,12 +312,30 @@ def _groups() -> dict[str, CommGroup]:
     }
 
 
+def _kind(text: str) -> str:
+    """A phase without its numbers: the same is done again and again."""
+    return re.sub(r"\d+", "", text)
+
+
 def _stack(thread: int) -> tuple[list[str], bool]:
     """The innermost frames of a thread, without those of torch, outermost first; and whether the
-    thread waits, or may wait, for other ranks."""
-    frame = sys._current_frames().get(thread)
+    thread waits, or may wait, for other ranks. If it waits for threads that save, theirs count."""
+    frames = sys._current_frames()
+    shown, waits, joins = _frames(frames.get(thread))
+    if joins:
+        saving = [each.ident for each in threading.enumerate() if each.name == SAVE_THREAD]
+        for frame in (frames[ident] for ident in saving if ident in frames):
+            found, theirs, joins = _frames(frame, _INNERMOST)
+            if not theirs and not joins:
+                return found, False
+    return shown, waits
+
+
+def _frames(frame: FrameType | None, num_read: int = _FRAMES) -> tuple[list[str], bool, bool]:
+    """The innermost frames, whether they wait, and whether they wait for threads."""
     frames = [] if frame is None else traceback.extract_stack(frame)
-    inner = [each.line or "" for each in frames[-_FRAMES:]]
+    inner = [each.line or "" for each in frames[-num_read:]]
     ours = [each for each in frames if f"{os.sep}torch{os.sep}" not in each.filename]
     shown = [f"  {each.filename}:{each.lineno} {each.name}: {each.line}" for each in ours]
-    return shown[-_FRAMES:], any(word in line for line in inner for word in _WAITING)
+    waits = any(word in line for line in inner for word in _WAITING)
+    return shown[-_FRAMES:], waits, any(_JOINS in line for line in inner)

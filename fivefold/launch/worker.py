@@ -2,9 +2,9 @@
 
 A `Meeting` brings ranks together: forked ranks (`processes.py`) or ranks that torchrun, srun or a
 Kubernetes PyTorchJob started (`LaunchedMeeting`). Both run the same task with the same `Worker`.
-A `Board` carries short texts between ranks beside their collectives. A forked rank reports to the
-parent process; of launched ranks, rank 0 prints. A launched rank that loses the run ends with exit
-code 1, and the launcher then restarts or ends all ranks.
+A `Board` (`boards.py`) carries short texts between ranks beside their collectives. A forked rank
+reports to the parent process; of launched ranks, rank 0 prints. A launched rank that loses the run
+ends with exit code 1, and the launcher then restarts or ends all ranks.
 """
 
 from __future__ import annotations
@@ -29,72 +29,17 @@ import torch.distributed as dist
 
 from fivefold.core.errors import FivefoldError
 from fivefold.launch.backend import RankDevice
-from fivefold.launch.hang import HangVerdict
+from fivefold.launch.boards import Board, StoreBoard
 from fivefold.launch.launcher import LauncherEnvironment
+from fivefold.launch.positions import HangVerdict, ranks
 
 ON_CPU = RankDevice()
 _MEETING_TIMEOUT = timedelta(minutes=10)
 _POLL_SECONDS = 0.2  # between two looks for the name of this start
 _BACKLOG = 2048  # connections that wait to be taken
+_CONNECT_SECONDS = 2.0  # of one attempt
+_NAMED_SECONDS = 24.0  # after which rank 0 names the ranks that it waits for
 _LINGER_SECONDS = 2.0  # in which other ranks read the verdict before rank 0 ends with the store
-
-
-class Board(Protocol):
-    """Short texts by name that all ranks see. No method waits for another rank."""
-
-    def put(self, name: str, text: str) -> None:
-        """Write a text, or replace it."""
-
-    def get(self, name: str) -> str | None:
-        """The text, or None if there is none yet."""
-
-    def claim(self, name: str, text: str) -> bool:
-        """Write a text if there is none yet; whether this rank was the first."""
-
-
-class FolderBoard:
-    """For ranks on one machine: one file per name.
-
-    torch's `FileStore` does not serve: a reader hangs if a writer was killed in a write.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    def put(self, name: str, text: str) -> None:
-        written = self.folder / f"{name}.{os.getpid()}"
-        written.write_text(text, "utf-8")
-        written.replace(self.folder / name)  # a reader sees the full text or none
-
-    def get(self, name: str) -> str | None:
-        try:
-            return (self.folder / name).read_text("utf-8")
-        except FileNotFoundError:
-            return None
-
-    def claim(self, name: str, text: str) -> bool:
-        try:
-            with (self.folder / name).open("x", encoding="utf-8") as file:
-                file.write(text)
-        except FileExistsError:
-            return False
-        return True
-
-
-class StoreBoard:
-    """For ranks on several machines: torch's store."""
-
-    def __init__(self, store: dist.Store) -> None:
-        self.store = dist.PrefixStore("board", store)
-
-    def put(self, name: str, text: str) -> None:
-        self.store.set(name, text)
-
-    def get(self, name: str) -> str | None:
-        return self.store.get(name).decode() if self.store.check([name]) else None
-
-    def claim(self, name: str, text: str) -> bool:
-        return self.store.compare_set(name, "", text).decode() == text
 
 
 class Meeting(Protocol):
@@ -134,6 +79,7 @@ class StopRequest:
 
     def __init__(self) -> None:
         self.asked = False
+        self._number = signal.SIGTERM
 
     def listen(self) -> None:
         """Handle both signals from now on. Launchers send them twice, which changes nothing."""
@@ -141,7 +87,12 @@ class StopRequest:
             signal.signal(number, self._on_signal)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        self.asked = True
+        self.asked, self._number = True, signal.Signals(number)
+
+    def heed(self) -> None:
+        """End this process if it was asked to, where there is nothing to save yet."""
+        if self.asked:
+            sys.exit(128 + self._number)
 
 
 @dataclass(frozen=True)
@@ -204,14 +155,15 @@ class LaunchedMeeting:
 
     folder = None
 
-    def __init__(self, launched: LauncherEnvironment) -> None:
-        self.launched = launched
+    def __init__(self, launched: LauncherEnvironment, stop: StopRequest | None = None) -> None:
+        self.launched, self.stop = launched, stop or StopRequest()
 
     @cached_property
     def _store(self) -> tuple[dist.Store, str]:
         """The connection to the store, and the prefix of all keys of this start."""
         store = self._connect(hosts=self.launched.rank == 0 and not self.launched.hosted)
-        return store, agree_on_prefix(store, self.launched.rank, self.launched.world)
+        rank, world = self.launched.rank, self.launched.world
+        return store, agree_on_prefix(store, rank, world, self.stop)
 
     def join(self, rank: int, world: int, device: RankDevice) -> None:
         assert world == self.launched.world, "all launched ranks join, or none"
@@ -233,19 +185,29 @@ class LaunchedMeeting:
         os._exit(1)  # the main thread may hang
 
     def _connect(self, hosts: bool) -> dist.Store:
+        """Try until the store is there, or this process is asked to stop."""
         host, port = self.launched.host, self.launched.port
-        try:
-            return dist.TCPStore(
-                *(host, port, self.launched.world, hosts, _MEETING_TIMEOUT),
-                wait_for_workers=False,
-                master_listen_fd=_listening(host, port) if hosts else None,
-            )
-        except (dist.DistError, OSError) as error:
-            raise FivefoldError(
-                f"rank {self.launched.rank} cannot reach the meeting point {host}:{port}: set "
-                "MASTER_ADDR and MASTER_PORT to a host and a free port that all hosts can reach "
-                f"({error})"
-            ) from error
+        until = time.monotonic() + _MEETING_TIMEOUT.total_seconds()
+        while True:
+            try:
+                store = dist.TCPStore(
+                    *(host, port, self.launched.world, hosts),
+                    timeout=timedelta(seconds=_CONNECT_SECONDS),
+                    wait_for_workers=False,
+                    master_listen_fd=_listening(host, port) if hosts else None,
+                )
+                store.set_timeout(_MEETING_TIMEOUT)
+                return store
+            except (dist.DistError, OSError) as error:
+                self.stop.heed()
+                if not hosts and time.monotonic() < until:
+                    time.sleep(_POLL_SECONDS)
+                    continue
+                raise FivefoldError(
+                    f"rank {self.launched.rank} cannot reach the meeting point {host}:{port}: set "
+                    "MASTER_ADDR and MASTER_PORT to a host and a free port that all hosts can "
+                    f"reach ({error})"
+                ) from error
 
 
 def _listening(host: str, port: int) -> int | None:
@@ -268,22 +230,22 @@ def _listening(host: str, port: int) -> int | None:
         return made.detach()  # the store closes it
 
 
-def agree_on_prefix(store: dist.Store, rank: int, world: int) -> str:
+def agree_on_prefix(store: dist.Store, rank: int, world: int, stop: StopRequest) -> str:
     """A prefix that all ranks of this start know, and that no earlier start has used.
 
     torchrun reuses its store when it restarts the ranks, and each host counts restarts by itself.
     So rank 0 offers a new prefix. Every other rank answers under it with a unique key, and rank 0
-    confirms at that key. Offers of earlier starts are never confirmed.
+    confirms at that key. Offers of earlier starts are never confirmed. Nobody waits inside of the
+    store, where a signal would not be heard.
     """
     unique = uuid.uuid4().hex
     if rank == 0:
         store.set("fivefold/offer", unique)
-        for other in range(1, world):
-            store.set(f"fivefold/{store.get(f'fivefold/{unique}/{other}').decode()}", unique)
-        return unique
-    until, answered = time.monotonic() + _MEETING_TIMEOUT.total_seconds(), ""
-    while time.monotonic() < until:
-        offer = store.get("fivefold/offer").decode()
+        return _confirm(store, unique, set(range(1, world)), stop)
+    began, answered = time.monotonic(), ""
+    while time.monotonic() - began < _MEETING_TIMEOUT.total_seconds():
+        stop.heed()
+        offer = store.get("fivefold/offer").decode() if store.check(["fivefold/offer"]) else ""
         if offer != answered:
             store.set(f"fivefold/{offer}/{rank}", unique)
             answered = offer
@@ -296,9 +258,34 @@ def agree_on_prefix(store: dist.Store, rank: int, world: int) -> str:
     )
 
 
+def _confirm(store: dist.Store, unique: str, missing: set[int], stop: StopRequest) -> str:
+    """Rank 0 waits for all others, and says after a while who has not come."""
+    began, said = time.monotonic(), False
+    while missing:
+        stop.heed()
+        for other in sorted(missing):
+            if store.check([key := f"fivefold/{unique}/{other}"]):
+                store.set(f"fivefold/{store.get(key).decode()}", unique)
+                missing.discard(other)
+        waited = time.monotonic() - began
+        if not missing:
+            break
+        if waited > _MEETING_TIMEOUT.total_seconds():
+            raise FivefoldError(
+                f"{ranks(missing)} did not come within {_MEETING_TIMEOUT}: look at their logs"
+            )
+        if waited > _NAMED_SECONDS and not said:
+            said = True
+            words = f"{ranks(missing)} did not come within {waited:.0f} s; rank 0 waits on"
+            print(f"fivefold: {words}", file=sys.stderr, flush=True)
+        time.sleep(_POLL_SECONDS)
+    return unique
+
+
 def joined_worker(launched: LauncherEnvironment, on_report: Callable[[Any], None]) -> Worker:
     """This process as a worker that handles stop signals. Rank 0 calls `on_report`."""
-    meeting, stop = LaunchedMeeting(launched), StopRequest()
+    stop = StopRequest()
+    meeting = LaunchedMeeting(launched, stop)
     stop.listen()
 
     def send(kind: str, value: Any) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from fivefold.core.batch import Batch
 from fivefold.core.layout import Layout
 from fivefold.core.plan import Plan
 from fivefold.cost.collectives import least_traffic_share, predict_traffic
@@ -57,7 +58,7 @@ def num_references(plan: Plan, settings: TrainSettings) -> int:
 def single_process(plan: Plan) -> Plan:
     """The same training on one rank, which takes the microbatches of all data ranks in turn."""
     batch = plan.batch
-    batch = replace(batch, dp=1, microbatches=batch.microbatches * batch.dp)
+    batch = Batch.over(1, batch)
     return replace(plan, layout=Layout(), batch=batch, stage_layers=None, ep_nodes=1)
 
 

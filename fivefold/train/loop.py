@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import isfinite
@@ -25,12 +25,13 @@ from fivefold.step import Guard, StepOutcome, step
 from fivefold.train.build import BuiltRank, build_rank
 from fivefold.train.callbacks import Callback
 from fivefold.train.callbacks.checkpoints import CheckpointCallback
+from fivefold.train.callbacks.copies import CopyCallback
 from fivefold.train.callbacks.evaluation import EvaluationCallback
 from fivefold.train.callbacks.memory import MemoryCallback
 from fivefold.train.callbacks.records import RecordCallback, SpanCallback
 from fivefold.train.callbacks.samples import SampleCallback
 from fivefold.train.callbacks.stop import StopCallback
-from fivefold.train.callbacks.watchdog import WatchdogCallback
+from fivefold.train.callbacks.watchdog import PhaseLimits, WatchdogCallback
 from fivefold.train.clock import StepClock, StepMark
 from fivefold.train.preference import PreferenceObjective, objective_of
 from fivefold.train.state import Progress, TrainedRank, TrainSettings
@@ -50,26 +51,27 @@ def run_rank(
     """
     recipe, world = settings.recipe, plan.layout.world
     mine = device or forked_device(settings.device, settings.backend, worker.rank, world)
-    observed = watched(worker, world) if world > 1 else nullcontext()
-    with worker.joined(world, mine), observed as watchdog:
+    # The watchdog begins before the ranks meet, and ends before they leave one another.
+    with watched(worker, world) as watchdog, worker.joined(world, mine), closing(watchdog):
         folder = None if settings.folder is None else RunFolder.open(settings.folder)
         clock = StepClock.of(mine.device, folder)
         progress, spent = Progress(LossScale.of(settings.dtype), settings.last_step), TimeSpent()
-        phases = WatchdogCallback(worker, watchdog)
+        phases = WatchdogCallback(watchdog, PhaseLimits.of(plan, recipe, mine.device.type))
         events = folder if recipe.events else None
         spans = SpanCallback(events, worker.rank, mine.device, worker.report)
 
         phases.phase("build", long=True)
         with spent.on(BUILD):
             rank = build_rank(plan, settings, mine.device, phases, spans)
-        checkpoints = CheckpointCallback(worker, settings, folder, rank, progress, spent, phases)
+        parts = (worker, settings, folder, rank, progress, spent, phases)
+        checkpoints, copies = CheckpointCallback(*parts), CopyCallback(*parts)
         phases.phase("load", long=True)
         with spent.on(LOAD):
-            checkpoints.load()
+            checkpoints.load(copies.load)
 
         objective = None
         if recipe.dpo_beta:
-            phases.phase("reference", long=True)
+            phases.unknown("reference")
             with spent.on(EVAL):
                 objective = objective_of(rank, settings, begun=progress.step > 0)
         stop = StopCallback(worker, progress, recipe.skip_limit, checkpoints)
@@ -82,6 +84,7 @@ def run_rank(
             RecordCallback(worker, plan, settings, folder, progress, spent),
             stop,
             checkpoints,
+            copies,
             *([] if objective is None else [objective]),
         )
         result = TrainedRank(first_step=progress.step + 1)

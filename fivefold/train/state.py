@@ -18,6 +18,7 @@ from fivefold.core.precision import Dtype
 from fivefold.core.recipe import Recipe
 from fivefold.cost.static_memory import StaticMemory
 from fivefold.launch.backend import Backend
+from fivefold.launch.kept_memory import MemoryKeeper
 from fivefold.optim.optimizer import LossScale, Updater
 from fivefold.parallel.balance import positions_of
 from fivefold.parallel.compose import Job
@@ -47,6 +48,8 @@ class TrainSettings:
     check: bool = False
     deterministic: bool = False
     ticket: RunTicket | None = None  # of the rank that publishes
+    memory: MemoryKeeper | None = None  # of copies; it outlives the ranks
+    copy_domain: int = 0  # ranks of a failure domain; 0: all copies are in that memory alone
 
     @property
     def last_step(self) -> int:

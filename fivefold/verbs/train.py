@@ -14,6 +14,7 @@ from typing import Annotated, Any
 import typer
 
 from fivefold.api.jobs import GivenJob
+from fivefold.api.restarting import RestartedRun
 from fivefold.api.training import StartedRun, train
 from fivefold.core.errors import RankLost
 from fivefold.core.plan import PlanOptions
@@ -65,6 +66,16 @@ def run(
             help="Kernels that add in one order: two runs of a layout are equal to the bit.",
         ),
     ] = False,
+    restarts: Annotated[
+        int, typer.Option(help="How often all ranks start again after one is lost.")
+    ] = 0,
+    shrink: Annotated[
+        bool,
+        typer.Option(
+            "--shrink",
+            help="Go on without the replica of a lost rank, until the restart after that.",
+        ),
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Train; without `data`, on the source of Python's standard library, byte by byte."""
@@ -74,6 +85,7 @@ def run(
     job = GivenJob(replace(options, train=recipe), frozenset(), False)
     chosen = {"out": out, "resume": resume, "until": until, "dtype": dtype, "device": device}
     chosen |= {"backend": backend, "check": check, "deterministic": deterministic}
+    chosen |= {"restarts": restarts, "shrink": shrink}
     raise typer.Exit(_train(job, chosen, as_json))
 
 
@@ -126,6 +138,9 @@ class _Reporter:
             self.print_line(step_line(report, self.steps, self.pace.eta(report, self.steps)))
         elif isinstance(report, SampleText):
             self.print_line(str(report))
+        elif isinstance(report, RestartedRun):
+            self.printer.close()  # its thread would be forked with the ranks
+            typer.echo(f"fivefold: {report}", err=True)
         elif isinstance(report, str):
             self.print_line(f"fivefold: {report}", err=True)
         else:

@@ -31,6 +31,8 @@ UNCHANGING = (
     "offload",
     "offload_grads",
     "save_every",
+    "copy_every",
+    "copy_domain",
     "sample_every",
     "keep",
     "keep_best",

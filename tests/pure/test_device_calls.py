@@ -21,7 +21,8 @@ from fivefold.launch.device_calls import (
     role_of,
     to_table,
 )
-from fivefold.launch.hang import CommGroup, HangVerdict, LoggedCollective, Position, verdict
+from fivefold.launch.hang import verdict
+from fivefold.launch.positions import CommGroup, HangVerdict, LoggedCollective, Position
 
 WORLD = CommGroup("world", (0, 1, 2, 3))
 TP = {rank: CommGroup("tp", members) for members in ((0, 1), (2, 3)) for rank in members}

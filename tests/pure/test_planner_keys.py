@@ -90,6 +90,8 @@ FREE = {
     "loss": "which tokens count: the logits of all are computed",
     "data": "it is read ahead, in the background",
     "save_every": "checkpoints are written in the background, between steps",
+    "copy_every": "copies in host memory, which is not estimated; they are taken between steps",
+    "copy_domain": "who keeps them",
     "keep": "files on a disk",
     "keep_best": "the same",
     "eval_data": "which rows are evaluated, between steps",

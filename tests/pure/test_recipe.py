@@ -10,12 +10,12 @@ from fivefold.core import models, settings
 from fivefold.core.errors import BadFile, FivefoldError, UnknownName
 from fivefold.core.plan import Plan, PlanOptions, options_from, read, resolve
 from fivefold.core.recipe import Recipe
-from fivefold.launch.launcher import refit
+from fivefold.launch.launcher import refit, without_replica
 
 
-def test_there_are_at_most_59_keys_and_none_has_two_meanings() -> None:
+def test_there_are_at_most_61_keys_and_none_has_two_meanings() -> None:
     plan, train, model = settings.plan_keys(), settings.train_keys(), list(models.keys())
-    assert len(plan) + len(train) + 2 <= 59  # and `model` and `set`
+    assert len(plan) + len(train) + 2 <= 61  # and `model` and `set`
     assert len({*plan, *train, *model}) == len([*plan, *train, *model])
 
 
@@ -94,7 +94,25 @@ def test_fewer_ranks_keep_the_batch() -> None:
     assert refit(small("dp=4 tp=2"), 8).notes == ()
 
 
-@pytest.mark.parametrize(("layout", "world"), [("dp=4 tp=2", 3), ("dp=4", 3), ("tp=4", 2)])
+def test_the_first_data_ranks_take_the_odd_microbatches() -> None:
+    plan = small("dp=4")
+    found = refit(plan, 3)
+    assert (found.layout.dp, found.batch.sequences, found.batch.microbatches) == (3, 8, 3)
+    assert "the first 2 data ranks take the odd microbatches, one each" in found.notes[-1]
+    rows = [found.batch.rows_of(coord) for coord in range(3)]
+    assert rows == [[0, 3, 6], [1, 4, 7], [2, 5]]
+    assert found.options == plan.options, "its file is that of the run whose ranks are all there"
+    assert without_replica(plan).layout.dp == 3 and without_replica(plan, 2).layout.dp == 2
+
+
+def test_experts_allow_no_odd_microbatches() -> None:
+    plan = resolve(PlanOptions("tiny-moe", layout="dp=4", seq=32, batch=8))
+    with pytest.raises(FivefoldError, match="experts or pairs do not allow a remainder"):
+        refit(plan, 3)
+    assert without_replica(plan).layout.dp == 2, "the next that divides"
+
+
+@pytest.mark.parametrize(("layout", "world"), [("dp=4 tp=2", 3), ("dp=8", 9), ("tp=4", 2)])
 def test_ranks_that_cannot_be_filled_are_refused(layout: str, world: int) -> None:
     with pytest.raises(FivefoldError, match="start"):
         refit(small(layout), world)

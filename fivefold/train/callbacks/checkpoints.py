@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
@@ -23,7 +24,13 @@ from fivefold.records.run_folder import CHECKPOINTS, RunFolder, TimeSpent
 from fivefold.train.build import BuiltRank
 from fivefold.train.callbacks import Callback
 from fivefold.train.callbacks.watchdog import WatchdogCallback
-from fivefold.train.checkpoint import CannotSave, Checkpoints, CheckpointTensor, require_seed
+from fivefold.train.checkpoint import (
+    CannotSave,
+    Checkpoints,
+    CheckpointTensor,
+    Facts,
+    require_seed,
+)
 from fivefold.train.checkpoint.storage import BALANCE, MODEL, OPTIM, MasterWeight
 from fivefold.train.state import Progress, TrainSettings
 
@@ -58,13 +65,20 @@ class CheckpointCallback(Callback):
                 where, recipe.keep, group, device, recipe.keep_best, fence
             )
 
-    def load(self) -> None:
-        """Continue from the newest good checkpoint, if the run resumes and there is one."""
-        if self.checkpoints is None or not self.settings.resume:
+    def load(self, from_memory: Callable[[list[CheckpointTensor]], Facts | None]) -> None:
+        """Continue from copies in memory or from the newest good checkpoint, if the run resumes and
+        there is one."""
+        if not self.settings.resume:
             return
-        facts = self.checkpoints.load(checkpoint_tensors(self.job, self.updater), self._warn)
+        began, tensors = time.perf_counter(), checkpoint_tensors(self.job, self.updater)
+        facts, where = from_memory(tensors), "copies in memory"
+        if facts is None and self.checkpoints is not None:
+            facts, where = self.checkpoints.load(tensors, self._warn), "the disk"
         if facts is None:
             return
+        if self.settings.memory is not None:
+            took = 1000 * (time.perf_counter() - began)
+            self._warn(f"read step {facts.step} from {where} in {took:.0f} ms")
         require_seed(facts, self.settings.recipe.seed)
         self.progress.resume(facts)
         self.updater.resume_after(facts.updates)

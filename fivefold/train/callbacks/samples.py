@@ -60,7 +60,7 @@ class SampleCallback(Callback):
     def measure(self, number: int) -> dict[str, Any]:
         every = self.recipe.sample_every
         if every and self.recipe.is_due(every, number):
-            self.phases.phase(f"sample after step {number}", long=True)
+            self.phases.unknown(f"sample after step {number}")
             with self.spent.on(EVAL):
                 self.drawn.append(self._draw(number))
         return {}

@@ -3,35 +3,60 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
+from fivefold.core import count
+from fivefold.core.plan import Plan
+from fivefold.core.recipe import Recipe
 from fivefold.core.schedule import Step
 from fivefold.launch.watchdog import Watchdog
-from fivefold.launch.worker import Worker
 from fivefold.parallel.mesh import CollectiveRecord
 from fivefold.records import StepRecord
 from fivefold.train.callbacks import Callback
 
-_LONG = 600.0  # seconds for what is done once: a build, a file, the first kernels
+_LONGEST = 600.0  # seconds for what is done once and never known: compilation
+_LEAST = 24.0  # seconds: less is the patience of a watchdog anyway
+_SLOW_BYTES = 20e6  # a second: weights that are drawn, files that are read
+_SLOW_FLOPS = {"cpu": 0.5e9, "cuda": 0.5e12}  # a second, of a first step
+_FIRST_KERNELS = {"cpu": 0.0, "cuda": 60.0}  # seconds: libraries and communicators
+
+
+@dataclass(frozen=True)
+class PhaseLimits:
+    """The seconds that slow phases of a plan may take while nothing is known of them."""
+
+    files: float = _LONGEST  # a build, a load, a save
+    first_step: float = _LONGEST
+
+    @classmethod
+    def of(cls, plan: Plan, recipe: Recipe, device: str) -> PhaseLimits:
+        """By the bytes and the arithmetic of a rank, on a slow machine."""
+        parameters = count.parameters(plan.shape)
+        split = plan.layout.tp * plan.layout.pp
+        files = _LEAST + 16 * parameters.total / split / _SLOW_BYTES
+        flops = 8 * parameters.active * plan.batch.tokens / plan.layout.world
+        first = _LEAST + _FIRST_KERNELS[device] + flops / _SLOW_FLOPS[device]
+        return cls(
+            min(_LONGEST, files), _LONGEST if recipe.compiles(device) else min(_LONGEST, first)
+        )
 
 
 class WatchdogCallback(Callback):
-    """Reports phases, and observes the collectives of the mesh once the first step begins.
+    """Reports phases, and observes the collectives of the mesh once the first step begins."""
 
-    A rank alone has no watchdog: only the process that started it learns the phases.
-    """
-
-    def __init__(self, worker: Worker, watchdog: Watchdog | None) -> None:
-        self.worker, self.watchdog = worker, watchdog
+    def __init__(self, watchdog: Watchdog, limits: PhaseLimits) -> None:
+        self.watchdog, self.limits = watchdog, limits
         self.actions = ActionPhases(self._step_action)
-        self.evaluation = ActionPhases(lambda action: self.phase(f"evaluation {action}"))
+        self.evaluation = ActionPhases(lambda action: watchdog.phase(f"evaluation {action}"))
         self._started, self._first, self._number = False, 0, 0
 
     def phase(self, text: str, long: bool = False) -> None:
-        """Say what comes now, and whether it may take long without a collective."""
-        if self.watchdog is None:
-            self.worker.phase(text)
-        else:
-            self.watchdog.phase(text, _LONG if long else 0.0)
+        """Say what all ranks do now, and whether it may take long without a collective."""
+        self.watchdog.phase(text, self.limits.files if long else 0.0, mark=True)
+
+    def unknown(self, text: str) -> None:
+        """Say what all ranks do now, of which nobody knows how long it takes."""
+        self.watchdog.phase(text, _LONGEST, mark=True)
 
     def start(self, after: int) -> None:
         self._started, self._first = True, after + 1
@@ -42,23 +67,26 @@ class WatchdogCallback(Callback):
     def before_step(self, number: int) -> None:
         """A step begins with a collective: the patience of a checkpoint must not hold for it."""
         self._number = number
-        self.phase(f"step {number}", long=number == self._first)
+        self.watchdog.phase(f"step {number}", self._allowed, mark=True)
 
     def on_record(self, record: StepRecord) -> None:
         """A step that hangs is known only when it takes much longer than this one."""
-        if self.watchdog is not None:
-            self.watchdog.step_took(record.seconds)
+        self.watchdog.step_took(record.seconds)
 
     def begin(self, record: CollectiveRecord, members: tuple[int, ...]) -> None:
         """A collective is about to be issued."""
-        if self._started and self.watchdog is not None:
+        if self._started:
             self.watchdog.note(record, members)
 
     def end(self, token: None) -> None:
         """The watchdog counts what was issued; the end of a collective is not needed."""
 
+    @property
+    def _allowed(self) -> float:
+        return self.limits.first_step if self._number == self._first else 0.0
+
     def _step_action(self, action: Step) -> None:
-        self.phase(f"step {self._number} {action}", long=self._number == self._first)
+        self.watchdog.phase(f"step {self._number} {action}", self._allowed)
 
 
 class ActionPhases:

@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from fivefold.core.boxes import whole_box
 from fivefold.core.errors import BadFile, FivefoldError, UnknownName, bullets
 from fivefold.core.tuning import ADAPTER
+from fivefold.launch.positions import SAVE_THREAD
 from fivefold.optim.optimizer import StateInMemory
 from fivefold.records.run_owner import TAKEN_OVER
 from fivefold.train.checkpoint import folders
@@ -116,7 +117,9 @@ class Checkpoints:
         if facts.step == self._newest:
             return
         snapshot = self._memory.snapshot(self._sources(tensors))
-        self._thread = Thread(target=self._write, args=(facts, snapshot.reads), daemon=True)
+        self._thread = Thread(
+            target=self._write, args=(facts, snapshot.reads), name=SAVE_THREAD, daemon=True
+        )
         self._thread.start()
         with suppress(Exception):  # the thread fails with it, on all ranks
             snapshot.take()

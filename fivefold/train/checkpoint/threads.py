@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterable
 from threading import Thread
 from typing import TypeVar
 
+from fivefold.launch.positions import SAVE_THREAD
+
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
@@ -46,7 +48,8 @@ def in_threads(
             except Exception as error:
                 errors.append(error)
 
-    threads = [Thread(target=run, daemon=True) for _ in range(min(num_threads, len(waiting)) - 1)]
+    number = min(num_threads, len(waiting)) - 1
+    threads = [Thread(target=run, name=SAVE_THREAD, daemon=True) for _ in range(number)]
     for thread in threads:
         thread.start()
     run()

@@ -1,0 +1,104 @@
+"""Find the rank that hangs where no collectives are counted: at the start, in a build, in a save.
+
+All ranks come to the same marks in the same order: the start, the build, the load, every step,
+every save. A rank at an earlier mark keeps those at later marks waiting. Of ranks at one mark, the
+one that works keeps those waiting that wait there.
+
+A phase may take twice its usual time. What is usual is what the same took before on this rank, and
+what it takes on others now: until they had done it, or until they began to wait in it. While
+nothing is known, the phase has its own limit. Functions of values alone: nothing here reads a
+clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+from math import isfinite
+
+from fivefold.launch.positions import HangVerdict, Position, stands_at, too_long, who_waits
+
+_TIMES = 2.0  # of its usual time that a phase may take
+START = "the start"
+
+
+def with_limits(positions: Mapping[int, Position]) -> dict[int, Position]:
+    """The positions, where a phase that may take long has at most twice its usual time."""
+    return {rank: _limited(rank, positions) for rank in positions}
+
+
+def _limited(rank: int, positions: Mapping[int, Position]) -> Position:
+    mine = positions[rank]
+    if mine.allowed <= 0:
+        return mine
+    others = [each for other, each in positions.items() if other != rank]
+    known = [mine.usual, *(_took(each, mine.mark) for each in others)]
+    if (usual := max(known)) <= 0:
+        return mine
+    return replace(mine, allowed=min(mine.allowed, _TIMES * usual - mine.within))
+
+
+def _took(position: Position, mark: int) -> float:
+    """The seconds that a rank worked after a mark; 0 if it still does, or nobody knows."""
+    if position.mark == mark:
+        return position.worked or 0.0
+    return position.took.get(str(mark), 0.0)
+
+
+def late(
+    positions: Mapping[int, Position], silent: Collection[int], bound: float
+) -> HangVerdict | None:
+    """The rank that the others wait for at a mark, or None if there is none yet.
+
+    `silent` ranks do not answer; of those that have never come nothing is known. Others have to
+    have waited `bound` seconds for them.
+    """
+    heard = {rank: each for rank, each in positions.items() if rank not in silent}
+    if len(positions) == 1 and not silent:
+        return _alone(positions, bound)
+    waiting = [rank for rank, each in heard.items() if each.worked is not None]
+    if not waiting or not all(isfinite(heard[rank].idle) for rank in waiting):
+        return None
+    patient = all(_has_waited(heard[rank], bound) for rank in waiting)
+    never = sorted(set(silent) - set(positions))
+    if never:
+        return _named(never[0], Position({}, phase=START), waiting, True) if patient else None
+    first = min(each.mark for each in positions.values())
+    behind = [rank for rank, each in positions.items() if each.mark == first]
+    working = [rank for rank in behind if positions[rank].worked is None]
+    # If all are at one mark, those who wait in it are not to blame.
+    found = working or (behind if len(behind) < len(positions) else [])
+    lost = [
+        rank for rank in found if (patient if rank in silent else _lost(positions[rank], bound))
+    ]
+    return _named(lost[0], positions[lost[0]], waiting, lost[0] in silent) if lost else None
+
+
+def _lost(position: Position, bound: float) -> bool:
+    return too_long(position, bound) and isfinite(position.idle)
+
+
+def _has_waited(position: Position, bound: float) -> bool:
+    """Whether others have had time enough for what this rank has done before it began to wait."""
+    worked = position.worked or 0.0
+    return position.idle >= bound and position.within >= _TIMES * worked
+
+
+def _alone(positions: Mapping[int, Position], bound: float) -> HangVerdict | None:
+    """The only rank, for which nobody waits."""
+    ((rank, mine),) = positions.items()
+    if not _lost(mine, bound):
+        return None
+    return HangVerdict(rank, mine.phase, f"has not moved for {mine.idle:.0f} s{stands_at(mine)}")
+
+
+def _named(rank: int, position: Position, waiting: list[int], silent: bool) -> HangVerdict:
+    others = [each for each in waiting if each != rank]
+    words = [f"has not come through {position.phase}"]
+    if others:
+        words[0] += f", and {who_waits(others)}"
+    if silent:
+        words.append("it does not answer: it is stopped or dead, or its host is gone")
+    else:
+        words.append(f"it has not moved for {position.idle:.0f} s{stands_at(position)}")
+    return HangVerdict(rank, position.phase, "; ".join(words))

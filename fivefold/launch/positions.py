@@ -1,0 +1,96 @@
+"""Where a rank is: what it has issued, what it does and for how long; and a verdict on ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+SAVE_THREAD = "fivefold-save"  # a name: where a rank waits for such threads, theirs is its stack
+_MOST_NAMED = 8  # ranks that a sentence names
+
+
+class CommGroup(NamedTuple):
+    """The ranks of an axis, or for pipeline messages a pair (source, target)."""
+
+    axis: str
+    members: tuple[int, ...]
+    is_pair: bool = False
+
+    def __str__(self) -> str:
+        if self.is_pair:
+            return f"{self.axis} from rank {self.members[0]} to rank {self.members[1]}"
+        return f"{self.axis} ({ranks(self.members)})"
+
+
+class LoggedCollective(NamedTuple):
+    """One collective, send or receive that a rank has issued."""
+
+    group: CommGroup
+    kind: str
+    size: int  # bytes; 0 if every rank has its own size
+
+    @property
+    def label(self) -> tuple[str, str, int]:
+        """What is equal on all ranks of the group."""
+        return (self.group.axis, self.kind, self.size)
+
+
+@dataclass(frozen=True)
+class Position:
+    """The progress of a rank."""
+
+    counts: Mapping[CommGroup, int]  # collectives so far
+    trail: Sequence[LoggedCollective] = ()  # the last ones, in order
+    phase: str = "start"
+    idle: float = 0.0  # seconds since its last collective or phase; inf after its end
+    allowed: float = 0.0  # seconds that its phase may still take
+    waits: bool = True  # its main thread is in a call that waits, or may wait, for other ranks
+    mark: int = 0  # the last place in the program that all ranks come to, as a build or a step
+    within: float = 0.0  # seconds since that mark
+    worked: float | None = None  # seconds from the mark until it began to wait; None: it does not
+    took: Mapping[str, float] = field(default_factory=dict[str, float])  # by mark, the last ones
+    usual: float = 0.0  # seconds that it took for the same before; 0: nothing is known
+    stack: Sequence[str] = field(default_factory=tuple[str, ...])  # outermost first
+
+
+@dataclass(frozen=True)
+class HangVerdict:
+    """The rank that keeps the others waiting, its phase, and the collective it has not joined."""
+
+    rank: int
+    doing: str
+    cause: str
+
+    def __str__(self) -> str:
+        return f"lost rank {self.rank} at {self.doing}: it {self.cause}"
+
+
+def too_long(position: Position, bound: float) -> bool:
+    """Whether a rank has made no progress for longer than it may."""
+    return position.allowed <= 0 and position.idle >= bound
+
+
+def ranks(members: Iterable[int]) -> str:
+    """A list of ranks as text.
+
+    >>> ranks([2]), ranks([0, 1, 5])
+    ('rank 2', 'ranks 0, 1 and 5')
+    """
+    found = sorted(members)
+    if len(found) == 1:
+        return f"rank {found[0]}"
+    if len(found) > _MOST_NAMED:
+        first = ", ".join(map(str, found[: _MOST_NAMED - 1]))
+        return f"ranks {first} and {len(found) - _MOST_NAMED + 1} more"
+    return f"ranks {', '.join(map(str, found[:-1]))} and {found[-1]}"
+
+
+def who_waits(found: Collection[int]) -> str:
+    """Who waits, as text."""
+    return f"{ranks(found)} {'waits' if len(found) == 1 else 'wait'}"
+
+
+def stands_at(position: Position) -> str:
+    """The stack of a rank, for the end of a sentence."""
+    return ", in:\n" + "\n".join(position.stack) if position.stack else ""

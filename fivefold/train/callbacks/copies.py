@@ -1,0 +1,81 @@
+"""Copies of a run in memory: when they are taken, and when a restart goes on from them."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from fivefold.core.partners import Partners
+from fivefold.launch.worker import Worker
+from fivefold.records import SAVE
+from fivefold.records.run_folder import CHECKPOINTS, RunFolder, TimeSpent
+from fivefold.train.build import BuiltRank
+from fivefold.train.callbacks import Callback
+from fivefold.train.callbacks.checkpoints import checkpoint_tensors
+from fivefold.train.callbacks.watchdog import WatchdogCallback
+from fivefold.train.checkpoint import CheckpointTensor, Facts, published
+from fivefold.train.checkpoint.folders import step_of
+from fivefold.train.copies import MemoryCopies
+from fivefold.train.state import Progress, TrainSettings
+
+_TIMEOUT = timedelta(minutes=10)  # in which a partner gets a copy
+
+
+class CopyCallback(Callback):
+    """Copies of a run every `copy_every` steps, on one rank."""
+
+    def __init__(
+        self,
+        worker: Worker,
+        settings: TrainSettings,
+        folder: RunFolder | None,
+        rank: BuiltRank,
+        progress: Progress,
+        spent: TimeSpent,
+        phases: WatchdogCallback,
+    ) -> None:
+        self.worker, self.recipe, self.folder = worker, settings.recipe, folder
+        self.resume, self.rank, self.progress = settings.resume, rank, progress
+        self.spent, self.phases = spent, phases
+        self.copies: MemoryCopies | None = None
+        if settings.memory is not None and self.recipe.copy_every:
+            world = rank.job.mesh.layout.world
+            group = None if world == 1 else dist.new_group(backend="gloo", timeout=_TIMEOUT)
+            start = 0 if folder is None else folder.restart
+            partners = Partners(world, settings.copy_domain)
+            self.copies = MemoryCopies(settings.memory, partners, start, group)
+
+    def load(self, tensors: list[CheckpointTensor]) -> Facts | None:
+        """The facts of the newest copies, if no checkpoint on the disk is newer."""
+        if self.copies is None or not self.resume:
+            return None
+        found = [] if self.folder is None else published(self.folder.path / CHECKPOINTS)
+        return self.copies.load(tensors, step_of(found[-1]) if found else 0)
+
+    def needs_record(self, number: int) -> bool:
+        """Every step up to a copy has its line in the metrics."""
+        return self._is_due(number)
+
+    def before_data(self, number: int) -> None:
+        """All ranks have completed the last copy before any of them can begin the next."""
+        if self._is_due(number) and self.copies is not None:
+            self.phases.phase(f"the last copy before step {number}", long=True)
+            with self.spent.on(SAVE):
+                self.copies.wait()
+
+    def after_step(self, number: int) -> None:
+        if self._is_due(number) and self.copies is not None and not self.progress.done:
+            self.phases.phase(f"copy {number}", long=True)
+            with self.spent.on(SAVE):
+                seed, plan = self.recipe.seed, self.rank.job.plan.to_toml()
+                facts = self.progress.facts(self.rank.updater.count, seed, plan)
+                self.copies.save(checkpoint_tensors(self.rank.job, self.rank.updater), facts)
+
+    def finish(self) -> None:
+        if self.copies is not None:
+            self.copies.wait()
+
+    def _is_due(self, number: int) -> bool:
+        every = self.recipe.copy_every
+        return self.copies is not None and bool(every) and number % every == 0

@@ -1,0 +1,120 @@
+"""A rank that hangs in any phase of a training is named, also where it is alone or no folder has
+room."""
+
+from __future__ import annotations
+
+import errno
+import os
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+from test_survival import plan_of, settings_of
+
+from fivefold.core.plan import Plan
+from fivefold.launch.backend import RankDevice
+from fivefold.launch.boards import FolderBoard
+from fivefold.launch.processes import Pool, RankLost
+from fivefold.launch.watchdog import watched
+from fivefold.launch.worker import Worker
+from fivefold.train import TrainedRank, TrainSettings, build, loop, run_rank
+from fivefold.train.checkpoint import Checkpoints
+from tests.selection import within
+
+PATIENCE, SOON, FOREVER = 2.0, 30.0, 600.0
+PLACES: dict[str, tuple[Any, str]] = {
+    "start": (RankDevice, "start"),
+    "build": (build, "compose"),
+    "load": (Checkpoints, "load"),
+    "step": (loop, "step"),
+    "save": (os, "fsync"),
+}
+
+
+@contextmanager
+def impatient() -> Iterator[None]:
+    with ExitStack() as stack:
+        stack.enter_context(patch.object(loop, "watched", partial(watched, patience=PATIENCE)))
+        stack.enter_context(patch("fivefold.launch.watchdog.PATIENCE", PATIENCE))
+        yield
+
+
+def hanging(
+    worker: Worker, plan: Plan, settings: TrainSettings, place: str, guilty: int, after: int
+) -> TrainedRank:
+    """Train; one rank sleeps when it comes to a place after so many times."""
+    owner, name = PLACES[place]
+    inner, times = getattr(owner, name), iter(range(1000))
+
+    def call(*args: Any, **said: Any) -> Any:
+        there = place != "save" or ".part" in str(Path(f"/proc/self/fd/{args[0]}").readlink())
+        if worker.rank == guilty and there and next(times) >= after:
+            time.sleep(FOREVER)
+        return inner(*args, **said)
+
+    with impatient(), patch.object(owner, name, call):
+        return run_rank(worker, plan, settings)
+
+
+@pytest.mark.sample(1.5)
+@pytest.mark.parametrize(
+    ("place", "after", "doing", "said"),
+    [
+        ("start", 0, "start", {}),
+        ("build", 0, "build", {}),
+        ("load", 0, "load", {"resume": True}),
+        ("step", 0, "step 1", {}),
+        ("step", 2, "step 3", {}),
+        ("save", 0, "checkpoint 2", {"save_every": 1}),
+        ("save", 0, "the last checkpoint", {}),
+        ("save", 2, "checkpoint 1", {"save_every": 1, "offload": "nvme:"}),
+    ],
+)
+def test_the_rank_that_hangs_is_named_in_every_phase(
+    place: str, after: int, doing: str, said: dict[str, Any], tmp_path: Path
+) -> None:
+    if "offload" in said:  # a synchronous save
+        said = {**said, "offload": f"nvme:{tmp_path / 'states'}"}
+    plan, settings = plan_of("dp=3", batch=3), settings_of(tmp_path / "run", **said)
+    with Pool(3, patience=4 * SOON) as pool, within(SOON), pytest.raises(RankLost) as caught:
+        pool.run_each([(hanging, (plan, settings, place, 1, after))] * 3)
+    assert (caught.value.rank, caught.value.doing) == (1, doing), str(caught.value)
+    assert "time.sleep(FOREVER)" in caught.value.cause, str(caught.value)
+
+
+@pytest.mark.sample(0.5)
+def test_a_rank_alone_has_a_watchdog() -> None:
+    plan, settings = plan_of("dp=1"), settings_of()
+    with Pool(1, patience=4 * SOON) as pool, within(SOON), pytest.raises(RankLost) as caught:
+        pool.run_each([(hanging, (plan, settings, "step", 0, 2))])
+    assert (caught.value.rank, caught.value.doing) == (0, "step 3")
+    assert "has not moved for" in caught.value.cause
+    assert "time.sleep(FOREVER)" in caught.value.cause
+
+
+def without_room(worker: Worker, plan: Plan, settings: TrainSettings) -> TrainedRank:
+    """The board of rank 0 cannot be written for a while; then rank 1 hangs."""
+    inner, until = FolderBoard.put, time.monotonic() + 3 * PATIENCE
+
+    def put(self: FolderBoard, name: str, text: str) -> None:
+        if worker.rank == 0 and time.monotonic() < until:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        inner(self, name, text)
+
+    with patch.object(FolderBoard, "put", put):
+        return hanging(worker, plan, settings, "step", 1, 1)
+
+
+@pytest.mark.sample(0.5)
+def test_a_full_temporary_folder_is_said_and_tried_again() -> None:
+    said: list[Any] = []
+    with Pool(2, patience=4 * SOON) as pool, pytest.raises(RankLost) as caught:
+        pool.run_each([(without_room, (plan_of(), settings_of()))] * 2, on_report=said.append)
+    assert (caught.value.rank, caught.value.doing) == (1, "step 2"), str(caught.value)
+    (words,) = [each for each in said if isinstance(each, str)]
+    assert "the watchdog of rank 0 cannot write to" in words and "No space left" in words
