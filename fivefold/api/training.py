@@ -273,11 +273,8 @@ def _forked(start: TrainStart, plan: Plan, settings: TrainSettings, told: OnRepo
         def attempt(plan: Plan, again: bool) -> tuple[Plan, list[TrainedRank], Check | None]:
             if not again:
                 return plan, *_attempt(plan, settings, begun.files, records)
-            facts, toml = (
-                _start_facts(plan, begun.source),
-                full.to_toml(settings.folder, whole=True),
-            )
-            files = RunFolder.create(begun.files.path, toml, facts, resume=True)
+            facts, path = _start_facts(plan, begun.source), begun.files.path
+            files = RunFolder.create(path, full.to_toml(path, whole=True), facts, resume=True)
             planned = settings.planned if plan is full else None
             resumed = replace(settings, resume=True, planned=planned)
             return plan, *_attempt(plan, resumed, files, records)

@@ -23,9 +23,9 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from fivefold.core.errors import FivefoldError
-from fivefold.core.partners import SLOTS
+from fivefold.core.partners import SLOTS, CopyOf
 
-_HEAD = struct.Struct("<8sQQQ")  # whole or not, bytes of the table, bytes of the data, checksum
+_HEAD = struct.Struct("<8sQQQ5Q")  # whole or not, bytes of table and data, checksum, whose copy
 _WHOLE, _BROKEN = b"fivefold", bytes(8)
 _ALIGNMENT = 4096
 _BLOCK = 64 << 20  # bytes that are hashed at a time
@@ -40,6 +40,11 @@ class MemoryKeeper(Protocol):
 
     def ranks(self) -> list[int]:
         """Ranks of which it may have segments."""
+        ...
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether it keeps the memory of all ranks of the run."""
         ...
 
 
@@ -75,6 +80,10 @@ class InheritedMemory:
     def ranks(self) -> list[int]:
         return list(range(len(self.descriptors)))
 
+    @property
+    def is_alone(self) -> bool:
+        return True
+
     def close(self) -> None:
         """Give the memory back."""
         for some in self.descriptors:
@@ -105,13 +114,18 @@ class KeptSegment:
             self._map = mmap.mmap(self._descriptor, self.size)
         return self._map
 
-    def begin(self, table: Mapping[str, Any], num_bytes: int) -> memoryview:
+    @property
+    def copy(self) -> CopyOf:
+        """Whose copy it is."""
+        return CopyOf(*self._head()[4:])
+
+    def begin(self, copy: CopyOf, table: Mapping[str, Any], num_bytes: int) -> memoryview:
         """Begin a copy: its table, and where its data goes. It is broken until `commit`."""
         text = json.dumps(table).encode()
         first = _aligned(_HEAD.size + len(text))
         self.reserve(first + num_bytes)
         memory = self.memory
-        memory[: _HEAD.size] = _HEAD.pack(_BROKEN, len(text), num_bytes, 0)
+        memory[: _HEAD.size] = _HEAD.pack(_BROKEN, len(text), num_bytes, 0, *copy)
         memory[_HEAD.size : _HEAD.size + len(text)] = text
         return memoryview(memory)[first : first + num_bytes]
 
@@ -131,9 +145,9 @@ class KeptSegment:
 
     def commit(self) -> None:
         """The copy is whole."""
-        _, length, num_bytes, _ = self._head()
+        _, length, num_bytes, _, *copy = self._head()
         checksum = _checksum(self.memory, length, num_bytes)
-        self.memory[: _HEAD.size] = _HEAD.pack(_WHOLE, length, num_bytes, checksum)
+        self.memory[: _HEAD.size] = _HEAD.pack(_WHOLE, length, num_bytes, checksum, *copy)
 
     def fill(self, copy: memoryview) -> None:
         """Keep a whole copy that another rank has made; its head comes last."""
@@ -143,21 +157,21 @@ class KeptSegment:
 
     def table(self) -> dict[str, Any]:
         """The table of a whole copy."""
-        _, length, _, _ = self._head()
+        length = self._head()[1]
         return json.loads(self.memory[_HEAD.size : _HEAD.size + length])
 
     def data(self) -> memoryview:
         """The data of a whole copy."""
-        _, length, num_bytes, _ = self._head()
+        _, length, num_bytes, *_ = self._head()
         first = _aligned(_HEAD.size + length)
         return memoryview(self.memory)[first : first + num_bytes]
 
     def verified(self) -> bool:
         """Whether it is what was written."""
-        word, length, num_bytes, checksum = self._head()
+        word, length, num_bytes, checksum, *_ = self._head()
         return word == _WHOLE and _checksum(self.memory, length, num_bytes) == checksum
 
-    def _head(self) -> tuple[bytes, int, int, int]:
+    def _head(self) -> tuple[Any, ...]:
         return _HEAD.unpack(self.memory[: _HEAD.size])
 
 

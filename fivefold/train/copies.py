@@ -57,8 +57,11 @@ class CopiedBox(NamedTuple):
         return flat.view(self.sizes)
 
 
-Kept = dict[CopyOf, tuple[list[CopiedBox], dict[str, Any]]]
-"""What a rank finds in the memory of its host: copies, the boxes in each, and the run's facts."""
+class CopyTable(NamedTuple):
+    """What a copy says of itself: its boxes, and where the run stood."""
+
+    boxes: list[CopiedBox]
+    facts: dict[str, Any]
 
 
 class BoxRead(NamedTuple):
@@ -104,12 +107,9 @@ class MemoryCopies:
         self.wait()
         mine, boxes = self._segment(self._ranks.rank, self._slot), list(_stored(tensors))
         size = boxes[-1].at + boxes[-1].num_bytes if boxes else 0
-        table = {
-            "facts": asdict(facts),
-            "copy": [facts.step, self.start, self._ranks.size, self._slot, self._ranks.rank],
-            "boxes": [list(each) for each in boxes],
-        }
-        data = mine.begin(table, size)
+        copy = CopyOf(facts.step, self.start, self._ranks.size, self._slot, self._ranks.rank)
+        table = {"facts": asdict(facts), "boxes": [list(each) for each in boxes]}
+        data = mine.begin(copy, table, size)
         # A step that runs already would change what is copied later.
         for box, value in zip(boxes, _values(tensors), strict=True):
             box.view(data).copy_(value)
@@ -131,50 +131,82 @@ class MemoryCopies:
 
     def load(self, tensors: Sequence[CheckpointTensor], after: int) -> Facts | None:
         """Load the newest copies of all ranks; None if one is lost, or they are older than step
-        `after`."""
+        `after`.
+
+        If one keeper has the memory of all ranks, each finds the same by itself: nobody writes now.
+        """
         kept = self._kept()
-        everyone = self._ranks.on_all(lambda: kept)
-        found = newest_set(dict(enumerate(everyone)))
+        held = {self._ranks.rank: kept}
+        if not self.keeper.is_alone:
+            held = dict(enumerate(self._ranks.on_all(lambda: kept)))
+        found = newest_set(held)
         self._slot = next_slot(found)
         if found is None or found.step < after:
             return None
-        reads = _reads(tensors, _catalog(found, everyone, self._ranks.rank))
-        lacking = self._ranks.on_all(lambda: reads is None or not self._verified(found))
-        if any(lacking) or reads is None:
+        facts, reads = self._planned(found, tensors)
+        if not all(self._ranks.on_all(lambda: self._verified(reads))):
             return None
         values = [each.state.read().detach() for each in tensors]
-        self._exchange(reads, values)
+        self._exchange(reads or [], values)
         for each, value in zip(tensors, values, strict=True):
             each.state.write(value)
-        first = everyone[found.keepers[0][0]]
-        facts = next(facts for copy, (_, facts) in first.items() if _is_of(copy, found, 0))
-        return Facts(**facts)
+        return facts
+
+    def _planned(
+        self, found: CopySet, tensors: Sequence[CheckpointTensor]
+    ) -> tuple[Facts, list[BoxRead] | None]:
+        """Where the run stood, and what this rank reads."""
+        me, same = self._me, found.world == self._ranks.size
+        if same and self.keeper.is_alone:  # in the same layout a rank reads its own copy alone
+            table = self._table(me, found.slot)
+            if table.boxes == list(_stored(tensors)):
+                alone = CopySet(*found[:4], keepers=((me,),) * found.world)
+                tables = [table if rank == me else CopyTable([], {}) for rank in range(found.world)]
+                return Facts(**table.facts), _reads(tensors, _catalog(alone, tables, me))
+        tables = self._tables(found)
+        return Facts(**tables[0].facts), _reads(tensors, _catalog(found, tables, me))
 
     def _segment(self, rank: int, slot: int) -> KeptSegment:
         if (rank, slot) not in self._segments:
             self._segments[rank, slot] = KeptSegment(self.keeper.open(rank, slot))
         return self._segments[rank, slot]
 
-    def _kept(self) -> Kept:
-        copies: Kept = {}
-        for rank in self.keeper.ranks():
-            for slot in range(SLOTS):
-                segment = self._segment(rank, slot)
-                if not segment.whole:
-                    continue
-                table = segment.table()
-                boxes = [_box(each) for each in table["boxes"]]
-                copies[CopyOf(*table["copy"])] = (boxes, table["facts"])
-        return copies
+    def _kept(self) -> list[CopyOf]:
+        """The whole copies in the memory of this host."""
+        places = [(rank, slot) for rank in self.keeper.ranks() for slot in range(SLOTS)]
+        segments = [self._segment(*each) for each in places]
+        return [each.copy for each in segments if each.whole]
 
-    def _verified(self, found: CopySet) -> bool:
-        """Whether the copies that this rank is the first to keep are what was written."""
-        mine = [rank for rank, keepers in enumerate(found.keepers) if self._serves(rank, keepers)]
-        return all(self._segment(rank, found.slot).verified() for rank in mine)
+    def _tables(self, found: CopySet) -> list[CopyTable]:
+        """What is in each copy of a set; ranks tell one another what only they can see."""
+        me, mine = self._ranks.rank, dict[int, CopyTable]()
+        for rank, keepers in enumerate(found.keepers):
+            if me in keepers:
+                mine[rank] = self._table(rank, found.slot)
+        if self.keeper.is_alone:
+            return [mine[rank] for rank in range(found.world)]
+        told = self._ranks.on_all(lambda: mine)
+        return [mine.get(rank) or told[found.keepers[rank][0]][rank] for rank in range(found.world)]
 
-    def _serves(self, rank: int, keepers: tuple[int, ...]) -> bool:
-        """Whether this rank verifies a copy: those who have the same memory share the work."""
-        return keepers[rank % len(keepers)] == self._ranks.rank
+    def _table(self, rank: int, slot: int) -> CopyTable:
+        table = self._segment(rank, slot).table()
+        return CopyTable([_box(each) for each in table["boxes"]], table["facts"])
+
+    def _verified(self, reads: list[BoxRead] | None) -> bool:
+        """Whether all that this rank needs is there, and what it reads itself is what was written.
+
+        The copies that others read here are verified by those who can see them too.
+        """
+        if reads is None:
+            return False
+        mine = {(each.copy.rank, each.copy.slot) for each in reads if each.keeper == self._me}
+        if not self.keeper.is_alone:
+            mine |= {(each.rank, each.slot) for each in self._kept()}
+        return all(self._segment(*each).verified() for each in mine)
+
+    @property
+    def _me(self) -> int:
+        return self._ranks.rank
 
     def _complete(self, mine: KeptSegment, slot: int) -> None:
         """The thread of a copy."""
@@ -211,10 +243,12 @@ class MemoryCopies:
         local = [each for each in reads if each.keeper == me]
         for each in local:
             _place(each, self._source(each), values)
+        if self.keeper.is_alone:
+            return
         remote = [each for each in reads if each.keeper != me]
         wanted = self._ranks.on_all(lambda: remote)
         if group is None or not any(wanted):
-            return
+            return  # nobody waits for a message
         work: list[dist.Work | None] = []
         sent: list[Tensor] = []
         for client, theirs in enumerate(wanted):
@@ -278,25 +312,21 @@ def _values(tensors: Sequence[CheckpointTensor]) -> Iterator[Tensor]:
         yield in_box(each.state.read().detach(), box)
 
 
-def _is_of(copy: CopyOf, found: CopySet, rank: int) -> bool:
-    return copy == CopyOf(found.step, found.start, found.world, found.slot, rank)
-
-
 Catalog = Mapping[str, Sequence[tuple[int, CopyOf, CopiedBox]]]
 """By tensor: who keeps a box of it, in which copy."""
 
 
-def _catalog(found: CopySet, everyone: Sequence[Mapping[CopyOf, Any]], me: int) -> Catalog:
-    """Every stored box once, with this rank as its keeper where it can be."""
+def _catalog(found: CopySet, tables: Sequence[CopyTable], me: int) -> Catalog:
+    """Every stored box once: from this rank's own copy where it can be, else from its host."""
     catalog: dict[str, dict[tuple[Any, ...], tuple[int, CopyOf, CopiedBox]]] = {}
-    for rank, keepers in enumerate(found.keepers):
+    for rank in sorted(
+        range(found.world), key=lambda rank: (rank == me, me in found.keepers[rank])
+    ):
+        keepers = found.keepers[rank]
         keeper = me if me in keepers else keepers[me % len(keepers)]
         copy = CopyOf(found.step, found.start, found.world, found.slot, rank)
-        for box in everyone[keeper][copy][0]:
-            boxes = catalog.setdefault(box.key, {})
-            before = boxes.get((box.offsets, box.sizes))
-            if before is None or before[0] != me:
-                boxes[box.offsets, box.sizes] = (keeper, copy, box)
+        for box in tables[rank].boxes:
+            catalog.setdefault(box.key, {})[box.offsets, box.sizes] = (keeper, copy, box)
     return {key: list(boxes.values()) for key, boxes in catalog.items()}
 
 

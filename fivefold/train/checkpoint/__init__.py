@@ -126,6 +126,10 @@ class Checkpoints:
         if wait or any(each.on_disk for each in tensors):
             self.wait()
 
+    def meet(self) -> None:
+        """Wait until all ranks are here."""
+        self._ranks.on_all(lambda: None)
+
     def wait(self) -> None:
         """Wait until nothing is being written; raises `CannotSave` if the last save failed, or
         `RunTakenOver` if no save can be good any more."""
