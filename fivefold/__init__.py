@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from fivefold.api.planning import search as search
     from fivefold.api.rehearsing import rehearse as rehearse
     from fivefold.api.scheduling import schedule as schedule
+    from fivefold.api.simulating import simulate as simulate
     from fivefold.api.training import train as train
     from fivefold.api.verifying import verify as verify
     from fivefold.core.errors import FivefoldError as FivefoldError
@@ -46,6 +47,7 @@ _NAMES = {
     "search": ("fivefold.api.planning", "search"),
     "schedule": ("fivefold.api.scheduling", "schedule"),
     "rehearse": ("fivefold.api.rehearsing", "rehearse"),
+    "simulate": ("fivefold.api.simulating", "simulate"),
     "verify": ("fivefold.api.verifying", "verify"),
     "train": ("fivefold.api.training", "train"),
     "generate": ("fivefold.api.generating", "generate"),
@@ -78,6 +80,7 @@ __all__ = [
     "schedule",
     "search",
     "shape",
+    "simulate",
     "train",
     "verify",
 ]

@@ -49,6 +49,7 @@ VERBS = {
     "schedule": Verb("fivefold.verbs.schedule", "Draw and time a pipeline schedule."),
     "score": Verb("fivefold.verbs.score", "Compare the planner's estimates with measured runs."),
     "serve": Verb("fivefold.verbs.serve", "Serve a run or a model with the API of OpenAI."),
+    "simulate": Verb("fivefold.verbs.simulate", "Simulate a run with failures before it happens."),
     "tokens": Verb("fivefold.verbs.tokens", "Tokenize text into a folder, or check such a folder."),
     "train": Verb("fivefold.verbs.train", "Train, and compare every step with the plan."),
     "verify": Verb("fivefold.verbs.verify", "Prove that a layout computes the same as one device."),

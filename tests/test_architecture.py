@@ -63,7 +63,8 @@ WITHOUT_TORCH = (
     *("cli", "__main__", "__init__", "terminal", "completion"),
 )
 VERBS_WITHOUT_TORCH = (
-    *("__init__", "options", "plan", "launch", "schedule", "score", "tokens", "observe"),
+    *("__init__", "options", "plan", "launch", "schedule", "score", "simulate", "tokens"),
+    "observe",
 )
 API_WITHOUT_TORCH = (
     "__init__",
@@ -73,6 +74,7 @@ API_WITHOUT_TORCH = (
     "planning",
     "scheduling",
     "serving_plans",
+    "simulating",
 )
 # Of the five dimensions; they meet only in compose.
 ROOMS = ("data", "tensor", "pipeline", "context", "expert")

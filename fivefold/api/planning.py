@@ -13,6 +13,7 @@ from fivefold.api.checks import above, one_of, positive
 from fivefold.api.jobs import GivenJob, Model, OnProgress, TaskProgress, given_job
 from fivefold.core import machine as machines
 from fivefold.core.errors import FivefoldError
+from fivefold.core.failures import FailureRates
 from fivefold.core.plan import Plan, PlanOptions, resolve
 from fivefold.core.precision import PRECISIONS
 from fivefold.core.precision import plan_keys as precision_keys
@@ -25,6 +26,7 @@ from fivefold.report.plan_answers import (
     ranked_answer,
     resolved_answer,
 )
+from fivefold.report.plan_text import RunCosts
 
 if TYPE_CHECKING:  # estimates need numpy, whose import takes longer than a plan without estimates
     from fivefold.planner import PlanRequest, PlanResult
@@ -33,6 +35,7 @@ if TYPE_CHECKING:  # estimates need numpy, whose import takes longer than a plan
 _ALSO_FIXED = ("zero", "schedule", "chunks", "microbatch_size", "recompute", "context")
 _NOT_SEARCHED = ("microbatches", "stage_layers", "gather", "sp")  # only for a given layout
 _TOP = 10
+_NOT_ASKED = RunCosts()
 
 
 @dataclass(frozen=True)
@@ -46,8 +49,7 @@ class PlannedJob:
     estimate: Estimate | None
     why: tuple[str, ...]
     seconds: float  # that the answer took
-    tokens: float | None = None
-    price: float | None = None
+    costs: RunCosts = _NOT_ASKED
 
     @property
     def fits(self) -> str | None:
@@ -58,8 +60,7 @@ class PlannedJob:
     def _answer(self) -> Printed:
         if self.estimate is None:
             return resolved_answer(self.plan)
-        costs = (self.tokens, self.price)
-        return given_answer(self.plan, self.estimate, self.why, self.seconds, costs)
+        return given_answer(self.plan, self.estimate, self.why, self.seconds, self.costs)
 
     def to_json(self) -> dict[str, Any]:
         """What `fivefold plan --json` prints."""
@@ -91,8 +92,7 @@ class SearchedPlans:
 
     result: PlanResult
     why: tuple[str, ...]  # of the first choice
-    tokens: float | None = None
-    price: float | None = None
+    costs: RunCosts = _NOT_ASKED
 
     @property
     def plans(self) -> tuple[Estimate, ...]:
@@ -102,7 +102,7 @@ class SearchedPlans:
     def best(self) -> PlannedJob:
         """The first choice."""
         first = self.plans[0]
-        return PlannedJob(first.plan, first, self.why, self.result.seconds, self.tokens, self.price)
+        return PlannedJob(first.plan, first, self.why, self.result.seconds, self.costs)
 
     @property
     def plan(self) -> Plan:
@@ -111,7 +111,7 @@ class SearchedPlans:
 
     @cached_property
     def _answer(self) -> Printed:
-        return ranked_answer(self.result, (self.tokens, self.price), self.why)
+        return ranked_answer(self.result, self.costs, self.why)
 
     def to_json(self) -> dict[str, Any]:
         """What `fivefold plan --gpus --json` prints."""
@@ -134,6 +134,7 @@ def plan(
     *,
     tokens: float | None = None,
     price: float | None = None,
+    mtbf_gpu: float | None = None,
     headroom: float = 0.05,
     precision: str | None = None,
     kernels: str = "compiled",
@@ -147,11 +148,11 @@ def plan(
     `seq`, `batch`, `zero`, `schedule`, `lr`, `layers`, … With `gpus` and without a `layout` it is
     the first choice of `search`.
     """
-    costs = _costs(tokens, price)
+    costs = _costs(tokens, price, mtbf_gpu)
     how = estimate_options(headroom, kernels, imbalance, stack)
     job = estimated_job(given_job(model, keys), kernels, precision)
     if job.options.gpus is not None and job.is_open:
-        return search(job, **costs, precision=precision, **how).best
+        return search(job, **costs._asdict(), precision=precision, **how).best
     if job.options.machine is None:
         return PlannedJob(resolve(job.options), None, (), 0.0)
     from fivefold.planner.neighbours import compare_neighbours
@@ -159,7 +160,7 @@ def plan(
     began = time.perf_counter()
     resolved, found = estimate_given(job.options, how, precision)
     why = tuple(plan_text.reasons_text(found, compare_neighbours(found), None))
-    return PlannedJob(resolved, found, why, time.perf_counter() - began, **costs)
+    return PlannedJob(resolved, found, why, time.perf_counter() - began, costs)
 
 
 def search(
@@ -170,6 +171,7 @@ def search(
     objective: str = "tokens",
     tokens: float | None = None,
     price: float | None = None,
+    mtbf_gpu: float | None = None,
     headroom: float = 0.05,
     precision: str | None = None,
     kernels: str = "compiled",
@@ -184,14 +186,14 @@ def search(
     second), gpus (fewest) or gpu-hours (fewest). `keys` as for `plan`.
     """
     above("top", top, 0)
-    costs = _costs(tokens, price)
+    costs = _costs(tokens, price, mtbf_gpu)
     how = estimate_options(headroom, kernels, imbalance, stack)
     job = estimated_job(given_job(model, keys), kernels, precision)
     if not job.is_open:
         raise FivefoldError("a search chooses the layout: leave it out, or call plan")
     request = request_of(job.options, fixed_values(job, fix), how, precision)
     found = best_of(request, objective, top, on_progress)
-    return SearchedPlans(found, tuple(first_reasons(found)), **costs)
+    return SearchedPlans(found, tuple(first_reasons(found)), costs)
 
 
 def estimate_options(
@@ -222,11 +224,14 @@ def _require_known_stack(stack: str, kernels: str) -> None:
         )
 
 
-def _costs(tokens: float | None, price: float | None) -> dict[str, float | None]:
-    return {
-        "tokens": None if tokens is None else positive("tokens", tokens),
-        "price": None if price is None else positive("price", price),
-    }
+def _costs(tokens: float | None, price: float | None, mtbf_gpu: float | None) -> RunCosts:
+    if mtbf_gpu is not None:
+        FailureRates(mtbf_gpu)  # refuses what is no rate
+    return RunCosts(
+        None if tokens is None else positive("tokens", tokens),
+        None if price is None else positive("price", price),
+        mtbf_gpu,
+    )
 
 
 def estimated_job(job: GivenJob, kernels: str, precision: str | None) -> GivenJob:

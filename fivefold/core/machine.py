@@ -122,6 +122,7 @@ class Machine:
     matmul_measured: Rates = Rates()  # the best published measurement of a matmul
     efficiency: Efficiency = Efficiency()
     price_per_gpu_hour: float | None = None
+    gpu_mtbf_hours: float | None = None  # between interruptions of a job, for each of its GPUs
     sources: dict[str, str] = field(default_factory=dict[str, str], hash=False)  # by field name
     # Numbers that were fitted to step times, by dotted name, and the sources of these runs.
     fitted: dict[str, str] = field(default_factory=dict[str, str], hash=False)
@@ -317,12 +318,10 @@ def _is_table(value: object) -> TypeGuard[dict[str, Any]]:
     return isinstance(value, dict)
 
 
-_NO_NUMBERS = ("name", "chip", "sources", "fitted")
-
-
 def _sourced() -> list[str]:
     """The fields of a machine that are numbers, each of which has a source."""
-    return [one.name for one in fields(Machine) if one.name not in _NO_NUMBERS]
+    no_numbers = ("name", "chip", "sources", "fitted")
+    return [one.name for one in fields(Machine) if one.name not in no_numbers]
 
 
 def _bad_numbers(machine: Machine) -> Iterator[str]:

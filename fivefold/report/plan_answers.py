@@ -11,14 +11,13 @@ from typing import TYPE_CHECKING, Any
 from fivefold.core.errors import counted
 from fivefold.core.plan import Plan
 from fivefold.report import plan_text, plan_values
+from fivefold.report.plan_text import RunCosts
 
 if TYPE_CHECKING:  # estimates need numpy, whose import takes longer than a plan without estimates
     from fivefold.planner import PlanResult
     from fivefold.planner.estimate import Estimate
 
 Printed = tuple[dict[str, Any], list[str]]
-RunCosts = tuple[float | None, float | None]
-"""Tokens of a whole training run, and the price of a GPU-hour; None if they are not asked for."""
 
 
 def resolved_answer(plan: Plan) -> Printed:
@@ -36,7 +35,7 @@ def given_answer(
     table |= {"stack": found.setting.stack.name}
     table |= {"candidates": 1, "seconds": seconds}
     table |= {"layouts": [plan_values.estimate_json(found, reasons)]}
-    table |= plan_values.run_costs(found, *costs)
+    table |= plan_values.run_costs(found, costs)
     table |= {"notes": list(found.plan.notes)}
     more = (note for note in found.plan.notes if note not in plan.notes)
     return table, [*lines, *_detail(found, reasons, costs), *(f"note      {one}" for one in more)]
@@ -45,7 +44,7 @@ def given_answer(
 def _detail(found: Estimate, why: list[str], costs: RunCosts) -> list[str]:
     return [
         *plan_text.detail(found),
-        *plan_text.bill(found, *costs),
+        *plan_text.bill(found, costs),
         *plan_text.labelled("why", why),
     ]
 
@@ -85,7 +84,7 @@ def ranked_answer(found: PlanResult, costs: RunCosts, why: Sequence[str] | None 
         ],
         "front": [plan_values.estimate_json(one, []) for one in found.front],
         "notes": notes,
-        **plan_values.run_costs(first, *costs),
+        **plan_values.run_costs(first, costs),
     }
     lines = [
         *headline(found),

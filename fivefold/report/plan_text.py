@@ -6,13 +6,14 @@ alike."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from fivefold.cost import COMPUTE
-from fivefold.report import bar, duration, gib, table
+from fivefold.report import bar, duration, gib, rough_duration, table
 
 if TYPE_CHECKING:
     from fivefold.planner.estimate import Estimate
+    from fivefold.planner.failures import FailingJob
     from fivefold.planner.neighbours import AxisComparison, Neighbour
 
 
@@ -246,13 +247,42 @@ def detail(one: Estimate) -> list[str]:
     return [*lines, *(bar(name, duration(time), time / one.step) for name, time in parts.items())]
 
 
-def bill(one: Estimate, tokens: float | None, price: float | None) -> list[str]:
-    """Days, GPU-hours and price of a training run."""
+class RunCosts(NamedTuple):
+    """What is asked of a whole training run: its tokens, the price of a GPU-hour, and the hours
+    between two failures of a GPU; None where it is not asked for."""
+
+    tokens: float | None = None
+    price: float | None = None
+    mtbf_gpu: float | None = None
+
+    def failing(self, one: Estimate) -> FailingJob | None:
+        """The run with failures; None if no rate is known."""
+        from fivefold.planner.failures import usual_failures
+
+        return usual_failures(one, self.mtbf_gpu)
+
+
+def bill(one: Estimate, costs: RunCosts) -> list[str]:
+    """Days, GPU-hours and price of a training run, and the days with failures beside them."""
+    tokens, price = costs.tokens, costs.price
     if tokens is None:
         return []
-    hours = one.gpu_hours(tokens)
-    words = f"run       {tokens:.3g} tokens: {one.days(tokens):,.1f} days, {hours:,.0f} GPU-hours"
-    return [words + (f", {hours * price:,.0f} at {price:g} a GPU-hour" if price else "")]
+    hours, days = one.gpu_hours(tokens), one.days(tokens)
+    words = f"run       {tokens:.3g} tokens: {days:,.1f} days, {hours:,.0f} GPU-hours"
+    words += f", {hours * price:,.0f} at {price:g} a GPU-hour" if price else ""
+    failing = costs.failing(one)
+    if failing is None:
+        name = one.setting.machine.name
+        more = f"days with failures: no rate is known for {name}; give --mtbf-gpu HOURS"
+    elif failing.expected <= 0:
+        more = "with failures it never ends: they come faster than a recovery"
+    else:
+        more = (
+            f"{days / failing.expected:,.1f} days with failures: goodput {failing.expected:.1%}, "
+            f"one failure in {rough_duration(1 / failing.rate)}, "
+            f"{rough_duration(failing.recovery)} to recover"
+        )
+    return [words, f"          {more}"]
 
 
 def labelled(head: str, sentences: Sequence[str]) -> list[str]:

@@ -14,7 +14,7 @@ from fivefold.core.plan import Plan
 from fivefold.cost import collectives
 from fivefold.cost.static_memory import communicator_bytes
 from fivefold.report import duration, gib, table
-from fivefold.report.plan_text import loses, name_of
+from fivefold.report.plan_text import RunCosts, loses, name_of
 
 if TYPE_CHECKING:
     from fivefold.planner.comparisons import Strategy, StrategyTraffic, SweepPoint
@@ -57,13 +57,20 @@ def estimate_json(one: Estimate, because: list[str]) -> dict[str, Any]:
     }
 
 
-def run_costs(one: Estimate, tokens: float | None, price: float | None) -> dict[str, Any]:
+def run_costs(one: Estimate, costs: RunCosts) -> dict[str, Any]:
     """Days, GPU-hours and price of a training run; empty if its tokens are not given."""
+    tokens, price = costs.tokens, costs.price
     if tokens is None:
         return {}
     hours = one.gpu_hours(tokens)
     found = {"tokens": tokens, "days": one.days(tokens), "gpu_hours": hours}
-    return {"run": found | ({"price": hours * price} if price else {})}
+    found |= {"price": hours * price} if price else {}
+    failing = costs.failing(one)
+    if failing is not None:
+        share = failing.expected
+        days = one.days(tokens) / share if share > 0 else None
+        found |= {"goodput": share, "days_with_failures": days, "mtbf_s": 1 / failing.rate}
+    return {"run": found}
 
 
 # --- A resolved plan: ranks, groups, links, batch, parameters

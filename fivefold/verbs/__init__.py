@@ -18,12 +18,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import typer
 
-from fivefold.api.bridging import target_or_options
+from fivefold.api.bridging import is_foreign, target_or_options
 from fivefold.api.checks import above as above
 from fivefold.api.checks import asked_backend as asked_backend
 from fivefold.api.checks import checkpoint_step as checkpoint_step
 from fivefold.api.checks import one_of as one_of
 from fivefold.api.checks import positive as positive
+from fivefold.api.jobs import GivenJob
 from fivefold.core import machine as machines
 from fivefold.core.errors import JSON_SCHEMA, BadFile, FivefoldError, RankLost, UnknownName
 from fivefold.core.layout import parse_zero
@@ -39,6 +40,7 @@ from fivefold.verbs.options import FixOption as FixOption
 from fivefold.verbs.options import ImbalanceOption as ImbalanceOption
 from fivefold.verbs.options import KernelsOption as KernelsOption
 from fivefold.verbs.options import MfuOption as MfuOption
+from fivefold.verbs.options import MtbfOption as MtbfOption
 from fivefold.verbs.options import ObjectiveOption as ObjectiveOption
 from fivefold.verbs.options import OutputOption as OutputOption
 from fivefold.verbs.options import PrecisionOption as PrecisionOption
@@ -100,6 +102,14 @@ def with_plan_options(
     run.__annotations__ = {each.name: each.annotation for each in parameters}
     run.__doc__ = verb.__doc__
     return run
+
+
+def as_given(options: PlanOptions, command: typer.Context) -> GivenJob:
+    """What the command line gives of a job; without a layout or a plan its layout is open."""
+    given = {name for name, value in command.params.items() if value not in (None, False, [])}
+    target: str = command.params["target"]
+    closed = target.endswith(".toml") or is_foreign(target)
+    return GivenJob(options, frozenset(given), "layout" not in given and not closed)
 
 
 def json_text(table: Mapping[str, Any], indent: int | None = None) -> str:

@@ -122,6 +122,14 @@ FixOption = Annotated[
 TokensOption = Annotated[
     float | None, typer.Option(help="Tokens of the full run, for days and GPU-hours.")
 ]
+MtbfOption = Annotated[
+    float | None,
+    typer.Option(
+        help="Hours between two failures of one GPU, for days with failures (default: the "
+        "machine's).",
+        show_default=False,
+    ),
+]
 ObjectiveOption = Annotated[
     str, typer.Option(help="Best by: tokens (per second), gpus (fewest), gpu-hours (fewest).")
 ]

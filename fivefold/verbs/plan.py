@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from fivefold import verbs
-from fivefold.api.bridging import foreign_answer, foreign_plan, is_foreign
+from fivefold.api.bridging import foreign_answer, foreign_plan
 from fivefold.api.jobs import GivenJob
 from fivefold.api.planning import (
     PlannedJob,
@@ -49,6 +49,7 @@ def run(
     top: Annotated[int, typer.Option(help="Layouts in the ranked table.")] = 10,
     tokens: verbs.TokensOption = None,
     price: Annotated[float | None, typer.Option(help="Price of a GPU-hour.")] = None,
+    mtbf_gpu: verbs.MtbfOption = None,
     objective: verbs.ObjectiveOption = "tokens",
     headroom: Annotated[float, typer.Option(help="Share of the memory to leave free.")] = 0.05,
     precision: verbs.PrecisionOption = None,
@@ -88,9 +89,8 @@ def run(
         "budget": budget,
         "ratio": tokens_per_parameter,
         "mfu": mfu,
-        "as_json": as_json,
-        "emit": serving["emit"],
     }
+    options |= {"emit": serving["emit"], "mtbf_gpu": mtbf_gpu, "as_json": as_json}
     verbs.require_known(plan_options.machine)
     if serving["serve"]:
         _serve(plan_options, serving, options, command)
@@ -117,7 +117,7 @@ def _answer_of(
     plan_options: PlanOptions, options: dict[str, Any], command: typer.Context
 ) -> Printed:
     """What the command line asks: a run, a formula, a given layout or a search."""
-    job = _given_job(plan_options, command)
+    job = verbs.as_given(plan_options, command)
     if options["great_run"] is not None:
         verbs.only_with(command, "run", _OF_A_RUN)
         return _great_run(options["great_run"], options)
@@ -134,15 +134,6 @@ def _answer_of(
     return _planned(job, options)
 
 
-def _given_job(plan_options: PlanOptions, command: typer.Context) -> GivenJob:
-    """What the command line gives of a job."""
-    set_options = {name for name, value in command.params.items() if value not in (None, False, [])}
-    target: str = command.params["target"]
-    closed = target.endswith(".toml") or is_foreign(target)
-    is_open = "layout" not in set_options and not closed
-    return GivenJob(plan_options, frozenset(set_options), is_open)
-
-
 def _serve(
     plan_options: PlanOptions,
     serving: dict[str, Any],
@@ -156,7 +147,7 @@ def _serve(
     how |= {name: options["how"][name] for name in ("headroom", "imbalance")}
     how |= {"prompt": verbs.tokens_of("prompt", serving["prompt"], 2048)}
     how |= {"output": verbs.tokens_of("output", options["answer"], 256)}
-    job = _given_job(plan_options, command)
+    job = verbs.as_given(plan_options, command)
     job = replace(job, options=verbs.with_machine(plan_options, options["as_json"]))
     found = plan_serving(job, price=options["price"], **how)
     emitted = None if serving["emit"] is None else found.flags(serving["emit"])
@@ -170,6 +161,7 @@ _OF_SERVING = (
     *("target", "layout", "machine", "gpus", "set", "precision", "headroom", "imbalance", "price"),
     *("output", "written", *verbs.SERVING),
 )
+_COSTS = ("tokens", "price", "mtbf_gpu")
 _NOT_EMITTED = ("great_run", "textbook", "budget", "what_if", "compare", "sweep", "table")
 _OF_A_RUN = ("great_run", "stack", "headroom", "output", "written")
 _OF_A_BUDGET = ("target", "budget", "tokens_per_parameter", "mfu", "precision")
@@ -202,7 +194,7 @@ def _planned(job: GivenJob, options: dict[str, Any]) -> Printed:
 
 def _require_no_estimates(set_options: Collection[str]) -> None:
     """Refuse options that need a machine."""
-    needs = ("fix", "tokens", "price", "what_if", "compare", "sweep", "table", "precision")
+    needs = ("fix", *_COSTS, "what_if", "compare", "sweep", "table", "precision")
     needs = (*needs, "imbalance", "stack")
     if given := [name for name in needs if name in set_options]:
         option = given[0].replace("_", "-")
@@ -252,7 +244,7 @@ def _given(job: GivenJob, options: dict[str, Any]) -> Printed:
             plan_options = replace(plan_options, seq=batch.seq, batch=batch.sequences)
         return _tables(request_of(plan_options, {}, how, precision), options, resolved)
     if options["what_if"] is None:
-        costs = {key: options[key] for key in ("tokens", "price")}
+        costs = {key: options[key] for key in _COSTS}
         return _written(plan(job, precision=precision, **costs, **how), options)
     now, found = estimate_given(job.options, how, precision)
     if (output := options["output"]) is not None:
@@ -274,7 +266,7 @@ def _searched(job: GivenJob, options: dict[str, Any]) -> Printed:
                 best_of(one, options["objective"], 1, on_progress) for one in _both(job, options)
             )
             return _what_if(now.plans[0], then.plans[0], options["what_if"])
-        chosen = {key: options[key] for key in ("fix", "top", "objective", "tokens", "price")}
+        chosen = {key: options[key] for key in ("fix", "top", "objective", *_COSTS)}
         chosen |= {"precision": precision, **how}
         return _written(search(job, **chosen, on_progress=on_progress), options)
 

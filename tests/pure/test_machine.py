@@ -88,6 +88,7 @@ def test_link_rates_follow_from_their_standards() -> None:
 def test_every_number_of_a_preset_has_a_source(name: str) -> None:
     found = load(name)
     defaults = {"matmul_measured": machine.Rates(), "price_per_gpu_hour": None}
+    defaults["gpu_mtbf_hours"] = None
     for field in dataclasses.fields(found):
         if field.name in ("name", "chip", "sources", "fitted"):
             continue

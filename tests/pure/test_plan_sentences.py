@@ -19,6 +19,7 @@ from fivefold.planner.estimate import Estimate, estimate_plan
 from fivefold.planner.neighbours import Neighbour, compare_neighbours
 from fivefold.report import plan_text, plan_values
 from fivefold.report.plan_answers import ranked_answer
+from fivefold.report.plan_text import RunCosts
 
 JOBS = (
     ("tiny", "laptop", 8, {}),
@@ -63,7 +64,7 @@ def is_near(said: float, seconds: float) -> bool:
 @pytest.mark.parametrize("number", range(len(JOBS)), ids=IDS)
 def test_the_table_and_its_sentences_agree(number: int) -> None:
     found = searched(number)
-    table, lines = ranked_answer(found, (None, None))
+    table, lines = ranked_answer(found, RunCosts())
     json.dumps(table)
     first, *others = table["layouts"]
     fastest = min(one["step_s"] for one in (first, table["fastest"], *others))

@@ -1,0 +1,131 @@
+"""Runs with failures: the answer of `ff.simulate`, and of `fivefold simulate`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from fivefold.api.checks import above, one_of, positive
+from fivefold.api.jobs import Model
+from fivefold.api.planning import plan
+from fivefold.core.errors import FivefoldError
+from fivefold.core.failures import DETECT, PLACES, REPAIR, RESTART, FailureRates, RecoveryDesign
+from fivefold.core.machine import Machine
+from fivefold.core.plan import Plan
+from fivefold.report.failure_text import forecast_json, forecast_lines
+
+if TYPE_CHECKING:  # estimates need numpy
+    from fivefold.planner.estimate import Estimate
+    from fivefold.planner.failures import FailureForecast
+
+RUNS = 200
+_MOST_DAYS, _MOST_RUNS = 36_525.0, 100_000
+
+
+@dataclass(frozen=True)
+class SimulatedFailures:
+    """A plan with failures: means over runs, bands, and where the time went.
+
+    `str()` is the text of `fivefold simulate`, `to_json()` its JSON.
+    """
+
+    plan: Plan
+    estimate: Estimate
+    forecast: FailureForecast
+
+    @property
+    def goodput(self) -> float:
+        """The share of time in steps that count."""
+        return self.forecast.goodput
+
+    @property
+    def lines(self) -> list[str]:
+        """The answer in lines."""
+        return forecast_lines(self.plan, self.forecast)
+
+    @cached_property
+    def _table(self) -> dict[str, Any]:
+        return forecast_json(self.plan, self.forecast)
+
+    def to_json(self) -> dict[str, Any]:
+        """What `fivefold simulate --json` prints."""
+        return self._table
+
+    def __repr__(self) -> str:
+        return f"SimulatedFailures({self.plan.layout}: goodput {self.goodput:.1%})"
+
+    def __str__(self) -> str:
+        return "\n".join(self.lines)
+
+
+def simulate(
+    model: Model,
+    *,
+    days: float,
+    mtbf_gpu: float | None = None,
+    mtbf_host: float | None = None,
+    mtbf_switch: float | None = None,
+    spares: int | None = None,
+    detect: float = DETECT,
+    restart: float = RESTART,
+    repair: float = REPAIR,
+    checkpoint: str = "auto",
+    storage: float | None = None,
+    runs: int = RUNS,
+    seed: int = 0,
+    **keys: Any,
+) -> SimulatedFailures:
+    """Simulate the run of a plan with failures.
+
+    `mtbf_…` are hours between two failures of one GPU, host or leaf switch; that of a GPU may come
+    from the machine. `spares` are hosts; without them hosts never run out. `detect`, `restart` and
+    `repair` are seconds. `checkpoint`: disk, memory (of partner hosts), or auto, the better one.
+    `storage`: bytes/s of the shared file system. `keys` as for `plan`, such as `machine`.
+    """
+    _require_run(days, runs, seed)
+    if storage is not None:
+        positive("storage", storage)
+    one_of("checkpoint", checkpoint, ("auto", *PLACES))
+    design = RecoveryDesign(detect, restart, repair, spares)
+    if mtbf_gpu is not None:
+        FailureRates(mtbf_gpu, mtbf_host, mtbf_switch)  # refuses what is no rate, before a plan
+    elif mtbf_host is not None or mtbf_switch is not None:
+        raise FivefoldError(
+            "--mtbf-host or --mtbf-switch without --mtbf-gpu: the rate of a machine has failures "
+            "of every kind; give --mtbf-gpu without theirs"
+        )
+    planned = plan(model, **keys)
+    if planned.estimate is None or planned.plan.machine is None:
+        raise FivefoldError(
+            "a simulation needs the time of a step, so the machine: add --machine NAME, or name "
+            "it in the plan"
+        )
+    hours = known_mtbf(planned.plan.machine, mtbf_gpu)
+    rates = FailureRates(hours, mtbf_host, mtbf_switch)
+    from fivefold.planner.failures import failing_job, simulate_failures
+
+    job = failing_job(planned.estimate, rates, design, checkpoint, storage)
+    return SimulatedFailures(
+        planned.plan, planned.estimate, simulate_failures(job, days, runs, seed)
+    )
+
+
+def known_mtbf(machine: Machine, given: float | None) -> float:
+    """Hours between interruptions for a GPU: given, or those of the machine."""
+    hours = machine.gpu_mtbf_hours if given is None else given
+    if hours is None:
+        raise FivefoldError(
+            f"--mtbf-gpu is missing, and no rate of failures is known for {machine.name}: give "
+            "hours between two failures of one GPU (Llama 3's H100 had 50,700)"
+        )
+    return hours
+
+
+def _require_run(days: float, runs: int, seed: int) -> None:
+    if not 0 < days <= _MOST_DAYS:
+        raise FivefoldError(f"--days {days}: give days above 0, {_MOST_DAYS:,.0f} at most")
+    if above("runs", runs, 0) > _MOST_RUNS:
+        raise FivefoldError(f"--runs {runs}: give {_MOST_RUNS:,} at most")
+    if seed < 0:
+        raise FivefoldError(f"--seed {seed}: give a whole number, 0 or more")
