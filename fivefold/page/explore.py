@@ -31,7 +31,15 @@ from fivefold.core.precision import PRECISIONS
 from fivefold.core.rules import divisors
 from fivefold.core.schedule.catalog import family
 from fivefold.cost.grid import RECOMPUTE
-from fivefold.page import Params, Progress, View, explore_panels, explore_search, timeline
+from fivefold.page import (
+    Params,
+    Progress,
+    View,
+    explore_failures,
+    explore_panels,
+    explore_search,
+    timeline,
+)
 from fivefold.page.explore_job import command
 from fivefold.page.explore_state import CONTEXTS, SCHEDULES, State, degrees_of
 from fivefold.planner.estimate import Estimate
@@ -324,6 +332,14 @@ PANELS: dict[str, ExplorePanel] = {
         "What rank 0 sends in a step, by axis, and the slowest link that the axis crosses.",
         explore_panels.traffic_text,
         _of_plan(explore_panels.traffic_view),
+        later=True,
+    ),
+    "failures": ExplorePanel(
+        "A month with failures",
+        "What of the time does not count with checkpoints on disk, and what faster ways to recover "
+        "are worth with more GPUs.",
+        explore_failures.failures_text,
+        _of_estimate(explore_failures.failures_view),
         later=True,
     ),
     "ranking": ExplorePanel(

@@ -27,6 +27,7 @@ from fivefold.core.failures import (
     young_interval,
 )
 from fivefold.cost.checkpoint_time import checkpoint_bytes, save_cost
+from fivefold.page import explore
 from fivefold.planner.failures import FailingJob, scale_points, simulate_failures
 from fivefold.report.failure_text import scale_svg
 from tests import failure_published
@@ -202,6 +203,18 @@ def test_designs_get_better_and_the_picture_has_them() -> None:
         assert shares == sorted(shares)
     drawn = scale_svg(points, at=64)
     assert drawn.count("<polyline") == 4 and 'class="here"' in drawn
+
+
+def test_explore_draws_a_month_with_failures() -> None:
+    params = {"model": "llama-7b", "gpus": "4096", "tp": "2", "pp": "1", "batch": "4096"}
+    params |= {"schedule": "1f1b", "machine": "h100"}
+    view = explore.pictures(params)["failures"]
+    assert view["missing"] is None and view["gpus"] == 4096
+    assert view["goodput"] == pytest.approx(1 - sum(view["lost"].values()))
+    assert all(len(each["shares"]) == len(view["scales"]) for each in view["designs"])
+    assert any("Young and Daly" in line for line in explore.PANELS["failures"].text(view))
+    other = explore.pictures(params | {"machine": "b200"})["failures"]
+    assert "b200" in other["missing"] and other["designs"] == []
 
 
 def simulate(capsys: pytest.CaptureFixture[str], words: str) -> tuple[int, str]:
