@@ -22,11 +22,24 @@ from fivefold.parallel.matrix_gather import GatheredMatrices
 from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.tensor import sum_partial
 
+_FIRST_LOAD = 5  # of the totals: loss, squared norm, stop requests and two of the watch come first
+
 
 class Optimizer(Protocol):
     """Anything that updates what the job owns from its gradients."""
 
     def step(self) -> object: ...
+
+
+class StepWatch(Protocol):
+    """Looks for flipped bits in what stays in memory from one update to the next."""
+
+    def before_update(self) -> Tensor:
+        """Two numbers whose sums over all ranks are zero unless some bit has flipped: by how much
+        copies differ, and how many tensors of this rank have changed since the last update."""
+
+    def after_update(self) -> None:
+        """Weights and states are new."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +49,8 @@ class StepOutcome:
 
     All of it is still on the device: reading one waits for the step, and not every step is read.
     The outcome of a guarded step is on the host, and its update may still run. `skipped`: loss or
-    norm was not finite, and nothing was updated.
+    norm was not finite or `beyond` its bound, and nothing was updated. `flips` are the sums of what
+    the watch of all ranks found.
     """
 
     loss: Tensor
@@ -45,6 +59,8 @@ class StepOutcome:
     load: Load | None = None
     stops: Tensor | None = None
     skipped: bool = False
+    beyond: bool = False
+    flips: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -55,13 +71,28 @@ class Guard:
     A guarded step waits once, for its loss and norm, and calls `on_read` then, with the event that
     the device has just passed. It updates nothing where the norm or the loss is not finite. If the
     updater sees to that by itself, and `uncount` makes it forget such an update, the update is
-    issued before the host waits, so that the device never does.
+    issued before the host waits, so that the device never does. Nothing is updated either where
+    loss or norm is above its `bound`.
     """
 
     scale: float = 1.0
     stop: bool = False
     on_read: Callable[[torch.cuda.Event | None], None] = lambda _: None
     uncount: Callable[[], None] | None = None
+    bound: tuple[float, float] | None = None
+    watch: StepWatch | None = None
+
+    def is_beyond(self, numbers: Tensor) -> Tensor:
+        """Whether loss or norm is above its bound, where the numbers are."""
+        if self.bound is None:
+            return torch.zeros_like(numbers[0], dtype=torch.bool)
+        loss, norm = self.bound
+        return (numbers[0] > loss) | (numbers[1].sqrt() / self.scale > norm)
+
+    def factor(self, numbers: Tensor, max_norm: float) -> Tensor:
+        """What gradients are multiplied with; not a number where nothing is to be updated."""
+        found = clip_factor(numbers, max_norm, self.scale) / self.scale
+        return found.masked_fill(self.is_beyond(numbers), float("nan"))
 
 
 class Reading:
@@ -131,35 +162,40 @@ def step(
     sum_partial([(job.shards[each.row.name], each.grad) for each in job.owned], job.mesh)
     sum_copies(job)
     loss = sum(losses.values(), torch.zeros_like(tokens))
-    summed = totals(job, loss, asked.stop)
+    summed = totals(job, loss, asked)
+    job.mesh.record_on(None)  # what follows depends on whether weights are updated
     numbers, skipped = summed, False
     if guard is None:
         update(job, optimizer, clip_factor(summed, max_norm))
     else:
         numbers, skipped = guarded_update(job, optimizer, summed, max_norm, guard)
+    if asked.watch is not None:
+        asked.watch.after_update()
     for chunk in job.chunks:
         chunk.data.publish()
     if not skipped:
-        job.balancing.settle(summed[3:])
-    load = None if skipped else job.balancing.load_of(numbers[3:])
+        job.balancing.settle(summed[_FIRST_LOAD:])
+    load = None if skipped else job.balancing.load_of(numbers[_FIRST_LOAD:])
     loss, norm, stops = numbers[0], numbers[1].sqrt() / asked.scale, numbers[2]
     clip = clip_factor(numbers, max_norm, asked.scale)
-    return StepOutcome(loss, norm, clip, load, stops, skipped)
+    beyond = skipped and bool(asked.is_beyond(numbers))
+    return StepOutcome(loss, norm, clip, load, stops, skipped, beyond, numbers[3:_FIRST_LOAD])
 
 
 def guarded_update(
     job: Job, optimizer: Optimizer, summed: Tensor, max_norm: float, guard: Guard
 ) -> tuple[Tensor, bool]:
-    """Read the numbers of a step, and update if they are finite: those numbers, and whether the
-    update was skipped."""
+    """Read the numbers of a step, and update if they are finite and within their bounds: those
+    numbers, and whether the update was skipped."""
     reading = Reading(summed)
     if guard.uncount:
-        update(job, optimizer, clip_factor(summed, max_norm, guard.scale) / guard.scale)
+        update(job, optimizer, guard.factor(summed, max_norm))
     numbers = reading.wait()
     guard.on_read(reading.event)
-    skipped = not bool(torch.isfinite(numbers[:2]).all())
+    factor = guard.factor(numbers, max_norm)
+    skipped = not bool(factor.isfinite())
     if guard.uncount is None and not skipped:
-        update(job, optimizer, clip_factor(numbers, max_norm, guard.scale) / guard.scale)
+        update(job, optimizer, factor)
     if guard.uncount and skipped:
         guard.uncount()
     return numbers, skipped
@@ -248,12 +284,13 @@ def sum_copies(job: Job) -> None:
         job.mesh.sum_together([each.grad for each in shared], TWIN)
 
 
-def totals(job: Job, loss: Tensor, stop: bool) -> Tensor:
-    """Loss, squared gradient norm, requests to stop and expert statistics of the whole job, from
-    what this rank has of each."""
+def totals(job: Job, loss: Tensor, asked: Guard) -> Tensor:
+    """Loss, squared gradient norm, requests to stop, what the watch found and expert statistics of
+    the whole job, from what this rank has of each."""
     mine = [loss.to(torch.float64) / job.mesh.size("tp"), squared_norm(job)]
-    wish = mine[0].new_full((), float(stop))
-    everything = torch.cat([torch.stack([*mine, wish]), job.balancing.take()])
+    wish = mine[0].new_full((), float(asked.stop))
+    flips = mine[0].new_zeros(2) if asked.watch is None else asked.watch.before_update()
+    everything = torch.cat([torch.stack([*mine, wish]), flips, job.balancing.take()])
     if job.mesh.size(WORLD) > 1:
         job.mesh.all_reduce(everything, WORLD, dist.ReduceOp.SUM).wait()
     return everything

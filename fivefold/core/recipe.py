@@ -76,6 +76,8 @@ class Recipe:
     `+`. `compile` is true, false, or auto: on GPUs. `lora` is the rank of adapters, 0 without any;
     `lora_alpha` is twice the rank if None; `lora_targets` and `train_only` are parts of names
     (`core/tuning.py`). `dpo_beta` is that of DPO on preference pairs, 0 without.
+    Copies of weights and states are compared every `compare_every` steps, and every `replay`-th
+    step is run twice; 0 means never.
     """
 
     steps: int = 20
@@ -108,11 +110,14 @@ class Recipe:
     lora_targets: str = ALL
     train_only: str = ""
     dpo_beta: float = 0.0
+    compare_every: int = 20
+    replay: int = 0
 
     def __post_init__(self) -> None:
         """Refuse every impossible value in one error."""
         low = {"steps": 1, "keep": 1, "seed": 0, "eval_every": 0, "skip_limit": 0}
         low |= {"sample_every": 0, "lora": 0, "copy_every": 0, "copy_domain": 0}
+        low |= {"compare_every": 0, "replay": 0}
         found = [
             f"{key} = {getattr(self, key)}: at least {least}"
             for key, least in low.items()

@@ -64,7 +64,7 @@ PAYLOADS: dict[tuple[str, str], str] = {
     ("all_reduce", "fsdp"): "maxima of weights in fp8, with ZeRO",
     ("all_reduce", "scale"): "maxima of inputs and gradients that share a scale in fp8",
     ("all_reduce", "twin"): "gradients of weights that are on two stages",
-    ("all_reduce", "world"): "loss and squared gradient norm, once a step",
+    ("all_reduce", "world"): "loss, squared gradient norm and hashes, once a step",
     ("all_gather", "tp"): "tokens before split matmuls, with sequence parallelism",
     ("all_gather", "etp"): "tokens before experts that are sharded in width",
     ("all_gather", "fsdp"): "weights, with ZeRO",

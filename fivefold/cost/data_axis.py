@@ -106,14 +106,14 @@ def unit_collectives(job: DataJob, units: UnitGroup) -> Iterator[DataCollective]
     )
 
 
-_TOTALS = 24  # bytes: the loss, the squared norm and stop requests, float64
+_TOTALS = 40  # bytes: loss, squared norm, stop requests and two sums of hashes, float64
 _ASYNC_TOTALS = 16  # asynchronous runs take no stop requests
 
 
 def step_totals(ranks: Number, world: Number, size: int) -> Iterator[DataCollective]:
     """All-reduces once a step: first the token count (8 bytes) over dp-cp; at the end, over the
-    world, the loss, the squared gradient norm and stop requests (24 bytes), and what the experts
-    recorded."""
+    world, the loss, the squared gradient norm, stop requests and sums of hashes (40 bytes), and
+    what the experts recorded."""
     yield DataCollective("dp-cp", "all_reduce", COUNT * (ranks > 1), ranks, 1 * (ranks > 1))
     yield DataCollective("world", "all_reduce", size * (world > 1), world, 1 * (world > 1))
 

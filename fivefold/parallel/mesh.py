@@ -33,8 +33,10 @@ from fivefold.core.groups import (
 from fivefold.core.plan import Plan
 from fivefold.cost.matching import CONNECT
 from fivefold.parallel import transport
+from fivefold.parallel.bit_sums import Tape
 from fivefold.parallel.lanes import Lanes
 from fivefold.parallel.transport import Pending
+from fivefold.parallel.wait_timer import WaitTimer
 
 FAKE = "fake"  # torch's backend for one rank of a job whose other ranks do not exist
 MESSAGE_CTAS = 4  # NCCL's blocks on the GPU for a pipeline message: few, because they wait there
@@ -84,18 +86,38 @@ class Phase:
 class Issued:
     """A collective that was issued and not yet waited for.
 
-    Where it `yields`, the wait gives the turn to the other lane first.
+    Where it `yields`, the wait gives the turn to the other lane first. What it brings is `filled`,
+    or made by the wait.
     """
 
-    def __init__(self, mesh: Mesh, pending: Pending, tokens: Tokens, yields: bool) -> None:
+    def __init__(
+        self,
+        mesh: Mesh,
+        pending: Pending,
+        tokens: Tokens,
+        yields: bool,
+        brings: tuple[str, str],
+        filled: Tensor | None = None,
+        pair: tuple[int, int] | None = None,
+    ) -> None:
         self.mesh, self.pending, self.tokens, self.yields = mesh, pending, tokens, yields
+        self.tape = mesh.tape
+        self.brings, self.filled, self.pair = brings, filled, pair
 
     def wait(self) -> Any:
         """What the collective brought."""
         if self.yields:
             self.mesh.lanes.pause()
+        timer = self.mesh.timer
+        since = timer.now() if timer.running else None
         found = self.pending.wait()
+        if since is not None:
+            timer.waited(self.brings[0], since)
         self.mesh.close(self.tokens)
+        came = found if self.filled is None else self.filled
+        if self.tape is not None and isinstance(came, Tensor):
+            self.tape.add(*self.brings, came, sent=False, pair=self.pair)
+        self.tape = self.filled = None
         return found
 
     def is_over(self) -> bool:
@@ -127,6 +149,8 @@ class Mesh:
         self.alone = self.backend == FAKE
         self.records: Counter[CollectiveRecord] = Counter()
         self.lanes = Lanes(device)
+        self.tape: Tape | None = None
+        self.timer = WaitTimer(device)
         # The ranks of this rank's groups.
         self.members = {role: group_of(topology, role, self.rank) for role in ROLES}
         self.groups: dict[str, dist.ProcessGroup] = {}
@@ -221,6 +245,10 @@ class Mesh:
         self.groups.clear()
         self.channels.clear()
 
+    def record_on(self, tape: Tape | None) -> None:
+        """Hash from now on what this rank sends and receives; None: no longer."""
+        self.tape = tape
+
     def issue(
         self,
         axis: str,
@@ -229,10 +257,13 @@ class Mesh:
         start: Callable[[dist.ProcessGroup], Pending],
         *,
         yields: bool = False,
+        fills: Tensor | None = None,
     ) -> Issued:
-        """Note a collective of this input and start it."""
+        """Note a collective of this input and start it; it `fills` a tensor or makes one."""
         tokens = self.note(axis, kind, tensor)
-        return Issued(self, start(self.groups[axis]), tokens, yields)
+        if self.tape is not None:
+            self.tape.add(axis, kind, tensor, sent=True)
+        return Issued(self, start(self.groups[axis]), tokens, yields, (axis, kind), fills)
 
     def all_reduce(
         self, tensor: Tensor, axis: str, op: dist.ReduceOp.RedOpType, *, yields: bool = False
@@ -244,6 +275,7 @@ class Mesh:
             tensor,
             lambda group: transport.all_reduce(tensor, op, group),
             yields=yields,
+            fills=tensor,
         )
 
     def reduce_scatter(
@@ -256,6 +288,7 @@ class Mesh:
             full,
             lambda group: transport.reduce_scatter(output, full, group),
             yields=yields,
+            fills=output,
         )
 
     def all_gather(self, full: Tensor, shard: Tensor, axis: str, *, yields: bool = False) -> Issued:
@@ -266,6 +299,7 @@ class Mesh:
             shard,
             lambda group: transport.all_gather(full, shard, group),
             yields=yields,
+            fills=full,
         )
 
     def gather(self, x: Tensor, axis: str, dim: int) -> Tensor:
@@ -302,7 +336,12 @@ class Mesh:
             CollectiveRecord(PIPELINE, "send", tensor.nbytes, 2), (self.rank, column[target])
         )
         channel = self.channels[self.coord(PIPELINE), target]
-        return Issued(self, transport.send(tensor, column[target], channel), tokens, False)
+        if self.tape is not None:
+            pair = (self.rank, column[target])
+            self.tape.add(PIPELINE, "send", tensor, sent=True, pair=pair)
+        return Issued(
+            self, transport.send(tensor, column[target], channel), tokens, False, (PIPELINE, "send")
+        )
 
     def receive(self, size: torch.Size, dtype: torch.dtype, source: int) -> Issued:
         """Start to receive the next message of another stage of this rank's pipeline."""
@@ -313,7 +352,8 @@ class Mesh:
         )
         channel = self.channels[source, self.coord(PIPELINE)]
         pending = transport.receive(size, dtype, self.device, column[source], channel)
-        return Issued(self, pending, tokens, False)
+        pair = (column[source], self.rank)
+        return Issued(self, pending, tokens, False, (PIPELINE, "recv"), pair=pair)
 
     def pass_on(self, tensor: Tensor, axis: str) -> Issued:
         """Start to send to the next rank of the axis and to receive from the one before; the wait
@@ -321,8 +361,10 @@ class Mesh:
         ranks, coord = self.members[axis], self.coord(axis)
         after, before = (ranks[(coord + step) % len(ranks)] for step in (1, -1))
         tokens = (*self.note(axis, "send", tensor), *self.note(axis, "recv", tensor))
+        if self.tape is not None:
+            self.tape.add(axis, "send", tensor, sent=True)
         pending = transport.pass_on(tensor, after, before, self.groups[axis])
-        return Issued(self, pending, tokens, yields=True)
+        return Issued(self, pending, tokens, True, (axis, "recv"))
 
     def note(self, axis: str, kind: str, tensor: Tensor) -> Tokens:
         """Record a collective that is about to be issued; `close` tells that it is over."""

@@ -28,7 +28,14 @@ BUILD, LOAD, SAVE, EVAL = "build", "load", "save", "eval"  # besides the steps
 STEPS, LOST, SKIPPED, DOWN, OTHER = "steps", "lost", "skipped", "down", "other"
 _NAMES = (STEPS, BUILD, LOAD, SAVE, EVAL, SKIPPED, LOST, DOWN, OTHER)
 _RATES = ("tokens_per_s", "tokens_per_s_per_gpu")
-_ADDED = ("data", "wall_s", "evals", "preference")  # records of older versions do not have them
+_ADDED = (
+    "data",
+    "wall_s",
+    "evals",
+    "preference",
+    "again",
+    "slow",
+)  # records of older versions do not have them
 _WINDOW = 100  # the last steps, from which the remaining time is estimated
 
 
@@ -87,6 +94,8 @@ class StepRecord:
     wall_s: float | None = None
     evals: dict[str, dict[str, float | None]] | None = None  # by set
     preference: dict[str, float | None] | None = None  # of DPO: accuracy, margin and rewards
+    again: dict[str, Any] | None = None  # of a step that ran twice: why, same, ranks
+    slow: list[dict[str, Any]] | None = None  # ranks, hosts and links that make it longer
 
     @property
     def elapsed(self) -> float:

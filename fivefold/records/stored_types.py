@@ -85,8 +85,26 @@ def check_record(values: Mapping[str, Any]) -> None:
         numbers("load", dict(enumerate(_list("load", values["load"]))))
     if values["preference"] is not None:
         numbers("preference", values["preference"], none=True)
+    if values["again"] is not None:
+        again = table("again", values["again"])
+        _names("again", again)
+        if again["why"] is not None:
+            text("again.why", again["why"])
+        if not isinstance(again["same"], bool):
+            raise TypeError("again.same is neither true nor false")
+    for each in _list("slow", values["slow"] or []):
+        one = table("slow", each)
+        _names("slow", one)
+        number("slow.share", one["share"])
+        text("slow.what", one["what"])
+        text("slow.words", one["words"])
     for name, one in table("evals", values["evals"] or {}).items():
         numbers(f"evals.{name}", one, none=True)
+
+
+def _names(name: str, one: Mapping[str, Any]) -> None:
+    for rank in _list(f"{name}.ranks", one["ranks"]):
+        whole(f"{name}.ranks", rank)
 
 
 def check_start(start: Any) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from fivefold.core.errors import counted
 from fivefold.core.plan import Plan
 from fivefold.core.recipe import Recipe
 from fivefold.records import GIB, STEPS, PlannedStep, StepRecord, Summary
+from fivefold.records.stragglers import SHOWN_SHARE
 from fivefold.report import rough_duration, thousands
 
 _CATEGORIES = ("weights", "gradients", "optimizer", "padding", "total")
@@ -63,6 +64,11 @@ def step_line(record: StepRecord, steps: int, eta: float | None = None) -> str:
         words.append(f"fullest expert {record.fullest:.1f}x")
     if record.eval_loss is not None:
         words.append(_evaluated(record))
+    words += [
+        f"{each['words']}: {each['share']:.0%} of the step"
+        for each in record.slow or []
+        if each["share"] >= SHOWN_SHARE
+    ]
     if record.skipped is not None:
         words.append(f"skipped ({record.skipped})")
     return " | ".join(words)

@@ -25,6 +25,7 @@ from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.offload import GradientHome
 from fivefold.parallel.stage import ActionObserver, Instruments
 from fivefold.step import updater_of
+from fivefold.train.callbacks.pace import PaceCallback
 from fivefold.train.callbacks.records import SpanCallback, require_trackers
 from fivefold.train.callbacks.watchdog import WatchdogCallback
 from fivefold.train.checkpoint import latest
@@ -56,12 +57,15 @@ def build_rank(
     device: torch.device,
     phases: WatchdogCallback,
     spans: SpanCallback,
+    pace: PaceCallback,
 ) -> BuiltRank:
-    """Build one rank; `phases` and `spans` observe its collectives and its actions."""
+    """Build one rank; `phases`, `spans` and `pace` observe its collectives, and the first two its
+    actions."""
     recipe = settings.recipe
-    _choose_kernels(settings.deterministic)
+    _choose_kernels(settings.exact)
     _cache_kernels(settings.folder)
-    mesh = Mesh.of(plan, device, observers=(phases, spans))
+    mesh = Mesh.of(plan, device, observers=(phases, spans, pace))
+    pace.watch(mesh)
     disk = None if recipe.disk is None else Path(recipe.disk)
     away = None if recipe.grads_disk is None else Path(recipe.grads_disk)
     for folder in (disk, away):

@@ -28,12 +28,15 @@ from fivefold.train.callbacks.checkpoints import CheckpointCallback
 from fivefold.train.callbacks.copies import CopyCallback
 from fivefold.train.callbacks.evaluation import EvaluationCallback
 from fivefold.train.callbacks.memory import MemoryCallback
+from fivefold.train.callbacks.pace import PaceCallback
 from fivefold.train.callbacks.records import RecordCallback, SpanCallback
 from fivefold.train.callbacks.samples import SampleCallback
 from fivefold.train.callbacks.stop import StopCallback
 from fivefold.train.callbacks.watchdog import PhaseLimits, WatchdogCallback
 from fivefold.train.clock import StepClock, StepMark
+from fivefold.train.integrity import Integrity, exchanged
 from fivefold.train.preference import PreferenceObjective, objective_of
+from fivefold.train.replaying import Bound, ReplayCallback
 from fivefold.train.state import Progress, TrainedRank, TrainSettings
 
 
@@ -59,10 +62,11 @@ def run_rank(
         phases = WatchdogCallback(watchdog, PhaseLimits.of(plan, recipe, mine.device.type))
         events = folder if recipe.events else None
         spans = SpanCallback(events, worker.rank, mine.device, worker.report)
+        pace = PaceCallback(exchanged)
 
         phases.phase("build", long=True)
         with spent.on(BUILD):
-            rank = build_rank(plan, settings, mine.device, phases, spans)
+            rank = build_rank(plan, settings, mine.device, phases, spans, pace)
         parts = (worker, settings, folder, rank, progress, spent, phases)
         checkpoints, copies = CheckpointCallback(*parts), CopyCallback(*parts)
         phases.phase("load", long=True)
@@ -75,13 +79,16 @@ def run_rank(
             with spent.on(EVAL):
                 objective = objective_of(rank, settings, begun=progress.step > 0)
         stop = StopCallback(worker, progress, recipe.skip_limit, checkpoints)
+        replays, integrity = _watches(worker, rank, settings)
         callbacks = (
             spans,
             phases,
+            pace,
             EvaluationCallback(recipe, rank, progress, spent, objective),
             SampleCallback(worker, recipe, folder, rank, spent, phases),
             MemoryCallback(worker, recipe, folder, rank, progress),
             RecordCallback(worker, plan, settings, folder, progress, spent),
+            replays,
             stop,
             checkpoints,
             copies,
@@ -91,10 +98,20 @@ def run_rank(
         restart = 0 if folder is None else folder.restart
         _Loop(
             *(rank, settings, progress, spent, clock, stop, callbacks, result, reverse, restart),
-            objective=objective,
+            *(replays, integrity, objective),
         ).run()
         rank.close()
         return result
+
+
+def _watches(
+    worker: Worker, rank: BuiltRank, settings: TrainSettings
+) -> tuple[ReplayCallback, Integrity | None]:
+    """What looks for flipped bits: in steps that run again, and in memory."""
+    mesh, recipe, every = rank.job.mesh, settings.recipe, settings.recipe.compare_every
+    exact = settings.exact or mesh.device.type == "cpu"
+    replays = ReplayCallback(worker, mesh, recipe.replay, every > 0, exact)
+    return replays, Integrity(rank.job, rank.updater, every) if every else None
 
 
 @dataclass(frozen=True)
@@ -111,7 +128,9 @@ class _Loop:
     result: TrainedRank
     reverse: bool
     restart: int
-    objective: PreferenceObjective | None = None
+    replays: ReplayCallback
+    integrity: Integrity | None
+    objective: PreferenceObjective | None
     pending: deque[_PendingRecord] = field(default_factory=deque["_PendingRecord"])
 
     def run(self) -> None:
@@ -158,23 +177,42 @@ class _Loop:
 
     def _step(self, number: int, batches: list[TokenBatch]) -> StepOutcome:
         """One optimizer step."""
-        job, updater, recipe = self.rank.job, self.rank.updater, self.settings.recipe
         for each in self.callbacks:
             each.before_step(number)
-        updater.set_lr(recipe.lr_at(number))
+        self.rank.updater.set_lr(self.settings.recipe.lr_at(number))
         weights = self._weights(batches)  # its forward is no part of the step's traffic
-        job.mesh.records.clear()
+        if self.integrity is not None:
+            self.integrity.begin(number)
+        attempt = partial(self._attempt, number, batches, weights, self.stop.requested)
+        expected = self.progress.scale.explains_overflow
+        outcome = self.replays.run(number, attempt, expected)
+        if self.integrity is not None and outcome.flips is not None and outcome.flips.any():
+            raise self.integrity.error()
+        if self.objective is None:
+            return outcome
+        return replace(outcome, loss=torch.tensor(self.objective.loss, dtype=torch.float64))
+
+    def _attempt(
+        self,
+        number: int,
+        batches: list[TokenBatch],
+        weights: list[float] | None,
+        stop: bool,
+        bound: Bound | None,
+    ) -> StepOutcome:
+        """Run a step, which updates nothing above its bound."""
+        job, updater, recipe = self.rank.job, self.rank.updater, self.settings.recipe
         uncount = partial(updater.resume_after, updater.count) if updater.skips else None
-        scale, stop = self.progress.scale.value, self.stop.requested
-        guard = Guard(scale, stop, self.clock.synchronised, uncount)
+        scale, clip = self.progress.scale.value, recipe.clip
+        guard = Guard(scale, stop, self.clock.synchronised, uncount, bound, self.integrity)
         last = number == self.progress.last_step
         optimizer = _MeasuredUpdate(self.rank, self.result) if last else updater
         ordered = batches[::-1] if self.reverse else batches
-        if self.objective is None or weights is None:
-            return step(job, optimizer, ordered, recipe.clip, guard)
-        weights = weights[::-1] if self.reverse else weights
-        outcome = step(job, optimizer, ordered, recipe.clip, guard, weights, per_token=False)
-        return replace(outcome, loss=torch.tensor(self.objective.loss, dtype=torch.float64))
+        job.balancing.routes.clear()
+        if weights is None:
+            return step(job, optimizer, ordered, clip, guard)
+        turned = weights[::-1] if self.reverse else weights
+        return step(job, optimizer, ordered, clip, guard, turned, per_token=False)
 
     def _weights(self, batches: list[TokenBatch]) -> list[float] | None:
         """Of the losses of microbatches, in the order of these; None: all count alike."""

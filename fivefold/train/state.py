@@ -52,6 +52,11 @@ class TrainSettings:
     copy_domain: int = 0  # ranks of a failure domain; 0: all copies are in that memory alone
 
     @property
+    def exact(self) -> bool:
+        """Whether kernels add in one order: steps that run twice are compared to the bit."""
+        return self.deterministic or self.recipe.replay > 0
+
+    @property
     def last_step(self) -> int:
         """The last step of this start."""
         return min(self.recipe.steps, self.until or self.recipe.steps)

@@ -40,6 +40,8 @@ UNCHANGING = (
     "log",
     "events",
     "compile",
+    "compare_every",
+    "replay",
 )  # change no number
 ELSEWHERE = {
     **dict.fromkeys(("lora", "lora_alpha", "lora_targets", "train_only"), "verify, and PEFT"),

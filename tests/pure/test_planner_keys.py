@@ -98,6 +98,8 @@ FREE = {
     "eval_every": "evaluations are between steps, and reported apart",
     "sample_every": "samples are between steps; their weights are there only while they are drawn",
     "skip_limit": "a count",
+    "compare_every": "one pass over weights and states in N steps; its cost is measured below 1%",
+    "replay": "one more forward and backward in N steps: a proof, and reported as such",
     "log": "records are written in the background",
     "events": "the same; `docs` has what it costs when it is measured",
 }

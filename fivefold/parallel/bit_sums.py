@@ -1,0 +1,140 @@
+"""Hashes of tensors, and a tape of them for everything that a rank sends and receives.
+
+A hash is the exact sum of a tensor's bits, read as integers of 8 bytes, modulo 2^64. It depends on
+no order of additions, so that it is the same on every device, and one flipped bit always changes
+it. Two hashes of several tensors are combined modulo a prime below 2^31, in which powers of two
+differ for 64 bits and more: sums over many ranks are then exact in float64.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fivefold.core.groups import DIMENSIONS, PIPELINE, WORLD
+
+PRIME = 2_147_483_629  # 2^31 - 19
+_BASE = 1_103_515_245
+_WIDE = 8  # bytes that are added at once
+_NARROW = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_SAMPLE = 1 << 16  # words of a tensor that a short tape reads
+_OF_SHORT_TAPES = {PIPELINE, WORLD, *(name for name, axis in DIMENSIONS.items() if axis == "dp")}
+
+
+@torch.no_grad()
+def bit_sum(tensor: Tensor, most: int | None = None) -> Tensor:
+    """The hash of a tensor; with `most`, of its first words of 8 bytes."""
+    flat = tensor.detach().reshape(-1)
+    itemsize = flat.element_size()
+    per_word = _WIDE // itemsize
+    if most is not None:
+        flat = flat[: most * per_word]
+    if flat.storage_offset() % per_word:  # words would begin elsewhere than in other copies
+        flat = flat.clone()
+    stop = len(flat) - len(flat) % per_word
+    total = flat[:stop].view(torch.int64).sum()
+    if stop < len(flat):
+        total = total + flat[stop:].view(_NARROW[itemsize]).sum(dtype=torch.int64)
+    return total
+
+
+def bit_sums(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
+    """The hash of each."""
+    if not tensors:
+        return torch.zeros(0, dtype=torch.int64, device=device)
+    return torch.stack([bit_sum(each).to(device, non_blocking=True) for each in tensors])
+
+
+@lru_cache(maxsize=64)
+def _powers(number: int, device: torch.device) -> Tensor:
+    found, power = list[int](), 1
+    for _ in range(number):
+        power = power * _BASE % PRIME
+        found.append(power)
+    return torch.tensor(found, dtype=torch.int64, device=device)
+
+
+def combined(sums: Tensor) -> Tensor:
+    """One number below 2^31 for several hashes, each at its place."""
+    return (sums % PRIME * _powers(len(sums), sums.device) % PRIME).sum() % PRIME
+
+
+class TapeEntry(NamedTuple):
+    """One message: which collective, whether this rank sent it, its hash, and its source and target
+    if it goes between two ranks."""
+
+    name: str
+    sent: bool
+    hash: Tensor
+    pair: tuple[int, int] | None
+
+
+class TapeRead(NamedTuple):
+    """The same on the host."""
+
+    name: str
+    sent: bool
+    hash: int
+    pair: tuple[int, int] | None
+
+
+class Tape:
+    """What a rank sent and received in a step, by hashes, in its own order.
+
+    A `whole` tape has every collective in full. A short one has pipeline messages and the
+    collectives of the data dimension, and of each the first 512 KiB.
+    """
+
+    def __init__(self, whole: bool) -> None:
+        self.whole, self.entries = whole, list[TapeEntry]()
+
+    def add(
+        self,
+        axis: str,
+        kind: str,
+        tensor: Tensor,
+        *,
+        sent: bool,
+        pair: tuple[int, int] | None = None,
+    ) -> None:
+        """Note a message."""
+        if self.whole or axis in _OF_SHORT_TAPES:
+            found = bit_sum(tensor, None if self.whole else _SAMPLE)
+            self.entries.append(TapeEntry(f"{axis}/{kind}", sent, found, pair))
+
+    def read(self) -> list[TapeRead]:
+        """All entries on the host."""
+        if not self.entries:
+            return []
+        hashes = torch.stack([each.hash for each in self.entries]).tolist()
+        pairs = zip(self.entries, hashes, strict=True)
+        return [TapeRead(one.name, one.sent, found, one.pair) for one, found in pairs]
+
+    def messages(self, *, sent: bool) -> dict[tuple[int, int], list[int]]:
+        """Hashes of what went between two ranks, in order."""
+        found: dict[tuple[int, int], list[int]] = {}
+        for each in self.read():
+            if each.pair is not None and each.sent == sent:
+                found.setdefault(each.pair, []).append(each.hash)
+        return found
+
+
+class TapeDifference(NamedTuple):
+    """The first message that differs: what this rank `sent` or received, and its number."""
+
+    name: str
+    sent: bool
+    number: int
+
+
+def first_difference(one: Tape, other: Tape) -> TapeDifference | None:
+    """Between two runs of a step. A rank whose first difference was sent had received the same
+    before: the cause is there. A rank whose first difference was received is a victim."""
+    for number, (a, b) in enumerate(zip(one.read(), other.read(), strict=False)):
+        if a != b:
+            return TapeDifference(a.name, a.sent, number)
+    return None

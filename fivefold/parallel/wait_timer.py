@@ -1,0 +1,88 @@
+"""How long a rank waits in its collectives, by role, and when the messages of its pipeline moved.
+
+On a CPU the host waits. On a GPU its stream does: an event before a wait is reached when the work
+before it is done, and one after it when the collective is. Messages are timed on a CPU only, where
+the host that waits is the one that computes.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any, NamedTuple
+
+import torch
+
+_MOST_MESSAGES = 64  # of one direction in a step
+
+
+class WaitTimer:
+    """The waits of one step at a time, while it is `running`."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.on_gpu = device, device.type == "cuda"
+        self.running = False
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget the step before."""
+        self.waits: list[tuple[str, Any, Any]] = []
+        self.sends: dict[tuple[int, int], list[float]] = {}
+        self.receives: dict[tuple[int, int], list[tuple[float, float]]] = {}
+
+    def start(self) -> None:
+        """A step begins."""
+        self.clear()
+        self.running, self.begun = True, self.now()
+
+    def now(self) -> Any:
+        """This moment, of the host or of its stream."""
+        if not self.on_gpu:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self.device))
+        return event
+
+    def waited(self, role: str, since: Any) -> None:
+        """A wait that began then is over."""
+        self.waits.append((role, since, self.now()))
+
+    def sent(self, pair: tuple[int, int]) -> None:
+        """A message leaves."""
+        found = self.sends.setdefault(pair, [])
+        if not self.on_gpu and len(found) < _MOST_MESSAGES:
+            found.append(time.time())
+
+    def received(self, pair: tuple[int, int], posted: float) -> None:
+        """A message that was awaited since `posted` is here."""
+        found = self.receives.setdefault(pair, [])
+        if not self.on_gpu and len(found) < _MOST_MESSAGES:
+            found.append((posted, time.time()))
+
+    def stop(self) -> TimedStep:
+        """The step is issued."""
+        self.running = False
+        return TimedStep(self.begun, self.now(), self.waits, self.on_gpu)
+
+
+class TimedStep(NamedTuple):
+    """A step and its waits, as moments of the host or of its stream."""
+
+    begun: Any
+    end: Any
+    waits: list[tuple[str, Any, Any]]
+    on_gpu: bool
+
+    @property
+    def passed(self) -> bool:
+        """Whether it can be read without a wait."""
+        return not self.on_gpu or self.end.query()
+
+    def read(self) -> tuple[float, dict[str, float]]:
+        """Its seconds, and those of its waits by role."""
+        waited: dict[str, float] = {}
+        for role, since, until in self.waits:
+            waited[role] = waited.get(role, 0.0) + self._seconds(since, until)
+        return self._seconds(self.begun, self.end), waited
+
+    def _seconds(self, since: Any, until: Any) -> float:
+        return 1e-3 * since.elapsed_time(until) if self.on_gpu else until - since

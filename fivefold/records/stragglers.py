@@ -1,0 +1,161 @@
+"""Slow ranks, hosts and links: who makes a step longer, and by how much.
+
+Every rank measures how long it waited in collectives, by role. The rest of its step is its own
+time. A rank that computes longer than its peers, the ranks of the same stage, makes all others wait
+for the difference, so that waits show who is slow by being short.
+
+Of a group, the member that waits least came last: its wait is the time of the link. A message of a
+pipeline takes from the moment when both sides were there until it came. A link is slow beside other
+groups of its role; where there are none, beside its own best time of this start.
+
+The least time of ten steps counts: what is always slow is slow then too, and a pause is not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any, NamedTuple
+
+LEAST_SHARE = 0.01  # of a step: what costs less is not named
+SHOWN_SHARE = 0.03  # what costs more is in the step line
+_SLOW_RANK = 1.1  # times its peers
+_SLOW_LINK = 1.5  # times other links
+_MOST = 4  # named at once, the dearest
+
+Pair = tuple[int, int]  # from one rank to another
+Link = tuple[str, tuple[int, ...]]  # role and ranks
+
+
+@dataclass(frozen=True)
+class RankPace:
+    """One rank over some steps: its least own time and the median of the step, in seconds; its
+    waits in each step by role; and the messages of its last step, by the ranks of a pair, on the
+    clock of the wall. `stage` is its pipeline rank."""
+
+    host: str
+    stage: int
+    own: float
+    step: float
+    waited: Mapping[str, Sequence[float]]
+    sends: Mapping[Pair, Sequence[float]] = field(default_factory=dict[Pair, "Sequence[float]"])
+    receives: Mapping[Pair, Sequence[tuple[float, float]]] = field(
+        default_factory=dict[Pair, "Sequence[tuple[float, float]]"]
+    )
+
+
+class Slow(NamedTuple):
+    """A rank, host or link that costs a share of each step."""
+
+    what: str  # rank, host or link
+    ranks: tuple[int, ...]
+    share: float
+    words: str
+
+    def to_json(self) -> dict[str, Any]:
+        return {**self._asdict(), "ranks": list(self.ranks), "share": round(self.share, 4)}
+
+
+def slow_ones(
+    paces: Sequence[RankPace],
+    groups: Mapping[str, Sequence[tuple[int, ...]]],
+    best: dict[object, float],
+) -> list[Slow]:
+    """The dearest first. `groups` are those of each role that communicates. `best` remembers the
+    best times of this start."""
+    step = median(one.step for one in paces)
+    ranks = list(_ranks(paces, best, step))
+    found = [*_hosts(paces, ranks), *_links(paces, groups, best, step)]
+    named = [one for one in found if one.share >= LEAST_SHARE]
+    return sorted(named, key=lambda one: -one.share)[:_MOST]
+
+
+def _ranks(paces: Sequence[RankPace], best: dict[object, float], step: float) -> Iterator[Slow]:
+    stages: dict[int, list[int]] = {}
+    for rank, one in enumerate(paces):
+        stages.setdefault(one.stage, []).append(rank)
+    for rank, one in enumerate(paces):
+        others = [paces[each].own for each in stages[one.stage] if each != rank]
+        usual = _usual(others, one.own, ("rank", rank), best)
+        if one.own > _SLOW_RANK * usual:
+            beside = "its peers" if others else "at its best"
+            words = f"rank {rank} on {one.host} computes {one.own / usual:.2f} times as long as "
+            yield Slow("rank", (rank,), (one.own - usual) / step, words + beside)
+
+
+def _hosts(paces: Sequence[RankPace], slow: Sequence[Slow]) -> Iterator[Slow]:
+    """A host all of whose ranks are slow, in the stead of these ranks."""
+    hosts: dict[str, set[int]] = {}
+    for rank, one in enumerate(paces):
+        hosts.setdefault(one.host, set()).add(rank)
+    ranks, done = {rank for one in slow for rank in one.ranks}, set[int]()
+    for host, members in hosts.items():
+        if len(hosts) > 1 and len(members) > 1 and members <= ranks:
+            mine = [one for one in slow if one.ranks[0] in members]
+            words = f"all {len(members)} ranks of {host} compute longer than their peers"
+            yield Slow("host", tuple(sorted(members)), max(one.share for one in mine), words)
+            done |= members
+    yield from (one for one in slow if one.ranks[0] not in done)
+
+
+def _links(
+    paces: Sequence[RankPace],
+    groups: Mapping[str, Sequence[tuple[int, ...]]],
+    best: dict[object, float],
+    step: float,
+) -> Iterator[Slow]:
+    times: dict[Link, float] = {}
+    for role, of_role in groups.items():
+        for group in of_role:
+            waits = [paces[rank].waited.get(role, ()) for rank in group]
+            least = [min(each) for each in zip(*waits, strict=False)]
+            times[role, group] = min(least, default=0.0)
+    weight = dict.fromkeys(times, 1)
+    stages: dict[Link, int | None] = {link: paces[link[1][0]].stage for link in times}
+    for pair, seconds, number in _messages(paces):
+        times["pp", pair], weight["pp", pair] = seconds, number
+        stages["pp", pair] = None  # messages of all stages have one size
+    for (role, group), seconds in times.items():
+        kind = (role, stages[role, group])
+        others = [
+            each
+            for link, each in times.items()
+            if (link[0], stages[link]) == kind and link[1] != group
+        ]
+        usual = _usual(others, seconds, (role, group), best)
+        if usual > 0 and seconds > _SLOW_LINK * usual:
+            share = (seconds - usual) * weight[role, group] / step
+            way = " to ".join(map(str, group)) if role == "pp" else _named(group)
+            beside = "others of its kind" if others else "at its best"
+            yield Slow(
+                *("link", group, share),
+                f"the {role} link of ranks {way} takes {seconds / usual:.2f} times as long as "
+                f"{beside}",
+            )
+
+
+def _messages(paces: Sequence[RankPace]) -> Iterator[tuple[Pair, float, int]]:
+    """For each direction of a pair: seconds of its fastest message, and how many there were.
+
+    A message that nobody waited for was there for some time, so the fastest one counts.
+    """
+    for one in paces:
+        for pair, came in one.receives.items():
+            sent = paces[pair[0]].sends.get(pair, ())
+            both = list(zip(sent, came, strict=False))
+            if both:
+                took = [end - max(begun, posted) for begun, (posted, end) in both]
+                yield pair, max(0.0, min(took)), len(both)
+
+
+def _usual(others: Sequence[float], mine: float, key: object, best: dict[object, float]) -> float:
+    """What is usual: the median of others, or the best of its own."""
+    best[key] = min(mine, best.get(key, mine))
+    return median(others) if others else best[key]
+
+
+def _named(group: Sequence[int]) -> str:
+    if len(group) > 4:
+        return f"{group[0]} to {group[-1]} ({len(group)})"
+    return ", ".join(map(str, group))

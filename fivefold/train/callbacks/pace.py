@@ -1,0 +1,103 @@
+"""Who is slow: every ten steps ranks exchange how long they computed and waited."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections import deque
+from collections.abc import Callable
+from statistics import median
+from typing import Any
+
+from fivefold.core.groups import PIPELINE, ROLES, WORLD, all_groups
+from fivefold.parallel.mesh import CollectiveRecord, Mesh
+from fivefold.parallel.wait_timer import TimedStep, WaitTimer
+from fivefold.records.stragglers import Pair, RankPace, Slow, slow_ones
+from fivefold.train.callbacks import Callback
+
+EVERY = 10  # steps from one exchange to the next
+_ON_GPU = 5  # of so many steps one is timed, where that takes events of the device
+
+
+class PaceCallback(Callback):
+    """Times the steps of a rank, and names what is slow in the record of every tenth.
+
+    As an observer of the mesh it notes when messages of the pipeline leave and come.
+    """
+
+    def __init__(self, exchange: Callable[[Mesh, Any], list[Any]]) -> None:
+        """`exchange` gives the values of all ranks."""
+        self.exchange: Callable[[Mesh, Any], list[Any]] = exchange
+        self.mesh: Mesh | None = None
+        self.unread: deque[TimedStep] = deque()
+        self.own: list[float] = []
+        self.steps: list[float] = []
+        self.waited: list[dict[str, float]] = []
+        self.best: dict[object, float] = {}
+
+    def watch(self, mesh: Mesh) -> None:
+        """The mesh is made."""
+        self.mesh = mesh
+
+    @property
+    def timer(self) -> WaitTimer | None:
+        """Of a rank that is not alone."""
+        return None if self.mesh is None or self.mesh.size(WORLD) == 1 else self.mesh.timer
+
+    def before_step(self, number: int) -> None:
+        timer = self.timer
+        if timer is not None and not (timer.on_gpu and number % _ON_GPU):
+            timer.start()
+
+    def measure(self, number: int) -> dict[str, Any]:
+        timer = self.timer
+        if timer is None or self.mesh is None:
+            return {}
+        if timer.running:
+            self.unread.append(timer.stop())
+        while self.unread and self.unread[0].passed:  # on a GPU a few steps later
+            seconds, waited = self.unread.popleft().read()
+            self.steps.append(seconds)
+            self.own.append(seconds - sum(waited.values()))
+            self.waited.append(waited)
+        if number % EVERY:
+            return {}
+        paces = self.exchange(self.mesh, self._pace(self.mesh, timer) if self.steps else None)
+        self.own, self.steps, self.waited = [], [], []
+        found = [] if None in paces else self._slow(self.mesh, paces)
+        return {"slow": [each.to_json() for each in found] or None}
+
+    def begin(
+        self, record: CollectiveRecord, members: tuple[int, ...]
+    ) -> tuple[Pair, float] | None:
+        """A message is about to leave or to come; of all else the timer of the mesh knows."""
+        timer = self.timer
+        if timer is None or not timer.running or record.axis != PIPELINE:
+            return None
+        pair = (members[0], members[-1])
+        if record.kind == "send":
+            timer.sent(pair)
+            return None
+        return (pair, time.time()) if record.kind == "recv" else None
+
+    def end(self, token: tuple[Pair, float]) -> None:
+        """A message is here."""
+        if self.timer is not None:
+            self.timer.received(*token)
+
+    def _pace(self, mesh: Mesh, timer: WaitTimer) -> RankPace:
+        roles = {role for each in self.waited for role in each}
+        return RankPace(
+            socket.gethostname(),
+            mesh.coord(PIPELINE),
+            min(self.own),
+            median(self.steps),
+            {role: [each.get(role, 0.0) for each in self.waited] for role in roles},
+            timer.sends,
+            timer.receives,
+        )
+
+    def _slow(self, mesh: Mesh, paces: list[RankPace]) -> list[Slow]:
+        known = {role for each in paces for role in each.waited} & ROLES.keys() - {PIPELINE, WORLD}
+        groups = {role: all_groups(mesh.topology, role) for role in sorted(known)}
+        return slow_ones(paces, groups, self.best)

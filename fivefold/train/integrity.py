@@ -1,0 +1,268 @@
+"""Flipped bits in memory: copies are compared, and what stays from update to update is sealed.
+
+Sealed: the hash of weights, master weights and states is taken after an update and again before the
+next one. Nothing may change them in between, so a difference is a flipped bit, on this rank, in a
+tensor that is known. Weights that never learn are sealed once.
+
+Compared: what several ranks hold (`core/copies.py`) has one hash on all of them. Each multiplies it
+by a factor, and the factors of a group sum to zero. So one number per rank, in the all-reduce that
+carries loss and norm, says whether any two copies of the whole job differ. Copies and weights that
+never learn are looked at every N steps; weights that the next gather replaces, in every step.
+
+Only when a number is not zero do ranks exchange hashes by name, to find out who is odd.
+
+On a GPU seals take two passes over weights and states, which is above 1% of a short step, so that
+they are taken around every N-th update there (N = 1: around all). States that are elsewhere than
+the model, in files or in host memory beside a GPU, are not looked at.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fivefold.core.copies import copy_roles, data_role, odd_ones, sign
+from fivefold.core.errors import FivefoldError
+from fivefold.optim.optimizer import MASTER, StateInMemory, Updater
+from fivefold.parallel.bit_sums import PRIME, bit_sums, combined
+from fivefold.parallel.compose import Job
+from fivefold.parallel.mesh import Mesh
+
+WEIGHTS, FROZEN = "weights", "frozen weights"
+_MOST_NAMED = 3  # tensors in one message
+
+
+class HeldTensor(NamedTuple):
+    """A tensor that stays in memory, by name."""
+
+    name: str
+    tensor: Tensor
+
+
+class CopyLine(NamedTuple):
+    """What the ranks of a group hold alike: `members` by their coord, and what it is."""
+
+    role: str
+    members: tuple[int, ...]
+    held: tuple[HeldTensor, ...]
+    every_step: bool = False
+
+    def hashes(self, device: torch.device) -> Tensor:
+        """Of every tensor."""
+        return bit_sums([each.tensor for each in self.held], device)
+
+
+class Seal:
+    """Hashes of tensors that nothing may change until the next update."""
+
+    def __init__(self, held: Sequence[HeldTensor], device: torch.device) -> None:
+        self.held, self.device = held, device
+        self.taken: Tensor | None = None
+        self.wrong: Tensor | None = None
+
+    def take(self) -> None:
+        """The tensors are as they should be now."""
+        self.taken = self._hashes()
+
+    def drop(self) -> None:
+        """The tensors may change."""
+        self.taken = None
+
+    def check(self) -> Tensor:
+        """How many have changed; zero where no seal was taken."""
+        if self.taken is None:
+            return torch.zeros((), dtype=torch.float64, device=self.device)
+        self.wrong = self._hashes() != self.taken
+        return self.wrong.sum().to(torch.float64)
+
+    def broken(self) -> list[str]:
+        """The names of those that had changed at the last check."""
+        wrong = [] if self.wrong is None else self.wrong.tolist()
+        return [each.name for each, bad in zip(self.held, wrong, strict=False) if bad]
+
+    def _hashes(self) -> Tensor:
+        return bit_sums([each.tensor for each in self.held], self.device)
+
+
+class Integrity:
+    """The watch of one rank over its memory."""
+
+    def __init__(self, job: Job, updater: Updater, every: int) -> None:
+        """`every`: the steps from one comparison to the next."""
+        self.mesh, self.every, self.number = job.mesh, every, 0
+        device = job.mesh.device
+        at_rest, states = _weights(job), _states(job, updater)
+        self.seal = Seal([*at_rest, *states], device)
+        self.frozen = Seal(_frozen(job), device)
+        self.frozen.take()
+        self.lines = [line for line in _lines(job, updater) if len(line.members) > 1]
+        self.always = device.type == "cpu"
+        if self.always:
+            self.seal.take()
+
+    def begin(self, number: int) -> None:
+        """This step comes now."""
+        self.number = number
+
+    def before_update(self) -> Tensor:
+        """As `StepWatch` has it."""
+        due, device = self.number % self.every == 0, self.mesh.device
+        differs = torch.zeros((), dtype=torch.float64, device=device)
+        for place, line in enumerate(self.lines):
+            if due or line.every_step:
+                factor = sign(line.members.index(self.mesh.rank), len(line.members))
+                hashed = combined(line.hashes(device)) * (place + 1) % PRIME
+                differs = differs + factor * hashed.to(torch.float64)
+        broken = self.seal.check()
+        return torch.stack([differs, broken + self.frozen.check() if due else broken])
+
+    def after_update(self) -> None:
+        """As `StepWatch` has it."""
+        if self.always or (self.number + 1) % self.every == 0:
+            self.seal.take()
+        else:
+            self.seal.drop()
+
+    def error(self) -> FivefoldError:
+        """What was found, once a sum was not zero; every rank calls this."""
+        broken = [*self.seal.broken(), *self.frozen.broken()]
+        found = exchanged(self.mesh, (socket.gethostname(), broken))
+        named = {rank: names for rank, (_, names) in enumerate(found) if names}
+        if named:
+            words = [_flipped(rank, found[rank][0], names) for rank, names in named.items()]
+        else:
+            words = list(self._odd([host for host, _ in found]))
+        last = self.number - 1 if named else max(0, self.number - self.every)
+        return FivefoldError(
+            f"step {self.number}: {'; '.join(words)}. What was computed since step {last} may be "
+            "wrong: continue with --resume from a checkpoint of that step or an earlier one, "
+            "without this device"
+        )
+
+    def _odd(self, hosts: Sequence[str]) -> Iterator[str]:
+        """Sentences about copies that differ."""
+        device = self.mesh.device
+        mine = {
+            (line.role, line.members): dict(
+                zip((one.name for one in line.held), line.hashes(device).tolist(), strict=True)
+            )
+            for line in self.lines
+        }
+        found = exchanged(self.mesh, {key: tuple(each.values()) for key, each in mine.items()})
+        groups = {key for one in found for key in one}
+        apart = [key for key in sorted(groups) if len({found[rank][key] for rank in key[1]}) > 1]
+        details = exchanged(self.mesh, {key: mine[key] for key in apart if key in mine})
+        said = set[tuple[int, ...]]()
+        for key in apart:
+            odd, names = _odd_of(key[1], [details[rank][key] for rank in key[1]])
+            if odd not in said:
+                said.add(odd)
+                yield _differs(odd, key[1], hosts, names)
+        if not apart:
+            yield "copies of weights differed, and no longer do"
+
+
+def _odd_of(
+    members: tuple[int, ...], hashes: Sequence[Mapping[str, int]]
+) -> tuple[tuple[int, ...], list[str]]:
+    """The odd ranks of a group, and the tensors in which they are."""
+    names = [name for name in hashes[0] if len({one[name] for one in hashes}) > 1]
+    by_rank = {
+        rank: tuple(one[name] for name in names) for rank, one in zip(members, hashes, strict=True)
+    }
+    return odd_ones(by_rank), names
+
+
+def _flipped(rank: int, host: str, names: Sequence[str]) -> str:
+    return f"rank {rank} on {host} has flipped bits in memory, in {_list(names)}"
+
+
+def _differs(
+    odd: Sequence[int], members: Sequence[int], hosts: Sequence[str], names: Sequence[str]
+) -> str:
+    if len(odd) == len(members):
+        ranks = " and ".join(f"{rank} on {hosts[rank]}" for rank in odd[:2])
+        return f"ranks {ranks} hold different copies of {_list(names)}, and one of them is wrong"
+    ranks = ", ".join(f"rank {rank} on {hosts[rank]}" for rank in odd)
+    return f"{ranks} holds another {_list(names)} than {len(members) - len(odd)} others"
+
+
+def _list(names: Sequence[str]) -> str:
+    rest = len(names) - _MOST_NAMED
+    return ", ".join(names[:_MOST_NAMED]) + (f" and {rest} more" if rest > 0 else "")
+
+
+def exchanged(mesh: Mesh, value: Any) -> list[Any]:
+    """The values of all ranks, by rank: rare and small."""
+    if len(mesh.members["world"]) == 1:
+        return [value]
+    found: list[Any] = [None] * len(mesh.members["world"])
+    dist.all_gather_object(found, value)
+    return found
+
+
+def _weights(job: Job) -> list[HeldTensor]:
+    """The shards that this rank updates, one tensor for a flat unit."""
+    return [
+        HeldTensor(f"{WEIGHTS} of {unit.unit.name}", unit.shard)
+        for unit in job.units
+        if not unit.unit.frozen and unit.options.disk is None
+    ]
+
+
+def _frozen(job: Job) -> list[HeldTensor]:
+    return [
+        HeldTensor(f"{FROZEN} of {unit.unit.name}", unit.shard)
+        for unit in job.units
+        if unit.unit.frozen and unit.options.disk is None
+    ]
+
+
+def _states(
+    job: Job, updater: Updater, wanted: Callable[[int], bool] = lambda index: True
+) -> list[HeldTensor]:
+    """The states and master weights of what is owned, where they are beside the model."""
+    names = [job.table[each.row.name].name for each in job.owned]
+    return [
+        HeldTensor(f"{'master weights' if key == MASTER else key} of {names[index]}", state.tensor)
+        for key, states in updater.states().items()
+        for index, state in enumerate(states)
+        if wanted(index) and isinstance(state, StateInMemory)
+        if state.tensor.device.type == job.mesh.device.type
+    ]
+
+
+def _lines(job: Job, updater: Updater) -> Iterator[CopyLine]:
+    """Everything that this rank holds alike with others, by the role of the group."""
+    members = job.mesh.members
+    by_role: dict[str, set[int]] = {}
+    number = 0
+    for unit in job.units:
+        for each in () if unit.unit.frozen else unit.owned:
+            shard = job.shards[each.row.name]
+            for role in copy_roles(shard, each.row.expert, unit.sliced):
+                by_role.setdefault(role, set()).add(number)
+            number += 1
+    owned = job.owned
+    for role, indices in sorted(by_role.items()):
+        held = [
+            HeldTensor(f"{WEIGHTS} {job.table[owned[i].row.name].name}", owned[i].tensor)
+            for i in sorted(indices)
+            if owned[i].tensor.device.type == job.mesh.device.type
+        ]
+        held += _states(job, updater, indices.__contains__)
+        yield CopyLine(role, members[role], tuple(held))
+    for expert in (False, True):
+        full = [
+            HeldTensor(f"{WEIGHTS} of {unit.unit.name}", unit.full)
+            for unit in job.units
+            if unit.unit.expert == expert and unit.sliced and not unit.sheds_weights
+        ]
+        role = data_role(expert, sliced=False)
+        if full and role is not None:
+            yield CopyLine(role, members[role], tuple(full), every_step=True)

@@ -1,0 +1,198 @@
+"""Steps that run twice: after a spike of loss or norm, and every `replay` steps as a proof.
+
+A step that is far above what was usual updates nothing and runs again, from the inputs that are
+still here and the weights that have not changed. The same result: it is in the data, and counts.
+Another one: hardware, and the second result counts. Which rank, the tapes of both runs say
+(`parallel/bit_sums.py`): the one that sent something else after it had received the same.
+
+With `replay = N` every N-th step runs twice in any case, with kernels that add in one order. Both
+runs must then be equal to the bit, in every message of every rank.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from statistics import median
+from typing import Any
+
+from fivefold.core.errors import FivefoldError
+from fivefold.launch.worker import Worker
+from fivefold.parallel.bit_sums import Tape, TapeDifference, first_difference
+from fivefold.parallel.mesh import Mesh
+from fivefold.step import StepOutcome
+from fivefold.train.callbacks import Callback
+from fivefold.train.integrity import exchanged
+
+_WINDOW, _LEAST = 64, 16  # steps that the bound knows, and without which there is none
+_DEVIATIONS = 6.0
+_SPREAD = 1.4826  # of a normal distribution: its deviation over the median distance
+_LOSS_SHARE, _NORM_SHARE = 0.05, 0.25  # of the median, by which a spike is above it at least
+_SAID = 2.0  # times its bound: a spike in the data that is smaller is recorded and not printed
+
+Bound = tuple[float, float]
+Pair = tuple[int, int]
+NOTHING: Bound = (-math.inf, -math.inf)  # no step is within
+
+
+@dataclass
+class RunningBound:
+    """What loss and norm usually stay below, from the last 64 steps: six deviations above the
+    median, and at least 5% above it for the loss, 25% for the norm.
+
+    A bound that healthy steps cross costs no more than these steps once again.
+    """
+
+    losses: deque[float] = field(default_factory=lambda: deque[float](maxlen=_WINDOW))
+    norms: deque[float] = field(default_factory=lambda: deque[float](maxlen=_WINDOW))
+
+    def add(self, loss: float, norm: float) -> None:
+        """A step that counts; all ranks see the same numbers."""
+        if math.isfinite(loss) and math.isfinite(norm):
+            self.losses.append(loss)
+            self.norms.append(norm)
+
+    @property
+    def limits(self) -> Bound:
+        """Of loss and norm; infinite at the beginning."""
+        if len(self.losses) < _LEAST:
+            return math.inf, math.inf
+        return _limit(self.losses, _LOSS_SHARE), _limit(self.norms, _NORM_SHARE)
+
+
+def _limit(values: Sequence[float], share: float) -> float:
+    middle = median(values)
+    spread = _SPREAD * median(abs(each - middle) for each in values)
+    return middle + max(_DEVIATIONS * spread, share * abs(middle))
+
+
+@dataclass
+class ReplayCallback(Callback):
+    """Runs the steps of a rank, some of them twice. `exact`: kernels add in one order."""
+
+    worker: Worker
+    mesh: Mesh
+    every: int
+    watches: bool
+    exact: bool
+    bound: RunningBound = field(default_factory=RunningBound)
+    found: dict[str, Any] | None = None
+
+    def run(
+        self, number: int, attempt: Callable[[Bound | None], StepOutcome], expected: bool
+    ) -> StepOutcome:
+        """The outcome that counts; `expected`: numbers that are not finite are usual."""
+        self.found = None
+        proves = bool(self.every) and number % self.every == 0
+        bound = NOTHING if proves else self.bound.limits if self.watches else None
+        whole = proves or self.exact
+        first, tape = self._taped(partial(attempt, bound), whole)
+        strange = self.watches and first.skipped and not expected
+        if proves or strange:
+            second, other = self._taped(partial(attempt, None), whole)
+            self._judge(number, (first, second), (tape, other), proves)
+            first = second
+        self.bound.add(float(first.loss), float(first.norm))
+        return first
+
+    def measure(self, number: int) -> dict[str, Any]:
+        return {} if self.found is None else {"again": self.found}
+
+    def _taped(self, attempt: Callable[[], StepOutcome], whole: bool) -> tuple[StepOutcome, Tape]:
+        self.mesh.records.clear()
+        tape = Tape(whole)
+        self.mesh.record_on(tape if self.watches or self.every else None)
+        try:
+            return attempt(), tape
+        finally:
+            self.mesh.record_on(None)
+
+    def _judge(
+        self,
+        number: int,
+        outcomes: tuple[StepOutcome, StepOutcome],
+        tapes: tuple[Tape, Tape],
+        proves: bool,
+    ) -> None:
+        """Compare both runs, with all ranks, and say what was found."""
+        pairs = [(float(one.loss), float(one.norm)) for one in outcomes]
+        wire = [tapes[0].messages(sent=sent) for sent in (True, False)]
+        answers = exchanged(self.mesh, (first_difference(*tapes), *wire))
+        ranks: list[TapeDifference | None] = [each[0] for each in answers]
+        equal = not any(ranks) and _same(*pairs)
+        if not self.exact:  # sums in another order are not hardware
+            equal = equal or _is_above(pairs[1], self.bound.limits)
+        causes = [rank for rank, one in enumerate(ranks) if one is not None and one.sent]
+        lost = _lost_messages([each[1] for each in answers], [each[2] for each in answers])
+        if not causes and not equal:
+            causes = [0] if len(ranks) == 1 else sorted({rank for pair in lost for rank in pair})
+        why = None if proves and equal else _words(number, pairs, self.bound.limits, proves)
+        self.found = {"why": why, "same": equal, "ranks": causes}
+        if why is None:
+            return
+        text = f"{why}; {_verdict(equal, causes, ranks, lost)}"
+        if proves:
+            raise FivefoldError(
+                f"{text}: take these devices out, and continue with --resume; if the run has "
+                "kernels of its own, they must add in one order"
+            )
+        small = equal and not _is_above(pairs[0], tuple(_SAID * each for each in self.bound.limits))
+        if self.worker.rank == 0 and not small:
+            self.worker.report(text)
+
+
+def _same(one: Bound, other: Bound) -> bool:
+    """Equal to the bit; what is not a number equals itself."""
+    return all(a == b or (a != a and b != b) for a, b in zip(one, other, strict=True))
+
+
+def _is_above(found: Sequence[float], limits: Sequence[float]) -> bool:
+    return any(not each <= limit for each, limit in zip(found, limits, strict=True))
+
+
+def _lost_messages(
+    sent: Sequence[Mapping[Pair, list[int]]], received: Sequence[Mapping[Pair, list[int]]]
+) -> list[Pair]:
+    """Pairs of ranks between which something else came than was sent, by the tapes of all ranks."""
+    return [
+        pair
+        for came in received
+        for pair, hashes in came.items()
+        if sent[pair[0]].get(pair, hashes) != hashes
+    ]
+
+
+def _words(number: int, pairs: Sequence[Bound], limits: Bound, proves: bool) -> str:
+    (loss, norm), (loss_again, norm_again) = pairs
+    if proves:
+        return (
+            f"step {number} ran twice with different results: loss {loss!r} and {loss_again!r}, "
+            f"norm {norm!r} and {norm_again!r}"
+        )
+    what, value, limit = ("loss", loss, limits[0])
+    if loss <= limits[0]:
+        what, value, limit = ("norm", norm, limits[1])
+    return f"step {number}: {what} {value:.4g} was above its bound {limit:.4g}, and ran again"
+
+
+def _verdict(
+    equal: bool,
+    causes: Sequence[int],
+    ranks: Sequence[TapeDifference | None],
+    lost: Sequence[Pair],
+) -> str:
+    if equal:
+        return "the result is the same, so it is in the data"
+    if lost:
+        pairs = ", ".join(f"{source} to {target}" for source, target in lost)
+        return f"the result is another: a message of ranks {pairs} changed on its way"
+    if not causes:
+        return "the result is another, so it is in the hardware, of a rank that is not known"
+    names = sorted({one.name for rank in causes if (one := ranks[rank]) is not None})
+    where = f", first in what it sent by {', '.join(names)}" if names else ""
+    listed = ", ".join(map(str, causes))
+    who = f"rank {listed}" if len(causes) == 1 else f"one of ranks {listed}"
+    return f"the result is another, so it is in the hardware of {who}{where}"

@@ -1,0 +1,198 @@
+"""Flipped bits are found, and the rank is named; `benchmarks/flips.py` plants them in numbers."""
+
+from __future__ import annotations
+
+import random
+import socket
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from benchmarks.flips import (
+    KINDS,
+    LAYOUTS,
+    Flip,
+    at_rest,
+    flip,
+    found_at_rest,
+    in_compute,
+    plan_of,
+    settings_of,
+)
+from fivefold.core.copies import odd_ones, sign
+from fivefold.core.plan import Plan
+from fivefold.launch.processes import Pool, RankLost
+from fivefold.launch.worker import Worker
+from fivefold.parallel.bit_sums import PRIME, bit_sum, combined
+from fivefold.parallel.flat_unit import FlatUnit
+from fivefold.records import StepRecord
+from fivefold.train import TrainedRank, TrainSettings, run_rank
+from fivefold.train.integrity import Integrity
+from fivefold.train.replaying import RunningBound
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.int8])
+@pytest.mark.parametrize("numel", [1, 7, 64, 129])
+def test_every_single_flip_changes_the_hash(dtype: torch.dtype, numel: int) -> None:
+    tensor = torch.randn(numel + 1).mul(100).to(dtype)[1:]  # begins within a word
+    before = bit_sum(tensor)
+    for bit in range(8 * tensor.element_size()):
+        changed = tensor.clone()
+        flip(changed, 0.5, bit)
+        sums = torch.stack([before, bit_sum(changed)])
+        assert sums[0] != sums[1] and sums[0] % PRIME != sums[1] % PRIME
+
+
+def test_powers_of_two_differ_modulo_the_prime() -> None:
+    """So that a flip is seen also where its sum has wrapped around 2^64."""
+    powers = {pow(2, each, PRIME) for each in range(65)}
+    assert len(powers) == 65 and 0 not in powers
+    assert len({PRIME - each for each in powers} | powers) == 130
+
+
+def test_a_hash_does_not_depend_on_where_a_tensor_lies() -> None:
+    base = torch.randn(4001).bfloat16()
+    copies = [base[start:].clone()[: 4001 - 7] for start in (0, 1)]
+    assert bit_sum(base[1:3995]) == bit_sum(base[1:3995].clone())
+    assert combined(torch.stack([bit_sum(each) for each in copies])) < PRIME
+
+
+@given(st.integers(2, 40), st.integers(0, 39), st.integers(1, 2**31 - 1))
+def test_signs_cancel_for_equal_hashes_and_for_no_odd_one(size: int, odd: int, late: int) -> None:
+    hashes = [12345] * size
+    assert sum(sign(i, size) * each for i, each in enumerate(hashes)) == 0
+    hashes[odd % size] += late
+    assert sum(sign(i, size) * each for i, each in enumerate(hashes)) != 0
+
+
+def test_the_majority_names_the_odd_one() -> None:
+    assert odd_ones({3: "a", 5: "b", 7: "a"}) == (5,)
+    assert odd_ones({3: "a", 5: "b", 7: "a", 9: "b"}) == (3, 5, 7, 9)
+
+
+CASES = [(dtype, number) for dtype, kinds in KINDS.items() for number in range(len(kinds) * 9)]
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize(("dtype", "number"), CASES)
+def test_a_flip_at_rest_is_found_before_the_next_update(
+    pool: Pool, dtype: str, number: int
+) -> None:
+    plan, kind = plan_of(**LAYOUTS[number % 9]), KINDS[dtype][number // 9]
+    planted = Flip.draw(random.Random(number), kind, plan.layout.world, 3)
+    text = found_at_rest(pool, plan, dtype, planted)
+    assert f"step 3: rank {planted.rank} on" in text and f"{kind} of" in text
+    assert "since step 2 may be wrong" in text
+
+
+def without_seals(
+    worker: Worker, plan: Plan, settings: TrainSettings, planted: Flip
+) -> TrainedRank:
+    """As on a GPU between two comparisons."""
+    inner = Integrity.after_update
+
+    def after_update(self: Integrity) -> None:
+        inner(self)
+        self.seal.drop()
+
+    with patch.object(Integrity, "after_update", after_update):
+        return at_rest(worker, plan, settings, planted)
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"layout": "dp=3", "zero": 0}, "rank 1 on {host} holds another"),
+        ({"layout": "dp=3x2", "zero": 2}, "rank 1 on {host} holds another"),
+        ({"layout": "dp=2", "zero": 0}, "ranks 0 on {host} and 1 on {host} hold different copies"),
+    ],
+    ids=lambda each: str(each)[:40],
+)
+def test_copies_are_compared_every_n_steps(pool: Pool, options: dict[str, Any], words: str) -> None:
+    plan = plan_of(**options)
+    planted = Flip("exp_avg", 1, 2, 0.5, 0.5, 20)
+    settings = settings_of("float32", 8, compare_every=4)
+    with pytest.raises(RankLost, match="step 4") as lost:
+        pool.run_each([(without_seals, (plan, settings, planted))] * plan.layout.world)
+    assert words.format(host=socket.gethostname()) in str(lost.value)
+    assert "since step 0 may be wrong" in str(lost.value)
+
+
+def run(pool: Pool, plan: Plan, *task: Any, **keys: Any) -> tuple[list[StepRecord], list[str]]:
+    said: list[Any] = []
+    settings = settings_of("float32", **keys)
+    tasks = [(task[0], (plan, settings, *task[1:]))] * plan.layout.world
+    pool.run_each(tasks, on_report=said.append)
+    records = [each for each in said if isinstance(each, StepRecord)]
+    return records, [each for each in said if isinstance(each, str)]
+
+
+def test_a_spike_runs_again_and_names_the_rank(pool: Pool) -> None:
+    plan = plan_of(layout="dp=2 pp=2", zero=1, microbatches=2)
+    flips, said = run(pool, plan, in_compute, {18: Flip("gradient", 3, 18, 0.5, 0.5, 30)}, steps=20)
+    truth, _ = run(pool, plan, run_rank, steps=20)
+    assert [each.loss for each in flips] == [each.loss for each in truth]  # nothing was lost
+    again = {each.step: each.again for each in flips if each.again}
+    assert again[18]["same"] is False and again[18]["ranks"] == [3]
+    assert any("in the hardware of rank 3, first in what it sent by fsdp" in each for each in said)
+
+
+def test_a_message_that_changes_on_its_way_is_named(pool: Pool) -> None:
+    plan = plan_of(layout="dp=2 pp=2", zero=1, microbatches=2)
+    planted = {2: Flip("message", 2, 2, 0.5, 0.5, 0)}
+    with pytest.raises(RankLost, match="a message of ranks 0 to 2 changed on its way"):
+        run(pool, plan, in_compute, planted, steps=3, replay=2)
+
+
+def test_every_step_can_be_proved(pool: Pool) -> None:
+    plan = plan_of(layout="dp=2 tp=2", zero=1)
+    proved, _ = run(pool, plan, run_rank, steps=4, replay=2)
+    plain, _ = run(pool, plan, run_rank, steps=4, compare_every=0)
+    assert [each.again and each.again["same"] for each in proved] == [None, True, None, True]
+    assert [(each.loss, each.norm) for each in proved] == [(e.loss, e.norm) for e in plain]
+    lowest = {2: Flip("activation", 1, 2, 0.5, 0.5, 0)}  # the last bit of a mantissa
+    with pytest.raises(RankLost, match="step 2 ran twice with different results") as lost:
+        run(pool, plan, in_compute, lowest, steps=4, replay=2)
+    assert "in the hardware of rank 1, first in what it sent by tp/" in str(lost.value)
+
+
+def with_one_nan(worker: Worker, plan: Plan, settings: TrainSettings) -> TrainedRank:
+    """A gradient that rank 1 sends is no number, once."""
+    inner, calls = FlatUnit.send, iter(range(1000))
+
+    def send(self: FlatUnit, last: bool) -> None:
+        if self.mesh.rank == 1 and next(calls) == 1:
+            self.share()[0] = float("nan")
+        inner(self, last)
+
+    with patch.object(FlatUnit, "send", send):
+        return run_rank(worker, plan, settings)
+
+
+def test_what_is_not_finite_runs_again_before_it_is_skipped(pool: Pool) -> None:
+    records, said = run(pool, plan_of(layout="dp=2", zero=0), with_one_nan, steps=2)
+    assert [each.skipped for each in records] == [None, None]
+    assert [each.again and each.again["ranks"] for each in records] == [None, [1]]
+    assert any("rank 1" in each for each in said)
+
+
+def test_the_bound_follows_what_is_usual() -> None:
+    bound = RunningBound()
+    for number in range(15):
+        bound.add(4.0 - number / 100, 1.0)
+    assert bound.limits == (float("inf"), float("inf"))
+    bound.add(float("nan"), 1.0)
+    assert bound.limits == (float("inf"), float("inf"))
+    bound.add(3.8, 1.2)
+    loss, norm = bound.limits
+    assert 4.0 < loss < 4.5 and norm == pytest.approx(1.25)
+    for _ in range(64):
+        bound.add(2.0, 0.1)
+    assert bound.limits == (pytest.approx(2.1), pytest.approx(0.125))
