@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from fivefold.core.errors import FivefoldError, RankLost
@@ -14,6 +16,7 @@ from fivefold.core.recipe import Recipe
 from fivefold.launch.launcher import LauncherEnvironment, without_replica
 
 if TYPE_CHECKING:
+    from fivefold.launch.keeper import HostKeeper
     from fivefold.launch.kept_memory import InheritedMemory
 
 Result = TypeVar("Result")
@@ -89,6 +92,24 @@ def copy_domain(recipe: Recipe, world: int, launched: LauncherEnvironment | None
     even = per_host < world and world % per_host == 0
     domain = recipe.copy_domain or (per_host if even and recipe.copy_every else 0)
     return Partners.checked(world, domain, per_host).domain
+
+
+@contextmanager
+def host_keeper(
+    recipe: Recipe, launched: LauncherEnvironment, folder: Path
+) -> Generator[HostKeeper | None]:
+    """The keeper of copies on the host of a launched rank; it ends with a run that ends well."""
+    from fivefold.launch.keeper import HostKeeper
+
+    if not recipe.copy_every:
+        yield None
+        return
+    share = None
+    if launched.local_world != launched.world:
+        share = (launched.local_rank, launched.local_world or 1)
+    keeper = HostKeeper(folder, os.getppid(), share)
+    yield keeper
+    keeper.end()
 
 
 @contextmanager

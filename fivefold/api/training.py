@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from fivefold.api.checks import above, asked_backend, one_of
 from fivefold.api.jobs import Model, given_job
-from fivefold.api.restarting import RestartPolicy, copy_domain, kept_memory
+from fivefold.api.restarting import RestartPolicy, copy_domain, host_keeper, kept_memory
 from fivefold.api.training_start import TrainStart, device_of, settings_of
 from fivefold.core import models
 from fivefold.core.errors import FivefoldError, RankLost, counted
@@ -326,8 +326,11 @@ def _join(start: TrainStart, launched: LauncherEnvironment, told: OnReport) -> T
     rank = device_of(start, launched)
     assert start.out is not None
     owner = own_run(start.out, _RESTART_SECONDS) if launched.rank == 0 else nullcontext()
-    with owner as ticket:
+    recipe = start.plan.options.train
+    domain = copy_domain(recipe, launched.world, launched)
+    with owner as ticket, host_keeper(recipe, launched, start.out) as memory:
         settings = replace(settings_of(start, start.out, rank), ticket=ticket)
+        settings = replace(settings, memory=memory, copy_domain=domain)
         return _joined(start, launched, rank, settings, told)
 
 

@@ -43,8 +43,9 @@ class MemoryKeeper(Protocol):
         ...
 
     @property
-    def is_alone(self) -> bool:
-        """Whether it keeps the memory of all ranks of the run."""
+    def share(self) -> tuple[int, int] | None:
+        """The number of this rank among those of its host, and how many these are; None: it keeps
+        the memory of all ranks of the run."""
         ...
 
 
@@ -81,8 +82,8 @@ class InheritedMemory:
         return list(range(len(self.descriptors)))
 
     @property
-    def is_alone(self) -> bool:
-        return True
+    def share(self) -> None:
+        return None
 
     def close(self) -> None:
         """Give the memory back."""

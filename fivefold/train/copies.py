@@ -137,14 +137,14 @@ class MemoryCopies:
         """
         kept = self._kept()
         held = {self._ranks.rank: kept}
-        if not self.keeper.is_alone:
+        if self.keeper.share is not None:
             held = dict(enumerate(self._ranks.on_all(lambda: kept)))
         found = newest_set(held)
         self._slot = next_slot(found)
         if found is None or found.step < after:
             return None
         facts, reads = self._planned(found, tensors)
-        if not all(self._ranks.on_all(lambda: self._verified(reads))):
+        if not all(self._ranks.on_all(lambda: self._verified(found, reads))):
             return None
         values = [each.state.read().detach() for each in tensors]
         self._exchange(reads or [], values)
@@ -157,7 +157,7 @@ class MemoryCopies:
     ) -> tuple[Facts, list[BoxRead] | None]:
         """Where the run stood, and what this rank reads."""
         me, same = self._me, found.world == self._ranks.size
-        if same and self.keeper.is_alone:  # in the same layout a rank reads its own copy alone
+        if same and self.keeper.share is None:  # in the same layout a rank reads its own copy alone
             table = self._table(me, found.slot)
             if table.boxes == list(_stored(tensors)):
                 alone = CopySet(*found[:4], keepers=((me,),) * found.world)
@@ -183,7 +183,7 @@ class MemoryCopies:
         for rank, keepers in enumerate(found.keepers):
             if me in keepers:
                 mine[rank] = self._table(rank, found.slot)
-        if self.keeper.is_alone:
+        if self.keeper.share is None:
             return [mine[rank] for rank in range(found.world)]
         told = self._ranks.on_all(lambda: mine)
         return [mine.get(rank) or told[found.keepers[rank][0]][rank] for rank in range(found.world)]
@@ -192,17 +192,15 @@ class MemoryCopies:
         table = self._segment(rank, slot).table()
         return CopyTable([_box(each) for each in table["boxes"]], table["facts"])
 
-    def _verified(self, reads: list[BoxRead] | None) -> bool:
-        """Whether all that this rank needs is there, and what it reads itself is what was written.
-
-        The copies that others read here are verified by those who can see them too.
-        """
+    def _verified(self, found: CopySet, reads: list[BoxRead] | None) -> bool:
+        """Whether all that this rank needs is there, and its share of the copies in this memory is
+        what was written: those who see the same memory verify it together."""
         if reads is None:
             return False
-        mine = {(each.copy.rank, each.copy.slot) for each in reads if each.keeper == self._me}
-        if not self.keeper.is_alone:
-            mine |= {(each.rank, each.slot) for each in self._kept()}
-        return all(self._segment(*each).verified() for each in mine)
+        index, among = self.keeper.share or (self._me, self._ranks.size)
+        held = [rank for rank, keepers in enumerate(found.keepers) if self._me in keepers]
+        mine = [rank for rank in held if rank % among == index]
+        return all(self._segment(rank, found.slot).verified() for rank in mine)
 
     @property
     def _me(self) -> int:
@@ -243,7 +241,7 @@ class MemoryCopies:
         local = [each for each in reads if each.keeper == me]
         for each in local:
             _place(each, self._source(each), values)
-        if self.keeper.is_alone:
+        if self.keeper.share is None:
             return
         remote = [each for each in reads if each.keeper != me]
         wanted = self._ranks.on_all(lambda: remote)
