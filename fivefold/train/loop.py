@@ -76,8 +76,7 @@ def run_rank(
         objective = None
         if recipe.dpo_beta:
             phases.unknown("reference")
-            with spent.on(EVAL):
-                objective = objective_of(rank, settings, begun=progress.step > 0)
+            objective = _objective(rank, settings, progress, spent)
         stop = StopCallback(worker, progress, recipe.skip_limit, checkpoints)
         replays, integrity = _watches(worker, rank, settings)
         callbacks = (
@@ -96,12 +95,17 @@ def run_rank(
         )
         result = TrainedRank(first_step=progress.step + 1)
         restart = 0 if folder is None else folder.restart
-        _Loop(
-            *(rank, settings, progress, spent, clock, stop, callbacks, result, reverse, restart),
-            *(replays, integrity, objective),
-        ).run()
+        steps = (progress, spent, clock, stop, callbacks, result, reverse, restart)
+        _Loop(rank, settings, *steps, replays, integrity, objective).run()
         rank.close()
         return result
+
+
+def _objective(
+    rank: BuiltRank, settings: TrainSettings, progress: Progress, spent: TimeSpent
+) -> PreferenceObjective:
+    with spent.on(EVAL):
+        return objective_of(rank, settings, begun=progress.step > 0)
 
 
 def _watches(
