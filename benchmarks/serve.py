@@ -3,6 +3,7 @@ r"""A server under load: Poisson arrivals of streams, TTFT, TPOT and goodput at 
     python benchmarks/serve.py [--model tiny] [--rates 4 8 16] [--seconds 20] [--json FILE]
     python benchmarks/serve.py --model llama-3.1-8b --device cuda --rates 1 4 8 16 --clients 64 \
         --prompt 1024 --output 128 --spread 0 --max-batch-tokens 8192 --beside h200
+    python benchmarks/serve.py --prefill dp=1 --prompt 512   (prompts on ranks of their own)
     python benchmarks/serve.py --url http://127.0.0.1:8000/v1 --name NAME   (any server)
 
 Without `--url` it serves the shape of a preset with random weights and a tokenizer of bytes, in
@@ -29,7 +30,7 @@ import time
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -188,10 +189,14 @@ def _serve(pipe: Any, said: Any) -> None:
         model = TextModel(shape, named, Path(folder), Path(folder), True)
         runs = ModelOptions(said.layout, None, said.device, "bytes")
         setup = set_up(model, runs, open_random)
+        first = None
+        if said.prefill:
+            first = set_up(model, replace(runs, layout=said.prefill), open_random)
         options = ServeOptions(
             "random",
             port=0,
             replicas=said.replicas,
+            prefill_replicas=said.prefill_replicas,
             max_running=said.max_running,
             max_batch_tokens=said.max_batch_tokens,
         )
@@ -204,7 +209,7 @@ def _serve(pipe: Any, said: Any) -> None:
             print(why, file=sys.stderr, flush=True)
 
         log = print if said.log else lambda line: None
-        sys.exit(ModelServer(setup, options, ready, log, warn).run())
+        sys.exit(ModelServer(setup, options, ready, log, warn, first).run())
 
 
 def arguments() -> Any:
@@ -213,6 +218,8 @@ def arguments() -> Any:
     parser.add_argument("--device", default="auto")
     parser.add_argument("--layout", default="dp=1")
     parser.add_argument("--replicas", type=int, default=1)
+    parser.add_argument("--prefill", help="layout of ranks for prompts alone")
+    parser.add_argument("--prefill-replicas", type=int, default=1)
     parser.add_argument("--max-running", type=int, default=256)
     parser.add_argument("--max-batch-tokens", type=int, default=512)
     parser.add_argument("--max-seq", type=int, default=2048)

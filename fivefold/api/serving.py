@@ -11,7 +11,8 @@ from typing import Any
 from fivefold.api.checks import above, checkpoint_step, positive
 from fivefold.api.generating import model_options, open_weights
 from fivefold.core.errors import BadFile, FivefoldError
-from fivefold.generate.text_model import find_model, set_up
+from fivefold.core.kv_routes import problems as kv_problems
+from fivefold.generate.text_model import ModelOptions, ModelSetup, TextModel, find_model, set_up
 
 _LAST_PORT = 65_535
 _LEAST_KEY = 8  # characters
@@ -23,6 +24,9 @@ def serve(
     *,
     layout: str = "dp=1",
     replicas: int = 1,
+    prefill: str | None = None,
+    prefill_replicas: int = 1,
+    restarts: int = 3,
     host: str = "127.0.0.1",
     port: int = 8000,
     api_keys: Sequence[str] = (),
@@ -42,14 +46,15 @@ def serve(
     log: Callable[[str], None] = lambda line: None,
     on_warning: Callable[[str], None] = lambda why: None,
 ) -> int:
-    """Serve a run or a Hugging Face folder until a signal ends it; returns the exit code."""
-    if not 0 <= port <= _LAST_PORT:
-        raise FivefoldError(f"--port {port}: give a number from 0 to {_LAST_PORT}")
+    """Serve a run or a Hugging Face folder until a signal ends it; returns the exit code. `prefill`
+    is the layout of engines for prompts alone, and `layout` then that of those that go on."""
     options: dict[str, Any] = {
         "host": host,
-        "port": port,
+        "port": _port(port),
         "keys": (*map(_checked, api_keys), *_keys(api_key_file)),
         "replicas": int(above("replicas", replicas, 0)),
+        "prefill_replicas": _of_prefill(prefill_replicas, prefill),
+        "restarts": int(above("restarts", restarts, -1)),
         "max_queue": int(above("max-queue", max_queue, 0)),
         "max_running": int(above("max-running", max_running, 0)),
         "max_batch_tokens": int(above("max-batch-tokens", max_batch_tokens, 0)),
@@ -60,27 +65,58 @@ def serve(
     how["batch_invariant"] = batch_invariant
     runs = model_options(dtype, device, cache_gb or 1.0, **how)
     model, asked_step = find_model(Path(source)), checkpoint_step(step)
-    try:
-        from fivefold.serve.running import ModelServer, ServeLost, ServeOptions
-    except ModuleNotFoundError as error:
-        raise FivefoldError(f"serving needs the h11 library ({error}): {INSTALL}") from error
-    served = ServeOptions(name or Path(source).resolve().name, **options)
-    setup = set_up(model, runs, partial(open_weights, model, asked_step))
-    if served.replicas > 1:
-        setup = replace(setup, backend=_shared_backend(setup.device, setup.plan.layout.world))
-    server = ModelServer(setup, served, on_ready, log, on_warning)
+    running = _running()
+    served = running.ServeOptions(name or Path(source).resolve().name, **options)
+    opened = partial(open_weights, model, asked_step)
+    setup = set_up(model, runs, opened)
+    first = None if prefill is None else _prompts_of(model, replace(runs, layout=prefill), opened)
+    if served.replicas > 1 or first is not None:
+        setup = _beside_others(setup)
+    server = running.ModelServer(setup, served, on_ready, log, on_warning, first)
     try:
         return server.run()
-    except ServeLost as lost:
+    except running.ServeLost as lost:
         on_warning(str(lost))
         return 1
 
 
-def _shared_backend(device: str, world: int) -> Any:
-    """Of ranks on the GPUs that each replica has."""
+def _running() -> Any:
+    try:
+        from fivefold.serve import running
+    except ModuleNotFoundError as error:
+        raise FivefoldError(f"serving needs the h11 library ({error}): {INSTALL}") from error
+    return running
+
+
+def _port(port: int) -> int:
+    if not 0 <= port <= _LAST_PORT:
+        raise FivefoldError(f"--port {port}: give a number from 0 to {_LAST_PORT}")
+    return port
+
+
+def _of_prefill(replicas: int, prefill: str | None) -> int:
+    """The engines for prompts; refuses a number without their layout."""
+    if prefill is None and replicas != 1:
+        raise FivefoldError(
+            f"--prefill-replicas {replicas} needs --prefill LAYOUT; for engines that do all of a "
+            "request use --replicas"
+        )
+    return int(above("prefill-replicas", replicas, 0))
+
+
+def _prompts_of(model: TextModel, runs: ModelOptions, opened: Any) -> ModelSetup:
+    """The engines that compute prompts alone; refuses a model whose cache cannot travel."""
+    if problems := list(kv_problems(model.shape)):
+        raise BadFile(f"--prefill {runs.layout!r}", problems)
+    return _beside_others(set_up(model, runs, opened))
+
+
+def _beside_others(setup: ModelSetup) -> ModelSetup:
+    """With the backend of ranks on the GPUs that each engine has."""
     from fivefold.launch.backend import NcclLibrary, choose_backend, num_gpus
 
-    return choose_backend(None, device, world, num_gpus(), NcclLibrary.here())
+    world, here = setup.plan.layout.world, NcclLibrary.here()
+    return replace(setup, backend=choose_backend(None, setup.device, world, num_gpus(), here))
 
 
 def _checked(key: str) -> str:

@@ -151,7 +151,8 @@ class KvCache:
     def __init__(self, decoder: Decoder, blocks: int, kernel: PagedKernel = attend_pages) -> None:
         self.kernel: PagedKernel = kernel
         self.step: StepTensors | None = None
-        for block in decoder.blocks.values():
+        self.pages: dict[int, LayerPages] = {}  # by layer
+        for layer, block in decoder.blocks.items():
             attention = block.attention
             assert isinstance(attention, Attention | LatentAttention)
             weight = attention.out.weight
@@ -160,12 +161,13 @@ class KvCache:
                 for size in page_sizes(attention)
             ]
             if isinstance(attention, Attention):
-                attention.kernel = _LayerKernel(LayerPages(*pages), self)
-                continue
-            values = pages[0][..., : attention.mla.kv_rank]  # of keys, without their rotated part
-            attention.latent_kernel = _LatentLayerKernel(
-                attention, LayerPages(pages[0], values), self
-            )
+                found = LayerPages(*pages)
+                attention.kernel = _LayerKernel(found, self)
+            else:
+                # Values are keys without their rotated part.
+                found = LayerPages(pages[0], pages[0][..., : attention.mla.kv_rank])
+                attention.latent_kernel = _LatentLayerKernel(attention, found, self)
+            self.pages[int(layer)] = found
 
     def begin(self, step: StepTensors) -> None:
         """The kernels run for this step from now on."""

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -27,6 +28,7 @@ from fivefold.generate.blocks import BLOCK, BlockPool
 from fivefold.generate.cache import KvCache
 from fivefold.generate.requests import (
     Completion,
+    Drawn,
     DrawnToken,
     Reason,
     Request,
@@ -37,6 +39,7 @@ from fivefold.generate.requests import (
 from fivefold.generate.routing import RecordedRoutes, RouteStore
 from fivefold.generate.sampling import Draw, as_rows, draw_tokens, likeliest_tokens
 from fivefold.generate.scheduler import ScheduleLimits, Scheduler
+from fivefold.generate.stage_ends import StageEnds
 from fivefold.generate.step_tensors import StepTensors, step_tensors
 from fivefold.model.batch import TokenBatch
 from fivefold.model.decoder import Decoder
@@ -47,36 +50,6 @@ MakeCache = Callable[[Decoder, int], KvCache]
 """Of a decoder and a number of blocks."""
 Watch = Callable[[str, int, Tensor], None]
 """Called with a request, an index in its completion, and the logits that are drawn from."""
-
-
-class StageEnds:
-    """What is at the ends of a stage; here nothing, since one device has the whole model.
-
-    The tokens of a forward are a multiple of `unit`. A replica that `idles_along` runs a forward
-    without a sequence, because its experts serve those of others.
-    """
-
-    unit = 1
-    idles_along = False
-
-    def mine(self, of_tokens_1T: Tensor) -> Tensor:
-        """Of the tokens of a step, those that this rank computes."""
-        return of_tokens_1T
-
-    def receive(self, num_tokens: int) -> Tensor:
-        """The hidden states of the stage before, of so many tokens."""
-        raise AssertionError("the first stage looks tokens up")
-
-    def send(self, x_1TD: Tensor) -> None:
-        """Pass hidden states on to the stage after."""
-
-    def all_tokens(self, x_TD: Tensor) -> Tensor:
-        """The hidden states of all tokens, where a rank has some."""
-        return x_TD
-
-    def all_logits(self, logits_NV: Tensor) -> Tensor:
-        """The logits of the full vocabulary, where a rank has some."""
-        return logits_NV
 
 
 class DecoderForward:
@@ -201,6 +174,16 @@ def _pairs(sequence: SequenceState, numbers: Sequence[float]) -> tuple[tuple[int
     return tuple((int(numbers[i]), numbers[i + 1]) for i in range(2, stop, 2))
 
 
+class Travel(Protocol):
+    """How sequences go from one engine to another."""
+
+    def leave(self, sequence: SequenceState) -> None:
+        """It has all its tokens, and is about to lose its blocks."""
+
+    def land(self, sequence: SequenceState) -> None:
+        """It has its blocks, and its first `computed` tokens are in them."""
+
+
 class Engine:
     """Requests that wait and run, and those that have ended and were not yet collected."""
 
@@ -225,10 +208,12 @@ class Engine:
         some, in_flight = limits or ScheduleLimits(), self.ranks.in_flight
         # Recorded routes are read from all blocks when a sequence ends.
         window = shape.window_everywhere if routes is None else None
+        ahead, lands = drawn is not None, self._land
         self.schedulers = [
-            Scheduler(each, some, shape.max_seq, in_flight, self._save, window, drawn is not None)
+            Scheduler(each, some, shape.max_seq, in_flight, self._save, window, ahead, lands)
             for each in pools
         ]
+        self.travel: Travel | None = None
         self._most_flights = in_flight + (drawn is not None)
         self._sequences: dict[str, SequenceState] = {}
         self._homes: dict[str, Scheduler] = {}
@@ -247,14 +232,16 @@ class Engine:
         """How often sequences have lost their blocks."""
         return sum(each.num_preempted for each in self.schedulers)
 
-    def add(self, request: Request) -> None:
-        """Queue a request; refuses one that the model or the cache cannot take."""
+    def add(self, request: Request, home: int | None = None, drawn: Drawn = ()) -> None:
+        """Queue a request; refuses one that the model or the cache cannot take. `home` is its
+        replica, if others know it; `drawn` are the tokens that another engine has drawn."""
         request.check(self.shape.vocab, self.shape.max_seq)
         if request.id in self._sequences or request.id in self._ended:
             raise FivefoldError(f"request {request.id!r} is there already: give another id")
-        home = min(self.schedulers, key=lambda each: each.load)  # the first of equals
-        self._sequences[request.id] = home.add(request)
-        self._homes[request.id] = home
+        loads = [each.load for each in self.schedulers]
+        at = self.schedulers[loads.index(min(loads)) if home is None else home]
+        self._sequences[request.id] = at.add(request, drawn)
+        self._homes[request.id] = at
 
     def step(self) -> list[DrawnToken]:
         """Begin one forward, and end one if as many are under way as may be, or none can begin;
@@ -329,6 +316,8 @@ class Engine:
         """End a request now, and free its blocks; what it has so far is its completion."""
         sequence = self._sequences[id]
         routes = self._recorded(sequence)
+        if self.travel is not None and reason == "length" and self._is_here(sequence):
+            self.travel.leave(sequence)
         del self._sequences[id]
         self._homes.pop(id).remove(sequence)
         self._ended[id] = Completion(
@@ -341,6 +330,20 @@ class Engine:
             routes,
         )
 
+    def connect(self, travel: Travel) -> None:
+        """Sequences come from other engines, or go on in them."""
+        self.travel = travel
+
+    def _is_here(self, sequence: SequenceState) -> bool:
+        """Whether this rank has something of its cache."""
+        return self._homes[sequence.request.id] is self.schedulers[self.ranks.replica]
+
+    def _land(self, sequence: SequenceState) -> None:
+        """Put what another engine has computed into the blocks of a sequence."""
+        if self._is_here(sequence):
+            assert self.travel is not None, "a sequence came, and nobody carries any"
+            self.travel.land(sequence)
+
     def _save(self, sequence: SequenceState) -> None:
         """Keep the routes of a sequence that is about to lose its blocks: its draw may end it."""
         if self.routes is not None:
@@ -349,8 +352,8 @@ class Engine:
     def _here(self, sequence: SequenceState) -> Tensor:
         """What this rank has recorded of a sequence that has its blocks."""
         assert self.routes is not None
-        home, table = self._homes[sequence.request.id], sequence.table
-        if home is not self.schedulers[self.ranks.replica]:
+        table = sequence.table
+        if not self._is_here(sequence):
             return self.routes.nothing(sequence.computed)
         slots = (table[i // BLOCK] * BLOCK + i % BLOCK for i in range(sequence.computed))
         return self.routes.read(list(slots))

@@ -20,6 +20,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -41,7 +42,6 @@ from fivefold.generate.engine import (
     EngineRanks,
     Forward,
     Shared,
-    StageEnds,
     Watch,
     alone,
 )
@@ -49,6 +49,7 @@ from fivefold.generate.invariant import FixedSteps, fix_tiles
 from fivefold.generate.refit import Refit
 from fivefold.generate.routing import RouteStore
 from fivefold.generate.scheduler import ScheduleLimits
+from fivefold.generate.stage_ends import StageEnds
 from fivefold.generate.tiles import TILE_MATH
 from fivefold.model.decoder import Decoder
 from fivefold.model.regions import Fuse, eager
@@ -223,9 +224,10 @@ class LayoutEngine(Engine):
         # Other ranks would have to know what was drawn, and routes are read when a sequence ends.
         if plan.layout.world == 1 and not records_routes and not batch_invariant:
             drawn = DrawnTokens(max(limits.sequences, limits.tokens), mesh.device)
-        forward: Forward = forward_of(stage.model, blocks, mesh, self.ends, routes, drawn)
+        inner = forward_of(stage.model, blocks, mesh, self.ends, routes, drawn)
+        self.pages, forward = inner.cache.pages, cast("Forward", inner)
         if batch_invariant:
-            forward = FixedSteps(forward)
+            forward = FixedSteps(inner)
             limits = forward.limits(limits)
         super().__init__(plan.shape, forward, blocks, limits, watch, self._ranks(), routes, drawn)
 

@@ -28,11 +28,12 @@ from fivefold.generate.cache import (
     attend_sequence,
     page_sizes,
 )
-from fivefold.generate.engine import DecoderForward, StageEnds
+from fivefold.generate.engine import DecoderForward
 from fivefold.generate.paged_kernel import attend_single_tokens
 from fivefold.generate.requests import SequenceChunk, StepBatch
 from fivefold.generate.routing import RouteStore
 from fivefold.generate.skinny_kernel import skinny_linear, takes
+from fivefold.generate.stage_ends import StageEnds
 from fivefold.generate.step_tensors import StepSize, StepTensors, packed, size_of, unpacked
 from fivefold.model.attention import CUDA_KERNELS, Attention
 from fivefold.model.decoder import Decoder

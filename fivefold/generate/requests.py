@@ -10,6 +10,8 @@ from fivefold.core.errors import FivefoldError
 from fivefold.generate.routes import RecordedRoutes
 
 Reason = Literal["stop", "length", "cancelled"]
+Drawn = tuple[tuple[int, float], ...]
+"""Tokens, each with its log-probability."""
 
 
 @dataclass(frozen=True)
@@ -106,6 +108,7 @@ class SequenceState:
     awaited: int = 0  # tokens that are being drawn, and are not known yet
     row: int = 0  # of the last draw that it was in
     likeliest: list[int] = field(default_factory=list[int])  # in the places of targets
+    carried: int = 0  # tokens whose keys and values another engine has computed, and wait here
 
     @property
     def drawn(self) -> list[int]:
@@ -131,6 +134,10 @@ class SequenceState:
         """So many more tokens are in the cache; so many were there already."""
         self.computed += computed
         self.reused += reused
+
+    def land(self) -> None:
+        """What another engine has computed is in the cache."""
+        self.computed, self.carried = max(self.computed, self.carried), 0
 
     def restart(self) -> None:
         """It has no blocks any more."""

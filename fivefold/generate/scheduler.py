@@ -9,6 +9,9 @@ Several batches may be under way, one in each stage of a pipeline. A sequence wh
 not drawn yet waits for it. Batches are computed in order by every stage: what an earlier one writes
 or reads is safe from a later one, whoever has the blocks by then.
 
+A sequence that another engine has begun waits with its cache beside it: when it is admitted, that
+goes into its blocks. If it loses these, it is computed again here.
+
 With a sliding window a sequence gives back the blocks that no later token sees: it never has more
 than the window and a chunk need, however long it gets.
 """
@@ -23,7 +26,7 @@ from fivefold.core.errors import FivefoldError
 from fivefold.core.kv_pages import kept_tokens
 from fivefold.generate.ahead import place_of
 from fivefold.generate.blocks import BLOCK, BlockPool, blocks_of, chained_digest
-from fivefold.generate.requests import Request, SequenceChunk, SequenceState, StepBatch
+from fivefold.generate.requests import Drawn, Request, SequenceChunk, SequenceState, StepBatch
 
 
 @dataclass(frozen=True)
@@ -49,20 +52,24 @@ class Scheduler:
         on_lost: Callable[[SequenceState], None] = lambda sequence: None,
         window: int | None = None,
         ahead: bool = False,
+        on_landing: Callable[[SequenceState], None] = lambda sequence: None,
     ) -> None:
         """`in_flight`: batches under way at a time, over which sequences are spread. `on_lost` is
-        called before a sequence loses its blocks. `window`: the keys that a token sees, itself
-        included, in all layers. `ahead`: a sequence goes on with a token that is being drawn."""
+        called before a sequence loses its blocks, `on_landing` when one that was carried here has
+        its blocks, of which the first `computed` tokens were found already. `window`: the keys that
+        a token sees, itself included, in all layers. `ahead`: a sequence goes on with a token that
+        is being drawn."""
         self.pool, self.limits, self.max_seq, self.in_flight = pool, limits, max_seq, in_flight
         self.on_lost, self.window, self.ahead = on_lost, window, ahead
+        self.on_landing = on_landing
         self.waiting: list[SequenceState] = []  # both by arrival
         self.running: list[SequenceState] = []
         self.num_preempted = 0
         self._arrived = 0
         self.load = 0  # tokens that its sequences may have in the end
 
-    def add(self, request: Request) -> SequenceState:
-        """Queue a request."""
+    def add(self, request: Request, drawn: Drawn = ()) -> SequenceState:
+        """Queue a request. With `drawn` another engine has computed its prompt and these tokens."""
         limit = min(len(request.prompt) + request.max_tokens, self.max_seq)
         needed = kept_tokens(limit, self.window, self.limits.tokens)
         if blocks_of(needed) > self.pool.count:
@@ -71,7 +78,12 @@ class Scheduler:
                 f"request {request.id!r} may need {needed:,} tokens and the cache has room for "
                 f"{room:,}: ask for fewer tokens, or give the cache more memory"
             )
-        sequence = SequenceState(request, self._arrived, limit, list(request.prompt))
+        sequence = SequenceState(
+            *(request, self._arrived, limit),
+            tokens=[*request.prompt, *(token for token, _ in drawn)],
+            logprobs=[logprob for _, logprob in drawn],
+            carried=len(request.prompt) if drawn else 0,
+        )
         self._arrived += 1
         self.load += limit
         self.waiting.append(sequence)
@@ -179,11 +191,15 @@ class Scheduler:
         if sequence.awaits_draw:
             return None
         found = self._reuse(sequence)
-        if self._missing(sequence, most) > self.pool.num_free:
+        needed = self._missing(sequence, most + max(0, sequence.carried - sequence.computed))
+        if needed > self.pool.num_free:
             self._release(sequence)
             return None
         sequence.advance(0, found * BLOCK)
-        self._take(sequence, self._missing(sequence, most))
+        self._take(sequence, needed)
+        if sequence.carried:
+            self.on_landing(sequence)
+            sequence.land()
         # By arrival: a sequence that has lost its blocks is older than some that run.
         insort(self.running, self.waiting.pop(0), key=lambda each: each.number)
         return sequence

@@ -352,7 +352,7 @@ def _serve(
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent gets it too, and ends this rank
     for other in inherited:
         other.close()
-    _die_with(parent)
+    die_with(parent)
     gc.freeze()  # what the parent has made stays: only a rank's own objects are looked through
     torch.set_num_threads(1)
     names = [name for _, name in socket.if_nameindex()]
@@ -379,7 +379,7 @@ def _serve(
         says.flush()
 
 
-def _die_with(parent: int) -> None:
+def die_with(parent: int) -> None:
     """Get killed when the parent ends, on Linux; elsewhere the closed pipe ends the rank."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

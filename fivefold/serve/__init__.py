@@ -10,8 +10,10 @@ do before every step. So a slow client, a long prompt or a large answer never de
     answers.py    the choices of a request as they grow, and the JSON of them
     waiting.py    who waits, in turn between clients
     links.py      messages between processes
+    kv_links.py   caches on their way between engines, from rank to rank
     rank.py       the loop of a rank: commands in, steps, drawn tokens out
-    replicas.py   the processes of a replica, and which replica takes a request
+    keeper.py     the processes of an engine, and new ones if a rank dies
+    replicas.py   what the door knows of an engine, and which one takes a request
     door.py       the paths, keys, logs, and the end after SIGTERM
     prompting.py  prompts and chats to tokens, beside the event loop
     metrics.py    numbers as Prometheus reads them

@@ -12,11 +12,11 @@ from collections.abc import Callable
 from statistics import fmean
 
 from fivefold.core.shape import Shape
-from fivefold.generate.requests import Request, Sampling
+from fivefold.generate.requests import Drawn, Request, Sampling
 from fivefold.generate.text import Codec
 from fivefold.serve.answers import ServedCall, ServedChoice
 from fivefold.serve.asked import ApiError, AskedText
-from fivefold.serve.links import ReplicaHello, StepNews, read_message
+from fivefold.serve.links import EngineRole, KvTarget, ReplicaHello, StepNews, read_message
 from fivefold.serve.metrics import Labels, ServeMetrics
 from fivefold.serve.replicas import ServingReplica, least_loaded, prompt_digests
 from fivefold.serve.waiting import FairQueue
@@ -36,8 +36,11 @@ class Dispatcher:
         metrics: ServeMetrics,
         max_queue: int,
         max_running: int,
+        has_prefill: bool = False,
     ) -> None:
-        """`max_running`: sequences of a replica at a time."""
+        """`max_running`: sequences of a data rank at a time. `has_prefill`: prompts have engines of
+        their own."""
+        self.has_prefill = has_prefill
         self.shape, self.codec, self.ends, self.metrics = shape, codec, ends, metrics
         self.max_running = max_running
         self.named = codec.named()
@@ -67,22 +70,29 @@ class Dispatcher:
             replica = ServingReplica(hello, writer, self.max_running)
             self.replicas[hello.replica] = replica
             self.joined.set()
+            self.pump()  # others may wait, if it was started again
             while True:
                 self._take(replica, await read_message(reader))
         except (asyncio.IncompleteReadError, OSError):
             writer.close()
 
-    def lose(self, index: int, reason: str) -> None:
-        """A replica has died: its calls fail, and the others go on."""
+    def lose(self, index: int) -> None:
+        """An engine has died: its calls fail, and the others go on."""
         replica = self.replicas.get(index)
         if replica is None:
             return
         replica.lose()
-        for choice in list(replica.open.values()):
+        lost = list(replica.open.values())
+        for other in self.replicas.values():  # what it was sending never arrives
+            coming = [id for id, source in other.sources.items() if source is replica]
+            lost += [other.open[id] for id in coming]
+        for choice in lost:
             choice.call.fail(ApiError(500, "the engine of this request was lost: send it again"))
-        if not any(each.alive for each in self.replicas.values()):
-            while (waiting := self.queue.pop()) is not None:
-                waiting.call.fail(ApiError(503, f"no engine is left: {reason}"))
+
+    def give_up(self, reason: str) -> None:
+        """No engine of some kind is left, and none will come: what waits fails."""
+        while (waiting := self.queue.pop()) is not None:
+            waiting.call.fail(ApiError(503, f"no engine is left: {reason}"))
 
     def call(
         self, id: str, client: str, asked: AskedText, prompts: list[tuple[int, ...]], began: float
@@ -153,14 +163,24 @@ class Dispatcher:
 
     def pump(self) -> None:
         """Give replicas what waits, while they have room."""
-        several = len(self.replicas) > 1
-        while self.queue.size and any(each.has_room for each in self.replicas.values()):
+        while self.queue.size:
+            decode = least_loaded(self._engines("decode" if self.has_prefill else "both"), [])
+            prompts = self._engines("prefill")
+            if decode is None or (self.has_prefill and not any(p.has_room for p in prompts)):
+                return
             choice = self.queue.pop()
             assert choice is not None
+            several = len(prompts or self.replicas) > 1
             digests = prompt_digests(choice.request.prompt) if several else []
-            replica = least_loaded(self.replicas.values(), digests)
-            assert replica is not None
-            replica.add(choice, digests)
+            first = least_loaded(prompts or self.replicas.values(), digests)
+            assert first is not None
+            if self.has_prefill:
+                first.add_prompt(choice, digests, decode)
+            else:
+                first.add(choice, digests)
+
+    def _engines(self, role: EngineRole) -> list[ServingReplica]:
+        return [each for each in self.replicas.values() if each.role == role]
 
     def end(self, call: ServedCall) -> None:
         """Nobody waits for a call any more: what it has is free."""
@@ -184,17 +204,25 @@ class Dispatcher:
         """Pass on the tokens of a step."""
         replica.heard(news)
         self.metrics.drew(len(news.rows))
+        targets = dict(news.moved)
+        self.metrics.moved(len(targets), news.moved_bytes)
         for id, token, logprob, reason, alternatives in news.rows:
-            choice = replica.open.get(id)
+            choice, target = replica.open.get(id), targets.get(id)
             if choice is None:  # nobody waits for it any more
+                if target is not None and (after := self._at(target)) is not None:
+                    after.forget(id, target.home)
                 continue
+            replica.sources.pop(id, None)  # its cache has come
             try:
                 choice.push(token, logprob, reason, alternatives)
             except Exception as error:  # of a tokenizer: the other calls go on
                 rule = f"the tokens cannot be decoded: {type(error).__name__}: {error}"
                 choice.call.fail(ApiError(500, rule))
-            if reason is not None:
-                replica.ended(choice)
+            if target is not None:
+                self._pass_on(choice, replica, target, ((token, logprob),))
+            elif reason is not None:
+                for each in (replica, *self._engines("decode")):
+                    each.ended(choice)
             elif choice.reason is not None:  # by a text that the engine does not see
                 replica.drop(choice)
             choice.call.changed.set()
@@ -205,13 +233,33 @@ class Dispatcher:
                 choice.call.fail(ApiError(400, rule, None, "invalid_value"))
         self.pump()
 
+    def _at(self, target: KvTarget) -> ServingReplica | None:
+        """The engine that goes on, unless it has died since."""
+        found = self.replicas.get(target.engine)
+        same = found is not None and found.alive and found.start == target.start
+        return found if same else None
+
+    def _pass_on(
+        self, choice: ServedChoice, first: ServingReplica, target: KvTarget, drawn: Drawn
+    ) -> None:
+        """Its cache is on its way, and so is the request, unless nobody wants more of it."""
+        first.ended(choice)
+        after = self._at(target)
+        if after is None:  # its death has failed the call, or will
+            return
+        if choice.reason is None and choice.call.error is None and choice.id in after.open:
+            after.go_on(choice, first, drawn)
+        else:
+            after.ended(choice)
+            after.forget(choice.id, target.home)
+
     def gauges(self) -> list[tuple[str, str, list[tuple[Labels, float]]]]:
         """Where the replicas stand."""
         none: Labels = ()
 
         def each(value: Callable[[ServingReplica], float]) -> list[tuple[Labels, float]]:
             rows = sorted(self.replicas.items())
-            return [((("replica", str(i)),), value(replica)) for i, replica in rows]
+            return [(_labels(i, replica), value(replica)) for i, replica in rows]
 
         return [
             ("fivefold_waiting", "Sequences that wait.", [(none, self.queue.size)]),
@@ -221,3 +269,9 @@ class Dispatcher:
             ("fivefold_free_blocks", "Blocks without users.", each(lambda one: one.free_blocks)),
             ("fivefold_preempted", "Lost caches so far.", each(lambda one: one.preempted)),
         ]
+
+
+def _labels(index: int, replica: ServingReplica) -> Labels:
+    """Which engine; and what it does of a request, if not all."""
+    role = (("role", replica.role),) if replica.role != "both" else ()
+    return (("replica", str(index)), *role)

@@ -11,23 +11,42 @@ import pickle
 import select
 import socket
 import struct
+import threading
 import time
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from fivefold.generate.requests import Reason, Request
+from fivefold.generate.requests import Drawn, Reason, Request
 
 _HEAD = struct.Struct("<I")
 _READ = 1 << 16
 _RETRY_S = 0.02
 
 
+EngineRole = Literal["both", "prefill", "decode"]
+"""What an engine does of a request: all of it, its prompt and first token, or the others."""
+
+
+@dataclass(frozen=True)
+class KvTarget:
+    """The engine that goes on with a sequence, which start of it, and on which data rank."""
+
+    engine: int
+    start: int
+    home: int
+
+
 @dataclass(frozen=True)
 class AddCommand:
-    """Begin a request."""
+    """Begin a request. With a `target` its cache goes there after the first token; with tokens that
+    were drawn its cache comes from another engine, to the data rank `home`."""
 
     request: Request
+    target: KvTarget | None = None
+    home: int | None = None
+    drawn: Drawn = ()
 
 
 @dataclass(frozen=True)
@@ -42,7 +61,15 @@ class CloseCommand:
     """End, when nothing is open."""
 
 
-EngineCommand = AddCommand | DropCommand | CloseCommand
+@dataclass(frozen=True)
+class ForgetCommand:
+    """A cache comes, or has come, that nobody waits for any more."""
+
+    id: str
+    home: int
+
+
+EngineCommand = AddCommand | DropCommand | CloseCommand | ForgetCommand
 DrawnRow = tuple[str, int, float, Reason | None, tuple[tuple[int, float], ...]]
 """Request, token, log-probability, why it is the last one, and the likeliest tokens."""
 
@@ -55,17 +82,23 @@ class ReplicaHello:
     replica: int
     blocks: int
     blocks_of_one: int
+    role: EngineRole = "both"
+    start: int = 0  # how often it was started before
+    data_ranks: int = 1
 
 
 @dataclass(frozen=True)
 class StepNews:
-    """What came of a step: tokens, requests that were refused, and where the engine stands."""
+    """What came of a step: tokens, requests that were refused, where the engine stands, and the
+    sequences that are on their way to another engine, with their bytes."""
 
     rows: list[DrawnRow]
     refused: list[tuple[str, str]]
     free_blocks: int
     preempted: int
     open: int
+    moved: list[tuple[str, KvTarget]] = field(default_factory=list[tuple[str, KvTarget]])
+    moved_bytes: int = 0
 
 
 def packed_message(value: Any) -> bytes:
@@ -86,6 +119,7 @@ class RankLink:
     def __init__(self, stream: socket.socket) -> None:
         self.stream = stream
         self._buffer = bytearray()
+        self._turn = threading.Lock()
 
     @classmethod
     def to(cls, path: Path, patience: float = 60.0) -> RankLink:
@@ -106,6 +140,11 @@ class RankLink:
         """Send a value, waiting while the other end is behind."""
         self.stream.sendall(packed_message(value))
 
+    def send_from_thread(self, value: Any) -> None:
+        """The same beside a main thread that only receives; threads take turns."""
+        with self._turn:
+            self.send(value)
+
     def receive(self, seconds: float) -> list[Any]:
         """All values that are there; waits so long for a first one. Raises `EOFError` when the
         other end has closed it."""
@@ -119,6 +158,11 @@ class RankLink:
             self._read()
             found += self._complete()
         return found
+
+    @staticmethod
+    def wait(links: Iterable[RankLink], seconds: float) -> None:
+        """Wait so long for a value from any of some links."""
+        select.select([each.stream for each in links], [], [], seconds)
 
     def close(self) -> None:
         """Nothing is sent any more."""

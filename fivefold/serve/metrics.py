@@ -38,6 +38,7 @@ class ServeMetrics:
     def __init__(self) -> None:
         self.requests: Counter[Labels] = Counter()
         self.prompt_tokens = self.output_tokens = self.broken_off = 0
+        self.num_moved = self.moved_bytes = self.restarts = 0
         self.ttft = Histogram("fivefold_ttft_seconds", "From a request to its first token.")
         self.tpot = Histogram("fivefold_tpot_seconds", "Between two tokens, in the mean.")
         self.latency = Histogram("fivefold_request_seconds", "From a request to its last token.")
@@ -49,6 +50,15 @@ class ServeMetrics:
     def drew(self, tokens: int) -> None:
         """An engine has drawn so many tokens."""
         self.output_tokens += tokens
+
+    def moved(self, sequences: int, num_bytes: int) -> None:
+        """So many sequences are on their way to another engine."""
+        self.num_moved += sequences
+        self.moved_bytes += num_bytes
+
+    def restarted(self) -> None:
+        """An engine was lost, and is started again."""
+        self.restarts += 1
 
     def left(self) -> None:
         """A client has gone before its answer was complete."""
@@ -67,6 +77,9 @@ class ServeMetrics:
             ("fivefold_prompt_tokens_total", "Tokens of prompts.", self.prompt_tokens),
             ("fivefold_output_tokens_total", "Tokens that were drawn.", self.output_tokens),
             ("fivefold_broken_off_total", "Requests whose client has gone.", self.broken_off),
+            ("fivefold_moved_total", "Caches sent to another engine.", self.num_moved),
+            ("fivefold_moved_bytes_total", "Bytes of these.", self.moved_bytes),
+            ("fivefold_restarts_total", "New starts of engines.", self.restarts),
         )
         for name, help, value in counters:
             rows += [*_head(name, help, "counter"), f"{name} {value}"]

@@ -4,6 +4,9 @@ All ranks of a layout have to add the same requests before the same step. So ran
 door: before every step it passes on what it has heard to the others, over a socket of this machine
 and not by a collective, which would time out in a quiet night. Nothing is said of tokens: every
 rank sees those that are drawn.
+
+An engine that only computes prompts sends the cache of each to another one, from rank to rank
+(`kv_links.py`). There the leader waits until all ranks have theirs, and adds the request then.
 """
 
 from __future__ import annotations
@@ -11,24 +14,30 @@ from __future__ import annotations
 import socket
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from fivefold.core.errors import FivefoldError
+from fivefold.core.plan import Plan
 from fivefold.generate.blocks import BLOCK, blocks_of
 from fivefold.generate.engine import DecoderForward
+from fivefold.generate.kv_travel import RankPages
 from fivefold.generate.layout import LayoutEngine
 from fivefold.generate.requests import DrawnToken, Request, SequenceChunk, StepBatch
 from fivefold.generate.scheduler import ScheduleLimits
 from fivefold.generate.text_ranks import RefusedTask, TextTask, engine_of_rank
 from fivefold.launch.backend import forked_device
 from fivefold.launch.worker import Worker
+from fivefold.serve.kv_links import Adoptions, KvInbox, KvOutbox, RankTravel, kv_socket
 from fivefold.serve.links import (
     AddCommand,
     CloseCommand,
     DrawnRow,
     DropCommand,
     EngineCommand,
+    EngineRole,
+    ForgetCommand,
+    KvTarget,
     RankLink,
     ReplicaHello,
     StepNews,
@@ -42,16 +51,25 @@ _WARM_KEYS = 8192
 
 
 @dataclass(frozen=True)
+class EngineUp:
+    """All ranks of an engine are ready."""
+
+
+@dataclass(frozen=True)
 class ServeTask:
     """What every rank of a replica does. `text` has the model, and no requests."""
 
     text: TextTask
     folder: Path  # of sockets
     replica: int
-    replicas: int
     sequences: int  # that run at a time in each data rank
     tokens: int  # of a forward
     cache_gb: float | None
+    first_place: int = 0  # of its ranks among those of all engines
+    places: int = 1
+    role: EngineRole = "both"
+    other: Plan | None = None  # of the engines that sequences come from, or go on in
+    start: int = 0  # how often it was started before
 
     @property
     def limits(self) -> ScheduleLimits:
@@ -60,15 +78,15 @@ class ServeTask:
     @property
     def leader(self) -> Path:
         """The socket of rank 0, which the others follow."""
-        return self.folder / f"replica-{self.replica}"
+        return self.folder / f"replica-{self.replica}-{self.start}"
 
 
 def serve_rank(worker: Worker, task: ServeTask) -> None:
     """Serve until the door says that it is over."""
     text = task.text
     world = text.plan.layout.world
-    place, places = task.replica * world + worker.rank, task.replicas * world
-    device = forked_device(text.device, text.backend, place, places)
+    place = task.first_place + worker.rank
+    device = forked_device(text.device, text.backend, place, task.places)
     try:
         with worker.joined(world, device):
             most = task.sequences * blocks_of(text.plan.shape.max_seq)
@@ -77,11 +95,14 @@ def serve_rank(worker: Worker, task: ServeTask) -> None:
                 cache_bytes = 1e9
             engine = engine_of_rank(worker, text, device.device, cache_bytes, most, task.limits)
             _warm_up(engine)
-            loop = EngineLoop(engine)
+            # Before any rank is ready: others may connect from then on.
+            loop = EngineLoop(engine, _travel(task, worker.rank, engine))
             if worker.rank == 0:
                 _lead(worker, task, loop)
             else:
                 _follow(worker, task, loop)
+            if loop.travel is not None and loop.travel.outbox is not None:
+                loop.travel.outbox.finish()
             engine.renew()  # waits for steps that nobody reads
             engine.close()
             engine.mesh.close_groups()
@@ -124,8 +145,16 @@ class EngineLoop:
     """An engine, and what it is told."""
 
     engine: LayoutEngine
+    travel: RankTravel | None = None
     open: set[str] = field(default_factory=set[str])
     closing: bool = False
+    lengths: dict[str, int] = field(default_factory=dict[str, int])  # of prompts that will leave
+
+    def start(self, leader: RankLink) -> None:
+        """Sequences may leave this engine for another, or come from one, from now on."""
+        if self.travel is not None:
+            self.engine.connect(self.travel)
+            self.travel.start(leader)
 
     @property
     def over(self) -> bool:
@@ -135,28 +164,52 @@ class EngineLoop:
         """Do as told, and run a step if there is anything to run."""
         refused = [each for command in commands for each in self._obey(command)]
         drawn = self.engine.step() if self.engine.busy else []
+        rows, moved, num_bytes = list[DrawnRow](), list[tuple[str, KvTarget]](), 0
         for each in drawn:
+            target, length = None, 0
             if each.reason is not None:
                 self.engine.collect(each.id)
-                self.open.discard(each.id)
-        rows = list(map(_row, drawn))
-        schedulers = self.engine.schedulers
-        free = sum(each.pool.num_free for each in schedulers)
-        return StepNews(rows, refused, free, self.engine.num_preempted, len(self.open))
+                target, length = self._close(each.id)
+            if target is not None and each.reason == "length":
+                assert self.travel is not None
+                moved.append((each.id, target))
+                num_bytes += self.travel.bytes_of(length)
+                each = replace(each, reason=None)
+            rows.append(_row(each))
+        free = sum(each.pool.num_free for each in self.engine.schedulers)
+        counts = free, self.engine.num_preempted, len(self.open)
+        return StepNews(rows, refused, *counts, moved, num_bytes)
+
+    def _close(self, id: str) -> tuple[KvTarget | None, int]:
+        """A request is not open any more; returns where it goes on, if it does, and its length."""
+        self.open.discard(id)
+        if self.travel is None:
+            return None, 0
+        if self.travel.inbox is not None:
+            self.travel.inbox.discard(id)
+        return self.travel.targets.pop(id, None), self.lengths.pop(id, 0)
 
     def _obey(self, command: EngineCommand) -> list[tuple[str, str]]:
+        travel = self.travel
         if isinstance(command, AddCommand):
-            id = command.request.id
+            request = command.request
             try:
-                self.engine.add(command.request)
+                self.engine.add(request, command.home, command.drawn)
             except FivefoldError as error:  # on all ranks alike
-                return [(id, str(error))]
-            self.open.add(id)
+                self._close(request.id)
+                return [(request.id, str(error))]
+            self.open.add(request.id)
+            if command.target is not None and travel is not None:
+                travel.targets[request.id] = command.target
+                self.lengths[request.id] = len(request.prompt)
         elif isinstance(command, DropCommand):
             if command.id in self.open:  # else it has ended meanwhile
-                self.open.discard(command.id)
                 self.engine.end(command.id, "cancelled")
                 self.engine.collect(command.id)
+                self._close(command.id)
+        elif isinstance(command, ForgetCommand):
+            if travel is not None and travel.inbox is not None and travel.home == command.home:
+                travel.inbox.forget(command.id)
         else:
             self.closing = True
         return []
@@ -180,15 +233,25 @@ class _Beat:
 
 def _lead(worker: Worker, task: ServeTask, loop: EngineLoop) -> None:
     """Rank 0: hear the door, tell the others, answer."""
-    followers = _followers(task, task.text.plan.layout.world - 1)
+    layout = task.text.plan.layout
+    followers = _followers(task, layout.world - 1)
+    ours, own = (RankLink(each) for each in socket.socketpair())
+    loop.start(own)
+    notices = [ours, *followers] if task.role == "decode" else []
+    adoptions = Adoptions(layout.world // layout.dp)
     door, beat = RankLink.to(task.folder / DOOR), _Beat(worker)
     pools = [each.pool.count for each in loop.engine.schedulers]
     worker.phase("serve")
-    door.send(ReplicaHello(task.replica, sum(pools), pools[0]))
+    worker.report(EngineUp())
+    hello = ReplicaHello(task.replica, sum(pools), pools[0], task.role, task.start, layout.dp)
+    door.send(hello)
     while not loop.over:
         beat.tick()
+        if not loop.engine.busy:
+            RankLink.wait([door, *notices], _BEAT_S)
+        complete = [id for link in notices for id in link.receive(0.0)]
         try:
-            commands = door.receive(0.0 if loop.engine.busy else _BEAT_S)
+            commands = adoptions.due(door.receive(0.0), complete)
         except EOFError:  # the door has gone
             commands = [CloseCommand(), *map(DropCommand, loop.open)]
         if not commands and not loop.engine.busy:
@@ -203,11 +266,23 @@ def _lead(worker: Worker, task: ServeTask, loop: EngineLoop) -> None:
 def _follow(worker: Worker, task: ServeTask, loop: EngineLoop) -> None:
     """Another rank: do what rank 0 does."""
     leader, beat = RankLink.to(task.leader), _Beat(worker)
+    loop.start(leader)
     worker.phase("serve")
     while not loop.over:
         beat.tick()
         for commands in leader.receive(_BEAT_S):
             loop.turn(commands)
+
+
+def _travel(task: ServeTask, rank: int, engine: LayoutEngine) -> RankTravel | None:
+    """What carries sequences to other engines, or takes them in."""
+    if task.other is None:
+        return None
+    pages, source = RankPages(engine), f"{task.replica}-{task.start}"
+    if task.role == "prefill":
+        return RankTravel.sending(pages, task.other, KvOutbox(task.folder, source))
+    path = kv_socket(task.folder, task.replica, task.start, rank)
+    return RankTravel.receiving(pages, task.other, KvInbox(path))
 
 
 def _followers(task: ServeTask, count: int) -> list[RankLink]:

@@ -1,103 +1,56 @@
-"""Replicas: the processes of each, what the door knows of it, and which one takes a request.
+"""Replicas: what the door knows of each, and which one takes a request.
 
 A request goes to the replica that has the least to do for it: the tokens that its open requests may
 have in the end, and those of the prompt that its cache does not know. So replicas are loaded alike,
 and prompts with a common beginning meet where it was computed.
+
+Where prompts have engines of their own, a request takes a place in one of both kinds at once: it
+begins only if there is room for all of it, and its cache never waits for an engine.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import os
-import signal
-import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
-from fivefold.core.errors import RankLost
 from fivefold.generate.blocks import BLOCK, chained_digest
-from fivefold.generate.text_ranks import RefusedTask, TaskWarning
-from fivefold.launch.processes import Pool
+from fivefold.generate.requests import Drawn
 from fivefold.serve.answers import ServedChoice
 from fivefold.serve.links import (
     AddCommand,
     CloseCommand,
     DropCommand,
     EngineCommand,
+    ForgetCommand,
+    KvTarget,
     ReplicaHello,
     StepNews,
     packed_message,
 )
-from fivefold.serve.rank import ServeTask, serve_rank
 
-_PATIENCE_S = 600.0  # of a step, or of reading weights
 _MOST_BLOCKS = 64  # of a prompt that are compared
 _MOST_DIGESTS = 1 << 16  # that are remembered of a replica
 
 
-class ReplicaThread(threading.Thread):
-    """Forks the ranks of a replica, and waits for their end."""
-
-    def __init__(
-        self,
-        task: ServeTask,
-        on_end: Callable[[int, str | None, bool], None],
-        on_warning: Callable[[str], None],
-    ) -> None:
-        """`on_end` gets the replica, why it ended if that was not asked for, and whether a rank
-        has refused the task. Both are called in this thread."""
-        super().__init__(name=f"replica-{task.replica}", daemon=True)
-        self.task, self.on_end, self.on_warning = task, on_end, on_warning
-        self.forked = threading.Event()
-        self.pids: list[int] = []
-        self._refused: list[str] = []
-
-    def run(self) -> None:
-        world, reason = self.task.text.plan.layout.world, None
-        try:
-            # With `forwards_stop` ranks live through a signal to all processes: the door drains.
-            with Pool(world, _PATIENCE_S, forwards_stop=True) as pool:
-                self.pids = pool.pids
-                self.forked.set()
-                pool.run_each([(serve_rank, (self.task,))] * world, on_report=self._on_report)
-        except RankLost as lost:
-            reason = lost.reason
-        except Exception as error:  # whatever it is, the door has to know
-            reason = f"{type(error).__name__}: {error}"
-        self.forked.set()
-        refused = bool(self._refused)
-        self.on_end(self.task.replica, self._refused[0] if refused else reason, refused)
-
-    def kill(self) -> None:
-        """End its ranks now."""
-        for pid in self.pids:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-
-    def _on_report(self, value: Any) -> None:
-        if isinstance(value, RefusedTask):
-            self._refused.append(value.reason)
-        elif isinstance(value, TaskWarning):
-            self.on_warning(value.reason)
-
-
 class ServingReplica:
-    """What the door knows of a replica that serves."""
+    """What the door knows of an engine that serves."""
 
     def __init__(self, hello: ReplicaHello, writer: asyncio.StreamWriter, most: int) -> None:
-        self.index, self.blocks, self.writer, self.most = (
-            *(hello.replica, hello.blocks),
-            writer,
-            most,
-        )
+        """`most`: sequences of a data rank at a time."""
+        self.index, self.role, self.start = hello.replica, hello.role, hello.start
+        self.blocks, self.writer, self.most = hello.blocks, writer, most * hello.data_ranks
         self.tokens_of_one = hello.blocks_of_one * BLOCK
         self.alive = True
         self.open: dict[str, ServedChoice] = {}
         self.load = 0  # tokens that its open requests may have
         self.free_blocks, self.preempted, self.running = hello.blocks, 0, 0
         self._known: OrderedDict[bytes, None] = OrderedDict()
+        self._told: set[str] = set()  # of open ones, those that the engine knows
+        self._loads = [0] * hello.data_ranks  # of those with a place
+        self._places: dict[str, KvTarget] = {}
+        self.sources: dict[str, ServingReplica] = {}  # of those whose cache may be on its way
 
     @property
     def has_room(self) -> bool:
@@ -105,6 +58,18 @@ class ServingReplica:
 
     def add(self, choice: ServedChoice, digests: Iterable[bytes] = ()) -> None:
         """Begin a choice; `digests` are those of its prompt."""
+        self._begin(choice, digests, AddCommand(choice.request))
+
+    def add_prompt(
+        self, choice: ServedChoice, digests: Iterable[bytes], after: ServingReplica
+    ) -> None:
+        """Begin the prompt of a choice, which takes a place in the engine that goes on with it."""
+        request, target = replace(choice.request, max_tokens=1), None
+        if choice.request.max_tokens > 1:
+            target = after.reserve(choice)
+        self._begin(choice, digests, AddCommand(request, target))
+
+    def _begin(self, choice: ServedChoice, digests: Iterable[bytes], command: AddCommand) -> None:
         self.open[choice.id] = choice
         self.load += tokens_of(choice)
         for each in digests:
@@ -112,18 +77,44 @@ class ServingReplica:
             self._known.move_to_end(each)
         while len(self._known) > _MOST_DIGESTS:
             self._known.popitem(last=False)
-        self._tell(AddCommand(choice.request))
+        self._told.add(choice.id)
+        self._tell(command)
+
+    def reserve(self, choice: ServedChoice) -> KvTarget:
+        """Keep a place for a choice whose prompt another engine computes."""
+        home = self._loads.index(min(self._loads))
+        self._loads[home] += tokens_of(choice)
+        self.open[choice.id] = choice
+        self.load += tokens_of(choice)
+        place = self._places[choice.id] = KvTarget(self.index, self.start, home)
+        return place
+
+    def go_on(self, choice: ServedChoice, source: ServingReplica, drawn: Drawn) -> None:
+        """Go on with a choice when its cache is here."""
+        self._told.add(choice.id)
+        self.sources[choice.id] = source
+        self._tell(AddCommand(choice.request, home=self._places[choice.id].home, drawn=drawn))
+
+    def forget(self, id: str, home: int) -> None:
+        """A cache is on its way here that nobody waits for."""
+        self._tell(ForgetCommand(id, home))
 
     def ended(self, choice: ServedChoice) -> None:
         """The engine has ended it, or will."""
         if self.open.pop(choice.id, None) is not None:
             self.load -= tokens_of(choice)
+            self._told.discard(choice.id)
+            self.sources.pop(choice.id, None)
+            if (place := self._places.pop(choice.id, None)) is not None:
+                self._loads[place.home] -= tokens_of(choice)
 
     def drop(self, choice: ServedChoice) -> None:
         """Nobody wants more of it: its blocks are free after the step that runs."""
         if choice.id in self.open:
+            told = choice.id in self._told
             self.ended(choice)
-            self._tell(DropCommand(choice.id))
+            if told:
+                self._tell(DropCommand(choice.id))
 
     def close(self) -> None:
         self._tell(CloseCommand())

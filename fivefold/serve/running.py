@@ -1,14 +1,13 @@
-"""The life of a server: fork the replicas, open the door, and after SIGTERM drain and end.
+"""The life of a server: fork the engines, open the door, and after SIGTERM drain and end.
 
-Ranks are forked before anything else is open, so that they inherit no socket of a client, and
-before signals are handled, so that none of theirs is taken for ours. They die with the door,
-however it ends.
+The keepers of engines are forked before anything else is open, so that ranks inherit no socket of a
+client, and before signals are handled, so that none of theirs is taken for ours. They die with the
+door, however it ends.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import ipaddress
 import signal
 import socket
@@ -24,10 +23,11 @@ from fivefold.generate.text_model import ModelSetup
 from fivefold.serve.dispatch import Dispatcher
 from fivefold.serve.door import Door
 from fivefold.serve.http import HttpLimits
+from fivefold.serve.keeper import EngineEnd, EngineKeeper
+from fivefold.serve.links import EngineRole
 from fivefold.serve.metrics import ServeMetrics
 from fivefold.serve.prompting import PromptReader
 from fivefold.serve.rank import DOOR, ServeTask
-from fivefold.serve.replicas import ReplicaThread
 
 _BACKLOG = 1024
 _END_S = 15.0  # for ranks to end by themselves
@@ -44,6 +44,8 @@ class ServeOptions:
     port: int = 8000
     keys: tuple[str, ...] = ()
     replicas: int = 1
+    prefill_replicas: int = 1  # where prompts have engines of their own
+    restarts: int = 3  # of an engine that has lost a rank
     max_queue: int = 1024  # sequences that wait
     max_running: int = 256  # sequences in the engine of a data rank
     max_batch_tokens: int = 512  # of a forward
@@ -92,9 +94,11 @@ class ModelServer:
         on_ready: Callable[[str], None],
         log: Callable[[str], None],
         on_warning: Callable[[str], None],
+        prefill: ModelSetup | None = None,
     ) -> None:
-        """`on_ready` gets the address, `log` a line for every request."""
-        self.setup, self.options, self.on_ready = setup, options, on_ready
+        """`on_ready` gets the address, `log` a line for every request. `prefill` is the layout of
+        the engines that compute prompts, if these have their own."""
+        self.setup, self.options, self.on_ready, self.prefill = setup, options, on_ready, prefill
         self.log, self.on_warning = log, on_warning
         self.stopping = False
         self.dispatcher = Dispatcher(
@@ -103,14 +107,15 @@ class ModelServer:
             setup.ends,
             ServeMetrics(),
             options.max_queue,
-            options.max_running * setup.plan.layout.dp,
+            options.max_running,
+            prefill is not None,
         )
         prompts = PromptReader(setup.codec, setup.model.folder)
         self.door = Door(
             options.name, options.keys, self.dispatcher, prompts, options.limits, self.log
         )
         self._wake = asyncio.Event()
-        self._threads: list[ReplicaThread] = []
+        self._keepers: list[EngineKeeper] = []
         self._lost: dict[int, str] = {}
         self._refused: list[str] = []
 
@@ -123,63 +128,95 @@ class ModelServer:
         options, loop = self.options, asyncio.get_running_loop()
         # Before the fork, for what it refuses: ranks are not to inherit it.
         listening_socket(options.host, options.port, bool(options.keys)).close()
-        self._fork(folder, loop)
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._stop)
-        links = await asyncio.start_unix_server(self.dispatcher.hear, folder / DOOR)
+        for task in self._tasks(folder):
+            self._keepers.append(EngineKeeper(task, options.restarts, self._keepers))
+        links = None
         try:
+            for keeper in self._keepers:
+                loop.add_reader(keeper.pipe.fileno(), self._hear, keeper)
+            for number in (signal.SIGTERM, signal.SIGINT):
+                loop.add_signal_handler(number, self._stop)
+            links = await asyncio.start_unix_server(self.dispatcher.hear, folder / DOOR)
             await self._until_ready()
             if not self.stopping:
                 await self._serve()
         finally:
-            links.close()
+            if links is not None:
+                links.close()
             await self._end()
         return 1 if self._lost and not self.stopping else 0
 
-    def _fork(self, folder: Path, loop: asyncio.AbstractEventLoop) -> None:
-        """Start all replicas, one after another: none inherits a pipe of another half made."""
+    def _tasks(self, folder: Path) -> list[ServeTask]:
+        """What the ranks of every engine do: those that decode, or do all, are the first."""
+        options, prefill = self.options, self.prefill
+        kinds: list[tuple[ModelSetup, EngineRole, int]] = []
+        kinds.append((self.setup, "decode" if prefill else "both", options.replicas))
+        if prefill is not None:
+            kinds.append((prefill, "prefill", options.prefill_replicas))
+        places = sum(setup.plan.layout.world * count for setup, _, count in kinds)
+        tasks, place = list[ServeTask](), 0
+        for setup, role, count in kinds:
+            other = None if prefill is None else self.setup if role == "prefill" else prefill
+            for _ in range(count):
+                task = ServeTask(
+                    setup.task([]),
+                    folder,
+                    len(tasks),
+                    options.max_running,
+                    options.max_batch_tokens,
+                    options.cache_gb,
+                    place,
+                    places,
+                    role,
+                    None if other is None else other.plan,
+                )
+                tasks.append(task)
+                place += setup.plan.layout.world
+        return tasks
 
-        def on_end(replica: int, reason: str | None, refused: bool) -> None:
-            with contextlib.suppress(RuntimeError):  # the loop has ended before
-                loop.call_soon_threadsafe(self._on_end, replica, reason, refused)
+    def _hear(self, keeper: EngineKeeper) -> None:
+        def on_end(end: EngineEnd) -> None:
+            self._on_end(keeper.task, end)
 
-        options, text = self.options, self.setup.task([])
-        for replica in range(options.replicas):
-            task = ServeTask(
-                text,
-                folder,
-                replica,
-                options.replicas,
-                options.max_running,
-                options.max_batch_tokens,
-                options.cache_gb,
-            )
-            thread = ReplicaThread(task, on_end, self.on_warning)
-            self._threads.append(thread)
-            thread.start()
-            thread.forked.wait()
+        if not keeper.hear(on_end, self.on_warning):
+            asyncio.get_running_loop().remove_reader(keeper.pipe.fileno())
 
-    def _on_end(self, replica: int, reason: str | None, refused: bool) -> None:
-        if reason is not None:
-            self._lost[replica] = reason
-            self._refused += [reason] * refused
-            self.dispatcher.lose(replica, reason)
-            if not self.stopping and not refused:
-                self.on_warning(f"replica {replica} ended: {reason}")
+    def _on_end(self, task: ServeTask, end: EngineEnd) -> None:
+        """An engine has ended; of one that is started again only the open calls are lost."""
+        if end.reason is not None:
+            self.dispatcher.lose(task.replica)
+            if not end.again:
+                self._lost[task.replica] = end.reason
+                self._refused += [end.reason] * end.refused
+                if not self._serves():
+                    self.dispatcher.give_up(end.reason)
+            if not self.stopping and (end.again or not end.refused):
+                name = "replica" if task.role == "both" else f"{task.role} replica"
+                then = f"; new start {end.again} of {self.options.restarts}" if end.again else ""
+                self.on_warning(f"{name} {task.replica} ended: {end.reason}{then}")
+                if end.again:
+                    self.dispatcher.metrics.restarted()
         self._wake.set()
+
+    def _serves(self) -> bool:
+        """Whether there is an engine of every kind, or will be."""
+        roles = {each.task.role for each in self._keepers}
+        left = [each.task for each in self._keepers if each.task.replica not in self._lost]
+        return {each.role for each in left} == roles
 
     def _stop(self) -> None:
         """A signal: the first one drains, the second one ends everything now."""
-        if self.stopping:
-            for thread in self._threads:
-                thread.kill()
+        for keeper in self._keepers:
+            keeper.no_more()
+            if self.stopping:
+                keeper.kill()
         self.stopping = True
         self._wake.set()
 
     async def _until_ready(self) -> None:
         """Wait for all replicas; raises what keeps one from starting."""
         dispatcher = self.dispatcher
-        while len(dispatcher.replicas) < self.options.replicas and not self.stopping:
+        while len(dispatcher.replicas) < len(self._keepers) and not self.stopping:
             joined = asyncio.ensure_future(dispatcher.joined.wait())
             woken = asyncio.ensure_future(self._wake.wait())
             await asyncio.wait([joined, woken], return_when=asyncio.FIRST_COMPLETED)
@@ -199,7 +236,7 @@ class ModelServer:
         host, port = listener.getsockname()[:2]
         shown = f"[{host}]" if ":" in host else host
         self.on_ready(f"http://{shown}:{port}/v1")
-        while not self.stopping and len(self._lost) < options.replicas:
+        while not self.stopping and self._serves():
             self._wake.clear()
             await self._wake.wait()
         server.close()
@@ -207,12 +244,14 @@ class ModelServer:
 
     async def _end(self) -> None:
         """End all ranks."""
+        for keeper in self._keepers:
+            keeper.no_more()
         for replica in self.dispatcher.replicas.values():
             replica.close()
         until = time.monotonic() + (_END_S if self.dispatcher.replicas else 0.0)
-        while any(each.is_alive() for each in self._threads):
+        while any(each.process.is_alive() for each in self._keepers):
             if time.monotonic() > until:
-                for each in self._threads:
+                for each in self._keepers:
                     each.kill()
             await asyncio.sleep(0.01)
 

@@ -20,6 +20,17 @@ LayoutOption = Annotated[
 ReplicasOption = Annotated[
     int, typer.Option(help="Engines that share the requests, each in the layout.")
 ]
+PrefillOption = Annotated[
+    str | None,
+    typer.Option(
+        help="Degrees of other ranks that compute prompts alone; those of --layout then go on with "
+        "the answers."
+    ),
+]
+PrefillReplicasOption = Annotated[int, typer.Option(help="Engines that compute prompts.")]
+RestartsOption = Annotated[
+    int, typer.Option(help="Maximum new starts in a row of an engine that loses a rank.")
+]
 HostOption = Annotated[
     str, typer.Option(help="Address to listen on; beyond loopback only with a key.")
 ]
@@ -60,6 +71,9 @@ def run(
     source: Source,
     layout: LayoutOption = "dp=1",
     replicas: ReplicasOption = 1,
+    prefill: PrefillOption = None,
+    prefill_replicas: PrefillReplicasOption = 1,
+    restarts: RestartsOption = 3,
     host: HostOption = "127.0.0.1",
     port: PortOption = 8000,
     api_key: KeyOption = None,
@@ -78,6 +92,7 @@ def run(
 ) -> None:
     """Serve a model with the API of OpenAI: completions, chats, streams."""
     options: dict[str, Any] = {"layout": layout, "replicas": replicas, "host": host, "port": port}
+    options |= {"prefill": prefill, "prefill_replicas": prefill_replicas, "restarts": restarts}
     options |= {"api_keys": api_key or (), "api_key_file": api_key_file, "name": name}
     options |= {"max_queue": max_queue, "max_running": max_running, "cache_gb": cache_gb}
     options |= {"max_batch_tokens": max_batch_tokens, "drain_seconds": drain_seconds}

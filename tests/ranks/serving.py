@@ -6,6 +6,7 @@ import asyncio
 import json
 import multiprocessing
 import os
+import random
 import re
 import signal
 import sys
@@ -72,15 +73,26 @@ class RunningServer:
         self.process.join(30)
         return self.process.exitcode
 
+    def children(self) -> list[int]:
+        """The keepers of its engines, by their age, and the process of chats."""
+        return _children(self.process.pid or 0)
+
+    def ranks(self) -> list[int]:
+        """The ranks of all its engines."""
+        return [rank for keeper in self.children() for rank in _children(keeper)]
+
     def lines(self) -> list[str]:
         """The log, a line a request."""
         return [each for each in self.output.read_text().splitlines() if " total=" in each]
 
+    def metrics(self) -> str:
+        """The text of /metrics."""
+        with urllib.request.urlopen(self.url.replace("/v1", "/metrics"), timeout=20) as answer:
+            return answer.read().decode()
+
     def number(self, name: str) -> float:
         """A number of /metrics, summed over its labels."""
-        with urllib.request.urlopen(self.url.replace("/v1", "/metrics"), timeout=20) as answer:
-            text = answer.read().decode()
-        found = re.findall(rf"^{name}(?:{{[^}}]*}})? (\S+)$", text, re.MULTILINE)
+        found = re.findall(rf"^{name}(?:{{[^}}]*}})? (\S+)$", self.metrics(), re.MULTILINE)
         return sum(map(float, found))
 
     def settles(self) -> bool:
@@ -184,3 +196,52 @@ def _texts(data: bytes, stream: bool) -> tuple[str, ...]:
         for each in json.loads(event.removeprefix("data: "))["choices"]:
             texts[each["index"]] = texts.get(each["index"], "") + each["text"]
     return tuple(texts[index] for index in sorted(texts))
+
+
+def lives(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state not in "ZX"
+
+
+def _children(pid: int) -> list[int]:
+    tasks = Path(f"/proc/{pid}/task").iterdir()
+    return sorted(int(each) for task in tasks for each in (task / "children").read_text().split())
+
+
+def bodies(count: int) -> list[dict[str, Any]]:
+    """Requests of mixed lengths, greedy and drawn, of one choice and of two."""
+    draw, found = random.Random(0), list[dict[str, Any]]()
+    for number in range(count):
+        prompt = [draw.randrange(59) for _ in range(draw.choice((1, 5, 17, 40, 70)))]
+        body = {"prompt": prompt, "max_tokens": draw.choice((1, 3, 12, 30)), "seed": number}
+        body |= {"temperature": draw.choice((0, 1)), "n": draw.choice((1, 1, 2))}
+        found.append(body)
+    return found
+
+
+async def alone(port: int, asked: list[dict[str, Any]]) -> list[tuple[str, ...]]:
+    """The texts of requests one after another."""
+    found: list[tuple[str, ...]] = []
+    for body in asked:
+        reply = await ask(port, body)
+        assert reply is not None and reply.status == 200, reply
+        found.append(reply.texts)
+    return found
+
+
+async def under_load(
+    port: int, asked: list[dict[str, Any]], count: int, cut: float
+) -> list[tuple[int, Reply | None]]:
+    """So many requests, 64 at a time; a share of the clients breaks off at some time."""
+    draw, gate = random.Random(1), asyncio.Semaphore(64)
+
+    async def one(number: int) -> tuple[int, Reply | None]:
+        which = draw.randrange(len(asked))
+        stream, after = draw.random() < 0.5, draw.uniform(0, 0.3) if draw.random() < cut else None
+        async with gate:
+            return which, await ask(port, asked[which] | {"stream": stream}, after)
+
+    return await asyncio.gather(*map(one, range(count)))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import random
 import signal
 import time
 import urllib.request
@@ -16,7 +15,17 @@ from typing import Any
 
 import pytest
 
-from tests.ranks.serving import Reply, RunningServer, ask, make_model, serving
+from tests.ranks.serving import (
+    Reply,
+    RunningServer,
+    alone,
+    ask,
+    bodies,
+    lives,
+    make_model,
+    serving,
+    under_load,
+)
 from tests.selection import all_cases
 
 KEYS = ("key-of-the-greedy", "key-of-the-modest")
@@ -35,42 +44,6 @@ def server(folder: Path) -> Iterator[RunningServer]:
     with serving(folder, folder / "log.txt", *SMALL) as running:
         yield running
         assert running.stop() == 0
-
-
-def bodies(count: int) -> list[dict[str, Any]]:
-    """Requests of mixed lengths, greedy and drawn, of one choice and of two."""
-    draw, found = random.Random(0), list[dict[str, Any]]()
-    for number in range(count):
-        prompt = [draw.randrange(59) for _ in range(draw.choice((1, 5, 17, 40, 70)))]
-        body = {"prompt": prompt, "max_tokens": draw.choice((1, 3, 12, 30)), "seed": number}
-        body |= {"temperature": draw.choice((0, 1)), "n": draw.choice((1, 1, 2))}
-        found.append(body)
-    return found
-
-
-async def alone(port: int, asked: list[dict[str, Any]]) -> list[tuple[str, ...]]:
-    """The texts of requests one after another."""
-    found: list[tuple[str, ...]] = []
-    for body in asked:
-        reply = await ask(port, body)
-        assert reply is not None and reply.status == 200, reply
-        found.append(reply.texts)
-    return found
-
-
-async def under_load(
-    port: int, asked: list[dict[str, Any]], count: int, cut: float
-) -> list[tuple[int, Reply | None]]:
-    """So many requests, 64 at a time; a share of the clients breaks off at some time."""
-    draw, gate = random.Random(1), asyncio.Semaphore(64)
-
-    async def one(number: int) -> tuple[int, Reply | None]:
-        which = draw.randrange(len(asked))
-        stream, after = draw.random() < 0.5, draw.uniform(0, 0.3) if draw.random() < cut else None
-        async with gate:
-            return which, await ask(port, asked[which] | {"stream": stream}, after)
-
-    return await asyncio.gather(*map(one, range(count)))
 
 
 def test_clients_that_break_off_change_nothing(server: RunningServer) -> None:
@@ -167,27 +140,11 @@ def test_sigterm_drains(folder: Path, tmp_path: Path) -> None:
         assert running.process.exitcode == 0
 
 
-def lives(pid: int) -> bool:
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return False
-    return state not in "ZX"
-
-
-def children(running: RunningServer, ranks_only: bool = False) -> list[int]:
-    """Its ranks, which threads have forked, and the process of chats, which the first one has."""
-    tasks = list(Path(f"/proc/{running.process.pid}/task").iterdir())
-    if ranks_only:
-        tasks = [each for each in tasks if each.name != str(running.process.pid)]
-    return [int(each) for task in tasks for each in (task / "children").read_text().split()]
-
-
 @pytest.mark.sample(0.25)
 def test_nothing_outlives_a_killed_server(folder: Path, tmp_path: Path) -> None:
     with serving(folder, tmp_path / "log.txt", "--layout", "tp=2") as running:
-        found = children(running)
-        assert len(found) == 3 and all(map(lives, found))
+        found = running.children() + running.ranks()
+        assert len(found) == 4 and all(map(lives, found)), "keeper, chats and two ranks"
         running.stop(signal.SIGKILL)
         for _ in range(100):
             if not any(map(lives, found)):
@@ -199,11 +156,12 @@ def test_nothing_outlives_a_killed_server(folder: Path, tmp_path: Path) -> None:
 @pytest.mark.sample(0.25)
 def test_a_lost_replica_is_survived(folder: Path, tmp_path: Path) -> None:
     asked = bodies(8)
-    with serving(folder, tmp_path / "log.txt", *SMALL, "--replicas", "2") as running:
+    words = (*SMALL, "--replicas", "2", "--restarts", "0")
+    with serving(folder, tmp_path / "log.txt", *words) as running:
         expected = asyncio.run(alone(running.port, asked))
         both = asyncio.run(under_load(running.port, asked, 40, cut=0.0))
         assert all(reply and reply.texts == expected[which] for which, reply in both)
-        first = min(children(running, ranks_only=True))
+        first = running.ranks()[0]
         os.kill(first, signal.SIGKILL)
         for _ in range(200):
             if running.number("fivefold_up") == 1:
@@ -212,7 +170,7 @@ def test_a_lost_replica_is_survived(folder: Path, tmp_path: Path) -> None:
         after = asyncio.run(under_load(running.port, asked, 10, cut=0.0))
         assert all(reply and reply.texts == expected[which] for which, reply in after)
         assert "replica 0 ended: lost rank 0" in running.output.read_text()
-        for pid in children(running, ranks_only=True):
+        for pid in running.ranks():
             os.kill(pid, signal.SIGKILL)
         running.process.join(20)
         assert running.process.exitcode == 1, "without an engine it ends"

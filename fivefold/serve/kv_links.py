@@ -1,0 +1,309 @@
+"""Caches on their way between engines: each rank sends to the ranks that go on with its sequences.
+
+Pieces travel over sockets of this machine, straight from rank to rank, in threads beside the loop
+of steps. A rank that goes on has a socket for each of its starts: what was meant for an engine that
+has died never reaches the one that was started in its place. A cache is complete on a rank when all
+its pieces are there; when it is complete on all ranks of a replica, the leader adds the request.
+
+Every sequence that the door was told to be on its way is taken in or forgotten, so nothing stays.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+import queue
+import socket
+import struct
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fivefold.core.kv_routes import KvRoute, kv_routes, moved_bytes
+from fivefold.core.plan import Plan
+from fivefold.generate.blocks import BLOCK, blocks_of
+from fivefold.generate.kv_travel import KvPiece, RankPages
+from fivefold.generate.requests import SequenceState
+from fivefold.serve.links import (
+    AddCommand,
+    DropCommand,
+    EngineCommand,
+    ForgetCommand,
+    KvTarget,
+    RankLink,
+)
+
+_HEAD = struct.Struct("<IQ")  # bytes of the header, and of the tensors
+
+
+def kv_socket(folder: Path, engine: int, start: int, rank: int) -> Path:
+    """The socket of a rank that gets caches."""
+    return folder / f"kv-{engine}-{start}-{rank}"
+
+
+class KvOutbox(threading.Thread):
+    """Sends pieces, in order. What is meant for a rank that has died is dropped: the door knows of
+    its death."""
+
+    def __init__(self, folder: Path, source: str) -> None:
+        super().__init__(name="kv-out", daemon=True)
+        self.folder, self.source = folder, source
+        self._queue: queue.SimpleQueue[tuple[Path, KvPiece, int] | None] = queue.SimpleQueue()
+        self._streams: dict[Path, socket.socket | None] = {}  # None: it has died
+
+    def put(self, target: KvTarget, rank: int, piece: KvPiece, total: int) -> None:
+        """Send a piece to a rank, which gets so many of this sequence in all."""
+        path = kv_socket(self.folder, target.engine, target.start, rank)
+        self._queue.put((path, piece, total))
+
+    def run(self) -> None:
+        while (item := self._queue.get()) is not None:
+            path, piece, total = item
+            try:
+                if path not in self._streams:
+                    self._streams[path] = stream = socket.socket(socket.AF_UNIX)
+                    stream.connect(str(path))
+                stream = self._streams[path]
+                if stream is not None:
+                    _send(stream, self.source, piece, total)
+            except OSError:
+                self._streams[path] = None
+        for stream in self._streams.values():
+            if stream is not None:
+                stream.close()
+
+    def finish(self) -> None:
+        """Send what waits, and end."""
+        self._queue.put(None)
+        self.join()
+
+
+def _send(stream: socket.socket, source: str, piece: KvPiece, total: int) -> None:
+    tensors = [each.contiguous() for each in piece.tensors]
+    kinds = [(tuple(each.shape), each.dtype) for each in tensors]
+    # Their bytes follow as they are: a pickle would copy them.
+    data = [each.flatten().view(torch.uint8).numpy().data for each in tensors]
+    header = pickle.dumps(
+        (source, total, piece.id, piece.layer, piece.heads, piece.blocks, kinds), protocol=5
+    )
+    stream.sendall(_HEAD.pack(len(header), sum(map(len, data))) + header)
+    for each in data:
+        stream.sendall(each)
+
+
+@dataclass
+class _Arrival:
+    """The pieces of one sequence; those of an unwanted one are only counted."""
+
+    source: str
+    count: int = 0
+    wanted: bool = True
+    complete: bool = False
+    pieces: list[KvPiece] = field(default_factory=list[KvPiece])
+
+
+class KvInbox:
+    """Takes in pieces, in a thread for each rank that sends. Others may connect from the beginning;
+    they are heard from `start` on."""
+
+    def __init__(self, path: Path) -> None:
+        self.on_complete: Callable[[str], None] = lambda id: None
+        self._arrivals: dict[str, _Arrival] = {}
+        self._lock = threading.Lock()
+        self._listener = socket.socket(socket.AF_UNIX)
+        with contextlib.suppress(FileNotFoundError):
+            path.unlink()
+        self._listener.bind(str(path))
+        self._listener.listen(128)
+
+    def start(self, on_complete: Callable[[str], None]) -> None:
+        """`on_complete` is called in threads, with a sequence all of whose pieces are there, or
+        have been thrown away."""
+        self.on_complete = on_complete
+        threading.Thread(target=self._accept, name="kv-in", daemon=True).start()
+
+    def take(self, id: str) -> list[KvPiece]:
+        """The pieces of a complete sequence, once."""
+        with self._lock:
+            return self._arrivals.pop(id).pieces
+
+    def discard(self, id: str) -> None:
+        """Nobody wants a sequence that is complete, if it has not been taken."""
+        with self._lock:
+            self._arrivals.pop(id, None)
+
+    def forget(self, id: str) -> None:
+        """Nobody wants this sequence; what is still to come of it is thrown away."""
+        with self._lock:
+            found = self._arrivals.setdefault(id, _Arrival("", wanted=False))
+            found.wanted = False
+            found.pieces.clear()
+            if found.complete:
+                del self._arrivals[id]
+
+    @property
+    def num_open(self) -> int:
+        """Sequences of which something is here."""
+        return len(self._arrivals)
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                stream, _ = self._listener.accept()
+            except OSError:  # closed
+                return
+            threading.Thread(target=self._hear, args=(stream,), daemon=True).start()
+
+    def _hear(self, stream: socket.socket) -> None:
+        source = ""
+        with stream, contextlib.suppress(OSError, EOFError):
+            while True:
+                size, num_bytes = _HEAD.unpack(_read(stream, _HEAD.size))
+                source, total, id, layer, heads, blocks, kinds = pickle.loads(_read(stream, size))
+                data = _read(stream, num_bytes)
+                self._arrived(
+                    source, total, KvPiece(id, layer, heads, blocks, _tensors(data, kinds))
+                )
+        with self._lock:  # it has died, or will send no more: what is not complete never will be
+            lost = [
+                id
+                for id, each in self._arrivals.items()
+                if each.source == source and not each.complete
+            ]
+            for id in lost:
+                del self._arrivals[id]
+
+    def _arrived(self, source: str, total: int, piece: KvPiece) -> None:
+        with self._lock:
+            found = self._arrivals.setdefault(piece.id, _Arrival(source))
+            found.source = source
+            found.count += 1
+            if found.wanted:
+                found.pieces.append(piece)
+            found.complete = found.count == total
+            if found.complete and not found.wanted:
+                del self._arrivals[piece.id]
+        if found.complete:
+            self.on_complete(piece.id)
+
+
+def _read(stream: socket.socket, size: int) -> bytearray:
+    data = bytearray(size)
+    view = memoryview(data)
+    while view:
+        got = stream.recv_into(view)
+        if not got:
+            raise EOFError
+        view = view[got:]
+    return data
+
+
+def _tensors(data: bytearray, kinds: Iterable[tuple[tuple[int, ...], Any]]) -> Any:
+    found, start = list[torch.Tensor](), 0
+    for shape, dtype in kinds:
+        count = torch.Size(shape).numel()
+        if not count:  # this rank of cp owns no block of it
+            found.append(torch.empty(shape, dtype=dtype))
+            continue
+        found.append(torch.frombuffer(data, dtype=dtype, count=count, offset=start).view(shape))
+        start += count * dtype.itemsize
+    return tuple(found)
+
+
+class RankTravel:
+    """How the sequences of a rank leave for another layout, or come from one."""
+
+    def __init__(self, pages: RankPages, other: Plan) -> None:
+        self.pages, self.other = pages, other
+        self.targets: dict[str, KvTarget] = {}  # of requests that go on elsewhere
+        self.outbox: KvOutbox | None = None
+        self.inbox: KvInbox | None = None
+        self._routes: dict[int, list[KvRoute]] = {}  # by the data rank that goes on
+        self.home = pages.plan.layout.coord(pages.rank).dp
+
+    @classmethod
+    def sending(cls, pages: RankPages, other: Plan, outbox: KvOutbox) -> RankTravel:
+        """Of a rank that computes prompts."""
+        found = cls(pages, other)
+        found.outbox = outbox
+        return found
+
+    @classmethod
+    def receiving(cls, pages: RankPages, other: Plan, inbox: KvInbox) -> RankTravel:
+        """Of a rank that goes on."""
+        found = cls(pages, other)
+        found.inbox = inbox
+        return found
+
+    def start(self, leader: RankLink) -> None:
+        """Begin to send, or to take in and to tell the leader what is complete."""
+        if self.outbox is not None:
+            self.outbox.start()
+        if self.inbox is not None:
+            self.inbox.start(leader.send_from_thread)
+
+    def leave(self, sequence: SequenceState) -> None:
+        target = self.targets.get(sequence.request.id)
+        if target is None or self.outbox is None:
+            return
+        if target.home not in self._routes:
+            found = kv_routes(self.pages.plan, self.other, self.home, target.home)
+            self._routes[target.home] = found
+        routes, totals = self._routes[target.home], Counter[int]()
+        for route in routes:
+            totals[route.target] += len(route.layers)
+        for route, piece in self.pages.pieces(sequence, routes):
+            self.outbox.put(target, route.target, piece, totals[route.target])
+
+    def land(self, sequence: SequenceState) -> None:
+        assert self.inbox is not None, "prompts are computed here"
+        self.pages.put(sequence, self.inbox.take(sequence.request.id))
+
+    def bytes_of(self, prompt: int) -> int:
+        """What travels of a prompt: whole blocks."""
+        itemsize = next(iter(self.pages.pages.values())).keys.element_size()
+        return moved_bytes(self.other, blocks_of(prompt) * BLOCK, itemsize)
+
+
+class Adoptions:
+    """Which requests wait for their cache; of the leader of an engine that goes on with them."""
+
+    def __init__(self, ranks: int) -> None:
+        """`ranks` of a replica, each of which tells when a cache is complete."""
+        self.ranks = ranks
+        self._waiting: dict[str, AddCommand] = {}
+        self._complete: Counter[str] = Counter()
+        self._forgotten: set[str] = set()
+
+    def due(
+        self, commands: Sequence[EngineCommand], complete: Iterable[str]
+    ) -> list[EngineCommand]:
+        """What all ranks do now: of what the door says, and of caches that are complete."""
+        found: list[EngineCommand] = []
+        self._complete.update(complete)
+        for each in commands:
+            if isinstance(each, AddCommand) and each.drawn:
+                self._waiting[each.request.id] = each
+            elif isinstance(each, DropCommand) and each.id in self._waiting:
+                found.append(self._forget(each.id, self._waiting.pop(each.id).home or 0))
+            elif isinstance(each, ForgetCommand):
+                found.append(self._forget(each.id, each.home))
+            else:
+                found.append(each)
+        for id in [id for id, count in self._complete.items() if count == self.ranks]:
+            if id in self._forgotten:
+                self._forgotten.remove(id)
+                del self._complete[id]
+            elif id in self._waiting:
+                found.append(self._waiting.pop(id))
+                del self._complete[id]
+        return found
+
+    def _forget(self, id: str, home: int) -> ForgetCommand:
+        self._forgotten.add(id)
+        return ForgetCommand(id, home)
