@@ -5,7 +5,7 @@ BIN := .venv/bin
 BASE := .venv/.base
 READY := .venv/.ready
 
-.PHONY: setup train test nightly test-page bench-page page-pictures docs reference lint types verify-all bench-schedule bench-overlap bench-tensor bench-pipeline bench-context bench-expert bench-gpu bench-rank bench-decode bench-serve bench-step bench-logging bench-clock bench-checkpoint bench-plan bench-tokens chaos stress verify-nccl learn score clean
+.PHONY: setup train test nightly test-page bench-page page-pictures docs reference lint types verify-all bench-schedule bench-overlap bench-tensor bench-pipeline bench-context bench-expert bench-gpu bench-rank bench-decode bench-serve bench-step bench-logging bench-clock bench-checkpoint bench-plan bench-tokens chaos stress flips bench-flips verify-nccl learn score clean
 
 setup: $(READY)
 
@@ -94,6 +94,17 @@ verify-all: setup
 # Ten SIGKILLs at random ranks and times over one run, each resumed; at most 5 minutes.
 chaos: setup
 	$(BIN)/python benchmarks/chaos.py
+
+# Flipped bits in memory and in compute, a long healthy run, and slow ranks and links; about an hour.
+flips: setup
+	$(BIN)/python benchmarks/flips.py rest
+	$(BIN)/python benchmarks/flips.py compute --flips 60
+	$(BIN)/python benchmarks/stragglers.py
+	$(BIN)/python benchmarks/flips.py healthy --steps $(or $(FIVEFOLD_STEPS),5000)
+
+# What looking for flipped bits costs: on a GPU where there is one.
+bench-flips: setup
+	$(BIN)/python benchmarks/flips.py cost --device $(or $(DEVICE),cpu)
 
 # 50,000 steps in five layouts under the checks of the heap; FIVEFOLD_STEPS for another number.
 stress: setup

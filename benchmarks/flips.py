@@ -260,8 +260,10 @@ def healthy(asked: argparse.Namespace) -> int:
 
 
 def _timed(device: torch.device, every: int, asked: argparse.Namespace) -> Iterator[float]:
-    """Seconds of steps, in turn without and with the watch, over one model."""
+    """Seconds of steps, in turn without and with the watch, over one model; on a CPU those of the
+    process, since others may run beside it."""
     cuda = device.type == "cuda"
+    clock = time.perf_counter if cuda else time.process_time
     name, sizes = ("llama-3.2-1b", {}) if cuda else ("tiny", {"layers": "4"})
     given = {"seq": asked.seq, "batch": asked.batch, "set": sizes}
     plan = resolve(PlanOptions(name, **given))
@@ -280,10 +282,10 @@ def _timed(device: torch.device, every: int, asked: argparse.Namespace) -> Itera
                 integrity.seal.drop()
             job.mesh.record_on(Tape(not cuda) if watched else None)
             _wait(device)
-            start = time.perf_counter()
+            start = clock()
             step(job, updater, batches, 1.0, guard)
             _wait(device)
-            yield time.perf_counter() - start
+            yield clock() - start
 
 
 def _wait(device: torch.device) -> None:

@@ -29,7 +29,7 @@ from fivefold.records import StepRecord
 from fivefold.records.stragglers import SHOWN_SHARE
 from fivefold.train import TrainedRank, TrainSettings, run_rank
 
-STEPS, BLOCK_S, LINK_S = 20, 0.04, 0.02
+STEPS, BLOCK_S, LINK_S = 19, 0.04, 0.02
 SIZES = {"layers": "4", "width": "32", "heads": "4", "kv_heads": "2", "ffn": "48", "vocab": "97"}
 
 
@@ -99,15 +99,15 @@ def slowed(worker: Worker, case: Case) -> TrainedRank:
 
 
 def named(pool: Pool, case: Case) -> list[list[dict[str, Any]]]:
-    """What the records of a training name, every ten steps."""
+    """What the records of a training name, every six steps."""
     said: list[Any] = []
     pool.run_each([(slowed, (case,))] * case.plan.layout.world, on_report=said.append)
     records = [each for each in said if isinstance(each, StepRecord)]
-    return [each.slow or [] for each in records if each.step % 10 == 0]
+    return [each.slow or [] for each in records if each.step % 6 == 0]
 
 
 def is_right(case: Case, found: list[list[dict[str, Any]]]) -> bool:
-    """Whether the slow one is named in the end, and nothing else with more than 3% of a step."""
+    """Whether the slow one is named after 18 steps, and nothing else above 3% of a step."""
     what = {"rank": "rank", "nothing": ""}.get(case.what, "link")
     names = {(each["what"], tuple(each["ranks"])): each["share"] for each in found[-1]}
     planted = names.pop((what, case.ranks), None)

@@ -22,6 +22,8 @@ _LANES = {
     "failure": "failures",
     "resume": "restarts",
     "skipped": "skipped steps",
+    "again": "steps that ran again",
+    "slow": "slow ranks and links",
     "eval": "evaluations",
     "sample": "samples",
 }
@@ -29,6 +31,7 @@ _MOST_EVENTS = 400  # newest of each lane
 _MOST_SAMPLES = 50  # newest
 _TEXT_EVENTS, _TEXT_SAMPLES = 12, 4
 _BAR = 60  # columns of the wall time
+_CHANGE = 0.01  # share of a step
 
 
 def history(facts: RunFacts) -> View:
@@ -39,6 +42,8 @@ def history(facts: RunFacts) -> View:
         "failure": [*_failures(facts, starts, records)],
         "resume": [*_resumes(facts, starts, records)],
         "skipped": [*_skipped(facts)],
+        "again": [*_again(facts)],
+        "slow": [*_slow(facts)],
         "eval": [*_evaluations(facts)],
         "sample": [*_samples(facts)],
     }
@@ -107,6 +112,27 @@ def _skipped(facts: RunFacts) -> Iterator[View]:
         if one.skipped is not None:
             says = f"step {one.step} was skipped: {one.skipped}"
             yield _event("skipped", one.wall, one.step, says)
+
+
+def _again(facts: RunFacts) -> Iterator[View]:
+    """Spikes, and differences between two runs of a step; not proofs that found none."""
+    for one in facts.records:
+        if one.again is not None and one.again["why"] is not None:
+            ranks = ", ".join(map(str, one.again["ranks"])) or "a rank that is not known"
+            result = "the same result: data" if one.again["same"] else f"another: hardware, {ranks}"
+            yield _event("again", one.wall, one.step, f"{one.again['why']}: {result}")
+
+
+def _slow(facts: RunFacts) -> Iterator[View]:
+    """What was named, each time that its cost changed by a percent of the step or more."""
+    before: dict[str, float] = {}
+    for one in facts.records:
+        now = {str(each["ranks"]): each for each in one.slow or []}
+        for key, each in now.items():
+            if abs(each["share"] - before.get(key, 0.0)) >= _CHANGE:
+                says = f"step {one.step}: {each['words']}, {each['share']:.1%} of the step"
+                yield _event("slow", one.wall, one.step, says)
+                before[key] = each["share"]
 
 
 def _evaluations(facts: RunFacts) -> Iterator[View]:

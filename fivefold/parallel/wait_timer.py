@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-_MOST_MESSAGES = 64  # of one direction in a step
+_MOST_MESSAGES = 64  # of one direction that are kept
 
 
 class WaitTimer:
-    """The waits of one step at a time, while it is `running`."""
+    """The waits of one step at a time, while it is `running`, and the messages of some steps."""
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.on_gpu = device, device.type == "cuda"
@@ -24,14 +24,14 @@ class WaitTimer:
         self.clear()
 
     def clear(self) -> None:
-        """Forget the step before."""
+        """Forget the messages."""
         self.waits: list[tuple[str, Any, Any]] = []
         self.sends: dict[tuple[int, int], list[float]] = {}
         self.receives: dict[tuple[int, int], list[tuple[float, float]]] = {}
 
     def start(self) -> None:
         """A step begins."""
-        self.clear()
+        self.waits = []
         self.running, self.begun = True, self.now()
 
     def now(self) -> Any:

@@ -8,7 +8,8 @@ Of a group, the member that waits least came last: its wait is the time of the l
 pipeline takes from the moment when both sides were there until it came. A link is slow beside other
 groups of its role; where there are none, beside its own best time of this start.
 
-The least time of ten steps counts: what is always slow is slow then too, and a pause is not.
+The least time of some steps counts, and only what is slow twice in a row is named: what is always
+slow is slow then too, and a pause is not.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ Link = tuple[str, tuple[int, ...]]  # role and ranks
 @dataclass(frozen=True)
 class RankPace:
     """One rank over some steps: its least own time and the median of the step, in seconds; its
-    waits in each step by role; and the messages of its last step, by the ranks of a pair, on the
-    clock of the wall. `stage` is its pipeline rank."""
+    waits in each step by role; and when messages left and came (from when they were awaited), by
+    the ranks of a pair, on the clock of the wall. `stage` is its pipeline rank."""
 
     host: str
     stage: int
@@ -136,7 +137,7 @@ def _links(
 
 
 def _messages(paces: Sequence[RankPace]) -> Iterator[tuple[Pair, float, int]]:
-    """For each direction of a pair: seconds of its fastest message, and how many there were.
+    """For each direction of a pair: seconds of its fastest message, and how many a step has.
 
     A message that nobody waited for was there for some time, so the fastest one counts.
     """
@@ -146,7 +147,8 @@ def _messages(paces: Sequence[RankPace]) -> Iterator[tuple[Pair, float, int]]:
             both = list(zip(sent, came, strict=False))
             if both:
                 took = [end - max(begun, posted) for begun, (posted, end) in both]
-                yield pair, max(0.0, min(took)), len(both)
+                steps = max(map(len, one.waited.values()), default=1)
+                yield pair, max(0.0, min(took)), -(-len(both) // steps)
 
 
 def _usual(others: Sequence[float], mine: float, key: object, best: dict[object, float]) -> float:

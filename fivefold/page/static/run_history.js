@@ -17,10 +17,12 @@ const LANES = {
   failure: ["#d55e00", "x"],
   resume: ["#0072b2", "triangle-right"],
   skipped: ["#cc79a7", "line-ns-open"],
+  again: ["#e69f00", "diamond-open"],
+  slow: ["#56b4e9", "triangle-right"],
   eval: ["#e69f00", "diamond"],
   sample: ["#009e73", "square"],
 };
-const LOUD = ["failure", "resume", "skipped"]; // listed at once; the rest on demand
+const LOUD = ["failure", "resume", "skipped", "again", "slow"]; // listed at once; the rest on demand
 const MOST = 100; // listed
 /** @type {[number, string][]} */
 const UNITS = [[172_800, "days"], [7_200, "hours"], [300, "minutes"], [0, "seconds"]];

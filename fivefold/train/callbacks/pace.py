@@ -1,4 +1,4 @@
-"""Who is slow: every ten steps ranks exchange how long they computed and waited."""
+"""Who is slow: every six steps ranks exchange how long they computed and waited."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from fivefold.parallel.wait_timer import TimedStep, WaitTimer
 from fivefold.records.stragglers import Pair, RankPace, Slow, slow_ones
 from fivefold.train.callbacks import Callback
 
-EVERY = 10  # steps from one exchange to the next
-_ON_GPU = 5  # of so many steps one is timed, where that takes events of the device
+EVERY = 6  # steps from one exchange to the next: what is slow in two of them is named within 18
+_ON_GPU = 3  # of so many steps one is timed, where that takes events of the device
 
 
 class PaceCallback(Callback):
-    """Times the steps of a rank, and names what is slow in the record of every tenth.
+    """Times the steps of a rank, and names what is slow in the record of every sixth.
 
     As an observer of the mesh it notes when messages of the pipeline leave and come.
     """
@@ -34,6 +34,7 @@ class PaceCallback(Callback):
         self.steps: list[float] = []
         self.waited: list[dict[str, float]] = []
         self.best: dict[object, float] = {}
+        self.before: set[tuple[str, tuple[int, ...]]] = set()
 
     def watch(self, mesh: Mesh) -> None:
         """The mesh is made."""
@@ -64,7 +65,10 @@ class PaceCallback(Callback):
             return {}
         paces = self.exchange(self.mesh, self._pace(self.mesh, timer) if self.steps else None)
         self.own, self.steps, self.waited = [], [], []
-        found = [] if None in paces else self._slow(self.mesh, paces)
+        timer.clear()
+        slow = [] if None in paces else self._slow(self.mesh, paces)
+        found = [each for each in slow if (each.what, each.ranks) in self.before]
+        self.before = {(each.what, each.ranks) for each in slow}
         return {"slow": [each.to_json() for each in found] or None}
 
     def begin(
