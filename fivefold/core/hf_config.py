@@ -21,12 +21,14 @@ from fivefold.core.tables import (
     indices,
 )
 
+WITH_IMAGES = ("llama4", "gemma3")  # their text model has a table of its own
+
 
 def shape_from_config(config: Mapping[str, Any], where: str) -> Shape:
     """Read the text model of a parsed config, or raise one `BadFile` with every problem."""
     family = config.get("model_type")
-    if family == "llama4" and isinstance(config.get("text_config"), Mapping):
-        config, family = config["text_config"], "llama4_text"
+    if family in WITH_IMAGES and isinstance(config.get("text_config"), Mapping):
+        config, family = config["text_config"], f"{family}_text"
     if not isinstance(family, str) or family not in FAMILIES:
         known = ", ".join(FAMILIES)
         raise BadFile(where, [f"model_type = {family!r} is not known; use one of {known}"])

@@ -5,9 +5,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from fivefold.core.tables import Config, Fields, attention_bias, head_dim, rotary
+from fivefold.core.tables import (
+    Config,
+    Fields,
+    attention_bias,
+    head_dim,
+    indices,
+    rope_fields,
+    rotary,
+)
 
-GATED = {"silu": "swiglu", "swish": "swiglu", "gelu": "geglu"}
+GATED = {
+    **{"silu": "swiglu", "swish": "swiglu", "gelu": "geglu"},
+    **dict.fromkeys(("gelu_pytorch_tanh", "gelu_new", "gelu_fast"), "geglu_tanh"),
+}
 PLAIN = {
     "gelu_new": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
@@ -24,6 +35,7 @@ def decoder_fields(
     theta: float = 10_000.0,
     multi_head: bool = False,
     partial: float | None = None,
+    activation: str = "hidden_act",
 ) -> Fields:
     """What every family after GPT-2 shares: RMS norms, rotary positions, gated MLPs.
 
@@ -46,7 +58,7 @@ def decoder_fields(
         "max_seq": max_seq,
         "tied": config.flag("tie_word_embeddings", False),
         "norm_eps": config.number("rms_norm_eps", eps),
-        "activation": config.choice("hidden_act", "silu", GATED),
+        "activation": config.choice(activation, "silu", GATED),
         "attention_dropout": config.number("attention_dropout", 0.0),
         **rotary(config, max_seq, theta),
         **({} if partial is None else _rotated(config, PARTIAL, partial, size)),
@@ -160,6 +172,70 @@ def _falcon(config: Config) -> Fields:
     }
 
 
+def _gemma(config: Config) -> Fields:
+    """All Gemmas: norms of weights less 1, scaled embeddings, tied heads."""
+    key = config.first_of(("hidden_activation", "hidden_act"))
+    fields = decoder_fields(config, activation=key) | attention_bias(config)
+    own: Fields = {"norm": "rms_offset", "scaled_embedding": True}
+    own |= {"tied": config.flag("tie_word_embeddings", True)}
+    own |= {"head_dim": config.whole("head_dim", 256)}
+    return fields | own | ({} if config.has(key) else {"activation": "geglu_tanh"})
+
+
+def _gemma3(config: Config) -> Fields:
+    nested = config.table("rope_parameters")
+    full = None if nested is None else nested.table("full_attention")
+    local = None if nested is None else nested.table("sliding_attention")
+    if local is not None:
+        local.must_be("rope_type", "default")
+    theta = config.number("rope_local_base_freq", 10_000.0)
+    theta = theta if local is None else local.number("rope_theta", theta)
+    config.must_be("use_bidirectional_attention", False)
+    config.must_be("attn_logit_softcapping", None)  # there the package has a key and no effect
+    fields = _gemma(config) | _alternating(config, 6, "sliding_window_pattern")
+    scaling = config.table("rope_scaling") if full is None else full
+    wide = config.number("rope_theta", 1_000_000.0)
+    rope = rope_fields(scaling, fields["max_seq"], wide)
+    own: Fields = {"norm_at": "both", "qk_norm": "head", "local_theta": theta, "rope": None}
+    own |= {"logit_cap": _cap(config, "final_logit_softcapping", None)}
+    return fields | own | _score_dim(config, fields["head_dim"]) | rope
+
+
+def _gemma2(config: Config) -> Fields:
+    config.must_be("use_bidirectional_attention", False)
+    fields = _gemma(config) | _alternating(config, 2)
+    own: Fields = {"norm_at": "both"} | _score_dim(config, fields["head_dim"])
+    own |= {"score_cap": _cap(config, "attn_logit_softcapping", 50.0)}
+    return fields | own | {"logit_cap": _cap(config, "final_logit_softcapping", 30.0)}
+
+
+def _cap(config: Config, key: str, default: float | None) -> float | None:
+    """Null is no cap."""
+    if not config.has(key):
+        return None if config.gives(key) else default
+    return config.number(key)
+
+
+def _score_dim(config: Config, size: int) -> Fields:
+    found = config.whole("query_pre_attn_scalar", 256)
+    return {"score_dim": None if found == size else found}
+
+
+def _alternating(config: Config, every: int, pattern: str = "") -> Fields:
+    """A window in all layers but each n-th, which `layer_types` may list."""
+    every = config.whole(pattern, every) if pattern else every
+    layers = config.whole("num_hidden_layers")
+    kinds = config.items("layer_types")
+    if kinds is not None and config.usable("num_hidden_layers"):
+        full = [i for i, kind in enumerate(kinds) if kind == "full_attention"]
+        every = full[0] + 1 if full else max(every, layers + 1)
+        names = ("sliding_attention", "full_attention")
+        if kinds != [names[(i + 1) % every == 0] for i in indices(layers)]:
+            config.problem("layer_types", "full_attention must be in each n-th layer only")
+    window = config.optional_whole("sliding_window", 4096)
+    return {"window": window, "global_every": every, "global_rotary": True}
+
+
 NEWER: dict[str, Callable[[Config], Fields]] = {
     "olmo2": _olmo2,
     "glm": _glm,
@@ -167,4 +243,7 @@ NEWER: dict[str, Callable[[Config], Fields]] = {
     "phi3": _phi3,
     "gpt_neox": _gpt_neox,
     "falcon": _falcon,
+    "gemma": _gemma,
+    "gemma2": _gemma2,
+    "gemma3_text": _gemma3,
 }

@@ -17,8 +17,8 @@ from fivefold.core.errors import BadFile, FivefoldError
 from fivefold.core.mixers import ATTENTION, Mixer, mixer_notes, mixer_problems, own_mixer
 from fivefold.core.tuning import Tuning
 
-Activation = Literal["swiglu", "geglu", "gelu", "gelu_tanh", "relu"]
-Norm = Literal["rms", "layer"]
+Activation = Literal["swiglu", "geglu", "geglu_tanh", "gelu", "gelu_tanh", "relu"]
+Norm = Literal["rms", "rms_offset", "layer"]
 NormAt = Literal["before", "after", "both"]
 Positions = Literal["rotary", "learned", "alibi", "none"]
 QkNorm = Literal["none", "head", "full", "l2"]
@@ -138,7 +138,7 @@ class LayerKind(NamedTuple):
     """What tells layers of one model apart: layers of one kind have the same sizes and FLOPs."""
 
     moe: bool
-    full_attention: bool  # neither window nor positions, where others have them
+    full_attention: bool  # no window, where others have one
 
 
 @dataclass(frozen=True)
@@ -159,21 +159,27 @@ class Shape:
     tied: bool = False  # the LM head is the input embedding
     window: int | None = None  # keys a query sees, itself included
     window_kind: WindowKind = "sliding"  # chunked: keys of the same block of `window` tokens
-    global_every: int | None = None  # each n-th layer has neither window nor positions (Llama 4)
-    norm: Norm = "rms"
+    global_every: int | None = None  # each n-th layer has no window, nor positions (Llama 4)
+    global_rotary: bool = False  # such layers have positions (Gemma)
+    norm: Norm = "rms"  # rms_offset: its weights are stored less 1 (Gemma)
     norm_at: NormAt = "before"  # of attention and of MLP: after them (OLMo 2), or both (GLM-4)
     norm_eps: float = 1e-5
     norm_bias: bool = False
     embedding_norm: bool = False  # a norm right after the embedding (BLOOM)
+    scaled_embedding: bool = False  # times the root of the width (Gemma)
     activation: Activation = "swiglu"
     positions: Positions = "rotary"
     rope_theta: float = 10_000.0
+    local_theta: float | None = None  # of layers with a window, which `rope` then does not scale
     rotary_dim: int | None = None  # dims of a head that are rotated, from the first; None: all
     rope_interleaved: bool = False  # rotate neighbouring pairs, not halves (DeepSeek, Llama 4)
     rope: Rope | None = None
     qkv_bias: bool = False
     out_bias: bool = False
     mlp_bias: bool = False
+    score_dim: int | None = None  # scores are divided by its root; None: head_dim
+    score_cap: float | None = None  # scores become cap · tanh(score / cap) (Gemma 2)
+    logit_cap: float | None = None  # and logits
     qk_norm: QkNorm = "none"  # head: one weight for all heads; full: over all heads; l2: no weight
     dropout: float = 0.0  # in training, of the embedding and of what is added to the residual
     attention_dropout: float = 0.0  # in training, of the weights of attention
@@ -198,7 +204,7 @@ class Shape:
     @property
     def gated(self) -> bool:
         """Whether an MLP has a gate besides its up projection: three matrices instead of two."""
-        return self.activation in ("swiglu", "geglu")
+        return self.activation in ("swiglu", "geglu", "geglu_tanh")
 
     @property
     def rotated_dim(self) -> int:
@@ -249,7 +255,7 @@ class Shape:
         return self.moe is not None and self.moe.in_layer(min(i, self.layers - 1))
 
     def is_global_layer(self, i: int) -> bool:
-        """Whether layer i (from 0) is one of those that have neither window nor positions."""
+        """Whether layer i (from 0) is one of those that have no window."""
         return self.global_every is not None and (i + 1) % self.global_every == 0
 
     @property
@@ -270,6 +276,11 @@ class Shape:
     @property
     def notes(self) -> list[str]:
         """What whoever trains it should know."""
+        if self.score_cap is not None:
+            return [
+                f"score_cap = {self.score_cap}: training computes attention with all scores in "
+                "memory, because fused kernels here cap none; estimates say so"
+            ]
         if not self.attention_dropout:
             return [*mixer_notes(self)]
         return [
@@ -282,8 +293,9 @@ class Shape:
         names = ("layers", "width", "heads", "kv_heads", "head_dim", "ffn", "vocab", "max_seq")
         sizes: dict[str, float] = {name: getattr(self, name) for name in names}
         sizes |= {"norm_eps": self.norm_eps, "rope_theta": self.rope_theta}
-        optional = {"window": self.window, "global_every": self.global_every}
-        optional |= {"rotary_dim": self.rotary_dim}
+        keys = ("window", "global_every", "rotary_dim", "score_dim", "local_theta")
+        keys += ("score_cap", "logit_cap")
+        optional: dict[str, float | None] = {name: getattr(self, name) for name in keys}
         sizes |= {name: size for name, size in optional.items() if size is not None}
         wrong = [*_out_of_range("", sizes, {"mtp": self.mtp})]
         yield from wrong
@@ -310,6 +322,13 @@ class Shape:
             yield f"parallel_norms = {self.parallel_norms}: 1, or 2 with parallel_block"
         if self.parallel_block and self.norm_at != "before":
             yield f"norm_at = {self.norm_at}: a parallel_block has its norms before"
+        if self.global_every is None and (self.global_rotary or self.local_theta is not None):
+            yield "global_rotary and local_theta tell layers apart: set global_every too"
+        if self.local_theta is not None and not self.global_rotary:
+            yield "local_theta: layers without a window have no positions; set global_rotary"
+        for key in ("score_dim", "score_cap"):
+            if self.mla is not None and getattr(self, key) is not None:
+                yield f"{key} = {getattr(self, key)}: leave it out with MLA"
         if self.rope is not None:
             yield from self.rope.problems()
         if self.moe is not None:

@@ -226,6 +226,10 @@ class Config:
         """Whether the key is present and not null."""
         return self._table.get(key) is not None
 
+    def gives(self, key: str) -> bool:
+        """Whether the key is present, maybe null."""
+        return key in self._table
+
     def problem(self, key: str, rule: str) -> None:
         """Record that the value of `key` breaks a rule."""
         self._refused.add(key)
@@ -345,7 +349,11 @@ def attention_bias(config: Config, default: bool = False) -> Fields:
 def rotary(config: Config, max_seq: int, theta: float) -> Fields:
     """Both spellings: `rope_theta` with `rope_scaling`, or the newer `rope_parameters`."""
     table = config.table(config.first_of(("rope_parameters", "rope_scaling")))
-    theta = config.number("rope_theta", theta)
+    return rope_fields(table, max_seq, config.number("rope_theta", theta))
+
+
+def rope_fields(table: Config | None, max_seq: int, theta: float) -> Fields:
+    """The rotation that one such table says."""
     if table is None:
         return {"rope_theta": theta}
     theta = table.number("rope_theta", theta)

@@ -354,7 +354,6 @@ def _unsupported(shape: Shape) -> list[str]:
         "alibi positions": shape.positions == "alibi",
         "a norm after the embedding (embedding_norm)": shape.embedding_norm,
         "windows in chunks (window_kind=chunked)": shape.window_kind == "chunked",
-        "layers without a window (global_every)": shape.global_every is not None,
         "qk_norm=l2": shape.qk_norm == "l2",
         "a qk_norm in latent attention": shape.mla is not None and shape.qk_norm != "none",
         "multi-token prediction with learned positions": shape.mtp > 0
@@ -368,5 +367,5 @@ def _refuse_unsupported(shape: Shape) -> None:
         raise FivefoldError(
             f"model {shape.name!r} has {', '.join(found)}: it can be planned but not built; build "
             "decoders with rotary or no positions, or learned ones without multi-token prediction, "
-            "with qk_norm none, head or full, and with sliding windows or none"
+            "with qk_norm none, head or full, and with sliding windows in all or some layers"
         )

@@ -22,6 +22,7 @@ from fivefold.cost.stack import SoftwareStack, StackMemory
 
 DROPPED_PAIR = 25  # bytes of a query-key pair in backward: six float32 scores, and what is kept
 DRAWN_PAIR = 24  # and in forward: three 64-bit draws
+CAPPED_PAIR, CAPPED_BACKWARD = 12, 24  # bytes of a pair whose score is capped: float32 scores
 LSE = 4  # bytes of a head's log-sum-exp
 WIDE = 4  # bytes of a float32 element
 
@@ -217,7 +218,9 @@ class Activations:
 
     def rotary_tables(self) -> float:
         """Sines and cosines of a microbatch, which all layers of a stage share."""
-        return float(WIDE * self.shape.rotated_dim) if self.shape.positions == "rotary" else 0.0
+        if self.shape.positions != "rotary":
+            return 0.0
+        return float(WIDE * self.shape.rotated_dim * (1 if self.shape.local_theta is None else 2))
 
     def backward_gradients(self, routed: bool = False) -> Array:
         """Gradients of activations inside one layer while its backward runs."""
@@ -286,13 +289,13 @@ class Activations:
         yield SavedTensor(ranks * self.itemsize * ones, ("norm", "attention"), True)
 
     def _attended(self) -> Array:
-        copies = 2 if self.drops_pairs else 1  # dropped pairs: as attention made it, and as read
+        copies = 2 if self.by_formula else 1  # dropped pairs: as attention made it, and as read
         size = copies * self.itemsize + (self.saved_size if self.coded else 0.0)
         return self._read_back * size + self._core()
 
     def kept_attention(self) -> Array:
         """By one layer with full recomputation whose attention does not run again."""
-        copies = 2 if self.drops_pairs else 1
+        copies = 2 if self.by_formula else 1
         result = self.heads * self.shape.value_dim * copies * self.itemsize
         return result + self._core() + self.exchanged()
 
@@ -310,13 +313,16 @@ class Activations:
         return np.where((grid.cp > 1) & (swaps | widened), found, 0.0)
 
     @property
-    def drops_pairs(self) -> bool:
-        """Whether our own attention drops query-key pairs, which no fused kernel does our way."""
-        return self.memory.unit_by_unit and self.shape.attention_dropout > 0
+    def by_formula(self) -> bool:
+        """Whether our own attention drops or caps scores, which no fused kernel does our way."""
+        changed = self.shape.attention_dropout > 0 or self.shape.score_cap is not None
+        return self.memory.unit_by_unit and changed
 
     def pairs(self) -> tuple[Array | float, Array | float]:
-        """Scores of one layer in its forward and in its backward, if pairs are dropped."""
-        pairs = self.heads * self.seq if self.drops_pairs else 0.0
+        """Scores of one layer in its forward and in its backward, if all are in memory."""
+        pairs = self.heads * self.seq if self.by_formula else 0.0
+        if not self.shape.attention_dropout:
+            return pairs * CAPPED_PAIR, pairs * CAPPED_BACKWARD
         return pairs * DRAWN_PAIR, pairs * DROPPED_PAIR
 
     def _core(self) -> Array:

@@ -224,6 +224,15 @@ class LayerKernels:
             seconds = self.tokens * self.mixer.flops / self.speed + reach.start
             seconds = seconds + self.moved(self.tokens * self.mixer.moved * self.itemsize)
             return seconds, MIXER_BACKWARD * seconds
+        if self.stack.runs_plans and shape.score_cap is not None:
+            # By the formula: matmuls and passes over all scores in 32 bits.
+            pairs = grid.microbatch_size * self.seq * self.seq / grid.cp * heads
+            wide = self.machine.peaks.known().get("fp32", peak) * self.stack.compute_share
+            flops = 2 * pairs * (shape.head_dim + shape.value_dim)
+            matmuls = flops / (wide * reach.unfused) + 2 * reach.start
+            scores = self.moved(pairs * 4.0)
+            backward = 2.5 * matmuls + SCORE_PASSES_BACKWARD * scores
+            return matmuls + SCORE_PASSES * scores, backward
         if self.stack.attention == "unfused":
             pairs = grid.microbatch_size * self.seq * self.seq / grid.cp * heads
             flops = 2 * pairs * (shape.head_dim + shape.value_dim)

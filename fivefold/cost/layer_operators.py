@@ -75,6 +75,8 @@ class LayerOperators(LinearOperators):
         rows = found.add([found.input], TapeTensor(self.whole), weights="embed")
         if self.split:  # other ranks have the rows of other tokens
             rows = self._leave(found, found.add([rows], TapeTensor(self.whole)))
+        if self.shape.scaled_embedding:
+            rows = found.add([rows], TapeTensor(self.residual))
         if self.shape.positions == "learned":
             rows = found.add([rows], TapeTensor(self.residual), passes=True)
         return found
@@ -100,6 +102,9 @@ class LayerOperators(LinearOperators):
         size = self.activations.itemsize
         logits = TapeTensor(words * size, logits=True)
         found.add([wide], logits, saved=[wide], weights="head")
+        if self.shape.logit_cap is not None:
+            capped = TapeTensor(words * size, logits=True)
+            logits = found.add([logits], capped, saved=[logits])
         extra = words * (logits_bytes - 2 * size)
         found.add([logits], TapeTensor(0.0), saved=[logits], backward_extra=extra)
         return found
@@ -221,7 +226,10 @@ class LayerOperators(LinearOperators):
             one = self._in_rows(found, one)
             if self.shape.qk_norm != "none":
                 one = self._norm(found, one, f"attention.{name}_norm", Recompute())
-            made.append(self._rotated(found, one))
+            one = self._rotated(found, one)
+            if name == "q" and (self.shape.score_dim or self.shape.head_dim) != self.shape.head_dim:
+                one = found.add([one], TapeTensor(one.bytes, named=True))
+            made.append(one)
         return made[0], made[1], self._in_rows(found, projected[2])
 
     def _rotated(self, found: OperatorList, x: TapeTensor) -> TapeTensor:
@@ -272,7 +280,7 @@ class LayerOperators(LinearOperators):
         lse, inputs = heads * WIDE * self.tokens, [queries, keys, values]
         kept = lse + self._size(self.activations.exchanged())
         buffers = self._size(self.activations.context_buffers())
-        if not self.activations.drops_pairs:
+        if not self.activations.by_formula:
             made = TapeTensor(size)
             saved = [*inputs, made]
             return found.add(inputs, made, saved, backward_extra=buffers, keeps=lse, kept=kept)

@@ -341,13 +341,14 @@ class MemoryEntries:
         size = np.where(
             tp > 1, memory.split_logits_bytes or memory.logits_bytes, memory.logits_bytes
         )
-        words = self.tokens * self.shape.vocab / tp
+        words, capped = self.tokens * self.shape.vocab / tp, self.shape.logit_cap is not None
+        size, wide = (each + capped * self.itemsize for each in (size, memory.chunk_bytes))
         if not self.chunked.any():
             return size * words
         chunk, waiting = words / self.chunks, self.gradients_of_loss()
-        whole = chunk * (self.itemsize + memory.chunk_bytes) + waiting
+        whole = chunk * (self.itemsize + wide) + waiting
         # Over a split vocabulary, chunks are those of what is wide.
-        split = words * self.itemsize + np.maximum(chunk * memory.chunk_bytes, waiting)
+        split = words * self.itemsize + np.maximum(chunk * wide, waiting)
         return np.where(self.chunked, np.where(tp > 1, split, whole), size * words)
 
     def gradients_of_loss(self) -> Array:

@@ -98,7 +98,7 @@ class DecoderForward:
             self.ends.send(x_1TD)
             return torch.empty(0, 0, device=self.device)
         x_ND = decoder.norm(self.ends.all_tokens(x_1TD[0])[tensors.sampled])
-        logits_NV = self.ends.all_logits(decoder.head.matmul(x_ND, decoder.head.weight, None))
+        logits_NV = self.ends.all_logits(decoder.head.logits(x_ND))
         return logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))
 
     def _padded(self, step: StepBatch) -> StepBatch:

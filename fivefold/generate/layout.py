@@ -101,6 +101,8 @@ def _problems(plan: Plan) -> Iterator[str]:
         )
     if plan.schedule.asynchronous:
         yield f"{plan.schedule.name} is for training: leave the schedule out"
+    if plan.shape.score_cap is not None:
+        yield "score_cap: kernels that read the cache cap no scores; train and export the model"
     if plan.fp8 is not None:
         yield "fp8 is for training: leave the precision out"
 

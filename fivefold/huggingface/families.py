@@ -15,6 +15,7 @@ EXPERT = "{}"  # the number of an expert in a name
 ACTIVATIONS = {
     "swiglu": "silu",
     "geglu": "gelu",
+    "geglu_tanh": "gelu_pytorch_tanh",
     "gelu_tanh": "gelu_new",
     "gelu": "gelu",
     "relu": "relu",
@@ -132,6 +133,36 @@ def _falcon(shape: Shape) -> Fields:
     }
 
 
+def _gemma(shape: Shape) -> Fields:
+    keys = decoder_keys(shape)
+    activation: Fields = {"hidden_activation": keys["hidden_act"]}
+    return keys | activation | {"attention_bias": shape.qkv_bias}
+
+
+def _gemma3(shape: Shape) -> Fields:
+    return _gemma2(shape) | {
+        "rope_local_base_freq": shape.local_theta,
+        "sliding_window_pattern": shape.global_every,
+    }
+
+
+def _gemma2(shape: Shape) -> Fields:
+    keys = _gemma(shape)
+    del keys["hidden_act"]
+    return keys | {
+        "query_pre_attn_scalar": shape.score_dim or shape.head_dim,
+        "attn_logit_softcapping": shape.score_cap,
+        "final_logit_softcapping": shape.logit_cap,
+        "sliding_window": shape.window,
+        "layer_types": _layer_types(shape),
+    }
+
+
+def _layer_types(shape: Shape) -> list[str]:
+    kinds = (shape.is_global_layer(i) for i in range(shape.layers))
+    return ["full_attention" if each else "sliding_attention" for each in kinds]
+
+
 _FUSED = {"mlp.gate": "mlp.gate_up_proj", "mlp.up": "mlp.gate_up_proj"}
 _QKV = ("attention.q", "attention.k", "attention.v")
 OLMO2 = {
@@ -143,6 +174,7 @@ GLM4 = _FUSED | {
     "mlp_out_norm": "post_mlp_layernorm",
 }
 PHI3 = _FUSED | dict.fromkeys(_QKV, "self_attn.qkv_proj")
+GEMMA3 = OLMO2 | {"mlp_norm": "pre_feedforward_layernorm"}
 GPT_NEOX_OUTER = {
     "embed.weight": "gpt_neox.embed_in.weight",
     "norm": "gpt_neox.final_layer_norm",
@@ -169,6 +201,9 @@ NEWER: dict[str, Writer] = {
     "glm": Writer("GlmForCausalLM", _glm, _FUSED),
     "glm4": Writer("Glm4ForCausalLM", _glm, GLM4),
     "phi3": Writer("Phi3ForCausalLM", _phi3, PHI3),
+    "gemma": Writer("GemmaForCausalLM", _gemma),
+    "gemma2": Writer("Gemma2ForCausalLM", _gemma2, GEMMA3),
+    "gemma3_text": Writer("Gemma3ForCausalLM", _gemma3, GEMMA3),
     "gpt_neox": Writer(
         *("GPTNeoXForCausalLM", _gpt_neox, GPT_NEOX, GPT_NEOX_OUTER, "gpt_neox.layers"),
         grouped=True,

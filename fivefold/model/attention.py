@@ -10,6 +10,7 @@ of a value head.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -60,6 +61,7 @@ class Attention(nn.Module):
         self.q_norm = Norm(widths[0], False, shape, factory) if normed else None
         self.k_norm = Norm(widths[1], False, shape, factory) if normed else None
         self.out = Linear(shape.width, queries, shape.out_bias, factory)
+        self.scale = math.sqrt(shape.head_dim / (shape.score_dim or shape.head_dim))
         self.rotate = ROTATE.by(factory.fuse)
         self.project: Project = project  # seam: tensor parallelism, split backward
         self.kernel: Kernel = causal_attention  # seam: context parallelism
@@ -73,6 +75,7 @@ class Attention(nn.Module):
     def _queries_keys_values(self, x_BSD: Tensor, context: Context) -> Sequence[Tensor]:
         queries, keys, values = self.project(x_BSD, (self.q, self.k, self.v))
         q_BSHd = self._heads(queries, self.q_norm, context)
+        q_BSHd = q_BSHd if self.scale == 1 else q_BSHd * self.scale  # kernels divide by √d
         k_BSKd = self._heads(keys, self.k_norm, context)
         v_BSKd = values.unflatten(-1, (-1, self.head_dim))
         return [each.transpose(1, 2) for each in (q_BSHd, k_BSKd, v_BSKd)]
@@ -90,9 +93,10 @@ class Attention(nn.Module):
 
 def causal_attention(q_BHSd: Tensor, k_BKSd: Tensor, v_BKSd: Tensor, info: AttentionInfo) -> Tensor:
     """The default kernel: torch's SDPA, or our own call of a kernel where that has no way to say
-    which pairs count without a mask of all of them: windows, packed documents, and dropped pairs.
+    which pairs count without a mask of all of them: windows, packed documents, dropped pairs;
+    or how scores are capped.
     """
-    if info.dropout is not None or info.documents is not None:
+    if info.dropout is not None or info.documents is not None or info.cap is not None:
         return _PairedAttention.apply(q_BHSd, k_BKSd, v_BKSd, info)
     if is_fake(q_BHSd):
         return torch.ops.aten._scaled_dot_product_cudnn_attention(
@@ -129,8 +133,14 @@ class _PairedAttention(torch.autograd.Function):
 
 
 def _pairs(q_BHSd: Tensor, info: AttentionInfo) -> VisiblePairs:
+    return _visible(q_BHSd, info)._replace(cap=info.cap)
+
+
+def _visible(q_BHSd: Tensor, info: AttentionInfo) -> VisiblePairs:
     _, heads, seq, _ = q_BHSd.shape
     row, documents, window = (range(seq),), info.documents, info.window
+    if info.dropout is None and documents is None:
+        return VisiblePairs(True)
     if info.dropout is None:
         assert documents is not None
         call = AttentionCall(0, seq, 0, seq, causal=True, masked=False)

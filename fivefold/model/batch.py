@@ -68,6 +68,7 @@ class AttentionInfo:
     window: int | None  # keys that a query sees, its own included; None: all
     dropout: PairDropout | None = None
     row: TokenBatch | None = None  # the full rows, where the tokens are a shard of them
+    cap: float | None = None  # of scores
     kept: KeptCalls | None = None  # where a segment runs again, but not its attention
 
     def at(self, site: int, first_head: int) -> AttentionInfo:
@@ -96,3 +97,17 @@ class Context:
     rotary: tuple[Tensor, Tensor] | None  # cos and sin, (B, S, 1, R) each
     sites: SiteKeys | None = None  # for dropout between modules
     replayed: Tensor | None = None  # of the tokens of the residual stream
+    # Of layers without a window, where others have one; None: these are all alike.
+    beyond: tuple[AttentionInfo, tuple[Tensor, Tensor] | None] | None = None
+
+    def of_layer(self, is_global: bool) -> Context:
+        """For a layer with a window, or for one without."""
+        if not is_global or self.beyond is None:
+            return self
+        return replace(self, attention=self.beyond[0], rotary=self.beyond[1], beyond=None)
+
+    def keeping(self) -> Context:
+        """The same, with a place for what the attention of one segment makes."""
+        kept: KeptCalls = {}
+        beyond = self.beyond and (replace(self.beyond[0], kept=kept), self.beyond[1])
+        return replace(self, attention=replace(self.attention, kept=kept), beyond=beyond)

@@ -19,35 +19,30 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable
-from functools import partial
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
-from fivefold.core.recompute import Module
 from fivefold.core.shape import Shape
 from fivefold.core.tuning import Tuning
 from fivefold.core.weights import by_name, weights
-from fivefold.model.attention import Attention, LatentAttention
 from fivefold.model.batch import AttentionInfo, Context, TokenBatch, seen_documents
+from fivefold.model.block import Block
 from fivefold.model.dropout import (
     EMBEDDING,
     PARTS,
     PairDropout,
-    Part,
     SiteKeys,
     dropping,
     site_keys,
     site_of,
 )
 from fivefold.model.head import Head
-from fivefold.model.layers import Linear, Mlp, Norm, ResidualNorm, WeightFactory, rotary_tables
-from fivefold.model.mixer_layer import MixerLayer
-from fivefold.model.moe import ExpertStack, MoeMlp
+from fivefold.model.layers import Linear, Norm, WeightFactory, local_shape, rotary_tables
+from fivefold.model.moe import ExpertStack
 from fivefold.model.regions import Fuse, eager
-from fivefold.model.remake import saving
 
 Lookup = Callable[[Tensor, Tensor], Tensor]
 AddPositions = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -72,15 +67,24 @@ def add_positions(x_BSD: Tensor, positions_BS: Tensor, weight_PD: Tensor) -> Ten
 class Embedding(nn.Module):
     """Tokens to vectors, plus learned positions where the model has them."""
 
-    def __init__(self, weight_VD: nn.Parameter, positions_PD: nn.Parameter | None = None) -> None:
+    def __init__(
+        self,
+        weight_VD: nn.Parameter,
+        positions_PD: nn.Parameter | None = None,
+        scaled: bool = False,
+    ) -> None:
+        """`scaled`: times the root of the width, which is rounded as weights are."""
         super().__init__()
         self.weight, self.positions = weight_VD, positions_PD
+        root = torch.tensor(weight_VD.shape[1] ** 0.5, dtype=weight_VD.dtype, device="cpu")
+        self.scale = root.item() if scaled else 1.0
         # Seams: sharded vocabulary, sequence parallelism, split backward.
         self.lookup: Lookup = embedding_lookup
         self.add_positions: AddPositions = add_positions
 
     def forward(self, tokens_BS: Tensor, batch: TokenBatch) -> Tensor:
         x_BSD = self.lookup(tokens_BS, self.weight)
+        x_BSD = x_BSD if self.scale == 1 else x_BSD * self.scale
         if self.positions is None:
             return x_BSD
         return self.add_positions(x_BSD, batch.positions, self.positions)
@@ -111,104 +115,6 @@ class MtpLayer(nn.Module):
         return self.norm(run_blocks([self.block], self.join(both), context))
 
 
-class Block(nn.Module):
-    """One layer: attention, then MLP, dropped and added to the residual; or both side by side.
-    Norms are before them, after them, or both.
-
-    Block i is one of multi-token prediction where i is not below the number of layers.
-    """
-
-    def __init__(self, shape: Shape, i: int, factory: WeightFactory) -> None:
-        super().__init__()
-        layer = min(i, shape.layers)
-        moe = shape.moe if shape.is_moe_layer(layer) else None
-        self.number, self.dropout, self.drop = i, shape.dropout, dropping(factory.fuse)
-        self.parallel, inner, outer = shape.parallel_block, shape.inner_norms, shape.outer_norms
-        self.attention_norm = ResidualNorm(shape, factory) if inner else None
-        self.attention = _attention(shape, factory, site_of(i, "pairs"))
-        self.attention_out_norm = _outer_norm(shape, factory) if outer else None
-        self.mlp_norm = ResidualNorm(shape, factory) if inner > 1 else None
-        self.mlp = (
-            MoeMlp(shape, moe, factory) if moe else Mlp(shape, shape.ffn, shape.mlp_bias, factory)
-        )
-        self.mlp_out_norm = _outer_norm(shape, factory) if outer else None
-        self.mlp_kind: Module = "experts" if moe else "mlp"
-        # Of the layers with experts, whose choices may be replayed; none of multi-token prediction.
-        self.route = shape.moe_layers.index(i) if moe and i < shape.layers else None
-        self.repeats: frozenset[Module] = frozenset()  # seam: recomputation
-
-    def forward(self, x_BSD: Tensor, context: Context) -> Tensor:
-        normed_BSD, x_BSD = _normed(self.attention_norm, x_BSD)
-        if self.parallel:
-            also_BSD = normed_BSD  # one norm serves both
-            if self.mlp_norm is not None:
-                also_BSD, x_BSD = self.mlp_norm(x_BSD)
-            x_BSD = x_BSD + self._attended(normed_BSD, context)
-            return x_BSD + self._passed(also_BSD, context)
-        # What attention gives has no name here, which would keep its memory while the MLP runs.
-        normed_BSD, x_BSD = _normed(self.mlp_norm, x_BSD, self._attended(normed_BSD, context))
-        return x_BSD + self._passed(normed_BSD, context)
-
-    def _attended(self, x_BSD: Tensor, context: Context) -> Tensor:
-        """What attention adds to the residual."""
-        attend = partial(self.attention, context=context)
-        y_BSD = self._run("attention", attend, x_BSD)
-        if self.attention_out_norm is not None:
-            y_BSD = self.attention_out_norm(y_BSD)
-        return self._drop("attention", y_BSD, context)
-
-    def _passed(self, x_BSD: Tensor, context: Context) -> Tensor:
-        """What MLP or experts add to the residual."""
-        mlp = self.mlp
-        if context.replayed is not None and self.route is not None:
-            mlp = partial(self.mlp, replayed_BSK=context.replayed[:, :, self.route])
-        y_BSD = self._run(self.mlp_kind, mlp, x_BSD)
-        if self.mlp_out_norm is not None:
-            y_BSD = self.mlp_out_norm(y_BSD)
-        return self._drop("mlp", y_BSD, context)
-
-    def _drop(self, part: Part, x_BSD: Tensor, context: Context) -> Tensor:
-        if context.sites is None:
-            return x_BSD
-        return self.drop(x_BSD, context.sites.of(site_of(self.number, part)), self.dropout)
-
-    def _run(self, name: Module, run: Callable[[Tensor], Tensor], x_BSD: Tensor) -> Tensor:
-        """A module, whose forward may run again in backward."""
-        if name not in self.repeats:
-            return run(x_BSD)
-
-        def plain(x: Tensor) -> Tensor:  # inside, GEMMs save their input as any other
-            return run(x.view_as(x))
-
-        with saving(x_BSD):
-            return checkpoint(plain, x_BSD, use_reentrant=False, preserve_rng_state=False)
-
-
-def _outer_norm(shape: Shape, factory: WeightFactory) -> Norm:
-    return Norm(shape.width, shape.norm_bias, shape, factory)
-
-
-def _normed(
-    norm: ResidualNorm | None, x_BSD: Tensor, y_BSD: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """The sum as what comes next reads it, normed or not, and the sum."""
-    if norm is not None:
-        return norm(x_BSD, y_BSD)
-    total_BSD = x_BSD if y_BSD is None else x_BSD + y_BSD
-    return total_BSD, total_BSD
-
-
-def _attention(
-    shape: Shape, factory: WeightFactory, site: int
-) -> Attention | LatentAttention | MixerLayer:
-    """Attention, or what the user has put in its place."""
-    if shape.own_mixer is not None:
-        return MixerLayer(shape, shape.own_mixer, factory)
-    if shape.mla is not None:
-        return LatentAttention(shape, shape.mla, factory, site)
-    return Attention(shape, factory, site)
-
-
 def all_tokens(of_tokens_BS: Tensor) -> Tensor:
     """The tokens of the residual stream: all."""
     return of_tokens_BS
@@ -232,10 +138,11 @@ class Decoder(nn.Module):
         first, last = layers.start == 0, layers.stop == shape.layers
         self.shape, self.layers = shape, layers
         self.drop, self.site_keys = dropping(factory.fuse), factory.fuse(site_keys)
-        self.embed = Embedding(*self._embedding_weights(factory)) if first else None
+        scaled, cap = shape.scaled_embedding, shape.logit_cap
+        self.embed = Embedding(*self._embedding_weights(factory), scaled) if first else None
         self.blocks = nn.ModuleDict({str(i): Block(shape, i, factory) for i in layers})
         self.norm = Norm(shape.width, shape.norm_bias, shape, factory) if last else None
-        self.head = Head(self._head_weight(factory), factory.fuse) if last else None
+        self.head = Head(self._head_weight(factory), factory.fuse, cap) if last else None
         self.mtp = nn.ModuleDict(self._mtp_layers(factory) if last else {})
         self.residual_tokens: OfTokens = all_tokens  # seam: sequence parallelism
         self.run_blocks: RunBlocks = run_blocks  # seam: full recomputation
@@ -298,15 +205,22 @@ class Decoder(nn.Module):
 
     def context(self, batch: TokenBatch, dtype: torch.dtype) -> Context:
         """The context of all blocks, for hidden states of `dtype`."""
-        window, rotary = self.shape.window, None
-        documents = seen_documents(batch, window)
+        shape, rotary, beyond = self.shape, None, None
+        wide = torch.promote_types(dtype, torch.float32)
+        documents = seen_documents(batch, shape.window)
         pairs, sites = self._dropout(batch)
-        info = AttentionInfo(batch.positions, documents, window, pairs, batch.row)
-        if self.shape.positions == "rotary":
-            wide = torch.promote_types(dtype, torch.float32)
-            rotary = rotary_tables(self.shape, batch.positions, wide)
+        more = (shape.window, pairs, batch.row, shape.score_cap)
+        info = AttentionInfo(batch.positions, documents, *more)
+        if shape.positions == "rotary":
+            rotary = rotary_tables(local_shape(shape), batch.positions, wide)
+        if shape.global_every is not None:
+            tables = rotary if shape.global_rotary else None
+            if shape.local_theta is not None:
+                tables = rotary_tables(shape, batch.positions, wide)
+            everything = replace(info, documents=seen_documents(batch, None), window=None)
+            beyond = everything, tables
         replayed = None if batch.replayed is None else self.residual_tokens(batch.replayed)
-        return Context(info, rotary, sites, replayed)
+        return Context(info, rotary, sites, replayed, beyond)
 
     def _dropout(self, batch: TokenBatch) -> tuple[PairDropout | None, SiteKeys | None]:
         """What draws the pairs of attention and the features that are dropped."""
@@ -339,7 +253,7 @@ class Decoder(nn.Module):
         if shape.mtp and self.embed is None:
             assert self.head is not None
             weight = self.head.weight if shape.tied else factory.empty(shape.vocab, shape.width)
-            layers["embed"] = Embedding(weight)
+            layers["embed"] = Embedding(weight, scaled=shape.scaled_embedding)
         return layers
 
     def _head_weight(self, factory: WeightFactory) -> nn.Parameter:

@@ -6,9 +6,9 @@
 
 Kernels: on CPU torch's flash kernel. On CUDA cuDNN where it is faster (Hopper and newer), flash
 elsewhere, and the memory-efficient kernel for float32 and for masks. float64, which no CUDA kernel
-supports, and dropout are computed by the formula. Documents go to flash's kernel for variable
-lengths (`varlen`) where there is one, else one by one to the kernels above. There may be fewer
-key/value heads than query heads: only kernels without grouped-query attention repeat them.
+supports, dropout and capped scores are computed by the formula. Documents go to flash's kernel for
+variable lengths (`varlen`) where there is one, else one by one to the kernels above. There may
+be fewer key/value heads than query heads: only kernels without grouped-query attention repeat them.
 
 Legend: B rows, H query heads, K key/value heads, Q queries, S keys, d width of a head.
 """
@@ -37,7 +37,7 @@ class VisiblePairs(NamedTuple):
 
     With dropout, only the pairs `kept` (B, H, Q, S) have a weight, multiplied by `scale`. With
     `documents`, all or the lower triangle of each; in a triangle, a query sees no more keys than
-    the `window`.
+    the `window`. With a `cap`, scores become cap · tanh(score / cap).
     """
 
     causal: bool = False
@@ -46,6 +46,12 @@ class VisiblePairs(NamedTuple):
     scale: float = 1.0
     documents: DocumentPairs | None = None
     window: int | None = None
+    cap: float | None = None
+
+    @property
+    def by_formula(self) -> bool:
+        """Whether no kernel computes them."""
+        return self.kept is not None or (self.cap is not None and self.documents is None)
 
 
 def is_fake(tensor: Tensor) -> bool:
@@ -62,11 +68,11 @@ def attend(
     q_BHQd: Tensor, k_BKSd: Tensor, v_BKSd: Tensor, pairs: VisiblePairs
 ) -> tuple[Tensor, Tensor]:
     """The output over these keys, and its log-sum-exp: −inf for a query that pairs no key."""
-    if pairs.kept is not None:
+    if pairs.by_formula:
         wide = [_at_least_float32(each) for each in (q_BHQd, k_BKSd, v_BKSd)]
         return attend_by_formula(*wide, pairs)
     if pairs.documents is not None:
-        if _has_varlen(q_BHQd, v_BKSd):
+        if pairs.cap is None and _has_varlen(q_BHQd, v_BKSd):
             return varlen.attend(
                 q_BHQd, k_BKSd, v_BKSd, pairs.documents, pairs.causal, pairs.window
             )
@@ -92,12 +98,12 @@ def attend_backward(
     grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, pairs: VisiblePairs
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of one shard of the keys. `out` and `lse` are the merged ones."""
-    if pairs.kept is not None:
+    if pairs.by_formula:
         wide = [_at_least_float32(each) for each in (grad_out, q, k, v, out)]
         return backward_by_formula(*wide, lse, pairs)
     if pairs.documents is not None:
         found = grad_out, q, k, v, out, lse
-        if _has_varlen(q, v):
+        if pairs.cap is None and _has_varlen(q, v):
             return varlen.attend_backward(*found, pairs.documents, pairs.causal, pairs.window)
         return _backward_one_by_one(*found, pairs, pairs.documents)
     if not uses_gpu_kernels(q):
@@ -228,10 +234,11 @@ def _documents(
     """The queries of each document, its keys, and which of them count."""
     for row, q_start, q_stop, k_start, k_stop in documents.spans:
         rows, heads = slice(row, row + 1), slice(None)
-        sees = VisiblePairs(pairs.causal)
+        sees = VisiblePairs(pairs.causal, cap=pairs.cap)
         if pairs.window is not None and pairs.window < q_stop - q_start:
             ones = torch.ones(q_stop - q_start, k_stop - k_start, dtype=torch.bool, device=device)
-            sees = VisiblePairs(mask=ones.tril().triu(1 - pairs.window)[None, None])
+            mask = ones.tril().triu(1 - pairs.window)[None, None]
+            sees = VisiblePairs(mask=mask, cap=pairs.cap)
         yield (rows, heads, slice(q_start, q_stop)), (rows, heads, slice(k_start, k_stop)), sees
 
 
@@ -283,10 +290,14 @@ def backward_by_formula(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients by the formula."""
     num_heads, keys, values = k.shape[1], _repeat_heads(k, q), _repeat_heads(v, q)
-    probabilities = _softmax(_scores(q, k, pairs), lse)
+    scores = _scores(q, k, pairs)
+    probabilities = _softmax(scores, lse)
     of_kept = _dropped(grad_out @ values.mT, pairs)
     change = of_kept - (grad_out * out).sum(dim=-1, keepdim=True)
     dscores = probabilities * change / math.sqrt(q.shape[-1])
+    if pairs.cap is not None:  # the slope of the cap, which a pair that does not count has not
+        scores.masked_fill_(scores == -math.inf, 0.0).div_(pairs.cap).square_()
+        dscores.mul_(scores.neg_().add_(1))
     dk, dv = dscores.mT @ q, _dropped(probabilities, pairs).mT @ grad_out
     return dscores @ keys, _sum_heads(dk, num_heads), _sum_heads(dv, num_heads)
 
@@ -294,6 +305,8 @@ def backward_by_formula(
 def _scores(q: Tensor, k: Tensor, pairs: VisiblePairs) -> Tensor:
     """The scores of all pairs; −inf for those that do not count."""
     scores = q @ _repeat_heads(k, q).mT / math.sqrt(q.shape[-1])
+    if pairs.cap is not None:
+        scores = scores.div_(pairs.cap).tanh_().mul_(pairs.cap)
     mask = pairs.mask
     if pairs.causal:
         mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()

@@ -39,26 +39,50 @@ def summed_cross_entropy(logits_NV: Tensor, labels_N: Tensor) -> Tensor:
     return F.cross_entropy(logits_NV.to(wide), labels_N, reduction="sum", ignore_index=NOT_COUNTED)
 
 
-LOSS = Region(summed_cross_entropy)
+def soft_cap(logits_NV: Tensor, cap: float) -> Tensor:
+    """Logits between −cap and cap."""
+    wide = torch.promote_types(logits_NV.dtype, torch.float32)
+    return (torch.tanh(logits_NV.to(wide) / cap) * cap).to(logits_NV.dtype)
+
+
+def cap_in_place(logits_NV: Tensor, cap: float) -> None:
+    logits_NV.copy_(soft_cap(logits_NV, cap))
+
+
+def cap_slope(capped_NV: Tensor, cap: float) -> Tensor:
+    """The slope of the cap, by its output."""
+    wide = torch.promote_types(capped_NV.dtype, torch.float32)
+    return (1 - (capped_NV.to(wide) / cap).square()).to(capped_NV.dtype)
+
+
+LOSS, CAP = Region(summed_cross_entropy), Region(soft_cap)
 
 
 class Head(nn.Module):
-    """Vectors and labels to the summed loss. A tied head has the weight of the embedding."""
+    """Vectors and labels to the summed loss. A tied head has the weight of the embedding. Logits
+    may be capped."""
 
-    def __init__(self, weight_VD: nn.Parameter, fuse: Fuse = eager) -> None:
+    def __init__(
+        self, weight_VD: nn.Parameter, fuse: Fuse = eager, cap: float | None = None
+    ) -> None:
         super().__init__()
-        self.weight = weight_VD
+        self.weight, self.cap = weight_VD, cap
+        self.soft_cap = CAP.by(fuse)
         self.matmul: Matmul = linear  # seam: split backward
         self.cross_entropy: CrossEntropy = LOSS.by(fuse)  # seam: sharded vocabulary
         # Seam: sharded vocabulary; None where all logits are wanted, or their gradient later.
-        self.chunked: ChunkedLoss | None = _WholeVocabulary(fuse)
+        self.chunked: ChunkedLoss | None = _WholeVocabulary(fuse, cap)
 
     def forward(self, x_BSD: Tensor, labels_BS: Tensor) -> Tensor:
         x_ND, labels_N = x_BSD.flatten(0, 1), labels_BS.flatten()
         chunks = loss_chunks(len(x_ND), *self.weight.shape)
         if chunks > 1 and self.chunked is not None:
             return self.chunked(x_ND, self.weight, labels_N, chunks)
-        return self.cross_entropy(self.matmul(x_ND, self.weight, None), labels_N)
+        return self.cross_entropy(self.logits(x_ND), labels_N)
+
+    def logits(self, x_ND: Tensor) -> Tensor:
+        logits_NV = self.matmul(x_ND, self.weight, None)
+        return logits_NV if self.cap is None else self.soft_cap(logits_NV, self.cap)
 
 
 class GradientsInForward:
@@ -125,8 +149,9 @@ def _scale(gradient: Tensor, factor: Tensor) -> None:
 class _WholeVocabulary:
     """The loss of a head that has all of the vocabulary."""
 
-    def __init__(self, fuse: Fuse) -> None:
-        self.gradients = GradientsInForward(fuse)
+    def __init__(self, fuse: Fuse, cap: float | None) -> None:
+        self.cap, self.gradients = cap, GradientsInForward(fuse)
+        self.cap_in_place, self.slope = fuse(cap_in_place), fuse(cap_slope)
         self.loss = _by_hand(fuse, loss_of_chunk, False, "loss_to_gradient")
 
     def __call__(self, x_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, chunks: int) -> Tensor:
@@ -143,13 +168,18 @@ class _WholeVocabulary:
         of_weight = torch.empty_like(weight_VD) if wanted[1] else None
         labels = labels_N.tensor_split(chunks)
         for number, x_CD in enumerate(x_ND.tensor_split(chunks)):
-            logits_CV = linear(x_CD, weight_VD, None)
+            logits_CV, slope_CV = linear(x_CD, weight_VD, None), None
+            if self.cap is not None:
+                self.cap_in_place(logits_CV, self.cap)
+                slope_CV = self.slope(logits_CV, self.cap)
             losses.append(self.loss(logits_CV, labels[number]))
+            if slope_CV is not None:
+                logits_CV.mul_(slope_CV)
             if of_x is not None:
                 torch.mm(logits_CV, weight_VD, out=of_x.tensor_split(chunks)[number])
             if of_weight is not None:
                 of_weight.addmm_(logits_CV.T, x_CD, beta=min(number, 1))
-            del logits_CV  # before the next ones are made
+            del logits_CV, slope_CV  # before the next ones are made
         return torch.stack(losses).sum(), of_x, of_weight
 
 

@@ -49,7 +49,8 @@ def initial_weight(
     if weight.name.endswith(".bias"):
         return torch.zeros(weight.shape, dtype=dtype, device=device)
     if len(weight.shape) == 1:
-        return torch.ones(weight.shape, dtype=dtype, device=device)
+        ones = torch.ones(weight.shape, dtype=dtype, device=device)
+        return ones.zero_() if shape.norm == "rms_offset" else ones
     deviation = STANDARD_DEVIATION
     if weight.name.endswith(INTO_RESIDUAL):
         deviation /= (2 * shape.layers) ** 0.5

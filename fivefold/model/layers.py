@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any
 
@@ -57,6 +57,13 @@ def rms_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tens
     return normed if bias is None else normed + bias
 
 
+def offset_rms_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+    """The same, of a weight that is stored less 1; it is added in float32 or wider."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    scale = weight.to(wide) + 1
+    return rms_norm(x.to(wide), scale, bias, eps).to(x.dtype)
+
+
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
     """Subtract the mean and divide by the standard deviation."""
     return F.layer_norm(x, weight.shape, weight, bias, eps)
@@ -78,7 +85,11 @@ def _rms_by_hand(compiler: Compute) -> Compute:
     return gradients
 
 
-NORMS = {"rms": ResidualRegion(rms_norm, _rms_by_hand), "layer": ResidualRegion(layer_norm)}
+NORMS = {
+    "rms": ResidualRegion(rms_norm, _rms_by_hand),
+    "rms_offset": ResidualRegion(offset_rms_norm),
+    "layer": ResidualRegion(layer_norm),
+}
 
 
 class Linear(nn.Module):
@@ -180,6 +191,7 @@ def _gelu_tanh(x: Tensor) -> Tensor:
 ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
     "swiglu": F.silu,
     "geglu": F.gelu,
+    "geglu_tanh": _gelu_tanh,
     "gelu": F.gelu,
     "gelu_tanh": _gelu_tanh,
     "relu": F.relu,
@@ -216,12 +228,20 @@ class Activate:
 
 
 def rotary_tables(shape: Shape, positions_BS: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """cos and sin of every token's angles, (B, S, 1, R), in `dtype` (float32 or float64)."""
+    """cos and sin of every token's angles, (B, S, 1, R), in `dtype` (float32 or float64): of layers
+    without a window, if others have a base of their own (`local_shape`)."""
     frequencies_R = rotary_frequencies(shape, dtype, positions_BS.device)
     angles_BSR = positions_BS.to(dtype)[..., None] * frequencies_R
     angles_BS1R = angles_BSR[:, :, None, :]
     scale = 1.0 if shape.rope is None else _yarn_scale(shape.rope)
     return angles_BS1R.cos() * scale, angles_BS1R.sin() * scale
+
+
+def local_shape(shape: Shape) -> Shape:
+    """The same, whose rotary tables are those of layers with a window."""
+    if shape.local_theta is None:
+        return shape
+    return replace(shape, rope_theta=shape.local_theta, rope=None)
 
 
 def rotary_frequencies(shape: Shape, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -9,7 +9,6 @@ same to the bit.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
 from functools import partial
 
 from torch import Tensor, nn
@@ -59,13 +58,8 @@ def _run_segments(
             run_blocks,
             all_blocks[start : start + rule.blocks],
             x_BSD,
-            _keeping(context) if rule.keeps_attention else context,
+            context.keeping() if rule.keeps_attention else context,
             use_reentrant=False,
             preserve_rng_state=False,
         )
     return x_BSD
-
-
-def _keeping(context: Context) -> Context:
-    """The same, with a place for what the attention of one segment makes."""
-    return replace(context, attention=replace(context.attention, kept={}))

@@ -226,7 +226,7 @@ class ContextAttention:
             documents = None  # this call is not limited by any
         if not call.masked and info.dropout is None:
             pairs = None if documents is None else documents.pairs(self.tokens, keys, call)
-            return VisiblePairs(call.causal, documents=pairs, window=window)
+            return VisiblePairs(call.causal, documents=pairs, window=window, cap=info.cap)
         device = row.positions.device
         q_index = token_index(self.tokens, device)[call.q_start : call.q_stop]
         k_index = token_index(keys, device)[call.k_start : call.k_stop]
@@ -236,7 +236,7 @@ class ContextAttention:
             kept = info.dropout.keeps(num_heads, q_index, k_index, skipped)
             scale = info.dropout.scale
         if not call.masked and documents is None:
-            return VisiblePairs(call.causal, None, kept, scale)
+            return VisiblePairs(call.causal, None, kept, scale, cap=info.cap)
         distance = row.positions[:, q_index, None] - row.positions[:, None, k_index]
         visible = distance >= 0
         if info.window is not None:
@@ -244,7 +244,7 @@ class ContextAttention:
         if documents is not None:
             numbers = documents.numbers(device)
             visible &= numbers[:, q_index, None] == numbers[:, None, k_index]
-        return VisiblePairs(False, visible[:, None], kept, scale)
+        return VisiblePairs(False, visible[:, None], kept, scale, cap=info.cap)
 
 
 def _sees_nothing(sees: VisiblePairs) -> bool:

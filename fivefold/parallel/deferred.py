@@ -83,10 +83,10 @@ class GradientQueue:
             elif isinstance(module, ExpertStack):
                 module.matmul = module.adapted(self.grouped)
             elif isinstance(module, Norm):
-                region = _UNSCALED[module.kind]
-                module.normalise = partial(self.norm, region.by(fuse))
+                region, offset = _UNSCALED[module.kind], _OFFSETS.get(module.kind, 0)
+                module.normalise = partial(self.norm, offset, region.by(fuse))
                 if isinstance(module, ResidualNorm):
-                    kernels = (region.after_sum(fuse), region.by(fuse))
+                    kernels = (offset, region.after_sum(fuse), region.by(fuse))
                     module.normalise_sum = partial(self.norm_of_sum, *kernels)
             elif isinstance(module, Embedding):
                 module.lookup, module.add_positions = self.look_up, self.add_positions
@@ -105,12 +105,19 @@ class GradientQueue:
         return _Grouped.apply(x, weight, ends, self)
 
     def norm(
-        self, unscaled: _Unscaled, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float
+        self,
+        offset: int,
+        unscaled: _Unscaled,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        eps: float,
     ) -> Tensor:
-        return _Scale.apply(unscaled(x, eps), weight, bias, x, eps, unscaled, self)
+        return _Scale.apply(unscaled(x, eps), weight, bias, x, eps, unscaled, offset, self)
 
     def norm_of_sum(
         self,
+        offset: int,
         unscaled_sum: Callable[..., tuple[Tensor, Tensor]],
         unscaled: _Unscaled,
         x: Tensor,
@@ -120,7 +127,7 @@ class GradientQueue:
         eps: float,
     ) -> tuple[Tensor, Tensor]:
         normed, total = unscaled_sum(x, y, eps)
-        return _Scale.apply(normed, weight, bias, total, eps, unscaled, self), total
+        return _Scale.apply(normed, weight, bias, total, eps, unscaled, offset, self), total
 
     def look_up(self, tokens: Tensor, weight: Tensor) -> Tensor:
         return _LookUp.apply(tokens, weight, self)
@@ -151,8 +158,10 @@ def unscaled_layer_norm(x: Tensor, eps: float) -> Tensor:
 
 _UNSCALED = {
     "rms": ResidualRegion(unscaled_rms_norm),
+    "rms_offset": ResidualRegion(unscaled_rms_norm),
     "layer": ResidualRegion(unscaled_layer_norm),
 }
+_OFFSETS = {"rms_offset": 1}  # what is added to the weights of a norm
 
 
 # The weights are inputs of the functions below so that their outputs require gradients, even where
@@ -220,11 +229,13 @@ class _Scale(torch.autograd.Function):
         x: Tensor,
         eps: float,
         unscaled: _Unscaled,
+        offset: int,
         queue: GradientQueue,
     ) -> Tensor:
         ctx.save_for_backward(x)
         ctx.weight, ctx.bias, ctx.eps, ctx.unscaled, ctx.queue = weight, bias, eps, unscaled, queue
-        scaled = normed * weight
+        ctx.offset = offset
+        scaled = _scaled(normed, weight, offset)
         return scaled if bias is None else scaled.add_(bias)
 
     @staticmethod
@@ -233,7 +244,15 @@ class _Scale(torch.autograd.Function):
         again = partial(ctx.unscaled, x, ctx.eps)
         if learns(ctx.weight, ctx.bias):
             ctx.queue.put(partial(_scale_work, ctx.weight, ctx.bias, grad, again))
-        return grad * ctx.weight, None, None, None, None, None, None
+        return _scaled(grad, ctx.weight, ctx.offset), *(None,) * 7
+
+
+def _scaled(x: Tensor, weight: Tensor, offset: int) -> Tensor:
+    """Times the weight of a norm, to which an offset is added in float32 or wider."""
+    if not offset:
+        return x * weight
+    wide = torch.promote_types(x.dtype, torch.float32)
+    return (x * (weight.to(wide) + offset)).to(x.dtype)
 
 
 def _scale_work(

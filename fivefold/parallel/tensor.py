@@ -30,11 +30,12 @@ import torch
 from torch import Tensor, nn
 
 from fivefold.core.plan import Plan
+from fivefold.core.shape import Shape
 from fivefold.core.weights import WeightShard
 from fivefold.model.attention import Attention, LatentAttention
 from fivefold.model.batch import NOT_COUNTED
 from fivefold.model.decoder import AddPositions, Block, Embedding, Lookup
-from fivefold.model.head import Found, GradientsInForward, Wanted
+from fivefold.model.head import Found, GradientsInForward, Wanted, cap_in_place, cap_slope
 from fivefold.model.layers import Linear, linear
 from fivefold.model.linear_math import PLAIN
 from fivefold.model.mixer_layer import MixerLayer
@@ -159,7 +160,7 @@ def _split_ends(stage: Stage, boundary: _TensorBoundary) -> None:
         embed.add_positions = partial(boundary.add_positions, embed.add_positions)
     if decoder.head is not None:
         decoder.head.register_forward_pre_hook(boundary.before_head)
-        loss = _VocabularyLoss(boundary, decoder.shape.vocab, stage.fuse)
+        loss = _VocabularyLoss(boundary, decoder.shape, stage.fuse)
         decoder.head.cross_entropy = loss
         if stage.queue is None:
             decoder.head.chunked = loss.chunked
@@ -205,10 +206,11 @@ class _VocabularyLoss:
     needs the logits, or was done in forward, and three numbers a token of which the ranks have the
     sums."""
 
-    def __init__(self, boundary: _TensorBoundary, vocab: int, fuse: Fuse) -> None:
-        self.boundary, self.vocab = boundary, vocab
+    def __init__(self, boundary: _TensorBoundary, shape: Shape, fuse: Fuse) -> None:
+        self.boundary, self.vocab, self.cap = boundary, shape.vocab, shape.logit_cap
         self.maxima, self.sums = fuse(_maxima), fuse(_sums)
         self.gradient, self.become_gradient = fuse(_loss_gradient), fuse(_become_gradient)
+        self.cap_in_place, self.slope = fuse(cap_in_place), fuse(cap_slope)
         self.in_forward = GradientsInForward(fuse)
 
     def __call__(self, logits_NV: Tensor, labels_N: Tensor) -> Tensor:
@@ -237,11 +239,16 @@ class _VocabularyLoss:
 
         def compute(x_ND: Tensor, weight_VD: Tensor, wanted: Wanted) -> Found:
             logits_NV = linear(x_ND, weight_VD, None)
+            for part in logits_NV.tensor_split(chunks) if self.cap is not None else ():
+                self.cap_in_place(part, self.cap)
             highest_N, sums_2N = self.totals(logits_NV, labels_N, rows, chunks)
             of_tokens = (logits_NV, labels_N, highest_N, sums_2N[0])
             parts = (each.tensor_split(chunks) for each in of_tokens)
             for part in zip(*parts, strict=True):
+                slope_NV = None if self.cap is None else self.slope(part[0], self.cap)
                 self.become_gradient(*part, *rows)
+                if slope_NV is not None:
+                    part[0].mul_(slope_NV)
             of_x = logits_NV @ weight_VD if wanted[0] else None
             of_weight = logits_NV.T @ x_ND if wanted[1] else None
             return _summed(sums_2N, labels_N), of_x, of_weight

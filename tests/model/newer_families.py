@@ -50,6 +50,31 @@ CONFIGS: dict[str, Callable[[], Any]] = {
         attention_bias=False,
         **_rope(500.0, 1.0, "linear", factor=4.0),
     ),
+    # Roots of widths are rounded to 32 bits there: 36 and 64 have exact ones.
+    "gemma": lambda: transformers.GemmaConfig(
+        **SIZES | {"hidden_size": 36}, **NO_TOKENS, head_dim=16
+    ),
+    "gemma2": lambda: transformers.Gemma2Config(
+        **SIZES | {"hidden_size": 36},
+        **NO_TOKENS,
+        head_dim=16,
+        query_pre_attn_scalar=24,
+        sliding_window=7,
+        attn_logit_softcapping=0.5,
+        final_logit_softcapping=1.5,
+    ),
+    "gemma3": lambda: transformers.Gemma3TextConfig(
+        **SIZES | {"hidden_size": 36, "num_hidden_layers": 4},
+        **NO_TOKENS,
+        head_dim=16,
+        query_pre_attn_scalar=24,
+        sliding_window=7,
+        sliding_window_pattern=2,
+        rope_parameters={
+            "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+        },
+    ),
     "falcon-7b": lambda: transformers.FalconConfig(
         **OLDER, **NO_TOKENS, ffn_hidden_size=56, multi_query=True, parallel_attn=True
     ),
@@ -105,6 +130,36 @@ def _phi3(dice: random.Random) -> Keys:
     return _partial(dice, _decoder(dice)) | {"sliding_window": dice.choice((None, 5, 20))}
 
 
+def _gemma(dice: random.Random) -> Keys:
+    keys = _decoder(dice) | {"head_dim": dice.choice((4, 6, 16)), "attention_bias": _flag(dice)}
+    keys |= {"num_attention_heads": 4, "num_key_value_heads": dice.choice((1, 2, 4))}
+    return keys | {"hidden_size": dice.choice((16, 36, 64)), "hidden_act": "gelu_pytorch_tanh"}
+
+
+def _windows(dice: random.Random) -> Keys:
+    return {"sliding_window": dice.choice((1, 5, 20)), "query_pre_attn_scalar": dice.choice((4, 9))}
+
+
+def _gemma2(dice: random.Random) -> Keys:
+    keys = _gemma(dice) | _windows(dice)
+    keys |= {"hidden_activation": keys.pop("hidden_act")}
+    caps = ("attn_logit_softcapping", "final_logit_softcapping")
+    return keys | {key: dice.choice((None, 0.5, 3.0, 30.0)) for key in caps}
+
+
+def _gemma3(dice: random.Random) -> Keys:
+    keys = _gemma(dice) | _windows(dice)
+    keys |= {"hidden_activation": keys.pop("hidden_act")}
+    tables = {
+        "full_attention": _rope(dice.choice((100.0, 1e6)))["rope_parameters"],
+        "sliding_attention": _rope(dice.choice((10.0, 1e4)))["rope_parameters"],
+    }
+    if _flag(dice):
+        tables["full_attention"] |= {"rope_type": "linear", "factor": 8.0}
+    every = {"sliding_window_pattern": dice.choice((1, 2, 3, 6))}
+    return keys | every | {"rope_parameters": tables}
+
+
 def _older(dice: random.Random) -> Keys:
     keys = _decoder(dice)
     unknown = ("num_key_value_heads", "rms_norm_eps", "hidden_act")
@@ -138,4 +193,7 @@ DRAWS: dict[str, tuple[type, Callable[[random.Random], Keys]]] = {
     "phi3": (transformers.Phi3Config, _phi3),
     "gpt_neox": (transformers.GPTNeoXConfig, _gpt_neox),
     "falcon": (transformers.FalconConfig, _falcon),
+    "gemma": (transformers.GemmaConfig, _gemma),
+    "gemma2": (transformers.Gemma2Config, _gemma2),
+    "gemma3_text": (transformers.Gemma3TextConfig, _gemma3),
 }

@@ -45,6 +45,13 @@ FALCON: Table = {
     "hidden_dropout": 0.0,
     "attention_dropout": 0.0,
 }
+
+
+def gemma(*sizes: Any) -> Table:
+    keys = decoder(*sizes, head_dim=256, rms_norm_eps=1e-6, attention_bias=False)
+    return keys | {"hidden_activation": "gelu_pytorch_tanh", "hidden_act": "gelu_pytorch_tanh"}
+
+
 # Each with the number of parameters that its model card or files give.
 PUBLISHED: dict[str, tuple[Table, int]] = {
     "olmo-2-7b": (
@@ -90,6 +97,31 @@ PUBLISHED: dict[str, tuple[Table, int]] = {
         ),
         14_659_507_200,
     ),
+    "gemma-2-2b": (
+        gemma("gemma2", 26, 2304, 8, 4, 9216, 256000)
+        | {
+            "max_position_embeddings": 8192,
+            "sliding_window": 4096,
+            "attn_logit_softcapping": 50.0,
+            "final_logit_softcapping": 30.0,
+            "query_pre_attn_scalar": 256,
+        },
+        2_614_341_888,
+    ),
+    "gemma-3-1b": (
+        gemma("gemma3_text", 26, 1152, 4, 1, 6912, 262144)
+        | {
+            "max_position_embeddings": 32768,
+            "sliding_window": 512,
+            "sliding_window_pattern": 6,
+            "query_pre_attn_scalar": 256,
+            "rope_theta": 1000000,
+            "rope_local_base_freq": 10000,
+            "attn_logit_softcapping": None,
+            "final_logit_softcapping": None,
+        },
+        999_885_952,
+    ),
     "pythia-6.9b": (PYTHIA, 6_857_302_016),
     "falcon-7b": (FALCON, 6_921_720_704),
 }
@@ -120,6 +152,10 @@ def test_a_newer_config_is_written_as_it_was_read(name: str) -> None:
         ("phi-4", {"embd_pdrop": 0.1}, "embd_pdrop = 0.1: must equal resid_pdrop"),
         ("phi-4", {"partial_rotary_factor": 1.5}, "no more than all of it"),
         ("pythia-6.9b", {"rotary_pct": 0.001}, "must rotate some of a head"),
+        ("gemma-3-1b", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping = 50.0: not"),
+        ("gemma-3-1b", {"use_bidirectional_attention": True}, "use_bidirectional"),
+        ("gemma-2-2b", {"layer_types": ["full_attention"] * 25}, "layer_types = .*each n-th"),
+        ("gemma-2-2b", {"final_logit_softcapping": 0.0}, "logit_cap = 0.0: must be above 0"),
         ("falcon-7b", {"alibi": True}, "alibi = True: not supported"),
         ("falcon-7b", {"num_ln_in_parallel_attn": 2}, "num_ln_in_parallel_attn = 2: not"),
         ("falcon-7b", {"hidden_dropout": 0.1}, "hidden_dropout = 0.1: not supported"),
@@ -139,6 +175,10 @@ def test_contradictory_blocks_are_refused() -> None:
         "rotary_dim = 3: rotary positions need an even": {"rotary_dim": 3},
     }
     shape = shape_from_config(PYTHIA, "pythia")
+    wrong |= {
+        "set global_every too": {"local_theta": 100.0},
+        "set global_rotary": {"local_theta": 100.0, "global_every": 2},
+    }
     for named, changes in wrong.items():
         with pytest.raises(BadFile, match=named):
             type(shape)(**({**vars(shape)} | changes))

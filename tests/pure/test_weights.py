@@ -34,7 +34,6 @@ UNSUPPORTED = {
     "alibi": {"positions": "alibi"},
     "embedding_norm": {"embedding_norm": True},
     "chunked": {"window": 8, "window_kind": "chunked"},
-    "global_every": {"global_every": 4},
     "qk_norm=l2": {"qk_norm": "l2"},
     "qk_norm in latent": {"mla": MLA, "kv_heads": 8, "qk_norm": "head"},
     "prediction with learned": {"mtp": 1, "positions": "learned"},

@@ -25,6 +25,8 @@ LAYOUTS: tuple[tuple[str, dict[str, Any], dict[str, str]], ...] = (
     ("tp=2", {}, {"vocab": "251"}),
     ("tp=2", {"sp": False}, {"tied": "true"}),
     ("tp=2 cp=2", {}, {"mtp": "1"}),
+    ("dp=2", {}, {"logit_cap": "0.2"}),
+    ("tp=2", {}, {"logit_cap": "0.2", "vocab": "251"}),
     ("pp=2", {"schedule": "1f1b"}, {}),
     ("dp=2 pp=2", {"schedule": "gpipe", "zero": 1}, {"tied": "true"}),
     ("pp=2", {"schedule": "pipedream-2bw"}, {}),

@@ -29,6 +29,21 @@ NEOX = BIASED | {
 }
 FALCON = {"norm": "layer", "norm_bias": "true", "activation": "gelu"}
 FALCON_7B = FALCON | {"kv_heads": "1", "parallel_block": "true", "tied": "true"}
+GEMMA3 = {
+    "norm": "rms_offset",
+    "norm_at": "both",
+    "scaled_embedding": "true",
+    "tied": "true",
+    "activation": "geglu_tanh",
+    "qk_norm": "head",
+    "score_dim": "12",
+    "window": "9",
+    "global_every": "2",
+    "global_rotary": "true",
+    "local_theta": "100.0",
+}
+GEMMA2 = GEMMA3 | {"qk_norm": "none", "score_cap": "0.3", "logit_cap": "0.2"}
+GEMMA2.pop("local_theta")
 TRAITS: list[tuple[dict[str, str], str, dict[str, Any]]] = [
     (OLMO2, "dp=2 pp=2", {"schedule": "zb-h1", "recompute": "selective"}),
     (OLMO2, "dp=2 cp=2", {"zero": 3, "packed": True}),
@@ -40,6 +55,15 @@ TRAITS: list[tuple[dict[str, str], str, dict[str, Any]]] = [
     (GLM4_EXPERTS, "dp=2 tp=2 ep=2 etp=2", {"recompute": "experts"}),
     (NEOX, "tp=2 cp=2", {"microbatch_size": 2, "recompute": "norm"}),
     (NEOX, "pp=2 tp=2", {"schedule": "zb-v", "recompute": "mlp"}),
+    (GEMMA3, "dp=2 tp=2", {"zero": 3, "recompute": "selective"}),
+    (GEMMA3, "tp=2 cp=2", {"packed": True, "recompute": "full-but-attention"}),
+    (GEMMA3, "cp=4", {"context": "ring", "recompute": "full:2"}),
+    (GEMMA3, "cp=2 dp=2", {"context": "allgather"}),
+    (GEMMA3, "pp=2 tp=2", {"schedule": "zb-v"}),
+    (GEMMA2, "dp=2 tp=2", {"zero": 3, "recompute": "selective"}),
+    (GEMMA2, "tp=2 cp=2", {"packed": True, "recompute": "full-but-attention"}),
+    (GEMMA2, "cp=2 pp=2", {"schedule": "zb-h1", "context": "ring"}),
+    (GEMMA2, "cp=2 dp=2", {"context": "ulysses"}),
     (FALCON_7B, "dp=2 tp=2", {"zero": 2, "recompute": "selective"}),
     (FALCON_7B, "pp=2 tp=2", {"schedule": "zb-h1"}),
     (FALCON_7B, "tp=2 cp=2", {"context": "ulysses", "recompute": "attention"}),
