@@ -55,8 +55,8 @@ class VisiblePairs(NamedTuple):
 
 
 def is_fake(tensor: Tensor) -> bool:
-    """Whether this is a torch FakeTensor, which has no values; it stands for one on a new GPU."""
-    return hasattr(tensor, "fake_mode")
+    """Whether this has a size and no values; it stands for a tensor on a new GPU."""
+    return tensor.is_meta
 
 
 def uses_gpu_kernels(tensor: Tensor) -> bool:

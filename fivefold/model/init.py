@@ -76,6 +76,8 @@ def _draw(
 ) -> Tensor:
     """Draw in float32 and round, so that a bfloat16 model is the rounded float32 model."""
     wide = torch.empty(size, dtype=torch.promote_types(dtype, torch.float32), device=device)
+    if wide.is_meta:  # there is nothing to draw
+        return wide.to(dtype)
     generator = torch.Generator(device).manual_seed(_seed_of(name, seed))
     return wide.normal_(0.0, deviation, generator=generator).to(dtype)
 

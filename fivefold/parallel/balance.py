@@ -147,7 +147,7 @@ def _rows(plan: Plan, mesh: Mesh) -> LocalRows:
     layout, seq, batch = plan.layout, plan.batch.seq, plan.batch
     group = layout.group(ROW, mesh.rank)
     held = [positions_of(plan, rank) for rank in group]
-    mine = torch.tensor(held[group.index(mesh.rank)], device=mesh.device)
+    mine = torch.tensor(held[group.index(mesh.rank)]).to(mesh.device)
     rows = LocalRows(
         tokens_in_step=batch.tokens,
         rows_in_unit=batch.microbatch_size,
@@ -157,7 +157,7 @@ def _rows(plan: Plan, mesh: Mesh) -> LocalRows:
     if not plan.balance or len(group) == 1:
         return rows
     boundary = AxisBoundary(mesh, ROW, layout.sp, dim=1)
-    everywhere = torch.tensor([token for each in held for token in each], device=mesh.device)
+    everywhere = torch.tensor([token for each in held for token in each]).to(mesh.device)
     order = everywhere.argsort()[:seq]
 
     def total(counts: Tensor) -> Tensor:

@@ -395,4 +395,4 @@ def _exchanged(x_BHSd: Tensor, mesh: Mesh, split_dim: int) -> Tensor:
 @cache
 def token_index(ranges: Ranges, device: torch.device) -> Tensor:
     """These tokens as a tensor, which is kept: every layer asks for it."""
-    return torch.tensor([token for each in ranges for token in each], device=device)
+    return torch.tensor([token for each in ranges for token in each]).to(device)

@@ -140,7 +140,7 @@ def padded_tokens(plan: Plan, mesh: Mesh) -> Tensor | None:
         return None
     ranges = plan.split.rank_tokens(plan.padded_seq, plan.layout.coord(mesh.rank).cp)
     places = [place for each in ranges for place in each]
-    return torch.tensor(places, device=mesh.device) >= plan.batch.seq
+    return torch.tensor(places).to(mesh.device) >= plan.batch.seq
 
 
 def _summed_rows(

@@ -57,7 +57,8 @@ def rehearse(
 ) -> Rehearsed:
     """Rehearse these ranks, or all distinct ones, on two processes; `on_rank` is called for each.
 
-    Of the ranks that differ in what their stages hold, one each runs a second time for real.
+    Of the ranks that differ in what their stages hold, one each runs a second time for real; where
+    it has so few microbatches that all of them ran for real, that was its first run.
     """
     chosen = list(distinct_ranks(plan) if ranks is None else ranks)
     again = representatives(plan, chosen)
@@ -118,11 +119,11 @@ def _rehearse_some(
     whole: dict[int, bool] = {}
     for rank in again:
         worker.phase(f"rank {rank} without replay")
-        real = rehearse_rank(plan, rank, None, imbalance)
-        replayed = next((run for run in runs if run.rank == rank), None)
-        replayed = replayed or rehearse_rank(plan, rank, traces, imbalance)
-        near = abs(real.peak - replayed.peak) <= _SLACK * real.peak
-        whole[rank] = real.calls == replayed.calls and near
+        first = next((run for run in runs if run.rank == rank), None)
+        first = first or rehearse_rank(plan, rank, traces, imbalance)
+        real = rehearse_rank(plan, rank, None, imbalance) if first.replayed else first
+        near = abs(real.peak - first.peak) <= _SLACK * real.peak
+        whole[rank] = real.calls == first.calls and near
         worker.report(rank)
     return runs, whole
 

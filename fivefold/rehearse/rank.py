@@ -16,7 +16,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fivefold.core.fp8 import keeps_rounded
@@ -41,6 +40,7 @@ from fivefold.parallel.context import token_index
 from fivefold.parallel.mesh import FAKE, CollectiveRecord, Mesh
 from fivefold.parallel.stage import ActionObserver, Instruments
 from fivefold.rehearse import trace as tracing
+from fivefold.rehearse.sizes import DEVICE
 from fivefold.rehearse.trace import (
     Fused,
     Meter,
@@ -60,6 +60,8 @@ def joined(rank: int, world: int) -> Iterator[None]:
     if world == 1:
         yield
         return
+    able = dist.Backend.backend_capability[FAKE]  # torch's own list, without tensors without values
+    able += [] if DEVICE.type in able else [DEVICE.type]
     dist.init_process_group(FAKE, rank=rank, world_size=world, store=FakeStore())
     try:
         yield
@@ -68,14 +70,13 @@ def joined(rank: int, world: int) -> Iterator[None]:
 
 
 @contextmanager
-def without_values() -> Iterator[FakeTensorMode]:
-    """Tensors have sizes and no memory."""
-    token_index.cache_clear()  # what is kept there is counted once in every run
+def without_indices() -> Iterator[None]:
+    """Indices of tokens are not kept from run to run: each counts its own."""
+    token_index.cache_clear()
     try:
-        with FakeTensorMode(allow_non_fake_inputs=True) as mode:
-            yield mode
+        yield
     finally:
-        token_index.cache_clear()  # and is of no use to those with values
+        token_index.cache_clear()  # and are of no use to those with values
 
 
 class RoundRobin:
@@ -103,7 +104,7 @@ class RoundRobin:
         shares = [1 / experts] * experts
         if self.places["ep"] == 0 and experts > 1:
             shares = [self.first, *[(1 - self.first) / (experts - 1)] * (experts - 1)]
-        return like.new_tensor([_split(each, shares)] * ranks)
+        return torch.tensor([_split(each, shares)] * ranks, dtype=like.dtype).to(like.device)
 
     def crossing(self, num_tokens: int) -> int:
         """As many nodes as a token can need: what is planned for."""
@@ -155,7 +156,7 @@ class RehearsedRank:
     calls: list[IssuedCollective]
     records: Counter[CollectiveRecord]
     levels: list[MemoryLevel]
-    replayed: bool
+    replayed: bool  # whether some of its microbatches repeat what another one did
 
 
 def rehearse_rank(
@@ -165,21 +166,14 @@ def rehearse_rank(
 
     With `traces`, actions that were traced before are replayed; None: everything runs for real.
     """
-    with joined(rank, plan.layout.world), without_values() as mode:
+    with joined(rank, plan.layout.world), without_indices():
         run = _RehearsalRun(plan, rank, traces, imbalance)
         try:
             pause = partial(run.meter.recording.note, tracing.Moment.PAUSE)
-            with run.mesh.lanes.inside(partial(_both, mode, run.meter), pause):
+            with run.mesh.lanes.inside(lambda: run.meter, pause):
                 return run.go()
         finally:
             run.mesh.close_groups()
-
-
-@contextmanager
-def _both(mode: FakeTensorMode, meter: Meter) -> Iterator[None]:
-    """Sizes alone, and metered, for a lane in another thread as well."""
-    with mode, meter:
-        yield
 
 
 class _CallLog:
@@ -226,14 +220,13 @@ class _RehearsalRun:
 
     def __init__(self, plan: Plan, rank: int, traces: Traces | None, imbalance: float) -> None:
         self.plan, self.rank, self.dtype = plan, rank, DTYPES[plan.precision]
-        self.replayed = traces is not None
+        self.chunks: list[ReplayingChunk] = []
         recording = Recording()
         self.meter = Meter(_categories(plan, rank, self.dtype), recording)
         self.log = _CallLog(recording)
         self.actions = _Actions(self.meter, self.log)
-        device = torch.device("cpu")
         self.mesh = Mesh.of(
-            plan, device, [self.log], lambda tensor: self.meter.resized(tensor, tracing.WEIGHTS)
+            plan, DEVICE, [self.log], lambda tensor: self.meter.resized(tensor, tracing.WEIGHTS)
         )
         tracer = None if traces is None else Tracer(self.meter, recording, traces)
         instruments = Instruments(
@@ -289,7 +282,9 @@ class _RehearsalRun:
         actions = (action for step in steps for action in actions_of(step))
         mine = [each for each in actions if each.stage == chunk.stage]
         hidden = (hidden_size(self.plan), self.dtype)
-        return ReplayingChunk(chunk, mine, tracer, self.mesh, self._signature(chunk.stage), hidden)
+        key = self._signature(chunk.stage)
+        self.chunks.append(ReplayingChunk(chunk, mine, tracer, self.mesh, key, hidden))
+        return self.chunks[-1]
 
     def _signature(self, stage: int) -> Hashable:
         """Stages with the same signature do the same on ranks at the same other coords."""
@@ -326,7 +321,7 @@ class _RehearsalRun:
             self.log.calls,
             Counter(self.mesh.records),
             self.actions.levels,
-            self.replayed,
+            any(chunk.replays for chunk in self.chunks),
         )
 
 

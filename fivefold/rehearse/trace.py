@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from fivefold.core.schedule import BACKWARD, FORWARD, INPUT_GRAD, WEIGHT_GRAD, Action
@@ -24,6 +23,7 @@ from fivefold.model.slots import sum_of_choices
 from fivefold.parallel.compose import StageChunk
 from fivefold.parallel.deferred import unscaled_layer_norm, unscaled_rms_norm
 from fivefold.parallel.mesh import CollectiveRecord, Mesh
+from fivefold.rehearse.sizes import SizesOnly, sized_result
 
 WEIGHTS, GRADIENTS, MASTER, OPTIMIZER = "weights", "gradients", "master", "optimizer"
 ACTIVATIONS, LOGITS, BUFFERS = "activations", "logits", "buffers"
@@ -81,7 +81,7 @@ class Fused:
         return compute
 
 
-class Meter(TorchDispatchMode):
+class Meter(SizesOnly):
     """Live bytes by category, and their peak.
 
     It sees every operator, and so every new storage; a finalizer tells when one is freed. Sizes are
@@ -110,10 +110,9 @@ class Meter(TorchDispatchMode):
     ) -> Any:
         if func is _WAIT:  # what is waited for is there; without values torch makes it anew
             return args[0]
-        result = func(*args, **(kwargs or {}))
-        for each in () if self.inside_kernel else tree_leaves(result):
-            if isinstance(each, Tensor):
-                self.see(func, each)
+        result = sized_result(func, args, kwargs or {})
+        if not self.inside_kernel:
+            self._see_all(func, result)
         return result
 
     def as_one_kernel(self, compute: Compute, *inputs: Any) -> Any:
@@ -123,10 +122,13 @@ class Meter(TorchDispatchMode):
             found = compute(*inputs)
         finally:
             self.inside_kernel -= 1
-        for each in tree_leaves(found):
-            if isinstance(each, Tensor):
-                self.see(aten.clone.default, each)
+        self._see_all(aten.clone.default, found)
         return found
+
+    def _see_all(self, func: Any, found: Any) -> None:
+        for each in (found,) if isinstance(found, Tensor) else tree_leaves(found):
+            if isinstance(each, Tensor):
+                self.see(func, each)
 
     def start_level(self) -> None:
         """Measure `high` from now on."""
@@ -234,6 +236,7 @@ class ReplayingChunk:
         self.kept: dict[int, Tensor] = {}  # inputs that weight gradients need, with their own
         self.gradients: dict[int, Tensor] = {}  # of outputs, where weight gradients need them
         self.taken: dict[int, weakref.ref[torch.UntypedStorage]] = {}  # such, where it was traced
+        self.replays = False  # so far
         self.real, self.traced = _chosen(actions)
         kinds = {action.kind for action in actions}
         if all((key, kind) in self.traces for kind in kinds):
@@ -305,6 +308,7 @@ class ReplayingChunk:
 
     def _replay(self, kind: str, moments: Mapping[Moment, Callable[[], Any]]) -> None:
         """Repeat what the traced action did, and call what belongs to its moments."""
+        self.replays = True
         for event in self.traces[self.key, kind]:
             if event is Moment.PAUSE:
                 self.mesh.lanes.pause()
