@@ -124,7 +124,11 @@ def test_sigterm_drains(folder: Path, tmp_path: Path) -> None:
         open_ones = [asyncio.ensure_future(ask(running.port, body)) for _ in range(6)]
         waiting = ask(running.port, {"prompt": [1], "max_tokens": 4})
         queued = asyncio.ensure_future(waiting)
-        await asyncio.sleep(0.2)
+        for _ in range(100):  # until all are in: a busy machine takes its time
+            names = ("fivefold_running", "fivefold_waiting")
+            counts = [await asyncio.to_thread(running.number, each) for each in names]
+            if sum(counts) == 7:
+                break
         os.kill(running.process.pid or 0, signal.SIGTERM)
         await asyncio.sleep(0.1)
         with pytest.raises(OSError):
