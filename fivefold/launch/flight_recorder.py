@@ -21,7 +21,19 @@ _RING = 4096  # the last collectives
 _NUMBERS = 1 + _MOST_GROUPS + _RING  # total, count of each group, ring buffer
 _UNEVEN = "all_to_all"  # its size changes every time, so the log leaves it out
 _MESSAGES = ("pp", ("send", "recv"))
-_STATE = ("phase", "idle", "allowed", "waits", "stack", "mark", "within", "worked", "took", "usual")
+_STATE = (
+    "phase",
+    "idle",
+    "allowed",
+    "waits",
+    "stack",
+    "mark",
+    "within",
+    "worked",
+    "took",
+    "usual",
+    "alike",
+)
 
 Record = tuple[str, str, int, int]
 """Axis, kind, bytes, size of the group."""

@@ -5,9 +5,9 @@ every save. A rank at an earlier mark keeps those at later marks waiting. Of ran
 one that works keeps those waiting that wait there.
 
 A phase may take twice its usual time. What is usual is what the same took before on this rank, and
-what it takes on others now: until they had done it, or until they began to wait in it. While
-nothing is known, the phase has its own limit. Functions of values alone: nothing here reads a
-clock.
+what it takes on others now: until they had done it, or until they began to wait in it. In a step
+the latter tells nothing: the last stage of a pipeline waits from the beginning. While nothing is
+known, the phase has its own limit. Functions of values alone: nothing here reads a clock.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def _limited(rank: int, positions: Mapping[int, Position]) -> Position:
 def _took(position: Position, mark: int) -> float:
     """The seconds that a rank worked after a mark; 0 if it still does, or nobody knows."""
     if position.mark == mark:
-        return position.worked or 0.0
+        return (position.worked or 0.0) if position.alike else 0.0
     return position.took.get(str(mark), 0.0)
 
 

@@ -50,6 +50,7 @@ class Position:
     within: float = 0.0  # seconds since that mark
     worked: float | None = None  # seconds from the mark until it began to wait; None: it does not
     took: Mapping[str, float] = field(default_factory=dict[str, float])  # by mark, the last ones
+    alike: bool = True  # all ranks do the same there: one that waits in it has done it
     usual: float = 0.0  # seconds that it took for the same before; 0: nothing is known
     stack: Sequence[str] = field(default_factory=tuple[str, ...])  # outermost first
 

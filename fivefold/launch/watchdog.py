@@ -98,6 +98,7 @@ class Watchdog:
         self._mark, self._mark_at, self._took = 0, time.monotonic(), dict[str, float]()
         self._kind, self._usual = START, dict[str, float]()
         self._worked: float | None = None
+        self._alike = True
         self._seen, self._moved_at = (0, 0), time.monotonic()
         self._allowed_until = time.monotonic() + _MEETING
         self._said = False
@@ -111,10 +112,12 @@ class Watchdog:
         """Log a collective that this rank is about to issue."""
         self.recorder.note(record, members)
 
-    def phase(self, text: str, allowed: float = 0.0, mark: bool = False) -> None:
+    def phase(
+        self, text: str, allowed: float = 0.0, mark: bool = False, alike: bool = True
+    ) -> None:
         """Begin a phase. `allowed` are the seconds it may take without a collective, for phases
         that are known to be slow, such as compilation or a checkpoint, unless more is known of it.
-        All ranks come to a `mark`, in the same order."""
+        All ranks come to a `mark`, in the same order, and do the same there if it is `alike`."""
         now = time.monotonic()
         self._phase = text
         self._allowed_until = now + allowed
@@ -123,7 +126,7 @@ class Watchdog:
             self._took.pop(str(self._mark - _MARKS), None)
             self._usual[self._kind] = max(took, self._usual.get(self._kind, 0.0))
             self._mark, self._mark_at, self._worked = self._mark + 1, now, None
-            self._kind = _kind(text)
+            self._kind, self._alike = _kind(text), alike
         self._num_phases += 1
         self.worker.phase(text)
 
@@ -207,6 +210,7 @@ class Watchdog:
             "within": now - self._mark_at,
             "worked": None if ended else self._worked,
             "took": self._took,
+            "alike": self._alike,
             "usual": self._usual.get(self._kind, 0.0),
             "idle": inf if ended else now - self._moved_at,
             "allowed": self._allowed_until - now,

@@ -46,6 +46,16 @@ def test_a_phase_has_twice_the_time_that_others_took() -> None:
     assert named({0: loading(70.0, 60.0), 1: building(125.0)}) == 1
 
 
+def test_who_waits_in_a_pipeline_tells_nothing_of_a_step() -> None:
+    """The last stage waits at once for the first, which compiles."""
+    step = replace(building(90.0), alike=False, phase="step 1")
+    waits = replace(building(90.0, 0.1), alike=False, phase="step 1")
+    assert named({0: step, 1: waits}) is None
+    assert named({0: replace(step, allowed=0.0), 1: waits}) == 0, "its own limit holds"
+    done = replace(waits, mark=2, took={"1": 40.0})
+    assert named({0: step, 1: done}) == 0
+
+
 def test_what_it_took_before_counts_too() -> None:
     at = {0: building(50.0, 2.0), 1: building(50.0, usual=30.0)}
     assert named(at) is None and named({**at, 1: building(61.0, usual=30.0)}) == 1

@@ -41,6 +41,8 @@ def impatient() -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(patch.object(loop, "watched", partial(watched, patience=PATIENCE)))
         stack.enter_context(patch("fivefold.launch.watchdog.PATIENCE", PATIENCE))
+        # A first step has a limit of its own, whoever waits in it.
+        stack.enter_context(patch("fivefold.train.callbacks.watchdog._LEAST", PATIENCE))
         yield
 
 

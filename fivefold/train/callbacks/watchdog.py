@@ -56,7 +56,7 @@ class WatchdogCallback(Callback):
 
     def unknown(self, text: str) -> None:
         """Say what all ranks do now, of which nobody knows how long it takes."""
-        self.watchdog.phase(text, _LONGEST, mark=True)
+        self.watchdog.phase(text, _LONGEST, mark=True, alike=False)
 
     def start(self, after: int) -> None:
         self._started, self._first = True, after + 1
@@ -67,7 +67,7 @@ class WatchdogCallback(Callback):
     def before_step(self, number: int) -> None:
         """A step begins with a collective: the patience of a checkpoint must not hold for it."""
         self._number = number
-        self.watchdog.phase(f"step {number}", self._allowed, mark=True)
+        self.watchdog.phase(f"step {number}", self._allowed, mark=True, alike=False)
 
     def on_record(self, record: StepRecord) -> None:
         """A step that hangs is known only when it takes much longer than this one."""

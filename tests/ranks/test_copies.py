@@ -1,0 +1,110 @@
+"""Copies in memory: whole ones are read, torn and damaged ones are not, in any layout."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from fivefold.core.boxes import Box, whole_box
+from fivefold.core.partners import CopyOf, Partners
+from fivefold.launch.kept_memory import InheritedMemory, KeptSegment
+from fivefold.optim.optimizer import StateInMemory
+from fivefold.train.checkpoint import CheckpointTensor, Facts
+from fivefold.train.copies import MemoryCopies
+from tests.commands import in_fork
+
+
+@pytest.fixture
+def memory() -> Iterator[InheritedMemory]:
+    made = InheritedMemory.made(2)
+    yield made
+    made.close()
+
+
+def tensors(value: float, key: str = "model/w") -> list[CheckpointTensor]:
+    full = torch.arange(12, dtype=torch.float64).view(4, 3) + value
+    scalar = torch.tensor(float(value))
+    return [
+        CheckpointTensor(key, (4, 3), full.dtype, (whole_box((4, 3)),), StateInMemory(full)),
+        CheckpointTensor("optim/s", (), scalar.dtype, (whole_box(()),), StateInMemory(scalar)),
+    ]
+
+
+def copies_of(memory: InheritedMemory) -> MemoryCopies:
+    return MemoryCopies(memory, Partners(1), 0, None)
+
+
+def saved(memory: InheritedMemory, *steps: int) -> None:
+    copies = copies_of(memory)
+    for step in steps:
+        copies.save(tensors(step), Facts(step, samples=8 * step))
+    copies.wait()
+
+
+def test_the_newest_whole_copy_is_read(memory: InheritedMemory) -> None:
+    saved(memory, 1, 2, 3)
+    found = tensors(0.0)
+    facts = copies_of(memory).load(found, after=0)
+    assert facts is not None and (facts.step, facts.samples) == (3, 24)
+    assert all(a.state.read().equal(b.state.read()) for a, b in zip(found, tensors(3), strict=True))
+    assert copies_of(memory).load(tensors(0.0), after=4) is None, "the disk has a newer one"
+
+
+def test_a_torn_copy_is_not_read_and_a_damaged_one_neither(memory: InheritedMemory) -> None:
+    saved(memory, 1, 2)
+    KeptSegment(memory.open(0, 1)).break_off()  # that of step 2
+    facts = copies_of(memory).load(tensors(0.0), after=0)
+    assert facts is not None and facts.step == 1
+    segment = KeptSegment(memory.open(0, 0))
+    data = segment.data()
+    data[5] ^= 1
+    assert segment.whole and not segment.verified()
+    assert copies_of(memory).load(tensors(0.0), after=0) is None
+
+
+def test_the_first_copy_after_a_restart_leaves_the_one_that_was_read(
+    memory: InheritedMemory,
+) -> None:
+    saved(memory, 1, 2)
+    again = copies_of(memory)
+    assert again.load(tensors(0.0), after=0) is not None
+    again.save(tensors(3.0), Facts(3))
+    again.wait()
+    kept = {KeptSegment(memory.open(0, slot)).copy.step for slot in (0, 1)}
+    assert kept == {2, 3}
+
+
+def test_another_layout_reads_what_two_ranks_wrote(memory: InheritedMemory) -> None:
+    full = torch.arange(12, dtype=torch.float64).view(4, 3)
+    for rank, (first, rows) in enumerate(((0, 1), (1, 3))):
+        part = full[first : first + rows]
+        box = ["model/w", "float64", [first, 0], [rows, 3], 0]
+        copy = CopyOf(5, 0, 2, 0, rank)
+        table = {"facts": {"step": 5}, "boxes": [box]}
+        segment = KeptSegment(memory.open(rank, 0))
+        data = segment.begin(copy, table, part.numel() * 8)
+        data[:] = memoryview(part.contiguous().numpy()).cast("B")
+        segment.commit()
+    inner = Box((1, 0), (2, 3), 0)
+    state = StateInMemory(torch.zeros(6, dtype=torch.float64))
+    wanted = [CheckpointTensor("model/w", (4, 3), torch.float64, (inner,), state)]
+    assert copies_of(memory).load(wanted, after=0) is not None
+    assert state.tensor.equal(full[1:3].reshape(-1))
+    other = [CheckpointTensor("model/v", (4, 3), torch.float64, (inner,), state)]
+    assert copies_of(memory).load(other, after=0) is None, "a tensor is missing"
+
+
+def test_refused_before_anything_is_written(tmp_path: Path) -> None:
+    small = ("tiny", "--layout", "dp=4", "--seq", "16", "--steps", "2", "--out", "run")
+    for words, rule in (
+        (("--set", "copy_every=1 copy_domain=2"), "must be in two failure domains, and all 4"),
+        (("--set", "copy_domain=2"), "nothing is copied; give copy_every"),
+        (("--shrink",), "give --restarts too"),
+        (("--restarts", "1", "--check"), "leave --restarts out"),
+    ):
+        done = in_fork(["train", *small, *words], tmp_path)
+        assert done.returncode == 2 and rule in done.stderr, done.stderr
+        assert not (tmp_path / "run").exists()
