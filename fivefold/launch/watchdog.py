@@ -192,7 +192,7 @@ class Watchdog:
         judges = due and self.board.claim(name, f"{_OF_HOSTS} {self.worker.rank}")
         if asked is not None or judges:
             self._round += 1
-            self._quiet_until = now + 0.6 * self.patience
+            self._quiet_until = next_round(now, self._moved_at, self.patience)
             of_device = asked is not None and asked.startswith(_OF_DEVICES)
             self._answer(self._round, self._device() if of_device else None)
         if judges:
@@ -314,6 +314,17 @@ def _groups() -> dict[str, CommGroup]:
         )
         for group in list(dist.distributed_c10d._world.pg_names)
     }
+
+
+def next_round(now: float, moved_at: float, patience: float) -> float:
+    """When a rank may ask again. A rank that is slow has twice the patience: soon after that it is
+    asked more often, so that nobody waits much longer for a verdict."""
+    usual, deadline = now + 0.6 * patience, moved_at + 2 * patience
+    return (
+        min(usual, max(deadline, now + 0.2 * patience))
+        if now < 1.5 * patience + deadline
+        else usual
+    )
 
 
 def _kind(text: str) -> str:

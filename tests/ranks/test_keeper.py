@@ -9,6 +9,7 @@ import multiprocessing
 import os
 import re
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -151,3 +152,27 @@ def test_a_keeper_ends_with_its_launcher_and_with_its_run(tmp_path: Path) -> Non
     launcher.kill()
     launcher.join()
     until(lambda: gone(pid), 10)
+
+
+@pytest.mark.nightly
+def test_torchrun_restarts_ranks_from_the_keeper_of_their_host(tmp_path: Path) -> None:
+    out, log = tmp_path / "run", tmp_path / "log"
+    words = ["--standalone", "--nproc-per-node=2", "--max-restarts=1", "--monitor-interval=0.2"]
+    keys = ("layers=1", "copy_every=1", "--steps", "30", "--dtype", "float64", "--device", "cpu")
+    job = ["tiny", "--layout", "dp=2", "--seq", "32", "--batch", "16", "--set", *keys]
+    command = [sys.executable, "-m", "torch.distributed.run", *words, "-m", "fivefold", "train"]
+    before = set(Path("/dev/shm").glob("*fivefold*"))
+    with log.open("w") as file:
+        launcher = subprocess.Popen(
+            [*command, *job, "--out", str(out)], stdout=file, stderr=subprocess.STDOUT
+        )
+    metrics = out / "metrics.jsonl"
+    until(lambda: metrics.exists() and len(metrics.read_text().splitlines()) >= 3)
+    (keeper,) = keepers(launcher.pid)
+    ranks = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()
+    os.kill(max(map(int, ranks)), signal.SIGKILL)
+    assert launcher.wait(180) == 0, log.read_text()[-3000:]
+    assert re.search(r"read step \d+ from copies in memory", log.read_text()), log.read_text()
+    assert [each["step"] for each in lines(out)] == list(range(1, 31))
+    until(lambda: gone(keeper), 10)
+    assert set(Path("/dev/shm").glob("*fivefold*")) <= before
