@@ -14,7 +14,7 @@ import pytest
 
 from tests.house import FILES, KNOWN, PACKAGE, ROOT, module_name, parsed, room, tree, trees
 
-MOST_FILES = 480
+MOST_FILES = 490
 MOST_LINES = 400
 MOST_FUNCTION_LINES = 60
 MOST_FUNCTION_LINES_P95 = 50

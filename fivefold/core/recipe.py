@@ -67,17 +67,18 @@ class Recipe:
     """The keys of `[train]`.
 
     `warmup` and `save_every` count steps; None means a tenth of the steps, and one checkpoint at
-    the end. `copy_every` counts steps between copies in the memory of another failure domain, which
-    has `copy_domain` ranks, 0 for those of a host (`core/partners.py`). `data` is stdlib,
-    synthetic, or folders of token shards with weights; `loss` is on what the assistant says in
-    conversations, or on all of their tokens. `eval_data` is folders with names, or nothing: rows
-    that `data` holds out. `keep_best` is the name of one of these sets. `offload`, of states, and
-    `offload_grads` are none, cpu or nvme:FOLDER. `log` joins tensorboard, wandb and memory with
-    `+`. `compile` is true, false, or auto: on GPUs. `lora` is the rank of adapters, 0 without any;
-    `lora_alpha` is twice the rank if None; `lora_targets` and `train_only` are parts of names
-    (`core/tuning.py`). `dpo_beta` is that of DPO on preference pairs, 0 without.
-    Copies of weights and states are compared every `compare_every` steps, and every `replay`-th
-    step is run twice; 0 means never.
+    the end. `save_every` may be auto: by cost and failures, of which one is assumed in `mtbf_hours`
+    hours of the job (`train/save_interval.py`). `copy_every` counts steps between copies in the
+    memory of another failure domain, which has `copy_domain` ranks, 0 for those of a host
+    (`core/partners.py`). `data` is stdlib, synthetic, or folders of token shards with weights;
+    `loss` is on what the assistant says in conversations, or on all of their tokens. `eval_data` is
+    folders with names, or nothing: rows that `data` holds out. `keep_best` is the name of one of
+    these sets. `offload`, of states, and `offload_grads` are none, cpu or nvme:FOLDER. `log` joins
+    tensorboard, wandb and memory with `+`. `compile` is true, false, or auto: on GPUs. `lora` is
+    the rank of adapters, 0 without any; `lora_alpha` is twice the rank if None; `lora_targets` and
+    `train_only` are parts of names (`core/tuning.py`). `dpo_beta` is that of DPO on preference
+    pairs, 0 without. Copies of weights and states are compared every `compare_every` steps, and every
+    `replay`-th step is run twice; 0 means never.
     """
 
     steps: int = 20
@@ -93,7 +94,8 @@ class Recipe:
     states: States = "fp32"
     offload: str = "none"
     offload_grads: str = "none"
-    save_every: int | None = None
+    save_every: int | Literal["auto"] | None = None
+    mtbf_hours: float | None = None
     copy_every: int = 0
     copy_domain: int = 0
     keep: int = 2
@@ -123,10 +125,9 @@ class Recipe:
             for key, least in low.items()
             if getattr(self, key) < least
         ]
-        for key in ("warmup", "save_every"):
-            value, least = getattr(self, key), 0 if key == "warmup" else 1
-            if value is not None and value < least:
-                found.append(f"{key} = {value}: at least {least}")
+        if self.warmup is not None and self.warmup < 0:
+            found.append(f"warmup = {self.warmup}: at least 0")
+        found += self._impossible_saves()
         for key in ("lr", "clip"):
             if not 0 < getattr(self, key) < math.inf:
                 found.append(f"{key} = {getattr(self, key)}: above 0")
@@ -154,15 +155,27 @@ class Recipe:
             found.append(f"copy_domain = {self.copy_domain}: nothing is copied; give copy_every")
         if self.eval_data and not self.eval_every:
             found.append(f"eval_data = {self.eval_data}: nothing is evaluated; give eval_every")
-        if self.keep_best and (not self.eval_every or (self.save_every or 0) % self.eval_every):
-            found.append(
-                f"keep_best = {self.keep_best} with save_every = {self.save_every} and eval_every ="
-                f" {self.eval_every}: every checkpoint needs an evaluation; let save_every be a "
-                "multiple of eval_every"
-            )
         found += [*self._impossible_tuning(), *self._impossible_pairs()]
         if found:
             raise FivefoldError("cannot train with " + "; ".join(found))
+
+    def _impossible_saves(self) -> list[str]:
+        found: list[str] = []
+        every = self.save_every
+        if isinstance(every, int) and every < 1:
+            found.append(f"save_every = {every}: at least 1, or auto")
+        if self.mtbf_hours is not None and not 0 < self.mtbf_hours < math.inf:
+            found.append(f"mtbf_hours = {self.mtbf_hours}: hours between failures, above 0")
+        elif self.mtbf_hours is not None and every != "auto":
+            found.append(f"mtbf_hours = {self.mtbf_hours}: only save_every = auto reads it")
+        steps = 0 if every == "auto" else every or 0
+        if self.keep_best and (every == "auto" or not self.eval_every or steps % self.eval_every):
+            found.append(
+                f"keep_best = {self.keep_best} with save_every = {every} and eval_every ="
+                f" {self.eval_every}: every checkpoint needs an evaluation; let save_every be a "
+                "multiple of eval_every"
+            )
+        return found
 
     def _impossible_pairs(self) -> list[str]:
         found: list[str] = []
@@ -261,9 +274,9 @@ class Recipe:
             share = 1.0
         return self.lr * share
 
-    def is_due(self, every: int | None, number: int) -> bool:
+    def is_due(self, every: int | str | None, number: int) -> bool:
         """Whether something that happens every `every` steps happens after this one."""
-        return number == self.steps or (bool(every) and number % every == 0)
+        return number == self.steps or (isinstance(every, int) and every > 0 and not number % every)
 
 
 def _folder(where: str) -> str | None:

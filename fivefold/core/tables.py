@@ -96,8 +96,7 @@ def _value(hint: Any, value: Any, path: str, problems: list[str]) -> Any:
     if origin in (typing.Union, types.UnionType):
         if value is None:
             return None
-        (hint,) = (one for one in arguments if one is not type(None))
-        return _value(hint, value, path, problems)
+        return _value(_member(hint, value), value, path, problems)
     if dataclasses.is_dataclass(hint):
         before = len(problems)
         fields = _dataclass(hint, value, path + ".", problems)
@@ -122,6 +121,16 @@ def _value(hint: Any, value: Any, path: str, problems: list[str]) -> Any:
     return _scalar(hint, value, path, problems)
 
 
+def _member(union: Any, value: Any) -> Any:
+    """The type of a union that a value is for: words, as auto, or else the other one."""
+    words, others = list[Any](), list[Any]()
+    for one in typing.get_args(union):
+        if one is not type(None):
+            (words if typing.get_origin(one) is typing.Literal else others).append(one)
+    named = (one for one in words if value in typing.get_args(one) or not others)
+    return next(named, others[0] if others else None)
+
+
 def _scalar(hint: Any, value: Any, path: str, problems: list[str]) -> Any:
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
@@ -137,7 +146,7 @@ def from_text(hint: Any, text: str) -> Any:
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
         if text.lower() == "none":
             return None
-        (hint,) = (one for one in typing.get_args(hint) if one is not type(None))
+        hint = _member(hint, text)
     if dataclasses.is_dataclass(hint):
         raise ValueError("expected none; set its keys one by one, as in moe.experts=8")
     if hint is bool:

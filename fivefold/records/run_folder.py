@@ -113,6 +113,13 @@ class RunFolder:
         facts["starts"][self.restart]["failed"] = {"at": time.time(), "why": why}
         write_atomically(self.path / RUN, json.dumps(facts, indent=2) + "\n")
 
+    def note_saves(self, step: int, every: int, why: str) -> None:
+        """Record how often this start saves from a step on, and why."""
+        facts = _read_json(self.path / RUN)
+        saves = facts["starts"][self.restart].setdefault("saves", [])
+        saves.append({"step": step, "every": every, "why": why})
+        write_atomically(self.path / RUN, json.dumps(facts, indent=2) + "\n")
+
     def restore_plan(self) -> None:
         """Undo the change of the plan by a start that failed before its first step."""
         if self.former_plan is not None:

@@ -31,6 +31,7 @@ UNCHANGING = (
     "offload",
     "offload_grads",
     "save_every",
+    "mtbf_hours",
     "copy_every",
     "copy_domain",
     "sample_every",

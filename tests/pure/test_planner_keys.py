@@ -90,6 +90,7 @@ FREE = {
     "loss": "which tokens count: the logits of all are computed",
     "data": "it is read ahead, in the background",
     "save_every": "checkpoints are written in the background, between steps",
+    "mtbf_hours": "how often they are written, if auto decides",
     "copy_every": "copies in host memory, which is not estimated; they are taken between steps",
     "copy_domain": "who keeps them",
     "keep": "files on a disk",

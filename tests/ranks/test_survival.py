@@ -250,6 +250,17 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(
     assert all(each.equal(again[key]) for key, each in whole.items())
 
 
+def test_ranks_agree_on_when_to_save_and_say_why(pool: Pool, tmp_path: Path) -> None:
+    settings = settings_of(tmp_path, save_every="auto", mtbf_hours=1e-7, steps=24, keep=9)
+    _, said = trained(pool, plan_of(), settings)
+    saved = sorted(int(each.name[5:]) for each in (tmp_path / "checkpoints").glob("step-*"))
+    assert {10, 20, 24} <= set(saved) and not set(range(1, 10)) & set(saved)
+    assert any("save_every = auto: every" in each and "Young and Daly" in each for each in said)
+    noted = json.loads((tmp_path / "run.json").read_text("utf-8"))["starts"][0]["saves"]
+    assert noted[0]["step"] == 10 and "not known yet" in noted[0]["why"]
+    assert noted[1]["step"] == 20 and noted[1]["every"] >= 1
+
+
 def test_another_seed_is_refused(pool: Pool, tmp_path: Path) -> None:
     plan = plan_of()
     trained(pool, plan, settings_of(tmp_path))

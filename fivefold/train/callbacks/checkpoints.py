@@ -20,7 +20,7 @@ from fivefold.optim.optimizer import MASTER, StateInMemory, StoredState, Updater
 from fivefold.parallel.compose import Job
 from fivefold.parallel.flat_unit import OwnedShard
 from fivefold.records import SAVE
-from fivefold.records.run_folder import CHECKPOINTS, RunFolder, TimeSpent
+from fivefold.records.run_folder import CHECKPOINTS, RUN, RunFolder, TimeSpent, read_starts
 from fivefold.train.build import BuiltRank
 from fivefold.train.callbacks import Callback
 from fivefold.train.callbacks.watchdog import WatchdogCallback
@@ -32,6 +32,7 @@ from fivefold.train.checkpoint import (
     require_seed,
 )
 from fivefold.train.checkpoint.storage import BALANCE, MODEL, OPTIM, MasterWeight
+from fivefold.train.save_interval import ObservedRate, SaveInterval, observed_rate
 from fivefold.train.state import Progress, TrainSettings
 
 _TIMEOUT = timedelta(hours=2)  # that the slowest rank may write longer than the fastest
@@ -54,6 +55,7 @@ class CheckpointCallback(Callback):
         self.job, self.updater, self.progress = rank.job, rank.updater, progress
         self.spent, self.phases = spent, phases
         self.checkpoints: Checkpoints | None = None
+        self.interval: SaveInterval | None = None  # of save_every = auto
         if folder is not None:
             # A save goes on while the next steps run, and needs a group of its own.
             alone = self.job.mesh.layout.world == 1
@@ -87,7 +89,15 @@ class CheckpointCallback(Callback):
         self.updater.resume_after(facts.updates)
         publish_weights(self.job)
 
+    def _rate(self) -> ObservedRate:
+        """Failures of this run so far."""
+        assert self.folder is not None
+        starts = read_starts(self.folder.path / RUN)
+        return observed_rate(starts, time.time(), self.job.plan, self.settings.recipe.mtbf_hours)
+
     def start(self, after: int) -> None:
+        if self.folder is not None and self.settings.recipe.save_every == "auto":
+            self.interval = SaveInterval(after, self._rate)
         if self.settings.resume and self.folder is not None and self.folder.restart and not after:
             self._warn("there is no checkpoint yet: the training starts with its first step")
         if self.checkpoints is not None and not self.progress.done:
@@ -98,7 +108,8 @@ class CheckpointCallback(Callback):
     def needs_record(self, number: int) -> bool:
         """Every step up to a checkpoint has its line in the metrics."""
         recipe = self.settings.recipe
-        return recipe.is_due(recipe.save_every, number) or self.progress.done
+        due = self.interval is not None and number >= self.interval.due
+        return due or recipe.is_due(recipe.save_every, number) or self.progress.done
 
     def after_step(self, number: int) -> None:
         """Begin to save, if a checkpoint is due or no step follows."""
@@ -125,11 +136,26 @@ class CheckpointCallback(Callback):
         seed, plan = self.settings.recipe.seed, self.job.plan.to_toml()
         facts = self.progress.facts(self.updater.count, seed, plan)
         tensors = checkpoint_tensors(self.job, self.updater)
-        for attempt in (self.checkpoints.wait, partial(self.checkpoints.save, tensors, facts)):
+        began = 0.0 if self.interval is None else self.interval.begin()
+        save = partial(self.checkpoints.save, tensors, facts)
+        for attempt in (self.checkpoints.wait, partial(self._decide, facts.step, began), save):
             try:
                 attempt()
             except CannotSave as failed:
                 self._warn(str(failed))
+        if self.interval is not None:
+            self.interval.end(facts.step, began)
+
+    def _decide(self, number: int, began: float) -> None:
+        """When to save next, if the run decides that by itself; says it where it has changed."""
+        interval, checkpoints = self.interval, self.checkpoints
+        if interval is None or checkpoints is None or self.progress.done:
+            return
+        decision = checkpoints.agree(interval.cost, partial(interval.decide, number, began))
+        if interval.follow(number, decision) and self.worker.rank == 0:
+            self.worker.report(f"save_every = auto: {decision.why}")
+            if self.folder is not None:
+                self.folder.note_saves(number, decision.steps, decision.why)
 
     def _warn(self, text: str) -> None:
         """Report something that does not end the run, once."""

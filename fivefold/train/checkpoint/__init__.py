@@ -38,7 +38,9 @@ from fivefold.train.checkpoint.folders import (
 from fivefold.train.checkpoint.ranks import (
     CannotSave,
     CheckpointRanks,
+    Part,
     RanksFailed,
+    Result,
     RunTakenOver,
     reason_of,
 )
@@ -129,6 +131,11 @@ class Checkpoints:
     def meet(self) -> None:
         """Wait until all ranks are here."""
         self._ranks.on_all(lambda: None)
+
+    def agree(self, mine: Part, decide: Callable[[list[Part]], Result]) -> Result:
+        """What the first rank decides from the parts of all ranks, while nothing is written."""
+        assert self._thread is None, "the thread that writes uses the same group"
+        return self._ranks.exchange(lambda: mine, lambda parts: [decide(parts)] * self._ranks.size)
 
     def wait(self) -> None:
         """Wait until nothing is being written; raises `CannotSave` if the last save failed, or
