@@ -3,7 +3,7 @@
     python benchmarks/stragglers.py
 
 Blocks and links take set times here, by sleeping, so that ranks which share cores do not disturb
-one another: a block 40 ms, a link 20 ms. One rank computes 20% longer, then one link takes twice
+one another: a block 120 ms, a link 60 ms. One rank computes 20% longer, then one link takes twice
 its time, then nothing is slow. It exits with 1 unless each is named within 20 steps, and nothing
 else with more than 3% of a step.
 """
@@ -29,7 +29,7 @@ from fivefold.records import StepRecord
 from fivefold.records.stragglers import SHOWN_SHARE
 from fivefold.train import TrainedRank, TrainSettings, run_rank
 
-STEPS, BLOCK_S, LINK_S = 19, 0.04, 0.02
+STEPS, BLOCK_S, LINK_S = 19, 0.12, 0.06
 SIZES = {"layers": "4", "width": "32", "heads": "4", "kv_heads": "2", "ffn": "48", "vocab": "97"}
 
 

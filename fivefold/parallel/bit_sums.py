@@ -29,24 +29,48 @@ _OF_SHORT_TAPES = {PIPELINE, WORLD, *(name for name, axis in DIMENSIONS.items() 
 def bit_sum(tensor: Tensor, most: int | None = None) -> Tensor:
     """The hash of a tensor; with `most`, of its first words of 8 bytes."""
     flat = tensor.detach().reshape(-1)
+    return _sum(_words(flat if most is None else flat[: most * _WIDE // flat.element_size()]))
+
+
+def _words(flat: Tensor) -> list[Tensor]:
+    """The bits of a flat tensor as integers: words of 8 bytes, and the elements of the last one.
+    Words that would begin elsewhere than in other copies are those of a copy."""
     itemsize = flat.element_size()
     per_word = _WIDE // itemsize
-    if most is not None:
-        flat = flat[: most * per_word]
-    if flat.storage_offset() % per_word:  # words would begin elsewhere than in other copies
+    if _is_within(flat):
         flat = flat.clone()
     stop = len(flat) - len(flat) % per_word
-    total = flat[:stop].view(torch.int64).sum()
-    if stop < len(flat):
-        total = total + flat[stop:].view(_NARROW[itemsize]).sum(dtype=torch.int64)
+    rest = [flat[stop:].view(_NARROW[itemsize])] if stop < len(flat) else []
+    return [flat[:stop].view(torch.int64), *rest]
+
+
+def _sum(words: Sequence[Tensor]) -> Tensor:
+    total = words[0].sum()
+    for rest in words[1:]:
+        total = total + rest.sum(dtype=torch.int64)
     return total
 
 
-def bit_sums(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
-    """The hash of each."""
-    if not tensors:
-        return torch.zeros(0, dtype=torch.int64, device=device)
-    return torch.stack([bit_sum(each).to(device, non_blocking=True) for each in tensors])
+class BitSums:
+    """The hashes of tensors that stay where they are, again and again."""
+
+    def __init__(self, tensors: Sequence[Tensor], device: torch.device) -> None:
+        self.device, self.tensors = device, [each.detach().view(-1) for each in tensors]
+        self.words = [None if _is_within(each) else _words(each) for each in self.tensors]
+
+    @torch.no_grad()
+    def read(self) -> Tensor:
+        """The hash of each as it is now."""
+        if not self.tensors:
+            return torch.zeros(0, dtype=torch.int64, device=self.device)
+        pairs = zip(self.tensors, self.words, strict=True)
+        sums = [_sum(_words(each) if words is None else words) for each, words in pairs]
+        return torch.stack(sums).to(self.device, non_blocking=True)
+
+
+def _is_within(flat: Tensor) -> bool:
+    """Whether a tensor begins within a word of its memory."""
+    return flat.storage_offset() * flat.element_size() % _WIDE > 0
 
 
 @lru_cache(maxsize=64)

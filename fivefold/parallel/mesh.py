@@ -112,7 +112,7 @@ class Issued:
         since = timer.now() if timer.running else None
         found = self.pending.wait()
         if since is not None:
-            timer.waited(self.brings[0], since)
+            timer.waited(self.brings, since)
         self.mesh.close(self.tokens)
         came = found if self.filled is None else self.filled
         if self.tape is not None and isinstance(came, Tensor):

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+RoleKind = tuple[str, str]
 _MOST_MESSAGES = 64  # of one direction that are kept
 
 
@@ -25,7 +26,7 @@ class WaitTimer:
 
     def clear(self) -> None:
         """Forget the messages."""
-        self.waits: list[tuple[str, Any, Any]] = []
+        self.waits: list[tuple[RoleKind, Any, Any]] = []
         self.sends: dict[tuple[int, int], list[float]] = {}
         self.receives: dict[tuple[int, int], list[tuple[float, float]]] = {}
 
@@ -42,9 +43,9 @@ class WaitTimer:
         event.record(torch.cuda.current_stream(self.device))
         return event
 
-    def waited(self, role: str, since: Any) -> None:
+    def waited(self, what: RoleKind, since: Any) -> None:
         """A wait that began then is over."""
-        self.waits.append((role, since, self.now()))
+        self.waits.append((what, since, self.now()))
 
     def sent(self, pair: tuple[int, int]) -> None:
         """A message leaves."""
@@ -69,7 +70,7 @@ class TimedStep(NamedTuple):
 
     begun: Any
     end: Any
-    waits: list[tuple[str, Any, Any]]
+    waits: list[tuple[RoleKind, Any, Any]]
     on_gpu: bool
 
     @property
@@ -77,11 +78,11 @@ class TimedStep(NamedTuple):
         """Whether it can be read without a wait."""
         return not self.on_gpu or self.end.query()
 
-    def read(self) -> tuple[float, dict[str, float]]:
-        """Its seconds, and those of its waits by role."""
-        waited: dict[str, float] = {}
-        for role, since, until in self.waits:
-            waited[role] = waited.get(role, 0.0) + self._seconds(since, until)
+    def read(self) -> tuple[float, dict[RoleKind, list[float]]]:
+        """Its seconds, and those of its waits by role and kind."""
+        waited: dict[RoleKind, list[float]] = {}
+        for what, since, until in self.waits:
+            waited.setdefault(what, []).append(self._seconds(since, until))
         return self._seconds(self.begun, self.end), waited
 
     def _seconds(self, since: Any, until: Any) -> float:

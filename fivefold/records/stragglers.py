@@ -32,14 +32,18 @@ Link = tuple[str, tuple[int, ...]]  # role and ranks
 @dataclass(frozen=True)
 class RankPace:
     """One rank over some steps: its least own time and the median of the step, in seconds; its
-    waits in each step by role; and when messages left and came (from when they were awaited), by
-    the ranks of a pair, on the clock of the wall. `stage` is its pipeline rank."""
+    waits in each step by role; of roles that computation waits for, the `least` wait and the number
+    of collectives a step by role and kind; and when messages left and came (from when they were
+    awaited), by the ranks of a pair, on the clock of the wall. `stage` is its pipeline rank."""
 
     host: str
     stage: int
     own: float
     step: float
     waited: Mapping[str, Sequence[float]]
+    least: Mapping[tuple[str, str], tuple[float, int]] = field(
+        default_factory=dict[tuple[str, str], "tuple[float, int]"]
+    )
     sends: Mapping[Pair, Sequence[float]] = field(default_factory=dict[Pair, "Sequence[float]"])
     receives: Mapping[Pair, Sequence[tuple[float, float]]] = field(
         default_factory=dict[Pair, "Sequence[tuple[float, float]]"]
@@ -109,9 +113,7 @@ def _links(
     times: dict[Link, float] = {}
     for role, of_role in groups.items():
         for group in of_role:
-            waits = [paces[rank].waited.get(role, ()) for rank in group]
-            least = [min(each) for each in zip(*waits, strict=False)]
-            times[role, group] = min(least, default=0.0)
+            times[role, group] = _group_seconds([paces[rank] for rank in group], role)
     weight = dict.fromkeys(times, 1)
     stages: dict[Link, int | None] = {link: paces[link[1][0]].stage for link in times}
     for pair, seconds, number in _messages(paces):
@@ -134,6 +136,18 @@ def _links(
                 f"the {role} link of ranks {way} takes {seconds / usual:.2f} times as long as "
                 f"{beside}",
             )
+
+
+def _group_seconds(members: Sequence[RankPace], role: str) -> float:
+    """Seconds of a group's link in a step. If computation waits for every collective, the shortest
+    wait of all is the link's. If it overlaps them, the sum over a step counts, which is of those
+    that nothing hides."""
+    kinds = {what for one in members for what in one.least if what[0] == role}
+    if kinds:
+        found = [[one.least.get(what, (0.0, 0)) for one in members] for what in kinds]
+        return sum(min(each)[0] * max(number for _, number in each) for each in found)
+    waits = [one.waited.get(role, ()) for one in members]
+    return min((min(each) for each in zip(*waits, strict=False)), default=0.0)
 
 
 def _messages(paces: Sequence[RankPace]) -> Iterator[tuple[Pair, float, int]]:

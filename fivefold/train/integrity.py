@@ -29,7 +29,7 @@ from torch import Tensor
 from fivefold.core.copies import copy_roles, data_role, odd_ones, sign
 from fivefold.core.errors import FivefoldError
 from fivefold.optim.optimizer import MASTER, StateInMemory, Updater
-from fivefold.parallel.bit_sums import PRIME, bit_sums, combined
+from fivefold.parallel.bit_sums import PRIME, BitSums, combined
 from fivefold.parallel.compose import Job
 from fivefold.parallel.mesh import Mesh
 
@@ -49,12 +49,18 @@ class CopyLine(NamedTuple):
 
     role: str
     members: tuple[int, ...]
-    held: tuple[HeldTensor, ...]
+    names: tuple[str, ...]
+    sums: BitSums
     every_step: bool = False
 
-    def hashes(self, device: torch.device) -> Tensor:
-        """Of every tensor."""
-        return bit_sums([each.tensor for each in self.held], device)
+    @classmethod
+    def of(
+        cls, job: Job, role: str, held: Sequence[HeldTensor], every_step: bool = False
+    ) -> CopyLine:
+        """Of a role in this rank's group."""
+        sums = BitSums([each.tensor for each in held], job.mesh.device)
+        names = tuple(each.name for each in held)
+        return cls(role, job.mesh.members[role], names, sums, every_step)
 
 
 class Seal:
@@ -62,12 +68,13 @@ class Seal:
 
     def __init__(self, held: Sequence[HeldTensor], device: torch.device) -> None:
         self.held, self.device = held, device
+        self.sums = BitSums([each.tensor for each in held], device)
         self.taken: Tensor | None = None
         self.wrong: Tensor | None = None
 
     def take(self) -> None:
         """The tensors are as they should be now."""
-        self.taken = self._hashes()
+        self.taken = self.sums.read()
 
     def drop(self) -> None:
         """The tensors may change."""
@@ -77,16 +84,13 @@ class Seal:
         """How many have changed; zero where no seal was taken."""
         if self.taken is None:
             return torch.zeros((), dtype=torch.float64, device=self.device)
-        self.wrong = self._hashes() != self.taken
+        self.wrong = self.sums.read() != self.taken
         return self.wrong.sum().to(torch.float64)
 
     def broken(self) -> list[str]:
         """The names of those that had changed at the last check."""
         wrong = [] if self.wrong is None else self.wrong.tolist()
         return [each.name for each, bad in zip(self.held, wrong, strict=False) if bad]
-
-    def _hashes(self) -> Tensor:
-        return bit_sums([each.tensor for each in self.held], self.device)
 
 
 class Integrity:
@@ -116,7 +120,7 @@ class Integrity:
         for place, line in enumerate(self.lines):
             if due or line.every_step:
                 factor = sign(line.members.index(self.mesh.rank), len(line.members))
-                hashed = combined(line.hashes(device)) * (place + 1) % PRIME
+                hashed = combined(line.sums.read()) * (place + 1) % PRIME
                 differs = differs + factor * hashed.to(torch.float64)
         broken = self.seal.check()
         return torch.stack([differs, broken + self.frozen.check() if due else broken])
@@ -146,11 +150,8 @@ class Integrity:
 
     def _odd(self, hosts: Sequence[str]) -> Iterator[str]:
         """Sentences about copies that differ."""
-        device = self.mesh.device
         mine = {
-            (line.role, line.members): dict(
-                zip((one.name for one in line.held), line.hashes(device).tolist(), strict=True)
-            )
+            (line.role, line.members): dict(zip(line.names, line.sums.read().tolist(), strict=True))
             for line in self.lines
         }
         found = exchanged(self.mesh, {key: tuple(each.values()) for key, each in mine.items()})
@@ -239,7 +240,6 @@ def _states(
 
 def _lines(job: Job, updater: Updater) -> Iterator[CopyLine]:
     """Everything that this rank holds alike with others, by the role of the group."""
-    members = job.mesh.members
     by_role: dict[str, set[int]] = {}
     number = 0
     for unit in job.units:
@@ -256,7 +256,7 @@ def _lines(job: Job, updater: Updater) -> Iterator[CopyLine]:
             if owned[i].tensor.device.type == job.mesh.device.type
         ]
         held += _states(job, updater, indices.__contains__)
-        yield CopyLine(role, members[role], tuple(held))
+        yield CopyLine.of(job, role, held)
     for expert in (False, True):
         full = [
             HeldTensor(f"{WEIGHTS} of {unit.unit.name}", unit.full)
@@ -265,4 +265,4 @@ def _lines(job: Job, updater: Updater) -> Iterator[CopyLine]:
         ]
         role = data_role(expert, sliced=False)
         if full and role is not None:
-            yield CopyLine(role, members[role], tuple(full), every_step=True)
+            yield CopyLine.of(job, role, full, every_step=True)

@@ -64,6 +64,19 @@ def test_a_link_at_half_its_speed_is_named() -> None:
     assert named(paces, **{"dp-cp": [(0, 2), (1, 3)]}) == [("link", (1, 3))]
 
 
+def test_waits_that_computation_cannot_hide_count_by_the_shortest() -> None:
+    """Sums over a step are noise of two ranks that are late in turns; the shortest wait is not."""
+    noisy = [
+        replace(pace(0, waits=many), least={("tp", "all_gather"): (0.001, 40)}) for many in (1, 9)
+    ]
+    slow = [replace(each, least={("tp", "all_gather"): (0.002, 40)}) for each in noisy]
+    groups = {"tp": [(0, 1), (2, 3)]}
+    assert slow_ones([*noisy, *noisy], groups, {}) == []
+    (found,) = slow_ones([*noisy, *slow], groups, {})
+    assert (found.what, found.ranks) == ("link", (2, 3))
+    assert found.share == pytest.approx(0.04)
+
+
 def test_who_came_last_tells_the_time_of_a_link() -> None:
     """Rank 1 waits long for rank 3, which is late: their link is as fast as the other one."""
     paces = [pace(0), pace(0, waits=9.0), pace(0), pace(0)]

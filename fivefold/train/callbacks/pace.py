@@ -11,7 +11,7 @@ from typing import Any
 
 from fivefold.core.groups import PIPELINE, ROLES, WORLD, all_groups
 from fivefold.parallel.mesh import CollectiveRecord, Mesh
-from fivefold.parallel.wait_timer import TimedStep, WaitTimer
+from fivefold.parallel.wait_timer import RoleKind, TimedStep, WaitTimer
 from fivefold.records.stragglers import Pair, RankPace, Slow, slow_ones
 from fivefold.train.callbacks import Callback
 
@@ -32,7 +32,7 @@ class PaceCallback(Callback):
         self.unread: deque[TimedStep] = deque()
         self.own: list[float] = []
         self.steps: list[float] = []
-        self.waited: list[dict[str, float]] = []
+        self.waited: list[dict[RoleKind, list[float]]] = []
         self.best: dict[object, float] = {}
         self.before: set[tuple[str, tuple[int, ...]]] = set()
 
@@ -59,7 +59,7 @@ class PaceCallback(Callback):
         while self.unread and self.unread[0].passed:  # on a GPU a few steps later
             seconds, waited = self.unread.popleft().read()
             self.steps.append(seconds)
-            self.own.append(seconds - sum(waited.values()))
+            self.own.append(seconds - sum(map(sum, waited.values())))
             self.waited.append(waited)
         if number % EVERY:
             return {}
@@ -90,18 +90,28 @@ class PaceCallback(Callback):
             self.timer.received(*token)
 
     def _pace(self, mesh: Mesh, timer: WaitTimer) -> RankPace:
-        roles = {role for each in self.waited for role in each}
+        kinds = {what for each in self.waited for what in each}
         return RankPace(
             socket.gethostname(),
             mesh.coord(PIPELINE),
             min(self.own),
             median(self.steps),
-            {role: [each.get(role, 0.0) for each in self.waited] for role in roles},
+            {role: [_sum(each, role) for each in self.waited] for role, _ in kinds},
+            {what: self._least(what) for what in kinds if ROLES[what[0]].urgent},
             timer.sends,
             timer.receives,
         )
+
+    def _least(self, what: RoleKind) -> tuple[float, int]:
+        """The shortest wait for a collective, and how many a step has."""
+        found = [each.get(what, []) for each in self.waited]
+        return min(one for each in found for one in each), max(map(len, found))
 
     def _slow(self, mesh: Mesh, paces: list[RankPace]) -> list[Slow]:
         known = {role for each in paces for role in each.waited} & ROLES.keys() - {PIPELINE, WORLD}
         groups = {role: all_groups(mesh.topology, role) for role in sorted(known)}
         return slow_ones(paces, groups, self.best)
+
+
+def _sum(waited: dict[RoleKind, list[float]], role: str) -> float:
+    return sum(sum(each) for (one, _), each in waited.items() if one == role)
