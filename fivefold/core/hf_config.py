@@ -221,6 +221,9 @@ def _llama4(config: Config) -> Fields:
     own |= {"window": config.optional_whole("attention_chunk_size", 8192)}
     own |= {"window_kind": "chunked", "global_every": _llama4_global_every(config, layers)}
     own |= {"qk_norm": "l2" if config.flag("use_qk_norm", True) else "none"}
+    if config.flag("attn_temperature_tuning", True):
+        own |= {"nope_floor": config.whole("floor_scale", 8192)}
+        own |= {"nope_scale": config.number("attn_scale", 0.1)}
     return fields | own | {"rope_interleaved": True}
 
 

@@ -161,6 +161,8 @@ class Shape:
     window_kind: WindowKind = "sliding"  # chunked: keys of the same block of `window` tokens
     global_every: int | None = None  # each n-th layer has no window, nor positions (Llama 4)
     global_rotary: bool = False  # such layers have positions (Gemma)
+    nope_floor: int | None = None  # without them, queries grow with ⌊(position + 1) / floor⌋ …
+    nope_scale: float = 0.1  # … by this, times its logarithm (Llama 4)
     norm: Norm = "rms"  # rms_offset: its weights are stored less 1 (Gemma)
     norm_at: NormAt = "before"  # of attention and of MLP: after them (OLMo 2), or both (GLM-4)
     norm_eps: float = 1e-5
@@ -294,7 +296,7 @@ class Shape:
         sizes: dict[str, float] = {name: getattr(self, name) for name in names}
         sizes |= {"norm_eps": self.norm_eps, "rope_theta": self.rope_theta}
         keys = ("window", "global_every", "rotary_dim", "score_dim", "local_theta")
-        keys += ("score_cap", "logit_cap")
+        keys += ("score_cap", "logit_cap", "nope_floor")
         optional: dict[str, float | None] = {name: getattr(self, name) for name in keys}
         sizes |= {name: size for name, size in optional.items() if size is not None}
         wrong = [*_out_of_range("", sizes, {"mtp": self.mtp})]
@@ -326,6 +328,8 @@ class Shape:
             yield "global_rotary and local_theta tell layers apart: set global_every too"
         if self.local_theta is not None and not self.global_rotary:
             yield "local_theta: layers without a window have no positions; set global_rotary"
+        if self.nope_floor is not None and (self.global_every is None or self.global_rotary):
+            yield "nope_floor: is of layers without positions; set global_every alone"
         for key in ("score_dim", "score_cap"):
             if self.mla is not None and getattr(self, key) is not None:
                 yield f"{key} = {getattr(self, key)}: leave it out with MLA"

@@ -353,8 +353,6 @@ def _unsupported(shape: Shape) -> list[str]:
     missing = {
         "alibi positions": shape.positions == "alibi",
         "a norm after the embedding (embedding_norm)": shape.embedding_norm,
-        "windows in chunks (window_kind=chunked)": shape.window_kind == "chunked",
-        "qk_norm=l2": shape.qk_norm == "l2",
         "a qk_norm in latent attention": shape.mla is not None and shape.qk_norm != "none",
         "multi-token prediction with learned positions": shape.mtp > 0
         and shape.positions == "learned",
@@ -367,5 +365,5 @@ def _refuse_unsupported(shape: Shape) -> None:
         raise FivefoldError(
             f"model {shape.name!r} has {', '.join(found)}: it can be planned but not built; build "
             "decoders with rotary or no positions, or learned ones without multi-token prediction, "
-            "with qk_norm none, head or full, and with sliding windows in all or some layers"
+            "with or without norms of queries and keys, and with windows in all or some layers"
         )

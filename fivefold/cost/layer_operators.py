@@ -224,9 +224,11 @@ class LayerOperators(LinearOperators):
         made: list[TapeTensor] = []
         for name, one in zip(("q", "k"), projected, strict=False):
             one = self._in_rows(found, one)
-            if self.shape.qk_norm != "none":
+            if self.shape.qk_norm in ("head", "full"):
                 one = self._norm(found, one, f"attention.{name}_norm", Recompute())
             one = self._rotated(found, one)
+            if self.shape.qk_norm == "l2":
+                one = found.add([one], TapeTensor(one.bytes), saved=[one])
             if name == "q" and (self.shape.score_dim or self.shape.head_dim) != self.shape.head_dim:
                 one = found.add([one], TapeTensor(one.bytes, named=True))
             made.append(one)

@@ -19,14 +19,16 @@ block, L keys, d width of a head, v that of a value head, r width of a latent, p
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from fivefold.core import kv_pages
+from fivefold.core.errors import BadFile
 from fivefold.core.kv_pages import BLOCK
+from fivefold.core.shape import Shape
 from fivefold.generate.step_tensors import StepTensors
 from fivefold.model.attention import Attention, LatentAttention
 from fivefold.model.batch import AttentionInfo
@@ -145,12 +147,22 @@ def _by_head(formula: str, x: Tensor, weight: Tensor) -> Tensor:
     return torch.einsum(formula, x.to(wide), weight.to(wide)).to(x.dtype)
 
 
+def cache_problems(shape: Shape) -> Iterator[str]:
+    """What attention of this model does that kernels which read the cache do not."""
+    if shape.window_kind == "chunked" and shape.window is not None:
+        yield "window_kind=chunked: its keys are not read from a cache here; export the model"
+    if shape.score_cap is not None:
+        yield "score_cap: its scores are not computed from a cache here; export the model"
+
+
 class KvCache:
     """The pages of all layers of a decoder, or of a stage: it puts them into their attention."""
 
     def __init__(self, decoder: Decoder, blocks: int, kernel: PagedKernel = attend_pages) -> None:
         self.kernel: PagedKernel = kernel
         self.step: StepTensors | None = None
+        if problems := list(cache_problems(decoder.shape)):
+            raise BadFile("a generator", problems)
         self.pages: dict[int, LayerPages] = {}  # by layer
         for layer, block in decoder.blocks.items():
             attention = block.attention

@@ -163,8 +163,33 @@ def _layer_types(shape: Shape) -> list[str]:
     return ["full_attention" if each else "sliding_attention" for each in kinds]
 
 
+def _llama4(shape: Shape) -> Fields:
+    moe = shape.moe
+    assert moe is not None, "a family with experts is tried for shapes with experts only"
+    every = shape.global_every or shape.layers + 1
+    globals_ = [shape.is_global_layer(i) for i in range(shape.layers)]
+    return decoder_keys(shape) | {
+        "intermediate_size": moe.ffn,
+        "intermediate_size_mlp": shape.ffn,
+        "attention_bias": shape.qkv_bias,
+        "num_local_experts": moe.experts,
+        "num_experts_per_tok": moe.top_k,
+        "moe_layers": list(shape.moe_layers),
+        "interleave_moe_layer_step": moe.every,
+        "attention_chunk_size": shape.window,
+        "no_rope_layer_interval": every,
+        "no_rope_layers": [int(not each) for each in globals_],
+        "layer_types": ["full_attention" if each else "chunked_attention" for each in globals_],
+        "use_qk_norm": shape.qk_norm == "l2",
+        "attn_temperature_tuning": shape.nope_floor is not None,
+        "floor_scale": shape.nope_floor or 8192,
+        "attn_scale": shape.nope_scale,
+    }
+
+
 _FUSED = {"mlp.gate": "mlp.gate_up_proj", "mlp.up": "mlp.gate_up_proj"}
 _QKV = ("attention.q", "attention.k", "attention.v")
+_GATE, _UP, _DOWN = (f"mlp.experts.{name}.weight" for name in ("gate", "up", "down"))
 OLMO2 = {
     "attention_out_norm": "post_attention_layernorm",
     "mlp_out_norm": "post_feedforward_layernorm",
@@ -175,6 +200,17 @@ GLM4 = _FUSED | {
 }
 PHI3 = _FUSED | dict.fromkeys(_QKV, "self_attn.qkv_proj")
 GEMMA3 = OLMO2 | {"mlp_norm": "pre_feedforward_layernorm"}
+_LLAMA4_EXPERTS = "feed_forward.experts"
+LLAMA4 = {
+    **{f"mlp.{name}": f"feed_forward.{name}_proj" for name in ("gate", "up", "down")},
+    "mlp.router": "feed_forward.router",
+    **dict.fromkeys((_GATE, _UP), f"{_LLAMA4_EXPERTS}.gate_up_proj"),
+    _DOWN: f"{_LLAMA4_EXPERTS}.down_proj",
+    **{
+        f"mlp.shared.{name}": f"feed_forward.shared_expert.{name}_proj"
+        for name in ("gate", "up", "down")
+    },
+}
 GPT_NEOX_OUTER = {
     "embed.weight": "gpt_neox.embed_in.weight",
     "norm": "gpt_neox.final_layer_norm",
@@ -204,6 +240,7 @@ NEWER: dict[str, Writer] = {
     "gemma": Writer("GemmaForCausalLM", _gemma),
     "gemma2": Writer("Gemma2ForCausalLM", _gemma2, GEMMA3),
     "gemma3_text": Writer("Gemma3ForCausalLM", _gemma3, GEMMA3),
+    "llama4_text": Writer("Llama4ForCausalLM", _llama4, LLAMA4),
     "gpt_neox": Writer(
         *("GPTNeoXForCausalLM", _gpt_neox, GPT_NEOX, GPT_NEOX_OUTER, "gpt_neox.layers"),
         grouped=True,

@@ -54,14 +54,16 @@ BUFFERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
 class HfLocation:
     """Where one of our weights is: in the tensor `name`, transposed or not, from row `start` on.
 
-    A name with `EXPERT` in it stands for one tensor for each expert. Rows are in so many `groups`
-    of equal size, in each of which some are of this weight, from `start` on.
+    A name with `EXPERT` in it stands for one tensor for each expert; `stacked`: one has all of
+    them. Rows are in so many `groups` of equal size, in each of which some are of this weight, from
+    `start` on.
     """
 
     name: str
     transposed: bool = False
     start: int = 0  # of the rows after transposing
     groups: int = 1
+    stacked: bool = False
 
     def names(self, weight: Weight) -> list[str]:
         """The tensor of the full weight, or one for each expert."""
@@ -71,12 +73,12 @@ class HfLocation:
 
     def rows(self, tensor: Tensor, weight: Weight) -> Tensor:
         """Those of our weight."""
-        found = tensor.T if self.transposed else tensor
-        each = weight.shape[0] // self.groups
+        found, dim = tensor.mT if self.transposed else tensor, int(self.stacked)
+        each = weight.shape[dim] // self.groups
         if self.groups == 1:
-            return found[self.start : self.start + each]
-        grouped = found.unflatten(0, (self.groups, -1))
-        return grouped[:, self.start : self.start + each].flatten(0, 1)
+            return found.narrow(dim, self.start, each)
+        grouped = found.unflatten(dim, (self.groups, -1))
+        return grouped.narrow(dim + 1, self.start, each).flatten(dim, dim + 1)
 
 
 def to_hf(shape: Shape, name: str) -> HfLocation:
@@ -93,38 +95,45 @@ def to_hf(shape: Shape, name: str) -> HfLocation:
         return HfLocation(_renamed_mtp(shape, name, names))
     found = _renamed(name, LLAMA_OUTER | writer.outer, names, writer.blocks)
     inner = name.split(".", 2)[-1].rpartition(".")[0] if name.startswith("blocks.") else ""
-    transposed = writer.transposed and name.endswith(".weight") and inner in _LINEARS
+    stacked = inner.startswith(_EXPERTS) and EXPERT not in found
+    turned = stacked or (writer.transposed and inner in _LINEARS)
+    transposed = turned and name.endswith(".weight")
     parts = fused_parts(names, inner)
     if not parts:
-        return HfLocation(found, transposed)
+        return HfLocation(found, transposed, stacked=stacked)
     heads = parts[0] in _QKV
     groups = shape.kv_heads if heads and writer.grouped else 1
     sizes = {part: _num_rows(shape, part) // groups for part in parts}
     start = sum(sizes[part] for part in parts[: parts.index(inner)])
-    return HfLocation(found, transposed, start, groups)
+    return HfLocation(found, transposed, start, groups, stacked)
 
 
-_QKV = ("attention.q", "attention.k", "attention.v")
+_QKV, _EXPERTS = ("attention.q", "attention.k", "attention.v"), "mlp.experts."
+_INTO = [("mlp.gate", "mlp.up"), (f"{_EXPERTS}gate", f"{_EXPERTS}up")]
 _LINEARS = (*_QKV, "attention.out", "mlp.gate", "mlp.up", "mlp.down")
 
 
 def fused_parts(names: Mapping[str, str], inner: str) -> tuple[str, ...]:
     """The linears of a block in one tensor with this one, in order; none if it is alone."""
-    for parts in (_QKV, ("mlp.gate", "mlp.up")):
-        if inner in parts and len({names[part] for part in parts}) == 1:
-            return parts
+    for parts in (_QKV, *_INTO):
+        if inner in parts:
+            found = {_within_block(f"{part}.weight", names) for part in parts}
+            return parts if len(found) == 1 else ()
     return ()
 
 
 def fuses_linears(shape: Shape) -> bool:
     """Whether files of this family have several linears of a block in one tensor."""
     names = LLAMA_BLOCK | (WRITERS[shape.family].block_names if shape.family in WRITERS else {})
-    return any(fused_parts(names, part) for part in ("attention.q", "mlp.up"))
+    parts = ("attention.q", "mlp.up", *([f"{_EXPERTS}up"] if shape.moe is not None else []))
+    return any(fused_parts(names, part) for part in parts)
 
 
 def _num_rows(shape: Shape, part: str) -> int:
     heads = {"attention.q": shape.heads, "attention.k": shape.kv_heads}
-    return heads.get(part, shape.kv_heads) * shape.head_dim if part in _QKV else shape.ffn
+    if part in _QKV:
+        return heads.get(part, shape.kv_heads) * shape.head_dim
+    return shape.moe.ffn if shape.moe is not None and part.startswith(_EXPERTS) else shape.ffn
 
 
 @dataclass(frozen=True)
@@ -141,6 +150,7 @@ class HfTensor:
     expert: int | None  # which of our stacked experts it is
     buffer: bool  # stored in float32, whatever the dtype of the weights
     groups: int = 1
+    dim: int = 0  # of the rows
 
 
 def hf_tensors(shape: Shape) -> dict[str, HfTensor]:
@@ -152,21 +162,22 @@ def hf_tensors(shape: Shape) -> dict[str, HfTensor]:
     buffer_names = {each.name for each in buffers(shape)}
     for weight in (*weights(shape), *buffers(shape)):
         location = to_hf(shape, weight.name)
-        stacked = EXPERT in location.name
-        sizes = weight.shape[1:] if stacked else weight.shape
+        apart, dim = EXPERT in location.name, int(location.stacked)
+        sizes = weight.shape[1:] if apart else weight.shape
         for i, name in enumerate(location.names(weight)):
-            rows, parts = sizes[0], (weight.name,)
+            rows, parts = sizes[dim], (weight.name,)
             if name in tensors:  # fused: its rows follow those of another weight
                 parts = (*tensors[name].parts, weight.name)
-                rows = location.start * location.groups + sizes[0]
-            full = (rows, *sizes[1:])
+                rows = location.start * location.groups + sizes[dim]
+            full = (*sizes[:dim], rows, *sizes[dim + 1 :])
             tensors[name] = HfTensor(
-                sizes=tuple(reversed(full)) if location.transposed else full,
+                sizes=(*full[:-2], full[-1], full[-2]) if location.transposed else full,
                 parts=parts,
                 transposed=location.transposed,
-                expert=i if stacked else None,
+                expert=i if apart else None,
                 buffer=weight.name in buffer_names,
                 groups=location.groups,
+                dim=dim,
             )
     return tensors
 
@@ -225,14 +236,15 @@ def weight_from_hf(
 def tensor_to_hf(tensor: HfTensor, read: Callable[[str], Tensor]) -> Tensor:
     """One tensor of a file from our weights, contiguous."""
     parts = [read(name) for name in tensor.parts] or [torch.empty(tensor.sizes)]
-    full = parts[0] if len(parts) == 1 else _joined(parts, tensor.groups)
+    full = parts[0] if len(parts) == 1 else _joined(parts, tensor.groups, tensor.dim)
     full = full if tensor.expert is None else full[tensor.expert]
-    return (full.T if tensor.transposed else full).contiguous()
+    return (full.mT if tensor.transposed else full).contiguous()
 
 
-def _joined(parts: Sequence[Tensor], groups: int) -> Tensor:
+def _joined(parts: Sequence[Tensor], groups: int, dim: int) -> Tensor:
     """Rows of several weights in one tensor."""
-    return torch.cat([each.unflatten(0, (groups, -1)) for each in parts], dim=1).flatten(0, 1)
+    grouped = [each.unflatten(dim, (groups, -1)) for each in parts]
+    return torch.cat(grouped, dim=dim + 1).flatten(dim, dim + 1)
 
 
 def published_copies(shape: Shape) -> Iterator[tuple[str, str]]:

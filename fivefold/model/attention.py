@@ -24,6 +24,7 @@ from fivefold.core.splits import AttentionCall
 from fivefold.model.batch import AttentionInfo, Context
 from fivefold.model.flash import VisiblePairs, attend, attend_backward, is_fake
 from fivefold.model.layers import (
+    L2,
     ROTATE,
     Linear,
     Norm,
@@ -53,7 +54,8 @@ class Attention(nn.Module):
         queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
         self.head_dim, self.interleaved = shape.head_dim, shape.rope_interleaved
         self.norms_heads = shape.qk_norm == "head"  # each head by itself, else all of them together
-        normed = shape.qk_norm != "none"
+        normed, self.eps = shape.qk_norm in ("head", "full"), shape.norm_eps
+        self.l2_norm = L2.by(factory.fuse) if shape.qk_norm == "l2" else None
         widths = (shape.head_dim,) * 2 if self.norms_heads else (queries, keys)
         self.q = Linear(queries, shape.width, shape.qkv_bias, factory)
         self.k = Linear(keys, shape.width, shape.qkv_bias, factory)
@@ -76,6 +78,8 @@ class Attention(nn.Module):
         queries, keys, values = self.project(x_BSD, (self.q, self.k, self.v))
         q_BSHd = self._heads(queries, self.q_norm, context)
         q_BSHd = q_BSHd if self.scale == 1 else q_BSHd * self.scale  # kernels divide by √d
+        if context.temperature is not None:
+            q_BSHd = (q_BSHd * context.temperature).to(q_BSHd.dtype)
         k_BSKd = self._heads(keys, self.k_norm, context)
         v_BSKd = values.unflatten(-1, (-1, self.head_dim))
         return [each.transpose(1, 2) for each in (q_BSHd, k_BSKd, v_BSKd)]
@@ -88,7 +92,8 @@ class Attention(nn.Module):
             heads_BSHd = norm(heads_BSHd)
         if context.rotary is None:
             return heads_BSHd
-        return self.rotate(heads_BSHd, *context.rotary, self.interleaved)
+        heads_BSHd = self.rotate(heads_BSHd, *context.rotary, self.interleaved)
+        return heads_BSHd if self.l2_norm is None else self.l2_norm(heads_BSHd, self.eps)
 
 
 def causal_attention(q_BHSd: Tensor, k_BKSd: Tensor, v_BKSd: Tensor, info: AttentionInfo) -> Tensor:

@@ -78,14 +78,18 @@ class AttentionInfo:
         return replace(self, dropout=replace(self.dropout, site=site, first_head=first_head))
 
 
-def seen_documents(batch: TokenBatch, window: int | None) -> Documents | None:
-    """The documents that limit what queries see, or whole rows where only a window does.
+def seen_documents(
+    batch: TokenBatch, window: int | None, chunked: bool = False
+) -> Documents | None:
+    """The documents that limit what queries see, or whole rows where only a window does. A window
+    of the kind `chunked` cuts each document into several.
 
     None where neither does: plain causal attention has faster kernels.
     """
     rows, seq = (batch if batch.row is None else batch.row).positions.shape
     if window is not None and window < seq:
-        return batch.documents or Documents([[0]] * rows, seq)
+        found = batch.documents or Documents([[0]] * rows, seq)
+        return found.chunked(window) if chunked else found
     return None if batch.documents is None or batch.documents.one_a_row else batch.documents
 
 
@@ -97,17 +101,19 @@ class Context:
     rotary: tuple[Tensor, Tensor] | None  # cos and sin, (B, S, 1, R) each
     sites: SiteKeys | None = None  # for dropout between modules
     replayed: Tensor | None = None  # of the tokens of the residual stream
-    # Of layers without a window, where others have one; None: these are all alike.
-    beyond: tuple[AttentionInfo, tuple[Tensor, Tensor] | None] | None = None
+    temperature: Tensor | None = None  # (B, S, 1, 1), of queries without positions
+    beyond: Context | None = None  # of layers without a window, where others have one
 
     def of_layer(self, is_global: bool) -> Context:
         """For a layer with a window, or for one without."""
-        if not is_global or self.beyond is None:
-            return self
-        return replace(self, attention=self.beyond[0], rotary=self.beyond[1], beyond=None)
+        return self.beyond if is_global and self.beyond is not None else self
 
     def keeping(self) -> Context:
         """The same, with a place for what the attention of one segment makes."""
         kept: KeptCalls = {}
-        beyond = self.beyond and (replace(self.beyond[0], kept=kept), self.beyond[1])
-        return replace(self, attention=replace(self.attention, kept=kept), beyond=beyond)
+
+        def with_place(one: Context) -> Context:
+            beyond = None if one.beyond is None else with_place(one.beyond)
+            return replace(one, attention=replace(one.attention, kept=kept), beyond=beyond)
+
+        return with_place(self)

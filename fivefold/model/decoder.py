@@ -40,7 +40,14 @@ from fivefold.model.dropout import (
     site_of,
 )
 from fivefold.model.head import Head
-from fivefold.model.layers import Linear, Norm, WeightFactory, local_shape, rotary_tables
+from fivefold.model.layers import (
+    Linear,
+    Norm,
+    WeightFactory,
+    local_shape,
+    rotary_tables,
+    temperature,
+)
 from fivefold.model.moe import ExpertStack
 from fivefold.model.regions import Fuse, eager
 
@@ -205,22 +212,29 @@ class Decoder(nn.Module):
 
     def context(self, batch: TokenBatch, dtype: torch.dtype) -> Context:
         """The context of all blocks, for hidden states of `dtype`."""
-        shape, rotary, beyond = self.shape, None, None
+        shape, rotary = self.shape, None
         wide = torch.promote_types(dtype, torch.float32)
-        documents = seen_documents(batch, shape.window)
+        chunked = shape.window_kind == "chunked"
+        window = None if chunked else shape.window
+        documents = seen_documents(batch, shape.window, chunked)
         pairs, sites = self._dropout(batch)
-        more = (shape.window, pairs, batch.row, shape.score_cap)
-        info = AttentionInfo(batch.positions, documents, *more)
+        more = (window, pairs, batch.row, shape.score_cap)
         if shape.positions == "rotary":
             rotary = rotary_tables(local_shape(shape), batch.positions, wide)
-        if shape.global_every is not None:
-            tables = rotary if shape.global_rotary else None
-            if shape.local_theta is not None:
-                tables = rotary_tables(shape, batch.positions, wide)
-            everything = replace(info, documents=seen_documents(batch, None), window=None)
-            beyond = everything, tables
         replayed = None if batch.replayed is None else self.residual_tokens(batch.replayed)
-        return Context(info, rotary, sites, replayed, beyond)
+        info = AttentionInfo(batch.positions, documents, *more)
+        context = Context(info, rotary, sites, replayed)
+        if shape.global_every is None:
+            return context
+        tables = rotary if shape.global_rotary else None
+        if shape.local_theta is not None:
+            tables = rotary_tables(shape, batch.positions, wide)
+        heat = None
+        if shape.nope_floor is not None:
+            heat = temperature(batch.positions, shape.nope_floor, shape.nope_scale, wide)
+        info = replace(info, documents=seen_documents(batch, None), window=None)
+        beyond = replace(context, attention=info, rotary=tables, temperature=heat)
+        return replace(context, beyond=beyond)
 
     def _dropout(self, batch: TokenBatch) -> tuple[PairDropout | None, SiteKeys | None]:
         """What draws the pairs of attention and the features that are dropped."""

@@ -79,6 +79,12 @@ class Documents:
         """The same with more tokens after each row, which are a document of their own."""
         return Documents([(*each, self.seq) for each in self.starts], self.seq + missing)
 
+    def chunked(self, size: int) -> Documents:
+        """The same, cut into documents of at most so many tokens."""
+        spans = [pairwise((*each, self.seq)) for each in self.starts]
+        cut = [[at for first, end in row for at in range(first, end, size)] for row in spans]
+        return Documents(cut, self.seq)
+
     def numbers(self, device: torch.device) -> Tensor:
         """(B, S) int64: the number of each token's document in its row."""
         if device not in self._numbers:

@@ -237,6 +237,12 @@ def rotary_tables(shape: Shape, positions_BS: Tensor, dtype: torch.dtype) -> tup
     return angles_BS1R.cos() * scale, angles_BS1R.sin() * scale
 
 
+def temperature(positions_BS: Tensor, floor: int, scale: float, dtype: torch.dtype) -> Tensor:
+    """What multiplies queries without positions, (B, S, 1, 1): more, the further they are."""
+    steps_BS = ((positions_BS + 1) // floor).to(dtype)
+    return (steps_BS.log1p() * scale + 1)[:, :, None, None]
+
+
 def local_shape(shape: Shape) -> Shape:
     """The same, whose rotary tables are those of layers with a window."""
     if shape.local_theta is None:
@@ -322,3 +328,11 @@ def rotate(x_BSHd: Tensor, cos_BS1R: Tensor, sin_BS1R: Tensor, interleaved: bool
 
 
 ROTATE = Region(rotate, linear=True)
+
+
+def l2_norm(x_BSHd: Tensor, eps: float) -> Tensor:
+    """Each head divided by the root of its mean square; there is no weight."""
+    return F.rms_norm(x_BSHd, x_BSHd.shape[-1:], eps=eps)
+
+
+L2 = Region(l2_norm)

@@ -75,6 +75,20 @@ CONFIGS: dict[str, Callable[[], Any]] = {
             "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
         },
     ),
+    "llama4": lambda: transformers.Llama4TextConfig(
+        **SIZES | {"num_hidden_layers": 4},
+        **NO_TOKENS,
+        head_dim=16,
+        intermediate_size_mlp=40,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        interleave_moe_layer_step=2,
+        no_rope_layer_interval=2,
+        attention_chunk_size=7,
+        floor_scale=5,
+        attn_scale=0.3,
+        **_rope(500.0),
+    ),
     "falcon-7b": lambda: transformers.FalconConfig(
         **OLDER, **NO_TOKENS, ffn_hidden_size=56, multi_query=True, parallel_attn=True
     ),
@@ -160,6 +174,23 @@ def _gemma3(dice: random.Random) -> Keys:
     return keys | every | {"rope_parameters": tables}
 
 
+def _llama4(dice: random.Random) -> Keys:
+    keys, experts = _decoder(dice), dice.choice((1, 2, 4))
+    return keys | {
+        "head_dim": dice.choice((4, 6, 16)),
+        "attention_bias": _flag(dice),
+        "intermediate_size_mlp": dice.choice((8, 11)),
+        "num_local_experts": experts,
+        "num_experts_per_tok": dice.randint(1, experts),
+        "interleave_moe_layer_step": dice.randint(1, min(2, keys["num_hidden_layers"])),
+        "no_rope_layer_interval": dice.choice((1, 2, 4)),
+        "attention_chunk_size": dice.choice((1, 5, 20)),
+        "use_qk_norm": _flag(dice),
+        "attn_temperature_tuning": _flag(dice),
+        "floor_scale": dice.choice((3, 8)),
+    }
+
+
 def _older(dice: random.Random) -> Keys:
     keys = _decoder(dice)
     unknown = ("num_key_value_heads", "rms_norm_eps", "hidden_act")
@@ -193,6 +224,7 @@ DRAWS: dict[str, tuple[type, Callable[[random.Random], Keys]]] = {
     "phi3": (transformers.Phi3Config, _phi3),
     "gpt_neox": (transformers.GPTNeoXConfig, _gpt_neox),
     "falcon": (transformers.FalconConfig, _falcon),
+    "llama4_text": (transformers.Llama4TextConfig, _llama4),
     "gemma": (transformers.GemmaConfig, _gemma),
     "gemma2": (transformers.Gemma2Config, _gemma2),
     "gemma3_text": (transformers.Gemma3TextConfig, _gemma3),

@@ -33,13 +33,11 @@ LATENT = replace(TINY, mla=MLA, kv_heads=8)
 UNSUPPORTED = {
     "alibi": {"positions": "alibi"},
     "embedding_norm": {"embedding_norm": True},
-    "chunked": {"window": 8, "window_kind": "chunked"},
-    "qk_norm=l2": {"qk_norm": "l2"},
     "qk_norm in latent": {"mla": MLA, "kv_heads": 8, "qk_norm": "head"},
     "prediction with learned": {"mtp": 1, "positions": "learned"},
 }
 # Presets that need a feature of UNSUPPORTED.
-REFUSED = {"bloom-176b", "llama-4-maverick"}
+REFUSED = {"bloom-176b"}
 
 
 @pytest.mark.parametrize("name", sorted(set(models.presets()) - REFUSED))

@@ -44,6 +44,18 @@ GEMMA3 = {
 }
 GEMMA2 = GEMMA3 | {"qk_norm": "none", "score_cap": "0.3", "logit_cap": "0.2"}
 GEMMA2.pop("local_theta")
+LLAMA4 = {
+    "rope_interleaved": "true",
+    "window": "9",
+    "window_kind": "chunked",
+    "global_every": "2",
+    "nope_floor": "5",
+    "qk_norm": "l2",
+    "moe.weigh_inputs": "true",
+    "moe.score": "sigmoid",
+    "moe.every": "2",
+    "moe.first_dense": "0",
+}
 TRAITS: list[tuple[dict[str, str], str, dict[str, Any]]] = [
     (OLMO2, "dp=2 pp=2", {"schedule": "zb-h1", "recompute": "selective"}),
     (OLMO2, "dp=2 cp=2", {"zero": 3, "packed": True}),
@@ -64,6 +76,10 @@ TRAITS: list[tuple[dict[str, str], str, dict[str, Any]]] = [
     (GEMMA2, "tp=2 cp=2", {"packed": True, "recompute": "full-but-attention"}),
     (GEMMA2, "cp=2 pp=2", {"schedule": "zb-h1", "context": "ring"}),
     (GEMMA2, "cp=2 dp=2", {"context": "ulysses"}),
+    (LLAMA4, "dp=2 tp=2 ep=2", {"zero": 3, "recompute": "selective"}),
+    (LLAMA4, "tp=2 cp=2 ep=2", {"recompute": "full-but-attention", "seq": 40}),
+    (LLAMA4, "cp=2 pp=2", {"schedule": "zb-h1", "context": "ring", "packed": True}),
+    (LLAMA4, "cp=2 dp=2 ep=4", {"context": "ulysses"}),
     (FALCON_7B, "dp=2 tp=2", {"zero": 2, "recompute": "selective"}),
     (FALCON_7B, "pp=2 tp=2", {"schedule": "zb-h1"}),
     (FALCON_7B, "tp=2 cp=2", {"context": "ulysses", "recompute": "attention"}),

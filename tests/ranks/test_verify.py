@@ -74,7 +74,7 @@ def test_a_large_model_is_scaled_down_and_says_so(capsys: pytest.CaptureFixture[
         ("--layout dp=128", "at most 64 ranks"),
         ("--layout tp=3", "tp=3 does not divide heads 8"),
         ("tiny-moe --layout dp=2 --dtype bfloat16", "layouts choose different experts"),
-        ("llama-4-maverick --layout dp=2", "layers without a window"),
+        ("bloom-176b --layout dp=2", "a norm after the embedding"),
     ],
 )
 def test_bad_input_exits_with_2(
