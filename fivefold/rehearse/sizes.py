@@ -68,11 +68,15 @@ def sized_result(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) ->
         return func(*args, **kwargs)
     if kind is _Result.WRITTEN:
         return args[0]
-    made = [torch.empty_strided(*each[:2], dtype=each[2], device=DEVICE) for each in found]
+    made = [None if each is None else _new(*each) for each in found]
     return made[0] if len(made) == 1 else tuple(made)
 
 
-_KNOWN: dict[Hashable, list[_OfTensor] | None] = {}
+_KNOWN: dict[Hashable, list[_OfTensor | None] | None] = {}
+
+
+def _new(size: torch.Size, strides: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    return torch.empty_strided(size, strides, dtype=dtype, device=DEVICE)
 
 
 def _only_moves(tensor: Tensor, kwargs: Mapping[str, Any]) -> bool:
@@ -121,11 +125,13 @@ def _add_key(found: list[Hashable], value: Any) -> bool:
     return isinstance(value, _PLAIN)
 
 
-def _remembered(kind: _Result, result: Any, args: tuple[Any, ...]) -> list[_OfTensor] | None:
-    """The sizes of a result; None where it shares memory that its schema does not tell of."""
-    made = [result] if isinstance(result, Tensor) else list(result)
+def _remembered(kind: _Result, result: Any, args: tuple[Any, ...]) -> list[_OfTensor | None] | None:
+    """The sizes of a result, None for one that is not made; None where it shares memory that its
+    schema does not tell of."""
     if kind is _Result.WRITTEN:
         return [] if result is args[0] else None
+    results: list[Tensor | None] = [result] if isinstance(result, Tensor) else list(result)
+    made = [each for each in results if each is not None]
     given = {
         each.untyped_storage()._cdata for each in tree_leaves(args) if isinstance(each, Tensor)
     }
@@ -133,7 +139,7 @@ def _remembered(kind: _Result, result: Any, args: tuple[Any, ...]) -> list[_OfTe
     offset = any(each.storage_offset() for each in made)
     if shared or offset:
         return None
-    return [(each.shape, each.stride(), each.dtype) for each in made]
+    return [None if each is None else (each.shape, each.stride(), each.dtype) for each in results]
 
 
 def _has_values(value: Any) -> bool:
@@ -146,4 +152,4 @@ def _without_values(tensor: Tensor) -> Tensor:
     """A tensor with values as one without."""
     if tensor.is_meta:
         return tensor
-    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=DEVICE)
+    return _new(tensor.shape, tensor.stride(), tensor.dtype)

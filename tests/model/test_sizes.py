@@ -60,3 +60,13 @@ def test_gradients_have_sizes_too() -> None:
         for _ in range(2):
             (torch.nn.functional.silu(x) @ torch.ones(6, 2)).sum().backward()
     assert x.grad is not None and x.grad.is_meta and x.grad.shape == x.shape
+
+
+def test_a_result_that_is_not_made_stays_none() -> None:
+    backward = torch.ops.aten.convolution_backward
+    with SizesOnly():
+        sizes = torch.zeros(1, 2, 4), torch.zeros(1, 2, 4), torch.zeros(2, 2, 1)
+        how = (None, [1], [0], [1], False, [0], 1, [True, False, False])
+        found = [backward(*sizes, *how) for _ in range(3)]
+    for x_grad, weight_grad, bias_grad in found:
+        assert x_grad.shape == (1, 2, 4) and weight_grad is None and bias_grad is None
