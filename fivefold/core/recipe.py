@@ -77,8 +77,8 @@ class Recipe:
     tensorboard, wandb and memory with `+`. `compile` is true, false, or auto: on GPUs. `lora` is
     the rank of adapters, 0 without any; `lora_alpha` is twice the rank if None; `lora_targets` and
     `train_only` are parts of names (`core/tuning.py`). `dpo_beta` is that of DPO on preference
-    pairs, 0 without. Copies of weights and states are compared every `compare_every` steps, and every
-    `replay`-th step is run twice; 0 means never.
+    pairs, 0 without. Copies of weights and states are compared every `compare_every` steps, and
+    every `replay`-th step is run twice; 0 means never.
     """
 
     steps: int = 20
