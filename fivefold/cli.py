@@ -38,6 +38,10 @@ class Verb(NamedTuple):
 
 VERBS = {
     "calibrate": Verb("fivefold.verbs.calibrate", "Measure this machine and write a machine file."),
+    "compare-frameworks": Verb(
+        "fivefold.verbs.compare_frameworks",
+        "Price the best layout of each framework.",
+    ),
     "eval": Verb("fivefold.verbs.evaluate", "Evaluate a run or a model on tasks of lm-eval."),
     "export": Verb("fivefold.verbs.export_weights", "Export the weights of a run to Hugging Face."),
     "generate": Verb("fivefold.verbs.generate", "Complete prompts with a run or a model."),

@@ -63,13 +63,14 @@ WITHOUT_TORCH = (
     *("cli", "__main__", "__init__", "terminal", "completion"),
 )
 VERBS_WITHOUT_TORCH = (
-    *("__init__", "options", "plan", "launch", "schedule", "score", "simulate", "tokens"),
-    "observe",
+    *("__init__", "compare_frameworks", "options", "plan", "launch", "schedule", "score", "simulate"),
+    *("tokens", "observe"),
 )
 API_WITHOUT_TORCH = (
     "__init__",
     "bridging",
     "checks",
+    "frameworks",
     "jobs",
     "planning",
     "scheduling",

@@ -98,7 +98,7 @@ def emit_plan(name: str, plan: Plan, price: Price = _unpriced) -> EmittedPlan:
     target, options = target_of(name), plan.options
     shape = replace(plan.shape, tuning=None)
     found = express(target, values_of(plan), (options.model, options.set, shape), price)
-    losses = (*found.losses, *_unsaid(target, shape))
+    losses = (*found.losses, *model_losses(target, shape))
     values = target.outgoing(found.values, shape)
     flat = {**target.model_keys(_as_long(shape, values)), **write_keys(target.table, values)}
     said = values_of(plan)
@@ -120,8 +120,8 @@ def _as_long(shape: Shape, values: Values) -> Shape:
     return replace(shape, max_seq=max(shape.max_seq, values.get("seq") or 0))
 
 
-def _unsaid(target: Target, shape: Shape) -> Iterator[Loss]:
-    """What a file that describes its model leaves out of this one."""
+def model_losses(target: Target, shape: Shape) -> Iterator[Loss]:
+    """What a file that describes or names its model leaves out of this one."""
     if target in (TORCHTITAN, TORCHTITAN_MAIN):
         known = titan_of(shape.name)
         if known is None or not known[1 if target is TORCHTITAN else 2]:
@@ -286,5 +286,6 @@ __all__ = [
     "ForeignPlan",
     "Loss",
     "emit_plan",
+    "model_losses",
     "read_foreign",
 ]

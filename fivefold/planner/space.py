@@ -50,6 +50,7 @@ class SearchSpace:
     fixed: Mapping[str, int | str] | None = None
     least_pp: int = 1  # pipeline ranks
     tp_inside: int | None = None  # GPUs of a domain that no group of tp leaves
+    only: Mapping[str, frozenset[int | str]] | None = None  # values that choices may have
 
     @property
     def gpus_text(self) -> str:
@@ -68,7 +69,9 @@ class SearchSpace:
         return tuple(dict.fromkeys((*RULES, *([Recompute.parse(str(said))] if said else []))))
 
     def allows(self, name: str, value: int | str) -> bool:
-        return self.fixed is None or self.fixed.get(name, value) == value
+        listed = (self.only or {}).get(name)
+        fits = self.fixed is None or self.fixed.get(name, value) == value
+        return fits and (listed is None or value in listed)
 
 
 class Degrees(NamedTuple):
@@ -152,23 +155,21 @@ def layout_blocks(space: SearchSpace) -> Iterator[LayoutBlock]:
 
 
 def _block(space: SearchSpace, degrees: tuple[Degrees, ...]) -> LayoutBlock | None:
-    one, fixed = degrees[0], space.fixed or {}
+    one, fixed, allows = degrees[0], space.fixed or {}, space.allows
     per_rank = space.batch // one.dp
     rows = [
-        n
-        for n in divisors(per_rank)
-        if n <= MOST_MICROBATCH_SIZE and fixed.get("microbatch_size", n) == n
+        n for n in divisors(per_rank) if n <= MOST_MICROBATCH_SIZE and allows("microbatch_size", n)
     ]
-    schedules = list(_schedules(one.pp, space.shape.layers, fixed))
+    schedules = list(_schedules(space, one.pp))
     sharding = [
         each
         for each in _sharding(space, one)
-        if fixed.get("zero", each[0]) == each[0] and fixed.get("replicate", each[1]) == each[1]
+        if allows("zero", each[0]) and allows("replicate", each[1])
     ]
     rules = space.rules
-    repeats = [i for i, rule in enumerate(rules) if fixed.get("recompute", str(rule)) == str(rule)]
-    offloads = [i for i, name in enumerate(OFFLOADS) if fixed.get("offload", name) == name]
-    if not (rows and schedules and sharding and repeats):
+    repeats = [i for i, rule in enumerate(rules) if allows("recompute", str(rule))]
+    offloads = [i for i, name in enumerate(OFFLOADS) if allows("offload", name)]
+    if not (rows and schedules and sharding and repeats and offloads):
         return None
     legal = np.array(
         [
@@ -249,25 +250,23 @@ def _experts(space: SearchSpace, tp: int, cp: int, dp: int) -> Iterator[tuple[in
     if moe is None:
         yield from [(1, 1)] if space.allows("ep", 1) and space.allows("etp", 1) else []
         return
-    job = LayoutRequest(seq=space.seq)
+    job, sp = LayoutRequest(seq=space.seq), bool((space.fixed or {}).get("sp", True))
     for ep, etp in product(divisors(moe.experts), divisors(tp)):
         if space.allows("ep", ep) and space.allows("etp", etp):
-            layout = Layout(tp=tp, cp=cp, shard=dp, ep=ep, etp=etp)
+            layout = Layout(tp=tp, cp=cp, shard=dp, ep=ep, etp=etp, sp=sp)
             if not any(experts_rule(layout, space.shape, job)):
                 yield ep, etp
 
 
-def _schedules(
-    pp: int, layers: int, fixed: Mapping[str, int | str]
-) -> Iterator[tuple[Family, int]]:
-    """Schedules with their chunks."""
+def _schedules(space: SearchSpace, pp: int) -> Iterator[tuple[Family, int]]:
+    """Schedules with their chunks; without a pipeline there is one, whatever may be chosen."""
+    alone = (space.fixed or {}).get("schedule", "1f1b")
     for family in FAMILIES:
-        if family.asynchronous or fixed.get("schedule", family.name) != family.name:
+        allowed = space.allows("schedule", family.name) if pp > 1 else family.name == alone
+        if family.asynchronous or not allowed:
             continue
-        if pp == 1 and family.name != fixed.get("schedule", "1f1b"):
-            continue
-        for chunks in _chunks(family, layers // pp) if pp > 1 else (1,):
-            if fixed.get("chunks", chunks) == chunks:
+        for chunks in _chunks(family, space.shape.layers // pp) if pp > 1 else (1,):
+            if space.allows("chunks", chunks):
                 yield family, chunks
 
 

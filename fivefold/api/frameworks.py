@@ -1,0 +1,202 @@
+"""What other frameworks can express of a job, and what that costs: `fivefold compare-frameworks`.
+
+For each framework a search among the layouts that its files can say, with fivefold's own prices or
+with those of its own software. The best of them become the nearest plan that its file is; the
+fastest that fits is its answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from fivefold.api.jobs import Model, OnProgress, TaskProgress, given_job
+from fivefold.api.planning import (
+    estimate_given,
+    estimate_options,
+    estimated_job,
+    request_of,
+)
+from fivefold.bridges import TARGETS, model_losses
+from fivefold.bridges.expressible import possible_values
+from fivefold.bridges.job_values import Values, options_of, values_of
+from fivefold.bridges.nearest import Expressed, express
+from fivefold.bridges.target import Target
+from fivefold.core import tables
+from fivefold.core.errors import FivefoldError, InternalError
+from fivefold.core.machine import PRESETS
+from fivefold.core.plan import PlanOptions
+from fivefold.report.framework_text import FrameworkRow, frameworks_json, frameworks_text
+
+if TYPE_CHECKING:  # estimates need numpy
+    from fivefold.planner import PlanRequest, PlanResult
+    from fivefold.planner.estimate import Estimate
+
+_TRIED = 6  # of the restricted search, the fastest
+_TOO_LARGE = "does not fit"
+
+
+@dataclass(frozen=True)
+class FrameworkComparison:
+    """fivefold's best layout, and the best that each framework can express.
+
+    `str()` is the text of `fivefold compare-frameworks`, `to_json()` its JSON.
+    """
+
+    request: PlanRequest
+    best: Estimate
+    rows: tuple[FrameworkRow, ...]
+
+    @cached_property
+    def _job(self) -> dict[str, Any]:
+        space, setting = self.request.space, self.request.setting
+        return {
+            "model": self.request.shape.name,
+            "machine": setting.machine.name,
+            "gpus": space.gpus,
+            "seq": space.seq,
+            "batch": space.batch,
+            "precision": setting.precision,
+        }
+
+    def to_json(self) -> dict[str, Any]:
+        """What `fivefold compare-frameworks --json` prints."""
+        return frameworks_json(self._job, self.best, self.rows)
+
+    def __str__(self) -> str:
+        return "\n".join(frameworks_text(self._job, self.best, self.rows))
+
+
+def compare_frameworks(
+    model: Model,
+    *,
+    stacks: bool = False,
+    headroom: float = 0.05,
+    precision: str | None = None,
+    on_progress: OnProgress | None = None,
+    **keys: Any,
+) -> FrameworkComparison:
+    """The best layout for `gpus` GPUs of a `machine` that each framework can express, beside ours.
+
+    `stacks`: price each as its own software runs it, where `presets/frameworks.toml` names a stack.
+    """
+    from fivefold.planner import best_plans
+
+    job = estimated_job(given_job(model, keys), "compiled", precision)
+    if not job.is_open or job.options.gpus is None:
+        raise FivefoldError(
+            "frameworks are compared by a search: give a model and the number of GPUs, as in "
+            "llama-3.1-8b --gpus 64, and leave the layout out"
+        )
+    named = stack_names() if stacks else {}
+    how = estimate_options(headroom, "compiled", None, None)
+    request = request_of(job.options, {}, how, precision)
+    found: dict[str, _Found] = {}
+    searched: dict[Any, PlanResult] = {}
+    for place, target in enumerate(TARGETS.values()):
+        if on_progress is not None:
+            on_progress(TaskProgress(place, len(TARGETS), target.title))
+        own = {**how, "stack": named.get(target.name)}
+        found[target.name] = _best_of(target, job.options, own, precision, searched)
+    # What another framework can say fivefold runs as well.
+    ours = [one.estimate for one in found.values() if one.estimate and one.stack is None]
+    best = min([best_plans(request, 1).fastest, *ours], key=lambda one: one.step)
+    rows = [_row(TARGETS[name], one, best) for name, one in found.items()]
+    return FrameworkComparison(request, best, tuple(rows))
+
+
+def stack_names() -> dict[str, str]:
+    """The stack of each target that has one."""
+    found: dict[str, str] = tables.read_toml(PRESETS / "frameworks.toml")["stacks"]
+    return found
+
+
+class _Found(NamedTuple):
+    """The best plan that a target can say, or why there is none."""
+
+    stack: str | None
+    estimate: Estimate | None = None
+    changed: tuple[str, ...] = ()
+    refused: str | None = None
+
+
+def _best_of(
+    target: Target,
+    options: PlanOptions,
+    how: Mapping[str, Any],
+    precision: str | None,
+    searched: dict[Any, PlanResult],
+) -> _Found:
+    """The best that a target can express; `searched`: answers for others that can say the same."""
+    from fivefold.planner import NothingFits, best_plans
+
+    request = request_of(options, {}, how, precision)
+    only = possible_values(target, request.shape, request.space.gpus)
+    fixed = {} if True in only.get("sp", {True}) else {"sp": False}
+    narrow = replace(request, space=replace(request.space, only=only, fixed=fixed))
+    same = (how["stack"], *sorted(only), *(only[name] for name in sorted(only)))
+    try:
+        result = searched.get(same) or best_plans(narrow, _TRIED)
+    except NothingFits as error:
+        return _Found(how["stack"], refused=f"of what it can say, {error}")
+    except InternalError as error:  # closed forms were too low for all that fits by them
+        return _Found(how["stack"], refused=f"nothing that it can say fits: {error}")
+    searched[same] = result
+    found = (result.fastest, *result.plans)
+    priced = [_expressed(target, each, how, precision) for each in found]
+    fitting = [pair for pair in priced if pair is not None and pair[1].verdict != _TOO_LARGE]
+    if not fitting:
+        refused = f"the {len(result.plans)} fastest layouts do not fit as it can say them"
+        return _Found(how["stack"], refused=refused)
+    nearest, estimate = min(fitting, key=lambda pair: pair[1].step)
+    changed = tuple(each.text(target.title) for each in nearest.losses if not each.left)
+    return _Found(how["stack"], estimate, changed)
+
+
+def _row(target: Target, found: _Found, best: Estimate) -> FrameworkRow:
+    """The best of a target beside ours."""
+    slower = None if found.estimate is None else found.estimate.step / best.step - 1
+    more = (found.estimate, slower, found.changed, found.refused)
+    return FrameworkRow(target.name, target.title, found.stack, _lacks(target, best), *more)
+
+
+def _expressed(
+    target: Target, found: Estimate, how: Mapping[str, Any], precision: str | None
+) -> tuple[Expressed, Estimate] | None:
+    """A plan as the target's file says it, and its price."""
+    plan = found.plan
+    options, before = plan.options, values_of(plan)
+    try:
+        nearest = express(target, before, (options.model, options.set, plan.shape), _free)
+        values = {**nearest.values, **{key: before[key] for key in target.left}}
+        rows, left = divmod(plan.batch.sequences, values["replicate"] * values["shard"])
+        values["microbatches"], more = divmod(rows, values["microbatch_size"])
+        if left or more:  # no longer the same batch
+            return None
+        changed = options_of(values, options.model, options.set)
+        changed = replace(changed, machine=options.machine)
+        return nearest, estimate_given(changed, how, precision)[1]
+    except FivefoldError:
+        return None
+
+
+def _lacks(target: Target, best: Estimate) -> tuple[str, ...]:
+    """What of our best plan the target cannot say, as key=value."""
+    plan = best.plan
+    model = (plan.options.model, plan.options.set, plan.shape)
+    unknown = [one for one in model_losses(target, plan.shape) if not one.left]
+    try:
+        found = express(target, values_of(plan), model, _free)
+    except FivefoldError as error:
+        return (str(error),)
+    losses = [*unknown, *(each for each in found.losses if not each.left)]
+    return tuple(
+        each.was if each.key == "schedule" else f"{each.key}={each.was}" for each in losses
+    )
+
+
+def _free(_values: Values) -> float | None:
+    """No price: the nearest is taken."""
+    return None
