@@ -109,7 +109,11 @@ CONTEXT_KIND = (
 )
 TRAINING_KEY = (
     after("core/recipe.py", '    compile: Compile = "auto"\n', "    dummy: float = 1.0\n"),
-    Edit("train/loop.py", "(recipe.lr_at(number))", "(recipe.dummy * recipe.lr_at(number))"),
+    Edit(
+        "train/loop.py",
+        "set_lr(self.settings.recipe.lr_at(number))",
+        "set_lr(self.settings.recipe.dummy * self.settings.recipe.lr_at(number))",
+    ),
     Edit(
         "train/loop.py",
         "lr=self.settings.recipe.lr_at(number)",

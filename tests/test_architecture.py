@@ -63,8 +63,8 @@ WITHOUT_TORCH = (
     *("cli", "__main__", "__init__", "terminal", "completion"),
 )
 VERBS_WITHOUT_TORCH = (
-    *("__init__", "compare_frameworks", "options", "plan", "launch", "schedule", "score", "simulate"),
-    *("tokens", "observe"),
+    *("__init__", "compare_frameworks", "options", "plan", "launch", "schedule", "score"),
+    *("simulate", "tokens", "observe"),
 )
 API_WITHOUT_TORCH = (
     "__init__",

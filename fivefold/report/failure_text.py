@@ -87,9 +87,9 @@ def forecast_lines(plan: Plan, found: FailureForecast) -> list[str]:
         f"failures  one in {rough_duration(1 / job.rate)}: {found.interruptions:,.0f} "
         f"interruptions ({low:,.0f} to {high:,.0f} in 90% of {found.runs:,} runs)",
         f"saves     every {duration(job.interval)} ({counted(job.steps, 'step')}) to "
-        f"{_PLACES[job.place]}: {job.save.bytes / 1e9:,.0f} GB, steps wait for "
-        f"{duration(job.save.stall)}, written in {duration(job.save.write)}",
-        f"          {interval_words(job)}",
+        f"{_PLACES[job.place]}: {job.save.bytes / 1e9:,.0f} GB",
+        f"          steps wait for {duration(job.save.stall)}, written in {duration(job.save.write)}",
+        *(f"          {words}" for words in interval_words(job).split("; ")),
         f"recovery  {rough_duration(job.recovery)}: {rough_duration(job.design.detect)} to notice, "
         f"{rough_duration(job.design.restart)} to start, {duration(job.save.load)} to load",
         f"goodput   {percent(found.goodput)} ({percent(worst)} to {percent(best)}): of "

@@ -18,7 +18,7 @@ STEPS = """
 import json, time, warnings, torch
 from fivefold.core.plan import PlanOptions, resolve
 from fivefold.core.recipe import Recipe
-from fivefold.launch.worker import Worker
+from fivefold.launch.worker import NoMeeting, Worker
 from fivefold.records import StepRecord
 from fivefold.train import TrainSettings, run_rank
 recipe = Recipe(steps=30, data="synthetic", compile=False)  # compiling waits for the GPU
@@ -39,7 +39,7 @@ def send(kind, value):
         torch.cuda.set_sync_debug_mode("warn")
     if value == "data of step 22":
         torch.cuda.set_sync_debug_mode("default")
-run_rank(Worker(0, None, send), plan, TrainSettings(recipe, "bfloat16", "cuda"))
+run_rank(Worker(0, NoMeeting(), send), plan, TrainSettings(recipe, "bfloat16", "cuda"))
 waits = [str(one.message) for one in seen if "synchronizing CUDA" in str(one.message)]
 wall = moments["checkpoint 30"] - moments["data of step 11"]
 late = order.index(15) > order.index("data of step 16")

@@ -12,7 +12,7 @@ import torch
 
 from fivefold.core.plan import PlanOptions, resolve
 from fivefold.core.recipe import Recipe
-from fivefold.launch.worker import Worker
+from fivefold.launch.worker import NoMeeting, Worker
 from fivefold.records import StepRecord
 from fivefold.records.run_folder import RunFolder, read_records, read_summary
 from fivefold.train import TrainSettings, run_rank
@@ -115,7 +115,7 @@ def trained(tmp_path: Path, recipe: Recipe) -> tuple[list[tuple[str, Any]], tupl
         moments[value.step if isinstance(value, StepRecord) else value] = time.perf_counter()
 
     settings = TrainSettings(recipe, folder=folder.path)
-    run_rank(Worker(0, None, send), plan, settings)  # type: ignore[arg-type]
+    run_rank(Worker(0, NoMeeting(), send), plan, settings)
     last = recipe.steps
     return said, (moments[f"step {last}"] - after, moments[last] - before)
 

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -230,7 +231,8 @@ def test_a_resume_that_fails_leaves_the_plan(
     def lost(*_: object) -> None:
         raise RankLost(0, "build", "died")
 
-    monkeypatch.setattr("fivefold.launch.processes.Pool", lambda *_, **__: nullcontext())
+    pool = nullcontext(SimpleNamespace(stopping=False))
+    monkeypatch.setattr("fivefold.launch.processes.Pool", lambda *_, **__: pool)
     monkeypatch.setattr(import_module("fivefold.train"), "train", lost)
     options = {"out": tmp_path, "resume": True, "seq": 16, "batch": 2, "data": "synthetic"}
     with pytest.raises(RankLost):

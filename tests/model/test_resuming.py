@@ -6,6 +6,7 @@ import shutil
 from contextlib import nullcontext
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -77,7 +78,8 @@ def test_a_resume_keeps_the_rows_unless_others_are_given(
         seen.append(plan)
         raise RankLost(0, "build", "was asked to")
 
-    monkeypatch.setattr("fivefold.launch.processes.Pool", lambda *_, **__: nullcontext())
+    pool = nullcontext(SimpleNamespace(stopping=False))
+    monkeypatch.setattr("fivefold.launch.processes.Pool", lambda *_, **__: pool)
     monkeypatch.setattr(import_module("fivefold.train"), "train", lost)
     told: list[Any] = []
     for more in ({}, {"seq": 32}):

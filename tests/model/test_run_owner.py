@@ -11,6 +11,7 @@ import sys
 from contextlib import nullcontext
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -125,7 +126,8 @@ def test_two_trainings_of_one_run_are_refused(
     def second(*_: object) -> None:
         train("tiny", layout="dp=1", **given)
 
-    monkeypatch.setattr("fivefold.launch.processes.Pool", lambda *_, **__: nullcontext())
+    pool = nullcontext(SimpleNamespace(stopping=False))
+    monkeypatch.setattr("fivefold.launch.processes.Pool", lambda *_, **__: pool)
     monkeypatch.setattr(import_module("fivefold.train"), "train", second)
     with pytest.raises(FivefoldError, match=rf"is being trained by process {os.getpid()} "):
         train("tiny", layout="dp=1", **given)

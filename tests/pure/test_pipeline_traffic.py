@@ -55,7 +55,7 @@ def test_one_forward_one_backward_on_four_ranks() -> None:
     assert traffic(plan, 0) == [
         TrafficEntry("pp", "recv", 8, A, 2),
         TrafficEntry("pp", "send", 8, A, 2),
-        TrafficEntry("world", "all_reduce", 1, 24, 4),
+        TrafficEntry("world", "all_reduce", 1, 40, 4),
     ]
 
 

@@ -116,10 +116,10 @@ def test_whole_rows_need_no_others(rules: str, options: dict[str, object]) -> No
 @pytest.mark.parametrize(("rules", "losses"), [("none", 0), ("aux+z+capacity:1", 2)])
 def test_the_records_of_experts_travel_with_the_loss(rules: str, losses: int) -> None:
     (found,) = traffic(plan_of("dp=2", balance=rules), "world")
-    assert found.bytes == 24 + 8 * LAYERS * (EXPERTS + losses)
+    assert found.bytes == 40 + 8 * LAYERS * (EXPERTS + losses)
     ahead = plan_of("dp=2", model="deepseek-v3", seq=64)
     (found,) = traffic(ahead, "world")
-    assert found.bytes == 24 + 8 * (61 - 3 + 1) * 256, "58 layers, and the one that looks ahead"
+    assert found.bytes == 40 + 8 * (61 - 3 + 1) * 256, "58 layers, and the one that looks ahead"
 
 
 def test_the_least_that_may_be_sent() -> None:

@@ -17,6 +17,7 @@ from planted import GRADIENTS, LOSS, NORM, TRAFFIC, WEIGHTS, Fault, Patch, check
 from torch import Tensor
 
 from fivefold import step as step_module
+from fivefold.core.shape import Shape
 from fivefold.launch.processes import Pool
 from fivefold.parallel import compose, flat_unit, tensor
 from fivefold.parallel.compose import Job
@@ -172,8 +173,8 @@ def visible_padding() -> Patch:
     """The rows that pad the vocabulary take part in the loss."""
     inner = tensor._VocabularyLoss
 
-    def padded(wires: Any, vocab: int, fuse: Any) -> Any:
-        return inner(wires, vocab + 5, fuse)
+    def padded(wires: Any, shape: Shape, fuse: Any) -> Any:
+        return inner(wires, replace(shape, vocab=shape.vocab + 5), fuse)
 
     return patch.object(tensor, "_VocabularyLoss", padded)
 

@@ -46,7 +46,7 @@ def test_the_command_prints_what_it_compared(capsys: pytest.CaptureFixture[str])
         assert 0 <= table[name] <= table["tolerance"][name] <= PUBLISHED
     assert table["traffic"]["predicted"] == table["traffic"]["observed"]
     calls = {(each["kind"], each["bytes"], each["count"]) for each in table["traffic"]["observed"]}
-    assert ("all_reduce", 8, 1) in calls and ("all_reduce", 24, 1) in calls
+    assert ("all_reduce", 8, 1) in calls and ("all_reduce", 40, 1) in calls
     assert table["diverges_at"] is None and table["seconds"] > 0
     assert any("eps" in note for note in table["notes"])
 
