@@ -6,7 +6,7 @@ r"""A server under load: Poisson arrivals of streams, TTFT, TPOT and goodput at 
     python benchmarks/serve.py --prefill dp=1 --prompt 512   (prompts on ranks of their own)
     python benchmarks/serve.py --url http://127.0.0.1:8000/v1 --name NAME   (any server)
 
-Without `--url` it serves the shape of a preset with random weights and a tokenizer of bytes, in
+Without `--url` it serves the shape of a preset with random weights and a tokenizer of words, in
 processes of its own. Prompts and completions have lognormal lengths around `--prompt` and
 `--output` (`--spread 0`: all are equal); prompts share no beginning. `--clients N` are N clients
 that each wait for an answer before they ask again. `--beside MACHINE` prints what `plan --serve`
@@ -176,6 +176,15 @@ def own_server(said: Any) -> Iterator[tuple[tuple[str, int], str, int, int]]:
         process.join(60)
 
 
+def words(vocab: int, folder: str) -> str:
+    """A tokenizer with a word for every token: one without text would not be streamed."""
+    from tokenizers import Tokenizer, models
+
+    path = f"{folder}/tokenizer.json"
+    Tokenizer(models.WordLevel({f"w{i}": i for i in range(vocab)}, unk_token="w0")).save(path)
+    return path
+
+
 def _serve(pipe: Any, said: Any) -> None:
     from fivefold.core.models import load, with_overrides
     from fivefold.core.plan import PlanOptions
@@ -187,7 +196,7 @@ def _serve(pipe: Any, said: Any) -> None:
     named = PlanOptions(said.model, set=changes)
     with tempfile.TemporaryDirectory() as folder:
         model = TextModel(shape, named, Path(folder), Path(folder), True)
-        runs = ModelOptions(said.layout, None, said.device, "bytes")
+        runs = ModelOptions(said.layout, None, said.device, words(shape.vocab, folder))
         setup = set_up(model, runs, open_random)
         first = None
         if said.prefill:

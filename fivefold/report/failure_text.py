@@ -88,7 +88,8 @@ def forecast_lines(plan: Plan, found: FailureForecast) -> list[str]:
         f"interruptions ({low:,.0f} to {high:,.0f} in 90% of {found.runs:,} runs)",
         f"saves     every {duration(job.interval)} ({counted(job.steps, 'step')}) to "
         f"{_PLACES[job.place]}: {job.save.bytes / 1e9:,.0f} GB",
-        f"          steps wait for {duration(job.save.stall)}, written in {duration(job.save.write)}",
+        f"          steps wait for {duration(job.save.stall)}, "
+        f"written in {duration(job.save.write)}",
         *(f"          {words}" for words in interval_words(job).split("; ")),
         f"recovery  {rough_duration(job.recovery)}: {rough_duration(job.design.detect)} to notice, "
         f"{rough_duration(job.design.restart)} to start, {duration(job.save.load)} to load",
