@@ -43,7 +43,9 @@ from fivefold.generate.stage_ends import StageEnds
 from fivefold.generate.step_tensors import StepTensors, step_tensors
 from fivefold.model.batch import TokenBatch
 from fivefold.model.decoder import Decoder
+from fivefold.model.regions import by_operators
 
+_MANY_TOKENS = 2048  # of a step: a GPU computes longer than the host calls
 Forward = Callable[[StepBatch], Tensor]
 """The logits, (sequences that sample, V), in float32 or wider; none before the last stage."""
 MakeCache = Callable[[Decoder, int], KvCache]
@@ -76,7 +78,8 @@ class DecoderForward:
         step = self._padded(step)
         if not step.chunks:
             return torch.empty(0, 0, device=self.device)
-        return self.run(step_tensors(step, self.device))
+        with by_operators(step.num_tokens < _MANY_TOKENS):
+            return self.run(step_tensors(step, self.device))
 
     def run(self, tensors: StepTensors) -> Tensor:
         """The logits of a step that is on the device; nothing here waits for it."""

@@ -15,6 +15,8 @@ Who makes a model chooses how its regions run, by a `Fuse`: `eager`, `compiled`,
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import cache, partial
 from types import FunctionType
 from typing import Any, Protocol
@@ -25,6 +27,7 @@ from torch.utils._pytree import tree_leaves
 
 Compute = Callable[..., Any]
 ByHand = Callable[[Compute], Compute]
+_BY_OPERATORS = ContextVar("by_operators", default=False)
 _MOST_SIZES = 64  # for which one region is compiled anew: widths, grad modes, strides
 
 
@@ -54,8 +57,25 @@ def compiled(compute: Compute, varies: bool = False) -> Compute:
 
 def compiled_for_steps(compute: Compute, varies: bool = False) -> Compute:
     """As `compiled`, once for all sizes: steps of a generator have any number of tokens. Kernels
-    made anew for each would make requests wait, and end at the limit of the compiler."""
-    return compiled(compute, varies=True)
+    made anew for each would make requests wait, and end at the limit of the compiler. Not compiled
+    inside of `by_operators`."""
+    made = compiled(compute, varies=True)
+
+    def run(*inputs: Any) -> Any:
+        return (compute if _BY_OPERATORS.get() else made)(*inputs)
+
+    return run
+
+
+@contextmanager
+def by_operators(wanted: bool) -> Iterator[None]:
+    """Run regions of steps operator by operator, if that is wanted: calls of compiled ones take the
+    host longer than the operators inside, which counts where the host is slower than the device."""
+    before = _BY_OPERATORS.set(wanted)
+    try:
+        yield
+    finally:
+        _BY_OPERATORS.reset(before)
 
 
 def with_any_rows(made: Compute, *inputs: Any) -> Any:

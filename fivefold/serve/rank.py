@@ -46,7 +46,7 @@ from fivefold.serve.links import (
 DOOR = "door"  # the name of its socket
 _BEAT_S = 5.0  # between two signs of life
 _WARM_TOKENS = 3
-_WARM_PROMPTS = (9, 17, 130)
+_WARM_PROMPTS = (9, 2050)
 _WARM_KEYS = 8192
 
 
@@ -116,7 +116,7 @@ def _warm_up(engine: LayoutEngine) -> None:
     limits, pool = engine.schedulers[0].limits, engine.schedulers[0].pool
     longest = min(engine.shape.max_seq, pool.count * BLOCK)
     prompts = (1,)
-    if engine.mesh.device.type == "cuda":  # chunks of several sizes compile kernels for any
+    if engine.mesh.device.type == "cuda":  # few and many tokens have kernels of their own
         prompts = (1, *(each for each in _WARM_PROMPTS if each <= limits.tokens))
     for length in prompts:
         if longest >= length + _WARM_TOKENS:

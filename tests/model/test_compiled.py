@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from importlib import import_module
 
 import pytest
 import torch
@@ -94,13 +95,14 @@ def test_steps_of_a_generator_are_compiled_once_for_all_sizes(
     engine = LayoutEngine(plan, mesh, stage, 64)
 
     def graphs(lengths: range) -> int:
+        dynamo.counters["stats"]["unique_graphs"] = 0
         requests = [Request(str(length), (1,) * length, 2) for length in lengths]
         for each in requests:
             engine.run([each])
         engine.run(requests[:5])
         return dynamo.counters["stats"]["unique_graphs"]
 
-    warm = graphs(range(1, 30, 4))
-    dynamo.counters["stats"]["unique_graphs"] = 0
-    assert warm > 0
+    assert graphs(range(1, 9)) == 0, "few tokens run by operators"
+    monkeypatch.setattr(import_module("fivefold.generate.engine"), "_MANY_TOKENS", 0)
+    assert graphs(range(1, 30, 4)) > 0
     assert graphs(range(2, 90)) == 0
