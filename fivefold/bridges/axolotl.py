@@ -1,4 +1,8 @@
-"""axolotl: its YAML configuration (July 2026, commit 067b021), with FSDP2 and ring attention."""
+"""axolotl: its YAML configuration (July 2026, commit 067b021), with FSDP2 and ring attention.
+
+Its expert axis multiplies the ranks: world = ep · dp_shard · cp, without tp. Weights outside of
+experts are sharded over dp_shard and copied over ep, so here that is dp = ep x dp_shard.
+"""
 
 from __future__ import annotations
 
@@ -53,17 +57,18 @@ TABLE: Table = (
 
 
 def outgoing(values: Values, shape: Shape) -> Values:
-    return accelerate.outgoing(values, shape)
+    found = accelerate.outgoing(values, shape)
+    return {**found, "out_replicate": 1} if values["ep"] > 1 else found
 
 
 def incoming(values: Values, flat: Flat) -> Values:
     """Without FSDP all data ranks are replicas; without adapters there is no scale."""
     replicate, shard = values.pop("out_replicate", None) or 1, values.pop("out_shard", None)
-    values |= {"replicate": replicate, "shard": shard}
+    values |= {"replicate": replicate * (values.get("ep") or 1), "shard": shard}
     fsdp = any(key.startswith("fsdp_config") for key in flat) or flat.get("fsdp_version")
     if not fsdp:
         if shard is not None:
-            values |= {"replicate": 1, "shard": replicate * shard}
+            values |= {"replicate": 1, "shard": values["replicate"] * shard}
         values |= {"zero": 0, "gather": None}
     elif not values.get("zero"):
         values |= {"zero": 3, "gather": "microbatch"}
@@ -73,7 +78,13 @@ def incoming(values: Values, flat: Flat) -> Values:
 
 
 def impossible(values: Values, _shape: Shape) -> Iterator[Impossible]:
-    """Weights are on the host by an option of FSDP."""
+    """Weights are on the host by an option of FSDP; experts have an axis of their own."""
+    ep, dp = values["ep"], values["replicate"] * values["shard"] * values["tp"]
+    own_axis = values["replicate"] == ep and values["tp"] == 1 and values["shard"] > 1
+    if ep > 1 and not (own_axis and values["zero"] == 3):
+        degrees: Values = {"zero": 3, "replicate": ep, "shard": dp // ep, "tp": 1}
+        mended = [{**degrees, "gather": each} for each in ("microbatch", "step")]
+        yield "ep", ep, [*(mended if dp % ep == 0 and dp > ep else []), {"ep": 1}]
     if values["zero"] == 0 and values["offload"] != "none":
         yield "offload", values["offload"], accelerate.sharded_or_on_device()
 

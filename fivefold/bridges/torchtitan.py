@@ -178,6 +178,8 @@ def incoming(values: Values, flat: Flat) -> Values:
         values |= {"zero": 0, "gather": None, "shard": replicate, "replicate": 1}
     elif values.get("zero") == 0:
         values |= {"zero": 3, "gather": None}
+    if flat.get(_MODE) == "selective":
+        values["recompute"] = "selective"
     pp = values.get("pp") or 1
     schedule = values.pop("titan_schedule", None) or "1f1b"
     values["schedule"] = schedule if pp > 1 else "1f1b"
@@ -260,11 +262,27 @@ def model_keys(shape: Shape) -> Flat:
 
 def find_model(flat: Flat) -> FoundModel:
     """By family and flavor, or by the configuration that is changed."""
-    used = frozenset({"model.name", "model.flavor", "", *_RESET})
+    notes, more = _remarks(flat)
+    used = frozenset({"model.name", "model.flavor", "", *_RESET, *more})
     family, flavor = str(flat.get("model.name", "")), str(flat.get("model.flavor", ""))
     base = str(flat.get("", "")).rsplit(".", 1)[-1]
     model = titan_model(family, flavor) or titan_model("", base) or model_called(base or flavor)
-    return FoundModel(model, used)
+    return FoundModel(model, used, notes)
+
+
+def _remarks(flat: Flat) -> tuple[tuple[str, ...], set[str]]:
+    """Keys that are read as something near, or that change nothing beside others."""
+    notes: list[str] = []
+    used = {_RESHARD} if flat.get(_RESHARD) == "default" else set[str]()
+    converters = str(flat.get("model.converters") or "")
+    if "quantize" not in converters:
+        used |= {key for key in flat if key.startswith("quantize.")}
+    if converters in ("['float8']", "['mx']"):
+        notes.append(f"0.2.2 has no converter {converters}: it is called quantize.linear.… there")
+    if flat.get(_MODE) == "selective":
+        used |= {_MODE, "activation_checkpoint.selective_ac_option"}
+        notes.append("its selective recomputation keeps every second matmul: planned as selective")
+    return tuple(notes), used
 
 
 def write_toml(sheet: Sheet) -> str:
