@@ -129,7 +129,8 @@ def find_model(flat: Flat) -> FoundModel:
     used = frozenset(f"{_C}{key}" for key in config)
     if not config.get("num_hidden_layers"):
         return FoundModel(None, used)
-    kept = {key: config[key] for key in (*_CONFIG, "rope_scaling") if key in config}
+    named = (*_CONFIG, "rope_scaling")
+    kept = {key: config[key] for key in named if config.get(key) is not None}
     biased = bool(config.get("attention_bias"))
     if config.get(f"{_M}num_experts"):
         kept |= {"model_type": "qwen2_moe", "qkv_bias": biased, **_experts(config)}

@@ -278,7 +278,7 @@ def _remarks(flat: Flat) -> tuple[tuple[str, ...], set[str]]:
     if "quantize" not in converters:
         used |= {key for key in flat if key.startswith("quantize.")}
     if converters in ("['float8']", "['mx']"):
-        notes.append(f"0.2.2 has no converter {converters}: it is called quantize.linear.… there")
+        notes.append(f"0.2.2 has no converter {converters}: write quantize.linear.… in its place")
     if flat.get(_MODE) == "selective":
         used |= {_MODE, "activation_checkpoint.selective_ac_option"}
         notes.append("its selective recomputation keeps every second matmul: planned as selective")
