@@ -5,7 +5,7 @@ BIN := .venv/bin
 BASE := .venv/.base
 READY := .venv/.ready
 
-.PHONY: setup train test nightly test-page bench-page page-pictures docs reference lint types verify-all bench-schedule bench-overlap bench-tensor bench-pipeline bench-context bench-expert bench-gpu bench-rank bench-decode bench-serve bench-step bench-logging bench-clock bench-checkpoint bench-plan bench-tokens chaos stress flips bench-flips verify-nccl learn score clean
+.PHONY: setup train test nightly test-page bench-page page-pictures docs reference lint types verify-all bench-schedule bench-overlap bench-tensor bench-pipeline bench-context bench-expert bench-gpu bench-rank bench-decode bench-serve bench-step bench-logging bench-clock bench-checkpoint bench-plan bench-tokens chaos recover stress flips bench-flips verify-nccl learn score clean
 
 setup: $(READY)
 
@@ -95,6 +95,12 @@ verify-all: setup
 chaos: setup
 	$(BIN)/python benchmarks/chaos.py
 
+# Ranks are killed at random, and a run goes on from copies in memory; then memory beside the disk.
+recover: setup
+	$(BIN)/python benchmarks/recovery.py kills
+	$(BIN)/python benchmarks/recovery.py kills --shrink --seed 1
+	$(BIN)/python benchmarks/recovery.py read
+
 # Flipped bits in memory and in compute, a long healthy run, and slow ranks and links; about an hour.
 flips: setup
 	$(BIN)/python benchmarks/flips.py rest
@@ -114,6 +120,7 @@ stress: setup
 verify-nccl: setup
 	$(BIN)/python -m tests.gpu.nccl
 	$(BIN)/python -m tests.gpu.train_nccl
+	$(BIN)/python -m tests.gpu.recover_nccl
 
 bench-overlap: setup
 	$(BIN)/python benchmarks/overlap.py

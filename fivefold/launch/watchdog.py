@@ -56,7 +56,7 @@ from fivefold.launch.flight_recorder import FlightRecorder, Record, position_fro
 from fivefold.launch.hang import verdict
 from fivefold.launch.phases import START
 from fivefold.launch.positions import SAVE_THREAD, CommGroup, HangVerdict, Position
-from fivefold.launch.worker import Worker
+from fivefold.launch.worker import CUT_OFF, Worker
 
 PATIENCE = 12.0  # seconds
 _MEETING = 600.0  # seconds in which the ranks must meet
@@ -160,6 +160,7 @@ class Watchdog:
         except dist.DistError as error:
             if not self._stop.wait(self.patience / 4):  # else this rank has ended too
                 cause = f"hosts the store, or its launcher does, and the store is gone ({error})"
+                self.worker.send(CUT_OFF, None)
                 self.worker.lose(HangVerdict(0, "an unknown place", cause))
 
     def _say(self, error: OSError) -> None:

@@ -30,10 +30,12 @@ import torch.distributed as dist
 from fivefold.core.errors import FivefoldError
 from fivefold.launch.backend import RankDevice
 from fivefold.launch.boards import Board, StoreBoard
+from fivefold.launch.cut_off import watch_launcher
 from fivefold.launch.launcher import LauncherEnvironment
 from fivefold.launch.positions import HangVerdict, ranks
 
 ON_CPU = RankDevice()
+CUT_OFF = "cut off"  # a message: this rank cannot reach the store
 _MEETING_TIMEOUT = timedelta(minutes=10)
 _POLL_SECONDS = 0.2  # between two looks for the name of this start
 _BACKLOG = 2048  # connections that wait to be taken
@@ -284,13 +286,15 @@ def _confirm(store: dist.Store, unique: str, missing: set[int], stop: StopReques
 
 def joined_worker(launched: LauncherEnvironment, on_report: Callable[[Any], None]) -> Worker:
     """This process as a worker that handles stop signals. Rank 0 calls `on_report`."""
-    stop = StopRequest()
+    stop, launcher = StopRequest(), os.getppid()
     meeting = LaunchedMeeting(launched, stop)
     stop.listen()
 
     def send(kind: str, value: Any) -> None:
         if kind == "report" and launched.rank == 0:
             on_report(value)
+        elif kind == CUT_OFF and launched.hosted:  # by torchrun
+            watch_launcher(launcher, launched.host, launched.port)
         elif kind == "lost":
             print(f"fivefold: {HangVerdict(*value)}", file=sys.stderr, flush=True)
             meeting.leave()

@@ -20,6 +20,7 @@ from unittest.mock import patch
 import pytest
 from test_store_address import free_port
 
+from fivefold.launch import cut_off
 from fivefold.launch.boards import StoreBoard
 from fivefold.launch.launcher import LauncherEnvironment
 from fivefold.launch.watchdog import watched
@@ -140,3 +141,25 @@ def test_a_partitioned_rank_ends() -> None:
         assert lost.wait(SOON)
     ((rank, _, cause),) = said
     assert rank == 0 and "the store is gone" in cause
+
+
+@pytest.mark.parametrize("healed", [False, True])
+def test_a_launcher_that_is_cut_off_is_ended(healed: bool) -> None:
+    """One that does not hear SIGTERM, unless the store can be reached again."""
+    with socket.create_server((HOST, 0)) as store:
+        port = store.getsockname()[1] if healed else free_port()
+        launcher = multiprocessing.get_context("fork").Process(target=deaf)
+        launcher.start()
+        try:
+            with patch.multiple(cut_off, _WAIT_SECONDS=0.3, _TERM_SECONDS=0.5):
+                cut_off.main(launcher.pid or 0, HOST, port)
+            launcher.join(0.2)
+            assert launcher.is_alive() == healed
+        finally:
+            launcher.kill()
+            launcher.join()
+
+
+def deaf() -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    time.sleep(60)

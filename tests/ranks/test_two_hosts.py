@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -65,10 +66,15 @@ def lay_cable(made: list[Host]) -> None:
             ip("-n", host.name, "link", "set", device, "up")
 
 
-def lose(host: Host) -> None:
-    """The host is gone, and says no goodbye: the cable is cut before its processes are killed."""
+def cut_off(host: Host) -> None:
+    """Nobody reaches the host any more."""
     down = ["ip", "-n", host.name, "link", "set", host.cable, "down"]
     subprocess.run(down, capture_output=True)
+
+
+def lose(host: Host) -> None:
+    """The host is gone, and says no goodbye: the cable is cut before its processes are killed."""
+    cut_off(host)
     pids = subprocess.run(["ip", "netns", "pids", host.name], capture_output=True, text=True)
     for pid in map(int, pids.stdout.split()):
         os.kill(pid, signal.SIGKILL)
@@ -100,17 +106,57 @@ def lines(out: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
+def begin(
+    hosts: tuple[Host, Host], out: Path
+) -> tuple[subprocess.Popen[str], subprocess.Popen[str]]:
+    """A training on both hosts, when it has done its first steps."""
+    started = start(hosts[0], hosts[0], out), start(hosts[1], hosts[0], out)
+    until = time.monotonic() + 120
+    while len(lines(out)) < BEFORE:
+        assert all(each.poll() is None for each in started) and time.monotonic() < until
+        time.sleep(0.05)
+    return started
+
+
+def ranks_on(host: Host) -> list[int]:
+    """The ranks among the processes of a host."""
+    pids = subprocess.run(["ip", "netns", "pids", host.name], capture_output=True, text=True)
+    found: list[int] = []
+    for pid in map(int, pids.stdout.split()):
+        with contextlib.suppress(OSError):  # it has just ended
+            words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+            if b"train" in words and b"torch.distributed.run" not in words:
+                found.append(pid)
+    return found
+
+
+@pytest.mark.nightly  # two minutes of waiting
+def test_a_host_that_is_cut_off_ends(hosts: tuple[Host, Host], tmp_path: Path) -> None:
+    """Its rank ends by itself, and so does the rank's launcher; the other host goes on."""
+    _, goes = hosts
+    first, second = begin(hosts, tmp_path / "run")
+    assert len(ranks_on(goes)) == 1
+    cut_off(goes)
+    began = time.monotonic()
+    while ranks_on(goes):
+        assert time.monotonic() - began < 60
+        time.sleep(0.2)
+    print(f"rank ended after {time.monotonic() - began:.1f} s")
+    said, _ = second.communicate(timeout=120)
+    print(f"launcher ended after {time.monotonic() - began:.1f} s")
+    assert second.returncode != 0 and "the store is gone" in said, said
+    assert "does not notice: it is ended" in said, said
+    said, _ = first.communicate(timeout=180)
+    assert first.returncode == 0, said
+
+
 @pytest.mark.nightly  # a minute of waiting
 def test_one_host_is_lost_and_the_other_goes_on_alone(
     hosts: tuple[Host, Host], tmp_path: Path
 ) -> None:
-    stays, goes = hosts
+    _, goes = hosts
     out = tmp_path / "run"
-    first, second = start(stays, stays, out), start(goes, stays, out)
-    until = time.monotonic() + 120
-    while len(lines(out)) < BEFORE:
-        assert first.poll() is None and second.poll() is None and time.monotonic() < until
-        time.sleep(0.05)
+    first, second = begin(hosts, out)
     lose(goes)
     second.communicate()
     said, _ = first.communicate(timeout=180)
