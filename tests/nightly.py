@@ -68,6 +68,10 @@ TOGETHER = (
     table("contexts", "contexts"),
     table("pipelines", "pipelines"),
     table("layouts", "sweep"),
+    *(
+        Part(f"control-{first}", ("-m", "tests.control_scripts", f"--seed={first}"), "scripts")
+        for first in (0, 5000)
+    ),
     Part("types", ("-m", "pyright"), "errors"),
 )
 ALONE = (

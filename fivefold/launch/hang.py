@@ -102,22 +102,41 @@ def _waiting_for(positions: Mapping[int, Position], silent: Collection[int]) -> 
     """For each rank, the ranks that have issued fewer collectives on one of its groups.
 
     Silent ranks wait for no other. A rank of unknown position is awaited by the ranks whose last
-    collective includes it.
+    collective includes it. Groups are counted once, not once for each of their ranks: a group of
+    all ranks would take their square.
     """
     edges: dict[int, set[int]] = {}
+    counted_groups: dict[CommGroup, _GroupCounts] = {}
     for rank, position in positions.items():
         if rank in silent:
             continue
         last = position.trail[-1].group if position.trail else None
         others: set[int] = set()
         for group, count in position.counts.items():
-            for other in group.members:
-                known = positions.get(other)
-                if group == last if known is None else known.counts.get(group, 0) < count:
-                    others.add(other)
+            if (found := counted_groups.get(group)) is None:
+                found = counted_groups[group] = _GroupCounts.of(group, positions)
+            if count > found.least:
+                others.update(other for other, theirs in found.counts if theirs < count)
+            if found.unknown and group == last:
+                others.update(found.unknown)
         if others:
             edges[rank] = others
     return edges
+
+
+class _GroupCounts(NamedTuple):
+    """What each rank of a group has issued on it, the least of that, and who is unknown."""
+
+    counts: list[tuple[int, int]]
+    least: int
+    unknown: list[int]
+
+    @classmethod
+    def of(cls, group: CommGroup, positions: Mapping[int, Position]) -> _GroupCounts:
+        known = [each for each in group.members if each in positions]
+        counts = [(each, positions[each].counts.get(group, 0)) for each in known]
+        unknown = [each for each in group.members if each not in positions]
+        return cls(counts, min((count for _, count in counts), default=0), unknown)
 
 
 def first_circle(edges: Mapping[int, Collection[int]]) -> list[int]:

@@ -24,18 +24,28 @@ START = "the start"
 
 def with_limits(positions: Mapping[int, Position]) -> dict[int, Position]:
     """The positions, where a phase that may take long has at most twice its usual time."""
-    return {rank: _limited(rank, positions) for rank in positions}
+    limited = [rank for rank, each in positions.items() if each.allowed > 0]
+    longest = _longest(positions) if limited else {}
+    found = dict(positions)
+    for rank in limited:
+        mine = positions[rank]
+        others = [took for took, other in longest.get(mine.mark, ()) if other != rank]
+        if (usual := max([mine.usual, *others])) > 0:
+            allowed = min(mine.allowed, _TIMES * usual - mine.within)
+            found[rank] = replace(mine, allowed=allowed)
+    return found
 
 
-def _limited(rank: int, positions: Mapping[int, Position]) -> Position:
-    mine = positions[rank]
-    if mine.allowed <= 0:
-        return mine
-    others = [each for other, each in positions.items() if other != rank]
-    known = [mine.usual, *(_took(each, mine.mark) for each in others)]
-    if (usual := max(known)) <= 0:
-        return mine
-    return replace(mine, allowed=min(mine.allowed, _TIMES * usual - mine.within))
+def _longest(positions: Mapping[int, Position]) -> dict[int, list[tuple[float, int]]]:
+    """For each mark the two ranks that worked longest after it: one of them is another one."""
+    found: dict[int, list[tuple[float, int]]] = {}
+    for rank, each in positions.items():
+        for mark in {each.mark, *map(int, each.took)}:
+            top = found.setdefault(mark, [])
+            top.append((_took(each, mark), rank))
+            if len(top) > 2:
+                top.remove(min(top))
+    return found
 
 
 def _took(position: Position, mark: int) -> float:

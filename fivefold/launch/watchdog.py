@@ -83,11 +83,44 @@ _JOINS = "thread.join("  # the main thread waits for threads that save
 _MARKS = 16  # the last ones whose times are told
 
 
+class RankSurroundings:
+    """What a watchdog reads of its process: the clock, and where the main thread stands. A test
+    gives it a clock of its own, and calls `look` in place of the thread."""
+
+    def __init__(self) -> None:
+        self._main = threading.get_ident()
+
+    def now(self) -> float:
+        """Seconds on a clock that is never set back."""
+        return time.monotonic()
+
+    def sleep(self, seconds: float) -> None:
+        """Wait for answers."""
+        time.sleep(seconds)
+
+    def stack(self) -> tuple[list[str], bool]:
+        """The frames of the main thread, and whether it waits for other ranks."""
+        return _stack(self._main)
+
+    def watch(self, task: Callable[[], None]) -> threading.Thread | None:
+        """Run the watchdog beside the main thread."""
+        thread = threading.Thread(target=task, name="watchdog", daemon=True)
+        thread.start()
+        return thread
+
+
 class Watchdog:
     """Watches its own rank, and answers for it in a round."""
 
-    def __init__(self, worker: Worker, world: int, patience: float) -> None:
+    def __init__(
+        self,
+        worker: Worker,
+        world: int,
+        patience: float,
+        surroundings: RankSurroundings | None = None,
+    ) -> None:
         self.worker, self.patience = worker, patience
+        self._around = surroundings or RankSurroundings()
         # A process that is compared with the ranks has a number of its own.
         self.members = range(world) if world > 1 else range(worker.rank, worker.rank + 1)
         self.folder: Path | None = worker.meeting.folder
@@ -95,18 +128,16 @@ class Watchdog:
         self.recorder = FlightRecorder(self.folder if world > 1 else None, worker.rank)
         self._tick = patience / 10
         self._phase, self._num_phases = START, 0
-        self._mark, self._mark_at, self._took = 0, time.monotonic(), dict[str, float]()
+        self._mark, self._mark_at, self._took = 0, self._around.now(), dict[str, float]()
         self._kind, self._usual = START, dict[str, float]()
         self._worked: float | None = None
         self._alike = True
-        self._seen, self._moved_at = (0, 0), time.monotonic()
-        self._allowed_until = time.monotonic() + _MEETING
+        self._seen, self._moved_at = (0, 0), self._around.now()
+        self._allowed_until = self._around.now() + _MEETING
         self._said = False
         self._round, self._quiet_until = 0, 0.0
-        self._main = threading.get_ident()
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
-        self._thread.start()
+        self._thread = self._around.watch(self._watch)
 
     def note(self, record: Record, members: tuple[int, ...]) -> None:
         """Log a collective that this rank is about to issue."""
@@ -118,7 +149,7 @@ class Watchdog:
         """Begin a phase. `allowed` are the seconds it may take without a collective, for phases
         that are known to be slow, such as compilation or a checkpoint, unless more is known of it.
         All ranks come to a `mark`, in the same order, and do the same there if it is `alike`."""
-        now = time.monotonic()
+        now = self._around.now()
         self._phase = text
         self._allowed_until = now + allowed
         if mark:
@@ -139,7 +170,8 @@ class Watchdog:
         if self._stop.is_set():
             return
         self._stop.set()
-        self._thread.join(timeout=self.patience)
+        if self._thread is not None:
+            self._thread.join(timeout=self.patience)
         self._phase = f"the end, after {self._phase}"
         # The host of the store may have ended first, and a disk may be full.
         with contextlib.suppress(dist.DistError, OSError):
@@ -154,14 +186,18 @@ class Watchdog:
         try:
             while not self._stop.wait(self._tick):
                 try:
-                    self._look()
+                    self.look()
                 except OSError as error:
                     self._say(error)
         except dist.DistError as error:
             if not self._stop.wait(self.patience / 4):  # else this rank has ended too
-                cause = f"hosts the store, or its launcher does, and the store is gone ({error})"
-                self.worker.send(CUT_OFF, None)
-                self.worker.lose(HangVerdict(0, "an unknown place", cause))
+                self.lose_store(error)
+
+    def lose_store(self, error: dist.DistError) -> None:
+        """The store is gone, and the run with it."""
+        cause = f"hosts the store, or its launcher does, and the store is gone ({error})"
+        self.worker.send(CUT_OFF, None)
+        self.worker.lose(HangVerdict(0, "an unknown place", cause))
 
     def _say(self, error: OSError) -> None:
         """Say once that the board cannot be written; it is tried again."""
@@ -173,12 +209,13 @@ class Watchdog:
                 "hangs"
             )
 
-    def _look(self) -> None:
-        now = time.monotonic()
+    def look(self) -> None:
+        """Look at this rank and at the board, as the thread does again and again."""
+        now = self._around.now()
         if self._progress != self._seen:
             self._seen, self._moved_at, self._worked = self._progress, now, None
             self.board.put(f"phase-{self.worker.rank}", self._phase)
-        elif not _stack(self._main)[1]:
+        elif not self._around.stack()[1]:
             self._worked = None
         elif self._worked is None:
             self._worked = now - self._mark_at
@@ -201,8 +238,8 @@ class Watchdog:
 
     def _answer(self, number: int, device: DeviceProgress | None = None) -> None:
         """Write the position of this rank to the board."""
-        now = time.monotonic()
-        stack, waits = _stack(self._main)
+        now = self._around.now()
+        stack, waits = self._around.stack()
         ended = number == _LAST
         table = {
             "round": number,
@@ -257,13 +294,17 @@ class Watchdog:
 
     def _answers(self, wanted: set[int]) -> dict[int, dict[str, Any]]:
         """The tables of the ranks that answer in time."""
-        until, found = time.monotonic() + self.patience / 2, dict[int, dict[str, Any]]()
-        while len(found) < len(wanted) and time.monotonic() < until:
+        until, found = self._around.now() + self.patience / 2, dict[int, dict[str, Any]]()
+        read = dict.fromkeys(wanted, "{}")  # of many ranks: what has not changed is not parsed
+        while len(found) < len(wanted) and self._around.now() < until:
             for rank in wanted - set(found):
-                table = json.loads(self.board.get(f"rank-{rank}") or "{}")
-                if table.get("round", 0) >= self._round:
-                    found[rank] = table
-            time.sleep(self._tick / 10)
+                text = self.board.get(f"rank-{rank}") or "{}"
+                if text is not read[rank] and text != read[rank]:
+                    table = json.loads(text)
+                    read[rank] = text
+                    if table.get("round", 0) >= self._round:
+                        found[rank] = table
+            self._around.sleep(self._tick / 10)
         return found
 
 

@@ -17,7 +17,7 @@ import socket
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property
@@ -233,7 +233,21 @@ def _listening(host: str, port: int) -> int | None:
 
 
 def agree_on_prefix(store: dist.Store, rank: int, world: int, stop: StopRequest) -> str:
-    """A prefix that all ranks of this start know, and that no earlier start has used.
+    """A prefix that all ranks of this start know, and that no earlier start has used."""
+    agreeing = agreement(store, rank, world, time.monotonic)
+    while True:
+        stop.heed()
+        try:
+            next(agreeing)
+        except StopIteration as agreed:
+            return agreed.value
+        time.sleep(_POLL_SECONDS)
+
+
+def agreement(
+    store: dist.Store, rank: int, world: int, now: Callable[[], float]
+) -> Generator[None, None, str]:
+    """Agree on a prefix; yields where it would wait.
 
     torchrun reuses its store when it restarts the ranks, and each host counts restarts by itself.
     So rank 0 offers a new prefix. Every other rank answers under it with a unique key, and rank 0
@@ -243,33 +257,34 @@ def agree_on_prefix(store: dist.Store, rank: int, world: int, stop: StopRequest)
     unique = uuid.uuid4().hex
     if rank == 0:
         store.set("fivefold/offer", unique)
-        return _confirm(store, unique, set(range(1, world)), stop)
-    began, answered = time.monotonic(), ""
-    while time.monotonic() - began < _MEETING_TIMEOUT.total_seconds():
-        stop.heed()
+        yield from _confirm(store, unique, set(range(1, world)), now)
+        return unique
+    began, answered = now(), ""
+    while now() - began < _MEETING_TIMEOUT.total_seconds():
         offer = store.get("fivefold/offer").decode() if store.check(["fivefold/offer"]) else ""
         if offer != answered:
             store.set(f"fivefold/{offer}/{rank}", unique)
             answered = offer
         if store.check([f"fivefold/{unique}"]):
             return store.get(f"fivefold/{unique}").decode()
-        time.sleep(_POLL_SECONDS)
+        yield
     raise FivefoldError(
         f"rank {rank} has waited {_MEETING_TIMEOUT} for all {world} ranks: look at those that did "
         "not start"
     )
 
 
-def _confirm(store: dist.Store, unique: str, missing: set[int], stop: StopRequest) -> str:
+def _confirm(
+    store: dist.Store, unique: str, missing: set[int], now: Callable[[], float]
+) -> Iterator[None]:
     """Rank 0 waits for all others, and says after a while who has not come."""
-    began, said = time.monotonic(), False
+    began, said = now(), False
     while missing:
-        stop.heed()
         for other in sorted(missing):
             if store.check([key := f"fivefold/{unique}/{other}"]):
                 store.set(f"fivefold/{store.get(key).decode()}", unique)
                 missing.discard(other)
-        waited = time.monotonic() - began
+        waited = now() - began
         if not missing:
             break
         if waited > _MEETING_TIMEOUT.total_seconds():
@@ -280,8 +295,7 @@ def _confirm(store: dist.Store, unique: str, missing: set[int], stop: StopReques
             said = True
             words = f"{ranks(missing)} did not come within {waited:.0f} s; rank 0 waits on"
             print(f"fivefold: {words}", file=sys.stderr, flush=True)
-        time.sleep(_POLL_SECONDS)
-    return unique
+        yield
 
 
 def joined_worker(launched: LauncherEnvironment, on_report: Callable[[Any], None]) -> Worker:
