@@ -123,12 +123,10 @@ def _value(hint: Any, value: Any, path: str, problems: list[str]) -> Any:
 
 def _member(union: Any, value: Any) -> Any:
     """The type of a union that a value is for: words, as auto, or else the other one."""
-    words, others = list[Any](), list[Any]()
-    for one in typing.get_args(union):
-        if one is not type(None):
-            (words if typing.get_origin(one) is typing.Literal else others).append(one)
-    named = (one for one in words if value in typing.get_args(one) or not others)
-    return next(named, others[0] if others else None)
+    members = [one for one in typing.get_args(union) if one is not type(None)]
+    words = [one for one in members if typing.get_origin(one) is typing.Literal]
+    named = [one for one in words if value in typing.get_args(one)]
+    return [*named, *(one for one in members if one not in words), *words][0]
 
 
 def _scalar(hint: Any, value: Any, path: str, problems: list[str]) -> Any:
@@ -205,17 +203,11 @@ def _literal(item: Any) -> str:
 # A Hugging Face `config.json`, read key by key, and what several model families spell in the same
 # way. Problems are collected, so that one error reports them all.
 
-
 Fields = dict[str, Any]
 
 _PLACING = (
-    "num_hidden_layers",
-    "first_k_dense_replace",
-    "moe_layer_freq",
-    "decoder_sparse_step",
-    "mlp_only_layers",
-    "interleave_moe_layer_step",
-    "moe_layers",
+    *("num_hidden_layers", "first_k_dense_replace", "moe_layer_freq", "decoder_sparse_step"),
+    *("mlp_only_layers", "interleave_moe_layer_step", "moe_layers"),
 )
 ROPES = {"default": "default", "llama3": "llama3", "yarn": "yarn", "linear": "linear"}
 
