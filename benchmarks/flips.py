@@ -1,7 +1,7 @@
 """Flipped bits that are planted in a training, and what it says of them; and what watching costs.
 
     python benchmarks/flips.py rest [--flips 20]      weights, master weights and states
-    python benchmarks/flips.py compute [--flips 60]   gradients, activations and messages
+    python benchmarks/flips.py compute [--flips 60] [--top]   gradients, activations and messages
     python benchmarks/flips.py healthy [--steps 5000] nothing is planted, and nothing may be found
     python benchmarks/flips.py cost [--device cuda]   a step with the watch over one without
 
@@ -220,19 +220,20 @@ def compute(asked: argparse.Namespace) -> int:
     """Flips in compute: the share that trips the bound, and of these whether the rank is named."""
     rng, first, apart = random.Random(asked.seed), 24, 3
     plan = plan_of(layout="dp=2 pp=2", zero=1, microbatches=2)
-    for dtype in KINDS:
+    for dtype in asked.dtypes.split(","):
         for kind in WHERE:
             numbers = [first + apart * each for each in range(asked.flips)]
             world = plan.layout.world
             flips = {each: Flip.draw(rng, kind, world, each) for each in numbers}
+            if asked.top:  # of the exponent: what is small becomes huge
+                flips = {number: replace(each, bit=-2) for number, each in flips.items()}
             records = computed(plan, dtype, flips, first + apart * asked.flips)
             again = {each.step: each.again for each in records if each.again is not None}
             tripped = [each for each in numbers if (again.get(each) or {}).get("same") is False]
             named = sum(flips[each].rank in (again[each] or {})["ranks"] for each in tripped)
             false = len(again.keys() - set(numbers))
-            bits = sorted(flips[each].bit % (32 if dtype == "float32" else 16) for each in tripped)
             print(
-                f"{dtype} {kind}: {len(tripped)} of {len(flips)} tripped the bound (bits {bits}), "
+                f"{dtype} {kind}: {len(tripped)} of {len(flips)} tripped the bound, "
                 f"{named} named the rank; {false} other steps ran again"
             )
     return 0
@@ -315,6 +316,8 @@ def main() -> int:
     parser.add_argument("what", choices=("rest", "compute", "healthy", "cost"))
     parser.add_argument("--flips", type=int, default=20)
     parser.add_argument("--steps", type=int, default=0)
+    parser.add_argument("--top", action="store_true", help="flip the highest bit of exponents")
+    parser.add_argument("--dtypes", default=",".join(KINDS))
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--every", type=int, default=20)

@@ -118,9 +118,13 @@ def _again(facts: RunFacts) -> Iterator[View]:
     """Spikes, and differences between two runs of a step; not proofs that found none."""
     for one in facts.records:
         if one.again is not None and one.again["why"] is not None:
-            ranks = ", ".join(map(str, one.again["ranks"])) or "a rank that is not known"
-            result = "the same result: data" if one.again["same"] else f"another: hardware, {ranks}"
-            yield _event("again", one.wall, one.step, f"{one.again['why']}: {result}")
+            ranks = ", ".join(map(str, one.again["ranks"]))
+            where = f"of rank {ranks}" if ranks else "of a rank that is not known"
+            result = (
+                "the same result: the data" if one.again["same"] else f"another: hardware {where}"
+            )
+            says = f"{one.again['why']}; it ran again with {result}"
+            yield _event("again", one.wall, one.step, says)
 
 
 def _slow(facts: RunFacts) -> Iterator[View]:

@@ -133,7 +133,8 @@ class ReplayCallback(Callback):
         self.found = {"why": why, "same": equal, "ranks": causes}
         if why is None:
             return
-        text = f"{why}; {_verdict(equal, causes, ranks, lost)}"
+        text = f"{why}{'' if proves else ', so it ran again'}; "
+        text += _verdict(equal, causes, ranks, lost)
         if proves:
             raise FivefoldError(
                 f"{text}: take these devices out, and continue with --resume; if the run has "
@@ -175,7 +176,7 @@ def _words(number: int, pairs: Sequence[Bound], limits: Bound, proves: bool) -> 
     what, value, limit = ("loss", loss, limits[0])
     if loss <= limits[0]:
         what, value, limit = ("norm", norm, limits[1])
-    return f"step {number}: {what} {value:.4g} was above its bound {limit:.4g}, and ran again"
+    return f"step {number}: {what} {value:.4g} was above its bound {limit:.4g}"
 
 
 def _verdict(

@@ -21,12 +21,15 @@ def history(*records: StepRecord) -> list[tuple[str, str]]:
 
 
 def test_a_step_that_ran_again_says_why_and_what_came_out() -> None:
-    why = "step 3: norm 9 was above its bound 2, and ran again"
+    why = "step 3: norm 9 was above its bound 2"
     spike = replace(RECORD, step=3, again={"why": why, "same": True, "ranks": []})
     flip = replace(spike, step=4, again={"why": why, "same": False, "ranks": [5]})
     proof = replace(spike, step=5, again={"why": None, "same": True, "ranks": []})
     found = [says for kind, says in history(RECORD, spike, flip, proof) if kind == "again"]
-    assert found == [f"{why}: the same result: data", f"{why}: another: hardware, 5"]
+    assert found == [
+        f"{why}; it ran again with the same result: the data",
+        f"{why}; it ran again with another: hardware of rank 5",
+    ]
 
 
 @pytest.mark.parametrize(("later", "times"), [(0.165, 1), (0.3, 2)])
