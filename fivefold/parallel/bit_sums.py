@@ -148,7 +148,7 @@ class Tape:
 
 
 class TapeDifference(NamedTuple):
-    """The first message that differs: what this rank `sent` or received, and its number."""
+    """The first thing that differs: what this rank `sent` or received, in words, and its number."""
 
     name: str
     sent: bool
@@ -160,5 +160,6 @@ def first_difference(one: Tape, other: Tape) -> TapeDifference | None:
     before: the cause is there. A rank whose first difference was received is a victim."""
     for number, (a, b) in enumerate(zip(one.read(), other.read(), strict=False)):
         if a != b:
-            return TapeDifference(a.name, a.sent, number)
+            way = "what it sent by" if a.sent else "what it received by"
+            return TapeDifference(f"{way} {a.name}", a.sent, number)
     return None

@@ -100,8 +100,7 @@ class Integrity:
         """`every`: the steps from one comparison to the next."""
         self.mesh, self.every, self.number = job.mesh, every, 0
         device = job.mesh.device
-        at_rest, states = _weights(job), _states(job, updater)
-        self.seal = Seal([*at_rest, *states], device)
+        self.seal = Seal(held_tensors(job, updater), device)
         self.frozen = Seal(_frozen(job), device)
         self.frozen.take()
         self.lines = [line for line in _lines(job, updater) if len(line.members) > 1]
@@ -205,6 +204,11 @@ def exchanged(mesh: Mesh, value: Any) -> list[Any]:
     found: list[Any] = [None] * len(mesh.members["world"])
     dist.all_gather_object(found, value)
     return found
+
+
+def held_tensors(job: Job, updater: Updater) -> list[HeldTensor]:
+    """What an update changes: weights, master weights and states beside the model."""
+    return [*_weights(job), *_states(job, updater)]
 
 
 def _weights(job: Job) -> list[HeldTensor]:

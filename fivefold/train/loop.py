@@ -211,6 +211,9 @@ class _Loop:
         guard = Guard(scale, stop, self.clock.synchronised, uncount, bound, self.integrity)
         last = number == self.progress.last_step
         optimizer = _MeasuredUpdate(self.rank, self.result) if last else updater
+        here = recipe.offload == "none" and not recipe.optimizer_kind.full_matrices
+        if self.replays.proves(number) and bound is None and here:
+            optimizer = self.replays.proving(job, updater, optimizer)
         ordered = batches[::-1] if self.reverse else batches
         job.balancing.routes.clear()
         if weights is None:

@@ -6,7 +6,8 @@ Another one: hardware, and the second result counts. Which rank, the tapes of bo
 (`parallel/bit_sums.py`): the one that sent something else after it had received the same.
 
 With `replay = N` every N-th step runs twice in any case, with kernels that add in one order. Both
-runs must then be equal to the bit, in every message of every rank.
+runs must then be equal to the bit, in every message of every rank, and so must two updates from the
+same gradients, where all states are on the device and no other rank has a part in an update.
 """
 
 from __future__ import annotations
@@ -21,11 +22,13 @@ from typing import Any
 
 from fivefold.core.errors import FivefoldError
 from fivefold.launch.worker import Worker
-from fivefold.parallel.bit_sums import Tape, TapeDifference, first_difference
+from fivefold.optim.optimizer import Updater
+from fivefold.parallel.bit_sums import BitSums, Tape, TapeDifference, first_difference
+from fivefold.parallel.compose import Job
 from fivefold.parallel.mesh import Mesh
-from fivefold.step import StepOutcome
+from fivefold.step import Optimizer, StepOutcome
 from fivefold.train.callbacks import Callback
-from fivefold.train.integrity import exchanged
+from fivefold.train.integrity import exchanged, held_tensors
 
 _WINDOW, _LEAST = 64, 16  # steps that the bound knows, and without which there is none
 _DEVIATIONS = 6.0
@@ -69,6 +72,30 @@ def _limit(values: Sequence[float], share: float) -> float:
     return middle + max(_DEVIATIONS * spread, share * abs(middle))
 
 
+class ProvedUpdate:
+    """An update that runs twice from the same weights, states and gradients, kept on the host."""
+
+    def __init__(self, inner: Optimizer, job: Job, updater: Updater) -> None:
+        self.inner, self.job, self.updater = inner, job, updater
+        self.differing: list[str] = []
+
+    def step(self) -> None:
+        """Update once, and compare with a second time."""
+        held, count = held_tensors(self.job, self.updater), self.updater.count
+        changed = [each.tensor.detach() for each in held]
+        changed += [each.grad for each in self.job.owned]  # an update may scale them in place
+        before = [each.to("cpu", copy=True) for each in changed]
+        sums = BitSums([each.tensor for each in held], self.job.mesh.device)
+        self.inner.step()
+        first = sums.read()
+        for each, kept in zip(changed, before, strict=True):
+            each.copy_(kept)
+        self.updater.resume_after(count)
+        self.inner.step()
+        wrong = (first != sums.read()).tolist()
+        self.differing = [each.name for each, bad in zip(held, wrong, strict=True) if bad]
+
+
 @dataclass
 class ReplayCallback(Callback):
     """Runs the steps of a rank, some of them twice. `exact`: kernels add in one order."""
@@ -79,14 +106,15 @@ class ReplayCallback(Callback):
     watches: bool
     exact: bool
     bound: RunningBound = field(default_factory=RunningBound)
+    update: ProvedUpdate | None = None
     found: dict[str, Any] | None = None
 
     def run(
         self, number: int, attempt: Callable[[Bound | None], StepOutcome], expected: bool
     ) -> StepOutcome:
         """The outcome that counts; `expected`: numbers that are not finite are usual."""
-        self.found = None
-        proves = bool(self.every) and number % self.every == 0
+        self.found = self.update = None
+        proves = self.proves(number)
         bound = NOTHING if proves else self.bound.limits if self.watches else None
         whole = proves or self.exact
         first, tape = self._taped(partial(attempt, bound), whole)
@@ -97,6 +125,15 @@ class ReplayCallback(Callback):
             first = second
         self.bound.add(float(first.loss), float(first.norm))
         return first
+
+    def proves(self, number: int) -> bool:
+        """Whether a step runs twice in any case."""
+        return bool(self.every) and number % self.every == 0
+
+    def proving(self, job: Job, updater: Updater, inner: Optimizer) -> Optimizer:
+        """The update of a step that is proved."""
+        self.update = ProvedUpdate(inner, job, updater)
+        return self.update
 
     def measure(self, number: int) -> dict[str, Any]:
         return {} if self.found is None else {"again": self.found}
@@ -120,7 +157,10 @@ class ReplayCallback(Callback):
         """Compare both runs, with all ranks, and say what was found."""
         pairs = [(float(one.loss), float(one.norm)) for one in outcomes]
         wire = [tapes[0].messages(sent=sent) for sent in (True, False)]
-        answers = exchanged(self.mesh, (first_difference(*tapes), *wire))
+        differs = first_difference(*tapes)
+        if differs is None and self.update is not None and self.update.differing:
+            differs = TapeDifference(f"its update of {self.update.differing[0]}", True, -1)
+        answers = exchanged(self.mesh, (differs, *wire))
         ranks: list[TapeDifference | None] = [each[0] for each in answers]
         equal = not any(ranks) and _same(*pairs)
         if not self.exact:  # sums in another order are not hardware
@@ -193,7 +233,7 @@ def _verdict(
     if not causes:
         return "the result is another, so it is in the hardware, of a rank that is not known"
     names = sorted({one.name for rank in causes if (one := ranks[rank]) is not None})
-    where = f", first in what it sent by {', '.join(names)}" if names else ""
+    where = f", first in {', '.join(names)}" if names else ""
     listed = ", ".join(map(str, causes))
     who = f"rank {listed}" if len(causes) == 1 else f"one of ranks {listed}"
     return f"the result is another, so it is in the hardware of {who}{where}"

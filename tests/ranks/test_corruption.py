@@ -27,6 +27,7 @@ from fivefold.core.copies import odd_ones, sign
 from fivefold.core.plan import Plan
 from fivefold.launch.processes import Pool, RankLost
 from fivefold.launch.worker import Worker
+from fivefold.optim.optimizer import DeviceUpdater
 from fivefold.parallel.bit_sums import PRIME, bit_sum, combined
 from fivefold.parallel.flat_unit import FlatUnit
 from fivefold.records import StepRecord
@@ -161,6 +162,24 @@ def test_every_step_can_be_proved(pool: Pool) -> None:
     with pytest.raises(RankLost, match="step 2 ran twice with different results") as lost:
         run(pool, plan, in_compute, lowest, steps=4, replay=2)
     assert "in the hardware of rank 1, first in what it sent by tp/" in str(lost.value)
+
+
+def with_a_wrong_update(worker: Worker, plan: Plan, settings: TrainSettings) -> TrainedRank:
+    """The first of two updates of step 2 goes wrong on rank 1."""
+    inner, calls = DeviceUpdater.step, iter(range(1000))
+
+    def step(self: DeviceUpdater) -> None:
+        inner(self)
+        if worker.rank == 1 and next(calls) == 1:
+            flip(self.moments["exp_avg"][3], 0.5, 0)
+
+    with patch.object(DeviceUpdater, "step", step):
+        return run_rank(worker, plan, settings)
+
+
+def test_an_update_is_proved_too(pool: Pool) -> None:
+    with pytest.raises(RankLost, match="in the hardware of rank 1, first in its update of exp_avg"):
+        run(pool, plan_of(layout="dp=2", zero=1), with_a_wrong_update, steps=3, replay=2)
 
 
 def with_one_nan(worker: Worker, plan: Plan, settings: TrainSettings) -> TrainedRank:
