@@ -135,10 +135,11 @@ def layer_parameters(shape: Shape, i: int) -> Parameters:
         mlp = _mlp_matrices(shape, shape.ffn) + bias
         return Parameters(attention=attention, mlp=mlp, norms=norms)
     moe, one = shape.moe, _mlp_matrices(shape, shape.moe.ffn)
+    one += shape.moe.biases * ((2 if shape.gated else 1) * shape.moe.ffn + shape.width)
     shared = _mlp_matrices(shape, moe.shared_ffn) + moe.shared_gated * shape.width
     return Parameters(
         attention=attention,
-        router=shape.width * moe.experts,
+        router=(shape.width + moe.biases) * moe.experts,
         experts=moe.experts * one,
         shared_experts=shared if moe.shared else 0,
         norms=norms,
@@ -231,7 +232,8 @@ def _attention(shape: Shape) -> int:
         return _latent_attention(shape, shape.mla)
     queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     matrices = shape.width * (2 * queries + 2 * keys)
-    return matrices + shape.qkv_bias * (queries + 2 * keys) + shape.out_bias * shape.width
+    biases = shape.qkv_bias * (queries + 2 * keys) + shape.out_bias * shape.width
+    return matrices + biases + shape.sinks * shape.heads
 
 
 def _latent_attention(shape: Shape, mla: Mla) -> int:

@@ -245,6 +245,12 @@ def keeps_rounded(layout: Layout, keeps_weights: bool) -> bool:
     return keeps_weights or layout.zero < 3 or layout.shard * layout.cp == 1
 
 
+def refuse_biases(shape: Shape, fp8: Fp8 | None) -> None:
+    """Grouped matmuls in fp8 have no biases."""
+    if fp8 is not None and fp8.experts and shape.moe is not None and shape.moe.biases:
+        raise FivefoldError("experts with biases are not rounded to fp8: use precision = bf16")
+
+
 def require_whole_blocks(
     rounding: Fp8 | None, layout: Layout, shape: Shape, seq: int, rows: int = 1, overlap: int = 1
 ) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from fivefold.core.shape import Moe, Rope
 from fivefold.core.tables import (
     Config,
     Fields,
@@ -236,6 +237,26 @@ def _alternating(config: Config, every: int, pattern: str = "") -> Fields:
     return {"window": window, "global_every": every, "global_rotary": True}
 
 
+def _gpt_oss(config: Config) -> Fields:
+    fields = decoder_fields(config, eps=1e-5, theta=150_000.0) | attention_bias(config, True)
+    config.must_be("swiglu_alpha", 1.702)
+    config.must_be("swiglu_limit", 7.0)
+    config.must_be("hidden_act", "silu")
+    moe = Moe(
+        experts=config.whole(config.first_of(("num_local_experts", "num_experts"))),
+        top_k=config.whole(config.first_of(("num_experts_per_tok", "experts_per_token"))),
+        ffn=fields["ffn"],
+        renormalise=True,
+        biases=True,
+    )
+    own: Fields = {"moe": moe, "sinks": True, "activation": "swiglu_clamped"}
+    own |= {"head_dim": config.whole("head_dim", 64)}
+    if not config.has("rope_parameters") and not config.has("rope_scaling"):
+        own |= {"rope": Rope("yarn", 32.0, 4096, truncate=False)}
+    window = config.optional_whole("sliding_window", 128)
+    return fields | _alternating(config, 2) | own | {"window": window}
+
+
 NEWER: dict[str, Callable[[Config], Fields]] = {
     "olmo2": _olmo2,
     "glm": _glm,
@@ -244,6 +265,7 @@ NEWER: dict[str, Callable[[Config], Fields]] = {
     "gpt_neox": _gpt_neox,
     "falcon": _falcon,
     "gemma": _gemma,
+    "gpt_oss": _gpt_oss,
     "gemma2": _gemma2,
     "gemma3_text": _gemma3,
 }

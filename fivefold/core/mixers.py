@@ -200,6 +200,7 @@ def _not_with(shape: Shape, mixer: Mixer) -> Iterator[str]:
         "rotary_dim": shape.rotary_dim is not None,
         "score_dim": shape.score_dim is not None,
         "score_cap": shape.score_cap is not None,
+        "sinks": shape.sinks,
     }
     for key in (key for key, given in used.items() if given):
         yield f"{key} is a key of attention, and the model has mixer {shape.mixer}: leave it out"

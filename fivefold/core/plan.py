@@ -17,7 +17,7 @@ from fivefold.core import balance, legality, machine, models, splits, tables
 from fivefold.core.balance import Balance
 from fivefold.core.batch import Batch
 from fivefold.core.errors import BadFile, FivefoldError, UnknownName
-from fivefold.core.fp8 import Fp8, fp8_of, require_whole_blocks
+from fivefold.core.fp8 import Fp8, fp8_of, refuse_biases, require_whole_blocks
 from fivefold.core.layout import Layout, parse_zero
 from fivefold.core.machine import Machine
 from fivefold.core.mixers import require_mixable
@@ -231,6 +231,7 @@ def resolve(options: PlanOptions, *, small: bool = False) -> Plan:
         keeps_attention=any(each.keeps_attention for each in recompute.rules),
     )
     shape = tuned(shape, options.train.tuning, fp8_of(options) is not None)
+    refuse_biases(shape, fp8_of(options))
     seq = _default_seq(layout, shape, small) if options.seq is None else options.seq
     legality.check(layout, shape, **job_of(options, family, seq))
     batch = _batch(options, family, layout, seq)

@@ -17,7 +17,7 @@ from fivefold.core.errors import BadFile, FivefoldError
 from fivefold.core.mixers import ATTENTION, Mixer, mixer_notes, mixer_problems, own_mixer
 from fivefold.core.tuning import Tuning
 
-Activation = Literal["swiglu", "geglu", "geglu_tanh", "gelu", "gelu_tanh", "relu"]
+Activation = Literal["swiglu", "swiglu_clamped", "geglu", "geglu_tanh", "gelu", "gelu_tanh", "relu"]
 Norm = Literal["rms", "rms_offset", "layer"]
 NormAt = Literal["before", "after", "both"]
 Positions = Literal["rotary", "learned", "alibi", "none"]
@@ -46,6 +46,7 @@ class Rope:
     mscale: float = 0.0  # yarn, DeepSeek: 0 means unset
     mscale_all_dim: float = 0.0
     attention_factor: float | None = None  # yarn: None computes it from `factor`
+    truncate: bool = True  # yarn: the ends of its ramp are whole pairs
 
     def problems(self) -> Iterator[str]:
         """Every reason why this scaling is impossible."""
@@ -79,7 +80,7 @@ class Mla:
 
 @dataclass(frozen=True)
 class Moe:
-    """Mixture of experts. Experts and router have no biases, whatever `Shape.mlp_bias` says."""
+    """Mixture of experts. `Shape.mlp_bias` says nothing of experts and router."""
 
     experts: int
     top_k: int
@@ -96,6 +97,7 @@ class Moe:
     groups_kept: int = 1  # … of which a token may use so many
     group_score: GroupScore = "max"  # V2: the group's best expert; V3: the sum of its two best
     bias: bool = False  # loss-free balancing: a bias on the choice, a buffer and no parameter
+    biases: bool = False  # experts and router have biases (gpt-oss)
     weigh_inputs: bool = False  # the weight multiplies an expert's input, not its output (Llama 4)
 
     def problems(self, layers: int) -> Iterator[str]:
@@ -182,6 +184,7 @@ class Shape:
     score_dim: int | None = None  # scores are divided by its root; None: head_dim
     score_cap: float | None = None  # scores become cap · tanh(score / cap) (Gemma 2)
     logit_cap: float | None = None  # and logits
+    sinks: bool = False  # a learned logit of each head takes a share of its softmax (gpt-oss)
     qk_norm: QkNorm = "none"  # head: one weight for all heads; full: over all heads; l2: no weight
     dropout: float = 0.0  # in training, of the embedding and of what is added to the residual
     attention_dropout: float = 0.0  # in training, of the weights of attention
@@ -206,7 +209,7 @@ class Shape:
     @property
     def gated(self) -> bool:
         """Whether an MLP has a gate besides its up projection: three matrices instead of two."""
-        return self.activation in ("swiglu", "geglu", "geglu_tanh")
+        return self.activation in ("swiglu", "swiglu_clamped", "geglu", "geglu_tanh")
 
     @property
     def rotated_dim(self) -> int:
@@ -333,6 +336,8 @@ class Shape:
         for key in ("score_dim", "score_cap"):
             if self.mla is not None and getattr(self, key) is not None:
                 yield f"{key} = {getattr(self, key)}: leave it out with MLA"
+        if self.mla is not None and self.sinks:
+            yield "sinks: leave them out with MLA"
         if self.rope is not None:
             yield from self.rope.problems()
         if self.moe is not None:

@@ -370,6 +370,7 @@ def rope_fields(table: Config | None, max_seq: int, theta: float) -> Fields:
         "mscale_all_dim": ("mscale_all_dim", 0.0),
     }
     fields: Fields = {name: table.number(key, value) for name, (key, value) in extra.items()}
+    fields["truncate"] = table.flag("truncate", True)
     if table.has("attention_factor"):
         fields["attention_factor"] = table.number("attention_factor")
     original = table.whole("original_max_position_embeddings", max_seq)

@@ -281,6 +281,8 @@ def _attention(shape: Shape, block: str, name: str) -> Iterator[Weight]:
     elif shape.qk_norm == "full":
         yield Weight(f"{name}.q_norm.weight", (queries,), block, "column")
         yield Weight(f"{name}.k_norm.weight", (keys,), block, "kv")
+    if shape.sinks:
+        yield Weight(f"{name}.sinks", (shape.heads,), block, "column", first=(0.0, 0.0))
     yield from _linear(block, f"{name}.out", (width, queries), "row", shape.out_bias)
 
 
@@ -313,10 +315,17 @@ def _mlp(shape: Shape, block: str, name: str, ffn: int, bias: bool) -> Iterator[
 def _moe(shape: Shape, moe: Moe, block: str, name: str) -> Iterator[Weight]:
     width, into = shape.width, (moe.experts, moe.ffn, shape.width)
     yield Weight(f"{name}.router.weight", (moe.experts, width), block, "whole")
+    if moe.biases:
+        shift = f"{name}.router.shift"
+        yield Weight(shift, (moe.experts,), block, "whole", first=(0.0, 0.0))
     for one in ("gate", "up") if shape.gated else ("up",):
         yield Weight(f"{name}.experts.{one}.weight", into, block, "expert", expert_dim=1)
+        if moe.biases:
+            yield Weight(f"{name}.experts.{one}.bias", into[:2], block, "expert", expert_dim=1)
     back = (moe.experts, width, moe.ffn)
     yield Weight(f"{name}.experts.down.weight", back, block, "expert", expert_dim=2)
+    if moe.biases:
+        yield Weight(f"{name}.experts.down.bias", back[:2], block, "expert")
     if moe.shared:
         yield from _mlp(shape, block, f"{name}.shared", moe.shared_ffn, bias=False)
     if moe.shared_gated:

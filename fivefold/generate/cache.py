@@ -151,6 +151,8 @@ def cache_problems(shape: Shape) -> Iterator[str]:
     """What attention of this model does that kernels which read the cache do not."""
     if shape.window_kind == "chunked" and shape.window is not None:
         yield "window_kind=chunked: its keys are not read from a cache here; export the model"
+    if shape.sinks:
+        yield "sinks: kernels that read a cache have none here; export the model"
     if shape.score_cap is not None:
         yield "score_cap: its scores are not computed from a cache here; export the model"
 

@@ -14,6 +14,7 @@ from fivefold.core.tables import Fields
 EXPERT = "{}"  # the number of an expert in a name
 ACTIVATIONS = {
     "swiglu": "silu",
+    "swiglu_clamped": "silu",
     "geglu": "gelu",
     "geglu_tanh": "gelu_pytorch_tanh",
     "gelu_tanh": "gelu_new",
@@ -37,6 +38,7 @@ class Writer(NamedTuple):
     blocks: str = "model.layers"
     transposed: bool = False  # linears are inputs × outputs
     grouped: bool = False
+    interleaved: bool = False  # rows of gate and up of experts take turns
     two_norms: Mapping[str, str] = MappingProxyType({})  # if a parallel block has one for each
 
 
@@ -66,6 +68,7 @@ def _rope_scaling(rope: Rope, max_seq: int) -> Fields:
         table |= {"low_freq_factor": rope.low_freq, "high_freq_factor": rope.high_freq}
     if rope.kind == "yarn":
         table |= {"beta_fast": rope.beta_fast, "beta_slow": rope.beta_slow}
+        table |= {} if rope.truncate else {"truncate": False}
         temperatures = {"mscale": rope.mscale, "mscale_all_dim": rope.mscale_all_dim}
         table |= {key: value for key, value in temperatures.items() if value}
         if rope.attention_factor is not None:
@@ -187,6 +190,22 @@ def _llama4(shape: Shape) -> Fields:
     }
 
 
+def _gpt_oss(shape: Shape) -> Fields:
+    moe = shape.moe
+    assert moe is not None, "a family with experts is tried for shapes with experts only"
+    keys = decoder_keys(shape)
+    scaling, theta = keys.pop("rope_scaling") or {"rope_type": "default"}, keys.pop("rope_theta")
+    return keys | {
+        "rope_parameters": scaling | {"rope_theta": theta},  # without it, that of gpt-oss-120b
+        "attention_bias": shape.qkv_bias,
+        "num_local_experts": moe.experts,
+        "num_experts_per_tok": moe.top_k,
+        "intermediate_size": moe.ffn,
+        "sliding_window": shape.window,
+        "layer_types": _layer_types(shape),
+    }
+
+
 _FUSED = {"mlp.gate": "mlp.gate_up_proj", "mlp.up": "mlp.gate_up_proj"}
 _QKV = ("attention.q", "attention.k", "attention.v")
 _GATE, _UP, _DOWN = (f"mlp.experts.{name}.weight" for name in ("gate", "up", "down"))
@@ -210,6 +229,17 @@ LLAMA4 = {
         f"mlp.shared.{name}": f"feed_forward.shared_expert.{name}_proj"
         for name in ("gate", "up", "down")
     },
+}
+GPT_OSS = {
+    "attention.sinks": "self_attn.sinks",
+    "mlp.router": "mlp.router",
+    "mlp.router.shift": "mlp.router.bias",
+    **dict.fromkeys((_GATE, _UP), "mlp.experts.gate_up_proj"),
+    **dict.fromkeys(
+        ("mlp.experts.gate.bias", "mlp.experts.up.bias"), "mlp.experts.gate_up_proj_bias"
+    ),
+    _DOWN: "mlp.experts.down_proj",
+    "mlp.experts.down.bias": "mlp.experts.down_proj_bias",
 }
 GPT_NEOX_OUTER = {
     "embed.weight": "gpt_neox.embed_in.weight",
@@ -241,6 +271,7 @@ NEWER: dict[str, Writer] = {
     "gemma2": Writer("Gemma2ForCausalLM", _gemma2, GEMMA3),
     "gemma3_text": Writer("Gemma3ForCausalLM", _gemma3, GEMMA3),
     "llama4_text": Writer("Llama4ForCausalLM", _llama4, LLAMA4),
+    "gpt_oss": Writer("GptOssForCausalLM", _gpt_oss, GPT_OSS, interleaved=True),
     "gpt_neox": Writer(
         *("GPTNeoXForCausalLM", _gpt_neox, GPT_NEOX, GPT_NEOX_OUTER, "gpt_neox.layers"),
         grouped=True,

@@ -103,6 +103,8 @@ def to_hf(shape: Shape, name: str) -> HfLocation:
         return HfLocation(found, transposed, stacked=stacked)
     heads = parts[0] in _QKV
     groups = shape.kv_heads if heads and writer.grouped else 1
+    if stacked and writer.interleaved:
+        groups = _num_rows(shape, inner)
     sizes = {part: _num_rows(shape, part) // groups for part in parts}
     start = sum(sizes[part] for part in parts[: parts.index(inner)])
     return HfLocation(found, transposed, start, groups, stacked)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -26,13 +27,16 @@ from fivefold.model.flash import VisiblePairs, attend, attend_backward, is_fake
 from fivefold.model.layers import (
     L2,
     ROTATE,
+    Hold,
     Linear,
     Norm,
     Project,
     WeightFactory,
+    as_it_is,
     project,
     yarn_mscale,
 )
+from fivefold.model.sinks import sinks_gradient, with_sinks
 
 Kernel = Callable[[Tensor, Tensor, Tensor, AttentionInfo], Tensor]
 
@@ -63,6 +67,8 @@ class Attention(nn.Module):
         self.q_norm = Norm(widths[0], False, shape, factory) if normed else None
         self.k_norm = Norm(widths[1], False, shape, factory) if normed else None
         self.out = Linear(shape.width, queries, shape.out_bias, factory)
+        self.sinks = factory.empty(shape.heads) if shape.sinks else None
+        self.hold: Hold = as_it_is  # seam: split backward
         self.scale = math.sqrt(shape.head_dim / (shape.score_dim or shape.head_dim))
         self.rotate = ROTATE.by(factory.fuse)
         self.project: Project = project  # seam: tensor parallelism, split backward
@@ -71,6 +77,8 @@ class Attention(nn.Module):
     def forward(self, x_BSD: Tensor, context: Context) -> Tensor:
         q_BHSd, k_BKSd, v_BKSd = self._queries_keys_values(x_BSD, context)
         info = context.attention.at(self.site, self.first_head)
+        if self.sinks is not None:
+            info = replace(info, sinks=self.hold(self.sinks))
         out_BHSd = self.kernel(q_BHSd, k_BKSd, v_BKSd, info)
         return self.out(out_BHSd.transpose(1, 2).flatten(2))
 
@@ -101,8 +109,9 @@ def causal_attention(q_BHSd: Tensor, k_BKSd: Tensor, v_BKSd: Tensor, info: Atten
     which pairs count without a mask of all of them: windows, packed documents, dropped pairs;
     or how scores are capped.
     """
-    if info.dropout is not None or info.documents is not None or info.cap is not None:
-        return _PairedAttention.apply(q_BHSd, k_BKSd, v_BKSd, info)
+    plain = info.documents is None and info.dropout is None
+    if not plain or info.cap is not None or info.sinks is not None:
+        return _PairedAttention.apply(q_BHSd, k_BKSd, v_BKSd, info, info.sinks)
     if is_fake(q_BHSd):
         return torch.ops.aten._scaled_dot_product_cudnn_attention(
             q_BHSd, k_BKSd, v_BKSd, None, True, 0.0, True
@@ -123,18 +132,22 @@ class _PairedAttention(torch.autograd.Function):
     saves."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, info: AttentionInfo) -> Tensor:
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, info: AttentionInfo, sinks: Tensor | None
+    ) -> Tensor:
         out, lse = attend(q, k, v, _pairs(q, info))
+        out, lse = (out, lse) if sinks is None else with_sinks(out, lse, sinks)
         out = out.to(q.dtype)
-        ctx.save_for_backward(q, k, v, out, lse)
-        ctx.info = info
+        ctx.save_for_backward(q, k, v, out, lse, sinks)
+        ctx.info = replace(info, sinks=None)
         return out
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, out, lse = ctx.saved_tensors
-        found = attend_backward(gradients[0], q, k, v, out, lse, _pairs(q, ctx.info))
-        return (*(each.to(q.dtype) for each in found), None)
+        (grad,), (q, k, v, out, lse, sinks) = gradients, ctx.saved_tensors
+        found = attend_backward(grad, q, k, v, out, lse, _pairs(q, ctx.info))
+        of_sinks = None if sinks is None else sinks_gradient(grad, out, lse, sinks)
+        return (*(each.to(q.dtype) for each in found), None, of_sinks)
 
 
 def _pairs(q_BHSd: Tensor, info: AttentionInfo) -> VisiblePairs:

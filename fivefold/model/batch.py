@@ -69,7 +69,12 @@ class AttentionInfo:
     dropout: PairDropout | None = None
     row: TokenBatch | None = None  # the full rows, where the tokens are a shard of them
     cap: float | None = None  # of scores
+    sinks: Tensor | None = None  # (H,), of the heads of one layer
     kept: KeptCalls | None = None  # where a segment runs again, but not its attention
+
+    def sinks_of(self, coord: int, ranks: int) -> Tensor | None:
+        """Those of the heads of one of so many ranks."""
+        return None if self.sinks is None else self.sinks.chunk(ranks)[coord]
 
     def at(self, site: int, first_head: int) -> AttentionInfo:
         """The same for one layer, and for the query heads from `first_head` on."""

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from fivefold.model import varlen
 from fivefold.model.documents import DocumentPairs
+from fivefold.model.sinks import with_sinks
 
 aten = torch.ops.aten
 _ALIGNED = 32  # rows: the log-sum-exp of the memory-efficient kernel
@@ -149,6 +150,13 @@ class MergedAttention:
             return
         blend = _compiled(_blend) if out.is_cuda else _blend
         blend(self.out[:, :, queries], self.lse[:, :, queries], out, lse)
+
+    def result(self, dtype: torch.dtype, sinks_H: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The output and the log-sum-exp of all shards, with sinks if there are some."""
+        assert self.out is not None and self.lse is not None
+        out, lse = self.out, self.lse
+        out, lse = (out, lse) if sinks_H is None else with_sinks(out, lse, sinks_H)
+        return out.to(dtype), lse
 
 
 def accumulate(total: Tensor, more: Tensor) -> None:

@@ -20,8 +20,9 @@ from fivefold.model.fp8 import OverRanks
 from fivefold.model.fp8_grouped import BothStacks, expert_maxima, round_stacks, scaled_grouped
 from fivefold.model.fp8_linear import RoundedWeights
 from fivefold.model.fp8_rows import CodedRows, RowOperand, round_rows, unpacked
+from fivefold.model.grouped import grouped_weight_gradient
 from fivefold.model.linear_math import GradientSink
-from fivefold.model.moe import Experts, ExpertStack, grouped_weight_gradient
+from fivefold.model.moe import Experts, ExpertStack
 
 # Dgrad too, unlike that of linears: the grouped kernel of Hopper that keeps all bits takes 3.4
 # times as long, more than bf16, and experts are narrow, so that its sums are short.

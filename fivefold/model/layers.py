@@ -113,6 +113,14 @@ class Linear(nn.Module):
             return self.matmul(x, self.weight, self.bias)
 
 
+Hold = Callable[[Tensor], Tensor]
+
+
+def as_it_is(weight: Tensor) -> Tensor:
+    """A weight that is used by itself, whose gradient autograd delivers."""
+    return weight
+
+
 Project = Callable[[Tensor, Sequence[Linear]], Sequence[Tensor]]
 
 
@@ -188,8 +196,21 @@ def _gelu_tanh(x: Tensor) -> Tensor:
     return F.gelu(x, approximate="tanh")
 
 
+CLAMP, STEEPER = 7.0, 1.702  # of gpt-oss
+
+
+def _clamped_gate(gate: Tensor) -> Tensor:
+    gate = gate.clamp(max=CLAMP)
+    return gate * torch.sigmoid(STEEPER * gate)
+
+
+def _clamped_up(up: Tensor) -> Tensor:
+    return up.clamp(-CLAMP, CLAMP) + 1
+
+
 ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
     "swiglu": F.silu,
+    "swiglu_clamped": _clamped_gate,
     "geglu": F.gelu,
     "geglu_tanh": _gelu_tanh,
     "gelu": F.gelu,
@@ -206,6 +227,7 @@ def _activation(name: Activation, gated: bool, varies: bool) -> Region:
         return weigh_rows(activate(up), weight)
 
     def times_up(gate: Tensor, up: Tensor, weight: Tensor | None = None) -> Tensor:
+        up = _clamped_up(up) if name == "swiglu_clamped" else up
         return weigh_rows(activate(gate) * up, weight)
 
     return Region(times_up if gated else activated, varies=varies)
@@ -286,8 +308,10 @@ def _yarn_scaling(frequencies_R: Tensor, rope: Rope, theta: float) -> Tensor:
         """The pair, as a fractional index, that makes so many turns in an original sequence."""
         return pairs * math.log(rope.original_seq / (2 * math.pi * turns)) / math.log(theta)
 
-    first = max(math.floor(pair_index(rope.beta_fast)), 0)
-    last = min(math.ceil(pair_index(rope.beta_slow)), 2 * pairs - 1)
+    first, last = pair_index(rope.beta_fast), pair_index(rope.beta_slow)
+    if rope.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, 2 * pairs - 1)
     indices_R = torch.arange(pairs, dtype=frequencies_R.dtype, device=frequencies_R.device)
     # A ramp of length 0 is a step after its pair.
     scaled_R = ((indices_R - first) / max(last - first, 1e-3)).clamp(0.0, 1.0)

@@ -15,7 +15,7 @@ from fivefold.core.errors import FivefoldError
 from fivefold.core.mixers import Mixer, MixerTokens, mixer_table
 from fivefold.core.shape import Shape
 from fivefold.model.batch import Context, TokenBatch
-from fivefold.model.layers import Linear, Project, WeightFactory, project
+from fivefold.model.layers import Linear, Project, WeightFactory, as_it_is, project
 
 
 class MixerInputs(NamedTuple):
@@ -70,11 +70,6 @@ class MixerLayer(nn.Module):
 
 
 MixerKernel = Callable[[MixerLayer, MixerInputs], Tensor]
-
-
-def as_it_is(weight: Tensor) -> Tensor:
-    """A tensor whose gradient autograd delivers."""
-    return weight
 
 
 def mixed(layer: MixerLayer, given: MixerInputs) -> Tensor:

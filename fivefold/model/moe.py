@@ -25,13 +25,13 @@ from torch import Tensor, nn
 
 from fivefold.core.shape import Moe, Shape
 from fivefold.model.fp8_rows import AS_THEY_ARE, RowCodes
-from fivefold.model.layers import Activate, Linear, Matmul, Mlp, WeightFactory
+from fivefold.model.grouped import AddExpertBias, add_expert_bias, grouped_matmul
+from fivefold.model.layers import Activate, Hold, Linear, Matmul, Mlp, WeightFactory, as_it_is
 from fivefold.model.low_rank import LowRank, adapted_grouped
 from fivefold.model.regions import Region
 from fivefold.model.remake import saving
 from fivefold.model.slots import Slots, SlotSums, sort_slots
 
-ALIGNMENT = 16  # bytes: grouped_mm needs rows of a multiple of this
 _NEVER_ZERO = 1e-20  # added to a sum of weights, as DeepSeek-V3 does
 
 
@@ -115,6 +115,8 @@ class Router(nn.Module):
         self.weight = factory.empty(moe.experts, shape.width)
         bias = torch.zeros(moe.experts, dtype=torch.float32, device=factory.device)
         self.register_buffer("bias", bias if moe.bias else None)
+        self.shift = factory.empty(moe.experts) if moe.biases else None
+        self.hold: Hold = as_it_is  # seam: split backward
         self.choose, self.weigh = factory.fuse(choose_experts), WEIGH.by(factory.fuse)
         self.matmul: Matmul = float32_linear  # seam: split backward
 
@@ -123,6 +125,8 @@ class Router(nn.Module):
         and have gradients."""
         moe = self.moe
         logits_NE = self.matmul(x_ND, self.weight, None)
+        if self.shift is not None:
+            logits_NE = logits_NE + self.hold(self.shift)
         scores_NE = logits_NE.softmax(-1) if moe.score == "softmax" else logits_NE.sigmoid()
         experts_NK = self.choose(scores_NE.detach(), self.bias, moe)
         if replayed_NK is not None:
@@ -155,55 +159,17 @@ def _best(scores: Tensor, count: int) -> Tensor:
     return indices[:, :count].contiguous()
 
 
-def grouped_matmul(x_MI: Tensor, weight_EOI: Tensor, ends_E: Tensor) -> Tensor:
-    """One matmul for each expert: its rows, which stop at its end, times its weight."""
-    if not _has_kernel(x_MI, weight_EOI.shape[1]):
-        return _one_by_one(x_MI, weight_EOI, ends_E)
-    y_MO = F.grouped_mm(x_MI, weight_EOI.transpose(1, 2), offs=ends_E)
-    return _ContiguousGradient.apply(y_MO)
-
-
-def grouped_weight_gradient(grad_MO: Tensor, x_MI: Tensor, ends_E: Tensor) -> Tensor:
-    """The gradient of the weight of `grouped_matmul`, (E, O, I), from that of its result: the same
-    kernel that autograd calls, without the forward that autograd needs first."""
-    if _has_kernel(x_MI, grad_MO.shape[1]):
-        return F.grouped_mm(grad_MO.T, x_MI, offs=ends_E)
-    ends = ends_E.tolist()
-    rows = zip([0, *ends], ends, strict=False)
-    return torch.stack([grad_MO[start:end].T @ x_MI[start:end] for start, end in rows])
-
-
-def _has_kernel(x_MI: Tensor, outputs: int) -> bool:
-    """Whether grouped_mm supports this type and these widths."""
-    widths = (x_MI.shape[1], outputs)
-    aligned = all(width * x_MI.element_size() % ALIGNMENT == 0 for width in widths)
-    return aligned and x_MI.dtype != torch.float64
-
-
-def _one_by_one(x_MI: Tensor, weight_EOI: Tensor, ends_E: Tensor) -> Tensor:
-    ends = ends_E.tolist()
-    rows = zip(weight_EOI.unbind(), [0, *ends], ends, strict=False)
-    return torch.cat([F.linear(x_MI[start:end], weight_OI) for weight_OI, start, end in rows])
-
-
-class _ContiguousGradient(torch.autograd.Function):
-    """Makes the gradient contiguous: the backward of grouped_mm takes no expanded one."""
-
-    @staticmethod
-    def forward(ctx: Any, y: Tensor) -> Tensor:
-        return y.view_as(y)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-        return gradients[0].contiguous()
-
-
 class ExpertStack(nn.Module):
-    """The same linear layer of all experts: one weight of (experts, outputs, inputs)."""
+    """The same linear layer of all experts: one weight of (experts, outputs, inputs), and maybe a
+    bias of (experts, outputs)."""
 
-    def __init__(self, experts: int, outputs: int, inputs: int, factory: WeightFactory) -> None:
+    def __init__(
+        self, experts: int, outputs: int, inputs: int, factory: WeightFactory, bias: bool = False
+    ) -> None:
         super().__init__()
         self.weight = factory.empty(experts, outputs, inputs)
+        self.bias = factory.empty(experts, outputs) if bias else None
+        self.add_bias: AddExpertBias = add_expert_bias  # seam: split backward
         self.lora: LowRank | None = None
         self.matmul: GroupedMatmul = grouped_matmul  # seam: split backward, overlapped dispatch
 
@@ -218,9 +184,13 @@ class ExpertStack(nn.Module):
         """This matmul, with the adapters if there are any."""
         return matmul if self.lora is None else partial(adapted_grouped, self.lora, matmul)
 
-    def forward(self, x_MI: Tensor, ends_E: Tensor, *codes: RowCodes) -> Tensor:
+    def forward(
+        self, x_MI: Tensor, ends_E: Tensor, *codes: RowCodes, scale_M1: Tensor | None = None
+    ) -> Tensor:
+        """`scale_M1`: by what inputs were multiplied, and the bias is not yet."""
         with saving(x_MI):
-            return self.matmul(x_MI, self.weight, ends_E, *codes)
+            y_MO = self.matmul(x_MI, self.weight, ends_E, *codes)
+        return y_MO if self.bias is None else self.add_bias(y_MO, self.bias, ends_E, scale_M1)
 
 
 def project_apart(
@@ -243,9 +213,10 @@ class Experts(nn.Module):
     def __init__(self, shape: Shape, moe: Moe, factory: WeightFactory) -> None:
         super().__init__()
         count, width, ffn = moe.experts, shape.width, moe.ffn
-        self.gate = ExpertStack(count, ffn, width, factory) if shape.gated else None
-        self.up = ExpertStack(count, ffn, width, factory)
-        self.down = ExpertStack(count, width, ffn, factory)
+        bias = moe.biases
+        self.gate = ExpertStack(count, ffn, width, factory, bias) if shape.gated else None
+        self.up = ExpertStack(count, ffn, width, factory, bias)
+        self.down = ExpertStack(count, width, ffn, factory, bias)
         self.activate = Activate(shape, factory.fuse, varies=True)  # seam: generation
         self.weigh_inputs = moe.weigh_inputs
         self.slot_sums = SlotSums(factory.fuse)
@@ -269,7 +240,7 @@ class Experts(nn.Module):
         coded = () if codes.two_readers else (codes,)
         *gate, up_MF = self.project(rows, stacks, ends_E, *coded)
         activated_MF = self.activate(gate[0] if gate else None, up_MF, weights_M1)
-        return self.down(activated_MF, ends_E, *coded)
+        return self.down(activated_MF, ends_E, *coded, scale_M1=weights_M1)
 
 
 class OverlappedTask:

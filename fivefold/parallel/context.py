@@ -21,7 +21,8 @@ Legend: B rows, H query heads, K key/value heads, S tokens, d width of a head.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import cache
 from typing import Any, Protocol
 
@@ -36,6 +37,7 @@ from fivefold.model.batch import NOT_COUNTED, AttentionInfo, TokenBatch
 from fivefold.model.flash import MergedAttention, VisiblePairs, accumulate, attend, attend_backward
 from fivefold.model.layers import rotary_tables
 from fivefold.model.mixer_layer import MixerInputs, MixerLayer, mixed
+from fivefold.model.sinks import sinks_gradient
 from fivefold.parallel import transport
 from fivefold.parallel.mesh import Issued, Mesh
 from fivefold.parallel.stage import Stage
@@ -116,12 +118,13 @@ class ContextAttention:
         if k.shape[-1] != v.shape[-1]:
             return self._in_one_width(q, k, v, info)
         if self.split.inner == 1:
-            return _Attention.apply(q, k, v, self, info)
+            return _Attention.apply(q, k, v, self, info, info.sinks)
         copies = math.lcm(k.shape[HEADS], self.split.inner) // k.shape[HEADS]
         if copies > 1:  # fewer heads than ranks: each goes to several
             k, v = (each.repeat_interleave(copies, dim=HEADS) for each in (k, v))
         q, k, v = (_Exchange.apply(each, self, HEADS) for each in (q, k, v))
-        return _Exchange.apply(_Attention.apply(q, k, v, self, info), self, TOKENS)
+        sinks = info.sinks_of(self.mesh.coord(ULYSSES), self.split.inner)
+        return _Exchange.apply(_Attention.apply(q, k, v, self, info, sinks), self, TOKENS)
 
     def _in_one_width(self, q: Tensor, k: Tensor, v: Tensor, info: AttentionInfo) -> Tensor:
         """Latent attention: keys and values travel together, and kernels want one width.
@@ -152,7 +155,7 @@ class ContextAttention:
         return total
 
     def attend_backward(
-        self, grad_out: Tensor, saved: tuple[Tensor, ...], info: AttentionInfo
+        self, grad_out: Tensor, saved: Sequence[Tensor], info: AttentionInfo
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Gradients of this rank's queries, keys and values."""
         q, k, v, out, lse = saved
@@ -312,20 +315,19 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, attention: ContextAttention, info: AttentionInfo
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, attention: Any, info: Any, sinks: Tensor | None
     ) -> Tensor:
-        total = attention.attend(q, k, v, info)
-        assert total.out is not None and total.lse is not None
-        out = total.out.to(q.dtype)
-        ctx.save_for_backward(q, k, v, out, total.lse)
-        ctx.attention, ctx.info = attention, info
+        out, lse = attention.attend(q, k, v, info).result(q.dtype, sinks)
+        ctx.save_for_backward(q, k, v, out, lse, sinks)
+        ctx.attention, ctx.info = attention, replace(info, sinks=None)
         return out
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
-        attention: ContextAttention = ctx.attention
-        found = attention.attend_backward(gradients[0], ctx.saved_tensors, ctx.info)
-        return (*found, None, None)
+        (grad,), (*saved, sinks) = gradients, ctx.saved_tensors
+        found = ctx.attention.attend_backward(grad, saved, ctx.info)
+        of_sinks = None if sinks is None else sinks_gradient(grad, *saved[3:], sinks)
+        return (*found, None, None, of_sinks)
 
 
 class _HasMesh(Protocol):

@@ -20,18 +20,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fivefold.model.attention import Attention
 from fivefold.model.decoder import Decoder, Embedding
+from fivefold.model.grouped import add_expert_bias, grouped_matmul, grouped_weight_gradient
 from fivefold.model.head import Head
 from fivefold.model.layers import Linear, Matmul, Norm, ResidualNorm
 from fivefold.model.linear_math import GradientSink, learns, linear_work
 from fivefold.model.mixer_layer import MixerLayer
-from fivefold.model.moe import (
-    ExpertStack,
-    Router,
-    grouped_matmul,
-    grouped_weight_gradient,
-    wide_matmul,
-)
+from fivefold.model.moe import ExpertStack, Router, wide_matmul
 from fivefold.model.regions import Fuse, ResidualRegion, eager
 
 Work = Callable[[GradientSink], None]
@@ -79,9 +75,10 @@ class GradientQueue:
             elif isinstance(module, Head):  # in chunks, its forward would compute the gradient
                 module.matmul, module.chunked = self.linear, None
             elif isinstance(module, Router):
-                module.matmul = self.wide_linear
+                module.matmul, module.hold = self.wide_linear, self.hold
             elif isinstance(module, ExpertStack):
                 module.matmul = module.adapted(self.grouped)
+                module.add_bias = partial(add_expert_bias, later=self.later)
             elif isinstance(module, Norm):
                 region, offset = _UNSCALED[module.kind], _OFFSETS.get(module.kind, 0)
                 module.normalise = partial(self.norm, offset, region.by(fuse))
@@ -90,7 +87,7 @@ class GradientQueue:
                     module.normalise_sum = partial(self.norm_of_sum, *kernels)
             elif isinstance(module, Embedding):
                 module.lookup, module.add_positions = self.look_up, self.add_positions
-            elif isinstance(module, MixerLayer):
+            elif isinstance(module, MixerLayer | Attention):
                 module.hold = self.hold
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -138,6 +135,10 @@ class GradientQueue:
     def add(self, x: Tensor, bias: Tensor) -> Tensor:
         """Add a bias."""
         return _Add.apply(x, bias, self)
+
+    def later(self, weight: nn.Parameter, compute: Callable[[], Tensor]) -> None:
+        """A weight gradient that is computed with the others."""
+        self.put(lambda sink: sink.add_gradient(weight, compute()))
 
     def hold(self, weight: Tensor) -> Tensor:
         """A weight that the arithmetic of a user's own mixer uses as it likes: its gradient is

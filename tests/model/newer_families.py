@@ -89,6 +89,23 @@ CONFIGS: dict[str, Callable[[], Any]] = {
         attn_scale=0.3,
         **_rope(500.0),
     ),
+    "gpt-oss": lambda: transformers.GptOssConfig(
+        **SIZES | {"num_hidden_layers": 4},
+        **NO_TOKENS,
+        head_dim=16,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        sliding_window=7,
+        **_rope(
+            150000.0,
+            kind="yarn",
+            factor=32.0,
+            beta_fast=32.0,
+            beta_slow=1.0,
+            truncate=False,
+            original_max_position_embeddings=64,
+        ),
+    ),
     "falcon-7b": lambda: transformers.FalconConfig(
         **OLDER, **NO_TOKENS, ffn_hidden_size=56, multi_query=True, parallel_attn=True
     ),
@@ -191,6 +208,18 @@ def _llama4(dice: random.Random) -> Keys:
     }
 
 
+def _gpt_oss(dice: random.Random) -> Keys:
+    keys, experts = _decoder(dice), dice.choice((1, 2, 4))
+    return keys | {
+        "head_dim": dice.choice((4, 6, 16)),
+        "hidden_act": "silu",
+        "attention_bias": _flag(dice),
+        "num_local_experts": experts,
+        "num_experts_per_tok": dice.randint(1, experts),
+        "sliding_window": dice.choice((1, 5, 20)),
+    }
+
+
 def _older(dice: random.Random) -> Keys:
     keys = _decoder(dice)
     unknown = ("num_key_value_heads", "rms_norm_eps", "hidden_act")
@@ -225,6 +254,7 @@ DRAWS: dict[str, tuple[type, Callable[[random.Random], Keys]]] = {
     "gpt_neox": (transformers.GPTNeoXConfig, _gpt_neox),
     "falcon": (transformers.FalconConfig, _falcon),
     "llama4_text": (transformers.Llama4TextConfig, _llama4),
+    "gpt_oss": (transformers.GptOssConfig, _gpt_oss),
     "gemma": (transformers.GemmaConfig, _gemma),
     "gemma2": (transformers.Gemma2Config, _gemma2),
     "gemma3_text": (transformers.Gemma3TextConfig, _gemma3),

@@ -9,12 +9,21 @@ import pytest
 from hf_configs import Table, decoder
 
 from fivefold.core import count
-from fivefold.core.errors import BadFile
+from fivefold.core.errors import BadFile, FivefoldError
 from fivefold.core.hf_config import shape_from_config
+from fivefold.core.plan import PlanOptions, resolve
 from fivefold.core.weights import weights
 from fivefold.huggingface.config_export import as_hf
 
 LONG = {"max_position_embeddings": 131072}
+OSS_YARN = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 4096,
+}
 PYTHIA: Table = {
     "model_type": "gpt_neox",
     "num_hidden_layers": 32,
@@ -122,6 +131,23 @@ PUBLISHED: dict[str, tuple[Table, int]] = {
         },
         999_885_952,
     ),
+    "gpt-oss-20b": (
+        decoder(
+            *("gpt_oss", 24, 2880, 64, 8, 2880, 201088),
+            **LONG,
+            head_dim=64,
+            rms_norm_eps=1e-5,
+            rope_theta=150000,
+            rope_scaling=OSS_YARN,
+            attention_bias=True,
+            num_local_experts=32,
+            num_experts_per_tok=4,
+            sliding_window=128,
+            swiglu_limit=7.0,
+            layer_types=["sliding_attention", "full_attention"] * 12,
+        ),
+        20_914_757_184,
+    ),
     "pythia-6.9b": (PYTHIA, 6_857_302_016),
     "falcon-7b": (FALCON, 6_921_720_704),
 }
@@ -156,6 +182,7 @@ def test_a_newer_config_is_written_as_it_was_read(name: str) -> None:
         ("gemma-3-1b", {"use_bidirectional_attention": True}, "use_bidirectional"),
         ("gemma-2-2b", {"layer_types": ["full_attention"] * 25}, "layer_types = .*each n-th"),
         ("gemma-2-2b", {"final_logit_softcapping": 0.0}, "logit_cap = 0.0: must be above 0"),
+        ("gpt-oss-20b", {"swiglu_limit": 5.0}, "swiglu_limit = 5.0: not supported"),
         ("falcon-7b", {"alibi": True}, "alibi = True: not supported"),
         ("falcon-7b", {"num_ln_in_parallel_attn": 2}, "num_ln_in_parallel_attn = 2: not"),
         ("falcon-7b", {"hidden_dropout": 0.1}, "hidden_dropout = 0.1: not supported"),
@@ -165,6 +192,14 @@ def test_a_newer_config_is_written_as_it_was_read(name: str) -> None:
 def test_a_feature_of_no_shape_is_refused(name: str, changes: dict[str, Any], named: str) -> None:
     with pytest.raises(BadFile, match=named):
         shape_from_config(PUBLISHED[name][0] | changes, name)
+
+
+def test_biases_of_experts_are_neither_split_nor_rounded() -> None:
+    model = {"moe.biases": "true", "moe.shared": "0", "moe.shared_ffn": "0"}
+    with pytest.raises(FivefoldError, match="etp=2 would add biases of experts more than once"):
+        resolve(PlanOptions("tiny-moe", layout="tp=2 etp=2", set=model))
+    with pytest.raises(FivefoldError, match="experts with biases are not rounded to fp8"):
+        resolve(PlanOptions("tiny-moe", layout="dp=2", set=model, precision="fp8"))
 
 
 def test_contradictory_blocks_are_refused() -> None:

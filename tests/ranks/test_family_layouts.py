@@ -56,6 +56,19 @@ LLAMA4 = {
     "moe.every": "2",
     "moe.first_dense": "0",
 }
+GPT_OSS = {
+    "activation": "swiglu_clamped",
+    "sinks": "true",
+    "window": "9",
+    "global_every": "2",
+    "global_rotary": "true",
+    "qkv_bias": "true",
+    "out_bias": "true",
+    "moe.biases": "true",
+    "moe.shared": "0",
+    "moe.shared_ffn": "0",
+    "moe.first_dense": "0",
+}
 TRAITS: list[tuple[dict[str, str], str, dict[str, Any]]] = [
     (OLMO2, "dp=2 pp=2", {"schedule": "zb-h1", "recompute": "selective"}),
     (OLMO2, "dp=2 cp=2", {"zero": 3, "packed": True}),
@@ -80,6 +93,10 @@ TRAITS: list[tuple[dict[str, str], str, dict[str, Any]]] = [
     (LLAMA4, "tp=2 cp=2 ep=2", {"recompute": "full-but-attention", "seq": 40}),
     (LLAMA4, "cp=2 pp=2", {"schedule": "zb-h1", "context": "ring", "packed": True}),
     (LLAMA4, "cp=2 dp=2 ep=4", {"context": "ulysses"}),
+    (GPT_OSS, "dp=2 tp=2 ep=4", {"zero": 3, "recompute": "selective"}),
+    (GPT_OSS, "tp=2 cp=2 ep=2", {"recompute": "full-but-attention", "packed": True}),
+    (GPT_OSS, "cp=2 pp=2 ep=2", {"schedule": "zb-h1", "context": "ring"}),
+    (GPT_OSS, "cp=2 dp=2", {"context": "ulysses", "recompute": "experts"}),
     (FALCON_7B, "dp=2 tp=2", {"zero": 2, "recompute": "selective"}),
     (FALCON_7B, "pp=2 tp=2", {"schedule": "zb-h1"}),
     (FALCON_7B, "tp=2 cp=2", {"context": "ulysses", "recompute": "attention"}),
