@@ -35,6 +35,7 @@ from fivefold.page.learn import (
     landscape,
     layer,
     pipeline,
+    serving,
     tensor,
     trainers,
 )
@@ -71,6 +72,7 @@ LESSONS: dict[str, Lesson] = {
     "landscape": landscape,
     "layer": layer,
     "compare": compare,
+    "serving": serving,
     "trainers": trainers,
 }
 Question = tuple[str, dict[str, str]]  # its name and its parameters

@@ -10,13 +10,14 @@ from pathlib import Path
 
 import pytest
 
+from fivefold.api.serving_plans import plan_serving
 from fivefold.core.errors import FivefoldError
 from fivefold.core.plan import PlanOptions, resolve
 from fivefold.cost.collectives import predict_traffic
 from fivefold.cost.static_memory import static_bytes
 from fivefold.page import document
 from fivefold.page.explore_state import SCHEDULES, State
-from fivefold.page.learn import GROUPS, chapters, compare, device, trainers
+from fivefold.page.learn import GROUPS, chapters, compare, device, serving, trainers
 from fivefold.page.learn.chapters import CHAPTERS, plain
 from fivefold.page.learn.glossary import GLOSSARY, linked
 from fivefold.report import WIDTH, gib
@@ -155,6 +156,29 @@ def test_the_table_of_trainers_has_every_cell_its_source_and_its_date() -> None:
     assert "litgpt has no pipeline and no context parallelism" in prose("trainers")
 
 
+def test_answers_say_what_the_serving_planner_says() -> None:
+    found = serving.view({"model": "llama-3.1-70b", "answers": "32"})
+    asked = {"machine": "h100", "gpus": 8, "prompt": serving.PROMPT, "output": serving.OUTPUT}
+    alone = plan_serving("llama-3.1-70b", layout="tp=8", **asked).choice
+    assert found["shown"] == "tp=8"
+    assert found["prefill"] == pytest.approx(alone.latency.ttft)
+    assert found["step"] == pytest.approx(alone.latency.tpot)
+    rows = {row["name"]: row for row in found["rows"]}
+    assert rows["tensor"]["room"] == alone.latency.max_sequences
+    loaded = plan_serving("llama-3.1-70b", layout="tp=8", concurrency=32, **asked).choice.chosen
+    assert rows["tensor"]["tokens_per_s"] == pytest.approx(loaded.tokens_per_s, rel=0.05)
+    assert "no room for a cache" in rows["data"]["problem"]
+    assert rows["expert"]["problem"] == "the model has no experts"
+    full = found["frames"][4]
+    used = full["tokens"] * full["sequences"] * found["memory"]["token"]
+    assert 0.99 < used / found["memory"]["cache"] <= 1, "the last answer that fits fills the cache"
+    parts = (found["memory"][name] for name in ("weights", "engine", "cache"))
+    assert sum(parts) == pytest.approx(found["limit"])
+    moe = {r["name"]: r for r in serving.view({"model": "qwen3-30b-a3b", "answers": "1"})["rows"]}
+    assert not any(row["problem"] for row in moe.values())
+    assert moe["data"]["tokens_per_s"] < 1 / moe["data"]["tpot"], "one replica is busy"
+
+
 # What is printed, and what is refused.
 
 
@@ -164,7 +188,7 @@ def test_an_address_of_a_chapter_prints_prose_and_panel() -> None:
     assert found["learn/data"]["choices"]["zero"] == "0"
     assert found["learn/data"]["choices"]["dp"] == "2"
     lines = list(document.lines(found, None))
-    assert lines[0] == "Chapter 3 of 13: What if the batch is split?"
+    assert lines[0] == "Chapter 3 of 14: What if the batch is split?"
     assert any("In a kitchen" in line for line in lines)
     assert any(CHAPTERS["data"].commands[0] in line for line in lines)
     assert max(map(len, lines)) <= WIDTH

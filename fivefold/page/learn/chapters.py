@@ -145,6 +145,15 @@ CHAPTERS: dict[str, Chapter] = {
         "compare",
         ("fivefold plan llama-3.1-70b --machine h100 --gpus 64",),
     ),
+    "serving": Chapter(
+        "How does a trained model answer?",
+        chapters_together.serving_answers,
+        "Reading an order takes one look, however long it is; then the dishes leave the kitchen "
+        "one by one, and for each the cook walks past all shelves. A cook who walks anyway can "
+        "carry plates for thirty tables, as long as the notes of all of them fit on the board.",
+        "serving",
+        ("fivefold plan llama-3.1-70b --serve --machine h100 --gpus 8 --concurrency 32",),
+    ),
     "trainers": Chapter(
         "What can other trainers run?",
         chapters_together.other_trainers,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from fivefold.core.errors import counted
 from fivefold.page import View
-from fivefold.page.learn import compare, landscape, size_text, trainers
+from fivefold.page.learn import compare, landscape, serving, size_text, trainers
 from fivefold.page.learn import layer as layer_panel
 from fivefold.page.learn.chapters_states import gpu
 from fivefold.report import duration, gib
@@ -83,6 +83,31 @@ def choose() -> list[str]:
         "Rules of thumb miss much: how schedules, batch and recomputation play together. The "
         "planner estimates every legal layout, simulates the best, and says why the first one won "
         "and what each neighbour would lose. The other tab, Explore, shows the same for any job.",
+    ]
+
+
+def serving_answers() -> list[str]:
+    """Prefill and decode, the cache, and which dimension helps which."""
+    found = serving.view({})
+    choices, rows = found["choices"], {row["name"]: row for row in found["rows"]}
+    tensor, pipeline = rows["tensor"], rows["pipeline"]
+    rates = [found["prompt"] / found["prefill"], 1 / found["step"]]
+    return [
+        "An answer has two parts. In prefill all tokens of the prompt pass through the model at "
+        "once, as in training. In decode the model draws one token, appends it and starts again: a "
+        "forward for each token. So that nothing is computed twice, the keys and values of all "
+        "earlier tokens are kept, layer by layer: the KV cache.",
+        f"{choices['model']} on {found['gpus']} H100s with {tensor['layout']}: "
+        f"{found['prompt']:,} tokens of a prompt take an estimated {duration(found['prefill'])}, "
+        f"{rates[0]:,.0f} a second. One token of the answer takes {duration(found['step'])}, "
+        f"{rates[1]:,.0f} a second. "
+        "Decode has little to compute and reads all weights for it, so memory bandwidth is its "
+        "limit. The cure is company: many answers at a time read the weights once.",
+        f"How many fit is a matter of the cache, {size_text(found['memory']['token'])} a token on "
+        f"each GPU here. With {choices['answers']} answers at a time {tensor['layout']} gives each "
+        f"a token every {tensor['tpot_text']}, and {pipeline['layout']} one every "
+        f"{pipeline['tpot_text']}: tp makes a step shorter, pp only lets others follow. Across "
+        "nodes, where tp would wait for the network, pp is what is left.",
     ]
 
 

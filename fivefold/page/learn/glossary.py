@@ -37,6 +37,9 @@ GLOSSARY: dict[str, str] = {
     "arithmetic; recomputation does not count.",
     "matmul": "A multiplication of two matrices (GEMM): most of the arithmetic of a transformer.",
     "GiB": "2³⁰ bytes, about 1.07 billion.",
+    "prefill": "The forward of a whole prompt, before the first token of an answer is drawn.",
+    "decode": "The forwards after it, each with one new token of every answer.",
+    "KV cache": "Keys and values of all earlier tokens, in every layer: what decode attends to.",
     # The ranks and the wires.
     "rank": "One process with one GPU, and its number among all of them.",
     "node": "One computer with several GPUs, usually 8.",
