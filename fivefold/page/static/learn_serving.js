@@ -6,7 +6,7 @@ import { bytes, count, gib, seconds } from "fivefold/format.js";
 import { colourOf } from "fivefold/colours.js";
 
 const HEAD = ["layout", "first token", "each token", "tokens/s", "room for answers"];
-const BAR = { high: 26, gap: 4 };
+const BAR = { high: 26, axis: 18 };
 const LOOK = { prefill: colourOf("compute"), decode: colourOf("tp"), weights: colourOf("weights"), engine: colourOf("driver"), cache: colourOf("gradients") };
 
 /** @param {HTMLElement} body */
@@ -41,8 +41,8 @@ export function create(body) {
   };
 }
 
-/** A bar of parts. @param {{ share: number, colour: string }[]} parts @param {number} width @param {string} label */
-function bar(parts, width, label) {
+/** A bar of parts over an axis. @param {{ share: number, colour: string }[]} parts @param {number} width @param {string} end of the axis @param {string} label */
+function bar(parts, width, end, label) {
   let x = 0;
   const drawn = parts.map(({ share, colour }) => {
     const wide = Math.max(0, share * width);
@@ -51,7 +51,10 @@ function bar(parts, width, label) {
     return one;
   });
   const frame = svg("rect", { x: 0.5, y: 0.5, width: width - 1, height: BAR.high - 1, fill: "none", stroke: "var(--muted)" });
-  return svg("svg", { width, height: BAR.high, viewBox: `0 0 ${width} ${BAR.high}`, role: "img", "aria-label": label }, ...drawn, frame);
+  const high = BAR.high + BAR.axis;
+  const words = { y: high - 4, fill: "var(--muted)", "font-size": 12 };
+  const axis = [svg("text", { ...words, x: 0 }, "0"), svg("text", { ...words, x: width, "text-anchor": "end" }, end)];
+  return svg("svg", { width, height: high, viewBox: `0 0 ${width} ${high}`, role: "img", "aria-label": label }, ...drawn, frame, ...axis);
 }
 
 /** @param {any} view @param {any} frame @param {number} width */
@@ -65,7 +68,7 @@ function answer(view, frame, width) {
   const label = `one answer in ${view.shown}: the prompt takes ${seconds(view.prefill)}, ${view.output} tokens ${seconds(whole)} in all`;
   return [
     el("figcaption", {}, `One answer alone in ${view.shown}, ${seconds(whole)}`),
-    bar(parts, width, label),
+    bar(parts, width, seconds(whole), label),
     key([[LOOK.prefill, `prefill: ${count(view.prompt)} tokens at once, ${seconds(view.prefill)}`], [LOOK.decode, `decode: ${seconds(view.step)} for each token`]]),
   ];
 }
@@ -83,7 +86,7 @@ function cache(view, frame, width) {
   const answers = frame.sequences === 1 ? "1 answer" : `${count(frame.sequences)} answers`;
   return [
     el("figcaption", {}, `One GPU of ${gib(view.limit)}, with ${answers}`),
-    bar(parts, width, label),
+    bar(parts, width, gib(view.limit), label),
     key([[LOOK.weights, `weights ${gib(weights)}`], [LOOK.engine, `engine ${gib(engine)}`], [LOOK.cache, `KV cache ${bytes(used)} of ${gib(view.memory.cache)}`]]),
   ];
 }
