@@ -133,22 +133,32 @@ def _best_of(
     from fivefold.planner import NothingFits, best_plans
 
     request = request_of(options, {}, how, precision)
-    only = possible_values(target, request.shape, request.space.gpus)
-    fixed = {} if True in only.get("sp", {True}) else {"sp": False}
-    narrow = replace(request, space=replace(request.space, only=only, fixed=fixed))
-    same = (how["stack"], *sorted(only), *(only[name] for name in sorted(only)))
-    try:
-        result = searched.get(same) or best_plans(narrow, _TRIED)
-    except NothingFits as error:
-        return _Found(how["stack"], refused=f"of what it can say, {error}")
-    except InternalError as error:  # closed forms were too low for all that fits by them
-        return _Found(how["stack"], refused=f"nothing that it can say fits: {error}")
-    searched[same] = result
-    found = (result.fastest, *result.plans)
-    priced = [_expressed(target, each, how, precision) for each in found]
-    fitting = [pair for pair in priced if pair is not None and pair[1].verdict != _TOO_LARGE]
+    everything = possible_values(target, request.shape, request.space.gpus)
+    fixed = {} if True in everything.get("sp", {True}) else {"sp": False}
+    spaces, refused = [everything], ""
+    fitting: list[tuple[Expressed, Estimate]] = []
+    while spaces:
+        only = spaces.pop()
+        narrow = replace(request, space=replace(request.space, only=only, fixed=fixed))
+        same = (how["stack"], *sorted(only), *(only[name] for name in sorted(only)))
+        try:
+            result = searched.get(same) or best_plans(narrow, _TRIED)
+        except NothingFits as error:
+            refused = refused or f"of what it can say, {error}"
+            continue
+        except InternalError as error:  # closed forms were too low for all that fits by them
+            refused = refused or f"nothing that it can say fits: {error}"
+            continue
+        searched[same] = result
+        found = (result.fastest, *result.plans)
+        priced = [_expressed(target, each, how, precision) for each in found]
+        fitting += [pair for pair in priced if pair and pair[1].verdict != _TOO_LARGE]
+        if only is everything:  # degrees that cannot be beside others: without them, too
+            lost = {loss.key for pair in priced if pair for loss in pair[0].losses}
+            alone = sorted(lost & {"tp", "cp", "ep"})
+            spaces += [{**everything, axis: frozenset({1})} for axis in alone]
     if not fitting:
-        refused = f"the {len(result.plans)} fastest layouts do not fit as it can say them"
+        refused = refused or f"its {_TRIED} fastest layouts do not fit as it can say them"
         return _Found(how["stack"], refused=refused)
     nearest, estimate = min(fitting, key=lambda pair: pair[1].step)
     changed = tuple(each.text(target.title) for each in nearest.losses if not each.left)

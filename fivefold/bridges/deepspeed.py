@@ -75,9 +75,16 @@ def incoming(values: Values, _flat: Flat) -> Values:
 
 
 def impossible(values: Values, _shape: Shape) -> Iterator[Impossible]:
-    """Only the optimizer of ZeRO has its states elsewhere."""
+    """Only the optimizer of ZeRO has its states elsewhere. AutoTP is for ZeRO stages 0 to 2, and
+    AutoEP beside ZeRO-3 has neither tp nor sequence parallelism."""
     if values["zero"] == 0 and values["offload"] != "none":
         yield "zero", 0, [{"zero": 1, "gather": None}]
+    if values["zero"] == 3:
+        tp, cp, stage = values["tp"], values["cp"], {"zero": 2, "gather": None}
+        if tp > 1:
+            yield "tp", tp, [stage, {"tp": 1, "etp": 1, "shard": values["shard"] * tp}]
+        elif values["ep"] > 1 and cp > 1:
+            yield "ep", values["ep"], [stage, {"cp": 1, "shard": values["shard"] * cp}, {"ep": 1}]
 
 
 def more(_shape: Shape, values: Values) -> Flat:

@@ -23,7 +23,7 @@ def possible_values(target: Target, shape: Shape, gpus: int) -> Allowed:
         if values is not None:
             found[key] = values
     if "tp" not in found:
-        usual = {**usual_values(), "microbatches": 1, "microbatch_size": 1, "zero": 3}
+        usual = {**usual_values(), "microbatches": 1, "microbatch_size": 1, "zero": 1}
         degrees = [
             tp
             for tp in divisors(gpus)

@@ -119,6 +119,9 @@ def test_files_of_other_frameworks(tmp_path: Path) -> None:
     assert axolotl.unknown == ("invented_key = True",)
 
 
+LAUGHS = "a0: &a0 [x, x]\n" + "".join(
+    f"a{i}: &a{i} [*a{i - 1}, *a{i - 1}, *a{i - 1}, *a{i - 1}]\n" for i in range(1, 30)
+)
 BAD = {
     "more ranks than degrees": ("t.toml", TITAN.replace("= -1", "= 3"), 16, "must multiply"),
     "a world that does not divide": ("t.toml", TITAN, 7, "no multiple of tp 2"),
@@ -136,7 +139,27 @@ BAD = {
     "a YAML anchor": ("n.yaml", "a: &a [1, 1]\nb: [*a, *a]\n", None, "anchor"),
     "nested YAML": ("n.yaml", "a: " + "[" * 60 + "]" * 60, None, "nested deeper"),
     "bad YAML": ("n.yaml", "a: [1, 2", None, "not valid YAML"),
+    "exploding YAML": ("n.yaml", NANOTRON + LAUGHS, None, "an anchor or an alias"),
     "10 MB": ("n.yaml", "#" * 10_000_000, None, "larger than 1 MB"),
+    "10 MB of JSON": ("d.json", "[" * 10_000_000, None, "larger than 1 MB"),
+    "10 MB of TOML": ("t.toml", TITAN + "#" * 10_000_000, 8, "larger than 1 MB"),
+    "10 MB of a script": ("s.sh", SLURM + "x " * 5_000_000, None, "larger than 1 MB"),
+    "10 MB of Python": ("p.py", "x = 1\n" * 1_700_000, None, "larger than 1 MB"),
+    "degrees that contradict the GPUs": ("n.yaml", NANOTRON, 8, "must multiply"),
+    "experts that do not multiply": (
+        "a.yml",
+        AXOLOTL + "expert_parallel_size: 2\n",
+        16,
+        "multiply",
+    ),
+    "fewer nodes than degrees": (
+        *(
+            "s.sh",
+            SLURM.replace("2 * 2", "1").replace("TP:-4", "TP:-16"),
+            None,
+            "no multiple of tp",
+        ),
+    ),
     "no known key": ("n.yaml", "hello: world\n", None, "no key of it is known"),
     "a word for a number": ("n.yaml", NANOTRON.replace("tp: 2", "tp: two"), None, "whole number"),
     "bad Python": ("p.py", "config.parallelism.x = (", None, "not valid Python"),
@@ -171,6 +194,14 @@ def test_bad_files_are_refused_with_their_rule(case: str, tmp_path: Path) -> Non
     name, text, gpus, rule = BAD[case]
     with pytest.raises(BadFile, match=rule):
         of_text(tmp_path, name, text, gpus)
+
+
+def test_a_bad_file_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, out = tmp_path / "n.yaml", tmp_path / "out.sh"
+    path.write_text(NANOTRON + LAUGHS, "utf-8")
+    assert run(["plan", str(path), "--emit", "megatron", "-o", str(out)]) == 2
+    assert "write the value itself" in " ".join(capsys.readouterr().err.split())
+    assert not out.exists()
 
 
 @pytest.mark.parametrize(
