@@ -21,6 +21,11 @@ from fivefold.core.tables import (
     indices,
 )
 
+_MIXED = (
+    "some of its layers mix tokens by a recurrence and some by attention, and a model here has one "
+    "mixer for all layers; use a model with attention, or write the recurrence as an own mixer"
+)
+REFUSED = dict.fromkeys(("qwen3_next", "falcon_h1", "jamba", "bamba", "granitemoehybrid"), _MIXED)
 WITH_IMAGES = ("llama4", "gemma3")  # their text model has a table of its own
 
 
@@ -29,6 +34,8 @@ def shape_from_config(config: Mapping[str, Any], where: str) -> Shape:
     family = config.get("model_type")
     if family in WITH_IMAGES and isinstance(config.get("text_config"), Mapping):
         config, family = config["text_config"], f"{family}_text"
+    if isinstance(family, str) and family in REFUSED:
+        raise BadFile(where, [f"model_type = {family!r}: {REFUSED[family]}"])
     if not isinstance(family, str) or family not in FAMILIES:
         known = ", ".join(FAMILIES)
         raise BadFile(where, [f"model_type = {family!r} is not known; use one of {known}"])
@@ -159,18 +166,33 @@ def _deepseek_v2(config: Config) -> Fields:
 def _deepseek_v3(config: Config) -> Fields:
     config.must_be("topk_method", "noaux_tc")
     config.must_be("scoring_func", "sigmoid")
-    routing: Fields = {
+    return _deepseek(config, _sigmoid_routing(config, 2.5, 8, 4)) | _ahead(config)
+
+
+def _sigmoid_routing(config: Config, scaling: float, groups: int, kept: int) -> Fields:
+    return {
         "score": "sigmoid",
-        "scaling": config.number("routed_scaling_factor", 2.5),
+        "scaling": config.number("routed_scaling_factor", scaling),
         "renormalise": config.flag("norm_topk_prob", True),
-        "groups": config.whole("n_group", 8),
-        "groups_kept": config.whole("topk_group", 4),
+        "groups": config.whole("n_group", groups),
+        "groups_kept": config.whole("topk_group", kept),
         "group_score": "top2",
         "bias": True,
     }
-    # Newer versions of transformers assume one such layer; here the default is none.
+
+
+def _ahead(config: Config) -> Fields:
+    """Newer versions of transformers assume one such layer; here the default is none."""
     mtp = config.first_of(("num_nextn_predict_layers", "num_mtp_layers"))
-    return _deepseek(config, routing) | {"mtp": config.whole(mtp, 0, least=0)}
+    return {"mtp": config.whole(mtp, 0, least=0)}
+
+
+def _glm4_moe(config: Config) -> Fields:
+    fields = decoder_fields(config, eps=1e-5, partial=0.5)
+    experts = _deepseek_experts(config, fields["layers"], _sigmoid_routing(config, 1.0, 1, 1), 1)
+    own: Fields = {"qkv_bias": config.flag("attention_bias", False), "moe": experts}
+    own |= {"qk_norm": "head" if config.flag("use_qk_norm", False) else "none"}
+    return fields | own | _ahead(config)
 
 
 def _deepseek(config: Config, routing: Fields) -> Fields:
@@ -183,10 +205,19 @@ def _deepseek(config: Config, routing: Fields) -> Fields:
         value_dim=config.whole("v_head_dim"),
         q_rank=config.optional_whole("q_lora_rank", 1536),
     )
-    expert, shared = config.whole("moe_intermediate_size"), config.whole("n_shared_experts", 0, 0)
-    dense, step = config.whole("first_k_dense_replace", 0, 0), config.whole("moe_layer_freq", 1)
+    moe = _deepseek_experts(config, layers, routing)
+    own: Fields = {"kv_heads": heads, "head_dim": mla.nope_dim + mla.rope_dim, "mla": mla}
+    return fields | own | {"rope_interleaved": config.flag("rope_interleave", True), "moe": moe}
+
+
+def _deepseek_experts(config: Config, layers: int, routing: Fields, usual: int = 0) -> Moe:
+    """`usual`: shared experts, and leading layers without experts, if a config does not say."""
+    expert = config.whole("moe_intermediate_size")
+    shared = config.whole("n_shared_experts", usual, 0)
+    dense = config.whole("first_k_dense_replace", usual, 0)
+    step = config.whole("moe_layer_freq", 1)
     wanted = [i for i in indices(layers) if i >= dense and i % step == 0]
-    moe = Moe(
+    return Moe(
         experts=config.whole("n_routed_experts"),
         top_k=config.whole("num_experts_per_tok"),
         ffn=expert,
@@ -195,8 +226,6 @@ def _deepseek(config: Config, routing: Fields) -> Fields:
         **expert_placement(config, "moe_layer_freq", wanted, layers),
         **routing,
     )
-    own: Fields = {"kv_heads": heads, "head_dim": mla.nope_dim + mla.rope_dim, "mla": mla}
-    return fields | own | {"rope_interleaved": config.flag("rope_interleave", True), "moe": moe}
 
 
 def _llama4(config: Config) -> Fields:
@@ -267,5 +296,6 @@ FAMILIES: dict[str, Callable[[Config], Fields]] = {
     "deepseek_v2": _deepseek_v2,
     "deepseek_v3": _deepseek_v3,
     "llama4_text": _llama4,
+    "glm4_moe": _glm4_moe,
     **NEWER,
 }

@@ -16,7 +16,14 @@ from fivefold.core.hf_config import shape_from_config
 from fivefold.core.mixers import refuse_mixer
 from fivefold.core.shape import Moe, Shape
 from fivefold.core.tables import Fields
-from fivefold.huggingface.families import ACTIVATIONS, EXPERT, NEWER, Writer, decoder_keys
+from fivefold.huggingface.families import (
+    ACTIVATIONS,
+    EXPERT,
+    NEWER,
+    Writer,
+    decoder_keys,
+    partial_share,
+)
 
 # A shape does not have these. The transformers package has defaults, which may be outside the
 # vocabulary, so that unknown ids are written as null.
@@ -58,17 +65,19 @@ QWEN2_MOE = MOE | {
     "mlp.shared.down": "mlp.shared_expert.down_proj",
     "mlp.shared_gate": "mlp.shared_expert_gate",
 }
-DEEPSEEK = MOE | {
+SHARED = {
+    "mlp.shared.gate": "mlp.shared_experts.gate_proj",
+    "mlp.shared.up": "mlp.shared_experts.up_proj",
+    "mlp.shared.down": "mlp.shared_experts.down_proj",
+    "mlp.router.bias": "mlp.gate.e_score_correction_bias",
+}
+DEEPSEEK = {**MOE, **SHARED} | {
     "attention.q_down": "self_attn.q_a_proj",
     "attention.q_latent_norm": "self_attn.q_a_layernorm",
     "attention.q_up": "self_attn.q_b_proj",
     "attention.kv_down": "self_attn.kv_a_proj_with_mqa",
     "attention.kv_latent_norm": "self_attn.kv_a_layernorm",
     "attention.kv_up": "self_attn.kv_b_proj",
-    "mlp.shared.gate": "mlp.shared_experts.gate_proj",
-    "mlp.shared.up": "mlp.shared_experts.up_proj",
-    "mlp.shared.down": "mlp.shared_experts.down_proj",
-    "mlp.router.bias": "mlp.gate.e_score_correction_bias",
 }
 
 
@@ -232,15 +241,33 @@ def _deepseek(shape: Shape, topk_method: str, scoring: str) -> Fields:
         "qk_nope_head_dim": mla.nope_dim,
         "qk_rope_head_dim": mla.rope_dim,
         "v_head_dim": mla.value_dim,
+        "moe_layer_freq": 1,
+        "topk_method": topk_method,
+        "scoring_func": scoring,
+        **_deepseek_experts(moe),
+    }
+
+
+def _glm4_moe(shape: Shape) -> Fields:
+    moe = _moe(shape)
+    return decoder_keys(shape) | {
+        "attention_bias": shape.qkv_bias,
+        "partial_rotary_factor": partial_share(shape),
+        "use_qk_norm": shape.qk_norm == "head",
+        "num_nextn_predict_layers": shape.mtp,
+        "norm_topk_prob": moe.renormalise,
+        **_deepseek_experts(moe),
+    }
+
+
+def _deepseek_experts(moe: Moe) -> Fields:
+    return {
         "n_routed_experts": moe.experts,
         "num_experts_per_tok": moe.top_k,
         "moe_intermediate_size": moe.ffn,
         "n_shared_experts": moe.shared,
         "first_k_dense_replace": moe.first_dense,
-        "moe_layer_freq": 1,
         "routed_scaling_factor": moe.scaling,
-        "topk_method": topk_method,
-        "scoring_func": scoring,
         "n_group": moe.groups,
         "topk_group": moe.groups_kept,
     }
@@ -267,5 +294,6 @@ WRITERS: dict[str, Writer] = {
     "olmoe": Writer("OlmoeForCausalLM", _olmoe, MOE),
     "deepseek_v2": Writer("DeepseekV2ForCausalLM", _deepseek_v2, DEEPSEEK),
     "deepseek_v3": Writer("DeepseekV3ForCausalLM", _deepseek_v3, DEEPSEEK),
+    "glm4_moe": Writer("Glm4MoeForCausalLM", _glm4_moe, {**MOE, **SHARED}),
     **NEWER,
 }

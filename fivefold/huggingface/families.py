@@ -76,7 +76,7 @@ def _rope_scaling(rope: Rope, max_seq: int) -> Fields:
     return table
 
 
-def _partial(shape: Shape) -> float:
+def partial_share(shape: Shape) -> float:
     """The part of a head that is rotated, so that readers that round down find all of it."""
     share = shape.rotated_dim / shape.head_dim
     exact = int(shape.head_dim * share) == shape.rotated_dim
@@ -88,13 +88,13 @@ def _olmo2(shape: Shape) -> Fields:
 
 
 def _glm(shape: Shape) -> Fields:
-    own: Fields = {"attention_bias": shape.qkv_bias, "partial_rotary_factor": _partial(shape)}
+    own: Fields = {"attention_bias": shape.qkv_bias, "partial_rotary_factor": partial_share(shape)}
     return decoder_keys(shape) | own
 
 
 def _phi3(shape: Shape) -> Fields:
     dropouts = dict.fromkeys(("resid_pdrop", "embd_pdrop"), shape.dropout)
-    own: Fields = {"sliding_window": shape.window, "partial_rotary_factor": _partial(shape)}
+    own: Fields = {"sliding_window": shape.window, "partial_rotary_factor": partial_share(shape)}
     return decoder_keys(shape) | dropouts | own
 
 
@@ -107,7 +107,7 @@ def _gpt_neox(shape: Shape) -> Fields:
         "layer_norm_eps": shape.norm_eps,
         "attention_bias": shape.qkv_bias,
         "use_parallel_residual": shape.parallel_block,
-        "rotary_pct": _partial(shape),
+        "rotary_pct": partial_share(shape),
         "rotary_emb_base": keys.pop("rope_theta"),
     }
 

@@ -39,6 +39,20 @@ CONFIGS: dict[str, Callable[[], Any]] = {
     "glm4": lambda: transformers.Glm4Config(
         **SIZES, **NO_TOKENS, head_dim=16, attention_bias=False, **_rope(500.0, 0.25)
     ),
+    "glm4-moe": lambda: transformers.Glm4MoeConfig(
+        **SIZES | {"num_hidden_layers": 4},
+        **NO_TOKENS,
+        head_dim=12,
+        use_qk_norm=True,
+        moe_intermediate_size=24,
+        n_routed_experts=8,
+        num_experts_per_tok=3,
+        n_group=4,
+        topk_group=2,
+        routed_scaling_factor=2.5,
+        num_mtp_layers=0,
+        **_rope(500.0, 0.5),
+    ),
     "phi3": lambda: transformers.Phi3Config(
         **SIZES, **NO_TOKENS, sliding_window=7, **_rope(10000.0, 0.75)
     ),
@@ -157,6 +171,24 @@ def _glm(dice: random.Random) -> Keys:
     return _partial(dice, _decoder(dice), size) | own
 
 
+def _glm4_moe(dice: random.Random) -> Keys:
+    keys = _glm(dice)
+    groups, group = dice.choice((1, 2)), dice.randint(2, 3)
+    return keys | {
+        "use_qk_norm": _flag(dice),
+        "moe_intermediate_size": dice.choice((8, 11)),
+        "n_routed_experts": groups * group,
+        "num_experts_per_tok": dice.randint(1, group),
+        "n_group": groups,
+        "topk_group": dice.randint(1, groups),
+        "n_shared_experts": dice.choice((0, 1, 2)),
+        "first_k_dense_replace": dice.randrange(keys["num_hidden_layers"]),
+        "norm_topk_prob": _flag(dice),
+        "routed_scaling_factor": dice.choice((1.0, 2.5)),
+        "num_mtp_layers": 0,
+    }
+
+
 def _phi3(dice: random.Random) -> Keys:
     return _partial(dice, _decoder(dice)) | {"sliding_window": dice.choice((None, 5, 20))}
 
@@ -250,6 +282,7 @@ DRAWS: dict[str, tuple[type, Callable[[random.Random], Keys]]] = {
     "olmo2": (transformers.Olmo2Config, _olmo2),
     "glm": (transformers.GlmConfig, _glm),
     "glm4": (transformers.Glm4Config, _glm),
+    "glm4_moe": (transformers.Glm4MoeConfig, _glm4_moe),
     "phi3": (transformers.Phi3Config, _phi3),
     "gpt_neox": (transformers.GPTNeoXConfig, _gpt_neox),
     "falcon": (transformers.FalconConfig, _falcon),

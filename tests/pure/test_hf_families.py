@@ -194,6 +194,11 @@ def test_a_feature_of_no_shape_is_refused(name: str, changes: dict[str, Any], na
         shape_from_config(PUBLISHED[name][0] | changes, name)
 
 
+def test_a_family_that_cannot_be_planned_says_why() -> None:
+    with pytest.raises(BadFile, match="'qwen3_next': some of its layers mix"):
+        shape_from_config({"model_type": "qwen3_next"}, "config.json")
+
+
 def test_biases_of_experts_are_neither_split_nor_rounded() -> None:
     model = {"moe.biases": "true", "moe.shared": "0", "moe.shared_ffn": "0"}
     with pytest.raises(FivefoldError, match="etp=2 would add biases of experts more than once"):
