@@ -78,7 +78,10 @@ def verdict(
 
 def diverged(positions: Mapping[int, Position], among: Sequence[int]) -> HangVerdict | None:
     """The rank that issued another collective than the ranks of its groups; `among` come first."""
+    trails = _NumberedTrails(positions)
     for a, b in _pairs(positions, among):
+        if trails.agree(a, b):
+            continue
         found = _divergence(a, positions[a], b, positions[b])
         if found is None:
             continue
@@ -193,6 +196,66 @@ def _first_missed(
     return found
 
 
+class _NumberedTrails:
+    """The trails of all ranks as numbers, the same for the same collective. Logs are long and pairs
+    of ranks are many: numbers are made once, and compared quickly."""
+
+    def __init__(self, positions: Mapping[int, Position]) -> None:
+        self._positions = positions
+        self._numbers: dict[LoggedCollective, int] = {}
+        self._trails: dict[int, tuple[list[int], dict[int, CommGroup]]] = {}
+
+    def agree(self, a: int, b: int) -> bool:
+        """Whether two ranks have issued the same on the groups that they share."""
+        shared = _shared(a, self._positions[a], b, self._positions[b])
+        ours, theirs = self._among(a, shared), self._among(b, shared)
+        at_a, at_b = self._positions[a], self._positions[b]
+        from_a, from_b = _aligned(at_a, len(ours), at_b, len(theirs), shared)
+        ours, theirs = ours[from_a:], theirs[from_b:]
+        both = min(len(ours), len(theirs))
+        return ours[:both] == theirs[:both]
+
+    def _among(self, rank: int, shared: Collection[CommGroup]) -> list[int]:
+        trail, groups = self._numbered(rank)
+        wanted = {number for number, group in groups.items() if group in shared}
+        return [number for number in trail if number in wanted]
+
+    def _numbered(self, rank: int) -> tuple[list[int], dict[int, CommGroup]]:
+        if (known := self._trails.get(rank)) is None:
+            seen: dict[int, int] = {}  # by identity: a log repeats the same objects
+            groups: dict[int, CommGroup] = {}
+            for call in self._positions[rank].trail:
+                if id(call) not in seen:
+                    number = self._numbers.setdefault(call, len(self._numbers))
+                    seen[id(call)], groups[number] = number, call.group
+            trail = [seen[id(call)] for call in self._positions[rank].trail]
+            known = self._trails[rank] = trail, groups
+        return known
+
+
+def _shared(a: int, at_a: Position, b: int, at_b: Position) -> set[CommGroup]:
+    """The groups of both ranks."""
+    return {
+        group
+        for group in (*at_a.counts, *at_b.counts)
+        if not group.is_pair and a in group.members and b in group.members
+    }
+
+
+def _aligned(
+    at_a: Position, num_a: int, at_b: Position, num_b: int, shared: Collection[CommGroup]
+) -> tuple[int, int]:
+    """Where two trails begin to be comparable: they have lost their beginnings, so they are aligned
+    by their ends."""
+    skip_a, skip_b = _issued(at_a, shared) - num_a, _issued(at_b, shared) - num_b
+    return max(0, skip_b - skip_a), max(0, skip_a - skip_b)
+
+
+def _issued(position: Position, shared: Collection[CommGroup]) -> int:
+    """Collectives of a rank on these groups."""
+    return sum(position.counts.get(group, 0) for group in shared)
+
+
 class _Divergence(NamedTuple):
     """The first different collectives of two ranks, and the labels before: all, if complete."""
 
@@ -206,22 +269,17 @@ class _Divergence(NamedTuple):
 
 
 def _divergence(a: int, at_a: Position, b: int, at_b: Position) -> _Divergence | None:
-    shared = {
-        group
-        for group in (*at_a.counts, *at_b.counts)
-        if not group.is_pair and a in group.members and b in group.members
-    }
+    shared = _shared(a, at_a, b, at_b)
     ours = [call for call in at_a.trail if call.group in shared]
     theirs = [call for call in at_b.trail if call.group in shared]
-    # Trails have lost their beginnings, so they are aligned by their ends.
-    skip_a = sum(at_a.counts.get(group, 0) for group in shared) - len(ours)
-    skip_b = sum(at_b.counts.get(group, 0) for group in shared) - len(theirs)
-    ours, theirs = ours[max(0, skip_b - skip_a) :], theirs[max(0, skip_a - skip_b) :]
+    complete = len(ours) == _issued(at_a, shared) and len(theirs) == _issued(at_b, shared)
+    from_a, from_b = _aligned(at_a, len(ours), at_b, len(theirs), shared)
+    ours, theirs = ours[from_a:], theirs[from_b:]
     for index, (first, second) in enumerate(zip(ours, theirs, strict=False)):
         if first.group != second.group or first.label != second.label:
             return _Divergence(
                 [call.label for call in ours[:index]],
-                max(skip_a, skip_b) == 0,
+                complete,
                 {group.axis for group in shared},
                 first,
                 _number(at_a, ours, index),
