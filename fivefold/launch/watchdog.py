@@ -158,6 +158,8 @@ class Watchdog:
             self._usual[self._kind] = max(took, self._usual.get(self._kind, 0.0))
             self._mark, self._mark_at, self._worked = self._mark + 1, now, None
             self._kind, self._alike = _kind(text), alike
+        elif allowed:  # what others took since the mark tells nothing of it
+            self._alike = False
         self._num_phases += 1
         self.worker.phase(text)
 

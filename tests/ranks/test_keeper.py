@@ -108,7 +108,7 @@ def until(condition: Any, seconds: float = 120.0) -> None:
         time.sleep(0.05)
 
 
-@pytest.mark.sample(0.15)
+@pytest.mark.sample(0.1)
 def test_the_ranks_of_one_host_go_on_from_the_copies_of_both(tmp_path: Path) -> None:
     out = tmp_path / "run"
     with two_hosts(tmp_path) as (goes, stays):
@@ -134,6 +134,7 @@ def test_the_ranks_of_one_host_go_on_from_the_copies_of_both(tmp_path: Path) -> 
             assert (each - tensors_of(out)[key]).abs().max() <= 1e-10 * each.abs().max(), key
 
 
+@pytest.mark.sample(0.5)
 def test_a_keeper_ends_with_its_launcher_and_with_its_run(tmp_path: Path) -> None:
     launcher = context.Process(target=time.sleep, args=(60,))
     launcher.start()

@@ -58,6 +58,7 @@ def waiting(rank: int, log: Path, words: str) -> Iterator[multiprocessing.proces
         process.join()
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_rank_that_waits_for_others_hears_a_request_to_stop(
@@ -143,6 +144,7 @@ def test_a_partitioned_rank_ends() -> None:
     assert rank == 0 and "the store is gone" in cause
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("healed", [False, True])
 def test_a_launcher_that_is_cut_off_is_ended(healed: bool) -> None:
     """One that does not hear SIGTERM, unless the store can be reached again."""

@@ -35,9 +35,10 @@ def lines(folder: Path) -> list[dict[str, Any]]:
 
 
 class Killer:
-    """Kills a rank when a step is over for the first time."""
+    """Kills a rank when a step is over for the first time; `breaks` the copies before a restart."""
 
-    def __init__(self, ranks: dict[int, int]) -> None:
+    def __init__(self, ranks: dict[int, int], breaks: bool = False) -> None:
+        self.breaks = breaks
         self.ranks, self.said, self.restarts = dict(ranks), list[str](), list[RestartedRun]()
 
     def __call__(self, report: Any) -> None:
@@ -46,17 +47,20 @@ class Killer:
             os.kill(ranks[self.ranks.pop(report.step)].pid or 0, signal.SIGKILL)
         if isinstance(report, RestartedRun):
             self.restarts.append(report)
+            for each in descriptors() if self.breaks else ():
+                os.pwrite(each, bytes(8), 0)
         if isinstance(report, str):
             self.said.append(report)
 
 
-def segments() -> list[str]:
+def descriptors() -> list[int]:
     """The anonymous memory of this process."""
-    found: list[str] = []
+    found: list[int] = []
     for each in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(OSError):  # the listing's own
-            found.append(str(each.readlink()))
-    return [each for each in found if "memfd:fivefold-" in each]
+            if "memfd:fivefold-" in str(each.readlink()):
+                found.append(int(each.name))
+    return found
 
 
 def both(tmp_path: Path, kills: dict[int, int], **said: Any) -> tuple[Path, Path, Killer]:
@@ -64,7 +68,7 @@ def both(tmp_path: Path, kills: dict[int, int], **said: Any) -> tuple[Path, Path
     calm, shaken, killer = tmp_path / "calm", tmp_path / "shaken", Killer(kills)
     train("tiny", out=calm, **SMALL, **{k: v for k, v in said.items() if k != "shrink"})
     train("tiny", out=shaken, restarts=len(kills), on_progress=killer, **SMALL, **said)
-    assert len(killer.restarts) == len(kills) and not segments()
+    assert len(killer.restarts) == len(kills) and not descriptors()
     assert [each["step"] for each in lines(shaken)] == list(range(1, STEPS + 1))
     samples = [
         each["first_sample"] + row for each in lines(shaken) for row in range(each["num_samples"])
@@ -73,7 +77,7 @@ def both(tmp_path: Path, kills: dict[int, int], **said: Any) -> tuple[Path, Path
     return calm, shaken, killer
 
 
-@pytest.mark.sample(0.3)
+@pytest.mark.sample(0.15)
 def test_the_same_layout_goes_on_to_the_bit(tmp_path: Path) -> None:
     calm, shaken, killer = both(tmp_path, {3: 1, 6: 3}, copy_every=2)
     wanted, found = tensors_of(calm), tensors_of(shaken)
@@ -84,7 +88,7 @@ def test_the_same_layout_goes_on_to_the_bit(tmp_path: Path) -> None:
     assert len(read) == 2 and all("from copies in memory" in words for words in read)
 
 
-@pytest.mark.sample(0.3)
+@pytest.mark.sample(0.15)
 def test_a_replica_is_left_out_and_comes_back(tmp_path: Path) -> None:
     """8 microbatches over 3 data ranks: the first two take three, the last one two."""
     calm, shaken, killer = both(tmp_path, {3: 2, 6: 0}, copy_every=1, shrink=True)
@@ -97,3 +101,13 @@ def test_a_replica_is_left_out_and_comes_back(tmp_path: Path) -> None:
             assert (each - found[key]).abs().max() <= 1e-10 * each.abs().max(), key
     for one, other in zip(lines(calm), lines(shaken), strict=True):
         assert one["loss"] == pytest.approx(other["loss"], rel=1e-10)
+
+
+@pytest.mark.sample(0.1)
+def test_the_disk_is_read_where_no_copy_is_left(tmp_path: Path) -> None:
+    killer = Killer({5: 2}, breaks=True)
+    said = {"copy_every": 1, "save_every": 2, "restarts": 1}
+    train("tiny", out=tmp_path, on_progress=killer, **SMALL, **said)
+    (read,) = [words for words in killer.said if words.startswith("read step")]
+    assert read.startswith(("read step 2 from the disk", "read step 4 from the disk")), read
+    assert [each["step"] for each in lines(tmp_path)] == list(range(1, STEPS + 1))

@@ -8,6 +8,7 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,13 +17,15 @@ from unittest.mock import patch
 import pytest
 from test_survival import plan_of, settings_of
 
-from fivefold.core.plan import Plan
+from fivefold.core.plan import Plan, PlanOptions, resolve
+from fivefold.core.recipe import Recipe
 from fivefold.launch.backend import RankDevice
 from fivefold.launch.boards import FolderBoard
 from fivefold.launch.processes import Pool, RankLost
 from fivefold.launch.watchdog import watched
 from fivefold.launch.worker import Worker
 from fivefold.train import TrainedRank, TrainSettings, build, loop, run_rank
+from fivefold.train.callbacks.watchdog import PhaseLimits
 from fivefold.train.checkpoint import Checkpoints
 from tests.selection import within
 
@@ -63,7 +66,7 @@ def hanging(
         return run_rank(worker, plan, settings)
 
 
-@pytest.mark.sample(1.5)
+@pytest.mark.sample(0.6)
 @pytest.mark.parametrize(
     ("place", "after", "doing", "said"),
     [
@@ -89,7 +92,19 @@ def test_the_rank_that_hangs_is_named_in_every_phase(
     assert "time.sleep(FOREVER)" in caught.value.cause, str(caught.value)
 
 
-@pytest.mark.sample(0.5)
+def test_limits_follow_from_the_plan() -> None:
+    """While nothing is known: 24 s for what is small, and at most 10 minutes."""
+    small, recipe = plan_of("dp=2"), Recipe()
+    limits = PhaseLimits.of(small, recipe, "cpu")
+    assert 24 < limits.files < 26 and 24 < limits.first_step < 26
+    assert PhaseLimits.of(small, recipe, "cuda").first_step == 600, "it compiles"
+    eager = PhaseLimits.of(small, replace(recipe, compile=False), "cuda")
+    assert 84 < eager.first_step < 86
+    large = resolve(PlanOptions("llama-3.1-8b", layout="tp=8", seq=8192, batch=8))
+    assert PhaseLimits.of(large, recipe, "cpu") == PhaseLimits(600, 600)
+
+
+@pytest.mark.sample(0.2)
 def test_a_rank_alone_has_a_watchdog() -> None:
     plan, settings = plan_of("dp=1"), settings_of()
     with Pool(1, patience=4 * SOON) as pool, within(SOON), pytest.raises(RankLost) as caught:
@@ -112,7 +127,7 @@ def without_room(worker: Worker, plan: Plan, settings: TrainSettings) -> Trained
         return hanging(worker, plan, settings, "step", 1, 1)
 
 
-@pytest.mark.sample(0.5)
+@pytest.mark.sample(0.2)
 def test_a_full_temporary_folder_is_said_and_tried_again() -> None:
     said: list[Any] = []
     with Pool(2, patience=4 * SOON) as pool, pytest.raises(RankLost) as caught:
