@@ -54,7 +54,7 @@ PAIRS = [
 
 
 @pytest.mark.parametrize(("prefill", "decode"), PAIRS, ids=lambda each: each.replace("=", ""))
-@pytest.mark.sample(0.25)
+@pytest.mark.sample(0.12)
 def test_answers_are_those_of_one_engine(
     server: RunningServer, folder: Path, tmp_path: Path, prefill: str, decode: str
 ) -> None:
@@ -85,7 +85,7 @@ def wait_for(running: RunningServer, name: str, value: float) -> None:
 
 
 @pytest.mark.parametrize("victim", ["decode", "prefill"])
-@pytest.mark.sample(0.5)
+@pytest.mark.sample(0.2)
 def test_an_engine_that_died_is_started_again(
     server: RunningServer, folder: Path, tmp_path: Path, victim: str
 ) -> None:
@@ -116,7 +116,7 @@ def test_an_engine_that_died_is_started_again(
         assert running.process.exitcode == 1, "without one kind of engine it ends"
 
 
-@pytest.mark.sample(0.5)
+@pytest.mark.sample(0.2)
 def test_one_engine_of_several_is_started_again(folder: Path, tmp_path: Path) -> None:
     asked = bodies(6)
     words = (*SMALL, "--replicas", "2", "--layout", "tp=2")
@@ -132,6 +132,7 @@ def test_one_engine_of_several_is_started_again(folder: Path, tmp_path: Path) ->
         assert running.settles() and running.stop() == 0
 
 
+@pytest.mark.sample(0.2)
 def test_several_engines_of_both_kinds(folder: Path, server: RunningServer, tmp_path: Path) -> None:
     asked = bodies(8)
     expected = asyncio.run(alone(server.port, asked))
@@ -143,6 +144,7 @@ def test_several_engines_of_both_kinds(folder: Path, server: RunningServer, tmp_
         assert running.settles() and running.stop() == 0
 
 
+@pytest.mark.sample(0.5)
 def test_what_cannot_be_split_is_refused(folder: Path, tmp_path: Path) -> None:
     for words, said in [
         (["--prefill", "tp=3"], "KV heads"),

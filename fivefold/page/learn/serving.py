@@ -49,7 +49,7 @@ WAYS: Mapping[str, ServingWay] = {
     "pipeline": ServingWay(
         "pipeline",
         "Each GPU has an eighth of the layers. A token still passes all of them, one after "
-        "another, while others follow behind it.",
+        "another, while others follow it.",
         {"pp": 8},
     ),
     "both": ServingWay(
