@@ -80,7 +80,7 @@ def sequence_of(table: list[int], computed: int) -> SequenceState:
 @pytest.mark.parametrize("model", ["tiny", "deepseek-v3"])
 @pytest.mark.parametrize("after", LAYOUTS)
 @pytest.mark.parametrize("before", LAYOUTS)
-@pytest.mark.sample(0.4)
+@pytest.mark.sample(12)
 def test_what_arrives_is_what_the_target_would_have(model: str, before: str, after: str) -> None:
     source, target = plan_of(model, before), plan_of(model, after)
     full, here, there = full_cache(source), [3, 8, 5], [7, 1, 4]

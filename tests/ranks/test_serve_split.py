@@ -54,7 +54,7 @@ PAIRS = [
 
 
 @pytest.mark.parametrize(("prefill", "decode"), PAIRS, ids=lambda each: each.replace("=", ""))
-@pytest.mark.sample(0.12)
+@pytest.mark.sample(1)
 def test_answers_are_those_of_one_engine(
     server: RunningServer, folder: Path, tmp_path: Path, prefill: str, decode: str
 ) -> None:
@@ -85,7 +85,7 @@ def wait_for(running: RunningServer, name: str, value: float) -> None:
 
 
 @pytest.mark.parametrize("victim", ["decode", "prefill"])
-@pytest.mark.sample(0.2)
+@pytest.mark.sample(0.25)
 def test_an_engine_that_died_is_started_again(
     server: RunningServer, folder: Path, tmp_path: Path, victim: str
 ) -> None:
@@ -116,7 +116,7 @@ def test_an_engine_that_died_is_started_again(
         assert running.process.exitcode == 1, "without one kind of engine it ends"
 
 
-@pytest.mark.sample(0.2)
+@pytest.mark.sample(0.25)
 def test_one_engine_of_several_is_started_again(folder: Path, tmp_path: Path) -> None:
     asked = bodies(6)
     words = (*SMALL, "--replicas", "2", "--layout", "tp=2")
@@ -132,7 +132,7 @@ def test_one_engine_of_several_is_started_again(folder: Path, tmp_path: Path) ->
         assert running.settles() and running.stop() == 0
 
 
-@pytest.mark.sample(0.2)
+@pytest.mark.sample(0.25)
 def test_several_engines_of_both_kinds(folder: Path, server: RunningServer, tmp_path: Path) -> None:
     asked = bodies(8)
     expected = asyncio.run(alone(server.port, asked))
