@@ -85,7 +85,7 @@ def _rows(bias_EO: Tensor, ends_E: Tensor, count: int) -> Tensor:
 def _summed(grad_MO: Tensor, ends_E: Tensor) -> Tensor:
     """The sum over the rows of each expert, in one order."""
     ones = grad_MO.new_ones(len(grad_MO), _COLUMNS)
-    return grouped_weight_gradient(grad_MO.contiguous(), ones, ends_E)[:, :, 0].contiguous()
+    return grouped_weight_gradient(grad_MO.contiguous(), ones, ends_E)[:, :, 0]
 
 
 class _AddBias(torch.autograd.Function):

@@ -225,7 +225,7 @@ class FlatUnit:
         """Add to the gradient of one weight; the first one of a sum is written."""
         room = self._room(name)
         if room is None:
-            self.parameters[name].grad = gradient.to(self.full.dtype)
+            self.parameters[name].grad = gradient.to(self.full.dtype).contiguous()
         elif self._is_empty(name):
             room.copy_(gradient)
         else:

@@ -103,7 +103,7 @@ TRAITS: list[tuple[dict[str, str], str, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("changes", "layout", "options"), TRAITS)
 def test_a_family_computes_the_same_in_every_layout(
     pool: Pool, changes: dict[str, str], layout: str, options: dict[str, Any]
@@ -126,7 +126,7 @@ HELD: list[tuple[dict[str, str], str, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.sample(1)
+@pytest.mark.sample(0.5)
 @pytest.mark.parametrize(("changes", "layout", "said"), HELD)
 def test_a_rank_of_a_family_holds_what_is_planned(
     changes: dict[str, str], layout: str, said: dict[str, Any]
