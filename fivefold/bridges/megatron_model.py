@@ -72,7 +72,7 @@ def model_arguments(shape: Shape) -> Flat:
     found: Flat = {theirs: getattr(shape, ours) for theirs, ours, _ in _SIZES}
     found |= {"mtp-num-layers": shape.mtp or None, "rotary-base": int(shape.rope_theta)}
     found |= {"group-query-attention": shape.kv_heads != shape.heads}
-    found |= {"normalization": "RMSNorm" if shape.norm == "rms" else "LayerNorm"}
+    found |= {"normalization": "LayerNorm" if shape.norm == "layer" else "RMSNorm"}
     types = {"rotary": "rope", "learned": "learned_absolute"}
     found["position-embedding-type"] = types.get(shape.positions, "none")
     found |= {name: True for name, ours in _ACTIVATIONS.items() if shape.activation == ours}

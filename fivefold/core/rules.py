@@ -123,8 +123,6 @@ def tensor_rule(layout: Layout, shape: Shape, job: LayoutRequest) -> Iterator[st
         )
     if shape.qk_norm == "full" and tp > 1:
         yield f"tp={tp} would split heads that qk_norm=full normalises together: use tp=1"
-    if shape.moe is not None and shape.moe.biases and layout.etp > 1:
-        yield f"etp={layout.etp} would add biases of experts more than once: use etp=1"
     if shape.num_moe_layers < shape.layers:
         yield from _division("MLP width", shape.ffn, "tp", tp)
     if shape.moe is not None and shape.moe.shared_ffn:
@@ -250,6 +248,8 @@ def experts_rule(layout: Layout, shape: Shape, job: LayoutRequest) -> Iterator[s
         yield layout.folding_rule()
     yield from _division("experts", shape.moe.experts, "ep", ep)
     yield from _division("expert width", shape.moe.ffn, "etp", etp)
+    if shape.moe.biases and etp > 1:
+        yield f"etp={etp} would add biases of experts more than once: use etp=1"
     if layout.sp:
         return
     if layout.tp > 1 and ep > 1 and etp % layout.tp:

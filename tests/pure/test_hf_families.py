@@ -3,6 +3,7 @@ parameters as published, written as read, and refusals of what is not computed."
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,9 +12,11 @@ from hf_configs import Table, decoder
 from fivefold.core import count
 from fivefold.core.errors import BadFile, FivefoldError
 from fivefold.core.hf_config import shape_from_config
+from fivefold.core.models import load, with_overrides
 from fivefold.core.plan import PlanOptions, resolve
 from fivefold.core.weights import weights
 from fivefold.huggingface.config_export import as_hf
+from fivefold.planner.space import SearchSpace, all_degrees
 
 LONG = {"max_position_embeddings": 131072}
 OSS_YARN = {
@@ -205,6 +208,15 @@ def test_biases_of_experts_are_neither_split_nor_rounded() -> None:
         resolve(PlanOptions("tiny-moe", layout="tp=2 etp=2", set=model))
     with pytest.raises(FivefoldError, match="experts with biases are not rounded to fp8"):
         resolve(PlanOptions("tiny-moe", layout="dp=2", set=model, precision="fp8"))
+
+
+def test_a_search_knows_that_biases_of_experts_are_not_split() -> None:
+    model = {"moe.biases": "true", "moe.shared": "0", "moe.shared_ffn": "0"}
+    shape = with_overrides(load("tiny-moe"), model)
+    space = SearchSpace(shape=shape, gpus=4, seq=256, batch=8)
+    assert {each.etp for each in all_degrees(space)} == {1}
+    split = replace(space, shape=load("tiny-moe"))
+    assert {each.etp for each in all_degrees(split)} > {1}
 
 
 def test_contradictory_blocks_are_refused() -> None:
