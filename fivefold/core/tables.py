@@ -1,8 +1,7 @@
 """Strict reading of tables: TOML to dataclasses and back, and keys of a Hugging Face config.
 
 Unknown keys and wrong types are errors, and all problems are reported at once. This is the one
-reader for every file that a user may write (plans, machines) and for our own presets, so a typo is
-treated in the same way everywhere.
+reader for every file of a user (plans, machines) and for our presets: typos are treated alike.
 """
 
 from __future__ import annotations
