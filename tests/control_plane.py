@@ -229,6 +229,7 @@ class World:
             if phase is not None:
                 each.watchdog.phase(phase, allowed=600.0, mark=True)
             self.done_steps(each)
+        self.now = draw.uniform(0.5, 10.0) * (script.kind == "build")  # that it takes
         for each in self.ranks:
             self.go_on(each, script.stops)
         if script.kind == "save":  # a save waits for all ranks beside the collectives of steps

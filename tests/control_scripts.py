@@ -28,6 +28,8 @@ from fivefold.launch.worker import agreement
 from fivefold.records.run_owner import OWNER, RunTicket, own_run
 from tests.control_plane import END, LAYOUT, Script, World
 
+_SAID = 50  # scripts after which the numbers so far are printed
+
 
 class Finding(NamedTuple):
     """What a script showed."""
@@ -164,9 +166,11 @@ def main() -> int:
             kinds[found.script.kind] += 1
             wrong += [] if found.right else [found]
             unsafe += [found] if found.unsafe else []
-    for each in (*unsafe, *wrong):
-        print(each.script.seed, each.script.kind, sorted(each.script.ranks)[:4], each.named)
-        print("   ", each.unsafe, "back", each.script.back)
+            if found.unsafe or not found.right:
+                ranks = sorted(found.script.ranks)[:4]
+                print(seed, found.script, ranks, found.named, found.unsafe, flush=True)
+            if (done := kinds.total()) % _SAID == 0:
+                print(f"{done}: {len(unsafe)} unsafe, {len(wrong)} wrong", flush=True)
     right = asked.scripts - len(wrong)
     print(dict(kinds), f"{time.perf_counter() - began:.0f} s")
     safe = asked.scripts - len(unsafe)
