@@ -215,3 +215,15 @@ def test_the_bound_follows_what_is_usual() -> None:
     for _ in range(64):
         bound.add(2.0, 0.1)
     assert bound.limits == (pytest.approx(2.1), pytest.approx(0.125))
+
+
+def test_data_can_cross_the_bound_in_few_steps_only() -> None:
+    """Norms with a heavy tail, of which one in twenty is above six deviations at first."""
+    rng, bound, crossed = random.Random(0), RunningBound(), 0
+    for _ in range(20_000):
+        norm = rng.lognormvariate(0.0, 0.3) * (20.0 if rng.random() < 0.05 else 1.0)
+        if norm > bound.limits[1]:
+            crossed += 1
+            bound.widen()
+        bound.add(3.0, norm)
+    assert 20 < crossed < 0.007 * 20_000
