@@ -60,8 +60,6 @@ def joined(rank: int, world: int) -> Iterator[None]:
     if world == 1:
         yield
         return
-    able = dist.Backend.backend_capability[FAKE]  # torch's own list, without tensors without values
-    able += [] if DEVICE.type in able else [DEVICE.type]
     dist.init_process_group(FAKE, rank=rank, world_size=world, store=FakeStore())
     try:
         yield
@@ -70,8 +68,11 @@ def joined(rank: int, world: int) -> Iterator[None]:
 
 
 @contextmanager
-def without_indices() -> Iterator[None]:
-    """Indices of tokens are not kept from run to run: each counts its own."""
+def without_values() -> Iterator[None]:
+    """Groups take tensors without values, which torch's list of devices leaves out. Indices of
+    tokens are not kept from run to run: each counts its own."""
+    able = dist.Backend.backend_capability[FAKE]
+    able += [] if DEVICE.type in able else [DEVICE.type]
     token_index.cache_clear()
     try:
         yield
@@ -166,7 +167,7 @@ def rehearse_rank(
 
     With `traces`, actions that were traced before are replayed; None: everything runs for real.
     """
-    with joined(rank, plan.layout.world), without_indices():
+    with without_values(), joined(rank, plan.layout.world):
         run = _RehearsalRun(plan, rank, traces, imbalance)
         try:
             pause = partial(run.meter.recording.note, tracing.Moment.PAUSE)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -17,6 +18,9 @@ if TYPE_CHECKING:
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 HERE = Path(__file__).parent
+# Waits grow with the load of the machine: other work on two cores would fail healthy tests.
+BUSY = max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
+WAIT_MS, LONG_MS = 30_000 * BUSY, 120_000 * BUSY  # an answer; a search of the planner
 LOCAL = ("http://127.0.0.1:", "data:", "blob:", "file:")
 
 
@@ -62,8 +66,9 @@ def site() -> Iterator[str]:
 @pytest.fixture(scope="session")
 def browser() -> Iterator[Browser]:
     """One browser for all tests."""
-    from playwright.sync_api import sync_playwright
+    from playwright.sync_api import expect, sync_playwright
 
+    expect.set_options(timeout=5_000 * BUSY)
     path = next(filter(None, map(shutil.which, BROWSERS)))
     with sync_playwright() as playwright:
         found = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
@@ -83,6 +88,7 @@ def reader(browser: Browser) -> Iterator[Page]:
 def page(browser: Browser) -> Iterator[Page]:
     """A page that fails its test on a console error, or on a request to anywhere else."""
     context = browser.new_context(viewport={"width": 1280, "height": 900})
+    context.set_default_timeout(WAIT_MS)
     found, wrong = context.new_page(), list[str]()
     found.on("console", lambda said: wrong.append(said.text) if said.type == "error" else None)
     found.on("pageerror", lambda error: wrong.append(str(error)))

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from tests.page.conftest import LONG_MS
 from tests.page.contrast import faint
 
 if TYPE_CHECKING:
     from playwright.sync_api import Page
 
 AXE = Path(__file__).parents[2] / "build" / "axe.min.js"
-LONG_MS = 120_000  # the planner searches
 SERIOUS = ("serious", "critical")
 SMALL = "explore?model=llama-7b&gpus=16&tp=2&pp=2&batch=64&schedule=1f1b&zero=1"
 PLACES = {

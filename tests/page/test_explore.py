@@ -11,6 +11,8 @@ from urllib.parse import urlencode
 
 import pytest
 
+from tests.page.conftest import LONG_MS
+
 if TYPE_CHECKING:
     from playwright.sync_api import Locator, Page
 
@@ -262,7 +264,7 @@ def test_the_delay_of_a_slider(page: Page, site: str, capsys: pytest.CaptureFixt
     from playwright.sync_api import expect
 
     show(page, site, {})
-    expect(page.locator("progress:visible")).to_have_count(0, timeout=60_000)  # all is searched
+    expect(page.locator("progress:visible")).to_have_count(0, timeout=LONG_MS)  # all is searched
     seen: set[str] = set()
     for axis, key, times in MOVES:
         for _ in range(times):

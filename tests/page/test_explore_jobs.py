@@ -11,12 +11,12 @@ from urllib.parse import urlencode
 
 import pytest
 
+from tests.page.conftest import LONG_MS
 from tests.page.test_explore import SMALL, after, painted, param, show
 
 if TYPE_CHECKING:
     from playwright.sync_api import Page, Route
 
-LONG_MS = 120_000  # the planner searches
 NOTICE = ".notice:not([hidden])"
 FIRST_ROW = "#panel-ranking tbody tr:nth-child(1)"
 PHONE = {"width": 390, "height": 844}

@@ -7,6 +7,7 @@ from urllib.parse import parse_qsl, urlencode
 
 from fivefold.page import explore_search
 from fivefold.page.explore_state import State
+from tests.page.conftest import LONG_MS
 
 if TYPE_CHECKING:
     from playwright.sync_api import Page
@@ -15,7 +16,6 @@ STATE = State(
     model="llama-3.1-8b", gpus=16, batch=64, tp=2, pp=2, schedule="1f1b", chunks=1, zero=1
 )
 ROWS = "#panel-ranking .ranking tbody tr"
-_WAIT_MS = 60_000
 _COUNT = """
 window.asked = [];
 const whole = window.fetch;
@@ -26,7 +26,7 @@ window.fetch = (place, how) => { window.asked.push(String(place)); return whole(
 def opened(page: Page, site: str, state: State = STATE) -> None:
     page.add_init_script(_COUNT)
     page.goto(f"{site}#explore?{urlencode(state.params())}")
-    page.locator("#panel-ranking").scroll_into_view_if_needed(timeout=_WAIT_MS)
+    page.locator("#panel-ranking").scroll_into_view_if_needed(timeout=LONG_MS)
 
 
 def asked(page: Page, name: str) -> int:
@@ -39,15 +39,15 @@ def in_address(page: Page) -> dict[str, str]:
 
 def test_a_layout_is_chosen_by_keyboard_and_marked(page: Page, site: str) -> None:
     opened(page, site)
-    page.wait_for_selector(ROWS, timeout=_WAIT_MS)
+    page.wait_for_selector(ROWS, timeout=LONG_MS)
     assert page.locator(ROWS).count() == 10
     assert page.locator("#panel-ranking .waits").is_hidden()
-    page.wait_for_selector("#panel-ranking .front-chart .point", timeout=_WAIT_MS)
+    page.wait_for_selector("#panel-ranking .front-chart .point", timeout=LONG_MS)
     assert page.locator("#panel-ranking .front-chart .point").count() >= 12
     button = page.locator(f"{ROWS}:nth-child(1) button")
     button.focus()
     page.keyboard.press("Enter")
-    page.wait_for_selector(f"{ROWS}[data-here]:nth-child(1)", timeout=_WAIT_MS)
+    page.wait_for_selector(f"{ROWS}[data-here]:nth-child(1)", timeout=LONG_MS)
     assert button.get_attribute("aria-current") == "true"
     assert page.locator(f"{ROWS}[data-here]").count() == 1
     reached = State.parse(in_address(page))
@@ -59,7 +59,7 @@ def test_a_layout_is_chosen_by_keyboard_and_marked(page: Page, site: str) -> Non
 
 def test_a_point_can_be_clicked(page: Page, site: str) -> None:
     opened(page, site)
-    page.wait_for_selector("#panel-ranking .front-chart .point", timeout=_WAIT_MS)
+    page.wait_for_selector("#panel-ranking .front-chart .point", timeout=LONG_MS)
     page.locator("#panel-ranking .front-chart").scroll_into_view_if_needed()
     place = page.locator("#panel-ranking .front-chart .trace >> nth=0 >> .point >> nth=0")
     box = place.bounding_box()
@@ -68,7 +68,7 @@ def test_a_point_can_be_clicked(page: Page, site: str) -> None:
     page.mouse.move(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2, steps=3)
     page.mouse.down()
     page.mouse.up()
-    page.wait_for_function("hash => location.hash !== hash", arg=before, timeout=_WAIT_MS)
+    page.wait_for_function("hash => location.hash !== hash", arg=before, timeout=LONG_MS)
     assert State.parse(in_address(page)).estimate().total < STATE.estimate().total
 
 
@@ -76,12 +76,12 @@ def test_another_job_is_searched_anew_and_one_that_fits_nowhere_says_so(
     page: Page, site: str
 ) -> None:
     opened(page, site)
-    page.wait_for_selector(ROWS, timeout=_WAIT_MS)
+    page.wait_for_selector(ROWS, timeout=LONG_MS)
     other = {**STATE.params(), "model": "llama-3.1-405b", "tp": "8"}
     page.evaluate("hash => { location.hash = hash; }", f"explore?{urlencode(other)}")
     page.locator("#panel-ranking").scroll_into_view_if_needed()
     said = page.locator("#panel-ranking .hint", has_text="does not fit")
-    said.wait_for(timeout=_WAIT_MS)
+    said.wait_for(timeout=LONG_MS)
     assert "it takes" in said.inner_text()
     assert page.locator(ROWS).first.is_hidden()
     assert asked(page, "/ask/ranking") == 2
@@ -91,7 +91,7 @@ def test_curves_of_strategies_are_drawn(page: Page, site: str) -> None:
     opened(page, site)
     chart = "#panel-curves figure:nth-of-type(2) .curve-chart"
     page.locator("#panel-curves").scroll_into_view_if_needed()
-    page.wait_for_selector(f"{chart} .scatterlayer .trace", timeout=_WAIT_MS)
+    page.wait_for_selector(f"{chart} .scatterlayer .trace", timeout=LONG_MS)
     drawn: list[dict[str, Any]] = page.evaluate(
         """chart => document.querySelector(chart).data.map(
           ({ name, line, y, marker }) => ({ name, dash: line.dash, y, symbol: marker?.symbol }))""",
@@ -127,7 +127,7 @@ def test_curves_of_the_layout_itself(page: Page, site: str) -> None:
 def test_nothing_is_wider_than_a_telephone(page: Page, site: str) -> None:
     page.set_viewport_size({"width": 390, "height": 800})
     opened(page, site)
-    page.wait_for_selector(ROWS, timeout=_WAIT_MS)
+    page.wait_for_selector(ROWS, timeout=LONG_MS)
     page.locator("#panel-curves").scroll_into_view_if_needed()
-    page.wait_for_selector("#panel-curves .scatterlayer .trace", timeout=_WAIT_MS)
+    page.wait_for_selector("#panel-curves .scatterlayer .trace", timeout=LONG_MS)
     assert page.evaluate("document.documentElement.scrollWidth") <= 390

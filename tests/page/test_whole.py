@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from fivefold.page.document import LESSONS
-from tests.page.conftest import serve
+from tests.page.conftest import LONG_MS, serve
 from tests.page.ink import ink
 
 if TYPE_CHECKING:
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
 RUN = Path(__file__).parents[2] / "examples" / "runs" / "llama-3.2-1b-h200"
 PICTURES = {"explore": 8, "run": 9}  # at the least; a lesson has one
-_LONG_MS = 60_000  # the planner searches
 SMALL = "explore?model=llama-7b&gpus=16&tp=2&pp=2&batch=64&schedule=1f1b&zero=1"
 # Letters of charts have the colour of the page's, whatever the theme.
 INKS = """() => {
@@ -58,8 +57,8 @@ def opened(page: Page, site: str, place: str) -> None:
     tab = place.partition("?")[0]
     if tab == "explore":
         page.wait_for_selector("html[data-painted]")
-        page.locator("#panel-ranking .front-chart .point").first.wait_for(timeout=_LONG_MS)
-        page.locator("#panel-curves figure:nth-of-type(2) .scatterlayer").wait_for(timeout=_LONG_MS)
+        page.locator("#panel-ranking .front-chart .point").first.wait_for(timeout=LONG_MS)
+        page.locator("#panel-curves figure:nth-of-type(2) .scatterlayer").wait_for(timeout=LONG_MS)
     elif tab == "learn":
         page.wait_for_selector(".says:not(:empty)")
     else:

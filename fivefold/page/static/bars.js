@@ -84,13 +84,25 @@ export function columns(node, boxes, limits, { most, columns, names, unit, title
         svg("path", { d: `M${LEFT} ${fine(y(at))}H${end}`, stroke: colour, "stroke-width": 2, "stroke-dasharray": dashed ? "2 3" : null }),
         text(end + 4, y(at) + (place ? 11 : -1), "start", word),
       ]),
-      ...Object.entries(names).map(([column, name]) => text(LEFT + wide * (Number(column) + 0.5), TOP + high + 14, "middle", name)),
+      ...apart(Object.entries(names).map(([column, name]) => ({ x: LEFT + wide * (Number(column) + 0.5), name })))
+        .map(({ x, name }) => text(x, TOP + high + 14, "middle", name)),
       text(LEFT + (end - LEFT) / 2, size.height - 5, "middle", title),
       svg("text", { transform: `translate(11 ${fine(TOP + high / 2)}) rotate(-90)`, "text-anchor": "middle" }, unit));
   };
   paint(node, picture, label, (size, across, down) => {
     const [column, value] = [Math.floor((across - LEFT) / wideOf(size)), most * (1 - (down - TOP) / tallOf(size))];
     return stacked.find((box) => box.column === column && box.base <= value && value < box.base + box.size)?.said;
+  });
+}
+
+/** Names in a line that do not touch the one before. @param {{x: number, name: string}[]} names */
+function apart(names) {
+  let end = -Infinity;
+  return names.filter(({ x, name }) => {
+    const half = (LETTER * name.length) / 2;
+    if (x - half < end) return false;
+    end = x + half + 3;
+    return true;
   });
 }
 
