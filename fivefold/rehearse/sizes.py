@@ -22,6 +22,8 @@ _PLAIN = (
     *(int, float, bool, str, type(None)),
     *(torch.dtype, torch.device, torch.layout, torch.memory_format),
 )
+# What makes a tensor of a number that is written down, and what reads it again.
+_NUMBERS = (torch.ops.aten.lift_fresh.default, torch.ops.aten._local_scalar_dense.default)
 _MOVE = torch.ops.aten._to_copy.default
 _OfTensor = tuple[torch.Size, tuple[int, ...], torch.dtype]
 
@@ -48,7 +50,9 @@ class SizesOnly(TorchDispatchMode):
 
 
 def sized_result(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """The result of an operator, without values."""
+    """The result of an operator, without values; a number as a tensor keeps its own."""
+    if func in _NUMBERS and not args[0].dim():
+        return func(*args, **kwargs)
     kind, takes_device = _kind_of(func)
     if takes_device:
         if func is _MOVE and _only_moves(args[0], kwargs):

@@ -70,3 +70,11 @@ def test_a_result_that_is_not_made_stays_none() -> None:
         found = [backward(*sizes, *how) for _ in range(3)]
     for x_grad, weight_grad, bias_grad in found:
         assert x_grad.shape == (1, 2, 4) and weight_grad is None and bias_grad is None
+
+
+def test_a_number_that_is_written_down_can_be_read() -> None:
+    with SizesOnly():
+        rounded = torch.tensor(3.14159, dtype=torch.bfloat16)
+        sums = torch.zeros(2) + rounded
+    assert rounded.item() == torch.tensor(3.14159).bfloat16().item()
+    assert sums.is_meta and sums.dtype == torch.float32
