@@ -49,7 +49,7 @@ class StepOutcome:
 
     All of it is still on the device: reading one waits for the step, and not every step is read.
     The outcome of a guarded step is on the host, and its update may still run. `skipped`: loss or
-    norm was not finite or `beyond` its bound, and nothing was updated. `flips` are the sums of what
+    norm was not finite or above its bound, and nothing was updated. `flips` are the sums of what
     the watch of all ranks found.
     """
 
@@ -59,7 +59,6 @@ class StepOutcome:
     load: Load | None = None
     stops: Tensor | None = None
     skipped: bool = False
-    beyond: bool = False
     flips: Tensor | None = None
 
 
@@ -178,8 +177,7 @@ def step(
     load = None if skipped else job.balancing.load_of(numbers[_FIRST_LOAD:])
     loss, norm, stops = numbers[0], numbers[1].sqrt() / asked.scale, numbers[2]
     clip = clip_factor(numbers, max_norm, asked.scale)
-    beyond = skipped and bool(asked.is_beyond(numbers))
-    return StepOutcome(loss, norm, clip, load, stops, skipped, beyond, numbers[3:_FIRST_LOAD])
+    return StepOutcome(loss, norm, clip, load, stops, skipped, numbers[3:_FIRST_LOAD])
 
 
 def guarded_update(

@@ -11,11 +11,12 @@ from typing import Any, cast
 
 _LAST_SECOND = 250_000_000_000  # since the epoch: the year 9892
 _LARGEST = 1e100  # of a number: sums and products of such stay finite
+_LARGEST_LR = 1e300  # which is only shown
 
 # Fields of a step's record.
 _COUNTS = ("step", "first_sample", "num_samples", "restart")
 _ABOVE_0 = ("tokens", "world")
-_NUMBERS = ("lr", "seconds", "wall")
+_NUMBERS = ("seconds", "wall")
 _NUMBERS_OR_NONE = (
     *("loss", "norm", "mfu", "memory_gib", "scale", "fullest", "eval_loss", "data", "wall_s"),
 )
@@ -23,11 +24,11 @@ _NUMBERS_OR_NONE = (
 _TEXTS = ("model", "layout", "schedule", "commit")
 
 
-def number(name: str, value: Any) -> float:
+def number(name: str, value: Any, largest: float = _LARGEST) -> float:
     """A number that can be computed with."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(f"{name} is no number")
-    if not abs(value) <= _LARGEST:
+    if not abs(value) <= largest:
         raise ValueError(f"{name} is not finite")
     return value
 
@@ -66,6 +67,7 @@ def check_record(values: Mapping[str, Any]) -> None:
         whole(name, values[name])
     for name in _ABOVE_0:
         whole(name, values[name], 1)
+    number("lr", values["lr"], _LARGEST_LR)
     for name in _NUMBERS:
         number(name, values[name])
     for name in _NUMBERS_OR_NONE:

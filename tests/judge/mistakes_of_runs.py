@@ -137,8 +137,8 @@ def samples_from_the_start() -> Patch:
 def states_lost() -> Patch:
     inner = checkpoints.CheckpointCallback.load
 
-    def stateless(self: Any) -> None:
-        inner(self)
+    def stateless(self: Any, *given: Any) -> None:
+        inner(self, *given)
         for tensors in self.updater.states().values():
             for each in tensors:
                 each.write(torch.zeros_like(each.read()))
