@@ -20,7 +20,7 @@ SEAMS = (
     *("matmul", "normalise", "kernel", "lookup", "add_positions", "cross_entropy"),
     *("run_blocks", "mask", "balance", "dispatch", "repeats", "remakes", "first_head", "activate"),
     *("residual_tokens", "chunked", "normalise_sum", "project", "latent_kernel", "coding"),
-    "hold",
+    *("hold", "add_bias"),
 )
 SETTABLE = {
     "grad": "torch: the gradient of a tensor",

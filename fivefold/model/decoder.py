@@ -8,9 +8,9 @@ Seams are attributes that `fivefold/parallel` and `model/recompute.py` replace b
 signature, so that this package knows nothing of parallelism: `Linear.matmul`, `Attention.project`,
 `Mlp.project`, `Mlp.activate`, `Norm.normalise`, `ResidualNorm.normalise_sum`, `Attention.kernel`,
 `Embedding.lookup`, `Embedding.add_positions`, `Head.matmul`, `Head.cross_entropy`, `Head.chunked`,
-`Block.repeats`, `Attention.first_head`, `MixerLayer.kernel`, `MixerLayer.hold`,
+`Block.repeats`, `Attention.first_head`, `Attention.hold`, `MixerLayer.kernel`, `MixerLayer.hold`,
 `Decoder.residual_tokens`, `Decoder.run_blocks`, and in `model/moe.py` `Router.matmul`,
-`ExpertStack.matmul`, `MoeMlp.balance` and `MoeMlp.dispatch`.
+`Router.hold`, `ExpertStack.matmul`, `ExpertStack.add_bias`, `MoeMlp.balance` and `MoeMlp.dispatch`.
 
 Legend: B rows, S tokens, N = B·S, D model width, V vocabulary, P learned positions.
 """
