@@ -128,7 +128,9 @@ class SimulatedRank(RankSurroundings):
         return self.world.now
 
     def sleep(self, seconds: float) -> None:
+        self.world.judging = True
         self.world.run_until(self.world.now + seconds)
+        self.world.judging = False
 
     def stack(self) -> tuple[list[str], bool]:
         return [], self.waits
@@ -155,7 +157,7 @@ class SimulatedRank(RankSurroundings):
 
     def look(self) -> None:
         """What the thread of the watchdog does, once; then again after a tick."""
-        if not self.alive or self.stopped:
+        if not self.alive or self.stopped or self.world.finished:
             return
         try:
             self.watchdog.look()
@@ -194,8 +196,9 @@ class SimulatedBoard(MemoryBoard):
         return super().get(name)
 
     def claim(self, name: str, text: str) -> bool:
+        """One judge at a time: the first of two that overlap would only go on after the second."""
         self._reach()
-        return super().claim(name, text)
+        return not self.rank.world.judging and super().claim(name, text)
 
 
 class World:
@@ -203,6 +206,7 @@ class World:
 
     def __init__(self, script: Script) -> None:
         self.script, self.now, self.parted = script, 0.0, False
+        self.finished, self.judging = False, False
         self.texts: dict[str, str] = {}
         self.verdicts: list[tuple[int, int]] = []  # who said it, and who is lost
         self._events: list[tuple[float, int, Callable[[], None]]] = []
@@ -259,7 +263,7 @@ class World:
             if each.alive:
                 self.go_on(each, {})
         if not self.unfinished():
-            self._events.clear()  # the program is done
+            self.finished = True  # the run has ended well, and its watchdogs with it
 
     def unfinished(self) -> list[int]:
         """Ranks that have not come to the end of the program."""
