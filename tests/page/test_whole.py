@@ -189,6 +189,8 @@ def test_a_slider_and_the_theme_by_keyboard(page: Page, site: str) -> None:
     page.locator(".slider input[name=tp]").focus()
     page.keyboard.press("ArrowRight")
     page.wait_for_function("() => location.hash.includes('tp=4')")
+    # Plotly draws the front of the ranking, whose letters do not follow the page by themselves.
+    page.locator("#panel-ranking .front-chart .point").first.wait_for(timeout=LONG_MS)
     paper = "getComputedStyle(document.body).backgroundColor"
     page.locator("#theme").focus()
     papers = [page.evaluate(paper)]
