@@ -172,9 +172,10 @@ def slots_within_capacity(
 ) -> Tensor:
     """True for the slots of full rows that are kept, where an expert takes `room` slots of a row.
 
-    Of equal scores, the earlier token is kept.
+    Of equal scores, the earlier token is kept. Text that begins with equal tokens has such scores,
+    but for the rounding of each layout: so they are compared in float32.
     """
-    experts_BM, scores_BM = experts_BSK.flatten(1), scores_BSK.flatten(1)
+    experts_BM, scores_BM = experts_BSK.flatten(1), scores_BSK.flatten(1).float()
     indices_M = torch.arange(experts_BM.shape[1], device=experts_BM.device)
     order_BM = indices_M.expand_as(experts_BM)
     if keep == "probability":

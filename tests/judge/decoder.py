@@ -146,6 +146,7 @@ class Balance:
             seq, experts = len(mask) // rows, mask.shape[1]
             room = math.ceil(self.rules[rule] * top_k * seq / experts)
             first = scores.detach() if rule != "capacity-position" else torch.zeros_like(scores)
+            first = first.float()  # rounding decides nothing between equal scores
             wish = torch.where(mask > 0, first, -1.0).view(rows, seq, experts)
             place = wish.argsort(dim=1, descending=True, stable=True).argsort(1)
             found = (place < room).to(mask).flatten(0, 1)
