@@ -17,7 +17,9 @@ from tests.selection import all_cases
 DATA = Path(__file__).parents[2] / "benchmarks" / "data"
 FILES = [DATA / "h200-compiled.jsonl", DATA / "h200-rehearsed.jsonl"]
 LINES = [line for line in joined(FILES) if "measured" in line]
-SHORT = [line for line in LINES if line["model"] == "llama-3.2-1b"]  # the fewest layers
+# Of the tensor program before this commit, which held other bytes: to be measured again.
+TODAY = [line for line in LINES if "before" not in line]
+SHORT = [line for line in TODAY if line["model"] == "llama-3.2-1b"]  # the fewest layers
 
 
 def name_of(line: dict[str, Any]) -> str:
@@ -33,7 +35,7 @@ def test_rehearsed_ranks_take_what_an_h200_took() -> None:
 
 
 @pytest.mark.sample(1)
-@pytest.mark.parametrize("line", LINES if all_cases() else SHORT, ids=name_of)
+@pytest.mark.parametrize("line", TODAY if all_cases() else SHORT, ids=name_of)
 def test_a_rank_is_rehearsed_as_the_file_says(line: dict[str, Any]) -> None:
     """The measured program held all logits at once."""
     plan = plan_of(line["model"], line["layout"], line["said"])
