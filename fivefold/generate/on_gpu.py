@@ -56,31 +56,25 @@ def attend_on_gpu(
     one piece."""
     if not has_kernel(q_THd.shape[2], q_THd.dtype):
         return attend_pages(q_THd, pages, step, window)
-    if step.decodes:
-        return _attend_singles(q_THd, pages, step, None, window)
-    lengths = [len(each.tokens) for each in step.chunks]
-    out_THv = q_THd.new_empty((*q_THd.shape[:2], pages.values.shape[3]))
-    singles = [i for i, length in enumerate(lengths) if length == 1]
-    firsts = torch.tensor([0, *lengths]).cumsum(0).tolist()
-    if singles:
-        rows = torch.tensor([[firsts[i] for i in singles], singles]).to(q_THd.device)
-        out_THv[rows[0]] = _attend_singles(q_THd[rows[0]], pages, step, rows[1], window)
-    for i, chunk in enumerate(step.chunks):
-        if lengths[i] > 1:
-            span = slice(firsts[i], firsts[i + 1])
-            out_THv[span] = _attend_chunk(q_THd[span], pages, chunk, step.tables[i], window)
-    return out_THv
+    singles = step.first_singles
+    found = [_attend_singles(q_THd, pages, step, singles, window)] if singles else []
+    start = singles
+    for chunk, table in zip(step.chunks[singles:], step.tables[singles:], strict=True):
+        stop = start + len(chunk.tokens)
+        found.append(_attend_chunk(q_THd[start:stop], pages, chunk, table, window))
+        start = stop
+    return found[0] if len(found) == 1 else torch.cat(found)
 
 
 def _attend_singles(
-    q_SHd: Tensor, pages: LayerPages, step: StepTensors, rows: Tensor | None, window: int | None
+    q_THd: Tensor, pages: LayerPages, step: StepTensors, count: int, window: int | None
 ) -> Tensor:
-    """Sequences with one token each; `rows` are theirs, or None for all."""
-    tables, lengths = step.tables, step.lengths
-    if rows is not None:
-        tables, lengths = tables[rows], lengths[rows]
+    """The first sequences, with one token each."""
+    tables, lengths = step.tables[:count], step.lengths[:count]
     both = (pages.keys, pages.values)
-    return attend_single_tokens(q_SHd, both, tables, lengths, BLOCK * tables.shape[1], window)
+    return attend_single_tokens(
+        q_THd[:count], both, tables, lengths, BLOCK * tables.shape[1], window
+    )
 
 
 def _attend_chunk(

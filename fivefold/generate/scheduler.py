@@ -119,7 +119,8 @@ class Scheduler:
                 break
             chunks.append(self._chunk(admitted, left))
             left -= len(chunks[-1].tokens)
-        return StepBatch(tuple(chunks))
+        # Single tokens first: they are one piece for a kernel of their own.
+        return StepBatch(tuple(sorted(chunks, key=lambda each: len(each.tokens) > 1)))
 
     def _goes_on(self, sequence: SequenceState) -> bool:
         """Whether its next token is known, or will be when the device reads it."""

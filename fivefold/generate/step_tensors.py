@@ -6,7 +6,8 @@ Legend: T tokens of a step, S sequences (chunks), N tokens to be followed, B blo
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import accumulate
+from functools import cached_property
+from itertools import accumulate, takewhile
 from math import prod
 from typing import NamedTuple
 
@@ -45,10 +46,13 @@ class StepTensors:
     tables: Tensor  # (S, B) the blocks of each sequence
     sampled: Tensor  # (N,) indices of the tokens whose logits are wanted
 
-    @property
-    def decodes(self) -> bool:
-        """Whether every sequence has one token."""
-        return self.batch.tokens.shape[1] == len(self.lengths)
+    @cached_property
+    def first_singles(self) -> int:
+        """How many sequences have one token, before the first with more. A captured step knows no
+        chunks, and has no others."""
+        if self.batch.tokens.shape[1] == len(self.lengths):
+            return len(self.lengths)
+        return sum(1 for _ in takewhile(lambda each: len(each.tokens) == 1, self.chunks))
 
 
 def size_of(step: StepBatch) -> StepSize:

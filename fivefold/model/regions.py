@@ -97,12 +97,14 @@ class Region:
 
     def by(self, fuse: Fuse) -> Callable[..., Tensor]:
         """The region, run as `fuse` makes its kernels."""
-        return partial(
-            _Apply.apply,
-            fuse(self.compute, self.varies),
-            fuse(self.gradients, self.varies),
-            self.linear,
-        )
+        compute, gradients = (fuse(each, self.varies) for each in (self.compute, self.gradients))
+
+        def run(*inputs: Any) -> Tensor:
+            if not torch.is_grad_enabled():  # autograd would cost the host as much as the region
+                return compute(*inputs)
+            return _Apply.apply(compute, gradients, self.linear, *inputs)
+
+        return run
 
 
 class _Apply(torch.autograd.Function):
@@ -148,7 +150,23 @@ class ResidualRegion(Region):
         gradients = fuse(self.sum_gradients)
         if fuse is compiled and self.by_hand is not None:
             gradients = self.by_hand(gradients)
-        return partial(_ApplyAfterSum.apply, (fuse(self.compute), fuse(self.of_sum), gradients))
+        kernels = (fuse(self.compute), fuse(self.of_sum), gradients)
+
+        def run(x: Tensor, y: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor]:
+            if not torch.is_grad_enabled():
+                return _after_sum(kernels, x, y, *rest)
+            return _ApplyAfterSum.apply(kernels, x, y, *rest)
+
+        return run
+
+
+Kernels = tuple[Compute, Compute, Compute]
+"""Of a region, of a sum and the region, and of the gradients of both."""
+
+
+def _after_sum(kernels: Kernels, x: Tensor, y: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor]:
+    compute, of_sum, _ = kernels
+    return (compute(x, *rest), x) if y is None else of_sum(x, y, *rest)
 
 
 class _ApplyAfterSum(torch.autograd.Function):
@@ -156,14 +174,10 @@ class _ApplyAfterSum(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        kernels: tuple[Compute, Compute, Compute],
-        x: Tensor,
-        y: Tensor | None,
-        *rest: Any,
+        ctx: Any, kernels: Kernels, x: Tensor, y: Tensor | None, *rest: Any
     ) -> tuple[Tensor, Tensor]:
-        compute, of_sum, ctx.gradients = kernels
-        found, total = (compute(x, *rest), x) if y is None else of_sum(x, y, *rest)
+        found, total = _after_sum(kernels, x, y, *rest)
+        ctx.gradients = kernels[2]
         kept = (total, *rest)
         ctx.save_for_backward(*(each if isinstance(each, Tensor) else None for each in kept))
         ctx.others = [None if isinstance(each, Tensor) else each for each in kept]

@@ -63,7 +63,7 @@ def remade(tensor: Tensor, make: Make) -> Tensor:
 
 def saving(x: Tensor) -> AbstractContextManager[object]:
     """Around what may save `x`: it keeps how `x` is made again, if that is known."""
-    found: Remade | None = _REMADE.get(x)
+    found: Remade | None = _REMADE.get(x) if torch.is_grad_enabled() else None
     return nullcontext() if found is None else saved_tensors_hooks(found.pack, found.unpack)
 
 
