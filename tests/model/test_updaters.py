@@ -8,6 +8,7 @@ import resource
 import sys
 import zlib
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
@@ -349,9 +350,16 @@ def with_memory_capped(worker: Worker, folder: Path) -> tuple[int, str, int]:
     gc.collect()  # the first updater, whose states would be room to the next
     lines = Path("/proc/self/status").read_text().splitlines()
     (used,) = (int(line.split()[1]) for line in lines if line.startswith("VmData"))
-    # States are two of these. The allocator maps what is so large, and leaves nothing reserved.
+    # What the allocator has reserved by then is room as well: it is taken first.
+    _, most = resource.getrlimit(resource.RLIMIT_DATA)
+    resource.setrlimit(resource.RLIMIT_DATA, (1024 * used, most))
+    taken: list[Tensor] = []
+    with suppress(RuntimeError):
+        while len(taken) < 1000:
+            taken.append(torch.empty_like(weight.tensor))
+    # States are two of these, and there is room for one and a half.
     limit = 1024 * used + 3 * weight.tensor.nbytes // 2
-    resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, most))
     refusal = "none"
     try:
         checksum(weight, "none")
