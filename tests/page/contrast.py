@@ -9,7 +9,7 @@ colour that makes up a good part of its box.
 from __future__ import annotations
 
 import base64
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from playwright.sync_api import Page
@@ -18,6 +18,7 @@ LEAST = 4.5
 _SHARE = 0.12  # of a text's box: what covers less is an edge
 _LINE = 2.5  # pixels of its width: neither is a line what a digit stands on
 _UNSEEN = 0.02  # opacity
+_MOST_LOOKS = 20
 _HIDE = """
 * { color: transparent !important; -webkit-text-fill-color: transparent !important;
     caret-color: transparent !important; text-shadow: none !important;
@@ -129,13 +130,22 @@ class Contrast(NamedTuple):
     where: str
 
 
+def _still(page: Page) -> tuple[list[Any], str]:
+    """Texts and what is under them; again, where an answer has moved them meanwhile."""
+    for _ in range(_MOST_LOOKS):
+        texts = page.evaluate(_TEXTS, _UNSEEN)
+        style = page.add_style_tag(content=_HIDE)
+        shot = base64.b64encode(page.screenshot(full_page=True)).decode()
+        style.evaluate("node => node.remove()")
+        if page.evaluate(_TEXTS, _UNSEEN) == texts:
+            return texts, shot
+    raise AssertionError(f"the page moved in each of {_MOST_LOOKS} looks")
+
+
 def contrasts(page: Page, reader: Page) -> list[Contrast]:
     """Every visible text; `reader` is an empty page, whose browser decodes the screenshot."""
     page.evaluate("scrollTo(0, 0)")
-    texts = page.evaluate(_TEXTS, _UNSEEN)
-    style = page.add_style_tag(content=_HIDE)
-    shot = base64.b64encode(page.screenshot(full_page=True)).decode()
-    style.evaluate("node => node.remove()")
+    texts, shot = _still(page)
     found = reader.evaluate(_READ, [shot, texts, _SHARE, _LINE])
     return [
         Contrast(round(ratio, 2), one["text"], one["where"])
