@@ -1,10 +1,12 @@
-"""Files of other frameworks as plans: `fivefold plan FILE`."""
+"""Files of other frameworks as plans: `fivefold plan FILE`; and their folders of weights, as far as
+no weight is read."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from fivefold.bridges.torchtitan_weights import VERSIONS, checkpoint_in
 from fivefold.core.errors import FivefoldError
 from fivefold.core.plan import PlanOptions
 from fivefold.report.plan_answers import Printed
@@ -12,6 +14,7 @@ from fivefold.report.plan_answers import Printed
 if TYPE_CHECKING:  # most targets are models, for which nothing of it is needed
     from fivefold.bridges import ForeignPlan
 
+HUGGING_FACE, TITAN_FORMATS = "huggingface", tuple(VERSIONS)
 _SUFFIXES = (".sh", ".slurm", ".sbatch", ".yaml", ".yml", ".py", ".json", ".toml")
 
 
@@ -49,3 +52,19 @@ def foreign_answer(found: ForeignPlan, printed: Printed) -> Printed:
     read = {"from": found.target.name, "unknown": [*found.unknown], "notes": [*found.notes]}
     head = f"read as {found.target.title}: {found.options.model[:60]} on {found.options.layout}"
     return {**table, "read": read}, [head, *(f"  {each}" for each in found.lines), "", *lines]
+
+
+def titan_model(folder: Path, model: str | None) -> tuple[Path, str] | None:
+    """The checkpoint of TorchTitan in a folder, and its model; None if the folder has none."""
+    found = checkpoint_in(folder)
+    if found is None and model is not None:
+        raise FivefoldError(
+            f"--model {model} is for a folder of TorchTitan (.metadata and *.distcp), and {folder} "
+            "is none: its own config.json names the model"
+        )
+    if found is not None and model is None:
+        raise FivefoldError(
+            f"{found} is a folder of TorchTitan, which does not say what its model is: name it with "
+            "--model, a preset, a config.json or a Hugging Face folder"
+        )
+    return None if found is None or model is None else (found, model)

@@ -77,6 +77,11 @@ def preset_name(text: str) -> str:
     return name
 
 
+def is_preset(text: str) -> bool:
+    """Whether this means a preset, and not a file."""
+    return _spelled(text, _files_by_name()) is not None
+
+
 def is_text(text: str) -> bool:
     """Whether this is the text of a config, and neither a name nor a path."""
     return text.lstrip().startswith("{")

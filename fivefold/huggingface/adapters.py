@@ -31,7 +31,7 @@ from fivefold.huggingface.expert_adapters import (
     find_fused,
     fused_factors,
 )
-from fivefold.huggingface.files import new_folder, read_json, write_json
+from fivefold.huggingface.files import new_folder, read_json, refuse_existing, write_json
 from fivefold.huggingface.names import fuses_linears, to_hf
 
 CONFIG, FILE = "adapter_config.json", "adapter_model.safetensors"
@@ -87,8 +87,7 @@ def write_adapter(
             f"train_only = {tuning.train_only}: other weights have learned too, which adapters do "
             "not hold; export the merged model, without --adapter"
         )
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise FivefoldError(f"{folder} is there already: give a folder that is new or empty")
+    refuse_existing(folder)
     tensors: dict[str, Tensor] = {}
     for one, modules in _linears(shape):
         for factor in _FACTORS if tuning.adapts(one.name) and not one.expert else ():

@@ -165,8 +165,7 @@ def write_model(
     `read` returns one of our weights in full. No file is larger than `most_bytes`, unless a single
     tensor is. The folder is written under another name and then renamed, so it is never partial.
     """
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise FivefoldError(f"{folder} is there already: give a folder that is new or empty")
+    refuse_existing(folder)
     shards = _shards(_outgoing(shape, dtype), most_bytes)
     names = _shard_names(len(shards))
     with new_folder(folder) as part:
@@ -178,6 +177,12 @@ def write_model(
         for name, data in (beside or {}).items():
             (part / name).write_bytes(data)
     return [folder / name for name in names]
+
+
+def refuse_existing(folder: Path) -> None:
+    """Refuse to write into a folder that has files."""
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise FivefoldError(f"{folder} is there already: give a folder that is new or empty")
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""`fivefold export`: write the weights of a run as a Hugging Face model."""
+"""`fivefold export`: write the weights of a run as a Hugging Face model, or for TorchTitan."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 import typer
 
+from fivefold.api.bridging import HUGGING_FACE, TITAN_FORMATS
 from fivefold.core import models, plan
 from fivefold.core.count import parameters
-from fivefold.core.errors import counted
+from fivefold.core.errors import FivefoldError, counted
 from fivefold.core.plan import PlanOptions
 from fivefold.core.precision import PRECISIONS
 from fivefold.core.tokenizer import (
@@ -33,6 +34,7 @@ _WRITTEN = ("bf16", "fp32")
 class ExportOptions(NamedTuple):
     """How the weights are written."""
 
+    format: str
     dtype: str
     shard_gb: float
     tuning: Tuning | None  # of the run
@@ -49,6 +51,14 @@ def run(
     dtype: Annotated[
         str | None, typer.Option(help="bf16 or fp32 (default: the precision of the plan).")
     ] = None,
+    written_as: Annotated[
+        str,
+        typer.Option(
+            "--format",
+            help=f"{HUGGING_FACE}, or what TorchTitan loads: torchtitan (up to 0.2.2), "
+            "torchtitan-main (from 0.3 on).",
+        ),
+    ] = HUGGING_FACE,
     adapter: Annotated[
         bool, typer.Option("--adapter", help="Only the adapters of lora, as PEFT reads them.")
     ] = False,
@@ -56,6 +66,11 @@ def run(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Write the weights of a run as a folder that transformers loads; adapters are merged."""
+    one_of("format", written_as, (HUGGING_FACE, *TITAN_FORMATS))
+    if adapter and written_as != HUGGING_FACE:
+        raise FivefoldError(
+            f"--adapter writes what PEFT reads, and --format {written_as} a model: leave one out"
+        )
     if dtype is not None:
         one_of("dtype", dtype, _WRITTEN)
     above("shard-gb", shard_gb, 0.0)
@@ -63,8 +78,11 @@ def run(
     shape = models.with_overrides(models.load(options.model), options.set)
     narrow = PRECISIONS[options.precision].dtype == "bfloat16"  # fp8 too: its weights are bf16
     chosen = dtype or ("bf16" if narrow else "fp32")
-    model = as_hf(shape, PRECISIONS[chosen].dtype, _source(options))
-    how = ExportOptions(chosen, shard_gb, options.train.tuning, options.model if adapter else None)
+    base = options.model if adapter else None
+    how = ExportOptions(written_as, chosen, shard_gb, options.train.tuning, base)
+    model = HfModel(shape, {})
+    if written_as == HUGGING_FACE:
+        model = as_hf(shape, PRECISIONS[chosen].dtype, _source(options))
     table = _exported(model, run_folder, checkpoint_step(step), folder, how)
     typer.echo(json_text(table) if as_json else _text(table))
 
@@ -90,6 +108,7 @@ def _exported(
     # Imported here, so that a bad command line is refused before torch is loaded.
     import torch
 
+    from fivefold.api.titan_weights import how_to_load, write_titan
     from fivefold.huggingface.adapters import merged, write_adapter
     from fivefold.huggingface.files import write_model
     from fivefold.train.checkpoint.of_run import open_run
@@ -101,7 +120,12 @@ def _exported(
         return reader.read(f"model/{name}")
 
     beside: dict[str, bytes] = {}
-    if options.base is not None:
+    notes: list[str] = []
+    if options.format != HUGGING_FACE:
+        values = merged(shape, read)
+        files = write_titan(folder, model.shape, options.format, values, dtype)
+        notes = how_to_load(folder, model.shape, options.format)
+    elif options.base is not None:
         files = write_adapter(folder, shape, options.base, read, dtype)
     else:
         beside = _beside(model, run_folder, reader.facts.step, options)
@@ -109,6 +133,7 @@ def _exported(
         files = write_model(folder, model.shape, model.config, values, dtype, most, beside)
     return {
         "folder": str(folder),
+        "format": options.format,
         "step": reader.facts.step,
         "model": model.shape.name,
         "family": model.shape.family,
@@ -117,6 +142,7 @@ def _exported(
         "adapter": options.base is not None,
         "files": [file.name for file in files],
         "beside": sorted(beside),
+        "notes": notes,
     }
 
 
@@ -142,8 +168,9 @@ def _dtype_of(options: ExportOptions) -> str:
 def _text(table: dict[str, Any]) -> str:
     beside = f", beside {', '.join(table['beside'])}" if table["beside"] else ""
     whose = f"{'the adapters of ' if table['adapter'] else ''}step {table['step']} of "
-    return (
+    head = (
         f"{whose}{table['model']} ({table['family']}, {table['parameters']:,} "
         f"parameters) is in {table['folder']}, in {table['dtype']}, "
         f"{counted(len(table['files']), 'file')} of weights{beside}"
     )
+    return "\n".join([head, *table["notes"]])

@@ -1,14 +1,15 @@
-"""`fivefold import`: turn a downloaded Hugging Face model into step 0 of a run."""
+"""`fivefold import`: turn a Hugging Face model, or weights of TorchTitan, into step 0 of a run."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
+from fivefold.api.bridging import HUGGING_FACE, titan_model
 from fivefold.core import models, tables
 from fivefold.core.count import parameters
 from fivefold.core.errors import FivefoldError
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
     from fivefold.core.shape import Shape
     from fivefold.huggingface.adapters import AdapterFolder
+    from fivefold.api.titan_weights import TitanFolder
     from fivefold.huggingface.files import HfFolder
 
 
@@ -34,13 +36,21 @@ _ADAPTER_RATE = 1e-4
 
 def run(
     folder: Annotated[
-        Path, typer.Argument(metavar="DIR", help="Model folder: config.json and *.safetensors.")
+        Path,
+        typer.Argument(
+            metavar="DIR",
+            help="Model folder: config.json and *.safetensors, or a checkpoint of TorchTitan.",
+        ),
     ],
     out: Annotated[
         Path | None,
         typer.Option(
             "--out", "-o", help="Run folder to create (default: runs/ and the name of DIR)."
         ),
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(help="Of a TorchTitan folder: a preset, config.json or Hugging Face folder."),
     ] = None,
     adapter: Annotated[
         Path | None, typer.Option(help="Adapter of this model, as PEFT saves it, to train on.")
@@ -50,31 +60,56 @@ def run(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Create a run that starts from a downloaded Hugging Face model."""
+    """Create a run that starts from a downloaded Hugging Face model, or from TorchTitan's."""
     if dtype is not None:
         one_of("dtype", dtype, ("fp32", "bf16"))
-    shape = models.load(str(folder / _CONFIG))
+    titan = titan_model(folder, model)
+    given = (folder, str(folder / _CONFIG)) if titan is None else titan
+    shape = models.load(given[1])
     weights(shape)  # refuses what cannot be built
-    table = _imported(folder, out or Path("runs") / shape.name, shape, dtype, adapter)
+    source = ImportSource(*given, titan is not None)
+    table = _imported(source, out or Path("runs") / shape.name, shape, dtype, adapter)
     typer.echo(json_text(table) if as_json else _text(table))
 
 
+class ImportSource(NamedTuple):
+    """What is imported."""
+
+    folder: Path
+    model: str  # a preset, or where its config is
+    is_titan: bool
+
+    def open(self, shape: Shape) -> HfFolder | TitanFolder:
+        """The weights, all of them checked."""
+        from fivefold.api.titan_weights import TitanFolder
+        from fivefold.huggingface.files import HfFolder
+
+        return (TitanFolder if self.is_titan else HfFolder)(self.folder, shape)
+
+    def files(self) -> tuple[str, dict[str, bytes]]:
+        """The model of the plan, and what is copied: its config, and the tokenizer beside it."""
+        if models.is_text(self.model) or models.is_preset(self.model):
+            return self.model, {}
+        path = Path(self.model)
+        config = path / _CONFIG if path.is_dir() else path
+        return _CONFIG, files_in([config.parent], _COPIED) | {_CONFIG: config.read_bytes()}
+
+
 def _imported(
-    folder: Path, target: Path, shape: Shape, dtype: str | None, adapter: Path | None
+    given: ImportSource, target: Path, shape: Shape, dtype: str | None, adapter: Path | None
 ) -> dict[str, Any]:
     """Write the run; returns a table of what was written."""
     # Imported here, so that a bad command line is refused before torch is loaded.
     import torch
 
     from fivefold.huggingface.adapters import AdapterFolder
-    from fivefold.huggingface.files import HfFolder
     from fivefold.train.checkpoint import Facts, published, write_checkpoint
 
     if published(target / "checkpoints"):
         raise FivefoldError(
             f"{target} has checkpoints already: give a folder without any, with -o RUN"
         )
-    source = HfFolder(folder, shape)
+    source = given.open(shape)
     adapters = None if adapter is None else AdapterFolder(adapter, shape)
     chosen = dtype or ("bf16" if source.is_narrow else "fp32")
     size = parameters(shape).total
@@ -83,16 +118,23 @@ def _imported(
         shape, how = tuned(shape, adapters.tuning), adapters.tuning
         adapted = {"lora": how.rank, "lora_alpha": how.alpha, "lora_targets": how.targets}
         train = {"lr": _ADAPTER_RATE, **adapted}
-    table = {"model": _CONFIG, "layout": "dp=1", "precision": chosen, "train": train}
+    model, copied = given.files()
+    table = {"model": model, "layout": "dp=1", "precision": chosen, "train": train}
     plan = tables.to_toml(table)
-    copied = files_in([folder], _COPIED) | {_CONFIG: (folder / _CONFIG).read_bytes()}
-    _write_new(target, copied | {"plan.toml": plan.encode()})
+    written = _write_new(target, copied | {"plan.toml": plan.encode()})
     wanted: torch.dtype = getattr(torch, PRECISIONS[chosen].dtype)
     entries = list(_entries(source, adapters, shape, wanted))
     facts = Facts(step=0, plan=plan, has_states=False)
-    path = write_checkpoint(target / "checkpoints", entries, facts)
+    try:
+        path = write_checkpoint(target / "checkpoints", entries, facts)
+    except FivefoldError:  # without its weights, the plan would train others
+        for file in written:
+            file.unlink()
+        raise
     return {
         "run": str(target),
+        "read": str(given.folder),
+        "format": "torchtitan" if given.is_titan else HUGGING_FACE,
         "checkpoint": str(path),
         "model": shape.name,
         "family": shape.family,
@@ -105,8 +147,9 @@ def _imported(
     }
 
 
-def _write_new(target: Path, files: dict[str, bytes]) -> None:
-    """Write the files of a run, unless one of another content has the name of one of them."""
+def _write_new(target: Path, files: dict[str, bytes]) -> list[Path]:
+    """Write the files of a run, unless one of another content has the name of one of them; returns
+    those that were not there."""
     try:
         target.mkdir(parents=True, exist_ok=True)
         there = [name for name in files if (target / name).exists()]
@@ -117,6 +160,7 @@ def _write_new(target: Path, files: dict[str, bytes]) -> None:
             )
         for name, data in files.items():
             (target / name).write_bytes(data)
+        return [target / name for name in files if name not in there]
     except OSError as error:
         raise FivefoldError(
             f"cannot make {target}: {error.strerror}; give another folder, with -o RUN"
@@ -133,7 +177,7 @@ def _next_steps(run: Path) -> list[str]:
 
 
 def _entries(
-    source: HfFolder, adapters: AdapterFolder | None, shape: Shape, dtype: torch.dtype
+    source: HfFolder | TitanFolder, adapters: AdapterFolder | None, shape: Shape, dtype: torch.dtype
 ) -> Iterator[Any]:
     """The tensors of the checkpoint; each is read when it is written."""
     import torch

@@ -11,6 +11,7 @@ import shutil
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from threading import Thread
 
@@ -23,7 +24,6 @@ from fivefold.core.boxes import whole_box
 from fivefold.core.errors import BadFile, FivefoldError, UnknownName, bullets
 from fivefold.core.tuning import ADAPTER
 from fivefold.launch.positions import SAVE_THREAD
-from fivefold.optim.optimizer import StateInMemory
 from fivefold.records.run_owner import TAKEN_OVER
 from fivefold.train.checkpoint import folders
 from fivefold.train.checkpoint.folders import (
@@ -61,6 +61,7 @@ __all__ = [
     "CheckpointTensor",
     "Checkpoints",
     "Facts",
+    "FullTensor",
     "Reader",
     "RunTakenOver",
     "latest",
@@ -333,24 +334,37 @@ class Reader:
         """One full tensor, in host memory."""
         if key not in self.tensors:
             raise UnknownName("tensor of a checkpoint", key, self.tensors)
-        shape, dtype = self.tensors[key]
-        state = StateInMemory(torch.empty(shape, dtype=dtype))
-        self._stored.load([CheckpointTensor(key, shape, dtype, (whole_box(shape),), state)])
-        return state.tensor
+        return self._stored.read(key)
 
 
 def write_checkpoint(folder: Path, tensors: Iterable[FullTensor], facts: Facts) -> Path:
     """Write and publish a checkpoint of full tensors in a folder of checkpoints.
 
-    Each tensor is made when it is written, and freed before the next.
+    Each tensor is made when it is written, and freed before the next. An error for the user while
+    one is made is raised as it is.
     """
-    tensors = list(tensors)
+    tensors, failures = list(tensors), list[FivefoldError]()
+
+    def guarded(get: Callable[[], Tensor]) -> Tensor:
+        try:
+            return get()
+        except FivefoldError as error:
+            failures.append(error)
+            raise
+
     items = [write_item(key, shape, dtype, whole_box(shape)) for key, shape, dtype, _ in tensors]
-    reads = {MetadataIndex(key, whole_box(shape).offsets): get for key, shape, _, get in tensors}
+    reads = {
+        MetadataIndex(key, whole_box(shape).offsets): partial(guarded, get)
+        for key, shape, _, get in tensors
+    }
     kept = KeptCheckpoints(len(folders.published(folder)) + 1)
     try:
         writer = CheckpointWriter(CheckpointRanks(None), items, file_per_box=True)
         writer.write(folder, facts, reads, kept)
     except RanksFailed as failed:
+        part = folder / (folders.name_of(facts.step) + folders.PART)
+        shutil.rmtree(part, ignore_errors=True)
+        if failures:
+            raise failures[0] from failed
         raise CannotSave(f"{failed}: make room on that disk, or choose another folder") from failed
     return folder / folders.name_of(facts.step)

@@ -27,12 +27,14 @@ from torch.distributed.checkpoint.metadata import (
 from fivefold.train.checkpoint.folders import Damaged
 
 _TORCH = "torch.distributed.checkpoint."
+_BYTES = "BytesStorageMetadata"  # what is no tensor
 _NAMES = {
     **{
         f"{_TORCH}metadata.{name}": name
         for name in (
             *("Metadata", "MetadataIndex", "StorageMeta", "TensorProperties"),
             *("TensorStorageMetadata", "ChunkStorageMetadata", "_MEM_FORMAT_ENCODING"),
+            _BYTES,
         )
     },
     f"{_TORCH}filesystem._StorageInfo": "_StorageInfo",
@@ -134,6 +136,7 @@ def _metadata(value: Any, files: Collection[str]) -> Metadata:
     tensors: dict[str, TensorStorageMetadata] = {
         _typed(key, str): _tensor(each)
         for key, each in _typed(table["state_dict_metadata"], dict).items()
+        if _typed(each, _StandIn).kind != _BYTES  # other objects of other programs: never read
     }
     stored = _typed(table["storage_data"], dict)
     places = {_index(key): _place(each, files) for key, each in stored.items()}
@@ -160,14 +163,17 @@ def _index(value: Any) -> MetadataIndex:
     table = _state(value, "MetadataIndex")
     index = table.get("index")
     number = None if index is None else _number(index)
-    return MetadataIndex(_typed(table["fqn"], str), _size(table["offset"]), number)
+    offset = table.get("offset")  # other objects than tensors have none
+    return MetadataIndex(
+        _typed(table["fqn"], str), None if offset is None else _size(offset), number
+    )
 
 
 def _place(value: Any, files: Collection[str]) -> StoredBox:
     table = _state(value, "_StorageInfo")
     name = _typed(table["relative_path"], str)
     if name not in files:
-        raise Damaged(f"names the file {name}, which is in no manifest")
+        raise Damaged(f"names the file {name}, which is none of its files")
     if table.get("transform_descriptors"):
         raise Damaged("has values that are coded in some other way")
     return StoredBox(name, _number(table["offset"]), _number(table["length"]))

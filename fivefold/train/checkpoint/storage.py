@@ -58,9 +58,9 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.checkpoint.storage import WriteResult
 
-from fivefold.core.boxes import Box
+from fivefold.core.boxes import Box, whole_box
 from fivefold.optim.disk_states import StateOnDisk
-from fivefold.optim.optimizer import StoredState
+from fivefold.optim.optimizer import StateInMemory, StoredState
 from fivefold.train.checkpoint import folders
 from fivefold.train.checkpoint.folders import (
     METADATA,
@@ -160,11 +160,11 @@ class StoredTensors:
 
     def __init__(self, folder: Path, files: Collection[str]) -> None:
         self._reader = FileSystemReader(folder)
-        self._metadata = read_metadata(folder / METADATA, files)
-        self._reader.set_up_storage_reader(self._metadata, True)
+        self.metadata = read_metadata(folder / METADATA, files)
+        self._reader.set_up_storage_reader(self.metadata, True)
         self.tensors = {
             key: each
-            for key, each in self._metadata.state_dict_metadata.items()
+            for key, each in self.metadata.state_dict_metadata.items()
             if isinstance(each, TensorStorageMetadata)
         }
 
@@ -184,6 +184,13 @@ class StoredTensors:
                 found.append(f"{each.key} {each.shape}, which is {tuple(stored.size)} there")
         return found
 
+    def read(self, key: str) -> Tensor:
+        """One full tensor, in host memory."""
+        shape, dtype = tuple(self.tensors[key].size), self.tensors[key].properties.dtype
+        state = StateInMemory(torch.empty(shape, dtype=dtype))
+        self.load([CheckpointTensor(key, shape, dtype, (whole_box(shape),), state)])
+        return state.tensor
+
     def load(self, wanted: Iterable[CheckpointTensor]) -> None:
         """Read all of them; those that live on a disk one by one, to have one in memory."""
         tensors = list(wanted)
@@ -194,12 +201,12 @@ class StoredTensors:
     def _load(self, wanted: list[CheckpointTensor]) -> None:
         firsts = {each.key: each for each in reversed(wanted)}
         planner = _LoadPlanner(list(firsts.values()), self.tensors)
-        planner.set_up_planner({}, self._metadata, True)
+        planner.set_up_planner({}, self.metadata, True)
         plan = self._reader.prepare_local_plan(planner.create_local_plan())
         (plan,) = self._reader.prepare_global_plan([plan])
         by_file: dict[str, list[ReadItem]] = {}
         for item in planner.finish_plan(plan).items:
-            stored = self._metadata.storage_data[item.storage_index]
+            stored = self.metadata.storage_data[item.storage_index]
             by_file.setdefault(stored.relative_path, []).append(item)
         in_threads(
             lambda items: self._reader.read_data(LoadPlan(items), planner).wait(),
