@@ -43,9 +43,11 @@ VERBS = {
         "Price the best layout of each framework.",
     ),
     "eval": Verb("fivefold.verbs.evaluate", "Evaluate a run or a model on tasks of lm-eval."),
-    "export": Verb("fivefold.verbs.export_weights", "Export the weights of a run to Hugging Face."),
+    "export": Verb("fivefold.verbs.export_weights", "Export a run to Hugging Face or TorchTitan."),
     "generate": Verb("fivefold.verbs.generate", "Complete prompts with a run or a model."),
-    "import": Verb("fivefold.verbs.import_weights", "Import a Hugging Face model as a run."),
+    "import": Verb(
+        "fivefold.verbs.import_weights", "Import a Hugging Face or TorchTitan model as a run."
+    ),
     "launch": Verb("fivefold.verbs.launch", "Write the script that starts a plan on a cluster."),
     "observe": Verb("fivefold.verbs.observe", "Open the page: explore plans, learn, inspect runs."),
     "plan": Verb("fivefold.verbs.plan", "Resolve a job or search its layout, with reasons."),

@@ -64,7 +64,7 @@ def titan_model(folder: Path, model: str | None) -> tuple[Path, str] | None:
         )
     if found is not None and model is None:
         raise FivefoldError(
-            f"{found} is a folder of TorchTitan, which does not say what its model is: name it with "
-            "--model, a preset, a config.json or a Hugging Face folder"
+            f"{found} is a folder of TorchTitan, which does not say what its model is: name it "
+            "with --model, a preset, a config.json or a Hugging Face folder"
         )
     return None if found is None or model is None else (found, model)

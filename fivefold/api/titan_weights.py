@@ -118,7 +118,8 @@ def _from_titan(values: Tensor, tensor: TitanTensor) -> Tensor:
     """Rows of each head: first of all pairs, then second of all pairs."""
     if not tensor.heads:
         return values
-    return values.unflatten(0, (tensor.heads, -1, 2)).transpose(1, 2).flatten(0, 2)
+    pairs = values.view(tensor.heads, -1, 2, values.shape[-1])
+    return pairs.transpose(1, 2).reshape(values.shape)
 
 
 def _to_titan(tensor: TitanTensor, read: Callable[[str], Tensor], dtype: torch.dtype) -> Tensor:
@@ -127,4 +128,5 @@ def _to_titan(tensor: TitanTensor, read: Callable[[str], Tensor], dtype: torch.d
     values = read(tensor.weight.name).to(dtype)
     if not tensor.heads:
         return values
-    return values.unflatten(0, (tensor.heads, 2, -1)).transpose(1, 2).flatten(0, 2)
+    halves = values.view(tensor.heads, 2, -1, values.shape[-1])
+    return halves.transpose(1, 2).reshape(values.shape)

@@ -186,7 +186,8 @@ def differences(
         if sizes is None and not (shape.tied and name == keys.names.head):
             yield f"{name} is missing, and {shape.name} has it: {_WAY}"
         elif sizes is not None and sizes != tensor.weight.shape:
-            yield f"{name} has shape {sizes}, but {shape.name} asks for {tensor.weight.shape}: {_WAY}"
+            wanted = tensor.weight.shape
+            yield f"{name} has shape {sizes}, but {shape.name} asks for {wanted}: {_WAY}"
     for key in found:
         name = key.removeprefix(keys.prefix)
         if name not in expected and not key.startswith(BESIDE) and not name.startswith(BESIDE):

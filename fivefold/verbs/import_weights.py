@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
-from fivefold.api.bridging import HUGGING_FACE, titan_model
+from fivefold.api.bridging import HUGGING_FACE, TITAN_FORMATS, titan_model
 from fivefold.core import models, tables
 from fivefold.core.count import parameters
 from fivefold.core.errors import FivefoldError
@@ -22,9 +22,9 @@ from fivefold.verbs import json_text, one_of
 if TYPE_CHECKING:
     import torch
 
+    from fivefold.api.titan_weights import TitanFolder
     from fivefold.core.shape import Shape
     from fivefold.huggingface.adapters import AdapterFolder
-    from fivefold.api.titan_weights import TitanFolder
     from fivefold.huggingface.files import HfFolder
 
 
@@ -134,7 +134,7 @@ def _imported(
     return {
         "run": str(target),
         "read": str(given.folder),
-        "format": "torchtitan" if given.is_titan else HUGGING_FACE,
+        "format": TITAN_FORMATS[0] if given.is_titan else HUGGING_FACE,
         "checkpoint": str(path),
         "model": shape.name,
         "family": shape.family,
@@ -191,10 +191,11 @@ def _entries(
 
 
 def _text(table: dict[str, Any]) -> str:
+    read = f", read from {table['read']}" if table["format"] != HUGGING_FACE else ""
     lines = [
         f"{table['model']} ({table['family']}, {table['parameters']:,} parameters) is step 0 of "
-        f"{table['run']}, in {table['dtype']}; its plan has the learning rate {table['lr']:g} of "
-        "fine-tuning. Tokenize text with its own tokenizer, and train:",
+        f"{table['run']}{read}, in {table['dtype']}; its plan has the learning rate "
+        f"{table['lr']:g} of fine-tuning. Tokenize text with its own tokenizer, and train:",
         *(f"  {command}" for command in table["next"]),
         "For conversations, add --chat to the first command.",
     ]

@@ -350,10 +350,9 @@ BIG = replace(
 WITHIN = """
 import resource, sys, torch
 from fivefold import cli
-from fivefold.huggingface import files
-from fivefold.train import checkpoint
+from fivefold.api import titan_weights
 torch.set_num_threads(1)
-given, run, out, room, size = *sys.argv[1:4], *map(int, sys.argv[4:])
+room, size = map(int, sys.argv[1:3])
 used = next(line for line in open("/proc/self/status") if line.startswith("VmData:"))
 resource.setrlimit(resource.RLIMIT_DATA, (int(used.split()[1]) * 1024 + room,) * 2)
 try:
@@ -362,9 +361,16 @@ except RuntimeError:
     pass
 else:
     sys.exit("the limit does not hold")
-assert cli.run(["import", given, "-o", run]) == 0
-assert cli.run(["export", run, out, "--shard-gb", "0.003"]) == 0
+for words in sys.argv[3:]:
+    assert cli.run(words.split()) == 0
 """
+
+
+def run_within(room: int, size: int, *commands: str) -> None:
+    """Commands in a process that gets no more memory than `room`, where the model has `size`."""
+    command = [sys.executable, "-c", WITHIN, str(room), str(size), *commands]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.sample(0.25)
@@ -375,10 +381,8 @@ def test_the_whole_model_is_never_in_memory(tmp_path: Path) -> None:
     write_model(given, BIG, config, lambda name: torch.randn(sizes[name]), F32, 3_000_000)
     size = sum(file.stat().st_size for file in given.glob("*.safetensors"))
     room = 2 * size // 5
-    words = [str(each) for each in (given, tmp_path / "run", out, room, size)]
-    command = [sys.executable, "-c", WITHIN, *words]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
+    run = tmp_path / "run"
+    run_within(room, size, f"import {given} -o {run}", f"export {run} {out} --shard-gb 0.003")
     files = sorted(given.glob("*.safetensors"))
     assert len(files) > 30 and room > 3 * max(math.prod(each) for each in sizes.values()) * 4
     assert all(file.read_bytes() == (out / file.name).read_bytes() for file in files)

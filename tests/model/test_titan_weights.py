@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from small import DEEPSEEK, GPT, LLAMA, MOE, batch_of, filled
+from test_hf_files import run_within
 from torch import Tensor
 from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 
@@ -32,17 +34,22 @@ from fivefold.huggingface.config_export import as_hf
 from fivefold.model.decoder import Decoder, from_config
 from fivefold.train.checkpoint import Reader, published
 
-# As state_dict() of TorchTitan's models has them: 0.2.2 of llama3, and 0.3.0 of qwen3.
 LLAMA3 = replace(LLAMA, name="llama3", layers=2, rope=Rope("llama3", 8.0, 8192), rope_theta=5e5)
 QWEN3 = replace(
     LLAMA3, name="qwen3", family="qwen3", qk_norm="head", head_dim=8, norm_eps=1e-6, rope=None
 )
-BLOCK = """attention.wq attention.wk attention.wv attention.wo feed_forward.w1 feed_forward.w2
-feed_forward.w3 attention_norm ffn_norm""".split()
-OURS = """attention.q attention.k attention.v attention.out mlp.gate mlp.down mlp.up
-attention_norm mlp_norm""".split()
-NEW_BLOCK = """attention.qkv_linear.wq attention.qkv_linear.wk attention.qkv_linear.wv attention.wo
-feed_forward.w1 feed_forward.w2 feed_forward.w3 attention_norm ffn_norm""".split()
+# Of a layer: its name in 0.2.2, its name from 0.3 on, and ours.
+BLOCK = [
+    ("attention.wq", "attention.qkv_linear.wq", "attention.q"),
+    ("attention.wk", "attention.qkv_linear.wk", "attention.k"),
+    ("attention.wv", "attention.qkv_linear.wv", "attention.v"),
+    ("attention.wo", "attention.wo", "attention.out"),
+    ("feed_forward.w1", "feed_forward.w1", "mlp.gate"),
+    ("feed_forward.w2", "feed_forward.w2", "mlp.down"),
+    ("feed_forward.w3", "feed_forward.w3", "mlp.up"),
+    ("attention_norm", "attention_norm", "attention_norm"),
+    ("ffn_norm", "ffn_norm", "mlp_norm"),
+]
 QK_NORMS = ["attention.q_norm", "attention.k_norm"]
 JUDGED = {  # format, and the model
     "llama3": ("torchtitan", LLAMA3),
@@ -50,16 +57,17 @@ JUDGED = {  # format, and the model
     "qwen3": ("torchtitan", QWEN3),
     "qwen3-tied": ("torchtitan", replace(QWEN3, tied=True)),
     "llama3-new": ("torchtitan-main", LLAMA3),
+    "llama3-new-tied": ("torchtitan-main", replace(LLAMA3, tied=True, rope=None)),
+    "qwen3-new": ("torchtitan-main", QWEN3),
     "qwen3-new-tied": ("torchtitan-main", replace(QWEN3, tied=True)),
 }
-OLD = {name: each for name, each in JUDGED.items() if each[0] == "torchtitan"}
 
 
-def written_names(version: str, shape: Shape) -> dict[str, str]:
+def written_names(form: str, shape: Shape) -> dict[str, str]:
     """Every name of a folder, and ours."""
-    is_new = version == "torchtitan-main"
-    norms = QK_NORMS if shape.qk_norm == "head" else []
-    block = dict(zip([*(NEW_BLOCK if is_new else BLOCK), *norms], [*OURS, *norms], strict=True))
+    is_new = form == "torchtitan-main"
+    block = {new if is_new else old: ours for old, new, ours in BLOCK}
+    block |= {name: name for name in QK_NORMS if shape.qk_norm == "head"}
     head = "lm_head.weight" if is_new else "output.weight"
     return {
         "tok_embeddings.weight": "embed.weight",
@@ -91,10 +99,10 @@ def of_run(run: Path, shape: Shape) -> Decoder:
     return decoder
 
 
-def titan_state(version: str, shape: Shape, decoder: Decoder) -> dict[str, Tensor]:
+def titan_state(form: str, shape: Shape, decoder: Decoder) -> dict[str, Tensor]:
     """What a folder holds if its rows are those of this decoder."""
     state = decoder.state_dict()
-    names = written_names(version, shape).items()
+    names = written_names(form, shape).items()
     return {theirs: state[ours].detach().clone() for theirs, ours in names}
 
 
@@ -128,18 +136,16 @@ def refused(capsys: pytest.CaptureFixture[str], *words: object) -> str:
 @pytest.mark.parametrize("name", JUDGED)
 def test_there_and_back_by_written_names(name: str, tmp_path: Path) -> None:
     """Its llama3 rotates neighbours: our model computes the same if it does so too."""
-    version, shape = JUDGED[name]
+    form, shape = JUDGED[name]
     theirs = filled(replace(shape, rope_interleaved=shape.qk_norm == "none"), torch.float32)
-    state = titan_state(version, shape, theirs)
+    state = titan_state(form, shape, theirs)
     folder = saved(tmp_path / "step-10", state)
     config = config_of(shape, tmp_path / "config")
     fivefold("import", tmp_path, "--model", config, "-o", tmp_path / "run")
-    fivefold("export", tmp_path / "run", tmp_path / "out", "--format", version)
+    fivefold("export", tmp_path / "run", tmp_path / "out", "--format", form)
 
     ours = of_run(tmp_path / "run", models.load(str(tmp_path / "run" / "config.json")))
-    torch.testing.assert_close(
-        logits_of(ours), logits_of(theirs.double()), rtol=1e-10, atol=1e-10
-    )
+    torch.testing.assert_close(logits_of(ours), logits_of(theirs.double()), rtol=1e-10, atol=1e-10)
     back = loaded(tmp_path / "out", state)
     assert all(torch.equal(back[each], values) for each, values in state.items())
     written = dcp.FileSystemReader(tmp_path / "out").read_metadata()
@@ -200,6 +206,24 @@ def test_a_preset_names_the_model(tmp_path: Path) -> None:
     fivefold("import", saved(tmp_path / "in", state), "--model", "Tiny", "-o", tmp_path / "run")
     assert 'model = "Tiny"' in (tmp_path / "run" / "plan.toml").read_text()
     fivefold("export", tmp_path / "run", tmp_path / "hf")
+
+
+@pytest.mark.sample(0.25)
+def test_the_whole_model_is_never_in_memory(tmp_path: Path) -> None:
+    """In a folder of one file, as one rank of TorchTitan saves it."""
+    shape = replace(LLAMA3, layers=28, width=384, head_dim=96, ffn=1024, vocab=1000)
+    state = titan_state("torchtitan", shape, filled(shape, torch.float32))
+    saved(tmp_path / "in", state)
+    size = sum(each.nbytes for each in state.values())
+    words = f"--model {config_of(shape, tmp_path / 'config')} -o {tmp_path}/run"
+    run_within(
+        2 * size // 5,
+        size,
+        f"import {tmp_path}/in {words}",
+        f"export {tmp_path}/run {tmp_path}/out --format torchtitan",
+    )
+    back = loaded(tmp_path / "out", state)
+    assert all(torch.equal(back[each], values) for each, values in state.items())
 
 
 # What is refused
@@ -386,37 +410,42 @@ def test_families() -> None:
 # Its own code
 
 
+_VERSION = version("torchtitan") if find_spec("torchtitan") is not None else ""
 _WHY = "no torchtitan: see the head of tests/pure/test_bridge_judges.py"
 
 
-@pytest.mark.skipif(find_spec("torchtitan") is None, reason=_WHY)
-@pytest.mark.parametrize("name", OLD)
+@pytest.mark.skipif(not _VERSION, reason=_WHY)
+@pytest.mark.parametrize("name", JUDGED)
 def test_torchtitan_loads_and_saves_it(name: str, tmp_path: Path) -> None:
     """Our folder, loaded by its CheckpointManager into its model: equal logits. What it then saves,
-    changed and with states, is imported: equal logits again."""
-    _, shape = OLD[name]
-    config, run, out, again = (tmp_path / each for each in ("config", "run", "out", "again"))
-    ours = filled(shape, torch.float32)
-    halves = titan_state("torchtitan", shape, ours)
-    config_of(shape, config)
+    after two steps, with states and without, is imported: equal logits again."""
+    form, shape = JUDGED[name]
+    is_old = form == "torchtitan"
+    if _VERSION.startswith("0.2.") != is_old:
+        pytest.skip(f"torchtitan {_VERSION} has other names")
+    config, run = config_of(shape, tmp_path / "config"), tmp_path / "run"
     # Rows in any order are some model: the one that is imported is what is compared.
-    fivefold("import", saved(tmp_path / "in", halves), "--model", config, "-o", run)
-    fivefold("export", run, out, "--format", "torchtitan")
-    batch = batch_of(shape, seq=24)
-    torch.save(batch.tokens, tmp_path / "tokens.pt")
+    state = titan_state(form, shape, filled(shape, torch.float32))
+    fivefold("import", saved(tmp_path / "in", state), "--model", config, "-o", run)
+    fivefold("export", run, tmp_path / "out", "--format", form)
+    torch.save(batch_of(shape, seq=24).tokens, tmp_path / "tokens.pt")
     done = subprocess.run(
         [sys.executable, "-m", "tests.titan_judge", str(tmp_path)], capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    found = torch.load(tmp_path / "logits.pt")
-    mine = logits_of(of_run(run, shape)).float()
-    torch.testing.assert_close(found["loaded"].flatten(0, 1), mine, rtol=2e-5, atol=2e-5)
-    if shape.qk_norm == "none":  # its llama3 ties no head
+    theirs = torch.load(tmp_path / "logits.pt")
+    assert not torch.allclose(theirs["changed"], theirs["loaded"], atol=1e-2)
+    same = {"rtol": 1e-5, "atol": 1e-5}
+    torch.testing.assert_close(theirs["loaded"].flatten(0, 1), logits_of_run(run, shape), **same)
+    if is_old and shape.qk_norm == "none":  # its llama3 ties no head
         shape = replace(shape, tied=False)
         config_of(shape, config)
     for kind in ("full", "model"):
-        fivefold("import", tmp_path / kind, "--model", config, "-o", again / kind)
-        theirs = found["changed"].flatten(0, 1)
-        mine = logits_of(of_run(again / kind, shape)).float()
-        torch.testing.assert_close(theirs, mine, rtol=2e-5, atol=2e-5)
-    assert not torch.allclose(found["changed"], found["loaded"], atol=1e-3)
+        again = tmp_path / "again" / kind
+        fivefold("import", tmp_path / kind, "--model", config, "-o", again)
+        mine = logits_of_run(again, shape)
+        torch.testing.assert_close(theirs["changed"].flatten(0, 1), mine, **same)
+
+
+def logits_of_run(run: Path, shape: Shape) -> Tensor:
+    return logits_of(of_run(run, shape)).float()
