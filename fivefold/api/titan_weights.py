@@ -55,6 +55,7 @@ class TitanFolder:
             rest = [f"and {more:,} more: mend these first"] if more > 0 else []
             raise BadFile(str(folder), [*problems[:_SHOWN], *rest])
         self._dtypes = {self._stored.dtype(key) for key in there}
+        # Reversed: of a tied weight its first name, for its second may be missing.
         self._ours = {each.weight.name: name for name, each in reversed(self._tensors.items())}
 
     @property

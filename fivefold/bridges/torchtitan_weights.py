@@ -27,6 +27,7 @@ METADATA = ".metadata"  # torch writes it last
 OLD_PREFIX = "model."  # of weights in a full save of 0.1
 # What a full save has besides weights, and the rotary table that 0.1 stored with them.
 BESIDE = ("optimizer.", "lr_scheduler.", "dataloader.", "train_state.", "freqs_cis")
+_WAY = "give the preset or the config.json of these weights, with --model"
 _STEP = re.compile(r"step-(\d+)")
 _BLOCK = {
     "attention_norm": "attention_norm",
@@ -192,6 +193,3 @@ def differences(
         name = key.removeprefix(keys.prefix)
         if name not in expected and not key.startswith(BESIDE) and not name.startswith(BESIDE):
             yield f"{name} is not in {shape.name}: {_WAY}"
-
-
-_WAY = "give the preset or the config.json of these weights, with --model"
