@@ -128,8 +128,9 @@ def head_parameters(shape: Shape) -> Parameters:
 @cache
 def layer_parameters(shape: Shape, i: int) -> Parameters:
     """One layer, i from 0."""
-    norms = _norm(shape) * (shape.inner_norms + shape.outer_norms) + _attention_norms(shape)
-    attention = _attention(shape)
+    mixes = shape.of_layer(i)
+    norms = _norm(shape) * (shape.inner_norms + shape.outer_norms) + _attention_norms(mixes)
+    attention = _attention(mixes)
     if shape.moe is None or not shape.is_moe_layer(i):
         bias = shape.mlp_bias * ((2 if shape.gated else 1) * shape.ffn + shape.width)
         mlp = _mlp_matrices(shape, shape.ffn) + bias
@@ -210,6 +211,7 @@ def visible_keys(shape: Shape, i: int, seq: int) -> float:
 
 
 def _scores(shape: Shape, i: int, seq: int) -> float:
+    shape = shape.of_layer(i)
     if shape.own_mixer is not None:
         return mixer_cost(shape, seq).flops
     per_key = 2.0 * shape.heads * (shape.head_dim + shape.value_dim)
@@ -231,8 +233,9 @@ def _attention(shape: Shape) -> int:
     if shape.mla is not None:
         return _latent_attention(shape, shape.mla)
     queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    matrices = shape.width * (2 * queries + 2 * keys)
-    biases = shape.qkv_bias * (queries + 2 * keys) + shape.out_bias * shape.width
+    into = queries * (1 + shape.attention_gate) + 2 * keys
+    matrices = shape.width * (into + queries)
+    biases = shape.qkv_bias * into + shape.out_bias * shape.width
     return matrices + biases + shape.sinks * shape.heads
 
 

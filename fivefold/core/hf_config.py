@@ -11,6 +11,7 @@ from typing import Any
 
 from fivefold.core.errors import BadFile
 from fivefold.core.hf_families import NEWER, PLAIN, decoder_fields
+from fivefold.core.hybrid import Hybrid
 from fivefold.core.shape import Mla, Moe, Shape
 from fivefold.core.tables import (
     Config,
@@ -25,7 +26,7 @@ _MIXED = (
     "some of its layers mix tokens by a recurrence and some by attention, and a model here has one "
     "mixer for all layers; use a model with attention, or write the recurrence as an own mixer"
 )
-REFUSED = dict.fromkeys(("qwen3_next", "falcon_h1", "jamba", "bamba", "granitemoehybrid"), _MIXED)
+REFUSED = dict.fromkeys(("falcon_h1", "jamba", "bamba", "granitemoehybrid"), _MIXED)
 WITH_IMAGES = ("llama4", "gemma3")  # their text model has a table of its own
 
 
@@ -115,15 +116,48 @@ def _mixtral(config: Config) -> Fields:
 
 def _qwen2_moe(config: Config) -> Fields:
     fields = _qwen2(config) | {"qkv_bias": config.flag("qkv_bias", True)}
-    shared = config.whole("shared_expert_intermediate_size", 5632, least=0)
-    moe = _qwen_moe(config, fields["layers"])
-    moe |= {"shared": int(shared > 0), "shared_ffn": shared, "shared_gated": shared > 0}
+    moe = _qwen_moe(config, fields["layers"]) | _gated_expert(config, 5632)
     return fields | {"moe": Moe(**moe)}
+
+
+def _gated_expert(config: Config, usual: int) -> Fields:
+    shared = config.whole("shared_expert_intermediate_size", usual, least=0)
+    return {"shared": int(shared > 0), "shared_ffn": shared, "shared_gated": shared > 0}
 
 
 def _qwen3_moe(config: Config) -> Fields:
     fields = _qwen3_attention(config)
     return fields | {"moe": Moe(**_qwen_moe(config, fields["layers"]))}
+
+
+def _qwen3_next(config: Config) -> Fields:
+    fields = decoder_fields(config, partial=0.25) | attention_bias(config)
+    moe = _qwen_moe(config, fields["layers"]) | _gated_expert(config, 512)
+    moe |= {"renormalise": config.flag("norm_topk_prob", True)}
+    hybrid = Hybrid(
+        attention_every=_full_attention_every(config, fields["layers"]),
+        heads=config.whole("linear_num_value_heads", 32),
+        key_heads=config.whole("linear_num_key_heads", 16),
+        head_dim=config.whole("linear_value_head_dim", 128),
+        key_dim=config.whole("linear_key_head_dim", 128),
+        kernel=config.whole("linear_conv_kernel_dim", 4),
+    )
+    own: Fields = {"norm": "rms_offset", "qk_norm": "head", "attention_gate": True}
+    own |= {"head_dim": config.whole("head_dim")}  # the family's default is no share of the width
+    return fields | own | {"moe": Moe(**moe), "hybrid": hybrid} | _ahead(config)
+
+
+def _full_attention_every(config: Config, layers: int) -> int:
+    """Each n-th layer has full attention, which `layer_types` may list."""
+    kinds = config.items("layer_types")
+    every = config.whole("full_attention_interval", 4)
+    if kinds is None or not config.usable("num_hidden_layers"):
+        return every
+    every = 1 + kinds.index("full_attention") if "full_attention" in kinds else layers + 1
+    names = ("linear_attention", "full_attention")
+    if kinds != [names[(i + 1) % every == 0] for i in indices(layers)]:
+        config.problem("layer_types", "full_attention must be in each n-th layer only")
+    return every
 
 
 def _qwen_moe(config: Config, layers: int) -> Fields:
@@ -292,6 +326,7 @@ FAMILIES: dict[str, Callable[[Config], Fields]] = {
     "mixtral": _mixtral,
     "qwen2_moe": _qwen2_moe,
     "qwen3_moe": _qwen3_moe,
+    "qwen3_next": _qwen3_next,
     "olmoe": _olmoe,
     "deepseek_v2": _deepseek_v2,
     "deepseek_v3": _deepseek_v3,

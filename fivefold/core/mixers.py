@@ -150,6 +150,13 @@ def mixer_cost(shape: Shape, seq: int) -> MixerCost:
 
 def mixer_notes(shape: Shape) -> Iterator[str]:
     """What a plan with this model should say about its estimate."""
+    if shape.hybrid is not None:
+        yield (
+            f"mixer {shape.hybrid.mixer} in all but each {shape.hybrid.attention_every}th layer: "
+            "its time is from operations and bytes, at the speeds of matmuls and of memory; it was "
+            "not measured, so that steps may be further from their estimates than is said here"
+        )
+        return
     mixer = own_mixer(shape.mixer)
     if mixer is None:
         return
@@ -200,6 +207,7 @@ def _not_with(shape: Shape, mixer: Mixer) -> Iterator[str]:
         "rotary_dim": shape.rotary_dim is not None,
         "score_dim": shape.score_dim is not None,
         "score_cap": shape.score_cap is not None,
+        "attention_gate": shape.attention_gate,
         "sinks": shape.sinks,
     }
     for key in (key for key, given in used.items() if given):
@@ -243,6 +251,7 @@ def context_problem(shape: Shape, context: str, cp: int, tp: int) -> str | None:
     Only Ulysses gives a rank all tokens of a row, for some of the heads. So every linear of the
     input must be split by heads, and each context rank of a tp rank needs some of them.
     """
+    shape = shape.of_mixer
     mixer = own_mixer(shape.mixer)
     if mixer is None or cp == 1:
         return None
@@ -264,6 +273,7 @@ def context_problem(shape: Shape, context: str, cp: int, tp: int) -> str | None:
 
 def require_mixable(shape: Shape, *, fp8: bool, packed: bool, keeps_attention: bool) -> None:
     """Refuse what an own mixer cannot run with."""
+    shape = shape.of_mixer
     mixer = own_mixer(shape.mixer)
     if mixer is None:
         return

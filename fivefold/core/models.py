@@ -24,6 +24,7 @@ from fivefold.core import count as counting
 from fivefold.core import tables
 from fivefold.core.errors import BadFile, FivefoldError, UnknownName
 from fivefold.core.hf_config import shape_from_config
+from fivefold.core.hybrid import Hybrid
 from fivefold.core.layout import Layout
 from fivefold.core.shape import Mla, Moe, Rope, Shape
 
@@ -33,7 +34,7 @@ HEADER = re.compile(r'^\["([^"]+)"\]', re.MULTILINE)
 LARGEST_CONFIG = 1_000_000  # bytes; real ones have a few thousand
 PASTED = "pasted config"  # the name of a model that came as text
 _OWN = "fivefold_shape"  # the only key of a text that has our own keys, not Hugging Face's
-NESTED: dict[str, type] = {"rope": Rope, "mla": Mla, "moe": Moe}
+NESTED: dict[str, type] = {"rope": Rope, "hybrid": Hybrid, "mla": Mla, "moe": Moe}
 
 
 def presets() -> tuple[str, ...]:
@@ -212,7 +213,7 @@ def _read(data: bytes, where: str) -> Shape:
 @functools.cache
 def keys() -> Mapping[str, object]:
     """The keys of a model that can be set, with their types: those of Shape, and those under
-    `rope.`, `mla.` and `moe.`."""
+    `rope.`, `hybrid.`, `mla.` and `moe.`."""
     hints: dict[str, object] = dict(tables.types_of(Shape))
     del hints["tuning"]  # has keys of its own in `[train]`
     for name, cls in NESTED.items():

@@ -121,6 +121,8 @@ def tensor_rule(layout: Layout, shape: Shape, job: LayoutRequest) -> Iterator[st
             f"tp={tp} neither divides the {kv_heads} KV heads nor is a multiple of them (they are "
             f"replicated where fewer than tp): use tp={_largest_divisor(kv_heads, tp)}"
         )
+    if shape.hybrid is not None:
+        yield from _division("key heads of the recurrence", shape.hybrid.key_heads, "tp", tp)
     if shape.qk_norm == "full" and tp > 1:
         yield f"tp={tp} would split heads that qk_norm=full normalises together: use tp=1"
     if shape.num_moe_layers < shape.layers:
@@ -188,8 +190,9 @@ def context_rule(layout: Layout, shape: Shape, job: LayoutRequest) -> Iterator[s
             f"seq={seq} is padded to {length}, more than the {shape.max_seq} learned positions of "
             f"the model: use seq={shape.max_seq // unit * unit}"
         )
-    if CONTEXT_KINDS[layout.context].heads == "all" and shape.heads % layout.tp == 0:
-        heads = shape.heads // layout.tp
+    heads = math.gcd(shape.heads, shape.of_mixer.heads)
+    if CONTEXT_KINDS[layout.context].heads == "all" and heads % layout.tp == 0:
+        heads = heads // layout.tp
         if heads % layout.cp:
             most = _largest_divisor(heads, layout.cp)
             yield (
@@ -297,7 +300,8 @@ def _fewer_ranks(layout: Layout, shape: Shape, seq: int) -> str:
     """The most context ranks for which the sequence is long enough, and that the heads allow."""
     most = seq * layout.cp // sequence_unit(layout, shape)
     if most and CONTEXT_KINDS[layout.context].heads == "all":
-        most = _largest_divisor(max(1, shape.heads // layout.tp), most)
+        heads = math.gcd(shape.heads, shape.of_mixer.heads)
+        most = _largest_divisor(max(1, heads // layout.tp), most)
     if not most and seq >= sequence_unit(replace(layout, cp=1), shape):
         most = 1  # one rank needs no zigzag
     return f", or cp={most}" if most else ""

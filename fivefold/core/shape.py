@@ -14,6 +14,7 @@ from functools import cached_property
 from typing import Literal, NamedTuple
 
 from fivefold.core.errors import BadFile, FivefoldError
+from fivefold.core.hybrid import Hybrid, recurrent
 from fivefold.core.mixers import ATTENTION, Mixer, mixer_notes, mixer_problems, own_mixer
 from fivefold.core.tuning import Tuning
 
@@ -141,6 +142,7 @@ class LayerKind(NamedTuple):
 
     moe: bool
     full_attention: bool  # no window, where others have one
+    recurrent: bool = False  # of a hybrid: without attention
 
 
 @dataclass(frozen=True)
@@ -184,6 +186,7 @@ class Shape:
     score_dim: int | None = None  # scores are divided by its root; None: head_dim
     score_cap: float | None = None  # scores become cap · tanh(score / cap) (Gemma 2)
     logit_cap: float | None = None  # and logits
+    attention_gate: bool = False  # a sigmoid of the token weighs what heads give (Qwen3-Next)
     sinks: bool = False  # a learned logit of each head takes a share of its softmax (gpt-oss)
     qk_norm: QkNorm = "none"  # head: one weight for all heads; full: over all heads; l2: no weight
     dropout: float = 0.0  # in training, of the embedding and of what is added to the residual
@@ -191,6 +194,7 @@ class Shape:
     parallel_block: bool = False  # attention and MLP side by side (PaLM)
     parallel_norms: int = 1  # of such a block: one for both, or one for each (GPT-NeoX)
     mixer: str = ATTENTION  # what mixes tokens: attention, or the name of a class of your own
+    hybrid: Hybrid | None = None  # attention in some layers, and a recurrence in the others
     mla: Mla | None = None
     moe: Moe | None = None
     mtp: int = 0  # multi-token-prediction layers after the last one
@@ -271,7 +275,22 @@ class Shape:
 
     def layer_kind(self, i: int) -> LayerKind:
         """The kind of layer i (from 0)."""
-        return LayerKind(self.is_moe_layer(i), self.is_global_layer(i))
+        return LayerKind(self.is_moe_layer(i), self.is_global_layer(i), self.is_recurrent(i))
+
+    def is_recurrent(self, i: int) -> bool:
+        """Whether layer i (from 0) of a hybrid is without attention; MTP layers as the last one."""
+        every = None if self.hybrid is None else self.hybrid.attention_every
+        i = min(i, self.layers - 1)
+        return every is not None and self.mixer == ATTENTION and (i + 1) % every != 0
+
+    def of_layer(self, i: int) -> Shape:
+        """The model whose layers all mix tokens as layer i does: itself, but for a hybrid."""
+        return self.of_mixer if self.is_recurrent(i) else self
+
+    @property
+    def of_mixer(self) -> Shape:
+        """The model of a hybrid's layers without attention; itself, if it is no hybrid."""
+        return self if self.hybrid is None or self.mixer != ATTENTION else recurrent(self)
 
     @property
     def drops(self) -> bool:
@@ -302,6 +321,7 @@ class Shape:
         keys += ("score_cap", "logit_cap", "nope_floor")
         optional: dict[str, float | None] = {name: getattr(self, name) for name in keys}
         sizes |= {name: size for name, size in optional.items() if size is not None}
+        sizes |= {} if self.hybrid is None else self.hybrid.sizes
         wrong = [*_out_of_range("", sizes, {"mtp": self.mtp})]
         yield from wrong
         for key in ("dropout", "attention_dropout"):
@@ -336,8 +356,9 @@ class Shape:
         for key in ("score_dim", "score_cap"):
             if self.mla is not None and getattr(self, key) is not None:
                 yield f"{key} = {getattr(self, key)}: leave it out with MLA"
-        if self.mla is not None and self.sinks:
-            yield "sinks: leave them out with MLA"
+        for key in ("sinks", "attention_gate"):
+            if self.mla is not None and getattr(self, key):
+                yield f"{key}: leave it out with MLA"
         if self.rope is not None:
             yield from self.rope.problems()
         if self.moe is not None:
@@ -349,7 +370,7 @@ class Shape:
 
     def _mixer_problems(self) -> Iterator[str]:
         try:
-            yield from mixer_problems(self)
+            yield from mixer_problems(self.of_mixer)
         except FivefoldError as unknown:
             yield str(unknown)
 

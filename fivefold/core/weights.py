@@ -130,7 +130,7 @@ def by_name(shape: Shape) -> dict[str, Weight]:
     A last stage without the embedding has a copy of it: `head.weight` if the head is tied,
     `mtp.embed.weight` if only multi-token prediction looks up tokens.
     """
-    named = {one.name: one for one in weights(shape)}
+    named = {one.name: one for one in planned_weights(shape)}
     if shape.tied:
         return {**named, "head.weight": named["embed.weight"]}
     return named if not shape.mtp else {**named, "mtp.embed.weight": named["embed.weight"]}
@@ -233,11 +233,11 @@ def _prefix(block: str) -> str:
 
 
 def _layer(shape: Shape, i: int, block: str) -> Iterator[Weight]:
-    name, after = _prefix(block), shape.outer_norms > 0
+    name, after, mixes = _prefix(block), shape.outer_norms > 0, shape.of_layer(i)
     if shape.inner_norms:
         yield from _norm(shape, block, f"{name}.attention_norm")
-    if shape.own_mixer is not None:
-        for row in mixer_table(shape):
+    if mixes.own_mixer is not None:
+        for row in mixer_table(mixes):
             yield from _mixer_weight(row, block, f"{name}.attention.{row.name}")
     elif shape.mla is None:
         yield from _attention(shape, block, f"{name}.attention")
@@ -275,6 +275,8 @@ def _attention(shape: Shape, block: str, name: str) -> Iterator[Weight]:
     yield from _linear(block, f"{name}.q", (queries, width), "column", bias)
     yield from _linear(block, f"{name}.k", (keys, width), "kv", bias)
     yield from _linear(block, f"{name}.v", (keys, width), "kv", bias)
+    if shape.attention_gate:
+        yield from _linear(block, f"{name}.gate", (queries, width), "column", bias)
     if shape.qk_norm == "head":
         for one in ("q_norm", "k_norm"):
             yield Weight(f"{name}.{one}.weight", (shape.head_dim,), block, "whole", spread=True)
@@ -365,11 +367,19 @@ def _unsupported(shape: Shape) -> list[str]:
         "a qk_norm in latent attention": shape.mla is not None and shape.qk_norm != "none",
         "multi-token prediction with learned positions": shape.mtp > 0
         and shape.positions == "learned",
+        "a recurrence beside attention": shape.hybrid is not None,
+        "a gate after attention (attention_gate)": shape.attention_gate,
     }
     return [name for name, used in missing.items() if used]
 
 
 def _refuse_unsupported(shape: Shape) -> None:
+    if shape.hybrid is not None:
+        raise FivefoldError(
+            f"model {shape.name!r} is planned only: it mixes tokens by {shape.hybrid.mixer} in "
+            "some layers and by attention in others, and a model that is built has one mixer for "
+            "all layers; use a model with attention, such as qwen3-30b-a3b, or an own mixer"
+        )
     if found := _unsupported(shape):
         raise FivefoldError(
             f"model {shape.name!r} has {', '.join(found)}: it can be planned but not built; build "

@@ -23,7 +23,7 @@ def activation_offload_seconds(work: LayerTimer, compute: Array) -> Array:
     saved = Activations(shape, stack, stack.memory, grid, work.seq, work.itemsize, work.imbalance)
     size = np.zeros(1)
     for i, count in layer_kinds(shape).items():
-        size = size + count * saved.saved(shape.is_moe_layer(i))
+        size = size + count * saved.of_layer(i).saved(shape.is_moe_layer(i))
     full = grid.recompute == RECOMPUTE.index("full")
     size = np.where(full, shape.layers * saved.inputs(), size)
     size = size * work.tokens * grid.microbatches / grid.pp * stack.memory.offloaded

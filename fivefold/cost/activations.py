@@ -10,6 +10,7 @@ gathered.
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -54,7 +55,7 @@ class Activations:
         itemsize: int,
         imbalance: float,
     ) -> None:
-        self.shape, self.grid, self.memory, self.seq = shape, grid, memory, seq
+        self.shape, self.stack, self.grid, self.memory, self.seq = shape, stack, grid, memory, seq
         self.itemsize, self.imbalance, self.balance = itemsize, imbalance, stack.balance
         self.unfused = stack.attention == "unfused"
         self.split = np.where(grid.sp, grid.tp, 1.0)
@@ -85,6 +86,16 @@ class Activations:
         grid, job = self.grid, (self.shape, self.memory, self.seq, self.itemsize, self.imbalance)
         degrees = (grid.tp, grid.sp, grid.cp, grid.ep, grid.etp, grid.ep_nodes, grid.context)
         return *job, self.balance, self.unfused, *(each.item() for each in degrees)
+
+    def of_layer(self, i: int) -> Activations:
+        """Those of layers that mix tokens as layer i does."""
+        return self.of_mixer if self.shape.is_recurrent(i) else self
+
+    @cached_property
+    def of_mixer(self) -> Activations:
+        """Those of layers without attention."""
+        job = (self.stack, self.memory, self.grid, self.seq, self.itemsize, self.imbalance)
+        return Activations(self.shape.of_mixer, *job)
 
     def saved(self, routed: bool, rule: Recompute = NOTHING_AGAIN) -> Array:
         """By one layer, under a rule of recomputation by module; all stages have the same."""
@@ -150,7 +161,7 @@ class Activations:
         if self.mixer is not None:
             heads = self.mixer.projected
         elif mla is None:
-            heads = (self.heads + 2 * self.kv_heads) * shape.head_dim
+            heads = ((1 + shape.attention_gate) * self.heads + 2 * self.kv_heads) * shape.head_dim
             if shape.qk_norm != "none":
                 kept = kept + 2 * (self.heads + self.kv_heads) * shape.head_dim * size
         else:
@@ -270,7 +281,8 @@ class Activations:
         if shape.mla is not None:
             yield from self._latents(shape.mla)
             return
-        found = (self.heads + 2 * self.kv_heads) * shape.head_dim * size
+        queries = (1 + shape.attention_gate) * self.heads
+        found = (queries + 2 * self.kv_heads) * shape.head_dim * size
         if shape.qk_norm != "none":
             found = found + (self.heads + self.kv_heads) * shape.head_dim * size
         if self.memory.packed and shape.kv_heads == shape.heads:
@@ -289,7 +301,8 @@ class Activations:
         yield SavedTensor(ranks * self.itemsize * ones, ("norm", "attention"), True)
 
     def _attended(self) -> Array:
-        copies = 2 if self.by_formula else 1  # dropped pairs: as attention made it, and as read
+        # As attention made it and as it is read, if these differ: of dropped pairs, or with a gate.
+        copies = (2 if self.by_formula else 1) + self.shape.attention_gate
         size = copies * self.itemsize + (self.saved_size if self.coded else 0.0)
         return self._read_back * size + self._core()
 

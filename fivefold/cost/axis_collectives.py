@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import NamedTuple
 
 from fivefold.core.plan import Plan
@@ -127,7 +128,7 @@ def tensor_collectives(plan: Plan, chunk: RankChunk, itemsize: int) -> Counter[C
     lookups = (chunk.layers.start == 0) + max(0, losses - 1)
     issued = counted(tensor_ends(job, lookups, losses), chunk.num_microbatches)
     for kind, times in layer_counts(plan, chunk).items():
-        issued += counted(tensor_layer(job, *kind), times)
+        issued += counted(tensor_layer(job, *kind[:3]), times)
         if job.fp8 is not None and kind.rounded:
             issued += counted(fp8_layer(job, job.fp8, kind.moe), times)
     return issued
@@ -146,8 +147,11 @@ def maxima_collectives(plan: Plan, chunk: RankChunk, itemsize: int) -> Counter[C
 
 def context_collectives(plan: Plan, chunk: RankChunk, itemsize: int) -> Counter[Collective]:
     """The cp axis of a chunk."""
-    job = LayerJob.of(plan, chunk.recompute, itemsize)
-    return counted(context_layer(job), layer_counts(plan, chunk).total())
+    job, issued = LayerJob.of(plan, chunk.recompute, itemsize), Counter[Collective]()
+    for kind, times in layer_counts(plan, chunk).items():
+        mixes = plan.shape.of_mixer if kind.recurrent else plan.shape
+        issued += counted(context_layer(replace(job, shape=mixes)), times)
+    return issued
 
 
 def expert_collectives(plan: Plan, chunk: RankChunk, itemsize: int) -> Counter[Collective]:
@@ -176,6 +180,7 @@ class _LayerPlace(NamedTuple):
     moe: bool
     ends_segment: int  # 1: the last of those that are computed again together
     rounded: bool  # to fp8
+    recurrent: bool  # of a hybrid: without attention
 
 
 def layer_counts(plan: Plan, chunk: RankChunk) -> Counter[_LayerPlace]:
@@ -189,6 +194,7 @@ def layer_counts(plan: Plan, chunk: RankChunk) -> Counter[_LayerPlace]:
                     plan.shape.is_moe_layer(layer),
                     int(layer == segment[-1]),
                     fp8 is not None and fp8.rounds(layer, layers),
+                    plan.shape.is_recurrent(layer),
                 )
                 for segment in segments_of(plan, chunk)
                 for layer in segment

@@ -196,7 +196,8 @@ class LayerKernels:
             return
         if shape.mla is None:
             kv_heads = np.maximum(shape.kv_heads / tp, 1.0)
-            yield Gemm((heads + 2 * kv_heads) * shape.head_dim, whole)
+            queries = (1 + shape.attention_gate) * heads
+            yield Gemm((queries + 2 * kv_heads) * shape.head_dim, whole)
         else:
             yield from self._latent_gemms(shape.mla, heads, whole)
         yield Gemm(whole, heads * shape.value_dim)
@@ -265,6 +266,8 @@ class LayerKernels:
         passes = stack.wide_passes + more * NORM_PASSES
         wide = passes * shape.width / self.split
         heads = (shape.heads + shape.kv_heads) * shape.head_dim if self.mixer is None else 0
+        if shape.attention_gate:  # read twice and written, as in a gated MLP
+            heads = heads + 1.5 * shape.heads * shape.value_dim
         inner = heads + ffn * (1.5 if shape.gated else 1.0)
         narrow = (stack.narrow_passes * inner + stack.rotary_passes * self._rotated()) / grid.tp
         return self.moved((wide + narrow) * self.tokens * self.itemsize)

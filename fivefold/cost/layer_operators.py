@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from fivefold.core.recompute import Recompute
-from fivefold.core.shape import Mla, Moe
+from fivefold.core.shape import LayerKind, Mla, Moe
 from fivefold.cost.activations import WIDE
 from fivefold.cost.layer_collectives import max_nodes_per_token
 from fivefold.cost.linear_operators import LinearOperators, number
@@ -23,35 +23,34 @@ class LayerOperators(LinearOperators):
 
     def blocks(
         self,
-        routed: Sequence[bool],
+        kinds: Sequence[LayerKind],
         rule: Recompute,
         rounds: Sequence[bool] = (),
         joins: bool = False,
     ) -> OperatorList:
-        """Some layers, one after another, with experts or without; `rounds`: with linears in fp8.
-        `joins`: of multi-token prediction, after a GEMM that joins hidden states with later
-        tokens."""
+        """Some layers of these kinds, one after another; `rounds`: with linears in fp8. `joins`: of
+        multi-token prediction, after a GEMM that joins hidden states with later tokens."""
         x = TapeTensor(self.residual)
         found = OperatorList(x)
         if joins:
             normed = self._norm(found, x, "hidden_norm", Recompute())
             both = found.add([normed], TapeTensor(2 * self.residual))
             x = self._linear(found, both, self.residual, "join")
-        for block, experts in enumerate(routed):
+        for block, kind in enumerate(kinds):
             found.begin("", block, bool(rounds) and rounds[block])
-            x = self._layer(found, x, experts, rule)
+            x = self._layer(found, x, kind, rule)
         return found
 
     def _layer(
-        self, found: OperatorList, x: TapeTensor, experts: bool, rule: Recompute
+        self, found: OperatorList, x: TapeTensor, kind: LayerKind, rule: Recompute
     ) -> TapeTensor:
-        shape, block = self.shape, found.block
+        shape, block, experts = self.shape, found.block, kind.moe
         read = self._norm(found, x, "attention_norm", rule) if shape.inner_norms else x
         also = read  # of a parallel block with one norm
         if shape.parallel_block and shape.inner_norms > 1:
             also = self._norm(found, x, "mlp_norm", rule)
         found.begin("attention", block)
-        added = self._attention(found, read, rule)
+        added = self._mixed(found, read, kind, rule)
         found.begin("", block)
         x = self._added(found, x, added, "attention_out_norm")
         if not shape.parallel_block:
@@ -200,21 +199,31 @@ class LayerOperators(LinearOperators):
         ]
         return self._linear(found, self._activated(found, inner, rule), sizes[1], f"{name}.down")
 
+    def _mixed(
+        self, found: OperatorList, x: TapeTensor, kind: LayerKind, rule: Recompute
+    ) -> TapeTensor:
+        """What mixes tokens in a layer of this kind."""
+        return self._attention(found, x, rule)
+
     def _attention(self, found: OperatorList, x: TapeTensor, rule: Recompute) -> TapeTensor:
         heads = self._latent if self.shape.mla is not None else self._heads
-        queries, keys, values = heads(found, x, rule)
-        attended = self._in_rows(found, self._attend(found, queries, keys, values))
+        queries, keys, values, *gate = heads(found, x, rule)
+        attended = self._attend(found, queries, keys, values)
+        if gate:
+            both = [attended, *gate]
+            attended = found.add(both, TapeTensor(attended.bytes), saved=both)
+        attended = self._in_rows(found, attended)
         out = self._row_linear(found, attended, "attention.out")
         return self._biased(found, out, self.shape.out_bias)
 
-    def _heads(
-        self, found: OperatorList, x: TapeTensor, rule: Recompute
-    ) -> tuple[TapeTensor, TapeTensor, TapeTensor]:
+    def _heads(self, found: OperatorList, x: TapeTensor, rule: Recompute) -> tuple[TapeTensor, ...]:
+        """Queries, keys, values, and the gate of what they give, if there is one."""
         wide, narrow = (
             number(each) * self.shape.head_dim * self.unit
             for each in (self.activations.heads, self.activations.kv_heads)
         )
         sizes = {"attention.q.": wide, "attention.k.": narrow, "attention.v.": narrow}
+        sizes |= {"attention.gate.": wide} if self.shape.attention_gate else {}
         # Biases make tensors of their own. Values are copied, since attention saves them; norms
         # save queries and keys as they are.
         copied = sum(sizes.values()) if self.shape.qkv_bias else narrow
@@ -232,7 +241,7 @@ class LayerOperators(LinearOperators):
             if name == "q" and (self.shape.score_dim or self.shape.head_dim) != self.shape.head_dim:
                 one = found.add([one], TapeTensor(one.bytes, named=True))
             made.append(one)
-        return made[0], made[1], self._in_rows(found, projected[2])
+        return *made, *(self._in_rows(found, each) for each in projected[2:])
 
     def _rotated(self, found: OperatorList, x: TapeTensor) -> TapeTensor:
         if self.shape.positions != "rotary":
@@ -241,7 +250,7 @@ class LayerOperators(LinearOperators):
 
     def _latent(
         self, found: OperatorList, x: TapeTensor, rule: Recompute
-    ) -> tuple[TapeTensor, TapeTensor, TapeTensor]:
+    ) -> tuple[TapeTensor, ...]:
         """Keys are joined of heads and the one rotated key; values are a part of a projection."""
         mla, shape = self.shape.mla, self.shape
         assert mla is not None

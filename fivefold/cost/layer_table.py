@@ -85,7 +85,7 @@ class LayerTable:
         kinds = pipeline_timer(self.shape, self.seq).kinds
         shown = [along(0, [0.0]) + total_seconds(work.layer(i).late) for i in kinds]
         if self.stack.launch and self.stack.memory.split == "balanced":
-            hosts = [host_seconds(work, self.shape.is_moe_layer(i)) for i in kinds]
+            hosts = [host_seconds(work.of_layer(i), self.shape.is_moe_layer(i)) for i in kinds]
         least = self._all_layers(with_host(costs, hosts), late)
         every = [each for column in costs for each in column]
         self._passes = _joined(self._passes, every, len(fresh))

@@ -96,8 +96,17 @@ class LayerTimer(LayerKernels):
     def layer(self, i: int) -> LayerTimes:
         """Layer i of the model."""
         if i not in self._layers:
-            self._layers[i] = self._layer(i)
+            self._layers[i] = self.of_layer(i)._layer(i)
         return self._layers[i]
+
+    def of_layer(self, i: int) -> LayerTimer:
+        """The timer of layers that mix tokens as layer i does."""
+        return self._of_mixer if self.shape.is_recurrent(i) else self
+
+    @cached_property
+    def _of_mixer(self) -> LayerTimer:
+        job = (self.machine, self.stack, self.grid, self.seq, self.precision, self.imbalance)
+        return LayerTimer(self.shape.of_mixer, *job)
 
     def scheduled_layer(self, i: int) -> LayerTimes:
         """The same with what more of it shows, if the schedule defers weight gradients."""

@@ -265,7 +265,8 @@ class MemoryEntries:
 
     def _dense(self, i: int) -> Array:
         """Parameters of a layer on one rank, without experts."""
-        shape, layer, tp = self.shape, layer_parameters(self.shape, i), self.grid.tp
+        shape, tp = self.shape.of_layer(i), self.grid.tp
+        layer = layer_parameters(self.shape, i)
         everywhere, keys = replicated_weights(shape)
         whole = layer.norms + layer.router + everywhere
         shared = keys * (np.maximum(shape.kv_heads, tp) - shape.kv_heads)

@@ -1,9 +1,11 @@
-"""The operators of layers with an own mixer, for the tape of `layer_operators`."""
+"""The operators of layers with an own mixer, in all layers or in those of a hybrid without
+attention, for the tape of `layer_operators`."""
 
 from __future__ import annotations
 
 from fivefold.core.mixers import mixer_table
 from fivefold.core.recompute import Recompute
+from fivefold.core.shape import LayerKind
 from fivefold.cost.layer_operators import LayerOperators
 from fivefold.cost.operator_list import OperatorList, TapeTensor
 
@@ -11,15 +13,19 @@ from fivefold.cost.operator_list import OperatorList, TapeTensor
 class MixerOperators(LayerOperators):
     """The operators of layers with an own mixer."""
 
-    def _attention(self, found: OperatorList, x: TapeTensor, rule: Recompute) -> TapeTensor:
-        mixer = self.activations.mixer
-        assert mixer is not None, "a model with attention"
+    def _mixed(
+        self, found: OperatorList, x: TapeTensor, kind: LayerKind, rule: Recompute
+    ) -> TapeTensor:
+        here = self.activations.of_mixer if kind.recurrent else self.activations
+        mixer = here.mixer
+        if mixer is None:
+            return self._attention(found, x, rule)
         sizes = {
             f"attention.{name}.": float(one[0]) * self.unit for name, one in mixer.made.items()
         }
         made = self._project(found, x, sizes, self._saves_shards(found, rule))
         made = [self._in_rows(found, each) for each in made]
-        rows = mixer_table(self.shape)
+        rows = mixer_table(here.shape)
         held = [f"attention.{each.name}" for each in rows if each.reads == "nothing"]
         result = TapeTensor(float(mixer.back[0]) * self.unit)
         kept = float(mixer.saved[0]) * self.unit

@@ -8,7 +8,7 @@ simulated schedule. Microbatches in flight are in units of a rank's layers, as
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
 from itertools import chain
 from typing import Literal, NamedTuple
@@ -36,10 +36,31 @@ PipelineEnd = Literal["first", "inner", "last"]
 
 
 class RankLayers(NamedTuple):
-    """Layers of a rank, and how many of them have experts."""
+    """Layers of a rank: all, those with experts, those without attention, and those with neither
+    dense MLP nor attention."""
 
     all: Array
     routed: Array
+    recurrent: Array
+    both: Array
+
+    @property
+    def kinds(self) -> dict[tuple[bool, bool], Array]:
+        """How many there are of each kind, by whether they have experts and lack attention."""
+        routed, recurrent, both = self.routed, self.recurrent, self.both
+        return {
+            (False, False): self.all - routed - recurrent + both,
+            (False, True): recurrent - both,
+            (True, False): routed - both,
+            (True, True): both,
+        }
+
+
+def count_layers(shape: Shape, layers: Iterable[int]) -> tuple[int, int, int, int]:
+    """The numbers of `RankLayers` of these layers."""
+    kinds = [(shape.is_moe_layer(i), shape.is_recurrent(i)) for i in layers]
+    routed, recurrent = (sum(kind[place] for kind in kinds) for place in (0, 1))
+    return len(kinds), routed, recurrent, sum(all(kind) for kind in kinds)
 
 
 class RankStage(NamedTuple):
@@ -87,7 +108,7 @@ def rank_stages(
     found = [RankStage(first, copies, ahead, one, at_first, deferred(grid, "first"))]
     for layers, place in inner:
         before = found[-1].layers
-        if (layers.all > before.all).any() or (layers.routed > before.routed).any():
+        if any((mine > other).any() for mine, other in zip(layers, before, strict=True)):
             between = in_flight(grid, "inner", hop_forwards, place)
             late = deferred(grid, "inner", place)
             found.append(RankStage(layers, copies, between, none, none, late))
@@ -97,12 +118,11 @@ def rank_stages(
 
 
 def fewest_layers(layers: RankLayers) -> RankLayers:
-    """The fewest layers of either kind that a rank has under any schedule of a block."""
-    plain, routed = (
-        each.min(axis=2, keepdims=True) if each.ndim > 2 else each
-        for each in (layers.all - layers.routed, layers.routed)
+    """The fewest layers of each kind that a rank has under any schedule of a block."""
+    plain, recurrent, routed, both = (
+        each.min(axis=2, keepdims=True) if each.ndim > 2 else each for each in layers.kinds.values()
     )
-    return RankLayers(plain + routed, routed)
+    return RankLayers(plain + recurrent + routed + both, routed + both, recurrent + both, both)
 
 
 def _balanced(
@@ -121,9 +141,9 @@ def _balanced(
         found = [_balanced_layers(timer, *each) for each in asked]
     else:
         found = [_layers_of_ranks(shape, spans, ranks, *how) for ranks, _, *how in asked]
-    numbers = np.array(found, float).reshape(*columns[0].shape, 4, 3)
+    numbers = np.array(found, float).reshape(*columns[0].shape, 4, 5)
     first, second, fullest, last = (
-        (RankLayers(numbers[..., rank, 0], numbers[..., rank, 1]), numbers[..., rank, 2])
+        (RankLayers(*np.moveaxis(numbers[..., rank, :4], -1, 0)), numbers[..., rank, 4])
         for rank in range(4)
     )
     return first[0], [second, fullest], last[0]
@@ -132,7 +152,7 @@ def _balanced(
 @cache
 def _balanced_layers(
     timer: PipelineTimer, ranks: int, chunks: int, fold: bool, mirror: bool
-) -> tuple[tuple[float, float, float], ...]:
+) -> tuple[tuple[float, ...], ...]:
     num_stages = ranks * chunks
     folded = fold and num_stages <= timer.shape.layers
     spans = timer.spans(min(num_stages, timer.shape.layers), folded)
@@ -141,9 +161,9 @@ def _balanced_layers(
 
 def _layers_of_ranks(
     shape: Shape, spans: Sequence[range], ranks: int, fold: bool, mirror: bool
-) -> tuple[tuple[float, float, float], ...]:
-    """Layers, layers with experts and position of the first, the second, the largest inner and the
-    last rank."""
+) -> tuple[tuple[float, ...], ...]:
+    """The numbers of `RankLayers` and the position of the first, the second, the largest inner and
+    the last rank."""
     by_rank: list[list[range]] = [[] for _ in range(ranks)]
     for number, span in enumerate(spans):
         turn, place = divmod(number, ranks)
@@ -152,7 +172,7 @@ def _layers_of_ranks(
             by_rank[ranks - 1 - place].append(span)
     share = 2 if mirror and ranks > 1 else 1
     numbers = [
-        (sum(map(len, mine)) / share, sum(map(shape.is_moe_layer, chain(*mine))) / share, place)
+        (*(each / share for each in count_layers(shape, chain(*mine))), float(place))
         for place, mine in enumerate(by_rank)
     ]
     inner = numbers[1:-1] or numbers[:1]
@@ -192,12 +212,14 @@ def _greedy(shape: Shape, grid: LayoutGrid) -> tuple[RankLayers, RankLayers, Arr
 
 def _with_routed(shape: Shape, grid: LayoutGrid, layers: Array) -> RankLayers:
     """With the layers that have experts; in a pipeline, those of a rank after the first dense
-    layers."""
+    layers. Those without attention are an even share."""
+    recurrent = layers * sum(map(shape.is_recurrent, range(shape.layers))) / shape.layers
     if shape.moe is None:
-        return RankLayers(layers, np.zeros(1))
+        return RankLayers(layers, np.zeros(1), recurrent, np.zeros(1))
     number = float(shape.num_moe_layers)
     share = number / (shape.layers - shape.moe.first_dense)
-    return RankLayers(layers, np.where(grid.pp == 1, number, np.minimum(layers * share, number)))
+    routed = np.where(grid.pp == 1, number, np.minimum(layers * share, number))
+    return RankLayers(layers, routed, recurrent, recurrent * routed / layers)
 
 
 def in_flight(

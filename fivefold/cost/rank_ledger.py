@@ -30,6 +30,7 @@ from fivefold.core.schedule import (
     actions_of,
 )
 from fivefold.core.schedule.loops import defers_weight_gradients, turns_of
+from fivefold.core.shape import LayerKind
 from fivefold.core.units import Unit
 from fivefold.cost.activations import WIDE
 from fivefold.cost.collectives import is_muon_weight, units_of
@@ -75,7 +76,7 @@ class PlanLedger:
         reorders = plan.batch.microbatch_size > 1 or plan.options.tp_overlap > 1
         how = (plan.saves_input_shards, self.queued, reorders)
         job = (entries.activations, tokens, visits, *how)
-        kind = LayerOperators if plan.shape.own_mixer is None else MixerOperators
+        kind = LayerOperators if plan.shape.of_mixer.own_mixer is None else MixerOperators
         self.operators, self.fp8 = kind(*job), entries.stack.fp8
         self.rounding = {False: self.operators, True: self.operators}  # by whether weights stay so
         if self.fp8 is not None:
@@ -107,7 +108,7 @@ class PlanLedger:
         ends, rule = (layers.start == 0, layers.stop == shape.layers), plan.recompute.of(stage)
         keeps = not plan.gathers_each_time(layers)
         rounds = tuple(map(self._rounds, layers))
-        key = (*ends, rule, keeps, *map(shape.is_moe_layer, layers), *rounds)
+        key = (*ends, rule, keeps, *map(self._kind, layers), *rounds)
         if key not in self.kinds:
             operators = self.rounding[keeps_rounded(plan.layout, keeps)]
             tables = self.entries.activations.rotary_tables() * self.operators.tokens
@@ -121,6 +122,10 @@ class PlanLedger:
                 _known_tapes(operators.key)[1],
             )
         return self.kinds[key]
+
+    def _kind(self, layer: int) -> LayerKind:
+        """A window changes no bytes."""
+        return self.plan.shape.layer_kind(layer)._replace(full_attention=True)
 
     def _rounds(self, layer: int) -> bool:
         return self.fp8 is not None and self.fp8.rounds(layer, self.plan.shape.layers)
@@ -152,7 +157,7 @@ class PlanLedger:
         size = rule.blocks or 1
         for start in range(layers.start, layers.stop, size):
             some = range(start, min(start + size, layers.stop))
-            kind = (tuple(map(shape.is_moe_layer, some)), rule, tuple(map(self._rounds, some)))
+            kind = (tuple(map(self._kind, some)), rule, tuple(map(self._rounds, some)))
             events = self._events(known, kind, partial(operators.blocks, *kind), rule)
             yield Segment(tuple(f"blocks.{i}" for i in some), events)
         if layers.stop == shape.layers:
@@ -160,7 +165,7 @@ class PlanLedger:
             yield Segment(("head",), head)
             for depth in range(shape.mtp):
                 last = shape.layers
-                kind = ((shape.is_moe_layer(last),), rule, (self._rounds(last),))
+                kind = ((self._kind(last),), rule, (self._rounds(last),))
                 ahead = partial(operators.blocks, *kind, joins=True)
                 if layers.start == 0:  # the embedding's first gradient waits for its last one
                     yield Segment(("embed",), self._events(known, "embed", operators.embedding))

@@ -32,9 +32,8 @@ class SavedLayers:
         working = np.zeros(1)
         for rule, here in self._by_rule(stage):
             for i, count in layer_numbers(self.shape, here).items():
-                routed = self.shape.is_moe_layer(i)
-                backward = self._again(rule, here, routed) * self.tokens
-                backward = backward + self._backward_gradients(i, routed)
+                backward = self._again(rule, here, i) * self.tokens
+                backward = backward + self._backward_gradients(i)
                 working = np.maximum(working, np.where(count > 0, backward, 0.0))
         return working
 
@@ -47,9 +46,8 @@ class SavedLayers:
                 kept = kept + self._segments(rule, stage, here) * self.activations.inputs()
             for i, count in counts.items():
                 # Layers that predict ahead are like the last ones.
-                ahead = self.shape.mtp * stage.head * (count > 0) if i == max(counts) else 0.0
-                routed = self.shape.is_moe_layer(i)
-                kept = kept + (count + ahead) * self._saved_beside_inputs(rule, routed)
+                ahead = self._ahead(i) * stage.head * (count > 0)
+                kept = kept + (count + ahead) * self._saved_beside_inputs(rule, i)
         return kept * self.tokens * (1 - self.memory.offloaded)
 
     def deferred(self, stage: RankStage, saved: Array) -> Array:
@@ -68,9 +66,16 @@ class SavedLayers:
         left = left + stage.embedding * self.activations.residual
         counts = layer_numbers(self.shape, stage.layers)
         for i, count in counts.items():
-            ahead = self.shape.mtp * stage.head if i == max(counts) else 0.0
-            left = left + (count + ahead) * self.activations.deferred(self.shape.is_moe_layer(i))
+            ahead = self._ahead(i) * stage.head
+            deferred = self.activations.of_layer(i).deferred(self.shape.is_moe_layer(i))
+            left = left + (count + ahead) * deferred
         return left * self.tokens
+
+    def _ahead(self, i: int) -> int:
+        """Layers that predict ahead and are like layer i: all are like the last one."""
+        shape, last = self.shape, self.shape.layers - 1
+        alike = all(of(i) == of(last) for of in (shape.is_moe_layer, shape.is_recurrent))
+        return shape.mtp if alike else 0
 
     def _by_rule(self, stage: RankStage) -> Iterator[tuple[Recompute, RankLayers]]:
         """The layers of a rank by their rule of recomputation."""
@@ -88,28 +93,31 @@ class SavedLayers:
         segments = chunks * np.ceil(here.all / chunks / rule.blocks) * self.stack.recomputed
         return segments + self.shape.mtp * stage.head * (here.all > 0)
 
-    def _saved_beside_inputs(self, rule: Recompute, routed: bool) -> Array:
-        """What a layer saves, without the inputs of segments."""
+    def _saved_beside_inputs(self, rule: Recompute, i: int) -> Array:
+        """What layer i saves, without the inputs of segments."""
+        found, routed = self.activations.of_layer(i), self.shape.is_moe_layer(i)
         if not rule.full:
-            return self.activations.saved(routed, rule)
+            return found.saved(routed, rule)
         kept = self.stack.recomputed * self._kept(rule)
-        return (1 - self.stack.recomputed) * self.activations.saved(routed) + kept
+        return (1 - self.stack.recomputed) * found.saved(routed) + kept
 
     def _kept(self, rule: Recompute) -> Array | float:
         """Of attention, in a layer that is recomputed."""
         return self.activations.kept_attention() if rule.keeps_attention else 0.0
 
-    def _again(self, rule: Recompute, here: RankLayers, routed: bool) -> Array:
-        """What recomputation adds to what was saved, at most: a segment, or a module."""
+    def _again(self, rule: Recompute, here: RankLayers, i: int) -> Array:
+        """What recomputation adds to what layers like i saved, at most: a segment, or a module."""
+        found, routed = self.activations.of_layer(i), self.shape.is_moe_layer(i)
         if not rule.full:
-            return self.activations.remade(routed, rule)
+            return found.remade(routed, rule)
         there = self.activations.inputs() if self.memory.unit_by_unit else 0.0
         blocks = np.minimum(rule.blocks, np.maximum(here.all, 1.0))
-        return blocks * (self.activations.saved(routed) - self._kept(rule)) - there
+        return blocks * (found.saved(routed) - self._kept(rule)) - there
 
-    def _backward_gradients(self, i: int, routed: bool) -> Array:
+    def _backward_gradients(self, i: int) -> Array:
         """Gradients in the backward of a layer: of activations, or of its largest weight; they are
         not alive at the same time."""
+        routed = self.shape.is_moe_layer(i)
         found = self.activations.backward_gradients(routed) * self.tokens
         besides = self.activations.pairs()[1] + self.activations.rounding_copies(routed)
         found = found + besides * self.tokens
@@ -128,9 +136,7 @@ class SavedLayers:
 
 def layer_numbers(shape: Shape, found: RankLayers) -> dict[int, Array]:
     """How many layers of each kind, by the index of one of them."""
-    layers, routed = found
-    if shape.moe is None:
-        return {0: layers}
-    kinds = {shape.is_moe_layer(i): i for i in layer_kinds(shape)}
-    plain = {kinds[False]: layers - routed} if False in kinds else {}
-    return {**plain, kinds[True]: routed}
+    first: dict[tuple[bool, bool], int] = {}
+    for i in layer_kinds(shape):
+        first.setdefault((shape.is_moe_layer(i), shape.is_recurrent(i)), i)
+    return {i: found.kinds[kind] for kind, i in first.items()}

@@ -195,7 +195,8 @@ def launch_bound_layer(work: LayerTimer, i: int, apart: Collection[str] = ()) ->
     if not work.stack.launch:
         return layer
     short = np.maximum(
-        host_seconds(work, work.shape.is_moe_layer(i)) - total_seconds(_joined(layer)), 0.0
+        host_seconds(work.of_layer(i), work.shape.is_moe_layer(i)) - total_seconds(_joined(layer)),
+        0.0,
     )
     forward = {**layer.forward, "launch": layer.forward.get("launch", 0.0) + short / 2}
     inputs = {**layer.inputs, "launch": layer.inputs.get("launch", 0.0) + short / 2}
@@ -243,9 +244,9 @@ def _equal_stages(work: LayerTimer) -> TimeParts:
 def _all_layers(work: LayerTimer) -> LayerTimes:
     """All layers of the model together."""
     found = LayerTimes({}, {}, {}, {})
-    kinds = layer_kinds(work.shape)
-    for i, count in kinds.items():
-        extra = work.shape.mtp if i == max(kinds) else 0
+    last = work.shape.layer_kind(work.shape.layers - 1)
+    for i, count in layer_kinds(work.shape).items():
+        extra = work.shape.mtp if work.shape.layer_kind(i) == last else 0
         layer = work.layer(i)
         for kind in ("forward", "inputs", "weights", "again"):
             mine = getattr(found, kind)

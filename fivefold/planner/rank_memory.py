@@ -20,7 +20,7 @@ from fivefold.core.weights import is_buildable
 from fivefold.cost.grid import Array
 from fivefold.cost.memory import CATEGORIES, rank_peak_memory
 from fivefold.cost.memory_entries import MemoryEntries
-from fivefold.cost.pipeline_ranks import RankLayers, RankStage
+from fivefold.cost.pipeline_ranks import RankLayers, RankStage, count_layers
 from fivefold.cost.rank_ledger import PlanLedger
 from fivefold.planner.setting import EstimateSetting, plan_arguments
 
@@ -102,7 +102,7 @@ def memory_by_pipeline_rank(plan: Plan, setting: EstimateSetting) -> list[Bytes]
 
 def _is_followed(plan: Plan, entries: MemoryEntries) -> bool:
     """Whether the operators of this plan are known one by one."""
-    if not is_buildable(plan.shape):
+    if not (is_buildable(plan.shape) or plan.shape.hybrid is not None):
         return False
     memory, stack = entries.memory, entries.stack
     if plan.shape.tuning is not None:  # frozen weights have other operators
@@ -135,8 +135,8 @@ def _held_by(plan: Plan, groups: Sequence[Sequence[int]], copies: int = 1) -> Ra
             [i for n in stages if of_rule in (None, plan.recompute.of(n)) for i in plan.stages[n]]
             for stages in groups
         ]
-        routed = [sum(map(plan.shape.is_moe_layer, each)) for each in mine]
-        return RankLayers(np.array([*map(len, mine)]) / copies, np.array(routed) / copies)
+        counts = np.array([count_layers(plan.shape, each) for each in mine], float)
+        return RankLayers(*counts.T / copies)
 
     return RankStage(
         number(),

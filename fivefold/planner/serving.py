@@ -218,6 +218,11 @@ class ServingChoice:
 
 def plan_serving(request: ServingRequest) -> ServingChoice:
     """Search the layouts; raises with the nearest way out where nothing fits or keeps up."""
+    if (mixer := request.shape.of_mixer.own_mixer) is not None:
+        raise FivefoldError(
+            f"a serving plan counts keys and values in all layers, and mixer {mixer.name} has "
+            "states: leave --serve out, to plan how the model is trained"
+        )
     layouts = list(legal_layouts(request))
     fits = [fit for fit in (ServingFit(request, each) for each in layouts) if fit.replica_room >= 1]
     if not fits:

@@ -63,7 +63,7 @@ def ranked_answer(found: PlanResult, costs: RunCosts, why: Sequence[str] | None 
     fastest = found.fastest.step
     why = first_reasons(found) if why is None else list(why)
     reasons = [why, *([plan_text.loses(one, first, fastest)] for one in others)]
-    question, notes = found.request.space, search_notes(found)
+    question, notes = found.request.space, [*search_notes(found), *first.plan.notes]
     table = {
         "model": found.request.shape.name,
         "machine": found.request.setting.machine.name,
@@ -94,7 +94,7 @@ def ranked_answer(found: PlanResult, costs: RunCosts, why: Sequence[str] | None 
         f"first     {first.plan.batch}",
         *_detail(first, why, costs),
         *plan_text.front(found.front),
-        *(f"note      {note}" for note in (*notes, *first.plan.notes)),
+        *(f"note      {note}" for note in notes),
     ]
     return table, lines
 

@@ -21,7 +21,11 @@ def test_config_of_a_preset_reads_back(name: str) -> None:
     assert model.shape.family == shape.family == model.config["model_type"]
 
 
-@pytest.mark.parametrize("name", [name for name in CONFIGS if name != "llama-4-maverick"])
+# Llama 4 has images, and Qwen3-Next is planned only.
+READ_ONLY = {"llama-4-maverick", "qwen3-next-80b-a3b"}
+
+
+@pytest.mark.parametrize("name", [name for name in CONFIGS if name not in READ_ONLY])
 def test_no_key_of_a_published_config_changes(name: str) -> None:
     written = as_hf(shape_from_config(CONFIGS[name], name), "bfloat16").config
     same = CONFIGS[name].keys() & written.keys() - {"n_inner", "rope_scaling", "max_window_layers"}

@@ -8,6 +8,7 @@ import pytest
 from fivefold.core import machine
 from fivefold.core.plan import PlanOptions, resolve
 from fivefold.core.recompute import Recompute
+from fivefold.core.shape import LayerKind
 from fivefold.cost.memory_entries import MemoryEntries
 from fivefold.cost.operator_tape import Change, Event, OperatorTape
 from fivefold.cost.rank_ledger import PlanLedger
@@ -46,7 +47,7 @@ def test_a_backward_frees_what_its_forward_saved(
     found, how = ledger(model, layout, schedule), Recompute.parse(rule)
     kinds = (False, True) if found.plan.shape.moe else (False,)
     for routed in kinds:
-        blocks = found.operators.blocks((routed,) * max(how.blocks, 1), how)
+        blocks = found.operators.blocks((LayerKind(routed, True),) * max(how.blocks, 1), how)
 
         def tape() -> OperatorTape:
             return OperatorTape(blocks, how.modules, how.full)  # noqa: B023, called at once
@@ -71,6 +72,8 @@ def test_operators_save_what_the_search_counts(
     found, how = ledger(model, layout, schedule), Recompute.parse(rule)
     listed = found.entries.activations
     counted = listed.inputs() if how.full else listed.saved(False, how)
-    tape = OperatorTape(found.operators.blocks((False,), how), how.modules, how.full)
+    tape = OperatorTape(
+        found.operators.blocks((LayerKind(False, True),), how), how.modules, how.full
+    )
     expected = float(np.asarray(counted).reshape(-1)[0]) * found.operators.tokens
     assert bytes_of(tape.forward()) == pytest.approx(expected)

@@ -22,6 +22,7 @@ from fivefold.core.count import (
     visible_keys,
 )
 from fivefold.core.errors import BadFile
+from fivefold.core.mixers import mixer_cost
 from fivefold.core.models import load, presets
 from fivefold.core.shape import Moe, Shape
 
@@ -40,6 +41,7 @@ EXACT = {
     "qwen3-8b": 8_190_735_360,
     "qwen3-30b-a3b": 30_532_122_624,
     "qwen3-235b-a22b": 235_093_634_560,
+    "qwen3-next-80b-a3b": 79_674_391_296,  # without MTP, as the files of Qwen3-Coder-Next
     "mixtral-8x7b": 46_702_792_704,
     "olmoe-1b-7b": 6_919_161_856,
     "deepseek-v2-lite": 15_706_484_224,
@@ -92,6 +94,7 @@ ACTIVE = {
     "mixtral-8x22b": (39, 0.5),
     "qwen3-30b-a3b": (3.3, 0.06),
     "qwen3-235b-a22b": (22, 0.5),
+    "qwen3-next-80b-a3b": (3.9, 0.05),
     "qwen2-57b-a14b": (14, 0.5),
     "olmoe-1b-7b": (1.3, 0.05),
     "deepseek-v2": (21, 0.5),
@@ -200,9 +203,11 @@ def test_training_flops_are_six_per_active_parameter_and_causal_attention(
     sizes, flops = parameters(shape), training_flops(shape, seq)
     touched = sizes.active - sizes.embedding + (shape.vocab * shape.width if shape.tied else 0)
     assert flops.total - flops.scores == pytest.approx(6 * touched, rel=1e-12)
-    keys = sum(visible_keys(shape, i, seq) for i in range(shape.layers))
-    per_key = 6 * shape.heads * (shape.head_dim + shape.value_dim)
-    assert flops.scores == pytest.approx(per_key * keys, rel=1e-12)
+    attending = [i for i in range(shape.layers) if not shape.is_recurrent(i)]
+    keys = sum(visible_keys(shape, i, seq) for i in attending)
+    scores = 6 * shape.heads * (shape.head_dim + shape.value_dim) * keys
+    mixed = 3 * mixer_cost(shape.of_mixer, seq).flops * (shape.layers - len(attending))
+    assert flops.scores == pytest.approx(scores + mixed, rel=1e-12)
     assert sum(flops.parts().values()) == pytest.approx(flops.total, rel=1e-12)
     assert flops.total == pytest.approx(3 * forward_flops(shape, seq).total)
 

@@ -125,7 +125,7 @@ def test_the_list_is_json_where_there_is_one() -> None:
     plan = plan_of("tiny", "dp=2 tp=2")
     listed = [asdict(each) for each in bf16_traffic(plan)]
     assert json.loads(json.dumps(traffic_json(plan))) == listed
-    assert traffic_json(plan_of("bloom-176b", "dp=2")) is None
+    assert traffic_json(plan_of("bloom-176b", "dp=2"))  # which can only be planned
     assert traffic_json(plan_of("tiny", "pp=2", schedule="pipedream")) is None
     with pytest.raises(FivefoldError, match="is asynchronous"):
         bf16_traffic(plan_of("tiny", "pp=2", schedule="pipedream-2bw"))

@@ -37,7 +37,7 @@ UNSUPPORTED = {
     "prediction with learned": {"mtp": 1, "positions": "learned"},
 }
 # Presets that need a feature of UNSUPPORTED.
-REFUSED = {"bloom-176b"}
+REFUSED = {"bloom-176b", "qwen3-next-80b-a3b"}
 
 
 @pytest.mark.parametrize("name", sorted(set(models.presets()) - REFUSED))
@@ -49,7 +49,7 @@ def test_the_table_weighs_what_is_counted(name: str) -> None:
 
 @pytest.mark.parametrize("name", sorted(REFUSED))
 def test_presets_with_later_features_are_refused(name: str) -> None:
-    with pytest.raises(FivefoldError, match="can be planned but not built"):
+    with pytest.raises(FivefoldError, match=r"can be planned but not built|is planned only"):
         weights(models.load(name))
 
 
