@@ -13,6 +13,7 @@ from fivefold.bridges.key_table import Flat, typed
 from fivefold.bridges.target import FoundModel
 from fivefold.core import models
 from fivefold.core.errors import FivefoldError
+from fivefold.core.hybrid import GATED_DELTA, Hybrid
 from fivefold.core.shape import Mla, Moe, Shape
 
 _USUAL_VOCABULARY = 128_000  # for a file that leaves it to a tokenizer
@@ -43,11 +44,22 @@ _LATENTS: tuple[tuple[str, str, type], ...] = (
     ("qk-pos-emb-head-dim", "rope_dim", int),
     ("v-head-dim", "value_dim", int),
 )
+_RECURRENCE: tuple[tuple[str, str, type], ...] = (
+    ("linear-attention-freq", "attention_every", int),
+    ("linear-num-value-heads", "heads", int),
+    ("linear-num-key-heads", "key_heads", int),
+    ("linear-value-head-dim", "head_dim", int),
+    ("linear-key-head-dim", "key_dim", int),
+    ("linear-conv-kernel-dim", "kernel", int),
+)
+_VARIANT = "experimental-attention-variant"
+_GATED_DELTA_NET = ("gdn", "gated_delta_net")  # as it is called now, and before
 _ACTIVATIONS = {"swiglu": "swiglu", "squared-relu": "relu"}
 _POSITIONS = {"rope": "rotary", "learned_absolute": "learned", "none": "none", "yarn": "rotary"}
 _SWITCHES = (
     *("group-query-attention", "swiglu", "squared-relu", "qk-layernorm", "add-qkv-bias"),
     *("disable-bias-linear", "untie-embeddings-and-output-weights", "multi-latent-attention"),
+    *("apply-layernorm-1p", "attention-output-gate", "moe-shared-expert-gate"),
 )
 _OTHERS = (
     *("normalization", "position-embedding-type", "moe-layer-freq", "moe-router-score-function"),
@@ -62,9 +74,10 @@ _OTHERS = (
     *("moe-router-num-groups", "moe-router-group-topk", "moe-router-topk-scaling-factor"),
     *("moe-router-load-balancing-type", "moe-aux-loss-coeff", "moe-router-pre-softmax"),
     *("moe-router-enable-expert-bias", "make-vocab-size-divisible-by", "moe-router-dtype"),
-    *("moe-router-bias-update-rate", "mscale", "mscale-all-dim"),
+    *("moe-router-bias-update-rate", "mscale", "mscale-all-dim", _VARIANT),
 )
-KNOWN = frozenset([*(one[0] for one in (*_SIZES, *_EXPERTS, *_LATENTS)), *_SWITCHES, *_OTHERS])
+_NUMBERS = (*_SIZES, *_EXPERTS, *_LATENTS, *_RECURRENCE)
+KNOWN = frozenset([*(one[0] for one in _NUMBERS), *_SWITCHES, *_OTHERS])
 
 
 def model_arguments(shape: Shape) -> Flat:
@@ -80,6 +93,13 @@ def model_arguments(shape: Shape) -> Flat:
     found["add-qkv-bias"] = shape.qkv_bias and not shape.mlp_bias
     found["disable-bias-linear"] = not shape.mlp_bias
     found["untie-embeddings-and-output-weights"] = not shape.tied
+    found["apply-layernorm-1p"] = shape.norm == "rms_offset"
+    found["attention-output-gate"] = shape.attention_gate
+    if shape.rotary_dim is not None:
+        found["rotary-percent"] = shape.rotary_dim / shape.head_dim
+    if shape.hybrid is not None and shape.hybrid.mixer == GATED_DELTA:
+        found[_VARIANT] = _GATED_DELTA_NET[0]
+        found |= {theirs: getattr(shape.hybrid, ours) for theirs, ours, _ in _RECURRENCE}
     if shape.moe is not None:
         found |= _expert_arguments(shape.moe, shape.layers)
     if shape.mla is not None:
@@ -92,6 +112,7 @@ def model_arguments(shape: Shape) -> Flat:
 def _expert_arguments(moe: Moe, layers: int) -> Flat:
     found: Flat = {theirs: getattr(moe, ours) or None for theirs, ours, _ in _EXPERTS}
     found["moe-router-score-function"] = moe.score
+    found["moe-shared-expert-gate"] = moe.shared_gated
     if moe.first_dense:
         found["moe-layer-freq"] = f"([0]*{moe.first_dense}+[1]*{layers - moe.first_dense})"
     elif moe.every > 1:
@@ -130,7 +151,8 @@ def _shape(flat: Flat, notes: list[str]) -> Shape:
     biased = not flat.get("disable-bias-linear")
     fields |= {"mlp_bias": biased, "out_bias": biased}
     fields["qkv_bias"] = biased or bool(flat.get("add-qkv-bias"))
-    fields["norm"] = "rms" if flat.get("normalization") == "RMSNorm" else "layer"
+    rms = "rms_offset" if flat.get("apply-layernorm-1p") else "rms"
+    fields["norm"] = rms if flat.get("normalization") == "RMSNorm" else "layer"
     fields["norm_bias"] = fields["norm"] == "layer"
     chosen = [ours for theirs, ours in _ACTIVATIONS.items() if flat.get(theirs)]
     fields["activation"] = chosen[0] if chosen else "gelu"
@@ -152,12 +174,30 @@ def _shape(flat: Flat, notes: list[str]) -> Shape:
         fields["kv_heads"] = fields["heads"]
     if flat.get("num-experts") is not None:
         fields["moe"] = _moe(flat, fields["ffn"])
+    fields |= _other_attention(flat, fields["head_dim"])
     return Shape(name="megatron", **fields)
+
+
+def _other_attention(flat: Flat, head_dim: int) -> dict[str, Any]:
+    """Heads of which a part is rotated, gates, and linear attention in some layers."""
+    found: dict[str, Any] = {"attention_gate": bool(flat.get("attention-output-gate"))}
+    rotated = int(head_dim * typed(flat.get("rotary-percent", 1.0), float, "rotary-percent"))
+    if rotated < head_dim:
+        found["rotary_dim"] = rotated
+    variant = str(flat.get(_VARIANT, ""))
+    if variant not in ("", *_GATED_DELTA_NET):
+        raise FivefoldError(f"{_VARIANT} = {variant}: known here is {_GATED_DELTA_NET[0]}")
+    if variant:
+        sizes: dict[str, Any] = {"attention_every": 4, "kernel": 4, "heads": 32, "key_heads": 16}
+        sizes |= {"head_dim": 128, "key_dim": 128}
+        found["hybrid"] = Hybrid(**(sizes | _numbers(flat, _RECURRENCE)))
+    return found
 
 
 def _moe(flat: Flat, ffn: int) -> Moe:
     numbers: dict[str, Any] = {"top_k": 2, "ffn": ffn, **_numbers(flat, _EXPERTS)}
     numbers["shared"] = 1 if numbers.get("shared_ffn") else 0
+    numbers["shared_gated"] = bool(flat.get("moe-shared-expert-gate"))
     score = str(flat.get("moe-router-score-function", "softmax"))
     text = str(flat.get("moe-layer-freq", "1")).replace(" ", "")
     if found := re.fullmatch(r"\(?\[0\]\*(\d{1,4})\+\[1\]\*(\d{1,4})\)?(?:\*(\d{1,4}))?", text):

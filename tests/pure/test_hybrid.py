@@ -12,6 +12,7 @@ import pytest
 from hf_configs import CONFIGS
 
 from fivefold.api.serving_plans import plan_serving
+from fivefold.bridges.megatron_model import find_model, model_arguments
 from fivefold.cli import main
 from fivefold.core import count, machine
 from fivefold.core.errors import BadFile, FivefoldError, IllegalLayout
@@ -178,3 +179,14 @@ def test_another_recurrence_is_a_class_and_its_name() -> None:
     assert rows == [f"blocks.{i}.attention.x.weight" for i in (0, 1, 2, 4, 5, 6)]
     assert count.layer_parameters(shape, 0).attention == 2 * 2048 * 4096
     assert figures(shape, "dp=4 ep=2")[0] < figures(every(4), "dp=4 ep=2")[0]
+
+
+def test_megatron_has_arguments_for_it() -> None:
+    flat = model_arguments(SHAPE)
+    assert flat["experimental-attention-variant"] == "gdn"
+    found = find_model(flat | {"experimental-attention-variant": "gated_delta_net"}).model
+    assert found is not None and SHAPE.moe is not None
+    # Only that weights of chosen experts sum to one is said by no argument.
+    assert load(found) == replace(SHAPE, moe=replace(SHAPE.moe, renormalise=False))
+    with pytest.raises(FivefoldError, match="attention-variant = dsa: known here is gdn"):
+        find_model(flat | {"experimental-attention-variant": "dsa"})
