@@ -150,11 +150,11 @@ def mixer_cost(shape: Shape, seq: int) -> MixerCost:
 
 def mixer_notes(shape: Shape) -> Iterator[str]:
     """What a plan with this model should say about its estimate."""
-    if shape.hybrid is not None:
+    if (hybrid := shape.hybrid) is not None:
         yield (
-            f"mixer {shape.hybrid.mixer} in all but each {shape.hybrid.attention_every}th layer: "
-            "its time is from operations and bytes, at the speeds of matmuls and of memory; it was "
-            "not measured, so that steps may be further from their estimates than is said here"
+            f"mixer {hybrid.mixer} in all layers but 1 of {hybrid.attention_every}: its time is "
+            "from operations and bytes, at the speeds of matmuls and of memory; it was not "
+            "measured, so that steps may be further from their estimates than is said here"
         )
         return
     mixer = own_mixer(shape.mixer)

@@ -81,6 +81,17 @@ def test_memory_and_time_lie_between_those_of_either_kind() -> None:
         assert low < mine < high or high < mine < low
 
 
+def test_a_gate_after_attention_is_counted() -> None:
+    gated, plain = (every(1, attention_gate=gate) for gate in (True, False))
+    wide = 16 * 256 * 2048
+    assert count.parameters(gated).total - count.parameters(plain).total == 8 * wide
+    assert count.layer_flops(gated, 0, 4096).total - count.layer_flops(plain, 0, 4096).total == (
+        2 * wide
+    )
+    with_gate, without = (figures(each, "dp=4 ep=2", recompute="none") for each in (gated, plain))
+    assert with_gate[0] > without[0] and with_gate[1] > without[1]
+
+
 def test_stages_are_cut_by_the_cost_of_their_layers() -> None:
     """Over 262,144 tokens a layer with attention takes several times as long."""
     long = flops_by_layer(SHAPE, 262_144)
