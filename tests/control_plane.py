@@ -21,7 +21,8 @@ import torch.distributed as dist
 
 from fivefold.core.layout import Layout
 from fivefold.launch.boards import MemoryBoard
-from fivefold.launch.watchdog import PATIENCE, RankSurroundings, Watchdog
+from fivefold.launch.rank_surroundings import RankSurroundings
+from fivefold.launch.watchdog import PATIENCE, Watchdog
 from fivefold.launch.worker import Worker
 
 LAYOUT = "dp=8 tp=8 pp=4 cp=4"
