@@ -3,33 +3,35 @@ simulation moves, and its real log of collectives; they meet on one board.
 
 A program of collectives (tp, cp, dp and messages of pp) runs until it can go no further. What
 follows is decided by the code that runs in production: who judges, who is named, who leaves.
-`control_scripts.py` has the faults and the rules.
+`control_scripts.py` has the faults and the rules. Judges may overlap: while one waits for answers
+or decides, all else goes on (`virtual_time.py`).
 """
 
 from __future__ import annotations
 
-import heapq
 import random
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache, partial
-from itertools import count
+from math import floor, inf
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
 from fivefold.core.layout import Layout
 from fivefold.launch.boards import MemoryBoard
+from fivefold.launch.flight_recorder import Record
 from fivefold.launch.rank_surroundings import RankSurroundings
 from fivefold.launch.watchdog import PATIENCE, Watchdog
 from fivefold.launch.worker import Worker
+from tests.virtual_time import VirtualTime
 
 LAYOUT = "dp=8 tp=8 pp=4 cp=4"
 WORLD, PER_HOST = 1024, 8
-KINDS = ("death", "hang", "slow", "partition", "late", "two", "build", "save")
+KINDS = ("death", "hang", "slow", "partition", "late", "two", "build", "save", "judge")
 STEPS = 2  # of the program from the step of the fault on
-END = 60.0  # virtual seconds after the fault
+END = 90.0  # virtual seconds after the fault
 _TICK = PATIENCE / 10
 _NO_ANSWER = 10.0 + PATIENCE / 4  # seconds until a rank without its store gives up
 
@@ -37,13 +39,12 @@ _NO_ANSWER = 10.0 + PATIENCE / 4  # seconds until a rank without its store gives
 class Collective(NamedTuple):
     """One collective or message of a rank's program."""
 
-    axis: str
-    kind: str
+    record: Record
     members: tuple[int, ...]
 
-    @property
-    def key(self) -> tuple[str, tuple[int, ...]]:
-        return self.axis, self.members
+    @classmethod
+    def of(cls, axis: str, kind: str, members: tuple[int, ...]) -> Collective:
+        return cls((axis, kind, 8, len(members)), members)
 
 
 @cache
@@ -58,18 +59,34 @@ def programs() -> list[list[Collective]]:
         line = groups["pp", rank]
         at = line.index(rank)
         before, after = line[at - 1] if at else None, line[at + 1] if at + 1 < len(line) else None
-        work = [Collective("tp", kind, groups["tp", rank]) for kind in ("gather", "scatter")]
-        work.append(Collective("cp", "all_gather", groups["cp", rank]))
+        work = [Collective.of("tp", kind, groups["tp", rank]) for kind in ("gather", "scatter")]
+        work.append(Collective.of("cp", "all_gather", groups["cp", rank]))
         step: list[Collective] = []
         for first, last in ((before, after), (after, before)):
             if first is not None:
-                step.append(Collective("pp", "recv", (first, rank)))
+                step.append(Collective.of("pp", "recv", (first, rank)))
             step += work
             if last is not None:
-                step.append(Collective("pp", "send", (rank, last)))
-        step += [Collective("dp", kind, groups["dp", rank]) for kind in ("scatter", "gather")]
+                step.append(Collective.of("pp", "send", (rank, last)))
+        step += [Collective.of("dp", kind, groups["dp", rank]) for kind in ("scatter", "gather")]
         found.append(step)
     return found
+
+
+@cache
+def turns() -> tuple[list[list[int]], int]:
+    """For every rank and collective of its steps a number: the same for all ranks that meet in it;
+    and how many there are."""
+    numbers: dict[Any, int] = {}
+    found = list[list[int]]()
+    for program in programs():
+        counts: Counter[Any] = Counter()
+        found.append([])
+        for call in STEPS * program:
+            group = call.record[0], call.members
+            counts[group] += 1
+            found[-1].append(numbers.setdefault((group, counts[group]), len(numbers)))
+    return found, len(numbers)
 
 
 @dataclass
@@ -83,8 +100,11 @@ class Script:
     stops: dict[int, int] = field(default_factory=dict[int, int])  # and collectives in it
     silent: set[int] = field(default_factory=set[int])  # their watchdogs do not answer
     cut: set[int] = field(default_factory=set[int])  # ranks on the other side of a partition
-    back: float = float("inf")  # seconds after the fault at which they go on
+    back: float = inf  # seconds after the fault at which they go on
     in_waiting_call: bool = False  # the stack of a rank that hangs looks like one that waits
+    decides: float = 0.0  # seconds that a judge takes once the positions are there
+    judge_stops: float = inf  # seconds after which the judge of the first round is stopped
+    judge_back: float = inf  # and for how long
 
     @classmethod
     def of(cls, seed: int) -> Script:
@@ -108,11 +128,31 @@ class Script:
             found.back = draw.uniform(2.0, 40.0)
         if kind == "late":
             found.back = draw.uniform(5.0, 50.0)
+        if draw.random() < 0.5:  # of full logs; and a judge has less than a core
+            found.decides = draw.uniform(0.0, 20.0)
+        if kind == "judge":
+            found.judge_stops = draw.uniform(0.0, _TICK)
+            found.judge_back = draw.choice((inf, draw.uniform(2.0, 40.0)))
         return found
 
 
 class _Left(Exception):
     """A rank ends its process."""
+
+
+class SimulatedWatchdog(Watchdog):
+    """A watchdog that says when it need not look, and whose decisions take time."""
+
+    def idle_until(self) -> float:
+        """Looks before this time do nothing, unless the rank or the board changes."""
+        return max(self._moved_at + self.patience, self._quiet_until)
+
+    def _answers(self, wanted: set[int]) -> dict[int, dict[str, Any]]:
+        found = super()._answers(wanted)
+        assert isinstance(self._around, SimulatedRank)
+        if (seconds := self._around.world.script.decides) > 0:
+            self._around.sleep(seconds)
+        return found
 
 
 class SimulatedRank(RankSurroundings):
@@ -121,17 +161,19 @@ class SimulatedRank(RankSurroundings):
     def __init__(self, rank: int, world: World) -> None:
         self.rank, self.world = rank, world
         self.alive, self.stopped, self.waits = True, False, False
-        self.issued, self.waiting_for = 0, None
-        self.watchdog = Watchdog(Worker(rank, self, self.send), WORLD, PATIENCE, self)
+        self.looks, self.alone = False, False  # in this moment; without the board
+        self.looked_at = 0.0
+        self.issued = 0
+        self.watchdog = SimulatedWatchdog(Worker(rank, self, self.send), WORLD, PATIENCE, self)
 
     # What a watchdog reads of its process.
     def now(self) -> float:
         return self.world.now
 
     def sleep(self, seconds: float) -> None:
-        self.world.judging = True
-        self.world.run_until(self.world.now + seconds)
-        self.world.judging = False
+        self.world.sleep(seconds)
+        while self.stopped:
+            self.world.sleep(_TICK)
 
     def stack(self) -> tuple[list[str], bool]:
         return [], self.waits
@@ -156,19 +198,51 @@ class SimulatedRank(RankSurroundings):
             self.world.verdicts.append((self.rank, value[0]))
             raise _Left
 
-    def look(self) -> None:
-        """What the thread of the watchdog does, once; then again after a tick."""
-        if not self.alive or self.stopped or self.world.finished:
-            return
+    def look(self) -> bool:
+        """What the thread of the watchdog does, once; whether it goes on."""
+        if not self.alive or self.stopped or self.looks or self.alone or self.world.finished:
+            return False
+        self.looks = True
         try:
             self.watchdog.look()
         except _Left:
             self.alive = False
-            return
         except dist.DistError as error:
+            self.alone = True
             self.world.later(_NO_ANSWER, partial(self.give_up, error))
+        self.looks = False
+        return self.alive and not self.alone
+
+    def keep_looking(self) -> None:
+        """A look after every tick, without those that do nothing."""
+        if not self.look():
             return
-        self.world.later(_TICK, self.look)
+        self.looked_at = self.world.now
+        if (idle := self.watchdog.idle_until()) - self.looked_at > _TICK:
+            self.world.parked.add(self)
+            self.world.later(self.next_look(idle), self.wake)
+        else:
+            self.world.later(_TICK, self.keep_looking)
+
+    def next_look(self, time: float) -> float:
+        """Seconds from now until the first look after a time."""
+        looks = floor((time - self.looked_at) / _TICK) + 1
+        return self.looked_at + looks * _TICK - self.world.now
+
+    def wake(self) -> None:
+        if self in self.world.parked:
+            self.world.parked.remove(self)
+            self.keep_looking()
+
+    def stop(self) -> None:
+        self.stopped = True
+
+    def resume(self) -> None:
+        """Go on after a stop."""
+        if self.stopped:
+            self.stopped = False
+            if self not in self.world.parked:
+                self.keep_looking()
 
     def give_up(self, error: dist.DistError) -> None:
         try:
@@ -193,38 +267,31 @@ class SimulatedBoard(MemoryBoard):
         super().put(name, text)
 
     def get(self, name: str) -> str | None:
-        self._reach()
-        return super().get(name)
+        if self.rank.world.parted:
+            self._reach()
+        return self.texts.get(name)
 
     def claim(self, name: str, text: str) -> bool:
-        """One judge at a time: the first of two that overlap would only go on after the second."""
         self._reach()
-        return not self.rank.world.judging and super().claim(name, text)
+        first = super().claim(name, text)
+        if first:
+            self.rank.world.changed()
+        if first and name == "round-1":
+            self.rank.world.judge_stops(self.rank)
+        return first
 
 
-class World:
+class World(VirtualTime):
     """All ranks of a script, and the events to come."""
 
     def __init__(self, script: Script) -> None:
-        self.script, self.now, self.parted = script, 0.0, False
-        self.finished, self.judging = False, False
+        super().__init__()
+        self.script, self.parted, self.finished = script, False, False
         self.texts: dict[str, str] = {}
         self.verdicts: list[tuple[int, int]] = []  # who said it, and who is lost
-        self._events: list[tuple[float, int, Callable[[], None]]] = []
-        self._number = count()
-        self._come: Counter[tuple[Any, int]] = Counter()
-        self._waiting: dict[tuple[Any, int], list[SimulatedRank]] = {}
-        self._counts: Counter[tuple[int, Any]] = Counter()
+        self.parked: set[SimulatedRank] = set()
+        self._waiting: list[list[SimulatedRank]] = [[] for _ in range(turns()[1])]
         self.ranks = [SimulatedRank(rank, self) for rank in range(WORLD)]
-
-    def later(self, seconds: float, action: Callable[[], None]) -> None:
-        heapq.heappush(self._events, (self.now + seconds, next(self._number), action))
-
-    def run_until(self, end: float) -> None:
-        while self._events and self._events[0][0] <= end:
-            self.now, _, action = heapq.heappop(self._events)
-            action()
-        self.now = max(self.now, end)
 
     def play(self) -> None:
         """Up to the fault, and on from there until nothing can happen any more."""
@@ -248,23 +315,36 @@ class World:
             offset = draw.uniform(0, _TICK)
             # Two looks see the last progress and that it waits; then nothing happens for a while.
             for seconds in (offset, offset + _TICK):
-                self.later(seconds, partial_look(each))
-            self.later(offset + PATIENCE - _TICK, each.look)
+                self.later(seconds, each.look)
+            self.later(offset + PATIENCE - _TICK, each.keep_looking)
         if script.back < END:
             self.later(script.back, self.go_back)
         self.run_until(began + END)
 
     def go_back(self) -> None:
         """Ranks that were slow or stopped go on, if they still may."""
+        self.changed()
         for rank in sorted(self.script.ranks):
             each = self.ranks[rank]
-            each.stopped = False
-            if each.alive:
-                each.look()  # what is on the board is read before anything else, or soon after
+            each.resume()
+            each.look()  # what is on the board is read before anything else, or soon after
             if each.alive:
                 self.go_on(each, {})
         if not self.unfinished():
             self.finished = True  # the run has ended well, and its watchdogs with it
+
+    def changed(self) -> None:
+        """All ranks look again: something has changed for them."""
+        for each in self.parked:
+            self.later(each.next_look(self.now), each.wake)
+
+    def judge_stops(self, judge: SimulatedRank) -> None:
+        """The judge of the first round is stopped in it, if the script says so."""
+        if self.script.judge_stops < inf:
+            self.script.ranks.add(judge.rank)
+            self.later(self.script.judge_stops, judge.stop)
+        if self.script.judge_back < inf:
+            self.later(self.script.judge_stops + self.script.judge_back, judge.resume)
 
     def unfinished(self) -> list[int]:
         """Ranks that have not come to the end of the program."""
@@ -276,46 +356,31 @@ class World:
         for number in range(self.script.step):
             self.step(rank, number)
             for call in programs()[rank.rank]:
-                rank.watchdog.note((call.axis, call.kind, 8, len(call.members)), call.members)
+                rank.watchdog.note(call.record, call.members)
 
     def step(self, rank: SimulatedRank, number: int) -> None:
         rank.watchdog.phase(f"step {number + 1}", mark=True, alike=False)
 
     def go_on(self, first: SimulatedRank, stops: dict[int, int]) -> None:
         """Issue collectives until every rank waits, stops at its fault, or has done its steps."""
-        ready = [first]
+        if self.script.kind == "save":
+            return
+        ready, numbers = [first], turns()[0]
         while ready:
             rank = ready.pop()
-            program = programs()[rank.rank]
-            if not rank.alive or rank.issued >= stops.get(rank.rank, STEPS * len(program)):
+            program, issued = programs()[rank.rank], rank.issued
+            if not rank.alive or issued >= stops.get(rank.rank, STEPS * len(program)):
                 continue
-            if self.script.kind == "save":
+            call = program[issued % len(program)]
+            if issued % len(program) == 0:
+                self.step(rank, self.script.step + issued // len(program))
+            rank.watchdog.note(call.record, call.members)
+            rank.issued, rank.waits = issued + 1, True
+            waiting = self._waiting[numbers[rank.rank][issued]]
+            waiting.append(rank)
+            if len(waiting) < len(call.members):
                 continue
-            call = program[rank.issued % len(program)]
-            if rank.issued % len(program) == 0:
-                self.step(rank, self.script.step + rank.issued // len(program))
-            rank.watchdog.note((call.axis, call.kind, 8, len(call.members)), call.members)
-            rank.issued, rank.waits = rank.issued + 1, True
-            self._counts[rank.rank, call.key] += 1
-            turn = call.key, self._counts[rank.rank, call.key]
-            self._come[turn] += 1
-            self._waiting.setdefault(turn, []).append(rank)
-            crosses = self.parted and not self.script.cut.isdisjoint(call.members)
-            if self._come[turn] == len(call.members) and not crosses:
-                for each in self._waiting.pop(turn):
+            if not self.parted or self.script.cut.isdisjoint(call.members):
+                for each in waiting:
                     each.waits = False
-                    ready.append(each)
-
-
-def partial_look(rank: SimulatedRank) -> Callable[[], None]:
-    """A look that is not repeated."""
-
-    def look() -> None:
-        if rank.alive and not rank.stopped:
-            try:
-                rank.watchdog.look()
-            except dist.DistError as error:
-                rank.world.later(_NO_ANSWER, partial(rank.give_up, error))
-                rank.stopped = True
-
-    return look
+                ready += waiting

@@ -7,7 +7,8 @@ round: every rank writes its position to the board, that is the log of its colle
 and decides which rank keeps the others waiting (`hang.py`, `phases.py`). Then the run is over. A
 rank that does not answer is stopped or dead. A rank that answers and waits for no other may be
 slow: it has twice the patience, or twice the usual time of its phase. With 12 seconds of patience a
-hang is reported after 24 to 29 seconds. A rank that is alone judges itself.
+hang is reported after 24 to 29 seconds. A rank that is alone judges itself. A judge does not answer
+while it decides, so the next round is asked once it is done, or after twice the patience.
 
 The thread needs nothing from the main thread, so it answers while the main thread waits in a
 collective or for a kernel. Only a call that holds Python's lock makes a rank look dead. If the
@@ -91,7 +92,7 @@ class Watchdog:
         self._seen, self._moved_at = (0, 0), self._around.now()
         self._allowed_until = self._around.now() + _MEETING
         self._said = False
-        self._round, self._quiet_until = 0, 0.0
+        self._round, self._quiet_until, self._open_until = 0, 0.0, 0.0
         self._stop = threading.Event()
         self._thread = self._around.watch(self._watch)
 
@@ -184,15 +185,21 @@ class Watchdog:
         name = f"round-{self._round + 1}"
         asked = self.board.get(name)
         stuck = now - self._moved_at >= self.patience
-        due = asked is None and stuck and now >= self._quiet_until
+        due = asked is None and stuck and now >= self._quiet_until and self._closed(now)
         judges = due and self.board.claim(name, f"{_OF_HOSTS} {self.worker.rank}")
         if asked is not None or judges:
             self._round += 1
             self._quiet_until = next_round(now, self._moved_at, self.patience)
+            self._open_until = now + 2 * self.patience
             of_device = asked is not None and asked.startswith(_OF_DEVICES)
             self._answer(self._round, self._device() if of_device else None)
         if judges:
             self._judge()
+            self.board.put(f"done-{self._round}", str(self.worker.rank))
+
+    def _closed(self, now: float) -> bool:
+        """Whether the judge of the last round is done, or has had as long as any rank."""
+        return now >= self._open_until or self.board.get(f"done-{self._round}") is not None
 
     def _answer(self, number: int, device: DeviceProgress | None = None) -> None:
         """Write the position of this rank to the board."""
@@ -200,7 +207,6 @@ class Watchdog:
         stack, waits = self._around.stack()
         ended = number == _LAST
         table = {
-            "round": number,
             "phase": self._phase,
             "mark": self._mark,
             "within": now - self._mark_at,
@@ -215,7 +221,8 @@ class Watchdog:
             "device": to_table(device),
             **self.recorder.table(),
         }
-        self.board.put(f"rank-{self.worker.rank}", json.dumps(table))
+        # The round comes first: of many ranks, answers to earlier rounds are not parsed.
+        self.board.put(f"rank-{self.worker.rank}", f"{number} {json.dumps(table)}")
 
     def _judge(self) -> None:
         """Read the positions, and end the run if a rank is to blame."""
@@ -228,6 +235,8 @@ class Watchdog:
         by_device = partial(self._on_device, positions, set(answers) - {self.worker.rank})
         found = verdict(positions, silent, 2 * self.patience, by_device)
         if found is not None and found.rank in silent:
+            if self._answer_of(found.rank) is not None:
+                return  # it is back: the next round tells more
             last = self.board.get(f"phase-{found.rank}")
             found = replace(found, doing=f"{last}, or soon after" if last else found.doing)
         # Progress in the meantime means that a rank was only slow.
@@ -251,19 +260,22 @@ class Watchdog:
         return None if trace is None else progress_from(trace, _groups())
 
     def _answers(self, wanted: set[int]) -> dict[int, dict[str, Any]]:
-        """The tables of the ranks that answer in time."""
+        """The tables of the ranks that answer in time. They are read once more after that: this
+        rank may have been stopped itself."""
         until, found = self._around.now() + self.patience / 2, dict[int, dict[str, Any]]()
-        read = dict.fromkeys(wanted, "{}")  # of many ranks: what has not changed is not parsed
-        while len(found) < len(wanted) and self._around.now() < until:
+        while True:
+            last = self._around.now() >= until
             for rank in wanted - set(found):
-                text = self.board.get(f"rank-{rank}") or "{}"
-                if text is not read[rank] and text != read[rank]:
-                    table = json.loads(text)
-                    read[rank] = text
-                    if table.get("round", 0) >= self._round:
-                        found[rank] = table
+                if (table := self._answer_of(rank)) is not None:
+                    found[rank] = json.loads(table)
+            if last or len(found) == len(wanted):
+                return found
             self._around.sleep(self._tick / 10)
-        return found
+
+    def _answer_of(self, rank: int) -> str | None:
+        """What a rank has answered in this round, or None."""
+        number, _, table = (self.board.get(f"rank-{rank}") or "0").partition(" ")
+        return table if int(number) >= self._round else None
 
 
 @contextmanager
