@@ -2,7 +2,8 @@
 
     python benchmarks/flips.py rest [--flips 20]      weights, master weights and states
     python benchmarks/flips.py compute [--flips 60] [--top]   gradients, activations and messages
-    python benchmarks/flips.py healthy [--steps 5000] nothing is planted, and nothing may be found
+    python benchmarks/flips.py healthy [--steps 5000] [--layout "tp=2 pp=2"] [--dtypes bfloat16]
+                                                      nothing is planted, and nothing may be found
     python benchmarks/flips.py cost [--device cuda]   a step with the watch over one without
 
 `rest` exits with 1 unless every flip is found and its rank named, `healthy` if anything is found,
@@ -48,6 +49,10 @@ LAYOUTS = (
     *({"layout": "dp=3", "zero": 0}, {"layout": "dp=2", "zero": 1}, {"layout": "dp=2", "zero": 3}),
     *({"layout": "dp=2x2", "zero": 2}, {"layout": "dp=2 tp=2", "zero": 1}, {"layout": "tp=2"}),
     *({"layout": "dp=2 pp=2", "zero": 1}, {"layout": "dp=2 cp=2", "zero": 0}, {"layout": "dp=1"}),
+)
+HEALTHY = (
+    *({"layout": "dp=2x2", "zero": 1}, {"layout": "dp=2 tp=2", "zero": 0}),
+    {"layout": "tp=2 pp=2", "microbatches": 2},
 )
 KINDS = {"float32": ("weights", "exp_avg", "exp_avg_sq")}
 KINDS["bfloat16"] = (*KINDS["float32"], "master weights")
@@ -242,8 +247,10 @@ def compute(asked: argparse.Namespace) -> int:
 def healthy(asked: argparse.Namespace) -> int:
     """A long training in which nothing may be found."""
     bad, keys = 0, {"compare_every": 5, "replay": 50, "lr": 1e-3}
-    for options in ({"layout": "dp=2x2", "zero": 1}, {"layout": "dp=2 tp=2", "zero": 0}):
-        for dtype in KINDS:
+    for options in HEALTHY:
+        if asked.layout not in (None, options["layout"]):
+            continue
+        for dtype in asked.dtypes.split(","):
             plan, said = plan_of(**options), list[Any]()
             tasks = [(run_rank, (plan, settings_of(dtype, asked.steps, **keys)))]
             with Pool(plan.layout.world) as pool:
@@ -255,7 +262,8 @@ def healthy(asked: argparse.Namespace) -> int:
             bad += len(alarms)
             print(
                 f"{dtype} {plan.layout}: {len(records)} steps, {len(again) - data} proofs, "
-                f"{data} spikes in the data, {len(alarms)} alarms"
+                f"{data} spikes in the data, {len(alarms)} alarms",
+                flush=True,
             )
     return int(bad > 0)
 
@@ -318,6 +326,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=0)
     parser.add_argument("--top", action="store_true", help="flip the highest bit of exponents")
     parser.add_argument("--dtypes", default=",".join(KINDS))
+    parser.add_argument("--layout", choices=[each["layout"] for each in HEALTHY])
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--every", type=int, default=20)
