@@ -219,7 +219,7 @@ class SimulatedRank(RankSurroundings):
             return
         self.looked_at = self.world.now
         if (idle := self.watchdog.idle_until()) - self.looked_at > _TICK:
-            self.world.parked.add(self)
+            self.world.parked[self.rank] = self
             self.world.later(self.next_look(idle), self.wake)
         else:
             self.world.later(_TICK, self.keep_looking)
@@ -230,8 +230,7 @@ class SimulatedRank(RankSurroundings):
         return self.looked_at + looks * _TICK - self.world.now
 
     def wake(self) -> None:
-        if self in self.world.parked:
-            self.world.parked.remove(self)
+        if self.world.parked.pop(self.rank, None):
             self.keep_looking()
 
     def stop(self) -> None:
@@ -241,7 +240,7 @@ class SimulatedRank(RankSurroundings):
         """Go on after a stop."""
         if self.stopped:
             self.stopped = False
-            if self not in self.world.parked:
+            if self.rank not in self.world.parked:
                 self.keep_looking()
 
     def give_up(self, error: dist.DistError) -> None:
@@ -276,8 +275,8 @@ class SimulatedBoard(MemoryBoard):
         first = super().claim(name, text)
         if first:
             self.rank.world.changed()
-        if first and name == "round-1":
-            self.rank.world.judge_stops(self.rank)
+            if name == "round-1":
+                self.rank.world.judge_stops(self.rank)
         return first
 
 
@@ -289,7 +288,7 @@ class World(VirtualTime):
         self.script, self.parted, self.finished = script, False, False
         self.texts: dict[str, str] = {}
         self.verdicts: list[tuple[int, int]] = []  # who said it, and who is lost
-        self.parked: set[SimulatedRank] = set()
+        self.parked: dict[int, SimulatedRank] = {}  # that have no look before something changes
         self._waiting: list[list[SimulatedRank]] = [[] for _ in range(turns()[1])]
         self.ranks = [SimulatedRank(rank, self) for rank in range(WORLD)]
 
@@ -335,7 +334,7 @@ class World(VirtualTime):
 
     def changed(self) -> None:
         """All ranks look again: something has changed for them."""
-        for each in self.parked:
+        for each in self.parked.values():
             self.later(each.next_look(self.now), each.wake)
 
     def judge_stops(self, judge: SimulatedRank) -> None:
