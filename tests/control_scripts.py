@@ -162,6 +162,7 @@ def main() -> int:
     began, wrong, unsafe = time.process_time(), list[Finding](), list[Finding]()
     kinds: Counter[str] = Counter()
     gc.disable()  # a script makes a million values and keeps them: a quarter of its time
+    gc.freeze()  # nor is what was imported looked at after each script
     with tempfile.TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None) as made:
         for seed in range(asked.seed, asked.seed + asked.scripts):
             found = judged(Script.of(seed), Path(made))
