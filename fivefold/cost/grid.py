@@ -20,7 +20,7 @@ from fivefold.core.plan import Plan
 from fivefold.core.recompute import MODULES, Recompute
 from fivefold.core.schedule.catalog import names as schedule_names
 from fivefold.core.schedule.choose import looks_like_file, named
-from fivefold.core.schedule.family import none_deferred
+from fivefold.core.schedule.family import RankPosition, none_deferred
 from fivefold.core.shape import Moe, Shape
 from fivefold.core.splits import CONTEXT_KINDS, ContextMethod, loss_chunks, ulysses_degree
 from fivefold.cost.layer_collectives import LayerJob
@@ -33,8 +33,6 @@ OFFLOADS = ("none", "cpu", "nvme")  # where optimizer states and master weights 
 CONTEXTS = tuple(CONTEXT_KINDS)
 SCHEDULES = tuple(schedule_names())
 FAMILIES = tuple(named(name) for name in SCHEDULES)
-
-
 DEFERS = np.array([family.deferred is not none_deferred for family in FAMILIES])
 
 
@@ -90,8 +88,14 @@ class LayoutGrid:
 
     @property
     def defers(self) -> Flags:
-        """Whether the schedule of a layout defers weight gradients."""
-        return DEFERS[self.schedule.astype(np.int64)] & (self.pp > 1)
+        """Whether the schedule of a layout defers weight gradients: if any rank does, the last."""
+        last = RankPosition(
+            self.pp, self.microbatches, self.chunks, np.ones_like(self.pp), False, 2
+        )
+        found = np.zeros(1, bool)
+        for index in {int(each) for each in self.schedule.flat if DEFERS[int(each)]}:
+            found = found | (self.schedule == index) & (FAMILIES[index].deferred(last) > 0)
+        return found & (self.pp > 1)
 
     def columns(self) -> Iterator[NDArray[Any]]:
         return (getattr(self, each.name) for each in fields(self) if each.name != "rules")

@@ -80,6 +80,8 @@ class LayerTable:
         grid = self._grid(list(fresh.values()))
         work = self._timer(grid)
         costs, hosts = layer_passes(work), list[Array]()
+        for passes in costs:  # pairs hide nothing in the head
+            passes[-1] = passes[-1][:, :, :1]
         deferring = replace(grid, schedule=along(2, [int(DEFERS.argmax())]))
         late = head_passes(self._timer(deferring))
         kinds = pipeline_timer(self.shape, self.seq).kinds

@@ -17,6 +17,7 @@ from fivefold.core.recompute import Recompute
 from fivefold.core.schedule.catalog import FAMILIES
 from fivefold.core.schedule.clock import peak_activations, peak_held
 from fivefold.core.schedule.family import Family
+from fivefold.core.schedule.loops import defers_weight_gradients
 from fivefold.cost import stack as stacks
 from fivefold.cost.grid import CONTEXTS, RECOMPUTE, grid_of_plan
 from fivefold.cost.memory import CATEGORIES, PeakMemory, fits, peak_memory, verdict
@@ -368,3 +369,17 @@ def test_deferred_weight_gradients_are_those_of_the_clock(family: Family) -> Non
         for place, number in ends.items():
             found = deferred(grid, place).item()
             assert number <= found + 1e-9 <= number + 2, (family.name, ranks, place)
+
+
+@pytest.mark.parametrize("family", [each for each in FAMILIES if not each.asynchronous])
+def test_a_grid_defers_weight_gradients_where_the_program_does(family: Family) -> None:
+    """DualPipe of two ranks splits backwards in name only, so its head is computed in chunks."""
+    for ranks in (2, 3, 4):
+        for count in range(1, 2 * ranks + 2):
+            if family.problems(ranks, count, family.min_chunks):
+                continue
+            schedule = family.make(ranks, count, family.min_chunks)
+            grid = grid_of(
+                pp=ranks, microbatches=count, chunks=family.min_chunks, schedule=family.name
+            )
+            assert grid.defers.item() == defers_weight_gradients(schedule), (ranks, count)

@@ -51,6 +51,8 @@ JOBS: tuple[tuple[str, int, str, int, dict[str, Any]], ...] = (
     ("llama-3.1-8b", 4, "cp=4", 0, {"microbatches": 2, "packed": True}),
     # The rank that predicts several tokens: the first gradient of its head waits for the second.
     ("deepseek-v3", 4, "dp=64 pp=2 ep=64", 64, {"zero": 1, "recompute": "full"}),
+    # DualPipe of two ranks defers nothing: its head is computed in chunks.
+    ("llama-3.2-1b", 4, "dp=8 pp=2", 0, {"microbatches": 4, "schedule": "dualpipe"}),
     # Updates by blocks: kernels clip as they read, and bf16 states are rounded in pieces.
     ("llama-3.2-1b", 4, "tp=4", 0, {"microbatches": 1, "train": Recipe(states="bf16")}),
 )

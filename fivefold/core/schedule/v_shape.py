@@ -328,6 +328,11 @@ def _dualpipe_bubble(times: PipelineTimes) -> Array:
     return (times.p / 2 - 1) * (times.forward + 2 * times.inputs - times.weights)
 
 
+def _dualpipe_deferred(rank: RankPosition) -> Array:
+    """Of two ranks none: each weight gradient comes right after its input gradient."""
+    return (rank.p > 2) * (rank.p + 1 - abs(rank.number + 1 - rank.depth)) / 2
+
+
 def _dualpipe_v_bubble(times: PipelineTimes) -> Array:
     return (times.p - 1) * (times.forward + 2 * times.inputs - times.weights) / 2
 
@@ -375,7 +380,7 @@ DUALPIPE = Family(
     "two directions meet in the middle, so only half the ranks lie between a rank and its nearer "
     "end",
     paths="dualpipe", bubble=_dualpipe_bubble, in_flight=lambda rank: rank.p + 1,
-    deferred=lambda rank: (rank.p + 1 - abs(rank.number + 1 - rank.depth)) / 2,
+    deferred=_dualpipe_deferred,
     placement="bidirectional",
     closed_form=ClosedForm("(p/2−1)(F&B+B−2W)", "F ≤ B and W ≤ B", _long_backward),
     rules=(_EVEN_RANKS, _EVEN_BATCH, _TWICE), pairs=True,
