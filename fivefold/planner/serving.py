@@ -93,10 +93,11 @@ class LayoutLoad:
             self._at(self.step.reading, sequences),
         )
         chunks = ceil(request.prompt / STEP_TOKENS)
-        alone = sequences == 1
-        taken = self.busy if alone else max(0.0, self.busy - chunks * reading)
+        alone, decodes = sequences == 1, request.output > 1
+        # Prompts share the reading of weights with a decode step, if there is one.
+        taken = max(0.0, self.busy - chunks * reading) if decodes and not alone else self.busy
         cycle = (request.output - 1) * decode + sequences * taken
-        tpot = decode if alone else cycle / max(1, request.output)
+        tpot = 0.0 if not decodes else decode if alone else cycle / request.output
         ttft = self.through + (0.0 if alone else chunks * (decode - reading) + decode / 2)
         if alone:
             cycle = self.through + (request.output - 1) * decode

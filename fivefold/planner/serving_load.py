@@ -151,7 +151,8 @@ def _outcome(
     prompts `alone`."""
     warm = done[len(done) // 4 :] or done
     waits = sorted(each.first - each.arrived for each, _ in warm)
-    gaps = sorted((end - each.first) / max(1, load.output - 1) for each, end in warm)
+    more = load.output - 1  # after the first token
+    gaps = sorted((end - each.first) / more if more else 0.0 for each, end in warm)
     if not waits:
         never = float("inf")
         return LoadOutcome(never, never, never, never, 0.0, mean, True)

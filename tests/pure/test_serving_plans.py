@@ -316,3 +316,12 @@ def test_plans_are_near_published_figures() -> None:
     for row, ratio in found.items():
         line = next(each for each in text.splitlines() if serving_published.told(row) in each)
         assert float(line.split("|")[8]) == pytest.approx(ratio, abs=0.006)
+
+
+@pytest.mark.parametrize("load", [{}, {"rate": 0.1}, {"concurrency": 64}])
+@pytest.mark.parametrize("prompt", [1, 2048])
+def test_answers_of_one_token_are_prefill_alone(load: dict[str, float], prompt: int) -> None:
+    """No token follows the first, and no decode step reads weights for the prompts."""
+    found = plan_serving("llama-3.1-8b", machine="h100", gpus=4, prompt=prompt, output=1, **load)
+    for plan in found.choice.plans:
+        assert plan.tpot == 0.0 < min(plan.ttft, plan.tokens_per_s)
