@@ -35,6 +35,9 @@ def bubble_seconds(times: PipelineTimes, grid: LayoutGrid) -> Array:
 PipelineEnd = Literal["first", "inner", "last"]
 
 
+_LATEST = 2  # of the inner ranks of a balanced split: the one that defers most weight gradients
+
+
 class RankLayers(NamedTuple):
     """Layers of a rank: all, those with experts, those without attention, and those with neither
     dense MLP nor attention."""
@@ -84,7 +87,8 @@ def rank_stages(
     spans: Sequence[range] | None = None,
 ) -> tuple[RankStage, ...]:
     """The ranks that may be the fullest: the first, inner ranks that may have more layers than the
-    ranks before them, and the last one, or that with the head.
+    ranks before them, the one with most deferred weight gradients, and the last one, or that with
+    the head.
 
     `spans`: the layers of each stage if they are given.
     """
@@ -106,9 +110,10 @@ def rank_stages(
     at_last = np.where(folded(grid), 0.0, 1.0)
     ahead = in_flight(grid, "first", hop_forwards)
     found = [RankStage(first, copies, ahead, one, at_first, deferred(grid, "first"))]
-    for layers, place in inner:
+    for number, (layers, place) in enumerate(inner):
         before = found[-1].layers
-        if any((mine > other).any() for mine, other in zip(layers, before, strict=True)):
+        waits = number == _LATEST and grid.defers.any()
+        if waits or any((mine > other).any() for mine, other in zip(layers, before, strict=True)):
             between = in_flight(grid, "inner", hop_forwards, place)
             late = deferred(grid, "inner", place)
             found.append(RankStage(layers, copies, between, none, none, late))
@@ -129,7 +134,8 @@ def _balanced(
     shape: Shape, grid: LayoutGrid, seq: int, spans: Sequence[range] | None = None
 ) -> tuple[RankLayers, list[tuple[RankLayers, Array]], RankLayers]:
     """fivefold's own split, by cost with the head; or the given one. The inner ranks are the
-    second, which has most in flight, and the one with most layers, each with its position."""
+    second, which has most in flight, the one with most layers, and the one that defers most weight
+    gradients (`_LATEST`), each with its position."""
     pp = grid.pp if grid.pp.min() < grid.pp.max() else grid.pp[:1]  # all are alike in a search
     columns = np.broadcast_arrays(pp, grid.chunks, folded(grid), mirrored(grid))
     asked = [
@@ -141,12 +147,12 @@ def _balanced(
         found = [_balanced_layers(timer, *each) for each in asked]
     else:
         found = [_layers_of_ranks(shape, spans, ranks, *how) for ranks, _, *how in asked]
-    numbers = np.array(found, float).reshape(*columns[0].shape, 4, 5)
-    first, second, fullest, last = (
+    numbers = np.array(found, float).reshape(*columns[0].shape, 5, 5)
+    first, *inner, last = (
         (RankLayers(*np.moveaxis(numbers[..., rank, :4], -1, 0)), numbers[..., rank, 4])
-        for rank in range(4)
+        for rank in range(5)
     )
-    return first[0], [second, fullest], last[0]
+    return first[0], inner, last[0]
 
 
 @cache
@@ -162,8 +168,9 @@ def _balanced_layers(
 def _layers_of_ranks(
     shape: Shape, spans: Sequence[range], ranks: int, fold: bool, mirror: bool
 ) -> tuple[tuple[float, ...], ...]:
-    """The numbers of `RankLayers` and the position of the first, the second, the largest inner and
-    the last rank."""
+    """The numbers of `RankLayers` and the position of the first rank, of the second, the largest
+    and the latest inner one, and of the last. The latest is in the middle if two directions meet.
+    """
     by_rank: list[list[range]] = [[] for _ in range(ranks)]
     for number, span in enumerate(spans):
         turn, place = divmod(number, ranks)
@@ -176,7 +183,8 @@ def _layers_of_ranks(
         for place, mine in enumerate(by_rank)
     ]
     inner = numbers[1:-1] or numbers[:1]
-    return numbers[0], inner[0], max(inner, key=lambda each: each[:2]), numbers[-1]
+    latest = inner[len(inner) // 2 if mirror else -1]
+    return numbers[0], inner[0], max(inner, key=lambda each: each[:2]), latest, numbers[-1]
 
 
 def _even(shape: Shape, grid: LayoutGrid) -> tuple[RankLayers, RankLayers]:

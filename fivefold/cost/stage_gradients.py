@@ -2,7 +2,7 @@
 of a step allocates the accumulated gradients unit by unit, while activations are freed: all
 activations meet no gradients, and all gradients meet few activations. From the second backward on,
 all meet all. If data ranks shard gradients, a unit is unreduced only until its reduce-scatter is
-done: at most three units, two in flight and one being filled.
+done: at most three units, two in flight and one being filled; and two of each other chunk.
 """
 
 from __future__ import annotations
@@ -108,6 +108,8 @@ class StageGradients:
         expert_unit = np.where(experts, routed, 0.0)
         larger = np.maximum(self.unit, expert_unit)
         two_units = np.where(routed > 0, self.unit + expert_unit, 2 * self.unit)
+        # Each chunk but the running one keeps its last two until its next backward.
+        two_units = two_units * np.maximum(grid.chunks - 1, 1.0)
         self.two_units = np.minimum(two_units, self.full)  # units may hold many layers each
         self.three_units = np.minimum(self.two_units + larger, self.full)
         self.layer = self.unit + expert_unit

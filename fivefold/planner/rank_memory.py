@@ -70,15 +70,17 @@ class PlanRanks:
         return [self.peak(place) for place in range(self.plan.layout.pp)]
 
     def fullest(self, enough: float = np.inf) -> Bytes:
-        """Of the rank that has most, of those that closed forms find fullest; or of the first of
-        them with more than `enough`."""
+        """Of the rank that has most, of both ends and those that closed forms find fullest; or of
+        the first of them with more than `enough`."""
         if not self.is_followed:
             return max(self._closed, key=_total)
-        order = range(self.plan.layout.pp)
+        order: Sequence[int] = range(self.plan.layout.pp)
         if len(order) > (_FULLEST if np.isinf(enough) else 1):
+            ends = (order[0], order[-1])  # with what closed forms tell least well: head and loss
             order = sorted(order, key=lambda place: -_total(self._closed[place]))
+            order = list(dict.fromkeys((*order[:_FULLEST], *ends)))
         found: list[Bytes] = []
-        for place in order[:_FULLEST]:
+        for place in order:
             found.append(self.peak(place))
             if _total(found[-1]) > enough:
                 break
