@@ -25,7 +25,7 @@ from fivefold.bridges.job_values import Values, options_of, values_of
 from fivefold.bridges.nearest import Expressed, express
 from fivefold.bridges.target import Target
 from fivefold.core import tables
-from fivefold.core.errors import FivefoldError, InternalError
+from fivefold.core.errors import FivefoldError
 from fivefold.core.machine import PRESETS
 from fivefold.core.plan import PlanOptions
 from fivefold.report.framework_text import FrameworkRow, frameworks_json, frameworks_text
@@ -145,9 +145,6 @@ def _best_of(
             result = searched.get(same) or best_plans(narrow, _TRIED)
         except NothingFits as error:
             refused = refused or f"of what it can say, {error}"
-            continue
-        except InternalError as error:  # closed forms were too low for all that fits by them
-            refused = refused or f"nothing that it can say fits: {error}"
             continue
         searched[same] = result
         found = (result.fastest, *result.plans)

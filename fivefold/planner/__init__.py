@@ -27,15 +27,13 @@ from fivefold.cost.stack_presets import OUR_OWN, load_preset
 from fivefold.planner.accuracy import accuracy
 from fivefold.planner.estimate import (
     Estimate,
-    PlanMemory,
     estimate_plan,
-    job_name,
     plan_memory,
 )
 from fivefold.planner.first_choice import first_choice, is_same, tp_leaves_domain, why_simpler
 from fivefold.planner.grid_options import layout_of, options_of
 from fivefold.planner.kept_layouts import LayoutCandidate, SearchResult
-from fivefold.planner.search import search_layouts
+from fivefold.planner.search import may_fit, search_layouts
 from fivefold.planner.setting import EstimateSetting
 from fivefold.planner.space import SearchSpace
 
@@ -45,7 +43,6 @@ OBJECTIVES = ("tokens", "gpus", "gpu-hours")
 _CANDIDATES_PER_PLAN = 12
 _MOST_FRONT = 5
 _NEAR = 1.25  # times the usable memory: what needs more is not searched on twice as many GPUs
-_FAR = 1.5  # times the memory: closed forms that are so far off are wrong
 _MOST_ACTIONS = 30_000  # of a schedule that is simulated only for the front
 
 
@@ -257,10 +254,9 @@ def _sort_key(one: LayoutCandidate) -> tuple[float, ...]:
 
 
 def _fitting(request: PlanRequest, result: SearchResult, most: int) -> list[Estimate]:
-    """The best that fit, simulated, or else the front's. A search counts what is in flight by
-    closed forms; a plan's own schedule may hold more, but not far more in all of them."""
+    """The best that fit, simulated, or else the front's; none, if the closed forms of a search
+    count less than the actions of each plan hold."""
     fitting: list[Estimate] = []
-    too_full: list[tuple[Plan, PlanMemory]] = []
     best = _distinct(result.best)
     for place, one in enumerate([*best, *result.front]):
         if place == len(best) and fitting:
@@ -268,15 +264,10 @@ def _fitting(request: PlanRequest, result: SearchResult, most: int) -> list[Esti
         plan = _plan_of(request, one)
         memory = plan_memory(plan, request.setting, request.setting.capacity)
         if memory.total > request.setting.capacity:
-            too_full.append((plan, memory))
             continue
         fitting.append(estimate_plan(plan, request.setting, memory, one.makespan))
         if len(fitting) == most:
             break
-    if too_full and not fitting:
-        plan, memory = min(too_full, key=lambda each: each[1].total)
-        name = job_name(plan, request.setting)
-        require_room(name, memory.device, _FAR * request.setting.machine.memory)
     return sorted(fitting, key=speed_rank)
 
 
@@ -343,8 +334,9 @@ def gpus_needed(request: PlanRequest, leanest: float) -> int | None:
 
 def has_plan(request: PlanRequest) -> bool:
     """Whether `best_plans` finds one: what only closed forms find to fit may not."""
-    result = search_layouts(request.space, request.setting, _CANDIDATES_PER_PLAN, shown=1)
-    return bool(result.best and _fitting(request, result, 1))
+    job = request.space, request.setting
+    found = may_fit(*job) and search_layouts(*job, _CANDIDATES_PER_PLAN, shown=1, leanest=False)
+    return bool(found and found.best and _fitting(request, found, 1))
 
 
 def fewest_gpus(request: PlanRequest, top: int, on_progress: Progress | None = None) -> PlanResult:

@@ -97,6 +97,19 @@ def _find_leanest(
     _LayoutSearch(lean, setting, pool, result, 0.0, ()).run(on_progress, fitting=False)
 
 
+def may_fit(space: SearchSpace, setting: EstimateSetting) -> bool:
+    """Whether a layout fits by closed forms: of those that may need least memory, and with
+    optimizer states on the host, unless that is too small for them. One pass tells most jobs that
+    do not fit, for which `search_layouts` needs five."""
+    result = SearchResult()
+    for offload in ("cpu", *(("nvme",) if setting.machine.host.nvme_bytes else ()), "none"):
+        lean = replace(space, fixed={**_LEAN, "offload": offload, **(space.fixed or {})})
+        _LayoutSearch(lean, setting, 1, result, 0.0, ()).run()
+        if result.best or not result.host_is_short:
+            break
+    return bool(result.best)
+
+
 def _ranked(
     space: SearchSpace,
     setting: EstimateSetting,

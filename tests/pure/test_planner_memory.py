@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 from one_layout import H100, grid_of, memory_of
 
+from fivefold import planner
+from fivefold.core import machine as machines
 from fivefold.core import models
 from fivefold.core.count import layer_parameters, parameters
 from fivefold.core.plan import PlanOptions, resolve
@@ -22,8 +24,14 @@ from fivefold.cost.grid import OFFLOADS, LayoutGrid
 from fivefold.cost.memory import least_memory, peak_memory
 from fivefold.cost.pipeline_ranks import in_flight, rank_stages
 from fivefold.cost.step_time import step_time
-from fivefold.planner import estimate_on_machine, estimate_setting
-from fivefold.planner.estimate import Estimate, estimate_plan
+from fivefold.planner import (
+    NothingFits,
+    best_plans,
+    estimate_on_machine,
+    estimate_setting,
+    plan_request,
+)
+from fivefold.planner.estimate import Estimate, PlanMemory, estimate_plan
 from fivefold.planner.rank_memory import fullest_memory, memory_by_pipeline_rank
 from fivefold.planner.search import search_layouts
 from fivefold.planner.setting import EstimateSetting, plan_arguments
@@ -32,6 +40,7 @@ from fivefold.score import compare_with_peers
 from fivefold.score.outcome import score_row
 
 LLAMA_405B = models.load("llama-3.1-405b")
+OWN = EstimateSetting(H100, stacks.FIVEFOLD, "bf16")
 
 
 def interleaved(ranks: int, microbatches: int, chunks: int, hop_forwards: int) -> Schedule:
@@ -262,3 +271,65 @@ def test_multi_token_prediction_keeps_all_weights_of_its_stage_gathered() -> Non
     setting, _ = estimate_setting(H100, "bf16", 0.0, "compiled", 1.0)
     closed = peak_memory(*plan_arguments(plan, setting)).total.item()
     assert closed == pytest.approx(sum(fullest_memory(plan, setting).values()), rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "model", "layout"),
+    [
+        ("dualpipe", "llama-3.1-70b", "tp=8 pp=8"),
+        ("zb-h1", "deepseek-v3", "dp=32 tp=8 pp=16 etp=8"),  # the last rank has one layer of four
+    ],
+)
+def test_a_search_counts_the_rank_that_defers_most(schedule: str, model: str, layout: str) -> None:
+    """Deferred weight gradients grow towards the last rank, or towards the middle: the second rank
+    may have half of the memory."""
+    keys: dict[str, Any] = {"schedule": schedule, "recompute": "full", "microbatches": 32}
+    plan = resolve(PlanOptions(model, layout=layout, **keys, zero=0, seq=4096))
+    closed = peak_memory(*plan_arguments(plan, OWN)).total.item()
+    followed = fullest_memory(plan, OWN)
+    assert sum(followed.values()) == pytest.approx(closed, rel=0.05)
+
+
+@pytest.mark.parametrize("chunks", [2, 4, 8])
+def test_every_chunk_has_units_that_are_being_reduced(chunks: int) -> None:
+    """They stay until its next backward, so with eight chunks almost all gradients are there."""
+    keys: dict[str, Any] = {"zero": 3, "gather": "step", "recompute": "full", "microbatches": 16}
+    keys |= {"schedule": "interleaved", "chunks": chunks, "seq": 8192}
+    plan = resolve(PlanOptions("llama-3.1-405b", layout="dp=32 tp=8 pp=4", **keys))
+    closed = peak_memory(*plan_arguments(plan, OWN)).total.item()
+    assert sum(fullest_memory(plan, OWN).values()) == pytest.approx(closed, rel=0.15)
+
+
+def test_the_ends_of_a_pipeline_are_always_followed() -> None:
+    """Of many forwards before the first backward all losses wait on the last rank, and closed forms
+    find it as full as any other."""
+    keys: dict[str, Any] = {"schedule": "bfs", "chunks": 7, "recompute": "full", "zero": 1}
+    options = PlanOptions("llama-3.1-405b", layout="dp=8 tp=8 pp=16", seq=4096, batch=1024, **keys)
+    plan = resolve(options)
+    most = max(sum(each.values()) for each in memory_by_pipeline_rank(plan, OWN))
+    assert sum(fullest_memory(plan, OWN).values()) == most
+
+
+def test_what_fits_by_closed_forms_alone_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However far they are off: the answer names the leanest layout and a way out."""
+    options = PlanOptions("llama-3.1-8b", gpus=8, seq=4096, batch=64)
+    fixed = {"tp": 1, "pp": 1, "cp": 1, "zero": 3}
+    request = plan_request(options, H100, fixed, precision="bf16", headroom=0.05)
+    assert best_plans(request, 1).plans
+    inner = planner.plan_memory
+
+    def fuller(*given: Any) -> PlanMemory:
+        found = inner(*given)
+        return PlanMemory({name: 100 * each for name, each in found.device.items()})
+
+    monkeypatch.setattr(planner, "plan_memory", fuller)
+    with pytest.raises(NothingFits, match=r"the leanest layout, dp=8, needs .* a GPU; lower the"):
+        best_plans(request, 1)
+
+
+def test_a_stage_that_stays_gathered_is_refused() -> None:
+    """All weights of a stage with multi-token prediction are gathered at once."""
+    fixed = {"pp": 1, "ep": 1, "etp": 1, "zero": 3, "tp": 32, "cp": 1, "recompute": "full"}
+    job = (PlanOptions("deepseek-v3", gpus=2048, seq=4096), machines.load("h800"), fixed)
+    with pytest.raises(NothingFits, match=r"dp=64 tp=32, needs 1,3\d\d\.\d GiB of 79\.1 a GPU"):
+        best_plans(plan_request(*job, precision="bf16", headroom=0.05), 1)
