@@ -248,7 +248,7 @@ def fp8_layer(job: LayerJob, fp8: Fp8, moe: bool) -> Iterator[CountedCollective]
         size = tokens * ((mla.q_rank or 0) + mla.kv_rank + mla.rope_dim)
         yield CountedCollective("tp", "all_reduce", size, job.tp, 0, where(job.tp > 1, 1, 0))
         return
-    copies = job.tp // job.shape.kv_heads
+    copies = where(job.tp > job.shape.kv_heads, job.tp // job.shape.kv_heads, 1)
     size = tokens * 2 * job.shape.head_dim
     yield CountedCollective("replica", "all_reduce", size, copies, 0, where(copies > 1, 1, 0))
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from fivefold.api.planning import search
 from fivefold.core import machine
 from fivefold.core.fp8 import Fp8
 from fivefold.core.plan import Plan, PlanOptions, resolve
@@ -169,3 +170,13 @@ def test_what_is_rounded_is_said() -> None:
     assert "routed experts have one scale for a row" in said
     assert said.endswith("embedding, head, router, norms and attention are not")
     assert Fp8("nvfp4").describe().endswith("norms, attention and routed experts are not")
+
+
+def test_few_kv_heads_leave_every_layout_in_a_search() -> None:
+    """Ranks that replicate KV heads are none where tp is below them: a group of no rank had no
+    time, and took all such layouts out of the search."""
+    keys: dict[str, Any] = {"machine": "h100", "gpus": 64, "precision": "fp8", "top": 1}
+    few = search("llama-3.1-8b", kv_heads=4, **keys)
+    alone = search("llama-3.1-8b", kv_heads=4, fix="tp=1", **keys)
+    assert few.best.estimate is not None and alone.best.estimate is not None
+    assert few.best.estimate.step <= 1.03 * alone.best.estimate.step
