@@ -12,6 +12,7 @@ from fivefold.api.checks import one_of
 from fivefold.api.jobs import Model, OnProgress, TaskProgress, given_job
 from fivefold.core.errors import FivefoldError
 from fivefold.core.plan import Plan, PlanOptions, resolve
+from fivefold.core.precision import PRECISIONS
 from fivefold.core.weights import weights
 from fivefold.report import rehearsal_text
 
@@ -135,6 +136,14 @@ def _rehearsable(options: PlanOptions, imbalance: float) -> Plan:
             "how many tokens a capacity drops is known only after routing: rehearse with "
             "capacity-pad, or without a capacity"
         )
+    if (moe := plan.shape.moe) is not None:
+        widths = (plan.shape.width, moe.ffn // plan.layout.etp)
+        if PRECISIONS[plan.precision].itemsize != 2 or any(width % 8 for width in widths):
+            raise FivefoldError(
+                "grouped matmuls of experts can be rehearsed in 16 bits and with widths of a "
+                f"multiple of 8, not in {plan.precision} with {widths[0]:,} and {widths[1]:,}: "
+                "rehearse with --precision bf16 and other widths, or see the estimate of plan"
+            )
     if plan.ep_nodes > 1 and imbalance != 1.0:
         raise FivefoldError(
             f"--imbalance over {plan.ep_nodes} nodes: it does not say which node has the fullest "

@@ -123,7 +123,7 @@ def _with_overhead(entries: MemoryEntries, held: Bytes) -> Bytes:
     """With what belongs to no tensor."""
     besides = entries.overhead(np.array([held.get("activations", 0.0)]))
     return {
-        **{name: held.get(name, 0.0) for name in CATEGORIES},
+        **{name: max(0.0, held.get(name, 0.0)) for name in CATEGORIES},  # sums may end below 0
         **{name: float(each[0]) for name, each in besides.items()},
     }
 

@@ -85,6 +85,8 @@ REFUSED = [
     ((*MOE, "--imbalance", "4.5"), "1 to 4 times the mean"),
     ((*MOE, "--balance", "capacity:1.5"), "capacity-pad"),
     ((*MOE, "--ep-nodes", "2", "--imbalance", "2"), "--ep-nodes 1"),
+    ((*MOE, "--precision", "fp32"), "rehearse with --precision bf16"),
+    ((*MOE, "--set", "moe.ffn=100"), "a multiple of 8"),
 ]
 
 
