@@ -227,7 +227,7 @@ def logits_of(decoder: Decoder, tokens: Sequence[int]) -> Tensor:
     x_BSD = decoder.embed(row, batch)
     context = decoder.context(batch, x_BSD.dtype)
     x_BSD = decoder.norm(decoder.run_blocks(decoder.blocks.values(), x_BSD, context))
-    return decoder.head.matmul(x_BSD[0], decoder.head.weight, None)
+    return decoder.head.logits(x_BSD[0])
 
 
 def logprob_of(logits_V: Tensor, token: int) -> float:
