@@ -41,6 +41,6 @@ def token_bytes(shape: Shape, layers: int, tp: int, itemsize: int) -> int:
 
 
 def kept_tokens(length: int, window: int | None, chunk: int) -> int:
-    """Tokens of a sequence that the cache keeps: all, or where all layers have a sliding window
-    those of it and of a chunk, which may begin and end within a block."""
+    """Tokens of a sequence that the cache keeps: all, or where all layers have a window those of it
+    and of a step's chunk, which may begin and end within a block."""
     return length if window is None else min(length, window + chunk + BLOCK)

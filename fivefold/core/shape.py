@@ -269,9 +269,8 @@ class Shape:
 
     @property
     def window_everywhere(self) -> int | None:
-        """The sliding window, if all layers have it: then no token sees further back."""
-        sliding = self.window_kind == "sliding" and self.global_every is None
-        return self.window if sliding else None
+        """The window, if all layers have it: then no token sees further back, also in chunks."""
+        return self.window if self.global_every is None else None
 
     def layer_kind(self, i: int) -> LayerKind:
         """The kind of layer i (from 0)."""

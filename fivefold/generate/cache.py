@@ -11,7 +11,8 @@ share one key, and what they find there is projected back. Each rank of tp has a
 
 A slot is block · BLOCK + offset. The kernel here is exact and plain: it gathers the pages of one
 sequence after another and computes softmax in float32 or wider. Another of the same signature
-(`PagedKernel`) can take its place.
+(`PagedKernel`) can take its place. What a layer has of its own (window, chunks, cap, sinks) comes
+in its `AttentionInfo`, as in training.
 
 Legend: T tokens of a step, H query heads, K key/value heads, G = H / K, N blocks, P tokens of a
 block, L keys, d width of a head, v that of a value head, r width of a latent, p of a rotated key.
@@ -19,20 +20,20 @@ block, L keys, d width of a head, v that of a value head, r width of a latent, p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from fivefold.core import kv_pages
-from fivefold.core.errors import BadFile
 from fivefold.core.kv_pages import BLOCK
-from fivefold.core.shape import Shape
 from fivefold.generate.step_tensors import StepTensors
 from fivefold.model.attention import Attention, LatentAttention
 from fivefold.model.batch import AttentionInfo
 from fivefold.model.decoder import Decoder
+from fivefold.model.head import soft_cap
+from fivefold.model.sinks import with_sinks
 
 
 @dataclass(frozen=True)
@@ -57,12 +58,15 @@ class LayerPages:
         return self.keys[blocks].flatten(0, 1), self.values[blocks].flatten(0, 1)
 
 
-PagedKernel = Callable[[Tensor, LayerPages, StepTensors, int | None], Tensor]
-"""Of queries (T, H, d), pages, step and window, to (T, H, v)."""
+PagedKernel = Callable[[Tensor, LayerPages, StepTensors, AttentionInfo], Tensor]
+"""Of queries (T, H, d), pages, step and layer, to (T, H, v). Positions and documents of the layer
+are of the row, which has tokens of many sequences: those of keys are in the step."""
 
 
-def attend_pages(q_THd: Tensor, pages: LayerPages, step: StepTensors, window: int | None) -> Tensor:
-    """Each token's attention to the tokens of its sequence up to itself, within the window."""
+def attend_pages(
+    q_THd: Tensor, pages: LayerPages, step: StepTensors, info: AttentionInfo
+) -> Tensor:
+    """Each token's attention to the tokens of its sequence up to itself, as the layer sees them."""
     found: list[Tensor] = []
     lengths = [len(each.tokens) for each in step.chunks]
     for q_nHd, chunk, table in zip(
@@ -71,30 +75,55 @@ def attend_pages(q_THd: Tensor, pages: LayerPages, step: StepTensors, window: in
         if chunk.fills:
             found.append(q_nHd.new_zeros((*q_nHd.shape[:2], pages.values.shape[3])))
             continue
-        lowest = 0 if window is None else max(0, chunk.start - window + 1)
-        first = lowest // BLOCK  # earlier blocks are out of sight of all its queries
+        # Earlier blocks are out of sight of all its queries.
+        first = first_seen(chunk.start, info) // BLOCK
         k_LKd, v_LKv = pages.read(table[first : -(-chunk.stop // BLOCK)])
         length = chunk.stop - first * BLOCK
-        found.append(attend_sequence(q_nHd, k_LKd[:length], v_LKv[:length], window))
+        keys_and_values = k_LKd[:length], v_LKv[:length]
+        found.append(attend_sequence(q_nHd, *keys_and_values, info, first * BLOCK))
     return torch.cat(found)
 
 
-def attend_sequence(q_nHd: Tensor, k_LKd: Tensor, v_LKv: Tensor, window: int | None) -> Tensor:
-    """The queries are those of the last keys."""
+def attend_sequence(
+    q_nHd: Tensor, k_LKd: Tensor, v_LKv: Tensor, info: AttentionInfo, first: int
+) -> Tensor:
+    """The queries are those of the last keys; `first` is the position of the first key."""
+    positions_L = torch.arange(first, first + len(k_LKd), device=q_nHd.device)
+    hidden_nL = hidden_pairs(positions_L[-len(q_nHd) :], positions_L, info)
+    scores_KGnL = scores_of(q_nHd, k_LKd, hidden_nL, info)
+    v_K1Lv = v_LKv.to(scores_KGnL.dtype).transpose(0, 1)[:, None]
+    out_Hnv = (scores_KGnL.softmax(-1) @ v_K1Lv).flatten(0, 1)
+    if info.sinks is not None:
+        out_Hnv, _ = with_sinks(out_Hnv, scores_KGnL.logsumexp(-1).flatten(0, 1), info.sinks)
+    return out_Hnv.transpose(0, 1).to(q_nHd.dtype)
+
+
+def first_seen(position: int, info: AttentionInfo) -> int:
+    """The first key that a query at this position sees; no later one sees an earlier key."""
+    if info.chunk is not None:
+        return position // info.chunk * info.chunk
+    return 0 if info.window is None else max(0, position - info.window + 1)
+
+
+def hidden_pairs(queries_n: Tensor, keys_L: Tensor, info: AttentionInfo) -> Tensor:
+    """Which keys a query does not see, by their positions in the sequence."""
+    queries_n1 = queries_n[:, None]
+    hidden_nL = keys_L > queries_n1
+    if info.chunk is not None:
+        hidden_nL |= keys_L // info.chunk < queries_n1 // info.chunk
+    return hidden_nL if info.window is None else hidden_nL | (keys_L <= queries_n1 - info.window)
+
+
+def scores_of(q_nHd: Tensor, k_LKd: Tensor, hidden_nL: Tensor, info: AttentionInfo) -> Tensor:
+    """Scores in float32 or wider, (K, G, n, L): capped as the layer does, −inf where hidden."""
     wide = torch.promote_types(q_nHd.dtype, torch.float32)
-    (queries, heads, width), (keys, kv_heads, _) = q_nHd.shape, k_LKd.shape
+    (queries, heads, width), kv_heads = q_nHd.shape, k_LKd.shape[1]
     q_nKGd = q_nHd.to(wide).view(queries, kv_heads, heads // kv_heads, width)
-    q_KGnd = torch.permute(q_nKGd, (1, 2, 0, 3))
     k_K1dL = k_LKd.to(wide).permute(1, 2, 0)[:, None]
-    v_K1Lv = v_LKv.to(wide).transpose(0, 1)[:, None]
-    scores_KGnL = (q_KGnd @ k_K1dL) * width**-0.5
-    places_L = torch.arange(keys, device=q_nHd.device)
-    ahead_nL = places_L - places_L[keys - queries :, None]
-    hidden_nL = ahead_nL > 0
-    if window is not None:
-        hidden_nL |= ahead_nL <= -window
-    odds_KGnL = scores_KGnL.masked_fill(hidden_nL, float("-inf")).softmax(-1)
-    return (odds_KGnL @ v_K1Lv).permute(2, 0, 1, 3).flatten(1, 2).to(q_nHd.dtype)
+    scores_KGnL = (torch.permute(q_nKGd, (1, 2, 0, 3)) @ k_K1dL) * width**-0.5
+    if info.cap is not None:
+        scores_KGnL = soft_cap(scores_KGnL, info.cap)
+    return scores_KGnL.masked_fill(hidden_nL, float("-inf"))
 
 
 class _LayerKernel:
@@ -108,7 +137,7 @@ class _LayerKernel:
     ) -> Tensor:
         assert q_BHSd.shape[0] == 1, "a step is one row"
         q_THd, k_TKd, v_TKv = (each[0].transpose(0, 1) for each in (q_BHSd, k_BKSd, v_BKSv))
-        out_THv = self.cache.attend(q_THd, k_TKd, v_TKv, self.pages, info.window)
+        out_THv = self.cache.attend(q_THd, k_TKd, v_TKv, self.pages, info)
         return out_THv.transpose(0, 1)[None]
 
 
@@ -134,7 +163,7 @@ class _LatentLayerKernel:
         q_THd = torch.cat([inward_THr, rotated_THp], dim=-1) * scale
         k_T1d = torch.cat([latent_BSr[0], key_BSp[0]], dim=-1)[:, None]
         latent_T1r = latent_BSr[0][:, None]
-        found_THr = self.cache.attend(q_THd, k_T1d, latent_T1r, self.pages, info.window)
+        found_THr = self.cache.attend(q_THd, k_T1d, latent_T1r, self.pages, info)
         return _by_head("thr,hvr->thv", found_THr, values_Hvr)[None]
 
 
@@ -147,24 +176,12 @@ def _by_head(formula: str, x: Tensor, weight: Tensor) -> Tensor:
     return torch.einsum(formula, x.to(wide), weight.to(wide)).to(x.dtype)
 
 
-def cache_problems(shape: Shape) -> Iterator[str]:
-    """What attention of this model does that kernels which read the cache do not."""
-    if shape.window_kind == "chunked" and shape.window is not None:
-        yield "window_kind=chunked: its keys are not read from a cache here; export the model"
-    if shape.sinks:
-        yield "sinks: kernels that read a cache have none here; export the model"
-    if shape.score_cap is not None:
-        yield "score_cap: its scores are not computed from a cache here; export the model"
-
-
 class KvCache:
     """The pages of all layers of a decoder, or of a stage: it puts them into their attention."""
 
     def __init__(self, decoder: Decoder, blocks: int, kernel: PagedKernel = attend_pages) -> None:
         self.kernel: PagedKernel = kernel
         self.step: StepTensors | None = None
-        if problems := list(cache_problems(decoder.shape)):
-            raise BadFile("a generator", problems)
         self.pages: dict[int, LayerPages] = {}  # by layer
         for layer, block in decoder.blocks.items():
             attention = block.attention
@@ -188,12 +205,12 @@ class KvCache:
         self.step = step
 
     def attend(
-        self, q_THd: Tensor, k_TKd: Tensor, v_TKv: Tensor, /, pages: LayerPages, window: int | None
+        self, q_THd: Tensor, k_TKd: Tensor, v_TKv: Tensor, /, pages: LayerPages, info: AttentionInfo
     ) -> Tensor:
         """Write what is new into the pages of a layer, and attend to all that is in them."""
         assert self.step is not None, "no step has begun"
         pages.write(self.step.slots, k_TKd, v_TKv)
-        return self.kernel(q_THd, pages, self.step, window)
+        return self.kernel(q_THd, pages, self.step, info)
 
 
 def page_sizes(attention: Attention | LatentAttention) -> tuple[tuple[int, int], ...]:

@@ -28,9 +28,10 @@ from torch import Tensor
 
 from fivefold.core.groups import RING
 from fivefold.generate.blocks import BLOCK, blocks_of
-from fivefold.generate.cache import KvCache, LayerPages
+from fivefold.generate.cache import KvCache, LayerPages, first_seen, hidden_pairs, scores_of
 from fivefold.generate.requests import SequenceChunk
 from fivefold.generate.step_tensors import StepTensors
+from fivefold.model.batch import AttentionInfo
 from fivefold.model.decoder import Decoder
 from fivefold.parallel import transport
 from fivefold.parallel.boundary import AxisBoundary
@@ -52,7 +53,8 @@ class ContextCache(KvCache):
         self.boundary = AxisBoundary(mesh, RING, False, dim=0)
         super().__init__(decoder, -(-blocks // self.size))
         self.written, self.slots = torch.empty(0), torch.empty(0)  # of the tokens that it owns
-        self._owned: dict[int | None, list[OwnedKeys]] = {}  # by window
+        # By window and chunk.
+        self._owned: dict[tuple[int | None, int | None], list[OwnedKeys]] = {}
 
     def owns(self, block: int) -> bool:
         """Whether a block is on this rank."""
@@ -72,7 +74,7 @@ class ContextCache(KvCache):
         self.slots = torch.tensor(slots, dtype=torch.int64, device=device)
 
     def attend(
-        self, q_MHd: Tensor, k_MKd: Tensor, v_MKv: Tensor, /, pages: LayerPages, window: int | None
+        self, q_MHd: Tensor, k_MKd: Tensor, v_MKv: Tensor, /, pages: LayerPages, info: AttentionInfo
     ) -> Tensor:
         """Write the keys of all ranks that this one owns, attend to all that it owns, and merge
         what all ranks have found for its tokens."""
@@ -80,17 +82,18 @@ class ContextCache(KvCache):
         q_THd, k_TKd, v_TKv = self._all_tokens(q_MHd, k_MKd, v_MKv)
         if len(self.written):
             pages.write(self.slots, k_TKd[self.written], v_TKv[self.written])
-        chunks = self.step.chunks
-        if window not in self._owned:
-            self._owned[window] = [self._owned_keys(each, window) for each in chunks]
+        chunks, key = self.step.chunks, (info.window, info.chunk)
+        if key not in self._owned:
+            self._owned[key] = [self._owned_keys(each, info) for each in chunks]
         found: list[Tensor] = []
         by_sequence = torch.split(q_THd, [len(each.tokens) for each in chunks])
-        for q_nHd, chunk, owned in zip(by_sequence, chunks, self._owned[window], strict=True):
+        for q_nHd, chunk, owned in zip(by_sequence, chunks, self._owned[key], strict=True):
             positions_n = torch.arange(chunk.start, chunk.stop, device=q_nHd.device)
             k_LKd, v_LKv = (each[: len(owned.positions_L)] for each in pages.read(owned.pages))
-            hidden_nL = hidden_pairs(positions_n, owned.positions_L, window)
-            found.append(attend_part(q_nHd, k_LKd, v_LKv, hidden_nL))
-        return merge_parts(self._to_their_ranks(torch.cat(found))).to(q_MHd.dtype)
+            hidden_nL = hidden_pairs(positions_n, owned.positions_L, info)
+            found.append(attend_part(q_nHd, k_LKd, v_LKv, hidden_nL, info))
+        parts_CMHw = self._to_their_ranks(torch.cat(found))
+        return merge_parts(parts_CMHw, info.sinks).to(q_MHd.dtype)
 
     def _all_tokens(self, *each_M: Tensor) -> list[Tensor]:
         """Queries, keys and values of all ranks, by one gather."""
@@ -99,9 +102,9 @@ class ContextCache(KvCache):
         parts = torch.split(rows, widths, dim=1)
         return [part.unflatten(1, each.shape[1:]) for part, each in zip(parts, each_M, strict=True)]
 
-    def _owned_keys(self, chunk: SequenceChunk, window: int | None) -> OwnedKeys:
-        lowest = 0 if window is None else max(0, chunk.start - window + 1)
-        seen = range(lowest // BLOCK, blocks_of(chunk.stop))  # some query sees some of each
+    def _owned_keys(self, chunk: SequenceChunk, info: AttentionInfo) -> OwnedKeys:
+        first = first_seen(chunk.start, info) // BLOCK
+        seen = range(first, blocks_of(chunk.stop))  # some query sees some of each
         mine = [i for i in seen if self.owns(chunk.table[i])]
         device = self.slots.device
         pages = torch.tensor([chunk.table[i] // self.size for i in mine], dtype=torch.int64)
@@ -121,31 +124,24 @@ class ContextCache(KvCache):
         return came.unflatten(0, (self.size, -1))
 
 
-def hidden_pairs(queries_n: Tensor, keys_L: Tensor, window: int | None) -> Tensor:
-    """Which keys a query does not see, by their positions."""
-    ahead_nL = keys_L - queries_n[:, None]
-    hidden_nL = ahead_nL > 0
-    return hidden_nL if window is None else hidden_nL | (ahead_nL <= -window)
-
-
-def attend_part(q_nHd: Tensor, k_LKd: Tensor, v_LKv: Tensor, hidden_nL: Tensor) -> Tensor:
+def attend_part(
+    q_nHd: Tensor, k_LKd: Tensor, v_LKv: Tensor, hidden_nL: Tensor, info: AttentionInfo
+) -> Tensor:
     """Attention over a part of the keys, (n, H, v + 1): its log-sum-exp is the last number, −inf
-    where a query sees none."""
-    wide = torch.promote_types(q_nHd.dtype, torch.float32)
-    queries, heads, width = q_nHd.shape
-    kv_heads = k_LKd.shape[1]
-    q_nKGd = q_nHd.to(wide).view(queries, kv_heads, heads // kv_heads, width)
-    k_K1dL = k_LKd.to(wide).permute(1, 2, 0)[:, None]
-    v_K1Lv = v_LKv.to(wide).transpose(0, 1)[:, None]
-    scores_KGnL = (torch.permute(q_nKGd, (1, 2, 0, 3)) @ k_K1dL) * width**-0.5
-    scores_KGnL = scores_KGnL.masked_fill(hidden_nL, float("-inf"))
+    where a query sees none. Sinks are no part."""
+    scores_KGnL = scores_of(q_nHd, k_LKd, hidden_nL, info)
+    v_K1Lv = v_LKv.to(scores_KGnL.dtype).transpose(0, 1)[:, None]
     lse_KGn1 = scores_KGnL.logsumexp(-1, keepdim=True)
     odds_KGnL = (scores_KGnL - lse_KGn1.masked_fill(lse_KGn1.isneginf(), 0)).exp()
     part_KGnw = torch.cat([odds_KGnL @ v_K1Lv, lse_KGn1], dim=-1)
     return part_KGnw.permute(2, 0, 1, 3).flatten(1, 2)
 
 
-def merge_parts(parts_CMHw: Tensor) -> Tensor:
-    """The attention over all keys, of that over each part of them."""
+def merge_parts(parts_CMHw: Tensor, sinks_H: Tensor | None) -> Tensor:
+    """The attention over all keys, of that over each part of them. Sinks take their share of all
+    keys, once."""
     out_CMHv, lse_CMH1 = parts_CMHw[..., :-1], parts_CMHw[..., -1:]
-    return (out_CMHv * (lse_CMH1 - lse_CMH1.logsumexp(0)).exp()).sum(0)
+    lse_MH1 = lse_CMH1.logsumexp(0)
+    if sinks_H is not None:
+        lse_MH1 = torch.logaddexp(lse_MH1, sinks_H.to(lse_MH1.dtype)[:, None])
+    return (out_CMHv * (lse_CMH1 - lse_MH1).exp()).sum(0)

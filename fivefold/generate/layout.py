@@ -34,7 +34,7 @@ from fivefold.core.shape import Shape
 from fivefold.core.weights import Weight
 from fivefold.generate.ahead import DrawnTokens
 from fivefold.generate.blocks import BLOCK
-from fivefold.generate.cache import KvCache, cache_problems, token_bytes
+from fivefold.generate.cache import KvCache, token_bytes
 from fivefold.generate.context_cache import ContextCache
 from fivefold.generate.engine import (
     DecoderForward,
@@ -101,7 +101,6 @@ def _problems(plan: Plan) -> Iterator[str]:
         )
     if plan.schedule.asynchronous:
         yield f"{plan.schedule.name} is for training: leave the schedule out"
-    yield from cache_problems(plan.shape)
     if plan.fp8 is not None:
         yield "fp8 is for training: leave the precision out"
 

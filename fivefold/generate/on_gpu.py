@@ -5,6 +5,9 @@ A decode step is a few hundred kernels of a few microseconds: issued one by one,
 slower than the GPU. So a step is captured once for every size, and replayed. Sizes are powers of
 two: a step has sequences to spare, which write to a block that nobody reads.
 
+No kernel here has chunked windows, capped scores or sinks: layers with these are computed by the
+plain kernel, on the device, and their models are not captured.
+
 Legend: T tokens of a step, H query heads, d width of a head, v that of a value head.
 """
 
@@ -19,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import sdpa_kernel
 
+from fivefold.core.shape import Shape
 from fivefold.generate.ahead import DrawnTokens
 from fivefold.generate.blocks import BLOCK
 from fivefold.generate.cache import (
@@ -26,6 +30,7 @@ from fivefold.generate.cache import (
     LayerPages,
     attend_pages,
     attend_sequence,
+    first_seen,
     page_sizes,
 )
 from fivefold.generate.engine import DecoderForward
@@ -36,6 +41,7 @@ from fivefold.generate.skinny_kernel import skinny_linear, takes
 from fivefold.generate.stage_ends import StageEnds
 from fivefold.generate.step_tensors import StepSize, StepTensors, packed, size_of, unpacked
 from fivefold.model.attention import CUDA_KERNELS, Attention
+from fivefold.model.batch import AttentionInfo
 from fivefold.model.decoder import Decoder
 from fivefold.model.layers import Linear, Matmul, Mlp, Project
 
@@ -49,19 +55,26 @@ def has_kernel(width: int, dtype: torch.dtype) -> bool:
     return width <= _WIDEST_HEAD and dtype != torch.float64
 
 
+def kernels_know(shape: Shape) -> bool:
+    """Whether kernels have all that attention of a model does."""
+    chunked = shape.window_kind == "chunked" and shape.window is not None
+    return not (chunked or shape.sinks or shape.score_cap is not None)
+
+
 def attend_on_gpu(
-    q_THd: Tensor, pages: LayerPages, step: StepTensors, window: int | None
+    q_THd: Tensor, pages: LayerPages, step: StepTensors, info: AttentionInfo
 ) -> Tensor:
     """As `attend_pages`: single tokens by a kernel over pages, chunks by torch's over their keys in
     one piece."""
-    if not has_kernel(q_THd.shape[2], q_THd.dtype):
-        return attend_pages(q_THd, pages, step, window)
+    kernels = info.chunk is None and info.cap is None and info.sinks is None
+    if not kernels or not has_kernel(q_THd.shape[2], q_THd.dtype):
+        return attend_pages(q_THd, pages, step, info)
     singles = step.first_singles
-    found = [_attend_singles(q_THd, pages, step, singles, window)] if singles else []
+    found = [_attend_singles(q_THd, pages, step, singles, info.window)] if singles else []
     start = singles
     for chunk, table in zip(step.chunks[singles:], step.tables[singles:], strict=True):
         stop = start + len(chunk.tokens)
-        found.append(_attend_chunk(q_THd[start:stop], pages, chunk, table, window))
+        found.append(_attend_chunk(q_THd[start:stop], pages, chunk, table, info))
         start = stop
     return found[0] if len(found) == 1 else torch.cat(found)
 
@@ -78,15 +91,15 @@ def _attend_singles(
 
 
 def _attend_chunk(
-    q_nHd: Tensor, pages: LayerPages, chunk: SequenceChunk, table: Tensor, window: int | None
+    q_nHd: Tensor, pages: LayerPages, chunk: SequenceChunk, table: Tensor, info: AttentionInfo
 ) -> Tensor:
     """The tokens of one sequence, which are its last."""
-    lowest = 0 if window is None else max(0, chunk.start - window + 1)
-    first = lowest // BLOCK  # earlier blocks are out of sight of all its queries
+    # Earlier blocks are out of sight of all its queries.
+    first, window = first_seen(chunk.start, info) // BLOCK, info.window
     k_LKd, v_LKv = pages.read(table[first : -(-chunk.stop // BLOCK)])
     length = chunk.stop - first * BLOCK
     if q_nHd.dtype == torch.float32:
-        return attend_sequence(q_nHd, k_LKd[:length], v_LKv[:length], window)
+        return attend_sequence(q_nHd, k_LKd[:length], v_LKv[:length], info, first * BLOCK)
     q, k, v = (each[None] for each in (q_nHd, k_LKd[:length], v_LKv[:length]))
     if chunk.start == first == 0 and (window is None or window >= length):
         q, k, v = (each.transpose(1, 2) for each in (q, k, v))
@@ -182,7 +195,8 @@ class GraphedForward(DecoderForward):
         dtype = next(decoder.parameters()).dtype
         # Grouped matmuls of other types wait for the numbers of rows.
         grouped = decoder.shape.moe is None or dtype == torch.bfloat16
-        self.captures = grouped and has_kernel(widest, dtype)
+        fits = has_kernel(widest, dtype) and kernels_know(decoder.shape)
+        self.captures = grouped and fits
 
     @torch.inference_mode()
     def __call__(self, step: StepBatch) -> Tensor:

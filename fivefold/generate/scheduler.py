@@ -12,8 +12,8 @@ or reads is safe from a later one, whoever has the blocks by then.
 A sequence that another engine has begun waits with its cache beside it: when it is admitted, that
 goes into its blocks. If it loses these, it is computed again here.
 
-With a sliding window a sequence gives back the blocks that no later token sees: it never has more
-than the window and a chunk need, however long it gets.
+With a window in all layers a sequence gives back the blocks that no later token sees: it never has
+more than the window and a chunk need, however long it gets.
 """
 
 from __future__ import annotations

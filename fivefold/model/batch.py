@@ -69,6 +69,7 @@ class AttentionInfo:
     dropout: PairDropout | None = None
     row: TokenBatch | None = None  # the full rows, where the tokens are a shard of them
     cap: float | None = None  # of scores
+    chunk: int | None = None  # tokens of a chunked window, by which `documents` are cut already
     sinks: Tensor | None = None  # (H,), of the heads of one layer
     kept: KeptCalls | None = None  # where a segment runs again, but not its attention
 

@@ -215,10 +215,10 @@ class Decoder(nn.Module):
         shape, rotary = self.shape, None
         wide = torch.promote_types(dtype, torch.float32)
         chunked = shape.window_kind == "chunked"
-        window = None if chunked else shape.window
+        window, chunk = (None, shape.window) if chunked else (shape.window, None)
         documents = seen_documents(batch, shape.window, chunked)
         pairs, sites = self._dropout(batch)
-        more = (window, pairs, batch.row, shape.score_cap)
+        more = (window, pairs, batch.row, shape.score_cap, chunk)
         if shape.positions == "rotary":
             rotary = rotary_tables(local_shape(shape), batch.positions, wide)
         replayed = None if batch.replayed is None else self.residual_tokens(batch.replayed)
@@ -232,7 +232,7 @@ class Decoder(nn.Module):
         heat = None
         if shape.nope_floor is not None:
             heat = temperature(batch.positions, shape.nope_floor, shape.nope_scale, wide)
-        info = replace(info, documents=seen_documents(batch, None), window=None)
+        info = replace(info, documents=seen_documents(batch, None), window=None, chunk=None)
         beyond = replace(context, attention=info, rotary=tables, temperature=heat)
         return replace(context, beyond=beyond)
 

@@ -26,11 +26,14 @@ pytestmark = pytest.mark.skipif(
     not num_gpus(), reason="no CUDA device: run this where there is one"
 )
 BLOCKS, NEW = 64, 40
-# Heads of 64 in groups of 4, experts, a window.
+# Heads of 64 in groups of 4, experts, a window; and what no kernel has.
 MODELS = {
     "tiny": {"heads": "8", "kv_heads": "2", "head_dim": "64"},
     "tiny-moe": {},
     "windowed": {"window": "24"},
+    "capped": {"score_cap": "0.5"},
+    "chunked": {"window": "24", "window_kind": "chunked", "global_every": "2"},
+    "sinks": {"sinks": "true", "window": "24", "global_every": "2", "global_rotary": "true"},
 }
 
 

@@ -20,6 +20,7 @@ from fivefold.generate.layout import LayoutEngine, mesh_of, plan_of, stage_of
 from fivefold.generate.requests import SequenceChunk, StepBatch
 from fivefold.generate.scheduler import ScheduleLimits
 from fivefold.generate.step_tensors import StepTensors
+from fivefold.model.batch import AttentionInfo
 from fivefold.model.layers import Activate
 from fivefold.verify.generated import GeneratedTrial, GeneratedVerdict
 
@@ -30,6 +31,8 @@ SHAPES = {
     "gpt": replace(GPT, max_seq=LONG),
     "moe": replace(MOE, max_seq=LONG),
     "latent": replace(DEEPSEEK, max_seq=LONG, mtp=0),
+    "capped": replace(LLAMA, max_seq=LONG, score_cap=0.3, sinks=True),
+    "chunks": replace(LLAMA, max_seq=LONG, window=7, window_kind="chunked", global_every=2),
 }
 SHORT = replace(LLAMA, max_seq=40)  # nothing to lose or to share, and enough to differ
 CASES = [(shape, dtype) for shape in SHAPES for dtype in ("float32", "bfloat16")]
@@ -88,12 +91,12 @@ def unpadded_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
 def splits_by_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Attention whose sums are cut by the number of sequences in a step."""
 
-    def attend(q: Tensor, pages: LayerPages, step: StepTensors, window: int | None) -> Tensor:
+    def attend(q: Tensor, pages: LayerPages, step: StepTensors, info: AttentionInfo) -> Tensor:
         sequences = len({each.id for each in step.chunks if not each.fills})
         if sequences < 2:
-            return attend_pages(q, pages, step, window)
+            return attend_pages(q, pages, step, info)
         wide = LayerPages(pages.keys.double(), pages.values.double())
-        return attend_pages(q.double(), wide, step, window).to(q.dtype)
+        return attend_pages(q.double(), wide, step, info).to(q.dtype)
 
     def sick(*given: Any) -> DecoderForward:
         forward = plain(*given)

@@ -13,38 +13,57 @@ from torch import Tensor
 
 from fivefold.core.shape import Shape
 from fivefold.generate.blocks import BLOCK
-from fivefold.generate.cache import attend_sequence
-from fivefold.generate.context_cache import ContextCache, attend_part, hidden_pairs, merge_parts
+from fivefold.generate.cache import attend_sequence, hidden_pairs
+from fivefold.generate.context_cache import ContextCache, attend_part, merge_parts
 from fivefold.generate.requests import SequenceChunk, StepBatch
 from fivefold.generate.step_tensors import step_tensors
+from fivefold.model.batch import AttentionInfo
 from fivefold.model.decoder import Decoder, from_config
 
 
+def layer(window: int | None = None, **traits: Any) -> AttentionInfo:
+    return AttentionInfo(torch.empty(0), None, window, **traits)
+
+
+LAYERS = {
+    "all": layer(),
+    "window of 1": layer(1),
+    "window of 9": layer(9),
+    "wide window": layer(BLOCK + 3),
+    "chunks of 7": layer(chunk=7),
+    "wide chunks": layer(chunk=BLOCK + 3),
+    "cap": layer(cap=0.5),
+    "sinks": layer(sinks=torch.linspace(-2, 2, 6)),
+    "everything": layer(chunk=7, cap=0.5, sinks=torch.linspace(-2, 2, 6)),
+}
+
+
 def parts_of(
-    q: Tensor, k: Tensor, v: Tensor, ranks: int, window: int | None
+    q: Tensor, k: Tensor, v: Tensor, ranks: int, info: AttentionInfo
 ) -> tuple[Tensor, list[bool]]:
     """What each of some ranks finds, which own blocks in turn; and whether a query sees no key."""
     positions, queries = torch.arange(len(k)), torch.arange(len(k) - len(q), len(k))
     found: list[Tensor] = []
     for rank in range(ranks):
         mine = positions[positions // BLOCK % ranks == rank]
-        found.append(attend_part(q, k[mine], v[mine], hidden_pairs(queries, mine, window)))
+        hidden = hidden_pairs(queries, mine, info)
+        found.append(attend_part(q, k[mine], v[mine], hidden, info))
     parts = torch.stack(found)
     return parts, [bool(each.isneginf().any()) for each in parts]
 
 
-@pytest.mark.parametrize("window", [None, 1, 9, BLOCK + 3])
+@pytest.mark.parametrize("info", LAYERS.values(), ids=LAYERS)
 @pytest.mark.parametrize(("queries", "keys"), [(1, 1), (1, 40), (7, 7), (20, 50), (64, 64)])
 def test_merged_parts_are_attention_over_all_keys(
-    queries: int, keys: int, window: int | None
+    queries: int, keys: int, info: AttentionInfo
 ) -> None:
     torch.manual_seed(0)
     sizes = ((queries, 6, 8), (keys, 2, 8), (keys, 2, 5))
     q, k, v = (torch.randn(*size, dtype=torch.float64) for size in sizes)
-    parts, sees_nothing = parts_of(q, k, v, 3, window)
-    expected = attend_sequence(q, k, v, window)
-    assert (merge_parts(parts) - expected).abs().max() < 1e-14
-    if keys <= BLOCK or (window is not None and window < BLOCK):
+    parts, sees_nothing = parts_of(q, k, v, 3, info)
+    expected = attend_sequence(q, k, v, info, 0)
+    assert (merge_parts(parts, info.sinks) - expected).abs().max() < 1e-14
+    if keys <= BLOCK or (info.window or info.chunk or keys) < BLOCK:
         assert any(sees_nothing), "a rank without a key is part of this test"
 
 

@@ -11,15 +11,12 @@ import torch
 import transformers
 from test_hf_parity import CONFIGS, Float64Everywhere, pair
 
-from fivefold.core.errors import BadFile
 from fivefold.generate.blocks import BLOCK
 from fivefold.generate.engine import DecoderForward, Engine
 from fivefold.generate.requests import Request
 from fivefold.generate.scheduler import ScheduleLimits
 
 NEW = 24
-REFUSED = {"gemma2": "score_cap", "llama4": "window_kind=chunked", "gpt-oss": "sinks"}
-CACHED = [name for name in CONFIGS if name not in REFUSED]
 LENGTHS = (1, 5, BLOCK, 2 * BLOCK + 3)
 
 
@@ -51,14 +48,8 @@ def their_tokens(theirs: Any, prompts: list[tuple[int, ...]], padded: bool) -> l
     return found
 
 
-@pytest.mark.parametrize(("name", "key"), REFUSED.items())
-def test_what_no_cache_has_is_refused(name: str, key: str) -> None:
-    with pytest.raises(BadFile, match=f"{key}.*export the model"):
-        DecoderForward(pair(name).ours, 16)
-
-
 @pytest.mark.sample(3)
-@pytest.mark.parametrize("name", CACHED)
+@pytest.mark.parametrize("name", CONFIGS)
 def test_greedy_tokens_are_those_of_transformers(name: str) -> None:
     models = pair(name)
     given = prompts(models.shape.vocab)

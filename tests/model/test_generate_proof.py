@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import replace
+from importlib import import_module
+from types import ModuleType
 
 import pytest
 import torch
@@ -11,15 +14,18 @@ from small import DEEPSEEK, GPT, LLAMA, MOE
 from torch import Tensor
 
 from fivefold.core.shape import Shape
-from fivefold.generate import scheduler
+from fivefold.generate import cache, scheduler
 from fivefold.generate.blocks import BLOCK
 from fivefold.generate.engine import DecoderForward, Engine, Forward
 from fivefold.generate.requests import Request, SequenceChunk, StepBatch
+from fivefold.generate.scheduler import ScheduleLimits
+from fivefold.model.batch import AttentionInfo
 from fivefold.model.decoder import Decoder
 from fivefold.verify.generated import GeneratedTrial, MakeForward
 
 ChangeChunk = Callable[[SequenceChunk, StepBatch], SequenceChunk]
 LONG = 160
+LOCAL = replace(LLAMA, max_seq=LONG, global_every=2)
 SHAPES = {
     "llama": replace(LLAMA, max_seq=LONG),
     "window": replace(LLAMA, max_seq=LONG, window=7),
@@ -27,6 +33,15 @@ SHAPES = {
     "gpt": replace(GPT, max_seq=LONG),
     "moe": replace(MOE, max_seq=LONG),
     "latent": replace(DEEPSEEK, max_seq=LONG),
+    "latent chunks": replace(DEEPSEEK, max_seq=LONG, window=7, window_kind="chunked"),
+    # As Gemma 2, gpt-oss and Llama 4 have them; in all layers, with blocks that are given back; and
+    # all of them together.
+    "capped": replace(LOCAL, window=9, score_cap=0.3, logit_cap=0.2, global_rotary=True),
+    "sinks": replace(LOCAL, window=9, sinks=True, global_rotary=True),
+    "chunks": replace(LOCAL, window=7, window_kind="chunked", nope_floor=5),
+    "chunks everywhere": replace(LLAMA, max_seq=LONG, window=7, window_kind="chunked"),
+    "wide chunks": replace(LLAMA, max_seq=LONG, window=BLOCK + 3, window_kind="chunked"),
+    "everything": replace(LOCAL, window=7, window_kind="chunked", score_cap=0.3, sinks=True),
 }
 
 
@@ -74,6 +89,85 @@ def test_planted_faults_are_caught(change: ChangeChunk) -> None:
     verdict = trial.run(changed(change))
     assert not verdict.passed
     assert verdict.logit_err > 1e-6
+
+
+def cap_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cache, "soft_cap", lambda scores, cap: scores)
+
+
+def sinks_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cache, "with_sinks", lambda out, lse, sinks: (out, lse))
+
+
+def chunks_off_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = cache.hidden_pairs
+
+    def shifted(queries_n: Tensor, keys_L: Tensor, info: AttentionInfo) -> Tensor:
+        return plain(queries_n + 1, keys_L + 1, info)
+
+    monkeypatch.setattr(cache, "hidden_pairs", shifted)
+
+
+def chunks_of_the_first_key_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counted from the first block that is read, and not from the start of the sequence."""
+    plain = cache.attend_sequence
+
+    def uncounted(q: Tensor, k: Tensor, v: Tensor, info: AttentionInfo, first: int) -> Tensor:
+        return plain(q, k, v, info, 0)
+
+    monkeypatch.setattr(cache, "attend_sequence", uncounted)
+
+
+@pytest.mark.parametrize(
+    ("name", "fault"),
+    [
+        ("capped", cap_forgotten),
+        ("sinks", sinks_forgotten),
+        ("chunks", chunks_off_by_one),
+        ("chunks everywhere", chunks_of_the_first_key_read),
+    ],
+)
+def test_what_a_layer_has_cannot_be_forgotten(
+    name: str, fault: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fault(monkeypatch)
+    verdict = GeneratedTrial(SHAPES[name], "float64", 0).run()
+    assert not verdict.passed and verdict.logit_err > 1e-6
+
+
+def test_chunks_in_all_layers_give_back_their_blocks() -> None:
+    trial = GeneratedTrial(SHAPES["chunks everywhere"], "float64", 0)
+    request, limits, found = Request("long", tuple(range(40)), 100), ScheduleLimits(tokens=8), []
+    for blocks in (3, 16):
+        engine = Engine(trial.shape, DecoderForward(trial.decoder(), blocks), blocks, limits)
+        found.append(engine.run([request])["long"].logprobs)
+        assert engine.num_preempted == 0 and engine.schedulers[0].pool.num_free == blocks
+    assert len(found[0]) == 100
+    assert found[0] == pytest.approx(found[1], rel=0, abs=1e-12)
+
+
+def forward_on_gpu(monkeypatch: pytest.MonkeyPatch) -> MakeForward:
+    """That of a GPU, without its kernels: they may not be called."""
+
+    def refuse(*_: object) -> Tensor:
+        raise AssertionError("a kernel has not what this layer has")
+
+    paged, skinny, name = ModuleType("paged"), ModuleType("skinny"), "fivefold.generate.on_gpu"
+    vars(paged).update(attend_single_tokens=refuse)
+    vars(skinny).update(skinny_linear=refuse, takes=lambda x: False)
+    monkeypatch.setitem(sys.modules, "fivefold.generate.paged_kernel", paged)
+    monkeypatch.setitem(sys.modules, "fivefold.generate.skinny_kernel", skinny)
+    monkeypatch.setitem(sys.modules, name, paged)  # what is imported here does not stay
+    del sys.modules[name]
+    return import_module(name).GraphedForward
+
+
+@pytest.mark.parametrize("name", ["capped", "sinks", "wide chunks"])
+def test_gpus_compute_without_kernels_what_these_have_not(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    verdict = GeneratedTrial(SHAPES[name], "float32", 0).run(forward_on_gpu(monkeypatch))
+    assert verdict.passed, verdict
 
 
 def test_a_stale_prefix_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
