@@ -43,15 +43,30 @@ class GenerationCase:
     model: str
     layout: str
     sp: bool = True
+    like: str = ""  # whose attention it has
 
     def __str__(self) -> str:
-        return f"{self.model} {self.layout}" + ("" if self.sp else " no-sp")
+        return f"{self.named} {self.layout}" + ("" if self.sp else " no-sp")
+
+    @property
+    def named(self) -> str:
+        return f"{self.model} like {self.like}" if self.like else self.model
 
     @property
     def options(self) -> PlanOptions:
         layers = {"layers": "4" if "pp=4" in self.layout else "2"}  # large models are scaled down
         changes = layers if self.model.startswith("tiny") else {}
+        changes = changes | ATTENTION.get(self.like, {})
         return PlanOptions(self.model, layout=self.layout, sp=self.sp, set=changes)
+
+
+# What layers of these families do with scores.
+_LOCAL = {"window": "9", "global_every": "2", "max_seq": "160"}
+ATTENTION = {
+    "gemma-2": _LOCAL | {"global_rotary": "true", "score_cap": "0.3", "logit_cap": "0.2"},
+    "gpt-oss": _LOCAL | {"global_rotary": "true", "sinks": "true"},
+    "llama-4": _LOCAL | {"window_kind": "chunked", "nope_floor": "5", "qk_norm": "l2"},
+}
 
 
 DENSE = (
@@ -81,6 +96,12 @@ CONTEXTS = (
     *(("qwen3-30b-a3b", "dp=2 cp=4 ep=8"),),
 )
 
+LIKE = (
+    *(("tiny", "tp=2", "gemma-2"), ("tiny", "cp=2 pp=2", "gemma-2")),
+    *(("tiny-moe", "tp=2 ep=2", "gpt-oss"), ("tiny-moe", "tp=2 cp=2 ep=2", "gpt-oss")),
+    *(("tiny-moe", "dp=2 tp=2 ep=4", "llama-4"), ("tiny", "cp=3", "llama-4")),
+)
+
 
 def cases() -> Iterator[GenerationCase]:
     """All of them."""
@@ -88,11 +109,17 @@ def cases() -> Iterator[GenerationCase]:
     yield from (GenerationCase("tiny-moe", layout) for layout in EXPERTS)
     yield from (GenerationCase(*each) for each in OTHERS)
     yield from context_cases()
+    yield from like_cases()
 
 
 def context_cases() -> Iterator[GenerationCase]:
     """Those with cp."""
     yield from (GenerationCase(*each) for each in CONTEXTS)
+
+
+def like_cases() -> Iterator[GenerationCase]:
+    """Those with attention of other families."""
+    yield from (GenerationCase(model, layout, like=like) for model, layout, like in LIKE)
 
 
 def prove(pool: Pool, case: GenerationCase) -> GeneratedVerdict:
@@ -112,7 +139,7 @@ def line(case: GenerationCase, verdict: GeneratedVerdict, seconds: float, good: 
     trained = [verdict.trained_layout, f"{verdict.trained_err:.0e}"]
     tokens = f"{verdict.tokens} {'equal' if verdict.tokens_equal else 'DIFFERENT'}"
     result = "pass" if good else "FAIL"
-    cells = [case.model, layout, *errors, *trained, tokens, f"{seconds:.1f}", result]
+    cells = [case.named, layout, *errors, *trained, tokens, f"{seconds:.1f}", result]
     return f"| {' | '.join(map(str, cells))} |"
 
 

@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from unittest.mock import patch
 
 import pytest
-from generations import GenerationCase, cases, context_cases, is_good, prove
+from generations import (
+    ATTENTION,
+    GenerationCase,
+    cases,
+    context_cases,
+    is_good,
+    like_cases,
+    prove,
+)
 from torch import Tensor
 
 from fivefold.core.plan import Plan, PlanOptions, resolve
-from fivefold.generate import context_cache, scheduler
+from fivefold.generate import cache, context_cache, scheduler
 from fivefold.generate.blocks import BLOCK
 from fivefold.generate.cache import KvCache, StepTensors
 from fivefold.generate.context_cache import ContextCache
@@ -30,7 +39,9 @@ Patch = Callable[[], AbstractContextManager[object]]
 
 
 @pytest.mark.sample(0.5, table=True)
-@pytest.mark.parametrize("case", [each for each in cases() if "cp=" not in each.layout], ids=str)
+@pytest.mark.parametrize(
+    "case", [each for each in cases() if "cp=" not in each.layout and not each.like], ids=str
+)
 def test_a_layout_that_generates(pool: Pool, case: GenerationCase) -> None:
     verdict = prove(pool, case)
     assert is_good(verdict), verdict
@@ -42,6 +53,12 @@ def test_a_layout_that_generates(pool: Pool, case: GenerationCase) -> None:
     "case", [each for each in context_cases() if "tiny" in each.model], ids=str
 )
 def test_a_layout_with_context_ranks(pool: Pool, case: GenerationCase) -> None:
+    test_a_layout_that_generates(pool, case)
+
+
+@pytest.mark.sample(0.5, table=True)
+@pytest.mark.parametrize("case", list(like_cases()), ids=str)
+def test_a_layout_with_attention_of_another_family(pool: Pool, case: GenerationCase) -> None:
     test_a_layout_that_generates(pool, case)
 
 
@@ -131,9 +148,9 @@ def log_sum_exp_of_a_rank_forgotten() -> AbstractContextManager[object]:
     """What rank 1 has found counts as if its keys summed to 1."""
     plain = context_cache.merge_parts
 
-    def merge(parts_CMHw: Tensor) -> Tensor:
+    def merge(parts_CMHw: Tensor, sinks_H: Tensor | None) -> Tensor:
         parts_CMHw[1, ..., -1] = 0
-        return plain(parts_CMHw)
+        return plain(parts_CMHw, sinks_H)
 
     return patch.object(context_cache, "merge_parts", merge)
 
@@ -147,6 +164,27 @@ def block_of_the_wrong_owner() -> AbstractContextManager[object]:
     return patch.object(ContextCache, "owns", owns)
 
 
+def sinks_of_other_heads() -> AbstractContextManager[object]:
+    plain = cache.with_sinks
+    return patch.object(cache, "with_sinks", lambda o, lse, sinks: plain(o, lse, sinks.flip(0)))
+
+
+def sinks_of_every_rank() -> AbstractContextManager[object]:
+    """Each of two context ranks lets the sinks take a share."""
+    plain, twice = context_cache.merge_parts, math.log(2)
+    return patch.object(context_cache, "merge_parts", lambda parts, s: plain(parts, s + twice))
+
+
+def chunks_off_by_one() -> AbstractContextManager[object]:
+    plain = context_cache.hidden_pairs
+    return patch.object(context_cache, "hidden_pairs", lambda q, k, i: plain(q + 1, k + 1, i))
+
+
+FAMILY_FAULTS = (
+    (sinks_of_other_heads, "tp=2", "gpt-oss"),
+    (sinks_of_every_rank, "cp=2", "gpt-oss"),
+    (chunks_off_by_one, "cp=2", "llama-4"),
+)
 CONTEXT_FAULTS = (log_sum_exp_of_a_rank_forgotten, block_of_the_wrong_owner)
 FAULTS = (
     *(block_of_another_request, position_off_by_one, stale_prefix, cache_of_the_wrong_stage),
@@ -159,8 +197,9 @@ def sick_rank(worker: Worker, plan: Plan, fault: Patch) -> Observed:
         return generate_rank(worker, plan, GeneratedSettings())
 
 
-def healthy_plan(layout: str) -> Plan:
-    options = PlanOptions("tiny", layout=layout, set={"layers": "2", "max_seq": "160"})
+def healthy_plan(layout: str, like: str = "") -> Plan:
+    changes = {"layers": "2", "max_seq": "160"} | ATTENTION.get(like, {})
+    options = PlanOptions("tiny", layout=layout, set=changes)
     return forward_plan(resolve(options, small=True))
 
 
@@ -174,6 +213,14 @@ def test_a_planted_fault_is_caught_in_a_layout(pool: Pool, fault: Patch) -> None
 @pytest.mark.parametrize("fault", CONTEXT_FAULTS, ids=lambda fault: fault.__name__)
 def test_a_planted_fault_is_caught_over_context_ranks(pool: Pool, fault: Patch) -> None:
     expect_caught(pool, healthy_plan("cp=2"), fault)
+
+
+@pytest.mark.sample(0.5)
+@pytest.mark.parametrize(("fault", "layout", "like"), FAMILY_FAULTS)
+def test_a_planted_fault_in_attention_of_another_family(
+    pool: Pool, fault: Patch, layout: str, like: str
+) -> None:
+    expect_caught(pool, healthy_plan(layout, like), fault)
 
 
 def expect_caught(pool: Pool, plan: Plan, fault: Patch) -> None:
