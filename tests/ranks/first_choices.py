@@ -28,13 +28,6 @@ and the last rank, or all of up to 4. Collectives must be those that were predic
 into the GPU and be at most 5% (or 16 MiB) above the estimate. Jobs of `tiny` models also `train`
 for 2 steps on CPU processes: their traffic and states must be as planned, to the byte. Made by
 `make verify-all` on {date}.
-
-An estimate may be above: with several chunks on a rank and few microbatches, it adds the gradients
-of all chunks to the most activations, which the rank never has at once.
-
-Two estimates are too low, for reasons in brackets; these plans still fit. A third is not in the
-table: GPT-3 with 16 layers on 64 V100, whose split backward (zb-v) is estimated at 21.9 GiB and
-rehearsed at 26.8. docs/log.md has all three.
 """
 COLUMNS = (
     "job", "first choice", "ZeRO", "schedule", "recompute", "microbatches",
