@@ -34,6 +34,10 @@ def foreign_plan(target: str, gpus: int | None, model: str | None) -> ForeignPla
 
         return read_foreign(Path(target), gpus, model)
     if model is not None:
+        if target.endswith(_SUFFIXES) and Path(target).is_file():
+            from fivefold.bridges import parse_file
+
+            parse_file(Path(target))  # if that fails, it is what is wrong, and not the model
         raise FivefoldError(
             f"--model {model} is for a file of another framework that names none: give MODEL alone"
         )
@@ -50,7 +54,7 @@ def foreign_answer(found: ForeignPlan, printed: Printed) -> Printed:
     """What `fivefold plan FILE` prints: the plan, and what of the file is not in it."""
     table, lines = printed
     read = {"from": found.target.name, "unknown": [*found.unknown], "notes": [*found.notes]}
-    head = f"read as {found.target.title}: {found.options.model[:60]} on {found.options.layout}"
+    head = f"read as {found.target.title}: {table['model']} on {found.options.layout}"
     return {**table, "read": read}, [head, *(f"  {each}" for each in found.lines), "", *lines]
 
 

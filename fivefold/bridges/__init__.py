@@ -25,6 +25,7 @@ from fivefold.bridges.formats import (
     json_table,
     python_table,
     read_text,
+    refuse_repeated_json,
     toml_table,
     yaml_table,
 )
@@ -148,7 +149,7 @@ def looks_foreign(path: str) -> bool:
     if not Path(path).is_file():
         return False
     try:
-        flat = _parse(Path(path))[1]
+        flat = parse_file(Path(path))[1]
     except FivefoldError:
         return False
     return _recognised(suffix, flat, "") is not None
@@ -156,12 +157,14 @@ def looks_foreign(path: str) -> bool:
 
 def read_foreign(path: Path, gpus: int | None = None, model: str | None = None) -> ForeignPlan:
     """Another framework's file as a plan. `gpus` and `model` are for files that do not say them."""
-    text, flat = _parse(path)
+    text, flat = parse_file(path)
     target = _recognised(path.suffix, flat, text)
     if target is None:
         known = ", ".join(sorted(TARGETS))
         rule = f"no key of it is known: give a file of {known}, or a plan.toml"
         raise BadFile(str(path), [rule])
+    if path.suffix == ".json":
+        refuse_repeated_json(text, str(path))
     try:
         return _read(target, text, flat, gpus, model)
     except BadFile as error:
@@ -170,7 +173,7 @@ def read_foreign(path: Path, gpus: int | None = None, model: str | None = None) 
         raise BadFile(str(path), [str(error)]) from error
 
 
-def _parse(path: Path) -> tuple[str, Flat]:
+def parse_file(path: Path) -> tuple[str, Flat]:
     """The text of a file, and its keys."""
     text, where = read_text(path), str(path)
     if path.suffix in (".yaml", ".yml"):

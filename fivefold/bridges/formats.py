@@ -81,8 +81,19 @@ def json_table(text: str, where: str) -> Nested:
     return _parsed(json.loads, text, where, "JSON")
 
 
+def refuse_repeated_json(text: str, where: str) -> None:
+    """Of equal keys the last would count in silence; DeepSpeed refuses them too."""
+
+    def once(pairs: list[tuple[str, Any]]) -> None:
+        names = [name for name, _ in pairs]
+        if twice := [name for name in names if names.count(name) > 1]:
+            raise BadFile(where, [f"{twice[0]} is given twice: keep one of them"])
+
+    json.loads(text, object_pairs_hook=once)
+
+
 def yaml_table(text: str, where: str) -> Nested:
-    """YAML without tags, anchors and aliases."""
+    """YAML without tags, anchors, aliases, and keys that are given twice."""
     try:
         import yaml
     except ImportError as error:
@@ -100,10 +111,29 @@ def yaml_table(text: str, where: str) -> Nested:
             depth -= isinstance(event, yaml.CollectionEndEvent)
             if depth > _DEEPEST:
                 raise BadFile(where, [f"nested deeper than {_DEEPEST}: take some levels out"])
+        _refuse_repeated_yaml(cast(Any, yaml).compose(text, Loader=yaml.SafeLoader), where)
         return _parsed(yaml.safe_load, text, where, "YAML")
     except yaml.YAMLError as error:
         line = " ".join(str(error).split())
         raise BadFile(where, [f"not valid YAML: {line}; fix it"]) from error
+
+
+def _refuse_repeated_yaml(node: Any, where: str) -> None:
+    """Of equal keys of a mapping the last would count in silence."""
+    if node is None or node.id == "scalar":
+        return
+    below: list[Any] = node.value
+    if node.id == "mapping":
+        lines: dict[str, int] = {}
+        for key, _ in node.value:
+            name, line = str(key.value), key.start_mark.line + 1
+            if name in lines:
+                rule = f"{name} is given twice, in lines {lines[name]} and {line}"
+                raise BadFile(where, [f"{rule}: keep one of them"])
+            lines[name] = line
+        below = [value for _, value in node.value]
+    for each in below:
+        _refuse_repeated_yaml(each, where)
 
 
 def _parsed(load: Any, text: str, where: str, kind: str) -> Nested:

@@ -140,6 +140,11 @@ BAD = {
     "nested YAML": ("n.yaml", "a: " + "[" * 60 + "]" * 60, None, "nested deeper"),
     "bad YAML": ("n.yaml", "a: [1, 2", None, "not valid YAML"),
     "exploding YAML": ("n.yaml", NANOTRON + LAUGHS, None, "an anchor or an alias"),
+    "a degree twice in YAML": ("n.yaml", NANOTRON + NANOTRON, None, "is given twice, in lines"),
+    "a degree twice in a line": ("n.yaml", "tokens: {a: 1, a: 2}", None, "a is given twice"),
+    "a degree twice in JSON": (
+        *("d.json", '{"train_batch_size": 8, "x": {"a": 1, "a": 2}}', 8, "a is given twice: keep"),
+    ),
     "10 MB": ("n.yaml", "#" * 10_000_000, None, "larger than 1 MB"),
     "10 MB of JSON": ("d.json", "[" * 10_000_000, None, "larger than 1 MB"),
     "10 MB of TOML": ("t.toml", TITAN + "#" * 10_000_000, 8, "larger than 1 MB"),
@@ -248,7 +253,9 @@ def test_plan_reads_and_writes_on_the_command_line(
     script, out = tmp_path / "train.sh", tmp_path / "titan.toml"
     script.write_text(SLURM, "utf-8")
     assert not run(["plan", str(script)])
-    assert "not known here, so not planned: invented-option = 7" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert printed.splitlines()[0] == "read as Megatron-LM: megatron on dp=4 tp=4 pp=2"
+    assert "not known here, so not planned: invented-option = 7" in printed
     assert not run(["plan", str(script), "--emit", "torchtitan", "-o", str(out)])
     assert capsys.readouterr().out.rstrip() == out.read_text("utf-8").rstrip()
     assert Layout.parse(read_foreign(out, 32).options.layout).world == 32
@@ -269,3 +276,13 @@ def test_bad_options_write_nothing(
     assert run(["plan", "llama-3-8b", "--layout", "dp=2", "-o", str(out), *words]) == 2
     assert rule in " ".join(capsys.readouterr().err.split())
     assert not out.exists()
+
+
+@pytest.mark.parametrize("text", ["{", "[]"])
+def test_a_model_beside_a_file_that_cannot_be_parsed(
+    text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text(text, "utf-8")
+    assert run(["plan", str(path), "--model", "llama-3-8b", "--gpus", "8"]) == 2
+    assert f"cannot use {path}" in capsys.readouterr().err
