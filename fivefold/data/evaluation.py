@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 from fivefold.core.corpora import parse_sets
 from fivefold.core.errors import FivefoldError
-from fivefold.data.mixture import Source, open_source
-from fivefold.data.rows import Corpus, RowPlace, Synthetic
+from fivefold.data.mixture import Source, open_source, tokenizers_of
+from fivefold.data.rows import RowPlace, Synthetic
 
 HELD_OUT = "held-out"
 
@@ -63,9 +63,8 @@ def evaluation_sets(
     if not named:
         held_out = source.held_out(most_held_out)
         return [EvaluationSet(HELD_OUT, held_out)] if held_out else []
-    trained = [part.corpus for part in source.parts]
     return [
-        EvaluationSet(name, _rows(name, folder, trained, vocab, source.seq, verify))
+        EvaluationSet(name, _rows(name, folder, source, vocab, verify))
         for name, folder in named.items()
     ]
 
@@ -80,23 +79,17 @@ def require_set(name: str, sets: Sequence[EvaluationSet]) -> None:
         )
 
 
-def _rows(
-    name: str,
-    folder: str,
-    trained: Sequence[Corpus | Synthetic],
-    vocab: int,
-    seq: int,
-    verify: bool,
-) -> list[RowPlace]:
+def _rows(name: str, folder: str, source: Source, vocab: int, verify: bool) -> list[RowPlace]:
     """All rows of a folder, if its tokens mean what those of the training do."""
-    (part,) = open_source(shlex.quote(folder), vocab, seq, 0, verify=verify).parts
+    spec, trained = shlex.quote(folder), source.tokenizer
+    for given in tokenizers_of(spec).values():
+        if trained is not None and given.fingerprint != trained.fingerprint:
+            raise FivefoldError(
+                f"eval_data: {name} has other tokens than the data: {folder} is from {given}, and "
+                f"the data from {trained}; tokenize both with one tokenizer"
+            )
+    (part,) = open_source(spec, vocab, source.seq, 0, verify=verify).parts
     corpus = part.corpus
     if isinstance(corpus, Synthetic):
         raise FivefoldError(f"eval_data: {name} = {folder}: random tokens teach nothing; give text")
-    for other in trained:
-        if isinstance(other, Corpus) and other.digest != corpus.digest:
-            raise FivefoldError(
-                f"eval_data: {name} has tokens of {corpus.tokenizer} and {other.name} of another "
-                f"tokenizer ({other.tokenizer}): tokenize both with one tokenizer"
-            )
-    return [(corpus, row) for row in range(corpus.num_rows(seq))]
+    return [(corpus, row) for row in range(corpus.num_rows(source.seq))]

@@ -28,7 +28,7 @@ from fivefold.data.rows import (
     read_rows,
     standard_library,
 )
-from fivefold.data.shards import open_corpus
+from fivefold.data.shards import open_corpus, read_index
 
 _ROWS_PER_HELD_OUT = 128  # one row in so many is held out
 
@@ -144,6 +144,19 @@ class Source:
         number, index = self.shares.draw(sample)
         part = self.parts[number]
         return part.corpus, part.order.row(index) * self.together + side
+
+
+def tokenizers_of(spec: str) -> dict[str, TokenizerId]:
+    """The tokenizer of each corpus of a `data` key, but random tokens. Another tokenizer is the
+    reason for tokens that a model does not know, and so is looked for before its vocabulary."""
+    found: dict[str, TokenizerId] = {}
+    for name in parse_mixture(spec):
+        if name == STANDARD_LIBRARY:
+            found[name] = TokenizerId(BYTES, BYTES)
+        elif name != SYNTHETIC:
+            meaning = read_index(Path(name)).meaning
+            found[name] = TokenizerId(meaning.tokenizer, meaning.fingerprint)
+    return found
 
 
 def open_source(

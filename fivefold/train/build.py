@@ -164,8 +164,9 @@ def checked_source(plan: Plan, settings: TrainSettings) -> Source:
     """The data of a training, whose files, tokenizer and evaluation sets are as they should be, and
     whose trackers are installed."""
     require_trackers(settings.recipe.log)
+    resumed = settings.folder if settings.resume else None
+    require_same_tokenizer(plan, settings.recipe.data, resumed)
     source = source_of(plan, settings, verify=True)
-    require_same_tokenizer(plan, source, settings.folder if settings.resume else None)
     sets = sets_of(plan, settings.recipe, source, verify=True)
     begun = settings.resume and settings.folder is not None and latest(settings.folder)
     if settings.recipe.dpo_beta and begun and int(begun.name.rpartition("-")[2]):

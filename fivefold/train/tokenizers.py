@@ -13,29 +13,27 @@ from fivefold.core.tokenizer import (
     model_folder,
     tokenizer_in,
 )
-from fivefold.data.mixture import Source
+from fivefold.data.mixture import Source, tokenizers_of
 from fivefold.records.run_folder import RUN, naming_file, read_starts
 
 
-def require_same_tokenizer(plan: Plan, source: Source, folder: Path | None) -> None:
+def require_same_tokenizer(plan: Plan, data: str, folder: Path | None) -> None:
     """Refuse tokens that mean something else to the model, or to the steps before."""
-    given = source.tokenizer
-    if given is None:  # random tokens
-        return
     where = model_folder(plan.options.model)
     model = None if where is None else tokenizer_in(where)
-    if where is not None and model is not None and model.fingerprint != given.fingerprint:
-        raise FivefoldError(
-            f"{source} has other tokens than the model: the data is from {given}, and {where} has "
-            f"{model}; write the data again with `fivefold tokens TEXT --tokenizer {where} -o "
-            "FOLDER`, and give it with --set data=FOLDER"
-        )
     before = None if folder is None else tokenizer_of_run(folder)
-    if before is not None and before.fingerprint != given.fingerprint:
-        raise FivefoldError(
-            f"{source} has other tokens than the run: the data is from {given}, and {folder} was "
-            f"trained with {before}; give data of that tokenizer, or another folder with --out"
-        )
+    for name, given in tokenizers_of(data).items():
+        if model is not None and model.fingerprint != given.fingerprint:
+            raise FivefoldError(
+                f"{name} has other tokens than the model: the data is from {given}, and {where} "
+                f"has {model}; write the data again with `fivefold tokens TEXT --tokenizer {where} "
+                "-o FOLDER`, and give it with --set data=FOLDER"
+            )
+        if before is not None and before.fingerprint != given.fingerprint:
+            raise FivefoldError(
+                f"{name} has other tokens than the run: the data is from {given}, and {folder} was "
+                f"trained with {before}; give data of that tokenizer, or another folder with --out"
+            )
 
 
 def tokenizer_of_run(folder: Path) -> TokenizerId | None:

@@ -76,9 +76,18 @@ def test_the_tokenizer_travels_and_another_is_refused(
     for folder in ("in", "other"):
         named = tokenizer_in(Path(folder))
         assert named is not None and named.fingerprint[:12] in wrong
+    # A tokenizer with more words than the model has is another tokenizer, not a small vocabulary.
+    Path("larger").mkdir()
+    save_tokenizer(Path("larger"), *(f"w{at}" for at in range(400)), *TEXT.split()[:5])
+    run("tokens text.txt -o large --tokenizer larger")
+    wrong = run(f"{train} data=large", 2)[1]
+    named = tokenizer_in(Path("larger"))
+    assert named is not None and named.fingerprint[:12] in wrong and "vocab=" not in wrong
     assert not Path("run/run.json").exists()
 
     run("tokens text.txt -o right --tokenizer run")
+    wrong = run(f"{train} data=right eval_every=1 eval_data=large", 2)[1]
+    assert named.fingerprint[:12] in wrong and found.fingerprint[:12] in wrong
     run(f"{train} data=right")
     start = json.loads(Path("run/run.json").read_text())["starts"][-1]
     assert start["tokenizer"]["fingerprint"] == found.fingerprint
