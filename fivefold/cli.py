@@ -109,6 +109,10 @@ def run(words: list[str]) -> int | str | None:
         # The libraries that print turn a closed pipe into an error exit.
         if isinstance(stop.__context__, BrokenPipeError):
             raise stop.__context__ from None
+        # Typer has printed what it refuses, an unknown option or a missing one.
+        refused = getattr(stop.__context__, "format_message", None)
+        if refused is not None and "--json" in words:
+            _print_error("UsageError", refused(), BAD_INPUT)
         return stop.code
     finally:
         gc.enable()
@@ -139,11 +143,15 @@ def _failed(said: str, error: Exception, code: int, as_json: bool) -> int:
     """Say what is wrong; with `--json` as JSON too, on standard output. Returns the exit code."""
     typer.echo(f"fivefold: {printable(said)}", err=True)
     if as_json:
-        import json
-
-        found = {"kind": type(error).__name__, "message": said, "exit_code": code}
-        typer.echo(json.dumps({"schema_version": JSON_SCHEMA, "error": found}))
+        _print_error(type(error).__name__, said, code)
     return code
+
+
+def _print_error(kind: str, said: str, code: int) -> None:
+    import json
+
+    found = {"kind": kind, "message": said, "exit_code": code}
+    typer.echo(json.dumps({"schema_version": JSON_SCHEMA, "error": found}))
 
 
 def discard_output() -> None:

@@ -77,8 +77,9 @@ A failure is an object too, with the same text on standard error:
  "exit_code": 2}}}}
 ```
 
-`kind` is the class of the error: FivefoldError and its kinds, exit code 2; InternalError, 70. A
-rank that is lost gives `{{"passed": false, "error": "lost rank 3 at …"}}` and exit code 1.
+`kind` is the class of the error: FivefoldError and its kinds, or UsageError for an option that is
+unknown, missing or misspelt, exit code 2; InternalError, 70. A rank that is lost gives
+`{{"passed": false, "error": "lost rank 3 at …"}}` and exit code 1.
 """,
 }
 _EXIT_CODES = {
