@@ -7,6 +7,7 @@ has something else, the arguments do not describe it, and its name in our commen
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import Any
 
 from fivefold.bridges.key_table import Flat, typed
@@ -14,7 +15,7 @@ from fivefold.bridges.target import FoundModel
 from fivefold.core import models
 from fivefold.core.errors import FivefoldError
 from fivefold.core.hybrid import GATED_DELTA, Hybrid
-from fivefold.core.shape import Mla, Moe, Shape
+from fivefold.core.shape import Mla, Moe, Rope, Shape
 
 _USUAL_VOCABULARY = 128_000  # for a file that leaves it to a tokenizer
 # Arguments, our keys and their types.
@@ -54,6 +55,8 @@ _RECURRENCE: tuple[tuple[str, str, type], ...] = (
 )
 _VARIANT = "experimental-attention-variant"
 _GATED_DELTA_NET = ("gdn", "gated_delta_net")  # as it is called now, and before
+# What --use-rope-scaling stands for, with the factor that it has if no other is given.
+_SCALED = Rope("llama3", 8.0, 8192)
 _ACTIVATIONS = {"swiglu": "swiglu", "squared-relu": "relu"}
 _POSITIONS = {"rope": "rotary", "learned_absolute": "learned", "none": "none", "yarn": "rotary"}
 _SWITCHES = (
@@ -95,6 +98,8 @@ def model_arguments(shape: Shape) -> Flat:
     found["untie-embeddings-and-output-weights"] = not shape.tied
     found["apply-layernorm-1p"] = shape.norm == "rms_offset"
     found["attention-output-gate"] = shape.attention_gate
+    if shape.rope is not None and replace(shape.rope, factor=_SCALED.factor) == _SCALED:
+        found |= {"use-rope-scaling": True, "rope-scaling-factor": shape.rope.factor}
     if shape.rotary_dim is not None:
         found["rotary-percent"] = shape.rotary_dim / shape.head_dim
     if shape.hybrid is not None and shape.hybrid.mixer == GATED_DELTA:
@@ -179,8 +184,12 @@ def _shape(flat: Flat, notes: list[str]) -> Shape:
 
 
 def _other_attention(flat: Flat, head_dim: int) -> dict[str, Any]:
-    """Heads of which a part is rotated, gates, and linear attention in some layers."""
+    """Scaled positions, heads of which a part is rotated, gates, and linear attention in some
+    layers."""
     found: dict[str, Any] = {"attention_gate": bool(flat.get("attention-output-gate"))}
+    if flat.get("use-rope-scaling"):
+        given = flat.get("rope-scaling-factor", _SCALED.factor)
+        found["rope"] = replace(_SCALED, factor=typed(given, float, "rope-scaling-factor"))
     rotated = int(head_dim * typed(flat.get("rotary-percent", 1.0), float, "rotary-percent"))
     if rotated < head_dim:
         found["rotary_dim"] = rotated

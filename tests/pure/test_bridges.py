@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -114,6 +115,20 @@ def test_a_scheduler_of_deepspeed_has_its_own_parameters() -> None:
         "linear": {**rest, "total_num_steps": 1000, "warmup_max_lr": 3e-4},
         "constant": {**rest, "warmup_max_lr": 3e-4},
     }
+
+
+@pytest.mark.parametrize(("model", "factor"), [("llama-3.1-8b", 8.0), ("llama-3.2-1b", 32.0)])
+def test_megatron_scales_positions_as_llama_does(model: str, factor: float, tmp_path: Path) -> None:
+    plan = resolve(PlanOptions(model=model, layout="dp=2", seq=1024))
+    emitted = emit_plan("megatron", plan)
+    assert not emitted.losses
+    assert f"--use-rope-scaling \\\n    --rope-scaling-factor {factor} " in emitted.text
+    unnamed = re.sub(r"# fivefold: .*", "", emitted.text)
+    found = read_back("megatron", unnamed, plan, tmp_path).shape.rope
+    assert found == plan.shape.rope is not None
+    usual = unnamed.replace(f"    --rope-scaling-factor {factor} \\\n", "")
+    found = read_back("megatron", usual, plan, tmp_path).shape.rope
+    assert found is not None and found.factor == 8.0
 
 
 def test_an_edited_size_of_the_model_counts(tmp_path: Path) -> None:
