@@ -32,6 +32,7 @@ def model_card(
         if step
         else "no step: the weights are those that were imported"
     )
+    warmup = counted(recipe.warmup_steps, "warmup step")
     lines = {
         "architecture": f"{shape.family}, {parameters(shape).total:,} parameters",
         "weights": dtype,
@@ -39,7 +40,7 @@ def model_card(
         "data": recipe.data if step else "none",
         "packed documents": "yes" if plan.packed else "no",
         "optimizer": f"{recipe.optimizer}, weight decay {recipe.weight_decay:g}",
-        "learning rate": f"{recipe.lr:g}, {recipe.lr_curve}, {recipe.warmup_steps:,} warmup steps",
+        "learning rate": f"{recipe.lr:g}, {recipe.lr_curve}, {warmup}",
         "gradient clipping": f"{recipe.clip:g}",
         "seed": str(recipe.seed),
         "layout": f"{plan.layout}",

@@ -228,6 +228,7 @@ class Summary:
     best_eval_loss: float | None
     evals: dict[str, dict[str, float | None]]  # newest, by set
     num_skipped: int
+    num_proven: int  # which `replay` ran twice, with equal bits
     num_lost: int
     num_restarts: int
     num_checkpoints: int
@@ -277,6 +278,10 @@ def summarize(
         best_eval_loss=min(evals, default=None),
         evals=next((record.evals for record in reversed(records) if record.evals), None) or {},
         num_skipped=len(records) - len(counted),
+        num_proven=sum(
+            each.again is not None and each.again["why"] is None and each.again["same"]
+            for each in records
+        ),
         num_lost=len(lost),
         num_restarts=len(starts) - 1,
         num_checkpoints=num_checkpoints,

@@ -83,7 +83,7 @@ def forecast_lines(plan: Plan, found: FailureForecast) -> list[str]:
     best, worst = found.goodput_band[1], found.goodput_band[0]
     lines = [
         f"job       {plan.shape.name} on {plan.layout}: {counted(job.domain.gpus, 'GPU')} on "
-        f"{counted(job.domain.hosts, 'host')}{spares}, {found.days:g} days",
+        f"{counted(job.domain.hosts, 'host')}{spares}, {counted(found.days, 'day')}",
         f"failures  one in {rough_duration(1 / job.rate)}: {found.interruptions:,.0f} "
         f"interruptions ({low:,.0f} to {high:,.0f} in 90% of {found.runs:,} runs)",
         f"saves     every {duration(job.interval)} ({counted(job.steps, 'step')}) to "
@@ -94,7 +94,7 @@ def forecast_lines(plan: Plan, found: FailureForecast) -> list[str]:
         f"recovery  {rough_duration(job.recovery)}: {rough_duration(job.design.detect)} to notice, "
         f"{rough_duration(job.design.restart)} to start, {duration(job.save.load)} to load",
         f"goodput   {percent(found.goodput)} ({percent(worst)} to {percent(best)}): of "
-        f"{found.days:g} days {found.goodput * found.days:,.1f} count; closed form "
+        f"{counted(found.days, 'day')} {found.goodput * found.days:,.1f} count; closed form "
         f"{percent(job.expected)}",
     ]
     for cause, seconds in found.lost.items():

@@ -107,10 +107,11 @@ def _outcome_lines(summary: Summary) -> Iterator[str]:
     if summary.eval_loss is not None:
         words.append(f"eval {summary.eval_loss:.4f} (best {summary.best_eval_loss:.4f})")
     yield " | ".join(words)
+    proven = f", {counted(summary.num_proven, 'step')} ran twice with equal bits"
     yield (
         f"{summary.num_skipped} skipped, {summary.num_lost} lost to "
         f"{counted(summary.num_restarts, 'restart')}, "
-        f"{counted(summary.num_checkpoints, 'checkpoint')} kept"
+        f"{counted(summary.num_checkpoints, 'checkpoint')} kept{proven * bool(summary.num_proven)}"
     )
 
 

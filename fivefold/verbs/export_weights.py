@@ -168,9 +168,10 @@ def _dtype_of(options: ExportOptions) -> str:
 def _text(table: dict[str, Any]) -> str:
     beside = f", beside {', '.join(table['beside'])}" if table["beside"] else ""
     whose = f"{'the adapters of ' if table['adapter'] else ''}step {table['step']} of "
+    verb = "are" if table["adapter"] else "is"
     head = (
         f"{whose}{table['model']} ({table['family']}, {table['parameters']:,} "
-        f"parameters) is in {table['folder']}, in {table['dtype']}, "
+        f"parameters) {verb} in {table['folder']}, in {table['dtype']}, "
         f"{counted(len(table['files']), 'file')} of weights{beside}"
     )
     return "\n".join([head, *table["notes"]])

@@ -101,6 +101,7 @@ def test_the_tokenizer_travels_and_another_is_refused(
     names = ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "README.md")
     assert all(Path("out", name).is_file() for name in names)
     card = Path("out/README.md").read_text()
+    assert ", 1 warmup step |" in card
     assert found.fingerprint[:12] in card and "2e-05" in card and "| data | right |" in card
     theirs = transformers.AutoTokenizer.from_pretrained("out")
     assert theirs("the cat")["input_ids"] == [2, 3] and theirs.chat_template

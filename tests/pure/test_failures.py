@@ -236,6 +236,8 @@ def test_the_verb_answers_in_text_and_json(capsys: pytest.CaptureFixture[str]) -
         *("llama-3.1-8b",), machine="h100", layout="dp=64", days=30, mtbf_gpu=5000, runs=20
     )
     assert str(again) == simulate(capsys, words)[1].rstrip("\n")
+    text = simulate(capsys, words.replace("--days 30", "--days 1"))[1]
+    assert ", 1 day\n" in text and ": of 1 day " in text
 
 
 @pytest.mark.parametrize(

@@ -183,6 +183,15 @@ def test_a_summary_counts_what_counts() -> None:
     assert table["tokens_per_s"]["median"] == 50.0 and table["planned"]["mfu"] == 0.41
 
 
+def test_steps_that_a_replay_proved_are_counted() -> None:
+    """A step that ran twice because of a spike is no proof."""
+    proof: dict[str, Any] = {"why": None, "same": True, "ranks": []}
+    found = [record(1, 5.0, again=proof), record(2, 8.0, again={**proof, "why": "loss"})]
+    summary = summarize([RunStart(0.0, 9.0, {})], [*found, record(3, 9.0)], [], 0)
+    assert summary.num_proven == 1
+    assert summary_text(summary).splitlines()[1].endswith("kept, 1 step ran twice with equal bits")
+
+
 def test_a_run_without_a_step_has_a_summary() -> None:
     summary = summarize([RunStart(0.0, 3.0, {"build": 2.0})], [], [], 0)
     assert summary.goodput == 0 and summary.spent["other"] == pytest.approx(1.0)

@@ -57,7 +57,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     train = f"train run/plan.toml --out run --resume {keys} --steps 3"
     fivefold(home, f"{train} --layout dp=2 --zero 3 --until 2")
     fivefold(home, f"{train} --layout tp=2")
-    fivefold(home, "export run adapter --adapter")
+    assert "parameters) are in adapter, in" in fivefold(home, "export run adapter --adapter")
     fivefold(home, "export run merged")
     return home
 
