@@ -114,8 +114,7 @@ def _value(hint: Any, value: Any, path: str, problems: list[str]) -> Any:
         }
     if origin is typing.Literal:
         if value not in arguments:
-            known = [str(one) for one in arguments]
-            problems.append(f"{path} = {value!r}: {did_you_mean(str(value), known)}")
+            problems.append(f"{path} = {value!r}: {did_you_mean(str(value), map(str, arguments))}")
         return value
     return _scalar(hint, value, path, problems)
 
@@ -140,6 +139,7 @@ def _scalar(hint: Any, value: Any, path: str, problems: list[str]) -> Any:
 
 def from_text(hint: Any, text: str) -> Any:
     """A text of the command line as a value of that type; a ValueError says what was expected."""
+    words = [f" or {word}" for one in typing.get_args(hint) for word in typing.get_args(one)]
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
         if text.lower() == "none":
             return None
@@ -152,7 +152,7 @@ def from_text(hint: Any, text: str) -> Any:
         return text.lower() == "true"
     if hint is int:
         if not re.fullmatch(r"-?[0-9][0-9_]{0,30}", text):
-            raise ValueError("expected a whole number")
+            raise ValueError(f"expected a whole number{''.join(words)}")
         return int(text)
     if typing.get_origin(hint) is typing.Literal:
         known = {_literal(one).strip('"'): one for one in typing.get_args(hint)}
