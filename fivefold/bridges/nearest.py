@@ -44,12 +44,14 @@ class Loss:
     slower: float | None = None
     left: bool = False  # to the user's program: nothing is lost, and nothing priced
     too_large: bool = False
+    together: bool = False  # the target has it, but not beside other values of the plan
 
     def text(self, title: str) -> str:
         if self.left:
             return f"{self.key}={self.was} is said in your own program, not in a file of {title}"
         name = self.was if self.key == "schedule" else f"{self.key}={self.was}"
-        words = f"{title} has no {name}: {self.now}"
+        beside = " beside other values of this plan" if self.together else ""
+        words = f"{title} has no {name}{beside}: {self.now}"
         if self.too_large:
             return f"{words}, which does not fit"
         if self.slower is None:
@@ -98,7 +100,15 @@ class _NearestPlan:
         found = ((each, self.legal(each)) for each in listed)
         return list(islice(((each, one) for each, one in found if one is not None), most))
 
-    def take(self, key: str, was: Any, candidates: Iterable[Values], *, left: bool = False) -> None:
+    def take(
+        self,
+        key: str,
+        was: Any,
+        candidates: Iterable[Values],
+        *,
+        left: bool = False,
+        together: bool = False,
+    ) -> None:
         """Replace the plan by the best candidate."""
         listed = list(candidates)
         most = 1 if left or self.seconds is None else _MOST_PRICED
@@ -119,7 +129,7 @@ class _NearestPlan:
         else:
             priced = [(self.price(found), changes, found) for changes, found in legal]
             seconds, changes, found = min(priced, key=lambda one: one[0] or float("inf"))
-        loss = Loss(key, str(was), _shown(changes), left=left)
+        loss = Loss(key, str(was), _shown(changes), left=left, together=together)
         if not left and self.seconds is not None:
             share = None if seconds is None else seconds / self.seconds - 1
             loss = replace(loss, slower=share, too_large=seconds is None)
@@ -139,7 +149,7 @@ def express(
         _item(search, item)
     for _ in range(_MOST_RULES):
         for key, was, candidates in target.impossible(search.now, search.shape):
-            search.take(key, was, candidates)
+            search.take(key, was, candidates, together=True)
             break
     _others(search)
     return Expressed(search.now, tuple(search.losses))

@@ -95,11 +95,13 @@ def test_every_table_names_keys_once() -> None:
 
 def test_deepspeed_gets_json_and_its_batch_multiplies() -> None:
     plan = resolve(PlanOptions(model="llama-3-8b", layout="dp=8 tp=2", batch=64, microbatch_size=2))
-    table = json.loads(emit_plan("deepspeed", plan).text)
+    emitted = emit_plan("deepspeed", plan)
+    table = json.loads(emitted.text)
     sizes = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
     assert table["train_batch_size"] == table[sizes[0]] * table[sizes[1]] * 8 == 64
     assert table["tensor_parallel"]["autotp_size"] == 2
     assert table["zero_optimization"]["stage"] == 2  # AutoTP has no ZeRO-3
+    assert "DeepSpeed has no tp=2 beside other values of this plan: zero=2" in emitted.lines
     assert table["optimizer"]["type"] == "AdamW"
 
 
