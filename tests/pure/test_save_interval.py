@@ -90,7 +90,7 @@ def test_keys_of_saves() -> None:
     assert parse_settings({"save_every": "auto"}).train == {"save_every": "auto"}
     assert parse_settings({"save_every": "7"}).train == {"save_every": 7}
     assert parse_settings({"save_every": "none"}).train == {"save_every": None}
-    with pytest.raises(BadFile, match="expected a whole number or auto$"):
+    with pytest.raises(BadFile, match=r"expected a whole number or auto$"):
         parse_settings({"save_every": "often"})
     assert Recipe(save_every="auto", mtbf_hours=3.0).is_due("auto", 7) is False
     for keys, rule in (
