@@ -110,6 +110,10 @@ class RankDevice:
     def start(self) -> None:
         """Make the device the current one of this thread, before anything runs on it."""
         if self.device.type != "cuda":
+            if _is_arm():
+                # Small matmuls take oneDNN 5 to 28 times as long as BLAS there (Neoverse N1, torch
+                # 2.13), and it is no faster for large ones.
+                torch.backends.mkldnn.enabled = False
             return
         if self.backend == "nccl" and self.sharers > 1:
             # The settings under which 2, 4 and 8 ranks were seen to share one GPU.
@@ -232,12 +236,15 @@ def require_forkable() -> None:
         raise FivefoldError(
             "a daemonic process may not fork ranks: call it from the process that started it"
         )
-    on_arm = platform.machine().lower() in ("aarch64", "arm64")
-    if on_arm and torch.get_num_threads() > 1 and not _multiplies_in_fork():
+    if _is_arm() and torch.get_num_threads() > 1 and not _multiplies_in_fork():
         raise FivefoldError(
             "this process has multiplied matrices with several threads, and on ARM forked ranks "
             f"would wait for these: {way}, or set OMP_NUM_THREADS=1 before torch is imported"
         )
+
+
+def _is_arm() -> bool:
+    return platform.machine().lower() in ("aarch64", "arm64")
 
 
 def _multiplies_in_fork() -> bool:

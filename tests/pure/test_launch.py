@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from fivefold.core.errors import FivefoldError
+from fivefold.launch.backend import RankDevice
 from fivefold.launch.launcher import LauncherEnvironment, hosts, read_environment
 
 TORCHRUN = {
@@ -143,3 +145,17 @@ def test_numbers_are_checked() -> None:
         read_environment({**TORCHRUN, "RANK": "two"})
     with pytest.raises(FivefoldError, match=r"rank 8 of 8: .* the highest is 7"):
         read_environment({**TORCHRUN, "RANK": "8"})
+
+
+@pytest.mark.parametrize(("machine", "stays"), [("aarch64", False), ("x86_64", True)])
+def test_a_rank_on_arm_multiplies_by_blas(
+    monkeypatch: pytest.MonkeyPatch, machine: str, stays: bool
+) -> None:
+    before = torch.backends.mkldnn.enabled
+    monkeypatch.setattr("platform.machine", lambda: machine)
+    try:
+        torch.backends.mkldnn.enabled = True
+        RankDevice().start()
+        assert torch.backends.mkldnn.enabled is stays
+    finally:
+        torch.backends.mkldnn.enabled = before
