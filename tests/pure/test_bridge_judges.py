@@ -1,9 +1,10 @@
 """The frameworks' own parsers as judges of emitted files, where their packages are installed.
 
 pip install --no-deps torchtitan==0.2.2 tyro typeguard docstring_parser accelerate deepspeed hjson \
-py-cpuinfo, into the environment or into a folder that PYTHONPATH names. Three are read from their
-sources: FIVEFOLD_SOURCES names a folder with checkouts Megatron-LM, nanotron and torchtitan, and
-pip install --no-deps dacite spmd_types==0.2.3 torch_checkpointing einops has what they need.
+py-cpuinfo msgpack einops, into the environment or into a folder that PYTHONPATH names. Three are
+read from their sources: FIVEFOLD_SOURCES names a folder with checkouts Megatron-LM, nanotron and
+torchtitan, and pip install --no-deps dacite spmd_types==0.2.3 torch_checkpointing has what they
+need.
 """
 
 from __future__ import annotations
