@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_generate_parity import CACHED
-from test_hf_parity import Float64Everywhere, Pair, pair
+from test_hf_parity import CONFIGS, Float64Everywhere, Pair, pair
 
 from fivefold.core.errors import FivefoldError
 from fivefold.generate.blocks import BLOCK
@@ -55,7 +54,7 @@ def check_scores(models: Pair, engine: Engine, counts: list[int]) -> None:
 
 
 @pytest.mark.sample(2)
-@pytest.mark.parametrize("name", CACHED)
+@pytest.mark.parametrize("name", CONFIGS)
 def test_targets_are_scored_as_transformers_does(name: str) -> None:
     models = pair(name)
     engine = Engine(
