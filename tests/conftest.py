@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.selection import ALL_CASES, SALT, all_cases, num_drawn, salt, shuffled
+from tests.selection import ALL_CASES, SALT, all_cases, num_drawn, salt, seed, shuffled
 
 # Before torch is loaded: on ARM, matmuls keep the number of threads that the first of them had,
 # whatever torch is told later. A rank that is forked after it would wait for those threads forever.
@@ -20,9 +20,15 @@ OF_RANKS = 0.28  # of the cases that tests with ranks ask for: `make test` stays
 PACKAGE = Path(__file__).parent.parent / "fivefold"
 
 
+@pytest.hookimpl(tryfirst=True)  # before Hypothesis reads its seed
 def pytest_configure(config: pytest.Config) -> None:
-    """All test workers take the cases of one salt, even where a commit comes in between."""
+    """All test workers take the cases of one salt, even where a commit comes in between.
+
+    Hypothesis draws by it too, so that two runs of one commit see the same examples.
+    """
     os.environ[SALT] = salt()
+    if config.option.hypothesis_seed is None:
+        config.option.hypothesis_seed = str(seed())
 
 
 def pytest_report_header(config: pytest.Config) -> str:

@@ -45,6 +45,11 @@ def _salted(name: object) -> bytes:
     return hashlib.blake2b(f"{salt()}: {name}".encode(), digest_size=8).digest()
 
 
+def seed() -> int:
+    """What random examples are drawn by."""
+    return int.from_bytes(_salted("examples"))
+
+
 def shuffled(cases: Iterable[Case]) -> list[Case]:
     """The cases in the order of this salt."""
     return sorted(cases, key=_salted)

@@ -36,6 +36,7 @@ _ADDED = (
     "again",
     "slow",
 )  # records of older versions do not have them
+_ENDLESS = 1e12  # seconds: no run takes so long, and many of them still have a finite sum
 _WINDOW = 100  # the last steps, from which the remaining time is estimated
 
 
@@ -326,8 +327,11 @@ def _spent(
 
 
 def _seconds(measured: float) -> float:
-    """A length of time: clocks that were set back make negative ones, which count as none."""
-    return measured if 0.0 < measured < math.inf else 0.0
+    """A length of time: what no clock can have measured counts as none.
+
+    Clocks that were set back make negative times, damaged records endless ones.
+    """
+    return measured if 0.0 < measured < _ENDLESS else 0.0
 
 
 def shares_of(amounts: Sequence[float]) -> list[float]:

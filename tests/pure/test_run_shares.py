@@ -7,7 +7,7 @@ import re
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from fivefold.core.schedule import merged
@@ -40,6 +40,7 @@ def test_shares_are_between_0_and_1_and_sum_to_1(amounts: list[float]) -> None:
     st.lists(st.tuples(CLOCKS, st.none() | CLOCKS, ODD), min_size=1, max_size=4),
     st.lists(st.tuples(CLOCKS, CLOCKS, ODD, st.integers(0, 3)), max_size=8),
 )
+@example([(0.0, None, 1e308), (0.0, None, 1e308)], [])  # finite, and their sum is not
 def test_the_parts_of_the_wall_time_are_its_shares_if_clocks_jump(
     starts: list[tuple[float, float | None, float]],
     steps: list[tuple[float, float, float, int]],
