@@ -2,7 +2,7 @@ r"""A server under load: Poisson arrivals of streams, TTFT, TPOT and goodput at 
 
     python benchmarks/serve.py [--model tiny] [--rates 4 8 16] [--seconds 20] [--json FILE]
     python benchmarks/serve.py --model llama-3.1-8b --device cuda --rates 1 4 8 16 --clients 64 \
-        --prompt 1024 --output 128 --spread 0 --max-batch-tokens 8192 --beside h200
+        --prompt 1024 --output 128 --spread 0 --beside h200
     python benchmarks/serve.py --prefill dp=1 --prompt 512   (prompts on ranks of their own)
     python benchmarks/serve.py --url http://127.0.0.1:8000/v1 --name NAME   (any server)
 
@@ -230,7 +230,7 @@ def arguments() -> Any:
     parser.add_argument("--prefill", help="layout of ranks for prompts alone")
     parser.add_argument("--prefill-replicas", type=int, default=1)
     parser.add_argument("--max-running", type=int, default=256)
-    parser.add_argument("--max-batch-tokens", type=int, default=512)
+    parser.add_argument("--max-batch-tokens", type=int)
     parser.add_argument("--max-seq", type=int, default=2048)
     parser.add_argument("--url", help="a server that is up, instead of one of ours")
     parser.add_argument("--name", default="", help="the model of that server")

@@ -34,7 +34,7 @@ def serve(
     name: str | None = None,
     max_queue: int = 1024,
     max_running: int = 256,
-    max_batch_tokens: int = 512,
+    max_batch_tokens: int | None = None,
     cache_gb: float | None = None,
     drain_seconds: float = 60.0,
     dtype: str | None = None,
@@ -57,7 +57,7 @@ def serve(
         "restarts": int(above("restarts", restarts, -1)),
         "max_queue": int(above("max-queue", max_queue, 0)),
         "max_running": int(above("max-running", max_running, 0)),
-        "max_batch_tokens": int(above("max-batch-tokens", max_batch_tokens, 0)),
+        "max_batch_tokens": _batch_tokens(max_batch_tokens),
         "cache_gb": None if cache_gb is None else positive("cache-gb", cache_gb),
         "drain_s": positive("drain-seconds", drain_seconds),
     }
@@ -86,6 +86,10 @@ def _running() -> Any:
     except ModuleNotFoundError as error:
         raise FivefoldError(f"serving needs the h11 library ({error}): {INSTALL}") from error
     return running
+
+
+def _batch_tokens(given: int | None) -> int | None:
+    return None if given is None else int(above("max-batch-tokens", given, 0))
 
 
 def _port(port: int) -> int:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from fivefold.core.shape import Mla, Shape
 
 BLOCK = 16  # tokens: a sequence takes whole blocks of the cache
+STEP_TOKENS = 8192  # budget of a step on a GPU: decode and chunks of prompts
 
 
 def blocks_of(tokens: int) -> int:

@@ -23,7 +23,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from fivefold.core.errors import FivefoldError
-from fivefold.core.kv_pages import kept_tokens
+from fivefold.core.kv_pages import STEP_TOKENS, kept_tokens
 from fivefold.generate.ahead import place_of
 from fivefold.generate.blocks import BLOCK, BlockPool, blocks_of, chained_digest
 from fivefold.generate.requests import Drawn, Request, SequenceChunk, SequenceState, StepBatch
@@ -38,6 +38,13 @@ class ScheduleLimits:
 
     def __post_init__(self) -> None:
         assert self.tokens > 0 and self.sequences > 0
+
+    @classmethod
+    def of(cls, device: str, tokens: int | None = None, sequences: int = 256) -> ScheduleLimits:
+        """On a kind of device. Where it has many cores, a step of many tokens costs each of them
+        less; on others it only delays the tokens that are drawn in it."""
+        usual = STEP_TOKENS if device == "cuda" else cls.tokens
+        return cls(tokens or usual, sequences)
 
 
 class Scheduler:

@@ -140,6 +140,7 @@ def engine_of_rank(
         cache_bytes = _FREE_SHARE * torch.cuda.mem_get_info(device)[0]
     blocks = min(blocks_within(stage.model, mesh, cache_bytes), most_blocks)
     routes = task.records_routes
+    limits = limits or ScheduleLimits.of(device.type)
     return LayoutEngine(
         plan, mesh, stage, blocks, limits, records_routes=routes, batch_invariant=same
     )

@@ -16,12 +16,12 @@ import numpy as np
 
 from fivefold.core import legality, rules
 from fivefold.core.errors import FivefoldError, counted
+from fivefold.core.kv_pages import STEP_TOKENS
 from fivefold.core.layout import Layout
 from fivefold.cost.grid import Array
 from fivefold.cost.serving import ReplicaStep, interpolated
 from fivefold.planner.serving_fit import (
     MOST_SEQUENCES,
-    STEP_TOKENS,
     ServingFit,
     ServingRequest,
     model_bytes,
@@ -79,6 +79,8 @@ class LayoutLoad:
         context = self.request.prompt + self.request.output / 2
         self.step: ReplicaStep = fit.served.decode(np.array(sizes, float), context)
         self.through, self.busy = fit.served.prompt(self.request.prompt)
+        layout = fit.layout
+        self.ahead = layout.tp == layout.pp == layout.ep == 1  # as the engine does on one GPU
 
     def _at(self, values: Array, sequences: float) -> float:
         return interpolated(
@@ -98,7 +100,8 @@ class LayoutLoad:
         taken = max(0.0, self.busy - chunks * reading) if decodes and not alone else self.busy
         cycle = (request.output - 1) * decode + sequences * taken
         tpot = 0.0 if not decodes else decode if alone else cycle / request.output
-        ttft = self.through + (0.0 if alone else chunks * (decode - reading) + decode / 2)
+        wait = decode * (1.5 if self.ahead else 0.5)  # until the next step that is not yet chosen
+        ttft = self.through + (0.0 if alone else chunks * (decode - reading) + wait)
         if alone:
             cycle = self.through + (request.output - 1) * decode
         rate = layout.dp * sequences * request.output / cycle
@@ -128,6 +131,7 @@ class LayoutLoad:
             reading=float(np.min(self.step.reading)),
             room=self.room,
             budget=STEP_TOKENS,
+            ahead=self.ahead,
         )
 
     def expected(self) -> ServingPlan:

@@ -9,7 +9,7 @@ from math import prod
 
 from fivefold.core.count import layer_kinds
 from fivefold.core.errors import FivefoldError
-from fivefold.core.kv_pages import BLOCK, blocks_of, kept_tokens, token_bytes
+from fivefold.core.kv_pages import BLOCK, STEP_TOKENS, blocks_of, kept_tokens, token_bytes
 from fivefold.core.layout import Coord, Layout
 from fivefold.core.machine import Machine
 from fivefold.core.precision import itemsize_of, matmul_bytes
@@ -21,7 +21,6 @@ from fivefold.cost.static_memory import COMMUNICATOR, MESSAGES
 KV_FORMATS = {"bf16": 2, "fp8": 1}  # and the bytes of a number
 MOST_SEQUENCES = 1024  # of a replica at a time: beyond it a step is longer, not fuller
 _MOST_HELD = 0.1  # share of a GPU that the engine and its communicators take
-STEP_TOKENS = 8192  # budget of a step: decode and chunks of prompts
 
 
 @dataclass(frozen=True)

@@ -14,9 +14,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from fivefold.core.errors import UnknownName
+from fivefold.core.kv_pages import STEP_TOKENS
 from fivefold.core.shape import Shape
 from fivefold.planner.serving import ServingPlan
-from fivefold.planner.serving_fit import MOST_SEQUENCES, STEP_TOKENS
+from fivefold.planner.serving_fit import MOST_SEQUENCES
 
 _HOSTED = re.compile(r"https://huggingface\.co/([\w.-]+/[\w.-]+?)(?:/|$|,| )")
 _STORED_IN_FP8 = ("deepseek_v3",)

@@ -4,13 +4,16 @@ Requests arrive at random with a fixed seed (`rate`), or a new one when one ends
 step runs one token of each running sequence and, with what is left of its budget of tokens, chunks
 of prompts, the oldest first: the scheduler of `fivefold generate`. Sequences that find no room in
 the cache wait. All prompts and outputs have one length, and steps the time of their mean context.
+
+An engine that works ahead chooses a step when the one before it begins: who comes in between waits
+for one step more, and the room of who ends is free one step later.
 """
 
 from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from math import ceil
 
@@ -41,6 +44,7 @@ class ReplicaSpeed:
     reading: float
     room: int  # sequences
     budget: int  # tokens of a step
+    ahead: bool  # a step is chosen when the one before it begins
 
 
 @dataclass(frozen=True)
@@ -66,33 +70,31 @@ class _Served:
 
 def simulate(load: ReplicaLoad, speed: ReplicaSpeed, requests: int = _REQUESTS) -> LoadOutcome:
     """Run so many requests through one replica."""
-    chance = random.Random(SEED)
     requests += load.clients if load.rate is None else 0
-    arrivals = _arrivals(load, requests, chance)
-    waiting: deque[_Served] = deque()
+    arrivals = deque(_arrivals(load, requests))
     running: list[_Served] = []
     done: list[tuple[_Served, float]] = []
-    now = busy = 0.0
+    now = chosen = busy = 0.0
+    held = 0  # sequences that had not ended when the step was chosen
     for _ in range(_MOST_STEPS):
-        while arrivals and arrivals[0] <= now:
-            # Clients are found somewhere in their answers: equal ones would stay in step for ever.
-            alone = load.rate is not None
-            left = load.output if alone else chance.randint(1, load.output)
-            waiting.append(_Served(arrivals.popleft(), load.prompt if alone else 0, left))
-        while waiting and len(running) < speed.room:
-            running.append(waiting.popleft())
+        room = speed.room - held
+        while arrivals and arrivals[0].arrived <= chosen and len(running) < room:
+            running.append(arrivals.popleft())
         if not running:
             if not arrivals:
                 break
-            now = arrivals[0]
+            now = chosen = max(now, arrivals[0].arrived)
+            held = 0
             continue
-        until = arrivals[0] - now if arrivals else float("inf")
-        seconds, ended = _steps(running, speed, load.prompt, now, until)
+        waits = arrivals and len(running) < speed.room
+        until = arrivals[0].arrived - now if waits else float("inf")
+        seconds, last, ended = _steps(running, speed, load.prompt, now, until)
         now, busy = now + seconds, busy + seconds * len(running)
+        chosen, held = (now - last, len(ended)) if speed.ahead else (now, 0)
         done += [(each, now) for each in ended]
         running = [each for each in running if each.left]
         if load.rate is None:
-            waiting.extend(_Served(now, load.prompt, load.output) for _ in ended)
+            arrivals.extend(_Served(now, load.prompt, load.output) for _ in ended)
         if len(done) >= requests:
             break
     first = 0 if load.rate is not None else min(load.clients, len(done) - 1)
@@ -100,28 +102,38 @@ def simulate(load: ReplicaLoad, speed: ReplicaSpeed, requests: int = _REQUESTS) 
     return _outcome(done[first:], load, now, mean, requests - first, speed.busy)
 
 
-def _arrivals(load: ReplicaLoad, requests: int, chance: random.Random) -> deque[float]:
-    if load.rate is None:
-        return deque([0.0] * load.clients)
-    now, found = 0.0, deque[float]()
+def arrival_times(rate: float, requests: int) -> Iterator[float]:
+    """At random, with a fixed seed."""
+    now, chance = 0.0, random.Random(SEED)
     for _ in range(requests):
-        now += chance.expovariate(load.rate)
-        found.append(now)
-    return found
+        now += chance.expovariate(rate)
+        yield now
+
+
+def _arrivals(load: ReplicaLoad, requests: int) -> Iterator[_Served]:
+    """All requests, or the first of each client. Clients are found somewhere in their answers:
+    equal ones would stay in step for ever."""
+    if load.rate is not None:
+        for time in arrival_times(load.rate, requests):
+            yield _Served(time, load.prompt, load.output)
+        return
+    chance = random.Random(SEED)
+    for _ in range(load.clients):
+        yield _Served(0.0, 0, chance.randint(1, load.output))
 
 
 def _steps(
     running: list[_Served], speed: ReplicaSpeed, prompt: int, now: float, until: float
-) -> tuple[float, list[_Served]]:
-    """Seconds of a step, and who ended with it; of as many equal steps as there are until someone
-    ends or arrives, in so many seconds."""
+) -> tuple[float, float, list[_Served]]:
+    """Seconds of a step, twice, and who ended with it; or of as many equal steps as there are until
+    someone ends or arrives, in so many seconds, and of the last of them."""
     decoding = [each for each in running if not each.unread]
     if len(decoding) == len(running):
         one, fewest = speed.step(len(decoding)), min(each.left for each in decoding)
-        count = fewest if until == float("inf") else min(fewest, ceil(until / one))
+        count = fewest if until == float("inf") else max(1, min(fewest, ceil(until / one)))
         for each in decoding:
-            each.left -= max(1, count)
-        return max(1, count) * one, [each for each in running if each.left <= 0]
+            each.left -= count
+        return count * one, one, [each for each in running if each.left <= 0]
     budget, chunked, begun = max(1, speed.budget - len(decoding)), 0, list[_Served]()
     for each in running:
         if each.unread and chunked < budget:
@@ -136,7 +148,7 @@ def _steps(
         each.first, each.left = now + seconds + speed.late, each.left - 1
     for each in decoding:
         each.left -= 1
-    return seconds, [each for each in running if not each.unread and each.left <= 0]
+    return seconds, seconds, [each for each in running if not each.unread and each.left <= 0]
 
 
 def _outcome(

@@ -63,17 +63,13 @@ class ServeTask:
     folder: Path  # of sockets
     replica: int
     sequences: int  # that run at a time in each data rank
-    tokens: int  # of a forward
+    tokens: int | None  # of a forward; None: what suits the device
     cache_gb: float | None
     first_place: int = 0  # of its ranks among those of all engines
     places: int = 1
     role: EngineRole = "both"
     other: Plan | None = None  # of the engines that sequences come from, or go on in
     start: int = 0  # how often it was started before
-
-    @property
-    def limits(self) -> ScheduleLimits:
-        return ScheduleLimits(self.tokens, self.sequences)
 
     @property
     def leader(self) -> Path:
@@ -93,7 +89,8 @@ def serve_rank(worker: Worker, task: ServeTask) -> None:
             cache_bytes = None if task.cache_gb is None else 1e9 * task.cache_gb
             if cache_bytes is None and device.device.type == "cpu":
                 cache_bytes = 1e9
-            engine = engine_of_rank(worker, text, device.device, cache_bytes, most, task.limits)
+            limits = ScheduleLimits.of(device.device.type, task.tokens, task.sequences)
+            engine = engine_of_rank(worker, text, device.device, cache_bytes, most, limits)
             _warm_up(engine)
             # Before any rank is ready: others may connect from then on.
             loop = EngineLoop(engine, _travel(task, worker.rank, engine))

@@ -48,7 +48,7 @@ class ServeOptions:
     restarts: int = 3  # of an engine that has lost a rank
     max_queue: int = 1024  # sequences that wait
     max_running: int = 256  # sequences in the engine of a data rank
-    max_batch_tokens: int = 512  # of a forward
+    max_batch_tokens: int | None = None  # of a forward; None: what suits the device
     cache_gb: float | None = None
     drain_s: float = 60.0
     limits: HttpLimits = field(default_factory=HttpLimits)

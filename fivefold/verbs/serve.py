@@ -48,7 +48,10 @@ QueueOption = Annotated[
     int, typer.Option(help="Maximum sequences that wait; more are answered with 429.")
 ]
 RunningOption = Annotated[int, typer.Option(help="Maximum sequences in a data rank of a replica.")]
-BatchOption = Annotated[int, typer.Option(help="Maximum tokens of a forward.")]
+BatchOption = Annotated[
+    int | None,
+    typer.Option(help="Maximum tokens of a forward (default: 8192 on GPUs, 512 on CPUs)."),
+]
 CacheOption = Annotated[
     float | None,
     typer.Option(help="Maximum GB of the KV cache on a rank (default: 1, or 80% of a free GPU)."),
@@ -81,7 +84,7 @@ def run(
     name: NameOption = None,
     max_queue: QueueOption = 1024,
     max_running: RunningOption = 256,
-    max_batch_tokens: BatchOption = 512,
+    max_batch_tokens: BatchOption = None,
     cache_gb: CacheOption = None,
     drain_seconds: DrainOption = 60.0,
     dtype: DtypeOption = None,

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fivefold.core.errors import FivefoldError
+from fivefold.core.kv_pages import STEP_TOKENS
 from fivefold.generate.blocks import BLOCK, BlockPool, blocks_of, chained_digest
 from fivefold.generate.requests import Request, SequenceState, StepBatch
 from fivefold.generate.scheduler import ScheduleLimits, Scheduler
@@ -255,3 +256,8 @@ def test_a_sequence_whose_draw_is_under_way_is_not_admitted_again() -> None:
     sequence.append(5, 0.0)
     (chunk,) = scheduler.schedule().chunks
     assert chunk.tokens == (1, 2, 3, 5) and chunk.samples
+
+
+def test_a_gpu_takes_the_steps_that_plans_assume() -> None:
+    assert ScheduleLimits.of("cuda").tokens == STEP_TOKENS > ScheduleLimits.of("cpu").tokens
+    assert ScheduleLimits.of("cuda", 64, 3) == ScheduleLimits(64, 3)

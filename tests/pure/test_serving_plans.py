@@ -147,7 +147,7 @@ def test_kv_heads_fewer_than_tp_are_read_by_all() -> None:
 
 
 def speed(step: float = 0.01, room: int = 64) -> ReplicaSpeed:
-    return ReplicaSpeed(lambda n: step + 1e-4 * n, 0.05, 0.0, 0.005, room, 8192)
+    return ReplicaSpeed(lambda n: step + 1e-4 * n, 0.05, 0.0, 0.005, room, 8192, ahead=False)
 
 
 def test_an_idle_server_answers_as_alone() -> None:
