@@ -58,7 +58,7 @@ def _layers_and_buckets(work: LayerTimer) -> Iterator[UnitGroup]:
     for expert, size in enumerate(parameters):
         if expert and work.shape.moe is None:
             return
-        reductions = np.where(third, m, rounds)
+        reductions = np.where(third, np.where(grid.pp > 1, 1.0, m), rounds)
         yield UnitGroup(bool(expert), number, size, reductions, number * each, size * each)
 
 
@@ -81,7 +81,7 @@ def data_job(work: LayerTimer) -> DataJob:
 def data_seconds(work: LayerTimer, units: RankUnits | None, window: Array, compute: Array) -> Array:
     """Collectives of the data axis, as far as compute does not hide them: gradients in the backward
     of the last microbatch, under ZeRO-2 in every backward. ZeRO-3 gathers every layer twice per
-    microbatch (once per step in a pipeline) and reduce-scatters its gradients."""
+    microbatch and reduce-scatters its gradients, or each once per step in a pipeline."""
     grid, stack, m = work.grid, work.stack, work.grid.microbatches
     shards = grid.shard * grid.cp
     sharded, groups = (grid.zero >= 1) & (shards > 1), unit_groups(work, units)

@@ -160,6 +160,7 @@ def layer_job(
     node: int | None,
     balance: tuple[Balance, ...] = (),
     fp8: Fp8 | None = None,
+    narrowing: float = 1.0,
 ) -> LayerJob:
     """What the collectives of layers depend on, in arrays; `node`: ranks of a node, if tokens go to
     each node once."""
@@ -201,6 +202,7 @@ def layer_job(
         balance=balance,
         row_seq=seq,
         fp8=fp8,
+        narrowing=narrowing,
     )
 
 

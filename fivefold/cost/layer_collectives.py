@@ -99,6 +99,7 @@ class LayerJob:
     balance: tuple[Balance, ...] = ()
     row_seq: Number = 0  # tokens of a row without padding
     fp8: Fp8 | None = None
+    narrowing: Number = 1  # bytes of activations over those of all-gathers, of other stacks
 
     @classmethod
     def of(cls, plan: Plan, recompute: Recompute, itemsize: int) -> LayerJob:
@@ -197,7 +198,8 @@ def tensor_layer(
     are issued in chunks.
     """
     split, size = where(job.tp > 1, job.tp_chunks, 0), job.activations // job.tp_chunks
-    narrow = job.itemsize if rounded and job.fp8 is not None and job.fp8.gathers_codes else 1
+    coded = rounded and job.fp8 is not None and job.fp8.gathers_codes
+    narrow = job.itemsize if coded else job.narrowing
     for block in _blocks(job.shape, moe, stops_before_sum(job, ends_segment)):
         repeated = job.repeats[block.module]
         kept_shard = where(repeated > 0, 0, job.keeps_shards)

@@ -81,6 +81,7 @@ class LayerKernels:
             node=machine.tiers[0].size if stack.node_by_node else None,
             balance=stack.balance,
             fp8=stack.fp8,
+            narrowing=self.itemsize / matmul_bytes(precision) if stack.narrow_tp else 1.0,
         )
         self.tokens = self.job.tokens
         self.mixer = MixerSizes.of(shape, grid.tp, seq)

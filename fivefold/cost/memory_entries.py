@@ -376,15 +376,15 @@ class MemoryEntries:
             most, passing = most + parameters.ends, passing + parameters.ends
         else:  # an end is gathered in place of a layer
             most = np.maximum(most, parameters.ends + layer)
-        # A pipeline keeps gathered weights over a step: its microbatches are far apart.
-        whole = np.where(grid.pp > 1, parameters.all, most) * self.itemsize
         size = self.gradient_bytes if self.stack.scatters_rounds else memory.passing_bytes
         flying = np.where((grid.zero >= 2) & sharded, passing * size, 0.0)
-        return np.where((grid.zero == 3) & sharded, whole, 0.0) + flying
+        # A pipeline keeps gathered weights and full gradients: its microbatches are far apart.
+        kept = parameters.all * (self.itemsize + self.gradient_bytes)
+        kept = np.where(grid.pp > 1, kept, most * self.itemsize + flying)
+        return np.where((grid.zero == 3) & sharded, kept, flying)
 
     def _passing_layers(self, stage: RankStage) -> Array | float:
-        """Layers with unreduced gradients: some; or one chunk that accumulates and one that is
-        being reduced."""
+        """Layers with unreduced gradients: some; or a chunk that accumulates and a reduced one."""
         if not self.stack.scatters_rounds:
             return self.memory.passing_layers
         return 2 * stage.layers.all / self.grid.chunks

@@ -202,6 +202,7 @@ class SoftwareStack:
     weight_gradient_share: float = 1.0  # of other matmuls' speed in fewer than 16 bits
     narrow_dispatch: bool = False  # tokens go to experts in the bits of matmuls; results are wide
     narrow_gathers: bool = False  # so do weights that ZeRO gathers
+    narrow_tp: bool = False  # and inputs that sequence parallelism gathers
     shared_overlap: bool = False  # shared experts run beside the dispatch
     paired_layers: bool = False  # two microbatches overlap in every layer, whatever the schedule
     experts_hidden: float = 0.0  # share of dispatch and combine that overlaps with compute
@@ -228,10 +229,9 @@ class SoftwareStack:
     memory: StackMemory = StackMemory()
 
     def stays_gathered(self, grid: LayoutGrid) -> Flags:
-        """Where ZeRO-3 keeps weights gathered over a step: as a plan says, or in a pipeline of
-        fivefold, whose microbatches are far apart."""
-        own = self.runs_plans and not self.gather
-        return (self.gather == "step") | ((grid.pp > 1) & own)
+        """Where ZeRO-3 keeps weights gathered over a step: as a plan says, or in a pipeline, whose
+        microbatches are far apart."""
+        return (self.gather == "step") | ((grid.pp > 1) & (not self.gather))
 
 
 # Host seconds of a layer's forward, and about as many of its backward, on an H200's host with torch

@@ -229,3 +229,50 @@ def test_llama_405b_fits_and_takes_as_long_as_published(
     job = (shape, H100, stack, replace(grid, context=gathered), seq, "bf16")
     assert step_time(*job).step.item() == pytest.approx(published, rel=0.1)
     assert fits(peak_memory(*job), H100).item()
+
+
+# --- ZeRO-3 in a pipeline: torch's pipelining keeps weights gathered and reduces gradients once
+
+
+def test_a_pipeline_gathers_and_reduces_once_a_step() -> None:
+    """Four times the microbatches move as much; without a pipeline, four times as much."""
+    titan = replace(load_stack("torchtitan"), gathers_hidden=0.0)
+
+    def moved(pp: int, microbatches: int) -> float:
+        return step(titan, shard=8, zero=3, pp=pp, microbatches=microbatches).parts["dp"].item()
+
+    assert moved(4, 32) == pytest.approx(moved(4, 8))
+    assert moved(1, 32) == pytest.approx(4 * moved(1, 8), rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("chunks", "seconds", "peak"), [(1, 40.96, 82.5), (2, 32.0, 72.7)], ids=["1f1b", "interleaved"]
+)
+def test_torchtitan_405b_takes_what_was_published(chunks: int, seconds: float, peak: float) -> None:
+    """512 H100 of 500 W (TorchTitan, December 2024, table 5), 100 and 128 tokens/s a GPU; with as
+    many microbatches as pipeline ranks, the default then."""
+    grid = grid_of(
+        shard=8,
+        tp=8,
+        pp=8,
+        zero=3,
+        chunks=chunks,
+        microbatch_size=4,
+        microbatches=8,
+        recompute=2,
+        schedule="1f1b" if chunks == 1 else "interleaved",
+    )
+    shape, stack = models.load("llama-3.1-405b"), load_stack("torchtitan")
+    job = (shape, machines.load("h100-500w"), stack, grid, 8192, "fp8")
+    assert step_time(*job).step.item() == pytest.approx(seconds, rel=0.05)
+    assert peak_memory(*job).reserved.item() / 2**30 == pytest.approx(peak, rel=0.2)
+
+
+# --- Tensor parallelism in fp8
+
+
+def test_transformer_engine_gathers_rounded_inputs() -> None:
+    """All-gathers of half the bytes beside reduce-scatters of 16 bits."""
+    degrees: dict[str, Any] = {"tp": 8, "shard": 8, "zero": 1, "microbatches": 8}
+    wide, narrow = (step(precision=each, **degrees).parts["tp"].item() for each in ("bf16", "fp8"))
+    assert 0.7 < narrow / wide < 0.85
