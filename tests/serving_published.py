@@ -2,8 +2,8 @@
 docs/serving-plans.md.
 
 A row is a throughput in tokens per second of all its GPUs. `mixed`: prompts and answers on the same
-GPUs under the highest load that fits; `decode` and `prefill`: GPUs that do only that, with so many
-sequences on each.
+GPUs under the highest load that fits, or that the requests of the run make; `clients`: so many wait
+for their answers; `decode` and `prefill`: GPUs that do only that, with so many sequences on each.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ import numpy as np
 
 from fivefold.api.serving_plans import plan_serving
 from fivefold.core import machine, models
+from fivefold.core.errors import counted
 from fivefold.core.layout import Layout
 from fivefold.cost.serving import ServedModel
-from fivefold.planner.serving import LayoutLoad
+from fivefold.planner.serving import LayoutLoad, ServingPlan
 from fivefold.planner.serving_fit import KV_FORMATS, ServingFit, ServingRequest
 from fivefold.report import duration
 
@@ -30,6 +31,21 @@ SOURCES = {
     "trtllm": "[TensorRT-LLM 1.0, performance overview](https://github.com/NVIDIA/TensorRT-LLM/blob"
     "/00f37686aa854010d68bcbd0f4ab000221541ca6/docs/source/performance/perf-overview.md) (2025): "
     "output tokens/s under maximum load",
+    "trtllm12": "[TensorRT-LLM 1.2, performance overview](https://github.com/NVIDIA/TensorRT-LLM/"
+    "blob/03e27c7d5ff0c6e89f8328838c0a8e64f1b34f9d/docs/source/developer-guide/perf-overview.md) "
+    "(2025): the same for a GPU; DEP is data parallel attention with experts over all GPUs",
+    "nim": "[NVIDIA NIM 1.8, performance](https://docs.nvidia.com/nim/benchmarking/llm/1.0.0/"
+    "performance) (2025): clients that wait for their answers",
+    "gpustack": "[GPUStack, performance lab](https://github.com/gpustack/gpustack/tree/"
+    "47277d79f4a5bae12a2d25e9ecbed2a2177a5f2d/docs/performance-lab) (2025-11): 500 requests at "
+    "once through HTTP; the faster of vLLM 0.11, SGLang 0.5.5 and TensorRT-LLM 1.2rc1 on one GPU, "
+    "vLLM on several",
+    "tenstorrent": "[tt-inference-server, issue 340](https://github.com/tenstorrent/"
+    "tt-inference-server/issues/340) (2025-07-18): vLLM, one client, from the latency of an answer",
+    "moeresearch": "[MOEresearch](https://github.com/gujialiang123/MOEresearch/blob/"
+    "d43a836a35f5349ab33935ab6281ed66e0e5e539/docs/2026-06-25/autotuning_honest_results.md) "
+    "(2026-06-25): SGLang 0.5.9 as it starts by itself, clients that wait, prompts of random words "
+    "from a list of 35, as many tokens as words assumed",
     "deepseek": "[DeepSeek-V3/R1 inference system overview](https://github.com/deepseek-ai/"
     "open-infra-index) (2025-03-01): a node of 8 H800 has 73.7k tokens/s of prefill, 56.3% of them "
     "cache hits that nobody computes, and 14.8k of decode at 20 to 22 tokens/s an answer; the "
@@ -56,20 +72,67 @@ class Published(NamedTuple):
     tokens_per_s: float  # of all GPUs of the layout
     source: str
     kind: str = "mixed"
-    sequences: int = 0  # of a GPU, of decode
+    sequences: int = 0  # of a GPU, of decode; clients
+    requests: int = 0  # of a run that is not many times as long as an answer; 0: no bound
+
+
+Lengths = tuple[int, int]  # of prompts and answers
+# Requests of a run of TensorRT-LLM. Without a number here they are many times what fits.
+_RUN = {(1000, 1000): 3000, (1024, 8192): 1500, (1024, 32768): 1000, (8192, 1024): 1500}
 
 
 def _trt(
-    model: str, where: str, layout: str, rows: dict[tuple[int, int], int], kv: str = "fp8"
+    model: str,
+    where: str,
+    layout: str,
+    rows: dict[Lengths, int],
+    source: str = "trtllm",
 ) -> list[Published]:
+    """TensorRT-LLM; from version 1.2 on it tells tokens of a GPU."""
     precision = "nvfp4" if where in ("b200", "gb200") else "fp8"
+    gpus = Layout.parse(layout).world if source == "trtllm12" else 1
     return [
-        Published(model, where, layout, precision, kv, *lengths, found, "trtllm")
+        Published(
+            *(model, where, layout, precision, "fp8", *lengths),
+            *(gpus * found, source, "mixed", 0, _RUN.get(lengths, 0)),
+        )
         for lengths, found in rows.items()
     ]
 
 
+def _by(lengths: tuple[Lengths, ...], *found: int) -> dict[Lengths, int]:
+    return dict(zip(lengths, found, strict=True))
+
+
+def _all_at_once(
+    model: str, where: str, layout: str, precision: str, rows: dict[Lengths, float]
+) -> list[Published]:
+    """GPUStack: 500 requests; it tells tokens of prompts and answers together."""
+    return [
+        Published(
+            *(model, where, layout, precision, "bf16", *lengths),
+            *(both * lengths[1] / sum(lengths), "gpustack", "mixed", 0, 500),
+        )
+        for lengths, both in rows.items()
+    ]
+
+
+def _clients(
+    job: tuple[str, str, str, str, str], lengths: Lengths, rows: dict[int, float], source: str
+) -> list[Published]:
+    """So many clients, each with one request at a time."""
+    return [
+        Published(*job, *lengths, found, source, "clients", clients)
+        for clients, found in rows.items()
+    ]
+
+
 _BIG, _LONG = "llama-3.1-405b", {(20000, 2000): 345}
+_LONG_70 = {(2048, 2048): 2003, (20000, 2000): 283}
+_IN = ((1000, 1000), (1024, 8192), (8192, 1024))
+_OUT = ((1000, 1000), (1024, 8192), (1024, 32768))
+_TWO, _FOUR = (2000, 100), (4000, 200)
+_SMALL, _WIDE = ("qwen3-30b-a3b",), ("tp=1", "bf16", "bf16")
 ROWS = [
     *_trt(
         _BIG,
@@ -87,6 +150,37 @@ ROWS = [
     *_trt("llama-3.1-8b", "h200", "tp=1", {(1000, 1000): 17744, (2048, 2048): 12194}),
     *_trt("qwen3-30b-a3b", "b200", "tp=1", {(1000, 1000): 25828, (2048, 2048): 17554}),
     *_trt("qwen3-30b-a3b", "gb200", "tp=1", {(1000, 1000): 17481, (2048, 2048): 14719}),
+    *_trt(_BIG, "b200", "tp=4", {(1000, 1000): 5209, (2048, 2048): 4212, (20000, 2000): 672}),
+    *_trt(_BIG, "gb200", "tp=4", {(1000, 1000): 5389, (2048, 2048): 4407, (20000, 2000): 739}),
+    *_trt("llama-3.1-70b", "h200", "tp=1", {(1000, 1000): 2909, (2048, 128): 442, **_LONG_70}),
+    *_trt("deepseek-v3", "h200", "dp=8 ep=8", _by(_OUT, 1627, 1218, 438), "trtllm12"),
+    *_trt("deepseek-v3", "b200", "dp=4 ep=4", _by(_IN, 6463, 3862, 1168), "trtllm12"),
+    *_trt("deepseek-v3", "gb200", "dp=4 ep=4", _by(_IN, 6939, 4379, 1192), "trtllm12"),
+    *_trt("qwen3-235b-a22b", "h200", "dp=4 ep=4", _by(_IN, 3288, 1417, 627), "trtllm12"),
+    *_trt("qwen3-235b-a22b", "h100", "dp=8 ep=8", _by(_IN[:2], 1932, 873), "trtllm12"),
+    *_trt("qwen3-235b-a22b", "gb200", "dp=4 ep=4", _by(_IN, 6172, 3423, 1464), "trtllm12"),
+    *_trt("llama-3.1-70b", "h200", "tp=2", _by(_IN, 2587, 2009, 537), "trtllm12"),
+    *_trt("llama-3.1-70b", "h100", "tp=2", {_IN[0]: 2209, _IN[2]: 398}, "trtllm12"),
+    *_trt("llama-3.1-70b", "gb200", "tp=1", _by(_IN, 7769, 3805, 1491), "trtllm12"),
+    *_trt("qwen3-30b-a3b", "b200", "tp=1", _by(_IN, 26971, 13497, 5735), "trtllm12"),
+    *_trt("qwen3-30b-a3b", "gb200", "tp=1", _by(_IN, 22856, 14272, 6201), "trtllm12"),
+    *_all_at_once("qwen3-14b", "a100", "tp=1", "bf16", {_TWO: 7474.0, _FOUR: 6418.65}),
+    *_all_at_once("qwen3-32b", "a100", "tp=1", "bf16", {_TWO: 2715.9, _FOUR: 2037.67}),
+    *_all_at_once("qwen3-14b", "h100", "tp=1", "fp8", {_TWO: 14764.26, _FOUR: 12257.62}),
+    *_all_at_once("qwen3-32b", "h100", "tp=1", "fp8", {_TWO: 5901.95, _FOUR: 4929.16}),
+    *_all_at_once("qwen3-235b-a22b", "h100", "tp=4 etp=4", "fp8", {_TWO: 18950, _FOUR: 16479}),
+    *_all_at_once("deepseek-v3", "h200", "tp=8 etp=8", "fp8", {_TWO: 17691, _FOUR: 15809}),
+    *_clients(
+        ("llama-3.1-70b", "h100", "tp=2", "fp8", "fp8"),
+        (5000, 500),
+        {1: 51.67, 5: 218.48, 25: 623.4, 50: 814.37},
+        "nim",
+    ),
+    *_clients((*_SMALL, "a100", *_WIDE), (128, 1024), {1: 1024 / 9.9235}, "tenstorrent"),
+    *_clients((*_SMALL, "a100", *_WIDE), (2048, 128), {1: 128 / 1.3437}, "tenstorrent"),
+    *_clients((*_SMALL, "h200", *_WIDE), (100, 256), {1: 0.888 * 256}, "moeresearch"),
+    *_clients((*_SMALL, "h200", *_WIDE), (800, 256), {8: 4.629 * 256}, "moeresearch"),
+    *_clients((*_SMALL, "h200", *_WIDE), (200, 256), {32: 14.712 * 256}, "moeresearch"),
     Published(
         *("deepseek-v3", "h800", "dp=32 ep=32", "fp8", "bf16", 4989, 1),
         *(4 * 73_700 * (1 - 0.563), "deepseek", "prefill"),
@@ -114,18 +208,32 @@ ROWS = [
 ]
 
 
+def _load(row: Published, layout: Layout) -> ServingPlan:
+    """The load of the figure: so many clients, or as much as fits and was asked for."""
+    request = ServingRequest(
+        models.load(row.model),
+        machine.load(row.machine),
+        layout.world,
+        row.prompt,
+        row.output,
+        concurrency=row.sequences or None,
+        precision=row.precision,
+        kv=row.kv,
+    )
+    load = LayoutLoad(ServingFit(request, layout))
+    most = row.requests // layout.dp
+    bounded = 0 < most < load.room
+    found = load.loaded() if row.sequences else load.steady(most) if bounded else load.fullest()
+    assert found is not None
+    return found
+
+
 def planned(row: Published) -> float:
     """Tokens per second of our plan."""
     shape, where = models.load(row.model), machine.load(row.machine)
     layout = Layout.parse(row.layout, zero=0, sp=shape.moe is not None and "tp=1" not in row.layout)
-    if row.kind == "mixed":
-        lengths = (row.prompt, row.output)
-        request = ServingRequest(
-            shape, where, layout.world, *lengths, precision=row.precision, kv=row.kv
-        )
-        found = LayoutLoad(ServingFit(request, layout)).fullest()
-        assert found is not None
-        return found.tokens_per_s
+    if row.kind in ("mixed", "clients"):
+        return _load(row, layout).tokens_per_s
     layout = Layout.parse(row.layout, zero=0, sp=False)
     served = ServedModel(shape, where, layout, row.precision, KV_FORMATS[row.kv])
     if row.kind == "prefill":
@@ -137,6 +245,8 @@ def planned(row: Published) -> float:
 def _words(row: Published) -> str:
     if row.kind == "mixed":
         return f"{row.prompt:,} / {row.output:,}"
+    if row.kind == "clients":
+        return f"{row.prompt:,} / {row.output:,}, {counted(row.sequences, 'client')}"
     if row.kind == "prefill":
         return f"prefill of {row.prompt:,}"
     return f"decode of {row.sequences} a GPU at {row.prompt:,}"
@@ -177,8 +287,12 @@ def table() -> list[str]:
     return lines
 
 
-ALONE = (("llama-3.1-405b", "h100", 16, "bf16"), ("qwen3-30b-a3b", "h200", 1, "bf16"))
-ALONE += (("deepseek-v3", "h800", 32, "fp8"), ("deepseek-v3", "gb200", 72, "fp8"))
+ALONE = (
+    ("llama-3.1-405b", "h100", 16, "bf16"),
+    ("qwen3-30b-a3b", "h200", 1, "bf16"),
+    ("deepseek-v3", "h800", 32, "fp8"),
+    ("deepseek-v3", "gb200", 72, "fp8"),
+)
 
 
 def plans() -> list[str]:
@@ -189,8 +303,7 @@ def plans() -> list[str]:
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for name, where, gpus, precision in ALONE:
-        asked = {"machine": where, "gpus": gpus, "precision": precision}
-        choice = plan_serving(name, **asked).choice
+        choice = plan_serving(name, machine=where, gpus=gpus, precision=precision).choice
         for goal, plan in (("latency", choice.latency), ("throughput", choice.throughput)):
             lines.append(
                 f"| {name} | {gpus} {where} | {precision} | {goal} | {plan.layout} | "

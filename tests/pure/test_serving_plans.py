@@ -308,10 +308,13 @@ def test_text_and_json_have_the_same_numbers(capsys: pytest.CaptureFixture[str])
 
 
 def test_plans_are_near_published_figures() -> None:
-    """Nothing was fitted to them. The page has the table that the script writes."""
+    """Nothing was fitted to them. The page has the table that the script writes, and says what is
+    beyond a factor of two: an engine with faster routing, and tokens that choose alike."""
     found = {row: serving_published.planned(row) / row.tokens_per_s for row in ROWS}
     near = [each for each in found.values() if 1 / 1.25 <= each <= 1.25]
-    assert len(near) >= 0.75 * len(ROWS) and 0.5 < min(found.values()) < max(found.values()) < 1.5
+    assert len(near) >= 0.8 * len(ROWS)
+    far = {row.source for row, each in found.items() if not 0.5 < each < 2.0}
+    assert far == {"gpustack", "moeresearch"}
     text = serving_published.DOC.read_text("utf-8")
     for row, ratio in found.items():
         line = next(each for each in text.splitlines() if serving_published.told(row) in each)
