@@ -22,8 +22,9 @@ from fivefold.core import count, machine, models, tables
 from fivefold.core.errors import JSON_SCHEMA
 from fivefold.core.plan import PlanOptions
 from fivefold.core.recipe import Recipe
+from fivefold.core.rope import Rope
 from fivefold.core.settings import plan_keys
-from fivefold.core.shape import Mla, Moe, Rope, Shape
+from fivefold.core.shape import Mla, Moe, Shape
 from fivefold.page.learn import trainers
 from fivefold.terminal import long_name, panels
 from tests.json_answers import answers

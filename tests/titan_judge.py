@@ -22,7 +22,8 @@ import torch
 import torch.distributed as dist
 
 from fivefold.core import models
-from fivefold.core.shape import Rope, Shape
+from fivefold.core.rope import Rope
+from fivefold.core.shape import Shape
 from tests.foreign_parsers import prepare
 
 PLAIN = Rope("llama3", 1.0, 8192)  # scales nothing

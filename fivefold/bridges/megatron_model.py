@@ -15,7 +15,8 @@ from fivefold.bridges.target import FoundModel
 from fivefold.core import models
 from fivefold.core.errors import FivefoldError
 from fivefold.core.hybrid import GATED_DELTA, Hybrid
-from fivefold.core.shape import Mla, Moe, Rope, Shape
+from fivefold.core.rope import Rope
+from fivefold.core.shape import Mla, Moe, Shape
 
 _USUAL_VOCABULARY = 128_000  # for a file that leaves it to a tokenizer
 # Arguments, our keys and their types.

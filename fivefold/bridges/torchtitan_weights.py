@@ -20,7 +20,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 from fivefold.core.errors import BadFile, FivefoldError
-from fivefold.core.shape import Rope, Shape
+from fivefold.core.rope import Rope
+from fivefold.core.shape import Shape
 from fivefold.core.weights import Weight, weights
 
 METADATA = ".metadata"  # torch writes it last

@@ -3,17 +3,17 @@ that all decoders after GPT-2 share."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import cast
 
-from fivefold.core.shape import Moe, Rope
+from fivefold.core.rope import Rope, RopeKind
+from fivefold.core.shape import Moe
 from fivefold.core.tables import (
     Config,
     Fields,
     attention_bias,
     head_dim,
     indices,
-    rope_fields,
-    rotary,
 )
 
 GATED = {
@@ -28,6 +28,9 @@ PLAIN = {
     "relu": "relu",
 }
 PARTIAL = "partial_rotary_factor"
+ORIGINAL = "original_max_position_embeddings"
+ROPES = {each: each for each in ("default", "llama3", "yarn", "linear", "longrope")}
+_PHI3_ROPES = {"default": "default"} | dict.fromkeys(("longrope", "su", "yarn"), "longrope")
 
 
 def decoder_fields(
@@ -37,11 +40,15 @@ def decoder_fields(
     multi_head: bool = False,
     partial: float | None = None,
     activation: str = "hidden_act",
+    ropes: Mapping[str, str] = ROPES,
+    original: int | None = None,
 ) -> Fields:
     """What every family after GPT-2 shares: RMS norms, rotary positions, gated MLPs.
 
     Only a `multi_head` family may leave out its number of KV heads. `partial`: the part of a head
-    that is rotated if a config does not say it, of a family that may rotate a part.
+    that is rotated if a config does not say it, of a family that may rotate a part. `ropes`: what
+    the family calls its scalings of positions. `original`: the length before these, of a family
+    that says it beside their table or not at all.
     """
     width, heads = config.whole("hidden_size"), config.whole("num_attention_heads")
     max_seq = config.whole("max_position_embeddings")
@@ -61,9 +68,66 @@ def decoder_fields(
         "norm_eps": config.number("rms_norm_eps", eps),
         "activation": config.choice(activation, "silu", GATED),
         "attention_dropout": config.number("attention_dropout", 0.0),
-        **rotary(config, max_seq, theta),
+        **_rotary(config, max_seq, theta, ropes, original),
         **({} if partial is None else _rotated(config, PARTIAL, partial, size)),
     }
+
+
+def _rotary(
+    config: Config,
+    max_seq: int,
+    theta: float,
+    ropes: Mapping[str, str] = ROPES,
+    original: int | None = None,
+) -> Fields:
+    """Both spellings: `rope_theta` with `rope_scaling`, or the newer `rope_parameters`."""
+    table = config.table(config.first_of(("rope_parameters", "rope_scaling")))
+    original = config.whole(ORIGINAL) if config.has(ORIGINAL) else original
+    return _rope(table, max_seq, config.number("rope_theta", theta), original, ropes)
+
+
+def _rope(
+    table: Config | None,
+    max_seq: int,
+    theta: float,
+    original: int | None = None,
+    ropes: Mapping[str, str] = ROPES,
+) -> Fields:
+    """The rotation that one such table says. An `original` length beside it has priority."""
+    if table is None:
+        return {"rope_theta": theta}
+    theta = table.number("rope_theta", theta)
+    kind = table.choice(table.first_of(("rope_type", "type")), "default", ropes)
+    if kind == "default":
+        return {"rope_theta": theta}
+    extra = {
+        "low_freq": ("low_freq_factor", 1.0),
+        "high_freq": ("high_freq_factor", 4.0),
+        "beta_fast": ("beta_fast", 32.0),
+        "beta_slow": ("beta_slow", 1.0),
+        "mscale": ("mscale", 0.0),
+        "mscale_all_dim": ("mscale_all_dim", 0.0),
+    }
+    fields: Fields = {name: table.number(key, value) for name, (key, value) in extra.items()}
+    fields["truncate"] = table.flag("truncate", True)
+    if table.has("attention_factor"):
+        fields["attention_factor"] = table.number("attention_factor")
+    first = table.whole(ORIGINAL, max_seq) if original is None else original
+    default = None
+    if kind == "longrope":
+        fields |= {"short": _factors(table, "short_factor"), "long": _factors(table, "long_factor")}
+        default = max_seq / first
+    rope = Rope(cast("RopeKind", kind), table.number("factor", default), first, **fields)
+    return {"rope_theta": theta, "rope": rope}
+
+
+def _factors(table: Config, key: str) -> tuple[float, ...]:
+    """A list of numbers."""
+    items = table.items(key) or []
+    found = [each for each in items if isinstance(each, int | float)]
+    if not found or len(found) < len(items):
+        table.problem(key, "must be a list of numbers, one for each pair of a head")
+    return tuple(map(float, found))
 
 
 def _rotated(config: Config, key: str, default: float, size: int) -> Fields:
@@ -93,12 +157,8 @@ def _glm4(config: Config) -> Fields:
 
 
 def _phi3(config: Config) -> Fields:
-    table = config.table(config.first_of(("rope_parameters", "rope_scaling")))
-    key = "rope_type" if table is None else table.first_of(("rope_type", "type"))
-    if table is not None and table.has(key):
-        # Older files say su or yarn for longrope, whose factors depend on the length of a row.
-        table.must_be(key, "default")
-    fields = decoder_fields(config, eps=1e-5, multi_head=True, partial=1.0)
+    own: Fields = {"ropes": _PHI3_ROPES, "original": 4096}
+    fields = decoder_fields(config, eps=1e-5, multi_head=True, partial=1.0, **own)
     dropout = config.number("resid_pdrop", 0.0)
     if config.number("embd_pdrop", 0.0) not in (0.0, dropout):
         config.problem("embd_pdrop", f"must equal resid_pdrop = {dropout}: a Shape has one")
@@ -136,7 +196,7 @@ def _gpt_neox(config: Config) -> Fields:
         "parallel_norms": 2 if parallel else 1,
         **attention_bias(config, default=True),
         **_layer_norms(config, True, "layer_norm_eps"),
-        **rotary(config, max_seq, config.number("rotary_emb_base", 10_000.0)),
+        **_rotary(config, max_seq, config.number("rotary_emb_base", 10_000.0)),
         **_rotated(config, "rotary_pct", 0.25, size),
     }
 
@@ -169,7 +229,7 @@ def _falcon(config: Config) -> Fields:
         "parallel_norms": norms if parallel else 1,
         **dict.fromkeys(("qkv_bias", "out_bias"), bias),
         **_layer_norms(config, bias, "layer_norm_epsilon"),
-        **rotary(config, max_seq, 10_000.0),
+        **_rotary(config, max_seq, 10_000.0),
     }
 
 
@@ -196,7 +256,7 @@ def _gemma3(config: Config) -> Fields:
     fields = _gemma(config) | _alternating(config, 6, "sliding_window_pattern")
     scaling = config.table("rope_scaling") if full is None else full
     wide = config.number("rope_theta", 1_000_000.0)
-    rope = rope_fields(scaling, fields["max_seq"], wide)
+    rope = _rope(scaling, fields["max_seq"], wide)
     own: Fields = {"norm_at": "both", "qk_norm": "head", "local_theta": theta, "rope": None}
     own |= {"logit_cap": _cap(config, "final_logit_softcapping", None)}
     return fields | own | _score_dim(config, fields["head_dim"]) | rope

@@ -63,6 +63,7 @@ def recurrent(shape: Shape) -> Shape:
         head_dim=hybrid.values // hybrid.key_heads,
         positions="none",
         rotary_dim=None,
+        rope=None,
         qk_norm="none",
         **dict.fromkeys(("qkv_bias", "out_bias", "attention_gate"), False),
     )

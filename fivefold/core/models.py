@@ -26,7 +26,8 @@ from fivefold.core.errors import BadFile, FivefoldError, UnknownName
 from fivefold.core.hf_config import shape_from_config
 from fivefold.core.hybrid import Hybrid
 from fivefold.core.layout import Layout
-from fivefold.core.shape import Mla, Moe, Rope, Shape
+from fivefold.core.rope import Rope
+from fivefold.core.shape import Mla, Moe, Shape
 
 PRESETS = Path(__file__).parents[1] / "presets" / "models"
 # Model names are the quoted table headers; finding them needs no TOML parser, which is slow.
@@ -260,7 +261,7 @@ _WIDTH = 64
 _LEAST_FFN = 96
 _LEAST_VOCAB = 192
 _EXPERT_FFN = 32
-_WINDOW = 20  # shorter than the shortest verified sequence, so that it has an effect
+_WINDOW = 20  # shorter than the shortest verified sequence, so that it has an effect; longrope too
 _MAX_SEQ = 2048
 
 
@@ -282,6 +283,9 @@ def scale_down(shape: Shape, layout: Layout) -> Shape:
     )
     head_dim = 8 if heads <= 32 else 4
     mla = None if shape.mla is None else _latents(shape.mla, head_dim)
+    share = (shape.rotary_dim or 0) / shape.head_dim
+    rotary_dim = 2 * max(1, round(share * head_dim / 2)) if share else None
+    rotated = (rotary_dim or head_dim) if mla is None else mla.rope_dim
     return replace(
         shape,
         layers=min(shape.layers, max(_LAYERS, layout.pp * layout.chunks)),
@@ -292,8 +296,21 @@ def scale_down(shape: Shape, layout: Layout) -> Shape:
         ffn=ffn,
         vocab=-(-_LEAST_VOCAB // heads) * heads + shape.vocab % heads,
         max_seq=min(shape.max_seq, _MAX_SEQ),
+        rotary_dim=rotary_dim,
+        rope=None if shape.rope is None else _rope(shape.rope, rotated // 2),
         window=None if shape.window is None else min(shape.window, _WINDOW),
     )
+
+
+def _rope(rope: Rope, pairs: int) -> Rope:
+    """Of heads with fewer pairs. All sequences outgrow longrope, and not all documents."""
+    if rope.kind != "longrope":
+        return rope
+    short, long = (
+        tuple(factors[i * len(factors) // pairs] for i in range(pairs))
+        for factors in (rope.short, rope.long)
+    )
+    return replace(rope, original_seq=min(rope.original_seq, _WINDOW), short=short, long=long)
 
 
 def _latents(mla: Mla, head_dim: int) -> Mla:

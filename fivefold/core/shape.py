@@ -16,6 +16,7 @@ from typing import Literal, NamedTuple
 from fivefold.core.errors import BadFile, FivefoldError
 from fivefold.core.hybrid import Hybrid, recurrent
 from fivefold.core.mixers import ATTENTION, Mixer, mixer_notes, mixer_problems, own_mixer
+from fivefold.core.rope import Rope
 from fivefold.core.tuning import Tuning
 
 Activation = Literal["swiglu", "swiglu_clamped", "geglu", "geglu_tanh", "gelu", "gelu_tanh", "relu"]
@@ -23,7 +24,6 @@ Norm = Literal["rms", "rms_offset", "layer"]
 NormAt = Literal["before", "after", "both"]
 Positions = Literal["rotary", "learned", "alibi", "none"]
 QkNorm = Literal["none", "head", "full", "l2"]
-RopeKind = Literal["llama3", "yarn", "linear"]
 Score = Literal["softmax", "sigmoid"]
 GroupScore = Literal["max", "top2"]
 WindowKind = Literal["sliding", "chunked"]
@@ -31,33 +31,6 @@ WindowKind = Literal["sliding", "chunked"]
 # Far above any model, far below what would make a loop over layers hang.
 MOST_LAYERS = 10_000
 MOST = 1_000_000_000  # of any other whole number
-
-
-@dataclass(frozen=True)
-class Rope:
-    """How rotary positions are scaled beyond the length that a model was first trained on."""
-
-    kind: RopeKind
-    factor: float
-    original_seq: int
-    low_freq: float = 1.0  # llama3: wavelengths above original_seq / low_freq are fully scaled
-    high_freq: float = 4.0  # llama3: wavelengths below original_seq / high_freq are kept
-    beta_fast: float = 32.0  # yarn: rotations that mark the two ends of its ramp
-    beta_slow: float = 1.0
-    mscale: float = 0.0  # yarn, DeepSeek: 0 means unset
-    mscale_all_dim: float = 0.0
-    attention_factor: float | None = None  # yarn: None computes it from `factor`
-    truncate: bool = True  # yarn: the ends of its ramp are whole pairs
-
-    def problems(self) -> Iterator[str]:
-        """Every reason why this scaling is impossible."""
-        positive = {"factor": self.factor, "original_seq": self.original_seq}
-        positive |= {"low_freq": self.low_freq, "high_freq": self.high_freq}
-        positive |= {"beta_fast": self.beta_fast, "beta_slow": self.beta_slow}
-        counts = {"mscale": self.mscale, "mscale_all_dim": self.mscale_all_dim}
-        if self.attention_factor is not None:
-            counts["attention_factor"] = self.attention_factor
-        yield from _out_of_range("rope.", positive, counts)
 
 
 @dataclass(frozen=True)
@@ -223,6 +196,14 @@ class Shape:
         return self.head_dim if self.rotary_dim is None else self.rotary_dim
 
     @property
+    def outgrown_at(self) -> int | None:
+        """The length of a text after which all its tokens are rotated otherwise, if there is one:
+        documents of packed rows are texts of their own."""
+        if self.rope is None or self.rope.kind != "longrope" or self.positions != "rotary":
+            return None
+        return self.rope.original_seq
+
+    @property
     def inner_norms(self) -> int:
         """Norms of a layer whose result attention or MLP reads."""
         if self.parallel_block:
@@ -299,6 +280,16 @@ class Shape:
     @property
     def notes(self) -> list[str]:
         """What whoever trains it should know."""
+        if self.outgrown_at is None:
+            return self._attention_notes
+        return [
+            f"longrope: documents of more than {self.outgrown_at:,} tokens are rotated by its long "
+            "factors, and all others by its short ones",
+            *self._attention_notes,
+        ]
+
+    @property
+    def _attention_notes(self) -> list[str]:
         if self.score_cap is not None:
             return [
                 f"score_cap = {self.score_cap}: training computes attention with all scores in "
@@ -359,7 +350,8 @@ class Shape:
             if self.mla is not None and getattr(self, key):
                 yield f"{key}: leave it out with MLA"
         if self.rope is not None:
-            yield from self.rope.problems()
+            yield from _out_of_range("rope.", self.rope.sizes, self.rope.counts)
+            yield from self.rope.problems(self.rotated_dim)
         if self.moe is not None:
             yield from self.moe.problems(self.layers)
         if self.mla is not None:

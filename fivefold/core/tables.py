@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from fivefold.core.errors import BadFile, FivefoldError, did_you_mean
-from fivefold.core.shape import MOST, MOST_LAYERS, Rope, RopeKind
+from fivefold.core.shape import MOST, MOST_LAYERS
 
 T = TypeVar("T")
 Table = Mapping[str, Any]
@@ -159,6 +159,8 @@ def from_text(hint: Any, text: str) -> Any:
         if text not in known:
             raise ValueError(did_you_mean(text, list(known)))
         return known[text]
+    if typing.get_origin(hint) is tuple:
+        return [from_text(typing.get_args(hint)[0], each) for each in text.split(",")]
     return float(text) if hint is float else text
 
 
@@ -208,7 +210,6 @@ _PLACING = (
     *("num_hidden_layers", "first_k_dense_replace", "moe_layer_freq", "decoder_sparse_step"),
     *("mlp_only_layers", "interleave_moe_layer_step", "moe_layers"),
 )
-ROPES = {"default": "default", "llama3": "llama3", "yarn": "yarn", "linear": "linear"}
 
 
 class Config:
@@ -344,37 +345,6 @@ def head_dim(config: Config, width: int, heads: int) -> int:
 def attention_bias(config: Config, default: bool = False) -> Fields:
     """One key for all four projections."""
     return dict.fromkeys(("qkv_bias", "out_bias"), config.flag("attention_bias", default))
-
-
-def rotary(config: Config, max_seq: int, theta: float) -> Fields:
-    """Both spellings: `rope_theta` with `rope_scaling`, or the newer `rope_parameters`."""
-    table = config.table(config.first_of(("rope_parameters", "rope_scaling")))
-    return rope_fields(table, max_seq, config.number("rope_theta", theta))
-
-
-def rope_fields(table: Config | None, max_seq: int, theta: float) -> Fields:
-    """The rotation that one such table says."""
-    if table is None:
-        return {"rope_theta": theta}
-    theta = table.number("rope_theta", theta)
-    kind = table.choice(table.first_of(("rope_type", "type")), "default", ROPES)
-    if kind == "default":
-        return {"rope_theta": theta}
-    extra = {
-        "low_freq": ("low_freq_factor", 1.0),
-        "high_freq": ("high_freq_factor", 4.0),
-        "beta_fast": ("beta_fast", 32.0),
-        "beta_slow": ("beta_slow", 1.0),
-        "mscale": ("mscale", 0.0),
-        "mscale_all_dim": ("mscale_all_dim", 0.0),
-    }
-    fields: Fields = {name: table.number(key, value) for name, (key, value) in extra.items()}
-    fields["truncate"] = table.flag("truncate", True)
-    if table.has("attention_factor"):
-        fields["attention_factor"] = table.number("attention_factor")
-    original = table.whole("original_max_position_embeddings", max_seq)
-    rope = Rope(cast("RopeKind", kind), table.number("factor"), original, **fields)
-    return {"rope_theta": theta, "rope": rope}
 
 
 def expert_placement(config: Config, key: str, wanted: list[int], layers: int) -> Fields:

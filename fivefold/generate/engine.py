@@ -90,7 +90,9 @@ class DecoderForward:
             self.routes.begin(tensors.slots, mine_1T[0])
         whole, mine = tensors.batch, self.ends.mine
         tokens = whole.tokens if self.drawn is None else self.drawn.fill(whole.tokens)
-        batch = TokenBatch(mine(tokens), mine(whole.labels), mine(whole.positions))
+        assert whole.outgrown is not None
+        tokens, labels, positions = mine(tokens), mine(whole.labels), mine(whole.positions)
+        batch = TokenBatch(tokens, labels, positions, outgrown=mine(whole.outgrown))
         if decoder.embed is None:
             x_1TD = self.ends.receive(batch.tokens.numel())
         else:
@@ -211,11 +213,8 @@ class Engine:
         some, in_flight = limits or ScheduleLimits(), self.ranks.in_flight
         # Recorded routes are read from all blocks when a sequence ends.
         window = shape.window_everywhere if routes is None else None
-        ahead, lands = drawn is not None, self._land
-        self.schedulers = [
-            Scheduler(each, some, shape.max_seq, in_flight, self._save, window, ahead, lands)
-            for each in pools
-        ]
+        more = (in_flight, self._save, window, drawn is not None, self._land, shape.outgrown_at)
+        self.schedulers = [Scheduler(each, some, shape.max_seq, *more) for each in pools]
         self.travel: Travel | None = None
         self._most_flights = in_flight + (drawn is not None)
         self._sequences: dict[str, SequenceState] = {}

@@ -73,7 +73,7 @@ def single_tokens(step: StepBatch, size: int, padding: int) -> StepBatch:
     their logits."""
     assert step.num_tokens <= size, "the scheduler knows its limit"
     singles = [
-        SequenceChunk(chunk.id, (token,), chunk.start + i, chunk.table, samples=True)
+        replace(chunk, tokens=(token,), start=chunk.start + i, samples=True, scored=0)
         for chunk in step.chunks
         for i, token in enumerate(chunk.tokens)
     ]

@@ -109,6 +109,7 @@ class SequenceState:
     row: int = 0  # of the last draw that it was in
     likeliest: list[int] = field(default_factory=list[int])  # in the places of targets
     carried: int = 0  # tokens whose keys and values another engine has computed, and wait here
+    outgrown: bool = False  # its blocks are those of a text longer than `Shape.outgrown_at`
 
     @property
     def drawn(self) -> list[int]:
@@ -135,9 +136,14 @@ class SequenceState:
         self.computed += computed
         self.reused += reused
 
-    def land(self) -> None:
-        """What another engine has computed is in the cache."""
-        self.computed, self.carried = max(self.computed, self.carried), 0
+    def begin(self, outgrown: bool) -> None:
+        """It is to have blocks: what is in them depends on whether its text is so long."""
+        self.outgrown = outgrown
+
+    def land(self, valid: bool) -> None:
+        """What another engine has computed is in the cache. It is `valid` unless the text has
+        outgrown it."""
+        self.computed, self.carried = max(self.computed, valid * self.carried), 0
 
     def restart(self) -> None:
         """It has no blocks any more."""
@@ -195,6 +201,7 @@ class SequenceChunk:
     samples: bool  # whether the last one is the last of its sequence: the next is to be drawn
     fills: bool = False  # tokens of no sequence, which fill a step: nobody reads what they give
     scored: int = 0  # so many of the last tokens are followed by targets
+    outgrown: bool = False  # of a text longer than `Shape.outgrown_at`
 
     @property
     def num_wanted(self) -> int:

@@ -14,6 +14,10 @@ goes into its blocks. If it loses these, it is computed again here.
 
 With a window in all layers a sequence gives back the blocks that no later token sees: it never has
 more than the window and a chunk need, however long it gets.
+
+A model may rotate all tokens of a text otherwise as soon as it is longer than `outgrown_at`
+(longrope). Its keys so far are then of no use: it gives back its blocks and is computed again,
+once. Texts on the two sides of that length share no blocks.
 """
 
 from __future__ import annotations
@@ -60,15 +64,16 @@ class Scheduler:
         window: int | None = None,
         ahead: bool = False,
         on_landing: Callable[[SequenceState], None] = lambda sequence: None,
+        outgrown_at: int | None = None,
     ) -> None:
         """`in_flight`: batches under way at a time, over which sequences are spread. `on_lost` is
         called before a sequence loses its blocks, `on_landing` when one that was carried here has
         its blocks, of which the first `computed` tokens were found already. `window`: the keys that
         a token sees, itself included, in all layers. `ahead`: a sequence goes on with a token that
-        is being drawn."""
+        is being drawn. `outgrown_at` is that of the shape."""
         self.pool, self.limits, self.max_seq, self.in_flight = pool, limits, max_seq, in_flight
         self.on_lost, self.window, self.ahead = on_lost, window, ahead
-        self.on_landing = on_landing
+        self.on_landing, self.outgrown_at = on_landing, outgrown_at
         self.waiting: list[SequenceState] = []  # both by arrival
         self.running: list[SequenceState] = []
         self.num_preempted = 0
@@ -105,11 +110,13 @@ class Scheduler:
     def restart(self) -> None:
         """Compute everything again, and share nothing that was there: the weights are others."""
         while self.running:
-            self._preempt_youngest()
+            self._preempt(self.running[-1])
         self.pool.forget()
 
     def schedule(self) -> StepBatch:
         """The next forward; without chunks if there is nothing to do."""
+        for sequence in [each for each in self.running if self._lost_rotation(each)]:
+            self._start_again(sequence)
         left, chunks, before = self.limits.tokens, list[SequenceChunk](), self.num_preempted
         most = -(-(len(self.running) + len(self.waiting)) // self.in_flight)
         for sequence in [each for each in self.running if self._goes_on(each)]:
@@ -133,7 +140,15 @@ class Scheduler:
         """Whether its next token is known, or will be when the device reads it."""
         if not sequence.awaits_draw:
             return True
-        return self.ahead and sequence.awaited == 1 and sequence.length < sequence.limit
+        more = self.ahead and sequence.awaited == 1 and sequence.length < sequence.limit
+        return more and sequence.outgrown == self._outgrown(sequence.length)
+
+    def _outgrown(self, length: int) -> bool:
+        return self.outgrown_at is not None and length > self.outgrown_at
+
+    def _lost_rotation(self, sequence: SequenceState) -> bool:
+        """Whether its next token is known, and makes it too long for the keys that it has."""
+        return not sequence.awaits_draw and sequence.outgrown != self._outgrown(sequence.length)
 
     def computed(self, batch: StepBatch, sequences: Sequence[SequenceState]) -> None:
         """The forward of these sequences is done, or under way before any that follows: their full
@@ -157,7 +172,8 @@ class Scheduler:
                 self.pool.release(block)
 
     def _digest(self, sequence: SequenceState, index: int) -> bytes:
-        before = sequence.digests[index - 1] if index else b""
+        first = b"outgrown" if sequence.outgrown else b""
+        before = sequence.digests[index - 1] if index else first
         return chained_digest(before, sequence.tokens[index * BLOCK : (index + 1) * BLOCK])
 
     def _chunk(self, sequence: SequenceState, most: int) -> SequenceChunk:
@@ -167,8 +183,8 @@ class Scheduler:
         stop, scored = start + len(tokens), 0
         if sequence.request.targets:
             scored = max(0, stop - max(start, sequence.first_wanted))
-        table = tuple(sequence.table)
-        return SequenceChunk(sequence.request.id, tokens, start, table, last, scored=scored)
+        same = (sequence.request.id, tokens, start, tuple(sequence.table), last)
+        return SequenceChunk(*same, scored=scored, outgrown=sequence.outgrown)
 
     def _missing(self, sequence: SequenceState, most: int) -> int:
         """The blocks that its next chunk needs and it does not have."""
@@ -179,25 +195,31 @@ class Scheduler:
         """Give a running sequence its blocks, from the youngest ones if need be; False if it is the
         youngest itself, and has lost its own."""
         while self._missing(sequence, most) > self.pool.num_free:
-            if self._preempt_youngest() is sequence:
+            youngest = self.running[-1]
+            self._preempt(youngest)
+            if youngest is sequence:
                 return False
         self._take(sequence, self._missing(sequence, most))
         return True
 
-    def _preempt_youngest(self) -> SequenceState:
-        youngest = self.running.pop()
+    def _preempt(self, sequence: SequenceState) -> None:
         self.num_preempted += 1
-        self.on_lost(youngest)
-        self._release(youngest)
-        youngest.lose()
-        insort(self.waiting, youngest, key=lambda each: each.number)
-        return youngest
+        self._start_again(sequence)
+
+    def _start_again(self, sequence: SequenceState) -> None:
+        """Take its blocks away: it waits to be computed again."""
+        self.running.remove(sequence)
+        self.on_lost(sequence)
+        self._release(sequence)
+        sequence.lose()
+        insort(self.waiting, sequence, key=lambda each: each.number)
 
     def _admit(self, most: int) -> SequenceState | None:
         """Start the first waiting sequence if its first chunk has room."""
         sequence = self.waiting[0]
         if sequence.awaits_draw:
             return None
+        sequence.begin(self._outgrown(sequence.length))
         found = self._reuse(sequence)
         needed = self._missing(sequence, most + max(0, sequence.carried - sequence.computed))
         if needed > self.pool.num_free:
@@ -206,8 +228,9 @@ class Scheduler:
         sequence.advance(0, found * BLOCK)
         self._take(sequence, needed)
         if sequence.carried:
+            valid = sequence.outgrown == self._outgrown(sequence.carried)
             self.on_landing(sequence)
-            sequence.land()
+            sequence.land(valid)
         # By arrival: a sequence that has lost its blocks is older than some that run.
         insort(self.running, self.waiting.pop(0), key=lambda each: each.number)
         return sequence

@@ -30,9 +30,9 @@ class StepSize(NamedTuple):
 
     @property
     def parts(self) -> tuple[tuple[int, ...], ...]:
-        """The sizes of tokens, positions, slots, lengths, samples and tables."""
+        """The sizes of tokens, positions, slots, outgrown texts, lengths, samples and tables."""
         tokens, sequences, sampled, blocks = self
-        return ((tokens,),) * 3 + ((sequences,), (sampled,), (sequences, blocks))
+        return ((tokens,),) * 4 + ((sequences,), (sampled,), (sequences, blocks))
 
 
 @dataclass(frozen=True)
@@ -67,6 +67,7 @@ def packed(step: StepBatch, blocks: int) -> Tensor:
     tokens: list[int] = []
     positions: list[int] = []
     slots: list[int] = []
+    outgrown: list[int] = []
     sampled: list[int] = []
     tables: list[int] = []
     for chunk in step.chunks:
@@ -74,11 +75,12 @@ def packed(step: StepBatch, blocks: int) -> Tensor:
         tokens += chunk.tokens
         positions += range(chunk.start, chunk.stop)
         slots += (table[i // BLOCK] * BLOCK + i % BLOCK for i in range(chunk.start, chunk.stop))
+        outgrown += [int(chunk.outgrown)] * len(chunk.tokens)
         sampled += range(len(tokens) - chunk.num_wanted, len(tokens))
         tables += table
         tables += [0] * (blocks - len(table))
     lengths = [chunk.stop for chunk in step.chunks]
-    numbers = [*tokens, *positions, *slots, *lengths, *sampled, *tables]
+    numbers = [*tokens, *positions, *slots, *outgrown, *lengths, *sampled, *tables]
     return torch.as_tensor(np.array(numbers, dtype=np.int64))  # five times as fast as torch's
 
 
@@ -90,9 +92,9 @@ def unpacked(numbers: Tensor, size: StepSize, chunks: tuple[SequenceChunk, ...])
         numbers[end - count : end].view(part)
         for end, count, part in zip(ends, counts, size.parts, strict=True)
     ]
-    tokens, positions, slots, lengths, sampled, tables = views
+    tokens, positions, slots, outgrown, lengths, sampled, tables = views
     labels = torch.full_like(tokens[None], NOT_COUNTED)
-    batch = TokenBatch(tokens[None], labels, positions[None])
+    batch = TokenBatch(tokens[None], labels, positions[None], outgrown=outgrown[None])
     return StepTensors(batch, slots, chunks, lengths, tables, sampled)
 
 

@@ -8,7 +8,8 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import NamedTuple
 
-from fivefold.core.shape import Rope, Shape
+from fivefold.core.rope import Rope
+from fivefold.core.shape import Shape
 from fivefold.core.tables import Fields
 
 EXPERT = "{}"  # the number of an expert in a name
@@ -71,8 +72,10 @@ def _rope_scaling(rope: Rope, max_seq: int) -> Fields:
         table |= {} if rope.truncate else {"truncate": False}
         temperatures = {"mscale": rope.mscale, "mscale_all_dim": rope.mscale_all_dim}
         table |= {key: value for key, value in temperatures.items() if value}
-        if rope.attention_factor is not None:
-            table["attention_factor"] = rope.attention_factor
+    if rope.kind == "longrope":
+        table |= {"short_factor": list(rope.short), "long_factor": list(rope.long)}
+    if rope.kind in ("yarn", "longrope") and rope.attention_factor is not None:
+        table["attention_factor"] = rope.attention_factor
     return table
 
 
@@ -95,6 +98,8 @@ def _glm(shape: Shape) -> Fields:
 def _phi3(shape: Shape) -> Fields:
     dropouts = dict.fromkeys(("resid_pdrop", "embd_pdrop"), shape.dropout)
     own: Fields = {"sliding_window": shape.window, "partial_rotary_factor": partial_share(shape)}
+    if shape.rope is not None:  # has priority over that of the table
+        own["original_max_position_embeddings"] = shape.rope.original_seq
     return decoder_keys(shape) | dropouts | own
 
 

@@ -34,7 +34,6 @@ from fivefold.model.layers import (
     WeightFactory,
     as_it_is,
     project,
-    yarn_mscale,
 )
 from fivefold.model.sinks import sinks_gradient, with_sinks
 
@@ -265,4 +264,4 @@ def _score_scale(shape: Shape) -> float:
     rope = shape.rope
     if rope is None or rope.kind != "yarn" or not rope.mscale_all_dim:
         return 1.0
-    return yarn_mscale(rope.factor, rope.mscale_all_dim) ** 2
+    return rope.yarn_mscale(rope.mscale_all_dim) ** 2

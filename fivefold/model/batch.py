@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from fivefold.core.shape import Shape
 from fivefold.model.documents import Documents
 from fivefold.model.dropout import PairDropout, SiteKeys
 from fivefold.model.kept_attention import KeptCalls
@@ -32,6 +33,21 @@ class TokenBatch:
     # (B, S, L, K) int64, the experts of each token in the L layers that have some, as they were
     # recorded; −1 where the router chooses itself. None: it does so everywhere.
     replayed: Tensor | None = None
+    # (B, S) int64, 1 in texts of more tokens than `Shape.outgrown_at`; None: of no such model, or
+    # documents and rows are the texts, as they are here.
+    outgrown: Tensor | None = None
+
+
+def mark_outgrown(batch: TokenBatch, shape: Shape) -> TokenBatch:
+    """Full rows, before any padding, with the texts marked that are rotated otherwise."""
+    if shape.outgrown_at is None or batch.outgrown is not None:
+        return batch
+    assert batch.row is None, "mark full rows: a shard does not know their lengths"
+    if batch.documents is not None:
+        outgrown = batch.documents.longer_than(shape.outgrown_at, batch.tokens.device)
+    else:
+        outgrown = torch.full_like(batch.tokens, batch.tokens.shape[1] > shape.outgrown_at)
+    return replace(batch, outgrown=outgrown)
 
 
 def look_ahead(batch: TokenBatch, depth: int) -> TokenBatch:

@@ -28,7 +28,13 @@ from torch import Tensor, nn
 from fivefold.core.shape import Shape
 from fivefold.core.tuning import Tuning
 from fivefold.core.weights import by_name, weights
-from fivefold.model.batch import AttentionInfo, Context, TokenBatch, seen_documents
+from fivefold.model.batch import (
+    AttentionInfo,
+    Context,
+    TokenBatch,
+    mark_outgrown,
+    seen_documents,
+)
 from fivefold.model.block import Block
 from fivefold.model.dropout import (
     EMBEDDING,
@@ -213,6 +219,7 @@ class Decoder(nn.Module):
     def context(self, batch: TokenBatch, dtype: torch.dtype) -> Context:
         """The context of all blocks, for hidden states of `dtype`."""
         shape, rotary = self.shape, None
+        batch = mark_outgrown(batch, shape)
         wide = torch.promote_types(dtype, torch.float32)
         chunked = shape.window_kind == "chunked"
         window, chunk = (None, shape.window) if chunked else (shape.window, None)
@@ -220,7 +227,7 @@ class Decoder(nn.Module):
         pairs, sites = self._dropout(batch)
         more = (window, pairs, batch.row, shape.score_cap, chunk)
         if shape.positions == "rotary":
-            rotary = rotary_tables(local_shape(shape), batch.positions, wide)
+            rotary = rotary_tables(local_shape(shape), batch.positions, wide, batch.outgrown)
         replayed = None if batch.replayed is None else self.residual_tokens(batch.replayed)
         info = AttentionInfo(batch.positions, documents, *more)
         context = Context(info, rotary, sites, replayed)
@@ -228,7 +235,7 @@ class Decoder(nn.Module):
             return context
         tables = rotary if shape.global_rotary else None
         if shape.local_theta is not None:
-            tables = rotary_tables(shape, batch.positions, wide)
+            tables = rotary_tables(shape, batch.positions, wide, batch.outgrown)
         heat = None
         if shape.nope_floor is not None:
             heat = temperature(batch.positions, shape.nope_floor, shape.nope_scale, wide)

@@ -94,6 +94,14 @@ class Documents:
             self._numbers[device] = _copied(begins.cumsum(dim=1), device)
         return self._numbers[device]
 
+    def longer_than(self, tokens: int, device: torch.device) -> Tensor:
+        """(B, S) int64: 1 for the tokens of documents of more than so many."""
+        found = torch.zeros(len(self.starts), self.seq, dtype=torch.int64)
+        for row, starts in enumerate(self.starts):
+            for start, stop in pairwise((*starts, self.seq)):
+                found[row, start:stop] = stop - start > tokens
+        return _copied(found, device)
+
     def pairs(self, queries: Ranges, keys: Ranges, call: AttentionCall) -> DocumentPairs:
         """Those of one call, which all layers share. Both sides are tokens of a row in order, so
         that a document is contiguous in each."""

@@ -20,7 +20,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fivefold.core.shape import Activation, Rope, Shape
+from fivefold.core.rope import Rope
+from fivefold.core.shape import Activation, Shape
 from fivefold.model.low_rank import LowRank, adapted_linear
 from fivefold.model.regions import Compute, Fuse, Region, ResidualRegion, eager
 from fivefold.model.remake import remade, saving
@@ -249,13 +250,20 @@ class Activate:
         return remade(activated, partial(self.run, *(each.detach() for each in inputs)))
 
 
-def rotary_tables(shape: Shape, positions_BS: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def rotary_tables(
+    shape: Shape, positions_BS: Tensor, dtype: torch.dtype, outgrown_BS: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """cos and sin of every token's angles, (B, S, 1, R), in `dtype` (float32 or float64): of layers
-    without a window, if others have a base of their own (`local_shape`)."""
-    frequencies_R = rotary_frequencies(shape, dtype, positions_BS.device)
-    angles_BSR = positions_BS.to(dtype)[..., None] * frequencies_R
+    without a window, if others have a base of their own (`local_shape`). `outgrown_BS` is that of
+    a `TokenBatch`, where the shape has two rotations."""
+    frequencies = rotary_frequencies(shape, dtype, positions_BS.device)
+    if shape.rope is not None and shape.rope.kind == "longrope":
+        assert outgrown_BS is not None, "give a batch that was marked"
+        divisors_2R = _longrope_divisors(shape.rope, dtype, positions_BS.device)
+        frequencies = (frequencies / divisors_2R)[outgrown_BS]  # (B, S, R)
+    angles_BSR = positions_BS.to(dtype)[..., None] * frequencies
     angles_BS1R = angles_BSR[:, :, None, :]
-    scale = 1.0 if shape.rope is None else _yarn_scale(shape.rope)
+    scale = 1.0 if shape.rope is None else shape.rope.scale
     return angles_BS1R.cos() * scale, angles_BS1R.sin() * scale
 
 
@@ -273,17 +281,29 @@ def local_shape(shape: Shape) -> Shape:
 
 
 def rotary_frequencies(shape: Shape, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Angle per position of each pair of a head, scaled as the shape's `rope` asks for."""
+    """Angle per position of each pair of a head, scaled as the shape's `rope` asks for; by longrope
+    not yet."""
     width = shape.rotated_dim
     steps_R = torch.arange(0, width, 2, dtype=dtype, device=device)
     frequencies_R = 1.0 / shape.rope_theta ** (steps_R / width)
-    if shape.rope is None:
+    if shape.rope is None or shape.rope.kind == "longrope":
         return frequencies_R
     if shape.rope.kind == "linear":
         return frequencies_R / shape.rope.factor
     if shape.rope.kind == "llama3":
         return _llama3_scaling(frequencies_R, shape.rope)
     return _yarn_scaling(frequencies_R, shape.rope, shape.rope_theta)
+
+
+@cache
+def _longrope_divisors(rope: Rope, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """(2, R): of texts up to the original length, and of longer ones.
+
+    Source: LongRoPE, arXiv:2402.13753, as in `transformers`. Cached: no captured step may copy
+    numbers from the host.
+    """
+    with torch.inference_mode(False):
+        return torch.tensor([rope.short, rope.long], dtype=dtype, device=device)
 
 
 def _llama3_scaling(frequencies_R: Tensor, rope: Rope) -> Tensor:
@@ -316,22 +336,6 @@ def _yarn_scaling(frequencies_R: Tensor, rope: Rope, theta: float) -> Tensor:
     # A ramp of length 0 is a step after its pair.
     scaled_R = ((indices_R - first) / max(last - first, 1e-3)).clamp(0.0, 1.0)
     return scaled_R * frequencies_R / rope.factor + (1 - scaled_R) * frequencies_R
-
-
-def _yarn_scale(rope: Rope) -> float:
-    """The factor YaRN multiplies rotated queries and keys by; DeepSeek divides two of them."""
-    if rope.kind != "yarn":
-        return 1.0
-    if rope.attention_factor is not None:
-        return rope.attention_factor
-    if rope.mscale and rope.mscale_all_dim:
-        return yarn_mscale(rope.factor, rope.mscale) / yarn_mscale(rope.factor, rope.mscale_all_dim)
-    return yarn_mscale(rope.factor, 1.0)
-
-
-def yarn_mscale(factor: float, mscale: float) -> float:
-    """YaRN's attention temperature for positions that are stretched by `factor`."""
-    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
 
 def rotate(x_BSHd: Tensor, cos_BS1R: Tensor, sin_BS1R: Tensor, interleaved: bool = False) -> Tensor:

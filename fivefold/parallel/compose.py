@@ -16,7 +16,7 @@ from fivefold.core.schedule.loops import defers_weight_gradients
 from fivefold.core.units import LocalWeight
 from fivefold.core.weights import Weight, WeightShard, buffers, by_name, local_shape, shard_of
 from fivefold.cost.collectives import units_of
-from fivefold.model.batch import TokenBatch, look_ahead
+from fivefold.model.batch import TokenBatch, look_ahead, mark_outgrown
 from fivefold.model.decoder import Decoder, from_config
 from fivefold.model.fp8_linear import RoundedWeights
 from fivefold.model.init import initial_weight
@@ -113,7 +113,7 @@ class Job:
     def local(self, batch: TokenBatch) -> TokenBatch:
         """This rank's tokens of the rows of its data rank."""
         coord = self.plan.layout.coord(self.mesh.rank).cp
-        batch = look_ahead(batch, self.plan.shape.mtp)
+        batch = mark_outgrown(look_ahead(batch, self.plan.shape.mtp), self.plan.shape)
         return context.shard(batch, self.plan.split, self.plan.padded_seq, coord)
 
     def is_tied(self, name: str) -> bool:

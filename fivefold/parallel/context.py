@@ -51,13 +51,11 @@ def shard(batch: TokenBatch, split: ContextSplit, seq: int, coord: int) -> Token
     if split.inner * split.outer == 1:
         return whole
     index = token_index(split.rank_tokens(seq, coord), batch.tokens.device)
-    tokens, labels, positions = (
-        each[:, index] for each in (whole.tokens, whole.labels, whole.positions)
-    )
+    always = [each[:, index] for each in (whole.tokens, whole.labels, whole.positions)]
     ahead = tuple((token[:, index], label[:, index]) for token, label in whole.ahead)
-    keys = None if whole.keys is None else whole.keys[:, index]
-    replayed = None if whole.replayed is None else whole.replayed[:, index]
-    return TokenBatch(tokens, labels, positions, whole.documents, whole, ahead, keys, replayed)
+    some = (whole.keys, whole.replayed, whole.outgrown)
+    more = [None if each is None else each[:, index] for each in some]
+    return TokenBatch(*always, whole.documents, whole, ahead, *more)
 
 
 def _padded(batch: TokenBatch, missing: int) -> TokenBatch:
@@ -85,6 +83,7 @@ def _padded(batch: TokenBatch, missing: int) -> TokenBatch:
         ahead=tuple(padded(*each) for each in batch.ahead),
         keys=None if batch.keys is None else torch.cat([batch.keys, more], dim=1),
         replayed=replayed,
+        outgrown=None if batch.outgrown is None else F.pad(batch.outgrown, (0, missing)),
     )
 
 
@@ -356,7 +355,7 @@ class ContextMixer:
         }
         rotary = given.tokens.rotary
         if rotary is not None:
-            rotary = rotary_tables(shape, row.positions, rotary[0].dtype)
+            rotary = rotary_tables(shape, row.positions, rotary[0].dtype, row.outgrown)
         found = mixed(layer, MixerInputs(made, held, MixerTokens(row.positions, rotary), row))
         return self._exchanged(found, heads["heads"] // size, TOKENS)
 

@@ -218,9 +218,17 @@ class GeneratedTrial:
         return NARROW * max(each.item() for each in wrong)
 
 
-@torch.no_grad()
 def logits_of(decoder: Decoder, tokens: Sequence[int]) -> Tensor:
-    """Of the plain forward of a whole text."""
+    """Of the plain forward of a whole text. Where texts are rotated otherwise when they have grown,
+    each token has the logits of the text up to it."""
+    short = decoder.shape.outgrown_at
+    if short is None or len(tokens) <= short:
+        return _forward(decoder, tokens)
+    return torch.cat([_forward(decoder, tokens[:short]), _forward(decoder, tokens)[short:]])
+
+
+@torch.no_grad()
+def _forward(decoder: Decoder, tokens: Sequence[int]) -> Tensor:
     assert decoder.embed is not None and decoder.norm is not None and decoder.head is not None
     row, positions = torch.tensor([tokens]), torch.arange(len(tokens))[None]
     batch = TokenBatch(row, torch.full_like(row, NOT_COUNTED), positions)

@@ -71,6 +71,18 @@ class DrawnText:
     def tokens(self) -> tuple[int, ...]:
         return (*self.prompt, *self.drawn)
 
+    def cut(self, outgrown_at: int | None) -> list[DrawnText]:
+        """What was drawn before it had outgrown that length, and after that: training rotates all
+        tokens of a text alike."""
+        before = len(self.drawn) if outgrown_at is None else outgrown_at + 1 - len(self.prompt)
+        if not 0 < before < len(self.drawn):
+            return [self]
+        prompt = (*self.prompt, *self.drawn[:before])
+        return [
+            DrawnText(self.prompt, self.drawn[:before], self.logprobs[:before]),
+            DrawnText(prompt, self.drawn[before:], self.logprobs[before:]),
+        ]
+
 
 def num_phases(plan: Plan, settings: GeneratedSettings) -> int:
     """How often `on_phase` is called in a proof that succeeds."""
@@ -103,9 +115,10 @@ def drawn_texts(plan: Plan, settings: GeneratedSettings, seen: Observed) -> list
     """The texts of all requests, as they were drawn in batches."""
     found = seen.found["batched"]
     requests = requests_of(plan.shape, settings.seed, plan.layout.dp)
-    return [
+    texts = [
         DrawnText(each.prompt, found[each.id].tokens, found[each.id].logprobs) for each in requests
     ]
+    return [one for each in texts for one in each.cut(plan.shape.outgrown_at)]
 
 
 def generate_rank(worker: Worker, plan: Plan, settings: GeneratedSettings) -> Observed:
@@ -253,12 +266,16 @@ def _row(plan: Plan, texts: Sequence[DrawnText], number: int, device: torch.devi
     """One text as a row; a loss for what was drawn. There may be rows without a text."""
     seq = plan.batch.seq
     tokens, labels = torch.zeros(1, seq, dtype=torch.int64), torch.full((1, seq), NOT_COUNTED)
+    outgrown_at, outgrown = plan.shape.outgrown_at, None
     if number < len(texts):
         text = texts[number]
         first, length = len(text.prompt) - 1, len(text.tokens) - 1
         tokens[0, :length] = torch.tensor(text.tokens[:-1])
         labels[0, first:length] = torch.tensor(text.drawn)
-    return TokenBatch(tokens.to(device), labels.to(device), torch.arange(seq, device=device)[None])
+        if outgrown_at is not None:  # what follows the text makes it no longer
+            outgrown = torch.full((1, seq), int(length > outgrown_at), device=device)
+    positions = torch.arange(seq, device=device)[None]
+    return TokenBatch(tokens.to(device), labels.to(device), positions, outgrown=outgrown)
 
 
 def _listen(job: Job) -> list[list[float]]:

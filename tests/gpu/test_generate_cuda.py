@@ -31,6 +31,10 @@ MODELS = {
     "tiny": {"heads": "8", "kv_heads": "2", "head_dim": "64"},
     "tiny-moe": {},
     "windowed": {"window": "24"},
+    "longrope": {
+        **{"rope.kind": "longrope", "rope.factor": "8", "rope.original_seq": "36"},
+        **{"rope.short": "1,1.25,1.5,2", "rope.long": "4,5,6,7"},
+    },
     "capped": {"score_cap": "0.5"},
     "chunked": {"window": "24", "window_kind": "chunked", "global_every": "2"},
     "sinks": {"sinks": "true", "window": "24", "global_every": "2", "global_rotary": "true"},

@@ -33,6 +33,12 @@ def _rope(
     }
 
 
+def _longrope(pairs: int, partial: float = 0.75, **more: object) -> Keys:
+    """What divides frequencies differs from pair to pair, and much between the two lengths."""
+    short, long = ([1 + i / 8 for i in range(pairs)], [3.0 + i for i in range(pairs)])
+    return _rope(100.0, partial, "longrope", short_factor=short, long_factor=long, **more)
+
+
 CONFIGS: dict[str, Callable[[], Any]] = {
     "olmo2": lambda: transformers.Olmo2Config(**SIZES, **NO_TOKENS),
     "glm": lambda: transformers.GlmConfig(**SIZES, **NO_TOKENS, head_dim=12),
@@ -55,6 +61,20 @@ CONFIGS: dict[str, Callable[[], Any]] = {
     ),
     "phi3": lambda: transformers.Phi3Config(
         **SIZES, **NO_TOKENS, sliding_window=7, **_rope(10000.0, 0.75)
+    ),
+    # Rows of the tests are 24 tokens, and prompts grow past 32.
+    "phi3-longer": lambda: transformers.Phi3Config(
+        **SIZES, **NO_TOKENS, original_max_position_embeddings=16, **_longrope(3)
+    ),
+    "phi3-shorter": lambda: transformers.Phi3Config(
+        **SIZES,
+        **NO_TOKENS,
+        original_max_position_embeddings=24,
+        sliding_window=7,
+        **_longrope(3, attention_factor=1.3),
+    ),
+    "llama-longrope": lambda: transformers.LlamaConfig(
+        **SIZES, **NO_TOKENS, **_longrope(4, 1.0, original_max_position_embeddings=20, factor=2.0)
     ),
     "gpt-neox": lambda: transformers.GPTNeoXConfig(**OLDER, **NO_TOKENS),
     "gpt-neox-in-turn": lambda: transformers.GPTNeoXConfig(
@@ -190,7 +210,13 @@ def _glm4_moe(dice: random.Random) -> Keys:
 
 
 def _phi3(dice: random.Random) -> Keys:
-    return _partial(dice, _decoder(dice)) | {"sliding_window": dice.choice((None, 5, 20))}
+    keys = _partial(dice, _decoder(dice)) | {"sliding_window": dice.choice((None, 5, 20))}
+    if _flag(dice):
+        return keys
+    partial = keys["rope_parameters"]["partial_rotary_factor"]
+    size = keys["hidden_size"] // keys["num_attention_heads"]
+    table = _longrope(int(size * partial) // 2, partial)
+    return keys | table | {"original_max_position_embeddings": dice.choice((5, 20, 40))}
 
 
 def _gemma(dice: random.Random) -> Keys:

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from fivefold.core.errors import BadFile
-from fivefold.core.shape import Mla, Moe, Rope, Shape
+from fivefold.core.rope import Rope
+from fivefold.core.shape import Mla, Moe, Shape
 from fivefold.core.weights import buffers, weights
 from fivefold.huggingface.names import (
     hf_tensors,

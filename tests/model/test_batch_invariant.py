@@ -155,7 +155,7 @@ def test_a_step_has_one_size() -> None:
     assert invariant.step_size(torch.device("cpu"), 1) == tiles.ROWS["cpu"]
     assert invariant.step_size(torch.device("cpu"), 3) == 33
     chunks = (
-        SequenceChunk("a", (5, 6, 7), 30, (1, 2, 3), True),
+        SequenceChunk("a", (5, 6, 7), 30, (1, 2, 3), True, outgrown=True),
         SequenceChunk("b", (8,), 0, (4,), False),
     )
     found = invariant.single_tokens(StepBatch(chunks), 6, padding=9).chunks
@@ -165,5 +165,6 @@ def test_a_step_has_one_size() -> None:
         (7, 32),
         (8, 0),
     ]
+    assert [each.outgrown for each in found] == [True] * 3 + [False] * 3
     assert [each.fills for each in found] == [False] * 4 + [True] * 2
     assert found[4].table == (9,) and found[0].table == (1, 2, 3)

@@ -12,7 +12,8 @@ from torch import nn
 
 from fivefold.core import models
 from fivefold.core.errors import FivefoldError
-from fivefold.core.shape import Rope, Shape
+from fivefold.core.rope import Rope
+from fivefold.core.shape import Shape
 from fivefold.core.weights import buffers, by_name, weights
 from fivefold.model.batch import AttentionInfo, TokenBatch
 from fivefold.model.decoder import Decoder, from_config
@@ -122,9 +123,13 @@ def test_no_token_sees_a_later_one() -> None:
     assert same[:, :9].all() and not same[:, 9:].any(dim=-1).all()
 
 
-def test_packed_documents_are_as_if_alone() -> None:
+LONGROPE = Rope("longrope", 4.0, 8, short=(1.0, 1.5, 2.0), long=(3.0, 5.0, 7.0))
+
+
+@pytest.mark.parametrize("rope", [None, LONGROPE])  # the second document has outgrown it
+def test_packed_documents_are_as_if_alone(rope: Rope | None) -> None:
     """Two documents in a row, positions restarting, against each in a row of its own."""
-    decoder, batch = filled(LLAMA), batch_of(LLAMA, rows=1, seq=16)
+    decoder, batch = filled(replace(LLAMA, rope=rope)), batch_of(LLAMA, rows=1, seq=16)
     documents = torch.tensor([[0] * 6 + [1] * 10])
     positions = torch.tensor([[*range(6), *range(10)]])
     both = replace(batch, documents=Documents.of(documents), positions=positions)
@@ -188,6 +193,18 @@ def test_linear_stretching_is_slower_turning() -> None:
     cpu = torch.device("cpu")
     plain = rotary_frequencies(LLAMA, F64, cpu)
     torch.testing.assert_close(rotary_frequencies(stretched, F64, cpu) * 4, plain)
+
+
+@pytest.mark.parametrize(("seq", "factors"), [(8, LONGROPE.short), (9, LONGROPE.long)])
+def test_longrope_by_hand(seq: int, factors: tuple[float, ...]) -> None:
+    shape = replace(LLAMA, rope=LONGROPE, rope_theta=1000.0)  # frequencies 1, 1/10, 1/100
+    decoder = from_config(shape, dtype=F64)
+    rotary = decoder.context(batch_of(shape, seq=seq), F64).rotary
+    assert rotary is not None
+    scale = math.sqrt(1 + math.log(4) / math.log(8))
+    by_hand = [scale * math.cos(5 * 0.1**i / each) for i, each in enumerate(factors)]
+    expected = torch.tensor(by_hand, dtype=F64)
+    torch.testing.assert_close(rotary[0][1, 5, 0], expected, rtol=1e-13, atol=0)
 
 
 @pytest.mark.parametrize("shape", [LLAMA, QWEN3, replace(GPT, tied=False)])

@@ -18,9 +18,12 @@ from fivefold.generate.requests import Completion, Request, Sampling, StepBatch
 from fivefold.generate.scheduler import ScheduleLimits
 from fivefold.verify.generated import GeneratedTrial
 
+LONGROPE = {"rope.kind": "longrope", "rope.factor": "8", "rope.original_seq": "36"}
+LONGROPE |= {"rope.short": "1,1.25,1.5,2", "rope.long": "4,5,6,7"}
 SHAPES = {
     "dense": with_overrides(load("tiny"), {"layers": "2"}),
     "window": with_overrides(load("tiny"), {"layers": "2", "window": "20"}),
+    "longrope": with_overrides(load("tiny"), {"layers": "2", **LONGROPE}),
     "experts": with_overrides(load("tiny-moe"), {"layers": "2"}),
 }
 ROOMY, TIGHT = 64, 9

@@ -13,12 +13,13 @@ import torch
 from small import DEEPSEEK, GPT, LLAMA, MOE
 from torch import Tensor
 
+from fivefold.core.rope import Rope
 from fivefold.core.shape import Shape
 from fivefold.generate import cache, scheduler
 from fivefold.generate.blocks import BLOCK
 from fivefold.generate.engine import DecoderForward, Engine, Forward
-from fivefold.generate.requests import Request, SequenceChunk, StepBatch
-from fivefold.generate.scheduler import ScheduleLimits
+from fivefold.generate.requests import Request, SequenceChunk, SequenceState, StepBatch
+from fivefold.generate.scheduler import ScheduleLimits, Scheduler
 from fivefold.model.batch import AttentionInfo
 from fivefold.model.decoder import Decoder
 from fivefold.verify.generated import GeneratedTrial, MakeForward
@@ -26,6 +27,8 @@ from fivefold.verify.generated import GeneratedTrial, MakeForward
 ChangeChunk = Callable[[SequenceChunk, StepBatch], SequenceChunk]
 LONG = 160
 LOCAL = replace(LLAMA, max_seq=LONG, global_every=2)
+# One prompt grows past 36 tokens, two are longer; the first 32 tokens of one of these are its own.
+LONGROPE = Rope("longrope", 8.0, 36, short=(1.0, 1.25, 1.5), long=(4.0, 5.0, 6.0))
 SHAPES = {
     "llama": replace(LLAMA, max_seq=LONG),
     "window": replace(LLAMA, max_seq=LONG, window=7),
@@ -41,6 +44,8 @@ SHAPES = {
     "chunks": replace(LOCAL, window=7, window_kind="chunked", nope_floor=5),
     "chunks everywhere": replace(LLAMA, max_seq=LONG, window=7, window_kind="chunked"),
     "wide chunks": replace(LLAMA, max_seq=LONG, window=BLOCK + 3, window_kind="chunked"),
+    "longrope": replace(LLAMA, max_seq=LONG, rope=LONGROPE),
+    "longrope window": replace(LLAMA, max_seq=LONG, rope=LONGROPE, window=BLOCK + 3),
     "everything": replace(LOCAL, window=7, window_kind="chunked", score_cap=0.3, sinks=True),
 }
 
@@ -118,6 +123,38 @@ def chunks_of_the_first_key_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cache, "attend_sequence", uncounted)
 
 
+def keys_of_both_rotations(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A text that grows keeps its keys, and its next tokens are rotated otherwise."""
+    plain = Scheduler._chunk
+
+    def grown(self: Scheduler, sequence: SequenceState, most: int) -> SequenceChunk:
+        chunk = plain(self, sequence, most)
+        return replace(chunk, outgrown=self._outgrown(sequence.length))
+
+    monkeypatch.setattr(Scheduler, "_lost_rotation", lambda self, sequence: False)
+    monkeypatch.setattr(Scheduler, "_chunk", grown)
+
+
+def rotated_by_the_tokens_so_far(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A chunk of a prompt is rotated as if the prompt ended with it."""
+    plain = Scheduler._chunk
+
+    def so_far(self: Scheduler, sequence: SequenceState, most: int) -> SequenceChunk:
+        chunk = plain(self, sequence, most)
+        return replace(chunk, outgrown=self._outgrown(chunk.stop))
+
+    monkeypatch.setattr(Scheduler, "_chunk", so_far)
+
+
+def blocks_shared_by_both_rotations(monkeypatch: pytest.MonkeyPatch) -> None:
+    def alike(self: Scheduler, sequence: SequenceState, index: int) -> bytes:
+        before = sequence.digests[index - 1] if index else b""
+        tokens = sequence.tokens[index * BLOCK : (index + 1) * BLOCK]
+        return scheduler.chained_digest(before, tokens)
+
+    monkeypatch.setattr(Scheduler, "_digest", alike)
+
+
 @pytest.mark.parametrize(
     ("name", "fault"),
     [
@@ -125,6 +162,9 @@ def chunks_of_the_first_key_read(monkeypatch: pytest.MonkeyPatch) -> None:
         ("sinks", sinks_forgotten),
         ("chunks", chunks_off_by_one),
         ("chunks everywhere", chunks_of_the_first_key_read),
+        ("longrope", keys_of_both_rotations),
+        ("longrope", rotated_by_the_tokens_so_far),
+        ("longrope", blocks_shared_by_both_rotations),
     ],
 )
 def test_what_a_layer_has_cannot_be_forgotten(

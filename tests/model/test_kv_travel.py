@@ -180,3 +180,18 @@ def test_a_carried_sequence_takes_its_blocks_and_goes_on() -> None:
     assert landed[-1] == (32, 3), "two blocks are shared, and the third is written"
     scheduler.restart()  # whoever loses its blocks is computed again here
     assert scheduler.schedule().chunks[0].start == 0
+
+
+@pytest.mark.parametrize("at", [PROMPT - 1, PROMPT, PROMPT + 1])
+def test_a_carried_sequence_that_has_outgrown_its_keys_is_computed_here(at: int) -> None:
+    landed = list[str]()
+    scheduler = Scheduler(
+        *(BlockPool(8), ScheduleLimits(64, 8), 64),
+        on_landing=lambda one: landed.append(one.request.id),
+        outgrown_at=at,
+    )
+    scheduler.add(Request("a", tuple(range(PROMPT)), 4), drawn=((9, -1.0),))
+    (chunk,) = scheduler.schedule().chunks
+    assert landed == ["a"], "whoever carries it lets it go"
+    assert chunk.start == (0 if at == PROMPT else PROMPT)
+    assert chunk.outgrown == (at <= PROMPT) and chunk.stop == PROMPT + 1

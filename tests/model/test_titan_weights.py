@@ -24,7 +24,8 @@ from fivefold import cli
 from fivefold.bridges.torchtitan_weights import VERSIONS, notes_on, refuse_others
 from fivefold.core import models
 from fivefold.core.errors import FivefoldError
-from fivefold.core.shape import Rope, Shape
+from fivefold.core.rope import Rope
+from fivefold.core.shape import Shape
 from fivefold.core.weights import weights
 from fivefold.huggingface.config_export import as_hf
 from fivefold.model.decoder import Decoder, from_config

@@ -3,6 +3,7 @@ parameters as published, written as read, and refusals of what is not computed."
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +13,8 @@ from hf_configs import Table, decoder
 from fivefold.core import count
 from fivefold.core.errors import BadFile, FivefoldError
 from fivefold.core.hf_config import shape_from_config
-from fivefold.core.models import load, with_overrides
+from fivefold.core.hf_families import ORIGINAL
+from fivefold.core.models import load, scale_down, to_text, with_overrides
 from fivefold.core.plan import PlanOptions, resolve
 from fivefold.core.weights import weights
 from fivefold.huggingface.config_export import as_hf
@@ -26,6 +28,13 @@ OSS_YARN = {
     "beta_slow": 1.0,
     "truncate": False,
     "original_max_position_embeddings": 4096,
+}
+LONGROPE: Table = {
+    "rope_type": "longrope",
+    "factor": 32.0,
+    "original_max_position_embeddings": 4096,
+    "short_factor": [1.0] * 48,
+    "long_factor": [1.0 + i for i in range(48)],
 }
 PYTHIA: Table = {
     "model_type": "gpt_neox",
@@ -109,6 +118,19 @@ PUBLISHED: dict[str, tuple[Table, int]] = {
         ),
         14_659_507_200,
     ),
+    "phi-4-mini": (
+        decoder(
+            *("phi3", 32, 3072, 24, 8, 8192, 200064),
+            **LONG,
+            original_max_position_embeddings=4096,
+            rms_norm_eps=1e-5,
+            sliding_window=262144,
+            partial_rotary_factor=0.75,
+            rope_scaling=LONGROPE,
+            tie_word_embeddings=True,
+        ),
+        3_836_021_760,
+    ),
     "gemma-2-2b": (
         gemma("gemma2", 26, 2304, 8, 4, 9216, 256000)
         | {
@@ -176,8 +198,20 @@ def test_a_newer_config_is_written_as_it_was_read(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "changes", "named"),
     [
-        ("phi-4", {"rope_scaling": {"type": "longrope", "short_factor": [1.0]}}, "longrope"),
-        ("phi-4", {"rope_scaling": {"type": "yarn", "factor": 4.0}}, "only default is"),
+        (
+            "phi-4",
+            {"rope_scaling": {"type": "yarn", "factor": 4.0}},
+            "short_factor = None: must be",
+        ),
+        (
+            "phi-4",
+            {"rope_scaling": {"type": "linear", "factor": 4.0}},
+            "default, longrope, su, yarn",
+        ),
+        ("phi-4", {"rope_scaling": LONGROPE}, "rope.long has 48 factors: .* each of 64 pairs"),
+        ("phi-4-mini", {"rope_scaling": LONGROPE | {"long_factor": ["1"] * 48}}, "long_factor = "),
+        ("phi-4-mini", {"rope_scaling": LONGROPE | {"short_factor": [0] * 48}}, "must be above 0"),
+        ("phi-4-mini", {"original_max_position_embeddings": 1}, "longrope needs at least 2"),
         ("phi-4", {"embd_pdrop": 0.1}, "embd_pdrop = 0.1: must equal resid_pdrop"),
         ("phi-4", {"partial_rotary_factor": 1.5}, "no more than all of it"),
         ("pythia-6.9b", {"rotary_pct": 0.001}, "must rotate some of a head"),
@@ -195,6 +229,34 @@ def test_a_newer_config_is_written_as_it_was_read(name: str) -> None:
 def test_a_feature_of_no_shape_is_refused(name: str, changes: dict[str, Any], named: str) -> None:
     with pytest.raises(BadFile, match=named):
         shape_from_config(PUBLISHED[name][0] | changes, name)
+
+
+@pytest.mark.parametrize("kind", ["longrope", "su", "yarn"])
+def test_older_spellings_of_longrope(kind: str) -> None:
+    config = PUBLISHED["phi-4-mini"][0]
+    factors = {key: LONGROPE[key] for key in ("short_factor", "long_factor")}
+    shape = shape_from_config(config, "phi")
+    older = {"rope_scaling": {"type": kind, **factors}}
+    assert shape_from_config(config | older, "phi") == shape
+    # A length beside the table has priority; of this family it has a default.
+    assert shape.rope is not None and shape.outgrown_at == 4096
+    table = LONGROPE | {"original_max_position_embeddings": 100}
+    assert shape_from_config(config | {"rope_scaling": table}, "phi") == shape
+    unsaid = {key: each for key, each in config.items() if key != ORIGINAL}
+    assert shape_from_config(unsaid, "phi") == shape
+    assert shape.rope.scale == pytest.approx(math.sqrt(1 + math.log(32) / math.log(4096)))
+    assert replace(shape.rope, attention_factor=1.5).scale == 1.5
+    assert replace(shape.rope, factor=1.0).scale == 1.0
+
+
+def test_longrope_is_planned_and_scaled_down() -> None:
+    shape = shape_from_config(PUBLISHED["phi-4-mini"][0], "phi")
+    plan = resolve(PlanOptions(to_text(shape), layout="tp=2 cp=2", seq=8192))
+    assert plan.shape == shape
+    small = scale_down(shape, plan.layout)
+    assert small.rope is not None and small.outgrown_at == 20
+    assert (small.head_dim, small.rotary_dim) == (8, 6)
+    assert small.rope.long == (1.0, 17.0, 33.0) and len(small.rope.short) == 3
 
 
 def test_a_family_that_cannot_be_planned_says_why() -> None:

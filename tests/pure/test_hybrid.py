@@ -20,6 +20,7 @@ from fivefold.core.hf_config import shape_from_config
 from fivefold.core.mixers import Mixer, MixerTokens, MixerWeight
 from fivefold.core.models import load, to_text, with_overrides
 from fivefold.core.plan import Plan, PlanOptions, resolve
+from fivefold.core.rope import Rope
 from fivefold.core.shape import Shape
 from fivefold.core.splits import flops_by_layer
 from fivefold.core.weights import planned_weights, tp_shard
@@ -58,6 +59,12 @@ def test_each_fourth_layer_has_attention() -> None:
     assert {"blocks.0.attention.z.weight", "blocks.3.attention.gate.weight"} <= names
     assert "mtp.0.block.attention.gate.weight" in names  # as the last layer
     assert not {"blocks.3.attention.z.weight", "blocks.0.attention.gate.weight"} & names
+
+
+def test_only_layers_with_attention_rotate() -> None:
+    factors = (2.0,) * (SHAPE.rotated_dim // 2)
+    rotated = replace(SHAPE, rope=Rope("longrope", 8.0, 4096, short=factors, long=factors))
+    assert rotated.outgrown_at == 4096 and rotated.of_mixer == SHAPE.of_mixer
 
 
 @pytest.mark.parametrize("layout", ["dp=4 ep=2", "dp=2 tp=2 pp=2", "dp=2 cp=2"])

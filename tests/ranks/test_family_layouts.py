@@ -69,6 +69,15 @@ GPT_OSS = {
     "moe.shared_ffn": "0",
     "moe.first_dense": "0",
 }
+LONGROPE = {
+    "rope.kind": "longrope",
+    "rope.factor": "8",
+    "rope.original_seq": "20",
+    "rope.short": "1,1.25,1.5,2",
+    "rope.long": "4,5,6,7",
+}
+DOCUMENTS = LONGROPE | {"rope.original_seq": "8"}  # some have outgrown it
+AT_ITS_LENGTH = LONGROPE | {"rope.original_seq": "31"}
 TRAITS: list[tuple[dict[str, str], str, dict[str, Any]]] = [
     (OLMO2, "dp=2 pp=2", {"schedule": "zb-h1", "recompute": "selective"}),
     (OLMO2, "dp=2 cp=2", {"zero": 3, "packed": True}),
@@ -97,6 +106,12 @@ TRAITS: list[tuple[dict[str, str], str, dict[str, Any]]] = [
     (GPT_OSS, "tp=2 cp=2 ep=2", {"recompute": "full-but-attention", "packed": True}),
     (GPT_OSS, "cp=2 pp=2 ep=2", {"schedule": "zb-h1", "context": "ring"}),
     (GPT_OSS, "cp=2 dp=2", {"context": "ulysses", "recompute": "experts"}),
+    (DOCUMENTS, "tp=2 cp=2", {"packed": True, "recompute": "full-but-attention"}),
+    (LONGROPE, "pp=2 cp=2", {"schedule": "zb-h1", "context": "ring"}),
+    (LONGROPE, "dp=2 tp=2", {"zero": 3, "recompute": "selective"}),
+    # Rows of the original length, which context ranks pad.
+    (AT_ITS_LENGTH, "tp=2 cp=2", {"seq": 31}),
+    (DOCUMENTS, "cp=4", {"seq": 31, "context": "ulysses", "packed": True}),
     (FALCON_7B, "dp=2 tp=2", {"zero": 2, "recompute": "selective"}),
     (FALCON_7B, "pp=2 tp=2", {"schedule": "zb-h1"}),
     (FALCON_7B, "tp=2 cp=2", {"context": "ulysses", "recompute": "attention"}),
@@ -117,11 +132,13 @@ def test_a_family_computes_the_same_in_every_layout(
 
 # As wide as they are: norms twice, after attention and MLP, and blocks side by side.
 SIDE = {"norm": "layer", "norm_bias": "true", "parallel_block": "true"}
+PAIRS = {f"rope.{name}": ",".join(["2"] * 64) for name in ("short", "long")}
 HELD: list[tuple[dict[str, str], str, dict[str, Any]]] = [
     ({"norm_at": "after"}, "tp=2 dp=2", {"recompute": "selective"}),
     ({"norm_at": "both", "rotary_dim": "64"}, "dp=2", {"zero": 1}),
     ({"norm_at": "both"}, "pp=2 tp=2", {"schedule": "zb-h1"}),
     (SIDE, "dp=2", {"zero": 1}),
+    (PAIRS | {"rope.kind": "longrope", "rope.original_seq": "1024"}, "tp=2 dp=2", {}),
     (SIDE | {"parallel_norms": "2"}, "tp=2 dp=2", {"recompute": "selective"}),
 ]
 

@@ -92,6 +92,35 @@ def labels_shifted_after_the_cut() -> Patch:
     return recut(shifted)
 
 
+def rotated_by_the_padded_row() -> Patch:
+    """Rows of the original length are padded, and are then longer."""
+
+    def padded(mine: TokenBatch, size: int, coord: int) -> TokenBatch:
+        return replace(mine, outgrown=torch.ones_like(mine.tokens))
+
+    return recut(padded)
+
+
+def rotated_by_the_tokens_of_a_rank() -> Patch:
+    """A rank has fewer tokens than the original length, and the row has more."""
+
+    def fewer(mine: TokenBatch, size: int, coord: int) -> TokenBatch:
+        return replace(mine, outgrown=torch.zeros_like(mine.tokens))
+
+    return recut(fewer)
+
+
+def rotated_by_the_longest_document() -> Patch:
+    """All documents of a row are rotated alike."""
+
+    def alike(mine: TokenBatch, size: int, coord: int) -> TokenBatch:
+        assert mine.row is not None and mine.row.outgrown is not None
+        longest = mine.row.outgrown.amax(dim=1, keepdim=True)
+        return replace(mine, outgrown=longest.expand_as(mine.tokens))
+
+    return recut(alike)
+
+
 def padding_has_a_loss() -> Patch:
     """Tokens behind the row are asked to predict token 0."""
     return patch.object(context, "NOT_COUNTED", 0)
@@ -180,6 +209,9 @@ def keys_gathered_wide() -> Patch:
     return patch.object(ContextAttention, "_gathered", wide)
 
 
+LONGROPE = {"rope.kind": "longrope", "rope.factor": "8", "rope.original_seq": "8"}
+LONGROPE |= {"rope.short": "1,1.25,1.5,2", "rope.long": "4,5,6,7"}
+OUTGROWN, AS_LONG = ({**LONGROPE, "rope.original_seq": size} for size in ("20", "37"))
 FAULTS = (
     Fault(former_parts_not_scaled, "cp=2", LOSS, {"context": "ring"}),
     Fault(blind_parts_count, "cp=2", LOSS, {"packed": True}),
@@ -187,6 +219,9 @@ FAULTS = (
     Fault(positions_of_a_contiguous_cut, "cp=2", LOSS),
     Fault(labels_shifted_after_the_cut, "cp=2", LOSS),
     Fault(padding_has_a_loss, "cp=2", LOSS, {"seq": 37}),
+    Fault(rotated_by_the_padded_row, "cp=2", LOSS, {"seq": 37}, AS_LONG),
+    Fault(rotated_by_the_tokens_of_a_rank, "cp=2", LOSS, set=OUTGROWN),
+    Fault(rotated_by_the_longest_document, "cp=2", LOSS, {"packed": True}, LONGROPE),
     Fault(wrong_half_of_the_keys, "cp=2", LOSS),
     Fault(documents_of_the_wrong_place, "cp=2", LOSS, {"packed": True}),
     Fault(gradients_of_keys_left_abroad, "cp=2", GRADIENTS),
