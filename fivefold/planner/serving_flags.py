@@ -133,6 +133,12 @@ def vllm_command(plan: ServingPlan) -> EngineCommand:
     )
     if spread:
         losses.append("on every node but the first also --headless and --data-parallel-start-rank")
+    short = one.request.shape.outgrown_at
+    if short is not None and one.longest > short:
+        losses.append(
+            f"vLLM takes longrope's long factors for all texts if max-model-len exceeds {short:,}; "
+            "transformers, and generation here, only for those that are longer"
+        )
     return EngineCommand(("vllm", "serve", one.model, *words), plan.replicas, {}, tuple(losses))
 
 

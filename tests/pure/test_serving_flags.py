@@ -100,6 +100,14 @@ def test_what_an_engine_cannot_do_is_said() -> None:
     assert not found.flags("sglang").losses
     copies = plan_serving("qwen3-30b-a3b", machine="h200", layout="tp=2").flags("vllm")
     assert "every GPU has all experts" in copies.losses[0]
+    longrope = {"kind": "longrope", "factor": "8", "original_seq": "1024"}
+    longrope |= dict.fromkeys(("short", "long"), ",".join(["2"] * 64))
+    said = {f"rope.{name}": each for name, each in longrope.items()}
+    shape = models.with_overrides(models.load("llama-3.1-8b"), said)
+    for prompt, count in ((900, 1), (700, 0)):
+        asked = {"machine": "h100", "layout": "tp=1", "prompt": prompt, "output": 300}
+        losses = plan_serving(models.to_text(shape), **asked).flags("vllm").losses
+        assert sum("long factors for all texts" in each for each in losses) == count
 
 
 def test_models_have_the_names_of_their_source() -> None:
