@@ -60,11 +60,20 @@ class GenerationCase:
         return PlanOptions(self.model, layout=self.layout, sp=self.sp, set=changes)
 
 
-# What layers of these families do with scores.
+# What layers of these families do with scores, and with texts that grow.
 _LOCAL = {"window": "9", "global_every": "2", "max_seq": "160"}
 ATTENTION = {
     "gemma-2": _LOCAL | {"global_rotary": "true", "score_cap": "0.3", "logit_cap": "0.2"},
     "gpt-oss": _LOCAL | {"global_rotary": "true", "sinks": "true"},
+    "phi-3": {
+        **{
+            "max_seq": "160",
+            "rope.kind": "longrope",
+            "rope.factor": "8",
+            "rope.original_seq": "36",
+        },
+        **{"rope.short": "1,1.25,1.5,2", "rope.long": "4,5,6,7"},
+    },
     "llama-4": _LOCAL | {"window_kind": "chunked", "nope_floor": "5", "qk_norm": "l2"},
 }
 
@@ -100,6 +109,7 @@ LIKE = (
     *(("tiny", "tp=2", "gemma-2"), ("tiny", "cp=2 pp=2", "gemma-2")),
     *(("tiny-moe", "tp=2 ep=2", "gpt-oss"), ("tiny-moe", "tp=2 cp=2 ep=2", "gpt-oss")),
     *(("tiny-moe", "dp=2 tp=2 ep=4", "llama-4"), ("tiny", "cp=3", "llama-4")),
+    *(("tiny", "tp=2 cp=2", "phi-3"), ("tiny", "dp=2 pp=2", "phi-3")),
 )
 
 
