@@ -112,6 +112,13 @@ def layer_kinds(shape: Shape) -> dict[int, int]:
     return {first[kind]: times for kind, times in Counter(kinds).items()}
 
 
+@cache
+def most_routed(shape: Shape, layers: int) -> int:
+    """The most layers with experts among so many that follow one another."""
+    routed = [shape.is_moe_layer(i) for i in range(shape.layers + shape.mtp)]
+    return max(sum(routed[i : i + layers]) for i in range(len(routed)))
+
+
 def embedding_parameters(shape: Shape) -> Parameters:
     """What comes before the first layer."""
     rows = shape.vocab + (shape.max_seq if shape.positions == "learned" else 0)

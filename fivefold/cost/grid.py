@@ -20,7 +20,7 @@ from fivefold.core.plan import Plan
 from fivefold.core.recompute import MODULES, Recompute
 from fivefold.core.schedule.catalog import names as schedule_names
 from fivefold.core.schedule.choose import looks_like_file, named
-from fivefold.core.schedule.family import RankPosition, none_deferred
+from fivefold.core.schedule.held import RankPosition, none_deferred
 from fivefold.core.shape import Moe, Shape
 from fivefold.core.splits import CONTEXT_KINDS, ContextMethod, loss_chunks, ulysses_degree
 from fivefold.cost.layer_collectives import LayerJob
@@ -89,12 +89,11 @@ class LayoutGrid:
     @property
     def defers(self) -> Flags:
         """Whether the schedule of a layout defers weight gradients: if any rank does, the last."""
-        last = RankPosition(
-            self.pp, self.microbatches, self.chunks, np.ones_like(self.pp), False, 2
-        )
+        last = RankPosition(self.pp, self.microbatches, self.chunks, np.ones_like(self.pp), 2)
         found = np.zeros(1, bool)
         for index in {int(each) for each in self.schedule.flat if DEFERS[int(each)]}:
-            found = found | (self.schedule == index) & (FAMILIES[index].deferred(last) > 0)
+            waiting = sum(each.waiting for each in FAMILIES[index].deferred(last))
+            found = found | (self.schedule == index) & (waiting > 0)
         return found & (self.pp > 1)
 
     def columns(self) -> Iterator[NDArray[Any]]:

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from fivefold.core.count import layer_parameters, mtp_parameters
+from fivefold.core.count import layer_parameters, most_routed, mtp_parameters
 from fivefold.core.machine import Machine
 from fivefold.core.precision import PRECISIONS, itemsize_of, matmul_bytes
 from fivefold.core.shape import Shape
@@ -19,7 +19,13 @@ from fivefold.cost.activations import Activations
 from fivefold.cost.attention_sizes import replicated_weights
 from fivefold.cost.frozen import trainable_share
 from fivefold.cost.grid import OFFLOADS, Array, LayoutGrid
-from fivefold.cost.pipeline_ranks import RankStage, fewest_layers, holds_all_microbatches
+from fivefold.cost.loss_memory import LossMemory
+from fivefold.cost.pipeline_ranks import (
+    RankStage,
+    backward_by_chunk,
+    fewest_layers,
+    mirrored,
+)
 from fivefold.cost.rounding_time import codes_under_way, rounded_weights
 from fivefold.cost.saved_layers import SavedLayers, layer_numbers
 from fivefold.cost.stack import SoftwareStack, StackMemory
@@ -29,6 +35,7 @@ from fivefold.cost.stage_gradients import (
     RankParameters,
     StageGradients,
     UnitParameters,
+    sums_of_copies,
 )
 
 MemoryParts = dict[str, Array]
@@ -58,13 +65,10 @@ class MemoryEntries:
             self.memory = replace(self.memory, input_bytes=narrow)
         self.precision = precision
         self.tokens = grid.microbatch_size * seq / grid.cp
-        self.chunks = np.ones(1)
-        if self.memory.chunks_loss:
-            self.chunks = grid.loss_chunks(shape, self.tokens)
-        self.chunked = self.chunks > 1
         job = (shape, stack, self.memory, grid, seq, itemsize, imbalance)
         self.activations = Activations(*job)
         self.layers = SavedLayers(self.activations, stack, self.tokens)
+        self.losses = LossMemory(self.activations, self.tokens)
         self.master_bytes = 0 if itemsize == 4 else self.memory.master_bytes
         self.gradient_bytes = stack.summed_bytes or self.memory.gradient_bytes
 
@@ -86,26 +90,28 @@ class MemoryEntries:
         states = self._states(parameters)
         held = states["weights"] + states["master"] + states["optimizer"]
         gradients = self._sharded(parameters, 1) * self.gradient_bytes
-        saved = self.layers.saved(stage)
+        saved, by_chunk = self.layers.saved(stage), backward_by_chunk(self.grid)
         if self.memory.unit_by_unit:
             saved = saved + self.activations.rotary_tables() * self.tokens * self.grid.chunks
         activations = saved * stage.flight
         if self.memory.unit_by_unit:
             held = held + self._gathered(parameters, stage, np.zeros(1))
             reduced = (self.grid.zero >= 2) | (self.grid.microbatches.min() == 1)
+            reduced = reduced | ((self.grid.zero == 1) & by_chunk)
             full = parameters.all * self.gradient_bytes
             gradients = np.where(reduced, gradients, full)
             least = stage._replace(layers=fewest_layers(stage.layers))
             few = self.layers.working(least) + self._messages() + self._buffers()
-            activations = activations + self.layers.deferred(stage, saved) + few
+            activations = self.layers.most(stage, saved) + few
         if self.stack.grads_home or self.stack.frozen:
             gradients = np.zeros(1)
-        begun = (self.grid.microbatches > stage.flight) & self.memory.unit_by_unit
+        begun = (self.grid.microbatches > stage.flight) & self.memory.unit_by_unit & ~by_chunk
         return LeastBytes(held + self.memory.context_bytes, gradients, activations, begun)
 
     def _by_moment(self, stage: RankStage) -> tuple[MemoryParts, ...]:
-        """When the backward of the layers begins, when it ends, and before both at the loss and
-        when the backward of the head ends."""
+        """When the backward of the layers begins, when it ends, of one chunk or of all, before that
+        at the loss and when the backward of the head ends, and when copies of a model are summed.
+        """
         parameters = self.parameters(stage)
         saved, working = self.layers.of(stage)
         saved = saved + self.activations.rotary_tables() * self.tokens * self.grid.chunks
@@ -114,11 +120,15 @@ class MemoryEntries:
         unit = self._unit(parameters, stage)
         leave = bool(self.stack.grads_home)
         shares = self.shape.tied & (self.grid.pp == 1)
-        rest = (matrix, owned, self.gradient_bytes * learned, unit, leave, shares)
-        gradients = StageGradients(parameters, stage, self.grid, *rest)
-        begin, end = saved * stage.flight, saved * gradients.flight_after_backward()
-        late = self.layers.deferred(stage, saved)
-        begin, end = begin + late, end + late
+        rest = (self.grid, owned, self.gradient_bytes * learned, unit, leave)
+        gradients = StageGradients(self.shape, parameters, stage, *rest)
+        waiting = stage.head * self.losses.other_inputs()
+        begin = self.layers.most(stage, saved) + waiting
+        end = final = waiting + self.layers.most(stage, saved, gradients.done_after_backward())
+        by_chunk = backward_by_chunk(self.grid)
+        if by_chunk.any():
+            others = stage.flight * (1 - 1 / self.grid.chunks)
+            final = np.where(by_chunk, self.layers.most(stage, saved, others) + waiting, end)
         # A tied weight has two gradients: the head's waits for the embedding's, and for their sum.
         tied = np.where(shares, matrix * self.itemsize, 0.0)
         embedding = stage.embedding * matrix * self.itemsize
@@ -126,22 +136,28 @@ class MemoryEntries:
         embedding = embedding + np.where(gradients.begun & ~gradients.reduced, 2 * tied, 0.0)
         states, messages = self._states(parameters), self._messages()
         gathered = self._gathered(parameters, stage, np.zeros(1))
-        logits = stage.head * self._other_losses()
+        logits = stage.head * self.losses.others()
         both = (logits, messages + self._buffers(), gathered)
         found = [
             self._moment(states, gradients.at_last_layer(), begin + working + tied, *both),
             self._moment(states, gradients.at_first_layer(), end + working + tied, *both),
         ]
+        if by_chunk.any():
+            found.append(self._moment(states, gradients.at_last_chunk(), final + working, *both))
+        if (copied := mirrored(self.grid)).any():
+            sums = np.where(copied, sums_of_copies(owned, self.gradient_bytes), 0.0)
+            rest = (sums, np.zeros(1), messages, np.zeros(1))
+            found.append(self._moment(states, gradients.at_update(), *rest))
         if stage.embedding.any():
-            found.append(self._moment(states, gradients.at_embedding(), end + embedding, *both))
+            found.append(self._moment(states, gradients.at_embedding(), final + embedding, *both))
         if stage.head.any():
             gathered = self._gathered(parameters, stage, stage.head * matrix)
             # Chunks are at their peak in the forward, where nothing is gathered after the head.
-            last = self.chunked & (self.shape.mtp == 0)
+            last = self.losses.chunked & (self.shape.mtp == 0)
             alone = self._gathered(parameters, stage, stage.head * matrix, prefetch=0)
             at_loss = np.where(last, alone, gathered)
-            rest = (logits + stage.head * self.loss(), messages, at_loss)
-            activations = begin + self._at_head(stage)
+            rest = (logits + stage.head * self.losses.computed(), messages, at_loss)
+            activations = begin + stage.head * self.losses.input()
             weight = stage.head * matrix * self.itemsize  # the gradient of the head, before its sum
             after = (activations + weight, logits, messages, gathered)
             found.append(self._moment(states, gradients.at_head(), *after))
@@ -184,22 +200,25 @@ class MemoryEntries:
         layer = self._layer(parameters, stage)
         # A block uses all units of its layer, or one that several layers share.
         here = np.where(dense, np.maximum(layer.dense, unit.dense), 0.0)
-        here = here + np.where(experts, np.maximum(layer.experts, unit.experts), 0.0)
-        ahead = here
+        routed = np.where(experts, np.maximum(layer.experts, unit.experts), 0.0)
+        alone, both = (most_routed(self.shape, n) * routed for n in (prefetch, 1 + prefetch))
         if self.stack.unit_bytes is not None:  # the last unit has the final norm too
             end = np.where(end > 0, end + unit.dense, 0.0)
-        here = np.where(end > 0, np.where(dense, np.minimum(end, parameters.dense), 0.0), here)
+        end = np.where(dense, np.minimum(end, parameters.dense), 0.0)
+        gathered = prefetch * here + np.where(end > 0, end + alone, here + both)
         everything = np.where(dense, parameters.dense, 0.0)
         everything = everything + np.where(experts, parameters.experts, 0.0)
         stays = self.stack.stays_gathered(grid) | ((stage.head > 0) & (self.shape.mtp > 0))
         codes = prefetch * codes_under_way(self.stack, dense * layer.dense, experts * layer.experts)
-        whole = np.where(stays, everything, np.minimum(here + prefetch * ahead, everything))
+        whole = np.where(stays, everything, np.minimum(gathered, everything))
         return np.where(grid.zero == 3, whole * self.itemsize + codes * ~stays, 0.0)
 
     def _layer(self, parameters: RankParameters, stage: RankStage) -> UnitParameters:
-        """Parameters of a layer."""
-        dense = (parameters.dense - parameters.ends) / np.maximum(stage.layers.all, 1.0)
-        return UnitParameters(dense, parameters.experts / np.maximum(stage.layers.routed, 1.0))
+        """Parameters of a layer, one that predicts ahead among them."""
+        ahead, last = stage.head * self.shape.mtp, self.shape.layers - 1
+        routed = stage.layers.routed + ahead * self.shape.is_moe_layer(last)
+        dense = (parameters.dense - parameters.ends) / np.maximum(stage.layers.all + ahead, 1.0)
+        return UnitParameters(dense, parameters.experts / np.maximum(routed, 1.0))
 
     def _unit(self, parameters: RankParameters, stage: RankStage) -> UnitParameters:
         """Parameters of a flat unit: a layer, or as many layers as fit in the size that is given,
@@ -225,9 +244,10 @@ class MemoryEntries:
         saved, working = self.layers.of(stage)
         parts = self._states(parameters)
         # Logits are freed when the backward of the layers begins.
-        working = np.maximum(working - stage.head * self.loss(), 0.0)
-        parts["activations"] = saved * stage.flight + working + self._at_head(stage)
-        parts["logits"] = stage.head * (self.loss() + self._other_losses())
+        working = np.maximum(working - stage.head * self.losses.computed(), 0.0)
+        inputs = stage.head * (self.losses.input() + self.losses.other_inputs())
+        parts["activations"] = saved * stage.flight + working + inputs
+        parts["logits"] = stage.head * (self.losses.computed() + self.losses.others())
         parts["buffers"] = self._messages() + self._buffers()
         parts["prefetch"] = self._prefetch(parameters, stage)
         parts |= self.overhead(parts["activations"])
@@ -247,9 +267,9 @@ class MemoryEntries:
             spread = layer.experts / (self.grid.ep * self.grid.etp)
             experts = experts + count * stage.copies * spread
         if shape.mtp:
-            extra = mtp_parameters(shape)
-            mtp = (extra.total - extra.experts - extra.norms) / tp + extra.norms
-            dense = dense + stage.head * shape.mtp * mtp
+            extra, last = mtp_parameters(shape), shape.layers - 1
+            besides = extra.total - layer_parameters(shape, last).total  # every tp rank has these
+            dense = dense + stage.head * shape.mtp * (self._dense(last) + besides)
             spread = extra.experts / (self.grid.ep * self.grid.etp)
             experts = experts + stage.head * shape.mtp * spread
         matrices = stage.embedding + stage.head
@@ -330,40 +350,6 @@ class MemoryEntries:
         gradients = self.gradient_bytes if self.stack.grads_home == "nvme" else 0
         states = self.memory.moment_bytes + self.master_bytes
         return owned * (np.where(there, states, 0.0) + gradients)
-
-    def _at_head(self, stage: RankStage) -> Array:
-        """The input of the head, and its copies for multi-token prediction."""
-        return stage.head * (1 + self.shape.mtp) * self.activations.at_head() * self.tokens
-
-    def loss(self) -> Array:
-        """Logits of the loss that is being computed, and their gradients; if it is computed in
-        chunks, those of a chunk, and the gradients that wait for the backward."""
-        memory, tp = self.memory, self.grid.tp
-        size = np.where(
-            tp > 1, memory.split_logits_bytes or memory.logits_bytes, memory.logits_bytes
-        )
-        words, capped = self.tokens * self.shape.vocab / tp, self.shape.logit_cap is not None
-        size, wide = (each + capped * self.itemsize for each in (size, memory.chunk_bytes))
-        if not self.chunked.any():
-            return size * words
-        chunk, waiting = words / self.chunks, self.gradients_of_loss()
-        whole = chunk * (self.itemsize + wide) + waiting
-        # Over a split vocabulary, chunks are those of what is wide.
-        split = words * self.itemsize + np.maximum(chunk * wide, waiting)
-        return np.where(self.chunked, np.where(tp > 1, split, whole), size * words)
-
-    def gradients_of_loss(self) -> Array:
-        """Of the input and the weight of a head that computes them in its forward."""
-        weight = self.shape.vocab * self.shape.width / self.grid.tp
-        return (self.tokens * self.shape.width + weight) * self.itemsize
-
-    def _other_losses(self) -> Array:
-        """What other losses save until their backward."""
-        losses = 1.0 + self.shape.mtp
-        if (every := holds_all_microbatches(self.grid)).any():
-            losses = losses * np.where(every, self.grid.microbatches, 1.0)
-        saved = self.memory.loss_bytes * self.tokens * self.shape.vocab / self.grid.tp
-        return (losses - 1) * np.where(self.chunked, self.gradients_of_loss(), saved)
 
     def _prefetch(self, parameters: RankParameters, stage: RankStage) -> Array:
         """ZeRO-3: weights that are gathered at once; from ZeRO-2 on, unreduced gradients."""

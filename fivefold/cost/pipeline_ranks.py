@@ -17,7 +17,8 @@ import numpy as np
 
 from fivefold.core.count import layer_parameters
 from fivefold.core.recompute import Recompute
-from fivefold.core.schedule.family import Family, PipelineTimes, RankPosition
+from fivefold.core.schedule.family import Family, PipelineTimes
+from fivefold.core.schedule.held import HeldMicrobatches, HeldMoments, RankPosition
 from fivefold.core.shape import Shape
 from fivefold.cost.grid import FAMILIES, Array, Flags, LayoutGrid
 from fivefold.cost.pipeline_time import PipelineTimer, pipeline_timer
@@ -74,7 +75,7 @@ class RankStage(NamedTuple):
     flight: Array  # microbatches, in units of its layers
     embedding: Array  # 1 or 0
     head: Array  # 1 or 0
-    deferred: Array | float = 0.0  # microbatches that wait for weight gradients, if not in flight
+    deferred: HeldMoments = ()  # when microbatches wait for weight gradients
     by_rule: tuple[tuple[Recompute, RankLayers], ...] = ()  # where stages differ in recomputation
 
 
@@ -244,12 +245,14 @@ def in_flight(
     return np.where(grid.pp > 1, np.minimum(grid.microbatches, found), 1.0)
 
 
-def deferred(grid: LayoutGrid, place: PipelineEnd, rank: Array | float = 1.0) -> Array:
-    """How many microbatches wait for their weight gradient on a rank, at most."""
-    found, position = np.zeros(1), _position(grid, place, 2, rank)
+def deferred(grid: LayoutGrid, place: PipelineEnd, rank: Array | float = 1.0) -> HeldMoments:
+    """What a rank holds at each moment that may be its peak while weight gradients wait."""
+    found, position = list[HeldMicrobatches](), _position(grid, place, 2, rank)
     for family, here in _families(grid):
-        found = np.where(here, family.deferred(position), found)
-    return np.where(grid.pp > 1, np.minimum(grid.microbatches, found), 0.0)
+        for each in family.deferred(position):
+            held = (np.where(here & (grid.pp > 1), number, 0.0) for number in each)
+            found.append(HeldMicrobatches(*held))
+    return tuple(found)
 
 
 def _position(
@@ -258,7 +261,7 @@ def _position(
     pp = grid.pp
     depth = {"first": pp, "inner": pp - rank, "last": np.ones_like(pp)}[place]
     numbers = (pp, grid.microbatches, grid.chunks, depth)
-    return RankPosition(*numbers, place == "first", hop_forwards)
+    return RankPosition(*numbers, hop_forwards)
 
 
 def mirrored(grid: LayoutGrid) -> Flags:
@@ -269,6 +272,14 @@ def mirrored(grid: LayoutGrid) -> Flags:
 def folded(grid: LayoutGrid) -> Flags:
     """Whether the first rank has the last stage too."""
     return _has(grid, lambda family: family.placement == "V")
+
+
+def backward_by_chunk(grid: LayoutGrid) -> Flags:
+    """Whether the backwards of a chunk end before those of the chunk before it begin: those of all
+    microbatches, or of a round that has all of them."""
+    in_rounds = _has(grid, lambda family: family.placement == "loop")
+    one_by_one = holds_all_microbatches(grid) | (in_rounds & (grid.microbatches <= grid.pp))
+    return one_by_one & (grid.chunks > 1)
 
 
 def holds_all_microbatches(grid: LayoutGrid) -> Flags:

@@ -41,6 +41,7 @@ from fivefold.cost.operator_list import OperatorList
 from fivefold.cost.operator_tape import Event, OperatorTape
 from fivefold.cost.rounded_operators import RoundedOperators
 from fivefold.cost.segment_steps import JoinedStep
+from fivefold.cost.stage_gradients import sums_of_copies
 from fivefold.cost.stage_ledger import REPLAYED, ActionBytes, Segment, StageLedger, StageRun
 from fivefold.cost.unit_ledger import ACTIVATIONS, DataRules, Held, Slice, nothing
 
@@ -173,9 +174,9 @@ class PlanLedger:
                 yield Segment(("head",), head)
 
     def _head(self, known: KnownEvents, operators: LayerOperators) -> ActionEvents:
-        entries, memory = self.entries, self.entries.memory
-        if entries.chunked.all() and not self.queued:
-            found = (entries.loss(), entries.gradients_of_loss())
+        losses, memory = self.entries.losses, self.entries.memory
+        if losses.chunked.all() and not self.queued:
+            found = (losses.computed(), losses.gradients())
             sizes = tuple(float(each.item()) for each in found)
             return self._events(known, ("head", *sizes), partial(operators.head_in_chunks, *sizes))
         split = self.plan.layout.tp > 1 and memory.split_logits_bytes
@@ -245,7 +246,7 @@ class PlanLedger:
         owned, found = sum(unit.shard_size for unit in units), 0.0
         largest = max(each.row.numel / unit.num_shards for unit in units for each in unit.entries)
         if plan.schedule.placement.mirrored:
-            found = owned * (WIDE if size == WIDE else 2 * WIDE)
+            found = sums_of_copies(float(owned), size)
         narrow = plan.options.train.states == "bf16"
         if size < WIDE or narrow:
             block = BLOCK_OF_STATES / max(memory.moment_bytes + self.entries.master_bytes, 1)

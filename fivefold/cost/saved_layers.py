@@ -50,11 +50,17 @@ class SavedLayers:
                 kept = kept + (count + ahead) * self._saved_beside_inputs(rule, i)
         return kept * self.tokens * (1 - self.memory.offloaded)
 
-    def deferred(self, stage: RankStage, saved: Array) -> Array:
-        """What microbatches hold beyond what they saved while they wait for weight gradients."""
-        if not np.any(stage.deferred):
-            return np.zeros(1)
-        return np.maximum(self._left(stage) - saved, 0.0) * stage.deferred
+    def most(self, stage: RankStage, saved: Array, done: Array | float = 0.0) -> Array:
+        """What microbatches that `saved` so much hold at most, in flight or while they wait for
+        weight gradients; after so many are `done`."""
+        found = saved * (stage.flight - done)
+        if stage.deferred:
+            left = self._left(stage)
+            for before, waiting in stage.deferred:
+                early = np.maximum(before - np.maximum(done - waiting, 0.0), 0.0)
+                late = np.maximum(waiting - done, 0.0)
+                found = np.maximum(found, early * saved + late * left)
+        return found
 
     def held(self, stage: RankStage) -> tuple[Array, Array]:
         """Bytes of a microbatch from its forward on, and between its input and weight gradients."""

@@ -7,12 +7,15 @@ done: at most three units, two in flight and one being filled; and two of each o
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
+from fivefold.core.count import most_routed
+from fivefold.core.shape import Shape
+from fivefold.cost.activations import WIDE
 from fivefold.cost.grid import Array, Flags, LayoutGrid
-from fivefold.cost.pipeline_ranks import RankStage
+from fivefold.cost.pipeline_ranks import RankStage, backward_by_chunk
 
 
 class RankParameters(NamedTuple):
@@ -63,55 +66,68 @@ def _leanest(states: Array) -> Array:
     return states.min(axis=3, keepdims=True)
 
 
+N = TypeVar("N", float, Array)
+
+
+def sums_of_copies(owned: N, size: float) -> N:
+    """Bytes of gradients in float32 while both copies of a model, or those of mirrored stages, are
+    summed; `size` is the bytes of a gradient element."""
+    return owned * (WIDE if size == WIDE else 2 * WIDE)
+
+
 class StageGradients:
     """Bytes of the gradients of one stage.
 
-    `matrix` counts the parameters of an embedding or a head, `owned` those of the rank's shards;
-    `size` is the bytes of a gradient element, `unit_parameters` are reduced together. With
-    `leave`, reduced gradients leave the device. The head of a `tied` weight has no gradient of its
-    own to accumulate: it waits for the embedding's.
+    `owned` are the parameters of the rank's shards; `size` is the bytes of a gradient element,
+    `unit_parameters` are reduced together. With `leave`, reduced gradients leave the device. The
+    head of a tied weight has no gradient of its own to accumulate: it waits for the embedding's.
     """
 
     def __init__(
         self,
+        shape: Shape,
         parameters: RankParameters,
         stage: RankStage,
         grid: LayoutGrid,
-        matrix: Array,
         owned: Array,
         size: float,
         unit_parameters: UnitParameters,
         leave: bool,
-        tied: Flags,
     ) -> None:
         self.grid, self.full, self.owned = grid, parameters.all * size, owned * size
+        # Chunks that have gradients when the first backwards end.
+        self.seen = np.where(backward_by_chunk(grid), 1.0, grid.chunks)
         # If all microbatches are in flight before the first backward, no forward meets gradients.
         self.begun = grid.microbatches > stage.flight
         self.each_microbatch = (grid.zero >= 2) | leave
         if leave:
             self.owned = 0.0 * self.owned
         self.reduced = self.each_microbatch | ((grid.zero == 1) & (grid.microbatches == 1))
-        dense = self.reduced & ((grid.shard * grid.cp > 1) | leave)
-        experts = self.reduced & ((grid.edp > 1) | leave)
+        dense, experts = (grid.shard * grid.cp > 1) | leave, (grid.edp > 1) | leave
         self.head, self.flight = stage.head, stage.flight
         unit, routed = (each * size for each in unit_parameters)
         # Gradients of the head and one layer that are not sharded.
-        apart = np.where(tied, 0.0, stage.head)
-        self.unsharded = np.where(dense, 0.0, apart * matrix * size + unit)
-        self.unsharded = self.unsharded + np.where(experts, 0.0, routed)
-        # Unreduced bytes: of an end, of a dense unit, and of the last two and three units. The
-        # experts of a layer are a unit of their own, after the rest of the layer.
-        self.end = np.where(dense, matrix * size, 0.0)
+        matrix = shape.vocab * shape.width / grid.tp * size
+        apart = np.where(shape.tied & (grid.pp == 1), 0.0, stage.head)
+        self.unsharded = np.where(self.reduced & dense, 0.0, apart * matrix + unit)
+        self.unsharded = self.unsharded + np.where(self.reduced & experts, 0.0, routed)
+        # Of what is sharded: an end, a dense unit, and the last two and three units. The experts of
+        # a layer are a unit of their own, after the rest of the layer.
+        self.end = np.where(dense, matrix, 0.0)
         self.embedding = stage.embedding * self.end
         self.end_of_head = apart * self.end
         self.unit = np.where(dense, unit, 0.0)
         expert_unit = np.where(experts, routed, 0.0)
         larger = np.maximum(self.unit, expert_unit)
-        two_units = np.where(routed > 0, self.unit + expert_unit, 2 * self.unit)
-        # Each chunk but the running one keeps its last two until its next backward.
-        two_units = two_units * np.maximum(grid.chunks - 1, 1.0)
-        self.two_units = np.minimum(two_units, self.full)  # units may hold many layers each
-        self.three_units = np.minimum(self.two_units + larger, self.full)
+        both = (self.unit > 0) & (expert_unit > 0)
+        two_units = np.where(both, self.unit + expert_unit, 2 * larger)
+        # Each chunk keeps its last two until its next backward; units may hold many layers each.
+        self.kept = np.minimum(two_units, self.full / grid.chunks)
+        self.two_units = self.seen * self.kept
+        # A third one is being filled. Experts follow experts, if neighbours have some, or those of
+        # the microbatch before.
+        spaced = both & (most_routed(shape, 2) < 2) & (grid.microbatches == 1)
+        self.third = np.where(spaced, self.unit, larger)
         self.layer = self.unit + expert_unit
         self.late_shards = self._late_shards(unit, routed)
 
@@ -144,21 +160,39 @@ class StageGradients:
         return GradientLevel(accumulated, np.where(self.reduced, few, alone))
 
     def at_first_layer(self) -> GradientLevel:
-        """When the backward of the layers ends."""
-        return self._at_end(self.three_units)
+        """When a first backward ends; of all chunks, or of the one that comes before the others."""
+        return self._at_end(self.two_units + self.third, self.seen)
+
+    def at_last_chunk(self) -> GradientLevel:
+        """When all chunks have gradients."""
+        return self._at_end(self.grid.chunks * self.kept + self.third, self.grid.chunks)
 
     def at_embedding(self) -> GradientLevel:
         """After it, in the embedding."""
-        return self._at_end(self.embedding + self.two_units)
+        return self._at_end(self.embedding + self.grid.chunks * self.kept, self.grid.chunks)
 
-    def _at_end(self, few: Array) -> GradientLevel:
-        accumulated = np.where(self.reduced, self.owned, self.full)
+    def at_update(self) -> GradientLevel:
+        """After the last backward."""
+        return GradientLevel(self.owned, np.zeros(1))
+
+    def _at_end(self, few: Array, chunks: Array) -> GradientLevel:
+        accumulated = np.where(self.reduced, self._owned_by(chunks), self._summed(chunks))
         return GradientLevel(accumulated, np.where(self.reduced, few, self._at_end_of_step()))
 
-    def flight_after_backward(self) -> Array:
-        """Microbatches in flight after a backward with all gradients; none if the step ends with
-        it, which is when the shards of ZeRO-1 arrive."""
-        return np.where(self._at_end_of_step() > 0, 0.0, self.flight - 1 / self.grid.chunks)
+    def _owned_by(self, chunks: Array) -> Array:
+        return self.owned * chunks / self.grid.chunks
+
+    def _summed(self, chunks: Array) -> Array:
+        """Full gradients of so many chunks. In ZeRO-1 those that have ended are shards, but for
+        their last two units."""
+        one, ended = self.full / self.grid.chunks, chunks - 1
+        sharded = (self.grid.zero == 1) & (self.seen < self.grid.chunks)
+        return one + np.where(sharded, self._owned_by(ended) + ended * self.kept, one * ended)
+
+    def done_after_backward(self) -> Array:
+        """Microbatches of those in flight that a backward with all gradients ends; all, if the step
+        ends with it, which is when the shards of ZeRO-1 arrive."""
+        return np.where(self._at_end_of_step() > 0, self.flight, 1 / self.grid.chunks)
 
     def _at_end_of_step(self) -> Array:
         """Shards that arrive at the end of the step, beside sums of an earlier backward."""
@@ -166,4 +200,5 @@ class StageGradients:
 
     def _so_far(self) -> Array:
         """What earlier backwards have accumulated."""
-        return np.where(self.begun, np.where(self.each_microbatch, self.owned, self.full), 0.0)
+        seen = np.where(self.each_microbatch, self._owned_by(self.seen), self._summed(self.seen))
+        return np.where(self.begun, seen, 0.0)

@@ -32,10 +32,10 @@ from fivefold.core.schedule.family import (
     AUTO,
     Family,
     Rule,
-    depth_in_flight,
     fill_and_drain,
     too_large,
 )
+from fivefold.core.schedule.held import depth_in_flight
 from fivefold.core.schedule.search import search
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from fivefold.core.errors import IllegalSchedule, bullets, counted
 from fivefold.core.schedule import (
@@ -25,12 +25,10 @@ from fivefold.core.schedule import (
     v_placement,
 )
 from fivefold.core.schedule.clock import Objective
+from fivefold.core.schedule.held import HeldMoments, RankPosition, none_deferred
 
 if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-
-    Array: TypeAlias = NDArray[np.float64]
+    from fivefold.core.schedule.held import Array
 
 AUTO = "auto"
 MOST_STAGES = 4096
@@ -94,31 +92,6 @@ class PipelineTimes(NamedTuple):
         return self.forward + self.inputs + self.weights
 
 
-class RankPosition(NamedTuple):
-    """A rank whose activation memory is estimated, in pipelines of these sizes.
-
-    `depth` is what 1F1B keeps in flight there: the ranks from this one to the last, both included.
-    `hop_forwards`: how many forwards interleaved 1F1B runs ahead for each hop to the last rank.
-    """
-
-    p: Array
-    m: Array
-    v: Array
-    depth: Array
-    first: bool
-    hop_forwards: int
-
-    @property
-    def number(self) -> Array:
-        """Ranks before this one."""
-        return self.p - self.depth
-
-
-def none_deferred(rank: RankPosition) -> Array:
-    """Every backward computes its weight gradients at once."""
-    return rank.p * 0.0
-
-
 @dataclass(frozen=True)
 class Family:
     """One named schedule.
@@ -126,8 +99,8 @@ class Family:
     `because` explains its bubble. `paths` names the chains of actions that can set its makespan, a
     key of `cost.longest_paths.PATHS`: "loop" or "V" (a rank that never waits once it has begun)
     bound every schedule on that placement. `bubble` estimates the seconds that the slowest rank
-    waits in a step, `in_flight` the microbatches in flight on a rank at its peak, `deferred` those
-    of them that wait for their weight gradient, at most.
+    waits in a step, `in_flight` the microbatches in flight on a rank at its peak, `deferred` what
+    the rank holds when weight gradients wait: that may be more, with fewer microbatches.
     """
 
     name: str
@@ -136,7 +109,7 @@ class Family:
     paths: str
     bubble: Callable[[PipelineTimes], Array]
     in_flight: Callable[[RankPosition], Array]
-    deferred: Callable[[RankPosition], Array] = none_deferred
+    deferred: Callable[[RankPosition], HeldMoments] = none_deferred
     placement: PlacementKind = "loop"
     closed_form: ClosedForm | None = None
     min_chunks: int = 1
@@ -288,18 +261,3 @@ def fill_and_drain(times: PipelineTimes) -> Array:
 def no_bubble(times: PipelineTimes) -> Array:
     """An asynchronous pipeline never drains."""
     return times.p * 0.0
-
-
-def depth_in_flight(rank: RankPosition) -> Array:
-    """As many microbatches as ranks from this one to the last, as in 1F1B."""
-    return rank.depth
-
-
-def ranks_in_flight(rank: RankPosition) -> Array:
-    """As many microbatches as pipeline ranks, on every rank."""
-    return rank.p
-
-
-def all_in_flight(rank: RankPosition) -> Array:
-    """All microbatches."""
-    return rank.m

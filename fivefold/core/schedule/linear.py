@@ -25,19 +25,25 @@ from fivefold.core.schedule.family import (
     ClosedForm,
     Family,
     PipelineTimes,
-    RankPosition,
     Rule,
     Times,
-    all_in_flight,
-    depth_in_flight,
     fill_and_drain,
     no_bubble,
+)
+from fivefold.core.schedule.held import (
+    all_in_flight,
+    depth_in_flight,
+    interleaved_in_flight,
     ranks_in_flight,
+    zb_h1_deferred,
+    zb_h2_deferred,
+    zb_h2_in_flight,
+    zb_interleaved_deferred,
 )
 from fivefold.core.schedule.loops import Loop, LoopOrder, Run, alternating, one_by_one, part
 
 if TYPE_CHECKING:
-    from fivefold.core.schedule.family import Array
+    from fivefold.core.schedule.held import Array
 
 
 def gpipe(num_ranks: int, num_microbatches: int, num_chunks: int = 1) -> Schedule:
@@ -224,14 +230,9 @@ def _endless(
     return replace(window, name=name, asynchronous=True, weight_versions=versions)
 
 
-# What the planner needs: seconds that ranks wait, and microbatches in flight. The bubbles are those
-# of the makespan for equal stages; how they behave for small m or long B was measured with the
-# clock. numpy is imported late, because commands without an estimate do without it.
-
-
-def _interleaved_in_flight(rank: RankPosition) -> Array:
-    ahead = rank.hop_forwards * (rank.depth - 1) + 1 - rank.p
-    return rank.p + ahead / rank.v
+# What the planner needs: seconds that ranks wait. The bubbles are those of the makespan for equal
+# stages; how they behave for small m or long B was measured with the clock. numpy is imported late,
+# because commands without an estimate do without it.
 
 
 def _zb_h1_bubble(times: PipelineTimes) -> Array:
@@ -254,10 +255,6 @@ def _zb_h2_bubble(times: PipelineTimes) -> Array:
     filled = np.minimum(m - 1, 2 * (p - 1))
     span = (p - 1) * (times.forward + times.inputs) - filled * times.weights
     return span if times.late_check else np.maximum((p - 1) * times.forward, span)
-
-
-def _zb_h2_in_flight(rank: RankPosition) -> Array:
-    return 2 * rank.p - 1
 
 
 def _short_weights(times: Times, num_ranks: int, num_microbatches: int) -> bool:
@@ -295,7 +292,7 @@ ONE_F_ONE_B = Family(
 INTERLEAVED = Family(
     "interleaved", interleaved,
     "the pipeline fills and drains by chunks, which are v times shorter than stages",
-    paths="interleaved", bubble=fill_and_drain, in_flight=_interleaved_in_flight,
+    paths="interleaved", bubble=fill_and_drain, in_flight=interleaved_in_flight,
     closed_form=ClosedForm("(p−1)(F+B+W)/v"),
     min_chunks=2, max_chunks=None, rules=(_ROUNDS,),
 )  # fmt: skip
@@ -311,15 +308,15 @@ ZB_H1 = Family(
     "the pipeline fills and drains as in 1F1B; delayed weight gradients fill what they can of it, "
     "in the same memory",
     paths="zb-h1", bubble=_zb_h1_bubble, in_flight=ranks_in_flight,
-    deferred=lambda rank: (rank.number + 1) * (rank.number > 0),
+    deferred=zb_h1_deferred,
     closed_form=ClosedForm("(p−1)(F+B−W)", "W ≤ F, W ≤ B and m ≥ p", _short_weights),
 )  # fmt: skip
 ZB_H2 = Family(
     "zb-h2", zb_h2,
     "ranks start one by one; with up to twice the memory of 1F1B there are more weight gradients "
     "to fill the drain",
-    paths="zb-h2", bubble=_zb_h2_bubble, in_flight=_zb_h2_in_flight,
-    deferred=lambda rank: (2 * rank.number + 1) * (rank.number > 0),
+    paths="zb-h2", bubble=_zb_h2_bubble, in_flight=zb_h2_in_flight,
+    deferred=zb_h2_deferred,
     closed_form=ClosedForm(
         "(p−1)(F+B−2W)", "W ≤ F, 2W ≤ F+B and m ≥ 2p−1", _short_weights_twice, of="span"
     ),
@@ -328,7 +325,7 @@ ZB_INTERLEAVED = Family(
     "zb-interleaved", zb_interleaved,
     "the pipeline fills and drains by chunks, and weight gradients fill what they can of it",
     paths="zb-h1", bubble=_zb_interleaved_bubble, in_flight=ranks_in_flight,
-    deferred=lambda rank: (rank.number + 1) / rank.v,
+    deferred=zb_interleaved_deferred,
     closed_form=ClosedForm("(p−1)(F+B−W)/v", "W ≤ F, W ≤ B and m ≥ p", _short_weights),
     min_chunks=2, max_chunks=None, rules=(_ROUNDS,),
 )  # fmt: skip

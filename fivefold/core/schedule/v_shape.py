@@ -30,11 +30,20 @@ from fivefold.core.schedule.family import (
     ClosedForm,
     Family,
     PipelineTimes,
-    RankPosition,
     Rule,
     Times,
 )
 from fivefold.core.schedule.fill import Frame, Patience, fill, lower
+from fivefold.core.schedule.held import (
+    dualpipe_deferred,
+    dualpipe_v_deferred,
+    v_half_deferred,
+    v_half_in_flight,
+    v_min_deferred,
+    v_min_in_flight,
+    zb_v_deferred,
+    zb_v_in_flight,
+)
 from fivefold.core.schedule.loops import (
     Loop,
     LoopOrder,
@@ -48,7 +57,7 @@ from fivefold.core.schedule.loops import (
 )
 
 if TYPE_CHECKING:
-    from fivefold.core.schedule.family import Array
+    from fivefold.core.schedule.held import Array
 
 _SPLIT = INPUT_GRAD + WEIGHT_GRAD
 PERIOD = 6  # slots a microbatch needs on each rank: F, I and W of two chunks
@@ -275,8 +284,7 @@ def _legs(near: _Phase, far: _Phase, distance: int, depth: int, each: int) -> It
     yield from one_by_one(part(delayed, inner, total))
 
 
-# What the planner needs: seconds that ranks wait, for equal stages, as measured with the clock; and
-# microbatches in flight, in units of a rank's layers.
+# What the planner needs: seconds that ranks wait, for equal stages, as measured with the clock.
 
 
 def _zb_v_bubble(times: PipelineTimes) -> Array:
@@ -286,12 +294,6 @@ def _zb_v_bubble(times: PipelineTimes) -> Array:
     filled = np.clip(m - p, 0, p - 1)
     least = (p - 1) * times.inputs / 2
     return np.maximum(least, (p - 1) * times.inputs - filled * times.weights)
-
-
-def _zb_v_in_flight(rank: RankPosition) -> Array:
-    import numpy as np
-
-    return np.minimum(rank.p, (rank.m + 1) / 2) if rank.first else rank.p
 
 
 def _v_half_bubble(times: PipelineTimes) -> Array:
@@ -328,11 +330,6 @@ def _dualpipe_bubble(times: PipelineTimes) -> Array:
     return (times.p / 2 - 1) * (times.forward + 2 * times.inputs - times.weights)
 
 
-def _dualpipe_deferred(rank: RankPosition) -> Array:
-    """Of two ranks none: each weight gradient comes right after its input gradient."""
-    return (rank.p > 2) * (rank.p + 1 - abs(rank.number + 1 - rank.depth)) / 2
-
-
 def _dualpipe_v_bubble(times: PipelineTimes) -> Array:
     return (times.p - 1) * (times.forward + 2 * times.inputs - times.weights) / 2
 
@@ -356,23 +353,23 @@ ZB_V = Family(
     "zb-v", zb_v,
     "ranks wait until the first microbatch has come down the V, and later wherever weight "
     "gradients are too few or too short to cover the way of a gradient",
-    paths="zb-v", bubble=_zb_v_bubble, in_flight=_zb_v_in_flight, placement="V",
-    deferred=lambda rank: rank.number + 0.5,
+    paths="zb-v", bubble=_zb_v_bubble, in_flight=zb_v_in_flight, placement="V",
+    deferred=zb_v_deferred,
     closed_form=ClosedForm("(p−1)B/2", "F ≤ B, W ≤ B ≤ 2W and m ≥ 2p−1", _balanced),
     min_chunks=2, max_chunks=2,
 )  # fmt: skip
 V_HALF = Family(
     "v-half", v_half,
     "with less memory fewer microbatches are in flight, too few to cover fill and drain",
-    paths="v-half", bubble=_v_half_bubble, in_flight=lambda rank: (rank.p + 2) // 2, placement="V",
-    deferred=lambda rank: 2 + 0.0 * rank.p,
+    paths="v-half", bubble=_v_half_bubble, in_flight=v_half_in_flight, placement="V",
+    deferred=v_half_deferred,
     min_chunks=2, max_chunks=2,
 )  # fmt: skip
 V_MIN = Family(
     "v-min", v_min,
     "with the least memory so few microbatches are in flight that ranks wait for each to come back",
-    paths="v-min", bubble=_v_min_bubble, in_flight=lambda rank: (rank.p + 4) // 3, placement="V",
-    deferred=lambda rank: 1 + 0.0 * rank.p,
+    paths="v-min", bubble=_v_min_bubble, in_flight=v_min_in_flight, placement="V",
+    deferred=v_min_deferred,
     min_chunks=2, max_chunks=2,
 )  # fmt: skip
 DUALPIPE = Family(
@@ -380,7 +377,7 @@ DUALPIPE = Family(
     "two directions meet in the middle, so only half the ranks lie between a rank and its nearer "
     "end",
     paths="dualpipe", bubble=_dualpipe_bubble, in_flight=lambda rank: rank.p + 1,
-    deferred=_dualpipe_deferred,
+    deferred=dualpipe_deferred,
     placement="bidirectional",
     closed_form=ClosedForm("(p/2−1)(F&B+B−2W)", "F ≤ B and W ≤ B", _long_backward),
     rules=(_EVEN_RANKS, _EVEN_BATCH, _TWICE), pairs=True,
@@ -389,7 +386,7 @@ DUALPIPE_V = Family(
     "dualpipe-v", dualpipe_v,
     "the pipeline fills and drains by chunks, two of which a rank folds into one V",
     paths="dualpipe-v", bubble=_dualpipe_v_bubble, in_flight=lambda rank: rank.p + 0.5,
-    deferred=lambda rank: (rank.number + 1) / 2, placement="V",
+    deferred=dualpipe_v_deferred, placement="V",
     closed_form=ClosedForm("(p−1)(F&B+B−2W)/2", "F ≤ B and W ≤ B", _long_backward),
     min_chunks=2, max_chunks=2, rules=(_TWICE,), pairs=True,
 )  # fmt: skip
