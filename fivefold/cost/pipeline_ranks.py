@@ -274,11 +274,16 @@ def folded(grid: LayoutGrid) -> Flags:
     return _has(grid, lambda family: family.placement == "V")
 
 
+def looped(grid: LayoutGrid) -> Flags:
+    """Whether the ranks are passed in the same order for every chunk."""
+    return _has(grid, lambda family: family.placement == "loop")
+
+
 def backward_by_chunk(grid: LayoutGrid) -> Flags:
     """Whether the backwards of a chunk end before those of the chunk before it begin: those of all
     microbatches, or of a round that has all of them."""
-    in_rounds = _has(grid, lambda family: family.placement == "loop")
-    one_by_one = holds_all_microbatches(grid) | (in_rounds & (grid.microbatches <= grid.pp))
+    in_rounds = looped(grid) & (grid.microbatches <= grid.pp)
+    one_by_one = holds_all_microbatches(grid) | in_rounds
     return one_by_one & (grid.chunks > 1)
 
 

@@ -12,7 +12,7 @@ from fivefold.core.recompute import Recompute
 from fivefold.core.shape import Shape
 from fivefold.cost.activations import Activations
 from fivefold.cost.grid import Array
-from fivefold.cost.pipeline_ranks import RankLayers, RankStage
+from fivefold.cost.pipeline_ranks import RankLayers, RankStage, looped
 from fivefold.cost.stack import SoftwareStack
 
 
@@ -55,12 +55,20 @@ class SavedLayers:
         weight gradients; after so many are `done`."""
         found = saved * (stage.flight - done)
         if stage.deferred:
-            left = self._left(stage)
+            left, share = self._left(stage), self._share_of_last_chunk(stage)
             for before, waiting in stage.deferred:
-                early = np.maximum(before - np.maximum(done - waiting, 0.0), 0.0)
-                late = np.maximum(waiting - done, 0.0)
+                in_layers = waiting * share
+                before = before - (in_layers - waiting)
+                early = np.maximum(before - np.maximum(done - in_layers, 0.0), 0.0)
+                late = np.maximum(in_layers - done, 0.0)
                 found = np.maximum(found, early * saved + late * left)
         return found
+
+    def _share_of_last_chunk(self, stage: RankStage) -> Array:
+        """Layers of a rank's last chunk over the mean of its chunks. In a loop weight gradients of
+        that one wait, and layers that do not divide by chunks are in the last ones."""
+        layers, chunks = np.maximum(stage.layers.all, 1.0), self.grid.chunks
+        return np.where(looped(self.grid), np.ceil(layers / chunks) * chunks / layers, 1.0)
 
     def held(self, stage: RankStage) -> tuple[Array, Array]:
         """Bytes of a microbatch from its forward on, and between its input and weight gradients."""

@@ -97,6 +97,8 @@ FOLLOWED = {
     "few": ("deepseek-v3", "dp=32 tp=8 pp=16 ep=8 etp=8", "zb-v", 2, "none", 16),
     "drained": ("deepseek-v3", "dp=4 tp=16 pp=16 ep=4 etp=8", "dualpipe", 0, "selective", 64),
     "two": ("llama-3.1-405b", "dp=4 tp=16 pp=16", "zb-h1", 0, "full", 2),
+    # The last chunk waits, and has two layers where most have one.
+    "uneven": ("llama-3.1-405b", "dp=64 tp=8 pp=16 cp=2", "zb-interleaved:7", 1, "selective", 32),
     # Layers that predict ahead are layers, on every tp rank.
     "ahead": ("deepseek-v3", "dp=16 tp=32 pp=8 cp=2 ep=64 etp=16", "1f1b", 0, "full", 16),
     "unit": ("deepseek-v3", "dp=8 tp=8 pp=16 cp=2", "gpipe", 2, "none", 32),
