@@ -43,7 +43,7 @@ _BLOCK = {
 _QKV = {"attention.q": "wq", "attention.k": "wk", "attention.v": "wv"}
 # Keys of a model that its llama3 and qwen3 have too; every other one must have its usual value.
 _SIZES = ("layers", "width", "heads", "kv_heads", "head_dim", "ffn", "vocab", "max_seq")
-_COMMON = ("name", *_SIZES, "tied", "norm_eps", "rope_theta", "dropout")
+_COMMON = ("name", *_SIZES, "tied", "norm_eps", "rope_theta", "dropout", "embedding_dropout")
 _SCALING = Rope("llama3", 8.0, 8192)  # of its llama3 up to 0.2.2, if nothing else is said
 
 

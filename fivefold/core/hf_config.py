@@ -7,10 +7,11 @@ package. A feature that a Shape cannot express is refused by name, never ignored
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, cast
 
 from fivefold.core.errors import BadFile
-from fivefold.core.hf_families import NEWER, PLAIN, decoder_fields
+from fivefold.core.hf_families import NEWER, PLAIN, decoder_fields, dropouts
+from fivefold.core.hf_variants import VARIANTS
 from fivefold.core.hybrid import Hybrid
 from fivefold.core.shape import Mla, Moe, Shape
 from fivefold.core.tables import (
@@ -27,14 +28,17 @@ _MIXED = (
     "mixer for all layers; use a model with attention, or write the recurrence as an own mixer"
 )
 REFUSED = dict.fromkeys(("falcon_h1", "jamba", "bamba", "granitemoehybrid"), _MIXED)
-WITH_IMAGES = ("llama4", "gemma3")  # their text model has a table of its own
+# Their text model has a table of its own, of this family if it does not say.
+WITH_IMAGES = {"llama4": "llama4_text", "gemma3": "gemma3_text", "mistral3": "mistral"}
 
 
 def shape_from_config(config: Mapping[str, Any], where: str) -> Shape:
     """Read the text model of a parsed config, or raise one `BadFile` with every problem."""
     family = config.get("model_type")
-    if family in WITH_IMAGES and isinstance(config.get("text_config"), Mapping):
-        config, family = config["text_config"], f"{family}_text"
+    text = config.get("text_config")
+    if isinstance(family, str) and family in WITH_IMAGES and isinstance(text, Mapping):
+        config = cast("Mapping[str, Any]", text)
+        family = config.get("model_type", WITH_IMAGES[family])
     if isinstance(family, str) and family in REFUSED:
         raise BadFile(where, [f"model_type = {family!r}: {REFUSED[family]}"])
     if not isinstance(family, str) or family not in FAMILIES:
@@ -54,10 +58,6 @@ def _gpt2(config: Config) -> Fields:
     width, heads = config.whole("n_embd"), config.whole("n_head")
     config.must_be("scale_attn_by_inverse_layer_idx", False)
     config.must_be("add_cross_attention", False)
-    dropout = config.number("resid_pdrop", 0.1)
-    embedding = "embd_pdrop"
-    if config.number(embedding, 0.1) != dropout and config.usable(embedding, "resid_pdrop"):
-        config.problem(embedding, f"must equal resid_pdrop = {dropout}: a Shape has one for both")
     return {
         "layers": config.whole("n_layer"),
         "width": width,
@@ -72,8 +72,8 @@ def _gpt2(config: Config) -> Fields:
         "norm_eps": config.number("layer_norm_epsilon", 1e-5),
         "activation": config.choice("activation_function", "gelu_new", PLAIN),
         "positions": "learned",
-        "dropout": dropout,
         "attention_dropout": config.number("attn_pdrop", 0.1),
+        **dropouts(config, "resid_pdrop", "embd_pdrop", 0.1),
         **dict.fromkeys(("norm_bias", "qkv_bias", "out_bias", "mlp_bias"), True),
     }
 
@@ -221,6 +221,15 @@ def _ahead(config: Config) -> Fields:
     return {"mtp": config.whole(mtp, 0, least=0)}
 
 
+def _dots1(config: Config) -> Fields:
+    fields = decoder_fields(config) | attention_bias(config)
+    routing = _sigmoid_routing(config, 1.0, 1, 1)
+    routing |= {"renormalise": config.flag("norm_topk_prob", False)}
+    experts = _deepseek_experts(config, fields["layers"], routing)
+    window = _upper_window(config, fields["layers"], 62)
+    return fields | {"qk_norm": "head", "window": window, "moe": experts}
+
+
 def _glm4_moe(config: Config) -> Fields:
     fields = decoder_fields(config, eps=1e-5, partial=0.5)
     experts = _deepseek_experts(config, fields["layers"], _sigmoid_routing(config, 1.0, 1, 1), 1)
@@ -306,15 +315,21 @@ def _qwen_window(config: Config, layers: int) -> int | None:
     """Qwen's window applies only with `use_sliding_window`, and on the upper layers."""
     if not config.flag("use_sliding_window", False):
         return None
-    first = config.whole("max_window_layers", 28, least=0)
+    return _upper_window(config, layers, 28)
+
+
+def _upper_window(config: Config, layers: int, usual: int) -> int | None:
+    """Of the layers from `max_window_layers` on, which must be all or none."""
+    first = config.whole("max_window_layers", usual, least=0)
     by_rule = ["sliding_attention" if i >= first else "full_attention" for i in indices(layers)]
     kinds = config.items("layer_types") or by_rule
-    if all(kind == "full_attention" for kind in kinds):
+    window = config.optional_whole("sliding_window", 4096)
+    if window is None or all(kind == "full_attention" for kind in kinds):
         return None
     mixed = any(kind != "sliding_attention" for kind in kinds)
     if mixed and config.usable("num_hidden_layers", "max_window_layers", "layer_types"):
         config.problem("max_window_layers", "a window on some layers only is not supported; set 0")
-    return config.optional_whole("sliding_window", 4096)
+    return window
 
 
 FAMILIES: dict[str, Callable[[Config], Fields]] = {
@@ -332,5 +347,7 @@ FAMILIES: dict[str, Callable[[Config], Fields]] = {
     "deepseek_v3": _deepseek_v3,
     "llama4_text": _llama4,
     "glm4_moe": _glm4_moe,
+    "dots1": _dots1,
     **NEWER,
+    **VARIANTS,
 }

@@ -40,6 +40,7 @@ def decoder_fields(
     multi_head: bool = False,
     partial: float | None = None,
     activation: str = "hidden_act",
+    kinds: Mapping[str, str] = GATED,
     ropes: Mapping[str, str] = ROPES,
     original: int | None = None,
 ) -> Fields:
@@ -48,7 +49,8 @@ def decoder_fields(
     Only a `multi_head` family may leave out its number of KV heads. `partial`: the part of a head
     that is rotated if a config does not say it, of a family that may rotate a part. `ropes`: what
     the family calls its scalings of positions. `original`: the length before these, of a family
-    that says it beside their table or not at all.
+    that says it beside their table or not at all. The first of `kinds` is the activation of a
+    config that does not say one.
     """
     width, heads = config.whole("hidden_size"), config.whole("num_attention_heads")
     max_seq = config.whole("max_position_embeddings")
@@ -66,11 +68,17 @@ def decoder_fields(
         "max_seq": max_seq,
         "tied": config.flag("tie_word_embeddings", False),
         "norm_eps": config.number("rms_norm_eps", eps),
-        "activation": config.choice(activation, "silu", GATED),
+        "activation": config.choice(activation, next(iter(kinds)), kinds),
         "attention_dropout": config.number("attention_dropout", 0.0),
         **_rotary(config, max_seq, theta, ropes, original),
         **({} if partial is None else _rotated(config, PARTIAL, partial, size)),
     }
+
+
+def dropouts(config: Config, residual: str, embedding: str, default: float = 0.0) -> Fields:
+    """Rates of what is added to the residual and of the embedding, each by its key."""
+    rate, first = config.number(residual, default), config.number(embedding, default)
+    return {"dropout": rate, "embedding_dropout": None if first == rate else first}
 
 
 def _rotary(
@@ -141,7 +149,7 @@ def _rotated(config: Config, key: str, default: float, size: int) -> Fields:
     return {"rotary_dim": None if found == size else max(found, 1)}
 
 
-def _olmo2(config: Config) -> Fields:
+def olmo2(config: Config) -> Fields:
     fields = decoder_fields(config, eps=1e-5, multi_head=True) | attention_bias(config)
     return fields | {"qk_norm": "full", "norm_at": "after"}
 
@@ -159,10 +167,8 @@ def _glm4(config: Config) -> Fields:
 def _phi3(config: Config) -> Fields:
     own: Fields = {"ropes": _PHI3_ROPES, "original": 4096}
     fields = decoder_fields(config, eps=1e-5, multi_head=True, partial=1.0, **own)
-    dropout = config.number("resid_pdrop", 0.0)
-    if config.number("embd_pdrop", 0.0) not in (0.0, dropout):
-        config.problem("embd_pdrop", f"must equal resid_pdrop = {dropout}: a Shape has one")
-    return fields | {"dropout": dropout, "window": config.optional_whole("sliding_window")}
+    window = config.optional_whole("sliding_window")
+    return fields | dropouts(config, "resid_pdrop", "embd_pdrop") | {"window": window}
 
 
 def _layer_norms(config: Config, bias: bool, eps: str) -> Fields:
@@ -244,27 +250,32 @@ def _gemma(config: Config) -> Fields:
 
 
 def _gemma3(config: Config) -> Fields:
-    nested = config.table("rope_parameters")
-    full = None if nested is None else nested.table("full_attention")
-    local = None if nested is None else nested.table("sliding_attention")
-    if local is not None:
-        local.must_be("rope_type", "default")
-    theta = config.number("rope_local_base_freq", 10_000.0)
-    theta = theta if local is None else local.number("rope_theta", theta)
     config.must_be("use_bidirectional_attention", False)
     config.must_be("attn_logit_softcapping", None)  # there the package has a key and no effect
-    fields = _gemma(config) | _alternating(config, 6, "sliding_window_pattern")
-    scaling = config.table("rope_scaling") if full is None else full
-    wide = config.number("rope_theta", 1_000_000.0)
-    rope = _rope(scaling, fields["max_seq"], wide)
-    own: Fields = {"norm_at": "both", "qk_norm": "head", "local_theta": theta, "rope": None}
+    fields = _gemma(config) | alternating(config, 6, "sliding_window_pattern")
+    own: Fields = {"norm_at": "both", "qk_norm": "head"}
     own |= {"logit_cap": _cap(config, "final_logit_softcapping", None)}
-    return fields | own | _score_dim(config, fields["head_dim"]) | rope
+    local = config.number("rope_local_base_freq", 10_000.0)
+    own |= two_rotations(config, fields["max_seq"], 1_000_000.0, local)
+    return fields | own | _score_dim(config, fields["head_dim"])
+
+
+def two_rotations(config: Config, max_seq: int, theta: float, local: float) -> Fields:
+    """Of layers without a window, and of those with one, which nothing may scale."""
+    nested = config.table("rope_parameters")
+    full = None if nested is None else nested.table("full_attention")
+    within = None if nested is None else nested.table("sliding_attention")
+    if within is not None:
+        within.must_be("rope_type", "default")
+        local = within.number("rope_theta", local)
+    scaling = config.table("rope_scaling") if full is None else full
+    rope = _rope(scaling, max_seq, config.number("rope_theta", theta))
+    return {"local_theta": local, "rope": None} | rope
 
 
 def _gemma2(config: Config) -> Fields:
     config.must_be("use_bidirectional_attention", False)
-    fields = _gemma(config) | _alternating(config, 2)
+    fields = _gemma(config) | alternating(config, 2)
     own: Fields = {"norm_at": "both"} | _score_dim(config, fields["head_dim"])
     own |= {"score_cap": _cap(config, "attn_logit_softcapping", 50.0)}
     return fields | own | {"logit_cap": _cap(config, "final_logit_softcapping", 30.0)}
@@ -282,7 +293,7 @@ def _score_dim(config: Config, size: int) -> Fields:
     return {"score_dim": None if found == size else found}
 
 
-def _alternating(config: Config, every: int, pattern: str = "") -> Fields:
+def alternating(config: Config, every: int, pattern: str = "") -> Fields:
     """A window in all layers but each n-th, which `layer_types` may list."""
     every = config.whole(pattern, every) if pattern else every
     layers = config.whole("num_hidden_layers")
@@ -314,11 +325,11 @@ def _gpt_oss(config: Config) -> Fields:
     if not config.has("rope_parameters") and not config.has("rope_scaling"):
         own |= {"rope": Rope("yarn", 32.0, 4096, truncate=False)}
     window = config.optional_whole("sliding_window", 128)
-    return fields | _alternating(config, 2) | own | {"window": window}
+    return fields | alternating(config, 2) | own | {"window": window}
 
 
 NEWER: dict[str, Callable[[Config], Fields]] = {
-    "olmo2": _olmo2,
+    "olmo2": olmo2,
     "glm": _glm,
     "glm4": _glm4,
     "phi3": _phi3,

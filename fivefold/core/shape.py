@@ -163,6 +163,7 @@ class Shape:
     sinks: bool = False  # a learned logit of each head takes a share of its softmax (gpt-oss)
     qk_norm: QkNorm = "none"  # head: one weight for all heads; full: over all heads; l2: no weight
     dropout: float = 0.0  # in training, of the embedding and of what is added to the residual
+    embedding_dropout: float | None = None  # of the embedding, if it has another rate
     attention_dropout: float = 0.0  # in training, of the weights of attention
     parallel_block: bool = False  # attention and MLP side by side (PaLM)
     parallel_norms: int = 1  # of such a block: one for both, or one for each (GPT-NeoX)
@@ -275,7 +276,12 @@ class Shape:
     @property
     def drops(self) -> bool:
         """Whether training drops activations."""
-        return bool(self.dropout or self.attention_dropout)
+        return bool(self.dropout or self.embedding_dropout or self.attention_dropout)
+
+    @property
+    def embedding_rate(self) -> float:
+        """The dropout of the embedding."""
+        return self.dropout if self.embedding_dropout is None else self.embedding_dropout
 
     @property
     def notes(self) -> list[str]:
@@ -314,8 +320,8 @@ class Shape:
         sizes |= {} if self.hybrid is None else self.hybrid.sizes
         wrong = [*_out_of_range("", sizes, {"mtp": self.mtp})]
         yield from wrong
-        for key in ("dropout", "attention_dropout"):
-            if not 0 <= getattr(self, key) < 1:
+        for key in ("dropout", "embedding_dropout", "attention_dropout"):
+            if not 0 <= (getattr(self, key) or 0) < 1:
                 yield f"{key} = {getattr(self, key)}: must be at least 0 and below 1"
         if not wrong:
             yield from self._contradictions()
@@ -343,12 +349,9 @@ class Shape:
             yield "local_theta: layers without a window have no positions; set global_rotary"
         if self.nope_floor is not None and (self.global_every is None or self.global_rotary):
             yield "nope_floor: is of layers without positions; set global_every alone"
-        for key in ("score_dim", "score_cap"):
-            if self.mla is not None and getattr(self, key) is not None:
-                yield f"{key} = {getattr(self, key)}: leave it out with MLA"
-        for key in ("sinks", "attention_gate"):
+        for key in ("score_dim", "score_cap", "sinks", "attention_gate"):
             if self.mla is not None and getattr(self, key):
-                yield f"{key}: leave it out with MLA"
+                yield f"{key} = {getattr(self, key)}: leave it out with MLA"
         if self.rope is not None:
             yield from _out_of_range("rope.", self.rope.sizes, self.rope.counts)
             yield from self.rope.problems(self.rotated_dim)

@@ -131,13 +131,14 @@ def _written(shape: Shape, family: str) -> Fields | None:
 def _lost(shape: Shape, config: Fields) -> list[str]:
     """The names of the shape's fields that the config does not express.
 
-    Only GPT-2 has a key for dropout. It is a matter of training, and weights do not depend on it.
+    Few families have keys for dropout. It is a matter of training: weights do not depend on it.
     """
     try:
         back = shape_from_config(config, shape.name)
     except BadFile as error:
         return error.problems
-    names = {each.name for each in dataclasses.fields(Shape) if each.compare} - {"dropout"}
+    names = {each.name for each in dataclasses.fields(Shape) if each.compare}
+    names -= {"dropout", "embedding_dropout"}
     return sorted(name for name in names if getattr(back, name) != getattr(shape, name))
 
 
@@ -149,8 +150,9 @@ def _why_not(shape: Shape) -> str:
 
 
 def _gpt2(shape: Shape) -> Fields:
-    dropouts = dict.fromkeys(("resid_pdrop", "embd_pdrop"), shape.dropout)
-    return dropouts | {
+    return {
+        "resid_pdrop": shape.dropout,
+        "embd_pdrop": shape.embedding_rate,
         "attn_pdrop": shape.attention_dropout,
         "n_layer": shape.layers,
         "n_embd": shape.width,
@@ -260,6 +262,12 @@ def _glm4_moe(shape: Shape) -> Fields:
     }
 
 
+def _dots1(shape: Shape) -> Fields:
+    window: Fields = {"sliding_window": shape.window, "max_window_layers": 0}
+    experts: Fields = {"norm_topk_prob": _moe(shape).renormalise, **_deepseek_experts(_moe(shape))}
+    return _biased(shape) | window | experts
+
+
 def _deepseek_experts(moe: Moe) -> Fields:
     return {
         "n_routed_experts": moe.experts,
@@ -295,5 +303,6 @@ WRITERS: dict[str, Writer] = {
     "deepseek_v2": Writer("DeepseekV2ForCausalLM", _deepseek_v2, DEEPSEEK),
     "deepseek_v3": Writer("DeepseekV3ForCausalLM", _deepseek_v3, DEEPSEEK),
     "glm4_moe": Writer("Glm4MoeForCausalLM", _glm4_moe, {**MOE, **SHARED}),
+    "dots1": Writer("Dots1ForCausalLM", _dots1, {**MOE, **SHARED}),
     **NEWER,
 }

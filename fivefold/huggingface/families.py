@@ -96,7 +96,7 @@ def _glm(shape: Shape) -> Fields:
 
 
 def _phi3(shape: Shape) -> Fields:
-    dropouts = dict.fromkeys(("resid_pdrop", "embd_pdrop"), shape.dropout)
+    dropouts: Fields = {"resid_pdrop": shape.dropout, "embd_pdrop": shape.embedding_rate}
     own: Fields = {"sliding_window": shape.window, "partial_rotary_factor": partial_share(shape)}
     if shape.rope is not None:  # has priority over that of the table
         own["original_max_position_embeddings"] = shape.rope.original_seq
@@ -211,6 +211,69 @@ def _gpt_oss(shape: Shape) -> Fields:
     }
 
 
+def _seed_oss(shape: Shape) -> Fields:
+    return decoder_keys(shape) | {
+        "attention_bias": shape.qkv_bias,
+        "attention_out_bias": shape.out_bias,
+        "mlp_bias": shape.mlp_bias,
+        "residual_dropout": shape.dropout,
+    }
+
+
+def _olmo3(shape: Shape) -> Fields:
+    keys = _olmo2(shape)
+    scaling, theta = keys.pop("rope_scaling") or {"rope_type": "default"}, keys.pop("rope_theta")
+    local: Fields = {"rope_type": "default", "rope_theta": shape.local_theta or theta}
+    return keys | {
+        "rope_parameters": {
+            "full_attention": scaling | {"rope_theta": theta},
+            "sliding_attention": local,
+        },
+        "sliding_window": shape.window,
+        "layer_types": _layer_types(shape),
+    }
+
+
+def _smollm3(shape: Shape) -> Fields:
+    return decoder_keys(shape) | {
+        "attention_bias": shape.qkv_bias,
+        "mlp_bias": shape.mlp_bias,
+        "no_rope_layers": [int(not shape.is_global_layer(i)) for i in range(shape.layers)],
+    }
+
+
+def _starcoder2(shape: Shape) -> Fields:
+    keys = decoder_keys(shape)
+    keys["norm_epsilon"] = keys.pop("rms_norm_eps")
+    if shape.activation == "gelu_tanh":
+        keys["hidden_act"] = "gelu_pytorch_tanh"  # to the last bit what files of the family have
+    return keys | {
+        "use_bias": shape.mlp_bias,
+        "sliding_window": shape.window,
+        "residual_dropout": shape.dropout,
+        "embedding_dropout": shape.embedding_rate,
+    }
+
+
+def _stablelm(shape: Shape) -> Fields:
+    keys = decoder_keys(shape)
+    keys["layer_norm_eps"] = keys.pop("rms_norm_eps")
+    return keys | {
+        "use_qkv_bias": shape.qkv_bias,
+        "use_parallel_residual": shape.parallel_block,
+        "partial_rotary_factor": partial_share(shape),
+    }
+
+
+def _ernie4_5(shape: Shape) -> Fields:
+    return decoder_keys(shape) | {"use_bias": shape.mlp_bias}
+
+
+def _ministral(shape: Shape) -> Fields:
+    kinds = _layer_types(shape) if shape.window else ["full_attention"] * shape.layers
+    return decoder_keys(shape) | {"sliding_window": shape.window, "layer_types": kinds}
+
+
 _FUSED = {"mlp.gate": "mlp.gate_up_proj", "mlp.up": "mlp.gate_up_proj"}
 _QKV = ("attention.q", "attention.k", "attention.v")
 _GATE, _UP, _DOWN = (f"mlp.experts.{name}.weight" for name in ("gate", "up", "down"))
@@ -246,6 +309,7 @@ GPT_OSS = {
     _DOWN: "mlp.experts.down_proj",
     "mlp.experts.down.bias": "mlp.experts.down_proj_bias",
 }
+STARCODER2 = {"mlp.up": "mlp.c_fc", "mlp.down": "mlp.c_proj"}
 GPT_NEOX_OUTER = {
     "embed.weight": "gpt_neox.embed_in.weight",
     "norm": "gpt_neox.final_layer_norm",
@@ -286,4 +350,11 @@ NEWER: dict[str, Writer] = {
         grouped=True,
         two_norms={"attention_norm": "ln_attn", "mlp_norm": "ln_mlp"},
     ),
+    "seed_oss": Writer("SeedOssForCausalLM", _seed_oss),
+    "olmo3": Writer("Olmo3ForCausalLM", _olmo3, OLMO2),
+    "smollm3": Writer("SmolLM3ForCausalLM", _smollm3),
+    "starcoder2": Writer("Starcoder2ForCausalLM", _starcoder2, STARCODER2),
+    "stablelm": Writer("StableLmForCausalLM", _stablelm),
+    "ernie4_5": Writer("Ernie4_5ForCausalLM", _ernie4_5),
+    "ministral": Writer("MinistralForCausalLM", _ministral),
 }

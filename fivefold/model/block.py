@@ -83,7 +83,7 @@ class Block(nn.Module):
         return self._drop("mlp", y_BSD, context)
 
     def _drop(self, part: Part, x_BSD: Tensor, context: Context) -> Tensor:
-        if context.sites is None:
+        if context.sites is None or not self.dropout:
             return x_BSD
         return self.drop(x_BSD, context.sites.of(site_of(self.number, part)), self.dropout)
 

@@ -168,8 +168,9 @@ class Decoder(nn.Module):
         """
         x_BSD = inputs if self.embed is None else self._embedded(self.embed, inputs, batch)
         context = self.context(batch, x_BSD.dtype)
-        if self.embed is not None and context.sites is not None:
-            x_BSD = self.drop(x_BSD, context.sites.of(EMBEDDING), self.shape.dropout)
+        rate = self.shape.embedding_rate
+        if self.embed is not None and context.sites is not None and rate:
+            x_BSD = self.drop(x_BSD, context.sites.of(EMBEDDING), rate)
         x_BSD = self.run_blocks(self.blocks.values(), x_BSD, context)
         if self.norm is None or self.head is None:
             return x_BSD
@@ -253,7 +254,7 @@ class Decoder(nn.Module):
             pairs = PairDropout(self.shape.attention_dropout, row)
         used = [] if self.embed is None else [EMBEDDING]
         used += [site_of(block.number, part) for block in self.all_blocks() for part in PARTS]
-        if self.shape.dropout and used:
+        if (self.shape.dropout or self.shape.embedding_rate) and used:
             mine_BS = self.residual_tokens(keys)
             sites = SiteKeys(used[0], self.site_keys(mine_BS, used[0], used[-1] + 1))
         return pairs, sites

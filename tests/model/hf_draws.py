@@ -196,6 +196,79 @@ def _deepseek_v3(dice: random.Random) -> Keys:
     return _latent(dice, 2) | own | {"num_nextn_predict_layers": 0}
 
 
+def _seed_oss(dice: random.Random) -> Keys:
+    rates = {"attention_dropout": 0.0, "residual_dropout": 0.0}
+    keys = _llama(dice) | _head_dim(dice) | rates
+    return keys | {"attention_out_bias": _flag(dice)}
+
+
+def _kinds(dice: random.Random, layers: int) -> Keys:
+    """A window in all layers but each n-th."""
+    every, names = dice.choice((1, 2, 3, 9)), ("sliding_attention", "full_attention")
+    kinds = [names[(i + 1) % every == 0] for i in range(layers)]
+    return {"layer_types": kinds, "sliding_window": dice.choice((1, 5, 20, 100))}
+
+
+def _olmo3(dice: random.Random) -> Keys:
+    keys = _decoder(dice) | {"attention_bias": _flag(dice)}
+    local = _rope(dice, None) | ({} if _flag(dice) else {"rope_theta": 500.0})
+    tables = {"full_attention": keys["rope_parameters"], "sliding_attention": local}
+    return keys | _kinds(dice, keys["num_hidden_layers"]) | {"rope_parameters": tables}
+
+
+def _ministral(dice: random.Random) -> Keys:
+    keys = _decoder(dice) | _head_dim(dice)
+    windows = {"sliding_window": _window(dice)}
+    return keys | (_kinds(dice, keys["num_hidden_layers"]) if _flag(dice) else windows)
+
+
+def _smollm3(dice: random.Random) -> Keys:
+    return _llama(dice) | {"no_rope_layer_interval": dice.choice((1, 2, 4))}
+
+
+def _layer_norms(dice: random.Random, eps: str) -> Keys:
+    keys = _decoder(dice)
+    del keys["rms_norm_eps"]
+    return keys | {eps: dice.choice((1e-5, 1e-3))}
+
+
+def _starcoder2(dice: random.Random) -> Keys:
+    return _layer_norms(dice, "norm_epsilon") | {
+        "hidden_act": dice.choice(("gelu_pytorch_tanh", "gelu", "relu")),
+        "use_bias": _flag(dice),
+        "sliding_window": _window(dice),
+    }
+
+
+def _stablelm(dice: random.Random) -> Keys:
+    keys = _layer_norms(dice, "layer_norm_eps")
+    size = keys["hidden_size"] // keys["num_attention_heads"]
+    keys["rope_parameters"]["partial_rotary_factor"] = dice.randint(1, size // 2) * 2 / size
+    return keys | {"use_qkv_bias": _flag(dice), "use_parallel_residual": _flag(dice)}
+
+
+def _ernie4_5(dice: random.Random) -> Keys:
+    return _decoder(dice) | _head_dim(dice) | {"use_bias": _flag(dice)}
+
+
+def _dots1(dice: random.Random) -> Keys:
+    keys = _decoder(dice) | _head_dim(dice) | {"attention_bias": _flag(dice)}
+    groups, group = dice.choice((1, 2)), dice.randint(2, 3)
+    return keys | {
+        "sliding_window": _window(dice),
+        "max_window_layers": dice.choice((0, 9)),
+        "n_routed_experts": groups * group,
+        "num_experts_per_tok": dice.randint(1, group),
+        "n_group": groups,
+        "topk_group": dice.randint(1, groups),
+        "n_shared_experts": dice.choice((0, 1, 2)),
+        "first_k_dense_replace": dice.randrange(keys["num_hidden_layers"]),
+        "moe_intermediate_size": dice.choice((8, 11)),
+        "norm_topk_prob": _flag(dice),
+        "routed_scaling_factor": dice.choice((1.0, 2.5)),
+    }
+
+
 DRAWS: dict[str, tuple[type, Callable[[random.Random], Keys]]] = {
     "gpt2": (transformers.GPT2Config, _gpt2),
     "llama": (transformers.LlamaConfig, _llama),
@@ -208,5 +281,13 @@ DRAWS: dict[str, tuple[type, Callable[[random.Random], Keys]]] = {
     "olmoe": (transformers.OlmoeConfig, _olmoe),
     "deepseek_v2": (transformers.DeepseekV2Config, _deepseek_v2),
     "deepseek_v3": (transformers.DeepseekV3Config, _deepseek_v3),
+    "seed_oss": (transformers.SeedOssConfig, _seed_oss),
+    "olmo3": (transformers.Olmo3Config, _olmo3),
+    "smollm3": (transformers.SmolLM3Config, _smollm3),
+    "starcoder2": (transformers.Starcoder2Config, _starcoder2),
+    "stablelm": (transformers.StableLmConfig, _stablelm),
+    "ernie4_5": (transformers.Ernie4_5Config, _ernie4_5),
+    "ministral": (transformers.MinistralConfig, _ministral),
+    "dots1": (transformers.Dots1Config, _dots1),
     **newer_families.DRAWS,
 }

@@ -33,6 +33,11 @@ def _rope(
     }
 
 
+def _yarn(theta: float, **more: object) -> Keys:
+    table: Keys = {"factor": 8.0, "original_max_position_embeddings": 8, **more}
+    return _rope(theta, None, "yarn", **table)["rope_parameters"]
+
+
 def _longrope(pairs: int, partial: float = 0.75, **more: object) -> Keys:
     """What divides frequencies differs from pair to pair, and much between the two lengths."""
     short, long = ([1 + i / 8 for i in range(pairs)], [3.0 + i for i in range(pairs)])
@@ -139,6 +144,55 @@ CONFIGS: dict[str, Callable[[], Any]] = {
             truncate=False,
             original_max_position_embeddings=64,
         ),
+    ),
+    "seed-oss": lambda: transformers.SeedOssConfig(
+        **SIZES, **NO_TOKENS, head_dim=12, attention_out_bias=True, mlp_bias=True, **_rope(1e7)
+    ),
+    # Its own window and rotation in two layers, and scaled positions in the third.
+    "olmo3": lambda: transformers.Olmo3Config(
+        **SIZES,
+        **NO_TOKENS,
+        sliding_window=7,
+        layer_types=["sliding_attention", "sliding_attention", "full_attention"],
+        rope_parameters={
+            "full_attention": _yarn(500.0, attention_factor=1.2),
+            "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+        },
+    ),
+    "olmo3-unscaled": lambda: transformers.Olmo3Config(
+        **SIZES | {"num_hidden_layers": 4}, **NO_TOKENS, sliding_window=5
+    ),
+    "smollm3": lambda: transformers.SmolLM3Config(
+        **SIZES, **NO_TOKENS, no_rope_layer_interval=2, rope_parameters=_yarn(500.0)
+    ),
+    "starcoder2": lambda: transformers.Starcoder2Config(**SIZES, **NO_TOKENS, sliding_window=7),
+    "stablelm": lambda: transformers.StableLmConfig(
+        **SIZES, **NO_TOKENS, use_qkv_bias=True, **_rope(500.0, 0.25)
+    ),
+    "stablelm-parallel": lambda: transformers.StableLmConfig(
+        **SIZES, **NO_TOKENS, use_parallel_residual=True, **_rope(500.0, 0.75)
+    ),
+    "ernie4-5": lambda: transformers.Ernie4_5Config(
+        **SIZES, **NO_TOKENS, head_dim=12, use_bias=True
+    ),
+    "ministral": lambda: transformers.MinistralConfig(
+        **SIZES | {"num_hidden_layers": 4},
+        **NO_TOKENS,
+        head_dim=12,
+        sliding_window=7,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+    ),
+    "dots1-moe": lambda: transformers.Dots1Config(
+        **SIZES,
+        **NO_TOKENS,
+        head_dim=12,
+        moe_intermediate_size=24,
+        n_routed_experts=8,
+        num_experts_per_tok=3,
+        n_shared_experts=2,
+        first_k_dense_replace=1,
+        norm_topk_prob=True,
+        routed_scaling_factor=2.5,
     ),
     "falcon-7b": lambda: transformers.FalconConfig(
         **OLDER, **NO_TOKENS, ffn_hidden_size=56, multi_query=True, parallel_attn=True

@@ -170,13 +170,31 @@ def test_off_without_keys_and_in_evaluation() -> None:
     assert torch.equal(still, decoder(batch.tokens, with_keys(batch)))
 
 
-@pytest.mark.parametrize("key", ["dropout", "attention_dropout"])
+@pytest.mark.parametrize("key", ["dropout", "embedding_dropout", "attention_dropout"])
 def test_every_rate_and_every_token_key_counts(key: str) -> None:
     shape = replace(LLAMA, **{key: 0.4})
     decoder, batch = filled(shape), batch_of(shape)
     losses = {decoder(batch.tokens, with_keys(batch, seed)).item() for seed in range(3)}
     losses.add(decoder(batch.tokens, batch).item())
     assert len(losses) == 4
+
+
+@pytest.mark.parametrize(("rate", "first"), [(0.4, 0.0), (0.0, 0.4), (0.4, 0.2)])
+def test_the_embedding_drops_at_its_own_rate(rate: float, first: float) -> None:
+    shape = replace(LLAMA, dropout=rate, embedding_dropout=first)
+    decoder, batch = filled(shape), with_keys(batch_of(shape))
+    seen: list[float] = []
+
+    def counted(x_BSD: Tensor, keys_BS: Tensor, rate: float) -> Tensor:
+        seen.append(rate)
+        return drop(x_BSD, keys_BS, rate)
+
+    decoder.drop = counted
+    for block in decoder.all_blocks():
+        block.drop = counted
+    decoder(batch.tokens, batch)
+    parts = [rate] * (2 * shape.layers) if rate else []
+    assert seen == [first] * bool(first) + parts
 
 
 def test_every_block_drops_by_itself() -> None:

@@ -120,7 +120,6 @@ def test_which_qwen_layers_have_experts(changes: Table, moe_layers: list[int]) -
         ("llama-7b", {"rope_scaling": {"type": "longrope"}}, "long_factor = None: must be a list"),
         ("llama-7b", {"rope_scaling": {"type": "linear"}}, "rope_scaling.factor is missing"),
         ("llama-7b", {"rope_scaling": 3}, "must be a table"),
-        ("gpt2", {"embd_pdrop": 0.0}, "embd_pdrop"),
         ("mixtral-8x7b", {"num_experts_per_tok": 9}, "exceeds moe.experts"),
         ("mixtral-8x7b", {"num_key_value_heads": None}, "num_key_value_heads is missing"),
     ],

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from hf_configs import Table, decoder
+from hf_variant_configs import MISTRAL_SMALL, OLMO3_YARN, VARIANTS
 
 from fivefold.core import count
 from fivefold.core.errors import BadFile, FivefoldError
@@ -175,6 +176,7 @@ PUBLISHED: dict[str, tuple[Table, int]] = {
     ),
     "pythia-6.9b": (PYTHIA, 6_857_302_016),
     "falcon-7b": (FALCON, 6_921_720_704),
+    **VARIANTS,
 }
 
 
@@ -212,7 +214,6 @@ def test_a_newer_config_is_written_as_it_was_read(name: str) -> None:
         ("phi-4-mini", {"rope_scaling": LONGROPE | {"long_factor": ["1"] * 48}}, "long_factor = "),
         ("phi-4-mini", {"rope_scaling": LONGROPE | {"short_factor": [0] * 48}}, "must be above 0"),
         ("phi-4-mini", {"original_max_position_embeddings": 1}, "longrope needs at least 2"),
-        ("phi-4", {"embd_pdrop": 0.1}, "embd_pdrop = 0.1: must equal resid_pdrop"),
         ("phi-4", {"partial_rotary_factor": 1.5}, "no more than all of it"),
         ("pythia-6.9b", {"rotary_pct": 0.001}, "must rotate some of a head"),
         ("gemma-3-1b", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping = 50.0: not"),
@@ -224,6 +225,16 @@ def test_a_newer_config_is_written_as_it_was_read(name: str) -> None:
         ("falcon-7b", {"num_ln_in_parallel_attn": 2}, "num_ln_in_parallel_attn = 2: not"),
         ("falcon-7b", {"hidden_dropout": 0.1}, "hidden_dropout = 0.1: not supported"),
         ("olmo-2-7b", {"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5: not"),
+        ("olmo-3-7b", {"rope_theta": 10000}, "rope_theta = 10000: not supported"),
+        ("smollm3-3b", {"use_sliding_window": True}, "use_sliding_window = True: not"),
+        ("smollm3-3b", {"layer_types": ["sliding_attention"] * 36}, "only full_attention is"),
+        ("smollm3-3b", {"no_rope_layers": [0, 1, 1] * 12}, "must be 0 for each n-th layer"),
+        ("starcoder2-3b", {"hidden_act": "silu"}, "supported are gelu_new"),
+        ("stablelm-3b-4e1t", {"qk_layernorm": True}, "qk_layernorm = True: not supported"),
+        ("stablelm-3b-4e1t", {"hidden_dropout": 0.1}, "hidden_dropout = 0.1: not supported"),
+        ("stablelm-3b-4e1t", {"head_dim": 96}, "head_dim = 96: not supported; only 80 is"),
+        ("ernie-4.5-0.3b", {"attention_dropout": 0.1}, "attention_dropout = 0.1: not"),
+        ("dots.llm1", {"max_window_layers": 30}, "a window on some layers only"),
     ],
 )
 def test_a_feature_of_no_shape_is_refused(name: str, changes: dict[str, Any], named: str) -> None:
@@ -257,6 +268,60 @@ def test_longrope_is_planned_and_scaled_down() -> None:
     assert small.rope is not None and small.outgrown_at == 20
     assert (small.head_dim, small.rotary_dim) == (8, 6)
     assert small.rope.long == (1.0, 17.0, 33.0) and len(small.rope.short) == 3
+
+
+def test_layers_of_a_window_are_not_scaled_in_olmo3() -> None:
+    config = PUBLISHED["olmo-3-7b"][0]
+    shape = shape_from_config(config, "olmo3")
+    assert shape.rope is not None and shape.local_theta == shape.rope_theta == 500_000
+    nested = {
+        "full_attention": OLMO3_YARN | {"rope_theta": 500_000},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 500_000},
+    }
+    keys = config.keys() - {"rope_scaling", "rope_theta"}
+    newer = {key: config[key] for key in keys} | {"rope_parameters": nested}
+    assert shape_from_config(newer, "olmo3") == shape
+    plain = shape_from_config(config | {"rope_scaling": None}, "olmo3")
+    assert plain.local_theta is None and plain.global_rotary
+
+
+def test_layers_without_positions_by_interval_or_list() -> None:
+    config = PUBLISHED["smollm3-3b"][0]
+    assert shape_from_config(config, "s").global_every == 4
+    assert shape_from_config(config | {"no_rope_layers": None}, "s").global_every == 4
+    assert shape_from_config(config | {"no_rope_layers": [1, 0] * 18}, "s").global_every == 2
+    assert shape_from_config(config | {"no_rope_layers": [1] * 36}, "s").global_every is None
+
+
+@pytest.mark.parametrize("inner", ["mistral", "ministral", None])
+def test_the_text_model_of_mistral3_is_of_its_own_family(inner: str | None) -> None:
+    text = {key: value for key, value in MISTRAL_SMALL.items() if key != "model_type"}
+    text |= {} if inner is None else {"model_type": inner}
+    shape = shape_from_config({"model_type": "mistral3", "text_config": text}, "m")
+    assert shape.family == (inner or "mistral")
+    assert count.parameters(shape).total == 23_572_403_200
+
+
+def test_windows_of_ministral() -> None:
+    """In all layers, in none, and in all but each n-th."""
+    config = MISTRAL_SMALL | {"model_type": "ministral", "sliding_window": 4096}
+    everywhere = shape_from_config(config, "m")
+    assert (everywhere.window, everywhere.global_every) == (4096, None)
+    full, within = "full_attention", "sliding_attention"
+    assert shape_from_config(config | {"layer_types": [within] * 40}, "m") == everywhere
+    assert shape_from_config(config | {"layer_types": [full] * 40}, "m").window is None
+    some = shape_from_config(config | {"layer_types": [within, full] * 20}, "m")
+    assert (some.window, some.global_every, some.global_rotary) == (4096, 2, True)
+    with pytest.raises(BadFile, match="each n-th"):
+        shape_from_config(config | {"layer_types": [full, within] * 20}, "m")
+
+
+def test_the_embedding_may_have_a_dropout_of_its_own() -> None:
+    config = PUBLISHED["phi-4"][0] | {"resid_pdrop": 0.1}
+    assert shape_from_config(config | {"embd_pdrop": 0.1}, "p").embedding_dropout is None
+    shape = shape_from_config(config | {"embd_pdrop": 0.3}, "p")
+    assert (shape.dropout, shape.embedding_rate) == (0.1, 0.3)
+    assert as_hf(shape, "bfloat16").config["embd_pdrop"] == 0.3
 
 
 def test_a_family_that_cannot_be_planned_says_why() -> None:

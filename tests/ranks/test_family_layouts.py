@@ -78,6 +78,22 @@ LONGROPE = {
 }
 DOCUMENTS = LONGROPE | {"rope.original_seq": "8"}  # some have outgrown it
 AT_ITS_LENGTH = LONGROPE | {"rope.original_seq": "31"}
+YARN = {"rope.kind": "yarn", "rope.factor": "8.0", "rope.original_seq": "8"}
+MINISTRAL = {"window": "9", "global_every": "2", "global_rotary": "true"}
+OLMO3 = OLMO2 | MINISTRAL | YARN | {"local_theta": "10000.0"}
+SMOLLM3 = YARN | {"global_every": "2", "tied": "true"}
+STARCODER2 = BIASED | {"norm": "layer", "activation": "gelu_tanh", "window": "9", "tied": "true"}
+STABLELM = {"norm": "layer", "norm_bias": "true", "rotary_dim": "2", "parallel_block": "true"}
+ERNIE = BIASED | {"norm_bias": "false", "rope_interleaved": "true"}
+DOTS1 = {
+    "qk_norm": "head",
+    "moe.score": "sigmoid",
+    "moe.renormalise": "true",
+    "moe.scaling": "2.5",
+    "moe.group_score": "top2",
+    "moe.bias": "true",
+    "moe.first_dense": "1",
+}
 TRAITS: list[tuple[dict[str, str], str, dict[str, Any]]] = [
     (OLMO2, "dp=2 pp=2", {"schedule": "zb-h1", "recompute": "selective"}),
     (OLMO2, "dp=2 cp=2", {"zero": 3, "packed": True}),
@@ -112,6 +128,15 @@ TRAITS: list[tuple[dict[str, str], str, dict[str, Any]]] = [
     # Rows of the original length, which context ranks pad.
     (AT_ITS_LENGTH, "tp=2 cp=2", {"seq": 31}),
     (DOCUMENTS, "cp=4", {"seq": 31, "context": "ulysses", "packed": True}),
+    (OLMO3, "cp=2 pp=2", {"context": "ring", "recompute": "selective"}),
+    (MINISTRAL, "tp=2 pp=2 cp=2", {"recompute": "full-but-attention"}),
+    (SMOLLM3, "tp=2 cp=2", {"packed": True, "context": "ulysses"}),
+    (SMOLLM3, "pp=2 tp=2 cp=2", {"schedule": "zb-h1"}),
+    (STARCODER2, "tp=2 pp=2 cp=2", {"recompute": "selective"}),
+    (STABLELM, "tp=2 pp=2 cp=2", {"schedule": "zb-v"}),
+    (ERNIE, "tp=2 pp=2 cp=2", {"recompute": "norm"}),
+    (DOTS1, "tp=2 cp=2 dp=2 ep=4", {"zero": 3}),
+    ({"dropout": "0.2", "embedding_dropout": "0.0", **BIASED}, "tp=2 pp=2 cp=2", {}),
     (FALCON_7B, "dp=2 tp=2", {"zero": 2, "recompute": "selective"}),
     (FALCON_7B, "pp=2 tp=2", {"schedule": "zb-h1"}),
     (FALCON_7B, "tp=2 cp=2", {"context": "ulysses", "recompute": "attention"}),

@@ -39,6 +39,7 @@ CHANGES: tuple[dict[str, str], ...] = (
     {"kv_heads": "1"},
     {"positions": "learned", "norm": "layer", "norm_bias": "true", "max_seq": "64"},
     {"dropout": "0.2"},
+    {"dropout": "0.2", "embedding_dropout": "0.0"},
     {"dropout": "0.1", "attention_dropout": "0.3"},
     LATENTS | {"mla.value_dim": "3"},
     LATENTS | {"mla.value_dim": "10", "mla.q_rank": "9"},
