@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, cast, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 from fivefold.api.checks import above, asked_backend, one_of, positive
 from fivefold.api.jobs import Model, OnProgress, TaskProgress, given_job
@@ -15,7 +15,7 @@ from fivefold.core.fp8 import fp8_of, require_whole_blocks, wider_keys, wider_se
 from fivefold.core.layout import Layout
 from fivefold.core.models import is_large, load, scale_down, scaling_note, with_overrides
 from fivefold.core.plan import Plan, PlanOptions, resolve
-from fivefold.core.precision import Precision
+from fivefold.core.precision import PRECISIONS, run_keys
 from fivefold.core.recipe import OPTIMIZERS
 from fivefold.core.weights import weights
 from fivefold.cost.collectives import traffic_entries
@@ -108,8 +108,8 @@ def verify(
     dtype = one_of("dtype", dtype, get_args(Dtype))
     options = given_job(model, keys).options
     if precision is not None:
-        chosen_precision = one_of("precision", precision, get_args(Precision))
-        options = replace(options, precision=cast("Any", chosen_precision))
+        run: dict[str, Any] = run_keys(one_of("precision", precision, PRECISIONS))
+        options = replace(options, **run)
     plan = runnable(options, trains=not generate)
     _require_meaning(plan, dtype, generate, batch_invariant)
     chosen = {

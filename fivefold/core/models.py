@@ -184,6 +184,11 @@ def _bytes(path: Path) -> bytes:
         with path.open("rb") as file:
             return file.read(LARGEST_CONFIG + 1)
     except OSError as error:
+        folder = path.parent
+        if path.name == "config.json" and (folder / "plan.toml").is_file():
+            raise BadFile(
+                str(folder), [f"is a run, not a model: give {folder}/plan.toml"]
+            ) from error
         raise BadFile(str(path), [f"{error.strerror}; check the path"]) from error
 
 

@@ -8,7 +8,7 @@ kept in float32 or wider; gradients are summed so too, unless a plan says `grad_
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 Dtype = Literal["float32", "float64", "bfloat16", "float16"]
 Precision = Literal["fp32", "bf16", "fp16", "fp8", "nvfp4"]
@@ -84,6 +84,12 @@ def plan_keys(precision: str) -> dict[str, str]:
     """The keys of a plan that runs what is estimated in this precision."""
     keys: dict[str, str] = {"precision": PRECISIONS[precision].runs_in}
     return {**keys, "fp8": "mxfp8"} if precision == "mxfp8" else keys
+
+
+def run_keys(precision: str) -> dict[str, str]:
+    """The keys of a run in this precision. One that is only planned stays, so that it is refused
+    and nothing runs in another one."""
+    return {"precision": precision} if precision in get_args(Precision) else plan_keys(precision)
 
 
 def itemsize_of(precision: str) -> int:

@@ -37,22 +37,24 @@ def train_keys() -> list[str]:
     return [each.name for each in dataclasses.fields(Recipe)]
 
 
+def require_key(key: str) -> None:
+    """Refuse a key that neither plan, training nor model has, with the nearest that one has."""
+    known = [*train_keys(), *plan_keys(), *models.keys()]
+    if key not in known:
+        raise UnknownName("key", key, known)
+
+
 def parse_settings(pairs: Mapping[str, str]) -> ParsedSettings:
     """Every setting converted to the type of its key; all problems at once."""
     found, problems = ParsedSettings({}, {}, {}), list[str]()
     plan, train = tables.types_of(PlanOptions), tables.types_of(Recipe)
     of_model = models.keys()
     for key, text in pairs.items():
-        if key in train:
-            into, hint = found.train, train[key]
-        elif key in plan_keys():
-            into, hint = found.plan, plan[key]
-        elif key in of_model:
+        require_key(key)
+        if key in of_model:
             found.model[key] = text
             continue
-        else:
-            known = [*train, *plan_keys(), *of_model]
-            raise UnknownName("key", key, known)
+        into, hint = (found.train, train[key]) if key in train else (found.plan, plan[key])
         try:
             into[key] = parse_zero(text) if key == "zero" else tables.from_text(hint, text)
         except ValueError as error:

@@ -29,8 +29,8 @@ from fivefold.core import machine as machines
 from fivefold.core.errors import JSON_SCHEMA, BadFile, FivefoldError, RankLost, UnknownName
 from fivefold.core.layout import parse_zero
 from fivefold.core.plan import PlanOptions, options_from
-from fivefold.core.precision import PRECISIONS, plan_keys
-from fivefold.core.settings import parse_settings
+from fivefold.core.precision import PRECISIONS, run_keys
+from fivefold.core.settings import parse_settings, require_key
 from fivefold.verbs.options import OF_BRIDGES as OF_BRIDGES
 from fivefold.verbs.options import SERVING as SERVING
 from fivefold.verbs.options import SHARED, TARGET
@@ -121,7 +121,7 @@ def in_precision(options: PlanOptions, precision: str | None) -> PlanOptions:
     """The job in the precision that an option names, or as it is."""
     if precision is None:
         return options
-    keys: dict[str, Any] = plan_keys(one_of("precision", precision, PRECISIONS))
+    keys: dict[str, Any] = run_keys(one_of("precision", precision, PRECISIONS))
     return replace(options, **keys)
 
 
@@ -209,6 +209,8 @@ def _pairs(texts: list[str]) -> dict[str, str]:
     for word in words:
         key, equals, value = word.partition("=")
         if not equals or not value:
+            if equals:
+                require_key(key)  # its name may be the mistake
             raise BadFile("--set", [f"{word!r} is no setting: write key=value, such as layers=4"])
         pairs[key] = value
     return pairs

@@ -71,8 +71,7 @@ def run(
         raise FivefoldError(
             f"--adapter writes what PEFT reads, and --format {written_as} a model: leave one out"
         )
-    if dtype is not None:
-        one_of("dtype", dtype, _WRITTEN)
+    dtype = dtype and one_of("dtype", dtype, _WRITTEN)
     above("shard-gb", shard_gb, 0.0)
     options = plan.read(run_folder / "plan.toml")
     shape = models.with_overrides(models.load(options.model), options.set)

@@ -61,8 +61,7 @@ def run(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Create a run that starts from a downloaded Hugging Face model, or from TorchTitan's."""
-    if dtype is not None:
-        one_of("dtype", dtype, ("fp32", "bf16"))
+    dtype = dtype and one_of("dtype", dtype, ("fp32", "bf16"))
     titan = titan_model(folder, model)
     given = (folder, str(folder / _CONFIG)) if titan is None else titan
     shape = models.load(given[1])

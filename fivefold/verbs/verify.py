@@ -24,7 +24,7 @@ def run(
         str, typer.Option(help="Offload weights and optimizer states: none or cpu.")
     ] = "none",
     precision: Annotated[
-        str | None, typer.Option(help="fp8: round matmuls on both sides (docs/fp8.md).")
+        str | None, typer.Option(help="fp8 or mxfp8: round matmuls on both sides (docs/fp8.md).")
     ] = None,
     seed: Annotated[int, typer.Option(help="Seed of weights and tokens.")] = 0,
     device: Annotated[

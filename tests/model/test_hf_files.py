@@ -203,7 +203,7 @@ def test_blocks_of_8_bits_are_widened(tmp_path: Path) -> None:
 def test_weights_of_16_bits_stay_so(tmp_path: Path) -> None:
     decoder = written(tmp_path / "model", DEEPSEEK, torch.bfloat16)
     fivefold("import", tmp_path / "model", "-o", tmp_path / "run")
-    fivefold("import", tmp_path / "model", "-o", tmp_path / "wide", "--dtype", "fp32")
+    fivefold("import", tmp_path / "model", "-o", tmp_path / "wide", "--dtype", "float32")
     narrow = Reader(*published(tmp_path / "run" / "checkpoints"))
     wide = Reader(*published(tmp_path / "wide" / "checkpoints"))
     for name, each in decoder.state_dict().items():
@@ -310,7 +310,7 @@ def test_nothing_is_overwritten(run: Path, tmp_path: Path) -> None:
     assert cli.run(["import", str(tmp_path / "model"), "-o", str(run)]) == 2
     assert cli.run(["export", str(run), str(tmp_path / "model")]) == 2
     (tmp_path / "empty").mkdir()
-    fivefold("export", run, tmp_path / "empty")
+    fivefold("export", run, tmp_path / "empty", "--dtype", "float32")
 
 
 def test_a_checkpoint_of_another_model_is_refused(

@@ -283,7 +283,7 @@ def test_a_picture_has_a_limit_of_its_own(
     assert run(capsys, "schedule", "1f1b", *SMALL)
 
 
-@pytest.mark.parametrize("verb", ["rehearse", "train"])
+@pytest.mark.parametrize("verb", ["rehearse", "train", "verify"])
 def test_runs_take_the_precision_that_plans_take(
     capsys: pytest.CaptureFixture[str], verb: str
 ) -> None:
@@ -297,3 +297,17 @@ def test_a_precision_becomes_the_keys_of_a_plan() -> None:
     assert in_precision(plain, None) is plain
     chosen = in_precision(plain, "mxfp8")
     assert (chosen.precision, chosen.fp8) == ("fp8", "mxfp8")
+    assert in_precision(plain, "nvfp4").precision == "nvfp4"  # which runs refuse
+
+
+def test_a_key_without_a_value_is_looked_up_too(capsys: pytest.CaptureFixture[str]) -> None:
+    said = refuse(capsys, "plan", "tiny", "--layout", "dp=2", "--set", "learning_rate=")
+    assert "unknown key 'learning_rate': did you mean lr?" in said
+    said = refuse(capsys, "plan", "tiny", "--layout", "dp=2", "--set", "layers=")
+    assert "'layers=' is no setting: write key=value" in said
+
+
+def test_a_run_is_no_model(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "plan.toml").write_text('model = "tiny"\n')
+    said = refuse(capsys, "plan", str(tmp_path), "--layout", "dp=2")
+    assert "is a run, not a model" in said and f"{tmp_path}/plan.toml" in "".join(said.split())

@@ -64,8 +64,14 @@ def test_a_run_in_fp8_resumes_exactly_and_is_exported_as_bf16(tmp_path: Path) ->
     ("words", "said"),
     [
         (["train", "tiny", "--set", "precision=nvfp4"], "is planned and not run"),
+        (["train", "tiny", "--precision", "nvfp4"], "is planned and not run"),
+        (["rehearse", "tiny", "--precision", "nvfp4"], "is planned and not run"),
         (["rehearse", "tiny", "--set", "precision=nvfp4"], "precision = fp8 or bf16"),
         (["verify", "tiny", "--precision", "nvfp4"], "is planned and not run"),
+        (
+            ["verify", "tiny", "--precision", "mxfp8", "--layout", "cp=2", "--seq", "64"],
+            "chunks of 16, inside of a block of 32",
+        ),
         (["train", "tiny", "--set", "precision=fp8,fp8=nvfp4"], "mxfp8"),
         (["train", "tiny", "--set", "precision=fp8,fp8_matmul=cpu"], "unknown fp8_matmul"),
     ],
