@@ -20,11 +20,18 @@ _SUFFIXES = (".sh", ".slurm", ".sbatch", ".yaml", ".yml", ".py", ".json", ".toml
 
 def is_foreign(target: str) -> bool:
     """Whether a target is a file of another framework."""
-    if not target.endswith(_SUFFIXES):
+    if not target.endswith(_SUFFIXES) and not _is_file(target):
         return False
     from fivefold.bridges import looks_foreign
 
     return looks_foreign(target)
+
+
+def _is_file(target: str) -> bool:
+    try:
+        return Path(target).is_file()
+    except OSError:  # a name too long for a file, such as the text of a config
+        return False
 
 
 def foreign_plan(target: str, gpus: int | None, model: str | None) -> ForeignPlan | None:
@@ -34,7 +41,7 @@ def foreign_plan(target: str, gpus: int | None, model: str | None) -> ForeignPla
 
         return read_foreign(Path(target), gpus, model)
     if model is not None:
-        if target.endswith(_SUFFIXES) and Path(target).is_file():
+        if _is_file(target):
             from fivefold.bridges import parse_file
 
             parse_file(Path(target))  # if that fails, it is what is wrong, and not the model

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fivefold.api.planning import estimate_given, estimate_options
 from fivefold.bridges import EmittedPlan, emit_plan
 from fivefold.bridges.job_values import Values, options_of
 from fivefold.bridges.nearest import Price
 from fivefold.core.errors import FivefoldError
-from fivefold.core.plan import Plan
+from fivefold.core.plan import Plan, PlanOptions
 from fivefold.report.plan_answers import Printed
+
+if TYPE_CHECKING:
+    from fivefold.planner.estimate import Estimate
 
 _DOES_NOT_FIT = "does not fit"
 
@@ -27,18 +30,25 @@ def emit(
 
 
 def _priced(plan: Plan, how: Mapping[str, Any], precision: str | None) -> Price:
-    """Seconds of a step of a plan like this one, with other values."""
+    """Seconds of a step of a plan like this one, with other values; None if that does not fit and
+    this one does."""
     options = plan.options
 
-    def price(values: Values) -> float | None:
-        if options.machine is None:
-            return None
-        changed = options_of(values, options.model, options.set)
+    def estimate(changed: PlanOptions) -> Estimate | None:
         try:
-            _, found = estimate_given(replace(changed, machine=options.machine), how, precision)
+            return estimate_given(replace(changed, machine=options.machine), how, precision)[1]
         except FivefoldError:
             return None
-        return None if found.verdict == _DOES_NOT_FIT else found.step
+
+    own = None if options.machine is None else estimate(options)
+
+    def price(values: Values) -> float | None:
+        if own is None:
+            return None
+        found = estimate(options_of(values, options.model, options.set))
+        if found is None or (found.verdict == _DOES_NOT_FIT != own.verdict):
+            return None
+        return found.step
 
     return price
 

@@ -51,6 +51,13 @@ TARGETS: dict[str, Target] = {
 }
 _OURS = re.compile(r"^# fivefold: (\{.*\})$", re.MULTILINE)
 _SUFFIXES = (".sh", ".slurm", ".sbatch", ".yaml", ".yml", ".py", ".json", ".toml")
+# What is only in texts of a format, for files that people name as they like; all others are YAML.
+_TEXTS = {
+    ".json": r"\A\s*\{",
+    ".sh": r"^#!.*sh$|(^|\s)--[a-z]+-[a-z]",
+    ".py": r"^(import|from|def) ",
+    ".toml": r"^\[[\w.]+\]$",
+}
 
 
 @dataclass(frozen=True)
@@ -141,29 +148,24 @@ def model_losses(target: Target, shape: Shape) -> Iterator[Loss]:
 
 def looks_foreign(path: str) -> bool:
     """Whether a file looks like another framework's, by its name and for some by what is in it."""
-    suffix = Path(path).suffix
-    if suffix not in _SUFFIXES or path.lstrip().startswith("{"):
-        return False
-    if suffix not in (".json", ".toml"):
-        return True
-    if not Path(path).is_file():
-        return False
+    where = Path(path)
+    if where.suffix in _SUFFIXES and where.suffix not in (".json", ".toml"):
+        return not path.lstrip().startswith("{")
     try:
-        flat = parse_file(Path(path))[1]
+        return _recognised(format_of(where), parse_file(where)[1]) is not None
     except FivefoldError:
         return False
-    return _recognised(suffix, flat, "") is not None
 
 
 def read_foreign(path: Path, gpus: int | None = None, model: str | None = None) -> ForeignPlan:
     """Another framework's file as a plan. `gpus` and `model` are for files that do not say them."""
     text, flat = parse_file(path)
-    target = _recognised(path.suffix, flat, text)
+    target = _recognised(format_of(path), flat)
     if target is None:
         known = ", ".join(sorted(TARGETS))
         rule = f"no key of it is known: give a file of {known}, or a plan.toml"
         raise BadFile(str(path), [rule])
-    if path.suffix == ".json":
+    if format_of(path) == ".json":
         refuse_repeated_json(text, str(path))
     try:
         return _read(target, text, flat, gpus, model)
@@ -175,20 +177,29 @@ def read_foreign(path: Path, gpus: int | None = None, model: str | None = None) 
 
 def parse_file(path: Path) -> tuple[str, Flat]:
     """The text of a file, and its keys."""
-    text, where = read_text(path), str(path)
-    if path.suffix in (".yaml", ".yml"):
+    text, where, ending = read_text(path), str(path), format_of(path)
+    if ending in (".yaml", ".yml"):
         return text, flat_of(yaml_table(text, where))
-    if path.suffix == ".json":
+    if ending == ".json":
         return text, flat_of(json_table(text, where))
-    if path.suffix == ".toml":
+    if ending == ".toml":
         return text, flat_of(toml_table(text, where))
-    if path.suffix == ".py":
+    if ending == ".py":
         table = python_table(text, where)
         return text, read_overrides(text) if _is_bridge(table) else table
     megatron = read_script(text)
     return text, megatron if "tensor-model-parallel-size" in megatron else _overrides(
         text, megatron
     )
+
+
+def format_of(path: Path) -> str:
+    """The ending that names a file's format: its own, or for others the one that its text has."""
+    if path.suffix in _SUFFIXES:
+        return path.suffix
+    text = read_text(path)
+    found = (ending for ending, rule in _TEXTS.items() if re.search(rule, text, re.MULTILINE))
+    return next(found, ".yaml")
 
 
 def _overrides(text: str, megatron: Flat) -> Flat:
@@ -200,7 +211,7 @@ def _is_bridge(flat: Flat) -> bool:
     return any(re.match(r"model\.\w+_parallel\w*$|train\.\w+_batch_size$", key) for key in flat)
 
 
-def _recognised(suffix: str, flat: Flat, text: str) -> Target | None:
+def _recognised(suffix: str, flat: Flat) -> Target | None:
     """Whose file this is, by its keys."""
 
     def has(*starts: str) -> bool:

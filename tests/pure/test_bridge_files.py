@@ -6,12 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from fivefold.bridges import ForeignPlan, read_foreign
+from fivefold.api.bridging import foreign_plan
+from fivefold.bridges import TARGETS, ForeignPlan, emit_plan, read_foreign
 from fivefold.bridges.pipeline_layout import filled_stages, layout_text, parse_layout
 from fivefold.cli import run
 from fivefold.core.errors import BadFile
 from fivefold.core.layout import Layout
-from fivefold.core.plan import resolve
+from fivefold.core.plan import PlanOptions, resolve
 
 SLURM = """#!/bin/bash
 #SBATCH --nodes=4
@@ -286,3 +287,15 @@ def test_a_model_beside_a_file_that_cannot_be_parsed(
     path.write_text(text, "utf-8")
     assert run(["plan", str(path), "--model", "llama-3-8b", "--gpus", "8"]) == 2
     assert f"cannot use {path}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("target", sorted(TARGETS))
+def test_what_is_emitted_may_have_any_name(target: str, tmp_path: Path) -> None:
+    """Its text says whose file it is, where its ending does not."""
+    keys = {"layout": "dp=4", "zero": 3, "microbatches": 2}
+    emitted = emit_plan(target, resolve(PlanOptions(model="llama-3.1-8b", **keys)))
+    path = tmp_path / "job.out"
+    path.write_text(emitted.text, "utf-8")
+    found = foreign_plan(str(path), 4, "llama-3.1-8b")
+    assert found is not None and found.target.name == target
+    assert found.options.layout == "dp=4"

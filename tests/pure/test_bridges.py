@@ -78,6 +78,15 @@ def test_losses_are_priced() -> None:
     assert f"{abs(slower):.1%}" in line
 
 
+def test_losses_of_a_plan_that_does_not_fit_are_priced() -> None:
+    options = PlanOptions(
+        model="llama-3.1-70b", layout="dp=4 pp=2", schedule="zb-v", machine="h100"
+    )
+    emitted = emit(resolve(options), "megatron", _HOW)
+    (loss,) = [each for each in emitted.losses if each.key == "schedule"]
+    assert loss.slower is not None and not loss.too_large
+
+
 def test_without_a_machine_nothing_is_priced() -> None:
     options = PlanOptions(model="llama-3.1-8b", layout="dp=4 pp=4", schedule="zb-v", batch=32)
     lines = emit(resolve(options), "nanotron", _HOW).lines
