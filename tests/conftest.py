@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from tests.selection import ALL_CASES, SALT, all_cases, num_drawn, salt, seed, shuffled
 
@@ -27,6 +28,10 @@ def pytest_configure(config: pytest.Config) -> None:
     Hypothesis draws by it too, so that two runs of one commit see the same examples.
     """
     os.environ[SALT] = salt()
+    # Clocks would judge what else runs on the machine.
+    slow = [HealthCheck.too_slow]
+    settings.register_profile("fivefold", deadline=None, suppress_health_check=slow)
+    settings.load_profile("fivefold")
     if config.option.hypothesis_seed is None:
         config.option.hypothesis_seed = str(seed())
 

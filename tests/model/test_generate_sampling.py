@@ -81,7 +81,7 @@ def test_log_probabilities_are_those_of_the_model() -> None:
         assert logprob == LOGITS.float().log_softmax(0)[token].item()
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     st.lists(st.floats(-80, 80), min_size=1, max_size=40),
     st.floats(0.05, 5),

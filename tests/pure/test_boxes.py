@@ -93,7 +93,7 @@ def in_box(whole: NDArray[Any], box: Box) -> NDArray[Any]:
     return whole[tuple(slice(offset, offset + size) for offset, size in spans)]
 
 
-@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.filter_too_much])
+@settings(max_examples=20, suppress_health_check=[HealthCheck.filter_too_much])
 @given(
     model=st.sampled_from(sorted(MODELS)),
     degrees=LAYOUTS,

@@ -173,7 +173,6 @@ def require_exact(found: Counter[tuple[int, int]], wanted: set[tuple[int, int]])
     assert set(found.values()) <= {1}
 
 
-@settings(deadline=None)
 @given(splits, st.integers(1, 3), windows)
 def test_every_visible_pair_is_in_one_call_of_one_place(
     cut: ContextSplit, times: int, window: int | None
@@ -196,7 +195,7 @@ def pieces(draw: st.DrawFn) -> Ranges:
     return tuple(sorted(kept, key=lambda each: each.start))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(pieces(), pieces(), windows)
 def test_calls_are_exact_for_any_queries_and_keys(
     queries: Ranges, keys: Ranges, window: int | None
@@ -352,7 +351,7 @@ def test_padding_beyond_the_learned_positions_is_told_a_length_that_fits(positio
     assert not any("seq=0" in reason for reason in reasons)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.sampled_from(KINDS), st.integers(2, 24), st.integers(1, 30))
 def test_what_is_offered_is_legal(kind: ContextKind, cp: int, seq: int) -> None:
     near = nearest(Layout(cp=cp, context=kind), TINY, seq=seq)

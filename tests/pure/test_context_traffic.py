@@ -211,7 +211,7 @@ def test_the_list_is_in_the_plan() -> None:
     assert {each["axis"] for each in found} == {"dp-cp", "fsdp", "ring", "world"}
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     context=st.sampled_from(KINDS),
     layout=st.sampled_from(["cp=2", "cp=4", "cp=8", "dp=2 cp=4", "tp=2 cp=4", "pp=2 cp=4"]),

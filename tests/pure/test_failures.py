@@ -174,7 +174,7 @@ def test_thousands_of_runs_a_minute_at_131072_gpus() -> None:
     assert 200 / seconds * 60 > 1000  # here 7,000, for a run with 5,500 failures
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     st.floats(60, 1e6),
     st.floats(0, 100),

@@ -121,7 +121,7 @@ class Model:
                 assert self.pages[chunk.table[i // BLOCK]][i % BLOCK] == tuple(known[: i + 1])
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     requests_st,
     st.integers(8, 14),
@@ -214,7 +214,7 @@ def test_blocks_that_run_out_are_taken_from_the_youngest() -> None:
     assert blocks_of(old.limit) == 4
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(requests_st, st.integers(8, 14), st.integers(1, 70), st.integers(2, 4), st.integers(0, 99))
 def test_batches_under_way_draw_each_token_once(
     asked: list[tuple[int, int, int]], blocks: int, budget: int, in_flight: int, seed: int

@@ -70,7 +70,7 @@ def groups_by_definition(layout: Layout, axis: str) -> set[tuple[int, ...]]:
 # ---- the grid and its laws
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(layouts(), st.booleans())
 def test_groups_partition_the_ranks_as_the_coords_define(layout: Layout, sp: bool) -> None:
     layout = replace(layout, sp=sp)
@@ -90,7 +90,6 @@ def test_replicas_of_experts_with_the_same_tokens() -> None:
     assert Layout(tp=4, shard=2).same_tokens == 1
 
 
-@settings(deadline=None)
 @given(layouts())
 def test_coord_and_rank_are_inverse_and_agree_with_the_grid(layout: Layout) -> None:
     grid = layout.grid()
@@ -102,7 +101,6 @@ def test_coord_and_rank_are_inverse_and_agree_with_the_grid(layout: Layout) -> N
         assert grid[place] == rank
 
 
-@settings(deadline=None)
 @given(layouts())
 def test_experts_take_the_fastest_ranks_first(layout: Layout) -> None:
     for rank in range(layout.world):
@@ -260,7 +258,6 @@ def test_without_ep_dividing_dp_there_is_no_textbook_reading() -> None:
     )
 
 
-@settings(deadline=None)
 @given(layouts())
 def test_the_textbook_product_counts_the_same_ranks(layout: Layout) -> None:
     product = layout.textbook()
@@ -272,7 +269,6 @@ def test_the_textbook_product_counts_the_same_ranks(layout: Layout) -> None:
 # ---- the text form
 
 
-@settings(deadline=None)
 @given(layouts())
 def test_the_text_form_reads_back(layout: Layout) -> None:
     again = Layout.parse(str(layout), zero=layout.zero)

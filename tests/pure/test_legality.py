@@ -260,7 +260,7 @@ def distance(one: Layout, other: Layout) -> float:
 DEGREE = st.sampled_from([1, 1, 1, 2, 2, 3, 4])
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     st.fixed_dictionaries(dict.fromkeys(DEGREES, DEGREE)),
     st.sampled_from([6, 8, 12, 18]),
@@ -312,7 +312,7 @@ def test_the_neighbouring_worlds_are_the_nearest_that_work(chunks: int) -> None:
         assert near[0].world == (below or above)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     st.sampled_from(["1f1b", "interleaved", "dualpipe", "zb-v", "dualpipe-v"]),
     st.sampled_from([6, 8, 12, 18]),

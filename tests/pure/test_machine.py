@@ -7,7 +7,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fivefold.core import machine, tables
@@ -177,7 +177,6 @@ def test_a_machine_written_out_loads_as_an_equal_one(name: str, tmp_path: Path) 
     assert hash(again) == hash(found)
 
 
-@settings(deadline=None)
 @given(st.integers(1, 9), st.integers(2, 9), st.floats(1e-9, 1e20), st.booleans())
 def test_any_machine_written_out_loads_as_an_equal_one(
     tmp_path_factory: pytest.TempPathFactory, inner: int, middle: int, memory: float, bare: bool

@@ -241,7 +241,7 @@ GROUPS = [
 ]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.data())
 def test_a_step_ends_where_its_calls_have_one_order(data: st.DataObject) -> None:
     """Lists cut from one order, with some neighbours swapped; cycles lead back to their start."""

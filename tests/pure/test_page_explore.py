@@ -54,7 +54,7 @@ def test_the_default_is_the_layout_of_the_llama_run() -> None:
         },
     )
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_params_are_canonical(params: dict[str, str]) -> None:
     state = State.parse(params)
     again = State.parse(state.params())

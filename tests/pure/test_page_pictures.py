@@ -48,7 +48,7 @@ def laid(layout: str) -> Plan:
 # ---- groups as arithmetic
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(layouts())
 def test_the_line_lists_every_group_of_every_rank(layout: Layout) -> None:
     line = rank_order(layout)

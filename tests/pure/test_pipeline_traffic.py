@@ -193,7 +193,7 @@ jobs = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(job=jobs)
 def test_ranks_agree_on_what_they_do_together(job: dict[str, object]) -> None:
     plan = tiny(

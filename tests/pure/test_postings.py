@@ -82,7 +82,7 @@ def test_every_schedule_ends_though_every_call_blocks(ranks: int, microbatches: 
             assert ends([calls(each, rank) for rank in range(ranks)]), each.name
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.sampled_from(NAMES), st.integers(2, 12), st.integers(1, 40), st.integers(1, 6))
 def test_any_size_ends(name: str, ranks: int, microbatches: int, chunks: int) -> None:
     family = next(each for each in FAMILIES if each.name == name)

@@ -179,7 +179,7 @@ eighths = st.integers(1, 24).map(lambda number: number / 8)
     st.tuples(st.integers(1, 7), st.integers(1, 21), st.integers(0, 2)),
     st.tuples(eighths, eighths, eighths),
 )
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_every_closed_form_is_the_bubble_on_its_domain(
     family: Family, numbers: tuple[int, int, int], times: tuple[float, float, float]
 ) -> None:

@@ -81,7 +81,7 @@ def compared(name: str, lengths: list[float], gaps: list[float], seconds: float)
 
 @pytest.mark.parametrize("name", PLANS)
 @given(data=st.data())
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 def test_the_parts_of_a_difference_sum_to_it_and_their_shares_to_1(
     name: str, data: st.DataObject
 ) -> None:

@@ -82,7 +82,7 @@ def timelines(draw: st.DrawFn) -> Timeline:
 
 
 def examples(number: int) -> settings:
-    return settings(max_examples=number, derandomize=True, deadline=None)
+    return settings(max_examples=number, derandomize=True)
 
 
 @pytest.mark.sample(6)

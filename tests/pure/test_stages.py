@@ -89,7 +89,7 @@ shapes = st.builds(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(drawn=shapes.flatmap(lambda s: st.tuples(st.just(s), st.integers(1, s.layers))))
 def test_no_other_cut_is_better(drawn: tuple[Shape, int]) -> None:
     model, num_stages = drawn
@@ -159,7 +159,7 @@ def slowest_rank(costs: list[int], spans: Sequence[range]) -> int:
     return max(near + far for near, far in zip(stages, reversed(stages), strict=True))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.integers(2, 10), st.integers(0, 3), st.integers(0, 40_000), st.data())
 def test_no_other_cut_of_a_v_has_a_faster_rank(
     layers: int, dense: int, vocab: int, data: st.DataObject
@@ -181,7 +181,7 @@ def test_no_other_cut_of_a_v_has_a_faster_rank(
     assert slowest_rank(costs, found) == min(slowest_rank(costs, cut) for cut in every)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.lists(st.integers(1, 9), min_size=4, max_size=14), st.data())
 def test_a_v_of_any_layers_is_never_slower_than_a_cut_by_stages(
     costs: list[int], data: st.DataObject

@@ -59,7 +59,7 @@ def held_out(source: Source, most: int) -> np.ndarray:
     return read_rows(source.held_out(most), source.seq).tokens
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(st.integers(1, 500), st.integers(0, 2**40), st.integers(0, 5))
 def test_every_row_comes_once_an_epoch(num_rows: int, seed: int, epoch: int) -> None:
     order = RowOrder(seed, num_rows)
@@ -147,7 +147,7 @@ def test_the_smallest_corpora_hold_out_one_row_or_none() -> None:
     assert source.samples(range(3)).tokens.tolist() == [[0, 1, 2, 3, 4]] * 3
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.lists(st.integers(1, 10**6), min_size=1, max_size=6), st.integers(0, 10**12))
 def test_shares_are_exact_and_every_index_comes_in_turn(weights: list[int], first: int) -> None:
     shares = Shares(tuple(weights))

@@ -165,7 +165,7 @@ def test_offload_takes_states_and_sliced_weights_from_the_device() -> None:
     assert sum(each.host for each in ranks) == (2 + 4) * LLAMA_8B + scalars
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     replicate=st.integers(1, 3),
     shard=st.integers(1, 5),

@@ -99,7 +99,7 @@ domain = [
 ]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(drawn=st.sampled_from(domain))
 def test_what_is_sent_is_what_is_needed(drawn: tuple[str, tuple[int, int, int]]) -> None:
     name, numbers = drawn

@@ -36,7 +36,7 @@ def test_one_stage_has_every_weight_and_shares_none(shape: Shape) -> None:
     assert not any(row.alone for row in rows)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(
     shape=st.sampled_from([TINY, TIED, LEARNED, AHEAD, TIED_AHEAD]),
     ends=st.sets(st.integers(1, 7), min_size=1),

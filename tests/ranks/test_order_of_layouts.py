@@ -57,7 +57,7 @@ def plans(draw: st.DrawFn) -> Plan:
 
 @pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore")
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(plans())
 def test_a_step_ends_in_any_layout(plan: Plan) -> None:
     traces = Traces()
