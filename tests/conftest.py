@@ -17,7 +17,7 @@ from tests.selection import ALL_CASES, SALT, all_cases, num_drawn, salt, seed, s
 os.environ["OMP_NUM_THREADS"] = "1"
 
 LONGEST = "test_readme.py"
-OF_RANKS = 0.28  # of the cases that tests with ranks ask for: `make test` stays below 10 minutes
+OF_RANKS = 0.24  # of the cases that tests with ranks ask for: `make test` stays below 10 minutes
 PACKAGE = Path(__file__).parent.parent / "fivefold"
 
 
