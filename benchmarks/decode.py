@@ -1,10 +1,11 @@
 """Generation on one GPU: decode and prefill beside what the GPU could do, and beside transformers.
 
-    python benchmarks/decode.py [--model llama-3.1-8b] [--only one many prefill peer] [--json FILE]
+    python benchmarks/decode.py [--model llama-3.1-8b] [--only one many most] [--json FILE]
     python benchmarks/decode.py --only invariant [--device cpu --model tiny]
 
 one      Batch 1 at 1k tokens: tokens/s, as a share of reading all weights once a token.
 many     Batch 64 at 1k tokens: the same, with the keys and values of all sequences.
+most     Batch 256 at 1k tokens.
 prefill  8k tokens: as a share of the matmul rate that is measured first.
 invariant  What `--batch-invariant` costs: seconds of decode of 1 and of many sequences and of a
          prompt, with it as a multiple of without. Also on a CPU, in float32 and with smaller sizes.
@@ -44,7 +45,7 @@ from fivefold.generate.scheduler import ScheduleLimits
 from fivefold.model.decoder import Decoder, from_config
 from fivefold.model.regions import compiled, eager
 
-CONTEXT, NEW, LONG, MANY = 1024, 128, 8192, 64
+CONTEXT, NEW, LONG, MANY, MOST = 1024, 128, 8192, 64, 256
 LEAST = 0.75
 
 
@@ -226,7 +227,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="llama-3.1-8b")
     parser.add_argument(
-        "--only", nargs="*", default=["one", "many", "prefill", "invariant", "peer"]
+        "--only", nargs="*", default=["one", "many", "most", "prefill", "invariant", "peer"]
     )
     parser.add_argument("--json", type=Path)
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
@@ -251,6 +252,7 @@ def main() -> int:
     ways = {
         "one": lambda: decode(decoder, 1, speed),
         "many": lambda: decode(decoder, MANY, speed),
+        "most": lambda: decode(decoder, MOST, speed),
         "prefill": lambda: prefill(decoder, rate),
     }
     for name in (each for each in ways if each in said.only):

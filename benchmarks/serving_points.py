@@ -5,8 +5,9 @@
 A line for each size: sequences, context and the median milliseconds of a step in which all of them
 draw; the tokens of a prompt and the milliseconds to its first token; or sequences that draw in the
 step of a prompt, with the milliseconds of the step and those until the host has issued it: where
-both are as long, the GPU waits for the host. Random weights in bfloat16, all of it through the
-engine or its forward. Sizes that begin after `--seconds` are left out.
+both are as long, the GPU waits for the host. Steps with prompts are captured as a server does.
+Random weights in bfloat16, all of it through the engine or its forward. Sizes that begin after
+`--seconds` are left out.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ import decode as decoding
 
 from fivefold.core.models import load
 from fivefold.generate.blocks import blocks_of
+from fivefold.generate.forward import DecoderForward
+from fivefold.generate.pieces import PiecewiseSteps, sizes_up_to
 from fivefold.generate.requests import SequenceChunk, StepBatch
 from fivefold.model.decoder import Decoder
 
@@ -70,6 +73,9 @@ def mixed_ms(decoder: Decoder, sequences: int, prompt: int) -> tuple[float, floa
     """A step with one prompt beside sequences that draw, and how long the host issues it."""
     longest = blocks_of(max(CONTEXT, prompt) + 1)
     forward = decoding.engine_of(decoder, sequences + 1, max(CONTEXT, prompt) + 1).forward
+    assert isinstance(forward, DecoderForward)
+    if sequences + prompt <= sizes_up_to(decoding.LONG)[-1]:
+        forward = PiecewiseSteps(forward, sizes_up_to(sequences + prompt)[-1:])
     tables = [tuple(range(i * longest, (i + 1) * longest)) for i in range(sequences + 1)]
     chunks = [
         SequenceChunk(str(i), (1,), CONTEXT, table, samples=True)

@@ -25,7 +25,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from fivefold.generate.engine import DecoderForward
+from fivefold.generate.forward import DecoderForward
 from fivefold.generate.requests import SequenceChunk, StepBatch
 from fivefold.generate.scheduler import ScheduleLimits
 from fivefold.generate.tiles import (

@@ -37,7 +37,6 @@ from fivefold.generate.blocks import BLOCK
 from fivefold.generate.cache import KvCache, token_bytes
 from fivefold.generate.context_cache import ContextCache
 from fivefold.generate.engine import (
-    DecoderForward,
     Engine,
     EngineRanks,
     Forward,
@@ -45,6 +44,7 @@ from fivefold.generate.engine import (
     Watch,
     alone,
 )
+from fivefold.generate.forward import DecoderForward
 from fivefold.generate.invariant import FixedSteps, fix_tiles
 from fivefold.generate.refit import Refit
 from fivefold.generate.routing import RouteStore

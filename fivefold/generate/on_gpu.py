@@ -3,7 +3,8 @@ steps as CUDA graphs.
 
 A decode step is a few hundred kernels of a few microseconds: issued one by one, the host would be
 slower than the GPU. So a step is captured once for every size, and replayed. Sizes are powers of
-two: a step has sequences to spare, which write to a block that nobody reads.
+two: a step has sequences to spare, which write to a block that nobody reads. A server also captures
+steps with prompts (`pieces.py`).
 
 No kernel here has chunked windows, capped scores or sinks: layers with these are computed by the
 plain kernel, on the device, and their models are not captured.
@@ -33,8 +34,9 @@ from fivefold.generate.cache import (
     first_seen,
     page_sizes,
 )
-from fivefold.generate.engine import DecoderForward
+from fivefold.generate.forward import DecoderForward
 from fivefold.generate.paged_kernel import attend_single_tokens
+from fivefold.generate.pieces import PiecewiseSteps, sizes_up_to
 from fivefold.generate.requests import SequenceChunk, StepBatch
 from fivefold.generate.routing import RouteStore
 from fivefold.generate.skinny_kernel import skinny_linear, takes
@@ -194,15 +196,23 @@ class GraphedForward(DecoderForward):
         widest = max(page_sizes(block.attention)[0][1] for block in decoder.all_blocks())
         dtype = next(decoder.parameters()).dtype
         # Grouped matmuls of other types wait for the numbers of rows.
-        grouped = decoder.shape.moe is None or dtype == torch.bfloat16
+        self.never_waits = decoder.shape.moe is None or dtype == torch.bfloat16
         fits = has_kernel(widest, dtype) and kernels_know(decoder.shape)
-        self.captures = grouped and fits
+        self.captures = self.never_waits and fits
+        self.with_prompts: PiecewiseSteps | None = None
+
+    def capture_prompts(self, tokens: int) -> None:
+        """Capture steps with prompts that have at most so many tokens. It takes seconds, which are
+        worth it where many requests come."""
+        if self.never_waits:
+            self.with_prompts = PiecewiseSteps(self, sizes_up_to(tokens))
 
     @torch.inference_mode()
     def __call__(self, step: StepBatch) -> Tensor:
         decodes = all(len(each.tokens) == 1 and each.samples for each in step.chunks)
         if not (self.captures and decodes and 0 < len(step.chunks) <= _MOST_SEQUENCES):
-            return super().__call__(step)
+            pieces = self.with_prompts
+            return pieces(step) if pieces and pieces.takes(step) else super().__call__(step)
         size = self._size(step)
         numbers = packed(self._filled(step, size.sequences), size.blocks).pin_memory()
         if size not in self.captured:

@@ -19,6 +19,8 @@ from fivefold.generate.blocks import BLOCK, blocks_of
 from fivefold.generate.requests import SequenceChunk, StepBatch
 from fivefold.model.batch import NOT_COUNTED, TokenBatch
 
+_OF_A_TOKEN = 4  # numbers: itself, its position, its slot, whether its text is outgrown
+
 
 class StepSize(NamedTuple):
     """How many numbers a step has of each kind."""
@@ -32,7 +34,12 @@ class StepSize(NamedTuple):
     def parts(self) -> tuple[tuple[int, ...], ...]:
         """The sizes of tokens, positions, slots, outgrown texts, lengths, samples and tables."""
         tokens, sequences, sampled, blocks = self
-        return ((tokens,),) * 4 + ((sequences,), (sampled,), (sequences, blocks))
+        return ((tokens,),) * _OF_A_TOKEN + ((sequences,), (sampled,), (sequences, blocks))
+
+    @property
+    def of_tokens(self) -> int:
+        """How many numbers are of tokens: the first ones."""
+        return _OF_A_TOKEN * self.tokens
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from pathlib import Path
 from fivefold.core.errors import FivefoldError
 from fivefold.core.plan import Plan
 from fivefold.generate.blocks import BLOCK, blocks_of
-from fivefold.generate.engine import DecoderForward
+from fivefold.generate.forward import DecoderForward
 from fivefold.generate.kv_travel import RankPages
 from fivefold.generate.layout import LayoutEngine
 from fivefold.generate.requests import DrawnToken, Request, SequenceChunk, StepBatch
@@ -122,6 +122,7 @@ def _warm_up(engine: LayoutEngine) -> None:
     alone = engine.plan.layout.world == 1
     if alone and engine.mesh.device.type == "cuda" and isinstance(engine.forward, DecoderForward):
         _capture_steps(engine.forward, limits.sequences, longest)
+        _capture_prompts(engine.forward, limits.tokens)
 
 
 def _capture_steps(forward: DecoderForward, most: int, longest: int) -> None:
@@ -135,6 +136,14 @@ def _capture_steps(forward: DecoderForward, most: int, longest: int) -> None:
             forward(StepBatch((one,) * count))
         if stop == longest:
             break
+
+
+def _capture_prompts(forward: DecoderForward, tokens: int) -> None:
+    """Capture steps with prompts, where steps are replayed."""
+    from fivefold.generate.on_gpu import GraphedForward  # Triton is there only with CUDA
+
+    if isinstance(forward, GraphedForward):
+        forward.capture_prompts(tokens)
 
 
 @dataclass

@@ -23,7 +23,8 @@ from torch import Tensor
 
 from fivefold.core.shape import Shape
 from fivefold.generate.blocks import BLOCK, blocks_of
-from fivefold.generate.engine import DecoderForward, Engine, Forward, Watch
+from fivefold.generate.engine import Engine, Forward, Watch
+from fivefold.generate.forward import DecoderForward
 from fivefold.generate.requests import Completion, Request, Sampling
 from fivefold.generate.sampling import Draw, choose
 from fivefold.generate.scheduler import ScheduleLimits

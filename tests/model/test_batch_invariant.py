@@ -15,7 +15,8 @@ from fivefold.core.plan import PlanOptions
 from fivefold.core.shape import Shape
 from fivefold.generate import invariant, layout, tiles
 from fivefold.generate.cache import LayerPages, attend_pages
-from fivefold.generate.engine import DecoderForward, Watch
+from fivefold.generate.engine import Watch
+from fivefold.generate.forward import DecoderForward
 from fivefold.generate.layout import LayoutEngine, mesh_of, plan_of, stage_of
 from fivefold.generate.requests import SequenceChunk, StepBatch
 from fivefold.generate.scheduler import ScheduleLimits

@@ -13,7 +13,8 @@ from fivefold.core.models import load, with_overrides
 from fivefold.core.shape import Shape
 from fivefold.generate.ahead import DrawnTokens
 from fivefold.generate.blocks import BLOCK
-from fivefold.generate.engine import DecoderForward, Engine
+from fivefold.generate.engine import Engine
+from fivefold.generate.forward import DecoderForward
 from fivefold.generate.requests import Completion, Request, Sampling, StepBatch
 from fivefold.generate.scheduler import ScheduleLimits
 from fivefold.verify.generated import GeneratedTrial

@@ -12,7 +12,8 @@ import transformers
 from test_hf_parity import CONFIGS, Float64Everywhere, pair
 
 from fivefold.generate.blocks import BLOCK
-from fivefold.generate.engine import DecoderForward, Engine
+from fivefold.generate.engine import Engine
+from fivefold.generate.forward import DecoderForward
 from fivefold.generate.requests import Request
 from fivefold.generate.scheduler import ScheduleLimits
 

@@ -17,7 +17,8 @@ from fivefold.core.rope import Rope
 from fivefold.core.shape import Shape
 from fivefold.generate import cache, scheduler
 from fivefold.generate.blocks import BLOCK
-from fivefold.generate.engine import DecoderForward, Engine, Forward
+from fivefold.generate.engine import Engine, Forward
+from fivefold.generate.forward import DecoderForward
 from fivefold.generate.requests import Request, SequenceChunk, SequenceState, StepBatch
 from fivefold.generate.scheduler import ScheduleLimits, Scheduler
 from fivefold.model.batch import AttentionInfo

@@ -13,7 +13,8 @@ from small import DEEPSEEK, LLAMA, MOE
 from fivefold.core.errors import FivefoldError
 from fivefold.core.shape import Shape
 from fivefold.generate.blocks import BLOCK
-from fivefold.generate.engine import DecoderForward, Engine, EngineRanks
+from fivefold.generate.engine import Engine, EngineRanks
+from fivefold.generate.forward import DecoderForward
 from fivefold.generate.requests import Request, Sampling
 from fivefold.generate.routes import RecordedRoutes
 from fivefold.generate.routing import RouteStore, replay

@@ -13,7 +13,8 @@ from test_hf_parity import CONFIGS, Float64Everywhere, Pair, pair
 
 from fivefold.core.errors import FivefoldError
 from fivefold.generate.blocks import BLOCK
-from fivefold.generate.engine import DecoderForward, Engine
+from fivefold.generate.engine import Engine
+from fivefold.generate.forward import DecoderForward
 from fivefold.generate.requests import Request
 from fivefold.generate.scheduler import ScheduleLimits
 from fivefold.generate.task_model import TaskModel, prefix_token

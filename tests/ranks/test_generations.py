@@ -25,7 +25,7 @@ from fivefold.generate import cache, context_cache, scheduler
 from fivefold.generate.blocks import BLOCK
 from fivefold.generate.cache import KvCache, StepTensors
 from fivefold.generate.context_cache import ContextCache
-from fivefold.generate.engine import DecoderForward
+from fivefold.generate.forward import DecoderForward
 from fivefold.generate.layout import RankEnds, forward_plan
 from fivefold.generate.requests import SequenceChunk, StepBatch
 from fivefold.launch.processes import Pool

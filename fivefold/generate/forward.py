@@ -1,0 +1,101 @@
+"""The forward of a decoder, or of one stage of it, for the engine: a step in, logits out.
+
+What is at the ends of a stage are `StageEnds`.
+
+Legend: T tokens of a step, N tokens to be followed, D model width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from fivefold.generate.ahead import DrawnTokens
+from fivefold.generate.blocks import BLOCK
+from fivefold.generate.cache import KvCache
+from fivefold.generate.requests import SequenceChunk, StepBatch
+from fivefold.generate.routing import RouteStore
+from fivefold.generate.stage_ends import StageEnds
+from fivefold.generate.step_tensors import StepTensors, step_tensors
+from fivefold.model.batch import TokenBatch
+from fivefold.model.decoder import Decoder
+from fivefold.model.regions import by_operators
+
+_MANY_TOKENS = 2048  # of a step: a GPU computes longer than the host calls
+MakeCache = Callable[[Decoder, int], KvCache]
+"""Of a decoder and a number of blocks."""
+
+
+class DecoderForward:
+    """The forward of a decoder, or of a stage. It takes it over: its attention reads pages now."""
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        blocks: int,
+        make_cache: MakeCache = KvCache,
+        ends: StageEnds | None = None,
+        routes: RouteStore | None = None,
+        drawn: DrawnTokens | None = None,
+    ) -> None:
+        """`drawn`: where the tokens are that the host does not know yet, if there are any."""
+        self.decoder, self.ends, self.routes = decoder.eval(), ends or StageEnds(), routes
+        self.drawn = drawn
+        self.padding = blocks  # the block that tokens without a sequence write to
+        self.cache = make_cache(decoder, blocks + 1)
+        self.device = next(decoder.parameters()).device
+
+    @torch.inference_mode()
+    def __call__(self, step: StepBatch) -> Tensor:
+        step = self._padded(step)
+        if not step.chunks:
+            return torch.empty(0, 0, device=self.device)
+        with by_operators(step.num_tokens < _MANY_TOKENS):
+            return self.run(step_tensors(step, self.device))
+
+    def run(self, tensors: StepTensors) -> Tensor:
+        """The logits of a step that is on the device; nothing here waits for it."""
+        x_TD = self.hidden(tensors)
+        if self.decoder.norm is None:
+            self.ends.send(x_TD[None])
+            return torch.empty(0, 0, device=self.device)
+        return self.logits(x_TD, tensors.sampled)
+
+    def hidden(self, tensors: StepTensors) -> Tensor:
+        """What the last block gives for the tokens of this rank."""
+        decoder = self.decoder
+        self.cache.begin(tensors)
+        if self.routes is not None:
+            mine_1T = decoder.residual_tokens(self.ends.mine(tensors.slots[None]))
+            self.routes.begin(tensors.slots, mine_1T[0])
+        whole, mine = tensors.batch, self.ends.mine
+        tokens = whole.tokens if self.drawn is None else self.drawn.fill(whole.tokens)
+        assert whole.outgrown is not None
+        tokens, labels, positions = mine(tokens), mine(whole.labels), mine(whole.positions)
+        batch = TokenBatch(tokens, labels, positions, outgrown=mine(whole.outgrown))
+        if decoder.embed is None:
+            x_1TD = self.ends.receive(batch.tokens.numel())
+        else:
+            x_1TD = decoder.embed(batch.tokens, batch)
+        context = decoder.context(batch, x_1TD.dtype)
+        return decoder.run_blocks(decoder.blocks.values(), x_1TD, context)[0]
+
+    def logits(self, x_TD: Tensor, sampled_N: Tensor) -> Tensor:
+        """The logits of some tokens of the last stage."""
+        decoder = self.decoder
+        assert decoder.norm is not None and decoder.head is not None
+        x_ND = decoder.norm(self.ends.all_tokens(x_TD)[sampled_N])
+        logits_NV = self.ends.all_logits(decoder.head.logits(x_ND))
+        return logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))
+
+    def _padded(self, step: StepBatch) -> StepBatch:
+        """With tokens that belong to no sequence, up to a multiple of the unit. They are one more
+        sequence to attention, and short: a block has room for them."""
+        missing = -step.num_tokens % self.ends.unit
+        if not step.chunks:
+            missing = self.ends.unit if self.ends.idles_along else 0
+        tables = -(-missing // BLOCK) * (self.padding,)
+        none = SequenceChunk("", (0,) * missing, 0, tables, samples=False, fills=True)
+        return StepBatch((*step.chunks, none)) if missing else step

@@ -1,0 +1,187 @@
+"""Steps with prompts as CUDA graphs, in pieces: from one layer's attention to the next one's.
+
+The lengths and tables that attention reads are others in every step with a prompt, and its kernels
+are chosen by them. All else depends on the number of tokens alone, so it is captured, for some
+numbers of tokens: 128, 256 and so on. A step takes the next larger one, and is filled with tokens
+that belong to no sequence; the tiles of matmuls have as many rows anyway. Between two pieces,
+attention is issued as in any other step. So the host issues a graph and a few kernels for a layer;
+without pieces it takes longer than an H200 computes, up to 1,700 tokens of an 8B model.
+
+All sizes share one pool of memory: nothing in it is read after a step. Queries, what attention
+finds and the last hidden states are copied to buffers outside of it.
+
+Legend: T tokens of a step, H query heads, d width of a head, v that of a value head, D model width.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, cuda
+
+from fivefold.generate.blocks import BLOCK
+from fivefold.generate.cache import LayerPages, PagedKernel
+from fivefold.generate.forward import DecoderForward
+from fivefold.generate.requests import SequenceChunk, StepBatch
+from fivefold.generate.step_tensors import StepSize, StepTensors, packed, size_of, unpacked
+from fivefold.model.batch import AttentionInfo
+from fivefold.model.regions import by_operators
+
+_UNIT = 128  # tokens
+_MOST_TOKENS = 2048  # of a step: with more, the GPU is slower than the host
+
+
+def sizes_up_to(tokens: int) -> range:
+    """The numbers of tokens that are captured for steps of at most so many.
+
+    >>> list(sizes_up_to(300)), sizes_up_to(8192)[-1]
+    ([128, 256, 384], 2048)
+    """
+    return range(_UNIT, min(_MOST_TOKENS, -(-tokens // _UNIT) * _UNIT) + 1, _UNIT)
+
+
+class _Between(NamedTuple):
+    """Attention between two pieces."""
+
+    pages: LayerPages
+    info: AttentionInfo
+    queries_THd: Tensor
+    found_THv: Tensor
+
+    def attend(self, kernel: PagedKernel, step: StepTensors, tokens: int) -> None:
+        """What the first tokens find; the others fill the step."""
+        found = kernel(self.queries_THd[:tokens], self.pages, step, self.info)
+        self.found_THv[:tokens].copy_(found)
+
+
+class _Piece(NamedTuple):
+    graph: cuda.CUDAGraph
+    then: _Between | None  # none after the last one
+
+
+class _Capture:
+    """Captures of steps, of one size after another. Its `attend` is the kernel of attention in
+    them, at which a piece ends and the next begins."""
+
+    def __init__(self, most: int) -> None:
+        self.most, self.pool = most, cuda.graph_pool_handle()
+        self.buffers: dict[tuple[int, ...], tuple[Tensor, Tensor]] = {}  # by sizes of heads
+        self.graph: cuda.CUDAGraph | None = None
+        self.pieces: list[_Piece] = []
+
+    def begin(self) -> None:
+        """What is issued from now on belongs to a new piece."""
+        self.graph = cuda.CUDAGraph()
+        self.graph.capture_begin(pool=self.pool)
+
+    def end(self, then: _Between | None) -> None:
+        """The piece ends here."""
+        assert self.graph is not None, "no piece has begun"
+        self.graph.capture_end()
+        self.pieces.append(_Piece(self.graph, then))
+        self.graph = None
+
+    def attend(
+        self, q_THd: Tensor, pages: LayerPages, step: StepTensors, info: AttentionInfo
+    ) -> Tensor:
+        """Nothing is attended to here: a replay does that between two pieces."""
+        tokens, heads, width = q_THd.shape
+        queries, found = self._buffers(q_THd, (heads, width, pages.values.shape[3]))
+        queries[:tokens].copy_(q_THd)
+        if self.graph is not None:
+            self.end(_Between(pages, info, queries, found))
+            self.begin()
+        return found[:tokens]
+
+    def _buffers(self, like: Tensor, sizes: tuple[int, int, int]) -> tuple[Tensor, Tensor]:
+        """Queries and what they find: one layer after another uses them. They are made when a step
+        runs for the first time, before any capture."""
+        if sizes not in self.buffers:
+            heads, width, values = sizes
+            queries, found = ((self.most, heads, each) for each in (width, values))
+            self.buffers[sizes] = like.new_zeros(queries), like.new_zeros(found)
+        return self.buffers[sizes]
+
+    def taken(self) -> list[_Piece]:
+        """The pieces of a step, all of which are there."""
+        found, self.pieces = self.pieces, []
+        return found
+
+
+class PiecewiseSteps:
+    """Steps of a forward on one GPU, replayed in pieces."""
+
+    @torch.inference_mode()
+    def __init__(self, forward: DecoderForward, sizes: Sequence[int]) -> None:
+        """Captures steps of these numbers of tokens."""
+        self.forward, self.kernel, self.most = forward, forward.cache.kernel, max(sizes)
+        weight = next(forward.decoder.parameters())
+        self.hidden_TD = weight.new_zeros((self.most, forward.decoder.shape.width))
+        numbers = StepSize(self.most, 0, 0, 0).of_tokens
+        self.numbers = torch.zeros(numbers, dtype=torch.int64, device=forward.device)
+        capture, beside = _Capture(self.most), cuda.Stream(forward.device)
+        beside.wait_stream(cuda.current_stream(forward.device))
+        forward.cache.kernel = capture.attend
+        try:
+            with cuda.stream(beside):
+                # Smaller steps find room in the memory of larger ones.
+                largest_first = sorted(sizes, reverse=True)
+                self.captured = {each: self._capture(capture, each) for each in largest_first}
+        finally:
+            forward.cache.kernel = self.kernel
+        cuda.current_stream(forward.device).wait_stream(beside)
+
+    def _capture(self, capture: _Capture, tokens: int) -> list[_Piece]:
+        """Run a step once, since kernels are compiled and chosen then, and capture it."""
+        size = StepSize(tokens, 0, 0, 0)
+        tensors = unpacked(self.numbers[: size.of_tokens], size, ())
+        nothing = packed(self._filled(StepBatch(()), tokens), 1)
+        self.numbers[: size.of_tokens].copy_(nothing[: size.of_tokens])
+        self._run(tensors)
+        cuda.synchronize(self.forward.device)
+        gc.collect()  # nothing is freed in a capture but what it has made
+        cuda.empty_cache()
+        capture.begin()
+        self._run(tensors)
+        capture.end(None)
+        return capture.taken()
+
+    def _run(self, tensors: StepTensors) -> None:
+        x_TD = self.forward.hidden(tensors)
+        self.hidden_TD[: len(x_TD)].copy_(x_TD)
+
+    def _filled(self, step: StepBatch, missing: int) -> StepBatch:
+        """With so many tokens more, which write to a block that nobody reads. Their positions are
+        those of one block, which every model knows."""
+        sizes = [BLOCK] * (missing // BLOCK) + [missing % BLOCK] * (missing % BLOCK > 0)
+        place = (self.forward.padding,)
+        nobody = (SequenceChunk("", (0,) * each, 0, place, False, fills=True) for each in sizes)
+        return StepBatch((*step.chunks, *nobody))
+
+    def takes(self, step: StepBatch) -> bool:
+        """Whether a step of its size is captured."""
+        return 0 < step.num_tokens <= self.most
+
+    @torch.inference_mode()
+    def __call__(self, step: StepBatch) -> Tensor:
+        """As the forward."""
+        tokens, sequences = step.num_tokens, len(step.chunks)
+        captured = next(each for each in sorted(self.captured) if each >= tokens)
+        filled = self._filled(step, captured - tokens)
+        size = size_of(filled)
+        numbers = packed(filled, size.blocks).pin_memory()
+        there = numbers.to(self.forward.device, non_blocking=True)
+        self.numbers[: size.of_tokens].copy_(there[: size.of_tokens])
+        whole = unpacked(there, size, step.chunks)
+        lengths, tables = whole.lengths[:sequences], whole.tables[:sequences]
+        asked = replace(whole, lengths=lengths, tables=tables)
+        for graph, then in self.captured[captured]:
+            graph.replay()
+            if then is not None:
+                then.attend(self.kernel, asked, tokens)
+        with by_operators(True):
+            return self.forward.logits(self.hidden_TD[:captured], asked.sampled)

@@ -1,0 +1,161 @@
+"""Steps with prompts in pieces, beside the plain forward: on a CPU, with graphs that record calls
+and make them again on the same tensors."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from fivefold.core.models import load, with_overrides
+from fivefold.generate import pieces
+from fivefold.generate.engine import Engine
+from fivefold.generate.forward import DecoderForward
+from fivefold.generate.pieces import PiecewiseSteps, sizes_up_to
+from fivefold.generate.requests import Request, StepBatch
+from fivefold.generate.scheduler import ScheduleLimits
+from fivefold.model.decoder import Decoder, from_config
+
+BLOCKS, TOKENS, NEW = 64, 200, 12
+# Without experts, whose matmuls on a CPU wait for the numbers of rows.
+MODELS: dict[str, tuple[str, dict[str, str]]] = {
+    "plain": ("tiny", {}),
+    "learned positions": ("tiny", {"positions": "learned", "max_seq": "400"}),
+    "windowed": ("tiny", {"window": "24", "global_every": "2"}),
+    "sinks": ("tiny", {"sinks": "true", "window": "24", "global_every": "2"}),
+    "latents": (
+        "tiny",
+        {
+            **{"mla.kv_rank": "12", "mla.nope_dim": "10", "mla.rope_dim": "6"},
+            **{"mla.value_dim": "8", "head_dim": "16", "kv_heads": "8"},
+        },
+    ),
+    "longrope": (
+        "tiny",
+        {
+            **{"rope.kind": "longrope", "rope.factor": "8", "rope.original_seq": "36"},
+            **{"rope.short": "1,1.25,1.5,2", "rope.long": "4,5,6,7"},
+        },
+    ),
+}
+
+
+class Calls(TorchDispatchMode):
+    """Keeps what is called, with what and with which result."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: list[tuple[Callable[..., Any], Any, Any, Any]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        self.made.append((func, args, kwargs or {}, found))
+        return found
+
+
+class RecordedGraph:
+    """As `torch.cuda.CUDAGraph`: a replay reads and writes the memory of the capture."""
+
+    captures = 0
+
+    def capture_begin(self, pool: object) -> None:
+        self.calls = Calls()
+        self.calls.__enter__()
+
+    def capture_end(self) -> None:
+        self.calls.__exit__(None, None, None)
+        RecordedGraph.captures += 1
+
+    def replay(self) -> None:
+        for func, args, kwargs, before in self.calls.made:
+            found = func(*args, **kwargs)
+            for old, new in zip(tree_leaves(before), tree_leaves(found), strict=True):
+                if isinstance(old, Tensor) and old.data_ptr() != new.data_ptr():
+                    old.copy_(new)
+
+
+class NoCuda:
+    """What captures call beside graphs."""
+
+    CUDAGraph = RecordedGraph
+
+    @staticmethod
+    def graph_pool_handle() -> None: ...
+    @staticmethod
+    def synchronize(device: torch.device) -> None: ...
+    @staticmethod
+    def empty_cache() -> None: ...
+
+    class Stream:
+        def __init__(self, device: torch.device) -> None: ...
+        def wait_stream(self, other: object) -> None: ...
+
+    current_stream = Stream
+
+    @staticmethod
+    @contextmanager
+    def stream(stream: object) -> Iterator[None]:
+        yield
+
+
+@pytest.fixture(autouse=True)
+def recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pieces, "cuda", NoCuda)
+    monkeypatch.setattr(Tensor, "pin_memory", lambda self: self)
+
+
+class Pieces(DecoderForward):
+    """Every step in pieces."""
+
+    def __init__(self, decoder: Decoder, blocks: int) -> None:
+        super().__init__(decoder, blocks)
+        self.steps = PiecewiseSteps(self, sizes_up_to(TOKENS))
+
+    def __call__(self, step: StepBatch) -> Tensor:
+        return self.steps(step) if self.steps.takes(step) else super().__call__(step)
+
+
+def decoder_of(name: str) -> Decoder:
+    model, changes = MODELS[name]
+    shape = with_overrides(load(model), {"layers": "3", "max_seq": "512", **changes})
+    decoder = from_config(shape, dtype=torch.float64)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for each in decoder.parameters():
+            each.normal_(0, 0.3 if each.ndim > 1 else 1.0, generator=generator)
+    return decoder
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_steps_in_pieces_draw_what_whole_steps_draw(name: str) -> None:
+    """Prompts in chunks, beside sequences that draw; and one whose blocks others have written."""
+    decoder, generator = decoder_of(name), torch.Generator().manual_seed(2)
+    lengths = (3, 70, 150, 16, 1, 290)
+    vocab = decoder.shape.vocab
+    prompts = [torch.randint(vocab, (each,), generator=generator).tolist() for each in lengths]
+    requests = [Request(str(i), tuple(each), NEW) for i, each in enumerate(prompts)]
+    limits, before = ScheduleLimits(tokens=TOKENS, sequences=4), RecordedGraph.captures
+    whole, parts = (
+        Engine(decoder.shape, forward(copy.deepcopy(decoder), BLOCKS), BLOCKS, limits).run(requests)
+        for forward in (DecoderForward, Pieces)
+    )
+    # Two sizes, of three layers and so of four pieces each.
+    assert RecordedGraph.captures == before + 2 * 4
+    for id, expected in whole.items():
+        assert parts[id].tokens == expected.tokens, id
+        assert parts[id].logprobs == pytest.approx(expected.logprobs, abs=1e-9), id
+
+
+def test_a_size_is_chosen() -> None:
+    """The next larger one; larger steps are not taken."""
+    assert list(sizes_up_to(1)) == [128] and list(sizes_up_to(129)) == [128, 256]
+    forward = Pieces(decoder_of("plain"), BLOCKS)
+    assert sorted(forward.steps.captured) == [128, 256]
+    assert not forward.steps.takes(StepBatch(()))
