@@ -33,7 +33,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 
@@ -46,6 +46,7 @@ class Sent:
     tpot: float
     total: float
     tokens: int
+    ended: float  # on the clock
 
 
 def drawn(draw: random.Random, vocab: int, most: int, said: Any) -> tuple[list[int], int]:
@@ -81,43 +82,71 @@ async def stream(address: tuple[str, int], name: str, prompt: list[int], output:
         tokens = int(buffer[found + 19 : found + 40].split(b",")[0].split(b":")[-1])
     ended = time.perf_counter()
     tpot = (last - first) / (tokens - 1) if tokens > 1 else 0.0
-    return Sent(status if first else 0, first - began, tpot, ended - began, tokens)
+    return Sent(status if first else 0, first - began, tpot, ended - began, tokens, ended)
 
 
 async def at_rate(
     address: tuple[str, int], name: str, vocab: int, most: int, rate: float, said: Any
-) -> tuple[list[Sent], float]:
-    """Requests as they arrive, until all are answered."""
-    draw, began, tasks = random.Random(said.seed), time.perf_counter(), list[asyncio.Task[Sent]]()
-    due = began
-    while due - began < said.seconds:
-        due += draw.expovariate(rate)
-        await asyncio.sleep(max(0.0, due - time.perf_counter()))
+) -> Measured:
+    """Requests as they arrive, until all are answered: Poisson arrivals, of as many requests as are
+    expected, since more or fewer would be another load."""
+    # Prompts of an earlier rate would be in the cache.
+    draw = random.Random(f"{said.seed} at {rate:g}")
+    count = max(1, round(rate * said.seconds))
+    due = sorted(draw.uniform(0, said.seconds) for _ in range(count))
+    began, tasks = time.perf_counter(), list[asyncio.Task[Sent]]()
+    for each in due:
+        await asyncio.sleep(max(0.0, began + each - time.perf_counter()))
         asked = drawn(draw, vocab, most, said)
         tasks.append(asyncio.ensure_future(stream(address, name, *asked)))
     sent = await asyncio.gather(*tasks)
-    return sent, time.perf_counter() - began
+    return Measured(sent, *rates_of(sent, began, said))
 
 
 async def by_clients(
     address: tuple[str, int], name: str, vocab: int, most: int, clients: int, said: Any
-) -> tuple[list[Sent], float]:
-    """Requests of so many clients, those that were answered within the seconds. Clients begin one
-    after the other, over a third of the seconds, so that they are not in step."""
+) -> Measured:
+    """Requests of so many clients. They begin one after the other, over a third of the seconds, so
+    that they are not in step. Times are of answers that lie in the rest."""
     began = time.perf_counter()
+    full, end = began + said.seconds / 3, began + said.seconds
 
     async def client(number: int) -> list[Sent]:
-        draw, sent = random.Random(f"{said.seed} {number}"), list[Sent]()
+        draw, sent = random.Random(f"{said.seed} {number} of {clients}"), list[Sent]()
         await asyncio.sleep(said.seconds / 3 * number / clients)
-        while (now := time.perf_counter()) < began + said.seconds:
-            answer = await stream(address, name, *drawn(draw, vocab, most, said))
-            # Counted: answers that lie in the time when every client asks.
-            inside = now >= began + said.seconds / 3 and time.perf_counter() < began + said.seconds
-            sent += [answer] if inside or answer.status != 200 else []
+        while time.perf_counter() < end:
+            sent.append(await stream(address, name, *drawn(draw, vocab, most, said)))
         return sent
 
     found = await asyncio.gather(*(client(number) for number in range(clients)))
-    return [each for sent in found for each in sent], said.seconds * 2 / 3
+    sent = [each for one in found for each in one]
+    counted = [
+        each
+        for each in sent
+        if each.status != 200 or (each.ended - each.total >= full and each.ended <= end)
+    ]
+    return Measured(counted, *rates_of(sent, began, said))
+
+
+class Measured(NamedTuple):
+    """What came of a load: requests, tokens a second, and good answers a second."""
+
+    sent: list[Sent]
+    tokens_per_s: float
+    goodput: float
+
+
+def is_good(sent: Sent, said: Any) -> bool:
+    return sent.status == 200 and sent.ttft <= said.ttft and sent.tpot <= said.tpot
+
+
+def rates_of(sent: list[Sent], began: float, said: Any) -> tuple[float, float]:
+    """Of answers that ended in the last two thirds of the time in which requests came, whenever
+    they began: as many end as begin."""
+    seconds = said.seconds * 2 / 3
+    ended = [each for each in sent if 0 <= began + said.seconds - each.ended < seconds]
+    good = [each for each in ended if is_good(each, said)]
+    return sum(each.tokens for each in ended) / seconds, len(good) / seconds
 
 
 def at(values: list[float], share: float) -> float:
@@ -125,21 +154,21 @@ def at(values: list[float], share: float) -> float:
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else math.nan
 
 
-def summary(rate: float, sent: list[Sent], seconds: float, said: Any) -> dict[str, float]:
-    done = [each for each in sent if each.status == 200]
-    good = [each for each in done if each.ttft <= said.ttft and each.tpot <= said.tpot]
+def summary(load: float, found: Measured, said: Any) -> dict[str, float]:
+    done = [each for each in found.sent if each.status == 200]
+    good = [each for each in done if is_good(each, said)]
     ttft, tpot = [each.ttft for each in done], [each.tpot for each in done if each.tokens > 1]
     return {
-        "rate": rate,
-        "requests": len(sent),
-        "lost": len(sent) - len(done),
+        "rate": load,
+        "requests": len(found.sent),
+        "lost": len(found.sent) - len(done),
         "ttft_p50_s": at(ttft, 0.5),
         "ttft_p99_s": at(ttft, 0.99),
         "tpot_p50_s": at(tpot, 0.5),
         "tpot_p99_s": at(tpot, 0.99),
-        "tokens_per_s": sum(each.tokens for each in done) / seconds,
-        "goodput": len(good) / seconds,
-        "good_share": len(good) / max(1, len(sent)),
+        "tokens_per_s": found.tokens_per_s,
+        "goodput": found.goodput,
+        "good_share": len(good) / max(1, len(found.sent)),
     }
 
 
@@ -265,10 +294,10 @@ def measure(address: tuple[str, int], name: str, vocab: int, most: int, said: An
         "load        requests  lost  TTFT p50   p99      TPOT p50   p99      tokens/s  good/s  good"
     )
     for rate in said.rates:
-        rows.append(summary(rate, *asyncio.run(at_rate(*place, rate, said)), said))
+        rows.append(summary(rate, asyncio.run(at_rate(*place, rate, said)), said))
         show(f"{rate:g} a second", rows[-1], {"rate": rate}, said)
     for clients in said.clients:
-        rows.append(summary(clients, *asyncio.run(by_clients(*place, clients, said)), said))
+        rows.append(summary(clients, asyncio.run(by_clients(*place, clients, said)), said))
         show(f"{clients} clients", rows[-1], {"concurrency": clients}, said)
     if said.json:
         said.json.write_text(json.dumps(rows, indent=1))

@@ -25,7 +25,7 @@ from torch.nn.attention import sdpa_kernel
 
 from fivefold.core.shape import Shape
 from fivefold.generate.ahead import DrawnTokens
-from fivefold.generate.blocks import BLOCK
+from fivefold.generate.blocks import BLOCK, blocks_of
 from fivefold.generate.cache import (
     KvCache,
     LayerPages,
@@ -41,7 +41,14 @@ from fivefold.generate.requests import SequenceChunk, StepBatch
 from fivefold.generate.routing import RouteStore
 from fivefold.generate.skinny_kernel import skinny_linear, takes
 from fivefold.generate.stage_ends import StageEnds
-from fivefold.generate.step_tensors import StepSize, StepTensors, packed, size_of, unpacked
+from fivefold.generate.step_tensors import (
+    StepSize,
+    StepTensors,
+    packed,
+    padded_length,
+    size_of,
+    unpacked,
+)
 from fivefold.model.attention import CUDA_KERNELS, Attention
 from fivefold.model.batch import AttentionInfo
 from fivefold.model.decoder import Decoder
@@ -98,22 +105,30 @@ def _attend_chunk(
     """The tokens of one sequence, which are its last."""
     # Earlier blocks are out of sight of all its queries.
     first, window = first_seen(chunk.start, info) // BLOCK, info.window
+    length, narrow = chunk.stop - first * BLOCK, q_nHd.dtype != torch.float32
+    if narrow and chunk.start == first == 0 and (window is None or window >= length):
+        return attend_prompt(q_nHd, pages, table)
     k_LKd, v_LKv = pages.read(table[first : -(-chunk.stop // BLOCK)])
-    length = chunk.stop - first * BLOCK
-    if q_nHd.dtype == torch.float32:
+    if not narrow:
         return attend_sequence(q_nHd, k_LKd[:length], v_LKv[:length], info, first * BLOCK)
     q, k, v = (each[None] for each in (q_nHd, k_LKd[:length], v_LKv[:length]))
-    if chunk.start == first == 0 and (window is None or window >= length):
-        q, k, v = (each.transpose(1, 2) for each in (q, k, v))
-        with sdpa_kernel(CUDA_KERNELS, set_priority=True):
-            found = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        return found[0].transpose(0, 1)
     # Flash is causal from the last query and key backwards. A window counts the query itself.
     left = -1 if window is None else window - 1
     return torch.ops.aten._flash_attention_forward(
         q, k, v, None, None, len(q_nHd), length, 0.0, True, False,
         window_size_left=left, window_size_right=-1 if window is None else 0,
     )[0][0]  # fmt: skip
+
+
+def attend_prompt(q_nHd: Tensor, pages: LayerPages, table: Tensor) -> Tensor:
+    """A prompt from its first token on, at its padded length: no query sees a later key."""
+    length = padded_length(len(q_nHd))
+    k_LKd, v_LKv = pages.read(table[: length // BLOCK])
+    q_LHd = F.pad(q_nHd, (0, 0, 0, 0, 0, length - len(q_nHd)))
+    q, k, v = (each[None].transpose(1, 2) for each in (q_LHd, k_LKd, v_LKv))
+    with sdpa_kernel(CUDA_KERNELS, set_priority=True):
+        found = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    return found[0].transpose(0, 1)[: len(q_nHd)]
 
 
 class FewTokens:
@@ -202,10 +217,23 @@ class GraphedForward(DecoderForward):
         self.with_prompts: PiecewiseSteps | None = None
 
     def capture_prompts(self, tokens: int) -> None:
-        """Capture steps with prompts that have at most so many tokens. It takes seconds, which are
-        worth it where many requests come."""
+        """Capture steps with prompts that have at most so many tokens, and make the kernels of all
+        lengths. It takes seconds, which are worth it where many requests come."""
         if self.never_waits:
             self.with_prompts = PiecewiseSteps(self, sizes_up_to(tokens))
+        if self.captures:
+            self._attend_lengths(tokens)
+
+    @torch.inference_mode()
+    def _attend_lengths(self, tokens: int) -> None:
+        """Attend in one layer to prompts of all padded lengths, so that their kernels are made."""
+        layer, block = next(iter(self.decoder.blocks.items()))
+        weight, width = block.attention.q.weight, block.attention.head_dim
+        lengths = sorted({padded_length(each) for each in range(1, tokens + 1)})
+        q_THd = weight.new_zeros((lengths[-1], len(weight) // width, width))
+        table = torch.full((blocks_of(lengths[-1]),), self.padding, device=self.device)
+        for length in lengths if weight.dtype != torch.float32 else ():
+            attend_prompt(q_THd[:length], self.cache.pages[int(layer)], table)
 
     @torch.inference_mode()
     def __call__(self, step: StepBatch) -> Tensor:

@@ -25,7 +25,11 @@ _MERGED = 16  # parts that a program reads at once
 _LEAST_ROWS = 16  # of a product on tensor cores
 
 
-@triton.jit
+# Every step with a prompt has other sizes, at other addresses: kernels would be made anew for some.
+@triton.jit(
+    do_not_specialize=["window", "table_row", "num_parts"],
+    do_not_specialize_on_alignment=["tables_ptr", "lengths_ptr"],
+)
 def _attend_part(
     q_ptr: tl.tensor,
     keys_ptr: tl.tensor,
@@ -88,7 +92,9 @@ def _attend_part(
     tl.store(parts_ptr, out / total[:, None], is_head[:, None] & is_value[None, :])
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["window", "num_parts"], do_not_specialize_on_alignment=["lengths_ptr"]
+)
 def _merge_parts(
     parts_ptr: tl.tensor,
     log_sums_ptr: tl.tensor,

@@ -5,7 +5,7 @@ are chosen by them. All else depends on the number of tokens alone, so it is cap
 numbers of tokens: 128, 256 and so on. A step takes the next larger one, and is filled with tokens
 that belong to no sequence; the tiles of matmuls have as many rows anyway. Between two pieces,
 attention is issued as in any other step. So the host issues a graph and a few kernels for a layer;
-without pieces it takes longer than an H200 computes, up to 1,700 tokens of an 8B model.
+without pieces it takes longer than an H200 computes, up to 2,000 tokens of an 8B model.
 
 All sizes share one pool of memory: nothing in it is read after a step. Queries, what attention
 finds and the last hidden states are copied to buffers outside of it.
@@ -16,6 +16,7 @@ Legend: T tokens of a step, H query heads, d width of a head, v that of a value 
 from __future__ import annotations
 
 import gc
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -31,17 +32,17 @@ from fivefold.generate.step_tensors import StepSize, StepTensors, packed, size_o
 from fivefold.model.batch import AttentionInfo
 from fivefold.model.regions import by_operators
 
-_UNIT = 128  # tokens
-_MOST_TOKENS = 2048  # of a step: with more, the GPU is slower than the host
+# Tokens of a step. With more, the GPU is slower than the host anyway.
+_SIZES = (*range(128, 2048, 128), *range(2048, 4096 + 1, 256))
 
 
-def sizes_up_to(tokens: int) -> range:
+def sizes_up_to(tokens: int) -> tuple[int, ...]:
     """The numbers of tokens that are captured for steps of at most so many.
 
-    >>> list(sizes_up_to(300)), sizes_up_to(8192)[-1]
-    ([128, 256, 384], 2048)
+    >>> sizes_up_to(300), sizes_up_to(8192)[-2:]
+    ((128, 256, 384), (3840, 4096))
     """
-    return range(_UNIT, min(_MOST_TOKENS, -(-tokens // _UNIT) * _UNIT) + 1, _UNIT)
+    return _SIZES[: bisect_left(_SIZES, tokens) + 1]
 
 
 class _Between(NamedTuple):
@@ -128,6 +129,7 @@ class PiecewiseSteps:
         forward.cache.kernel = capture.attend
         try:
             with cuda.stream(beside):
+                gc.collect()
                 # Smaller steps find room in the memory of larger ones.
                 largest_first = sorted(sizes, reverse=True)
                 self.captured = {each: self._capture(capture, each) for each in largest_first}
@@ -143,7 +145,6 @@ class PiecewiseSteps:
         self.numbers[: size.of_tokens].copy_(nothing[: size.of_tokens])
         self._run(tensors)
         cuda.synchronize(self.forward.device)
-        gc.collect()  # nothing is freed in a capture but what it has made
         cuda.empty_cache()
         capture.begin()
         self._run(tensors)

@@ -62,15 +62,27 @@ class StepTensors:
         return sum(1 for _ in takewhile(lambda each: len(each.tokens) == 1, self.chunks))
 
 
+def padded_length(tokens: int) -> int:
+    """The length at which a prompt of so many tokens is attended to. Some kernels are made anew for
+    every length, in a tenth of a second.
+
+    >>> padded_length(1), padded_length(1000), padded_length(2049)
+    (128, 1024, 2560)
+    """
+    unit = 128 if tokens <= 2048 else 512
+    return -(-tokens // unit) * unit
+
+
 def size_of(step: StepBatch) -> StepSize:
-    """The numbers of a step, without any to spare."""
+    """The numbers of a step; tables have room for padded lengths."""
     sampled = sum(chunk.num_wanted for chunk in step.chunks)
-    blocks = max(blocks_of(chunk.stop) for chunk in step.chunks)
+    blocks = blocks_of(padded_length(max(chunk.stop for chunk in step.chunks)))
     return StepSize(step.num_tokens, len(step.chunks), sampled, blocks)
 
 
 def packed(step: StepBatch, blocks: int) -> Tensor:
-    """All numbers of a step, one after another, with so many blocks in a table."""
+    """All numbers of a step, one after another, with so many blocks in a table: those beyond a
+    sequence are its last one."""
     tokens: list[int] = []
     positions: list[int] = []
     slots: list[int] = []
@@ -85,7 +97,7 @@ def packed(step: StepBatch, blocks: int) -> Tensor:
         outgrown += [int(chunk.outgrown)] * len(chunk.tokens)
         sampled += range(len(tokens) - chunk.num_wanted, len(tokens))
         tables += table
-        tables += [0] * (blocks - len(table))
+        tables += table[-1:] * (blocks - len(table))  # never a block of another sequence
     lengths = [chunk.stop for chunk in step.chunks]
     numbers = [*tokens, *positions, *slots, *outgrown, *lengths, *sampled, *tables]
     return torch.as_tensor(np.array(numbers, dtype=np.int64))  # five times as fast as torch's

@@ -18,8 +18,9 @@ from dataclasses import dataclass
 from math import ceil
 
 SEED = 0
-_REQUESTS = 200  # of a simulation, of which the first quarter warms up
-_MOST_STEPS = 60_000
+_REQUESTS = 2000  # that arrive, of which the first quarter warms up: queues are slow to settle
+_ANSWERS = 200  # at least, of clients that wait
+_MOST_STEPS = 200_000
 
 
 @dataclass(frozen=True)
@@ -68,10 +69,13 @@ class _Served:
     first: float = 0.0
 
 
-def simulate(load: ReplicaLoad, speed: ReplicaSpeed, requests: int = _REQUESTS) -> LoadOutcome:
-    """Run so many requests through one replica."""
-    requests += load.clients if load.rate is None else 0
+def simulate(load: ReplicaLoad, speed: ReplicaSpeed, requests: int | None = None) -> LoadOutcome:
+    """Run requests through one replica, until the load is steady; or so many."""
+    if load.rate is None:
+        requests = load.clients + (requests or max(_ANSWERS, 2 * load.clients))
+    requests = requests or _REQUESTS
     arrivals = deque(_arrivals(load, requests))
+    last_arrival = arrivals[-1].arrived
     running: list[_Served] = []
     done: list[tuple[_Served, float]] = []
     now = chosen = busy = 0.0
@@ -99,7 +103,8 @@ def simulate(load: ReplicaLoad, speed: ReplicaSpeed, requests: int = _REQUESTS) 
             break
     first = 0 if load.rate is not None else min(load.clients, len(done) - 1)
     mean = busy / max(now, 1e-12)
-    return _outcome(done[first:], load, now, mean, requests - first, speed.busy)
+    stop = now if load.rate is None else last_arrival
+    return _outcome(done[first:], load, stop, mean, requests - first, speed.busy)
 
 
 def arrival_times(rate: float, requests: int) -> Iterator[float]:
@@ -154,13 +159,13 @@ def _steps(
 def _outcome(
     done: list[tuple[_Served, float]],
     load: ReplicaLoad,
-    now: float,
+    stop: float,
     mean: float,
     requests: int,
     alone: float,
 ) -> LoadOutcome:
-    """Of all but the first quarter. A queue grows if later ones wait longer, by more than a few
-    prompts `alone`."""
+    """Of all but the first quarter; tokens until `stop`, when no more requests come. A queue grows
+    if later ones wait longer, by more than a few prompts `alone`."""
     warm = done[len(done) // 4 :] or done
     waits = sorted(each.first - each.arrived for each, _ in warm)
     more = load.output - 1  # after the first token
@@ -169,7 +174,7 @@ def _outcome(
         never = float("inf")
         return LoadOutcome(never, never, never, never, 0.0, mean, True)
     start = done[len(done) // 4][1] if len(done) > 3 else 0.0
-    rate = load.output * len(warm) / max(now - start, 1e-12)
+    rate = load.output * sum(end <= stop for _, end in warm) / max(stop - start, 1e-12)
     half = len(waits) // 2
     early, late = _mean_wait(warm[:half]), _mean_wait(warm[half:])
     grows = load.rate is not None and (len(done) < requests or late > 1.5 * early + 5 * alone)

@@ -16,9 +16,10 @@ from fivefold.core.errors import FivefoldError
 from fivefold.core.kv_pages import kept_tokens, token_bytes
 from fivefold.core.layout import Layout
 from fivefold.cost.serving import ServedModel
+from fivefold.planner import serving
 from fivefold.planner.serving import LayoutLoad, legal_layouts
 from fivefold.planner.serving_fit import ServingFit, ServingRequest, model_bytes
-from fivefold.planner.serving_load import ReplicaLoad, ReplicaSpeed, simulate
+from fivefold.planner.serving_load import LoadOutcome, ReplicaLoad, ReplicaSpeed, simulate
 from tests import serving_published
 from tests.serving_published import ROWS
 
@@ -186,6 +187,30 @@ def test_the_simulation_agrees_with_means(clients: int) -> None:
     assert found is not None
     assert found.tokens_per_s == pytest.approx(mean.tokens_per_s, rel=0.05)
     assert found.tpot == pytest.approx(mean.tpot, rel=0.05)
+
+
+@pytest.mark.parametrize(("tp", "ahead"), [(1, True), (2, False)])
+def test_a_plan_knows_whether_the_engine_works_ahead(
+    tp: int, ahead: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As `LayoutEngine` does: on one GPU. The simulation itself is held to the engine elsewhere."""
+    seen: list[bool] = []
+
+    def watched(load: ReplicaLoad, speed: ReplicaSpeed) -> LoadOutcome:
+        seen.append(speed.ahead)
+        return simulate(load, speed)
+
+    monkeypatch.setattr(serving, "simulate", watched)
+    request = ServingRequest(models.load("llama-3.1-8b"), H200, tp, 1024, 128, rate=8.0)
+    fit = ServingFit(request, Layout(tp=tp, sp=False, zero=0))
+    assert LayoutLoad(fit).loaded() is not None
+    assert seen == [ahead]
+
+
+def test_tokens_come_as_fast_as_they_are_asked() -> None:
+    """Neither the time until the first answers nor that after the last request counts."""
+    found = simulate(ReplicaLoad(1024, 64, rate=12.0), speed())
+    assert found.tokens_per_s == pytest.approx(12 * 64, rel=0.05) and not found.grows
 
 
 def test_clients_beyond_the_room_wait_their_turn() -> None:
