@@ -55,6 +55,7 @@ class DecodeRates:
     route: float
     row: float
     step: float
+    door: float
     source: str
 
 

@@ -2,10 +2,10 @@
 
 The lengths and tables that attention reads are others in every step with a prompt, and its kernels
 are chosen by them. All else depends on the number of tokens alone, so it is captured, for some
-numbers of tokens: 128, 256 and so on. A step takes the next larger one, and is filled with tokens
-that belong to no sequence; the tiles of matmuls have as many rows anyway. Between two pieces,
-attention is issued as in any other step. So the host issues a graph and a few kernels for a layer;
-without pieces it takes longer than an H200 computes, up to 2,000 tokens of an 8B model.
+numbers of tokens: 64, 128 and so on. A step takes the next larger one, and is filled with tokens
+that belong to no sequence. Between two pieces, attention is issued as in any other step. So the
+host issues a graph and a few kernels for a layer; without pieces it takes longer than an H200
+computes, up to 2,000 tokens of an 8B model.
 
 All sizes share one pool of memory: nothing in it is read after a step. Queries, what attention
 finds and the last hidden states are copied to buffers outside of it.
@@ -33,14 +33,14 @@ from fivefold.model.batch import AttentionInfo
 from fivefold.model.regions import by_operators
 
 # Tokens of a step. With more, the GPU is slower than the host anyway.
-_SIZES = (*range(128, 2048, 128), *range(2048, 4096 + 1, 256))
+_SIZES = (*range(64, 1536, 64), *range(1536, 4096 + 1, 128))
 
 
 def sizes_up_to(tokens: int) -> tuple[int, ...]:
     """The numbers of tokens that are captured for steps of at most so many.
 
-    >>> sizes_up_to(300), sizes_up_to(8192)[-2:]
-    ((128, 256, 384), (3840, 4096))
+    >>> sizes_up_to(150), sizes_up_to(8192)[-2:]
+    ((64, 128, 192), (3968, 4096))
     """
     return _SIZES[: bisect_left(_SIZES, tokens) + 1]
 

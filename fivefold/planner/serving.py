@@ -19,7 +19,7 @@ from fivefold.core.errors import FivefoldError, counted
 from fivefold.core.kv_pages import STEP_TOKENS
 from fivefold.core.layout import Layout
 from fivefold.cost.grid import Array
-from fivefold.cost.serving import ReplicaStep, interpolated
+from fivefold.cost.serving import ReplicaStep, interpolated, serving_rates
 from fivefold.planner.serving_fit import (
     MOST_SEQUENCES,
     ServingFit,
@@ -78,7 +78,8 @@ class LayoutLoad:
         sizes = sorted({*(2**i for i in range(11) if 2**i < self.room), self.room})
         context = self.request.prompt + self.request.output / 2
         self.step: ReplicaStep = fit.served.decode(np.array(sizes, float), context)
-        self.through, self.busy = fit.served.prompt(self.request.prompt)
+        through, self.busy = fit.served.prompt(self.request.prompt)
+        self.through = through + serving_rates().decode.door
         layout = fit.layout
         self.ahead = layout.tp == layout.pp == layout.ep == 1  # as the engine does on one GPU
 

@@ -71,7 +71,7 @@ def same_tokens(name: str, in_pieces: bool = False) -> None:
     there = GraphedForward(copy.deepcopy(decoder).cuda(), BLOCKS, drawn=drawn)
     if in_pieces:
         there.capture_prompts(limits.tokens)
-        assert there.with_prompts is not None and len(there.with_prompts.captured) == 2
+        assert there.with_prompts is not None and len(there.with_prompts.captured) == 3
     engines = [
         Engine(decoder.shape, DecoderForward(decoder, BLOCKS), BLOCKS, limits),
         Engine(decoder.shape, there, BLOCKS, limits, drawn=drawn),

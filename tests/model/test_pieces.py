@@ -146,8 +146,8 @@ def test_steps_in_pieces_draw_what_whole_steps_draw(name: str) -> None:
         Engine(decoder.shape, forward(copy.deepcopy(decoder), BLOCKS), BLOCKS, limits).run(requests)
         for forward in (DecoderForward, Pieces)
     )
-    # Two sizes, of three layers and so of four pieces each.
-    assert RecordedGraph.captures == before + 2 * 4
+    # Four sizes, of three layers and so of four pieces each.
+    assert RecordedGraph.captures == before + 4 * 4
     for id, expected in whole.items():
         assert parts[id].tokens == expected.tokens, id
         assert parts[id].logprobs == pytest.approx(expected.logprobs, abs=1e-9), id
@@ -155,7 +155,7 @@ def test_steps_in_pieces_draw_what_whole_steps_draw(name: str) -> None:
 
 def test_a_size_is_chosen() -> None:
     """The next larger one; larger steps are not taken."""
-    assert list(sizes_up_to(1)) == [128] and list(sizes_up_to(129)) == [128, 256]
+    assert sizes_up_to(1) == (64,) and sizes_up_to(65) == (64, 128) and sizes_up_to(64) == (64,)
     forward = Pieces(decoder_of("plain"), BLOCKS)
-    assert sorted(forward.steps.captured) == [128, 256]
+    assert sorted(forward.steps.captured) == [64, 128, 192, 256]
     assert not forward.steps.takes(StepBatch(()))
