@@ -10,8 +10,9 @@ Without `--url` it serves the shape of a preset with random weights and a tokeni
 processes of its own. Prompts and completions have lognormal lengths around `--prompt` and
 `--output` (`--spread 0`: all are equal); prompts share no beginning. `--clients N` are N clients
 that each wait for an answer before they ask again. `--beside MACHINE` prints what `plan --serve`
-says of each load. A request is good if its first token comes within `--ttft` seconds and each
-further one within `--tpot`, in the mean. Clients are in one process of their own.
+says of each load, and of a rate also what it says of the very times at which requests came: medians
+of some seconds depend on them. A request is good if its first token comes within `--ttft` seconds
+and each further one within `--tpot`, in the mean. Clients are in one process of their own.
 """
 
 from __future__ import annotations
@@ -100,7 +101,8 @@ async def at_rate(
         asked = drawn(draw, vocab, most, said)
         tasks.append(asyncio.ensure_future(stream(address, name, *asked)))
     sent = await asyncio.gather(*tasks)
-    return Measured(sent, *rates_of(sent, began, said))
+    # The first ones fill the server, as those of a plan do.
+    return Measured(sent, sent[len(sent) // 4 :], *rates_of(sent, began, said), tuple(due))
 
 
 async def by_clients(
@@ -120,20 +122,19 @@ async def by_clients(
 
     found = await asyncio.gather(*(client(number) for number in range(clients)))
     sent = [each for one in found for each in one]
-    counted = [
-        each
-        for each in sent
-        if each.status != 200 or (each.ended - each.total >= full and each.ended <= end)
-    ]
-    return Measured(counted, *rates_of(sent, began, said))
+    inside = [each for each in sent if each.ended - each.total >= full and each.ended <= end]
+    return Measured(sent, inside, *rates_of(sent, began, said))
 
 
 class Measured(NamedTuple):
-    """What came of a load: requests, tokens a second, and good answers a second."""
+    """What came of a load: requests, those whose times count, tokens and good answers a second, and
+    when requests came, if they did not wait for one another."""
 
     sent: list[Sent]
+    timed: list[Sent]
     tokens_per_s: float
     goodput: float
+    arrivals: tuple[float, ...] = ()
 
 
 def is_good(sent: Sent, said: Any) -> bool:
@@ -155,20 +156,20 @@ def at(values: list[float], share: float) -> float:
 
 
 def summary(load: float, found: Measured, said: Any) -> dict[str, float]:
-    done = [each for each in found.sent if each.status == 200]
+    done = [each for each in found.timed if each.status == 200]
     good = [each for each in done if is_good(each, said)]
     ttft, tpot = [each.ttft for each in done], [each.tpot for each in done if each.tokens > 1]
     return {
         "rate": load,
         "requests": len(found.sent),
-        "lost": len(found.sent) - len(done),
+        "lost": sum(each.status != 200 for each in found.sent),
         "ttft_p50_s": at(ttft, 0.5),
         "ttft_p99_s": at(ttft, 0.99),
         "tpot_p50_s": at(tpot, 0.5),
         "tpot_p99_s": at(tpot, 0.99),
         "tokens_per_s": found.tokens_per_s,
         "goodput": found.goodput,
-        "good_share": len(good) / max(1, len(found.sent)),
+        "good_share": len(good) / max(1, len(found.timed)),
     }
 
 
@@ -278,13 +279,22 @@ def arguments() -> Any:
     return parser.parse_args()
 
 
-def planned(load: dict[str, float], said: Any) -> dict[str, float]:
-    """What `plan --serve` says of a load."""
+def planned(load: dict[str, float], arrivals: tuple[float, ...], said: Any) -> dict[str, float]:
+    """What `plan --serve` says of a load; with `_here` what it says of these arrivals."""
     from fivefold.api.serving_plans import plan_serving
+    from fivefold.planner.serving import LayoutLoad
+    from fivefold.planner.serving_load import ReplicaLoad, simulate
 
     keys = {"machine": said.beside, "layout": said.layout, **load}
-    answer = plan_serving(said.model, prompt=said.prompt, output=said.output, **keys).to_json()
-    return {key: answer[key] for key in ("ttft_s", "tpot_s", "tokens_per_s")}
+    answer = plan_serving(said.model, prompt=said.prompt, output=said.output, **keys)
+    table = answer.to_json()
+    found = {key: table[key] for key in ("ttft_s", "tpot_s", "tokens_per_s")}
+    chosen = answer.choice.chosen
+    if arrivals and chosen.layout.dp == 1:
+        asked = ReplicaLoad(said.prompt, said.output, load["rate"], arrivals=arrivals)
+        here = simulate(asked, LayoutLoad(chosen.fit).speed())
+        found |= {"ttft_s_here": here.ttft, "tpot_s_here": here.tpot}
+    return found
 
 
 def measure(address: tuple[str, int], name: str, vocab: int, most: int, said: Any) -> int:
@@ -294,18 +304,19 @@ def measure(address: tuple[str, int], name: str, vocab: int, most: int, said: An
         "load        requests  lost  TTFT p50   p99      TPOT p50   p99      tokens/s  good/s  good"
     )
     for rate in said.rates:
-        rows.append(summary(rate, asyncio.run(at_rate(*place, rate, said)), said))
-        show(f"{rate:g} a second", rows[-1], {"rate": rate}, said)
+        found = asyncio.run(at_rate(*place, rate, said))
+        rows.append(shown(f"{rate:g} a second", {"rate": rate}, found, said))
     for clients in said.clients:
-        rows.append(summary(clients, asyncio.run(by_clients(*place, clients, said)), said))
-        show(f"{clients} clients", rows[-1], {"concurrency": clients}, said)
+        found = asyncio.run(by_clients(*place, clients, said))
+        rows.append(shown(f"{clients} clients", {"concurrency": clients}, found, said))
     if said.json:
         said.json.write_text(json.dumps(rows, indent=1))
     return int(any(row["lost"] for row in rows))
 
 
-def show(load: str, row: dict[str, float], asked: dict[str, float], said: Any) -> None:
-    """One line for a load, and one for its plan."""
+def shown(load: str, asked: dict[str, float], found: Measured, said: Any) -> dict[str, float]:
+    """Print one line for a load, and one for each plan of it."""
+    row = summary(*asked.values(), found, said)
     print(
         f"{load:10}  {row['requests']:8g}  {row['lost']:4g}  {row['ttft_p50_s']:7.3f} s "
         f"{row['ttft_p99_s']:7.3f} s {1e3 * row['tpot_p50_s']:7.1f} ms "
@@ -313,16 +324,16 @@ def show(load: str, row: dict[str, float], asked: dict[str, float], said: Any) -
         f"{row['good_share']:5.0%}",
         flush=True,
     )
-    if not said.beside:
-        return
-    plan = planned(asked, said)
-    row |= {f"planned_{key}": value for key, value in plan.items()}
-    first, further = row["ttft_p50_s"] / plan["ttft_s"], row["tpot_p50_s"] / plan["tpot_s"]
-    print(
-        f"  planned: TTFT {plan['ttft_s']:.3f} s (measured {first:.2f} of it), "
-        f"TPOT {1e3 * plan['tpot_s']:.1f} ms ({further:.2f}), {plan['tokens_per_s']:.0f} tokens/s",
-        flush=True,
-    )
+    plan = planned(asked, found.arrivals, said) if said.beside else {}
+    for of, which in (("planned", ""), ("planned for these arrivals", "_here")):
+        if f"ttft_s{which}" in plan:
+            ttft, tpot = (plan[f"{name}_s{which}"] for name in ("ttft", "tpot"))
+            print(
+                f"  {of}: TTFT {ttft:.3f} s (measured {row['ttft_p50_s'] / ttft:.2f} of it), "
+                f"TPOT {1e3 * tpot:.1f} ms ({row['tpot_p50_s'] / tpot:.2f})",
+                flush=True,
+            )
+    return row | {f"planned_{key}": value for key, value in plan.items()}
 
 
 def main() -> int:

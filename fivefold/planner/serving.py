@@ -122,7 +122,8 @@ class LayoutLoad:
         best = max(fair, key=lambda plan: plan.tokens_per_s, default=None)
         return None if best is None else replace(best, capacity=best.tokens_per_s)
 
-    def _speed(self) -> ReplicaSpeed:
+    def speed(self) -> ReplicaSpeed:
+        """What a simulation of load asks of it."""
         step, sizes = self.step, np.arange(self.room + 1, dtype=float)
         seconds = np.interp(sizes, step.sequences, step.seconds).tolist()
         return ReplicaSpeed(
@@ -155,7 +156,7 @@ class LayoutLoad:
         clients = max(1, ceil((request.concurrency or 1) / dp))
         rate = None if request.rate is None else request.rate / dp
         run = min(clients, self.room)  # the others wait until one of these ends
-        found = simulate(ReplicaLoad(request.prompt, request.output, rate, run), self._speed())
+        found = simulate(ReplicaLoad(request.prompt, request.output, rate, run), self.speed())
         wait = (clients - run) * request.output / max(found.tokens_per_s, 1e-9)
         found = replace(found, ttft=found.ttft + wait, ttft_p99=found.ttft_p99 + wait)
         busy = dp if request.concurrency is None else min(dp, request.concurrency)

@@ -25,12 +25,14 @@ _MOST_STEPS = 200_000
 
 @dataclass(frozen=True)
 class ReplicaLoad:
-    """What one replica is asked: requests a second or clients that wait for answers."""
+    """What one replica is asked: requests a second or clients that wait for answers. `arrivals` are
+    times at which requests came, in place of random ones."""
 
     prompt: int
     output: int
     rate: float | None = None
     clients: int = 1
+    arrivals: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -73,7 +75,7 @@ def simulate(load: ReplicaLoad, speed: ReplicaSpeed, requests: int | None = None
     """Run requests through one replica, until the load is steady; or so many."""
     if load.rate is None:
         requests = load.clients + (requests or max(_ANSWERS, 2 * load.clients))
-    requests = requests or _REQUESTS
+    requests = len(load.arrivals) or requests or _REQUESTS
     arrivals = deque(_arrivals(load, requests))
     last_arrival = arrivals[-1].arrived
     running: list[_Served] = []
@@ -119,7 +121,7 @@ def _arrivals(load: ReplicaLoad, requests: int) -> Iterator[_Served]:
     """All requests, or the first of each client. Clients are found somewhere in their answers:
     equal ones would stay in step for ever."""
     if load.rate is not None:
-        for time in arrival_times(load.rate, requests):
+        for time in load.arrivals or arrival_times(load.rate, requests):
             yield _Served(time, load.prompt, load.output)
         return
     chance = random.Random(SEED)

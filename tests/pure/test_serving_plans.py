@@ -65,6 +65,29 @@ def test_a_prompt_is_as_measured() -> None:
     assert through == busy == pytest.approx(0.209, rel=0.05)  # docs/generate.md
 
 
+@pytest.mark.parametrize(
+    ("sequences", "prompt", "prompts", "measured"),
+    [
+        *[(0, 512, 1, 12.28), (0, 1024, 1, 22.77), (8, 1024, 1, 25.63), (32, 1024, 1, 27.39)],
+        *[(64, 1024, 1, 29.18), (32, 512, 1, 16.64), (32, 256, 1, 12.86), (0, 2048, 1, 42.70)],
+        (32, 1024, 3, 74.71),
+    ],
+)
+def test_a_step_with_prompts_is_as_measured(
+    sequences: int, prompt: int, prompts: int, measured: float
+) -> None:
+    """On one H200, 2026-11-18: steps that follow one another (docs/serving-plans.md)."""
+    request = ServingRequest(models.load("llama-3.1-8b"), H200, 1, prompt, 128, rate=1.0)
+    speed = LayoutLoad(ServingFit(request, Layout(sp=False, zero=0))).speed()
+    seconds = prompts * speed.busy
+    if sequences:
+        context = 1088.0
+        model = served("llama-3.1-8b", Layout(sp=False), gpus="h200")
+        step = model.decode(np.array([float(sequences)]), context)
+        seconds += float(step.seconds[0]) - speed.reading
+    assert 1e3 * seconds == pytest.approx(measured, rel=0.15)
+
+
 # --- Bytes
 
 
@@ -205,6 +228,16 @@ def test_a_plan_knows_whether_the_engine_works_ahead(
     fit = ServingFit(request, Layout(tp=tp, sp=False, zero=0))
     assert LayoutLoad(fit).loaded() is not None
     assert seen == [ahead]
+
+
+def test_requests_may_come_at_given_times() -> None:
+    """Three at once are one step of three prompts, and others wait for nobody."""
+    apart, near = (
+        simulate(ReplicaLoad(1024, 64, rate=1.0, arrivals=times), speed())
+        for times in ((0.0, 9.0, 18.0, 27.0), (0.0, 9.0, 9.0, 9.0))
+    )
+    assert apart.ttft == apart.ttft_p99 == pytest.approx(0.05)
+    assert near.ttft == near.ttft_p99 == pytest.approx(3 * 0.05)
 
 
 def test_tokens_come_as_fast_as_they_are_asked() -> None:
