@@ -8,7 +8,8 @@ host issues a graph and a few kernels for a layer; without pieces it takes longe
 computes, up to 2,000 tokens of an 8B model.
 
 All sizes share one pool of memory: nothing in it is read after a step. Queries, what attention
-finds and the last hidden states are copied to buffers outside of it.
+finds and the last hidden states are copied to buffers outside of it. Sizes that would take more
+than a quarter of the memory that is free are left out: larger steps need the rest.
 
 Legend: T tokens of a step, H query heads, d width of a head, v that of a value head, D model width.
 """
@@ -34,6 +35,7 @@ from fivefold.model.regions import by_operators
 
 # Tokens of a step. With more, the GPU is slower than the host anyway.
 _SIZES = (*range(64, 1536, 64), *range(1536, 4096 + 1, 128))
+_MOST_OF_FREE = 0.25
 
 
 def sizes_up_to(tokens: int) -> tuple[int, ...]:
@@ -124,32 +126,48 @@ class PiecewiseSteps:
         self.hidden_TD = weight.new_zeros((self.most, forward.decoder.shape.width))
         numbers = StepSize(self.most, 0, 0, 0).of_tokens
         self.numbers = torch.zeros(numbers, dtype=torch.int64, device=forward.device)
+        self.captured: dict[int, list[_Piece]] = {}
         capture, beside = _Capture(self.most), cuda.Stream(forward.device)
         beside.wait_stream(cuda.current_stream(forward.device))
         forward.cache.kernel = capture.attend
         try:
             with cuda.stream(beside):
                 gc.collect()
-                # Smaller steps find room in the memory of larger ones.
-                largest_first = sorted(sizes, reverse=True)
-                self.captured = {each: self._capture(capture, each) for each in largest_first}
+                for each in sorted(sizes, reverse=True):  # smaller ones need no more memory
+                    self._capture(capture, each)
         finally:
             forward.cache.kernel = self.kernel
         cuda.current_stream(forward.device).wait_stream(beside)
 
-    def _capture(self, capture: _Capture, tokens: int) -> list[_Piece]:
+    def _capture(self, capture: _Capture, tokens: int) -> None:
         """Run a step once, since kernels are compiled and chosen then, and capture it."""
         size = StepSize(tokens, 0, 0, 0)
         tensors = unpacked(self.numbers[: size.of_tokens], size, ())
         nothing = packed(self._filled(StepBatch(()), tokens), 1)
         self.numbers[: size.of_tokens].copy_(nothing[: size.of_tokens])
+        if not self.captured and not self._has_room(tensors):
+            return
         self._run(tensors)
         cuda.synchronize(self.forward.device)
         cuda.empty_cache()
         capture.begin()
         self._run(tensors)
         capture.end(None)
-        return capture.taken()
+        self.captured[tokens] = capture.taken()
+
+    def _has_room(self, tensors: StepTensors) -> bool:
+        """Whether a step leaves most of the memory free."""
+        device = self.forward.device
+        cuda.reset_peak_memory_stats(device)
+        before = cuda.memory_allocated(device)
+        try:
+            self._run(tensors)
+        except torch.OutOfMemoryError:
+            return False
+        cuda.synchronize(device)
+        needed = cuda.max_memory_allocated(device) - before
+        cuda.empty_cache()
+        return needed <= _MOST_OF_FREE * cuda.mem_get_info(device)[0]
 
     def _run(self, tensors: StepTensors) -> None:
         x_TD = self.forward.hidden(tensors)
@@ -165,7 +183,7 @@ class PiecewiseSteps:
 
     def takes(self, step: StepBatch) -> bool:
         """Whether a step of its size is captured."""
-        return 0 < step.num_tokens <= self.most
+        return 0 < step.num_tokens <= max(self.captured, default=0)
 
     @torch.inference_mode()
     def __call__(self, step: StepBatch) -> Tensor:

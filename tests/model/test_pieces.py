@@ -6,7 +6,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ from fivefold.generate import pieces
 from fivefold.generate.engine import Engine
 from fivefold.generate.forward import DecoderForward
 from fivefold.generate.pieces import PiecewiseSteps, sizes_up_to
-from fivefold.generate.requests import Request, StepBatch
+from fivefold.generate.requests import Request, SequenceChunk, StepBatch
 from fivefold.generate.scheduler import ScheduleLimits
 from fivefold.model.decoder import Decoder, from_config
 
@@ -89,9 +89,25 @@ class NoCuda:
     @staticmethod
     def graph_pool_handle() -> None: ...
     @staticmethod
+    def reset_peak_memory_stats(device: torch.device) -> None: ...
+    @staticmethod
+    def memory_allocated(device: torch.device) -> int:
+        return 100
+
+    @staticmethod
     def synchronize(device: torch.device) -> None: ...
     @staticmethod
     def empty_cache() -> None: ...
+
+    needs: ClassVar[Iterator[int]] = iter(())
+
+    @classmethod
+    def max_memory_allocated(cls, device: torch.device) -> int:
+        return 100 + next(cls.needs, 0)
+
+    @staticmethod
+    def mem_get_info(device: torch.device) -> tuple[int, int]:
+        return 1000, 1000
 
     class Stream:
         def __init__(self, device: torch.device) -> None: ...
@@ -159,3 +175,14 @@ def test_a_size_is_chosen() -> None:
     forward = Pieces(decoder_of("plain"), BLOCKS)
     assert sorted(forward.steps.captured) == [64, 128, 192, 256]
     assert not forward.steps.takes(StepBatch(()))
+
+
+def test_steps_that_need_much_of_the_memory_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the sizes from the largest one on, the first that takes a quarter of what is free."""
+    monkeypatch.setattr(NoCuda, "needs", iter((600, 251, 250)))
+    forward = Pieces(decoder_of("plain"), BLOCKS)
+    assert sorted(forward.steps.captured) == [64, 128]
+    step = StepBatch((SequenceChunk("", (0,) * 129, 0, (0,) * 9, samples=True),))
+    assert not forward.steps.takes(step) and forward(step).shape == (1, 256)
+    monkeypatch.setattr(NoCuda, "needs", iter((600,) * 4))
+    assert not Pieces(decoder_of("plain"), BLOCKS).steps.captured
