@@ -28,6 +28,12 @@ def tree(path: Path) -> ast.Module:
     return ast.parse(path.read_text("utf-8"))
 
 
+@cache
+def nodes(module: ast.Module) -> tuple[ast.AST, ...]:
+    """All nodes of a module: many rules look through them."""
+    return tuple(ast.walk(module))
+
+
 def trees() -> dict[str, ast.Module]:
     return {module_name(path): tree(path) for path in FILES}
 

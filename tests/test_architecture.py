@@ -8,11 +8,12 @@ import subprocess
 import sys
 from collections import defaultdict
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 
 import pytest
 
-from tests.house import FILES, KNOWN, PACKAGE, ROOT, module_name, parsed, room, tree, trees
+from tests.house import FILES, KNOWN, PACKAGE, ROOT, module_name, nodes, parsed, room, tree, trees
 
 MOST_FILES = 490
 MOST_LINES = 400
@@ -87,15 +88,15 @@ OF_LAUNCHER = re.compile(
 )
 
 
+@cache
 def imports(path: Path, *, runtime_only: bool = False) -> set[str]:
     """Modules that a file imports, wherever in it; `runtime_only` leaves out what types need."""
     skipped: set[ast.AST] = set()
-    for node in ast.walk(tree(path)):
-        guarded = isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
-        if runtime_only and guarded:
+    for node in nodes(tree(path)) if runtime_only else ():
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
             skipped |= set(ast.walk(node))
     names: set[str] = set()
-    for node in ast.walk(tree(path)):
+    for node in nodes(tree(path)):
         if node in skipped:
             continue
         if isinstance(node, ast.Import):
@@ -112,7 +113,7 @@ def imports(path: Path, *, runtime_only: bool = False) -> set[str]:
 
 def functions(path: Path) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
     kinds = (ast.FunctionDef, ast.AsyncFunctionDef)
-    return [node for node in ast.walk(tree(path)) if isinstance(node, kinds)]
+    return [node for node in nodes(tree(path)) if isinstance(node, kinds)]
 
 
 def length(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
@@ -196,7 +197,7 @@ def duplicate_classes(modules: Mapping[str, ast.Module]) -> dict[str, list[str]]
     """Names of more than one class, and where they are."""
     found: defaultdict[str, list[str]] = defaultdict(list)
     for name, module in modules.items():
-        for node in ast.walk(module):
+        for node in nodes(module):
             if isinstance(node, ast.ClassDef):
                 found[node.name].append(name)
     return {name: where for name, where in found.items() if len(where) > 1}
@@ -215,7 +216,7 @@ def launcher_readers(modules: Mapping[str, ast.Module]) -> dict[str, set[str]]:
     """The launcher's variables that each module names, in strings of their own."""
     found: dict[str, set[str]] = {}
     for name, module in modules.items():
-        strings = {node.value for node in ast.walk(module) if isinstance(node, ast.Constant)}
+        strings = {node.value for node in nodes(module) if isinstance(node, ast.Constant)}
         names = {one for one in strings if isinstance(one, str) and OF_LAUNCHER.fullmatch(one)}
         if names:
             found[name] = names

@@ -6,7 +6,7 @@ import ast
 import re
 from collections.abc import Iterable, Iterator, Mapping
 
-from tests.house import parsed, room, trees
+from tests.house import nodes, parsed, room, trees
 
 # What means the current GPU of the calling thread, unless a device or a stream is given. A thread
 # begins with GPU 0, whichever one its rank has.
@@ -48,20 +48,24 @@ SETATTR = (
 
 def assigned(module: ast.Module) -> Iterator[ast.Attribute]:
     """Every attribute that is assigned or deleted, of whatever object."""
-    for node in ast.walk(module):
+    for node in nodes(module):
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store | ast.Del):
             yield node
 
 
 def is_own(node: ast.Attribute) -> bool:
     """Of the object or class itself; or of the context of an autograd function."""
-    return isinstance(node.value, ast.Name) and node.value.id in ("self", "cls", "ctx")
+    return is_name(node.value, "self", "cls", "ctx")
+
+
+def is_name(node: ast.AST, *names: str) -> bool:
+    return isinstance(node, ast.Name) and node.id in names
 
 
 def declared(module: ast.Module) -> set[str]:
     """Attributes of the classes of a module, which other code of this module may set."""
-    names = {node.attr for node in assigned(module) if ast.unparse(node.value) == "self"}
-    for node in ast.walk(module):
+    names = {node.attr for node in assigned(module) if is_name(node.value, "self")}
+    for node in nodes(module):
         if isinstance(node, ast.ClassDef):
             fields = (each.target for each in node.body if isinstance(each, ast.AnnAssign))
             names |= {field.id for field in fields if isinstance(field, ast.Name)}
@@ -86,10 +90,10 @@ def set_from_outside(modules: Mapping[str, ast.Module]) -> list[str]:
 
 def setters(module: ast.Module) -> Iterable[ast.Call]:
     """Calls of `setattr` and its kin, which assign without an equals sign."""
-    for node in ast.walk(module):
+    for node in nodes(module):
         if isinstance(node, ast.Call):
-            function = ast.unparse(node.func)
-            if function in ("setattr", "delattr") or function.endswith("__setattr__"):
+            of_object = isinstance(node.func, ast.Attribute) and node.func.attr == "__setattr__"
+            if of_object or is_name(node.func, "setattr", "delattr"):
                 yield node
 
 
@@ -120,11 +124,11 @@ def without_device(modules: Mapping[str, ast.Module]) -> list[str]:
     """Calls for a GPU that do not name it: they mean the current one of whatever thread calls."""
     found: list[str] = []
     for name, module in modules.items():
-        for node in ast.walk(module):
+        for node in nodes(module):
             if not isinstance(node, ast.Call):
                 continue
             named = {each.arg for each in node.keywords} & {"device", "stream"}
-            if OF_ONE_GPU.fullmatch(ast.unparse(node.func)) and not (node.args or named):
+            if not (node.args or named) and OF_ONE_GPU.fullmatch(ast.unparse(node.func)):
                 found.append(f"{name}: {ast.unparse(node)}")
     return found
 
