@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
@@ -83,6 +84,16 @@ def not_now(items: list[pytest.Item]) -> Iterator[pytest.Item]:
         starts_ranks = cases[0].path.parent.name in ("ranks", "judge")
         taken = num_drawn(test, sample.args[0] * (OF_RANKS if starts_ranks else 1))
         yield from (by_name[name] for name in shuffled(by_name)[taken:])
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Modules and tests stay until the end: nobody looks for garbage among them."""
+    gc.disable()
+    found = yield
+    gc.freeze()
+    gc.enable()
+    return found
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -262,7 +262,8 @@ def files_of(change: str) -> set[str]:
 def package_with_dummies(folder: Path) -> None:
     """Copy the package into a folder, and add every dummy to the copy."""
     package = folder / "fivefold"
-    shutil.copytree(ROOT / "fivefold", package, ignore=shutil.ignore_patterns("__pycache__"))
+    # What is compiled already comes along, but not what somebody is about to write.
+    shutil.copytree(ROOT / "fivefold", package, ignore=shutil.ignore_patterns("*.pyc.*"))
     for edit in (edit for edits in DUMMIES.values() for edit in edits):
         path = package / edit.path
         if not edit.old:
