@@ -225,9 +225,11 @@ def cases() -> tuple[Case, ...]:
     """All of them: greedily, for the pair that needs most ranks, on no more than it needs."""
     met = _Met()
     layouts = list(_layouts())
+    fits = {word: [_fits(case, word) for case in layouts] for word in WORDS}
     homes: dict[Pair, list[Case]] = {}
     for pair in (pair for pair in all_pairs() if why_never(pair) is None):
-        fitting = [case for case in layouts if _fits(case, pair)]
+        both = map(all, zip(*(fits[word] for word in pair), strict=True))
+        fitting = list(itertools.compress(layouts, both))
         fewest = min(case.world for case in fitting)
         homes[pair] = [case for case in fitting if case.world == fewest]
 
@@ -303,11 +305,10 @@ def _layouts() -> Iterator[Case]:
                 yield case
 
 
-def _fits(case: Case, pair: Pair) -> bool:
-    """Whether a layout has, or can have, both values."""
-    has = all(getattr(case, name) == value for name, value in pair if name in OF_LAYOUT)
-    others = [word for word in pair if word[0] in OTHERS]
-    return has and all(_matters(case, word) for word in others)
+def _fits(case: Case, word: Word) -> bool:
+    """Whether a layout has, or can have, a value."""
+    name, value = word
+    return getattr(case, name) == value if name in OF_LAYOUT else _matters(case, word)
 
 
 def _matters(case: Case, word: Word) -> bool:

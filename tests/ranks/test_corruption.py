@@ -153,7 +153,7 @@ def test_a_message_that_changes_on_its_way_is_named(pool: Pool) -> None:
 
 
 def test_every_step_can_be_proved(pool: Pool) -> None:
-    plan = plan_of(layout="dp=2 tp=2", zero=1)
+    plan = plan_of(layout="dp=2 tp=2", zero=1, batch=4)
     proved, _ = run(pool, plan, run_rank, steps=4, replay=2)
     plain, _ = run(pool, plan, run_rank, steps=4, compare_every=0)
     assert [each.again and each.again["same"] for each in proved] == [None, True, None, True]

@@ -121,7 +121,7 @@ def test_a_dense_model_on_one_rank(pool: Pool) -> None:
 
 
 def test_float32_is_held_against_its_own_spread(pool: Pool) -> None:
-    settings = TrainSettings(Recipe(steps=6), "float32", check=True)
+    settings = TrainSettings(Recipe(steps=3), "float32", check=True)
     plan = plan_of("dp=2 tp=2 ep=2")
     _, _, check = checked(pool, plan, settings)
     assert check.passed and check.spread is not None
