@@ -28,7 +28,7 @@ import decode as decoding
 from fivefold.core.models import load
 from fivefold.generate.blocks import blocks_of
 from fivefold.generate.forward import DecoderForward
-from fivefold.generate.pieces import PiecewiseSteps, sizes_up_to
+from fivefold.generate.piecewise import PiecewiseSteps, sizes_up_to
 from fivefold.generate.requests import SequenceChunk, StepBatch
 from fivefold.model.decoder import Decoder
 

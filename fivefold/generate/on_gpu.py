@@ -4,7 +4,7 @@ steps as CUDA graphs.
 A decode step is a few hundred kernels of a few microseconds: issued one by one, the host would be
 slower than the GPU. So a step is captured once for every size, and replayed. Sizes are powers of
 two: a step has sequences to spare, which write to a block that nobody reads. A server also captures
-steps with prompts (`pieces.py`).
+steps with prompts (`piecewise.py`).
 
 No kernel here has chunked windows, capped scores or sinks: layers with these are computed by the
 plain kernel, on the device, and their models are not captured.
@@ -36,7 +36,7 @@ from fivefold.generate.cache import (
 )
 from fivefold.generate.forward import DecoderForward
 from fivefold.generate.paged_kernel import attend_single_tokens
-from fivefold.generate.pieces import PiecewiseSteps, sizes_up_to
+from fivefold.generate.piecewise import PiecewiseSteps, sizes_up_to
 from fivefold.generate.requests import SequenceChunk, StepBatch
 from fivefold.generate.routing import RouteStore
 from fivefold.generate.skinny_kernel import skinny_linear, takes
@@ -239,8 +239,8 @@ class GraphedForward(DecoderForward):
     def __call__(self, step: StepBatch) -> Tensor:
         decodes = all(len(each.tokens) == 1 and each.samples for each in step.chunks)
         if not (self.captures and decodes and 0 < len(step.chunks) <= _MOST_SEQUENCES):
-            pieces = self.with_prompts
-            return pieces(step) if pieces and pieces.takes(step) else super().__call__(step)
+            replayed = self.with_prompts
+            return replayed(step) if replayed and replayed.takes(step) else super().__call__(step)
         size = self._size(step)
         numbers = packed(self._filled(step, size.sequences), size.blocks).pin_memory()
         if size not in self.captured:

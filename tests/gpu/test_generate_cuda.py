@@ -60,16 +60,16 @@ def requests(vocab: int) -> list[Request]:
     return [Request(str(i), tuple(each), NEW, Sampling()) for i, each in enumerate(drawn)]
 
 
-def same_tokens(name: str, in_pieces: bool = False) -> None:
+def same_tokens(name: str, piecewise: bool = False) -> None:
     """Greedy tokens in float32, prompts in chunks beside decodes, are those of the CPU."""
     from fivefold.generate.on_gpu import GraphedForward  # Triton is there only with CUDA
 
     torch.backends.cuda.matmul.allow_tf32 = False
     decoder = decoder_of(name, torch.float32)
-    limits = ScheduleLimits(tokens=160 if in_pieces else 64, sequences=4)
+    limits = ScheduleLimits(tokens=160 if piecewise else 64, sequences=4)
     drawn = DrawnTokens(limits.sequences, torch.device("cuda"))
     there = GraphedForward(copy.deepcopy(decoder).cuda(), BLOCKS, drawn=drawn)
-    if in_pieces:
+    if piecewise:
         there.capture_prompts(limits.tokens)
         assert there.with_prompts is not None and len(there.with_prompts.captured) == 3
     engines = [
@@ -96,12 +96,12 @@ def close_logits(name: str) -> None:
         ("exact", copy.deepcopy(exact)),
         ("plain", copy.deepcopy(exact).bfloat16().cuda()),
         ("kernels", copy.deepcopy(exact).bfloat16().cuda()),
-        ("pieces", copy.deepcopy(exact).bfloat16().cuda()),
+        ("piecewise", copy.deepcopy(exact).bfloat16().cuda()),
     ):
         forward = DecoderForward(decoder, BLOCKS)
-        if way in ("kernels", "pieces"):
+        if way in ("kernels", "piecewise"):
             forward = GraphedForward(decoder, BLOCKS)
-            if way == "pieces":
+            if way == "piecewise":
                 forward.capture_prompts(32)
         seen = found.setdefault(way, [])
 
@@ -146,7 +146,7 @@ def weight_of(trial: GeneratedTrial, name: str) -> torch.Tensor:
 
 CHECKS = {f"tokens of {name}": partial(same_tokens, name) for name in MODELS}
 CHECKS |= {
-    f"tokens of {name} in pieces": partial(same_tokens, name, True)
+    f"tokens of {name} piecewise": partial(same_tokens, name, True)
     for name in MODELS
     if name != "tiny-moe"  # its matmuls wait for the numbers of rows in float32
 }

@@ -1,10 +1,10 @@
-"""Steps with prompts as CUDA graphs, in pieces: from one layer's attention to the next one's.
+"""Steps with prompts as piecewise CUDA graphs: from one layer's attention to the next one's.
 
 The lengths and tables that attention reads are others in every step with a prompt, and its kernels
 are chosen by them. All else depends on the number of tokens alone, so it is captured, for some
 numbers of tokens: 64, 128 and so on. A step takes the next larger one, and is filled with tokens
-that belong to no sequence. Between two pieces, attention is issued as in any other step. So the
-host issues a graph and a few kernels for a layer; without pieces it takes longer than an H200
+that belong to no sequence. Between two segments, attention is issued as in any other step. So the
+host issues a graph and a few kernels for a layer; without segments it takes longer than an H200
 computes, up to 2,000 tokens of an 8B model.
 
 All sizes share one pool of memory: nothing in it is read after a step. Queries, what attention
@@ -48,7 +48,7 @@ def sizes_up_to(tokens: int) -> tuple[int, ...]:
 
 
 class _Between(NamedTuple):
-    """Attention between two pieces."""
+    """Attention between two segments."""
 
     pages: LayerPages
     info: AttentionInfo
@@ -61,37 +61,37 @@ class _Between(NamedTuple):
         self.found_THv[:tokens].copy_(found)
 
 
-class _Piece(NamedTuple):
+class _Segment(NamedTuple):
     graph: cuda.CUDAGraph
     then: _Between | None  # none after the last one
 
 
 class _Capture:
     """Captures of steps, of one size after another. Its `attend` is the kernel of attention in
-    them, at which a piece ends and the next begins."""
+    them, at which a segment ends and the next begins."""
 
     def __init__(self, most: int) -> None:
         self.most, self.pool = most, cuda.graph_pool_handle()
         self.buffers: dict[tuple[int, ...], tuple[Tensor, Tensor]] = {}  # by sizes of heads
         self.graph: cuda.CUDAGraph | None = None
-        self.pieces: list[_Piece] = []
+        self.segments: list[_Segment] = []
 
     def begin(self) -> None:
-        """What is issued from now on belongs to a new piece."""
+        """What is issued from now on belongs to a new segment."""
         self.graph = cuda.CUDAGraph()
         self.graph.capture_begin(pool=self.pool)
 
     def end(self, then: _Between | None) -> None:
-        """The piece ends here."""
-        assert self.graph is not None, "no piece has begun"
+        """The segment ends here."""
+        assert self.graph is not None, "no segment has begun"
         self.graph.capture_end()
-        self.pieces.append(_Piece(self.graph, then))
+        self.segments.append(_Segment(self.graph, then))
         self.graph = None
 
     def attend(
         self, q_THd: Tensor, pages: LayerPages, step: StepTensors, info: AttentionInfo
     ) -> Tensor:
-        """Nothing is attended to here: a replay does that between two pieces."""
+        """Nothing is attended to here: a replay does that between two segments."""
         tokens, heads, width = q_THd.shape
         queries, found = self._buffers(q_THd, (heads, width, pages.values.shape[3]))
         queries[:tokens].copy_(q_THd)
@@ -109,14 +109,14 @@ class _Capture:
             self.buffers[sizes] = like.new_zeros(queries), like.new_zeros(found)
         return self.buffers[sizes]
 
-    def taken(self) -> list[_Piece]:
-        """The pieces of a step, all of which are there."""
-        found, self.pieces = self.pieces, []
+    def taken(self) -> list[_Segment]:
+        """The segments of a step, all of which are there."""
+        found, self.segments = self.segments, []
         return found
 
 
 class PiecewiseSteps:
-    """Steps of a forward on one GPU, replayed in pieces."""
+    """Steps of a forward on one GPU, replayed in segments."""
 
     @torch.inference_mode()
     def __init__(self, forward: DecoderForward, sizes: Sequence[int]) -> None:
@@ -126,7 +126,7 @@ class PiecewiseSteps:
         self.hidden_TD = weight.new_zeros((self.most, forward.decoder.shape.width))
         numbers = StepSize(self.most, 0, 0, 0).of_tokens
         self.numbers = torch.zeros(numbers, dtype=torch.int64, device=forward.device)
-        self.captured: dict[int, list[_Piece]] = {}
+        self.captured: dict[int, list[_Segment]] = {}
         capture, beside = _Capture(self.most), cuda.Stream(forward.device)
         beside.wait_stream(cuda.current_stream(forward.device))
         forward.cache.kernel = capture.attend

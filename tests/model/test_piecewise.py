@@ -1,5 +1,5 @@
-"""Steps with prompts in pieces, beside the plain forward: on a CPU, with graphs that record calls
-and make them again on the same tensors."""
+"""Steps with prompts as piecewise graphs, beside the plain forward: on a CPU, with graphs that
+record calls and make them again on the same tensors."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from fivefold.core.models import load, with_overrides
-from fivefold.generate import pieces
+from fivefold.generate import piecewise
 from fivefold.generate.engine import Engine
 from fivefold.generate.forward import DecoderForward
-from fivefold.generate.pieces import PiecewiseSteps, sizes_up_to
+from fivefold.generate.piecewise import PiecewiseSteps, sizes_up_to
 from fivefold.generate.requests import Request, SequenceChunk, StepBatch
 from fivefold.generate.scheduler import ScheduleLimits
 from fivefold.model.decoder import Decoder, from_config
@@ -123,12 +123,12 @@ class NoCuda:
 
 @pytest.fixture(autouse=True)
 def recorded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pieces, "cuda", NoCuda)
+    monkeypatch.setattr(piecewise, "cuda", NoCuda)
     monkeypatch.setattr(Tensor, "pin_memory", lambda self: self)
 
 
-class Pieces(DecoderForward):
-    """Every step in pieces."""
+class Piecewise(DecoderForward):
+    """Every step, replayed."""
 
     def __init__(self, decoder: Decoder, blocks: int) -> None:
         super().__init__(decoder, blocks)
@@ -150,7 +150,7 @@ def decoder_of(name: str) -> Decoder:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_steps_in_pieces_draw_what_whole_steps_draw(name: str) -> None:
+def test_piecewise_steps_draw_what_whole_steps_draw(name: str) -> None:
     """Prompts in chunks, beside sequences that draw; and one whose blocks others have written."""
     decoder, generator = decoder_of(name), torch.Generator().manual_seed(2)
     lengths = (3, 70, 150, 16, 1, 290)
@@ -160,9 +160,9 @@ def test_steps_in_pieces_draw_what_whole_steps_draw(name: str) -> None:
     limits, before = ScheduleLimits(tokens=TOKENS, sequences=4), RecordedGraph.captures
     whole, parts = (
         Engine(decoder.shape, forward(copy.deepcopy(decoder), BLOCKS), BLOCKS, limits).run(requests)
-        for forward in (DecoderForward, Pieces)
+        for forward in (DecoderForward, Piecewise)
     )
-    # Four sizes, of three layers and so of four pieces each.
+    # Four sizes, of three layers and so of four segments each.
     assert RecordedGraph.captures == before + 4 * 4
     for id, expected in whole.items():
         assert parts[id].tokens == expected.tokens, id
@@ -172,7 +172,7 @@ def test_steps_in_pieces_draw_what_whole_steps_draw(name: str) -> None:
 def test_a_size_is_chosen() -> None:
     """The next larger one; larger steps are not taken."""
     assert sizes_up_to(1) == (64,) and sizes_up_to(65) == (64, 128) and sizes_up_to(64) == (64,)
-    forward = Pieces(decoder_of("plain"), BLOCKS)
+    forward = Piecewise(decoder_of("plain"), BLOCKS)
     assert sorted(forward.steps.captured) == [64, 128, 192, 256]
     assert not forward.steps.takes(StepBatch(()))
 
@@ -180,9 +180,9 @@ def test_a_size_is_chosen() -> None:
 def test_steps_that_need_much_of_the_memory_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the sizes from the largest one on, the first that takes a quarter of what is free."""
     monkeypatch.setattr(NoCuda, "needs", iter((600, 251, 250)))
-    forward = Pieces(decoder_of("plain"), BLOCKS)
+    forward = Piecewise(decoder_of("plain"), BLOCKS)
     assert sorted(forward.steps.captured) == [64, 128]
     step = StepBatch((SequenceChunk("", (0,) * 129, 0, (0,) * 9, samples=True),))
     assert not forward.steps.takes(step) and forward(step).shape == (1, 256)
     monkeypatch.setattr(NoCuda, "needs", iter((600,) * 4))
-    assert not Pieces(decoder_of("plain"), BLOCKS).steps.captured
+    assert not Piecewise(decoder_of("plain"), BLOCKS).steps.captured
