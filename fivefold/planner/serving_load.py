@@ -38,8 +38,8 @@ class ReplicaLoad:
 @dataclass(frozen=True)
 class ReplicaSpeed:
     """What one replica does: `step` seconds of so many sequences; a prompt takes `busy` seconds of
-    the steps that it is in, and `late` more until its first token. A step with both reads weights
-    once, for `reading` seconds."""
+    the steps that it is in, and all its tokens come `late` seconds after their steps. A step with
+    both reads weights once, for `reading` seconds."""
 
     step: Callable[[int], float]
     busy: float
@@ -68,14 +68,15 @@ class _Served:
     arrived: float
     unread: int  # tokens of the prompt
     left: int  # tokens of the output
-    first: float = 0.0
+    first: float = 0.0  # when the step of its first token ended
 
 
 def simulate(load: ReplicaLoad, speed: ReplicaSpeed, requests: int | None = None) -> LoadOutcome:
     """Run requests through one replica, until the load is steady; or so many."""
     if load.rate is None:
         requests = load.clients + (requests or max(_ANSWERS, 2 * load.clients))
-    requests = len(load.arrivals) or requests or _REQUESTS
+    few = _MOST_STEPS // (4 * ceil(load.prompt / speed.budget))  # long prompts take many steps
+    requests = len(load.arrivals) or requests or max(1, min(_REQUESTS, few))
     arrivals = deque(_arrivals(load, requests))
     last_arrival = arrivals[-1].arrived
     running: list[_Served] = []
@@ -100,13 +101,14 @@ def simulate(load: ReplicaLoad, speed: ReplicaSpeed, requests: int | None = None
         done += [(each, now) for each in ended]
         running = [each for each in running if each.left]
         if load.rate is None:
-            arrivals.extend(_Served(now, load.prompt, load.output) for _ in ended)
+            again = now + speed.late  # a client has its last token
+            arrivals.extend(_Served(again, load.prompt, load.output) for _ in ended)
         if len(done) >= requests:
             break
     first = 0 if load.rate is not None else min(load.clients, len(done) - 1)
     mean = busy / max(now, 1e-12)
     stop = now if load.rate is None else last_arrival
-    return _outcome(done[first:], load, stop, mean, requests - first, speed.busy)
+    return _outcome(done[first:], load, stop, mean, requests - first, speed)
 
 
 def arrival_times(rate: float, requests: int) -> Iterator[float]:
@@ -152,7 +154,7 @@ def _steps(
         decode = speed.step(len(decoding))
         seconds = max(seconds + decode - (speed.reading if chunked else 0.0), decode)
     for each in begun:
-        each.first, each.left = now + seconds + speed.late, each.left - 1
+        each.first, each.left = now + seconds, each.left - 1
     for each in decoding:
         each.left -= 1
     return seconds, seconds, [each for each in running if not each.unread and each.left <= 0]
@@ -164,12 +166,12 @@ def _outcome(
     stop: float,
     mean: float,
     requests: int,
-    alone: float,
+    speed: ReplicaSpeed,
 ) -> LoadOutcome:
     """Of all but the first quarter; tokens until `stop`, when no more requests come. A queue grows
-    if later ones wait longer, by more than a few prompts `alone`."""
+    if later ones wait longer, by more than a few prompts."""
     warm = done[len(done) // 4 :] or done
-    waits = sorted(each.first - each.arrived for each, _ in warm)
+    waits = sorted(each.first + speed.late - each.arrived for each, _ in warm)
     more = load.output - 1  # after the first token
     gaps = sorted((end - each.first) / more if more else 0.0 for each, end in warm)
     if not waits:
@@ -179,7 +181,7 @@ def _outcome(
     rate = load.output * sum(end <= stop for _, end in warm) / max(stop - start, 1e-12)
     half = len(waits) // 2
     early, late = _mean_wait(warm[:half]), _mean_wait(warm[half:])
-    grows = load.rate is not None and (len(done) < requests or late > 1.5 * early + 5 * alone)
+    grows = load.rate is not None and (len(done) < requests or late > 1.5 * early + 5 * speed.busy)
     return LoadOutcome(
         _share(waits, 0.5),
         _share(waits, 0.99),
@@ -192,7 +194,7 @@ def _outcome(
 
 
 def _mean_wait(served: list[tuple[_Served, float]]) -> float:
-    """The mean time to the first token."""
+    """The mean time to the step of the first token."""
     return sum(each.first - each.arrived for each, _ in served) / max(1, len(served))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -244,6 +245,32 @@ def test_tokens_come_as_fast_as_they_are_asked() -> None:
     """Neither the time until the first answers nor that after the last request counts."""
     found = simulate(ReplicaLoad(1024, 64, rate=12.0), speed())
     assert found.tokens_per_s == pytest.approx(12 * 64, rel=0.05) and not found.grows
+
+
+def test_long_prompts_are_no_queue() -> None:
+    """Of a million tokens each takes 123 steps, and 2,000 of them more than are simulated."""
+    long = replace(speed(), busy=60.0)
+    assert not simulate(ReplicaLoad(1_000_000, 64, rate=0.002), long).grows
+
+
+@pytest.mark.parametrize("load", [{"rate": 0.01}, {"clients": 1}], ids=["rate", "client"])
+def test_tokens_that_come_late_come_as_fast(load: dict[str, Any]) -> None:
+    """The way of an answer to its client counts for the first token, and not between tokens; a
+    client asks again when it has the last one."""
+    found = simulate(ReplicaLoad(1024, 4, **load), replace(speed(), late=0.1))
+    assert found.ttft == pytest.approx(0.15) and found.tpot == pytest.approx(0.0101)
+    if "clients" in load:
+        assert found.tokens_per_s == pytest.approx(4 / (0.15 + 3 * 0.0101), rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("model", "prompt", "layout"), [("tiny", 16, "dp=1"), ("llama-3.1-8b", 100_000, "pp=8")]
+)
+def test_no_token_comes_before_the_first(model: str, prompt: int, layout: str) -> None:
+    """Not where steps take less than the way to the engine, or a prompt has many stages to go."""
+    asked = {"machine": "h200", "layout": layout, "gpus": Layout.parse(layout).world}
+    plan = plan_serving(model, prompt=prompt, output=8, rate=0.01, **asked).choice.chosen
+    assert plan.tpot == pytest.approx(LayoutLoad(plan.fit).steady(1).tpot, rel=0.05)
 
 
 def test_clients_beyond_the_room_wait_their_turn() -> None:
