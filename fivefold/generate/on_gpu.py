@@ -7,7 +7,7 @@ two: a step has sequences to spare, which write to a block that nobody reads. A 
 steps with prompts (`piecewise.py`).
 
 No kernel here has chunked windows, capped scores or sinks: layers with these are computed by the
-plain kernel, on the device, and their models are not captured.
+plain kernel, on the device, and decode steps of their models are not captured as a whole.
 
 Legend: T tokens of a step, H query heads, d width of a head, v that of a value head.
 """
@@ -124,6 +124,8 @@ def attend_prompt(q_nHd: Tensor, pages: LayerPages, table: Tensor) -> Tensor:
     """A prompt from its first token on, at its padded length: no query sees a later key."""
     length = padded_length(len(q_nHd))
     k_LKd, v_LKv = pages.read(table[: length // BLOCK])
+    for each in (k_LKd, v_LKv):  # 0 times what an earlier sequence left here could be NaN
+        each[len(q_nHd) :].zero_()
     q_LHd = F.pad(q_nHd, (0, 0, 0, 0, 0, length - len(q_nHd)))
     q, k, v = (each[None].transpose(1, 2) for each in (q_LHd, k_LKd, v_LKv))
     with sdpa_kernel(CUDA_KERNELS, set_priority=True):
@@ -222,18 +224,20 @@ class GraphedForward(DecoderForward):
         if self.never_waits:
             self.with_prompts = PiecewiseSteps(self, sizes_up_to(tokens))
         if self.captures:
-            self._attend_lengths(tokens)
+            self._attend_lengths(min(tokens, self.most_keys))
 
     @torch.inference_mode()
     def _attend_lengths(self, tokens: int) -> None:
         """Attend in one layer to prompts of all padded lengths, so that their kernels are made."""
-        layer, block = next(iter(self.decoder.blocks.items()))
-        weight, width = block.attention.q.weight, block.attention.head_dim
+        pages = next(iter(self.cache.pages.values()))
+        if pages.keys.dtype == torch.float32:  # which no such kernel has
+            return
         lengths = sorted({padded_length(each) for each in range(1, tokens + 1)})
-        q_THd = weight.new_zeros((lengths[-1], len(weight) // width, width))
+        heads, width = self.decoder.shape.heads, pages.keys.shape[3]
+        q_THd = pages.keys.new_zeros((lengths[-1], heads, width))
         table = torch.full((blocks_of(lengths[-1]),), self.padding, device=self.device)
-        for length in lengths if weight.dtype != torch.float32 else ():
-            attend_prompt(q_THd[:length], self.cache.pages[int(layer)], table)
+        for length in lengths:
+            attend_prompt(q_THd[:length], pages, table)
 
     @torch.inference_mode()
     def __call__(self, step: StepBatch) -> Tensor:

@@ -175,9 +175,9 @@ class PiecewiseSteps:
 
     def _filled(self, step: StepBatch, missing: int) -> StepBatch:
         """With so many tokens more, which write to a block that nobody reads. Their positions are
-        those of one block, which every model knows."""
-        sizes = [BLOCK] * (missing // BLOCK) + [missing % BLOCK] * (missing % BLOCK > 0)
-        place = (self.forward.padding,)
+        the first ones, which every model knows."""
+        most, place = min(BLOCK, self.forward.decoder.shape.max_seq), (self.forward.padding,)
+        sizes = (min(most, missing - start) for start in range(0, missing, most))
         nobody = (SequenceChunk("", (0,) * each, 0, place, False, fills=True) for each in sizes)
         return StepBatch((*step.chunks, *nobody))
 

@@ -4,9 +4,14 @@ record calls and make them again on the same tensors."""
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib import import_module
+from importlib.util import find_spec
+from types import ModuleType
 from typing import Any, ClassVar
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -16,11 +21,13 @@ from torch.utils._pytree import tree_leaves
 
 from fivefold.core.models import load, with_overrides
 from fivefold.generate import piecewise
+from fivefold.generate.cache import LayerPages, attend_sequence
 from fivefold.generate.engine import Engine
 from fivefold.generate.forward import DecoderForward
 from fivefold.generate.piecewise import PiecewiseSteps, sizes_up_to
 from fivefold.generate.requests import Request, SequenceChunk, StepBatch
 from fivefold.generate.scheduler import ScheduleLimits
+from fivefold.model.batch import AttentionInfo
 from fivefold.model.decoder import Decoder, from_config
 
 BLOCKS, TOKENS, NEW = 64, 200, 12
@@ -29,6 +36,7 @@ MODELS: dict[str, tuple[str, dict[str, str]]] = {
     "plain": ("tiny", {}),
     "learned positions": ("tiny", {"positions": "learned", "max_seq": "400"}),
     "windowed": ("tiny", {"window": "24", "global_every": "2"}),
+    "window everywhere": ("tiny", {"window": "24"}),
     "sinks": ("tiny", {"sinks": "true", "window": "24", "global_every": "2"}),
     "latents": (
         "tiny",
@@ -63,7 +71,7 @@ class Calls(TorchDispatchMode):
 class RecordedGraph:
     """As `torch.cuda.CUDAGraph`: a replay reads and writes the memory of the capture."""
 
-    captures = 0
+    captures = replays = 0
 
     def capture_begin(self, pool: object) -> None:
         self.calls = Calls()
@@ -74,6 +82,7 @@ class RecordedGraph:
         RecordedGraph.captures += 1
 
     def replay(self) -> None:
+        RecordedGraph.replays += 1
         for func, args, kwargs, before in self.calls.made:
             found = func(*args, **kwargs)
             for old, new in zip(tree_leaves(before), tree_leaves(found), strict=True):
@@ -138,10 +147,10 @@ class Piecewise(DecoderForward):
         return self.steps(step) if self.steps.takes(step) else super().__call__(step)
 
 
-def decoder_of(name: str) -> Decoder:
+def decoder_of(name: str, dtype: torch.dtype = torch.float64, **more: str) -> Decoder:
     model, changes = MODELS[name]
-    shape = with_overrides(load(model), {"layers": "3", "max_seq": "512", **changes})
-    decoder = from_config(shape, dtype=torch.float64)
+    shape = with_overrides(load(model), {"layers": "3", "max_seq": "512", **changes, **more})
+    decoder = from_config(shape, dtype=dtype)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for each in decoder.parameters():
@@ -158,12 +167,15 @@ def test_piecewise_steps_draw_what_whole_steps_draw(name: str) -> None:
     prompts = [torch.randint(vocab, (each,), generator=generator).tolist() for each in lengths]
     requests = [Request(str(i), tuple(each), NEW) for i, each in enumerate(prompts)]
     limits, before = ScheduleLimits(tokens=TOKENS, sequences=4), RecordedGraph.captures
+    replays = RecordedGraph.replays
     whole, parts = (
         Engine(decoder.shape, forward(copy.deepcopy(decoder), BLOCKS), BLOCKS, limits).run(requests)
         for forward in (DecoderForward, Piecewise)
     )
     # Four sizes, of three layers and so of four segments each.
     assert RecordedGraph.captures == before + 4 * 4
+    # All 530 tokens of prompts, at most 200 in a step, and 11 more of the last sequence.
+    assert RecordedGraph.replays >= replays + 4 * (3 + NEW - 1)
     for id, expected in whole.items():
         assert parts[id].tokens == expected.tokens, id
         assert parts[id].logprobs == pytest.approx(expected.logprobs, abs=1e-9), id
@@ -186,3 +198,63 @@ def test_steps_that_need_much_of_the_memory_are_left_out(monkeypatch: pytest.Mon
     assert not forward.steps.takes(step) and forward(step).shape == (1, 256)
     monkeypatch.setattr(NoCuda, "needs", iter((600,) * 4))
     assert not Piecewise(decoder_of("plain"), BLOCKS).steps.captured
+
+
+def test_a_context_may_be_shorter_than_a_block() -> None:
+    """Tokens that fill a step have positions that the model knows."""
+    forward = Piecewise(decoder_of("learned positions", max_seq="8"), BLOCKS)
+    assert forward(StepBatch((SequenceChunk("", (1,) * 8, 0, (0,), samples=True),))).shape[0] == 1
+
+
+@pytest.fixture
+def on_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    """What runs on a GPU, but for kernels of Triton, which is there only with CUDA."""
+    if find_spec("triton") is not None:
+        yield import_module("fivefold.generate.on_gpu")
+        return
+    for name in ("triton", "triton.language", "triton.language.extra.cuda"):
+        monkeypatch.setitem(sys.modules, name, MagicMock())
+    before = set(sys.modules)
+    yield import_module("fivefold.generate.on_gpu")
+    for name in set(sys.modules) - before:
+        if name.startswith("fivefold."):
+            del sys.modules[name]
+
+
+@pytest.mark.parametrize(
+    ("name", "more"), [("plain", {}), ("latents", {}), ("latents", {"mla.q_rank": "8"})]
+)
+def test_kernels_are_made_for_all_prompts_that_fit(
+    name: str, more: dict[str, str], on_gpu: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the width that is cached, and not longer than the context."""
+    decoder = decoder_of(name, torch.float16, **more)
+    forward, attend = on_gpu.GraphedForward(decoder, BLOCKS), on_gpu.attend_prompt
+    made: list[int] = []
+
+    def watched(q_nHd: Tensor, pages: LayerPages, table: Tensor) -> Tensor:
+        made.append(len(q_nHd))
+        return attend(q_nHd, pages, table)
+
+    monkeypatch.setattr(on_gpu, "attend_prompt", watched)
+    monkeypatch.setattr(on_gpu, "sizes_up_to", lambda tokens: (64,))
+    forward.capture_prompts(600)
+    assert made == [128, 256, 384, 512] and list(forward.with_prompts.captured) == [64]
+
+
+def test_what_an_earlier_sequence_left_is_not_attended_to(on_gpu: ModuleType) -> None:
+    """A prompt of 20 tokens in two blocks, at the length of 128."""
+    generator = torch.Generator().manual_seed(3)
+    keys, values, queries = (
+        torch.randn(size, generator=generator).half()
+        for size in ((4, 16, 2, 8), (4, 16, 2, 8), (20, 4, 8))
+    )
+    for left in (keys, values):
+        left[2, 4:] = float("nan")
+    pages, table = LayerPages(keys, values), torch.tensor([3] + [2] * 7)
+    k_LKd, v_LKv = (each[:20] for each in pages.read(table[:2]))
+    info = AttentionInfo(torch.arange(20)[None], None, None)
+    expected = attend_sequence(queries, k_LKd, v_LKv, info, 0)
+    found = on_gpu.attend_prompt(queries, pages, table)
+    torch.testing.assert_close(found, expected, atol=0.02, rtol=0.02)
+    assert keys[2, 4:].isnan().all(), "pages stay as they are"
