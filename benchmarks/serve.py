@@ -310,7 +310,8 @@ def measure(address: tuple[str, int], name: str, vocab: int, most: int, said: An
         found = asyncio.run(by_clients(*place, clients, said))
         rows.append(shown(f"{clients} clients", {"concurrency": clients}, found, said))
     if said.json:
-        said.json.write_text(json.dumps(rows, indent=1))
+        known = [{key: v for key, v in row.items() if not math.isnan(v)} for row in rows]
+        said.json.write_text(json.dumps(known, indent=1))
     return int(any(row["lost"] for row in rows))
 
 

@@ -44,8 +44,8 @@ from fivefold.generate.stage_ends import StageEnds
 from fivefold.generate.step_tensors import (
     StepSize,
     StepTensors,
+    attended_length,
     packed,
-    padded_length,
     size_of,
     unpacked,
 )
@@ -122,7 +122,7 @@ def _attend_chunk(
 
 def attend_prompt(q_nHd: Tensor, pages: LayerPages, table: Tensor) -> Tensor:
     """A prompt from its first token on, at its padded length: no query sees a later key."""
-    length = padded_length(len(q_nHd))
+    length = attended_length(len(q_nHd))
     k_LKd, v_LKv = pages.read(table[: length // BLOCK])
     for each in (k_LKd, v_LKv):  # 0 times what an earlier sequence left here could be NaN
         each[len(q_nHd) :].zero_()
@@ -232,7 +232,7 @@ class GraphedForward(DecoderForward):
         pages = next(iter(self.cache.pages.values()))
         if pages.keys.dtype == torch.float32:  # which no such kernel has
             return
-        lengths = sorted({padded_length(each) for each in range(1, tokens + 1)})
+        lengths = sorted({attended_length(each) for each in range(1, tokens + 1)})
         heads, width = self.decoder.shape.heads, pages.keys.shape[3]
         q_THd = pages.keys.new_zeros((lengths[-1], heads, width))
         table = torch.full((blocks_of(lengths[-1]),), self.padding, device=self.device)

@@ -62,11 +62,11 @@ class StepTensors:
         return sum(1 for _ in takewhile(lambda each: len(each.tokens) == 1, self.chunks))
 
 
-def padded_length(tokens: int) -> int:
+def attended_length(tokens: int) -> int:
     """The length at which a prompt of so many tokens is attended to. Some kernels are made anew for
     every length, in a tenth of a second.
 
-    >>> padded_length(1), padded_length(1000), padded_length(2049)
+    >>> attended_length(1), attended_length(1000), attended_length(2049)
     (128, 1024, 2560)
     """
     unit = 128 if tokens <= 2048 else 512
@@ -76,7 +76,7 @@ def padded_length(tokens: int) -> int:
 def size_of(step: StepBatch) -> StepSize:
     """The numbers of a step; tables have room for padded lengths."""
     sampled = sum(chunk.num_wanted for chunk in step.chunks)
-    blocks = blocks_of(padded_length(max(chunk.stop for chunk in step.chunks)))
+    blocks = blocks_of(attended_length(max(chunk.stop for chunk in step.chunks)))
     return StepSize(step.num_tokens, len(step.chunks), sampled, blocks)
 
 

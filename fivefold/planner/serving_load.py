@@ -178,7 +178,7 @@ def _outcome(
         never = float("inf")
         return LoadOutcome(never, never, never, never, 0.0, mean, True)
     start = done[len(done) // 4][1] if len(done) > 3 else 0.0
-    rate = load.output * sum(end <= stop for _, end in warm) / max(stop - start, 1e-12)
+    rate = load.output * sum(start < end <= stop for _, end in warm) / max(stop - start, 1e-12)
     half = len(waits) // 2
     early, late = _mean_wait(warm[:half]), _mean_wait(warm[half:])
     grows = load.rate is not None and (len(done) < requests or late > 1.5 * early + 5 * speed.busy)

@@ -132,7 +132,7 @@ def _capture_steps(forward: DecoderForward, most: int, longest: int) -> None:
         stop = min(keys, longest)
         table = (forward.padding,) * blocks_of(stop)
         one = SequenceChunk("", (0,), stop - 1, table, samples=True, fills=True)
-        for count in (1 << i for i in range(most.bit_length())):
+        for count in (1 << i for i in range((most - 1).bit_length() + 1)):
             forward(StepBatch((one,) * count))
         if stop == longest:
             break

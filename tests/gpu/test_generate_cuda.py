@@ -7,6 +7,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from functools import partial
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -68,10 +69,11 @@ def same_tokens(name: str, piecewise: bool = False) -> None:
     decoder = decoder_of(name, torch.float32)
     limits = ScheduleLimits(tokens=160 if piecewise else 64, sequences=4)
     drawn = DrawnTokens(limits.sequences, torch.device("cuda"))
-    there = GraphedForward(copy.deepcopy(decoder).cuda(), BLOCKS, drawn=drawn)
+    there, replayed = GraphedForward(copy.deepcopy(decoder).cuda(), BLOCKS, drawn=drawn), Mock()
     if piecewise:
         there.capture_prompts(limits.tokens)
         assert there.with_prompts is not None and len(there.with_prompts.captured) == 3
+        there.with_prompts = replayed = Mock(wraps=there.with_prompts)
     engines = [
         Engine(decoder.shape, DecoderForward(decoder, BLOCKS), BLOCKS, limits),
         Engine(decoder.shape, there, BLOCKS, limits, drawn=drawn),
@@ -82,6 +84,7 @@ def same_tokens(name: str, piecewise: bool = False) -> None:
         pairs = zip(found[1][id].logprobs, expected.logprobs, strict=True)
         assert max(abs(a - b) for a, b in pairs) < 1e-3, id
     assert bool(there.captured) == there.captures
+    assert not piecewise or replayed.call_count > 2
 
 
 def close_logits(name: str) -> None:
