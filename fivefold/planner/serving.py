@@ -149,27 +149,39 @@ class LayoutLoad:
     def loaded(self) -> ServingPlan | None:
         """The layout under the rate or the concurrency that is asked; None if it cannot keep up or
         breaks the bounds."""
-        request, dp = self.request, self.fit.layout.dp
-        most = self.steady(self.room).tokens_per_s
+        request, most = self.request, self.steady(self.room).tokens_per_s
         if request.rate is not None and most < request.rate * request.output:
             return None
-        clients = max(1, ceil((request.concurrency or 1) / dp))
-        rate = None if request.rate is None else request.rate / dp
-        run = min(clients, self.room)  # the others wait until one of these ends
-        found = simulate(ReplicaLoad(request.prompt, request.output, rate, run), self.speed())
-        wait = (clients - run) * request.output / max(found.tokens_per_s, 1e-9)
-        found = replace(found, ttft=found.ttft + wait, ttft_p99=found.ttft_p99 + wait)
-        busy = dp if request.concurrency is None else min(dp, request.concurrency)
+        shares = [(number, each, self._simulated(each)) for number, each in self._replicas()]
+        # Replicas differ by one client at most: times are those of most requests.
+        *_, found = max(shares, key=lambda share: share[0] * share[1])
         plan = replace(
             self.steady(max(1, min(self.room, round(found.sequences)))),
-            sequences=found.sequences * busy,
+            sequences=sum(number * each.sequences for number, _, each in shares),
             ttft=found.ttft,
             tpot=found.tpot,
-            tokens_per_s=found.tokens_per_s * busy,
+            tokens_per_s=sum(number * each.tokens_per_s for number, _, each in shares),
             outcome=found,
             capacity=most,
         )
         return None if found.grows or not self.within(plan) else plan
+
+    def _replicas(self) -> list[tuple[int, int]]:
+        """How many replicas have how many clients, where some have any."""
+        dp, concurrency = self.fit.layout.dp, self.request.concurrency
+        if concurrency is None:
+            return [(dp, 1)]
+        each, more = divmod(concurrency, dp)
+        return [pair for pair in ((more, each + 1), (dp - more, each)) if 0 not in pair]
+
+    def _simulated(self, clients: int) -> LoadOutcome:
+        """One replica under its share of the rate, or with so many clients."""
+        request = self.request
+        rate = None if request.rate is None else request.rate / self.fit.layout.dp
+        run = min(clients, self.room)  # the others wait until one of these ends
+        found = simulate(ReplicaLoad(request.prompt, request.output, rate, run), self.speed())
+        wait = (clients - run) * request.output / max(found.tokens_per_s, 1e-9)
+        return replace(found, ttft=found.ttft + wait, ttft_p99=found.ttft_p99 + wait)
 
 
 def legal_layouts(request: ServingRequest) -> Iterator[Layout]:

@@ -103,6 +103,6 @@ def test_steps_of_a_generator_are_compiled_once_for_all_sizes(
         return dynamo.counters["stats"]["unique_graphs"]
 
     assert graphs(range(1, 9)) == 0, "few tokens run by operators"
-    monkeypatch.setattr(import_module("fivefold.generate.engine"), "_MANY_TOKENS", 0)
+    monkeypatch.setattr(import_module("fivefold.generate.forward"), "_MANY_TOKENS", 0)
     assert graphs(range(1, 30, 4)) > 0
     assert graphs(range(2, 90)) == 0

@@ -231,6 +231,14 @@ def test_a_plan_knows_whether_the_engine_works_ahead(
     assert seen == [ahead]
 
 
+@pytest.mark.parametrize("concurrency", [2, 3, 17, 18])
+def test_clients_are_shared_out_over_replicas(concurrency: int) -> None:
+    """17 over three replicas are two with 6 and one with 5; two leave one replica idle."""
+    asked = {"machine": "h200", "layout": "dp=3", "prompt": 512, "output": 512}
+    plan = plan_serving("llama-3.1-8b", concurrency=concurrency, **asked).choice.chosen
+    assert plan.sequences == pytest.approx(concurrency, rel=0.02)
+
+
 def test_requests_may_come_at_given_times() -> None:
     """Three at once are one step of three prompts, and others wait for nobody."""
     apart, near = (
