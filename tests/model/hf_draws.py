@@ -253,20 +253,8 @@ def _ernie4_5(dice: random.Random) -> Keys:
 
 def _dots1(dice: random.Random) -> Keys:
     keys = _decoder(dice) | _head_dim(dice) | {"attention_bias": _flag(dice)}
-    groups, group = dice.choice((1, 2)), dice.randint(2, 3)
-    return keys | {
-        "sliding_window": _window(dice),
-        "max_window_layers": dice.choice((0, 9)),
-        "n_routed_experts": groups * group,
-        "num_experts_per_tok": dice.randint(1, group),
-        "n_group": groups,
-        "topk_group": dice.randint(1, groups),
-        "n_shared_experts": dice.choice((0, 1, 2)),
-        "first_k_dense_replace": dice.randrange(keys["num_hidden_layers"]),
-        "moe_intermediate_size": dice.choice((8, 11)),
-        "norm_topk_prob": _flag(dice),
-        "routed_scaling_factor": dice.choice((1.0, 2.5)),
-    }
+    keys |= {"sliding_window": _window(dice), "max_window_layers": dice.choice((0, 9))}
+    return keys | newer_families.grouped_experts(dice, keys["num_hidden_layers"])
 
 
 DRAWS: dict[str, tuple[type, Callable[[random.Random], Keys]]] = {

@@ -245,22 +245,25 @@ def _glm(dice: random.Random) -> Keys:
     return _partial(dice, _decoder(dice), size) | own
 
 
-def _glm4_moe(dice: random.Random) -> Keys:
-    keys = _glm(dice)
+def grouped_experts(dice: random.Random, layers: int) -> Keys:
+    """Experts in groups, some of which a token may choose from, after some dense layers."""
     groups, group = dice.choice((1, 2)), dice.randint(2, 3)
-    return keys | {
-        "use_qk_norm": _flag(dice),
+    return {
         "moe_intermediate_size": dice.choice((8, 11)),
         "n_routed_experts": groups * group,
         "num_experts_per_tok": dice.randint(1, group),
         "n_group": groups,
         "topk_group": dice.randint(1, groups),
         "n_shared_experts": dice.choice((0, 1, 2)),
-        "first_k_dense_replace": dice.randrange(keys["num_hidden_layers"]),
+        "first_k_dense_replace": dice.randrange(layers),
         "norm_topk_prob": _flag(dice),
         "routed_scaling_factor": dice.choice((1.0, 2.5)),
-        "num_mtp_layers": 0,
     }
+
+
+def _glm4_moe(dice: random.Random) -> Keys:
+    keys = _glm(dice) | {"use_qk_norm": _flag(dice), "num_mtp_layers": 0}
+    return keys | grouped_experts(dice, keys["num_hidden_layers"])
 
 
 def _phi3(dice: random.Random) -> Keys:

@@ -11,7 +11,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from types import ModuleType
 from typing import Any, ClassVar
-from unittest.mock import MagicMock
+from unittest.mock import MagicMock, Mock
 
 import pytest
 import torch
@@ -27,8 +27,10 @@ from fivefold.generate.forward import DecoderForward
 from fivefold.generate.piecewise import PiecewiseSteps, sizes_up_to
 from fivefold.generate.requests import Request, SequenceChunk, StepBatch
 from fivefold.generate.scheduler import ScheduleLimits
+from fivefold.generate.step_tensors import packed, size_of, unpacked
 from fivefold.model.batch import AttentionInfo
 from fivefold.model.decoder import Decoder, from_config
+from fivefold.serve.rank import _capture_steps
 
 BLOCKS, TOKENS, NEW = 64, 200, 12
 # Without experts, whose matmuls on a CPU wait for the numbers of rows.
@@ -181,6 +183,28 @@ def test_piecewise_steps_draw_what_whole_steps_draw(name: str) -> None:
         assert parts[id].logprobs == pytest.approx(expected.logprobs, abs=1e-9), id
 
 
+def test_tables_end_with_blocks_of_their_own_sequence() -> None:
+    """Prompts are attended to at larger lengths than they have: nobody else's keys are there."""
+    chunks = [
+        SequenceChunk("a", (5,) * 20, 0, (3, 7), samples=True),
+        SequenceChunk("b", (6,), 40, (1, 2, 9), samples=True),
+    ]
+    step = StepBatch(tuple(chunks))
+    size = size_of(step)
+    found = unpacked(packed(step, size.blocks), size, step.chunks)
+    assert found.tables.tolist() == [[3, *[7] * 7], [1, 2, *[9] * 6]]
+
+
+@pytest.mark.parametrize(
+    ("most", "sizes"), [(1, [1]), (4, [1, 2, 4]), (100, [1, 2, 4, 8, 16, 32, 64, 128])]
+)
+def test_a_server_warms_every_size_of_a_decode_step(most: int, sizes: list[int]) -> None:
+    """100 sequences run in the graph of 128."""
+    forward = Mock(padding=8)
+    _capture_steps(forward, most, longest=64)
+    assert [len(call.args[0].chunks) for call in forward.call_args_list] == sizes
+
+
 def test_a_size_is_chosen() -> None:
     """The next larger one; larger steps are not taken."""
     assert sizes_up_to(1) == (64,) and sizes_up_to(65) == (64, 128) and sizes_up_to(64) == (64,)
@@ -195,7 +219,9 @@ def test_steps_that_need_much_of_the_memory_are_left_out(monkeypatch: pytest.Mon
     forward = Piecewise(decoder_of("plain"), BLOCKS)
     assert sorted(forward.steps.captured) == [64, 128]
     step = StepBatch((SequenceChunk("", (0,) * 129, 0, (0,) * 9, samples=True),))
-    assert not forward.steps.takes(step) and forward(step).shape == (1, 256)
+    assert not forward.steps.takes(step)
+    whole = DecoderForward(decoder_of("plain"), BLOCKS)(step)
+    assert whole.equal(forward(step)), "steps that are not captured are as before"
     monkeypatch.setattr(NoCuda, "needs", iter((600,) * 4))
     assert not Piecewise(decoder_of("plain"), BLOCKS).steps.captured
 

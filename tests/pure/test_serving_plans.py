@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -17,10 +16,8 @@ from fivefold.core.errors import FivefoldError
 from fivefold.core.kv_pages import kept_tokens, token_bytes
 from fivefold.core.layout import Layout
 from fivefold.cost.serving import ServedModel
-from fivefold.planner import serving
 from fivefold.planner.serving import LayoutLoad, legal_layouts
 from fivefold.planner.serving_fit import ServingFit, ServingRequest, model_bytes
-from fivefold.planner.serving_load import LoadOutcome, ReplicaLoad, ReplicaSpeed, simulate
 from tests import serving_published
 from tests.serving_published import ROWS
 
@@ -166,133 +163,6 @@ def test_kv_heads_fewer_than_tp_are_read_by_all() -> None:
         for tp in (8, 16)
     )
     assert eight.parts["attention"] == pytest.approx(sixteen.parts["attention"])
-
-
-# --- Load
-
-
-def speed(step: float = 0.01, room: int = 64) -> ReplicaSpeed:
-    return ReplicaSpeed(lambda n: step + 1e-4 * n, 0.05, 0.0, 0.005, room, 8192, ahead=False)
-
-
-def test_an_idle_server_answers_as_alone() -> None:
-    found = simulate(ReplicaLoad(1024, 64, rate=0.01), speed())
-    assert found.ttft == pytest.approx(0.05) and found.tpot == pytest.approx(0.0101)
-    assert not found.grows
-
-
-def test_waits_grow_with_the_rate() -> None:
-    rates = (0.5, 5.0, 15.0)
-    found = [simulate(ReplicaLoad(1024, 64, rate=rate), speed()) for rate in rates]
-    assert found[0].ttft_p99 < found[1].ttft_p99 < found[2].ttft_p99
-    assert found[0].tpot < found[1].tpot < found[2].tpot
-    assert simulate(ReplicaLoad(1024, 64, rate=15.0), speed()) == found[2]  # a fixed seed
-    assert simulate(ReplicaLoad(1024, 64, rate=100.0), speed()).grows
-
-
-def test_clients_fill_the_server() -> None:
-    found = simulate(ReplicaLoad(1024, 64, clients=16), speed())
-    assert found.sequences == pytest.approx(16, rel=0.05)
-    # Each cycle has 64 steps, and 16 prompts beside them.
-    assert found.tokens_per_s == pytest.approx(16 * 64 / (63 * 0.0116 + 16 * 0.0465), rel=0.15)
-
-
-def test_a_full_cache_makes_requests_wait() -> None:
-    few, many = (simulate(ReplicaLoad(1024, 64, clients=16), speed(room=room)) for room in (4, 64))
-    assert few.ttft > 5 * many.ttft and few.sequences <= 4
-
-
-@pytest.mark.parametrize("clients", [1, 8, 64, 256])
-def test_the_simulation_agrees_with_means(clients: int) -> None:
-    """Two ways to the same load: step by step, and as the mean of one cycle."""
-    request = ServingRequest(models.load("llama-3.1-8b"), H200, 1, 2048, 256, concurrency=clients)
-    load = LayoutLoad(ServingFit(request, Layout(sp=False, zero=0)))
-    mean, found = load.steady(clients), load.loaded()
-    assert found is not None
-    assert found.tokens_per_s == pytest.approx(mean.tokens_per_s, rel=0.05)
-    assert found.tpot == pytest.approx(mean.tpot, rel=0.05)
-
-
-@pytest.mark.parametrize(("tp", "ahead"), [(1, True), (2, False)])
-def test_a_plan_knows_whether_the_engine_works_ahead(
-    tp: int, ahead: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As `LayoutEngine` does: on one GPU. The simulation itself is held to the engine elsewhere."""
-    seen: list[bool] = []
-
-    def watched(load: ReplicaLoad, speed: ReplicaSpeed) -> LoadOutcome:
-        seen.append(speed.ahead)
-        return simulate(load, speed)
-
-    monkeypatch.setattr(serving, "simulate", watched)
-    request = ServingRequest(models.load("llama-3.1-8b"), H200, tp, 1024, 128, rate=8.0)
-    fit = ServingFit(request, Layout(tp=tp, sp=False, zero=0))
-    assert LayoutLoad(fit).loaded() is not None
-    assert seen == [ahead]
-
-
-@pytest.mark.parametrize("concurrency", [2, 3, 17, 18])
-def test_clients_are_shared_out_over_replicas(concurrency: int) -> None:
-    """17 over three replicas are two with 6 and one with 5; two leave one replica idle."""
-    asked = {"machine": "h200", "layout": "dp=3", "prompt": 512, "output": 512}
-    plan = plan_serving("llama-3.1-8b", concurrency=concurrency, **asked).choice.chosen
-    assert plan.sequences == pytest.approx(concurrency, rel=0.02)
-
-
-def test_requests_may_come_at_given_times() -> None:
-    """Three at once are one step of three prompts, and others wait for nobody."""
-    apart, near = (
-        simulate(ReplicaLoad(1024, 64, rate=1.0, arrivals=times), speed())
-        for times in ((0.0, 9.0, 18.0, 27.0), (0.0, 9.0, 9.0, 9.0))
-    )
-    assert apart.ttft == apart.ttft_p99 == pytest.approx(0.05)
-    assert near.ttft == near.ttft_p99 == pytest.approx(3 * 0.05)
-
-
-def test_tokens_come_as_fast_as_they_are_asked() -> None:
-    """Neither the time until the first answers nor that after the last request counts."""
-    found = simulate(ReplicaLoad(1024, 64, rate=12.0), speed())
-    assert found.tokens_per_s == pytest.approx(12 * 64, rel=0.05) and not found.grows
-
-
-def test_long_prompts_are_no_queue() -> None:
-    """Of a million tokens each takes 123 steps, and 2,000 of them more than are simulated."""
-    long = replace(speed(), busy=60.0)
-    assert not simulate(ReplicaLoad(1_000_000, 64, rate=0.002), long).grows
-
-
-@pytest.mark.parametrize("load", [{"rate": 0.01}, {"clients": 1}], ids=["rate", "client"])
-def test_tokens_that_come_late_come_as_fast(load: dict[str, Any]) -> None:
-    """The way of an answer to its client counts for the first token, and not between tokens; a
-    client asks again when it has the last one."""
-    found = simulate(ReplicaLoad(1024, 4, **load), replace(speed(), late=0.1))
-    assert found.ttft == pytest.approx(0.15) and found.tpot == pytest.approx(0.0101)
-    if "clients" in load:
-        assert found.tokens_per_s == pytest.approx(4 / (0.15 + 3 * 0.0101), rel=0.01)
-
-
-@pytest.mark.parametrize(
-    ("model", "prompt", "layout"), [("tiny", 16, "dp=1"), ("llama-3.1-8b", 100_000, "pp=8")]
-)
-def test_no_token_comes_before_the_first(model: str, prompt: int, layout: str) -> None:
-    """Not where steps take less than the way to the engine, or a prompt has many stages to go."""
-    asked = {"machine": "h200", "layout": layout, "gpus": Layout.parse(layout).world}
-    plan = plan_serving(model, prompt=prompt, output=8, rate=0.01, **asked).choice.chosen
-    assert plan.tpot == pytest.approx(LayoutLoad(plan.fit).steady(1).tpot, rel=0.05)
-
-
-def test_clients_beyond_the_room_wait_their_turn() -> None:
-    """Twice as many as fit wait for about one whole answer more."""
-    asked = {"machine": "h200", "gpus": 1}
-    most = plan_serving("llama-3.1-8b", concurrency=405, **asked).choice.chosen
-    late = plan_serving("llama-3.1-8b", concurrency=810, **asked).choice.chosen
-    assert late.tokens_per_s == pytest.approx(most.tokens_per_s)
-    assert late.ttft - most.ttft == pytest.approx(most.latency, rel=0.15)
-
-
-def test_small_devices_have_small_engines() -> None:
-    asked = {"machine": "laptop", "gpus": 2, "prompt": 64, "output": 16}
-    assert plan_serving("tiny", **asked).choice.chosen.max_sequences > 100
 
 
 # --- The search
