@@ -7,7 +7,7 @@ READY := .venv/.ready
 # Hundreds of interpreters start in the tests: each would compile the package again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup train test nightly test-page bench-page page-pictures docs reference lint types verify-all bench-schedule bench-overlap bench-tensor bench-pipeline bench-context bench-expert bench-gpu bench-rank bench-decode bench-serve bench-step bench-logging bench-clock bench-checkpoint bench-plan bench-tokens chaos recover stress flips bench-flips verify-nccl learn score clean
+.PHONY: setup train test nightly test-page bench-page page-pictures docs reference lint types verify-all bench-schedule bench-overlap bench-tensor bench-pipeline bench-context bench-expert bench-gpu bench-rank bench-decode bench-serve bench-step bench-logging bench-clock bench-checkpoint bench-plan bench-tokens chaos recover stress flips bench-flips verify-nccl accept-gpu device-env learn score clean
 
 setup: $(READY)
 
@@ -123,6 +123,14 @@ verify-nccl: setup
 	$(BIN)/python -m tests.gpu.nccl
 	$(BIN)/python -m tests.gpu.train_nccl
 	$(BIN)/python -m tests.gpu.recover_nccl
+
+# On a GPU: whole journeys through the command line, at most 8 minutes; the record goes to docs/accepted-gpu.md.
+# A machine on which nothing can be installed uses its own Python, and what `make device-env` has put into carry/.
+accept-gpu:
+	$(if $(wildcard $(READY)),$(BIN)/python,python3) -m tests.gpu.accept $(JOURNEYS)
+
+device-env: setup
+	$(BIN)/python -m tests.gpu.device_env
 
 bench-overlap: setup
 	$(BIN)/python benchmarks/overlap.py

@@ -44,18 +44,24 @@ class MixerSizes(NamedTuple):
     kernels: float
 
     @classmethod
-    def of(cls, shape: Shape, tp: Array, seq: int) -> MixerSizes | None:
+    def of(cls, shape: Shape, tp: Array, seq: Array | int) -> MixerSizes | None:
         """None for attention."""
         if shape.own_mixer is None:
             return None
-        rows, cost = mixer_table(shape), mixer_cost(shape, seq)
+        # The class of a mixer knows one length; a curve over lengths has an array of them.
+        lengths = np.asarray(seq)
+        costs = [mixer_cost(shape, int(length)) for length in lengths.flat]
+        flops, saved, moved = (
+            np.array(column).reshape(lengths.shape) / tp
+            for column in zip(*(cost[:-1] for cost in costs), strict=True)
+        )
+        rows = mixer_table(shape)
         ranks = {"heads": tp, "kv_heads": np.minimum(tp, shape.kv_heads), "whole": np.ones_like(tp)}
         made = {
             each.name: each.split_size / ranks[each.split] for each in rows if each.reads == "input"
         }
-        back, of_rank = rows[-1].split_size / tp, [each / tp for each in cost[:-1]]
-        flops, saved, moved = of_rank
-        return cls(made, back, saved, moved, flops, cost.kernels)
+        back = rows[-1].split_size / tp
+        return cls(made, back, saved, moved, flops, costs[0].kernels)
 
     @property
     def projected(self) -> Array:

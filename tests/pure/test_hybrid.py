@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 from hf_configs import CONFIGS
 
@@ -24,6 +25,7 @@ from fivefold.core.rope import Rope
 from fivefold.core.shape import Shape
 from fivefold.core.splits import flops_by_layer
 from fivefold.core.weights import planned_weights, tp_shard
+from fivefold.cost.attention_sizes import MixerSizes
 from fivefold.cost.collectives import predict_traffic
 from fivefold.planner import estimate_setting
 from fivefold.planner.estimate import estimate_plan
@@ -208,3 +210,15 @@ def test_megatron_has_arguments_for_it() -> None:
     assert load(found) == replace(SHAPE, moe=replace(SHAPE.moe, renormalise=False))
     with pytest.raises(FivefoldError, match="attention-variant = dsa: known here is gdn"):
         find_model(flat | {"experimental-attention-variant": "dsa"})
+
+
+def test_a_curve_over_lengths_has_the_costs_of_each() -> None:
+    tp, lengths = np.array([1.0, 2.0])[:, None], np.array([16, 64, 4096])
+    curve = MixerSizes.of(SHAPE.of_mixer, tp, lengths)
+    assert curve is not None and curve.flops.shape == (2, 3)
+    for at, length in enumerate(lengths):
+        alone = MixerSizes.of(SHAPE.of_mixer, tp, int(length))
+        assert alone is not None
+        for name in ("flops", "saved", "moved"):
+            assert np.array_equal(getattr(curve, name)[:, at], getattr(alone, name)[:, 0])
+    assert curve.flops[0, 0] < curve.flops[0, 1]  # a chunk is no longer than its sequence
