@@ -169,10 +169,12 @@ class Crowd:
     """Lets as many ranks run as the machine carries; a journey waits for its own."""
 
     def __init__(self, most: int) -> None:
-        self.free, self.changed = most, threading.Condition()
+        self.most = self.free = most
+        self.changed = threading.Condition()
 
     @contextmanager
     def joined(self, ranks: int) -> Iterator[None]:
+        ranks = min(ranks, self.most)
         with self.changed:
             self.changed.wait_for(lambda: self.free >= ranks)
             self.free -= ranks

@@ -393,7 +393,7 @@ def flipped(words: Sequence[str]) -> None:
 def served(trip: Trip, family: str, cache_gb: float) -> None:
     """A server under load: random lengths, clients that go, and a cache too small for all."""
     trip.python("-m", "tests.gpu.journeys", family, "hub")
-    size = cache_gb if trip.on_gpu else 0.002
+    size = cache_gb if trip.on_gpu else 0.005
     with trip.served("hub", "--cache-gb", str(size)) as address:
         server = urlsplit(address)
         place = (server.hostname or "", server.port or 0)
@@ -482,11 +482,12 @@ def save(family: str, folder: Path) -> None:
     tokenizer.save_pretrained(folder)
     torch.manual_seed(0)
     keys = {"vocab_size": 512, "max_position_embeddings": 4096, "num_hidden_layers": 4}
+    keys |= {"bos_token_id": None, "eos_token_id": 1, "pad_token_id": None}
+    name, sizes = FAMILIES[family]
     if not torch.cuda.is_available():
         keys["num_hidden_layers"] = 2
-    keys |= {"bos_token_id": None, "eos_token_id": 1, "pad_token_id": None}
-    name, more = FAMILIES[family]
-    config = getattr(transformers, f"{name}Config")(**keys, **more)
+        sizes = sizes | {"hidden_size": 64, "intermediate_size": 96}
+    config = getattr(transformers, f"{name}Config")(**keys, **sizes)
     model = getattr(transformers, f"{name}ForCausalLM")(config)
     model.to(torch.bfloat16).save_pretrained(folder)
 
