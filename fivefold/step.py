@@ -67,11 +67,11 @@ class Guard:
     """How training guards a step: `scale` multiplies the losses where backward begins, for types of
     a narrow range; `stop` asks to end the run after this step.
 
-    A guarded step waits once, for its loss and norm, and calls `on_read` then, with the event that
-    the device has just passed. It updates nothing where the norm or the loss is not finite. If the
-    updater sees to that by itself, and `uncount` makes it forget such an update, the update is
-    issued before the host waits, so that the device never does. Nothing is updated either where
-    loss or norm is above its `bound`.
+    A guarded step waits once, for its loss and norm, and calls `on_read` then, with an event that
+    the device has passed: long ago, if the host was late. It updates nothing where the norm or the
+    loss is not finite. If the updater sees to that by itself, and `uncount` makes it forget such an
+    update, the update is issued before the host waits, so that the device never does. Nothing is
+    updated either where loss or norm is above its `bound`.
     """
 
     scale: float = 1.0

@@ -11,6 +11,7 @@ Times are seconds since the first start. A kind of events is a lane of the time 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from fivefold.core.errors import counted
 from fivefold.page import View
@@ -36,6 +37,7 @@ _CHANGE = 0.01  # share of a step
 
 def history(facts: RunFacts) -> View:
     """The time line; an evaluation names its sets."""
+    facts = _timed(facts)
     records = _by_start(facts)
     starts = [_start(facts, number, each) for number, each in enumerate(records)]
     by_lane = {
@@ -58,6 +60,20 @@ def history(facts: RunFacts) -> View:
     }
 
 
+def _timed(facts: RunFacts) -> RunFacts:
+    """The run where a step without a time follows the one before it at once."""
+    walls = [start.began - facts.starts[0].began for start in facts.starts]
+
+    def with_wall(record: StepRecord) -> StepRecord:
+        if record.restart >= len(walls):
+            return record
+        walls[record.restart] = record.wall or walls[record.restart]
+        return replace(record, wall=walls[record.restart])
+
+    lost = tuple(map(with_wall, facts.lost))
+    return replace(facts, records=tuple(map(with_wall, facts.records)), lost=lost)
+
+
 def _by_start(facts: RunFacts) -> list[list[StepRecord]]:
     """The records of each start, those of lost steps too."""
     found: list[list[StepRecord]] = [[] for _ in facts.starts]
@@ -71,7 +87,7 @@ def _start(facts: RunFacts, number: int, records: list[StepRecord]) -> View:
     """One start as a bar: a start that died ends with its last record, or with its failure."""
     one, zero = facts.starts[number], facts.starts[0].began
     began, failed = max(0.0, one.began - zero), one.facts.get("failed")
-    end = max([began, *(each.wall for each in records)])
+    end = max([began, *(record.wall or began for record in records)])
     how = "running" if number + 1 == len(facts.starts) else "died"
     if one.ended is not None:
         end, how = max(end, one.ended - zero), one.why or "ended"
@@ -169,8 +185,8 @@ def _texts(facts: RunFacts) -> list[View]:
     ]
 
 
-def _event(kind: str, at: float, step: int | None, says: str) -> View:
-    return {"kind": kind, "at": max(0.0, at), "step": step, "says": says}
+def _event(kind: str, at: float | None, step: int | None, says: str) -> View:
+    return {"kind": kind, "at": max(0.0, at or 0.0), "step": step, "says": says}
 
 
 # The same for a terminal.

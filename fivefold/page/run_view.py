@@ -90,6 +90,7 @@ def _head(facts: RunFacts) -> View:
         "failed": newest.ended is None and not _is_live(facts),
         "state": state(facts),
         "no_plan": facts.no_plan,
+        "damage": list(facts.damage),
     }
 
 
@@ -127,8 +128,9 @@ def state(facts: RunFacts) -> str:
 
 def _is_silent(facts: RunFacts) -> bool:
     """Whether the newest record is much older than a step takes."""
-    recent = [one.interval for one in facts.records[-_WINDOW:]]
-    return facts.idle_s > max([_LEAST_SILENCE_S, *(_SILENT_STEPS * each for each in recent)])
+    recent = (record.interval for record in facts.records[-_WINDOW:])
+    long = [_SILENT_STEPS * seconds for seconds in recent if seconds is not None]
+    return facts.idle_s > max([_LEAST_SILENCE_S, *long])
 
 
 def _eta(facts: RunFacts, steps: int | None) -> float | None:
@@ -156,6 +158,7 @@ def goodput(summary: Summary) -> View:
             f"{summary.goodput:.1%} of {rough_duration(summary.wall_s)} went to steps that count; "
             f"{counted(summary.num_restarts, 'restart')}, {lost} lost, "
             f"{summary.num_skipped} skipped"
+            + (f", {summary.num_untimed} without a time" if summary.num_untimed else "")
         ),
     }
 

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from statistics import median
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from fivefold.core.count import training_flops
 from fivefold.core.plan import Plan
@@ -36,6 +36,7 @@ _ADDED = (
     "again",
     "slow",
 )  # records of older versions do not have them
+_TIMES = ("seconds", "wall_s", "wall")
 _ENDLESS = 1e12  # seconds: no run takes so long, and many of them still have a finite sum
 _WINDOW = 100  # the last steps, from which the remaining time is estimated
 
@@ -61,10 +62,11 @@ class StepRecord:
     """One step. Unknown values are None. A step whose loss or norm is not finite is skipped.
 
     `data` has the seconds that the rank waited for its rows. `seconds` go from its question for
-    them, or from the end of the previous update if that was later, to the end of this update on the
-    device, and `wall_s` from the end of the previous update, or from the start, to the end of this
-    one: their sum is the wall time. Records of older versions have neither `data` nor `wall_s`,
-    and their `seconds` begin after the data and end before clipping and update.
+    them, or from the end of what the device had to run before if that was later, to the end of this
+    update on the device, and `wall_s` from the end of the previous update, or from the start, to
+    the end of this one: their sum is the wall time. Records of older versions have neither `data`
+    nor `wall_s`, and their `seconds` begin after the data and end before clipping and update. Times
+    that cannot be, because they are not finite or not above 0, are None.
 
     `spent` has the seconds between the previous record and this one outside of the step, by what
     they were spent on. `wall` has the seconds since the first start of the run. `restart` counts
@@ -75,12 +77,12 @@ class StepRecord:
     loss: float
     norm: float
     lr: float
-    seconds: float
+    seconds: float | None
     tokens: int
     world: int
     first_sample: int
     num_samples: int
-    wall: float
+    wall: float | None
     restart: int = 0
     mfu: float | None = None
     memory_gib: float | None = None  # peak of any rank
@@ -99,36 +101,36 @@ class StepRecord:
     slow: list[dict[str, Any]] | None = None  # ranks, hosts and links that make it longer
 
     @property
-    def elapsed(self) -> float:
+    def elapsed(self) -> float | None:
         """The seconds of the step that are shown and give its rates: `wall_s` where it is known."""
         return self.seconds if self.wall_s is None else self.wall_s
 
     @property
-    def interval(self) -> float:
+    def interval(self) -> float | None:
         """The seconds from record to record."""
-        return self.seconds + sum(self.spent.values()) if self.wall_s is None else self.wall_s
+        if self.wall_s is not None or self.seconds is None:
+            return self.wall_s
+        return self.seconds + sum(self.spent.values())
 
     @property
-    def tokens_per_s(self) -> float:
-        return self.tokens / self.elapsed
+    def tokens_per_s(self) -> float | None:
+        return None if self.elapsed is None else self.tokens / self.elapsed
 
     @property
-    def tokens_per_s_per_gpu(self) -> float:
-        return self.tokens_per_s / self.world
+    def tokens_per_s_per_gpu(self) -> float | None:
+        return None if self.tokens_per_s is None else self.tokens_per_s / self.world
 
     def to_json(self) -> dict[str, Any]:
         """One line of the file. Numbers that are not finite become null."""
-        table = asdict(self)
-        for key in ("loss", "norm", "eval_loss"):
-            if table[key] is not None and not math.isfinite(table[key]):
-                table[key] = None
-        return {**table, **{name: getattr(self, name) for name in _RATES}}
+        return _finite({**asdict(self), **{name: getattr(self, name) for name in _RATES}})
 
     @classmethod
     def from_json(cls, table: Mapping[str, Any]) -> StepRecord:
         """The record of a line; raises KeyError, TypeError or ValueError if it is none."""
         values = {each.name: table[each.name] for each in fields(cls) if each.name not in _ADDED}
         values |= {name: table.get(name) for name in _ADDED}
+        for key in _TIMES:
+            values[key] = possible_time(values[key])
         check_record(values)
         for key in ("loss", "norm"):
             values[key] = math.nan if values[key] is None else float(values[key])
@@ -162,6 +164,22 @@ class StepRecord:
         return {name: float(value) for name, value in found.items() if value is not None}
 
 
+def _finite(value: Any) -> Any:
+    """A JSON value whose numbers are all finite: None where one is not."""
+    if isinstance(value, dict):
+        table = cast("dict[str, Any]", value)
+        return {key: _finite(inner) for key, inner in table.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(inner) for inner in cast("Sequence[Any]", value)]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def possible_time(seconds: Any) -> Any:
+    """Seconds that a step can have taken: None for a number that is not finite or not above 0."""
+    is_number = isinstance(seconds, int | float) and not isinstance(seconds, bool)
+    return None if is_number and not 0 < seconds < math.inf else seconds
+
+
 def mfu(plan: Plan, tokens_per_s: float) -> float | None:
     """Model FLOPs over the peak FLOPs of the plan's GPUs; None if the plan has no machine."""
     if plan.machine is None:
@@ -180,11 +198,15 @@ class Pace:
         self.seconds: deque[float] | None = None
 
     def eta(self, record: StepRecord, steps: int) -> float | None:
-        """Seconds from this record to the last of `steps`; None after the first step."""
+        """Seconds from this record to the last of `steps`; None after the first step, and while no
+        step has a time."""
         if self.seconds is None:
             self.seconds = deque(maxlen=_WINDOW)
             return None
-        self.seconds.append(record.interval)
+        if record.interval is not None:
+            self.seconds.append(record.interval)
+        if not self.seconds:
+            return None
         return sum(self.seconds) / len(self.seconds) * (steps - record.step)
 
 
@@ -229,6 +251,7 @@ class Summary:
     best_eval_loss: float | None
     evals: dict[str, dict[str, float | None]]  # newest, by set
     num_skipped: int
+    num_untimed: int  # whose clock gave no time that can be
     num_proven: int  # which `replay` ran twice, with equal bits
     num_lost: int
     num_restarts: int
@@ -257,6 +280,7 @@ def summarize(
     known_mfu = [record.mfu for record in counted if record.mfu is not None]
     memory = [each.memory_gib for each in (*records, *lost) if each.memory_gib is not None]
     evals = [record.eval_loss for record in records if record.eval_loss is not None]
+    times = [record.elapsed for record in counted if record.elapsed is not None]
     total = sum(record.tokens for record in counted)
     newest = records[-1] if records else None
     return Summary(
@@ -265,7 +289,7 @@ def summarize(
         wall_s=wall,
         spent=spent,
         goodput=spent[STEPS] / wall if wall else 0.0,
-        step_s=median(record.elapsed for record in counted) if counted else None,
+        step_s=median(times) if times else None,
         tokens_per_s=_rate(counted, per_gpu=False),
         tokens_per_s_per_gpu=_rate(counted, per_gpu=True),
         mfu=median(known_mfu) if known_mfu else None,
@@ -279,6 +303,7 @@ def summarize(
         best_eval_loss=min(evals, default=None),
         evals=next((record.evals for record in reversed(records) if record.evals), None) or {},
         num_skipped=len(records) - len(counted),
+        num_untimed=sum(record.elapsed is None for record in records),
         num_proven=sum(
             each.again is not None and each.again["why"] is None and each.again["same"]
             for each in records
@@ -290,12 +315,15 @@ def summarize(
 
 
 def _rate(records: Sequence[StepRecord], per_gpu: bool) -> Rate | None:
-    if not records:
+    steps = [
+        (record.tokens, record.elapsed * (record.world if per_gpu else 1))
+        for record in records
+        if record.elapsed is not None
+    ]
+    if not steps:
         return None
-    shares = [record.world if per_gpu else 1 for record in records]
-    seconds = [each.elapsed * share for each, share in zip(records, shares, strict=True)]
-    rates = [each.tokens / time for each, time in zip(records, seconds, strict=True)]
-    return Rate(sum(record.tokens for record in records) / sum(seconds), median(rates))
+    tokens, seconds = map(sum, zip(*steps, strict=True))
+    return Rate(tokens / seconds, median(count / time for count, time in steps))
 
 
 def _spent(
@@ -316,7 +344,8 @@ def _spent(
     found[LOST] += sum(_seconds(record.seconds) for record in lost)
     up = 0.0
     for number, start in enumerate(starts):
-        walls = [each.wall for each in (*records, *lost) if each.restart == number]
+        same = [record for record in (*records, *lost) if record.restart == number]
+        walls = [record.wall for record in same if record.wall is not None]
         end = max(walls, default=start.began) if start.ended is None else start.ended
         up += _seconds(end - start.began)
         if start.ended is None and number + 1 < len(starts):
@@ -326,12 +355,12 @@ def _spent(
     return found
 
 
-def _seconds(measured: float) -> float:
+def _seconds(measured: float | None) -> float:
     """A length of time: what no clock can have measured counts as none.
 
     Clocks that were set back make negative times, damaged records endless ones.
     """
-    return measured if 0.0 < measured < _ENDLESS else 0.0
+    return measured if measured is not None and 0.0 < measured < _ENDLESS else 0.0
 
 
 def shares_of(amounts: Sequence[float]) -> list[float]:

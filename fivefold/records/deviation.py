@@ -162,7 +162,8 @@ def compare(
     seconds, planned, whole = graph.makespan, expected.played.makespan, expected.around is not None
     if expected.around is not None:
         planned += sum(expected.around.values())
-        measured = spans.end - spans.begin if record is None else record.seconds
+        known = None if record is None else record.seconds
+        measured = spans.end - spans.begin if known is None else known
         seconds = max(measured, graph.makespan)
         causes += _around(expected.around, graph, spans, seconds)
     causes.sort(key=lambda one: -abs(one.gain))

@@ -87,7 +87,7 @@ class StepSpans:
         The record has the time of the step and of the evaluation after it.
         """
         first = self.ranks.get(0)
-        if record is None or first is None:
+        if record is None or record.seconds is None or first is None:
             return self
         end = first.reported - record.spent.get(EVAL, 0.0)
         begin = end - (1 + _SLACK) * record.seconds
@@ -143,6 +143,7 @@ class RunFacts:
     idle_s: float
     samples: tuple[RunSample, ...] = ()
     recipe: Mapping[str, Any] = field(default_factory=dict[str, Any])  # every key of its plan file
+    damage: tuple[str, ...] = ()  # which lines of its records cannot be read
 
     @property
     def steps(self) -> list[int]:

@@ -45,10 +45,11 @@ def step_line(record: StepRecord, steps: int, eta: float | None = None) -> str:
         f"loss {record.loss:.4f}",
         f"norm {record.norm:.2f}",
         f"lr {record.lr:.1e}",
-        duration(record.elapsed),
-        f"{thousands(record.tokens_per_s)} tok/s"
-        + ("" if planned is None else f" (plan {thousands(planned.tokens_per_s)})"),
+        "no time" if record.elapsed is None else duration(record.elapsed),
     ]
+    if record.tokens_per_s is not None:
+        beside = "" if planned is None else f" (plan {thousands(planned.tokens_per_s)})"
+        words.append(f"{thousands(record.tokens_per_s)} tok/s{beside}")
     if record.mfu is not None:
         beside = "" if planned is None else f" (plan {100 * planned.mfu:.1f})"
         words.append(f"MFU {record.mfu:.1%}{beside}")
@@ -113,6 +114,8 @@ def _outcome_lines(summary: Summary) -> Iterator[str]:
         f"{counted(summary.num_restarts, 'restart')}, "
         f"{counted(summary.num_checkpoints, 'checkpoint')} kept{proven * bool(summary.num_proven)}"
     )
+    if summary.num_untimed:
+        yield f"{counted(summary.num_untimed, 'step')} without a time, of which no rate is computed"
 
 
 def _time_lines(summary: Summary) -> Iterator[str]:

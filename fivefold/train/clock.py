@@ -1,13 +1,17 @@
 """How long the steps of a rank take, to the end of their updates on its device.
 
-A GPU runs an update after the host has issued it. The host waits for the device once in a step,
-for loss and norm. It then reads its own clock and puts an event into the stream, and a second event
-follows the update. The end of the update is the host's time plus what lies between the two events.
-It is known without another wait as soon as the host has waited for the next step.
+A GPU runs an update after the host has issued it, and a host may be late: while it compiles the
+kernels of an update, the device has long passed the event that the host waits for next. So the
+host's clock measures no step. Events of the device do: one when the rank asks for its rows, one
+after the update. They are read without another wait once the host has waited for the next step.
+
+Only the beginning of a run is a time of the host. `ClockOffset` maps the device's clock to it.
+A CPU has no events, and its clock is the host's.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -16,43 +20,78 @@ import torch
 
 from fivefold.records.run_folder import RunFolder
 
+_DRIFT = 1e-4  # seconds a second by which two clocks drift apart: crystals are off by less
+
 
 class StepTimes(NamedTuple):
     """Seconds of a step, and `since_start`, those from the first start of the run to its end.
 
     `data`: the rank waited for its rows. `step`: from the moment when it asked for them, or when
-    the update before had run if that was later, to the end of the update. `wall`: from the end of
-    the update before, or from this start of the run, to the end of this update.
+    the device had run all that was issued before if that was later, to the end of the update.
+    `wall`: from the end of the update before, or from this start of the run, to the end of this
+    update. None: the clock gave a time that cannot be, or that of the update before.
     """
 
     data: float
-    step: float
-    wall: float
-    since_start: float
+    step: float | None
+    wall: float | None
+    since_start: float | None
 
 
 @dataclass(frozen=True)
-class StepEnd:
-    """The end of an update: `after` on the host's clock, and the events from there to the end.
+class ClockOffset:
+    """Maps times of a device to the host's clock.
 
-    Without events, on a CPU, `after` is the end.
+    A host that knows that an event has passed can only be late: its time minus that of the device
+    is the offset or more. So the smallest one counts, until drift can have exceeded it.
     """
 
-    after: float
-    events: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
+    offset: float = math.inf
+    device: float = 0.0  # when it was seen
+
+    def passed(self, device: float, host: float) -> ClockOffset:
+        """The host knows, at a time of its own, that an event of the device has passed."""
+        drifted = self.offset + _DRIFT * (device - self.device)
+        return ClockOffset(host - device, device) if host - device <= drifted else self
+
+    def host(self, device: float) -> float:
+        """The host's time of a time of the device."""
+        return device + self.offset
+
+
+@dataclass(frozen=True)
+class TimedEvent:
+    """A time of the host, and an event of its device; a CPU has none, and is there at once."""
+
+    host: float
+    event: torch.cuda.Event | None = None
+
+    @classmethod
+    def of(cls, device: torch.device) -> TimedEvent:
+        """Record an event in the current stream; the time is that before it."""
+        if device.type != "cuda":
+            return cls(time.perf_counter())
+        event = torch.cuda.Event(enable_timing=True)
+        host = time.perf_counter()
+        event.record(torch.cuda.current_stream(device))
+        return cls(host, event)
 
     @property
     def passed(self) -> bool:
-        """Whether the update has run."""
-        return self.events is None or self.events[1].query()
+        """Whether the device has passed the event."""
+        return self.event is None or self.event.query()
 
-    def read(self) -> float:
-        """The time of the end; waits for it."""
-        if self.events is None:
-            return self.after
-        first, last = self.events
-        last.synchronize()
-        return self.after + 1e-3 * first.elapsed_time(last)
+    def wait(self) -> TimedEvent:
+        """Wait for the event; the time is that after it."""
+        if self.event is not None:
+            self.event.synchronize()
+        return TimedEvent(time.perf_counter(), self.event)
+
+    def until(self, later: TimedEvent) -> float:
+        """Seconds of the device from here to a later moment; both have passed."""
+        if self.event is None or later.event is None:
+            return later.host - self.host
+        return 1e-3 * self.event.elapsed_time(later.event)
 
 
 class StepClock:
@@ -60,9 +99,16 @@ class StepClock:
     `time.perf_counter`."""
 
     def __init__(self, device: torch.device, first_start: float, this_start: float) -> None:
-        self.device, self.first_start = device, first_start
-        self._asked = self._waited_until = self._last_end = this_start
-        self._both = self._moment()
+        self.device, self.first_start, self.this_start = device, first_start, this_start
+        self._asked: TimedEvent | None = None
+        self._seen: list[TimedEvent] = []  # what the host has waited for in this step
+        self._waiting_since, self._data = this_start, 0.0
+        self._offset = ClockOffset()
+        # The last update whose time was read: its end, and that on the device's clock, which
+        # begins with the first request for rows.
+        self._end: TimedEvent | None = None
+        self._device_end = 0.0
+        self._end_known = True  # of the update before
 
     @classmethod
     def of(cls, device: torch.device, folder: RunFolder | None) -> StepClock:
@@ -75,43 +121,56 @@ class StepClock:
 
     def ask(self) -> None:
         """The rank asks for the rows of a step."""
-        self._asked = time.perf_counter()
+        first, self._asked = self._asked is None, TimedEvent.of(self.device)
+        # The host may be late in the first step, so it waits once before it, where nothing runs.
+        self._seen = [self._asked.wait()] if first else []
+        self._waiting_since = time.perf_counter()
 
     def begin(self) -> None:
         """The rows are there."""
-        self._waited_until = time.perf_counter()
+        self._data = time.perf_counter() - self._waiting_since
 
     def synchronised(self, event: torch.cuda.Event | None) -> None:
-        """The host has just waited for this event of the device: it is now on both clocks."""
-        self._both = time.perf_counter(), event
+        """The host knows from here on that the device has passed this event."""
+        self._seen.append(TimedEvent(time.perf_counter(), event))
 
     def mark(self) -> StepMark:
         """The update is issued."""
-        host, begun = self._both
-        now, event = self._moment()
-        end = StepEnd(now) if begun is None or event is None else StepEnd(host, (begun, event))
-        return StepMark(self._asked, self._waited_until - self._asked, end)
+        assert self._asked is not None
+        end = TimedEvent.of(self.device)
+        return StepMark(self._asked, self._data, tuple(self._seen), end)
 
     def times(self, mark: StepMark) -> StepTimes:
         """The times of a step, in the order of the steps; waits until its update has run."""
-        end, before = mark.end.read(), self._last_end
-        self._last_end = end
-        step, since_start = end - max(mark.asked, before), end - self.first_start
-        return StepTimes(mark.data, step, end - before, since_start)
+        mark.end.wait()
+        step = mark.asked.until(mark.end)
+        # Events are compared with recent ones only: milliseconds between them are a float32, which
+        # over hours is no longer exact to one.
+        asked = self._device_end + (0.0 if self._end is None else self._end.until(mark.asked))
+        offset = self._offset
+        for event in mark.seen:
+            offset = offset.passed(asked + mark.asked.until(event), event.host)
+        end = offset.host(asked + step)
+        wall = end - self.this_start if self._end is None else self._end.until(mark.end)
+        since_start = end - self.first_start
+        if not all(map(_is_length, (step, wall, since_start))):
+            self._end_known = False
+            return StepTimes(mark.data, None, None, None)
+        known, self._end_known = self._end_known, True
+        self._end, self._device_end, self._offset = mark.end, asked + step, offset
+        return StepTimes(mark.data, step, wall if known else None, since_start)
 
-    def _moment(self) -> tuple[float, torch.cuda.Event | None]:
-        """Now, on the host and in the current stream."""
-        if self.device.type != "cuda":
-            return time.perf_counter(), None
-        event = torch.cuda.Event(enable_timing=True)
-        now = time.perf_counter()
-        event.record(torch.cuda.current_stream(self.device))
-        return now, event
+
+def _is_length(seconds: float) -> bool:
+    """Whether something can have taken so long."""
+    return math.isfinite(seconds) and seconds > 0
 
 
 class StepMark(NamedTuple):
-    """A step that is issued: when its rows were asked for, the wait for them, and its end."""
+    """A step that is issued: its request for rows, the wait for them, the events that the host
+    has waited for, and the end of its update."""
 
-    asked: float
+    asked: TimedEvent
     data: float
-    end: StepEnd
+    seen: tuple[TimedEvent, ...]
+    end: TimedEvent

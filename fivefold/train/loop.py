@@ -267,7 +267,7 @@ class _Loop:
                 data=times.data,
                 wall_s=times.wall,
                 wall=times.since_start,
-                mfu=mfu(plan, plan.batch.tokens / times.wall),
+                mfu=None if times.wall is None else mfu(plan, plan.batch.tokens / times.wall),
             )
             for each in self.callbacks:
                 each.on_record(record)

@@ -21,7 +21,7 @@ from fivefold.core.recipe import Recipe
 from fivefold.launch.worker import NoMeeting, Worker
 from fivefold.records import StepRecord
 from fivefold.train import TrainSettings, run_rank
-recipe = Recipe(steps=30, data="synthetic", compile=False)  # compiling waits for the GPU
+recipe = Recipe(steps=30, data="synthetic", compile=COMPILE)  # compiling waits for the GPU
 sizes = {"width": "1024", "ffn": "4096", "layers": "8"}
 plan = resolve(PlanOptions("tiny", seq=512, batch=8, microbatches=1, set=sizes, train=recipe))
 records, moments, waits, order = [], {}, {}, []
@@ -32,7 +32,7 @@ def send(kind, value):
     order.append(value.step if isinstance(value, StepRecord) else value)
     if isinstance(value, StepRecord):
         records.append((value.step, value.data, value.seconds, value.wall_s))
-    elif value in ("data of step 11", "checkpoint 30"):
+    elif value in ("data of step 1", "data of step 11", "checkpoint 30"):
         torch.cuda.synchronize()
         moments[value] = time.perf_counter()
     if value == "data of step 12":
@@ -42,8 +42,10 @@ def send(kind, value):
 run_rank(Worker(0, NoMeeting(), send), plan, TrainSettings(recipe, "bfloat16", "cuda"))
 waits = [str(one.message) for one in seen if "synchronizing CUDA" in str(one.message)]
 wall = moments["checkpoint 30"] - moments["data of step 11"]
+full = moments["checkpoint 30"] - moments["data of step 1"]
 late = order.index(15) > order.index("data of step 16")
-print(json.dumps({"records": records, "wall": wall, "waits": len(waits), "late": late}))
+told = {"records": records, "wall": wall, "full": full, "waits": len(waits), "late": late}
+print(json.dumps(told))
 """
 
 ROWS = """
@@ -78,7 +80,7 @@ def ran(code: str) -> str:
 
 
 def test_the_walls_of_the_steps_are_the_wall_time_and_the_host_waits_once() -> None:
-    found = json.loads(ran(STEPS).splitlines()[-1])
+    found = json.loads(ran(STEPS.replace("COMPILE", "False")).splitlines()[-1])
     records = found["records"]
     assert [step for step, *_ in records] == list(range(1, 31))
     assert all(0 <= data <= seconds <= wall for _, data, seconds, wall in records)
@@ -86,6 +88,16 @@ def test_the_walls_of_the_steps_are_the_wall_time_and_the_host_waits_once() -> N
     assert walls == pytest.approx(found["wall"], rel=0.01)
     assert found["waits"] <= 10  # of ten steps
     assert found["late"]  # the record of a step is read while the next one runs
+
+
+def test_the_walls_of_a_run_that_compiles_its_update_in_step_1_are_its_wall_time() -> None:
+    """The host is late in step 1: it compiles between the event of loss and norm and its wait."""
+    told = json.loads(ran(STEPS.replace("COMPILE", "True")).splitlines()[-1])
+    records = told["records"]
+    assert [step for step, *_ in records] == list(range(1, 31))
+    assert all(0 < seconds <= wall for _, _, seconds, wall in records)
+    walls = records[0][2] + sum(wall for *_, wall in records[1:])  # from the request for rows
+    assert walls == pytest.approx(told["full"], rel=0.01)
 
 
 def test_rows_arrive_whole_while_the_stream_is_behind() -> None:

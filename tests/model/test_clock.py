@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 import time
+from collections import deque
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -16,13 +19,20 @@ from fivefold.launch.worker import NoMeeting, Worker
 from fivefold.records import StepRecord
 from fivefold.records.run_folder import RunFolder, read_records, read_summary
 from fivefold.train import TrainSettings, run_rank
-from fivefold.train.clock import StepClock, StepEnd
+from fivefold.train.clock import StepClock, StepMark, TimedEvent
+
+WAKING = 2e-5  # seconds that a host takes to notice that an event has passed
+LATENCY = 5e-6  # of an event that a host issues to an idle device
 
 
 class Gpu:
-    """A device with a queue: what the host issues runs when all before it has run."""
+    """A device with a queue: what the host issues runs when all before it has run.
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    Times are the host's. The device counts from another zero, and its clock gains `drift` seconds
+    a second; of two events it tells the milliseconds between them as a float32.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, drift: float = 0.0) -> None:
         self.host, self.free, self.waits = 100.0, 0.0, 0
         gpu = self
 
@@ -31,17 +41,18 @@ class Gpu:
                 self.at = 0.0
 
             def record(self, stream: object) -> None:
-                self.at = gpu.free = max(gpu.free, gpu.host)
+                self.at = gpu.free = max(gpu.free, gpu.host + LATENCY)
 
             def query(self) -> bool:
                 return self.at <= gpu.host
 
             def synchronize(self) -> None:
-                gpu.waits += self.at > gpu.host
-                gpu.host = max(gpu.host, self.at)
+                gpu.waits += self.at > gpu.host + LATENCY
+                gpu.host = max(gpu.host, self.at) + WAKING
 
             def elapsed_time(self, other: Event) -> float:
-                return 1e3 * (other.at - self.at)
+                ticks = 1e3 * (1 + drift) * (other.at - self.at)
+                return float(torch.tensor(ticks, dtype=torch.float32))
 
         monkeypatch.setattr(torch.cuda, "Event", Event)
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
@@ -102,6 +113,112 @@ def test_a_step_ends_with_its_update_on_the_gpu(
     )
 
 
+class SimulatedStep(NamedTuple):
+    """Seconds of a step: the wait for rows, forward and backward, and the update; and of its host
+    from the event of loss and norm to the wait for it, in which it may compile the update."""
+
+    data: float = 0.0
+    work: float = 0.28
+    update: float = 0.02
+    issues: float = 0.001
+    pause: float = 0.0  # of the host before it asks for rows, as for an evaluation
+
+
+def errors_of(gpu: Gpu, steps: Iterable[SimulatedStep]) -> Iterator[tuple[float, ...]]:
+    """Run steps as the loop does, and compare their times with what happened."""
+    first, start = 90.0, 99.0
+    clock, ends = StepClock(torch.device("cuda"), first, start), [start]
+    waiting: deque[tuple[StepMark, tuple[float, ...]]] = deque()
+
+    def errors(mark: StepMark, happened: tuple[float, ...]) -> tuple[float, ...]:
+        times = [math.nan if seconds is None else seconds for seconds in clock.times(mark)]
+        return tuple(a - b for a, b in zip(times, happened, strict=True))
+
+    for step in steps:
+        gpu.host += step.pause
+        clock.ask()
+        begun = max(gpu.host, gpu.free)
+        gpu.host += step.data
+        clock.begin()
+        gpu.issue(step.work)
+        read = gpu.now()
+        gpu.host += step.issues
+        gpu.issue(step.update)
+        read.synchronize()
+        clock.synchronised(read)
+        mark = clock.mark()
+        happened = step.data, gpu.free - begun, gpu.free - ends[-1], gpu.free - first
+        ends.append(gpu.free)
+        waiting.append((mark, happened))
+        while waiting and waiting[0][0].end.passed:
+            yield errors(*waiting.popleft())
+    yield from (errors(*each) for each in waiting)
+
+
+EARLY = SimulatedStep()
+LATE = SimulatedStep(issues=0.45)  # the device waits for its host
+COMPILES = SimulatedStep(issues=4.0)
+STEPS = {
+    "early": [EARLY] * 60,
+    "late": [LATE] * 60,
+    "late once": [COMPILES, *[EARLY] * 20],  # as in a run that compiles its update
+    "late, then early": [COMPILES, *[LATE] * 20, *[EARLY] * 20],
+    "in turns": [COMPILES, *[EARLY, LATE, LATE, EARLY, EARLY] * 12],
+    "data": [COMPILES, *[SimulatedStep(data=0.05), SimulatedStep(data=0.5), EARLY] * 12],
+    "pauses": [COMPILES, *[EARLY, SimulatedStep(pause=3.0), LATE] * 12],
+    "short": [COMPILES, *[SimulatedStep(work=0.002, update=0.0005, issues=0.004)] * 200],
+}
+
+
+@pytest.mark.parametrize("drift", [0.0, 8e-5, -8e-5])
+@pytest.mark.parametrize("name", STEPS)
+def test_no_time_of_a_step_is_wrong_by_a_millisecond(
+    name: str, drift: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While a host is late in every step, nothing tells it that its clock has drifted away from the
+    device's: only the time since the start of the run may be off by that."""
+    errors = list(errors_of(Gpu(monkeypatch, drift), STEPS[name]))
+    assert len(errors) == len(STEPS[name])
+    assert max(abs(error) for times in errors for error in times[:3]) <= 1e-3
+    unseen = abs(drift) * 0.47 * STEPS[name].count(LATE) if name.startswith("late") else 0.0
+    assert max(abs(times[3]) for times in errors) <= 1e-3 + unseen
+
+
+@pytest.mark.parametrize("drift", [8e-5, -8e-5])
+def test_the_times_of_a_long_run_are_as_exact(
+    drift: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In five hours the clocks drift apart by 1.4 s, and a float32 has no such milliseconds."""
+    steps = [COMPILES, *[SimulatedStep(work=6.0)] * 3000]
+    errors = list(errors_of(Gpu(monkeypatch, drift), steps))
+    assert max(abs(error) for times in errors for error in times) <= 1e-3
+
+
+@pytest.mark.parametrize("milliseconds", [math.nan, math.inf, 0.0, -404.0])
+def test_an_event_that_tells_nonsense_leaves_one_step_without_a_time(
+    milliseconds: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The event at the end of the fourth of ten steps."""
+    gpu, ends = Gpu(monkeypatch), list[object]()
+    mark, elapsed = StepClock.mark, torch.cuda.Event.elapsed_time
+
+    def noted(clock: StepClock) -> StepMark:
+        ends.append((step := mark(clock)).end.event)
+        return step
+
+    def told(first: torch.cuda.Event, last: torch.cuda.Event) -> float:
+        return milliseconds if ends[3:4] in ([first], [last]) else elapsed(first, last)
+
+    monkeypatch.setattr(StepClock, "mark", noted)
+    monkeypatch.setattr(torch.cuda.Event, "elapsed_time", told)
+    errors = list(errors_of(gpu, [COMPILES, *[EARLY] * 9]))
+    missing = [[math.isnan(error) for error in times] for times in errors]
+    assert missing[3] == [False, True, True, True]
+    assert missing[4] == [False, False, True, False]  # when the one before ended is not known
+    assert not any(map(any, (*missing[:3], *missing[5:])))
+    assert all(abs(error) <= 1e-3 for times in errors for error in times if not math.isnan(error))
+
+
 def trained(tmp_path: Path, recipe: Recipe) -> tuple[list[tuple[str, Any]], tuple[float, float]]:
     """The messages of a run of one rank in this process; and the seconds from its start to the
     begin of its last step, and to its last record."""
@@ -140,7 +257,7 @@ def test_records_that_wait_for_the_device_come_in_order_and_before_their_checkpo
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As if no update ever ended before the next step: only a checkpoint waits for it."""
-    monkeypatch.setattr(StepEnd, "passed", property(lambda self: False))
+    monkeypatch.setattr(TimedEvent, "passed", property(lambda self: False))
     said, _ = trained(tmp_path, Recipe(steps=7, save_every=3))
     order = [
         value.step if isinstance(value, StepRecord) else value

@@ -32,6 +32,16 @@ def test_a_step_that_ran_again_says_why_and_what_came_out() -> None:
     ]
 
 
+def test_what_happened_in_a_step_without_a_time_follows_the_step_before() -> None:
+    timed = replace(RECORD, step=2, wall=4.0)
+    skipped = replace(RECORD, step=3, wall=None, seconds=None, skipped="norm is not finite")
+    summary = summarize([], (timed, skipped), [], 0)
+    start = StartFacts(0.0, 9.0, "done", {}, {})
+    facts = RunFacts("run", (start,), (timed, skipped), (), summary, None, None, {}, 0.0)
+    (event,) = run_history.history(facts)["events"]
+    assert (event["kind"], event["at"], event["step"]) == ("skipped", 4.0, 3)
+
+
 @pytest.mark.parametrize(("later", "times"), [(0.165, 1), (0.3, 2)])
 def test_what_is_slow_is_said_when_its_cost_changes(later: float, times: int) -> None:
     slow = {"what": "rank", "ranks": [3], "words": "rank 3 on a is late"}

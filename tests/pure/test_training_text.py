@@ -133,6 +133,37 @@ def test_the_time_to_come_is_that_of_the_steps_behind() -> None:
     assert pace.eta(slow, 10) == pytest.approx(1.5 * 7)
 
 
+def test_a_step_without_a_time_has_no_rates_and_stops_nothing() -> None:
+    lost = replace(FULL, step=2, seconds=None, wall=None, mfu=None, data=None)
+    line = "step 2/9 | loss 3.4127 | norm 0.48 | lr 3.0e-04 | no time | mem 61.3 GiB (plan 60.1)"
+    assert step_line(lost, 9) == line
+    assert "step_s" not in lost.scalars() and "tokens_per_s" not in lost.scalars()
+    table = json.loads(json.dumps(lost.to_json(), allow_nan=False))
+    assert StepRecord.from_json(table) == lost and table["tokens_per_s"] is None
+    pace = Pace()
+    assert pace.eta(replace(FULL, step=1), 9) is None and pace.eta(lost, 9) is None
+    assert pace.eta(replace(FULL, step=3, seconds=2.0), 9) == pytest.approx(12.0)
+    assert pace.eta(replace(lost, step=4), 9) == pytest.approx(10.0)
+    timed = [record(1, 2.0), record(3, 6.0)]
+    summary = summarize([RunStart(0.0, 6.0, {})], [timed[0], lost, timed[1]], [], 0)
+    assert (summary.num_steps, summary.num_untimed, summary.step_s) == (3, 1, 2.0)
+    assert summary.tokens_per_s == Rate(50.0, 50.0) and summary.wall_s == pytest.approx(6.0)
+    words = "1 step without a time, of which no rate is computed"
+    assert words in summary_text(summary).splitlines()
+    alone = summarize([RunStart(0.0, None, {})], [lost], [], 0)
+    assert alone.step_s is None and alone.tokens_per_s is None and summary_text(alone)
+
+
+@pytest.mark.parametrize("seconds", [math.nan, math.inf, -0.404, 0.0])
+def test_times_that_cannot_be_are_null_in_a_line_and_missing_in_a_record(seconds: float) -> None:
+    table = replace(FULL, seconds=0.1, wall_s=0.1).to_json() | {"seconds": seconds}
+    table |= {"wall_s": seconds, "wall": seconds}
+    wrong = StepRecord.from_json(table)
+    assert wrong.seconds is None and wrong.wall_s is None and wrong.wall is None
+    odd = replace(FULL, evals={"a": {"loss": math.nan}}, scale=math.inf)
+    assert odd.to_json()["evals"] == {"a": {"loss": None}} and odd.to_json()["scale"] is None
+
+
 def record(step: int, wall: float, restart: int = 0, **more: Any) -> StepRecord:
     base = {"loss": 5.0 - step / 10, "seconds": 2.0, "tokens": 100, "world": 2}
     return replace(FULL, step=step, wall=wall, restart=restart, **{**base, **more})

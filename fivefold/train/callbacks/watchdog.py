@@ -71,7 +71,8 @@ class WatchdogCallback(Callback):
 
     def on_record(self, record: StepRecord) -> None:
         """A step that hangs is known only when it takes much longer than this one."""
-        self.watchdog.step_took(record.seconds)
+        if record.seconds is not None:
+            self.watchdog.step_took(record.seconds)
 
     def begin(self, record: CollectiveRecord, members: tuple[int, ...]) -> None:
         """A collective is about to be issued."""
