@@ -17,7 +17,14 @@ from typing import TYPE_CHECKING, Any
 from fivefold.api.checks import above, asked_backend, one_of
 from fivefold.api.jobs import Model, given_job
 from fivefold.api.restarting import RestartPolicy, copy_domain, host_keeper, kept_memory
-from fivefold.api.training_start import TrainStart, device_of, settings_of
+from fivefold.api.training_start import (
+    TrainStart,
+    device_of,
+    noted,
+    plan_facts,
+    settings_of,
+    start_facts,
+)
 from fivefold.core import models
 from fivefold.core.errors import FivefoldError, RankLost, counted
 from fivefold.core.plan import Plan, PlanOptions, read, resolve
@@ -25,8 +32,9 @@ from fivefold.core.precision import FORMATS
 from fivefold.core.recipe import Recipe
 from fivefold.launch.launcher import LauncherEnvironment, read_environment, refit, require_trainable
 from fivefold.records import PlannedStep, StepRecord, Summary
-from fivefold.records.run_folder import PLAN, RunFolder, mend, run_folder
+from fivefold.records.run_folder import PLAN, RunFolder, run_folder
 from fivefold.records.run_owner import own_run
+from fivefold.records.run_reader import mend
 from fivefold.report.training_text import head, step_line, summary_text, tail
 
 if TYPE_CHECKING:
@@ -100,7 +108,7 @@ class TrainedRun:
     @cached_property
     def _table(self) -> dict[str, Any]:
         return {
-            **_facts(self.plan),
+            **plan_facts(self.plan),
             "dtype": self.dtype,
             "corpus": self.corpus,
             "tokens_per_step": self.plan.batch.tokens,
@@ -244,7 +252,7 @@ def _begin(start: TrainStart, plan: Plan, settings: TrainSettings, told: OnRepor
             told(words)
     folder, source = settings.folder, checked_source(plan, settings)
     toml = plan.to_toml(folder, whole=True)
-    run_files = RunFolder.create(folder, toml, _start_facts(plan, source), start.resume)
+    run_files = RunFolder.create(folder, toml, start_facts(plan, source), start.resume)
     keep_tokenizer(folder, source)
     recipe, corpus = settings.recipe, str(source)
     told(StartedRun(plan, recipe, settings.dtype, corpus, settings.planned, folder))
@@ -254,7 +262,7 @@ def _begin(start: TrainStart, plan: Plan, settings: TrainSettings, told: OnRepor
 def _fork(start: TrainStart, told: OnReport) -> TrainedRun:
     """Train on ranks of this machine."""
     rank = device_of(start, None)
-    plan = _noted(start.plan, rank)
+    plan = noted(start.plan, rank)
     folder = start.out or run_folder(Path("runs"), plan.shape.name, start.resume)
     with own_run(folder, _OWNER_SECONDS) as ticket:
         settings = replace(settings_of(start, folder, rank), ticket=ticket)
@@ -273,7 +281,7 @@ def _forked(start: TrainStart, plan: Plan, settings: TrainSettings, told: OnRepo
         def attempt(plan: Plan, again: bool) -> tuple[Plan, list[TrainedRank], Check | None]:
             if not again:
                 return plan, *_attempt(plan, settings, begun.files, records)
-            facts, path = _start_facts(plan, begun.source), begun.files.path
+            facts, path = start_facts(plan, begun.source), begun.files.path
             files = RunFolder.create(path, full.to_toml(path, whole=True), facts, resume=True)
             planned = settings.planned if plan is full else None
             resumed = replace(settings, resume=True, planned=planned)
@@ -282,7 +290,7 @@ def _forked(start: TrainStart, plan: Plan, settings: TrainSettings, told: OnRepo
         try:
             plan, runs, check = start.restarts.run(plan, attempt, told)
         finally:
-            summary = begun.files.summarize()
+            summary = _summary(begun.files, told)
     return TrainedRun(
         plan,
         begun.files.path,
@@ -345,7 +353,7 @@ def _joined(
     from fivefold.train import run_rank
 
     began, first = time.perf_counter(), launched.rank == 0
-    plan = _noted(start.plan, rank)
+    plan = noted(start.plan, rank)
     assert settings.folder is not None
     # The others open the folder after they have joined this rank.
     begun = _begin(start, plan, settings, told) if first else None
@@ -362,11 +370,24 @@ def _joined(
         settings.dtype,
         "" if begun is None else begun.corpus,
         tuple(records.found),
-        None if begun is None else begun.files.summarize(),
+        None if begun is None else _summary(begun.files, told),
         done.stopped,
         time.perf_counter() - began,
         joined=True,
     )
+
+
+def _summary(files: RunFolder, told: OnReport) -> Summary | None:
+    """The summary of a run that has ended; None, and why, if its files cannot be summarised.
+
+    Nothing in them can change how the training itself has ended.
+    """
+    try:
+        return files.summarize(told)
+    except Exception as error:
+        reason = str(error) or repr(error)
+        told(f"the run has ended, but cannot be summarised: {reason}")
+        return None
 
 
 def _warnings(told: OnReport) -> OnReport:
@@ -374,27 +395,3 @@ def _warnings(told: OnReport) -> OnReport:
     from fivefold.train import SampleText
 
     return lambda report: None if isinstance(report, StepRecord | SampleText) else told(report)
-
-
-def _noted(plan: Plan, rank: RankDevice) -> Plan:
-    """The plan with a note on how collectives travel between GPUs."""
-    if rank.device.type == "cpu" or plan.layout.world == 1:
-        return plan
-    return replace(plan, notes=(*plan.notes, rank.describe()))
-
-
-def _facts(plan: Plan) -> dict[str, object]:
-    """Facts of a start, for --json too."""
-    return {
-        "model": plan.shape.name,
-        "layout": str(plan.layout),
-        "world": plan.layout.world,
-        "zero": plan.layout.zero,
-        "schedule": plan.schedule.name,
-    }
-
-
-def _start_facts(plan: Plan, source: Source) -> dict[str, object]:
-    """Facts of this start for `run.json`."""
-    tokenizer = source.tokenizer
-    return {**_facts(plan), "tokenizer": None if tokenizer is None else asdict(tokenizer)}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -13,6 +13,7 @@ from fivefold.launch.launcher import LauncherEnvironment
 from fivefold.records import PlannedStep
 
 if TYPE_CHECKING:
+    from fivefold.data.mixture import Source
     from fivefold.launch.backend import Backend, RankDevice
     from fivefold.train import TrainSettings
 
@@ -75,3 +76,27 @@ def settings_of(start: TrainStart, folder: Path, rank: RankDevice) -> TrainSetti
         check=start.check,
         deterministic=start.deterministic,
     )
+
+
+def noted(plan: Plan, rank: RankDevice) -> Plan:
+    """The plan with a note on how collectives travel between GPUs."""
+    if rank.device.type == "cpu" or plan.layout.world == 1:
+        return plan
+    return replace(plan, notes=(*plan.notes, rank.describe()))
+
+
+def plan_facts(plan: Plan) -> dict[str, object]:
+    """Facts of a start, for --json too."""
+    return {
+        "model": plan.shape.name,
+        "layout": str(plan.layout),
+        "world": plan.layout.world,
+        "zero": plan.layout.zero,
+        "schedule": plan.schedule.name,
+    }
+
+
+def start_facts(plan: Plan, source: Source) -> dict[str, object]:
+    """Facts of this start for `run.json`."""
+    tokenizer = source.tokenizer
+    return {**plan_facts(plan), "tokenizer": None if tokenizer is None else asdict(tokenizer)}

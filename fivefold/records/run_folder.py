@@ -14,10 +14,10 @@ import os
 import re
 import time
 import uuid
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from fivefold.core.errors import BadFile, FivefoldError
 from fivefold.records import RunStart, StepRecord, Summary, stored_types, summarize
@@ -30,6 +30,8 @@ EVENTS, CHECKPOINTS = "events", "checkpoints"
 BAD_LINES, BAD_RUN = "metrics.bad.jsonl", "run.bad.json"
 _OURS = (RUN, PLAN, METRICS, LOST, SAMPLES, SUMMARY, EVENTS, CHECKPOINTS)
 _MOST_WAITING = 64 << 20  # bytes of lines that a full disk keeps in memory
+_RECORD_BEGIN = b'{"step": '  # of a line that `Metrics` writes
+_MOST_RUNS = 5  # of damaged lines that are named
 
 
 def run_folder(parent: Path, name: str, newest: bool) -> Path:
@@ -100,12 +102,19 @@ class RunFolder:
         """The id of the run, the same for all its starts."""
         return str(_read_json(self.path / RUN)["id"])
 
-    def end(self, why: str, spent: Mapping[str, float]) -> None:
-        """Record a regular end of this start; `spent` has the seconds after its last step."""
-        facts = _read_json(self.path / RUN)
+    def end(self, why: str, spent: Mapping[str, float]) -> str | None:
+        """Record a regular end of this start; `spent` has the seconds after its last step.
+
+        Returns why it cannot be recorded, which is no reason for the training to fail.
+        """
         ended = {"at": time.time(), "why": why, "spent": dict(spent)}
-        facts["starts"][self.restart]["ended"] = ended
-        write_atomically(self.path / RUN, json.dumps(facts, indent=2) + "\n")
+        try:
+            facts = _read_json(self.path / RUN)
+            facts["starts"][self.restart]["ended"] = ended
+            write_atomically(self.path / RUN, json.dumps(facts, indent=2) + "\n")
+        except (FivefoldError, LookupError, TypeError) as error:
+            return f"the end of the run is not recorded: {error}"
+        return None
 
     def fail(self, why: str) -> None:
         """Record what ended this start, in the words of the process that saw it."""
@@ -133,19 +142,22 @@ class RunFolder:
         with naming_file(path), path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
 
-    def summarize(self) -> Summary:
-        """Summarize all starts so far, and write `summary.json`."""
-        summary = read_summary(self.path)
+    def summarize(self, warn: Callable[[str], None] = lambda damage: None) -> Summary:
+        """Summarize all starts so far, and write `summary.json`; `warn` gets what is damaged."""
+        summary = read_summary(self.path, warn)
         write_atomically(self.path / SUMMARY, json.dumps(summary.to_json(), indent=2) + "\n")
         return summary
 
 
-def read_summary(path: Path) -> Summary:
+def read_summary(path: Path, warn: Callable[[str], None] = lambda damage: None) -> Summary:
     """The summary of a run, from its records."""
     starts = _starts(read_starts(path / RUN))
     checkpoints = [*(path / CHECKPOINTS).glob("step-*/manifest.json")]
-    records, lost = read_records(path / METRICS), read_records(path / LOST)
-    return summarize(starts, records, lost, len(checkpoints))
+    kept, lost = read_lines(path / METRICS), read_lines(path / LOST)
+    for damage in (kept.damage, lost.damage):
+        if damage is not None:
+            warn(damage)
+    return summarize(starts, kept.records, lost.records, len(checkpoints))
 
 
 def read_starts(path: Path) -> list[dict[str, Any]]:
@@ -157,50 +169,6 @@ def read_starts(path: Path) -> list[dict[str, Any]]:
             raise ValueError("it has no start")
     except (ValueError, KeyError, TypeError) as error:
         raise BadFile(str(path), [f"{error}; give the folder of a run"]) from error
-    return starts
-
-
-def mend(path: Path) -> list[str]:
-    """Make the files of a run readable again before it goes on; says what was wrong.
-
-    Nothing is lost: lines that are no records move to `metrics.bad.jsonl`, and a `run.json` that is
-    none to `run.bad.json`. Its starts are then made from the records.
-    """
-    said: list[str] = []
-    for name in (METRICS, LOST):
-        good, bad = _parted(path / name)
-        if bad:
-            with naming_file(path / BAD_LINES), (path / BAD_LINES).open("ab") as file:
-                file.write(b"".join(bad))
-            write_atomically(path / name, _lines(good))
-            lines = "a line that was" if len(bad) == 1 else f"{len(bad)} lines that were"
-            said.append(f"{path / name} had {lines} no record of a step, now in {BAD_LINES}")
-    if (path / RUN).exists():
-        try:
-            read_starts(path / RUN)
-        except BadFile as error:
-            with naming_file(path / RUN):
-                (path / RUN).replace(path / BAD_RUN)
-            if starts := _recovered(path):
-                facts = {"id": uuid.uuid4().hex, "starts": starts}
-                write_atomically(path / RUN, json.dumps(facts, indent=2) + "\n")
-            why = error.problems[0].partition(";")[0]
-            said.append(f"{path / RUN} was no record of a run ({why}), and is now {BAD_RUN}")
-    return said
-
-
-def _recovered(path: Path) -> list[dict[str, Any]]:
-    """When each start began, as far as the records of its steps tell; nothing else is known."""
-    records = [*read_records(path / METRICS), *read_records(path / LOST)]
-    if not records:
-        return []
-    files = [each for each in (path / METRICS, path / LOST) if each.exists()]
-    last = max(file.stat().st_mtime for file in files)
-    began = last - max(each.wall for each in records)
-    starts: list[dict[str, Any]] = []
-    for number in range(1 + max(each.restart for each in records)):
-        walls = [each.wall - each.elapsed for each in records if each.restart == number]
-        starts.append({"began": max(0.0, began + (min(walls, default=0.0) if number else 0.0))})
     return starts
 
 
@@ -218,38 +186,84 @@ def _starts(tables: Sequence[Mapping[str, Any]]) -> list[RunStart]:
 
 
 def read_records(path: Path) -> list[StepRecord]:
-    """The records of a file, without a partial last line; none if there is no file."""
-    found: dict[tuple[int, int], StepRecord] = {}
-    for number, line in enumerate(_complete_lines(path), 1):
+    """The records of a file, without its damage; none if there is no file."""
+    return read_lines(path).records
+
+
+class RecordLines(NamedTuple):
+    """The lines of a file of records: its records, and by its number each line that is damaged.
+
+    A line that was cut may have a record after it, which counts.
+    """
+
+    path: Path
+    records: list[StepRecord]
+    damaged: dict[int, tuple[bytes, str]]  # the line, and what is wrong with it
+
+    @property
+    def damage(self) -> str | None:
+        """Which lines are damaged, in one sentence; None if none is."""
+        if not self.damaged:
+            return None
+        first, (_, why) = next(iter(self.damaged.items()))
+        several = len(self.damaged) > 1
+        which = f"{_numbers(list(self.damaged))} are no records of steps ({first}: {why})"
+        line = f"{first} is no record of a step ({why})"
+        return f"{self.path} is damaged: {f'lines {which}' if several else f'line {line}'}"
+
+    def move_damage(self) -> str | None:
+        """Append damaged lines to `metrics.bad.jsonl`; the sentence on them."""
+        if self.damaged:
+            target = self.path.with_name(BAD_LINES)
+            with naming_file(target), target.open("ab") as file:
+                file.write(b"".join(line + b"\n" for line, _ in self.damaged.values()))
+        return self.damage and f"{self.damage}; moved to {BAD_LINES}"
+
+
+def read_lines(path: Path) -> RecordLines:
+    """Read a file of records, without a partial last line; empty if there is no file."""
+    records: dict[tuple[int, int], StepRecord] = {}
+    damaged: dict[int, tuple[bytes, str]] = {}
+    try:
+        lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
+    except OSError as error:
+        raise BadFile(str(path), [f"{error.strerror}; give a folder that can be read"]) from error
+    for number, line in enumerate(lines, 1):
         record = _record_of(line)
         if isinstance(record, str):
-            problem = (
-                f"line {number} is no record of a step ({record}): `train --resume` moves it away, "
-                "or delete it"
-            )
-            raise BadFile(str(path), [problem])
+            damaged[number] = line, record
+            record = _record_of(line[max(0, line.rfind(_RECORD_BEGIN)) :])
         # An interrupted move between the files is repeated, so a record may occur twice.
-        found[record.restart, record.step] = record
-    return list(found.values())
-
-
-def _complete_lines(path: Path) -> list[bytes]:
-    return path.read_bytes().split(b"\n")[:-1] if path.exists() else []
+        if not isinstance(record, str):
+            records[record.restart, record.step] = record
+    return RecordLines(path, list(records.values()), damaged)
 
 
 def _record_of(line: bytes) -> StepRecord | str:
     """The record of a line, or why it is none."""
     try:
-        return StepRecord.from_json(json.loads(line))
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        return repr(error)
+        table = json.loads(line)
+    except (ValueError, RecursionError):
+        return "no JSON"
+    try:
+        return StepRecord.from_json(stored_types.table("the line", table))
+    except KeyError as error:
+        return f"no {error.args[0]}"
+    except (ValueError, TypeError) as error:
+        return str(error)
 
 
-def _parted(path: Path) -> tuple[list[StepRecord], list[bytes]]:
-    """The records of a file, and the lines that are none."""
-    found = [(line, _record_of(line)) for line in _complete_lines(path)]
-    good = [record for _, record in found if isinstance(record, StepRecord)]
-    return good, [line + b"\n" for line, record in found if isinstance(record, str)]
+def _numbers(numbers: Sequence[int]) -> str:
+    """Numbers in words, runs of them by their ends.
+
+    >>> _numbers([2, 3, 4, 9])
+    '2 to 4, 9'
+    """
+    first = [n for i, n in enumerate(numbers) if i == 0 or numbers[i - 1] != n - 1]
+    last = [n for i, n in enumerate(numbers) if numbers[i + 1 : i + 2] != [n + 1]]
+    runs = [f"{a} to {b}" if a < b else f"{a}" for a, b in zip(first, last, strict=True)]
+    more = [f"and {len(runs) - _MOST_RUNS} more places"] if len(runs) > _MOST_RUNS else []
+    return ", ".join([*runs[:_MOST_RUNS], *more])
 
 
 class Metrics:
@@ -262,13 +276,14 @@ class Metrics:
     def __init__(self, folder: Path, after: int) -> None:
         """Continue after step `after`; lines of later steps move to `metrics.lost.jsonl`."""
         self.path = folder / METRICS
-        records = read_records(self.path)
+        lines = read_lines(self.path)
+        self.damage, records = lines.move_damage(), lines.records
         valid = [record for record in records if record.step <= after]
         lost = [record for record in records if record.step > after]
         if lost:
             before = read_records(folder / LOST)
-            write_atomically(folder / LOST, _lines([*before, *lost]))
-        write_atomically(self.path, _lines(valid))
+            write_atomically(folder / LOST, lines_of([*before, *lost]))
+        write_atomically(self.path, lines_of(valid))
         with naming_file(self.path):
             self.file = self.path.open("ab", buffering=0)
         self.waiting = b""  # what could not be written yet
@@ -280,7 +295,7 @@ class Metrics:
         A full disk does not end the training: lines wait in memory until there is room.
         """
         if len(self.waiting) < _MOST_WAITING:
-            self.waiting += _lines([record]).encode()
+            self.waiting += lines_of([record]).encode()
         return self._write()
 
     def close(self) -> str | None:
@@ -373,7 +388,8 @@ def naming_file(path: Path) -> Generator[None]:
         ) from error
 
 
-def _lines(records: list[StepRecord]) -> str:
+def lines_of(records: Sequence[StepRecord]) -> str:
+    """Records as lines of JSON."""
     return "".join(json.dumps(record.to_json(), allow_nan=False) + "\n" for record in records)
 
 

@@ -1,4 +1,5 @@
-"""Read the folder of a run: its records, its plan, and what its ranks did in one step.
+"""Read the folder of a run: its records, its plan, and what its ranks did in one step; and mend
+files that cannot be read.
 
 Event files grow to hundreds of megabytes. The first line of every step is an anchor, and anchors
 are in the order of starts and steps. So a step is found by bisection, and only its own lines are
@@ -10,6 +11,7 @@ from __future__ import annotations
 import json
 import time
 import tomllib
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -21,6 +23,7 @@ from fivefold.core.plan import read as read_plan
 from fivefold.core.schedule import parse_steps
 from fivefold.records import RunStart, summarize
 from fivefold.records.run_folder import (
+    BAD_RUN,
     CHECKPOINTS,
     EVENTS,
     LOST,
@@ -28,8 +31,12 @@ from fivefold.records.run_folder import (
     PLAN,
     RUN,
     SAMPLES,
+    lines_of,
+    naming_file,
+    read_lines,
     read_records,
     read_starts,
+    write_atomically,
 )
 from fivefold.records.spans import (
     ActionSpan,
@@ -49,7 +56,8 @@ _MOST_RANKS = 256  # whose events of one step are read
 def read(folder: Path) -> RunFacts:
     """The run in a folder, without the events of its ranks."""
     starts, (plan, no_plan) = _starts(folder / RUN), _plan(folder / PLAN)
-    records, lost = read_records(folder / METRICS), read_records(folder / LOST)
+    metrics, repeated = read_lines(folder / METRICS), read_lines(folder / LOST)
+    records, lost = metrics.records, repeated.records
     checkpoints = [*(folder / CHECKPOINTS).glob("step-*/manifest.json")]
     files = [folder / name for name in (RUN, METRICS)]
     written = max(file.stat().st_mtime for file in files if file.exists())
@@ -67,7 +75,50 @@ def read(folder: Path) -> RunFacts:
         idle_s=max(0.0, time.time() - written),
         samples=_samples(folder / SAMPLES),
         recipe=_recipe(folder / PLAN),
+        damage=tuple(each for each in (metrics.damage, repeated.damage) if each is not None),
     )
+
+
+def mend(path: Path) -> list[str]:
+    """Make the files of a run readable again before it goes on; says what was wrong.
+
+    Nothing is lost: lines that are no records move to `metrics.bad.jsonl`, and a `run.json` that is
+    none to `run.bad.json`. Its starts are then made from the records.
+    """
+    problems: list[str] = []
+    for name in (METRICS, LOST):
+        lines = read_lines(path / name)
+        if (damage := lines.move_damage()) is not None:
+            write_atomically(path / name, lines_of(lines.records))
+            problems.append(damage)
+    if (path / RUN).exists():
+        try:
+            read_starts(path / RUN)
+        except BadFile as error:
+            with naming_file(path / RUN):
+                (path / RUN).replace(path / BAD_RUN)
+            if starts := _recovered(path):
+                facts = {"id": uuid.uuid4().hex, "starts": starts}
+                write_atomically(path / RUN, json.dumps(facts, indent=2) + "\n")
+            why = error.problems[0].partition(";")[0]
+            problems.append(f"{path / RUN} was no record of a run ({why}), and is now {BAD_RUN}")
+    return problems
+
+
+def _recovered(path: Path) -> list[dict[str, Any]]:
+    """When each start began, as far as the records of its steps tell; nothing else is known."""
+    files = [file for file in (path / METRICS, path / LOST) if file.exists()]
+    records = [record for file in files for record in read_records(file)]
+    if not records:
+        return []
+    last = max(file.stat().st_mtime for file in files)
+    began = last - max(record.wall or 0.0 for record in records)
+    starts: list[dict[str, Any]] = []
+    for number in range(1 + max(record.restart for record in records)):
+        same = [record for record in records if record.restart == number]
+        walls = [one.wall - (one.elapsed or 0.0) for one in same if one.wall is not None]
+        starts.append({"began": max(0.0, began + (min(walls, default=0.0) if number else 0.0))})
+    return starts
 
 
 def read_step(folder: Path, step: int) -> StepSpans | None:

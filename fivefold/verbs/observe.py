@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import shlex
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
 from urllib.parse import parse_qsl, urlencode
@@ -30,16 +30,22 @@ _LAST_PORT = 65_535
 
 @dataclass(frozen=True)
 class _Folders:
-    """Run folders by name, which are read again for every request."""
+    """Run folders by name, which are read again for every request; damage is named once."""
 
     paths: dict[str, Path]
+    named: set[str] = field(default_factory=set[str])
 
     @property
     def names(self) -> list[str]:
         return list(self.paths)
 
     def facts(self, name: str) -> RunFacts:
-        return run_reader.read(self.paths[name])
+        facts = run_reader.read(self.paths[name])
+        for damage in facts.damage:
+            if damage not in self.named:
+                self.named.add(damage)
+                typer.echo(f"fivefold: {printable(damage)}", err=True)
+        return facts
 
     def spans(self, name: str, step: int) -> StepSpans | None:
         return run_reader.read_step(self.paths[name], step)

@@ -25,6 +25,7 @@ from fivefold.records.run_folder import (
     Metrics,
     RunFolder,
     TimeSpent,
+    read_lines,
     read_records,
 )
 from fivefold.train.callbacks import memory
@@ -132,7 +133,10 @@ def test_a_torn_line_is_cut_off(tmp_path: Path) -> None:
 def test_a_line_that_is_broken_elsewhere_is_named(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\n', "utf-8")
-    with pytest.raises(BadFile, match=r"metrics\.jsonl[^$]*line 1 is no record"):
+    assert read_lines(path).damage == f"{path} is damaged: line 1 is no record of a step (no loss)"
+    path.unlink()
+    path.mkdir()
+    with pytest.raises(BadFile, match=r"metrics\.jsonl"):
         read_records(path)
 
 

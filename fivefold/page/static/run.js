@@ -146,8 +146,9 @@ export function head(body) {
       state.classList.toggle("silent", head.silent || head.failed);
       clear(state, head.state);
       clear(facts, ...rows(head).map(([name, text]) => el("div", {}, el("dt", {}, name), el("dd", {}, text))));
-      clear(problem, head.no_plan ?? "");
-      problem.hidden = !head.no_plan;
+      const problems = [head.no_plan, ...head.damage].filter(Boolean);
+      clear(problem, problems.join(". "));
+      problem.hidden = !problems.length;
     },
   };
 }

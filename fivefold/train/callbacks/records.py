@@ -52,15 +52,14 @@ from fivefold.train.state import Progress, TrainSettings
 TENSORBOARD, WANDB, MEMORY = "tensorboard", "wandb", "memory"
 ACTION, COLLECTIVE = "action", "collective"
 _PROJECT = "fivefold"
+_UNTIMED = "step {} has no time: its clock gave none that can be; times that are unknown are null"
 _ANCHOR_NS = 10_000_000_000  # after this time the GPU's clock is read in steps above 1 us
 
 
 @dataclass
 class RecordCallback(Callback):
-    """Rank 0 writes the records, and reports them to the process that started it.
-
-    Without a run folder they are only reported.
-    """
+    """Rank 0 writes the records, if there is a run folder, and reports them to the process that
+    started it."""
 
     worker: Worker
     plan: Plan
@@ -70,19 +69,23 @@ class RecordCallback(Callback):
     spent: TimeSpent
     metrics: Metrics | None = None
     trackers: list[Tracker] = field(default_factory=list)
+    timed: bool = True  # all steps so far
 
     def start(self, after: int) -> None:
         if self.folder is not None and self.worker.rank == 0:
             plan, recipe = self.plan, self.settings.recipe
+            path, identity = self.folder.path, self.folder.identity
             shown = {"layout": str(plan.layout), "model": plan.shape.name, **asdict(recipe)}
-            self.metrics = Metrics(self.folder.path, after)
-            self.trackers = open_trackers(
-                recipe.log, self.folder.path, self.folder.identity, shown, after
-            )
+            self.metrics = Metrics(path, after)
+            _warn(self.worker.report, self.metrics.damage)
+            self.trackers = open_trackers(recipe.log, path, identity, shown, after)
 
     def on_record(self, record: StepRecord) -> None:
         if self.worker.rank > 0:
             return
+        if record.elapsed is None and self.timed:
+            self.timed = False
+            self.worker.report(_UNTIMED.format(record.step))
         if self.metrics is not None:
             _warn(self.worker.report, self.metrics.append(record))
         for tracker in self.trackers:
@@ -92,7 +95,7 @@ class RecordCallback(Callback):
     def finish(self) -> None:
         if self.folder is not None and self.worker.rank == 0:
             why = "stopped" if self.progress.stopped else "done"
-            self.folder.end(why, self.spent.take())
+            _warn(self.worker.report, self.folder.end(why, self.spent.take()))
 
     def close(self) -> None:
         if self.metrics is not None:
