@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Hashable, Mapping
+from zlib import crc32
 
 from fivefold.core.weights import WeightShard
 
@@ -42,6 +43,17 @@ def sign(coord: int, size: int) -> int:
     if size % 2 and coord < 3:
         return 0 if size == 1 else (1, 1, -2)[coord]
     return 1 if (coord - size % 2) % 2 == 0 else -1
+
+
+def line_factor(role: str, every_step: bool) -> int:
+    """What multiplies the hash of a line of copies, so that an odd tensor in two lines of a rank
+    does not cancel itself. All members of a group compute the same: a rank's other lines, which its
+    peers may not have, do not count.
+
+    >>> line_factor("tp", every_step=False) != line_factor("dp-cp", every_step=False)
+    True
+    """
+    return crc32(f"{role} {'every step' if every_step else 'every N steps'}".encode())
 
 
 def odd_ones(values: Mapping[int, Hashable]) -> tuple[int, ...]:

@@ -9,7 +9,8 @@ by a factor, and the factors of a group sum to zero. So one number per rank, in 
 carries loss and norm, says whether any two copies of the whole job differ. Copies and weights that
 never learn are looked at every N steps; weights that the next gather replaces, in every step.
 
-Only when a number is not zero do ranks exchange hashes by name, to find out who is odd.
+Only when a number is not zero do ranks exchange those hashes by name, to find out who is odd. They
+are the hashes that were compared: the tensors have been updated since, or are being gathered.
 
 On a GPU seals take two passes over weights and states, which is above 1% of a short step, so that
 they are taken around every N-th update there (N = 1: around all). States that are elsewhere than
@@ -26,7 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fivefold.core.copies import copy_roles, data_role, odd_ones, sign
+from fivefold.core.copies import copy_roles, data_role, line_factor, odd_ones, sign
 from fivefold.core.errors import FivefoldError
 from fivefold.optim.optimizer import MASTER, StateInMemory, Updater
 from fivefold.parallel.bit_sums import PRIME, BitSums, combined
@@ -35,6 +36,9 @@ from fivefold.parallel.mesh import Mesh
 
 WEIGHTS, FROZEN = "weights", "frozen weights"
 _MOST_NAMED = 3  # tensors in one message
+LineKey = tuple[str, tuple[int, ...], bool]
+"""What the members of a group call a line: its role, who they are, and whether it is looked at in
+every step."""
 
 
 class HeldTensor(NamedTuple):
@@ -61,6 +65,10 @@ class CopyLine(NamedTuple):
         sums = BitSums([each.tensor for each in held], job.mesh.device)
         names = tuple(each.name for each in held)
         return cls(role, job.mesh.members[role], names, sums, every_step)
+
+    @property
+    def key(self) -> LineKey:
+        return self.role, self.members, self.every_step
 
 
 class Seal:
@@ -104,6 +112,7 @@ class Integrity:
         self.frozen = Seal(_frozen(job), device)
         self.frozen.take()
         self.lines = [line for line in _lines(job, updater) if len(line.members) > 1]
+        self.compared: dict[LineKey, Tensor] = {}  # the hashes of the last comparison
         self.always = device.type == "cpu"
         if self.always:
             self.seal.take()
@@ -116,10 +125,12 @@ class Integrity:
         """As `StepWatch` has it."""
         due, device = self.number % self.every == 0, self.mesh.device
         differs = torch.zeros((), dtype=torch.float64, device=device)
-        for place, line in enumerate(self.lines):
+        self.compared.clear()
+        for line in self.lines:
             if due or line.every_step:
+                sums = self.compared[line.key] = line.sums.read()
+                hashed = combined(sums) * line_factor(line.role, line.every_step) % PRIME
                 factor = sign(line.members.index(self.mesh.rank), len(line.members))
-                hashed = combined(line.sums.read()) * (place + 1) % PRIME
                 differs = differs + factor * hashed.to(torch.float64)
         broken = self.seal.check()
         return torch.stack([differs, broken + self.frozen.check() if due else broken])
@@ -150,8 +161,9 @@ class Integrity:
     def _odd(self, hosts: Sequence[str]) -> Iterator[str]:
         """Sentences about copies that differ."""
         mine = {
-            (line.role, line.members): dict(zip(line.names, line.sums.read().tolist(), strict=True))
+            line.key: dict(zip(line.names, self.compared[line.key].tolist(), strict=True))
             for line in self.lines
+            if line.key in self.compared
         }
         found = exchanged(self.mesh, {key: tuple(each.values()) for key, each in mine.items()})
         groups = {key for one in found for key in one}
@@ -164,7 +176,7 @@ class Integrity:
                 said.add(odd)
                 yield _differs(odd, key[1], hosts, names)
         if not apart:
-            yield "copies of weights differed, and no longer do"
+            yield "the sum over hashes of copies is not zero, though these are equal"
 
 
 def _odd_of(

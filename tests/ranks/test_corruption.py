@@ -126,6 +126,59 @@ def test_copies_are_compared_every_n_steps(pool: Pool, options: dict[str, Any], 
     assert "since step 0 may be wrong" in str(lost.value)
 
 
+# A block is a unit, and half of a unit is less than its last matrix: the second slice has no norm.
+WIDE = {"layers": "2", "ffn": "512", "heads": "4", "kv_heads": "2", "vocab": "1601"}
+UNEVEN = {"layout": "dp=2 tp=2", "zero": 1, "unit_size": 0.23, "batch": 4, "set": WIDE}
+
+
+def roles(worker: Worker, plan: Plan, settings: TrainSettings) -> list[str]:
+    """The roles of a rank's lines, once it has trained under the watch."""
+    inner, found = Integrity.__init__, list[str]()
+
+    def init(self: Integrity, *given: Any) -> None:
+        inner(self, *given)
+        found.extend(line.role for line in self.lines)
+
+    with patch.object(Integrity, "__init__", init):
+        run_rank(worker, plan, settings)
+    return found
+
+
+def test_ranks_with_different_lines_agree_on_the_copies_that_they_share(pool: Pool) -> None:
+    """A rank whose slice holds no norm has no line of tp: no other line may depend on that."""
+    plan, settings = plan_of(**UNEVEN), settings_of("float32", 2, compare_every=1)
+    found = pool.run_each([(roles, (plan, settings))] * plan.layout.world)
+    assert found == [["tp", "dp-cp"], ["tp", "dp-cp"], ["dp-cp"], ["dp-cp"]]
+
+
+def with_a_flipped_copy(
+    worker: Worker, plan: Plan, settings: TrainSettings, rank: int
+) -> TrainedRank:
+    """A bit flips in weights that a rank has gathered, which no seal covers."""
+    inner = Integrity.before_update
+
+    def before_update(self: Integrity) -> torch.Tensor:
+        if (self.mesh.rank, self.number) == (rank, 2):
+            (line,) = (each for each in self.lines if each.every_step)
+            flip(line.sums.tensors[1], 0.9 if rank < 2 else 0.1, 5)  # of the other's slice
+        return inner(self)
+
+    with patch.object(Integrity, "before_update", before_update):
+        return run_rank(worker, plan, settings)
+
+
+@pytest.mark.parametrize("rank", [1, 3])
+def test_a_flip_is_named_where_ranks_have_different_lines(pool: Pool, rank: int) -> None:
+    """By what was compared: the update and the gathers after it have changed the weights since."""
+    plan, settings = plan_of(**UNEVEN), settings_of("float32", 3)
+    with pytest.raises(RankLost) as lost:
+        pool.run_each([(with_a_flipped_copy, (plan, settings, rank))] * plan.layout.world)
+    host = socket.gethostname()
+    words = f"ranks 1 on {host} and 3 on {host} hold different copies of weights of blocks.0"
+    assert f"step 2: {words}" in str(lost.value) and "ranks 0" not in str(lost.value)
+    assert str(lost.value).count("copies of") == 1 and "more" not in str(lost.value)
+
+
 def run(pool: Pool, plan: Plan, *task: Any, **keys: Any) -> tuple[list[StepRecord], list[str]]:
     said: list[Any] = []
     settings = settings_of("float32", **keys)
