@@ -245,6 +245,15 @@ def _check_lines(table: Mapping[str, Any]) -> Iterator[str]:
         f"largest difference of {counted(steps, 'step')}: {check['difference']:.1e} nats, allowed "
         f"{check['allowed']:.1e}{beside}"
     )
+    if (gradients := check["gradients"]) is not None:
+        compared = f"gradients of {counted(gradients['steps'], 'step')}"
+        yield (
+            f"{compared}: nearest to its limit is {gradients['tensor']} in step "
+            f"{gradients['step']}, off by {gradients['difference']:.1e} of its norm, allowed "
+            f"{gradients['allowed']:.1e}"
+        )
+    elif check["flips"]:
+        yield "gradients: not compared, because tokens of the first step had other experts"
     if check["routed"]:
         yield (
             f"routing flips: {check['flips']:,} of {check['routed']:,} (tokens times layers whose "

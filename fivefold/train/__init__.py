@@ -56,15 +56,15 @@ def train(
     """Train on the first ranks of the pool. `on_report` gets the record of every step, and warnings
     that do not end the run.
 
-    For a check a single process trains at the same time, and in float32 a second one that sums in
-    another order.
+    For a check a single process trains at the same time, and in float32 a second one that adds the
+    terms of every sum in another order.
     """
     world = plan.layout.world
     tasks = [(run_rank, (plan, settings))] * world
     if settings.check:
         quiet = replace(settings.recipe, sample_every=0)
         one, unrecorded = single_process(plan), replace(settings, folder=None, recipe=quiet)
-        references = [(run_rank, (one, unrecorded, reverse)) for reverse in (False, True)]
+        references = [(run_rank, (one, unrecorded, reordered)) for reordered in (False, True)]
         tasks += references[: num_references(plan, settings)]
     runs = pool.run_each(tasks, on_report=on_report)
     ranks, references = runs[:world], runs[world:]

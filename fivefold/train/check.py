@@ -1,12 +1,16 @@
-"""What was measured beside what was expected: losses beside those of one process that reads the
-same text through the same step, memory and traffic beside the plan."""
+"""What was measured beside what was expected: losses and gradients beside those of one process that
+reads the same text through the same step, memory and traffic beside the plan."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from math import inf, isfinite
+from statistics import median
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from fivefold.core.batch import Batch
 from fivefold.core.layout import Layout
@@ -17,15 +21,38 @@ from fivefold.cost.static_memory import static_bytes
 from fivefold.train.state import (
     AxisTraffic,
     RankMemory,
+    Sketch,
     TrainedRank,
     TrainSettings,
     count_flips,
     traffic_by_axis,
 )
 
-EXACT = 1e-9  # float64: the most that losses may differ, in nats
-LEAST = 2e-6  # float32: allowed even if two runs of one process agree better
+EXACT = 1e-9  # float64: the most that losses may differ, in nats, and gradients, as a share
+LEAST = 2e-6  # float32: allowed even if two runs of one process agree better, in nats
 _SPREADS = 3
+_SMALL = 1e-3  # float64: a gradient below this share of the largest one may be rounding alone
+
+
+@dataclass(frozen=True)
+class GradientCheck:
+    """The gradient that is nearest to what it may differ by, or farthest beyond it.
+
+    Differences are shares of its norm. `spread` is what two runs of one process differ by that sum
+    in another order: in this gradient, or in most gradients of the step if that is more. None in
+    float64.
+    """
+
+    steps: int  # compared: the first ones, before any token went to other experts
+    step: int
+    tensor: str
+    difference: float
+    spread: float | None
+    allowed: float
+
+    @property
+    def passed(self) -> bool:
+        return self.difference <= self.allowed
 
 
 @dataclass(frozen=True)
@@ -33,7 +60,9 @@ class Check:
     """Losses beside those of one process, in nats: the largest difference of the first `steps`.
 
     `spread` is the difference of two runs of one process that sum in another order; None in
-    float64, which needs none. `flips` of `routed` tokens times layers had other experts.
+    float64, which needs none. A single number may agree by chance, so it is no less than the share
+    by which most gradients differ: that is about how far logits do, and losses of single tokens.
+    `flips` of `routed` tokens times layers had other experts.
     """
 
     steps: int  # that the ranks and the one process have both run
@@ -43,10 +72,12 @@ class Check:
     allowed: float
     flips: int
     routed: int
+    gradients: GradientCheck | None = None  # None: tokens of the first step had other experts
 
     @property
     def passed(self) -> bool:
-        return self.difference <= self.allowed
+        sound = self.gradients is None or self.gradients.passed
+        return self.difference <= self.allowed and sound
 
 
 def num_references(plan: Plan, settings: TrainSettings) -> int:
@@ -75,23 +106,109 @@ def judge(plan: Plan, runs: Sequence[TrainedRank], references: Sequence[TrainedR
         for some in (runs, references)
     )
     truth, *others = references
-    spread = max((_largest(other.losses, truth.losses) for other in others), default=None)
     flips, routed = count_flips(plan, [run.routes for run in runs], truth.routes)
+    alike = runs[0].first_step + _steps_before(flips, others, truth)
+    gradients = list(_compared_gradients(runs, references, alike))
+    apart = [_largest(other.losses, truth.losses) for other in others]
+    usual = [each.usual for each in gradients if each.usual is not None]
+    spread = max([*apart, *usual]) if others else None
     return Check(
         steps=len(truth.losses),
         loss=truth.losses[-1],
         difference=max(_largest(run.losses, truth.losses) for run in runs),
         spread=spread,
         allowed=EXACT if spread is None else max(_SPREADS * spread, LEAST),
-        flips=flips,
+        flips=sum(flips),
         routed=routed,
+        gradients=max((each.worst for each in gradients), key=_share, default=None),
     )
+
+
+def _steps_before(flips: Sequence[int], others: Sequence[TrainedRank], truth: TrainedRank) -> int:
+    """The steps before a token went to other experts, on the ranks or in another run of one
+    process. It changes the gradients of these experts by far more than rounding does."""
+    flipped = [number for number, count in enumerate(flips) if count]
+    for other in others:
+        for number, (routes, wanted) in enumerate(zip(other.routes, truth.routes, strict=True)):
+            last = max((microbatch for _, microbatch in wanted), default=0)
+            turned = (routes[layer, last - microbatch] for layer, microbatch in wanted)
+            pairs = zip(turned, wanted.values(), strict=True)
+            flipped += [number] if any((a != b).any() for a, b in pairs) else []
+    return min(flipped, default=len(truth.losses))
+
+
+class _StepGradients(NamedTuple):
+    """The gradients of one step: the worst one, and by how much most of them differ in two runs of
+    one process."""
+
+    worst: GradientCheck
+    usual: float | None
+
+
+def _compared_gradients(
+    runs: Sequence[TrainedRank], references: Sequence[TrainedRank], end: int
+) -> Iterator[_StepGradients]:
+    """The gradients of the first steps, before step `end`, beside those of one process."""
+    truth, *others = references
+    numbers = set(truth.sketches).intersection(*(run.sketches for run in (*runs, *others)))
+    steps = sorted(number for number in numbers if number < end)
+    for number in steps:
+        wanted = truth.sketches[number]
+        sizes = {name: _norm(one) for name, one in wanted.items()}
+        if not all(map(isfinite, sizes.values())):  # one process skipped this step too
+            return
+        found = _distances([run.sketches[number] for run in runs], wanted)
+        usual, spreads = None, dict.fromkeys(sizes, 0.0)
+        floor = _SMALL * max(sizes.values())
+        allowed = {name: EXACT * max(size, floor) for name, size in sizes.items()}
+        for other in others:
+            spreads = _distances([other.sketches[number]], wanted)
+            shares = [spreads[name] / size for name, size in sizes.items() if size]
+            usual = median(shares or [0.0])
+            spreads = {name: max(spreads[name], usual * size) for name, size in sizes.items()}
+            allowed = {name: _SPREADS * each for name, each in spreads.items()}
+        checks = [
+            GradientCheck(
+                steps=len(steps),
+                step=number,
+                tensor=name,
+                difference=found[name] / (size or 1.0),
+                spread=spreads[name] / (size or 1.0) if others else None,
+                allowed=allowed[name] / (size or 1.0),
+            )
+            for name, size in sizes.items()
+        ]
+        yield _StepGradients(max(checks, key=_share), usual)
+
+
+def _share(check: GradientCheck) -> float:
+    """How much of what is allowed a gradient takes."""
+    if check.allowed:
+        return check.difference / check.allowed
+    return inf if check.difference else 0.0
+
+
+def _distances(
+    parts: Sequence[Mapping[str, Sketch]], wanted: Mapping[str, Sketch]
+) -> dict[str, float]:
+    """How far the sketches of all ranks together are from those of one process, by weight."""
+    found: dict[str, float] = {}
+    for name, truth in wanted.items():
+        total = sum((part[name] for part in parts if name in part), np.zeros_like(truth))
+        found[name] = _norm(total - truth)
+    return found
+
+
+def _norm(sketch: Sketch) -> float:
+    """The norm; infinite if a number is none."""
+    norm = float(np.linalg.norm(sketch))
+    return norm if norm == norm else inf
 
 
 def _largest(found: Sequence[float], wanted: Sequence[float]) -> float:
     """The largest difference; infinite if a loss is not a number."""
     differences = [abs(one - other) for one, other in zip(found, wanted, strict=True)]
-    return max(each if each == each else float("inf") for each in differences)
+    return max(each if each == each else inf for each in differences)
 
 
 @dataclass(frozen=True)

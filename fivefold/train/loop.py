@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import closing
+from contextlib import closing, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import isfinite
@@ -36,6 +36,7 @@ from fivefold.train.callbacks.watchdog import PhaseLimits, WatchdogCallback
 from fivefold.train.clock import StepClock, StepMark
 from fivefold.train.integrity import Integrity, exchanged
 from fivefold.train.preference import PreferenceObjective, objective_of
+from fivefold.train.references import GradientSketches, ReorderedSums
 from fivefold.train.replaying import Bound, ReplayCallback
 from fivefold.train.state import Progress, TrainedRank, TrainSettings
 
@@ -44,13 +45,13 @@ def run_rank(
     worker: Worker,
     plan: Plan,
     settings: TrainSettings,
-    reverse: bool = False,
+    reordered: bool = False,
     device: RankDevice | None = None,
 ) -> TrainedRank:
     """All steps of one rank, on `device` or on the next GPU of this machine.
 
-    `reverse` takes the microbatches of each step from the last to the first: the same sums in
-    another order.
+    `reordered` takes the microbatches of each step from the last to the first, and adds the terms
+    of every sum in another order.
     """
     recipe, world = settings.recipe, plan.layout.world
     mine = device or forked_device(settings.device, settings.backend, worker.rank, world)
@@ -95,9 +96,11 @@ def run_rank(
         )
         result = TrainedRank(first_step=progress.step + 1)
         restart = 0 if folder is None else folder.restart
-        steps = (progress, spent, clock, stop, callbacks, result, reverse, restart)
-        _Loop(rank, settings, *steps, replays, integrity, objective).run()
+        steps = (progress, spent, clock, stop, callbacks, result, reordered, restart)
+        sketches = GradientSketches(rank.job, progress, integrity) if settings.check else None
+        _Loop(rank, settings, *steps, replays, integrity, objective, sketches).run()
         rank.close()
+        result.sketches = {} if sketches is None else sketches.by_step
         return result
 
 
@@ -130,11 +133,12 @@ class _Loop:
     stop: StopCallback
     callbacks: Sequence[Callback]
     result: TrainedRank
-    reverse: bool
+    reordered: bool
     restart: int
     replays: ReplayCallback
     integrity: Integrity | None
     objective: PreferenceObjective | None
+    sketches: GradientSketches | None
     pending: deque[_PendingRecord] = field(default_factory=deque["_PendingRecord"])
 
     def run(self) -> None:
@@ -208,18 +212,20 @@ class _Loop:
         job, updater, recipe = self.rank.job, self.rank.updater, self.settings.recipe
         uncount = partial(updater.resume_after, updater.count) if updater.skips else None
         scale, clip = self.progress.scale.value, recipe.clip
-        guard = Guard(scale, stop, self.clock.synchronised, uncount, bound, self.integrity)
+        watch = self.integrity if self.sketches is None else self.sketches
+        guard = Guard(scale, stop, self.clock.synchronised, uncount, bound, watch)
         last = number == self.progress.last_step
         optimizer = _MeasuredUpdate(self.rank, self.result) if last else updater
         here = recipe.offload == "none" and not recipe.optimizer_kind.full_matrices
         if self.replays.proves(number) and bound is None and here:
             optimizer = self.replays.proving(job, updater, optimizer)
-        ordered = batches[::-1] if self.reverse else batches
+        ordered = batches[::-1] if self.reordered else batches
         job.balancing.routes.clear()
-        if weights is None:
-            return step(job, optimizer, ordered, clip, guard)
-        turned = weights[::-1] if self.reverse else weights
-        return step(job, optimizer, ordered, clip, guard, turned, per_token=False)
+        with ReorderedSums() if self.reordered else nullcontext():
+            if weights is None:
+                return step(job, optimizer, ordered, clip, guard)
+            turned = weights[::-1] if self.reordered else weights
+            return step(job, optimizer, ordered, clip, guard, turned, per_token=False)
 
     def _weights(self, batches: list[TokenBatch]) -> list[float] | None:
         """Of the losses of microbatches, in the order of these; None: all count alike."""

@@ -145,6 +145,8 @@ def traffic_by_axis(collectives: Counter[tuple[str, str, int, int]]) -> dict[str
 
 Routes = dict[tuple[int, int], NDArray[np.uint16]]
 """The experts of one step by layer and microbatch, (rows, tokens, experts of a token), sorted."""
+Sketch = NDArray[np.float64]
+"""A few numbers that stand for a gradient, or a rank's share of them (`train/references.py`)."""
 
 
 @dataclass
@@ -157,6 +159,7 @@ class TrainedRank:
     memory: RankMemory | None = None  # right after the last update
     routes: list[Routes] = field(default_factory=list)  # by step, if they are to be compared
     stopped: bool = False  # on request, before the last step
+    sketches: dict[int, dict[str, Sketch]] = field(default_factory=dict)  # by step and weight
 
     def add(self, loss: float, stopped: bool, job: Job, with_routes: bool) -> None:
         """A step is over, and no other collective was issued since."""
@@ -179,24 +182,25 @@ class TrainedRank:
 
 def count_flips(
     plan: Plan, ranks: Sequence[Sequence[Routes]], reference: Sequence[Routes]
-) -> tuple[int, int]:
-    """Tokens times layers whose experts differ from those of one process, and of how many.
+) -> tuple[list[int], int]:
+    """Tokens times layers whose experts differ from those of one process in each step, and of how
+    many in all.
 
     `ranks` are routes by rank and step, `reference` the steps of one process, whose microbatches
     are those of all data ranks in turn.
     """
-    flips = total = 0
+    flips, total = [0] * len(reference), 0
     for rank, steps in enumerate(ranks):
         coord = plan.layout.coord(rank)
         if not plan.layout.sp and coord.tp > 0:  # all tp ranks route the same tokens
             continue
         positions = np.array(positions_of(plan, rank))
         real = positions < plan.batch.seq  # the rest is padding
-        for found, wanted in zip(steps, reference, strict=True):
+        for number, (found, wanted) in enumerate(zip(steps, reference, strict=True)):
             for (layer, microbatch), experts in found.items():
                 truth = wanted[layer, microbatch * plan.batch.dp + coord.dp]
                 differs = (experts[:, real] != truth[:, positions[real]]).any(-1)
-                flips, total = flips + int(differs.sum()), total + differs.size
+                flips[number], total = flips[number] + int(differs.sum()), total + differs.size
     return flips, total
 
 

@@ -31,8 +31,8 @@ HEAD = """# Verified training
 Losses of {steps} steps of `tiny-moe` with {layers} layers in every layout below, beside those of
 one process that reads the same text: {rows} packed sequences of {seq} tokens a step in microbatches
 of {size}, AdamW, lr 1e-3. In float64 they may differ by 1e-9 nats. The spread is the difference of
-two runs of one process that take the microbatches of each step in opposite orders; in float32
-layouts may differ by three times as much, and by 2e-6 where that is more. A flip is a token that a
+two runs of one process that add the terms of every sum in different orders; in float32 layouts may
+differ by three times as much, and by 2e-6 where that is more. A flip is a token that a
 layer sends to other experts than one process does, of {routed:,} tokens times layers. Made by
 `make verify-all` on {date}.
 """
@@ -140,7 +140,7 @@ class Trainings:
         """One process alone, and in float32 a second time in another order of sums."""
         if (balance, dtype) not in self.known:
             plan, settings = Case("dp=1", balance=balance).plan(self.layers), self.settings(dtype)
-            tasks = [(run_rank, (plan, settings, reverse)) for reverse in (False, True)]
+            tasks = [(run_rank, (plan, settings, reordered)) for reordered in (False, True)]
             self.known[balance, dtype] = self.pool.run_each(tasks[: num_references(plan, settings)])
         return self.known[balance, dtype]
 
