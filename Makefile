@@ -77,7 +77,7 @@ types: setup
 	$(BIN)/pyright
 
 # Every layout of 2, 4 and 8 ranks, every pipeline, every kind of context, every pair of values,
-# trainings in many layouts, compiled ranks, recomputation, the planner's first choices, fp8, generation,
+# trainings in many layouts and at real widths, compiled ranks, recomputation, the planner's first choices, fp8, generation,
 # and every case of the traffic list; the tables go to docs.
 verify-all: setup
 	$(BIN)/python -m tests.ranks.sweep > docs/verified-layouts.md
@@ -85,6 +85,7 @@ verify-all: setup
 	$(BIN)/python -m tests.ranks.contexts > docs/verified-contexts.md
 	$(BIN)/python -m tests.ranks.covering > docs/verified-combinations.md
 	$(BIN)/python -m tests.ranks.invariance > docs/verified-training.md
+	$(BIN)/python -m tests.ranks.real_widths > docs/verified-widths.md
 	$(BIN)/python -m tests.ranks.compiled > docs/verified-compiled.md
 	$(BIN)/python -m tests.ranks.recomputed > docs/verified-recompute.md
 	$(BIN)/python -m tests.ranks.first_choices > docs/verified-choices.md

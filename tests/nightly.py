@@ -58,6 +58,7 @@ def table(name: str, module: str) -> Part:
 
 TOGETHER = (
     table("training", "invariance"),  # the longest first, so that nothing waits for it in the end
+    table("widths", "real_widths"),
     table("compiled", "compiled"),
     table("combinations", "covering"),
     table("choices", "first_choices"),

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from math import isfinite
 from typing import Any, NamedTuple
 
@@ -21,7 +21,7 @@ from fivefold.model.batch import TokenBatch
 from fivefold.optim.optimizer import LossScale
 from fivefold.records import BUILD, EVAL, LOAD, StepRecord, mfu
 from fivefold.records.run_folder import RunFolder, TimeSpent
-from fivefold.step import Guard, StepOutcome, step
+from fivefold.step import Guard, StepOutcome, StepWatch, step
 from fivefold.train.build import BuiltRank, build_rank
 from fivefold.train.callbacks import Callback
 from fivefold.train.callbacks.checkpoints import CheckpointCallback
@@ -97,10 +97,8 @@ def run_rank(
         result = TrainedRank(first_step=progress.step + 1)
         restart = 0 if folder is None else folder.restart
         steps = (progress, spent, clock, stop, callbacks, result, reordered, restart)
-        sketches = GradientSketches(rank.job, progress, integrity) if settings.check else None
-        _Loop(rank, settings, *steps, replays, integrity, objective, sketches).run()
+        _Loop(rank, settings, *steps, replays, integrity, objective).run()
         rank.close()
-        result.sketches = {} if sketches is None else sketches.by_step
         return result
 
 
@@ -138,7 +136,6 @@ class _Loop:
     replays: ReplayCallback
     integrity: Integrity | None
     objective: PreferenceObjective | None
-    sketches: GradientSketches | None
     pending: deque[_PendingRecord] = field(default_factory=deque["_PendingRecord"])
 
     def run(self) -> None:
@@ -212,8 +209,7 @@ class _Loop:
         job, updater, recipe = self.rank.job, self.rank.updater, self.settings.recipe
         uncount = partial(updater.resume_after, updater.count) if updater.skips else None
         scale, clip = self.progress.scale.value, recipe.clip
-        watch = self.integrity if self.sketches is None else self.sketches
-        guard = Guard(scale, stop, self.clock.synchronised, uncount, bound, watch)
+        guard = Guard(scale, stop, self.clock.synchronised, uncount, bound, self.watch)
         last = number == self.progress.last_step
         optimizer = _MeasuredUpdate(self.rank, self.result) if last else updater
         here = recipe.offload == "none" and not recipe.optimizer_kind.full_matrices
@@ -226,6 +222,13 @@ class _Loop:
                 return step(job, optimizer, ordered, clip, guard)
             turned = weights[::-1] if self.reordered else weights
             return step(job, optimizer, ordered, clip, guard, turned, per_token=False)
+
+    @cached_property
+    def watch(self) -> StepWatch | None:
+        """What looks at the memory and the gradients of a step before its update."""
+        if not self.settings.check:
+            return self.integrity
+        return GradientSketches(self.rank.job, self.progress, self.result, self.integrity)
 
     def _weights(self, batches: list[TokenBatch]) -> list[float] | None:
         """Of the losses of microbatches, in the order of these; None: all count alike."""

@@ -30,7 +30,7 @@ from fivefold.core.boxes import Box, boxes_of
 from fivefold.core.weights import Weight
 from fivefold.parallel.compose import Job
 from fivefold.step import StepWatch
-from fivefold.train.state import Progress, Sketch
+from fivefold.train.state import Progress, Sketch, TrainedRank
 
 STEPS = 3  # whose gradients are compared: rounding errors grow from update to update
 _SIGNS = 8  # rows of L, and columns of R
@@ -39,17 +39,18 @@ _SIGNS = 8  # rows of L, and columns of R
 class GradientSketches:
     """Watches the steps of a rank, and keeps sketches of its share of the gradients."""
 
-    def __init__(self, job: Job, progress: Progress, watch: StepWatch | None) -> None:
-        """`watch` is asked and told as without this."""
-        self.job, self.progress, self.watch = job, progress, watch
+    def __init__(
+        self, job: Job, progress: Progress, result: TrainedRank, watch: StepWatch | None
+    ) -> None:
+        """`result` gets them, by step; `watch` is asked and told as without this."""
+        self.job, self.progress, self.result, self.watch = job, progress, result, watch
         self.projections: dict[str, Projection] = {}
-        self.by_step: dict[int, dict[str, Sketch]] = {}  # of the first ones
 
     def before_update(self) -> Tensor:
         """As `StepWatch` has it; gradients are summed over the ranks, and not yet clipped."""
         number = self.progress.step + 1
         if number <= STEPS:
-            self.by_step[number] = self._sketch()  # again if the step runs twice
+            self.result.sketches[number] = self._sketch()  # again if the step runs twice
         device = self.job.mesh.device
         none = torch.zeros(2, dtype=torch.float64, device=device)
         return none if self.watch is None else self.watch.before_update()

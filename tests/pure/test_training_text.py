@@ -296,7 +296,7 @@ def test_the_tail_marks_what_differs() -> None:
     measured = {**held, "padding": 4, "total": 1034}
     moved = {"tp": {"calls": 2, "bytes": 64}}
     check = {"loss": 2.5, "difference": 1e-7, "allowed": 2e-6, "spread": 1e-8, "passed": True}
-    check |= {"steps": 1, "flips": 1, "routed": 8}
+    check |= {"steps": 1, "flips": 1, "routed": 8, "gradients": None}
     table = {
         "world": 4,
         "memory": {"rank": 1, "ranks_as_planned": 3, "planned": held, "measured": measured},
@@ -313,13 +313,20 @@ def test_the_tail_marks_what_differs() -> None:
     assert f"{'tp':<34}{64:>14}{0:>14}{2:>15}{0:>10}" in lines
     assert lines[-2:] == ["this step differs from the plan", "\ndone in 1.2 s"]
     checked = list(tail({**table, "check": check}))
-    assert checked[-4] == "loss of step 1: 2.500000000; one process: 2.500000000"
-    assert "3 times the spread 1.0e-08" in checked[-3] and checked[-1] == "PASS in 1.2 s"
+    assert checked[-5] == "loss of step 1: 2.500000000; one process: 2.500000000"
+    assert "3 times the spread 1.0e-08" in checked[-4] and checked[-1] == "PASS in 1.2 s"
+    assert checked[-3].startswith("gradients: not compared, because tokens of the first step")
     assert checked[-2].startswith("routing flips: 1 of 8 ")
+    nearest = {"steps": 3, "step": 2, "tensor": "norm.weight", "difference": 1e-6, "allowed": 4e-6}
+    compared = list(tail({**table, "check": check | {"gradients": nearest}}))
+    assert compared[-3] == (
+        "gradients of 3 steps: nearest to its limit is norm.weight in step 2, off by 1.0e-06 of "
+        "its norm, allowed 4.0e-06"
+    )
     stopped = list(tail({**table, "stopped": True, "memory": None}))
     assert "--resume" in stopped[0] and stopped[2].startswith("moved in step 2, all ranks")
     later = {"stopped": True, "steps": [{"loss": 2.5}, {"loss": 2.4}], "check": check}
     both = list(tail({**table, **later}))
-    assert both[-5] == "compared: 1 step that both had run when they were asked to stop"
-    assert both[-4] == checked[-4]  # of the step that was compared, not of the last one
+    assert both[-6] == "compared: 1 step that both had run when they were asked to stop"
+    assert both[-5] == checked[-5]  # of the step that was compared, not of the last one
     assert list(tail({**table, "traffic": None})) == ["no step was left to run"]

@@ -38,20 +38,20 @@ from fivefold.train.check import judge
 HEAD = """# Verified widths
 
 Models of their published widths, cut to {layers} layers (4 where a schedule has two stages a rank),
-a vocabulary of {vocab} and {experts} experts of which a token has {top_k}, with the defaults of a user in every class of layout,
-ZeRO stage and schedule: {rows} sequences of {seq} tokens a step, float32. Each trains {first} steps
-with copies compared in each of them, saves, and resumes for step {steps}. No copy may differ, and
-losses and gradients must be those of one process, within three times what another order of sums
-changes in it. The gradient shown is the one that is nearest to its limit; `off` and `allowed` are
-shares of its norm. In the last columns one gradient of the first step is scaled by {scale} on all
-ranks: the check must fail. Made by `make verify-all` on {date}.
+a vocabulary of {vocab} and {experts} experts of which a token has {top_k}, with the defaults of a
+user in every class of layout, ZeRO stage and schedule: {rows} sequences of {seq} tokens a step,
+float32. Each trains {first} steps with copies compared in each of them, saves, and resumes for step
+{steps}. No copy may differ, and losses and gradients must be those of one process, within three
+times what another order of sums changes in it. The gradient shown is the one that is nearest to its
+limit; `off` and `allowed` are shares of its norm. In the last columns one gradient of the first
+step is scaled by {scale} on all ranks: the check must fail. Made by `make verify-all` on {date}.
 """
 COLUMNS = (
     "model", "layout", "ZeRO", "schedule", "loss off, nats", "allowed", "gradient, step", "off",
     "allowed", "flips", "wrong gradient", "seen as", "seconds", "",
 )  # fmt: skip
 STEPS, FIRST_STEPS = 3, 2
-LAYERS, VOCAB, EXPERTS, TOP_K, ROWS, SEQ = 2, 512, 8, 2, 4, 32
+LAYERS, VOCAB, EXPERTS, TOP_K, ROWS, SEQ = 2, 512, 4, 2, 4, 32
 WRONG_SCALE = 1.001
 MOST_RANKS = 8
 _PATIENCE = 240.0  # seconds: many ranks share few cores

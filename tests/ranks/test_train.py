@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 import torch
 from kept_pool import KeptPool
+from real_widths import with_a_wrong_gradient
 from test_lost_rank import SOON, children
 from test_pool import wait_until_gone
 
@@ -29,11 +30,18 @@ from fivefold.launch.processes import Pool
 from fivefold.model.batch import TokenBatch
 from fivefold.records import StepRecord
 from fivefold.records.run_folder import read_records
-from fivefold.train import Check, TrainedRank, TrainSettings, compare_with_plan, train
+from fivefold.train import (
+    Check,
+    TrainedRank,
+    TrainSettings,
+    compare_with_plan,
+    run_rank,
+    train,
+)
 from fivefold.train.build import reader_of
-from fivefold.train.check import LEAST, judge, single_process
+from fivefold.train.check import LEAST, judge, num_references, single_process
 from fivefold.train.checkpoint import latest
-from fivefold.train.state import AxisTraffic
+from fivefold.train.state import AxisTraffic, Dtype
 from tests.selection import within
 
 
@@ -143,6 +151,53 @@ def test_a_check_sees_what_is_wrong(pool: Pool) -> None:
     assert judge(plan, runs, [truth, spread]).allowed == pytest.approx(3e-6)
     runs[1].routes[1][2, 0][0, 5, 0] += 1
     assert judge(plan, runs, [truth]).flips == 1
+
+
+def alone(pool: Pool, plan: Plan, settings: TrainSettings) -> list[TrainedRank]:
+    """The runs of one process that a check takes."""
+    one = single_process(plan)
+    tasks = [(run_rank, (one, settings, reordered)) for reordered in (False, True)]
+    return pool.run_each(tasks[: num_references(plan, settings)])
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+@pytest.mark.parametrize("tensor", ["blocks.1.mlp.experts.down.weight", "norm.weight"])
+def test_a_wrong_gradient_is_named_where_losses_hardly_differ(
+    pool: Pool, tensor: str, dtype: Dtype
+) -> None:
+    settings = TrainSettings(Recipe(steps=2), dtype, check=True)
+    plan = plan_of("dp=2 tp=2 ep=2")
+    references = alone(pool, plan, settings)
+    runs = pool.run_each([(run_rank, (plan, settings))] * plan.layout.world)
+    check = judge(plan, runs, references)
+    assert check.passed and check.gradients is not None and check.gradients.steps == 2
+    wrong = pool.run_each([(with_a_wrong_gradient, (plan, settings, tensor))] * plan.layout.world)
+    check = judge(plan, wrong, references)
+    assert not check.passed and check.gradients is not None
+    assert (check.gradients.tensor, check.gradients.step) == (tensor, 1)
+    assert check.gradients.difference == pytest.approx(1e-3, rel=0.01)
+    if dtype == "float32":
+        assert check.difference <= check.allowed  # AdamW divides the scale of a gradient away
+
+
+def test_steps_after_a_flip_are_not_compared(pool: Pool) -> None:
+    """Whose gradients differ by a token: in a layout, or in the second run of one process."""
+    settings = TrainSettings(Recipe(steps=3), "float32", check=True)
+    plan = plan_of("dp=2")
+    truth, other = alone(pool, plan, settings)
+    runs = pool.run_each([(run_rank, (plan, settings))] * plan.layout.world)
+
+    def steps() -> int:
+        found = judge(plan, runs, [truth, other]).gradients
+        return 0 if found is None else found.steps
+
+    assert steps() == 3
+    other.routes[2][2, 0][0, 5, 0] += 1
+    assert steps() == 2
+    runs[1].routes[1][2, 0][0, 5, 0] += 1
+    assert steps() == 1
+    other.routes[0][2, 1][0, 5, 0] += 1
+    assert steps() == 0 and judge(plan, runs, [truth, other]).passed
 
 
 def test_a_plan_that_is_not_kept_is_seen(pool: Pool) -> None:

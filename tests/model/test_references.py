@@ -1,0 +1,102 @@
+"""What the runs of `train --check` do besides training: sketches of gradients, sums reordered."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fivefold.core import models
+from fivefold.core.boxes import boxes_of, whole_box
+from fivefold.core.layout import Layout
+from fivefold.core.weights import by_name, local_shape, shard_of, weights
+from fivefold.parallel.tensor import cut
+from fivefold.train.references import Projection, ReorderedSums
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("layout", ["tp=2", "tp=8", "dp=4 ep=2 etp=2"])
+def test_sketches_of_shards_add_up(layout: str) -> None:
+    """Of tensor ranks and of experts, each cut again through its rows."""
+    shape, chosen = models.load("tiny-moe"), Layout.parse(layout)
+    coords = [chosen.coord(rank) for rank in range(chosen.world)]
+    for weight in (*weights(shape)[:1], *weights(shape)[-14:]):
+        full, project = torch.randn(weight.shape), Projection(weight, CPU).of
+        total = torch.zeros(8, 8, dtype=torch.float64)
+        shards = {shard_of(weight, shape, chosen, coord) for coord in coords}
+        for shard in {(one.start, one.inner): one for one in shards}.values():
+            values = cut(full, shard).flatten()
+            for start, stop in ((0, 7), (7, len(values))):
+                boxes = boxes_of(weight.shape, shard, local_shape(weight, shard), start, stop)
+                total += project(values[start:stop], boxes)
+        assert total.allclose(project(full, (whole_box(weight.shape),))), weight.name
+
+
+def test_a_sketch_shows_how_far_two_gradients_are_apart() -> None:
+    """A scale, noise, and rows that are swapped, all within a factor of two."""
+    weight = by_name(models.load("tiny"))["blocks.0.mlp.up.weight"]
+    project, box = Projection(weight, CPU).of, (whole_box(weight.shape),)
+    full = torch.randn(weight.shape, generator=torch.Generator().manual_seed(0))
+    noise = 1e-4 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(1))
+    for other in (1.001 * full, full + noise, full.flip(0)):
+        found, truth = project(other - full, box).norm(), (other - full).norm()
+        assert truth / 2 < found < 2 * truth
+    assert project(1.001 * full, box).sub(project(full, box)).norm() > 0
+
+
+def attention(q: Tensor, k: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(q[None, None], k[None, None], k[None, None])
+
+
+def loss(x: Tensor, weight: Tensor) -> Tensor:
+    return F.cross_entropy(x @ weight.T, torch.arange(len(x)), reduction="sum")
+
+
+@pytest.mark.parametrize(
+    "compute",
+    [
+        lambda x, w: x @ w.T,
+        lambda x, w: F.linear(x, w, w.sum(1)),
+        lambda x, w: torch.bmm(x[None], w.T[None]),
+        lambda x, w: x.new_zeros(len(x), len(w)).addmm_(x, w.T),
+        lambda x, w: torch.mm(x.detach(), w.detach().T, out=x.new_empty(len(x), len(w))) * x.sum(),
+        lambda x, w: x.square().mean(-1) * w.norm(),
+        lambda x, w: torch.nn.utils.get_total_norm([x.detach().repeat(99, 1)]) * x.sum(),
+        attention,
+        loss,
+    ],
+)
+def test_reordered_sums_differ_by_rounding_alone(
+    compute: Callable[[Tensor, Tensor], Tensor],
+) -> None:
+    """In the result and in the gradient, which backward computes in the same mode."""
+    generator = torch.Generator().manual_seed(0)
+    x, weight = (torch.randn(n, 1000, generator=generator) / 30 for n in (48, 64))
+
+    def run(dtype: torch.dtype) -> list[Tensor]:
+        inputs = [each.to(dtype).requires_grad_() for each in (x, weight)]
+        result = compute(*inputs)
+        gradients = torch.autograd.grad(result.square().sum(), inputs, allow_unused=True)
+        return [result.detach(), *(each for each in gradients if each is not None)]
+
+    plain, truth = run(torch.float32), run(torch.float64)
+    with ReorderedSums():
+        reordered = run(torch.float32)
+    assert any(not a.equal(b) for a, b in zip(plain, reordered, strict=True))
+    for one, exact in zip(reordered, truth, strict=True):
+        assert one.dtype == torch.float32
+        assert (one - exact).norm() < 2e-6 * exact.norm()
+
+
+def test_reordered_sums_leave_integers_and_wider_types_alone() -> None:
+    numbers = torch.arange(10)
+    with ReorderedSums():
+        assert numbers.sum() == 45 and numbers.sum().dtype == torch.int64
+        assert torch.ones(3).sum(dtype=torch.float64).dtype == torch.float64
+        assert torch.ones(3, dtype=torch.float64).mean() == 1
+        assert torch.ones(0, 4).sum(0).equal(torch.zeros(4))
+        assert (torch.ones(2, 1) @ torch.ones(1, 2)).equal(torch.ones(2, 2))
