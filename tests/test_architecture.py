@@ -38,7 +38,7 @@ ARROWS = {
     "launch": {"core"},
     "bridges": {"core"},
     "huggingface": {"core", "model"},
-    "generate": {"core", "model", "parallel", "launch", "huggingface"},
+    "generate": {"core", "model", "parallel", "launch", "huggingface", "records"},
     "serve": {"core", "generate", "launch"},
     "calibrate": {"core", "cost", "launch"},
     "verify": RUNTIME | {"generate"},

@@ -68,7 +68,9 @@ def tokenizer_in(folder: Path) -> TokenizerId | None:
 
 
 def model_folder(model: str) -> Path | None:
-    """The folder of a model that is a Hugging Face config; None for a preset."""
+    """The folder of a model that is a Hugging Face config; None for a preset or a config's text."""
+    if model.lstrip().startswith("{"):  # too long for a path
+        return None
     path = Path(model)
     if path.suffix == ".json" and path.is_file():
         return path.parent

@@ -15,7 +15,9 @@ from fivefold.core.errors import BadFile, FivefoldError
 from fivefold.core.plan import Plan, PlanOptions
 from fivefold.core.precision import FORMATS
 from fivefold.core.shape import Shape
+from fivefold.core.tokenizer import BYTES, TOKENIZER, TokenizerId, model_folder
 from fivefold.core.weights import tuned
+from fivefold.records.run_reader import known_tokenizer
 
 if TYPE_CHECKING:
     from fivefold.generate.layout import ReadWeight
@@ -25,7 +27,7 @@ if TYPE_CHECKING:
     from fivefold.launch.backend import Backend
 
 DTYPES = [name for name, each in FORMATS.items() if each.verified]
-_TOKENIZER, _BYTES_END = "tokenizer.json", 256
+_BYTES_END = 256
 _MOST_RANKS = 64  # processes on one machine
 
 
@@ -38,6 +40,7 @@ class TextModel:
     source: Path
     folder: Path  # that may have a tokenizer and its configs
     is_run: bool
+    trained_with: TokenizerId | None = None  # recorded by the run
 
 
 def find_model(source: Path) -> TextModel:
@@ -46,11 +49,11 @@ def find_model(source: Path) -> TextModel:
         options = plan.read(source / "plan.toml")
         shape = models.with_overrides(models.load(options.model), options.set)
         shape = tuned(shape, options.train.tuning)
-        path = source if models.is_text(options.model) else Path(options.model)
-        beside = path if path.is_dir() else path.parent
-        folder = beside if (beside / _TOKENIZER).exists() else source
+        imported = model_folder(options.model)
+        has_tokenizer = imported is not None and (imported / TOKENIZER).exists()
+        folder = imported if imported is not None and has_tokenizer else source
         named = PlanOptions(options.model, set=options.set, train=options.train.only_tuning())
-        return TextModel(shape, named, source, folder, True)
+        return TextModel(shape, named, source, folder, True, known_tokenizer(source))
     if (source / "config.json").exists():
         config = str(source / "config.json")
         return TextModel(models.load(config), PlanOptions(config), source, source, False)
@@ -141,12 +144,26 @@ def _plan(model: TextModel, options: ModelOptions) -> Plan:
 
 
 def _codec(model: TextModel, tokenizer: str | None) -> Codec:
-    from fivefold.generate.text import NUM_BYTES, ByteCodec, read_tokenizer
+    """The tokenizer of the command line, else the one that the run was trained with."""
+    from fivefold.generate.text import ByteCodec, read_tokenizer
 
-    path = model.folder / _TOKENIZER if tokenizer is None else Path(tokenizer)
-    if tokenizer != "bytes" and (tokenizer is not None or path.exists()):
-        return read_tokenizer(path)
-    if tokenizer is None and (not model.is_run or model.shape.vocab > 2 * NUM_BYTES):
-        rule = f"has no {_TOKENIZER}, and a vocabulary of {model.shape.vocab:,}"
+    if tokenizer == BYTES or (tokenizer is None and _is_on_bytes(model)):
+        return ByteCodec()
+    path = model.folder / TOKENIZER if tokenizer is None else Path(tokenizer)
+    if tokenizer is None and not path.exists():
+        rule = f"has no {TOKENIZER}, and a vocabulary of {model.shape.vocab:,}"
+        if model.trained_with is not None:
+            rule = f"has no {TOKENIZER}, and was trained with {model.trained_with}"
         raise BadFile(str(model.folder), [f"{rule}: give --tokenizer FILE, or --tokenizer bytes"])
-    return ByteCodec()
+    return read_tokenizer(path)
+
+
+def _is_on_bytes(model: TextModel) -> bool:
+    """Whether the tokens of a model are bytes: the records of its run decide. A run on random
+    tokens recorded none; its vocabulary tells then."""
+    from fivefold.generate.text import NUM_BYTES
+
+    if model.trained_with is not None:
+        return model.trained_with.fingerprint == BYTES
+    has_tokenizer = (model.folder / TOKENIZER).exists()
+    return model.is_run and not has_tokenizer and model.shape.vocab <= 2 * NUM_BYTES

@@ -21,6 +21,7 @@ from fivefold.core.layout import Layout
 from fivefold.core.plan import Plan, resolve
 from fivefold.core.plan import read as read_plan
 from fivefold.core.schedule import parse_steps
+from fivefold.core.tokenizer import TokenizerId
 from fivefold.records import RunStart, summarize
 from fivefold.records.run_folder import (
     BAD_RUN,
@@ -119,6 +120,22 @@ def _recovered(path: Path) -> list[dict[str, Any]]:
         walls = [one.wall - (one.elapsed or 0.0) for one in same if one.wall is not None]
         starts.append({"began": max(0.0, began + (min(walls, default=0.0) if number else 0.0))})
     return starts
+
+
+def tokenizer_of_run(folder: Path) -> TokenizerId | None:
+    """The tokenizer of the newest start of a run that recorded one; None if none did."""
+    starts = read_starts(folder / RUN) if (folder / RUN).is_file() else []
+    tables = [start["tokenizer"] for start in starts if start.get("tokenizer")]
+    names = [(table.get("name"), table.get("fingerprint")) for table in tables]
+    return TokenizerId(*map(str, names[-1])) if names else None
+
+
+def known_tokenizer(folder: Path) -> TokenizerId | None:
+    """The tokenizer of a run whose weights are read: damaged records only leave it unknown."""
+    try:
+        return tokenizer_of_run(folder)
+    except BadFile:
+        return None
 
 
 def read_step(folder: Path, step: int) -> StepSpans | None:

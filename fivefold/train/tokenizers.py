@@ -8,13 +8,13 @@ from fivefold.core.errors import FivefoldError
 from fivefold.core.plan import Plan
 from fivefold.core.tokenizer import (
     TOKENIZER_FILES,
-    TokenizerId,
     files_in,
     model_folder,
     tokenizer_in,
 )
 from fivefold.data.mixture import Source, tokenizers_of
-from fivefold.records.run_folder import RUN, naming_file, read_starts
+from fivefold.records.run_folder import naming_file
+from fivefold.records.run_reader import tokenizer_of_run
 
 
 def require_same_tokenizer(plan: Plan, data: str, folder: Path | None) -> None:
@@ -34,14 +34,6 @@ def require_same_tokenizer(plan: Plan, data: str, folder: Path | None) -> None:
                 f"{name} has other tokens than the run: the data is from {given}, and {folder} was "
                 f"trained with {before}; give data of that tokenizer, or another folder with --out"
             )
-
-
-def tokenizer_of_run(folder: Path) -> TokenizerId | None:
-    """The tokenizer of the newest start of a run that noted one."""
-    path = folder / RUN
-    starts = read_starts(path) if path.is_file() else []
-    found = [each["tokenizer"] for each in starts if each.get("tokenizer")]
-    return TokenizerId(**found[-1]) if found else None
 
 
 def keep_tokenizer(folder: Path, source: Source) -> None:

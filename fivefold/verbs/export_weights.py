@@ -15,6 +15,7 @@ from fivefold.core.errors import FivefoldError, counted
 from fivefold.core.plan import PlanOptions
 from fivefold.core.precision import PRECISIONS
 from fivefold.core.tokenizer import (
+    BYTES,
     TOKENIZER,
     TOKENIZER_FILES,
     TokenizerId,
@@ -26,6 +27,7 @@ from fivefold.core.tuning import Tuning
 from fivefold.core.weights import tuned
 from fivefold.huggingface.config_export import HfModel, as_hf
 from fivefold.huggingface.model_card import CARD, GENERATION, generation_config, model_card
+from fivefold.records.run_reader import known_tokenizer
 from fivefold.verbs import above, checkpoint_step, json_text, one_of
 
 _WRITTEN = ("bf16", "fp32")
@@ -155,6 +157,9 @@ def _beside(
     files.setdefault(GENERATION, generation_config(model.config))
     data = files.get(TOKENIZER)
     tokenizer = None if data is None else TokenizerId(TOKENIZER, fingerprint(data))
+    recorded = known_tokenizer(run_folder)
+    if recorded is not None and recorded.fingerprint == BYTES:
+        tokenizer = recorded  # bytes have no file
     text = (run_folder / "plan.toml").read_text("utf-8")
     card = model_card(plan.resolve(read), text, options.dtype, step, tokenizer)
     return {**files, CARD: card}

@@ -12,6 +12,7 @@ import torch
 import transformers
 from small import LLAMA, filled
 
+import fivefold as ff
 from fivefold import cli
 from fivefold.core import plan
 from fivefold.core.tokenizer import fingerprint, tokenizer_in
@@ -105,3 +106,36 @@ def test_the_tokenizer_travels_and_another_is_refused(
     assert found.fingerprint[:12] in card and "2e-05" in card and "| data | right |" in card
     theirs = transformers.AutoTokenizer.from_pretrained("out")
     assert theirs("the cat")["input_ids"] == [2, 3] and theirs.chat_template
+
+
+def test_a_run_on_bytes_needs_no_tokenizer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    save_tokenizer(tmp_path, "the", "cat")  # of the working folder, and so of no model
+
+    def run(command: str, code: int = 0) -> tuple[str, str]:
+        assert cli.run(cli.gather_pairs(command.split())) == code, capsys.readouterr().err
+        return capsys.readouterr()
+
+    small = "--seq 64 --batch 2 --set steps=6 lr=0.02 layers=2 vocab=1024 compile=false"
+    run(f"train tiny --device cpu --out run {small}")
+    generate = "generate run --device cpu --prompt def --max-tokens 8 --json"
+    row = json.loads(run(generate)[0])
+    assert len(row["text"]) == len(row["tokens"]) == 8 and max(row["tokens"]) < 256
+    texts = ff.generate("run", "def", max_tokens=8, device="cpu")
+    assert texts.text == row["text"]
+
+    run("export run out")
+    assert "| tokenizer | bytes, one token each |" in Path("out/README.md").read_text()
+    theirs = transformers.AutoModelForCausalLM.from_pretrained("out", dtype=torch.float32)
+    assert theirs.config.vocab_size == 1024
+
+    # What the records name decides, and not the size of the vocabulary.
+    facts = json.loads(Path("run/run.json").read_text())
+    facts["starts"][-1]["tokenizer"] = {"name": "tokenizer.json", "fingerprint": "5" * 64}
+    Path("run/run.json").write_text(json.dumps(facts))
+    assert "was trained with tokenizer.json, fingerprint 555" in run(generate, 2)[1]
+    Path("run/run.json").write_text("{")
+    assert "give --tokenizer" in run(generate, 2)[1], "without records the tokens mean nothing"
+    run(f"{generate} --tokenizer bytes")

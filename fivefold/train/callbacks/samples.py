@@ -8,14 +8,13 @@ memory of its tensor and pipeline shard for that, and no ZeRO stage makes it sma
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 from fivefold.core.plan import Plan, PlanOptions
 from fivefold.core.recipe import Recipe
-from fivefold.core.tokenizer import BYTES, TOKENIZER
+from fivefold.core.tokenizer import BYTES, TOKENIZER, model_folder
 from fivefold.data.mixture import Source
-from fivefold.data.rows import Corpus, read_rows
+from fivefold.data.rows import read_rows
 from fivefold.generate.blocks import blocks_of
 from fivefold.generate.layout import LayoutEngine, plan_of
 from fivefold.generate.requests import Request, Sampling
@@ -108,12 +107,12 @@ def held_out_prompt(source: Source, length: int) -> tuple[int, ...]:
 
 def codec_of(plan: Plan, source: Source) -> Codec | None:
     """What turns tokens into text; None if that is not known here."""
-    beside = [folder / TOKENIZER for folder in (Path(plan.options.model).parent, *source.folders)]
-    corpora = [part.corpus for part in source.parts]
-    if all(isinstance(each, Corpus) and each.tokenizer == BYTES for each in corpora):
+    if source.tokenizer is not None and source.tokenizer.fingerprint == BYTES:
         return ByteCodec()
-    found = [path for path in beside if path.is_file()]
-    return read_tokenizer(found[0]) if found else None
+    folders = (model_folder(plan.options.model), *source.folders)
+    paths = [folder / TOKENIZER for folder in folders if folder is not None]
+    path = next((path for path in paths if path.is_file()), None)
+    return None if path is None else read_tokenizer(path)
 
 
 def _text(codec: Codec | None, tokens: tuple[int, ...]) -> str:
