@@ -27,6 +27,7 @@ SETTABLE = {
     **dict.fromkeys(SEAMS, "a seam of the model: a room replaces the arithmetic of a layer"),
     **dict.fromkeys(("__signature__", "__annotations__", "__doc__"), "typer reads a verb by them"),
     **dict.fromkeys(("allow_tf32", "compile_threads", "recompile_limit"), "torch: a setting"),
+    "bundle_triton_into_fx_graph_cache": "torch: a setting",
     "enabled": "torch: whether oneDNN multiplies",
     "__class__": "Python: what a module does with its attributes",
     **dict.fromkeys(("stdout", "stderr"), "Python: where a process prints"),

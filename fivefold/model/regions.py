@@ -45,26 +45,42 @@ def eager(compute: Compute, varies: bool = False) -> Compute:
 @cache
 def compiled(compute: Compute, varies: bool = False) -> Compute:
     """As few kernels as the compiler can. All layers share them."""
-    # Slow to import, and not wanted without a compiler.
-    import torch._dynamo.config as dynamo
-    import torch._inductor.config as inductor
-
-    dynamo.recompile_limit = max(dynamo.recompile_limit, _MOST_SIZES)
-    inductor.compile_threads = 1  # graphs are small, and processes would outlive a killed rank
+    _set_up_compiler()
     made = torch.compile(compute, fullgraph=True, dynamic=None if varies else False)
     return partial(with_any_rows, made) if varies else made
 
 
 def compiled_for_steps(compute: Compute, varies: bool = False) -> Compute:
     """As `compiled`, once for all sizes: steps of a generator have any number of tokens. Kernels
-    made anew for each would make requests wait, and end at the limit of the compiler. Not compiled
-    inside of `by_operators`."""
-    made = compiled(compute, varies=True)
+    made anew for each would make requests wait. Not compiled inside of `by_operators`."""
+    made = _compiled_for_steps(compute)
 
     def run(*inputs: Any) -> Any:
         return (compute if _BY_OPERATORS.get() else made)(*inputs)
 
     return run
+
+
+@cache
+def _compiled_for_steps(compute: Compute) -> Compute:
+    _set_up_compiler()
+    # A size beyond the limit of the compiler runs operator by operator. With `fullgraph` it would
+    # be an error, and end a server.
+    made = torch.compile(compute, fullgraph=False)
+    return partial(with_any_tokens, made)
+
+
+def _set_up_compiler() -> None:
+    # Slow to import, and not wanted without a compiler.
+    import torch._dynamo.config as dynamo
+    import torch._inductor.config as inductor
+
+    dynamo.recompile_limit = max(dynamo.recompile_limit, _MOST_SIZES)
+    inductor.compile_threads = 1  # graphs are small, and processes would outlive a killed rank
+    # A cached graph that brings its own kernels needs Triton's cache for itself ("exclusive access"
+    # in torch's triton_bundler.py), and ranks share theirs: a rank would find the folder of another
+    # that still writes, without the kernel, and print a traceback. Triton's cache itself is safe.
+    inductor.bundle_triton_into_fx_graph_cache = False
 
 
 @contextmanager
@@ -85,6 +101,15 @@ def with_any_rows(made: Compute, *inputs: Any) -> Any:
         if isinstance(each, Tensor):
             torch._dynamo.maybe_mark_dynamic(each, 0)
     return made(*inputs)
+
+
+def with_any_tokens(made: Compute, *inputs: Any) -> Any:
+    """As `with_any_rows`, for steps: their tokens are one row, and so in the second dim of most
+    tensors. Unmarked, it would become dynamic only after a graph for the first size."""
+    for each in tree_leaves(inputs):
+        if isinstance(each, Tensor) and each.ndim > 2:
+            torch._dynamo.maybe_mark_dynamic(each, 1)
+    return with_any_rows(made, *inputs)
 
 
 class Region:

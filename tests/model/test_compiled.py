@@ -8,8 +8,11 @@ from importlib import import_module
 
 import pytest
 import torch
+import torch._dynamo.config as dynamo_config
 import torch._dynamo.utils as dynamo
+import torch._inductor.config
 from torch import Tensor
+from torch._inductor.triton_bundler import TritonBundler
 
 from fivefold.core import models
 from fivefold.core.plan import Plan, PlanOptions, resolve
@@ -17,7 +20,7 @@ from fivefold.data.batches import samples
 from fivefold.generate.layout import LayoutEngine, mesh_of, plan_of, stage_of
 from fivefold.generate.requests import Request
 from fivefold.model import regions
-from fivefold.model.layers import Activate
+from fivefold.model.layers import Activate, rms_norm
 from fivefold.model.regions import Compute, Fuse, eager, with_any_rows
 from fivefold.optim.optimizer import make_optimizer
 from fivefold.parallel.compose import compose
@@ -86,7 +89,7 @@ def test_steps_of_a_generator_are_compiled_once_for_all_sizes(
     """A server compiled norms anew for each length of a prompt, until the compiler refused."""
     torch._dynamo.reset()
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
-    monkeypatch.setattr(regions, "compiled", regions.compiled.__wrapped__)
+    monkeypatch.setattr(regions, "_compiled_for_steps", regions._compiled_for_steps.__wrapped__)
     shape = models.load("tiny")
     plan = replace(plan_of(shape, PlanOptions("tiny")), shape=shape)
     mesh = mesh_of(plan, torch.device("cpu"), False)
@@ -104,5 +107,42 @@ def test_steps_of_a_generator_are_compiled_once_for_all_sizes(
 
     assert graphs(range(1, 9)) == 0, "few tokens run by operators"
     monkeypatch.setattr(import_module("fivefold.generate.forward"), "_MANY_TOKENS", 0)
-    assert graphs(range(1, 30, 4)) > 0
-    assert graphs(range(2, 90)) == 0
+    assert graphs(range(1, 3)) > 0, "one token, and several"
+    assert graphs(range(3, 90)) == 0
+
+
+def test_the_first_size_of_a_step_is_compiled_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch._dynamo.reset()
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    dynamo.counters.clear()
+    normed = regions._compiled_for_steps.__wrapped__(rms_norm)
+    for tokens in (5, 7, 4096):
+        normed(torch.randn(1, tokens, 8), torch.rand(8), None, 1e-6)
+    assert dynamo.counters["stats"]["unique_graphs"] == 1
+
+
+def test_no_size_ends_a_generator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server ended with FailOnRecompileLimitHit. Here every width is compiled anew."""
+    torch._dynamo.reset()
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    monkeypatch.setattr(regions, "_MOST_SIZES", 2)
+    dynamo.counters.clear()
+    normed = regions._compiled_for_steps.__wrapped__(rms_norm)
+    with dynamo_config.patch(recompile_limit=2), torch.inference_mode():
+        for width in range(8, 13):
+            for tokens in (1, 5, 7):
+                x, weight = torch.randn(1, tokens, width), torch.rand(width)
+                found = normed(x, weight, None, 1e-6)
+                torch.testing.assert_close(found, rms_norm(x, weight, None, 1e-6))
+    assert dynamo.counters["stats"]["unique_graphs"] == 2, "the limit was hit"
+    torch._dynamo.reset()
+
+
+def test_ranks_may_share_the_cache_of_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cached graphs that bring their kernels need it for themselves: ranks printed tracebacks."""
+    monkeypatch.setattr(torch._inductor.config, "bundle_triton_into_fx_graph_cache", True)
+    for fuse in (regions.compiled.__wrapped__, regions._compiled_for_steps.__wrapped__):
+        assert TritonBundler.is_enabled()
+        fuse(rms_norm)
+        assert not TritonBundler.is_enabled()
+        torch._inductor.config.bundle_triton_into_fx_graph_cache = True
