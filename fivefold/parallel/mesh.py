@@ -191,6 +191,7 @@ class Mesh:
         if self.backend == dist.Backend.NCCL:  # one call of all ranks makes the groups of all
             groups = (each for each in communicator.groups(self.topology) if len(each) > 1)
             options = nccl_options(communicator)
+            transport.expect_serial_messages()
             return dist.split_group(
                 split_ranks=[list(each) for each in groups], pg_options=options, group_desc=name
             )

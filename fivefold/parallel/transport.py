@@ -19,6 +19,7 @@ in flight free it twice or write to it afterwards: one crash in about 40,000 cal
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache, partial
@@ -32,6 +33,10 @@ _ops = torch.ops._c10d_functional
 # torch 2.13 renamed these, and warns about the old names.
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 _reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+
+
+# Read by torch when it makes an NCCL group.
+_WARNS_OF_SERIAL_MESSAGES = "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING"
 
 
 class Pending(Protocol):
@@ -135,6 +140,14 @@ def reduce_scatter(output: Tensor, full: Tensor, group: dist.ProcessGroup) -> In
 def all_gather(full: Tensor, shard: Tensor, group: dist.ProcessGroup) -> InFlight:
     """Fill `full` with the shards of all ranks."""
     return between(full, shard, partial(_all_gather, group=group, async_op=True), group)
+
+
+def expect_serial_messages() -> None:
+    """Turn off torch's warning that messages of an NCCL group wait for one another, as those of a
+    channel shall: it has one direction of one pair, and a group of its own, which is the first
+    remedy that the warning names. The second one, `batch_isend_irecv`, would take the same
+    communicator and stream, and leave single messages out of torch's flight recorder."""
+    os.environ.setdefault(_WARNS_OF_SERIAL_MESSAGES, "0")
 
 
 def send(tensor: Tensor, target: int, group: dist.ProcessGroup) -> InFlight:

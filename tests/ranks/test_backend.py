@@ -12,7 +12,7 @@ from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, get_args
+from typing import Any, cast, get_args
 from unittest.mock import patch
 
 import pytest
@@ -35,7 +35,7 @@ from fivefold.launch.backend import (
 from fivefold.launch.launcher import LauncherEnvironment
 from fivefold.optim.optimizer import StateInMemory
 from fivefold.parallel import flat_unit
-from fivefold.parallel.mesh import MESSAGE_CTAS, nccl_options
+from fivefold.parallel.mesh import MESSAGE_CTAS, Mesh, nccl_options
 from fivefold.train.checkpoint import Checkpoints, CheckpointTensor, Facts, snapshot
 
 NONE = NcclLibrary(None)
@@ -328,3 +328,20 @@ def test_urgent_communicators_come_first_and_messages_take_few_blocks() -> None:
     few = {name for name, each in found.items() if each.config.max_ctas == MESSAGE_CTAS}
     assert first == {"tp", "ep"}
     assert few == {"pp 0->1", "pp 1->0"}
+
+
+def test_torch_does_not_warn_of_messages_that_are_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each rank of a pipeline printed that messages of a group wait for one another. torch reads
+    whether it shall when it makes a group."""
+    name, seen = "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", list[str | None]()
+    monkeypatch.setenv(name, "1")  # so that it is restored
+    monkeypatch.delenv(name)
+    topology = Topology.of(resolve(PlanOptions("tiny", layout="pp=2"), small=True))
+    rank = SimpleNamespace(topology=topology, rank=0, backend="nccl", alone=False)
+    nccl = SimpleNamespace(Options=NcclOptions)
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", nccl, raising=False)
+    monkeypatch.setattr(dist, "split_group", lambda **_: seen.append(os.environ.get(name)))
+    for each in communicators(topology):
+        if each.channels:
+            Mesh._make(cast("Mesh", rank), each, (0, 1))
+    assert seen == ["0", "0"]
