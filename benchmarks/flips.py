@@ -1,7 +1,8 @@
 """Flipped bits that are planted in a training, and what it says of them; and what watching costs.
 
     python benchmarks/flips.py rest [--flips 20]      weights, master weights and states
-    python benchmarks/flips.py compute [--flips 60] [--top]   gradients, activations and messages
+    python benchmarks/flips.py compute [--flips 60] [--top] [--bound 1]
+                                                      gradients, activations and messages
     python benchmarks/flips.py healthy [--steps 5000] [--layout "tp=2 pp=2"] [--dtypes bfloat16]
                                                       nothing is planted, and nothing may be found
     python benchmarks/flips.py cost [--device cuda]   a step with the watch over one without
@@ -212,10 +213,13 @@ def rest(asked: argparse.Namespace) -> int:
     return int(missed > 0)
 
 
-def computed(plan: Plan, dtype: str, flips: dict[int, Flip], steps: int) -> list[StepRecord]:
+def computed(
+    plan: Plan, dtype: str, flips: dict[int, Flip], steps: int, bound: float
+) -> list[StepRecord]:
     """The records of a training with flips."""
     said: list[Any] = []
-    tasks = [(in_compute, (plan, settings_of(dtype, steps), flips))] * plan.layout.world
+    settings = settings_of(dtype, steps, spike_bound=bound)
+    tasks = [(in_compute, (plan, settings, flips))] * plan.layout.world
     with Pool(plan.layout.world) as pool:
         pool.run_each(tasks, on_report=said.append)
     return [each for each in said if isinstance(each, StepRecord)]
@@ -232,7 +236,7 @@ def compute(asked: argparse.Namespace) -> int:
             flips = {each: Flip.draw(rng, kind, world, each) for each in numbers}
             if asked.top:  # of the exponent: what is small becomes huge
                 flips = {number: replace(each, bit=-2) for number, each in flips.items()}
-            records = computed(plan, dtype, flips, first + apart * asked.flips)
+            records = computed(plan, dtype, flips, first + apart * asked.flips, asked.bound)
             again = {each.step: each.again for each in records if each.again is not None}
             tripped = [each for each in numbers if (again.get(each) or {}).get("same") is False]
             named = sum(flips[each].rank in (again[each] or {})["ranks"] for each in tripped)
@@ -246,7 +250,7 @@ def compute(asked: argparse.Namespace) -> int:
 
 def healthy(asked: argparse.Namespace) -> int:
     """A long training in which nothing may be found."""
-    bad, keys = 0, {"compare_every": 5, "replay": 50, "lr": 1e-3}
+    bad, keys = 0, {"compare_every": 5, "replay": 50, "lr": 1e-3, "spike_bound": asked.bound}
     for options in HEALTHY:
         if asked.layout not in (None, options["layout"]):
             continue
@@ -325,6 +329,7 @@ def main() -> int:
     parser.add_argument("--flips", type=int, default=20)
     parser.add_argument("--steps", type=int, default=0)
     parser.add_argument("--top", action="store_true", help="flip the highest bit of exponents")
+    parser.add_argument("--bound", type=float, default=Recipe().spike_bound, help="spike_bound")
     parser.add_argument("--dtypes", default=",".join(KINDS))
     parser.add_argument("--layout", choices=[each["layout"] for each in HEALTHY])
     parser.add_argument("--seed", type=int, default=0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -42,6 +42,17 @@ class StepWatch(Protocol):
         """Weights and states are new."""
 
 
+class SpikeWatch(Protocol):
+    """Tells a spike that all ranks have from one of a single rank."""
+
+    def note(self, local: Tensor) -> None:
+        """This rank's part of the loss of a step, and the norm of the gradients that it owns."""
+
+    def is_shared(self, loss: float, norm: float) -> bool:
+        """Whether a step beyond its bound counts all the same; called on all ranks."""
+        ...
+
+
 @dataclass(frozen=True)
 class StepOutcome:
     """The result of a step: the mean loss of its tokens, the gradient norm, the factor that clips
@@ -71,7 +82,8 @@ class Guard:
     the device has passed: long ago, if the host was late. It updates nothing where the norm or the
     loss is not finite. If the updater sees to that by itself, and `uncount` makes it forget such an
     update, the update is issued before the host waits, so that the device never does. Nothing is
-    updated either where loss or norm is above its `bound`.
+    updated either where loss or norm is above its `bound`, unless `spikes` finds that all ranks
+    share it.
     """
 
     scale: float = 1.0
@@ -80,6 +92,13 @@ class Guard:
     uncount: Callable[[], None] | None = None
     bound: tuple[float, float] | None = None
     watch: StepWatch | None = None
+    spikes: SpikeWatch | None = None
+
+    def counts(self, numbers: Tensor) -> bool:
+        """Whether a step that is beyond its bound counts all the same."""
+        if self.spikes is None or not bool(numbers[:2].isfinite().all()):
+            return False
+        return self.spikes.is_shared(float(numbers[0]), float(numbers[1].sqrt()) / self.scale)
 
     def is_beyond(self, numbers: Tensor) -> Tensor:
         """Whether loss or norm is above its bound, where the numbers are."""
@@ -192,10 +211,13 @@ def guarded_update(
     guard.on_read(reading.event)
     factor = guard.factor(numbers, max_norm)
     skipped = not bool(factor.isfinite())
-    if guard.uncount is None and not skipped:
-        update(job, optimizer, factor)
     if guard.uncount and skipped:
         guard.uncount()
+    if skipped and guard.counts(numbers):  # gradients are still as they were
+        update(job, optimizer, replace(guard, bound=None).factor(summed, max_norm))
+        return numbers, False
+    if guard.uncount is None and not skipped:
+        update(job, optimizer, factor)
     return numbers, skipped
 
 
@@ -286,6 +308,8 @@ def totals(job: Job, loss: Tensor, asked: Guard) -> Tensor:
     """Loss, squared gradient norm, requests to stop, what the watch found and expert statistics of
     the whole job, from what this rank has of each."""
     mine = [loss.to(torch.float64) / job.mesh.size("tp"), squared_norm(job)]
+    if asked.spikes is not None:
+        asked.spikes.note(torch.stack([mine[0], mine[1].sqrt() / asked.scale]))
     wish = mine[0].new_full((), float(asked.stop))
     flips = mine[0].new_zeros(2) if asked.watch is None else asked.watch.before_update()
     everything = torch.cat([torch.stack([*mine, wish]), flips, job.balancing.take()])

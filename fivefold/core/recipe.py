@@ -78,7 +78,8 @@ class Recipe:
     the rank of adapters, 0 without any; `lora_alpha` is twice the rank if None; `lora_targets` and
     `train_only` are parts of names (`core/tuning.py`). `dpo_beta` is that of DPO on preference
     pairs, 0 without. Copies of weights and states are compared every `compare_every` steps, and
-    every `replay`-th step is run twice; 0 means never.
+    every `replay`-th step is run twice; 0 means never. A step also runs again if loss or norm is
+    `spike_bound` times as far above its median as is usual.
     """
 
     steps: int = 20
@@ -114,6 +115,7 @@ class Recipe:
     dpo_beta: float = 0.0
     compare_every: int = 20
     replay: int = 0
+    spike_bound: float = 10.0
 
     def __post_init__(self) -> None:
         """Refuse every impossible value in one error."""
@@ -125,6 +127,8 @@ class Recipe:
             for key, least in low.items()
             if getattr(self, key) < least
         ]
+        if not self.spike_bound >= 1:
+            found.append(f"spike_bound = {self.spike_bound}: at least 1, the usual bound itself")
         if self.warmup is not None and self.warmup < 0:
             found.append(f"warmup = {self.warmup}: at least 0")
         found += self._impossible_saves()

@@ -37,7 +37,7 @@ from fivefold.train.clock import StepClock, StepMark
 from fivefold.train.integrity import Integrity, exchanged
 from fivefold.train.preference import PreferenceObjective, objective_of
 from fivefold.train.references import GradientSketches, ReorderedSums
-from fivefold.train.replaying import Bound, ReplayCallback
+from fivefold.train.replaying import Bound, LocalNumbers, ReplayCallback, RunningBound
 from fivefold.train.state import Progress, TrainedRank, TrainSettings
 
 
@@ -115,7 +115,9 @@ def _watches(
     """What looks for flipped bits: in steps that run again, and in memory."""
     mesh, recipe, every = rank.job.mesh, settings.recipe, settings.recipe.compare_every
     exact = settings.exact or mesh.device.type == "cpu"
-    replays = ReplayCallback(worker, mesh, recipe.replay, every > 0, exact)
+    bound = RunningBound(recipe.spike_bound)
+    local = LocalNumbers(mesh, bound)
+    replays = ReplayCallback(worker, mesh, recipe.replay, every > 0, exact, bound, local)
     return replays, Integrity(rank.job, rank.updater, every) if every else None
 
 
@@ -209,7 +211,8 @@ class _Loop:
         job, updater, recipe = self.rank.job, self.rank.updater, self.settings.recipe
         uncount = partial(updater.resume_after, updater.count) if updater.skips else None
         scale, clip = self.progress.scale.value, recipe.clip
-        guard = Guard(scale, stop, self.clock.synchronised, uncount, bound, self.watch)
+        spikes = self.replays.spikes(number)
+        guard = Guard(scale, stop, self.clock.synchronised, uncount, bound, self.watch, spikes)
         last = number == self.progress.last_step
         optimizer = _MeasuredUpdate(self.rank, self.result) if last else updater
         here = recipe.offload == "none" and not recipe.optimizer_kind.full_matrices

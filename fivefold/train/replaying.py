@@ -1,8 +1,10 @@
 """Steps that run twice: after a spike of loss or norm, and every `replay` steps as a proof.
 
-A step that is far above what was usual updates nothing and runs again, from the inputs that are
-still here and the weights that have not changed. The same result: it is in the data, and counts.
-Another one: hardware, and the second result counts. Which rank, the tapes of both runs say
+A step whose loss or norm is not finite, or `spike_bound` times as far above its median as is usual,
+updates nothing. What each rank has of both is compared first: a spike that all data ranks share is
+in the data, and the step counts. Else it runs again, from the inputs that are still here and the
+weights that have not changed. The same result: it is in the data, and counts. Another one:
+hardware, and the second result counts. Which rank, the tapes of both runs say
 (`parallel/bit_sums.py`): the one that sent something else after it had received the same.
 
 With `replay = N` every N-th step runs twice in any case, with kernels that add in one order. Both
@@ -17,10 +19,13 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from statistics import median
+from statistics import median, median_low
 from typing import Any
 
-from fivefold.core.errors import FivefoldError
+import torch
+from torch import Tensor
+
+from fivefold.core.errors import FivefoldError, counted
 from fivefold.launch.worker import Worker
 from fivefold.optim.optimizer import Updater
 from fivefold.parallel.bit_sums import BitSums, Tape, TapeDifference, first_difference
@@ -36,6 +41,7 @@ _SPREAD = 1.4826  # of a normal distribution: its deviation over the median dist
 _LOSS_SHARE, _NORM_SHARE = 0.05, 0.25  # of the median, by which a spike is above it at least
 _WIDER, _NARROWER = 1.25, 0.999  # once in 224 steps both cancel: so often data may cross a bound
 _SAID = 2.0  # times its bound: a spike in the data that is smaller is recorded and not printed
+_APART = 3.0  # times the growth of the median rank: more is a spike of one rank
 
 Bound = tuple[float, float]
 Pair = tuple[int, int]
@@ -45,11 +51,14 @@ NOTHING: Bound = (-math.inf, -math.inf)  # no step is within
 @dataclass
 class RunningBound:
     """What loss and norm usually stay below, from the last 64 steps: six deviations above the
-    median, and at least 5% above it for the loss, 25% for the norm.
+    median, and at least 5% above it for the loss, 25% for the norm. A step may be `factor` times as
+    far above the median before it runs again.
 
-    A healthy step that crosses it runs once more. So each one widens the bound by a quarter, and
-    every other step narrows it by a thousandth: no more than 0.5% of the steps run again for long.
+    A healthy step that does so widens the bound by a quarter, and every other step narrows it by a
+    thousandth: no more than 0.5% of the steps run again for long, also with a `factor` of 1.
     """
+
+    factor: float = 1.0
 
     losses: deque[float] = field(default_factory=lambda: deque[float](maxlen=_WINDOW))
     norms: deque[float] = field(default_factory=lambda: deque[float](maxlen=_WINDOW))
@@ -69,12 +78,21 @@ class RunningBound:
 
     @property
     def limits(self) -> Bound:
-        """Of loss and norm; infinite at the beginning."""
+        """Above which a step runs again; infinite at the beginning."""
+        return self._above_median(self.factor)
+
+    @property
+    def usual(self) -> Bound:
+        """Above which loss and norm seldom are."""
+        return self._above_median(1.0)
+
+    def _above_median(self, factor: float) -> Bound:
         if len(self.losses) < _LEAST:
             return math.inf, math.inf
         loss, loss_margin = _limit(self.losses, _LOSS_SHARE)
         norm, norm_margin = _limit(self.norms, _NORM_SHARE)
-        return loss + self.width * loss_margin, norm + self.width * norm_margin
+        width = factor * self.width
+        return loss + width * loss_margin, norm + width * norm_margin
 
 
 def _limit(values: Sequence[float], share: float) -> tuple[float, float]:
@@ -82,6 +100,59 @@ def _limit(values: Sequence[float], share: float) -> tuple[float, float]:
     middle = median(values)
     spread = _SPREAD * median(abs(each - middle) for each in values)
     return middle, max(_DEVIATIONS * spread, share * abs(middle))
+
+
+@dataclass
+class LocalNumbers:
+    """This rank's parts of loss and gradient norm in the last 64 steps, on its device: they are
+    read, and exchanged with other ranks, only when a step is beyond its bound."""
+
+    mesh: Mesh
+    bound: RunningBound
+    history: deque[Tensor] = field(default_factory=lambda: deque[Tensor](maxlen=_WINDOW))
+    newest: Tensor | None = None
+    num_shared: int = 0
+
+    def note(self, local: Tensor) -> None:
+        """As `SpikeWatch` has it."""
+        self.newest = local
+
+    def add(self) -> None:
+        """The newest step counts."""
+        if self.newest is not None:
+            self.history.append(self.newest)
+            self.newest = None
+
+    def is_shared(self, loss: float, norm: float) -> bool:
+        """Whether loss and norm of all ranks have grown alike, which hardware of one does not do.
+
+        What goes wrong in a forward is in the loss of one replica, so that there must be others.
+        What goes wrong in a backward may reach all gradients, and leaves the loss as it was.
+        """
+        usual_loss, usual_norm = self.bound.usual
+        explained = loss > usual_loss and norm > usual_norm and self.mesh.layout.dp > 1
+        if not explained or not self.history or self.newest is None:
+            return False
+        past = torch.stack(list(self.history)).median(0).values.tolist()
+        growths = list(map(_growth, self.newest.tolist(), past))
+        shared = all(map(grew_alike, zip(*exchanged(self.mesh, growths), strict=True)))
+        self.num_shared += shared
+        return shared
+
+
+def _growth(value: float, usual: float) -> float | None:
+    """Times what is usual; None where a rank has no part of it."""
+    return abs(value / usual) if usual else None
+
+
+def grew_alike(growths: Sequence[float | None]) -> bool:
+    """Whether no rank's part has grown far more than that of the median rank.
+
+    >>> grew_alike([20.0, 30.0, None, 25.0]), grew_alike([1.0, 40.0])
+    (True, False)
+    """
+    known = [growth for growth in growths if growth is not None]
+    return not known or max(known) <= _APART * median_low(known)
 
 
 class ProvedUpdate:
@@ -117,7 +188,10 @@ class ReplayCallback(Callback):
     every: int
     watches: bool
     exact: bool
-    bound: RunningBound = field(default_factory=RunningBound)
+    bound: RunningBound
+    local: LocalNumbers
+    num_spikes: int = 0  # steps beyond the usual bound, this start
+    num_again: int = 0  # and of these, steps that ran again
     update: ProvedUpdate | None = None
     found: dict[str, Any] | None = None
 
@@ -132,21 +206,39 @@ class ReplayCallback(Callback):
         first, tape = self._taped(partial(attempt, bound), whole)
         overflow = not math.isfinite(float(first.loss) + float(first.norm))
         strange = self.watches and first.skipped and not (expected and overflow)
+        explained = proves or (expected and overflow)
+        self.num_spikes += not explained and _is_above(_pair(first), self.bound.usual)
+        self.num_again += strange and not proves
         if proves or strange:
             second, other = self._taped(partial(attempt, None), whole)
             self._judge(number, (first, second), (tape, other), proves)
             first = second
-        self.bound.add(float(first.loss), float(first.norm))
+        self.bound.add(*_pair(first))
+        if not first.skipped:
+            self.local.add()
         return first
 
     def proves(self, number: int) -> bool:
         """Whether a step runs twice in any case."""
         return bool(self.every) and number % self.every == 0
 
+    def spikes(self, number: int) -> LocalNumbers | None:
+        """What compares ranks before a step runs again; a proof runs twice in any case."""
+        return self.local if self.watches and not self.proves(number) else None
+
     def proving(self, job: Job, updater: Updater, inner: Optimizer) -> Optimizer:
         """The update of a step that is proved."""
         self.update = ProvedUpdate(inner, job, updater)
         return self.update
+
+    def finish(self) -> None:
+        """One line about all spikes of this start, if any step ran again or might have."""
+        shared = self.local.num_shared
+        if self.worker.rank == 0 and (self.num_again or shared):
+            beyond = f"{counted(self.num_spikes, 'step')} had a loss or norm above the usual bound"
+            self.worker.report(
+                f"{beyond}: {self.num_again} ran again, {shared} had a spike of all ranks"
+            )
 
     def measure(self, number: int) -> dict[str, Any]:
         return {} if self.found is None else {"again": self.found}
@@ -168,7 +260,7 @@ class ReplayCallback(Callback):
         proves: bool,
     ) -> None:
         """Compare both runs, with all ranks, and say what was found."""
-        pairs = [(float(one.loss), float(one.norm)) for one in outcomes]
+        pairs = [_pair(one) for one in outcomes]
         wire = [tapes[0].messages(sent=sent) for sent in (True, False)]
         differs = first_difference(*tapes)
         if differs is None and self.update is not None and self.update.differing:
@@ -198,6 +290,10 @@ class ReplayCallback(Callback):
             self.worker.report(text)
         if equal:
             self.bound.widen()
+
+
+def _pair(outcome: StepOutcome) -> Bound:
+    return float(outcome.loss), float(outcome.norm)
 
 
 def _same(one: Bound, other: Bound) -> bool:

@@ -58,12 +58,25 @@ for number in range(1, 4):
     kept, other = run(job, updater, number, watch=integrity), run(*twin, number)
     assert not kept.skipped and not kept.flips.any()
     assert float(kept.loss) == float(thrown.loss) == float(other.loss)
+
+
+class OfAllRanks:
+    def note(self, local):
+        assert local.shape == (2,) and local.isfinite().all()
+
+    def is_shared(self, loss, norm):
+        return loss > 0 and norm > 0
+
+
+integrity.begin(4)
+shared = run(job, updater, 4, bound=NOTHING, watch=integrity, spikes=OfAllRanks())
+assert not shared.skipped and updater.count == 4 and not run(*twin, 4).skipped
 for one, other in zip(job.owned, twin[0].owned, strict=True):
     assert one.tensor.equal(other.tensor), one.row.name
 
 flip(integrity.seal.held[-1].tensor, 0.5, 3)
-integrity.begin(4)
-assert run(job, updater, 4, watch=integrity).flips.tolist() == [0.0, 1.0]
+integrity.begin(5)
+assert run(job, updater, 5, watch=integrity).flips.tolist() == [0.0, 1.0]
 print(integrity.error())
 """
 
@@ -79,9 +92,9 @@ def ran(device: str) -> str:
 
 @pytest.mark.skipif(not num_gpus(), reason="no CUDA device: run this where there is one")
 def test_a_gpu_throws_a_step_away_and_finds_a_flip() -> None:
-    assert "step 4: rank 0 on" in ran("cuda")
+    assert "step 5: rank 0 on" in ran("cuda")
 
 
 def test_a_cpu_does_the_same() -> None:
     """So that what runs on a GPU is known to be up to date."""
-    assert "step 4: rank 0 on" in ran("cpu")
+    assert "step 5: rank 0 on" in ran("cpu")

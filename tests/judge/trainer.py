@@ -43,6 +43,7 @@ UNCHANGING = (
     "compile",
     "compare_every",
     "replay",
+    "spike_bound",
 )  # change no number
 ELSEWHERE = {
     **dict.fromkeys(("lora", "lora_alpha", "lora_targets", "train_only"), "verify, and PEFT"),

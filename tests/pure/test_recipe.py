@@ -13,9 +13,9 @@ from fivefold.core.recipe import Recipe
 from fivefold.launch.launcher import refit, without_replica
 
 
-def test_there_are_at_most_64_keys_and_none_has_two_meanings() -> None:
+def test_there_are_at_most_65_keys_and_none_has_two_meanings() -> None:
     plan, train, model = settings.plan_keys(), settings.train_keys(), list(models.keys())
-    assert len(plan) + len(train) + 2 <= 64  # and `model` and `set`
+    assert len(plan) + len(train) + 2 <= 65  # and `model` and `set`
     assert len({*plan, *train, *model}) == len([*plan, *train, *model])
 
 
@@ -50,7 +50,11 @@ def test_a_mistake_is_named_with_the_nearest(pairs: dict[str, str], words: str) 
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"steps": 0}, {"lr": 0.0}, {"clip": float("inf")}, {"offload": "nvme"}, {"keep": 0}]
+    "wrong",
+    [
+        *({"steps": 0}, {"lr": 0.0}, {"clip": float("inf")}, {"offload": "nvme"}, {"keep": 0}),
+        *({"spike_bound": 0.5}, {"spike_bound": float("nan")}),
+    ],
 )
 def test_values_that_make_no_sense_are_refused(wrong: dict[str, object]) -> None:
     with pytest.raises(FivefoldError, match=next(iter(wrong))):

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import random
 import socket
-from typing import Any
+from importlib import import_module
+from types import SimpleNamespace
+from typing import Any, cast
 from unittest.mock import patch
 
 import pytest
@@ -25,16 +28,19 @@ from benchmarks.flips import (
 )
 from fivefold.core.copies import odd_ones, sign
 from fivefold.core.plan import Plan
+from fivefold.core.recipe import Recipe
 from fivefold.launch.processes import Pool, RankLost
 from fivefold.launch.worker import Worker
 from fivefold.optim.optimizer import DeviceUpdater
 from fivefold.parallel.bit_sums import PRIME, bit_sum, combined
 from fivefold.parallel.flat_unit import FlatUnit
+from fivefold.parallel.mesh import Mesh
 from fivefold.records import StepRecord
-from fivefold.train import TrainedRank, TrainSettings, run_rank
+from fivefold.train import TrainedRank, TrainSettings, replaying, run_rank
 from fivefold.train.integrity import Integrity
-from fivefold.train.replaying import RunningBound
+from fivefold.train.replaying import LocalNumbers, RunningBound
 
+step_module = import_module("fivefold.step")
 CPU = torch.device("cpu")
 
 
@@ -198,6 +204,60 @@ def test_a_spike_runs_again_and_names_the_rank(pool: Pool) -> None:
     assert any("in the hardware of rank 3, first in what it sent by fsdp" in each for each in said)
 
 
+def with_a_spike(
+    worker: Worker, plan: Plan, settings: TrainSettings, ranks: tuple[int, ...]
+) -> TrainedRank:
+    """In the first run of step 18 the losses of some ranks are 40 times as large."""
+    count, calls = step_module.counted_tokens, iter(range(1000))
+
+    def counted_tokens(*arguments: Any) -> torch.Tensor:
+        spikes = next(calls) == 17 and worker.rank in ranks
+        return count(*arguments) / (40.0 if spikes else 1.0)
+
+    with patch.object(step_module, "counted_tokens", counted_tokens):
+        return run_rank(worker, plan, settings)
+
+
+def test_a_spike_of_all_ranks_counts_and_does_not_run_again(pool: Pool) -> None:
+    plan = plan_of(layout="dp=2", zero=1)
+    spike, said = run(pool, plan, with_a_spike, (0, 1), steps=20)
+    truth, _ = run(pool, plan, with_a_spike, (0, 1), steps=20, compare_every=0)
+    assert [(each.loss, each.norm) for each in spike] == [(e.loss, e.norm) for e in truth]
+    assert spike[17].loss > 30 * spike[16].loss and not any(each.again for each in spike)
+    line = "1 step had a loss or norm above the usual bound: 0 ran again, 1 had a spike of all"
+    assert [line in each for each in said] == [True]
+
+
+def test_a_spike_of_one_rank_runs_again(pool: Pool) -> None:
+    plan = plan_of(layout="dp=2", zero=1)
+    spike, said = run(pool, plan, with_a_spike, (1,), steps=20)
+    truth, _ = run(pool, plan, run_rank, steps=20)
+    assert [each.loss for each in spike] == [each.loss for each in truth]
+    again = {each.step: each.again for each in spike if each.again}
+    assert again.keys() == {18} and again[18]["ranks"] == [1] and not again[18]["same"]
+    assert any(": 1 ran again, 0 had a spike of all ranks" in each for each in said)
+
+
+def test_a_spike_runs_again_where_no_replica_can_be_compared(pool: Pool) -> None:
+    spike, _ = run(pool, plan_of(layout="tp=2"), with_a_spike, (0, 1), steps=20)
+    assert [each.step for each in spike if each.again] == [18]
+
+
+def test_a_fault_of_a_backward_is_not_taken_for_a_spike_of_all_ranks() -> None:
+    """It may reach the gradients of all ranks, and leaves the loss as it was."""
+    bound = RunningBound(10.0)
+    local = LocalNumbers(cast("Mesh", SimpleNamespace(layout=SimpleNamespace(dp=2))), bound)
+    with patch.object(replaying, "exchanged", lambda mesh, mine: [mine, mine]):
+        for _ in range(20):
+            bound.add(4.0, 1.0)
+            local.note(torch.tensor([2.0, 0.7]))
+            local.add()
+        local.note(torch.tensor([2.0, 70.0]))
+        assert not local.is_shared(4.0, 100.0)
+        local.note(torch.tensor([4.0, 70.0]))
+        assert local.is_shared(8.0, 100.0)
+
+
 def test_a_message_that_changes_on_its_way_is_named(pool: Pool) -> None:
     plan = plan_of(layout="dp=2 pp=2", zero=1, microbatches=2)
     planted = {2: Flip("message", 2, 2, 0.5, 0.5, 0)}
@@ -280,3 +340,26 @@ def test_data_can_cross_the_bound_in_few_steps_only() -> None:
             bound.widen()
         bound.add(3.0, norm)
     assert 20 < crossed < 0.007 * 20_000
+
+
+def test_a_healthy_run_crosses_the_default_bound_in_no_step() -> None:
+    """Norms that rise and fall with the learning rate, vary by a third and treble at times."""
+    rng, seen = random.Random(1), dict[float, int]()
+    for factor in (1.0, Recipe().spike_bound):
+        bound = RunningBound(factor)
+        for number in range(4_000):
+            norm = (1 + math.sin(number / 900) / 2) * rng.lognormvariate(0.0, 0.3)
+            norm *= 3.0 if rng.random() < 0.01 else 1.0
+            loss = 3.0 + 4.0 * math.exp(-number / 100) + rng.gauss(0.0, 0.1)
+            above = loss > bound.limits[0] or norm > bound.limits[1]
+            seen[factor] = seen.get(factor, 0) + above
+            bound.add(loss, norm)
+    assert seen[1.0] > 10 and seen[10.0] == 0
+
+
+def test_the_bound_is_so_many_times_as_far_above_the_median() -> None:
+    bound = RunningBound(10.0)
+    for _ in range(16):
+        bound.add(-2.0, 1.0)
+    assert bound.usual == (pytest.approx(-1.9), pytest.approx(1.25))
+    assert bound.limits == (pytest.approx(-1.0), pytest.approx(3.5))
