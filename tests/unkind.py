@@ -43,8 +43,7 @@ from fivefold.parallel import transport
 from fivefold.parallel.pipeline import Pipeline
 from fivefold.train.checkpoint import snapshot
 
-SHARE_LATE = 0.1  # of the points at which the host can be late
-MOST_LATE = 0.004  # seconds
+SHARE_LATE, MOST_LATE = 0.1, 0.004  # of the points at which the host can be late; seconds
 FIRST_USE = 0.04  # seconds, at most
 FILLING = ("in_place", "between", "receive")  # functions of `transport`, by how they are called
 READING = ("send", "pass_on", "gather", "scatter", "total", "exchange")
@@ -198,18 +197,17 @@ class LateCall:
         """What the collective gives."""
         self.chance.delay()
         result = self.real.wait()
-        if self.reads is not None and not same_bits(*self.reads):
+        reads, fills, self.reads, self.fills = self.reads, self.fills, None, None
+        if reads is not None and not same_bits(*reads):
             raise ReusedEarly(f"the input of {self.name} was changed before the wait for it")
-        self.reads = None
-        if self.fills is None:
+        if fills is None:
             return result
-        (output, filled), self.fills = self.fills, None
-        if not same_bits(output, self.garbage):
+        if not same_bits(fills[0], self.garbage):
             raise ReusedEarly(f"the output of {self.name} was changed before the wait for it")
         if isinstance(self.real, transport.Functional):
             return result
-        write(output, filled)
-        return output
+        write(*fills)
+        return fills[0]
 
     @property
     def done(self) -> bool:
@@ -354,11 +352,15 @@ class LateTensor(Tensor):
             return True
         if func == Tensor.device.__get__:  # pyright: ignore[reportAttributeAccessIssue]
             return torch.device("cuda", 0)
+        if func == Tensor.cpu:
+            return copy_of(args[0].as_subclass(Tensor))
         if func == Tensor.copy_ and not isinstance(args[0], LateTensor):
             target, value = args[0], copy_of(args[1].as_subclass(Tensor))
             cls.home.chance.spoil(target)
             cls.home.stream.copies.append(partial(write, target, value))
             cls.home.stream.issued += 1
+            if not (kwargs or {}).get("non_blocking"):
+                cls.home.synchronize()
             return target
         return super().__torch_function__(func, types, args, kwargs or {})
 

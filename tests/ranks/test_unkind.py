@@ -129,6 +129,10 @@ TRAININGS: dict[str, tuple[str, tuple[str, ...], str]] = {
     "ZeRO-3, resumed": ("dp=2", ("--zero 3 --until 3", "--zero 3 --resume"), "tiny"),
     "a pipeline": ("tp=2 pp=2", ("--microbatches 2",), "tiny"),
     "experts": ("cp=2 ep=2", ("",), "tiny-moe"),
+    "Muon": ("dp=2", ("optimizer=muon",), "tiny"),
+    "LoRA": ("dp=2", ("lora=4 --zero 3",), "tiny"),
+    "states in host memory": ("dp=2", ("offload=cpu --zero 3",), "tiny"),
+    "states on a disk": ("dp=1", ("offload=nvme:states",), "tiny"),
 }
 
 
