@@ -121,7 +121,7 @@ def fine_tuning(trip: Trip) -> None:
     trip.fivefold("export", "run", "adapter", "--adapter")
     with trip.served("merged", "--cache-gb", "1") as address:
         said = trip.python("-c", CLIENT, address).strip()
-    check(bool(said), "the client of OpenAI got no text")
+    check(int(said.split()[0]) > 0, f"the client of OpenAI got {said}")
     trip.notes |= {"held-out losses": " → ".join(f"{each:.2f}" for each in losses), "client": said}
 
 
@@ -132,8 +132,8 @@ asked = {"model": "merged", "messages": [{"role": "user", "content": "w7 w1 w2"}
 whole = client.chat.completions.create(**asked, max_tokens=6, temperature=0)
 parts = client.chat.completions.create(**asked, max_tokens=6, temperature=0, stream=True)
 text = "".join(each.choices[0].delta.content or "" for each in parts if each.choices)
-assert text == whole.choices[0].message.content, (text, whole)
-print(text)
+assert text == (whole.choices[0].message.content or ""), (text, whole)
+print(whole.usage.completion_tokens, repr(text))
 """
 TASK = """task: first_word
 dataset_path: json
