@@ -131,8 +131,7 @@ def allocating(chance: Chance, allocate: Callable[..., Tensor]) -> Callable[...,
     def allocated(*args: Any, **options: Any) -> Tensor:
         if torch.compiler.is_compiling():
             return allocate(*args, **options)
-        if not torch.cuda.is_available():
-            options.pop("pin_memory", None)
+        options.pop("pin_memory", None)  # a fork that pins memory would need its own CUDA
         plain = (arg.as_subclass(Tensor) if isinstance(arg, LateTensor) else arg for arg in args)
         tensor = allocate(*plain, **options)
         if type(tensor) is Tensor and tensor.device.type == "cpu" and tensor.numel():

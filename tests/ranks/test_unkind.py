@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -35,12 +36,13 @@ from fivefold.parallel import pipeline as pipeline_module
 from fivefold.parallel.flat_unit import FlatUnit
 from fivefold.step import Reading
 from fivefold.train.checkpoint import Reader, published, snapshot
+from fivefold.train.clock import StepClock, StepTimes
 from fivefold.verify.generated_ranks import GeneratedSettings, run_generated
 from fivefold.verify.trial import VerifySettings, run_trial
 from tests.commands import in_fork
 from tests.ranks.kept_pool import PATIENCE, KeptPool
 from tests.ranks.serving import ask, make_model, serving
-from tests.unkind import unkind
+from tests.unkind import SHARE_LATE, Chance, LateDevice, LateTensor, unkind
 
 Patch = AbstractContextManager[Any]
 SEED = 44
@@ -58,9 +60,9 @@ class UnkindPool(KeptPool):
 
 @pytest.fixture(scope="module")
 def unkind_pool() -> Iterator[UnkindPool]:
-    kept = UnkindPool()
-    yield kept
-    kept.close()
+    ranks = UnkindPool()
+    yield ranks
+    ranks.close()
 
 
 VERIFIED: dict[str, dict[str, Any]] = {
@@ -256,9 +258,30 @@ def checkpoint_written_before_it_is_copied() -> Patch:
     return patch.object(snapshot, "_synchronise", lambda values: None)
 
 
+def late_host_taken_for_the_event() -> Patch:
+    """The host reads its clock after a wait, and takes that for the time of the event."""
+
+    def synchronised(self: Any, event: Any) -> None:
+        self.read_at = time.perf_counter(), event
+
+    def mark(self: Any) -> Any:
+        last = torch.cuda.Event(enable_timing=True)
+        last.record(torch.cuda.current_stream(self.device))
+        return *self.read_at, last
+
+    def times(self: Any, mark: Any) -> StepTimes:
+        host, event, last = mark
+        end = host + 1e-3 * event.elapsed_time(last)
+        wall, self.before = end - getattr(self, "before", START), end
+        return StepTimes(0.0, wall, wall, end - START)
+
+    return patch.multiple(StepClock, synchronised=synchronised, mark=mark, times=times)
+
+
 # The journeys on which mistakes show, with results that can be compared.
 
 Journey = Callable[[Path], object]
+START = 100.0  # on the simulated clock of the host
 
 
 def verifies(layout: str, **options: Any) -> Journey:
@@ -277,6 +300,42 @@ def generates(folder: Path) -> bool:
 
 def trains(folder: Path) -> Trained:
     return trained(folder / f"{time.monotonic_ns()}", "dp=1")
+
+
+@dataclass
+class SimulatedHost:
+    """A clock that stands still but when somebody sleeps."""
+
+    time: float = START
+
+    def sleep(self, seconds: float) -> None:
+        self.time += seconds
+
+
+def keeps_time(folder: Path) -> bool:
+    """Whether steps have their times, to a millisecond. On an unkind device the host is late, by up
+    to 2 s where it compiles the kernels of the first update."""
+    lateness = (2.0, 0.0, 0.4, 0.0, 0.0, 0.4) if hasattr(LateTensor, "home") else (0.0,) * 6
+    host, ends = SimulatedHost(), [START]
+    device = LateDevice(Chance(SEED), lambda: host.time, host.sleep)
+    share = patch("tests.unkind.SHARE_LATE", SHARE_LATE if any(lateness) else 0.0)
+    with unkind(device=device), share, patch.object(time, "perf_counter", device.host):
+        clock, marks = StepClock(torch.device("cuda"), START, START), list[Any]()
+        for seconds in lateness:
+            host.sleep(0.01)
+            clock.ask()
+            clock.begin()
+            device.run(0.28)
+            event = torch.cuda.Event(enable_timing=True)
+            event.record(torch.cuda.current_stream())
+            host.sleep(seconds)
+            device.run(0.02)
+            event.synchronize()
+            clock.synchronised(event)
+            marks.append(clock.mark())
+            ends.append(device.stream.free)
+        walls = [clock.times(mark).wall for mark in marks]
+    return walls == pytest.approx([b - a for a, b in pairwise(ends)], abs=1e-3)
 
 
 @dataclass(frozen=True)
@@ -311,6 +370,7 @@ MISTAKES = (
     Mistake("wait", weights_used_before_their_gather_ends, verifies("dp=2", zero=3)),
     Mistake("wait", activations_used_before_they_arrive, verifies("pp=2")),
     Mistake("late host", numbers_read_before_their_event, trains),
+    Mistake("late host", late_host_taken_for_the_event, keeps_time),
     Mistake("event", event_before_the_copy, trains),
     Mistake("event", event_in_another_stream, generates),
     Mistake("reuse", gradient_buffer_reused_in_flight, verifies("dp=2", zero=2, unit_size=9.0)),
