@@ -44,7 +44,7 @@ PACKAGE = "fivefold"
 RECORD = ROOT / "benchmarks" / "data" / "accepted-gpu.json"
 PAGE = ROOT / "docs" / "accepted-gpu.md"
 SHARING = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_NVLS_ENABLE": "0"}
-MOST_RANKS = 34  # at a time: each compiles on a core of its own, and 16 cores are usual
+MOST_RANKS = 26  # at a time: each compiles, and 16 cores are usual
 MOST_SECONDS = 480
 
 
@@ -75,22 +75,20 @@ def _git_hash(kind: bytes, content: bytes) -> bytes:
 
 
 def tree_of_commit(root: Path) -> str:
-    """The tree of the package in HEAD; without `.git`, the one that was noted when it was copied.
+    """The tree of the package, if a commit has it: HEAD, or the one that `make device-env` noted
+    before a copy was made, whose `.git` may be missing or older.
 
-    Refused where the files are not those of the commit: nobody could run again what was accepted.
+    Refused where the files are no commit's: nobody could run again what was accepted.
     """
-    files = tree_of_files(root / PACKAGE)
+    files, noted = tree_of_files(root / PACKAGE), root / TREE.relative_to(ROOT)
+    commits = {noted.read_text("utf-8").strip()} if noted.exists() else set[str]()
     if (root / ".git").exists():
         command = ["git", "-C", str(root), "rev-parse", f"HEAD:{PACKAGE}"]
-        commit = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-    elif (root / TREE.relative_to(ROOT)).exists():
-        commit = (root / TREE.relative_to(ROOT)).read_text("utf-8").strip()
-    else:
-        raise Refused("there is neither .git nor carry/tree: run `make device-env` in the checkout")
-    if files != commit:
+        commits.add(subprocess.run(command, capture_output=True, text=True).stdout.strip())
+    if files not in commits:
         raise Refused(
-            f"{PACKAGE}/ is not that of a commit (its files are {files}, the commit has {commit}): "
-            "commit, and run `make device-env` before it is copied"
+            f"{PACKAGE}/ is not that of a commit (its files are {files}, commits have "
+            f"{', '.join(commits) or 'none'}): commit, and `make device-env` before it is copied"
         )
     return files
 
@@ -216,7 +214,7 @@ def travel(journey: Journey, machine: Machine, environment: dict[str, str]) -> d
 def accept(journeys: Sequence[Journey], machine: Machine, folder: Path) -> list[dict[str, Any]]:
     """All journeys: those that measure time alone and first, the others side by side."""
     alone = [each for each in journeys if each.alone]
-    together = sorted((each for each in journeys if not each.alone), key=lambda each: -each.ranks)
+    together = [each for each in journeys if not each.alone]
     lines = [travel(each, machine, machine.environment) for each in alone]
     crowd = Crowd(MOST_RANKS if machine.device == "cuda" else 8)
 

@@ -11,10 +11,11 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from unittest.mock import patch
 
 import pytest
+import torch
 from test_survival import plan_of, settings_of
 
 from fivefold.core.plan import Plan, PlanOptions, resolve
@@ -25,7 +26,7 @@ from fivefold.launch.processes import Pool, RankLost
 from fivefold.launch.watchdog import watched
 from fivefold.launch.worker import Worker
 from fivefold.train import TrainedRank, TrainSettings, build, loop, run_rank
-from fivefold.train.callbacks.watchdog import PhaseLimits
+from fivefold.train.callbacks.watchdog import PhaseLimits, WatchdogCallback
 from fivefold.train.checkpoint import Checkpoints
 from tests.selection import within
 
@@ -135,3 +136,25 @@ def test_a_full_temporary_folder_is_said_and_tried_again() -> None:
     assert (caught.value.rank, caught.value.doing) == (1, "step 2"), str(caught.value)
     (words,) = [each for each in said if isinstance(each, str)]
     assert "the watchdog of rank 0 cannot write to" in words and "No space left" in words
+
+
+def test_a_rank_that_compiles_in_a_late_step_has_the_patience_of_a_first_one() -> None:
+    phases: list[tuple[str, float]] = []
+
+    class Heard:
+        def phase(self, text: str, allowed: float = 0.0, **_: bool) -> None:
+            phases.append((text, allowed))
+
+    callback = WatchdogCallback(cast(Any, Heard()), PhaseLimits(24, 600, compiles=True))
+    doubled = torch.compile(lambda x: 2 * x, backend="eager", dynamic=False)
+    callback.start(0)
+    try:
+        for number in (1, 2, 3):
+            callback.before_step(number)
+            doubled(torch.ones(2 if number < 3 else 3))  # a new size in step 3
+    finally:
+        callback.close()
+    late = [("step 3", 0.0), ("step 3, compiling", 600.0), ("step 3", 0.0)]
+    assert phases[-4:] == [("step 2", 0.0), *late]
+    doubled(torch.ones(4))
+    assert phases[-3:] == late

@@ -27,6 +27,7 @@ class PhaseLimits:
 
     files: float = _LONGEST  # a build, a load, a save
     first_step: float = _LONGEST
+    compiles: bool = False  # kernels of a new size, in any step
 
     @classmethod
     def of(cls, plan: Plan, recipe: Recipe, device: str) -> PhaseLimits:
@@ -36,9 +37,8 @@ class PhaseLimits:
         files = _LEAST + 16 * parameters.total / split / _SLOW_BYTES
         flops = 8 * parameters.active * plan.batch.tokens / plan.layout.world
         first = _LEAST + _FIRST_KERNELS[device] + flops / _SLOW_FLOPS[device]
-        return cls(
-            min(_LONGEST, files), _LONGEST if recipe.compiles(device) else min(_LONGEST, first)
-        )
+        compiles = recipe.compiles(device)
+        return cls(min(_LONGEST, files), _LONGEST if compiles else min(_LONGEST, first), compiles)
 
 
 class WatchdogCallback(Callback):
@@ -49,9 +49,11 @@ class WatchdogCallback(Callback):
         self.actions = ActionPhases(self._step_action)
         self.evaluation = ActionPhases(lambda action: watchdog.phase(f"evaluation {action}"))
         self._started, self._first, self._number = False, 0, 0
+        self._text = ""  # the newest phase
 
     def phase(self, text: str, long: bool = False) -> None:
         """Say what all ranks do now, and whether it may take long without a collective."""
+        self._text = text
         self.watchdog.phase(text, self.limits.files if long else 0.0, mark=True)
 
     def unknown(self, text: str) -> None:
@@ -60,14 +62,26 @@ class WatchdogCallback(Callback):
 
     def start(self, after: int) -> None:
         self._started, self._first = True, after + 1
+        if self.limits.compiles:
+            from torch._dynamo.callback import callback_handler  # slow to import
+
+            callback_handler.register_start_callback(self._compile)
+            callback_handler.register_end_callback(self._compiled)
+
+    def close(self) -> None:
+        if self._started and self.limits.compiles:
+            from torch._dynamo.callback import callback_handler
+
+            callback_handler.remove_start_callback(self._compile)
+            callback_handler.remove_end_callback(self._compiled)
 
     def before_data(self, number: int) -> None:
         self.phase(f"data of step {number}", long=number == self._first)
 
     def before_step(self, number: int) -> None:
         """A step begins with a collective: the patience of a checkpoint must not hold for it."""
-        self._number = number
-        self.watchdog.phase(f"step {number}", self._allowed, mark=True, alike=False)
+        self._number, self._text = number, f"step {number}"
+        self.watchdog.phase(self._text, self._allowed, mark=True, alike=False)
 
     def on_record(self, record: StepRecord) -> None:
         """A step that hangs is known only when it takes much longer than this one."""
@@ -87,7 +101,16 @@ class WatchdogCallback(Callback):
         return self.limits.first_step if self._number == self._first else 0.0
 
     def _step_action(self, action: Step) -> None:
-        self.watchdog.phase(f"step {self._number} {action}", self._allowed)
+        self._text = f"step {self._number} {action}"
+        self.watchdog.phase(self._text, self._allowed)
+
+    def _compile(self, *_: object) -> None:
+        """The compiler begins, in whatever thread needs a kernel: a rank that compiles on a busy
+        machine is silent for longer than one that hangs may be."""
+        self.watchdog.phase(f"{self._text}, compiling", _LONGEST)
+
+    def _compiled(self, *_: object) -> None:
+        self.watchdog.phase(self._text, self._allowed)
 
 
 class ActionPhases:
