@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
 from fivefold.core.plan import Plan
 from fivefold.launch.processes import Pool
@@ -16,8 +15,7 @@ from fivefold.train.check import (
     MeasuredRun,
     compare_with_plan,
     judge,
-    num_references,
-    single_process,
+    reference_runs,
 )
 from fivefold.train.loop import run_rank
 from fivefold.train.resuming import check_resume
@@ -44,7 +42,7 @@ __all__ = [
 
 def num_processes(plan: Plan, settings: TrainSettings) -> int:
     """The ranks, and the single processes that a check compares them with."""
-    return plan.layout.world + (num_references(plan, settings) if settings.check else 0)
+    return plan.layout.world + (len(reference_runs(plan, settings)) if settings.check else 0)
 
 
 def train(
@@ -62,10 +60,7 @@ def train(
     world = plan.layout.world
     tasks = [(run_rank, (plan, settings))] * world
     if settings.check:
-        quiet = replace(settings.recipe, sample_every=0)
-        one, unrecorded = single_process(plan), replace(settings, folder=None, recipe=quiet)
-        references = [(run_rank, (one, unrecorded, reordered)) for reordered in (False, True)]
-        tasks += references[: num_references(plan, settings)]
+        tasks += [(run_rank, each) for each in reference_runs(plan, settings)]
     runs = pool.run_each(tasks, on_report=on_report)
     ranks, references = runs[:world], runs[world:]
     return ranks, judge(plan, ranks, references) if references else None

@@ -80,10 +80,15 @@ class Check:
         return self.difference <= self.allowed and sound
 
 
-def num_references(plan: Plan, settings: TrainSettings) -> int:
-    """How many runs of one process a check takes."""
+def reference_runs(plan: Plan, settings: TrainSettings) -> list[tuple[Plan, TrainSettings, bool]]:
+    """The runs of one process that a check takes, as `run_rank` is called: a second one adds the
+    terms of every sum in another order. It is not compiled, which a dispatch mode does not allow.
+    """
+    recipe = replace(settings.recipe, sample_every=0)
+    one, plain = single_process(plan), replace(settings, folder=None, recipe=recipe)
+    eager = replace(plain, recipe=replace(recipe, compile=False))
     exact = settings.dtype == "float64" and plan.units.grad_dtype == "fp32"
-    return 1 if exact else 2
+    return [(one, plain, False), *([] if exact else [(one, eager, True)])]
 
 
 def single_process(plan: Plan) -> Plan:

@@ -151,8 +151,8 @@ def _wide(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     enough: every operator rounds them far more coarsely than it adds."""
     if "out" in kwargs or kwargs.get("dtype") == torch.float64:
         return func(*args, **kwargs)
-    types = {each.dtype for each in tree_leaves(args) if isinstance(each, Tensor)}
-    if torch.float32 not in types or torch.float64 in types:
+    tensors = [each for each in tree_leaves(args) if isinstance(each, Tensor)]
+    if {each.dtype for each in tensors if each.is_floating_point()} != {torch.float32}:
         return func(*args, **kwargs)
     widen = partial(_cast, source=torch.float32, target=torch.float64)
     narrow = partial(_cast, source=torch.float64, target=torch.float32)

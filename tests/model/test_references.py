@@ -98,5 +98,7 @@ def test_reordered_sums_leave_integers_and_wider_types_alone() -> None:
         assert numbers.sum() == 45 and numbers.sum().dtype == torch.int64
         assert torch.ones(3).sum(dtype=torch.float64).dtype == torch.float64
         assert torch.ones(3, dtype=torch.float64).mean() == 1
+        narrow = torch.randn(1, 2, 8, 16, dtype=torch.bfloat16, requires_grad=True)
+        F.scaled_dot_product_attention(narrow, narrow, narrow).sum().backward()  # sums in float32
         assert torch.ones(0, 4).sum(0).equal(torch.zeros(4))
         assert (torch.ones(2, 1) @ torch.ones(1, 2)).equal(torch.ones(2, 2))

@@ -23,7 +23,7 @@ from fivefold.launch.processes import Pool
 from fivefold.records.run_folder import METRICS, RunFolder, read_records
 from fivefold.train import Check, TrainedRank, TrainSettings, run_rank
 from fivefold.train.build import source_of
-from fivefold.train.check import judge, num_references
+from fivefold.train.check import judge, reference_runs
 from fivefold.train.state import Dtype
 
 HEAD = """# Verified training
@@ -140,8 +140,8 @@ class Trainings:
         """One process alone, and in float32 a second time in another order of sums."""
         if (balance, dtype) not in self.known:
             plan, settings = Case("dp=1", balance=balance).plan(self.layers), self.settings(dtype)
-            tasks = [(run_rank, (plan, settings, reordered)) for reordered in (False, True)]
-            self.known[balance, dtype] = self.pool.run_each(tasks[: num_references(plan, settings)])
+            tasks = [(run_rank, each) for each in reference_runs(plan, settings)]
+            self.known[balance, dtype] = self.pool.run_each(tasks)
         return self.known[balance, dtype]
 
     def check(self, case: Case, dtype: Dtype) -> Check:

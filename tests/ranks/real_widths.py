@@ -33,7 +33,7 @@ from fivefold.launch.worker import Worker
 from fivefold.parallel.compose import Job
 from fivefold.records.run_folder import RunFolder
 from fivefold.train import Check, TrainedRank, TrainSettings, run_rank
-from fivefold.train.check import judge
+from fivefold.train.check import judge, reference_runs
 
 HEAD = """# Verified widths
 
@@ -231,7 +231,7 @@ class Trainings:
         key = (case.model, case.layers)
         if key not in self.known:
             plan, settings = case.plan("dp=1"), self.settings(Recipe(steps=STEPS))
-            tasks = [(run_rank, (plan, settings, reordered)) for reordered in (False, True)]
+            tasks = [(run_rank, each) for each in reference_runs(plan, settings)]
             self.known[key] = self.pool.run_each(tasks)
         return self.known[key]
 

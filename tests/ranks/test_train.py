@@ -39,7 +39,7 @@ from fivefold.train import (
     train,
 )
 from fivefold.train.build import reader_of
-from fivefold.train.check import LEAST, judge, num_references, single_process
+from fivefold.train.check import LEAST, judge, reference_runs, single_process
 from fivefold.train.checkpoint import latest
 from fivefold.train.state import AxisTraffic, Dtype
 from tests.selection import within
@@ -155,9 +155,7 @@ def test_a_check_sees_what_is_wrong(pool: Pool) -> None:
 
 def alone(pool: Pool, plan: Plan, settings: TrainSettings) -> list[TrainedRank]:
     """The runs of one process that a check takes."""
-    one = single_process(plan)
-    tasks = [(run_rank, (one, settings, reordered)) for reordered in (False, True)]
-    return pool.run_each(tasks[: num_references(plan, settings)])
+    return pool.run_each([(run_rank, each) for each in reference_runs(plan, settings)])
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
@@ -178,6 +176,17 @@ def test_a_wrong_gradient_is_named_where_losses_hardly_differ(
     assert check.gradients.difference == pytest.approx(1e-3, rel=0.01)
     if dtype == "float32":
         assert check.difference <= check.allowed  # AdamW divides the scale of a gradient away
+
+
+def test_the_runs_of_one_process_record_nothing_and_reorder_without_a_compiler() -> None:
+    recipe, plan = Recipe(steps=2, compile=True, sample_every=1), plan_of("dp=2")
+    settings = TrainSettings(recipe, "float32", check=True, folder=Path("run"))
+    plain, reordered = reference_runs(plan, settings)
+    for one, alike, _ in (plain, reordered):
+        assert one.layout.world == 1 and alike.folder is None and not alike.recipe.sample_every
+    assert [each[2] for each in (plain, reordered)] == [False, True]
+    assert plain[1].recipe.compile and not reordered[1].recipe.compile
+    assert len(reference_runs(plan, replace(settings, dtype="float64"))) == 1
 
 
 def test_steps_after_a_flip_are_not_compared(pool: Pool) -> None:
