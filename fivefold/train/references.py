@@ -137,13 +137,13 @@ def _split_matmul(func: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[s
     if cut == 0 or by_group:
         return func(*args, **kwargs)
     first, second = (a[..., :cut], b[..., :cut, :]), (a[..., cut:], b[..., cut:, :])
+    total = func(*added, *first, *options, **kwargs)
     if added:
-        total = func(*added, *first, **kwargs)
-        return func(total, *second, **{**kwargs, "beta": 1})
-    plain, target = func.overloadpacket.default, kwargs.get("out")
-    options = (*options, *(value for key, value in kwargs.items() if key != "out"))
-    total = plain(*first, *options).add_(plain(*second, *options))
-    return total if target is None else target.copy_(total)
+        product = torch.bmm if a.dim() == 3 else torch.mm
+        wide = {} if total.dtype == a.dtype else {"out_dtype": total.dtype}
+        return total.add_(product(*second, **wide), alpha=kwargs.get("alpha", 1))
+    other = {"out": torch.empty_like(total)} if "out" in kwargs else {}
+    return total.add_(func(*second, *options, **{**kwargs, **other}))
 
 
 def _wide(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:

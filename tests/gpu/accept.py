@@ -203,9 +203,11 @@ def travel(journey: Journey, machine: Machine, environment: dict[str, str]) -> d
             trip.end_processes()
     seconds = round(time.monotonic() - began, 1)
     line = {"name": journey.name, "passed": wrong is None, "seconds": seconds, **trip.notes}
+    line["commands"] = trip.seconds
     if wrong is not None:
         line["wrong"] = wrong[-4000:]
-    print(f"{'pass' if wrong is None else 'FAIL'}  {seconds:6.1f} s  {journey.name}", flush=True)
+    verdict = "pass" if wrong is None else "FAIL"
+    print(f"{verdict}  {seconds:6.1f} s  {journey.name} {trip.notes} {trip.seconds}", flush=True)
     if wrong is not None:
         print(f"{wrong[-4000:]}\n", flush=True)
     return line
@@ -239,7 +241,7 @@ def page_of(record: Mapping[str, Any]) -> str:
     return "\n".join([HEAD.format(**record), *rows, ""])
 
 
-KEYS = ("name", "passed", "seconds", "wrong")
+KEYS = ("name", "passed", "seconds", "commands", "wrong")
 HEAD = """# Accepted on a GPU
 
 `make accept-gpu` drives whole journeys through the command line, in fresh processes, from an empty

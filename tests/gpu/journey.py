@@ -56,6 +56,8 @@ class Trip:
     device: str
     notes: dict[str, Any] = field(default_factory=dict[str, Any])
     processes: list[subprocess.Popen[str]] = field(default_factory=list[subprocess.Popen[str]])
+    began: dict[int, float] = field(default_factory=dict[int, float])
+    seconds: dict[str, float] = field(default_factory=dict[str, float])  # of each command
 
     @property
     def on_gpu(self) -> bool:
@@ -77,6 +79,7 @@ class Trip:
                 start_new_session=True,
             )
         self.processes.append(process)
+        self.began[process.pid] = time.monotonic()
         return process
 
     def finish(self, process: subprocess.Popen[str], name: str, code: int = 0) -> str:
@@ -95,6 +98,7 @@ class Trip:
             ended = process.wait(PATIENCE)
         except subprocess.TimeoutExpired as error:
             raise Failure(f"{name} did not end in {PATIENCE:.0f} s: {self.tail(name)}") from error
+        self.seconds[name] = round(time.monotonic() - self.began[process.pid], 1)
         check(ended == code, f"{name} ended with {ended} instead of {code}: {self.tail(name)}")
         return [(self.folder / f"{name}.{end}").read_text("utf-8") for end in ("out", "err")]
 

@@ -14,7 +14,7 @@ from fivefold.core.boxes import boxes_of, whole_box
 from fivefold.core.layout import Layout
 from fivefold.core.weights import by_name, local_shape, shard_of, weights
 from fivefold.parallel.tensor import cut
-from fivefold.train.references import Projection, ReorderedSums
+from fivefold.train.references import Projection, ReorderedSums, _split_matmul
 
 CPU = torch.device("cpu")
 
@@ -102,3 +102,17 @@ def test_reordered_sums_leave_integers_and_wider_types_alone() -> None:
         F.scaled_dot_product_attention(narrow, narrow, narrow).sum().backward()  # sums in float32
         assert torch.ones(0, 4).sum(0).equal(torch.zeros(4))
         assert (torch.ones(2, 1) @ torch.ones(1, 2)).equal(torch.ones(2, 2))
+
+
+def test_a_matmul_that_widens_its_result_is_split_as_it_is() -> None:
+    """As those of experts on a GPU, which a CPU does not have."""
+    a, b = torch.randn(4, 64, dtype=torch.bfloat16), torch.randn(64, 8, dtype=torch.bfloat16)
+    sizes: list[int] = []
+
+    def widening(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> Tensor:
+        sizes.append(a.shape[-1])
+        return a.to(out_dtype) @ b.to(out_dtype)
+
+    total = _split_matmul(widening, "mm", (a, b, torch.float32), {})
+    assert total.dtype == torch.float32 and sizes == [24, 40]
+    assert torch.allclose(total, a.float() @ b.float(), atol=1e-5)
