@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from tests.gpu import accept, journeys
-from tests.gpu.journey import Failure, Journey, Trip, check_numbers, check_record
+from tests.gpu.journey import Failure, Journey, SharedGpu, Trip, check_numbers, check_record
 
 GOOD = {"step": 2, "loss": 5.0, "norm": 1.0, "mfu": 0.4, "memory_gib": 1.5}
 GOOD |= dict.fromkeys(("seconds", "wall_s", "wall", "tokens_per_s", "tokens_per_s_per_gpu"), 0.5)
@@ -85,7 +86,7 @@ def test_numbers_that_cannot_be_fail() -> None:
     ],
 )
 def test_a_command_that_ends_wrongly_fails(tmp_path: Path, code: str, message: str) -> None:
-    trip = Trip(tmp_path, {}, "cpu")
+    trip = Trip(tmp_path, {}, "cpu", SharedGpu(1), time.monotonic() + 60)
     process = trip.start([sys.executable, "-c", code], "train")
     with pytest.raises(Failure, match=message):
         trip.finish(process, "train")
@@ -98,7 +99,7 @@ def test_a_failed_journey_ends_with_1_and_stands_in_the_record(
         trip.notes["losses"] = 3
         raise Failure("step 2 has no time")
 
-    chosen = [Journey("calm", lambda trip: None), Journey("broken", broken, ranks=4)]
+    chosen = [Journey("calm", lambda trip: None), Journey("broken", broken)]
     monkeypatch.setattr(journeys, "JOURNEYS", {each.name: each for each in chosen})
     facts = {"torch": "2.11", "nccl": "2.30.7", "gpu": "a GPU"}
     monkeypatch.setattr(accept, "machine_of", lambda *_: accept.Machine("cpu", {}, facts))

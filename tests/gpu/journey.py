@@ -9,6 +9,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -35,16 +36,40 @@ def check(holds: bool, message: str) -> None:
 
 @dataclass(frozen=True)
 class Journey:
-    """A way through several commands. `ranks` run at the same time at most; `alone`: nothing else
-    may run meanwhile, since times are judged; `kills`: processes are killed; `extra`: it runs only
-    by name."""
+    """A way through several commands. `alone`: nothing else may run meanwhile, since times are
+    judged; `kills`: processes are killed; `extra`: it runs only by name."""
 
     name: str
     go: Callable[[Trip], None]
-    ranks: int = 1
     alone: bool = False
     kills: bool = False
     extra: bool = False
+
+
+class SharedGpu:
+    """Lets as many ranks wait for one another on the GPU as it carries at a time.
+
+    A collective that waits for its peers holds a part of a multiprocessor. If all of them are held,
+    no matmul begins for which somebody waits, and nothing moves any more.
+    """
+
+    def __init__(self, most: int) -> None:
+        self.most = self.free = most
+        self.changed = threading.Condition()
+
+    @contextmanager
+    def joined(self, ranks: int) -> Iterator[None]:
+        """Wait until so many more may join."""
+        ranks = min(ranks, self.most)
+        with self.changed:
+            self.changed.wait_for(lambda: self.free >= ranks)
+            self.free -= ranks
+        try:
+            yield
+        finally:
+            with self.changed:
+                self.free += ranks
+                self.changed.notify_all()
 
 
 @dataclass
@@ -54,6 +79,8 @@ class Trip:
     folder: Path
     environment: dict[str, str]
     device: str
+    gpu: SharedGpu
+    until: float  # on the monotonic clock
     notes: dict[str, Any] = field(default_factory=dict[str, Any])
     processes: list[subprocess.Popen[str]] = field(default_factory=list[subprocess.Popen[str]])
     began: dict[int, float] = field(default_factory=dict[int, float])
@@ -94,10 +121,11 @@ class Trip:
 
     def ended(self, process: subprocess.Popen[str], name: str, code: int = 0) -> list[str]:
         """Wait for a process that must end with this code; its output and its errors."""
+        patience = max(1.0, min(PATIENCE, self.until - time.monotonic()))
         try:
-            ended = process.wait(PATIENCE)
+            ended = process.wait(patience)
         except subprocess.TimeoutExpired as error:
-            raise Failure(f"{name} did not end in {PATIENCE:.0f} s: {self.tail(name)}") from error
+            raise Failure(f"{name} did not end in {patience:.0f} s: {self.tail(name)}") from error
         self.seconds[name] = round(time.monotonic() - self.began[process.pid], 1)
         check(ended == code, f"{name} ended with {ended} instead of {code}: {self.tail(name)}")
         return [(self.folder / f"{name}.{end}").read_text("utf-8") for end in ("out", "err")]
@@ -120,10 +148,25 @@ class Trip:
         name = f"{len(self.processes)}-python"
         return self.ended(self.start([sys.executable, *words], name), name)[0]
 
-    def train(self, *words: str, out: str, code: int = 0) -> list[dict[str, Any]]:
+    def train(self, *words: str, out: str) -> list[dict[str, Any]]:
         """Train into a run folder; its records."""
-        self.fivefold("train", *words, "--device", self.device, "--out", out, code=code)
+        self.fivefold("train", *words, "--device", self.device, "--out", out)
         return self.records(out)
+
+    def timed_train(self, *words: str, steps: int, out: str) -> float:
+        """Train beside a watch on the host: how far the times of the records are from it, as a
+        share. It runs from the first request for rows to the end of the last update."""
+        command = [sys.executable, "-m", "tests.gpu.journeys", "timed", f"{out}.json", str(steps)]
+        command += [*words, "--steps", str(steps), "--device", self.device, "--out", out]
+        name = f"{len(self.processes)}-train"
+        self.finish(self.start(command, name), name)
+        host = json.loads((self.folder / f"{out}.json").read_text("utf-8"))["seconds"]
+        records = self.records(out)
+        # The first record's wall time begins with the run, the host's with the first request.
+        recorded = records[0]["seconds"] + sum(each["wall_s"] for each in records[1:])
+        apart = abs(recorded / host - 1)
+        check(apart < 0.01, f"{out}: records have {recorded:.3f} s, the host {host:.3f} s")
+        return apart
 
     def records(self, run: str) -> list[dict[str, Any]]:
         """The steps of a run, each of which is checked."""
@@ -139,7 +182,7 @@ class Trip:
         name = f"{len(self.processes)}-serve"
         command = [sys.executable, "-m", "fivefold", "serve", *words, "--port", "0"]
         process = self.start([*command, "--device", self.device], name)
-        until = time.monotonic() + PATIENCE
+        until = min(self.until, time.monotonic() + PATIENCE)
         while not (ready := re.search(r"(http://\S+)", (self.folder / f"{name}.out").read_text())):
             check(process.poll() is None, f"the server ended: {self.tail(name)}")
             check(time.monotonic() < until, f"the server is not ready: {self.tail(name)}")
