@@ -158,8 +158,7 @@ class Trip:
         share. It runs from the first request for rows to the end of the last update."""
         command = [sys.executable, "-m", "tests.gpu.journeys", "timed", f"{out}.json", str(steps)]
         command += [*words, "--steps", str(steps), "--device", self.device, "--out", out]
-        name = f"{len(self.processes)}-train"
-        self.finish(self.start(command, name), name)
+        self.finish(self.start(command, out), out)
         host = json.loads((self.folder / f"{out}.json").read_text("utf-8"))["seconds"]
         records = self.records(out)
         # The first record's wall time begins with the run, the host's with the first request.
