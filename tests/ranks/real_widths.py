@@ -279,7 +279,7 @@ def main() -> int:
             outcome = trainings.examine(case)
             passed.append(outcome.passed)
             _print([*_cells(case), *_result(outcome)])
-    print(f"\n{sum(passed)} of {len(passed)} classes of layout pass")
+    print(f"\n{sum(passed)} of {len(passed)} cases pass")
     print(f"{time.perf_counter() - began:.0f} s", file=sys.stderr)
     return 0 if all(passed) else 1
 
@@ -288,7 +288,8 @@ def _cells(case: Case) -> list[object]:
     plan = case.plan()
     words = [case.layout, case.context, None if case.sp else "no-sp"]
     schedule = plan.schedule.name if plan.layout.pp > 1 else ""
-    return [plan.shape.name, " ".join(filter(None, words)), plan.layout.zero, schedule]
+    name = "gemma-2-2b" if case.model == "gemma" else plan.shape.name  # that of no preset
+    return [name, " ".join(filter(None, words)), plan.layout.zero, schedule]
 
 
 def _result(outcome: Outcome) -> list[object]:
