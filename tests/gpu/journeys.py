@@ -78,7 +78,8 @@ def first_training(trip: Trip) -> None:
     trip.fivefold("export", "run", "model")
     (trip.folder / "answer.json").write_text(json.dumps(answer), "utf-8")
     apart = float(trip.python("-c", COMPARE).split()[-1])
-    check(apart < 0.1, f"log-probabilities of transformers are {apart} nats apart")
+    # bf16 on the GPU beside float32: rounding, while a wrong weight is nats away.
+    check(apart < 0.25, f"log-probabilities of transformers are {apart} nats apart")
     trip.notes |= {"losses": f"{losses[0]:.2f} → {losses[-1]:.2f}", "transformers": f"{apart:.4f}"}
 
 
