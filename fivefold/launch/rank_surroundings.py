@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import threading
@@ -14,6 +15,7 @@ from fivefold.launch.positions import SAVE_THREAD
 
 _FRAMES = 5  # innermost frames of a stack that are shown
 _INNERMOST = 2  # of a thread that saves, whose outer ones wait for what it does
+_READINGS = 5  # of a stack, until one is whole
 # If one of these is in the innermost frames, the rank waits, or may wait, for other ranks.
 _WAITING = (
     "wait",
@@ -58,7 +60,18 @@ class RankSurroundings:
 
 def _stack(thread: int) -> tuple[list[str], bool]:
     """The innermost frames of a thread, without those of torch, outermost first; and whether the
-    thread waits, or may wait, for other ranks. If it waits for threads that save, theirs count."""
+    thread waits, or may wait, for other ranks. If it waits for threads that save, theirs count.
+
+    The thread goes on while its frames are read, and one that has ended in between has no code any
+    more. That must not end the thread that watches: it reads them again.
+    """
+    for _ in range(_READINGS):
+        with contextlib.suppress(AttributeError):
+            return _read_stack(thread)
+    return [], True
+
+
+def _read_stack(thread: int) -> tuple[list[str], bool]:
     frames = sys._current_frames()
     shown, waits, joins = _frames(frames.get(thread))
     if joins:

@@ -6,11 +6,13 @@ from __future__ import annotations
 import errno
 import os
 import time
+import traceback
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import FrameType
 from typing import Any, cast
 from unittest.mock import patch
 
@@ -23,6 +25,7 @@ from fivefold.core.recipe import Recipe
 from fivefold.launch.backend import RankDevice
 from fivefold.launch.boards import FolderBoard
 from fivefold.launch.processes import Pool, RankLost
+from fivefold.launch.rank_surroundings import RankSurroundings
 from fivefold.launch.watchdog import watched
 from fivefold.launch.worker import Worker
 from fivefold.train import TrainedRank, TrainSettings, build, loop, run_rank
@@ -158,3 +161,17 @@ def test_a_rank_that_compiles_in_a_late_step_has_the_patience_of_a_first_one() -
     assert phases[-4:] == [("step 2", 0.0), *late]
     doubled(torch.ones(4))
     assert phases[-3:] == late
+
+
+@pytest.mark.parametrize("broken", [2, 1000])
+def test_a_frame_that_ends_while_it_is_read_ends_no_watchdog(broken: int) -> None:
+    times, read = iter(range(2000)), traceback.extract_stack
+
+    def extract_stack(frame: FrameType) -> traceback.StackSummary:
+        if next(times) < broken:
+            raise AttributeError("'dict' object has no attribute 'co_filename'")
+        return read(frame)
+
+    with patch("traceback.extract_stack", extract_stack):
+        shown, waits = RankSurroundings().stack()
+    assert bool(shown) == (broken == 2) and (waits or shown)
