@@ -35,6 +35,7 @@ PYDANTIC = ("annotated-types<1", "typing-inspection<1")
 LM_EVAL = ("lm-eval>=0.4.5,<1", "datasets<6", "evaluate<1", "dill<1", "multiprocess<1", "xxhash<5")
 SACREBLEU = ("sacrebleu<3", "portalocker<4", "tabulate<1", "colorama<1", "lxml<7")
 PAGE = ("plotly>=6,<8", "starlette>=0.40,<2", "uvicorn>=0.30,<1")
+WHEELS = (*OPENAI, *PYDANTIC, *LM_EVAL, *SACREBLEU, *PAGE)
 PARTS = {
     "plotly": ("plotly/__init__.py", "plotly/package_data/plotly.min.js"),
     "lxml": ("lxml/__init__.py", "lxml/etree", "lxml/_elementpath"),
@@ -63,7 +64,7 @@ def unpack(folder: Path) -> int:
     """Write `env` anew; its bytes."""
     shutil.rmtree(folder, ignore_errors=True)
     with tempfile.TemporaryDirectory() as name:
-        wheels = download(Path(name), *OPENAI, *PYDANTIC, *LM_EVAL, *SACREBLEU, *PAGE)
+        wheels = download(Path(name), *WHEELS)
         # Each release of pydantic wants one release of its compiled core.
         wheels += download(Path(name) / "core", core_of(wheels))
         for wheel in wheels:
@@ -110,7 +111,7 @@ def nccl_of_hopper() -> bytes:
 
 
 def main() -> int:
-    """Fill the folder; what is there stays, but for the commit's tree."""
+    """Fill the folder; what is there and still fits stays, but for the commit's tree."""
     try:
         tree = tree_of_commit(ROOT)
     except Refused as error:
@@ -118,7 +119,8 @@ def main() -> int:
         return 2
     CARRY.mkdir(exist_ok=True)
     TREE.write_text(f"{tree}\n", "utf-8")
-    if not ENV.exists() or not PACKED.exists():
+    wheels, noted = " ".join(WHEELS), CARRY / "wheels"
+    if not PACKED.exists() or not noted.exists() or noted.read_text("utf-8") != wheels:
         size = unpack(ENV)
         if size > MOST_BYTES:
             shutil.rmtree(ENV)
@@ -126,6 +128,7 @@ def main() -> int:
             return 2
         with tarfile.open(PACKED, "w:xz") as archive:
             archive.add(ENV, arcname=ENV.name)
+        noted.write_text(wheels, "utf-8")
     if not NCCL.exists():
         NCCL.write_bytes(nccl_of_hopper())
     for path in (PACKED, NCCL):
