@@ -95,11 +95,19 @@ def test_a_command_that_ends_wrongly_fails(tmp_path: Path, code: str, message: s
 def test_a_failed_journey_ends_with_1_and_stands_in_the_record(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    tries: list[str] = []
+
     def broken(trip: Trip) -> None:
         trip.notes["losses"] = 3
         raise Failure("step 2 has no time")
 
-    chosen = [Journey("calm", lambda trip: None), Journey("broken", broken)]
+    def victim(trip: Trip) -> None:
+        tries.append("victim")
+        if len(tries) == 1:
+            raise Failure("another client of MPS has failed")
+
+    chosen = [Journey("calm", lambda trip: None), Journey("broken", broken, together=True)]
+    chosen.append(Journey("victim", victim, together=True))
     monkeypatch.setattr(journeys, "JOURNEYS", {each.name: each for each in chosen})
     facts = {"torch": "2.11", "nccl": "2.30.7", "gpu": "a GPU"}
     monkeypatch.setattr(accept, "machine_of", lambda *_: accept.Machine("cpu", {}, facts))
@@ -110,7 +118,8 @@ def test_a_failed_journey_ends_with_1_and_stands_in_the_record(
     record = json.loads((tmp_path / "accepted.json").read_text())
     assert (record["tree"], record["nccl"], record["gpu"]) == ("abc", "2.30.7", "a GPU")
     passed = {each["name"]: each["passed"] for each in record["journeys"]}
-    assert passed == {"calm": True, "broken": False}
+    assert passed == {"calm": True, "broken": False, "victim": True} and len(tries) == 2
+    assert [each.get("attempts") for each in record["journeys"]] == [None, 2, 2]
     assert "| broken | FAIL |" in (tmp_path / "accepted.md").read_text()
     assert accept.main(["calm"]) == 0 and accept.main(["calmer"]) == 2
-    assert "no journey calmer: there are calm, broken" in capsys.readouterr().err
+    assert "no journey calmer: there are calm, broken, victim" in capsys.readouterr().err

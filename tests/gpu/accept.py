@@ -151,9 +151,7 @@ def shared_gpu(machine: Machine, folder: Path) -> Iterator[dict[str, str]]:
     if machine.device == "cpu":
         yield machine.environment
         return
-    pipe, log = folder / "mps", folder / "mps-log"
-    pipe.mkdir()
-    log.mkdir()
+    pipe, log = (Path(tempfile.mkdtemp(prefix=name, dir=folder)) for name in ("mps-", "log-"))
     places = {"CUDA_MPS_PIPE_DIRECTORY": str(pipe), "CUDA_MPS_LOG_DIRECTORY": str(log)}
     control = {**os.environ, **places}
     subprocess.run(["nvidia-cuda-mps-control", "-d"], env=control, check=True)
@@ -197,20 +195,30 @@ def travel(
 def accept(
     journeys: Sequence[Journey], machine: Machine, folder: Path, until: float
 ) -> list[dict[str, Any]]:
-    """All journeys: those that measure time alone and first, the others side by side."""
+    """All journeys: those that measure time alone and first, the others side by side.
+
+    When a client of MPS fails, its server ends all of them. So only ranks of one layout are
+    clients, and what has failed beside others is tried once more, one journey at a time.
+    """
     gpu = SharedGpu(MOST_RANKS if machine.device == "cuda" else 8)
+
+    def run(journey: Journey, shared: dict[str, str]) -> dict[str, Any]:
+        environment = shared if journey.together else machine.environment
+        return travel(journey, machine, environment, gpu, until)
+
     alone = [each for each in journeys if each.alone]
-    together = [each for each in journeys if not each.alone]
-    lines = [travel(each, machine, machine.environment, gpu, until) for each in alone]
+    lines = {each.name: run(each, machine.environment) for each in alone}
+    beside = [each for each in journeys if not each.alone]
     with shared_gpu(machine, folder) as shared, ThreadPoolExecutor(len(journeys)) as pool:
-        # What other clients of MPS do when one is killed is not defined: such journeys have none.
-        lines += pool.map(
-            lambda each: travel(
-                each, machine, machine.environment if each.kills else shared, gpu, until
-            ),
-            together,
-        )
-    return lines
+        for line in pool.map(lambda each: run(each, shared), beside):
+            lines[line["name"]] = line
+    failed = [each for each in beside if each.together and not lines[each.name]["passed"]]
+    if failed and time.monotonic() < until:
+        with shared_gpu(machine, folder) as shared:
+            for each in failed:
+                first = {"attempts": 2, "first": lines[each.name]["wrong"]}
+                lines[each.name] = run(each, shared) | first
+    return [lines[each.name] for each in journeys]
 
 
 def page_of(record: Mapping[str, Any]) -> str:
@@ -223,7 +231,7 @@ def page_of(record: Mapping[str, Any]) -> str:
     return "\n".join([HEAD.format(**record), *rows, ""])
 
 
-KEYS = ("name", "passed", "seconds", "commands", "wrong")
+KEYS = ("name", "passed", "seconds", "commands", "wrong", "first")
 HEAD = """# Accepted on a GPU
 
 `make accept-gpu` drives whole journeys through the command line, in fresh processes, from an empty
@@ -234,7 +242,8 @@ machine lacks on which nothing can be installed.
 - tree of `fivefold/`: `{tree}` (`git rev-parse HEAD:fivefold`)
 - {gpu}, torch {torch}, NCCL {nccl}, {date}, {seconds} s in all. Ranks of a layout share the one GPU
   over NCCL, under MPS; `kill` runs without MPS. Times are those of journeys side by side, and say
-  nothing about speed; only `planned` runs alone.
+  nothing about speed; only `planned` runs alone. One that fails under MPS is tried once more by
+  itself (`attempts 2`), since a client that fails takes all others with it.
 
 | journey | | s | what was seen |
 |---|---|---|---|"""

@@ -37,12 +37,13 @@ def check(holds: bool, message: str) -> None:
 @dataclass(frozen=True)
 class Journey:
     """A way through several commands. `alone`: nothing else may run meanwhile, since times are
-    judged; `kills`: processes are killed; `extra`: it runs only by name."""
+    judged; `together`: several ranks use the GPU at the same time, under MPS; `extra`: it runs only
+    by name."""
 
     name: str
     go: Callable[[Trip], None]
     alone: bool = False
-    kills: bool = False
+    together: bool = False
     extra: bool = False
 
 

@@ -514,7 +514,8 @@ for _heads in ("chat", "dense"):
 def _layout(
     name: str, model: Callable[[Trip], tuple[str, ...]], layout: str, *words: str
 ) -> Journey:
-    return Journey(name, partial(layout_of, model=model, layout=layout, words=words))
+    way = partial(layout_of, model=model, layout=layout, words=words)
+    return Journey(name, way, together=True)
 
 
 def _served(family: str, cache_gb: float) -> Journey:
@@ -526,10 +527,10 @@ JOURNEYS = {
     for each in (
         Journey("planned", planned, alone=True),
         _layout("experts-5d", experts, "dp=2 tp=2 pp=2 cp=2 ep=2"),
-        Journey("first-training", first_training),
+        Journey("first-training", first_training, together=True),
         Journey("fine-tuning", fine_tuning),
-        Journey("long-rows", long_rows),
-        Journey("kill", kill, kills=True),
+        Journey("long-rows", long_rows, together=True),
+        Journey("kill", kill),
         _layout("dense-4d-packed", dense, "dp=2 tp=2 pp=2 cp=2", "--packed"),
         _layout("dense-3d", dense, "dp=2 tp=2 pp=2"),
         _layout("experts-4d", experts, "dp=2 tp=2 pp=2 ep=2"),
@@ -539,8 +540,8 @@ JOURNEYS = {
         _served("latents", 0.03),
         _served("caps", 0.1),
         _layout("experts-3d", experts, "tp=2 pp=2 ep=2"),
-        Journey("fresh", fresh, extra=True),
-        Journey("watched", watched, extra=True),
+        Journey("fresh", fresh, together=True, extra=True),
+        Journey("watched", watched, together=True, extra=True),
     )
 }
 
