@@ -223,11 +223,12 @@ def accept(
 
 def page_of(record: Mapping[str, Any]) -> str:
     """The record as a page of docs."""
-    rows = [
-        f"| {each['name']} | {'pass' if each['passed'] else 'FAIL'} | {each['seconds']:.0f} | "
-        f"{'; '.join(f'{key} {value}' for key, value in each.items() if key not in KEYS)} |"
-        for each in record["journeys"]
-    ]
+    rows = []
+    for each in record["journeys"]:
+        seen = [f"{key} {value}" for key, value in each.items() if key not in KEYS]
+        seen += [" ".join(each["wrong"].split()).replace("|", "")[:200]] if "wrong" in each else []
+        verdict = "pass" if each["passed"] else "FAIL"
+        rows.append(f"| {each['name']} | {verdict} | {each['seconds']:.0f} | {'; '.join(seen)} |")
     return "\n".join([HEAD.format(**record), *rows, ""])
 
 
