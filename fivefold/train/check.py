@@ -39,8 +39,8 @@ class GradientCheck:
     """The gradient that is nearest to what it may differ by, or farthest beyond it.
 
     Differences are shares of its norm. `spread` is what two runs of one process differ by that sum
-    in another order: in this gradient, or in most gradients of the step if that is more. None in
-    float64.
+    in another order: in this gradient, or in nine of ten gradients of the step if that is more.
+    None in float64.
     """
 
     steps: int  # compared: the first ones, before any token went to other experts
@@ -170,7 +170,10 @@ def _compared_gradients(
             spreads = _distances([other.sketches[number]], wanted)
             shares = [spreads[name] / size for name, size in sizes.items() if size]
             usual = median(shares or [0.0])
-            spreads = {name: max(spreads[name], usual * size) for name, size in sizes.items()}
+            # One run is one draw of what rounding does to a gradient, and may be small by chance:
+            # nine of ten gradients of the step together are not.
+            most = sorted(shares or [0.0])[len(shares) * 9 // 10 - 1]
+            spreads = {name: max(spreads[name], most * size) for name, size in sizes.items()}
             allowed = {name: _SPREADS * each for name, each in spreads.items()}
         checks = [
             GradientCheck(
