@@ -238,6 +238,7 @@ def test_a_spike_of_one_rank_runs_again(pool: Pool) -> None:
     assert any(": 1 ran again, 0 had a spike of all ranks" in each for each in said)
 
 
+@pytest.mark.sample(0.3)
 def test_a_spike_runs_again_where_no_replica_can_be_compared(pool: Pool) -> None:
     spike, _ = run(pool, plan_of(layout="tp=2"), with_a_spike, (0, 1), steps=20)
     assert [each.step for each in spike if each.again] == [18]
