@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -14,7 +15,9 @@ from fivefold.core.boxes import boxes_of, whole_box
 from fivefold.core.layout import Layout
 from fivefold.core.weights import by_name, local_shape, shard_of, weights
 from fivefold.parallel.tensor import cut
+from fivefold.train.check import _compared_gradients
 from fivefold.train.references import Projection, ReorderedSums, _split_matmul
+from fivefold.train.state import TrainedRank
 
 CPU = torch.device("cpu")
 
@@ -116,3 +119,17 @@ def test_a_matmul_that_widens_its_result_is_split_as_it_is() -> None:
     total = _split_matmul(widening, "mm", (a, b, torch.float32), {})
     assert total.dtype == torch.float32 and sizes == [24, 40]
     assert torch.allclose(total, a.float() @ b.float(), atol=1e-5)
+
+
+@pytest.mark.parametrize(("off", "passed"), [(2.5e-6, True), (4e-6, False)])
+def test_a_spread_that_is_small_by_chance_condemns_no_gradient(off: float, passed: bool) -> None:
+    """Nine of ten gradients differ by up to 1e-6, though most by nothing: 3e-6 is allowed."""
+    names = [f"weight {number}" for number in range(10)]
+    truth = {name: np.ones((8, 8)) for name in names}
+    shares = dict(zip(names, [0.0] * 6 + [1e-6] * 4, strict=True))
+    reordered = {name: truth[name] * (1 + share) for name, share in shares.items()}
+    wrong = truth | {"weight 0": truth["weight 0"] * (1 + off)}
+    runs = [TrainedRank(first_step=1, sketches={1: one}) for one in (wrong, truth, reordered)]
+    (step,) = _compared_gradients(runs[:1], runs[1:], end=2)
+    assert step.worst.tensor == "weight 0" and step.worst.passed == passed
+    assert step.worst.allowed == pytest.approx(3e-6)
