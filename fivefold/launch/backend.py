@@ -121,6 +121,10 @@ class RankDevice:
             if self.sharers >= _MANY:
                 os.environ.setdefault("NCCL_MAX_CTAS", "1")
         torch.cuda.set_device(self.device)
+        # autograd's own thread has no CUDA context before a kernel of torch's runs in it, and
+        # cuBLAS warns where it is the first: in a stage whose backward begins with a matmul.
+        seed = torch.ones((), device=self.device, requires_grad=True)
+        (seed * seed).backward()
 
     def join(
         self,

@@ -21,6 +21,7 @@ from fivefold.core.recipe import Recipe
 from fivefold.launch.worker import NoMeeting, Worker
 from fivefold.records import StepRecord
 from fivefold.train import TrainSettings, run_rank
+from fivefold.train.clock import StepClock
 recipe = Recipe(steps=30, data="synthetic", compile=COMPILE)  # compiling waits for the GPU
 sizes = {"width": "1024", "ffn": "4096", "layers": "8"}
 plan = resolve(PlanOptions("tiny", seq=512, batch=8, microbatches=1, set=sizes, train=recipe))
@@ -39,6 +40,12 @@ def send(kind, value):
         torch.cuda.set_sync_debug_mode("warn")
     if value == "data of step 22":
         torch.cuda.set_sync_debug_mode("default")
+mark = StepClock.mark
+def mark_late(clock):
+    if "data of step 15" in order and "data of step 16" not in order:
+        torch.cuda._sleep(200_000_000)  # its update ends long after the host has issued it
+    return mark(clock)
+StepClock.mark = mark_late
 run_rank(Worker(0, NoMeeting(), send), plan, TrainSettings(recipe, "bfloat16", "cuda"))
 waits = [str(one.message) for one in seen if "synchronizing CUDA" in str(one.message)]
 wall = moments["checkpoint 30"] - moments["data of step 11"]
@@ -58,7 +65,7 @@ batch = Batch(dp=2, seq=2048, microbatch_size=2, microbatches=3)
 here = RankReader(source, batch, True, 1, torch.device("cpu"))
 there = RankReader(source, batch, True, 1, torch.device("cuda", 0))
 x, sums, wanted = torch.randn(4096, 4096, device="cuda"), [], []
-names = ("tokens", "labels", "positions", "documents")
+names = ("tokens", "labels", "positions")
 with there.ahead(0, 40) as take:
     for number in range(40):
         batches = take()
