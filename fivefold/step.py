@@ -171,7 +171,8 @@ def step(
         chunk.rounded.forget()
     batches = [job.local(batch) for batch in batches]
     tokens = counted_tokens(batches, job.mesh)
-    whole = tokens if per_token else torch.ones_like(tokens)
+    # A step without a counted token has no loss: only its divisor must not be 0.
+    whole = tokens.clamp(min=1) if per_token else torch.ones_like(tokens)
     divisors = [whole if weights is None else whole / weights[i] for i in range(len(batches))]
     losses = job.pipeline.run(batches, divisors, asked.scale)
     job.on_phase("reduce")
@@ -283,7 +284,7 @@ def counted_tokens(batches: Sequence[TokenBatch], mesh: Mesh) -> Tensor:
     total = torch.stack(counts).sum().to(torch.float64)
     if mesh.size("dp-cp") > 1:
         mesh.all_reduce(total, "dp-cp", dist.ReduceOp.SUM).wait()
-    return total.clamp(min=1)
+    return total
 
 
 def sum_copies(job: Job) -> None:

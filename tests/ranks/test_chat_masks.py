@@ -109,18 +109,22 @@ def chat(tmp_path_factory: pytest.TempPathFactory) -> Chat:
     torch.manual_seed(0)
     model = transformers.LlamaForCausalLM(config)
     model.save_pretrained(folder / "in")
-    rows = [
-        {"messages": [{"role": role, "content": text} for role, text in turns]}
-        for turns in conversations()
-    ]
-    (folder / "chat.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    tokens = ["tokens", str(folder / "chat.jsonl"), "-o", str(folder / "corpus"), "--chat"]
-    assert cli.run([*tokens, "--tokenizer", str(folder / "in")]) == 0
+    write_corpus(folder, "corpus", conversations(), folder / "in")
     assert (
         cli.run(["import", str(folder / "in"), "-o", str(folder / "run"), "--dtype", "fp32"]) == 0
     )
     loss, gradients = reference(model.double(), tokenizer)
     return Chat(folder, loss, gradients)
+
+
+def write_corpus(folder: Path, name: str, chosen: list[Turns], tokenizer: Path) -> None:
+    rows = [
+        {"messages": [{"role": role, "content": text} for role, text in turns]} for turns in chosen
+    ]
+    file = folder / f"{name}.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = ["tokens", str(file), "-o", str(folder / name), "--chat"]
+    assert cli.run([*words, "--tokenizer", str(tokenizer)]) == 0
 
 
 def tokenizer_of(folder: Path) -> transformers.PreTrainedTokenizerFast:
@@ -207,6 +211,31 @@ def test_conversations_that_see_one_another_are_refused(
     assert cli.run(words) == 2
     assert "has conversations, several in a row" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
+
+
+def test_conversations_without_an_answer_are_no_part_of_an_evaluation(
+    chat: Chat, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A batch without a counted token adds none, in batches of any size."""
+    turns = conversations()[:3]
+    silent = [drawn(random.Random(2), SEQ, 3)]  # a row ends before the answer
+    for name, chosen in {"silent": silent, "both": [*silent * 2, *turns], "chat": turns}.items():
+        write_corpus(tmp_path, name, chosen, chat.folder / "in")
+    sets = " ".join(f"{name}={tmp_path / name}" for name in ("silent", "both", "chat"))
+    losses = set[float]()
+    for layout, batch in (("dp=1", 1), ("dp=1", 8), ("dp=2", 2)):
+        run = tmp_path / f"{layout}-{batch}"
+        shutil.copytree(chat.folder / "run", run)
+        words = ["train", str(run / "plan.toml"), "--out", str(run), "--resume", "--packed"]
+        words += ["--seq", str(SEQ), "--batch", str(batch), "--dtype", "float64", "--json"]
+        keys = f"optimizer=sgd lr=1e-30 steps=1 eval_every=1 eval_data='{sets}'"
+        words += ["--layout", layout, "--set", f"{keys} data={chat.folder / 'corpus'}"]
+        capsys.readouterr()
+        assert cli.run(words) == 0
+        last = json.loads(capsys.readouterr().out)["steps"][-1]
+        assert last["eval_loss"] is None and "silent" not in last["evals"]
+        losses |= {last["evals"]["both"]["loss"], last["evals"]["chat"]["loss"]}
+    assert max(losses) - min(losses) < 1e-12
 
 
 def test_rows_have_whole_conversations_and_assistant_turns_alone(chat: Chat) -> None:

@@ -39,7 +39,8 @@ class EvaluationCallback(Callback):
         found = {name: loss for name, loss in losses.items() if loss is not None}
         self.progress.evaluated({name: each.loss for name, each in found.items()})
         evals = {name: each.to_json() for name, each in found.items()}
-        return {"eval_loss": next(iter(self.progress.evals.values()), None), "evals": evals}
+        first = next(iter(losses.values()), None)
+        return {"eval_loss": None if first is None else first.loss, "evals": evals}
 
     @cached_property
     def _sets(self) -> list[EvaluationSet]:
