@@ -19,7 +19,7 @@ from fivefold.core.layout import Layout
 from fivefold.core.precision import FORMATS, Dtype, GradDtype, gradient_format
 from fivefold.core.shape import Shape
 from fivefold.core.splits import stage_kind
-from fivefold.core.weights import by_name, local_shape, shard_of
+from fivefold.core.weights import Role, by_name, local_shape, shard_of
 
 ALIGNMENT = 16  # bytes, for vectorised kernels
 SMALL = 25_000_000  # bytes up to which neighbouring blocks are joined
@@ -96,6 +96,7 @@ class LocalWeight:
     alone: bool = False
     expert: bool = False
     frozen: bool = False
+    role: Role = "matrix"
 
     @cached_property
     def numel(self) -> int:
@@ -203,7 +204,7 @@ def _all_local(
         size = local_shape(weight, shard_of(weight, shape, layout, here))
         is_copy, expert = name != weight.name, weight.expert
         block = "head" if is_copy else weight.block
-        row = LocalWeight(name, block, size, expert=expert, frozen=weight.frozen)
+        row = LocalWeight(name, block, size, expert=expert, frozen=weight.frozen, role=weight.role)
         found.append((row, is_copy, weight.name == "embed.weight"))
     return tuple(found)
 

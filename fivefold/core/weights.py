@@ -24,6 +24,14 @@ from fivefold.core.tuning import ALL, Tuning, unmatched
 # row: columns (its inputs) are split; kv: rows by KV head, replicated where these are fewer than
 # tp; whole: every tp rank has all of it; expert: stacked experts, which tp does not split.
 Cut = Literal["column", "vocab", "row", "kv", "whole", "expert"]
+# What a weight is to an optimizer, whatever its dims: biases of stacked experts have two.
+# embedding: a table of rows that are used one by one; the LM head too, whose rows are tokens.
+Role = Literal["matrix", "bias", "norm", "embedding"]
+
+
+def decays(role: Role) -> bool:
+    """Whether weight decay applies: norms and biases have no scale to lose."""
+    return role in ("matrix", "embedding")
 
 
 @dataclass(frozen=True)
@@ -34,6 +42,7 @@ class Weight:
     shape: tuple[int, ...]
     block: str  # "embed", "blocks.{i}", "head" or "mtp.{j}"; the final norm belongs to "head"
     cut: Cut
+    role: Role = "matrix"
     spread: bool = False  # replicated, but each tp rank uses it on its own heads only
     expert_dim: int | None = None  # of stacked experts, which dim 0 counts: the dim of their width
     frozen: bool = False  # never updated
@@ -118,7 +127,7 @@ def buffers(shape: Shape) -> tuple[Weight, ...]:
     routed = [(f"blocks.{i}", i) for i in range(shape.layers)]
     routed += [(f"mtp.{j}", shape.layers) for j in range(shape.mtp)]
     return tuple(
-        Weight(f"{_prefix(block)}.mlp.router.bias", (moe.experts,), block, "whole")
+        Weight(f"{_prefix(block)}.mlp.router.bias", (moe.experts,), block, "whole", "bias")
         for block, i in routed
         if shape.is_moe_layer(i)
     )
@@ -181,16 +190,16 @@ def local_shape(weight: Weight, shard: WeightShard) -> tuple[int, ...]:
 
 
 def _all(shape: Shape) -> Iterator[Weight]:
-    yield Weight("embed.weight", (shape.vocab, shape.width), "embed", "vocab")
+    yield Weight("embed.weight", (shape.vocab, shape.width), "embed", "vocab", "embedding")
     if shape.positions == "learned":
-        yield Weight("embed.positions", (shape.max_seq, shape.width), "embed", "whole")
+        yield Weight("embed.positions", (shape.max_seq, shape.width), "embed", "whole", "embedding")
     if shape.embedding_norm:
         yield from _norm(shape, "embed", "embed.norm")
     for i in range(shape.layers):
         yield from _layer(shape, i, f"blocks.{i}")
     yield from _norm(shape, "head", "norm")
     if not shape.tied:
-        yield Weight("head.weight", (shape.vocab, shape.width), "head", "vocab")
+        yield Weight("head.weight", (shape.vocab, shape.width), "head", "vocab", "embedding")
     for j in range(shape.mtp):
         block, sizes = f"mtp.{j}", (shape.width, 2 * shape.width)
         yield from _norm(shape, block, f"{block}.token_norm")
@@ -262,7 +271,10 @@ def _mixer_weight(row: MixerWeight, block: str, name: str) -> Iterator[Weight]:
     """Of an own mixer, which uses on each tp rank what is whole for the heads of that rank."""
     spread = row.split == "whole"
     if row.reads == "nothing":
-        yield Weight(name, row.shape, block, _CUTS[row.split], spread, first=row.first)
+        # No linear: a table decays, a vector does not, and Muon updates neither.
+        role: Role = "embedding" if len(row.shape) > 1 else "norm"
+        cut = _CUTS[row.split]
+        yield Weight(name, row.shape, block, cut, role, spread=spread, first=row.first)
         return
     sizes = (row.shape[0], row.shape[1])
     cut = "row" if row.reads == "mixed" else _CUTS[row.split]
@@ -279,12 +291,13 @@ def _attention(shape: Shape, block: str, name: str) -> Iterator[Weight]:
         yield from _linear(block, f"{name}.gate", (queries, width), "column", bias)
     if shape.qk_norm == "head":
         for one in ("q_norm", "k_norm"):
-            yield Weight(f"{name}.{one}.weight", (shape.head_dim,), block, "whole", spread=True)
+            size = (shape.head_dim,)
+            yield Weight(f"{name}.{one}.weight", size, block, "whole", "norm", spread=True)
     elif shape.qk_norm == "full":
-        yield Weight(f"{name}.q_norm.weight", (queries,), block, "column")
-        yield Weight(f"{name}.k_norm.weight", (keys,), block, "kv")
+        yield Weight(f"{name}.q_norm.weight", (queries,), block, "column", "norm")
+        yield Weight(f"{name}.k_norm.weight", (keys,), block, "kv", "norm")
     if shape.sinks:
-        yield Weight(f"{name}.sinks", (shape.heads,), block, "column", first=(0.0, 0.0))
+        yield Weight(f"{name}.sinks", (shape.heads,), block, "column", "bias")
     yield from _linear(block, f"{name}.out", (width, queries), "row", shape.out_bias)
 
 
@@ -296,16 +309,20 @@ def _latent_attention(shape: Shape, mla: Mla, block: str, name: str) -> Iterator
     else:
         sizes = (mla.q_rank, width)
         yield from _linear(block, f"{name}.q_down", sizes, "whole", bias, spread=True)
-        yield Weight(f"{name}.q_latent_norm.weight", (mla.q_rank,), block, "whole", spread=True)
+        yield _latent_norm(block, f"{name}.q_latent_norm", mla.q_rank)
         yield from _linear(block, f"{name}.q_up", (queries, mla.q_rank), "column")
     sizes = (mla.kv_rank + mla.rope_dim, width)
     yield from _linear(block, f"{name}.kv_down", sizes, "whole", bias, spread=True)
-    yield Weight(f"{name}.kv_latent_norm.weight", (mla.kv_rank,), block, "whole", spread=True)
+    yield _latent_norm(block, f"{name}.kv_latent_norm", mla.kv_rank)
     sizes = (shape.heads * (mla.nope_dim + mla.value_dim), mla.kv_rank)
     yield from _linear(block, f"{name}.kv_up", sizes, "column")
     yield from _linear(
         block, f"{name}.out", (width, shape.heads * mla.value_dim), "row", shape.out_bias
     )
+
+
+def _latent_norm(block: str, name: str, size: int) -> Weight:
+    return Weight(f"{name}.weight", (size,), block, "whole", "norm", spread=True)
 
 
 def _mlp(shape: Shape, block: str, name: str, ffn: int, bias: bool) -> Iterator[Weight]:
@@ -319,15 +336,16 @@ def _moe(shape: Shape, moe: Moe, block: str, name: str) -> Iterator[Weight]:
     yield Weight(f"{name}.router.weight", (moe.experts, width), block, "whole")
     if moe.biases:
         shift = f"{name}.router.shift"
-        yield Weight(shift, (moe.experts,), block, "whole", first=(0.0, 0.0))
+        yield Weight(shift, (moe.experts,), block, "whole", "bias")
     for one in ("gate", "up") if shape.gated else ("up",):
         yield Weight(f"{name}.experts.{one}.weight", into, block, "expert", expert_dim=1)
         if moe.biases:
-            yield Weight(f"{name}.experts.{one}.bias", into[:2], block, "expert", expert_dim=1)
+            bias = f"{name}.experts.{one}.bias"
+            yield Weight(bias, into[:2], block, "expert", "bias", expert_dim=1)
     back = (moe.experts, width, moe.ffn)
     yield Weight(f"{name}.experts.down.weight", back, block, "expert", expert_dim=2)
     if moe.biases:
-        yield Weight(f"{name}.experts.down.bias", back[:2], block, "expert")
+        yield Weight(f"{name}.experts.down.bias", back[:2], block, "expert", "bias")
     if moe.shared:
         yield from _mlp(shape, block, f"{name}.shared", moe.shared_ffn, bias=False)
     if moe.shared_gated:
@@ -342,16 +360,17 @@ def _linear(
     bias: bool = False,
     spread: bool = False,
 ) -> Iterator[Weight]:
-    yield Weight(f"{name}.weight", sizes, block, cut, spread)
+    yield Weight(f"{name}.weight", sizes, block, cut, spread=spread)
     if bias:
         # A row-cut matmul is summed over tp before its bias is added: every rank has the full bias.
-        yield Weight(f"{name}.bias", sizes[:1], block, "whole" if cut == "row" else cut, spread)
+        cut = "whole" if cut == "row" else cut
+        yield Weight(f"{name}.bias", sizes[:1], block, cut, "bias", spread=spread)
 
 
 def _norm(shape: Shape, block: str, name: str) -> Iterator[Weight]:
-    yield Weight(f"{name}.weight", (shape.width,), block, "whole")
+    yield Weight(f"{name}.weight", (shape.width,), block, "whole", "norm")
     if shape.norm_bias:
-        yield Weight(f"{name}.bias", (shape.width,), block, "whole")
+        yield Weight(f"{name}.bias", (shape.width,), block, "whole", "bias")
 
 
 def is_buildable(shape: Shape) -> bool:

@@ -59,7 +59,7 @@ def least_traffic_share(plan: Plan, axis: str) -> float:
 
 def is_muon_weight(row: LocalWeight) -> bool:
     """Whether Muon updates a weight: a matrix, or stacked ones, but not embedding or head."""
-    return len(row.shape) > 1 and row.block not in ("embed", "head")
+    return row.role == "matrix"
 
 
 def muon_collectives(

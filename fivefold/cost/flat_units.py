@@ -317,7 +317,8 @@ def _parts(
             continue
         where = "head" if name == "copy" else name
         called = f"{name}.weight" if name == "copy" else weight.name
-        rows.append(LocalWeight(called, where, _local(weight, shape, ways), mine, expert))
+        local = _local(weight, shape, ways)
+        rows.append(LocalWeight(called, where, local, mine, expert, role=weight.role))
     return tuple(unit_parts(rows, rules.itemsize, rules.bucket))
 
 

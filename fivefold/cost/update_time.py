@@ -127,7 +127,7 @@ def _newton_schulz_flops(shape: Shape, layer: int) -> tuple[list[float], list[fl
     """Of each matrix of a layer: those that all ranks have, and those of its experts."""
     found: tuple[list[float], list[float]] = ([], [])
     for weight in by_name(shape).values():
-        if weight.block != f"blocks.{layer}" or len(weight.shape) < 2:
+        if weight.block != f"blocks.{layer}" or weight.role != "matrix":
             continue
         *stacked, rows, columns = weight.shape
         small, large = sorted((rows, columns))

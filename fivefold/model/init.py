@@ -38,7 +38,7 @@ def initial_weight(
     it changes nothing at first; the first has the deviation that PEFT draws it with, √(1/3) of
     1/√inputs.
     """
-    if weight.name.endswith((f"{ADAPTER}b", ".bias")):
+    if weight.role == "bias" or weight.name.endswith(f"{ADAPTER}b"):
         count = weight.shape[0] if experts is None else len(experts)
         sizes = (count, *weight.shape[1:]) if weight.expert else weight.shape
         return torch.zeros(sizes, dtype=dtype, device=device)
@@ -46,7 +46,7 @@ def initial_weight(
         rows = torch.linspace(*weight.first, weight.shape[0], dtype=torch.float64, device=device)
         rows = rows.reshape(-1, *(1 for _ in weight.shape[1:])).expand(weight.shape)
         return rows.to(dtype, copy=True)
-    if len(weight.shape) == 1:
+    if weight.role == "norm":
         ones = torch.ones(weight.shape, dtype=dtype, device=device)
         return ones.zero_() if shape.norm == "rms_offset" else ones
     deviation = STANDARD_DEVIATION

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from fivefold.core.recipe import ROUNDED_AT_ONCE, Recipe
+from fivefold.core.weights import decays
 from fivefold.optim.optimizer import (
     ADAM_BETAS,
     ADAM_EPS,
@@ -25,7 +26,6 @@ from fivefold.optim.optimizer import (
     OwnedWeight,
     StateInMemory,
     StoredState,
-    decays,
     gradient_for,
     has_kernel,
     leave_scaling,
@@ -214,7 +214,7 @@ class BlockwiseUpdater:
         self, block: Block, values: list[Tensor], grads: list[Tensor], states: BlockStates
     ) -> None:
         owned = [self.owned[part.index] for part in block]
-        pairs = [(decays(each), value) for each, value in zip(owned, values, strict=True)]
+        pairs = [(decays(each.row.role), value) for each, value in zip(owned, values, strict=True)]
         plain = make_optimizer(self.name, pairs, self.lr, self.recipe.weight_decay, ADAM_EPS)
         optimizer = with_states(plain, self.name, values, states, self._counts(block))
         for value, grad in zip(values, grads, strict=True):
@@ -240,7 +240,7 @@ class BlockwiseUpdater:
                 here[0],
                 grad.to(self.device, non_blocking=True),
                 here[1:],
-                self.recipe.weight_decay if decays(each) else 0.0,
+                self.recipe.weight_decay if decays(each.row.role) else 0.0,
                 narrow,
                 self._rounding(part),
             )

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from fivefold.core.recipe import OPTIMIZERS, OptimizerName
+from fivefold.core.weights import decays
 
 if TYPE_CHECKING:
     from fivefold.core.units import LocalWeight
@@ -159,22 +160,17 @@ def make_optimizer(
     weight_decay: float,
     eps: float = 1e-8,
 ) -> torch.optim.Optimizer:
-    """A torch optimizer over (decays, tensor) pairs."""
+    """A torch optimizer over (decayed, tensor) pairs."""
     assert not OPTIMIZERS[name].full_matrices, f"{name} is no torch optimizer over shards"
     groups: ParameterGroups = [
         {
-            "params": [tensor for decays, tensor in owned if decays == wanted],
+            "params": [tensor for decayed, tensor in owned if decayed == wanted],
             "weight_decay": weight_decay if wanted else 0.0,
         }
         for wanted in (True, False)
     ]
     groups = [group for group in groups if group["params"]] or groups[:1]
     return pkgutil.resolve_name(OPTIMIZERS[name].factory)(groups, lr, eps)
-
-
-def decays(each: OwnedWeight) -> bool:
-    """Only matrices decay: norms and biases have no scale to lose."""
-    return len(each.row.shape) > 1
 
 
 def with_states(
@@ -212,7 +208,7 @@ class DeviceUpdater:
             key: [torch.zeros_like(value, requires_grad=False) for value in self.values]
             for key in OPTIMIZERS[name].states
         }
-        pairs = [(decays(each), one) for each, one in zip(owned, self.values, strict=True)]
+        pairs = [(decays(each.row.role), one) for each, one in zip(owned, self.values, strict=True)]
         optimizer = make_optimizer(name, pairs, lr, weight_decay, ADAM_EPS)
         device = self.values[0].device if self.values else None
         self.count, self.counts = 0, torch.zeros(len(self.values), device=device)
@@ -247,7 +243,7 @@ class DeviceUpdater:
         numbers = (lr, self.count + 1, ADAM_BETAS, ADAM_EPS)
         kernel = AdamwKernel(factor, self.values[0].device, *numbers)
         grads = [each.grad for each in self.owned]
-        kept = [self.weight_decay if decays(each) else 0.0 for each in self.owned]
+        kept = [self.weight_decay if decays(each.row.role) else 0.0 for each in self.owned]
         narrow = [each.tensor for each in self.owned] if self.masters else []
         kernel.update_all(self.values, grads, [*self.moments.values()], kept, narrow)
 

@@ -53,7 +53,9 @@ def shard(
     for block, modules in blocks.items():
         for parameter in (one for module in modules for one in module.parameters()):
             name = names[id(parameter)]
-            rows.setdefault(name, LocalWeight(name, block, tuple(parameter.shape)))
+            # A module of the user's has no table of roles.
+            role = "matrix" if parameter.dim() > 1 else "bias"
+            rows.setdefault(name, LocalWeight(name, block, tuple(parameter.shape), role=role))
     left = sorted(set(names.values()) - set(rows))
     if left:
         raise FivefoldError(f"{', '.join(left)} belong to no block: name the modules that use them")

@@ -92,9 +92,8 @@ class ServingRequest:
 
 def weight_itemsize(weight: Weight, precision: str) -> float:
     """Bytes of a weight's element: those of matmuls in layers are narrow, others wide."""
-    narrow = (
-        len(weight.shape) > 1 and weight.block.startswith("blocks") and "router" not in weight.name
-    )
+    linear = weight.role == "matrix" and "router" not in weight.name
+    narrow = linear and weight.block.startswith("blocks")
     return matmul_bytes(precision) if narrow else float(itemsize_of(precision))
 
 

@@ -23,7 +23,7 @@ from fivefold.core.fp8 import Fp8
 from fivefold.core.recipe import OPTIMIZERS, OptimizerName
 from fivefold.core.shape import Shape
 from fivefold.core.tuning import ADAPTER
-from fivefold.core.weights import Weight
+from fivefold.core.weights import Weight, by_name, decays
 from fivefold.model.balance import LocalRows, attach_balancers, moe_layers, update_balance
 from fivefold.model.batch import NOT_COUNTED, TokenBatch, look_ahead
 from fivefold.model.decoder import Decoder, from_config
@@ -202,14 +202,12 @@ def _cross_entropy(logits_NV: Tensor, labels_N: Tensor) -> Tensor:
 
 
 def _optimizer(name: OptimizerName, model: Decoder) -> torch.optim.Optimizer:
-    """AdamW and SGD are written out; another one is made as the ranks make it. Only matrices
-    decay."""
-    learned = [one for one in model.parameters() if one.requires_grad]
-    matrices = [one for one in learned if one.dim() > 1]
-    vectors = [one for one in learned if one.dim() == 1]
+    """AdamW and SGD are written out; another one is made as the ranks make it."""
+    table, learned = by_name(model.shape), model.named_parameters()
+    pairs = [(decays(table[name].role), one) for name, one in learned if one.requires_grad]
     groups = [
-        {"params": matrices, "weight_decay": WEIGHT_DECAY},
-        {"params": vectors, "weight_decay": 0.0},
+        {"params": [one for decayed, one in pairs if decayed], "weight_decay": WEIGHT_DECAY},
+        {"params": [one for decayed, one in pairs if not decayed], "weight_decay": 0.0},
     ]
     if name == "sgd":
         return torch.optim.SGD(groups, lr=LEARNING_RATE, momentum=0.9)

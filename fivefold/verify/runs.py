@@ -14,7 +14,7 @@ from fivefold.core.plan import Plan
 from fivefold.core.recipe import OptimizerName
 from fivefold.core.schedule import Step, merged
 from fivefold.core.schedule.linear import Delays
-from fivefold.core.weights import buffers, shard_of
+from fivefold.core.weights import buffers, decays, shard_of
 from fivefold.data.batches import Samples, samples
 from fivefold.launch.backend import Backend, RankDevice, forked_device
 from fivefold.launch.worker import Worker
@@ -280,7 +280,7 @@ def _calls(records: Mapping[CollectiveRecord, int]) -> Counter[Call]:
 
 
 def _optimizer(job: Job, settings: VerifySettings) -> torch.optim.Optimizer:
-    owned = [(len(each.row.shape) > 1, each.tensor) for each in job.owned]
+    owned = [(decays(each.row.role), each.tensor) for each in job.owned]
     lr, weight_decay = reference.LEARNING_RATE, reference.WEIGHT_DECAY
     return make_optimizer(settings.optimizer, owned, lr, weight_decay, reference.ADAM_EPS)
 

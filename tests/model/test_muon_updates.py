@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from test_updaters import SHAPES, Weight, of, some_weights
+from test_updaters import ROLES, SHAPES, Weight, of, some_weights
 
+from fivefold.core import models
 from fivefold.core.errors import FivefoldError
+from fivefold.core.layout import Layout
 from fivefold.core.recipe import Recipe
-from fivefold.core.units import LocalWeight
+from fivefold.core.units import LocalWeight, local_weights
 from fivefold.cost.collectives import is_muon_weight
 from fivefold.optim.muon import orthogonalize
 
@@ -32,16 +35,32 @@ def test_newton_schulz_makes_matrices_orthogonal(sizes: tuple[int, ...]) -> None
 
 def test_muon_takes_the_matrices_between_the_ends() -> None:
     taken = {
-        ("blocks.0.attention.q.weight", "blocks.0", (8, 8)): True,
-        ("blocks.0.mlp.experts.up.weight", "blocks.0", (2, 8, 8)): True,
-        ("mtp.0.join.weight", "mtp.0", (8, 16)): True,
-        ("blocks.0.attention.q.bias", "blocks.0", (8,)): False,
-        ("embed.weight", "embed", (9, 8)): False,
-        ("embed.positions", "embed", (9, 8)): False,
-        ("head.weight", "head", (9, 8)): False,
-        ("mtp.embed.weight", "head", (9, 8)): False,
+        "blocks.0.attention.q.weight": True,
+        "blocks.1.mlp.experts.up.weight": True,
+        "blocks.1.mlp.router.weight": True,
+        "mtp.0.join.weight": True,
+        "blocks.0.attention.q.bias": False,
+        "blocks.1.mlp.experts.up.bias": False,
+        "blocks.1.mlp.experts.down.bias": False,
+        "blocks.1.mlp.router.shift": False,
+        "blocks.0.attention_norm.weight": False,
+        "embed.weight": False,
+        "head.weight": False,
+        "mtp.embed.weight": False,
     }
-    assert {key: is_muon_weight(LocalWeight(*key)) for key in taken} == taken
+    shape = models.load("tiny-moe")
+    assert shape.moe is not None
+    shape = replace(shape, mtp=1, qkv_bias=True, moe=replace(shape.moe, biases=True))
+    for rows in (
+        local_weights(shape, Layout(), range(shape.layers)),
+        local_weights(shape, Layout(pp=2), range(1, shape.layers)),
+        local_weights(shape, Layout(shard=2, ep=2, tp=2), range(shape.layers)),
+    ):
+        found = {row.name: is_muon_weight(row) for row in rows if row.name in taken}
+        assert found == {name: taken[name] for name in found} and len(found) > 7
+    gpt2 = models.load("gpt2")
+    learned = local_weights(gpt2, Layout(), range(gpt2.layers))
+    assert not any(is_muon_weight(row) for row in learned if row.block in ("embed", "head"))
 
 
 def test_muon_is_torchs_own_up_to_bfloat16() -> None:
@@ -73,10 +92,10 @@ def test_muon_and_offload_are_refused_together(tmp_path: Path) -> None:
 
 def test_the_ends_of_a_muon_run_have_adamws_states() -> None:
     weights = some_weights()
-    weights[0].row = LocalWeight("embed.weight", "embed", SHAPES[0])
+    weights[0].row = LocalWeight("embed.weight", "embed", SHAPES[0], role="embedding")
     states = of(Recipe(optimizer="muon"), weights).states()
     there = {key: [one is not None for one in kept] for key, kept in states.items()}
-    matrices = [len(shape) > 1 for shape in SHAPES]
+    matrices = [role == "matrix" for role in ROLES]
     matrices[0] = False
     assert there == {
         "momentum": matrices,

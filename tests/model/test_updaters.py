@@ -20,6 +20,7 @@ from torch import Tensor
 from fivefold.core.errors import FivefoldError
 from fivefold.core.recipe import OPTIMIZERS, OptimizerName, Recipe
 from fivefold.core.units import LocalWeight
+from fivefold.core.weights import Role, decays
 from fivefold.launch.processes import Pool, Worker
 from fivefold.optim import blockwise, make_updater
 from fivefold.optim.blockwise import (
@@ -34,7 +35,8 @@ from fivefold.optim.optimizer import ADAM_EPS, Updater, make_optimizer
 
 CPU = torch.device("cpu")
 TORCH_OPTIMIZERS = [name for name, kind in OPTIMIZERS.items() if not kind.full_matrices]
-SHAPES = ((96, 100), (16,), (4, 4), (3, 40, 30), (5,), (61, 70))
+SHAPES = ((96, 100), (16,), (4, 4), (3, 40, 30), (5, 7), (61, 70))
+ROLES: tuple[Role, ...] = ("matrix", "norm", "matrix", "matrix", "bias", "embedding")
 SMALL, LARGE = 1, 10**9  # bytes of a block: one line, or everything
 
 
@@ -49,7 +51,10 @@ class Weight:
 
 def some_weights(dtype: torch.dtype = torch.float32, block: str = "blocks.0") -> list[Weight]:
     generator = torch.Generator().manual_seed(0)
-    rows = [LocalWeight(f"w{i}", block, shape) for i, shape in enumerate(SHAPES)]
+    rows = [
+        LocalWeight(f"w{i}", block, shape, role=role)
+        for i, (shape, role) in enumerate(zip(SHAPES, ROLES, strict=True))
+    ]
     drawn = [torch.randn(row.shape, generator=generator).to(dtype) for row in rows]
     return [Weight(row, one, torch.zeros(row.shape)) for row, one in zip(rows, drawn, strict=True)]
 
@@ -89,7 +94,7 @@ def test_every_optimizer_has_a_name_and_a_factory() -> None:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 def test_the_plain_updater_is_torchs_own(name: Any, dtype: torch.dtype) -> None:
     plain, ours = some_weights(dtype), some_weights(dtype)
-    pairs = [(len(each.row.shape) > 1, each.tensor) for each in plain]
+    pairs = [(decays(each.row.role), each.tensor) for each in plain]
     optimizer = make_optimizer(name, pairs, 1e-2, 0.1, ADAM_EPS)
     updater = of(Recipe(optimizer=name, lr=1e-2), ours)
     for number in range(3):
@@ -108,6 +113,7 @@ def test_the_plain_updater_is_torchs_own(name: Any, dtype: torch.dtype) -> None:
 
 
 PLACES = ["cpu", "nvme:"]
+OFFLOADED = {"offload": "cpu"}
 
 
 def place(offload: str, folder: Path) -> str:
@@ -194,13 +200,14 @@ def test_states_taken_to_a_new_updater_go_on_as_before(
     assert updater.count == fresh.count == 6
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "muon", "sgd"])
-def test_only_matrices_decay(optimizer: Any) -> None:
+@pytest.mark.parametrize("changes", [*({"optimizer": name} for name in OPTIMIZERS), OFFLOADED])
+def test_norms_and_biases_do_not_decay(changes: Any) -> None:
+    """Whatever their dims: biases of stacked experts have two."""
     weights = some_weights()
     before = [each.tensor.clone() for each in weights]
-    of(Recipe(optimizer=optimizer, lr=0.1, weight_decay=0.5), weights).step()  # gradients are zero
+    of(Recipe(lr=0.1, weight_decay=0.5, **changes), weights).step()  # gradients are zero
     for each, old in zip(weights, before, strict=True):
-        shrinks = 0.95 if len(each.row.shape) > 1 else 1.0
+        shrinks = 0.95 if each.row.role in ("matrix", "embedding") else 1.0
         torch.testing.assert_close(each.tensor, old * shrinks)
 
 

@@ -12,13 +12,17 @@ from hypothesis import strategies as st
 from fivefold.core import count, models
 from fivefold.core.errors import FivefoldError
 from fivefold.core.shape import Mla, Moe, Shape
+from fivefold.core.tuning import Tuning
 from fivefold.core.weights import (
     Weight,
     WeightShard,
     buffers,
     by_name,
+    decays,
     local_shape,
+    planned_weights,
     tp_shard,
+    tuned,
     weights,
 )
 
@@ -64,12 +68,12 @@ def test_refusal_names_the_feature(word: str) -> None:
 
 def test_a_llama_block_by_hand() -> None:
     assert [one for one in weights(TINY) if one.block == "blocks.3"] == [
-        Weight("blocks.3.attention_norm.weight", (64,), "blocks.3", "whole"),
+        Weight("blocks.3.attention_norm.weight", (64,), "blocks.3", "whole", "norm"),
         Weight("blocks.3.attention.q.weight", (64, 64), "blocks.3", "column"),
         Weight("blocks.3.attention.k.weight", (32, 64), "blocks.3", "kv"),
         Weight("blocks.3.attention.v.weight", (32, 64), "blocks.3", "kv"),
         Weight("blocks.3.attention.out.weight", (64, 64), "blocks.3", "row"),
-        Weight("blocks.3.mlp_norm.weight", (64,), "blocks.3", "whole"),
+        Weight("blocks.3.mlp_norm.weight", (64,), "blocks.3", "whole", "norm"),
         Weight("blocks.3.mlp.gate.weight", (176, 64), "blocks.3", "column"),
         Weight("blocks.3.mlp.up.weight", (176, 64), "blocks.3", "column"),
         Weight("blocks.3.mlp.down.weight", (64, 176), "blocks.3", "row"),
@@ -79,9 +83,9 @@ def test_a_llama_block_by_hand() -> None:
 def test_the_ends_by_hand() -> None:
     ends = [one for one in weights(TINY) if not one.block.startswith("blocks")]
     assert ends == [
-        Weight("embed.weight", (256, 64), "embed", "vocab"),
-        Weight("norm.weight", (64,), "head", "whole"),
-        Weight("head.weight", (256, 64), "head", "vocab"),
+        Weight("embed.weight", (256, 64), "embed", "vocab", "embedding"),
+        Weight("norm.weight", (64,), "head", "whole", "norm"),
+        Weight("head.weight", (256, 64), "head", "vocab", "embedding"),
     ]
     assert weights(TINY)[0].block == "embed" and weights(TINY)[-1].name == "head.weight"
 
@@ -118,15 +122,15 @@ def test_latent_attention_by_hand() -> None:
     name = "blocks.0.attention"
     assert found == [
         Weight(f"{name}.q_down.weight", (12, 64), "blocks.0", "whole", spread=True),
-        Weight(f"{name}.q_down.bias", (12,), "blocks.0", "whole", spread=True),
-        Weight(f"{name}.q_latent_norm.weight", (12,), "blocks.0", "whole", spread=True),
+        Weight(f"{name}.q_down.bias", (12,), "blocks.0", "whole", "bias", spread=True),
+        Weight(f"{name}.q_latent_norm.weight", (12,), "blocks.0", "whole", "norm", spread=True),
         Weight(f"{name}.q_up.weight", (64, 12), "blocks.0", "column"),
         Weight(f"{name}.kv_down.weight", (12, 64), "blocks.0", "whole", spread=True),
-        Weight(f"{name}.kv_down.bias", (12,), "blocks.0", "whole", spread=True),
-        Weight(f"{name}.kv_latent_norm.weight", (8,), "blocks.0", "whole", spread=True),
+        Weight(f"{name}.kv_down.bias", (12,), "blocks.0", "whole", "bias", spread=True),
+        Weight(f"{name}.kv_latent_norm.weight", (8,), "blocks.0", "whole", "norm", spread=True),
         Weight(f"{name}.kv_up.weight", (80, 8), "blocks.0", "column"),
         Weight(f"{name}.out.weight", (64, 48), "blocks.0", "row"),
-        Weight(f"{name}.out.bias", (64,), "blocks.0", "whole"),
+        Weight(f"{name}.out.bias", (64,), "blocks.0", "whole", "bias"),
     ]
     direct = replace(shape, mla=replace(MLA, q_rank=None))
     assert by_name(direct)[f"{name}.q.weight"].cut == "column"
@@ -153,6 +157,31 @@ def test_biases_of_the_choice_are_buffers() -> None:
     assert len(found) == 59 and {one.shape for one in found} == {(256,)}
     assert not {one.name for one in found} & set(by_name(V3))
     assert buffers(TINY_MOE) == buffers(TINY) == ()
+
+
+@pytest.mark.parametrize("name", sorted(models.presets()))
+def test_roles_are_those_that_the_names_say(name: str) -> None:
+    """Of stacked experts too, whose biases have two dims."""
+    shape = models.load(name)
+    if shape.moe is not None:
+        shape = replace(shape, moe=replace(shape.moe, biases=True), sinks=not (shape.mla or shape.hybrid))
+    tables = ("embed.weight", "embed.positions", "head.weight")
+    for one in planned_weights(shape):
+        kind = one.name.split(".")[-2] if "." in one.name else ""
+        if one.name in tables or one.name.endswith("_conv"):
+            wanted = "embedding"
+        elif kind.endswith("norm") and one.name.endswith(".weight"):
+            wanted = "norm"
+        elif one.name.endswith((".bias", ".sinks", ".router.shift")):
+            wanted = "bias"
+        elif one.name.endswith((".attention.decay", ".decay_bias", ".attention.norm")):
+            wanted = "norm"
+        else:
+            wanted = "matrix"
+        assert one.role == wanted, one.name
+        assert decays(one.role) == (wanted in ("matrix", "embedding"))
+    lora = tuned(replace(TINY_MOE, mlp_bias=True), Tuning(rank=2, alpha=4.0))
+    assert {one.role for one in weights(lora) if ".lora." in one.name} == {"matrix"}
 
 
 def test_gpt2_has_positions_biases_and_no_second_head() -> None:
