@@ -147,8 +147,8 @@ class SimulatedWatchdog(Watchdog):
         """Looks before this time do nothing, unless the rank or the board changes."""
         return max(self._moved_at + self.patience, self._quiet_until)
 
-    def _answers(self, wanted: set[int]) -> dict[int, dict[str, Any]]:
-        found = super()._answers(wanted)
+    def _answers(self, wanted: set[int], limit: float) -> dict[int, dict[str, Any]]:
+        found = super()._answers(wanted, limit)
         assert isinstance(self._around, SimulatedRank)
         if (seconds := self._around.world.script.decides) > 0:
             self._around.sleep(seconds)

@@ -107,7 +107,12 @@ def on_device(positions: Mapping[int, Position], devices: Devices) -> HangVerdic
     """The rank to blame, or None if no GPU waits."""
     waits = _waits(devices)
     awaited = {other for found in waits.values() for other in found}
-    ends = sorted(awaited - set(waits), key=lambda rank: (_has_issued_all(rank, waits), rank))
+
+    def innocence(rank: int) -> tuple[bool, bool, int]:
+        """A record that shows a missing call says more than one that has not come."""
+        return _has_issued_all(rank, waits), devices[rank] is None, rank
+
+    ends = sorted(awaited - set(waits), key=innocence)
     if ends:
         heads, call = _heads(ends[0], devices), _waiting_for(ends[0], waits)[0][1]
         if heads and heads[0].queue != call.queue:

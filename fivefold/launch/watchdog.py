@@ -226,7 +226,7 @@ class Watchdog:
 
     def _judge(self) -> None:
         """Read the positions, and end the run if a rank is to blame."""
-        answers = self._answers(set(self.members))
+        answers = self._answers(set(self.members), self.patience / 2)
         positions = {rank: position_from(table) for rank, table in answers.items()}
         silent = set(self.members) - set(positions)
         if self.folder is not None:  # logs on this machine can be read without their ranks
@@ -250,7 +250,9 @@ class Watchdog:
         if _reader() is None or not self.board.claim(name, text):
             return None
         self._round += 1
-        tables = {rank: table["device"] for rank, table in self._answers(others).items()}
+        # A process that has not read its record by then ends itself: until then it is only slow.
+        answers = self._answers(others, 2 * self.patience)
+        tables = {rank: table["device"] for rank, table in answers.items()}
         devices = {rank: from_table(tables.get(rank)) for rank in self.members}
         return on_device(positions, devices | {self.worker.rank: self._device()})
 
@@ -259,10 +261,10 @@ class Watchdog:
         trace = _device_trace(2 * self.patience)
         return None if trace is None else progress_from(trace, _groups())
 
-    def _answers(self, wanted: set[int]) -> dict[int, dict[str, Any]]:
-        """The tables of the ranks that answer in time. They are read once more after that: this
-        rank may have been stopped itself."""
-        until, found = self._around.now() + self.patience / 2, dict[int, dict[str, Any]]()
+    def _answers(self, wanted: set[int], limit: float) -> dict[int, dict[str, Any]]:
+        """The tables of the ranks that answer within a limit of seconds. They are read once more
+        after that: this rank may have been stopped itself."""
+        until, found = self._around.now() + limit, dict[int, dict[str, Any]]()
         while True:
             last = self._around.now() >= until
             for rank in wanted - set(found):

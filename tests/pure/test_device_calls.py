@@ -175,6 +175,13 @@ def test_a_rank_whose_record_cannot_be_read() -> None:
     assert unknown is not None and (unknown.rank, unknown.doing) == (1, "an unknown place")
 
 
+def test_a_record_that_has_not_come_is_no_proof_beside_one_that_has() -> None:
+    """Rank 0 waits for rank 1, of which nothing is known, and rank 3 for rank 2, which is known to
+    have left out the call."""
+    found = judge(gpu(0, "t6"), None, gpu(2, "", "t5"), gpu(3, "t6"))
+    judged(found, 2, r"^has not joined call 6 on tp \(ranks 2 and 3\)")
+
+
 def test_records_that_were_dropped_blame_nobody() -> None:
     judged(judge(gpu(0, "t6"), gpu(1), gpu(2), gpu(3)), 1, "has not joined call 6 on tp")
     judged(judge(gpu(0, "t6"), gpu(1, lost=True), gpu(2), gpu(3)), 0, "other ranks have finished")

@@ -3,6 +3,8 @@ a rank that is asked to stop hears it."""
 
 from __future__ import annotations
 
+import json
+import math
 import os
 import pickle
 import re
@@ -11,14 +13,18 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import pytest
 from test_pool import gone, wait_until_gone
 
+from fivefold.launch.boards import MemoryBoard
+from fivefold.launch.device_calls import DeviceProgress, to_table
 from fivefold.launch.flight_recorder import FlightRecorder, position_from, read_log
 from fivefold.launch.processes import Pool, RankLost
+from fivefold.launch.rank_surroundings import RankSurroundings
 from fivefold.launch.watchdog import Watchdog, watched
 from fivefold.launch.worker import Worker
 from tests.selection import within
@@ -27,6 +33,7 @@ import torch  # isort: skip
 import torch.distributed as dist  # isort: skip
 
 WORLD, PATIENCE, SOON = (0, 1, 2, 3), 2.0, 30.0
+NO_CALLS = DeviceProgress([], {})
 TP = {rank: (rank - rank % 2, rank - rank % 2 + 1) for rank in WORLD}
 
 
@@ -132,9 +139,9 @@ def waiting_on_gpus(worker: Worker) -> None:
     with worker.joined(4), watched(worker, 4, PATIENCE) as watchdog:
         steps = Steps(worker, watchdog)
         steps.step(1)
-        watchdog.phase("step 2 0F0")
         read = record_of(worker.rank, steps.group.group_name)
         with mock.patch("fivefold.launch.watchdog._reader", lambda: read):
+            watchdog.phase("step 2 0F0")
             time.sleep(600)
 
 
@@ -146,6 +153,47 @@ def test_gpus_are_asked_where_all_hosts_have_issued_the_same() -> None:
         r"has not joined call 6 on group \w+ \(ranks 2 and 3\), all_reduce, where rank 3 waits on"
     )
     assert re.match(cause, caught.value.cause), caught.value.cause
+
+
+class LateRecord(RankSurroundings):
+    """The clock of a judge, on which another rank answers the question for its device late."""
+
+    def __init__(self, board: MemoryBoard, delay: float) -> None:
+        self.board, self.delay, self.time, self.asked_at = board, delay, 100.0, math.inf
+
+    def now(self) -> float:
+        return self.time
+
+    def stack(self) -> tuple[list[str], bool]:
+        return [], False
+
+    def watch(self, task: Callable[[], None]) -> None:
+        return None
+
+    def sleep(self, seconds: float) -> None:
+        self.time += seconds
+        if (self.board.get("round-1") or "").startswith("devices of"):
+            self.asked_at = min(self.asked_at, self.time)
+        if self.time >= self.asked_at + self.delay:
+            self.board.put("rank-1", f"1 {json.dumps({'device': to_table(NO_CALLS)})}")
+
+
+@pytest.mark.parametrize("delay", [0.6, 1.9])  # times the patience
+def test_a_record_is_awaited_for_as_long_as_its_process_may_read_it(delay: float) -> None:
+    """A process ends itself only if it reads its record for twice the patience."""
+    seen: list[Any] = []
+    board = MemoryBoard()
+    around = LateRecord(board, delay * PATIENCE)
+    meeting = SimpleNamespace(folder=None, board=lambda: board)
+    worker = SimpleNamespace(rank=0, meeting=meeting)
+    watchdog = Watchdog(worker, 2, PATIENCE, around)  # type: ignore[arg-type]
+    with (
+        mock.patch("fivefold.launch.watchdog._reader", lambda: lambda **_: pickle.dumps({})),
+        mock.patch("fivefold.launch.watchdog._groups", dict),
+        mock.patch("fivefold.launch.watchdog.on_device", lambda _, devices: seen.append(devices)),
+    ):
+        watchdog._on_device({}, {1})
+    assert seen == [{0: NO_CALLS, 1: NO_CALLS}]
 
 
 def test_a_recorder_outlives_its_rank_and_forgets_the_oldest(tmp_path: Path) -> None:
