@@ -20,7 +20,7 @@ from fivefold.core.recipe import OPTIMIZERS
 from fivefold.core.weights import weights
 from fivefold.cost.collectives import traffic_entries
 from fivefold.report import verify_text
-from fivefold.verify.compare import FORMULA, NARROW_FORMULA, Dtype
+from fivefold.verify.compare import FORMULA, Dtype
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -72,8 +72,7 @@ class VerifiedPlan:
     def __str__(self) -> str:
         if "traffic" not in self._table:
             return verify_text.render_generated(self._table)
-        narrow = [NARROW_FORMULA] if self.plan.units.grad_dtype == "bf16" else []
-        formula = [f"tolerance: {FORMULA}", *narrow]
+        formula = f"tolerance: {FORMULA}"
         return verify_text.render(self.plan, asdict(self.settings), self._table, formula)
 
     def _repr_html_(self) -> str:
@@ -142,6 +141,12 @@ def _require_meaning(plan: Plan, dtype: str, generated: bool, batch_invariant: b
         raise FivefoldError(
             f"--dtype {dtype} with fp8: sums in another order would round some values to another "
             "fp8 number; leave --dtype out, which emulates fp8 in float64"
+        )
+    if plan.fp8 is not None and plan.units.grad_dtype == "bf16" and not generated:
+        raise FivefoldError(
+            "grad_dtype bf16 with fp8: gradients that are rounded to bf16 in another order change "
+            "the weights, and so which fp8 numbers the next step rounds to; verify grad_dtype=fp32 "
+            "with fp8, or grad_dtype=bf16 without it"
         )
     if plan.shape.moe is None or dtype != "bfloat16" or batch_invariant:
         return

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from fivefold.core.errors import counted
@@ -18,9 +18,7 @@ WORDS = {
 }
 
 
-def render(
-    plan: Plan, how: Mapping[str, Any], table: Mapping[str, Any], formula: Sequence[str]
-) -> str:
+def render(plan: Plan, how: Mapping[str, Any], table: Mapping[str, Any], formula: str) -> str:
     """The verdict as text; `formula` says how the tolerances come about."""
     lines = [
         f"{table['model']} on {table['layout']}, ZeRO-{table['zero']}, {how['dtype']}: "
@@ -34,7 +32,7 @@ def render(
             f"{'' if table[name] <= table['tolerance'][name] else '   too large'}"
             for name, word in WORDS.items()
         ),
-        *formula,
+        formula,
         "",
         *_traffic_lines(table["traffic"]),
         "",

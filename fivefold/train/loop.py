@@ -18,6 +18,7 @@ from fivefold.launch.backend import RankDevice, forked_device
 from fivefold.launch.watchdog import watched
 from fivefold.launch.worker import Worker
 from fivefold.model.batch import TokenBatch
+from fivefold.model.linear_math import ReorderedSums
 from fivefold.optim.optimizer import LossScale
 from fivefold.records import BUILD, EVAL, LOAD, StepRecord, mfu
 from fivefold.records.run_folder import RunFolder, TimeSpent
@@ -36,7 +37,7 @@ from fivefold.train.callbacks.watchdog import PhaseLimits, WatchdogCallback
 from fivefold.train.clock import StepClock, StepMark
 from fivefold.train.integrity import Integrity, exchanged
 from fivefold.train.preference import PreferenceObjective, objective_of
-from fivefold.train.references import GradientSketches, ReorderedSums
+from fivefold.train.references import GradientSketches
 from fivefold.train.replaying import Bound, LocalNumbers, ReplayCallback, RunningBound
 from fivefold.train.state import Progress, TrainedRank, TrainSettings
 

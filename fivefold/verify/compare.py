@@ -16,25 +16,18 @@ from typing import Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from fivefold.core.batch import Batch
 from fivefold.core.precision import FORMATS
-from fivefold.core.shape import Shape
 from fivefold.core.weights import WeightShard
 
 Array = NDArray[np.floating]
 Dtype = Literal["float64", "float32", "bfloat16"]
+KINDS = ("loss_err", "grad_err", "norm_err", "clip_err", "weight_err")
 # Below this share of the model's largest value a parameter's own size says nothing.
 _FLOOR = 1e-3
 _SAFETY = 8
-_DEVIATIONS = 5
-_OF_GRADIENTS = ("grad_err", "norm_err", "clip_err")
 FORMULA = (
-    f"{_SAFETY} · eps · √(layers · longest sum); "
-    "weights, and all of asynchronous runs: · (1 + steps · gain)"
-)
-NARROW_FORMULA = (
-    f"bf16 gradients add {_DEVIATIONS} · eps of bf16 · √(microbatches · data ranks / 6): "
-    "to gradients · (1 + steps · gain), to loss and weights · steps · gain"
+    f"{_SAFETY} times what one process differs by from itself with sums in another order, "
+    f"or {_SAFETY} · eps"
 )
 
 Call = tuple[str, str, int, int]
@@ -72,38 +65,15 @@ class Traffic(NamedTuple):
         return self.predicted == self.observed
 
 
-def tolerances(
-    shape: Shape,
-    batch: Batch,
-    dtype: Dtype,
-    steps: int,
-    gain: float,
-    drifts: bool = False,
-    narrow_terms: int = 0,
-) -> dict[str, float]:
-    """The largest error of each kind that rounding explains.
+def tolerances(dtype: Dtype, floors: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """The largest error of each kind that rounding explains, from the floors of all steps.
 
-    Rounding errors are independent: a sum of n terms errs by √n of one, and so do n layers in a
-    row. bfloat16 products are summed in float32, so that only the result is rounded. `gain` is how
-    much of a change of a gradient an optimizer can pass on to the weight in one step. A run that
-    `drifts` computes losses and gradients on weights of many steps that nothing has clipped: they
-    may be as wrong as these.
-
-    `narrow_terms` is how many terms of a gradient are summed in bfloat16. Each is rounded when it
-    is made and when it is added; one rounding has a standard deviation of eps / √12. The weights of
-    later steps have seen them, and so have their losses.
+    A floor is one draw of what rounding does, the error of many ranks the largest of several:
+    hence the factor. A number that agrees by chance is still rounded itself.
     """
-    longest = max(shape.width, shape.ffn, shape.vocab, batch.tokens)
-    terms = shape.layers * (1 if dtype == "bfloat16" else longest)
-    base = _SAFETY * FORMATS[dtype].epsilon * math.sqrt(terms)
-    of_weights = base * (1 + steps * gain)
-    found = dict.fromkeys(("loss_err", *_OF_GRADIENTS), of_weights if drifts else base)
-    rounded = _DEVIATIONS * FORMATS["bfloat16"].epsilon * math.sqrt(2 * narrow_terms / 12)
-    passed_on = rounded * steps * gain
-    return {
-        name: most + passed_on + (rounded if name in _OF_GRADIENTS else 0.0)
-        for name, most in {**found, "weight_err": of_weights}.items()
-    }
+    least = dict.fromkeys(KINDS, FORMATS[dtype].epsilon)
+    largest = {kind: max(least[kind], *(each[kind] for each in floors)) for kind in KINDS}
+    return {kind: _SAFETY * floor for kind, floor in largest.items()}
 
 
 def relative(found: float, truth: float) -> float:
@@ -113,15 +83,33 @@ def relative(found: float, truth: float) -> float:
 
 def errors_by_name(wanted: Wanted) -> dict[str, float]:
     """max|a−b| / max(max|b|, 1e-3 · the largest max|b| of the model), for every parameter."""
-    sizes = {name: _largest(whole) for name, whole in wanted.truth.items()}
-    floor = max(_FLOOR * max(sizes.values()), 1e-300)
+    scales = _scales(wanted.truth)
     errors = dict.fromkeys(_uncovered(wanted), math.inf)
     for part in wanted.parts:
         truth = expected(wanted.truth[part.name], part)
         off = _largest(part.values.reshape(-1).astype(np.float64) - truth)
-        error = _worst([off / max(sizes[part.name], floor)])
+        error = _worst([off / scales[part.name]])
         errors[part.name] = max(errors.get(part.name, 0.0), error)
     return errors
+
+
+def largest_error(truth: Mapping[str, Array], other: Mapping[str, Array]) -> float:
+    """The largest error of `errors_by_name`, between full tensors of two processes."""
+    scales = _scales(truth)
+    return _worst(_largest(other[name] - one) / scales[name] for name, one in truth.items())
+
+
+def distance(truth: Mapping[str, Array], other: Mapping[str, Array]) -> float:
+    """The norm of the difference of all tensors together, as a share of their norm."""
+    apart = sum(float(np.square(other[name] - one).sum()) for name, one in truth.items())
+    size = sum(float(np.square(one).sum()) for one in truth.values())
+    return _worst([math.sqrt(apart / max(size, 1e-300))])
+
+
+def _scales(truth: Mapping[str, Array]) -> dict[str, float]:
+    sizes = {name: _largest(full) for name, full in truth.items()}
+    least = max(_FLOOR * max(sizes.values()), 1e-300)
+    return {name: max(size, least) for name, size in sizes.items()}
 
 
 def expected(whole: NDArray[np.generic], part: ComparedPart) -> NDArray[np.generic]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import pkgutil
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -28,6 +29,8 @@ from fivefold.model.balance import LocalRows, attach_balancers, moe_layers, upda
 from fivefold.model.batch import NOT_COUNTED, TokenBatch, look_ahead
 from fivefold.model.decoder import Decoder, from_config
 from fivefold.model.init import init_weights, initial_weight
+from fivefold.model.linear_math import ReorderedSums
+from fivefold.verify import compare
 from fivefold.verify.fp8_reference import Codes, ExpertCodes, ReferenceFp8
 
 Arrays = dict[str, NDArray[np.floating]]
@@ -38,6 +41,7 @@ ADAM_EPS = 1e-2
 LEARNING_RATE = 1e-2
 WEIGHT_DECAY = 0.1
 MAX_NORM = 0.5
+CUTS = (3 / 7, 5 / 8)  # of sums: where terms nearly cancel, one draw of rounding is often small
 
 
 @dataclass(frozen=True)
@@ -53,14 +57,35 @@ class Truth:
     biases: Arrays = field(default_factory=dict)  # of loss-free balancing, after the step
     codes: Codes = field(default_factory=dict)  # of everything that was rounded to fp8, but
     rows: ExpertCodes | None = None  # what routed experts read
+    slots: list[NDArray[np.floating]] = field(default_factory=list)  # of experts, by layer
+    floor: dict[str, float] = field(default_factory=dict)  # by kind of error, what rounding does
 
 
-def gain(optimizer: OptimizerName) -> float:
-    """How much of a change of a gradient an optimizer passes on to the weight in one step, at most.
+def measure_floors(truths: Sequence[Truth], others: Sequence[Truth]) -> list[Truth]:
+    """The truths with floors: how far the same steps are off with sums in another order, or were in
+    another such run.
 
-    SGD multiplies it by the learning rate; others divide by the size of gradients, plus epsilon.
+    A single number may agree by chance. The norm cannot be farther off than the gradients as a
+    whole, and the loss is about as far off: both get this distance at least. A token that went to
+    other experts is no rounding error: steps from there on say nothing.
     """
-    return LEARNING_RATE if optimizer == "sgd" else LEARNING_RATE / ADAM_EPS
+    found: list[Truth] = []
+    for truth, other in zip(truths, others, strict=True):
+        if any((a != b).any() for a, b in zip(truth.slots, other.slots, strict=True)):
+            break
+        together = compare.distance(truth.gradients, other.gradients)
+        numbers = {
+            f"{name}_err": max(
+                compare.relative(getattr(other, name), getattr(truth, name)), together
+            )
+            for name in ("loss", "norm", "clip")
+        }
+        gradients = compare.largest_error(truth.gradients, other.gradients)
+        updated = ({**each.weights, **each.biases} for each in (truth, other))
+        floor = {"grad_err": gradients, "weight_err": compare.largest_error(*updated), **numbers}
+        larger = {kind: max(one, truth.floor.get(kind, 0.0)) for kind, one in floor.items()}
+        found.append(replace(truth, floor=larger))
+    return [*found, *truths[len(found) :]]
 
 
 def truths(
@@ -74,27 +99,34 @@ def truths(
     rows_in_microbatch: int | None = None,
     device: torch.device | str = "cpu",
     fp8: Fp8 | None = None,
+    narrow: Sequence[Sequence[TokenBatch]] = (),
+    cut: float | None = None,
 ) -> list[Truth]:
     """Run one step for each full batch, from the seed's initial values.
 
-    Rules that count by microbatch need to know how many rows make one, and so does fp8.
+    Rules that count by microbatch need to know how many rows make one, and so does fp8. `narrow`
+    are the microbatches of each step, if their gradients are to be summed in bfloat16. A `cut`
+    is the share of the terms after which forward and backward split their sums.
     """
     say("build")
     model, updater = _built(shape, optimizer, seed, dtype, device)
     rounding = None if fp8 is None else ReferenceFp8(fp8, rows_in_microbatch or 1)
     if rounding is not None:
         rounding.attach(model)
-    balancers = attach_balancers(model, rules, device, LocalRows(rows_in_unit=rows_in_microbatch))
+    batches = list(batches)
+    rows = LocalRows(batches[0].tokens.numel(), rows_in_unit=rows_in_microbatch)
+    balancers = attach_balancers(model, rules, device, rows)
     found: list[Truth] = []
-    for number, batch in enumerate(batches, start=1):
-        say(f"step {number}")
-        truth = _step(model, updater, batch)
-        for layer, mlp in moe_layers(model):
-            update_balance(mlp, balancers[layer], rules, balancers[layer].take()[0])
-        biases = {name: as_array(each) for name, each in model.named_buffers()}
+    for number, batch in enumerate(batches):
+        say(f"step {number + 1}")
+        truth = _step(model, updater, batch, narrow[number] if narrow else None, cut)
+        slots = [balancers[layer].take()[0] for layer, _ in moe_layers(model)]
+        for (layer, mlp), counts_E in zip(moe_layers(model), slots, strict=True):
+            update_balance(mlp, balancers[layer], rules, counts_E)
         if rounding is not None:
             truth = replace(truth, codes=rounding.take(), rows=rounding.take_rows())
-        found.append(replace(truth, biases=biases))
+        biases = {name: as_array(each) for name, each in model.named_buffers()}  # just updated
+        found.append(replace(truth, biases=biases, slots=[as_array(each) for each in slots]))
     return found
 
 
@@ -128,27 +160,33 @@ def delayed_truths(
     dtype: torch.dtype,
     say: Callable[[str], None],
     device: torch.device | str = "cpu",
+    narrow: bool = False,
+    cut: float | None = None,
 ) -> list[Truth]:
-    """What an asynchronous pipeline computes, emulated by one process that keeps every version."""
+    """What an asynchronous pipeline computes, emulated by one process that keeps every version.
+
+    `narrow`: the gradients of microbatches are summed in bfloat16.
+    """
     say("build")
     model, updater = _built(shape, optimizer, seed, dtype, device)
+    balancers = attach_balancers(model, (), device)  # which count the slots of experts
     named = dict(model.named_parameters())
     versions = [{name: one.detach().clone() for name, one in named.items()}]
     found: list[Truth] = []
     for start in range(0, len(microbatches), delayed.every):
         say(f"update {start // delayed.every + 1}")
         window = microbatches[start : start + delayed.every]
-        tokens = sum((one.labels != NOT_COUNTED).sum() for one in window)
+        tokens = torch.stack([(one.labels != NOT_COUNTED).sum() for one in window]).sum()
         updater.zero_grad()
         for name, one in named.items():
             late = delayed.late[delayed.stage_of(name)]
             one.data.copy_(versions[max(0, len(versions) - 1 - late)][name])
-        losses = [model(one.tokens, one) / max(int(tokens), 1) for one in window]
-        for loss in losses:
-            loss.backward()
+        total = _sum_gradients(model, window, tokens.clamp(min=1), narrow, cut)
         for name, one in named.items():
             one.data.copy_(versions[-1][name])
-        found.append(_updated(model, updater, float(sum(losses).detach())))
+        truth = _updated(model, updater, total)
+        slots = [as_array(balancers[layer].take()[0]) for layer, _ in moe_layers(model)]
+        found.append(replace(truth, slots=slots))
         versions.append({name: one.detach().clone() for name, one in named.items()})
     return found
 
@@ -184,15 +222,43 @@ def _updated(
     norm = float(nn.utils.clip_grad_norm_(learned.values(), max_norm))
     updater.step()
     weights = {name: as_array(one) for name, one in model.named_parameters()}
-    return Truth(loss, norm, min(1.0, max_norm / (norm + 1e-6)), gradients, weights)
+    biases = {name: as_array(each) for name, each in model.named_buffers()}
+    return Truth(loss, norm, min(1.0, max_norm / (norm + 1e-6)), gradients, weights, biases)
 
 
-def _step(model: Decoder, updater: torch.optim.Optimizer, batch: TokenBatch) -> Truth:
+def _step(
+    model: Decoder,
+    updater: torch.optim.Optimizer,
+    batch: TokenBatch,
+    narrow: Sequence[TokenBatch] | None,
+    cut: float | None,
+) -> Truth:
     updater.zero_grad()
-    batch = look_ahead(batch, model.shape.mtp)
-    loss = model(batch.tokens, batch) / (batch.labels != NOT_COUNTED).sum().clamp(min=1)
-    loss.backward()
-    return _updated(model, updater, float(loss.detach()), MAX_NORM)
+    parts = [look_ahead(each, model.shape.mtp) for each in narrow or [batch]]
+    tokens = (batch.labels != NOT_COUNTED).sum().clamp(min=1)
+    loss = _sum_gradients(model, parts, tokens, narrow is not None, cut)
+    return _updated(model, updater, loss, MAX_NORM)
+
+
+def _sum_gradients(
+    model: Decoder, batches: Iterable[TokenBatch], tokens: Tensor, narrow: bool, cut: float | None
+) -> float:
+    """The loss of all batches together, and its gradients. If they are `narrow`, those of each
+    batch are rounded to bfloat16, and so is every sum."""
+    total, learned = 0.0, [one for one in model.parameters() if one.requires_grad]
+    sums: list[Tensor] | None = None
+    for batch in batches:
+        with nullcontext() if cut is None else ReorderedSums(cut):
+            loss = model(batch.tokens, batch) / tokens
+            loss.backward()
+        total += float(loss.detach())
+        if narrow:
+            rounded = [one.grad.bfloat16() for one in learned if one.grad is not None]
+            sums = rounded if sums is None else [a + b for a, b in zip(sums, rounded, strict=True)]
+            model.zero_grad()
+    for one, summed in zip(learned, sums or (), strict=sums is not None):
+        one.grad = summed.to(one)
+    return total
 
 
 def _cross_entropy(logits_NV: Tensor, labels_N: Tensor) -> Tensor:

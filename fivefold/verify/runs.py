@@ -65,11 +65,14 @@ def num_microbatches(plan: Plan, settings: VerifySettings) -> int:
 def num_phases(plan: Plan, settings: VerifySettings) -> int:
     """How often `on_phase` is called in a verification that succeeds."""
     ranks, columns = plan.layout.pp, plan.layout.world // plan.layout.pp
+    references = (1 + len(reference.CUTS)) * (1 + settings.steps)
     if plan.schedule.asynchronous:
         actions = 2 * ranks * num_microbatches(plan, settings)
     else:
         actions = settings.steps * sum(len(merged(plan.schedule, rank)) for rank in range(ranks))
-    return columns * (2 * ranks * (1 + settings.steps) + actions) + 1 + settings.steps
+    return columns * (2 * ranks * (1 + settings.steps) + actions) + references * (
+        1 + settings.steps
+    )
 
 
 @dataclass(frozen=True)
@@ -112,23 +115,39 @@ class VerifiedRank:
 
 
 def run_reference(worker: Worker, plan: Plan, settings: VerifySettings) -> list[Truth]:
-    """The same steps on one device, or the same delays emulated."""
+    """The same steps on one device, or the same delays emulated; and again with sums in other
+    orders, which says what rounding does."""
     rank = _prepared(worker, plan, settings)
     rank.start()
-    device = rank.device
+    truths = _truths(worker, plan, settings, rank.device, None)
+    for cut in reference.CUTS:
+        others = _truths(worker, plan, settings, rank.device, cut)
+        truths = reference.measure_floors(truths, others)
+    return truths
+
+
+def _truths(
+    worker: Worker, plan: Plan, settings: VerifySettings, device: torch.device, cut: float | None
+) -> list[Truth]:
+    """The steps of one process. With a `cut`, sums are in another order, and those of gradients in
+    the type in which the ranks add them."""
+    narrow = cut is not None and plan.units.grad_dtype == "bf16"
     drawn = _drawn(plan, settings, device)
     dtype = getattr(torch, settings.dtype)
     same = (settings.optimizer, settings.seed, dtype, worker.phase)
     if not plan.schedule.asynchronous:
         balance = (plan.balance, plan.batch.microbatch_size)
         batches = [each.whole() for each in drawn]
-        return reference.truths(plan.shape, batches, *same, *balance, device, plan.fp8)
+        parts = [[one for dp in range(plan.layout.dp) for one in each.of(dp)] for each in drawn]
+        order = (parts if narrow else (), cut)
+        return reference.truths(plan.shape, batches, *same, *balance, device, plan.fp8, *order)
     delays, last = Delays.of(plan.schedule), plan.layout.pp - 1
     late = [1 if delays.constant else last - stage for stage in range(plan.layout.pp)]
     microbatches = [batch for each in drawn for batch in each.microbatches()]
     microbatches = microbatches[: num_microbatches(plan, settings)]
     delayed = Delayed(plan.stages, delays.every, late)
-    return reference.delayed_truths(plan.shape, microbatches, delayed, *same, device)
+    order = (narrow, cut)
+    return reference.delayed_truths(plan.shape, microbatches, delayed, *same, device, *order)
 
 
 def run_rank(worker: Worker, plan: Plan, settings: VerifySettings) -> VerifiedRank:

@@ -16,7 +16,6 @@ from small import GPT, LLAMA, batch_of, filled, gradients
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fivefold.core.batch import Batch
 from fivefold.core.recompute import Recompute
 from fivefold.core.shape import Shape
 from fivefold.model.batch import TokenBatch
@@ -24,7 +23,7 @@ from fivefold.model.decoder import Decoder, from_config
 from fivefold.model.moe import grouped_matmul
 from fivefold.model.recompute import apply_recompute
 from fivefold.parallel.deferred import GradientQueue
-from fivefold.verify.compare import Dtype, tolerances
+from fivefold.verify.compare import Dtype
 
 NORMED = replace(LLAMA, qk_norm="head", norm_bias=True, qkv_bias=True, tied=True)
 SHAPES = [LLAMA, GPT, NORMED]
@@ -227,7 +226,9 @@ def test_narrow_weights_and_wide_sums(
     split.require_done()
     truth = summed(shape, batches, filled(shape, narrow).double())
     assert all(each.dtype == wide for each in split.sink.sums.values())
-    most = tolerances(shape, Batch(1, 16, 2, 3), dtype, steps=1, gain=1.0)["grad_err"]
+    # Products of bfloat16 are summed in float32: only results are rounded.
+    longest = max(shape.width, shape.ffn, shape.vocab) if dtype == "float32" else 1
+    most = 8 * torch.finfo(narrow).eps * (shape.layers * longest) ** 0.5
     assert error(split.sink.sums, truth) <= most
 
 

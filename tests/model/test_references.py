@@ -14,9 +14,10 @@ from fivefold.core import models
 from fivefold.core.boxes import boxes_of, whole_box
 from fivefold.core.layout import Layout
 from fivefold.core.weights import by_name, local_shape, shard_of, weights
+from fivefold.model.linear_math import ReorderedSums, _split_matmul
 from fivefold.parallel.tensor import cut
 from fivefold.train.check import _compared_gradients
-from fivefold.train.references import Projection, ReorderedSums, _split_matmul
+from fivefold.train.references import Projection
 from fivefold.train.state import TrainedRank
 
 CPU = torch.device("cpu")
@@ -116,7 +117,7 @@ def test_a_matmul_that_widens_its_result_is_split_as_it_is() -> None:
         sizes.append(a.shape[-1])
         return a.to(out_dtype) @ b.to(out_dtype)
 
-    total = _split_matmul(widening, "mm", (a, b, torch.float32), {})
+    total = _split_matmul(widening, "mm", (a, b, torch.float32), {}, 3 / 7)
     assert total.dtype == torch.float32 and sizes == [24, 40]
     assert torch.allclose(total, a.float() @ b.float(), atol=1e-5)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import pty
 import subprocess
@@ -75,6 +74,7 @@ def test_a_large_model_is_scaled_down_and_says_so(capsys: pytest.CaptureFixture[
         ("--layout tp=3", "tp=3 does not divide heads 8"),
         ("tiny-moe --layout dp=2 --dtype bfloat16", "layouts choose different experts"),
         ("bloom-176b --layout dp=2", "a norm after the embedding"),
+        ("--layout dp=2 --precision fp8 --grad-dtype bf16", "grad_dtype bf16 with fp8"),
     ],
 )
 def test_bad_input_exits_with_2(
@@ -148,15 +148,6 @@ OVER = ("dp=4", "dp=2x2", "dp=2 tp=2", "dp=2 pp=2", "dp=2 ep=2")
 def test_keys_of_flat_units(pool: Pool, keys: str, layout: str, zero: int) -> None:
     model = {"moe.experts": "4", "moe.top_k": "2", "moe.ffn": "64"} if "ep" in layout else {}
     check(pool, plan_of(layout, zero=zero, gather="microbatch", set=model, **KEYS[keys]))
-
-
-def test_narrow_gradients_are_held_to_a_derived_tolerance(pool: Pool) -> None:
-    plan = plan_of("dp=4", zero=2, grad_dtype="bf16")
-    verdict = run_trial(pool, plan, VerifySettings())
-    assert 1e-4 < verdict.errors["grad_err"] < verdict.tolerance["grad_err"] < 1 / 7
-    assert verdict.tolerance["grad_err"] == pytest.approx(
-        5 * 2.0**-7 * math.sqrt(plan.batch.microbatches * 4 / 6) * (1 + 2 * 1.0), rel=1e-6
-    )
 
 
 @pytest.mark.sample(1)
