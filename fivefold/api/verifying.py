@@ -11,7 +11,7 @@ from fivefold.api.checks import above, asked_backend, one_of, positive
 from fivefold.api.jobs import Model, OnProgress, TaskProgress, given_job
 from fivefold.core import legality
 from fivefold.core.errors import FivefoldError, RankLost
-from fivefold.core.fp8 import fp8_of, require_whole_blocks, wider_keys, wider_seq
+from fivefold.core.fp8 import fp8_of, wider_keys, wider_seq
 from fivefold.core.layout import Layout
 from fivefold.core.models import is_large, load, scale_down, scaling_note, with_overrides
 from fivefold.core.plan import Plan, PlanOptions, resolve
@@ -185,8 +185,7 @@ def runnable(options: PlanOptions, trains: bool = True) -> Plan:
         if plan.fp8 is not None and plan.fp8.scaling != "tensorwise":
             small = with_overrides(small, wider_keys(small, plan.layout))
         notes.append(scaling_note(plan.shape, small))
-        legality.check(plan.layout, small, seq=plan.batch.seq)
-        require_whole_blocks(plan.fp8, plan.layout, small, plan.batch.seq)
+        legality.check(plan.layout, small, seq=plan.batch.seq, fp8=plan.fp8)
         if plan.stage_layers is not None:
             notes.append("stages are chosen again: stage_layers is for all layers of the model")
         plan = replace(plan, shape=small, stage_layers=None)

@@ -139,18 +139,13 @@ def check(rules: tuple[Balance, ...], shape: Shape) -> None:
         )
 
 
-def rules_of(text: str, shape: Shape, asynchronous: bool, nodes: int) -> tuple[Balance, ...]:
-    """The rules of a plan, whose experts are on so many nodes; refused where they cannot run."""
+def rules_of(text: str, shape: Shape, *, asynchronous: bool) -> tuple[Balance, ...]:
+    """The rules of a plan; refused where they cannot run."""
     rules = parse(text)
     check(rules, shape)
     if rules and asynchronous:
         raise FivefoldError(
             f"--balance {text}: an asynchronous schedule has no step whose tokens could be "
             "counted; choose another schedule, or none"
-        )
-    if nodes > 1 and any(rule.pads for rule in rules):
-        raise FivefoldError(
-            f"--balance {text} with ep_nodes {nodes}: how many tokens go to a node is known only "
-            "when they are routed; choose capacity without padding, or ep_nodes=1"
         )
     return rules

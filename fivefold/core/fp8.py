@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
-from fivefold.core.errors import FivefoldError, IllegalLayout, UnknownName
+from fivefold.core.errors import FivefoldError, UnknownName
 from fivefold.core.splits import context_split, padded_length
 
 if TYPE_CHECKING:
@@ -249,24 +249,6 @@ def refuse_biases(shape: Shape, fp8: Fp8 | None) -> None:
     """Grouped matmuls in fp8 have no biases."""
     if fp8 is not None and fp8.experts and shape.moe is not None and shape.moe.biases:
         raise FivefoldError("experts with biases are not rounded to fp8: use precision = bf16")
-
-
-def require_whole_blocks(
-    rounding: Fp8 | None, layout: Layout, shape: Shape, seq: int, rows: int = 1, overlap: int = 1
-) -> None:
-    """Refuse a layout that cuts a block, and chunks of a microbatch of so many rows that do."""
-    if rounding is None:
-        return
-    if found := rounding.problems(layout, shape, seq):
-        raise IllegalLayout(str(layout), found, [])
-    tokens = rows * seq // (layout.cp * layout.tp)  # of a rank
-    by_tokens = rounding.scaling != "tensorwise" and rounding.wgrad == "fp8"
-    if by_tokens and layout.sp and layout.tp > 1 and overlap > 1 and tokens % (overlap * BLOCK):
-        near = next((n for n in range(overlap - 1, 1, -1) if not tokens % (n * BLOCK)), 1)
-        raise FivefoldError(
-            f"tp_overlap {overlap}: so many chunks cut the {tokens} tokens of a rank "
-            f"inside of a block of {BLOCK}; the next smaller number that does not is {near}"
-        )
 
 
 def wider_keys(shape: Shape, layout: Layout) -> dict[str, str]:

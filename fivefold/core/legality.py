@@ -13,7 +13,7 @@ from dataclasses import replace
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Unpack
 
-from fivefold.core.errors import FivefoldError, IllegalLayout, UnknownName, counted
+from fivefold.core.errors import FivefoldError, IllegalLayout, counted
 from fivefold.core.layout import DEGREES, MOST_RANKS, Layout
 from fivefold.core.rules import (
     LayoutRequest,
@@ -24,7 +24,10 @@ from fivefold.core.rules import (
     context_rule,
     divisors,
     experts_rule,
+    gradients_rule,
+    nodes_rule,
     num_microbatches,
+    overlap_rule,
     pipeline_rule,
     positions_rule,
     problems,
@@ -32,14 +35,11 @@ from fivefold.core.rules import (
     sequence_unit,
     tensor_rule,
 )
-from fivefold.core.splits import padded_length
 
 if TYPE_CHECKING:
-    from fivefold.core.batch import Batch
     from fivefold.core.shape import Shape
 
 
-KEPT_INPUTS = ("shard", "gathered")  # what column-split matmuls save of their input
 # Pipeline degree offered with another number of ranks; more would be slow for very deep models.
 _DEEPEST_OFFERED = 512
 
@@ -138,7 +138,8 @@ def _dense(
             for three in _vary(two, "cp", divisors(rest), context_rule, shape, job):
                 replicas = _replicas(layout, rest // three.cp)
                 four = replace(three, replicate=replicas, shard=rest // three.cp // replicas)
-                if not any(_breaks(rule, four, shape, job) for rule in (batch_rule, schedule_rule)):
+                rules = (batch_rule, schedule_rule, overlap_rule)
+                if not any(_breaks(rule, four, shape, job) for rule in rules):
                     yield four
 
 
@@ -154,13 +155,14 @@ def _replicas(layout: Layout, dp: int) -> int:
 
 def _with_experts(layout: Layout, shape: Shape, job: LayoutRequest) -> Iterator[Layout]:
     """The legal expert degrees over these dense ones."""
-    if shape.moe is None:
-        yield layout
-        return
-    for ep in divisors(math.gcd(shape.moe.experts, layout.stage_size)):
-        for etp in divisors(math.gcd(shape.moe.ffn, layout.stage_size // ep)):
-            other = replace(layout, ep=ep, etp=etp)
-            if not _breaks(experts_rule, other, shape, job):
+    experts, ffn = (shape.moe.experts, shape.moe.ffn) if shape.moe is not None else (1, 1)
+    for ep in divisors(math.gcd(experts, layout.stage_size)):
+        for etp in divisors(math.gcd(ffn, layout.stage_size // ep)):
+            other, rules = (
+                replace(layout, ep=ep, etp=etp),
+                (experts_rule, gradients_rule, nodes_rule),
+            )
+            if not any(_breaks(rule, other, shape, job) for rule in rules):
                 yield other
 
 
@@ -228,24 +230,6 @@ def check(layout: Layout, shape: Shape, **job: Unpack[LayoutRequest]) -> None:
         for one, count in zip(near, ranks, strict=True)
     ]
     raise IllegalLayout(str(layout), reasons, names)
-
-
-def check_tensor_keys(layout: Layout, shape: Shape, batch: Batch, keep: str, overlap: int) -> None:
-    """Refuse a `tp_keep` that is not known, and chunks that do not cut a rank's tokens evenly."""
-    if keep not in KEPT_INPUTS:
-        raise UnknownName("tp_keep", keep, KEPT_INPUTS)
-    if overlap < 0:
-        raise FivefoldError(f"tp_overlap {overlap}: choose 0 for none, 1, or a number of chunks")
-    if layout.tp == 1 or overlap <= 1:
-        return
-    seq = padded_length(batch.seq, sequence_unit(layout, shape)) // layout.cp
-    tokens = batch.microbatch_size * seq // (layout.tp if layout.sp else 1)
-    if tokens % overlap:
-        near = max(each for each in divisors(tokens) if each <= overlap)
-        raise FivefoldError(
-            f"tp_overlap {overlap}: a microbatch has {tokens} tokens on a rank of tp, which so "
-            f"many chunks do not cut evenly; the next smaller number that does is {near}"
-        )
 
 
 def smallest_seq(layout: Layout, shape: Shape, at_least: int) -> int:

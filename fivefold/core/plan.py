@@ -6,18 +6,17 @@ file. `resolve` derives what is not set and returns a `Plan`, in which nothing i
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal, TypedDict, cast, get_args
 
 from fivefold.core import balance, legality, machine, models, splits, tables
 from fivefold.core.balance import Balance
 from fivefold.core.batch import Batch
 from fivefold.core.errors import BadFile, FivefoldError, UnknownName
-from fivefold.core.fp8 import Fp8, fp8_of, refuse_biases, require_whole_blocks
+from fivefold.core.fp8 import Fp8, fp8_of, refuse_biases
 from fivefold.core.layout import Layout, parse_zero
 from fivefold.core.machine import Machine
 from fivefold.core.mixers import require_mixable
@@ -25,12 +24,13 @@ from fivefold.core.plan_paths import seen_from, with_paths
 from fivefold.core.precision import Precision
 from fivefold.core.recipe import Recipe
 from fivefold.core.recompute import StageRecompute
+from fivefold.core.rules import num_ep_nodes
 from fivefold.core.schedule import Schedule
 from fivefold.core.schedule.choose import choose, looks_like_file
 from fivefold.core.schedule.family import AUTO, Family
 from fivefold.core.shape import Shape
 from fivefold.core.splits import ContextSplit, context_split, padded_length
-from fivefold.core.units import UnitPolicy, require_sharded_gradients
+from fivefold.core.units import UnitPolicy
 from fivefold.core.weights import tuned
 
 Gather = Literal["step", "microbatch"]
@@ -44,6 +44,7 @@ _ASYNCHRONOUS = (
     "ASYNCHRONOUS: this schedule computes gradients on older weights, which is not what one device "
     "computes"
 )
+KEPT_INPUTS = ("shard", "gathered")  # what column-split matmuls save of their input
 _LONGEST_DEFAULT = 8192
 _SHORTEST_VERIFIED = 32
 
@@ -233,24 +234,24 @@ def resolve(options: PlanOptions, *, small: bool = False) -> Plan:
     shape = tuned(shape, options.train.tuning, fp8_of(options) is not None)
     refuse_biases(shape, fp8_of(options))
     seq = _default_seq(layout, shape, small) if options.seq is None else options.seq
-    legality.check(layout, shape, **job_of(options, family, seq))
+    if options.tp_keep not in KEPT_INPUTS:
+        raise UnknownName("tp_keep", options.tp_keep, KEPT_INPUTS)
+    if options.tp_overlap < 0:
+        number = options.tp_overlap
+        raise FivefoldError(f"tp_overlap {number}: choose 0 for none, 1, or a number of chunks")
+    job = job_of(options, family, seq)
+    legality.check(layout, shape, **job)
     batch = _batch(options, family, layout, seq)
-    legality.check_tensor_keys(layout, shape, batch, options.tp_keep, options.tp_overlap)
-    chunks = (batch.microbatch_size, options.tp_overlap)
-    require_whole_blocks(fp8_of(options), layout, shape, seq, *chunks)
     text = options.stage_layers
     given = None if text is None else splits.parse_stage_layers(text)
     if family.name == AUTO and layout.pp > 1:
         layout = _searched(options, layout, batch)
         splits.cut_stages(shape, layout.pp * layout.chunks, given)  # its stages are known only now
     gather = _gather(options, layout)
-    if options.train.offload_grads != "none":
-        require_sharded_gradients(layout)
-    cluster = None if options.machine is None else machine.load(options.machine)
-    nodes = _ep_nodes(options.ep_nodes, layout, cluster)
+    nodes = num_ep_nodes(layout, job)
     return Plan(
         shape=shape,
-        machine=cluster,
+        machine=_cluster(options),
         layout=layout,
         batch=batch,
         packed=options.packed,
@@ -261,7 +262,7 @@ def resolve(options: PlanOptions, *, small: bool = False) -> Plan:
         gather=gather,
         units=UnitPolicy.of(options.grad_dtype, options.unit_size, options.prefetch),
         balance=balance.rules_of(
-            options.balance, shape, family.asynchronous and layout.pp > 1, nodes
+            options.balance, shape, asynchronous=family.asynchronous and layout.pp > 1
         ),
         ep_nodes=nodes,
         notes=(*notes, *shape.notes),
@@ -284,7 +285,36 @@ def job_of(options: PlanOptions, family: Family, seq: int) -> legality.LayoutReq
         gpus=options.gpus,
         schedule=family,
         stage_layers=options.stage_layers,
+        **key_request(options),
     )
+
+
+class KeyRequest(TypedDict):
+    """What keys besides the layout's own ask of it: a part of `LayoutRequest`."""
+
+    fp8: Fp8 | None
+    tp_overlap: int
+    offloads_grads: bool
+    ep_nodes: int | None
+    domain: int | None
+    pads: bool
+
+
+def key_request(options: PlanOptions) -> KeyRequest:
+    """The same for whoever varies the layout of these options: a search, or neighbours."""
+    cluster = _cluster(options)
+    return KeyRequest(
+        fp8=fp8_of(options),
+        tp_overlap=options.tp_overlap,
+        offloads_grads=options.train.offload_grads != "none",
+        ep_nodes=options.ep_nodes,
+        domain=None if cluster is None else cluster.tiers[0].size,
+        pads=any(rule.pads for rule in balance.parse(options.balance)),
+    )
+
+
+def _cluster(options: PlanOptions) -> Machine | None:
+    return None if options.machine is None else machine.load(options.machine)
 
 
 def _default_seq(layout: Layout, shape: Shape, small: bool) -> int:
@@ -326,23 +356,6 @@ def _gather(options: PlanOptions, layout: Layout) -> Gather:
     if options.gather not in get_args(Gather):
         raise UnknownName("gather", options.gather, get_args(Gather))
     return cast(Gather, options.gather)
-
-
-def _ep_nodes(given: int | None, layout: Layout, cluster: Machine | None) -> int:
-    """Over how many nodes an ep group is spread: as given, or as the machine is built."""
-    if given is not None:
-        if given < 1 or layout.ep % given:
-            raise FivefoldError(
-                f"ep_nodes {given} does not divide ep {layout.ep}: the ranks of an ep group lie "
-                "evenly on its nodes; choose a divisor"
-            )
-        return given
-    size = None if cluster is None else cluster.tiers[0].size
-    if size is None:
-        return 1
-    group = layout.group("ep", 0)
-    inside = sum(rank < size for rank in group)
-    return layout.ep // math.gcd(layout.ep, inside)
 
 
 def _filled_in(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from fivefold.core.errors import FivefoldError
@@ -239,6 +239,12 @@ class Recipe:
     def offload_kind(self) -> str:
         """Where optimizer states are: none (on the device), cpu or nvme."""
         return "nvme" if self.disk is not None else self.offload
+
+    def with_offload(self, kind: str) -> Recipe:
+        """The recipe with optimizer states there; on disks, in its own folder or in `offload`."""
+        if self.offload_kind == kind:
+            return self
+        return replace(self, offload=f"{DISK}offload" if kind == "nvme" else kind)
 
     @property
     def state_bytes(self) -> int:

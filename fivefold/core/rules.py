@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, NotRequired, Protocol, TypedDict, Unpack, cast
 from fivefold.core import splits
 from fivefold.core.batch import contradiction
 from fivefold.core.errors import FivefoldError, counted
+from fivefold.core.fp8 import BLOCK, Fp8
 from fivefold.core.layout import MOST_RANKS, Layout
 from fivefold.core.mixers import context_problem
 from fivefold.core.splits import CONTEXT_KINDS, context_split, padded_length
@@ -52,6 +53,7 @@ class LayoutRequest(TypedDict):
     """What the layout must fit: `batch` counts sequences; a key that is absent or None is free.
 
     With a `schedule`, a neighbouring layout gets the schedule's default chunks, or `chunks`.
+    `domain`: GPUs of a node, over whose borders an ep group spreads; `pads`: experts are padded.
     """
 
     seq: int
@@ -62,6 +64,12 @@ class LayoutRequest(TypedDict):
     gpus: NotRequired[int | None]
     schedule: NotRequired[Domain | None]
     stage_layers: NotRequired[str | None]
+    fp8: NotRequired[Fp8 | None]
+    tp_overlap: NotRequired[int]
+    offloads_grads: NotRequired[bool]
+    ep_nodes: NotRequired[int | None]
+    domain: NotRequired[int | None]
+    pads: NotRequired[bool]
 
 
 def problems(layout: Layout, shape: Shape, **job: Unpack[LayoutRequest]) -> list[str]:
@@ -199,6 +207,72 @@ def context_rule(layout: Layout, shape: Shape, job: LayoutRequest) -> Iterator[s
                 f"context={layout.context} gives whole heads to every cp rank, and cp={layout.cp} "
                 f"does not divide the {heads} heads of a tp rank: use cp={most} or context=hybrid"
             )
+    if (rounding := job.get("fp8")) is not None:
+        yield from rounding.problems(layout, shape, seq)
+
+
+def overlap_rule(layout: Layout, shape: Shape, job: LayoutRequest) -> Iterator[str]:
+    """Chunks of tp_overlap, which cut the tokens of a microbatch evenly and no block of fp8."""
+    overlap, rounding = job.get("tp_overlap", 1), job.get("fp8")
+    if layout.tp == 1 or overlap <= 1:
+        return
+    seq, batch, count = job["seq"], job.get("batch"), job.get("microbatches")
+    rows = job.get("microbatch_size") or (batch // (count * layout.dp) if batch and count else 1)
+    local = padded_length(seq, sequence_unit(layout, shape)) // layout.cp
+    tokens = rows * local // (layout.tp if layout.sp else 1)
+    if tokens % overlap:
+        near = max(each for each in divisors(tokens) if each <= overlap)
+        yield (
+            f"tp_overlap {overlap}: a microbatch has {tokens} tokens on a rank of tp, which so "
+            f"many chunks do not cut evenly; the next smaller number that does is {near}"
+        )
+    if rounding is None or rounding.scaling == "tensorwise" or rounding.wgrad != "fp8":
+        return
+    tokens = rows * seq // (layout.cp * layout.tp)
+    if layout.sp and tokens % (overlap * BLOCK):
+        near = next((n for n in range(overlap - 1, 1, -1) if not tokens % (n * BLOCK)), 1)
+        yield (
+            f"tp_overlap {overlap}: so many chunks cut the {tokens} tokens of a rank "
+            f"inside of a block of {BLOCK}; the next smaller number that does not is {near}"
+        )
+
+
+def gradients_rule(layout: Layout, shape: Shape, job: LayoutRequest) -> Iterator[str]:
+    """Gradients that ranks reduce only at the end of a step accumulate on the device in full until
+    then: nothing is left to offload."""
+    if not job.get("offloads_grads") or not layout.folds:
+        return
+    pairs = ((layout.dp * layout.cp, layout.shard * layout.cp), (layout.edp, layout.edp))
+    if any(ranks > 1 and (layout.zero < 2 or shards == 1) for ranks, shards in pairs):
+        yield (
+            f"offload_grads with {layout} and ZeRO-{layout.zero}: gradients leave the device "
+            "once they are reduced, and without shards that is at the end of a step; use "
+            "zero = 2 or 3 and shards (dp=RxS with S above 1)"
+        )
+
+
+def nodes_rule(layout: Layout, shape: Shape, job: LayoutRequest) -> Iterator[str]:
+    """Over how many nodes an ep group is spread, if that is given, and what padding asks of it."""
+    nodes = job.get("ep_nodes")
+    if nodes is not None and (nodes < 1 or layout.ep % nodes):
+        yield (
+            f"ep_nodes {nodes} does not divide ep {layout.ep}: the ranks of an ep group lie "
+            "evenly on its nodes; choose a divisor"
+        )
+    elif job.get("pads") and layout.folds and (spread := num_ep_nodes(layout, job)) > 1:
+        yield (
+            f"capacity-pad with ep_nodes {spread}: how many tokens go to a node is known only "
+            "when they are routed; choose capacity without padding, or ep_nodes=1"
+        )
+
+
+def num_ep_nodes(layout: Layout, job: LayoutRequest) -> int:
+    """Over how many nodes an ep group is spread: as given, or as the machine is built."""
+    nodes, size = job.get("ep_nodes"), job.get("domain")
+    if nodes is not None or size is None:
+        return nodes or 1
+    inside = sum(rank < size for rank in layout.group("ep", 0))
+    return layout.ep // math.gcd(layout.ep, inside)
 
 
 def batch_rule(layout: Layout, shape: Shape, job: LayoutRequest) -> Iterator[str]:
@@ -276,8 +350,11 @@ _RULES: tuple[Rule, ...] = (
     pipeline_rule,
     schedule_rule,
     context_rule,
+    overlap_rule,
     batch_rule,
     experts_rule,
+    gradients_rule,
+    nodes_rule,
 )
 
 

@@ -69,18 +69,6 @@ class UnitPolicy:
         return FORMATS[self.grad_format(itemsize)].itemsize
 
 
-def require_sharded_gradients(layout: Layout) -> None:
-    """Refuse to offload gradients that ranks reduce only at the end of a step: until then they
-    accumulate on the device in full."""
-    for ranks, shards in ((layout.dp * layout.cp, layout.shard * layout.cp), (layout.edp,) * 2):
-        if ranks > 1 and (layout.zero < 2 or shards == 1):
-            raise FivefoldError(
-                f"offload_grads with {layout} and ZeRO-{layout.zero}: gradients leave the device "
-                "once they are reduced, and without shards that is at the end of a step; use "
-                "zero = 2 or 3 and shards (dp=RxS with S above 1)"
-            )
-
-
 @dataclass(frozen=True)
 class LocalWeight:
     """A weight as one tp or ep rank has it: its name, the block that uses it, its local shape.

@@ -44,6 +44,7 @@ _COUNTS = {
 }
 _MOST_TOKENS_OF_A_RUN = 1e30
 _OF_REQUEST = ("batch", "microbatch_size", "chunks", "gpus", "schedule", "seq")
+_OF_RULES = (*_OF_REQUEST, "machine", "precision", "also")
 
 
 @dataclass(frozen=True)
@@ -214,14 +215,14 @@ def _problems(state: State) -> tuple[str, ...]:
         layout = state.layout()
     except IllegalLayout as error:
         return tuple(error.reasons)
-    job = _request(*(getattr(state, name) for name in _OF_REQUEST), state.also)
+    job = _request(*(getattr(state, name) for name in _OF_RULES))
     return tuple(problems(layout, state.shape(), **job))
 
 
 @lru_cache(maxsize=256)
 def _request(*values: Any) -> LayoutRequest:
     """What the rules check besides the layout; the many values of a slider share one."""
-    state = State(**dict(zip((*_OF_REQUEST, "also"), values, strict=True)))
+    state = State(**dict(zip(_OF_RULES, values, strict=True)))
     return job_of(state.options(), state.family, state.seq)
 
 

@@ -171,9 +171,9 @@ def plan_request(
     setting = setting.with_keys(options)
     if setting.stack.fp8 is not None:
         notes.append(f"{precision}: {setting.stack.fp8.describe()}")
-    if options.train.offload_kind != "none" or options.train.optimizer_kind.full_matrices:
+    if options.train.offload_kind != "none":
         fixed = {"offload": options.train.offload_kind, **fixed}
-    space = SearchSpace(shape, gpus, seq, batch, domain_sizes(machine), fixed)
+    space = SearchSpace(shape, gpus, seq, batch, domain_sizes(machine), fixed, options=options)
     return PlanRequest(options, shape, space, setting, tuple(notes))
 
 

@@ -6,7 +6,6 @@ from dataclasses import replace
 
 from fivefold.core.layout import Layout
 from fivefold.core.plan import PlanOptions
-from fivefold.core.recipe import DISK, Recipe
 from fivefold.cost.grid import CONTEXTS, OFFLOADS, SCHEDULES, LayoutGrid
 
 
@@ -45,15 +44,8 @@ def options_of(grid: LayoutGrid, base: PlanOptions) -> PlanOptions:
         microbatch_size=_integer(grid, "microbatch_size"),
         batch=None,
         recompute=str(grid.rules[_integer(grid, "recompute")]),
-        train=_with_offload(base.train, OFFLOADS[_integer(grid, "offload")]),
+        train=base.train.with_offload(OFFLOADS[_integer(grid, "offload")]),
     )
-
-
-def _with_offload(recipe: Recipe, kind: str) -> Recipe:
-    """The recipe with optimizer states there; on disks, in its own folder or in `offload`."""
-    if recipe.offload_kind == kind:
-        return recipe
-    return replace(recipe, offload=f"{DISK}offload" if kind == "nvme" else kind)
 
 
 def _integer(grid: LayoutGrid, name: str) -> int:

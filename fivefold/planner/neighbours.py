@@ -19,7 +19,7 @@ import numpy as np
 from fivefold.core.errors import FivefoldError
 from fivefold.core.layout import Layout
 from fivefold.core.legality import problems
-from fivefold.core.plan import Plan, PlanOptions, resolve
+from fivefold.core.plan import Plan, PlanOptions, key_request, resolve
 from fivefold.core.schedule.choose import choose
 from fivefold.cost.grid import OFFLOADS, RECOMPUTE, Array, LayoutGrid, grid_of_plan, schedule_index
 from fivefold.cost.memory import peak_memory
@@ -221,7 +221,13 @@ def _problems(plan: Plan, variant: _Variant) -> list[str]:
         gpus=plan.layout.world,
         chunks=variant.layout.chunks,
         schedule=choose(variant.schedule),
+        **key_request(replace(plan.options, ep_nodes=_ep_nodes(plan, variant.layout))),
     )
+
+
+def _ep_nodes(plan: Plan, layout: Layout) -> int | None:
+    """Nodes of an ep group: the plan's, as long as ep is; else as the machine is built."""
+    return plan.ep_nodes if layout.ep == plan.layout.ep else None
 
 
 class _VariantCosts:
@@ -277,9 +283,7 @@ def _grid(plan: Plan, variants: list[_Variant], offload: str) -> LayoutGrid:
         sp=np.array([layout.sp for layout in layouts]),
         offload=np.full(len(variants), float(OFFLOADS.index(offload))),
         context=np.repeat(one.context, len(variants)),
-        ep_nodes=np.array(
-            [float(plan.ep_nodes if each.ep == plan.layout.ep else 0) for each in layouts]
-        ),
+        ep_nodes=np.array([float(_ep_nodes(plan, each) or 0) for each in layouts]),
         rules=one.rules,
     )
 
@@ -331,7 +335,7 @@ def _memory(chosen: Estimate, variant: _Variant, found: _VariantCosts, place: in
         microbatch_size=variant.microbatch_size,
         microbatches=variant.microbatches,
         stage_layers=None,
-        ep_nodes=chosen.plan.ep_nodes if layout.ep == chosen.plan.layout.ep else None,
+        ep_nodes=_ep_nodes(chosen.plan, layout),
     )
     return fullest_memory(resolve(options), chosen.setting)
 

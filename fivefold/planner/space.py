@@ -10,20 +10,25 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import product
-from typing import Any, NamedTuple, get_args
+from typing import Any, NamedTuple, cast, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fivefold.core.errors import BadFile, FivefoldError, UnknownName
 from fivefold.core.layout import Layout
+from fivefold.core.plan import PlanOptions, key_request
 from fivefold.core.recompute import Recompute
 from fivefold.core.rules import (
     LayoutRequest,
     context_rule,
     divisors,
     experts_rule,
+    gradients_rule,
+    nodes_rule,
+    overlap_rule,
     pipeline_rule,
     tensor_rule,
 )
@@ -51,6 +56,7 @@ class SearchSpace:
     least_pp: int = 1  # pipeline ranks
     tp_inside: int | None = None  # GPUs of a domain that no group of tp leaves
     only: Mapping[str, frozenset[int | str]] | None = None  # values that choices may have
+    options: PlanOptions | None = None  # whose other keys every layout must suit
 
     @property
     def gpus_text(self) -> str:
@@ -68,6 +74,26 @@ class SearchSpace:
             )
         return tuple(dict.fromkeys((*RULES, *([Recompute.parse(str(said))] if said else []))))
 
+    @cached_property
+    def job(self) -> LayoutRequest:
+        """What the rules of legality ask, for this space as for one plan."""
+        if self.options is None:
+            return LayoutRequest(seq=self.seq)
+        return LayoutRequest(seq=self.seq, **key_request(self.options))
+
+    @property
+    def offloads(self) -> list[int]:
+        """The legal indices of `OFFLOADS`."""
+        return [i for i, name in enumerate(OFFLOADS) if self._takes_offload(name)]
+
+    def _takes_offload(self, name: str) -> bool:
+        if not self.allows("offload", name) or self.options is None:
+            return self.allows("offload", name)
+        try:
+            return bool(self.options.train.with_offload(name))
+        except FivefoldError:  # such as for an optimizer that keeps its states on the device
+            return False
+
     def allows(self, name: str, value: int | str) -> bool:
         listed = (self.only or {}).get(name)
         fits = self.fixed is None or self.fixed.get(name, value) == value
@@ -84,6 +110,21 @@ class Degrees(NamedTuple):
     dp: int
     ep: int
     etp: int
+
+    def layout(self, sp: bool, zero: int = 0, replicate: int = 1) -> Layout:
+        """The layout of these degrees with one kind of sharding."""
+        return Layout(
+            replicate=replicate,
+            shard=self.dp // replicate,
+            tp=self.tp,
+            pp=self.pp,
+            cp=self.cp,
+            ep=self.ep,
+            etp=self.etp,
+            zero=zero,
+            sp=sp,
+            context=cast(ContextKind, self.context),
+        )
 
 
 @dataclass(frozen=True)
@@ -168,7 +209,7 @@ def _block(space: SearchSpace, degrees: tuple[Degrees, ...]) -> LayoutBlock | No
     ]
     rules = space.rules
     repeats = [i for i, rule in enumerate(rules) if allows("recompute", str(rule))]
-    offloads = [i for i, name in enumerate(OFFLOADS) if allows("offload", name)]
+    offloads = space.offloads
     if not (rows and schedules and sharding and repeats and offloads):
         return None
     legal = np.array(
@@ -201,18 +242,45 @@ def _block(space: SearchSpace, degrees: tuple[Degrees, ...]) -> LayoutBlock | No
         context=context,
         rules=rules,
     )
-    return LayoutBlock(degrees, grid, legal.reshape(1, len(rows), len(schedules), 1, 1, 1))
+    legal = legal.reshape(1, len(rows), len(schedules), 1, 1, 1)
+    return LayoutBlock(degrees, grid, legal & _suits_keys(space, degrees, rows, sharding))
+
+
+def _suits_keys(
+    space: SearchSpace,
+    degrees: tuple[Degrees, ...],
+    rows: list[int],
+    sharding: list[tuple[int, int]],
+) -> Flags:
+    """Whether keys allow microbatch sizes and shardings of degrees; most jobs have no such key."""
+    job, sp = space.job, bool((space.fixed or {}).get("sp", True))
+    suits = np.ones((1,) * 6, bool)
+    if job.get("tp_overlap", 1) > 1:
+        sizes = [cast(LayoutRequest, {**job, "microbatch_size": size}) for size in rows]
+        cuts = [
+            [not any(overlap_rule(one.layout(sp), space.shape, size)) for size in sizes]
+            for one in degrees
+        ]
+        suits = suits & np.array(cuts).reshape(len(degrees), len(rows), 1, 1, 1, 1)
+    if job.get("offloads_grads"):
+        cuts = [
+            [not any(gradients_rule(one.layout(sp, *each), space.shape, job)) for each in sharding]
+            for one in degrees
+        ]
+        suits = suits & np.array(cuts).reshape(len(degrees), 1, 1, len(sharding), 1, 1)
+    return suits
 
 
 def all_degrees(space: SearchSpace) -> Iterator[Degrees]:
     """Every legal way to divide the GPUs among the axes."""
     shape, gpus = space.shape, space.gpus
-    job = LayoutRequest(seq=space.seq)
+    job, sp = space.job, bool((space.fixed or {}).get("sp", True))
     depths = [pp for pp in divisors(gpus) if not any(pipeline_rule(Layout(pp=pp), shape, job))]
+    spreads = job.get("ep_nodes") is not None or job.get("pads")
     experts: dict[tuple[int, int], list[tuple[int, int]]] = {}  # by tp and by cp times dp
     for tp in tensor_degrees(space):
         for cp, context in product(divisors(gpus // tp), CONTEXTS):
-            layout = Layout(tp=tp, cp=cp, context=context)
+            layout = Layout(tp=tp, cp=cp, context=context, sp=sp)
             if not _allows_context(space, layout, job):
                 continue
             for pp in depths:
@@ -223,12 +291,14 @@ def all_degrees(space: SearchSpace) -> Iterator[Degrees]:
                     if (tp, cp * dp) not in experts:
                         experts[tp, cp * dp] = list(_experts(space, tp, cp, dp))
                     for ep, etp in experts[tp, cp * dp]:
-                        yield Degrees(tp, cp, context, pp, dp, ep, etp)
+                        degrees = Degrees(tp, cp, context, pp, dp, ep, etp)
+                        if not spreads or not any(nodes_rule(degrees.layout(sp), shape, job)):
+                            yield degrees
 
 
 def tensor_degrees(space: SearchSpace) -> Iterator[int]:
     """The legal numbers of tensor ranks, rising."""
-    job, domain = LayoutRequest(seq=space.seq), space.tp_inside
+    job, domain = space.job, space.tp_inside
     for tp in divisors(space.gpus):
         if not space.allows("tp", tp) or (domain is not None and domain % tp):
             continue
@@ -250,7 +320,7 @@ def _experts(space: SearchSpace, tp: int, cp: int, dp: int) -> Iterator[tuple[in
     if moe is None:
         yield from [(1, 1)] if space.allows("ep", 1) and space.allows("etp", 1) else []
         return
-    job, sp = LayoutRequest(seq=space.seq), bool((space.fixed or {}).get("sp", True))
+    job, sp = space.job, bool((space.fixed or {}).get("sp", True))
     for ep, etp in product(divisors(moe.experts), divisors(tp)):
         if space.allows("ep", ep) and space.allows("etp", etp):
             layout = Layout(tp=tp, cp=cp, shard=dp, ep=ep, etp=etp, sp=sp)
