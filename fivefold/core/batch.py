@@ -15,6 +15,18 @@ from fivefold.core.shape import Shape
 IDENTITY = "global batch = microbatch · accumulation · dp"
 _USUAL_TOKENS = 4 << 20  # of a step, by default
 _TOKENS_PER_GPU = 1 << 10
+_ADAPTER_TOKENS = 1 << 16  # 128 sequences of 512 tokens, as Alpaca-LoRA
+# Active parameters and tokens a step of published runs: arXiv 2005.14165 (table 2.1), 2302.13971,
+# 2307.09288, 2412.19437, 2407.21783. Far is more than a few times either.
+_RUNS = {
+    "GPT-3 Small": (125e6, 500_000),
+    "GPT-3 XL": (1.3e9, 1_000_000),
+    "LLaMA 7B": (6.7e9, 4_000_000),
+    "Llama 2 70B": (70e9, 4_000_000),
+    "Llama 3.1 405B": (405e9, 16_777_216),
+}
+_EXPERT_RUNS = {"DeepSeek-V3": (37e9, 62_914_560)}
+_FAR_BATCH, _FAR_SIZE = 8, 4
 
 
 @dataclass(frozen=True)
@@ -163,18 +175,35 @@ def _require_counts(**counts: int) -> None:
 # --- The batch of a search that was given none
 
 
-def default_batch(gpus: int, seq: int, shape: Shape) -> int:
-    """Sequences per step, divisible by the odd part of the number of GPUs.
+def default_batch(gpus: int, seq: int, shape: Shape, *, adapters: bool = False) -> int:
+    """Sequences per step: a multiple of the GPUs, or a divisor where that is enough.
 
     4 Mi tokens, or what suits a smaller model; 1 Ki per GPU if that is more; and a sequence for
-    each GPU, unless these are more than 4 Mi tokens.
+    each GPU, unless these are more than 4 Mi tokens. Adapters take 64 Ki tokens.
     """
-    tokens = max(min(_USUAL_TOKENS, _suitable_tokens(shape)), _TOKENS_PER_GPU * gpus)
+    tokens = min(_ADAPTER_TOKENS if adapters else _USUAL_TOKENS, _suitable_tokens(shape))
+    tokens = tokens if adapters else max(tokens, _TOKENS_PER_GPU * gpus)
     sequences = max(1, tokens // seq, min(gpus, _USUAL_TOKENS // seq))
-    odd = gpus
-    while odd % 2 == 0 and odd:
-        odd //= 2
-    return -(-sequences // max(1, odd)) * max(1, odd)
+    if sequences >= gpus:
+        return -(-sequences // gpus) * gpus
+    return next(number for number in range(sequences, gpus + 1) if gpus % number == 0)
+
+
+def batch_remark(tokens: int, shape: Shape, *, adapters: bool = False) -> str | None:
+    """How far a step is from those of a published run of about this size; None if it is near."""
+    size = float(count.parameters(shape).active)
+    runs = _RUNS if shape.moe is None else {**_RUNS, **_EXPERT_RUNS}
+    run, (active, usual) = min(runs.items(), key=lambda pair: abs(math.log(pair[1][0] / size)))
+    if adapters:
+        run, active, usual = "adapters in Alpaca-LoRA", size, _ADAPTER_TOKENS
+    ratio = max(tokens / usual, usual / tokens)
+    if ratio <= _FAR_BATCH or not 1 / _FAR_SIZE < active / size < _FAR_SIZE:
+        return None
+    more, way = ("more", "lower") if tokens > usual else ("fewer", "raise")
+    return (
+        f"a step has {tokens:,} tokens, {ratio:.0f} times {more} than that of {run} ({usual:,}): "
+        f"{way} --batch, or choose the learning rate for it"
+    )
 
 
 def _suitable_tokens(shape: Shape) -> int:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from fivefold.core import legality, models, rules
-from fivefold.core.batch import default_batch
+from fivefold.core.batch import batch_remark, default_batch
 from fivefold.core.errors import FivefoldError, counted
 from fivefold.core.layout import MOST_RANKS, Layout
 from fivefold.core.machine import Machine
@@ -153,7 +153,10 @@ def plan_request(
     require_possible_imbalance(shape, imbalance)
     gpus = options.gpus or 1
     seq = options.seq if options.seq is not None else min(8192, shape.max_seq)
-    batch = default_batch(gpus, seq, shape) if options.batch is None else options.batch
+    adapters = options.train.lora > 0
+    batch = options.batch
+    if batch is None:
+        batch = default_batch(gpus, seq, shape, adapters=adapters)
     reasons = legality.problems(Layout(), shape, seq=seq, batch=batch, microbatch_size=1)
     reasons += list(rules.bad_counts({"seq": seq, "gpus": gpus}).values())
     if reasons:
@@ -163,6 +166,8 @@ def plan_request(
         notes.append(
             f"global batch {counted(batch, 'sequence')} by default: say another with --batch"
         )
+    if remark := batch_remark(batch * seq, shape, adapters=adapters):
+        notes.append(remark)
     keys: dict[str, Any] = plan_keys(precision)
     if precision not in keys.values():
         runs_in = keys["precision"]

@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 
 from fivefold.core import machine, models
-from fivefold.core.batch import default_batch
+from fivefold.core.batch import batch_remark, default_batch
 from fivefold.core.errors import FivefoldError
 from fivefold.core.plan import PlanOptions
+from fivefold.core.recipe import Recipe
 from fivefold.cost.grid import grid_of_plan
 from fivefold.cost.memory import peak_memory
 from fivefold.cost.step_time import step_time
@@ -140,6 +141,36 @@ def test_what_is_tight_is_not_recommended_and_not_said_to_be_too_much() -> None:
 )
 def test_the_default_batch_suits_the_model(model: str, gpus: int, seq: int, tokens: int) -> None:
     assert default_batch(gpus, seq, models.load(model)) * seq == tokens
+
+
+@pytest.mark.parametrize("gpus", [3, 7, 24, 72, 96, 100, 768, 1000, 1152, 3000])
+def test_the_default_batch_goes_over_all_gpus(gpus: int) -> None:
+    """Not to the odd part of their number: 96 GPUs had 513 sequences, and so no dp=96."""
+    for model in ("llama-3.1-70b", "llama-3.2-1b", "gpt2"):
+        shape = models.load(model)
+        batch = default_batch(gpus, min(8192, shape.max_seq), shape)
+        assert batch % gpus == 0 or gpus % batch == 0
+    assert default_batch(96, 8192, models.load("llama-3.1-70b")) == 576
+
+
+def test_adapters_have_small_batches() -> None:
+    shape = models.load("llama-3.1-8b")
+    assert default_batch(1, 2048, shape, adapters=True) * 2048 == 64 << 10
+    assert default_batch(24, 8192, shape, adapters=True) == 24
+    lora = asked("llama-3.1-8b", "h100", 1, seq=2048, train=Recipe(lora=16))
+    assert lora.space.batch == 32
+
+
+def test_a_batch_far_from_published_runs_is_noted() -> None:
+    """17 times the tokens of Llama 2 70B; the default, and tokens of DeepSeek-V3, are near."""
+    dense, experts = models.load("llama-3.1-70b"), models.load("deepseek-v3")
+    assert batch_remark(4 << 20, dense) is None and batch_remark(63 << 20, experts) is None
+    assert "17 times more than that of Llama 2 70B" in str(batch_remark(66 << 20, dense))
+    assert "fewer than that of DeepSeek-V3" in str(batch_remark(4 << 20, experts))
+    assert "adapters" in str(batch_remark(4 << 20, dense, adapters=True))
+    assert batch_remark(8192, models.load("tiny")) is None  # no published run is so small
+    far = asked("llama-3.1-70b", "h100", 64, batch=8192)
+    assert any("lower --batch" in note for note in far.notes)
 
 
 def test_a_laptop_gets_a_step_of_seconds() -> None:
