@@ -6,6 +6,8 @@ listed value by value: ZeRO stage 3 of Megatron is two flags. Keys of theirs are
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, cast
@@ -81,13 +83,16 @@ def typed(given: Any, kind: type, where: str) -> Any:
         raise FivefoldError(f"{where} = {text[:40]}: write true or false")
     if kind is str:
         return text
-    if kind is int and len(text) < 19 and text.replace("_", "").lstrip("+-").isdigit():
+    if kind is int and re.fullmatch(r"[+-]?[0-9]+(_[0-9]+)*", text) and len(text) < 19:
         return int(text)
     try:
         number = float(text) if len(text) < 40 and not isinstance(given, bool) else float("nan")
     except ValueError:
         number = float("nan")
-    if number != number or (kind is int and (number != int(number) or abs(number) > 1e15)):
+    # Infinity is no number of a job, and no int can hold it.
+    if not math.isfinite(number) or (
+        kind is int and not (number.is_integer() and abs(number) <= 1e15)
+    ):
         raise FivefoldError(f"{where} = {text[:40]}: give a {'whole ' * (kind is int)}number")
     return kind(number)
 

@@ -213,7 +213,7 @@ def _moe(flat: Flat, ffn: int) -> Moe:
     if found := re.fullmatch(r"\(?\[0\]\*(\d{1,4})\+\[1\]\*(\d{1,4})\)?(?:\*(\d{1,4}))?", text):
         every = int(found[3] or 1) > 1
         numbers |= {"every": int(found[1]) + 1} if every else {"first_dense": int(found[1])}
-    elif text.isdigit() and int(text) > 1:
+    elif text.isdecimal() and int(text) > 1:
         numbers["every"] = int(text)
     sigmoid = score == "sigmoid"
     return Moe(**numbers, score="sigmoid" if sigmoid else "softmax", renormalise=sigmoid)

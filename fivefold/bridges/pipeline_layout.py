@@ -112,7 +112,7 @@ def _expanded(words: list[str], text: str) -> str:
                 break
             last = open_groups.pop()
             open_groups[-1] += last
-        elif word.isdigit():
+        elif word.isdecimal():
             if not last or not 1 <= int(word) <= MOST_LAYERS:
                 problem = f"*{word}: write it after a letter or brackets, from 1 to {MOST_LAYERS:,}"
                 break

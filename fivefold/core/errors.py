@@ -52,11 +52,11 @@ class RankLost(RuntimeError):
 
 
 class UnknownName(FivefoldError):
-    """A preset, key, schedule or option that does not exist; suggests the nearest ones."""
+    """A preset, key, schedule or option that does not exist; says `hint`, or the nearest ones."""
 
-    def __init__(self, kind: str, name: str, known: Iterable[str]) -> None:
+    def __init__(self, kind: str, name: str, known: Iterable[str], hint: str = "") -> None:
         self.kind, self.name, self.known = kind, name, sorted(known)
-        super().__init__(f"unknown {kind} {name!r}: {did_you_mean(name, self.known)}")
+        super().__init__(f"unknown {kind} {name!r}: {hint or did_you_mean(name, self.known)}")
 
 
 class BadFile(FivefoldError):

@@ -8,6 +8,7 @@ from a preset with `base = "h100"` and override some of its numbers.
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields
@@ -25,6 +26,7 @@ Topology = Literal["switch", "torus", "ring"]
 
 PRESETS = Path(__file__).parent.parent / "presets"
 _MOST_USED = "h100"
+_NEAR = 0.7  # of the letters of a name, for a suggestion
 
 
 @dataclass(frozen=True)
@@ -172,8 +174,25 @@ def load(name_or_path: str | Path) -> Machine:
         return _build(_read(Path(name_or_path)), str(name_or_path))
     name = name_or_path.lower()
     if name not in presets():
-        raise UnknownName("machine", name_or_path, presets())
+        raise UnknownName("machine", name_or_path, presets(), _hint(name))
     return _preset(name)
+
+
+def _hint(name: str) -> str:
+    """What to give instead of a name that is no preset."""
+    # A chip is letters and a number: mi300x is no typo of b300.
+    near = [
+        each
+        for each in difflib.get_close_matches(name, presets(), n=3, cutoff=_NEAR)
+        if each[0] == name[0]
+    ]
+    return (
+        (f"did you mean {' or '.join(near)}? " if near else "")
+        + f"known machines: {', '.join(presets())}. Describe another one in a TOML file, "
+        '--machine my.toml, which starts with base = "h100" and sets the numbers that differ '
+        "(chip, peaks, memory, memory_bandwidth, tiers), or measure this one: fivefold calibrate "
+        "-o my.toml"
+    )
 
 
 @lru_cache
@@ -278,6 +297,8 @@ def _build(table: dict[str, Any], where: str) -> Machine:
         rows = _tier_rows(tiers, problems)
         names = [row["name"] for row in rows]
         table = {**table, "tiers": rows}
+    elif "tiers" in table:
+        raise BadFile(where, ["tiers: write a table for each, as [tiers.nvlink] with its link"])
     if _is_table(host := table.get("host")):
         table = {**table, "host": _with_link(host, "host", problems)}
     try:

@@ -168,6 +168,13 @@ BAD = {
     ),
     "no known key": ("n.yaml", "hello: world\n", None, "no key of it is known"),
     "a word for a number": ("n.yaml", NANOTRON.replace("tp: 2", "tp: two"), None, "whole number"),
+    "infinity": ("n.yaml", NANOTRON.replace("tp: 2", "tp: .inf"), None, "whole number"),
+    "a number of other digits": (
+        "n.yaml",
+        NANOTRON.replace("tp: 2", "tp: ²"),
+        None,
+        "whole number",
+    ),
     "bad Python": ("p.py", "config.parallelism.x = (", None, "not valid Python"),
     "a variable": ("s.sh", SLURM.replace("PP=2", "PP=$1"), None, "set outside of the file"),
     "an unknown value": (

@@ -273,11 +273,24 @@ def test_a_file_without_a_base_must_be_whole(tmp_path: Path) -> None:
     assert all(any(f"'{key}'" in one for one in caught.value.problems) for key in missing)
 
 
+@pytest.mark.parametrize(
+    "tiers", ['[[tiers]]\nlink = "nvlink4"\n', "tiers = [1, 2]\n", "[[tiers]]\n", "tiers = 3\n"]
+)
+def test_tiers_that_are_no_tables_are_refused_by_their_rule(tmp_path: Path, tiers: str) -> None:
+    with pytest.raises(BadFile, match=r"tiers: write a table for each, as \[tiers.nvlink\]"):
+        load(write(tmp_path, f'base = "h100"\n{tiers}'))
+
+
 def test_unknown_names_and_files(tmp_path: Path) -> None:
     with pytest.raises(UnknownName, match=r"unknown machine 'h10': did you mean .*h100"):
         load("h10")
-    with pytest.raises(UnknownName, match=r"choose from a100, .* v100"):
-        load("cray")
+    for name in ("cray", "rtx4090", "rtx-4090", "mi300x", "MI300X", "l40s", "4090"):
+        with pytest.raises(UnknownName, match=r": known machines: a100, .* v100") as caught:
+            load(name)  # a chip of other letters is no typo, and its numbers are a file's
+        assert "did you mean" not in str(caught.value)
+        assert all(
+            word in str(caught.value) for word in ("my.toml", "base =", "fivefold calibrate")
+        )
     with pytest.raises(BadFile, match="base = 'h1000': did you mean h100"):
         load(write(tmp_path, 'base = "h1000"\n'))
     with pytest.raises(BadFile, match="check the path"):

@@ -153,8 +153,11 @@ def test_objectives(capsys: pytest.CaptureFixture[str]) -> None:
     ("words", "says"),
     [
         (["plan", "llama-3.1-405b", "--machine", "h100", "--gpus", "8"], "it takes "),
-        (["plan", "tiny", "--machine", "h101", "--gpus", "8"], f"h100? known machines: {KNOWN}\n"),
-        (["plan", "tiny", "--machine", "nowhere"], f"'nowhere': choose from {KNOWN}\n"),
+        (
+            ["plan", "tiny", "--machine", "h101", "--gpus", "8"],
+            f"h100? known machines: {KNOWN}. Describe",
+        ),
+        (["plan", "tiny", "--machine", "nowhere"], f"'nowhere': known machines: {KNOWN}. Describe"),
         (["plan", "llama-3.1-70b", "--machine", "h100", "--gpus", "1"], "on 1 GPU of h100 does"),
         ([*SMALL, "--fix", "offload=disk"], "choose from cpu, none, nvme"),
         (
