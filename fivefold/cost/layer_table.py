@@ -20,14 +20,13 @@ from fivefold.core.machine import Machine
 from fivefold.core.recompute import Recompute
 from fivefold.core.shape import Shape
 from fivefold.cost.grid import DEFERS, FAMILIES, SCHEDULES, Array, LayoutGrid, along
-from fivefold.cost.layer_time import LayerTimer, total_seconds
+from fivefold.cost.layer_time import HostSeconds, LayerTimer, total_seconds
 from fivefold.cost.overlap import paired_share
 from fivefold.cost.pipeline_time import pipeline_timer
 from fivefold.cost.stack import SoftwareStack
 from fivefold.cost.step_time import (
     PassCosts,
     head_passes,
-    host_seconds,
     layer_passes,
     with_host,
 )
@@ -67,7 +66,7 @@ class LayerTable:
         self._passes: list[Array] = []  # as in PassCosts, one pass after the other
         self._late: list[Array] = []  # the head's, in a schedule that defers weight gradients
         self._shown: list[Array] = []  # what more shows there of each kind of layer over tp
-        self._hosts: list[Array] = []  # of each kind of layer
+        self._hosts: list[Array] = []  # of each kind of layer, forward and backward
         self._least: list[Array] = []
 
     def add(self, grids: Iterable[LayoutGrid]) -> None:
@@ -79,7 +78,7 @@ class LayerTable:
         self._places |= {key: len(self._places) + place for place, key in enumerate(fresh)}
         grid = self._grid(list(fresh.values()))
         work = self._timer(grid)
-        costs, hosts = layer_passes(work), list[Array]()
+        costs, hosts = layer_passes(work), list[HostSeconds]()
         for passes in costs:  # pairs hide nothing in the head
             passes[-1] = passes[-1][:, :, :1]
         deferring = replace(grid, schedule=along(2, [int(DEFERS.argmax())]))
@@ -87,13 +86,15 @@ class LayerTable:
         kinds = pipeline_timer(self.shape, self.seq).kinds
         shown = [along(0, [0.0]) + total_seconds(work.layer(i).late) for i in kinds]
         if self.stack.launch and self.stack.memory.split == "balanced":
-            hosts = [host_seconds(work.of_layer(i), self.shape.is_moe_layer(i)) for i in kinds]
-        least = self._all_layers(with_host(costs, hosts), late)
+            hosts = [
+                work.of_layer(i).host_seconds(routed=self.shape.is_moe_layer(i)) for i in kinds
+            ]
+        least = self._all_layers(with_host(costs, hosts, np.zeros(1, bool)), late)
         every = [each for column in costs for each in column]
         self._passes = _joined(self._passes, every, len(fresh))
         self._late = _joined(self._late, late, len(fresh))
         self._shown = _joined(self._shown, shown, len(fresh))
-        self._hosts = _joined(self._hosts, hosts, len(fresh))
+        self._hosts = _joined(self._hosts, [each for host in hosts for each in host], len(fresh))
         self._least = _joined(self._least, [least], len(fresh))
 
     def _timer(self, grid: LayoutGrid) -> LayerTimer:
@@ -147,7 +148,9 @@ class LayerTable:
             for place, more in enumerate(self._looked_up(grid, self._shown)):
                 found[count + place] = found[count + place] + np.where(defers, more, 0.0)
         costs = (found[:count], found[count : 2 * count], found[2 * count :])
-        return with_host(costs, self._looked_up(grid, self._hosts))
+        hosts = self._looked_up(grid, self._hosts)
+        pairs = [HostSeconds(*hosts[at : at + 2]) for at in range(0, len(hosts), 2)]
+        return with_host(costs, pairs, defers)
 
     def _looked_up(self, grid: LayoutGrid, arrays: list[Array]) -> list[Array]:
         """What these arrays have for the degrees, microbatch sizes and rules of a block."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
+from typing import NamedTuple
 
 import numpy as np
 
@@ -28,8 +29,12 @@ from fivefold.cost.layer_collectives import (
 from fivefold.cost.layer_kernels import NORM_PASSES, Gemm, LayerKernels
 from fivefold.cost.overlap import SplitGemms, hide_exchange, shown_seconds, tensor_seconds
 from fivefold.cost.rounding_time import travelling_share
+from fivefold.cost.stack import KERNEL_LAUNCH
 
 TimeParts = dict[str, Array]
+
+# Host seconds of a backward over those of a forward: assumed.
+HOST_BACKWARD = 1.0
 
 # Rows of an expert's matmul are padded to tiles of 128: half a tile is lost on average.
 PADDED_ROWS = 64.0
@@ -51,6 +56,17 @@ class LayerTimes:
     weights: TimeParts
     again: TimeParts
     late: TimeParts = field(default_factory=TimeParts)
+
+
+class HostSeconds(NamedTuple):
+    """Host seconds to launch the kernels of a layer: forward, and backward with recomputation."""
+
+    forward: Array
+    backward: Array
+
+    @property
+    def total(self) -> Array:
+        return self.forward + self.backward
 
 
 def total_seconds(parts: TimeParts) -> Array:
@@ -116,6 +132,22 @@ class LayerTimer(LayerKernels):
         shown = times.inputs["tp"] + np.where(defers, times.late["tp"], 0.0)
         return replace(times, inputs={**times.inputs, "tp": shown})
 
+    def host_seconds(self, *, routed: bool = False) -> HostSeconds:
+        """Host seconds of a layer, with experts if it is `routed`."""
+        stack, grid = self.stack, self.grid
+        launch = np.full_like(grid.ep, stack.launch)
+        if routed and stack.expert_launch:
+            launch = stack.expert_launch + np.where(grid.ep > 1, stack.dispatch_launch, 0.0)
+        if self.mixer is not None and stack.launch:
+            launch = launch + self.mixer.kernels * KERNEL_LAUNCH
+        forward = launch * (1 + stack.straggler_share * (grid.tp - 1))
+        again = grid.recompute_has(_repeated_share) * stack.recomputed
+        backward = forward * (HOST_BACKWARD + again)
+        if stack.crowding:
+            crossed = (grid.pp > 1) & (grid.world > self.machine.gpus_per_node)
+            backward = backward + np.where(crossed, stack.crowding * grid.tp, 0.0)
+        return HostSeconds(forward, backward)
+
     def _layer(self, i: int) -> LayerTimes:
         shape = self.shape
         moe = shape.moe if shape.is_moe_layer(i) else None
@@ -156,7 +188,8 @@ class LayerTimer(LayerKernels):
         if moe is not None:
             shared = self._gemm_seconds(self._shared_gemms(moe))
             passes = (times.forward, times.inputs, times.again)
-            hide_exchange(passes, times.weights, shared, self.grid, self.stack)
+            host = self.host_seconds(routed=True).total
+            hide_exchange(passes, times.weights, shared, self.grid, self.stack, host)
         return times
 
     def _add_traffic(self, times: LayerTimes, moe: Moe | None) -> None:
@@ -396,3 +429,9 @@ class LayerTimer(LayerKernels):
             core = mine["attention"] * slowest + np.where(runs, merge * (job.outer - 1), 0)
             mine["attention"] = core
             mine["cp"] = bare["cp"] + shown_seconds(behind.get("cp", np.zeros(1)), core)
+
+
+def _repeated_share(rule: Recompute) -> float:
+    """How much of a layer's kernels backward launches again, about: attention is a half of them."""
+    halves = rule.repeats("attention") + (rule.repeats("mlp") or rule.repeats("experts"))
+    return halves / 2

@@ -84,11 +84,13 @@ def hide_exchange(
     shared: Array | float,
     grid: LayoutGrid,
     stack: SoftwareStack,
+    host: Array,
 ) -> None:
     """Leave in `ep` what shows of a layer's exchange with experts.
 
     `passes`: forward, input gradient, recomputation; `shared`: seconds of the shared experts'
     forward, beside which a stack may dispatch, in backward with the gradients of their weights.
+    `host`: seconds of the layer's host, which are longer than its compute where that is short.
     """
     if stack.shared_overlap:
         for parts, window in zip(passes, (shared, 2 * shared, shared), strict=True):
@@ -104,7 +106,7 @@ def hide_exchange(
             compute = compute + (0.0 if name in ("ep", "launch") else each)
     # A stack that gives SMs to communication has slowed its compute down by that.
     slowdown = OVERLAP_SLOWDOWN if stack.compute_share == 1 else 0.0
-    shown = shown_seconds(exchange, compute, slowdown=slowdown)
+    shown = shown_seconds(exchange, np.maximum(compute, host), slowdown=slowdown)
     left = 1 - share + share * shown / np.maximum(exchange, 1e-12)
     for parts in passes:
         parts["ep"] = parts["ep"] * left

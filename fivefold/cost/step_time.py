@@ -15,21 +15,24 @@ import numpy as np
 
 from fivefold.core.count import layer_kinds, layer_parameters
 from fivefold.core.machine import Machine
-from fivefold.core.recompute import Recompute
 from fivefold.core.schedule.family import PipelineTimes
 from fivefold.core.shape import Shape
 from fivefold.cost.activation_offload import activation_offload_seconds
 from fivefold.cost.data_time import data_seconds, flat_units
 from fivefold.cost.flat_units import Spans
 from fivefold.cost.grid import Array, Flags, LayoutGrid
-from fivefold.cost.layer_time import LayerTimer, LayerTimes, TimeParts, total_seconds
+from fivefold.cost.layer_time import (
+    HostSeconds,
+    LayerTimer,
+    LayerTimes,
+    TimeParts,
+    total_seconds,
+)
 from fivefold.cost.pipeline_ranks import bubble_seconds, mirrored
 from fivefold.cost.pipeline_time import pipeline_seconds, pipeline_timer
-from fivefold.cost.stack import KERNEL_LAUNCH, SoftwareStack
+from fivefold.cost.stack import SoftwareStack
 from fivefold.cost.update_time import update_seconds, weight_rounding
 
-# Host seconds of a backward over those of a forward: assumed.
-HOST_BACKWARD = 1.0
 # How sharply the longer of host and GPU decides: 1 would be their sum. Chosen with vTrain's runs.
 _CORNER = 4
 PassCosts = tuple[list[Array], list[Array], list[Array]]
@@ -116,28 +119,30 @@ def _by_longest_paths(
 
 def _around_pipeline(work: LayerTimer, costs: PassCosts, stages: Spans | None = None) -> TimeParts:
     """Collectives of the data axis that compute does not hide, and the update."""
+    units = flat_units(work, stages)
+    owned = None if units is None else units.owned
+    seconds = data_seconds(work, units, *_windows(work, costs))
+    return {"dp": seconds, **update_seconds(work, owned), **weight_rounding(work)}
+
+
+def _windows(work: LayerTimer, costs: PassCosts) -> tuple[Array, Array]:
+    """Seconds of a microbatch on the average rank: of its backward, and of all passes."""
     forward, inputs, weights = costs
     window, body = np.zeros(1), np.zeros(1)
     for place, count in enumerate(pipeline_timer(work.shape, work.seq).counts):
         window = window + count * (inputs[place] + weights[place])
         body = body + count * forward[place]
-    body = body + window
-    pp, units = work.grid.pp, flat_units(work, stages)
-    owned = None if units is None else units.owned
-    seconds = data_seconds(work, units, window / pp, body / pp)
-    return {"dp": seconds, **update_seconds(work, owned), **weight_rounding(work)}
+    return window / work.grid.pp, (body + window) / work.grid.pp
 
 
 def around_parts(work: LayerTimer, stages: Spans | None = None) -> TimeParts:
     """The parts of a step that are not inside its pipeline, whose stages may be given."""
-    stack = work.stack
+    stack, kinds = work.stack, pipeline_timer(work.shape, work.seq).kinds
+    costs = _passes([launch_bound_layer(work, i) for i in kinds])
     if stack.memory.split == "balanced":
-        kinds = pipeline_timer(work.shape, work.seq).kinds
-        costs = _passes([launch_bound_layer(work, i) for i in kinds])
         found = _around_pipeline(work, costs, stages)
     else:
-        parts = _equal_stages(work)
-        found = {name: parts[name] for name in ("dp", "optimizer", "offload")}
+        found = _around_equal_stages(work, *_windows(work, costs))
     scaled = {name: each * stack.factor for name, each in found.items()}
     return {**scaled, "fixed": np.full_like(work.grid.microbatches, stack.fixed)}
 
@@ -175,13 +180,13 @@ def head_passes(work: LayerTimer) -> list[Array]:
     return [passes[0] for passes in _passes([work.head()])]
 
 
-def with_host(costs: PassCosts, hosts: list[Array]) -> PassCosts:
-    """The same with what each kind of layer waits for its host, half of it in each direction."""
+def with_host(costs: PassCosts, hosts: list[HostSeconds], defers: Flags) -> PassCosts:
+    """The same with what each kind of layer waits for its host."""
     forward, inputs, weights = map(list, costs)
     for place, host in enumerate(hosts):
-        busy = forward[place] + inputs[place] + weights[place]
-        wait = np.maximum(host - busy, 0.0) / 2
-        forward[place], inputs[place] = forward[place] + wait, inputs[place] + wait
+        waits = _host_waits((forward[place], inputs[place], weights[place]), host, defers)
+        for passes, wait in zip((forward, inputs, weights), waits, strict=True):
+            passes[place] = passes[place] + wait
     return forward, inputs, weights
 
 
@@ -194,13 +199,36 @@ def launch_bound_layer(work: LayerTimer, i: int, apart: Collection[str] = ()) ->
         layer = LayerTimes(*(_without(apart, each) for each in kinds))
     if not work.stack.launch:
         return layer
-    short = np.maximum(
-        host_seconds(work.of_layer(i), work.shape.is_moe_layer(i)) - total_seconds(_joined(layer)),
-        0.0,
+    inputs = total_seconds(layer.inputs) + total_seconds(layer.again)
+    busy = total_seconds(layer.forward), inputs, total_seconds(layer.weights)
+    host = work.of_layer(i).host_seconds(routed=work.shape.is_moe_layer(i))
+    waits = _host_waits(busy, host, work.grid.defers)
+    passes = (layer.forward, layer.inputs, layer.weights)
+    found = (
+        {**each, "launch": each.get("launch", 0.0) + wait}
+        for each, wait in zip(passes, waits, strict=True)
     )
-    forward = {**layer.forward, "launch": layer.forward.get("launch", 0.0) + short / 2}
-    inputs = {**layer.inputs, "launch": layer.inputs.get("launch", 0.0) + short / 2}
-    return replace(layer, forward=forward, inputs=inputs)
+    forward, inputs, weights = found
+    return replace(layer, forward=forward, inputs=inputs, weights=weights)
+
+
+def _host_waits(
+    busy: tuple[Array, Array, Array], host: HostSeconds, defers: Flags
+) -> tuple[Array, Array, Array]:
+    """Seconds that a GPU waits for its host in a layer's forward, input gradient and weight
+    gradient, which take so many seconds without it.
+
+    A pass takes the longer of GPU and host, so that no pass is longer on a faster GPU: what
+    overlaps with it, or waits for it in a pipeline, would be exposed by that. A backward with its
+    weight gradients is one pass.
+    """
+    forward, inputs, weights = busy
+    joined = np.maximum(host.backward - inputs - weights, 0.0)
+    return (
+        np.maximum(host.forward - forward, 0.0),
+        np.where(defers, np.maximum(host.backward / 2 - inputs, 0.0), joined),
+        np.where(defers, np.maximum(host.backward / 2 - weights, 0.0), 0.0),
+    )
 
 
 def _without(apart: Collection[str], parts: TimeParts) -> TimeParts:
@@ -234,11 +262,20 @@ def _equal_stages(work: LayerTimer) -> TimeParts:
     )
     parts["bubble"] = _bubble(work, body, whole - slowest)
     parts["pp"] = _messages(work)
-    window = (total_seconds(body.inputs) + total_seconds(body.weights)) / grid.pp
-    parts["dp"] = data_seconds(work, None, window, total_seconds(layers) / grid.pp)
-    around = {"offload": np.zeros(1), **update_seconds(work)}
-    away = activation_offload_seconds(work, m * total_seconds(layers) / grid.pp)
-    return parts | around | {"offload": around["offload"] + away}
+    # Collectives also overlap with a host that is slower than its GPU. All that a microbatch waits
+    # for it is in backward here: a window that shrinks where the step does not would expose more.
+    compute = _launch_bound(work, shape.layers / grid.pp, total_seconds(layers) / grid.pp)
+    window = compute - (total_seconds(body.forward) + total_seconds(body.again)) / grid.pp
+    return parts | _around_equal_stages(work, window, compute)
+
+
+def _around_equal_stages(work: LayerTimer, window: Array, compute: Array) -> TimeParts:
+    """Data axis, update and offload of another stack, beside so many seconds of a backward and of
+    all passes of a microbatch."""
+    updates = {"offload": np.zeros(1), **update_seconds(work)}
+    away = activation_offload_seconds(work, work.grid.microbatches * compute)
+    updates["offload"] = updates["offload"] + away
+    return {"dp": data_seconds(work, None, window, compute), **updates}
 
 
 def _all_layers(work: LayerTimer) -> LayerTimes:
@@ -285,31 +322,8 @@ def _launch_bound(work: LayerTimer, layers: Array, seconds: Array) -> Array:
     """
     if not work.stack.launch:
         return seconds
-    host = layers * host_seconds(work)
+    host = layers * work.host_seconds().total
     return (seconds**_CORNER + host**_CORNER) ** (1 / _CORNER)
-
-
-def host_seconds(work: LayerTimer, routed: bool = False) -> Array:
-    """Host seconds of a layer, forward and backward."""
-    stack = work.stack
-    launch = np.full_like(work.grid.ep, stack.launch)
-    if routed and stack.expert_launch:
-        launch = stack.expert_launch + np.where(work.grid.ep > 1, stack.dispatch_launch, 0.0)
-    if work.mixer is not None and stack.launch:
-        launch = launch + work.mixer.kernels * KERNEL_LAUNCH
-    once = launch * (1 + stack.straggler_share * (work.grid.tp - 1))
-    again = work.grid.recompute_has(_repeated_share) * stack.recomputed
-    once = once * (1 + HOST_BACKWARD + again)
-    if stack.crowding:
-        crossed = (work.grid.pp > 1) & (work.grid.world > work.machine.gpus_per_node)
-        once = once + np.where(crossed, stack.crowding * work.grid.tp, 0.0)
-    return once
-
-
-def _repeated_share(rule: Recompute) -> float:
-    """How much of a layer's kernels backward launches again, about: attention is a half of them."""
-    halves = rule.repeats("attention") + (rule.repeats("mlp") or rule.repeats("experts"))
-    return halves / 2
 
 
 def _bubble(work: LayerTimer, body: LayerTimes, others: Array) -> Array:
