@@ -152,7 +152,9 @@ def lines(found: dict[str, View], panel: str | None) -> Iterator[str]:
         if name == "explore":
             quick = [each for each in explore.PANELS if each not in explore.searches()]
             for each in quick if panel is None else [panel]:
-                yield from (*explore.PANELS[each].text(view[each]), "")
+                failed = view[each].get("failed")
+                text = [f"{each}: {failed}"] if failed else explore.PANELS[each].text(view[each])
+                yield from (*text, "")
         elif name.split("/")[0] in run_compare.ANSWERS:
             yield from run_compare.lines(name, view, panel)
         elif name in explore.PANELS:
@@ -337,7 +339,8 @@ def offline_answers(
     for number, (key, (name, each)) in enumerate(asked.items()):
         view = _answer_or_refusal(name, each, run)
         # No way leads to a job that has no answer.
-        if not view.get("problem") or each == params:
+        illegal = view.get("problem") or (name == "pictures" and "error" in view)
+        if not illegal or each == params:
             found[key] = view
         on_progress(_SEARCH_SHARE + (1 - _SEARCH_SHARE) * (number + 1) / len(asked))
     return found

@@ -5,8 +5,9 @@
                      "config": pasted or None, a part for each panel, "plan_toml": the plan file,
                      "command": that plans the same in a terminal}
 
-An illegal job has a `problem` and no parts. `pictures(params)` has the parts that take longest, so
-that a slider does not wait for them. `PANELS` registers all panels.
+An illegal job has a `problem` and no parts; a part that fails is `{"failed": why}`.
+`pictures(params)` has the parts that take longest, so that a slider does not wait for them.
+`PANELS` registers all panels.
 
 Every value of every input is checked by the rules that resolve a plan. A value is
 `{"value", "legal", "why", "set"}`; `set` has all keys of the state that change with it, because the
@@ -18,6 +19,7 @@ from __future__ import annotations
 
 import math
 import re
+import traceback
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from itertools import groupby
@@ -40,7 +42,7 @@ from fivefold.page import (
     explore_search,
     timeline,
 )
-from fivefold.page.explore_job import command
+from fivefold.page.explore_job import command, typed
 from fivefold.page.explore_state import CONTEXTS, SCHEDULES, State, degrees_of
 from fivefold.planner.estimate import Estimate
 from fivefold.report import wrapped
@@ -156,7 +158,8 @@ def _value(state: State, value: int | str, states: list[State]) -> View:
 
 def changed(state: State, other: State) -> dict[str, str]:
     """The keys in which `other` differs, with its values as texts."""
-    return {name: str(value) for name, value in vars(other).items() if value != vars(state)[name]}
+    values = {name: str(value) for name, value in vars(other).items() if value != vars(state)[name]}
+    return typed(state, values)
 
 
 def sliders_text(found: View) -> list[str]:
@@ -204,6 +207,7 @@ def view(params: Params) -> View:
         "config": state.config or None,
     }
     try:
+        state.estimate()  # a job that cannot be estimated has no parts at all
         parts = _parts(state, later=False)
         plan_toml = _plan_toml(state, state.plan())
         return found | parts | {"plan_toml": plan_toml, "command": command(state, CONFIG_FILE)}
@@ -216,15 +220,28 @@ def view(params: Params) -> View:
 
 def pictures(params: Params) -> View:
     """The parts that take longest."""
-    return _parts(State.parse(params), later=True)
+    state = State.parse(params)
+    state.estimate()  # raises for a job that has no parts
+    return _parts(state, later=True)
 
 
 def _parts(state: State, *, later: bool) -> View:
     return {
-        name: panel.view(state)
+        name: _part(panel.view, state)
         for name, panel in PANELS.items()
         if panel.view is not None and panel.later == later
     }
+
+
+def _part(view: Callable[[State], View], state: State) -> View:
+    """The part of a panel; if it fails, `failed` says so, and the other panels are drawn."""
+    try:
+        return view(state)
+    except FivefoldError as error:
+        return {"failed": str(error)}
+    except Exception as error:  # a defect in one panel must not take the page with it
+        traceback.print_exc()
+        return {"failed": f"this panel failed ({type(error).__name__}: {error}): please report it"}
 
 
 def _nearest(state: State, error: IllegalLayout) -> list[View]:

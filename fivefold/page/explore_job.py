@@ -14,32 +14,35 @@ from typing import Any
 
 from fivefold.core import machine
 from fivefold.page import Params, View
-from fivefold.page.explore_state import HEADROOM, KERNELS, State, keys_of
+from fivefold.page.explore_state import DERIVED, HEADROOM, KERNELS, State, keys_of
 from fivefold.planner import NothingFits, PlanRequest, gpus_needed, has_plan, plan_request
 from fivefold.planner.search import search_layouts
 
 # The keys that a search depends on; slow.js has the same.
-JOB = ("model", "config", "machine", "gpus", "seq", "batch", "precision", "also")
+JOB = ("model", "config", "machine", "gpus", "seq", "batch", "precision", "also", "derived")
 LAYOUT = (
     "tp", "cp", "pp", "ep", "etp", "replicate", "zero", "schedule", "chunks", "context",
     "recompute", "microbatch_size",
 )  # fmt: skip
 # The keys of `also` that the planner decides for each layout.
 _OF_LAYOUT = ("sp", "order", "gather", "ep_nodes", "stage_layers")
+_LEAN = {"optimizer states in host memory": "offload=cpu", "LoRA adapters of rank 16": "lora=16"}
 _SHORTEST = 1024  # tokens of a sequence that is halved until something fits
 
 
 def job_of(params: Params) -> State:
-    """The job without its layout, as a state on one axis; all of `params` must be valid. Sequences
-    are not longer than learned positions."""
+    """The job without its layout, as a state on one axis; all of `params` must be valid. What they
+    leave out is derived; sequences are not longer than learned positions."""
     state = State.parse(params)
+    absent = (name for name in DERIVED if not params.get(name, "").strip())
+    state = state.derive([*absent, *state.derived.split()])
     job = {name: getattr(state, name) for name in JOB}
     words = (word for word in state.also.split() if word.partition("=")[0] not in _OF_LAYOUT)
     job["also"] = " ".join(words)
     shape = state.shape()
     if shape.positions == "learned":
         job["seq"] = min(state.seq, shape.max_seq)
-    return State(**job, **_ONE_AXIS)
+    return State(**job, tokens=state.tokens, **_ONE_AXIS)
 
 
 _ONE_AXIS: dict[str, Any] = {"tp": 1, "pp": 1, "zero": 3, "schedule": "1f1b", "chunks": 1}
@@ -50,7 +53,7 @@ def request_of(job: State) -> PlanRequest:
     return plan_request(
         job.options(),
         machine.load(job.machine),
-        {"offload": "none"},
+        {"offload": job.options().train.offload_kind},
         precision=job.precision,
         headroom=HEADROOM,
         kernels=KERNELS,
@@ -72,8 +75,9 @@ def layout_params(state: State) -> dict[str, str]:
 def nothing_fits(job: State, asked: PlanRequest, refused: NothingFits) -> View:
     """The leanest layout, None if no layout is legal; and jobs near this one that have a layout."""
     plan = refused.leanest
-    ways = [_way(changes) for changes in _ways(job, asked, refused)]
-    first = State()
+    ways = [_way(job, changes) for changes in _ways(job, asked, refused)]
+    ways += _lean_ways(job)
+    first = State(derived=" ".join(DERIVED))
     name = f"{first.model} on {first.gpus:,} GPUs of {first.machine}"
     return {
         "lean": None if plan is None else layout_params(replace(job, **keys_of(plan))),
@@ -81,14 +85,29 @@ def nothing_fits(job: State, asked: PlanRequest, refused: NothingFits) -> View:
     }
 
 
-def _way(changes: dict[str, int]) -> View:
+def _lean_ways(job: State) -> Iterator[View]:
+    """The same job with less memory a GPU: what trains fewer weights, or keeps them elsewhere."""
+    for label, key in _LEAN.items():
+        words = {word.partition("=")[0]: word for word in job.also.split()}
+        also = " ".join(sorted({**words, key.partition("=")[0]: key}.values()))
+        if also != job.also and has_plan(request_of(replace(job, also=also))):
+            yield {"label": label, "set": {"also": also}}
+
+
+def typed(job: State, changes: dict[str, str]) -> dict[str, str]:
+    """Changes as the page applies them: what is changed is no longer derived."""
+    rest = " ".join(name for name in job.derived.split() if name not in changes)
+    return changes if rest == job.derived else {**changes, "derived": rest}
+
+
+def _way(job: State, changes: dict[str, int]) -> View:
     words = {
         "gpus": "{:,} GPUs",
         "batch": "a batch of {:,} sequences",
         "seq": "sequences of {:,} tokens",
     }
     label = " and ".join(words[name].format(value) for name, value in changes.items())
-    return {"label": label, "set": {name: str(value) for name, value in changes.items()}}
+    return {"label": label, "set": typed(job, {name: str(changes[name]) for name in changes})}
 
 
 def _ways(job: State, asked: PlanRequest, refused: NothingFits) -> Iterator[dict[str, int]]:

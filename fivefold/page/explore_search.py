@@ -48,7 +48,7 @@ def ranking_view(params: Params, on_progress: Progress) -> View:
     """The ten best layouts and the front of memory against time; if nothing fits, why, the leanest
     layout, and jobs that have one. `job` has the keys of the job that was searched."""
     job = job_of(params)
-    cut = State.parse(params).seq - job.seq
+    cut = "seq" not in job.derived and State.parse(params).seq > job.seq
     asked = request_of(job)
     machine_ = asked.setting.machine
     found: View = {

@@ -1,6 +1,8 @@
 """The job that Explore shows: read from the address, from a plan or from a command line.
 
-dp is not a key of the state: it is the number of GPUs divided by tp, cp and pp.
+dp is not a key of the state: it is the number of GPUs divided by tp, cp and pp. Sequence length,
+batch and tokens follow from the model and the number of GPUs until they are typed: `derived` names
+those that do, so that another model brings its own.
 """
 
 from __future__ import annotations
@@ -8,16 +10,18 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
 from typing import Any, NamedTuple, cast, get_args
 
 from fivefold.core import machine, models
+from fivefold.core.batch import default_batch
 from fivefold.core.count import parameters
 from fivefold.core.errors import BadFile, FivefoldError, IllegalLayout, UnknownName
 from fivefold.core.layout import MOST_RANKS, Layout, Order, parse_zero
 from fivefold.core.plan import Plan, PlanOptions, job_of, resolve
 from fivefold.core.precision import PRECISIONS, plan_keys
+from fivefold.core.recipe import Recipe
 from fivefold.core.recompute import StageRecompute
 from fivefold.core.rules import MOST_TOKENS, LayoutRequest, problems
 from fivefold.core.schedule.catalog import FAMILIES, family, names
@@ -25,7 +29,7 @@ from fivefold.core.schedule.family import AUTO, Family
 from fivefold.core.settings import parse_settings
 from fivefold.core.shape import Shape
 from fivefold.core.splits import ContextKind
-from fivefold.planner import best_plans, estimate_setting, plan_request
+from fivefold.planner import NothingFits, best_plans, estimate_setting, plan_request
 from fivefold.planner.estimate import Estimate, estimate_plan, plan_memory
 from fivefold.planner.rank_memory import PlanRanks
 from fivefold.planner.setting import EstimateSetting
@@ -38,6 +42,8 @@ ALSO = (
     *("sp", "packed", "balance", "tp_keep", "gather", "ep_nodes", "stage_layers"),
     *("tp_overlap", "grad_dtype", "unit_size", "prefetch"),
 )
+_ALSO_TRAIN = ("offload", "lora")  # where nothing else fits
+DERIVED = ("batch", "seq", "tokens")
 _COUNTS = {
     **dict.fromkeys(("gpus", "tp", "cp", "pp", "ep", "etp", "replicate", "chunks"), MOST_RANKS),
     **dict.fromkeys(("microbatch_size", "seq", "batch"), MOST_TOKENS),
@@ -78,12 +84,13 @@ class State:
     precision: str = "bf16"
     tokens: float = 15.6e12
     also: str = ""
+    derived: str = field(default="", compare=False)  # the numbers are the same, typed or not
 
     @classmethod
     def parse(cls, params: Mapping[str, str]) -> State:
         """Read texts; absent keys have their defaults, and one error lists every problem.
 
-        Without `chunks`, the schedule decides them.
+        Without `chunks`, the schedule decides them; the texts of `derived` keys are ignored.
         """
         known = [each.name for each in fields(cls)]
         for name in params:
@@ -99,15 +106,25 @@ class State:
                     wrong += error.problems if isinstance(error, BadFile) else [str(error)]
         if wrong:
             raise BadFile("what is asked", wrong)
-        state = cls(**values)
+        state = cls(**values).derive(values.get("derived", "").split())
         if "chunks" in values or not {"schedule", "pp"} & values.keys():
             return state
         return replace(state, chunks=state.family.chunks_on(state.pp, None))
 
     def params(self) -> dict[str, str]:
         """The texts that `parse` reads back to this state; one job has one form."""
-        left_out = ["model" if self.config else "config", *([] if self.also else ["also"])]
+        left_out = ["model" if self.config else "config"]
+        left_out += [name for name in ("also", "derived") if not getattr(self, name)]
         return {key: _text(value) for key, value in vars(self).items() if key not in left_out}
+
+    def derive(self, names: Iterable[str]) -> State:
+        """With these keys as they follow from the model and the number of GPUs."""
+        known = sorted({*names})
+        if not known:
+            return self
+        seq = None if "seq" in known else self.seq
+        usual = _usual_job(self.config or self.model, self.also, self.gpus, seq)
+        return replace(self, derived=" ".join(known), **{name: usual[name] for name in known})
 
     @property
     def family(self) -> Family:
@@ -149,7 +166,7 @@ class State:
             **self._values(same),
         )
         keys: dict[str, Any] = plan_keys(self.precision)
-        options = replace(options, **keys)
+        options = replace(options, **keys, train=replace(options.train, **also.train))
         return replace(options, **also.plan)
 
     def shape(self) -> Shape:
@@ -185,6 +202,7 @@ class _Also(NamedTuple):
     """The keys of `also`, sorted by what they belong to."""
 
     plan: dict[str, Any]
+    train: dict[str, Any]
     model: dict[str, str]
     order: str
 
@@ -198,14 +216,30 @@ def _also(text: str) -> _Also:
     if order not in get_args(Order):
         raise UnknownName("order", order, get_args(Order))
     keys = parse_settings(pairs)
-    if wrong := [key for key in (*keys.plan, *keys.train) if key not in ALSO]:
-        raise FivefoldError(f"also={wrong[0]}=…: of a plan it takes {', '.join(ALSO)} and order")
-    return _Also(keys.plan, keys.model, order)
+    known = (*ALSO, *_ALSO_TRAIN)
+    if wrong := [key for key in (*keys.plan, *keys.train) if key not in known]:
+        raise FivefoldError(f"also={wrong[0]}=…: of a plan it takes {', '.join(known)} and order")
+    Recipe(**keys.train)  # refuses values that no training has
+    return _Also(*keys, order)
 
 
 @lru_cache(maxsize=8)
 def _shape(model: str, also: str) -> Shape:
     return models.with_overrides(models.load(model), _also(also).model)
+
+
+@lru_cache(maxsize=256)
+def _usual_job(model: str, also: str, gpus: int, seq: int | None) -> dict[str, Any]:
+    """Sequence length, batch and tokens of the run where nobody says others."""
+    shape = _shape(model, also)
+    seq = min(State.seq, shape.max_seq) if seq is None else seq
+    tokens = float(f"{_TOKENS_PER_PARAMETER * parameters(shape).total:.3g}")
+    published = model == State.model and not also
+    return {
+        "seq": seq,
+        "batch": default_batch(gpus, seq, shape),
+        "tokens": State.tokens if published else tokens,
+    }
 
 
 @lru_cache(maxsize=4096)
@@ -288,6 +322,9 @@ def _value(name: str, text: str) -> Any:
         return parse_zero(text)
     if name == "also":
         _also(text)
+    if name == "derived" and (wrong := {*text.split()} - {*DERIVED}):
+        raise UnknownName(name, min(wrong), DERIVED)
+    if name in ("also", "derived"):
         return " ".join(sorted(text.split()))
     if name == "schedule":
         return _schedule(text)
@@ -335,12 +372,14 @@ _DERIVED = ("gather", "ep_nodes", "stage_layers")
 
 
 def state_of(options: PlanOptions, precision: str | None = None) -> State:
-    """The state of these options: the default job if none is given, the planner's best layout if
-    GPUs but no layout are given, else the plan itself."""
+    """The state of these options: the default job if none is given; for a model alone, the best
+    layout on the GPUs of a node, or on as many as it takes; the planner's best layout if GPUs but
+    no layout are given; else the plan itself."""
     default, precision = State(), precision or options.precision
     if options == PlanOptions(model=default.model):
-        return replace(default, precision=precision)
-    if options == PlanOptions(model=options.model):
+        return replace(default, precision=precision, derived=" ".join(DERIVED))
+    model_only = options == PlanOptions(model=options.model)
+    if model_only:
         machine_name, gpus = _USUAL
         options = replace(options, machine=machine_name, gpus=gpus)
     options = replace(options, machine=options.machine or _NO_MACHINE)
@@ -348,9 +387,22 @@ def state_of(options: PlanOptions, precision: str | None = None) -> State:
         cluster = machine.load(options.machine or _NO_MACHINE)
         how: dict[str, Any] = {"headroom": HEADROOM, "kernels": KERNELS}
         # The page has no control for offload.
-        asked = plan_request(options, cluster, {"offload": "none"}, precision=precision, **how)
-        return of_plan(best_plans(asked, 1).plans[0].plan, precision)
-    return of_plan(resolve(options), precision)
+        offload = {"offload": options.train.offload_kind}
+        asked = plan_request(options, cluster, offload, precision=precision, **how)
+        try:
+            plan = best_plans(asked, 1).plans[0].plan
+        except NothingFits as refused:
+            if not model_only or refused.gpus is None:
+                raise
+            return state_of(replace(options, gpus=refused.gpus), precision)
+    else:
+        plan = resolve(options)
+    state = of_plan(plan, precision)
+    derived = [name for name in DERIVED if getattr(options, name, None) is None]
+    for _ in DERIVED:  # the batch follows from the sequence length, typed or derived
+        usual = vars(state.derive(derived))
+        derived = [name for name in derived if vars(state)[name] == usual[name]]
+    return state.derive(derived)
 
 
 def of_plan(plan: Plan, precision: str) -> State:
@@ -389,6 +441,8 @@ def _also_text(plan: Plan) -> str:
         for key in ALSO
         if getattr(options, key) != getattr(plain if key in _DERIVED else default, key)
     }
+    train, usual = options.train, default.train
+    also |= {key: vars(train)[key] for key in _ALSO_TRAIN if vars(train)[key] != vars(usual)[key]}
     also |= options.set
     if plan.layout.order != Layout.order:
         also["order"] = plan.layout.order

@@ -15,6 +15,7 @@ import os
 import signal
 import socket
 import sys
+import traceback
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from multiprocessing.connection import Connection
 from types import FrameType
@@ -73,6 +74,10 @@ def application(start: document.PageStart, run: RunSource | None) -> Starlette:
             found = await run_in_threadpool(answer, name, params, run)
         except FivefoldError as error:
             return JSONResponse(refusal(error), 422)
+        except Exception as error:  # the page says so, and clears what it showed
+            traceback.print_exc()
+            words = f"the answer failed ({type(error).__name__}: {error}): please report it"
+            return JSONResponse({"error": words}, 500)
         return JSONResponse(found)
 
     routes = [

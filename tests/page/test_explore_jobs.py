@@ -82,6 +82,28 @@ def test_what_fits_nowhere_leads_to_where_it_fits(page: Page, site: str) -> None
     assert param(page, "gpus") == "128"
 
 
+def test_the_next_model_brings_its_own_job(page: Page, site: str) -> None:
+    show(page, site, {"model": "gpt2", "gpus": "2048"})
+    loaded(page, "gpt2 on 2,048 GPUs")
+    fill(page, "model", "deepseek-v3")
+    loaded(page, "deepseek-v3 on 2,048 GPUs")
+    assert (param(page, "seq"), param(page, "batch")) == ("8192", "512")
+    fill(page, "seq", "4096")
+    fill(page, "model", "llama-3.1-70b")
+    loaded(page, "llama-3.1-70b on 2,048 GPUs")
+    assert param(page, "seq") == "4096"
+
+
+def test_an_unknown_model_shows_no_answer_of_another(page: Page, site: str) -> None:
+    show(page, site, SMALL)
+    fill(page, "model", "nothing-7b")
+    page.locator(".refusal", has_text="unknown model").wait_for()
+    assert page.locator(".tile[data-verdict]").is_hidden()
+    page.get_by_role("button", name="back to llama-7b").click()
+    page.locator(".tile[data-verdict]").wait_for()
+    assert page.locator(".refusal").is_hidden()
+
+
 def test_no_layout_at_all_leads_on(page: Page, site: str) -> None:
     show(page, site, {"model": "tiny", "gpus": "101", "batch": "1", "seq": "64"})
     assert "no legal layout" in loaded(page, "Nothing fits")

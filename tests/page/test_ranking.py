@@ -124,6 +124,14 @@ def test_curves_of_the_layout_itself(page: Page, site: str) -> None:
     assert found[-1][0] * 2**30 == STATE.estimate().total
 
 
+def test_the_table_fits_its_box(page: Page, site: str) -> None:
+    page.set_viewport_size({"width": 1440, "height": 900})
+    opened(page, site)
+    page.wait_for_selector(ROWS, timeout=LONG_MS)
+    wide = "() => { const box = document.querySelector('#panel-ranking .wide');"
+    assert page.evaluate(f"{wide} return box.scrollWidth - box.clientWidth; }}") <= 0
+
+
 def test_nothing_is_wider_than_a_telephone(page: Page, site: str) -> None:
     page.set_viewport_size({"width": 390, "height": 800})
     opened(page, site)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import shutil
+import subprocess
 from contextlib import redirect_stdout
 from dataclasses import replace
 from io import StringIO
@@ -17,11 +19,13 @@ import pytest
 
 from fivefold import cli
 from fivefold.core import machine, models
+from fivefold.core.plan import PlanOptions
 from fivefold.cost.memory import verdict
 from fivefold.page import document, explore, explore_job, explore_search, timeline
-from fivefold.page.explore_state import State, keys_of
+from fivefold.page.explore_state import State, keys_of, state_of
 from fivefold.planner import NothingFits, best_plans
 from fivefold.report.pipeline_text import KINDS, OVERLAPPED
+from tests.selection import shuffled
 
 GPUS = (1, 2, 3, 8, 12, 16, 64, 100, 256, 1024, 4096, 16_384)
 FEWEST_TELLING = 12  # of CIE76: less is hard to tell apart in small areas
@@ -84,14 +88,80 @@ def test_a_batch_that_no_layout_divides_is_a_way_on() -> None:
 def test_what_fits_nowhere_is_shown_with_its_leanest_layout() -> None:
     params = {"model": "llama-3.1-405b", "gpus": "64", "batch": "64"}
     found = explore_search.ranking_view(params, silent)
-    assert [one["label"] for one in found["ways"]] == [
-        "128 GPUs",
-        "llama-3.1-405b on 16,384 GPUs of h100",
-    ]
+    first, *lean, last = (one["label"] for one in found["ways"])
+    assert (first, last) == ("128 GPUs", "llama-3.1-405b on 16,384 GPUs of h100")
+    assert {*lean} <= {*explore_job._LEAN}
     view = shown({**found["job"], **found["lean"]})
     assert view["numbers"]["verdict"] == "does not fit"
     needs = f"needs {view['numbers']['total'] / 2**30:,.1f} GiB"
     assert needs in found["refused"]
+
+
+def test_one_gpu_is_offered_offload_and_adapters() -> None:
+    found = explore_search.ranking_view({"model": "llama-3.1-8b", "gpus": "1"}, silent)
+    lean = {one["label"]: one["set"] for one in found["ways"][1:-1]}
+    assert lean == {label: {"also": key} for label, key in explore_job._LEAN.items()}
+    for change in lean.values():
+        state = arrive({"model": "llama-3.1-8b", "gpus": "1", **change}, ways=0)
+        view = shown(state.params())
+        assert view["numbers"]["verdict"] == "fits" and change["also"] in view["command"]
+
+
+def test_another_model_brings_its_own_sequences_batch_and_tokens() -> None:
+    """From any model, and as the first: what nobody typed is that of the model."""
+    state = state_of(PlanOptions("llama-3.1-405b")).params()
+    for name in shuffled(models.presets()):
+        state = State.parse({**state, "model": name}).params()
+        alone = explore_job.job_of({"model": name})
+        assert {**state} == {**state, **{key: str(vars(alone)[key]) for key in ("seq", "batch")}}
+        assert float(state["tokens"]) == alone.tokens and "tokens" in alone.derived
+
+
+def test_what_was_typed_stays_or_is_said() -> None:
+    opened = state_of(PlanOptions("llama-3.1-405b")).params()
+    change = explore_job.typed(State.parse(opened), {"seq": "4096"})
+    assert change == {"seq": "4096", "derived": "batch tokens"}
+    state = {**opened, **change, "gpus": "8"}
+    assert State.parse({**state, "model": "deepseek-v3"}).seq == 4096
+    job, derived = (explore_job.job_of({**each, "model": "gpt2"}) for each in (state, opened))
+    assert job.seq == derived.seq == 1024
+    found = explore_search.ranking_view({**state, "model": "gpt2"}, silent)
+    assert "sequences are cut to 1,024 tokens" in found["notes"]
+
+
+def test_a_plan_that_names_its_batch_keeps_it() -> None:
+    options = PlanOptions("llama-3.1-8b", "dp=8", machine="h100", batch=64, seq=4096)
+    state = state_of(options)
+    assert state.derived == "tokens"
+    other = State.parse({**state.params(), "model": "qwen3-8b"})
+    assert (other.batch, other.seq) == (64, 4096) and other.tokens != state.tokens
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="no node")
+def test_the_page_keeps_typed_and_derived_apart_and_no_note_under_a_legal_value(
+    tmp_path: Path,
+) -> None:
+    """The two functions of the scripts that decide it, in node."""
+    scripts = [
+        re.sub(r"^import .*$", "", (document.STATIC / name).read_text("utf-8"), flags=re.M)
+        for name in ("address.js", "slider.js")
+    ]
+    script = tmp_path / "page.mjs"
+    script.write_text(
+        "globalThis.addEventListener = () => {};\n"
+        + "\n".join(scripts)
+        + """
+const typed = merged({ seq: "8192", derived: "batch seq tokens" }, { seq: "4096", also: "" });
+const [no, yes] = [{ value: 3, legal: false, why: "heads" }, { value: 3, legal: true }];
+const notes = [[no, yes], [yes], [yes, yes]].map((values) => note("tp", values, 3));
+console.log(JSON.stringify([typed, notes]));
+"""
+    )
+    done = subprocess.run(["node", script], capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout) == [
+        {"seq": "4096", "derived": "batch tokens"},
+        ["tp=3 cannot be: heads", "tp can only be 1 for this model", ""],
+    ]
 
 
 def test_learned_positions_cut_the_sequences_of_another_model() -> None:

@@ -13,6 +13,13 @@ export function written(tab, params) {
   return query ? `${tab}?${query}` : tab;
 }
 
+/** Parameters with some changed; "" takes one away. What is changed is no longer derived: `typed` of
+ * explore_job.py. @param {Record<string, string>} params @param {Record<string, string>} set */
+export function merged(params, set) {
+  const derived = (params.derived ?? "").split(" ").filter((name) => !(name in set)).join(" ");
+  return Object.fromEntries(Object.entries({ ...params, derived, ...set }).filter(([, text]) => text !== ""));
+}
+
 const PAUSE = 1000; // milliseconds
 let changed = 0;
 // An address that was come to is written out in its own place: a way back over it would end there.

@@ -4,6 +4,7 @@
 
 import { clear, el } from "fivefold/dom.js";
 import { slider } from "fivefold/slider.js";
+import { jobOf } from "fivefold/slow.js";
 
 /** @typedef {Record<string, string>} Params */
 /** @typedef {{value: any, legal: boolean, why: string, set: Params}} Option */
@@ -49,14 +50,16 @@ export function create(change) {
     el("div", { class: "sliders" }, ...Object.values(sliders).map((each) => each.root)),
     el("div", { class: "fields" }, ...selects.map((each) => each.root)),
   );
+  let job = "";
   return {
     root,
     say,
     update(view) {
+      const isOther = job !== (job = JSON.stringify(jobOf(view.state)));
       say("");
       model.update(view);
       for (const each of [...numbers, ...selects]) each.update(view);
-      for (const [axis, each] of Object.entries(sliders)) each.update(view.sliders[axis]);
+      for (const [axis, each] of Object.entries(sliders)) each.update(view.sliders[axis], isOther);
     },
   };
 }

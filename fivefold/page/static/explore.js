@@ -9,6 +9,7 @@ import { site } from "fivefold/ask.js";
 import { panel } from "fivefold/panel.js";
 import { create as controls } from "fivefold/controls.js";
 import { JOB, jobOf, search } from "fivefold/slow.js";
+import { merged } from "fivefold/address.js";
 import { count } from "fivefold/format.js";
 
 /** @typedef {Record<string, string>} Params */
@@ -49,6 +50,8 @@ class Explore {
     this.answers = new Answers("explore");
     this.pictures = new Answers("pictures");
     this.asking = false;
+    /** Whether there is nothing to draw: the job is illegal, or the question was refused. */
+    this.isBlank = false;
     this.began = 0;
     /** @type {number | undefined} */
     this.rest = undefined;
@@ -66,14 +69,14 @@ class Explore {
     this.notice = el("div", { class: "notice", role: "status", hidden: true });
     /** What the planner said about this job, if it was asked for it. @type {any} */
     this.loaded = null;
-    /** @type {{name: string, later: boolean, root: HTMLElement, say: (text: string) => void, drawing: any, seen: boolean, drawn: any}[]} */
+    /** @type {{name: string, later: boolean, root: HTMLElement, body: HTMLElement, say: (text: string) => void, fail: (text: string) => void, drawing: any, seen: boolean, drawn: any}[]} */
     this.panels = [];
     const answers = el("div", { class: "answers" }, this.notice, this.problem);
     const pictures = el("div", { class: "pictures" });
     frames.forEach(({ name, title, hint, later }, i) => {
-      const { root: frame, body, say } = panel(name, title, hint);
+      const { root: frame, body, say, fail } = panel(name, title, hint);
       const drawing = modules[i].create(body, { onChoose: change });
-      this.panels.push({ name, later, root: frame, say, drawing, seen: name === FIRST, drawn: null });
+      this.panels.push({ name, later, root: frame, body, say, fail, drawing, seen: name === FIRST, drawn: null });
       (name === FIRST ? answers : pictures).append(frame);
     });
     root.append(answers, this.controls.root, pictures);
@@ -176,11 +179,23 @@ class Explore {
     }
     this.explain(view.problem);
     this.say(this.loaded);
-    this.root.classList.toggle("stale", Boolean(view.problem));
+    this.root.classList.remove("stale");
+    this.isBlank = false;
+    if (view.problem) this.blank();
     await Promise.all(this.panels.filter((one) => one.seen).map((one) => this.draw(one)));
   }
 
-  /** The question itself was refused: what was there stays, or else where the page begins.
+  /** Answers of another job are not read as those of this one. */
+  blank() {
+    this.isBlank = true;
+    for (const one of this.panels) {
+      one.fail("");
+      one.drawn = null;
+    }
+  }
+
+  /** The question itself was refused: the inputs go back to what was there, or else to where the
+   * page begins; its answers are shown again when they are asked for.
    * @param {Error} error @param {Params} asked */
   async refused(error, asked) {
     if (!this.view && asked !== this.start) {
@@ -190,27 +205,31 @@ class Explore {
       this.wanted = this.view.state;
       this.remember(this.view.state);
       this.controls.update(this.view);
-      this.root.classList.toggle("stale", Boolean(this.view.problem));
+      this.root.classList.remove("stale");
     }
     this.controls.say(error.message);
-    if (!this.view) this.explain({ reasons: [error.message], nearest: [] });
+    this.blank();
+    this.say(null);
+    const back = this.view ? [{ label: `back to ${nameOf(this.view.state)}`, set: {} }] : [];
+    this.explain({ title: "This question has no answer.", reasons: [error.message], nearest: back });
   }
 
   /** @param {any} one of the panels */
   async draw(one) {
     const { view } = this;
-    if (!view || view.problem || one.drawn === view) return;
+    if (!view || this.isBlank || one.drawn === view) return;
     one.drawn = view;
-    let parts = view;
     try {
-      if (one.later) parts = { ...view, ...(await this.pictures.to(view.state)) };
+      const parts = one.later ? { ...view, ...(await this.pictures.to(view.state)) } : view;
+      if (this.view !== view || this.isBlank) return;
+      const part = parts[one.name];
+      if (part?.failed) throw new Error(part.failed);
       one.say("");
+      one.body.hidden = false; // before it is drawn: a hidden chart has no size
+      one.drawing.update(part, parts);
     } catch (error) {
-      one.say(/** @type {Error} */ (error).message);
-      return;
+      if (this.view === view) one.fail(/** @type {Error} */ (error).message);
     }
-    if (this.view !== view) return;
-    one.drawing.update(parts[one.name], parts);
   }
 
   /** What the planner loaded, or why nothing fits and where something does. @param {any} found */
@@ -223,7 +242,7 @@ class Explore {
     if (best)
       return this.tell(el("p", {}, el("strong", {}, "The planner's best"), ` for ${name} is loaded: ${best.layout}, the first of `
         + `${count(found.candidates)} layouts weighed.${notes}`));
-    const ways = found.ways.map((/** @type {any} */ each) => this.way(each));
+    const ways = found.ways.map((/** @type {any} */ each) => this.way(each, () => this.reach(each.set)));
     const lean = found.lean ? " The leanest layout is shown." : "";
     this.tell(el("p", {}, el("strong", {}, "Nothing fits: "), `${found.refused}.${lean}${notes}`),
       el("p", { class: "ways" }, "Something fits with: ", ...ways));
@@ -235,9 +254,16 @@ class Explore {
     clear(this.notice, ...words);
   }
 
-  /** A button that leads to another job or layout. @param {{label: string, set: Params}} each */
-  way(each) {
-    return el("button", { type: "button", onclick: () => this.change(each.set) }, each.label);
+  /** A button that leads to another job or layout.
+   * @param {{label: string, set: Params}} each @param {() => void} [onclick] */
+  way(each, onclick = () => this.change(each.set)) {
+    return el("button", { type: "button", onclick }, each.label);
+  }
+
+  /** Another job, with the planner's best layout for it. @param {Params} set */
+  reach(set) {
+    this.wanted = merged(this.wanted, set);
+    void this.load();
   }
 
   /** An illegal job: every reason, legal layouts to choose from, and the planner's best.
@@ -250,9 +276,9 @@ class Explore {
     const best = el("button", { type: "button", onclick: () => void this.load() }, "the planner's best");
     clear(
       this.problem,
-      el("strong", {}, "This layout cannot run this job."),
+      el("strong", {}, problem.title ?? "This layout cannot run this job."),
       el("ul", {}, ...reasons),
-      this.loaded ? null : el("p", { class: "ways" }, "Load instead: ", ...near, site.live ? best : null),
+      this.loaded ? null : el("p", { class: "ways" }, "Load instead: ", ...near, site.live && !problem.title ? best : null),
     );
   }
 
@@ -276,7 +302,7 @@ class Explore {
   /** One panel at a time, so that sliders stay quick. */
   unseen() {
     const next = this.panels.find((one) => one.drawn !== this.view);
-    if (!next || this.asking || this.view.problem) return;
+    if (!next || this.asking || this.isBlank) return;
     void this.draw(next);
     requestIdleCallback(() => this.unseen(), { timeout: 1500 });
   }
@@ -307,7 +333,3 @@ const nameOf = (job) => {
   const many = gpus ? `${count(gpus)} ${gpus === 1 ? "GPU" : "GPUs"}` : "the GPUs";
   return `${job.config ? "the pasted config" : (job.model ?? "the model")} on ${many}${job.machine ? ` of ${job.machine}` : ""}`;
 };
-
-/** Parameters with some changed; "" takes one away. @param {Params} params @param {Params} set */
-const merged = (params, set) =>
-  Object.fromEntries(Object.entries({ ...params, ...set }).filter(([, text]) => text !== ""));

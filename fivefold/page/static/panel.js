@@ -9,7 +9,7 @@ import { site } from "fivefold/ask.js";
  * @param {string} name as `--panel` knows it
  * @param {string} title
  * @param {string} [hint] one sentence under the title
- * @returns {{root: HTMLElement, body: HTMLElement, say: (text: string) => void}}
+ * @returns {{root: HTMLElement, body: HTMLElement, say: (text: string) => void, fail: (text: string) => void}}
  */
 export function panel(name, title, hint) {
   const body = el("div", { class: "body" });
@@ -29,7 +29,13 @@ export function panel(name, title, hint) {
     body,
     twin,
   );
-  return { root, body, say: (text) => void clear(problem, text) };
+  const say = (/** @type {string} */ text) => void clear(problem, text);
+  /** What was drawn belongs to something else: it is not shown. @param {string} text */
+  const fail = (text) => {
+    body.hidden = true;
+    say(text);
+  };
+  return { root, body, say, fail };
 }
 
 /** The command that prints the same in a terminal. @param {string} name */

@@ -11,13 +11,15 @@ const MOST_LABELS = 18;
 /**
  * @param {string} axis
  * @param {(set: Record<string, string>) => void} change
- * @returns {{root: HTMLElement, update: (one: any) => void}}
+ * @returns {{root: HTMLElement, update: (one: any, isOther: boolean) => void}}
  */
 export function slider(axis, change) {
   /** @type {Option[]} */
   let values = [];
   let here = 0;
   let shown = "";
+  /** The value that was passed over last, in this job. @type {number | undefined} */
+  let passed;
   const input = /** @type {HTMLInputElement} */ (
     el("input", { type: "range", min: 0, step: 1, name: axis, disabled: true, "aria-describedby": `why-${axis}` })
   );
@@ -31,7 +33,8 @@ export function slider(axis, change) {
   /** @param {number} to a place among the values */
   function move(to) {
     const stop = settled(values, here, to);
-    clear(why, stop === to ? "" : `${axis}=${values[to].value} cannot be: ${values[to].why}`);
+    passed = stop === to ? undefined : values[to].value;
+    clear(why, note(axis, values, passed));
     input.value = String(stop);
     if (stop === here) return;
     here = stop;
@@ -48,8 +51,8 @@ export function slider(axis, change) {
 
   return {
     root: el("div", { class: "slider" }, el("label", {}, name, degree, input), ticks, why),
-    update(one) {
-      const moved = one.value !== values[here]?.value;
+    update(one, isOther) {
+      if (isOther || one.value !== values[here]?.value) passed = undefined;
       values = one.values;
       here = Math.max(0, values.findIndex((each) => each.value === one.value));
       clear(name, el("b", {}, axis), ` ${one.label}`);
@@ -60,11 +63,18 @@ export function slider(axis, change) {
       const sign = JSON.stringify(values.map(({ value, legal, why: words }) => [value, legal, words]));
       if (sign !== shown) clear(ticks, ...values.map((each, place) => tick(each, place, values.length)));
       shown = sign;
-      if (moved) clear(why, "");
-      if (values.length < 2) clear(why, `${axis} can only be 1 for this model`);
+      clear(why, note(axis, values, passed));
       told();
     },
   };
+}
+
+/** What stands under a slider: why a value was passed over, as long as that is so.
+ * @param {string} axis @param {Option[]} values @param {number | undefined} passed */
+export function note(axis, values, passed) {
+  if (values.length < 2) return `${axis} can only be 1 for this model`;
+  const one = values.find(({ value }) => value === passed);
+  return one && !one.legal ? `${axis}=${one.value} cannot be: ${one.why}` : "";
 }
 
 /** Where a slider stops that is moved to `to`: there, or at the nearest legal value on that side.

@@ -8,7 +8,7 @@ import { ask, key } from "fivefold/ask.js";
 
 /** @typedef {Record<string, string>} Params */
 /** Keys that a search depends on; all others leave its answer as it is. */
-export const JOB = ["model", "config", "machine", "gpus", "seq", "batch", "precision", "also"];
+export const JOB = ["model", "config", "machine", "gpus", "seq", "batch", "precision", "also", "derived"];
 const STILL_MS = 300;
 const MOST = 32;
 /** Answers by question. @type {Map<string, any>} */
