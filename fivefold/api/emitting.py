@@ -4,51 +4,66 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fivefold.api.planning import estimate_given, estimate_options
-from fivefold.bridges import EmittedPlan, emit_plan
+from fivefold.bridges import NAMES_NO_MODEL, EmittedPlan, emit_plan
 from fivefold.bridges.job_values import Values, options_of
-from fivefold.bridges.nearest import Price
-from fivefold.core.errors import FivefoldError
-from fivefold.core.plan import Plan, PlanOptions
+from fivefold.bridges.nearest import Price, Priced
+from fivefold.core.errors import FivefoldError, bullets
+from fivefold.core.plan import Plan
 from fivefold.report.plan_answers import Printed
 
-if TYPE_CHECKING:
-    from fivefold.planner.estimate import Estimate
-
-_DOES_NOT_FIT = "does not fit"
+# What is learned, and not how fast: no other value is near.
+_OF_LEARNING = (
+    *("optimizer", "lr_curve", "weight_decay", "clip", "lora", "lora_alpha", "lora_targets"),
+    *("train_only", "dpo_beta", "packed", "balance"),
+)
 
 
 def emit(
     plan: Plan, target: str, how: Mapping[str, Any] | None = None, precision: str | None = None
 ) -> EmittedPlan:
     """The plan as a file of another framework. What that cannot express is listed, with the nearest
-    that it can; with a machine each is priced under the assumptions `how`."""
+    that it can; with a machine each is priced under the assumptions `how`. Raises if the file would
+    learn something else, or does not fit the machine. Defaults that nobody planned are left out."""
     usual = estimate_options(0.05, "compiled", None, None) if how is None else how
-    return emit_plan(target, plan, _priced(plan, usual, precision))
+    recipe = plan.options.train
+    unplanned = {"lr", "steps"} & recipe.still_yours().keys()
+    if unplanned and recipe.warmup is None:
+        unplanned.add("warmup")
+    emitted = emit_plan(target, plan, _priced(plan, usual, precision), unplanned)
+    title = emitted.target.title
+    lost = [each for each in emitted.losses if each.key in _OF_LEARNING and not each.left]
+    if lost := [*lost, *(each for each in emitted.losses if each.now == NAMES_NO_MODEL)]:
+        words = [f"{each.key}={each.was}; {each.now} would be another job" for each in lost]
+        raise FivefoldError(
+            bullets(f"{title} cannot say what this plan learns:", words)
+            + "\nleave it out of the plan, or choose another target"
+        )
+    if emitted.after is not None and emitted.after.too_large:
+        raise FivefoldError(
+            bullets(f"{title} cannot run this plan, {emitted.after}", emitted.lines)
+            + "\nplan with more GPUs or more recomputation, or let `fivefold compare-frameworks` "
+            "find the best layout that it has"
+        )
+    return emitted
 
 
 def _priced(plan: Plan, how: Mapping[str, Any], precision: str | None) -> Price:
-    """Seconds of a step of a plan like this one, with other values; None if that does not fit and
-    this one does."""
+    """The estimate of a plan like this one, with other values; None without a machine."""
     options = plan.options
 
-    def estimate(changed: PlanOptions) -> Estimate | None:
+    def price(values: Values) -> Priced | None:
+        if options.machine is None:
+            return None
+        changed = options_of(values, options.model, options.set)
         try:
-            return estimate_given(replace(changed, machine=options.machine), how, precision)[1]
+            found = estimate_given(replace(changed, machine=options.machine), how, precision)[1]
         except FivefoldError:
             return None
-
-    own = None if options.machine is None else estimate(options)
-
-    def price(values: Values) -> float | None:
-        if own is None:
-            return None
-        found = estimate(options_of(values, options.model, options.set))
-        if found is None or (found.verdict == _DOES_NOT_FIT != own.verdict):
-            return None
-        return found.step
+        gib, limit = found.total / 2**30, found.setting.machine.memory / 2**30
+        return Priced(found.step, gib, limit, found.verdict)
 
     return price
 
@@ -61,9 +76,11 @@ def emitted_answer(emitted: EmittedPlan) -> Printed:
             "was": loss.was,
             "now": None if loss.left else loss.now,
             "slower": loss.slower,
+            "memory": None if loss.after is None else str(loss.after),
             "text": text,
         }
         for loss, text in zip(emitted.losses, emitted.lines, strict=True)
     ]
-    table = {"target": emitted.target.name, "file": emitted.text, "losses": losses}
+    table: dict[str, Any] = {"target": emitted.target.name, "file": emitted.text}
+    table |= {"losses": losses, "notes": list(emitted.notes)}
     return table, [emitted.text.rstrip("\n")]

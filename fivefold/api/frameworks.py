@@ -22,7 +22,7 @@ from fivefold.api.planning import (
 from fivefold.bridges import TARGETS, model_losses
 from fivefold.bridges.expressible import possible_values
 from fivefold.bridges.job_values import Values, options_of, values_of
-from fivefold.bridges.nearest import Expressed, express
+from fivefold.bridges.nearest import Expressed, Priced, express
 from fivefold.bridges.target import Target
 from fivefold.core import tables
 from fivefold.core.errors import FivefoldError
@@ -204,6 +204,6 @@ def _lacks(target: Target, best: Estimate) -> tuple[str, ...]:
     )
 
 
-def _free(_values: Values) -> float | None:
+def _free(_values: Values) -> Priced | None:
     """No price: the nearest is taken."""
     return None

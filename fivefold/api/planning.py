@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from fivefold.api.checks import above, one_of, positive
 from fivefold.api.jobs import GivenJob, Model, OnProgress, TaskProgress, given_job
 from fivefold.core import machine as machines
-from fivefold.core.errors import FivefoldError
+from fivefold.core.errors import FivefoldError, counted
 from fivefold.core.failures import FailureRates
 from fivefold.core.plan import Plan, PlanOptions, resolve
 from fivefold.core.precision import PRECISIONS
@@ -68,7 +69,7 @@ class PlannedJob:
 
     def to_toml(self, path: str | Path) -> None:
         """Write the plan as a file that every verb and every function reads."""
-        write_text(Path(path), self.plan.to_toml(Path(path).parent))
+        write_plan(Path(path), self.plan, self.costs.tokens)
 
     def __repr__(self) -> str:
         known = "" if self.estimate is None else f": {self.fits}, {duration(self.estimate.step)}"
@@ -102,12 +103,12 @@ class SearchedPlans:
     def best(self) -> PlannedJob:
         """The first choice."""
         first = self.plans[0]
-        return PlannedJob(first.plan, first, self.why, self.result.seconds, self.costs)
+        return PlannedJob(self.plan, first, self.why, self.result.seconds, self.costs)
 
     @property
     def plan(self) -> Plan:
         """That of the first choice."""
-        return self.plans[0].plan
+        return with_steps(self.plans[0].plan, self.costs.tokens)
 
     @cached_property
     def _answer(self) -> Printed:
@@ -151,16 +152,18 @@ def plan(
     costs = _costs(tokens, price, mtbf_gpu)
     how = estimate_options(headroom, kernels, imbalance, stack)
     job = estimated_job(given_job(model, keys), kernels, precision)
+    require_one_length(tokens, job.given)
     if job.options.gpus is not None and job.is_open:
         return search(job, **costs._asdict(), precision=precision, **how).best
     if job.options.machine is None:
-        return PlannedJob(resolve(job.options), None, (), 0.0)
+        return PlannedJob(with_steps(resolve(job.options), tokens), None, (), 0.0, costs)
     from fivefold.planner.neighbours import compare_neighbours
 
     began = time.perf_counter()
     resolved, found = estimate_given(job.options, how, precision)
     why = tuple(plan_text.reasons_text(found, compare_neighbours(found), None))
-    return PlannedJob(resolved, found, why, time.perf_counter() - began, costs)
+    seconds = time.perf_counter() - began
+    return PlannedJob(with_steps(resolved, tokens), found, why, seconds, costs)
 
 
 def search(
@@ -189,11 +192,46 @@ def search(
     costs = _costs(tokens, price, mtbf_gpu)
     how = estimate_options(headroom, kernels, imbalance, stack)
     job = estimated_job(given_job(model, keys), kernels, precision)
+    require_one_length(tokens, job.given)
     if not job.is_open:
         raise FivefoldError("a search chooses the layout: leave it out, or call plan")
     request = request_of(job.options, fixed_values(job, fix), how, precision)
     found = best_of(request, objective, top, on_progress)
     return SearchedPlans(found, tuple(first_reasons(found)), costs)
+
+
+def require_one_length(tokens: float | None, given: Collection[str]) -> None:
+    """Refuse a length in tokens beside one in steps."""
+    if tokens is not None and "steps" in given:
+        raise FivefoldError("tokens and steps are both the length of the run: leave one out")
+
+
+def with_steps(plan: Plan, tokens: float | None) -> Plan:
+    """The plan with the steps in which its batch reads a budget of tokens."""
+    if tokens is None:
+        return plan
+    train = replace(plan.options.train, steps=math.ceil(tokens / plan.batch.tokens))
+    return replace(plan, options=replace(plan.options, train=train))
+
+
+def write_plan(path: Path, plan: Plan, tokens: float | None = None) -> None:
+    """Write a plan file: what is planned, and as comments what is still to be said of a real run.
+
+    The steps of a token budget hold for one batch, which is written too: another layout of the
+    file keeps it.
+    """
+    lines: list[str] = []
+    batch, recipe = plan.batch, plan.options.train
+    if tokens is not None:
+        plan = replace(plan, options=replace(plan.options, batch=batch.sequences))
+        rows = f"{counted(batch.sequences, 'sequence')} of {counted(batch.seq, 'token')}"
+        lines.append(f"# {tokens:.4g} tokens are {counted(recipe.steps, 'step')} of {rows}")
+    lines.append(plan.to_toml(path.parent).rstrip("\n"))
+    if yours := recipe.still_yours():
+        names = {"data": "data, tokenizer", "save_every": "saves", "lr": "learning rate"}
+        lines += ["", "# still yours: " + ", ".join(names.get(key, key) for key in yours)]
+        lines += [f"# {line}; now {default}" for default, line in yours.values()]
+    write_text(path, "\n".join(lines) + "\n")
 
 
 def estimate_options(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -34,8 +34,8 @@ from fivefold.bridges.key_table import Flat, read_keys, same, write_keys
 from fivefold.bridges.megatron import MEGATRON, read_script, world_of_launch
 from fivefold.bridges.model_names import titan_of
 from fivefold.bridges.nanotron import NANOTRON
-from fivefold.bridges.nearest import Expressed, Loss, Price, express
-from fivefold.bridges.target import Sheet, Target, gpus_per_node
+from fivefold.bridges.nearest import Expressed, Loss, Price, Priced, express
+from fivefold.bridges.target import YOURS, Sheet, Target, gpus_per_node
 from fivefold.bridges.torchtitan import TORCHTITAN, TORCHTITAN_MAIN
 from fivefold.core import models
 from fivefold.core.errors import BadFile, FivefoldError, UnknownName
@@ -49,7 +49,9 @@ TARGETS: dict[str, Target] = {
         *(DEEPSPEED, NANOTRON, ACCELERATE, AXOLOTL),
     )
 }
+NAMES_NO_MODEL = "a file without a model"
 _OURS = re.compile(r"^# fivefold: (\{.*\})$", re.MULTILINE)
+_PLANNED = {"lr": "learning rate", "steps": "steps"}  # of YOURS, what a plan may say
 _SUFFIXES = (".sh", ".slurm", ".sbatch", ".yaml", ".yml", ".py", ".json", ".toml")
 # What is only in texts of a format, for files that people name as they like; all others are YAML.
 _TEXTS = {
@@ -68,6 +70,8 @@ class EmittedPlan:
     text: str
     losses: tuple[Loss, ...]
     options: PlanOptions  # the plan that the file is
+    after: Priced | None = None  # the estimate of that plan
+    notes: tuple[str, ...] = ()  # its memory, and what the file leaves to the user
 
     @property
     def lines(self) -> tuple[str, ...]:
@@ -97,30 +101,49 @@ def target_of(name: str) -> Target:
     return TARGETS[name]
 
 
-def _unpriced(_values: Values) -> float | None:
+def _unpriced(_values: Values) -> Priced | None:
     return None
 
 
-def emit_plan(name: str, plan: Plan, price: Price = _unpriced) -> EmittedPlan:
-    """The plan as a file of a framework; `price` is the seconds of a step, for what is lost."""
+def emit_plan(
+    name: str, plan: Plan, price: Price = _unpriced, unplanned: Collection[str] = ()
+) -> EmittedPlan:
+    """The plan as a file of a framework; `price` estimates it, for what is lost. Keys that depend
+    on our `unplanned` ones are left out."""
     target, options = target_of(name), plan.options
     shape = replace(plan.shape, tuning=None)
     found = express(target, values_of(plan), (options.model, options.set, shape), price)
-    losses = (*found.losses, *model_losses(target, shape))
-    values = target.outgoing(found.values, shape)
-    flat = {**target.model_keys(_as_long(shape, values)), **write_keys(target.table, values)}
-    said = values_of(plan)
-    whole = {**values, **{key: said[key] for key in target.left}}
-    flat |= {key: each for key, each in target.more(shape, whole).items() if key not in flat}
+    said = [loss for loss in found.losses if not (loss.left and loss.key in unplanned)]
+    losses = (*said, *model_losses(target, shape))
+    before = values_of(plan)
+    left = {key: before[key] for key in target.left}
+    flat = _file_keys(target, shape, found.values, left)
+    doubled = {key: 2 * before[key] for key in unplanned}
+    other = _file_keys(target, shape, {**found.values, **doubled}, {**left, **doubled})
+    flat = {key: each for key, each in flat.items() if each == other.get(key)}
     nearest = options_of(found.values, options.model, options.set)
+    after = price({**found.values, **left})
+    notes = [] if after is None else [f"memory of the fullest rank: {after}"]
+    planned = [name for key, name in _PLANNED.items() if key not in unplanned]
+    names = zip(YOURS, target.yours, strict=True)
+    yours = [f"{name} ({theirs})" for name, theirs in names if name not in planned]
+    notes.append(f"still yours: {', '.join(yours)}")
     lines = [f"{shape.name} on {nearest.layout} for {target.title}, planned by fivefold"]
-    lines += [loss.text(target.title) for loss in losses]
+    lines += [*(loss.text(target.title) for loss in losses), *notes]
     ours: dict[str, Any] = {"model": options.model}
     lines.append(f"fivefold: {json.dumps({**ours, 'set': options.set} if options.set else ours)}")
     sheet = Sheet(
         *(flat, found.values, shape, options.model, gpus_per_node(plan.machine), tuple(lines))
     )
-    return EmittedPlan(target, target.write(sheet), losses, nearest)
+    return EmittedPlan(target, target.write(sheet), losses, nearest, after, tuple(notes))
+
+
+def _file_keys(target: Target, shape: Shape, ours: Values, left: Values) -> Flat:
+    """The keys of a file: those of the model, of the table, and what every file has."""
+    values = target.outgoing(ours, shape)
+    flat = {**target.model_keys(_as_long(shape, values)), **write_keys(target.table, values)}
+    more = target.more(shape, {**values, **left})
+    return {**flat, **{key: each for key, each in more.items() if key not in flat}}
 
 
 def _as_long(shape: Shape, values: Values) -> Shape:
@@ -138,7 +161,7 @@ def model_losses(target: Target, shape: Shape) -> Iterator[Loss]:
         return
     found = target.find_model(target.model_keys(shape)).model
     if found is None:
-        yield Loss("model", shape.name, "the file names none")
+        yield Loss("model", shape.name, NAMES_NO_MODEL)
         return
     described = models.load(found)
     names = [each.name for each in fields(shape) if each.compare]
@@ -294,6 +317,7 @@ def _ours(text: str) -> dict[str, Any]:
 
 
 __all__ = [
+    "NAMES_NO_MODEL",
     "TARGETS",
     "EmittedPlan",
     "Expressed",

@@ -143,4 +143,5 @@ ACCELERATE = Target(
         *("fsdp_config.fsdp_auto", "fsdp_config.fsdp_state", "fsdp_config.fsdp_transformer"),
         *("fsdp_config.fsdp_cpu_ram", "fsdp_config.fsdp_use_orig", "fsdp_config.fsdp_sync"),
     ),
+    yours=("in your program",) * 5,
 )

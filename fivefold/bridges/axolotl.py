@@ -137,4 +137,5 @@ AXOLOTL = Target(
         *("save_", "eval_", "hub_model_id", "warmup_ratio", "rl", "fsdp_config.sync", "output"),
         *("fsdp_config.final_state", "fsdp_config.use_orig"),
     ),
+    yours=("datasets", "tokenizer_config", "save_steps", "learning_rate", "max_steps"),
 )

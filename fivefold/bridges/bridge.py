@@ -165,4 +165,5 @@ BRIDGE = Target(
         *("tokenizer.", "validation.", "profiling.", "train.eval", "train.manual_gc"),
         "optimizer.use_precision_aware_optimizer",
     ),
+    yours=("dataset", "tokenizer", "checkpoint", "optimizer.lr", "train.train_iters"),
 )

@@ -126,5 +126,6 @@ DEEPSPEED = Target(
         *("dump_state", "expert_parallel.enabled", "zero_allow_untested_optimizer", "flops_"),
         *(f"{_Z}offload_optimizer.", "activation_checkpointing."),
     ),
+    yours=(*["in your program"] * 3, "optimizer.params.lr", "in your program"),
     comments=False,
 )

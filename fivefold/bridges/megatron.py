@@ -301,4 +301,5 @@ MEGATRON = Target(
     model_keys=model_arguments,
     find_model=find_model,
     neutral=NEUTRAL,
+    yours=("--data-path", "--tokenizer-model", "--save-interval", "--lr", "--train-iters"),
 )

@@ -183,4 +183,5 @@ NANOTRON = Target(
         *(f"{_R}lr_warmup_style", f"{_R}min_decay_lr", f"{_R}lr_decay_s", "tokens.val", "data."),
         *("tokens.limit", "optimizer.optimizer_factory.", "optimizer.weight_decay_exclude"),
     ),
+    yours=("data_stages", "tokenizer", "checkpoints", f"{_R}learning_rate", "tokens.train_steps"),
 )

@@ -1,7 +1,7 @@
 """What a target cannot express, and the nearest plan that it can: one loss after another.
 
-Each loss has candidates, which must be legal plans. With a price (seconds of a step, None if it
-does not fit) the fastest that fits is taken, without one the first: they are listed nearest first.
+Each loss has candidates, which must be legal plans. With a price the fastest that fits is taken,
+without one the first: they are listed nearest first.
 """
 
 from __future__ import annotations
@@ -20,7 +20,24 @@ from fivefold.core.recompute import StageRecompute
 from fivefold.core.schedule.catalog import family
 from fivefold.core.shape import Shape
 
-Price = Callable[[Values], float | None]
+
+class Priced(NamedTuple):
+    """The estimate of a plan: seconds of a step, and GiB of the fullest rank and of its GPU."""
+
+    step: float
+    gib: float
+    limit: float
+    verdict: str
+
+    @property
+    def too_large(self) -> bool:
+        return self.verdict == "does not fit"
+
+    def __str__(self) -> str:
+        return f"{self.gib:.1f} of {self.limit:.1f} GiB: {self.verdict}"
+
+
+Price = Callable[[Values], Priced | None]
 _MOST_CHUNKS_TRIED = 8
 _MOST_RULES = 3  # of what is impossible together, one after another
 _MOST_PRICED = 12  # candidates, the nearest
@@ -35,15 +52,15 @@ _RECOMPUTED = ("none", "norm", "act", "selective", "mlp", "experts", "attention"
 
 @dataclass(frozen=True)
 class Loss:
-    """One thing that a target cannot express: what the plan has, what it gets instead, and the
-    share by which a step gets slower; None if that was not estimated."""
+    """One thing that a target cannot express: what the plan has, what it gets instead, the share by
+    which a step gets slower and its memory after the change; None if these were not estimated."""
 
     key: str
     was: str
     now: str
     slower: float | None = None
     left: bool = False  # to the user's program: nothing is lost, and nothing priced
-    too_large: bool = False
+    after: Priced | None = None
     together: bool = False  # the target has it, but not beside other values of the plan
 
     def text(self, title: str) -> str:
@@ -52,14 +69,11 @@ class Loss:
         name = self.was if self.key == "schedule" else f"{self.key}={self.was}"
         beside = " beside other values of this plan" if self.together else ""
         words = f"{title} has no {name}{beside}: {self.now}"
-        if self.too_large:
-            return f"{words}, which does not fit"
-        if self.slower is None:
+        if self.slower is None or self.after is None:
             return words
-        if abs(self.slower) < 0.0005:
-            return f"{words}, as fast"
         way = "slower" if self.slower > 0 else "faster"
-        return f"{words}, {abs(self.slower):.1%} {way}"
+        speed = "as fast" if abs(self.slower) < 0.0005 else f"{abs(self.slower):.1%} {way}"
+        return f"{words}, {speed}, {self.after}"
 
 
 class Expressed(NamedTuple):
@@ -78,7 +92,7 @@ class _NearestPlan:
         self.target, self.now, self.price = target, values, price
         self.name, self.changes, self.shape = model
         self.losses: list[Loss] = []
-        self.seconds = price(values)
+        self.priced = price(values)
 
     def legal(self, changes: Values, any_batch: bool = False) -> Values | None:
         """The plan with changes, the same sequences a step, and what follows from them; or a batch
@@ -111,7 +125,7 @@ class _NearestPlan:
     ) -> None:
         """Replace the plan by the best candidate."""
         listed = list(candidates)
-        most = 1 if left or self.seconds is None else _MOST_PRICED
+        most = 1 if left or self.priced is None else _MOST_PRICED
         all_legal = ((each, found) for each in listed if (found := self.legal(each)) is not None)
         possible = ((each, found) for each, found in all_legal if self._possible(found))
         legal = list(islice(possible, most)) or self._legal_at_all(listed, most)
@@ -125,17 +139,25 @@ class _NearestPlan:
             )
         if left or len(legal) == 1:
             changes, found = legal[0]
-            seconds = None if left else self.price(found)
+            after = None if left else self.price(found)
         else:
             priced = [(self.price(found), changes, found) for changes, found in legal]
-            seconds, changes, found = min(priced, key=lambda one: one[0] or float("inf"))
+            after, changes, found = min(priced, key=lambda one: _by_price(one[0]))
         loss = Loss(key, str(was), _shown(changes), left=left, together=together)
-        if not left and self.seconds is not None:
-            share = None if seconds is None else seconds / self.seconds - 1
-            loss = replace(loss, slower=share, too_large=seconds is None)
+        if after is not None and self.priced is not None:
+            loss = replace(loss, slower=after.step / self.priced.step - 1, after=after)
         self.losses.append(loss)
         self.now = found
-        self.seconds = self.seconds if left else seconds or self.seconds
+        self.priced = after or self.priced
+
+
+def _by_price(priced: Priced | None) -> tuple[int, float]:
+    """What fits first, the fastest of it first; of what does not, the smallest."""
+    if priced is None:
+        return 3, 0.0
+    if priced.too_large:
+        return 2, priced.gib
+    return int(priced.verdict != "fits"), priced.step
 
 
 def express(

@@ -39,6 +39,7 @@ class FoundModel(NamedTuple):
     notes: tuple[str, ...] = ()
 
 
+YOURS = ("data", "tokenizer", "saves", "learning rate", "steps")  # of the user, unless planned
 Impossible = tuple[str, Any, list[Values]]  # our key, its value, candidates in its place
 
 
@@ -66,7 +67,8 @@ class Target:
     keys that the user's own program says. `outgoing` adds what its table writes beside our own
     values (a global batch), `incoming` turns what the table read back into our values; `covers` are
     our keys that these two say. `impossible` are values that only together cannot be. `more` are
-    keys that every file has; `neutral` starts names that change nothing of a plan.
+    keys that every file has; `neutral` starts names that change nothing of a plan. `yours`:
+    its names of `YOURS`.
     """
 
     name: str
@@ -86,6 +88,7 @@ class Target:
     model_keys: Callable[[Shape], Flat] = lambda _shape: {}
     find_model: Callable[[Flat], FoundModel] = _no_model
     neutral: tuple[str, ...] = ()
+    yours: tuple[str, ...] = ()
     comments: bool = True  # that its files can have
 
 

@@ -321,6 +321,7 @@ _NEUTRAL = (
     *("parallelism.disable_loss_parallel", "parallelism.context_parallel_load_balancer", "memory_"),
     *("fault_tolerance.", "loss", "training.disable_cuda_graphs"),
 )
+_YOURS = ("training.dataset", "hf_assets_path", "checkpoint", "optimizer.lr", "training.steps")
 TORCHTITAN = Target(
     name="torchtitan",
     title="TorchTitan 0.2.2",
@@ -336,6 +337,7 @@ TORCHTITAN = Target(
     model_keys=model_keys,
     find_model=find_model,
     neutral=_NEUTRAL,
+    yours=_YOURS,
 )
 TORCHTITAN_MAIN = Target(
     name="torchtitan-main",
@@ -353,4 +355,5 @@ TORCHTITAN_MAIN = Target(
     more=more_main,
     find_model=find_model,
     neutral=_NEUTRAL,
+    yours=_YOURS,
 )

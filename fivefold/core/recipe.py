@@ -26,6 +26,16 @@ ROUNDED_AT_ONCE = 1 << 22  # elements of bf16 states: enough for a GPU, and few 
 _WARM_UP = 10  # default warmup: one tenth of the steps
 _LOWEST = 0.1  # of the learning rate: where a cosine ends
 _DECAY = 5  # wsd decays over the last fifth of the steps
+# What a plan cannot know of a real run: what its default is, and what to write in its place.
+_STILL_YOURS = {
+    "data": (
+        "stdlib, the source of Python's standard library",
+        'data = "FOLDER"  # of `fivefold tokens TEXT --tokenizer DIR -o FOLDER`',
+    ),
+    "steps": ("20", "steps = N  # or plan with --tokens"),
+    "save_every": ("none before the last step", 'save_every = "auto"  # or a number of steps'),
+    "lr": ("0.001", "lr = 3e-4  # the highest learning rate"),
+}
 
 
 @dataclass(frozen=True)
@@ -202,6 +212,16 @@ class Recipe:
                 "all matrices, and here only a part of them learns; use adamw or sgd"
             )
         return found
+
+    def still_yours(self) -> dict[str, tuple[str, str]]:
+        """Keys of a real run that have the defaults of a first try: the default of each in words,
+        and a line of `[train]` that would replace it."""
+        usual = type(self)()
+        return {
+            key: words
+            for key, words in _STILL_YOURS.items()
+            if getattr(self, key) == getattr(usual, key)
+        }
 
     @property
     def tuning(self) -> Tuning | None:

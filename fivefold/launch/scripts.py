@@ -29,6 +29,7 @@ _FILES: dict[Target, str] = {
 }
 USUAL_GPUS = 8  # of a node, if the plan has no machine
 _USUAL_CPUS = 8  # of a GPU
+_SMOKE_STEPS = 20
 _MOST_SECONDS = 65_535  # of Slurm's --signal
 _WIDTH = 96
 _NAME = r"[A-Za-z0-9][A-Za-z0-9._-]*"
@@ -57,6 +58,7 @@ class LaunchRequest:
     master: str | None = None
     image: str | None = None
     claim: str = "runs"
+    smoke: bool = False  # a short test of the cluster, for which the defaults of `[train]` do
     file: str | None = None  # where the script is written
 
 
@@ -77,7 +79,8 @@ class LaunchJob:
     @property
     def train(self) -> str:
         """The options of `fivefold train` after the plan and the run folder, as words."""
-        return "" if self.device is None else f" --device {self.device}"
+        device = "" if self.device is None else f" --device {self.device}"
+        return f"{device} --steps {_SMOKE_STEPS}" if self.request.smoke else device
 
     @property
     def start(self) -> str:
@@ -143,12 +146,28 @@ def job_of(target: Target, plan: Plan, request: LaunchRequest) -> LaunchJob:
     name = _usual_name(target, plan) if request.name is None else request.name
     problems += _bad_words(target, request, name, nodes)
     problems += _bad_numbers(target, request)
+    if nodes > 1 and not request.smoke:
+        problems += _defaults(plan, nodes)
     if problems:
         raise FivefoldError(bullets(f"cannot write a script for {target}:", problems))
     cpus = request.cpus or (1 if device == "cpu" else _USUAL_CPUS)
-    out = f"runs/{name}" if request.out is None else request.out
+    # A run of its own: the real job would resume from the checkpoint of the test.
+    usual_out = f"runs/{name}-smoke" if request.smoke else f"runs/{name}"
+    out = usual_out if request.out is None else request.out
     file = one_line(shlex.quote(request.file or _FILES[target]))
     return LaunchJob(target, request, name, out, nodes, per_node, cpus, device, file)
+
+
+def _defaults(plan: Plan, nodes: int) -> Iterator[str]:
+    """Defaults of `[train]` that would waste the GPUs of several nodes. The learning rate is not
+    among them: its default may be meant."""
+    for key, (default, line) in plan.options.train.still_yours().items():
+        if key != "lr":
+            yield (
+                f"{key} has its default ({default}), which is for a first try and not for "
+                f"{counted(nodes, 'node')}: write {line.split('  #')[0]} under [train] of the "
+                "plan, or add --smoke for a short test"
+            )
 
 
 def _device(machine: Machine | None, target: Target) -> str | None:

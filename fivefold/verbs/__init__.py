@@ -182,7 +182,7 @@ def _options(target: str, shared: dict[str, Any], model: str | None) -> PlanOpti
     shared["sp"] = False if shared["sp"] else None
     if shared["gpus"] is not None:
         above("gpus", shared["gpus"], 0)
-    settings = parse_settings(_pairs(shared["set"] or []))
+    settings = parse_settings(pairs_of(shared["set"] or []))
     shared |= {"set": settings.model or None, "train": settings.train or None}
     twice = [key for key in settings.plan if shared.get(key) is not None]
     if twice:
@@ -190,7 +190,7 @@ def _options(target: str, shared: dict[str, Any], model: str | None) -> PlanOpti
     return options_from(target_or_options(target, shared["gpus"], model), shared | settings.plan)
 
 
-def _pairs(texts: list[str]) -> dict[str, str]:
+def pairs_of(texts: list[str]) -> dict[str, str]:
     """Settings between spaces or commas, unless quotes are around these."""
     pairs: dict[str, str] = {}
     split = shlex.shlex(" ".join(texts), posix=True)

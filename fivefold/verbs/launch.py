@@ -68,6 +68,13 @@ def run(
     claim: Annotated[
         str, typer.Option(help="Kubernetes: claim of the volume that all pods share.")
     ] = _USUAL.claim,
+    smoke: Annotated[
+        bool,
+        typer.Option(
+            "--smoke",
+            help="A test of 20 steps: allows default data, steps and saves on many nodes.",
+        ),
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Write the script that starts a plan under Slurm, torchrun or Kubernetes."""

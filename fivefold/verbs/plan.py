@@ -23,7 +23,10 @@ from fivefold.api.planning import (
     fixed_values,
     plan,
     request_of,
+    require_one_length,
     search,
+    with_steps,
+    write_plan,
 )
 from fivefold.api.serving_plans import plan_serving
 from fivefold.core.compute_budget import TOKENS_PER_PARAMETER, USUAL_MFU, parse_budget
@@ -92,6 +95,7 @@ def run(
     }
     options |= {"emit": serving["emit"], "mtbf_gpu": mtbf_gpu, "as_json": as_json}
     verbs.require_known(plan_options.machine)
+    require_one_length(tokens, verbs.pairs_of(command.params["set"] or []))
     if serving["serve"]:
         _serve(plan_options, serving, options, command)
         return
@@ -176,7 +180,7 @@ def _great_run(name: str, options: dict[str, Any]) -> Printed:
     how = options["how"]
     found, table, lines = run_answer(name, how["headroom"], how["stack"])
     if (output := options["output"]) is not None:
-        write_text(output, found.to_toml(output.parent))
+        write_plan(output, found)
     return table, lines
 
 
@@ -209,7 +213,7 @@ def _written(found: PlannedJob | SearchedPlans, options: dict[str, Any]) -> Prin
     if options["emit"] is not None:
         return _emitted(found.plan, options)
     if (output := options["output"]) is not None:
-        write_text(output, found.plan.to_toml(output.parent))
+        write_plan(output, found.plan, options["tokens"])
     return found.to_json(), [str(found)]
 
 
@@ -224,7 +228,7 @@ def _emitted(chosen: Plan, options: dict[str, Any]) -> Printed:
     if output is not None:
         write_text(output, emitted.text)
     if not emitted.target.comments and not options["as_json"]:
-        for line in emitted.lines:
+        for line in (*emitted.lines, *emitted.notes):
             verbs.warn(line)
     return emitted_answer(emitted)
 
@@ -248,7 +252,7 @@ def _given(job: GivenJob, options: dict[str, Any]) -> Printed:
         return _written(plan(job, precision=precision, **costs, **how), options)
     now, found = estimate_given(job.options, how, precision)
     if (output := options["output"]) is not None:
-        write_text(output, now.to_toml(output.parent))
+        write_plan(output, with_steps(now, options["tokens"]), options["tokens"])
     scaled = scale_plan(now, parse_changes(options["what_if"]))
     _, changed = estimate_given(scaled, how, precision or job.options.precision)
     return _what_if(found, changed, options["what_if"])

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,9 +15,12 @@ from fivefold.api.planning import estimate_options
 from fivefold.bridges import TARGETS, emit_plan, read_foreign
 from fivefold.bridges.job_values import values_of
 from fivefold.bridges.key_table import ours_of
+from fivefold.bridges.nearest import Priced, _NearestPlan
 from fivefold.bridges.target import world_of
+from fivefold.core.errors import FivefoldError
 from fivefold.core.plan import Plan, PlanOptions, resolve
 from fivefold.core.recipe import Recipe
+from fivefold.core.shape import Shape
 from tests.bridge_plans import random_plan
 from tests.bridge_table import capability_table
 
@@ -78,13 +83,72 @@ def test_losses_are_priced() -> None:
     assert f"{abs(slower):.1%}" in line
 
 
-def test_losses_of_a_plan_that_does_not_fit_are_priced() -> None:
-    options = PlanOptions(
-        model="llama-3.1-70b", layout="dp=4 pp=2", schedule="zb-v", machine="h100"
+def test_memory_after_every_substitution_is_shown_and_what_fits_is_preferred() -> None:
+    """A faster candidate that is tight is not taken where another one fits."""
+    keys = {"zero": 2, "microbatches": 4, "recompute": "selective", "machine": "h100"}
+    plan = resolve(PlanOptions(model="llama-3.1-8b", layout="dp=4 tp=2", **keys))
+    emitted = emit(plan, "torchtitan", _HOW)
+    changed = [each for each in emitted.losses if not each.left]
+    assert len(changed) == 2 and emitted.after is not None
+    for loss, line in zip(emitted.losses, emitted.lines, strict=True):
+        assert loss.left or (str(loss.after) in line and " of 79.1 GiB: fits" in line)
+    assert f"# memory of the fullest rank: {emitted.after}\n" in emitted.text
+    tight, small = Priced(1.0, 78.7, 79.1, "tight"), Priced(2.0, 60.0, 79.1, "fits")
+    search = _NearestPlan(TARGETS["megatron"], values_of(plan), _model(plan), lambda _: small)
+    search.price = lambda values: tight if values["recompute"] == "norm" else small
+    search.take("recompute", "selective", [{"recompute": "norm"}, {"recompute": "mlp"}])
+    assert search.now["recompute"] == "mlp"
+
+
+def _model(plan: Plan) -> tuple[str, dict[str, str], Shape]:
+    return plan.options.model, plan.options.set, plan.shape
+
+
+@pytest.mark.parametrize(
+    ("target", "keys", "reason"),
+    [
+        (  # the plan itself
+            "megatron",
+            {"model": "llama-3.1-70b", "layout": "dp=4 pp=2", "machine": "h100"},
+            r"Megatron-LM cannot run this plan, [\d.]+ of 79.1 GiB: does not fit",
+        ),
+        (  # what is left of it without ZeRO-3
+            "nanotron",
+            {"model": "llama-2-70b", "layout": "dp=16 tp=4", "machine": "h100", "seq": 2048},
+            r"has no zero=3.*does not fit",
+        ),
+        ("nanotron", {"model": "gpt2"}, "model=gpt2; a file without a model"),
+        ("megatron", {"model": "llama-3-8b", "train": Recipe(lora=8)}, "lora=8; lora=0"),
+        ("nanotron", {"model": "llama-3-8b", "train": Recipe(optimizer="muon")}, "optimizer=muon"),
+        ("nanotron", {"model": "llama-3-8b", "train": Recipe(lr_curve="wsd")}, "lr_curve=wsd"),
+    ],
+)
+def test_what_a_target_cannot_run_is_refused(
+    target: str, keys: dict[str, Any], reason: str
+) -> None:
+    with pytest.raises(FivefoldError, match=f"(?s){reason}"):
+        emit(resolve(PlanOptions(**keys)), target, _HOW)
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_what_nobody_planned_is_left_to_the_user(name: str, tmp_path: Path) -> None:
+    """Default steps and rates are not in the file, and its head names what is still missing."""
+    options = PlanOptions(model="llama-3.1-8b", layout="dp=4", seq=1024, zero=3)
+    emitted = emit(resolve(options), name, _HOW)
+    (note,) = emitted.notes
+    assert re.match(
+        r"still yours: data \(.*, tokenizer \(.*, saves \(.*, learning rate \(.*, steps \(", note
     )
-    emitted = emit(resolve(options), "megatron", _HOW)
-    (loss,) = [each for each in emitted.losses if each.key == "schedule"]
-    assert loss.slower is not None and not loss.too_large
+    body = [line for line in emitted.text.splitlines() if not line.lstrip().startswith("#")]
+    values = re.findall(r"[=: ](0\.001|0\.0001|20)\b,?$", "\n".join(body), re.MULTILINE)
+    assert not values, body
+    assert emitted.target.comments == (note in emitted.text)
+    train = Recipe(lr=3e-4, steps=5000)
+    planned = emit(resolve(replace(options, train=train)), name, _HOW)
+    assert not {"learning rate", "steps"} & {*planned.notes[0].replace(",", " (").split(" (")}
+    if name not in ("deepspeed", "accelerate"):
+        back = read_back(name, planned.text, resolve(options), tmp_path).options.train
+        assert (back.lr, back.steps, back.warmup_steps) == (3e-4, 5000, 500)
 
 
 def test_without_a_machine_nothing_is_priced() -> None:

@@ -21,6 +21,7 @@ from fivefold.cli import main
 from fivefold.core.corpora import parse_sets
 from fivefold.core.errors import FivefoldError
 from fivefold.core.plan import Plan, PlanOptions, read, resolve
+from fivefold.core.recipe import Recipe
 from fivefold.launch.kubernetes import kubernetes_manifest, on_volume
 from fivefold.launch.launcher import require_trainable
 from fivefold.launch.scripts import LaunchRequest, Target, job_of
@@ -34,13 +35,14 @@ EXAMPLES = {
     "kubernetes": ("train.yaml", ("--image", "fivefold:0.1.0")),
 }
 HOSTILE = "a b'\"; $(touch x) `y` \\ #&.toml"
+REAL = Recipe(steps=1000, data="tokens", save_every=100)
 PLANS = {
-    "four nodes": PlanOptions("llama-3.1-8b", "dp=4 tp=8", machine="h100"),
+    "four nodes": PlanOptions("llama-3.1-8b", "dp=4 tp=8", machine="h100", train=REAL),
     "part of a node": PlanOptions("tiny", "dp=2 tp=2", machine="h100"),
-    "small nodes": PlanOptions("tiny", "dp=8 pp=2", machine="gb200"),
-    "no machine": PlanOptions("tiny", "dp=16"),
+    "small nodes": PlanOptions("tiny", "dp=8 pp=2", machine="gb200", train=REAL),
+    "no machine": PlanOptions("tiny", "dp=16", train=REAL),
     "one rank": PlanOptions("tiny"),
-    "experts": PlanOptions("tiny-moe", "dp=2 tp=2 pp=2 cp=2 ep=2", machine="a100"),
+    "experts": PlanOptions("tiny-moe", "dp=2 tp=2 pp=2 cp=2 ep=2", machine="a100", train=REAL),
 }
 
 
@@ -87,6 +89,24 @@ def test_shells_accept_the_scripts(kind: str) -> None:
     assert command[:2] == ["bash", "-c"]
     shells(command[2], "kubernetes")
     assert "$(" not in command[2] and "$$" not in command[2], "Kubernetes would replace these"
+
+
+@pytest.mark.parametrize("target", ["slurm", "torchrun", "kubernetes"])
+def test_defaults_of_a_first_try_are_not_launched_on_several_nodes(target: Target) -> None:
+    """Each key alone; a short test has a folder of its own, which a real job does not resume."""
+    real = PLANS["no machine"]
+    for key in ("data", "steps", "save_every"):
+        train = replace(REAL, **{key: getattr(Recipe(), key)})
+        plan = resolve(replace(real, train=train))
+        with pytest.raises(FivefoldError, match=f"{key} has its default.*2 nodes.*--smoke") as said:
+            script(target, plan)
+        assert str(said.value).count("has its default") == 1
+        text = script(target, plan, smoke=True)
+        assert " --steps 20" in text and "runs/tiny-smoke" in text
+    assert "--smoke" not in script(target, resolve(real)) and " --steps 20" not in script(
+        target, resolve(real)
+    )
+    script(target, resolve(replace(real, layout="dp=8", train=Recipe())))  # one node
 
 
 @pytest.mark.parametrize("target", ["slurm", "torchrun"])

@@ -8,8 +8,11 @@ from typing import Any
 
 import pytest
 
+import fivefold as ff
 from fivefold.cli import main
+from fivefold.core.errors import FivefoldError
 from fivefold.core.machine import presets
+from fivefold.core.plan import options_from, read, resolve
 
 SMALL = ("plan", "llama-3.1-8b", "--machine", "h100", "--gpus", "16", "--batch", "64")
 KNOWN = ", ".join(presets())
@@ -71,6 +74,39 @@ def test_the_best_is_written_and_read_back(
     (again,) = run_json(capsys, "plan", str(path))["layouts"]
     for key in ("layout", "zero", "schedule", "step_s", "mfu", "memory_gib", "recompute"):
         assert again[key] == best[key]
+
+
+@pytest.mark.parametrize("words", [("--gpus", "4", "--batch", "12"), ("--layout", "dp=2 pp=2")])
+def test_a_plan_for_a_budget_of_tokens_has_its_steps(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, words: tuple[str, ...]
+) -> None:
+    """Its file has the steps and the batch that they assume, and names what is not planned."""
+    path, tokens = tmp_path / "plan.toml", 3.3e12
+    run(
+        capsys,
+        "plan",
+        "tiny",
+        "--machine",
+        "h100",
+        *words,
+        "--tokens",
+        str(tokens),
+        "-o",
+        str(path),
+    )
+    options = read(path)
+    batch, steps = resolve(options).batch, options.train.steps
+    assert options.batch == batch.sequences and options.seq == batch.seq
+    assert 0 <= steps * batch.tokens - tokens < batch.tokens
+    text = path.read_text("utf-8")
+    assert f"{steps:,} steps of {batch.sequences:,} sequences of {batch.seq:,} tokens" in text
+    assert "# still yours: data, tokenizer, saves, learning rate\n" in text
+    other = resolve(options_from(str(path), {"layout": "dp=2 tp=2"}))
+    assert other.batch.sequences == batch.sequences
+    run(capsys, "plan", str(path), "--set", "data=tokens save_every=100 lr=3e-4", "-o", str(path))
+    assert "still yours" not in path.read_text("utf-8")
+    with pytest.raises(FivefoldError, match="leave one out"):
+        ff.plan("tiny", layout="dp=2", tokens=1e9, steps=100)
 
 
 def test_what_is_fixed_stays(capsys: pytest.CaptureFixture[str]) -> None:
