@@ -70,9 +70,7 @@ def num_phases(plan: Plan, settings: VerifySettings) -> int:
         actions = 2 * ranks * num_microbatches(plan, settings)
     else:
         actions = settings.steps * sum(len(merged(plan.schedule, rank)) for rank in range(ranks))
-    return columns * (2 * ranks * (1 + settings.steps) + actions) + references * (
-        1 + settings.steps
-    )
+    return columns * (2 * ranks * (1 + settings.steps) + actions) + references
 
 
 @dataclass(frozen=True)
