@@ -26,7 +26,7 @@ KINDS = ("loss_err", "grad_err", "norm_err", "clip_err", "weight_err")
 _FLOOR = 1e-3
 _SAFETY = 8
 FORMULA = (
-    f"{_SAFETY} times what one process differs by from itself with sums in another order, "
+    f"{_SAFETY} times the error of one process with its sums in another order, "
     f"or {_SAFETY} · eps"
 )
 
