@@ -8,6 +8,7 @@ tensor for each expert, which PEFT saved while transformers had a linear for eac
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +22,7 @@ from torch import Tensor
 from fivefold.core.errors import BadFile, FivefoldError
 from fivefold.core.shape import Shape
 from fivefold.core.tuning import ADAPTER, ALL, Tuning
-from fivefold.core.weights import Weight, weights
+from fivefold.core.weights import Weight, buffers, weights
 from fivefold.huggingface.expert_adapters import (
     DOWN,
     FUSED,
@@ -31,10 +32,20 @@ from fivefold.huggingface.expert_adapters import (
     find_fused,
     fused_factors,
 )
-from fivefold.huggingface.files import new_folder, read_json, refuse_existing, write_json
+from fivefold.huggingface.files import CONFIG as MODEL_CONFIG
+from fivefold.huggingface.files import (
+    HfFolder,
+    new_folder,
+    read_json,
+    refuse_existing,
+    write_json,
+    write_model,
+)
 from fivefold.huggingface.names import fuses_linears, to_hf
 
 CONFIG, FILE = "adapter_config.json", "adapter_model.safetensors"
+BASE = "base"  # the folder of a model that cannot be loaded from elsewhere
+_BASE_BYTES = 5_000_000_000  # of a file of it
 _PREFIX, _FACTORS = "base_model.model.", {"a": "lora_A", "b": "lora_B"}
 # What changes the arithmetic, and what we compute.
 _USUAL: dict[str, Any] = {
@@ -75,10 +86,34 @@ def _linears(shape: Shape) -> Iterator[tuple[Weight, list[str]]]:
             yield one, [name.removesuffix(".weight") for name in names]
 
 
+def base_of(shape: Shape, origin: str, read: Callable[[str], Tensor]) -> str | None:
+    """What transformers loads the frozen weights of a model by: the name on the hub, or else the
+    folder, that it was imported from. None if that has gone, or has other weights."""
+    folder, frozen = Path(origin), replace(shape, tuning=None)
+    if not origin or not (folder / MODEL_CONFIG).is_file():
+        return None
+    try:
+        source = HfFolder(folder, frozen)
+    except FivefoldError:
+        return None
+    for one in (*weights(frozen), *buffers(frozen)):
+        values = read(one.name)
+        if not torch.equal(source.weight(one, values.dtype), values):
+            return None
+    cached = re.search(r"/models--([^/]+)--([^/]+)/snapshots/[^/]+$", str(folder))
+    return str(folder) if cached is None else "/".join(cached.groups())
+
+
 def write_adapter(
-    folder: Path, shape: Shape, base: str, read: Callable[[str], Tensor], dtype: torch.dtype
+    folder: Path,
+    shape: Shape,
+    base: str | None,
+    read: Callable[[str], Tensor],
+    dtype: torch.dtype,
+    config: Mapping[str, Any] | None = None,
 ) -> list[Path]:
-    """Write the adapters of a model; the folder is never partial."""
+    """Write the adapters of a model; the folder is never partial. Without a `base` that can be
+    loaded, the frozen model is written beside them, with this config."""
     tuning = shape.tuning
     if tuning is None or not tuning.rank:
         raise FivefoldError("this run has no adapters: export its model, without --adapter")
@@ -98,6 +133,10 @@ def write_adapter(
             tensors |= {_name(module, each): part for each, part in zip("ab", pair, strict=True)}
     with new_folder(folder) as part:
         save_file(tensors, part / FILE, metadata={"format": "pt"})
+        if base is None:
+            frozen = replace(shape, tuning=None)
+            write_model(part / BASE, frozen, config or {}, read, dtype, _BASE_BYTES)
+            base = str((folder / BASE).resolve())
         write_json(part / CONFIG, _config(shape, tuning, base))
     return [folder / FILE]
 

@@ -40,7 +40,7 @@ class ExportOptions(NamedTuple):
     dtype: str
     shard_gb: float
     tuning: Tuning | None  # of the run
-    base: str | None  # the model of adapters that are written alone
+    origin: str | None  # of adapters that are written alone: where their model was imported from
 
 
 def run(
@@ -79,8 +79,8 @@ def run(
     shape = models.with_overrides(models.load(options.model), options.set)
     narrow = PRECISIONS[options.precision].dtype == "bfloat16"  # fp8 too: its weights are bf16
     chosen = dtype or ("bf16" if narrow else "fp32")
-    base = options.model if adapter else None
-    how = ExportOptions(written_as, chosen, shard_gb, options.train.tuning, base)
+    origin = str(_source(options).get("_name_or_path") or "") if adapter else None
+    how = ExportOptions(written_as, chosen, shard_gb, options.train.tuning, origin)
     model = HfModel(shape, {})
     if written_as == HUGGING_FACE:
         model = as_hf(shape, PRECISIONS[chosen].dtype, _source(options))
@@ -110,7 +110,7 @@ def _exported(
     import torch
 
     from fivefold.api.titan_weights import how_to_load, write_titan
-    from fivefold.huggingface.adapters import merged, write_adapter
+    from fivefold.huggingface.adapters import BASE, base_of, merged, write_adapter
     from fivefold.huggingface.files import write_model
     from fivefold.train.checkpoint.of_run import open_run
 
@@ -126,8 +126,10 @@ def _exported(
         values = merged(shape, read)
         files = write_titan(folder, model.shape, options.format, values, dtype)
         notes = how_to_load(folder, model.shape, options.format)
-    elif options.base is not None:
-        files = write_adapter(folder, shape, options.base, read, dtype)
+    elif options.origin is not None:
+        base = base_of(shape, options.origin, read)
+        files = write_adapter(folder, shape, base, read, dtype, model.config)
+        notes = [f"their base model is {base or folder / BASE}, which PEFT loads with them"]
     else:
         beside = _beside(model, run_folder, reader.facts.step, options)
         most, values = int(options.shard_gb * 1e9), merged(shape, read)
@@ -140,7 +142,7 @@ def _exported(
         "family": model.shape.family,
         "parameters": parameters(model.shape).total,
         "dtype": options.dtype,
-        "adapter": options.base is not None,
+        "adapter": options.origin is not None,
         "files": [file.name for file in files],
         "beside": sorted(beside),
         "notes": notes,

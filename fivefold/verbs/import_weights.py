@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -91,7 +92,10 @@ class ImportSource(NamedTuple):
             return self.model, {}
         path = Path(self.model)
         config = path / _CONFIG if path.is_dir() else path
-        return _CONFIG, files_in([config.parent], _COPIED) | {_CONFIG: config.read_bytes()}
+        # As transformers does: adapters that the run exports must name their base model.
+        keys = json.loads(config.read_bytes()) | {"_name_or_path": str(config.parent.resolve())}
+        text = json.dumps(keys, indent=2).encode()
+        return _CONFIG, files_in([config.parent], _COPIED) | {_CONFIG: text}
 
 
 def _imported(

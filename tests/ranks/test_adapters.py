@@ -87,6 +87,27 @@ def test_peft_reads_the_adapter_with_equal_logits(home: Path) -> None:
     assert (theirs - base).abs().max() > 1e-2
 
 
+def test_peft_finds_the_base_of_an_adapter(home: Path) -> None:
+    """In the folder that was imported; or beside the adapter, if that has other weights by now."""
+    peft = pytest.importorskip("peft")
+
+    def found(folder: Path) -> Path:
+        base = Path(json.loads((folder / CONFIG).read_text())["base_model_name_or_path"])
+        alone = peft.AutoPeftModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        torch.testing.assert_close(logits(alone), logits(model_in(home / "merged")))
+        return base
+
+    assert found(home / "adapter") == (home / "model").resolve()
+    weights = home / "model" / "model.safetensors"
+    before = weights.read_bytes()
+    save_file({name: each + 1 for name, each in load_file(weights).items()}, weights)
+    try:
+        fivefold(home, "export run apart --adapter")
+    finally:
+        weights.write_bytes(before)
+    assert found(home / "apart") == (home / "apart" / "base").resolve()
+
+
 def test_an_adapter_of_peft_is_imported(home: Path) -> None:
     peft = pytest.importorskip("peft")
     torch.manual_seed(1)
