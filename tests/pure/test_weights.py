@@ -164,7 +164,9 @@ def test_roles_are_those_that_the_names_say(name: str) -> None:
     """Of stacked experts too, whose biases have two dims."""
     shape = models.load(name)
     if shape.moe is not None:
-        shape = replace(shape, moe=replace(shape.moe, biases=True), sinks=not (shape.mla or shape.hybrid))
+        shape = replace(
+            shape, moe=replace(shape.moe, biases=True), sinks=not (shape.mla or shape.hybrid)
+        )
     tables = ("embed.weight", "embed.positions", "head.weight")
     for one in planned_weights(shape):
         kind = one.name.split(".")[-2] if "." in one.name else ""
