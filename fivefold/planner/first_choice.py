@@ -30,12 +30,14 @@ def first_choice(
     """The simplest layout that is equal to the fastest, with the best stages."""
     limit = (1 + accuracy().equal) * fastest.step
     own = complexity(grid_of_plan(fastest.plan), innermost(setting.machine)).item()
-    simple = [result.simple[code] for code in sorted(result.simple) if code < own]
-    simple = [one for one in simple if one.seconds <= limit]
+    pairs = ((code, one) for (code, _), one in result.simple.items())
+    simple = [pair for pair in pairs if pair[0] < own and pair[1].seconds <= limit]
+    simple.sort(key=lambda pair: (pair[0], pair[1].seconds))
     for start in range(0, len(simple), _AT_ONCE):
-        for one in simulated(space, setting, simple[start : start + _AT_ONCE]):
-            if one.seconds <= limit:
-                found = rebalance_stages(estimate(one))
+        layouts = [layout for _, layout in simple[start : start + _AT_ONCE]]
+        for layout in simulated(space, setting, layouts):
+            if layout.seconds <= limit:
+                found = rebalance_stages(estimate(layout))
                 if found.step <= limit and found.over <= 0:
                     return found
     return rebalance_stages(fastest)

@@ -16,6 +16,7 @@ from fivefold.planner.space import LayoutBlock
 
 _FRONT = 128  # memory classes; the fastest layout of each is kept
 _ANY = -1  # in place of the index of a rule
+SimpleKey = tuple[int, int]  # complexity and microbatch size
 
 
 @dataclass(frozen=True)
@@ -76,11 +77,14 @@ class LayoutCandidate:
 class SearchResult:
     """The fastest layouts that fit, the front of memory and time, and how many were estimated.
 
-    `simple`: by complexity, the fastest layouts (by their bounds) that may be equal to the first.
+    `simple`: by complexity and microbatch size, the fastest layouts (by their bounds) that may be
+    equal to the first.
     """
 
     best: list[LayoutCandidate] = field(default_factory=list[LayoutCandidate])
-    simple: dict[int, LayoutCandidate] = field(default_factory=dict[int, LayoutCandidate])
+    simple: dict[SimpleKey, LayoutCandidate] = field(
+        default_factory=dict[SimpleKey, LayoutCandidate]
+    )
     front: list[LayoutCandidate] = field(default_factory=list[LayoutCandidate])
     leanest: LayoutCandidate | None = None  # least memory of all, also if none fits
     candidates: int = 0
@@ -160,18 +164,20 @@ class KeptLayouts:
         self.keep_front(block, seconds, memory)
 
     def _keep_simple(self, block: LayoutBlock, seconds: Array, memory: Array) -> None:
-        """Keep the fastest layout of each complexity, whatever its microbatch size is."""
+        """Keep the fastest layout of each complexity and microbatch size: where the fastest of all
+        sizes does not fit in the end, a smaller one may."""
         if not self.near:
             return
         near = np.flatnonzero(seconds <= self.near)
-        codes = np.broadcast_to(complexity(block.grid, self.domain), block.shape).ravel()[near]
-        order = np.lexsort((memory[near], seconds[near], codes))
-        _, firsts = np.unique(codes[order], return_index=True)
+        columns = (complexity(block.grid, self.domain), block.grid.microbatch_size)
+        codes, sizes = (np.broadcast_to(each, block.shape).ravel()[near] for each in columns)
+        order = np.lexsort((memory[near], seconds[near], sizes, codes))
+        _, firsts = np.unique(np.stack((codes, sizes))[:, order], axis=1, return_index=True)
         for place in order[firsts]:
-            code, index = int(codes[place]), int(near[place])
-            known = self.result.simple.get(code)
+            key, index = (int(codes[place]), int(sizes[place])), int(near[place])
+            known = self.result.simple.get(key)
             if known is None or seconds[index] < known.seconds:
-                self.result.simple[code] = _candidate(block, index, seconds, memory)
+                self.result.simple[key] = _candidate(block, index, seconds, memory)
 
     def _keep_best(self, block: LayoutBlock, seconds: Array, memory: Array) -> None:
         for rule, best in self.fastest.items():

@@ -111,6 +111,30 @@ def test_no_tp_over_the_network_unless_it_is_given() -> None:
     assert first_of(given).tp == 8 and given.warnings == ("tp=8 leaves nvlink: as given",)
 
 
+def test_a_simple_layout_with_smaller_microbatches_is_found() -> None:
+    """8B on 4 GPUs of 24 GB: with the fastest microbatches dp=4 does not fit in the end, with
+    smaller ones it does, and is as fast as a pipeline."""
+    base = machine.load("a100-40g")
+    tiers = (replace(base.tiers[0], link=base.host.link, size=4),)
+    host = replace(base.host, memory=256e9)
+    small = replace(
+        base,
+        memory=25.25e9,
+        memory_bandwidth=1.008e12,
+        peaks=replace(base.peaks, bf16=165e12),
+        gpus_per_node=4,
+        tiers=tiers,
+        host=host,
+    )
+    found = best_plans(asked("llama-3.1-8b", small, 4, seq=4096, batch=1024), 10)
+    first, domain = found.plans[0], innermost(small)
+    own = complexity(grid_of_plan(first.plan), domain).item()
+    for other in found.plans[1:]:
+        if other.step <= BAR * found.fastest.step:
+            assert complexity(grid_of_plan(other.plan), domain).item() >= own, other.plan.layout
+    assert str(first.plan.layout) == "dp=4" and first.step > found.fastest.step
+
+
 def test_what_is_tight_is_not_recommended_and_not_said_to_be_too_much() -> None:
     fixed = {"offload": "none", "tp": 1, "cp": 1, "pp": 1, "zero": 3, "recompute": "full"}
     found = best_plans(asked("llama-3.1-8b", "h100", 8, batch=16, fixed=fixed), 1)
