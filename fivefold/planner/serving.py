@@ -8,7 +8,7 @@ fastest links. Legality is that of training.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from math import ceil
 
@@ -20,6 +20,7 @@ from fivefold.core.kv_pages import STEP_TOKENS
 from fivefold.core.layout import Layout
 from fivefold.cost.grid import Array
 from fivefold.cost.serving import ReplicaStep, interpolated, serving_rates
+from fivefold.planner.accuracy import accuracy
 from fivefold.planner.serving_fit import (
     MOST_SEQUENCES,
     ServingFit,
@@ -221,12 +222,13 @@ def _experts(request: ServingRequest, tp: int, dp: int) -> Iterator[tuple[int, i
 
 @dataclass(frozen=True)
 class ServingChoice:
-    """The answer: best for the latency, best for the throughput, and all that fit."""
+    """The answer: best for the latency, best for the throughput, and all that fit. The best is the
+    simplest of those that estimates cannot tell from it."""
 
     request: ServingRequest
     latency: ServingPlan
     throughput: ServingPlan
-    plans: tuple[ServingPlan, ...]  # the throughput-best of each layout, the best first
+    plans: tuple[ServingPlan, ...]  # the throughput-best of each layout, `throughput` first
     candidates: int
 
     @property
@@ -256,19 +258,41 @@ def plan_serving(request: ServingRequest) -> ServingChoice:
         quick = full
     if not full or not quick:
         raise FivefoldError(_too_slow(request, loads))
-    latency = min(quick, key=lambda plan: (plan.latency, plan.layout.pp, plan.layout.tp))
     key = "capacity" if request.rate is not None else "tokens_per_s"
-    full.sort(key=lambda plan: -getattr(plan, key))
-    return ServingChoice(request, latency, full[0], tuple(full), len(layouts))
+    latency = simplest_equals(quick, lambda plan: plan.latency)[0]
+    throughput = simplest_equals(full, lambda plan: 1 / getattr(plan, key))[0]
+    others = [plan for plan in full if plan is not throughput]
+    others.sort(key=lambda plan: -getattr(plan, key))
+    return ServingChoice(request, latency, throughput, (throughput, *others), len(layouts))
+
+
+def simplest_equals(
+    plans: list[ServingPlan], cost: Callable[[ServingPlan], float]
+) -> list[ServingPlan]:
+    """The plans that estimates cannot tell from the best, the simplest first. Simple is: replicas
+    that share nothing, few stages, few axes, then few tensor ranks."""
+    limit = (1 + accuracy().equal) * min(map(cost, plans))
+
+    def complexity(plan: ServingPlan) -> tuple[float, ...]:
+        layout = plan.layout
+        axes = sum(degree > 1 for degree in (layout.tp, layout.pp, layout.ep))
+        return layout.ep > layout.tp, layout.pp, axes, layout.tp, cost(plan)
+
+    return sorted((plan for plan in plans if cost(plan) <= limit), key=complexity)
 
 
 def _likely(loads: list[LayoutLoad]) -> list[LayoutLoad]:
-    """Those with the fastest answers and with the most tokens, as far as means can tell: others are
-    not simulated."""
+    """Those with the fastest answers and with the most tokens, and the simplest that are equal to
+    them, as far as means can tell: others are not simulated."""
     expected = [one.expected() for one in loads]
-    fast = sorted(range(len(loads)), key=lambda k: expected[k].latency)[:_SIMULATED]
-    wide = sorted(range(len(loads)), key=lambda k: -expected[k].capacity)[:_SIMULATED]
-    return [loads[k] for k in dict.fromkeys([*fast, *wide])]
+    likely: list[ServingPlan] = []
+    costs: tuple[Callable[[ServingPlan], float], ...]
+    costs = (lambda plan: plan.latency, lambda plan: 1 / plan.capacity)
+    for cost in costs:
+        likely += sorted(expected, key=cost)[:_SIMULATED]
+        likely += simplest_equals(expected, cost)[:_SIMULATED]
+    layouts = {plan.layout for plan in likely}
+    return [one for one in loads if one.fit.layout in layouts]
 
 
 def gpus_needed(request: ServingRequest) -> int | None:

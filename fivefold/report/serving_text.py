@@ -67,7 +67,7 @@ def serving_json(choice: ServingChoice, flags: dict[str, EngineCommand]) -> dict
         "layouts": [plan_json(each) for each in choice.plans],
         "candidates": choice.candidates,
         "because": list(reasons(choice)),
-        "rule_of_thumb": rule_of_thumb(request),
+        "rule_of_thumb": rule_of_thumb(choice),
         "flags": {name: each.script for name, each in flags.items()},
         "notes": list(notes(request)),
     }
@@ -105,7 +105,7 @@ def _lines(choice: ServingChoice, flags: dict[str, EngineCommand]) -> Iterator[s
         yield from wrapped(_plan_words(plan), f"{name:12}")
     for each in reasons(choice):
         yield from wrapped(each, "why         ")
-    yield from wrapped(rule_of_thumb(request), "rule        ")
+    yield from wrapped(rule_of_thumb(choice), "rule        ")
     if len(choice.plans) > 1:
         yield ""
         yield from table([_HEADER, *(_row(each) for each in choice.plans[:_ROWS])])
@@ -165,9 +165,10 @@ def reasons(choice: ServingChoice) -> Iterator[str]:
     if len(choice.plans) > 1:
         other = next(each for each in choice.plans if each is not choice.plans[0])
         ratio = choice.plans[0].tokens_per_s / other.tokens_per_s
+        said = f"{ratio:.2f} times fewer" if ratio >= 1 else f"equal, {1 / ratio:.2f} times more"
         yield (
             f"beside it {other.layout} has {other.tokens_per_s:,.0f} tokens/s "
-            f"({ratio:.2f} times fewer) with {other.max_sequences:,} sequences that fit"
+            f"({said}) with {other.max_sequences:,} sequences that fit"
         )
     if choice.latency.layout != choice.throughput.layout:
         quick, wide = choice.latency, choice.throughput
@@ -184,8 +185,9 @@ def _ways(plan: ServingPlan) -> str:
     return counted(max(plan.layout.tp, plan.layout.ep), "GPU")
 
 
-def rule_of_thumb(request: ServingRequest) -> str:
-    """tp so that weights and cache fit, inside one node."""
+def rule_of_thumb(choice: ServingChoice) -> str:
+    """tp so that weights and cache fit, inside one node; and what the plan has in place of it."""
+    request, chosen = choice.request, choice.chosen
     weights = model_bytes(request.shape, request.precision)
     wanted = request.concurrency or 16
     cache = wanted * model_token_bytes(request) * request.kept
@@ -199,8 +201,21 @@ def rule_of_thumb(request: ServingRequest) -> str:
         f"{gib(request.usable)} of a GPU = {need:.1f}, so tp={min(tp, most)}"
     )
     if tp > most:
-        return f"{said} pp={ceil(tp / most)}: tp stays inside the {most} GPUs of the fast links"
-    return f"{said}, inside one domain of {most} GPUs; the other GPUs are replicas"
+        said += f" pp={ceil(tp / most)}: tp stays inside the {most} GPUs of the fast links"
+    else:
+        said += f", inside one domain of {most} GPUs; the other GPUs are replicas"
+    degrees = min(tp, most), max(1, ceil(tp / most))
+    alike = [plan for plan in choice.plans if (plan.layout.tp, plan.layout.pp) == degrees]
+    if (chosen.layout.tp, chosen.layout.pp) == degrees:
+        return said
+    if not alike:
+        return (
+            f"{said}; of the layouts that fit none is like that, and the plan has {chosen.layout}"
+        )
+    ratio, what = chosen.tokens_per_s / alike[0].tokens_per_s, "times the tokens/s"
+    if request.rate is not None:
+        ratio, what = chosen.latency / alike[0].latency, "times the latency"
+    return f"{said}; the plan has {chosen.layout}, with {ratio:.2f} {what} of {alike[0].layout}"
 
 
 def notes(request: ServingRequest) -> Iterator[str]:

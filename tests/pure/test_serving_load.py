@@ -38,6 +38,15 @@ def test_waits_grow_with_the_rate() -> None:
     assert simulate(ReplicaLoad(1024, 64, rate=100.0), speed()).grows
 
 
+def test_the_99th_percentile_is_not_the_90th() -> None:
+    """One in 25 requests comes right after another: it waits for that prompt, and slows it."""
+    times = [10.0 * number - (9.999 if number % 25 == 0 else 0.0) for number in range(1, 401)]
+    found = simulate(ReplicaLoad(1024, 64, rate=0.1, arrivals=tuple(times)), speed())
+    assert found.ttft == pytest.approx(0.05) and found.tpot == pytest.approx(0.0101)
+    assert found.ttft_p99 == pytest.approx(0.099 + 0.0051, rel=0.1)
+    assert found.tpot_p99 > 1.05 * found.tpot
+
+
 def test_clients_fill_the_server() -> None:
     found = simulate(ReplicaLoad(1024, 64, clients=16), speed())
     assert found.sequences == pytest.approx(16, rel=0.05)

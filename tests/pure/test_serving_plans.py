@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,8 +17,11 @@ from fivefold.core.errors import FivefoldError
 from fivefold.core.kv_pages import kept_tokens, token_bytes
 from fivefold.core.layout import Layout
 from fivefold.cost.serving import ServedModel
-from fivefold.planner.serving import LayoutLoad, legal_layouts
+from fivefold.planner.accuracy import accuracy
+from fivefold.planner.serving import LayoutLoad, ServingPlan, legal_layouts, simplest_equals
+from fivefold.planner.serving import plan_serving as search
 from fivefold.planner.serving_fit import ServingFit, ServingRequest, model_bytes
+from fivefold.report.serving_text import rule_of_thumb
 from tests import serving_published
 from tests.serving_published import ROWS
 
@@ -291,3 +295,79 @@ def test_answers_of_one_token_are_prefill_alone(load: dict[str, float], prompt: 
     found = plan_serving("llama-3.1-8b", machine="h100", gpus=4, prompt=prompt, output=1, **load)
     for plan in found.choice.plans:
         assert plan.tpot == 0.0 < min(plan.ttft, plan.tokens_per_s)
+
+
+# --- The simplest of equals
+
+
+@pytest.mark.parametrize(
+    ("model", "layout", "keys"),
+    [
+        ("llama-3.1-405b", "tp=8 pp=2", {}),  # tp=4 pp=4 has 1.04 times the tokens/s
+        ("deepseek-v3", "tp=8 pp=2 etp=8", {"concurrency": 1, "precision": "fp8"}),
+    ],
+)
+def test_the_simplest_of_equal_layouts_is_served(
+    model: str, layout: str, keys: dict[str, Any]
+) -> None:
+    """As the line of the rule says; the most tokens alone would take 4 stages, or experts over two
+    replicas for one client."""
+    choice = search(ServingRequest(models.load(model), H100, 16, 2048, 256, **keys))
+    most = max(plan.tokens_per_s for plan in choice.plans)
+    assert str(choice.chosen.layout) == layout and choice.plans[0] is choice.chosen
+    assert most / (1 + accuracy().equal) <= choice.chosen.tokens_per_s < most
+    assert rule_of_thumb(choice).endswith(
+        "so tp=8 pp=2: tp stays inside the 8 GPUs of the fast links"
+    )
+
+
+def test_equals_are_ordered_by_what_is_simple() -> None:
+    """Replicas that share nothing, then stages, then axes, then tensor ranks; never beyond the
+    bar."""
+    request = ServingRequest(models.load("qwen3-30b-a3b"), H100, 8, 512, 64)
+    layouts = ("dp=8 ep=8", "pp=8", "tp=4 dp=2", "tp=2 dp=4", "dp=8")
+    fits = (ServingFit(request, Layout.parse(text, zero=0)) for text in layouts)
+    plans = [ServingPlan(fit.layout, fit, 1.0, 1.0, 1.0, 1.0) for fit in fits]
+    ordered = [str(plan.layout) for plan in simplest_equals(plans, lambda plan: 1.0)]
+    assert ordered == ["dp=8", "dp=4 tp=2", "dp=2 tp=4", "pp=8", "dp=8 ep=8"]
+    cost = {
+        id(plan): 1 + 0.9 * accuracy().equal * (number % 2) for number, plan in enumerate(plans)
+    }
+    cost[id(plans[-1])] = 1 + 1.1 * accuracy().equal
+    equals = simplest_equals(plans, lambda plan: cost[id(plan)])
+    assert str(equals[0].layout) == "dp=4 tp=2" and len(equals) == 4
+
+
+def test_a_rule_that_the_plan_does_not_follow_says_so() -> None:
+    choice = search(ServingRequest(models.load("llama-3.1-70b"), H100, 8, 2048, 256))
+    chosen = choice.chosen.layout
+    assert (chosen.tp, chosen.pp) != (2, 1)
+    assert f"the plan has {chosen}, with " in rule_of_thumb(choice)
+
+
+# --- What fits
+
+
+def test_a_layout_fits_from_one_sequence_on() -> None:
+    """The memory that is left decides to the byte: for one sequence, and not for a part of one."""
+    shape = models.load("llama-3.1-8b")
+    request = ServingRequest(shape, H100, 1, 2048, 256)
+    fit = ServingFit(request, Layout(sp=False, zero=0))
+    need = fit.weights + fit.others + request.kept * fit.token_bytes
+    for usable, room in ((need * (1 + 1e-9), 1), (need * (1 - 1e-9), 0)):
+        tight = replace(request, headroom=1 - usable / H100.memory)
+        assert ServingFit(tight, fit.layout).replica_room == room
+        if room:
+            assert search(tight).chosen.max_sequences == 1
+        else:
+            with pytest.raises(FivefoldError, match="does not fit 1 GPU"):
+                search(tight)
+
+
+def test_the_fullest_stage_decides_what_fits() -> None:
+    """The last stage has the head: its weights are the most, and all stages leave its room."""
+    request = ServingRequest(models.load("llama-3.1-8b"), H100, 2, 2048, 256)
+    fit = ServingFit(request, Layout(pp=2, sp=False, zero=0))
+    assert fit.weights == max(fit.stage_weights) > min(fit.stage_weights)
+    left = request.usable - max(fit.stage_weights) - fit.others
+    assert fit.replica_room == int(left // (request.kept * fit.token_bytes))
