@@ -19,6 +19,8 @@ TOKENIZER_FILES = (
     *(TOKENIZER, "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json"),
     *("added_tokens.json", "vocab.json", "merges.txt", "tokenizer.model"),
 )
+END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<｜end▁of▁sentence｜>")
+"""Usual names of the token that ends a document."""
 _SHOWN = 12  # digits
 
 

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fivefold.core.errors import BadFile, FivefoldError
-from fivefold.core.tokenizer import BYTES, TOKENIZER, TOKENIZER_FILES, fingerprint
+from fivefold.core.tokenizer import BYTES, END_TOKENS, TOKENIZER, TOKENIZER_FILES, fingerprint
 from fivefold.data.rows import NUM_BYTES, byte_tokens
 from fivefold.data.shards import DTYPES, TokenFormat
 from fivefold.data.sources import RowBlock, bad_text, line_row
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
 NO_END = "none"  # no token after a document
 DIGEST = 16  # bytes, of a text: two that differ never have the same
-_ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<｜end▁of▁sentence｜>")
 KEPT, BLANK, EMPTY, SHORT, LONG = range(5)  # what becomes of a row
 
 
@@ -163,10 +162,10 @@ def read_tokenizer(data: bytes, path: Path) -> Tokenizer:
 def _end_token(tokenizer: Tokenizer, path: Path, end: str | None) -> int | None:
     if end == NO_END:
         return None
-    found = (tokenizer.token_to_id(name) for name in (_ENDS if end is None else (end,)))
+    found = (tokenizer.token_to_id(name) for name in (END_TOKENS if end is None else (end,)))
     token = next((each for each in found if each is not None), None)
     if token is None:
-        rule = f"it has no token {end!r}" if end else f"it has none of {', '.join(_ENDS)}"
+        rule = f"it has no token {end!r}" if end else f"it has none of {', '.join(END_TOKENS)}"
         way = f"name the token that ends a document by --end, or give --end {NO_END}"
         raise BadFile(str(path), [f"{rule}; {way}"])
     return token

@@ -16,7 +16,7 @@ from typing import Any, cast
 
 from fivefold.core.errors import BadFile, FivefoldError
 from fivefold.generate import chat_worker
-from fivefold.generate.text import read_table
+from fivefold.generate.text import read_table, token_text
 
 Message = dict[str, str]
 _SECONDS = 5  # of processor time
@@ -37,7 +37,7 @@ class ChatTemplate:
             raise BadFile(self.where, [f"{rule}: leave --chat out, or give a chat model"])
         names = ("bos_token", "eos_token", "unk_token", "pad_token")
         given = {name: table.get(name) for name in names}
-        contents = {name: _content(value) for name, value in given.items()}
+        contents = {name: token_text(value) for name, value in given.items()}
         self.variables = {k: v for k, v in contents.items() if isinstance(v, str)}
 
     def render(self, messages: Sequence[Message], seconds: int = _SECONDS) -> str:
@@ -88,11 +88,6 @@ def _source(folder: Path, table: dict[str, Any]) -> str | None:
         tables = [_table(each) for each in cast("list[Any]", given)]
         given = {each.get("name"): each.get("template") for each in tables}.get("default")
     return given if isinstance(given, str) else None
-
-
-def _content(token: Any) -> Any:
-    """The text of a special token, which may be a table of its own."""
-    return _table(token).get("content") if isinstance(token, dict) else token
 
 
 def _table(given: Any) -> dict[str, Any]:

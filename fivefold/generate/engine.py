@@ -247,7 +247,10 @@ class Engine:
         if self.travel is not None and reason == "length" and self._is_here(sequence):
             self.travel.leave(sequence)
         del self._sequences[id]
-        self._homes.pop(id).remove(sequence)
+        home = self._homes.pop(id)
+        home.remove(sequence)
+        if reason == "error":
+            home.pool.forget()  # a fault that has passed must not live on in shared blocks
         self._ended[id] = Completion(
             id,
             tuple(sequence.drawn),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
@@ -9,19 +10,28 @@ from typing import Literal
 from fivefold.core.errors import FivefoldError
 from fivefold.generate.routes import RecordedRoutes
 
-Reason = Literal["stop", "length", "cancelled"]
+Reason = Literal["stop", "length", "cancelled", "error"]
+"""Why a completion ends; "error": its logits are not finite."""
 Drawn = tuple[tuple[int, float], ...]
 """Tokens, each with its log-probability."""
+GREEDY_BELOW = 1e-5
+"""Temperatures below it are greedy: divided by them, logits would overflow."""
+NOT_FINITE = "the logits of the model are not finite: check its weights, or use a wider dtype"
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How a token is chosen. Temperature 0 is greedy."""
+    """How a token is chosen. Temperatures below `GREEDY_BELOW` are greedy."""
 
     temperature: float = 0.0
     top_k: int | None = None  # of the most likely tokens; None: all
     top_p: float = 1.0  # of the smallest set of tokens with this probability
     seed: int = 0
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the likeliest token is taken."""
+        return self.temperature < GREEDY_BELOW
 
     def problems(self) -> Iterator[str]:
         """Every reason why nothing can be drawn."""
@@ -172,6 +182,8 @@ class SequenceState:
     def score(self, index: int, token: int, logprob: float) -> Reason | None:
         """Take the log-probability of a target, and the likeliest token in its place; returns why
         it is the last one, if it is."""
+        if math.isnan(logprob):
+            return "error"
         if index == len(self.logprobs):  # else it lost its blocks, and this was computed again
             self.likeliest.append(token)
             self.logprobs.append(logprob)
@@ -180,7 +192,10 @@ class SequenceState:
         return "length" if last else None
 
     def append(self, token: int, logprob: float) -> Reason | None:
-        """Take a drawn token; returns why it is the last one, if it is."""
+        """Take a drawn token; returns why it is the last one, if it is. A token of logits that are
+        not finite is none."""
+        if math.isnan(logprob):
+            return "error"
         self.tokens.append(token)
         self.logprobs.append(logprob)
         self.awaited -= 1

@@ -90,18 +90,20 @@ def likeliest_tokens(logits_NV: Tensor, count: int) -> Tensor:
 
 def draw_tokens(logits_NV: Tensor, draws: Sequence[Draw]) -> Tensor:
     """The same as (N, 2) numbers in float64, exact for any vocabulary; nothing waits for the
-    device."""
+    device. A row with NaN, +inf or nothing but −inf has the log-probability NaN, which tells the
+    host, and a token of the vocabulary, which the next step may already read."""
     wide_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))
     tokens_N = wide_NV.argmax(1)  # the first of equals
     given = {i: each.target for i, each in enumerate(draws) if each.target is not None}
-    drawn = [i for i, each in enumerate(draws) if each.sampling.temperature > 0 and i not in given]
+    drawn = [i for i, each in enumerate(draws) if not each.sampling.greedy and i not in given]
     if drawn:
         rows = _there(drawn, torch.int64, wide_NV.device)
         ends_NV = filtered(wide_NV[rows], [draws[i].sampling for i in drawn]).cumsum(1)
         places = [uniform(draws[i].sampling.seed, draws[i].request, draws[i].index) for i in drawn]
         places_N1 = ends_NV[:, -1:] * _there(places, torch.float64, wide_NV.device)[:, None]
         # The first token whose end is beyond: those without probability end where they begin.
-        tokens_N[rows] = torch.searchsorted(ends_NV, places_N1, right=True)[:, 0]
+        last = ends_NV.shape[1] - 1  # of NaN, the place is beyond
+        tokens_N[rows] = torch.searchsorted(ends_NV, places_N1, right=True)[:, 0].clamp(max=last)
     scored_N = tokens_N
     if given:
         rows, targets = (
@@ -109,6 +111,7 @@ def draw_tokens(logits_NV: Tensor, draws: Sequence[Draw]) -> Tensor:
         )
         scored_N = tokens_N.index_put((rows,), targets)
     logprobs_N1 = wide_NV.log_softmax(1).gather(1, scored_N[:, None])
+    logprobs_N1 = logprobs_N1.where(wide_NV.amax(1, keepdim=True).isfinite(), float("nan"))
     return torch.cat([tokens_N[:, None].double(), logprobs_N1.double()], 1)
 
 

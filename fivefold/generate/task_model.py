@@ -12,11 +12,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 from fivefold.core.errors import BadFile, FivefoldError
-from fivefold.generate.requests import Request, Sampling
-from fivefold.generate.text import ByteCodec, Codec, read_table
+from fivefold.generate.requests import NOT_FINITE, Request, Sampling
+from fivefold.generate.text import ByteCodec, Codec, read_table, token_text
 from fivefold.generate.writer import TextRequest, WrittenText
 
 MOST_WRITTEN = 256  # tokens, if a task does not say
@@ -153,7 +153,10 @@ class TaskModel:
         self.num_calls += 1
         for each in requests:
             each.request.check(self.vocab, self.max_seq)
-        return self.write(requests) if requests else {}
+        texts = self.write(requests) if requests else dict[str, WrittenText]()
+        if any(text.reason == "error" for text in texts.values()):
+            raise FivefoldError(NOT_FINITE)
+        return texts
 
 
 def _generation(options: Mapping[str, Any]) -> tuple[int, Sampling, list[str]]:
@@ -186,10 +189,7 @@ def prefix_token(folder: Path, codec: Codec, ends: frozenset[int], vocab: int) -
     if not isinstance(codec, ByteCodec):
         names, known = read_table(folder / "tokenizer_config.json"), codec.named()
         for key in ("bos_token", "eos_token"):
-            given = names.get(key)
-            text = (
-                cast("dict[str, Any]", given).get("content") if isinstance(given, dict) else given
-            )
+            text = token_text(names.get(key))
             found += [known[text]] if isinstance(text, str) and text in known else []
         number = read_table(folder / "config.json").get("bos_token_id")
         found += [number] if isinstance(number, int) and not isinstance(number, bool) else []

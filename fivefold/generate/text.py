@@ -7,16 +7,20 @@ not what may be the beginning of a stop text.
 from __future__ import annotations
 
 import json
+import re
+import secrets
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from fivefold.core.errors import BadFile, FivefoldError, did_you_mean
+from fivefold.core.tokenizer import END_TOKENS
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 NUM_BYTES = 256
+_LEAST_LONGEST = 64  # bytes
 _HALF = "\ufffd"  # what a part of a character decodes to
 
 
@@ -35,6 +39,10 @@ class Codec(Protocol):
         """Special tokens by their text."""
         ...
 
+    def longest_token(self) -> int:
+        """Bytes of text that a token may stand for."""
+        ...
+
 
 class ByteCodec:
     """One token for each byte, as models are trained that have no tokenizer."""
@@ -48,15 +56,22 @@ class ByteCodec:
     def named(self) -> dict[str, int]:
         return {}
 
+    def longest_token(self) -> int:
+        return 1
+
 
 class LibraryCodec:
-    """A tokenizer of the `tokenizers` library."""
+    """A tokenizer of the `tokenizers` library. With `unlocked` it encodes without the lock of the
+    interpreter, by threads of the library, which a process must not have before it forks."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self.tokenizer = tokenizer
+    def __init__(self, tokenizer: Tokenizer, *, unlocked: bool = False) -> None:
+        self.tokenizer, self.unlocked = tokenizer, unlocked
 
     def encode(self, text: str, *, special: bool) -> tuple[int, ...]:
-        return tuple(self.tokenizer.encode(text, add_special_tokens=special).ids)
+        if not self.unlocked:
+            return tuple(self.tokenizer.encode(text, add_special_tokens=special).ids)
+        (batch,) = self.tokenizer.encode_batch_fast([text], add_special_tokens=special)
+        return tuple(batch.ids)
 
     def decode(self, tokens: Sequence[int]) -> str:
         return self.tokenizer.decode(list(tokens), skip_special_tokens=True)
@@ -64,6 +79,46 @@ class LibraryCodec:
     def named(self) -> dict[str, int]:
         table = self.tokenizer.get_added_tokens_decoder()
         return {each.content: number for number, each in table.items() if each.special}
+
+    def longest_token(self) -> int:
+        # A word without a token, or spaces that are left out, may be longer than any token.
+        longest = max((len(each.encode()) for each in self.tokenizer.get_vocab()), default=0)
+        return max(longest, _LEAST_LONGEST)
+
+
+class QuotingCodec:
+    """A tokenizer for texts that quote others, in which special tokens are plain text.
+
+    A quoted text has a random name in place of every special token, and goes through a chat
+    template as it is. The names are tokens here, and become the tokens of the text they stand for.
+    """
+
+    def __init__(self, codec: LibraryCodec) -> None:
+        from tokenizers import AddedToken, Tokenizer
+
+        text, named, mark = codec.tokenizer.to_str(), codec.named(), secrets.token_hex(8)
+        self._quotes = {name: f"<{mark}:{number}>" for name, number in named.items()}
+        self._pattern = re.compile("|".join(map(re.escape, sorted(named, key=len, reverse=True))))
+        plain, quoting = LibraryCodec(Tokenizer.from_str(text)), Tokenizer.from_str(text)
+        plain.tokenizer.encode_special_tokens = True
+        names: list[Any] = [AddedToken(each, normalized=False) for each in self._quotes.values()]
+        cast("Any", quoting).add_special_tokens(names)
+        self._codec = LibraryCodec(quoting, unlocked=True)
+        self._texts = {
+            quoting.token_to_id(quote): plain.encode(name, special=False)
+            for name, quote in self._quotes.items()
+        }
+
+    def quoted(self, text: str) -> str:
+        """A text in which every special token has the name of its text."""
+        if not self._quotes:
+            return text
+        return self._pattern.sub(lambda match: self._quotes[match[0]], text)
+
+    def encode(self, text: str, *, special: bool) -> tuple[int, ...]:
+        """The tokens of a text, with those of quoted texts in their places."""
+        tokens = self._codec.encode(text, special=special)
+        return tuple(part for each in tokens for part in self._texts.get(each, (each,)))
 
 
 def read_tokenizer(path: Path) -> LibraryCodec:
@@ -86,14 +141,29 @@ def read_tokenizer(path: Path) -> LibraryCodec:
     return LibraryCodec(tokenizer)
 
 
-def end_tokens(folder: Path) -> frozenset[int]:
-    """The tokens that end a text, by the configs of a Hugging Face folder."""
+def end_tokens(folder: Path, codec: Codec, tokenizer: Path | None = None) -> frozenset[int]:
+    """The tokens that end a text: all that the configs of a model and of its tokenizer name, or
+    else what the tokenizer has under a usual name. `tokenizer` is its folder, if another."""
+    if isinstance(codec, ByteCodec):
+        return frozenset({NUM_BYTES})
     found: set[int] = set()
     for name in ("config.json", "generation_config.json"):
-        given = read_table(folder / name).get("eos_token_id")
-        listed = cast("list[Any]", given) if isinstance(given, list) else [given]
-        found |= {each for each in listed if isinstance(each, int) and not isinstance(each, bool)}
-    return frozenset(found)
+        table = read_table(folder / name)
+        nested = table.get("text_config")  # of a model that reads pictures too
+        for each in (table, cast("dict[str, Any]", nested) if isinstance(nested, dict) else {}):
+            given = each.get("eos_token_id")
+            listed = cast("list[Any]", given) if isinstance(given, list) else [given]
+            found |= {one for one in listed if isinstance(one, int) and not isinstance(one, bool)}
+    known = codec.named()
+    for name in ("tokenizer_config.json", "special_tokens_map.json"):
+        text = token_text(read_table((tokenizer or folder) / name).get("eos_token"))
+        found |= {known[text]} if text in known else set()
+    return frozenset(found or [known[name] for name in END_TOKENS if name in known][:1])
+
+
+def token_text(given: Any) -> Any:
+    """The text of a special token, which may be a table of its own."""
+    return cast("dict[str, Any]", given).get("content") if isinstance(given, dict) else given
 
 
 def read_table(path: Path) -> dict[str, Any]:

@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from fivefold.launch.backend import Backend
 
 DTYPES = [name for name, each in FORMATS.items() if each.verified]
-_BYTES_END = 256
 _MOST_RANKS = 64  # processes on one machine
 
 
@@ -109,18 +108,19 @@ def set_up(
     model: TextModel, options: ModelOptions, open_weights: Callable[[Tell], ReadWeight]
 ) -> ModelSetup:
     """Choose devices, and read the tokenizer; refuses what cannot run here."""
-    from fivefold.generate.text import ByteCodec, end_tokens
+    from fivefold.generate.text import end_tokens
     from fivefold.launch.backend import NcclLibrary, available_device, choose_backend, num_gpus
 
     gpus = num_gpus()
     device = available_device(options.device, gpus)
     plan, codec = _plan(model, options), _codec(model, options.tokenizer)
-    is_bytes = isinstance(codec, ByteCodec)
+    given = options.tokenizer
+    beside = None if given is None else Path(given).parent  # configs of that tokenizer
     return ModelSetup(
         model,
         plan,
         codec,
-        frozenset({_BYTES_END}) if is_bytes else end_tokens(model.folder),
+        end_tokens(model.folder, codec, beside),
         options,
         options.dtype or ("float32" if device == "cpu" else "bfloat16"),
         device,

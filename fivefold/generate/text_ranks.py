@@ -23,6 +23,7 @@ from fivefold.generate.layout import (
     mesh_of,
     stage_of,
 )
+from fivefold.generate.requests import NOT_FINITE
 from fivefold.generate.scheduler import ScheduleLimits
 from fivefold.generate.text import Codec
 from fivefold.generate.writer import TextPiece, TextRequest, TextWriter
@@ -114,6 +115,8 @@ def _write(worker: Worker, task: TextTask, device: torch.device) -> None:
     while writer.busy:
         worker.phase("generate")
         for piece in writer.step():
+            if piece.written is not None and piece.written.reason == "error":
+                _warn(worker, f"prompt {piece.id!r}: {NOT_FINITE}")
             if worker.rank == 0 and (piece.text or piece.written):
                 worker.report(piece)
     engine.close()

@@ -106,8 +106,9 @@ class TextWriter:
         for each in drawn:
             one, reason = self._open[each.id], each.reason
             one.tick(now)
-            # A stop token ends the text, and is no part of it.
-            text = one.stream.push(each.token) if one.writes and reason != "stop" else ""
+            # A stop token ends the text, and is no part of it; nor is a token of an error.
+            adds = one.writes and reason in (None, "length")
+            text = one.stream.push(each.token) if adds else ""
             if reason is None and one.stream.stopped:
                 reason = "stop"
                 self.engine.end(each.id, reason)
@@ -128,7 +129,7 @@ class TextWriter:
             done.logprobs,
             "stop" if one.stream.stopped else reason,
             one.first - one.began,
-            (one.last - one.first) / steps if steps else None,
+            (one.last - one.first) / steps if steps > 0 else None,
             done.routes,
         )
         return TextPiece(id, text, written)

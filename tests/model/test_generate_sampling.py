@@ -117,6 +117,46 @@ def test_what_cannot_be_generated_is_refused(request_: Request, message: str) ->
         request_.check(vocab=67, max_seq=64)
 
 
+@pytest.mark.parametrize("temperature", [5e-324, 1e-300, 1e-40, 9.9e-6, 1e-5, 2e-5])
+def test_tiny_temperatures_are_greedy(temperature: float) -> None:
+    """However large logits are: divided by them, they would overflow."""
+    for dtype, scale in ((torch.float32, 1e38), (torch.float64, 1.0)):
+        logits = (LOGITS + torch.arange(6) / 10).to(dtype) * scale  # without equals
+        for index in range(5):
+            drawn = chosen(logits, Sampling(temperature, top_p=0.9), "r", index)
+            assert drawn == chosen(logits, Sampling(), "r", index)
+
+
+@pytest.mark.parametrize("temperature", [1.5, 2.0, 7.0])
+def test_temperatures_above_one_flatten(temperature: float) -> None:
+    odds = odds_of(LOGITS, Sampling(temperature))
+    expected = (LOGITS / temperature).exp()
+    torch.testing.assert_close(odds, expected / expected.sum())
+    counts = [
+        Counter(
+            token
+            for token, _ in choose(
+                LOGITS.expand(2000, -1), [Draw(sampling, "r", i) for i in range(2000)]
+            )
+        )
+        for sampling in (Sampling(temperature), Sampling(1.0))
+    ]
+    hot, usual = (each[2] + each[5] for each in counts)
+    assert hot > 1.5 * usual, "unlikely tokens are drawn more often"
+
+
+def test_a_row_that_is_not_finite_is_told_and_spoils_no_other() -> None:
+    bad = [[math.nan] * 4, [0.0, math.nan, 1.0, 2.0], [0.0, math.inf, 1.0, 2.0], [-math.inf] * 4]
+    good = [[0.0, 1.0, -math.inf, 2.0], [3.0, 1.0, 2.0, 0.0]]
+    logits = torch.tensor([*bad, *good])
+    for sampling in (Sampling(), Sampling(1.0), Sampling(0.7, top_k=2), Sampling(1.3, top_p=0.5)):
+        rows = choose(logits, [Draw(sampling, "r", i) for i in range(len(logits))])
+        assert all(0 <= token < 4 for token, _ in rows), "the next step may read it already"
+        assert all(math.isnan(logprob) for _, logprob in rows[:4])
+        alone = [chosen(logits[i], sampling, "r", i) for i in (4, 5)]
+        assert rows[4:] == alone and all(math.isfinite(logprob) for _, logprob in alone)
+
+
 def test_rows_are_drawn_together_as_alone() -> None:
     """Whatever is in the other rows, greedy ones included."""
     generator = torch.Generator().manual_seed(3)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 
@@ -10,7 +11,14 @@ import pytest
 from fivefold.core.errors import BadFile, FivefoldError
 from fivefold.generate.chat import ChatTemplate
 from fivefold.generate.prompts import finished_ids, read_prompts
-from fivefold.generate.text import ByteCodec, LibraryCodec, TextStream, end_tokens, stops_of
+from fivefold.generate.text import (
+    ByteCodec,
+    LibraryCodec,
+    QuotingCodec,
+    TextStream,
+    end_tokens,
+    stops_of,
+)
 
 
 def streamed(text: bytes, stops: tuple[str, ...] = ()) -> tuple[list[str], TextStream]:
@@ -51,12 +59,12 @@ def test_what_may_be_a_stop_text_comes_at_the_end() -> None:
     assert given == ["a", "", "b"] and not stream.stopped
 
 
-def with_special_tokens() -> LibraryCodec:
+def with_special_tokens(*names: str) -> LibraryCodec:
     tokenizers = pytest.importorskip("tokenizers")
     words = {word: number for number, word in enumerate(["[UNK]", "a", "b", "c"])}
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, "[UNK]"))
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
-    tokenizer.add_special_tokens(["<|end|>"])
+    tokenizer.add_special_tokens(["<|end|>", *names])
     return LibraryCodec(tokenizer)
 
 
@@ -79,7 +87,34 @@ def test_an_unknown_stop_is_refused() -> None:
 def test_end_tokens_are_those_of_both_configs(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"eos_token_id": 7}')
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [8, 9]}')
-    assert end_tokens(tmp_path) == {7, 8, 9}
+    codec = with_special_tokens()
+    assert end_tokens(tmp_path, codec) == {7, 8, 9}
+    nested = {"text_config": {"eos_token_id": 2}, "eos_token_id": True}
+    (tmp_path / "config.json").write_text(json.dumps(nested))
+    assert end_tokens(tmp_path, codec) == {2, 8, 9}
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": {"content": "<|end|>"}}')
+    assert end_tokens(tmp_path, codec) == {2, 4, 8, 9}, "and that of the tokenizer"
+    assert end_tokens(tmp_path, ByteCodec()) == {256}
+
+
+def test_the_end_token_of_a_tokenizer_alone(tmp_path: Path) -> None:
+    codec = with_special_tokens("</s>")
+    assert end_tokens(tmp_path, codec) == {5}, "by its usual name"
+    (tmp_path / "special_tokens_map.json").write_text('{"eos_token": "<|end|>"}')
+    assert end_tokens(tmp_path, codec) == {4}
+    other = tmp_path / "other"
+    other.mkdir()
+    assert end_tokens(other, codec, tmp_path) == {4}, "of --tokenizer FILE"
+    assert end_tokens(other, with_special_tokens()) == set()
+
+
+def test_special_tokens_of_a_quoted_text_are_text() -> None:
+    codec = with_special_tokens("<|end|>x")
+    quoting = QuotingCodec(codec)
+    quoted = quoting.quoted("b <|end|> c <|end|>x")
+    assert quoting.encode(f"a <|end|> {quoted} <|end|>", special=False) == (1, 4, 2, 0, 3, 0, 4)
+    assert quoting.encode("a <|end|>", special=False) == codec.encode("a <|end|>", special=False)
+    assert quoting.quoted(quoted) == quoted and quoting.quoted("a b") == "a b"
 
 
 CHATML = (
@@ -173,3 +208,31 @@ def test_completions_that_are_there_are_known_and_a_torn_line_is_removed(tmp_pat
     assert file.read_text() == whole
     with pytest.raises(BadFile, match="of another prompt for id '0'"):
         finished_ids(file, {"0": "z"})
+
+
+def test_special_tokens_of_a_message_begin_no_turn(tmp_path: Path) -> None:
+    pytest.importorskip("h11")
+    from fivefold.serve.asked import parse_asked
+    from fivefold.serve.prompting import PromptReader
+
+    template(tmp_path, "{% for m in messages %}{{ m.content | trim }} <|end|> {% endfor %}a")
+    content = "b <|end|> c"
+
+    async def tokens(*bodies: tuple[dict[str, object], bool]) -> list[list[tuple[int, ...]]]:
+        reader = PromptReader(with_special_tokens(), tmp_path)
+        asked = [parse_asked(json.dumps(body).encode(), chat) for body, chat in bodies]
+        try:
+            return [await reader.tokens(each, longest=64) for each in asked]
+        finally:
+            await reader.close()
+
+    messages = [{"role": "user", "content": content}]
+    found = asyncio.run(
+        tokens(
+            ({"messages": messages}, True),
+            ({"messages": messages, "parse_special": True}, True),
+            ({"prompt": content}, False),
+            ({"prompt": content, "parse_special": False}, False),
+        )
+    )
+    assert found == [[(2, 0, 3, 4, 1)], [(2, 4, 3, 4, 1)], [(2, 4, 3)], [(2, 0, 3)]]

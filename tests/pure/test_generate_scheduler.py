@@ -258,6 +258,48 @@ def test_a_sequence_whose_draw_is_under_way_is_not_admitted_again() -> None:
     assert chunk.tokens == (1, 2, 3, 5) and chunk.samples
 
 
+def compute(scheduler: Scheduler, request: Request) -> SequenceState:
+    """Compute the prompt of a request, and end it."""
+    sequence = scheduler.add(request)
+    while sequence.computed < len(request.prompt):
+        batch = scheduler.schedule()
+        assert [chunk.id for chunk in batch.chunks] == [request.id]
+        scheduler.computed(batch, [sequence])
+    scheduler.remove(sequence)
+    return sequence
+
+
+def test_new_weights_share_no_old_blocks() -> None:
+    scheduler = Scheduler(BlockPool(8), ScheduleLimits(), MAX_SEQ)
+    prompt = tuple(range(3 * BLOCK + 1))
+    assert compute(scheduler, Request("a", prompt, 1)).reused == 0
+    assert compute(scheduler, Request("b", prompt, 1)).reused == 3 * BLOCK
+    scheduler.restart()
+    assert compute(scheduler, Request("c", prompt, 1)).reused == 0
+    assert scheduler.pool.num_free == 8
+
+
+def test_texts_on_the_two_sides_of_a_rotation_share_no_blocks() -> None:
+    scheduler = Scheduler(BlockPool(12), ScheduleLimits(), MAX_SEQ, outgrown_at=36)
+    prompt = tuple(range(40))
+    assert compute(scheduler, Request("short", prompt[:35], 1)).reused == 0
+    assert compute(scheduler, Request("long", prompt, 1)).reused == 0, "its keys are others"
+    assert compute(scheduler, Request("short too", prompt[:34], 1)).reused == 2 * BLOCK
+    assert compute(scheduler, Request("long too", prompt[:38], 1)).reused == 2 * BLOCK
+    fresh = Scheduler(BlockPool(12), ScheduleLimits(), MAX_SEQ, outgrown_at=36)
+    compute(fresh, Request("long", prompt, 1))
+    assert compute(fresh, Request("short", prompt[:35], 1)).reused == 0
+
+
+def test_a_sequence_ends_where_the_model_does() -> None:
+    scheduler = Scheduler(BlockPool(4), ScheduleLimits(), max_seq=2 * BLOCK)
+    sequence = scheduler.add(Request("a", tuple(range(20)), 1000))  # and is not refused
+    assert sequence.limit == scheduler.load == 2 * BLOCK
+    scheduler.computed(scheduler.schedule(), [sequence])
+    reasons = [sequence.append(1, -1.0) for _ in range(12)]
+    assert reasons == [None] * 11 + ["length"] and len(sequence.tokens) == 2 * BLOCK
+
+
 def test_a_gpu_takes_the_steps_that_plans_assume() -> None:
     assert ScheduleLimits.of("cuda").tokens == STEP_TOKENS > ScheduleLimits.of("cpu").tokens
     assert ScheduleLimits.of("cuda", 64, 3) == ScheduleLimits(64, 3)
