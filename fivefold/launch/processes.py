@@ -107,17 +107,28 @@ class _Silence:
         self.used = used
         if before == float("inf"):
             return True
+        if any(_is_stopped(each.process.pid) for each in self.children):
+            return False  # others may spin while they wait for it
         computes = used - before > _AT_WORK * self.seconds
         return computes and self.length < _LONGEST
 
 
+def _stat(pid: int | None) -> list[str]:
+    """The state of a process and what follows it; nothing where nobody says."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text("utf-8").rpartition(")")[2].split()
+    except OSError:
+        return []
+
+
 def _cpu_seconds(pid: int | None) -> float:
     """What a process has used of all cores; 0 where nobody says."""
-    try:
-        after_name = Path(f"/proc/{pid}/stat").read_text("utf-8").rpartition(")")[2].split()
-    except OSError:
-        return 0.0
-    return sum(map(int, after_name[11:13])) / os.sysconf("SC_CLK_TCK")
+    return sum(map(int, _stat(pid)[11:13])) / os.sysconf("SC_CLK_TCK")
+
+
+def _is_stopped(pid: int | None) -> bool:
+    """Whether a signal or a debugger has stopped it."""
+    return _stat(pid)[:1] in (["T"], ["t"])
 
 
 class Pool:
@@ -325,8 +336,13 @@ class Pool:
         return RankLost(rank, child.doing, _how_it_ended(child.process))
 
     def _silent(self, children: list[_Child], seconds: float) -> RankLost:
-        """If all ranks wait, the one with the fewest messages keeps the others waiting."""
-        _, rank = min((each.num_messages, i) for i, each in enumerate(children) if each.busy)
+        """If all ranks wait, one that was stopped or the one with the fewest messages keeps the
+        others waiting."""
+        _, _, rank = min(
+            (not _is_stopped(each.process.pid), each.num_messages, i)
+            for i, each in enumerate(children)
+            if each.busy
+        )
         return RankLost(rank, children[rank].doing, f"was silent for {seconds:.0f} s")
 
 

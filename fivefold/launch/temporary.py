@@ -1,5 +1,6 @@
-"""The temporary folder in which forked ranks meet. One that a killed launcher left is removed by
-the next one: the operating system takes the lock on its owner's file away with the process."""
+"""Temporary folders: in one forked ranks meet, in another a server has its sockets. Those that a
+killed process left are removed by the next one: the operating system takes the lock on its owner's
+file away with the process."""
 
 from __future__ import annotations
 
@@ -11,16 +12,16 @@ import shutil
 import tempfile
 from pathlib import Path
 
-_PREFIX = "fivefold-ranks-"
+_RANKS = "fivefold-ranks-"
 _OWNER = "owner"
 
 
 class TemporaryFolder:
     """A folder of this process, until it is removed or the process ends."""
 
-    def __init__(self) -> None:
-        sweep(Path(tempfile.gettempdir()))
-        self._folder = tempfile.TemporaryDirectory(prefix=f"{_PREFIX}{os.getpid()}-")
+    def __init__(self, prefix: str = _RANKS) -> None:
+        sweep(Path(tempfile.gettempdir()), prefix)
+        self._folder = tempfile.TemporaryDirectory(prefix=f"{prefix}{os.getpid()}-")
         self.path = Path(self._folder.name)
         # A lock of the process, which forked ranks do not have: it goes with the launcher alone.
         self._owner = (self.path / _OWNER).open("w")
@@ -31,10 +32,10 @@ class TemporaryFolder:
         self._owner.close()
 
 
-def sweep(parent: Path) -> None:
-    """Remove the folders of launchers that have died; those of others stay."""
-    ours = re.compile(rf"{_PREFIX}(\d+)-\w+")
-    for folder in parent.glob(f"{_PREFIX}*"):
+def sweep(parent: Path, prefix: str = _RANKS) -> None:
+    """Remove the folders of processes that have died; those of others stay."""
+    ours = re.compile(rf"{prefix}(\d+)-\w+")
+    for folder in parent.glob(f"{prefix}*"):
         found = ours.fullmatch(folder.name)
         # To open our own file would give the lock away when it is closed.
         if found is None or int(found[1]) == os.getpid():

@@ -1,4 +1,4 @@
-"""Print lines in a thread, so that nobody who trains waits for whoever reads them.
+"""Print lines in a thread, so that nobody who trains or serves waits for whoever reads them.
 
 A pager that is not scrolled, or a terminal that was stopped with Ctrl-S, makes a write wait for as
 long as it likes. Lines wait in a bounded buffer meanwhile; those that find no room are counted.
@@ -6,6 +6,7 @@ long as it likes. Lines wait in a bounded buffer meanwhile; those that find no r
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 from collections.abc import Callable
@@ -37,11 +38,12 @@ class LinePrinter:
         except queue.Full:
             self.dropped += 1
 
-    def close(self) -> None:
-        """Wait until all lines are printed."""
+    def close(self, seconds: float | None = None) -> None:
+        """Wait until all lines are printed, at most so many seconds if given."""
         if self.thread is not None:
-            self.lines.put(None)
-            self.thread.join()
+            with contextlib.suppress(queue.Full):
+                self.lines.put(None, timeout=seconds)
+            self.thread.join(seconds)
             self.thread = None
         self._raise()
 

@@ -10,7 +10,7 @@ import asyncio
 import json
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fivefold.generate.requests import Reason, Request
@@ -18,6 +18,7 @@ from fivefold.generate.text import NUM_BYTES, ByteCodec, Codec, TextStream
 from fivefold.serve.asked import ApiError, AskedText
 
 DONE = b"data: [DONE]\n\n"
+_LEAST_LOGPROB = -9999.0  # of a token without probability: JSON has no −inf
 
 
 @dataclass(frozen=True)
@@ -37,11 +38,27 @@ class ServedChoice:
         self, call: ServedCall, index: int, request: Request, codec: Codec, stops: tuple[str, ...]
     ) -> None:
         self.call, self.index, self.request = call, index, request
-        self.stream = TextStream(codec, stops)
+        self.codec, self.stops = codec, stops
+        self.starts = 0
+        self.begin()
+
+    def begin(self) -> None:
+        """Begin with nothing drawn; a second time under another id, since rows of the first may
+        still come."""
+        self.starts += 1
+        if self.starts > 1:
+            self.request = replace(self.request, id=f"{self.request.id}/{self.starts}")
+        self.stream = TextStream(self.codec, self.stops)
         self.num_tokens = 0
         self.reason: Reason | None = None
         self._text, self._taken = "", 0  # given out by the stream, and of this by us
         self._notes: list[TokenNote] = []  # not yet given out
+
+    @property
+    def can_begin_again(self) -> bool:
+        """Whether its client has seen nothing of it, and this would be its second start only: a
+        request that ends engines is not to end all of them."""
+        return self.starts == 1 and not (self.call.asked.stream and self.num_tokens)
 
     @property
     def client(self) -> str:
@@ -212,10 +229,13 @@ class AnswerWriter:
                 for note in notes
             ]
             return {"content": content, "refusal": None}
-        tops = [{self._text(t): value for t, value in note.alternatives} for note in notes]
+        tops = [
+            {self._text(t): max(value, _LEAST_LOGPROB) for t, value in note.alternatives}
+            for note in notes
+        ]
         return {
             "tokens": [self._text(note.token) for note in notes],
-            "token_logprobs": [note.logprob for note in notes],
+            "token_logprobs": [max(note.logprob, _LEAST_LOGPROB) for note in notes],
             "top_logprobs": tops if asked.alternatives else None,
             "text_offset": [note.offset for note in notes],
         }
@@ -225,7 +245,7 @@ class AnswerWriter:
         data = list(text.encode())
         if isinstance(self.codec, ByteCodec):
             data = [token] if token < NUM_BYTES else []
-        return {"token": text, "logprob": logprob, "bytes": data}
+        return {"token": text, "logprob": max(logprob, _LEAST_LOGPROB), "bytes": data}
 
     def _text(self, token: int) -> str:
         return self._names.get(token) or self.codec.decode([token])

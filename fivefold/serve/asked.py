@@ -8,7 +8,6 @@ refused, unless they have the value that means nothing (`presence_penalty: 0`, `
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
@@ -35,6 +34,7 @@ _NOTHING: dict[str, tuple[Any, ...]] = {  # keys whose other values would ask fo
     "prediction": (None,),
     "web_search_options": (None,),
 }
+_LONGEST_KEY = 64  # characters that are compared with known keys
 _TAKEN = (
     *("user", "store", "metadata", "service_tier", "safety_identifier", "prompt_cache_key"),
     *("prompt_cache_retention", "verbosity", "reasoning_effort"),
@@ -92,6 +92,7 @@ class AskedText:
     with_usage: bool  # after a stream
     logprobs: bool
     alternatives: int
+    parse_special: bool  # special tokens in the texts of prompts or messages are tokens
 
 
 def parse_asked(body: bytes, chat: bool) -> AskedText:
@@ -122,6 +123,7 @@ def parse_asked(body: bytes, chat: bool) -> AskedText:
         _with_usage(fields.take("stream_options", lambda value: value), stream),
         logprobs,
         alternatives,
+        _or(fields.take("parse_special", _flag), not chat),
     )
     if asked.n * max(1, len(asked.prompts)) > MOST_CHOICES:
         raise wrong("n", f"prompts times n are more than {MOST_CHOICES} choices: send fewer")
@@ -129,7 +131,7 @@ def parse_asked(body: bytes, chat: bool) -> AskedText:
     return asked
 
 
-def _or(value: float | None, usual: float) -> float:
+def _or(value: Any, usual: Any) -> Any:
     return usual if value is None else value
 
 
@@ -169,7 +171,7 @@ class _Fields:
                     400, f"{shown} is not supported: leave it out", name, "unsupported_value"
                 )
             if name not in self.known:
-                near = did_you_mean(name, self.known)
+                near = did_you_mean(name[:_LONGEST_KEY], self.known)
                 rule = f"unknown key {_short(name)}: {near}"
                 raise ApiError(400, rule, name[:100], "unknown_parameter")
 
@@ -191,7 +193,7 @@ def _whole(low: int, high: int) -> Callable[[Any], int]:
 def _number(low: float, high: float, above: bool = False) -> Callable[[Any], float]:
     def check(value: Any) -> float:
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not is_number or not math.isfinite(value) or not low <= value <= high:
+        if not is_number or not low <= value <= high:  # false for NaN; whole numbers may be huge
             raise ValueError(f"{_short(value)} is no number from {low} to {high}")
         if above and value == low:
             raise ValueError(f"{_short(value)} is not above {low}")

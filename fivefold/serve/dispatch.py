@@ -12,7 +12,7 @@ from collections.abc import Callable
 from statistics import fmean
 
 from fivefold.core.shape import Shape
-from fivefold.generate.requests import Drawn, Request, Sampling
+from fivefold.generate.requests import NOT_FINITE, Drawn, Request, Sampling
 from fivefold.generate.text import Codec
 from fivefold.serve.answers import ServedCall, ServedChoice
 from fivefold.serve.asked import ApiError, AskedText
@@ -55,6 +55,12 @@ class Dispatcher:
         return sum(len(each.open) for each in self.replicas.values())
 
     @property
+    def serves(self) -> bool:
+        """Whether an engine of every kind is up."""
+        roles = {each.role for each in self.replicas.values() if each.alive}
+        return roles == ({"prefill", "decode"} if self.has_prefill else {"both"})
+
+    @property
     def longest(self) -> int:
         """The tokens that a prompt and its completion may have together."""
         if self.shape.window_everywhere is not None:
@@ -77,7 +83,8 @@ class Dispatcher:
             writer.close()
 
     def lose(self, index: int) -> None:
-        """An engine has died: its calls fail, and the others go on."""
+        """An engine has died: what it was computing begins again elsewhere, or in its next start,
+        unless a client has seen some of it."""
         replica = self.replicas.get(index)
         if replica is None:
             return
@@ -86,8 +93,20 @@ class Dispatcher:
         for other in self.replicas.values():  # what it was sending never arrives
             coming = [id for id, source in other.sources.items() if source is replica]
             lost += [other.open[id] for id in coming]
-        for choice in lost:
-            choice.call.fail(ApiError(500, "the engine of this request was lost: send it again"))
+        for choice in dict.fromkeys(lost):
+            for other in self.replicas.values():
+                other.drop(choice)
+            if choice.reason is not None or choice.call.error is not None:
+                continue
+            again = choice.can_begin_again
+            self.metrics.lost(again)
+            if again:
+                choice.begin()
+                self.queue.restore(choice)
+            else:
+                rule = "the engine of this request was lost: send it again"
+                choice.call.fail(ApiError(500, rule, None, "engine_lost"))
+        self.pump()
 
     def give_up(self, reason: str) -> None:
         """No engine of some kind is left, and none will come: what waits fails."""
@@ -124,15 +143,15 @@ class Dispatcher:
         param, longest = "messages" if asked.chat else "prompt", self.longest
         if not prompt:
             raise ApiError(400, f"{param}: it has no token", param, "invalid_value")
-        if bad := next((each for each in prompt if not 0 <= each < self.shape.vocab), None):
-            rule = f"token {bad} is not in the vocabulary of {self.shape.vocab:,}"
-            raise ApiError(400, f"{param}: {rule}", param, "invalid_value")
         wanted = asked.max_tokens
         if len(prompt) + (wanted or 1) > longest:
             asks = "" if wanted is None else f" and {wanted:,} more are asked for"
             rule = f"the prompt has {len(prompt):,} tokens{asks}; {longest:,} is the limit"
             way = "shorten the prompt" if wanted is None else "shorten one of them"
             raise ApiError(400, f"{rule}: {way}", param, "context_length_exceeded")
+        if bad := next((each for each in prompt if not 0 <= each < self.shape.vocab), None):
+            rule = f"token {bad} is not in the vocabulary of {self.shape.vocab:,}"
+            raise ApiError(400, f"{param}: {rule}", param, "invalid_value")
         return longest - len(prompt) if wanted is None else wanted
 
     def begin(self, call: ServedCall) -> None:
@@ -214,7 +233,11 @@ class Dispatcher:
                 continue
             replica.sources.pop(id, None)  # its cache has come
             try:
-                choice.push(token, logprob, reason, alternatives)
+                if reason == "error":
+                    choice.reason = reason
+                    choice.call.fail(ApiError(500, NOT_FINITE, None, "logits_not_finite"))
+                else:
+                    choice.push(token, logprob, reason, alternatives)
             except Exception as error:  # of a tokenizer: the other calls go on
                 rule = f"the tokens cannot be decoded: {type(error).__name__}: {error}"
                 choice.call.fail(ApiError(500, rule))

@@ -12,6 +12,7 @@ import hmac
 import json
 import time
 import uuid
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -37,6 +38,7 @@ COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
 GONE = 499  # as logs have it: the client has closed the connection
 _GET = ("/health", "/metrics", "/v1/models")
 _JSON = ("content-type", "application/json")
+_GRACE_S = 0.2  # for a request that is on its way when the server begins to end
 _CODES = {413: "body_too_large", 408: "timeout"}
 
 
@@ -72,7 +74,7 @@ class Door:
     async def accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """A client has come."""
         connection = HttpConnection(reader, writer, self.limits)
-        if self.draining or len(self._connections) >= self.limits.connections:
+        if not self._makes_room(connection.peer):
             writer.transport.abort()
             return
         task = asyncio.current_task()
@@ -83,16 +85,31 @@ class Door:
         except asyncio.CancelledError:  # it was idle, and the server ends
             pass
         finally:
-            del self._connections[connection]
+            self._connections.pop(connection, None)
+
+    def _makes_room(self, peer: str) -> bool:
+        """Whether one more connection has room: at a limit, the oldest idle one of whoever has the
+        most is closed for it, so that idle connections never keep a request out."""
+        counts = Counter(each.peer for each in self._connections)
+        if counts[peer] < self.limits.per_client:
+            if len(self._connections) < self.limits.connections:
+                return True
+            ((peer, _),) = counts.most_common(1)
+        idle = (each for each in self._connections if each.idle_s and each.peer == peer)
+        oldest = next(idle, None)
+        if oldest is not None:
+            self._connections.pop(oldest).cancel()
+        return oldest is not None
 
     async def drain(self, seconds: float) -> None:
-        """Take nothing new, and answer what is open; what is not done in time is given up."""
+        """Take no more calls, and answer what is open; what is not done in time is given up.
+        Whoever comes meanwhile hears that the server ends, and is not waited for."""
         self.draining = True
-        until = time.monotonic() + seconds
-        while self._connections and time.monotonic() < until:
-            for connection, task in list(self._connections.items()):
-                if connection.waiting:
-                    task.cancel()
+        until, before = time.monotonic() + seconds, set(self._connections)
+        while (left := before & self._connections.keys()) and time.monotonic() < until:
+            for connection in left:
+                if connection.idle_s > _GRACE_S:
+                    self._connections[connection].cancel()
             await asyncio.sleep(0.02)
         if self._connections:
             self.dispatcher.fail_all(_shutting_down())
@@ -137,9 +154,10 @@ class Door:
         path, method = request.path.rstrip("/") or "/", request.method
         known = path in (*_GET, COMPLETIONS, CHATS) or path.startswith("/v1/models/")
         if path == "/health" and method == "GET":
-            state = "draining" if self.draining else "ok"
+            state = "ok" if self.dispatcher.serves else "no engine"
+            state = "draining" if self.draining else state
             body = json.dumps({"status": state}).encode()
-            return await self._respond(connection, note, 503 if self.draining else 200, body)
+            return await self._respond(connection, note, 200 if state == "ok" else 503, body)
         note.client = self._admitted(request)
         if not known:
             raise ApiError(404, f"no such path: {path[:100]}", None, "unknown_url")
@@ -170,9 +188,13 @@ class Door:
             raise ApiError(401, rule, None, "invalid_api_key", headers)
         host = request.headers.get("host", "localhost")
         origin = request.headers.get("origin", "http://localhost")
-        for name in (urlsplit(f"//{host}").hostname, urlsplit(origin).hostname):
-            if name not in LOOPBACK:
-                raise ApiError(403, "another site may not ask", None, "forbidden")
+        try:
+            names = [urlsplit(f"//{host}").hostname, urlsplit(origin).hostname]
+        except ValueError as error:
+            rule = f"Host or Origin is no valid address: {error}"
+            raise ApiError(400, rule, None, "invalid_header") from error
+        if any(name not in LOOPBACK for name in names):
+            raise ApiError(403, "another site may not ask", None, "forbidden")
         return request.peer
 
     def _models(self, path: str) -> bytes:
@@ -199,7 +221,7 @@ class Door:
         asked = parse_asked(request.body, chat)
         if asked.model != self.name:
             raise self._unknown(asked.model)
-        prompts = await self.prompts.tokens(asked)
+        prompts = await self.prompts.tokens(asked, self.dispatcher.longest)
         id = f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex[:24]}"
         call = self.dispatcher.call(id, note.client, asked, prompts, began)
         note.words += [f"id={id}", f"prompt={call.prompt_tokens}"]

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import resource
+import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import h11
@@ -18,6 +20,8 @@ import h11
 _READ = 1 << 16
 _HIGH_WATER = 1 << 16  # bytes that wait to be sent before a sender waits
 _LINGER_BYTES = 64 << 20  # of a refused body
+_OTHER_FILES = 128  # that a server has open: links, pipes, and connections that are being closed
+_FEWEST = 8  # connections
 Headers = list[tuple[str, str]]
 
 
@@ -28,11 +32,23 @@ class HttpLimits:
     header_bytes: int = 16 << 10
     body_bytes: int = 4 << 20
     connections: int = 2048
+    per_client: int = 1024  # of these, from one address
     idle_s: float = 60.0  # between two requests, or before the first
     header_s: float = 10.0  # from its first byte to its last
     body_s: float = 60.0
     write_s: float = 30.0  # for a buffer to be taken
     linger_s: float = 5.0  # for the rest of a refused body, so that its sender sees the answer
+
+    def within_open_files(self) -> HttpLimits:
+        """As many connections as this process may have open, after raising its soft limit."""
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        wanted = self.connections + _OTHER_FILES
+        if soft != resource.RLIM_INFINITY and soft < wanted:
+            soft = wanted if hard == resource.RLIM_INFINITY else min(hard, wanted)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+            most = max(_FEWEST, soft - _OTHER_FILES)
+            return replace(self, connections=most, per_client=min(self.per_client, most // 2))
+        return self
 
 
 @dataclass(frozen=True)
@@ -66,20 +82,25 @@ class HttpConnection:
     ) -> None:
         self.reader, self.writer, self.limits = reader, writer, limits
         self.state = h11.Connection(h11.SERVER, limits.header_bytes)
-        self.waiting = False  # for the beginning of a request
+        self.waiting_since: float | None = None  # for the beginning of a request
         peer: Any = writer.get_extra_info("peername")
         self.peer = str(peer[0]) if peer else ""
         writer.transport.set_write_buffer_limits(_HIGH_WATER)
+
+    @property
+    def idle_s(self) -> float:
+        """For how long it has waited for a request; 0 while there is one."""
+        return 0.0 if self.waiting_since is None else time.monotonic() - self.waiting_since
 
     async def read(self) -> HttpRequest | None:
         """The next request; None if the client has gone or says nothing. Raises `HttpRefusal`."""
         request: HttpRequest | None = None
         try:
-            self.waiting = True
+            self.waiting_since = time.monotonic()
             head = await self._head()
             if head is None:
                 return None
-            self.waiting = False
+            self.waiting_since = None
             request = _request(head, b"", self.peer)
             return _request(head, await self._body(request), self.peer)
         except h11.RemoteProtocolError as error:
@@ -91,7 +112,7 @@ class HttpConnection:
         except OSError:
             return None
         finally:
-            self.waiting = False
+            self.waiting_since = None
 
     async def _head(self) -> h11.Request | None:
         """The line and the headers of a request; None if there is none."""

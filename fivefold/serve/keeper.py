@@ -4,6 +4,9 @@ It is forked before the door opens anything and handles signals, and does nothin
 that are forked later inherit no socket of a client, no thread and no signal of the door either. It
 ends with the door, and its ranks end with it.
 
+Every rank says that it lives after each step, and how long its next silence may be. An engine that
+is silent for longer is lost: a stopped rank keeps all others waiting.
+
 An engine that was up and has lost a rank is started again, after a pause that doubles, at most so
 many times; after an hour of service the count begins anew.
 """
@@ -16,6 +19,7 @@ import os
 import signal
 import time
 import warnings
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
@@ -24,9 +28,10 @@ from typing import Any
 from fivefold.core.errors import RankLost
 from fivefold.generate.text_ranks import RefusedTask, TaskWarning
 from fivefold.launch.processes import Pool, die_with
-from fivefold.serve.rank import EngineUp, ServeTask, serve_rank
+from fivefold.serve.rank import EngineUp, RankBeat, ServeTask, serve_rank
 
 _PATIENCE_S = 600.0  # of a step, or of reading weights
+_MISSED_BEATS = 20  # of each other rank: about as many seconds
 _PAUSE_S = 0.5  # before the first new start
 _LONG_S = 3600.0
 
@@ -131,6 +136,9 @@ class _OneStart:
     def __init__(self, pipe: Connection) -> None:
         self.pipe, self.was_up = pipe, False
         self._refused: list[str] = []
+        self._patience: dict[int, float] = {}  # by rank
+        self._missed: Counter[int] = Counter()  # signs of life of others since the last of a rank
+        self._pool: Pool | None = None
 
     def run(self, task: ServeTask) -> EngineEnd:
         world, reason = task.text.plan.layout.world, None
@@ -138,6 +146,7 @@ class _OneStart:
             # With `forwards_stop` ranks live through a signal to all processes.
             with Pool(world, _PATIENCE_S, forwards_stop=True) as pool:
                 _ignore_signals()
+                self._pool = pool
                 self.pipe.send(RanksForked(pool.pids))
                 pool.run_each([(serve_rank, (task,))] * world, on_report=self._on_report)
         except RankLost as lost:
@@ -154,3 +163,18 @@ class _OneStart:
             self.pipe.send(value)
         elif isinstance(value, EngineUp):
             self.was_up = True
+        elif isinstance(value, RankBeat) and self._pool is not None:
+            self._on_beat(value, self._pool)
+
+    def _on_beat(self, beat: RankBeat, pool: Pool) -> None:
+        """Set how long all ranks may be silent; raises `RankLost` where one is and the others are
+        not, as in an engine that has nothing to do."""
+        self._patience[beat.rank] = beat.patience
+        known = len(self._patience) == pool.size
+        pool.patience = max(self._patience.values()) if known else _PATIENCE_S
+        # Counted, not timed: all of them are silent while one compiles.
+        self._missed.update(self._patience.keys() - {beat.rank})
+        self._missed[beat.rank] = 0
+        ((rank, missed),) = self._missed.most_common(1)
+        if missed > _MISSED_BEATS * (pool.size - 1):
+            raise RankLost(rank, "serve", "was silent while the other ranks were not")

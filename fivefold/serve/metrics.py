@@ -38,7 +38,7 @@ class ServeMetrics:
     def __init__(self) -> None:
         self.requests: Counter[Labels] = Counter()
         self.prompt_tokens = self.output_tokens = self.broken_off = 0
-        self.num_moved = self.moved_bytes = self.restarts = 0
+        self.num_moved = self.moved_bytes = self.restarts = self.retried = self.num_lost = 0
         self.ttft = Histogram("fivefold_ttft_seconds", "From a request to its first token.")
         self.tpot = Histogram("fivefold_tpot_seconds", "Between two tokens, in the mean.")
         self.latency = Histogram("fivefold_request_seconds", "From a request to its last token.")
@@ -60,6 +60,11 @@ class ServeMetrics:
         """An engine was lost, and is started again."""
         self.restarts += 1
 
+    def lost(self, again: bool) -> None:
+        """A sequence was in an engine that was lost; it begins again, or fails."""
+        self.retried += again
+        self.num_lost += not again
+
     def left(self) -> None:
         """A client has gone before its answer was complete."""
         self.broken_off += 1
@@ -80,6 +85,8 @@ class ServeMetrics:
             ("fivefold_moved_total", "Caches sent to another engine.", self.num_moved),
             ("fivefold_moved_bytes_total", "Bytes of these.", self.moved_bytes),
             ("fivefold_restarts_total", "New starts of engines.", self.restarts),
+            ("fivefold_retried_total", "Sequences begun again after a loss.", self.retried),
+            ("fivefold_lost_total", "Sequences that failed with an engine.", self.num_lost),
         )
         for name, help, value in counters:
             rows += [*_head(name, help, "counter"), f"{name} {value}"]

@@ -11,13 +11,14 @@ import asyncio
 import contextlib
 import json
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from fivefold.core.errors import FivefoldError
 from fivefold.generate import chat_worker
 from fivefold.generate.chat import ChatTemplate
-from fivefold.generate.text import Codec
+from fivefold.generate.text import Codec, LibraryCodec, QuotingCodec
 from fivefold.serve.asked import ApiError, AskedText
 
 _SHORT = 4096  # characters that are encoded at once; longer texts go to a thread
@@ -96,27 +97,57 @@ class PromptReader:
     """Turns what is asked into the tokens of prompts."""
 
     def __init__(self, codec: Codec, folder: Path) -> None:
-        self.codec = codec
+        self.codec, self.quotes, self._token_bytes = codec, None, codec.longest_token()
+        if isinstance(codec, LibraryCodec):
+            self.codec = LibraryCodec(codec.tokenizer, unlocked=True)
+            self.quotes = QuotingCodec(codec)
         self.chats: TemplateProcess | None = None
         with contextlib.suppress(FivefoldError):  # without a template there are no chats
             self.chats = TemplateProcess(ChatTemplate(folder))
 
-    async def tokens(self, asked: AskedText) -> list[tuple[int, ...]]:
-        """The tokens of every prompt."""
+    async def tokens(self, asked: AskedText, longest: int) -> list[tuple[int, ...]]:
+        """The tokens of every prompt; refuses texts that cannot be `longest` tokens, before they
+        cost anything. Special tokens in texts are text where the request says so."""
+        quotes = None if asked.parse_special else self.quotes
         if not asked.chat:
+            for each in asked.prompts:
+                if isinstance(each, str):
+                    self._check("prompt", [each], longest)
             return [
-                each if isinstance(each, tuple) else await self._encoded(each, special=True)
+                each if isinstance(each, tuple) else await self._encoded(each, quotes, special=True)
                 for each in asked.prompts
             ]
         if self.chats is None:
             rule = "this model has no chat template: use /v1/completions"
             raise ApiError(400, rule, "messages", "no_chat_template")
-        return [await self._encoded(await self.chats.render(asked.messages), special=False)]
+        self._check(
+            "messages", [text for each in asked.messages for text in each.values()], longest
+        )
+        messages = asked.messages
+        if quotes is not None:
+            messages = tuple(
+                {key: text if key == "role" else quotes.quoted(text) for key, text in each.items()}
+                for each in messages
+            )
+        rendered = await self.chats.render(messages)
+        return [await self._encoded(rendered, quotes, special=False, is_quoted=True)]
 
-    async def _encoded(self, text: str, special: bool) -> tuple[int, ...]:
-        if len(text) <= _SHORT:
-            return self.codec.encode(text, special=special)
-        return await asyncio.to_thread(self.codec.encode, text, special=special)
+    def _check(self, param: str, texts: list[str], longest: int) -> None:
+        """Refuse more bytes, or more messages, than the longest sequence can have."""
+        size, most = sum(len(each.encode()) for each in texts), longest * self._token_bytes
+        if size > most or len(texts) > 2 * longest + 2:
+            rule = (
+                f"{param}: {size:,} bytes are more than {longest:,} tokens, the limit: shorten it"
+            )
+            raise ApiError(400, rule, param, "context_length_exceeded")
+
+    async def _encoded(
+        self, text: str, quotes: QuotingCodec | None, *, special: bool, is_quoted: bool = False
+    ) -> tuple[int, ...]:
+        if quotes is not None and not is_quoted:
+            text = quotes.quoted(text)
+        encode = partial((quotes or self.codec).encode, text, special=special)
+        return encode() if len(text) <= _SHORT else await asyncio.to_thread(encode)
 
     async def start(self) -> None:
         if self.chats is not None:

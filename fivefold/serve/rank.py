@@ -44,7 +44,9 @@ from fivefold.serve.links import (
 )
 
 DOOR = "door"  # the name of its socket
-_BEAT_S = 5.0  # between two signs of life
+_BEAT_S = 1.0  # between two signs of life, or a step if that is longer
+_LEAST_SILENCE_S, _SILENT_STEPS = 10.0, 5.0  # after which a rank is lost: of its slowest steps
+_LONGEST_SILENCE_S = 600.0  # of what is done once: compilation, the end
 _WARM_TOKENS = 3
 _WARM_PROMPTS = (9, 2050)
 _WARM_KEYS = 8192
@@ -53,6 +55,14 @@ _WARM_KEYS = 8192
 @dataclass(frozen=True)
 class EngineUp:
     """All ranks of an engine are ready."""
+
+
+@dataclass(frozen=True)
+class RankBeat:
+    """A rank lives, and is lost if it says nothing more for so many seconds."""
+
+    rank: int
+    patience: float
 
 
 @dataclass(frozen=True)
@@ -226,15 +236,29 @@ def _row(drawn: DrawnToken) -> DrawnRow:
 
 
 class _Beat:
-    """Signs of life, now and then."""
+    """Signs of life after every step, at most one in `_BEAT_S`."""
 
-    def __init__(self, worker: Worker) -> None:
-        self.worker, self.last = worker, time.monotonic()
+    def __init__(self, worker: Worker, device: str) -> None:
+        self.worker, self.last, self.slowest = worker, 0.0, 0.0
+        worker.phase("serve")
+        self.tick(0.0)
+        if device == "cuda":  # a step of a new size may compile, silently and for long
+            from torch._dynamo.callback import callback_handler
 
-    def tick(self) -> None:
+            callback_handler.register_start_callback(self.silent)
+
+    def tick(self, seconds: float) -> None:
+        """A step took so long."""
+        self.slowest = max(seconds, 0.99 * self.slowest)
         if time.monotonic() - self.last >= _BEAT_S:
-            self.worker.phase("serve")
+            patience = max(_LEAST_SILENCE_S, _SILENT_STEPS * self.slowest)
+            self.worker.report(RankBeat(self.worker.rank, patience))
             self.last = time.monotonic()
+
+    def silent(self, *_: object) -> None:
+        """Nobody knows how long the next sign of life takes."""
+        self.worker.report(RankBeat(self.worker.rank, _LONGEST_SILENCE_S))
+        self.last = 0.0
 
 
 def _lead(worker: Worker, task: ServeTask, loop: EngineLoop) -> None:
@@ -245,16 +269,17 @@ def _lead(worker: Worker, task: ServeTask, loop: EngineLoop) -> None:
     loop.start(own)
     notices = [ours, *followers] if task.role == "decode" else []
     adoptions = Adoptions(layout.world // layout.dp)
-    door, beat = RankLink.to(task.folder / DOOR), _Beat(worker)
+    door = RankLink.to(task.folder / DOOR)
     pools = [each.pool.count for each in loop.engine.schedulers]
-    worker.phase("serve")
     worker.report(EngineUp())
+    beat, began = _Beat(worker, task.text.device), time.monotonic()
     hello = ReplicaHello(task.replica, sum(pools), pools[0], task.role, task.start, layout.dp)
     door.send(hello)
     while not loop.over:
-        beat.tick()
+        beat.tick(time.monotonic() - began)
         if not loop.engine.busy:
             RankLink.wait([door, *notices], _BEAT_S)
+        began = time.monotonic()
         complete = [id for link in notices for id in link.receive(0.0)]
         try:
             commands = adoptions.due(door.receive(0.0), complete)
@@ -267,17 +292,22 @@ def _lead(worker: Worker, task: ServeTask, loop: EngineLoop) -> None:
         news = loop.turn(commands)
         if commands or news.rows or news.refused:
             door.send(news)
+    beat.silent()
 
 
 def _follow(worker: Worker, task: ServeTask, loop: EngineLoop) -> None:
     """Another rank: do what rank 0 does."""
-    leader, beat = RankLink.to(task.leader), _Beat(worker)
+    leader = RankLink.to(task.leader)
     loop.start(leader)
-    worker.phase("serve")
+    beat = _Beat(worker, task.text.device)
     while not loop.over:
-        beat.tick()
-        for commands in leader.receive(_BEAT_S):
+        heard = leader.receive(_BEAT_S)
+        beat.tick(0.0)
+        for commands in heard:
+            began = time.monotonic()
             loop.turn(commands)
+            beat.tick(time.monotonic() - began)
+    beat.silent()
 
 
 def _travel(task: ServeTask, rank: int, engine: LayoutEngine) -> RankTravel | None:

@@ -12,7 +12,6 @@ import ipaddress
 import signal
 import socket
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -20,6 +19,7 @@ from pathlib import Path
 
 from fivefold.core.errors import FivefoldError
 from fivefold.generate.text_model import ModelSetup
+from fivefold.launch.temporary import TemporaryFolder
 from fivefold.serve.dispatch import Dispatcher
 from fivefold.serve.door import Door
 from fivefold.serve.http import HttpLimits
@@ -121,8 +121,11 @@ class ModelServer:
 
     def run(self) -> int:
         """Serve until a signal; returns the exit code."""
-        with tempfile.TemporaryDirectory(prefix="fivefold-serve-") as folder:
-            return asyncio.run(self._run(Path(folder)))
+        folder = TemporaryFolder("fivefold-serve-")
+        try:
+            return asyncio.run(self._run(folder.path))
+        finally:
+            folder.remove()
 
     async def _run(self, folder: Path) -> int:
         options, loop = self.options, asyncio.get_running_loop()
@@ -231,6 +234,7 @@ class ModelServer:
     async def _serve(self) -> None:
         options = self.options
         listener = listening_socket(options.host, options.port, bool(options.keys))
+        self.door.limits = options.limits.within_open_files()  # after the fork: ranks need few
         server = await asyncio.start_server(self.door.accept, sock=listener, backlog=_BACKLOG)
         await self.door.prompts.start()
         host, port = listener.getsockname()[:2]
@@ -239,8 +243,8 @@ class ModelServer:
         while not self.stopping and self._serves():
             self._wake.clear()
             await self._wake.wait()
-        server.close()
         await self.door.drain(options.drain_s if self.stopping else 1.0)
+        server.close()
 
     async def _end(self) -> None:
         """End all ranks."""

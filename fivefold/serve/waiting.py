@@ -49,6 +49,12 @@ class FairQueue(Generic[Item]):
         self.size += len(new)
         return pushed_out
 
+    def restore(self, item: Item) -> None:
+        """Queue a sequence that has waited already, before those of its client and beyond the
+        limit."""
+        self._queues.setdefault(item.client, deque()).appendleft(item)
+        self.size += 1
+
     def pop(self) -> Item | None:
         """The next one: of the client that has waited longest for its turn."""
         if not self._queues:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import select
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -9,8 +11,9 @@ from typing import Annotated, Any
 import typer
 
 from fivefold.api.serving import serve
-from fivefold.verbs import warn
+from fivefold.report.line_printer import LinePrinter
 
+_LAST_LINES_S = 2.0  # for a reader to take what is left of the log
 Source = Annotated[
     Path, typer.Argument(metavar="RUN|DIR", help="A run folder, or a Hugging Face folder.")
 ]
@@ -102,12 +105,24 @@ def run(
     options |= {"dtype": dtype, "device": device, "tokenizer": tokenizer, "step": step}
     options["batch_invariant"] = batch_invariant
 
+    printer = LinePrinter(_echo)  # its thread starts with the first line: engines are forked then
+
     def ready(address: str) -> None:
-        _print(f"fivefold serve: {address} (stop it with Ctrl-C)")
+        printer.print_line(f"fivefold serve: {address} (stop it with Ctrl-C)")
 
-    raise typer.Exit(serve(source, **options, on_ready=ready, log=_print, on_warning=warn))
+    def warning(why: str) -> None:
+        printer.print_line(f"fivefold: {why}", err=True)
+
+    try:
+        code = serve(source, **options, on_ready=ready, log=printer.print_line, on_warning=warning)
+    finally:
+        printer.close(_LAST_LINES_S)
+    raise typer.Exit(code)
 
 
-def _print(line: str) -> None:
-    typer.echo(line)
-    sys.stdout.flush()
+def _echo(line: str, err: bool) -> None:
+    """Print a line when its reader has room: a write that waits would keep the server from
+    ending."""
+    with contextlib.suppress(OSError, ValueError):  # a stream that is no file
+        select.select([], [sys.stderr if err else sys.stdout], [])
+    typer.echo(line, err=err)

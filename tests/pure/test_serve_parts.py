@@ -14,6 +14,7 @@ pytest.importorskip("h11", reason="pip install 'fivefold[serve]', which make set
 
 from fivefold.generate.requests import Request
 from fivefold.generate.text import ByteCodec
+from fivefold.serve import asked
 from fivefold.serve.answers import AnswerWriter, ServedCall, ServedChoice
 from fivefold.serve.asked import ApiError, parse_asked
 from fivefold.serve.links import ReplicaHello
@@ -77,9 +78,12 @@ def test_a_queue_loses_nothing(moves: list[tuple[str, int]]) -> None:
 
 def test_a_body_is_checked() -> None:
     body = {"model": "m", "prompt": ["a", [1, 2]], "stop": "x", "n": 2, "user": "u", "echo": False}
-    asked = parse_asked(json.dumps(body).encode(), chat=False)
-    assert asked.prompts == ("a", (1, 2)) and asked.stops == ("x",) and asked.max_tokens == 16
-    assert asked.temperature == asked.top_p == 1 and asked.seed is None and not asked.stream
+    read = parse_asked(json.dumps(body).encode(), chat=False)
+    assert read.prompts == ("a", (1, 2)) and read.stops == ("x",) and read.max_tokens == 16
+    assert read.temperature == read.top_p == 1 and read.seed is None and not read.stream
+    for temperature in (5e-324, 0, 1.7, 2):
+        body["temperature"] = temperature
+        assert parse_asked(json.dumps(body).encode(), chat=False).temperature == temperature
 
 
 @pytest.mark.parametrize(
@@ -100,6 +104,11 @@ def test_a_body_is_checked() -> None:
         (b'{"prompt": "a", "stream": "yes"}', "neither true nor false"),
         (b'{"prompt": "a", "logit_bias": {"3": 1}}', "logit_bias"),
         (b'{"prompt": "a", "\\u0000\\n": 1}', "unknown key"),
+        (b'{"prompt": "a", "temperature": ' + b"9" * 400 + b"}", "is no number from 0 to 2"),
+        (b'{"prompt": "a", "temperature": -' + b"9" * 400 + b"}", "is no number from 0 to 2"),
+        (b'{"prompt": "a", "top_p": ' + b"9" * 5000 + b"}", "not valid JSON"),
+        (b'{"prompt": "a", "temperature": 1e999}', "Infinity is no number"),
+        (b'{"prompt": "a", "parse_special": 1}', "neither true nor false"),
     ],
 )
 def test_a_bad_body_is_refused(body: bytes, words: str) -> None:
@@ -108,6 +117,28 @@ def test_a_bad_body_is_refused(body: bytes, words: str) -> None:
     assert caught.value.status == 400 and words in caught.value.message
     error = json.loads(caught.value.body())["error"]
     assert error["type"] == "invalid_request_error" and error["message"] == caught.value.message
+
+
+def test_only_the_beginning_of_a_key_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    compared: list[int] = []
+
+    def suggest(name: str, known: list[str]) -> str:
+        compared.append(len(name))
+        return "none"
+
+    monkeypatch.setattr(asked, "did_you_mean", suggest)
+    with pytest.raises(ApiError, match="unknown key"):
+        parse_asked(json.dumps({"prompt": "a", "k" * 3_000_000: 1}).encode(), chat=False)
+    assert compared and max(compared) <= 100
+
+
+def test_special_tokens_are_text_in_chats_alone_unless_asked() -> None:
+    chat = {"messages": [{"role": "user", "content": "a"}]}
+    for body, kind, expected in [(chat, True, False), ({"prompt": "a"}, False, True)]:
+        assert parse_asked(json.dumps(body).encode(), kind).parse_special is expected
+        for value in (True, False):
+            changed = json.dumps({**body, "parse_special": value}).encode()
+            assert parse_asked(changed, kind).parse_special is value
 
 
 @settings(max_examples=40)
@@ -135,8 +166,8 @@ def test_any_body_is_taken_or_refused(body: Any, chat: bool) -> None:
         assert error.status == 400 and json.loads(error.body())["error"]["message"]
 
 
-def choice_of(stops: tuple[str, ...], **asked: Any) -> tuple[ServedCall, ServedChoice]:
-    body = json.dumps({"model": "m", "prompt": "a", **asked}).encode()
+def choice_of(stops: tuple[str, ...], **fields: Any) -> tuple[ServedCall, ServedChoice]:
+    body = json.dumps({"model": "m", "prompt": "a", **fields}).encode()
     call = ServedCall("cmpl-1", "me", parse_asked(body, chat=False), 1, 0.0)
     choice = ServedChoice(call, 0, Request("r", (1,), 50), ByteCodec(), stops)
     call.choices.append(choice)
@@ -155,6 +186,14 @@ def test_numbers_of_tokens_come_with_their_text() -> None:
     assert choice.reason == "stop" and call.ended
     assert "".join(text for text, _ in shown) == "aé EN " and shown[1] == ("", 0)
     assert sum(count for _, count in shown) == len("aé EN ".encode()), "none of the stop text"
+
+
+def test_a_token_without_probability_is_valid_json() -> None:
+    call, choice = choice_of((), logprobs=1)
+    choice.push(97, float("-inf"), "length", ((98, float("-inf")),))
+    table = AnswerWriter("m", ByteCodec()).whole(call)
+    found = json.loads(table, parse_constant=pytest.fail)["choices"][0]["logprobs"]
+    assert found["token_logprobs"] == [-9999.0] and found["top_logprobs"] == [{"b": -9999.0}]
 
 
 def test_a_stream_ends_with_its_reason() -> None:

@@ -14,7 +14,7 @@ from fivefold.launch.temporary import TemporaryFolder, sweep
 WAITS = """
 import sys
 from fivefold.launch.temporary import TemporaryFolder
-folder = TemporaryFolder()
+folder = TemporaryFolder(sys.argv[1])
 (folder.path / "store").write_text("meeting")
 print(folder.path, flush=True)
 sys.stdin.read()
@@ -28,25 +28,29 @@ def parent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_a_killed_launcher_leaves_nothing_for_long(parent: Path) -> None:
-    foreign = parent / "fivefold-ranks-7-notes"
+@pytest.mark.parametrize("prefix", ["fivefold-ranks-", "fivefold-serve-"])
+def test_a_killed_launcher_leaves_nothing_for_long(parent: Path, prefix: str) -> None:
+    foreign = parent / f"{prefix}7-notes"
     foreign.mkdir()  # it has no owner's file
     launcher = subprocess.Popen(
-        [sys.executable, "-c", WAITS], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", WAITS, prefix],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
     )
     try:
         assert launcher.stdout is not None
         left = Path(launcher.stdout.readline().strip())
         assert left.parent == parent
-        mine = TemporaryFolder()
+        mine = TemporaryFolder(prefix)
         assert left.exists()  # its owner lives
     finally:
         launcher.send_signal(signal.SIGKILL)
         launcher.communicate()
     assert left.exists()
-    second = TemporaryFolder()
+    second = TemporaryFolder(prefix)
     assert not left.exists() and mine.path.exists() and foreign.exists()
-    sweep(parent)
+    sweep(parent, prefix)
     assert mine.path.exists() and second.path.exists()
     for each in (mine, second):
         each.remove()

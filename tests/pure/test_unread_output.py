@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import multiprocessing
 import os
@@ -11,13 +12,16 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import typer
 
 from fivefold.launch.rank_pipe import RankPipe
 from fivefold.records.run_folder import read_records
 from fivefold.report.line_printer import LinePrinter
+from fivefold.verbs import serve as serving
 
 SOON = 60.0  # seconds of a busy machine
 
@@ -76,6 +80,32 @@ def test_a_rank_does_not_wait_for_a_parent_that_does_not_read() -> None:
         pipe.send("phase", "to nobody")
     pipe.close()
     theirs.close()
+
+
+def test_a_server_goes_on_and_ends_while_nobody_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pipe of one page is full after some requests."""
+    logged: list[int] = []
+
+    def serve(source: Path, *, log: Callable[[str], None], **options: object) -> int:
+        for number in range(3000):
+            log(f"request {number} " + "x" * 100)
+            logged.append(number)
+        return 0
+
+    reads, writes = os.pipe()
+    fcntl.fcntl(writes, fcntl.F_SETPIPE_SZ, 4096)
+    monkeypatch.setattr(serving, "serve", serve)
+    monkeypatch.setattr(serving, "_LAST_LINES_S", 0.05)
+    with os.fdopen(reads, "rb") as reader:
+        stream = os.fdopen(writes, "w")
+        monkeypatch.setattr(sys, "stdout", stream)
+        with pytest.raises(typer.Exit) as ended:
+            serving.run(Path("folder"))
+        assert ended.value.exit_code == 0 and len(logged) == 3000
+        assert reader.read1(200).startswith(b"request 0 x")
+        stream.flush()  # no thread has its lock
+    with contextlib.suppress(OSError):
+        stream.close()
 
 
 @pytest.mark.sample(0.34)

@@ -63,6 +63,19 @@ def test_clients_that_break_off_change_nothing(server: RunningServer) -> None:
     print(f"{count} requests, {count - len(whole)} broken off, all others equal")
 
 
+def test_tiny_temperatures_are_answered_beside_others(server: RunningServer) -> None:
+    async def crowd() -> list[Reply | None]:
+        body = {"prompt": [5, 6, 7], "max_tokens": 12, "seed": 1}
+        tiny = [ask(server.port, body | {"temperature": 5e-324, "stream": i > 2}) for i in range(5)]
+        greedy, drawn = (ask(server.port, body | {"temperature": each}) for each in (0, 1))
+        return await asyncio.gather(*tiny, greedy, drawn)
+
+    replies = asyncio.run(crowd())
+    assert all(each is not None and each.status == 200 for each in replies)
+    assert len({each.texts for each in replies[:6] if each is not None}) == 1, "all are greedy"
+    assert server.number("fivefold_restarts_total") == 0
+
+
 def test_a_request_that_breaks_off_is_ended(server: RunningServer) -> None:
     async def leave() -> list[Reply | None]:
         body = {"prompt": [7, 8], "max_tokens": 240, "temperature": 0}
@@ -131,14 +144,13 @@ def test_sigterm_drains(folder: Path, tmp_path: Path) -> None:
                 break
         os.kill(running.process.pid or 0, signal.SIGTERM)
         for _ in range(100):
-            try:
-                _, writer = await asyncio.open_connection("127.0.0.1", running.port)
-            except OSError:  # nobody new comes in
+            late = await ask(running.port, {"prompt": [1], "max_tokens": 1})
+            assert late is not None
+            if late.status == 503:  # nobody new comes in, and hears why
                 break
-            writer.close()
             await asyncio.sleep(0.05)
         else:
-            raise AssertionError("it still takes connections")
+            raise AssertionError("it still takes requests")
         return await asyncio.gather(*open_ones, queued)
 
     with serving(folder, tmp_path / "log.txt", "--max-running", "3") as running:
@@ -184,6 +196,23 @@ def test_a_lost_replica_is_survived(folder: Path, tmp_path: Path) -> None:
             os.kill(pid, signal.SIGKILL)
         running.process.join(20)
         assert running.process.exitcode == 1, "without an engine it ends"
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("stopped", [0, 1])
+def test_a_stopped_rank_is_noticed(folder: Path, tmp_path: Path, stopped: int) -> None:
+    """Its engine is taken out, and all requests are answered by the other one."""
+    asked = bodies(8)
+    words = (*SMALL, "--replicas", "2", "--layout", "tp=2")
+    with serving(folder, tmp_path / "log.txt", *words) as running:
+        expected = asyncio.run(alone(running.port, asked))
+        os.kill(running.ranks()[stopped], signal.SIGSTOP)
+        after = asyncio.run(under_load(running.port, asked, 30, cut=0.0))
+        whole = [(which, reply) for which, reply in after if reply and reply.status == 200]
+        assert all(reply.texts == expected[which] for which, reply in whole)
+        assert len(whole) + running.number("fivefold_lost_total") >= len(after)
+        assert f"lost rank {stopped} at serve: it was silent" in running.output.read_text()
+        assert running.number("fivefold_retried_total") > 0 and running.stop() == 0
 
 
 def numbers(running: RunningServer) -> dict[str, Any]:

@@ -1,0 +1,351 @@
+"""The door of a server with engines that only listen: losses, limits, headers, the end."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import pickle
+import resource
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+pytest.importorskip("h11", reason="pip install 'fivefold[serve]', which make setup does")
+
+from fivefold.core import models
+from fivefold.core.errors import RankLost
+from fivefold.generate.text import ByteCodec
+from fivefold.launch.worker import NoMeeting, Worker
+from fivefold.serve import http, keeper, rank
+from fivefold.serve.asked import ApiError
+from fivefold.serve.dispatch import Dispatcher
+from fivefold.serve.door import Door
+from fivefold.serve.http import HttpLimits
+from fivefold.serve.links import AddCommand, EngineRole, ReplicaHello, StepNews
+from fivefold.serve.metrics import ServeMetrics
+from fivefold.serve.prompting import PromptReader
+from fivefold.serve.rank import RankBeat
+from fivefold.serve.replicas import ServingReplica
+
+HEALTH = b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
+
+
+class ListeningEngine:
+    """Stands in for the socket of an engine: it remembers what it is told."""
+
+    def __init__(self) -> None:
+        self.commands: list[Any] = []
+
+    def is_closing(self) -> bool:
+        return False
+
+    def write(self, data: bytes) -> None:
+        self.commands.append(pickle.loads(data[4:]))
+
+    def ids(self) -> list[str]:
+        """The requests that it was given."""
+        return [each.request.id for each in self.commands if isinstance(each, AddCommand)]
+
+
+class CountingCodec(ByteCodec):
+    """Counts what it encodes."""
+
+    num_encoded = 0
+
+    def encode(self, text: str, *, special: bool) -> tuple[int, ...]:
+        CountingCodec.num_encoded += 1
+        return super().encode(text, special=special)
+
+
+class Desk:
+    """A door, its dispatcher, and engines that listen."""
+
+    def __init__(self, folder: Path, limits: HttpLimits, replicas: int = 1) -> None:
+        shape = models.load("tiny")
+        codec = CountingCodec()
+        self.dispatcher = Dispatcher(shape, codec, frozenset({256}), ServeMetrics(), 8, 4)
+        prompts = PromptReader(codec, folder)
+        self.lines: list[str] = []
+        self.door = Door("tiny", (), self.dispatcher, prompts, limits, self.lines.append)
+        self.engines = [self.start(index) for index in range(replicas)]
+        self.port = 0
+
+    def start(self, index: int, role: EngineRole = "both") -> ListeningEngine:
+        """An engine says hello."""
+        engine = ListeningEngine()
+        writer = cast("asyncio.StreamWriter", engine)
+        hello = ReplicaHello(index, 100, 100, role)
+        self.dispatcher.replicas[index] = ServingReplica(hello, writer, 4)
+        self.dispatcher.pump()
+        return engine
+
+    def say(self, index: int, *rows: tuple[Any, ...]) -> None:
+        """An engine tells what it has drawn."""
+        news = StepNews([(*row, ()) for row in rows], [], 100, 0, 1)
+        self.dispatcher._take(self.dispatcher.replicas[index], news)
+
+    async def send(self, data: bytes) -> bytes:
+        reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
+        writer.write(data)
+        found = await asyncio.wait_for(reader.read(), 10)
+        writer.close()
+        return found
+
+    async def ask(self, **body: Any) -> bytes:
+        data = json.dumps({"model": "tiny", "prompt": "abc", **body}).encode()
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
+        return await self.send(head + b"Content-Length: %d\r\n\r\n" % len(data) + data)
+
+    async def until(self, reached: Callable[[], Any]) -> None:
+        for _ in range(500):
+            if reached():
+                return
+            await asyncio.sleep(0.01)
+        raise AssertionError("it never came so far")
+
+
+Client = Callable[[Desk], Awaitable[Any]]
+
+
+def run(folder: Path, client: Client, replicas: int = 1, **limits: Any) -> Any:
+    async def both() -> Any:
+        desk = Desk(folder, HttpLimits(**limits), replicas)
+        server = await asyncio.start_server(desk.door.accept, "127.0.0.1", 0)
+        desk.port = server.sockets[0].getsockname()[1]
+        try:
+            return await client(desk)
+        finally:
+            server.close()
+            await desk.door.drain(0.0)
+            await desk.until(lambda: not desk.door._connections)
+            await asyncio.sleep(0.02)
+
+    return asyncio.run(both())
+
+
+def status(answer: bytes) -> int:
+    return int(answer.split()[1])
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_row_that_is_not_finite_fails_its_request(tmp_path: Path, stream: bool) -> None:
+    async def client(desk: Desk) -> tuple[bytes, bytes, bytes]:
+        asked = [asyncio.ensure_future(desk.ask(stream=stream, max_tokens=3)) for _ in range(3)]
+        (engine,) = desk.engines
+        await desk.until(lambda: len(engine.ids()) == 3)
+        first, later, good = engine.ids()
+        desk.say(
+            0, (first, 0, float("nan"), "error"), (later, 97, -1.0, None), (good, 97, -1.0, None)
+        )
+        await asyncio.sleep(0.05)
+        desk.say(0, (later, 0, float("nan"), "error"), (good, 98, float("-inf"), "length"))
+        found = await asyncio.gather(*asked)
+        assert desk.dispatcher.num_running == 0
+        by_text = sorted(found, key=lambda each: (b"not finite" not in each, b"text" in each))
+        return by_text[0], by_text[1], by_text[2]
+
+    first, later, good = run(tmp_path, client)
+    assert status(first) == 500 and b"logits_not_finite" in first
+    assert status(good) == 200 and b'"finish_reason": "length"' in good
+    assert b"not finite" in later and b"NaN" not in first + later + good
+    if stream:  # it had begun: the code was sent, and the end says why
+        assert status(later) == 200 and b'"finish_reason": "error"' in later
+        assert b"[DONE]" in good and b"[DONE]" not in later
+    else:
+        assert status(later) == 500
+
+
+def test_a_request_begins_again_if_nobody_saw_any_of_it(tmp_path: Path) -> None:
+    """The engine dies twice: the second time it may be this request that ends engines."""
+
+    async def client(desk: Desk) -> list[bytes]:
+        silent = asyncio.ensure_future(desk.ask(max_tokens=2, temperature=0))
+        seen = asyncio.ensure_future(desk.ask(stream=True, max_tokens=2))
+        unseen = asyncio.ensure_future(desk.ask(stream=True, max_tokens=2))
+        metrics, (engine,) = desk.dispatcher.metrics, desk.engines
+        await desk.until(lambda: len(engine.ids()) == 3)
+        by_stream = {
+            choice.request.id: choice.call.asked.stream
+            for choice in desk.dispatcher.replicas[0].open.values()
+        }
+        first = next(id for id in engine.ids() if not by_stream[id])
+        second = next(id for id in engine.ids() if by_stream[id])
+        desk.say(0, (first, 97, -1.0, None), (second, 97, -1.0, None))
+        await asyncio.sleep(0.05)
+        desk.dispatcher.lose(0)
+        assert (metrics.retried, metrics.num_lost) == (2, 1)
+        assert status(await desk.send(HEALTH)) == 503, "no engine is up"
+        again = desk.start(0)
+        await desk.until(lambda: len(again.ids()) == 2)
+        assert not set(again.ids()) & set(engine.ids()), "rows of the first may still come"
+        desk.say(0, *((id, 98, -1.0, None) for id in again.ids()))
+        desk.say(0, (again.ids()[0], 99, -1.0, "length"))
+        desk.dispatcher.lose(0)
+        assert (metrics.retried, metrics.num_lost) == (2, 2)
+        text = metrics.lines([])
+        assert "fivefold_retried_total 2" in text and "fivefold_lost_total 2" in text
+        return await asyncio.gather(silent, seen, unseen)
+
+    answers = run(tmp_path, client)
+    whole = [each for each in answers if b'bc"' in each or b'"c"' in each]
+    assert len(whole) == 1, "of two that began again one was lost a second time"
+    assert sum(b"engine_lost" in each for each in answers) == 2
+
+
+def test_a_request_goes_to_the_engine_with_the_least_to_do(tmp_path: Path) -> None:
+    async def client(desk: Desk) -> None:
+        first, second = desk.engines
+        prompts = [[1] * 64, [2] * 64, [2] * 64 + [3]]
+
+        async def ask(prompt: Sequence[int], tokens: int) -> None:
+            total = len(first.ids()) + len(second.ids())
+            asked.append(asyncio.ensure_future(desk.ask(prompt=prompt, max_tokens=tokens)))
+            await desk.until(lambda: len(first.ids()) + len(second.ids()) > total)
+
+        asked: list[asyncio.Future[bytes]] = []
+        await ask(prompts[0], 40)
+        await ask(prompts[1], 30)
+        assert (len(first.ids()), len(second.ids())) == (1, 1), "the second has less to do"
+        await ask([9], 20)
+        assert len(second.ids()) == 2, "104 tokens against 94"
+        await ask(prompts[2], 1)
+        assert len(second.ids()) == 3, "115 against 104, but it knows 64 of the prompt"
+        desk.dispatcher.replicas[1].lose()
+        await ask([7], 1)
+        assert len(first.ids()) == 2, "the other is lost"
+        desk.dispatcher.fail_all(ApiError(503, "over"))
+        await asyncio.gather(*asked)
+
+    run(tmp_path, client, replicas=2)
+
+
+@pytest.mark.parametrize("header", ["Host: [::1", "Origin: http://[", "Host: [x]", "Host: ["])
+def test_headers_that_are_no_address_are_refused(tmp_path: Path, header: str) -> None:
+    async def client(desk: Desk) -> bytes:
+        host = b"" if header.startswith("Host") else b"Host: localhost\r\n"
+        head = b"GET /v1/models HTTP/1.1\r\n" + host + header.encode()
+        return await desk.send(head + b"\r\nConnection: close\r\n\r\n")
+
+    answer = run(tmp_path, client)
+    assert status(answer) == 400 and b"invalid_request_error" in answer
+
+
+def test_idle_connections_keep_nobody_out(tmp_path: Path) -> None:
+    async def client(desk: Desk) -> tuple[int, int]:
+        idle = [await asyncio.open_connection("127.0.0.1", desk.port) for _ in range(30)]
+        await desk.until(lambda: len(desk.door._connections) == 4)
+        busy = [asyncio.ensure_future(desk.ask(max_tokens=1)) for _ in range(3)]
+        (engine,) = desk.engines
+        await desk.until(lambda: len(engine.ids()) == 3)
+        found = status(await desk.send(HEALTH))
+        desk.say(0, *((id, 97, -1.0, "length") for id in engine.ids()))
+        answers = await asyncio.gather(*busy)
+        for _, writer in idle:
+            writer.close()
+        return found, sum(status(each) == 200 for each in answers)
+
+    assert run(tmp_path, client, connections=6, per_client=4) == (200, 3)
+    assert run(tmp_path, client, connections=4, per_client=6) == (200, 3), "or all together"
+
+
+@pytest.mark.parametrize(
+    ("soft", "hard", "limits", "raised"),
+    [
+        (1024, 1 << 20, (2048, 1024), 2048 + 128),
+        (1024, resource.RLIM_INFINITY, (2048, 1024), 2048 + 128),
+        (1024, 1024, (896, 448), 1024),
+        (256, 512, (384, 192), 512),
+        (64, 64, (8, 4), 64),
+        (1 << 20, 1 << 20, (2048, 1024), None),
+        (resource.RLIM_INFINITY, resource.RLIM_INFINITY, (2048, 1024), None),
+    ],
+)
+def test_connections_are_as_many_as_files_may_be_open(
+    monkeypatch: pytest.MonkeyPatch,
+    soft: int,
+    hard: int,
+    limits: tuple[int, int],
+    raised: int | None,
+) -> None:
+    given: list[int] = []
+    monkeypatch.setattr(http.resource, "getrlimit", lambda _: (soft, hard))
+    monkeypatch.setattr(http.resource, "setrlimit", lambda _, pair: given.append(pair[0]))
+    found = HttpLimits().within_open_files()
+    assert (found.connections, found.per_client) == limits
+    assert given == ([] if raised is None else [raised])
+
+
+def test_a_server_that_drains_still_answers(tmp_path: Path) -> None:
+    async def client(desk: Desk) -> list[bytes]:
+        open_call = asyncio.ensure_future(desk.ask(max_tokens=1))
+        (engine,) = desk.engines
+        await desk.until(lambda: engine.ids())
+        draining = asyncio.ensure_future(desk.door.drain(10.0))
+        await desk.until(lambda: desk.door.draining)
+        slow_reader, slow = await asyncio.open_connection("127.0.0.1", desk.port)
+        slow.write(HEALTH[:20])
+        await asyncio.sleep(0.1)  # a request may come in two parts
+        slow.write(HEALTH[20:])
+        found = [await slow_reader.read(), await desk.send(HEALTH), await desk.ask()]
+        desk.say(0, (engine.ids()[0], 97, -1.0, "length"))
+        found.append(await open_call)
+        _, idle = await asyncio.open_connection("127.0.0.1", desk.port)
+        await asyncio.wait_for(draining, 5)  # for nobody who came later
+        idle.close()
+        slow.close()
+        return found
+
+    answers = run(tmp_path, client)
+    assert list(map(status, answers)) == [503, 503, 503, 200]
+    assert all(b"draining" in each for each in answers[:3])
+
+
+def test_large_prompts_are_refused_before_they_are_tokens(tmp_path: Path) -> None:
+    async def client(desk: Desk) -> list[bytes]:
+        longest = desk.dispatcher.longest
+        large = [{"prompt": "x" * (longest + 1)}, {"prompt": ["a", "é" * longest]}]
+        return [await desk.ask(**each) for each in (*large, {"prompt": [1] * (longest + 1)})]
+
+    CountingCodec.num_encoded = 0
+    for answer in run(tmp_path, client):
+        assert status(answer) == 400 and b"context_length_exceeded" in answer
+    assert CountingCodec.num_encoded == 0
+
+
+def test_a_silent_rank_is_lost_after_a_few_of_its_steps() -> None:
+    start = keeper._OneStart(cast("Any", None))
+    pool = start._pool = cast("Any", type("Two", (), {"size": 2, "patience": 600.0})())
+    start._on_report(RankBeat(0, 10.0))
+    assert pool.patience == 600.0, "rank 1 still reads weights"
+    start._on_report(RankBeat(1, 40.0))
+    assert pool.patience == 40.0, "its steps are slow"
+    start._on_report(RankBeat(1, 600.0))
+    assert pool.patience == 600.0, "it compiles"
+    start._on_report(RankBeat(1, 10.0))
+    assert pool.patience == 10.0
+    for _ in range(100):  # now one, now the other
+        start._on_report(RankBeat(0, 10.0))
+        for _ in range(20):
+            start._on_report(RankBeat(1, 10.0))
+    with pytest.raises(RankLost, match="rank 0, at serve: was silent while the other"):
+        start._on_report(RankBeat(1, 10.0))
+
+
+def test_slow_steps_and_the_compiler_may_be_silent_for_longer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock, beats = [100.0], list[RankBeat]()
+    monkeypatch.setattr(rank.time, "monotonic", lambda: clock[0])
+    worker = Worker(3, NoMeeting(), lambda kind, value: beats.append(cast("RankBeat", value)))
+    beat = rank._Beat(worker, "cpu")
+    del beats[0]  # the phase
+    for seconds in (0.2, 0.9, 4.0, 0.1):
+        clock[0] += seconds
+        beat.tick(seconds)
+    assert [each.rank for each in beats] == [3, 3, 3], "at most one a second"
+    assert [each.patience for each in beats] == [10.0, 10.0, 20.0]
+    beat.silent()
+    beat.tick(0.1)
+    assert beats[-2].patience == 600.0 and 19.0 < beats[-1].patience < 20.0
