@@ -7,7 +7,6 @@ not what may be the beginning of a stop text.
 from __future__ import annotations
 
 import json
-import re
 import secrets
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -89,31 +88,32 @@ class LibraryCodec:
 class QuotingCodec:
     """A tokenizer for texts that quote others, in which special tokens are plain text.
 
-    A quoted text has a random name in place of every special token, and goes through a chat
-    template as it is. The names are tokens here, and become the tokens of the text they stand for.
+    A quoted text has a random name, of characters that no text has, in place of every special
+    token: chat templates leave it. It is a token here, and becomes the tokens of the text.
     """
 
     def __init__(self, codec: LibraryCodec) -> None:
         from tokenizers import AddedToken, Tokenizer
 
-        text, named, mark = codec.tokenizer.to_str(), codec.named(), secrets.token_hex(8)
-        self._quotes = {name: f"<{mark}:{number}>" for name, number in named.items()}
-        self._pattern = re.compile("|".join(map(re.escape, sorted(named, key=len, reverse=True))))
-        plain, quoting = LibraryCodec(Tokenizer.from_str(text)), Tokenizer.from_str(text)
-        plain.tokenizer.encode_special_tokens = True
-        names: list[Any] = [AddedToken(each, normalized=False) for each in self._quotes.values()]
-        cast("Any", quoting).add_special_tokens(names)
-        self._codec = LibraryCodec(quoting, unlocked=True)
+        plain, quoting = (Tokenizer.from_str(codec.tokenizer.to_str()) for _ in range(2))
+        plain.encode_special_tokens = True
+        mark = "".join(chr(0xE000 + secrets.randbelow(0x1000)) for _ in range(8))
+        longest_first = sorted(filter(None, codec.named()), key=len, reverse=True)
+        self._quotes = {name: f"{mark}{chr(0xF0000 + i)}" for i, name in enumerate(longest_first)}
+        added: list[Any] = [AddedToken(each, normalized=False) for each in self._quotes.values()]
+        cast("Any", quoting).add_special_tokens(added)
         self._texts = {
-            quoting.token_to_id(quote): plain.encode(name, special=False)
+            quoting.token_to_id(quote): plain.encode(name, add_special_tokens=False).ids
             for name, quote in self._quotes.items()
         }
+        self.plain = LibraryCodec(plain, unlocked=True)  # of a text that is all a quote
+        self._codec = LibraryCodec(quoting, unlocked=True)
 
     def quoted(self, text: str) -> str:
         """A text in which every special token has the name of its text."""
-        if not self._quotes:
-            return text
-        return self._pattern.sub(lambda match: self._quotes[match[0]], text)
+        for name, quote in self._quotes.items():
+            text = text.replace(name, quote)
+        return text
 
     def encode(self, text: str, *, special: bool) -> tuple[int, ...]:
         """The tokens of a text, with those of quoted texts in their places."""

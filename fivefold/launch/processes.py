@@ -93,8 +93,8 @@ class _Silence:
     """No rank says anything. A machine with more ranks than cores is slow: ranks that still compute
     may be silent for longer than those that wait for one another."""
 
-    def __init__(self, children: Sequence[_Child], patience: float) -> None:
-        self.children, self.patience, self.seconds = children, patience, patience / 2
+    def __init__(self, children: Sequence[_Child], patience: float, longest: float) -> None:
+        self.children, self.longest, self.seconds = children, longest, patience / 2
         self.began, self.used = time.monotonic(), float("inf")
 
     @property
@@ -110,7 +110,7 @@ class _Silence:
         if any(_is_stopped(each.process.pid) for each in self.children):
             return False  # others may spin while they wait for it
         computes = used - before > _AT_WORK * self.seconds
-        return computes and self.length < _LONGEST
+        return computes and self.length < self.longest
 
 
 def _stat(pid: int | None) -> list[str]:
@@ -135,15 +135,22 @@ class Pool:
     """Forked ranks. Use it as a context manager; after a `RankLost` it is closed.
 
     SIGTERM and SIGINT end all ranks. With `forwards_stop` the first signal is passed on to the
-    ranks, which stop by themselves, and the second one ends them.
+    ranks, which stop by themselves, and the second one ends them. `longest`: the seconds that ranks
+    may be silent while they compute.
     """
 
-    def __init__(self, size: int, patience: float = PATIENCE, forwards_stop: bool = False) -> None:
+    def __init__(
+        self,
+        size: int,
+        patience: float = PATIENCE,
+        forwards_stop: bool = False,
+        longest: float = _LONGEST,
+    ) -> None:
         require_forkable()
         self._threads = torch.get_num_threads()
         torch.set_num_threads(1)  # before the fork: threads do not survive it
         import_module("torch._dynamo")  # optimizers load it: here once, not in every rank
-        self.patience = patience
+        self.patience, self.longest = patience, longest
         self._folder = TemporaryFolder()
         self._runs = 0
         self._meeting: ForkedMeeting | None = None
@@ -276,7 +283,7 @@ class Pool:
     ) -> list[Any]:
         results: list[Any] = [None] * len(children)
         raised: list[RankLost] = []
-        silence = _Silence(children, self.patience)
+        silence = _Silence(children, self.patience, self.longest)
         while any(child.busy for child in children):
             pipes = [child.pipe for child in children if child.busy]
             ready = wait(pipes, _GRACE if raised else silence.seconds)
@@ -300,7 +307,7 @@ class Pool:
                     on_phase()
                 elif kind == "report":
                     on_report(value)
-            silence = _Silence(children, self.patience)
+            silence = _Silence(children, self.patience, self.longest)
         if raised:
             raise raised[0]
         return results

@@ -95,7 +95,7 @@ class Door:
             if len(self._connections) < self.limits.connections:
                 return True
             ((peer, _),) = counts.most_common(1)
-        idle = (each for each in self._connections if each.idle_s and each.peer == peer)
+        idle = (each for each in self._connections if each.idle_since and each.peer == peer)
         oldest = next(idle, None)
         if oldest is not None:
             self._connections.pop(oldest).cancel()
@@ -108,7 +108,7 @@ class Door:
         until, before = time.monotonic() + seconds, set(self._connections)
         while (left := before & self._connections.keys()) and time.monotonic() < until:
             for connection in left:
-                if connection.idle_s > _GRACE_S:
+                if (since := connection.idle_since) and time.monotonic() > since + _GRACE_S:
                     self._connections[connection].cancel()
             await asyncio.sleep(0.02)
         if self._connections:

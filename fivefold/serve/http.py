@@ -82,25 +82,20 @@ class HttpConnection:
     ) -> None:
         self.reader, self.writer, self.limits = reader, writer, limits
         self.state = h11.Connection(h11.SERVER, limits.header_bytes)
-        self.waiting_since: float | None = None  # for the beginning of a request
+        self.idle_since: float | None = None  # while no request has begun
         peer: Any = writer.get_extra_info("peername")
         self.peer = str(peer[0]) if peer else ""
         writer.transport.set_write_buffer_limits(_HIGH_WATER)
-
-    @property
-    def idle_s(self) -> float:
-        """For how long it has waited for a request; 0 while there is one."""
-        return 0.0 if self.waiting_since is None else time.monotonic() - self.waiting_since
 
     async def read(self) -> HttpRequest | None:
         """The next request; None if the client has gone or says nothing. Raises `HttpRefusal`."""
         request: HttpRequest | None = None
         try:
-            self.waiting_since = time.monotonic()
+            self.idle_since = time.monotonic()
             head = await self._head()
             if head is None:
                 return None
-            self.waiting_since = None
+            self.idle_since = None
             request = _request(head, b"", self.peer)
             return _request(head, await self._body(request), self.peer)
         except h11.RemoteProtocolError as error:
@@ -112,7 +107,7 @@ class HttpConnection:
         except OSError:
             return None
         finally:
-            self.waiting_since = None
+            self.idle_since = None
 
     async def _head(self) -> h11.Request | None:
         """The line and the headers of a request; None if there is none."""

@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import json
 import sys
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,8 @@ from fivefold.generate.text import Codec, LibraryCodec, QuotingCodec
 from fivefold.serve.asked import ApiError, AskedText
 
 _SHORT = 4096  # characters that are encoded at once; longer texts go to a thread
+_SLICE = 1 << 16  # characters; texts of several are counted before they are encoded
+_LONG_TEXTS = 2  # that are encoded at a time, for their memory
 _SECONDS, _PATIENCE_S = 5, 30.0  # of processor time, and on the clock
 _LONGEST_LINE = 64 << 20
 
@@ -101,53 +104,46 @@ class PromptReader:
         if isinstance(codec, LibraryCodec):
             self.codec = LibraryCodec(codec.tokenizer, unlocked=True)
             self.quotes = QuotingCodec(codec)
+        self._long = asyncio.Semaphore(_LONG_TEXTS)
         self.chats: TemplateProcess | None = None
         with contextlib.suppress(FivefoldError):  # without a template there are no chats
             self.chats = TemplateProcess(ChatTemplate(folder))
 
     async def tokens(self, asked: AskedText, longest: int) -> list[tuple[int, ...]]:
-        """The tokens of every prompt; refuses texts that cannot be `longest` tokens, before they
-        cost anything. Special tokens in texts are text where the request says so."""
+        """The tokens of every prompt; refuses texts that cannot have as few as `longest`, before
+        they cost anything. Special tokens in them are text if the request says so."""
         quotes = None if asked.parse_special else self.quotes
         if not asked.chat:
-            for each in asked.prompts:
-                if isinstance(each, str):
-                    self._check("prompt", [each], longest)
+            codec = self.codec if quotes is None else quotes.plain
+            for text in asked.prompts:
+                self._check("prompt", text if isinstance(text, str) else "", longest)
             return [
-                each if isinstance(each, tuple) else await self._encoded(each, quotes, special=True)
+                each if isinstance(each, tuple) else await self._encoded(codec, each, longest, True)
                 for each in asked.prompts
             ]
         if self.chats is None:
             rule = "this model has no chat template: use /v1/completions"
             raise ApiError(400, rule, "messages", "no_chat_template")
-        self._check(
-            "messages", [text for each in asked.messages for text in each.values()], longest
-        )
         messages = asked.messages
-        if quotes is not None:
-            messages = tuple(
-                {key: text if key == "role" else quotes.quoted(text) for key, text in each.items()}
-                for each in messages
-            )
+        self._check("messages", "".join("".join(each.values()) for each in messages), longest)
+        if quotes is not None:  # the time that it takes is that of the text
+            messages = await asyncio.to_thread(_quoted, messages, quotes)
         rendered = await self.chats.render(messages)
-        return [await self._encoded(rendered, quotes, special=False, is_quoted=True)]
+        return [await self._encoded(quotes or self.codec, rendered, longest, special=False)]
 
-    def _check(self, param: str, texts: list[str], longest: int) -> None:
-        """Refuse more bytes, or more messages, than the longest sequence can have."""
-        size, most = sum(len(each.encode()) for each in texts), longest * self._token_bytes
-        if size > most or len(texts) > 2 * longest + 2:
-            rule = (
-                f"{param}: {size:,} bytes are more than {longest:,} tokens, the limit: shorten it"
-            )
-            raise ApiError(400, rule, param, "context_length_exceeded")
+    def _check(self, param: str, text: str, longest: int) -> None:
+        """Refuse a text of more bytes than the longest sequence can have."""
+        if (size := len(text.encode())) > longest * self._token_bytes:
+            raise _too_long(param, f"{size:,} bytes", longest)
 
     async def _encoded(
-        self, text: str, quotes: QuotingCodec | None, *, special: bool, is_quoted: bool = False
+        self, codec: Codec | QuotingCodec, text: str, longest: int, special: bool
     ) -> tuple[int, ...]:
-        if quotes is not None and not is_quoted:
-            text = quotes.quoted(text)
-        encode = partial((quotes or self.codec).encode, text, special=special)
-        return encode() if len(text) <= _SHORT else await asyncio.to_thread(encode)
+        encode = partial(codec.encode, special=special)
+        if len(text) <= _SHORT:
+            return encode(text)
+        async with self._long:
+            return await asyncio.to_thread(_long_tokens, encode, text, longest)
 
     async def start(self) -> None:
         if self.chats is not None:
@@ -156,3 +152,31 @@ class PromptReader:
     async def close(self) -> None:
         if self.chats is not None:
             await self.chats.close()
+
+
+def _quoted(
+    messages: tuple[dict[str, str], ...], quotes: QuotingCodec
+) -> tuple[dict[str, str], ...]:
+    """Messages in whose texts special tokens are text."""
+    return tuple(
+        {key: text if key == "role" else quotes.quoted(text) for key, text in each.items()}
+        for each in messages
+    )
+
+
+def _long_tokens(
+    encode: Callable[[str], tuple[int, ...]], text: str, longest: int
+) -> tuple[int, ...]:
+    """The tokens of a long text. One that is much too long is refused after as many tokens as may
+    be: all of them would take a hundred times the memory of the text."""
+    count = 0
+    for start in range(0, len(text) if len(text) > _SLICE else 0, _SLICE):
+        count += len(encode(text[start : start + _SLICE]))
+        if count > 2 * longest:  # where it was cut, there are some more
+            raise _too_long("prompt", "its tokens", longest)
+    return encode(text)
+
+
+def _too_long(param: str, size: str, longest: int) -> ApiError:
+    rule = f"{param}: {size} are more than {longest:,} tokens, the limit: shorten it"
+    return ApiError(400, rule, param, "context_length_exceeded")

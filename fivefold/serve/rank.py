@@ -45,7 +45,8 @@ from fivefold.serve.links import (
 
 DOOR = "door"  # the name of its socket
 _BEAT_S = 1.0  # between two signs of life, or a step if that is longer
-_LEAST_SILENCE_S, _SILENT_STEPS = 10.0, 5.0  # after which a rank is lost: of its slowest steps
+_SILENT_STEPS = 5.0  # after which a rank is lost: of its slowest
+_LEAST_SILENCE_S = {"cpu": 10.0, "cuda": 30.0}  # or so long: kernels of new sizes are made
 _LONGEST_SILENCE_S = 600.0  # of what is done once: compilation, the end
 _WARM_TOKENS = 3
 _WARM_PROMPTS = (9, 2050)
@@ -240,6 +241,7 @@ class _Beat:
 
     def __init__(self, worker: Worker, device: str) -> None:
         self.worker, self.last, self.slowest = worker, 0.0, 0.0
+        self.least = _LEAST_SILENCE_S[device]
         worker.phase("serve")
         self.tick(0.0)
         if device == "cuda":  # a step of a new size may compile, silently and for long
@@ -251,7 +253,7 @@ class _Beat:
         """A step took so long."""
         self.slowest = max(seconds, 0.99 * self.slowest)
         if time.monotonic() - self.last >= _BEAT_S:
-            patience = max(_LEAST_SILENCE_S, _SILENT_STEPS * self.slowest)
+            patience = max(self.least, _SILENT_STEPS * self.slowest)
             self.worker.report(RankBeat(self.worker.rank, patience))
             self.last = time.monotonic()
 
