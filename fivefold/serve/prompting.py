@@ -173,7 +173,7 @@ def _long_tokens(
     for start in range(0, len(text) if len(text) > _SLICE else 0, _SLICE):
         count += len(encode(text[start : start + _SLICE]))
         if count > 2 * longest:  # where it was cut, there are some more
-            raise _too_long("prompt", "its tokens", longest)
+            raise _too_long("prompt", f"{len(text):,} characters", longest)
     return encode(text)
 
 
