@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import io
-import os
 import re
 import sys
 from importlib import import_module
@@ -15,7 +14,7 @@ import typer
 
 from fivefold import __version__, completion
 from fivefold.core.errors import JSON_SCHEMA, FivefoldError, InternalError, printable
-from fivefold.terminal import PanelCommand, WrappedStream
+from fivefold.terminal import PanelCommand, WrappedStream, discard, outliving_readers
 
 BAD_INPUT = 2
 INTERNAL_ERROR = 70  # EX_SOFTWARE of sysexits.h; 1 is a comparison that failed
@@ -26,6 +25,7 @@ GREETING = f"""fivefold {__version__} trains transformers over five dimensions o
   fivefold train tiny --steps 20 --out runs/first             train, with planned beside measured
 
 All commands: fivefold -h"""
+_LASTING = ("train", "serve")  # verbs that end by their own result, whoever reads their output
 _PAIRED = ("--layout", "--set", "--fix", "--what-if")  # options that take key=value pairs
 
 
@@ -69,15 +69,17 @@ def main(arguments: list[str] | None = None) -> None:
         sys.stdout.reconfigure(errors="replace")  # a terminal without · prints ?
     wrap_for_terminal(words)
     try:
-        code = run(words)
-        if sys.stdout is not None:
-            sys.stdout.flush()
+        lasting = next((word for word in words if not word.startswith("-")), None) in _LASTING
+        with outliving_readers() if lasting else contextlib.nullcontext():
+            code = run(words)
+            if sys.stdout is not None:
+                sys.stdout.flush()
     except BrokenPipeError:  # the reader, such as `head`, has ended
         code = 0
-        discard_output()
+        discard(sys.stdout)
     except OSError as error:
         code = BAD_INPUT
-        discard_output()
+        discard(sys.stdout)
         typer.echo(
             f"fivefold: cannot write to standard output: {error.strerror}; redirect it to a disk "
             "with free space",
@@ -152,12 +154,6 @@ def _print_error(kind: str, said: str, code: int) -> None:
 
     found = {"kind": kind, "message": said, "exit_code": code}
     typer.echo(json.dumps({"schema_version": JSON_SCHEMA, "error": found}))
-
-
-def discard_output() -> None:
-    """Drop buffered output; otherwise Python reports an error when it exits."""
-    with contextlib.suppress(OSError):
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def build(chosen: str | None) -> typer.Typer:

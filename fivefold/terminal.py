@@ -1,11 +1,16 @@
-"""What a terminal shows: the help of a verb in panels, and long lines wrapped."""
+"""What a terminal shows: the help of a verb in panels, and long lines wrapped; and what is left of
+output when its reader has gone."""
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import os
 import re
 import shutil
+import sys
 import textwrap
-from collections.abc import Iterable
+from collections.abc import Generator, Iterable
 from typing import Any, TextIO
 
 from typer.core import TyperCommand
@@ -112,6 +117,53 @@ class WrappedStream:
             return self._stream.write(text)
         self._stream.write(wrapped(text, shutil.get_terminal_size().columns))
         return len(text)
+
+
+class UnreadStream:
+    """A stream that drops its text once nobody can read it: the pipe is closed, or the terminal
+    is gone."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        with self._dropping():
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with self._dropping():
+            self._stream.flush()
+
+    @contextlib.contextmanager
+    def _dropping(self) -> Generator[None]:
+        try:
+            yield
+        except OSError as error:
+            if error.errno not in (errno.EPIPE, errno.EIO):
+                raise
+            discard(self._stream)
+
+
+@contextlib.contextmanager
+def outliving_readers() -> Generator[None]:
+    """Drop output that nobody reads: neither `head` nor a terminal that is closed ends the block,
+    nor a process that it forks."""
+    streams = sys.stdout, sys.stderr
+    sys.stdout, sys.stderr = (each and UnreadStream(each) for each in streams)
+    try:
+        yield
+    finally:
+        sys.stdout, sys.stderr = streams
+
+
+def discard(stream: TextIO) -> None:
+    """Drop buffered output and what follows; otherwise Python reports an error when it exits."""
+    with contextlib.suppress(OSError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def wrapped(text: str, width: int) -> str:

@@ -42,7 +42,7 @@ from fivefold.launch.flight_recorder import read_positions
 from fivefold.launch.hang import diverged
 from fivefold.launch.rank_pipe import RankPipe
 from fivefold.launch.temporary import TemporaryFolder
-from fivefold.launch.worker import StopRequest, Worker
+from fivefold.launch.worker import StopRequest, Worker, stop_signals
 
 PATIENCE = 22.0  # seconds without a message from any rank
 _GRACE = 0.5  # seconds after an error in which the death of another rank may explain it
@@ -134,9 +134,9 @@ def _is_stopped(pid: int | None) -> bool:
 class Pool:
     """Forked ranks. Use it as a context manager; after a `RankLost` it is closed.
 
-    SIGTERM and SIGINT end all ranks. With `forwards_stop` the first signal is passed on to the
-    ranks, which stop by themselves, and the second one ends them. `longest`: the seconds that ranks
-    may be silent while they compute.
+    SIGTERM, SIGINT and SIGHUP end all ranks. With `forwards_stop` the first signal is passed on to
+    the ranks, which stop by themselves, and the second one ends them. `longest`: the seconds that
+    ranks may be silent while they compute.
     """
 
     def __init__(
@@ -160,6 +160,8 @@ class Pool:
         try:
             for rank in range(size):
                 self._fork(rank)
+            if self._stops:  # before there was a rank to pass it on to
+                self._stop_ranks()
         except OSError as error:
             self.close()
             raise RankLost(rank, "start", f"cannot be forked ({error.strerror})") from error
@@ -252,13 +254,17 @@ class Pool:
         """
         if threading.current_thread() is not threading.main_thread():
             return {}
-        handled = [signal.SIGTERM, *([signal.SIGINT] if self._forwards_stop else [])]
+        skipped = () if self._forwards_stop else (signal.SIGINT,)
+        handled = [number for number in stop_signals() if number not in skipped]
         return {number: signal.signal(number, self._on_signal) for number in handled}
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self._stops += 1
         if self._stops > 1 or not self._forwards_stop:
             sys.exit(128 + number)
+        self._stop_ranks()
+
+    def _stop_ranks(self) -> None:
         for child in self._children:
             child.process.terminate()
 
@@ -266,17 +272,22 @@ class Pool:
         context = multiprocessing.get_context("fork")
         ours, theirs = context.Pipe()
         inherited = [ours, *(child.pipe for child in self._children)]
+        # Signals wait until the rank has handlers of its own: this process's would run in it.
+        former = signal.pthread_sigmask(signal.SIG_BLOCK, stop_signals())
         process = context.Process(
             target=_serve,
-            args=(rank, theirs, inherited, os.getpid(), self._forwards_stop),
+            args=(rank, theirs, inherited, os.getpid(), self._forwards_stop, former),
             daemon=True,
         )
-        with warnings.catch_warnings():
-            # Python warns about forks of threaded processes; ranks use no thread of the parent.
-            warnings.simplefilter("ignore", DeprecationWarning)
-            process.start()
-        theirs.close()
-        self._children.append(_Child(process, ours))
+        try:
+            with warnings.catch_warnings():
+                # Python warns about forks of threaded processes; ranks use no thread of the parent.
+                warnings.simplefilter("ignore", DeprecationWarning)
+                process.start()
+            theirs.close()
+            self._children.append(_Child(process, ours))
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, former)
 
     def _answers(
         self, children: list[_Child], on_phase: Callable[[], None], on_report: Callable[[Any], None]
@@ -362,17 +373,24 @@ def _how_it_ended(process: BaseProcess) -> str:
 
 
 def _serve(
-    rank: int, pipe: Connection, inherited: list[Connection], parent: int, handles_stop: bool
+    rank: int,
+    pipe: Connection,
+    inherited: list[Connection],
+    parent: int,
+    handles_stop: bool,
+    signal_mask: set[signal.Signals],
 ) -> None:
-    """Run tasks in a forked rank until the pipe closes."""
+    """Run tasks in a forked rank until the pipe closes; signals wait until it can handle them."""
     if sys.__stderr__ is not None:
         faulthandler.enable(sys.__stderr__)  # print the stack of a rank that aborts
     stop = StopRequest()
     if handles_stop:
         stop.listen()
     else:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        for number in stop_signals():
+            signal.signal(number, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent gets it too, and ends this rank
+    signal.pthread_sigmask(signal.SIG_SETMASK, signal_mask)
     for other in inherited:
         other.close()
     die_with(parent)

@@ -76,16 +76,22 @@ class NoMeeting:
         """There is nobody to tell."""
 
 
+def stop_signals() -> list[signal.Signals]:
+    """SIGTERM, SIGINT, and SIGHUP of a terminal that is closed unless `nohup` has it ignored."""
+    ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    return [signal.SIGTERM, signal.SIGINT, *([] if ignored else [signal.SIGHUP])]
+
+
 class StopRequest:
-    """Whether SIGTERM or SIGINT has asked this rank to stop."""
+    """Whether a signal has asked this rank to stop."""
 
     def __init__(self) -> None:
         self.asked = False
         self._number = signal.SIGTERM
 
     def listen(self) -> None:
-        """Handle both signals from now on. Launchers send them twice, which changes nothing."""
-        for number in (signal.SIGTERM, signal.SIGINT):
+        """Handle stop signals from now on. Launchers send them twice, which changes nothing."""
+        for number in stop_signals():
             signal.signal(number, self._on_signal)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:

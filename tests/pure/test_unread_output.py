@@ -21,6 +21,7 @@ import typer
 from fivefold.launch.rank_pipe import RankPipe
 from fivefold.records.run_folder import read_records
 from fivefold.report.line_printer import LinePrinter
+from fivefold.terminal import UnreadStream, discard
 from fivefold.verbs import serve as serving
 
 SOON = 60.0  # seconds of a busy machine
@@ -130,3 +131,29 @@ def test_a_training_goes_on_while_nobody_reads(tmp_path: Path) -> None:
         finally:
             process.kill()
     assert len(re.findall(r"^step \d+/250 ", out, re.M)) == 250 and "done in" in out
+
+
+SMALL = "--set layers=1 width=16 heads=2 kv_heads=2 ffn=16 data=synthetic"
+
+
+@pytest.mark.sample(0.5)
+def test_a_training_outlives_the_reader_of_its_output(tmp_path: Path) -> None:
+    """Both streams are closed before the first line: it trains, saves, and ends by its result."""
+    words = f"train tiny --layout dp=1 --seq 8 --batch 1 --steps 2 --out run {SMALL}"
+    command = f"set -o pipefail; {sys.executable} -m fivefold {words} 2>&1 | true"
+    assert subprocess.run(["bash", "-c", command], cwd=tmp_path).returncode == 0
+    assert (tmp_path / "run" / "checkpoints" / "step-00000002").is_dir()
+
+
+def test_only_output_that_nobody_reads_is_dropped() -> None:
+    reads, writes = os.pipe()
+    os.close(reads)
+    with os.fdopen(writes, "w") as gone, open("/dev/full", "w") as full:
+        stream = UnreadStream(gone)
+        for _ in range(3):
+            assert stream.write("line\n") == 5
+            stream.flush()
+        assert os.path.samestat(os.fstat(gone.fileno()), os.stat(os.devnull))
+        with pytest.raises(OSError, match="No space"):
+            UnreadStream(full).write("x" * 100_000)
+        discard(full)  # it is flushed when it is closed

@@ -9,11 +9,15 @@ import sys
 import time
 from functools import partial
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 from kept_pool import KeptPool
 
+from fivefold.launch import processes
 from fivefold.launch.processes import Pool, RankLost, Worker
+from fivefold.launch.worker import stop_signals
 from tests.selection import within
 
 import torch  # isort: skip
@@ -150,3 +154,41 @@ def test_no_rank_outlives_its_parent(number: signal.Signals, tmp_path: Path) -> 
     wait_until_gone(pids)
     if number != signal.SIGKILL:  # which nobody can clean up after
         assert not list(tmp_path.glob("fivefold-*"))
+
+
+def test_a_signal_right_after_the_fork_waits_for_the_handler_of_the_rank() -> None:
+    """Until then a rank has the handlers of its parent, which would stop ranks that are not its."""
+    serve = processes._serve
+
+    def interrupted(*given: Any) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        serve(*given)
+
+    with patch.object(processes, "_serve", interrupted), Pool(1, forwards_stop=True) as pool:
+        assert pool.run(is_stopping) == [True]
+
+
+def is_stopping(worker: Worker) -> bool:
+    return worker.stopping
+
+
+def test_a_hangup_asks_to_stop_unless_it_is_ignored() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    try:
+        assert set(stop_signals()) == {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as `nohup` leaves it
+        assert signal.SIGHUP not in stop_signals()
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_a_stop_before_the_first_rank_is_passed_on() -> None:
+    handle = Pool._handle_signals
+
+    def interrupted(self: Pool) -> dict[signal.Signals, Any]:
+        former = handle(self)
+        os.kill(os.getpid(), signal.SIGHUP)
+        return former
+
+    with patch.object(Pool, "_handle_signals", interrupted), Pool(1, forwards_stop=True) as pool:
+        assert pool.stopping and pool.run(is_stopping) == [True]

@@ -376,7 +376,7 @@ def test_a_lost_rank_is_named_and_no_process_is_left(tmp_path: Path) -> None:
 
 
 @pytest.mark.sample(1)
-@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_who_is_asked_to_stop_keeps_what_there_is(tmp_path: Path, how: signal.Signals) -> None:
     with training(tmp_path, "--check") as process:
         ranks = children(process.pid)
