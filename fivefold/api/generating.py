@@ -147,7 +147,7 @@ def generate(
     named = None if tokenizer is None else str(tokenizer)
     how = {"layout": str(layout), "tokenizer": named, "batch_invariant": batch_invariant}
     runs = model_options(dtype, device, cache_gb, **how)
-    model = find_model(_folder(source))
+    model = find_model(_folder(source), options.step)
     prompts = [Prompt("0", prompt)] if isinstance(prompt, str) else _prompts(prompt)
     told = on_warning or _warn
     listeners = TextListeners(on_piece, on_progress, told)

@@ -64,7 +64,8 @@ def serve(
     how: dict[str, Any] = {"layout": layout, "tokenizer": tokenizer}
     how["batch_invariant"] = batch_invariant
     runs = model_options(dtype, device, cache_gb or 1.0, **how)
-    model, asked_step = find_model(Path(source)), checkpoint_step(step)
+    asked_step = checkpoint_step(step)
+    model = find_model(Path(source), asked_step)
     running = _running()
     served = running.ServeOptions(name or Path(source).resolve().name, **options)
     opened = partial(open_weights, model, asked_step)

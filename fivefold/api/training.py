@@ -27,14 +27,14 @@ from fivefold.api.training_start import (
 )
 from fivefold.core import models
 from fivefold.core.errors import FivefoldError, RankLost, counted
-from fivefold.core.plan import Plan, PlanOptions, read, resolve
+from fivefold.core.plan import Plan, PlanOptions, resolve
 from fivefold.core.precision import FORMATS
 from fivefold.core.recipe import Recipe
 from fivefold.launch.launcher import LauncherEnvironment, read_environment, refit, require_trainable
 from fivefold.records import PlannedStep, StepRecord, Summary
-from fivefold.records.run_folder import PLAN, RunFolder, run_folder
+from fivefold.records.run_folder import PLAN, RUN, RunFolder, run_folder
 from fivefold.records.run_owner import own_run
-from fivefold.records.run_reader import mend
+from fivefold.records.run_reader import mend, options_of
 from fivefold.report.training_text import head, step_line, summary_text, tail
 
 if TYPE_CHECKING:
@@ -199,7 +199,7 @@ def _same_batch(options: PlanOptions, out: Path | None, resume: bool) -> PlanOpt
     folder = out or run_folder(Path("runs"), models.load(options.model).name, newest=True)
     if not (folder / PLAN).is_file():
         return options
-    before = resolve(read(folder / PLAN)).batch
+    before = resolve(options_of(folder)).batch
     seq = before.seq if options.seq is None else options.seq
     return replace(options, seq=seq, batch=options.batch if sized else before.sequences)
 
@@ -242,18 +242,30 @@ class _Records:
         self.on_report(report)
 
 
-def _begin(start: TrainStart, plan: Plan, settings: TrainSettings, told: OnReport) -> _Begun:
-    """Make the run folder, and tell what is about to run."""
-    from fivefold.train import check_resume, checked_source, keep_tokenizer
+def _begin(
+    start: TrainStart, plan: Plan, settings: TrainSettings, told: OnReport, *, joined: bool = False
+) -> _Begun:
+    """Make the run folder, and tell what is about to run.
 
-    assert settings.folder is not None
-    if start.resume:
-        for words in (*mend(settings.folder), *check_resume(plan, settings)):
+    A launcher may start a finished job again, by itself: its ranks, which have `joined`, find no
+    step left and end well. The folder stays as it is.
+    """
+    from fivefold.train import check_resume, checked_source, keep_tokenizer, nothing_left
+
+    folder = settings.folder
+    assert folder is not None
+    done = nothing_left(settings) if joined else None
+    if start.resume and done is None:
+        for words in (*mend(folder), *check_resume(plan, settings)):
             told(words)
-    folder, source = settings.folder, checked_source(plan, settings)
-    toml = plan.to_toml(folder, whole=True)
-    run_files = RunFolder.create(folder, toml, start_facts(plan, source), start.resume)
-    keep_tokenizer(folder, source)
+    source = checked_source(plan, settings)
+    if done is None or not (folder / RUN).exists():
+        toml = plan.to_toml(folder, whole=True)
+        run_files = RunFolder.create(folder, toml, start_facts(plan, source), start.resume)
+        keep_tokenizer(folder, source)
+    else:
+        told(done)
+        run_files = RunFolder.open(folder)
     recipe, corpus = settings.recipe, str(source)
     told(StartedRun(plan, recipe, settings.dtype, corpus, settings.planned, folder))
     return _Begun(run_files, corpus, source)
@@ -261,12 +273,16 @@ def _begin(start: TrainStart, plan: Plan, settings: TrainSettings, told: OnRepor
 
 def _fork(start: TrainStart, told: OnReport) -> TrainedRun:
     """Train on ranks of this machine."""
+    from fivefold.train import nothing_left
+
     rank = device_of(start, None)
     plan = noted(start.plan, rank)
     folder = start.out or run_folder(Path("runs"), plan.shape.name, start.resume)
+    settings = settings_of(start, folder, rank)
+    if start.resume and (done := nothing_left(settings)) is not None:
+        raise FivefoldError(done)  # before anything in the folder changes
     with own_run(folder, _OWNER_SECONDS) as ticket:
-        settings = replace(settings_of(start, folder, rank), ticket=ticket)
-        return _forked(start, plan, settings, told)
+        return _forked(start, plan, replace(settings, ticket=ticket), told)
 
 
 def _forked(start: TrainStart, plan: Plan, settings: TrainSettings, told: OnReport) -> TrainedRun:
@@ -311,16 +327,17 @@ def _attempt(
     """One start of all ranks; a loss is recorded and raised."""
     from fivefold.launch.processes import Pool
     from fivefold.train import num_processes, train
+    from fivefold.train.checkpoint import latest
 
-    asked_to_stop = False
+    asked_to_stop, before = False, latest(files.path)
     try:
         with Pool(num_processes(plan, settings), _PATIENCE, forwards_stop=True) as pool:
             try:
                 return train(pool, plan, settings, records.report)
             finally:
                 asked_to_stop = pool.stopping
-    except Exception as error:
-        if not records.found:
+    except BaseException as error:
+        if latest(files.path) == before:
             files.restore_plan()
         if not isinstance(error, RankLost):
             raise
@@ -351,17 +368,19 @@ def _joined(
 ) -> TrainedRun:
     from fivefold.launch.worker import joined_worker
     from fivefold.train import run_rank
+    from fivefold.train.checkpoint import latest
 
     began, first = time.perf_counter(), launched.rank == 0
     plan = noted(start.plan, rank)
     assert settings.folder is not None
     # The others open the folder after they have joined this rank.
-    begun = _begin(start, plan, settings, told) if first else None
+    before = latest(settings.folder)
+    begun = _begin(start, plan, settings, told, joined=True) if first else None
     records = _Records(told if first else _warnings(told))
     try:
         done = run_rank(joined_worker(launched, records.report), plan, settings, device=rank)
     except BaseException:
-        if begun is not None and not records.found:
+        if begun is not None and latest(settings.folder) == before:
             begun.files.restore_plan()
         raise
     return TrainedRun(

@@ -195,9 +195,10 @@ def named_schedule(name: str, num_ranks: int, num_microbatches: int, num_chunks:
     return choose(name).make(num_ranks, num_microbatches, num_chunks)
 
 
-def read(path: Path) -> PlanOptions:
-    """Read a plan file; unknown keys are errors that suggest the nearest known one."""
-    table = tables.read_toml(path)
+def read(path: Path, text: str | None = None) -> PlanOptions:
+    """Read a plan file, or `text` as if it were that file; unknown keys are errors that suggest the
+    nearest known one."""
+    table = tables.read_toml(path, text)
     if isinstance(changes := table.get("set"), Mapping):
         pairs = cast("Mapping[str, Any]", changes).items()
         table["set"] = {

@@ -25,10 +25,11 @@ T = TypeVar("T")
 Table = Mapping[str, Any]
 
 
-def read_toml(path: Path) -> dict[str, Any]:
-    """Parse a TOML file; a missing or malformed one is a `BadFile` that names it."""
+def read_toml(path: Path, text: str | None = None) -> dict[str, Any]:
+    """Parse a TOML file, or `text` in its place; a missing or malformed one is a `BadFile` that
+    names it."""
     try:
-        table = tomllib.loads(path.read_text(encoding="utf-8"))
+        table = tomllib.loads(path.read_text(encoding="utf-8") if text is None else text)
     except OSError as error:
         raise BadFile(str(path), [f"{error.strerror}; check the path"]) from error
     except RecursionError as error:

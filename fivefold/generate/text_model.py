@@ -8,16 +8,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
-from fivefold.core import models, plan
+from fivefold.core import models
 from fivefold.core.errors import BadFile, FivefoldError
 from fivefold.core.plan import Plan, PlanOptions
 from fivefold.core.precision import FORMATS
 from fivefold.core.shape import Shape
 from fivefold.core.tokenizer import BYTES, TOKENIZER, TokenizerId, model_folder
 from fivefold.core.weights import tuned
-from fivefold.records.run_reader import known_tokenizer
+from fivefold.records.run_reader import known_tokenizer, options_of
 
 if TYPE_CHECKING:
     from fivefold.generate.layout import ReadWeight
@@ -42,10 +42,10 @@ class TextModel:
     trained_with: TokenizerId | None = None  # recorded by the run
 
 
-def find_model(source: Path) -> TextModel:
-    """The model of a folder."""
+def find_model(source: Path, step: int | Literal["best"] | None = None) -> TextModel:
+    """The model of a folder; of a run, by the plan of the checkpoint that is read."""
     if (source / "plan.toml").exists():
-        options = plan.read(source / "plan.toml")
+        options = options_of(source, step)
         shape = models.with_overrides(models.load(options.model), options.set)
         shape = tuned(shape, options.train.tuning)
         imported = model_folder(options.model)

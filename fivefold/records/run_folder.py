@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fivefold.core.errors import BadFile, FivefoldError
+from fivefold.core.plan import Plan
 from fivefold.records import RunStart, StepRecord, Summary, stored_types, summarize
 from fivefold.records.environment import environment
 from fivefold.records.stored_types import check_start
@@ -27,6 +28,7 @@ from fivefold.records.stored_types import check_start
 PLAN, RUN, SUMMARY = "plan.toml", "run.json", "summary.json"
 METRICS, LOST, SAMPLES = "metrics.jsonl", "metrics.lost.jsonl", "samples.jsonl"
 EVENTS, CHECKPOINTS = "events", "checkpoints"
+SUSPECT = "suspect.txt"  # in a checkpoint that may hold flipped bits: why
 BAD_LINES, BAD_RUN = "metrics.bad.jsonl", "run.bad.json"
 _OURS = (RUN, PLAN, METRICS, LOST, SAMPLES, SUMMARY, EVENTS, CHECKPOINTS)
 _MOST_WAITING = 64 << 20  # bytes of lines that a full disk keeps in memory
@@ -97,6 +99,10 @@ class RunFolder:
         starts = read_starts(path / RUN)
         return cls(path, len(starts) - 1, starts[0]["began"], starts[-1]["began"])
 
+    def plan_text(self, plan: Plan) -> str:
+        """The plan as a file in this folder."""
+        return plan.to_toml(self.path, whole=True)
+
     @property
     def identity(self) -> str:
         """The id of the run, the same for all its starts."""
@@ -110,7 +116,8 @@ class RunFolder:
         ended = {"at": time.time(), "why": why, "spent": dict(spent)}
         try:
             facts = _read_json(self.path / RUN)
-            facts["starts"][self.restart]["ended"] = ended
+            # A launcher may start a finished job again, which does not move its end.
+            facts["starts"][self.restart].setdefault("ended", ended)
             write_atomically(self.path / RUN, json.dumps(facts, indent=2) + "\n")
         except (FivefoldError, LookupError, TypeError) as error:
             return f"the end of the run is not recorded: {error}"
@@ -130,7 +137,7 @@ class RunFolder:
         write_atomically(self.path / RUN, json.dumps(facts, indent=2) + "\n")
 
     def restore_plan(self) -> None:
-        """Undo the change of the plan by a start that failed before its first step."""
+        """Undo the change of the plan by a start that failed before its first checkpoint."""
         if self.former_plan is not None:
             write_atomically(self.path / PLAN, self.former_plan)
 

@@ -14,15 +14,15 @@ import tomllib
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, Literal, NamedTuple, cast
 
 from fivefold.core.errors import BadFile, FivefoldError
 from fivefold.core.layout import Layout
-from fivefold.core.plan import Plan, resolve
+from fivefold.core.plan import Plan, PlanOptions, resolve
 from fivefold.core.plan import read as read_plan
 from fivefold.core.schedule import parse_steps
 from fivefold.core.tokenizer import TokenizerId
-from fivefold.records import RunStart, summarize
+from fivefold.records import RunStart, stored_types, summarize
 from fivefold.records.run_folder import (
     BAD_RUN,
     CHECKPOINTS,
@@ -32,6 +32,7 @@ from fivefold.records.run_folder import (
     PLAN,
     RUN,
     SAMPLES,
+    SUSPECT,
     lines_of,
     naming_file,
     read_lines,
@@ -56,9 +57,10 @@ _MOST_RANKS = 256  # whose events of one step are read
 
 def read(folder: Path) -> RunFacts:
     """The run in a folder, without the events of its ranks."""
-    starts, (plan, no_plan) = _starts(folder / RUN), _plan(folder / PLAN)
+    starts = _starts(folder / RUN)
     metrics, repeated = read_lines(folder / METRICS), read_lines(folder / LOST)
     records, lost = metrics.records, repeated.records
+    plan, no_plan = _plan(folder, any(one.restart == len(starts) - 1 for one in records))
     checkpoints = [*(folder / CHECKPOINTS).glob("step-*/manifest.json")]
     files = [folder / name for name in (RUN, METRICS)]
     written = max(file.stat().st_mtime for file in files if file.exists())
@@ -138,6 +140,43 @@ def known_tokenizer(folder: Path) -> TokenizerId | None:
         return None
 
 
+def options_of(folder: Path, step: int | Literal["best"] | None = None) -> PlanOptions:
+    """The plan that made a checkpoint of a run, by default its newest one.
+
+    The plan of the folder is that of the newest start, which may have saved nothing yet. It counts
+    where a checkpoint carries none.
+    """
+    return read_plan(folder / PLAN, plan_text_of(folder, step))
+
+
+def plan_text_of(folder: Path, step: int | Literal["best"] | None = None) -> str | None:
+    """The plan that a checkpoint carries, as a file in the run folder; None if it has none."""
+    found = _checkpoint_facts(folder)
+    if step == "best":
+        judged_by = options_of(folder).train.keep_best
+        losses = {number: facts["evals"].get(judged_by) for number, facts in found.items()}
+        known = [(loss, number) for number, loss in losses.items() if isinstance(loss, float)]
+        step = min(known)[1] if known else None
+    facts = found.get(max(found, default=0) if step is None else step, {})
+    return facts["plan"] if facts.get("plan_in_run") is True else None
+
+
+def _checkpoint_facts(folder: Path) -> dict[int, dict[str, Any]]:
+    """The facts of checkpoints by step, without those that are suspect or cannot be read; whoever
+    reads their tensors verifies them."""
+    found: dict[int, dict[str, Any]] = {}
+    for path in (folder / CHECKPOINTS).glob("step-*[0-9]/manifest.json"):
+        if not path.is_file() or path.with_name(SUSPECT).exists():
+            continue
+        try:
+            facts = stored_types.table("the file", json.loads(path.read_text("utf-8")))["facts"]
+            if isinstance(facts["plan"], str) and isinstance(facts["evals"], dict):
+                found[int(path.parent.name.removeprefix("step-"))] = facts
+        except (OSError, ValueError, TypeError, LookupError, RecursionError):
+            continue
+    return found
+
+
 def read_step(folder: Path, step: int) -> StepSpans | None:
     """What ranks did in a step, in the newest start that has events of it; None if none has."""
     starts = [number for number, (a, b) in _event_steps(folder).items() if a <= step <= b]
@@ -187,10 +226,11 @@ def _since(one: StartFacts, first: StartFacts) -> RunStart:
     return RunStart(one.began - first.began, ended, dict(one.spent))
 
 
-def _plan(path: Path) -> tuple[Plan | None, str | None]:
-    """The plan of the newest start, or why it cannot be read."""
+def _plan(folder: Path, stepped: bool) -> tuple[Plan | None, str | None]:
+    """The plan of the newest start, or why it cannot be read; without a step of that start, the
+    plan of the newest checkpoint."""
     try:
-        return resolve(read_plan(path)), None
+        return resolve(read_plan(folder / PLAN) if stepped else options_of(folder)), None
     except (FivefoldError, OSError) as error:
         return None, f"the plan of this run cannot be read again: {error}"
 

@@ -18,7 +18,7 @@ from fivefold.train.check import (
     reference_runs,
 )
 from fivefold.train.loop import run_rank
-from fivefold.train.resuming import check_resume
+from fivefold.train.resuming import check_resume, nothing_left
 from fivefold.train.state import TrainedRank, TrainSettings
 from fivefold.train.tokenizers import keep_tokenizer
 
@@ -34,6 +34,7 @@ __all__ = [
     "compare_with_plan",
     "estimate_of",
     "keep_tokenizer",
+    "nothing_left",
     "num_processes",
     "run_rank",
     "train",

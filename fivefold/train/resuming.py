@@ -9,11 +9,12 @@ import torch
 
 from fivefold.core.corpora import moved_corpora
 from fivefold.core.errors import FivefoldError
-from fivefold.core.plan import Plan, read, resolve
+from fivefold.core.plan import Plan, resolve
 from fivefold.core.recipe import OPTIMIZERS
 from fivefold.core.weights import buffers, weights
 from fivefold.optim.optimizer import StateInMemory
-from fivefold.records.run_folder import CHECKPOINTS, PLAN
+from fivefold.records.run_folder import CHECKPOINTS
+from fivefold.records.run_reader import options_of
 from fivefold.train.checkpoint import (
     CheckpointTensor,
     published,
@@ -43,6 +44,23 @@ def check_resume(plan: Plan, settings: TrainSettings) -> list[str]:
     require_seed(manifest.facts, settings.recipe.seed)
     require_same_tensors(path, stored, _expected(plan, settings, stored))
     return _other_rows(plan, settings, manifest) if manifest.facts.samples else []
+
+
+def nothing_left(settings: TrainSettings) -> str | None:
+    """What to say of a run whose newest checkpoint is at the last step of this start already; None
+    if there are steps left, or if that checkpoint is damaged."""
+    found = None if settings.folder is None else _newest(settings.folder)
+    if found is None or found[1].facts.step < settings.last_step:
+        return None
+    path, manifest, _ = found
+    if problems_of(path, manifest, manifest.files):
+        return None
+    step, last = manifest.facts.step, settings.last_step
+    option = "--steps" if last == settings.recipe.steps else "--until"
+    return (
+        f"nothing is left to train: {settings.folder} is at step {step}, and this start ends after "
+        f"step {last}; go on with {option} N, and N above {step}"
+    )
 
 
 def _newest(folder: Path) -> tuple[Path, Manifest, StoredTensors] | None:
@@ -81,7 +99,7 @@ def _other_rows(plan: Plan, settings: TrainSettings, manifest: Manifest) -> list
     """Samples are counted in rows of the data: others mean other rows."""
     assert settings.folder is not None
     try:
-        options = read(settings.folder / PLAN)
+        options = options_of(settings.folder)
         before = resolve(options).batch.seq
     except (FivefoldError, OSError):  # it is of an older version, or gone
         return []

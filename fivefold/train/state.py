@@ -109,14 +109,14 @@ class Progress:
         self.evals = losses
 
     def facts(self, updates: int, seed: int, plan: str) -> Facts:
-        """For the manifest of a checkpoint."""
+        """For the manifest of a checkpoint; `plan` as a file in the run folder."""
         scaler = {
             "scale": self.scale.value,
             "good_steps": self.scale.good_steps,
             "skipped_in_a_row": self.skipped_in_a_row,
         }
         counts = (self.step, updates, self.samples, self.skipped)
-        return Facts(*counts, seed, scaler, plan, evals=self.evals)
+        return Facts(*counts, seed, scaler, plan, evals=self.evals, plan_in_run=True)
 
     def resume(self, facts: Facts) -> None:
         """Continue from a checkpoint; its loss scale counts only if this run has one too."""

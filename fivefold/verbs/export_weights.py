@@ -27,7 +27,7 @@ from fivefold.core.tuning import Tuning
 from fivefold.core.weights import tuned
 from fivefold.huggingface.config_export import HfModel, as_hf
 from fivefold.huggingface.model_card import CARD, GENERATION, generation_config, model_card
-from fivefold.records.run_reader import known_tokenizer
+from fivefold.records.run_reader import known_tokenizer, options_of, plan_text_of
 from fivefold.verbs import above, checkpoint_step, json_text, one_of
 
 _WRITTEN = ("bf16", "fp32")
@@ -75,7 +75,8 @@ def run(
         )
     dtype = dtype and one_of("dtype", dtype, _WRITTEN)
     above("shard-gb", shard_gb, 0.0)
-    options = plan.read(run_folder / "plan.toml")
+    chosen_step = checkpoint_step(step)
+    options = options_of(run_folder, chosen_step)
     shape = models.with_overrides(models.load(options.model), options.set)
     narrow = PRECISIONS[options.precision].dtype == "bfloat16"  # fp8 too: its weights are bf16
     chosen = dtype or ("bf16" if narrow else "fp32")
@@ -84,7 +85,7 @@ def run(
     model = HfModel(shape, {})
     if written_as == HUGGING_FACE:
         model = as_hf(shape, PRECISIONS[chosen].dtype, _source(options))
-    table = _exported(model, run_folder, checkpoint_step(step), folder, how)
+    table = _exported(model, run_folder, chosen_step, folder, how)
     typer.echo(json_text(table) if as_json else _text(table))
 
 
@@ -153,7 +154,7 @@ def _beside(
     model: HfModel, run_folder: Path, step: int, options: ExportOptions
 ) -> dict[str, bytes]:
     """The files of the tokenizer, how the model generates, and its card."""
-    read = plan.read(run_folder / "plan.toml")
+    read = options_of(run_folder, step)
     folders = (run_folder, model_folder(read.model))
     files = files_in(folders, (*TOKENIZER_FILES, GENERATION))
     files.setdefault(GENERATION, generation_config(model.config))
@@ -162,7 +163,7 @@ def _beside(
     recorded = known_tokenizer(run_folder)
     if recorded is not None and recorded.fingerprint == BYTES:
         tokenizer = recorded  # bytes have no file
-    text = (run_folder / "plan.toml").read_text("utf-8")
+    text = plan_text_of(run_folder, step) or (run_folder / "plan.toml").read_text("utf-8")
     card = model_card(plan.resolve(read), text, options.dtype, step, tokenizer)
     return {**files, CARD: card}
 

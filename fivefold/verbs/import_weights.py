@@ -127,7 +127,7 @@ def _imported(
     written = _write_new(target, copied | {"plan.toml": plan.encode()})
     wanted: torch.dtype = getattr(torch, PRECISIONS[chosen].dtype)
     entries = list(_entries(source, adapters, shape, wanted))
-    facts = Facts(step=0, plan=plan, has_states=False)
+    facts = Facts(step=0, plan=plan, has_states=False, plan_in_run=True)
     try:
         path = write_checkpoint(target / "checkpoints", entries, facts)
     except FivefoldError:  # without its weights, the plan would train others

@@ -17,8 +17,10 @@ from fivefold.core.errors import FivefoldError, RankLost
 from fivefold.core.plan import PlanOptions, resolve
 from fivefold.core.recipe import Recipe
 from fivefold.core.weights import buffers, weights
-from fivefold.train import TrainSettings, check_resume
+from fivefold.generate.text_model import find_model
+from fivefold.train import TrainSettings, check_resume, nothing_left
 from fivefold.train.checkpoint import Facts, Reader, write_checkpoint
+from fivefold.train.checkpoint.of_run import open_run
 
 STATES = {"adamw": ("exp_avg", "exp_avg_sq"), "sgd": ("momentum",)}
 GIVEN: dict[str, Any] = {"model": "tiny", "layout": "dp=1", "seq": 16, "batch": 2}
@@ -140,3 +142,71 @@ def test_weights_alone_and_frozen_weights_go_on(tmp_path: Path) -> None:
     ]
     write_checkpoint(tmp_path / "checkpoints", alone, Facts(0, has_states=False))
     assert said_of(tmp_path, options_of(Recipe(data="synthetic", optimizer="sgd", seed=7))) == []
+
+
+def files_of(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_a_resume_with_nothing_left_changes_nothing(tmp_path: Path) -> None:
+    trained(run := tmp_path / "run")
+    before = files_of(run)
+    given = {**GIVEN, "data": "synthetic", "out": run, "resume": True, "lora": 8}
+    model = given.pop("model")
+    for more, words in (({"steps": 4}, "--steps N"), ({"steps": 9, "until": 3}, "--until N")):
+        with pytest.raises(FivefoldError, match=rf"is at step 4, .*{words}, and N above 4"):
+            train(model, **given, **more)
+    assert files_of(run) == before
+    settings = TrainSettings(Recipe(data="synthetic", steps=4), folder=run, resume=True)
+    (file,) = run.glob("checkpoints/*/__0_0.distcp")
+    file.write_bytes(file.read_bytes()[:-1])  # the ranks say so, and go on from an earlier one
+    assert nothing_left(settings) is None
+
+
+def test_a_start_that_saves_nothing_leaves_the_plan(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As Ctrl-C does before the first checkpoint, twice: its exit is no error of a rank."""
+    trained(tmp_path)
+    plan = (tmp_path / "plan.toml").read_text()
+
+    def interrupted(*_: object) -> None:
+        assert "lora = 4" in (tmp_path / "plan.toml").read_text()
+        raise SystemExit(130)
+
+    pool = nullcontext(SimpleNamespace(stopping=True))
+    monkeypatch.setattr("fivefold.launch.processes.Pool", lambda *_, **__: pool)
+    monkeypatch.setattr(import_module("fivefold.train"), "train", interrupted)
+    with pytest.raises(SystemExit):
+        train("tiny", out=tmp_path, resume=True, data="synthetic", lora=4)
+    assert (tmp_path / "plan.toml").read_text() == plan
+
+
+def test_a_checkpoint_is_read_by_the_plan_that_made_it(tmp_path: Path) -> None:
+    """The plan of the folder may be of a start that was killed before it saved."""
+    plan = resolve(options_of(set={"layers": "1"}))
+    adapted = resolve(
+        options_of(
+            Recipe(lora=4, keep_best="text", eval_every=2, save_every=2), set={"layers": "3"}
+        )
+    )
+    for step, each, loss in ((2, plan, 1.0), (4, adapted, 2.0)):
+        text = each.to_toml(tmp_path, whole=True)
+        trained(tmp_path, step, plan=text, plan_in_run=True, evals={"text": loss})
+    checkpoints = tmp_path / "checkpoints"
+    assert find_model(tmp_path).shape == adapted.shape
+    assert find_model(tmp_path, 2).shape == find_model(tmp_path, "best").shape == plan.shape
+    (checkpoints / "step-00000004" / "suspect.txt").write_text("flipped bits")
+    assert find_model(tmp_path).shape == plan.shape
+    (checkpoints / "step-00000002" / "manifest.json").write_text('{"facts": []}')
+    assert find_model(tmp_path).shape == resolve(options_of()).shape  # of the folder
+    trained(tmp_path, 6, plan=plan.to_toml())  # of an older version: its paths begin elsewhere
+    assert find_model(tmp_path).shape == resolve(options_of()).shape
+
+
+def test_an_old_checkpoint_of_another_model_is_refused_in_few_lines(tmp_path: Path) -> None:
+    trained(tmp_path)
+    other = resolve(options_of(Recipe(lora=4))).shape
+    with pytest.raises(FivefoldError, match=r"and \d+ more") as refused:
+        open_run(tmp_path, other, None, lambda _: None)
+    assert len(str(refused.value).splitlines()) < 9 and "plan.toml" in str(refused.value)

@@ -133,7 +133,8 @@ class CheckpointCallback(Callback):
         """The steps go on, even if the save before this one has failed."""
         if self.checkpoints is None:
             return
-        seed, plan = self.settings.recipe.seed, self.job.plan.to_toml()
+        assert self.folder is not None
+        seed, plan = self.settings.recipe.seed, self.folder.plan_text(self.job.plan)
         facts = self.progress.facts(self.updater.count, seed, plan)
         tensors = checkpoint_tensors(self.job, self.updater)
         began = 0.0 if self.interval is None else self.interval.begin()

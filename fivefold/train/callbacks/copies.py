@@ -68,7 +68,8 @@ class CopyCallback(Callback):
         if self._is_due(number) and self.copies is not None and not self.progress.done:
             self.phases.phase(f"copy {number}", long=True)
             with self.spent.on(SAVE):
-                seed, plan = self.recipe.seed, self.rank.job.plan.to_toml()
+                plan = "" if self.folder is None else self.folder.plan_text(self.rank.job.plan)
+                seed = self.recipe.seed
                 facts = self.progress.facts(self.rank.updater.count, seed, plan)
                 self.copies.save(checkpoint_tensors(self.rank.job, self.rank.updater), facts)
 

@@ -156,8 +156,10 @@ class Facts:
     """Where a run stood: everything that is not a tensor.
 
     `samples` counts the rows of data that steps have taken, not what was read ahead, so it is the
-    number of the next one. `plan` is the text of the resolved plan. `has_states` is false if there
-    are only weights, as in an import. `evals` has the losses of evaluation sets after this step.
+    number of the next one. `plan` is the text of the plan that made it, as a file in the run folder
+    if `plan_in_run`: older checkpoints have paths in it that nobody can resolve. `has_states` is
+    false if there are only weights, as in an import. `evals` has the losses of evaluation sets
+    after this step.
     """
 
     step: int
@@ -169,6 +171,7 @@ class Facts:
     plan: str = ""
     has_states: bool = True
     evals: dict[str, float] = field(default_factory=dict[str, float])
+    plan_in_run: bool = False
 
 
 @dataclass(frozen=True)

@@ -6,12 +6,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Literal
 
-from fivefold.core import plan
 from fivefold.core.errors import BadFile, FivefoldError
 from fivefold.core.shape import Shape
 from fivefold.core.weights import buffers, weights
+from fivefold.records.run_reader import options_of
 from fivefold.train.checkpoint import Reader, published
 from fivefold.train.checkpoint.folders import best_of, newer_format
+
+_SHOWN = 5  # differences that an error names
 
 
 def open_run(
@@ -48,11 +50,12 @@ def _reader(
             return Reader(path)
         except FivefoldError as error:
             tell(str(error))
-    raise FivefoldError(f"{run_folder} has no good checkpoint: train it first, with --out")
+    way = "restore one from a copy, or train again in another folder" if found else "train it first"
+    raise FivefoldError(f"{run_folder} has no good checkpoint: {way}")
 
 
 def _best(run_folder: Path, found: Sequence[Path]) -> Path:
-    judged_by = plan.read(run_folder / "plan.toml").train.keep_best
+    judged_by = options_of(run_folder).train.keep_best
     if not judged_by:
         raise FivefoldError(f"{run_folder} keeps no best checkpoint: train with keep_best=SET")
     best = best_of(found, judged_by)
@@ -62,14 +65,19 @@ def _best(run_folder: Path, found: Sequence[Path]) -> Path:
 
 
 def _refuse_other(reader: Reader, shape: Shape) -> None:
-    """Refuse a checkpoint of another model, with all differences."""
+    """Refuse a checkpoint of another model, with the first differences."""
     problems: list[str] = []
     for each in (*weights(shape), *buffers(shape)):
         sizes, _ = reader.tensors.get(f"model/{each.name}", (None, None))
         if sizes is None:
-            problems.append(f"{each.name} is missing: give the plan of this checkpoint")
+            problems.append(f"{each.name} is missing")
         elif tuple(sizes) != each.shape:
             rule = f"has shape {tuple(sizes)}, and the plan asks for {each.shape}"
-            problems.append(f"{each.name} {rule}: give the plan of this checkpoint")
+            problems.append(f"{each.name} {rule}")
     if problems:
-        raise BadFile(f"the checkpoint of step {reader.facts.step}", problems)
+        step, more = reader.facts.step, len(problems) - _SHOWN
+        shown = [*problems[:_SHOWN], *([f"and {more} more"] if more > 0 else [])]
+        way = f"--step {step} reads it by the plan that made it"
+        if not reader.facts.plan_in_run:
+            way = "put the plan of this checkpoint into plan.toml; plan.N.toml are former ones"
+        raise BadFile(f"the checkpoint of step {step}", [*shown, way])
