@@ -80,7 +80,7 @@ def run_rank(
             phases.unknown("reference")
             objective = _objective(rank, settings, progress, spent)
         stop = StopCallback(worker, progress, recipe.skip_limit, checkpoints)
-        replays, integrity = _watches(worker, rank, settings)
+        replays, integrity = _watches(worker, rank, settings, checkpoints, copies)
         callbacks = (
             spans,
             phases,
@@ -90,6 +90,7 @@ def run_rank(
             MemoryCallback(worker, recipe, folder, rank, progress),
             RecordCallback(worker, plan, settings, folder, progress, spent),
             replays,
+            *([] if integrity is None else [integrity]),
             stop,
             checkpoints,
             copies,
@@ -111,7 +112,11 @@ def _objective(
 
 
 def _watches(
-    worker: Worker, rank: BuiltRank, settings: TrainSettings
+    worker: Worker,
+    rank: BuiltRank,
+    settings: TrainSettings,
+    checkpoints: CheckpointCallback,
+    copies: CopyCallback,
 ) -> tuple[ReplayCallback, Integrity | None]:
     """What looks for flipped bits: in steps that run again, and in memory."""
     mesh, recipe, every = rank.job.mesh, settings.recipe, settings.recipe.compare_every
@@ -119,7 +124,9 @@ def _watches(
     bound = RunningBound(recipe.spike_bound)
     local = LocalNumbers(mesh, bound)
     replays = ReplayCallback(worker, mesh, recipe.replay, every > 0, exact, bound, local)
-    return replays, Integrity(rank.job, rank.updater, every) if every else None
+    if not every:
+        return replays, None
+    return replays, Integrity(rank.job, rank.updater, every, checkpoints, copies)
 
 
 @dataclass(frozen=True)

@@ -148,12 +148,12 @@ def test_a_training_outlives_the_reader_of_its_output(tmp_path: Path) -> None:
 def test_only_output_that_nobody_reads_is_dropped() -> None:
     reads, writes = os.pipe()
     os.close(reads)
-    with os.fdopen(writes, "w") as gone, open("/dev/full", "w") as full:
+    with os.fdopen(writes, "w") as gone, Path("/dev/full").open("w") as full:
         stream = UnreadStream(gone)
         for _ in range(3):
             assert stream.write("line\n") == 5
             stream.flush()
-        assert os.path.samestat(os.fstat(gone.fileno()), os.stat(os.devnull))
+        assert os.path.samestat(os.fstat(gone.fileno()), Path(os.devnull).stat())
         with pytest.raises(OSError, match="No space"):
             UnreadStream(full).write("x" * 100_000)
         discard(full)  # it is flushed when it is closed

@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 import random
 import socket
+from dataclasses import replace
 from importlib import import_module
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 from unittest.mock import patch
@@ -27,6 +29,7 @@ from benchmarks.flips import (
     settings_of,
 )
 from fivefold.core.copies import odd_ones, sign
+from fivefold.core.errors import FivefoldError
 from fivefold.core.plan import Plan
 from fivefold.core.recipe import Recipe
 from fivefold.launch.processes import Pool, RankLost
@@ -36,7 +39,11 @@ from fivefold.parallel.bit_sums import PRIME, bit_sum, combined
 from fivefold.parallel.flat_unit import FlatUnit
 from fivefold.parallel.mesh import Mesh
 from fivefold.records import StepRecord
-from fivefold.train import TrainedRank, TrainSettings, replaying, run_rank
+from fivefold.records.run_folder import RunFolder
+from fivefold.train import TrainedRank, TrainSettings, nothing_left, replaying, run_rank
+from fivefold.train.checkpoint import Checkpoints, published
+from fivefold.train.checkpoint.folders import step_of
+from fivefold.train.checkpoint.of_run import open_run
 from fivefold.train.integrity import Integrity
 from fivefold.train.replaying import LocalNumbers, RunningBound
 
@@ -134,6 +141,7 @@ def test_copies_are_compared_every_n_steps(pool: Pool, options: dict[str, Any], 
 
 # A block is a unit, and half of a unit is less than its last matrix: the second slice has no norm.
 WIDE = {"layers": "2", "ffn": "512", "heads": "4", "kv_heads": "2", "vocab": "1601"}
+MATRIX = "blocks.0.mlp.up.weight"
 UNEVEN = {"layout": "dp=2 tp=2", "zero": 1, "unit_size": 0.23, "batch": 4, "set": WIDE}
 
 
@@ -161,28 +169,93 @@ def with_a_flipped_copy(
     worker: Worker, plan: Plan, settings: TrainSettings, rank: int
 ) -> TrainedRank:
     """A bit flips in weights that a rank has gathered, which no seal covers."""
-    inner = Integrity.before_update
+    inner, left = Integrity.before_update, [2]
 
     def before_update(self: Integrity) -> torch.Tensor:
-        if (self.mesh.rank, self.number) == (rank, 2):
+        if self.mesh.rank == rank and self.number in left:
             (line,) = (each for each in self.lines if each.every_step)
-            flip(line.sums.tensors[1], 0.9 if rank < 2 else 0.1, 5)  # of the other's slice
+            copy = line.sums.tensors[line.names.index(f"weights of {MATRIX}")]
+            flip(copy, 0.9 if rank < 2 else 0.1, 5)  # of the other's slice
+            left.clear()
         return inner(self)
 
     with patch.object(Integrity, "before_update", before_update):
         return run_rank(worker, plan, settings)
 
 
-@pytest.mark.parametrize("rank", [1, 3])
-def test_a_flip_is_named_where_ranks_have_different_lines(pool: Pool, rank: int) -> None:
-    """By what was compared: the update and the gathers after it have changed the weights since."""
-    plan, settings = plan_of(**UNEVEN), settings_of("float32", 3)
+@pytest.mark.parametrize(("rank", "replay"), [(1, 0), (3, 0), (3, 2)])
+def test_a_flip_in_a_gathered_weight_names_its_rank(pool: Pool, rank: int, replay: int) -> None:
+    """By the first hashes: the update and the gathers after it have changed the weights since, and
+    so has the second run of a step. Two ranks differ, and the owners have sealed what is right."""
+    plan, settings = plan_of(**UNEVEN), settings_of("float32", 3, replay=replay)
     with pytest.raises(RankLost) as lost:
         pool.run_each([(with_a_flipped_copy, (plan, settings, rank))] * plan.layout.world)
-    host = socket.gethostname()
-    words = f"ranks 1 on {host} and 3 on {host} hold different copies of weights of blocks.0"
-    assert f"step 2: {words}" in str(lost.value) and "ranks 0" not in str(lost.value)
-    assert str(lost.value).count("copies of") == 1 and "more" not in str(lost.value)
+    where = f"step 2: rank {rank} on {socket.gethostname()} has flipped bits in memory"
+    assert f"{where}, in weights of {MATRIX}. What was computed since step 1" in str(lost.value)
+
+
+def in_folder(folder: Path, plan: Plan, **keys: Any) -> TrainSettings:
+    """Of a run that saves, in a new folder."""
+    settings = replace(settings_of("float32", **keys), folder=folder)
+    RunFolder.create(folder, plan.to_toml(folder), {}, resume=False)
+    return settings
+
+
+def unsealed_copy(worker: Worker, plan: Plan, settings: TrainSettings, rank: int) -> TrainedRank:
+    """As on a GPU in most steps."""
+    with patch.object(Integrity, "_sealed_shards", lambda self: {}):
+        return with_a_flipped_copy(worker, plan, settings, rank)
+
+
+def test_a_checkpoint_that_may_be_wrong_is_marked_and_passed_over(
+    pool: Pool, tmp_path: Path
+) -> None:
+    """Nobody knows which of two ranks is right, nor since when."""
+    plan = plan_of(**UNEVEN)
+    settings = in_folder(tmp_path, plan, steps=3, save_every=1)
+    with pytest.raises(RankLost) as lost:
+        pool.run_each([(unsealed_copy, (plan, settings, 1))] * plan.layout.world)
+    host, words = socket.gethostname(), str(lost.value)
+    assert f"ranks 1 on {host} and 3 on {host} hold different copies of weights of" in words
+    assert "since step 0 may be wrong" in words and "passes over step-00000001" in words
+    told: list[str] = []
+    with pytest.raises(FivefoldError, match="no good checkpoint"):
+        open_run(tmp_path, plan.shape, None, told.append)
+    assert "suspect.txt: step 2: ranks 1" in told[0] and "remove this file" in told[0]
+    assert nothing_left(replace(settings, until=1, resume=True)) is None
+    with pytest.raises(FivefoldError, match=r"step-00000001 is suspect: .*ranks 1 on"):
+        Checkpoints(tmp_path / "checkpoints", 1, None).load([], told.append)
+
+
+def with_a_flipped_base(worker: Worker, plan: Plan, settings: TrainSettings) -> TrainedRank:
+    """A bit flips in a weight that never learns, after step 3."""
+    begin = Integrity.begin
+
+    def begun(self: Integrity, number: int) -> None:
+        begin(self, number)
+        if number == 4 and self.mesh.rank == 1:
+            flip(self.frozen.held[5].tensor, 0.5, 30)
+
+    with patch.object(Integrity, "begin", begun):
+        return run_rank(worker, plan, settings)
+
+
+@pytest.mark.parametrize(
+    ("keys", "step", "last"),
+    [({"save_every": 2}, 4, 2), ({"compare_every": 3, "steps": 7}, 6, 2), ({}, 5, 0)],
+)
+def test_a_flip_in_a_frozen_weight_is_found_before_a_save(
+    pool: Pool, tmp_path: Path, keys: dict[str, Any], step: int, last: int
+) -> None:
+    """What is recommended is the last step that was looked at, and no later one is saved."""
+    plan = plan_of(layout="dp=2", train=Recipe(lora=2))
+    settings = in_folder(tmp_path, plan, **{"steps": 5, "lora": 2} | keys)
+    with pytest.raises(RankLost) as lost:
+        pool.run_each([(with_a_flipped_base, (plan, settings))] * 2)
+    where = f"step {step}: rank 1 on {socket.gethostname()} has flipped bits in memory, in frozen"
+    assert f"{where} weights of blocks." in str(lost.value) and "more" not in str(lost.value)
+    assert f"since step {last} may be wrong" in str(lost.value)
+    assert all(step_of(each) <= last for each in published(tmp_path / "checkpoints"))
 
 
 def run(pool: Pool, plan: Plan, *task: Any, **keys: Any) -> tuple[list[StepRecord], list[str]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from datetime import timedelta
 from functools import partial
 
@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fivefold.core.boxes import boxes_of, whole_box
+from fivefold.core.errors import FivefoldError
 from fivefold.core.weights import buffers
 from fivefold.launch.worker import Worker
 from fivefold.model.balance import Balancer
@@ -20,7 +21,14 @@ from fivefold.optim.optimizer import MASTER, StateInMemory, StoredState, Updater
 from fivefold.parallel.compose import Job
 from fivefold.parallel.flat_unit import OwnedShard
 from fivefold.records import SAVE
-from fivefold.records.run_folder import CHECKPOINTS, RUN, RunFolder, TimeSpent, read_starts
+from fivefold.records.run_folder import (
+    CHECKPOINTS,
+    RUN,
+    SUSPECT,
+    RunFolder,
+    TimeSpent,
+    read_starts,
+)
 from fivefold.train.build import BuiltRank
 from fivefold.train.callbacks import Callback
 from fivefold.train.callbacks.watchdog import WatchdogCallback
@@ -29,8 +37,10 @@ from fivefold.train.checkpoint import (
     Checkpoints,
     CheckpointTensor,
     Facts,
+    published,
     require_seed,
 )
+from fivefold.train.checkpoint.folders import step_of, write_synced
 from fivefold.train.checkpoint.storage import BALANCE, MODEL, OPTIM, MasterWeight
 from fivefold.train.save_interval import ObservedRate, SaveInterval, observed_rate
 from fivefold.train.state import Progress, TrainSettings
@@ -128,6 +138,18 @@ class CheckpointCallback(Callback):
         """Wait until nothing is being written; raises `CannotSave` if the last save failed."""
         if self.checkpoints is not None:
             self.checkpoints.wait()
+
+    def mark_suspect(self, after: int, why: str) -> list[str]:
+        """Mark checkpoints of steps after this one, so that nobody reads them unasked; every rank
+        calls this. Returns their names."""
+        if self.checkpoints is None:
+            return []
+        with suppress(FivefoldError):  # the run ends with another error
+            self.wait()
+        found = [path for path in published(self.checkpoints.folder) if step_of(path) > after]
+        for path in found if self.worker.rank == 0 else ():
+            write_synced(path / SUSPECT, f"{why}\n")
+        return [path.name for path in found]
 
     def _save(self) -> None:
         """The steps go on, even if the save before this one has failed."""

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from fivefold.core.partners import Partners
 from fivefold.launch.worker import Worker
 from fivefold.records import SAVE
-from fivefold.records.run_folder import CHECKPOINTS, RunFolder, TimeSpent
+from fivefold.records.run_folder import CHECKPOINTS, SUSPECT, RunFolder, TimeSpent
 from fivefold.train.build import BuiltRank
 from fivefold.train.callbacks import Callback
 from fivefold.train.callbacks.checkpoints import checkpoint_tensors
@@ -51,6 +51,8 @@ class CopyCallback(Callback):
         if self.copies is None or not self.resume:
             return None
         found = [] if self.folder is None else published(self.folder.path / CHECKPOINTS)
+        if any((path / SUSPECT).exists() for path in found):
+            return None  # copies of the same steps may be as wrong
         return self.copies.load(tensors, step_of(found[-1]) if found else 0)
 
     def needs_record(self, number: int) -> bool:

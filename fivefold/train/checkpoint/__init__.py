@@ -24,6 +24,7 @@ from fivefold.core.boxes import whole_box
 from fivefold.core.errors import BadFile, FivefoldError, UnknownName, bullets
 from fivefold.core.tuning import ADAPTER
 from fivefold.launch.positions import SAVE_THREAD
+from fivefold.records.run_folder import SUSPECT
 from fivefold.records.run_owner import TAKEN_OVER
 from fivefold.train.checkpoint import folders
 from fivefold.train.checkpoint.folders import (
@@ -174,7 +175,8 @@ class Checkpoints:
             try:
                 facts = self._load_from(folder, tensors)
             except RanksFailed as failed:
-                damaged.append(f"{folder.name} is damaged: {failed}")
+                what = "suspect" if (folder / SUSPECT).exists() else "damaged"
+                damaged.append(f"{folder.name} is {what}: {failed}")
                 if self._ranks.rank == 0:
                     on_damage(damaged[-1])
             else:

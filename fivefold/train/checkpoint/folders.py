@@ -21,6 +21,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from fivefold.records.run_folder import SUSPECT
 from fivefold.train.checkpoint.ranks import RankFailure, reason_of
 from fivefold.train.checkpoint.threads import in_threads, num_streams
 
@@ -253,6 +254,9 @@ class HashedFile:
 
 def verified_manifest(folder: Path) -> Manifest:
     """The manifest of a checkpoint; raises `Damaged` if it is not the one that was written."""
+    if (folder / SUSPECT).exists():
+        why = (folder / SUSPECT).read_text("utf-8", errors="replace").strip()
+        raise Damaged(f"{folder / SUSPECT}: {why}; remove this file to read it all the same")
     manifest = _read(folder)
     if manifest.facts.step != step_of(folder):
         raise Damaged(
