@@ -14,7 +14,7 @@ from fivefold.core import models, tables
 from fivefold.core.errors import BadFile, FivefoldError, UnknownName
 from fivefold.core.layout import Layout, parse_zero
 from fivefold.core.machine import Machine
-from fivefold.core.plan import Plan, PlanOptions, options_from
+from fivefold.core.plan import Plan, PlanOptions, options_from, says_layout
 from fivefold.core.settings import plan_keys, train_keys
 from fivefold.core.shape import Shape
 
@@ -75,8 +75,9 @@ def given_job(model: Model, keys: Mapping[str, Any]) -> GivenJob:
     target, given = _target(model), frozenset({*asked, *changed})
     if isinstance(target, str):
         target = target_or_options(target, changes.get("gpus"), None)
-    has_plan = not isinstance(target, str) or target.endswith(".toml")
-    return GivenJob(options_from(target, changes), given, not has_plan and "layout" not in given)
+    options = options_from(target, changes)
+    closed = "layout" in given or not isinstance(target, str) or says_layout(target)
+    return GivenJob(options, given, not closed)
 
 
 def as_shape(model: str | Path | Mapping[str, Any] | Shape) -> Shape:

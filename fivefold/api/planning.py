@@ -34,7 +34,7 @@ if TYPE_CHECKING:  # estimates need numpy, whose import takes longer than a plan
     from fivefold.planner.estimate import Estimate
 
 _ALSO_FIXED = ("zero", "schedule", "chunks", "microbatch_size", "recompute", "context")
-_NOT_SEARCHED = ("microbatches", "stage_layers", "gather", "sp")  # only for a given layout
+NOT_SEARCHED = ("microbatches", "stage_layers", "gather", "sp")  # only for a given layout
 _TOP = 10
 _NOT_ASKED = RunCosts()
 
@@ -152,7 +152,7 @@ def plan(
     costs = _costs(tokens, price, mtbf_gpu)
     how = estimate_options(headroom, kernels, imbalance, stack)
     job = estimated_job(given_job(model, keys), kernels, precision)
-    require_one_length(tokens, job.given)
+    _require_one_length(tokens, job.given)
     if job.options.gpus is not None and job.is_open:
         return search(job, **costs._asdict(), precision=precision, **how).best
     if job.options.machine is None:
@@ -192,7 +192,7 @@ def search(
     costs = _costs(tokens, price, mtbf_gpu)
     how = estimate_options(headroom, kernels, imbalance, stack)
     job = estimated_job(given_job(model, keys), kernels, precision)
-    require_one_length(tokens, job.given)
+    _require_one_length(tokens, job.given)
     if not job.is_open:
         raise FivefoldError("a search chooses the layout: leave it out, or call plan")
     request = request_of(job.options, fixed_values(job, fix), how, precision)
@@ -200,7 +200,7 @@ def search(
     return SearchedPlans(found, tuple(first_reasons(found)), costs)
 
 
-def require_one_length(tokens: float | None, given: Collection[str]) -> None:
+def _require_one_length(tokens: float | None, given: Collection[str]) -> None:
     """Refuse a length in tokens beside one in steps."""
     if tokens is not None and "steps" in given:
         raise FivefoldError("tokens and steps are both the length of the run: leave one out")
@@ -295,7 +295,7 @@ def fixed_values(job: GivenJob, fix: str | Mapping[str, Any] | None) -> dict[str
     """What every layout of a search has; keys of one layout are refused."""
     from fivefold.planner.space import parse_fixed
 
-    if closed := [name for name in _NOT_SEARCHED if name in job.given]:
+    if closed := [name for name in NOT_SEARCHED if name in job.given]:
         raise FivefoldError(
             f"--{closed[0].replace('_', '-')} is for a given layout: leave it out, or give --layout"
         )

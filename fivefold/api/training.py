@@ -24,10 +24,11 @@ from fivefold.api.training_start import (
     plan_facts,
     settings_of,
     start_facts,
+    with_layout,
 )
 from fivefold.core import models
 from fivefold.core.errors import FivefoldError, RankLost, counted
-from fivefold.core.plan import Plan, PlanOptions, resolve
+from fivefold.core.plan import Plan, PlanOptions, resolve, says_layout
 from fivefold.core.precision import FORMATS
 from fivefold.core.recipe import Recipe
 from fivefold.launch.launcher import LauncherEnvironment, read_environment, refit, require_trainable
@@ -168,7 +169,7 @@ def train(
     start again up to `restarts` times; with `shrink` every other time without the lost replica.
     `on_progress` gets a `StartedRun`, the `StepRecord` of every step, samples and warnings.
     """
-    options = given_job(model, keys).options
+    job = given_job(model, keys)
     if until is not None:
         above("until", until, 0)
     dtype = None if dtype is None else one_of("dtype", dtype, FORMATS)
@@ -181,7 +182,11 @@ def train(
     resume = resume or launched is not None  # a launcher restarts a job that has failed
     if launched is not None and folder is None:
         raise FivefoldError("name the run folder, which all hosts share, with --out")
-    plan = runnable(_same_batch(options, folder, resume), launched)
+    before = _run_options(job.options, folder) if resume else None
+    job = replace(job, options=_same_batch(job.options, before))
+    options, why = with_layout(job, before, device, launched)
+    plan = runnable(options, launched)
+    plan = replace(plan, notes=(*why, *plan.notes))
     policy, chosen = RestartPolicy(restarts, shrink), (check, deterministic)
     policy.require(plan, launched, check)
     copy_domain(plan.options.train, plan.layout.world, launched)
@@ -190,18 +195,22 @@ def train(
     return _join(start, launched, told) if launched else _fork(start, told)
 
 
-def _same_batch(options: PlanOptions, out: Path | None, resume: bool) -> PlanOptions:
+def _run_options(options: PlanOptions, out: Path | None) -> PlanOptions | None:
+    """The plan of a run that resumes; None if it has none, or an import that was not trained."""
+    folder = out or run_folder(Path("runs"), models.load(options.model).name, newest=True)
+    file = folder / PLAN
+    return options_of(folder) if file.is_file() and says_layout(str(file)) else None
+
+
+def _same_batch(options: PlanOptions, before: PlanOptions | None) -> PlanOptions:
     """A run that resumes in another layout has the same global batch and the same rows, unless
     others are given."""
     sized = options.batch is not None or options.microbatches is not None
-    if not resume or (sized and options.seq is not None):
+    if before is None or (sized and options.seq is not None):
         return options
-    folder = out or run_folder(Path("runs"), models.load(options.model).name, newest=True)
-    if not (folder / PLAN).is_file():
-        return options
-    before = resolve(options_of(folder)).batch
-    seq = before.seq if options.seq is None else options.seq
-    return replace(options, seq=seq, batch=options.batch if sized else before.sequences)
+    batch = resolve(before).batch
+    seq = batch.seq if options.seq is None else options.seq
+    return replace(options, seq=seq, batch=options.batch if sized else batch.sequences)
 
 
 def runnable(options: PlanOptions, launched: LauncherEnvironment | None = None) -> Plan:

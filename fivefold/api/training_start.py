@@ -2,20 +2,40 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from fivefold.api.jobs import GivenJob
+from fivefold.api.planning import (
+    NOT_SEARCHED,
+    best_of,
+    estimate_options,
+    fixed_values,
+    request_of,
+)
 from fivefold.api.restarting import RestartPolicy
-from fivefold.core.plan import Plan
+from fivefold.core import machine as machines
+from fivefold.core.errors import counted
+from fivefold.core.plan import Plan, PlanOptions, resolve
 from fivefold.core.precision import PRECISIONS
 from fivefold.launch.launcher import LauncherEnvironment
 from fivefold.records import PlannedStep
+from fivefold.records.environment import gpu_names
 
 if TYPE_CHECKING:
     from fivefold.data.mixture import Source
     from fivefold.launch.backend import Backend, RankDevice
     from fivefold.train import TrainSettings
+
+
+# Keys that a search chooses; microbatches follow from the batch.
+_CHOSEN = (
+    *("layout", "zero", "gather", "sp", "context", "schedule", "chunks", "stage_layers"),
+    *("microbatch_size", "recompute", "ep_nodes"),
+)
+_OTHER = "; --layout chooses another"
 
 
 @dataclass(frozen=True)
@@ -32,6 +52,62 @@ class TrainStart:
     check: bool
     deterministic: bool
     restarts: RestartPolicy = RestartPolicy()  # noqa: RUF009, it is frozen
+
+
+def with_layout(
+    job: GivenJob, before: PlanOptions | None, device: str, launched: LauncherEnvironment | None
+) -> tuple[PlanOptions, list[str]]:
+    """The options with a layout if the user gave none, and why: that of the run that resumes, or
+    one for all ranks of a launcher, or for all visible GPUs.
+
+    The planner chooses it where the machine is known. Ranks of several hosts, which could find
+    different GPUs, must choose the same: they take one from the plan or from data ranks alone.
+    """
+    options = job.options
+    if not job.is_open:
+        return options, []
+    if before is not None and options.gpus is None:
+        keys = {name: getattr(before, name) for name in _CHOSEN if name not in job.given}
+        why = [f"{before.layout}, as the run before{_OTHER}"]
+        return replace(options, **keys), why if before.layout != options.layout else []
+    from fivefold.launch.backend import num_gpus
+
+    visible = num_gpus() if device != "cpu" and launched is None else 1
+    ranks = options.gpus or (visible if launched is None else launched.world)
+    if ranks <= 1:
+        return options, []
+    whose = counted(ranks, "visible GPU" if ranks == visible else "rank")
+    one_host = launched is None or launched.local_world == launched.world
+    machine = options.machine or (machine_here() if one_host else None)
+    data = replace(options, layout=f"dp={_data_ranks(options, ranks)}", gpus=None)
+    if machine is None or any(name in job.given for name in NOT_SEARCHED):
+        return data, [f"{data.layout} for {whose}, as data ranks{_OTHER}"]
+    batch = resolve(data).batch.sequences if options.batch is None else options.batch
+    asked = replace(options, gpus=ranks, batch=batch, machine=machine)
+    how = estimate_options(0.05, options.train.kernels, None, None)
+    fixed = {**fixed_values(job, None), "offload": options.train.offload_kind}
+    plan = best_of(request_of(asked, fixed, how, None), "tokens", 1).plans[0].plan
+    why = f"{plan.layout} for {whose}, the planner's choice on {machine}{_OTHER}"
+    return replace(plan.options, machine=options.machine), [why]
+
+
+def _data_ranks(options: PlanOptions, most: int) -> int:
+    """The most data ranks over which a given batch can be spread."""
+    rows = options.microbatch_size or 1
+    if options.batch is None or options.batch % rows:
+        return most
+    return max(dp for dp in range(1, most + 1) if options.batch // rows % dp == 0)
+
+
+def machine_here() -> str | None:
+    """The preset of this machine's GPUs, by the name that the driver gives them; None if there is
+    none, or they differ."""
+    names = {*gpu_names()}
+    words = re.findall("[a-z0-9]+", names.pop().lower()) if len(names) == 1 else []
+    if "pcie" in words:  # the presets have NVLink
+        return None
+    known = [name for name in machines.presets() if name in words]
+    return "a100-40g" if known == ["a100"] and "40gb" in words else next(iter(known), None)
 
 
 def device_of(start: TrainStart, launched: LauncherEnvironment | None) -> RankDevice:

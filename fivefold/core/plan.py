@@ -389,6 +389,11 @@ def options_from(target: str | PlanOptions, changes: Mapping[str, Any]) -> PlanO
     return replace(options, **_outdated(options, given), **given)
 
 
+def says_layout(target: str) -> bool:
+    """Whether a target is a plan file that has a layout; an imported run leaves it open."""
+    return target.endswith(".toml") and "layout" in tables.read_toml(Path(target))
+
+
 def _read_target(target: str) -> PlanOptions:
     if not Path(target).is_file():
         raise BadFile(target, ["no such plan file; write one with: fivefold plan MODEL -o FILE"])

@@ -28,7 +28,7 @@ from fivefold.api.jobs import GivenJob
 from fivefold.core import machine as machines
 from fivefold.core.errors import JSON_SCHEMA, BadFile, FivefoldError, RankLost
 from fivefold.core.layout import parse_zero
-from fivefold.core.plan import PlanOptions, options_from
+from fivefold.core.plan import PlanOptions, options_from, says_layout
 from fivefold.core.precision import PRECISIONS, run_keys
 from fivefold.core.settings import parse_settings, require_key
 from fivefold.verbs.options import OF_BRIDGES as OF_BRIDGES
@@ -107,8 +107,9 @@ def with_plan_options(
 def as_given(options: PlanOptions, command: typer.Context) -> GivenJob:
     """What the command line gives of a job; without a layout or a plan its layout is open."""
     given = {name for name, value in command.params.items() if value not in (None, False, [])}
+    given |= _pairs(command.params["set"] or []).keys() & {*SHARED, "steps"}
     target: str = command.params["target"]
-    closed = target.endswith(".toml") or is_foreign(target)
+    closed = is_foreign(target) or says_layout(target)
     return GivenJob(options, frozenset(given), "layout" not in given and not closed)
 
 
@@ -182,7 +183,7 @@ def _options(target: str, shared: dict[str, Any], model: str | None) -> PlanOpti
     shared["sp"] = False if shared["sp"] else None
     if shared["gpus"] is not None:
         above("gpus", shared["gpus"], 0)
-    settings = parse_settings(pairs_of(shared["set"] or []))
+    settings = parse_settings(_pairs(shared["set"] or []))
     shared |= {"set": settings.model or None, "train": settings.train or None}
     twice = [key for key in settings.plan if shared.get(key) is not None]
     if twice:
@@ -190,7 +191,7 @@ def _options(target: str, shared: dict[str, Any], model: str | None) -> PlanOpti
     return options_from(target_or_options(target, shared["gpus"], model), shared | settings.plan)
 
 
-def pairs_of(texts: list[str]) -> dict[str, str]:
+def _pairs(texts: list[str]) -> dict[str, str]:
     """Settings between spaces or commas, unless quotes are around these."""
     pairs: dict[str, str] = {}
     split = shlex.shlex(" ".join(texts), posix=True)

@@ -122,7 +122,7 @@ def _imported(
         adapted = {"lora": how.rank, "lora_alpha": how.alpha, "lora_targets": how.targets}
         train = {"lr": _ADAPTER_RATE, **adapted}
     model, copied = given.files()
-    table = {"model": model, "layout": "dp=1", "precision": chosen, "train": train}
+    table = {"model": model, "precision": chosen, "train": train}
     plan = tables.to_toml(table)
     written = _write_new(target, copied | {"plan.toml": plan.encode()})
     wanted: torch.dtype = getattr(torch, PRECISIONS[chosen].dtype)

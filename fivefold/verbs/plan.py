@@ -23,7 +23,6 @@ from fivefold.api.planning import (
     fixed_values,
     plan,
     request_of,
-    require_one_length,
     search,
     with_steps,
     write_plan,
@@ -95,7 +94,6 @@ def run(
     }
     options |= {"emit": serving["emit"], "mtbf_gpu": mtbf_gpu, "as_json": as_json}
     verbs.require_known(plan_options.machine)
-    require_one_length(tokens, verbs.pairs_of(command.params["set"] or []))
     if serving["serve"]:
         _serve(plan_options, serving, options, command)
         return

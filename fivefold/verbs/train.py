@@ -26,6 +26,7 @@ from fivefold.report.training_text import out_of_memory, step_line
 from fivefold.verbs import (
     BackendOption,
     RunPrecisionOption,
+    as_given,
     in_precision,
     json_text,
     with_plan_options,
@@ -35,6 +36,7 @@ from fivefold.verbs import (
 @partial(with_plan_options, default_target="tiny-moe")
 def run(
     options: PlanOptions,
+    command: typer.Context,
     out: Annotated[
         Path | None, typer.Option(help="Run folder (default: the next free runs/NAME-N).")
     ] = None,
@@ -82,7 +84,7 @@ def run(
     given = {"steps": steps, "lr": lr, "seed": seed}
     recipe = replace(options.train, **{key: one for key, one in given.items() if one is not None})
     options = in_precision(options, precision)
-    job = GivenJob(replace(options, train=recipe), frozenset(), False)
+    job = as_given(replace(options, train=recipe), command)
     chosen = {"out": out, "resume": resume, "until": until, "dtype": dtype, "device": device}
     chosen |= {"backend": backend, "check": check, "deterministic": deterministic}
     chosen |= {"restarts": restarts, "shrink": shrink}

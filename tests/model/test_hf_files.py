@@ -214,6 +214,9 @@ def test_weights_of_16_bits_stay_so(tmp_path: Path) -> None:
     assert plan.read(tmp_path / "run" / "plan.toml").precision == "bf16"
     assert plan.read(tmp_path / "wide" / "plan.toml").precision == "fp32"
     assert plan.resolve(plan.read(tmp_path / "run" / "plan.toml")).layout.world == 1
+    assert not plan.says_layout(
+        str(tmp_path / "run" / "plan.toml")
+    )  # for the GPUs of whoever trains
 
 
 def test_every_problem_of_a_folder_is_named_at_once(
