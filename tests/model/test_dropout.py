@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from small import GPT, LLAMA, batch_of, filled, gradients
 from torch import Tensor
 
+from fivefold.core.splits import AttentionCall
 from fivefold.model import dropout
 from fivefold.model.attention import causal_attention
 from fivefold.model.batch import AttentionInfo, TokenBatch
 from fivefold.model.documents import Documents
 from fivefold.model.dropout import PairDropout, drop, dropping, keeps, site_keys, token_keys
 from fivefold.model.regions import eager
+from fivefold.parallel.context import ContextAttention
 
 RATE = 0.3
 SIGMAS = 5.0  # one of a million healthy statistics is further away
@@ -206,3 +210,22 @@ def test_every_block_drops_by_itself() -> None:
     used = {tuple(context.sites.of(site).flatten().tolist()) for site in range(7)}
     assert len(used) == 7
     assert gradients(decoder, batch)
+
+
+@pytest.mark.parametrize("tp_coord", [0, 1])
+@pytest.mark.parametrize("coord", [0, 1, 2])
+def test_a_rank_that_has_some_heads_of_a_row_drops_their_pairs(coord: int, tp_coord: int) -> None:
+    """Ulysses: of the query heads that tp leaves to a rank, each context rank gets a part."""
+    heads, ranks, seq = 2, 3, 6
+    batch = with_keys(batch_of(LLAMA, rows=1, seq=seq))
+    assert batch.keys is not None
+    pairs = PairDropout(RATE, batch.keys, site=4)
+    info = AttentionInfo(batch.positions, None, None, pairs, row=batch)
+    own: Any = SimpleNamespace(tokens=(range(seq),), mesh=SimpleNamespace(coord=lambda _: coord))
+    call = AttentionCall(0, seq, 0, seq, causal=True, masked=False)
+    first = tp_coord * heads * ranks
+    sees = ContextAttention._sees(own, call, (range(seq),), info.at(4, first), heads)
+    every = pairs.keeps(2 * heads * ranks, torch.arange(seq), torch.arange(seq))
+    begin = first + coord * heads
+    assert sees.kept is not None and sees.kept.equal(every[:, begin : begin + heads])
+    assert len({bytes(each.flatten().byte().numpy()) for each in every[0]}) == 2 * heads * ranks

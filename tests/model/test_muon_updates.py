@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from test_updaters import ROLES, SHAPES, Weight, of, some_weights
+from torch import Tensor
 
 from fivefold.core import models
 from fivefold.core.errors import FivefoldError
@@ -16,6 +19,7 @@ from fivefold.core.recipe import Recipe
 from fivefold.core.units import LocalWeight, local_weights
 from fivefold.cost.collectives import is_muon_weight
 from fivefold.optim.muon import orthogonalize
+from fivefold.parallel.matrix_gather import GatheredMatrices, _Cut
 
 
 @pytest.mark.parametrize("sizes", [(24, 24), (10, 50), (50, 10), (3, 12, 40), (1, 30)], ids=str)
@@ -102,3 +106,22 @@ def test_the_ends_of_a_muon_run_have_adamws_states() -> None:
         "exp_avg": [not one for one in matrices],
         "exp_avg_sq": [not one for one in matrices],
     }
+
+
+@pytest.mark.parametrize(("dim", "copies"), [(0, 1), (0, 2), (0, 4), (1, 1)])
+def test_a_matrix_is_joined_from_one_copy_of_each_shard(dim: int, copies: int) -> None:
+    """Ranks of tp hold the same KV heads, where there are fewer heads than ranks."""
+    ranks, full = 4, torch.arange(32.0).view(8, 4)
+    chunks = full.chunk(ranks // copies, dim)
+    other = torch.arange(12.0).view(4, 3)  # a matrix that is cut without copies, in the same call
+    held = [(chunks[rank // copies], other[rank : rank + 1]) for rank in range(ranks)]
+
+    def all_gather(whole: Tensor, part: Tensor, axis: str) -> Any:
+        assert axis == "tp"
+        whole.copy_(torch.cat([torch.cat([one.reshape(-1) for one in each]) for each in held]))
+        return SimpleNamespace(wait=lambda: None)
+
+    own: Any = SimpleNamespace(mesh=SimpleNamespace(size=lambda _: ranks, all_gather=all_gather))
+    cuts = {3: _Cut(dim, 0, chunks[0].shape[dim], copies), 5: _Cut(0, 0, 1, 1)}
+    found = dict(GatheredMatrices._joined(own, dict(zip(cuts, held[0], strict=True)), cuts, "tp"))
+    assert found[3].equal(full) and found[5].equal(other)

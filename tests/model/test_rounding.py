@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ import torch
 from fivefold.core.boxes import boxes_of
 from fivefold.core.units import LocalWeight
 from fivefold.core.weights import WeightShard
-from fivefold.optim.rounding import RoundingKey
+from fivefold.optim.rounding import RoundingKey, round_stochastically, rounding_bits
 
 CPU = torch.device("cpu")
 # A full weight, the shape of a rank's shard of it, and that shard.
@@ -45,3 +46,20 @@ def test_indices_of_a_huge_weight_wrap_around() -> None:
     row = LocalWeight("w", "blocks.0", (2**18, 2**15))
     start = 2**32 - 2
     assert RoundingKey.of(0, 1, row, start, None).indices(4, CPU).tolist() == [-2, -1, 0, 1]
+
+
+def test_copies_of_a_tied_embedding_are_rounded_alike() -> None:
+    """The first stage calls it embedding and the last one head; both must stay equal."""
+    first, last = (
+        LocalWeight(name, block, (6, 8), alone=True)
+        for name, block in (("embed.weight", "embed"), ("head.weight", "head"))
+    )
+    values = torch.linspace(-1, 1, 48)
+    one, other, later = (
+        round_stochastically(values, rounding_bits(0, count, row, 0, 48, CPU))
+        for row, count in ((first, 3), (last, 3), (last, 4))
+    )
+    assert one.equal(other) and not one.equal(later)
+    untied = replace(last, alone=False)
+    bits = rounding_bits(0, 3, untied, 0, 48, CPU)
+    assert not bits.equal(rounding_bits(0, 3, first, 0, 48, CPU))
