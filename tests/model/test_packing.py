@@ -93,3 +93,31 @@ def test_earlier_turns_that_both_texts_of_a_pair_share_have_no_loss() -> None:
     spans = [(2, 4), (6, 8)]
     first, second = parted(("u:a1u:b2", list(spans)), ("u:a1u:c3", list(spans)), "row 1")
     assert first == ("u:a1u:b2", [(6, 8)]) and second == ("u:a1u:c3", [(6, 8)])
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("cuts", [(1,), (2,), (3,), (1, 2), (1, 2, 3)], ids=str)
+def test_rows_do_not_depend_on_where_shards_end(cuts: tuple[int, ...], masked: bool) -> None:
+    """Documents of 4, 1, 3 and 1 tokens: shards end where rows do, and elsewhere."""
+    whole = corpus_of(4, 1, 3, 1, masked=masked)
+    (one,) = whole.shards
+    ends = [*(int(one.begins[each]) for each in cuts), len(one.tokens)]
+    shards = tuple(
+        Shard(
+            one.tokens[low:high],
+            one.begins[(one.begins >= low) & (one.begins < high)] - low,
+            None if one.mask is None else one.mask[low:high],
+        )
+        for low, high in zip([0, *ends], ends, strict=False)
+    )
+    parts = Corpus("c", shards, None)
+    count = whole.num_rows(SEQ)
+    assert parts.num_rows(SEQ) == count == 2
+    rows, same = (read_rows([(each, n) for n in range(count)], SEQ) for each in (whole, parts))
+    assert all((a == b).all() for a, b in zip(rows, same, strict=True))
+
+
+def test_a_token_that_nothing_follows_fills_no_row() -> None:
+    """Each row has a token more than it predicts from."""
+    rows = {size: corpus_of(size, masked=False).num_rows(SEQ) for size in (4, 5, 8, 9)}
+    assert rows == {4: 0, 5: 1, 8: 1, 9: 2}

@@ -39,7 +39,7 @@ Ranks whose kernels are compiled (`verify --compile`), against one process whose
 CPUs: every dimension, pipelines with split backward, every module of recomputation, packed rows,
 every ZeRO stage, and models with experts, latent attention, a window, tied embeddings and
 multi-token prediction. `tiny` and `tiny-moe` with 2 layers, or one for each stage; 2 steps of
-AdamW. float32 is held to tolerances that are derived, float64 to 1e-10 as well. No graph has a
+AdamW. float32 is held to tolerances that are measured, float64 to 1e-10 as well. No graph has a
 break. Made by `make verify-all` on {date}.
 """
 COLUMNS = ("layout", "schedule", "ZeRO", "recompute", "model and rows", "type")
