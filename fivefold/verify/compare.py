@@ -72,8 +72,8 @@ def tolerances(dtype: Dtype, floors: Iterable[Mapping[str, float]]) -> dict[str,
     hence the factor. A number that agrees by chance is still rounded itself.
     """
     least = dict.fromkeys(KINDS, FORMATS[dtype].epsilon)
-    largest = {kind: max(least[kind], *(each[kind] for each in floors)) for kind in KINDS}
-    return {kind: _SAFETY * floor for kind, floor in largest.items()}
+    largest = {kind: max(least[kind], *(floor[kind] for floor in floors)) for kind in KINDS}
+    return {kind: _SAFETY * error for kind, error in largest.items()}
 
 
 def relative(found: float, truth: float) -> float:
@@ -96,13 +96,13 @@ def errors_by_name(wanted: Wanted) -> dict[str, float]:
 def largest_error(truth: Mapping[str, Array], other: Mapping[str, Array]) -> float:
     """The largest error of `errors_by_name`, between full tensors of two processes."""
     scales = _scales(truth)
-    return _worst(_largest(other[name] - one) / scales[name] for name, one in truth.items())
+    return _worst(_largest(other[name] - full) / scales[name] for name, full in truth.items())
 
 
 def distance(truth: Mapping[str, Array], other: Mapping[str, Array]) -> float:
     """The norm of the difference of all tensors together, as a share of their norm."""
-    apart = sum(float(np.square(other[name] - one).sum()) for name, one in truth.items())
-    size = sum(float(np.square(one).sum()) for one in truth.values())
+    apart = sum(float(np.square(other[name] - full).sum()) for name, full in truth.items())
+    size = sum(float(np.square(full).sum()) for full in truth.values())
     return _worst([math.sqrt(apart / max(size, 1e-300))])
 
 

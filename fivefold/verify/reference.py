@@ -61,7 +61,7 @@ class Truth:
     floor: dict[str, float] = field(default_factory=dict)  # by kind of error, what rounding does
 
 
-def measure_floors(truths: Sequence[Truth], others: Sequence[Truth]) -> list[Truth]:
+def measure_floors(truths: Sequence[Truth], reordered: Sequence[Truth]) -> list[Truth]:
     """The truths with floors: how far the same steps are off with sums in another order, or were in
     another such run.
 
@@ -69,23 +69,24 @@ def measure_floors(truths: Sequence[Truth], others: Sequence[Truth]) -> list[Tru
     whole, and the loss is about as far off: both get this distance at least. A token that went to
     other experts is no rounding error: steps from there on say nothing.
     """
-    found: list[Truth] = []
-    for truth, other in zip(truths, others, strict=True):
+    results: list[Truth] = []
+    for truth, other in zip(truths, reordered, strict=True):
         if any((a != b).any() for a, b in zip(truth.slots, other.slots, strict=True)):
             break
         together = compare.distance(truth.gradients, other.gradients)
-        numbers = {
-            f"{name}_err": max(
-                compare.relative(getattr(other, name), getattr(truth, name)), together
-            )
+        apart = {
+            name: compare.relative(getattr(other, name), getattr(truth, name))
             for name in ("loss", "norm", "clip")
         }
-        gradients = compare.largest_error(truth.gradients, other.gradients)
-        updated = ({**each.weights, **each.biases} for each in (truth, other))
-        floor = {"grad_err": gradients, "weight_err": compare.largest_error(*updated), **numbers}
-        larger = {kind: max(one, truth.floor.get(kind, 0.0)) for kind, one in floor.items()}
-        found.append(replace(truth, floor=larger))
-    return [*found, *truths[len(found) :]]
+        updated = ({**step.weights, **step.biases} for step in (truth, other))
+        floor = {
+            "grad_err": compare.largest_error(truth.gradients, other.gradients),
+            "weight_err": compare.largest_error(*updated),
+            **{f"{name}_err": max(error, together) for name, error in apart.items()},
+        }
+        largest = {kind: max(error, truth.floor.get(kind, 0.0)) for kind, error in floor.items()}
+        results.append(replace(truth, floor=largest))
+    return [*results, *truths[len(results) :]]
 
 
 def truths(
@@ -125,8 +126,10 @@ def truths(
             update_balance(mlp, balancers[layer], rules, counts_E)
         if rounding is not None:
             truth = replace(truth, codes=rounding.take(), rows=rounding.take_rows())
-        biases = {name: as_array(each) for name, each in model.named_buffers()}  # just updated
-        found.append(replace(truth, biases=biases, slots=[as_array(each) for each in slots]))
+        biases = {name: as_array(bias) for name, bias in model.named_buffers()}  # just updated
+        found.append(
+            replace(truth, biases=biases, slots=[as_array(counts_E) for counts_E in slots])
+        )
     return found
 
 
@@ -176,7 +179,7 @@ def delayed_truths(
     for start in range(0, len(microbatches), delayed.every):
         say(f"update {start // delayed.every + 1}")
         window = microbatches[start : start + delayed.every]
-        tokens = torch.stack([(one.labels != NOT_COUNTED).sum() for one in window]).sum()
+        tokens = torch.stack([(batch.labels != NOT_COUNTED).sum() for batch in window]).sum()
         updater.zero_grad()
         for name, one in named.items():
             late = delayed.late[delayed.stage_of(name)]
@@ -222,7 +225,7 @@ def _updated(
     norm = float(nn.utils.clip_grad_norm_(learned.values(), max_norm))
     updater.step()
     weights = {name: as_array(one) for name, one in model.named_parameters()}
-    biases = {name: as_array(each) for name, each in model.named_buffers()}
+    biases = {name: as_array(bias) for name, bias in model.named_buffers()}
     return Truth(loss, norm, min(1.0, max_norm / (norm + 1e-6)), gradients, weights, biases)
 
 
@@ -234,7 +237,7 @@ def _step(
     cut: float | None,
 ) -> Truth:
     updater.zero_grad()
-    parts = [look_ahead(each, model.shape.mtp) for each in narrow or [batch]]
+    parts = [look_ahead(part, model.shape.mtp) for part in narrow or [batch]]
     tokens = (batch.labels != NOT_COUNTED).sum().clamp(min=1)
     loss = _sum_gradients(model, parts, tokens, narrow is not None, cut)
     return _updated(model, updater, loss, MAX_NORM)
@@ -245,19 +248,20 @@ def _sum_gradients(
 ) -> float:
     """The loss of all batches together, and its gradients. If they are `narrow`, those of each
     batch are rounded to bfloat16, and so is every sum."""
-    total, learned = 0.0, [one for one in model.parameters() if one.requires_grad]
-    sums: list[Tensor] | None = None
+    total, learned = 0.0, [weight for weight in model.parameters() if weight.requires_grad]
+    sums = [torch.zeros_like(weight, dtype=torch.bfloat16) for weight in learned if narrow]
     for batch in batches:
         with nullcontext() if cut is None else ReorderedSums(cut):
             loss = model(batch.tokens, batch) / tokens
             loss.backward()
         total += float(loss.detach())
         if narrow:
-            rounded = [one.grad.bfloat16() for one in learned if one.grad is not None]
-            sums = rounded if sums is None else [a + b for a, b in zip(sums, rounded, strict=True)]
+            for summed, weight in zip(sums, learned, strict=True):
+                if weight.grad is not None:
+                    summed += weight.grad.bfloat16()
             model.zero_grad()
-    for one, summed in zip(learned, sums or (), strict=sums is not None):
-        one.grad = summed.to(one)
+    for weight, summed in zip(learned, sums, strict=narrow):
+        weight.grad = summed.to(weight)
     return total
 
 

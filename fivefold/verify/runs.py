@@ -119,8 +119,8 @@ def run_reference(worker: Worker, plan: Plan, settings: VerifySettings) -> list[
     rank.start()
     truths = _truths(worker, plan, settings, rank.device, None)
     for cut in reference.CUTS:
-        others = _truths(worker, plan, settings, rank.device, cut)
-        truths = reference.measure_floors(truths, others)
+        reordered = _truths(worker, plan, settings, rank.device, cut)
+        truths = reference.measure_floors(truths, reordered)
     return truths
 
 
@@ -136,7 +136,9 @@ def _truths(
     if not plan.schedule.asynchronous:
         balance = (plan.balance, plan.batch.microbatch_size)
         batches = [each.whole() for each in drawn]
-        parts = [[one for dp in range(plan.layout.dp) for one in each.of(dp)] for each in drawn]
+        parts = [
+            [part for dp in range(plan.layout.dp) for part in window.of(dp)] for window in drawn
+        ]
         order = (parts if narrow else (), cut)
         return reference.truths(plan.shape, batches, *same, *balance, device, plan.fp8, *order)
     delays, last = Delays.of(plan.schedule), plan.layout.pp - 1

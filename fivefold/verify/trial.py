@@ -56,7 +56,7 @@ def judge(
             f"a token lies between two experts so closely that rounding to {settings.dtype} "
             "decides: verify in float64, or with another --seed"
         )
-    tolerance = compare.tolerances(settings.dtype, [one.floor for one in truths if one.floor])
+    tolerance = compare.tolerances(settings.dtype, [truth.floor for truth in truths if truth.floor])
     errors = dict.fromkeys(tolerance, 0.0)
     off: set[str] = set()
     for number, truth in enumerate(truths):
