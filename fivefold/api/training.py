@@ -351,7 +351,8 @@ def _attempt(
         if not isinstance(error, RankLost):
             raise
         named = error.named("the one process") if error.rank >= plan.layout.world else error
-        files.fail(named.reason)
+        if (unrecorded := files.fail(named.reason)) is not None:
+            records.report(unrecorded)
         raise named.ended(named.final or asked_to_stop) from None
 
 

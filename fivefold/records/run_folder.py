@@ -114,27 +114,30 @@ class RunFolder:
         Returns why it cannot be recorded, which is no reason for the training to fail.
         """
         ended = {"at": time.time(), "why": why, "spent": dict(spent)}
+        # A launcher may start a finished job again, which does not move its end.
+        return self._record("the end of the run", lambda start: start.setdefault("ended", ended))
+
+    def fail(self, why: str) -> str | None:
+        """Record what ended this start, in the words of the process that saw it."""
+        failed = {"failed": {"at": time.time(), "why": why}}
+        return self._record("this failure", lambda start: start.update(failed))
+
+    def note_saves(self, step: int, every: int, why: str) -> str | None:
+        """Record how often this start saves from a step on, and why."""
+        noted = {"step": step, "every": every, "why": why}
+        return self._record(
+            "how often it saves", lambda start: start.setdefault("saves", []).append(noted)
+        )
+
+    def _record(self, what: str, change: Callable[[dict[str, Any]], object]) -> str | None:
+        """Change the facts of this start; returns why they cannot be, as with a damaged file."""
         try:
             facts = _read_json(self.path / RUN)
-            # A launcher may start a finished job again, which does not move its end.
-            facts["starts"][self.restart].setdefault("ended", ended)
+            change(facts["starts"][self.restart])
             write_atomically(self.path / RUN, json.dumps(facts, indent=2) + "\n")
-        except (FivefoldError, LookupError, TypeError) as error:
-            return f"the end of the run is not recorded: {error}"
+        except (FivefoldError, LookupError, TypeError, AttributeError) as error:
+            return f"{what} is not recorded: {error}"
         return None
-
-    def fail(self, why: str) -> None:
-        """Record what ended this start, in the words of the process that saw it."""
-        facts = _read_json(self.path / RUN)
-        facts["starts"][self.restart]["failed"] = {"at": time.time(), "why": why}
-        write_atomically(self.path / RUN, json.dumps(facts, indent=2) + "\n")
-
-    def note_saves(self, step: int, every: int, why: str) -> None:
-        """Record how often this start saves from a step on, and why."""
-        facts = _read_json(self.path / RUN)
-        saves = facts["starts"][self.restart].setdefault("saves", [])
-        saves.append({"step": step, "every": every, "why": why})
-        write_atomically(self.path / RUN, json.dumps(facts, indent=2) + "\n")
 
     def restore_plan(self) -> None:
         """Undo the change of the plan by a start that failed before its first checkpoint."""
@@ -227,14 +230,22 @@ class RecordLines(NamedTuple):
         return self.damage and f"{self.damage}; moved to {BAD_LINES}"
 
 
+def read_bytes(path: Path) -> bytes:
+    """The content of a file of a run; nothing if there is none. To open a pipe or a device may wait
+    for ever."""
+    try:
+        if path.exists() and not path.is_file():
+            raise BadFile(str(path), ["is no regular file; move it away"])
+        return path.read_bytes() if path.exists() else b""
+    except OSError as error:
+        raise BadFile(str(path), [f"{error.strerror}; give a folder that can be read"]) from error
+
+
 def read_lines(path: Path) -> RecordLines:
     """Read a file of records, without a partial last line; empty if there is no file."""
     records: dict[tuple[int, int], StepRecord] = {}
     damaged: dict[int, tuple[bytes, str]] = {}
-    try:
-        lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
-    except OSError as error:
-        raise BadFile(str(path), [f"{error.strerror}; give a folder that can be read"]) from error
+    lines = read_bytes(path).split(b"\n")[:-1]
     for number, line in enumerate(lines, 1):
         record = _record_of(line)
         if isinstance(record, str):
@@ -401,7 +412,9 @@ def lines_of(records: Sequence[StepRecord]) -> str:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
+    if not path.exists():
+        raise BadFile(str(path), ["No such file or directory; give the folder of a run"])
     try:
-        return stored_types.table("the file", json.loads(path.read_text("utf-8")))
-    except (OSError, ValueError, TypeError, RecursionError) as error:
+        return stored_types.table("the file", json.loads(read_bytes(path)))
+    except (ValueError, TypeError, RecursionError) as error:
         raise BadFile(str(path), [f"{error}; give the folder of a run"]) from error

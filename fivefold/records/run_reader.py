@@ -35,6 +35,7 @@ from fivefold.records.run_folder import (
     SUSPECT,
     lines_of,
     naming_file,
+    read_bytes,
     read_lines,
     read_records,
     read_starts,
@@ -230,6 +231,7 @@ def _plan(folder: Path, stepped: bool) -> tuple[Plan | None, str | None]:
     """The plan of the newest start, or why it cannot be read; without a step of that start, the
     plan of the newest checkpoint."""
     try:
+        read_bytes(folder / PLAN)  # refuses a pipe
         return resolve(read_plan(folder / PLAN) if stepped else options_of(folder)), None
     except (FivefoldError, OSError) as error:
         return None, f"the plan of this run cannot be read again: {error}"
@@ -247,8 +249,8 @@ def _recipe(path: Path) -> dict[str, Any]:
                 found[before + key] = value
 
     try:
-        add(tomllib.loads(path.read_text("utf-8")), "")
-    except (OSError, ValueError):
+        add(tomllib.loads(read_bytes(path).decode()), "")
+    except (FivefoldError, ValueError):
         return {}
     return found
 
@@ -256,7 +258,7 @@ def _recipe(path: Path) -> dict[str, Any]:
 def _samples(path: Path) -> tuple[RunSample, ...]:
     """The newest sample of each step of each start; lines that a killed process cut are skipped."""
     found: dict[tuple[int, int], RunSample] = {}
-    lines = path.read_bytes().decode(errors="replace").split("\n") if path.exists() else []
+    lines = read_bytes(path).decode(errors="replace").split("\n")
     for line in lines:
         try:
             table = json.loads(line)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import random
 import shutil
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -32,7 +33,7 @@ from fivefold.train.checkpoint import (
     Reader,
     write_checkpoint,
 )
-from fivefold.train.checkpoint.folders import FileChecksum, Manifest, checksum_of
+from fivefold.train.checkpoint.folders import FileChecksum, Manifest, checksum_of, newer_format
 from fivefold.train.checkpoint.of_run import open_run
 
 SIZE = (4, 3)
@@ -238,3 +239,31 @@ def test_a_resume_that_fails_leaves_the_plan(
     with pytest.raises(RankLost):
         train("tiny", lr=0.5, **options)
     assert (tmp_path / "plan.toml").read_text() == PLAN
+
+
+@pytest.mark.parametrize("file", ["__0_0.distcp", ".metadata"])
+def test_a_tensor_file_that_was_sealed_again_is_refused_by_name(tmp_path: Path, file: str) -> None:
+    """Its checksums are right, whatever was damaged before they were computed."""
+    folder, rng = checkpoint(tmp_path), random.Random(0)
+    data, refused = (folder / file).read_bytes(), 0
+    for number in range(40):
+        bad = bytearray(data)
+        for _ in range(1 + number % 3):
+            bad[rng.randrange(len(bad))] ^= 1 << rng.randrange(8)
+        (folder / file).write_bytes(bad[: rng.randrange(len(bad))] if number % 5 == 0 else bad)
+        signed(folder)
+        try:
+            Reader(folder).read("model/a")
+        except FivefoldError as error:
+            refused += 1
+            assert str(folder) in str(error) or "no tensor of a checkpoint" in str(error)
+    assert refused > 5
+
+
+def test_a_pipe_in_the_place_of_a_manifest_is_not_opened(tmp_path: Path) -> None:
+    folder = checkpoint(tmp_path)
+    (folder / "manifest.json").unlink()
+    os.mkfifo(folder / "manifest.json")
+    with pytest.raises(FivefoldError, match="is no regular file"):
+        Reader(folder)
+    assert newer_format(folder) is None

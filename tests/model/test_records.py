@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -17,6 +18,7 @@ import pytest
 import torch
 
 from fivefold.core.errors import BadFile, FivefoldError, UnknownName
+from fivefold.core.recipe import Recipe
 from fivefold.core.schedule import Action
 from fivefold.parallel.mesh import CollectiveRecord
 from fivefold.records import StepRecord, run_folder
@@ -28,9 +30,11 @@ from fivefold.records.run_folder import (
     read_lines,
     read_records,
 )
+from fivefold.records.run_reader import read as read_run
 from fivefold.train.callbacks import memory
 from fivefold.train.callbacks.memory import Snapshots
 from fivefold.train.callbacks.records import (
+    RecordCallback,
     SpanCallback,
     SpanLog,
     _SpanWriter,
@@ -402,3 +406,64 @@ def test_the_first_steps_are_recorded_on_request(
     monkeypatch.setattr(memory.torch.cuda, "memory", SimpleNamespace())
     bare = Snapshots(tmp_path, 2, torch.device("cuda"), requested=True)
     assert bare.note is not None and "torch" in bare.note and bare.out_of_memory() is None
+
+
+def test_no_tracker_ends_a_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: Any, **__: Any) -> None:
+        raise ConnectionError("no network")
+
+    drawn, said = list[Any](), list[Any]()
+    writer = SimpleNamespace(add_scalar=lambda *point: drawn.append(point), close=broken)
+    fake("torch.utils.tensorboard", monkeypatch, SummaryWriter=lambda **_: writer)
+    run = SimpleNamespace(log=broken, finish=broken, define_metric=lambda *a, **k: None)
+    fake("wandb", monkeypatch, init=lambda **_: run)
+    folder = RunFolder.create(tmp_path / "run", "", FACTS, resume=False)
+    plan = SimpleNamespace(layout="dp=2", shape=SimpleNamespace(name="tiny"))
+    for number in range(2):
+        settings = SimpleNamespace(recipe=Recipe(log="tensorboard+wandb"))
+        worker, known = (
+            SimpleNamespace(rank=0, report=said.append),
+            (SimpleNamespace(), TimeSpent()),
+        )
+        records = RecordCallback(worker, plan, settings, folder, *known)  # type: ignore[arg-type]
+        records.start(0)
+        for step in (1, 2):
+            records.on_record(at(step))
+        records.close()
+        monkeypatch.setattr(sys.modules["wandb"], "init", broken)  # the second start has none
+        words = [each for each in said if isinstance(each, str)]
+        name = "wandb" if number else "WeightsAndBiases"
+        assert f"{name} failed (ConnectionError: no network): the training goes on" in words[0]
+        assert len(words) == 2 and words[1].startswith("TensorBoard failed") and drawn
+        said.clear(), drawn.clear()
+
+
+def test_a_damaged_run_json_changes_no_result(tmp_path: Path) -> None:
+    folder = RunFolder.create(tmp_path, "", FACTS, resume=False)
+    for text in ("{", '{"starts": []}', '{"starts": [1]}', "[]"):
+        (tmp_path / "run.json").write_text(text)
+        for said in (folder.fail("lost"), folder.note_saves(1, 5, "it"), folder.end("done", {})):
+            assert said is not None and "is not recorded" in said
+
+
+@pytest.mark.parametrize("name", ["run.json", "metrics.jsonl", "metrics.lost.jsonl", "plan.toml"])
+def test_a_pipe_in_the_place_of_a_file_is_not_opened(tmp_path: Path, name: str) -> None:
+    """To read it would wait for a writer, for ever."""
+    folder = RunFolder.create(tmp_path, "model = 'tiny'", FACTS, resume=False)
+    (folder.path / name).unlink(missing_ok=True)
+    os.mkfifo(folder.path / name)
+    if name == "plan.toml":
+        assert "is no regular file" in str(read_run(tmp_path).no_plan)
+        return
+    with pytest.raises(BadFile, match=f"{name}.*\n*.*is no regular file"):
+        read_run(tmp_path)
+
+
+def test_samples_and_events_that_are_no_files_are_refused_or_left_out(tmp_path: Path) -> None:
+    RunFolder.create(tmp_path, "model = 'tiny'", FACTS, resume=False)
+    (tmp_path / "events").mkdir()
+    os.mkfifo(tmp_path / "events" / "rank-00000.jsonl")
+    assert read_run(tmp_path).event_steps == {}
+    (tmp_path / "samples.jsonl").mkdir()
+    with pytest.raises(BadFile, match="is no regular file"):
+        read_run(tmp_path)

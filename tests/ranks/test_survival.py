@@ -211,18 +211,26 @@ def test_a_full_disk_is_said_and_the_next_save_tries_again(pool: Pool, tmp_path:
     plan = plan_of()
     settings = settings_of(tmp_path, save_every=1)
     said: list[Any] = []
-    pool.run_each([(without_room, (plan, settings))] * 2, on_report=said.append)
+    pool.run_each([(without_room, (plan, settings, 2))] * 2, on_report=said.append)
     (warning,) = [each for each in said if isinstance(each, str)]
     assert "the checkpoint of step 2 was not written" in warning and "No space left" in warning
+    assert "the next save tries again" in warning
     assert latest(tmp_path) == tmp_path / "checkpoints" / "step-00000004"
 
 
-def without_room(worker: Worker, plan: Plan, settings: TrainSettings) -> TrainedRank:
-    """The disk is full when the second checkpoint is written."""
+def test_a_full_disk_at_the_last_save_says_what_to_do(pool: Pool, tmp_path: Path) -> None:
+    settings = settings_of(tmp_path, save_every=3)
+    with pytest.raises(RankLost, match=r"step 4 was not written.* No save follows.*--resume") as no:
+        pool.run_each([(without_room, (plan_of(), settings, 4))] * 2)
+    assert "tries again" not in str(no.value) and "step-00000003 stays" in str(no.value)
+
+
+def without_room(worker: Worker, plan: Plan, settings: TrainSettings, full: int) -> TrainedRank:
+    """The disk is full when the checkpoint of a step is written."""
     inner, calls = os.fsync, iter(range(1000))
 
     def fsync(number: int) -> None:
-        if "step-00000002.part" in str(Path(f"/proc/self/fd/{number}").resolve()):
+        if f"step-{full:08d}.part" in str(Path(f"/proc/self/fd/{number}").resolve()):
             next(calls)
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         inner(number)

@@ -131,8 +131,12 @@ class CheckpointCallback(Callback):
     def finish(self) -> None:
         """Wait for the last checkpoint; the run ends with an error if it was not written."""
         self.phases.phase("the last checkpoint", long=True)
-        with self.spent.on(SAVE):
-            self.wait()
+        try:
+            with self.spent.on(SAVE):
+                self.wait()
+        except CannotSave as failed:
+            way = "run the same command with --resume, which repeats the steps since then"
+            raise CannotSave(f"{failed}. No save follows: {way}") from failed
 
     def wait(self) -> None:
         """Wait until nothing is being written; raises `CannotSave` if the last save failed."""
@@ -165,7 +169,7 @@ class CheckpointCallback(Callback):
             try:
                 attempt()
             except CannotSave as failed:
-                self._warn(str(failed))
+                self._warn(f"{failed}; the next save tries again")
         if self.interval is not None:
             self.interval.end(facts.step, began)
 
@@ -177,8 +181,9 @@ class CheckpointCallback(Callback):
         decision = checkpoints.agree(interval.cost, partial(interval.decide, number, began))
         if interval.follow(number, decision) and self.worker.rank == 0:
             self.worker.report(f"save_every = auto: {decision.why}")
-            if self.folder is not None:
-                self.folder.note_saves(number, decision.steps, decision.why)
+            noted = self.folder and self.folder.note_saves(number, decision.steps, decision.why)
+            if noted is not None:
+                self._warn(noted)
 
     def _warn(self, text: str) -> None:
         """Report something that does not end the run, once."""

@@ -78,7 +78,8 @@ class RecordCallback(Callback):
             shown = {"layout": str(plan.layout), "model": plan.shape.name, **asdict(recipe)}
             self.metrics = Metrics(path, after)
             _warn(self.worker.report, self.metrics.damage)
-            self.trackers = open_trackers(recipe.log, path, identity, shown, after)
+            report = self.worker.report
+            self.trackers = open_trackers(recipe.log, path, identity, shown, after, report)
 
     def on_record(self, record: StepRecord) -> None:
         if self.worker.rank > 0:
@@ -88,9 +89,17 @@ class RecordCallback(Callback):
             self.worker.report(_UNTIMED.format(record.step))
         if self.metrics is not None:
             _warn(self.worker.report, self.metrics.append(record))
-        for tracker in self.trackers:
-            tracker.log(record.step, record.scalars())
+        self._track(lambda tracker: tracker.log(record.step, record.scalars()))
         self.worker.report(record)
+
+    def _track(self, use: Callable[[Tracker], None]) -> None:
+        """Use every tracker, and none again that fails: no curve is worth a training."""
+        for tracker in list(self.trackers):
+            try:
+                use(tracker)
+            except Exception as error:
+                self.trackers.remove(tracker)
+                self.worker.report(_untracked(type(tracker).__name__, error))
 
     def finish(self) -> None:
         if self.folder is not None and self.worker.rank == 0:
@@ -100,8 +109,11 @@ class RecordCallback(Callback):
     def close(self) -> None:
         if self.metrics is not None:
             _warn(self.worker.report, self.metrics.close())
-        for tracker in self.trackers:
-            tracker.close()
+        self._track(lambda tracker: tracker.close())
+
+
+def _untracked(name: str, error: Exception) -> str:
+    return f"{name} failed ({type(error).__name__}: {error}): the training goes on without it"
 
 
 def _warn(say: Callable[[str], None], problem: str | None) -> None:
@@ -142,17 +154,30 @@ def require_trackers(text: str) -> None:
 
 
 def open_trackers(
-    text: str, folder: Path, identity: str, settings: Mapping[str, Any], after: int
+    text: str,
+    folder: Path,
+    identity: str,
+    settings: Mapping[str, Any],
+    after: int,
+    warn: Callable[[str], None] = lambda words: None,
 ) -> list[Tracker]:
     """The trackers that the `log` key asks for, which continue after step `after`.
 
-    `identity` distinguishes this run from others, `settings` are shown with it.
+    `identity` distinguishes this run from others, `settings` are shown with it. One that cannot be
+    opened is left out with a warning.
     """
     words, found = log_targets(text), list[Tracker]()
-    if TENSORBOARD in words:
-        found.append(TensorBoard(folder / TENSORBOARD, after))
-    if WANDB in words:
-        found.append(WeightsAndBiases(folder, identity, settings))
+    makers: dict[str, Callable[[], Tracker]] = {
+        TENSORBOARD: lambda: TensorBoard(folder / TENSORBOARD, after),
+        WANDB: lambda: WeightsAndBiases(folder, identity, settings),
+    }
+    for word in (word for word in makers if word in words):
+        try:
+            found.append(makers[word]())
+        except FivefoldError:
+            raise
+        except Exception as error:
+            warn(_untracked(word, error))
     return found
 
 

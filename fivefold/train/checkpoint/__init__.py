@@ -232,7 +232,7 @@ class Checkpoints:
             return f"the checkpoint of step {step} was not written: {reason}"
         return (
             f"the checkpoint of step {step} was not written: {reason}; {last}. "
-            "Make room on that disk, or see to it: the next save tries again"
+            "Make room on that disk, or see to it"
         )
 
     def _load_from(self, folder: Path, tensors: Sequence[CheckpointTensor]) -> Facts:
@@ -319,6 +319,7 @@ class Reader:
 
     def __init__(self, folder: Path) -> None:
         """`folder` is the checkpoint itself, as `published` and `latest` return it."""
+        self.folder = folder
         try:
             manifest = verified_manifest(folder)
             if problems := problems_of(folder, manifest, manifest.files):
@@ -336,7 +337,11 @@ class Reader:
         """One full tensor, in host memory."""
         if key not in self.tensors:
             raise UnknownName("tensor of a checkpoint", key, self.tensors)
-        return self._stored.read(key)
+        try:
+            return self._stored.read(key)
+        except Exception as error:  # its checksum is right, and yet torch cannot read it
+            rule = f"{key} cannot be read ({reason_of(error)}): restore it from a copy"
+            raise BadFile(str(self.folder), [rule]) from error
 
 
 def write_checkpoint(folder: Path, tensors: Iterable[FullTensor], facts: Facts) -> Path:

@@ -273,6 +273,8 @@ def newer_format(folder: Path) -> str | None:
 
     It is not verified, since a newer program may do that in another way.
     """
+    if not (folder / MANIFEST).is_file():
+        return None
     try:
         version = json.loads((folder / MANIFEST).read_text("utf-8"))["format"]
     except (OSError, ValueError, KeyError, TypeError):
@@ -290,6 +292,8 @@ def _read(folder: Path) -> Manifest:
     if (newer := newer_format(folder)) is not None:
         raise Damaged(newer)
     try:
+        if path.exists() and not path.is_file():  # to open a pipe would wait for ever
+            raise Damaged(f"{path}: is no regular file")
         body: dict[str, Any] = json.loads(path.read_text("utf-8"))
         own_checksum, version = body.pop("sha256"), body["format"]
         if own_checksum != _checksum(body):
