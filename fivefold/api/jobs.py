@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -14,7 +14,7 @@ from fivefold.core import models, tables
 from fivefold.core.errors import BadFile, FivefoldError, UnknownName
 from fivefold.core.layout import Layout, parse_zero
 from fivefold.core.machine import Machine
-from fivefold.core.plan import Plan, PlanOptions, options_from, says_layout
+from fivefold.core.plan import Plan, PlanOptions, options_from, resolve, says_layout
 from fivefold.core.settings import plan_keys, train_keys
 from fivefold.core.shape import Shape
 
@@ -78,6 +78,21 @@ def given_job(model: Model, keys: Mapping[str, Any]) -> GivenJob:
     options = options_from(target, changes)
     closed = "layout" in given or not isinstance(target, str) or says_layout(target)
     return GivenJob(options, given, not closed)
+
+
+def reopened(job: GivenJob) -> GivenJob:
+    """The job with an open layout where GPUs were given, no layout was, and the plan's has another
+    number of ranks. Its batch stays, in a multiple of the GPUs."""
+    gpus, given = job.options.gpus, job.given
+    if job.is_open or gpus is None or "gpus" not in given or "layout" in given:
+        return job
+    plan = resolve(replace(job.options, gpus=None))
+    if plan.layout.world == gpus:
+        return job
+    batch = job.options.batch or -(-plan.batch.sequences // gpus) * gpus
+    free = dict.fromkeys(("microbatches", "microbatch_size", "stage_layers", "gather", "ep_nodes"))
+    options = replace(job.options, layout=PlanOptions.layout, batch=batch, **free)
+    return replace(job, options=options, is_open=True)
 
 
 def as_shape(model: str | Path | Mapping[str, Any] | Shape) -> Shape:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fivefold.api.checks import above, one_of, positive
-from fivefold.api.jobs import GivenJob, Model, OnProgress, TaskProgress, given_job
+from fivefold.api.jobs import GivenJob, Model, OnProgress, TaskProgress, given_job, reopened
 from fivefold.core import machine as machines
 from fivefold.core.errors import FivefoldError, counted
 from fivefold.core.failures import FailureRates
@@ -274,9 +274,20 @@ def _costs(tokens: float | None, price: float | None, mtbf_gpu: float | None) ->
 
 def estimated_job(job: GivenJob, kernels: str, precision: str | None) -> GivenJob:
     """The plan says in which precision, and whether with compiled kernels."""
+    job = reopened(job)
     keys: dict[str, Any] = precision_keys(precision) if precision in PRECISIONS else {}
     train = replace(job.options.train, compile=kernels != "eager")
     return replace(job, options=replace(job.options, train=train, **keys))
+
+
+def with_first_choice(job: GivenJob) -> PlanOptions:
+    """The options of a job; where it has GPUs and no layout, those of a search's first choice."""
+    job = reopened(job)
+    if not job.is_open or job.options.gpus is None:
+        return job.options
+    how = estimate_options(0.05, job.options.train.kernels, None, None)
+    request = request_of(job.options, fixed_values(job, None), how, None)
+    return best_of(request, "tokens", 1).plans[0].plan.options
 
 
 def estimate_given(
@@ -318,7 +329,8 @@ def request_of(
 
     if options.machine is None:
         raise FivefoldError(
-            f"a search needs the machine: give one of {', '.join(machines.presets())}, or a file"
+            f"a search needs the machine: give one of {', '.join(machines.presets())}, or a file; "
+            f'or give the layout, such as "dp={options.gpus}"'
         )
     asked = one_of("precision", precision or options.precision, PRECISIONS)
     machine = machines.load(options.machine)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from fivefold.api.checks import one_of
 from fivefold.api.jobs import Model, OnProgress, TaskProgress, given_job
+from fivefold.api.planning import with_first_choice
 from fivefold.core.errors import FivefoldError
 from fivefold.core.plan import Plan, PlanOptions, resolve
 from fivefold.core.precision import PRECISIONS
@@ -85,7 +86,7 @@ def rehearse(
     """Run one step of every distinct rank of a job on one CPU, or of some, and compare it with the
     plan and the other ranks; on a GPU (`device="cuda"`) with real kernels and times."""
     one_of("device", device, _DEVICES)
-    plan = _rehearsable(given_job(model, keys).options, imbalance)
+    plan = _rehearsable(with_first_choice(given_job(model, keys)), imbalance)
     ranks = [rank] if isinstance(rank, int) else rank
     for each in ranks or []:
         if not 0 <= each < plan.layout.world:

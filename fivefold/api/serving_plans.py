@@ -7,7 +7,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from fivefold.api.checks import one_of
-from fivefold.api.jobs import Model, given_job
+from fivefold.api.jobs import Model, given_job, reopened
 from fivefold.core import legality, models
 from fivefold.core import machine as machines
 from fivefold.core.errors import FivefoldError
@@ -76,7 +76,7 @@ def plan_serving(
     from fivefold.cost.grid import require_possible_imbalance
     from fivefold.planner import serving, serving_fit
 
-    job = given_job(model, keys)
+    job = reopened(given_job(model, keys))
     options = job.options
     if options.machine is None:
         raise FivefoldError(

@@ -8,7 +8,8 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, get_args
 
 from fivefold.api.checks import above, asked_backend, one_of, positive
-from fivefold.api.jobs import Model, OnProgress, TaskProgress, given_job
+from fivefold.api.jobs import Model, OnProgress, TaskProgress, given_job, reopened
+from fivefold.api.planning import with_first_choice
 from fivefold.core import legality
 from fivefold.core.errors import FivefoldError, RankLost
 from fivefold.core.fp8 import fp8_of, wider_keys, wider_seq
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
 
 VERIFIED_OPTIMIZERS = [name for name, kind in OPTIMIZERS.items() if not kind.full_matrices]
 _MOST_RANKS = 64  # processes on one machine
+# Of a search's first choice; its batch and sequence are larger than a proof needs.
+_OF_CHOICE = ("layout", "zero", "context", "schedule", "chunks", "recompute")
 _PATIENCE_WITH_KERNELS = 300.0  # seconds: starting a GPU and compiling kernels send no message
 
 
@@ -105,7 +108,11 @@ def verify(
     are processes, forked from this one; one that dies raises `RankLost`.
     """
     dtype = one_of("dtype", dtype, get_args(Dtype))
-    options = given_job(model, keys).options
+    job = reopened(given_job(model, keys))
+    options = job.options
+    if job.is_open and options.gpus is not None:
+        first = with_first_choice(job)
+        options = replace(options, **{key: getattr(first, key) for key in _OF_CHOICE})
     if precision is not None:
         run: dict[str, Any] = run_keys(one_of("precision", precision, PRECISIONS))
         options = replace(options, **run)

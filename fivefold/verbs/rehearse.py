@@ -8,13 +8,13 @@ from typing import Annotated
 
 import typer
 
-from fivefold.api.jobs import GivenJob
 from fivefold.api.rehearsing import rehearse
 from fivefold.core.errors import RankLost
 from fivefold.core.plan import PlanOptions
 from fivefold.report import write_text
 from fivefold.verbs import (
     RunPrecisionOption,
+    as_given,
     in_precision,
     json_text,
     shown_progress,
@@ -25,6 +25,7 @@ from fivefold.verbs import (
 @with_plan_options
 def run(
     options: PlanOptions,
+    command: typer.Context,
     precision: RunPrecisionOption = None,
     rank: Annotated[list[int] | None, typer.Option(help="Only this rank; may be repeated.")] = None,
     device: Annotated[
@@ -39,7 +40,7 @@ def run(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Run one step of every distinct rank, and compare it with the plan and the other ranks."""
-    job = GivenJob(in_precision(options, precision), frozenset(), False)
+    job = as_given(in_precision(options, precision), command)
     try:
         with shown_progress("rehearsing ranks") as on_progress:
             found = rehearse(

@@ -7,16 +7,16 @@ from typing import Annotated
 
 import typer
 
-from fivefold.api.jobs import GivenJob
 from fivefold.api.verifying import VERIFIED_OPTIMIZERS, verify
 from fivefold.core.errors import RankLost
 from fivefold.core.plan import PlanOptions
-from fivefold.verbs import BackendOption, json_text, shown_progress, with_plan_options
+from fivefold.verbs import BackendOption, as_given, json_text, shown_progress, with_plan_options
 
 
 @partial(with_plan_options, default_target="tiny")
 def run(
     options: PlanOptions,
+    command: typer.Context,
     dtype: Annotated[str, typer.Option(help="float64, float32 or bfloat16.")] = "float64",
     steps: Annotated[int, typer.Option(help="Optimizer steps to compare.")] = 2,
     optimizer: Annotated[str, typer.Option(help=f"{' or '.join(VERIFIED_OPTIMIZERS)}.")] = "adamw",
@@ -48,7 +48,7 @@ def run(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Prove that a layout computes the same as one device: run both here and compare."""
-    job = GivenJob(options, frozenset(), False)
+    job = as_given(options, command)
     try:
         with shown_progress("verify") as on_progress:
             found = verify(

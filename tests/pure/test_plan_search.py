@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 
 import fivefold as ff
+from fivefold.api.jobs import given_job
+from fivefold.api.planning import search, with_first_choice
 from fivefold.cli import main
 from fivefold.core.errors import FivefoldError
 from fivefold.core.machine import presets
@@ -228,3 +230,40 @@ def test_bad_input_is_refused(
     capsys: pytest.CaptureFixture[str], words: list[str], says: str
 ) -> None:
     assert says in refuse(capsys, *words)
+
+
+# --- GPUs without a layout: a search, whatever else the plan file says
+
+
+def test_gpus_reopen_the_layout_of_a_plan_file(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Another number of GPUs than the file's layout has is a question, not a contradiction."""
+    file = str(tmp_path / "plan.toml")
+    run(capsys, "plan", "tiny", "--layout", "dp=1", "--microbatch-size", "3", "-o", file)
+    table = run_json(capsys, "plan", file, "--gpus", "4", "--machine", "laptop")
+    assert table["candidates"] > 10 and table["layouts"][0]["layout"] == "dp=4"
+    assert table["batch"] == 8  # 6 in the file
+    same = run_json(capsys, "plan", file, "--gpus", "1", "--machine", "laptop")
+    assert same["candidates"] <= 1 and same["layout"] == "dp=1"
+    for verb in ("plan", "rehearse", "verify"):
+        said = refuse(capsys, verb, file, "--gpus", "4")
+        assert "machine" in said and "dp=4" in said and "impossible" not in said
+    typed = refuse(capsys, "plan", file, "--gpus", "4", "--layout", "dp=1")
+    assert 'impossible layout "dp=1"' in typed
+
+
+@pytest.mark.parametrize("verb", ["plan", "rehearse", "verify"])
+def test_gpus_without_a_layout_ask_for_the_machine(
+    capsys: pytest.CaptureFixture[str], verb: str
+) -> None:
+    said = refuse(capsys, verb, "tiny", "--gpus", "8")
+    assert "machine" in said and 'layout "dp=8"' in said.replace(", such as", "")
+
+
+def test_a_job_with_gpus_gets_the_first_choice() -> None:
+    """What `rehearse` and `verify` run where no layout is given."""
+    keys = {"gpus": 4, "machine": "laptop", "seq": 128}
+    options = with_first_choice(given_job("tiny", keys))
+    assert options.layout == search("tiny", **keys).plan.options.layout == "dp=4"
+    assert with_first_choice(given_job("tiny", {**keys, "layout": "tp=4"})).layout == "tp=4"
