@@ -7,6 +7,7 @@ import gc
 import io
 import re
 import sys
+from collections.abc import Sequence
 from importlib import import_module
 from typing import Annotated, NamedTuple
 
@@ -145,14 +146,16 @@ def _failed(said: str, error: Exception, code: int, as_json: bool) -> int:
     """Say what is wrong; with `--json` as JSON too, on standard output. Returns the exit code."""
     typer.echo(f"fivefold: {printable(said)}", err=True)
     if as_json:
-        _print_error(type(error).__name__, said, code)
+        ways = error.ways if isinstance(error, FivefoldError) else ()
+        _print_error(type(error).__name__, said, code, ways)
     return code
 
 
-def _print_error(kind: str, said: str, code: int) -> None:
+def _print_error(kind: str, said: str, code: int, ways: Sequence[str] = ()) -> None:
     import json
 
-    found = {"kind": kind, "message": said, "exit_code": code}
+    found: dict[str, object] = {"kind": kind, "message": said, "exit_code": code}
+    found |= {"ways": list(ways)} if ways else {}
     typer.echo(json.dumps({"schema_version": JSON_SCHEMA, "error": found}))
 
 

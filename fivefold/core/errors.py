@@ -16,7 +16,10 @@ JSON_SCHEMA = 1  # of what --json prints: a key that goes or changes its meaning
 
 
 class FivefoldError(ValueError):
-    """A user's input cannot be used; the message names the rule and the way out."""
+    """A user's input cannot be used; the message names the rule and the way out. `ways`: options
+    with which the same command works, where they are known."""
+
+    ways: tuple[str, ...] = ()
 
 
 class InternalError(RuntimeError):

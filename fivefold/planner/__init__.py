@@ -8,9 +8,9 @@ first choice.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from fivefold.core import legality, models, rules
 from fivefold.core.batch import batch_remark, default_batch
@@ -20,7 +20,8 @@ from fivefold.core.machine import Machine
 from fivefold.core.plan import Plan, PlanOptions, resolve
 from fivefold.core.precision import RUNTIME_PRECISIONS, plan_keys
 from fivefold.core.shape import Shape
-from fivefold.cost.grid import require_possible_imbalance
+from fivefold.core.weights import tuned
+from fivefold.cost.grid import OFFLOADS, require_possible_imbalance
 from fivefold.cost.possible import require_room
 from fivefold.cost.stack import BY_KERNELS
 from fivefold.cost.stack_presets import OUR_OWN, load_preset
@@ -97,12 +98,27 @@ class PlanResult:
 
 
 class NothingFits(FivefoldError):
-    """No layout fits a job: the plan that needs least memory, None if no layout is legal, and the
-    smallest number of GPUs on which something fits, if there is one."""
+    """No layout fits a job: the plan that needs least memory, None if no layout is legal, the
+    smallest number of GPUs on which something fits, if there is one, and changes on these GPUs."""
 
-    def __init__(self, said: str, leanest: Plan | None = None, gpus: int | None = None) -> None:
-        self.leanest, self.gpus = leanest, gpus
+    def __init__(
+        self,
+        said: str,
+        leanest: Plan | None = None,
+        gpus: int | None = None,
+        changes: Sequence[WayOut] = (),
+    ) -> None:
+        self.leanest, self.gpus, self.changes = leanest, gpus, tuple(changes)
+        more = () if gpus is None else (f"--gpus {gpus}",)
+        self.ways = (*more, *(way.option for way in changes))
         super().__init__(said)
+
+
+class WayOut(NamedTuple):
+    """A change of a job after which it fits: what it is, and the option that makes it."""
+
+    what: str
+    option: str
 
 
 def estimate_setting(
@@ -315,14 +331,83 @@ def _refusal(request: PlanRequest, result: SearchResult) -> NothingFits:
     size = plan_memory(plan, setting).total
     need = f"needs {size / 2**30:,.1f} GiB of {memory / 2**30:,.1f} a GPU"
     way = "lower the batch, the sequence or --headroom, or fix less"
+    changes = ways_out(request)
     if enough := gpus_needed(request, lean.bytes):
         way = f"it takes {counted(enough, 'GPU')}"
+    elif changes:
+        way = "no number of GPUs is enough"
+    if changes:
+        listed = "; ".join(f"{each.option} ({each.what})" for each in changes)
+        way += f", or on {space.gpus_text} one of: {listed}"
+    else:
+        also = "" if request.options.train.tuning is not None else " nor LoRA"
+        way += f"; on {space.gpus_text} neither shorter rows nor bf16 states{also} are enough"
+    away = OFFLOADS[round(lean.grid.offload.item())]
+    way += f"; recompute {lean.grid.rules[lean.rule]} and offload {away} are in that"
     leanest = f"the leanest layout, {layout_of(lean.grid)}, {need}"
     if size > memory:
-        return NothingFits(f"{head} does not fit: {leanest}; {way}", plan, enough)
+        return NothingFits(f"{head} does not fit: {leanest}; {way}", plan, enough, changes)
     usable = f"of which {setting.capacity / 2**30:,.1f} may be used"
     said = f"{head} is tight: {leanest}, {usable}; {way}, or a lower --headroom"
-    return NothingFits(said, plan, enough)
+    return NothingFits(said, plan, enough, changes)
+
+
+_LEANER: dict[str, dict[str, Any]] = {
+    "": {},
+    "bf16 optimizer states and gradients": {"states": "bf16", "grad_dtype": "bf16"},
+    "LoRA adapters, the weights frozen": {"lora": 16},
+}
+_SHORTEST = 256  # tokens of a row
+
+
+def ways_out(request: PlanRequest) -> list[WayOut]:
+    """Changes of a job that does not fit after which something does on as many GPUs. A search has
+    tried recomputation and offload already, unless they are fixed."""
+    ways: list[WayOut] = []
+    fixed = request.space.fixed or {}
+    for key in ("recompute", "offload"):
+        free = {name: value for name, value in fixed.items() if name != key}
+        if key in fixed and has_plan(replace(request, space=replace(request.space, fixed=free))):
+            ways.append(WayOut(f"the planner chooses {key}", f"without {key}={fixed[key]}"))
+    for what, keys in _LEANER.items():
+        leaner = _with_keys(request, keys)
+        if leaner is None or (seq := _longest_row(leaner)) is None:
+            continue
+        rows = "" if seq == request.space.seq else f"--seq {seq} "
+        settings = "--set " + " ".join(f"{key}={value}" for key, value in keys.items())
+        words = filter(None, (what, "shorter rows" if rows else ""))
+        ways.append(WayOut(" and ".join(words), f"{rows}{settings if keys else ''}".strip()))
+    return ways
+
+
+def _longest_row(request: PlanRequest) -> int | None:
+    """Tokens of a row, halved until something fits; None if nothing does with the shortest."""
+    seq, options = request.space.seq, request.options
+    lengths = [seq >> halvings for halvings in range(16) if seq >> halvings >= _SHORTEST] or [seq]
+    for length in (lengths[-1], *lengths):
+        space = replace(request.space, seq=length)
+        fits = has_plan(replace(request, space=space, options=replace(options, seq=length)))
+        if fits and (length != lengths[-1] or len(lengths) == 1):
+            return length
+        if not fits and length == lengths[-1]:
+            return None
+    return lengths[-1]
+
+
+def _with_keys(request: PlanRequest, keys: Mapping[str, Any]) -> PlanRequest | None:
+    """The request with other keys of a plan or of training; None where they cannot be, or are."""
+    if "lora" in keys and request.options.train.tuning is not None:
+        return None
+    own = {key: value for key, value in keys.items() if key == "grad_dtype"}
+    train = {key: value for key, value in keys.items() if key not in own}
+    try:
+        options = replace(request.options, **own, train=replace(request.options.train, **train))
+        tuned(request.shape, options.train.tuning, options.precision == "fp8")
+    except FivefoldError:
+        return None
+    space = replace(request.space, options=options)
+    setting = request.setting.with_keys(options)
+    return replace(request, options=options, space=space, setting=setting)
 
 
 def gpus_needed(request: PlanRequest, leanest: float) -> int | None:

@@ -18,7 +18,7 @@ from fivefold.core.recipe import Recipe
 from fivefold.cost.grid import grid_of_plan
 from fivefold.cost.memory import peak_memory
 from fivefold.cost.step_time import step_time
-from fivefold.planner import PlanRequest, PlanResult, best_plans, plan_request
+from fivefold.planner import NothingFits, PlanRequest, PlanResult, best_plans, plan_request
 from fivefold.planner.accuracy import accuracy
 from fivefold.planner.simplicity import complexity, innermost, simpler_words, tp_crosses
 from fivefold.planner.space import layout_blocks
@@ -149,6 +149,38 @@ def test_what_is_tight_is_not_recommended_and_not_said_to_be_too_much() -> None:
             best_plans(asked("llama-3.1-8b", small, 8, batch=16, fixed=fixed), 1)
         assert ("does not fit" in str(error.value)) == (share < 1)
         assert ("may be used" in str(error.value)) == (share > 1)
+
+
+@pytest.mark.parametrize("memory", [8.3e9, 9.3e9])
+def test_one_gpu_gets_ways_that_fit(memory: float) -> None:
+    """1B on a GPU of 8 GB, or of a little more: each change that is named fits, the others do
+    not."""
+    small = replace(machine.load("a100-40g"), memory=memory)
+    with pytest.raises(NothingFits) as error:
+        best_plans(asked("llama-3.2-1b", small, 1, batch=8), 1)
+    said, ways = str(error.value), [way.option for way in error.value.changes]
+    assert error.value.ways == ("--gpus 2", *ways) and all(way in said for way in ways)
+    assert "--set lora=16" in ways and "offload cpu" in said and "recompute full" in said
+    shorter = any("--seq" in way for way in ways)
+    assert shorter == (memory > 9e9) == any("states=bf16" in way for way in ways)
+    for way in ways:
+        words = way.replace("--seq ", "seq=").replace("--set ", "").split()
+        keys = dict(word.split("=") for word in words)
+        own = {"seq": int(keys.pop("seq", 8192)), "grad_dtype": keys.pop("grad_dtype", "fp32")}
+        if "lora" in keys:
+            keys["lora"] = 16  # type: ignore[assignment]
+        recipe = Recipe(**keys)  # type: ignore[arg-type]
+        found = best_plans(asked("llama-3.2-1b", small, 1, batch=8, **own, train=recipe), 1)
+        assert found.plans[0].over <= 0
+
+
+def test_where_nothing_helps_only_gpus_are_named() -> None:
+    lora = asked("llama-3.1-70b", "h200", 1, seq=2048, train=Recipe(lora=16))
+    with pytest.raises(
+        NothingFits, match="it takes 2 GPUs; on 1 GPU neither shorter rows"
+    ) as error:
+        best_plans(lora, 1)
+    assert error.value.ways == ("--gpus 2",)
 
 
 @pytest.mark.parametrize(
