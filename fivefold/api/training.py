@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fivefold.api.checks import above, asked_backend, one_of
-from fivefold.api.jobs import Model, given_job
+from fivefold.api.jobs import Model, given_job, reopened
 from fivefold.api.restarting import RestartPolicy, copy_domain, host_keeper, kept_memory
 from fivefold.api.training_start import (
     TrainStart,
@@ -169,7 +169,7 @@ def train(
     start again up to `restarts` times; with `shrink` every other time without the lost replica.
     `on_progress` gets a `StartedRun`, the `StepRecord` of every step, samples and warnings.
     """
-    job = given_job(model, keys)
+    job = reopened(given_job(model, keys))
     if until is not None:
         above("until", until, 0)
     dtype = None if dtype is None else one_of("dtype", dtype, FORMATS)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from fivefold.core.errors import BadFile
 
-STANDARD_LIBRARY, SYNTHETIC = "stdlib", "synthetic"
+STANDARD_LIBRARY, SYNTHETIC, RHYMES = "stdlib", "synthetic", "rhymes"
 _WEIGHT = re.compile(r"(.+):([0-9]{1,12}(?:\.[0-9]{0,12})?|\.[0-9]{1,12})")
 _NAMED = re.compile(r"([A-Za-z0-9][A-Za-z0-9_.-]*)=(.+)")
 
@@ -26,7 +26,7 @@ def parse_mixture(spec: str) -> dict[str, Fraction]:
     except ValueError as error:
         raise BadFile(f"data = {spec!r}", [f"{error}; close the quotes"]) from error
     if not words:
-        example = "name stdlib, synthetic, or a folder that `fivefold tokens` wrote"
+        example = "name stdlib, rhymes, synthetic, or a folder that `fivefold tokens` wrote"
         raise BadFile(f"data = {spec!r}", [f"it names no corpus; {example}"])
     weights: dict[str, Fraction] = {}
     problems: list[str] = []
@@ -87,6 +87,6 @@ def _moved(word: str, move: Callable[[str], str]) -> str:
         name, equals, rest = named[1], "=", named[2]
     found = _WEIGHT.fullmatch(rest)
     folder, weight = (found[1], f":{found[2]}") if found else (rest, "")
-    if folder in (STANDARD_LIBRARY, SYNTHETIC):
+    if folder in (STANDARD_LIBRARY, SYNTHETIC, RHYMES):
         return word
     return f"{name}{equals}{move(folder)}{weight}"

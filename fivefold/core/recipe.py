@@ -80,7 +80,7 @@ class Recipe:
     the end. `save_every` may be auto: by cost and failures, of which one is assumed in `mtbf_hours`
     hours of the job (`train/save_interval.py`). `copy_every` counts steps between copies in the
     memory of another failure domain, which has `copy_domain` ranks, 0 for those of a host
-    (`core/partners.py`). `data` is stdlib, synthetic, or folders of token shards with weights;
+    (`core/partners.py`). `data` is stdlib, rhymes, synthetic, or folders of shards with weights;
     `loss` is on what the assistant says in conversations, or on all of their tokens. `eval_data` is
     folders with names, or nothing: rows that `data` holds out. `keep_best` is the name of one of
     these sets. `offload`, of states, and `offload_grads` are none, cpu or nvme:FOLDER. `log` joins

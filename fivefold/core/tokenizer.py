@@ -22,6 +22,8 @@ TOKENIZER_FILES = (
 END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<｜end▁of▁sentence｜>")
 """Usual names of the token that ends a document."""
 _SHOWN = 12  # digits
+NUM_BYTES = 256  # tokens 0 to 255; token 256 ends a document if the vocabulary has it
+_END = "<|end|>"
 
 
 @dataclass(frozen=True)
@@ -37,8 +39,35 @@ class TokenizerId:
         return f"{self.name}, fingerprint {self.fingerprint[:_SHOWN]}"
 
 
+def byte_tokenizer(vocab: int) -> dict[str, bytes]:
+    """The files of a tokenizer with one token a byte, which `transformers` loads; a larger
+    vocabulary has the token after them, which ends a text."""
+    # The letters that GPT-2 writes for bytes: those that no text shows come after them.
+    shown = {*range(33, 127), *range(161, 173), *range(174, NUM_BYTES)}
+    hidden = (byte for byte in range(NUM_BYTES) if byte not in shown)
+    codes = {byte: byte for byte in shown} | {byte: 256 + i for i, byte in enumerate(hidden)}
+    off = dict.fromkeys(("add_prefix_space", "use_regex", "trim_offsets"), False)
+    level = {"type": "ByteLevel", **off}
+    end = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    end |= {"id": NUM_BYTES, "content": _END, "special": True}
+    ends = vocab > NUM_BYTES
+    table: dict[str, Any] = {
+        "version": "1.0",
+        "added_tokens": [end] if ends else [],
+        "pre_tokenizer": level,
+        "decoder": level,
+        "model": {"type": "BPE", "vocab": {chr(codes[b]): b for b in sorted(codes)}, "merges": []},
+    }
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+    config |= {"eos_token": _END} if ends else {}
+    texts = {TOKENIZER: table, "tokenizer_config.json": config}
+    return {name: json.dumps(each, indent=1).encode() for name, each in texts.items()}
+
+
 def fingerprint(data: bytes) -> str:
-    """The fingerprint of the text of a `tokenizer.json`."""
+    """The fingerprint of the text of a `tokenizer.json`; that of bytes is the same with a file."""
+    if data in (byte_tokenizer(NUM_BYTES)[TOKENIZER], byte_tokenizer(NUM_BYTES + 1)[TOKENIZER]):
+        return BYTES
     try:
         table: Any = json.loads(data)
     except (ValueError, RecursionError):

@@ -16,8 +16,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fivefold.core.errors import BadFile, FivefoldError
-from fivefold.core.tokenizer import BYTES, END_TOKENS, TOKENIZER, TOKENIZER_FILES, fingerprint
-from fivefold.data.rows import NUM_BYTES, byte_tokens
+from fivefold.core.tokenizer import (
+    BYTES,
+    END_TOKENS,
+    NUM_BYTES,
+    TOKENIZER,
+    TOKENIZER_FILES,
+    fingerprint,
+)
+from fivefold.data.rows import byte_tokens
 from fivefold.data.shards import DTYPES, TokenFormat
 from fivefold.data.sources import RowBlock, bad_text, line_row
 

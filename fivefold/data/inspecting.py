@@ -7,9 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from fivefold.core.tokenizer import BYTES, TOKENIZER
+from fivefold.core.tokenizer import BYTES, NUM_BYTES, TOKENIZER
 from fivefold.data.documents import read_tokenizer
-from fivefold.data.rows import NUM_BYTES
 from fivefold.data.shards import open_corpus, read_index
 
 _SAMPLE = 64  # tokens

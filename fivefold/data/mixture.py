@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from pathlib import Path
 
-from fivefold.core.corpora import STANDARD_LIBRARY, SYNTHETIC, parse_mixture
+from fivefold.core.corpora import RHYMES, STANDARD_LIBRARY, SYNTHETIC, parse_mixture
 from fivefold.core.errors import FivefoldError
 from fivefold.core.recipe import LossOn
 from fivefold.core.tokenizer import BYTES, TokenizerId
@@ -26,6 +26,7 @@ from fivefold.data.rows import (
     TokenRows,
     is_paired,
     read_rows,
+    rhymes,
     standard_library,
 )
 from fivefold.data.shards import open_corpus, read_index
@@ -151,7 +152,7 @@ def tokenizers_of(spec: str) -> dict[str, TokenizerId]:
     reason for tokens that a model does not know, and so is looked for before its vocabulary."""
     found: dict[str, TokenizerId] = {}
     for name in parse_mixture(spec):
-        if name == STANDARD_LIBRARY:
+        if name in (STANDARD_LIBRARY, RHYMES):
             found[name] = TokenizerId(BYTES, BYTES)
         elif name != SYNTHETIC:
             meaning = read_index(Path(name)).meaning
@@ -168,7 +169,7 @@ def open_source(
     verify: bool = False,
     loss: LossOn = "assistant",
 ) -> Source:
-    """The source of a `data` key: stdlib, synthetic, a folder, or several of them with weights.
+    """The source of a `data` key: one corpus, or several of them with weights.
 
     `verify` checks the checksum of every token file; `loss` is on which tokens of conversations.
     """
@@ -189,6 +190,8 @@ def open_source(
 def _open(name: str, vocab: int, seed: int, verify: bool) -> Corpus | Synthetic:
     if name == STANDARD_LIBRARY:
         return standard_library(vocab)
+    if name == RHYMES:
+        return rhymes(vocab)
     if name == SYNTHETIC:
         return Synthetic(seed, vocab)
     return open_corpus(Path(name), vocab, verify=verify)

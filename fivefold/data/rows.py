@@ -25,9 +25,8 @@ from numpy.typing import NDArray
 
 from fivefold.core.errors import FivefoldError
 from fivefold.core.recipe import LossOn
-from fivefold.core.tokenizer import BYTES
+from fivefold.core.tokenizer import BYTES, NUM_BYTES
 
-NUM_BYTES = 256  # tokens 0 to 255; token 256 ends a document if the vocabulary has it
 MOST_BYTES = 16 << 20
 _SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
 REJECTED = 2  # in a mask: the token is of the rejected text of a pair
@@ -270,6 +269,13 @@ def standard_library(vocab: int) -> Corpus:
             f"no source files in {folder}: use a Python that came with its standard library"
         )
     return from_bytes("Python's standard library", documents, vocab)
+
+
+@cache
+def rhymes(vocab: int) -> Corpus:
+    """Nursery rhymes of the package, the same everywhere: a tiny model learns them in a minute."""
+    text = (Path(__file__).parents[1] / "presets" / "rhymes.txt").read_bytes()
+    return from_bytes("nursery rhymes", [text], vocab)
 
 
 def read_sources(folder: Path, most_bytes: int = MOST_BYTES) -> list[bytes]:

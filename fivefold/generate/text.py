@@ -13,12 +13,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from fivefold.core.errors import BadFile, FivefoldError, did_you_mean
-from fivefold.core.tokenizer import END_TOKENS
+from fivefold.core.tokenizer import END_TOKENS, NUM_BYTES
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-NUM_BYTES = 256
 _LEAST_LONGEST = 64  # bytes
 _HALF = "\ufffd"  # what a part of a character decodes to
 

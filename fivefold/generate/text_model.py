@@ -15,7 +15,7 @@ from fivefold.core.errors import BadFile, FivefoldError
 from fivefold.core.plan import Plan, PlanOptions
 from fivefold.core.precision import FORMATS
 from fivefold.core.shape import Shape
-from fivefold.core.tokenizer import BYTES, TOKENIZER, TokenizerId, model_folder
+from fivefold.core.tokenizer import BYTES, NUM_BYTES, TOKENIZER, TokenizerId, model_folder
 from fivefold.core.weights import tuned
 from fivefold.records.run_reader import known_tokenizer, options_of
 
@@ -161,8 +161,6 @@ def _codec(model: TextModel, tokenizer: str | None) -> Codec:
 def _is_on_bytes(model: TextModel) -> bool:
     """Whether the tokens of a model are bytes: the records of its run decide. A run on random
     tokens recorded none; its vocabulary tells then."""
-    from fivefold.generate.text import NUM_BYTES
-
     if model.trained_with is not None:
         return model.trained_with.fingerprint == BYTES
     has_tokenizer = (model.folder / TOKENIZER).exists()

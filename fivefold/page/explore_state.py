@@ -228,18 +228,18 @@ def _shape(model: str, also: str) -> Shape:
     return models.with_overrides(models.load(model), _also(also).model)
 
 
+def _run_tokens(shape: Shape) -> float:
+    """Of the whole training run, 20 a parameter: Hoffmann and others, 2022."""
+    return float(f"{20 * parameters(shape).total:.3g}")
+
+
 @lru_cache(maxsize=256)
 def _usual_job(model: str, also: str, gpus: int, seq: int | None) -> dict[str, Any]:
     """Sequence length, batch and tokens of the run where nobody says others."""
     shape = _shape(model, also)
     seq = min(State.seq, shape.max_seq) if seq is None else seq
-    tokens = float(f"{_TOKENS_PER_PARAMETER * parameters(shape).total:.3g}")
-    published = model == State.model and not also
-    return {
-        "seq": seq,
-        "batch": default_batch(gpus, seq, shape),
-        "tokens": State.tokens if published else tokens,
-    }
+    tokens = State.tokens if model == State.model else _run_tokens(shape)
+    return {"seq": seq, "batch": default_batch(gpus, seq, shape), "tokens": tokens}
 
 
 @lru_cache(maxsize=4096)
@@ -367,7 +367,6 @@ def _text(value: float | str) -> str:
 
 _NO_MACHINE = "laptop"  # if a plan names no machine
 _USUAL = ("h100", 8)  # machine and GPUs, if only a model is given
-_TOKENS_PER_PARAMETER = 20  # of the whole training run: Hoffmann and others, 2022
 _DERIVED = ("gather", "ep_nodes", "stage_layers")
 
 
@@ -425,7 +424,7 @@ def of_plan(plan: Plan, precision: str) -> State:
         seq=plan.batch.seq,
         batch=plan.batch.sequences,
         precision=precision,
-        tokens=float(f"{_TOKENS_PER_PARAMETER * parameters(plan.shape).total:.3g}"),
+        tokens=_run_tokens(plan.shape),
         also=_also_text(plan),
         **keys_of(plan),
     )

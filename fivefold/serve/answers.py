@@ -13,8 +13,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from fivefold.core.tokenizer import NUM_BYTES
 from fivefold.generate.requests import Reason, Request
-from fivefold.generate.text import NUM_BYTES, ByteCodec, Codec, TextStream
+from fivefold.generate.text import ByteCodec, Codec, TextStream
 from fivefold.serve.asked import ApiError, AskedText
 
 DONE = b"data: [DONE]\n\n"

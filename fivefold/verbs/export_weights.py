@@ -19,6 +19,7 @@ from fivefold.core.tokenizer import (
     TOKENIZER,
     TOKENIZER_FILES,
     TokenizerId,
+    byte_tokenizer,
     files_in,
     fingerprint,
     model_folder,
@@ -158,11 +159,11 @@ def _beside(
     folders = (run_folder, model_folder(read.model))
     files = files_in(folders, (*TOKENIZER_FILES, GENERATION))
     files.setdefault(GENERATION, generation_config(model.config))
-    data = files.get(TOKENIZER)
-    tokenizer = None if data is None else TokenizerId(TOKENIZER, fingerprint(data))
     recorded = known_tokenizer(run_folder)
     if recorded is not None and recorded.fingerprint == BYTES:
-        tokenizer = recorded  # bytes have no file
+        files |= byte_tokenizer(model.shape.vocab)
+    data = files.get(TOKENIZER)
+    tokenizer = None if data is None else TokenizerId(TOKENIZER, fingerprint(data))
     text = plan_text_of(run_folder, step) or (run_folder / "plan.toml").read_text("utf-8")
     card = model_card(plan.resolve(read), text, options.dtype, step, tokenizer)
     return {**files, CARD: card}

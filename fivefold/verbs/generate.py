@@ -81,7 +81,8 @@ def run(
 def _generate(source: Path, prompts: list[Prompt], options: dict[str, Any], as_json: bool) -> None:
     output = options["output"]
     streams = len(prompts) == 1 and not as_json and output is None
-    printer = _Printer(streams, as_json, quiet=output is not None)
+    echoed = "" if options["chat"] else prompts[0].text
+    printer = _Printer(streams, as_json, quiet=output is not None, prompt=echoed)
     try:
         with shown_progress("generate", shown=len(prompts) > 1) as on_progress:
             written = generate(
@@ -102,13 +103,15 @@ def _generate(source: Path, prompts: list[Prompt], options: dict[str, Any], as_j
 class _Printer:
     """Prints one prompt's text as it comes, else whole completions; `quiet`: only JSON."""
 
-    def __init__(self, streams: bool, as_json: bool, quiet: bool) -> None:
+    def __init__(self, streams: bool, as_json: bool, quiet: bool, prompt: str) -> None:
         self.streams, self.as_json, self.quiet = streams, as_json, quiet
+        self.prompt = prompt  # printed before what completes it
 
     def on_piece(self, piece: TextPiece) -> None:
         if self.streams:
-            sys.stdout.write(piece.text)
+            sys.stdout.write(self.prompt + piece.text)
             sys.stdout.flush()
+            self.prompt = ""
         if piece.written is not None:
             self.on_written(piece.written)
 

@@ -26,8 +26,7 @@ KINDS = ("loss_err", "grad_err", "norm_err", "clip_err", "weight_err")
 _FLOOR = 1e-3
 _SAFETY = 8
 FORMULA = (
-    f"{_SAFETY} times the error of one process with its sums in another order, "
-    f"or {_SAFETY} · eps"
+    f"{_SAFETY} times the error of one process with its sums in another order, or {_SAFETY} · eps"
 )
 
 Call = tuple[str, str, int, int]

@@ -15,7 +15,7 @@ from small import LLAMA, filled
 import fivefold as ff
 from fivefold import cli
 from fivefold.core import plan
-from fivefold.core.tokenizer import fingerprint, tokenizer_in
+from fivefold.core.tokenizer import BYTES, TokenizerId, fingerprint, tokenizer_in
 from fivefold.huggingface.config_export import as_hf
 from fivefold.huggingface.files import write_model
 
@@ -108,7 +108,7 @@ def test_the_tokenizer_travels_and_another_is_refused(
     assert theirs("the cat")["input_ids"] == [2, 3] and theirs.chat_template
 
 
-def test_a_run_on_bytes_needs_no_tokenizer(
+def test_a_run_on_bytes_brings_its_tokenizer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -130,6 +130,14 @@ def test_a_run_on_bytes_needs_no_tokenizer(
     assert "| tokenizer | bytes, one token each |" in Path("out/README.md").read_text()
     theirs = transformers.AutoModelForCausalLM.from_pretrained("out", dtype=torch.float32)
     assert theirs.config.vocab_size == 1024
+    tokenizer, text = transformers.AutoTokenizer.from_pretrained("out"), " dé\n  f <|en\x00"
+    assert tokenizer(text)["input_ids"] == list(text.encode()) and tokenizer.eos_token_id == 256
+    assert tokenizer.decode(list(text.encode())) == text
+    # The file means bytes too: the model goes on with data that has none.
+    run("import out -o again")
+    assert tokenizer_in(Path("again")) == TokenizerId("tokenizer.json", BYTES)
+    run("train again/plan.toml --out again --resume --device cpu --seq 64 --set steps=1")
+    assert run("generate run --device cpu --prompt def --max-tokens 8")[0] == f"def{row['text']}\n"
 
     # What the records name decides, and not the size of the vocabulary.
     facts = json.loads(Path("run/run.json").read_text())

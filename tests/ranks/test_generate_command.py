@@ -89,7 +89,7 @@ def test_json_of_a_prompt_is_what_transformers_generates(folder: Path, tmp_path:
     assert len(row["logprobs"]) == len(row["tokens"]) and max(row["logprobs"]) <= 0
     assert row["ttft_s"] > 0 and row["tpot_s"] > 0
     text = in_fork([*words[:-1]], tmp_path).stdout
-    assert text == row["text"] + "\n"
+    assert text == row["prompt"] + row["text"] + "\n"
 
 
 def test_chat_uses_the_template_of_the_folder(folder: Path, tmp_path: Path) -> None:

@@ -188,10 +188,7 @@ class Explore {
   /** Answers of another job are not read as those of this one. */
   blank() {
     this.isBlank = true;
-    for (const one of this.panels) {
-      one.fail("");
-      one.drawn = null;
-    }
+    for (const one of this.panels) one.fail(""), (one.drawn = null);
   }
 
   /** The question itself was refused: the inputs go back to what was there, or else to where the

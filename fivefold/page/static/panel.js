@@ -31,10 +31,7 @@ export function panel(name, title, hint) {
   );
   const say = (/** @type {string} */ text) => void clear(problem, text);
   /** What was drawn belongs to something else: it is not shown. @param {string} text */
-  const fail = (text) => {
-    body.hidden = true;
-    say(text);
-  };
+  const fail = (text) => ((body.hidden = true), say(text));
   return { root, body, say, fail };
 }
 
