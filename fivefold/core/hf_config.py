@@ -6,11 +6,12 @@ package. A feature that a Shape cannot express is refused by name, never ignored
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 from fivefold.core.errors import BadFile
-from fivefold.core.hf_families import NEWER, PLAIN, decoder_fields, dropouts
+from fivefold.core.hf_families import NEWER, PLAIN, decoder_fields, dropouts, windows_of
 from fivefold.core.hf_variants import VARIANTS
 from fivefold.core.hybrid import Hybrid
 from fivefold.core.shape import Mla, Moe, Shape
@@ -32,6 +33,50 @@ REFUSED = dict.fromkeys(("falcon_h1", "jamba", "bamba", "granitemoehybrid"), _MI
 WITH_IMAGES = {"llama4": "llama4_text", "gemma3": "gemma3_text", "mistral3": "mistral"}
 
 
+# What changes no number: origin, tokens, generation, training, precision, files, other heads.
+_BOOKKEEPING = re.compile(
+    r"_.*|summary_.*|unsloth_.*|.*_token_ids?|.*_token_index|architectures|model_type|"
+    r"auto_map|transformers_version|torch_dtype|dtype|name_or_path|quantization_config|"
+    r"compression_config|use_cache|cache_implementation|attn_implementation|"
+    r"experts_implementation|initializer_range|initializer_factor|gradient_checkpointing|"
+    r"pretraining_tp|ep_size|router_aux_loss_coef|output_router_logits|aux_loss_alpha|seq_aux|"
+    r"reorder_and_upcast_attn|attention_softmax_in_fp32|scale_attention_softmax_in_fp32|"
+    r"finetuning_task|id2label|label2id|num_labels|problem_type|classifier_dropout|"
+    r"tokenizer_class|prefix|task_specific_params|is_decoder|chunk_size_feed_forward|"
+    r"return_dict|output_attentions|output_hidden_states|torchscript|use_bfloat16|"
+    r"tf_legacy_loss|license|model_max_length|max_sequence_length|max_length|min_length|"
+    r"do_sample|early_stopping|num_beams|num_beam_groups|diversity_penalty|temperature|top_k|"
+    r"top_p|typical_p|repetition_penalty|length_penalty|no_repeat_ngram_size|"
+    r"encoder_no_repeat_ngram_size|bad_words_ids|num_return_sequences|output_scores|"
+    r"return_dict_in_generate|remove_invalid_values|exponential_decay_length_penalty|"
+    r"suppress_tokens|begin_suppress_tokens|keys_to_ignore_at_inference|is_llama_config|"
+    r"for_llm_compressor|transformers\.js_config|initial_context_length|ff_factor|"
+    r"use_flash_attn"
+)
+# Features that are off, in families that have no key for them. A family that has one reads it.
+_OFF: dict[str, object] = {
+    **dict.fromkeys(("attention_bias", "qkv_bias", "mlp_bias", "lm_head_bias", "use_bias"), False),
+    **dict.fromkeys(("alibi", "use_mrope", "rope_interleaved", "use_sliding_window"), False),
+    **dict.fromkeys(("tie_encoder_decoder", "is_encoder_decoder", "add_cross_attention"), False),
+    **dict.fromkeys(("use_bidirectional_attention", "use_qk_norm", "qk_layernorm"), False),
+    **dict.fromkeys(("hidden_dropout", "hidden_dropout_prob", "attention_probs_dropout_prob"), 0),
+    **dict.fromkeys(("router_jitter_noise", "shared_expert_intermediate_size"), 0),
+    **dict.fromkeys(("full_attn_mod", "interpolate_factor", "compression_ratio"), 1),
+    **dict.fromkeys(("partial_rotary_factor", "rotary_scaling_factor"), 1),
+    **{"apply_residual_connection_post_layernorm": False, "pruned_heads": {}},
+    **{"scale_attn_weights": True, "is_causal": True},
+}
+
+
+def _is_harmless(key: str, value: Any) -> bool:
+    """Whether a key of a config changes nothing, with this value, where no reader knows it."""
+    if key == "layer_types":
+        kinds = cast("list[object]", value if isinstance(value, list) else [value])
+        return all(kind == "full_attention" for kind in kinds)
+    off = key in _OFF and value == _OFF[key]
+    return off or _BOOKKEEPING.fullmatch(key) is not None
+
+
 def shape_from_config(config: Mapping[str, Any], where: str) -> Shape:
     """Read the text model of a parsed config, or raise one `BadFile` with every problem."""
     family = config.get("model_type")
@@ -45,7 +90,9 @@ def shape_from_config(config: Mapping[str, Any], where: str) -> Shape:
         known = ", ".join(FAMILIES)
         raise BadFile(where, [f"model_type = {family!r} is not known; use one of {known}"])
     problems: list[str] = []
-    fields = FAMILIES[family](Config(config, problems))
+    table = Config(config, problems)
+    fields = FAMILIES[family](table)
+    table.refuse_unread(_is_harmless)
     if problems:
         raise BadFile(where, problems)
     try:
@@ -57,13 +104,15 @@ def shape_from_config(config: Mapping[str, Any], where: str) -> Shape:
 def _gpt2(config: Config) -> Fields:
     width, heads = config.whole("n_embd"), config.whole("n_head")
     config.must_be("scale_attn_by_inverse_layer_idx", False)
-    config.must_be("add_cross_attention", False)
+    size = head_dim(config, width, heads)
+    scaled = config.flag("scale_attn_weights", True)
     return {
         "layers": config.whole("n_layer"),
         "width": width,
         "heads": heads,
         "kv_heads": heads,
-        "head_dim": head_dim(config, width, heads),
+        "head_dim": size,
+        "score_dim": None if scaled or size == 1 else 1,
         "ffn": config.whole("n_inner", 4 * width),
         "vocab": config.whole("vocab_size"),
         "max_seq": config.whole(config.first_of(("n_positions", "n_ctx"))),
@@ -90,17 +139,14 @@ def _mistral(config: Config) -> Fields:
 
 def _qwen2(config: Config) -> Fields:
     fields = decoder_fields(config)
-    return fields | {"qkv_bias": True, "window": _qwen_window(config, fields["layers"])}
+    return fields | {"qkv_bias": True} | _qwen_windows(config, fields["layers"])
 
 
 def _qwen3(config: Config) -> Fields:
     # Only the dense family has heads of 128 by default.
-    return _qwen3_attention(config) | {"head_dim": config.whole("head_dim", 128)}
-
-
-def _qwen3_attention(config: Config) -> Fields:
-    fields = decoder_fields(config) | attention_bias(config)
-    return fields | {"qk_norm": "head", "window": _qwen_window(config, fields["layers"])}
+    fields: Fields = decoder_fields(config) | attention_bias(config) | {"qk_norm": "head"}
+    windows = _qwen_windows(config, fields["layers"])
+    return fields | windows | {"head_dim": config.whole("head_dim", 128)}
 
 
 def _mixtral(config: Config) -> Fields:
@@ -115,9 +161,11 @@ def _mixtral(config: Config) -> Fields:
 
 
 def _qwen2_moe(config: Config) -> Fields:
-    fields = _qwen2(config) | {"qkv_bias": config.flag("qkv_bias", True)}
+    fields = decoder_fields(config) | {"qkv_bias": config.flag("qkv_bias", True)}
     moe = _qwen_moe(config, fields["layers"]) | _gated_expert(config, 5632)
-    return fields | {"moe": Moe(**moe)}
+    # Of the layers below `max_window_layers`, each second one has none.
+    windows = _qwen_windows(config, fields["layers"], lambda i, first: i % 2 == 0 and i < first)
+    return fields | windows | {"moe": Moe(**moe)}
 
 
 def _gated_expert(config: Config, usual: int) -> Fields:
@@ -126,8 +174,16 @@ def _gated_expert(config: Config, usual: int) -> Fields:
 
 
 def _qwen3_moe(config: Config) -> Fields:
-    fields = _qwen3_attention(config)
-    return fields | {"moe": Moe(**_qwen_moe(config, fields["layers"]))}
+    fields: Fields = decoder_fields(config) | attention_bias(config) | {"qk_norm": "head"}
+    config.must_be("use_qk_norm", True)
+    # Here a window is in all layers, whatever `max_window_layers` says.
+    switched = config.flag("use_sliding_window", False)
+    window = config.optional_whole("sliding_window", 4096) if switched else None
+    config.ignore("sliding_window", "max_window_layers")
+    kind = "full_attention" if window is None else "sliding_attention"
+    if any(listed != kind for listed in config.items("layer_types") or []):
+        config.problem("layer_types", f"must be {kind} in all layers, as sliding_window says")
+    return fields | {"window": window, "moe": Moe(**_qwen_moe(config, fields["layers"]))}
 
 
 def _qwen3_next(config: Config) -> Fields:
@@ -192,6 +248,7 @@ def _deepseek_v2(config: Config) -> Fields:
     # The transformers package ignores it, and DeepSeek's own code then does not scale.
     config.must_be("norm_topk_prob", False)
     routing: Fields = {"scaling": config.number("routed_scaling_factor", 1.0)}
+    config.ignore("n_group", "topk_group")  # of the greedy choice
     if limited:
         routing |= {"groups": config.whole("n_group"), "groups_kept": config.whole("topk_group")}
     return _deepseek(config, routing)
@@ -226,8 +283,10 @@ def _dots1(config: Config) -> Fields:
     routing = _sigmoid_routing(config, 1.0, 1, 1)
     routing |= {"renormalise": config.flag("norm_topk_prob", False)}
     experts = _deepseek_experts(config, fields["layers"], routing)
-    window = _upper_window(config, fields["layers"], 62)
-    return fields | {"qk_norm": "head", "window": window, "moe": experts}
+    config.must_be("scoring_func", "noaux_tc", "sigmoid")
+    config.must_be("topk_method", "noaux_tc")
+    windows = _windows(config, fields["layers"], 62, lambda i, first: i >= first)
+    return fields | windows | {"qk_norm": "head", "moe": experts}
 
 
 def _glm4_moe(config: Config) -> Fields:
@@ -249,6 +308,7 @@ def _deepseek(config: Config, routing: Fields) -> Fields:
         q_rank=config.optional_whole("q_lora_rank", 1536),
     )
     moe = _deepseek_experts(config, layers, routing)
+    config.must_be("qk_head_dim", mla.nope_dim + mla.rope_dim)
     own: Fields = {"kv_heads": heads, "head_dim": mla.nope_dim + mla.rope_dim, "mla": mla}
     return fields | own | {"rope_interleaved": config.flag("rope_interleave", True), "moe": moe}
 
@@ -311,25 +371,30 @@ def _llama4_global_every(config: Config, layers: int) -> int:
     return every
 
 
-def _qwen_window(config: Config, layers: int) -> int | None:
-    """Qwen's window applies only with `use_sliding_window`, and on the upper layers."""
-    if not config.flag("use_sliding_window", False):
-        return None
-    return _upper_window(config, layers, 28)
+Windowed = Callable[[int, int], bool]
+"""Whether a layer has a window, from its number and `max_window_layers`."""
 
 
-def _upper_window(config: Config, layers: int, usual: int) -> int | None:
-    """Of the layers from `max_window_layers` on, which must be all or none."""
+def _qwen_windows(
+    config: Config, layers: int, windowed: Windowed = lambda i, first: i >= first
+) -> Fields:
+    """Qwen's windows apply only with `use_sliding_window`."""
+    if config.flag("use_sliding_window", False):
+        return _windows(config, layers, 28, windowed)
+    config.ignore("sliding_window", "max_window_layers")
+    if any(kind != "full_attention" for kind in config.items("layer_types") or []):
+        config.problem("layer_types", "has windows, which use_sliding_window = false excludes")
+    return {}
+
+
+def _windows(config: Config, layers: int, usual: int, windowed: Windowed) -> Fields:
+    """Of layers as `layer_types` lists them, or else by a rule of the family."""
     first = config.whole("max_window_layers", usual, least=0)
-    by_rule = ["sliding_attention" if i >= first else "full_attention" for i in indices(layers)]
-    kinds = config.items("layer_types") or by_rule
-    window = config.optional_whole("sliding_window", 4096)
-    if window is None or all(kind == "full_attention" for kind in kinds):
-        return None
-    mixed = any(kind != "sliding_attention" for kind in kinds)
-    if mixed and config.usable("num_hidden_layers", "max_window_layers", "layer_types"):
-        config.problem("max_window_layers", "a window on some layers only is not supported; set 0")
-    return window
+    names = ("full_attention", "sliding_attention")
+    by_rule = [names[windowed(i, first)] for i in indices(layers)]
+    listed = config.items("layer_types")
+    key = "max_window_layers" if listed is None else "layer_types"
+    return windows_of(config, key, by_rule if listed is None else listed, layers)
 
 
 FAMILIES: dict[str, Callable[[Config], Fields]] = {

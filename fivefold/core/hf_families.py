@@ -3,7 +3,7 @@ that all decoders after GPT-2 share."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import cast
 
 from fivefold.core.rope import Rope, RopeKind
@@ -106,6 +106,7 @@ def _rope(
         return {"rope_theta": theta}
     theta = table.number("rope_theta", theta)
     kind = table.choice(table.first_of(("rope_type", "type")), "default", ropes)
+    table.ignore(PARTIAL, ORIGINAL, "factor")  # which not all kinds and families read
     if kind == "default":
         return {"rope_theta": theta}
     extra = {
@@ -211,7 +212,12 @@ def _falcon(config: Config) -> Fields:
     width = config.whole(config.first_of(("hidden_size", "n_embed")))
     heads = config.whole(config.first_of(("num_attention_heads", "n_head")))
     newer, bias = config.flag("new_decoder_architecture", False), config.flag("bias", False)
-    many = heads if newer or not config.flag("multi_query", True) else 1
+    shares = config.flag("multi_query", True)
+    many = heads if newer or not shares else 1
+    if not newer and not shares:
+        config.must_be("num_kv_heads", heads)
+    # Of one KV head, some files say the number of queries; widths are in `ffn_hidden_size` here.
+    config.ignore("num_kv_heads", "intermediate_size")
     parallel = newer or config.flag("parallel_attn", True)
     norms = config.whole("num_ln_in_parallel_attn", 2 if newer else 1)
     config.must_be("parallel_attn", True, *(() if newer else (False,)))
@@ -239,20 +245,27 @@ def _falcon(config: Config) -> Fields:
     }
 
 
-def _gemma(config: Config) -> Fields:
+_TANH = {"gelu_pytorch_tanh": "geglu_tanh"} | GATED
+# The official files of Gemma 1 say "gelu" and mean its approximation by tanh.
+_GEMMA = {"hidden_act": _TANH | {"gelu": "geglu_tanh"}, "hidden_activation": _TANH}
+
+
+def _gemma(config: Config, key: str = "hidden_act") -> Fields:
     """All Gemmas: norms of weights less 1, scaled embeddings, tied heads."""
-    key = config.first_of(("hidden_activation", "hidden_act"))
-    fields = decoder_fields(config, activation=key) | attention_bias(config)
+    fields = decoder_fields(config, activation=key, kinds=_GEMMA[key]) | attention_bias(config)
+    for other in _GEMMA.keys() - {key}:
+        if config.has(other) and config.choice(other, "", _GEMMA[other]) != fields["activation"]:
+            config.problem(other, f"contradicts {key}, which this family computes with")
     own: Fields = {"norm": "rms_offset", "scaled_embedding": True}
     own |= {"tied": config.flag("tie_word_embeddings", True)}
-    own |= {"head_dim": config.whole("head_dim", 256)}
-    return fields | own | ({} if config.has(key) else {"activation": "geglu_tanh"})
+    return fields | own | {"head_dim": config.whole("head_dim", 256)}
 
 
 def _gemma3(config: Config) -> Fields:
     config.must_be("use_bidirectional_attention", False)
     config.must_be("attn_logit_softcapping", None)  # there the package has a key and no effect
-    fields = _gemma(config) | alternating(config, 6, "sliding_window_pattern")
+    fields = _gemma(config, "hidden_activation")
+    fields |= alternating(config, 6, "sliding_window_pattern")
     own: Fields = {"norm_at": "both", "qk_norm": "head"}
     own |= {"logit_cap": _cap(config, "final_logit_softcapping", None)}
     local = config.number("rope_local_base_freq", 10_000.0)
@@ -269,13 +282,17 @@ def two_rotations(config: Config, max_seq: int, theta: float, local: float) -> F
         within.must_be("rope_type", "default")
         local = within.number("rope_theta", local)
     scaling = config.table("rope_scaling") if full is None else full
+    if scaling is not None and scaling.has("type") and not scaling.has("rope_type"):
+        scaling.problem("type", "versions of transformers differ in what it means; say rope_type")
     rope = _rope(scaling, max_seq, config.number("rope_theta", theta))
     return {"local_theta": local, "rope": None} | rope
 
 
 def _gemma2(config: Config) -> Fields:
     config.must_be("use_bidirectional_attention", False)
-    fields = _gemma(config) | alternating(config, 2)
+    fields = _gemma(config, "hidden_activation") | alternating(config, 2)
+    if config.has("sliding_window_size"):
+        config.must_be("sliding_window_size", fields["window"])
     own: Fields = {"norm_at": "both"} | _score_dim(config, fields["head_dim"])
     own |= {"score_cap": _cap(config, "attn_logit_softcapping", 50.0)}
     return fields | own | {"logit_cap": _cap(config, "final_logit_softcapping", 30.0)}
@@ -305,6 +322,21 @@ def alternating(config: Config, every: int, pattern: str = "") -> Fields:
         if kinds != [names[(i + 1) % every == 0] for i in indices(layers)]:
             config.problem("layer_types", "full_attention must be in each n-th layer only")
     window = config.optional_whole("sliding_window", 4096)
+    return {"window": window, "global_every": every, "global_rotary": True}
+
+
+def windows_of(config: Config, key: str, kinds: Sequence[object], layers: int) -> Fields:
+    """A window in all layers, in none, or in all but each n-th; `key` says in which."""
+    window = config.optional_whole("sliding_window", 4096)
+    if window is None or all(kind == "full_attention" for kind in kinds):
+        return {}
+    if all(kind == "sliding_attention" for kind in kinds):
+        return {"window": window}
+    every = 1 + kinds.index("full_attention") if "full_attention" in kinds else 1
+    names = ("sliding_attention", "full_attention")
+    wanted = [names[(i + 1) % every == 0] for i in indices(layers)]
+    if config.usable("num_hidden_layers", key) and kinds != wanted:
+        config.problem(key, "a window on some layers only is not supported, but each n-th without")
     return {"window": window, "global_every": every, "global_rotary": True}
 
 

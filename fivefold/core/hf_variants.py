@@ -11,6 +11,7 @@ from fivefold.core.hf_families import (
     dropouts,
     olmo2,
     two_rotations,
+    windows_of,
 )
 from fivefold.core.tables import Config, Fields, attention_bias, indices
 
@@ -44,6 +45,7 @@ def _smollm3(config: Config) -> Fields:
     """Llama without positions in each fourth layer."""
     fields = decoder_fields(config, theta=2_000_000.0) | attention_bias(config)
     config.must_be("use_sliding_window", False)  # it would be one of layers without positions
+    config.ignore("sliding_window", "max_window_layers")
     kinds = config.items("layer_types") or []
     if any(kind != "full_attention" for kind in kinds):
         config.problem("layer_types", "not supported; only full_attention is")
@@ -65,13 +67,17 @@ def _without_positions(config: Config, layers: int) -> int | None:
 
 def _starcoder2(config: Config) -> Fields:
     """Rotary positions, with the norms, biases and MLPs of GPT-2."""
-    bias = config.flag("use_bias", True)
+    bias, eps = config.flag("use_bias", True), config.number("norm_epsilon", 1e-5)
+    config.must_be("norm_type", "layer_norm")
+    config.must_be("mlp_type", "default")
+    config.must_be("layer_norm_epsilon", eps)
+    config.ignore("activation_function")  # of the code before transformers, which has hidden_act
     return decoder_fields(config, kinds=PLAIN) | {
         "tied": config.flag("tie_word_embeddings", True),
         "window": config.optional_whole("sliding_window"),
         "norm": "layer",
         "norm_bias": True,
-        "norm_eps": config.number("norm_epsilon", 1e-5),
+        "norm_eps": eps,
         **dict.fromkeys(("qkv_bias", "out_bias", "mlp_bias"), bias),
         **dropouts(config, "residual_dropout", "embedding_dropout"),
     }
@@ -106,12 +112,9 @@ def _ernie4_5(config: Config) -> Fields:
 def _ministral(config: Config) -> Fields:
     """Mistral with a window in all layers, in none, or in all but each n-th."""
     fields = decoder_fields(config)
-    windows = alternating(config, fields["layers"] + 1)
-    if windows["global_every"] == 1 or windows["window"] is None:
-        return fields
-    return fields | (
-        windows if windows["global_every"] <= fields["layers"] else {"window": windows["window"]}
-    )
+    layers = fields["layers"]
+    kinds = config.items("layer_types") or ["sliding_attention" for _ in indices(layers)]
+    return fields | windows_of(config, "layer_types", kinds, layers)
 
 
 VARIANTS: dict[str, Callable[[Config], Fields]] = {

@@ -14,7 +14,7 @@ import re
 import tomllib
 import types
 import typing
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -223,14 +223,32 @@ class Config:
     def __init__(self, table: Mapping[str, Any], problems: list[str], prefix: str = "") -> None:
         self._table, self._problems, self._prefix = table, problems, prefix
         self._refused: set[str] = set()
+        self._read: set[str] = set()
+        self._nested: dict[str, Config] = {}
 
     def has(self, key: str) -> bool:
         """Whether the key is present and not null."""
+        self._read.add(key)
         return self._table.get(key) is not None
 
     def gives(self, key: str) -> bool:
         """Whether the key is present, maybe null."""
+        self._read.add(key)
         return key in self._table
+
+    def ignore(self, *keys: str) -> None:
+        """Keys that the model does not depend on, because of what others say."""
+        self._read.update(keys)
+
+    def refuse_unread(self, harmless: Callable[[str, Any], bool] | None = None) -> None:
+        """Record every key that nothing has read, also of nested tables: it might change the model.
+        Null is no value, and a key that is `harmless` at its value passes."""
+        for key, value in self._table.items():
+            passes = value is None or (harmless is not None and harmless(key, value))
+            if key not in self._read and not passes:
+                self.problem(key, "not known here, and might change the model; take it out if not")
+        for table in self._nested.values():
+            table.refuse_unread()
 
     def problem(self, key: str, rule: str) -> None:
         """Record that the value of `key` breaks a rule."""
@@ -254,7 +272,7 @@ class Config:
 
     def optional_whole(self, key: str, default: int | None = None) -> int | None:
         """A positive whole number; None if it is null, the default if it is absent."""
-        if key not in self._table:
+        if not self.gives(key):
             return default
         return self.whole(key) if self.has(key) else None
 
@@ -299,7 +317,9 @@ class Config:
         if not isinstance(value, Mapping):
             self.problem(key, "must be a table")
             return None
-        return Config(cast("Mapping[str, Any]", value), self._problems, f"{self._prefix}{key}.")
+        # One for each table, so that all of its readers count.
+        table, prefix = cast("Mapping[str, Any]", value), f"{self._prefix}{key}."
+        return self._nested.setdefault(key, Config(table, self._problems, prefix))
 
     def items(self, key: str) -> list[object] | None:
         """A list, or None if the key is absent."""
@@ -322,9 +342,14 @@ class Config:
         return layers
 
     def first_of(self, keys: Iterable[str]) -> str:
-        """The first of several spellings that is present; the first spelling if none is."""
+        """The first of several spellings that is present; the first spelling if none is. Two that
+        are present must say the same."""
         names = list(keys)
-        return next((key for key in names if self.has(key)), names[0])
+        present = [key for key in names if self.has(key)]
+        for key in present[1:]:
+            if self._table[key] != self._table[present[0]]:
+                self.problem(key, f"contradicts {present[0]} = {self._table[present[0]]!r}")
+        return next(iter(present), names[0])
 
     def _get(self, key: str, default: object) -> object:
         if self.has(key):

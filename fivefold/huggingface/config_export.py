@@ -22,6 +22,7 @@ from fivefold.huggingface.families import (
     NEWER,
     Writer,
     decoder_keys,
+    layer_types,
     partial_share,
 )
 
@@ -161,6 +162,7 @@ def _gpt2(shape: Shape) -> Fields:
         "n_positions": shape.max_seq,
         "layer_norm_epsilon": shape.norm_eps,
         "activation_function": ACTIVATIONS[shape.activation],
+        "scale_attn_weights": (shape.score_dim or shape.head_dim) == shape.head_dim,
     }
 
 
@@ -173,10 +175,12 @@ def _mistral(shape: Shape) -> Fields:
 
 
 def _windowed(shape: Shape) -> Fields:
-    """A window applies to the layers from `max_window_layers` on, if it is enabled."""
-    used = shape.window is not None
-    switched: Fields = {"use_sliding_window": used, "sliding_window": shape.window}
-    return switched | {"max_window_layers": 0 if used else shape.layers}
+    """A window applies only if it is enabled, to layers that Qwen's families choose by different
+    rules if they are not listed."""
+    if shape.window is None:
+        return {"use_sliding_window": False, "sliding_window": None}
+    switched: Fields = {"use_sliding_window": True, "sliding_window": shape.window}
+    return switched | {"max_window_layers": 0, "layer_types": layer_types(shape)}
 
 
 def _qwen2(shape: Shape) -> Fields:

@@ -162,11 +162,12 @@ def _gemma2(shape: Shape) -> Fields:
         "attn_logit_softcapping": shape.score_cap,
         "final_logit_softcapping": shape.logit_cap,
         "sliding_window": shape.window,
-        "layer_types": _layer_types(shape),
+        "layer_types": layer_types(shape),
     }
 
 
-def _layer_types(shape: Shape) -> list[str]:
+def layer_types(shape: Shape) -> list[str]:
+    """Of a model with windows: which layers have one."""
     kinds = (shape.is_global_layer(i) for i in range(shape.layers))
     return ["full_attention" if each else "sliding_attention" for each in kinds]
 
@@ -207,7 +208,7 @@ def _gpt_oss(shape: Shape) -> Fields:
         "num_experts_per_tok": moe.top_k,
         "intermediate_size": moe.ffn,
         "sliding_window": shape.window,
-        "layer_types": _layer_types(shape),
+        "layer_types": layer_types(shape),
     }
 
 
@@ -230,7 +231,7 @@ def _olmo3(shape: Shape) -> Fields:
             "sliding_attention": local,
         },
         "sliding_window": shape.window,
-        "layer_types": _layer_types(shape),
+        "layer_types": layer_types(shape),
     }
 
 
@@ -270,8 +271,10 @@ def _ernie4_5(shape: Shape) -> Fields:
 
 
 def _ministral(shape: Shape) -> Fields:
-    kinds = _layer_types(shape) if shape.window else ["full_attention"] * shape.layers
-    return decoder_keys(shape) | {"sliding_window": shape.window, "layer_types": kinds}
+    kinds = layer_types(shape) if shape.window else ["full_attention"] * shape.layers
+    # Masks of both kinds are made there whatever the layers are, so that null fails.
+    window = shape.window or shape.max_seq
+    return decoder_keys(shape) | {"sliding_window": window, "layer_types": kinds}
 
 
 _FUSED = {"mlp.gate": "mlp.gate_up_proj", "mlp.up": "mlp.gate_up_proj"}

@@ -334,7 +334,7 @@ def _yarn_scaling(frequencies_R: Tensor, rope: Rope, theta: float) -> Tensor:
     first, last = max(first, 0), min(last, 2 * pairs - 1)
     indices_R = torch.arange(pairs, dtype=frequencies_R.dtype, device=frequencies_R.device)
     # A ramp of length 0 is a step after its pair.
-    scaled_R = ((indices_R - first) / max(last - first, 1e-3)).clamp(0.0, 1.0)
+    scaled_R = ((indices_R - first) / ((last - first) or 1e-3)).clamp(0.0, 1.0)
     return scaled_R * frequencies_R / rope.factor + (1 - scaled_R) * frequencies_R
 
 

@@ -1,0 +1,226 @@
+"""Raw configs as they are published, and with any key changed: the logits of `transformers`, or a
+refusal by name."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from small import batch_of, state_from_hf
+from test_hf_files import built, loaded
+from test_hf_parity import Float64Everywhere, saved
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from fivefold.core.errors import BadFile
+from fivefold.core.hf_config import FAMILIES, shape_from_config
+from fivefold.core.shape import Shape
+from fivefold.huggingface.config_export import as_hf
+from fivefold.huggingface.files import write_model
+from fivefold.model.decoder import from_config
+from tests.raw_configs import CONFIGS, Keys, newer
+from tests.selection import all_cases, shuffled
+
+F32, F64 = torch.float32, torch.float64
+CLOSE = 1e-9
+ACTIVATIONS = ("gelu", "gelu_pytorch_tanh", "relu", "silu", "gelu_new", "gelu_fast", "quick_gelu")
+WINDOW, FULL = "sliding_attention", "full_attention"
+VALUES: dict[str, tuple[object, ...]] = {
+    "layer_types": ([WINDOW, WINDOW], [FULL, FULL], [WINDOW, FULL], [FULL, WINDOW]),
+    "rope_scaling": (
+        {"rope_type": "linear", "factor": 4.0},
+        {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8},
+        {"rope_type": "dynamic", "factor": 2.0},
+        {"rope_type": "linear", "factor": 2.0, "rope_theta": 100.0},
+        {"rope_type": "default", "factor": 2.0},
+    ),
+    "mlp_only_layers": ([0], [1], []),
+    "no_rope_layers": ([1, 1], [0, 1], [1, 0], []),
+    "max_window_layers": (0, 1, 2, 9),
+    **dict.fromkeys(
+        ("hidden_act", "hidden_activation", "activation_function", "activation"), ACTIVATIONS
+    ),
+}
+# Of other families, with a value that could matter.
+FOREIGN: Keys = {
+    **dict.fromkeys(("attention_bias", "mlp_bias", "qkv_bias", "use_qk_norm", "alibi"), False),
+    **dict.fromkeys(("use_sliding_window", "rope_interleave", "lm_head_bias"), False),
+    **dict.fromkeys(("scale_attn_weights", "is_causal", "norm_topk_prob"), True),
+    **dict.fromkeys(("layer_types", "rope_scaling", "no_rope_layers", "mlp_only_layers")),
+    **dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping", "clip_qkv")),
+    **dict.fromkeys(("logits_scaling", "residual_multiplier", "embedding_multiplier"), 1.0),
+    **dict.fromkeys(("rope_theta", "rotary_emb_base"), 10000.0),
+    **dict.fromkeys(("partial_rotary_factor", "rotary_pct"), 0.5),
+    **dict.fromkeys(("head_dim", "original_max_position_embeddings"), 4),
+    **dict.fromkeys(("sliding_window", "num_key_value_heads", "max_window_layers"), 2),
+}
+# Which tests change elsewhere, or which are no part of a model.
+SIZES = ("vocab_size", "hidden_size", "n_embd", "id2label", "label2id", "problem_type")
+
+
+def logits_of(shape: Shape, raw: Keys) -> tuple[torch.Tensor, torch.Tensor]:
+    """Ours, and those of transformers' own model of the same file."""
+    config = CONFIG_MAPPING[raw["model_type"]].from_dict(copy.deepcopy(raw))
+    config.dtype = torch.float32
+    torch.manual_seed(0)
+    with Float64Everywhere():
+        theirs = built(config).double().eval()
+    with torch.no_grad():
+        for each in theirs.parameters():
+            each.add_(0.2 * torch.randn_like(each))
+    batch = batch_of(shape, seq=24)
+    with torch.no_grad(), Float64Everywhere():
+        expected = theirs(batch.tokens).logits
+    ours = from_config(shape, dtype=F64)
+    ours.load_state_dict(state_from_hf(shape, saved(theirs)), strict=not shape.tied)
+    assert ours.head is not None
+    ours.head.cross_entropy = lambda logits, labels: logits
+    with torch.no_grad():
+        return ours.eval()(batch.tokens, batch).view_as(expected), expected
+
+
+def test_every_family_has_a_raw_config() -> None:
+    only_planned = {"qwen3_next"}
+    assert {raw["model_type"] for raw in CONFIGS.values()} == FAMILIES.keys() - only_planned
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("style", ["4", "5"])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_published_config_gives_the_logits_of_transformers(name: str, style: str) -> None:
+    raw = CONFIGS[name] if style == "4" else newer(CONFIGS[name])
+    found, expected = logits_of(shape_from_config(raw, name), raw)
+    torch.testing.assert_close(found, expected, rtol=0, atol=CLOSE)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_what_transformers_writes_is_read_as_the_raw_file(name: str) -> None:
+    """With all its defaults, and keys that it derives."""
+    raw = CONFIGS[name]
+    config = CONFIG_MAPPING[raw["model_type"]].from_dict(copy.deepcopy(raw))
+    shape = shape_from_config(raw, name)
+    assert shape_from_config(config.to_dict(), name) == shape
+    assert shape_from_config(config.to_diff_dict(), name) == shape
+
+
+def changes(raw: Keys) -> Iterator[Keys]:
+    """The config with each key changed that it has, that its class in transformers has, or that
+    other families have."""
+    fields = dataclasses.fields(CONFIG_MAPPING[raw["model_type"]])
+    defaults = {
+        field.name: None if field.default is dataclasses.MISSING else field.default
+        for field in fields
+    }
+    known = {**FOREIGN, **defaults, **raw}
+    bases = [raw]
+    if "use_sliding_window" in raw:
+        bases.append(raw | {"use_sliding_window": True})
+    for key in sorted(known.keys() - set(SIZES)):
+        if key.endswith("_token_id") or key in ("model_type", "architectures", "auto_map"):
+            continue
+        for value in VALUES.get(key, other_values(known[key])):
+            for base in bases:
+                if base.get(key) != value:
+                    yield base | {key: value}
+
+
+def other_values(value: object) -> tuple[object, ...]:
+    if isinstance(value, bool):
+        return (not value,)
+    if isinstance(value, int):
+        return (value * 2, value + 1, 1, 0)
+    if isinstance(value, float):
+        return (value * 1.7, 0.0) if value else (0.3,)
+    return (3, 0.37, True) if value is None else ()
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_changed_key_changes_the_model_as_in_transformers_or_is_refused(name: str) -> None:
+    """A change that transformers itself cannot build or run proves nothing."""
+    cases, compared = list(changes(CONFIGS[name])), 0
+    for raw in cases if all_cases() else shuffled(cases)[:12]:
+        try:
+            shape = shape_from_config(raw, name)
+            found, expected = logits_of(shape, raw)
+        except Exception:
+            continue
+        changed = {key: value for key, value in raw.items() if CONFIGS[name].get(key) != value}
+        torch.testing.assert_close(
+            found,
+            expected,
+            rtol=0,
+            atol=CLOSE,
+            msg=lambda told, changed=changed: f"{changed} {told}",
+        )
+        compared += 1
+    assert compared or not all_cases()
+
+
+RULES: list[tuple[str, Keys]] = [
+    ("gemma", {"hidden_act": "gelu", "hidden_activation": None}),
+    ("gpt2", {"scale_attn_weights": False}),
+    ("qwen2_moe", {"use_sliding_window": True, "num_hidden_layers": 5, "max_window_layers": 9}),
+    ("qwen2_moe", {"use_sliding_window": True, "max_window_layers": 0}),
+    ("qwen3_moe", {"use_sliding_window": True, "num_hidden_layers": 3}),
+    ("qwen2", {"use_sliding_window": True, "layer_types": [WINDOW, FULL]}),
+    ("ministral", {"layer_types": [FULL, FULL]}),
+]
+
+
+@pytest.mark.parametrize(("name", "changed"), RULES, ids=str)
+def test_rules_of_families_and_their_exports(name: str, changed: Keys, tmp_path: Path) -> None:
+    """Also of what is exported, which transformers must be able to run."""
+    raw = CONFIGS[name] | changed
+    shape = shape_from_config(raw, name)
+    found, expected = logits_of(shape, raw)
+    torch.testing.assert_close(found, expected, rtol=0, atol=CLOSE)
+    ours, model = from_config(shape, dtype=torch.float32), as_hf(shape, "float32")
+    assert model.shape.family == raw["model_type"]
+    state: Any = ours.state_dict()
+    torch.manual_seed(0)
+    state = {key: 0.3 * torch.randn_like(each) for key, each in state.items()}
+    ours.load_state_dict(state)
+    state = ours.state_dict()  # a tied head once
+    write_model(tmp_path / "out", model.shape, model.config, state.__getitem__, F32, 10**9)
+    theirs, told = loaded(tmp_path / "out")
+    assert not any(told.values()), told
+    batch = batch_of(shape, seq=24)
+    assert ours.head is not None
+    ours.head.cross_entropy = lambda logits, labels: logits
+    with torch.no_grad():
+        logits = theirs.eval()(batch.tokens).logits
+        wanted = ours.eval()(batch.tokens, batch).view_as(logits)
+    torch.testing.assert_close(logits, wanted, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("value", [True, False, 3, 0.37, "other", [1], {"factor": 2.0}], ids=str)
+def test_an_unknown_key_is_refused_by_name(value: object) -> None:
+    for name, raw in CONFIGS.items():
+        with pytest.raises(BadFile, match=r"attention_twist = .*: not known here"):
+            shape_from_config(raw | {"attention_twist": value}, name)
+        shape_from_config(raw | {"attention_twist": None}, name)
+        nested = newer(raw)
+        if "rope_parameters" in nested:
+            nested["rope_parameters"]["mrope_section"] = value
+            with pytest.raises(BadFile, match=r"rope_parameters\.mrope_section = .*: not known"):
+                shape_from_config(nested, name)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "deepseek_v3"])
+def test_bookkeeping_passes(name: str) -> None:
+    """What generation, tokenizers, training and tools leave in configs."""
+    more: Keys = {
+        **{"_commit_hash": "1a2b", "unk_token_id": 0, "gradient_checkpointing": True},
+        **{"quantization_config": {"quant_method": "fp8"}, "temperature": 0.7, "do_sample": True},
+        **{"unsloth_version": "2025.1", "tokenizer_class": "LlamaTokenizer", "prefix": "x"},
+        **{"id2label": {"0": "LABEL_0"}, "max_length": 20, "output_attentions": False},
+        **{"is_encoder_decoder": False, "pruned_heads": {}, "attn_implementation": "sdpa"},
+        **{"suppress_tokens": [1], "layer_types": ["full_attention"] * 2, "dtype": "bfloat16"},
+    }
+    raw = CONFIGS[name]
+    assert shape_from_config(raw | more, name) == shape_from_config(raw, name)
