@@ -4,17 +4,27 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import inspect
 import io
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from importlib import import_module
-from typing import Annotated, NamedTuple
+from typing import Annotated, Any, NamedTuple, get_args
 
 import typer
+from typer.models import OptionInfo
 
 from fivefold import __version__, completion
-from fivefold.core.errors import JSON_SCHEMA, FivefoldError, InternalError, printable
+from fivefold.core.errors import (
+    JSON_SCHEMA,
+    FivefoldError,
+    InternalError,
+    UnknownName,
+    nearest,
+    printable,
+)
 from fivefold.terminal import PanelCommand, WrappedStream, discard, outliving_readers
 
 BAD_INPUT = 2
@@ -27,6 +37,7 @@ GREETING = f"""fivefold {__version__} trains transformers over five dimensions o
 
 All commands: fivefold -h"""
 _LASTING = ("train", "serve")  # verbs that end by their own result, whoever reads their output
+_A_COUNT = "whole number, such as 8, 8k or 1e6"
 _PAIRED = ("--layout", "--set", "--fix", "--what-if")  # options that take key=value pairs
 
 
@@ -102,9 +113,17 @@ def run(words: list[str]) -> int | str | None:
         if not words:
             typer.echo(GREETING)
             return 0
-        build(chosen)(words, prog_name="fivefold")
+        if words[0] == chosen and chosen not in VERBS:
+            raise UnknownName("command", chosen, VERBS)
+        words = with_numbers(words, options_of(chosen)) if chosen in VERBS else words
+        return build(chosen)(words, prog_name="fivefold", standalone_mode=False) or 0
     except FivefoldError as error:
-        return _failed(str(error), error, BAD_INPUT, "--json" in words)
+        from fivefold.core import models
+
+        said = str(error)
+        if names := [word for word in words if word in said and models.is_hub_name(word)]:
+            said += f"\n  - {models.hub_hint(names[0])}"
+        return _failed(said, error, BAD_INPUT, "--json" in words)
     except InternalError as error:
         said = f"internal error: {error}; report it with this command"
         return _failed(said, error, INTERNAL_ERROR, "--json" in words)
@@ -112,14 +131,75 @@ def run(words: list[str]) -> int | str | None:
         # The libraries that print turn a closed pipe into an error exit.
         if isinstance(stop.__context__, BrokenPipeError):
             raise stop.__context__ from None
-        # Typer has printed what it refuses, an unknown option or a missing one.
-        refused = getattr(stop.__context__, "format_message", None)
-        if refused is not None and "--json" in words:
-            _print_error("UsageError", refused(), BAD_INPUT)
         return stop.code
+    except Exception as error:
+        if not hasattr(error, "format_message"):
+            raise
+        # Typer refuses an unknown option or a missing value: said in our words.
+        return _failed(usage_text(error, chosen), UsageError(), BAD_INPUT, "--json" in words)
     finally:
         gc.enable()
-    return 0
+
+
+class UsageError(FivefoldError):
+    """A command line whose options or arguments the command does not have."""
+
+
+def options_of(verb: str) -> dict[str, Any]:
+    """The options of a command by their names, each with the type of its value."""
+    found: dict[str, Any] = {}
+    run = import_module(VERBS[verb].module).run
+    for each in inspect.signature(run, eval_str=True).parameters.values():
+        kind, *info = get_args(each.annotation) or (each.annotation,)
+        if info and isinstance(info[0], OptionInfo):
+            # In Annotated the first name takes the place of the default.
+            names = [name for name in (info[0].default, *(info[0].param_decls or ())) if name]
+            named = [name for name in names if str(name).startswith("-")]
+            found |= dict.fromkeys(named or [f"--{each.name.replace('_', '-')}"], kind)
+    return found
+
+
+def with_numbers(words: list[str], kinds: Mapping[str, Any]) -> list[str]:
+    """The words with numbers as Python writes them: 8k is 8192. What is no number is refused."""
+    from fivefold.core.tables import parse_count
+
+    found: list[str] = []
+    for word in words:
+        name, equals, text = word.partition("=")
+        option, text = (name, text) if equals else (found[-1] if found else "", word)
+        types = _parts(kinds.get(option))
+        if types & {int, float}:
+            key = option.lstrip("-").replace("-", "_")
+            reader = partial(parse_count, key=key) if int in types or key == "tokens" else float
+            try:
+                number = str(reader(text))
+            except ValueError:
+                such = "number, such as 0.5 or 1e-3" if reader is float else _A_COUNT
+                raise FivefoldError(f"{option} {text}: give a {such}") from None
+            word = f"{name}={number}" if equals else number
+        found.append(word)
+    return found
+
+
+def _parts(kind: Any) -> set[Any]:
+    """A type and those inside of it: of list[int] | None also int."""
+    return {kind}.union(*map(_parts, get_args(kind)))
+
+
+def usage_text(error: Exception, verb: str | None) -> str:
+    """What is wrong with options or arguments, and the nearest way out."""
+    said: str = error.format_message().rstrip(".")  # type: ignore[attr-defined]
+    way = f"`fivefold {verb or ''}".rstrip() + " -h` lists what it takes"
+    if type(error).__name__ != "NoSuchOption" or verb is None:
+        return f"{said[:1].lower()}{said[1:]}; {way}"
+    from fivefold.core.settings import plan_keys, train_keys
+
+    option: str = error.option_name  # type: ignore[attr-defined]
+    flags = [name.removeprefix("--") for name in options_of(verb)]
+    keys = [*train_keys(), *plan_keys()] if "set" in flags else []
+    near = nearest(option.lstrip("-"), [*flags, *keys], alike=0.7)
+    shown = [f"--{each}" if each in flags else f"--set {each}=VALUE" for each in near]
+    return f"No such option: {option}; " + (f"did you mean {' or '.join(shown)}?" if near else way)
 
 
 def _complete(typed: list[str]) -> int:

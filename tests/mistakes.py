@@ -28,6 +28,9 @@ plan lama-3.1-8b --gpus 8 --machine h100
 plan llama-3.1-8b --gpus 8
 plan llama-3.1-8b --gpus 0 --machine h100
 plan llama-3.1-8b --gpus 8 --machine h1000
+plan llama-3.1-8b --gpus eight --machine h100
+plan llama-3.1-8b --seq 8x
+plan meta-llama/Llama-3.1-8B
 plan llama-3.1-8b --gpus 12 --machine h100 --layout "tp=8"
 plan llama-3.1-8b --layout "tp=6"
 plan llama-3.1-8b --layout "tp=2 xp=2"
@@ -56,6 +59,8 @@ verify tiny --batch-invariant
 verify tiny --optimizer sgdm
 train tiny --set learning_rate=1e-3
 train tiny --set lr=fast
+train tiny --lr 1e-3x
+train tiny --epochs 3
 train tiny --set steps=-5
 train tiny --set log=tensorbord
 train tiny --set data=nowhere

@@ -94,8 +94,18 @@ _CALLED_ELSEWHERE = {
     "gradient_accumulation_steps": "microbatches",
     "seq_len": "seq",
     "seq_length": "seq",
-    "max_steps": "steps",
+    **dict.fromkeys(("max_steps", "num_steps", "iters", "max_iters", "iterations"), "steps"),
+    # An epoch is so many steps of the data.
+    **dict.fromkeys(("epoch", "epochs", "num_epochs", "num_train_epochs", "max_epochs"), "steps"),
+    **dict.fromkeys(("sequence_length", "max_length", "context_length", "block_size"), "seq"),
+    **dict.fromkeys(("num_gpus", "devices", "nproc_per_node", "world_size"), "gpus"),
+    **dict.fromkeys(("dp", "tp", "pp", "cp", "ep", "tensor_parallel_size"), "layout"),
+    "per_device_train_batch_size": "microbatch_size",
+    "output_dir": "out",
+    "dataset": "data",
     "train_iters": "steps",
+    "save_steps": "save_every",
+    "save_interval": "save_every",
     "warmup_steps": "warmup",
     "grad_clip": "clip",
     "max_norm": "clip",
@@ -123,13 +133,18 @@ def did_you_mean(name: str, known: Iterable[str], most: int = 3) -> str:
     >>> did_you_mean("learning_rate", ["lr", "layers"])
     'did you mean lr?'
     """
-    options = sorted(known)
-    if (same := _CALLED_ELSEWHERE.get(name.lower().replace("-", "_"))) in options:
-        return f"did you mean {same}?"
-    near = difflib.get_close_matches(name.lower(), options, n=most, cutoff=0.6)
-    if near:
+    if near := nearest(name, known, most):
         return "did you mean " + " or ".join(near) + "?"
-    return "choose from " + ", ".join(options)
+    return "choose from " + ", ".join(sorted(known))
+
+
+def nearest(name: str, known: Iterable[str], most: int = 3, alike: float = 0.6) -> list[str]:
+    """The known name of what other software calls so, or those that are spelt alike."""
+    options = sorted({*known})
+    plain = name.lower().replace("-", "_")
+    if (same := _CALLED_ELSEWHERE.get(plain)) in options:
+        return [same]
+    return difflib.get_close_matches(name.lower(), options, n=most, cutoff=alike)
 
 
 def bullets(head: str, lines: Iterable[str]) -> str:

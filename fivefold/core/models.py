@@ -62,12 +62,35 @@ def load(name_or_path: str) -> Shape:
         return _preset(name, files[name])
     path = Path(name_or_path)
     if _is_path(path):
-        near = difflib.get_close_matches(path.name.lower(), files, n=1)
-        if near and path.suffix != ".json" and not path.exists():
-            rule = f"no such file; for the preset say {near[0]}"
-            raise BadFile(name_or_path, [rule])
+        if path.suffix != ".json" and not path.exists() and (near := _near_preset(path.name)):
+            raise BadFile(name_or_path, [f"no such file; for the preset say {near}"])
         return _config(path)
     raise UnknownName("model", name_or_path, files)
+
+
+def is_hub_name(text: str) -> bool:
+    """Whether this may be OWNER/NAME of the Hugging Face hub, and is no path of a file or run."""
+    is_name = re.fullmatch(r"[A-Za-z0-9][\w-]*/[A-Za-z0-9][\w.-]*", text) is not None
+    return is_name and not re.search(r"\.[a-z]+$", text) and not Path(text).parent.exists()
+
+
+def hub_hint(name: str) -> str:
+    """How to use a model of the hub: nothing is downloaded from there."""
+    folder = name.split("/")[1]
+    near = _near_preset(folder)
+    preset = f"; its preset is {near}" if near else ""
+    return (
+        f"for a model of the Hugging Face hub, download it (hf download {name} --local-dir "
+        f"{folder}) and give ./{folder}, or make a run of it: fivefold import {folder}{preset}"
+    )
+
+
+def _near_preset(text: str) -> str | None:
+    """The preset with the longest name that a name begins with, or one that is spelt alike."""
+    files, name = _files_by_name(), text.lower().removeprefix("meta-")
+    begun = [each for each in files if name.startswith(each)]
+    alike = difflib.get_close_matches(name, files, n=1, cutoff=0.85)
+    return max(begun, key=len, default=next(iter(alike), None))
 
 
 def preset_name(text: str) -> str:
@@ -123,7 +146,7 @@ def with_overrides(shape: Shape, overrides: Mapping[str, str]) -> Shape:
     for key, text in overrides.items():
         hint = _hint(key)
         try:
-            _put(table, key, tables.from_text(hint, text))
+            _put(table, key, tables.from_text(hint, text, key))
         except ValueError as error:
             problems.append(f"{key} = {text!r}: {error}")
     if problems:

@@ -56,7 +56,7 @@ def parse_settings(pairs: Mapping[str, str]) -> ParsedSettings:
             continue
         into, hint = (found.train, train[key]) if key in train else (found.plan, plan[key])
         try:
-            into[key] = parse_zero(text) if key == "zero" else tables.from_text(hint, text)
+            into[key] = parse_zero(text) if key == "zero" else tables.from_text(hint, text, key)
         except ValueError as error:
             problems.append(f"{key} = {text!r}: {error}")
     if problems:

@@ -15,6 +15,7 @@ import tomllib
 import types
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from decimal import Decimal
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -138,7 +139,27 @@ def _scalar(hint: Any, value: Any, path: str, problems: list[str]) -> Any:
     return value
 
 
-def from_text(hint: Any, text: str) -> Any:
+_COUNT = re.compile(r"([+-]?[0-9][0-9_]{0,30}(?:\.[0-9]{1,12})?(?:e\+?[0-9]{1,2})?)([kmbt]?)", re.I)
+_THOUSANDS = {"": 0, "k": 1, "m": 2, "b": 3, "t": 4}
+_IN_POWERS_OF_TWO = ("seq", "max_seq", "window", "gpus", "batch", "prompt", "output")
+
+
+def parse_count(text: str, key: str = "") -> int:
+    """A whole number as people write it: the one reader of counts. k is 1,024 in lengths, batches
+    and numbers of GPUs, and 1,000 in steps and tokens; m, b and t are its powers.
+
+    >>> parse_count("8k", "seq"), parse_count("2.5M", "tokens"), parse_count("1e12", "tokens")
+    (8192, 2500000, 1000000000000)
+    """
+    found = _COUNT.fullmatch(text.strip())
+    unit = 1024 if key in _IN_POWERS_OF_TWO else 1000
+    number = Decimal(found[1]) * unit ** _THOUSANDS[found[2].lower()] if found else Decimal("0.5")
+    if number != int(number):
+        raise ValueError("expected a whole number")
+    return int(number)
+
+
+def from_text(hint: Any, text: str, key: str = "") -> Any:
     """A text of the command line as a value of that type; a ValueError says what was expected."""
     words = [f" or {word}" for one in typing.get_args(hint) for word in typing.get_args(one)]
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
@@ -152,9 +173,10 @@ def from_text(hint: Any, text: str) -> Any:
             raise ValueError("expected true or false")
         return text.lower() == "true"
     if hint is int:
-        if not re.fullmatch(r"-?[0-9][0-9_]{0,30}", text):
-            raise ValueError(f"expected a whole number{''.join(words)}")
-        return int(text)
+        try:
+            return parse_count(text, key)
+        except ValueError as error:
+            raise ValueError(f"{error}{''.join(words)}") from None
     if typing.get_origin(hint) is typing.Literal:
         known = {_literal(one).strip('"'): one for one in typing.get_args(hint)}
         if text not in known:
@@ -162,7 +184,10 @@ def from_text(hint: Any, text: str) -> Any:
         return known[text]
     if typing.get_origin(hint) is tuple:
         return [from_text(typing.get_args(hint)[0], each) for each in text.split(",")]
-    return float(text) if hint is float else text
+    try:
+        return float(text) if hint is float else text
+    except ValueError:
+        raise ValueError("expected a number, such as 0.5 or 1e-3") from None
 
 
 def table_of(value: Any) -> dict[str, Any]:

@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,6 +22,7 @@ from fivefold.core.layout import Layout
 from fivefold.core.plan import Plan, PlanOptions, resolve
 from fivefold.core.precision import PRECISIONS
 from fivefold.core.rules import divisors
+from fivefold.core.tables import parse_count
 from fivefold.cost.collectives import predict_traffic
 from fivefold.cost.grid import RECOMPUTE
 from fivefold.planner import PlanRequest, Progress
@@ -114,7 +116,6 @@ STRATEGIES: Mapping[str, Mapping[str, int]] = {
     "all": {},
 }
 SWEEP_AXES = ("seq", "gpus", "tp")
-_UNITS = {"k": 1 << 10, "m": 1 << 20}
 _MOST_POINTS = 16
 
 
@@ -143,7 +144,7 @@ def parse_sweep(text: str) -> tuple[str, list[int]]:
     low, dots, high = span.partition("..")
     if axis not in SWEEP_AXES or not dots:
         raise FivefoldError(f"--sweep {text!r}: write seq=4k..1m, gpus=8..16384, tp=1..8 or tp")
-    first, last = parse_count(low, "--sweep"), parse_count(high, "--sweep")
+    first, last = _count(low, axis, "--sweep"), _count(high, axis, "--sweep")
     values = [first]
     while values[-1] * 2 <= last and len(values) <= _MOST_POINTS:
         values.append(values[-1] * 2)
@@ -162,17 +163,11 @@ def sweep_values(request: PlanRequest, text: str) -> tuple[str, list[int]]:
     return "tp", [tp for tp in tensor_degrees(request.space) if tp & (tp - 1) == 0]
 
 
-def parse_count(text: str, option: str) -> int:
-    """A whole number; 4k is 4,096 and 1m 1,048,576.
-
-    >>> parse_count("128k", "--seq")
-    131072
-    """
-    unit = _UNITS.get(text[-1:].lower(), 1)
-    digits = text[:-1] if unit > 1 else text
-    if not digits.isdecimal() or not 0 < int(digits) * unit <= 10**9:
-        raise FivefoldError(f"{option}: {text!r} is not a whole number such as 8192, 8k or 1m")
-    return int(digits) * unit
+def _count(text: str, axis: str, option: str) -> int:
+    with contextlib.suppress(ValueError):
+        if 0 < (number := parse_count(text, axis)) <= 10**9:
+            return number
+    raise FivefoldError(f"{option}: {text!r} is not a whole number such as 8192, 8k or 1m")
 
 
 def sweep(
@@ -292,7 +287,7 @@ def scaled(number: int, text: str, key: str) -> int:
     """
     factor = re.fullmatch(r"([0-9]{1,6}(?:\.[0-9]{1,6})?)x", text)
     if factor is None:
-        return parse_count(text, f"--what-if {key}")
+        return _count(text, key, f"--what-if {key}")
     value = number * float(factor[1])
     if value != int(value) or value < 1:
         raise FivefoldError(f"--what-if {key}={text}: {number:,} times that is not a whole number")

@@ -31,6 +31,7 @@ from fivefold.core.layout import parse_zero
 from fivefold.core.plan import PlanOptions, options_from, says_layout
 from fivefold.core.precision import PRECISIONS, run_keys
 from fivefold.core.settings import parse_settings, require_key
+from fivefold.core.tables import parse_count
 from fivefold.verbs.options import OF_BRIDGES as OF_BRIDGES
 from fivefold.verbs.options import SERVING as SERVING
 from fivefold.verbs.options import SHARED, TARGET
@@ -126,12 +127,16 @@ def in_precision(options: PlanOptions, precision: str | None) -> PlanOptions:
     return replace(options, **keys)
 
 
-def tokens_of(option: str, given: str | int | None, usual: int) -> int:
-    """A number of tokens; `usual` if the option was left out."""
-    text = str(usual if given is None else given)
-    if not text.removeprefix("-").isdecimal() or len(text) > 9:
-        raise FivefoldError(f"--{option} {text}: give a whole number of tokens, as {usual}")
-    return int(text)
+def tokens_of(option: str, given: str | int) -> int:
+    """A number of tokens."""
+    try:
+        number = parse_count(str(given), option)
+    except ValueError:
+        words = "give a whole number of tokens, such as 256, 500k or 1M"
+        raise FivefoldError(f"--{option} {given}: {words}") from None
+    if number < 1:
+        raise FivefoldError(f"--{option} {given}: give 1 token at least")
+    return number
 
 
 def known_machines() -> str:

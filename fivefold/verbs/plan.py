@@ -147,8 +147,8 @@ def _serve(
     how = {name: serving[name] for name in ("rate", "concurrency", "ttft", "tpot")}
     how |= {"kv": serving["kv"] or "bf16", "precision": options["precision"]}
     how |= {name: options["how"][name] for name in ("headroom", "imbalance")}
-    how |= {"prompt": verbs.tokens_of("prompt", serving["prompt"], 2048)}
-    how |= {"output": verbs.tokens_of("output", options["answer"], 256)}
+    how |= {"prompt": 2048 if serving["prompt"] is None else serving["prompt"]}
+    how |= {"output": verbs.tokens_of("output", options["answer"] or 256)}
     job = verbs.as_given(plan_options, command)
     job = replace(job, options=verbs.with_machine(plan_options, options["as_json"]))
     found = plan_serving(job, price=options["price"], **how)

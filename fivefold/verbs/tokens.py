@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
@@ -11,12 +10,11 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import typer
 
 from fivefold.core.errors import FivefoldError
-from fivefold.verbs import ProgressBar, json_text, progress_bar
+from fivefold.verbs import ProgressBar, json_text, progress_bar, tokens_of
 
 if TYPE_CHECKING:
     from fivefold.data.tokenizing import Encode
 
-_SIZES = {"": 1, "k": 10**3, "M": 10**6, "B": 10**9}
 _WORDS = {"empty": "empty", "short": "too short", "long": "too long", "duplicate": "duplicate"}
 
 
@@ -118,22 +116,9 @@ def run(
     lengths = {"min_chars": min_chars, "max_chars": max_chars}
     lengths |= {"min_tokens": min_tokens, "max_tokens": max_tokens}
     words = Tokenizing(tokenizer, end, column, lengths, dedup, chat, pairs)
-    size = parse_count("shard-tokens", shard_tokens)
+    size = tokens_of("shard-tokens", shard_tokens)
     table = _write(inputs, output, size, words, workers, force)
     typer.echo(json_text(table) if as_json else _written_text(table))
-
-
-def parse_count(option: str, text: str) -> int:
-    """A whole number above 0, with k, M or B for thousands, millions and billions.
-
-    >>> parse_count("shard-tokens", "2.5M")
-    2500000
-    """
-    found = re.fullmatch(r"([0-9]{1,12}(?:\.[0-9]{1,9})?)([kMB]?)", text)
-    number = float(found[1]) * _SIZES[found[2]] if found else 0.0
-    if number < 1 or number != int(number):
-        raise FivefoldError(f"--{option} {text}: give a whole number, such as 500k, 100M or 1B")
-    return int(number)
 
 
 def _write(

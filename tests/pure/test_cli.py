@@ -13,9 +13,10 @@ from xml.etree import ElementTree
 
 import pytest
 
-from fivefold import __version__
+from fivefold import __version__, cli
 from fivefold.cli import gather_pairs, main
 from fivefold.core.plan import PlanOptions
+from fivefold.core.tables import parse_count
 from fivefold.verbs import in_precision
 
 SMALL = ("--stages", "2", "--microbatches", "4")
@@ -311,3 +312,97 @@ def test_a_run_is_no_model(capsys: pytest.CaptureFixture[str], tmp_path: Path) -
     (tmp_path / "plan.toml").write_text('model = "tiny"\n')
     said = refuse(capsys, "plan", str(tmp_path), "--layout", "dp=2")
     assert "is a run, not a model" in said and f"{tmp_path}/plan.toml" in "".join(said.split())
+
+
+@pytest.mark.parametrize("verb", cli.VERBS)
+def test_no_number_is_refused_in_the_words_of_a_library(
+    verb: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Every option that takes a number; what is missing or unknown is said alike."""
+    kinds = cli.options_of(verb)
+    numbers = [option for option, kind in kinds.items() if cli._parts(kind) & {int, float}]
+    for option in numbers:
+        for words in ([verb, option, "8z"], [verb, f"{option}=8z"], [verb, option, "--json"]):
+            assert cli.run(words) == 2
+            said = capsys.readouterr().err
+            assert said.startswith(f"fivefold: {option} ") and " number, such as " in said
+    for words in ([verb, "--bogus"], [verb, *list(kinds)[:1]]):
+        assert cli.run(words) == 2
+        said = capsys.readouterr().err
+        assert said.startswith("fivefold: ") and f"`fivefold {verb} -h`" in said
+    assert {"--seq", "--gpus"} <= {*numbers} or verb not in ("plan", "train", "verify")
+
+
+@pytest.mark.parametrize(
+    ("text", "key", "number"),
+    [
+        *(("8192", "seq", 8192), ("8k", "seq", 8192), ("1M", "seq", 2**20), ("1e3", "seq", 1000)),
+        *(
+            ("16k", "gpus", 16384),
+            ("15t", "tokens", 15 * 10**12),
+            ("1.5e12", "tokens", 15 * 10**11),
+        ),
+        *(("2b", "tokens", 2 * 10**9), ("10k", "steps", 10000), ("1_000", "steps", 1000)),
+        *(("-5", "steps", -5), ("2.5M", "shard_tokens", 2500000)),
+        *((text, "seq", None) for text in ("8kk", "k", "", "1.5", "0x10", "eight", "1e-3", "nan")),
+        *((text, "seq", None) for text in ("8 k", "1e999", "٣", "inf", "1e3.5")),
+    ],
+)
+def test_one_reader_of_counts(text: str, key: str, number: int | None) -> None:
+    if number is None:
+        with pytest.raises(ValueError, match="whole number"):
+            parse_count(text, key)
+    else:
+        assert parse_count(text, key) == number
+
+
+@pytest.mark.parametrize("words", [("--seq", "1k"), ("--seq=1K",), ("--set", "seq=1k")])
+def test_counts_are_read_alike_in_flags_and_keys(
+    words: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.run(["plan", "tiny", *words, "--set", "max_seq=4k steps=2k", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["batch"]["seq"] == 1024
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("train", "tiny", "--epochs", "3"), "--epochs; did you mean --steps?"),
+        (("train", "tiny", "--num-train-epochs", "3"), "did you mean --steps?"),
+        (("train", "tiny", "--set", "epochs=3"), "did you mean steps?"),
+        (("train", "tiny", "--learning-rate", "3"), "did you mean --lr?"),
+        (("train", "tiny", "--warmup", "3"), "did you mean --set warmup=VALUE?"),
+        (("plan", "tiny", "--tp", "3"), "did you mean --layout?"),
+        (("plan", "tiny", "--bogus"), "`fivefold plan -h`"),
+        (("plann", "tiny"), "unknown command 'plann': did you mean plan?"),
+    ],
+)
+def test_only_what_is_near_is_suggested(
+    words: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.run([*words]) == 2
+    error = capsys.readouterr().err
+    assert said in error and "chunks" not in error
+
+
+@pytest.mark.parametrize("words", ["plan {}", "import {}", "generate {} --prompt a", "export {} x"])
+def test_a_name_of_the_hub_is_answered_with_how_to_get_it(
+    words: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    presets = {
+        "meta-llama/Llama-3.1-8B": "llama-3.1-8b",
+        "Qwen/Qwen2.5-7B-Instruct": "qwen2.5-7b",
+        "deepseek-ai/DeepSeek-R1": None,
+    }
+    for name, preset in presets.items():
+        assert cli.run(words.format(name).split()) == 2
+        said = capsys.readouterr().err
+        folder = name.split("/")[1]
+        assert f"hf download {name} --local-dir {folder}" in said
+        assert f"fivefold import {folder}" in said
+        assert (f"its preset is {preset}" in said) if preset else ("preset" not in said)
+    (tmp_path / "runs").mkdir()
+    for path in ("runs/first", "runs/plan.toml", "nowhere/config.json", "a/b/c"):
+        assert cli.run(words.format(path).split()) == 2
+        assert "hub" not in capsys.readouterr().err

@@ -125,7 +125,7 @@ def test_unknown_override_suggests_the_nearest() -> None:
 
 
 def test_wrong_overrides_are_all_reported() -> None:
-    texts = {"layers": "four", "tied": "yes", "norm_eps": "small", "vocab": "1e9", "moe": "8"}
+    texts = {"layers": "four", "tied": "yes", "norm_eps": "small", "vocab": "1e-9", "moe": "8"}
     with pytest.raises(BadFile) as caught:
         with_overrides(load("tiny"), texts)
     assert len(caught.value.problems) == 5

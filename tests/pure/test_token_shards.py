@@ -385,7 +385,7 @@ def test_the_verb_writes_and_checks(tmp_path: Path, capsys: pytest.CaptureFixtur
     for words, message in (
         (("tokens", folder), "give either -o DIR"),
         (("tokens", folder, "-o", folder, "--check"), "give either -o DIR"),
-        (("tokens", tmp_path, "-o", "x", "--shard-tokens", "1.5"), "give a whole number, such as"),
+        (("tokens", tmp_path, "-o", "x", "--shard-tokens", "1.5"), "give a whole number of tokens"),
         (("tokens", tmp_path / "nope", "-o", "x"), "there is no such file or folder"),
         (("tokens", tmp_path / "nope", "--check"), "is not a folder of tokens"),
     ):
