@@ -65,11 +65,7 @@ def filtered(logits_NV: Tensor, samplings: Sequence[Sampling]) -> Tensor:
 
 def choose(logits_NV: Tensor, draws: Sequence[Draw]) -> list[tuple[int, float]]:
     """A token from each row of logits, and its log-probability or that of the target."""
-    return as_pairs(draw_tokens(logits_NV, draws))
-
-
-def as_pairs(drawn_N2: Tensor) -> list[tuple[int, float]]:
-    """Tokens and log-probabilities as plain numbers."""
+    drawn_N2 = draw_tokens(logits_NV, draws)
     return [(int(token), logprob) for token, logprob in as_rows(drawn_N2)]
 
 
@@ -90,8 +86,8 @@ def likeliest_tokens(logits_NV: Tensor, count: int) -> Tensor:
 
 def draw_tokens(logits_NV: Tensor, draws: Sequence[Draw]) -> Tensor:
     """The same as (N, 2) numbers in float64, exact for any vocabulary; nothing waits for the
-    device. A row with NaN, +inf or nothing but −inf has the log-probability NaN, which tells the
-    host, and a token of the vocabulary, which the next step may already read."""
+    device. A row with NaN, +inf or nothing but −inf has the log-probability NaN, as its sum has:
+    that tells the host. Its token is in the vocabulary: the next step may already read it."""
     wide_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))
     tokens_N = wide_NV.argmax(1)  # the first of equals
     given = {i: each.target for i, each in enumerate(draws) if each.target is not None}
@@ -111,7 +107,6 @@ def draw_tokens(logits_NV: Tensor, draws: Sequence[Draw]) -> Tensor:
         )
         scored_N = tokens_N.index_put((rows,), targets)
     logprobs_N1 = wide_NV.log_softmax(1).gather(1, scored_N[:, None])
-    logprobs_N1 = logprobs_N1.where(wide_NV.amax(1, keepdim=True).isfinite(), float("nan"))
     return torch.cat([tokens_N[:, None].double(), logprobs_N1.double()], 1)
 
 

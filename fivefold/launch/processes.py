@@ -135,22 +135,17 @@ class Pool:
     """Forked ranks. Use it as a context manager; after a `RankLost` it is closed.
 
     SIGTERM, SIGINT and SIGHUP end all ranks. With `forwards_stop` the first signal is passed on to
-    the ranks, which stop by themselves, and the second one ends them. `longest`: the seconds that
-    ranks may be silent while they compute.
+    the ranks, which stop by themselves, and the second one ends them.
     """
 
-    def __init__(
-        self,
-        size: int,
-        patience: float = PATIENCE,
-        forwards_stop: bool = False,
-        longest: float = _LONGEST,
-    ) -> None:
+    longest = _LONGEST
+
+    def __init__(self, size: int, patience: float = PATIENCE, forwards_stop: bool = False) -> None:
         require_forkable()
         self._threads = torch.get_num_threads()
         torch.set_num_threads(1)  # before the fork: threads do not survive it
         import_module("torch._dynamo")  # optimizers load it: here once, not in every rank
-        self.patience, self.longest = patience, longest
+        self.patience = patience
         self._folder = TemporaryFolder()
         self._runs = 0
         self._meeting: ForkedMeeting | None = None

@@ -80,7 +80,9 @@ class ServedChoice:
         self.num_tokens += 1
         self.call.tick()
         if reason != "stop":  # a stop token has no text
-            self._notes.append(TokenNote(token, logprob, alternatives, len(self.stream.text)))
+            likeliest = tuple((each, max(value, _LEAST_LOGPROB)) for each, value in alternatives)
+            number = max(logprob, _LEAST_LOGPROB)
+            self._notes.append(TokenNote(token, number, likeliest, len(self.stream.text)))
             self._text += self.stream.push(token)
         if self.stream.stopped:
             reason = "stop"
@@ -230,13 +232,10 @@ class AnswerWriter:
                 for note in notes
             ]
             return {"content": content, "refusal": None}
-        tops = [
-            {self._text(t): max(value, _LEAST_LOGPROB) for t, value in note.alternatives}
-            for note in notes
-        ]
+        tops = [{self._text(t): value for t, value in note.alternatives} for note in notes]
         return {
             "tokens": [self._text(note.token) for note in notes],
-            "token_logprobs": [max(note.logprob, _LEAST_LOGPROB) for note in notes],
+            "token_logprobs": [note.logprob for note in notes],
             "top_logprobs": tops if asked.alternatives else None,
             "text_offset": [note.offset for note in notes],
         }
@@ -246,7 +245,7 @@ class AnswerWriter:
         data = list(text.encode())
         if isinstance(self.codec, ByteCodec):
             data = [token] if token < NUM_BYTES else []
-        return {"token": text, "logprob": max(logprob, _LEAST_LOGPROB), "bytes": data}
+        return {"token": text, "logprob": logprob, "bytes": data}
 
     def _text(self, token: int) -> str:
         return self._names.get(token) or self.codec.decode([token])

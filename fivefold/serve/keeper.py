@@ -142,13 +142,13 @@ class _OneStart:
 
     def run(self, task: ServeTask) -> EngineEnd:
         world, reason = task.text.plan.layout.world, None
-        # A step of a CPU may be much longer than any before; ranks of a GPU spin while they wait.
-        longest = _PATIENCE_S if task.text.device == "cpu" else 0.0
         try:
             # With `forwards_stop` ranks live through a signal to all processes.
-            with Pool(world, _PATIENCE_S, forwards_stop=True, longest=longest) as pool:
+            with Pool(world, _PATIENCE_S, forwards_stop=True) as pool:
                 _ignore_signals()
                 self._pool = pool
+                # A CPU's step may be much longer than any before; a GPU's ranks spin as they wait.
+                pool.longest = _PATIENCE_S if task.text.device == "cpu" else 0.0
                 self.pipe.send(RanksForked(pool.pids))
                 pool.run_each([(serve_rank, (task,))] * world, on_report=self._on_report)
         except RankLost as lost:

@@ -96,7 +96,6 @@ class StepNews:
     refused: list[tuple[str, str]]
     free_blocks: int
     preempted: int
-    open: int
     moved: list[tuple[str, KvTarget]] = field(default_factory=list[tuple[str, KvTarget]])
     moved_bytes: int = 0
 

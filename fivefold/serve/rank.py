@@ -194,8 +194,7 @@ class EngineLoop:
                 each = replace(each, reason=None)
             rows.append(_row(each))
         free = sum(each.pool.num_free for each in self.engine.schedulers)
-        counts = free, self.engine.num_preempted, len(self.open)
-        return StepNews(rows, refused, *counts, moved, num_bytes)
+        return StepNews(rows, refused, free, self.engine.num_preempted, moved, num_bytes)
 
     def _close(self, id: str) -> tuple[KvTarget | None, int]:
         """A request is not open any more; returns where it goes on, if it does, and its length."""

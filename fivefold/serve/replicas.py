@@ -45,7 +45,7 @@ class ServingReplica:
         self.alive = True
         self.open: dict[str, ServedChoice] = {}
         self.load = 0  # tokens that its open requests may have
-        self.free_blocks, self.preempted, self.running = hello.blocks, 0, 0
+        self.free_blocks, self.preempted = hello.blocks, 0
         self._known: OrderedDict[bytes, None] = OrderedDict()
         self._told: set[str] = set()  # of open ones, those that the engine knows
         self._loads = [0] * hello.data_ranks  # of those with a place
@@ -124,10 +124,7 @@ class ServingReplica:
         self.alive = False
 
     def heard(self, news: StepNews) -> None:
-        self.free_blocks, self.preempted, self.running = (
-            *(news.free_blocks, news.preempted),
-            news.open,
-        )
+        self.free_blocks, self.preempted = news.free_blocks, news.preempted
 
     def known(self, digests: Sequence[bytes]) -> int:
         """How many of the first blocks of a prompt were here."""

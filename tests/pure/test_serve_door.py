@@ -83,7 +83,7 @@ class Desk:
 
     def say(self, index: int, *rows: tuple[Any, ...]) -> None:
         """An engine tells what it has drawn."""
-        news = StepNews([(*row, ()) for row in rows], [], 100, 0, 1)
+        news = StepNews([(*row, ()) for row in rows], [], 100, 0)
         self.dispatcher._take(self.dispatcher.replicas[index], news)
 
     async def send(self, data: bytes) -> bytes:
