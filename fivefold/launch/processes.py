@@ -138,14 +138,12 @@ class Pool:
     the ranks, which stop by themselves, and the second one ends them.
     """
 
-    longest = _LONGEST
-
     def __init__(self, size: int, patience: float = PATIENCE, forwards_stop: bool = False) -> None:
         require_forkable()
         self._threads = torch.get_num_threads()
         torch.set_num_threads(1)  # before the fork: threads do not survive it
         import_module("torch._dynamo")  # optimizers load it: here once, not in every rank
-        self.patience = patience
+        self.patience, self.longest = patience, _LONGEST
         self._folder = TemporaryFolder()
         self._runs = 0
         self._meeting: ForkedMeeting | None = None
@@ -175,6 +173,10 @@ class Pool:
     def pids(self) -> list[int]:
         """The process of each rank."""
         return [child.process.pid or 0 for child in self._children]
+
+    def allow_silence(self, seconds: float, computing: float) -> None:
+        """Ranks are lost after so many seconds without a message, `computing` if they compute."""
+        self.patience, self.longest = seconds, computing
 
     @property
     def stopping(self) -> bool:

@@ -90,6 +90,11 @@ class ServedChoice:
             self._text += self.stream.finish()
             self.reason = "stop" if self.stream.stopped else reason
 
+    def fail(self, error: ApiError) -> None:
+        """End it, and its call, without another token."""
+        self.reason = "error"
+        self.call.fail(error)
+
     def take(self) -> tuple[str, list[TokenNote]]:
         """The text that is new, and the tokens of it."""
         text, self._taken = self._text[self._taken :], len(self._text)

@@ -234,8 +234,7 @@ class Dispatcher:
             replica.sources.pop(id, None)  # its cache has come
             try:
                 if reason == "error":
-                    choice.reason = reason
-                    choice.call.fail(ApiError(500, NOT_FINITE, None, "logits_not_finite"))
+                    choice.fail(ApiError(500, NOT_FINITE, None, "logits_not_finite"))
                 else:
                     choice.push(token, logprob, reason, alternatives)
             except Exception as error:  # of a tokenizer: the other calls go on

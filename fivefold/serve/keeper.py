@@ -139,6 +139,7 @@ class _OneStart:
         self._patience: dict[int, float] = {}  # by rank
         self._missed: Counter[int] = Counter()  # signs of life of others since the last of a rank
         self._pool: Pool | None = None
+        self._computing = _PATIENCE_S  # that ranks may be silent while they compute
 
     def run(self, task: ServeTask) -> EngineEnd:
         world, reason = task.text.plan.layout.world, None
@@ -148,7 +149,7 @@ class _OneStart:
                 _ignore_signals()
                 self._pool = pool
                 # A CPU's step may be much longer than any before; a GPU's ranks spin as they wait.
-                pool.longest = _PATIENCE_S if task.text.device == "cpu" else 0.0
+                self._computing = _PATIENCE_S if task.text.device == "cpu" else 0.0
                 self.pipe.send(RanksForked(pool.pids))
                 pool.run_each([(serve_rank, (task,))] * world, on_report=self._on_report)
         except RankLost as lost:
@@ -173,7 +174,8 @@ class _OneStart:
         not, as in an engine that has nothing to do."""
         self._patience[beat.rank] = beat.patience
         known = len(self._patience) == pool.size
-        pool.patience = max(self._patience.values()) if known else _PATIENCE_S
+        silence = max(self._patience.values()) if known else _PATIENCE_S
+        pool.allow_silence(silence, self._computing)
         # Counted, not timed: all of them are silent while one compiles.
         self._missed.update(self._patience.keys() - {beat.rank})
         self._missed[beat.rank] = 0

@@ -8,6 +8,7 @@ import pickle
 import resource
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -316,7 +317,9 @@ def test_large_prompts_are_refused_before_they_are_tokens(tmp_path: Path) -> Non
 
 def test_a_silent_rank_is_lost_after_a_few_of_its_steps() -> None:
     start = keeper._OneStart(cast("Any", None))
-    pool = start._pool = cast("Any", type("Two", (), {"size": 2, "patience": 600.0})())
+    pool = cast("Any", SimpleNamespace(size=2, patience=600.0))
+    pool.allow_silence = lambda seconds, computing: setattr(pool, "patience", seconds)
+    start._pool = pool
     start._on_report(RankBeat(0, 10.0))
     assert pool.patience == 600.0, "rank 1 still reads weights"
     start._on_report(RankBeat(1, 40.0))
