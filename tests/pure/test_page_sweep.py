@@ -46,6 +46,17 @@ def test_every_model_on_every_machine_has_all_its_panels(model: str, name: str) 
         assert explore.PANELS[each].text(parts[each])
 
 
+def test_models_with_another_mixer_have_all_their_panels() -> None:
+    """Whatever is drawn: their sizes at many lengths come from a class that knows one."""
+    hybrid = [name for name in models.presets() if models.load(name).hybrid is not None]
+    params = {"gpus": "64", "tp": "4", "pp": "1", "ep": "16", "batch": "64", "schedule": "1f1b"}
+    for name in hybrid:
+        view = explore.view(params | {"model": name})
+        assert view["problem"] is None
+        sound(view | explore.pictures(params | {"model": name}))
+    assert hybrid
+
+
 @pytest.mark.sample(0.5)
 @pytest.mark.parametrize("model", models.presets())
 def test_every_model_is_written_to_a_file(
