@@ -16,6 +16,9 @@ from typing import Any
 
 import pytest
 
+import fivefold
+from fivefold import cli
+from fivefold.huggingface.config_export import WRITERS
 from tests import json_answers, reference
 from tests.commands import in_fork
 
@@ -52,6 +55,29 @@ def test_links_of_a_page_exist(path: Path) -> None:
 @pytest.mark.parametrize("name", reference.PAGES)
 def test_the_reference_is_what_the_code_says(name: str) -> None:
     assert (DOCS / name).read_text("utf-8") == reference.text(name), "run: make reference"
+
+
+def test_docs_and_code_have_one_number_of_families() -> None:
+    texts = (path.read_text("utf-8") for path in (ROOT / "README.md", *PAGES))
+    pattern = r"(\d+) (?:Hugging Face )?families(?!\s+(?:for chat|of))"
+    said = [int(number) for text in texts for number in re.findall(pattern, text)]
+    assert len(said) == 4 and {*said} == {len(WRITERS)}
+
+
+def test_the_page_of_functions_names_the_commands_that_are_none() -> None:
+    first = (DOCS / "python.md").read_text("utf-8").split("The functions take")[0]
+    functions, alone = (set(re.findall(r"`([a-z-]+)`", part)) for part in first.split(";"))
+    assert functions | alone == set(cli.VERBS)
+    assert functions == set(cli.VERBS) & set(fivefold.__all__)
+
+
+def test_the_tokens_that_are_printed_are_those_of_the_file(tmp_path: Path) -> None:
+    done = in_fork(["tokens", str(ROOT / "fivefold/presets/rhymes.txt"), "-o", "corpus"], tmp_path)
+    line = done.stdout.splitlines()[0]
+    said = f"`fivefold tokens fivefold/presets/rhymes.txt -o corpus` prints `{line}`"
+    assert said in (DOCS / "tokens.md").read_text("utf-8")
+    texts = (path.read_text("utf-8") for path in (ROOT / "README.md", *PAGES))
+    assert sum(len(re.findall(r"[\d,]+ tokens in \d+ doc", text)) for text in texts) == 1
 
 
 def _part_of(table: dict[str, Any], part: str) -> dict[str, Any]:
