@@ -14,7 +14,9 @@ import pytest
 from fivefold import cli
 from fivefold.core.plan import PlanOptions, resolve
 from fivefold.core.schedule.catalog import FAMILIES
+from fivefold.page import explore_state
 from fivefold.page.explore_state import State, state_of
+from fivefold.planner import NothingFits, PlanRequest, PlanResult
 
 ROOT = Path(__file__).parents[2]
 ODD = PlanOptions(
@@ -38,6 +40,23 @@ def test_a_model_alone_gets_the_best_layout_of_one_node() -> None:
     assert (state.machine, state.gpus) == ("h100", 8)
     assert state.estimate().verdict == "fits"
     assert state.tokens == pytest.approx(20 * 8.03e9, rel=0.01)
+
+
+def test_a_model_larger_than_a_node_gets_as_many_gpus_as_it_takes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As if a small one were: a search for a large one takes seconds."""
+    search = explore_state.best_plans
+
+    def best(asked: PlanRequest, top: int) -> PlanResult:
+        if asked.space.gpus < 16:
+            raise NothingFits("too large", gpus=16)
+        return search(asked, top)
+
+    monkeypatch.setattr(explore_state, "best_plans", best)
+    assert state_of(PlanOptions("gpt2")).gpus == 16
+    with pytest.raises(NothingFits):
+        state_of(PlanOptions("gpt2", machine="h100", gpus=8))
 
 
 @pytest.mark.parametrize(
