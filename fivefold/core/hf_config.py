@@ -245,6 +245,7 @@ def _deepseek_v2(config: Config) -> Fields:
     choice = {"greedy": "greedy", "group_limited_greedy": "groups"}
     limited = config.choice("topk_method", "greedy", choice) == "groups"
     config.must_be("scoring_func", "softmax")
+    config.must_be("rope_interleave", True)
     # The transformers package ignores it, and DeepSeek's own code then does not scale.
     config.must_be("norm_topk_prob", False)
     routing: Fields = {"scaling": config.number("routed_scaling_factor", 1.0)}
@@ -356,6 +357,7 @@ def _llama4(config: Config) -> Fields:
     if config.flag("attn_temperature_tuning", True):
         own |= {"nope_floor": config.whole("floor_scale", 8192)}
         own |= {"nope_scale": config.number("attn_scale", 0.1)}
+    config.ignore("floor_scale", "attn_scale")
     return fields | own | {"rope_interleaved": True}
 
 

@@ -48,8 +48,8 @@ VALUES: dict[str, tuple[object, ...]] = {
 # Of other families, with a value that could matter.
 FOREIGN: Keys = {
     **dict.fromkeys(("attention_bias", "mlp_bias", "qkv_bias", "use_qk_norm", "alibi"), False),
-    **dict.fromkeys(("use_sliding_window", "rope_interleave", "lm_head_bias"), False),
-    **dict.fromkeys(("scale_attn_weights", "is_causal", "norm_topk_prob"), True),
+    **dict.fromkeys(("use_sliding_window", "lm_head_bias"), False),
+    **dict.fromkeys(("scale_attn_weights", "is_causal", "norm_topk_prob", "rope_interleave"), True),
     **dict.fromkeys(("layer_types", "rope_scaling", "no_rope_layers", "mlp_only_layers")),
     **dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping", "clip_qkv")),
     **dict.fromkeys(("logits_scaling", "residual_multiplier", "embedding_multiplier"), 1.0),
@@ -169,6 +169,7 @@ RULES: list[tuple[str, Keys]] = [
     ("qwen3_moe", {"use_sliding_window": True, "num_hidden_layers": 3}),
     ("qwen2", {"use_sliding_window": True, "layer_types": [WINDOW, FULL]}),
     ("ministral", {"layer_types": [FULL, FULL]}),
+    ("llama4_text", {"attn_temperature_tuning": False}),
 ]
 
 
