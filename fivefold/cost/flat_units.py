@@ -59,6 +59,13 @@ class UnitRules:
     bucket: int | None  # target bytes of a unit; None: as large as blocks
     fp8: Fp8 | None = None  # how weights are rounded
 
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:  # a key of many caches, and a model has many fields
+        return hash((self.shape, self.itemsize, self.bucket, self.fp8))
+
 
 @dataclass(frozen=True)
 class FirstRank:
@@ -109,6 +116,8 @@ class RankUnits:
 
     def _code_bytes(self, expert: bool, place: int, shards: Array) -> Array:
         """Bytes that a rank sends of a unit of a kind that comes as codes; 0 of others."""
+        if self.rules.fp8 is None:
+            return np.zeros(1)
         found = [_units_of(self.rules, each, expert) for each in self.ranks]
         weights = [each[place][0].weights if place < len(each) else () for each in found]
         if not any(weights):
@@ -238,11 +247,9 @@ def _units_of(rules: UnitRules, rank: FirstRank, expert: bool) -> tuple[tuple[Un
     found: Counter[UnitKind] = Counter()
     for layers in rank.spans:
         last = layers.stop == rules.shape.layers
-        parts = [
-            part
-            for block in _blocks(rules, layers)
-            for part in _parts(rules, block, rank.ways(expert), expert)
-        ]
+        blocks = list(_blocks(rules, layers))
+        known = {block: _parts(rules, block, rank.ways(expert), expert) for block in {*blocks}}
+        parts = [part for block in blocks for part in known[block]]
         # Layers of one kind share their parts: units of the same parts are alike.
         alike = defaultdict[tuple[int, ...], list[list[UnitPart]]](list)
         for unit in join_parts(parts, rules.bucket):
