@@ -29,8 +29,11 @@ def first_choice(
 ) -> Estimate:
     """The simplest layout that is equal to the fastest, with the best stages."""
     limit = (1 + accuracy().equal) * fastest.step
-    own = complexity(grid_of_plan(fastest.plan), innermost(setting.machine)).item()
-    pairs = ((code, one) for (code, _), one in result.simple.items())
+    domain = innermost(setting.machine)
+    own = int(complexity(grid_of_plan(fastest.plan), domain).item())
+    # Bounds told what may be equal to the fastest; simulated, more of the candidates are.
+    pairs = [(code, one) for (code, _), one in result.simple.items()]
+    pairs += [(int(complexity(one.grid, domain).item()), one) for one in result.best]
     simple = [pair for pair in pairs if pair[0] < own and pair[1].seconds <= limit]
     simple.sort(key=lambda pair: (pair[0], pair[1].seconds))
     for start in range(0, len(simple), _AT_ONCE):

@@ -15,7 +15,10 @@ from fivefold.planner.simplicity import AXES, complexity, num_axes
 from fivefold.planner.space import LayoutBlock
 
 _FRONT = 128  # memory classes; the fastest layout of each is kept
-_ANY = -1  # in place of the index of a rule
+_ANY, _FLAT = -1, -2  # in place of the index of a rule: every layout, those without a pipeline
+# Bounds of pipelines may be this much below their simulated steps, those of other layouts are not:
+# some of these are kept even where bounds of many pipelines are lower.
+_FLAT_KEPT, _FLAT_REACH = 12, 1.5
 SimpleKey = tuple[int, int]  # complexity and microbatch size
 
 
@@ -128,13 +131,27 @@ class KeptLayouts:
     ) -> None:
         self.result, self.number, self.equal = result, keep, equal
         self.memory, self.domain, self.rules = memory, domain, rules
-        self.fastest: dict[int, list[LayoutCandidate]] = {rule: [] for rule in rules or (_ANY,)}
+        self.fastest: dict[int, list[LayoutCandidate]]
+        self.fastest = {rule: [] for rule in rules or (_ANY, _FLAT)}
         self.classes: dict[int, LayoutCandidate] = {}
 
     @property
     def worst(self) -> float:
         """Seconds that a layout must not exceed to be one of the fastest."""
-        return max(map(self._worst_of, self.fastest))
+        return max(self._worst_of(rule) for rule in self.fastest if rule != _FLAT)
+
+    def worst_in(self, block: LayoutBlock) -> float:
+        """The same in one block: longer where layouts have no pipeline."""
+        if _FLAT not in self.fastest or float(block.grid.pp.max()) > 1:
+            return self.worst
+        flat = max(self._worst_of(_FLAT), self._near_flat)
+        return max(self.worst, min(flat, _FLAT_REACH * self.worst))
+
+    @property
+    def _near_flat(self) -> float:
+        """Up to how many seconds a layout may be equal to the fastest without a pipeline."""
+        flat = self.fastest.get(_FLAT)
+        return (1 + self.equal) * flat[0].seconds if flat and self.equal else 0.0
 
     def worst_by_rule(self, grid: LayoutGrid) -> Array:
         """The same for each rule of recomputation of a block."""
@@ -142,7 +159,10 @@ class KeptLayouts:
 
     def _worst_of(self, rule: int) -> float:
         best = self.fastest[rule]
-        return best[-1].seconds if len(best) >= self.number else np.inf
+        return best[-1].seconds if len(best) >= self._number(rule) else np.inf
+
+    def _number(self, rule: int) -> int:
+        return min(self.number, _FLAT_KEPT) if rule == _FLAT else self.number
 
     @property
     def near(self) -> float:
@@ -168,7 +188,8 @@ class KeptLayouts:
         sizes does not fit in the end, a smaller one may."""
         if not self.near:
             return
-        near = np.flatnonzero(seconds <= self.near)
+        limit = max(self.near, min(self._near_flat, _FLAT_REACH * self.near))
+        near = np.flatnonzero(seconds <= limit)
         columns = (complexity(block.grid, self.domain), block.grid.microbatch_size)
         codes, sizes = (np.broadcast_to(each, block.shape).ravel()[near] for each in columns)
         order = np.lexsort((memory[near], seconds[near], sizes, codes))
@@ -182,7 +203,10 @@ class KeptLayouts:
     def _keep_best(self, block: LayoutBlock, seconds: Array, memory: Array) -> None:
         for rule, best in self.fastest.items():
             mine, worst = seconds, self._worst_of(rule)
-            if rule != _ANY:
+            if rule == _FLAT:
+                flat = np.broadcast_to(block.grid.pp, block.shape).ravel() == 1
+                mine = np.where(flat, seconds, np.inf)
+            elif rule != _ANY:
                 rules = np.broadcast_to(block.grid.recompute, block.shape).ravel()
                 mine = np.where(rules == rule, seconds, np.inf)
             places = np.argpartition(mine, min(self.number, len(mine) - 1))[: self.number]
@@ -192,9 +216,10 @@ class KeptLayouts:
                 if mine[place] < worst
             ]
             best.sort(key=lambda one: one.seconds)
-            del best[self.number :]
-        found = (one for best in self.fastest.values() for one in best)
-        self.result.best = sorted(found, key=lambda one: one.seconds)
+            del best[self._number(rule) :]
+        kept = ((id(one.block), one.index, one) for best in self.fastest.values() for one in best)
+        distinct = {(block, index): one for block, index, one in kept}
+        self.result.best = sorted(distinct.values(), key=lambda one: one.seconds)
 
     def keep_front(self, block: LayoutBlock, seconds: Array, memory: Array) -> None:
         """Keep the fastest layout of each memory class, and the one with least memory of all."""

@@ -225,7 +225,7 @@ class _LayoutSearch:
         """Seconds that a layout must not exceed to be one of the fastest, or equal to the first."""
         if self.kept.rules:
             return self.kept.worst_by_rule(block.grid)
-        return max(self.kept.worst, self.kept.near)
+        return max(self.kept.worst_in(block), self.kept.near)
 
     def _estimate(self, part: BoundedBlock) -> int:
         """Estimate those of a block that can still win, and keep the best layouts: first their
@@ -269,7 +269,8 @@ class _LayoutSearch:
         the fastest with fewer axes than any equal one so far."""
         lowest = part.least.min(axis=tuple(range(1, part.least.ndim)), keepdims=True)
         fewer = num_axes(part.block.grid) < self.kept.fewest_axes()
-        degrees = (lowest <= self.kept.worst) | ((lowest <= self.kept.near) & fewer)
+        worst = self.kept.worst_in(part.block)
+        degrees = (lowest <= worst) | ((lowest <= self.kept.near) & fewer)
         return degrees & np.isfinite(part.least) & (part.least <= self._reach(part.block))
 
     def _times(self, block: LayoutBlock, wanted: Flags) -> StepTime:

@@ -240,3 +240,12 @@ def test_pairs_of_one_job() -> None:
     assert pair_errors(group) == pytest.approx([1.2 / 1.02 - 1])
     assert ranking([group])["pairs"]["n"] == 1
     assert ranking([])["pairs"]["n"] == 0
+
+
+def test_twice_the_gpus_are_not_slower() -> None:
+    """Bounds of 120 short pipelines were below the step of dp=48, their simulated steps were not:
+    the search kept pipelines alone, and 48 GPUs took longer than 24."""
+    jobs = [asked("gpt2", "a100", gpus, seq=1024, batch=288) for gpus in (24, 48)]
+    half, full = (best_plans(replace(job), 10) for job in jobs)
+    assert full.fastest.step < half.fastest.step
+    assert str(first_of(half)) == "dp=24" and str(first_of(full)) == "dp=48"
