@@ -51,6 +51,7 @@ JOBS = (
     Job("plan llama-3.1-405b --machine h100 --gpus 1024"),
     Job("plan llama-3.1-405b --machine h100 --gpus 4096"),
     Job("plan llama-3.1-405b --machine h100 --gpus 16384 --batch 2048", weighed=True),
+    Job("plan llama-3.1-405b --machine h100 --gpus 98304"),
     Job("plan mixtral-8x22b --machine h100 --gpus 64"),
     Job("plan qwen3-235b-a22b --machine gb200 --gpus 128"),
     Job("plan deepseek-v3 --machine h800 --gpus 256"),
