@@ -182,9 +182,9 @@ def _hint(name: str) -> str:
     """What to give instead of a name that is no preset."""
     # A chip is letters and a number: mi300x is no typo of b300.
     near = [
-        each
-        for each in difflib.get_close_matches(name, presets(), n=3, cutoff=_NEAR)
-        if each[0] == name[0]
+        preset
+        for preset in difflib.get_close_matches(name, presets(), n=3, cutoff=_NEAR)
+        if preset[0] == name[0]
     ]
     return (
         (f"did you mean {' or '.join(near)}? " if near else "")

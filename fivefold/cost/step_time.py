@@ -203,13 +203,14 @@ def launch_bound_layer(work: LayerTimer, i: int, apart: Collection[str] = ()) ->
     busy = total_seconds(layer.forward), inputs, total_seconds(layer.weights)
     host = work.of_layer(i).host_seconds(routed=work.shape.is_moe_layer(i))
     waits = _host_waits(busy, host, work.grid.defers)
-    passes = (layer.forward, layer.inputs, layer.weights)
-    found = (
-        {**each, "launch": each.get("launch", 0.0) + wait}
-        for each, wait in zip(passes, waits, strict=True)
+    passes = {"forward": layer.forward, "inputs": layer.inputs, "weights": layer.weights}
+    return replace(
+        layer,
+        **{
+            name: {**parts, "launch": parts.get("launch", 0.0) + wait}
+            for (name, parts), wait in zip(passes.items(), waits, strict=True)
+        },
     )
-    forward, inputs, weights = found
-    return replace(layer, forward=forward, inputs=inputs, weights=weights)
 
 
 def _host_waits(
