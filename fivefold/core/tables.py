@@ -67,6 +67,13 @@ def build(cls: type[T], table: Table, where: str) -> T:
         raise BadFile(where, [str(error)]) from error
 
 
+def problems_of(cls: Any, table: Any, path: str) -> list[str]:
+    """What is wrong with a table of some keys of the dataclass `cls`: unknown keys, wrong types."""
+    problems: list[str] = []
+    _dataclass(cls, table, path, problems)
+    return [each for each in problems if not each.startswith("missing key")]
+
+
 @functools.cache
 def types_of(cls: Any) -> Table:
     """The type of every field of a dataclass; to evaluate them takes longer than to read a file."""

@@ -282,7 +282,11 @@ def _not_scored(table: dict[str, Any]) -> Iterator[str]:
 
 def _schema() -> Iterator[str]:
     yield from ("## A file of runs", "")
-    yield "JSONL: one JSON object a line. Needed fields must be there, but may be null: unknown."
+    yield "JSONL: one JSON object a line; or TOML: a table `[[run]]` for each, with `[run.shape]`,"
+    yield "`[run.software]` and `[run.achieved]`. Needed fields must be there, but may be null"
+    yield "(left out in TOML): unknown. A run is priced by what its row says. Without a table"
+    yield "`shape`, a name like DeepSeek-V3 adds the latents and shared experts of that preset."
+    yield "An unknown key of `shape` or `software` refuses the file."
     yield "An unknown field is passed over and counted as an assumption. An unknown stack,"
     yield "precision, activation, schedule or recomputation is refused: the row is not scored."
     yield "A run that is in several files counts once."

@@ -11,21 +11,24 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, replace
 from itertools import product
+from typing import Any
 
 import numpy as np
 
 from fivefold.core.errors import FivefoldError, UnknownName
+from fivefold.core.fp8 import Fp8
 from fivefold.core.machine import Machine
 from fivefold.core.schedule.catalog import family as schedule_family
 from fivefold.core.schedule.catalog import names as schedule_names
 from fivefold.core.schedule.choose import named
 from fivefold.core.shape import Shape
+from fivefold.core.tables import build
 from fivefold.cost.grid import FAMILIES, RECOMPUTE, RULES, LayoutGrid
-from fivefold.cost.stack import SoftwareStack
+from fivefold.cost.stack import EAGER_LAUNCH, FIVEFOLD, SoftwareStack
 from fivefold.cost.stack_presets import load_preset, load_stack
 from fivefold.score.row_machine import read_machine, read_precision
 from fivefold.score.row_model import read_shape
-from fivefold.score.rows import Row, unknown_keys
+from fivefold.score.rows import Row, RowOverlap, RowSoftware, unknown_keys
 from fivefold.score.spelling import RowReader, family_of, source_of, spellings
 
 OPEN_MICROBATCH_SIZES = (1, 2, 4)  # if a row does not say
@@ -97,13 +100,49 @@ def _stacks(reader: RowReader, precision: str, without: str) -> list[SoftwareSta
 
 
 def _as_said(row: Row, stack: SoftwareStack) -> SoftwareStack:
-    """The stack with the row's frozen weights, adapters and offloaded activations."""
+    """The stack with the row's frozen weights, adapters, offloaded activations and software."""
     rank, away = int(row.get("lora_rank") or 0), float(row.get("offload_activations") or 0.0)
     if rank < 0 or not 0 <= away <= 1:
         raise FivefoldError("give a lora_rank of 0 or more and a share of activations up to 1")
     memory = replace(stack.memory, offloaded=away or stack.memory.offloaded)
     frozen = bool(row.get("frozen")) or rank > 0
-    return replace(stack, frozen=frozen, lora_rank=rank, memory=memory)
+    stack = replace(stack, frozen=frozen, lora_rank=rank, memory=memory)
+    return _with_software(
+        stack, build(RowSoftware, row.get("software") or {}, "software of the row")
+    )
+
+
+# What a compiler changes: passes over activations and bytes of the loss, ours where it runs and
+# those of PyTorch's own kernels where it does not.
+_COMPILED = ("wide_passes", "narrow_passes", "rotary_passes", "loss_bytes")
+# What a replayed graph has none of, and what a stack without one has at least.
+_HOST = ("launch", "expert_launch", "dispatch_launch", "crowding", "message_launch", "expert_wait")
+
+
+def _with_software(stack: SoftwareStack, software: RowSoftware) -> SoftwareStack:
+    """The stack as a row says that it ran."""
+    changes: dict[str, Any] = {}
+    if software.compile is not None:
+        usual = FIVEFOLD if software.compile else load_stack("eager")
+        nearer = min if software.compile else max
+        for name in _COMPILED:
+            changes[name] = nearer(getattr(stack, name), getattr(usual, name))
+    if software.cuda_graphs:
+        changes |= dict.fromkeys(_HOST, 0.0)
+    elif software.cuda_graphs is False and not stack.launch:
+        changes["launch"] = EAGER_LAUNCH
+    if software.fp8 is not None:
+        changes["fp8"] = Fp8.parse(software.fp8)
+    overlap = software.overlap or RowOverlap()
+    if overlap.dp is not None:
+        changes |= {"gradients_hidden": overlap.dp, "gathers_hidden": float(overlap.dp)}
+    if overlap.tp is not None:
+        changes |= {"tp_hidden": overlap.tp, "tp_overlap": 0}
+    if overlap.ep is not None:
+        changes |= {"experts_hidden": overlap.ep, "paired_layers": False, "shared_overlap": False}
+    if overlap.pp is not None:
+        changes["transfers_hidden"] = overlap.pp
+    return replace(stack, **changes)
 
 
 def _assumed_stack(reader: RowReader, precision: str) -> str:

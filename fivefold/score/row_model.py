@@ -1,17 +1,19 @@
 """The model of a measured run, from the sizes of its row.
 
 Rows seldom say whether an MLP is gated and whether the head is tied. Their number of parameters
-tells both; without it, an MLP of four times the width is taken for an ungated one.
+tells both; without it, an MLP of four times the width is taken for an ungated one. What no size
+tells (latents, shared experts, dense layers) is in the table `shape` of a row.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import replace
 from itertools import product
-from typing import cast, get_args
+from typing import Any, cast, get_args
 
-from fivefold.core import models
+from fivefold.core import models, tables
 from fivefold.core.count import parameters
 from fivefold.core.errors import UnknownName
 from fivefold.core.shape import Activation, Moe, Shape
@@ -21,13 +23,21 @@ GPT_VOCAB = 51_200  # GPT-2's vocabulary, padded as Megatron does, if a row does
 
 
 def read_shape(reader: RowReader) -> Shape:
-    """The model: a preset if the sizes of a row do not describe it, else these sizes."""
-    model = reader.text("model")
-    for pattern, name in spellings().models.items():
-        if re.search(pattern, model, re.IGNORECASE):
-            preset = models.load(name)
+    """The model by the sizes of a row and its table `shape`. Without that table, a row that is
+    named like a preset has what its sizes do not describe, such as latents, from there."""
+    keys: dict[str, Any] = dict(reader.row.get("shape") or {})
+    base, model = keys.pop("base", None), reader.text("model")
+    if reader.row.get("shape") is None:
+        named = spellings().models.items()
+        base = next((name for like, name in named if re.search(like, model, re.IGNORECASE)), None)
+    if base is not None:
+        preset = models.load(str(base))
+        if reader.row.get("shape") is None:
             mtp = preset.mtp if re.search(r"w/ MTP", model) else 0
-            return replace(preset, mtp=mtp, max_seq=reader.integer("seq_len"))
+            preset = replace(preset, mtp=mtp)
+            if preset.layers != reader.integer("layers", preset.layers):
+                reader.assume(f"shape is not said: all but the sizes of the row is that of {base}")
+        return _with_table(_resized(reader, preset), keys)
     width, heads = reader.integer("hidden"), reader.integer("heads")
     plain = Shape(
         name=reader.text("id"),
@@ -43,6 +53,8 @@ def read_shape(reader: RowReader) -> Shape:
     if reader.row.get("experts") is not None:
         routed = Moe(reader.integer("experts"), reader.integer("topk"), plain.ffn)
         plain = replace(plain, moe=routed)
+    if reader.row.get("shape") is not None:
+        return _with_table(_finished(reader, plain), keys)
     for pattern, sizes in spellings().sizes.items():
         if re.search(pattern, model, re.IGNORECASE):
             reader.assume(f"attention of {model}: heads of {sizes.head_dim}, window {sizes.window}")
@@ -53,6 +65,48 @@ def read_shape(reader: RowReader) -> Shape:
                 global_every=sizes.global_every,
             )
     return _finished(reader, plain)
+
+
+def _resized(reader: RowReader, preset: Shape) -> Shape:
+    """A preset with the sizes that a row says; heads with latents have sizes of their own."""
+    fields = {"layers": "layers", "width": "hidden", "heads": "heads", "vocab": "vocab"}
+    fields |= {"max_seq": "seq_len"}
+    if preset.mla is None:
+        fields |= {"kv_heads": "kv_heads", "head_dim": "head_dim"}
+    sizes = {key: reader.integer(name, getattr(preset, key)) for key, name in fields.items()}
+    if preset.mla is not None:
+        sizes["kv_heads"] = sizes["heads"]
+    words = {
+        key: reader.row[key] for key in ("activation", "tied") if reader.row.get(key) is not None
+    }
+    moe, inner = preset.moe, reader.integer("ffn_hidden", preset.ffn)
+    if moe is None:
+        sizes["ffn"] = inner
+    else:
+        counts = {"experts": reader.integer("experts", moe.experts)}
+        counts |= {"top_k": reader.integer("topk", moe.top_k)}
+        counts |= {"ffn": moe.ffn if inner == preset.ffn else inner}
+        moe = replace(moe, **counts, first_dense=min(moe.first_dense, sizes["layers"] - 1))
+    return replace(preset, **sizes, **words, moe=moe)
+
+
+def _with_table(shape: Shape, keys: Mapping[str, Any]) -> Shape:
+    """The shape with the keys of a row's table `shape`."""
+    if not keys:
+        return shape
+    table = tables.table_of(shape)
+    for key, value in keys.items():
+        inner = isinstance(value, Mapping) and isinstance(table.get(key), Mapping)
+        table[key] = {**table[key], **value} if inner else value
+    latents: dict[str, Any] = table.get("mla") or {}
+    counts: dict[str, Any] = keys.get("moe") or {}
+    if latents:
+        table["kv_heads"] = shape.heads
+        table["head_dim"] = latents.get("nope_dim", 0) + latents.get("rope_dim", 0)
+    if "shared" in counts and "shared_ffn" not in counts:
+        table["moe"]["shared_ffn"] = counts["shared"] * table["moe"].get("ffn", 0)
+    table = {key: value for key, value in table.items() if value is not None}
+    return tables.build(Shape, table, "shape of the row")
 
 
 def _finished(reader: RowReader, plain: Shape) -> Shape:

@@ -1,14 +1,24 @@
-"""Measured runs from JSONL files: one JSON object per line, with the fields below."""
+"""Measured runs from JSONL files, one JSON object per line, or from TOML files, one table `[[run]]`
+per run, with the fields below.
+
+A row is priced by what it says. Its tables `shape` and `software` say what the other fields cannot:
+latents, shared experts and dense layers, and how the software ran. They are read strictly.
+"""
 
 from __future__ import annotations
 
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
+from fivefold.core import models
 from fivefold.core.errors import BadFile, FivefoldError, did_you_mean
+from fivefold.core.fp8 import Scaling
+from fivefold.core.shape import Shape
+from fivefold.core.tables import problems_of, read_toml
 
 Row = Mapping[str, Any]
 _MOST_PROBLEMS = 12  # that are listed
@@ -61,6 +71,19 @@ FIELDS = {
     "micro_batch": RowField("number", True, "sequences of a microbatch; null gives an interval"),
     "global_batch": RowField("number", True, "sequences of a step"),
     "recompute": RowField("text", True, "`none`, `selective`, `full`; null gives an interval"),
+    "shape": RowField(
+        "table",
+        False,
+        "what else the model has: `mla` (latents: `kv_rank`, `q_rank`, `nope_dim`, `rope_dim`, "
+        "`value_dim`), `moe` (`shared`, `shared_ffn`, `first_dense`, …), `ffn` of dense layers, "
+        "`mtp`, any key of a model; `base`: a preset for all others. Its name steers nothing then",
+    ),
+    "software": RowField(
+        "table",
+        False,
+        "how the stack ran: `compile` and `cuda_graphs` (flags), `fp8` (granularity: `tensorwise`, "
+        "`blockwise`, `mxfp8`, `nvfp4`), `overlap` (`dp`, `pp`: flags; `tp`, `ep`: hidden shares)",
+    ),
     "achieved": RowField("table", True, "what was measured, below"),
     "extra": RowField("table", False, "what only one source tells, such as `zero_group`"),
     "source": RowField("text", False, "where it was published; steers nothing"),
@@ -79,6 +102,34 @@ EXTRA = {
             *("reducescatter_GBps", "ar_intranode_GBps"),
         )
     },
+}
+
+
+@dataclass(frozen=True)
+class RowOverlap:
+    """Which communication overlaps with compute; None: as the stack does."""
+
+    dp: bool | None = None  # gradients and gathers of the data axis
+    tp: float | None = None  # share of tensor-parallel traffic
+    ep: float | None = None  # share of dispatch and combine
+    pp: bool | None = None  # messages of a pipeline
+
+
+@dataclass(frozen=True)
+class RowSoftware:
+    """How a stack ran; None: as its preset says."""
+
+    compile: bool | None = None
+    cuda_graphs: bool | None = None
+    fp8: Scaling | None = None
+    overlap: RowOverlap | None = None
+
+
+# Keys of a model that a row has fields for, which may say them as well.
+_SAID_BY_FIELDS = {
+    **{"layers": "layers", "width": "hidden", "heads": "heads", "kv_heads": "kv_heads"},
+    **{"head_dim": "head_dim", "vocab": "vocab", "activation": "activation", "tied": "tied"},
+    **{"moe.experts": "experts", "moe.top_k": "topk", "moe.ffn": "ffn_hidden"},
 }
 ACHIEVED = {
     "step_time_s": RowField("number", False, "seconds of one optimizer step"),
@@ -129,7 +180,17 @@ def read_runs(paths: Sequence[Path]) -> MeasuredRuns:
     return MeasuredRuns(list(found.values()), lines - len(found))
 
 
-def _rows(path: Path) -> list[Row]:
+def _tables(path: Path) -> Iterator[tuple[str, tuple[dict[str, Any], list[str]]]]:
+    """Every row of a file and its problems, by its position in words."""
+    if path.suffix == ".toml":
+        table = read_toml(path)
+        runs = table.get("run", [table])
+        if not isinstance(runs, list) or ("run" in table and len(table) > 1):
+            raise BadFile(str(path), ["write a table [[run]] for each run, and nothing beside"])
+        null = {name: None for name, field in FIELDS.items() if field.needed}  # TOML has no null
+        for number, row in enumerate(cast("list[Any]", runs), start=1):
+            yield f"run {number}", _checked({**null, **row} if isinstance(row, dict) else row)
+        return
     try:
         lines = path.read_text("utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -137,19 +198,22 @@ def _rows(path: Path) -> list[Row]:
         raise FivefoldError(
             f"cannot read {path}: {reason}; give a file with one JSON object per line"
         ) from error
+    for number, line in enumerate(lines, start=1):
+        if line.strip():
+            yield f"line {number}", _row(line)
+
+
+def _rows(path: Path) -> list[Row]:
     rows: list[Row] = []
     problems: list[str] = []
-    seen: dict[str, int] = {}
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        row, wrong = _row(line)
+    seen: dict[str, str] = {}
+    for position, (row, wrong) in _tables(path):
         name = row.get("id")
         if not wrong and name in seen:
-            wrong = [f"id {name!r} is already in line {seen[name]}: give every run its own id"]
-        problems += [f"line {number}: {each}" for each in wrong]
+            wrong = [f"id {name!r} is already in {seen[name]}: give every run its own id"]
+        problems += [f"{position}: {each}" for each in wrong]
         rows.append(row)
-        seen[str(name)] = number
+        seen[str(name)] = position
     if not rows:
         problems.append("it has no runs: write one JSON object per line")
     if problems:
@@ -165,10 +229,16 @@ def _row(line: str) -> tuple[dict[str, Any], list[str]]:
         row = json.loads(line, parse_constant=_no_number)
     except (ValueError, RecursionError) as error:
         return {}, [f"not JSON: {error}"]
+    return _checked(row)
+
+
+def _checked(row: Any) -> tuple[dict[str, Any], list[str]]:
+    """A row, and its problems."""
     if not isinstance(row, dict):
         return {}, ["not a JSON object: write {...} with the fields of a run"]
     table = cast(dict[str, Any], row)
-    wrong = list(_problems(table, FIELDS, ""))
+    wrong = list(_lift(table))
+    wrong += _problems(table, FIELDS, "")
     if not table.get("id") and "id" in table:
         wrong.append("id is empty: give every run its own id")
     achieved = table.get("achieved")
@@ -176,7 +246,44 @@ def _row(line: str) -> tuple[dict[str, Any], list[str]]:
         wrong += _problems(cast(dict[str, Any], achieved), ACHIEVED, "achieved.")
     elif "achieved" in table and achieved is None:
         wrong.append("achieved is null: write {} if nothing was measured")
+    wrong += _strict_problems(table)
     return table, wrong
+
+
+def _lift(row: dict[str, Any]) -> Iterator[str]:
+    """Move keys of the table `shape` that are fields of a row there; two values are a problem."""
+    shape = row.get("shape")
+    if not isinstance(shape, dict):
+        return
+    row["shape"] = top = dict(cast("dict[str, Any]", shape))
+    if isinstance(top.get("moe"), dict):
+        top["moe"] = dict(top["moe"])
+    for key, field in _SAID_BY_FIELDS.items():
+        inner, _, last = key.rpartition(".")
+        table: Any = top.get(inner) if inner else top
+        if isinstance(table, dict) and last in table:
+            value = cast("dict[str, Any]", table).pop(last)
+            if row.get(field, value) not in (None, value):
+                yield f"shape.{key} = {value!r}, but the row says {field} = {row[field]!r}"
+            row[field] = value
+
+
+def _strict_problems(row: Row) -> Iterator[str]:
+    """Problems of the tables whose unknown keys would change what is priced."""
+    shape, software = row.get("shape"), row.get("software")
+    if isinstance(shape, dict):
+        table = dict(cast("dict[str, Any]", shape))
+        base = table.pop("base", None)
+        if base is not None and base not in models.presets():
+            yield f"shape.base = {base!r}: {did_you_mean(str(base), models.presets())}"
+        yield from problems_of(Shape, table, "shape.")
+    if isinstance(software, dict):
+        yield from problems_of(RowSoftware, software, "software.")
+        overlap = cast("dict[str, Any]", software).get("overlap")
+        for axis in ("tp", "ep"):
+            share = cast("dict[str, Any]", overlap).get(axis) if isinstance(overlap, dict) else None
+            if isinstance(share, int | float) and not 0 <= share <= 1:
+                yield f"software.overlap.{axis} = {share!r}: give a share from 0 to 1"
 
 
 def _no_number(word: str) -> float:

@@ -8,15 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_score import PUBLISHED, row, rows, run, run_of
+from test_score import PUBLISHED, refuse, row, rows, run, run_of
 
-from fivefold.core.errors import FivefoldError
-from fivefold.core.tables import read_toml
+from fivefold.core.errors import BadFile, FivefoldError
+from fivefold.core.tables import read_toml, to_toml
 from fivefold.cost.grid import RECOMPUTE, SCHEDULES
 from fivefold.score import summary
 from fivefold.score.left_out import error_bars, leave_one_out, quantile, rescore
 from fivefold.score.outcome import ScoreResult, score, score_row
 from fivefold.score.published import Case, cases
+from fivefold.score.rows import read_runs
 from fivefold.score.spelling import is_usual_network, network_rate, source_of
 
 BARE: dict[str, Any] = {"id": "nobody-1", "source": None, "notes": None}
@@ -236,3 +237,101 @@ def test_the_left_out_figures_come_first(
     assert left["new_source"]["time"]["median"] == pytest.approx(bars["time"]["median"], abs=1e-4)
     assert table["fitted"]["count"] == len(table["fitted"]["numbers"])
     assert table["assumptions"]["rows"] == 18
+
+
+LATENTS = {"kv_rank": 512, "q_rank": 1536, "nope_dim": 128, "rope_dim": 64, "value_dim": 128}
+CUT: dict[str, Any] = {
+    **{"id": "nobody-2", "source": None, "notes": None, "stack": "megatron", "layers": 4},
+    **{"model": "DeepSeek V3 cut to 4 layers", "hidden": 7168, "ffn_hidden": 2048, "heads": 128},
+    **{"kv_heads": 128, "vocab": 129280, "experts": 256, "topk": 8, "seq_len": 4096},
+    **{"gpu": "b200", "gpus": 8, "dp": 8, "tp": 1, "pp": 1, "ep": 8, "zero": 1, "params_b": None},
+    **{"micro_batch": 1, "global_batch": 32, "recompute": "none", "precision": "bf16"},
+    **{"activation": "swiglu", "tied": False},
+}
+OWN = {"mla": LATENTS, "ffn": 18432, "moe": {"first_dense": 1, "shared": 1}}
+
+
+def test_a_row_is_priced_by_its_own_sizes_whatever_its_name() -> None:
+    """A name like DeepSeek-V3 gave 61 layers to a run of 4: ten times its time."""
+    named = case(**CUT)
+    assert named.shape.layers == 4 and named.shape.mla is not None and named.shape.mtp == 0
+    assert any("deepseek-v3" in each for each in named.assumptions)
+    for model in ("DeepSeek V3 cut to 4 layers", "qwen3-30b", "whatever"):
+        found = case(**{**CUT, "model": model}, shape=OWN)
+        moe = found.shape.moe
+        assert moe is not None and (moe.shared, moe.shared_ffn, moe.first_dense) == (1, 2048, 1)
+        assert (found.shape.ffn, found.shape.head_dim, moe.ffn) == (18432, 192, 2048)
+        assert not any("shape" in each for each in found.assumptions)
+        assert found.shape.mla is not None and found.shape.mla.kv_rank == 512
+    based = {"base": "deepseek-v3", "mtp": 0, "moe": {"first_dense": 1}}
+    same = score_row(row(**{**CUT, "model": "whatever"}, shape=based))
+    assert same.seconds == score_row(row(**CUT, shape=OWN)).seconds
+    bare = case(**CUT, shape={})
+    assert bare.shape.mla is None and bare.shape.moe is not None and not bare.shape.moe.shared
+
+
+def test_the_software_of_a_row_changes_its_price() -> None:
+    def seconds(**software: Any) -> float:
+        fp8 = {"precision": "fp8"} if "fp8" in software else {}
+        return score_row(row(**{**CUT, **fp8}, shape=OWN, software=software)).seconds.low
+
+    plain = seconds()
+    assert seconds(cuda_graphs=True) < plain
+    assert seconds(compile=True) < seconds(compile=False)
+    assert seconds(overlap={"ep": 1.0}) < plain < seconds(overlap={"ep": 0.0})
+    assert seconds(overlap={"dp": False}) > plain
+    assert seconds(fp8="tensorwise") < seconds(fp8="blockwise")
+    tensor = {**CUT, "tp": 8, "dp": 1, "ep": 1, "sp": True}
+    shown, hidden = (
+        score_row(row(**tensor, shape=OWN, software={"overlap": {"tp": share}})).seconds.low
+        for share in (0.0, 1.0)
+    )
+    assert hidden < shown
+    staged = {**CUT, "pp": 2, "dp": 4, "ep": 4}
+    waits, sends = (
+        score_row(row(**staged, shape=OWN, software={"overlap": {"pp": said}})).seconds.low
+        for said in (False, True)
+    )
+    assert sends < waits
+
+
+@pytest.mark.parametrize(
+    ("tables", "says"),
+    [
+        ({"shape": {"latents": 512}}, "unknown key 'shape.latents'"),
+        ({"shape": {"moe": {"share": 1}}}, "unknown key 'shape.moe.share': did you mean shared"),
+        ({"shape": {"mla": {"kv_rank": "512"}}}, "shape.mla.kv_rank = '512': expected int"),
+        (
+            {"shape": {"base": "deepseek-v33"}},
+            "shape.base = 'deepseek-v33': did you mean deepseek-v3",
+        ),
+        ({"shape": {"layers": 61}}, "shape.layers = 61, but the row says layers = 4"),
+        ({"software": {"graphs": True}}, "unknown key 'software.graphs': did you mean cuda_graphs"),
+        ({"software": {"fp8": "row"}}, "software.fp8 = 'row': choose from blockwise"),
+        ({"software": {"overlap": {"cp": True}}}, "unknown key 'software.overlap.cp'"),
+        ({"software": {"overlap": {"tp": 1.5}}}, "give a share from 0 to 1"),
+        ({"software": []}, "software = [] is not a JSON object"),
+    ],
+)
+def test_shape_and_software_are_read_strictly(
+    tables: dict[str, Any], says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "runs.jsonl"
+    path.write_text(json.dumps(row(**CUT, **tables)) + "\n", "utf-8")
+    assert says in refuse(capsys, str(path))
+
+
+def test_rows_in_toml(tmp_path: Path) -> None:
+    path = tmp_path / "runs.toml"
+    said = row(**CUT, shape={**OWN, "layers": 4}, software={"cuda_graphs": True})
+    text = to_toml({key: value for key, value in said.items() if value is not None})
+    path.write_text(text, "utf-8")
+    (found,) = read_runs([path]).rows
+    assert found["layers"] == 4 and "layers" not in found["shape"]
+    assert (
+        score_row(found).seconds
+        == score_row(row(**CUT, shape=OWN, software=said["software"])).seconds
+    )
+    path.write_text('[[run]]\nid = "a"\n[[run]]\nid = "b"\n', "utf-8")
+    with pytest.raises(BadFile, match="run 1: achieved is null"):
+        read_runs([path])
