@@ -199,9 +199,7 @@ def _lacks(target: Target, best: Estimate) -> tuple[str, ...]:
     except FivefoldError as error:
         return (str(error),)
     losses = [*unknown, *(each for each in found.losses if not each.left)]
-    return tuple(
-        each.was if each.key == "schedule" else f"{each.key}={each.was}" for each in losses
-    )
+    return tuple(each.name for each in losses)
 
 
 def _free(_values: Values) -> Priced | None:

@@ -16,7 +16,7 @@ from fivefold.bridges.key_table import Key, KeyChoice, allowed, ours_of
 from fivefold.bridges.target import Target
 from fivefold.core.errors import FivefoldError
 from fivefold.core.precision import PRECISIONS
-from fivefold.core.recompute import StageRecompute
+from fivefold.core.recompute import REMADE, SELECTIVE, StageRecompute
 from fivefold.core.schedule.catalog import family
 from fivefold.core.shape import Shape
 
@@ -63,12 +63,17 @@ class Loss:
     after: Priced | None = None
     together: bool = False  # the target has it, but not beside other values of the plan
 
+    @property
+    def name(self) -> str:
+        """What the plan has, in the field's words."""
+        return self.was if self.key == "schedule" else _assigned(self.key, self.was)
+
     def text(self, title: str) -> str:
         if self.left:
-            return f"{self.key}={self.was} is said in your own program, not in a file of {title}"
-        name = self.was if self.key == "schedule" else f"{self.key}={self.was}"
+            key = _assigned(self.key, self.was)
+            return f"{key} is said in your own program, not in a file of {title}"
         beside = " beside other values of this plan" if self.together else ""
-        words = f"{title} has no {name}{beside}: {self.now}"
+        words = f"{title} has no {self.name}{beside}: {self.now}"
         if self.slower is None or self.after is None:
             return words
         way = "slower" if self.slower > 0 else "faster"
@@ -134,8 +139,8 @@ class _NearestPlan:
                 legal.append(({**each, "microbatches": found["microbatches"]}, found))
         if not legal:
             raise FivefoldError(
-                f"{self.target.title} has no {key}={was}, and nothing near it is a legal plan: "
-                "choose another layout or target"
+                f"{self.target.title} has no {_assigned(key, was)}, and nothing near it is a legal "
+                "plan: choose another layout or target"
             )
         if left or len(legal) == 1:
             changes, found = legal[0]
@@ -183,8 +188,17 @@ def _shown(changes: Values) -> str:
         more = changes["chunks"] > 1
         chunks = f" with {changes['chunks']} virtual stages a rank" if more else ""
         return f"{changes['schedule']}{chunks}"
-    words = [f"{name}={value}" for name, value in changes.items() if value is not None]
+    words = [_assigned(name, value) for name, value in changes.items() if value is not None]
     return " ".join(words) or "it decides itself"
+
+
+def _assigned(key: str, value: Any) -> str:
+    """A key with its value. Elsewhere selective recomputation is that of core attention, which has
+    no key here: kernels of attention save no scores."""
+    word = str(value)
+    if key == "recompute":
+        word = word.replace(SELECTIVE, "+".join(REMADE))
+    return f"{key}={word}"
 
 
 def _axes(search: _NearestPlan) -> None:

@@ -15,8 +15,8 @@ from fivefold.api.planning import estimate_options
 from fivefold.bridges import TARGETS, emit_plan, read_foreign
 from fivefold.bridges.job_values import values_of
 from fivefold.bridges.key_table import ours_of
-from fivefold.bridges.nearest import Priced, _NearestPlan
-from fivefold.bridges.target import world_of
+from fivefold.bridges.nearest import Priced, _NearestPlan, express
+from fivefold.bridges.target import Target, world_of
 from fivefold.core.errors import FivefoldError
 from fivefold.core.plan import Plan, PlanOptions, resolve
 from fivefold.core.recipe import Recipe
@@ -81,6 +81,17 @@ def test_losses_are_priced() -> None:
     slower = emitted.losses[0].slower
     assert slower is not None
     assert f"{abs(slower):.1%}" in line
+
+
+@pytest.mark.parametrize("target", TARGETS.values(), ids=lambda one: one.name)
+def test_no_framework_is_said_to_lack_what_the_field_calls_selective(target: Target) -> None:
+    """Ours makes norms and activations again; theirs is core attention, or every second matmul."""
+    plan = resolve(PlanOptions("llama-3.1-8b", layout="dp=8", recompute="selective"))
+    model = (plan.options.model, plan.options.set, plan.shape)
+    found = express(target, values_of(plan), model, lambda _: None)
+    said = [each.text(target.title) for each in found.losses if each.key == "recompute"]
+    assert all("recompute=norm+act" in each and "selective" not in each for each in said)
+    assert said or target.name != "megatron"
 
 
 def test_memory_after_every_substitution_is_shown_and_what_fits_is_preferred() -> None:
