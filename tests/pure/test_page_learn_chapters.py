@@ -137,6 +137,25 @@ def test_the_comparison_says_what_the_planner_estimates() -> None:
     assert "16 GPUs" in small["two"]["problem"]
 
 
+def test_the_chapter_on_choosing_says_what_its_command_says(tmp_path: Path) -> None:
+    """Its first command is the plan that its prose names; the second searches the same job."""
+    first, second = (shlex.split(each)[1:] for each in CHAPTERS["choose"].commands)
+    done = in_fork([*first, "--json"], tmp_path)
+    found = json.loads(done.stdout)["layouts"][0]
+    view = compare.view({})
+    rows = [row for row in view["rows"] if row["verdict"] == "fits"]
+    best = min(rows, key=lambda row: row["step"])
+    said = " ".join(chapters.CHAPTERS["choose"].prose())
+    assert f"{best['layout']}: {gib(best['memory'])}, and {best['step_text']} a step" in said
+    assert (found["step_s"], found["fits"]) == (pytest.approx(best["step"]), "fits")
+    assert best["layout"] == f"{found['layout']} with ZeRO {found['zero']}"
+    assert found["memory_gib"]["total"] * 2**30 == pytest.approx(best["memory"])
+    options = resolve(PlanOptions("llama-3.1-70b", layout=found["layout"], batch=view["batch"]))
+    asked = dict(zip(second[2::2], second[3::2], strict=True))
+    assert asked == {"--machine": "h100", "--batch": "128", "--gpus": view["choices"]["gpus"]}
+    assert options.layout.world == int(asked["--gpus"]) and view["batch"] == int(asked["--batch"])
+
+
 def test_the_table_of_trainers_has_every_cell_its_source_and_its_date() -> None:
     """docs/compared.md is held to the same file by test_docs.py."""
     view = trainers.view({})

@@ -143,7 +143,11 @@ CHAPTERS: dict[str, Chapter] = {
         "A caterer first asks what fits into the rooms, then who has to talk to whom all evening, "
         "and puts those at the same table.",
         "compare",
-        ("fivefold plan llama-3.1-70b --machine h100 --gpus 64",),
+        (
+            "fivefold plan llama-3.1-70b --machine h100 --batch 128 "
+            '--layout "dp=4 tp=4 pp=4" --zero 1 --recompute selective',
+            "fivefold plan llama-3.1-70b --machine h100 --batch 128 --gpus 64",
+        ),
     ),
     "serving": Chapter(
         "How does a trained model answer?",

@@ -71,18 +71,20 @@ def choose() -> list[str]:
     fitting = [row for row in view["rows"] if row["verdict"] == "fits"]
     alone, best = rows["data"], min(fitting, key=lambda row: row["step"])
     return [
-        "First it has to fit, then it has to be fast. Rules of thumb: ZeRO stage 1 always. tp up "
+        "First it has to fit, then it has to be fast. Rules of thumb: ZeRO stage 1 at least. tp up "
         "to the size of a node, until the weights fit. pp across nodes, if that does not suffice "
         "and the batch has enough microbatches. cp where sequences are so long that their "
         "activations do not fit. ep where the model has experts. dp is what is left. "
-        "Recomputation and ZeRO stage 3 trade time for memory at any point.",
-        f"{choices['model']} on {choices['gpus']} H100s of {gib(gpu().memory)}: data parallelism "
-        f"alone would need {gib(alone['memory'])} on each. The fastest that fits of the rows below "
-        f"is {best['title']}, {best['layout']}: {gib(best['memory'])}, and "
-        f"{duration(best['step'])} a step.",
+        "Recomputation and ZeRO stage 3 trade time for memory at any point, and may do without the "
+        "others.",
+        f"{choices['model']} on {choices['gpus']} H100s of {gib(gpu().memory)}, {view['batch']} "
+        f"sequences a step: data parallelism alone would need {gib(alone['memory'])} on each. The "
+        f"fastest that fits of the rows below is {best['title']}, {best['layout']}: "
+        f"{gib(best['memory'])}, and {duration(best['step'])} a step. The first command says so.",
         "Rules of thumb miss much: how schedules, batch and recomputation play together. The "
-        "planner estimates every legal layout, simulates the best, and says why the first one won "
-        "and what each neighbour would lose. The other tab, Explore, shows the same for any job.",
+        "planner, in the second command, estimates every legal layout of the same job, simulates "
+        "the best, and says why the first one won and what each neighbour would lose. The other "
+        "tab, Explore, shows the same for any job.",
     ]
 
 
