@@ -17,6 +17,7 @@ import pytest
 
 from fivefold.cli import main
 from fivefold.core.errors import FivefoldError
+from fivefold.planner.accuracy import accuracy
 from fivefold.report.score_page import render, sections
 from fivefold.report.score_svg import Dot, score_svg
 from fivefold.score import figures, summary
@@ -373,3 +374,11 @@ def test_scores_without_torch() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_pages_state_the_errors_that_every_plan_prints() -> None:
+    """One source: presets/accuracy.toml."""
+    bar, folder = accuracy(), Path(__file__).parents[2]
+    said = f"within {bar.time:.1%}, nine of ten within {bar.time_p90:.1%}"
+    for name in ("README.md", "docs/what-works.md"):
+        assert said in (folder / name).read_text("utf-8"), name
