@@ -13,12 +13,13 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal
 
+from fivefold.core.count import forward_flops, layer_flops, training_flops
 from fivefold.core.errors import FivefoldError, UnknownName
 from fivefold.core.layout import Coord, Layout
 from fivefold.core.legality import padded_vocab
 from fivefold.core.mixers import MixerWeight, Split, mixer_table
 from fivefold.core.shape import Mla, Moe, Shape
-from fivefold.core.tuning import ALL, Tuning, unmatched
+from fivefold.core.tuning import ADAPTER, ALL, Tuning, unmatched
 
 # column: rows of the weight (its outputs) are split; vocab: the same, padded to a multiple of tp;
 # row: columns (its inputs) are split; kv: rows by KV head, replicated where these are fewer than
@@ -94,6 +95,39 @@ def planned_weights(shape: Shape) -> tuple[Weight, ...]:
     """The same, also of a model that can only be planned."""
     tuning = shape.tuning
     return tuple(_all(shape) if tuning is None else _tuned(_all(shape), tuning))
+
+
+@lru_cache(maxsize=64)
+def computed_flops(shape: Shape, seq: int) -> float:
+    """FLOPs per token that a step computes, recomputation apart: the numerator of MFU.
+
+    A frozen weight has no weight gradient, and nothing below the first block that learns is
+    differentiated.
+    """
+    if shape.tuning is None:
+        return training_flops(shape, seq).total
+    learned = [weight for weight in planned_weights(shape) if not weight.frozen]
+    routed = 1.0 if shape.moe is None else shape.moe.top_k / shape.moe.experts
+    gradients = adapters = 0.0
+    for weight in learned:
+        flops = 2.0 * weight.numel * (routed if weight.expert else 1.0)
+        if ADAPTER in weight.name:
+            adapters += flops
+        elif weight.block != "embed" or shape.tied:  # a lookup multiplies nothing
+            gradients += flops
+    first = min(
+        (_first_layer(weight.block, shape.layers) for weight in learned), default=shape.layers
+    )
+    forward = forward_flops(shape, seq)
+    layers = [layer_flops(shape, i, seq) for i in range(first, shape.layers)]
+    inputs = forward.head + forward.mtp + sum(layer.total + layer.scores for layer in layers)
+    return forward.total + inputs + gradients + 3 * adapters
+
+
+def _first_layer(block: str, layers: int) -> int:
+    """The first layer that a gradient of this block passes through."""
+    kind, _, number = block.partition(".")
+    return {"embed": 0, "blocks": int(number or 0)}.get(kind, layers)
 
 
 def tuned(shape: Shape, tuning: Tuning | None, fp8: bool = False) -> Shape:

@@ -108,9 +108,10 @@ def fits(memory: PeakMemory, machine: Machine) -> NDArray[np.bool_]:
     return memory.total <= machine.memory
 
 
-def verdict(size: Array, usable: float, machine: Machine) -> NDArray[np.str_]:
-    """The `Verdict` on each layout; tight: more than the `usable` bytes, less than there are."""
-    inside = np.where(size <= min(usable, machine.memory), "fits", "tight")
+def verdict(size: Array, usable: float, machine: Machine, outside: float = 0.0) -> NDArray[np.str_]:
+    """The `Verdict` on each layout; tight: more than the `usable` bytes, less than there are.
+    `outside`: bytes beside `size` that are known too roughly to refuse a layout for."""
+    inside = np.where(size + outside <= min(usable, machine.memory), "fits", "tight")
     return np.where(size <= machine.memory, inside, "does not fit")
 
 

@@ -10,8 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 from fivefold.core.errors import FivefoldError
-from fivefold.core.groups import Communicator
+from fivefold.core.groups import PIPELINE, Communicator, Topology, communicators_of, group_of
 from fivefold.core.layout import Layout
+from fivefold.core.machine import Machine
 from fivefold.core.plan import Plan
 from fivefold.core.recipe import OPTIMIZERS, OptimizerKind, OptimizerName
 from fivefold.core.units import Unit
@@ -27,6 +28,21 @@ COMMUNICATOR, MESSAGES = 1156 * 2**20, 40 * 2**20
 def communicator_bytes(found: Sequence[Communicator]) -> int:
     """What NCCL holds for these on one rank, outside of torch's memory."""
     return sum(MESSAGES if each.channels else COMMUNICATOR for each in found)
+
+
+def most_communicators(plan: Plan) -> list[Communicator]:
+    """The communicators of the rank that is in most."""
+    topology = Topology.of(plan)
+    # Ranks differ by their neighbours in the pipeline, not by their coords on other axes.
+    column = group_of(topology, PIPELINE, 0)
+    return max((communicators_of(topology, rank) for rank in column), key=len)
+
+
+def nccl_bytes(plan: Plan, machine: Machine) -> int:
+    """What NCCL holds on that rank; TPUs and CPUs have no NCCL."""
+    if machine.tiers[0].link.name.startswith(("ici", "loopback")):
+        return 0
+    return communicator_bytes(most_communicators(plan))
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from fivefold.page import View
 from fivefold.page.explore_state import State
 from fivefold.planner.estimate import Estimate
 from fivefold.report import WIDTH, bar, duration, gib, table, wrapped
+from fivefold.report.plan_text import verdict_text
 from fivefold.report.plan_values import readings
 
 # The GPU map: every rank on its node, and the groups of any rank; a few numbers for any job size.
@@ -167,7 +168,7 @@ def _drawn_map(view: View, groups: dict[str, tuple[int, ...]], rank: int) -> Ite
 
 _VERDICTS = {
     "fits": "within the usable share of the GPU's memory",
-    "tight": "above the usable share, within the GPU's memory",
+    "tight": "above the usable share, with NCCL's memory or without, within the GPU's memory",
     "does not fit": "more than the GPU's memory",
 }
 
@@ -184,7 +185,7 @@ def numbers_view(state: State) -> View:
         "active": parameters.active,
         "layout": str(layout),
         "verdict": found.verdict,
-        "verdict_says": _VERDICTS[found.verdict],
+        "verdict_says": f"{_VERDICTS[found.verdict]}: {verdict_text(found)}",
         "total": found.total,
         "limit": setting.machine.memory,
         "usable": setting.capacity,
@@ -242,7 +243,8 @@ def memory_view(state: State) -> View:
     names = [name for name in places[0] if any(one[name] > 0 for one in places)]
     labels = {name: _LABELS.get(name, name) for name in found.memory}
     return {
-        "headline": f"{gib(found.total)} of {gib(limit)} on the fullest rank: {found.verdict}",
+        "headline": f"{gib(found.total)} of {gib(limit)} on the fullest rank: "
+        + verdict_text(found),
         "limit": limit,
         "usable": found.setting.capacity,
         "total": found.total,

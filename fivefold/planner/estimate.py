@@ -15,12 +15,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from fivefold.core.count import repeated_flops, training_flops
+from fivefold.core.count import repeated_flops
 from fivefold.core.plan import Plan
 from fivefold.core.recompute import Recompute
 from fivefold.core.schedule import FORWARD, INPUT_GRAD, WEIGHT_GRAD, Schedule
 from fivefold.core.schedule.clock import Costs, Timeline, memory_levels, play
 from fivefold.core.shape import LayerKind
+from fivefold.core.weights import computed_flops
 from fivefold.cost import COMPUTE
 from fivefold.cost.layer_time import LayerTimer, LayerTimes, TimeParts
 from fivefold.cost.memory import peak_memory, verdict
@@ -32,6 +33,7 @@ from fivefold.cost.schedule_trace import (
     simulate_trace,
     trace_schedule,
 )
+from fivefold.cost.static_memory import nccl_bytes
 from fivefold.cost.step_time import around_parts, launch_bound_layer
 from fivefold.planner.accuracy import Accuracy, accuracy
 from fivefold.planner.rank_memory import Bytes, PlanRanks, rank_memory
@@ -229,7 +231,6 @@ class Estimate:
     memory: Bytes
     host: float  # bytes that offload keeps in host memory
     disk: float  # and on local disks
-    verdict: str
     simulated: SimulatedStep = field(repr=False)
     accuracy: Accuracy = field(default_factory=accuracy, repr=False)  # how far it may be off
 
@@ -258,6 +259,17 @@ class Estimate:
         """Bytes of its tensors: what torch counts as allocated, without driver and allocator."""
         return self.total - self.memory["context"] - self.memory["margin"]
 
+    @cached_property
+    def nccl(self) -> float:
+        """Bytes that NCCL holds on a rank for its communicators, which `memory` leaves out."""
+        return float(nccl_bytes(self.plan, self.setting.machine))
+
+    @cached_property
+    def verdict(self) -> str:
+        """Whether the plan fits; tight also where it would not with NCCL's memory."""
+        size, setting = np.array([self.total]), self.setting
+        return str(verdict(size, setting.capacity, setting.machine, self.nccl).item())
+
     @property
     def over(self) -> float:
         """Bytes above the usable share of the memory; negative if the plan fits."""
@@ -269,8 +281,9 @@ class Estimate:
 
     @property
     def mfu(self) -> float:
-        """Model FLOPs over the hardware's peak; recomputation never counts."""
-        return self._utilisation(training_flops(self.plan.shape, self.plan.batch.seq).total)
+        """Model FLOPs over the hardware's peak; recomputation never counts, nor do weight gradients
+        that frozen weights do not have."""
+        return self._utilisation(computed_flops(self.plan.shape, self.plan.batch.seq))
 
     @property
     def hfu(self) -> float:
@@ -278,7 +291,7 @@ class Estimate:
         plan, seq = self.plan, self.plan.batch.seq
         rules = ((layers, plan.recompute.of(stage)) for stage, layers in enumerate(plan.stages))
         again = repeated_flops(plan.shape, seq, rules)
-        return self._utilisation(training_flops(plan.shape, seq).total + again)
+        return self._utilisation(computed_flops(plan.shape, seq) + again)
 
     def _utilisation(self, flops: float) -> float:
         """Of the hardware's peak, by so many FLOPs per token."""
@@ -342,7 +355,6 @@ def estimate_plan(
     memory = memory or plan_memory(plan, setting)
     simulated = simulate_step(plan, setting, makespan=makespan)
     require_possible_memory(job_name(plan, setting), memory.device)
-    total = np.array([memory.total])
     return Estimate(
         plan=plan,
         setting=setting,
@@ -352,7 +364,6 @@ def estimate_plan(
         memory=memory.device,
         host=memory.host,
         disk=memory.disk,
-        verdict=str(verdict(total, setting.capacity, setting.machine).item()),
         simulated=simulated,
     )
 

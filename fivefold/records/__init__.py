@@ -15,8 +15,8 @@ from dataclasses import asdict, dataclass, field, fields
 from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
-from fivefold.core.count import training_flops
 from fivefold.core.plan import Plan
+from fivefold.core.weights import computed_flops
 from fivefold.records.stored_types import check_record
 
 if TYPE_CHECKING:
@@ -184,7 +184,7 @@ def mfu(plan: Plan, tokens_per_s: float) -> float | None:
     """Model FLOPs over the peak FLOPs of the plan's GPUs; None if the plan has no machine."""
     if plan.machine is None:
         return None
-    flops = training_flops(plan.shape, plan.batch.seq).total * tokens_per_s
+    flops = computed_flops(plan.shape, plan.batch.seq) * tokens_per_s
     return flops / (plan.layout.world * plan.machine.peak(plan.precision))
 
 

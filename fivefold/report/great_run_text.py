@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 from fivefold.core.great_runs import FLOPS_WORDS, FigurePair, GoodputFacts, load_run
 from fivefold.core.plan import Plan
 from fivefold.report import duration, gib, percent, table, wrapped
-from fivefold.report.plan_text import name_of
-from fivefold.report.plan_values import estimate_json
+from fivefold.report.plan_text import RunCosts, bill, name_of, verdict_text
+from fivefold.report.plan_values import estimate_json, run_costs
 
 if TYPE_CHECKING:
     from fivefold.planner.great_runs import OpenChoice, RunComparison, ScaledRun
@@ -19,16 +19,22 @@ _GIB = 2**30
 
 
 def run_answer(
-    name: str, headroom: float, stack: str | None
+    name: str, headroom: float, stack: str | None, costs: RunCosts
 ) -> tuple[Plan, dict[str, Any], list[str]]:
     """The run of this name: its plan, and the comparison as JSON and as text.
 
-    `stack`: software in place of that which ran it.
+    `stack`: software in place of that which ran it; `costs`: for the tokens that its source
+    reports, if none are given, or else for a trillion.
     """
     from fivefold.planner.great_runs import compare_run
 
     found = compare_run(load_run(name), headroom, stack)
-    return found.estimate.plan, run_json(found), run_text(found)
+    answer, lines = run_json(found), run_text(found)
+    if any(costs):
+        costs = costs._replace(tokens=costs.tokens or found.run.figures.tokens or 1e12)
+        answer["cost"] = run_costs(found.estimate, costs)["run"]
+        lines += bill(found.estimate, costs)
+    return found.estimate.plan, answer, lines
 
 
 def run_json(found: RunComparison) -> dict[str, Any]:
@@ -110,7 +116,7 @@ def run_text(found: RunComparison) -> list[str]:
     lines += wrapped(_published_words(found), "published ")
     lines += wrapped(_estimate_words(found), "estimate  ")
     lines += [
-        f"memory    {gib(look.total)} of {gib(memory)} on the fullest rank: {look.verdict}",
+        f"memory    {gib(look.total)} of {gib(memory)} on the fullest rank: {verdict_text(look)}",
         *(_figures(found) if found.figures else []),
         "",
         "where the step goes",

@@ -138,7 +138,8 @@ def plan_html(plan: Plan, one: Estimate | None, why: Sequence[str]) -> str:
 def _bars(one: Estimate) -> Iterator[str]:
     """Memory and step of an estimate."""
     limit = gib(one.setting.machine.memory)
-    yield _verdict(one.over <= 0, f"{gib(one.total)} of {limit} on the fullest rank: {one.verdict}")
+    said = f"{gib(one.total)} of {limit} on the fullest rank: {plan_text.verdict_text(one)}"
+    yield _verdict(one.verdict == "fits", said)
     yield memory_svg(one)
     yield f"<p>step {_e(duration(one.step))}</p>"
     yield step_svg(one)

@@ -224,11 +224,21 @@ def _row(place: str, one: Estimate) -> tuple[str, ...]:
     )
 
 
+def verdict_text(one: Estimate) -> str:
+    """Whether a plan fits, with what NCCL holds beside its memory."""
+    if not one.nccl:
+        return one.verdict
+    beside = f"NCCL's memory, about {gib(one.nccl)}, is not counted"
+    if one.verdict == "tight" and one.over <= 0:
+        beside += f"; with it more than the usable {gib(one.setting.capacity)}"
+    return f"{one.verdict} ({beside})"
+
+
 def detail(one: Estimate) -> list[str]:
     """Memory by category as shares of the limit, and the step by what it is spent on."""
     limit = one.setting.machine.memory
     lines = [
-        f"memory    {gib(one.total)} of {gib(limit)} on the fullest rank: {one.verdict}"
+        f"memory    {gib(one.total)} of {gib(limit)} on the fullest rank: {verdict_text(one)}"
         + (f"; {gib(one.host)} in host memory" if one.host else "")
         + (f", {gib(one.disk)} on its share of local disks" if one.disk else ""),
     ]

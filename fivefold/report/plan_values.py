@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any
 from fivefold.core import count
 from fivefold.core.errors import counted
 from fivefold.core.fp8 import Fp8
-from fivefold.core.groups import PIPELINE, Topology, communicators, communicators_of, group_of
+from fivefold.core.groups import Topology, communicators
 from fivefold.core.plan import Plan
+from fivefold.core.weights import computed_flops
 from fivefold.cost import collectives
-from fivefold.cost.static_memory import communicator_bytes
+from fivefold.cost.static_memory import communicator_bytes, most_communicators
 from fivefold.report import duration, gib, table
 from fivefold.report.plan_text import RunCosts, loses, name_of
 
@@ -44,6 +45,7 @@ def estimate_json(one: Estimate, because: list[str]) -> dict[str, Any]:
         "host_gib": one.host / _GIB,
         "disk_gib": one.disk / _GIB,
         "fits": one.verdict,
+        "nccl_gib": one.nccl / _GIB,
         "step_s": one.step,
         "step_s_low": (1 - off.time) * one.step,
         "step_s_high": (1 + off.time) * one.step,
@@ -87,7 +89,7 @@ def describe(plan: Plan) -> dict[str, Any]:
     return {
         "model": plan.shape.name,
         "parameters": {"total": counts.total, "active": counts.active, "parts": counts.parts()},
-        "training_flops_per_token": count.training_flops(plan.shape, batch.seq).total,
+        "training_flops_per_token": computed_flops(plan.shape, batch.seq),
         "layout": str(layout),
         "world": layout.world,
         "readings": readings(plan),
@@ -120,14 +122,11 @@ def _rounding(fp8: Fp8) -> dict[str, Any]:
 
 def _communicators(plan: Plan) -> dict[str, Any]:
     """Those of the rank that is in most; all of them are made by `calls` calls of every rank."""
-    topology = Topology.of(plan)
-    # Ranks differ by their neighbours in the pipeline, not by their places on other axes.
-    column = group_of(topology, PIPELINE, 0)
-    most = max((communicators_of(topology, rank) for rank in column), key=len)
+    most = most_communicators(plan)
     return {
         "per_rank": len(most),
         "names": list(dict.fromkeys(each.role for each in most)),
-        "calls": len(communicators(topology)),
+        "calls": len(communicators(Topology.of(plan))),
         "bytes": communicator_bytes(most),
     }
 

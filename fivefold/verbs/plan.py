@@ -36,6 +36,7 @@ from fivefold.report.formula_text import budget_answer, textbook_answer
 from fivefold.report.great_run_text import run_answer
 from fivefold.report.job_table_text import job_table_answer
 from fivefold.report.plan_answers import Printed
+from fivefold.report.plan_text import RunCosts
 
 if TYPE_CHECKING:  # estimates need numpy, whose import takes longer than a plan without estimates
     from fivefold.planner import PlanRequest
@@ -165,7 +166,7 @@ _OF_SERVING = (
 )
 _COSTS = ("tokens", "price", "mtbf_gpu")
 _NOT_EMITTED = ("great_run", "textbook", "budget", "what_if", "compare", "sweep", "table")
-_OF_A_RUN = ("great_run", "stack", "headroom", "output", "written")
+_OF_A_RUN = ("great_run", "stack", "headroom", "output", "written", *_COSTS)
 _OF_A_BUDGET = ("target", "budget", "tokens_per_parameter", "mfu", "precision")
 _OF_A_TEXTBOOK = (
     *("target", "textbook", "layout", "gpus", "machine", "seq", "batch", "microbatch_size"),
@@ -176,7 +177,8 @@ _OF_A_TEXTBOOK = (
 def _great_run(name: str, options: dict[str, Any]) -> Printed:
     """A published run beside our estimate; `-o` writes its plan."""
     how = options["how"]
-    found, table, lines = run_answer(name, how["headroom"], how["stack"])
+    costs = RunCosts(*(options[key] for key in _COSTS))
+    found, table, lines = run_answer(name, how["headroom"], how["stack"], costs)
     if (output := options["output"]) is not None:
         write_plan(output, found)
     return table, lines

@@ -138,7 +138,7 @@ def test_a_simple_layout_with_smaller_microbatches_is_found() -> None:
 def test_what_is_tight_is_not_recommended_and_not_said_to_be_too_much() -> None:
     fixed = {"offload": "none", "tp": 1, "cp": 1, "pp": 1, "zero": 3, "recompute": "full"}
     found = best_plans(asked("llama-3.1-8b", "h100", 8, batch=16, fixed=fixed), 1)
-    assert found.plans[0].verdict == "fits"
+    assert found.plans[0].over <= 0
     need = min(one.total for one in found.front)
     for share, words in (
         (1.001, " is tight: the leanest layout, dp=8, needs "),

@@ -187,3 +187,15 @@ def test_goodput_of_pods() -> None:
     assert facts.minutes_an_interruption == pytest.approx(9.0)
     assert facts.minutes_before == pytest.approx(45.0)
     assert goodput_facts(Goodput(0.9), 8).minutes_an_interruption is None
+
+
+@pytest.mark.parametrize("tokens", [None, 270e9])
+def test_a_run_has_its_price(tokens: float | None, capsys: pytest.CaptureFixture[str]) -> None:
+    words = [] if tokens is None else ["--tokens", str(tokens)]
+    with pytest.raises(SystemExit) as ended:
+        main(["plan", "--run", "megatron-8.3b", "--price", "2", "--json", *words])
+    assert not ended.value.code
+    found = json.loads(capsys.readouterr().out)
+    hours = (tokens or 1e12) / found["estimate"]["tokens_per_s_per_gpu"] / 3600
+    assert found["cost"]["gpu_hours"] == pytest.approx(hours)
+    assert found["cost"]["price"] == pytest.approx(2 * hours) and found["run"] == "megatron-8.3b"

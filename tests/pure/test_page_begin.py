@@ -38,7 +38,7 @@ def test_nothing_said_is_the_usual_job() -> None:
 def test_a_model_alone_gets_the_best_layout_of_one_node() -> None:
     state = state_of(PlanOptions("llama-3.1-8b"))
     assert (state.machine, state.gpus) == ("h100", 8)
-    assert state.estimate().verdict == "fits"
+    assert state.estimate().over <= 0
     assert state.tokens == pytest.approx(20 * 8.03e9, rel=0.01)
 
 

@@ -52,7 +52,7 @@ def arrive(params: dict[str, str], ways: int = 1) -> State:
         if found["lean"] is not None:
             view = shown({**explore_job.job_params(job), **found["lean"]})
             assert view["problem"] is None
-            assert view["numbers"]["verdict"] != "fits"
+            assert view["numbers"]["total"] > view["numbers"]["usable"]
         return arrive({**params, **found["ways"][0]["set"]}, ways - 1)
     return replace(job, **keys_of(best.plan))
 
@@ -63,7 +63,7 @@ def test_no_job_is_a_dead_end(model: str, gpus: int) -> None:
     """From the landing page, with another model and another number of GPUs."""
     view = shown(arrive({**State().params(), "model": model, "gpus": str(gpus)}).params())
     assert view["problem"] is None
-    assert view["numbers"]["verdict"] == "fits"
+    assert view["numbers"]["total"] <= view["numbers"]["usable"]
     assert view["memory"]["total"] <= view["memory"]["usable"]
 
 
@@ -71,7 +71,7 @@ def test_no_job_is_a_dead_end(model: str, gpus: int) -> None:
 @pytest.mark.parametrize("name", machine.presets())
 def test_no_machine_is_a_dead_end(name: str) -> None:
     view = shown(arrive({**State().params(), "machine": name}).params())
-    assert view["problem"] is None and view["numbers"]["verdict"] == "fits"
+    assert view["problem"] is None and view["numbers"]["total"] <= view["numbers"]["usable"]
 
 
 def test_a_batch_that_no_layout_divides_is_a_way_on() -> None:
@@ -82,7 +82,7 @@ def test_a_batch_that_no_layout_divides_is_a_way_on() -> None:
     labels = [one["label"] for one in found["ways"]]
     assert labels[:2] == ["a batch of 101 sequences", "64 GPUs"]
     for way in found["ways"][:2]:
-        assert arrive({**params, **way["set"]}, ways=0).estimate().verdict == "fits"
+        assert arrive({**params, **way["set"]}, ways=0).estimate().over <= 0
 
 
 def test_what_fits_nowhere_is_shown_with_its_leanest_layout() -> None:
@@ -168,14 +168,14 @@ def test_learned_positions_cut_the_sequences_of_another_model() -> None:
     found = explore_search.ranking_view({**State().params(), "model": "gpt2", "gpus": "8"}, silent)
     assert found["job"]["seq"] == "1024"
     assert "sequences are cut to 1,024 tokens" in found["notes"]
-    assert found["layouts"][0]["verdict"] == "fits"
+    assert found["layouts"][0]["verdict"] != "does not fit"
 
 
 @pytest.mark.nightly
 def test_the_landing_page_shows_the_planners_best() -> None:
     found = explore_search.ranking_view(State().params(), silent)
     assert explore_job.layout_params(State()) == found["layouts"][0]["set"]
-    assert found["layouts"][0]["verdict"] == "fits"
+    assert found["layouts"][0]["verdict"] != "does not fit"
 
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from fivefold import records
+from fivefold.core import machine, models
+from fivefold.core.count import forward_flops, training_flops
 from fivefold.core.errors import FivefoldError
 from fivefold.core.layout import Layout
 from fivefold.core.plan import Plan, PlanOptions, resolve
 from fivefold.core.recipe import Recipe
-from fivefold.core.weights import by_name, local_shape, shard_of, weights
+from fivefold.core.weights import by_name, computed_flops, local_shape, shard_of, weights
 from fivefold.cost.collectives import predict_traffic, units_of
 from fivefold.cost.static_memory import static_bytes
-from fivefold.planner import estimate_on_machine
-from fivefold.planner.estimate import Estimate
+from fivefold.planner import estimate_on_machine, estimate_setting
+from fivefold.planner.estimate import Estimate, estimate_plan
 
 
 def plan_of(model: str = "tiny", layout: str = "dp=1", **train: Any) -> Plan:
@@ -135,3 +139,31 @@ def test_a_plan_with_adapters_is_smaller_and_faster() -> None:
     assert part.memory["weights"] == pytest.approx(full.memory["weights"], rel=0.01)
     assert 1.25 < full.step / part.step < 1.5
     assert head.step == pytest.approx(full.step, rel=0.05)
+
+
+def test_mfu_counts_what_a_frozen_model_computes() -> None:
+    """By hand: forward and input gradients of all linears, both gradients of scores, adapters in
+    three passes, and no weight gradient of a frozen weight; the same in plan and run."""
+    shape, seq, rank = models.load("llama-3.1-8b"), 4096, 16
+    options = PlanOptions(shape.name, layout="dp=8", zero=3, machine="h100", seq=seq)
+    plan = resolve(replace(options, train=Recipe(lora=rank)))
+    width, ffn, heads, kv = shape.width, shape.ffn, 4096, 1024
+    linears = shape.layers * (2 * width * heads + 2 * width * kv + 3 * width * ffn)
+    norms = (2 * shape.layers + 1) * width
+    passes = 4 * (linears + shape.vocab * width + norms) - 2 * width  # the last norm: forward alone
+    scores = 3 * shape.layers * 2 * 2 * shape.heads * shape.head_dim * seq / 2
+    pairs = 2 * (width + heads) + 2 * (width + kv) + 3 * (width + ffn)
+    by_hand = passes + scores + 6 * rank * shape.layers * pairs
+    assert computed_flops(plan.shape, seq) == pytest.approx(by_hand, rel=1e-6)
+    full = training_flops(shape, seq).total
+    assert computed_flops(shape, seq) == full > 1.35 * computed_flops(plan.shape, seq)
+    setting, _ = estimate_setting(machine.load("h100"), "bf16", 0.05, "compiled", 1.0)
+    one = estimate_plan(plan, setting)
+    assert one.mfu == pytest.approx(records.mfu(plan, 8 * one.tokens_per_s_per_gpu))
+    assert one.mfu < 0.65, "adapters do not make matmuls faster than they are"
+    ends = [resolve(replace(options, train=Recipe(train_only=part))) for part in ("head", "embed")]
+    head, embedding = (computed_flops(each.shape, seq) for each in ends)
+    forward = forward_flops(shape, seq)
+    assert head == pytest.approx(forward.total + 2 * forward.head, rel=1e-6), "no block's backward"
+    inputs = forward.total + forward.scores - 2 * width
+    assert embedding == pytest.approx(forward.total + inputs, rel=1e-6), "a lookup has no matmul"
