@@ -184,10 +184,11 @@ def test_verdict_and_bytes_are_the_same_in_every_panel(recompute: str) -> None:
     found = state.estimate()
     view = explore.view(state.params()) | explore.pictures(state.params())
     chip, usable = machine.load(state.machine), found.setting.capacity
-    assert view["numbers"]["verdict"] == str(verdict(found.total, usable, chip))  # pyright: ignore[reportArgumentType]
+    named = verdict(found.total, usable, chip, found.nccl)  # pyright: ignore[reportArgumentType]
+    assert view["numbers"]["verdict"] == str(named)
     totals = {view["numbers"]["total"], view["memory"]["total"], view["curves"]["now"]}
     assert totals == {found.total}
-    assert view["memory"]["headline"].endswith(view["numbers"]["verdict"])
+    assert f": {view['numbers']['verdict']} (NCCL's memory" in view["memory"]["headline"]
 
 
 def test_the_bubble_is_the_same_in_every_panel() -> None:
