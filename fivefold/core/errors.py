@@ -133,9 +133,10 @@ def did_you_mean(name: str, known: Iterable[str], most: int = 3) -> str:
     >>> did_you_mean("learning_rate", ["lr", "layers"])
     'did you mean lr?'
     """
-    if near := nearest(name, known, most):
+    options = sorted(known)
+    if near := nearest(name, options, most):
         return "did you mean " + " or ".join(near) + "?"
-    return "choose from " + ", ".join(sorted(known))
+    return "choose from " + ", ".join(options)
 
 
 def nearest(name: str, known: Iterable[str], most: int = 3, alike: float = 0.6) -> list[str]:

@@ -99,6 +99,13 @@ def _loaded_version() -> tuple[int, int, int]:
     return number.value // 10_000, number.value // 100 % 100, number.value % 100
 
 
+def start_autograd(device: torch.device) -> None:
+    """Give autograd's own thread a CUDA context, which it lacks before a kernel of torch's runs in
+    it: cuBLAS warns where it comes first, in a stage whose backward begins with a matmul."""
+    seed = torch.ones((), device=device, requires_grad=True)
+    (seed * seed).backward()
+
+
 @dataclass(frozen=True)
 class RankDevice:
     """The device of a rank, the backend of its collectives, and how many ranks share the device."""
@@ -121,10 +128,7 @@ class RankDevice:
             if self.sharers >= _MANY:
                 os.environ.setdefault("NCCL_MAX_CTAS", "1")
         torch.cuda.set_device(self.device)
-        # autograd's own thread has no CUDA context before a kernel of torch's runs in it, and
-        # cuBLAS warns where it is the first: in a stage whose backward begins with a matmul.
-        seed = torch.ones((), device=self.device, requires_grad=True)
-        (seed * seed).backward()
+        start_autograd(self.device)
 
     def join(
         self,

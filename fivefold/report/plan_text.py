@@ -228,9 +228,9 @@ def verdict_text(one: Estimate) -> str:
     """Whether a plan fits, with what NCCL holds beside its memory."""
     if not one.nccl:
         return one.verdict
-    beside = f"NCCL's memory, about {gib(one.nccl)}, is not counted"
+    beside = f"without NCCL's memory, about {gib(one.nccl)}"
     if one.verdict == "tight" and one.over <= 0:
-        beside += f"; with it more than the usable {gib(one.setting.capacity)}"
+        beside += f"; with it above the usable {gib(one.setting.capacity)}"
     return f"{one.verdict} ({beside})"
 
 

@@ -13,6 +13,7 @@ import json
 import math
 import os
 import random
+import shutil
 import signal
 import sys
 import time
@@ -306,28 +307,31 @@ def planned(trip: Trip) -> None:
 # Longer, and only by name.
 
 
-def fresh(trip: Trip) -> None:
-    """Twenty first trainings, four models in five layouts: their times beside the host's."""
-    models = {
-        "qwen3-0.6b": "layers=4",
-        "llama-3.2-1b": "layers=4",
-        "qwen3-30b-a3b": "layers=4 vocab=32768 moe.experts=8 moe.top_k=2",
-        "deepseek-v2-lite": "layers=4 moe.experts=8 moe.top_k=2",
-    }
-    layouts = ("dp=1", "dp=2", "pp=4", "dp=2 tp=2", "tp=2 pp=2")
-    if not trip.on_gpu:
-        models, layouts = {"tiny": "layers=4"}, layouts[:2]
+FRESH = {
+    "qwen3-0.6b": "layers=4",
+    "llama-3.2-1b": "layers=4",
+    "qwen3-30b-a3b": "layers=4 vocab=32768 moe.experts=8 moe.top_k=2",
+    "deepseek-v2-lite": "layers=4 moe.experts=8 moe.top_k=2",
+}
 
-    def apart_of(model: str, layout: str) -> float:
-        run = f"{model}-{layout}".replace(" ", "-").replace("=", "")
-        words = (model, "--seq", "512", "--set", models[model], "--layout", layout)
+
+def fresh(trip: Trip, model: str) -> None:
+    """First trainings of a model in five layouts: their times beside the host's."""
+    layouts = ("dp=1", "dp=2", "pp=4", "dp=2 tp=2", "tp=2 pp=2")
+    job = (model, "--set", FRESH[model])
+    if not trip.on_gpu:
+        job, layouts = ("tiny", "--set", "layers=4"), layouts[:2]
+
+    def apart_of(layout: str) -> float:
+        run = layout.replace(" ", "-").replace("=", "")
         ranks = math.prod(int(each[3:]) for each in layout.split())
         with trip.gpu.joined(ranks):
-            return trip.timed_train(*words, steps=10, out=run)
+            apart = trip.timed_train(*job, "--seq", "512", "--layout", layout, steps=10, out=run)
+        shutil.rmtree(trip.folder / run / "checkpoints")  # those of all would fill a disk
+        return apart
 
     with ThreadPoolExecutor(6) as pool:
-        cases = [(model, layout) for model in models for layout in layouts]
-        apart = list(pool.map(lambda case: apart_of(*case), cases))
+        apart = list(pool.map(apart_of, layouts))
     trip.notes |= {"runs": len(apart), "most apart": f"{max(apart):.2%}"}
 
 
@@ -548,7 +552,10 @@ JOURNEYS = {
         _served("latents", 0.03),
         _served("caps", 0.1),
         replace(_layout("experts-3d", experts, "tp=2 pp=2 ep=2"), extra=True),
-        Journey("fresh", fresh, together=True, extra=True),
+        *(
+            Journey(f"fresh-{model}", partial(fresh, model=model), together=True, extra=True)
+            for model in FRESH
+        ),
         Journey("watched", watched, together=True, extra=True),
     )
 }

@@ -323,7 +323,7 @@ def test_a_checkpoint_of_another_model_is_refused(
     assert cli.run(["export", str(run), str(tmp_path / "out")]) == 2
     said = capsys.readouterr().err
     assert "blocks.0.mlp.up.weight has shape (40, 24), and the plan asks for (44, 24)" in said
-    assert "blocks.4.attention.q.weight is missing" in said
+    assert "more" in said and len(said.splitlines()) < 10
 
 
 def test_a_full_disk_leaves_nothing(

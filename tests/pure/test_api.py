@@ -198,7 +198,7 @@ def test_bad_keywords_are_refused(keys: dict[str, Any], said: str) -> None:
 
 def test_a_search_refuses_a_layout() -> None:
     with pytest.raises(ff.FivefoldError, match="a search chooses the layout"):
-        ff.search(ff.plan("tiny"), gpus=8, machine="h100")
+        ff.search("tiny", layout="dp=8", gpus=8, machine="h100")
     with pytest.raises(ff.FivefoldError, match="--gather is for a given layout"):
         ff.search("tiny", gpus=8, machine="h100", gather="step")
 

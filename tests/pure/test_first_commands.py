@@ -49,8 +49,8 @@ def test_h_is_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:
         (("train", "tiny", "--set", "lr=x", "--json"), "BadFile"),
         (("plan", "tiny", "--nosuch", "--json"), "UsageError"),
         (("simulate", "tiny", "--json"), "UsageError"),
-        (("simulate", "tiny", "--days", "few", "--json"), "UsageError"),
-        (("nosuch", "--json"), "UsageError"),
+        (("simulate", "tiny", "--days", "few", "--json"), "FivefoldError"),
+        (("nosuch", "--json"), "UnknownName"),
     ],
 )
 def test_failures_are_json_where_answers_are(
@@ -60,8 +60,7 @@ def test_failures_are_json_where_answers_are(
     table = json.loads(out)
     assert code == 2 and table["schema_version"] == 1
     assert (table["error"]["kind"], table["error"]["exit_code"]) == (kind, 2)
-    said = f": {table['error']['message']}\n"
-    assert err.endswith(f"\nError{said}") if kind == "UsageError" else err == f"fivefold{said}"
+    assert err == f"fivefold: {table['error']['message']}\n"
 
 
 @pytest.mark.parametrize(

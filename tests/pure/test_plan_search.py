@@ -103,7 +103,7 @@ def test_a_plan_for_a_budget_of_tokens_has_its_steps(
     text = path.read_text("utf-8")
     assert f"{steps:,} steps of {batch.sequences:,} sequences of {batch.seq:,} tokens" in text
     assert "# still yours: data, tokenizer, saves, learning rate\n" in text
-    other = resolve(options_from(str(path), {"layout": "dp=2 tp=2"}))
+    other = resolve(options_from(str(path), {"layout": "dp=2 tp=2", "microbatch_size": 1}))
     assert other.batch.sequences == batch.sequences
     run(capsys, "plan", str(path), "--set", "data=tokens save_every=100 lr=3e-4", "-o", str(path))
     assert "still yours" not in path.read_text("utf-8")

@@ -356,7 +356,9 @@ def test_the_verdict_names_nccls_memory_and_is_tight_where_it_would_not_fit_with
         rest = total - sized.total
         sized = replace(sized, memory={**sized.memory, "activations": rest})
         assert sized.verdict == verdict == estimate_json(sized, [])["fits"]
-        assert f"{verdict} (NCCL's memory, about {held / 2**30:.1f} GiB" in "\n".join(detail(sized))
+        assert f"{verdict} (without NCCL's memory, about {held / 2**30:.1f} GiB" in "\n".join(
+            detail(sized)
+        )
         assert estimate_json(sized, [])["nccl_gib"] * 2**30 == held
     laptop = resolve(PlanOptions("tiny", layout="dp=2", machine="laptop"))
     assert nccl_bytes(laptop, machines.load("laptop")) == 0, "its ranks talk through gloo"

@@ -191,16 +191,19 @@ def test_a_rank_sets_its_device_and_what_sharing_needs(
     rank: RankDevice, expected: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     chosen: list[torch.device] = []
+    started: list[torch.device] = []
     monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    monkeypatch.setattr(backend, "start_autograd", started.append)
     monkeypatch.setattr(os, "environ", {"PATH": "/bin"})
     rank.start()
     RankDevice().start()  # a CPU needs nothing
-    assert chosen == [THIRD]
+    assert chosen == started == [THIRD]
     assert os.environ == {"PATH": "/bin", **expected}
 
 
 def test_what_the_user_has_set_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(backend, "start_autograd", lambda device: None)
     monkeypatch.setattr(os, "environ", {"NCCL_MAX_CTAS": "4", "NCCL_NVLS_ENABLE": "1"})
     RankDevice(THIRD, "nccl", 8).start()
     assert os.environ == {"NCCL_MAX_CTAS": "4", "NCCL_NVLS_ENABLE": "1"}

@@ -187,7 +187,7 @@ def test_a_stop_before_the_first_rank_is_passed_on() -> None:
 
     def interrupted(self: Pool) -> dict[signal.Signals, Any]:
         former = handle(self)
-        os.kill(os.getpid(), signal.SIGHUP)
+        os.kill(os.getpid(), signal.SIGTERM)
         return former
 
     with patch.object(Pool, "_handle_signals", interrupted), Pool(1, forwards_stop=True) as pool:
