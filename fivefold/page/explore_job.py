@@ -87,7 +87,8 @@ def nothing_fits(job: State, asked: PlanRequest, refused: NothingFits) -> View:
 
 def _lean_ways(job: State) -> Iterator[View]:
     """The same job with less memory a GPU: what trains fewer weights, or keeps them elsewhere."""
-    for label, key in _LEAN.items():
+    leaner = _LEAN if job.gpus <= machine.load(job.machine).gpus_per_node else {}
+    for label, key in leaner.items():
         words = {word.partition("=")[0]: word for word in job.also.split()}
         also = " ".join(sorted({**words, key.partition("=")[0]: key}.values()))
         if also != job.also and has_plan(request_of(replace(job, also=also))):

@@ -339,7 +339,7 @@ def _refusal(request: PlanRequest, result: SearchResult) -> NothingFits:
     if changes:
         listed = "; ".join(f"{each.option} ({each.what})" for each in changes)
         way += f", or on {space.gpus_text} one of: {listed}"
-    else:
+    elif _may_be_leaner(request):
         also = "" if request.options.train.tuning is not None else " nor LoRA"
         way += f"; on {space.gpus_text} neither shorter rows nor bf16 states{also} are enough"
     away = OFFLOADS[round(lean.grid.offload.item())]
@@ -364,6 +364,8 @@ def ways_out(request: PlanRequest) -> list[WayOut]:
     """Changes of a job that does not fit after which something does on as many GPUs. A search has
     tried recomputation and offload already, unless they are fixed."""
     ways: list[WayOut] = []
+    if not _may_be_leaner(request):
+        return ways
     fixed = request.space.fixed or {}
     for key in ("recompute", "offload"):
         free = {name: value for name, value in fixed.items() if name != key}
@@ -378,6 +380,12 @@ def ways_out(request: PlanRequest) -> list[WayOut]:
         words = filter(None, (what, "shorter rows" if rows else ""))
         ways.append(WayOut(" and ".join(words), f"{rows}{settings if keys else ''}".strip()))
     return ways
+
+
+def _may_be_leaner(request: PlanRequest) -> bool:
+    """Whether to search for changes on the same GPUs: beyond a node more GPUs are the usual way, and
+    each search takes seconds."""
+    return request.space.gpus <= request.setting.machine.gpus_per_node
 
 
 def _longest_row(request: PlanRequest) -> int | None:

@@ -211,15 +211,6 @@ def test_figures_of_left_out_sources() -> None:
     assert found["by_source"]["a"]["time"]["mean"] == pytest.approx(0.2)
 
 
-def test_the_readme_says_what_the_page_says() -> None:
-    root = Path(__file__).parents[2]
-    page = (root / "docs" / "planner-accuracy.md").read_text("utf-8")
-    line = next(each for each in page.splitlines() if "published and fully specified" in each)
-    _, median, _, p90 = [each.strip() for each in line.strip("|").split("|")][1:]
-    readme = " ".join((root / "README.md").read_text("utf-8").split())
-    assert f"half of the step times are within {median}, nine of ten within {p90}" in readme
-
-
 def test_the_left_out_figures_come_first(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
