@@ -268,11 +268,6 @@ def communicators(topology: Topology) -> list[Communicator]:
     return [*found, *(Communicator(PIPELINE, pairs) for pairs in _coloured(topology))]
 
 
-def communicators_of(topology: Topology, rank: int) -> list[Communicator]:
-    """Those that one rank is in."""
-    return [each for each in communicators(topology) if len(each.group(topology, rank)) > 1]
-
-
 def _joins(topology: Topology, role: str) -> bool:
     """Whether a role joins any ranks."""
     if role == TWIN:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 from fivefold.core.errors import FivefoldError
-from fivefold.core.groups import PIPELINE, Communicator, Topology, communicators_of, group_of
+from fivefold.core.groups import PIPELINE, Communicator, Topology, communicators, group_of
 from fivefold.core.layout import Layout
 from fivefold.core.machine import Machine
 from fivefold.core.plan import Plan
@@ -34,8 +34,9 @@ def most_communicators(plan: Plan) -> list[Communicator]:
     """The communicators of the rank that is in most."""
     topology = Topology.of(plan)
     # Ranks differ by their neighbours in the pipeline, not by their coords on other axes.
-    column = group_of(topology, PIPELINE, 0)
-    return max((communicators_of(topology, rank) for rank in column), key=len)
+    column, every = group_of(topology, PIPELINE, 0), communicators(topology)
+    joined = ([each for each in every if len(each.group(topology, r)) > 1] for r in column)
+    return max(joined, key=len)
 
 
 def nccl_bytes(plan: Plan, machine: Machine) -> int:

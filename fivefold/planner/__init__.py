@@ -383,8 +383,8 @@ def ways_out(request: PlanRequest) -> list[WayOut]:
 
 
 def _may_be_leaner(request: PlanRequest) -> bool:
-    """Whether to search for changes on the same GPUs: beyond a node more GPUs are the usual way, and
-    each search takes seconds."""
+    """Whether to search for changes on the same GPUs: beyond a node more GPUs are the usual answer,
+    and a search takes seconds."""
     return request.space.gpus <= request.setting.machine.gpus_per_node
 
 

@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import pairwise
 from typing import NamedTuple, TypeAlias
 
 from fivefold.core.errors import IllegalSchedule
@@ -287,10 +288,13 @@ def sent_by(schedule: Schedule, rank: int) -> Iterator[Message]:
 
 def channels(schedule: Schedule) -> tuple[tuple[int, int], ...]:
     """Every (source, target) pair of ranks with a message between them, sorted."""
-    ranks = range(schedule.num_ranks)
-    return tuple(
-        sorted({(each.source, each.target) for r in ranks for each in sent_by(schedule, r)})
-    )
+    # Every microbatch visits all stages, and those of one direction visit the same ranks.
+    directions = {0, schedule.num_microbatches - 1}
+    ranks = ([schedule.rank_of(s, m) for s in range(schedule.num_stages)] for m in directions)
+    pairs = {pair for homes in ranks for pair in pairwise(homes) if pair[0] != pair[1]}
+    if any(action.kind != FORWARD for action in schedule.actions(0)):
+        pairs |= {(target, source) for source, target in pairs}
+    return tuple(sorted(pairs))
 
 
 def merged(schedule: Schedule, rank: int) -> tuple[Step, ...]:
