@@ -244,6 +244,13 @@ class Communicator:
         here = column.index(rank)
         return next((self._ranks(column, pair) for pair in self.channels if here in pair), (rank,))
 
+    def includes(self, topology: Topology, pp_rank: int) -> bool:
+        """Whether ranks with this pipeline coord are in one of its groups."""
+        pairs = self.channels
+        if self.role == TWIN and topology.schedule is not None:
+            pairs = twins(topology.schedule.placement, topology.tied)
+        return not pairs or any(pp_rank in pair for pair in pairs)
+
     def channel(self, topology: Topology, rank: int) -> tuple[int, int] | None:
         """The (source, target) of its messages that this rank is one of."""
         here = group_of(topology, PIPELINE, rank).index(rank)

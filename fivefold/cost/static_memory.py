@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 from fivefold.core.errors import FivefoldError
-from fivefold.core.groups import PIPELINE, Communicator, Topology, communicators, group_of
+from fivefold.core.groups import Communicator, Topology, communicators
 from fivefold.core.layout import Layout
 from fivefold.core.machine import Machine
 from fivefold.core.plan import Plan
@@ -33,10 +33,12 @@ def communicator_bytes(found: Sequence[Communicator]) -> int:
 def most_communicators(plan: Plan) -> list[Communicator]:
     """The communicators of the rank that is in most."""
     topology = Topology.of(plan)
+    every = communicators(topology)
     # Ranks differ by their neighbours in the pipeline, not by their coords on other axes.
-    column, every = group_of(topology, PIPELINE, 0), communicators(topology)
-    joined = ([each for each in every if len(each.group(topology, r)) > 1] for r in column)
-    return max(joined, key=len)
+    columns = (
+        [each for each in every if each.includes(topology, r)] for r in range(plan.layout.pp)
+    )
+    return max(columns, key=len)
 
 
 def nccl_bytes(plan: Plan, machine: Machine) -> int:

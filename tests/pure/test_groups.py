@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from fivefold.core import groups, machine
-from fivefold.core.groups import Topology, communicators, rank_order
+from fivefold.core.groups import PIPELINE, Topology, communicators, group_of, rank_order
 from fivefold.core.plan import Plan, PlanOptions, resolve
 from fivefold.core.precision import PRECISIONS
 from fivefold.cost.collectives import predict_traffic
@@ -94,6 +94,8 @@ def test_a_rank_has_communicators_for_what_it_sends(
     for rank in range(plan.layout.world):
         traffic = predict_traffic(plan, rank, itemsize=4)
         mine = [each for each in communicators(topology) if len(each.group(topology, rank)) > 1]
+        coord = group_of(topology, PIPELINE, rank).index(rank)
+        assert mine == [each for each in communicators(topology) if each.includes(topology, coord)]
         assert {each.role for each in mine} == {entry.axis for entry in traffic}
         others = [each for each in mine if not each.channels]
         assert len({each.role for each in others}) == len(others)
