@@ -75,7 +75,7 @@ def follow(chain: str, folder: Path) -> None:
         assert shown(output, done.stdout + done.stderr, numbers=False), command
 
 
-@pytest.mark.sample(0.05)
+@pytest.mark.nightly
 def test_a_chain_works_from_text_to_weights(tmp_path: Path) -> None:
     """The README's commands that build on one another: a model that has learnt its text."""
     (chain,) = chains("README.md")
@@ -83,21 +83,22 @@ def test_a_chain_works_from_text_to_weights(tmp_path: Path) -> None:
     assert (tmp_path / "model" / "model.safetensors").exists()
 
 
-def chains_of_docs(rehearsed: bool) -> list[str]:
-    """Chains of other pages, with or without a rehearsal, which takes long."""
+def chains_of_docs(long: bool) -> list[str]:
+    """Chains of other pages; those that rehearse, or learn a text, take long."""
     found = [chain for name in sorted(TEXTS) if name != "README.md" for chain in chains(name)]
-    return [chain for chain in found if ("$ fivefold rehearse" in chain) == rehearsed]
+    slow = ("$ fivefold rehearse", "data=rhymes")
+    return [chain for chain in found if any(word in chain for word in slow) == long]
 
 
 @pytest.mark.sample(0.2)
-@pytest.mark.parametrize("chain", chains_of_docs(rehearsed=False), ids=lambda text: text[:40])
+@pytest.mark.parametrize("chain", chains_of_docs(long=False), ids=lambda text: text[:40])
 def test_chains_of_docs_work(chain: str, tmp_path: Path) -> None:
     follow(chain, tmp_path)
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("chain", chains_of_docs(rehearsed=True), ids=lambda text: text[:40])
-def test_chains_with_a_rehearsal_work(chain: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("chain", chains_of_docs(long=True), ids=lambda text: text[:40])
+def test_long_chains_work(chain: str, tmp_path: Path) -> None:
     follow(chain, tmp_path)
 
 
