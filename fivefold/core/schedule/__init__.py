@@ -292,7 +292,7 @@ def channels(schedule: Schedule) -> tuple[tuple[int, int], ...]:
     directions = {0, schedule.num_microbatches - 1}
     ranks = ([schedule.rank_of(s, m) for s in range(schedule.num_stages)] for m in directions)
     pairs = {pair for homes in ranks for pair in pairwise(homes) if pair[0] != pair[1]}
-    if any(action.kind != FORWARD for action in schedule.actions(0)):
+    if pairs and any(action.kind != FORWARD for action in schedule.actions(0)):
         pairs |= {(target, source) for source, target in pairs}
     return tuple(sorted(pairs))
 
