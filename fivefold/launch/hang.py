@@ -41,10 +41,12 @@ def verdict(
     silent: Collection[int] = (),
     bound: float = 0.0,
     on_device: Callable[[], HangVerdict | None] = lambda: None,
+    excused: Collection[int] = (),
 ) -> HangVerdict | None:
     """The rank to blame, or None if there is none yet.
 
-    `silent` ranks do not answer; their positions may be old or missing. A rank that answers and
+    `silent` ranks do not answer; their positions may be old or missing. Those of them that are
+    `excused` may still do so: they are not blamed, nor anybody who waits for them. A rank that answers and
     waits for no other may be slow: it has `bound` seconds, or the limit of its phase, to go on.
     `on_device` asks the GPUs, where ranks have waited long enough and the hosts do not tell.
     """
@@ -54,7 +56,8 @@ def verdict(
     ends = sorted(awaited - set(edges))
     lost = [rank for rank in ends if rank in silent] or sorted(awaited & set(silent))
     if lost:
-        return _missing(lost[0], edges, positions, silent=True)
+        lost = [rank for rank in lost if rank not in excused]
+        return _missing(lost[0], edges, positions, silent=True) if lost else None
     circle = [] if ends else first_circle(edges)
     # Ranks in different collectives only look slow, so this comes before any time limit.
     if (found := diverged(positions, circle or ends)) is not None:
@@ -68,7 +71,7 @@ def verdict(
         found = on_device() or _missing(lost[0], edges, positions)
         blamed = positions.get(found.rank)
         return found if blamed is None or too_long(blamed, bound) else None
-    if not edges and (found := late(positions, silent, bound)) is not None:
+    if not edges and (found := late(positions, silent, bound, excused)) is not None:
         return on_device() or found
     stuck = [too_long(each, bound) and isfinite(each.idle) for each in positions.values()]
     if not all(stuck):

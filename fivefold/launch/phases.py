@@ -56,12 +56,15 @@ def _took(position: Position, mark: int) -> float:
 
 
 def late(
-    positions: Mapping[int, Position], silent: Collection[int], bound: float
+    positions: Mapping[int, Position],
+    silent: Collection[int],
+    bound: float,
+    excused: Collection[int] = (),
 ) -> HangVerdict | None:
     """The rank that the others wait for at a mark, or None if there is none yet.
 
     `silent` ranks do not answer; of those that have never come nothing is known. Others have to
-    have waited `bound` seconds for them.
+    have waited `bound` seconds for them, and longer for those that are `excused`.
     """
     heard = {rank: each for rank, each in positions.items() if rank not in silent}
     if len(positions) == 1 and not silent:
@@ -78,8 +81,11 @@ def late(
     working = [rank for rank in behind if positions[rank].worked is None]
     # If all are at one mark, those who wait in it are not to blame.
     found = working or (behind if len(behind) < len(positions) else [])
+    gone = {rank for rank in silent if patient and rank not in excused}
     lost = [
-        rank for rank in found if (patient if rank in silent else _lost(positions[rank], bound))
+        rank
+        for rank in found
+        if (rank in gone if rank in silent else _lost(positions[rank], bound))
     ]
     return _named(lost[0], positions[lost[0]], waiting, lost[0] in silent) if lost else None
 

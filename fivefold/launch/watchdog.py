@@ -11,9 +11,11 @@ hang is reported after 24 to 29 seconds. A rank that is alone judges itself. A j
 while it decides, so the next round is asked once it is done, or after twice the patience.
 
 The thread needs nothing from the main thread, so it answers while the main thread waits in a
-collective or for a kernel. Only a call that holds Python's lock makes a rank look dead. If the
-board cannot be written, because the temporary folder is full, the thread says so once and tries
-again.
+collective or for a kernel. Only a call that holds Python's lock makes a rank look dead. A kernel
+that is loaded is such a call: the driver may wait for everything on the GPU, also for a message of
+another rank that compiles. So a rank may be silent for `patience` seconds, and in a phase that
+loads kernels for as long as the phase may take. If the board cannot be written, because the
+temporary folder is full, the thread says so once and tries again.
 
 Over NCCL the hosts issue ahead of their GPUs. Where ranks have waited long enough and the hosts do
 not tell who is to blame, a second round asks for torch's record of NCCL's calls
@@ -92,7 +94,9 @@ class Watchdog:
         self._seen, self._moved_at = (0, 0), self._around.now()
         self._allowed_until = self._around.now() + _MEETING
         self._said = False
+        self._loads = False
         self._round, self._quiet_until, self._open_until = 0, 0.0, 0.0
+        self._round_began = dict[int, float]()
         self._stop = threading.Event()
         self._thread = self._around.watch(self._watch)
 
@@ -101,13 +105,19 @@ class Watchdog:
         self.recorder.note(record, members)
 
     def phase(
-        self, text: str, allowed: float = 0.0, mark: bool = False, alike: bool = True
+        self,
+        text: str,
+        allowed: float = 0.0,
+        mark: bool = False,
+        alike: bool = True,
+        loads_kernels: bool = False,
     ) -> None:
         """Begin a phase. `allowed` are the seconds it may take without a collective, for phases
         that are known to be slow, such as compilation or a checkpoint, unless more is known of it.
-        All ranks come to a `mark`, in the same order, and do the same there if it is `alike`."""
+        All ranks come to a `mark`, in the same order, and do the same there if it is `alike`.
+        A phase that `loads_kernels` may be as long without an answer of its rank."""
         now = self._around.now()
-        self._phase = text
+        self._phase, self._loads = text, loads_kernels
         self._allowed_until = now + allowed
         if mark:
             self._took[str(self._mark)] = took = now - self._mark_at
@@ -173,7 +183,8 @@ class Watchdog:
         now = self._around.now()
         if self._progress != self._seen:
             self._seen, self._moved_at, self._worked = self._progress, now, None
-            self.board.put(f"phase-{self.worker.rank}", self._phase)
+            silence = max(0.0, self._allowed_until - now) if self._loads else 0.0
+            self.board.put(f"phase-{self.worker.rank}", f"{silence:.0f} {self._phase}")
         elif not self._around.stack()[1]:
             self._worked = None
         elif self._worked is None:
@@ -188,7 +199,7 @@ class Watchdog:
         due = asked is None and stuck and now >= self._quiet_until and self._closed(now)
         judges = due and self.board.claim(name, f"{_OF_HOSTS} {self.worker.rank}")
         if asked is not None or judges:
-            self._round += 1
+            self._begin_round(now)
             self._quiet_until = next_round(now, self._moved_at, self.patience)
             self._open_until = now + 2 * self.patience
             of_device = asked is not None and asked.startswith(_OF_DEVICES)
@@ -196,6 +207,10 @@ class Watchdog:
         if judges:
             self._judge()
             self.board.put(f"done-{self._round}", str(self.worker.rank))
+
+    def _begin_round(self, now: float) -> None:
+        self._round += 1
+        self._round_began[self._round] = now
 
     def _closed(self, now: float) -> bool:
         """Whether the judge of the last round is done, or has had as long as any rank."""
@@ -233,11 +248,12 @@ class Watchdog:
             tables = {rank: read_log(self.folder, rank) for rank in silent}
             positions |= {rank: position_from(table) for rank, table in tables.items() if table}
         by_device = partial(self._on_device, positions, set(answers) - {self.worker.rank})
-        found = verdict(positions, silent, 2 * self.patience, by_device)
+        excused = {rank for rank in silent if self._may_be_silent(rank)}
+        found = verdict(positions, silent, 2 * self.patience, by_device, excused)
         if found is not None and found.rank in silent:
             if self._answer_of(found.rank) is not None:
                 return  # it is back: the next round tells more
-            last = self.board.get(f"phase-{found.rank}")
+            last = self._last_phase(found.rank)[1]
             found = replace(found, doing=f"{last}, or soon after" if last else found.doing)
         # Progress in the meantime means that a rank was only slow.
         stuck = self._progress == self._seen and not self._stop.is_set()
@@ -249,7 +265,7 @@ class Watchdog:
         name, text = f"round-{self._round + 1}", f"{_OF_DEVICES} {self.worker.rank}"
         if _reader() is None or not self.board.claim(name, text):
             return None
-        self._round += 1
+        self._begin_round(self._around.now())
         # A process that has not read its record by then ends itself: until then it is only slow.
         answers = self._answers(others, 2 * self.patience)
         tables = {rank: table["device"] for rank, table in answers.items()}
@@ -276,8 +292,25 @@ class Watchdog:
 
     def _answer_of(self, rank: int) -> str | None:
         """What a rank has answered in this round, or None."""
+        number, table = self._last_answer(rank)
+        return table if number >= self._round else None
+
+    def _last_answer(self, rank: int) -> tuple[int, str]:
+        """The last round that a rank has answered, and what."""
         number, _, table = (self.board.get(f"rank-{rank}") or "0").partition(" ")
-        return table if int(number) >= self._round else None
+        return int(number), table
+
+    def _last_phase(self, rank: int) -> tuple[float, str]:
+        """The seconds that a rank may be silent in its last known phase, and that phase."""
+        silence, _, phase = (self.board.get(f"phase-{rank}") or "0 ").partition(" ")
+        return float(silence), phase
+
+    def _may_be_silent(self, rank: int) -> bool:
+        """Whether a rank that does not answer has been silent for no longer than it may."""
+        now = self._around.now()
+        # On the clock of this rank: when it heard of the first round that the other has missed.
+        since = self._round_began.get(self._last_answer(rank)[0] + 1, now)
+        return now - since < max(self.patience, self._last_phase(rank)[0])
 
 
 @contextmanager

@@ -73,6 +73,13 @@ def test_a_silent_rank_is_lost_with_what_it_lacks() -> None:
     judged(verdict(positions, {3}, BOUND), 3, r"call 1 on world .*it does not answer")
 
 
+def test_who_may_be_silent_is_not_blamed_nor_who_waits_for_it() -> None:
+    positions = four("ttdw", "ttdw", "ttdw", "ttd")
+    assert verdict(positions, {3}, BOUND, excused={3}) is None
+    positions = four("ttdw", "ttdw", "ttd", "ttd")
+    judged(verdict(positions, {2, 3}, BOUND, excused={2}), 3, "it does not answer")
+
+
 def test_a_silent_rank_of_which_nothing_is_known() -> None:
     positions = four("ttdw", "ttd", "ttdw", "")
     del positions[3]

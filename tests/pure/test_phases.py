@@ -8,7 +8,7 @@ from dataclasses import replace
 from math import inf
 
 from fivefold.launch.hang import verdict
-from fivefold.launch.phases import with_limits
+from fivefold.launch.phases import late, with_limits
 from fivefold.launch.positions import Position
 
 BOUND = 24.0
@@ -72,6 +72,8 @@ def test_a_rank_that_never_came_and_one_that_was_stopped() -> None:
     assert named({0: start[1], 2: start[1]}, {1}) == 1
     stopped = Position({}, phase="build")  # its log, without its state
     assert named({0: building(25.0, 2.0), 1: stopped, 2: building(25.0, 2.0)}, {1}) == 1
+    at = {0: building(25.0, 2.0), 1: stopped, 2: building(25.0, 2.0)}
+    assert late(at, {1}, BOUND, excused={1}) is None, "it loads a kernel"
 
 
 def test_a_rank_alone_is_named_by_itself() -> None:

@@ -3,6 +3,7 @@ a rank that is asked to stop hears it."""
 
 from __future__ import annotations
 
+import ctypes
 import json
 import math
 import os
@@ -74,6 +75,11 @@ def training(worker: Worker, fault: str) -> None:
         if fault == "slow":  # twice as slow as the others would be too slow
             watchdog.phase("save 3", allowed=60.0, mark=True)
             time.sleep((3 if guilty else 2) * PATIENCE)
+        if fault == "load":
+            watchdog.phase("step 3 0B1, compiling", allowed=60.0, loads_kernels=True)
+            time.sleep(PATIENCE)  # until the board has it
+            if guilty:  # such a call holds Python's lock: not even the watchdog runs
+                ctypes.PyDLL(None).sleep(math.ceil(4 * PATIENCE))
         steps.step(3)
 
 
@@ -119,6 +125,11 @@ def test_the_missing_rank_is_named_with_its_call(fault: str, doing: str, cause: 
 def test_a_rank_that_takes_long_as_allowed_is_not_lost() -> None:
     with Pool(4, patience=SOON) as pool:
         pool.run(training, "slow")
+
+
+def test_a_rank_that_cannot_answer_while_it_loads_a_kernel_is_not_lost() -> None:
+    with Pool(4, patience=SOON) as pool:
+        pool.run(training, "load")
 
 
 def record_of(rank: int, group: str) -> Callable[..., bytes]:

@@ -27,7 +27,7 @@ class PhaseLimits:
 
     files: float = _LONGEST  # a build, a load, a save
     first_step: float = _LONGEST
-    compiles: bool = False  # kernels of a new size, in any step
+    compiles: bool = False  # kernels, in the first step and for a new size in any other
 
     @classmethod
     def of(cls, plan: Plan, recipe: Recipe, device: str) -> PhaseLimits:
@@ -81,7 +81,10 @@ class WatchdogCallback(Callback):
     def before_step(self, number: int) -> None:
         """A step begins with a collective: the patience of a checkpoint must not hold for it."""
         self._number, self._text = number, f"step {number}"
-        self.watchdog.phase(self._text, self._allowed, mark=True, alike=False)
+        loads = self._loads_kernels
+        self.watchdog.phase(
+            self._text, self._allowed, mark=True, alike=False, loads_kernels=loads
+        )
 
     def on_record(self, record: StepRecord) -> None:
         """A step that hangs is known only when it takes much longer than this one."""
@@ -100,17 +103,21 @@ class WatchdogCallback(Callback):
     def _allowed(self) -> float:
         return self.limits.first_step if self._number == self._first else 0.0
 
+    @property
+    def _loads_kernels(self) -> bool:
+        return self.limits.compiles and self._number == self._first
+
     def _step_action(self, action: Step) -> None:
         self._text = f"step {self._number} {action}"
-        self.watchdog.phase(self._text, self._allowed)
+        self.watchdog.phase(self._text, self._allowed, loads_kernels=self._loads_kernels)
 
     def _compile(self, *_: object) -> None:
         """The compiler begins, in whatever thread needs a kernel: a rank that compiles on a busy
         machine is silent for longer than one that hangs may be."""
-        self.watchdog.phase(f"{self._text}, compiling", _LONGEST)
+        self.watchdog.phase(f"{self._text}, compiling", _LONGEST, loads_kernels=True)
 
     def _compiled(self, *_: object) -> None:
-        self.watchdog.phase(self._text, self._allowed)
+        self.watchdog.phase(self._text, self._allowed, loads_kernels=self._loads_kernels)
 
 
 class ActionPhases:
