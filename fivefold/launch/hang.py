@@ -46,8 +46,9 @@ def verdict(
     """The rank to blame, or None if there is none yet.
 
     `silent` ranks do not answer; their positions may be old or missing. Those of them that are
-    `excused` may still do so: they are not blamed, nor anybody who waits for them. A rank that answers and
-    waits for no other may be slow: it has `bound` seconds, or the limit of its phase, to go on.
+    `excused` may still do so: they are not blamed, nor anybody who waits for them. A rank that
+    answers and waits for no other may be slow: it has `bound` seconds, or the limit of its phase,
+    to go on.
     `on_device` asks the GPUs, where ranks have waited long enough and the hosts do not tell.
     """
     positions = with_limits(positions)

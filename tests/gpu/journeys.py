@@ -18,8 +18,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -331,7 +330,9 @@ def fresh(trip: Trip, model: str) -> None:
         return apart
 
     with ThreadPoolExecutor(6) as pool:
-        apart = list(pool.map(apart_of, layouts))
+        # Under MPS the first to fail ends all others: it is the one to name.
+        runs = [pool.submit(apart_of, layout) for layout in layouts]
+        apart = [run.result() for run in as_completed(runs)]
     trip.notes |= {"runs": len(apart), "most apart": f"{max(apart):.2%}"}
 
 
@@ -339,6 +340,7 @@ def timed(path: Path, steps: int, words: Sequence[str]) -> None:
     """Train so many steps, and write the host's seconds from the first request for rows to the end
     of the last update, for which the rank then waits."""
     import torch
+    import torch.distributed as dist
 
     from fivefold.cli import main
     from fivefold.train.clock import StepClock
@@ -356,9 +358,9 @@ def timed(path: Path, steps: int, words: Sequence[str]) -> None:
             if clock.device.type == "cuda":
                 torch.cuda.synchronize(clock.device)
             seconds = time.perf_counter() - moments[0]
-            # All ranks come here, and each has its own host: one of them is enough.
-            with suppress(FileExistsError), path.open("x", encoding="utf-8") as file:
-                json.dump({"seconds": seconds}, file)
+            # Ranks ask for their first rows at different times; rank 0 writes the records.
+            if not dist.is_initialized() or dist.get_rank() == 0:
+                path.write_text(json.dumps({"seconds": seconds}), "utf-8")
         return marked
 
     StepClock.ask, StepClock.mark = first, last

@@ -82,9 +82,7 @@ class WatchdogCallback(Callback):
         """A step begins with a collective: the patience of a checkpoint must not hold for it."""
         self._number, self._text = number, f"step {number}"
         loads = self._loads_kernels
-        self.watchdog.phase(
-            self._text, self._allowed, mark=True, alike=False, loads_kernels=loads
-        )
+        self.watchdog.phase(self._text, self._allowed, mark=True, alike=False, loads_kernels=loads)
 
     def on_record(self, record: StepRecord) -> None:
         """A step that hangs is known only when it takes much longer than this one."""
