@@ -12,11 +12,12 @@ GPU ranks that torchrun started.
 from __future__ import annotations
 
 import math
+import os
 import platform
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -28,6 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from fivefold.core import models
 from fivefold.core.precision import PRECISIONS
 from fivefold.cost.calibration import ATTENTION, ATTENTION_OLD, MATMUL, MATMUL_FP8, MEMORY, Sample
 from fivefold.cost.layer_kernels import ATTENTION_BACKWARD
@@ -35,6 +37,9 @@ from fivefold.launch.backend import RankDevice
 from fivefold.launch.launcher import LauncherEnvironment
 from fivefold.launch.processes import Pool, Worker
 from fivefold.launch.worker import LaunchedMeeting
+from fivefold.model.batch import TokenBatch
+from fivefold.model.decoder import from_config
+from fivefold.model.init import init_weights
 
 SHARES = {
     MATMUL: 0.45,
@@ -46,6 +51,7 @@ SHARES = {
 RINGS_SHARE = 0.1
 _FEWEST_SIZES = 3  # measured even when the time is over
 _CHAIN = 200  # small kernels in a row
+_HOST_ROUNDS = 8  # steps of a small model
 _HOST_CYCLES = 85_000  # GPU clock cycles: 50 us, more than the host needs for one launch
 _FP8_CAPABILITY = (8, 9)  # the first compute capability with fp8 matmuls
 
@@ -147,12 +153,13 @@ class Bench:
         ]
 
     def time(self, call: Callable[[], object], repeats: int) -> float:
-        """Seconds per call, over `repeats` calls in a row."""
+        """Seconds per call, over `repeats` calls in a row. Those of a CPU are the process's own:
+        what else runs there is no property of the machine."""
         if self.device.type != "cuda":
-            start = time.perf_counter()
+            start = time.process_time()
             for _ in range(repeats):
                 call()
-            return (time.perf_counter() - start) / repeats
+            return (time.process_time() - start) / repeats
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         stream = torch.cuda.current_stream(self.device)
         # The host gets ahead while the device sleeps, so that kernels run without gaps.
@@ -312,6 +319,41 @@ def device_name(device: torch.device) -> str:
     return f"one core of {names[0] if names else platform.processor() or platform.machine()}"
 
 
+def num_cores() -> int:
+    """The cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def layer_host_seconds() -> tuple[float, float]:
+    """Seconds of a CPU for a layer's forward and backward beside their arithmetic: those of small
+    models that differ by layers alone."""
+    few, many = 1, 5
+    times = {layers: _passes_of(layers) for layers in (few, many)}
+    forward, backward = (
+        max(1e-6, (long - short) / (many - few))
+        for short, long in zip(times[few], times[many], strict=True)
+    )
+    return forward, backward
+
+
+def _passes_of(layers: int) -> tuple[float, float]:
+    """The fastest forward and backward of `tiny` with so many layers and a few tokens."""
+    shape = replace(models.load("tiny"), layers=layers)
+    model = from_config(shape)
+    init_weights(model, shape, 0)
+    tokens = torch.zeros((1, 8), dtype=torch.int64)
+    batch = TokenBatch(tokens, tokens, torch.arange(8)[None])
+    times: list[tuple[float, float]] = []
+    for _ in range(_HOST_ROUNDS):
+        begin = time.process_time()
+        loss = model(tokens, batch)
+        middle = time.process_time()
+        loss.sum().backward()
+        times.append((middle - begin, time.process_time() - middle))
+    forward, backward = (min(column) for column in zip(*times, strict=True))
+    return forward, backward
+
+
 # Ring collectives between ranks.
 
 _ON_GPU = tuple(2**power for power in range(16, 30, 2))  # bytes of all ranks together
@@ -367,8 +409,9 @@ def _rings(
         dist.broadcast(over, 0)
         if over.item():
             break
+    usual = min if device.type == "cpu" else median  # a core has other work too
     return [
-        Sample(f"{kind} of {size} bytes", size * (1 - 1 / ranks), median(found), ranks - 1.0)
+        Sample(f"{kind} of {size} bytes", size * (1 - 1 / ranks), usual(found), ranks - 1.0)
         for (kind, size), found in times.items()
     ]
 

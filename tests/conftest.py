@@ -16,6 +16,8 @@ from tests.selection import ALL_CASES, SALT, all_cases, num_drawn, salt, seed, s
 # Before torch is loaded: on ARM, matmuls keep the number of threads that the first of them had,
 # whatever torch is told later. A rank that is forked after it would wait for those threads forever.
 os.environ["OMP_NUM_THREADS"] = "1"
+# Trainings measure the CPU once: into a cache of the tests, not into the user's.
+os.environ["XDG_CACHE_HOME"] = str(Path(__file__).parent.parent / "build" / "cache")
 
 LONGEST = "test_readme.py"
 OF_RANKS = 0.24  # of the cases that tests with ranks ask for: `make test` stays below 10 minutes

@@ -40,13 +40,13 @@ ARROWS = {
     "huggingface": {"core", "model"},
     "generate": {"core", "model", "parallel", "launch", "huggingface", "records"},
     "serve": {"core", "generate", "launch"},
-    "calibrate": {"core", "cost", "launch"},
+    "calibrate": {"core", "cost", "model", "launch"},
     "verify": RUNTIME | {"generate"},
     "rehearse": RUNTIME | {"planner"},
     "train": RUNTIME | {"planner", "records", "generate"},
     "api": {
         *("core", "cost", "planner", "records", "report", "data", "launch", "huggingface"),
-        *("generate", "serve", "verify", "rehearse", "train", "bridges"),
+        *("generate", "serve", "calibrate", "verify", "rehearse", "train", "bridges"),
     },
     "verbs": {
         *("core", "cost", "planner", "score", "records", "report", "page", "data", "launch"),

@@ -287,7 +287,7 @@ def _fork(start: TrainStart, told: OnReport) -> TrainedRun:
     rank = device_of(start, None)
     plan = noted(start.plan, rank)
     folder = start.out or run_folder(Path("runs"), plan.shape.name, start.resume)
-    settings = settings_of(start, folder, rank)
+    settings = settings_of(start, folder, rank, told)
     if start.resume and (done := nothing_left(settings)) is not None:
         raise FivefoldError(done)  # before anything in the folder changes
     with own_run(folder, _OWNER_SECONDS) as ticket:

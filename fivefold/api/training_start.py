@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
 import re
+import subprocess
+import sys
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -17,7 +22,8 @@ from fivefold.api.planning import (
 )
 from fivefold.api.restarting import RestartPolicy
 from fivefold.core import machine as machines
-from fivefold.core.errors import counted
+from fivefold.core.errors import FivefoldError, counted
+from fivefold.core.machine import Machine
 from fivefold.core.plan import Plan, PlanOptions, resolve
 from fivefold.core.precision import PRECISIONS
 from fivefold.launch.launcher import LauncherEnvironment
@@ -35,6 +41,7 @@ _CHOSEN = (
     *("layout", "zero", "gather", "sp", "context", "schedule", "chunks", "stage_layers"),
     *("microbatch_size", "recompute", "ep_nodes"),
 )
+_CALIBRATION = "2"  # seconds of measuring
 _OTHER = "; --layout chooses another"
 
 
@@ -131,15 +138,61 @@ def device_of(start: TrainStart, launched: LauncherEnvironment | None) -> RankDe
     return forked_device(device, backend, 0, world)
 
 
-def settings_of(start: TrainStart, folder: Path, rank: RankDevice) -> TrainSettings:
-    """How the ranks train: their device, their dtype, and what the plan expects of a step."""
+def calibrated_cpu(report: Callable[[str], object]) -> Machine | None:
+    """This machine's CPU as `fivefold calibrate` measures it. The file is kept in the user's cache,
+    so that it is measured once. None where it cannot be measured or written."""
+    import torch
+
+    from fivefold import __version__
+    from fivefold.calibrate import device_name, num_cores
+
+    facts = device_name(torch.device("cpu")), num_cores(), torch.__version__, __version__
+    name = hashlib.sha256(repr(facts).encode()).hexdigest()[:12]
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fivefold"
+    path, draft = (cache / f"cpu-{name}{end}.toml" for end in ("", f"-{os.getpid()}"))
+    if not path.exists():
+        report(f"measuring this CPU once, in a few seconds, to plan its steps: {path}")
+        try:
+            cache.mkdir(parents=True, exist_ok=True)
+            calibrate_cpu(draft)
+            draft.replace(path)  # another start that measures too writes the same file
+        except (OSError, subprocess.SubprocessError):
+            return None
+    try:
+        return machines.load(path)
+    except FivefoldError:
+        path.unlink(missing_ok=True)  # a damaged file is measured again
+        return None
+
+
+def calibrate_cpu(path: Path) -> None:
+    """Measure this machine's CPU into a machine file. Raises if that fails or takes a minute.
+
+    It runs in a process of its own: some BLAS libraries deadlock in ranks that are forked from a
+    process which has multiplied matrices."""
+    words = ["calibrate", "--device", "cpu", "--ranks", "2", "--seconds", _CALIBRATION]
+    command = [sys.executable, "-m", "fivefold", *words, "-o", str(path)]
+    subprocess.run(command, capture_output=True, check=True, timeout=60)
+
+
+def settings_of(
+    start: TrainStart,
+    folder: Path,
+    rank: RankDevice,
+    report: Callable[[str], object] | None = None,
+) -> TrainSettings:
+    """How the ranks train: their device, their dtype, and what the plan expects of a step. Without
+    a machine, ranks on this host's CPU are planned for it; `report` says when it is measured."""
     from fivefold.train import TrainSettings, estimate_of
 
     plan, device = start.plan, rank.device.type
     dtype = start.dtype or PRECISIONS[plan.precision].dtype
     if start.dtype is None and device == "cpu" and dtype == "bfloat16":
         dtype = "float32"  # CPUs are slow at bfloat16, which is the default of every plan
-    estimate = estimate_of(plan, plan.options.train)
+    cpu = None
+    if report is not None and device == "cpu" and plan.machine is None:
+        cpu = calibrated_cpu(report)
+    estimate = estimate_of(plan, plan.options.train, cpu)
     return TrainSettings(
         recipe=plan.options.train,
         dtype=cast("Any", dtype),

@@ -93,7 +93,8 @@ class Efficiency:
 
     A matmul takes its FLOPs over `matmul` of the peak, plus `start` seconds for ramp-up and a last
     wave that is not full. `unfused`: attention as separate matmuls. `links`: shares of the tiers'
-    bandwidths, from the innermost.
+    bandwidths, from the innermost. `forward_host` and `backward_host`: seconds of a layer without
+    experts for the host's program, where a rank is a process on a CPU, which then computes nothing.
     """
 
     matmul: float = 0.80
@@ -107,6 +108,8 @@ class Efficiency:
     attention_old: float = 0.35  # FlashAttention-2
     unfused: float = 0.45
     links: tuple[float, ...] = (0.75, 0.70)
+    forward_host: float = 0.0
+    backward_host: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -144,6 +147,11 @@ class Machine:
             options = ", ".join(known)
             raise FivefoldError(f"{self.name} has no peak for {dtype!r}: choose from {options}")
         return known[dtype]
+
+    @property
+    def is_cpu(self) -> bool:
+        """Whether ranks are processes on CPU cores, whose host does not work ahead of a device."""
+        return self.efficiency.forward_host > 0
 
     def disk_bandwidth(self) -> float:
         """Bytes/s of a node's local disks."""
@@ -365,7 +373,11 @@ def _numbers(value: object, path: str) -> Iterator[tuple[str, float]]:
         yield path.removeprefix("."), value
 
 
-_UNITS = {"start": "seconds", "softmax_dims": "dims of a head", "short_keys": "keys"}
+_UNITS = {
+    **dict.fromkeys(("start", "forward_host", "backward_host"), "seconds"),
+    "softmax_dims": "dims of a head",
+    "short_keys": "keys",
+}
 
 
 def _bad_shares(reach: Efficiency) -> Iterator[str]:

@@ -122,7 +122,8 @@ _SMALL_A100 = 60e9  # bytes: A100s with 40 GB have less
 class MeasuredTimes:
     """Times of one machine, by the constant that they determine.
 
-    `dtype` is that of matmuls and attention; `launch` the seconds between small kernels.
+    `dtype` is that of matmuls and attention; `launch` the seconds between small kernels. `host`:
+    where ranks are CPU processes, those of a layer's forward and backward without arithmetic.
     """
 
     device: str
@@ -131,6 +132,8 @@ class MeasuredTimes:
     launch: float
     ranks: int = 1
     notes: list[str] = field(default_factory=list[str])
+    host: tuple[float, float] | None = None
+    cores: int | None = None
 
 
 @dataclass(frozen=True)
@@ -192,6 +195,11 @@ def calibrate(base: Machine, measured: MeasuredTimes, source: str) -> Calibratio
     }
     shares = {key: _share(fits[key].rate, whole[key]) for key in whole if key in fits}
     efficiency: dict[str, Any] = {**shares, "start": _rounded(fits[MATMUL].start)}
+    if measured.host is not None:
+        forward, backward = map(_rounded, measured.host)
+        efficiency |= {"forward_host": forward, "backward_host": backward}
+    if measured.cores is not None:
+        table["gpus_per_node"] = measured.cores
     if LINKS in fits:
         efficiency["links"] = _add_links(base, fits[LINKS], source, table, notes)
     table |= {"efficiency": efficiency}

@@ -89,7 +89,9 @@ class LayerTable:
             hosts = [
                 work.of_layer(i).host_seconds(routed=self.shape.is_moe_layer(i)) for i in kinds
             ]
-        least = self._all_layers(with_host(costs, hosts, np.zeros(1, bool)), late)
+        least = self._all_layers(
+            with_host(costs, hosts, np.zeros(1, bool), is_cpu=self.machine.is_cpu), late
+        )
         every = [each for column in costs for each in column]
         self._passes = _joined(self._passes, every, len(fresh))
         self._late = _joined(self._late, late, len(fresh))
@@ -150,7 +152,7 @@ class LayerTable:
         costs = (found[:count], found[count : 2 * count], found[2 * count :])
         hosts = self._looked_up(grid, self._hosts)
         pairs = [HostSeconds(*hosts[at : at + 2]) for at in range(0, len(hosts), 2)]
-        return with_host(costs, pairs, defers)
+        return with_host(costs, pairs, defers, is_cpu=self.machine.is_cpu)
 
     def _looked_up(self, grid: LayoutGrid, arrays: list[Array]) -> list[Array]:
         """What these arrays have for the degrees, microbatch sizes and rules of a block."""

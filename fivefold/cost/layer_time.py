@@ -134,7 +134,7 @@ class LayerTimer(LayerKernels):
 
     def host_seconds(self, *, routed: bool = False) -> HostSeconds:
         """Host seconds of a layer, with experts if it is `routed`."""
-        stack, grid = self.stack, self.grid
+        stack, grid, reach = self.stack, self.grid, self.machine.efficiency
         launch = np.full_like(grid.ep, stack.launch)
         if routed and stack.expert_launch:
             launch = stack.expert_launch + np.where(grid.ep > 1, stack.dispatch_launch, 0.0)
@@ -142,6 +142,10 @@ class LayerTimer(LayerKernels):
             launch = launch + self.mixer.kernels * KERNEL_LAUNCH
         forward = launch * (1 + stack.straggler_share * (grid.tp - 1))
         again = grid.recompute_has(_repeated_share) * stack.recomputed
+        if self.machine.is_cpu and stack.launch:  # as much more for experts as on another host
+            times = forward / stack.launch
+            forward = times * reach.forward_host
+            return HostSeconds(forward, times * reach.backward_host + again * forward)
         backward = forward * (HOST_BACKWARD + again)
         if stack.crowding:
             crossed = (grid.pp > 1) & (grid.world > self.machine.gpus_per_node)
@@ -360,6 +364,9 @@ class LayerTimer(LayerKernels):
         # The embedding's lookup counts here too, though the first stage has it.
         for each in tensor_ends(self.job, 1 + shape.mtp, 1 + shape.mtp):
             self._add(times, "tp", self.seconds_of(each) * (1 - self._hidden["tp"]), each)
+        if self.machine.is_cpu:  # an embedding and a head have as many operators as a layer each
+            host = self.host_seconds()
+            times.forward["launch"], times.inputs["launch"] = 2 * host.forward, 2 * host.backward
         return times
 
     def _head_in_chunks(self, seconds: Array, chunks: Array, learns: float) -> tuple[Array, Array]:

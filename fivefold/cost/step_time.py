@@ -180,11 +180,15 @@ def head_passes(work: LayerTimer) -> list[Array]:
     return [passes[0] for passes in _passes([work.head()])]
 
 
-def with_host(costs: PassCosts, hosts: list[HostSeconds], defers: Flags) -> PassCosts:
+def with_host(
+    costs: PassCosts, hosts: list[HostSeconds], defers: Flags, *, is_cpu: bool
+) -> PassCosts:
     """The same with what each kind of layer waits for its host."""
     forward, inputs, weights = map(list, costs)
     for place, host in enumerate(hosts):
-        waits = _host_waits((forward[place], inputs[place], weights[place]), host, defers)
+        waits = _host_waits(
+            (forward[place], inputs[place], weights[place]), host, defers, is_cpu=is_cpu
+        )
         for passes, wait in zip((forward, inputs, weights), waits, strict=True):
             passes[place] = passes[place] + wait
     return forward, inputs, weights
@@ -202,7 +206,7 @@ def launch_bound_layer(work: LayerTimer, i: int, apart: Collection[str] = ()) ->
     inputs = total_seconds(layer.inputs) + total_seconds(layer.again)
     busy = total_seconds(layer.forward), inputs, total_seconds(layer.weights)
     host = work.of_layer(i).host_seconds(routed=work.shape.is_moe_layer(i))
-    waits = _host_waits(busy, host, work.grid.defers)
+    waits = _host_waits(busy, host, work.grid.defers, is_cpu=work.machine.is_cpu)
     passes = {"forward": layer.forward, "inputs": layer.inputs, "weights": layer.weights}
     return replace(
         layer,
@@ -214,16 +218,16 @@ def launch_bound_layer(work: LayerTimer, i: int, apart: Collection[str] = ()) ->
 
 
 def _host_waits(
-    busy: tuple[Array, Array, Array], host: HostSeconds, defers: Flags
+    busy: tuple[Array, Array, Array], host: HostSeconds, defers: Flags, *, is_cpu: bool
 ) -> tuple[Array, Array, Array]:
     """Seconds that a GPU waits for its host in a layer's forward, input gradient and weight
     gradient, which take so many seconds without it.
 
     A pass takes the longer of GPU and host, so that no pass is longer on a faster GPU: what
     overlaps with it, or waits for it in a pipeline, would be exposed by that. A backward with its
-    weight gradients is one pass.
+    weight gradients is one pass. A CPU is its own host: it takes the sum.
     """
-    forward, inputs, weights = busy
+    forward, inputs, weights = (0.0 * seconds for seconds in busy) if is_cpu else busy
     joined = np.maximum(host.backward - inputs - weights, 0.0)
     return (
         np.maximum(host.forward - forward, 0.0),
@@ -324,6 +328,8 @@ def _launch_bound(work: LayerTimer, layers: Array, seconds: Array) -> Array:
     if not work.stack.launch:
         return seconds
     host = layers * work.host_seconds().total
+    if work.machine.is_cpu:
+        return seconds + host
     return (seconds**_CORNER + host**_CORNER) ** (1 / _CORNER)
 
 

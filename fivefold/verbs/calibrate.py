@@ -224,7 +224,7 @@ def _measured(
     """Measure one device."""
     import torch
 
-    from fivefold.calibrate import Bench, device_name
+    from fivefold.calibrate import Bench, device_name, layer_host_seconds, num_cores
 
     if rank.device.type == "cpu":
         torch.set_num_threads(1)  # a rank is one process on one core
@@ -237,7 +237,10 @@ def _measured(
         raise FivefoldError(
             "the GPU has too little free memory; several GiB are needed: end what else runs on it"
         ) from error
-    return MeasuredTimes(device_name(device), dtype, samples, bench.launch(), notes=bench.notes)
+    found = MeasuredTimes(device_name(device), dtype, samples, bench.launch(), notes=bench.notes)
+    if device.type == "cuda":
+        return found
+    return replace(found, host=layer_host_seconds(), cores=num_cores())
 
 
 def _source(measured: MeasuredTimes) -> str:

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+import subprocess
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from fivefold.api.training_start import calibrated_cpu
 from fivefold.cli import main
 from fivefold.core.machine import load, presets
+from fivefold.core.plan import PlanOptions, resolve
 from fivefold.launch.processes import num_gpus
+from fivefold.train import estimate_of
 from tests.commands import in_new_process
 
 TORCHRUN = {
@@ -117,3 +122,88 @@ def test_torchrun_is_for_gpus(
     for name, value in TORCHRUN.items():
         monkeypatch.setenv(name, value)
     assert "with --ranks" in refuse(capsys, "--device", "cpu")
+
+
+class Calibration:
+    """In place of the process that measures: writes a text as the machine file."""
+
+    def __init__(self, text: str = 'base = "laptop"\n') -> None:
+        self.text, self.num_runs = text, 0
+
+    def __call__(self, path: Path) -> None:
+        self.num_runs += 1
+        path.write_text(self.text, "utf-8")
+
+
+@pytest.fixture
+def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Calibration:
+    calibration = Calibration()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr("fivefold.api.training_start.calibrate_cpu", calibration)
+    return calibration
+
+
+def test_this_cpu_is_measured_once(measured: Calibration) -> None:
+    reports = list[str]()
+    first, second = (calibrated_cpu(reports.append) for _ in range(2))
+    assert first == second and first is not None and first.is_cpu
+    assert measured.num_runs == len(reports) == 1 and "measuring this CPU once" in reports[0]
+
+
+def test_a_file_of_this_cpu_that_cannot_be_read_is_measured_again(measured: Calibration) -> None:
+    measured.text = "no table"
+    assert calibrated_cpu(print) is None
+    measured.text = 'base = "laptop"\n'
+    assert calibrated_cpu(print) is not None and measured.num_runs == 2
+
+
+def test_a_cpu_that_cannot_be_measured_has_no_plan(
+    measured: Calibration, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(path: Path) -> None:
+        raise subprocess.CalledProcessError(2, ["calibrate"])
+
+    monkeypatch.setattr("fivefold.api.training_start.calibrate_cpu", failing)
+    assert calibrated_cpu(print) is None
+
+
+def test_training_on_a_cpu_has_planned_beside_measured(
+    measured: Calibration, tmp_path: Path
+) -> None:
+    run, words = tmp_path / "run", ["--set", "layers=2", "--seq", "16", "--steps", "2"]
+    with pytest.raises(SystemExit, match="0"):
+        main(["train", "tiny", *words, "--out", str(run)])
+    first = json.loads((run / "metrics.jsonl").read_text("utf-8").splitlines()[0])
+    assert first["planned"]["step_s"] > 0 and measured.num_runs == 1
+
+
+# Planned for ranks that are processes on a CPU.
+
+TINY = PlanOptions("tiny", "dp=1", batch=16, microbatch_size=1, seq=64)
+
+
+def planned_step(options: PlanOptions = TINY, **efficiency: float) -> float:
+    """Seconds of a planned step on a laptop with so many seconds for the host's program."""
+    laptop = load("laptop")
+    laptop = replace(laptop, efficiency=replace(laptop.efficiency, **efficiency))
+    plan = resolve(options)
+    estimate = estimate_of(plan, plan.options.train, laptop)
+    assert estimate is not None
+    return estimate.step
+
+
+def test_a_cpu_takes_the_sum_of_program_and_arithmetic() -> None:
+    once = planned_step(forward_host=1e-3, backward_host=2e-3)
+    more = planned_step(forward_host=2e-3, backward_host=5e-3)
+    # 16 microbatches, eight layers, an embedding and a head.
+    assert more - once == pytest.approx(16 * (8 + 2) * (1e-3 + 3e-3), rel=1e-6)
+
+
+def test_ranks_share_the_cores_of_a_cpu() -> None:
+    wide = [planned_step(replace(TINY, layout=f"dp={dp}", batch=dp)) for dp in (8, 16, 32)]
+    assert wide[1] > 1.9 * wide[0] and wide[2] > 1.9 * wide[1], "a laptop has eight cores"
+
+
+def test_a_cpu_computes_in_float32_whatever_the_plan_says() -> None:
+    narrow = planned_step(replace(TINY, precision="bf16"))
+    assert narrow == planned_step(replace(TINY, precision="fp32"))

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from fivefold.core.errors import FivefoldError
+from fivefold.core.machine import Machine
 from fivefold.core.plan import Plan
 from fivefold.core.recipe import Recipe
 from fivefold.launch.worker import Worker
@@ -148,11 +149,19 @@ class Shortage:
     snapshot: str | None  # the file that shows the memory
 
 
-def estimate_of(plan: Plan, recipe: Recipe) -> Estimate | None:
-    """The planner's estimate; None if it does not know the machine."""
-    if plan.machine is None:
+def estimate_of(plan: Plan, recipe: Recipe, cpu: Machine | None = None) -> Estimate | None:
+    """The planner's estimate; None if it does not know the machine. `cpu`: that of a run on CPU
+    processes of this machine, which compute in float32 and share its cores."""
+    machine = cpu or plan.machine
+    if machine is None:
         return None
-    setting, _ = estimate_setting(plan.machine, plan.precision, 0.0, recipe.kernels, 1.0)
+    kernels = "eager" if machine.is_cpu else recipe.kernels
+    precision = "fp32" if machine.is_cpu and plan.precision == "bf16" else plan.precision
+    setting, _ = estimate_setting(machine, precision, 0.0, kernels, 1.0)
+    if machine.is_cpu:
+        memory = replace(setting.stack.memory, context_bytes=0.0, pool_bytes=0.0)
+        crowd = max(1.0, plan.layout.world / machine.gpus_per_node)
+        setting = replace(setting, stack=replace(setting.stack, factor=crowd, memory=memory))
     return estimate_plan(plan, setting)
 
 
