@@ -301,14 +301,18 @@ def _verify_generated(
     """Run the proof of generation."""
     from fivefold.generate.layout import forward_plan, invariant_plan
     from fivefold.launch.processes import Pool
-    from fivefold.verify.generated_ranks import GeneratedSettings, num_phases, run_generated
+    from fivefold.verify.generated_ranks import (
+        GeneratedSettings,
+        num_generation_phases,
+        run_generated,
+    )
 
     settings = GeneratedSettings(**chosen)
     plan = forward_plan(plan)
     plan = invariant_plan(plan) if settings.batch_invariant else plan
     patience = _patience(asked, settings.device == "cuda")
     began = time.perf_counter()
-    on_phase = _phases(num_phases(plan, settings), on_progress)
+    on_phase = _phases(num_generation_phases(plan, settings), on_progress)
     with Pool(plan.layout.world, patience) as pool:
         verdict = run_generated(pool, plan, settings, on_phase)
     return VerifiedPlan(plan, settings, verdict, time.perf_counter() - began)

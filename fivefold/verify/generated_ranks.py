@@ -84,7 +84,7 @@ class DrawnText:
         ]
 
 
-def num_phases(plan: Plan, settings: GeneratedSettings) -> int:
+def num_generation_phases(plan: Plan, settings: GeneratedSettings) -> int:
     """How often `on_phase` is called in a proof that succeeds."""
     return plan.layout.world * (NUM_WAYS + 2 + 2 * settings.batch_invariant) + 1
 
