@@ -274,8 +274,8 @@ def test_the_command_says_every_step_and_both_tables(capsys: pytest.CaptureFixtu
     assert code == 0 and "PASS in" in out and "differs" not in out
     step = (
         r"^step (\d+)/10 \| loss (\d\.\d{4}) \| norm \d+\.\d\d \| lr \d\.\de-0\d \| "
-        r"(?:\d+ ms|\d+\.\d s) \| [\d.]+k? tok/s \(plan [\d.]+k?\) \| mem \d\.\d GiB \(plan \d\.\d\)"
-        r"( \| eta \d+s)? \| "
+        r"(?:\d+ ms|\d+\.\d s) \| [\d.]+k? tok/s \(plan [\d.]+k?\) \| "
+        r"mem \d\.\d GiB \(plan \d\.\d\)( \| eta \d+s)? \| "
         r"fullest expert \d\.\dx$"
     )
     found = re.findall(step, out, re.M)
