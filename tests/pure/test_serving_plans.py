@@ -21,7 +21,7 @@ from fivefold.planner.accuracy import accuracy
 from fivefold.planner.serving import LayoutLoad, ServingPlan, legal_layouts, simplest_equals
 from fivefold.planner.serving import plan_serving as search
 from fivefold.planner.serving_fit import ServingFit, ServingRequest, model_bytes
-from fivefold.report.serving_text import rule_of_thumb
+from fivefold.report.serving_text import reasons, rule_of_thumb
 from tests import serving_published
 from tests.serving_published import ROWS
 
@@ -319,6 +319,30 @@ def test_the_simplest_of_equal_layouts_is_served(
     assert rule_of_thumb(choice).endswith(
         "so tp=8 pp=2: tp stays inside the 8 GPUs of the fast links"
     )
+
+
+def test_the_simplest_of_equal_layouts_answers_a_rate() -> None:
+    """A pipeline's answers are a little faster: the rule line compares latencies, and the reasons
+    do not say that a layout with more tokens has fewer."""
+    choice = search(ServingRequest(models.load("llama-3.1-70b"), H100, 16, 2048, 256, rate=1.0))
+    fastest = min(choice.plans, key=lambda plan: plan.latency)
+    assert str(choice.chosen.layout) == "dp=2 tp=8" and str(fastest.layout) == "tp=8 pp=2"
+    assert fastest.latency < choice.chosen.latency <= (1 + accuracy().equal) * fastest.latency
+    (rule,) = (plan for plan in choice.plans if str(plan.layout) == "dp=8 tp=2")
+    ratio = choice.chosen.latency / rule.latency
+    said = f"the plan has dp=2 tp=8, with {ratio:.2f} times the latency of dp=8 tp=2"
+    assert rule_of_thumb(choice).endswith(said)
+    (beside,) = (said for said in reasons(choice) if said.startswith("beside it"))
+    assert choice.plans[0].tokens_per_s < choice.plans[1].tokens_per_s
+    assert "tokens/s (equal, " in beside and " times more) with " in beside
+
+
+def test_the_simplest_of_equal_layouts_is_simulated() -> None:
+    """By their means dozens of layouts of 32 GPUs are equal: the simplest is not among the fastest
+    of them."""
+    keys: dict[str, Any] = {"concurrency": 1, "precision": "fp8"}
+    choice = search(ServingRequest(models.load("deepseek-v3"), H100, 32, 2048, 256, **keys))
+    assert str(choice.chosen.layout) == "dp=2 tp=8 pp=2 etp=8"
 
 
 def test_equals_are_ordered_by_what_is_simple() -> None:
