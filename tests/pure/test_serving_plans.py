@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from fivefold.core.count import parameters
 from fivefold.core.errors import FivefoldError
 from fivefold.core.kv_pages import kept_tokens, token_bytes
 from fivefold.core.layout import Layout
+from fivefold.core.plan import PlanOptions, resolve
 from fivefold.cost.serving import ServedModel
 from fivefold.planner.accuracy import accuracy
 from fivefold.planner.serving import LayoutLoad, ServingPlan, legal_layouts, simplest_equals
@@ -198,6 +200,16 @@ def test_bounds_are_kept() -> None:
 def test_a_given_layout_is_the_only_one() -> None:
     found = plan_serving("llama-3.1-8b", machine="h100", layout="tp=2 pp=2").choice
     assert [str(each.layout) for each in found.plans] == ["tp=2 pp=2"]
+
+
+def test_gpus_reopen_the_layout_of_a_plan_file(tmp_path: Path) -> None:
+    """As in a plan of its training: another number of GPUs than its layout has is a question."""
+    file = tmp_path / "plan.toml"
+    file.write_text(resolve(PlanOptions("llama-3.1-8b", "tp=2")).to_toml(tmp_path), "utf-8")
+    found = plan_serving(file, machine="h100", gpus=8).choice
+    assert len(found.plans) > 1 and {plan.layout.world for plan in found.plans} == {8}
+    own = plan_serving(file, machine="h100", gpus=2).choice
+    assert [str(plan.layout) for plan in own.plans] == ["tp=2"]
 
 
 def test_what_does_not_fit_says_how_many_gpus() -> None:
