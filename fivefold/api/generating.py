@@ -25,6 +25,7 @@ from fivefold.generate.requests import Request, Sampling
 from fivefold.generate.text_model import DTYPES, ModelOptions, TextModel, find_model, set_up
 
 if TYPE_CHECKING:
+    from fivefold.generate.chat import Message
     from fivefold.generate.layout import ReadWeight
     from fivefold.generate.text_ranks import Tell
     from fivefold.generate.writer import TextPiece, WrittenText
@@ -213,7 +214,7 @@ def _generate(
 ) -> tuple[WrittenText, ...]:
     # Imported here, so that a bad option is refused before torch is loaded.
     from fivefold.generate.chat import ChatTemplate
-    from fivefold.generate.text import stops_of
+    from fivefold.generate.text import LibraryCodec, QuotingCodec, stops_of
     from fivefold.generate.text_ranks import run_ranks
     from fivefold.generate.writer import TextRequest
 
@@ -221,18 +222,26 @@ def _generate(
     setup = set_up(model, runs, partial(open_weights, model, options.step))
     codec = setup.codec
     stops, ends = stops_of(codec, options.stops)
-    render = ChatTemplate(model.folder).render if options.chat else None
-    texts = {each.id: each.rendered(render) for each in prompts}
+    template = ChatTemplate(model.folder) if options.chat else None
+    # As in a server: special tokens in messages are text, and so nobody's text forges a turn.
+    quoting = QuotingCodec(codec) if template and isinstance(codec, LibraryCodec) else None
+
+    def render(messages: Sequence[Message]) -> str:
+        assert template is not None
+        return template.render(quoting.quoted_messages(messages) if quoting else messages)
+
+    rendered = {each.id: each.rendered(render if template else None) for each in prompts}
+    texts = {id: quoting.shown(text) if quoting else text for id, text in rendered.items()}
     done = set[str]() if options.output is None else finished_ids(options.output, texts)
     requests = [
         Request(
             id,
-            codec.encode(text, special=not options.chat),
+            (quoting or codec).encode(text, special=not options.chat),
             options.max_tokens,
             options.sampling,
             ends | setup.ends,
         )
-        for id, text in texts.items()
+        for id, text in rendered.items()
         if id not in done
     ]
     for request in requests:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
@@ -91,7 +91,7 @@ class QuotingCodec:
     token: chat templates leave it. It is a token here, and becomes the tokens of the text.
     """
 
-    def __init__(self, codec: LibraryCodec) -> None:
+    def __init__(self, codec: LibraryCodec, *, unlocked: bool = False) -> None:
         from tokenizers import AddedToken, Tokenizer
 
         plain, quoting = (Tokenizer.from_str(codec.tokenizer.to_str()) for _ in range(2))
@@ -105,13 +105,29 @@ class QuotingCodec:
             quoting.token_to_id(quote): plain.encode(name, add_special_tokens=False).ids
             for name, quote in self._quotes.items()
         }
-        self.plain = LibraryCodec(plain, unlocked=True)  # of a text that is all a quote
-        self._codec = LibraryCodec(quoting, unlocked=True)
+        self.plain = LibraryCodec(plain, unlocked=unlocked)  # of a text that is all a quote
+        self._codec = LibraryCodec(quoting, unlocked=unlocked)
 
     def quoted(self, text: str) -> str:
         """A text in which every special token has the name of its text."""
         for name, quote in self._quotes.items():
             text = text.replace(name, quote)
+        return text
+
+    def quoted_messages(self, messages: Iterable[Mapping[str, Any]]) -> tuple[dict[str, Any], ...]:
+        """Messages in whose texts every special token has the name of its text."""
+        return tuple(
+            {
+                key: self.quoted(text) if key != "role" and isinstance(text, str) else text
+                for key, text in each.items()
+            }
+            for each in messages
+        )
+
+    def shown(self, text: str) -> str:
+        """A text with special tokens in place of their names, for people."""
+        for name, quote in self._quotes.items():
+            text = text.replace(quote, name)
         return text
 
     def encode(self, text: str, *, special: bool) -> tuple[int, ...]:

@@ -103,7 +103,7 @@ class PromptReader:
         self.codec, self.quotes, self._token_bytes = codec, None, codec.longest_token()
         if isinstance(codec, LibraryCodec):
             self.codec = LibraryCodec(codec.tokenizer, unlocked=True)
-            self.quotes = QuotingCodec(codec)
+            self.quotes = QuotingCodec(codec, unlocked=True)
         self._long = asyncio.Semaphore(_LONG_TEXTS)
         self.chats: TemplateProcess | None = None
         with contextlib.suppress(FivefoldError):  # without a template there are no chats
@@ -127,7 +127,7 @@ class PromptReader:
         messages = asked.messages
         self._check("messages", "".join("".join(each.values()) for each in messages), longest)
         if quotes is not None:  # the time that it takes is that of the text
-            messages = await asyncio.to_thread(_quoted, messages, quotes)
+            messages = await asyncio.to_thread(quotes.quoted_messages, messages)
         rendered = await self.chats.render(messages)
         return [await self._encoded(quotes or self.codec, rendered, longest, special=False)]
 
@@ -152,16 +152,6 @@ class PromptReader:
     async def close(self) -> None:
         if self.chats is not None:
             await self.chats.close()
-
-
-def _quoted(
-    messages: tuple[dict[str, str], ...], quotes: QuotingCodec
-) -> tuple[dict[str, str], ...]:
-    """Messages in whose texts special tokens are text."""
-    return tuple(
-        {key: text if key == "role" else quotes.quoted(text) for key, text in each.items()}
-        for each in messages
-    )
 
 
 def _long_tokens(

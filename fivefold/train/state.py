@@ -111,6 +111,8 @@ class Progress:
     def facts(self, updates: int, seed: int, plan: str) -> Facts:
         """For the manifest of a checkpoint; `plan` as a file in the run folder."""
         scaler = {
+            # A scale of 1 may be that of float16 after many overflows, or of a run without one.
+            "dynamic": float(self.scale.dynamic),
             "scale": self.scale.value,
             "good_steps": self.scale.good_steps,
             "skipped_in_a_row": self.skipped_in_a_row,
@@ -122,9 +124,11 @@ class Progress:
         """Continue from a checkpoint; its loss scale counts only if this run has one too."""
         self.step, self.samples, self.skipped = facts.step, facts.samples, facts.skipped
         self.skipped_in_a_row = int(facts.scaler.get("skipped_in_a_row", 0))
-        if self.scale.dynamic and facts.scaler.get("scale", 1.0) > 1.0:
+        value = facts.scaler.get("scale", 1.0)
+        # Older checkpoints do not say whether their run had a scale.
+        if self.scale.dynamic and facts.scaler.get("dynamic", value > 1.0):
             good_steps = int(facts.scaler["good_steps"])
-            self.scale = replace(self.scale, value=facts.scaler["scale"], good_steps=good_steps)
+            self.scale = replace(self.scale, value=value, good_steps=good_steps)
 
 
 class AxisTraffic(NamedTuple):

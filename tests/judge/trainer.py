@@ -184,7 +184,7 @@ class Trainer:
         facts = {"step": len(steps), "updates": updates, "skipped": len(steps) - updates}
         facts |= {"samples": self.batch * len(steps), "seed": self.recipe["seed"]}
         good_steps = self.good_steps if self.scales_loss else 0
-        scaler = {"scale": self.scale, "good_steps": good_steps}
+        scaler = {"dynamic": float(self.scales_loss), "scale": self.scale, "good_steps": good_steps}
         scaler["skipped_in_a_row"] = self.skipped_in_a_row
         biases = self.balance.biases if self.model.biased else {}
         states, loads = self.optimizer.states, self.balance.loads

@@ -18,6 +18,7 @@ from fivefold.parallel.compose import compose
 from fivefold.parallel.mesh import Mesh
 from fivefold.step import Guard, StepOutcome, step, sum_copies, updater_of
 from fivefold.train.callbacks.stop import StopCallback
+from fivefold.train.checkpoint import Facts
 from fivefold.train.state import Progress
 
 SCALE = 2.0**10
@@ -98,6 +99,27 @@ def test_a_skip_counts_once_the_loss_scale_does_not_explain_it() -> None:
         assert (progress.scale.value, progress.skipped_in_a_row) == (scale, in_a_row)
     progress.advance(1, False, False)
     assert progress.skipped_in_a_row == 0 and progress.skipped == 4
+
+
+def test_a_resume_has_the_scale_of_its_checkpoint() -> None:
+    """Also a scale that overflows have lowered to 1, which runs without a scale have too."""
+
+    def resumed(facts: Facts, dtype: str = "float16") -> tuple[float, int]:
+        progress = Progress(LossScale.of(dtype), last_step=100)
+        progress.resume(facts)
+        return progress.scale.value, progress.scale.good_steps
+
+    first = LossScale.of("float16").value
+    for value in (1.0, 4.0):
+        lowered = Progress(LossScale(True, value, good_steps=7), last_step=100).facts(5, 0, "")
+        assert resumed(lowered) == (value, 7)
+        assert resumed(lowered, "bfloat16") == (1.0, 0)
+    without = Progress(LossScale.of("bfloat16"), last_step=100).facts(5, 0, "")
+    assert resumed(without) == (first, 0)
+    older = {"scale": 4.0, "good_steps": 7}  # of a checkpoint that does not say
+    assert resumed(Facts(5, scaler=older)) == (4.0, 7)
+    assert resumed(Facts(5, scaler={"scale": 1.0, "good_steps": 0})) == resumed(Facts(5))
+    assert resumed(Facts(5)) == (first, 0)
 
 
 def test_a_run_gives_up_after_the_limit_and_not_at_it() -> None:

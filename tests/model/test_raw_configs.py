@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -159,6 +160,83 @@ def test_a_changed_key_changes_the_model_as_in_transformers_or_is_refused(name: 
         )
         compared += 1
     assert compared or not all_cases()
+
+
+FLAGS = (False, True)
+# Keys of published configs on which no model depends, and those that another key makes moot.
+NO_EFFECT = re.compile(
+    r"architectures|auto_map\..*|transformers.*|_name_or_path|_attn_implementation_autoset|.*_token_id|"
+    r"(torch_)?dtype|task_specific_params\..*|summary_.*|.*_in_fp32|reorder_and_upcast_attn|use_cache|"
+    r"cache_implementation|initializer_range|classifier_dropout|(router_)?aux_loss_(alpha|coef)|"
+    r"output_router_logits|seq_aux|ep_size|pretraining_tp|ff_factor|for_llm_compressor|"
+    r"initial_context_length|is_llama_config"
+)
+MOOT = {
+    ("starcoder2", "activation_function"): "hidden_act",
+    ("falcon", "num_kv_heads"): "multi_query",
+    ("falcon-newer", "multi_query"): "new_decoder_architecture",
+    ("deepseek_v2", "num_key_value_heads"): "kv_lora_rank",
+    ("deepseek_v3", "num_key_value_heads"): "kv_lora_rank",
+    ("smollm3", "no_rope_layer_interval"): "no_rope_layers",
+    ("smollm3", "max_window_layers"): "use_sliding_window",
+    ("smollm3", "sliding_window"): "use_sliding_window",
+    ("qwen3_moe", "max_window_layers"): "use_sliding_window",
+    ("dots1", "max_window_layers"): "sliding_window",
+}
+
+
+def leaves(table: Keys, before: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """The keys of a config by their paths, with their values."""
+    for key, value in table.items():
+        if isinstance(value, dict) and value:
+            yield from leaves(value, (*before, key))
+        else:
+            yield (*before, key), value
+
+
+def replaced(table: Keys, path: tuple[str, ...], value: object) -> Keys:
+    first, *below = path
+    return table | {first: replaced(table[first], tuple(below), value) if below else value}
+
+
+@pytest.mark.parametrize("style", ["4", "5"])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_every_key_of_a_published_config_is_read(name: str, style: str) -> None:
+    """Some other value of it gives another model, or a refusal."""
+    raw = CONFIGS[name] if style == "4" else newer(CONFIGS[name])
+    bases = [raw]
+    if "use_sliding_window" in raw and name != "smollm3":  # else its other keys say nothing
+        bases += [raw | {"use_sliding_window": used, "max_window_layers": 0} for used in FLAGS]
+        bases.append(raw | {"use_sliding_window": True})
+    moot = {key for family, key in MOOT if family == name}
+    assert all(MOOT[name, key] in raw for key in moot)
+    for path, value in leaves(raw):
+        others = VALUES.get(path[-1], plausible_values(value))
+        jobs = ((base, replaced(base, path, other)) for base in bases for other in others)
+        read = any(is_read(name, *job) for job in jobs)
+        key = ".".join(path)
+        assert read != (key in moot or bool(NO_EFFECT.fullmatch(key))), key
+
+
+def plausible_values(value: object) -> tuple[object, ...]:
+    """Other values of a key that a model could have."""
+    if isinstance(value, list):
+        return [0, *value], value[:-1], value[::-1]
+    if isinstance(value, str):
+        return (f"{value}s",)
+    if isinstance(value, float):
+        return (2 * value, value / 2) if value else (0.3,)
+    return tuple(other for other in other_values(value) if other or isinstance(value, bool))
+
+
+def is_read(name: str, base: Keys, changed: Keys) -> bool:
+    """Whether the model of a changed config is another, or refused, as by a size that it
+    contradicts."""
+    before = shape_from_config(base, name)
+    try:
+        return shape_from_config(changed, name) != before
+    except BadFile:
+        return True
 
 
 RULES: list[tuple[str, Keys]] = [

@@ -3,13 +3,16 @@ fastest links, and never more memory than there is."""
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from fivefold.cli import main
 from fivefold.core import machine, models
 from fivefold.core.batch import batch_remark, default_batch
 from fivefold.core.errors import FivefoldError
@@ -174,6 +177,43 @@ def test_one_gpu_gets_ways_that_fit(memory: float) -> None:
         assert found.plans[0].over <= 0
 
 
+@pytest.mark.parametrize(
+    ("memory", "fixed", "way"),
+    [
+        (11.5e9, {}, "--seq 4096"),
+        (22e9, {"recompute": "none"}, "without recompute=none"),
+        (22e9, {"offload": "none"}, "without offload=none"),
+    ],
+)
+def test_shorter_rows_and_keys_that_are_not_fixed_are_ways(
+    memory: float, fixed: dict[str, str], way: str
+) -> None:
+    small = replace(machine.load("a100-40g"), memory=memory)
+    with pytest.raises(NothingFits) as error:
+        best_plans(asked("llama-3.2-1b", small, 1, batch=8, seq=8192, fixed=fixed), 1)
+    assert error.value.ways[:2] == ("--gpus 2", way) and f"{way} (" in str(error.value)
+    free = {key: value for key, value in fixed.items() if key not in way}
+    seq = 4096 if "--seq" in way else 8192
+    job = asked("llama-3.2-1b", small, 1, batch=8, seq=seq, fixed=free)
+    assert best_plans(job, 1).plans[0].over <= 0
+
+
+def test_json_lists_the_ways_of_the_message(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    small = tmp_path / "small.toml"
+    small.write_text('base = "a100-40g"\nmemory = 8.3e9\n', "utf-8")
+    words = ["--machine", str(small), "--gpus", "1", "--batch", "8", "--json"]
+    with pytest.raises(SystemExit) as ended:
+        main(["plan", "llama-3.2-1b", *words])
+    printed = capsys.readouterr()
+    error = json.loads(printed.out)["error"]
+    assert ended.value.code == error["exit_code"] == 2
+    assert error["ways"] == ["--gpus 2", "--set lora=16"]
+    said = " ".join(printed.err.split())
+    assert "2 GPUs" in said and "--set lora=16 (" in said
+
+
 def test_where_nothing_helps_only_gpus_are_named() -> None:
     lora = asked("llama-3.1-70b", "h200", 1, seq=2048, train=Recipe(lora=16))
     with pytest.raises(
@@ -214,7 +254,7 @@ def test_adapters_have_small_batches() -> None:
     assert default_batch(1, 2048, shape, adapters=True) * 2048 == 64 << 10
     assert default_batch(24, 8192, shape, adapters=True) == 24
     lora = asked("llama-3.1-8b", "h100", 1, seq=2048, train=Recipe(lora=16))
-    assert lora.space.batch == 32
+    assert lora.space.batch == 32 and all("learning rate" not in note for note in lora.notes)
 
 
 def test_a_batch_far_from_published_runs_is_noted() -> None:
@@ -242,10 +282,20 @@ def test_pairs_of_one_job() -> None:
     assert ranking([])["pairs"]["n"] == 0
 
 
-def test_twice_the_gpus_are_not_slower() -> None:
+@pytest.mark.parametrize("top", [5, 10])
+def test_twice_the_gpus_are_not_slower(top: int) -> None:
     """Bounds of 120 short pipelines were below the step of dp=48, their simulated steps were not:
-    the search kept pipelines alone, and 48 GPUs took longer than 24."""
+    the search kept pipelines alone, and 48 GPUs took longer than 24. With 5 plans to show, it did
+    not even estimate dp=48."""
     jobs = [asked("gpt2", "a100", gpus, seq=1024, batch=288) for gpus in (24, 48)]
-    half, full = (best_plans(replace(job), 10) for job in jobs)
+    half, full = (best_plans(replace(job), top) for job in jobs)
     assert full.fastest.step < half.fastest.step
     assert str(first_of(half)) == "dp=24" and str(first_of(full)) == "dp=48"
+
+
+def test_layouts_that_are_equal_only_once_simulated_are_tried() -> None:
+    """By bounds no simple layout was near the fastest; the fastest once simulated is a pipeline,
+    and data ranks are equal to it."""
+    found = best_plans(asked("gpt2", "laptop", 12, seq=1024, batch=144), 5)
+    assert str(found.fastest.plan.layout) == "tp=4 pp=3" and str(first_of(found)) == "dp=3 tp=4"
+    assert found.fastest.step < found.plans[0].step <= BAR * found.fastest.step

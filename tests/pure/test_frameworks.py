@@ -6,11 +6,13 @@ from typing import Any
 
 import pytest
 
-from fivefold.api.frameworks import compare_frameworks, stack_names
+from fivefold.api.frameworks import _lacks, compare_frameworks, stack_names
+from fivefold.api.planning import estimate_given, estimate_options
 from fivefold.bridges import TARGETS, emit_plan
 from fivefold.bridges.expressible import possible_values
 from fivefold.cli import run
 from fivefold.core import machine, models
+from fivefold.core.plan import PlanOptions
 from fivefold.cost import stack_presets
 from fivefold.planner.search import search_layouts
 from fivefold.planner.setting import EstimateSetting
@@ -71,6 +73,14 @@ def test_stacks_of_frameworks_are_there_and_price() -> None:
     assert nanotron.estimate is not None and nanotron.slower is not None
     assert nanotron.slower > 0.1
     assert "priced as nanotron runs it" in str(theirs)
+
+
+def test_what_a_framework_lacks_is_named_by_its_modules() -> None:
+    """Megatron's selective recomputation is of core attention: it lacks not that, but ours."""
+    how = estimate_options(0.05, "compiled", None, None)
+    keys: dict[str, Any] = {"machine": "h100", "recompute": "selective", "seq": 4096}
+    _, best = estimate_given(PlanOptions("llama-3.1-8b", "dp=8", **keys), how, None)
+    assert _lacks(TARGETS["megatron"], best) == ("recompute=norm+act",)
 
 
 def test_a_framework_without_a_layout_says_why() -> None:

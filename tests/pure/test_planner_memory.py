@@ -360,5 +360,8 @@ def test_the_verdict_names_nccls_memory_and_is_tight_where_it_would_not_fit_with
             detail(sized)
         )
         assert estimate_json(sized, [])["nccl_gib"] * 2**30 == held
+        with_it = f"; with it above the usable {setting.capacity / 2**30:.1f} GiB)"
+        tight_by_it = setting.capacity - held < total <= setting.capacity
+        assert (with_it in detail(sized)[0]) == tight_by_it
     laptop = resolve(PlanOptions("tiny", layout="dp=2", machine="laptop"))
     assert nccl_bytes(laptop, machines.load("laptop")) == 0, "its ranks talk through gloo"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,12 +17,13 @@ from fivefold.core.count import parameters
 from fivefold.core.errors import FivefoldError
 from fivefold.core.kv_pages import kept_tokens, token_bytes
 from fivefold.core.layout import Layout
+from fivefold.core.plan import PlanOptions, resolve
 from fivefold.cost.serving import ServedModel
 from fivefold.planner.accuracy import accuracy
 from fivefold.planner.serving import LayoutLoad, ServingPlan, legal_layouts, simplest_equals
 from fivefold.planner.serving import plan_serving as search
 from fivefold.planner.serving_fit import ServingFit, ServingRequest, model_bytes
-from fivefold.report.serving_text import rule_of_thumb
+from fivefold.report.serving_text import reasons, rule_of_thumb
 from tests import serving_published
 from tests.serving_published import ROWS
 
@@ -200,6 +202,16 @@ def test_a_given_layout_is_the_only_one() -> None:
     assert [str(each.layout) for each in found.plans] == ["tp=2 pp=2"]
 
 
+def test_gpus_reopen_the_layout_of_a_plan_file(tmp_path: Path) -> None:
+    """As in a plan of its training: another number of GPUs than its layout has is a question."""
+    file = tmp_path / "plan.toml"
+    file.write_text(resolve(PlanOptions("llama-3.1-8b", "tp=2")).to_toml(tmp_path), "utf-8")
+    found = plan_serving(file, machine="h100", gpus=8).choice
+    assert len(found.plans) > 1 and {plan.layout.world for plan in found.plans} == {8}
+    own = plan_serving(file, machine="h100", gpus=2).choice
+    assert [str(plan.layout) for plan in own.plans] == ["tp=2"]
+
+
 def test_what_does_not_fit_says_how_many_gpus() -> None:
     with pytest.raises(FivefoldError, match="--gpus 16 or --precision fp8 with --gpus 8"):
         plan_serving("llama-3.1-405b", machine="h100", gpus=8)
@@ -319,6 +331,30 @@ def test_the_simplest_of_equal_layouts_is_served(
     assert rule_of_thumb(choice).endswith(
         "so tp=8 pp=2: tp stays inside the 8 GPUs of the fast links"
     )
+
+
+def test_the_simplest_of_equal_layouts_answers_a_rate() -> None:
+    """A pipeline's answers are a little faster: the rule line compares latencies, and the reasons
+    do not say that a layout with more tokens has fewer."""
+    choice = search(ServingRequest(models.load("llama-3.1-70b"), H100, 16, 2048, 256, rate=1.0))
+    fastest = min(choice.plans, key=lambda plan: plan.latency)
+    assert str(choice.chosen.layout) == "dp=2 tp=8" and str(fastest.layout) == "tp=8 pp=2"
+    assert fastest.latency < choice.chosen.latency <= (1 + accuracy().equal) * fastest.latency
+    (rule,) = (plan for plan in choice.plans if str(plan.layout) == "dp=8 tp=2")
+    ratio = choice.chosen.latency / rule.latency
+    said = f"the plan has dp=2 tp=8, with {ratio:.2f} times the latency of dp=8 tp=2"
+    assert rule_of_thumb(choice).endswith(said)
+    (beside,) = (said for said in reasons(choice) if said.startswith("beside it"))
+    assert choice.plans[0].tokens_per_s < choice.plans[1].tokens_per_s
+    assert "tokens/s (equal, " in beside and " times more) with " in beside
+
+
+def test_the_simplest_of_equal_layouts_is_simulated() -> None:
+    """By their means dozens of layouts of 32 GPUs are equal: the simplest is not among the fastest
+    of them."""
+    keys: dict[str, Any] = {"concurrency": 1, "precision": "fp8"}
+    choice = search(ServingRequest(models.load("deepseek-v3"), H100, 32, 2048, 256, **keys))
+    assert str(choice.chosen.layout) == "dp=2 tp=8 pp=2 etp=8"
 
 
 def test_equals_are_ordered_by_what_is_simple() -> None:

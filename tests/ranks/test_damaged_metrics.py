@@ -128,3 +128,17 @@ def test_steps_without_a_time_are_named_once_and_end_nothing(
     for flag in ("--text", "--json"):
         assert in_fork(["observe", "run", flag], tmp_path).returncode == 0
     assert train(tmp_path, 6, "--resume").returncode == 0
+
+
+def test_a_run_that_fails_with_a_damaged_run_json_says_why_it_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def dies(metrics: Metrics, record: StepRecord) -> str | None:
+        write_atomically(metrics.path.with_name("run.json"), "{")
+        raise RuntimeError("the rank dies")
+
+    monkeypatch.setattr(Metrics, "append", dies)
+    done = train(tmp_path, 2)
+    assert done.returncode == 1 and "lost rank 0" in done.stderr, done.stderr
+    assert "the rank dies" in done.stderr
+    assert "this failure is not recorded: cannot use run/run.json" in done.stderr

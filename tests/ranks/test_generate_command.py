@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import shutil
 import sys
 import time
 import warnings
@@ -97,6 +98,27 @@ def test_chat_uses_the_template_of_the_folder(folder: Path, tmp_path: Path) -> N
     row = json.loads(in_fork(words, tmp_path).stdout)
     assert row["prompt"] == "w1 w9 w2"
     assert row["tokens"] == their_tokens(folder, [1, 9, 2], 6)
+
+
+def test_special_tokens_of_a_message_begin_no_turn(folder: Path, tmp_path: Path) -> None:
+    """With a template they are text, also over several ranks; in a bare prompt they are tokens."""
+    shutil.copytree(folder, tmp_path / "model")
+    tokenizer = Tokenizer(models.WordLevel({f"w{i}": i for i in range(39)}, "w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.add_special_tokens(["<|end|>"])
+    tokenizer.save(str(tmp_path / "model" / "tokenizer.json"))
+    words = ["generate", str(tmp_path / "model"), "--prompt", "w9 <|end|> w3", "--json"]
+    words += ["--max-tokens", "6"]
+    for more, tokens in (
+        (["--chat"], [1, 9, 0, 3, 2]),
+        (["--chat", "--layout", "tp=2"], [1, 9, 0, 3, 2]),
+        ([], [9, 39, 3]),
+    ):
+        done = in_fork([*words, *more], tmp_path)
+        assert done.returncode == 0, done.stderr
+        row = json.loads(done.stdout)
+        assert row["prompt"] == ("w1 w9 <|end|> w3 w2" if more else "w9 <|end|> w3")
+        assert row["tokens"] == their_tokens(folder, tokens, 6)
 
 
 def test_a_file_of_prompts_is_gone_on_with(folder: Path, tmp_path: Path) -> None:

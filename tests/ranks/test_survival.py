@@ -269,6 +269,24 @@ def test_ranks_agree_on_when_to_save_and_say_why(pool: Pool, tmp_path: Path) -> 
     assert noted[1]["step"] == 20 and noted[1]["every"] >= 1
 
 
+def test_a_run_json_that_is_damaged_meanwhile_does_not_end_auto_saves(
+    pool: Pool, tmp_path: Path
+) -> None:
+    settings = settings_of(tmp_path, save_every="auto", mtbf_hours=1e-7, steps=24, keep=9)
+    said: list[Any] = []
+
+    def damage(reported: object) -> None:
+        (tmp_path / "run.json").write_text("{", "utf-8")
+        said.append(reported)
+
+    train(pool, plan_of(), settings, damage)
+    words = [each for each in said if isinstance(each, str)]
+    assert any("Young and Daly" in each for each in words)
+    assert any("how often it saves is not recorded" in each for each in words)
+    assert len(said) - len(words) == 24
+    assert latest(tmp_path) == tmp_path / "checkpoints" / "step-00000024"
+
+
 def test_another_seed_is_refused(pool: Pool, tmp_path: Path) -> None:
     plan = plan_of()
     trained(pool, plan, settings_of(tmp_path))

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext, suppress
 from datetime import timedelta
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -99,15 +100,15 @@ class CheckpointCallback(Callback):
         self.updater.resume_after(facts.updates)
         publish_weights(self.job)
 
-    def _rate(self) -> ObservedRate:
+    def _rate(self, starts: list[dict[str, Any]]) -> ObservedRate:
         """Failures of this run so far."""
-        assert self.folder is not None
-        starts = read_starts(self.folder.path / RUN)
         return observed_rate(starts, time.time(), self.job.plan, self.settings.recipe.mtbf_hours)
 
     def start(self, after: int) -> None:
         if self.folder is not None and self.settings.recipe.save_every == "auto":
-            self.interval = SaveInterval(after, self._rate)
+            # Former starts do not change: a file that is damaged later does not end this one.
+            starts = read_starts(self.folder.path / RUN)
+            self.interval = SaveInterval(after, partial(self._rate, starts))
         if self.settings.resume and self.folder is not None and self.folder.restart and not after:
             self._warn("there is no checkpoint yet: the training starts with its first step")
         if self.checkpoints is not None and not self.progress.done:
