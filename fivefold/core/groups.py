@@ -12,7 +12,7 @@ ranks that hold a copy of the same weight, and the messages of a pipeline go bet
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -246,9 +246,7 @@ class Communicator:
 
     def includes(self, topology: Topology, pp_rank: int) -> bool:
         """Whether ranks with this pipeline coord are in one of its groups."""
-        pairs = self.channels
-        if self.role == TWIN and topology.schedule is not None:
-            pairs = twins(topology.schedule.placement, topology.tied)
+        pairs = _twin_coords(topology) if self.role == TWIN else self.channels
         return not pairs or any(pp_rank in pair for pair in pairs)
 
     def channel(self, topology: Topology, rank: int) -> tuple[int, int] | None:
@@ -277,8 +275,8 @@ def communicators(topology: Topology) -> list[Communicator]:
 
 def _joins(topology: Topology, role: str) -> bool:
     """Whether a role joins any ranks."""
-    if role == TWIN:
-        return bool(_twins(topology))
+    if role == TWIN:  # of all ranks they are many: whether there are any, one pipeline tells
+        return bool(_twin_coords(topology))
     return ROLES[role].extent(topology).size > 1
 
 
@@ -311,11 +309,15 @@ def all_groups(topology: Topology, role: str) -> tuple[tuple[int, ...], ...]:
 
 
 def _twins(topology: Topology) -> tuple[tuple[int, ...], ...]:
-    if topology.schedule is None:
-        return ()
-    pairs = twins(topology.schedule.placement, topology.tied)
-    columns = all_groups(topology, PIPELINE)
+    pairs = _twin_coords(topology)
+    columns = all_groups(topology, PIPELINE) if pairs else ()
     return tuple((column[a], column[b]) for column in columns for a, b in pairs)
+
+
+def _twin_coords(topology: Topology) -> Sequence[tuple[int, int]]:
+    """The pairs of pipeline coords that have copies of the same weights."""
+    schedule = topology.schedule
+    return () if schedule is None else twins(schedule.placement, topology.tied)
 
 
 def extent(plan: Plan, role: str) -> Extent:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, reduce
+from itertools import islice
 from typing import Literal
 
 import numpy as np
@@ -202,7 +203,7 @@ def peak_memory(
     they are given; otherwise the stack's own split.
     """
     entries = MemoryEntries(shape, machine, stack, grid, seq, precision, imbalance)
-    stages = rank_stages(shape, entries.memory.split, grid, seq, stack.hop_forwards, spans)
+    stages = [*rank_stages(shape, entries.memory.split, grid, seq, stack.hop_forwards, spans)]
     ranks = tuple(entries.of(stage) for stage in stages)
     host, disk = np.zeros(1), np.zeros(1)
     if grid.offload.any() or stack.grads_home:
@@ -228,7 +229,7 @@ def least_memory(
     first ranks hold at least."""
     entries = MemoryEntries(shape, machine, stack, grid, seq, precision, imbalance)
     stages = rank_stages(shape, entries.memory.split, grid, seq, stack.hop_forwards)
-    return reduce(np.maximum, (entries.least(stage).any_sharding for stage in stages[:2]))
+    return reduce(np.maximum, (entries.least(stage).any_sharding for stage in islice(stages, 2)))
 
 
 def rank_peak_memory(

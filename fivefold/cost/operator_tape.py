@@ -362,6 +362,8 @@ class OperatorTape:
 
     def _change(self, size: float, logits: bool = False) -> None:
         """One change for all that happens between events of other kinds."""
+        if not size:
+            return
         before = Change(0.0)
         if self.events and isinstance(self.events[-1], Change):
             before = self.events.pop()

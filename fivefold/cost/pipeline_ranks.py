@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
-from itertools import chain
+from itertools import chain, zip_longest
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -36,6 +36,7 @@ def bubble_seconds(times: PipelineTimes, grid: LayoutGrid) -> Array:
 PipelineEnd = Literal["first", "inner", "last"]
 
 
+_NOTHING_HELD = HeldMicrobatches(np.zeros(1), np.zeros(1))
 _LATEST = 2  # of the inner ranks of a balanced split: the one that defers most weight gradients
 
 
@@ -86,7 +87,7 @@ def rank_stages(
     seq: int,
     hop_forwards: int = 2,
     spans: Sequence[range] | None = None,
-) -> tuple[RankStage, ...]:
+) -> Iterator[RankStage]:
     """The ranks that may be the fullest: the first, inner ranks that may have more layers than the
     ranks before them, the one with most deferred weight gradients, and the last one, or that with
     the head.
@@ -94,8 +95,8 @@ def rank_stages(
     `spans`: the layers of each stage if they are given.
     """
     both = mirrored(grid) | (grid.pp == 1)
-    flight = in_flight(grid, "last", hop_forwards)
     inner: list[tuple[RankLayers, Array]] = []
+    flight = None
     if spans is not None or split == "balanced":
         first, inner, last = _balanced(shape, grid, seq, spans)
     elif split == "even":
@@ -110,17 +111,18 @@ def rank_stages(
     at_first = np.where(both | folded(grid), 1.0, 0.0)
     at_last = np.where(folded(grid), 0.0, 1.0)
     ahead = in_flight(grid, "first", hop_forwards)
-    found = [RankStage(first, copies, ahead, one, at_first, deferred(grid, "first"))]
+    yield RankStage(first, copies, ahead, one, at_first, deferred(grid, "first"))
+    before = first
     for number, (layers, place) in enumerate(inner):
-        before = found[-1].layers
         waits = number == _LATEST and grid.defers.any()
         if waits or any((mine > other).any() for mine, other in zip(layers, before, strict=True)):
             between = in_flight(grid, "inner", hop_forwards, place)
             late = deferred(grid, "inner", place)
-            found.append(RankStage(layers, copies, between, none, none, late))
+            yield RankStage(layers, copies, between, none, none, late)
+            before = layers
+    flight = in_flight(grid, "last", hop_forwards) if flight is None else flight
     late = deferred(grid, "last")
-    found.append(RankStage(last, copies, flight, np.where(both, 1.0, 0.0), at_last, late))
-    return tuple(found)
+    yield RankStage(last, copies, flight, np.where(both, 1.0, 0.0), at_last, late)
 
 
 def fewest_layers(layers: RankLayers) -> RankLayers:
@@ -246,12 +248,20 @@ def in_flight(
 
 
 def deferred(grid: LayoutGrid, place: PipelineEnd, rank: Array | float = 1.0) -> HeldMoments:
-    """What a rank holds at each moment that may be its peak while weight gradients wait."""
+    """What a rank holds at each moment that may be its peak while weight gradients wait. Schedules
+    share the moments: one after another they would be as many arrays."""
     found, position = list[HeldMicrobatches](), _position(grid, place, 2, rank)
     for family, here in _families(grid):
-        for each in family.deferred(position):
-            held = (np.where(here & (grid.pp > 1), number, 0.0) for number in each)
-            found.append(HeldMicrobatches(*held))
+        moments = zip_longest(found, family.deferred(position), fillvalue=_NOTHING_HELD)
+        found = [
+            HeldMicrobatches(
+                *(
+                    np.where(here & (grid.pp > 1), number, before)
+                    for before, number in zip(others, held, strict=True)
+                )
+            )
+            for others, held in moments
+        ]
     return tuple(found)
 
 

@@ -36,6 +36,7 @@ from fivefold.cost.update_time import update_seconds, weight_rounding
 # How sharply the longer of host and GPU decides: 1 would be their sum. Chosen with vTrain's runs.
 _CORNER = 4
 PassCosts = tuple[list[Array], list[Array], list[Array]]
+Wanted = Callable[[Array], Flags]
 
 
 @dataclass(frozen=True)
@@ -71,14 +72,14 @@ def step_time(
     imbalance: float = 1.0,
     *,
     simulated: bool = False,
-    wanted: Flags | None = None,
+    wanted: Wanted | None = None,
     passes: PassCosts | None = None,
 ) -> StepTime:
     """Time every layout of the grid; `imbalance`: slots of the fullest expert over the mean.
 
     Pipelines are timed by their longest paths, a lower bound, or `simulated`, which takes longer.
-    In a block of a search, `wanted`: with which microbatch sizes and schedules; `passes`: seconds
-    of its layers, where they are known.
+    In a block of a search, `wanted`: with which microbatch sizes and schedules, by the seconds
+    around the pipeline; `passes`: seconds of its layers, where they are known.
     """
     work = LayerTimer(shape, machine, stack, grid, seq, precision, imbalance)
     if stack.memory.split == "balanced":
@@ -89,15 +90,17 @@ def step_time(
 
 
 def _by_longest_paths(
-    work: LayerTimer, simulated: bool, wanted: Flags | None, passes: PassCosts | None
+    work: LayerTimer, simulated: bool, wanted: Wanted | None, passes: PassCosts | None
 ) -> StepTime:
     """Stages as fivefold splits them, and the longest paths through them."""
     grid, stack, timer = work.grid, work.stack, pipeline_timer(work.shape, work.seq)
     costs = _passes(_units(work)) if passes is None else passes
     every = [*(each for column in costs for each in column), work.message()]
-    seconds = pipeline_seconds(timer, grid, every, simulated, wanted)
     around = _around_pipeline(work, costs)
     outside = total_seconds(around) * stack.factor + stack.fixed
+    # The paths of a schedule take longest to find.
+    which = None if wanted is None else wanted(outside)
+    seconds = pipeline_seconds(timer, grid, every, simulated, which)
 
     def parts() -> TimeParts:
         """What the average rank does; it waits for the rest of the pipeline's time."""

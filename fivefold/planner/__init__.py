@@ -217,12 +217,16 @@ def best_plans(request: PlanRequest, top: int, on_progress: Progress | None = No
     if not ranked:
         raise _refusal(request, result)
     first = first_choice(
-        request.space, request.setting, result, ranked[0], lambda one: _estimated(request, one)
+        request.space,
+        request.setting,
+        result,
+        ranked[0],
+        lambda one: _estimated(request, one, ranked),
     )
     others = [one for one in ranked if not is_same(one, first)]
     plans = (first, *others)[:top]
     fitting = [one for one in result.front if one.bytes <= request.setting.capacity]
-    front = tuple(one for one in _front(request, fitting) if one.over <= 0)
+    front = tuple(one for one in _front(request, fitting, ranked) if one.over <= 0)
     for each in (*plans, *front):
         require_room(each.name, each.memory, request.setting.machine.memory)
     return PlanResult(
@@ -236,11 +240,13 @@ def best_plans(request: PlanRequest, top: int, on_progress: Progress | None = No
     )
 
 
-def _front(request: PlanRequest, found: list[LayoutCandidate]) -> tuple[Estimate, ...]:
+def _front(
+    request: PlanRequest, found: list[LayoutCandidate], known: Sequence[Estimate]
+) -> tuple[Estimate, ...]:
     """Some of the front, simulated; without those whose own schedule holds more than fits, and
     those that turn out slower than the bound of a candidate with less memory."""
     few = _some(found)
-    pairs = [(one, _estimated(request, one)) for one in few]
+    pairs = [(one, _estimated(request, one, known)) for one in few]
     return tuple(
         each
         for one, each in pairs
@@ -301,8 +307,13 @@ def _plan_of(request: PlanRequest, one: LayoutCandidate) -> Plan:
     return resolve(options_of(one.grid, request.options))
 
 
-def _estimated(request: PlanRequest, one: LayoutCandidate) -> Estimate:
-    return estimate_plan(_plan_of(request, one), request.setting, makespan=one.makespan)
+def _estimated(request: PlanRequest, one: LayoutCandidate, known: Sequence[Estimate]) -> Estimate:
+    """The estimate of a candidate, which may be `known`: following its ranks takes longest."""
+    plan = _plan_of(request, one)
+    estimates = (each for each in known if each.plan.options == plan.options)
+    if (estimate := next(estimates, None)) is not None:
+        return estimate
+    return estimate_plan(plan, request.setting, makespan=one.makespan)
 
 
 def _restored_front(found: tuple[Estimate, ...]) -> Iterator[Estimate]:

@@ -19,7 +19,7 @@ import numpy as np
 
 from fivefold.cost.grid import OFFLOADS, Array, Flags, LayoutGrid
 from fivefold.cost.memory import PeakMemory, peak_memory
-from fivefold.cost.step_time import StepTime, step_time
+from fivefold.cost.step_time import StepTime, Wanted, step_time
 from fivefold.planner.bounds import BoundedBlock, LayoutBounds, TimedBlock
 from fivefold.planner.kept_layouts import KeptLayouts, LayoutCandidate, SearchResult
 from fivefold.planner.setting import EstimateSetting
@@ -234,8 +234,17 @@ class _LayoutSearch:
         if not hopeful.any():
             return 0
         stays = needed(hopeful, part.block.shape)
-        block, hopeful = part.block.only(stays), select(hopeful, stays)
-        wanted = np.asarray(hopeful.any(axis=(0, 3, 4, 5), keepdims=True))
+        block, hopeful, least = (
+            part.block.only(stays),
+            select(hopeful, stays),
+            select(part.least, stays),
+        )
+
+        def wanted(around: Array) -> Flags:
+            shortest = least + around.min(axis=(3, 5), keepdims=True)
+            hoped = hopeful & (shortest <= self._reach(block))
+            return np.asarray(hoped.any(axis=(0, 3, 4, 5), keepdims=True))
+
         times, size = self._times(block, wanted), block.size
         bound = times.inside + times.around.min(axis=(3, 5), keepdims=True)
         hopeful = hopeful & (bound <= self._reach(block))
@@ -273,8 +282,8 @@ class _LayoutSearch:
         degrees = (lowest <= worst) | ((lowest <= self.kept.near) & fewer)
         return degrees & np.isfinite(part.least) & (part.least <= self._reach(part.block))
 
-    def _times(self, block: LayoutBlock, wanted: Flags) -> StepTime:
-        """Of steps; `wanted`: with which microbatch sizes and schedules."""
+    def _times(self, block: LayoutBlock, wanted: Wanted) -> StepTime:
+        """Of steps; `wanted`: with which microbatch sizes and schedules, by what is around."""
         job = self.setting.arguments(self.space.shape, block.grid, self.space.seq)
         return step_time(*job, wanted=wanted, passes=self.bounds.passes(block))
 

@@ -83,7 +83,7 @@ def test_parameters_are_those_of_the_ranks(model: str, tp: int) -> None:
     projection that joins tokens: with tp=16, a tenth or more of a last stage of DeepSeek-V3."""
     plan = resolve(PlanOptions(model, layout=f"dp=2 tp={tp} pp=4", seq=4096, microbatches=4))
     job = plan_arguments(plan, OWN)
-    stages = rank_stages(plan.shape, "balanced", job[3], 4096, spans=plan.stages)
+    stages = [*rank_stages(plan.shape, "balanced", job[3], 4096, spans=plan.stages)]
     for stage, layers in ((stages[0], plan.stages[0]), (stages[-1], plan.stages[-1])):
         rows = local_weights(plan.shape, plan.layout, layers)
         found = MemoryEntries(*job).parameters(stage)

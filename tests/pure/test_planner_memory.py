@@ -106,7 +106,7 @@ def test_a_layer_is_spared_at_either_end() -> None:
     """Llama-3.1-405B: 126 layers on 16 ranks of 8, but 7 on the first and on the last."""
     for chunks in (2, 4, 8):
         grid = grid_of(pp=16, chunks=chunks, microbatches=32, schedule="interleaved")
-        found = rank_stages(LLAMA_405B, "short-ends", grid, 8192)
+        found = [*rank_stages(LLAMA_405B, "short-ends", grid, 8192)]
         assert [stage.layers.all.item() for stage in found] == [7, 8, 7]
         assert [stage.embedding.item() for stage in found] == [1, 0, 0]
         assert [stage.head.item() for stage in found] == [0, 0, 1]
