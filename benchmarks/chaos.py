@@ -29,7 +29,8 @@ from pathlib import Path
 
 import torch
 
-from fivefold.train.checkpoint import Reader, latest
+from fivefold.train.checkpoint.checkpoints import Reader
+from fivefold.train.checkpoint.folders import latest
 
 WORLD = 4
 PLAN = ("tiny-moe", "--layout", "dp=2 tp=2 ep=2", "--seq", "32", "--microbatches", "2")

@@ -36,15 +36,17 @@ from threading import Thread
 
 import torch
 
-from fivefold.core.plan import Plan, PlanOptions, resolve
-from fivefold.core.recipe import Recipe
-from fivefold.core.weights import weights
+from fivefold.core.layout.weight_table import weights
+from fivefold.core.plan.plan import Plan, PlanOptions, resolve
+from fivefold.core.plan.recipe import Recipe
 from fivefold.data.batches import samples
-from fivefold.parallel.compose import Job, compose
+from fivefold.parallel.composition import Job, compose
 from fivefold.parallel.mesh import Mesh
 from fivefold.step import step, updater_of
 from fivefold.train.callbacks.checkpoints import checkpoint_tensors
-from fivefold.train.checkpoint import Checkpoints, CheckpointTensor, Facts
+from fivefold.train.checkpoint.checkpoints import Checkpoints
+from fivefold.train.checkpoint.folders import Facts
+from fivefold.train.checkpoint.storage import CheckpointTensor
 from fivefold.train.checkpoint.threads import in_threads, num_streams
 
 LEAST = 0.8

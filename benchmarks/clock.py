@@ -22,12 +22,13 @@ from typing import Any, NamedTuple, cast
 
 import torch
 
-from fivefold.core.plan import Plan, PlanOptions, resolve
-from fivefold.core.recipe import Recipe
+from fivefold.core.plan.plan import Plan, PlanOptions, resolve
+from fivefold.core.plan.recipe import Recipe
 from fivefold.launch.worker import NoMeeting, Worker
-from fivefold.records import StepRecord
+from fivefold.records.steps import StepRecord
 from fivefold.report.training_text import step_line
-from fivefold.train import TrainSettings, run_rank
+from fivefold.train.loop import run_rank
+from fivefold.train.state import TrainSettings
 
 MOST = 0.01
 WARM_UP = 10  # steps that compile, allocate and load kernels

@@ -23,14 +23,21 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from fivefold.core.layout import Layout
-from fivefold.core.models import load
-from fivefold.core.plan import Plan, PlanOptions, resolve
-from fivefold.core.splits import ContextKind, ContextSplit, Ranges, attention_calls, context_split
-from fivefold.launch.processes import Pool, Worker
+from fivefold.core.layout.layout import Layout
+from fivefold.core.layout.splits import (
+    ContextKind,
+    ContextSplit,
+    Ranges,
+    attention_calls,
+    context_split,
+)
+from fivefold.core.model.presets import load
+from fivefold.core.plan.plan import Plan, PlanOptions, resolve
+from fivefold.launch.processes import Pool
+from fivefold.launch.worker import Worker
 from fivefold.model.batch import AttentionInfo, TokenBatch
-from fivefold.model.flash import MergedAttention, VisiblePairs, attend
-from fivefold.parallel.compose import compose
+from fivefold.model.kernels.flash import MergedAttention, VisiblePairs, attend
+from fivefold.parallel.composition import compose
 from fivefold.parallel.context import ContextAttention
 from fivefold.parallel.mesh import Mesh
 

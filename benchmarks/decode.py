@@ -32,18 +32,18 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import gpu
 
-from fivefold.core import count
-from fivefold.core.models import load, with_overrides
-from fivefold.core.plan import PlanOptions
-from fivefold.core.shape import Shape
-from fivefold.generate.ahead import DrawnTokens
-from fivefold.generate.blocks import blocks_of
+from fivefold.core.model import count
+from fivefold.core.model.kv_pages import blocks_of
+from fivefold.core.model.presets import load, with_overrides
+from fivefold.core.model.shape import Shape
+from fivefold.core.plan.plan import PlanOptions
+from fivefold.generate.async_scheduling import DrawnTokens
 from fivefold.generate.engine import Engine
 from fivefold.generate.layout import LayoutEngine, mesh_of, plan_of, stage_of
 from fivefold.generate.requests import Request
 from fivefold.generate.scheduler import ScheduleLimits
 from fivefold.model.decoder import Decoder, from_config
-from fivefold.model.regions import compiled, eager
+from fivefold.model.kernels.regions import compiled, eager
 
 CONTEXT, NEW, LONG, MANY, MOST = 1024, 128, 8192, 64, 256
 LEAST = 0.75
@@ -73,7 +73,7 @@ def decoder_of(shape: Shape) -> Decoder:
 
 
 def engine_of(decoder: Decoder, sequences: int, tokens: int) -> Engine:
-    from fivefold.generate.on_gpu import GraphedForward  # Triton is there only with CUDA
+    from fivefold.generate.cuda_graphs import GraphedForward  # Triton is there only with CUDA
 
     blocks = sequences * (blocks_of(tokens) + 1)
     drawn = DrawnTokens(sequences, torch.device("cuda"))

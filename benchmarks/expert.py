@@ -28,15 +28,16 @@ import torch.distributed as dist
 from delayed_mesh import DelayedMesh
 from torch import Tensor, nn
 
-from fivefold.core.groups import Topology
-from fivefold.core.plan import Plan, PlanOptions, resolve
-from fivefold.core.schedule import WEIGHT_GRAD, Overlap, actions_of
-from fivefold.launch.processes import Pool, Worker
+from fivefold.core.layout.groups import Topology
+from fivefold.core.plan.plan import Plan, PlanOptions, resolve
+from fivefold.core.schedule.schedule import WEIGHT_GRAD, Overlap, actions_of
+from fivefold.launch.processes import Pool
+from fivefold.launch.worker import Worker
 from fivefold.model.attention import Attention
 from fivefold.model.batch import TokenBatch
 from fivefold.model.moe import MoeMlp
 from fivefold.optim.optimizer import make_optimizer
-from fivefold.parallel.compose import Job, compose
+from fivefold.parallel.composition import Job, compose
 from fivefold.parallel.deferred import GradientQueue
 from fivefold.step import step
 

@@ -16,11 +16,11 @@ from datetime import date
 from functools import cached_property
 from typing import Any
 
-from fivefold.core import machine
-from fivefold.core.plan import PlanOptions, resolve
-from fivefold.planner import PlanRequest, PlanResult, best_plans, plan_request
-from fivefold.planner.accuracy import accuracy
+from fivefold.core import hardware as machine
+from fivefold.core.plan.plan import PlanOptions, resolve
+from fivefold.planner.error_bars import accuracy
 from fivefold.planner.estimate import Estimate, estimate_plan
+from fivefold.planner.planning import PlanRequest, PlanResult, best_plans, plan_request
 from fivefold.report import duration, gib
 from fivefold.report.plan_text import loses, name_of
 

@@ -28,22 +28,24 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from fivefold.core.plan import Plan, PlanOptions, resolve
-from fivefold.core.recipe import Recipe
+from fivefold.core.errors import RankLost
+from fivefold.core.plan.plan import Plan, PlanOptions, resolve
+from fivefold.core.plan.recipe import Recipe
 from fivefold.data.batches import samples
-from fivefold.launch.processes import Pool, RankLost
+from fivefold.launch.processes import Pool
 from fivefold.launch.worker import Worker
-from fivefold.model.decoder import Block
-from fivefold.model.regions import compiled, eager
+from fivefold.model.block import Block
+from fivefold.model.kernels.regions import compiled, eager
 from fivefold.parallel import transport
 from fivefold.parallel.bit_sums import Tape
-from fivefold.parallel.compose import compose
-from fivefold.parallel.flat_unit import FlatUnit
+from fivefold.parallel.composition import compose
 from fivefold.parallel.mesh import Mesh
-from fivefold.records import StepRecord
+from fivefold.parallel.units.flat_unit import FlatUnit
+from fivefold.records.steps import StepRecord
 from fivefold.step import Guard, step, updater_of
-from fivefold.train import TrainedRank, TrainSettings, run_rank
-from fivefold.train.integrity import Integrity
+from fivefold.train.loop import run_rank
+from fivefold.train.recovery.integrity import Integrity
+from fivefold.train.state import TrainedRank, TrainSettings
 
 SIZES = {"layers": "2", "width": "32", "heads": "4", "kv_heads": "2", "ffn": "48", "vocab": "97"}
 LAYOUTS = (

@@ -61,16 +61,16 @@ def timed(call: Callable[[], object]) -> float | str:
 
 def of_shape(widths: tuple[int, ...], inputs: int) -> Iterator[tuple[str, float | str]]:
     """bf16, tensorwise and blockwise: each matmul, each rounding, and all of a linear together."""
-    from fivefold.core.fp8 import Fp8, Fp8Format
-    from fivefold.core.groups import Topology
-    from fivefold.core.layout import Layout
-    from fivefold.model.fp8 import Rounding, rounding_of
-    from fivefold.model.fp8_linear import FusedLinears, RoundedWeights
-    from fivefold.model.fp8_matmul import scaled_matmul
-    from fivefold.model.fp8_operand import Both
+    from fivefold.core.layout.fp8 import Fp8, Fp8Format
+    from fivefold.core.layout.groups import Topology
+    from fivefold.core.layout.layout import Layout
+    from fivefold.model.fp8.linear import FusedLinears, RoundedWeights
+    from fivefold.model.fp8.matmul import scaled_matmul
+    from fivefold.model.fp8.operand import Both
+    from fivefold.model.fp8.rounding import Rounding, rounding_of
     from fivefold.parallel.boundary import AxisBoundary
-    from fivefold.parallel.columns import NOT_SHARED, SplitMatmuls
     from fivefold.parallel.mesh import Mesh
+    from fivefold.parallel.tensor_linear import NOT_SHARED, SplitMatmuls
 
     mesh = Mesh(Topology(Layout()), torch.device("cuda"))
     one_device: Any = SplitMatmuls(AxisBoundary(mesh, "tp", False, 0), None, 1, row=TOKENS)
@@ -141,7 +141,7 @@ def matmuls() -> None:
 
 def tiles() -> None:
     """GB/s of kernels by the sizes of their tiles, of a tensor of 8,192 × 14,336."""
-    from fivefold.model import fp8_kernel as kernel
+    from fivefold.model.fp8 import kernel as kernel
 
     rows, width = TOKENS, 14336
     x = torch.randn(rows, width, device="cuda").bfloat16()

@@ -87,11 +87,11 @@ CASES = {
 
 
 def build(case: Case, offload: bool = False):  # noqa: ANN201
-    from fivefold.core.plan import PlanOptions, resolve
-    from fivefold.core.recipe import Recipe
-    from fivefold.model.regions import compiled
-    from fivefold.optim import make_updater
-    from fivefold.parallel.compose import compose
+    from fivefold.core.plan.plan import PlanOptions, resolve
+    from fivefold.core.plan.recipe import Recipe
+    from fivefold.model.kernels.regions import compiled
+    from fivefold.optim.updater import make_updater
+    from fivefold.parallel.composition import compose
     from fivefold.parallel.mesh import Mesh
 
     sizes = {"seq": case.seq, "microbatches": 1, "microbatch_size": case.batch}
@@ -116,7 +116,7 @@ def random_batch(vocab: int, case: Case, seed: int):  # noqa: ANN201
 
 def measure(case: Case) -> dict[str, float]:
     """Our step as training runs it, guarded: tokens/s and memory."""
-    from fivefold.core import count
+    from fivefold.core.model import count
     from fivefold.step import Guard, step
 
     plan, job, optimizer = build(case)

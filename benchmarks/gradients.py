@@ -34,15 +34,15 @@ def measure(model: str, device: str, said: dict[str, str]) -> dict[str, Any]:
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     import torch
 
-    from fivefold.core.plan import PlanOptions, resolve
-    from fivefold.core.recipe import Recipe
-    from fivefold.cost.static_memory import static_bytes
+    from fivefold.core.plan.plan import PlanOptions, resolve
+    from fivefold.core.plan.recipe import Recipe
+    from fivefold.cost.memory.static import static_bytes
     from fivefold.data.batches import samples
-    from fivefold.parallel.compose import compose
+    from fivefold.parallel.composition import compose
     from fivefold.parallel.mesh import Mesh
-    from fivefold.parallel.offload import GradientHome
-    from fivefold.planner import estimate_setting
+    from fivefold.parallel.units.offload import GradientHome
     from fivefold.planner.estimate import estimate_plan
+    from fivefold.planner.planning import estimate_setting
     from fivefold.step import step, updater_of
 
     torch.use_deterministic_algorithms(True)

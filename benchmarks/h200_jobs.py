@@ -16,11 +16,11 @@ from pathlib import Path
 from statistics import mean
 from typing import Any, Literal, NamedTuple
 
-from fivefold.core import machine
-from fivefold.core.plan import Plan, PlanOptions, resolve
-from fivefold.planner import estimate_setting
+from fivefold.core import hardware as machine
+from fivefold.core.plan.plan import Plan, PlanOptions, resolve
 from fivefold.planner.estimate import rank_seconds_alone
-from fivefold.planner.rank_memory import rank_memory
+from fivefold.planner.memory_by_rank import rank_memory
+from fivefold.planner.planning import estimate_setting
 from fivefold.planner.setting import EstimateSetting
 from fivefold.report import duration
 

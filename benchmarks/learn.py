@@ -25,8 +25,8 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from fivefold.records import StepRecord
-from fivefold.records.run_folder import METRICS, read_records
+from fivefold.records.run_writer import METRICS, read_records
+from fivefold.records.steps import StepRecord
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fivefold.cost.stack import LAUNCH_QUEUE
+from fivefold.cost.hardware.stack import LAUNCH_QUEUE
 
 MIB, GIB = 2**20, 2**30
 SMALL, SMALL_SEGMENT, LARGE_SEGMENT, OWN_SEGMENT = MIB, 2 * MIB, 20 * MIB, 10 * MIB

@@ -15,10 +15,11 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
-from fivefold.core import count
-from fivefold.core.plan import Plan, PlanOptions, resolve
-from fivefold.core.recipe import Recipe
-from fivefold.launch.processes import Pool, num_gpus
+from fivefold.core.model import count
+from fivefold.core.plan.plan import Plan, PlanOptions, resolve
+from fivefold.core.plan.recipe import Recipe
+from fivefold.launch.backend import num_gpus
+from fivefold.launch.processes import Pool
 from fivefold.launch.worker import Worker
 from fivefold.rehearse.on_gpu import MeasuredRank, measure_rank
 

@@ -23,15 +23,15 @@ import torch.multiprocessing as multiprocessing
 from delayed_mesh import DelayedMesh
 from torch import Tensor, nn
 
-from fivefold.core.groups import Topology
-from fivefold.core.layout import Layout
-from fivefold.core.splits import ContextSplit
+from fivefold.core.layout.groups import Topology
+from fivefold.core.layout.layout import Layout
+from fivefold.core.layout.splits import ContextSplit
 from fivefold.model.batch import AttentionInfo, TokenBatch
 from fivefold.parallel import context
 from fivefold.parallel.context import ContextAttention
 from fivefold.parallel.data import DataParallel, shard
-from fivefold.parallel.flat_unit import UnitOptions
 from fivefold.parallel.mesh import Phase
+from fivefold.parallel.units.flat_unit import UnitOptions
 
 BLOCKS, WIDTH, RING = 16, 64, 4
 FORWARD, BACKWARD = 0.020, 0.040

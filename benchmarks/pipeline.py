@@ -28,13 +28,13 @@ import torch.multiprocessing as multiprocessing
 from delayed_mesh import DelayedMesh
 from torch import Tensor
 
-from fivefold.core import models
-from fivefold.core.groups import Topology
-from fivefold.core.layout import Layout
-from fivefold.core.schedule import Schedule
+from fivefold.core.layout.groups import Topology
+from fivefold.core.layout.layout import Layout
+from fivefold.core.model import presets as models
 from fivefold.core.schedule.catalog import FAMILIES
 from fivefold.core.schedule.clock import Costs, play
-from fivefold.core.schedule.family import Family
+from fivefold.core.schedule.definition import Family
+from fivefold.core.schedule.schedule import Schedule
 from fivefold.model.batch import TokenBatch
 from fivefold.model.decoder import Decoder, from_config
 from fivefold.model.init import init_weights

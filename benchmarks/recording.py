@@ -19,16 +19,17 @@ from typing import NamedTuple
 
 import torch
 
-from fivefold.core.plan import Plan, PlanOptions, resolve
-from fivefold.core.recipe import Recipe
+from fivefold.core.plan.plan import Plan, PlanOptions, resolve
+from fivefold.core.plan.recipe import Recipe
 from fivefold.data.batches import samples
-from fivefold.launch.processes import Pool, Worker
-from fivefold.optim import make_updater
-from fivefold.parallel.compose import Job, compose
+from fivefold.launch.processes import Pool
+from fivefold.launch.worker import Worker
+from fivefold.optim.updater import make_updater
+from fivefold.parallel.composition import Job, compose
 from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.stage import Instruments
-from fivefold.records import StepRecord
-from fivefold.records.run_folder import Metrics, RunFolder
+from fivefold.records.run_writer import Metrics, RunFolder
+from fivefold.records.steps import StepRecord
 from fivefold.step import step
 from fivefold.train.callbacks.records import SpanCallback
 

@@ -27,10 +27,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-from fivefold import train
 from fivefold.api.restarting import RestartedRun
-from fivefold.records import StepRecord
-from fivefold.train.checkpoint import Reader, latest
+from fivefold.records.steps import StepRecord
+from fivefold.train import training as train
+from fivefold.train.checkpoint.checkpoints import Reader
+from fivefold.train.checkpoint.folders import latest
 
 NAME = "memfd:fivefold-"
 CLOSE = 1e-10

@@ -21,13 +21,14 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from fivefold.core import machine
-from fivefold.core.plan import Plan, PlanOptions, resolve
-from fivefold.core.recipe import Recipe
+from fivefold.core import hardware as machine
+from fivefold.core.plan.plan import Plan, PlanOptions, resolve
+from fivefold.core.plan.recipe import Recipe
 from fivefold.launch.processes import Pool
 from fivefold.launch.worker import Worker
-from fivefold.planner import estimate_setting
-from fivefold.planner.estimate import rank_memory, rank_seconds_alone
+from fivefold.planner.estimate import rank_seconds_alone
+from fivefold.planner.memory_by_rank import rank_memory
+from fivefold.planner.planning import estimate_setting
 from fivefold.planner.setting import EstimateSetting
 
 MACHINE = "h200"
@@ -75,7 +76,7 @@ def plan_of(model: str, layout: str, said: dict[str, Any], eager: bool = False) 
 
 
 def rehearsed(worker: Worker, plan: Plan, rank: int) -> tuple[int, dict[str, int]]:
-    from fivefold.rehearse import rehearse_rank
+    from fivefold.rehearse.rank import rehearse_rank
 
     worker.phase("rehearse")
     found = rehearse_rank(plan, rank, {})
@@ -83,7 +84,7 @@ def rehearsed(worker: Worker, plan: Plan, rank: int) -> tuple[int, dict[str, int
 
 
 def measured(worker: Worker, plan: Plan, rank: int) -> tuple[int, float, float, dict[str, float]]:
-    from fivefold.rehearse import measure_rank
+    from fivefold.rehearse.on_gpu import measure_rank
 
     worker.phase("measure")
     found = measure_rank(plan, rank)

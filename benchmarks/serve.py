@@ -216,10 +216,10 @@ def words(vocab: int, folder: str) -> str:
 
 
 def _serve(pipe: Any, said: Any) -> None:
-    from fivefold.core.models import load, with_overrides
-    from fivefold.core.plan import PlanOptions
+    from fivefold.core.model.presets import load, with_overrides
+    from fivefold.core.plan.plan import PlanOptions
     from fivefold.generate.text_model import ModelOptions, TextModel, set_up
-    from fivefold.serve.running import ModelServer, ServeOptions
+    from fivefold.serve.server import ModelServer, ServeOptions
 
     changes = {"max_seq": str(said.max_seq)}
     shape = with_overrides(load(said.model), changes)
@@ -282,8 +282,8 @@ def arguments() -> Any:
 def planned(load: dict[str, float], arrivals: tuple[float, ...], said: Any) -> dict[str, float]:
     """What `plan --serve` says of a load; with `_here` what it says of these arrivals."""
     from fivefold.api.serving_plans import plan_serving
-    from fivefold.planner.serving import LayoutLoad
-    from fivefold.planner.serving_load import ReplicaLoad, simulate
+    from fivefold.planner.serving.load import ReplicaLoad, simulate
+    from fivefold.planner.serving.plans import LayoutLoad
 
     keys = {"machine": said.beside, "layout": said.layout, **load}
     answer = plan_serving(said.model, prompt=said.prompt, output=said.output, **keys)

@@ -25,8 +25,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import decode as decoding
 
-from fivefold.core.models import load
-from fivefold.generate.blocks import blocks_of
+from fivefold.core.model.kv_pages import blocks_of
+from fivefold.core.model.presets import load
 from fivefold.generate.forward import DecoderForward
 from fivefold.generate.piecewise import PiecewiseSteps, sizes_up_to
 from fivefold.generate.requests import SequenceChunk, StepBatch

@@ -20,10 +20,10 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import clock
 
-from fivefold.core.plan import Plan
+from fivefold.core.plan.plan import Plan
 from fivefold.data.batches import samples
-from fivefold.model.regions import compiled
-from fivefold.parallel.compose import compose
+from fivefold.model.kernels.regions import compiled
+from fivefold.parallel.composition import compose
 from fivefold.parallel.mesh import Mesh
 from fivefold.step import step, updater_of
 

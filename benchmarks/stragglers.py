@@ -19,15 +19,16 @@ from unittest.mock import patch
 
 from torch import Tensor
 
-from fivefold.core.plan import Plan, PlanOptions, resolve
-from fivefold.core.recipe import Recipe
+from fivefold.core.plan.plan import Plan, PlanOptions, resolve
+from fivefold.core.plan.recipe import Recipe
 from fivefold.launch.processes import Pool
 from fivefold.launch.worker import Worker
-from fivefold.model.decoder import Block
+from fivefold.model.block import Block
 from fivefold.parallel import transport
-from fivefold.records import StepRecord
+from fivefold.records.steps import StepRecord
 from fivefold.records.stragglers import SHOWN_SHARE
-from fivefold.train import TrainedRank, TrainSettings, run_rank
+from fivefold.train.loop import run_rank
+from fivefold.train.state import TrainedRank, TrainSettings
 
 STEPS, BLOCK_S, LINK_S = 19, 0.12, 0.06
 SIZES = {"layers": "4", "width": "32", "heads": "4", "kv_heads": "2", "ffn": "48", "vocab": "97"}

@@ -57,7 +57,7 @@ def rank_task(worker: Any, plan: Any, steps: int, seed: int) -> list[float]:
     import torch
 
     from fivefold.data.batches import samples
-    from fivefold.parallel.compose import compose
+    from fivefold.parallel.composition import compose
     from fivefold.parallel.mesh import Mesh
     from fivefold.step import step
 
@@ -107,7 +107,7 @@ def disturbed(seed: int) -> Iterator[None]:
 
 
 def plan_of(layout: str) -> Any:
-    from fivefold.core.plan import PlanOptions, resolve
+    from fivefold.core.plan.plan import PlanOptions, resolve
 
     return resolve(PlanOptions("deepseek-v3", layout=layout, seq=16, set=SHAPE), small=True)
 

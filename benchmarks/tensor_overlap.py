@@ -55,9 +55,9 @@ def counts(kernels: Sequence[Any]) -> dict[str, tuple[int, int]]:
 
 
 def run_rank(rank: int, folder: str, overlap: int) -> None:
-    from fivefold.core.plan import PlanOptions, resolve
+    from fivefold.core.plan.plan import PlanOptions, resolve
     from fivefold.data.batches import samples
-    from fivefold.parallel.compose import compose
+    from fivefold.parallel.composition import compose
     from fivefold.parallel.mesh import Mesh
 
     device = torch.device("cuda", rank % torch.cuda.device_count())

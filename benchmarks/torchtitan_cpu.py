@@ -108,9 +108,9 @@ def emitted(layout: str, schedule: str, path: Path) -> int:
     """Write the configuration; the number of ranks that it is for."""
     import json
 
-    from fivefold.bridges import emit_plan
-    from fivefold.core.plan import PlanOptions, resolve
-    from fivefold.core.recipe import Recipe
+    from fivefold.bridges.bridging import emit_plan
+    from fivefold.core.plan.plan import PlanOptions, resolve
+    from fivefold.core.plan.recipe import Recipe
 
     recipe = Recipe(steps=10, warmup=2, lr=8e-4, compile=False)
     keys: dict[str, Any] = {"seq": 256, "microbatch_size": 1, "microbatches": 4}

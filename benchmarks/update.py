@@ -18,11 +18,11 @@ from typing import Any
 
 import torch
 
-from fivefold.core.recipe import Recipe
-from fivefold.core.units import LocalWeight
-from fivefold.core.weights import WeightShard
-from fivefold.optim import Updater, make_updater
-from fivefold.optim.optimizer import ADAM_BETAS, ADAM_EPS
+from fivefold.core.layout.units import LocalWeight
+from fivefold.core.layout.weight_table import WeightShard
+from fivefold.core.plan.recipe import Recipe
+from fivefold.optim.optimizer import ADAM_BETAS, ADAM_EPS, Updater
+from fivefold.optim.updater import make_updater
 
 MOST = 1.2
 WIDTH = 4096

@@ -6,10 +6,10 @@ torchrun --nproc-per-node 16 examples/five_dimensions.py
 import torch
 import torch.distributed as dist
 
-from fivefold.core.plan import PlanOptions, resolve
+from fivefold.core.plan.plan import PlanOptions, resolve
 from fivefold.data.batches import samples
 from fivefold.optim.optimizer import make_optimizer
-from fivefold.parallel.compose import compose
+from fivefold.parallel.composition import compose
 from fivefold.parallel.mesh import Mesh
 from fivefold.step import step
 

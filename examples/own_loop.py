@@ -7,11 +7,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fivefold.core.groups import Topology
-from fivefold.core.layout import Layout
+from fivefold.core.layout.groups import Topology
+from fivefold.core.layout.layout import Layout
 from fivefold.parallel.data import shard
-from fivefold.parallel.flat_unit import UnitOptions
 from fivefold.parallel.mesh import Mesh
+from fivefold.parallel.units.flat_unit import UnitOptions
 
 
 def make_model() -> nn.Sequential:

@@ -14,14 +14,14 @@ from dataclasses import dataclass
 
 import torch
 
-from fivefold.core.plan import Plan, PlanOptions, resolve
+from fivefold.core.plan.plan import Plan, PlanOptions, resolve
 from fivefold.generate.layout import LayoutEngine, plan_of
 from fivefold.generate.requests import Completion, Request, Sampling
 from fivefold.launch.processes import Pool
 from fivefold.launch.worker import Worker
 from fivefold.model.batch import NOT_COUNTED, TokenBatch
 from fivefold.optim.optimizer import make_optimizer
-from fivefold.parallel.compose import compose, compose_forward
+from fivefold.parallel.composition import compose, compose_forward
 from fivefold.parallel.mesh import Mesh
 from fivefold.step import logprobs, step
 

@@ -29,15 +29,15 @@ if TYPE_CHECKING:
     from fivefold.api.simulating import simulate as simulate
     from fivefold.api.training import train as train
     from fivefold.api.verifying import verify as verify
-    from fivefold.core.errors import FivefoldError as FivefoldError
-    from fivefold.core.errors import RankLost as RankLost
+    from fivefold.core import FivefoldError as FivefoldError
+    from fivefold.core import Machine as Machine
+    from fivefold.core import RankLost as RankLost
     from fivefold.core.layout import Layout as Layout
-    from fivefold.core.machine import Machine as Machine
-    from fivefold.core.mixers import Mixer as Mixer
-    from fivefold.core.mixers import MixerCost as MixerCost
-    from fivefold.core.mixers import MixerWeight as MixerWeight
+    from fivefold.core.model import Mixer as Mixer
+    from fivefold.core.model import MixerCost as MixerCost
+    from fivefold.core.model import MixerWeight as MixerWeight
+    from fivefold.core.model import Shape as Shape
     from fivefold.core.plan import Plan as Plan
-    from fivefold.core.shape import Shape as Shape
 
 __version__ = "0.1.0"
 
@@ -53,13 +53,13 @@ _NAMES = {
     "generate": ("fivefold.api.generating", "generate"),
     "shape": ("fivefold.api.jobs", "as_shape"),
     "machine": ("fivefold.api.jobs", "as_machine"),
-    "Layout": ("fivefold.core.layout", "Layout"),
-    "Shape": ("fivefold.core.shape", "Shape"),
-    "Machine": ("fivefold.core.machine", "Machine"),
-    "Mixer": ("fivefold.core.mixers", "Mixer"),
-    "MixerCost": ("fivefold.core.mixers", "MixerCost"),
-    "MixerWeight": ("fivefold.core.mixers", "MixerWeight"),
-    "Plan": ("fivefold.core.plan", "Plan"),
+    "Layout": ("fivefold.core.layout.layout", "Layout"),
+    "Shape": ("fivefold.core.model.shape", "Shape"),
+    "Machine": ("fivefold.core.hardware", "Machine"),
+    "Mixer": ("fivefold.core.model.mixers", "Mixer"),
+    "MixerCost": ("fivefold.core.model.mixers", "MixerCost"),
+    "MixerWeight": ("fivefold.core.model.mixers", "MixerWeight"),
+    "Plan": ("fivefold.core.plan.plan", "Plan"),
     "FivefoldError": ("fivefold.core.errors", "FivefoldError"),
     "RankLost": ("fivefold.core.errors", "RankLost"),
 }

@@ -29,17 +29,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from fivefold.core import models
-from fivefold.core.precision import PRECISIONS
-from fivefold.cost.calibration import ATTENTION, ATTENTION_OLD, MATMUL, MATMUL_FP8, MEMORY, Sample
-from fivefold.cost.layer_kernels import ATTENTION_BACKWARD
-from fivefold.launch.backend import RankDevice
-from fivefold.launch.launcher import LauncherEnvironment
-from fivefold.launch.processes import Pool, Worker
-from fivefold.launch.worker import LaunchedMeeting
-from fivefold.model.batch import TokenBatch
-from fivefold.model.decoder import from_config
-from fivefold.model.init import init_weights
+from fivefold.core import PRECISIONS
+from fivefold.core.model import presets as models
+from fivefold.cost.hardware import ATTENTION, ATTENTION_OLD, MATMUL, MATMUL_FP8, MEMORY, Sample
+from fivefold.cost.layer import ATTENTION_BACKWARD
+from fivefold.launch import LaunchedMeeting, LauncherEnvironment, Pool, RankDevice, Worker
+from fivefold.model import TokenBatch, from_config, init_weights
 
 SHARES = {
     MATMUL: 0.45,

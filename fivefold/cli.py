@@ -17,14 +17,7 @@ import typer
 from typer.models import OptionInfo
 
 from fivefold import __version__, completion
-from fivefold.core.errors import (
-    JSON_SCHEMA,
-    FivefoldError,
-    InternalError,
-    UnknownName,
-    nearest,
-    printable,
-)
+from fivefold.core import JSON_SCHEMA, FivefoldError, InternalError, UnknownName, nearest, printable
 from fivefold.terminal import PanelCommand, WrappedStream, discard, outliving_readers
 
 BAD_INPUT = 2
@@ -118,7 +111,7 @@ def run(words: list[str]) -> int | str | None:
         words = with_numbers(words, options_of(chosen)) if chosen in VERBS else words
         return build(chosen)(words, prog_name="fivefold", standalone_mode=False) or 0
     except FivefoldError as error:
-        from fivefold.core import models
+        from fivefold.core.model import presets as models
 
         said = str(error)
         if names := [word for word in words if word in said and models.is_hub_name(word)]:
@@ -161,7 +154,7 @@ def options_of(verb: str) -> dict[str, Any]:
 
 def with_numbers(words: list[str], kinds: Mapping[str, Any]) -> list[str]:
     """The words with numbers as Python writes them: 8k is 8192. What is no number is refused."""
-    from fivefold.core.tables import parse_count
+    from fivefold.core import parse_count
 
     found: list[str] = []
     for word in words:
@@ -192,7 +185,7 @@ def usage_text(error: Exception, verb: str | None) -> str:
     way = f"`fivefold {verb or ''}".rstrip() + " -h` lists what it takes"
     if type(error).__name__ != "NoSuchOption" or verb is None:
         return f"{said[:1].lower()}{said[1:]}; {way}"
-    from fivefold.core.settings import plan_keys, train_keys
+    from fivefold.core.plan import plan_keys, train_keys
 
     option: str = error.option_name  # type: ignore[attr-defined]
     flags = [name.removeprefix("--") for name in options_of(verb)]

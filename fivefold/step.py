@@ -11,16 +11,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.utils import get_total_norm
 
-from fivefold.core.groups import TWIN, WORLD
-from fivefold.core.recipe import Recipe
-from fivefold.model.batch import NOT_COUNTED, TokenBatch
-from fivefold.optim import make_updater
-from fivefold.optim.optimizer import Updater
-from fivefold.parallel.balance import Load
-from fivefold.parallel.compose import Job
-from fivefold.parallel.matrix_gather import GatheredMatrices
-from fivefold.parallel.mesh import Mesh
-from fivefold.parallel.tensor import sum_partial
+from fivefold.core.layout import TWIN, WORLD
+from fivefold.core.plan import Recipe
+from fivefold.model import NOT_COUNTED, TokenBatch
+from fivefold.optim import Updater, make_updater
+from fivefold.parallel import Job, Load, Mesh, sum_partial
+from fivefold.parallel.units import GatheredMatrices
 
 _FIRST_LOAD = 5  # of the totals: loss, squared norm, stop requests and two of the watch come first
 
@@ -342,7 +338,7 @@ def _norm(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
     first = gradients[0]
     narrow, here = first.itemsize < torch.float32.itemsize, first.device.type == device.type
     if here and narrow and first.is_cuda:
-        from fivefold.optim.gradient_norm import norm_on_gpu  # Triton is there only with CUDA
+        from fivefold.optim import norm_on_gpu  # Triton is there only with CUDA
 
         return norm_on_gpu(gradients)
     if here and not narrow:

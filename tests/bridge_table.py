@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from fivefold.bridges import TARGETS
+from fivefold.bridges.bridging import TARGETS
 from fivefold.bridges.key_table import allowed, ours_of
 from fivefold.bridges.target import Target
 

@@ -19,11 +19,11 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from fivefold.core.layout import Layout
-from fivefold.launch.boards import MemoryBoard
-from fivefold.launch.flight_recorder import Record
-from fivefold.launch.rank_surroundings import RankSurroundings
-from fivefold.launch.watchdog import PATIENCE, Watchdog
+from fivefold.core.layout.layout import Layout
+from fivefold.launch.watch.flight_recorder import Record
+from fivefold.launch.watch.kv_messages import MemoryBoard
+from fivefold.launch.watch.rank_surroundings import RankSurroundings
+from fivefold.launch.watch.watchdog import PATIENCE, Watchdog
 from fivefold.launch.worker import Worker
 from tests.virtual_time import VirtualTime
 

@@ -22,9 +22,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fivefold.core.errors import FivefoldError
-from fivefold.core.plan import PlanOptions, resolve
+from fivefold.core.plan.plan import PlanOptions, resolve
 from fivefold.launch.launcher import without_replica
-from fivefold.launch.watchdog import PATIENCE
+from fivefold.launch.watch.watchdog import PATIENCE
 from fivefold.launch.worker import agreement
 from fivefold.records.run_owner import OWNER, RunTicket, own_run
 from tests.control_plane import END, LAYOUT, Script, World

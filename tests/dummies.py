@@ -50,9 +50,9 @@ def rows() -> dict[str, list[str]]:
 
 
 OPTIMIZER = (
-    after("core/recipe.py", "OptimizerName = Literal[", '"dummy", '),
+    after("core/plan/recipe.py", "OptimizerName = Literal[", '"dummy", '),
     after(
-        "core/recipe.py",
+        "core/plan/recipe.py",
         "OPTIMIZERS: dict[OptimizerName, OptimizerKind] = {\n",
         '    "dummy": OptimizerKind("fivefold.optim.optimizer:dummy", {"sum": "sum"}, True),\n',
     ),
@@ -85,7 +85,7 @@ SCHEDULE = (
     after("core/schedule/catalog.py", "    linear.GPIPE,\n", "    linear.DUMMY,\n"),
 )
 MODEL_FAMILY = (
-    after("core/hf_config.py", "FAMILIES: dict[str, Callable[[Config], Fields]] = {\n",
+    after("core/model/hf_config.py", "FAMILIES: dict[str, Callable[[Config], Fields]] = {\n",
           '    "dummy": lambda config: _llama(config) | {"qk_norm": "head"},\n'),
     after("huggingface/config_export.py", "WRITERS: dict[str, Writer] = {\n",
           '    "dummy": Writer("DummyModel", _biased, {"attention.q": "self_attn.dummy"}),\n'),
@@ -100,15 +100,15 @@ STACK = (
     appended("presets/rows.toml", '[families.dummy]\nsource = "dummy"\nstack = "dummy"\n'),
 )
 CONTEXT_KIND = (
-    after("core/splits.py", "ContextKind = Literal[", '"dummy", '),
+    after("core/layout/splits.py", "ContextKind = Literal[", '"dummy", '),
     after(
-        "core/splits.py",
+        "core/layout/splits.py",
         '    "hybrid": ContextMethod(heads="some"),\n',
         '    "dummy": ContextMethod(heads="some", gathers=True),\n',
     ),
 )
 TRAINING_KEY = (
-    after("core/recipe.py", '    compile: Compile = "auto"\n', "    dummy: float = 1.0\n"),
+    after("core/plan/recipe.py", '    compile: Compile = "auto"\n', "    dummy: float = 1.0\n"),
     Edit(
         "train/loop.py",
         "set_lr(self.settings.recipe.lr_at(number))",
@@ -128,8 +128,8 @@ LEARN_PANEL = (
             '''
             """Learn: a dummy."""
 
-            from fivefold.page import Params, View
-            from fivefold.page.learn import Choice, chosen
+            from fivefold_page import Params, View
+            from fivefold_page.learn import Choice, chosen
 
             TITLE = "A dummy"
             CHOICES = {"size": Choice("Size", ("small", "large"), "small")}
@@ -146,13 +146,13 @@ LEARN_PANEL = (
             '''
         ),
     ),
-    after("page/document.py", "    data,\n", "    dummy,\n"),
-    after("page/document.py", "LESSONS: dict[str, Lesson] = {\n", '    "dummy": dummy,\n'),
+    after("fivefold_page/document.py", "    data,\n", "    dummy,\n"),
+    after("fivefold_page/document.py", "LESSONS: dict[str, Lesson] = {\n", '    "dummy": dummy,\n'),
     Edit("page/static/learn_dummy.js", "", "// @ts-check\nexport function create() {}\n"),
 )
 EXPLORE_PANEL = (
     after(
-        "page/explore.py",
+        "fivefold_page/explore/explore.py",
         "# By the names of `--panel`, in the order of the page.\n",
         textwrap.dedent(
             """
@@ -168,7 +168,7 @@ EXPLORE_PANEL = (
         ).lstrip(),
     ),
     after(
-        "page/explore.py",
+        "fivefold_page/explore/explore.py",
         "PANELS: dict[str, ExplorePanel] = {\n",
         '    "dummy": ExplorePanel("Dummy", "A hint.", _dummy_text, _dummy_view),\n',
     ),
@@ -193,17 +193,17 @@ COLLECTIVE = (
         "from fivefold.parallel import transport\n",
     ),
     after(
-        "cost/axis_collectives.py",
+        "cost/traffic/axes.py",
         "_SENT: dict[str, Callable[[int], float]] = {\n",
         '    "broadcast": lambda ranks: 1 - 1 / ranks,\n',
     ),
     after(
-        "cost/axis_collectives.py",
+        "cost/traffic/axes.py",
         "PAYLOADS: dict[tuple[str, str], str] = {\n",
         '    ("broadcast", "tp"): "a dummy",\n',
     ),
     after(
-        "cost/layer_collectives.py",
+        "cost/traffic/layers.py",
         "    wide = job.tokens * wide_size(job.itemsize)\n",
         "    flag = (8 * job.itemsize, job.tp, split * losses)\n"
         '    yield CountedCollective("tp", "broadcast", *flag)\n',
@@ -217,7 +217,7 @@ PRECISION = (
         '    "fp64": ComputePrecision("float64", "fp64"),\n'
         '    "fp4": ComputePrecision("bfloat16", "bf16"),\n',
     ),
-    after("core/machine.py", "    fp8: float | None = None\n", "    fp4: float | None = None\n"),
+    after("core/hardware.py", "    fp8: float | None = None\n", "    fp4: float | None = None\n"),
 )
 VERB = (
     after("cli.py", "VERBS = {\n", '    "dummy": Verb("fivefold.verbs.dummy", "Do nothing."),\n'),

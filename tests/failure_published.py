@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import fivefold as ff
 from fivefold.api.simulating import SimulatedFailures
-from fivefold.core.failures import FailureRates
+from fivefold.core.plan.failures import FailureRates
 from fivefold.planner.failures import RECOVERIES, scale_points
 from fivefold.report.failure_text import designs_table, scale_svg
 

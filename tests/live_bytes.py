@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from fivefold.core.plan import Plan
-from fivefold.core.schedule import Action, Overlap
+from fivefold.core.layout.units import prefetched
+from fivefold.core.plan.plan import Plan
 from fivefold.core.schedule.clock import memory_levels
-from fivefold.core.units import prefetched
-from fivefold.cost.axis_collectives import RankChunk, message_bytes
-from fivefold.cost.collectives import chunks_of
-from fivefold.cost.static_memory import frees_weights
+from fivefold.core.schedule.schedule import Action, Overlap
+from fivefold.cost.memory.static import frees_weights
+from fivefold.cost.traffic.axes import RankChunk, message_bytes
+from fivefold.cost.traffic.collectives import chunks_of
 
 
 def gathered_bytes(plan: Plan, rank: int, itemsize: int) -> int:

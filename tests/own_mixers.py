@@ -17,8 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import fivefold as ff
-from fivefold.core import models
-from fivefold.core.mixers import MixerTokens
+from fivefold.core.model import presets as models
+from fivefold.core.model.mixers import MixerTokens
 
 PATH = Path(__file__).parent.parent / "examples" / "own_model.py"
 

@@ -18,15 +18,18 @@ from typing import Any
 import typer
 
 from fivefold import cli
-from fivefold.core import count, machine, models, tables
+from fivefold.core import hardware as machine
+from fivefold.core import tables
 from fivefold.core.errors import JSON_SCHEMA
-from fivefold.core.plan import PlanOptions
-from fivefold.core.recipe import Recipe
-from fivefold.core.rope import Rope
-from fivefold.core.settings import plan_keys
-from fivefold.core.shape import Mla, Moe, Shape
-from fivefold.page.learn import trainers
+from fivefold.core.model import count
+from fivefold.core.model import presets as models
+from fivefold.core.model.rope import Rope
+from fivefold.core.model.shape import Mla, Moe, Shape
+from fivefold.core.plan.plan import PlanOptions
+from fivefold.core.plan.recipe import Recipe
+from fivefold.core.plan.settings import plan_keys
 from fivefold.terminal import long_name, panels
+from fivefold_page.learn import trainers
 from tests.json_answers import answers
 
 DOCS = Path(__file__).parents[1] / "docs"

@@ -17,12 +17,13 @@ from typing import NamedTuple
 import numpy as np
 
 from fivefold.api.serving_plans import plan_serving
-from fivefold.core import machine, models
+from fivefold.core import hardware as machine
 from fivefold.core.errors import counted
-from fivefold.core.layout import Layout
-from fivefold.cost.serving import ServedModel
-from fivefold.planner.serving import LayoutLoad, ServingPlan
-from fivefold.planner.serving_fit import KV_FORMATS, ServingFit, ServingRequest
+from fivefold.core.layout.layout import Layout
+from fivefold.core.model import presets as models
+from fivefold.cost.step.serving import ServedModel
+from fivefold.planner.serving.fit import KV_FORMATS, ServingFit, ServingRequest
+from fivefold.planner.serving.plans import LayoutLoad, ServingPlan
 from fivefold.report import duration
 
 DOC = Path(__file__).parent.parent / "docs" / "serving-plans.md"

@@ -41,8 +41,8 @@ SEAM_ROOMS = ("model", "parallel", "rehearse", "verify", "generate")
 # A torch module takes its weights and buffers by name, and a package its rooms.
 SETATTR = (
     "fivefold.__init__",
-    "fivefold.parallel.compose",
-    "fivefold.parallel.flat_unit",
+    "fivefold.parallel.composition",
+    "fivefold.parallel.units.flat_unit",
     "fivefold.verify.asynchronous",
 )
 
@@ -117,7 +117,7 @@ def test_an_attribute_set_from_outside_is_seen() -> None:
         "fivefold.b: job.count",
         "fivefold.c: x.parts",
         "fivefold.c: setattr(x, name, 1)",
-        "fivefold.page: layer.matmul",
+        "fivefold_page: layer.matmul",
     ]
 
 

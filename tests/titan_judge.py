@@ -21,9 +21,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fivefold.core import models
-from fivefold.core.rope import Rope
-from fivefold.core.shape import Shape
+from fivefold.core.model import presets as models
+from fivefold.core.model.rope import Rope
+from fivefold.core.model.shape import Shape
 from tests.foreign_parsers import prepare
 
 PLAIN = Rope("llama3", 1.0, 8192)  # scales nothing

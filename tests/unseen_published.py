@@ -13,9 +13,9 @@ from statistics import median
 
 import numpy as np
 
-from fivefold.planner.accuracy import accuracy
-from fivefold.score.outcome import ScoredRun, score
-from fivefold.score.rows import read_runs
+from fivefold.planner.error_bars import accuracy
+from fivefold_score.outcome import ScoredRun, score
+from fivefold_score.rows import read_runs
 
 RUNS = Path(__file__).parent / "data" / "unseen_runs.jsonl"
 DOC = Path(__file__).parent.parent / "docs" / "unseen-runs.md"

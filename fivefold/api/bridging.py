@@ -6,8 +6,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fivefold.bridges.torchtitan_weights import VERSIONS, checkpoint_in
-from fivefold.core.errors import FivefoldError
+from fivefold.bridges import VERSIONS, checkpoint_in
+from fivefold.core import FivefoldError
 from fivefold.core.plan import PlanOptions
 from fivefold.report.plan_answers import Printed
 

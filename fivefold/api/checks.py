@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import TYPE_CHECKING, Literal, TypeVar, cast
 
-from fivefold.core.errors import FivefoldError, UnknownName
+from fivefold.core import FivefoldError, UnknownName
 
 if TYPE_CHECKING:
-    from fivefold.launch.backend import Backend
+    from fivefold.launch import Backend
 
 Number = TypeVar("Number", int, float)
 

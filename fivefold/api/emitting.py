@@ -7,10 +7,16 @@ from dataclasses import replace
 from typing import Any
 
 from fivefold.api.planning import estimate_given, estimate_options
-from fivefold.bridges import NAMES_NO_MODEL, EmittedPlan, emit_plan
-from fivefold.bridges.job_values import Values, options_of
-from fivefold.bridges.nearest import Price, Priced
-from fivefold.core.errors import FivefoldError, bullets
+from fivefold.bridges import (
+    NAMES_NO_MODEL,
+    EmittedPlan,
+    Price,
+    Priced,
+    Values,
+    emit_plan,
+    options_of,
+)
+from fivefold.core import FivefoldError, bullets
 from fivefold.core.plan import Plan
 from fivefold.report.plan_answers import Printed
 

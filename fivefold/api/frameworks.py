@@ -13,26 +13,25 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fivefold.api.jobs import Model, OnProgress, TaskProgress, given_job
-from fivefold.api.planning import (
-    estimate_given,
-    estimate_options,
-    estimated_job,
-    request_of,
+from fivefold.api.planning import estimate_given, estimate_options, estimated_job, request_of
+from fivefold.bridges import (
+    TARGETS,
+    Expressed,
+    Priced,
+    Target,
+    Values,
+    express,
+    model_losses,
+    options_of,
+    possible_values,
+    values_of,
 )
-from fivefold.bridges import TARGETS, model_losses
-from fivefold.bridges.expressible import possible_values
-from fivefold.bridges.job_values import Values, options_of, values_of
-from fivefold.bridges.nearest import Expressed, Priced, express
-from fivefold.bridges.target import Target
-from fivefold.core import tables
-from fivefold.core.errors import FivefoldError
-from fivefold.core.machine import PRESETS
+from fivefold.core import PRESETS, FivefoldError, tables
 from fivefold.core.plan import PlanOptions
 from fivefold.report.framework_text import FrameworkRow, frameworks_json, frameworks_text
 
 if TYPE_CHECKING:  # estimates need numpy
-    from fivefold.planner import PlanRequest, PlanResult
-    from fivefold.planner.estimate import Estimate
+    from fivefold.planner import Estimate, PlanRequest, PlanResult
 
 _TRIED = 6  # of the restricted search, the fastest
 _TOO_LARGE = "does not fit"

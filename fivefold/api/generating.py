@@ -17,18 +17,23 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from fivefold.api.checks import above, checkpoint_step, one_of, positive
 from fivefold.api.jobs import OnProgress, TaskProgress
-from fivefold.core.errors import BadFile, FivefoldError
+from fivefold.core import BadFile, FivefoldError
 from fivefold.core.layout import Layout
-from fivefold.core.shape import Shape
-from fivefold.generate.prompts import Prompt, finished_ids
-from fivefold.generate.requests import Request, Sampling
-from fivefold.generate.text_model import DTYPES, ModelOptions, TextModel, find_model, set_up
+from fivefold.core.model import Shape
+from fivefold.generate import (
+    DTYPES,
+    ModelOptions,
+    Prompt,
+    Request,
+    Sampling,
+    TextModel,
+    find_model,
+    finished_ids,
+    set_up,
+)
 
 if TYPE_CHECKING:
-    from fivefold.generate.chat import Message
-    from fivefold.generate.layout import ReadWeight
-    from fivefold.generate.text_ranks import Tell
-    from fivefold.generate.writer import TextPiece, WrittenText
+    from fivefold.generate import Message, ReadWeight, Tell, TextPiece, WrittenText
 
 Messages = Sequence[Mapping[str, str]]
 OnPiece = Callable[["TextPiece"], None]
@@ -190,8 +195,8 @@ def model_options(dtype: str | None, device: str, cache_gb: float, **more: Any) 
 
 def open_weights(model: TextModel, step: int | Literal["best"] | None, tell: Tell) -> ReadWeight:
     """What reads a weight of the folder; tells why a newer checkpoint is not read."""
-    from fivefold.huggingface.files import HfFolder
-    from fivefold.train.checkpoint.of_run import open_run
+    from fivefold.huggingface import HfFolder
+    from fivefold.train.checkpoint import open_run
 
     if not model.is_run:
         return HfFolder(model.folder, model.shape).weight
@@ -213,10 +218,14 @@ def _generate(
     listeners: TextListeners,
 ) -> tuple[WrittenText, ...]:
     # Imported here, so that a bad option is refused before torch is loaded.
-    from fivefold.generate.chat import ChatTemplate
-    from fivefold.generate.text import LibraryCodec, QuotingCodec, stops_of
-    from fivefold.generate.text_ranks import run_ranks
-    from fivefold.generate.writer import TextRequest
+    from fivefold.generate import (
+        ChatTemplate,
+        LibraryCodec,
+        QuotingCodec,
+        TextRequest,
+        run_ranks,
+        stops_of,
+    )
 
     _check_recording(model.shape, options)
     setup = set_up(model, runs, partial(open_weights, model, options.step))

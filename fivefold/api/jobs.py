@@ -9,14 +9,20 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from fivefold.api.bridging import target_or_options
 from fivefold.api.checks import above
-from fivefold.core import machine as machines
-from fivefold.core import models, tables
-from fivefold.core.errors import BadFile, FivefoldError, UnknownName
+from fivefold.core import BadFile, FivefoldError, Machine, UnknownName, tables
+from fivefold.core import hardware as machines
 from fivefold.core.layout import Layout, parse_zero
-from fivefold.core.machine import Machine
-from fivefold.core.plan import Plan, PlanOptions, options_from, resolve, says_layout
-from fivefold.core.settings import plan_keys, train_keys
-from fivefold.core.shape import Shape
+from fivefold.core.model import Shape
+from fivefold.core.model import presets as models
+from fivefold.core.plan import (
+    Plan,
+    PlanOptions,
+    options_from,
+    plan_keys,
+    resolve,
+    says_layout,
+    train_keys,
+)
 
 _WHERE = "the keywords"
 _OF_LAYOUT = ("zero", "sp", "context", "chunks")  # that a Layout says itself

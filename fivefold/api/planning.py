@@ -12,13 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 from fivefold.api.checks import above, one_of, positive
 from fivefold.api.jobs import GivenJob, Model, OnProgress, TaskProgress, given_job, reopened
-from fivefold.core import machine as machines
-from fivefold.core.errors import FivefoldError, counted
-from fivefold.core.failures import FailureRates
-from fivefold.core.plan import Plan, PlanOptions, resolve
-from fivefold.core.precision import PRECISIONS
-from fivefold.core.precision import plan_keys as precision_keys
-from fivefold.core.schedule.catalog import family
+from fivefold.core import PRECISIONS, FivefoldError, counted
+from fivefold.core import hardware as machines
+from fivefold.core import plan_keys as precision_keys
+from fivefold.core.plan import FailureRates, Plan, PlanOptions, resolve
+from fivefold.core.schedule import family
 from fivefold.report import duration, plan_text, write_text
 from fivefold.report.plan_answers import (
     Printed,
@@ -30,8 +28,7 @@ from fivefold.report.plan_answers import (
 from fivefold.report.plan_text import RunCosts
 
 if TYPE_CHECKING:  # estimates need numpy, whose import takes longer than a plan without estimates
-    from fivefold.planner import PlanRequest, PlanResult
-    from fivefold.planner.estimate import Estimate
+    from fivefold.planner import Estimate, PlanRequest, PlanResult
 
 _ALSO_FIXED = ("zero", "schedule", "chunks", "microbatch_size", "recompute", "context")
 NOT_SEARCHED = ("microbatches", "stage_layers", "gather", "sp")  # only for a given layout
@@ -157,7 +154,7 @@ def plan(
         return search(job, **costs._asdict(), precision=precision, **how).best
     if job.options.machine is None:
         return PlannedJob(with_steps(resolve(job.options), tokens), None, (), 0.0, costs)
-    from fivefold.planner.neighbours import compare_neighbours
+    from fivefold.planner import compare_neighbours
 
     began = time.perf_counter()
     resolved, found = estimate_given(job.options, how, precision)
@@ -252,7 +249,7 @@ def estimate_options(
 
 def _require_known_stack(stack: str, kernels: str) -> None:
     """Refuse an unknown stack, and what only our own has."""
-    from fivefold.cost.stack_presets import OUR_OWN, load_preset
+    from fivefold.cost.hardware import OUR_OWN, load_preset
 
     if stack != OUR_OWN:
         load_preset(stack)
@@ -304,7 +301,7 @@ def estimate_given(
 
 def fixed_values(job: GivenJob, fix: str | Mapping[str, Any] | None) -> dict[str, int | str]:
     """What every layout of a search has; keys of one layout are refused."""
-    from fivefold.planner.space import parse_fixed
+    from fivefold.planner import parse_fixed
 
     if closed := [name for name in NOT_SEARCHED if name in job.given]:
         raise FivefoldError(

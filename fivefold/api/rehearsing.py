@@ -11,14 +11,13 @@ from typing import TYPE_CHECKING, Any
 from fivefold.api.checks import one_of
 from fivefold.api.jobs import Model, OnProgress, TaskProgress, given_job
 from fivefold.api.planning import with_first_choice
-from fivefold.core.errors import FivefoldError
+from fivefold.core import PRECISIONS, FivefoldError
+from fivefold.core.layout import weights
 from fivefold.core.plan import Plan, PlanOptions, resolve
-from fivefold.core.precision import PRECISIONS
-from fivefold.core.weights import weights
 from fivefold.report import rehearsal_text
 
 if TYPE_CHECKING:
-    from fivefold.planner.estimate import Estimate, PlannedAction
+    from fivefold.planner import Estimate, PlannedAction
     from fivefold.rehearse import Forecasted, Rehearsed
 
 _DEVICES = ("cpu", "cuda")
@@ -92,7 +91,7 @@ def rehearse(
         if not 0 <= each < plan.layout.world:
             raise FivefoldError(f"--rank {each}: the job has ranks 0 to {plan.layout.world - 1}")
     # Imported here, so that a bad option is refused before torch is loaded.
-    from fivefold.launch.processes import num_gpus
+    from fivefold.launch import num_gpus
 
     if device == "cuda" and not num_gpus():
         raise FivefoldError("--device cuda: this machine has no GPU; rehearse with --device cpu")
@@ -115,7 +114,7 @@ def rehearse(
 
 
 def _rehearsable(options: PlanOptions, imbalance: float) -> Plan:
-    from fivefold.cost.grid import require_possible_imbalance
+    from fivefold.cost import require_possible_imbalance
 
     plan = resolve(options)
     weights(plan.shape)  # refuses what cannot be built
@@ -157,8 +156,7 @@ def _planned(plan: Plan, imbalance: float) -> Estimate | None:
     """The planner's estimate; None if the plan has no machine."""
     if plan.machine is None:
         return None
-    from fivefold.planner import estimate_setting
-    from fivefold.planner.estimate import estimate_plan
+    from fivefold.planner import estimate_plan, estimate_setting
 
     kernels = plan.options.train.kernels
     setting, _ = estimate_setting(plan.machine, plan.precision, 0.0, kernels, imbalance)
@@ -169,7 +167,7 @@ def _of_worst(planned: Estimate | None, found: Rehearsed) -> Estimate | None:
     """The estimate with the memory of the rank that had the highest peak."""
     if planned is None:
         return None
-    from fivefold.planner.rank_memory import rank_memory
+    from fivefold.planner import rank_memory
 
     return replace(planned, memory=rank_memory(planned.plan, planned.setting, found.worst.rank))
 
@@ -178,6 +176,6 @@ def _timelines(planned: Estimate | None, found: Rehearsed) -> dict[int, list[Pla
     """The estimated step of every rank that was rehearsed."""
     if planned is None:
         return None
-    from fivefold.planner.estimate import rank_timeline
+    from fivefold.planner import rank_timeline
 
     return {run.rank: rank_timeline(planned.plan, planned.setting, run.rank) for run in found.runs}

@@ -9,15 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from fivefold.core.errors import FivefoldError, RankLost
-from fivefold.core.partners import Partners
-from fivefold.core.plan import Plan
-from fivefold.core.recipe import Recipe
-from fivefold.launch.launcher import LauncherEnvironment, without_replica
+from fivefold.core import FivefoldError, RankLost
+from fivefold.core.layout import Partners
+from fivefold.core.plan import Plan, Recipe
+from fivefold.launch import LauncherEnvironment, without_replica
 
 if TYPE_CHECKING:
-    from fivefold.launch.keeper import HostKeeper
-    from fivefold.launch.kept_memory import InheritedMemory
+    from fivefold.launch import HostKeeper, InheritedMemory
 
 Result = TypeVar("Result")
 
@@ -99,7 +97,7 @@ def host_keeper(
     recipe: Recipe, launched: LauncherEnvironment, folder: Path
 ) -> Generator[HostKeeper | None]:
     """The keeper of copies on the host of a launched rank; it ends with a run that ends well."""
-    from fivefold.launch.keeper import HostKeeper
+    from fivefold.launch import HostKeeper
 
     if not recipe.copy_every:
         yield None
@@ -115,7 +113,7 @@ def host_keeper(
 @contextmanager
 def kept_memory(recipe: Recipe, world: int) -> Generator[InheritedMemory | None]:
     """Memory of this process for the copies of ranks that it forks; None without copies."""
-    from fivefold.launch.kept_memory import InheritedMemory
+    from fivefold.launch import InheritedMemory
 
     if not recipe.copy_every:
         yield None

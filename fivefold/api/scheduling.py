@@ -8,20 +8,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast, get_args
 
-from fivefold.core.errors import FivefoldError, IllegalSchedule, UnknownName, counted
-from fivefold.core.schedule import Placement, catalog
-from fivefold.core.schedule.choose import choose
-from fivefold.core.schedule.clock import (
+from fivefold.core import FivefoldError, IllegalSchedule, UnknownName, counted
+from fivefold.core.schedule import (
     Costs,
+    Family,
     Goal,
     Objective,
+    Placement,
     Timeline,
+    catalog,
+    choose,
     peak_activations,
     play,
+    search,
     steady_bubble,
 )
-from fivefold.core.schedule.family import Family
-from fivefold.core.schedule.search import search
 
 CostsOf = Callable[[Placement], Costs]
 MOST_STEPS = 20_000  # of a picture in a notebook, which is saved with it

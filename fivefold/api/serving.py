@@ -10,9 +10,9 @@ from typing import Any
 
 from fivefold.api.checks import above, checkpoint_step, positive
 from fivefold.api.generating import model_options, open_weights
-from fivefold.core.errors import BadFile, FivefoldError
-from fivefold.core.kv_routes import problems as kv_problems
-from fivefold.generate.text_model import ModelOptions, ModelSetup, TextModel, find_model, set_up
+from fivefold.core import BadFile, FivefoldError
+from fivefold.core.plan import problems as kv_problems
+from fivefold.generate import ModelOptions, ModelSetup, TextModel, find_model, set_up
 
 _LAST_PORT = 65_535
 _LEAST_KEY = 8  # characters
@@ -83,7 +83,7 @@ def serve(
 
 def _running() -> Any:
     try:
-        from fivefold.serve import running
+        from fivefold.serve import server as running
     except ModuleNotFoundError as error:
         raise FivefoldError(f"serving needs the h11 library ({error}): {INSTALL}") from error
     return running
@@ -118,7 +118,7 @@ def _prompts_of(model: TextModel, runs: ModelOptions, opened: Any) -> ModelSetup
 
 def _beside_others(setup: ModelSetup) -> ModelSetup:
     """With the backend of ranks on the GPUs that each engine has."""
-    from fivefold.launch.backend import NcclLibrary, choose_backend, num_gpus
+    from fivefold.launch import NcclLibrary, choose_backend, num_gpus
 
     world, here = setup.plan.layout.world, NcclLibrary.here()
     return replace(setup, backend=choose_backend(None, setup.device, world, num_gpus(), here))

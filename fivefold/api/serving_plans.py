@@ -8,18 +8,16 @@ from typing import TYPE_CHECKING, Any
 
 from fivefold.api.checks import one_of
 from fivefold.api.jobs import Model, given_job, reopened
-from fivefold.core import legality, models
-from fivefold.core import machine as machines
-from fivefold.core.errors import FivefoldError
-from fivefold.core.layout import Layout
-from fivefold.core.machine import Machine
+from fivefold.core import FivefoldError, Machine
+from fivefold.core import hardware as machines
+from fivefold.core.layout import Layout, legality
+from fivefold.core.model import Shape
+from fivefold.core.model import presets as models
 from fivefold.core.plan import PlanOptions
-from fivefold.core.shape import Shape
 from fivefold.report.plan_answers import Printed
 
 if TYPE_CHECKING:  # estimates need numpy
-    from fivefold.planner.serving import ServingChoice
-    from fivefold.planner.serving_flags import EngineCommand
+    from fivefold.planner.serving import EngineCommand, ServingChoice
 
 # Formats of weights that some engine serves; fivefold's own has the first.
 _PRECISIONS = ("bf16", "fp16", "fp8", "mxfp8", "nvfp4")
@@ -44,7 +42,7 @@ class ServingAnswer:
 
     def flags(self, engine: str) -> EngineCommand:
         """The choice as the command line of vllm, sglang or trtllm."""
-        from fivefold.planner.serving_flags import emit_flags
+        from fivefold.planner.serving import emit_flags
 
         return emit_flags(engine, self.choice.chosen)
 
@@ -73,8 +71,9 @@ def plan_serving(
     `rate` (requests a second) or `concurrency`: the load. `ttft` and `tpot`: bounds in seconds.
     `kv` and `precision`: formats of the cache and of weights. `keys` as for `plan`.
     """
-    from fivefold.cost.grid import require_possible_imbalance
-    from fivefold.planner import serving, serving_fit
+    from fivefold.cost import require_possible_imbalance
+    from fivefold.planner.serving import fit as serving_fit
+    from fivefold.planner.serving import plans as serving
 
     job = reopened(given_job(model, keys))
     options = job.options

@@ -9,15 +9,12 @@ from typing import TYPE_CHECKING, Any
 from fivefold.api.checks import above, one_of, positive
 from fivefold.api.jobs import Model
 from fivefold.api.planning import plan
-from fivefold.core.errors import FivefoldError
-from fivefold.core.failures import DETECT, PLACES, REPAIR, RESTART, FailureRates, RecoveryDesign
-from fivefold.core.machine import Machine
-from fivefold.core.plan import Plan
+from fivefold.core import FivefoldError, Machine
+from fivefold.core.plan import DETECT, PLACES, REPAIR, RESTART, FailureRates, Plan, RecoveryDesign
 from fivefold.report.failure_text import forecast_json, forecast_lines
 
 if TYPE_CHECKING:  # estimates need numpy
-    from fivefold.planner.estimate import Estimate
-    from fivefold.planner.failures import FailureForecast
+    from fivefold.planner import Estimate, FailureForecast
 
 RUNS = 200
 _MOST_DAYS, _MOST_RUNS = 36_525.0, 100_000
@@ -103,7 +100,7 @@ def simulate(
         )
     hours = known_mtbf(planned.plan.machine, mtbf_gpu)
     rates = FailureRates(hours, mtbf_host, mtbf_switch)
-    from fivefold.planner.failures import failing_job, simulate_failures
+    from fivefold.planner import failing_job, simulate_failures
 
     job = failing_job(planned.estimate, rates, design, checkpoint, storage)
     return SimulatedFailures(

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from fivefold.bridges.torchtitan_weights import (
+from fivefold.bridges import (
     VERSIONS,
     TitanNames,
     TitanTensor,
@@ -23,13 +23,11 @@ from fivefold.bridges.torchtitan_weights import (
     notes_on,
     titan_tensors,
 )
-from fivefold.core.errors import BadFile
-from fivefold.core.shape import Shape
-from fivefold.core.weights import Weight
-from fivefold.huggingface.files import new_folder, refuse_existing
-from fivefold.train.checkpoint import Facts, FullTensor, write_checkpoint
-from fivefold.train.checkpoint.folders import MANIFEST
-from fivefold.train.checkpoint.foreign import ForeignFolder
+from fivefold.core import BadFile
+from fivefold.core.layout import Weight
+from fivefold.core.model import Shape
+from fivefold.huggingface import new_folder, refuse_existing
+from fivefold.train.checkpoint import MANIFEST, Facts, ForeignFolder, FullTensor, write_checkpoint
 
 _SHOWN = 20
 

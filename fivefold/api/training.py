@@ -26,29 +26,29 @@ from fivefold.api.training_start import (
     start_facts,
     with_layout,
 )
-from fivefold.core import models
-from fivefold.core.errors import FivefoldError, RankLost, counted
-from fivefold.core.plan import Plan, PlanOptions, resolve, says_layout
-from fivefold.core.precision import FORMATS
-from fivefold.core.recipe import Recipe
-from fivefold.launch.launcher import LauncherEnvironment, read_environment, refit, require_trainable
-from fivefold.records import PlannedStep, StepRecord, Summary
-from fivefold.records.run_folder import PLAN, RUN, RunFolder, run_folder
-from fivefold.records.run_owner import own_run
-from fivefold.records.run_reader import mend, options_of
+from fivefold.core import FORMATS, FivefoldError, RankLost, counted
+from fivefold.core.model import presets as models
+from fivefold.core.plan import Plan, PlanOptions, Recipe, resolve, says_layout
+from fivefold.launch import LauncherEnvironment, read_environment, refit, require_trainable
+from fivefold.records import (
+    PLAN,
+    RUN,
+    PlannedStep,
+    RunFolder,
+    StepRecord,
+    Summary,
+    mend,
+    options_of,
+    own_run,
+    run_folder,
+)
 from fivefold.report.training_text import head, step_line, summary_text, tail
 
 if TYPE_CHECKING:
-    from fivefold.data.mixture import Source
-    from fivefold.launch.backend import RankDevice
-    from fivefold.train import (
-        Check,
-        MeasuredRun,
-        SampleText,
-        Shortage,
-        TrainedRank,
-        TrainSettings,
-    )
+    from fivefold.data import Source
+    from fivefold.launch import RankDevice
+    from fivefold.train import Check, MeasuredRun, TrainedRank, TrainSettings
+    from fivefold.train.callbacks import SampleText, Shortage
 
 _MOST_RANKS = 64  # processes on one machine
 _DEVICES = ("auto", "cpu", "cuda")
@@ -259,7 +259,8 @@ def _begin(
     A launcher may start a finished job again, by itself: its ranks, which have `joined`, find no
     step left and end well. The folder stays as it is.
     """
-    from fivefold.train import check_resume, checked_source, keep_tokenizer, nothing_left
+    from fivefold.train import checked_source, keep_tokenizer
+    from fivefold.train.recovery import check_resume, nothing_left
 
     folder = settings.folder
     assert folder is not None
@@ -282,7 +283,7 @@ def _begin(
 
 def _fork(start: TrainStart, told: OnReport) -> TrainedRun:
     """Train on ranks of this machine."""
-    from fivefold.train import nothing_left
+    from fivefold.train.recovery import nothing_left
 
     rank = device_of(start, None)
     plan = noted(start.plan, rank)
@@ -334,7 +335,7 @@ def _attempt(
     plan: Plan, settings: TrainSettings, files: RunFolder, records: _Records
 ) -> tuple[list[TrainedRank], Check | None]:
     """One start of all ranks; a loss is recorded and raised."""
-    from fivefold.launch.processes import Pool
+    from fivefold.launch import Pool
     from fivefold.train import num_processes, train
     from fivefold.train.checkpoint import latest
 
@@ -376,7 +377,7 @@ def _joined(
     settings: TrainSettings,
     told: OnReport,
 ) -> TrainedRun:
-    from fivefold.launch.worker import joined_worker
+    from fivefold.launch import joined_worker
     from fivefold.train import run_rank
     from fivefold.train.checkpoint import latest
 
@@ -421,6 +422,6 @@ def _summary(files: RunFolder, told: OnReport) -> Summary | None:
 
 def _warnings(told: OnReport) -> OnReport:
     """All but steps and samples, which rank 0 tells."""
-    from fivefold.train import SampleText
+    from fivefold.train.callbacks import SampleText
 
     return lambda report: None if isinstance(report, StepRecord | SampleText) else told(report)

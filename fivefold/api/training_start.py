@@ -13,26 +13,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from fivefold.api.jobs import GivenJob
-from fivefold.api.planning import (
-    NOT_SEARCHED,
-    best_of,
-    estimate_options,
-    fixed_values,
-    request_of,
-)
+from fivefold.api.planning import NOT_SEARCHED, best_of, estimate_options, fixed_values, request_of
 from fivefold.api.restarting import RestartPolicy
-from fivefold.core import machine as machines
-from fivefold.core.errors import FivefoldError, counted
-from fivefold.core.machine import Machine
+from fivefold.core import PRECISIONS, FivefoldError, Machine, counted
+from fivefold.core import hardware as machines
 from fivefold.core.plan import Plan, PlanOptions, resolve
-from fivefold.core.precision import PRECISIONS
-from fivefold.launch.launcher import LauncherEnvironment
-from fivefold.records import PlannedStep
-from fivefold.records.environment import gpu_names
+from fivefold.launch import LauncherEnvironment
+from fivefold.records import PlannedStep, gpu_names
 
 if TYPE_CHECKING:
-    from fivefold.data.mixture import Source
-    from fivefold.launch.backend import Backend, RankDevice
+    from fivefold.data import Source
+    from fivefold.launch import Backend, RankDevice
     from fivefold.train import TrainSettings
 
 
@@ -77,7 +68,7 @@ def with_layout(
         keys = {name: getattr(before, name) for name in _CHOSEN if name not in job.given}
         why = [f"{before.layout}, as the run before{_OTHER}"]
         return replace(options, **keys), why if before.layout != options.layout else []
-    from fivefold.launch.backend import num_gpus
+    from fivefold.launch import num_gpus
 
     visible = num_gpus() if device != "cpu" and launched is None else 1
     ranks = options.gpus or (visible if launched is None else launched.world)
@@ -120,7 +111,7 @@ def machine_here() -> str | None:
 def device_of(start: TrainStart, launched: LauncherEnvironment | None) -> RankDevice:
     """The device of the first rank, or of this one, and the backend of all; refused if these ranks
     cannot have it."""
-    from fivefold.launch.backend import (
+    from fivefold.launch import (
         NcclLibrary,
         available_device,
         choose_backend,
@@ -183,7 +174,8 @@ def settings_of(
 ) -> TrainSettings:
     """How the ranks train: their device, their dtype, and what the plan expects of a step. Without
     a machine, ranks on this host's CPU are planned for it; `report` says when it is measured."""
-    from fivefold.train import TrainSettings, estimate_of
+    from fivefold.train import TrainSettings
+    from fivefold.train.callbacks import estimate_of
 
     plan, device = start.plan, rank.device.type
     dtype = start.dtype or PRECISIONS[plan.precision].dtype

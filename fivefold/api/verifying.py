@@ -10,25 +10,18 @@ from typing import TYPE_CHECKING, Any, get_args
 from fivefold.api.checks import above, asked_backend, one_of, positive
 from fivefold.api.jobs import Model, OnProgress, TaskProgress, given_job, reopened
 from fivefold.api.planning import with_first_choice
-from fivefold.core import legality
-from fivefold.core.errors import FivefoldError, RankLost
-from fivefold.core.fp8 import fp8_of, wider_keys, wider_seq
-from fivefold.core.layout import Layout
-from fivefold.core.models import is_large, load, scale_down, scaling_note, with_overrides
-from fivefold.core.plan import Plan, PlanOptions, resolve
-from fivefold.core.precision import PRECISIONS, run_keys
-from fivefold.core.recipe import OPTIMIZERS
-from fivefold.core.weights import weights
-from fivefold.cost.collectives import traffic_entries
+from fivefold.core import PRECISIONS, FivefoldError, RankLost, run_keys
+from fivefold.core.layout import Layout, fp8_of, legality, weights, wider_keys, wider_seq
+from fivefold.core.model import is_large, load, scale_down, scaling_note, with_overrides
+from fivefold.core.plan import OPTIMIZERS, Plan, PlanOptions, resolve
+from fivefold.cost.traffic import traffic_entries
 from fivefold.report import verify_text
-from fivefold.verify.compare import FORMULA, Dtype
+from fivefold.verify import FORMULA, Dtype
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from fivefold.verify.generated import GeneratedVerdict
-    from fivefold.verify.generated_ranks import GeneratedSettings
-    from fivefold.verify.trial import VerifySettings, VerifyVerdict
+    from fivefold.verify import GeneratedSettings, GeneratedVerdict, VerifySettings, VerifyVerdict
 
 VERIFIED_OPTIMIZERS = [name for name, kind in OPTIMIZERS.items() if not kind.full_matrices]
 _MOST_RANKS = 64  # processes on one machine
@@ -55,7 +48,7 @@ class VerifiedPlan:
 
     @cached_property
     def _table(self) -> dict[str, Any]:
-        from fivefold.verify.trial import VerifyVerdict
+        from fivefold.verify import VerifyVerdict
 
         if isinstance(self.verdict, VerifyVerdict):
             return describe(self.plan, self.verdict, self.seconds)
@@ -236,7 +229,7 @@ def _placed(plan: Plan, chosen: dict[str, Any]) -> Plan:
 
 def _choose_backend(plan: Plan, chosen: dict[str, Any]) -> list[str]:
     """Choose the backend for the devices of this machine; notes on what was chosen."""
-    from fivefold.launch.backend import NcclLibrary, choose_backend, forked_device, num_gpus
+    from fivefold.launch import NcclLibrary, choose_backend, forked_device, num_gpus
 
     device, world, gpus = chosen["device"], plan.layout.world, num_gpus()
     if device == "cuda" and not gpus:
@@ -254,7 +247,7 @@ def _choose_backend(plan: Plan, chosen: dict[str, Any]) -> list[str]:
 
 def _patience(asked: float | None, slow: bool) -> float:
     """Seconds without a message; `slow`: with kernels that have to be compiled or loaded."""
-    from fivefold.launch.processes import PATIENCE
+    from fivefold.launch import PATIENCE
 
     if asked is not None:
         return positive("patience", asked)
@@ -279,8 +272,8 @@ def _verify(
 ) -> VerifiedPlan:
     """Run the ranks and one process."""
     # Imported here, so that a bad option is refused before torch is loaded.
-    from fivefold.launch.processes import Pool
-    from fivefold.verify.trial import VerifySettings, num_phases, run_trial
+    from fivefold.launch import Pool
+    from fivefold.verify import VerifySettings, num_phases, run_trial
 
     settings = VerifySettings(**chosen)
     slow = settings.device == "cuda" or settings.compiled
@@ -299,13 +292,9 @@ def _verify_generated(
     plan: Plan, chosen: dict[str, Any], asked: float | None, on_progress: OnProgress | None
 ) -> VerifiedPlan:
     """Run the proof of generation."""
-    from fivefold.generate.layout import forward_plan, invariant_plan
-    from fivefold.launch.processes import Pool
-    from fivefold.verify.generated_ranks import (
-        GeneratedSettings,
-        num_generation_phases,
-        run_generated,
-    )
+    from fivefold.generate import forward_plan, invariant_plan
+    from fivefold.launch import Pool
+    from fivefold.verify import GeneratedSettings, num_generation_phases, run_generated
 
     settings = GeneratedSettings(**chosen)
     plan = forward_plan(plan)

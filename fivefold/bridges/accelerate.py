@@ -11,7 +11,7 @@ from fivefold.bridges.formats import nested_of, yaml_text
 from fivefold.bridges.job_values import Values
 from fivefold.bridges.key_table import Flat, Key, KeyChoice, Table
 from fivefold.bridges.target import Impossible, Sheet, Target, with_batch
-from fivefold.core.shape import Shape
+from fivefold.core.model import Shape
 
 _P, _F = "parallelism_config.parallelism_config_", "fsdp_config.fsdp_"
 TABLE: Table = (

@@ -15,7 +15,7 @@ from fivefold.bridges.job_values import Values
 from fivefold.bridges.key_table import Flat, Key, KeyChoice, Table
 from fivefold.bridges.model_names import hosted_model, hosted_name
 from fivefold.bridges.target import FoundModel, Impossible, Sheet, Target
-from fivefold.core.shape import Shape
+from fivefold.core.model import Shape
 
 TABLE: Table = (
     Key("dp_replicate_size", "out_replicate", usual=1),

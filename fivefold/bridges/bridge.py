@@ -16,7 +16,7 @@ from fivefold.bridges.job_values import Values
 from fivefold.bridges.key_table import Flat, Key, KeyChoice, Table
 from fivefold.bridges.model_names import model_called, recipe_name
 from fivefold.bridges.target import FoundModel, Sheet, Target
-from fivefold.core.shape import Shape
+from fivefold.core.model import Shape
 
 _MIXED = {
     "bf16": "bf16_mixed",

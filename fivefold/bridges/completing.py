@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from fivefold.bridges.job_values import Values, usual_values
 from fivefold.bridges.target import Target
-from fivefold.core.batch import Batch
-from fivefold.core.errors import FivefoldError
+from fivefold.core import FivefoldError
+from fivefold.core.layout import Batch
 
 _AXES = ("replicate", "tp", "pp", "cp", "ep", "etp")
 

@@ -12,8 +12,8 @@ from fivefold.bridges.formats import nested_of
 from fivefold.bridges.job_values import Values
 from fivefold.bridges.key_table import Flat, Key, KeyChoice, Table
 from fivefold.bridges.target import Impossible, Sheet, Target, with_batch
-from fivefold.core.recipe import DISK
-from fivefold.core.shape import Shape
+from fivefold.core.model import Shape
+from fivefold.core.plan import DISK
 
 _Z = "zero_optimization."
 _STAGE = f"{_Z}stage"

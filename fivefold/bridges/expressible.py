@@ -5,8 +5,8 @@ from __future__ import annotations
 from fivefold.bridges.job_values import usual_values
 from fivefold.bridges.key_table import allowed
 from fivefold.bridges.target import Target
-from fivefold.core.rules import divisors
-from fivefold.core.shape import Shape
+from fivefold.core.layout import divisors
+from fivefold.core.model import Shape
 
 Allowed = dict[str, frozenset[int | str]]
 _AXES = ("replicate", "tp", "pp", "cp", "ep", "etp")

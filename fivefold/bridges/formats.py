@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast
 
-from fivefold.core.errors import BadFile, FivefoldError
+from fivefold.core import BadFile, FivefoldError
 
 LARGEST = 1_000_000  # bytes; real ones have a few thousand
 NOTE = "note: "  # starts keys that are remarks of a reader

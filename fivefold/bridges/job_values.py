@@ -11,13 +11,10 @@ from dataclasses import fields
 from functools import cache
 from typing import Any, cast
 
-from fivefold.core.errors import FivefoldError
-from fivefold.core.layout import DEGREES, Layout
-from fivefold.core.plan import Plan, PlanOptions, resolve
-from fivefold.core.precision import Precision
-from fivefold.core.recipe import Recipe
-from fivefold.core.schedule.family import PLACEMENTS
-from fivefold.core.splits import cut_stages
+from fivefold.core import FivefoldError, Precision
+from fivefold.core.layout import DEGREES, Layout, cut_stages
+from fivefold.core.plan import Plan, PlanOptions, Recipe, resolve
+from fivefold.core.schedule import PLACEMENTS
 
 Values = dict[str, Any]
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, cast
 
 from fivefold.bridges.job_values import Values
-from fivefold.core.errors import FivefoldError
+from fivefold.core import FivefoldError
 
 Flat = dict[str, Any]  # keys of a file by path
 _LENIENT = ("optimizer", "lr_curve", "warmup", "recompute")  # of which others have far more

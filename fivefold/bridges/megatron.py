@@ -18,9 +18,8 @@ from fivefold.bridges.key_table import Flat, Key, KeyChoice, Spelling, Table
 from fivefold.bridges.megatron_model import find_model, model_arguments
 from fivefold.bridges.pipeline_layout import filled_stages, layout_text, parse_layout
 from fivefold.bridges.target import Impossible, Sheet, Target, with_batch
-from fivefold.core.errors import FivefoldError
-from fivefold.core.recompute import Recompute
-from fivefold.core.shape import Shape
+from fivefold.core import FivefoldError
+from fivefold.core.model import Recompute, Shape
 
 _SEGMENTS = 64  # the most blocks of a segment of full recomputation
 _MODULES = {"norm": "layernorm", "act": "moe_act", "mlp": "mlp", "experts": "moe"}

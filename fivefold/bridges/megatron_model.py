@@ -12,11 +12,9 @@ from typing import Any
 
 from fivefold.bridges.key_table import Flat, typed
 from fivefold.bridges.target import FoundModel
-from fivefold.core import models
-from fivefold.core.errors import FivefoldError
-from fivefold.core.hybrid import GATED_DELTA, Hybrid
-from fivefold.core.rope import Rope
-from fivefold.core.shape import Mla, Moe, Shape
+from fivefold.core import FivefoldError
+from fivefold.core.model import GATED_DELTA, Hybrid, Mla, Moe, Rope, Shape
+from fivefold.core.model import presets as models
 
 _USUAL_VOCABULARY = 128_000  # for a file that leaves it to a tokenizer
 # Arguments, our keys and their types.

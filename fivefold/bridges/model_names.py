@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 
-from fivefold.core import models
-from fivefold.core.errors import FivefoldError
+from fivefold.core import FivefoldError
+from fivefold.core.model import presets as models
 
 # TorchTitan's family, flavor (up to 0.2.2) and configuration (main), by our preset.
 TITAN: dict[str, tuple[str, str, str]] = {

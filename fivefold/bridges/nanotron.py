@@ -12,8 +12,8 @@ from fivefold.bridges.formats import nested_of, yaml_text
 from fivefold.bridges.job_values import Values
 from fivefold.bridges.key_table import Flat, Key, KeyChoice, Table, typed
 from fivefold.bridges.target import FoundModel, Sheet, Target, few_kv_heads
-from fivefold.core import models
-from fivefold.core.shape import Shape
+from fivefold.core.model import Shape
+from fivefold.core.model import presets as models
 
 _P, _C, _R = "parallelism.", "model.model_config.", "optimizer.learning_rate_scheduler."
 _CONFIG = {  # of a model, by our keys

@@ -14,11 +14,9 @@ from typing import Any, NamedTuple
 from fivefold.bridges.job_values import Values, settled, usual_values
 from fivefold.bridges.key_table import Key, KeyChoice, allowed, ours_of
 from fivefold.bridges.target import Target
-from fivefold.core.errors import FivefoldError
-from fivefold.core.precision import PRECISIONS
-from fivefold.core.recompute import REMADE, SELECTIVE, StageRecompute
-from fivefold.core.schedule.catalog import family
-from fivefold.core.shape import Shape
+from fivefold.core import PRECISIONS, FivefoldError
+from fivefold.core.model import REMADE, SELECTIVE, Shape, StageRecompute
+from fivefold.core.schedule import family
 
 
 class Priced(NamedTuple):

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from itertools import groupby
 from typing import NamedTuple
 
-from fivefold.core.errors import BadFile
-from fivefold.core.shape import MOST_LAYERS
+from fivefold.core import BadFile
+from fivefold.core.model import MOST_LAYERS
 
 _WORD = re.compile(r"([EtmL|()])|\*(\d{1,9})")
 

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 from fivefold.bridges.job_values import Values
 from fivefold.bridges.key_table import Flat, Table
-from fivefold.core.machine import Machine
-from fivefold.core.shape import Shape
+from fivefold.core import Machine
+from fivefold.core.model import Shape
 
 
 class Sheet(NamedTuple):

@@ -15,17 +15,9 @@ from fivefold.bridges.formats import Code, nested_of
 from fivefold.bridges.job_values import Values
 from fivefold.bridges.key_table import Flat, Key, KeyChoice, Table
 from fivefold.bridges.model_names import model_called, titan_model, titan_of
-from fivefold.bridges.target import (
-    FoundModel,
-    Impossible,
-    Sheet,
-    Target,
-    few_kv_heads,
-    with_batch,
-)
-from fivefold.core.errors import FivefoldError
-from fivefold.core.shape import Shape
-from fivefold.core.tables import to_toml
+from fivefold.bridges.target import FoundModel, Impossible, Sheet, Target, few_kv_heads, with_batch
+from fivefold.core import FivefoldError, to_toml
+from fivefold.core.model import Shape
 
 SCHEDULES = {
     "1f1b": "1F1B",

@@ -19,10 +19,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-from fivefold.core.errors import BadFile, FivefoldError
-from fivefold.core.rope import Rope
-from fivefold.core.shape import Shape
-from fivefold.core.weights import Weight, weights
+from fivefold.core import BadFile, FivefoldError
+from fivefold.core.layout import Weight, weights
+from fivefold.core.model import Rope, Shape
 
 METADATA = ".metadata"  # torch writes it last
 OLD_PREFIX = "model."  # of weights in a full save of 0.1

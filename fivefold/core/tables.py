@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from fivefold.core.errors import BadFile, FivefoldError, did_you_mean
-from fivefold.core.shape import MOST, MOST_LAYERS
+from fivefold.core.model import MOST, MOST_LAYERS
 
 T = TypeVar("T")
 Table = Mapping[str, Any]

@@ -13,17 +13,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fivefold.core.balance import Balance
-from fivefold.core.errors import FivefoldError
-from fivefold.core.fp8 import Fp8
+from fivefold.core import FivefoldError
+from fivefold.core.layout import CONTEXT_KINDS, ContextMethod, Fp8, loss_chunks, ulysses_degree
+from fivefold.core.model import MODULES, Balance, Moe, Recompute, Shape
 from fivefold.core.plan import Plan
-from fivefold.core.recompute import MODULES, Recompute
-from fivefold.core.schedule.catalog import names as schedule_names
-from fivefold.core.schedule.choose import looks_like_file, named
-from fivefold.core.schedule.held import RankPosition, none_deferred
-from fivefold.core.shape import Moe, Shape
-from fivefold.core.splits import CONTEXT_KINDS, ContextMethod, loss_chunks, ulysses_degree
-from fivefold.cost.layer_collectives import LayerJob
+from fivefold.core.schedule import RankPosition, looks_like_file, named, none_deferred
+from fivefold.core.schedule import names as schedule_names
+from fivefold.cost.traffic import LayerJob
 
 Array = NDArray[np.float64]
 Flags = NDArray[np.bool_]

@@ -13,10 +13,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from fivefold.core.batch import Batch
-from fivefold.model.batch import NOT_COUNTED, TokenBatch
-from fivefold.model.documents import Documents
-from fivefold.model.dropout import token_keys
+from fivefold.core.layout import Batch
+from fivefold.model import NOT_COUNTED, Documents, TokenBatch, token_keys
 
 _MASKED = 0.1  # fraction of tokens without loss, before the tail of a row
 _MOST_CUTS = 4

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fivefold.core.errors import BadFile
+from fivefold.core import BadFile
 from fivefold.data.documents import (
     BLANK,
     KEPT,

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from fivefold.core.errors import BadFile, FivefoldError
-from fivefold.core.tokenizer import (
+from fivefold.core import BadFile, FivefoldError
+from fivefold.core.model import (
     BYTES,
     END_TOKENS,
     NUM_BYTES,

@@ -10,8 +10,8 @@ import shlex
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from fivefold.core.corpora import parse_sets
-from fivefold.core.errors import FivefoldError
+from fivefold.core import FivefoldError
+from fivefold.core.plan import parse_sets
 from fivefold.data.mixture import Source, open_source, tokenizers_of
 from fivefold.data.rows import RowPlace, Synthetic
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from fivefold.core.tokenizer import BYTES, NUM_BYTES, TOKENIZER
+from fivefold.core.model import BYTES, NUM_BYTES, TOKENIZER
 from fivefold.data.documents import read_tokenizer
 from fivefold.data.shards import open_corpus, read_index
 

@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterator
 from typing import IO, Any, Literal
 
-from fivefold.core.errors import BadFile
+from fivefold.core import BadFile
 
 _SPACES, _BOM = re.compile(r"[ \t\r\n]*"), "\ufeff"
 _ARRAY = re.compile(rb"\s*\[\s*\{")

@@ -13,10 +13,9 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from pathlib import Path
 
-from fivefold.core.corpora import RHYMES, STANDARD_LIBRARY, SYNTHETIC, parse_mixture
-from fivefold.core.errors import FivefoldError
-from fivefold.core.recipe import LossOn
-from fivefold.core.tokenizer import BYTES, TokenizerId
+from fivefold.core import FivefoldError
+from fivefold.core.model import BYTES, TokenizerId
+from fivefold.core.plan import RHYMES, STANDARD_LIBRARY, SYNTHETIC, LossOn, parse_mixture
 from fivefold.data.rows import (
     SIDES,
     Corpus,

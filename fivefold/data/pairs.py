@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fivefold.core.errors import BadFile
+from fivefold.core import BadFile
 from fivefold.data.conversations import ChatEncoder, messages_of, parsed
 from fivefold.data.documents import BLANK, KEPT, Document, EncodedBlock, encoded
 from fivefold.data.rows import REJECTED

@@ -21,11 +21,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fivefold.core.batch import Batch
+from fivefold.core.layout import Batch
 from fivefold.data.batches import Samples, samples_from_rows
 from fivefold.data.mixture import Source
 from fivefold.data.rows import RowPlace, TokenRows, read_rows
-from fivefold.model.batch import TokenBatch
+from fivefold.model import TokenBatch
 
 AHEAD = 3  # steps that are read before they are needed
 _LAST_READ_S = 5.0  # that the end of a run waits for a read which is under way

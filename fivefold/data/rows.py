@@ -23,9 +23,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from fivefold.core.errors import FivefoldError
-from fivefold.core.recipe import LossOn
-from fivefold.core.tokenizer import BYTES, NUM_BYTES
+from fivefold.core import FivefoldError
+from fivefold.core.model import BYTES, NUM_BYTES
+from fivefold.core.plan import LossOn
 
 MOST_BYTES = 16 << 20
 _SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idle_test"}

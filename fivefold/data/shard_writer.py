@@ -22,9 +22,8 @@ from typing import IO, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from fivefold.core import tables
-from fivefold.core.errors import FivefoldError
-from fivefold.core.tokenizer import TOKENIZER_FILES
+from fivefold.core import FivefoldError, tables
+from fivefold.core.model import TOKENIZER_FILES
 from fivefold.data.shards import (
     BEGINS,
     DTYPES,

@@ -23,8 +23,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from fivefold.core import tables
-from fivefold.core.errors import BadFile, FivefoldError
+from fivefold.core import BadFile, FivefoldError, tables
 from fivefold.data.rows import Corpus, Shard
 
 VERSION = 2  # 1 had no fingerprint of the tokenizer
@@ -65,7 +64,7 @@ class TokenFormat:
 
     dtype: Literal["uint16", "uint32"]
     tokenizer: str  # "bytes", or the name of the tokenizer's file
-    fingerprint: str  # of the tokenizer, by `core/tokenizer.py`
+    fingerprint: str  # of the tokenizer, by `core/model/tokenizer.py`
     end: int | None = None  # the token after each document
     masked: bool = False  # conversations: a mask says which tokens have a loss
     paired: bool = False  # preference pairs: a document is a chosen text and a rejected one

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, Literal, NamedTuple, cast
 
-from fivefold.core.errors import BadFile, FivefoldError
+from fivefold.core import BadFile, FivefoldError
 from fivefold.data import table_files
 from fivefold.data.json_arrays import json_kind, read_elements
 from fivefold.data.table_files import TABLES

@@ -8,7 +8,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal
 
-from fivefold.core.errors import BadFile, FivefoldError
+from fivefold.core import BadFile, FivefoldError
 
 TableKind = Literal["parquet", "arrow", "stream"]
 TABLES = ("parquet", "arrow", "stream")

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from fivefold.core.errors import FivefoldError
+from fivefold.core import FivefoldError
 from fivefold.data.documents import DIGEST, EMPTY, KEPT, LONG, SHORT, EncodedBlock
 from fivefold.data.shard_writer import (
     FolderJob,

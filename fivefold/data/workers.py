@@ -18,7 +18,7 @@ from multiprocessing.connection import Connection
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
-from fivefold.core.errors import FivefoldError
+from fivefold.core import FivefoldError
 
 T, R = TypeVar("T"), TypeVar("R")
 _AHEAD = 3  # items for each process: one that it has, and those that wait

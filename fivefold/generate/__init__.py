@@ -8,3 +8,7 @@ the seam of its attention; blocks of pages are counted in `blocks.py`.
 
 Scheduler, blocks and sampler know no device and no rank: a layout replaces only the forward.
 """
+
+from fivefold.faces import lazy_names
+
+__getattr__, __dir__ = lazy_names(__name__)

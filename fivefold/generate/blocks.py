@@ -15,8 +15,8 @@ import hashlib
 from collections import OrderedDict, deque
 from collections.abc import Sequence
 
-from fivefold.core.kv_pages import BLOCK as BLOCK
-from fivefold.core.kv_pages import blocks_of as blocks_of
+from fivefold.core.model import BLOCK as BLOCK
+from fivefold.core.model import blocks_of as blocks_of
 
 
 def chained_digest(before: bytes, tokens: Sequence[int]) -> bytes:

@@ -26,14 +26,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fivefold.core import kv_pages
-from fivefold.core.kv_pages import BLOCK
+from fivefold.core.model import BLOCK, kv_pages
 from fivefold.generate.step_tensors import StepTensors
-from fivefold.model.attention import Attention, LatentAttention
-from fivefold.model.batch import AttentionInfo
-from fivefold.model.decoder import Decoder
-from fivefold.model.head import soft_cap
-from fivefold.model.sinks import with_sinks
+from fivefold.model import Attention, AttentionInfo, Decoder, LatentAttention, soft_cap, with_sinks
 
 
 @dataclass(frozen=True)

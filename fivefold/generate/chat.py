@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
-from fivefold.core.errors import BadFile, FivefoldError
+from fivefold.core import BadFile, FivefoldError
 from fivefold.generate import chat_worker
 from fivefold.generate.text import read_table, token_text
 

@@ -26,16 +26,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fivefold.core.groups import RING
-from fivefold.generate.blocks import BLOCK, blocks_of
+from fivefold.core.layout import RING
+from fivefold.core.model import BLOCK, blocks_of
 from fivefold.generate.cache import KvCache, LayerPages, first_seen, hidden_pairs, scores_of
 from fivefold.generate.requests import SequenceChunk
 from fivefold.generate.step_tensors import StepTensors
-from fivefold.model.batch import AttentionInfo
-from fivefold.model.decoder import Decoder
-from fivefold.parallel import transport
-from fivefold.parallel.boundary import AxisBoundary
-from fivefold.parallel.mesh import Mesh
+from fivefold.model import AttentionInfo, Decoder
+from fivefold.parallel import AxisBoundary, Mesh, transport
 
 
 class OwnedKeys(NamedTuple):

@@ -20,10 +20,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from fivefold.core.errors import FivefoldError
-from fivefold.core.shape import Shape
-from fivefold.generate.ahead import DrawnTokens
-from fivefold.generate.blocks import BLOCK, BlockPool
+from fivefold.core import FivefoldError
+from fivefold.core.model import BLOCK, Shape
+from fivefold.generate.async_scheduling import DrawnTokens
+from fivefold.generate.blocks import BlockPool
 from fivefold.generate.requests import (
     Completion,
     Drawn,
@@ -33,7 +33,8 @@ from fivefold.generate.requests import (
     SequenceState,
     StepBatch,
 )
-from fivefold.generate.routing import RecordedRoutes, RouteStore
+from fivefold.generate.routes import RecordedRoutes
+from fivefold.generate.routing import RouteStore
 from fivefold.generate.sampling import Draw, as_rows, draw_tokens, likeliest_tokens
 from fivefold.generate.scheduler import ScheduleLimits, Scheduler
 

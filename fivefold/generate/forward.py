@@ -12,16 +12,15 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from fivefold.generate.ahead import DrawnTokens
-from fivefold.generate.blocks import BLOCK
+from fivefold.core.model import BLOCK
+from fivefold.generate.async_scheduling import DrawnTokens
 from fivefold.generate.cache import KvCache
 from fivefold.generate.requests import SequenceChunk, StepBatch
 from fivefold.generate.routing import RouteStore
 from fivefold.generate.stage_ends import StageEnds
 from fivefold.generate.step_tensors import StepTensors, step_tensors
-from fivefold.model.batch import TokenBatch
-from fivefold.model.decoder import Decoder
-from fivefold.model.regions import by_operators
+from fivefold.model import Decoder, TokenBatch
+from fivefold.model.kernels import by_operators
 
 _MANY_TOKENS = 2048  # of a step: a GPU computes longer than the host calls
 MakeCache = Callable[[Decoder, int], KvCache]

@@ -35,9 +35,7 @@ from fivefold.generate.tiles import (
     tile_linear,
     wide_tile_linear,
 )
-from fivefold.model.decoder import Decoder
-from fivefold.model.layers import Mlp
-from fivefold.model.moe import Experts, ExpertStack, MoeMlp, Router
+from fivefold.model import Decoder, Experts, ExpertStack, Mlp, MoeMlp, Router
 
 
 def step_size(device: torch.device, unit: int) -> int:

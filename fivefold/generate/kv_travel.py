@@ -1,7 +1,7 @@
 """Sequences that go from one engine to another with their cache: one computes prompts, one goes on.
 
 Splits   the cache of a sequence into pieces: a layer with some KV heads of it, from one rank to
-         one rank of the other layout (`core/kv_routes.py`), all blocks that the rank has.
+         one rank of the other layout (`core/plan/kv_transfers.py`), all blocks that the rank has.
 Moves    pieces through the memory of the host, each copied out of the pages when the first token is
          drawn: the blocks of a prompt are free at once, and its full ones can still be shared.
 Costs    the copies; the other engine waits for none of them, and goes on with other sequences.
@@ -18,8 +18,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fivefold.core.kv_routes import KvRoute, kv_share
-from fivefold.generate.blocks import blocks_of
+from fivefold.core.model import blocks_of
+from fivefold.core.plan import KvRoute, kv_share
 from fivefold.generate.cache import LayerPages
 from fivefold.generate.layout import LayoutEngine
 from fivefold.generate.requests import SequenceState

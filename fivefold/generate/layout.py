@@ -26,24 +26,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fivefold.core.errors import BadFile, FivefoldError
-from fivefold.core.groups import PIPELINE, RING, WORLD
-from fivefold.core.mixers import refuse_mixer
+from fivefold.core import BadFile, FivefoldError
+from fivefold.core.layout import PIPELINE, RING, WORLD, Weight
+from fivefold.core.model import BLOCK, Shape, refuse_mixer
 from fivefold.core.plan import Plan, PlanOptions, resolve
-from fivefold.core.shape import Shape
-from fivefold.core.weights import Weight
-from fivefold.generate.ahead import DrawnTokens
-from fivefold.generate.blocks import BLOCK
+from fivefold.generate.async_scheduling import DrawnTokens
 from fivefold.generate.cache import KvCache, token_bytes
 from fivefold.generate.context_cache import ContextCache
-from fivefold.generate.engine import (
-    Engine,
-    EngineRanks,
-    Forward,
-    Shared,
-    Watch,
-    alone,
-)
+from fivefold.generate.engine import Engine, EngineRanks, Forward, Shared, Watch, alone
 from fivefold.generate.forward import DecoderForward
 from fivefold.generate.invariant import FixedSteps, fix_tiles
 from fivefold.generate.refit import Refit
@@ -51,12 +41,17 @@ from fivefold.generate.routing import RouteStore
 from fivefold.generate.scheduler import ScheduleLimits
 from fivefold.generate.stage_ends import StageEnds
 from fivefold.generate.tiles import TILE_MATH
-from fivefold.model.decoder import Decoder
-from fivefold.model.regions import Fuse, eager
-from fivefold.parallel.boundary import AxisBoundary
-from fivefold.parallel.compose import ForwardStage, Job, compose_forward
-from fivefold.parallel.mesh import Issued, Mesh
-from fivefold.parallel.rank_order import RankOrderMesh
+from fivefold.model import Decoder
+from fivefold.model.kernels import Fuse, eager
+from fivefold.parallel import (
+    AxisBoundary,
+    ForwardStage,
+    Issued,
+    Job,
+    Mesh,
+    RankOrderMesh,
+    compose_forward,
+)
 
 TP = "tp"
 ReadWeight = Callable[[Weight, torch.dtype], Tensor]
@@ -162,7 +157,10 @@ def forward_of(
         return DecoderForward(model, blocks, partial(ContextCache, mesh=mesh), ends, routes)
     if mesh.device.type != "cuda":
         return DecoderForward(model, blocks, ends=ends, routes=routes, drawn=drawn)
-    from fivefold.generate.on_gpu import GraphedForward, attend_on_gpu  # Triton is there with CUDA
+    from fivefold.generate.cuda_graphs import (  # Triton is there with CUDA
+        GraphedForward,
+        attend_on_gpu,
+    )
 
     if mesh.size(WORLD) == 1:
         return GraphedForward(model, blocks, ends, routes, drawn)

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fivefold.generate.early_kernel import begin_early, begins_early
+from fivefold.generate.pdl_kernel import begin_early, begins_early
 
 KEYS = 128  # of a part
 _TILE = 64  # keys of a product

@@ -25,13 +25,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, cuda
 
-from fivefold.generate.blocks import BLOCK
+from fivefold.core.model import BLOCK
 from fivefold.generate.cache import LayerPages, PagedKernel
 from fivefold.generate.forward import DecoderForward
 from fivefold.generate.requests import SequenceChunk, StepBatch
 from fivefold.generate.step_tensors import StepSize, StepTensors, packed, size_of, unpacked
-from fivefold.model.batch import AttentionInfo
-from fivefold.model.regions import by_operators
+from fivefold.model import AttentionInfo
+from fivefold.model.kernels import by_operators
 
 # Tokens of a step. With more, the GPU is slower than the host anyway.
 _SIZES = (*range(64, 1536, 64), *range(1536, 4096 + 1, 128))

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from fivefold.core.errors import BadFile, FivefoldError
+from fivefold.core import BadFile, FivefoldError
 from fivefold.generate.chat import Message
 
 _ROLES = ("system", "user", "assistant", "tool", "developer")

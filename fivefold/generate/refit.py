@@ -1,7 +1,8 @@
 """Weights from a running training job into a generator on the same ranks, without a file.
 
 Splits   what a rank of the job owns, and what a rank of the generator has, are both boxes of the
-         full weights (`core/weights.py`), as in a checkpoint. Which element goes where follows.
+         full weights (`core/layout/weight_table.py`), as in a checkpoint. Which element goes where
+         follows.
 Moves    every element of a generator's shard once, from one rank that owns it: from the rank
          itself where it can, else from one of the owners, in turn. All-to-alls of a few weights at
          a time, in the generator's type.
@@ -20,13 +21,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fivefold.core.boxes import boxes_of, origin_of, whole_box
-from fivefold.core.errors import FivefoldError
-from fivefold.core.groups import WORLD
-from fivefold.core.weights import buffers, local_shape
-from fivefold.parallel import transport
-from fivefold.parallel.compose import ForwardStage, Job
-from fivefold.parallel.mesh import Mesh
+from fivefold.core import FivefoldError
+from fivefold.core.layout import WORLD, boxes_of, buffers, local_shape, origin_of, whole_box
+from fivefold.parallel import ForwardStage, Job, Mesh, transport
 
 BUCKET = 1 << 26  # elements that move together, over all ranks
 

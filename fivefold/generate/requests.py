@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
-from fivefold.core.errors import FivefoldError
+from fivefold.core import FivefoldError
 from fivefold.generate.routes import RecordedRoutes
 
 Reason = Literal["stop", "length", "cancelled", "error"]

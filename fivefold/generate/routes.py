@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any, cast
 
-from fivefold.core.errors import BadFile
-from fivefold.core.shape import Shape
+from fivefold.core import BadFile
+from fivefold.core.model import Shape
 
 Chosen = tuple[tuple[tuple[int, ...], ...], ...]
 """By token, layer and rank of the choice."""

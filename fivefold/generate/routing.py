@@ -20,14 +20,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fivefold.core.errors import FivefoldError
-from fivefold.core.shape import Shape
-from fivefold.generate.blocks import BLOCK
+from fivefold.core import FivefoldError
+from fivefold.core.model import BLOCK, Shape
 from fivefold.generate.routes import RecordedRoutes, frozen, routed_layers
-from fivefold.model.balance import moe_layers
-from fivefold.model.batch import TokenBatch
-from fivefold.model.decoder import Decoder
-from fivefold.model.moe import Balancing, Routing
+from fivefold.model import Balancing, Decoder, Routing, TokenBatch, moe_layers
 
 
 class RouteStore:

@@ -26,10 +26,10 @@ from bisect import insort
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from fivefold.core.errors import FivefoldError
-from fivefold.core.kv_pages import STEP_TOKENS, kept_tokens
-from fivefold.generate.ahead import place_of
-from fivefold.generate.blocks import BLOCK, BlockPool, blocks_of, chained_digest
+from fivefold.core import FivefoldError
+from fivefold.core.model import BLOCK, STEP_TOKENS, blocks_of, kept_tokens
+from fivefold.generate.async_scheduling import place_of
+from fivefold.generate.blocks import BlockPool, chained_digest
 from fivefold.generate.requests import Drawn, Request, SequenceChunk, SequenceState, StepBatch
 
 

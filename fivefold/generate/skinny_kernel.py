@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fivefold.generate.early_kernel import begins_early, let_next_begin, wait_for_last
+from fivefold.generate.pdl_kernel import begins_early, let_next_begin, wait_for_last
 
 MOST_TOKENS = 16
 # Rows of a program and inputs that it reads of each at once: on an H200 within 3% of the fastest

@@ -15,9 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fivefold.generate.blocks import BLOCK, blocks_of
+from fivefold.core.model import BLOCK, blocks_of
 from fivefold.generate.requests import SequenceChunk, StepBatch
-from fivefold.model.batch import NOT_COUNTED, TokenBatch
+from fivefold.model import NOT_COUNTED, TokenBatch
 
 _OF_A_TOKEN = 4  # numbers: itself, its position, its slot, whether its text is outgrown
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fivefold.core.errors import BadFile, FivefoldError
+from fivefold.core import BadFile, FivefoldError
 from fivefold.generate.requests import NOT_FINITE, Request, Sampling
 from fivefold.generate.text import ByteCodec, Codec, read_table, token_text
 from fivefold.generate.writer import TextRequest, WrittenText

@@ -12,8 +12,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
-from fivefold.core.errors import BadFile, FivefoldError, did_you_mean
-from fivefold.core.tokenizer import END_TOKENS, NUM_BYTES
+from fivefold.core import BadFile, FivefoldError, did_you_mean
+from fivefold.core.model import END_TOKENS, NUM_BYTES
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

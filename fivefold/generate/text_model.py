@@ -10,21 +10,19 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from fivefold.core import models
-from fivefold.core.errors import BadFile, FivefoldError
+from fivefold.core import FORMATS, BadFile, FivefoldError
+from fivefold.core.layout import tuned
+from fivefold.core.model import BYTES, NUM_BYTES, TOKENIZER, Shape, TokenizerId, model_folder
+from fivefold.core.model import presets as models
 from fivefold.core.plan import Plan, PlanOptions
-from fivefold.core.precision import FORMATS
-from fivefold.core.shape import Shape
-from fivefold.core.tokenizer import BYTES, NUM_BYTES, TOKENIZER, TokenizerId, model_folder
-from fivefold.core.weights import tuned
-from fivefold.records.run_reader import known_tokenizer, options_of
+from fivefold.records import known_tokenizer, options_of
 
 if TYPE_CHECKING:
     from fivefold.generate.layout import ReadWeight
     from fivefold.generate.text import Codec
     from fivefold.generate.text_ranks import Tell, TextTask
     from fivefold.generate.writer import TextRequest
-    from fivefold.launch.backend import Backend
+    from fivefold.launch import Backend
 
 DTYPES = [name for name, each in FORMATS.items() if each.verified]
 _MOST_RANKS = 64  # processes on one machine
@@ -109,7 +107,7 @@ def set_up(
 ) -> ModelSetup:
     """Choose devices, and read the tokenizer; refuses what cannot run here."""
     from fivefold.generate.text import end_tokens
-    from fivefold.launch.backend import NcclLibrary, available_device, choose_backend, num_gpus
+    from fivefold.launch import NcclLibrary, available_device, choose_backend, num_gpus
 
     gpus = num_gpus()
     device = available_device(options.device, gpus)

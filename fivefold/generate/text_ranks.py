@@ -13,24 +13,16 @@ from typing import Any
 
 import torch
 
-from fivefold.core.errors import FivefoldError
+from fivefold.core import FivefoldError, RankLost
+from fivefold.core.model import blocks_of
 from fivefold.core.plan import Plan
-from fivefold.generate.blocks import blocks_of
-from fivefold.generate.layout import (
-    LayoutEngine,
-    ReadWeight,
-    blocks_within,
-    mesh_of,
-    stage_of,
-)
+from fivefold.generate.layout import LayoutEngine, ReadWeight, blocks_within, mesh_of, stage_of
 from fivefold.generate.requests import NOT_FINITE
 from fivefold.generate.scheduler import ScheduleLimits
 from fivefold.generate.text import Codec
 from fivefold.generate.writer import TextPiece, TextRequest, TextWriter
-from fivefold.launch.backend import Backend, forked_device
-from fivefold.launch.processes import Pool, RankLost
-from fivefold.launch.worker import Worker
-from fivefold.model.regions import compiled_for_steps, eager
+from fivefold.launch import Backend, Pool, Worker, forked_device
+from fivefold.model.kernels import compiled_for_steps, eager
 
 _PATIENCE = 600.0  # seconds of a step, or of reading weights
 _FREE_SHARE = 0.8  # of the memory of a GPU; the rest is for activations, graphs and logits

@@ -18,9 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fivefold.model.layers import Activate
-from fivefold.model.linear_math import Biases, PlainMath, Values
-from fivefold.model.slots import weigh_rows
+from fivefold.model import Activate, Biases, PlainMath, Values, weigh_rows
 
 # Rows of a tile. On a CPU a multiple of all vectors. On a GPU so many read weights at full speed.
 ROWS = {"cpu": 32, "cuda": 64}

@@ -19,10 +19,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from fivefold.core.errors import BadFile, FivefoldError
-from fivefold.core.shape import Shape
-from fivefold.core.tuning import ADAPTER, ALL, Tuning
-from fivefold.core.weights import Weight, buffers, weights
+from fivefold.core import BadFile, FivefoldError
+from fivefold.core.layout import Weight, buffers, weights
+from fivefold.core.model import ADAPTER, ALL, Shape, Tuning
 from fivefold.huggingface.expert_adapters import (
     DOWN,
     FUSED,

@@ -1,4 +1,4 @@
-"""`Shape` to a Hugging Face `config.json`: the inverse of `core/hf_config.py`, family by family.
+"""`Shape` to a Hugging Face `config.json`: the inverse of `hf_config.py`, family by family.
 
 A config is returned only if reading it gives the same shape, so that no feature of the model is
 lost in the export.
@@ -11,11 +11,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from fivefold.core.errors import BadFile, FivefoldError
-from fivefold.core.hf_config import shape_from_config
-from fivefold.core.mixers import refuse_mixer
-from fivefold.core.shape import Moe, Shape
-from fivefold.core.tables import Fields
+from fivefold.core import BadFile, Fields, FivefoldError
+from fivefold.core.model import Moe, Shape, refuse_mixer, shape_from_config
 from fivefold.huggingface.families import (
     ACTIVATIONS,
     EXPERT,

@@ -15,10 +15,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from fivefold.core.shape import Shape
-from fivefold.core.tuning import ADAPTER, Tuning
-from fivefold.core.weights import Weight, weights
-from fivefold.huggingface.config_export import EXPERT
+from fivefold.core.layout import Weight, weights
+from fivefold.core.model import ADAPTER, Shape, Tuning
+from fivefold.huggingface.families import EXPERT
 from fivefold.huggingface.names import to_hf
 
 Sizes = Mapping[str, tuple[int, ...]]

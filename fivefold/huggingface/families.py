@@ -1,5 +1,5 @@
 """How Hugging Face families are written, and those with norms, rotations or blocks of another form
-than Llama's: the inverse of `core/hf_families.py`."""
+than Llama's: the inverse of `core/model/hf_families.py`."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import NamedTuple
 
-from fivefold.core.rope import Rope
-from fivefold.core.shape import Shape
-from fivefold.core.tables import Fields
+from fivefold.core import Fields
+from fivefold.core.model import Rope, Shape
 
 EXPERT = "{}"  # the number of an expert in a name
 ACTIVATIONS = {

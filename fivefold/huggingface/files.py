@@ -23,9 +23,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from fivefold.core.errors import BadFile, FivefoldError
-from fivefold.core.shape import Shape
-from fivefold.core.weights import Weight
+from fivefold.core import BadFile, FivefoldError
+from fivefold.core.layout import Weight
+from fivefold.core.model import Shape
 from fivefold.huggingface.names import (
     HfTensor,
     empty_tensors,

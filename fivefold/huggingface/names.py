@@ -14,10 +14,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from fivefold.core.errors import FivefoldError
-from fivefold.core.shape import Shape
-from fivefold.core.weights import Weight, buffers, weights
-from fivefold.huggingface.config_export import EXPERT, WRITERS
+from fivefold.core import FivefoldError
+from fivefold.core.layout import Weight, buffers, weights
+from fivefold.core.model import Shape
+from fivefold.huggingface.config_export import WRITERS
+from fivefold.huggingface.families import EXPERT
 
 LLAMA_OUTER = {
     "embed.weight": "model.embed_tokens.weight",

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch.cuda import nccl as nccl_of_torch
 
-from fivefold.core.errors import FivefoldError, counted
+from fivefold.core import FivefoldError, counted
 from fivefold.launch.launcher import LauncherEnvironment
 
 Backend = Literal["nccl", "gloo"]

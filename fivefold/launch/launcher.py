@@ -14,11 +14,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 
-from fivefold.core.batch import Batch
-from fivefold.core.errors import BadFile, FivefoldError, counted
-from fivefold.core.mixers import refuse_mixer
+from fivefold.core import BadFile, FivefoldError, counted
+from fivefold.core.layout import Batch, weights
+from fivefold.core.model import refuse_mixer
 from fivefold.core.plan import Plan, resolve
-from fivefold.core.weights import weights
 
 _FIRST_PORT, _NUM_PORTS = 20_000, 10_000  # below the ports that Linux assigns by itself
 _TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")

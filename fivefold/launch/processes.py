@@ -34,14 +34,12 @@ from typing import Any
 
 import torch
 
-from fivefold.core.errors import FivefoldError, RankLost
+from fivefold.core import FivefoldError, RankLost
 from fivefold.launch.backend import RankDevice, require_forkable
 from fivefold.launch.backend import num_gpus as num_gpus  # whoever forks GPU ranks counts them
-from fivefold.launch.boards import FolderBoard
-from fivefold.launch.flight_recorder import read_positions
-from fivefold.launch.hang import diverged
 from fivefold.launch.rank_pipe import RankPipe
 from fivefold.launch.temporary import TemporaryFolder
+from fivefold.launch.watch import FolderBoard, diverged, read_positions
 from fivefold.launch.worker import StopRequest, Worker, stop_signals
 
 PATIENCE = 22.0  # seconds without a message from any rank

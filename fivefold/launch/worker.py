@@ -27,12 +27,10 @@ from typing import Any, NoReturn, Protocol
 
 import torch.distributed as dist
 
-from fivefold.core.errors import FivefoldError
+from fivefold.core import FivefoldError
 from fivefold.launch.backend import RankDevice
-from fivefold.launch.boards import Board, StoreBoard
-from fivefold.launch.cut_off import watch_launcher
 from fivefold.launch.launcher import LauncherEnvironment
-from fivefold.launch.positions import HangVerdict, ranks
+from fivefold.launch.watch import Board, HangVerdict, StoreBoard, ranks, watch_launcher
 
 ON_CPU = RankDevice()
 CUT_OFF = "cut off"  # a message: this rank cannot reach the store

@@ -20,10 +20,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from fivefold.core.shape import Mla, Shape
-from fivefold.core.splits import AttentionCall
+from fivefold.core.layout import AttentionCall
+from fivefold.core.model import Mla, Shape
 from fivefold.model.batch import AttentionInfo, Context
-from fivefold.model.flash import VisiblePairs, attend, attend_backward, is_fake
+from fivefold.model.kernels import VisiblePairs, attend, attend_backward, is_fake
 from fivefold.model.layers import (
     L2,
     ROTATE,

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fivefold.core.balance import Balance, Keep
+from fivefold.core.model import Balance, Keep
 from fivefold.model.decoder import Decoder
 from fivefold.model.moe import MoeMlp, Routing
 from fivefold.model.slots import count_slots

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from fivefold.core.shape import Shape
+from fivefold.core.model import Shape
 from fivefold.model.documents import Documents
 from fivefold.model.dropout import PairDropout, SiteKeys
 from fivefold.model.kept_attention import KeptCalls

@@ -13,8 +13,7 @@ from functools import partial
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from fivefold.core.recompute import Module
-from fivefold.core.shape import Shape
+from fivefold.core.model import Module, Shape
 from fivefold.model.attention import Attention, LatentAttention
 from fivefold.model.batch import Context
 from fivefold.model.dropout import Part, dropping, site_of

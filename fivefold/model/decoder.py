@@ -1,8 +1,8 @@
 """The decoder: embedding, blocks, final norm, head, and multi-token prediction.
 
 A decoder may be one pipeline stage, with some of the blocks. Parameter names are global, those of
-`core/weights.py`: a stage with blocks 4 to 7 has `blocks.4.attention.q.weight`. A new decoder has
-no values; `model/init.py` fills it.
+`core/layout/weight_table.py`: a stage with blocks 4 to 7 has `blocks.4.attention.q.weight`. A new
+decoder has no values; `model/init.py` fills it.
 
 Seams are attributes that `fivefold/parallel` and `model/recompute.py` replace by others of the same
 signature, so that this package knows nothing of parallelism: `Linear.matmul`, `Attention.project`,
@@ -25,16 +25,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fivefold.core.shape import Shape
-from fivefold.core.tuning import Tuning
-from fivefold.core.weights import by_name, weights
-from fivefold.model.batch import (
-    AttentionInfo,
-    Context,
-    TokenBatch,
-    mark_outgrown,
-    seen_documents,
-)
+from fivefold.core.layout import by_name, weights
+from fivefold.core.model import Shape, Tuning
+from fivefold.model.batch import AttentionInfo, Context, TokenBatch, mark_outgrown, seen_documents
 from fivefold.model.block import Block
 from fivefold.model.dropout import (
     EMBEDDING,
@@ -46,6 +39,7 @@ from fivefold.model.dropout import (
     site_of,
 )
 from fivefold.model.head import Head
+from fivefold.model.kernels import Fuse, eager
 from fivefold.model.layers import (
     Linear,
     Norm,
@@ -55,7 +49,6 @@ from fivefold.model.layers import (
     temperature,
 )
 from fivefold.model.moe import ExpertStack
-from fivefold.model.regions import Fuse, eager
 
 Lookup = Callable[[Tensor, Tensor], Tensor]
 AddPositions = Callable[[Tensor, Tensor, Tensor], Tensor]

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fivefold.core.splits import AttentionCall, Ranges
+from fivefold.core.layout import AttentionCall, Ranges
 
 
 class DocumentSpan(NamedTuple):

@@ -23,7 +23,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from fivefold.model.regions import Fuse
+from fivefold.model.kernels import Fuse
 
 Part = Literal["pairs", "attention", "mlp"]  # pairs of attention, and two residuals
 Dropping = Callable[[Tensor, Tensor, float], Tensor]

@@ -19,10 +19,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fivefold.core.splits import loss_chunks
+from fivefold.core.layout import loss_chunks
 from fivefold.model.batch import NOT_COUNTED
+from fivefold.model.kernels import Compute, Fuse, Region, eager
 from fivefold.model.layers import Matmul, linear
-from fivefold.model.regions import Compute, Fuse, Region, eager
 
 CrossEntropy = Callable[[Tensor, Tensor], Tensor]
 ChunkedLoss = Callable[[Tensor, Tensor, Tensor, int], Tensor]
@@ -131,7 +131,7 @@ def _by_hand(fuse: Fuse, compute: Compute, varies: bool, kernel: str) -> Compute
 
     def run(tensor: Tensor, other: Tensor) -> Any:
         if tensor.is_cuda:
-            from fivefold.model import loss_kernel  # Triton is there only with CUDA
+            from fivefold.model.kernels import loss_kernel  # Triton is there only with CUDA
 
             if loss_kernel.takes(tensor):
                 return getattr(loss_kernel, kernel)(tensor, other)

@@ -12,9 +12,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from fivefold.core.shape import Shape
-from fivefold.core.tuning import ADAPTER
-from fivefold.core.weights import Weight, by_name
+from fivefold.core.layout import Weight, by_name
+from fivefold.core.model import ADAPTER, Shape
 from fivefold.model.decoder import Decoder
 
 STANDARD_DEVIATION = 0.02  # that of GPT-2

@@ -3,7 +3,7 @@
 `Linear.matmul`, `Mlp.project`, `Norm.normalise` and `ResidualNorm.normalise_sum` are seams:
 attributes with the arithmetic of a layer, which `fivefold/parallel` replaces by functions of the
 same signature. Weights and their names stay. What is neither a GEMM nor attention is a region
-(`model/regions.py`).
+(`model/kernels/regions.py`).
 
 Legend: B rows, S tokens, H heads, R half of a head's width, D model width.
 """
@@ -20,10 +20,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fivefold.core.rope import Rope
-from fivefold.core.shape import Activation, Shape
+from fivefold.core.model import Activation, Rope, Shape
+from fivefold.model.kernels import Compute, Fuse, Region, ResidualRegion, eager
 from fivefold.model.low_rank import LowRank, adapted_linear
-from fivefold.model.regions import Compute, Fuse, Region, ResidualRegion, eager
 from fivefold.model.remake import remade, saving
 from fivefold.model.slots import weigh_rows
 
@@ -77,7 +76,7 @@ def _rms_by_hand(compiler: Compute) -> Compute:
         wanted: Sequence[bool], inputs: Sequence[Any], gradient: Tensor, residual: Tensor
     ) -> Sequence[Tensor]:
         if gradient.is_cuda:
-            from fivefold.model import norm_kernel  # Triton is there only with CUDA
+            from fivefold.model.kernels import norm_kernel  # Triton is there only with CUDA
 
             if norm_kernel.takes(inputs, wanted, gradient):
                 return norm_kernel.rms_gradients(inputs, gradient, residual)

@@ -1,7 +1,7 @@
 """The arithmetic of linears that read one input: forward, input gradient, weight gradients.
 
-`parallel/columns.py` puts collectives between these calls. `PlainMath` multiplies as torch does;
-`model/fp8_linear.py` rounds the operands first.
+`parallel/tensor_linear.py` puts collectives between these calls. `PlainMath` multiplies as torch
+does; `model/fp8/linear.py` rounds the operands first.
 
 A layout adds the same terms in another order: matmuls are split along their sums, have other sizes
 and so other kernels; tokens, microbatches, heads, the vocabulary and the gradient norm are summed

@@ -18,14 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fivefold.model.linear_math import (
-    Biases,
-    GradientSink,
-    PlainMath,
-    Sent,
-    Values,
-    add_products,
-)
+from fivefold.model.linear_math import Biases, GradientSink, PlainMath, Sent, Values, add_products
 
 
 class LowRank(nn.Module):

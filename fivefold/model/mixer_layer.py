@@ -11,9 +11,8 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
-from fivefold.core.errors import FivefoldError
-from fivefold.core.mixers import Mixer, MixerTokens, mixer_table
-from fivefold.core.shape import Shape
+from fivefold.core import FivefoldError
+from fivefold.core.model import Mixer, MixerTokens, Shape, mixer_table
 from fivefold.model.batch import Context, TokenBatch
 from fivefold.model.layers import Linear, Project, WeightFactory, as_it_is, project
 

@@ -23,12 +23,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fivefold.core.shape import Moe, Shape
-from fivefold.model.fp8_rows import AS_THEY_ARE, RowCodes
+from fivefold.core.model import Moe, Shape
+from fivefold.model.fp8 import AS_THEY_ARE, RowCodes
 from fivefold.model.grouped import AddExpertBias, add_expert_bias, grouped_matmul
+from fivefold.model.kernels import Region
 from fivefold.model.layers import Activate, Hold, Linear, Matmul, Mlp, WeightFactory, as_it_is
 from fivefold.model.low_rank import LowRank, adapted_grouped
-from fivefold.model.regions import Region
 from fivefold.model.remake import saving
 from fivefold.model.slots import Slots, SlotSums, sort_slots
 

@@ -1,4 +1,4 @@
-"""Activations that are computed again in backward, as `core/recompute.py` names them.
+"""Activations that are computed again in backward, as `core/model/recompute.py` names them.
 
 Outputs of norms and activations are made again from inputs that are saved anyway. Of attention, an
 MLP or experts the forward runs again from its input, and `full` runs segments of blocks again from
@@ -14,7 +14,7 @@ from functools import partial
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from fivefold.core.recompute import Recompute
+from fivefold.core.model import Recompute
 from fivefold.model.batch import Context
 from fivefold.model.decoder import Decoder, run_blocks
 from fivefold.model.kept_attention import kept_once

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from fivefold.model.flash import is_fake
+from fivefold.model.kernels import is_fake
 
 Make = Callable[[], Tensor]
 

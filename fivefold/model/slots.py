@@ -16,8 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fivefold.model.fp8_rows import AS_THEY_ARE, RowCodes
-from fivefold.model.regions import Fuse
+from fivefold.model.fp8 import AS_THEY_ARE, RowCodes
+from fivefold.model.kernels import Fuse
 
 _AT_ONCE = 2**24  # elements, 64 MiB in float32: large enough for a GPU, small beside what is saved
 
@@ -79,7 +79,7 @@ def count_slots(experts_UM: Tensor, num_experts: int) -> Tensor:
 
 class SlotSums:
     """Rows from tokens to their slots and back, where they are summed; `fuse` makes the kernels,
-    and on a GPU they are our own (`model/slots_kernel.py`)."""
+    and on a GPU they are our own (`model/kernels/slots_kernel.py`)."""
 
     def __init__(self, fuse: Fuse) -> None:
         # Over nodes, tokens are as many as come.
@@ -112,7 +112,7 @@ class SlotSums:
         first, second = (*parts, None)[:2]
         if not first.is_cuda:
             return self.sum_by_torch(first, second, places_NK, complete)
-        from fivefold.model.slots_kernel import sum_rows  # Triton is there only with CUDA
+        from fivefold.model.kernels import sum_rows  # Triton is there only with CUDA
 
         return sum_rows(first, second, places_NK)
 
@@ -120,7 +120,7 @@ class SlotSums:
         """The token of every slot in the order of the slots, and zeros in empty rows."""
         if not x_ND.is_cuda:
             return _tokens_at(x_ND, order_M, num_choices, complete)
-        from fivefold.model.slots_kernel import take_rows
+        from fivefold.model.kernels import take_rows
 
         return take_rows(x_ND, order_M, num_choices)
 

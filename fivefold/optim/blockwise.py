@@ -17,8 +17,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from fivefold.core.recipe import ROUNDED_AT_ONCE, Recipe
-from fivefold.core.weights import decays
+from fivefold.core.layout import decays
+from fivefold.core.plan import ROUNDED_AT_ONCE, Recipe
 from fivefold.optim.optimizer import (
     ADAM_BETAS,
     ADAM_EPS,

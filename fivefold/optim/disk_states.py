@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from fivefold.core.errors import FivefoldError
+from fivefold.core import FivefoldError
 from fivefold.optim.blockwise import Block, BlockStates, blocks_of
 from fivefold.optim.optimizer import StoredState
 

@@ -7,7 +7,7 @@ arXiv:2502.16982). The matrices of hidden layers are updated this way, each expe
 embeddings, head, norms and biases are updated by AdamW.
 
 Only full matrices can be made orthogonal. `FullMatrices` gathers them from shards, and takes the
-shard of a rank from a full matrix (`parallel/matrix_gather.py`).
+shard of a rank from a full matrix (`parallel/units/matrix_gather.py`).
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from fivefold.core.recipe import Recipe
-from fivefold.cost.collectives import is_muon_weight
+from fivefold.core.plan import Recipe
+from fivefold.cost.traffic import is_muon_weight
 from fivefold.optim.optimizer import (
     MASTER,
     DeviceUpdater,

@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor
 
-from fivefold.core.recipe import OPTIMIZERS, OptimizerName
-from fivefold.core.weights import decays
+from fivefold.core.layout import decays
+from fivefold.core.plan import OPTIMIZERS, OptimizerName
 
 if TYPE_CHECKING:
-    from fivefold.core.units import LocalWeight
+    from fivefold.core.layout import LocalWeight
 
 # That of Llama 2 (arXiv:2307.09288). With the usual 1e-8, AdamW answers the rounding error of a
 # small gradient with a step of the learning rate, and float32 runs soon diverge at the routers.

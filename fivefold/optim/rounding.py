@@ -17,9 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fivefold.core.boxes import origin_of
-from fivefold.core.units import LocalWeight
-from fivefold.core.weights import WeightShard
+from fivefold.core.layout import LocalWeight, WeightShard, origin_of
 
 _LOW = 0xFFFF  # the bits of a float32 that bfloat16 lacks
 _DIMS = 3  # of a weight at most: experts, outputs, inputs

@@ -1,1 +1,5 @@
 """One room per dimension, its mechanism inside; the rooms meet only in `compose`."""
+
+from fivefold.faces import lazy_names
+
+__getattr__, __dir__ = lazy_names(__name__)

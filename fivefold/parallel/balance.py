@@ -16,11 +16,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fivefold.core.groups import PIPELINE, ROW
+from fivefold.core.layout import PIPELINE, ROW
 from fivefold.core.plan import Plan
 from fivefold.core.schedule import FORWARD
-from fivefold.model.balance import Balancer, LocalRows, attach_balancers, moe_layers, update_balance
-from fivefold.model.moe import MoeMlp
+from fivefold.model import Balancer, LocalRows, MoeMlp, attach_balancers, moe_layers, update_balance
 from fivefold.parallel.boundary import AxisBoundary
 from fivefold.parallel.mesh import Mesh, Phase
 from fivefold.parallel.stage import Stage

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fivefold.core.groups import DIMENSIONS, PIPELINE, WORLD
+from fivefold.core.layout import DIMENSIONS, PIPELINE, WORLD
 
 PRIME = 2_147_483_629  # 2^31 - 19
 _BASE = 1_103_515_245

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fivefold.model.fp8_rows import AS_THEY_ARE, RowCodes
+from fivefold.model.fp8 import AS_THEY_ARE, RowCodes
 from fivefold.parallel.mesh import Issued, Mesh
 
 

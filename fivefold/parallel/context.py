@@ -30,14 +30,25 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fivefold.core.groups import RING, ULYSSES
-from fivefold.core.mixers import MixerTokens
-from fivefold.core.splits import AttentionCall, ContextSplit, Ranges, attention_calls
-from fivefold.model.batch import NOT_COUNTED, AttentionInfo, TokenBatch
-from fivefold.model.flash import MergedAttention, VisiblePairs, accumulate, attend, attend_backward
-from fivefold.model.layers import rotary_tables
-from fivefold.model.mixer_layer import MixerInputs, MixerLayer, mixed
-from fivefold.model.sinks import sinks_gradient
+from fivefold.core.layout import RING, ULYSSES, AttentionCall, ContextSplit, Ranges, attention_calls
+from fivefold.core.model import MixerTokens
+from fivefold.model import (
+    NOT_COUNTED,
+    AttentionInfo,
+    MixerInputs,
+    MixerLayer,
+    TokenBatch,
+    mixed,
+    rotary_tables,
+    sinks_gradient,
+)
+from fivefold.model.kernels import (
+    MergedAttention,
+    VisiblePairs,
+    accumulate,
+    attend,
+    attend_backward,
+)
 from fivefold.parallel import transport
 from fivefold.parallel.mesh import Issued, Mesh
 from fivefold.parallel.stage import Stage

@@ -26,10 +26,10 @@ from contextlib import contextmanager
 
 from torch import Tensor, nn
 
-from fivefold.core.errors import FivefoldError
-from fivefold.core.units import LocalWeight, Unit, pack, prefetched
-from fivefold.parallel.flat_unit import Fill, FlatUnit, OwnedShard, Places, UnitOptions, Use
+from fivefold.core import FivefoldError
+from fivefold.core.layout import LocalWeight, Unit, pack, prefetched
 from fivefold.parallel.mesh import Mesh, Phase
+from fivefold.parallel.units import Fill, FlatUnit, OwnedShard, Places, UnitOptions, Use
 
 _MOST_IN_FLIGHT = 2  # reductions whose full gradients are still in memory
 

@@ -20,15 +20,27 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fivefold.model.attention import Attention
-from fivefold.model.decoder import Decoder, Embedding
-from fivefold.model.grouped import add_expert_bias, grouped_matmul, grouped_weight_gradient
-from fivefold.model.head import Head
-from fivefold.model.layers import Linear, Matmul, Norm, ResidualNorm
-from fivefold.model.linear_math import GradientSink, learns, linear_work
-from fivefold.model.mixer_layer import MixerLayer
-from fivefold.model.moe import ExpertStack, Router, wide_matmul
-from fivefold.model.regions import Fuse, ResidualRegion, eager
+from fivefold.model import (
+    Attention,
+    Decoder,
+    Embedding,
+    ExpertStack,
+    GradientSink,
+    Head,
+    Linear,
+    Matmul,
+    MixerLayer,
+    Norm,
+    ResidualNorm,
+    Router,
+    add_expert_bias,
+    grouped_matmul,
+    grouped_weight_gradient,
+    learns,
+    linear_work,
+    wide_matmul,
+)
+from fivefold.model.kernels import Fuse, ResidualRegion, eager
 
 Work = Callable[[GradientSink], None]
 """Computes the gradient of one leaf's weights and gives it to the sink."""

@@ -31,20 +31,22 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fivefold.core.groups import FAR, NEAR
-from fivefold.cost.layer_collectives import max_nodes_per_token
-from fivefold.model.fp8_rows import AS_THEY_ARE, RowCodes
-from fivefold.model.moe import (
+from fivefold.core.layout import FAR, NEAR
+from fivefold.cost.traffic import max_nodes_per_token
+from fivefold.model import (
     ExpertInputs,
     Experts,
     GroupedMatmul,
     MoeMlp,
     OverlappedTask,
     Routing,
+    Slots,
+    count_slots,
     dispatch_slots,
     run_local_experts,
+    sort_slots,
 )
-from fivefold.model.slots import Slots, count_slots, sort_slots
+from fivefold.model.fp8 import AS_THEY_ARE, RowCodes
 from fivefold.parallel import transport
 from fivefold.parallel.boundary import AxisBoundary
 from fivefold.parallel.mesh import Issued, Mesh

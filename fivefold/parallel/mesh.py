@@ -4,10 +4,10 @@ Every collective is noted (role, kind, bytes of the input buffer, group size), s
 for through `Issued`. Observers are told when it begins and when somebody has waited for it. Where
 two computations of a rank take turns (`Lanes`), some waits give the turn to the other one first.
 
-Each role has its own groups (`core/groups.py`). On NCCL a group is a queue of calls, so those of
-two roles do not wait for one another, and neither do the two directions of a pair of pipeline
-ranks. All pairs are connected when the mesh is made, in one order on all ranks: NCCL connects a
-pair on its first message, and blocks both hosts until both have called.
+Each role has its own groups (`core/layout/groups.py`). On NCCL a group is a queue of calls, so
+those of two roles do not wait for one another, and neither do the two directions of a pair of
+pipeline ranks. All pairs are connected when the mesh is made, in one order on all ranks: NCCL
+connects a pair on its first message, and blocks both hosts until both have called.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fivefold.core.groups import (
+from fivefold.core.layout import (
     PIPELINE,
     ROLES,
     WORLD,
@@ -31,7 +31,7 @@ from fivefold.core.groups import (
     group_of,
 )
 from fivefold.core.plan import Plan
-from fivefold.cost.matching import CONNECT
+from fivefold.cost.traffic import CONNECT
 from fivefold.parallel import transport
 from fivefold.parallel.bit_sums import Tape
 from fivefold.parallel.lanes import Lanes

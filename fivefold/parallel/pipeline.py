@@ -8,7 +8,7 @@ Wins     between nodes, where links are slow: nothing moves less.
 Refuses  fewer layers than stages, and what its schedule refuses.
 
 The messages of a pair of ranks are ordered in each direction as their source computes them. When a
-rank posts its receives is a property of the schedule (`core/schedule/postings.py`): early enough
+rank posts its receives is a property of the schedule (`core/schedule/receives.py`): early enough
 that they overlap a computation, and late enough that no order of events locks the pipeline.
 """
 
@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from fivefold.core.groups import PIPELINE
+from fivefold.core.layout import PIPELINE
 from fivefold.core.schedule import (
     BACKWARD,
     FORWARD,
@@ -39,10 +39,10 @@ from fivefold.core.schedule import (
     actions_of,
     merged,
     needed,
+    postings,
     sent,
 )
-from fivefold.core.schedule.postings import postings
-from fivefold.model.batch import TokenBatch
+from fivefold.model import TokenBatch
 from fivefold.parallel.lanes import use_device
 from fivefold.parallel.mesh import Issued, Mesh
 from fivefold.parallel.stage import ActionObserver

@@ -10,15 +10,12 @@ from torch import Tensor
 
 from fivefold.core.plan import Plan
 from fivefold.core.schedule import Step
-from fivefold.model.decoder import Decoder
-from fivefold.model.fp8_experts import WatchExperts
-from fivefold.model.fp8_linear import Watch
-from fivefold.model.layers import Linear
-from fivefold.model.linear_math import LinearMath
-from fivefold.model.regions import Fuse
+from fivefold.model import Decoder, Linear, LinearMath
+from fivefold.model.fp8 import Watch, WatchExperts
+from fivefold.model.kernels import Fuse
 from fivefold.parallel.deferred import GradientQueue
-from fivefold.parallel.flat_unit import UnitListener, unheard
 from fivefold.parallel.mesh import Mesh, Phase
+from fivefold.parallel.units import UnitListener, unheard
 
 
 class RehearsalRouting(Protocol):

@@ -7,15 +7,15 @@ Moves    with sp, for attention and MLP of every layer and microbatch: an all-ga
          reduce-scatter after, and the mirror of both in backward; without sp, one all-reduce
          forward and one backward. The loss sums three numbers a token.
 Costs    four times the activations of a layer, twice a layer; of the backward, what runs beside
-         matmuls (`parallel/columns.py`) is hidden. With sp, the input of column-split GEMMs is
-         saved as this rank's tokens and gathered once more in backward; or saved gathered, for
+         matmuls (`parallel/tensor_linear.py`) is hidden. With sp, the input of column-split GEMMs
+         is saved as this rank's tokens and gathered once more in backward; or saved gathered, for
          one gather less and tp times the memory.
 Wins     inside a node, when layers are wide, and when a microbatch of one sequence does not fit.
 Refuses  when tp divides neither heads nor MLP width. KV heads fewer than tp are replicated, and a
          vocabulary that does not divide is padded, invisibly to the loss.
 
-The arithmetic is local, on shards of the weights that `core/weights.py` defines; the collectives
-below are all there are.
+The arithmetic is local, on shards of the weights that `core/layout/weight_table.py` defines; the
+collectives below are all there are.
 
 Legend: B rows, S tokens of a row, T = S/tp, N = B·S, D model width, V rows of a vocabulary shard.
 """
@@ -29,22 +29,33 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fivefold.core.layout import WeightShard
+from fivefold.core.model import Shape
 from fivefold.core.plan import Plan
-from fivefold.core.shape import Shape
-from fivefold.core.weights import WeightShard
-from fivefold.model.attention import Attention, LatentAttention
-from fivefold.model.batch import NOT_COUNTED
-from fivefold.model.decoder import AddPositions, Block, Embedding, Lookup
-from fivefold.model.head import Found, GradientsInForward, Wanted, cap_in_place, cap_slope
-from fivefold.model.layers import Linear, linear
-from fivefold.model.linear_math import PLAIN
-from fivefold.model.mixer_layer import MixerLayer
-from fivefold.model.moe import MoeMlp
-from fivefold.model.regions import Fuse
+from fivefold.model import (
+    NOT_COUNTED,
+    PLAIN,
+    AddPositions,
+    Attention,
+    Block,
+    Embedding,
+    Found,
+    GradientsInForward,
+    LatentAttention,
+    Linear,
+    Lookup,
+    MixerLayer,
+    MoeMlp,
+    Wanted,
+    cap_in_place,
+    cap_slope,
+    linear,
+)
+from fivefold.model.kernels import Fuse
 from fivefold.parallel.boundary import AxisBoundary
-from fivefold.parallel.columns import NOT_SHARED, SharedOutputs, SplitMatmuls
 from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.stage import Stage
+from fivefold.parallel.tensor_linear import NOT_SHARED, SharedOutputs, SplitMatmuls
 
 Add = Callable[[Tensor, Tensor], Tensor]
 AXIS = "tp"

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fivefold.core.rules import divisors
-from fivefold.cost.grid import Array, Flags
-from fivefold.cost.layer_table import LayersJob, by_schedule, layer_table
+from fivefold.core.layout import divisors
+from fivefold.cost import Array, Flags
+from fivefold.cost.layer import LayersJob, by_schedule, layer_table
 from fivefold.cost.memory import least_memory
-from fivefold.cost.step_time import PassCosts
+from fivefold.cost.step import PassCosts
 from fivefold.planner.setting import EstimateSetting
 from fivefold.planner.space import MOST_MICROBATCH_SIZE, LayoutBlock, SearchSpace, needed, select
 

@@ -17,18 +17,15 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import NamedTuple
 
-from fivefold.core.errors import FivefoldError, UnknownName, counted
-from fivefold.core.layout import Layout
+from fivefold.core import PRECISIONS, FivefoldError, UnknownName, counted, parse_count
+from fivefold.core.layout import Layout, divisors
 from fivefold.core.plan import Plan, PlanOptions, resolve
-from fivefold.core.precision import PRECISIONS
-from fivefold.core.rules import divisors
-from fivefold.core.tables import parse_count
-from fivefold.cost.collectives import predict_traffic
-from fivefold.cost.grid import RECOMPUTE
-from fivefold.planner import PlanRequest, Progress
+from fivefold.cost import RECOMPUTE
+from fivefold.cost.traffic import predict_traffic
+from fivefold.planner.candidates import LayoutCandidate
 from fivefold.planner.estimate import Estimate, estimate_plan
 from fivefold.planner.grid_options import options_of
-from fivefold.planner.kept_layouts import LayoutCandidate
+from fivefold.planner.planning import PlanRequest, Progress
 from fivefold.planner.search import search_layouts
 from fivefold.planner.space import tensor_degrees
 

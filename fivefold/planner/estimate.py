@@ -15,28 +15,37 @@ from typing import NamedTuple
 
 import numpy as np
 
-from fivefold.core.count import repeated_flops
+from fivefold.core.layout import computed_flops
+from fivefold.core.model import LayerKind, Recompute, repeated_flops
 from fivefold.core.plan import Plan
-from fivefold.core.recompute import Recompute
-from fivefold.core.schedule import FORWARD, INPUT_GRAD, WEIGHT_GRAD, Schedule
-from fivefold.core.schedule.clock import Costs, Timeline, memory_levels, play
-from fivefold.core.shape import LayerKind
-from fivefold.core.weights import computed_flops
-from fivefold.cost import COMPUTE
-from fivefold.cost.layer_time import LayerTimer, LayerTimes, TimeParts
-from fivefold.cost.memory import peak_memory, verdict
-from fivefold.cost.possible import require_possible_memory, require_possible_time
-from fivefold.cost.schedule_trace import (
+from fivefold.core.schedule import (
+    FORWARD,
+    INPUT_GRAD,
+    WEIGHT_GRAD,
+    Costs,
+    Schedule,
+    Timeline,
+    memory_levels,
+    play,
+)
+from fivefold.cost.layer import LayerTimer, LayerTimes, TimeParts
+from fivefold.cost.memory import nccl_bytes, peak_memory, verdict
+from fivefold.cost.stages import (
     ScheduleTrace,
     StageSeconds,
     named_trace,
     simulate_trace,
     trace_schedule,
 )
-from fivefold.cost.static_memory import nccl_bytes
-from fivefold.cost.step_time import around_parts, launch_bound_layer
-from fivefold.planner.accuracy import Accuracy, accuracy
-from fivefold.planner.rank_memory import Bytes, PlanRanks, rank_memory
+from fivefold.cost.step import (
+    COMPUTE,
+    around_parts,
+    launch_bound_layer,
+    require_possible_memory,
+    require_possible_time,
+)
+from fivefold.planner.error_bars import Accuracy, accuracy
+from fivefold.planner.memory_by_rank import Bytes, PlanRanks, rank_memory
 from fivefold.planner.setting import EstimateSetting, plan_arguments
 
 Seconds = dict[str, float]

@@ -15,8 +15,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from fivefold.core.errors import FivefoldError, counted
-from fivefold.core.failures import (
+from fivefold.core import FivefoldError, counted
+from fivefold.core.plan import (
     DETECT,
     PLACES,
     RESTART,
@@ -28,7 +28,7 @@ from fivefold.core.failures import (
     expected_goodput,
     steps_between,
 )
-from fivefold.cost.checkpoint_time import failure_domain, save_cost
+from fivefold.cost.step import failure_domain, save_cost
 from fivefold.planner.estimate import Estimate
 
 LOST = ("save", "rework", "detect", "restart", "shrunk", "waiting")

@@ -7,10 +7,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from fivefold.cost.grid import grid_of_plan
-from fivefold.planner.accuracy import accuracy
+from fivefold.cost import grid_of_plan
+from fivefold.planner.candidates import LayoutCandidate, SearchResult
+from fivefold.planner.error_bars import accuracy
 from fivefold.planner.estimate import Estimate
-from fivefold.planner.kept_layouts import LayoutCandidate, SearchResult
 from fivefold.planner.rebalance import rebalance_stages
 from fivefold.planner.search import simulated
 from fivefold.planner.setting import EstimateSetting

@@ -10,23 +10,25 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from fivefold.core.count import training_flops
-from fivefold.core.errors import FivefoldError, counted
-from fivefold.core.great_runs import (
+from fivefold.core import FivefoldError, counted
+from fivefold.core.model import training_flops
+from fivefold.core.plan import (
     Change,
     FigurePair,
     GoodputFacts,
     GreatRun,
+    Plan,
+    PlanOptions,
     PublishedStep,
     ScalingPoint,
     compared_figures,
     counted_flops,
     goodput_facts,
     published_step,
+    resolve,
 )
-from fivefold.core.plan import Plan, PlanOptions, resolve
-from fivefold.planner import estimate_setting
 from fivefold.planner.estimate import Estimate, estimate_plan
+from fivefold.planner.planning import estimate_setting
 from fivefold.planner.setting import EstimateSetting
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from fivefold.core.layout import Layout
 from fivefold.core.plan import PlanOptions
-from fivefold.cost.grid import CONTEXTS, OFFLOADS, SCHEDULES, LayoutGrid
+from fivefold.cost import CONTEXTS, OFFLOADS, SCHEDULES, LayoutGrid
 
 
 def layout_of(grid: LayoutGrid) -> Layout:

@@ -14,11 +14,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from fivefold.core.errors import FivefoldError, counted
+from fivefold.core import FivefoldError, counted
 from fivefold.core.plan import Plan, PlanOptions, resolve
-from fivefold.planner import PlanRequest
 from fivefold.planner.comparisons import best_estimate
 from fivefold.planner.estimate import Estimate, estimate_plan
+from fivefold.planner.planning import PlanRequest
 
 Fixed = Mapping[str, int | str]
 

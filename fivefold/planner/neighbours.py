@@ -16,16 +16,15 @@ from typing import NamedTuple
 
 import numpy as np
 
-from fivefold.core.errors import FivefoldError
-from fivefold.core.layout import Layout
-from fivefold.core.legality import problems
+from fivefold.core import FivefoldError
+from fivefold.core.layout import Layout, problems
 from fivefold.core.plan import Plan, PlanOptions, key_request, resolve
-from fivefold.core.schedule.choose import choose
-from fivefold.cost.grid import OFFLOADS, RECOMPUTE, Array, LayoutGrid, grid_of_plan, schedule_index
+from fivefold.core.schedule import choose
+from fivefold.cost import OFFLOADS, RECOMPUTE, Array, LayoutGrid, grid_of_plan, schedule_index
 from fivefold.cost.memory import peak_memory
-from fivefold.cost.step_time import step_time
+from fivefold.cost.step import step_time
 from fivefold.planner.estimate import Estimate, Seconds
-from fivefold.planner.rank_memory import Bytes, fullest_memory
+from fivefold.planner.memory_by_rank import Bytes, fullest_memory
 from fivefold.planner.setting import EstimateSetting
 
 PARTNERS = ("dp", "pp", "cp", "tp")  # axes that may take or give the factor, in this order

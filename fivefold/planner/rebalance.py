@@ -14,11 +14,10 @@ from itertools import accumulate, pairwise, product
 import numpy as np
 
 from fivefold.core.plan import resolve
-from fivefold.cost.grid import grid_of_plan
-from fivefold.cost.layer_time import LayerTimer
-from fivefold.cost.longest_paths import PATHS, ScheduleSize
-from fivefold.cost.pipeline_time import pipeline_timer
-from fivefold.cost.step_time import path_costs
+from fivefold.cost import grid_of_plan
+from fivefold.cost.layer import LayerTimer
+from fivefold.cost.stages import PATHS, ScheduleSize, pipeline_timer
+from fivefold.cost.step import path_costs
 from fivefold.planner.estimate import Estimate, estimate_plan
 
 StageSizes = tuple[int, ...]  # layers of each stage

@@ -17,11 +17,11 @@ from itertools import chain
 
 import numpy as np
 
-from fivefold.cost.grid import OFFLOADS, Array, Flags, LayoutGrid
+from fivefold.cost import OFFLOADS, Array, Flags, LayoutGrid
 from fivefold.cost.memory import PeakMemory, peak_memory
-from fivefold.cost.step_time import StepTime, Wanted, step_time
+from fivefold.cost.step import StepTime, Wanted, step_time
 from fivefold.planner.bounds import BoundedBlock, LayoutBounds, TimedBlock
-from fivefold.planner.kept_layouts import KeptLayouts, LayoutCandidate, SearchResult
+from fivefold.planner.candidates import KeptLayouts, LayoutCandidate, SearchResult
 from fivefold.planner.setting import EstimateSetting
 from fivefold.planner.simplicity import innermost, num_axes
 from fivefold.planner.space import LayoutBlock, SearchSpace, layout_blocks, needed, select

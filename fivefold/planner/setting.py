@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from fivefold.core import balance
-from fivefold.core.fp8 import planned_fp8
-from fivefold.core.machine import Machine
+from fivefold.core import Machine
+from fivefold.core.layout import UnitPolicy, planned_fp8
+from fivefold.core.model import Shape, balance
 from fivefold.core.plan import Plan, PlanOptions
-from fivefold.core.shape import Shape
-from fivefold.core.units import UnitPolicy
-from fivefold.cost.grid import LayoutGrid, grid_of_plan
-from fivefold.cost.stack import NARROW_GRADIENTS, SoftwareStack
+from fivefold.cost import LayoutGrid, grid_of_plan
+from fivefold.cost.hardware import NARROW_GRADIENTS, SoftwareStack
 
 CostArguments = tuple[Shape, Machine, SoftwareStack, LayoutGrid, int, str, float]
 

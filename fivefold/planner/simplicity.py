@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from fivefold.core.machine import Machine
-from fivefold.cost.grid import CONTEXTS, OFFLOADS, SCHEDULES, Array, LayoutGrid
+from fivefold.core import Machine
+from fivefold.cost import CONTEXTS, OFFLOADS, SCHEDULES, Array, LayoutGrid
 
 # How plain a schedule is; those that are not named here come last.
 _SCHEDULES = {

@@ -17,11 +17,10 @@ from typing import Any, NamedTuple, cast, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from fivefold.core.errors import BadFile, FivefoldError, UnknownName
-from fivefold.core.layout import Layout
-from fivefold.core.plan import PlanOptions, key_request
-from fivefold.core.recompute import Recompute
-from fivefold.core.rules import (
+from fivefold.core import BadFile, FivefoldError, UnknownName
+from fivefold.core.layout import (
+    ContextKind,
+    Layout,
     LayoutRequest,
     context_rule,
     divisors,
@@ -32,11 +31,10 @@ from fivefold.core.rules import (
     pipeline_rule,
     tensor_rule,
 )
-from fivefold.core.schedule.catalog import FAMILIES
-from fivefold.core.schedule.family import Family
-from fivefold.core.shape import Shape
-from fivefold.core.splits import ContextKind
-from fivefold.cost.grid import CONTEXTS, OFFLOADS, RULES, SCHEDULES, Flags, LayoutGrid, along
+from fivefold.core.model import Recompute, Shape
+from fivefold.core.plan import PlanOptions, key_request
+from fivefold.core.schedule import FAMILIES, Family
+from fivefold.cost import CONTEXTS, OFFLOADS, RULES, SCHEDULES, Flags, LayoutGrid, along
 
 MOST_MICROBATCH_SIZE = 32  # sequences: more only fills the memory
 MOST_CHUNKS = 8

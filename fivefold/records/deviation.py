@@ -17,13 +17,7 @@ from functools import cached_property
 from statistics import fmean, median
 from typing import Literal, NamedTuple
 
-from fivefold.core.schedule import (
-    Overlap,
-    Step,
-    actions_of,
-)
-from fivefold.core.schedule.clock import Timeline
-from fivefold.records import StepRecord, shares_of
+from fivefold.core.schedule import Overlap, Step, Timeline, actions_of
 from fivefold.records.spans import (
     DATA,
     ActionGraph,
@@ -33,6 +27,7 @@ from fivefold.records.spans import (
     StepSpans,
     collective_seconds,
 )
+from fivefold.records.steps import StepRecord, shares_of
 
 Change = Callable[[ActionNode], ActionNode]
 NodeKey = tuple[int, Step]

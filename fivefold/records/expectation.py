@@ -12,14 +12,14 @@ from fivefold.core.schedule import (
     FORWARD,
     INPUT_GRAD,
     WEIGHT_GRAD,
+    Costs,
     Schedule,
     Step,
     merged,
+    play,
 )
-from fivefold.core.schedule.clock import Costs, play
-from fivefold.cost import COMPUTE
-from fivefold.planner import estimate_setting
-from fivefold.planner.estimate import simulate_step
+from fivefold.cost.step import COMPUTE
+from fivefold.planner import estimate_setting, simulate_step
 from fivefold.records.deviation import PAIR, UPDATE, kind_of
 from fivefold.records.spans import DATA, INSIDE, Expectation, RankSpans, collective_seconds
 

@@ -31,8 +31,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fivefold.core.errors import FivefoldError
-from fivefold.records.run_folder import RUN, naming_file
+from fivefold.core import FivefoldError
+from fivefold.records.run_writer import RUN, naming_file
 
 OWNER = "owner.json"
 TAKEN_OVER = "another start has taken over this run"

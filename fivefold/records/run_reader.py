@@ -16,14 +16,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, cast
 
-from fivefold.core.errors import BadFile, FivefoldError
+from fivefold.core import BadFile, FivefoldError
 from fivefold.core.layout import Layout
+from fivefold.core.model import TokenizerId
 from fivefold.core.plan import Plan, PlanOptions, resolve
 from fivefold.core.plan import read as read_plan
 from fivefold.core.schedule import parse_steps
-from fivefold.core.tokenizer import TokenizerId
-from fivefold.records import RunStart, stored_types, summarize
-from fivefold.records.run_folder import (
+from fivefold.records import stored_types
+from fivefold.records.run_writer import (
     BAD_RUN,
     CHECKPOINTS,
     EVENTS,
@@ -50,6 +50,7 @@ from fivefold.records.spans import (
     StartFacts,
     StepSpans,
 )
+from fivefold.records.steps import RunStart, summarize
 
 _ANCHOR = b'{"step": '
 _CHUNK = 1 << 16

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from fivefold.core.groups import DIMENSIONS
+from fivefold.core.layout import DIMENSIONS
 from fivefold.core.plan import Plan
 from fivefold.core.schedule import (
     FORWARD,
@@ -25,12 +25,12 @@ from fivefold.core.schedule import (
     Message,
     Schedule,
     Step,
+    Timeline,
     actions_of,
     merged,
     needed,
 )
-from fivefold.core.schedule.clock import Timeline
-from fivefold.records import EVAL, StepRecord, Summary
+from fivefold.records.steps import EVAL, StepRecord, Summary
 
 Result = tuple[int, bool, int]  # stage, whether it is of a forward, microbatch
 _PIPELINE = "pp"

@@ -7,15 +7,20 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from fivefold.core.groups import Topology
+from fivefold.core.layout import Topology, stage_kind
 from fivefold.core.plan import Plan
-from fivefold.core.splits import stage_kind
-from fivefold.cost.collectives import TrafficEntry, predict_traffic, traffic_entries
-from fivefold.cost.layer_collectives import UNEVEN_AXES
-from fivefold.cost.matching import Mismatch, distinct_ranks, mismatches
-from fivefold.cost.order import OrderVerdict, prove_order
-from fivefold.launch.processes import Pool
-from fivefold.launch.worker import Worker
+from fivefold.cost.traffic import (
+    UNEVEN_AXES,
+    Mismatch,
+    OrderVerdict,
+    TrafficEntry,
+    distinct_ranks,
+    mismatches,
+    predict_traffic,
+    prove_order,
+    traffic_entries,
+)
+from fivefold.launch import Pool, Worker
 from fivefold.rehearse.rank import DTYPES, RehearsedRank, rehearse_rank
 from fivefold.rehearse.trace import Traces
 

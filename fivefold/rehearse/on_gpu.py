@@ -13,19 +13,16 @@ from statistics import median
 
 import torch
 
+from fivefold.core.layout import stage_kind
 from fivefold.core.plan import Plan
 from fivefold.core.schedule import Step
-from fivefold.core.splits import stage_kind
-from fivefold.cost.matching import distinct_ranks
-from fivefold.data.batches import samples
-from fivefold.launch.processes import Pool
-from fivefold.launch.worker import Worker
-from fivefold.model.regions import compiled, eager
-from fivefold.optim.optimizer import Updater
-from fivefold.parallel.compose import compose
-from fivefold.parallel.mesh import Mesh
-from fivefold.parallel.stage import ActionObserver, Instruments
-from fivefold.planner.estimate import Estimate, MeasuredPasses, SimulatedStep, simulate_step
+from fivefold.cost.traffic import distinct_ranks
+from fivefold.data import samples
+from fivefold.launch import Pool, Worker
+from fivefold.model.kernels import compiled, eager
+from fivefold.optim import Updater
+from fivefold.parallel import ActionObserver, Instruments, Mesh, compose
+from fivefold.planner import Estimate, MeasuredPasses, SimulatedStep, simulate_step
 from fivefold.rehearse.job import representatives
 from fivefold.rehearse.rank import DTYPES, RoundRobin, joined
 from fivefold.step import step, updater_of

@@ -18,37 +18,31 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from fivefold.core.fp8 import keeps_rounded
-from fivefold.core.groups import FAR, NEAR, PIPELINE
-from fivefold.core.legality import padded_vocab
+from fivefold.core import PRECISIONS, RUNTIME_PRECISIONS
+from fivefold.core.layout import FAR, NEAR, PIPELINE, keeps_rounded, padded_vocab, stage_kind
 from fivefold.core.plan import Plan
-from fivefold.core.precision import PRECISIONS, RUNTIME_PRECISIONS
 from fivefold.core.schedule import Step, actions_of, merged
-from fivefold.core.splits import stage_kind
-from fivefold.cost.collectives import units_of
-from fivefold.cost.grid import fullest_rank_load
-from fivefold.cost.layer_collectives import max_nodes_per_token
-from fivefold.cost.matching import AFTER, BEFORE, IssuedCollective
-from fivefold.data.batches import samples
-from fivefold.model.batch import TokenBatch
-from fivefold.model.documents import Documents
-from fivefold.model.fp8_experts import TURNED
-from fivefold.model.fp8_operand import Both
-from fivefold.optim.optimizer import Updater
-from fivefold.parallel.compose import Job, StageChunk, compose, hidden_size
-from fivefold.parallel.context import token_index
-from fivefold.parallel.mesh import FAKE, CollectiveRecord, Mesh
-from fivefold.parallel.stage import ActionObserver, Instruments
+from fivefold.cost import fullest_rank_load
+from fivefold.cost.traffic import AFTER, BEFORE, IssuedCollective, max_nodes_per_token, units_of
+from fivefold.data import samples
+from fivefold.model import Documents, TokenBatch
+from fivefold.model.fp8 import TURNED, Both
+from fivefold.optim import Updater
+from fivefold.parallel import (
+    FAKE,
+    ActionObserver,
+    CollectiveRecord,
+    Instruments,
+    Job,
+    Mesh,
+    StageChunk,
+    compose,
+    hidden_size,
+    token_index,
+)
 from fivefold.rehearse import trace as tracing
 from fivefold.rehearse.sizes import DEVICE
-from fivefold.rehearse.trace import (
-    Fused,
-    Meter,
-    Recording,
-    ReplayingChunk,
-    Tracer,
-    Traces,
-)
+from fivefold.rehearse.trace import Fused, Meter, Recording, ReplayingChunk, Tracer, Traces
 from fivefold.step import step, updater_of
 
 _EXCHANGE = torch.ops._c10d_functional.all_to_all_single.default

@@ -16,13 +16,15 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from fivefold.core.schedule import BACKWARD, FORWARD, INPUT_GRAD, WEIGHT_GRAD, Action
-from fivefold.model.batch import TokenBatch
-from fivefold.model.layers import layer_norm, rms_norm
-from fivefold.model.regions import Compute
-from fivefold.model.slots import sum_of_choices
-from fivefold.parallel.compose import StageChunk
-from fivefold.parallel.deferred import unscaled_layer_norm, unscaled_rms_norm
-from fivefold.parallel.mesh import CollectiveRecord, Mesh
+from fivefold.model import TokenBatch, layer_norm, rms_norm, sum_of_choices
+from fivefold.model.kernels import Compute
+from fivefold.parallel import (
+    CollectiveRecord,
+    Mesh,
+    StageChunk,
+    unscaled_layer_norm,
+    unscaled_rms_norm,
+)
 from fivefold.rehearse.sizes import SizesOnly, sized_result
 
 WEIGHTS, GRADIENTS, MASTER, OPTIMIZER = "weights", "gradients", "master", "optimizer"

@@ -7,7 +7,7 @@ import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
-from fivefold.core.errors import FivefoldError
+from fivefold.core import FivefoldError
 
 # --- Numbers with units
 

@@ -6,13 +6,12 @@ from collections.abc import Sequence
 from math import log10
 from typing import TYPE_CHECKING, Any
 
-from fivefold.core.errors import counted
-from fivefold.core.failures import young_interval
-from fivefold.core.plan import Plan
+from fivefold.core import counted
+from fivefold.core.plan import Plan, young_interval
 from fivefold.report import bar, duration, percent, rough_duration, svg_style
 
 if TYPE_CHECKING:
-    from fivefold.planner.failures import FailingJob, FailureForecast, ScalePoint
+    from fivefold.planner import FailingJob, FailureForecast, ScalePoint
 
 _DAY = 86_400.0
 LOST_WORDS = {

@@ -7,13 +7,16 @@ from collections.abc import Sequence
 from itertools import groupby
 from typing import Any
 
-from fivefold.core.compute_budget import Budget, SpentOn, compute_optimal, equal_flops
-from fivefold.core.errors import counted
-from fivefold.core.plan import PlanOptions
-from fivefold.core.textbook import (
+from fivefold.core import counted
+from fivefold.core.plan import (
     STATES,
+    Budget,
     Formula,
+    PlanOptions,
+    SpentOn,
     TextbookJob,
+    compute_optimal,
+    equal_flops,
     gpus_for_states,
     textbook,
     textbook_job,

@@ -10,7 +10,7 @@ from fivefold.report import duration, table
 from fivefold.report.plan_values import estimate_json
 
 if TYPE_CHECKING:
-    from fivefold.planner.estimate import Estimate
+    from fivefold.planner import Estimate
 
 _EQUAL = 0.0005  # a share of a step that is not shown
 

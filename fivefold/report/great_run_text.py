@@ -6,14 +6,13 @@ import dataclasses
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from fivefold.core.great_runs import FLOPS_WORDS, FigurePair, GoodputFacts, load_run
-from fivefold.core.plan import Plan
+from fivefold.core.plan import FLOPS_WORDS, FigurePair, GoodputFacts, Plan, load_run
 from fivefold.report import duration, gib, percent, table, wrapped
 from fivefold.report.plan_text import RunCosts, bill, name_of, verdict_text
 from fivefold.report.plan_values import estimate_json, run_costs
 
 if TYPE_CHECKING:
-    from fivefold.planner.great_runs import OpenChoice, RunComparison, ScaledRun
+    from fivefold.planner import OpenChoice, RunComparison, ScaledRun
 
 _GIB = 2**30
 
@@ -26,7 +25,7 @@ def run_answer(
     `stack`: software in place of that which ran it; `costs`: for the tokens that its source
     reports, if none are given, or else for a trillion.
     """
-    from fivefold.planner.great_runs import compare_run
+    from fivefold.planner import compare_run
 
     found = compare_run(load_run(name), headroom, stack)
     answer, lines = run_json(found), run_text(found)

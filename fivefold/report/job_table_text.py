@@ -9,8 +9,7 @@ from fivefold.report.plan_text import loses, name_of
 from fivefold.report.plan_values import estimate_json
 
 if TYPE_CHECKING:
-    from fivefold.planner.estimate import Estimate
-    from fivefold.planner.job_tables import JobRow, JobTable
+    from fivefold.planner import Estimate, JobRow, JobTable
 
 _GIB = 2**30
 

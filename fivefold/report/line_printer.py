@@ -11,7 +11,7 @@ import queue
 import threading
 from collections.abc import Callable
 
-from fivefold.core.errors import counted
+from fivefold.core import counted
 
 _MOST_LINES = 2000  # that wait: some hundred kilobytes
 Echo = Callable[[str, bool], None]

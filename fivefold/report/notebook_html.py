@@ -16,8 +16,7 @@ from fivefold.report.plan_answers import headline, search_notes
 from fivefold.report.verify_text import WORDS
 
 if TYPE_CHECKING:
-    from fivefold.planner import PlanResult
-    from fivefold.planner.estimate import Estimate
+    from fivefold.planner import Estimate, PlanResult
 
 _WIDTH, _HEIGHT, _LABELS = 720, 26, 5
 _COLOURS = (

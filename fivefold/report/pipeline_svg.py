@@ -9,8 +9,8 @@ import html
 import re
 from collections.abc import Iterator
 
-from fivefold.core.errors import counted
-from fivefold.core.schedule.clock import Timeline, peak_activations
+from fivefold.core import counted
+from fivefold.core.schedule import Timeline, peak_activations
 from fivefold.report import svg_style
 from fivefold.report.pipeline_text import Cell, cells, kinds_in, later_chunks, shade, ticks
 from fivefold.report.pipeline_words import headline, time_writer

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from rich.style import Style
 from rich.text import Text
 
-from fivefold.core.errors import counted
+from fivefold.core import counted
 from fivefold.core.schedule import (
     BACKWARD,
     FORWARD,
@@ -23,9 +23,11 @@ from fivefold.core.schedule import (
     Action,
     Placement,
     Step,
+    Timeline,
     actions_of,
+    memory_levels,
+    needs,
 )
-from fivefold.core.schedule.clock import Timeline, memory_levels, needs
 
 
 class MarkKind(NamedTuple):

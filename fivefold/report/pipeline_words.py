@@ -6,9 +6,8 @@ import math
 import re
 from collections.abc import Callable, Iterator
 
-from fivefold.core.errors import counted
-from fivefold.core.schedule.clock import Timeline, peak_activations, steady_bubble
-from fivefold.core.schedule.family import ClosedForm, Family
+from fivefold.core import counted
+from fivefold.core.schedule import ClosedForm, Family, Timeline, peak_activations, steady_bubble
 from fivefold.report import percent
 
 _SMALLEST_DECIMAL = 1e-6  # shorter steps would need too many decimals

@@ -8,14 +8,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from fivefold.core.errors import counted
+from fivefold.core import counted
 from fivefold.core.plan import Plan
 from fivefold.report import plan_text, plan_values
 from fivefold.report.plan_text import RunCosts
 
 if TYPE_CHECKING:  # estimates need numpy, whose import takes longer than a plan without estimates
-    from fivefold.planner import PlanResult
-    from fivefold.planner.estimate import Estimate
+    from fivefold.planner import Estimate, PlanResult
 
 Printed = tuple[dict[str, Any], list[str]]
 
@@ -51,7 +50,7 @@ def _detail(found: Estimate, why: list[str], costs: RunCosts) -> list[str]:
 
 def first_reasons(found: PlanResult) -> list[str]:
     """Why the first choice of a search is the first."""
-    from fivefold.planner.neighbours import compare_neighbours
+    from fivefold.planner import compare_neighbours
 
     first = found.plans[0]
     return plan_text.reasons_text(first, compare_neighbours(first), found.rival, found.simpler)

@@ -8,13 +8,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from fivefold.cost import COMPUTE
+from fivefold.cost.step import COMPUTE
 from fivefold.report import bar, duration, gib, rough_duration, table
 
 if TYPE_CHECKING:
-    from fivefold.planner.estimate import Estimate
-    from fivefold.planner.failures import FailingJob
-    from fivefold.planner.neighbours import AxisComparison, Neighbour
+    from fivefold.planner import AxisComparison, Estimate, FailingJob, Neighbour
 
 
 _NAMES = {
@@ -267,7 +265,7 @@ class RunCosts(NamedTuple):
 
     def failing(self, one: Estimate) -> FailingJob | None:
         """The run with failures; None if no rate is known."""
-        from fivefold.planner.failures import usual_failures
+        from fivefold.planner import usual_failures
 
         return usual_failures(one, self.mtbf_gpu)
 

@@ -6,20 +6,17 @@ from collections.abc import Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
-from fivefold.core import count
-from fivefold.core.errors import counted
-from fivefold.core.fp8 import Fp8
-from fivefold.core.groups import Topology, communicators
+from fivefold.core import counted
+from fivefold.core.layout import Fp8, Topology, communicators, computed_flops
+from fivefold.core.model import count
 from fivefold.core.plan import Plan
-from fivefold.core.weights import computed_flops
-from fivefold.cost import collectives
-from fivefold.cost.static_memory import communicator_bytes, most_communicators
+from fivefold.cost.memory import communicator_bytes, most_communicators
+from fivefold.cost.traffic import collectives
 from fivefold.report import duration, gib, table
 from fivefold.report.plan_text import RunCosts, loses, name_of
 
 if TYPE_CHECKING:
-    from fivefold.planner.comparisons import Strategy, StrategyTraffic, SweepPoint
-    from fivefold.planner.estimate import Estimate
+    from fivefold.planner import Estimate, Strategy, StrategyTraffic, SweepPoint
 
 
 _GIB = 2**30

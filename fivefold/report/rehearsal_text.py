@@ -6,14 +6,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Protocol
 
-from fivefold.core.errors import counted
+from fivefold.core import counted
 from fivefold.core.plan import Plan
-from fivefold.cost.collectives import TrafficEntry, traffic_entries
+from fivefold.cost.traffic import TrafficEntry, traffic_entries
 
 if TYPE_CHECKING:
-    from fivefold.cost.matching import Mismatch
-    from fivefold.cost.order import OrderVerdict
-    from fivefold.planner.estimate import Estimate, PlannedAction, SimulatedStep
+    from fivefold.cost.traffic import Mismatch, OrderVerdict
+    from fivefold.planner import Estimate, PlannedAction, SimulatedStep
 
 
 _GIB = 2**30

@@ -6,11 +6,16 @@ from collections.abc import Iterator
 from math import ceil
 from typing import Any
 
-from fivefold.core.errors import counted
-from fivefold.core.kv_pages import token_bytes
-from fivefold.planner.serving import ServingChoice, ServingPlan
-from fivefold.planner.serving_fit import ServingRequest, model_bytes
-from fivefold.planner.serving_flags import EMITTERS, EngineCommand
+from fivefold.core import counted
+from fivefold.core.model import token_bytes
+from fivefold.planner.serving import (
+    EMITTERS,
+    EngineCommand,
+    ServingChoice,
+    ServingPlan,
+    ServingRequest,
+    model_bytes,
+)
 from fivefold.report import duration, gib, table, wrapped
 from fivefold.report.plan_answers import Printed
 

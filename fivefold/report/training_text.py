@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from fivefold.core.errors import counted
-from fivefold.core.plan import Plan
-from fivefold.core.recipe import Recipe
-from fivefold.records import GIB, STEPS, PlannedStep, StepRecord, Summary
-from fivefold.records.stragglers import SHOWN_SHARE
+from fivefold.core import counted
+from fivefold.core.plan import Plan, Recipe
+from fivefold.records import GIB, SHOWN_SHARE, STEPS, PlannedStep, StepRecord, Summary
 from fivefold.report import rough_duration, thousands
 
 _CATEGORIES = ("weights", "gradients", "optimizer", "padding", "total")

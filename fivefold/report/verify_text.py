@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from fivefold.core.errors import counted
+from fivefold.core import counted
 from fivefold.core.plan import Plan
-from fivefold.cost.collectives import TrafficEntry
+from fivefold.cost.traffic import TrafficEntry
 
 WORDS = {
     "loss_err": "loss",

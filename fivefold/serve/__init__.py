@@ -18,3 +18,7 @@ do before every step. So a slow client, a long prompt or a large answer never de
     prompting.py  prompts and chats to tokens, beside the event loop
     metrics.py    numbers as Prometheus reads them
 """
+
+from fivefold.faces import lazy_names
+
+__getattr__, __dir__ = lazy_names(__name__)

@@ -13,10 +13,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from fivefold.core.tokenizer import NUM_BYTES
-from fivefold.generate.requests import Reason, Request
-from fivefold.generate.text import ByteCodec, Codec, TextStream
-from fivefold.serve.asked import ApiError, AskedText
+from fivefold.core.model import NUM_BYTES
+from fivefold.generate import ByteCodec, Codec, Reason, Request, TextStream
+from fivefold.serve.schema import ApiError, AskedText
 
 DONE = b"data: [DONE]\n\n"
 _LEAST_LOGPROB = -9999.0  # of a token without probability: JSON has no −inf

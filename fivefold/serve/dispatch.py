@@ -11,15 +11,14 @@ from collections import deque
 from collections.abc import Callable
 from statistics import fmean
 
-from fivefold.core.shape import Shape
-from fivefold.generate.requests import NOT_FINITE, Drawn, Request, Sampling
-from fivefold.generate.text import Codec
+from fivefold.core.model import Shape
+from fivefold.generate import NOT_FINITE, Codec, Drawn, Request, Sampling
 from fivefold.serve.answers import ServedCall, ServedChoice
-from fivefold.serve.asked import ApiError, AskedText
 from fivefold.serve.links import EngineRole, KvTarget, ReplicaHello, StepNews, read_message
 from fivefold.serve.metrics import Labels, ServeMetrics
+from fivefold.serve.queue import FairQueue
 from fivefold.serve.replicas import ServingReplica, least_loaded, prompt_digests
-from fivefold.serve.waiting import FairQueue
+from fivefold.serve.schema import ApiError, AskedText
 
 _RECENT = 64  # calls whose time tells how long others will wait
 _LONGEST_RETRY_S = 60

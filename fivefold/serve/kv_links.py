@@ -24,11 +24,9 @@ from typing import Any
 
 import torch
 
-from fivefold.core.kv_routes import KvRoute, kv_routes, moved_bytes
-from fivefold.core.plan import Plan
-from fivefold.generate.blocks import BLOCK, blocks_of
-from fivefold.generate.kv_travel import KvPiece, RankPages
-from fivefold.generate.requests import SequenceState
+from fivefold.core.model import BLOCK, blocks_of
+from fivefold.core.plan import KvRoute, Plan, kv_routes, moved_bytes
+from fivefold.generate import KvPiece, RankPages, SequenceState
 from fivefold.serve.links import (
     AddCommand,
     DropCommand,

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from fivefold.generate.requests import Drawn, Reason, Request
+from fivefold.generate import Drawn, Reason, Request
 
 _HEAD = struct.Struct("<I")
 _READ = 1 << 16

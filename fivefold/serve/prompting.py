@@ -16,11 +16,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from fivefold.core.errors import FivefoldError
-from fivefold.generate import chat_worker
-from fivefold.generate.chat import ChatTemplate
-from fivefold.generate.text import Codec, LibraryCodec, QuotingCodec
-from fivefold.serve.asked import ApiError, AskedText
+from fivefold.core import FivefoldError
+from fivefold.generate import ChatTemplate, Codec, LibraryCodec, QuotingCodec, chat_worker
+from fivefold.serve.schema import ApiError, AskedText
 
 _SHORT = 4096  # characters that are encoded at once; longer texts go to a thread
 _SLICE = 1 << 16  # characters; texts of several are counted before they are encoded

@@ -17,17 +17,23 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from fivefold.core.errors import FivefoldError
+from fivefold.core import FivefoldError
+from fivefold.core.model import BLOCK, blocks_of
 from fivefold.core.plan import Plan
-from fivefold.generate.blocks import BLOCK, blocks_of
-from fivefold.generate.forward import DecoderForward
-from fivefold.generate.kv_travel import RankPages
-from fivefold.generate.layout import LayoutEngine
-from fivefold.generate.requests import DrawnToken, Request, SequenceChunk, StepBatch
-from fivefold.generate.scheduler import ScheduleLimits
-from fivefold.generate.text_ranks import RefusedTask, TextTask, engine_of_rank
-from fivefold.launch.backend import forked_device
-from fivefold.launch.worker import Worker
+from fivefold.generate import (
+    DecoderForward,
+    DrawnToken,
+    LayoutEngine,
+    RankPages,
+    RefusedTask,
+    Request,
+    ScheduleLimits,
+    SequenceChunk,
+    StepBatch,
+    TextTask,
+    engine_of_rank,
+)
+from fivefold.launch import Worker, forked_device
 from fivefold.serve.kv_links import Adoptions, KvInbox, KvOutbox, RankTravel, kv_socket
 from fivefold.serve.links import (
     AddCommand,
@@ -151,7 +157,7 @@ def _capture_steps(forward: DecoderForward, most: int, longest: int) -> None:
 
 def _capture_prompts(forward: DecoderForward, tokens: int) -> None:
     """Capture steps with prompts, where steps are replayed."""
-    from fivefold.generate.on_gpu import GraphedForward  # Triton is there only with CUDA
+    from fivefold.generate import GraphedForward  # Triton is there only with CUDA
 
     if isinstance(forward, GraphedForward):
         forward.capture_prompts(tokens)

@@ -15,8 +15,8 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from fivefold.generate.blocks import BLOCK, chained_digest
-from fivefold.generate.requests import Drawn
+from fivefold.core.model import BLOCK
+from fivefold.generate import Drawn, chained_digest
 from fivefold.serve.answers import ServedChoice
 from fivefold.serve.links import (
     AddCommand,

@@ -10,24 +10,26 @@ from typing import Any
 
 import torch
 
-from fivefold.core.errors import FivefoldError
-from fivefold.core.plan import Plan
-from fivefold.core.recipe import Recipe
+from fivefold.core import FivefoldError
+from fivefold.core.plan import Plan, Recipe
 from fivefold.core.schedule import Step
-from fivefold.data.evaluation import EvaluationSet, evaluation_sets, require_set
-from fivefold.data.mixture import Source, open_source
-from fivefold.data.rank_reader import RankReader
-from fivefold.data.rows import Corpus, Synthetic, is_paired
-from fivefold.model.regions import compiled, eager
-from fivefold.optim.optimizer import Updater
-from fivefold.parallel.compose import Job, compose
-from fivefold.parallel.mesh import Mesh
-from fivefold.parallel.offload import GradientHome
-from fivefold.parallel.stage import ActionObserver, Instruments
+from fivefold.data import (
+    Corpus,
+    EvaluationSet,
+    RankReader,
+    Source,
+    Synthetic,
+    evaluation_sets,
+    is_paired,
+    open_source,
+    require_set,
+)
+from fivefold.model.kernels import compiled, eager
+from fivefold.optim import Updater
+from fivefold.parallel import ActionObserver, Instruments, Job, Mesh, compose
+from fivefold.parallel.units import GradientHome
 from fivefold.step import updater_of
-from fivefold.train.callbacks.pace import PaceCallback
-from fivefold.train.callbacks.records import SpanCallback, require_trackers
-from fivefold.train.callbacks.watchdog import WatchdogCallback
+from fivefold.train.callbacks import PaceCallback, SpanCallback, WatchdogCallback, require_trackers
 from fivefold.train.checkpoint import latest
 from fivefold.train.pair_rules import pair_corpora, read_references, require_pairs
 from fivefold.train.state import TrainSettings

@@ -12,12 +12,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fivefold.core.batch import Batch
-from fivefold.core.layout import Layout
+from fivefold.core.layout import Batch, Layout
 from fivefold.core.plan import Plan
-from fivefold.cost.collectives import least_traffic_share, predict_traffic
-from fivefold.cost.layer_collectives import UNEVEN_AXES
-from fivefold.cost.static_memory import static_bytes
+from fivefold.cost.memory import static_bytes
+from fivefold.cost.traffic import UNEVEN_AXES, least_traffic_share, predict_traffic
 from fivefold.train.state import (
     AxisTraffic,
     RankMemory,

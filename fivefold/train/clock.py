@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import torch
 
-from fivefold.records.run_folder import RunFolder
+from fivefold.records import RunFolder
 
 _DRIFT = 1e-4  # seconds a second by which two clocks drift apart: crystals are off by less
 

@@ -12,33 +12,40 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fivefold.core.errors import FivefoldError
+from fivefold.core import FivefoldError
 from fivefold.core.plan import Plan
-from fivefold.launch.backend import RankDevice, forked_device
-from fivefold.launch.watchdog import watched
-from fivefold.launch.worker import Worker
-from fivefold.model.batch import TokenBatch
-from fivefold.model.linear_math import ReorderedSums
-from fivefold.optim.optimizer import LossScale
-from fivefold.records import BUILD, EVAL, LOAD, StepRecord, mfu
-from fivefold.records.run_folder import RunFolder, TimeSpent
+from fivefold.launch import RankDevice, Worker, forked_device
+from fivefold.launch.watch import watched
+from fivefold.model import ReorderedSums, TokenBatch
+from fivefold.optim import LossScale
+from fivefold.records import BUILD, EVAL, LOAD, RunFolder, StepRecord, TimeSpent, mfu
 from fivefold.step import Guard, StepOutcome, StepWatch, step
 from fivefold.train.build import BuiltRank, build_rank
-from fivefold.train.callbacks import Callback
-from fivefold.train.callbacks.checkpoints import CheckpointCallback
-from fivefold.train.callbacks.copies import CopyCallback
-from fivefold.train.callbacks.evaluation import EvaluationCallback
-from fivefold.train.callbacks.memory import MemoryCallback
-from fivefold.train.callbacks.pace import PaceCallback
-from fivefold.train.callbacks.records import RecordCallback, SpanCallback
-from fivefold.train.callbacks.samples import SampleCallback
-from fivefold.train.callbacks.stop import StopCallback
-from fivefold.train.callbacks.watchdog import PhaseLimits, WatchdogCallback
+from fivefold.train.callbacks import (
+    Callback,
+    CheckpointCallback,
+    CopyCallback,
+    EvaluationCallback,
+    MemoryCallback,
+    PaceCallback,
+    PhaseLimits,
+    RecordCallback,
+    SampleCallback,
+    SpanCallback,
+    StopCallback,
+    WatchdogCallback,
+)
 from fivefold.train.clock import StepClock, StepMark
-from fivefold.train.integrity import Integrity, exchanged
 from fivefold.train.preference import PreferenceObjective, objective_of
+from fivefold.train.recovery import (
+    Bound,
+    Integrity,
+    LocalNumbers,
+    ReplayCallback,
+    RunningBound,
+    exchanged,
+)
 from fivefold.train.references import GradientSketches
-from fivefold.train.replaying import Bound, LocalNumbers, ReplayCallback, RunningBound
 from fivefold.train.state import Progress, TrainedRank, TrainSettings
 
 

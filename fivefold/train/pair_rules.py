@@ -11,13 +11,10 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from fivefold.core.batch import Batch
-from fivefold.core.errors import BadFile, FivefoldError
-from fivefold.core.plan import Plan
-from fivefold.core.recipe import Recipe
-from fivefold.data.evaluation import EvaluationSet
-from fivefold.data.mixture import Source
-from fivefold.data.rows import SIDES, Corpus, Synthetic, is_paired
+from fivefold.core import BadFile, FivefoldError
+from fivefold.core.layout import Batch
+from fivefold.core.plan import Plan, Recipe
+from fivefold.data import SIDES, Corpus, EvaluationSet, Source, Synthetic, is_paired
 
 FILE = "reference.npz"
 References = dict[str, NDArray[np.float64]]

@@ -23,9 +23,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fivefold.data.rows import SIDES, Corpus, RowPlace
-from fivefold.model.batch import TokenBatch
-from fivefold.records.run_folder import naming_file
+from fivefold.data import SIDES, Corpus, RowPlace
+from fivefold.model import TokenBatch
+from fivefold.records import naming_file
 from fivefold.step import logprobs
 from fivefold.train.build import BuiltRank, sets_of
 from fivefold.train.callbacks import Callback

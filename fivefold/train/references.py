@@ -14,9 +14,8 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
-from fivefold.core.boxes import Box, boxes_of
-from fivefold.core.weights import Weight
-from fivefold.parallel.compose import Job
+from fivefold.core.layout import Box, Weight, boxes_of
+from fivefold.parallel import Job
 from fivefold.step import StepWatch
 from fivefold.train.state import Progress, Sketch, TrainedRank
 

@@ -13,17 +13,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fivefold.core.plan import Plan
-from fivefold.core.precision import Dtype
-from fivefold.core.recipe import Recipe
-from fivefold.cost.static_memory import StaticMemory
-from fivefold.launch.backend import Backend
-from fivefold.launch.kept_memory import MemoryKeeper
-from fivefold.optim.optimizer import LossScale, Updater
-from fivefold.parallel.balance import positions_of
-from fivefold.parallel.compose import Job
-from fivefold.records import PlannedStep
-from fivefold.records.run_owner import RunTicket
+from fivefold.core import Dtype
+from fivefold.core.plan import Plan, Recipe
+from fivefold.cost.memory import StaticMemory
+from fivefold.launch import Backend, MemoryKeeper
+from fivefold.optim import LossScale, Updater
+from fivefold.parallel import Job, positions_of
+from fivefold.records import PlannedStep, RunTicket
 from fivefold.train.checkpoint import Facts
 
 _COMPARED = 256  # steps whose traffic is compared with the plan

@@ -4,17 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from fivefold.core.errors import FivefoldError
+from fivefold.core import FivefoldError
+from fivefold.core.model import TOKENIZER_FILES, files_in, model_folder, tokenizer_in
 from fivefold.core.plan import Plan
-from fivefold.core.tokenizer import (
-    TOKENIZER_FILES,
-    files_in,
-    model_folder,
-    tokenizer_in,
-)
-from fivefold.data.mixture import Source, tokenizers_of
-from fivefold.records.run_folder import naming_file
-from fivefold.records.run_reader import tokenizer_of_run
+from fivefold.data import Source, tokenizers_of
+from fivefold.records import naming_file, tokenizer_of_run
 
 
 def require_same_tokenizer(plan: Plan, data: str, folder: Path | None) -> None:

@@ -25,13 +25,18 @@ from fivefold.api.checks import checkpoint_step as checkpoint_step
 from fivefold.api.checks import one_of as one_of
 from fivefold.api.checks import positive as positive
 from fivefold.api.jobs import GivenJob
-from fivefold.core import machine as machines
-from fivefold.core.errors import JSON_SCHEMA, BadFile, FivefoldError, RankLost
+from fivefold.core import (
+    JSON_SCHEMA,
+    PRECISIONS,
+    BadFile,
+    FivefoldError,
+    RankLost,
+    parse_count,
+    run_keys,
+)
+from fivefold.core import hardware as machines
 from fivefold.core.layout import parse_zero
-from fivefold.core.plan import PlanOptions, options_from, says_layout
-from fivefold.core.precision import PRECISIONS, run_keys
-from fivefold.core.settings import parse_settings, require_key
-from fivefold.core.tables import parse_count
+from fivefold.core.plan import PlanOptions, options_from, parse_settings, require_key, says_layout
 from fivefold.verbs.options import OF_BRIDGES as OF_BRIDGES
 from fivefold.verbs.options import SERVING as SERVING
 from fivefold.verbs.options import SHARED, TARGET
@@ -60,8 +65,7 @@ if TYPE_CHECKING:
     from rich.progress import ProgressColumn
 
     from fivefold.api.jobs import OnProgress, TaskProgress
-    from fivefold.generate.text_ranks import TextTask
-    from fivefold.generate.writer import TextPiece
+    from fivefold.generate import TextPiece, TextTask
 
 
 def with_plan_options(
@@ -267,7 +271,7 @@ def warn(why: str) -> None:
 
 def write_texts(task: TextTask, title: str, on_piece: Callable[[TextPiece], None]) -> None:
     """Run the ranks of a generator, and pass on what they write."""
-    from fivefold.generate.text_ranks import run_ranks
+    from fivefold.generate import run_ranks
 
     def on_each(piece: TextPiece) -> None:
         on_piece(piece)

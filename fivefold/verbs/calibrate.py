@@ -12,11 +12,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fivefold.core import machine as machines
-from fivefold.core import tables
-from fivefold.core.errors import FivefoldError
-from fivefold.core.machine import Machine
-from fivefold.cost.calibration import (
+from fivefold.core import FivefoldError, Machine, tables
+from fivefold.core import hardware as machines
+from fivefold.cost.hardware import (
     LINKS,
     MEMORY,
     Calibration,
@@ -26,12 +24,12 @@ from fivefold.cost.calibration import (
     calibrate,
     guess_base,
 )
-from fivefold.launch.launcher import LauncherEnvironment, read_torchrun
+from fivefold.launch import LauncherEnvironment, read_torchrun
 from fivefold.report import write_text
 from fivefold.verbs import BackendOption, above, asked_backend, json_text, progress_bar
 
 if TYPE_CHECKING:
-    from fivefold.launch.backend import Backend, RankDevice
+    from fivefold.launch import Backend, RankDevice
 
 Tick = Callable[[], None]
 
@@ -107,7 +105,7 @@ def _device(
     mine: LauncherEnvironment | None,
 ) -> RankDevice:
     """The device of this rank and the backend; refuses what is not available."""
-    from fivefold.launch.backend import (
+    from fivefold.launch import (
         NcclLibrary,
         choose_backend,
         forked_device,
@@ -207,7 +205,7 @@ def _rings(
     if ranks == 1:
         return []
     from fivefold.calibrate import RINGS_SHARE, forked_rings, launched_rings
-    from fivefold.launch.processes import RankLost
+    from fivefold.core import RankLost
 
     share = RINGS_SHARE * seconds
     if mine is not None:

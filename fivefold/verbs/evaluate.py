@@ -19,13 +19,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from fivefold.api.generating import model_options, open_weights
-from fivefold.core.errors import BadFile, FivefoldError, UnknownName
-from fivefold.generate.text_model import DTYPES, ModelSetup, find_model, set_up
+from fivefold.core import BadFile, FivefoldError, UnknownName
+from fivefold.generate import DTYPES, ModelSetup, find_model, set_up
 from fivefold.verbs import above, checkpoint_step, json_text, write_texts
 
 if TYPE_CHECKING:
-    from fivefold.generate.task_model import TaskModel
-    from fivefold.generate.writer import TextPiece, TextRequest, WrittenText
+    from fivefold.generate import TaskModel, TextPiece, TextRequest, WrittenText
 
 _INSTALL = "fivefold eval needs the lm-eval package: pip install 'fivefold[eval]'"
 _NO_METRIC = ("alias", "name", "sample_len", "sample_count")
@@ -144,7 +143,7 @@ class UnknownTask(UnknownName):
 
 
 def task_model_of(setup: ModelSetup) -> TaskModel:
-    from fivefold.generate.task_model import TaskModel, prefix_token
+    from fivefold.generate import TaskModel, prefix_token
 
     def write(requests: list[TextRequest]) -> Mapping[str, WrittenText]:
         written: dict[str, WrittenText] = {}

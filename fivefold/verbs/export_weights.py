@@ -9,26 +9,24 @@ from typing import Annotated, Any, Literal, NamedTuple
 import typer
 
 from fivefold.api.bridging import HUGGING_FACE, TITAN_FORMATS
-from fivefold.core import models, plan
-from fivefold.core.count import parameters
-from fivefold.core.errors import FivefoldError, counted
-from fivefold.core.plan import PlanOptions
-from fivefold.core.precision import PRECISIONS
-from fivefold.core.tokenizer import (
+from fivefold.core import PRECISIONS, FivefoldError, counted
+from fivefold.core.layout import tuned
+from fivefold.core.model import (
     BYTES,
     TOKENIZER,
     TOKENIZER_FILES,
     TokenizerId,
+    Tuning,
     byte_tokenizer,
     files_in,
     fingerprint,
     model_folder,
+    parameters,
 )
-from fivefold.core.tuning import Tuning
-from fivefold.core.weights import tuned
-from fivefold.huggingface.config_export import HfModel, as_hf
-from fivefold.huggingface.model_card import CARD, GENERATION, generation_config, model_card
-from fivefold.records.run_reader import known_tokenizer, options_of, plan_text_of
+from fivefold.core.model import presets as models
+from fivefold.core.plan import PlanOptions, plan
+from fivefold.huggingface import CARD, GENERATION, HfModel, as_hf, generation_config, model_card
+from fivefold.records import known_tokenizer, options_of, plan_text_of
 from fivefold.verbs import above, checkpoint_step, json_text, one_of
 
 _WRITTEN = ("bf16", "fp32")
@@ -112,9 +110,8 @@ def _exported(
     import torch
 
     from fivefold.api.titan_weights import how_to_load, write_titan
-    from fivefold.huggingface.adapters import BASE, base_of, merged, write_adapter
-    from fivefold.huggingface.files import write_model
-    from fivefold.train.checkpoint.of_run import open_run
+    from fivefold.huggingface import BASE, base_of, merged, write_adapter, write_model
+    from fivefold.train.checkpoint import open_run
 
     shape, dtype = tuned(model.shape, options.tuning), getattr(torch, _dtype_of(options))
     reader = open_run(run_folder, shape, step, lambda why: typer.echo(f"fivefold: {why}", err=True))

@@ -14,13 +14,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from fivefold.api.generating import generate
-from fivefold.core.errors import FivefoldError, RankLost
-from fivefold.generate.prompts import Prompt, read_prompts
-from fivefold.generate.text_model import DTYPES
+from fivefold.core import FivefoldError, RankLost
+from fivefold.generate import DTYPES, Prompt, read_prompts
 from fivefold.verbs import shown_progress, warn
 
 if TYPE_CHECKING:
-    from fivefold.generate.writer import TextPiece, WrittenText
+    from fivefold.generate import TextPiece, WrittenText
 
 InvariantOption = Annotated[
     bool, typer.Option("--batch-invariant", help="Results do not depend on the batch, to the bit.")

@@ -11,22 +11,18 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import typer
 
 from fivefold.api.bridging import HUGGING_FACE, TITAN_FORMATS, titan_model
-from fivefold.core import models, tables
-from fivefold.core.count import parameters
-from fivefold.core.errors import FivefoldError
-from fivefold.core.precision import PRECISIONS
-from fivefold.core.tokenizer import TOKENIZER_FILES, files_in, tokenizer_in
-from fivefold.core.tuning import ADAPTER
-from fivefold.core.weights import buffers, tuned, weights
+from fivefold.core import PRECISIONS, FivefoldError, tables
+from fivefold.core.layout import buffers, tuned, weights
+from fivefold.core.model import ADAPTER, TOKENIZER_FILES, files_in, parameters, tokenizer_in
+from fivefold.core.model import presets as models
 from fivefold.verbs import json_text, one_of
 
 if TYPE_CHECKING:
     import torch
 
     from fivefold.api.titan_weights import TitanFolder
-    from fivefold.core.shape import Shape
-    from fivefold.huggingface.adapters import AdapterFolder
-    from fivefold.huggingface.files import HfFolder
+    from fivefold.core.model import Shape
+    from fivefold.huggingface import AdapterFolder, HfFolder
 
 
 _CONFIG = "config.json"
@@ -82,7 +78,7 @@ class ImportSource(NamedTuple):
     def open(self, shape: Shape) -> HfFolder | TitanFolder:
         """The weights, all of them checked."""
         from fivefold.api.titan_weights import TitanFolder
-        from fivefold.huggingface.files import HfFolder
+        from fivefold.huggingface import HfFolder
 
         return (TitanFolder if self.is_titan else HfFolder)(self.folder, shape)
 
@@ -105,7 +101,7 @@ def _imported(
     # Imported here, so that a bad command line is refused before torch is loaded.
     import torch
 
-    from fivefold.huggingface.adapters import AdapterFolder
+    from fivefold.huggingface import AdapterFolder
     from fivefold.train.checkpoint import Facts, published, write_checkpoint
 
     if published(target / "checkpoints"):

@@ -9,13 +9,19 @@ from typing import Annotated, Any
 import typer
 
 from fivefold import verbs
-from fivefold.core.errors import FivefoldError, counted
+from fivefold.core import FivefoldError, counted
 from fivefold.core.plan import Plan, options_from, resolve
-from fivefold.launch.kubernetes import kubernetes_manifest
-from fivefold.launch.launcher import require_trainable
-from fivefold.launch.scripts import LaunchJob, LaunchRequest, Target, job_of, known_target
-from fivefold.launch.slurm import slurm_script
-from fivefold.launch.torchrun import torchrun_script
+from fivefold.launch import require_trainable
+from fivefold.launch.scripts import (
+    LaunchJob,
+    LaunchRequest,
+    Target,
+    job_of,
+    known_target,
+    kubernetes_manifest,
+    slurm_script,
+    torchrun_script,
+)
 from fivefold.report import write_text
 
 _WRITERS = {

@@ -12,17 +12,17 @@ from urllib.parse import parse_qsl, urlencode
 
 import typer
 
-from fivefold.core import models
-from fivefold.core.errors import FivefoldError, UnknownName, did_you_mean, printable
+from fivefold.core import PRECISIONS, FivefoldError, UnknownName, did_you_mean, printable
+from fivefold.core.model import presets as models
 from fivefold.core.plan import PlanOptions, read
-from fivefold.core.precision import PRECISIONS
-from fivefold.page import document, run_compare
-from fivefold.page.explore_state import State, state_of
-from fivefold.page.run_compare import RunSource
-from fivefold.records import run_folder, run_reader
-from fivefold.records.spans import RunFacts, StepSpans
+from fivefold.records import RunFacts, StepSpans, run_reader
+from fivefold.records import run_writer as run_folder
 from fivefold.report import write_text
 from fivefold.verbs import json_text, one_of, progress_bar, with_plan_options
+from fivefold_page import document
+from fivefold_page.explore import State, state_of
+from fivefold_page.run import RunSource
+from fivefold_page.run import compare as run_compare
 
 _TABS = ("explore", "learn", "run")
 _LAST_PORT = 65_535
@@ -201,7 +201,7 @@ def _without_file(words: list[str]) -> list[str]:
 
 def _serve(start: document.PageStart, run: RunSource | None, port: int) -> None:
     try:
-        from fivefold.page import server
+        from fivefold_page import server
     except ImportError as error:
         raise FivefoldError(
             f"the page is served by Starlette and uvicorn ({error}): {document.INSTALL}; "

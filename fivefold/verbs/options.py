@@ -8,11 +8,11 @@ from typing import Annotated, Any
 import typer
 
 from fivefold.completion import starting_with
-from fivefold.core import machine as machines
-from fivefold.core import models
-from fivefold.core.precision import PRECISIONS
+from fivefold.core import PRECISIONS
+from fivefold.core import hardware as machines
+from fivefold.core.layout import CONTEXT_KINDS
+from fivefold.core.model import presets as models
 from fivefold.core.schedule import catalog
-from fivefold.core.splits import CONTEXT_KINDS
 
 TARGET = Annotated[
     str,

@@ -28,9 +28,15 @@ from fivefold.api.planning import (
     write_plan,
 )
 from fivefold.api.serving_plans import plan_serving
-from fivefold.core.compute_budget import TOKENS_PER_PARAMETER, USUAL_MFU, parse_budget
-from fivefold.core.errors import FivefoldError
-from fivefold.core.plan import Plan, PlanOptions, resolve
+from fivefold.core import FivefoldError
+from fivefold.core.plan import (
+    TOKENS_PER_PARAMETER,
+    USUAL_MFU,
+    Plan,
+    PlanOptions,
+    parse_budget,
+    resolve,
+)
 from fivefold.report import plan_values, write_text
 from fivefold.report.formula_text import budget_answer, textbook_answer
 from fivefold.report.great_run_text import run_answer
@@ -39,8 +45,7 @@ from fivefold.report.plan_answers import Printed
 from fivefold.report.plan_text import RunCosts
 
 if TYPE_CHECKING:  # estimates need numpy, whose import takes longer than a plan without estimates
-    from fivefold.planner import PlanRequest
-    from fivefold.planner.estimate import Estimate
+    from fivefold.planner import Estimate, PlanRequest
 
 
 @partial(verbs.with_plan_options, default_target="", group=("serving", verbs.SERVING))
@@ -235,7 +240,7 @@ def _emitted(chosen: Plan, options: dict[str, Any]) -> Printed:
 
 def _given(job: GivenJob, options: dict[str, Any]) -> Printed:
     """A plan with a given layout, and its estimates."""
-    from fivefold.planner.comparisons import parse_changes, scale_plan
+    from fivefold.planner import parse_changes, scale_plan
 
     if options["fix"] is not None or options["objective"] != "tokens":
         raise FivefoldError("--fix and --objective are for a search: leave --layout out")
@@ -277,7 +282,7 @@ def _searched(job: GivenJob, options: dict[str, Any]) -> Printed:
 
 def _both(job: GivenJob, options: dict[str, Any]) -> Iterator[PlanRequest]:
     """What is searched now, and what if it were changed."""
-    from fivefold.planner.comparisons import apply_changes, parse_changes
+    from fivefold.planner import apply_changes, parse_changes
 
     fixed, precision = fixed_values(job, options["fix"]), options["precision"]
     asked = request_of(job.options, fixed, options["how"], precision)
@@ -299,8 +304,7 @@ def _what_if(before: Estimate, after: Estimate, words: str) -> Printed:
 
 def _tables(asked: PlanRequest, options: dict[str, Any], given: Plan | None = None) -> Printed:
     """The tables of `--table`, `--compare` and `--sweep`."""
-    from fivefold.planner.comparisons import single_axis_strategies, sweep, sweep_values
-    from fivefold.planner.job_tables import TABLES, job_table
+    from fivefold.planner import TABLES, job_table, single_axis_strategies, sweep, sweep_values
 
     if options["table"]:
         chosen = job_table(verbs.one_of("table", options["table"], TABLES), asked, given)

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from fivefold.api.rehearsing import rehearse
-from fivefold.core.errors import RankLost
+from fivefold.core import RankLost
 from fivefold.core.plan import PlanOptions
 from fivefold.report import write_text
 from fivefold.verbs import (

@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from fivefold.api.scheduling import TimedSchedule, schedule
-from fivefold.core.errors import FivefoldError
+from fivefold.core import FivefoldError
 from fivefold.core.schedule import catalog
 from fivefold.verbs import json_text
 

@@ -9,16 +9,23 @@ from typing import Annotated, Any, cast
 
 import typer
 
-from fivefold.core.errors import InternalError, counted
-from fivefold.core.tables import to_toml
+from fivefold.core import InternalError, counted, to_toml
 from fivefold.report import write_text
-from fivefold.report.score_page import render, score_page, sections
-from fivefold.report.score_svg import Dot, score_svg
-from fivefold.score import summary
-from fivefold.score.left_out import fitted_numbers, leave_one_out, rescore
-from fivefold.score.outcome import ScoredRun, score
-from fivefold.score.rows import read_runs
 from fivefold.verbs import json_text, progress_bar
+from fivefold_score import (
+    Dot,
+    ScoredRun,
+    fitted_numbers,
+    leave_one_out,
+    read_runs,
+    render,
+    rescore,
+    score,
+    score_page,
+    score_svg,
+    sections,
+    summary,
+)
 
 _MOST_SKIPPED = 10
 

@@ -7,8 +7,7 @@ from typing import Annotated
 import typer
 
 from fivefold.api.simulating import RUNS, simulate
-from fivefold.core.failures import DETECT, REPAIR, RESTART
-from fivefold.core.plan import PlanOptions
+from fivefold.core.plan import DETECT, REPAIR, RESTART, PlanOptions
 from fivefold.verbs import as_given, json_text, require_known, with_plan_options
 
 

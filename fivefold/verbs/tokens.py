@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
-from fivefold.core.errors import FivefoldError
+from fivefold.core import FivefoldError
 from fivefold.verbs import ProgressBar, json_text, progress_bar, tokens_of
 
 if TYPE_CHECKING:
-    from fivefold.data.tokenizing import Encode
+    from fivefold.data import Encode
 
 _WORDS = {"empty": "empty", "short": "too short", "long": "too long", "duplicate": "duplicate"}
 
@@ -130,8 +130,7 @@ def _write(
     force: bool,
 ) -> dict[str, Any]:
     # Imported here, so that --help does not load numpy.
-    from fivefold.data.sources import find_sources
-    from fivefold.data.tokenizing import TokenizeOptions, tokenize, usual_workers
+    from fivefold.data import TokenizeOptions, find_sources, tokenize, usual_workers
 
     encode = _encode(words)
     sources = find_sources(inputs)
@@ -150,15 +149,15 @@ def _write(
 
 
 def _encode(words: Tokenizing) -> Encode:
-    from fivefold.data.conversations import ChatEncoder
-    from fivefold.data.documents import (
+    from fivefold.data import (
         BlockEncoder,
+        ChatEncoder,
         LengthFilter,
+        PairEncoder,
         make_chat_encoder,
         make_encoder,
     )
-    from fivefold.data.pairs import PairEncoder
-    from fivefold.generate.chat import ChatTemplate
+    from fivefold.generate import ChatTemplate
 
     keep = LengthFilter(**words.lengths)  # type: ignore[arg-type]
     if words.pairs and words.column is not None:
@@ -173,7 +172,7 @@ def _encode(words: Tokenizing) -> Encode:
 
 
 def _check(folder: Path) -> dict[str, Any]:
-    from fivefold.data.shards import read_index, refuse_damaged
+    from fivefold.data import read_index, refuse_damaged
 
     index = read_index(folder)
     with _bar(index.num_bytes) as bar:
@@ -182,13 +181,13 @@ def _check(folder: Path) -> dict[str, Any]:
 
 
 def _info(folder: Path) -> dict[str, Any]:
-    from fivefold.data.inspecting import inspect
+    from fivefold.data import inspect
 
     return {**_describe(folder), **inspect(folder)}
 
 
 def _describe(folder: Path) -> dict[str, Any]:
-    from fivefold.data.shards import read_index
+    from fivefold.data import read_index
 
     index = read_index(folder)
     return {

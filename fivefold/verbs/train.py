@@ -16,10 +16,9 @@ import typer
 from fivefold.api.jobs import GivenJob
 from fivefold.api.restarting import RestartedRun
 from fivefold.api.training import StartedRun, train
-from fivefold.core.errors import RankLost
+from fivefold.core import FORMATS, RankLost
 from fivefold.core.plan import PlanOptions
-from fivefold.core.precision import FORMATS
-from fivefold.launch.launcher import read_environment
+from fivefold.launch import read_environment
 from fivefold.records import Pace, StepRecord
 from fivefold.report.line_printer import LinePrinter
 from fivefold.report.training_text import out_of_memory, step_line
@@ -130,7 +129,7 @@ class _Reporter:
             typer.echo(line, err=err)  # a thread would be forked with the ranks
 
     def report(self, report: Any) -> None:
-        from fivefold.train import SampleText
+        from fivefold.train.callbacks import SampleText
 
         if isinstance(report, StartedRun):
             self.steps = report.recipe.steps

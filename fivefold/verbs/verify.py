@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from fivefold.api.verifying import VERIFIED_OPTIMIZERS, verify
-from fivefold.core.errors import RankLost
+from fivefold.core import RankLost
 from fivefold.core.plan import PlanOptions
 from fivefold.verbs import BackendOption, as_given, json_text, shown_progress, with_plan_options
 

@@ -18,14 +18,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fivefold.core.groups import WORLD
-from fivefold.core.schedule.catalog import family
-from fivefold.core.schedule.linear import Delays
-from fivefold.model.batch import NOT_COUNTED, TokenBatch
-from fivefold.parallel.compose import Job, StageChunk, hidden_size
-from fivefold.parallel.pipeline import Pipeline
-from fivefold.parallel.stage import ActionObserver
-from fivefold.parallel.tensor import sum_partial
+from fivefold.core.layout import WORLD
+from fivefold.core.schedule import Delays, family
+from fivefold.model import NOT_COUNTED, TokenBatch
+from fivefold.parallel import ActionObserver, Job, Pipeline, StageChunk, hidden_size, sum_partial
 from fivefold.step import Optimizer, StepOutcome, squared_norm
 
 Version = dict[str, nn.Parameter]

@@ -16,8 +16,8 @@ from typing import Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from fivefold.core.precision import FORMATS
-from fivefold.core.weights import WeightShard
+from fivefold.core import FORMATS
+from fivefold.core.layout import WeightShard
 
 Array = NDArray[np.floating]
 Dtype = Literal["float64", "float32", "bfloat16"]

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fivefold.core.groups import PIPELINE
-from fivefold.parallel.mesh import CollectiveRecord, Mesh
+from fivefold.core.layout import PIPELINE
+from fivefold.parallel import CollectiveRecord, Mesh
 
 # The kind of each operator, and which of its arguments is the input buffer.
 _KINDS = {

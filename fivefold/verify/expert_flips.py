@@ -14,9 +14,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from fivefold.core.layout import Weight, WeightShard, by_name, shard_of
 from fivefold.core.plan import Plan
-from fivefold.core.weights import Weight, WeightShard, by_name, shard_of
-from fivefold.model.fp8_experts import TURNED
+from fivefold.model.fp8 import TURNED
 from fivefold.verify.fp8_reference import CodeArray, ExpertCodes, RowKey
 
 RankRows = dict[RowKey, CodeArray]

@@ -15,9 +15,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from fivefold.core.layout import Weight, WeightShard, by_name, shard_of
 from fivefold.core.plan import Plan
-from fivefold.core.weights import Weight, WeightShard, by_name, shard_of
-from fivefold.model.fp8_operand import Both
+from fivefold.model.fp8 import Both
 from fivefold.verify.fp8_reference import Codes, RoundedCodes
 
 CodeArray = NDArray[np.uint8]

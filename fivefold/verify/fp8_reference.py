@@ -1,4 +1,4 @@
-"""The reference's own fp8, from `docs/fp8.md` alone: it shares no code with `model/fp8.py`.
+"""The reference's own fp8, from `docs/fp8.md` alone: it shares no code with `rounding.py`.
 
 Values that share a scale are cut out one after another and rounded where they are; matmuls are
 those of torch on the rounded values. The batch has all rows of the step, in runs of one microbatch
@@ -18,10 +18,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from fivefold.core.fp8 import Fp8
-from fivefold.model.decoder import Block, Decoder
-from fivefold.model.layers import Linear
-from fivefold.model.moe import ExpertStack, MoeMlp
+from fivefold.core.layout import Fp8
+from fivefold.model import Block, Decoder, ExpertStack, Linear, MoeMlp
 
 
 class RoundedCodes(NamedTuple):

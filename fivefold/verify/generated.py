@@ -21,16 +21,20 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fivefold.core.shape import Shape
-from fivefold.generate.blocks import BLOCK, blocks_of
-from fivefold.generate.engine import Engine, Forward, Watch
-from fivefold.generate.forward import DecoderForward
-from fivefold.generate.requests import Completion, Request, Sampling
-from fivefold.generate.sampling import Draw, choose
-from fivefold.generate.scheduler import ScheduleLimits
-from fivefold.model.batch import NOT_COUNTED, TokenBatch
-from fivefold.model.decoder import Decoder, from_config
-from fivefold.model.init import init_weights
+from fivefold.core.model import BLOCK, Shape, blocks_of
+from fivefold.generate import (
+    Completion,
+    DecoderForward,
+    Draw,
+    Engine,
+    Forward,
+    Request,
+    Sampling,
+    ScheduleLimits,
+    Watch,
+    choose,
+)
+from fivefold.model import NOT_COUNTED, Decoder, TokenBatch, from_config, init_weights
 
 TOLERANCE = {"float64": 1e-10, "float32": 1e-4}
 NARROW = 4.0

@@ -15,23 +15,13 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from fivefold.core.batch import Batch
-from fivefold.core.errors import FivefoldError
-from fivefold.core.layout import Layout
+from fivefold.core import FivefoldError
+from fivefold.core.layout import Batch, Layout, Weight, problems
 from fivefold.core.plan import Plan
-from fivefold.core.rules import problems
-from fivefold.core.weights import Weight
-from fivefold.generate.engine import Watch
-from fivefold.generate.layout import LayoutEngine, forward_plan, mesh_of, stage_of
-from fivefold.generate.scheduler import ScheduleLimits
-from fivefold.launch.backend import Backend, forked_device
-from fivefold.launch.processes import Pool
-from fivefold.launch.worker import Worker
-from fivefold.model.batch import NOT_COUNTED, TokenBatch
-from fivefold.model.head import CrossEntropy
-from fivefold.parallel import tensor
-from fivefold.parallel.compose import Job, compose
-from fivefold.parallel.mesh import Mesh
+from fivefold.generate import LayoutEngine, ScheduleLimits, Watch, forward_plan, mesh_of, stage_of
+from fivefold.launch import Backend, Pool, Worker, forked_device
+from fivefold.model import NOT_COUNTED, CrossEntropy, TokenBatch
+from fivefold.parallel import Job, Mesh, compose, tensor
 from fivefold.step import evaluate
 from fivefold.verify.generated import (
     NUM_WAYS,

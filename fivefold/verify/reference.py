@@ -19,17 +19,23 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from fivefold.core.balance import Balance
-from fivefold.core.fp8 import Fp8
-from fivefold.core.recipe import OPTIMIZERS, OptimizerName
-from fivefold.core.shape import Shape
-from fivefold.core.tuning import ADAPTER
-from fivefold.core.weights import Weight, by_name, decays
-from fivefold.model.balance import LocalRows, attach_balancers, moe_layers, update_balance
-from fivefold.model.batch import NOT_COUNTED, TokenBatch, look_ahead
-from fivefold.model.decoder import Decoder, from_config
-from fivefold.model.init import init_weights, initial_weight
-from fivefold.model.linear_math import ReorderedSums
+from fivefold.core.layout import Fp8, Weight, by_name, decays
+from fivefold.core.model import ADAPTER, Balance, Shape
+from fivefold.core.plan import OPTIMIZERS, OptimizerName
+from fivefold.model import (
+    NOT_COUNTED,
+    Decoder,
+    LocalRows,
+    ReorderedSums,
+    TokenBatch,
+    attach_balancers,
+    from_config,
+    init_weights,
+    initial_weight,
+    look_ahead,
+    moe_layers,
+    update_balance,
+)
 from fivefold.verify import compare
 from fivefold.verify.fp8_reference import Codes, ExpertCodes, ReferenceFp8
 

@@ -10,20 +10,15 @@ from typing import Literal
 
 import torch
 
-from fivefold.core.plan import Plan
-from fivefold.core.recipe import OptimizerName
-from fivefold.core.schedule import Step, merged
-from fivefold.core.schedule.linear import Delays
-from fivefold.core.weights import buffers, decays, shard_of
-from fivefold.data.batches import Samples, samples
-from fivefold.launch.backend import Backend, RankDevice, forked_device
-from fivefold.launch.worker import Worker
-from fivefold.model.batch import TokenBatch
-from fivefold.model.regions import compiled, eager
-from fivefold.optim.optimizer import make_optimizer
-from fivefold.parallel.compose import Job, compose
-from fivefold.parallel.mesh import CollectiveRecord, Mesh
-from fivefold.parallel.stage import ActionObserver, Instruments
+from fivefold.core.layout import buffers, decays, shard_of
+from fivefold.core.plan import OptimizerName, Plan
+from fivefold.core.schedule import Delays, Step, merged
+from fivefold.data import Samples, samples
+from fivefold.launch import Backend, RankDevice, Worker, forked_device
+from fivefold.model import TokenBatch
+from fivefold.model.kernels import compiled, eager
+from fivefold.optim import make_optimizer
+from fivefold.parallel import ActionObserver, CollectiveRecord, Instruments, Job, Mesh, compose
 from fivefold.step import StepOutcome, step
 from fivefold.verify import reference
 from fivefold.verify.asynchronous import Stream

@@ -6,15 +6,12 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from fivefold.core import weights
-from fivefold.core.errors import FivefoldError
-from fivefold.core.groups import Topology, all_groups
+from fivefold.core import FORMATS, FivefoldError
+from fivefold.core.layout import Topology, all_groups
+from fivefold.core.layout import weight_table as weights
 from fivefold.core.plan import Plan
-from fivefold.core.precision import FORMATS
-from fivefold.cost import collectives
-from fivefold.cost.collectives import least_traffic_share
-from fivefold.cost.layer_collectives import UNEVEN_AXES
-from fivefold.launch.processes import Pool
+from fivefold.cost.traffic import UNEVEN_AXES, collectives, least_traffic_share
+from fivefold.launch import Pool
 from fivefold.verify import compare, flips
 from fivefold.verify.compare import Call, Traffic, Wanted
 from fivefold.verify.expert_flips import count_expert_flips

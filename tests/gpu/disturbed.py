@@ -18,12 +18,12 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from fivefold.core.plan import Plan
+from fivefold.core.plan.plan import Plan
 from fivefold.launch.worker import Worker
 from fivefold.parallel import transport
-from fivefold.parallel.columns import SplitMatmuls
 from fivefold.parallel.mesh import Issued
-from fivefold.verify.trial import VerifiedRank, VerifySettings, run_rank
+from fivefold.parallel.tensor_linear import SplitMatmuls
+from fivefold.verify.runs import VerifiedRank, VerifySettings, run_rank
 
 FILLING = ("all_reduce", "reduce_scatter", "all_gather", "send", "pass_on")
 FUNCTIONAL = ("gather", "scatter", "total", "exchange")

@@ -14,8 +14,9 @@ from dataclasses import dataclass, replace
 from datetime import date
 
 from fivefold.api.verifying import runnable
+from fivefold.core.errors import RankLost
 from fivefold.launch.backend import NcclLibrary
-from fivefold.launch.processes import Pool, RankLost
+from fivefold.launch.processes import Pool
 from fivefold.verify.generated import GeneratedVerdict
 from fivefold.verify.generated_ranks import GeneratedSettings, run_generated
 from tests.ranks.generations import COLUMNS, MOST_RANKS, GenerationCase, is_good, line

@@ -19,19 +19,14 @@ from datetime import date
 from typing import Any
 
 from fivefold.api.verifying import runnable
-from fivefold.core.plan import Plan, PlanOptions
+from fivefold.core.errors import RankLost
+from fivefold.core.plan.plan import Plan, PlanOptions
 from fivefold.core.schedule.catalog import FAMILIES
 from fivefold.launch.backend import NcclLibrary
-from fivefold.launch.processes import Pool, RankLost
+from fivefold.launch.processes import Pool
 from fivefold.verify.compare import Dtype
-from fivefold.verify.trial import (
-    VerifiedRank,
-    VerifySettings,
-    VerifyVerdict,
-    judge,
-    run_rank,
-    run_reference,
-)
+from fivefold.verify.runs import VerifiedRank, VerifySettings, run_rank, run_reference
+from fivefold.verify.trial import VerifyVerdict, judge
 from tests.gpu.disturbed import run_careless, run_disturbed, run_hasty
 
 HEAD = """# Verified over NCCL

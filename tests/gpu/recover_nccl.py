@@ -19,11 +19,12 @@ from typing import Any
 
 import torch
 
-from fivefold import train
 from fivefold.api.restarting import RestartedRun
 from fivefold.core.errors import FivefoldError, RankLost
-from fivefold.records import StepRecord
-from fivefold.train.checkpoint import Reader, latest
+from fivefold.records.steps import StepRecord
+from fivefold.train import training as train
+from fivefold.train.checkpoint.checkpoints import Reader
+from fivefold.train.checkpoint.folders import latest
 
 STEPS, CLOSE = 12, 1e-10
 JOB: dict[str, Any] = {"layout": "dp=4", "seq": 32, "batch": 8, "layers": 2, "steps": STEPS}

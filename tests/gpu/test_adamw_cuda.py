@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import torch
 
-from fivefold.core.recipe import Recipe
-from fivefold.core.units import LocalWeight
-from fivefold.core.weights import WeightShard
-from fivefold.launch.processes import num_gpus
-from fivefold.optim import make_updater
+from fivefold.core.layout.units import LocalWeight
+from fivefold.core.layout.weight_table import WeightShard
+from fivefold.core.plan.recipe import Recipe
+from fivefold.launch.backend import num_gpus
 from fivefold.optim.optimizer import ADAM_BETAS, ADAM_EPS
 from fivefold.optim.rounding import RoundingKey, round_stochastically, rounding_bits
+from fivefold.optim.updater import make_updater
 
 pytestmark = pytest.mark.skipif(
     not num_gpus(), reason="no CUDA device: run this where there is one"

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from fivefold.launch.processes import num_gpus
+from fivefold.launch.backend import num_gpus
 
 pytestmark = pytest.mark.skipif(
     not num_gpus(), reason="no CUDA device: run this where there is one"
@@ -16,8 +16,8 @@ pytestmark = pytest.mark.skipif(
 
 STEPS = """
 import json, time, warnings, torch
-from fivefold.core.plan import PlanOptions, resolve
-from fivefold.core.recipe import Recipe
+from fivefold.core.plan.plan import PlanOptions, resolve
+from fivefold.core.plan.recipe import Recipe
 from fivefold.launch.worker import NoMeeting, Worker
 from fivefold.records import StepRecord
 from fivefold.train import TrainSettings, run_rank
@@ -57,7 +57,7 @@ print(json.dumps(told))
 
 ROWS = """
 import torch
-from fivefold.core.batch import Batch
+from fivefold.core.layout.batch import Batch
 from fivefold.data.mixture import open_source
 from fivefold.data.rank_reader import RankReader
 source = open_source("synthetic", 1000, 2048, 0)

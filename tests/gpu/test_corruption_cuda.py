@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from fivefold.launch.processes import num_gpus
+from fivefold.launch.backend import num_gpus
 
 ROOT = Path(__file__).parents[2]
 
@@ -18,14 +18,14 @@ import sys, torch
 from dataclasses import replace
 from functools import partial
 from benchmarks.flips import flip, plan_of
-from fivefold.core.recipe import Recipe
+from fivefold.core.plan.recipe import Recipe
 from fivefold.data.batches import samples
 from fivefold.parallel.bit_sums import bit_sum
-from fivefold.parallel.compose import compose
+from fivefold.parallel.composition import compose
 from fivefold.parallel.mesh import Mesh
 from fivefold.step import Guard, step, updater_of
-from fivefold.train.integrity import Integrity
-from fivefold.train.replaying import NOTHING
+from fivefold.train.recovery.integrity import Integrity
+from fivefold.train.recovery.replaying import NOTHING
 
 device = torch.device(sys.argv[1])
 for dtype in (torch.float32, torch.bfloat16):

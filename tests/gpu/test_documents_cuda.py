@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from fivefold.core.splits import AttentionCall, ContextSplit, attention_calls
+from fivefold.core.layout.splits import AttentionCall, ContextSplit, attention_calls
 from fivefold.launch.backend import num_gpus
-from fivefold.model import varlen
 from fivefold.model.documents import Documents
-from fivefold.model.flash import VisiblePairs, attend, attend_backward
+from fivefold.model.kernels import varlen
+from fivefold.model.kernels.flash import VisiblePairs, attend, attend_backward
 
 needs_gpu = pytest.mark.skipif(not num_gpus(), reason="no CUDA device: run this where there is one")
 

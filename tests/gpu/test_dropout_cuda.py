@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from fivefold.launch.processes import num_gpus
+from fivefold.launch.backend import num_gpus
 
 pytestmark = pytest.mark.skipif(
     not num_gpus(), reason="no CUDA device: run this where there is one"
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.skipif(
 MASKS = """
 import torch
 from fivefold.model.dropout import PairDropout, drop, site_keys, token_keys
-from fivefold.model.regions import compiled
+from fivefold.model.kernels.regions import compiled
 keys = token_keys(5, torch.arange(2**33, 2**33 + 4), 512)
 sites, there = site_keys(keys, 3, 9), compiled(site_keys)(keys.cuda(), 3, 9)
 assert torch.equal(sites, there.cpu()) and torch.equal(sites, site_keys(keys.cuda(), 3, 9).cpu())

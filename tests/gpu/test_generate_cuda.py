@@ -12,15 +12,15 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from fivefold.core.models import load, with_overrides
-from fivefold.core.plan import PlanOptions
-from fivefold.generate.ahead import DrawnTokens
+from fivefold.core.model.presets import load, with_overrides
+from fivefold.core.plan.plan import PlanOptions
+from fivefold.generate.async_scheduling import DrawnTokens
 from fivefold.generate.engine import Engine, Watch
 from fivefold.generate.forward import DecoderForward
 from fivefold.generate.layout import LayoutEngine, mesh_of, plan_of, stage_of
 from fivefold.generate.requests import Request, Sampling
 from fivefold.generate.scheduler import ScheduleLimits
-from fivefold.launch.processes import num_gpus
+from fivefold.launch.backend import num_gpus
 from fivefold.model.decoder import Decoder, from_config
 from fivefold.verify.generated import GeneratedTrial, batch_difference
 
@@ -63,7 +63,7 @@ def requests(vocab: int) -> list[Request]:
 
 def same_tokens(name: str, piecewise: bool = False) -> None:
     """Greedy tokens in float32, prompts in chunks beside decodes, are those of the CPU."""
-    from fivefold.generate.on_gpu import GraphedForward  # Triton is there only with CUDA
+    from fivefold.generate.cuda_graphs import GraphedForward  # Triton is there only with CUDA
 
     torch.backends.cuda.matmul.allow_tf32 = False
     decoder = decoder_of(name, torch.float32)
@@ -89,7 +89,7 @@ def same_tokens(name: str, piecewise: bool = False) -> None:
 
 def close_logits(name: str) -> None:
     """In bfloat16, logits of all ways are equally far from float64."""
-    from fivefold.generate.on_gpu import GraphedForward  # Triton is there only with CUDA
+    from fivefold.generate.cuda_graphs import GraphedForward  # Triton is there only with CUDA
 
     exact = decoder_of(name, torch.float64)
     (request,) = requests(exact.shape.vocab)[1:2]

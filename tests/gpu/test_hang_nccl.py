@@ -7,9 +7,10 @@ import re
 
 import pytest
 
+from fivefold.core.errors import RankLost
 from fivefold.launch.backend import NcclLibrary, forked_device, num_gpus
-from fivefold.launch.processes import Pool, RankLost
-from fivefold.launch.watchdog import Watchdog, watched
+from fivefold.launch.processes import Pool
+from fivefold.launch.watch.watchdog import Watchdog, watched
 from fivefold.launch.worker import Worker
 
 import torch  # isort: skip

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from fivefold.launch.processes import num_gpus
+from fivefold.launch.backend import num_gpus
 
 pytestmark = pytest.mark.skipif(
     not num_gpus(), reason="no CUDA device: run this where there is one"
@@ -18,9 +18,9 @@ pytestmark = pytest.mark.skipif(
 HEAD = """
 import sys, torch
 import torch.nn.functional as F
-from fivefold.core.splits import MOST_LOGITS, loss_chunks
+from fivefold.core.layout.splits import MOST_LOGITS, loss_chunks
 from fivefold.model.head import Head
-from fivefold.model.regions import compiled, eager
+from fivefold.model.kernels.regions import compiled, eager
 tokens, vocab, width = 16384, 65536, 1024
 assert loss_chunks(tokens, vocab, width) == 2 and tokens * vocab == 2 * MOST_LOGITS
 fuse, wide = (compiled, 0) if sys.argv[1] == "compiled" else (eager, 8)
@@ -73,7 +73,7 @@ print("equal")
 KERNEL = """
 import torch
 import torch.nn.functional as F
-from fivefold.model.loss_kernel import loss_to_gradient, scale
+from fivefold.model.kernels.loss_kernel import loss_to_gradient, scale
 torch.manual_seed(0)
 for dtype, error in ((torch.bfloat16, 8e-3), (torch.float32, 1e-6)):
     for vocab in (50257, 16384, 7):

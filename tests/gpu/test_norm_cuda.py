@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from fivefold.launch.processes import num_gpus
+from fivefold.launch.backend import num_gpus
+from fivefold.model.kernels.regions import compiled, eager
 from fivefold.model.layers import NORMS, rms_norm
-from fivefold.model.regions import compiled, eager
 
 pytestmark = pytest.mark.skipif(
     not num_gpus(), reason="no CUDA device: run this where there is one"

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from fivefold.launch.processes import num_gpus
+from fivefold.launch.backend import num_gpus
 
 pytestmark = pytest.mark.skipif(
     not num_gpus(), reason="no CUDA device: run this where there is one"

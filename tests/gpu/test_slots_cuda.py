@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from fivefold.launch.backend import num_gpus
-from fivefold.model.regions import Fuse, compiled, eager
+from fivefold.model.kernels.regions import Fuse, compiled, eager
 from fivefold.model.slots import SlotSums, sort_slots
 
 needs_gpu = pytest.mark.skipif(not num_gpus(), reason="no CUDA device: run this where there is one")
@@ -61,7 +61,7 @@ def test_wide_slots_on_a_gpu_are_those_of_a_cpu(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("fuse", [eager, compiled])
 def test_a_layer_with_experts_on_a_gpu_is_that_of_a_cpu(fuse: Fuse) -> None:
     """In float32, forward and backward, through grouped matmuls."""
-    from fivefold.core import models
+    from fivefold.core.model import presets as models
     from fivefold.model.layers import WeightFactory
     from fivefold.model.moe import MoeMlp
 

@@ -24,13 +24,16 @@ from unittest.mock import patch
 
 import torch
 
-from fivefold.core.plan import PlanOptions, resolve
-from fivefold.core.recipe import Recipe
-from fivefold.launch.processes import Pool, RankLost
+from fivefold.core.errors import RankLost
+from fivefold.core.plan.plan import PlanOptions, resolve
+from fivefold.core.plan.recipe import Recipe
+from fivefold.launch.processes import Pool
 from fivefold.launch.worker import Worker
 from fivefold.parallel.mesh import Mesh
-from fivefold.train import TrainSettings, run_rank
-from fivefold.train.checkpoint import Reader, latest
+from fivefold.train.checkpoint.checkpoints import Reader
+from fivefold.train.checkpoint.folders import latest
+from fivefold.train.loop import run_rank
+from fivefold.train.state import TrainSettings
 
 STEPS, CLOSE = 30, 1e-12
 MODEL = ("tiny-moe", "--microbatches", "2", "--seq", "32", "--dtype", "float64")

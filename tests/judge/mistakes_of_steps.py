@@ -10,11 +10,11 @@ from unittest.mock import MagicMock, patch
 import torch
 
 from fivefold import step as step_module
-from fivefold.core import recipe as recipe_module
+from fivefold.core.plan import recipe as recipe_module
 from fivefold.model import balance as balance_module
 from fivefold.model.batch import NOT_COUNTED
 from fivefold.optim import blockwise, muon, optimizer
-from fivefold.parallel import compose as compose_module
+from fivefold.parallel import composition as compose_module
 from fivefold.parallel.balance import Balancing
 from fivefold.parallel.pipeline import Pipeline
 from fivefold.train.callbacks import stop

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from fivefold.core.recipe import Recipe
+from fivefold.core.plan.recipe import Recipe
 from tests.judge import decoder, masks, tokens, trainer
 from tests.judge.cases import BY_NAME, CASES, LONG
 from tests.judge.runs import Case, differing, errors

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from fivefold.core.splits import ContextSplit, Ranges
+from fivefold.core.layout.splits import ContextSplit, Ranges
 
 
 def places(split: ContextSplit, seq: int) -> Iterator[tuple[Ranges, list[Ranges]]]:

@@ -7,16 +7,16 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fivefold.core.fp8 import Fp8
-from fivefold.core.groups import Topology
-from fivefold.core.layout import Layout
-from fivefold.model.fp8 import rounding_of
-from fivefold.model.fp8_linear import FusedLinears, RoundedWeights
+from fivefold.core.layout.fp8 import Fp8
+from fivefold.core.layout.groups import Topology
+from fivefold.core.layout.layout import Layout
+from fivefold.model.fp8.linear import FusedLinears, RoundedWeights
+from fivefold.model.fp8.rounding import rounding_of
 from fivefold.model.layers import Linear
 from fivefold.parallel.boundary import AxisBoundary
-from fivefold.parallel.columns import NOT_SHARED, SplitMatmuls
 from fivefold.parallel.deferred import GradientQueue
 from fivefold.parallel.mesh import Mesh
+from fivefold.parallel.tensor_linear import NOT_SHARED, SplitMatmuls
 
 
 def fused(fp8: Fp8, copied: Sequence[int] = ()) -> FusedLinears:

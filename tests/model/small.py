@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from fivefold.core.errors import BadFile
-from fivefold.core.rope import Rope
-from fivefold.core.shape import Mla, Moe, Shape
-from fivefold.core.weights import buffers, weights
+from fivefold.core.layout.weight_table import buffers, weights
+from fivefold.core.model.rope import Rope
+from fivefold.core.model.shape import Mla, Moe, Shape
 from fivefold.huggingface.names import (
     hf_tensors,
     mismatches,

@@ -10,9 +10,9 @@ import torch
 from small import DEEPSEEK, MOE, batch_of, filled, gradients
 from torch import Tensor
 
-from fivefold.core.balance import Keep, parse
-from fivefold.core.recompute import Recompute
-from fivefold.core.shape import Shape
+from fivefold.core.model.balance import Keep, parse
+from fivefold.core.model.recompute import Recompute
+from fivefold.core.model.shape import Shape
 from fivefold.model.balance import (
     Balancer,
     LocalRows,

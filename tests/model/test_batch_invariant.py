@@ -11,8 +11,8 @@ import torch
 from small import DEEPSEEK, GPT, LLAMA, MOE
 from torch import Tensor
 
-from fivefold.core.plan import PlanOptions
-from fivefold.core.shape import Shape
+from fivefold.core.model.shape import Shape
+from fivefold.core.plan.plan import PlanOptions
 from fivefold.generate import invariant, layout, tiles
 from fivefold.generate.cache import LayerPages, attend_pages
 from fivefold.generate.engine import Watch

@@ -15,20 +15,15 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 from fivefold.cli import main
-from fivefold.core.boxes import whole_box
+from fivefold.core.layout.boxes import whole_box
 from fivefold.optim.disk_states import DiskStore
 from fivefold.optim.optimizer import StateInMemory
 from fivefold.train import loop
-from fivefold.train.checkpoint import (
-    CannotSave,
-    Checkpoints,
-    CheckpointTensor,
-    Facts,
-    folders,
-    snapshot,
-    storage,
-    threads,
-)
+from fivefold.train.checkpoint import folders, snapshot, storage, threads
+from fivefold.train.checkpoint.checkpoints import Checkpoints
+from fivefold.train.checkpoint.folders import Facts
+from fivefold.train.checkpoint.ranks import CannotSave
+from fivefold.train.checkpoint.storage import CheckpointTensor
 from fivefold.train.checkpoint.threads import NUM_STREAMS, in_threads
 
 NUM_TENSORS, SIZES = 2 * NUM_STREAMS, (32, 8)

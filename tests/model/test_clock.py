@@ -13,13 +13,14 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from fivefold.core.plan import PlanOptions, resolve
-from fivefold.core.recipe import Recipe
+from fivefold.core.plan.plan import PlanOptions, resolve
+from fivefold.core.plan.recipe import Recipe
 from fivefold.launch.worker import NoMeeting, Worker
-from fivefold.records import StepRecord
-from fivefold.records.run_folder import RunFolder, read_records, read_summary
-from fivefold.train import TrainSettings, run_rank
+from fivefold.records.run_writer import RunFolder, read_records, read_summary
+from fivefold.records.steps import StepRecord
 from fivefold.train.clock import StepClock, StepMark, TimedEvent
+from fivefold.train.loop import run_rank
+from fivefold.train.state import TrainSettings
 
 WAKING = 2e-5  # seconds that a host takes to notice that an event has passed
 LATENCY = 5e-6  # of an event that a host issues to an idle device

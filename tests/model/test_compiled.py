@@ -14,16 +14,16 @@ import torch._inductor.config
 from torch import Tensor
 from torch._inductor.triton_bundler import TritonBundler
 
-from fivefold.core import models
-from fivefold.core.plan import Plan, PlanOptions, resolve
+from fivefold.core.model import presets as models
+from fivefold.core.plan.plan import Plan, PlanOptions, resolve
 from fivefold.data.batches import samples
 from fivefold.generate.layout import LayoutEngine, mesh_of, plan_of, stage_of
 from fivefold.generate.requests import Request
-from fivefold.model import regions
+from fivefold.model.kernels import regions
+from fivefold.model.kernels.regions import Compute, Fuse, eager, with_any_rows
 from fivefold.model.layers import Activate, rms_norm
-from fivefold.model.regions import Compute, Fuse, eager, with_any_rows
 from fivefold.optim.optimizer import make_optimizer
-from fivefold.parallel.compose import compose
+from fivefold.parallel.composition import compose
 from fivefold.parallel.mesh import Mesh
 from fivefold.step import step
 

@@ -11,8 +11,8 @@ import torch
 from small import DEEPSEEK, LLAMA
 from torch import Tensor
 
-from fivefold.core.shape import Shape
-from fivefold.generate.blocks import BLOCK
+from fivefold.core.model.kv_pages import BLOCK
+from fivefold.core.model.shape import Shape
 from fivefold.generate.cache import attend_sequence, hidden_pairs
 from fivefold.generate.context_cache import ContextCache, attend_part, merge_parts
 from fivefold.generate.requests import SequenceChunk, StepBatch

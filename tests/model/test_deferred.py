@@ -16,11 +16,11 @@ from small import GPT, LLAMA, batch_of, filled, gradients
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fivefold.core.recompute import Recompute
-from fivefold.core.shape import Shape
+from fivefold.core.model.recompute import Recompute
+from fivefold.core.model.shape import Shape
 from fivefold.model.batch import TokenBatch
 from fivefold.model.decoder import Decoder, from_config
-from fivefold.model.moe import grouped_matmul
+from fivefold.model.grouped import grouped_matmul
 from fivefold.model.recompute import apply_recompute
 from fivefold.parallel.deferred import GradientQueue
 from fivefold.verify.compare import Dtype

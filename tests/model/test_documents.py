@@ -11,12 +11,12 @@ import torch
 from small import DEEPSEEK, LLAMA, batch_of, filled
 from torch import Tensor
 
-from fivefold.core.splits import AttentionCall, ContextSplit, attention_calls
-from fivefold.model import varlen
+from fivefold.core.layout.splits import AttentionCall, ContextSplit, attention_calls
 from fivefold.model.attention import causal_attention
 from fivefold.model.batch import AttentionInfo
 from fivefold.model.documents import DocumentPairs, Documents
-from fivefold.model.flash import (
+from fivefold.model.kernels import varlen
+from fivefold.model.kernels.flash import (
     MergedAttention,
     VisiblePairs,
     attend,

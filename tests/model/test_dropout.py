@@ -12,13 +12,13 @@ import torch
 from small import GPT, LLAMA, batch_of, filled, gradients
 from torch import Tensor
 
-from fivefold.core.splits import AttentionCall
+from fivefold.core.layout.splits import AttentionCall
 from fivefold.model import dropout
 from fivefold.model.attention import causal_attention
 from fivefold.model.batch import AttentionInfo, TokenBatch
 from fivefold.model.documents import Documents
 from fivefold.model.dropout import PairDropout, drop, dropping, keeps, site_keys, token_keys
-from fivefold.model.regions import eager
+from fivefold.model.kernels.regions import eager
 from fivefold.parallel.context import ContextAttention
 
 RATE = 0.3

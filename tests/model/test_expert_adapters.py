@@ -16,10 +16,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from fivefold.core.errors import BadFile
-from fivefold.core.hf_config import shape_from_config
-from fivefold.core.shape import Shape
-from fivefold.core.tuning import ADAPTER, Tuning
-from fivefold.core.weights import buffers, weights
+from fivefold.core.layout.weight_table import buffers, weights
+from fivefold.core.model.hf_config import shape_from_config
+from fivefold.core.model.shape import Shape
+from fivefold.core.model.tuning import ADAPTER, Tuning
 from fivefold.huggingface.adapters import CONFIG, FILE, AdapterFolder, merged, write_adapter
 from fivefold.huggingface.files import HfFolder
 from fivefold.huggingface.names import hf_tensors, tensor_to_hf

@@ -13,7 +13,7 @@ import torch
 from safetensors import safe_open
 
 from fivefold import cli
-from fivefold.core.models import load
+from fivefold.core.model.presets import load
 from fivefold.huggingface.config_export import as_hf
 from tests import dummies
 

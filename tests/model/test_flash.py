@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from fivefold.core.splits import AttentionCall, ContextSplit, Ranges, attention_calls
-from fivefold.model.flash import (
+from fivefold.core.layout.splits import AttentionCall, ContextSplit, Ranges, attention_calls
+from fivefold.model.kernels.flash import (
     MergedAttention,
     VisiblePairs,
     attend,

@@ -20,21 +20,22 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from fivefold import cli
 from fivefold.api.training import train
-from fivefold.core import models
-from fivefold.core.boxes import whole_box
 from fivefold.core.errors import FivefoldError, RankLost
-from fivefold.core.weights import buffers, weights
+from fivefold.core.layout.boxes import whole_box
+from fivefold.core.layout.weight_table import buffers, weights
+from fivefold.core.model import presets as models
 from fivefold.optim.optimizer import StateInMemory
-from fivefold.train.checkpoint import (
-    CannotSave,
-    Checkpoints,
-    CheckpointTensor,
+from fivefold.train.checkpoint.checkpoints import Checkpoints, Reader, write_checkpoint
+from fivefold.train.checkpoint.folders import (
     Facts,
-    Reader,
-    write_checkpoint,
+    FileChecksum,
+    Manifest,
+    checksum_of,
+    newer_format,
 )
-from fivefold.train.checkpoint.folders import FileChecksum, Manifest, checksum_of, newer_format
 from fivefold.train.checkpoint.of_run import open_run
+from fivefold.train.checkpoint.ranks import CannotSave
+from fivefold.train.checkpoint.storage import CheckpointTensor
 
 SIZE = (4, 3)
 PLAN = 'model = "tiny"\nlayout = "dp=1"\nseq = 16\nbatch = 2\n'

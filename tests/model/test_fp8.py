@@ -9,14 +9,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fivefold.core.fp8 import LARGEST, Fp8, Fp8Format
-from fivefold.core.plan import PlanOptions, resolve
-from fivefold.model.fp8 import Blockwise, Rounding, Tensorwise, rounding_of
-from fivefold.model.fp8_linear import Watch
-from fivefold.model.fp8_matmul import scaled_matmul
-from fivefold.model.fp8_operand import Both
+from fivefold.core.layout.fp8 import LARGEST, Fp8, Fp8Format
+from fivefold.core.plan.plan import PlanOptions, resolve
+from fivefold.model.fp8.linear import Watch
+from fivefold.model.fp8.matmul import scaled_matmul
+from fivefold.model.fp8.operand import Both
+from fivefold.model.fp8.rounding import Blockwise, Rounding, Tensorwise, rounding_of
 from fivefold.model.layers import Linear, WeightFactory
-from fivefold.parallel.compose import Job, compose
+from fivefold.parallel.composition import Job, compose
 from fivefold.parallel.deferred import GradientQueue
 from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.stage import Instruments

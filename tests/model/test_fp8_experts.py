@@ -9,16 +9,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from fivefold.core.fp8 import packed_row
-from fivefold.core.plan import PlanOptions, resolve
-from fivefold.model import fp8_grouped, fp8_rows
-from fivefold.model.fp8 import same
-from fivefold.model.fp8_experts import ExpertRounding, RoundedExperts
-from fivefold.model.fp8_linear import RoundedWeights
-from fivefold.model.fp8_rows import CodedRows, RowOperand, round_and_pack, round_rows, unpacked
+from fivefold.core.layout.fp8 import packed_row
+from fivefold.core.plan.plan import PlanOptions, resolve
+from fivefold.model.fp8 import grouped as fp8_grouped
+from fivefold.model.fp8 import rows as fp8_rows
+from fivefold.model.fp8.experts import ExpertRounding, RoundedExperts
+from fivefold.model.fp8.linear import RoundedWeights
+from fivefold.model.fp8.rounding import same
+from fivefold.model.fp8.rows import CodedRows, RowOperand, round_and_pack, round_rows, unpacked
 from fivefold.model.layers import WeightFactory
 from fivefold.model.moe import Experts
-from fivefold.parallel.compose import compose
+from fivefold.parallel.composition import compose
 from fivefold.parallel.deferred import GradientQueue
 from fivefold.parallel.mesh import Mesh
 from tests.model.small import batch_of

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from fivefold.core.models import load, with_overrides
-from fivefold.core.shape import Shape
-from fivefold.generate.ahead import DrawnTokens
-from fivefold.generate.blocks import BLOCK
+from fivefold.core.model.kv_pages import BLOCK
+from fivefold.core.model.presets import load, with_overrides
+from fivefold.core.model.shape import Shape
+from fivefold.generate.async_scheduling import DrawnTokens
 from fivefold.generate.engine import Engine
 from fivefold.generate.forward import DecoderForward
 from fivefold.generate.requests import Completion, Request, Sampling, StepBatch

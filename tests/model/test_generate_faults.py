@@ -12,7 +12,7 @@ import pytest
 import torch
 from small import LLAMA
 
-from fivefold.generate.blocks import BLOCK
+from fivefold.core.model.kv_pages import BLOCK
 from fivefold.generate.engine import Engine
 from fivefold.generate.forward import DecoderForward
 from fivefold.generate.layout import LayoutEngine

@@ -11,7 +11,7 @@ import torch
 import transformers
 from test_hf_parity import CONFIGS, Float64Everywhere, pair
 
-from fivefold.generate.blocks import BLOCK
+from fivefold.core.model.kv_pages import BLOCK
 from fivefold.generate.engine import Engine
 from fivefold.generate.forward import DecoderForward
 from fivefold.generate.requests import Request

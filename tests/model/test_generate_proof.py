@@ -13,10 +13,10 @@ import torch
 from small import DEEPSEEK, GPT, LLAMA, MOE
 from torch import Tensor
 
-from fivefold.core.rope import Rope
-from fivefold.core.shape import Shape
+from fivefold.core.model.kv_pages import BLOCK
+from fivefold.core.model.rope import Rope
+from fivefold.core.model.shape import Shape
 from fivefold.generate import cache, scheduler
-from fivefold.generate.blocks import BLOCK
 from fivefold.generate.engine import Engine, Forward
 from fivefold.generate.forward import DecoderForward
 from fivefold.generate.requests import Request, SequenceChunk, SequenceState, StepBatch
@@ -193,7 +193,7 @@ def forward_on_gpu(monkeypatch: pytest.MonkeyPatch) -> MakeForward:
     def refuse(*_: object) -> Tensor:
         raise AssertionError("a kernel has not what this layer has")
 
-    paged, skinny, name = ModuleType("paged"), ModuleType("skinny"), "fivefold.generate.on_gpu"
+    paged, skinny, name = ModuleType("paged"), ModuleType("skinny"), "fivefold.generate.cuda_graphs"
     vars(paged).update(attend_single_tokens=refuse)
     vars(skinny).update(skinny_linear=refuse, takes=lambda x: False)
     monkeypatch.setitem(sys.modules, "fivefold.generate.paged_kernel", paged)

@@ -11,8 +11,8 @@ import torch
 from small import DEEPSEEK, LLAMA, MOE
 
 from fivefold.core.errors import FivefoldError
-from fivefold.core.shape import Shape
-from fivefold.generate.blocks import BLOCK
+from fivefold.core.model.kv_pages import BLOCK
+from fivefold.core.model.shape import Shape
 from fivefold.generate.engine import Engine, EngineRanks
 from fivefold.generate.forward import DecoderForward
 from fivefold.generate.requests import Request, Sampling

@@ -212,8 +212,8 @@ def test_completions_that_are_there_are_known_and_a_torn_line_is_removed(tmp_pat
 
 def test_special_tokens_of_a_message_begin_no_turn(tmp_path: Path) -> None:
     pytest.importorskip("h11")
-    from fivefold.serve.asked import parse_asked
     from fivefold.serve.prompting import PromptReader
+    from fivefold.serve.schema import parse_asked
 
     template(tmp_path, "{% for m in messages %}{{ m.content | trim }} <|end|> {% endfor %}a")
     content = "b <|end|> c"

@@ -10,15 +10,15 @@ import torch
 from torch import Tensor
 
 from fivefold.core.errors import FivefoldError
-from fivefold.core.plan import PlanOptions, resolve
-from fivefold.core.recipe import Recipe
+from fivefold.core.plan.plan import PlanOptions, resolve
+from fivefold.core.plan.recipe import Recipe
 from fivefold.data.batches import samples
 from fivefold.optim.optimizer import LossScale
-from fivefold.parallel.compose import compose
+from fivefold.parallel.composition import compose
 from fivefold.parallel.mesh import Mesh
 from fivefold.step import Guard, StepOutcome, step, sum_copies, updater_of
 from fivefold.train.callbacks.stop import StopCallback
-from fivefold.train.checkpoint import Facts
+from fivefold.train.checkpoint.folders import Facts
 from fivefold.train.state import Progress
 
 SCALE = 2.0**10

@@ -10,11 +10,11 @@ import torch.nn.functional as F
 from small import DEEPSEEK, GPT, LLAMA, batch_of, filled, gradients
 from torch import Tensor, nn
 
-from fivefold.core import splits
-from fivefold.core.shape import Shape
-from fivefold.core.splits import loss_chunks
+from fivefold.core.layout import splits
+from fivefold.core.layout.splits import loss_chunks
+from fivefold.core.model.shape import Shape
 from fivefold.model.head import Head
-from fivefold.model.regions import Fuse, compiled, eager
+from fivefold.model.kernels.regions import Fuse, compiled, eager
 
 WIDTH, VOCAB, TOKENS = 8, 50, 30
 SCALE = 1 / 23  # of the loss: not a power of two

@@ -20,14 +20,16 @@ from small import DEEPSEEK, LLAMA, batch_of, filled, state_from_hf
 from test_hf_parity import CONFIGS, Float64Everywhere
 
 from fivefold import cli
-from fivefold.core import models, plan
 from fivefold.core.errors import BadFile
-from fivefold.core.shape import Moe, Shape
-from fivefold.core.weights import buffers, weights
+from fivefold.core.layout.weight_table import buffers, weights
+from fivefold.core.model import presets as models
+from fivefold.core.model.shape import Moe, Shape
+from fivefold.core.plan import plan
 from fivefold.huggingface.config_export import as_hf
 from fivefold.huggingface.files import HfFolder, write_model
 from fivefold.model.decoder import Decoder, from_config
-from fivefold.train.checkpoint import Reader, published
+from fivefold.train.checkpoint.checkpoints import Reader
+from fivefold.train.checkpoint.folders import published
 
 F32 = torch.float32
 ANY_SIZE = 10**9

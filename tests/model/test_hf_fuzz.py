@@ -18,8 +18,8 @@ from test_hf_files import built, in_float64, loaded
 from test_hf_parity import Float64Everywhere, saved, saved_gradients
 from torch import Tensor
 
-from fivefold.core.models import load
-from fivefold.core.weights import buffers, weights
+from fivefold.core.layout.weight_table import buffers, weights
+from fivefold.core.model.presets import load
 from fivefold.huggingface.config_export import WRITERS, as_hf
 from fivefold.huggingface.files import HfFolder, write_model
 from fivefold.model.batch import TokenBatch

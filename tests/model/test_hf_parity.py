@@ -18,10 +18,10 @@ from small import DEEPSEEK, batch_of, filled, state_from_hf, state_to_hf
 from torch.overrides import TorchFunctionMode
 
 from fivefold.core.errors import BadFile, FivefoldError
-from fivefold.core.hf_config import shape_from_config
-from fivefold.core.models import load
-from fivefold.core.shape import Shape
-from fivefold.core.weights import by_name, weights
+from fivefold.core.layout.weight_table import by_name, weights
+from fivefold.core.model.hf_config import shape_from_config
+from fivefold.core.model.presets import load
+from fivefold.core.model.shape import Shape
 from fivefold.huggingface.config_export import WRITERS
 from fivefold.huggingface.names import to_hf
 from fivefold.model.decoder import Decoder, from_config

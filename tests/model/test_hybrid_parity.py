@@ -13,10 +13,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
 from transformers.models.qwen3_next import modeling_qwen3_next as theirs
 
-from fivefold.core import count
-from fivefold.core.hf_config import shape_from_config
-from fivefold.core.mixers import mixer_cost
-from fivefold.core.weights import planned_weights
+from fivefold.core.layout.weight_table import planned_weights
+from fivefold.core.model import count
+from fivefold.core.model.hf_config import shape_from_config
+from fivefold.core.model.mixers import mixer_cost
 from tests.commands import in_fork
 
 SMALL: dict[str, dict[str, Any]] = {

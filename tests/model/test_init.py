@@ -9,7 +9,7 @@ import pytest
 import torch
 from small import DEEPSEEK, GPT, LLAMA
 
-from fivefold.core.weights import by_name
+from fivefold.core.layout.weight_table import by_name
 from fivefold.model.decoder import from_config
 from fivefold.model.init import init_weights, initial_weight
 

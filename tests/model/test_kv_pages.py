@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fivefold.core import kv_pages, models
+from fivefold.core.model import kv_pages
+from fivefold.core.model import presets as models
 from fivefold.generate.cache import token_bytes
 from fivefold.model.decoder import from_config
 

@@ -11,10 +11,10 @@ from typing import Any, cast
 import pytest
 import torch
 
-from fivefold.core.kv_pages import page_sizes
-from fivefold.core.kv_routes import kv_routes, kv_share, moved_bytes
-from fivefold.core.plan import Plan, PlanOptions, resolve
-from fivefold.generate.blocks import BLOCK, BlockPool, blocks_of
+from fivefold.core.model.kv_pages import BLOCK, blocks_of, page_sizes
+from fivefold.core.plan.kv_transfers import kv_routes, kv_share, moved_bytes
+from fivefold.core.plan.plan import Plan, PlanOptions, resolve
+from fivefold.generate.blocks import BlockPool
 from fivefold.generate.cache import LayerPages
 from fivefold.generate.kv_travel import KvPiece, RankPages
 from fivefold.generate.requests import Request, SequenceState

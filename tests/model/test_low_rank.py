@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from small import LLAMA, MOE, batch_of
 from torch import Tensor, nn
 
-from fivefold.core.tuning import Tuning
-from fivefold.core.weights import weights
+from fivefold.core.layout.weight_table import weights
+from fivefold.core.model.tuning import Tuning
 from fivefold.model.decoder import from_config
 from fivefold.model.init import init_weights
 from fivefold.model.linear_math import Sent

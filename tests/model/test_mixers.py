@@ -13,11 +13,11 @@ from torch import Tensor
 
 import fivefold as ff
 from fivefold.cli import main
-from fivefold.core import models
-from fivefold.core.count import layer_flops, parameters
-from fivefold.core.mixers import MixerTokens, mixer_cost, mixer_table
-from fivefold.core.plan import PlanOptions, resolve
-from fivefold.core.weights import by_name, weights
+from fivefold.core.layout.weight_table import by_name, weights
+from fivefold.core.model import presets as models
+from fivefold.core.model.count import layer_flops, parameters
+from fivefold.core.model.mixers import MixerTokens, mixer_cost, mixer_table
+from fivefold.core.plan.plan import PlanOptions, resolve
 from fivefold.huggingface.config_export import as_hf
 from fivefold.launch.launcher import require_trainable
 from fivefold.model.batch import TokenBatch

@@ -12,9 +12,10 @@ import torch.nn.functional as F
 from small import DEEPSEEK, LLAMA, MOE, batch_of, filled, gradients
 from torch import Tensor
 
-from fivefold.core.shape import Moe, Shape
-from fivefold.core.weights import weights
+from fivefold.core.layout.weight_table import weights
+from fivefold.core.model.shape import Moe, Shape
 from fivefold.model.decoder import Decoder
+from fivefold.model.grouped import grouped_matmul
 from fivefold.model.layers import WeightFactory
 from fivefold.model.moe import (
     Experts,
@@ -23,7 +24,6 @@ from fivefold.model.moe import (
     Router,
     Routing,
     choose_experts,
-    grouped_matmul,
     local_dispatch,
 )
 

@@ -9,16 +9,16 @@ import torch
 from small import DEEPSEEK, LLAMA, batch_of, filled, gradients
 from torch import Tensor
 
-from fivefold.core.plan import PlanOptions, resolve
-from fivefold.core.recompute import Recompute
-from fivefold.core.shape import Shape
-from fivefold.core.weights import weights
+from fivefold.core.layout.weight_table import weights
+from fivefold.core.model.recompute import Recompute
+from fivefold.core.model.shape import Shape
+from fivefold.core.plan.plan import PlanOptions, resolve
 from fivefold.data.batches import samples
 from fivefold.model.batch import NOT_COUNTED, TokenBatch, look_ahead
 from fivefold.model.decoder import Decoder
 from fivefold.model.documents import Documents
 from fivefold.model.recompute import apply_recompute
-from fivefold.parallel.compose import compose
+from fivefold.parallel.composition import compose
 from fivefold.parallel.mesh import Mesh
 from fivefold.step import evaluate
 

@@ -12,14 +12,14 @@ import torch
 from test_updaters import ROLES, SHAPES, Weight, of, some_weights
 from torch import Tensor
 
-from fivefold.core import models
 from fivefold.core.errors import FivefoldError
-from fivefold.core.layout import Layout
-from fivefold.core.recipe import Recipe
-from fivefold.core.units import LocalWeight, local_weights
-from fivefold.cost.collectives import is_muon_weight
+from fivefold.core.layout.layout import Layout
+from fivefold.core.layout.units import LocalWeight, local_weights
+from fivefold.core.model import presets as models
+from fivefold.core.plan.recipe import Recipe
+from fivefold.cost.traffic.collectives import is_muon_weight
 from fivefold.optim.muon import orthogonalize
-from fivefold.parallel.matrix_gather import GatheredMatrices, _Cut
+from fivefold.parallel.units.matrix_gather import GatheredMatrices, _Cut
 
 
 @pytest.mark.parametrize("sizes", [(24, 24), (10, 50), (50, 10), (3, 12, 40), (1, 30)], ids=str)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from fivefold.core.batch import Batch
+from fivefold.core.layout.batch import Batch
 from fivefold.data.batches import samples_from_rows
 from fivefold.data.pairs import parted
 from fivefold.data.rows import REJECTED, Corpus, Shard, read_rows

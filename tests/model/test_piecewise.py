@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from fivefold.core.models import load, with_overrides
+from fivefold.core.model.presets import load, with_overrides
 from fivefold.generate import piecewise
 from fivefold.generate.cache import LayerPages, attend_sequence
 from fivefold.generate.engine import Engine
@@ -236,12 +236,12 @@ def test_a_context_may_be_shorter_than_a_block() -> None:
 def on_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     """What runs on a GPU, but for kernels of Triton, which is there only with CUDA."""
     if find_spec("triton") is not None:
-        yield import_module("fivefold.generate.on_gpu")
+        yield import_module("fivefold.generate.cuda_graphs")
         return
     for name in ("triton", "triton.language", "triton.language.extra.cuda"):
         monkeypatch.setitem(sys.modules, name, MagicMock())
     before = set(sys.modules)
-    yield import_module("fivefold.generate.on_gpu")
+    yield import_module("fivefold.generate.cuda_graphs")
     for name in set(sys.modules) - before:
         if name.startswith("fivefold."):
             del sys.modules[name]

@@ -18,8 +18,8 @@ from test_hf_parity import Float64Everywhere, saved
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from fivefold.core.errors import BadFile
-from fivefold.core.hf_config import FAMILIES, shape_from_config
-from fivefold.core.shape import Shape
+from fivefold.core.model.hf_config import FAMILIES, shape_from_config
+from fivefold.core.model.shape import Shape
 from fivefold.huggingface.config_export import as_hf
 from fivefold.huggingface.files import write_model
 from fivefold.model.decoder import from_config

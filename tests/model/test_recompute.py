@@ -12,8 +12,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from fivefold.core.recompute import MODULES, Recompute
-from fivefold.core.shape import Shape
+from fivefold.core.model.recompute import MODULES, Recompute
+from fivefold.core.model.shape import Shape
 from fivefold.model.decoder import Decoder
 from fivefold.model.dropout import token_keys
 from fivefold.model.recompute import apply_recompute

@@ -18,19 +18,14 @@ import pytest
 import torch
 
 from fivefold.core.errors import BadFile, FivefoldError, UnknownName
-from fivefold.core.recipe import Recipe
-from fivefold.core.schedule import Action
+from fivefold.core.plan.recipe import Recipe
+from fivefold.core.schedule.schedule import Action
 from fivefold.parallel.mesh import CollectiveRecord
-from fivefold.records import StepRecord, run_folder
+from fivefold.records import run_writer as run_folder
 from fivefold.records.environment import commit_of, gpu_names
-from fivefold.records.run_folder import (
-    Metrics,
-    RunFolder,
-    TimeSpent,
-    read_lines,
-    read_records,
-)
 from fivefold.records.run_reader import read as read_run
+from fivefold.records.run_writer import Metrics, RunFolder, TimeSpent, read_lines, read_records
+from fivefold.records.steps import StepRecord
 from fivefold.train.callbacks import memory
 from fivefold.train.callbacks.memory import Snapshots
 from fivefold.train.callbacks.records import (
@@ -243,7 +238,7 @@ def test_gpus_are_named_as_the_driver_does(tmp_path: Path) -> None:
 
 
 def test_a_run_is_read_without_torch() -> None:
-    code = "import sys, fivefold.records.run_folder; assert 'torch' not in sys.modules"
+    code = "import sys, fivefold.records.run_writer; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

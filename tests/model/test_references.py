@@ -10,10 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fivefold.core import models
-from fivefold.core.boxes import boxes_of, whole_box
-from fivefold.core.layout import Layout
-from fivefold.core.weights import by_name, local_shape, shard_of, weights
+from fivefold.core.layout.boxes import boxes_of, whole_box
+from fivefold.core.layout.layout import Layout
+from fivefold.core.layout.weight_table import by_name, local_shape, shard_of, weights
+from fivefold.core.model import presets as models
 from fivefold.model.linear_math import ReorderedSums, _split_matmul
 from fivefold.parallel.tensor import cut
 from fivefold.train.check import _compared_gradients

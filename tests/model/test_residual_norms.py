@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from fivefold.model.kernels.regions import Compute, Fuse, eager
 from fivefold.model.layers import NORMS
-from fivefold.model.regions import Compute, Fuse, eager
 
 WIDTH, EPS = 12, 1e-5
 

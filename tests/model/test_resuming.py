@@ -14,13 +14,15 @@ import torch
 
 from fivefold.api.training import train
 from fivefold.core.errors import FivefoldError, RankLost
-from fivefold.core.plan import PlanOptions, resolve
-from fivefold.core.recipe import Recipe
-from fivefold.core.weights import buffers, weights
+from fivefold.core.layout.weight_table import buffers, weights
+from fivefold.core.plan.plan import PlanOptions, resolve
+from fivefold.core.plan.recipe import Recipe
 from fivefold.generate.text_model import find_model
-from fivefold.train import TrainSettings, check_resume, nothing_left
-from fivefold.train.checkpoint import Facts, Reader, write_checkpoint
+from fivefold.train.checkpoint.checkpoints import Reader, write_checkpoint
+from fivefold.train.checkpoint.folders import Facts
 from fivefold.train.checkpoint.of_run import open_run
+from fivefold.train.recovery.resuming import check_resume, nothing_left
+from fivefold.train.state import TrainSettings
 
 STATES = {"adamw": ("exp_avg", "exp_avg_sq"), "sgd": ("momentum",)}
 GIVEN: dict[str, Any] = {"model": "tiny", "layout": "dp=1", "seq": 16, "batch": 2}

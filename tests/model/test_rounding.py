@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fivefold.core.boxes import boxes_of
-from fivefold.core.units import LocalWeight
-from fivefold.core.weights import WeightShard
+from fivefold.core.layout.boxes import boxes_of
+from fivefold.core.layout.units import LocalWeight
+from fivefold.core.layout.weight_table import WeightShard
 from fivefold.optim.rounding import RoundingKey, round_stochastically, rounding_bits
 
 CPU = torch.device("cpu")

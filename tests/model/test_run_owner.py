@@ -17,11 +17,14 @@ import pytest
 import torch
 
 from fivefold.api.training import train
-from fivefold.core.boxes import whole_box
 from fivefold.core.errors import FivefoldError, RankLost
+from fivefold.core.layout.boxes import whole_box
 from fivefold.optim.optimizer import StateInMemory
 from fivefold.records.run_owner import OWNER, own_run
-from fivefold.train.checkpoint import Checkpoints, CheckpointTensor, Facts, RunTakenOver, published
+from fivefold.train.checkpoint.checkpoints import Checkpoints
+from fivefold.train.checkpoint.folders import Facts, published
+from fivefold.train.checkpoint.ranks import RunTakenOver
+from fivefold.train.checkpoint.storage import CheckpointTensor
 
 SIZE = (4, 3)
 HOLDS = """

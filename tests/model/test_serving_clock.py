@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from fivefold.generate.ahead import DrawnTokens
-from fivefold.generate.blocks import blocks_of
+from fivefold.core.model.kv_pages import blocks_of
+from fivefold.generate.async_scheduling import DrawnTokens
 from fivefold.generate.engine import Engine, EngineRanks
 from fivefold.generate.requests import Request, StepBatch
 from fivefold.generate.scheduler import ScheduleLimits
-from fivefold.planner.serving_load import SEED, ReplicaLoad, ReplicaSpeed, arrival_times, simulate
+from fivefold.planner.serving.load import SEED, ReplicaLoad, ReplicaSpeed, arrival_times, simulate
 from tests.model.small import LLAMA
 
 PROMPT, OUTPUT, REQUESTS = 512, 32, 120

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fivefold.model.regions import eager
+from fivefold.model.kernels.regions import eager
 from fivefold.model.slots import SlotSums, sort_slots
 
 F64 = torch.float64

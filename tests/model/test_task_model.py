@@ -12,7 +12,7 @@ import torch
 from test_hf_parity import CONFIGS, Float64Everywhere, Pair, pair
 
 from fivefold.core.errors import FivefoldError
-from fivefold.generate.blocks import BLOCK
+from fivefold.core.model.kv_pages import BLOCK
 from fivefold.generate.engine import Engine
 from fivefold.generate.forward import DecoderForward
 from fivefold.generate.requests import Request

@@ -15,7 +15,7 @@ from small import batch_of, filled
 from test_titan_weights import JUDGED, config_of, fivefold, logits_of, of_run, saved, titan_state
 from torch import Tensor
 
-from fivefold.core.shape import Shape
+from fivefold.core.model.shape import Shape
 
 _VERSION = version("torchtitan") if find_spec("torchtitan") is not None else ""
 _WHY = "no torchtitan: see the head of tests/pure/test_bridge_judges.py"

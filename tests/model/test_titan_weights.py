@@ -22,14 +22,15 @@ from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 
 from fivefold import cli
 from fivefold.bridges.torchtitan_weights import VERSIONS, notes_on, refuse_others
-from fivefold.core import models
 from fivefold.core.errors import FivefoldError
-from fivefold.core.rope import Rope
-from fivefold.core.shape import Shape
-from fivefold.core.weights import weights
+from fivefold.core.layout.weight_table import weights
+from fivefold.core.model import presets as models
+from fivefold.core.model.rope import Rope
+from fivefold.core.model.shape import Shape
 from fivefold.huggingface.config_export import as_hf
 from fivefold.model.decoder import Decoder, from_config
-from fivefold.train.checkpoint import Reader, published
+from fivefold.train.checkpoint.checkpoints import Reader
+from fivefold.train.checkpoint.folders import published
 
 LLAMA3 = replace(LLAMA, name="llama3", layers=2, rope=Rope("llama3", 8.0, 8192), rope_theta=5e5)
 QWEN3 = replace(

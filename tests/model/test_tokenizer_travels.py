@@ -14,8 +14,8 @@ from small import LLAMA, filled
 
 import fivefold as ff
 from fivefold import cli
-from fivefold.core import plan
-from fivefold.core.tokenizer import BYTES, TokenizerId, fingerprint, tokenizer_in
+from fivefold.core.model.tokenizer import BYTES, TokenizerId, fingerprint, tokenizer_in
+from fivefold.core.plan import plan
 from fivefold.huggingface.config_export import as_hf
 from fivefold.huggingface.files import write_model
 

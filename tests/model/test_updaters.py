@@ -18,20 +18,17 @@ import torch
 from torch import Tensor
 
 from fivefold.core.errors import FivefoldError
-from fivefold.core.recipe import OPTIMIZERS, OptimizerName, Recipe
-from fivefold.core.units import LocalWeight
-from fivefold.core.weights import Role, decays
-from fivefold.launch.processes import Pool, Worker
-from fivefold.optim import blockwise, make_updater
-from fivefold.optim.blockwise import (
-    LINE,
-    BlockwiseUpdater,
-    blocks_of,
-    round_stochastically,
-    rounding_bits,
-)
+from fivefold.core.layout.units import LocalWeight
+from fivefold.core.layout.weight_table import Role, decays
+from fivefold.core.plan.recipe import OPTIMIZERS, OptimizerName, Recipe
+from fivefold.launch.processes import Pool
+from fivefold.launch.worker import Worker
+from fivefold.optim import blockwise
+from fivefold.optim.blockwise import LINE, BlockwiseUpdater, blocks_of
 from fivefold.optim.disk_states import DiskStore
 from fivefold.optim.optimizer import ADAM_EPS, Updater, make_optimizer
+from fivefold.optim.rounding import round_stochastically, rounding_bits
+from fivefold.optim.updater import make_updater
 
 CPU = torch.device("cpu")
 TORCH_OPTIMIZERS = [name for name, kind in OPTIMIZERS.items() if not kind.full_matrices]

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from fivefold.page.document import LESSONS
-from fivefold.page.learn import chapters
-from fivefold.page.learn.chapters import CHAPTERS, plain
-from fivefold.page.learn.glossary import GLOSSARY
+from fivefold_page.document import LESSONS
+from fivefold_page.learn import chapters
+from fivefold_page.learn.chapters import CHAPTERS, plain
+from fivefold_page.learn.glossary import GLOSSARY
 from tests.page.contrast import contrasts, faint
 from tests.page.ink import ink
 

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from fivefold.page.learn import data, size_text, tensor
+from fivefold_page.learn import data, tensor
+from fivefold_page.learn.lesson import size_text
 
 if TYPE_CHECKING:
     from playwright.sync_api import Page

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from fivefold.page.learn import context, expert, pipeline
+from fivefold_page.learn import context, expert, pipeline
 
 if TYPE_CHECKING:
     from playwright.sync_api import Page

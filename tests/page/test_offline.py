@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from fivefold.page.learn.chapters import CHAPTERS
+from fivefold_page.learn.chapters import CHAPTERS
 from tests.page.ink import ink
 
 if TYPE_CHECKING:

@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from fivefold.core.layout import Layout
-from fivefold.core.plan import Plan, PlanOptions, resolve
+from fivefold.core.layout.layout import Layout
+from fivefold.core.plan.plan import Plan, PlanOptions, resolve
 from fivefold.core.schedule.clock import Timeline
-from fivefold.page import explore_panels, timeline
-from fivefold.page.document import STATIC
+from fivefold_page import timeline
+from fivefold_page.document import STATIC
+from fivefold_page.explore import panels as explore_panels
 from tests.pure.timelines import timeline as played
 
 if TYPE_CHECKING:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qsl, urlencode
 
-from fivefold.page import explore_search
-from fivefold.page.explore_state import State
+from fivefold_page.explore import search as explore_search
+from fivefold_page.explore.state import State
 from tests.page.conftest import LONG_MS
 
 if TYPE_CHECKING:

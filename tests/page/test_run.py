@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from fivefold.core.schedule import Step, actions_of
+from fivefold.core.schedule.schedule import Step, actions_of
 from tests.page.conftest import serve
 from tests.pure.fake_runs import PLANNED, FakeStep, plan_of, records, usual, write_run
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from fivefold.page.document import LESSONS
+from fivefold_page.document import LESSONS
 from tests.page.conftest import LONG_MS, serve
 from tests.page.ink import ink
 

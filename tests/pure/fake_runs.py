@@ -8,11 +8,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from fivefold.core.plan import Plan, PlanOptions, resolve
-from fivefold.core.schedule import FORWARD, Step, actions_of, merged
-from fivefold.records import PlannedStep, StepRecord
-from fivefold.records.run_folder import RunFolder
+from fivefold.core.plan.plan import Plan, PlanOptions, resolve
+from fivefold.core.schedule.schedule import FORWARD, Step, actions_of, merged
+from fivefold.records.run_writer import RunFolder
 from fivefold.records.spans import awaited, results
+from fivefold.records.steps import PlannedStep, StepRecord
 
 EPOCH = 1_700_000_000.0
 RECORD = StepRecord(

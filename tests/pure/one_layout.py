@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 
-from fivefold.core import machine as machines
-from fivefold.core.shape import Shape
-from fivefold.core.splits import ContextSplit, attention_calls
-from fivefold.cost import stack as stacks
-from fivefold.cost.activations import Activations
+from fivefold.core import hardware as machines
+from fivefold.core.layout.splits import ContextSplit, attention_calls
+from fivefold.core.model.shape import Shape
 from fivefold.cost.grid import SCHEDULES, LayoutGrid
-from fivefold.cost.memory import PeakMemory, peak_memory
-from fivefold.cost.stack import StackMemory
+from fivefold.cost.hardware import stack as stacks
+from fivefold.cost.hardware.stack import StackMemory
+from fivefold.cost.memory.activations import Activations
+from fivefold.cost.memory.categories import PeakMemory, peak_memory
 
 H100 = machines.load("h100")
 # A sweep of nanotron, December 2024: a Llama of 1.34 B and one of 8.86 B, 4,096 tokens a row.

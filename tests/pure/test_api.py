@@ -19,8 +19,8 @@ import fivefold as ff
 from fivefold.api.planning import PlannedJob, SearchedPlans
 from fivefold.api.scheduling import TimedSchedule
 from fivefold.cli import main
-from fivefold.core import models
 from fivefold.core.errors import JSON_SCHEMA
+from fivefold.core.model import presets as models
 from fivefold.report import notebook_html
 from tests.api_page import LONG, sections
 
@@ -132,7 +132,7 @@ def test_importing_it_loads_nothing() -> None:
 
 
 def test_a_function_keeps_its_name_beside_the_room() -> None:
-    import fivefold.records.run_folder  # noqa: F401, binds the room `records`
+    import fivefold.records.run_writer  # noqa: F401, binds the room `records`
     from fivefold.verify.compare import FORMULA
 
     assert FORMULA and inspect.isfunction(ff.verify) and inspect.ismodule(ff.records)  # type: ignore[attr-defined]

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from fivefold.core import models
-from fivefold.core.balance import WORDS, Balance, check, parse
 from fivefold.core.errors import FivefoldError, UnknownName
+from fivefold.core.model import presets as models
+from fivefold.core.model.balance import WORDS, Balance, check, parse
 
 TINY, TINY_MOE = models.load("tiny"), models.load("tiny-moe")
 

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fivefold.core.batch import Batch
 from fivefold.core.errors import FivefoldError
+from fivefold.core.layout.batch import Batch
 
 COUNT = st.integers(1, 64)
 

@@ -12,12 +12,12 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from fivefold.core.boxes import Box, boxes_of, whole_box
 from fivefold.core.errors import FivefoldError
-from fivefold.core.plan import Plan, PlanOptions, resolve
-from fivefold.core.units import OwnedRange, Unit, UnitPolicy
-from fivefold.core.weights import WeightShard, by_name, shard_of, weights
-from fivefold.cost.collectives import owned_shards, units_of
+from fivefold.core.layout.boxes import Box, boxes_of, whole_box
+from fivefold.core.layout.units import OwnedRange, Unit, UnitPolicy
+from fivefold.core.layout.weight_table import WeightShard, by_name, shard_of, weights
+from fivefold.core.plan.plan import Plan, PlanOptions, resolve
+from fivefold.cost.traffic.collectives import owned_shards, units_of
 
 MODELS: dict[str, tuple[str, dict[str, str]]] = {
     "dense": ("tiny", {"layers": "4"}),

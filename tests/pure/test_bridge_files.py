@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 
 from fivefold.api.bridging import foreign_plan
-from fivefold.bridges import TARGETS, ForeignPlan, emit_plan, read_foreign
+from fivefold.bridges.bridging import TARGETS, ForeignPlan, emit_plan, read_foreign
 from fivefold.bridges.pipeline_layout import filled_stages, layout_text, parse_layout
 from fivefold.cli import run
 from fivefold.core.errors import BadFile
-from fivefold.core.layout import Layout
-from fivefold.core.plan import PlanOptions, resolve
+from fivefold.core.layout.layout import Layout
+from fivefold.core.plan.plan import PlanOptions, resolve
 
 SLURM = """#!/bin/bash
 #SBATCH --nodes=4

@@ -21,9 +21,9 @@ from typing import Any
 import pytest
 import yaml
 
-from fivefold.bridges import emit_plan
+from fivefold.bridges.bridging import emit_plan
 from fivefold.bridges.job_values import Values, values_of
-from fivefold.core.plan import resolve
+from fivefold.core.plan.plan import resolve
 from tests.bridge_plans import random_plan
 from tests.foreign_parsers import ANSWER
 

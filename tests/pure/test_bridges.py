@@ -12,15 +12,15 @@ import pytest
 
 from fivefold.api.emitting import emit
 from fivefold.api.planning import estimate_options
-from fivefold.bridges import TARGETS, emit_plan, read_foreign
+from fivefold.bridges.bridging import TARGETS, emit_plan, read_foreign
 from fivefold.bridges.job_values import values_of
 from fivefold.bridges.key_table import ours_of
 from fivefold.bridges.nearest import Priced, _NearestPlan, express
 from fivefold.bridges.target import Target, world_of
 from fivefold.core.errors import FivefoldError
-from fivefold.core.plan import Plan, PlanOptions, resolve
-from fivefold.core.recipe import Recipe
-from fivefold.core.shape import Shape
+from fivefold.core.model.shape import Shape
+from fivefold.core.plan.plan import Plan, PlanOptions, resolve
+from fivefold.core.plan.recipe import Recipe
 from tests.bridge_plans import random_plan
 from tests.bridge_table import capability_table
 

@@ -15,7 +15,7 @@ import pytest
 
 from fivefold import __version__, cli
 from fivefold.cli import gather_pairs, main
-from fivefold.core.plan import PlanOptions
+from fivefold.core.plan.plan import PlanOptions
 from fivefold.core.tables import parse_count
 from fivefold.verbs import in_precision
 

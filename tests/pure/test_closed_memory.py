@@ -10,19 +10,19 @@ from typing import Any
 import pytest
 from one_layout import H100, grid_of
 
-from fivefold.core.plan import PlanOptions, resolve
-from fivefold.core.schedule import Schedule
+from fivefold.core.layout.units import local_weights
+from fivefold.core.plan.plan import PlanOptions, resolve
 from fivefold.core.schedule.catalog import FAMILIES
 from fivefold.core.schedule.clock import peak_held
-from fivefold.core.schedule.family import Family
-from fivefold.core.schedule.held import none_deferred
+from fivefold.core.schedule.definition import Family
+from fivefold.core.schedule.in_flight import none_deferred
 from fivefold.core.schedule.loops import defers_weight_gradients
-from fivefold.core.units import local_weights
-from fivefold.cost import stack as stacks
-from fivefold.cost.memory import peak_memory
-from fivefold.cost.memory_entries import MemoryEntries
-from fivefold.cost.pipeline_ranks import deferred, in_flight, rank_stages
-from fivefold.planner.rank_memory import PlanRanks
+from fivefold.core.schedule.schedule import Schedule
+from fivefold.cost.hardware import stack as stacks
+from fivefold.cost.memory.categories import peak_memory
+from fivefold.cost.memory.entries import MemoryEntries
+from fivefold.cost.stages.ranks import deferred, in_flight, rank_stages
+from fivefold.planner.memory_by_rank import PlanRanks
 from fivefold.planner.setting import EstimateSetting, plan_arguments
 
 OWN = EstimateSetting(H100, stacks.FIVEFOLD, "bf16")

@@ -15,12 +15,11 @@ from hypothesis import strategies as st
 from one_layout import attention_pairs
 
 from fivefold.cli import main
-from fivefold.core import models
 from fivefold.core.errors import IllegalLayout
-from fivefold.core.layout import Layout
-from fivefold.core.legality import nearest, problems
-from fivefold.core.plan import PlanOptions, resolve
-from fivefold.core.splits import (
+from fivefold.core.layout.layout import Layout
+from fivefold.core.layout.legality import nearest
+from fivefold.core.layout.rules import problems
+from fivefold.core.layout.splits import (
     CONTEXT_KINDS,
     AttentionCall,
     ContextKind,
@@ -32,6 +31,8 @@ from fivefold.core.splits import (
     padded_length,
     ulysses_degree,
 )
+from fivefold.core.model import presets as models
+from fivefold.core.plan.plan import PlanOptions, resolve
 
 TINY = models.load("tiny")
 KINDS: tuple[ContextKind, ...] = get_args(ContextKind)

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from one_layout import grid_of
 
-from fivefold.core import machine as machines
-from fivefold.core import models
+from fivefold.core import hardware as machines
+from fivefold.core.model import presets as models
 from fivefold.cost.grid import CONTEXTS
-from fivefold.cost.layer_time import LayerTimer
-from fivefold.cost.stack_presets import load_stack
+from fivefold.cost.hardware.stack_presets import load_stack
+from fivefold.cost.layer.time import LayerTimer
 
 SHAPE = models.load("llama-3.1-8b")
 

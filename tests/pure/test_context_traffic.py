@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fivefold.core.plan import Plan, PlanOptions, resolve
-from fivefold.core.splits import ContextKind
-from fivefold.cost.collectives import TrafficEntry, predict_traffic, traffic_json
+from fivefold.core.layout.splits import ContextKind
+from fivefold.core.plan.plan import Plan, PlanOptions, resolve
+from fivefold.cost.traffic.collectives import TrafficEntry, predict_traffic, traffic_json
 
 KINDS: tuple[ContextKind, ...] = get_args(ContextKind)
 LAYERS, SEQ = 32, 8192  # of llama-3.1-8b: 32 heads and 8 KV heads of 128 numbers

@@ -10,15 +10,15 @@ import numpy as np
 import pytest
 from one_layout import H100, LARGE, activations_of, grid_of
 
-from fivefold.core.failures import FailureDomain, FailureRates
-from fivefold.core.plan import PlanOptions, resolve
-from fivefold.cost.checkpoint_time import save_cost
-from fivefold.cost.data_time import data_seconds
+from fivefold.core.plan.failures import FailureDomain, FailureRates
+from fivefold.core.plan.plan import PlanOptions, resolve
 from fivefold.cost.grid import Array
-from fivefold.cost.layer_time import LayerTimer
-from fivefold.cost.loss_memory import LossMemory
-from fivefold.cost.overlap import SplitGemms, hide_exchange, shown_seconds, tensor_seconds
-from fivefold.cost.stack import EAGER_MEMORY, FIVEFOLD, SoftwareStack
+from fivefold.cost.hardware.stack import EAGER_MEMORY, FIVEFOLD, SoftwareStack
+from fivefold.cost.layer.time import LayerTimer
+from fivefold.cost.memory.loss import LossMemory
+from fivefold.cost.step.checkpoint_time import save_cost
+from fivefold.cost.step.data_time import data_seconds
+from fivefold.cost.step.overlap import SplitGemms, hide_exchange, shown_seconds, tensor_seconds
 
 NVLINK = 0.80 * 450e9  # bytes/s of a GPU, by H100's share
 # Links without latency, so that a collective is its bytes.

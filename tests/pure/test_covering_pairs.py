@@ -10,14 +10,14 @@ from dataclasses import replace
 import pytest
 
 from fivefold.api.verifying import runnable
-from fivefold.core.balance import NONE, WORDS
 from fivefold.core.errors import FivefoldError
-from fivefold.core.layout import Layout
-from fivefold.core.models import load
-from fivefold.core.plan import PlanOptions
-from fivefold.core.rules import problems
+from fivefold.core.layout.layout import Layout
+from fivefold.core.layout.rules import problems
+from fivefold.core.model.balance import NONE, WORDS
+from fivefold.core.model.presets import load
+from fivefold.core.plan.plan import PlanOptions
 from fivefold.core.schedule.catalog import family
-from fivefold.cost.collectives import predict_traffic
+from fivefold.cost.traffic.collectives import predict_traffic
 from tests.ranks.covering import (
     ASYNCHRONOUS,
     DEGREES,

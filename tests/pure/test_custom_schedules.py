@@ -8,19 +8,19 @@ from pathlib import Path
 import pytest
 
 from fivefold.core.errors import BadFile, IllegalSchedule
-from fivefold.core.schedule import (
+from fivefold.core.schedule import catalog
+from fivefold.core.schedule import selection as choose
+from fivefold.core.schedule.clock import Costs, play
+from fivefold.core.schedule.schedule import (
     Action,
     Overlap,
     Placement,
     Schedule,
-    catalog,
-    choose,
     linear_placement,
     loop_placement,
     v_placement,
 )
-from fivefold.core.schedule.choose import require_legal
-from fivefold.core.schedule.clock import Costs, play
+from fivefold.core.schedule.selection import require_legal
 
 TWO_RANKS = "0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n"
 

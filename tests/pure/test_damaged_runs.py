@@ -17,9 +17,9 @@ from fake_runs import RECORD
 
 from fivefold import cli
 from fivefold.core.errors import BadFile, FivefoldError
-from fivefold.page import document, run_compare
-from fivefold.records import run_folder
-from fivefold.records.run_folder import (
+from fivefold.records import run_writer as run_folder
+from fivefold.records.run_reader import mend
+from fivefold.records.run_writer import (
     Metrics,
     RunFolder,
     read_lines,
@@ -27,8 +27,9 @@ from fivefold.records.run_folder import (
     read_starts,
     read_summary,
 )
-from fivefold.records.run_reader import mend
 from fivefold.verbs.observe import _runs
+from fivefold_page import document
+from fivefold_page.run import compare as run_compare
 
 FACTS = {"layout": "dp=2", "world": 2, "model": "tiny"}
 WRONG = [None, True, -1, 0, 1e308, 10**400, "x", "", [], [None], {}, {"a": None}, [1, [2]]]

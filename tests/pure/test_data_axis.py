@@ -11,22 +11,22 @@ import numpy as np
 import pytest
 
 from fivefold.core.errors import FivefoldError
-from fivefold.core.machine import load
-from fivefold.core.plan import Plan, PlanOptions, resolve
+from fivefold.core.hardware import load
+from fivefold.core.plan.plan import Plan, PlanOptions, resolve
 from fivefold.core.schedule.catalog import FAMILIES
-from fivefold.cost.axis_collectives import Collective
-from fivefold.cost.collectives import chunks_of, owned_shards
-from fivefold.cost.data_axis import (
+from fivefold.cost.grid import LayoutGrid, grid_of_plan
+from fivefold.cost.layer.time import LayerTimer
+from fivefold.cost.step.data_time import closing_collectives, data_job, flat_units, unit_groups
+from fivefold.cost.traffic.axes import Collective
+from fivefold.cost.traffic.collectives import chunks_of, owned_shards
+from fivefold.cost.traffic.data_axis import (
     DataCollective,
     data_collectives,
     shared_gradients,
     step_collectives,
     unit_collectives,
 )
-from fivefold.cost.data_time import closing_collectives, data_job, flat_units, unit_groups
-from fivefold.cost.grid import LayoutGrid, grid_of_plan
-from fivefold.cost.layer_time import LayerTimer
-from fivefold.planner import estimate_setting
+from fivefold.planner.planning import estimate_setting
 from tests.selection import all_cases, salt
 
 NUM_PLANS = 125 if all_cases() else 6  # of each model and policy

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from fivefold.launch.device_calls import (
+from fivefold.launch.watch.device_calls import (
     DeviceCall,
     DeviceProgress,
     Queue,
@@ -21,8 +21,8 @@ from fivefold.launch.device_calls import (
     role_of,
     to_table,
 )
-from fivefold.launch.hang import verdict
-from fivefold.launch.positions import CommGroup, HangVerdict, LoggedCollective, Position
+from fivefold.launch.watch.hang import verdict
+from fivefold.launch.watch.positions import CommGroup, HangVerdict, LoggedCollective, Position
 
 WORLD = CommGroup("world", (0, 1, 2, 3))
 TP = {rank: CommGroup("tp", members) for members in ((0, 1), (2, 3)) for rank in members}

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from fivefold.api.serving_plans import plan_serving
-from fivefold.core.layout import Layout
+from fivefold.core.layout.layout import Layout
 from tests.pure.test_serving_flags import PLANS
 
 ROOT = Path(__file__).parent.parent.parent

@@ -10,15 +10,16 @@ from itertools import product
 import numpy as np
 import pytest
 
-from fivefold.core import machine, models
+from fivefold.core import hardware as machine
 from fivefold.core.errors import FivefoldError
-from fivefold.core.plan import Plan, PlanOptions, resolve
+from fivefold.core.model import presets as models
+from fivefold.core.plan.plan import Plan, PlanOptions, resolve
 from fivefold.core.schedule.catalog import FAMILIES
-from fivefold.core.schedule.family import Family
+from fivefold.core.schedule.definition import Family
 from fivefold.cost.grid import LayoutGrid, grid_of_plan
-from fivefold.cost.memory import peak_memory
-from fivefold.cost.stack import FIVEFOLD
-from fivefold.cost.step_time import step_time
+from fivefold.cost.hardware.stack import FIVEFOLD
+from fivefold.cost.memory.categories import peak_memory
+from fivefold.cost.step.time import step_time
 from fivefold.planner.estimate import estimate_plan, simulate_step
 from fivefold.planner.grid_options import layout_of, options_of
 from fivefold.planner.search import search_layouts

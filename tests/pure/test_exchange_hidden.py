@@ -9,19 +9,19 @@ import numpy as np
 import pytest
 from one_layout import grid_of
 
-from fivefold.core import machine as machines
-from fivefold.core import models
-from fivefold.core.plan import named_schedule
-from fivefold.core.schedule import FORWARD, Overlap, actions_of
-from fivefold.cost import stack as stacks
-from fivefold.cost.layer_time import LayerTimer
-from fivefold.cost.memory import fits, peak_memory
-from fivefold.cost.overlap import paired_share, shown_seconds
-from fivefold.cost.stack import SoftwareStack
-from fivefold.cost.stack_presets import load_stack
-from fivefold.cost.step_time import step_time
-from fivefold.score.outcome import score_row
-from fivefold.score.published import cases
+from fivefold.core import hardware as machines
+from fivefold.core.model import presets as models
+from fivefold.core.plan.plan import named_schedule
+from fivefold.core.schedule.schedule import FORWARD, Overlap, actions_of
+from fivefold.cost.hardware import stack as stacks
+from fivefold.cost.hardware.stack import SoftwareStack
+from fivefold.cost.hardware.stack_presets import load_stack
+from fivefold.cost.layer.time import LayerTimer
+from fivefold.cost.memory.categories import fits, peak_memory
+from fivefold.cost.step.overlap import paired_share, shown_seconds
+from fivefold.cost.step.time import step_time
+from fivefold_score.outcome import score_row
+from fivefold_score.published import cases
 
 V3, H800 = models.load("deepseek-v3"), machines.load("h800")
 DEEPSEEK = load_stack("deepseek")

@@ -14,19 +14,21 @@ from typing import Any
 import pytest
 
 from fivefold import cli
-from fivefold.core import models, settings
 from fivefold.core.errors import UnknownName
-from fivefold.core.hf_config import shape_from_config
-from fivefold.core.layout import Layout
-from fivefold.core.plan import Plan, PlanOptions, read, resolve
-from fivefold.core.recipe import Recipe
+from fivefold.core.layout.layout import Layout
+from fivefold.core.layout.splits import context_split
+from fivefold.core.model import presets as models
+from fivefold.core.model.hf_config import shape_from_config
+from fivefold.core.plan import settings
+from fivefold.core.plan.plan import Plan, PlanOptions, read, resolve
+from fivefold.core.plan.recipe import Recipe
 from fivefold.core.schedule.catalog import names
-from fivefold.core.splits import context_split
-from fivefold.cost.collectives import predict_traffic
 from fivefold.cost.grid import schedule_index
+from fivefold.cost.traffic.collectives import predict_traffic
 from fivefold.huggingface.config_export import as_hf
-from fivefold.page import document, explore
-from fivefold.score.spelling import spellings
+from fivefold_page import document
+from fivefold_page.explore import explore
+from fivefold_score.spelling import spellings
 from tests import dummies
 
 MOST_FILES = 4

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 import fivefold as ff
 from fivefold.cli import run
 from fivefold.core.errors import FivefoldError
-from fivefold.core.failures import (
+from fivefold.core.plan.failures import (
     FailureDomain,
     FailureRates,
     RecoveryDesign,
@@ -26,10 +26,10 @@ from fivefold.core.failures import (
     steps_between,
     young_interval,
 )
-from fivefold.cost.checkpoint_time import checkpoint_bytes, save_cost
-from fivefold.page import explore
+from fivefold.cost.step.checkpoint_time import checkpoint_bytes, save_cost
 from fivefold.planner.failures import FailingJob, scale_points, simulate_failures
 from fivefold.report.failure_text import scale_svg
+from fivefold_page.explore import explore
 from tests import failure_published
 
 HOUR = 3600.0

@@ -8,13 +8,13 @@ from dataclasses import replace
 
 import pytest
 
-from fivefold.core import machine as machines
-from fivefold.core import models
+from fivefold.core import hardware as machines
 from fivefold.core.errors import FivefoldError
-from fivefold.core.machine import Machine, Rates
-from fivefold.core.plan import Plan, PlanOptions, resolve
-from fivefold.planner import best_plans, estimate_setting, plan_request
+from fivefold.core.hardware import Machine, Rates
+from fivefold.core.model import presets as models
+from fivefold.core.plan.plan import Plan, PlanOptions, resolve
 from fivefold.planner.estimate import simulate_step
+from fivefold.planner.planning import best_plans, estimate_setting, plan_request
 
 ROUNDING = 1e-9
 

@@ -13,19 +13,20 @@ import numpy as np
 import pytest
 
 from fivefold.cli import main
-from fivefold.core import machine, models
-from fivefold.core.batch import batch_remark, default_batch
+from fivefold.core import hardware as machine
 from fivefold.core.errors import FivefoldError
-from fivefold.core.plan import PlanOptions
-from fivefold.core.recipe import Recipe
+from fivefold.core.layout.batch import batch_remark, default_batch
+from fivefold.core.model import presets as models
+from fivefold.core.plan.plan import PlanOptions
+from fivefold.core.plan.recipe import Recipe
 from fivefold.cost.grid import grid_of_plan
-from fivefold.cost.memory import peak_memory
-from fivefold.cost.step_time import step_time
-from fivefold.planner import NothingFits, PlanRequest, PlanResult, best_plans, plan_request
-from fivefold.planner.accuracy import accuracy
+from fivefold.cost.memory.categories import peak_memory
+from fivefold.cost.step.time import step_time
+from fivefold.planner.error_bars import accuracy
+from fivefold.planner.planning import NothingFits, PlanRequest, PlanResult, best_plans, plan_request
 from fivefold.planner.simplicity import complexity, innermost, simpler_words, tp_crosses
 from fivefold.planner.space import layout_blocks
-from fivefold.score.outcome import pair_errors, ranking
+from fivefold_score.outcome import pair_errors, ranking
 from tests.pure.one_layout import grid_of
 
 BAR = 1 + accuracy().equal

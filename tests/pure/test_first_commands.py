@@ -15,7 +15,7 @@ import pytest
 from fivefold import verbs
 from fivefold.cli import VERBS, main
 from fivefold.core.errors import UnknownName
-from fivefold.core.machine import presets
+from fivefold.core.hardware import presets
 
 
 def ended(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fivefold.core.errors import FivefoldError
-from fivefold.core.machine import Machine, load, presets
-from fivefold.cost.calibration import (
+from fivefold.core.hardware import Machine, load, presets
+from fivefold.cost.hardware.calibration import (
     MeasuredTimes,
     Sample,
     calibrate,
@@ -20,7 +20,7 @@ from fivefold.cost.calibration import (
     guess_base,
     residuals,
 )
-from fivefold.cost.links import Links
+from fivefold.cost.hardware.links import Links
 from fivefold.verbs.calibrate import file_text, table_json, table_text
 
 SIZES = [10**power for power in (8, 9, 9.5, 10, 11, 12, 12.5)]

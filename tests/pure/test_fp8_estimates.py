@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 
 from fivefold.api.planning import search
-from fivefold.core import machine
-from fivefold.core.fp8 import Fp8
-from fivefold.core.plan import Plan, PlanOptions, resolve
-from fivefold.core.recipe import Recipe
-from fivefold.planner import estimate_setting
+from fivefold.core import hardware as machine
+from fivefold.core.layout.fp8 import Fp8
+from fivefold.core.plan.plan import Plan, PlanOptions, resolve
+from fivefold.core.plan.recipe import Recipe
 from fivefold.planner.estimate import Estimate, estimate_plan
+from fivefold.planner.planning import estimate_setting
 
 H200 = machine.load("h200")
 GIB = 2**30

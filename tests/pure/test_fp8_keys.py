@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from fivefold.core import models
 from fivefold.core.errors import FivefoldError, IllegalLayout
-from fivefold.core.fp8 import Fp8
-from fivefold.core.layout import Layout
-from fivefold.core.plan import PlanOptions, read, resolve
-from fivefold.core.settings import parse_settings
+from fivefold.core.layout.fp8 import Fp8
+from fivefold.core.layout.layout import Layout
+from fivefold.core.model import presets as models
+from fivefold.core.plan.plan import PlanOptions, read, resolve
+from fivefold.core.plan.settings import parse_settings
 
 LLAMA = models.load("llama-3.1-8b")
 BLOCKS = Fp8.parse("blockwise")

@@ -6,12 +6,13 @@ from typing import Any
 
 import pytest
 
-from fivefold.core import fp8_units, models
-from fivefold.core.fp8 import Fp8
-from fivefold.core.fp8_units import coded_shard_bytes, gathered_as_codes, is_coded, segments
-from fivefold.core.plan import PlanOptions, resolve
-from fivefold.core.units import LocalWeight, pack
-from fivefold.cost.collectives import predict_traffic
+from fivefold.core.layout import fp8_units
+from fivefold.core.layout.fp8 import Fp8
+from fivefold.core.layout.fp8_units import coded_shard_bytes, gathered_as_codes, is_coded, segments
+from fivefold.core.layout.units import LocalWeight, pack
+from fivefold.core.model import presets as models
+from fivefold.core.plan.plan import PlanOptions, resolve
+from fivefold.cost.traffic.collectives import predict_traffic
 
 LINEARS = {"attention.q", "attention.k", "attention.v", "attention.out"} | {
     f"mlp.{one}" for one in ("gate", "up", "down")

@@ -8,12 +8,13 @@ import pytest
 
 from fivefold.api.frameworks import _lacks, compare_frameworks, stack_names
 from fivefold.api.planning import estimate_given, estimate_options
-from fivefold.bridges import TARGETS, emit_plan
+from fivefold.bridges.bridging import TARGETS, emit_plan
 from fivefold.bridges.expressible import possible_values
 from fivefold.cli import run
-from fivefold.core import machine, models
-from fivefold.core.plan import PlanOptions
-from fivefold.cost import stack_presets
+from fivefold.core import hardware as machine
+from fivefold.core.model import presets as models
+from fivefold.core.plan.plan import PlanOptions
+from fivefold.cost.hardware import stack_presets
 from fivefold.planner.search import search_layouts
 from fivefold.planner.setting import EstimateSetting
 from fivefold.planner.space import SearchSpace, layout_blocks

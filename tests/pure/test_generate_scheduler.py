@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fivefold.core.errors import FivefoldError
-from fivefold.core.kv_pages import STEP_TOKENS
-from fivefold.generate.blocks import BLOCK, BlockPool, blocks_of, chained_digest
+from fivefold.core.model.kv_pages import BLOCK, STEP_TOKENS, blocks_of
+from fivefold.generate.blocks import BlockPool, chained_digest
 from fivefold.generate.requests import Request, SequenceState, StepBatch
 from fivefold.generate.scheduler import ScheduleLimits, Scheduler
 

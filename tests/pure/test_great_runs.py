@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 
 from fivefold.cli import main
-from fivefold.core.count import training_flops
 from fivefold.core.errors import FivefoldError
-from fivefold.core.great_runs import (
+from fivefold.core.hardware import PRESETS
+from fivefold.core.model.count import training_flops
+from fivefold.core.model.presets import load
+from fivefold.core.plan.great_runs import (
     Goodput,
     counted_flops,
     goodput_facts,
@@ -19,10 +21,8 @@ from fivefold.core.great_runs import (
     load_run,
     published_step,
 )
-from fivefold.core.machine import PRESETS
-from fivefold.core.models import load
-from fivefold.core.plan import read, resolve
-from fivefold.cost.stack_presets import OUR_OWN, presets
+from fivefold.core.plan.plan import read, resolve
+from fivefold.cost.hardware.stack_presets import OUR_OWN, presets
 from fivefold.planner.great_runs import compare_run
 
 # How far each estimate may be from the published step; the others are shown with what is not

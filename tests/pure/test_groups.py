@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 
-from fivefold.core import groups, machine
-from fivefold.core.groups import PIPELINE, Topology, communicators, group_of, rank_order
-from fivefold.core.plan import Plan, PlanOptions, resolve
+from fivefold.core import hardware as machine
+from fivefold.core.layout import groups
+from fivefold.core.layout.groups import PIPELINE, Topology, communicators, group_of, rank_order
+from fivefold.core.plan.plan import Plan, PlanOptions, resolve
 from fivefold.core.precision import PRECISIONS
-from fivefold.cost.collectives import predict_traffic
+from fivefold.cost.traffic.collectives import predict_traffic
 
 PLANS = [
     resolve(options)

@@ -8,8 +8,8 @@ from dataclasses import replace
 
 import pytest
 
-from fivefold.launch.hang import verdict
-from fivefold.launch.positions import CommGroup, HangVerdict, LoggedCollective, Position
+from fivefold.launch.watch.hang import verdict
+from fivefold.launch.watch.positions import CommGroup, HangVerdict, LoggedCollective, Position
 
 WORLD = CommGroup("world", (0, 1, 2, 3))
 TP = {rank: CommGroup("tp", members) for members in ((0, 1), (2, 3)) for rank in members}

@@ -11,10 +11,10 @@ from hf_configs import CONFIGS, LLAMA3_ROPE, Table
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fivefold.core.count import parameters
 from fivefold.core.errors import BadFile
-from fivefold.core.hf_config import FAMILIES, shape_from_config
-from fivefold.core.models import load
+from fivefold.core.model.count import parameters
+from fivefold.core.model.hf_config import FAMILIES, shape_from_config
+from fivefold.core.model.presets import load
 from fivefold.huggingface.config_export import WRITERS
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from hf_configs import CONFIGS
 
-from fivefold.core import models
 from fivefold.core.errors import FivefoldError
-from fivefold.core.hf_config import shape_from_config
+from fivefold.core.model import presets as models
+from fivefold.core.model.hf_config import shape_from_config
 from fivefold.huggingface.config_export import WRITERS, as_hf
 
 PRESETS = [name for name in models.presets() if models.load(name).family in WRITERS]

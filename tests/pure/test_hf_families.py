@@ -11,13 +11,13 @@ import pytest
 from hf_configs import Table, decoder
 from hf_variant_configs import MISTRAL_SMALL, OLMO3_YARN, VARIANTS
 
-from fivefold.core import count
 from fivefold.core.errors import BadFile, FivefoldError
-from fivefold.core.hf_config import shape_from_config
-from fivefold.core.hf_families import ORIGINAL
-from fivefold.core.models import load, scale_down, to_text, with_overrides
-from fivefold.core.plan import PlanOptions, resolve
-from fivefold.core.weights import weights
+from fivefold.core.layout.weight_table import weights
+from fivefold.core.model import count
+from fivefold.core.model.hf_config import shape_from_config
+from fivefold.core.model.hf_families import ORIGINAL
+from fivefold.core.model.presets import load, scale_down, to_text, with_overrides
+from fivefold.core.plan.plan import PlanOptions, resolve
 from fivefold.huggingface.config_export import as_hf
 from fivefold.planner.space import SearchSpace, all_degrees
 

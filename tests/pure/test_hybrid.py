@@ -15,20 +15,21 @@ from hf_configs import CONFIGS
 from fivefold.api.serving_plans import plan_serving
 from fivefold.bridges.megatron_model import find_model, model_arguments
 from fivefold.cli import main
-from fivefold.core import count, machine
+from fivefold.core import hardware as machine
 from fivefold.core.errors import BadFile, FivefoldError, IllegalLayout
-from fivefold.core.hf_config import shape_from_config
-from fivefold.core.mixers import Mixer, MixerTokens, MixerWeight
-from fivefold.core.models import load, to_text, with_overrides
-from fivefold.core.plan import Plan, PlanOptions, resolve
-from fivefold.core.rope import Rope
-from fivefold.core.shape import Shape
-from fivefold.core.splits import flops_by_layer
-from fivefold.core.weights import planned_weights, tp_shard
-from fivefold.cost.attention_sizes import MixerSizes
-from fivefold.cost.collectives import predict_traffic
-from fivefold.planner import estimate_setting
+from fivefold.core.layout.splits import flops_by_layer
+from fivefold.core.layout.weight_table import planned_weights, tp_shard
+from fivefold.core.model import count
+from fivefold.core.model.hf_config import shape_from_config
+from fivefold.core.model.mixers import Mixer, MixerTokens, MixerWeight
+from fivefold.core.model.presets import load, to_text, with_overrides
+from fivefold.core.model.rope import Rope
+from fivefold.core.model.shape import Shape
+from fivefold.core.plan.plan import Plan, PlanOptions, resolve
+from fivefold.cost.layer.attention_sizes import MixerSizes
+from fivefold.cost.traffic.collectives import predict_traffic
 from fivefold.planner.estimate import estimate_plan
+from fivefold.planner.planning import estimate_setting
 from fivefold.planner.space import SearchSpace, all_degrees
 
 NEXT = "qwen3-next-80b-a3b"

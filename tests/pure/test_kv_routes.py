@@ -8,10 +8,10 @@ from itertools import product
 
 import pytest
 
-from fivefold.core.kv_pages import token_bytes
-from fivefold.core.kv_routes import KvRoute, kv_routes, kv_share, moved_bytes, problems
-from fivefold.core.models import load
-from fivefold.core.plan import Plan, PlanOptions, resolve
+from fivefold.core.model.kv_pages import token_bytes
+from fivefold.core.model.presets import load
+from fivefold.core.plan.kv_transfers import KvRoute, kv_routes, kv_share, moved_bytes, problems
+from fivefold.core.plan.plan import Plan, PlanOptions, resolve
 
 LAYOUTS = ("dp=1", "tp=2", "tp=4", "pp=2", "tp=2 pp=2", "dp=2", "cp=2", "dp=2 tp=2 pp=2 cp=2")
 

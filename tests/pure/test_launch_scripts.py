@@ -18,15 +18,15 @@ import pytest
 from kubernetes_schema import problems
 
 from fivefold.cli import main
-from fivefold.core.corpora import parse_sets
 from fivefold.core.errors import FivefoldError
-from fivefold.core.plan import Plan, PlanOptions, read, resolve
-from fivefold.core.recipe import Recipe
-from fivefold.launch.kubernetes import kubernetes_manifest, on_volume
+from fivefold.core.plan.corpora import parse_sets
+from fivefold.core.plan.plan import Plan, PlanOptions, read, resolve
+from fivefold.core.plan.recipe import Recipe
 from fivefold.launch.launcher import require_trainable
-from fivefold.launch.scripts import LaunchRequest, Target, job_of
-from fivefold.launch.slurm import slurm_script
-from fivefold.launch.torchrun import torchrun_script
+from fivefold.launch.scripts.kubernetes import kubernetes_manifest, on_volume
+from fivefold.launch.scripts.script import LaunchRequest, Target, job_of
+from fivefold.launch.scripts.slurm import slurm_script
+from fivefold.launch.scripts.torchrun import torchrun_script
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = {

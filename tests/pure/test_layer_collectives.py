@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from fivefold.core.errors import FivefoldError
-from fivefold.core.machine import load
-from fivefold.core.plan import Plan, PlanOptions, resolve
-from fivefold.cost.expert_collectives import expert_layer
+from fivefold.core.hardware import load
+from fivefold.core.plan.plan import Plan, PlanOptions, resolve
 from fivefold.cost.grid import LayoutGrid, grid_of_plan, layer_job
-from fivefold.cost.layer_collectives import (
+from fivefold.cost.traffic.experts import expert_layer
+from fivefold.cost.traffic.layers import (
     CountedCollective,
     LayerJob,
     context_layer,

@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fivefold.core import machine
+from fivefold.core import hardware as machine
 from fivefold.core.errors import BadFile, FivefoldError, IllegalLayout, UnknownName
-from fivefold.core.layout import AXES, DEGREES, Coord, Layout, Order, parse_zero
-from fivefold.core.machine import Tier
+from fivefold.core.hardware import Tier
+from fivefold.core.layout.layout import AXES, DEGREES, Coord, Layout, Order, parse_zero
 
 SMALL = st.integers(1, 3)
 DATA_OUTERMOST = "order=tp-cp-pp-dp"
@@ -350,7 +350,7 @@ def test_every_degree_is_a_field() -> None:
 
 def test_the_language_of_layouts_loads_neither_torch_nor_numpy() -> None:
     code = (
-        "import sys, fivefold.core.legality, fivefold.core.batch;"
+        "import sys, fivefold.core.layout.legality, fivefold.core.layout.batch;"
         "print(sorted({'torch', 'numpy'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

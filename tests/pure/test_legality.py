@@ -12,14 +12,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fivefold.core import models
 from fivefold.core.errors import FivefoldError, IllegalLayout
-from fivefold.core.layout import DEGREES, Layout
-from fivefold.core.legality import check, nearest, padded_vocab, problems, smallest_seq
-from fivefold.core.rules import LayoutRequest
+from fivefold.core.layout.layout import DEGREES, Layout
+from fivefold.core.layout.legality import check, nearest, padded_vocab, smallest_seq
+from fivefold.core.layout.rules import LayoutRequest, problems
+from fivefold.core.layout.splits import ContextKind
+from fivefold.core.model import presets as models
+from fivefold.core.model.shape import Moe, Shape
 from fivefold.core.schedule import catalog
-from fivefold.core.shape import Moe, Shape
-from fivefold.core.splits import ContextKind
 from tests.selection import within
 
 TINY, TINY_MOE = models.load("tiny"), models.load("tiny-moe")

@@ -8,8 +8,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from fivefold.core.plan import PlanOptions, resolve
-from fivefold.core.schedule import FORWARD, Schedule, Step
+from fivefold.core.plan.plan import PlanOptions, resolve
 from fivefold.core.schedule.catalog import FAMILIES, make
 from fivefold.core.schedule.clock import Costs, peak_activations, play
 from fivefold.core.schedule.loops import (
@@ -22,8 +21,9 @@ from fivefold.core.schedule.loops import (
     part,
     within,
 )
+from fivefold.core.schedule.schedule import FORWARD, Schedule, Step
 from fivefold.core.schedule.v_shape import HALF_BLOCKS, MIN_BLOCK, _filled
-from fivefold.cost.schedule_trace import StageSeconds, simulate_trace, trace_schedule
+from fivefold.cost.stages.schedule_trace import StageSeconds, simulate_trace, trace_schedule
 from fivefold.report.plan_values import describe
 
 SIZES = ((2, 8, 2), (3, 6, 2), (4, 8, 3), (4, 16, 1), (6, 12, 2))

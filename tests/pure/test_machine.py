@@ -10,9 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fivefold.core import machine, tables
+from fivefold.core import hardware as machine
+from fivefold.core import tables
 from fivefold.core.errors import BadFile, FivefoldError, UnknownName
-from fivefold.core.machine import Link, Machine, Tier, load
+from fivefold.core.hardware import Link, Machine, Tier, load
 
 GPUS = "v100 a100 a100-40g a800 h100 h800 h200 b200 b300 gb200 gb300"
 REQUIRED_MACHINES = [*GPUS.split(), "tpu-v4", "tpu-v5p", "laptop"]

@@ -15,10 +15,11 @@ from benchmarks.h200_jobs import (
     measured_jobs,
     page,
 )
-from fivefold.core import machine, models
-from fivefold.cost import stack as stacks
-from fivefold.cost.layer_time import LayerTimer, total_seconds
-from fivefold.cost.step_time import launch_bound_layer
+from fivefold.core import hardware as machine
+from fivefold.core.model import presets as models
+from fivefold.cost.hardware import stack as stacks
+from fivefold.cost.layer.time import LayerTimer, total_seconds
+from fivefold.cost.step.time import launch_bound_layer
 
 H200 = machine.load("h200")
 

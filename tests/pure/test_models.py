@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fivefold.core import tables
-from fivefold.core.count import parameters, training_flops
 from fivefold.core.errors import BadFile, FivefoldError, UnknownName
-from fivefold.core.models import load, presets, with_overrides
-from fivefold.core.shape import Moe, Shape
+from fivefold.core.model.count import parameters, training_flops
+from fivefold.core.model.presets import load, presets, with_overrides
+from fivefold.core.model.shape import Moe, Shape
 
 
 @pytest.mark.parametrize(

@@ -5,14 +5,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from fivefold.core import machine
-from fivefold.core.plan import PlanOptions, resolve
-from fivefold.core.recompute import Recompute
-from fivefold.core.shape import LayerKind
-from fivefold.cost.memory_entries import MemoryEntries
-from fivefold.cost.operator_tape import Change, Event, OperatorTape
-from fivefold.cost.rank_ledger import PlanLedger
-from fivefold.planner import estimate_setting
+from fivefold.core import hardware as machine
+from fivefold.core.model.recompute import Recompute
+from fivefold.core.model.shape import LayerKind
+from fivefold.core.plan.plan import PlanOptions, resolve
+from fivefold.cost.layer.operator_tape import Change, Event, OperatorTape
+from fivefold.cost.memory.entries import MemoryEntries
+from fivefold.cost.memory.rank_ledger import PlanLedger
+from fivefold.planner.planning import estimate_setting
 from fivefold.planner.setting import plan_arguments
 
 SETTING, _ = estimate_setting(machine.load("h200"), "bf16", 0.0, "compiled", 1.0)

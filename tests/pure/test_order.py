@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fivefold.core.groups import PIPELINE, Topology, group_of
-from fivefold.core.layout import Layout
-from fivefold.core.plan import PlanOptions, resolve
-from fivefold.cost.matching import AFTER, IssuedCollective, distinct_ranks, mismatches
-from fivefold.cost.order import OrderVerdict, Waiting, prove_order
+from fivefold.core.layout.groups import PIPELINE, Topology, group_of
+from fivefold.core.layout.layout import Layout
+from fivefold.core.plan.plan import PlanOptions, resolve
+from fivefold.cost.traffic.matching import AFTER, IssuedCollective, distinct_ranks, mismatches
+from fivefold.cost.traffic.order import OrderVerdict, Waiting, prove_order
 
 Lists = dict[int, list[IssuedCollective]]
 

@@ -5,20 +5,13 @@ from __future__ import annotations
 import pytest
 from test_order import Lists, connected, pair, reduction
 
-from fivefold.core.groups import Topology
-from fivefold.core.layout import Layout
-from fivefold.core.schedule import (
-    Message,
-    Schedule,
-    actions_of,
-    catalog,
-    channels,
-    needed,
-    sent,
-)
+from fivefold.core.layout.groups import Topology
+from fivefold.core.layout.layout import Layout
+from fivefold.core.schedule import catalog
 from fivefold.core.schedule.clock import Costs, play
-from fivefold.cost.matching import mismatches
-from fivefold.cost.order import OrderVerdict, prove_order
+from fivefold.core.schedule.schedule import Message, Schedule, actions_of, channels, needed, sent
+from fivefold.cost.traffic.matching import mismatches
+from fivefold.cost.traffic.order import OrderVerdict, prove_order
 
 
 def lists_of(schedule: Schedule, columns: int = 1, posted_late: bool = False) -> Lists:

@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 
 from fivefold import cli
-from fivefold.core.plan import PlanOptions, resolve
+from fivefold.core.plan.plan import PlanOptions, resolve
 from fivefold.core.schedule.catalog import FAMILIES
-from fivefold.page import explore_state
-from fivefold.page.explore_state import State, state_of
-from fivefold.planner import NothingFits, PlanRequest, PlanResult
+from fivefold.planner.planning import NothingFits, PlanRequest, PlanResult
+from fivefold_page.explore import state as explore_state
+from fivefold_page.explore.state import State, state_of
 
 ROOT = Path(__file__).parents[2]
 ODD = PlanOptions(

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 from fake_runs import RECORD
 
-from fivefold.page import run_history
-from fivefold.records import StepRecord, summarize
 from fivefold.records.spans import RunFacts, StartFacts
+from fivefold.records.steps import StepRecord, summarize
+from fivefold_page.run import history as run_history
 
 
 def history(*records: StepRecord) -> list[tuple[str, str]]:

@@ -12,14 +12,17 @@ from hf_configs import CONFIGS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fivefold.core import models, plan, rules
 from fivefold.core.errors import FivefoldError, IllegalLayout
-from fivefold.core.layout import Layout
-from fivefold.cost.collectives import TrafficEntry, traffic_json
+from fivefold.core.layout import rules
+from fivefold.core.layout.layout import Layout
+from fivefold.core.model import presets as models
+from fivefold.core.plan import plan
 from fivefold.cost.grid import RECOMPUTE
-from fivefold.page import document, explore
-from fivefold.page.explore_state import CONTEXTS, SCHEDULES, State
-from fivefold.planner.rank_memory import memory_by_pipeline_rank, rank_memory
+from fivefold.cost.traffic.collectives import TrafficEntry, traffic_json
+from fivefold.planner.memory_by_rank import memory_by_pipeline_rank, rank_memory
+from fivefold_page import document
+from fivefold_page.explore import explore
+from fivefold_page.explore.state import CONTEXTS, SCHEDULES, State
 
 SMALL = {"model": "llama-7b", "gpus": "16", "tp": "2", "pp": "2", "batch": "64"}
 SMALL |= {"schedule": "1f1b", "zero": "1"}

@@ -8,9 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from fivefold.page import View, document, explore, run_view
-from fivefold.page.document import answer_key
-from fivefold.page.explore_state import State
+from fivefold_page import document
+from fivefold_page.document import answer_key
+from fivefold_page.explore import explore
+from fivefold_page.explore.state import State
+from fivefold_page.run import view as run_view
+from fivefold_page.view import View
 
 SCRIPTS = sorted(document.STATIC.glob("*.js"))
 FORBIDDEN = ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval(", "Function(")

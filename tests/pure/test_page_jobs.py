@@ -18,13 +18,17 @@ from typing import Any
 import pytest
 
 from fivefold import cli
-from fivefold.core import machine, models
-from fivefold.core.plan import PlanOptions
-from fivefold.cost.memory import verdict
-from fivefold.page import document, explore, explore_job, explore_search, timeline
-from fivefold.page.explore_state import State, keys_of, state_of
-from fivefold.planner import NothingFits, best_plans
+from fivefold.core import hardware as machine
+from fivefold.core.model import presets as models
+from fivefold.core.plan.plan import PlanOptions
+from fivefold.cost.memory.categories import verdict
+from fivefold.planner.planning import NothingFits, best_plans
 from fivefold.report.pipeline_text import KINDS, OVERLAPPED
+from fivefold_page import document, timeline
+from fivefold_page.explore import explore
+from fivefold_page.explore import job as explore_job
+from fivefold_page.explore import search as explore_search
+from fivefold_page.explore.state import State, keys_of, state_of
 from tests.selection import shuffled
 
 GPUS = (1, 2, 3, 8, 12, 16, 64, 100, 256, 1024, 4096, 16_384)

@@ -12,15 +12,16 @@ import pytest
 
 from fivefold.api.serving_plans import plan_serving
 from fivefold.core.errors import FivefoldError
-from fivefold.core.plan import PlanOptions, resolve
-from fivefold.cost.collectives import predict_traffic
-from fivefold.cost.static_memory import static_bytes
-from fivefold.page import document
-from fivefold.page.explore_state import SCHEDULES, State
-from fivefold.page.learn import GROUPS, chapters, compare, device, serving, trainers
-from fivefold.page.learn.chapters import CHAPTERS, plain
-from fivefold.page.learn.glossary import GLOSSARY, linked
+from fivefold.core.plan.plan import PlanOptions, resolve
+from fivefold.cost.memory.static import static_bytes
+from fivefold.cost.traffic.collectives import predict_traffic
 from fivefold.report import WIDTH, gib
+from fivefold_page import document
+from fivefold_page.explore.state import SCHEDULES, State
+from fivefold_page.learn import chapters, compare, device, serving, trainers
+from fivefold_page.learn.chapters import CHAPTERS, plain
+from fivefold_page.learn.glossary import GLOSSARY, linked
+from fivefold_page.learn.lesson import GROUPS
 from tests.commands import in_fork, in_new_process
 from tests.selection import all_cases
 

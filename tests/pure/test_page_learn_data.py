@@ -14,11 +14,12 @@ from numpy.typing import NDArray
 
 import fivefold
 from fivefold.core.errors import FivefoldError
-from fivefold.core.machine import load
-from fivefold.cost.collectives import predict_traffic, traffic_entries
-from fivefold.page.learn import data, size_text, tensor
-from fivefold.page.learn.data_steps import GRAD_ITEMSIZE, ITEMSIZE, MOST_IN_FLIGHT
-from fivefold.page.learn.tensor_example import INNER, PARTS, Example
+from fivefold.core.hardware import load
+from fivefold.cost.traffic.collectives import predict_traffic, traffic_entries
+from fivefold_page.learn import data, tensor
+from fivefold_page.learn.data_steps import GRAD_ITEMSIZE, ITEMSIZE, MOST_IN_FLIGHT
+from fivefold_page.learn.lesson import size_text
+from fivefold_page.learn.tensor_example import INNER, PARTS, Example
 
 ZERO_CASES = [
     {"zero": zero, "gather": gather, "microbatches": microbatches, "dp": dp, "model": model}

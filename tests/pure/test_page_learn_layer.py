@@ -10,13 +10,14 @@ from typing import Any
 import pytest
 
 from fivefold.core.errors import FivefoldError, IllegalLayout
-from fivefold.core.plan import PlanOptions, resolve
-from fivefold.cost.axis_collectives import PAYLOADS, Collective, message_bytes
-from fivefold.cost.collectives import predict_traffic
-from fivefold.cost.static_memory import static_bytes
-from fivefold.page import explore
-from fivefold.page.learn import GROUPS, Choice, collectives, landscape, layer, size_text
+from fivefold.core.plan.plan import PlanOptions, resolve
+from fivefold.cost.memory.static import static_bytes
+from fivefold.cost.traffic.axes import PAYLOADS, Collective, message_bytes
+from fivefold.cost.traffic.collectives import predict_traffic
 from fivefold.report import WIDTH
+from fivefold_page.explore import explore
+from fivefold_page.learn import collectives, landscape, layer
+from fivefold_page.learn.lesson import GROUPS, Choice, size_text
 
 PANELS = (landscape, layer, collectives)
 

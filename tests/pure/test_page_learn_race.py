@@ -9,16 +9,17 @@ from typing import Any
 import pytest
 from one_layout import attention_pairs
 
-from fivefold.core import balance, splits
 from fivefold.core.errors import UnknownName
-from fivefold.core.layout import Layout
-from fivefold.core.models import load
-from fivefold.core.plan import PlanOptions, resolve
+from fivefold.core.layout import splits
+from fivefold.core.layout.layout import Layout
+from fivefold.core.model import balance
+from fivefold.core.model.presets import load
+from fivefold.core.plan.plan import PlanOptions, resolve
 from fivefold.core.schedule import catalog
 from fivefold.core.schedule.clock import Costs, play
-from fivefold.cost.collectives import predict_traffic
-from fivefold.page.learn import context as ring
-from fivefold.page.learn import expert, pipeline
+from fivefold.cost.traffic.collectives import predict_traffic
+from fivefold_page.learn import context as ring
+from fivefold_page.learn import expert, pipeline
 
 WIDEST = 100
 

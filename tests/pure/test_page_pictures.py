@@ -10,15 +10,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fivefold.core import machine
+from fivefold.core import hardware as machine
 from fivefold.core.errors import FivefoldError
-from fivefold.core.groups import RankOrder, rank_order
-from fivefold.core.layout import AXES, Extent, Layout, Order
-from fivefold.core.plan import Plan, PlanOptions, resolve
-from fivefold.core.schedule import Action, actions_of
+from fivefold.core.layout.groups import RankOrder, rank_order
+from fivefold.core.layout.layout import AXES, Extent, Layout, Order
+from fivefold.core.plan.plan import Plan, PlanOptions, resolve
 from fivefold.core.schedule.clock import Timeline
-from fivefold.page import explore_panels, timeline
+from fivefold.core.schedule.schedule import Action, actions_of
 from fivefold.report.pipeline_text import cells, shade
+from fivefold_page import timeline
+from fivefold_page.explore import panels as explore_panels
 from tests.pure.timelines import EVERY_FAMILY, UNEVEN
 from tests.pure.timelines import timeline as played
 

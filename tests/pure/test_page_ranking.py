@@ -11,16 +11,20 @@ from typing import Any
 
 import pytest
 
-from fivefold import planner
-from fivefold.core import machine
+from fivefold.core import hardware as machine
 from fivefold.core.errors import FivefoldError
-from fivefold.core.layout import Layout
-from fivefold.core.plan import PlanOptions, resolve
-from fivefold.cost.memory import peak_memory
-from fivefold.page import Progress, document, explore, explore_job, explore_search
-from fivefold.page.explore_state import State
-from fivefold.page.learn import Choice
+from fivefold.core.layout.layout import Layout
+from fivefold.core.plan.plan import PlanOptions, resolve
+from fivefold.cost.memory.categories import peak_memory
+from fivefold.planner import planning as planner
 from fivefold.planner.setting import plan_arguments
+from fivefold_page import document
+from fivefold_page.explore import explore
+from fivefold_page.explore import job as explore_job
+from fivefold_page.explore import search as explore_search
+from fivefold_page.explore.state import State
+from fivefold_page.learn.lesson import Choice
+from fivefold_page.view import Progress
 
 JOB = {"model": "llama-3.1-8b", "machine": "h100", "gpus": "16", "seq": "8192", "batch": "64"}
 HOW: dict[str, Any] = {"precision": "bf16", "headroom": 0.05}

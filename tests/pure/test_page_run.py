@@ -12,11 +12,15 @@ from typing import Any
 import pytest
 
 from fivefold.core.errors import FivefoldError
-from fivefold.core.schedule import Action, Step, actions_of
-from fivefold.page import document, run_curves, run_step, run_view
-from fivefold.records import run_reader, summarize
+from fivefold.core.schedule.schedule import Action, Step, actions_of
+from fivefold.records import run_reader
 from fivefold.records.expectation import from_plan
 from fivefold.records.spans import ActionSpan, CollectiveSpan, RankSpans, collective_seconds
+from fivefold.records.steps import summarize
+from fivefold_page import document
+from fivefold_page.run import curves as run_curves
+from fivefold_page.run import step as run_step
+from fivefold_page.run import view as run_view
 from tests.pure.fake_runs import PLANNED, RECORD, FakeStep, plan_of, records, usual, write_run
 
 MEANS, PLAN = plan_of(), plan_of("h100")

@@ -16,9 +16,13 @@ from hypothesis import strategies as st
 
 from fivefold import cli
 from fivefold.core.errors import FivefoldError
-from fivefold.page import document, run_compare, run_curves, run_view
-from fivefold.records import PlannedStep, run_reader
-from fivefold.records.run_folder import RunFolder
+from fivefold.records import run_reader
+from fivefold.records.run_writer import RunFolder
+from fivefold.records.steps import PlannedStep
+from fivefold_page import document
+from fivefold_page.run import compare as run_compare
+from fivefold_page.run import curves as run_curves
+from fivefold_page.run import view as run_view
 from tests.pure.fake_runs import EPOCH, RECORD, add_sample, plan_of, records, write_run
 
 PLAN = plan_of("h100")

@@ -15,10 +15,12 @@ from typing import Any
 import pytest
 
 from fivefold import cli
-from fivefold.core import machine, models
+from fivefold.core import hardware as machine
 from fivefold.core.errors import FivefoldError
-from fivefold.page import document, explore
-from fivefold.page.explore_state import State
+from fivefold.core.model import presets as models
+from fivefold_page import document
+from fivefold_page.explore import explore
+from fivefold_page.explore.state import State
 from tests.pure.test_page_jobs import arrive
 from tests.selection import all_cases, shuffled
 

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from fivefold.core.errors import FivefoldError
-from fivefold.core.partners import CopyOf, Partners, newest_set, next_slot
+from fivefold.core.layout.partners import CopyOf, Partners, newest_set, next_slot
 
 WORLD, PER_HOST = 8, 2
 

@@ -11,17 +11,18 @@ import pytest
 from one_layout import H100, LARGE, SMALL, activations_of, grid_of, memory_of
 
 from benchmarks.nanotron_replay import RankReplay
-from fivefold.core import machine, models
-from fivefold.core.plan import PlanOptions, resolve
-from fivefold.core.recompute import Recompute
-from fivefold.core.shape import Shape
-from fivefold.cost import stack as stacks
-from fivefold.cost.memory import fits
-from fivefold.cost.pipeline_ranks import rank_stages
-from fivefold.cost.stack import EAGER_MEMORY, StackMemory
-from fivefold.cost.stack_presets import load_stack
-from fivefold.planner import estimate_setting
-from fivefold.planner.rank_memory import rank_memory
+from fivefold.core import hardware as machine
+from fivefold.core.model import presets as models
+from fivefold.core.model.recompute import Recompute
+from fivefold.core.model.shape import Shape
+from fivefold.core.plan.plan import PlanOptions, resolve
+from fivefold.cost.hardware import stack as stacks
+from fivefold.cost.hardware.stack import EAGER_MEMORY, StackMemory
+from fivefold.cost.hardware.stack_presets import load_stack
+from fivefold.cost.memory.categories import fits
+from fivefold.cost.stages.ranks import rank_stages
+from fivefold.planner.memory_by_rank import rank_memory
+from fivefold.planner.planning import estimate_setting
 
 GIB = 2**30
 NANOTRON = load_stack("nanotron")

@@ -7,14 +7,14 @@ from dataclasses import replace
 import pytest
 from one_layout import grid_of, memory_of
 
-from fivefold.core import models
-from fivefold.core.count import parameters
-from fivefold.core.recompute import Recompute
-from fivefold.cost import stack as stacks
-from fivefold.cost.memory import CATEGORIES, PeakMemory
-from fivefold.cost.memory_entries import MemoryParts
-from fivefold.cost.stack import SoftwareStack
-from fivefold.cost.stack_presets import load_stack
+from fivefold.core.model import presets as models
+from fivefold.core.model.count import parameters
+from fivefold.core.model.recompute import Recompute
+from fivefold.cost.hardware import stack as stacks
+from fivefold.cost.hardware.stack import SoftwareStack
+from fivefold.cost.hardware.stack_presets import load_stack
+from fivefold.cost.memory.categories import CATEGORIES, PeakMemory
+from fivefold.cost.memory.entries import MemoryParts
 
 SELECTIVE = Recompute.parse("selective")
 GPT3 = models.load("gpt3-175b")

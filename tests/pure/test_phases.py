@@ -7,9 +7,9 @@ from collections.abc import Collection
 from dataclasses import replace
 from math import inf
 
-from fivefold.launch.hang import verdict
-from fivefold.launch.phases import late, with_limits
-from fivefold.launch.positions import Position
+from fivefold.launch.watch.hang import verdict
+from fivefold.launch.watch.phases import late, with_limits
+from fivefold.launch.watch.positions import Position
 
 BOUND = 24.0
 

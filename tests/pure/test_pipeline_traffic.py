@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 from live_bytes import boundary_bytes, gathered_bytes, in_flight
 
 from fivefold.core.errors import FivefoldError
-from fivefold.core.plan import Plan, PlanOptions, resolve
+from fivefold.core.plan.plan import Plan, PlanOptions, resolve
 from fivefold.core.schedule import catalog
 from fivefold.core.schedule.clock import peak_activations
-from fivefold.cost.collectives import TrafficEntry, chunks_of, predict_traffic
-from fivefold.cost.static_memory import static_bytes
+from fivefold.cost.memory.static import static_bytes
+from fivefold.cost.traffic.collectives import TrafficEntry, chunks_of, predict_traffic
 
 LAYER = 218_112_000  # parameters of a layer of llama-3.1-8b, its two norms included
 VOCABULARY = 128_256 * 4096  # its embedding; its head is as large

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from fivefold.core.errors import BadFile, FivefoldError, IllegalLayout
-from fivefold.core.plan import Plan, PlanOptions, options_from, read, resolve
-from fivefold.core.recompute import StageRecompute
+from fivefold.core.model.recompute import StageRecompute
+from fivefold.core.plan.plan import Plan, PlanOptions, options_from, read, resolve
 from fivefold.core.schedule import catalog
-from fivefold.core.schedule.family import Family
+from fivefold.core.schedule.definition import Family
 
 
 def plan(model: str = "tiny", *, small: bool = False, **options: object) -> Plan:

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from fivefold.cli import main
-from fivefold.core.compute_budget import compute_optimal, equal_flops, parse_budget
-from fivefold.core.models import load
-from fivefold.core.textbook import Formula, TextbookJob, nominal_parameters, textbook
+from fivefold.core.model.presets import load
+from fivefold.core.plan.compute_budget import compute_optimal, equal_flops, parse_budget
+from fivefold.core.plan.textbook_formulas import Formula, TextbookJob, nominal_parameters, textbook
 
 JOB = ("llama-3.1-8b", "--machine", "h100", "--gpus", "16", "--batch", "64")
 

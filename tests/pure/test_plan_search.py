@@ -13,8 +13,8 @@ from fivefold.api.jobs import given_job
 from fivefold.api.planning import search, with_first_choice
 from fivefold.cli import main
 from fivefold.core.errors import FivefoldError
-from fivefold.core.machine import presets
-from fivefold.core.plan import options_from, read, resolve
+from fivefold.core.hardware import presets
+from fivefold.core.plan.plan import options_from, read, resolve
 
 SMALL = ("plan", "llama-3.1-8b", "--machine", "h100", "--gpus", "16", "--batch", "64")
 KNOWN = ", ".join(presets())

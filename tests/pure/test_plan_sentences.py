@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from fivefold.core import machine
-from fivefold.core.plan import PlanOptions, resolve
-from fivefold.planner import PlanResult, best_plans, plan_request
+from fivefold.core import hardware as machine
+from fivefold.core.plan.plan import PlanOptions, resolve
 from fivefold.planner.estimate import Estimate, estimate_plan
 from fivefold.planner.neighbours import Neighbour, compare_neighbours
+from fivefold.planner.planning import PlanResult, best_plans, plan_request
 from fivefold.report import plan_text, plan_values
 from fivefold.report.plan_answers import ranked_answer
 from fivefold.report.plan_text import RunCosts

@@ -10,13 +10,13 @@ import pytest
 from one_layout import H100, grid_of
 
 from fivefold.cli import main
-from fivefold.core import models
-from fivefold.cost import stack as stacks
+from fivefold.core.model import presets as models
 from fivefold.cost.grid import fullest_rank_load
-from fivefold.cost.layer_time import LayerTimer
-from fivefold.cost.links import Links
-from fivefold.cost.step_time import launch_bound_layer
-from fivefold.planner import estimate_setting
+from fivefold.cost.hardware import stack as stacks
+from fivefold.cost.hardware.links import Links
+from fivefold.cost.layer.time import LayerTimer
+from fivefold.cost.step.time import launch_bound_layer
+from fivefold.planner.planning import estimate_setting
 
 MIXTRAL, QWEN = models.load("mixtral-8x7b"), models.load("qwen3-30b-a3b")
 

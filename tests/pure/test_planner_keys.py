@@ -10,10 +10,10 @@ import pytest
 
 from fivefold.cli import main
 from fivefold.core.errors import FivefoldError
-from fivefold.core.machine import load
-from fivefold.core.plan import PlanOptions, resolve
-from fivefold.core.recipe import Recipe
-from fivefold.cost import stack as stacks
+from fivefold.core.hardware import load
+from fivefold.core.plan.plan import PlanOptions, resolve
+from fivefold.core.plan.recipe import Recipe
+from fivefold.cost.hardware import stack as stacks
 from fivefold.planner.estimate import Estimate, estimate_plan
 from fivefold.planner.setting import EstimateSetting
 

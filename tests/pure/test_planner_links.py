@@ -9,15 +9,16 @@ import numpy as np
 import pytest
 from one_layout import grid_of
 
-from fivefold.core import machine as machines
-from fivefold.core import models, tables
+from fivefold.core import hardware as machines
+from fivefold.core import tables
 from fivefold.core.errors import BadFile, FivefoldError
-from fivefold.core.machine import Machine
-from fivefold.cost import stack as stacks
+from fivefold.core.hardware import Machine
+from fivefold.core.model import presets as models
 from fivefold.cost.grid import Array
-from fivefold.cost.links import Links
-from fivefold.cost.stack_presets import load_stack
-from fivefold.cost.step_time import step_time
+from fivefold.cost.hardware import stack as stacks
+from fivefold.cost.hardware.links import Links
+from fivefold.cost.hardware.stack_presets import load_stack
+from fivefold.cost.step.time import step_time
 from fivefold.planner.search import search_layouts
 from fivefold.planner.setting import EstimateSetting
 from fivefold.planner.space import SearchSpace

@@ -9,38 +9,38 @@ import numpy as np
 import pytest
 from one_layout import H100, grid_of, memory_of
 
-from fivefold import planner
-from fivefold.core import machine as machines
-from fivefold.core import models
-from fivefold.core.count import layer_parameters, parameters
-from fivefold.core.plan import PlanOptions, resolve
-from fivefold.core.recipe import Recipe
-from fivefold.core.schedule import Schedule, loop_placement
+from fivefold.core import hardware as machines
+from fivefold.core.model import presets as models
+from fivefold.core.model.count import layer_parameters, parameters
+from fivefold.core.plan.plan import PlanOptions, resolve
+from fivefold.core.plan.recipe import Recipe
 from fivefold.core.schedule.clock import Costs, peak_activations, play
 from fivefold.core.schedule.linear import alternate
 from fivefold.core.schedule.loops import LoopOrder
-from fivefold.cost import stack as stacks
+from fivefold.core.schedule.schedule import Schedule, loop_placement
 from fivefold.cost.grid import OFFLOADS, LayoutGrid
-from fivefold.cost.memory import least_memory, peak_memory
-from fivefold.cost.pipeline_ranks import in_flight, rank_stages
-from fivefold.cost.static_memory import communicator_bytes, most_communicators, nccl_bytes
-from fivefold.cost.step_time import step_time
-from fivefold.planner import (
+from fivefold.cost.hardware import stack as stacks
+from fivefold.cost.memory.categories import least_memory, peak_memory
+from fivefold.cost.memory.static import communicator_bytes, most_communicators, nccl_bytes
+from fivefold.cost.stages.ranks import in_flight, rank_stages
+from fivefold.cost.step.time import step_time
+from fivefold.planner import planning as planner
+from fivefold.planner.estimate import Estimate, PlanMemory, estimate_plan
+from fivefold.planner.memory_by_rank import fullest_memory, memory_by_pipeline_rank
+from fivefold.planner.planning import (
     NothingFits,
     best_plans,
     estimate_on_machine,
     estimate_setting,
     plan_request,
 )
-from fivefold.planner.estimate import Estimate, PlanMemory, estimate_plan
-from fivefold.planner.rank_memory import fullest_memory, memory_by_pipeline_rank
 from fivefold.planner.search import search_layouts
 from fivefold.planner.setting import EstimateSetting, plan_arguments
 from fivefold.planner.space import SearchSpace, layout_blocks
 from fivefold.report.plan_text import detail
 from fivefold.report.plan_values import estimate_json
-from fivefold.score import compare_with_peers
-from fivefold.score.outcome import score_row
+from fivefold_score.outcome import score_row
+from fivefold_score.scoring import compare_with_peers
 
 LLAMA_405B = models.load("llama-3.1-405b")
 OWN = EstimateSetting(H100, stacks.FIVEFOLD, "bf16")

@@ -11,20 +11,22 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fivefold import planner
 from fivefold.cli import INTERNAL_ERROR, main
-from fivefold.core import machine, models
+from fivefold.core import hardware as machine
 from fivefold.core.errors import InternalError
-from fivefold.core.plan import PlanOptions, resolve
+from fivefold.core.model import presets as models
+from fivefold.core.plan.plan import PlanOptions, resolve
 from fivefold.cost.grid import grid_of_plan
-from fivefold.cost.possible import require_possible_memory, require_possible_time, require_room
-from fivefold.cost.stack import FIVEFOLD
-from fivefold.cost.step_time import step_time
+from fivefold.cost.hardware.stack import FIVEFOLD
+from fivefold.cost.step.sanity import require_possible_memory, require_possible_time, require_room
+from fivefold.cost.step.time import step_time
 from fivefold.planner import estimate
+from fivefold.planner import planning as planner
 from fivefold.planner.estimate import Estimate, estimate_plan
 from fivefold.planner.setting import EstimateSetting
-from fivefold.score import outcome, summary
-from fivefold.score.outcome import score, score_row
+from fivefold_score import outcome
+from fivefold_score.outcome import score, score_row
+from fivefold_score.scoring import summary
 
 H100 = EstimateSetting(machine.load("h100"), FIVEFOLD, "bf16")
 GOOD = {"products": 2.0, "bubble": 1.0, "dp": 0.5}

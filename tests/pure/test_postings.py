@@ -9,9 +9,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fivefold.core.schedule import Message, Schedule, actions_of, merged, needed, sent, sent_by
 from fivefold.core.schedule.catalog import FAMILIES
-from fivefold.core.schedule.postings import postings
+from fivefold.core.schedule.receives import postings
+from fivefold.core.schedule.schedule import (
+    Message,
+    Schedule,
+    actions_of,
+    merged,
+    needed,
+    sent,
+    sent_by,
+)
 
 NAMES = [family.name for family in FAMILIES]
 Call = tuple[str, Message]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from fivefold.bridges import read_foreign
+from fivefold.bridges.bridging import read_foreign
 from fivefold.core.errors import FivefoldError
 from tests.public_recipes import PAGE, PublicRecipe, planned, recipes, row, sources, stopped
 

@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from fivefold.core import models, settings
 from fivefold.core.errors import BadFile, FivefoldError, UnknownName
-from fivefold.core.plan import Plan, PlanOptions, options_from, read, resolve
-from fivefold.core.recipe import Recipe
+from fivefold.core.model import presets as models
+from fivefold.core.plan import settings
+from fivefold.core.plan.plan import Plan, PlanOptions, options_from, read, resolve
+from fivefold.core.plan.recipe import Recipe
 from fivefold.launch.launcher import refit, without_replica
 
 

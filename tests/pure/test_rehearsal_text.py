@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from fivefold.core.plan import PlanOptions, resolve
-from fivefold.cost.collectives import TrafficEntry
-from fivefold.cost.matching import IssuedCollective, Mismatch, mismatches
-from fivefold.cost.order import OrderVerdict, Unconnected, Waiting
+from fivefold.core.plan.plan import PlanOptions, resolve
+from fivefold.cost.traffic.collectives import TrafficEntry
+from fivefold.cost.traffic.matching import IssuedCollective, Mismatch, mismatches
+from fivefold.cost.traffic.order import OrderVerdict, Unconnected, Waiting
 from fivefold.planner.estimate import PlannedAction
 from fivefold.report.rehearsal_text import describe, levels_trace, render
 

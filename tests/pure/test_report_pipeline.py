@@ -15,9 +15,11 @@ from hypothesis import strategies as st
 from timelines import EVERY_FAMILY, UNEVEN, busy
 from timelines import timeline as played
 
-from fivefold.core.schedule import actions_of, catalog, choose
+from fivefold.core.schedule import catalog
+from fivefold.core.schedule import selection as choose
 from fivefold.core.schedule.clock import Costs, Timeline, peak_activations, play, steady_bubble
-from fivefold.core.schedule.family import Family
+from fivefold.core.schedule.definition import Family
+from fivefold.core.schedule.schedule import actions_of
 from fivefold.report.pipeline_text import perfetto_trace
 from fivefold.report.pipeline_words import explain, headline, summary_lines
 

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from timelines import EVERY_FAMILY, UNEVEN, busy
 from timelines import timeline as played
 
-from fivefold.core.schedule import catalog, choose
+from fivefold.core.schedule import catalog
+from fivefold.core.schedule import selection as choose
 from fivefold.core.schedule.clock import Costs, play
 from fivefold.report.pipeline_svg import timeline_svg
 from fivefold.report.pipeline_text import (

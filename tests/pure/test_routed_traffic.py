@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from fivefold.core.plan import Plan, PlanOptions, resolve
-from fivefold.core.recompute import Recompute
-from fivefold.cost.collectives import (
-    TrafficEntry,
-    least_traffic_share,
-    predict_traffic,
-)
-from fivefold.cost.layer_collectives import LayerJob
+from fivefold.core.model.recompute import Recompute
+from fivefold.core.plan.plan import Plan, PlanOptions, resolve
+from fivefold.cost.traffic.collectives import TrafficEntry, least_traffic_share, predict_traffic
+from fivefold.cost.traffic.layers import LayerJob
 
 # tiny-moe: 7 layers with 8 experts, 2 for each token, of 64 numbers. A row of 32 tokens in bf16.
 LAYERS, EXPERTS, TOP_K, SEQ = 7, 8, 2, 32

@@ -13,12 +13,12 @@ from test_score import PUBLISHED, refuse, row, rows, run, run_of
 from fivefold.core.errors import BadFile, FivefoldError
 from fivefold.core.tables import read_toml, to_toml
 from fivefold.cost.grid import RECOMPUTE, SCHEDULES
-from fivefold.score import summary
-from fivefold.score.left_out import error_bars, leave_one_out, quantile, rescore
-from fivefold.score.outcome import ScoreResult, score, score_row
-from fivefold.score.published import Case, cases
-from fivefold.score.rows import read_runs
-from fivefold.score.spelling import is_usual_network, network_rate, source_of
+from fivefold_score.left_out import error_bars, leave_one_out, quantile, rescore
+from fivefold_score.outcome import ScoreResult, score, score_row
+from fivefold_score.published import Case, cases
+from fivefold_score.rows import read_runs
+from fivefold_score.scoring import summary
+from fivefold_score.spelling import is_usual_network, network_rate, source_of
 
 BARE: dict[str, Any] = {"id": "nobody-1", "source": None, "notes": None}
 

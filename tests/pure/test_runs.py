@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from fivefold.core.machine import PRESETS
-from fivefold.core.plan import read, resolve
-from fivefold.planner import estimate_on_machine
+from fivefold.core.hardware import PRESETS
+from fivefold.core.plan.plan import read, resolve
+from fivefold.planner.planning import estimate_on_machine
 
 RUNS = sorted((PRESETS / "runs").glob("*.toml"))
 

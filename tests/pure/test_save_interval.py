@@ -8,11 +8,11 @@ from itertools import pairwise
 import pytest
 
 from fivefold.core.errors import BadFile, FivefoldError
-from fivefold.core.failures import young_interval
-from fivefold.core.plan import Plan, options_from, resolve
-from fivefold.core.recipe import Recipe
-from fivefold.core.settings import parse_settings
-from fivefold.train.save_interval import (
+from fivefold.core.plan.failures import young_interval
+from fivefold.core.plan.plan import Plan, options_from, resolve
+from fivefold.core.plan.recipe import Recipe
+from fivefold.core.plan.settings import parse_settings
+from fivefold.train.recovery.save_interval import (
     FIRST,
     ObservedRate,
     SaveInterval,

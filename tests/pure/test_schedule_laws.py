@@ -11,19 +11,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fivefold.core.errors import IllegalSchedule
-from fivefold.core.schedule import (
+from fivefold.core.schedule import catalog
+from fivefold.core.schedule.clock import Costs, Timeline, peak_activations, play
+from fivefold.core.schedule.schedule import (
     BACKWARD,
     FORWARD,
     WEIGHT_GRAD,
     Action,
     Schedule,
     actions_of,
-    catalog,
     linear_placement,
     parse_steps,
 )
-from fivefold.core.schedule.choose import choose, parse_schedule, require_legal
-from fivefold.core.schedule.clock import Costs, Timeline, peak_activations, play
+from fivefold.core.schedule.selection import choose, parse_schedule, require_legal
 from tests.selection import within
 
 Numbers = tuple[int, int, int]

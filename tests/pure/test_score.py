@@ -17,12 +17,9 @@ import pytest
 
 from fivefold.cli import main
 from fivefold.core.errors import FivefoldError
-from fivefold.planner.accuracy import accuracy
-from fivefold.report.score_page import render, sections
-from fivefold.report.score_svg import Dot, score_svg
-from fivefold.score import figures, summary
-from fivefold.score import outcome as metrics
-from fivefold.score.outcome import (
+from fivefold.planner.error_bars import accuracy
+from fivefold_score import outcome as metrics
+from fivefold_score.outcome import (
     PredictedRange,
     ScoredRun,
     ScoreResult,
@@ -31,7 +28,10 @@ from fivefold.score.outcome import (
     score,
     score_row,
 )
-from fivefold.score.rows import FIELDS, read_runs
+from fivefold_score.report_page import render, sections
+from fivefold_score.rows import FIELDS, read_runs
+from fivefold_score.scoring import figures, summary
+from fivefold_score.svg import Dot, score_svg
 
 # Korthikanti et al. (arXiv 2205.05198), tables 3 and 5, and Narayanan et al. (arXiv 2104.04473),
 # table 1: eighteen runs as their papers print them.

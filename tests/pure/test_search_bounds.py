@@ -8,17 +8,17 @@ from functools import partial
 import numpy as np
 import pytest
 
-from fivefold.core import models
-from fivefold.core.machine import load
-from fivefold.core.plan import PlanOptions, resolve
+from fivefold.core.hardware import load
+from fivefold.core.model import presets as models
+from fivefold.core.plan.plan import PlanOptions, resolve
 from fivefold.cost.grid import RECOMPUTE, Array, Flags
-from fivefold.cost.stack import BY_KERNELS
-from fivefold.cost.step_time import step_time
-from fivefold.planner import plan_request
+from fivefold.cost.hardware.stack import BY_KERNELS
+from fivefold.cost.step.time import step_time
 from fivefold.planner.bounds import LayoutBounds
 from fivefold.planner.comparisons import best_estimate, sweep
 from fivefold.planner.estimate import estimate_plan
 from fivefold.planner.grid_options import options_of
+from fivefold.planner.planning import plan_request
 from fivefold.planner.search import search_layouts
 from fivefold.planner.setting import EstimateSetting
 from fivefold.planner.space import LayoutBlock, SearchSpace, layout_blocks

@@ -9,15 +9,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fivefold.core import machine
+from fivefold.core import hardware as machine
 from fivefold.core.errors import FivefoldError
-from fivefold.core.plan import PlanOptions, resolve
-from fivefold.core.recipe import Recipe
+from fivefold.core.plan.plan import PlanOptions, resolve
+from fivefold.core.plan.recipe import Recipe
 from fivefold.cost.grid import LayoutGrid
-from fivefold.planner import plan_request
 from fivefold.planner.estimate import estimate_plan
 from fivefold.planner.grid_options import layout_of, options_of
 from fivefold.planner.neighbours import compare_neighbours
+from fivefold.planner.planning import plan_request
 from fivefold.planner.space import LayoutBlock, SearchSpace, layout_blocks
 
 MODELS = ("llama-3.1-405b", "deepseek-v3", "llama-3.2-1b", "qwen3-30b-a3b", "gpt2")

@@ -14,13 +14,13 @@ pytest.importorskip("h11", reason="pip install 'fivefold[serve]', which make set
 
 from fivefold.generate.requests import Request
 from fivefold.generate.text import ByteCodec
-from fivefold.serve import asked
+from fivefold.serve import schema as asked
 from fivefold.serve.answers import AnswerWriter, ServedCall, ServedChoice
-from fivefold.serve.asked import ApiError, parse_asked
 from fivefold.serve.links import ReplicaHello
 from fivefold.serve.metrics import Histogram
+from fivefold.serve.queue import FairQueue
 from fivefold.serve.replicas import ServingReplica, least_loaded, prompt_digests
-from fivefold.serve.waiting import FairQueue
+from fivefold.serve.schema import ApiError, parse_asked
 
 
 class Waiter(NamedTuple):

@@ -10,8 +10,8 @@ import pytest
 
 from fivefold.api.serving_plans import plan_serving
 from fivefold.cli import main
-from fivefold.core import models
-from fivefold.planner.serving_flags import EngineCommand, hosted_name
+from fivefold.core.model import presets as models
+from fivefold.planner.serving.flags import EngineCommand, hosted_name
 
 # Options that plans may use, with their types, as the engines' own sources define them: vLLM
 # vllm/engine/arg_utils.py at a014e35 (2026-08-22), SGLang python/sglang/srt/server_args.py at

@@ -8,13 +8,14 @@ from typing import Any
 import pytest
 
 from fivefold.api.serving_plans import plan_serving
-from fivefold.core import machine, models
-from fivefold.core.layout import Layout
-from fivefold.cost.serving import serving_rates
-from fivefold.planner import serving
-from fivefold.planner.serving import LayoutLoad
-from fivefold.planner.serving_fit import ServingFit, ServingRequest
-from fivefold.planner.serving_load import LoadOutcome, ReplicaLoad, ReplicaSpeed, simulate
+from fivefold.core import hardware as machine
+from fivefold.core.layout.layout import Layout
+from fivefold.core.model import presets as models
+from fivefold.cost.step.serving import serving_rates
+from fivefold.planner.serving import plans as serving
+from fivefold.planner.serving.fit import ServingFit, ServingRequest
+from fivefold.planner.serving.load import LoadOutcome, ReplicaLoad, ReplicaSpeed, simulate
+from fivefold.planner.serving.plans import LayoutLoad
 
 H200 = machine.load("h200")
 

@@ -12,17 +12,18 @@ import pytest
 
 from fivefold.api.serving_plans import plan_serving
 from fivefold.cli import main
-from fivefold.core import machine, models
-from fivefold.core.count import parameters
+from fivefold.core import hardware as machine
 from fivefold.core.errors import FivefoldError
-from fivefold.core.kv_pages import kept_tokens, token_bytes
-from fivefold.core.layout import Layout
-from fivefold.core.plan import PlanOptions, resolve
-from fivefold.cost.serving import ServedModel
-from fivefold.planner.accuracy import accuracy
-from fivefold.planner.serving import LayoutLoad, ServingPlan, legal_layouts, simplest_equals
-from fivefold.planner.serving import plan_serving as search
-from fivefold.planner.serving_fit import ServingFit, ServingRequest, model_bytes
+from fivefold.core.layout.layout import Layout
+from fivefold.core.model import presets as models
+from fivefold.core.model.count import parameters
+from fivefold.core.model.kv_pages import kept_tokens, token_bytes
+from fivefold.core.plan.plan import PlanOptions, resolve
+from fivefold.cost.step.serving import ServedModel
+from fivefold.planner.error_bars import accuracy
+from fivefold.planner.serving.fit import ServingFit, ServingRequest, model_bytes
+from fivefold.planner.serving.plans import LayoutLoad, ServingPlan, legal_layouts, simplest_equals
+from fivefold.planner.serving.plans import plan_serving as search
 from fivefold.report.serving_text import reasons, rule_of_thumb
 from tests import serving_published
 from tests.serving_published import ROWS

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fivefold.core.count import (
+from fivefold.core.errors import BadFile
+from fivefold.core.model.count import (
     Parameters,
     embedding_parameters,
     forward_flops,
@@ -21,10 +22,9 @@ from fivefold.core.count import (
     training_flops,
     visible_keys,
 )
-from fivefold.core.errors import BadFile
-from fivefold.core.mixers import mixer_cost
-from fivefold.core.models import load, presets
-from fivefold.core.shape import Moe, Shape
+from fivefold.core.model.mixers import mixer_cost
+from fivefold.core.model.presets import load, presets
+from fivefold.core.model.shape import Moe, Shape
 
 # Weights in the released checkpoints, to the last one.
 EXACT = {

@@ -9,26 +9,26 @@ import numpy as np
 import pytest
 from one_layout import grid_of
 
-from fivefold.core import machine as machines
-from fivefold.core import models
-from fivefold.core.count import repeated_flops, training_flops
-from fivefold.core.machine import Machine
-from fivefold.core.plan import PlanOptions, resolve
+from fivefold.core import hardware as machines
+from fivefold.core.hardware import Machine
+from fivefold.core.model import presets as models
+from fivefold.core.model.count import repeated_flops, training_flops
+from fivefold.core.model.recompute import Recompute
+from fivefold.core.model.shape import Shape
+from fivefold.core.plan.plan import PlanOptions, resolve
 from fivefold.core.precision import matmul_bytes
-from fivefold.core.recompute import Recompute
-from fivefold.core.shape import Shape
-from fivefold.cost.frozen import trainable_share
 from fivefold.cost.grid import CONTEXTS
-from fivefold.cost.layer_time import LayerTimer
-from fivefold.cost.links import Links
-from fivefold.cost.memory import fits, peak_memory
-from fivefold.cost.stack import FIVEFOLD, SoftwareStack
-from fivefold.cost.stack_presets import load_stack
-from fivefold.cost.step_time import StepTime, step_time
+from fivefold.cost.hardware.links import Links
+from fivefold.cost.hardware.stack import FIVEFOLD, SoftwareStack
+from fivefold.cost.hardware.stack_presets import load_stack
+from fivefold.cost.layer.frozen import trainable_share
+from fivefold.cost.layer.time import LayerTimer
+from fivefold.cost.memory.categories import fits, peak_memory
+from fivefold.cost.step.time import StepTime, step_time
 from fivefold.planner.estimate import estimate_plan
 from fivefold.planner.setting import EstimateSetting
 from fivefold.report.plan_values import estimate_json
-from fivefold.score.published import cases
+from fivefold_score.published import cases
 
 SHAPE = models.load("llama-3.1-8b")
 H100, GB200, GB300 = (machines.load(name) for name in ("h100", "gb200", "gb300"))

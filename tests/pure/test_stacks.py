@@ -11,15 +11,15 @@ import pytest
 from one_layout import H100, grid_of
 
 from fivefold.cli import main
-from fivefold.core import models
 from fivefold.core.errors import BadFile, FivefoldError
-from fivefold.core.machine import load_without
-from fivefold.cost import stack_presets
-from fivefold.cost.layer_time import LayerTimer
-from fivefold.cost.stack import EAGER_LAUNCH, FIVEFOLD
-from fivefold.cost.stack_presets import load_preset, load_stack, presets
-from fivefold.score.left_out import fitted_numbers
-from fivefold.score.spelling import spellings
+from fivefold.core.hardware import load_without
+from fivefold.core.model import presets as models
+from fivefold.cost.hardware import stack_presets
+from fivefold.cost.hardware.stack import EAGER_LAUNCH, FIVEFOLD
+from fivefold.cost.hardware.stack_presets import load_preset, load_stack, presets
+from fivefold.cost.layer.time import LayerTimer
+from fivefold_score.left_out import fitted_numbers
+from fivefold_score.spelling import spellings
 
 
 @pytest.mark.parametrize("name", presets())

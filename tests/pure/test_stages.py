@@ -11,14 +11,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fivefold.core import count, machine, models, splits
+from fivefold.core import hardware as machine
 from fivefold.core.errors import FivefoldError
-from fivefold.core.folded_stages import folded_ends
-from fivefold.core.plan import PlanOptions, resolve
-from fivefold.core.shape import Moe, Shape
+from fivefold.core.layout import splits
+from fivefold.core.layout.folded_stages import folded_ends
+from fivefold.core.model import count
+from fivefold.core.model import presets as models
+from fivefold.core.model.shape import Moe, Shape
+from fivefold.core.plan.plan import PlanOptions, resolve
 from fivefold.cost.grid import grid_of_plan
-from fivefold.cost.stack import FIVEFOLD
-from fivefold.cost.step_time import step_time
+from fivefold.cost.hardware.stack import FIVEFOLD
+from fivefold.cost.step.time import step_time
 from fivefold.planner.estimate import estimate_plan
 from fivefold.planner.setting import EstimateSetting
 from tests.selection import within

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from fake_runs import RECORD
 
-from fivefold.records import StepRecord
+from fivefold.records.steps import StepRecord
 from fivefold.records.stragglers import RankPace, slow_ones
 from fivefold.report.training_text import step_line
 

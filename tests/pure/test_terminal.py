@@ -14,8 +14,8 @@ import pytest
 import typer
 
 from fivefold import cli, completion
-from fivefold.core import machine as machines
-from fivefold.core import models
+from fivefold.core import hardware as machines
+from fivefold.core.model import presets as models
 from fivefold.terminal import ADVANCED, MOST_USED, MOST_USED_PANEL, PANELS, panels, wrapped
 
 ROOT = Path(__file__).parents[2]

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from fivefold.core.count import parameters, training_flops
-from fivefold.core.models import load
-from fivefold.core.plan import PlanOptions, resolve
-from fivefold.cost.collectives import predict_traffic
+from fivefold.core.model.count import parameters, training_flops
+from fivefold.core.model.presets import load
+from fivefold.core.plan.plan import PlanOptions, resolve
+from fivefold.cost.traffic.collectives import predict_traffic
 
 
 def moved(zero: int) -> float:

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fivefold.core.corpora import parse_mixture
 from fivefold.core.errors import BadFile, FivefoldError
+from fivefold.core.plan.corpora import parse_mixture
 from fivefold.data.mixture import CorpusShare, Shares, Source, open_source
 from fivefold.data.rows import (
     Corpus,

@@ -10,9 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fivefold.core.errors import FivefoldError
-from fivefold.core.plan import Plan, PlanOptions, resolve
-from fivefold.cost.collectives import TrafficEntry, predict_traffic, traffic_entries, traffic_json
-from fivefold.cost.static_memory import StaticMemory, static_bytes
+from fivefold.core.plan.plan import Plan, PlanOptions, resolve
+from fivefold.cost.memory.static import StaticMemory, static_bytes
+from fivefold.cost.traffic.collectives import (
+    TrafficEntry,
+    predict_traffic,
+    traffic_entries,
+    traffic_json,
+)
 
 LLAMA_8B = 8_030_261_248  # parameters, as its model card counts them
 VOCABULARY = 128_256 * 4096  # its embedding; its head is as large

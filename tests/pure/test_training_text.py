@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from fivefold.core.count import training_flops
-from fivefold.core.plan import PlanOptions, resolve
-from fivefold.core.recipe import Recipe
-from fivefold.records import (
+from fivefold.core.model.count import training_flops
+from fivefold.core.plan.plan import PlanOptions, resolve
+from fivefold.core.plan.recipe import Recipe
+from fivefold.records.steps import (
     GIB,
     Pace,
     PlannedStep,

@@ -9,14 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fivefold.core.schedule import (
+from fivefold.core.schedule import catalog
+from fivefold.core.schedule import selection as choose
+from fivefold.core.schedule.schedule import (
     Action,
     Message,
     Placement,
     Schedule,
-    catalog,
     channels,
-    choose,
     linear_placement,
     loop_placement,
     merged,

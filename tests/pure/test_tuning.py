@@ -7,18 +7,25 @@ from typing import Any
 
 import pytest
 
-from fivefold import records
-from fivefold.core import machine, models
-from fivefold.core.count import forward_flops, training_flops
+from fivefold.core import hardware as machine
 from fivefold.core.errors import FivefoldError
-from fivefold.core.layout import Layout
-from fivefold.core.plan import Plan, PlanOptions, resolve
-from fivefold.core.recipe import Recipe
-from fivefold.core.weights import by_name, computed_flops, local_shape, shard_of, weights
-from fivefold.cost.collectives import predict_traffic, units_of
-from fivefold.cost.static_memory import static_bytes
-from fivefold.planner import estimate_on_machine, estimate_setting
+from fivefold.core.layout.layout import Layout
+from fivefold.core.layout.weight_table import (
+    by_name,
+    computed_flops,
+    local_shape,
+    shard_of,
+    weights,
+)
+from fivefold.core.model import presets as models
+from fivefold.core.model.count import forward_flops, training_flops
+from fivefold.core.plan.plan import Plan, PlanOptions, resolve
+from fivefold.core.plan.recipe import Recipe
+from fivefold.cost.memory.static import static_bytes
+from fivefold.cost.traffic.collectives import predict_traffic, units_of
 from fivefold.planner.estimate import Estimate, estimate_plan
+from fivefold.planner.planning import estimate_on_machine, estimate_setting
+from fivefold.records import steps as records
 
 
 def plan_of(model: str = "tiny", layout: str = "dp=1", **train: Any) -> Plan:

@@ -8,11 +8,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fivefold.core import models
-from fivefold.core.layout import Layout
-from fivefold.core.shape import Shape
-from fivefold.core.units import LocalWeight, Unit, UnitWeight, local_weights, pack, prefetched
-from fivefold.core.weights import weights
+from fivefold.core.layout.layout import Layout
+from fivefold.core.layout.units import (
+    LocalWeight,
+    Unit,
+    UnitWeight,
+    local_weights,
+    pack,
+    prefetched,
+)
+from fivefold.core.layout.weight_table import weights
+from fivefold.core.model import presets as models
+from fivefold.core.model.shape import Shape
 
 TINY = models.load("tiny")
 TIED = models.with_overrides(TINY, {"tied": "true", "vocab": "251"})

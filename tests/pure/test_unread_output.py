@@ -19,7 +19,7 @@ import pytest
 import typer
 
 from fivefold.launch.rank_pipe import RankPipe
-from fivefold.records.run_folder import read_records
+from fivefold.records.run_writer import read_records
 from fivefold.report.line_printer import LinePrinter
 from fivefold.terminal import UnreadStream, discard
 from fivefold.verbs import serve as serving

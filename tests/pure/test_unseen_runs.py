@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from statistics import median
 
-from fivefold.planner.accuracy import accuracy
+from fivefold.planner.error_bars import accuracy
 from tests import unseen_published
 
 

@@ -9,11 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fivefold.core import count, models
 from fivefold.core.errors import FivefoldError
-from fivefold.core.shape import Mla, Moe, Shape
-from fivefold.core.tuning import Tuning
-from fivefold.core.weights import (
+from fivefold.core.layout.weight_table import (
     Weight,
     WeightShard,
     buffers,
@@ -25,6 +22,10 @@ from fivefold.core.weights import (
     tuned,
     weights,
 )
+from fivefold.core.model import count
+from fivefold.core.model import presets as models
+from fivefold.core.model.shape import Mla, Moe, Shape
+from fivefold.core.model.tuning import Tuning
 
 TINY = models.load("tiny")  # width 64, 8 heads and 4 KV heads of 8, ffn 176, vocabulary 256
 GPT2 = models.load("gpt2")

@@ -19,18 +19,12 @@ from typing import Any
 import torch._dynamo
 import torch._dynamo.utils as dynamo
 
-from fivefold.core.plan import Plan, PlanOptions, resolve
+from fivefold.core.plan.plan import Plan, PlanOptions, resolve
 from fivefold.launch.processes import Pool
 from fivefold.launch.worker import Worker
 from fivefold.verify.compare import Dtype
-from fivefold.verify.trial import (
-    VerifiedRank,
-    VerifySettings,
-    VerifyVerdict,
-    judge,
-    run_rank,
-    run_reference,
-)
+from fivefold.verify.runs import VerifiedRank, VerifySettings, run_rank, run_reference
+from fivefold.verify.trial import VerifyVerdict, judge
 from tests.ranks.table import PUBLISHED, Table
 
 HEAD = """# Verified compiled

@@ -15,17 +15,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import get_args
 
-from fivefold.core.plan import Plan, PlanOptions, resolve
-from fivefold.core.splits import ContextKind
+from fivefold.core.layout.splits import ContextKind
+from fivefold.core.plan.plan import Plan, PlanOptions, resolve
 from fivefold.launch.processes import Pool
 from fivefold.verify.compare import Dtype
-from fivefold.verify.trial import (
-    VerifySettings,
-    VerifyVerdict,
-    judge,
-    run_rank,
-    run_reference,
-)
+from fivefold.verify.runs import VerifySettings, run_rank, run_reference
+from fivefold.verify.trial import VerifyVerdict, judge
 from tests.ranks.table import PUBLISHED, Table
 from tests.selection import shuffled
 

@@ -18,13 +18,13 @@ from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 from fivefold.api.verifying import runnable
-from fivefold.core import models
 from fivefold.core.errors import FivefoldError
-from fivefold.core.layout import Layout
-from fivefold.core.plan import Plan, PlanOptions
-from fivefold.core.rules import problems
+from fivefold.core.layout.layout import Layout
+from fivefold.core.layout.rules import problems
+from fivefold.core.layout.splits import ContextKind
+from fivefold.core.model import presets as models
+from fivefold.core.plan.plan import Plan, PlanOptions
 from fivefold.core.schedule.catalog import FAMILIES, family
-from fivefold.core.splits import ContextKind
 
 if TYPE_CHECKING:  # pairs are counted without torch
     from fivefold.launch.processes import Pool
@@ -325,7 +325,8 @@ def _matters(case: Case, word: Word) -> bool:
 
 def prove(pool: Pool, case: Case) -> VerifyVerdict:
     """Run one case on a pool of at least one more process than it has ranks."""
-    from fivefold.verify.trial import VerifySettings, run_trial
+    from fivefold.verify.runs import VerifySettings
+    from fivefold.verify.trial import run_trial
 
     return run_trial(
         pool, case.plan, VerifySettings(offload=case.offload == "cpu", steps=case.steps)

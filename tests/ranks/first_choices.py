@@ -18,7 +18,7 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from fivefold.core.plan import Plan, read, resolve
+from fivefold.core.plan.plan import Plan, read, resolve
 from tests.commands import in_fork
 
 HEAD = """# First choices

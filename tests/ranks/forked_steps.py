@@ -9,14 +9,15 @@ from typing import Any, Literal
 
 import torch
 
-from fivefold.core.plan import Plan, PlanOptions, resolve
-from fivefold.core.recipe import Recipe
-from fivefold.launch.processes import Pool, Worker
+from fivefold.core.plan.plan import Plan, PlanOptions, resolve
+from fivefold.core.plan.recipe import Recipe
+from fivefold.launch.processes import Pool
+from fivefold.launch.worker import Worker
 from fivefold.model.batch import NOT_COUNTED, TokenBatch
 from fivefold.optim.optimizer import Updater
-from fivefold.parallel.compose import Job, compose
+from fivefold.parallel.composition import Job, compose
 from fivefold.parallel.mesh import Mesh
-from fivefold.parallel.offload import GradientHome
+from fivefold.parallel.units.offload import GradientHome
 from fivefold.step import step, updater_of
 
 STEPS = 2  # the second one finds optimizer states, and whatever the first one left behind

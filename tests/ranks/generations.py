@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from datetime import date
 
 from fivefold.api.verifying import runnable
-from fivefold.core.plan import PlanOptions
+from fivefold.core.plan.plan import PlanOptions
 from fivefold.launch.processes import Pool
 from fivefold.verify.generated import GeneratedVerdict
 from fivefold.verify.generated_ranks import GeneratedSettings, run_generated

@@ -17,14 +17,15 @@ from dataclasses import dataclass, field, replace
 from datetime import date
 from pathlib import Path
 
-from fivefold.core.plan import Plan, PlanOptions, resolve
-from fivefold.core.recipe import Recipe
+from fivefold.core.plan.plan import Plan, PlanOptions, resolve
+from fivefold.core.plan.recipe import Recipe
+from fivefold.core.precision import Dtype
 from fivefold.launch.processes import Pool
-from fivefold.records.run_folder import METRICS, RunFolder, read_records
-from fivefold.train import Check, TrainedRank, TrainSettings, run_rank
+from fivefold.records.run_writer import METRICS, RunFolder, read_records
 from fivefold.train.build import source_of
-from fivefold.train.check import judge, reference_runs
-from fivefold.train.state import Dtype
+from fivefold.train.check import Check, judge, reference_runs
+from fivefold.train.loop import run_rank
+from fivefold.train.state import TrainedRank, TrainSettings
 
 HEAD = """# Verified training
 

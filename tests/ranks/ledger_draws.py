@@ -7,11 +7,11 @@ from dataclasses import replace
 from typing import Any, get_args
 
 from fivefold.core.errors import FivefoldError
-from fivefold.core.plan import Plan, PlanOptions, resolve
-from fivefold.core.recipe import Recipe
-from fivefold.core.recompute import MODULES
+from fivefold.core.layout.splits import ContextKind
+from fivefold.core.model.recompute import MODULES
+from fivefold.core.plan.plan import Plan, PlanOptions, resolve
+from fivefold.core.plan.recipe import Recipe
 from fivefold.core.schedule.catalog import FAMILIES, family
-from fivefold.core.splits import ContextKind
 
 NUM_DRAWS = 60
 MODELS = (

@@ -13,13 +13,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
-from fivefold.core.plan import Plan, PlanOptions, resolve
-from fivefold.core.schedule import INPUT_GRAD, Action, merged
+from fivefold.core.plan.plan import Plan, PlanOptions, resolve
 from fivefold.core.schedule.catalog import FAMILIES
-from fivefold.core.schedule.choose import choose
-from fivefold.core.schedule.family import AUTO, Family
+from fivefold.core.schedule.definition import AUTO, Family
+from fivefold.core.schedule.schedule import INPUT_GRAD, Action, merged
+from fivefold.core.schedule.selection import choose
 from fivefold.launch.processes import Pool
-from fivefold.verify.trial import VerifySettings, VerifyVerdict, run_trial
+from fivefold.verify.runs import VerifySettings
+from fivefold.verify.trial import VerifyVerdict, run_trial
 from tests.ranks.table import Table
 from tests.selection import shuffled
 

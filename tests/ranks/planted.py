@@ -7,18 +7,13 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
-from fivefold.core.plan import Plan, PlanOptions, resolve
-from fivefold.launch.processes import Pool, Worker
+from fivefold.core.plan.plan import Plan, PlanOptions, resolve
+from fivefold.launch.processes import Pool
+from fivefold.launch.worker import Worker
 from fivefold.verify.compare import Dtype
 from fivefold.verify.reference import Truth
-from fivefold.verify.trial import (
-    VerifiedRank,
-    VerifySettings,
-    VerifyVerdict,
-    judge,
-    run_rank,
-    run_reference,
-)
+from fivefold.verify.runs import VerifiedRank, VerifySettings, run_rank, run_reference
+from fivefold.verify.trial import VerifyVerdict, judge
 
 Patch = AbstractContextManager[Any]
 # What `verify` compares, in the order in which a step makes it.

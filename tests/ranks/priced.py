@@ -7,20 +7,20 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from fivefold.core.plan import Plan
-from fivefold.core.schedule import FORWARD
-from fivefold.cost.axis_collectives import Collective, message_bytes
-from fivefold.cost.collectives import chunks_of, owned_shards, predict_traffic
-from fivefold.cost.data_axis import shared_gradients, unit_collectives
-from fivefold.cost.data_time import closing_collectives, data_job, flat_units, unit_groups
-from fivefold.cost.layer_collectives import (
+from fivefold.core.plan.plan import Plan
+from fivefold.core.schedule.schedule import FORWARD
+from fivefold.cost.layer.time import LayerTimer
+from fivefold.cost.step.data_time import closing_collectives, data_job, flat_units, unit_groups
+from fivefold.cost.traffic.axes import Collective, message_bytes
+from fivefold.cost.traffic.collectives import chunks_of, owned_shards, predict_traffic
+from fivefold.cost.traffic.data_axis import shared_gradients, unit_collectives
+from fivefold.cost.traffic.layers import (
     CountedCollective,
     context_layer,
     layer_maxima,
     tensor_ends,
     weight_maxima,
 )
-from fivefold.cost.layer_time import LayerTimer
 from fivefold.planner.setting import EstimateSetting, plan_arguments
 
 Key = tuple[str, str]  # axis and kind

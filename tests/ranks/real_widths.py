@@ -25,15 +25,16 @@ from unittest.mock import patch
 import torch
 
 from fivefold import step as step_module
-from fivefold.core.plan import Plan, PlanOptions, resolve
-from fivefold.core.recipe import Recipe
-from fivefold.core.weights import weights
+from fivefold.core.layout.weight_table import weights
+from fivefold.core.plan.plan import Plan, PlanOptions, resolve
+from fivefold.core.plan.recipe import Recipe
 from fivefold.launch.processes import Pool
 from fivefold.launch.worker import Worker
-from fivefold.parallel.compose import Job
-from fivefold.records.run_folder import RunFolder
-from fivefold.train import Check, TrainedRank, TrainSettings, run_rank
-from fivefold.train.check import judge, reference_runs
+from fivefold.parallel.composition import Job
+from fivefold.records.run_writer import RunFolder
+from fivefold.train.check import Check, judge, reference_runs
+from fivefold.train.loop import run_rank
+from fivefold.train.state import TrainedRank, TrainSettings
 
 HEAD = """# Verified widths
 

@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from datetime import date
 from typing import Any
 
-from fivefold.core.plan import Plan, PlanOptions, resolve
-from fivefold.core.recompute import MODULES
-from fivefold.rehearse import RehearsedRank, rehearse_rank
+from fivefold.core.model.recompute import MODULES
+from fivefold.core.plan.plan import Plan, PlanOptions, resolve
+from fivefold.rehearse.rank import RehearsedRank, rehearse_rank
 
 HEAD = """# Rehearsed recomputation
 

@@ -12,9 +12,10 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from fivefold.core.plan import PlanOptions, resolve
+from fivefold.core.plan.plan import PlanOptions, resolve
 from fivefold.launch.processes import Pool
-from fivefold.verify.trial import VerifySettings, VerifyVerdict, run_trial
+from fivefold.verify.runs import VerifySettings
+from fivefold.verify.trial import VerifyVerdict, run_trial
 from tests.ranks.table import Table
 
 HEAD = """# Verified layouts

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import fivefold.train
 import fivefold.train.checkpoint  # here, and not in every fork
-from fivefold.core import plan
+from fivefold.core.plan import plan
 from fivefold.huggingface.adapters import CONFIG, FILE
 from tests.commands import in_fork
 

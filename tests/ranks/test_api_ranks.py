@@ -22,7 +22,7 @@ from fivefold.core.errors import JSON_SCHEMA
 from fivefold.launch import backend
 from fivefold.launch.processes import Pool
 from fivefold.launch.worker import Worker
-from fivefold.records import StepRecord
+from fivefold.records.steps import StepRecord
 from tests.api_page import LONG, sections
 from tests.commands import in_fork
 

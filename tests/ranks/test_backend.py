@@ -19,10 +19,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fivefold.core.boxes import whole_box
 from fivefold.core.errors import FivefoldError
-from fivefold.core.groups import Topology, communicators
-from fivefold.core.plan import PlanOptions, resolve
+from fivefold.core.layout.boxes import whole_box
+from fivefold.core.layout.groups import Topology, communicators
+from fivefold.core.plan.plan import PlanOptions, resolve
 from fivefold.launch import backend
 from fivefold.launch.backend import (
     Backend,
@@ -34,9 +34,12 @@ from fivefold.launch.backend import (
 )
 from fivefold.launch.launcher import LauncherEnvironment
 from fivefold.optim.optimizer import StateInMemory
-from fivefold.parallel import flat_unit
 from fivefold.parallel.mesh import MESSAGE_CTAS, Mesh, nccl_options
-from fivefold.train.checkpoint import Checkpoints, CheckpointTensor, Facts, snapshot
+from fivefold.parallel.units import flat_unit
+from fivefold.train.checkpoint import snapshot
+from fivefold.train.checkpoint.checkpoints import Checkpoints
+from fivefold.train.checkpoint.folders import Facts
+from fivefold.train.checkpoint.storage import CheckpointTensor
 
 NONE = NcclLibrary(None)
 OLD = NcclLibrary((2, 28, 9))

@@ -15,26 +15,21 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fivefold.api.verifying import runnable
-from fivefold.core.plan import Plan, PlanOptions
-from fivefold.core.shape import Moe
+from fivefold.core.model.shape import Moe
+from fivefold.core.plan.plan import Plan, PlanOptions
 from fivefold.data.batches import samples
-from fivefold.launch.processes import Pool, Worker
+from fivefold.launch.processes import Pool
+from fivefold.launch.worker import Worker
 from fivefold.model import moe as experts_of_tokens
 from fivefold.optim.optimizer import make_optimizer
 from fivefold.parallel.balance import Load, positions_of
-from fivefold.parallel.compose import Job, compose
+from fivefold.parallel.composition import Job, compose
 from fivefold.parallel.mesh import Mesh
 from fivefold.step import step
 from fivefold.verify import reference, runs
 from fivefold.verify.compare import Call, expected
-from fivefold.verify.trial import (
-    VerifiedRank,
-    VerifySettings,
-    judge,
-    run_rank,
-    run_reference,
-    run_trial,
-)
+from fivefold.verify.runs import VerifiedRank, VerifySettings, run_rank, run_reference
+from fivefold.verify.trial import judge, run_trial
 
 PUBLISHED = 1e-10
 TOP_K, EXPERTS, WIDTH = 2, 8, 64  # of tiny-moe

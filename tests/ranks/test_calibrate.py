@@ -12,10 +12,10 @@ import pytest
 
 from fivefold.api.training_start import calibrated_cpu
 from fivefold.cli import main
-from fivefold.core.machine import load, presets
-from fivefold.core.plan import PlanOptions, resolve
-from fivefold.launch.processes import num_gpus
-from fivefold.train import estimate_of
+from fivefold.core.hardware import load, presets
+from fivefold.core.plan.plan import PlanOptions, resolve
+from fivefold.launch.backend import num_gpus
+from fivefold.train.callbacks.memory import estimate_of
 from tests.commands import in_new_process
 
 TORCHRUN = {

@@ -18,14 +18,15 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fivefold.core.groups import WORLD, Topology
-from fivefold.core.layout import Layout
-from fivefold.core.plan import Plan, PlanOptions, resolve
-from fivefold.launch.processes import Pool, Worker
+from fivefold.core.layout.groups import WORLD, Topology
+from fivefold.core.layout.layout import Layout
+from fivefold.core.plan.plan import Plan, PlanOptions, resolve
+from fivefold.launch.processes import Pool
+from fivefold.launch.worker import Worker
 from fivefold.parallel import transport
 from fivefold.parallel.mesh import CollectiveRecord, Mesh
 from fivefold.verify.dispatch_watch import DispatchWatch
-from fivefold.verify.trial import VerifiedRank, VerifySettings, run_rank
+from fivefold.verify.runs import VerifiedRank, VerifySettings, run_rank
 
 RANKS = 2
 

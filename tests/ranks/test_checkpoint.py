@@ -13,18 +13,20 @@ from kept_pool import KeptPool
 from torch import Tensor
 
 from fivefold.core.errors import FivefoldError
-from fivefold.core.plan import Plan, PlanOptions, resolve
-from fivefold.core.recipe import Recipe
-from fivefold.core.weights import buffers, weights
+from fivefold.core.layout.weight_table import buffers, weights
+from fivefold.core.plan.plan import Plan, PlanOptions, resolve
+from fivefold.core.plan.recipe import Recipe
 from fivefold.data.batches import samples
-from fivefold.launch.processes import Pool, Worker
-from fivefold.optim import make_updater
+from fivefold.launch.processes import Pool
+from fivefold.launch.worker import Worker
 from fivefold.optim.optimizer import Updater
-from fivefold.parallel.compose import Job, compose
+from fivefold.optim.updater import make_updater
+from fivefold.parallel.composition import Job, compose
 from fivefold.parallel.mesh import Mesh
 from fivefold.step import step
 from fivefold.train.callbacks.checkpoints import checkpoint_tensors, publish_weights
-from fivefold.train.checkpoint import Checkpoints, Facts, Reader, published
+from fivefold.train.checkpoint.checkpoints import Checkpoints, Reader
+from fivefold.train.checkpoint.folders import Facts, published
 
 DENSE = {"layers": "4", "width": "32", "heads": "8", "kv_heads": "2", "ffn": "48", "vocab": "61"}
 MODELS: dict[str, tuple[str, dict[str, str]]] = {

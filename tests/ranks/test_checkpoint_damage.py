@@ -21,22 +21,17 @@ import torch.distributed as dist
 from test_checkpoint import complain, contents
 from torch import Tensor
 
-from fivefold.core.boxes import whole_box
 from fivefold.core.errors import FivefoldError
-from fivefold.launch.processes import Pool, Worker
+from fivefold.core.layout.boxes import whole_box
+from fivefold.launch.processes import Pool
+from fivefold.launch.worker import Worker
 from fivefold.optim.disk_states import StateOnDisk
 from fivefold.optim.optimizer import StateInMemory, StoredState
-from fivefold.train.checkpoint import (
-    CannotSave,
-    Checkpoints,
-    CheckpointTensor,
-    Facts,
-    Reader,
-    latest,
-    published,
-    storage,
-    write_checkpoint,
-)
+from fivefold.train.checkpoint import storage
+from fivefold.train.checkpoint.checkpoints import Checkpoints, Reader, write_checkpoint
+from fivefold.train.checkpoint.folders import Facts, latest, published
+from fivefold.train.checkpoint.ranks import CannotSave
+from fivefold.train.checkpoint.storage import CheckpointTensor
 
 
 def plain(first: float, second: float = 0.0) -> list[CheckpointTensor]:

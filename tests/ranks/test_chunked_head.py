@@ -8,15 +8,18 @@ from unittest.mock import patch
 
 import pytest
 
-from fivefold.core import machine, splits
-from fivefold.core.plan import Plan, PlanOptions, resolve
-from fivefold.core.recipe import Recipe
-from fivefold.launch.processes import Pool, Worker
+from fivefold.core import hardware as machine
+from fivefold.core.layout import splits
+from fivefold.core.plan.plan import Plan, PlanOptions, resolve
+from fivefold.core.plan.recipe import Recipe
+from fivefold.launch.processes import Pool
+from fivefold.launch.worker import Worker
 from fivefold.model.head import GradientsInForward
-from fivefold.planner import estimate_setting
-from fivefold.planner.rank_memory import rank_memory
+from fivefold.planner.memory_by_rank import rank_memory
+from fivefold.planner.planning import estimate_setting
 from fivefold.rehearse.rank import rehearse_rank
-from fivefold.verify.trial import VerifiedRank, VerifySettings, judge, run_rank, run_reference
+from fivefold.verify.runs import VerifiedRank, VerifySettings, run_rank, run_reference
+from fivefold.verify.trial import judge
 
 FEW = 2**11  # logits of a chunk
 LAYOUTS: tuple[tuple[str, dict[str, Any], dict[str, str]], ...] = (

@@ -8,11 +8,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from fivefold.core import models
-from fivefold.core.layout import Layout
-from fivefold.core.legality import problems
-from fivefold.core.models import is_large, scale_down
-from fivefold.core.weights import WeightShard, weights
+from fivefold.core.layout.layout import Layout
+from fivefold.core.layout.rules import problems
+from fivefold.core.layout.weight_table import WeightShard, weights
+from fivefold.core.model import presets as models
+from fivefold.core.model.presets import is_large, scale_down
 from fivefold.verify.compare import (
     KINDS,
     ComparedPart,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from compiled import Case, cases, most_error, prove
 
-from fivefold.core.recompute import MODULES
+from fivefold.core.model.recompute import MODULES
 from fivefold.launch.processes import Pool
 
 

@@ -32,15 +32,16 @@ from forked_steps import Setup, run, small_plan
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from fivefold.core.splits import ContextKind
+from fivefold.core.layout.splits import ContextKind
 from fivefold.data.batches import samples
 from fivefold.launch.processes import Pool
 from fivefold.model.batch import NOT_COUNTED
 from fivefold.parallel import context
-from fivefold.parallel.compose import Job
+from fivefold.parallel.composition import Job
 from fivefold.parallel.mesh import Issued
 from fivefold.parallel.transport import InFlight
-from fivefold.verify.trial import VerifySettings, run_trial
+from fivefold.verify.runs import VerifySettings
+from fivefold.verify.trial import run_trial
 
 NUM_CASES = 3
 

@@ -10,9 +10,9 @@ from unittest.mock import patch
 
 import pytest
 
-from fivefold.launch import watchdog
-from fivefold.launch.positions import HangVerdict
-from fivefold.launch.watchdog import PATIENCE
+from fivefold.launch.watch import watchdog
+from fivefold.launch.watch.positions import HangVerdict
+from fivefold.launch.watch.watchdog import PATIENCE
 from fivefold.records.run_owner import RunTicket
 from tests.control_plane import KINDS, Script, SimulatedBoard, SimulatedWatchdog, World
 from tests.control_scripts import judged, owners

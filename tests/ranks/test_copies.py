@@ -8,12 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from fivefold.core.boxes import Box, whole_box
-from fivefold.core.partners import CopyOf, Partners
-from fivefold.launch.kept_memory import InheritedMemory, KeptSegment
+from fivefold.core.layout.boxes import Box, whole_box
+from fivefold.core.layout.partners import CopyOf, Partners
+from fivefold.launch.shared_memory import InheritedMemory, KeptSegment
 from fivefold.optim.optimizer import StateInMemory
-from fivefold.train.checkpoint import CheckpointTensor, Facts
-from fivefold.train.copies import MemoryCopies
+from fivefold.train.checkpoint.folders import Facts
+from fivefold.train.checkpoint.storage import CheckpointTensor
+from fivefold.train.recovery.memory_checkpoint import MemoryCopies
 from tests.commands import in_fork
 
 

@@ -28,24 +28,27 @@ from benchmarks.flips import (
     plan_of,
     settings_of,
 )
-from fivefold.core.copies import odd_ones, sign
-from fivefold.core.errors import FivefoldError
-from fivefold.core.plan import Plan
-from fivefold.core.recipe import Recipe
-from fivefold.launch.processes import Pool, RankLost
+from fivefold.core.errors import FivefoldError, RankLost
+from fivefold.core.layout.replicas import odd_ones, sign
+from fivefold.core.plan.plan import Plan
+from fivefold.core.plan.recipe import Recipe
+from fivefold.launch.processes import Pool
 from fivefold.launch.worker import Worker
 from fivefold.optim.optimizer import DeviceUpdater
 from fivefold.parallel.bit_sums import PRIME, bit_sum, combined
-from fivefold.parallel.flat_unit import FlatUnit
 from fivefold.parallel.mesh import Mesh
-from fivefold.records import StepRecord
-from fivefold.records.run_folder import RunFolder
-from fivefold.train import TrainedRank, TrainSettings, nothing_left, replaying, run_rank
-from fivefold.train.checkpoint import Checkpoints, published
-from fivefold.train.checkpoint.folders import step_of
+from fivefold.parallel.units.flat_unit import FlatUnit
+from fivefold.records.run_writer import RunFolder
+from fivefold.records.steps import StepRecord
+from fivefold.train.checkpoint.checkpoints import Checkpoints
+from fivefold.train.checkpoint.folders import published, step_of
 from fivefold.train.checkpoint.of_run import open_run
-from fivefold.train.integrity import Integrity
-from fivefold.train.replaying import LocalNumbers, RunningBound
+from fivefold.train.loop import run_rank
+from fivefold.train.recovery import replaying
+from fivefold.train.recovery.integrity import Integrity
+from fivefold.train.recovery.replaying import LocalNumbers, RunningBound
+from fivefold.train.recovery.resuming import nothing_left
+from fivefold.train.state import TrainedRank, TrainSettings
 
 step_module = import_module("fivefold.step")
 CPU = torch.device("cpu")

@@ -11,8 +11,8 @@ from subprocess import CompletedProcess
 
 import pytest
 
-from fivefold.records import StepRecord
-from fivefold.records.run_folder import Metrics, RunFolder, read_records, write_atomically
+from fivefold.records.run_writer import Metrics, RunFolder, read_records, write_atomically
+from fivefold.records.steps import StepRecord
 from fivefold.train.clock import StepClock, StepMark, StepTimes
 from tests.commands import in_fork
 

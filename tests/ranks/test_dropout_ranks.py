@@ -9,18 +9,19 @@ import torch
 from torch import Tensor
 
 from fivefold.api.verifying import runnable
-from fivefold.core.plan import Plan, PlanOptions
+from fivefold.core.plan.plan import Plan, PlanOptions
 from fivefold.data import batches as data_batches
 from fivefold.data.batches import samples
 from fivefold.launch.processes import Pool
 from fivefold.launch.worker import Worker
-from fivefold.model.decoder import Block
+from fivefold.model.block import Block
 from fivefold.model.dropout import Part, keeps, site_keys, site_of, token_keys
 from fivefold.optim.optimizer import make_optimizer
-from fivefold.parallel.compose import compose
+from fivefold.parallel.composition import compose
 from fivefold.parallel.mesh import Mesh
 from fivefold.step import step
-from fivefold.verify.trial import VerifySettings, judge, run_rank, run_reference, run_trial
+from fivefold.verify.runs import VerifySettings, run_rank, run_reference
+from fivefold.verify.trial import judge, run_trial
 
 RATES = {"dropout": "0.25", "attention_dropout": "0.2"}
 RATE = 0.25

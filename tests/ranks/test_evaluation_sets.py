@@ -11,20 +11,23 @@ import pytest
 import torch
 
 from fivefold.cli import main
-from fivefold.core import models, plan
-from fivefold.core.boxes import whole_box
-from fivefold.core.corpora import parse_sets
-from fivefold.core.recipe import Recipe
-from fivefold.core.shape import Shape
+from fivefold.core.layout.boxes import whole_box
+from fivefold.core.model import presets as models
+from fivefold.core.model.shape import Shape
+from fivefold.core.plan import plan
+from fivefold.core.plan.corpora import parse_sets
+from fivefold.core.plan.recipe import Recipe
 from fivefold.data.evaluation import HELD_OUT, evaluation_sets
 from fivefold.data.mixture import Source, open_source
 from fivefold.data.rows import Synthetic, read_rows
 from fivefold.model.batch import TokenBatch
 from fivefold.model.decoder import from_config
 from fivefold.optim.optimizer import StateInMemory
-from fivefold.records.run_folder import read_records
-from fivefold.train.checkpoint import Checkpoints, CheckpointTensor, Facts, published
+from fivefold.records.run_writer import read_records
+from fivefold.train.checkpoint.checkpoints import Checkpoints
+from fivefold.train.checkpoint.folders import Facts, published
 from fivefold.train.checkpoint.of_run import open_run
+from fivefold.train.checkpoint.storage import CheckpointTensor
 
 SEQ, VOCAB = 16, 257
 

@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 
 from fivefold.api.verifying import runnable
-from fivefold.core.plan import PlanOptions
+from fivefold.core.plan.plan import PlanOptions
 from fivefold.launch.processes import Pool
 from fivefold.verify.compare import Call, Traffic, evened
-from fivefold.verify.trial import VerifySettings, run_rank, run_trial
+from fivefold.verify.runs import VerifySettings, run_rank
+from fivefold.verify.trial import run_trial
 
 PUBLISHED = 1e-10
 

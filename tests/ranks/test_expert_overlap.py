@@ -11,13 +11,13 @@ import torch
 from forked_steps import Setup, run, small_plan
 from torch import Tensor, nn
 
-from fivefold.core.plan import Plan
-from fivefold.core.schedule import Overlap, Step
+from fivefold.core.plan.plan import Plan
+from fivefold.core.schedule.schedule import Overlap, Step
 from fivefold.launch.processes import Pool
 from fivefold.model.attention import Attention
 from fivefold.model.layers import Linear, Mlp
 from fivefold.model.moe import MoeMlp
-from fivefold.parallel.compose import Job
+from fivefold.parallel.composition import Job
 from fivefold.parallel.mesh import Issued
 from fivefold.parallel.stage import ActionObserver
 

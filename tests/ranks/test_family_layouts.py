@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 
-from fivefold.core import machine
-from fivefold.core.plan import PlanOptions, resolve
+from fivefold.core import hardware as machine
+from fivefold.core.plan.plan import PlanOptions, resolve
 from fivefold.launch.processes import Pool
-from fivefold.planner import estimate_setting
-from fivefold.planner.rank_memory import rank_memory
+from fivefold.planner.memory_by_rank import rank_memory
+from fivefold.planner.planning import estimate_setting
 from fivefold.rehearse.rank import rehearse_rank
-from fivefold.verify.trial import VerifySettings, run_trial
+from fivefold.verify.runs import VerifySettings
+from fivefold.verify.trial import run_trial
 
 OLMO2 = {"norm_at": "after", "qk_norm": "full"}
 GLM4 = {"norm_at": "both", "rotary_dim": "4", "rope_interleaved": "true", "qkv_bias": "true"}

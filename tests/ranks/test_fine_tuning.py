@@ -21,8 +21,8 @@ from test_lost_rank import children
 from test_pool import wait_until_gone
 
 from fivefold import cli
-from fivefold.records.run_folder import read_records
-from fivefold.train.checkpoint import latest
+from fivefold.records.run_writer import read_records
+from fivefold.train.checkpoint.folders import latest
 
 PATIENCE = 120.0  # seconds until a checkpoint is there
 MOST = 12

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from first_choices import JOBS, Job, run, wrong
 
-from fivefold.core import models
+from fivefold.core.model import presets as models
 
 QUICK = [job for job in JOBS if job.gpus <= 8 and not job.trains]
 TRAINED = [job for job in JOBS if job.trains and job.gpus == 2]

@@ -14,13 +14,16 @@ from unittest.mock import patch
 import pytest
 import torch.distributed as dist
 
-from fivefold.core.plan import Plan, PlanOptions, resolve
-from fivefold.core.schedule import Message, Schedule
-from fivefold.core.schedule.postings import postings
-from fivefold.launch.processes import Pool, RankLost, Worker
+from fivefold.core.errors import RankLost
+from fivefold.core.plan.plan import Plan, PlanOptions, resolve
+from fivefold.core.schedule.receives import postings
+from fivefold.core.schedule.schedule import Message, Schedule
+from fivefold.launch.processes import Pool
+from fivefold.launch.worker import Worker
 from fivefold.parallel import transport
 from fivefold.parallel.mesh import Mesh
-from fivefold.verify.trial import VerifiedRank, VerifySettings, judge, run_rank, run_reference
+from fivefold.verify.runs import VerifiedRank, VerifySettings, run_rank, run_reference
+from fivefold.verify.trial import judge
 
 CASES = [("pp=4", "dualpipe"), ("dp=2 pp=2", "interleaved")]
 SOON = 6.0  # seconds without a word: it hangs

@@ -11,7 +11,8 @@ from types import ModuleType
 import pytest
 from kept_pool import KeptPool
 
-from fivefold.launch.processes import Pool, Worker
+from fivefold.launch.processes import Pool
+from fivefold.launch.worker import Worker
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "five_dimensions.py"
 MOST_LINES = 20

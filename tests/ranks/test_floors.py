@@ -11,18 +11,12 @@ import pytest
 from fivefold.api.jobs import given_job
 from fivefold.api.verifying import runnable
 from fivefold.core.errors import FivefoldError
-from fivefold.core.plan import Plan
+from fivefold.core.plan.plan import Plan
 from fivefold.launch.processes import Pool
 from fivefold.verify.compare import KINDS
 from fivefold.verify.reference import Truth, measure_floors
-from fivefold.verify.trial import (
-    VerifiedRank,
-    VerifySettings,
-    judge,
-    run_rank,
-    run_reference,
-    run_trial,
-)
+from fivefold.verify.runs import VerifiedRank, VerifySettings, run_rank, run_reference
+from fivefold.verify.trial import judge, run_trial
 
 FLOAT64 = 2.0**-52
 

@@ -8,11 +8,11 @@ from unittest.mock import patch
 
 import pytest
 
-from fivefold.core import machine
-from fivefold.core.plan import Plan, PlanOptions, resolve
-from fivefold.cost.unit_ledger import UnitTable
-from fivefold.planner import estimate_setting
-from fivefold.planner.rank_memory import rank_memory
+from fivefold.core import hardware as machine
+from fivefold.core.plan.plan import Plan, PlanOptions, resolve
+from fivefold.cost.memory.unit_ledger import UnitTable
+from fivefold.planner.memory_by_rank import rank_memory
+from fivefold.planner.planning import estimate_setting
 from fivefold.rehearse.job import judged
 from fivefold.rehearse.rank import rehearse_rank
 from tests.ranks.ledger_draws import draw_fp8

@@ -11,12 +11,12 @@ import torch
 from safetensors import safe_open
 
 from fivefold.core.errors import FivefoldError
-from fivefold.core.fp8 import Fp8
-from fivefold.core.plan import PlanOptions, resolve
-from fivefold.core.weights import by_name
-from fivefold.model import fp8_matmul
-from fivefold.model.fp8 import power_of_two
-from fivefold.records.run_folder import METRICS, read_records
+from fivefold.core.layout.fp8 import Fp8
+from fivefold.core.layout.weight_table import by_name
+from fivefold.core.plan.plan import PlanOptions, resolve
+from fivefold.model.fp8 import matmul as fp8_matmul
+from fivefold.model.fp8.rounding import power_of_two
+from fivefold.records.run_writer import METRICS, read_records
 from fivefold.train.checkpoint.of_run import open_run
 from tests.commands import in_fork
 

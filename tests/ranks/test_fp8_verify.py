@@ -15,20 +15,23 @@ from planted import Patch
 from torch import Tensor
 
 from fivefold.api.verifying import runnable
-from fivefold.core.fp8 import Fp8Format
-from fivefold.core.plan import PlanOptions
-from fivefold.launch.processes import Pool, Worker
-from fivefold.model import fp8, fp8_experts, fp8_rows
-from fivefold.model.fp8 import OverRanks
-from fivefold.model.fp8_grouped import BothStacks
-from fivefold.model.fp8_linear import FusedLinears, RoundedWeights
-from fivefold.model.fp8_operand import Operand
-from fivefold.model.fp8_rows import RowOperand
-from fivefold.parallel import fp8_maxima
-from fivefold.parallel.coded_gather import CodedGather
-from fivefold.parallel.columns import SplitMatmuls
-from fivefold.parallel.fp8_maxima import WeightMaxima
+from fivefold.core.layout.fp8 import Fp8Format
+from fivefold.core.plan.plan import PlanOptions
+from fivefold.launch.processes import Pool
+from fivefold.launch.worker import Worker
+from fivefold.model.fp8 import experts as fp8_experts
+from fivefold.model.fp8 import rounding as fp8
+from fivefold.model.fp8 import rows as fp8_rows
+from fivefold.model.fp8.grouped import BothStacks
+from fivefold.model.fp8.linear import FusedLinears, RoundedWeights
+from fivefold.model.fp8.operand import Operand
+from fivefold.model.fp8.rounding import OverRanks
+from fivefold.model.fp8.rows import RowOperand
 from fivefold.parallel.mesh import Mesh
+from fivefold.parallel.tensor_linear import SplitMatmuls
+from fivefold.parallel.units import fp8_maxima
+from fivefold.parallel.units.coded_gather import CodedGather
+from fivefold.parallel.units.fp8_maxima import WeightMaxima
 from fivefold.verify.runs import VerifiedRank, VerifySettings, run_rank, run_reference
 from fivefold.verify.trial import VerifyVerdict, judge
 from tests.commands import in_fork

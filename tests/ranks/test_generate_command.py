@@ -17,7 +17,7 @@ import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from fivefold.cli import main
-from fivefold.core.models import load as hf_shape
+from fivefold.core.model.presets import load as hf_shape
 from fivefold.generate.routes import RecordedRoutes
 from tests.commands import in_fork
 

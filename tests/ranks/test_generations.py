@@ -20,14 +20,15 @@ from generations import (
 )
 from torch import Tensor
 
-from fivefold.core.plan import Plan, PlanOptions, resolve
+from fivefold.core.model.kv_pages import BLOCK
+from fivefold.core.plan.plan import Plan, PlanOptions, resolve
 from fivefold.generate import cache, context_cache, scheduler
-from fivefold.generate.blocks import BLOCK
-from fivefold.generate.cache import KvCache, StepTensors
+from fivefold.generate.cache import KvCache
 from fivefold.generate.context_cache import ContextCache
 from fivefold.generate.forward import DecoderForward
 from fivefold.generate.layout import RankEnds, forward_plan
 from fivefold.generate.requests import SequenceChunk, StepBatch
+from fivefold.generate.step_tensors import StepTensors
 from fivefold.launch.processes import Pool
 from fivefold.launch.worker import Worker
 from fivefold.model.decoder import Decoder

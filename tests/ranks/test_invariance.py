@@ -8,9 +8,9 @@ import pytest
 from invariance import CASES, DTYPES, LEGS, ROWS, Case, Trainings
 from kept_pool import KeptPool
 
+from fivefold.core.precision import Dtype
 from fivefold.launch.processes import Pool
-from fivefold.records.run_folder import METRICS
-from fivefold.train.state import Dtype
+from fivefold.records.run_writer import METRICS
 
 LAYERS = 4
 STEPS, CHANGING_STEPS = 8, 8

@@ -10,11 +10,12 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from fivefold.api.verifying import runnable
-from fivefold.core.plan import Plan, PlanOptions
+from fivefold.core.plan.plan import Plan, PlanOptions
 from fivefold.data.batches import samples
-from fivefold.launch.processes import Pool, Worker
+from fivefold.launch.processes import Pool
+from fivefold.launch.worker import Worker
 from fivefold.parallel.boundary import AxisBoundary
-from fivefold.parallel.compose import compose
+from fivefold.parallel.composition import compose
 from fivefold.parallel.mesh import Issued, Mesh
 
 LAYERS = 3

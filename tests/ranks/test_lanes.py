@@ -10,9 +10,9 @@ from types import SimpleNamespace
 import pytest
 from forked_steps import Setup, run, small_plan
 
-from fivefold.core.schedule import Overlap, Step
+from fivefold.core.schedule.schedule import Overlap, Step
 from fivefold.launch.processes import Pool
-from fivefold.parallel.compose import Job
+from fivefold.parallel.composition import Job
 from fivefold.parallel.lanes import Lanes
 from fivefold.parallel.mesh import CollectiveRecord
 from fivefold.parallel.stage import ActionObserver

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from fivefold.core import machine
-from fivefold.core.plan import Plan, PlanOptions, resolve
-from fivefold.core.recipe import Recipe
-from fivefold.model import varlen
-from fivefold.planner import estimate_setting
-from fivefold.planner.rank_memory import rank_memory
+from fivefold.core import hardware as machine
+from fivefold.core.plan.plan import Plan, PlanOptions, resolve
+from fivefold.core.plan.recipe import Recipe
+from fivefold.model.kernels import varlen
+from fivefold.planner.memory_by_rank import rank_memory
+from fivefold.planner.planning import estimate_setting
 from fivefold.planner.setting import EstimateSetting
 from fivefold.rehearse.job import judged
 from fivefold.rehearse.rank import rehearse_rank

@@ -20,18 +20,19 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.hooks import RemovableHandle
 
-from fivefold.core.plan import Plan
-from fivefold.core.schedule import Message, Schedule, Step, actions_of, merged, needed
+from fivefold.core.plan.plan import Plan
 from fivefold.core.schedule.catalog import family
-from fivefold.core.schedule.choose import choose
 from fivefold.core.schedule.clock import memory_levels, peak_activations
-from fivefold.core.schedule.postings import postings
-from fivefold.launch.processes import Pool, Worker
+from fivefold.core.schedule.receives import postings
+from fivefold.core.schedule.schedule import Message, Schedule, Step, actions_of, merged, needed
+from fivefold.core.schedule.selection import choose
+from fivefold.launch.processes import Pool
+from fivefold.launch.worker import Worker
 from fivefold.model.linear_math import GradientSink
 from fivefold.parallel.deferred import GradientQueue
 from fivefold.parallel.pipeline import Pipeline, _Outbox
 from fivefold.parallel.stage import ActionObserver
-from fivefold.verify.trial import VerifySettings, run_rank
+from fivefold.verify.runs import VerifySettings, run_rank
 
 PATIENCE = 20.0  # seconds for a message to be received
 

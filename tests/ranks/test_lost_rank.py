@@ -17,9 +17,11 @@ import pytest
 from pipelines import MIXED, Case
 from test_pool import gone, wait_until_gone
 
-from fivefold.core.plan import Plan
-from fivefold.launch.processes import Pool, RankLost, Worker
-from fivefold.verify.trial import VerifiedRank, VerifySettings, run_rank, run_reference
+from fivefold.core.errors import RankLost
+from fivefold.core.plan.plan import Plan
+from fivefold.launch.processes import Pool
+from fivefold.launch.worker import Worker
+from fivefold.verify.runs import VerifiedRank, VerifySettings, run_rank, run_reference
 from tests.selection import within
 
 SOON = 30.0  # seconds within which all is over

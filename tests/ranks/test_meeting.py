@@ -20,10 +20,10 @@ from unittest.mock import patch
 import pytest
 from test_store_address import free_port
 
-from fivefold.launch import cut_off
-from fivefold.launch.boards import StoreBoard
 from fivefold.launch.launcher import LauncherEnvironment
-from fivefold.launch.watchdog import watched
+from fivefold.launch.watch import cut_off
+from fivefold.launch.watch.kv_messages import StoreBoard
+from fivefold.launch.watch.watchdog import watched
 from fivefold.launch.worker import LaunchedMeeting, NoMeeting, Worker, joined_worker
 
 import torch.distributed as dist  # isort: skip

@@ -10,12 +10,12 @@ from forked_steps import Setup, run, small_plan
 from live_bytes import gathered_bytes
 from torch import Tensor
 
-from fivefold.cost.static_memory import static_bytes
+from fivefold.cost.memory.static import static_bytes
 from fivefold.launch.processes import Pool
 from fivefold.optim.blockwise import BlockwiseUpdater
 from fivefold.optim.optimizer import Updater
-from fivefold.parallel.compose import Job
-from fivefold.parallel.flat_unit import FlatUnit
+from fivefold.parallel.composition import Job
+from fivefold.parallel.units.flat_unit import FlatUnit
 
 ODD = {"kv_heads": "2", "vocab": "61", "ffn": "36"}  # nothing that fills a slice by itself
 FLOATS = {"unit_size": 0.01}

@@ -15,12 +15,13 @@ from torch import Tensor, nn
 
 import fivefold as ff
 from fivefold import step as step_module
-from fivefold.core.plan import PlanOptions, resolve
-from fivefold.core.recipe import Recipe
+from fivefold.core.plan.plan import PlanOptions, resolve
+from fivefold.core.plan.recipe import Recipe
 from fivefold.launch.processes import Pool
 from fivefold.model.linear_math import GradientSink
 from fivefold.parallel import deferred
-from fivefold.verify.trial import VerifySettings, run_trial
+from fivefold.verify.runs import VerifySettings
+from fivefold.verify.trial import run_trial
 from tests.own_mixers import PATH, SHAPE, with_mixer
 
 ULYSSES = {"context": "ulysses"}

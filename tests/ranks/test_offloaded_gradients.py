@@ -15,7 +15,7 @@ from torch import Tensor
 from fivefold.cli import main
 from fivefold.launch.processes import Pool
 from fivefold.optim.optimizer import Updater
-from fivefold.parallel.compose import Job
+from fivefold.parallel.composition import Job
 
 EXPERTS = {"moe.experts": "4", "moe.top_k": "2", "moe.ffn": "24"}
 CASES: tuple[tuple[str, int, dict[str, Any]], ...] = (

@@ -10,11 +10,11 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from fivefold.core.errors import FivefoldError
-from fivefold.core.groups import Topology
-from fivefold.core.plan import Plan, PlanOptions, resolve
+from fivefold.core.layout.groups import Topology
+from fivefold.core.plan.plan import Plan, PlanOptions, resolve
 from fivefold.core.schedule.catalog import FAMILIES
-from fivefold.cost.order import prove_order
-from fivefold.rehearse import rehearse_rank
+from fivefold.cost.traffic.order import prove_order
+from fivefold.rehearse.rank import rehearse_rank
 from fivefold.rehearse.trace import Traces
 
 SCHEDULES = [family.name for family in FAMILIES if not family.asynchronous]

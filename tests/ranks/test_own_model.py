@@ -13,12 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from fivefold.core.errors import FivefoldError
-from fivefold.core.groups import Topology
-from fivefold.core.layout import Layout
-from fivefold.launch.processes import Pool, Worker
+from fivefold.core.layout.groups import Topology
+from fivefold.core.layout.layout import Layout
+from fivefold.launch.processes import Pool
+from fivefold.launch.worker import Worker
 from fivefold.parallel.data import shard
-from fivefold.parallel.flat_unit import UnitOptions
 from fivefold.parallel.mesh import Mesh
+from fivefold.parallel.units.flat_unit import UnitOptions
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "own_loop.py"
 

@@ -23,21 +23,15 @@ from pipelines import (
     prove,
 )
 
-from fivefold.core.plan import Plan, PlanOptions, resolve
+from fivefold.core.plan.plan import Plan, PlanOptions, resolve
 from fivefold.core.schedule.catalog import names
-from fivefold.core.schedule.choose import choose
-from fivefold.launch.processes import Pool, Worker
+from fivefold.core.schedule.selection import choose
+from fivefold.launch.processes import Pool
+from fivefold.launch.worker import Worker
 from fivefold.verify.asynchronous import StashingChunk
 from fivefold.verify.reference import Delayed, Truth
-from fivefold.verify.trial import (
-    VerifySettings,
-    VerifyVerdict,
-    judge,
-    num_phases,
-    run_rank,
-    run_reference,
-    run_trial,
-)
+from fivefold.verify.runs import VerifySettings, num_phases, run_rank, run_reference
+from fivefold.verify.trial import VerifyVerdict, judge, run_trial
 from tests.ranks.table import PUBLISHED
 from tests.selection import shuffled
 

@@ -17,13 +17,15 @@ from planted import GRADIENTS, LOSS, NORM, TRAFFIC, WEIGHTS, Fault, Patch, check
 from torch import Tensor
 
 from fivefold import step as step_module
-from fivefold.core.shape import Shape
+from fivefold.core.model.shape import Shape
 from fivefold.launch.processes import Pool
-from fivefold.parallel import compose, flat_unit, tensor
-from fivefold.parallel.compose import Job
+from fivefold.parallel import composition as compose
+from fivefold.parallel import tensor
+from fivefold.parallel.composition import Job
 from fivefold.parallel.data import DataParallel
-from fivefold.parallel.flat_unit import FlatUnit
 from fivefold.parallel.mesh import Mesh
+from fivefold.parallel.units import flat_unit
+from fivefold.parallel.units.flat_unit import FlatUnit
 
 
 def scaled_by_degree() -> Patch:

@@ -12,14 +12,14 @@ import torch
 from planted import GRADIENTS, LOSS, TRAFFIC, Fault, Patch, check_seen
 from torch import Tensor
 
-from fivefold.core.groups import RING
-from fivefold.core.splits import AttentionCall, ContextSplit, Ranges
-from fivefold.core.units import Unit
+from fivefold.core.layout.groups import RING
+from fivefold.core.layout.splits import AttentionCall, ContextSplit, Ranges
+from fivefold.core.layout.units import Unit
 from fivefold.launch.processes import Pool
-from fivefold.model import flash
 from fivefold.model.batch import NOT_COUNTED, AttentionInfo, TokenBatch
 from fivefold.model.documents import DocumentPairs
-from fivefold.model.flash import VisiblePairs
+from fivefold.model.kernels import flash
+from fivefold.model.kernels.flash import VisiblePairs
 from fivefold.parallel import context
 from fivefold.parallel.context import HEADS, ContextAttention
 from fivefold.parallel.mesh import Mesh

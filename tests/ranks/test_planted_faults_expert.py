@@ -13,21 +13,22 @@ import torch
 from planted import GRADIENTS, LOSS, NORM, TRAFFIC, Fault, Patch, check_seen
 from torch import Tensor
 
-from fivefold.core.groups import TWIN
-from fivefold.core.units import Unit
+from fivefold.core.layout.groups import TWIN
+from fivefold.core.layout.units import Unit
 from fivefold.launch.processes import Pool
 from fivefold.model.balance import LocalRows
-from fivefold.model.fp8_rows import RowCodes
+from fivefold.model.fp8.rows import RowCodes
 from fivefold.model.moe import MoeMlp, Routing
 from fivefold.model.slots import Slots, SlotSums
-from fivefold.parallel import balance, compose, expert
+from fivefold.parallel import balance, expert
+from fivefold.parallel import composition as compose
 from fivefold.parallel.boundary import AxisBoundary
-from fivefold.parallel.compose import Job
+from fivefold.parallel.composition import Job
 from fivefold.parallel.data import DataParallel
 from fivefold.parallel.expert import INNER, SpreadExperts
-from fivefold.parallel.flat_unit import OwnedShard
 from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.stage import Stage
+from fivefold.parallel.units.flat_unit import OwnedShard
 
 
 def rerouted(change: Callable[[Routing], Routing]) -> Patch:

@@ -12,14 +12,14 @@ from planted import GRADIENTS, LOSS, TRAFFIC, Fault, Patch, check_seen
 from torch import Tensor
 
 from fivefold import step as step_module
-from fivefold.core.groups import PIPELINE, TWIN
-from fivefold.core.plan import Plan
-from fivefold.core.schedule import Message
+from fivefold.core.layout.groups import PIPELINE, TWIN
+from fivefold.core.plan.plan import Plan
 from fivefold.core.schedule.linear import Delays
+from fivefold.core.schedule.schedule import Message
 from fivefold.launch.processes import Pool
 from fivefold.model.batch import TokenBatch
 from fivefold.parallel import pipeline
-from fivefold.parallel.compose import Job, StageChunk
+from fivefold.parallel.composition import Job, StageChunk
 from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.pipeline import Pipeline
 

@@ -15,9 +15,10 @@ from unittest.mock import patch
 import pytest
 from kept_pool import KeptPool
 
+from fivefold.core.errors import RankLost
 from fivefold.launch import processes
-from fivefold.launch.processes import Pool, RankLost, Worker
-from fivefold.launch.worker import stop_signals
+from fivefold.launch.processes import Pool
+from fivefold.launch.worker import Worker, stop_signals
 from tests.selection import within
 
 import torch  # isort: skip

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from fivefold.cli import main
-from fivefold.core.machine import PRESETS
+from fivefold.core.hardware import PRESETS
 
 SHORT = ("--seq", "32", "--microbatches", "4", "--microbatch-size", "1", "--steps", "1", "--json")
 

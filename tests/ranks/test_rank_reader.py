@@ -15,16 +15,17 @@ import pytest
 import torch
 
 from fivefold.core.errors import FivefoldError
-from fivefold.core.plan import Plan, PlanOptions, resolve
-from fivefold.core.recipe import Recipe
+from fivefold.core.plan.plan import Plan, PlanOptions, resolve
+from fivefold.core.plan.recipe import Recipe
 from fivefold.data import rank_reader
 from fivefold.data.mixture import CorpusShare, Shares, Source
 from fivefold.data.rank_reader import AHEAD, Prefetch, RankReader
 from fivefold.data.rows import Synthetic, TokenRows
 from fivefold.launch.processes import Pool
 from fivefold.model.batch import NOT_COUNTED, TokenBatch
-from fivefold.train import TrainSettings, train
 from fivefold.train.check import single_process
+from fivefold.train.state import TrainSettings
+from fivefold.train.training import train
 
 CPU, SEQ, SOON = torch.device("cpu"), 8, 20.0
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from recomputed import JOBS, Job, disorder, kept
 
-from fivefold.core import models
+from fivefold.core.model import presets as models
 
 
 @pytest.mark.nightly  # 20 s; tests/model hold every rule to its memory and its order

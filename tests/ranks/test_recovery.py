@@ -13,10 +13,11 @@ from typing import Any
 import pytest
 import torch
 
-from fivefold import train
 from fivefold.api.restarting import RestartedRun
-from fivefold.records import StepRecord
-from fivefold.train.checkpoint import Reader, latest
+from fivefold.records.steps import StepRecord
+from fivefold.train import training as train
+from fivefold.train.checkpoint.checkpoints import Reader
+from fivefold.train.checkpoint.folders import latest
 
 STEPS = 8
 SMALL: dict[str, Any] = {"layout": "dp=4", "seq": 16, "batch": 8, "layers": 1, "steps": STEPS}

@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 from fivefold.core.errors import FivefoldError
-from fivefold.core.layout import Layout
-from fivefold.core.plan import Plan, PlanOptions, resolve
-from fivefold.core.weights import Weight
+from fivefold.core.layout.layout import Layout
+from fivefold.core.layout.weight_table import Weight
+from fivefold.core.plan.plan import Plan, PlanOptions, resolve
 from fivefold.generate.layout import LayoutEngine, forward_plan
 from fivefold.generate.refit import Refit, WeightMove, moves_of
 from fivefold.launch.processes import Pool
 from fivefold.launch.worker import Worker
-from fivefold.parallel.compose import compose, compose_forward
+from fivefold.parallel.composition import compose, compose_forward
 from fivefold.parallel.mesh import Mesh
 from fivefold.verify.generated import GeneratedTrial
 from fivefold.verify.generated_ranks import give_weights

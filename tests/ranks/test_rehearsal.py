@@ -12,19 +12,19 @@ import torch
 from forked_steps import Setup, run, small_plan
 from torch import Tensor
 
-from fivefold.core.plan import Plan, PlanOptions, resolve
-from fivefold.core.recipe import Recipe
-from fivefold.core.schedule import Message, Schedule
-from fivefold.core.schedule.postings import postings
-from fivefold.cost.matching import IssuedCollective
+from fivefold.core.plan.plan import Plan, PlanOptions, resolve
+from fivefold.core.plan.recipe import Recipe
+from fivefold.core.schedule.receives import postings
+from fivefold.core.schedule.schedule import Message, Schedule
+from fivefold.cost.traffic.matching import IssuedCollective
 from fivefold.launch.processes import Pool
 from fivefold.optim.optimizer import Updater
 from fivefold.parallel.boundary import AxisBoundary
-from fivefold.parallel.compose import Job, StageChunk
-from fivefold.parallel.flat_unit import FlatUnit
+from fivefold.parallel.composition import Job, StageChunk
 from fivefold.parallel.mesh import CollectiveRecord, Mesh
-from fivefold.rehearse import Rehearsed, judged, rehearse, rehearse_rank
-from fivefold.rehearse.rank import RoundRobin
+from fivefold.parallel.units.flat_unit import FlatUnit
+from fivefold.rehearse.job import Rehearsed, judged, rehearse
+from fivefold.rehearse.rank import RoundRobin, rehearse_rank
 from fivefold.rehearse.trace import Traces
 
 MANY = 6  # microbatches: enough for some to be replayed

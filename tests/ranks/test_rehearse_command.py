@@ -94,7 +94,7 @@ REFUSED = [
 def test_bad_input_ends_with_2(
     capsys: pytest.CaptureFixture[str], words: tuple[str, ...], said: str
 ) -> None:
-    with patch("fivefold.rehearse.rehearse", side_effect=AssertionError):
+    with patch("fivefold.rehearse.rehearsal.rehearse", side_effect=AssertionError):
         out, err = answered(capsys, 2, *words)
     assert not out
     assert said in err

@@ -10,8 +10,8 @@ from unittest.mock import patch
 import pytest
 
 from benchmarks.rehearsal import joined, plan_of
-from fivefold.core import splits
-from fivefold.rehearse import rehearse_rank
+from fivefold.core.layout import splits
+from fivefold.rehearse.rank import rehearse_rank
 from tests.selection import all_cases
 
 DATA = Path(__file__).parents[2] / "benchmarks" / "data"

@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from fivefold.core.plan import Plan, PlanOptions, resolve
-from fivefold.generate.blocks import BLOCK
+from fivefold.core.model.kv_pages import BLOCK
+from fivefold.core.plan.plan import Plan, PlanOptions, resolve
 from fivefold.generate.layout import LayoutEngine, forward_plan
 from fivefold.generate.requests import Completion, Request, Sampling
 from fivefold.generate.routes import RecordedRoutes
@@ -25,7 +25,7 @@ from fivefold.launch.worker import Worker
 from fivefold.model.batch import NOT_COUNTED, TokenBatch
 from fivefold.optim.optimizer import make_optimizer
 from fivefold.parallel.balance import positions_of
-from fivefold.parallel.compose import Job, compose, compose_forward
+from fivefold.parallel.composition import Job, compose, compose_forward
 from fivefold.parallel.mesh import Mesh
 from fivefold.step import logprobs, step
 from fivefold.verify.generated import GeneratedTrial

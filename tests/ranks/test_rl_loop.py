@@ -14,7 +14,7 @@ import pytest
 from fivefold.generate.layout import LayoutEngine
 from fivefold.launch.processes import Pool
 from fivefold.launch.worker import Worker
-from fivefold.parallel.compose import Job
+from fivefold.parallel.composition import Job
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "rl_loop.py"
 

@@ -7,13 +7,14 @@ from pathlib import Path
 import pytest
 
 from fivefold.core.errors import FivefoldError
-from fivefold.core.plan import PlanOptions, resolve
-from fivefold.core.recipe import Recipe
+from fivefold.core.plan.plan import PlanOptions, resolve
+from fivefold.core.plan.recipe import Recipe
 from fivefold.launch.processes import Pool
 from fivefold.records import run_reader
-from fivefold.records.run_folder import RunFolder
-from fivefold.train import SampleText, TrainSettings, train
-from fivefold.train.callbacks.samples import generating
+from fivefold.records.run_writer import RunFolder
+from fivefold.train.callbacks.samples import SampleText, generating
+from fivefold.train.state import TrainSettings
+from fivefold.train.training import train
 
 LAYOUTS = ("dp=2", "tp=2", "pp=2", "cp=2", "dp=2 ep=2")
 

@@ -20,17 +20,20 @@ import pytest
 import torch
 from test_survival import plan_of, settings_of
 
-from fivefold.core.plan import Plan, PlanOptions, resolve
-from fivefold.core.recipe import Recipe
+from fivefold.core.errors import RankLost
+from fivefold.core.plan.plan import Plan, PlanOptions, resolve
+from fivefold.core.plan.recipe import Recipe
 from fivefold.launch.backend import RankDevice
-from fivefold.launch.boards import FolderBoard
-from fivefold.launch.processes import Pool, RankLost
-from fivefold.launch.rank_surroundings import RankSurroundings
-from fivefold.launch.watchdog import watched
+from fivefold.launch.processes import Pool
+from fivefold.launch.watch.kv_messages import FolderBoard
+from fivefold.launch.watch.rank_surroundings import RankSurroundings
+from fivefold.launch.watch.watchdog import watched
 from fivefold.launch.worker import Worker
-from fivefold.train import TrainedRank, TrainSettings, build, loop, run_rank
+from fivefold.train import build, loop
 from fivefold.train.callbacks.watchdog import PhaseLimits, WatchdogCallback
-from fivefold.train.checkpoint import Checkpoints
+from fivefold.train.checkpoint.checkpoints import Checkpoints
+from fivefold.train.loop import run_rank
+from fivefold.train.state import TrainedRank, TrainSettings
 from tests.selection import within
 
 PATIENCE, SOON, FOREVER = 2.0, 30.0, 600.0
@@ -47,7 +50,7 @@ PLACES: dict[str, tuple[Any, str]] = {
 def impatient() -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(patch.object(loop, "watched", partial(watched, patience=PATIENCE)))
-        stack.enter_context(patch("fivefold.launch.watchdog.PATIENCE", PATIENCE))
+        stack.enter_context(patch("fivefold.launch.watch.watchdog.PATIENCE", PATIENCE))
         # A first step has a limit of its own, whoever waits in it.
         stack.enter_context(patch("fivefold.train.callbacks.watchdog._LEAST", PATIENCE))
         yield

@@ -16,16 +16,20 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from fivefold.core.plan import Plan, PlanOptions, resolve
-from fivefold.core.recipe import Recipe
-from fivefold.launch.processes import Pool, RankLost
+from fivefold.core.errors import RankLost
+from fivefold.core.plan.plan import Plan, PlanOptions, resolve
+from fivefold.core.plan.recipe import Recipe
+from fivefold.launch.processes import Pool
 from fivefold.launch.worker import Worker
 from fivefold.optim.optimizer import DeviceUpdater, LossScale
-from fivefold.parallel.flat_unit import FlatUnit
-from fivefold.records import StepRecord
-from fivefold.records.run_folder import RunFolder
-from fivefold.train import TrainedRank, TrainSettings, run_rank, train
-from fivefold.train.checkpoint import Reader, latest
+from fivefold.parallel.units.flat_unit import FlatUnit
+from fivefold.records.run_writer import RunFolder
+from fivefold.records.steps import StepRecord
+from fivefold.train.checkpoint.checkpoints import Reader
+from fivefold.train.checkpoint.folders import latest
+from fivefold.train.loop import run_rank
+from fivefold.train.state import TrainedRank, TrainSettings
+from fivefold.train.training import train
 
 STEPS = 4
 

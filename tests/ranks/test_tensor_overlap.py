@@ -12,15 +12,17 @@ import torch
 
 from fivefold.api.verifying import runnable
 from fivefold.core.errors import FivefoldError
-from fivefold.core.plan import Plan, PlanOptions, resolve
+from fivefold.core.plan.plan import Plan, PlanOptions, resolve
 from fivefold.data.batches import samples
-from fivefold.launch.processes import Pool, Worker
-from fivefold.parallel import columns
+from fivefold.launch.processes import Pool
+from fivefold.launch.worker import Worker
+from fivefold.parallel import tensor_linear as columns
 from fivefold.parallel.boundary import AxisBoundary
-from fivefold.parallel.columns import SplitMatmuls
-from fivefold.parallel.compose import compose
+from fivefold.parallel.composition import compose
 from fivefold.parallel.mesh import Mesh
-from fivefold.verify.trial import VerifySettings, run_trial
+from fivefold.parallel.tensor_linear import SplitMatmuls
+from fivefold.verify.runs import VerifySettings
+from fivefold.verify.trial import run_trial
 
 EXACT = 1e-10
 CASES: tuple[tuple[str, str, dict[str, Any]], ...] = (

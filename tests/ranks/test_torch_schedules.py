@@ -16,8 +16,10 @@ from torch.distributed.pipelining import schedules as torch_schedules
 
 from fivefold.cli import main
 from fivefold.core.errors import IllegalSchedule
-from fivefold.core.schedule import Schedule, catalog, choose
+from fivefold.core.schedule import catalog
+from fivefold.core.schedule import selection as choose
 from fivefold.core.schedule.clock import Costs, peak_activations, play
+from fivefold.core.schedule.schedule import Schedule
 from fivefold.launch import processes
 
 FORMATS = ("compute_only", "compute_comms")

@@ -9,11 +9,12 @@ import pytest
 import torch
 from forked_steps import Setup, run, small_plan
 
-from fivefold.core.plan import PlanOptions, resolve
-from fivefold.cost.collectives import predict_traffic, traffic_entries
+from fivefold.core.plan.plan import PlanOptions, resolve
+from fivefold.cost.traffic.collectives import predict_traffic, traffic_entries
 from fivefold.launch.processes import Pool
-from fivefold.parallel.compose import Job
-from fivefold.verify.trial import VerifySettings, run_trial
+from fivefold.parallel.composition import Job
+from fivefold.verify.runs import VerifySettings
+from fivefold.verify.trial import run_trial
 
 KV_SHARED = {"kv_heads": "2"}
 TIED = {"tied": "true"}

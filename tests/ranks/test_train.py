@@ -24,24 +24,26 @@ from test_lost_rank import SOON, children
 from test_pool import wait_until_gone
 
 from fivefold.cli import main
-from fivefold.core.plan import Plan, PlanOptions, resolve
-from fivefold.core.recipe import Recipe
+from fivefold.core.plan.plan import Plan, PlanOptions, resolve
+from fivefold.core.plan.recipe import Recipe
+from fivefold.core.precision import Dtype
 from fivefold.launch.processes import Pool
 from fivefold.model.batch import TokenBatch
-from fivefold.records import StepRecord
-from fivefold.records.run_folder import read_records
-from fivefold.train import (
-    Check,
-    TrainedRank,
-    TrainSettings,
-    compare_with_plan,
-    run_rank,
-    train,
-)
+from fivefold.records.run_writer import read_records
+from fivefold.records.steps import StepRecord
 from fivefold.train.build import reader_of
-from fivefold.train.check import LEAST, judge, reference_runs, single_process
-from fivefold.train.checkpoint import latest
-from fivefold.train.state import AxisTraffic, Dtype
+from fivefold.train.check import (
+    LEAST,
+    Check,
+    compare_with_plan,
+    judge,
+    reference_runs,
+    single_process,
+)
+from fivefold.train.checkpoint.folders import latest
+from fivefold.train.loop import run_rank
+from fivefold.train.state import AxisTraffic, TrainedRank, TrainSettings
+from fivefold.train.training import train
 from tests.selection import within
 
 

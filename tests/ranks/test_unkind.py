@@ -28,17 +28,20 @@ from torch import Tensor
 
 from fivefold.api.verifying import runnable
 from fivefold.core.errors import RankLost
-from fivefold.core.plan import Plan, PlanOptions, resolve
+from fivefold.core.plan.plan import Plan, PlanOptions, resolve
 from fivefold.generate import layout as layout_module
 from fivefold.generate.cache import KvCache
 from fivefold.launch.processes import Pool
 from fivefold.parallel import pipeline as pipeline_module
-from fivefold.parallel.flat_unit import FlatUnit
+from fivefold.parallel.units.flat_unit import FlatUnit
 from fivefold.step import Reading
-from fivefold.train.checkpoint import Reader, published, snapshot
+from fivefold.train.checkpoint import snapshot
+from fivefold.train.checkpoint.checkpoints import Reader
+from fivefold.train.checkpoint.folders import published
 from fivefold.train.clock import StepClock, StepTimes
 from fivefold.verify.generated_ranks import GeneratedSettings, run_generated
-from fivefold.verify.trial import VerifySettings, run_trial
+from fivefold.verify.runs import VerifySettings
+from fivefold.verify.trial import run_trial
 from tests.commands import in_fork
 from tests.ranks.kept_pool import PATIENCE, KeptPool
 from tests.ranks.serving import ask, make_model, serving

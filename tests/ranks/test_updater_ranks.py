@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from fivefold.core.plan import Plan, PlanOptions, resolve
-from fivefold.core.recipe import Recipe
+from fivefold.core.plan.plan import Plan, PlanOptions, resolve
+from fivefold.core.plan.recipe import Recipe
 from fivefold.data.batches import samples
-from fivefold.launch.processes import Pool, Worker
-from fivefold.parallel.compose import Job, compose
+from fivefold.launch.processes import Pool
+from fivefold.launch.worker import Worker
+from fivefold.parallel.composition import Job, compose
 from fivefold.parallel.mesh import Mesh
 from fivefold.step import step, updater_of
 from fivefold.verify.compare import ComparedPart, Wanted, errors_by_name

@@ -14,11 +14,12 @@ from typing import Any
 import pytest
 
 from fivefold.cli import main
-from fivefold.core.plan import Plan, PlanOptions, resolve
+from fivefold.core.plan.plan import Plan, PlanOptions, resolve
 from fivefold.data.batches import samples
 from fivefold.launch.processes import Pool
 from fivefold.model.batch import NOT_COUNTED
-from fivefold.verify.trial import VerifySettings, num_phases, run_rank, run_trial
+from fivefold.verify.runs import VerifySettings, num_phases, run_rank
+from fivefold.verify.trial import run_trial
 
 PUBLISHED = 1e-10  # what float64 must reach, whatever tolerance is derived
 
@@ -196,7 +197,7 @@ def test_the_reference_shares_nothing_with_the_ranks() -> None:
     code = (
         "import sys, fivefold.verify.reference\n"
         "shared = [name for name in sys.modules if name.startswith(('fivefold.parallel', "
-        "'fivefold.step', 'fivefold.core.units', 'fivefold.cost.collectives'))]\n"
+        "'fivefold.step', 'fivefold.core.layout.units', 'fivefold.cost.traffic.collectives'))]\n"
         "assert not shared, shared"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

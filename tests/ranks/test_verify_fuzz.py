@@ -8,7 +8,8 @@ from __future__ import annotations
 import pytest
 from verify_draws import draw
 
-from fivefold.launch.processes import Pool, RankLost
+from fivefold.core.errors import RankLost
+from fivefold.launch.processes import Pool
 from fivefold.verify.trial import run_trial
 from tests.selection import salt
 

@@ -21,12 +21,13 @@ from unittest import mock
 import pytest
 from test_pool import gone, wait_until_gone
 
-from fivefold.launch.boards import MemoryBoard
-from fivefold.launch.device_calls import DeviceProgress, to_table
-from fivefold.launch.flight_recorder import FlightRecorder, position_from, read_log
-from fivefold.launch.processes import Pool, RankLost
-from fivefold.launch.rank_surroundings import RankSurroundings
-from fivefold.launch.watchdog import Watchdog, watched
+from fivefold.core.errors import RankLost
+from fivefold.launch.processes import Pool
+from fivefold.launch.watch.device_calls import DeviceProgress, to_table
+from fivefold.launch.watch.flight_recorder import FlightRecorder, position_from, read_log
+from fivefold.launch.watch.kv_messages import MemoryBoard
+from fivefold.launch.watch.rank_surroundings import RankSurroundings
+from fivefold.launch.watch.watchdog import Watchdog, watched
 from fivefold.launch.worker import Worker
 from tests.selection import within
 
@@ -151,7 +152,7 @@ def waiting_on_gpus(worker: Worker) -> None:
         steps = Steps(worker, watchdog)
         steps.step(1)
         read = record_of(worker.rank, steps.group.group_name)
-        with mock.patch("fivefold.launch.watchdog._reader", lambda: read):
+        with mock.patch("fivefold.launch.watch.watchdog._reader", lambda: read):
             watchdog.phase("step 2 0F0")
             time.sleep(600)
 
@@ -199,9 +200,11 @@ def test_a_record_is_awaited_for_as_long_as_its_process_may_read_it(delay: float
     worker = SimpleNamespace(rank=0, meeting=meeting)
     watchdog = Watchdog(worker, 2, PATIENCE, around)  # type: ignore[arg-type]
     with (
-        mock.patch("fivefold.launch.watchdog._reader", lambda: lambda **_: pickle.dumps({})),
-        mock.patch("fivefold.launch.watchdog._groups", dict),
-        mock.patch("fivefold.launch.watchdog.on_device", lambda _, devices: seen.append(devices)),
+        mock.patch("fivefold.launch.watch.watchdog._reader", lambda: lambda **_: pickle.dumps({})),
+        mock.patch("fivefold.launch.watch.watchdog._groups", dict),
+        mock.patch(
+            "fivefold.launch.watch.watchdog.on_device", lambda _, devices: seen.append(devices)
+        ),
     ):
         watchdog._on_device({}, {1})
     assert seen == [{0: NO_CALLS, 1: NO_CALLS}]

@@ -13,10 +13,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fivefold.api.verifying import runnable
-from fivefold.core.plan import PlanOptions
-from fivefold.core.recipe import Recipe
+from fivefold.core.plan.plan import PlanOptions
+from fivefold.core.plan.recipe import Recipe
 from fivefold.launch.processes import Pool
-from fivefold.verify.trial import VerifySettings, VerifyVerdict, run_trial
+from fivefold.verify.runs import VerifySettings
+from fivefold.verify.trial import VerifyVerdict, run_trial
 from tests.ranks.table import Table
 
 HEAD = """# Verified adapters and frozen parts

@@ -9,11 +9,11 @@ from typing import Any, get_args
 
 from fivefold.api.verifying import runnable
 from fivefold.core.errors import FivefoldError
-from fivefold.core.plan import Plan, PlanOptions
-from fivefold.core.recompute import MODULES
+from fivefold.core.layout.splits import ContextKind
+from fivefold.core.model.recompute import MODULES
+from fivefold.core.plan.plan import Plan, PlanOptions
 from fivefold.core.schedule.catalog import FAMILIES, family
-from fivefold.core.splits import ContextKind
-from fivefold.verify.trial import VerifySettings
+from fivefold.verify.runs import VerifySettings
 
 MOST_RANKS = 8
 BALANCES = ("none", "aux", "aux-seq+z", "aux-global", "bias", "capacity:1.25", "capacity-pad:1")

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from fivefold.core.errors import UnknownName
-from fivefold.core.schedule import Schedule, linear, v_shape
-from fivefold.core.schedule.family import AUTO, Family
+from fivefold.core import UnknownName
+from fivefold.core.schedule import linear, v_shape
+from fivefold.core.schedule.definition import AUTO, Family
+from fivefold.core.schedule.schedule import Schedule
 
 FAMILIES: tuple[Family, ...] = (
     linear.GPIPE,

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, NamedTuple
 
-from fivefold.core.errors import IllegalSchedule
-from fivefold.core.schedule import (
+from fivefold.core import IllegalSchedule
+from fivefold.core.schedule.loops import Loop, LoopOrder, alike_turns
+from fivefold.core.schedule.schedule import (
     BACKWARD,
     FORWARD,
     INPUT_GRAD,
@@ -26,7 +27,6 @@ from fivefold.core.schedule import (
     actions_of,
     merged_steps,
 )
-from fivefold.core.schedule.loops import Loop, LoopOrder, alike_turns
 
 
 @dataclass(frozen=True)

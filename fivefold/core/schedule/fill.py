@@ -14,8 +14,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from fivefold.core.schedule import FORWARD, INPUT_GRAD, WEIGHT_GRAD, Action, Placement
 from fivefold.core.schedule.clock import Costs
+from fivefold.core.schedule.schedule import FORWARD, INPUT_GRAD, WEIGHT_GRAD, Action, Placement
 
 Frame = tuple[tuple[Action, ...], ...]
 """Forwards and input gradients by rank, in order; once filled, weight gradients too."""

@@ -12,16 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from fivefold.core.schedule import (
-    BACKWARD,
-    FORWARD,
-    INPUT_GRAD,
-    WEIGHT_GRAD,
-    Schedule,
-    linear_placement,
-    loop_placement,
-)
-from fivefold.core.schedule.family import (
+from fivefold.core.schedule.definition import (
     ClosedForm,
     Family,
     PipelineTimes,
@@ -30,7 +21,7 @@ from fivefold.core.schedule.family import (
     fill_and_drain,
     no_bubble,
 )
-from fivefold.core.schedule.held import (
+from fivefold.core.schedule.in_flight import (
     all_in_flight,
     depth_in_flight,
     interleaved_in_flight,
@@ -41,9 +32,18 @@ from fivefold.core.schedule.held import (
     zb_interleaved_deferred,
 )
 from fivefold.core.schedule.loops import Loop, LoopOrder, Run, alternating, one_by_one, part
+from fivefold.core.schedule.schedule import (
+    BACKWARD,
+    FORWARD,
+    INPUT_GRAD,
+    WEIGHT_GRAD,
+    Schedule,
+    linear_placement,
+    loop_placement,
+)
 
 if TYPE_CHECKING:
-    from fivefold.core.schedule.held import Array
+    from fivefold.core.schedule.in_flight import Array
 
 
 def gpipe(num_ranks: int, num_microbatches: int, num_chunks: int = 1) -> Schedule:

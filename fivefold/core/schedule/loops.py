@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple, overload
 
-from fivefold.core.schedule import (
+from fivefold.core.schedule.schedule import (
     FORWARD,
     INPUT_GRAD,
     Action,

@@ -15,26 +15,10 @@ from functools import lru_cache
 from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple
 
-from fivefold.core.schedule import (
-    BACKWARD,
-    FORWARD,
-    INPUT_GRAD,
-    WEIGHT_GRAD,
-    Action,
-    Schedule,
-    mirrored_placement,
-    v_placement,
-)
 from fivefold.core.schedule.clock import Costs
-from fivefold.core.schedule.family import (
-    ClosedForm,
-    Family,
-    PipelineTimes,
-    Rule,
-    Times,
-)
+from fivefold.core.schedule.definition import ClosedForm, Family, PipelineTimes, Rule, Times
 from fivefold.core.schedule.fill import Frame, Patience, fill, lower
-from fivefold.core.schedule.held import (
+from fivefold.core.schedule.in_flight import (
     dualpipe_deferred,
     dualpipe_v_deferred,
     v_half_deferred,
@@ -55,9 +39,19 @@ from fivefold.core.schedule.loops import (
     part,
     within,
 )
+from fivefold.core.schedule.schedule import (
+    BACKWARD,
+    FORWARD,
+    INPUT_GRAD,
+    WEIGHT_GRAD,
+    Action,
+    Schedule,
+    mirrored_placement,
+    v_placement,
+)
 
 if TYPE_CHECKING:
-    from fivefold.core.schedule.held import Array
+    from fivefold.core.schedule.in_flight import Array
 
 _SPLIT = INPUT_GRAD + WEIGHT_GRAD
 PERIOD = 6  # slots a microbatch needs on each rank: F, I and W of two chunks

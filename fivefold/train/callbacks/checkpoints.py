@@ -13,38 +13,32 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fivefold.core.boxes import boxes_of, whole_box
-from fivefold.core.errors import FivefoldError
-from fivefold.core.weights import buffers
-from fivefold.launch.worker import Worker
-from fivefold.model.balance import Balancer
-from fivefold.optim.optimizer import MASTER, StateInMemory, StoredState, Updater
-from fivefold.parallel.compose import Job
-from fivefold.parallel.flat_unit import OwnedShard
-from fivefold.records import SAVE
-from fivefold.records.run_folder import (
-    CHECKPOINTS,
-    RUN,
-    SUSPECT,
-    RunFolder,
-    TimeSpent,
-    read_starts,
-)
-from fivefold.train.build import BuiltRank
-from fivefold.train.callbacks import Callback
+from fivefold.core import FivefoldError
+from fivefold.core.layout import boxes_of, buffers, whole_box
+from fivefold.launch import Worker
+from fivefold.model import Balancer
+from fivefold.optim import MASTER, StateInMemory, StoredState, Updater
+from fivefold.parallel import Job
+from fivefold.parallel.units import OwnedShard
+from fivefold.records import CHECKPOINTS, RUN, SAVE, SUSPECT, RunFolder, TimeSpent, read_starts
+from fivefold.train import BuiltRank, Progress, TrainSettings
+from fivefold.train.callbacks.callback import Callback
 from fivefold.train.callbacks.watchdog import WatchdogCallback
 from fivefold.train.checkpoint import (
+    BALANCE,
+    MODEL,
+    OPTIM,
     CannotSave,
     Checkpoints,
     CheckpointTensor,
     Facts,
+    MasterWeight,
     published,
     require_seed,
+    step_of,
+    write_synced,
 )
-from fivefold.train.checkpoint.folders import step_of, write_synced
-from fivefold.train.checkpoint.storage import BALANCE, MODEL, OPTIM, MasterWeight
-from fivefold.train.save_interval import ObservedRate, SaveInterval, observed_rate
-from fivefold.train.state import Progress, TrainSettings
+from fivefold.train.recovery import ObservedRate, SaveInterval, observed_rate
 
 _TIMEOUT = timedelta(hours=2)  # that the slowest rank may write longer than the fastest
 

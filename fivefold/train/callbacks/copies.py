@@ -6,18 +6,15 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from fivefold.core.partners import Partners
-from fivefold.launch.worker import Worker
-from fivefold.records import SAVE
-from fivefold.records.run_folder import CHECKPOINTS, SUSPECT, RunFolder, TimeSpent
-from fivefold.train.build import BuiltRank
-from fivefold.train.callbacks import Callback
+from fivefold.core.layout import Partners
+from fivefold.launch import Worker
+from fivefold.records import CHECKPOINTS, SAVE, SUSPECT, RunFolder, TimeSpent
+from fivefold.train import BuiltRank, Progress, TrainSettings
+from fivefold.train.callbacks.callback import Callback
 from fivefold.train.callbacks.checkpoints import checkpoint_tensors
 from fivefold.train.callbacks.watchdog import WatchdogCallback
-from fivefold.train.checkpoint import CheckpointTensor, Facts, published
-from fivefold.train.checkpoint.folders import step_of
-from fivefold.train.copies import MemoryCopies
-from fivefold.train.state import Progress, TrainSettings
+from fivefold.train.checkpoint import CheckpointTensor, Facts, published, step_of
+from fivefold.train.recovery import MemoryCopies
 
 _TIMEOUT = timedelta(minutes=10)  # in which a partner gets a copy
 

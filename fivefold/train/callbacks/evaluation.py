@@ -7,16 +7,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from fivefold.core.recipe import Recipe
-from fivefold.data.evaluation import EvaluationSet, SetLoss
-from fivefold.data.rows import RowPlace, is_paired
-from fivefold.records import EVAL
-from fivefold.records.run_folder import TimeSpent
+from fivefold.core.plan import Recipe
+from fivefold.data import EvaluationSet, RowPlace, SetLoss, is_paired
+from fivefold.records import EVAL, TimeSpent
 from fivefold.step import evaluate
-from fivefold.train.build import BuiltRank, sets_of
-from fivefold.train.callbacks import Callback
-from fivefold.train.preference import PairLoss, PreferenceObjective
-from fivefold.train.state import Progress
+from fivefold.train import BuiltRank, PairLoss, PreferenceObjective, Progress, sets_of
+from fivefold.train.callbacks.callback import Callback
 
 
 @dataclass

@@ -16,21 +16,16 @@ from typing import Any
 
 import torch
 
-from fivefold.core.errors import FivefoldError
-from fivefold.core.machine import Machine
-from fivefold.core.plan import Plan
-from fivefold.core.recipe import Recipe
-from fivefold.launch.worker import Worker
-from fivefold.optim.optimizer import Updater
-from fivefold.parallel.compose import Job
-from fivefold.planner import best_plans, estimate_setting, plan_request
-from fivefold.planner.estimate import Estimate, estimate_plan
-from fivefold.records import GIB
-from fivefold.records.run_folder import RunFolder
-from fivefold.train.build import BuiltRank
-from fivefold.train.callbacks import Callback
+from fivefold.core import FivefoldError, Machine
+from fivefold.core.plan import Plan, Recipe
+from fivefold.launch import Worker
+from fivefold.optim import Updater
+from fivefold.parallel import Job
+from fivefold.planner import Estimate, best_plans, estimate_plan, estimate_setting, plan_request
+from fivefold.records import GIB, RunFolder
+from fivefold.train import BuiltRank, Progress, storage_bytes
+from fivefold.train.callbacks.callback import Callback
 from fivefold.train.callbacks.records import MEMORY, log_targets
-from fivefold.train.state import Progress, storage_bytes
 
 FOLDER = "memory"
 STEPS = 3  # recorded on request: the first allocates its memory, the others show the steady state

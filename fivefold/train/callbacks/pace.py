@@ -9,11 +9,10 @@ from collections.abc import Callable
 from statistics import median
 from typing import Any
 
-from fivefold.core.groups import PIPELINE, ROLES, WORLD, all_groups
-from fivefold.parallel.mesh import CollectiveRecord, Mesh
-from fivefold.parallel.wait_timer import RoleKind, TimedStep, WaitTimer
-from fivefold.records.stragglers import Pair, RankPace, Slow, slow_ones
-from fivefold.train.callbacks import Callback
+from fivefold.core.layout import PIPELINE, ROLES, WORLD, all_groups
+from fivefold.parallel import CollectiveRecord, Mesh, RoleKind, TimedStep, WaitTimer
+from fivefold.records import Pair, RankPace, Slow, slow_ones
+from fivefold.train.callbacks.callback import Callback
 
 EVERY = 6  # steps from one exchange to the next: what is slow in two of them is named within 18
 _ON_GPU = 3  # of so many steps one is timed, where that takes events of the device

@@ -31,23 +31,22 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from fivefold.core.errors import FivefoldError, UnknownName
+from fivefold.core import FivefoldError, UnknownName
 from fivefold.core.plan import Plan
 from fivefold.core.schedule import Step
-from fivefold.launch.worker import Worker
-from fivefold.parallel.mesh import CollectiveRecord
-from fivefold.parallel.stage import ActionObserver
-from fivefold.records import StepRecord
-from fivefold.records.run_folder import (
+from fivefold.launch import Worker
+from fivefold.parallel import ActionObserver, CollectiveRecord
+from fivefold.records import (
     EVENTS,
     Metrics,
     RunFolder,
+    StepRecord,
     TimeSpent,
     cut_torn_line,
     naming_file,
 )
-from fivefold.train.callbacks import Callback
-from fivefold.train.state import Progress, TrainSettings
+from fivefold.train import Progress, TrainSettings
+from fivefold.train.callbacks.callback import Callback
 
 TENSORBOARD, WANDB, MEMORY = "tensorboard", "wandb", "memory"
 ACTION, COLLECTIVE = "action", "collective"

@@ -10,22 +10,23 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from fivefold.core.plan import Plan, PlanOptions
-from fivefold.core.recipe import Recipe
-from fivefold.core.tokenizer import BYTES, TOKENIZER, model_folder
-from fivefold.data.mixture import Source
-from fivefold.data.rows import read_rows
-from fivefold.generate.blocks import blocks_of
-from fivefold.generate.layout import LayoutEngine, plan_of
-from fivefold.generate.requests import Request, Sampling
-from fivefold.generate.text import ByteCodec, Codec, read_tokenizer
-from fivefold.launch.worker import Worker
-from fivefold.parallel.compose import compose_forward
-from fivefold.parallel.mesh import Mesh
-from fivefold.records import EVAL
-from fivefold.records.run_folder import RunFolder, TimeSpent
-from fivefold.train.build import BuiltRank
-from fivefold.train.callbacks import Callback
+from fivefold.core.model import BYTES, TOKENIZER, blocks_of, model_folder
+from fivefold.core.plan import Plan, PlanOptions, Recipe
+from fivefold.data import Source, read_rows
+from fivefold.generate import (
+    ByteCodec,
+    Codec,
+    LayoutEngine,
+    Request,
+    Sampling,
+    plan_of,
+    read_tokenizer,
+)
+from fivefold.launch import Worker
+from fivefold.parallel import Mesh, compose_forward
+from fivefold.records import EVAL, RunFolder, TimeSpent
+from fivefold.train import BuiltRank
+from fivefold.train.callbacks.callback import Callback
 from fivefold.train.callbacks.watchdog import WatchdogCallback
 
 PROMPT, TOKENS = 32, 64  # tokens

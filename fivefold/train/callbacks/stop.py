@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fivefold.core.errors import FivefoldError
-from fivefold.launch.worker import Worker
-from fivefold.train.callbacks import Callback
+from fivefold.core import FivefoldError
+from fivefold.launch import Worker
+from fivefold.train import Progress
+from fivefold.train.callbacks.callback import Callback
 from fivefold.train.callbacks.checkpoints import CheckpointCallback
-from fivefold.train.state import Progress
 
 
 @dataclass

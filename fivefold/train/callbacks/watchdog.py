@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from fivefold.core import count
-from fivefold.core.plan import Plan
-from fivefold.core.recipe import Recipe
+from fivefold.core.model import count
+from fivefold.core.plan import Plan, Recipe
 from fivefold.core.schedule import Step
-from fivefold.launch.watchdog import Watchdog
-from fivefold.parallel.mesh import CollectiveRecord
+from fivefold.launch.watch import Watchdog
+from fivefold.parallel import CollectiveRecord
 from fivefold.records import StepRecord
-from fivefold.train.callbacks import Callback
+from fivefold.train.callbacks.callback import Callback
 
 _LONGEST = 600.0  # seconds for what is done once and never known: compilation
 _LEAST = 24.0  # seconds: less is the patience of a watchdog anyway

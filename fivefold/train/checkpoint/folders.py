@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fivefold.records.run_folder import SUSPECT
+from fivefold.records import SUSPECT
 from fivefold.train.checkpoint.ranks import RankFailure, reason_of
 from fivefold.train.checkpoint.threads import in_threads, num_streams
 

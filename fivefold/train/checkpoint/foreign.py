@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 
-from fivefold.core.errors import BadFile
+from fivefold.core import BadFile
 from fivefold.train.checkpoint.folders import METADATA, Damaged
 from fivefold.train.checkpoint.ranks import reason_of
 from fivefold.train.checkpoint.storage import StoredTensors

@@ -6,12 +6,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Literal
 
-from fivefold.core.errors import BadFile, FivefoldError
-from fivefold.core.shape import Shape
-from fivefold.core.weights import buffers, weights
-from fivefold.records.run_reader import options_of
-from fivefold.train.checkpoint import Reader, published
-from fivefold.train.checkpoint.folders import best_of, newer_format
+from fivefold.core import BadFile, FivefoldError
+from fivefold.core.layout import buffers, weights
+from fivefold.core.model import Shape
+from fivefold.records import options_of
+from fivefold.train.checkpoint.checkpoints import Reader
+from fivefold.train.checkpoint.folders import best_of, newer_format, published
 
 _SHOWN = 5  # differences that an error names
 

@@ -9,7 +9,7 @@ from typing import TypeVar, cast
 
 import torch.distributed as dist
 
-from fivefold.core.errors import FivefoldError
+from fivefold.core import FivefoldError
 
 Part = TypeVar("Part")
 Result = TypeVar("Result")

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from fivefold.core.boxes import Box
+from fivefold.core.layout import Box
 from fivefold.train.checkpoint.ranks import RankFailure
 from fivefold.train.checkpoint.storage import BoxReads, CheckpointTensor, in_box
 from fivefold.train.checkpoint.threads import NUM_STREAMS, in_threads

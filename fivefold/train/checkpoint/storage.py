@@ -58,9 +58,8 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.checkpoint.storage import WriteResult
 
-from fivefold.core.boxes import Box, whole_box
-from fivefold.optim.disk_states import StateOnDisk
-from fivefold.optim.optimizer import StateInMemory, StoredState
+from fivefold.core.layout import Box, whole_box
+from fivefold.optim import StateInMemory, StateOnDisk, StoredState
 from fivefold.train.checkpoint import folders
 from fivefold.train.checkpoint.folders import (
     METADATA,

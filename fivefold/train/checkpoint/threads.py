@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from threading import Thread
 from typing import TypeVar
 
-from fivefold.launch.positions import SAVE_THREAD
+from fivefold.launch.watch import SAVE_THREAD
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")

@@ -1,0 +1,402 @@
+"""The rules of legality: what the model, sequence, batch, schedule and GPUs demand of a layout.
+
+Each rule depends only on the degrees it is named after, so that a search for neighbours can drop a
+whole branch of layouts as soon as one degree is impossible.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import lru_cache
+from typing import TYPE_CHECKING, NotRequired, Protocol, TypedDict, Unpack, cast
+
+from fivefold.core import FivefoldError, counted
+from fivefold.core.layout import splits
+from fivefold.core.layout.batch import contradiction
+from fivefold.core.layout.fp8 import BLOCK, Fp8
+from fivefold.core.layout.layout import MOST_RANKS, Layout
+from fivefold.core.layout.splits import CONTEXT_KINDS, context_split, padded_length
+from fivefold.core.model import context_problem
+
+if TYPE_CHECKING:
+    from fivefold.core.model import Shape
+
+
+# Of sequences, or of tokens in one: far above any run, and still quick to factor.
+MOST_TOKENS = 1_000_000_000
+
+
+class Domain(Protocol):
+    """Where a pipeline schedule can run: the part of `schedule.family.Family` that rules need."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def asynchronous(self) -> bool: ...
+
+    def stages_on(self, num_ranks: int, num_chunks: int) -> int | None: ...
+
+    def problems(self, num_ranks: int, num_microbatches: int, num_chunks: int) -> list[str]: ...
+
+    def refusal(self, num_ranks: int, num_microbatches: int, num_chunks: int) -> str: ...
+
+    def smallest_count(self, at_least: int, num_ranks: int, num_chunks: int) -> int: ...
+
+    def chunks_on(self, num_ranks: int, asked: int | None) -> int: ...
+
+
+class LayoutRequest(TypedDict):
+    """What the layout must fit: `batch` counts sequences; a key that is absent or None is free.
+
+    With a `schedule`, a neighbouring layout gets the schedule's default chunks, or `chunks`.
+    `domain`: GPUs of a node, over whose borders an ep group spreads; `pads`: experts are padded.
+    """
+
+    seq: int
+    batch: NotRequired[int | None]
+    microbatch_size: NotRequired[int | None]
+    microbatches: NotRequired[int | None]
+    chunks: NotRequired[int | None]
+    gpus: NotRequired[int | None]
+    schedule: NotRequired[Domain | None]
+    stage_layers: NotRequired[str | None]
+    fp8: NotRequired[Fp8 | None]
+    tp_overlap: NotRequired[int]
+    offloads_grads: NotRequired[bool]
+    ep_nodes: NotRequired[int | None]
+    domain: NotRequired[int | None]
+    pads: NotRequired[bool]
+
+
+def problems(layout: Layout, shape: Shape, **job: Unpack[LayoutRequest]) -> list[str]:
+    """Every rule that the layout breaks for this model and job; empty where it is legal."""
+    # An impossible number is reported once; the rules are then checked without it.
+    broken, sound = bad_counts(job), job
+    if broken:
+        sound = job.copy()
+        sound.update(cast(LayoutRequest, {**dict.fromkeys(broken), "seq": job["seq"]}))
+    if "seq" in broken:
+        sound["seq"] = sequence_unit(layout, shape)
+    found = [reason for rule in _RULES for reason in rule(layout, shape, sound)]
+    return [*broken.values(), *found]
+
+
+def bad_counts(job: LayoutRequest) -> dict[str, str]:
+    """Impossible numbers, which no layout can fix, by name."""
+    asked = {"seq": job["seq"], "batch": job.get("batch"), "gpus": job.get("gpus")}
+    asked["microbatch_size"] = job.get("microbatch_size")
+    asked["microbatches"] = job.get("microbatches")
+    most = {**dict.fromkeys(asked, MOST_TOKENS), "gpus": MOST_RANKS}
+    return {
+        name: f"{name}={count}: give a whole number from 1 to {most[name]:,}"
+        for name, count in asked.items()
+        if count is not None and not 1 <= count <= most[name]
+    }
+
+
+def positions_rule(layout: Layout, shape: Shape, job: LayoutRequest) -> Iterator[str]:
+    if shape.positions == "learned" and job["seq"] > shape.max_seq:
+        yield (
+            f"seq={job['seq']} is longer than the {shape.max_seq} learned positions of the model: "
+            f"use seq={shape.max_seq} or less"
+        )
+
+
+def world_rule(layout: Layout, shape: Shape, job: LayoutRequest) -> Iterator[str]:
+    gpus = job.get("gpus")
+    if gpus is not None and layout.world != gpus:
+        yield (
+            f"dp {layout.dp} · cp {layout.cp} · tp {layout.tp} · pp {layout.pp} = "
+            f"{counted(layout.world, 'rank')}, but there {_gpus(gpus)}: change a degree until the "
+            f"product is {gpus}"
+        )
+
+
+def _gpus(gpus: int) -> str:
+    return "is 1 GPU" if gpus == 1 else f"are {gpus} GPUs"
+
+
+def tensor_rule(layout: Layout, shape: Shape, job: LayoutRequest) -> Iterator[str]:
+    tp = layout.tp
+    yield from _division("heads", shape.heads, "tp", tp)
+    kv_heads = shape.kv_heads
+    if shape.mla is None and kv_heads % tp and tp % kv_heads:
+        yield (
+            f"tp={tp} neither divides the {kv_heads} KV heads nor is a multiple of them (they are "
+            f"replicated where fewer than tp): use tp={_largest_divisor(kv_heads, tp)}"
+        )
+    if shape.hybrid is not None:
+        yield from _division("key heads of the recurrence", shape.hybrid.key_heads, "tp", tp)
+    if shape.qk_norm == "full" and tp > 1:
+        yield f"tp={tp} would split heads that qk_norm=full normalises together: use tp=1"
+    if shape.num_moe_layers < shape.layers:
+        yield from _division("MLP width", shape.ffn, "tp", tp)
+    if shape.moe is not None and shape.moe.shared_ffn:
+        yield from _division("shared experts' width", shape.moe.shared_ffn, "tp", tp)
+
+
+def pipeline_rule(layout: Layout, shape: Shape, job: LayoutRequest) -> Iterator[str]:
+    num_stages = layout.pp * layout.chunks
+    if num_stages > shape.layers:
+        yield (
+            f"pp {layout.pp} · chunks {layout.chunks} = {num_stages} stages for {shape.layers} "
+            f"layers: every stage needs a layer, so lower pp or chunks until the product is at "
+            f"most {shape.layers}"
+        )
+    if layout.chunks > 1 and layout.pp == 1:
+        yield f"chunks={layout.chunks} needs a pipeline: raise pp above 1 or set chunks=1"
+    yield from _stage_layers_problems(layout, shape, job)
+    domain = job.get("schedule")
+    if domain is not None and domain.asynchronous and layout.pp > 1:
+        yield from _asynchronous_problems(layout, shape, domain.name)
+
+
+def _stage_layers_problems(layout: Layout, shape: Shape, job: LayoutRequest) -> Iterator[str]:
+    text, domain = job.get("stage_layers"), job.get("schedule")
+    if text is None:
+        return
+    try:
+        given = splits.parse_stage_layers(text)
+    except FivefoldError as error:
+        yield str(error)
+        return
+    pp, chunks = layout.pp, layout.chunks
+    num_stages = pp * chunks if domain is None else domain.stages_on(pp, chunks)
+    yield from splits.stage_layers_problems(given, num_stages, shape.layers)
+
+
+def _asynchronous_problems(layout: Layout, shape: Shape, name: str) -> Iterator[str]:
+    """What is impossible if stages compute on weights of different versions."""
+    if shape.ends_share:
+        yield (
+            f"{name} updates the first and the last stage at different delays, which share a tied "
+            "embedding: untie it with --set tied=false, or use a synchronous schedule"
+        )
+    if layout.zero >= 2:
+        yield (
+            f"zero={layout.zero} under {name}, which stores older versions of full weights: use "
+            "zero=0 or 1, or a synchronous schedule"
+        )
+
+
+def context_rule(layout: Layout, shape: Shape, job: LayoutRequest) -> Iterator[str]:
+    seq, unit = job["seq"], sequence_unit(layout, shape)
+    if reason := context_problem(shape, layout.context, layout.cp, layout.tp):
+        yield reason
+    if seq < unit:
+        yield (
+            f"seq={seq} {_split_rule(layout)}, which takes at least {unit} tokens: use seq={unit} "
+            f"or more{_fewer_ranks(layout, shape, seq)}"
+        )
+    length = padded_length(seq, unit)
+    if shape.positions == "learned" and unit <= seq <= shape.max_seq < length:
+        yield (
+            f"seq={seq} is padded to {length}, more than the {shape.max_seq} learned positions of "
+            f"the model: use seq={shape.max_seq // unit * unit}"
+        )
+    heads = math.gcd(shape.heads, shape.of_mixer.heads)
+    if CONTEXT_KINDS[layout.context].heads == "all" and heads % layout.tp == 0:
+        heads = heads // layout.tp
+        if heads % layout.cp:
+            most = _largest_divisor(heads, layout.cp)
+            yield (
+                f"context={layout.context} gives whole heads to every cp rank, and cp={layout.cp} "
+                f"does not divide the {heads} heads of a tp rank: use cp={most} or context=hybrid"
+            )
+    if (rounding := job.get("fp8")) is not None:
+        yield from rounding.problems(layout, shape, seq)
+
+
+def overlap_rule(layout: Layout, shape: Shape, job: LayoutRequest) -> Iterator[str]:
+    """Chunks of tp_overlap, which cut the tokens of a microbatch evenly and no block of fp8."""
+    overlap, rounding = job.get("tp_overlap", 1), job.get("fp8")
+    if layout.tp == 1 or overlap <= 1:
+        return
+    seq, batch, count = job["seq"], job.get("batch"), job.get("microbatches")
+    rows = job.get("microbatch_size") or (batch // (count * layout.dp) if batch and count else 1)
+    local = padded_length(seq, sequence_unit(layout, shape)) // layout.cp
+    tokens = rows * local // (layout.tp if layout.sp else 1)
+    if tokens % overlap:
+        near = max(each for each in divisors(tokens) if each <= overlap)
+        yield (
+            f"tp_overlap {overlap}: a microbatch has {tokens} tokens on a rank of tp, which so "
+            f"many chunks do not cut evenly; the next smaller number that does is {near}"
+        )
+    if rounding is None or rounding.scaling == "tensorwise" or rounding.wgrad != "fp8":
+        return
+    tokens = rows * seq // (layout.cp * layout.tp)
+    if layout.sp and tokens % (overlap * BLOCK):
+        near = next((n for n in range(overlap - 1, 1, -1) if not tokens % (n * BLOCK)), 1)
+        yield (
+            f"tp_overlap {overlap}: so many chunks cut the {tokens} tokens of a rank "
+            f"inside of a block of {BLOCK}; the next smaller number that does not is {near}"
+        )
+
+
+def gradients_rule(layout: Layout, shape: Shape, job: LayoutRequest) -> Iterator[str]:
+    """Gradients that ranks reduce only at the end of a step accumulate on the device in full until
+    then: nothing is left to offload."""
+    if not job.get("offloads_grads") or not layout.folds:
+        return
+    pairs = ((layout.dp * layout.cp, layout.shard * layout.cp), (layout.edp, layout.edp))
+    if any(ranks > 1 and (layout.zero < 2 or shards == 1) for ranks, shards in pairs):
+        yield (
+            f"offload_grads with {layout} and ZeRO-{layout.zero}: gradients leave the device "
+            "once they are reduced, and without shards that is at the end of a step; use "
+            "zero = 2 or 3 and shards (dp=RxS with S above 1)"
+        )
+
+
+def nodes_rule(layout: Layout, shape: Shape, job: LayoutRequest) -> Iterator[str]:
+    """Over how many nodes an ep group is spread, if that is given, and what padding asks of it."""
+    nodes = job.get("ep_nodes")
+    if nodes is not None and (nodes < 1 or layout.ep % nodes):
+        yield (
+            f"ep_nodes {nodes} does not divide ep {layout.ep}: the ranks of an ep group lie "
+            "evenly on its nodes; choose a divisor"
+        )
+    elif job.get("pads") and layout.folds and (spread := num_ep_nodes(layout, job)) > 1:
+        yield (
+            f"capacity-pad with ep_nodes {spread}: how many tokens go to a node is known only "
+            "when they are routed; choose capacity without padding, or ep_nodes=1"
+        )
+
+
+def num_ep_nodes(layout: Layout, job: LayoutRequest) -> int:
+    """Over how many nodes an ep group is spread: as given, or as the machine is built."""
+    nodes, size = job.get("ep_nodes"), job.get("domain")
+    if nodes is not None or size is None:
+        return nodes or 1
+    inside = sum(rank < size for rank in layout.group("ep", 0))
+    return layout.ep // math.gcd(layout.ep, inside)
+
+
+def batch_rule(layout: Layout, shape: Shape, job: LayoutRequest) -> Iterator[str]:
+    if reason := batch_problem(layout.dp, job):
+        yield reason
+
+
+def batch_problem(dp: int, job: LayoutRequest) -> str | None:
+    return contradiction(
+        job.get("batch"),
+        dp=dp,
+        microbatch_size=job.get("microbatch_size"),
+        microbatches=job.get("microbatches"),
+    )
+
+
+def schedule_rule(layout: Layout, shape: Shape, job: LayoutRequest) -> Iterator[str]:
+    domain, chunks = job.get("schedule"), layout.chunks
+    count = num_microbatches(layout.pp, chunks, layout.dp, job)
+    if domain is not None and count and (reason := _refusal(domain, layout.pp, count, chunks)):
+        yield reason
+
+
+@lru_cache
+def _refusal(domain: Domain, pp: int, count: int, chunks: int) -> str | None:
+    """Neighbours that differ only in cp and dp ask for the same refusal many times."""
+    return domain.refusal(pp, count, chunks) if domain.problems(pp, count, chunks) else None
+
+
+def num_microbatches(pp: int, chunks: int, dp: int, job: LayoutRequest) -> int | None:
+    """How many microbatches the schedule gets; None if there is no pipeline.
+
+    The given number, or what the batch leaves to a data rank, or as many as the schedule needs.
+    """
+    domain, batch, count = job.get("schedule"), job.get("batch"), job.get("microbatches")
+    if domain is None or pp == 1 or batch_problem(dp, job):
+        return None
+    if count is None and batch is None:
+        return domain.smallest_count(2 * pp, pp, chunks)
+    return count or (batch or 0) // (dp * (job.get("microbatch_size") or 1))
+
+
+def experts_rule(layout: Layout, shape: Shape, job: LayoutRequest) -> Iterator[str]:
+    ep, etp = layout.ep, layout.etp
+    if shape.moe is None:
+        if ep * etp > 1:
+            yield f"ep={ep} etp={etp} need experts and the model has none: set both to 1"
+        return
+    if not layout.folds:
+        yield layout.folding_rule()
+    yield from _division("experts", shape.moe.experts, "ep", ep)
+    yield from _division("expert width", shape.moe.ffn, "etp", etp)
+    if shape.moe.biases and etp > 1:
+        yield f"etp={etp} would add biases of experts more than once: use etp=1"
+    if layout.sp:
+        return
+    if layout.tp > 1 and ep > 1 and etp % layout.tp:
+        yield (
+            f"ep={ep} takes in tp ranks (etp={etp} is no multiple of tp={layout.tp}), which hold "
+            f"the same tokens without sequence parallelism: turn sp on, or set etp={layout.tp}"
+        )
+    if layout.tp % etp:
+        yield (
+            f"etp={etp} takes in ranks with other tokens than the tp={layout.tp} that share "
+            "them, which only sequence parallelism gathers: turn sp on, or set etp to a divisor "
+            f"of {layout.tp}"
+        )
+
+
+Rule = Callable[[Layout, "Shape", LayoutRequest], Iterator[str]]
+_RULES: tuple[Rule, ...] = (
+    positions_rule,
+    world_rule,
+    tensor_rule,
+    pipeline_rule,
+    schedule_rule,
+    context_rule,
+    overlap_rule,
+    batch_rule,
+    experts_rule,
+    gradients_rule,
+    nodes_rule,
+)
+
+
+def sequence_unit(layout: Layout, shape: Shape) -> int:
+    """A row is padded to a multiple of this: the cp split, and sp inside it."""
+    parts = context_split(layout, shape).unit // layout.cp
+    return layout.cp * math.lcm(parts, layout.tp if layout.sp else 1)
+
+
+def _split_rule(layout: Layout) -> str:
+    axes: list[str] = []
+    if layout.cp > 1:
+        axes.append(f"cp={layout.cp} ({layout.context})")
+    if layout.sp and layout.tp > 1:
+        axes.append(f"tp={layout.tp} (sequence parallelism)")
+    return f"is split by {' and then by '.join(axes)}"
+
+
+def _fewer_ranks(layout: Layout, shape: Shape, seq: int) -> str:
+    """The most context ranks for which the sequence is long enough, and that the heads allow."""
+    most = seq * layout.cp // sequence_unit(layout, shape)
+    if most and CONTEXT_KINDS[layout.context].heads == "all":
+        heads = math.gcd(shape.heads, shape.of_mixer.heads)
+        most = _largest_divisor(max(1, heads // layout.tp), most)
+    if not most and seq >= sequence_unit(replace(layout, cp=1), shape):
+        most = 1  # one rank needs no zigzag
+    return f", or cp={most}" if most else ""
+
+
+def _division(whole: str, count: int, axis: str, degree: int) -> Iterator[str]:
+    if count % degree:
+        options = divisors(count)
+        above = bisect_left(options, degree)
+        ways = " or ".join(f"{axis}={option}" for option in options[above - 1 : above + 1])
+        yield f"{axis}={degree} does not divide {whole} {count}: use {ways}"
+
+
+def _largest_divisor(count: int, at_most: int) -> int:
+    return max(d for d in divisors(count) if d <= at_most)
+
+
+def divisors(count: int) -> list[int]:
+    """All divisors, ascending."""
+    low = [d for d in range(1, math.isqrt(count) + 1) if count % d == 0]
+    return low + [count // d for d in reversed(low) if d * d != count]

@@ -1,0 +1,391 @@
+"""What each rank has of a step: context tokens, layers of a stage, chunks of a loss.
+
+Context: a row of T tokens is cut over `outer` positions of a ring, and the tokens of each position
+over `inner` ranks that exchange tokens for heads (Ulysses). `CONTEXT_KINDS` is the one table of
+what each kind of context parallelism does.
+
+Stages: layers are cut so that the slowest stage has the least work.
+
+Loss: tokens are cut so that few of their logits are held at once.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate, pairwise, starmap
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+from fivefold.core import FivefoldError, counted
+from fivefold.core.layout.folded_stages import folded_ends
+from fivefold.core.model import LayerKind, Shape, count
+
+if TYPE_CHECKING:
+    from fivefold.core.layout.layout import Layout
+
+MOST_LOGITS = 2**29  # of a chunk: 1 GiB in bf16
+ContextKind = Literal["ring", "zigzag", "allgather", "ulysses", "hybrid"]
+Ranges = tuple[range, ...]
+"""Tokens of a row, in the order in which a rank has them."""
+
+
+@dataclass(frozen=True)
+class ContextMethod:
+    """What one kind of context parallelism does.
+
+    `heads`: how many of the cp ranks exchange tokens for heads: none, some (the largest divisor of
+    cp up to √cp that the heads allow), or all. The rest of cp is a ring. `zigzag`: each ring
+    position has parts r and 2n−1−r of 2n, so that all have the same causal work; else one part.
+    `gathers`: keys and values of the ring are all-gathered at once; else passed from rank to rank.
+    """
+
+    heads: Literal["none", "some", "all"] = "none"
+    zigzag: bool = True
+    gathers: bool = False
+
+    @property
+    def merges(self) -> bool:
+        """Whether a rank merges partial attention results, one for each visit of keys."""
+        return not self.gathers and self.heads != "all"
+
+
+# Planner and page try them in this order; the first is the default.
+CONTEXT_KINDS: dict[ContextKind, ContextMethod] = {
+    "zigzag": ContextMethod(),
+    "ring": ContextMethod(zigzag=False),
+    "allgather": ContextMethod(gathers=True),
+    "ulysses": ContextMethod(heads="all"),
+    "hybrid": ContextMethod(heads="some"),
+}
+
+
+class AttentionCall(NamedTuple):
+    """One attention call: queries [q_start, q_stop) of a shard over keys [k_start, k_stop).
+
+    `causal`: queries and keys are the same tokens. `masked`: some query does not see some key for
+    another reason, a window or an uneven cut, and the visible pairs must be computed.
+    """
+
+    q_start: int
+    q_stop: int
+    k_start: int
+    k_stop: int
+    causal: bool
+    masked: bool
+
+    @property
+    def pairs(self) -> int:
+        """Pairs of a query and a key that are computed."""
+        queries, keys = self.q_stop - self.q_start, self.k_stop - self.k_start
+        return queries * (queries + 1) // 2 if self.causal else queries * keys
+
+
+@dataclass(frozen=True)
+class ContextSplit:
+    """The cut of a row over cp = inner · outer ranks.
+
+    A rank's coord is its position on the ring times `inner`, plus its number at that position.
+    """
+
+    inner: int
+    outer: int
+    zigzag: bool
+    gathers: bool
+
+    @property
+    def unit(self) -> int:
+        """What the length of a row must be a multiple of."""
+        return self.inner * self.outer * (2 if self.zigzag and self.outer > 1 else 1)
+
+    def ring_tokens(self, seq: int, position: int) -> Ranges:
+        """The tokens of one position on the ring."""
+        if not self.zigzag or self.outer == 1:
+            size = seq // self.outer
+            return (range(position * size, (position + 1) * size),)
+        size, last = seq // (2 * self.outer), 2 * self.outer - 1
+        return tuple(range(n * size, (n + 1) * size) for n in (position, last - position))
+
+    def rank_tokens(self, seq: int, coord: int) -> Ranges:
+        """The tokens of one rank."""
+        position, number = divmod(coord, self.inner)
+        size = seq // (self.inner * self.outer)
+        return tuple(_cut(self.ring_tokens(seq, position), number * size, (number + 1) * size))
+
+
+def context_split(layout: Layout, shape: Shape) -> ContextSplit:
+    """The cut of a layout for a model, whose heads limit the inner degree."""
+    cp, method = layout.cp, CONTEXT_KINDS[layout.context]
+    inner = {"none": 1, "all": cp}.get(method.heads) or ulysses_degree(shape, layout.tp, cp)
+    return ContextSplit(inner, cp // inner, method.zigzag, method.gathers)
+
+
+def ulysses_degree(shape: Shape, tp: int, cp: int) -> int:
+    """How many ranks of `hybrid` exchange tokens for heads; 1 (all ring) is always legal."""
+    heads = max(1, shape.heads // tp)
+    small = range(1, math.isqrt(cp) + 1)
+    return max(d for d in small if cp % d == 0 and heads % d == 0)
+
+
+def padded_length(seq: int, unit: int) -> int:
+    """The length to which a row is padded; the loss ignores the padding."""
+    return -(-seq // unit) * unit
+
+
+def attention_calls(
+    queries: Ranges, keys: Ranges, window: int | None = None
+) -> tuple[AttentionCall, ...]:
+    """The attention of these queries over these keys, in as few calls as possible."""
+    if queries == keys:
+        size = sum(map(len, queries))
+        return (AttentionCall(0, size, 0, size, causal=window is None, masked=window is not None),)
+    found: list[AttentionCall] = []
+    start = 0
+    for run in queries:
+        stop = start + len(run)
+        now = _calls_of(run, keys, window, start, stop)
+        same = [(one.k_start, one.k_stop) for one in now] == [
+            (one.k_start, one.k_stop) for one in found if one.q_stop == start
+        ]
+        clean = not any(one.causal or one.masked for one in (*now, *found))
+        if now and same and clean:  # neighbours that see the same keys share calls
+            found = [one._replace(q_stop=stop) if one.q_stop == start else one for one in found]
+        else:
+            found += now
+        start = stop
+    return tuple(found)
+
+
+def _calls_of(
+    run: range, keys: Ranges, window: int | None, q_start: int, q_stop: int
+) -> list[AttentionCall]:
+    """The calls of one contiguous run of queries; neighbours without a mask are joined."""
+    earliest = 0 if window is None else run.start - window + 1
+    found: list[AttentionCall] = []
+    offset = 0
+    for each in keys:
+        before = range(max(each.start, earliest), min(each.stop, run.start))
+        inside = range(max(each.start, run.start), min(each.stop, run.stop))
+        for part in (before, inside):
+            if not part:
+                continue
+            low = offset + part.start - each.start
+            causal = part == run and window is None
+            hidden = window is not None and run.stop - 1 - part.start >= window
+            masked = not causal and (hidden or part is inside)
+            last = found[-1] if found and not (causal or masked) else None
+            if last and last.k_stop == low and not (last.causal or last.masked):
+                found[-1] = last._replace(k_stop=low + len(part))
+            else:
+                found.append(AttentionCall(q_start, q_stop, low, low + len(part), causal, masked))
+        offset += len(each)
+    return found
+
+
+def _cut(ranges: Ranges, start: int, stop: int) -> Iterator[range]:
+    """Tokens [start, stop) of the joined ranges."""
+    offset = 0
+    for each in ranges:
+        part = each[max(0, start - offset) : max(0, stop - offset)]
+        if part:
+            yield part
+        offset += len(each)
+
+
+# Which layers each pipeline stage has.
+#
+# The largest stage sets the pace of a pipeline, so the cut makes it as small as possible: by the
+# FLOPs of the forward, where the head counts for the last stage and the embedding lookup is free.
+# Of all cuts with that largest stage, the one with the most even parameters is taken, where
+# embedding and head both count. On a V the largest rank sets the pace (`folded_stages`).
+
+
+class StageKind(NamedTuple):
+    """What a stage is made of: stages of one kind have the same weights and do the same work."""
+
+    layers: tuple[LayerKind, ...]
+    embedding: bool
+    head: bool
+
+
+def stage_kind(shape: Shape, layers: range) -> StageKind:
+    """The kind of a stage with these layers; the head includes multi-token prediction."""
+    kinds = tuple(map(shape.layer_kind, layers))
+    return StageKind(kinds, layers.start == 0, layers.stop == shape.layers)
+
+
+_TEXT = re.compile(r"[1-9][0-9]{0,5}(?:[,\s]+[1-9][0-9]{0,5})*")
+
+
+def cut_stages(
+    shape: Shape,
+    num_stages: int,
+    given: Sequence[int] | None = None,
+    *,
+    seq: int | None = None,
+    folded: bool = False,
+) -> tuple[range, ...]:
+    """The layers of each stage, in order; `given` are the user's numbers of layers per stage.
+
+    `seq` is the sequence length, which attention depends on: by default the model's longest.
+    `folded`: rank i has stages i and 2p − 1 − i, and the slowest rank sets the pace.
+    """
+    if given is None:
+        most = shape.layers
+        if not 1 <= num_stages <= most:
+            raise FivefoldError(
+                f"{counted(num_stages, 'stage')} for {counted(most, 'layer')}: every stage needs a "
+                f"layer, so use 1 to {most}"
+            )
+        return _cut_by_cost(shape, num_stages, seq or shape.max_seq, folded)
+    if reasons := list(stage_layers_problems(given, num_stages, shape.layers)):
+        raise FivefoldError("; ".join(reasons))
+    return tuple(starmap(range, pairwise([0, *accumulate(given)])))
+
+
+@lru_cache
+def _cut_by_cost(shape: Shape, num_stages: int, seq: int, folded: bool) -> tuple[range, ...]:
+    """The planner asks for the same cut many times."""
+    costs, sizes = flops_by_layer(shape, seq), parameters_by_layer(shape, num_stages)
+    ends = _best_ends(costs, sizes, num_stages)
+    if folded and num_stages > 2:
+        ends = folded_ends(costs, ends)
+    return tuple(starmap(range, pairwise([0, *ends])))
+
+
+def parse_stage_layers(text: str) -> tuple[int, ...]:
+    """Read `7,8,8,7`: the number of layers of each stage."""
+    if not _TEXT.fullmatch(text.strip()):
+        raise FivefoldError(
+            f"stage_layers {text!r}: write the number of layers of each stage, such as 7,8,8,7"
+        )
+    return tuple(int(word) for word in re.split(r"[,\s]+", text.strip()))
+
+
+def stage_layers_problems(
+    given: Sequence[int], num_stages: int | None, num_layers: int
+) -> Iterator[str]:
+    """What is wrong with a user's layers per stage; `num_stages` is None if not yet known."""
+    shown = ",".join(map(str, given))
+    if num_stages is not None and len(given) != num_stages:
+        yield (
+            f"stage_layers {shown} is for {counted(len(given), 'stage')} and the pipeline has "
+            f"{num_stages}: give {counted(num_stages, 'number')}"
+        )
+    if min(given, default=0) < 1:
+        yield f"stage_layers {shown}: every stage needs a layer"
+    if sum(given) != num_layers:
+        yield (
+            f"stage_layers {shown} sum to {sum(given)}, and the model has "
+            f"{counted(num_layers, 'layer')}: give numbers that sum to {num_layers}"
+        )
+
+
+def flops_by_layer(shape: Shape, seq: int) -> list[int]:
+    """Forward FLOPs per token of each layer, with what runs before the first and after the last."""
+    kinds = {
+        shape.layer_kind(i): count.layer_flops(shape, i, seq).total
+        for i in count.layer_kinds(shape)
+    }
+    flops = [kinds[shape.layer_kind(i)] for i in range(shape.layers)]
+    whole = count.forward_flops(shape, seq)
+    flops[0] += 2.0 * count.embedding_parameters(shape).norms
+    flops[-1] += 2.0 * count.head_parameters(shape).norms + whole.head + whole.mtp
+    return [round(each) for each in flops]  # whole numbers, so that equal stages compare equal
+
+
+def parameters_by_layer(shape: Shape, num_stages: int) -> list[int]:
+    """Parameters of each layer, with the embedding in the first and the head in the last.
+
+    If a tied model is cut, the last stage has a copy of the embedding.
+    """
+    kinds = {
+        shape.layer_kind(i): count.layer_parameters(shape, i).total
+        for i in count.layer_kinds(shape)
+    }
+    found = [kinds[shape.layer_kind(i)] for i in range(shape.layers)]
+    found[0] += count.embedding_parameters(shape).total
+    found[-1] += count.head_parameters(shape).total
+    found[-1] += shape.mtp * count.mtp_parameters(shape).total
+    if shape.ends_share and num_stages > 1:
+        found[-1] += shape.vocab * shape.width
+    return found
+
+
+def _best_ends(costs: list[int], weights: list[int], num_stages: int) -> list[int]:
+    """Where each stage ends: the least largest cost, then the least sum of squared weights."""
+    cost, weight = [0, *accumulate(costs)], [0, *accumulate(weights)]
+    low, high = max(costs), cost[-1]
+    while low < high:
+        middle = (low + high) // 2
+        if _furthest(cost, num_stages, middle)[-1] == len(costs):
+            high = middle
+        else:
+            low = middle + 1
+    far, near = _furthest(cost, num_stages, low), _nearest(cost, num_stages, low)
+    squares = {0: 0}
+    starts: list[dict[int, int]] = []  # of each stage, by where it ends
+    for stage in range(num_stages):
+        ends = range(near[stage + 1], far[stage + 1] + 1)
+        first = {end: bisect_left(cost, cost[end] - low) for end in ends}
+        ways = [*_best_starts(ends, range(near[stage], far[stage] + 1), first, squares, weight)]
+        squares = {end: square for end, _, square in ways}
+        starts.append({end: start for end, start, _ in ways})
+    found = [len(costs)]
+    for before in reversed(starts[1:]):
+        found.append(before[found[-1]])
+    return found[::-1]
+
+
+def _best_starts(
+    ends: range, starts: range, first: dict[int, int], squares: dict[int, int], weight: list[int]
+) -> Iterator[tuple[int, int, int]]:
+    """For each end of a stage its best start and the sum of squares up to there.
+
+    `first` is the first start within the limit, `squares` the best sum up to each start. A later
+    end never has an earlier best start, so the middle one halves the search for the others.
+    """
+    if not ends:
+        return
+    half = len(ends) // 2
+    end = ends[half]
+    square, start = min(
+        (squares[start] + (weight[end] - weight[start]) ** 2, start)
+        for start in range(max(starts.start, first[end]), min(starts.stop, end))
+    )
+    yield from _best_starts(ends[:half], range(starts.start, start + 1), first, squares, weight)
+    yield end, start, square
+    yield from _best_starts(ends[half + 1 :], range(start, starts.stop), first, squares, weight)
+
+
+def _furthest(cost: list[int], num_stages: int, limit: int) -> list[int]:
+    """How far 0, 1, 2, … stages reach within the limit and leave a layer to each later stage."""
+    far, num_layers = [0], len(cost) - 1
+    for left in range(num_stages - 1, -1, -1):
+        far.append(min(num_layers - left, bisect_right(cost, cost[far[-1]] + limit) - 1))
+    return far
+
+
+def _nearest(cost: list[int], num_stages: int, limit: int) -> list[int]:
+    """Where 0, 1, 2, … stages must end at least, for the others to have the remaining layers."""
+    near = [len(cost) - 1]
+    for before in range(num_stages - 1, -1, -1):
+        near.append(max(before, bisect_left(cost, cost[near[-1]] - limit)))
+    return near[::-1]
+
+
+def loss_chunks(tokens: Any, vocabulary: Any, width: int) -> Any:
+    """Chunks of tokens in which a head with so much of the vocabulary computes its loss: integers
+    or arrays. They are worth it where logits are many, and no fewer than the weights, whose
+    gradient waits for the backward in their place.
+
+    >>> [loss_chunks(8192, *each) for each in ((128256, 4096), (16032, 4096), (50257, 12288))]
+    [2, 1, 1]
+    """
+    logits = tokens * vocabulary
+    many = (2 * logits > MOST_LOGITS) & (tokens >= width)
+    chunks = -(-logits // MOST_LOGITS)
+    return 1 + many * (chunks + (chunks < 2) - 1)

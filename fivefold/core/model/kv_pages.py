@@ -1,0 +1,47 @@
+"""What the cache of keys and values holds of a token: the one rule of the engine and of plans.
+
+A token has a key and a value of every KV head in every layer. Tensor parallelism splits the heads;
+KV heads fewer than its ranks are replicated, so a rank has one at least. Latent attention keeps the
+latent and the rotated key of all heads instead, and every rank of tp has all of it.
+"""
+
+from __future__ import annotations
+
+from fivefold.core.model.shape import Mla, Shape
+
+BLOCK = 16  # tokens: a sequence takes whole blocks of the cache
+STEP_TOKENS = 8192  # budget of a step on a GPU: decode and chunks of prompts
+
+
+def blocks_of(tokens: int) -> int:
+    """The number of blocks that so many tokens need."""
+    return -(-tokens // BLOCK)
+
+
+def page_sizes(kv_heads: int, head_dim: int, mla: Mla | None) -> tuple[tuple[int, int], ...]:
+    """Heads and width of a token's key and value in one layer. A latent is both."""
+    if mla is None:
+        return (kv_heads, head_dim), (kv_heads, head_dim)
+    return ((1, mla.kv_rank + mla.rope_dim),)
+
+
+def layer_numbers(kv_heads: int, head_dim: int, mla: Mla | None) -> int:
+    """Numbers in the cache for a token in one layer."""
+    return sum(heads * width for heads, width in page_sizes(kv_heads, head_dim, mla))
+
+
+def rank_kv_heads(shape: Shape, tp: int) -> int:
+    """KV heads of a rank of tp."""
+    return max(1, shape.kv_heads // tp)
+
+
+def token_bytes(shape: Shape, layers: int, tp: int, itemsize: int) -> int:
+    """Bytes of the cache for one token in so many layers, on one rank of tp."""
+    numbers = layer_numbers(rank_kv_heads(shape, tp), shape.head_dim, shape.mla)
+    return layers * numbers * itemsize
+
+
+def kept_tokens(length: int, window: int | None, chunk: int) -> int:
+    """Tokens of a sequence that the cache keeps: all, or where all layers have a window those of it
+    and of a step's chunk, which may begin and end within a block."""
+    return length if window is None else min(length, window + chunk + BLOCK)

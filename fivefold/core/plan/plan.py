@@ -1,0 +1,412 @@
+"""Plan: model × machine × layout × schedule × batch × precision, and its strict TOML.
+
+`PlanOptions` are what a user may set, with the same names on every command line and in every plan
+file. `resolve` derives what is not set and returns a `Plan`, in which nothing is left open.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import Any, Literal, TypedDict, cast, get_args
+
+from fivefold.core import BadFile, FivefoldError, Machine, Precision, UnknownName, tables
+from fivefold.core import hardware as machine
+from fivefold.core.layout import (
+    Batch,
+    ContextSplit,
+    Fp8,
+    Layout,
+    UnitPolicy,
+    context_split,
+    fp8_of,
+    legality,
+    num_ep_nodes,
+    padded_length,
+    parse_zero,
+    refuse_biases,
+    splits,
+    tuned,
+)
+from fivefold.core.model import Balance, Shape, StageRecompute, balance, require_mixable
+from fivefold.core.model import presets as models
+from fivefold.core.plan.paths import seen_from, with_paths
+from fivefold.core.plan.recipe import Recipe
+from fivefold.core.schedule import AUTO, Family, Schedule, choose, looks_like_file
+
+Gather = Literal["step", "microbatch"]
+_DERIVED = {
+    "layout": ("zero", "chunks", "microbatches", "stage_layers", "gather", "ep_nodes"),
+    "schedule": ("chunks", "microbatches", "stage_layers"),
+    "chunks": ("stage_layers",),
+    "set": ("stage_layers",),
+}
+_ASYNCHRONOUS = (
+    "ASYNCHRONOUS: this schedule computes gradients on older weights, which is not what one device "
+    "computes"
+)
+KEPT_INPUTS = ("shard", "gathered")  # what column-split matmuls save of their input
+_LONGEST_DEFAULT = 8192
+_SHORTEST_VERIFIED = 32
+
+
+@dataclass(frozen=True)
+class PlanOptions:
+    """The keys of a plan file; `resolve` derives those that are None."""
+
+    model: str
+    layout: str = "dp=1"
+    machine: str | None = None
+    gpus: int | None = None
+    zero: int | None = None
+    gather: str | None = None
+    grad_dtype: str = "fp32"
+    unit_size: float | None = None
+    prefetch: int = 1
+    sp: bool = True
+    context: str = "zigzag"
+    schedule: str = "1f1b"
+    chunks: int | None = None
+    stage_layers: str | None = None
+    microbatches: int | None = None
+    microbatch_size: int | None = None
+    batch: int | None = None
+    seq: int | None = None
+    packed: bool = False
+    recompute: str = "none"
+    balance: str = balance.NONE
+    ep_nodes: int | None = None
+    tp_keep: str = "shard"
+    tp_overlap: int = 1
+    precision: Precision = "bf16"
+    fp8: str | None = None
+    fp8_wgrad: str | None = None
+    fp8_gradients: str | None = None
+    fp8_skip: str | None = None
+    fp8_matmul: str | None = None
+    set: dict[str, str] = field(default_factory=dict[str, str])
+    train: Recipe = field(default_factory=Recipe)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A job with nothing left open. `notes` say what was changed or derived.
+
+    `stage_layers` is None if layers are cut by cost; `gather` says how often ZeRO-3 gathers the
+    weights of a flat unit, `units` how they are made; `ep_nodes`: nodes with experts of a layer.
+    """
+
+    shape: Shape
+    machine: Machine | None
+    layout: Layout
+    batch: Batch
+    packed: bool
+    recompute: StageRecompute
+    precision: Precision
+    options: PlanOptions
+    stage_layers: tuple[int, ...] | None = None
+    gather: Gather = "microbatch"
+    units: UnitPolicy = field(default_factory=UnitPolicy)
+    balance: tuple[Balance, ...] = ()
+    ep_nodes: int = 1
+    notes: tuple[str, ...] = ()
+
+    def to_toml(self, folder: Path = Path(), *, whole: bool = False) -> str:
+        """The plan as a file in `folder`, which every verb reads back as the same plan.
+
+        Of the training keys only those that differ from the defaults are written, and `compile`, by
+        which the plan is estimated; or the `whole` table.
+        """
+        table = tables.table_of(with_paths(self.options, seen_from(folder)))
+        if not whole:
+            usual = tables.table_of(Recipe())
+            pairs = table["train"].items()
+            table["train"] = {
+                key: value for key, value in pairs if key == "compile" or value != usual.get(key)
+            }
+        return tables.to_toml(table)
+
+    @property  # not cached: it has functions, and a plan is sent to other processes
+    def family(self) -> Family:
+        """What is known of the schedule; without a pipeline it is 1F1B, whatever the name."""
+        return choose(self.options.schedule if self.layout.pp > 1 else "1f1b")
+
+    @cached_property
+    def schedule(self) -> Schedule:
+        """The pipeline schedule; without a pipeline it is 1F1B on one rank, whatever the name."""
+        return _schedule(self.options.schedule, self.layout, self.batch.microbatches)
+
+    @property
+    def saves_input_shards(self) -> bool:
+        """Whether inputs of tensor-parallel matmuls are saved as sequence shards and gathered again
+        in the backward, in modules whose forward does not run again.
+        """
+        layout, shard = self.layout, self.options.tp_keep == "shard"
+        return shard and layout.sp and layout.tp > 1
+
+    @property
+    def fp8(self) -> Fp8 | None:
+        """How matmuls are rounded to fp8; None in other precisions."""
+        return fp8_of(self.options)
+
+    @property
+    def split(self) -> ContextSplit:
+        """How a row of tokens is cut over the context ranks."""
+        return context_split(self.layout, self.shape)
+
+    @property
+    def padded_seq(self) -> int:
+        """Tokens of a row, padded to a length that cp and sp split evenly."""
+        return padded_length(self.batch.seq, legality.sequence_unit(self.layout, self.shape))
+
+    def gathers_each_time(self, layers: range) -> bool:
+        """Whether ZeRO-3 gathers the weights of this stage for every microbatch.
+
+        Multi-token prediction uses its weights several times in a row, so they stay gathered.
+        """
+        predicts = self.shape.mtp > 0 and layers.stop == self.shape.layers
+        return self.gather == "microbatch" and not predicts
+
+    @property
+    def local_seq(self) -> int:
+        """Tokens of a row on one context rank."""
+        return self.padded_seq // self.layout.cp
+
+    @cached_property
+    def stages(self) -> tuple[range, ...]:
+        """The layers of each pipeline stage."""
+        placement, seq = self.schedule.placement, self.batch.seq
+        return splits.cut_stages(
+            self.shape, placement.num_stages, self.stage_layers, seq=seq, folded=placement.folded
+        )
+
+
+def _schedule(text: str, layout: Layout, num_microbatches: int) -> Schedule:
+    numbers = (layout.pp, num_microbatches, layout.chunks)
+    if layout.pp == 1:
+        return named_schedule("1f1b", *numbers)
+    if looks_like_file(text):
+        return choose(text).make(*numbers)
+    return named_schedule(text.lower(), *numbers)
+
+
+@lru_cache
+def named_schedule(name: str, num_ranks: int, num_microbatches: int, num_chunks: int) -> Schedule:
+    """A schedule that is not from a file, made once per process: a search takes long."""
+    return choose(name).make(num_ranks, num_microbatches, num_chunks)
+
+
+def read(path: Path, text: str | None = None) -> PlanOptions:
+    """Read a plan file, or `text` as if it were that file; unknown keys are errors that suggest the
+    nearest known one."""
+    table = tables.read_toml(path, text)
+    if isinstance(changes := table.get("set"), Mapping):
+        pairs = cast("Mapping[str, Any]", changes).items()
+        table["set"] = {
+            key: str(value).lower() if isinstance(value, bool) else str(value)
+            for key, value in pairs
+        }
+    if isinstance(table.get("zero"), str):
+        table["zero"] = parse_zero(table["zero"])
+    options = tables.build(PlanOptions, table, str(path))
+    return with_paths(options, lambda file: str(path.parent / file))
+
+
+def resolve(options: PlanOptions, *, small: bool = False) -> Plan:
+    """Derive what is not set and check the whole; errors name every broken rule and a way out.
+
+    `small` is for runs whose size does not matter (`verify`): the shortest legal sequence, and more
+    layers if the pipeline needs them.
+    """
+    family = choose(options.schedule)
+    layout = _layout(options, family)
+    shape = models.with_overrides(models.load(options.model), options.set)
+    notes = [_ASYNCHRONOUS] if family.asynchronous and layout.pp > 1 else []
+    if small and shape.layers < layout.pp * layout.chunks:
+        options = replace(options, set={**options.set, "layers": str(layout.pp * layout.chunks)})
+        shape = models.with_overrides(shape, options.set)
+        notes.append(f"raised to {shape.layers} layers, one for each stage of the pipeline")
+    recompute = StageRecompute.parse(options.recompute)
+    require_mixable(
+        shape,
+        fp8=options.precision == "fp8",
+        packed=options.packed,
+        keeps_attention=any(each.keeps_attention for each in recompute.rules),
+    )
+    shape = tuned(shape, options.train.tuning, fp8_of(options) is not None)
+    refuse_biases(shape, fp8_of(options))
+    seq = _default_seq(layout, shape, small) if options.seq is None else options.seq
+    if options.tp_keep not in KEPT_INPUTS:
+        raise UnknownName("tp_keep", options.tp_keep, KEPT_INPUTS)
+    if options.tp_overlap < 0:
+        number = options.tp_overlap
+        raise FivefoldError(f"tp_overlap {number}: choose 0 for none, 1, or a number of chunks")
+    job = job_of(options, family, seq)
+    legality.check(layout, shape, **job)
+    batch = _batch(options, family, layout, seq)
+    text = options.stage_layers
+    given = None if text is None else splits.parse_stage_layers(text)
+    if family.name == AUTO and layout.pp > 1:
+        layout = _searched(options, layout, batch)
+        splits.cut_stages(shape, layout.pp * layout.chunks, given)  # its stages are known only now
+    gather = _gather(options, layout)
+    nodes = num_ep_nodes(layout, job)
+    return Plan(
+        shape=shape,
+        machine=_cluster(options),
+        layout=layout,
+        batch=batch,
+        packed=options.packed,
+        recompute=recompute.within(layout.pp * layout.chunks),
+        precision=options.precision,
+        options=_filled_in(options, layout, batch, gather, nodes),
+        stage_layers=given,
+        gather=gather,
+        units=UnitPolicy.of(options.grad_dtype, options.unit_size, options.prefetch),
+        balance=balance.rules_of(
+            options.balance, shape, asynchronous=family.asynchronous and layout.pp > 1
+        ),
+        ep_nodes=nodes,
+        notes=(*notes, *shape.notes),
+    )
+
+
+def _layout(options: PlanOptions, family: Family) -> Layout:
+    layout = Layout.parse(options.layout, zero=options.zero, sp=options.sp, context=options.context)
+    return replace(layout, chunks=family.chunks_on(layout.pp, options.chunks))
+
+
+def job_of(options: PlanOptions, family: Family, seq: int) -> legality.LayoutRequest:
+    """What the layout must fit, for the rules of legality."""
+    return legality.LayoutRequest(
+        seq=seq,
+        batch=options.batch,
+        microbatch_size=options.microbatch_size,
+        microbatches=options.microbatches,
+        chunks=options.chunks,
+        gpus=options.gpus,
+        schedule=family,
+        stage_layers=options.stage_layers,
+        **key_request(options),
+    )
+
+
+class KeyRequest(TypedDict):
+    """What keys besides the layout's own ask of it: a part of `LayoutRequest`."""
+
+    fp8: Fp8 | None
+    tp_overlap: int
+    offloads_grads: bool
+    ep_nodes: int | None
+    domain: int | None
+    pads: bool
+
+
+def key_request(options: PlanOptions) -> KeyRequest:
+    """The same for whoever varies the layout of these options: a search, or neighbours."""
+    cluster = _cluster(options)
+    return KeyRequest(
+        fp8=fp8_of(options),
+        tp_overlap=options.tp_overlap,
+        offloads_grads=options.train.offload_grads != "none",
+        ep_nodes=options.ep_nodes,
+        domain=None if cluster is None else cluster.tiers[0].size,
+        pads=any(rule.pads for rule in balance.parse(options.balance)),
+    )
+
+
+def _cluster(options: PlanOptions) -> Machine | None:
+    return None if options.machine is None else machine.load(options.machine)
+
+
+def _default_seq(layout: Layout, shape: Shape, small: bool) -> int:
+    if small:
+        return legality.smallest_seq(layout, shape, _SHORTEST_VERIFIED)
+    return min(_LONGEST_DEFAULT, shape.max_seq)
+
+
+def _batch(options: PlanOptions, family: Family, layout: Layout, seq: int) -> Batch:
+    """Complete the batch identity, with a number of microbatches that the schedule can run."""
+    count = options.microbatches
+    if count is None and options.batch is None:
+        count = family.smallest_count(2 * layout.pp, layout.pp, layout.chunks)
+    return Batch.resolve(
+        layout.dp,
+        seq,
+        batch=options.batch,
+        microbatch_size=options.microbatch_size,
+        microbatches=count,
+    )
+
+
+def _searched(options: PlanOptions, layout: Layout, batch: Batch) -> Layout:
+    """The layout with as many chunks as a search chooses, at most its own.
+
+    Fewer may idle less. The search is then repeated with that number as the limit, as it will be
+    wherever the resolved plan is read.
+    """
+    found = _schedule(options.schedule, layout, batch.microbatches).num_chunks
+    if found == layout.chunks:
+        return layout
+    return _searched(options, replace(layout, chunks=found), batch)
+
+
+def _gather(options: PlanOptions, layout: Layout) -> Gather:
+    """How often ZeRO-3 gathers: by default once per step in a pipeline."""
+    if options.gather is None:
+        return "step" if layout.pp > 1 else "microbatch"
+    if options.gather not in get_args(Gather):
+        raise UnknownName("gather", options.gather, get_args(Gather))
+    return cast(Gather, options.gather)
+
+
+def _filled_in(
+    options: PlanOptions, layout: Layout, batch: Batch, gather: Gather, ep_nodes: int
+) -> PlanOptions:
+    """The options with everything derived filled in; the global batch follows from them."""
+    return replace(
+        options,
+        layout=str(layout),
+        zero=layout.zero,
+        gather=gather,
+        ep_nodes=ep_nodes,
+        chunks=layout.chunks,
+        microbatches=batch.microbatches,
+        microbatch_size=batch.microbatch_size,
+        batch=None,
+        seq=batch.seq,
+    )
+
+
+def options_from(target: str | PlanOptions, changes: Mapping[str, Any]) -> PlanOptions:
+    """Options of a plan, from a plan file or a model name, with those that are given on top."""
+    given = {key: value for key, value in changes.items() if value is not None}
+    if isinstance(target, str) and not target.endswith(".toml"):
+        given["train"] = Recipe(**given.get("train", {}))
+        return PlanOptions(model=target, **given)
+    options = _read_target(target) if isinstance(target, str) else target
+    given["set"] = {**options.set, **given.get("set", {})}
+    given["train"] = replace(options.train, **given.get("train", {}))
+    return replace(options, **_outdated(options, given), **given)
+
+
+def says_layout(target: str) -> bool:
+    """Whether a target is a plan file that has a layout; an imported run leaves it open."""
+    return target.endswith(".toml") and "layout" in tables.read_toml(Path(target))
+
+
+def _read_target(target: str) -> PlanOptions:
+    if not Path(target).is_file():
+        raise BadFile(target, ["no such plan file; write one with: fivefold plan MODEL -o FILE"])
+    return read(Path(target))
+
+
+def _outdated(options: PlanOptions, given: Mapping[str, Any]) -> dict[str, None]:
+    """What the file derived from its layout or schedule is derived again if these change."""
+    changed = {
+        key for key in _DERIVED if given.get(key, getattr(options, key)) != getattr(options, key)
+    }
+    derived = {name for key in changed for name in _DERIVED[key]}
+    return dict.fromkeys(derived - given.keys())

@@ -1,0 +1,16 @@
+from fivefold.cost.grid import CONTEXTS as CONTEXTS
+from fivefold.cost.grid import DEFERS as DEFERS
+from fivefold.cost.grid import FAMILIES as FAMILIES
+from fivefold.cost.grid import OFFLOADS as OFFLOADS
+from fivefold.cost.grid import RECOMPUTE as RECOMPUTE
+from fivefold.cost.grid import RULES as RULES
+from fivefold.cost.grid import SCHEDULES as SCHEDULES
+from fivefold.cost.grid import Array as Array
+from fivefold.cost.grid import Flags as Flags
+from fivefold.cost.grid import LayoutGrid as LayoutGrid
+from fivefold.cost.grid import along as along
+from fivefold.cost.grid import fullest_rank_load as fullest_rank_load
+from fivefold.cost.grid import grid_of_plan as grid_of_plan
+from fivefold.cost.grid import layer_job as layer_job
+from fivefold.cost.grid import require_possible_imbalance as require_possible_imbalance
+from fivefold.cost.grid import schedule_index as schedule_index

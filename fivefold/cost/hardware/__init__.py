@@ -1,0 +1,5 @@
+"""Links, software stacks, and constants that calibration measures."""
+
+from fivefold.faces import lazy_names
+
+__getattr__, __dir__ = lazy_names(__name__)

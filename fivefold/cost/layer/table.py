@@ -1,0 +1,195 @@
+"""Seconds of the layers of a job, timed once for all blocks of a search and for all its searches.
+
+How long a layer takes depends on how it is sharded (tp, cp, ep, etp), on the microbatch size, on
+recomputation, and on whether the schedule pairs forwards with backwards. It does not depend on dp,
+ZeRO or the pipeline, but that a rank without a pipeline looks up the embedding beside the head. A
+head computes its gradients in forward, in chunks, unless the schedule defers that of its weight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fivefold.core import Machine
+from fivefold.core.model import Recompute, Shape
+from fivefold.cost import DEFERS, FAMILIES, SCHEDULES, Array, LayoutGrid, along
+from fivefold.cost.hardware import SoftwareStack
+from fivefold.cost.layer.time import HostSeconds, LayerTimer, total_seconds
+from fivefold.cost.stages import pipeline_timer
+from fivefold.cost.step import PassCosts, head_passes, layer_passes, paired_share, with_host
+
+_PLAIN = SCHEDULES.index("1f1b")
+_PAIRS = np.array([family.pairs for family in FAMILIES], np.int64)
+_Key = tuple[float, ...]
+
+
+class LayersJob(NamedTuple):
+    """What the seconds of layers depend on, beside their sharding."""
+
+    shape: Shape
+    machine: Machine
+    stack: SoftwareStack
+    seq: int
+    precision: str
+    imbalance: float
+    sizes: tuple[int, ...]  # of microbatches
+    rules: tuple[Recompute, ...]
+    sp: bool
+
+
+class LayerTable:
+    """The layers of one model in one setting, for every sharding that a search has asked for.
+
+    Arrays have the axes of a block. Along that of schedules are those without pairs and those in
+    which every forward is in a pair.
+    """
+
+    def __init__(self, job: LayersJob) -> None:
+        self.shape, self.machine, self.stack, self.seq = job[:4]
+        self.precision, self.imbalance = job.precision, job.imbalance
+        self.sizes, self.rules, self.sp = job.sizes, job.rules, job.sp
+        self.counts = pipeline_timer(job.shape, job.seq).counts
+        self._places: dict[_Key, int] = {}
+        self._passes: list[Array] = []  # as in PassCosts, one pass after the other
+        self._late: list[Array] = []  # the head's, in a schedule that defers weight gradients
+        self._shown: list[Array] = []  # what more shows there of each kind of layer over tp
+        self._hosts: list[Array] = []  # of each kind of layer, forward and backward
+        self._least: list[Array] = []
+
+    def add(self, grids: Iterable[LayoutGrid]) -> None:
+        """Time the shardings of these blocks that are not known yet, all at once."""
+        asked = dict(each for grid in grids for each in _shardings(grid))
+        fresh = {key: degrees for key, degrees in asked.items() if key not in self._places}
+        if not fresh:
+            return
+        self._places |= {key: len(self._places) + place for place, key in enumerate(fresh)}
+        grid = self._grid(list(fresh.values()))
+        work = self._timer(grid)
+        costs, hosts = layer_passes(work), list[HostSeconds]()
+        for passes in costs:  # pairs hide nothing in the head
+            passes[-1] = passes[-1][:, :, :1]
+        deferring = replace(grid, schedule=along(2, [int(DEFERS.argmax())]))
+        late = head_passes(self._timer(deferring))
+        kinds = pipeline_timer(self.shape, self.seq).kinds
+        shown = [along(0, [0.0]) + total_seconds(work.layer(i).late) for i in kinds]
+        if self.stack.launch and self.stack.memory.split == "balanced":
+            hosts = [
+                work.of_layer(i).host_seconds(routed=self.shape.is_moe_layer(i)) for i in kinds
+            ]
+        least = self._all_layers(
+            with_host(costs, hosts, np.zeros(1, bool), is_cpu=self.machine.is_cpu), late
+        )
+        every = [each for column in costs for each in column]
+        self._passes = _joined(self._passes, every, len(fresh))
+        self._late = _joined(self._late, late, len(fresh))
+        self._shown = _joined(self._shown, shown, len(fresh))
+        self._hosts = _joined(self._hosts, [each for host in hosts for each in host], len(fresh))
+        self._least = _joined(self._least, [least], len(fresh))
+
+    def _timer(self, grid: LayoutGrid) -> LayerTimer:
+        job = (self.shape, self.machine, self.stack, grid, self.seq, self.precision)
+        return LayerTimer(*job, self.imbalance)
+
+    def _grid(self, degrees: list[_Key]) -> LayoutGrid:
+        """All microbatch sizes and rules of these shardings. As if there were endless microbatches,
+        all of them are in pairs if the schedule pairs them at all."""
+        tp, cp, context, ep, etp, pp, dp = (along(0, each) for each in zip(*degrees, strict=True))
+        schedules = (_PLAIN, int(_PAIRS.argmax())) if self.shape.moe is not None else (_PLAIN,)
+        one = along(0, [1])
+        return LayoutGrid(
+            **{"tp": tp, "cp": cp, "context": context, "ep": ep, "etp": etp, "pp": pp},
+            **{"replicate": one, "shard": dp, "zero": 0 * one, "chunks": one, "offload": 0 * one},
+            microbatch_size=along(1, self.sizes),
+            microbatches=along(1, [np.inf]),
+            recompute=along(4, range(len(self.rules))),
+            schedule=along(2, schedules),
+            sp=one * self.sp > 0,
+            rules=self.rules,
+        )
+
+    def _all_layers(self, costs: PassCosts, late: list[Array]) -> Array:
+        """Seconds of one microbatch in all layers and the head, of the two that is faster."""
+        units = [sum(passes, np.zeros(1)) for passes in zip(*costs, strict=True)]
+        units[-1] = np.minimum(units[-1], sum(late, np.zeros(1)))
+        counted = zip((*self.counts, 1), units, strict=True)
+        return sum((count * each for count, each in counted), np.zeros(1)) * self.stack.factor
+
+    def least(self, grid: LayoutGrid) -> Array:
+        """A lower bound of a step of each layout of a block: its layers and its head, evenly over
+        the pipeline. Along the axis of schedules are those without pairs and those with pairs."""
+        (seconds,) = self._looked_up(grid, self._least)
+        return seconds * grid.microbatches / grid.pp
+
+    def passes(self, grid: LayoutGrid) -> PassCosts:
+        """Seconds of each kind of layer and of the head, for each layout of a block."""
+        share = paired_share(grid)
+        found = [
+            each[:, :, :1] + share * (each[:, :, 1:] - each[:, :, :1])
+            if each.shape[2] > 1 and share.any()
+            else each[:, :, :1]
+            for each in self._looked_up(grid, self._passes)
+        ]
+        count = len(self.counts) + 1
+        if (defers := grid.defers).any():
+            for place, late in enumerate(self._looked_up(grid, self._late)):
+                at = (place + 1) * count - 1
+                found[at] = np.where(defers, late, found[at])
+            for place, more in enumerate(self._looked_up(grid, self._shown)):
+                found[count + place] = found[count + place] + np.where(defers, more, 0.0)
+        costs = (found[:count], found[count : 2 * count], found[2 * count :])
+        hosts = self._looked_up(grid, self._hosts)
+        pairs = [HostSeconds(*hosts[at : at + 2]) for at in range(0, len(hosts), 2)]
+        return with_host(costs, pairs, defers, is_cpu=self.machine.is_cpu)
+
+    def _looked_up(self, grid: LayoutGrid, arrays: list[Array]) -> list[Array]:
+        """What these arrays have for the degrees, microbatch sizes and rules of a block."""
+        places = [self._places[key] for key, _ in _shardings(grid)]
+        sizes = [self.sizes.index(int(size)) for size in grid.microbatch_size.flat]
+        rules = [int(number) for number in grid.recompute.flat]
+        for axis, index in ((0, places), (1, sizes), (4, rules)):
+            arrays = [
+                np.take(each, index, axis) if each.shape[axis] > 1 else each for each in arrays
+            ]
+        return arrays
+
+
+def _shardings(grid: LayoutGrid) -> Iterator[tuple[_Key, _Key]]:
+    """What layers depend on, and the degrees, for each degree of a block."""
+    columns = (grid.tp, grid.cp, grid.context, grid.ep, grid.etp, grid.pp, grid.dp[:, :, :, :1])
+    for degrees in zip(*(each.flat for each in np.broadcast_arrays(*columns)), strict=True):
+        yield (*degrees[:5], degrees[5] > 1), degrees
+
+
+def _joined(known: list[Array], more: list[Array], count: int) -> list[Array]:
+    """Longer arrays, along the axis of degrees; `count`: of the new ones."""
+    found: list[Array] = []
+    for place, each in enumerate(more):
+        inner = each.shape[1:]
+        first = known[place] if known else np.zeros((0, *inner))
+        inner = np.broadcast_shapes(inner, first.shape[1:])
+        parts = (
+            np.broadcast_to(first, (len(first), *inner)),
+            np.broadcast_to(each, (count, *inner)),
+        )
+        found.append(np.concatenate(parts))
+    return found
+
+
+def by_schedule(found: NDArray[Any], grid: LayoutGrid) -> NDArray[Any]:
+    """What is known by pairs, for each schedule of a block."""
+    if found.shape[2] == 1:
+        return found
+    return np.take(found, _PAIRS[grid.schedule.astype(np.int64).ravel()], axis=2)
+
+
+@lru_cache(maxsize=32)
+def layer_table(job: LayersJob, gpus: int) -> LayerTable:
+    """The table of a job on so many GPUs, of which a group may cross more or fewer links; made
+    once, so that several searches of a command share it."""
+    return LayerTable(job)

@@ -1,0 +1,384 @@
+"""Peak memory of the ranks of one plan: actions followed one by one, in the order in which the
+schedule has them, with all that each of them makes and frees.
+
+A search estimates with arrays (`cost/memory/entries.py`): closed forms of the moments that are most
+often the peak.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from functools import lru_cache, partial
+from itertools import zip_longest
+
+import numpy as np
+
+from fivefold.core.layout import EXPERT_WEIGHT, Unit, gathered_as_codes, keeps_rounded
+from fivefold.core.model import LayerKind, Recompute
+from fivefold.core.plan import BLOCK_OF_STATES, ROUNDED_AT_ONCE, Plan
+from fivefold.core.schedule import (
+    BACKWARD,
+    FORWARD,
+    INPUT_GRAD,
+    WEIGHT_GRAD,
+    Action,
+    Overlap,
+    Step,
+    actions_of,
+    defers_weight_gradients,
+    turns_of,
+)
+from fivefold.cost.layer import (
+    Event,
+    LayerOperators,
+    MixerOperators,
+    OperatorList,
+    OperatorTape,
+    RoundedOperators,
+)
+from fivefold.cost.memory.activations import WIDE
+from fivefold.cost.memory.entries import MUON_STATE, MemoryEntries
+from fivefold.cost.memory.segment_steps import JoinedStep
+from fivefold.cost.memory.stage_gradients import sums_of_copies
+from fivefold.cost.memory.stage_ledger import REPLAYED, ActionBytes, Segment, StageLedger, StageRun
+from fivefold.cost.memory.unit_ledger import ACTIVATIONS, DataRules, Held, Slice, nothing
+from fivefold.cost.traffic import is_muon_weight, units_of
+
+# Bytes of an element while a state is rounded: random bits, the sum, its upper half, the choice
+# between that and what is not finite, and the result.
+ROUNDING = 4 * WIDE + 2
+MESSAGES = 2  # that are received while others are computed with
+
+
+ActionEvents = Mapping[str, Sequence[Event]]
+KnownEvents = dict[Hashable, ActionEvents]
+
+
+@lru_cache(maxsize=32)  # many plans of a search have the same layers
+def _known_tapes(
+    operators: Hashable,
+) -> tuple[KnownEvents, dict[Hashable, list[JoinedStep]]]:
+    """What is known of layers with these operators: events, and the steps of segments."""
+    return {}, {}
+
+
+class PlanLedger:
+    """The stages of a plan, by kind, and what its ranks hold at most."""
+
+    def __init__(self, plan: Plan, entries: MemoryEntries) -> None:
+        self.plan, self.entries, self.itemsize = plan, entries, entries.itemsize
+        self.queued = defers_weight_gradients(plan.schedule)
+        different = {steps for _, steps in turns_of(plan.schedule, 0)}
+        paired = any(isinstance(step, Overlap) for steps in different for step in steps)
+        self.in_turns = paired and plan.layout.stage_size > 1  # collectives hide each other
+        tokens = float(np.asarray(entries.tokens).reshape(-1)[0])
+        visits = 1 if plan.split.gathers else plan.split.outer
+        reorders = plan.batch.microbatch_size > 1 or plan.options.tp_overlap > 1
+        how = (plan.saves_input_shards, self.queued, reorders)
+        job = (entries.activations, tokens, visits, *how)
+        kind = LayerOperators if plan.shape.of_mixer.own_mixer is None else MixerOperators
+        self.operators, self.fp8 = kind(*job), entries.stack.fp8
+        self.rounding = {False: self.operators, True: self.operators}  # by whether weights stay so
+        if self.fp8 is not None:
+            size = (self.itemsize, self.itemsize * tokens)
+            self.rounding = {
+                kept: LayerOperators(*job, RoundedOperators(self.fp8, kept, *size))
+                for kept in (False, True)
+            }
+        self.kinds: dict[Hashable, StageLedger] = {}
+
+    def peak(self, place: int) -> dict[str, float]:
+        """By category, of one pipeline rank."""
+        stages = {n: self._stage(n) for n in self.plan.schedule.placement.stages_of(place)}
+        units = [unit for each in stages.values() for unit in each.packed]
+        rounded = sum(self._rounded_weights(n, each.packed) for n, each in stages.items())
+        runs = {n: StageRun(each) for n, each in stages.items()}
+        walk = _RankWalk(runs, self.in_turns)
+        walk.follow(list(turns_of(self.plan.schedule, place)))
+        walk.end(self._update(units))
+        found = {**self._states(units), **walk.at_peak()}
+        found["weights"] += rounded
+        if self.plan.layout.pp > 1:
+            found["buffers"] = MESSAGES * self.operators.residual
+        return found
+
+    def _stage(self, stage: int) -> StageLedger:
+        """Equal stages share what is known of them."""
+        plan, shape, layers = self.plan, self.plan.shape, self.plan.stages[stage]
+        ends, rule = (layers.start == 0, layers.stop == shape.layers), plan.recompute.of(stage)
+        keeps = not plan.gathers_each_time(layers)
+        rounds = tuple(map(self._rounds, layers))
+        key = (*ends, rule, keeps, *map(self._kind, layers), *rounds)
+        if key not in self.kinds:
+            operators = self.rounding[keeps_rounded(plan.layout, keeps)]
+            tables = self.entries.activations.rotary_tables() * self.operators.tokens
+            self.kinds[key] = StageLedger(
+                list(self._segments(layers, rule, operators)),
+                units_of(plan, stage, self.itemsize),
+                self._rules(layers, keeps),
+                self.operators.residual,
+                tables,
+                self.in_turns,
+                _known_tapes(operators.key)[1],
+            )
+        return self.kinds[key]
+
+    def _kind(self, layer: int) -> LayerKind:
+        """A window changes no bytes."""
+        return self.plan.shape.layer_kind(layer)._replace(full_attention=True)
+
+    def _rounds(self, layer: int) -> bool:
+        return self.fp8 is not None and self.fp8.rounds(layer, self.plan.shape.layers)
+
+    def _rules(self, layers: range, keeps: bool) -> DataRules:
+        plan, layout = self.plan, self.plan.layout
+        return DataRules(
+            layout.zero,
+            self.itemsize,
+            plan.units.grad_itemsize(self.itemsize),
+            dense_ranks=layout.dp * layout.cp,
+            expert_ranks=layout.edp,
+            keeps_weights=keeps,
+            kept_to_backward=layout.pp == 1,
+            prefetch=plan.units.prefetch,
+            leaves=bool(self.entries.stack.grads_home),
+            tied=plan.shape.tied and len(layers) == plan.shape.layers,
+            queued=self.queued,
+            coded=gathered_as_codes(plan.shape, self.fp8),
+        )
+
+    def _segments(
+        self, layers: range, rule: Recompute, operators: LayerOperators
+    ) -> Iterator[Segment]:
+        shape = self.plan.shape
+        known = _known_tapes(operators.key)[0]
+        if layers.start == 0:
+            yield Segment(("embed",), self._events(known, "embed", operators.embedding))
+        size = rule.blocks or 1
+        for start in range(layers.start, layers.stop, size):
+            some = range(start, min(start + size, layers.stop))
+            kind = (tuple(map(self._kind, some)), rule, tuple(map(self._rounds, some)))
+            events = self._events(known, kind, partial(operators.blocks, *kind), rule)
+            yield Segment(tuple(f"blocks.{i}" for i in some), events)
+        if layers.stop == shape.layers:
+            head = self._head(known, operators)
+            yield Segment(("head",), head)
+            for depth in range(shape.mtp):
+                last = shape.layers
+                kind = ((self._kind(last),), rule, (self._rounds(last),))
+                ahead = partial(operators.blocks, *kind, joins=True)
+                if layers.start == 0:  # the embedding's first gradient waits for its last one
+                    yield Segment(("embed",), self._events(known, "embed", operators.embedding))
+                yield Segment((f"mtp.{depth}",), self._events(known, ("mtp", *kind), ahead, rule))
+                yield Segment(("head",), head)
+
+    def _head(self, known: KnownEvents, operators: LayerOperators) -> ActionEvents:
+        losses, memory = self.entries.losses, self.entries.memory
+        if losses.chunked.all() and not self.queued:
+            found = (losses.computed(), losses.gradients())
+            sizes = tuple(float(each.item()) for each in found)
+            return self._events(known, ("head", *sizes), partial(operators.head_in_chunks, *sizes))
+        split = self.plan.layout.tp > 1 and memory.split_logits_bytes
+        logits = split or memory.logits_bytes
+        return self._events(known, ("head", logits), partial(operators.head, logits))
+
+    def _events(
+        self,
+        known: KnownEvents,
+        key: Hashable,
+        find: Callable[[], OperatorList],
+        rule: Recompute | None = None,
+    ) -> ActionEvents:
+        """Of every kind of action."""
+        if key in known:
+            return known[key]
+        rule = rule or Recompute()
+        make = partial(OperatorTape, find(), rule.modules, rule.full, rule.keeps_attention)
+        tape = make()
+        events = {FORWARD: tape.forward()}
+        events[BACKWARD] = tape.backward("queued" if self.queued else "backward")
+        if self.queued:
+            tape = make()
+            tape.forward()
+            events[INPUT_GRAD] = tape.backward("input")
+            events[WEIGHT_GRAD] = tape.weight_gradients()
+        known[key] = events
+        return events
+
+    def _states(self, units: Sequence[Unit]) -> Held:
+        """Weights between their uses, float32 copies and optimizer states."""
+        layout, memory = self.plan.layout, self.entries.memory
+        offloads = self.plan.options.train.offload_kind != "none"
+        found: Held = {"weights": 0.0, "master": 0.0, "optimizer": 0.0}
+        for unit in units:
+            sheds = layout.zero == 3 and unit.num_shards > 1
+            size = unit.shard_size if sheds else unit.size
+            found["weights"] += 0 if sheds and offloads else size * self.itemsize
+            if offloads:
+                continue
+            found["master"] += unit.shard_size * self.entries.master_bytes
+            narrow = 0
+            if self.entries.stack.orthogonalizes:
+                rows = (each.row for each in unit.entries)
+                narrow = sum(row.numel for row in rows if is_muon_weight(row)) // unit.num_shards
+            found["optimizer"] += (unit.shard_size - narrow) * memory.moment_bytes
+            found["optimizer"] += narrow * MUON_STATE
+        return found
+
+    def _rounded_weights(self, stage: int, units: Sequence[Unit]) -> float:
+        """Weights in fp8, in both orders: from their first use on, and over the update."""
+        plan, layers = self.plan, self.plan.stages[stage]
+        if self.fp8 is None or not keeps_rounded(plan.layout, not plan.gathers_each_time(layers)):
+            return 0.0
+        rows, layers = [each.row for unit in units for each in unit.entries], plan.shape.layers
+        linears = (row.numel for row in rows if self.fp8.rounds_weight(row.name, layers))
+        routed = (row.numel for row in rows if self.fp8.rounds_expert_weight(row.name, layers))
+        return self.fp8.weight_bytes * sum(linears) + EXPERT_WEIGHT * sum(routed)
+
+    def _update(self, units: Sequence[Unit]) -> float:
+        """Bytes besides, after the last action. Mirrored stages sum all gradients, in float32. An
+        update by blocks widens narrow gradients and states, and clips copies of them where its
+        kernel does not clip as it reads; narrow states are rounded in pieces. SGD adds a decayed
+        weight to its gradient."""
+        plan, memory = self.plan, self.entries.memory
+        size = plan.units.grad_itemsize(self.itemsize)
+        owned, found = sum(unit.shard_size for unit in units), 0.0
+        largest = max(each.row.numel / unit.num_shards for unit in units for each in unit.entries)
+        if plan.schedule.placement.mirrored:
+            found = sums_of_copies(float(owned), size)
+        narrow = plan.options.train.states == "bf16"
+        if size < WIDE or narrow:
+            block = BLOCK_OF_STATES / max(memory.moment_bytes + self.entries.master_bytes, 1)
+            most = (WIDE if size < WIDE else 0) + (2 * memory.moment_bytes if narrow else 0)
+            if not plan.options.train.optimizer_kind.scales:
+                most += WIDE
+            rounded = min(largest, ROUNDED_AT_ONCE) * ROUNDING if narrow else 0.0
+            return max(found, min(owned, block) * most + rounded)
+        if plan.options.train.optimizer == "sgd":
+            return max(found, largest * WIDE)
+        return found
+
+
+class _RankWalk:
+    """Follows the actions of one rank. `in_turns`: two that are one step change at collectives."""
+
+    def __init__(self, stages: Mapping[int, StageRun], in_turns: bool) -> None:
+        self.stages, self.in_turns = stages, in_turns
+        self.total = self.most = 0.0
+        self.parts: list[tuple[int, Sequence[ActionBytes]]] = []  # how often they have run
+        self.where = (0, 0, 0)  # the peak: in which part, turn and action
+
+    def follow(self, parts: Sequence[tuple[int, tuple[Step, ...]]]) -> None:
+        """Steps in parts that repeat. Turns after which nothing is new are one."""
+        last, alike = self._last(parts), dict[int, list[tuple[Action, ...]]]()
+        steady: dict[int, list[ActionBytes]] = {}
+        for number, (times, steps) in enumerate(parts):
+            which, ends, left = id(steps), last.get(number, {}), times
+            if which not in alike:
+                alike[which] = [*map(actions_of, steps)]
+            actions = alike[which]
+            while left:
+                ending = bool(ends) and left == 1
+                found = None if ending else steady.get(which)
+                again = count = left - bool(ends)
+                if found is None:
+                    new = ending or not self._is_steady(actions)
+                    count = 1 if new else count
+                    found, again = self._turn(actions, ends if ending else {}), count - 1
+                    if not new:
+                        steady[which] = found
+                self._repeat(actions, again)
+                self._add(found, count)
+                left -= count
+
+    def _last(
+        self, parts: Sequence[tuple[int, tuple[Step, ...]]]
+    ) -> dict[int, dict[int, tuple[int, str]]]:
+        """Parts with the last gradient of a stage: by stage its place there, and its kind."""
+        found: dict[int, dict[int, tuple[int, str]]] = {}
+        missing = set(self.stages)
+        for number in reversed(range(len(parts))):
+            steps = parts[number][1]
+            for place in reversed(range(len(steps))):
+                for stage, kind, _ in actions_of(steps[place]):
+                    if stage in missing and kind in (BACKWARD, WEIGHT_GRAD):
+                        missing.remove(stage)
+                        found.setdefault(number, {})[stage] = place, kind
+            if not missing:
+                break
+        return found
+
+    def _is_steady(self, actions: Sequence[tuple[Action, ...]]) -> bool:
+        return all(self.stages[n].is_steady(kind) for each in actions for n, kind, _ in each)
+
+    def _turn(
+        self, actions: Sequence[tuple[Action, ...]], ends: dict[int, tuple[int, str]]
+    ) -> list[ActionBytes]:
+        found: list[ActionBytes] = []
+        for place, each in enumerate(actions):
+            if len(each) == 1:
+                n, kind, _ = each[0]
+                found.append(self.stages[n].act(kind, ends.get(n) == (place, kind)))
+                continue
+            both = [self.stages[n].act(kind, ends.get(n) == (place, kind)) for n, kind, _ in each]
+            found += [_in_turns(*both)] if self.in_turns else both
+        return found
+
+    def _repeat(self, actions: Sequence[tuple[Action, ...]], times: int) -> None:
+        """The same turn again; only the last ones matter to those that follow."""
+        for _ in range(min(times, REPLAYED)):
+            for each in actions:
+                for n, kind, _ in each:
+                    self.stages[n].repeat(kind)
+
+    def end(self, besides: float) -> None:
+        """After the last action."""
+        self._add([each.finish() for each in self.stages.values()], 1)
+        update = {**nothing(), ACTIVATIONS: besides}
+        self._add([ActionBytes(update, nothing(), besides, 0.0)], 1)
+
+    def at_peak(self) -> Held:
+        """By category."""
+        part, turn, place = self.where
+        found, runs = dict(self.parts[part][1][place].at_peak), Counter[int]()
+        actions = {id(each): each for _, some in self.parts[: part + 1] for each in some}
+        for number, (times, some) in enumerate(self.parts[: part + 1]):
+            for order, each in enumerate(some):
+                runs[id(each)] += times if number < part else turn + (order < place)
+        for which, count in runs.items():
+            for name, size in actions[which].left.items():
+                found[name] += count * size
+        return found
+
+    def _add(self, actions: Sequence[ActionBytes], times: int) -> None:
+        """Every turn changes the level by as much, so the first or the last one has the peak."""
+        change = sum(each.change for each in actions)
+        for turn in {0, times - 1} if change > 0 else {0}:
+            total = self.total + turn * change
+            for place, each in enumerate(actions):
+                if total + each.peak > self.most:
+                    self.most, self.where = total + each.peak, (len(self.parts), turn, place)
+                total += each.change
+        self.parts.append((times, actions))
+        self.total += times * change
+
+
+def _in_turns(forward: ActionBytes, backward: ActionBytes) -> ActionBytes:
+    """Both as one step; the backward begins, and each goes on where the other one pauses."""
+    levels = [Slice(0.0, nothing(), 0.0, nothing())] * 2
+    best, peak = nothing(), 0.0
+    for pair in zip_longest(backward.slices, forward.slices):
+        for lane, now in enumerate(pair):
+            if now is None:
+                continue
+            other = levels[1 - lane]
+            if now.peak + other.change > peak:
+                peak, best = now.peak + other.change, _sum(now.at_peak, other.left)
+            levels[lane] = now
+    change = forward.change + backward.change
+    return ActionBytes(best, _sum(forward.left, backward.left), peak, change)
+
+
+def _sum(one: Held, other: Held) -> Held:
+    return {name: size + other[name] for name, size in one.items()}

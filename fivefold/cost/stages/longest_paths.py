@@ -1,0 +1,396 @@
+"""The longest paths of a pipeline schedule, which bound its time from below.
+
+A step of a pipeline is as long as the longest chain of actions that wait for each other. In every
+schedule few kinds of chains can be the longest: the first microbatch runs to some rank, that rank
+works without a pause, and the last microbatch runs out. A path is a row that says how often each
+cost is on it; many layouts are then timed at once by matmuls of rows with costs. Not all chains of
+a schedule are followed, so the result is a bound, and almost never above the simulated time.
+
+Legend: p ranks, v chunks per rank, m microbatches; k is every rank at once, along the first axis.
+F, I, W of a stage: forward, input gradient with recomputation, weight gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import NamedTuple
+
+import numpy as np
+
+from fivefold.core.schedule import (
+    FORWARD,
+    HALF_BLOCKS,
+    INPUT_GRAD,
+    MIN_BLOCK,
+    PERIOD,
+    BuildingBlock,
+    path,
+)
+from fivefold.cost import Array
+
+
+class StageRows(NamedTuple):
+    """Rows of the F, I and W of every stage, in order. `lag` is the row of one message."""
+
+    forward: Array
+    inputs: Array
+    weights: Array
+    lag: Array
+
+    @property
+    def joined(self) -> StageRows:
+        """With input and weight gradients as one backward."""
+        return self._replace(inputs=self.inputs + self.weights, weights=0 * self.weights)
+
+    @property
+    def whole(self) -> Array:
+        return self.forward + self.inputs + self.weights
+
+
+class ScheduleSize(NamedTuple):
+    """Size of a schedule, and the costs at which paths are compared, in columns."""
+
+    p: int
+    v: int
+    m: int
+    samples: Array
+
+
+def longest(paths: Array, samples: Array) -> Array:
+    """The paths that are the longest for some of the sampled costs."""
+    found = np.zeros(len(paths), bool)
+    found[(paths @ samples).argmax(axis=0)] = True
+    return paths[found]
+
+
+def _ranks(p: int) -> Array:
+    return np.arange(float(p))[:, None]
+
+
+def _before(rows: Array) -> Array:
+    return rows.cumsum(axis=0) - rows
+
+
+def _after(rows: Array) -> Array:
+    return rows.sum(axis=0) - rows.cumsum(axis=0)
+
+
+def _both(first: Array, then: Array) -> Array:
+    """Every path of `first`, followed by every path of `then`."""
+    return (first[:, None] + then[None]).reshape(-1, first.shape[1])
+
+
+def _in_rounds(rows: Array, count: Array, p: int) -> Array:
+    """The first `count` actions of each rank: p of a chunk, then p of the next; rows by chunk."""
+    v = len(rows)
+    rounds, rest = np.divmod(count, p * v)
+    of_chunk = rounds * p + np.clip(rest - p * np.arange(v), 0, p)
+    return np.einsum("kc,ckq->kq", of_chunk, rows)
+
+
+def gpipe(stages: StageRows, size: ScheduleSize) -> Array:
+    """All forwards, then all backwards: two independent legs."""
+    legs = (stages.forward, (stages.inputs + stages.weights)[::-1])
+    return _both(*(longest(_leg(rows, stages.lag, size), size.samples) for rows in legs))
+
+
+def _leg(rows: Array, lag: Array, size: ScheduleSize) -> Array:
+    """m microbatches through all stages; the rank that sets the pace may change once."""
+    p, v, m, _ = size
+    total = rows.sum(axis=0)
+    one_stage = total + (m - 1) * rows + (p * v - 1) * lag
+    if v == 1:
+        return one_stage
+    chunks = rows.reshape(v, p, -1)
+    start, end = _before(chunks[0]), _after(chunks[-1])
+    until = m * chunks.cumsum(axis=0)
+    hops = chunks[:-1].cumsum(axis=1)
+    first = start + until[:-1] - hops
+    then = until[-1] - until[:-1] + end + hops + (p - 1) * lag
+    found = [one_stage, start + until[-1] + end + (p - 1) * lag]
+    return np.concatenate([*found, _downwards(first, then, size.samples)])
+
+
+def _downwards(first: Array, then: Array, samples: Array) -> Array:
+    """Paths that leave rank k and continue at a later one, with the best k for each; by chunk."""
+    seconds = first @ samples
+    best = np.maximum.accumulate(seconds, axis=1)
+    rank = (best + then @ samples).argmax(axis=1)  # of each chunk and sample
+    places = np.where(seconds == best, _ranks(len(first[0])), 0).astype(np.int64)
+    chunk, sample = np.ogrid[: len(first), : samples.shape[1]]
+    start = np.maximum.accumulate(places, axis=1)[chunk, rank, sample]
+    pairs = np.zeros((*first.shape[:2], first.shape[1]), bool)
+    pairs[chunk, start, rank] = True
+    chunk, start, rank = pairs.nonzero()
+    return first[chunk, start] + then[chunk, rank]
+
+
+def one_forward_one_backward(stages: StageRows, size: ScheduleSize) -> Array:
+    p, _, m, _ = size
+    k = _ranks(p)
+    found = [_looped(stages.joined, size, p - k, 0 * k), _last_forward(stages, size, p - k)]
+    # A rank waits for a message whenever it has no other microbatch in flight.
+    whole = stages.whole
+    trip = (whole + _after(whole) + 2 * (p - 1 - k) * stages.lag) / (p - k)
+    turns = whole.sum(axis=0) + 2 * (p - 1) * stages.lag + (m - 1) * trip
+    return np.concatenate([*found, turns[m > (p - k)[:, 0]]])
+
+
+def interleaved(stages: StageRows, size: ScheduleSize) -> Array:
+    p, v, _, _ = size
+    ahead = (v - 1) * p + 2 * (p - 1 - _ranks(p)) + 1
+    joined = _looped(stages.joined, size, ahead, 0 * ahead)
+    return np.concatenate([joined, _last_forward(stages, size, ahead)])
+
+
+def zb_h1(stages: StageRows, size: ScheduleSize) -> Array:
+    return _looped(stages, size, size.v * size.p - _ranks(size.p), deferred=_ranks(size.p))
+
+
+def zb_h2(stages: StageRows, size: ScheduleSize) -> Array:
+    k = _ranks(size.p)
+    return _looped(stages, size, 2 * (size.p - k) - 1, deferred=2 * k)
+
+
+def _looped(stages: StageRows, size: ScheduleSize, ahead: Array, deferred: Array) -> Array:
+    """Rank k runs `ahead` forwards first and defers `deferred` weight gradients."""
+    p, v, m, samples = size
+    k, n, lag = _ranks(p), m * v, stages.lag
+    forward, inputs, weights = (rows.reshape(v, p, -1) for rows in stages[:3])
+    late: Array = np.minimum(np.minimum(deferred, np.maximum(0, n - ahead)), n - 1) + 1
+    inside = (late <= m).astype(float)
+    last = inside * weights[0] + (1 - inside) * weights.max(axis=0)
+    fill, out = _before(forward[0]), _before(inputs[0]) + weights[0, 0]
+    passes, work, spent = (m * rows.sum(axis=0) for rows in (forward, inputs, weights))
+    # The first microbatch comes back to the rank, which has run its forwards meanwhile.
+    start = _warm_up(forward, forward, min(m, p), samples)
+    # Or the rank waits for it in every chunk.
+    alone = forward.sum(axis=(0, 1)) + (v - 1) * p * lag
+    turn = start + forward[-1] + _after(forward[-1])
+    turn = longest(np.concatenate([turn, alone[None]]), samples)
+    left = passes - _in_rounds(forward, np.minimum(ahead, n), p)
+    rest = left + work + spent
+    found = [
+        fill + passes + work + spent - late * last + out + 2 * k * lag,
+        fill + passes + work + spent + k * lag,
+        _both(turn, _after(inputs[-1]) + rest + (2 * (p - 1) - k) * lag),
+    ]
+    if v == 1 or not deferred.any():  # with chunks it is not known which gradients are late
+        found.append(_both(turn, _drain(stages, size, rest, late, last)))
+    return np.concatenate(found)
+
+
+def _drain(stages: StageRows, size: ScheduleSize, rest: Array, late: Array, last: Array) -> Array:
+    """From the first gradient on: the `rest` of a rank, whose end may be on a rank before it.
+
+    `late`: how many weight gradients follow the last input gradient; `last`: the row of one.
+    """
+    p, v, m, samples = size
+    inputs, weights = (rows.reshape(v, p, -1) for rows in stages[1:3])
+    both = inputs + weights
+    last_round = min(m, p) * (both.sum(axis=0) - both[-1]) + late * weights[-1]
+    hops = _before(inputs[-1])
+    paced = _after(inputs[-1]) + rest - last_round + hops + 2 * (p - 1) * stages.lag
+    # With time reversed, the rest of the last round is a warm-up.
+    end = _warm_up(both, inputs, min(m, p), samples) - hops + weights[0, 0]
+    end = end + late * (weights[-1] - last)
+    alone = inputs[:-1].sum(axis=(0, 1)) + (v - 1) * p * stages.lag + weights[0, 0]
+    return np.concatenate([_downwards(end[None], paced[None], samples), paced + alone])
+
+
+def _last_forward(stages: StageRows, size: ScheduleSize, ahead: Array) -> Array:
+    """The last forward of a rank goes to the last rank and comes back as a gradient."""
+    p, v, m, samples = size
+    forward, backward = (rows.reshape(v, p, -1) for rows in stages.joined[:2])
+    before = _in_rounds(backward[::-1], np.maximum(0, m * v - ahead), p)
+    after = _warm_up(backward, backward, min(m, p), samples)
+    turn = _after(forward[-1]) + backward[-1] + _after(backward[-1])
+    start = _before(forward[0]) + m * forward.sum(axis=0)
+    return start + before + turn + after + 2 * (p - 1) * stages.lag
+
+
+def _warm_up(order: Array, passing: Array, each: int, samples: Array) -> Array:
+    """Until a rank has run `each` microbatches of all its chunks but the last.
+
+    An earlier rank may set the pace for the first chunks; `passing` are the rows of one microbatch
+    that goes from there to this rank.
+    """
+    v = len(order)
+    until = each * order.cumsum(axis=0)
+    start = _before(passing[0])
+    best = start + (until[-2] if v > 1 else 0.0)
+    if v < 3:
+        return best
+    mean, ranks = samples.mean(axis=1), np.arange(len(start))
+    hops = passing[: v - 2].cumsum(axis=1)
+    left = start + until[: v - 2] - hops
+    seconds = left @ mean
+    first = np.maximum.accumulate(seconds, axis=1)
+    place = np.maximum.accumulate(np.where(seconds == first, ranks, 0), axis=1)
+    moved = left[np.arange(v - 2)[:, None], place] + hops + until[-2] - until[: v - 2]
+    every = np.concatenate([best[None], moved])
+    return every[(every @ mean).argmax(axis=0), ranks]
+
+
+class _Fold(NamedTuple):
+    """The two stages of each rank of a V placement: `near` the input, and `far` from it."""
+
+    near: StageRows
+    far: StageRows
+
+    @property
+    def whole(self) -> Array:
+        return self.near.whole + self.far.whole
+
+
+def _folded(stages: StageRows) -> _Fold:
+    half = len(stages.forward) // 2
+    near = StageRows(*(rows[:half] for rows in stages[:3]), lag=stages.lag)
+    return _Fold(near, StageRows(*(rows[: -half - 1 : -1] for rows in stages[:3]), lag=stages.lag))
+
+
+def _first_gradient(fold: _Fold, m: int, samples: Array) -> Array:
+    """Until the first microbatch is back on the first rank; some rank runs its forwards first."""
+    near, far = fold.near.forward, fold.far.forward
+    p, k = len(near), _ranks(len(near))
+    found = _before(near) + np.minimum(m, 2 * (p - k) - 1) * near + np.cumsum(far, axis=0)
+    return longest(found + 2 * k * fold.near.lag, samples)
+
+
+def zb_v(stages: StageRows, size: ScheduleSize) -> Array:
+    p, _, m, samples = size
+    fold, k, lag = _folded(stages), _ranks(p), stages.lag
+    (near, far), inner = fold, p - k
+    start = np.minimum(m, 2 * inner - 1)
+    done = (start + np.minimum(k, m - start)) * near.forward + np.minimum(m, k + 1) * far.forward
+    gradients = np.cumsum(far.inputs, axis=0)
+    paced = gradients + m * fold.whole - done - far.inputs + k * lag
+    short = max(0, m - (max(m, 2 * p - 1) - p))  # microbatches after the steady state
+    late = np.maximum(0, short - inner)
+    kept = (late + 1) * near.weights + late * far.weights
+    up = _before(near.inputs) + near.weights[0] + k * lag
+    ends = [paced, paced - kept + up]
+    # Or the last gradient goes to the last rank, and comes back from there.
+    home = _after(far.inputs) + near.inputs.sum(axis=0) + near.weights[0] + (2 * (p - 1) - k) * lag
+    if m >= 2 * p - 1:
+        rest = inner * near.inputs + p * near.weights + np.maximum(k, 1) * far.weights
+        beyond = _after(far.inputs) + near.inputs[-1] + kept[-1] + (p - 1 - k) * lag
+        ends += [paced - rest + beyond, paced - rest + home]
+    else:
+        turned = np.maximum(0, m - inner) * (near.inputs + near.weights)
+        first = gradients + m * (near.forward + far.forward) - done + turned + k * lag
+        first = first + (m - 1) * (far.inputs + far.weights)
+        ends.append((first + far.weights[-1] + home)[m <= 2 * p - 1 - k[:, 0]])
+    return _both(_first_gradient(fold, m, samples), longest(np.concatenate(ends), samples))
+
+
+def dualpipe_v(stages: StageRows, size: ScheduleSize) -> Array:
+    p, _, m, samples = size
+    fold, k, lag = _folded(stages), _ranks(p), stages.lag
+    near, far = fold
+    done = (2 * (p - 1 - k) + k + 1) * near.forward + (k + 1) * far.forward
+    gradients = np.cumsum(far.inputs, axis=0)
+    paced = gradients + m * fold.whole - done - far.inputs + k * lag
+    both, other = near.inputs + near.weights, far.inputs + far.weights
+    # After the last shared slot: up to the first rank, where the step ends or gradients go around.
+    up = paced - p * both - (k + 1) * other + _before(far.forward + both) + other[0] + k * lag
+    round_trip = _after(far.inputs)[0] + near.inputs.sum(axis=0) + near.weights[0]
+    # Some rank may set the pace of the shared slots, between two trips to the last rank.
+    shared = np.cumsum(fold.whole, axis=0)
+    there = gradients[-1] - far.inputs[-1] + 2 * fold.whole[-1] + (4 * (p - 1) - 2 * k) * lag
+    there = there + shared[-1] - fold.whole[-1] - shared + (m - 2 * p + k) * fold.whole
+    up = np.concatenate([up, (there + _before(far.forward + both)[-1] + other[0])[:-1]])
+    ends = [paced, up + p * both[0], up + round_trip + 2 * (p - 1) * lag]
+    return _both(_first_gradient(fold, m, samples), longest(np.concatenate(ends), samples))
+
+
+def dualpipe(stages: StageRows, size: ScheduleSize) -> Array:
+    """Two directions: each half of the ranks is a V with half of the microbatches."""
+    return dualpipe_v(stages, size._replace(p=size.p // 2, m=size.m // 2))
+
+
+def v_half(stages: StageRows, size: ScheduleSize) -> Array:
+    p, _, m, _ = size
+    if p % 2 and m < p:  # any building block fits, and only the schedule knows which one it took
+        return _work_of_v(stages, size)
+    return _repeated_block(stages, size, HALF_BLOCKS[p % 2])
+
+
+def _work_of_v(stages: StageRows, size: ScheduleSize) -> Array:
+    """A rank of a V that never waits once it has begun."""
+    fold, k = _folded(stages), _ranks(size.p)
+    return _before(fold.near.forward) + k * stages.lag + size.m * fold.whole
+
+
+def _repeated_block(stages: StageRows, size: ScheduleSize, block: BuildingBlock) -> Array:
+    """Every microbatch repeats the building block; when it is back on a rank, a later one starts.
+
+    A leg is a way out of a rank and back to it: the forward or the gradient around the bottom of
+    the V, both around its top, or all of it. The rank then works until the next start.
+    """
+    p, _, m, _ = size
+    (near, far), lag, k = _folded(stages), stages.lag, _ranks(p)
+    slots = _slots(block, p)
+    # From the start of the step to the end of each action of a rank.
+    once = np.concatenate([stages.forward, stages.inputs[::-1]])
+    hops = np.concatenate([k, 2 * p - 2 - k[::-1], 2 * p - 2 + k, 4 * p - 4 - k[::-1]])
+    own = (near.forward, far.forward, far.inputs, near.inputs)
+    until = np.split(np.cumsum(once, axis=0) + hops * lag, 4)
+    ends = [rows[:: -1 if place % 2 else 1] for place, rows in enumerate(until)]
+    home = ends[3][0] + stages.weights[0]
+    found = [_work_of_v(stages, size)]
+    for first, last in ((0, 1), (2, 3), (1, 2), (0, 3)):
+        shift = np.floor((slots[last] - slots[first]) / PERIOD) + 1
+        stop = slots[first] + PERIOD * shift
+        leg = ends[last] - ends[first] + own[first]
+        rounds = (m - 1) // shift
+        chain = home + rounds * leg
+        for slot, rows in zip(slots, own, strict=True):
+            # At both ends of the step, some of the microbatches in between are missing.
+            there = np.maximum(0, rounds - np.ceil(abs(slots[last] - slot) / PERIOD / shift))
+            chain = chain + _num_passes(slot, slots[last] + 1, stop) * there * rows
+        found.append(chain)
+    # Before its first gradient a rank runs only forwards.
+    early = [np.minimum(m, _num_passes(slot, slot, slots[2])) for slot in slots[:2]]
+    paced = ends[2] - far.inputs + m * (near.whole + far.whole)
+    return np.concatenate([*found, paced - early[0] * near.forward - early[1] * far.forward])
+
+
+@cache
+def _slots(block: BuildingBlock, p: int) -> Array:
+    """Slots of a microbatch on each rank: forward near and far, gradient far and near."""
+    stages = [(near, 2 * p - 1 - near) for near in range(p)]
+    ways = [[(FORWARD, a), (FORWARD, b), (INPUT_GRAD, b), (INPUT_GRAD, a)] for a, b in stages]
+    found = [[taken[way] for way in mine] for mine, taken in zip(ways, path(block, p), strict=True)]
+    return np.array(found, float).T[:, :, None]
+
+
+def _num_passes(slot: Array, start: Array, stop: Array) -> Array:
+    """How often a repeated action occurs from slot `start` to before slot `stop`."""
+    return np.ceil((stop - slot) / PERIOD) - np.ceil((start - slot) / PERIOD)
+
+
+def _work_of_loop(stages: StageRows, size: ScheduleSize) -> Array:
+    """A rank of a loop that never waits once it has begun."""
+    p, v, m, _ = size
+    start = _before(stages.forward[:p]) + _ranks(p) * stages.lag
+    return start + m * stages.whole.reshape(v, p, -1).sum(axis=0)
+
+
+# By the name in a schedule's family; "loop" and "V" fit every schedule on that placement.
+PATHS: dict[str, Callable[[StageRows, ScheduleSize], Array]] = {
+    "loop": _work_of_loop,
+    "V": _work_of_v,
+    "gpipe": gpipe,
+    "1f1b": one_forward_one_backward,
+    "interleaved": interleaved,
+    "zb-h1": zb_h1,
+    "zb-h2": zb_h2,
+    "zb-v": zb_v,
+    "v-half": v_half,
+    "v-min": lambda stages, size: _repeated_block(stages, size, MIN_BLOCK),
+    "dualpipe": dualpipe,
+    "dualpipe-v": dualpipe_v,
+    "never drained": lambda stages, size: size.m * stages.whole,
+}

@@ -1,0 +1,317 @@
+"""The ranks of a pipeline: how long they wait in a step, which layers they have, and how many
+microbatches are in flight.
+
+The family of each schedule (`core.schedule`) has the closed forms; tests compare them with the
+simulated schedule. Microbatches in flight are in units of a rank's layers, as
+`clock.peak_activations` counts them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cache
+from itertools import chain, zip_longest
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from fivefold.core.model import Recompute, Shape, layer_parameters
+from fivefold.core.schedule import (
+    Family,
+    HeldMicrobatches,
+    HeldMoments,
+    PipelineTimes,
+    RankPosition,
+)
+from fivefold.cost import FAMILIES, Array, Flags, LayoutGrid
+from fivefold.cost.hardware import Split
+from fivefold.cost.stages.time import PipelineTimer, pipeline_timer
+
+
+def bubble_seconds(times: PipelineTimes, grid: LayoutGrid) -> Array:
+    """Seconds that the slowest rank waits in a step, as each schedule's family estimates it."""
+    found = np.zeros(1)
+    for family, here in _families(grid):
+        found = np.where(here, np.maximum(family.bubble(times), 0.0), found)
+    return np.where(grid.pp > 1, found, 0.0)
+
+
+PipelineEnd = Literal["first", "inner", "last"]
+
+
+_NOTHING_HELD = HeldMicrobatches(np.zeros(1), np.zeros(1))
+_LATEST = 2  # of the inner ranks of a balanced split: the one that defers most weight gradients
+
+
+class RankLayers(NamedTuple):
+    """Layers of a rank: all, those with experts, those without attention, and those with neither
+    dense MLP nor attention."""
+
+    all: Array
+    routed: Array
+    recurrent: Array
+    both: Array
+
+    @property
+    def kinds(self) -> dict[tuple[bool, bool], Array]:
+        """How many there are of each kind, by whether they have experts and lack attention."""
+        routed, recurrent, both = self.routed, self.recurrent, self.both
+        return {
+            (False, False): self.all - routed - recurrent + both,
+            (False, True): recurrent - both,
+            (True, False): routed - both,
+            (True, True): both,
+        }
+
+
+def count_layers(shape: Shape, layers: Iterable[int]) -> tuple[int, int, int, int]:
+    """The numbers of `RankLayers` of these layers."""
+    kinds = [(shape.is_moe_layer(i), shape.is_recurrent(i)) for i in layers]
+    routed, recurrent = (sum(kind[place] for kind in kinds) for place in (0, 1))
+    return len(kinds), routed, recurrent, sum(all(kind) for kind in kinds)
+
+
+class RankStage(NamedTuple):
+    """The share of one pipeline rank."""
+
+    layers: RankLayers  # of each copy
+    copies: Array  # of the weights of every layer: 2 if the placement is mirrored
+    flight: Array  # microbatches, in units of its layers
+    embedding: Array  # 1 or 0
+    head: Array  # 1 or 0
+    deferred: HeldMoments = ()  # when microbatches wait for weight gradients
+    by_rule: tuple[tuple[Recompute, RankLayers], ...] = ()  # where stages differ in recomputation
+
+
+def rank_stages(
+    shape: Shape,
+    split: Split,
+    grid: LayoutGrid,
+    seq: int,
+    hop_forwards: int = 2,
+    spans: Sequence[range] | None = None,
+) -> Iterator[RankStage]:
+    """The ranks that may be the fullest: the first, inner ranks that may have more layers than the
+    ranks before them, the one with most deferred weight gradients, and the last one, or that with
+    the head.
+
+    `spans`: the layers of each stage if they are given.
+    """
+    both = mirrored(grid) | (grid.pp == 1)
+    inner: list[tuple[RankLayers, Array]] = []
+    flight = None
+    if spans is not None or split == "balanced":
+        first, inner, last = _balanced(shape, grid, seq, spans)
+    elif split == "even":
+        first, last = _even(shape, grid)
+    elif split == "short-ends":
+        first, between, last = _short_ends(shape, grid)
+        inner = [(between, np.ones(1))]
+    else:
+        first, last, place = _greedy(shape, grid)
+        flight = np.minimum(grid.microbatches, grid.pp - place)
+    copies, one, none = np.where(mirrored(grid), 2.0, 1.0), np.ones(1), np.zeros(1)
+    at_first = np.where(both | folded(grid), 1.0, 0.0)
+    at_last = np.where(folded(grid), 0.0, 1.0)
+    ahead = in_flight(grid, "first", hop_forwards)
+    yield RankStage(first, copies, ahead, one, at_first, deferred(grid, "first"))
+    before = first
+    for number, (layers, place) in enumerate(inner):
+        waits = number == _LATEST and grid.defers.any()
+        if waits or any((mine > other).any() for mine, other in zip(layers, before, strict=True)):
+            between = in_flight(grid, "inner", hop_forwards, place)
+            late = deferred(grid, "inner", place)
+            yield RankStage(layers, copies, between, none, none, late)
+            before = layers
+    flight = in_flight(grid, "last", hop_forwards) if flight is None else flight
+    late = deferred(grid, "last")
+    yield RankStage(last, copies, flight, np.where(both, 1.0, 0.0), at_last, late)
+
+
+def fewest_layers(layers: RankLayers) -> RankLayers:
+    """The fewest layers of each kind that a rank has under any schedule of a block."""
+    plain, recurrent, routed, both = (
+        each.min(axis=2, keepdims=True) if each.ndim > 2 else each for each in layers.kinds.values()
+    )
+    return RankLayers(plain + recurrent + routed + both, routed + both, recurrent + both, both)
+
+
+def _balanced(
+    shape: Shape, grid: LayoutGrid, seq: int, spans: Sequence[range] | None = None
+) -> tuple[RankLayers, list[tuple[RankLayers, Array]], RankLayers]:
+    """fivefold's own split, by cost with the head; or the given one. The inner ranks are the
+    second, which has most in flight, the one with most layers, and the one that defers most weight
+    gradients (`_LATEST`), each with its position."""
+    pp = grid.pp if grid.pp.min() < grid.pp.max() else grid.pp[:1]  # all are alike in a search
+    columns = np.broadcast_arrays(pp, grid.chunks, folded(grid), mirrored(grid))
+    asked = [
+        (int(ranks), int(chunks), bool(fold), bool(mirror))
+        for ranks, chunks, fold, mirror in zip(*(each.ravel() for each in columns), strict=True)
+    ]
+    if spans is None:
+        timer = pipeline_timer(shape, seq)
+        found = [_balanced_layers(timer, *each) for each in asked]
+    else:
+        found = [_layers_of_ranks(shape, spans, ranks, *how) for ranks, _, *how in asked]
+    numbers = np.array(found, float).reshape(*columns[0].shape, 5, 5)
+    first, *inner, last = (
+        (RankLayers(*np.moveaxis(numbers[..., rank, :4], -1, 0)), numbers[..., rank, 4])
+        for rank in range(5)
+    )
+    return first[0], inner, last[0]
+
+
+@cache
+def _balanced_layers(
+    timer: PipelineTimer, ranks: int, chunks: int, fold: bool, mirror: bool
+) -> tuple[tuple[float, ...], ...]:
+    num_stages = ranks * chunks
+    folded = fold and num_stages <= timer.shape.layers
+    spans = timer.spans(min(num_stages, timer.shape.layers), folded)
+    return _layers_of_ranks(timer.shape, spans, ranks, fold, mirror)
+
+
+def _layers_of_ranks(
+    shape: Shape, spans: Sequence[range], ranks: int, fold: bool, mirror: bool
+) -> tuple[tuple[float, ...], ...]:
+    """The numbers of `RankLayers` and the position of the first rank, of the second, the largest
+    and the latest inner one, and of the last. The latest is in the middle if two directions meet.
+    """
+    by_rank: list[list[range]] = [[] for _ in range(ranks)]
+    for number, span in enumerate(spans):
+        turn, place = divmod(number, ranks)
+        by_rank[ranks - 1 - place if fold and turn % 2 else place].append(span)
+        if mirror:
+            by_rank[ranks - 1 - place].append(span)
+    share = 2 if mirror and ranks > 1 else 1
+    numbers = [
+        (*(each / share for each in count_layers(shape, chain(*mine))), float(place))
+        for place, mine in enumerate(by_rank)
+    ]
+    inner = numbers[1:-1] or numbers[:1]
+    latest = inner[len(inner) // 2 if mirror else -1]
+    return numbers[0], inner[0], max(inner, key=lambda each: each[:2]), latest, numbers[-1]
+
+
+def _even(shape: Shape, grid: LayoutGrid) -> tuple[RankLayers, RankLayers]:
+    """Equal numbers of layers, and fewer on the last rank if they do not divide."""
+    layers, pp, chunks = float(shape.layers), grid.pp, grid.chunks
+    most = np.minimum(chunks * np.ceil(layers / (pp * chunks)), layers)
+    fewer = np.where(most * pp > layers, np.maximum(most - 1, 1.0), most)
+    last = np.where(folded(grid) | mirrored(grid), most, fewer)
+    return _with_routed(shape, grid, most), _with_routed(shape, grid, last)
+
+
+def _short_ends(shape: Shape, grid: LayoutGrid) -> list[RankLayers]:
+    """One layer less on the first rank, for the embedding, and on the last, for the head."""
+    layers, pp, chunks = float(shape.layers), grid.pp, grid.chunks
+    share = chunks * np.ceil((layers + 2) / (pp * chunks))
+    inner = np.minimum(share, layers)
+    first = np.where(pp > 1, np.minimum(share - 1, layers), layers)
+    left = layers - first - (pp - 2) * inner
+    last = np.where(pp > 1, np.clip(left, 1.0, first), layers)
+    return [_with_routed(shape, grid, each) for each in (first, inner, last)]
+
+
+def _greedy(shape: Shape, grid: LayoutGrid) -> tuple[RankLayers, RankLayers, Array]:
+    """Greedy: layers go to a stage until it has its share of the parameters of matrices. The head
+    counts as the last layer; the third result is the position of its stage."""
+    layers, layer = float(shape.layers), layer_parameters(shape, 0)
+    head = shape.vocab * shape.width / (layer.total - layer.norms)
+    fair = (layers + head) / grid.pp
+    place = np.minimum(grid.pp - 1, np.floor(layers / fair))
+    first, last = np.minimum(np.ceil(fair), layers), layers - np.ceil(place * fair)
+    return _with_routed(shape, grid, first), _with_routed(shape, grid, last), place
+
+
+def _with_routed(shape: Shape, grid: LayoutGrid, layers: Array) -> RankLayers:
+    """With the layers that have experts; in a pipeline, those of a rank after the first dense
+    layers. Those without attention are an even share."""
+    recurrent = layers * sum(map(shape.is_recurrent, range(shape.layers))) / shape.layers
+    if shape.moe is None:
+        return RankLayers(layers, np.zeros(1), recurrent, np.zeros(1))
+    number = float(shape.num_moe_layers)
+    share = number / (shape.layers - shape.moe.first_dense)
+    routed = np.where(grid.pp == 1, number, np.minimum(layers * share, number))
+    return RankLayers(layers, routed, recurrent, recurrent * routed / layers)
+
+
+def in_flight(
+    grid: LayoutGrid, place: PipelineEnd, hop_forwards: int = 2, rank: Array | float = 1.0
+) -> Array:
+    """Microbatches whose activations a rank keeps at most; inner: any that is not at an end, the
+    second one or another `rank`.
+
+    `hop_forwards`: what interleaved 1F1B runs ahead for each hop to the last rank.
+    """
+    found, position = np.zeros(1), _position(grid, place, hop_forwards, rank)
+    for family, here in _families(grid):
+        found = np.where(here, family.in_flight(position), found)
+    return np.where(grid.pp > 1, np.minimum(grid.microbatches, found), 1.0)
+
+
+def deferred(grid: LayoutGrid, place: PipelineEnd, rank: Array | float = 1.0) -> HeldMoments:
+    """What a rank holds at each moment that may be its peak while weight gradients wait. Schedules
+    share the moments: one after another they would be as many arrays."""
+    found, position = list[HeldMicrobatches](), _position(grid, place, 2, rank)
+    for family, here in _families(grid):
+        moments = zip_longest(found, family.deferred(position), fillvalue=_NOTHING_HELD)
+        found = [
+            HeldMicrobatches(
+                *(
+                    np.where(here & (grid.pp > 1), number, before)
+                    for before, number in zip(others, held, strict=True)
+                )
+            )
+            for others, held in moments
+        ]
+    return tuple(found)
+
+
+def _position(
+    grid: LayoutGrid, place: PipelineEnd, hop_forwards: int, rank: Array | float
+) -> RankPosition:
+    pp = grid.pp
+    depth = {"first": pp, "inner": pp - rank, "last": np.ones_like(pp)}[place]
+    numbers = (pp, grid.microbatches, grid.chunks, depth)
+    return RankPosition(*numbers, hop_forwards)
+
+
+def mirrored(grid: LayoutGrid) -> Flags:
+    """Whether both directions of a pipeline have every weight: a rank is at both of its ends."""
+    return _has(grid, lambda family: family.placement == "bidirectional")
+
+
+def folded(grid: LayoutGrid) -> Flags:
+    """Whether the first rank has the last stage too."""
+    return _has(grid, lambda family: family.placement == "V")
+
+
+def looped(grid: LayoutGrid) -> Flags:
+    """Whether the ranks are passed in the same order for every chunk."""
+    return _has(grid, lambda family: family.placement == "loop")
+
+
+def backward_by_chunk(grid: LayoutGrid) -> Flags:
+    """Whether the backwards of a chunk end before those of the chunk before it begin: those of all
+    microbatches, or of a round that has all of them."""
+    in_rounds = looped(grid) & (grid.microbatches <= grid.pp)
+    one_by_one = holds_all_microbatches(grid) | in_rounds
+    return one_by_one & (grid.chunks > 1)
+
+
+def holds_all_microbatches(grid: LayoutGrid) -> Flags:
+    """Whether the losses of all microbatches wait for their backward."""
+    return _has(grid, lambda family: family.forwards_first)
+
+
+def _has(grid: LayoutGrid, fact: Callable[[Family], bool]) -> Flags:
+    """Which pipelines have a schedule with this property."""
+    facts = np.array([fact(family) for family in FAMILIES])
+    return facts[grid.schedule.astype(np.int64)] & (grid.pp > 1)
+
+
+def _families(grid: LayoutGrid) -> Iterator[tuple[Family, Flags]]:
+    """The schedules of the grid, each with where it is."""
+    for number in sorted(set(grid.schedule.ravel().tolist())):
+        yield FAMILIES[int(number)], grid.schedule == number

@@ -1,0 +1,5 @@
+"""Every collective of a step, known before anything runs."""
+
+from fivefold.faces import lazy_names
+
+__getattr__, __dir__ = lazy_names(__name__)

@@ -1,0 +1,262 @@
+"""Whether a step ends: the calls of the ranks, played as if each one blocked its host.
+
+What holds a rank depends on the backend and on the moment. On NCCL a communicator is a queue, and a
+call holds its stream until all members have issued it. The host waits at the first message of a
+pair, where it reads a count or a result, where the allocator retries, and where a kernel is loaded.
+Here every collective, send and receive holds its rank until all members have issued theirs. This is
+stricter than each of those: a step that ends here ends wherever the host may block.
+
+A rank stands at one call, so it does not matter which rank is played first: a step always ends, or
+it never does. In the order in which calls are completed here, no call needs a later one.
+
+Of a large job, only some ranks are known. Those of whole pipelines are played; of a group, only the
+members that are played must come. This stands for the whole job if all ranks at one pipeline coord
+issue the same calls in the same order over all their groups: then they go through them in step. The
+known ones are compared. Only calls that depend on a rank's shard may be missing or differ in size,
+and only between ranks that do not meet in them.
+
+Kinds and sizes within a group are compared elsewhere (`mismatches`).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+from typing import NamedTuple
+
+from fivefold.core.layout import PIPELINE, Layout, Topology, group_of
+from fivefold.cost.traffic.matching import IssuedCollective, Mismatch
+
+Calls = Mapping[int, Sequence[IssuedCollective]]
+"""By rank, in the order in which it issues them."""
+
+
+class Waiting(NamedTuple):
+    """A rank that never leaves a call, and the members of the call that never issue it."""
+
+    rank: int
+    call: IssuedCollective
+    waits_for: tuple[int, ...]
+
+
+class Unconnected(NamedTuple):
+    """The first message of a pair of ranks that was not connected before."""
+
+    rank: int
+    call: IssuedCollective
+
+
+@dataclass(frozen=True)
+class OrderVerdict:
+    """Whether the step ends, and what is wrong if it does not.
+
+    `ranks` and `calls` say how much was played. `cycle`: each rank waits for the next one, and the
+    last for the first; or a single rank waits for others that have no call left. `unconnected`:
+    NCCL connects such a pair within the step, and holds both hosts until both have called.
+    `differing`: ranks at one pipeline coord whose calls differ, at the first difference.
+    """
+
+    ranks: int = 0
+    calls: int = 0
+    cycle: tuple[Waiting, ...] = ()
+    unconnected: tuple[Unconnected, ...] = ()
+    differing: tuple[Mismatch, ...] = ()
+
+    @property
+    def ok(self) -> bool:
+        return not self.cycle and not self.unconnected and not self.differing
+
+
+def prove_order(topology: Topology, calls: Calls) -> OrderVerdict:
+    """Play the ranks of all pipelines that are known as a whole, and compare all ranks."""
+    played = frozenset(rank for rank in calls if _is_whole(topology, rank, calls))
+    table = _CallTable(topology.layout, played)
+    lists = {rank: table.read(own) for rank, own in calls.items()}
+    programs = {rank: each.programs for rank, each in lists.items()}
+    meetings = {rank: lists[rank].communicators for rank in sorted(played)}
+    return OrderVerdict(
+        len(played),
+        sum(len(calls[rank]) for rank in played),
+        _named(_stuck(meetings, table.sizes), calls, meetings),
+        tuple(_unconnected(calls)),
+        tuple(_differing(topology.layout, calls, programs, table.of_shard)),
+    )
+
+
+def _is_whole(topology: Topology, rank: int, calls: Calls) -> bool:
+    return all(each in calls for each in group_of(topology, PIPELINE, rank))
+
+
+class _NumberedCalls(NamedTuple):
+    """The calls of a rank, as numbers: equal for what a program issues, and for who meets."""
+
+    programs: list[int]
+    communicators: list[int]
+
+
+class _CallTable:
+    """Numbers for calls.
+
+    A rank has a hundred thousand calls, and groups have thousands of members. A rank has one tuple
+    for the members of a group, so calls are known by its identity, and few tuples are hashed.
+    """
+
+    def __init__(self, layout: Layout, played: frozenset[int]) -> None:
+        self.layout, self.played = layout, played
+        self.programs: dict[tuple[str, str, int, str, tuple[int, ...]], int] = {}
+        self.of_shard: dict[int, tuple[int, ...]] = {}  # members of programs that shards decide
+        self.communicators: dict[tuple[str, str, tuple[int, ...]], int] = {}
+        self.sizes: list[int] = []  # of each communicator: its members that are played
+
+    def read(self, calls: Sequence[IssuedCollective]) -> _NumberedCalls:
+        """The numbers of one rank's calls."""
+        seen: dict[tuple[str, str, int, str, int], tuple[int, int]] = {}
+        programs: list[int] = []
+        communicators: list[int] = []
+        for call in calls:
+            axis, kind, size, members, where = call
+            key = (axis, kind, size, where, id(members))
+            found = seen.get(key)
+            if found is None:
+                found = seen[key] = self._program(call), self._communicator(call)
+            programs.append(found[0])
+            communicators.append(found[1])
+        return _NumberedCalls(programs, communicators)
+
+    def _program(self, call: IssuedCollective) -> int:
+        """Equal on ranks that do the same; of a message, between the same pipeline coords."""
+        peers = ()
+        if call.is_of_shard:
+            peers = call.members
+        elif _is_of_a_pair(call):
+            peers = tuple(self.layout.coord(member).pp for member in call.members)
+        key = (call.axis, call.kind, call.common[2], call.where, peers)
+        number = self.programs.setdefault(key, len(self.programs))
+        if call.is_of_shard:
+            self.of_shard[number] = peers
+        return number
+
+    def _communicator(self, call: IssuedCollective) -> int:
+        """Equal for calls that meet: of one role and its members, or of one direction of a pair."""
+        kind = call.common[1] if _is_of_a_pair(call) else ""
+        number = self.communicators.setdefault((call.axis, kind, call.members), len(self.sizes))
+        if number == len(self.sizes):
+            self.sizes.append(sum(member in self.played for member in call.members))
+        return number
+
+
+def _stuck(meetings: Mapping[int, Sequence[int]], sizes: Sequence[int]) -> dict[int, int]:
+    """Play the ranks; those that do not end, with the place of the call in which each waits.
+
+    A call of a single played member is passed at once.
+    """
+    ahead = {
+        rank: iter([place for place, number in enumerate(numbers) if sizes[number] > 1])
+        for rank, numbers in meetings.items()
+    }
+    standing: list[list[int]] = [[] for _ in sizes]
+    places: dict[int, int] = {}
+    ready = list(meetings)
+    while ready:
+        rank = ready.pop()
+        place = next(ahead[rank], None)
+        if place is None:
+            places.pop(rank, None)
+            continue
+        places[rank] = place
+        number = meetings[rank][place]
+        here = standing[number]
+        here.append(rank)
+        if len(here) == sizes[number]:
+            ready += here
+            here.clear()
+    return places
+
+
+def _named(
+    stuck: Mapping[int, int], calls: Calls, meetings: Mapping[int, Sequence[int]]
+) -> tuple[Waiting, ...]:
+    """The shortest cycle among ranks that are stuck; without one, a rank that waits for ended ones.
+
+    Ranks that wait in no cycle wait, at the end of a chain, for some that have no call left.
+    """
+    at = {rank: meetings[rank][place] for rank, place in stuck.items()}
+    missing: dict[int, tuple[int, ...]] = {}
+    for rank, place in sorted(stuck.items()):
+        members = calls[rank][place].members
+        absent = (each for each in members if each in meetings and at.get(each) != at[rank])
+        missing[rank] = tuple(sorted(absent))
+    found = _shortest_cycle(missing)
+    if not found:
+        found = [rank for rank in missing if not any(each in stuck for each in missing[rank])][:1]
+    return tuple(Waiting(rank, calls[rank][stuck[rank]], missing[rank]) for rank in found)
+
+
+def _shortest_cycle(waits: Mapping[int, Sequence[int]]) -> list[int]:
+    """Ranks of which each waits for the next one, and the last for the first."""
+    best: list[int] = []
+    for start in waits:
+        paths, seen = deque([[start]]), {start}
+        while paths and (not best or len(paths[0]) < len(best)):
+            path = paths.popleft()
+            if start in waits.get(path[-1], ()):
+                best = path
+                break
+            for rank in waits.get(path[-1], ()):
+                if rank not in seen:
+                    seen.add(rank)
+                    paths.append([*path, rank])
+    return best
+
+
+def _unconnected(calls: Calls) -> Iterator[Unconnected]:
+    """For each pair, the first message without a connection before it on the same rank."""
+    told: set[tuple[int, ...]] = set()
+    for rank, own in sorted(calls.items()):
+        connected: set[tuple[int, ...]] = set()
+        for call in [each for each in own if each.axis == PIPELINE]:
+            if call.is_connection:
+                connected.add(call.members)
+            elif call.is_message and not (call.members in connected or call.members in told):
+                told.add(call.members)
+                yield Unconnected(rank, call)
+
+
+def _differing(
+    layout: Layout,
+    calls: Calls,
+    programs: Mapping[int, Sequence[int]],
+    of_shard: Mapping[int, tuple[int, ...]],
+) -> Iterator[Mismatch]:
+    """The first difference between the first rank at each pipeline coord and every other one."""
+    firsts: dict[int, int] = {}
+    for rank in sorted(calls):
+        first = firsts.setdefault(layout.coord(rank).pp, rank)
+        if programs[rank] == programs[first]:
+            continue
+        apart = {
+            number
+            for number, members in of_shard.items()
+            if not (first in members and rank in members)
+        }
+        places, other_places = (
+            [place for place, number in enumerate(programs[each]) if number not in apart]
+            for each in (first, rank)
+        )
+        for place, other in zip_longest(places, other_places):
+            one = None if place is None else programs[first][place]
+            if other is None or one != programs[rank][other]:
+                issued, other_issued = _at(calls[first], place), _at(calls[rank], other)
+                number = min(each for each in (place, other) if each is not None)
+                yield Mismatch(number + 1, first, rank, issued, other_issued)
+                break
+
+
+def _is_of_a_pair(call: IssuedCollective) -> bool:
+    return call.is_message or call.is_connection
+
+
+def _at(calls: Sequence[IssuedCollective], place: int | None) -> IssuedCollective | None:
+    return None if place is None else calls[place]

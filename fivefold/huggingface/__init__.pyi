@@ -1,0 +1,15 @@
+from fivefold.huggingface.adapters import BASE as BASE
+from fivefold.huggingface.adapters import AdapterFolder as AdapterFolder
+from fivefold.huggingface.adapters import base_of as base_of
+from fivefold.huggingface.adapters import merged as merged
+from fivefold.huggingface.adapters import write_adapter as write_adapter
+from fivefold.huggingface.cards import CARD as CARD
+from fivefold.huggingface.cards import GENERATION as GENERATION
+from fivefold.huggingface.cards import generation_config as generation_config
+from fivefold.huggingface.cards import model_card as model_card
+from fivefold.huggingface.config_export import HfModel as HfModel
+from fivefold.huggingface.config_export import as_hf as as_hf
+from fivefold.huggingface.files import HfFolder as HfFolder
+from fivefold.huggingface.files import new_folder as new_folder
+from fivefold.huggingface.files import refuse_existing as refuse_existing
+from fivefold.huggingface.files import write_model as write_model

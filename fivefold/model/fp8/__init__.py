@@ -1,0 +1,5 @@
+"""Linears and experts in fp8."""
+
+from fivefold.faces import lazy_names
+
+__getattr__, __dir__ = lazy_names(__name__)

@@ -1,0 +1,220 @@
+"""Rows of experts in fp8: one scale for each, and codes that travel in place of values.
+
+What goes to experts (their inputs in forward, the gradients of their outputs in backward) is
+rounded where its token is, before anything moves it. Autograd has no integers: it sees tensors of
+the right size that have no memory, and `CodedRows` holds the codes beside them. What comes back
+from experts are values.
+
+A packed row is its codes and, in its last four bytes, its scale.
+
+Legend: N tokens, M slots, D model width, W columns, P bytes of a packed row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from fivefold.core.layout import SCALE_BYTES, packed_row
+from fivefold.model.fp8.operand import CODES
+from fivefold.model.fp8.rounding import OverRanks, scale_and_factor, to_codes
+from fivefold.model.kernels import is_fake
+
+_E4M3 = CODES["e4m3"]
+
+
+class RowCodes(Protocol):
+    """How rows go to experts."""
+
+    two_readers: bool  # gate and up read rows of their own
+
+    @property
+    def tokens(self) -> RowCodes:
+        """How they go before the weights of slots are known."""
+        ...
+
+    def round(self, x: Tensor) -> Tensor:
+        """Rows that begin to travel to experts."""
+        ...
+
+    def round_gradient(self, y: Tensor) -> Tensor:
+        """The same; in backward their gradients begin to travel."""
+        ...
+
+    def open(self, x: Tensor) -> Tensor:
+        """What is moved of rows that autograd knows as `x`."""
+        ...
+
+    def close(self, moved: Tensor) -> Tensor:
+        """What autograd knows of rows that were moved."""
+        ...
+
+
+class PlainRows:
+    """Values, as they are."""
+
+    two_readers = True
+
+    @property
+    def tokens(self) -> PlainRows:
+        return self
+
+    def round(self, x: Tensor) -> Tensor:
+        return x
+
+    def round_gradient(self, y: Tensor) -> Tensor:
+        return y
+
+    def open(self, x: Tensor) -> Tensor:
+        return x
+
+    def close(self, moved: Tensor) -> Tensor:
+        return moved
+
+
+AS_THEY_ARE = PlainRows()
+
+
+class _LiveRows(PlainRows):
+    """Values, zero where tokens are padding."""
+
+    def __init__(self, live: Callable[[Tensor], Tensor]) -> None:
+        self.live = live
+
+    def round(self, x: Tensor) -> Tensor:
+        return self.live(x)
+
+
+class RowOperand(NamedTuple):
+    """A matrix in fp8 with a scale for each row, (M,) in float32."""
+
+    codes: Tensor
+    scale: Tensor
+
+    def values(self, dtype: torch.dtype, start: int = 0, stop: int | None = None) -> Tensor:
+        """The rounded values of some columns."""
+        codes = self.codes[:, start:stop]
+        if is_fake(codes):
+            return codes.new_empty(codes.shape, dtype=dtype)
+        if codes.is_cuda and dtype != torch.float64:
+            from fivefold.model.fp8 import (
+                rows_kernel as fp8_rows_kernel,  # Triton is there only with CUDA
+            )
+
+            return fp8_rows_kernel.row_values(codes, self.scale, dtype)
+        wide = torch.promote_types(dtype, torch.float32)
+        return (codes.to(wide) * self.scale.to(wide)[:, None]).to(dtype)
+
+
+class CodedRows:
+    """The rows of one microbatch on their way to the experts of one layer. `live` sets tokens that
+    are padding to zero; with `weighs_inputs` rows are known only when their weights are."""
+
+    two_readers = False
+
+    def __init__(
+        self, width: int, dtype: torch.dtype, live: Callable[[Tensor], Tensor], weighs_inputs: bool
+    ) -> None:
+        self.width, self.dtype, self.live, self.weighs_inputs = width, dtype, live, weighs_inputs
+        self.packed: Tensor | None = None
+
+    @property
+    def tokens(self) -> RowCodes:
+        return _LiveRows(self.live) if self.weighs_inputs else self
+
+    def round(self, x: Tensor) -> Tensor:
+        return _Round.apply(x, self)
+
+    def round_gradient(self, y: Tensor) -> Tensor:
+        return _RoundGradient.apply(y, self)
+
+    def open(self, x: Tensor) -> Tensor:
+        packed, self.packed = self.packed, None
+        assert packed is not None, "rows are opened once for each time they are closed"
+        return packed
+
+    def close(self, moved: Tensor) -> Tensor:
+        self.packed = moved
+        nothing = torch.zeros((), dtype=self.dtype, device=moved.device)
+        return nothing.expand(len(moved), self.width)
+
+    def read(self, x: Tensor) -> tuple[Tensor, RowOperand]:
+        """The packed rows, and the operand that they are."""
+        packed = self.open(x)
+        return packed, unpacked(packed, self.width)
+
+
+class _Round(torch.autograd.Function):
+    """Values to codes; the gradient is that of the values."""
+
+    @staticmethod
+    def forward(ctx: Any, x_ND: Tensor, codes: CodedRows) -> Tensor:
+        live = x_ND if codes.weighs_inputs else codes.live(x_ND)
+        return codes.close(round_and_pack(live))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return gradients[0], None
+
+
+class _RoundGradient(torch.autograd.Function):
+    """Nothing forward; backward turns the gradient to codes."""
+
+    @staticmethod
+    def forward(ctx: Any, y_ND: Tensor, codes: CodedRows) -> Tensor:
+        ctx.codes = codes
+        return y_ND.view_as(y_ND)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        codes: CodedRows = ctx.codes
+        return codes.close(round_and_pack(gradients[0])), None
+
+
+def round_and_pack(x_NW: Tensor) -> Tensor:
+    """Rows with their scales, (N, P) bytes."""
+    num_rows, width = x_NW.shape
+    packed_NP = torch.empty(num_rows, packed_row(width), dtype=torch.uint8, device=x_NW.device)
+    if is_fake(x_NW):
+        return packed_NP
+    if _has_kernel(x_NW):
+        from fivefold.model.fp8 import rows_kernel as fp8_rows_kernel
+
+        fp8_rows_kernel.pack_rows(x_NW, packed_NP)
+        return packed_NP
+    rounded = round_rows([x_NW], None)
+    packed_NP[:, :width] = rounded.codes.view(torch.uint8)
+    packed_NP[:, -SCALE_BYTES:] = rounded.scale.view(torch.uint8).view(num_rows, SCALE_BYTES)
+    return packed_NP
+
+
+def unpacked(packed_MP: Tensor, width: int) -> RowOperand:
+    """Codes as they lie in packed rows, and their scales."""
+    tail = packed_MP[:, -SCALE_BYTES:].contiguous()
+    return RowOperand(packed_MP[:, :width].view(_E4M3), tail.view(torch.float32).flatten())
+
+
+def round_rows(parts: Sequence[Tensor], over_ranks: OverRanks | None) -> RowOperand:
+    """Matrices beside one another, as one: a row has one scale. Its maximum goes over ranks that
+    have other columns of the row."""
+    first, width = parts[0], sum(each.shape[1] for each in parts)
+    if is_fake(first):
+        maximum_M = first.new_empty(len(first), dtype=torch.float32)
+        maximum_M = maximum_M if over_ranks is None else over_ranks(maximum_M)
+        return RowOperand(first.new_empty(len(first), width, dtype=_E4M3), maximum_M)
+    if _has_kernel(first):
+        from fivefold.model.fp8 import rows_kernel as fp8_rows_kernel
+
+        maximum = None if over_ranks is None else over_ranks(fp8_rows_kernel.row_maxima(parts))
+        return RowOperand(*fp8_rows_kernel.round_rows(parts, maximum))
+    maximum_M = torch.stack([each.abs().amax(1) for each in parts]).amax(0).to(torch.float32)
+    maximum_M = maximum_M if over_ranks is None else over_ranks(maximum_M)
+    scale_M, factor_M = scale_and_factor(maximum_M, "e4m3")
+    return RowOperand(to_codes(torch.cat([*parts], 1), factor_M[:, None], "e4m3"), scale_M)
+
+
+def _has_kernel(x: Tensor) -> bool:
+    return x.is_cuda and x.dtype != torch.float64

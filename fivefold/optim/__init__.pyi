@@ -1,0 +1,9 @@
+from fivefold.optim.disk_states import StateOnDisk as StateOnDisk
+from fivefold.optim.gradient_norm import norm_on_gpu as norm_on_gpu
+from fivefold.optim.optimizer import MASTER as MASTER
+from fivefold.optim.optimizer import LossScale as LossScale
+from fivefold.optim.optimizer import StateInMemory as StateInMemory
+from fivefold.optim.optimizer import StoredState as StoredState
+from fivefold.optim.optimizer import Updater as Updater
+from fivefold.optim.optimizer import make_optimizer as make_optimizer
+from fivefold.optim.updater import make_updater as make_updater

@@ -1,0 +1,319 @@
+"""The order in which the dimensions are applied, on one screen."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from fivefold.core.layout import (
+    PIPELINE,
+    LocalWeight,
+    Weight,
+    WeightShard,
+    buffers,
+    by_name,
+    local_shape,
+    shard_of,
+)
+from fivefold.core.plan import Plan
+from fivefold.core.schedule import defers_weight_gradients
+from fivefold.cost.traffic import units_of
+from fivefold.model import (
+    Decoder,
+    Linear,
+    LinearMath,
+    TokenBatch,
+    apply_recompute,
+    from_config,
+    initial_weight,
+    look_ahead,
+    mark_outgrown,
+)
+from fivefold.model.fp8 import RoundedWeights
+from fivefold.model.kernels import Fuse, eager
+from fivefold.parallel import context, expert, tensor
+from fivefold.parallel.balance import Balancing
+from fivefold.parallel.data import Blocks, DataParallel
+from fivefold.parallel.deferred import GradientQueue
+from fivefold.parallel.mesh import Mesh, Phase
+from fivefold.parallel.pipeline import Pipeline
+from fivefold.parallel.stage import Instruments, Stage
+from fivefold.parallel.units import (
+    FlatUnit,
+    GradientHome,
+    OwnedShard,
+    UnitOptions,
+    round_experts,
+    rounding_math,
+    share_maxima,
+)
+
+
+@dataclass(frozen=True)
+class StageChunk:
+    """One stage on one rank, as the pipeline drives it: its model, flat units and gradient queue.
+
+    Without a `queue` autograd delivers all gradients itself. `rounded` are its weights in fp8.
+    """
+
+    stage: int
+    model: Decoder
+    data: DataParallel
+    queue: GradientQueue | None
+    rounded: RoundedWeights
+
+    def forward(self, x: Tensor | None, batch: TokenBatch, microbatch: int) -> Tensor:
+        return self.model(batch.tokens if x is None else x, batch)
+
+    def backward(self, run: Callable[[], None], microbatch: int, split: bool, last: bool) -> None:
+        with self.data.backward(last):
+            if self.queue is None:
+                run()
+            elif split:
+                with self.queue.keeping(microbatch):
+                    run()
+            else:
+                with self.queue.taking(self.data):
+                    run()
+
+    def weight_gradients(self, microbatch: int, last: bool) -> None:
+        assert self.queue is not None, "a backward that was not split defers no weight gradient"
+        with self.data.collecting(last):
+            self.queue.settle(microbatch, self.data)
+
+
+@dataclass(frozen=True)
+class Job:
+    """A plan brought to life on one rank."""
+
+    plan: Plan
+    mesh: Mesh
+    chunks: tuple[StageChunk, ...]
+    pipeline: Pipeline
+    forwards: Pipeline  # the same stages without their backwards
+    balancing: Balancing
+    table: dict[str, Weight]
+    shards: dict[str, WeightShard]
+    on_phase: Callable[[str], None]
+
+    @property
+    def units(self) -> Iterator[FlatUnit]:
+        """The flat units of all chunks."""
+        return (unit for chunk in self.chunks for unit in chunk.data.units)
+
+    @property
+    def owned(self) -> list[OwnedShard]:
+        """What the optimizer of this rank updates."""
+        return [each for chunk in self.chunks for each in chunk.data.owned]
+
+    @property
+    def held(self) -> list[OwnedShard]:
+        """The same, with this rank's shards of frozen weights."""
+        return [each for unit in self.units for each in unit.owned]
+
+    def copies(self, owned: OwnedShard) -> int:
+        """How many ranks of the job hold this very shard of a weight."""
+        shard, everyone = ("edp", "edp") if owned.row.expert else ("fsdp", "dp-cp")
+        sliced = self.plan.layout.zero >= 1 and self.mesh.size(shard) > 1
+        copies = self.mesh.size(everyone) // (self.mesh.size(shard) if sliced else 1)
+        return self.shards[owned.row.name].copies * copies * self._stages(owned.row.name)
+
+    def _stages(self, name: str) -> int:
+        """How many stages hold a weight: both directions have it, and both ends if it is tied."""
+        directions = 2 if self.plan.schedule.placement.mirrored else 1
+        return directions * (2 if self.is_tied(name) else 1)
+
+    def local(self, batch: TokenBatch) -> TokenBatch:
+        """This rank's tokens of the rows of its data rank."""
+        coord = self.plan.layout.coord(self.mesh.rank).cp
+        batch = mark_outgrown(look_ahead(batch, self.plan.shape.mtp), self.plan.shape)
+        return context.shard(batch, self.plan.split, self.plan.padded_seq, coord)
+
+    def is_tied(self, name: str) -> bool:
+        """Whether first and last stage each have a copy of this weight."""
+        split = len(self.plan.stages) > 1
+        shared = self.plan.shape.ends_share and self.table[name].name == "embed.weight"
+        return split and shared
+
+
+def compose(
+    plan: Plan,
+    mesh: Mesh,
+    *,
+    seed: int,
+    dtype: torch.dtype,
+    offload: bool = False,
+    as_summed: bool = True,
+    disk: Path | None = None,
+    grad_home: GradientHome | None = None,
+    fuse: Fuse = eager,
+    instruments: Instruments | None = None,
+    initial: Callable[..., Tensor] = initial_weight,
+) -> Job:
+    """Build one rank: the rooms change the plain model of each of its stages one after the other,
+    data parallelism shards the weights, and the pipeline drives the result. `fuse` makes kernels of
+    all but GEMMs and attention, `initial` first values; `as_summed` as in `UnitOptions`."""
+    watch, schedule, shape = instruments or Instruments(), plan.schedule, plan.shape
+    table, coord = by_name(shape), plan.layout.coord(mesh.rank)
+    shards = {name: shard_of(one, shape, plan.layout, coord) for name, one in table.items()}
+    draw = partial(initial, shape=plan.shape, seed=seed, dtype=dtype, device=mesh.device)
+    fill = partial(_first_values, table, shards, draw)
+    options = UnitOptions(
+        plan.layout.zero,
+        getattr(torch, plan.units.grad_format(dtype.itemsize)),
+        offload,
+        without_weights=frozenset({"embed"}),
+        backward_follows=plan.layout.pp == 1,
+        past_autograd=defers_weight_gradients(schedule),  # on all ranks, for one arithmetic
+        as_summed=as_summed,
+        disk=disk,
+        prefetch=plan.units.prefetch,
+        grad_home=grad_home,
+        on_collective=watch.on_unit,
+    )
+    balancing = Balancing(plan, mesh)
+    rooms = (balancing.attach, expert.spread, context.split_rows, tensor.split, _recompute)
+
+    def chunk(number: int) -> StageChunk:
+        layers = plan.stages[number]
+        model = from_config(plan.shape, dtype=dtype, device="meta", layers=layers, fuse=fuse)
+        _make_buffers(model, mesh.device)
+        queue = GradientQueue() if options.past_autograd else None
+        units, keeps = units_of(plan, number, dtype.itemsize), not plan.gathers_each_time(layers)
+        math, rounded = rounding_math(plan, mesh, model, keeps, watch.on_rounded)
+        stage = Stage(number, plan, model, mesh, Phase(), queue, watch.routing, fuse, math)
+        for apply in (_defer, partial(round_experts, rounded, watch.on_experts), *rooms):
+            apply(stage)
+        kept = replace(options, keeps_weights=keeps, num_uses=model.num_uses())
+        data = DataParallel(model, blocks_of(model), units, mesh, kept, fill, stage.phase)
+        return StageChunk(number, model, data, queue, share_maxima(plan, mesh, data.units, rounded))
+
+    chunks = tuple(chunk(number) for number in schedule.placement.stages_of(mesh.coord(PIPELINE)))
+    driven = {each.stage: watch.wrap(each) if watch.wrap else each for each in chunks}
+    make = partial(Pipeline, mesh=mesh, hidden=hidden_size(plan), dtype=dtype)
+    pipeline = make(schedule, chunks=driven, observer=watch.actions)
+    plain = {each.stage: each for each in chunks}
+    forwards = make(schedule.forwards(), chunks=plain, observer=watch.evaluation)
+    return Job(plan, mesh, chunks, pipeline, forwards, balancing, table, shards, watch.on_phase)
+
+
+@dataclass(frozen=True)
+class ForwardStage:
+    """One stage of a rank that only computes forward: its weights are its shards, as plain
+    parameters without values."""
+
+    model: Decoder
+    table: dict[str, Weight]
+    shards: dict[str, WeightShard]
+
+    @torch.no_grad()
+    def fill(self, read: Callable[[Weight, torch.dtype], Tensor]) -> None:
+        """Give weights and buffers their values, cut from the full ones."""
+        named = (*self.model.named_parameters(), *self.model.named_buffers())
+        for name, held in named:
+            full = read(self.table[name], held.dtype)
+            held.copy_(tensor.cut(full, self.shards[name]))
+
+
+def compose_forward(
+    plan: Plan,
+    mesh: Mesh,
+    dtype: torch.dtype,
+    fuse: Fuse = eager,
+    linears: LinearMath | None = None,
+) -> ForwardStage:
+    """Build one rank that computes forward: the same rooms, and no data dimension, whose ranks are
+    replicas. Nothing balances experts, and nothing is dropped. `linears`: the arithmetic of those
+    of blocks, where the plan's precision does not say it."""
+    (number,) = plan.schedule.placement.stages_of(mesh.coord(PIPELINE))
+    shape, coord = plan.shape, plan.layout.coord(mesh.rank)
+    table = {**by_name(shape), **{each.name: each for each in buffers(shape)}}
+    shards = {name: shard_of(weight, shape, plan.layout, coord) for name, weight in table.items()}
+    layers = plan.stages[number]
+    model = from_config(shape, dtype=dtype, device="meta", layers=layers, fuse=fuse)
+    _make_buffers(model, mesh.device)
+    rounding, _ = rounding_math(plan, mesh, model, True, None)
+    math = rounding if linears is None else partial(_always, linears)
+    stage = Stage(number, plan, model, mesh, Phase(), None, None, fuse, math)
+    for apply in (expert.spread, tensor.split):
+        apply(stage)
+    _make_shards(model, table, shards, mesh.device)
+    return ForwardStage(model.eval(), table, shards)
+
+
+def _always(
+    math: LinearMath, layer: int, linears: Sequence[Linear], copied: Sequence[int] = ()
+) -> LinearMath:
+    return math
+
+
+def _make_shards(
+    model: Decoder,
+    table: Mapping[str, Weight],
+    shards: Mapping[str, WeightShard],
+    device: torch.device,
+) -> None:
+    """Put parameters of the size of a rank's shards in the place of full ones. A tied weight that
+    two modules have is made once."""
+    made: dict[int, nn.Parameter] = {}
+    names = {id(each): name for name, each in model.named_parameters()}
+    for module in list(model.modules()):
+        for attribute, full in list(module.named_parameters(recurse=False)):
+            if id(full) not in made:
+                name = names[id(full)]
+                size = local_shape(table[name], shards[name])
+                zero = torch.zeros(size, dtype=full.dtype, device=device)  # also where it pads
+                made[id(full)] = nn.Parameter(zero, requires_grad=False)
+            setattr(module, attribute, made[id(full)])
+
+
+def _defer(stage: Stage) -> None:
+    """Split the backward, whose weight gradients go through the queue."""
+    if stage.queue is not None:
+        stage.queue.defer(stage.model, stage.fuse)
+
+
+def _recompute(stage: Stage) -> None:
+    apply_recompute(stage.model, stage.plan.recompute.of(stage.number))
+
+
+def _first_values(
+    table: Mapping[str, Weight],
+    shards: Mapping[str, WeightShard],
+    draw: Callable[..., Tensor],
+    row: LocalWeight,
+) -> Tensor:
+    """The first values of this rank's shard of a weight."""
+    weight, shard = table[row.name], shards[row.name]
+    if not weight.expert:
+        return tensor.cut(draw(weight), shard)
+    return tensor.cut_inside(draw(weight, experts=range(shard.start, shard.stop)), shard)
+
+
+def _make_buffers(model: Decoder, device: torch.device) -> None:
+    """What is neither computed nor updated by the optimizer: zero, on every rank alike."""
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, torch.zeros(buffer.shape, dtype=buffer.dtype, device=device))
+
+
+def hidden_size(plan: Plan) -> torch.Size:
+    """Activations between two stages, as one rank holds them."""
+    seq = plan.local_seq // (plan.layout.tp if plan.layout.sp else 1)
+    return torch.Size((plan.batch.microbatch_size, seq, plan.shape.width))
+
+
+def blocks_of(model: Decoder) -> Blocks:
+    """The modules of each block of the weights' table, in forward order."""
+    embed = {"embed": [model.embed]} if model.embed is not None else {}
+    middle = {f"blocks.{name}": [block] for name, block in model.blocks.items()}
+    if model.norm is None or model.head is None:
+        return {**embed, **middle}
+    copy = [model.mtp["embed"]] if "embed" in model.mtp else []
+    ahead = {f"mtp.{name}": [*copy, layer] for name, layer in model.mtp.items() if name != "embed"}
+    return {**embed, **middle, "head": [model.norm, model.head], **ahead}

@@ -1,0 +1,5 @@
+"""Flat units: weights that are gathered and reduced together."""
+
+from fivefold.faces import lazy_names
+
+__getattr__, __dir__ = lazy_names(__name__)

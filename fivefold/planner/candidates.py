@@ -1,0 +1,249 @@
+"""What a search keeps of the layouts that it has estimated: the fastest that fit, the fastest of
+each complexity, and the fastest of each memory class."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+
+from fivefold.cost import Array, LayoutGrid, along
+from fivefold.cost.stages import is_long
+from fivefold.planner.simplicity import AXES, complexity, num_axes
+from fivefold.planner.space import LayoutBlock
+
+_FRONT = 128  # memory classes; the fastest layout of each is kept
+_ANY, _FLAT = -1, -2  # in place of the index of a rule: every layout, those without a pipeline
+# Bounds of pipelines may be this much below their simulated steps, those of other layouts are not:
+# some of these are kept even where bounds of many pipelines are lower.
+_FLAT_KEPT, _FLAT_REACH = 12, 1.5
+SimpleKey = tuple[int, int]  # complexity and microbatch size
+
+
+@dataclass(frozen=True)
+class LayoutCandidate:
+    """One layout with its estimated time and memory, by its index in a block."""
+
+    block: LayoutBlock
+    index: int
+    seconds: float
+    bytes: float
+    makespan: float | None = None  # of its pipeline, if that was simulated action by action
+
+    @cached_property
+    def grid(self) -> LayoutGrid:
+        """The layout alone."""
+        index = np.unravel_index(self.index, self.block.shape)
+        return self.block.grid.at(tuple(int(each) for each in index))
+
+    @cached_property
+    def choice(self) -> tuple[float, ...]:
+        """What users see of it: candidates of one choice differ only in chunks, in sharding or in
+        what changes nothing."""
+        grid = self.grid
+        columns = (grid.tp, grid.cp, grid.pp, grid.dp, grid.ep, grid.etp, grid.microbatch_size)
+        return tuple(each.item() for each in (*columns, grid.recompute, grid.schedule))
+
+    @cached_property
+    def pipeline(self) -> tuple[float, ...]:
+        """What its schedule depends on: candidates with the same one are simulated together."""
+        grid = self.grid
+        columns = (grid.schedule, grid.pp, grid.chunks, grid.microbatches)
+        return tuple(each.item() for each in columns)
+
+    @property
+    def is_long(self) -> bool:
+        """Whether its schedule is extrapolated from shorter ones."""
+        _, ranks, chunks, microbatches = map(int, self.pipeline)
+        return is_long(ranks, microbatches, chunks)
+
+    @property
+    def speed_rank(self) -> tuple[float, float, int]:
+        """By the step and by bytes, up to rounding, then by the lower ZeRO stage."""
+        seconds, size = (float(f"{each:.9g}") for each in (self.seconds, self.bytes))
+        return seconds, size, int(self.grid.zero.item())
+
+    @property
+    def rule(self) -> int:
+        """The index of its rule of recomputation."""
+        return int(self.grid.recompute.item())
+
+    @property
+    def rounded(self) -> float:
+        """Its seconds, to as many digits as decide an order."""
+        return float(f"{self.seconds:.4g}")
+
+
+@dataclass
+class SearchResult:
+    """The fastest layouts that fit, the front of memory and time, and how many were estimated.
+
+    `simple`: by complexity and microbatch size, the fastest layouts (by their bounds) that may be
+    equal to the first.
+    """
+
+    best: list[LayoutCandidate] = field(default_factory=list[LayoutCandidate])
+    simple: dict[SimpleKey, LayoutCandidate] = field(
+        default_factory=dict[SimpleKey, LayoutCandidate]
+    )
+    front: list[LayoutCandidate] = field(default_factory=list[LayoutCandidate])
+    leanest: LayoutCandidate | None = None  # least memory of all, also if none fits
+    candidates: int = 0
+    passed_over: int = 0
+    host_is_short: bool = False  # a layout would fit with more host memory
+    seconds: float = 0.0
+
+    def count(self, all_of_them: int, estimated: int) -> None:
+        """Count the layouts of a block, of which so many are estimated."""
+        self.candidates += estimated
+        self.passed_over += all_of_them - estimated
+
+    def note_host(self, is_short: bool) -> None:
+        """Whether a layout fits but for the memory of the host."""
+        self.host_is_short |= is_short
+
+    def finish(self, best: list[LayoutCandidate], seconds: float) -> None:
+        """The fastest in their order, and how long the search took."""
+        self.best, self.seconds = best, seconds
+
+    def draw_front(self, front: list[LayoutCandidate]) -> None:
+        self.front = front
+
+
+class KeptLayouts:
+    """Keeps layouts of one search in its result.
+
+    `keep`: how many of the fastest, of each of these `rules` of recomputation if there are some;
+    `equal`: the share of a step within which simpler layouts are kept as well; `memory`: bytes of a
+    GPU; `domain`: GPUs of the innermost domain.
+    """
+
+    def __init__(
+        self,
+        result: SearchResult,
+        keep: int,
+        equal: float,
+        memory: float,
+        domain: float,
+        rules: Sequence[int] = (),
+    ) -> None:
+        self.result, self.number, self.equal = result, keep, equal
+        self.memory, self.domain, self.rules = memory, domain, rules
+        self.fastest: dict[int, list[LayoutCandidate]]
+        self.fastest = {rule: [] for rule in rules or (_ANY, _FLAT)}
+        self.classes: dict[int, LayoutCandidate] = {}
+
+    @property
+    def worst(self) -> float:
+        """Seconds that a layout must not exceed to be one of the fastest."""
+        return max(self._worst_of(rule) for rule in self.fastest if rule != _FLAT)
+
+    def worst_in(self, block: LayoutBlock) -> float:
+        """The same in one block: longer where layouts have no pipeline."""
+        if _FLAT not in self.fastest or float(block.grid.pp.max()) > 1:
+            return self.worst
+        flat = max(self._worst_of(_FLAT), self._near_flat)
+        return max(self.worst, min(flat, _FLAT_REACH * self.worst))
+
+    @property
+    def _near_flat(self) -> float:
+        """Up to how many seconds a layout may be equal to the fastest without a pipeline."""
+        flat = self.fastest.get(_FLAT)
+        return (1 + self.equal) * flat[0].seconds if flat and self.equal else 0.0
+
+    def worst_by_rule(self, grid: LayoutGrid) -> Array:
+        """The same for each rule of recomputation of a block."""
+        return along(4, [self._worst_of(int(rule)) for rule in grid.recompute.flat])
+
+    def _worst_of(self, rule: int) -> float:
+        best = self.fastest[rule]
+        return best[-1].seconds if len(best) >= self._number(rule) else np.inf
+
+    def _number(self, rule: int) -> int:
+        return min(self.number, _FLAT_KEPT) if rule == _FLAT else self.number
+
+    @property
+    def near(self) -> float:
+        """Up to how many seconds a layout may be equal to the fastest; none if there is none."""
+        if not self.equal or not self.result.best:
+            return 0.0
+        return (1 + self.equal) * self.result.best[0].seconds
+
+    def fewest_axes(self) -> int:
+        """Of a layout that is equal to the fastest."""
+        near = self.near
+        equals = (one for one in self.result.simple.values() if one.seconds <= near)
+        return min((int(num_axes(one.grid).item()) for one in equals), default=len(AXES))
+
+    def keep(self, block: LayoutBlock, seconds: Array, memory: Array, fitting: Array) -> None:
+        """Keep the best of a block; `fitting` are the seconds of those that fit."""
+        self._keep_best(block, fitting, memory)
+        self._keep_simple(block, fitting, memory)
+        self.keep_front(block, seconds, memory)
+
+    def _keep_simple(self, block: LayoutBlock, seconds: Array, memory: Array) -> None:
+        """Keep the fastest layout of each complexity and microbatch size: where the fastest of all
+        sizes does not fit in the end, a smaller one may."""
+        if not self.near:
+            return
+        limit = max(self.near, min(self._near_flat, _FLAT_REACH * self.near))
+        near = np.flatnonzero(seconds <= limit)
+        columns = (complexity(block.grid, self.domain), block.grid.microbatch_size)
+        codes, sizes = (np.broadcast_to(each, block.shape).ravel()[near] for each in columns)
+        order = np.lexsort((memory[near], seconds[near], sizes, codes))
+        _, firsts = np.unique(np.stack((codes, sizes))[:, order], axis=1, return_index=True)
+        for place in order[firsts]:
+            key, index = (int(codes[place]), int(sizes[place])), int(near[place])
+            known = self.result.simple.get(key)
+            if known is None or seconds[index] < known.seconds:
+                self.result.simple[key] = _candidate(block, index, seconds, memory)
+
+    def _keep_best(self, block: LayoutBlock, seconds: Array, memory: Array) -> None:
+        for rule, best in self.fastest.items():
+            mine, worst = seconds, self._worst_of(rule)
+            if rule == _FLAT:
+                flat = np.broadcast_to(block.grid.pp, block.shape).ravel() == 1
+                mine = np.where(flat, seconds, np.inf)
+            elif rule != _ANY:
+                rules = np.broadcast_to(block.grid.recompute, block.shape).ravel()
+                mine = np.where(rules == rule, seconds, np.inf)
+            places = np.argpartition(mine, min(self.number, len(mine) - 1))[: self.number]
+            best += [
+                _candidate(block, int(place), mine, memory)
+                for place in places
+                if mine[place] < worst
+            ]
+            best.sort(key=lambda one: one.seconds)
+            del best[self._number(rule) :]
+        kept = ((id(one.block), one.index, one) for best in self.fastest.values() for one in best)
+        distinct = {(block, index): one for block, index, one in kept}
+        self.result.best = sorted(distinct.values(), key=lambda one: one.seconds)
+
+    def keep_front(self, block: LayoutBlock, seconds: Array, memory: Array) -> None:
+        """Keep the fastest layout of each memory class, and the one with least memory of all."""
+        numbers = (memory / self.memory * _FRONT).astype(np.int64).clip(0, _FRONT)
+        fastest = np.full(_FRONT + 1, np.inf)
+        np.minimum.at(fastest, numbers, seconds)
+        for number in np.flatnonzero(np.isfinite(fastest)):
+            known = self.classes.get(int(number))
+            if known is None or fastest[number] < known.seconds:
+                index = int(np.flatnonzero((numbers == number) & (seconds == fastest[number]))[0])
+                self.classes[int(number)] = _candidate(block, index, seconds, memory)
+        legal = np.where(np.isfinite(seconds), memory, np.inf)
+        lean = int(legal.argmin())
+        if self.result.leanest is None or legal[lean] < self.result.leanest.bytes:
+            self.result.leanest = _candidate(block, lean, seconds, memory)
+
+    def front(self) -> Iterator[LayoutCandidate]:
+        """Layouts by rising memory, each faster than all before it."""
+        fastest = np.inf
+        for number in sorted(self.classes):
+            if self.classes[number].seconds < fastest:
+                fastest = self.classes[number].seconds
+                yield self.classes[number]
+
+
+def _candidate(block: LayoutBlock, index: int, seconds: Array, memory: Array) -> LayoutCandidate:
+    return LayoutCandidate(block, index, float(seconds[index]), float(memory[index]))

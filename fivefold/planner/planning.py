@@ -1,0 +1,500 @@
+"""The best plans for a job whose layout is open: request, search, simulate, rank, choose.
+
+A search ranks millions of layouts by bounds. The best of them become plan options again, are
+resolved, and are simulated one by one; that decides the order in which they are shown. Layouts that
+differ from the fastest by less than estimates can tell are equal, and the simplest of them is the
+first choice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from fivefold.core import RUNTIME_PRECISIONS, FivefoldError, Machine, counted, plan_keys
+from fivefold.core.layout import (
+    MOST_RANKS,
+    Layout,
+    batch_remark,
+    default_batch,
+    legality,
+    rules,
+    tuned,
+)
+from fivefold.core.model import Shape
+from fivefold.core.model import presets as models
+from fivefold.core.plan import Plan, PlanOptions, resolve
+from fivefold.cost import OFFLOADS, require_possible_imbalance
+from fivefold.cost.hardware import BY_KERNELS, OUR_OWN, load_preset
+from fivefold.cost.step import require_room
+from fivefold.planner.candidates import LayoutCandidate, SearchResult
+from fivefold.planner.error_bars import accuracy
+from fivefold.planner.estimate import Estimate, estimate_plan, plan_memory
+from fivefold.planner.first_choice import first_choice, is_same, tp_leaves_domain, why_simpler
+from fivefold.planner.grid_options import layout_of, options_of
+from fivefold.planner.search import may_fit, search_layouts
+from fivefold.planner.setting import EstimateSetting
+from fivefold.planner.space import SearchSpace
+
+Progress = Callable[[float], None]
+OBJECTIVES = ("tokens", "gpus", "gpu-hours")
+# Candidates kept for each plan that is shown: some differ only in what changes nothing.
+_CANDIDATES_PER_PLAN = 12
+_MOST_FRONT = 5
+_NEAR = 1.25  # times the usable memory: what needs more is not searched on twice as many GPUs
+_MOST_ACTIONS = 30_000  # of a schedule that is simulated only for the front
+
+
+@dataclass(frozen=True)
+class PlanRequest:
+    """A job whose layout is open."""
+
+    options: PlanOptions
+    shape: Shape
+    space: SearchSpace
+    setting: EstimateSetting
+    notes: tuple[str, ...] = ()
+
+    def on(self, gpus: int) -> PlanRequest:
+        """The same request on another number of GPUs."""
+        return replace(self, space=replace(self.space, gpus=gpus))
+
+
+@dataclass(frozen=True)
+class PlanResult:
+    """The first choice, then other plans by their simulated steps, and how many layouts were
+    estimated. The first choice is the simplest of those that are equal to the fastest."""
+
+    request: PlanRequest
+    plans: tuple[Estimate, ...]
+    fastest: Estimate
+    front: tuple[Estimate, ...]  # each more memory for less time
+    candidates: int
+    passed_over: int
+    seconds: float
+
+    @property
+    def rival(self) -> Estimate | None:
+        """The fastest, or the next best if that is the first choice."""
+        if self.fastest is not self.plans[0]:
+            return self.fastest
+        return self.plans[1] if len(self.plans) > 1 else None
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What is wrong with the first choice, though nothing better fits."""
+        first, machine = self.plans[0], self.request.setting.machine
+        if not tp_leaves_domain(first):
+            return ()
+        why = "as given" if "tp" in (self.request.space.fixed or {}) else "nothing else fits"
+        return (f"tp={first.plan.layout.tp} leaves {machine.tiers[0].name}: {why}",)
+
+    @property
+    def simpler(self) -> str:
+        """In what the first choice is simpler than the fastest; empty if it is the fastest."""
+        return why_simpler(self.plans[0], self.fastest)
+
+
+class NothingFits(FivefoldError):
+    """No layout fits a job: the plan that needs least memory, None if no layout is legal, the
+    smallest number of GPUs on which something fits, if there is one, and changes on these GPUs."""
+
+    def __init__(
+        self,
+        said: str,
+        leanest: Plan | None = None,
+        gpus: int | None = None,
+        changes: Sequence[WayOut] = (),
+    ) -> None:
+        self.leanest, self.gpus, self.changes = leanest, gpus, tuple(changes)
+        more = () if gpus is None else (f"--gpus {gpus}",)
+        self.ways = (*more, *(way.option for way in changes))
+        super().__init__(said)
+
+
+class WayOut(NamedTuple):
+    """A change of a job after which it fits: what it is, and the option that makes it."""
+
+    what: str
+    option: str
+
+
+def estimate_setting(
+    machine: Machine,
+    precision: str,
+    headroom: float,
+    kernels: str,
+    imbalance: float,
+    stack_name: str | None = None,
+) -> tuple[EstimateSetting, list[str]]:
+    """How the job is estimated; a precision that the chip lacks is replaced, with a note.
+
+    `stack_name`: other people's software, a preset or a file, in place of our own.
+    """
+    known = machine.peaks.known()
+    if "nvfp4" in known:  # both came with Blackwell
+        known = {**known, "mxfp8": machine.peak("mxfp8")}
+    stack, notes = BY_KERNELS[kernels], list[str]()
+    if stack_name not in (None, OUR_OWN):
+        preset = load_preset(stack_name)
+        stack = preset.stack
+        notes.append(
+            f"priced as {stack.name} would run it, not fivefold: {preset.what}. A written plan has "
+            "the layout, the schedule and the batch; train and rehearse run fivefold's own software"
+        )
+    if precision in known:
+        return EstimateSetting(machine, stack, precision, headroom, imbalance), notes
+    if precision not in RUNTIME_PRECISIONS:
+        machine.peak(precision)  # raises an error that lists the precisions of the chip
+    other = next((each for each in RUNTIME_PRECISIONS if each in known), next(iter(known)))
+    note = f"{machine.name} has no {precision} units: estimated in {other}"
+    return EstimateSetting(machine, stack, other, headroom, imbalance), [*notes, note]
+
+
+def plan_request(
+    options: PlanOptions,
+    machine: Machine,
+    fixed: Mapping[str, int | str],
+    *,
+    precision: str,
+    headroom: float,
+    kernels: str = "compiled",
+    imbalance: float = 1.0,
+    stack: str | None = None,
+) -> PlanRequest:
+    """A request from plan options, with defaults for the sequence length and the batch."""
+    shape = models.with_overrides(models.load(options.model), options.set)
+    require_possible_imbalance(shape, imbalance)
+    gpus = options.gpus or 1
+    seq = options.seq if options.seq is not None else min(8192, shape.max_seq)
+    adapters = options.train.lora > 0
+    batch = options.batch
+    if batch is None:
+        batch = default_batch(gpus, seq, shape, adapters=adapters)
+    reasons = legality.problems(Layout(), shape, seq=seq, batch=batch, microbatch_size=1)
+    reasons += list(rules.bad_counts({"seq": seq, "gpus": gpus}).values())
+    if reasons:
+        raise FivefoldError("; ".join(dict.fromkeys(reasons)))
+    setting, notes = estimate_setting(machine, precision, headroom, kernels, imbalance, stack)
+    if options.batch is None:
+        notes.append(
+            f"global batch {counted(batch, 'sequence')} by default: say another with --batch"
+        )
+    if remark := batch_remark(batch * seq, shape, adapters=adapters):
+        notes.append(remark)
+    keys: dict[str, Any] = plan_keys(precision)
+    if precision not in keys.values():
+        runs_in = keys["precision"]
+        notes.append(f"estimated in {precision}; the runtime and the written plan have {runs_in}")
+    options = replace(options, seq=seq, **keys)
+    setting = setting.with_keys(options)
+    if setting.stack.fp8 is not None:
+        notes.append(f"{precision}: {setting.stack.fp8.describe()}")
+    if options.train.offload_kind != "none":
+        fixed = {"offload": options.train.offload_kind, **fixed}
+    space = SearchSpace(shape, gpus, seq, batch, domain_sizes(machine), fixed, options=options)
+    return PlanRequest(options, shape, space, setting, tuple(notes))
+
+
+def domain_sizes(machine: Machine) -> tuple[int, ...]:
+    """Sizes of the machine's domains; sharding may stay inside one."""
+    return tuple(tier.size for tier in machine.tiers if tier.size)
+
+
+def best_plans(request: PlanRequest, top: int, on_progress: Progress | None = None) -> PlanResult:
+    """Search, simulate the best candidates, rank them by that and put the simplest of equal ones
+    first; raise if nothing fits."""
+    shown = max(1, top)
+    keep, equal = shown * _CANDIDATES_PER_PLAN, accuracy().equal
+    result = search_layouts(
+        request.space, request.setting, keep, on_progress, shown=shown, equal=equal
+    )
+    if not result.best:
+        raise _refusal(request, result)
+    ranked = _fitting(request, result, shown)
+    if not ranked:
+        raise _refusal(request, result)
+    first = first_choice(
+        request.space,
+        request.setting,
+        result,
+        ranked[0],
+        lambda one: _estimated(request, one, ranked),
+    )
+    others = [one for one in ranked if not is_same(one, first)]
+    plans = (first, *others)[:top]
+    fitting = [one for one in result.front if one.bytes <= request.setting.capacity]
+    front = tuple(one for one in _front(request, fitting, ranked) if one.over <= 0)
+    for each in (*plans, *front):
+        require_room(each.name, each.memory, request.setting.machine.memory)
+    return PlanResult(
+        request,
+        plans=plans,
+        fastest=min(first, ranked[0], key=lambda one: one.step),
+        front=tuple(_restored_front(front)),
+        candidates=result.candidates,
+        passed_over=result.passed_over,
+        seconds=result.seconds,
+    )
+
+
+def _front(
+    request: PlanRequest, found: list[LayoutCandidate], known: Sequence[Estimate]
+) -> tuple[Estimate, ...]:
+    """Some of the front, simulated; without those whose own schedule holds more than fits, and
+    those that turn out slower than the bound of a candidate with less memory."""
+    few = _some(found)
+    pairs = [(one, _estimated(request, one, known)) for one in few]
+    return tuple(
+        each
+        for one, each in pairs
+        if each.over <= 0
+        and not any(other.bytes < one.bytes and other.seconds < each.step for other in found)
+    )
+
+
+def _some(front: list[LayoutCandidate]) -> list[LayoutCandidate]:
+    """Some of a long front, from end to end, without those that take long to simulate."""
+    front = [one for one in front if _num_actions(one) <= _MOST_ACTIONS] or front[-1:]
+    places = {round(i * (len(front) - 1) / (_MOST_FRONT - 1)) for i in range(_MOST_FRONT)}
+    return [front[place] for place in sorted(places)]
+
+
+def _num_actions(one: LayoutCandidate) -> float:
+    """Actions of all ranks in a step, at most."""
+    return 3 * float((one.grid.pp * one.grid.chunks * one.grid.microbatches).item())
+
+
+def _distinct(found: list[LayoutCandidate]) -> list[LayoutCandidate]:
+    """The best of those that differ only in chunks or in what changes nothing, in order."""
+    groups: dict[tuple[float, ...], LayoutCandidate] = {}
+    for one in sorted(found, key=_sort_key):
+        groups.setdefault(one.choice, one)
+    return list(groups.values())
+
+
+def _sort_key(one: LayoutCandidate) -> tuple[float, ...]:
+    """Seconds to four digits, then the index of the context kind, then bytes."""
+    return one.rounded, one.grid.context.item(), one.bytes
+
+
+def _fitting(request: PlanRequest, result: SearchResult, most: int) -> list[Estimate]:
+    """The best that fit, simulated, or else the front's; none, if the closed forms of a search
+    count less than the actions of each plan hold."""
+    fitting: list[Estimate] = []
+    best = _distinct(result.best)
+    for place, one in enumerate([*best, *result.front]):
+        if place == len(best) and fitting:
+            break
+        plan = _plan_of(request, one)
+        memory = plan_memory(plan, request.setting, request.setting.capacity)
+        if memory.total > request.setting.capacity:
+            continue
+        fitting.append(estimate_plan(plan, request.setting, memory, one.makespan))
+        if len(fitting) == most:
+            break
+    return sorted(fitting, key=speed_rank)
+
+
+def speed_rank(one: Estimate) -> tuple[float, float]:
+    """By the step, up to rounding, then by bytes."""
+    return float(f"{one.step:.9g}"), one.total
+
+
+def _plan_of(request: PlanRequest, one: LayoutCandidate) -> Plan:
+    return resolve(options_of(one.grid, request.options))
+
+
+def _estimated(request: PlanRequest, one: LayoutCandidate, known: Sequence[Estimate]) -> Estimate:
+    """The estimate of a candidate, which may be `known`: following its ranks takes longest."""
+    plan = _plan_of(request, one)
+    estimates = (each for each in known if each.plan.options == plan.options)
+    if (estimate := next(estimates, None)) is not None:
+        return estimate
+    return estimate_plan(plan, request.setting, makespan=one.makespan)
+
+
+def _restored_front(found: tuple[Estimate, ...]) -> Iterator[Estimate]:
+    """Restore the front: the order of simulated steps may differ from that of bounds."""
+    fastest = float("inf")
+    for one in sorted(found, key=lambda each: each.total):
+        if one.step < fastest:
+            fastest = one.step
+            yield one
+
+
+def _refusal(request: PlanRequest, result: SearchResult) -> NothingFits:
+    """Why nothing fits, and how many GPUs would be enough."""
+    space, setting = request.space, request.setting
+    head = f"{request.shape.name} on {space.gpus_text} of {setting.machine.name}"
+    fixed = " ".join(f"{key}={value}" for key, value in (space.fixed or {}).items())
+    if result.leanest is None:
+        given = f" with {fixed}" if fixed else ""
+        return NothingFits(
+            f"{head}: no legal layout{given} for a global batch of "
+            f"{counted(space.batch, 'sequence')} of {space.seq:,} tokens; change --batch, --gpus "
+            "or --fix"
+        )
+    lean, memory = result.leanest, setting.machine.memory
+    plan = _plan_of(request, lean)
+    size = plan_memory(plan, setting).total
+    need = f"needs {size / 2**30:,.1f} GiB of {memory / 2**30:,.1f} a GPU"
+    way = "lower the batch, the sequence or --headroom, or fix less"
+    changes = ways_out(request)
+    if enough := gpus_needed(request, lean.bytes):
+        way = f"it takes {counted(enough, 'GPU')}"
+    elif changes:
+        way = "no number of GPUs is enough"
+    if changes:
+        listed = "; ".join(f"{each.option} ({each.what})" for each in changes)
+        way += f", or on {space.gpus_text} one of: {listed}"
+    elif _may_be_leaner(request):
+        also = "" if request.options.train.tuning is not None else " nor LoRA"
+        way += f"; on {space.gpus_text} neither shorter rows nor bf16 states{also} are enough"
+    away = OFFLOADS[round(lean.grid.offload.item())]
+    way += f"; recompute {lean.grid.rules[lean.rule]} and offload {away} are in that"
+    leanest = f"the leanest layout, {layout_of(lean.grid)}, {need}"
+    if size > memory:
+        return NothingFits(f"{head} does not fit: {leanest}; {way}", plan, enough, changes)
+    usable = f"of which {setting.capacity / 2**30:,.1f} may be used"
+    said = f"{head} is tight: {leanest}, {usable}; {way}, or a lower --headroom"
+    return NothingFits(said, plan, enough, changes)
+
+
+_LEANER: dict[str, dict[str, Any]] = {
+    "": {},
+    "bf16 optimizer states and gradients": {"states": "bf16", "grad_dtype": "bf16"},
+    "LoRA adapters, the weights frozen": {"lora": 16},
+}
+_SHORTEST = 256  # tokens of a row
+
+
+def ways_out(request: PlanRequest) -> list[WayOut]:
+    """Changes of a job that does not fit after which something does on as many GPUs. A search has
+    tried recomputation and offload already, unless they are fixed."""
+    ways: list[WayOut] = []
+    if not _may_be_leaner(request):
+        return ways
+    fixed = request.space.fixed or {}
+    for key in ("recompute", "offload"):
+        free = {name: value for name, value in fixed.items() if name != key}
+        if key in fixed and has_plan(replace(request, space=replace(request.space, fixed=free))):
+            ways.append(WayOut(f"the planner chooses {key}", f"without {key}={fixed[key]}"))
+    for what, keys in _LEANER.items():
+        leaner = _with_keys(request, keys)
+        if leaner is None or (seq := _longest_row(leaner)) is None:
+            continue
+        rows = "" if seq == request.space.seq else f"--seq {seq} "
+        settings = "--set " + " ".join(f"{key}={value}" for key, value in keys.items())
+        words = filter(None, (what, "shorter rows" if rows else ""))
+        ways.append(WayOut(" and ".join(words), f"{rows}{settings if keys else ''}".strip()))
+    return ways
+
+
+def _may_be_leaner(request: PlanRequest) -> bool:
+    """Whether to search for changes on the same GPUs: beyond a node more GPUs are the usual answer,
+    and a search takes seconds."""
+    return request.space.gpus <= request.setting.machine.gpus_per_node
+
+
+def _longest_row(request: PlanRequest) -> int | None:
+    """Tokens of a row, halved until something fits; None if nothing does with the shortest."""
+    seq, options = request.space.seq, request.options
+    lengths = [seq >> halvings for halvings in range(16) if seq >> halvings >= _SHORTEST] or [seq]
+    for length in (lengths[-1], *lengths):
+        space = replace(request.space, seq=length)
+        fits = has_plan(replace(request, space=space, options=replace(options, seq=length)))
+        if fits and (length != lengths[-1] or len(lengths) == 1):
+            return length
+        if not fits and length == lengths[-1]:
+            return None
+    return lengths[-1]
+
+
+def _with_keys(request: PlanRequest, keys: Mapping[str, Any]) -> PlanRequest | None:
+    """The request with other keys of a plan or of training; None where they cannot be, or are."""
+    if "lora" in keys and request.options.train.tuning is not None:
+        return None
+    own = {key: value for key, value in keys.items() if key == "grad_dtype"}
+    train = {key: value for key, value in keys.items() if key not in own}
+    try:
+        options = replace(request.options, **own, train=replace(request.options.train, **train))
+        tuned(request.shape, options.train.tuning, options.precision == "fp8")
+    except FivefoldError:
+        return None
+    space = replace(request.space, options=options)
+    setting = request.setting.with_keys(options)
+    return replace(request, options=options, space=space, setting=setting)
+
+
+def gpus_needed(request: PlanRequest, leanest: float) -> int | None:
+    """The smallest number of GPUs on which something fits, doubling from twice as many; `leanest`:
+    bytes a GPU of the leanest layout now, of which twice as many GPUs need half or more."""
+    gpus, halved = 2 * request.space.gpus, leanest / 2
+    while gpus <= MOST_RANKS:
+        near = halved <= _NEAR * request.setting.capacity
+        if near and has_plan(request.on(gpus)):
+            return gpus
+        gpus, halved = 2 * gpus, halved / 2
+    return None
+
+
+def has_plan(request: PlanRequest) -> bool:
+    """Whether `best_plans` finds one: what only closed forms find to fit may not."""
+    job = request.space, request.setting
+    found = may_fit(*job) and search_layouts(*job, _CANDIDATES_PER_PLAN, shown=1, leanest=False)
+    return bool(found and found.best and _fitting(request, found, 1))
+
+
+def fewest_gpus(request: PlanRequest, top: int, on_progress: Progress | None = None) -> PlanResult:
+    """The best plans on the fewest GPUs, halving their number as long as something fits."""
+    found = best_plans(request, top, on_progress)
+    for gpus in _halves(request.space.gpus):
+        smaller = request.on(gpus)
+        if not search_layouts(smaller.space, smaller.setting, 1).best:
+            break
+        found = best_plans(smaller, top, on_progress)
+    return found
+
+
+def fewest_gpu_hours(
+    request: PlanRequest, top: int, on_progress: Progress | None = None
+) -> PlanResult:
+    """The best plans with the fewest GPU-hours per token, on the given number of GPUs or fewer.
+
+    Offload is left out unless it is fixed: its cost on the host is not known.
+    """
+    fixed = {"offload": "none", **(request.space.fixed or {})}
+    request = replace(request, space=replace(request.space, fixed=fixed))
+    best = best_plans(request, top, on_progress)
+    for gpus in _halves(request.space.gpus):
+        smaller = request.on(gpus)
+        if not search_layouts(smaller.space, smaller.setting, 1).best:
+            break
+        found = best_plans(smaller, top, on_progress)
+        if found.plans[0].tokens_per_s_per_gpu > best.plans[0].tokens_per_s_per_gpu:
+            best = found
+    return best
+
+
+def _halves(gpus: int) -> Iterator[int]:
+    while gpus % 2 == 0 and gpus > 1:
+        gpus //= 2
+        yield gpus
+
+
+def estimate_on_machine(
+    plan: Plan,
+    machine: Machine,
+    *,
+    precision: str,
+    headroom: float,
+    kernels: str = "compiled",
+    imbalance: float = 1.0,
+    stack: str | None = None,
+) -> Estimate:
+    """Estimate a plan whose layout is given."""
+    require_possible_imbalance(plan.shape, imbalance)
+    setting, notes = estimate_setting(machine, precision, headroom, kernels, imbalance, stack)
+    return estimate_plan(replace(plan, notes=(*plan.notes, *notes)), setting)

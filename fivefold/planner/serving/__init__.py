@@ -1,0 +1,5 @@
+"""Plans to serve a model."""
+
+from fivefold.faces import lazy_names
+
+__getattr__, __dir__ = lazy_names(__name__)

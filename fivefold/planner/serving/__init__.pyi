@@ -1,0 +1,12 @@
+from fivefold.planner.serving import fit as fit
+from fivefold.planner.serving import plans as plans
+from fivefold.planner.serving.fit import ServingFit as ServingFit
+from fivefold.planner.serving.fit import ServingRequest as ServingRequest
+from fivefold.planner.serving.fit import model_bytes as model_bytes
+from fivefold.planner.serving.flags import EMITTERS as EMITTERS
+from fivefold.planner.serving.flags import EngineCommand as EngineCommand
+from fivefold.planner.serving.flags import emit_flags as emit_flags
+from fivefold.planner.serving.plans import LayoutLoad as LayoutLoad
+from fivefold.planner.serving.plans import ServingChoice as ServingChoice
+from fivefold.planner.serving.plans import ServingPlan as ServingPlan
+from fivefold.planner.serving.plans import legal_layouts as legal_layouts

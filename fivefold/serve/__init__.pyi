@@ -1,0 +1,1 @@
+from fivefold.serve import server as server

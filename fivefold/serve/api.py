@@ -1,0 +1,325 @@
+"""The door: paths, keys, answers and the log of a server.
+
+On loopback everybody of this machine may come in, but no page of another site: its browser says
+where it comes from. Beyond loopback there is no entry without a key; `/health` alone says whether
+the server is up, to whoever looks after it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+import time
+import uuid
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from urllib.parse import urlsplit
+
+from fivefold.serve.answers import AnswerWriter, ServedCall
+from fivefold.serve.dispatch import Dispatcher
+from fivefold.serve.http import (
+    ClientGone,
+    Headers,
+    HttpConnection,
+    HttpLimits,
+    HttpRefusal,
+    HttpRequest,
+    serve_connection,
+)
+from fivefold.serve.metrics import ServeMetrics
+from fivefold.serve.prompting import PromptReader
+from fivefold.serve.schema import ApiError, parse_asked
+
+LOOPBACK = ("localhost", "127.0.0.1", "[::1]", "::1")
+COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
+GONE = 499  # as logs have it: the client has closed the connection
+_GET = ("/health", "/metrics", "/v1/models")
+_JSON = ("content-type", "application/json")
+_GRACE_S = 0.2  # for a request that is on its way when the server begins to end
+_CODES = {413: "body_too_large", 408: "timeout"}
+
+
+@dataclass
+class RequestNote:
+    """What the log says of a request."""
+
+    client: str = "-"
+    status: int = 0
+    words: list[str] = field(default_factory=list[str])
+
+
+class Door:
+    """Answers connections."""
+
+    def __init__(
+        self,
+        name: str,
+        keys: tuple[str, ...],
+        dispatcher: Dispatcher,
+        prompts: PromptReader,
+        limits: HttpLimits,
+        log: Callable[[str], None],
+    ) -> None:
+        self.name, self.keys, self.dispatcher, self.prompts = name, keys, dispatcher, prompts
+        self.limits, self.log = limits, log
+        self.metrics: ServeMetrics = dispatcher.metrics
+        self.writer = AnswerWriter(name, dispatcher.codec)
+        self.draining = False
+        self.created = int(time.time())
+        self._connections: dict[HttpConnection, asyncio.Task[None]] = {}
+
+    async def accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """A client has come."""
+        connection = HttpConnection(reader, writer, self.limits)
+        if not self._makes_room(connection.peer):
+            writer.transport.abort()
+            return
+        task = asyncio.current_task()
+        assert task is not None
+        self._connections[connection] = task
+        try:
+            await serve_connection(connection, self._handle, self._refuse)
+        except asyncio.CancelledError:  # it was idle, and the server ends
+            pass
+        finally:
+            self._connections.pop(connection, None)
+
+    def _makes_room(self, peer: str) -> bool:
+        """Whether one more connection has room: at a limit, the oldest idle one of whoever has the
+        most is closed for it, so that idle connections never keep a request out."""
+        counts = Counter(each.peer for each in self._connections)
+        if counts[peer] < self.limits.per_client:
+            if len(self._connections) < self.limits.connections:
+                return True
+            ((peer, _),) = counts.most_common(1)
+        idle = (each for each in self._connections if each.idle_since and each.peer == peer)
+        oldest = next(idle, None)
+        if oldest is not None:
+            self._connections.pop(oldest).cancel()
+        return oldest is not None
+
+    async def drain(self, seconds: float) -> None:
+        """Take no more calls, and answer what is open; what is not done in time is given up.
+        Whoever comes meanwhile hears that the server ends, and is not waited for."""
+        self.draining = True
+        until, before = time.monotonic() + seconds, set(self._connections)
+        while (left := before & self._connections.keys()) and time.monotonic() < until:
+            for connection in left:
+                if (since := connection.idle_since) and time.monotonic() > since + _GRACE_S:
+                    self._connections[connection].cancel()
+            await asyncio.sleep(0.02)
+        if self._connections:
+            self.dispatcher.fail_all(_shutting_down())
+            await asyncio.sleep(0.2)
+            for task in list(self._connections.values()):
+                task.cancel()
+        await self.prompts.close()
+
+    async def _handle(self, connection: HttpConnection, request: HttpRequest) -> None:
+        note, began = RequestNote(request.peer), time.monotonic()
+        try:
+            try:
+                await self._answer(connection, request, note)
+            except ApiError as error:
+                await self._respond(connection, note, error.status, error.body(), error.headers)
+                note.words.append(f"error={json.dumps(error.message[:200])}")
+        except ClientGone:
+            note.status = GONE
+            self.metrics.left()
+            raise
+        except Exception as error:
+            note.words.append(f"error={json.dumps(f'{type(error).__name__}: {error}'[:300])}")
+            failed = ApiError(500, "the server has failed: its log says why")
+            await self._respond(connection, note, 500, failed.body())
+        finally:
+            self._log(request, note, time.monotonic() - began)
+
+    async def _refuse(self, connection: HttpConnection, refusal: HttpRefusal) -> None:
+        """Answer what is no request, or too large."""
+        request = refusal.request or HttpRequest("-", "-", {}, b"", connection.peer)
+        note = RequestNote(connection.peer, refusal.status)
+        error = ApiError(refusal.status, refusal.message, None, _CODES.get(refusal.status))
+        try:
+            close = [*error.headers, ("connection", "close")]
+            await self._respond(connection, note, error.status, error.body(), close)
+        finally:
+            self._log(request, note, 0.0)
+
+    async def _answer(
+        self, connection: HttpConnection, request: HttpRequest, note: RequestNote
+    ) -> None:
+        path, method = request.path.rstrip("/") or "/", request.method
+        known = path in (*_GET, COMPLETIONS, CHATS) or path.startswith("/v1/models/")
+        if path == "/health" and method == "GET":
+            state = "ok" if self.dispatcher.serves else "no engine"
+            state = "draining" if self.draining else state
+            body = json.dumps({"status": state}).encode()
+            return await self._respond(connection, note, 200 if state == "ok" else 503, body)
+        note.client = self._admitted(request)
+        if not known:
+            raise ApiError(404, f"no such path: {path[:100]}", None, "unknown_url")
+        wanted = "POST" if path in (COMPLETIONS, CHATS) else "GET"
+        if method != wanted:
+            allow = [("allow", wanted)]
+            raise ApiError(405, f"{path[:100]} takes {wanted}", None, "method_not_allowed", allow)
+        if wanted == "POST":
+            return await self._complete(connection, request, note)
+        if path == "/metrics":
+            text = self.metrics.lines(self.dispatcher.gauges()).encode()
+            kind = [("content-type", "text/plain; version=0.0.4; charset=utf-8")]
+            return await self._respond(connection, note, 200, text, kind)
+        await self._respond(connection, note, 200, self._models(path))
+
+    def _admitted(self, request: HttpRequest) -> str:
+        """The name of a client that may come in, for turns and the log; refuses any other."""
+        if self.keys:
+            scheme, _, given = request.headers.get("authorization", "").partition(" ")
+            for number, key in enumerate(self.keys):
+                if scheme.lower() == "bearer" and hmac.compare_digest(
+                    given.strip().encode("latin-1"), key.encode()
+                ):
+                    return f"key-{number}"
+            rule = "no API key" if not given else "unknown API key"
+            headers = [("www-authenticate", "Bearer")]
+            rule = f"{rule}: send a known one as Authorization: Bearer KEY"
+            raise ApiError(401, rule, None, "invalid_api_key", headers)
+        host = request.headers.get("host", "localhost")
+        origin = request.headers.get("origin", "http://localhost")
+        try:
+            names = [urlsplit(f"//{host}").hostname, urlsplit(origin).hostname]
+        except ValueError as error:
+            rule = f"Host or Origin is no valid address: {error}"
+            raise ApiError(400, rule, None, "invalid_header") from error
+        if any(name not in LOOPBACK for name in names):
+            raise ApiError(403, "another site may not ask", None, "forbidden")
+        return request.peer
+
+    def _models(self, path: str) -> bytes:
+        name = path.removeprefix("/v1/models").removeprefix("/")
+        one = {"id": self.name, "object": "model", "created": self.created, "owned_by": "fivefold"}
+        one["max_model_len"] = self.dispatcher.longest
+        if not name:
+            return json.dumps({"object": "list", "data": [one]}).encode()
+        if name != self.name:
+            raise self._unknown(name)
+        return json.dumps(one).encode()
+
+    def _unknown(self, name: str) -> ApiError:
+        rule = f"the model {json.dumps(name[:100])} is not served: ask for {self.name!r}"
+        return ApiError(404, rule, "model", "model_not_found")
+
+    async def _complete(
+        self, connection: HttpConnection, request: HttpRequest, note: RequestNote
+    ) -> None:
+        """Complete prompts or a chat."""
+        began, chat = time.monotonic(), request.path.rstrip("/") == CHATS
+        if self.draining:
+            raise _shutting_down()
+        asked = parse_asked(request.body, chat)
+        if asked.model != self.name:
+            raise self._unknown(asked.model)
+        prompts = await self.prompts.tokens(asked, self.dispatcher.longest)
+        id = f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex[:24]}"
+        call = self.dispatcher.call(id, note.client, asked, prompts, began)
+        note.words += [f"id={id}", f"prompt={call.prompt_tokens}"]
+        self.dispatcher.begin(call)
+        watch = asyncio.ensure_future(connection.gone())
+        watch.add_done_callback(lambda _: call.changed.set())
+        try:
+            if asked.stream:
+                await self._stream(connection, call, watch, note)
+            else:
+                while not call.ended:
+                    await _changed(call, watch)
+                if call.error is not None:
+                    raise call.error
+                body = self.writer.whole(call)
+                await self._respond(connection, note, 200, body, [("x-request-id", id)])
+        finally:
+            self.dispatcher.end(call)
+            watch.cancel()
+            await asyncio.wait([watch])
+            self._count(call, note)
+
+    async def _stream(
+        self,
+        connection: HttpConnection,
+        call: ServedCall,
+        watch: asyncio.Future[None],
+        note: RequestNote,
+    ) -> None:
+        """Send tokens as they come. A client that reads slowly gets more of them at a time."""
+        await _changed(call, watch)
+        if call.error is not None:  # nothing was sent yet
+            raise call.error
+        note.status = 200
+        headers = [("content-type", "text/event-stream; charset=utf-8")]
+        headers += [("cache-control", "no-cache"), ("x-request-id", call.id)]
+        await connection.begin(200, [*headers, *self._closing()])
+        data, told = self.writer.opening(call), set[int]()
+        while True:
+            ended = call.ended
+            data += self.writer.news(call, told)
+            if ended:
+                break
+            if data:
+                await connection.send(data)
+                data = b""
+            await _changed(call, watch)
+        await connection.send(data + self.writer.closing(call))
+        await connection.finish()
+
+    def _closing(self) -> Headers:
+        return [("connection", "close")] if self.draining else []
+
+    async def _respond(
+        self,
+        connection: HttpConnection,
+        note: RequestNote,
+        status: int,
+        body: bytes,
+        headers: Headers | None = None,
+    ) -> None:
+        note.status = status
+        given = list(headers or [])
+        if not any(name == "content-type" for name, _ in given):
+            given.append(_JSON)
+        await connection.respond(status, [*given, *self._closing()], body)
+
+    def _count(self, call: ServedCall, note: RequestNote) -> None:
+        """Put the times of a call into numbers and log."""
+        reasons = ",".join(str(each.reason or "-") for each in call.choices[:8])
+        note.words += [f"output={call.num_tokens}", f"reason={reasons}"]
+        if call.first is None:
+            return
+        self.metrics.ttft.add(call.first - call.began)
+        self.metrics.latency.add(call.last - call.began)
+        note.words.append(f"ttft={call.first - call.began:.4f}")
+        steps = max(each.num_tokens for each in call.choices) - 1
+        if steps > 0:
+            self.metrics.tpot.add((call.last - call.first) / steps)
+            note.words.append(f"tpot={(call.last - call.first) / steps:.4f}")
+
+    def _log(self, request: HttpRequest, note: RequestNote, seconds: float) -> None:
+        known = request.path in (*_GET, COMPLETIONS, CHATS)
+        self.metrics.answered(request.path if known else "other", note.status)
+        path = request.path[:100].encode("unicode_escape").decode()
+        now = datetime.now(UTC).isoformat(timespec="milliseconds")
+        words = [now, request.peer, note.client, request.method[:10], path, str(note.status)]
+        self.log(" ".join([*words, f"total={seconds:.4f}", *note.words]))
+
+
+def _shutting_down() -> ApiError:
+    headers = [("retry-after", "5")]
+    return ApiError(503, "the server is shutting down: ask again later", None, "draining", headers)
+
+
+async def _changed(call: ServedCall, watch: asyncio.Future[None]) -> None:
+    """Wait for news of a call; raises `ClientGone` if nobody waits for them."""
+    await call.changed.wait()
+    call.changed.clear()
+    if watch.done():
+        raise ClientGone("the client has closed the connection")

@@ -1,0 +1,376 @@
+"""Checkpoints: any layout writes them, any other loads them, and nothing is read unverified.
+
+`Checkpoints` saves and loads those of a run on all ranks: a save goes on in the background while
+the next steps run, a load puts the tensors into whatever layout runs now. `Reader` and
+`write_checkpoint` do it in one process, one full tensor at a time: export and import use them.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext, suppress
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from threading import Thread
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import MetadataIndex
+
+from fivefold.core import BadFile, FivefoldError, UnknownName, bullets
+from fivefold.core.layout import whole_box
+from fivefold.core.model import ADAPTER
+from fivefold.launch.watch import SAVE_THREAD
+from fivefold.records import SUSPECT, TAKEN_OVER
+from fivefold.train.checkpoint import folders
+from fivefold.train.checkpoint.folders import (
+    Damaged,
+    Facts,
+    KeptCheckpoints,
+    latest,
+    problems_of,
+    published,
+    verified_manifest,
+)
+from fivefold.train.checkpoint.ranks import (
+    CannotSave,
+    CheckpointRanks,
+    Part,
+    RanksFailed,
+    Result,
+    RunTakenOver,
+    reason_of,
+)
+from fivefold.train.checkpoint.snapshot import BoxSource, HostCopies
+from fivefold.train.checkpoint.storage import (
+    MODEL,
+    OPTIM,
+    BoxReads,
+    CheckpointTensor,
+    CheckpointWriter,
+    Fence,
+    StoredTensors,
+    write_item,
+)
+
+__all__ = [
+    "CannotSave",
+    "CheckpointTensor",
+    "Checkpoints",
+    "Facts",
+    "FullTensor",
+    "Reader",
+    "RunTakenOver",
+    "latest",
+    "published",
+    "require_same_tensors",
+    "require_seed",
+    "write_checkpoint",
+]
+
+_SHOWN = 5  # differences that an error names
+
+
+class Checkpoints:
+    """Saves and loads the checkpoints in one folder, on all ranks together."""
+
+    def __init__(
+        self,
+        folder: Path,
+        keep: int,
+        group: dist.ProcessGroup | None,
+        device: torch.device | None = None,
+        judged_by: str = "",
+        fence: Fence = nullcontext,
+    ) -> None:
+        """`group` has all ranks, moves tensors of the host and serves nothing else. Its timeout
+        must be as long as a rank may take to write. None: there is one rank. `device` is the one of
+        this rank. `judged_by` names the evaluation set whose best checkpoint stays. Checkpoints are
+        published and removed inside of the `fence` only.
+        """
+        assert keep >= 1, "the newest one always stays"
+        self.folder, self._ranks, self._fence = folder, CheckpointRanks(group), fence
+        self.kept = KeptCheckpoints(keep, judged_by)
+        self.device = device or torch.device("cpu")
+        self._writer: CheckpointWriter | None = None
+        self._memory = HostCopies()
+        self._thread: Thread | None = None
+        self._failure: str | None = None
+        self._newest: int | None = None  # the step that was saved or loaded last
+
+    def reserve(self, tensors: Sequence[CheckpointTensor]) -> None:
+        """Make the host memory of the copies now, so that the first save is as fast as the next.
+
+        Not while steps run: to pin memory may wait for a kernel of NCCL that waits for another
+        rank.
+        """
+        self._memory.reserve(self._sources(tensors), pinned=self.device.type == "cuda")
+
+    def save(self, tensors: Sequence[CheckpointTensor], facts: Facts, wait: bool = False) -> None:
+        """Copy all values, and write them in the background; `wait` until they are written.
+
+        Waits for the save before it first, and raises `CannotSave` if that one failed. With states
+        on a disk nothing is copied: such a save always waits. A step that is saved already is not
+        saved again.
+        """
+        self.wait()
+        if facts.step == self._newest:
+            return
+        snapshot = self._memory.snapshot(self._sources(tensors))
+        self._thread = Thread(
+            target=self._write, args=(facts, snapshot.reads), name=SAVE_THREAD, daemon=True
+        )
+        self._thread.start()
+        with suppress(Exception):  # the thread fails with it, on all ranks
+            snapshot.take()
+        if wait or any(each.on_disk for each in tensors):
+            self.wait()
+
+    def meet(self) -> None:
+        """Wait until all ranks are here."""
+        self._ranks.on_all(lambda: None)
+
+    def agree(self, mine: Part, decide: Callable[[list[Part]], Result]) -> Result:
+        """What the first rank decides from the parts of all ranks, while nothing is written."""
+        assert self._thread is None, "the thread that writes uses the same group"
+        return self._ranks.exchange(lambda: mine, lambda parts: [decide(parts)] * self._ranks.size)
+
+    def wait(self) -> None:
+        """Wait until nothing is being written; raises `CannotSave` if the last save failed, or
+        `RunTakenOver` if no save can be good any more."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        if (failure := self.failure()) is not None:
+            raise (RunTakenOver if TAKEN_OVER in failure else CannotSave)(failure)
+
+    def failure(self) -> str | None:
+        """Why the last save failed, returned once; None while it is being written or if it is good.
+
+        Ranks may learn of it at different steps; after `wait` all know it.
+        """
+        if self._thread is not None and self._thread.is_alive():
+            return None
+        failure, self._failure = self._failure, None
+        return failure
+
+    def load(
+        self, tensors: Sequence[CheckpointTensor], on_damage: Callable[[str], None]
+    ) -> Facts | None:
+        """Load the newest good checkpoint; None if there is none at all.
+
+        Every file is verified before any is interpreted. The first rank calls `on_damage` with the
+        name of each checkpoint that is skipped, and why.
+        """
+        self.wait()
+        found, newer = self._ranks.on_first(self._find)
+        if newer is not None:  # to go on from an older one would repeat, and then replace, its step
+            raise FivefoldError(newer)
+        damaged: list[str] = []
+        for folder in reversed(found):
+            try:
+                facts = self._load_from(folder, tensors)
+            except RanksFailed as failed:
+                what = "suspect" if (folder / SUSPECT).exists() else "damaged"
+                damaged.append(f"{folder.name} is {what}: {failed}")
+                if self._ranks.rank == 0:
+                    on_damage(damaged[-1])
+            else:
+                self._newest = facts.step
+                return facts
+        if damaged:
+            raise FivefoldError(
+                bullets(f"no checkpoint in {self.folder} can be used:", damaged)
+                + "\nrestore one of them from a copy, or move that folder away to start again"
+            )
+        return None
+
+    def _find(self) -> tuple[list[Path], str | None]:
+        """The checkpoints, and what is said of one that a newer program wrote."""
+        found = folders.published(self.folder)
+        newer = [words for each in found if (words := folders.newer_format(each)) is not None]
+        if not newer:
+            folders.sweep(self.folder)
+        return found, newer[-1] if newer else None
+
+    def _sources(self, tensors: Sequence[CheckpointTensor]) -> list[BoxSource]:
+        """The boxes that this rank writes, in the order of writing."""
+        boxes = {
+            (item := write_item(each.key, each.shape, each.dtype, box)).index: (item, each, box)
+            for each in tensors
+            for box in each.boxes
+        }
+        if self._writer is None:
+            items = [item for item, _, _ in boxes.values()]
+            on_disk = any(each.on_disk for each in tensors)
+            self._writer = CheckpointWriter(self._ranks, items, file_per_box=on_disk)
+        return [BoxSource(index, *boxes[index][1:]) for index in self._writer.indices]
+
+    def _write(self, facts: Facts, reads: BoxReads) -> None:
+        """The thread of a save; `wait` raises its error later."""
+        assert self._writer is not None
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)  # a thread begins on device 0
+        try:
+            self._writer.write(self.folder, facts, reads, self.kept, self._fence)
+            self._newest = facts.step
+        except Exception as error:
+            self._failure = self._explain(facts.step, reason_of(error))
+            if self._ranks.rank == 0 and TAKEN_OVER not in self._failure:
+                # The incomplete checkpoint may be what fills the disk.
+                part = self.folder / (folders.name_of(facts.step) + folders.PART)
+                shutil.rmtree(part, ignore_errors=True)
+
+    def _explain(self, step: int, reason: str) -> str:
+        found = folders.published(self.folder)
+        last = f"{found[-1].name} stays the newest" if found else "there is none before it"
+        if TAKEN_OVER in reason:
+            return f"the checkpoint of step {step} was not written: {reason}"
+        return (
+            f"the checkpoint of step {step} was not written: {reason}; {last}. "
+            "Make room on that disk, or see to it"
+        )
+
+    def _load_from(self, folder: Path, tensors: Sequence[CheckpointTensor]) -> Facts:
+        """Verify one checkpoint, and only then open and read it."""
+        manifest = self._ranks.on_first(lambda: verified_manifest(folder))
+        by_size = sorted(manifest.files, key=lambda name: -manifest.files[name].bytes)
+        mine = by_size[self._ranks.rank :: self._ranks.size]
+        problems = self._ranks.on_all(lambda: problems_of(folder, manifest, mine))
+        if any(problems):
+            raise RanksFailed([each for some in problems for each in some])
+        opened: list[StoredTensors] = []
+
+        def open_it() -> tuple[list[str], set[str]]:
+            opened.append(StoredTensors(folder, manifest.files))
+            keys = {each.key for each in tensors}
+            return opened[0].missing(_needed(opened[0], tensors)), keys
+
+        differences = self._ranks.exchange(
+            open_it, lambda found: [_differences(opened[0], found)] * self._ranks.size
+        )
+        if differences:
+            raise FivefoldError(_other_model(folder, differences))
+        self._ranks.on_all(lambda: opened[0].load(_needed(opened[0], tensors)))
+        has_states = any(each.key.startswith(OPTIM) for each in _needed(opened[0], tensors))
+        return replace(manifest.facts, has_states=has_states)
+
+
+def _needed(stored: StoredTensors, tensors: Sequence[CheckpointTensor]) -> list[CheckpointTensor]:
+    """All tensors, except a kind that is not stored at all: imported weights have no states, and
+    where adapters are new they begin as they are."""
+    needed = {_kind(key) for key in (MODEL, *stored.tensors)}
+    return [each for each in tensors if _kind(each.key) in needed]
+
+
+def _kind(key: str) -> tuple[str, bool]:
+    return key.partition("/")[0], ADAPTER in key
+
+
+def _differences(stored: StoredTensors, ranks: list[tuple[list[str], set[str]]]) -> list[str]:
+    """What the ranks need and is not stored, and the stored weights that no rank needs."""
+    needed = set[str]().union(*(keys for _, keys in ranks))
+    unknown = {key for key in stored.tensors if key.startswith(MODEL)} - needed
+    lacks = {f"it has no {each}" for missing, _ in ranks for each in missing}
+    return [*sorted(lacks), *sorted(f"this run has no {key}" for key in unknown)]
+
+
+def require_same_tensors(
+    folder: Path, stored: StoredTensors, tensors: Sequence[CheckpointTensor]
+) -> None:
+    """Refuse a checkpoint of another model or optimizer, by the tensors of a whole run."""
+    keys = {each.key for each in tensors}
+    lacks = stored.missing(_needed(stored, tensors))
+    if differences := _differences(stored, [(lacks, keys)]):
+        raise FivefoldError(_other_model(folder, differences))
+
+
+def require_seed(facts: Facts, seed: int) -> None:
+    """Refuse another seed than that of the steps before."""
+    if facts.seed != seed and facts.has_states:
+        raise FivefoldError(
+            f"the run has seed {facts.seed}, not {seed}: another seed would read the text in "
+            "another order; resume with the same"
+        )
+
+
+def _other_model(folder: Path, differences: list[str]) -> str:
+    shown, rest = differences[:_SHOWN], len(differences) - _SHOWN
+    more = [f"and {rest} more"] if rest > 0 else []
+    return (
+        bullets(f"checkpoint {folder} is of another model or optimizer:", [*shown, *more])
+        + "\nresume with the model and optimizer it was saved with, or begin in another folder"
+    )
+
+
+# In one process, one full tensor at a time.
+
+
+FullTensor = tuple[str, tuple[int, ...], torch.dtype, Callable[[], Tensor]]
+"""The key of a tensor, its shape and dtype, and a function that returns it."""
+
+
+class Reader:
+    """One checkpoint, verified when it is opened."""
+
+    def __init__(self, folder: Path) -> None:
+        """`folder` is the checkpoint itself, as `published` and `latest` return it."""
+        self.folder = folder
+        try:
+            manifest = verified_manifest(folder)
+            if problems := problems_of(folder, manifest, manifest.files):
+                raise BadFile(str(folder), problems)
+            self._stored = StoredTensors(folder, manifest.files)
+        except Damaged as damaged:
+            raise BadFile(str(folder), [str(damaged)]) from damaged
+        self.facts = manifest.facts
+        self.tensors = {
+            key: (tuple(each.size), each.properties.dtype)
+            for key, each in self._stored.tensors.items()
+        }
+
+    def read(self, key: str) -> Tensor:
+        """One full tensor, in host memory."""
+        if key not in self.tensors:
+            raise UnknownName("tensor of a checkpoint", key, self.tensors)
+        try:
+            return self._stored.read(key)
+        except Exception as error:  # its checksum is right, and yet torch cannot read it
+            rule = f"{key} cannot be read ({reason_of(error)}): restore it from a copy"
+            raise BadFile(str(self.folder), [rule]) from error
+
+
+def write_checkpoint(folder: Path, tensors: Iterable[FullTensor], facts: Facts) -> Path:
+    """Write and publish a checkpoint of full tensors in a folder of checkpoints.
+
+    Each tensor is made when it is written, and freed before the next. An error for the user while
+    one is made is raised as it is.
+    """
+    tensors, failures = list(tensors), list[FivefoldError]()
+
+    def guarded(get: Callable[[], Tensor]) -> Tensor:
+        try:
+            return get()
+        except FivefoldError as error:
+            failures.append(error)
+            raise
+
+    items = [write_item(key, shape, dtype, whole_box(shape)) for key, shape, dtype, _ in tensors]
+    reads = {
+        MetadataIndex(key, whole_box(shape).offsets): partial(guarded, get)
+        for key, shape, _, get in tensors
+    }
+    kept = KeptCheckpoints(len(folders.published(folder)) + 1)
+    try:
+        writer = CheckpointWriter(CheckpointRanks(None), items, file_per_box=True)
+        writer.write(folder, facts, reads, kept)
+    except RanksFailed as failed:
+        part = folder / (folders.name_of(facts.step) + folders.PART)
+        shutil.rmtree(part, ignore_errors=True)
+        if failures:
+            raise failures[0] from failed
+        raise CannotSave(f"{failed}: make room on that disk, or choose another folder") from failed
+    return folder / folders.name_of(facts.step)

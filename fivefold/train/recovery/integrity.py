@@ -1,0 +1,364 @@
+"""Flipped bits in memory: copies are compared, and what stays from update to update is sealed.
+
+Sealed: the hash of weights, master weights and states is taken after an update and again before the
+next one. Nothing may change them in between, so a difference is a flipped bit, on this rank, in a
+tensor that is known. Weights that never learn are sealed once.
+
+Compared: what several ranks hold (`core/layout/replicas.py`) has one hash on all of them. Each
+multiplies it by a factor, and the factors of a group sum to zero. So one number per rank, in the
+all-reduce that carries loss and norm, says whether any two copies of the whole job differ. Copies
+and weights that never learn are looked at every N steps; weights that the next gather replaces, in
+every step.
+
+Only when a number is not zero do ranks exchange those hashes by name, to find out who is odd. They
+are the hashes that were compared: the tensors have been updated since, or are being gathered. The
+hash of a weight that ranks have gathered is the sum of those that its owners sealed, so that two
+copies are enough.
+
+Everything that a save will hold is looked at before the save. A checkpoint of a step after the last
+one that was verified is marked as suspect, and a resume passes over it.
+
+On a GPU seals take two passes over weights and states, which is above 1% of a short step, so that
+they are taken around every N-th update there (N = 1: around all). States that are elsewhere than
+the model, in files or in host memory beside a GPU, are not looked at.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fivefold.core import FivefoldError
+from fivefold.core.layout import copy_roles, data_role, line_factor, odd_ones, sign
+from fivefold.optim import MASTER, StateInMemory, Updater
+from fivefold.parallel import PRIME, BitSums, Job, Mesh, combined
+from fivefold.train.callbacks import Callback, CheckpointCallback
+
+WEIGHTS, FROZEN = "weights", "frozen weights"
+_MOST_NAMED = 3  # tensors in one message
+LineKey = tuple[str, tuple[int, ...], bool]
+"""What the members of a group call a line: its role, who they are, and whether it is looked at in
+every step."""
+
+
+class HeldTensor(NamedTuple):
+    """A tensor that stays in memory, by name."""
+
+    name: str
+    tensor: Tensor
+    start: int = 0  # of a shard: its first element in the weight
+
+
+class ShardHash(NamedTuple):
+    """The hash of a shard of a weight."""
+
+    start: int
+    stop: int
+    itemsize: int
+    hash: int
+
+
+class CopyLine(NamedTuple):
+    """What the ranks of a group hold alike: `members` by their coord, and what it is."""
+
+    role: str
+    members: tuple[int, ...]
+    names: tuple[str, ...]
+    sums: BitSums
+    every_step: bool = False
+
+    @classmethod
+    def of(
+        cls, job: Job, role: str, held: Sequence[HeldTensor], every_step: bool = False
+    ) -> CopyLine:
+        """Of a role in this rank's group."""
+        sums = BitSums([each.tensor for each in held], job.mesh.device)
+        names = tuple(each.name for each in held)
+        return cls(role, job.mesh.members[role], names, sums, every_step)
+
+    @property
+    def key(self) -> LineKey:
+        return self.role, self.members, self.every_step
+
+
+class Seal:
+    """Hashes of tensors that nothing may change until the next update."""
+
+    def __init__(self, held: Sequence[HeldTensor], device: torch.device) -> None:
+        self.held, self.device = held, device
+        self.sums = BitSums([each.tensor for each in held], device)
+        self.taken: Tensor | None = None
+        self.wrong: Tensor | None = None
+
+    def take(self) -> None:
+        """The tensors are as they should be now."""
+        self.taken = self.sums.read()
+
+    def drop(self) -> None:
+        """The tensors may change."""
+        self.taken = None
+
+    def check(self) -> Tensor:
+        """How many have changed; zero where no seal was taken."""
+        if self.taken is None:
+            return torch.zeros((), dtype=torch.float64, device=self.device)
+        self.wrong = self.sums.read() != self.taken
+        return self.wrong.sum().to(torch.float64)
+
+    def broken(self) -> list[str]:
+        """The names of those that had changed at the last check."""
+        wrong = [] if self.wrong is None else self.wrong.tolist()
+        return [each.name for each, bad in zip(self.held, wrong, strict=False) if bad]
+
+
+class Integrity(Callback):
+    """The watch of one rank over its memory."""
+
+    def __init__(
+        self,
+        job: Job,
+        updater: Updater,
+        every: int,
+        checkpoints: CheckpointCallback | None = None,
+        *savers: Callback,
+    ) -> None:
+        """`every`: the steps from one comparison to the next. `checkpoints` and other `savers` save
+        only what was looked at before."""
+        self.mesh, self.every, self.number = job.mesh, every, 0
+        self.checkpoints = checkpoints
+        self.savers = savers if checkpoints is None else (checkpoints, *savers)
+        device = job.mesh.device
+        self.seal = Seal(held_tensors(job, updater), device)
+        self.frozen = Seal(list(_shards(job, FROZEN, frozen=True)), device)
+        self.frozen.take()
+        self.lines = [line for line in _lines(job, updater) if len(line.members) > 1]
+        self.compared: dict[LineKey, Tensor] = {}  # the hashes of the last comparison
+        self.sealed: Tensor | None = None  # the seal of that moment
+        self.after = 0 if checkpoints is None else checkpoints.progress.step
+        self.verified = self.after  # the last step whose checkpoint is good, copies included
+        self.always = device.type == "cpu"
+        if self.always:
+            self.seal.take()
+
+    def begin(self, number: int) -> None:
+        """This step comes now; the one before it was right, as far as it was looked at."""
+        if self.number % self.every == 0:
+            self.verified = max(self.verified, self.number - 1)
+        self.number = number
+
+    def before_update(self) -> Tensor:
+        """As `StepWatch` has it."""
+        due = self.number % self.every == 0
+        return self._look([each for each in self.lines if due or each.every_step], frozen=due)
+
+    def _look(self, lines: Sequence[CopyLine], *, frozen: bool) -> Tensor:
+        """Two numbers whose sums over all ranks are zero if nothing has changed."""
+        self.compared.clear()
+        self.sealed = self.seal.taken
+        differs = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
+        for line in lines:
+            sums = self.compared[line.key] = line.sums.read()
+            hashed = combined(sums) * line_factor(line.role, line.every_step) % PRIME
+            factor = sign(line.members.index(self.mesh.rank), len(line.members))
+            differs = differs + factor * hashed.to(torch.float64)
+        broken = self.seal.check()
+        return torch.stack([differs, broken + self.frozen.check() if frozen else broken])
+
+    def after_step(self, number: int) -> None:
+        """Look at everything that a save is about to hold."""
+        if not any(each.needs_record(number) for each in self.savers):
+            return
+        lines = [each for each in self.lines if not each.every_step]  # the others are gathered now
+        found = exchanged(self.mesh, self._look(lines, frozen=True).tolist())
+        if any(map(sum, zip(*found, strict=True))):
+            raise self.error()
+        self.verified = number
+
+    def after_update(self) -> None:
+        """As `StepWatch` has it."""
+        if self.always or (self.number + 1) % self.every == 0:
+            self.seal.take()
+        else:
+            self.seal.drop()
+
+    def error(self) -> FivefoldError:
+        """What was found, once a sum was not zero; every rank calls this. Checkpoints that may hold
+        it are marked."""
+        broken = self.seal.broken(), self.frozen.broken()
+        found = exchanged(self.mesh, (socket.gethostname(), *broken))
+        named = {rank: [*ours, *frozen] for rank, (_, ours, frozen) in enumerate(found)}
+        words = [_flipped(rank, found[rank][0], names) for rank, names in named.items() if names]
+        last = self.verified if any(frozen for _, _, frozen in found) else self.number - 1
+        if not words:
+            words, last = self._odd([each[0] for each in found])
+        why = f"step {self.number}: {'; '.join(words)}"
+        marked = [] if self.checkpoints is None else self.checkpoints.mark_suspect(last, why)
+        listed = f"; --resume passes over {', '.join(marked)}, marked as suspect" if marked else ""
+        return FivefoldError(
+            f"{why}. What was computed since step {last} may be wrong: continue with --resume from "
+            f"a checkpoint of that step or an earlier one, without this device{listed}"
+        )
+
+    def _odd(self, hosts: Sequence[str]) -> tuple[list[str], int]:
+        """Sentences about copies that differ, and the last step whose checkpoint is good."""
+        local = {
+            line.key: dict(zip(line.names, self.compared[line.key].tolist(), strict=True))
+            for line in self.lines
+            if line.key in self.compared
+        }
+        found = exchanged(self.mesh, {key: tuple(each.values()) for key, each in local.items()})
+        groups = sorted({key for ranks in found for key in ranks})
+        apart = [key for key in groups if len({found[rank][key] for rank in key[1]}) > 1]
+        details = exchanged(self.mesh, {key: local[key] for key in apart if key in local})
+        shards = exchanged(self.mesh, self._sealed_shards())
+        words, last = dict[tuple[int, ...], str](), self.number - 1
+        for key in apart:
+            hashes = {rank: details[rank][key] for rank in key[1]}
+            odd, names = _odd_of(hashes)
+            flipped = _other_than_sealed(names, hashes, shards) if key[2] else {}
+            for rank, tensors in flipped.items():
+                words.setdefault((rank,), _flipped(rank, hosts[rank], tensors))
+            if not flipped:
+                words.setdefault(odd, _differs(odd, key[1], hosts, names))
+                last = min(last, max(self.after, self.number - 2) if key[2] else self.verified)
+        none = "the sum over hashes of copies is not zero, though these are equal"
+        return [*words.values()] or [none], last
+
+    def _sealed_shards(self) -> dict[str, ShardHash]:
+        """The hashes of this rank's weights, as they were sealed after the last update."""
+        values = [] if self.sealed is None else self.sealed.tolist()
+        return {
+            name: ShardHash(start, start + tensor.numel(), tensor.itemsize, value)
+            for (name, tensor, start), value in zip(self.seal.held, values, strict=False)
+            if name.startswith(f"{WEIGHTS} of")
+        }
+
+
+def _odd_of(hashes: Mapping[int, Mapping[str, int]]) -> tuple[tuple[int, ...], list[str]]:
+    """The odd ranks of a group, and the tensors in which they are."""
+    first = next(iter(hashes.values()))
+    names = [name for name in first if len({each[name] for each in hashes.values()}) > 1]
+    by_rank = {rank: tuple(each[name] for name in names) for rank, each in hashes.items()}
+    return odd_ones(by_rank), names
+
+
+def _other_than_sealed(
+    names: Sequence[str],
+    hashes: Mapping[int, Mapping[str, int]],
+    shards: Sequence[Mapping[str, ShardHash]],
+) -> dict[int, list[str]]:
+    """The weights that ranks have gathered otherwise than their owners sealed them."""
+    flipped: dict[int, list[str]] = {}
+    for name in names:
+        truth = sum_of_shards([shards[rank][name] for rank in hashes if name in shards[rank]])
+        for rank, each in hashes.items():
+            if truth is not None and (each[name] - truth) % 2**64:
+                flipped.setdefault(rank, []).append(name)
+    return flipped
+
+
+def sum_of_shards(shards: Sequence[ShardHash]) -> int | None:
+    """The hash of a weight from those of its shards; None if they do not add up to it.
+
+    >>> sum_of_shards([ShardHash(0, 4, 2, 5), ShardHash(4, 7, 2, 6), ShardHash(0, 4, 2, 5)])
+    11
+    >>> sum_of_shards([ShardHash(0, 3, 2, 5), ShardHash(3, 7, 2, 6)])  # within a word of 8 bytes
+    """
+    ordered = sorted(set(shards))  # replicas have the same
+    ends = [0, *(each.stop for each in ordered)]
+    joined = all(each.start == end for each, end in zip(ordered, ends, strict=False))
+    if not ordered or not joined or any(each.start * each.itemsize % 8 for each in ordered):
+        return None
+    return sum(each.hash for each in ordered)
+
+
+def _flipped(rank: int, host: str, names: Sequence[str]) -> str:
+    return f"rank {rank} on {host} has flipped bits in memory, in {_list(names)}"
+
+
+def _differs(
+    odd: Sequence[int], members: Sequence[int], hosts: Sequence[str], names: Sequence[str]
+) -> str:
+    if len(odd) == len(members):
+        ranks = " and ".join(f"{rank} on {hosts[rank]}" for rank in odd[:2])
+        return f"ranks {ranks} hold different copies of {_list(names)}, and one of them is wrong"
+    ranks = ", ".join(f"rank {rank} on {hosts[rank]}" for rank in odd)
+    return f"{ranks} holds another {_list(names)} than {len(members) - len(odd)} others"
+
+
+def _list(names: Sequence[str]) -> str:
+    rest = len(names) - _MOST_NAMED
+    return ", ".join(names[:_MOST_NAMED]) + (f" and {rest} more" if rest > 0 else "")
+
+
+def exchanged(mesh: Mesh, value: Any) -> list[Any]:
+    """The values of all ranks, by rank: rare and small."""
+    if len(mesh.members["world"]) == 1:
+        return [value]
+    found: list[Any] = [None] * len(mesh.members["world"])
+    dist.all_gather_object(found, value)
+    return found
+
+
+def held_tensors(job: Job, updater: Updater) -> list[HeldTensor]:
+    """What an update changes: weights, master weights and states beside the model."""
+    return [*_shards(job, WEIGHTS, frozen=False), *_states(job, updater)]
+
+
+def _shards(job: Job, kind: str, *, frozen: bool) -> Iterator[HeldTensor]:
+    """The shards of weights that this rank owns."""
+    for unit in job.units:
+        if unit.unit.frozen == frozen and unit.options.disk is None:
+            for each in unit.owned:
+                name = f"{kind} of {job.table[each.row.name].name}"
+                yield HeldTensor(name, each.tensor, each.start)
+
+
+def _states(
+    job: Job, updater: Updater, wanted: Callable[[int], bool] = lambda index: True
+) -> list[HeldTensor]:
+    """The states and master weights of what is owned, where they are beside the model."""
+    names = [job.table[each.row.name].name for each in job.owned]
+    return [
+        HeldTensor(f"{'master weights' if key == MASTER else key} of {names[index]}", state.tensor)
+        for key, states in updater.states().items()
+        for index, state in enumerate(states)
+        if wanted(index) and isinstance(state, StateInMemory)
+        if state.tensor.device.type == job.mesh.device.type
+    ]
+
+
+def _lines(job: Job, updater: Updater) -> Iterator[CopyLine]:
+    """Everything that this rank holds alike with others, by the role of the group."""
+    by_role: dict[str, set[int]] = {}
+    number = 0
+    for unit in job.units:
+        for each in () if unit.unit.frozen else unit.owned:
+            shard = job.shards[each.row.name]
+            for role in copy_roles(shard, each.row.expert, unit.sliced):
+                by_role.setdefault(role, set()).add(number)
+            number += 1
+    owned = job.owned
+    for role, indices in sorted(by_role.items()):
+        held = [
+            HeldTensor(f"{WEIGHTS} of {job.table[owned[i].row.name].name}", owned[i].tensor)
+            for i in sorted(indices)
+            if owned[i].tensor.device.type == job.mesh.device.type
+        ]
+        held += _states(job, updater, indices.__contains__)
+        yield CopyLine.of(job, role, held)
+    for expert in (False, True):
+        full = [
+            HeldTensor(f"{WEIGHTS} of {job.table[name].name}", unit.full[start:stop])
+            for unit in job.units
+            if unit.unit.expert == expert and unit.sliced and not unit.sheds_weights
+            for name, (start, stop) in unit.spans.items()
+        ]
+        role = data_role(expert, sliced=False)
+        if full and role is not None:
+            yield CopyLine.of(job, role, full, every_step=True)

@@ -1,0 +1,10 @@
+from fivefold.verify.compare import FORMULA as FORMULA
+from fivefold.verify.compare import Dtype as Dtype
+from fivefold.verify.generated import GeneratedVerdict as GeneratedVerdict
+from fivefold.verify.generated_ranks import GeneratedSettings as GeneratedSettings
+from fivefold.verify.generated_ranks import num_generation_phases as num_generation_phases
+from fivefold.verify.generated_ranks import run_generated as run_generated
+from fivefold.verify.runs import VerifySettings as VerifySettings
+from fivefold.verify.runs import num_phases as num_phases
+from fivefold.verify.trial import VerifyVerdict as VerifyVerdict
+from fivefold.verify.trial import run_trial as run_trial

@@ -1,0 +1,377 @@
+"""The panels of Explore that search: the planner's best layouts, and memory by sequence length.
+
+A search takes seconds, and depends on the keys of `explore_job.JOB` only. Every layout in a ranking
+is a state of Explore, with the numbers that Explore shows for this state: without offloading, and
+with the stages that the runtime makes by default.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from fivefold.core import counted
+from fivefold.core.layout import context_rule, divisors, positions_rule
+from fivefold.core.plan import Plan, resolve
+from fivefold.cost import RECOMPUTE, grid_of_plan
+from fivefold.cost.memory import peak_memory
+from fivefold.planner import (
+    STRATEGIES,
+    Estimate,
+    EstimateSetting,
+    LayoutCandidate,
+    NothingFits,
+    PlanRequest,
+    PlanResult,
+    SearchSpace,
+    best_plans,
+    compare_neighbours,
+    options_of,
+    search_layouts,
+    speed_rank,
+)
+from fivefold.report import duration, gib, plan_text, table, wrapped
+from fivefold_page import Params, Progress, View
+from fivefold_page.explore.job import (
+    LAYOUT,
+    job_of,
+    job_params,
+    layout_params,
+    nothing_fits,
+    request_of,
+)
+from fivefold_page.explore.state import State, keys_of
+
+_TOP = 10
+_SEARCH_SHARE = 0.8  # of the time; the rest explains the best layout
+_HEADS = ("", "layout", "ZeRO", "recompute", "GiB", "step", "tokens/s/GPU", "MFU")
+
+
+def ranking_view(params: Params, on_progress: Progress) -> View:
+    """The ten best layouts and the front of memory against time; if nothing fits, why, the leanest
+    layout, and jobs that have one. `job` has the keys of the job that was searched."""
+    job = job_of(params)
+    cut = "seq" not in job.derived and State.parse(params).seq > job.seq
+    asked = request_of(job)
+    machine_ = asked.setting.machine
+    found: View = {
+        "job": job_params(job),
+        "model": asked.shape.name,
+        "machine": machine_.name,
+        "gpus": job.gpus,
+        "seq": job.seq,
+        "batch": job.batch,
+        "limit": machine_.memory,
+        "usable": asked.setting.capacity,
+        "layouts": [],
+        "front": [],
+        "because": [],
+        "notes": [*asked.notes, *([f"sequences are cut to {job.seq:,} tokens"] if cut else [])],
+        "refused": "",
+        "lean": None,
+        "ways": [],
+    }
+    try:
+        best = best_plans(asked, _TOP, lambda share: on_progress(_SEARCH_SHARE * share))
+    except NothingFits as error:
+        return found | {"refused": str(error)} | nothing_fits(job, asked, error)
+    found |= _ranked(job, best, found["notes"])
+    on_progress(1.0)
+    return found
+
+
+def _ranked(job: State, found: PlanResult, notes: list[str]) -> View:
+    def state_of(plan: Plan) -> State:  # that a click on this plan opens
+        return replace(job, **keys_of(plan))
+
+    choice, *others = (state_of(one.plan) for one in found.plans)
+    states = [choice, *sorted(others, key=lambda state: speed_rank(state.estimate()))]
+    first = choice.estimate()
+    rival = None if found.rival is None else state_of(found.rival.plan).estimate()
+    # The fastest is on the front even if it took too long to be simulated twice.
+    fastest = min(states, key=lambda state: state.estimate().step)
+    front = dict.fromkeys([*(state_of(one.plan) for one in found.front), fastest])
+    return {
+        "candidates": found.candidates,
+        "passed_over": found.passed_over,
+        "layouts": [_entry(one, choice, fastest.estimate().step) for one in states],
+        "front": [_entry(one, choice, fastest.estimate().step) for one in front],
+        "because": plan_text.reasons_text(first, compare_neighbours(first), rival, found.simpler),
+        "notes": [*notes, *_stage_layers_note(found.plans[0], first)],
+    }
+
+
+def _entry(state: State, first: State, fastest: float) -> View:
+    """One layout: its cost, what it loses to the first, and the keys that a click sets."""
+    one = state.estimate()
+    layout, batch = one.plan.layout, one.plan.batch
+    return {
+        "layout": f"{layout} {layout.context}" if layout.cp > 1 else str(layout),
+        "zero": layout.zero,
+        "schedule": f"{state.schedule}({layout.chunks})" if layout.pp > 1 else "–",
+        "batch": f"{batch.microbatch_size} × {batch.microbatches}",
+        "recompute": str(one.plan.recompute),
+        "total": one.total,
+        "verdict": one.verdict,
+        "step": one.step,
+        "tokens_per_s_per_gpu": one.tokens_per_s_per_gpu,
+        "mfu": one.mfu,
+        "bubble": one.bubble,
+        "loses": "" if state == first else plan_text.loses(one, first.estimate(), fastest),
+        "set": layout_params(state),
+    }
+
+
+def _stage_layers_note(best: Estimate, plain: Estimate) -> list[str]:
+    """A note if other stage boundaries are faster: a plan file can set them, a state cannot."""
+    if best.plan.stage_layers is None or best.step >= plain.step:
+        return []
+    layers = ",".join(map(str, best.plan.stage_layers))
+    return [
+        f'the first takes {duration(best.step)} with stage_layers = "{layers}" in its plan file'
+    ]
+
+
+def ranking_text(found: View) -> list[str]:
+    """The same for a terminal."""
+    place = f"{found['gpus']:,} GPU{'' if found['gpus'] == 1 else 's'} of {found['machine']}"
+    head = (
+        f"{found['model']} on {place}: the planner's best layouts for "
+        f"{counted(found['batch'], 'sequence')} of {found['seq']:,} tokens a step"
+    )
+    lines = wrapped(head)
+    if found["refused"]:
+        near = " · ".join(one["label"] for one in found["ways"])
+        return [*lines, *wrapped(found["refused"]), *wrapped(near, "near: ")]
+    rows = [_row(number, one) for number, one in enumerate(found["layouts"], 1)]
+    lines += [
+        f"{found['candidates']:,} layouts weighed and {found['passed_over']:,} passed over",
+        "",
+        *table([_HEADS, *rows], left=(1, 3)),
+        "",
+    ]
+    for i, one in enumerate(found["layouts"]):
+        how = [] if one["schedule"] == "–" else [one["schedule"]]
+        how += [f"microbatches {one['batch']}", *([one["loses"]] if one["loses"] else [])]
+        lines += _in_margin(f"{i + 1}", [", ".join(how), *(found["because"] if i == 0 else [])])
+    least = sorted(found["front"], key=lambda one: one["total"])
+    lines += _in_margin("front", [_on_front(one) for one in least])
+    return [*lines, *_in_margin("note", found["notes"])]
+
+
+def _row(number: int, one: View) -> tuple[str, ...]:
+    return (
+        str(number),
+        one["layout"],
+        str(one["zero"]),
+        one["recompute"],
+        f"{one['total'] / 2**30:,.1f}",
+        duration(one["step"]),
+        f"{one['tokens_per_s_per_gpu']:,.0f}",
+        f"{one['mfu']:.1%}",
+    )
+
+
+def _on_front(one: View) -> str:
+    words = f"{one['layout']}, ZeRO-{one['zero']}, recompute {one['recompute']}"
+    return f"{gib(one['total'])} and {duration(one['step'])}: {words}"
+
+
+def _in_margin(head: str, sentences: Sequence[str]) -> list[str]:
+    """Wrapped sentences, with a word in the margin of the first."""
+    margins = [f"{'' if i else head:>5}  " for i in range(len(sentences))]
+    pairs = zip(sentences, margins, strict=True)
+    return [line for one, margin in pairs for line in wrapped(one, margin)]
+
+
+# Memory by sequence length: of the shown layout, and of one layout for each strategy.
+#
+# A curve belongs to one layout and one number of sequences; only their length grows. The layout of
+# a strategy is the planner's choice at the length of the job with microbatches of one sequence:
+# the fastest that fits, else the one with the least memory. If the batch is too small for every
+# layout of a strategy, a larger one is taken and named: the memory of a rank does not depend on it.
+
+
+LENGTHS = tuple(2048 << doublings for doublings in range(10))  # to one million tokens
+# Each strategy uses the axis of its name: without it, its curve would be that of data alone.
+_AXES = {"data+tensor": "tp", "data+pipeline": "pp", "data+context": "cp"}
+_FAR = 10  # times the usable memory
+
+
+def current(state: State) -> View:
+    """The shown layout with each kind of recomputation; takes a few milliseconds. `now` is the
+    memory of its plan, as in every panel; the curves are closed forms, as in a search, which know
+    less of its schedule."""
+    plan, setting = state.plan(), state.setting()
+    curve = _curve(plan, setting, lengths(state.seq))
+    own = {
+        "recompute": str(plan.recompute.usual),
+        "words": curve_words(curve),
+        "now": state.estimate().total,
+    }
+    return _axes(state, setting) | curve | own
+
+
+def lengths(seq: int) -> list[int]:
+    """The lengths of a curve; that of the job is always one of them."""
+    return sorted({*LENGTHS, seq})
+
+
+def _axes(state: State, setting: EstimateSetting) -> View:
+    return {
+        "seq": state.seq,
+        "lengths": lengths(state.seq),
+        "limit": setting.machine.memory,
+        "usable": setting.capacity,
+    }
+
+
+def _curve(plan: Plan, setting: EstimateSetting, lengths: list[int]) -> View:
+    """Bytes of the fullest rank by kind of recomputation and length, None if the length is illegal,
+    and the longest length that fits, None if none does."""
+    legal = [seq for seq in lengths if _is_legal(plan, seq)]
+    sizes = _sizes(plan, setting, legal)
+    by_kind = {kind: [sizes[kind].get(seq) for seq in lengths] for kind in RECOMPUTE}
+    longest = {
+        kind: max((seq for seq in legal if sizes[kind][seq] <= setting.capacity), default=None)
+        for kind in RECOMPUTE
+    }
+    layout = plan.layout
+    return {"layout": str(layout), "zero": layout.zero, "bytes": by_kind, "longest": longest}
+
+
+def _sizes(plan: Plan, setting: EstimateSetting, lengths: list[int]) -> dict[str, dict[int, float]]:
+    """Bytes by kind and length.
+
+    Stage boundaries depend on the length: attention takes a larger share of long sequences.
+    """
+    by_stages: dict[tuple[range, ...], list[int]] = {}
+    for seq in lengths:
+        longer = replace(plan, batch=replace(plan.batch, seq=seq))
+        by_stages.setdefault(tuple(longer.stages), []).append(seq)
+    grid = replace(grid_of_plan(plan), recompute=np.arange(float(len(RECOMPUTE))))
+    found: dict[str, dict[int, float]] = {kind: {} for kind in RECOMPUTE}
+    for spans, group in by_stages.items():
+        # The memory is computed with arrays: one call for all lengths, one row per length.
+        rows: Any = np.array(group, float)[:, None]
+        job = setting.with_keys(plan.options).arguments(plan.shape, grid, rows)
+        total = peak_memory(*job, spans=spans).total
+        sizes = np.broadcast_to(total, (len(group), len(RECOMPUTE)))
+        for kind, column in zip(RECOMPUTE, sizes.T, strict=True):
+            found[kind] |= dict(zip(group, map(float, column), strict=True))
+    return found
+
+
+def _is_legal(plan: Plan, seq: int) -> bool:
+    rules = (positions_rule, context_rule)
+    layout, shape = plan.layout, plan.shape
+    return not any(reason for rule in rules for reason in rule(layout, shape, {"seq": seq}))
+
+
+def curves_view(params: Params, on_progress: Progress) -> View:
+    """A curve for each strategy, and that of the layout in `params`, if there is one."""
+    job = job_of(params)
+    asked = request_of(job)
+    found: list[View] = []
+    for number, name in enumerate(STRATEGIES):
+        on_progress(number / len(STRATEGIES))
+        one = {"strategy": name, **_strategy(asked, name)}
+        found.append(one | {"words": curve_words(one)})
+    on_progress(1.0)
+    state = State.parse(params)
+    has_layout = bool(set(params) & set(LAYOUT)) and not state.problems()
+    return {
+        **_axes(job, asked.setting),
+        "gpus": job.gpus,
+        "batch": job.batch,
+        "strategies": found,
+        "current": current(state) if has_layout else None,
+    }
+
+
+def _strategy(asked: PlanRequest, name: str) -> View:
+    """The curve of the layout that represents a strategy, or why there is none."""
+    question = asked.space
+    one_per_gpu = -(-question.batch // question.gpus) * question.gpus
+    for batch in dict.fromkeys((question.batch, one_per_gpu)):
+        one = _chosen(replace(question, batch=batch), asked.setting, name)
+        if one is not None:
+            plan = resolve(options_of(one.grid, asked.options))
+            return {
+                "refused": "",
+                "larger_batch": batch if batch != question.batch else None,
+                "recompute": str(plan.recompute.usual),
+                **_curve(plan, asked.setting, lengths(question.seq)),
+            }
+    return {"refused": f"no legal layout on {question.gpus_text} at {question.seq:,} tokens"}
+
+
+def _chosen(question: SearchSpace, setting: EstimateSetting, name: str) -> LayoutCandidate | None:
+    """The fastest layout that fits, else the one with the least memory; None if none is legal."""
+    axis = _AXES.get(name)
+    degrees = divisors(question.gpus)[1:] if axis else [1]
+    fast: list[LayoutCandidate] = []
+    lean: list[LayoutCandidate] = []
+    for degree in degrees:
+        named = {axis: degree} if axis else {}
+        fixed = {"offload": "none", "microbatch_size": 1, **STRATEGIES[name], **named}
+        found = search_layouts(replace(question, fixed=fixed), setting, 1)
+        fast += found.best
+        lean += [] if found.leanest is None else [found.leanest]
+    if fast:
+        return min(fast, key=lambda one: one.seconds)
+    return min(lean, key=lambda one: one.bytes, default=None)
+
+
+def curves_text(found: View) -> list[str]:
+    """The same for a terminal: GiB of the fullest rank, with a mark if they do not fit."""
+    own = found["current"]
+    named = [("this layout", own)] if own else []
+    named += [(one["strategy"], one) for one in found["strategies"]]
+    rows: list[tuple[str, ...]] = [("", "recompute", *map(_short, found["lengths"]))]
+    for name, one in named:
+        if not one.get("refused"):
+            for kind, sizes in one["bytes"].items():
+                cells = (_cell(size, found["usable"]) for size in sizes)
+                rows.append((name, kind, *cells))
+    limit, usable = (f"{found[each] / 2**30:,.1f}" for each in ("limit", "usable"))
+    lines = [
+        f"GiB of the fullest rank by sequence length; {usable} of {limit} may be used",
+        f"(×: more than that, ≫: more than {_FAR} times that)",
+        *table(rows, left=(0, 1)),
+        "",
+    ]
+    for name, one in named:
+        lines += wrapped(curve_words(one), f"{name:<15}")
+    return lines
+
+
+def _cell(size: float | None, usable: float) -> str:
+    if size is None:
+        return "– "
+    if size > _FAR * usable:
+        return "≫ "
+    return f"{size / 2**30:,.0f}{'×' if size > usable else ' '}"
+
+
+def curve_words(one: View) -> str:
+    """A curve in words: its layout, and the longest sequences that fit."""
+    if one.get("refused"):
+        return one["refused"]
+    longest = [f"{_short(seq)} with {kind}" for kind, seq in one["longest"].items() if seq]
+    fits = f"longest that fits: {', '.join(longest)}" if longest else "fits at no length drawn"
+    batch = one.get("larger_batch")
+    needs = f" needs a batch of {batch:,} sequences," if batch else ""
+    return f"{one['layout']} ZeRO-{one['zero']},{needs} {fits}"
+
+
+def _short(length: int) -> str:
+    """A length in binary thousands.
+
+    >>> _short(8192), _short(1 << 20), _short(3000)
+    ('8k', '1024k', '3,000')
+    """
+    return f"{length >> 10}k" if length % 1024 == 0 else f"{length:,}"

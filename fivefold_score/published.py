@@ -1,0 +1,265 @@
+"""Published runs, in the schema of the data files, as cases that can be estimated.
+
+A row says what ran: the sizes of the model, the GPUs, the layout, the batch, the recomputation. If
+it leaves open what time depends on (microbatch size, chunks, recomputation, how far a custom
+schedule runs ahead), it becomes several cases, and their times are a range. Whatever else it leaves
+out is an assumption, which is noted.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any
+
+import numpy as np
+
+from fivefold.core import FivefoldError, Machine, UnknownName, build
+from fivefold.core.layout import Fp8
+from fivefold.core.model import Shape
+from fivefold.core.schedule import family as schedule_family
+from fivefold.core.schedule import named
+from fivefold.core.schedule import names as schedule_names
+from fivefold.cost import FAMILIES, RECOMPUTE, RULES, LayoutGrid
+from fivefold.cost.hardware import EAGER_LAUNCH, FIVEFOLD, SoftwareStack, load_preset, load_stack
+from fivefold_score.row_machine import read_machine, read_precision
+from fivefold_score.row_model import read_shape
+from fivefold_score.rows import Row, RowOverlap, RowSoftware, unknown_keys
+from fivefold_score.spelling import RowReader, family_of, source_of, spellings
+
+OPEN_MICROBATCH_SIZES = (1, 2, 4)  # if a row does not say
+OPEN_CHUNKS = (1, 2, 3, 4, 6, 8)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One run that can be estimated; its grid has one layout."""
+
+    shape: Shape
+    machine: Machine
+    stack: SoftwareStack
+    grid: LayoutGrid
+    seq: int
+    precision: str
+    family: str
+    source: str
+    assumptions: tuple[str, ...]
+
+    @property
+    def arguments(self) -> tuple[Shape, Machine, SoftwareStack, LayoutGrid, int, str]:
+        """The arguments of cost functions, in their order."""
+        return self.shape, self.machine, self.stack, self.grid, self.seq, self.precision
+
+    def require_runnable_schedule(self) -> None:
+        """Refuse a schedule that cannot run the numbers of the row."""
+        columns = (self.grid.pp, self.grid.microbatches, self.grid.chunks)
+        numbers = tuple(int(each.item()) for each in columns)
+        family = schedule_family(schedule_names()[int(self.grid.schedule.item())])
+        if family.problems(*numbers):
+            raise FivefoldError(family.refusal(*numbers))
+
+    @property
+    def choices(self) -> str:
+        """The choices of this case that a row may leave open."""
+        columns = (self.grid.microbatch_size, self.grid.chunks, self.grid.recompute)
+        rows, chunks, recompute = (int(each.item()) for each in columns)
+        said = f"rows={rows} chunks={chunks} recompute={RECOMPUTE[recompute]}"
+        return f"{said} ahead={self.stack.hop_forwards}"
+
+
+def cases(row: Row, without: str = "") -> list[Case]:
+    """The run of a row; several cases if the row leaves choices open that time depends on.
+
+    `without`: a source to which no number of machine or stack is fitted.
+    """
+    reader = RowReader(row)
+    for words in unknown_keys(row):
+        reader.assume(words)
+    shape, machine = read_shape(reader), read_machine(reader, without)
+    precision = read_precision(reader)
+    stacks = _stacks(reader, precision, without)
+    grids = _grids(reader, shape)
+    family, source, seq = family_of(row), source_of(row), reader.integer("seq_len")
+    assumed = tuple(reader.assumptions)
+    return [
+        Case(shape, machine, each, grid, seq, precision, family, source, assumed)
+        for grid, each in product(grids, stacks)
+    ]
+
+
+def _stacks(reader: RowReader, precision: str, without: str) -> list[SoftwareStack]:
+    """The software of a row, and what its source allows as well."""
+    name = reader.text("stack") or _assumed_stack(reader, precision)
+    preset = load_preset(name, without)
+    found = [preset.stack, *(load_stack(each, without) for each in preset.open)]
+    return [_as_said(reader.row, each) for each in found]
+
+
+def _as_said(row: Row, stack: SoftwareStack) -> SoftwareStack:
+    """The stack with the row's frozen weights, adapters, offloaded activations and software."""
+    rank, away = int(row.get("lora_rank") or 0), float(row.get("offload_activations") or 0.0)
+    if rank < 0 or not 0 <= away <= 1:
+        raise FivefoldError("give a lora_rank of 0 or more and a share of activations up to 1")
+    memory = replace(stack.memory, offloaded=away or stack.memory.offloaded)
+    frozen = bool(row.get("frozen")) or rank > 0
+    stack = replace(stack, frozen=frozen, lora_rank=rank, memory=memory)
+    return _with_software(
+        stack, build(RowSoftware, row.get("software") or {}, "software of the row")
+    )
+
+
+# What a compiler changes: passes over activations and bytes of the loss, ours where it runs and
+# those of PyTorch's own kernels where it does not.
+_COMPILED = ("wide_passes", "narrow_passes", "rotary_passes", "loss_bytes")
+# What a replayed graph has none of, and what a stack without one has at least.
+_HOST = ("launch", "expert_launch", "dispatch_launch", "crowding", "message_launch", "expert_wait")
+
+
+def _with_software(stack: SoftwareStack, software: RowSoftware) -> SoftwareStack:
+    """The stack as a row says that it ran."""
+    changes: dict[str, Any] = {}
+    if software.compile is not None:
+        usual = FIVEFOLD if software.compile else load_stack("eager")
+        nearer = min if software.compile else max
+        for name in _COMPILED:
+            changes[name] = nearer(getattr(stack, name), getattr(usual, name))
+    if software.cuda_graphs:
+        changes |= dict.fromkeys(_HOST, 0.0)
+    elif software.cuda_graphs is False and not stack.launch:
+        changes["launch"] = EAGER_LAUNCH
+    if software.fp8 is not None:
+        changes["fp8"] = Fp8.parse(software.fp8)
+    overlap = software.overlap or RowOverlap()
+    if overlap.dp is not None:
+        changes |= {"gradients_hidden": overlap.dp, "gathers_hidden": float(overlap.dp)}
+    if overlap.tp is not None:
+        changes |= {"tp_hidden": overlap.tp, "tp_overlap": 0}
+    if overlap.ep is not None:
+        changes |= {"experts_hidden": overlap.ep, "paired_layers": False, "shared_overlap": False}
+    if overlap.pp is not None:
+        changes["transfers_hidden"] = overlap.pp
+    return replace(stack, **changes)
+
+
+def _assumed_stack(reader: RowReader, precision: str) -> str:
+    """The stack of the row's family; of an unknown family, the nearest by what the row says."""
+    family = spellings().families.get(family_of(reader.row))
+    sharded = reader.row.get("zero") == 3
+    if family:
+        name = (family.zero3 if sharded else "") or family.stack
+        reader.assume(f"stack is not said: {name}, as its family")
+        return name
+    ampere = reader.text("gpu").startswith(("a100", "a800", "v100"))
+    half = precision == "fp16" or not reader.text("precision")  # as was usual on those GPUs
+    if reader.text("gpu").startswith("tpu"):
+        name = "xla"
+    elif _schedule(reader, 1).startswith("zb"):
+        name = "zero-bubble"
+    elif _schedule(reader, 1).startswith("dualpipe"):
+        name = "deepseek"
+    elif sharded and reader.integer("pp") == 1:
+        name = "fsdp" if ampere else "torchtitan"
+    elif half and (ampere or precision == "fp16"):
+        name = "megatron-2021"
+    else:
+        name = "eager" if ampere else "megatron"
+    reader.assume(f"stack is not said: {name}, by zero, pp, gpu and precision")
+    return name
+
+
+def _grids(reader: RowReader, shape: Shape) -> list[LayoutGrid]:
+    row = reader.row
+    dp, batch = reader.integer("dp"), reader.integer("global_batch")
+    pp = reader.integer("pp")
+    chunks: tuple[int, ...] = (1,)
+    said = _schedule(reader, 1)
+    if said != "1f1b" and schedule_family(said).max_chunks:
+        chunks = (schedule_family(said).min_chunks,)  # of the schedule, whatever a row calls them
+    elif row.get("vpp"):
+        chunks = (reader.integer("vpp"),)
+    elif pp > 1 and "interleaved" in reader.text("schedule").lower():
+        chunks = tuple(each for each in OPEN_CHUNKS if 1 < each <= -(-shape.layers // pp))
+    if row.get("micro_batch") is None:
+        # Assume at least as many microbatches as stages, if a smaller microbatch allows it.
+        fewest = min(pp, batch // dp)
+        rows = tuple(each for each in OPEN_MICROBATCH_SIZES if batch // (dp * each) >= fewest)
+    else:
+        rows = (reader.integer("micro_batch"),)
+    said = reader.text("recompute").lower().split("(")[0].strip()
+    kinds = (said,) if said else RECOMPUTE
+    if kinds[0] not in RECOMPUTE:
+        raise UnknownName("recompute", kinds[0], RECOMPUTE)
+    if not rows or not chunks:
+        raise FivefoldError("no number of rows or chunks fits the batch and the layers")
+    found = [_grid(reader, *each) for each in product(rows, chunks, kinds)]
+    # A source that leaves the microbatch open has chosen one that its schedule can run.
+    return [each for each in found if _runs(each)] or found
+
+
+def _runs(grid: LayoutGrid) -> bool:
+    numbers = (int(each.item()) for each in (grid.pp, grid.microbatches, grid.chunks))
+    return grid.pp.item() == 1 or not FAMILIES[int(grid.schedule.item())].problems(*numbers)
+
+
+def _grid(reader: RowReader, rows: int, chunks: int, recompute: str) -> LayoutGrid:
+    dp, tp, pp = (reader.integer(key) for key in ("dp", "tp", "pp"))
+    shard = _zero_group(reader.row) or dp
+    schedule = _schedule(reader, chunks)
+    if pp > 1:  # of DualPipe, whose ranks have two stages, sources say two chunks or none
+        family = named(schedule)
+        chunks = min(max(chunks, family.min_chunks), family.max_chunks or chunks)
+    numbers = {
+        "tp": tp,
+        "cp": reader.integer("cp", 1),
+        "pp": pp,
+        "replicate": dp // shard,
+        "shard": shard,
+        "ep": reader.integer("ep", 1),
+        "etp": reader.integer("etp", 1),
+        "zero": _zero(reader),
+        "chunks": chunks,
+        "microbatch_size": rows,
+        "microbatches": max(1, round(reader.integer("global_batch") / (dp * rows))),
+        "recompute": RECOMPUTE.index(recompute),
+        "schedule": schedule_names().index(schedule),
+    }
+    columns = {name: np.array([float(each)]) for name, each in numbers.items()}
+    if tp > 1 and reader.row.get("sp") is None:
+        reader.assume("sp is not said: false")
+    sp = bool(reader.row.get("sp")) and tp > 1
+    return LayoutGrid(**columns, sp=np.array([sp]), offload=np.zeros(1), rules=RULES)
+
+
+def _zero(reader: RowReader) -> int:
+    said = reader.row.get("zero")
+    if said is None:
+        if reader.integer("dp") > 1:
+            reader.assume("zero is not said: 0")
+        return 0
+    if said not in (0, 1, 2, 3):
+        raise FivefoldError(f"zero = {said!r}: give a ZeRO stage, 0 to 3")
+    return int(said)
+
+
+def _zero_group(row: Row) -> int:
+    """Number of data ranks that shard the states, if the row says so; else 0."""
+    extra: Row = row.get("extra") or {}
+    said = extra.get("zero_group")
+    return said if isinstance(said, int) and said > 0 else 0
+
+
+def _schedule(reader: RowReader, chunks: int) -> str:
+    """The schedule by its words, which may be followed by a remark; one rank has none."""
+    said = re.split(r"[(,;]", reader.text("schedule").lower())[0].strip()
+    said = re.sub(r"[\s_]+", "-", said)
+    said, plain = spellings().schedules.get(said, said), "interleaved" if chunks > 1 else "1f1b"
+    if reader.integer("pp") == 1:
+        return plain
+    if not said:
+        reader.assume("schedule is not said: 1f1b, interleaved with several chunks")
+    if said in ("", "1f1b", "interleaved"):
+        return plain
+    if said not in schedule_names():
+        raise UnknownName("schedule", said, [*schedule_names(), *spellings().schedules])
+    return said

@@ -1,0 +1,302 @@
+"""How accurate the planner's estimates are: tables for the terminal, and the page with a picture
+and the format of a file of runs."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from fivefold.report import table as aligned
+from fivefold_score.rows import ACHIEVED, EXTRA, FIELDS, RowField
+
+Table = dict[str, Any]
+_ERRORS = ("runs", "median", "mean", "p90")
+
+
+class Section(NamedTuple):
+    """A table with a title, and a sentence below it."""
+
+    title: str
+    head: tuple[str, ...]
+    rows: list[tuple[str, ...]]
+    note: str = ""
+
+
+def sections(table: Table) -> Iterator[Section]:
+    """All tables, without the lists of rows that were not scored."""
+    if "leave_one_out" in table:
+        yield _left_out(table["leave_one_out"])
+        yield _fitted(table["fitted"])
+    yield _overall(table)
+    if table["sets"]:
+        yield _peers(table["sets"])
+    yield _halves(table)
+    yield _times(table["groups"])
+    yield _other(table["groups"])
+    yield _assumed(table["assumptions"])
+
+
+def share(value: float | None, digits: int = 1) -> str:
+    """`12.3%`, or a dash for None."""
+    return "–" if value is None else f"{100 * value:.{digits}f}%"
+
+
+def tau_text(value: float | None) -> str:
+    """`.81`, or a dash for None."""
+    return "–" if value is None else f"{value:.2f}".replace("0.", ".")
+
+
+def render(parts: Sequence[Section]) -> str:
+    """Tables for the terminal: text to the left, numbers to the right."""
+    grids = [aligned([(part.title, *part.head[1:]), *part.rows]) for part in parts]
+    notes = [[part.note] if part.note else [] for part in parts]
+    return "\n\n".join("\n".join(g + n) for g, n in zip(grids, notes, strict=True))
+
+
+def _errors(found: Table) -> tuple[str, ...]:
+    return (f"{found['n']:,}", *(share(found[key]) for key in ("median", "mean", "p90")))
+
+
+def _left_out(left: Table) -> Section:
+    """The figures that stand first: on sources that no number was fitted on."""
+    oom, rank = left["oom"], left["rank"]
+    rows = [
+        ("step time, published and fully specified", *_errors(left["published"])),
+        ("step time, all", *_errors(left["time"])),
+        *(
+            (f"  {name}", *_errors(found["time"]))
+            for name, found in left["by_source"].items()
+            if found["time"]["n"]
+        ),
+        ("peak memory", *_errors(left["memory"])),
+    ]
+    bars = left["new_source"]
+    note = (
+        f"Fits or not: {share(oom['accuracy'])} of {oom['n']:,} right; of {oom['failed']:,} that "
+        f"ran out of memory, {share(oom['false_fit'])} were predicted to fit. Best of three within "
+        f"{share(rank['best3_regret'])} of the best.\n"
+        "With the same weight for every source: half of the step times within "
+        f"{share(bars['time']['median'])}, nine of ten within {share(bars['time']['p90'])}."
+    )
+    return Section("each source left out", ("left out", *_ERRORS), rows, note)
+
+
+def _fitted(fitted: Table) -> Section:
+    """How many numbers are fitted, and to what."""
+    rows = [(f"{one['where']}: {one['key']}", ", ".join(one["to"])) for one in fitted["numbers"]]
+    note = f"{fitted['count']:,} numbers are fitted. All others are counted, measured or assumed."
+    return Section("fitted numbers", ("number", "to"), rows, note)
+
+
+def _assumed(found: Table) -> Section:
+    """What rows leave out, and what was assumed."""
+    rows = [(words, f"{times:,}") for words, times in found["kinds"].items()]
+    by_count = ", ".join(f"{number:,} with {count}" for count, number in found["by_count"].items())
+    note = f"{found['rows']:,} rows have assumptions, {found['total']:,} in all: {by_count}."
+    return Section("assumptions", ("assumed", "rows"), rows, note)
+
+
+def _overall(table: Table) -> Section:
+    oom, rank, spans = table["oom"], table["rank"], table["intervals"]
+    rows = [
+        ("step time", *_errors(table["time"])),
+        (f"step time, intervals ({spans['inside']} inside)", *_errors(spans)),
+        ("step time, from published TFLOP/s", *_errors(table["from_tflops"])),
+        ("peak memory", *_errors(table["memory"])),
+    ]
+    specified = table["specified"]
+    note = (
+        f"Fits or not: {share(oom['accuracy'])} of {oom['n']:,} right; of {oom['failed']:,} that "
+        f"ran out of memory, {share(oom['false_fit'])} were predicted to fit.\n"
+        f"Order within {rank['groups']:,} groups of one job: Kendall tau {tau_text(rank['tau'])}, "
+        f"regret of the first {share(rank['top1_regret'])}, of the best of three "
+        f"{share(rank['best3_regret'])}.\n"
+        f"Of {specified['n']:,} fully specified runs with a measurement, {specified['skipped']:,} "
+        "cannot be expressed."
+    )
+    return Section("error", ("error", *_ERRORS), rows, note)
+
+
+def _peers(sets: Sequence[Table]) -> Section:
+    rows = [
+        (
+            f"{one['set']}: {one['metric']}" + (f" ({one['detail']})" if one["detail"] else ""),
+            f"{one['n']:,}",
+            _value(one, "left_out"),
+            _value(one, "ours"),
+            one["calculon"] or "–",
+            one["llm_analysis"] or "–",
+            "–" if one["peer_n"] is None else str(one["peer_n"]),
+            one["aim"],
+        )
+        for one in sets
+    ]
+    head = ("set", "our n", "left out", "ours", "Calculon", "llm-analysis")
+    note = (
+        "n counts runs; groups of runs for regret and tau; sizes where one is left out. Left out: "
+        "without the numbers that were fitted to the source. The other planners were measured on "
+        "the full public sets."
+    )
+    return Section("beside other planners", (*head, "their n", "aim"), rows, note)
+
+
+def _value(one: Table, key: str) -> str:
+    return tau_text(one[key]) if one["metric"] == "Kendall tau" else share(one[key], 2)
+
+
+def _halves(table: Table) -> Section:
+    halves, groups = table["held_out"], table["groups"]
+    rows = [
+        (f"time, families with a factor, {words}", *_errors(halves[key]["time"]))
+        for key, words in _HALVES.items()
+    ]
+    for family, found in halves["all"]["by_family"].items():
+        held = halves["held_out_half"]["by_family"].get(family)
+        rows.append((f"  {family}, all", *_errors(found)))
+        if held is not None:
+            rows.append((f"  {family}, held-out half", *_errors(held)))
+    if "stack: no factor" in groups:
+        rows.append(("time, families without one", *_errors(groups["stack: no factor"]["time"])))
+    for key, words in _HALVES.items():
+        rows.append((f"peak memory, {words}", *_errors(halves[key]["memory"])))
+    note = "A factor may be fitted on the runs outside the held-out half; sha256 of the id decides."
+    if halves["families_without"]:
+        note += (
+            f"\nNo run of {', '.join(halves['families_without'])} is in the held-out half of these "
+            "files: nothing here tests that factor."
+        )
+    return Section("fitted and held out", ("half", *_ERRORS), rows, note)
+
+
+_HALVES = {"all": "all", "fitted_half": "fitted half", "held_out_half": "held-out half"}
+
+
+def _times(groups: dict[str, Table]) -> Section:
+    rows = [
+        (name, *_errors(found["time"]), _inside(found["intervals"]))
+        for name, found in groups.items()
+        if found["time"]["n"] or found["intervals"]["n"]
+    ]
+    return Section("step time by group", ("group", *_ERRORS, "inside intervals"), rows)
+
+
+def _inside(found: Table) -> str:
+    return f"{found['inside']} of {found['n']}" if found["n"] else "–"
+
+
+def _other(groups: dict[str, Table]) -> Section:
+    rows = [
+        (
+            name,
+            f"{found['memory']['n']:,}",
+            share(found["memory"]["mean"]),
+            share(found["oom"]["accuracy"]),
+            share(found["oom"]["false_fit"]),
+            str(found["rank"]["groups"]),
+            tau_text(found["rank"]["tau"]),
+            share(found["rank"]["best3_regret"]),
+        )
+        for name, found in groups.items()
+        if found["memory"]["n"] or found["oom"]["n"] or found["rank"]["groups"]
+    ]
+    head = ("group", "peaks", "mean", "fits right", "false fit", "ranked", "tau", "best of 3")
+    return Section("memory and order by group", head, rows)
+
+
+# --- The page
+
+_MOST_SKIPPED = 40
+_INTRODUCTION = """\
+Estimates of step time, memory and fit are held against runs that others measured and published.
+Every estimate is made from the run's inputs alone. Errors are |predicted − measured| over measured.
+
+- A run whose source leaves open what time depends on (rows of a microbatch, chunks,
+  recomputation) gets an interval: error 0 inside, the distance to the nearer end outside. Such
+  runs are counted apart.
+- The first table leaves out one source at a time: its runs are estimated without every number
+  that was fitted to that source. A number that was fitted to it alone is left to the base of its
+  file: to the stack or chip that it is a variant of, to H100's shares for a chip without one. A
+  pooled number is the geometric mean of what the other sources give. A number that several sources
+  gave together stays.
+- Leaving out cannot undo that formulas were chosen with all sources in sight, nor that a number
+  which stays was seen with the source; only runs that were never looked at are a clean test.
+- Constants belong to a GPU (`presets/machines`) or to a software stack (`presets/stacks`), never to
+  a run. No id, note or source steers an estimate. A row's stack is its key `stack`; where that is
+  missing, it is that of the row's family (`presets/rows.toml`), or for unknown families the nearest
+  by ZeRO stage, pipeline, GPU and precision. Either is an assumption. All are counted below.
+- Subsets are chosen from inputs or predictions, never from what was measured.
+- Runs of one job (same source, model, GPU, number of GPUs, batch and sequence) form a group where
+  there are at least four. Regret: how much longer the run takes that the planner would have chosen
+  than the best one.
+- Whatever has no step time and no tokens/s, but published TFLOP/s, is converted by the convention
+  of `fivefold plan` and counted apart."""
+
+
+def score_page(table: dict[str, Any], files: Sequence[str], picture: str, date: str) -> str:
+    """The page in Markdown."""
+    made = f"Made by `fivefold score {' '.join(files)} --page …` on {date}"
+    lines = [
+        "# How accurate the planner is",
+        "",
+        f"{made}: {table['rows']:,} runs.",
+        "",
+        _INTRODUCTION,
+        "",
+        f"![Predicted and measured step times, and their ratio by source]({picture})",
+    ]
+    for part in sections(table):
+        lines += ["", f"## {part.title[0].upper()}{part.title[1:]}", "", *_table(part)]
+    lines += ["", *_not_scored(table), "", *_schema()]
+    return "\n".join(lines) + "\n"
+
+
+def _table(part: Section) -> Iterator[str]:
+    yield _row(part.head)
+    yield "|" + "---|" + "---:|" * (len(part.head) - 1)
+    for row in part.rows:
+        yield _row([cell.strip() for cell in row])
+    if part.note:
+        yield from ("", part.note)
+
+
+def _row(cells: Sequence[str]) -> str:
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+def _not_scored(table: dict[str, Any]) -> Iterator[str]:
+    skipped = table["skipped"]
+    yield from ("## Not scored", "")
+    yield f"{len(skipped):,} runs with a measurement cannot be expressed" + (
+        ":" if skipped else "."
+    )
+    yield ""
+    for one in skipped[:_MOST_SKIPPED]:
+        yield f"- `{one['id']}`: {' '.join(one['reason'].split())}"
+    if len(skipped) > _MOST_SKIPPED:
+        yield f"- and {len(skipped) - _MOST_SKIPPED:,} more: `--json` lists all"
+    reasons = Counter(one["reason"] for one in table["unmeasured"])
+    for reason, times in reasons.items():
+        yield from ("", f"{times:,} runs have {reason}.")
+
+
+def _schema() -> Iterator[str]:
+    yield from ("## A file of runs", "")
+    yield "JSONL: one JSON object a line; or TOML: a table `[[run]]` for each, with `[run.shape]`,"
+    yield "`[run.software]` and `[run.achieved]`. Needed fields must be there, but may be null"
+    yield "(left out in TOML): unknown. A run is priced by what its row says. Without a table"
+    yield "`shape`, a name like DeepSeek-V3 adds the latents and shared experts of that preset."
+    yield "An unknown key of `shape` or `software` refuses the file."
+    yield "An unknown field is passed over and counted as an assumption. An unknown stack,"
+    yield "precision, activation, schedule or recomputation is refused: the row is not scored."
+    yield "A run that is in several files counts once."
+    yield from ("", *_fields(FIELDS, ""), "", *_fields(EXTRA, "extra."))
+    yield from ("", *_fields(ACHIEVED, "achieved."))
+
+
+def _fields(fields: Mapping[str, RowField], prefix: str) -> Iterator[str]:
+    yield "| field | kind | needed | meaning |"
+    yield "|---|---|---|---|"
+    for name, each in fields.items():
+        needed = "yes" if each.needed else ""
+        yield f"| `{prefix}{name}` | {each.kind} | {needed} | {each.meaning} |"
