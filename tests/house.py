@@ -8,19 +8,22 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "fivefold"
-FILES = sorted(PACKAGE.rglob("*.py"))
+BESIDE = ("fivefold_page", "fivefold_score")  # packages of the same distribution
+FILES = sorted(path for name in ("fivefold", *BESIDE) for path in (ROOT / name).rglob("*.py"))
 
 
 def module_name(path: Path) -> str:
     parts = path.relative_to(ROOT).with_suffix("").parts
-    return ".".join(parts[:-1] if parts[-1] == "__init__" and len(parts) > 2 else parts)
+    is_room = parts[-1] == "__init__" and parts != ("fivefold", "__init__")
+    return ".".join(parts[:-1] if is_room else parts)
 
 
 KNOWN = frozenset(module_name(each) for each in FILES)
 
 
 def room(module: str) -> str:
-    return [*module.split("."), "__init__"][1]
+    package, inner, *_ = [*module.split("."), "__init__"]
+    return package if package in BESIDE else inner
 
 
 @cache

@@ -117,7 +117,7 @@ def test_an_attribute_set_from_outside_is_seen() -> None:
         "fivefold.b: job.count",
         "fivefold.c: x.parts",
         "fivefold.c: setattr(x, name, 1)",
-        "fivefold_page: layer.matmul",
+        "fivefold.page: layer.matmul",
     ]
 
 
