@@ -2,7 +2,7 @@
 
 The same answers are shown in three ways: by a server (`live_page` and `server.py`), in one HTML
 file that opens offline (`offline_page` with `offline_answers`), and as text (`answers`, `lines`).
-Panels are registered in one table per tab: `LESSONS` here, `explore.PANELS`, `run_view.PANELS`.
+Panels are registered in one table per tab: `LESSONS`, `explore.PANELS`, `run_view.PANELS`.
 """
 
 from __future__ import annotations
@@ -16,66 +16,17 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from itertools import combinations, product
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from fivefold import __version__
 from fivefold.core import FivefoldError, IllegalLayout, UnknownName
 from fivefold_page.explore import JOB, State, explore
-from fivefold_page.learn import (
-    GLOSSARY,
-    Choice,
-    chapters,
-    collectives,
-    compare,
-    context,
-    data,
-    device,
-    expert,
-    landscape,
-    layer,
-    pipeline,
-    serving,
-    tensor,
-    trainers,
-)
+from fivefold_page.learn import GLOSSARY, LESSONS, Choice, chapters
 from fivefold_page.run import RunSource
 from fivefold_page.run import compare as run_compare
 from fivefold_page.run import view as run_view
 from fivefold_page.view import Params, Progress, View
 
-
-class Lesson(Protocol):
-    """A module of `learn`, drawn by `static/learn_<name>.js`.
-
-    Its answer has at least `choices`, `frames` and `sentences`.
-    """
-
-    @property
-    def TITLE(self) -> str: ...
-
-    @property
-    def CHOICES(self) -> Mapping[str, Choice]: ...
-
-    def view(self, params: Params, /) -> View: ...
-
-    def text(self, view: View, /) -> list[str]: ...
-
-
-# The panels; `chapters.CHAPTERS` puts them in the order of the path.
-LESSONS: dict[str, Lesson] = {
-    "device": device,
-    "collectives": collectives,
-    "data": data,
-    "tensor": tensor,
-    "pipeline": pipeline,
-    "context": context,
-    "expert": expert,
-    "landscape": landscape,
-    "layer": layer,
-    "compare": compare,
-    "serving": serving,
-    "trainers": trainers,
-}
 Question = tuple[str, dict[str, str]]  # its name and its parameters
 _EXPLORE = {"explore": explore.view, "pictures": explore.pictures}
 

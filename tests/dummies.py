@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import fivefold
+from tests.house import BESIDE
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "architecture.md"
@@ -29,7 +30,7 @@ NEW = "NAME"  # stands for the name of a new thing in a path
 class Edit(NamedTuple):
     """`new` replaces `old` wherever it is in a file; an empty `old` is the end of the file."""
 
-    path: str  # inside fivefold/
+    path: str  # from the root of the repository
     old: str
     new: str
 
@@ -50,14 +51,14 @@ def rows() -> dict[str, list[str]]:
 
 
 OPTIMIZER = (
-    after("core/plan/recipe.py", "OptimizerName = Literal[", '"dummy", '),
+    after("fivefold/core/plan/recipe.py", "OptimizerName = Literal[", '"dummy", '),
     after(
-        "core/plan/recipe.py",
+        "fivefold/core/plan/recipe.py",
         "OPTIMIZERS: dict[OptimizerName, OptimizerKind] = {\n",
         '    "dummy": OptimizerKind("fivefold.optim.optimizer:dummy", {"sum": "sum"}, True),\n',
     ),
     appended(
-        "optim/optimizer.py",
+        "fivefold/optim/optimizer.py",
         """
         def dummy(groups: ParameterGroups, lr: float, eps: float) -> torch.optim.Optimizer:
             return torch.optim.Adagrad(groups, lr=lr, eps=eps)
@@ -66,7 +67,7 @@ OPTIMIZER = (
 )
 SCHEDULE = (
     appended(
-        "core/schedule/linear.py",
+        "fivefold/core/schedule/linear.py",
         """
         def _dummy(num_ranks: int, num_microbatches: int, num_chunks: int = 1) -> Schedule:
             return replace(gpipe(num_ranks, num_microbatches), name="dummy")
@@ -82,54 +83,59 @@ SCHEDULE = (
         )
         """,
     ),
-    after("core/schedule/catalog.py", "    linear.GPIPE,\n", "    linear.DUMMY,\n"),
+    after("fivefold/core/schedule/catalog.py", "    linear.GPIPE,\n", "    linear.DUMMY,\n"),
 )
 MODEL_FAMILY = (
-    after("core/model/hf_config.py", "FAMILIES: dict[str, Callable[[Config], Fields]] = {\n",
+    after("fivefold/core/model/hf_config.py",
+          "FAMILIES: dict[str, Callable[[Config], Fields]] = {\n",
           '    "dummy": lambda config: _llama(config) | {"qk_norm": "head"},\n'),
-    after("huggingface/config_export.py", "WRITERS: dict[str, Writer] = {\n",
+    after("fivefold/huggingface/config_export.py", "WRITERS: dict[str, Writer] = {\n",
           '    "dummy": Writer("DummyModel", _biased, {"attention.q": "self_attn.dummy"}),\n'),
 )  # fmt: skip
-MACHINE = (Edit("presets/machines/dummy.toml", "", 'base = "h100"\nmemory = 200e9\n'),)
+MACHINE = (Edit("fivefold/presets/machines/dummy.toml", "", 'base = "h100"\nmemory = 200e9\n'),)
 STACK = (
     Edit(
-        "presets/stacks/dummy.toml",
+        "fivefold/presets/stacks/dummy.toml",
         "",
         'base = "eager"\nwhat = "a dummy"\nsource = "none"\n[speed]\nfactor = 2.0\n',
     ),
-    appended("presets/rows.toml", '[families.dummy]\nsource = "dummy"\nstack = "dummy"\n'),
+    appended("fivefold/presets/rows.toml", '[families.dummy]\nsource = "dummy"\nstack = "dummy"\n'),
 )
 CONTEXT_KIND = (
-    after("core/layout/splits.py", "ContextKind = Literal[", '"dummy", '),
+    after("fivefold/core/layout/splits.py", "ContextKind = Literal[", '"dummy", '),
     after(
-        "core/layout/splits.py",
+        "fivefold/core/layout/splits.py",
         '    "hybrid": ContextMethod(heads="some"),\n',
         '    "dummy": ContextMethod(heads="some", gathers=True),\n',
     ),
 )
 TRAINING_KEY = (
-    after("core/plan/recipe.py", '    compile: Compile = "auto"\n', "    dummy: float = 1.0\n"),
+    after(
+        "fivefold/core/plan/recipe.py",
+        '    compile: Compile = "auto"\n',
+        "    dummy: float = 1.0\n",
+    ),
     Edit(
-        "train/loop.py",
+        "fivefold/train/loop.py",
         "set_lr(self.settings.recipe.lr_at(number))",
         "set_lr(self.settings.recipe.dummy * self.settings.recipe.lr_at(number))",
     ),
     Edit(
-        "train/loop.py",
+        "fivefold/train/loop.py",
         "lr=self.settings.recipe.lr_at(number)",
         "lr=self.settings.recipe.dummy * self.settings.recipe.lr_at(number)",
     ),
 )
 LEARN_PANEL = (
     Edit(
-        "page/learn/dummy.py",
+        "fivefold_page/learn/dummy.py",
         "",
         textwrap.dedent(
             '''
             """Learn: a dummy."""
 
             from fivefold_page import Params, View
-            from fivefold_page.learn import Choice, chosen
+            from fivefold_page.learn.lesson import Choice, chosen
 
             TITLE = "A dummy"
             CHOICES = {"size": Choice("Size", ("small", "large"), "small")}
@@ -146,9 +152,13 @@ LEARN_PANEL = (
             '''
         ),
     ),
-    after("fivefold_page/document.py", "    data,\n", "    dummy,\n"),
-    after("fivefold_page/document.py", "LESSONS: dict[str, Lesson] = {\n", '    "dummy": dummy,\n'),
-    Edit("page/static/learn_dummy.js", "", "// @ts-check\nexport function create() {}\n"),
+    after("fivefold_page/learn/lessons.py", "    data,\n", "    dummy,\n"),
+    after(
+        "fivefold_page/learn/lessons.py",
+        "LESSONS: dict[str, Lesson] = {\n",
+        '    "dummy": dummy,\n',
+    ),
+    Edit("fivefold_page/static/learn_dummy.js", "", "// @ts-check\nexport function create() {}\n"),
 )
 EXPLORE_PANEL = (
     after(
@@ -172,11 +182,11 @@ EXPLORE_PANEL = (
         "PANELS: dict[str, ExplorePanel] = {\n",
         '    "dummy": ExplorePanel("Dummy", "A hint.", _dummy_text, _dummy_view),\n',
     ),
-    Edit("page/static/dummy.js", "", "// @ts-check\nexport function create() {}\n"),
+    Edit("fivefold_page/static/dummy.js", "", "// @ts-check\nexport function create() {}\n"),
 )
 COLLECTIVE = (
     Edit(
-        "parallel/tensor.py",
+        "fivefold/parallel/tensor.py",
         "        x, labels_BS = arguments\n",
         """        x, labels_BS = arguments
         flag = x.new_zeros(8)
@@ -188,41 +198,49 @@ COLLECTIVE = (
 """,
     ),
     after(
-        "parallel/tensor.py",
-        "from fivefold.model.moe import MoeMlp\n",
+        "fivefold/parallel/tensor.py",
+        "from fivefold.model.kernels import Fuse\n",
         "from fivefold.parallel import transport\n",
     ),
     after(
-        "cost/traffic/axes.py",
+        "fivefold/cost/traffic/axes.py",
         "_SENT: dict[str, Callable[[int], float]] = {\n",
         '    "broadcast": lambda ranks: 1 - 1 / ranks,\n',
     ),
     after(
-        "cost/traffic/axes.py",
+        "fivefold/cost/traffic/axes.py",
         "PAYLOADS: dict[tuple[str, str], str] = {\n",
         '    ("broadcast", "tp"): "a dummy",\n',
     ),
     after(
-        "cost/traffic/layers.py",
+        "fivefold/cost/traffic/layers.py",
         "    wide = job.tokens * wide_size(job.itemsize)\n",
         "    flag = (8 * job.itemsize, job.tp, split * losses)\n"
         '    yield CountedCollective("tp", "broadcast", *flag)\n',
     ),
 )
 PRECISION = (
-    after("core/precision.py", "Precision = Literal[", '"fp64", '),
+    after("fivefold/core/precision.py", "Precision = Literal[", '"fp64", '),
     after(
-        "core/precision.py",
+        "fivefold/core/precision.py",
         "PRECISIONS: dict[str, ComputePrecision] = {\n",
         '    "fp64": ComputePrecision("float64", "fp64"),\n'
         '    "fp4": ComputePrecision("bfloat16", "bf16"),\n',
     ),
-    after("core/hardware.py", "    fp8: float | None = None\n", "    fp4: float | None = None\n"),
+    after(
+        "fivefold/core/hardware.py",
+        "    fp8: float | None = None\n",
+        "    fp4: float | None = None\n",
+    ),
 )
 VERB = (
-    after("cli.py", "VERBS = {\n", '    "dummy": Verb("fivefold.verbs.dummy", "Do nothing."),\n'),
+    after(
+        "fivefold/cli.py",
+        "VERBS = {\n",
+        '    "dummy": Verb("fivefold.verbs.dummy", "Do nothing."),\n',
+    ),
     Edit(
-        "verbs/dummy.py",
+        "fivefold/verbs/dummy.py",
         "",
         textwrap.dedent(
             '''
@@ -256,16 +274,16 @@ DUMMIES = {
 
 def files_of(change: str) -> set[str]:
     """The files that the dummy of a change touches."""
-    return {f"fivefold/{edit.path}" for edit in DUMMIES[change]}
+    return {edit.path for edit in DUMMIES[change]}
 
 
 def package_with_dummies(folder: Path) -> None:
-    """Copy the package into a folder, and add every dummy to the copy."""
-    package = folder / "fivefold"
-    # What is compiled already comes along, but not what somebody is about to write.
-    shutil.copytree(ROOT / "fivefold", package, ignore=shutil.ignore_patterns("*.pyc.*"))
+    """Copy the packages into a folder, and add every dummy to the copy."""
+    for name in ("fivefold", *BESIDE):
+        # What is compiled already comes along, but not what somebody is about to write.
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("*.pyc.*"))
     for edit in (edit for edits in DUMMIES.values() for edit in edits):
-        path = package / edit.path
+        path = folder / edit.path
         if not edit.old:
             path.write_text((path.read_text("utf-8") if path.exists() else "") + edit.new, "utf-8")
             continue

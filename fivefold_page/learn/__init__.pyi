@@ -1,15 +1,4 @@
 from fivefold_page.learn import chapters as chapters
-from fivefold_page.learn import collectives as collectives
-from fivefold_page.learn import compare as compare
-from fivefold_page.learn import context as context
-from fivefold_page.learn import data as data
-from fivefold_page.learn import device as device
-from fivefold_page.learn import expert as expert
-from fivefold_page.learn import landscape as landscape
-from fivefold_page.learn import layer as layer
-from fivefold_page.learn import pipeline as pipeline
-from fivefold_page.learn import serving as serving
-from fivefold_page.learn import tensor as tensor
-from fivefold_page.learn import trainers as trainers
 from fivefold_page.learn.glossary import GLOSSARY as GLOSSARY
 from fivefold_page.learn.lesson import Choice as Choice
+from fivefold_page.learn.lessons import LESSONS as LESSONS
