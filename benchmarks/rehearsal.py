@@ -93,7 +93,7 @@ def measured(worker: Worker, plan: Plan, rank: int) -> tuple[int, float, float, 
 
 def write(path: Path, name: str, only: list[str]) -> None:
     """A line for each job, by one of the two functions above; `only` those of some models."""
-    import fivefold.rehearse  # noqa: F401, before the ranks are forked
+    import fivefold.rehearse.rehearsal  # noqa: F401, before the ranks are forked
 
     eager, name = name == "measured-eager", name.removesuffix("-eager")
     function = {"rehearsed": rehearsed, "measured": measured}[name]

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.house import FILES
 from tests.selection import ALL_CASES, SALT, all_cases, num_drawn, salt, seed, shuffled
 
 # Before torch is loaded: on ARM, matmuls keep the number of threads that the first of them had,
@@ -21,7 +22,7 @@ os.environ["XDG_CACHE_HOME"] = str(Path(__file__).parent.parent / "build" / "cac
 
 LONGEST = "test_readme.py"
 OF_RANKS = 0.24  # of the cases that tests with ranks ask for: `make test` stays below 10 minutes
-PACKAGE = Path(__file__).parent.parent / "fivefold"
+ROOT = Path(__file__).parent.parent
 
 
 @pytest.hookimpl(tryfirst=True)  # before Hypothesis reads its seed
@@ -104,9 +105,9 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     And the salt again, which the head of a quiet report leaves out.
     """
     sizes: dict[str, dict[str, int]] = defaultdict(dict)
-    for path in sorted(PACKAGE.rglob("*.py")):
-        name = path.relative_to(PACKAGE)
-        package = name.parts[0] if len(name.parts) > 1 else "."
+    for path in FILES:
+        name = path.relative_to(ROOT)
+        package = "/".join(name.parts[: min(2, len(name.parts) - 1)])
         sizes[package][str(name)] = len(path.read_text("utf-8").splitlines())
     everything = {
         name: lines for of_package in sizes.values() for name, lines in of_package.items()

@@ -10,6 +10,8 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from tests.house import FILES
+
 ROOT = Path(__file__).parents[1]
 # What is not said any more, and what is said.
 RETIRED = {
@@ -43,7 +45,7 @@ def pages() -> Iterator[tuple[str, str]]:
 
 def messages() -> Iterator[tuple[str, str]]:
     """Every string of the package that has words: help, errors, answers, prose of the page."""
-    for path in sorted((ROOT / "fivefold").rglob("*.py")):
+    for path in FILES:
         source = path.read_text("utf-8")
         if not WORDS.search(re.sub(r'"\s*f?"', "", source)):
             continue  # most files: a parse of all takes seconds
@@ -57,7 +59,7 @@ def messages() -> Iterator[tuple[str, str]]:
 
 def page_prose() -> Iterator[tuple[str, str]]:
     """Strings with words in the scripts of the page, and its HTML."""
-    for path in sorted((ROOT / "fivefold" / "page" / "static").glob("*")):
+    for path in sorted((ROOT / "fivefold_page" / "static").glob("*")):
         if path.suffix == ".html":
             yield path.name, re.sub(r"<[^>]*>", " ", path.read_text("utf-8"))
         if path.suffix == ".js" and ".min." not in path.name:

@@ -12,8 +12,8 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-import fivefold.train
-import fivefold.train.checkpoint  # here, and not in every fork
+import fivefold.train.checkpoint.checkpoints  # here, and not in every fork
+import fivefold.train.training
 from fivefold.core.plan import plan
 from fivefold.huggingface.adapters import CONFIG, FILE
 from tests.commands import in_fork
