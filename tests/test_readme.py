@@ -40,7 +40,7 @@ def commands(long: bool) -> list[str]:
 
 
 def works(command: str, tmp_path: Path) -> None:
-    done = fivefold(shlex.split(command)[1:], tmp_path)
+    done = fivefold(shlex.split(command, comments=True)[1:], tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip()
     for drawn in (tmp_path / PICTURE).glob("*"):
@@ -70,7 +70,7 @@ def follow(chain: str, folder: Path) -> None:
     shutil.copytree(ROOT / "docs", folder / "docs")
     shutil.copy(ROOT / "README.md", folder)
     for command, output in re.findall(r"^\$ fivefold (.*)\n((?:(?!\$ ).*\n)*)", chain, re.M):
-        done = fivefold(shlex.split(command), folder)
+        done = fivefold(shlex.split(command, comments=True), folder)
         assert done.returncode == 0, f"{command}\n{done.stderr}"
         assert shown(output, done.stdout + done.stderr, numbers=False), command
 
@@ -144,7 +144,7 @@ def transcripts(long: bool) -> list[tuple[str, str]]:
 @pytest.mark.sample(14)
 @pytest.mark.parametrize(("command", "output"), transcripts(long=False), ids=lambda text: text[:40])
 def test_transcript_is_what_is_printed(command: str, output: str, tmp_path: Path) -> None:
-    done = fivefold(shlex.split(command), tmp_path)
+    done = fivefold(shlex.split(command, comments=True), tmp_path)
     assert shown(output, done.stdout + done.stderr)
 
 
@@ -153,7 +153,7 @@ def test_transcript_is_what_is_printed(command: str, output: str, tmp_path: Path
 def test_transcript_of_a_rehearsal_is_what_is_printed(
     command: str, output: str, tmp_path: Path
 ) -> None:
-    done = fivefold(shlex.split(command), tmp_path)
+    done = fivefold(shlex.split(command, comments=True), tmp_path)
     assert shown(output, done.stdout + done.stderr, numbers=command.startswith("rehearse"))
 
 

@@ -1,7 +1,7 @@
 """Optimizers over the shards that a rank owns. `make_updater` makes the one that a recipe asks for.
 
-The registry is `OPTIMIZERS` in `core/recipe.py`: names, facts that planning needs, and for each
-optimizer the function of this package that makes it.
+The registry is `OPTIMIZERS` in `core/plan/recipe.py`: names, facts that planning needs, and for
+each optimizer the function of this package that makes it.
 """
 
 from fivefold.faces import lazy_names

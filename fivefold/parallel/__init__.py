@@ -1,4 +1,4 @@
-"""One room per dimension, its mechanism inside; the rooms meet only in `compose`."""
+"""One room per dimension, its mechanism inside; the rooms meet only in `composition`."""
 
 from fivefold.faces import lazy_names
 

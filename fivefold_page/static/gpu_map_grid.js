@@ -170,7 +170,7 @@ export function runsOf(ranks) {
   return found;
 }
 
-/** The place of a rank in the line, and the rank at a place; `RankOrder` of core/groups.py says what a line is.
+/** The place of a rank in the line, and the rank at a place; `RankOrder` of core/layout/groups.py says what a line is.
  * @param {number[][]} digits @param {number} rank */
 function lineOf(digits, rank) {
   let [place, unit] = [0, 1];
