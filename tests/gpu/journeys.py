@@ -331,8 +331,11 @@ def fresh(trip: Trip, model: str) -> None:
 
     with ThreadPoolExecutor(6) as pool:
         # Under MPS the first to fail ends all others: it is the one to name.
-        runs = [pool.submit(apart_of, layout) for layout in layouts]
-        apart = [run.result() for run in as_completed(runs)]
+        runs = {pool.submit(apart_of, layout): layout for layout in layouts}
+        apart: list[float] = []
+        for run in as_completed(runs):
+            apart.append(run.result())
+            print(f"{model} {runs[run]}: its times are {apart[-1]:.2%} apart", flush=True)
     trip.notes |= {"runs": len(apart), "most apart": f"{max(apart):.2%}"}
 
 
