@@ -60,8 +60,9 @@ def tree_of_files(folder: Path) -> str:
             continue
         name = path.name.encode()
         if path.is_dir():
-            content = bytes.fromhex(tree_of_files(path))
-            entries.append((name + b"/", b"40000 " + name, content))
+            if any(each.is_file() for each in path.rglob("*") if "__pycache__" not in each.parts):
+                content = bytes.fromhex(tree_of_files(path))  # git knows no empty folders
+                entries.append((name + b"/", b"40000 " + name, content))
         else:
             mode = b"100755 " if os.access(path, os.X_OK) else b"100644 "
             entries.append((name, mode + name, _git_hash(b"blob", path.read_bytes())))

@@ -115,8 +115,8 @@ def norms_decay() -> Patch:
 def embeddings_do_not_decay() -> Patch:
     inner = optimizer.decays
 
-    def others(each: Any) -> bool:
-        return inner(each) and each.row.block != "embed"
+    def others(role: str) -> bool:
+        return inner(role) and role != "embedding"
 
     return patch.object(optimizer, "decays", others)
 
