@@ -28,7 +28,12 @@ from pathlib import Path
 from tests.gpu.accept import CARRY, ENV, NCCL, PACKED, ROOT, TREE, Refused, tree_of_commit
 
 MOST_BYTES = 40_000_000
-PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_26_x86_64", "manylinux2014_x86_64")
+PLATFORMS = (
+    "manylinux_2_28_x86_64",
+    "manylinux_2_18_x86_64",
+    "manylinux_2_26_x86_64",
+    "manylinux2014_x86_64",
+)
 # A package that has no part below is taken whole.
 OPENAI = ("openai>=1.40,<3", "pydantic>=2,<3", "jiter<1", "distro<2", "sniffio<2")
 PYDANTIC = ("annotated-types<1", "typing-inspection<1")
