@@ -279,8 +279,8 @@ def table_text(found: Calibration, measured: MeasuredTimes) -> Iterator[str]:
             yield shown
             continue
         yield (
-            f"{shown}{_rate(row.key, row.rate):>16}{row.errors.median:>9.1%}"
-            f"{row.residuals.worst:>8.1%}{row.planned_errors.median:>12.1%}"
+            f"{shown}{_rate(row.key, row.rate):>16}{row.residuals.median:>9.1%}"
+            f"{row.residuals.worst:>8.1%}{row.planned_residuals.median:>12.1%}"
             f"{row.residuals.num_samples:>7}"
         )
     floor = _seconds(measured.launch)
