@@ -97,9 +97,9 @@ class _Package(ModuleType):
         if name not in _NAMES:
             raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
         module, inner = _NAMES[name]
-        found = getattr(import_module(module), inner)
-        self.__dict__[name] = found
-        return found
+        value = getattr(import_module(module), inner)
+        self.__dict__[name] = value
+        return value
 
     def __dir__(self) -> list[str]:
         return sorted({*super().__dir__(), *_NAMES})

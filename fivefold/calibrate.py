@@ -119,31 +119,31 @@ class Bench:
         for key, backend in self._kernels().items():
             jobs[key] = partial(self._attention, backend)
         jobs[MEMORY] = self._copies
-        found: dict[str, list[Sample]] = {}
+        samples: dict[str, list[Sample]] = {}
         for key, make in jobs.items():
-            now = time.perf_counter()
-            share = SHARES[key] / sum(SHARES[later] for later in jobs if later not in found)
-            found[key] = self.rounds([*make()], now + share * (self.until - now))
-        return found
+            began = time.perf_counter()
+            share = SHARES[key] / sum(SHARES[later] for later in jobs if later not in samples)
+            samples[key] = self.rounds([*make()], began + share * (self.until - began))
+        return samples
 
     def rounds(self, jobs: list[TimedJob], until: float) -> list[Sample]:
         """The median time of each job over as many rounds as fit, smallest job first."""
         jobs = sorted(jobs, key=lambda job: job.work)
-        found: list[list[float]] = [[] for _ in jobs]
+        times_by_job: list[list[float]] = [[] for _ in jobs]
         repeats = [0] * len(jobs)
         is_over = False
         while not is_over:
             for index, job in enumerate(jobs):
-                enough = all(found) or sum(map(bool, found)) >= _FEWEST_SIZES
+                enough = all(times_by_job) or sum(map(bool, times_by_job)) >= _FEWEST_SIZES
                 is_over = enough and time.perf_counter() >= until
                 if is_over:
                     break
                 repeats[index] = repeats[index] or self._repeats(job.call)
-                found[index].append(self.time(job.call, repeats[index]))
+                times_by_job[index].append(self.time(job.call, repeats[index]))
                 self.tick()
         return [
             Sample(job.name, job.work, median(times), job.starts)
-            for job, times in zip(jobs, found, strict=True)
+            for job, times in zip(jobs, times_by_job, strict=True)
             if times
         ]
 
@@ -237,14 +237,14 @@ class Bench:
         """An fp8 matmul with one scale per operand and fast accumulation."""
         kind = torch.float8_e4m3fn
         left, right = self._random(rows, inputs).to(kind), self._random(outputs, inputs).to(kind)
-        one = torch.ones((), device=self.device)
+        unit_scale = torch.ones((), device=self.device)
 
         def call() -> Tensor:
             return torch._scaled_mm(
                 left,
                 right.t(),
-                scale_a=one,
-                scale_b=one,
+                scale_a=unit_scale,
+                scale_b=unit_scale,
                 out_dtype=torch.bfloat16,
                 use_fast_accum=True,
             )
@@ -256,18 +256,21 @@ class Bench:
         if self.device.type != "cuda":
             self.notes.append("attention_old was not measured: it is a kernel for GPUs")
             return {ATTENTION: None}
-        found: dict[str, SDPBackend | None] = {}
-        wanted = {ATTENTION: SDPBackend.CUDNN_ATTENTION, ATTENTION_OLD: SDPBackend.FLASH_ATTENTION}
-        for key, backend in wanted.items():
+        backends: dict[str, SDPBackend | None] = {}
+        preferred = {
+            ATTENTION: SDPBackend.CUDNN_ATTENTION,
+            ATTENTION_OLD: SDPBackend.FLASH_ATTENTION,
+        }
+        for key, backend in preferred.items():
             try:
                 with warnings.catch_warnings():  # torch warns about every kernel it lacks
                     warnings.simplefilter("ignore")
                     for job in self._attention_of(backend, 1, 256):
                         job.call()
-                found[key] = backend
+                backends[key] = backend
             except RuntimeError:
                 self.notes.append(f"{key} was not measured: torch has no {backend.name} here")
-        return found
+        return backends
 
     def _attention(self, backend: SDPBackend | None) -> Iterator[TimedJob]:
         for seq in self.sizes.seqs:
@@ -376,9 +379,9 @@ def launched_rings(launched: LauncherEnvironment, rank: RankDevice, seconds: flo
     """Ring collectives between the GPUs of the processes that torchrun started."""
     rank.start()
     LaunchedMeeting(launched).join(launched.rank, launched.world, rank)
-    found = _rings(rank.device, _ON_GPU, seconds, lambda text: None)
+    measured = _rings(rank.device, _ON_GPU, seconds, lambda text: None)
     dist.destroy_process_group()
-    return found
+    return measured
 
 
 def _rings(
@@ -406,8 +409,8 @@ def _rings(
             break
     usual = min if device.type == "cpu" else median  # a core has other work too
     return [
-        Sample(f"{kind} of {size} bytes", size * (1 - 1 / ranks), usual(found), ranks - 1.0)
-        for (kind, size), found in times.items()
+        Sample(f"{kind} of {size} bytes", size * (1 - 1 / ranks), usual(durations), ranks - 1.0)
+        for (kind, size), durations in times.items()
     ]
 
 

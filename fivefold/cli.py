@@ -69,14 +69,14 @@ VERBS = {
 
 def main(arguments: list[str] | None = None) -> None:
     """Run the command line; a user's mistake prints one message and exits with code 2."""
-    words = gather_pairs(sys.argv[1:] if arguments is None else arguments)
+    args = gather_pairs(sys.argv[1:] if arguments is None else arguments)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal without · prints ?
-    wrap_for_terminal(words)
+    wrap_for_terminal(args)
     try:
-        lasting = next((word for word in words if not word.startswith("-")), None) in _LASTING
+        lasting = next((word for word in args if not word.startswith("-")), None) in _LASTING
         with outliving_readers() if lasting else contextlib.nullcontext():
-            code = run(words)
+            code = run(args)
             if sys.stdout is not None:
                 sys.stdout.flush()
     except BrokenPipeError:  # the reader, such as `head`, has ended
@@ -113,13 +113,13 @@ def run(words: list[str]) -> int | str | None:
     except FivefoldError as error:
         from fivefold.core.model import presets as models
 
-        said = str(error)
-        if names := [word for word in words if word in said and models.is_hub_name(word)]:
-            said += f"\n  - {models.hub_hint(names[0])}"
-        return _failed(said, error, BAD_INPUT, "--json" in words)
+        message = str(error)
+        if names := [word for word in words if word in message and models.is_hub_name(word)]:
+            message += f"\n  - {models.hub_hint(names[0])}"
+        return _failed(message, error, BAD_INPUT, "--json" in words)
     except InternalError as error:
-        said = f"internal error: {error}; report it with this command"
-        return _failed(said, error, INTERNAL_ERROR, "--json" in words)
+        message = f"internal error: {error}; report it with this command"
+        return _failed(message, error, INTERNAL_ERROR, "--json" in words)
     except SystemExit as stop:
         # The libraries that print turn a closed pipe into an error exit.
         if isinstance(stop.__context__, BrokenPipeError):
@@ -140,26 +140,26 @@ class UsageError(FivefoldError):
 
 def options_of(verb: str) -> dict[str, Any]:
     """The options of a command by their names, each with the type of its value."""
-    found: dict[str, Any] = {}
+    kinds: dict[str, Any] = {}
     run = import_module(VERBS[verb].module).run
-    for each in inspect.signature(run, eval_str=True).parameters.values():
-        kind, *info = get_args(each.annotation) or (each.annotation,)
+    for parameter in inspect.signature(run, eval_str=True).parameters.values():
+        kind, *info = get_args(parameter.annotation) or (parameter.annotation,)
         if info and isinstance(info[0], OptionInfo):
             # In Annotated the first name takes the place of the default.
             names = [name for name in (info[0].default, *(info[0].param_decls or ())) if name]
             named = [name for name in names if str(name).startswith("-")]
-            found |= dict.fromkeys(named or [f"--{each.name.replace('_', '-')}"], kind)
-    return found
+            kinds |= dict.fromkeys(named or [f"--{parameter.name.replace('_', '-')}"], kind)
+    return kinds
 
 
 def with_numbers(words: list[str], kinds: Mapping[str, Any]) -> list[str]:
     """The words with numbers as Python writes them: 8k is 8192. What is no number is refused."""
     from fivefold.core import parse_count
 
-    found: list[str] = []
+    args: list[str] = []
     for word in words:
         name, equals, text = word.partition("=")
-        option, text = (name, text) if equals else (found[-1] if found else "", word)
+        option, text = (name, text) if equals else (args[-1] if args else "", word)
         types = _parts(kinds.get(option))
         if types & {int, float}:
             key = option.lstrip("-").replace("-", "_")
@@ -170,8 +170,8 @@ def with_numbers(words: list[str], kinds: Mapping[str, Any]) -> list[str]:
                 such = "number, such as 0.5 or 1e-3" if reader is float else _A_COUNT
                 raise FivefoldError(f"{option} {text}: give a {such}") from None
             word = f"{name}={number}" if equals else number
-        found.append(word)
-    return found
+        args.append(word)
+    return args
 
 
 def _parts(kind: Any) -> set[Any]:
@@ -181,25 +181,27 @@ def _parts(kind: Any) -> set[Any]:
 
 def usage_text(error: Exception, verb: str | None) -> str:
     """What is wrong with options or arguments, and the nearest way out."""
-    said: str = error.format_message().rstrip(".")  # type: ignore[attr-defined]
-    way = f"`fivefold {verb or ''}".rstrip() + " -h` lists what it takes"
+    message: str = error.format_message().rstrip(".")  # type: ignore[attr-defined]
+    usage_hint = f"`fivefold {verb or ''}".rstrip() + " -h` lists what it takes"
     if type(error).__name__ != "NoSuchOption" or verb is None:
-        return f"{said[:1].lower()}{said[1:]}; {way}"
+        return f"{message[:1].lower()}{message[1:]}; {usage_hint}"
     from fivefold.core.plan import plan_keys, train_keys
 
     option: str = error.option_name  # type: ignore[attr-defined]
     flags = [name.removeprefix("--") for name in options_of(verb)]
     keys = [*train_keys(), *plan_keys()] if "set" in flags else []
     near = nearest(option.lstrip("-"), [*flags, *keys], alike=0.7)
-    shown = [f"--{each}" if each in flags else f"--set {each}=VALUE" for each in near]
-    return f"No such option: {option}; " + (f"did you mean {' or '.join(shown)}?" if near else way)
+    shown = [f"--{key}" if key in flags else f"--set {key}=VALUE" for key in near]
+    return f"No such option: {option}; " + (
+        f"did you mean {' or '.join(shown)}?" if near else usage_hint
+    )
 
 
 def _complete(typed: list[str]) -> int:
     """Print what can follow the words, for the shell that asks."""
-    found = completion.degrees_after(typed, _PAIRED)
-    if found is not None:
-        typer.echo(completion.answer(found))
+    pairs = completion.degrees_after(typed, _PAIRED)
+    if pairs is not None:
+        typer.echo(completion.answer(pairs))
         return 0
     completion.pass_on(gather_pairs(typed[:-1]) + typed[-1:])
     verb = next((word for word in typed[:-1] if not word.startswith("-")), None)
@@ -227,9 +229,9 @@ def _failed(said: str, error: Exception, code: int, as_json: bool) -> int:
 def _print_error(kind: str, said: str, code: int, ways: Sequence[str] = ()) -> None:
     import json
 
-    found: dict[str, object] = {"kind": kind, "message": said, "exit_code": code}
-    found |= {"ways": list(ways)} if ways else {}
-    typer.echo(json.dumps({"schema_version": JSON_SCHEMA, "error": found}))
+    report: dict[str, object] = {"kind": kind, "message": said, "exit_code": code}
+    report |= {"ways": list(ways)} if ways else {}
+    typer.echo(json.dumps({"schema_version": JSON_SCHEMA, "error": report}))
 
 
 def build(chosen: str | None) -> typer.Typer:

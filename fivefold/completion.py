@@ -20,7 +20,7 @@ def starting_with(names: Callable[[], Iterable[str]]) -> Callable[[str], list[st
     """What Typer calls to complete a value: the names that begin like it."""
 
     def complete(incomplete: str) -> list[str]:
-        return [each for each in names() if each.startswith(incomplete)]
+        return [name for name in names() if name.startswith(incomplete)]
 
     return complete
 
@@ -34,69 +34,73 @@ def typed_words() -> list[str] | None:
         text = os.environ.get("_TYPER_COMPLETE_ARGS", "")
         return [*_split(text)[1:], *([""] if text.endswith(" ") else [])]
     last = int(os.environ.get("COMP_CWORD", "0"))
-    words = _split(os.environ.get("COMP_WORDS", ""))[: last + 1]
-    return joined([*words, ""][1 : last + 1])
+    args = _split(os.environ.get("COMP_WORDS", ""))[: last + 1]
+    return joined([*args, ""][1 : last + 1])
 
 
-def joined(words: list[str]) -> list[str]:
+def joined(args: list[str]) -> list[str]:
     """Words of bash, which cuts `dp=2` into three, as they were typed."""
-    found: list[str] = []
-    for word in words:
-        if found and (word == "=" or found[-1].endswith("=")) and not word.startswith(_CUT):
-            found[-1] += word
+    args_joined: list[str] = []
+    for word in args:
+        if (
+            args_joined
+            and (word == "=" or args_joined[-1].endswith("="))
+            and not word.startswith(_CUT)
+        ):
+            args_joined[-1] += word
         else:
-            found.append(word)
-    return found
+            args_joined.append(word)
+    return args_joined
 
 
-def degrees_after(words: list[str], options: Collection[str]) -> list[str] | None:
+def degrees_after(args: list[str], options: Collection[str]) -> list[str] | None:
     """Degrees that can follow if the last word is a pair of one of the options; else None."""
-    for word in reversed(words[:-1]):
+    for word in reversed(args[:-1]):
         if word in options:
             break
         if "=" not in word or word.startswith(_CUT):
             return None
     else:
         return None
-    *before, last = words[-1].split(" ")
+    *before, last = args[-1].split(" ")
     key, equals, degree = last.partition("=")
-    taken = {pair.partition("=")[0] for word in [*words[:-1], *before] for pair in word.split()}
+    taken = {pair.partition("=")[0] for word in [*args[:-1], *before] for pair in word.split()}
     if equals:
-        found = [f"{key}={each}" for each in DEGREES if key in AXES and each.startswith(degree)]
+        pairs = [f"{key}={value}" for value in DEGREES if key in AXES and value.startswith(degree)]
     else:
-        found = [f"{each}=2" for each in AXES if each.startswith(key) and each not in taken]
-    return [" ".join([*before, each]) for each in found]
+        pairs = [f"{axis}=2" for axis in AXES if axis.startswith(key) and axis not in taken]
+    return [" ".join([*before, completed]) for completed in pairs]
 
 
-def answer(found: list[str]) -> str:
+def answer(answers: list[str]) -> str:
     """The words as the shell that asks wants them."""
     kind = os.environ.get(ASKS, "")
     if kind == "complete_bash":
         last = int(os.environ.get("COMP_CWORD", "0"))
         near = _split(os.environ.get("COMP_WORDS", ""))[max(last - 1, 0) : last + 1]
         if "=" in near:  # bash replaces only what comes after it
-            found = [each.partition("=")[2] for each in found]
-        return "\n".join(found)
+            answers = [pair.partition("=")[2] for pair in answers]
+        return "\n".join(answers)
     if kind == "complete_zsh":
-        return "_arguments '*: :((" + "\n".join(f'"{each}"' for each in found) + "))'"
-    return "\n".join(found)
+        return "_arguments '*: :((" + "\n".join(f'"{pair}"' for pair in answers) + "))'"
+    return "\n".join(answers)
 
 
-def pass_on(words: list[str]) -> None:
+def pass_on(args: list[str]) -> None:
     """Give Typer the words as they were typed."""
-    os.environ["COMP_WORDS"] = shlex.join(["fivefold", *words])
-    os.environ["COMP_CWORD"] = str(len(words))
-    last = "" if words[-1:] == [""] else shlex.quote(words[-1])
-    os.environ["_TYPER_COMPLETE_ARGS"] = f"{shlex.join(['fivefold', *words[:-1]])} {last}"
+    os.environ["COMP_WORDS"] = shlex.join(["fivefold", *args])
+    os.environ["COMP_CWORD"] = str(len(args))
+    last = "" if args[-1:] == [""] else shlex.quote(args[-1])
+    os.environ["_TYPER_COMPLETE_ARGS"] = f"{shlex.join(['fivefold', *args[:-1]])} {last}"
 
 
 def _split(text: str) -> list[str]:
     """Words of a shell, also where a quote is not closed yet."""
     split = shlex.shlex(text, posix=True)
     split.whitespace_split, split.commenters = True, ""
-    words: list[str] = []
+    tokens: list[str] = []
     try:
-        words.extend(split)
+        tokens.extend(split)
     except ValueError:
-        words.append(split.token)
-    return words
+        tokens.append(split.token)
+    return tokens

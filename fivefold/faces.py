@@ -15,15 +15,15 @@ from pathlib import Path
 from typing import Any
 
 
-def lazy_names(room: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+def lazy_names(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """`__getattr__` and `__dir__` of a room. A name is read from its module at every use: what a
     test puts in its place is seen here too."""
 
     @cache
     def sources() -> dict[str, tuple[str, str]]:
-        stub = Path(sys.modules[room].__path__[0]) / "__init__.pyi"
+        stub = Path(sys.modules[package].__path__[0]) / "__init__.pyi"
         return {
-            alias.asname or alias.name: (node.module or room, alias.name)
+            alias.asname or alias.name: (node.module or package, alias.name)
             for node in ast.parse(stub.read_text("utf-8")).body
             if isinstance(node, ast.ImportFrom)
             for alias in node.names
@@ -31,13 +31,13 @@ def lazy_names(room: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]
 
     def load(name: str) -> Any:
         if name.startswith("__") or name not in sources():
-            raise AttributeError(f"module {room!r} has no attribute {name!r}")
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
         module, inner = sources()[name]
-        if module == room:
-            return import_module(f"{room}.{inner}")
+        if module == package:
+            return import_module(f"{package}.{inner}")
         return getattr(import_module(module), inner)
 
     def names() -> list[str]:
-        return sorted({*vars(sys.modules[room]), *sources()})
+        return sorted({*vars(sys.modules[package]), *sources()})
 
     return load, names

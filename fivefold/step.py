@@ -140,7 +140,7 @@ def updater_of(job: Job, recipe: Recipe, *, master: bool = False) -> Updater:
         rank=rank,
         matrices=matrices,
         full=full,
-        late=any(each.clipped_late for each in job.owned),
+        late=any(owned_shard.clipped_late for owned_shard in job.owned),
     )
 
 
@@ -161,38 +161,40 @@ def step(
     `weights` multiply the losses of microbatches, as the advantages of policy gradients do. Not
     `per_token`: summed losses times weights are the loss, as in DPO, and nothing divides them.
     """
-    asked = guard or Guard()
-    job.balancing.scale_losses(asked.scale)
+    active_guard = guard or Guard()
+    job.balancing.scale_losses(active_guard.scale)
     for chunk in job.chunks:
         chunk.rounded.forget()
     batches = [job.local(batch) for batch in batches]
     tokens = counted_tokens(batches, job.mesh)
     # A step without a counted token has no loss: only its divisor must not be 0.
-    whole = tokens.clamp(min=1) if per_token else torch.ones_like(tokens)
-    divisors = [whole if weights is None else whole / weights[i] for i in range(len(batches))]
-    losses = job.pipeline.run(batches, divisors, asked.scale)
+    full_divisor = tokens.clamp(min=1) if per_token else torch.ones_like(tokens)
+    divisors = [
+        full_divisor if weights is None else full_divisor / weights[i] for i in range(len(batches))
+    ]
+    losses = job.pipeline.run(batches, divisors, active_guard.scale)
     job.on_phase("reduce")
     for chunk in job.chunks:
         chunk.data.finish()
-    sum_partial([(job.shards[each.row.name], each.grad) for each in job.owned], job.mesh)
+    sum_partial([(job.shards[shard.row.name], shard.grad) for shard in job.owned], job.mesh)
     sum_copies(job)
     loss = sum(losses.values(), torch.zeros_like(tokens))
-    summed = totals(job, loss, asked)
+    summed = totals(job, loss, active_guard)
     job.mesh.record_on(None)  # what follows depends on whether weights are updated
     numbers, skipped = summed, False
     if guard is None:
         update(job, optimizer, clip_factor(summed, max_norm))
     else:
         numbers, skipped = guarded_update(job, optimizer, summed, max_norm, guard)
-    if asked.watch is not None:
-        asked.watch.after_update()
+    if active_guard.watch is not None:
+        active_guard.watch.after_update()
     for chunk in job.chunks:
         chunk.data.publish()
     if not skipped:
         job.balancing.settle(summed[_FIRST_LOAD:])
     load = None if skipped else job.balancing.load_of(numbers[_FIRST_LOAD:])
-    loss, norm, stops = numbers[0], numbers[1].sqrt() / asked.scale, numbers[2]
-    clip = clip_factor(numbers, max_norm, asked.scale)
+    loss, norm, stops = numbers[0], numbers[1].sqrt() / active_guard.scale, numbers[2]
+    clip = clip_factor(numbers, max_norm, active_guard.scale)
     return StepOutcome(loss, norm, clip, load, stops, skipped, numbers[3:_FIRST_LOAD])
 
 
@@ -227,8 +229,8 @@ def clip_factor(numbers: Tensor, max_norm: float, scale: float = 1.0) -> Tensor:
 
 def update(job: Job, optimizer: Optimizer, factor: Tensor) -> None:
     """New weights from gradients times a factor."""
-    for each in job.owned:
-        each.clip(factor)
+    for shard in job.owned:
+        shard.clip(factor)
     optimizer.step()
 
 
@@ -289,27 +291,27 @@ def sum_copies(job: Job) -> None:
     A tied weight on two stages of one rank is summed here; what is on two ranks travels, in one
     all-reduce in float32 or wider: the tied weight, or under a mirrored placement everything.
     """
-    tied = [each for each in job.owned if job.is_tied(each.row.name)]
+    tied = [shard for shard in job.owned if job.is_tied(shard.row.name)]
     if len(tied) == 2:
-        for each in tied[1:]:
-            tied[0].grad.add_(each.grad)
-            each.grad.copy_(tied[0].grad)
+        for twin in tied[1:]:
+            tied[0].grad.add_(twin.grad)
+            twin.grad.copy_(tied[0].grad)
     if job.mesh.size(TWIN) == 1:
         return
     shared = job.owned if job.plan.schedule.placement.mirrored else tied
     if shared:
-        job.mesh.sum_together([each.grad for each in shared], TWIN)
+        job.mesh.sum_together([shard.grad for shard in shared], TWIN)
 
 
-def totals(job: Job, loss: Tensor, asked: Guard) -> Tensor:
+def totals(job: Job, loss: Tensor, guard: Guard) -> Tensor:
     """Loss, squared gradient norm, requests to stop, what the watch found and expert statistics of
     the whole job, from what this rank has of each."""
-    mine = [loss.to(torch.float64) / job.mesh.size("tp"), squared_norm(job)]
-    if asked.spikes is not None:
-        asked.spikes.note(torch.stack([mine[0], mine[1].sqrt() / asked.scale]))
-    wish = mine[0].new_full((), float(asked.stop))
-    flips = mine[0].new_zeros(2) if asked.watch is None else asked.watch.before_update()
-    everything = torch.cat([torch.stack([*mine, wish]), flips, job.balancing.take()])
+    local_sums = [loss.to(torch.float64) / job.mesh.size("tp"), squared_norm(job)]
+    if guard.spikes is not None:
+        guard.spikes.note(torch.stack([local_sums[0], local_sums[1].sqrt() / guard.scale]))
+    wish = local_sums[0].new_full((), float(guard.stop))
+    flips = local_sums[0].new_zeros(2) if guard.watch is None else guard.watch.before_update()
+    everything = torch.cat([torch.stack([*local_sums, wish]), flips, job.balancing.take()])
     if job.mesh.size(WORLD) > 1:
         job.mesh.all_reduce(everything, WORLD, dist.ReduceOp.SUM).wait()
     return everything
@@ -321,8 +323,8 @@ def squared_norm(job: Job) -> Tensor:
     An element that several ranks hold counts once: each of them brings its share.
     """
     squares: dict[int, list[Tensor]] = {}
-    for each in job.owned:
-        squares.setdefault(job.copies(each), []).append(each.grad)
+    for shard in job.owned:
+        squares.setdefault(job.copies(shard), []).append(shard.grad)
     return sum(
         (
             _norm(grads, job.mesh.device).to(torch.float64) ** 2 / copies
@@ -336,16 +338,16 @@ def _norm(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
     """The norm of them all. torch would round that of narrow ones to their own type; those that
     have left the device come back one by one."""
     first = gradients[0]
-    narrow, here = first.itemsize < torch.float32.itemsize, first.device.type == device.type
-    if here and narrow and first.is_cuda:
+    narrow, is_local = first.itemsize < torch.float32.itemsize, first.device.type == device.type
+    if is_local and narrow and first.is_cuda:
         from fivefold.optim import norm_on_gpu  # Triton is there only with CUDA
 
         return norm_on_gpu(gradients)
-    if here and not narrow:
+    if is_local and not narrow:
         return get_total_norm(gradients)
     norms: list[Tensor] = []
-    for each in gradients:
-        back = each.to(device, non_blocking=True)
+    for grad in gradients:
+        back = grad.to(device, non_blocking=True)
         alone = torch.linalg.vector_norm(back, dtype=torch.float32) if narrow else None
         norms.append(get_total_norm([back]) if alone is None else alone)
     return torch.linalg.vector_norm(torch.stack(norms))

@@ -58,14 +58,14 @@ class PanelCommand(TyperCommand):
         """Write arguments, then one section for each panel."""
         arguments: list[tuple[str, str]] = []
         options: dict[str, tuple[str, str]] = {}
-        for each in self.get_params(ctx):
-            record = each.get_help_record(ctx)
+        for param in self.get_params(ctx):
+            record = param.get_help_record(ctx)
             if record is None:
                 continue
-            if each.param_type_name == "argument":
+            if param.param_type_name == "argument":
                 arguments.append(record)
             else:
-                options[long_name(each.opts)] = record
+                options[long_name(param.opts)] = record
         if arguments:
             with formatter.section("Arguments"):
                 formatter.write_dl(arguments)
@@ -87,19 +87,19 @@ def panels(verb: str, options: Iterable[str]) -> dict[str, list[str]]:
     if len(left) <= _FEW:
         return {"Options": left}
     first = MOST_USED[verb].split() if verb in MOST_USED else left[:5]
-    found = {MOST_USED_PANEL: [name for name in first if name in left]}
-    left = [name for name in left if name not in found[MOST_USED_PANEL]]
+    groups = {MOST_USED_PANEL: [name for name in first if name in left]}
+    left = [name for name in left if name not in groups[MOST_USED_PANEL]]
     for title, names in PANELS.items():
         if title == "Output":
             continue
         chosen = [name for name in left if name in names.split()]
         if len(chosen) > 1 or title == "Job":
-            found[title] = chosen
+            groups[title] = chosen
             left = [name for name in left if name not in chosen]
     output = [name for name in left if name in PANELS["Output"].split()]
-    found[ADVANCED] = [name for name in left if name not in output]
-    found["Output"] = output
-    return {title: names for title, names in found.items() if names}
+    groups[ADVANCED] = [name for name in left if name not in output]
+    groups["Output"] = output
+    return {title: names for title, names in groups.items() if names}
 
 
 class WrappedStream:
@@ -153,7 +153,7 @@ def outliving_readers() -> Generator[None]:
     """Drop output that nobody reads: neither `head` nor a terminal that is closed ends the block,
     nor a process that it forks."""
     streams = sys.stdout, sys.stderr
-    sys.stdout, sys.stderr = (each and UnreadStream(each) for each in streams)
+    sys.stdout, sys.stderr = (stream and UnreadStream(stream) for stream in streams)
     try:
         yield
     finally:
@@ -169,7 +169,7 @@ def discard(stream: TextIO) -> None:
 def wrapped(text: str, width: int) -> str:
     """The text with lines of at most `width` characters, cut between words where possible."""
     lines = text.split("\n")
-    return "\n".join(_wrapped_line(each, width) if len(each) > width else each for each in lines)
+    return "\n".join(_wrapped_line(line, width) if len(line) > width else line for line in lines)
 
 
 def _wrapped_line(line: str, width: int) -> str:

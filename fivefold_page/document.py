@@ -46,8 +46,8 @@ def answer(name: str, params: Params, run: RunSource | None = None) -> View:
     if kind == "chapter":
         return chapters.view(lesson)
     if kind != "learn" or lesson not in LESSONS:
-        lessons = [*(f"chapter/{each}" for each in chapters.CHAPTERS)]
-        lessons += [f"learn/{each}" for each in LESSONS]
+        lessons = [*(f"chapter/{chapter_name}" for chapter_name in chapters.CHAPTERS)]
+        lessons += [f"learn/{lesson_name}" for lesson_name in LESSONS]
         known = [*_EXPLORE, "run", "runs", *explore.searches(), *lessons]
         raise UnknownName("question", name, known)
     return LESSONS[lesson].view(params)
@@ -62,7 +62,7 @@ def refusal(error: FivefoldError) -> View:
 
 def answer_key(name: str, params: Params) -> str:
     """The name of an answer in an offline page; `key` of ask.js computes the same."""
-    pairs = sorted([each, value] for each, value in params.items())
+    pairs = sorted([key, value] for key, value in params.items())
     return name + json.dumps(pairs, separators=(",", ":"), ensure_ascii=False)
 
 
@@ -75,37 +75,43 @@ def answers(
     """The answers that a tab, or one of its panels, is drawn from, by question."""
     if tab == "run":
         _chosen(panel, [*run_view.PANELS, "runs"])
-        asked = run_compare.questions(params, panel, () if run is None else run.names)
-        return {name: answer(*question, run) for name, question in asked.items()}
+        questions = run_compare.questions(params, panel, () if run is None else run.names)
+        return {name: answer(*question, run) for name, question in questions.items()}
     if tab == "explore":
         return _explore_answers(params, panel, on_progress)
-    asked = chapters.questions(params, panel, LESSONS)
-    return {name: answer(name, choices) for name, choices in asked}
+    questions = chapters.questions(params, panel, LESSONS)
+    return {name: answer(name, choices) for name, choices in questions}
 
 
 def _explore_answers(params: Params, panel: str | None, on_progress: Progress) -> dict[str, View]:
     names, searches = _chosen(panel, explore.PANELS), explore.searches()
-    found: dict[str, View] = {}
+    views: dict[str, View] = {}
     if quick := [explore.PANELS[name] for name in names if name not in searches]:
-        found["explore"] = answer("explore", params)
-        if problem := found["explore"]["problem"]:
-            near = [one["label"] for one in problem["nearest"]]
+        views["explore"] = answer("explore", params)
+        if problem := views["explore"]["problem"]:
+            near = [neighbour["label"] for neighbour in problem["nearest"]]
             raise IllegalLayout(State.parse(params).words(), problem["reasons"], near)
-        if any(one.later for one in quick):
-            found["explore"] |= answer("pictures", params)
-    return found | {
+        if any(quick_panel.later for quick_panel in quick):
+            views["explore"] |= answer("pictures", params)
+    return views | {
         name: search(params, on_progress) for name, search in searches.items() if name in names
     }
 
 
-def lines(found: dict[str, View], panel: str | None) -> Iterator[str]:
+def lines(views: dict[str, View], panel: str | None) -> Iterator[str]:
     """Answers as text, panel by panel; `panel` selects one."""
-    for name, view in found.items():
+    for name, view in views.items():
         if name == "explore":
-            quick = [each for each in explore.PANELS if each not in explore.searches()]
-            for each in quick if panel is None else [panel]:
-                failed = view[each].get("failed")
-                text = [f"{each}: {failed}"] if failed else explore.PANELS[each].text(view[each])
+            quick = [
+                panel_key for panel_key in explore.PANELS if panel_key not in explore.searches()
+            ]
+            for panel_name in quick if panel is None else [panel]:
+                failed = view[panel_name].get("failed")
+                text = (
+                    [f"{panel_name}: {failed}"]
+                    if failed
+                    else explore.PANELS[panel_name].text(view[panel_name])
+                )
                 yield from (*text, "")
         elif name.split("/")[0] in run_compare.ANSWERS:
             yield from run_compare.lines(name, view, panel)
@@ -202,7 +208,9 @@ def _site(start: PageStart, *, live: bool) -> View:
     lessons = {
         name: {
             "title": lesson.TITLE,
-            "choices": {each: vars(choice) for each, choice in lesson.CHOICES.items()},
+            "choices": {
+                choice_name: vars(choice) for choice_name, choice in lesson.CHOICES.items()
+            },
         }
         for name, lesson in LESSONS.items()
     }
@@ -274,28 +282,33 @@ def offline_answers(
     """Answers by `answer_key`; the page opens Explore with `params`."""
     state = State.parse(params).params()
     job = {name: state[name] for name in JOB if name in state}
-    found: dict[str, View] = {}
+    views: dict[str, View] = {}
     searches = explore.searches()
     for number, (name, search) in enumerate(searches.items()):
         start, share = _SEARCH_SHARE * number / len(searches), _SEARCH_SHARE / len(searches)
-        found[answer_key(name, job)] = search(job, _portion(on_progress, start, share))
-    ranking = found[answer_key("ranking", job)]
+        views[answer_key(name, job)] = search(job, _portion(on_progress, start, share))
+    ranking = views[answer_key("ranking", job)]
     questions = [
         ("explore", dict(params)),
         *_neighbours(state, answer("explore", state), ranking["layouts"] + ranking["front"]),
         *_lesson_questions(),
         *(run_compare.offline(run) if run else ()),
     ]
-    questions += [("pictures", each) for name, each in questions if name == "explore"]
-    asked = {answer_key(name, each): (name, each) for name, each in questions}
-    for number, (key, (name, each)) in enumerate(asked.items()):
-        view = _answer_or_refusal(name, each, run)
+    questions += [
+        ("pictures", question_params) for name, question_params in questions if name == "explore"
+    ]
+    keyed_questions = {
+        answer_key(name, question_params): (name, question_params)
+        for name, question_params in questions
+    }
+    for number, (key, (name, choices)) in enumerate(keyed_questions.items()):
+        view = _answer_or_refusal(name, choices, run)
         # No way leads to a job that has no answer.
         illegal = view.get("problem") or (name == "pictures" and "error" in view)
-        if not illegal or each == params:
-            found[key] = view
-        on_progress(_SEARCH_SHARE + (1 - _SEARCH_SHARE) * (number + 1) / len(asked))
-    return found
+        if not illegal or choices == params:
+            views[key] = view
+        on_progress(_SEARCH_SHARE + (1 - _SEARCH_SHARE) * (number + 1) / len(keyed_questions))
+    return views
 
 
 def _portion(on_progress: Progress, start: float, share: float) -> Progress:
@@ -313,10 +326,10 @@ def _neighbours(state: dict[str, str], view: View, layouts: list[View]) -> Itera
     """The state, and every state one change away: values of inputs, and the planner's layouts."""
     yield "explore", state
     inputs = [slider["values"] for slider in view["sliders"].values()]
-    options = (one for values in (*inputs, *view["choices"].values()) for one in values)
-    for one in (*(one for one in options if one["legal"]), *layouts):
+    options = (choice for values in (*inputs, *view["choices"].values()) for choice in values)
+    for option in (*(choice for choice in options if choice["legal"]), *layouts):
         # As the page asks for it: an empty text removes a key.
-        yield "explore", {name: text for name, text in {**state, **one["set"]}.items() if text}
+        yield "explore", {name: text for name, text in {**state, **option["set"]}.items() if text}
 
 
 def _lesson_questions() -> Iterator[Question]:
@@ -331,11 +344,11 @@ def _lesson_questions() -> Iterator[Question]:
 
 def _combinations(choices: Mapping[str, Choice]) -> Iterator[dict[str, str]]:
     """Values for all choices of a panel."""
-    if math.prod(len(one.values) for one in choices.values()) <= _MOST_COMBINATIONS:
-        for values in product(*(one.values for one in choices.values())):
+    if math.prod(len(choice.values) for choice in choices.values()) <= _MOST_COMBINATIONS:
+        for values in product(*(choice.values for choice in choices.values())):
             yield dict(zip(choices, values, strict=True))
         return
-    defaults = {name: one.default for name, one in choices.items()}
+    defaults = {name: choice.default for name, choice in choices.items()}
     for names in combinations(choices, min(_MOST_CHANGED, len(choices))):
         for values in product(*(choices[name].values for name in names)):
             yield defaults | dict(zip(names, values, strict=True))

@@ -73,14 +73,14 @@ def application(start: document.PageStart, run: RunSource | None) -> Starlette:
             if name in explore.searches():
                 lines = _search_lines(name, params, searching)
                 return StreamingResponse(lines, media_type="application/x-ndjson")
-            found = await run_in_threadpool(answer, name, params, run)
+            result = await run_in_threadpool(answer, name, params, run)
         except FivefoldError as error:
             return JSONResponse(refusal(error), 422)
         except Exception as error:  # the page says so, and clears what it showed
             traceback.print_exc()
-            words = f"the answer failed ({type(error).__name__}: {error}): please report it"
-            return JSONResponse({"error": words}, 500)
-        return JSONResponse(found)
+            message = f"the answer failed ({type(error).__name__}: {error}): please report it"
+            return JSONResponse({"error": message}, 500)
+        return JSONResponse(result)
 
     routes = [
         Route("/", page),
@@ -135,13 +135,13 @@ async def _params(request: Request) -> dict[str, str]:
                 f"a question of more than {_LARGEST:,} bytes: a config.json has a few thousand"
             )
     try:
-        found: Any = json.loads(body or b"{}")
+        payload: Any = json.loads(body or b"{}")
     except (ValueError, RecursionError) as error:
         raise FivefoldError(f"not valid JSON: {error}; mend it") from error
-    if not isinstance(found, dict):
+    if not isinstance(payload, dict):
         raise FivefoldError("a question is a JSON object of texts")
     texts: dict[str, str] = {}
-    for name, value in found.items():  # pyright: ignore[reportUnknownVariableType]
+    for name, value in payload.items():  # pyright: ignore[reportUnknownVariableType]
         if not isinstance(value, str):
             raise FivefoldError(f"{name!r} must be a text")
         texts[str(name)] = value  # pyright: ignore[reportUnknownArgumentType]
@@ -185,7 +185,7 @@ def _work(pipe: Connection, name: str, params: dict[str, str]) -> None:
     os.nice(_NICE)
     with contextlib.suppress(BrokenPipeError, KeyboardInterrupt):
         try:
-            found = explore.searches()[name](params, lambda share: pipe.send({"progress": share}))
+            result = explore.searches()[name](params, lambda share: pipe.send({"progress": share}))
         except FivefoldError as error:
-            found = refusal(error)
-        pipe.send(found)
+            result = refusal(error)
+        pipe.send(result)

@@ -34,40 +34,41 @@ def rescore(
     outcomes: Sequence[ScoredRun], on_row: Callable[[], None] = lambda: None
 ) -> list[ScoredRun]:
     """Every run again, without the numbers that were fitted to its source."""
-    found: list[ScoredRun] = []
-    for one in outcomes:
-        found.append(_rescored(one))
+    runs: list[ScoredRun] = []
+    for run in outcomes:
+        runs.append(_rescored(run))
         on_row()
-    return found
+    return runs
 
 
-def _rescored(one: ScoredRun) -> ScoredRun:
-    known, left = cases(one.row)[0], cases(one.row, one.source_name)[0]
+def _rescored(run: ScoredRun) -> ScoredRun:
+    known, left = cases(run.row)[0], cases(run.row, run.source_name)[0]
     if (known.machine, known.stack) == (left.machine, left.stack):
-        return one
+        return run
     try:
-        return score_row(one.row, one.source_name)
+        return score_row(run.row, run.source_name)
     except FivefoldError as error:  # what was scored with its numbers is scored without them
-        raise AssertionError(f"{one.name}: {error}") from error
+        raise AssertionError(f"{run.name}: {error}") from error
 
 
 def leave_one_out(runs: Sequence[ScoredRun]) -> Table:
     """The figures of rescored runs: overall, published and fully specified, and by source."""
-    sources = sorted({one.source_name for one in runs})
-    published = [one for one in runs if one.row.get("fully_specified") and _is_published(one)]
+    sources = sorted({run.source_name for run in runs})
+    published = [run for run in runs if run.row.get("fully_specified") and _is_published(run)]
     return {
         **figures(runs),
-        "published": stats([one.time_error for one in runs_with_time(published)]),
+        "published": stats([run.time_error for run in runs_with_time(published)]),
         "by_source": {
-            each: figures([one for one in runs if one.source_name == each]) for each in sources
+            source: figures([run for run in runs if run.source_name == source])
+            for source in sources
         },
         "new_source": error_bars(runs),
     }
 
 
-def _is_published(one: ScoredRun) -> bool:
+def _is_published(run: ScoredRun) -> bool:
     """Whether it is a run of a paper or a benchmark, not of a validation sweep."""
-    return not one.name.startswith("vtrain-")
+    return not run.name.startswith("vtrain-")
 
 
 # --- What to expect of a source that was never seen
@@ -77,9 +78,9 @@ def error_bars(runs: Sequence[ScoredRun]) -> Table:
     """Errors of time and memory with the same weight for every source, overall and by kind; and of
     the ratio of two steps of one job whose estimates are close (`layouts`)."""
     groups: dict[str, list[ScoredRun]] = {}
-    for one in runs:
+    for run in runs:
         for kind in KINDS:
-            groups.setdefault(_KIND_KEYS[BREAKDOWNS[kind](one)], []).append(one)
+            groups.setdefault(_KIND_KEYS[BREAKDOWNS[kind](run)], []).append(run)
     return {
         "time": {
             **_weighted_time(runs),
@@ -90,7 +91,7 @@ def error_bars(runs: Sequence[ScoredRun]) -> Table:
             **{name: _weighted_memory(group) for name, group in sorted(groups.items())},
         },
         "layouts": _weighted(
-            [(source, each) for source, times in job_groups(runs) for each in pair_errors(times)]
+            [(source, error) for source, times in job_groups(runs) for error in pair_errors(times)]
         ),
     }
 
@@ -99,7 +100,7 @@ _KIND_KEYS = {"dense": "dense", "MoE": "moe", "pp = 1": "one_stage", "pp > 1": "
 
 
 def _weighted_time(runs: Sequence[ScoredRun]) -> Table:
-    return _weighted([(one.source_name, one.time_error) for one in runs_with_time(runs)])
+    return _weighted([(run.source_name, run.time_error) for run in runs_with_time(runs)])
 
 
 def _weighted(errors: Sequence[tuple[str, float]]) -> Table:
@@ -108,7 +109,7 @@ def _weighted(errors: Sequence[tuple[str, float]]) -> Table:
 
 
 def _weighted_memory(runs: Sequence[ScoredRun]) -> Table:
-    pairs = _by_source([(one.source_name, one.memory_error) for one in runs_with_memory(runs)])
+    pairs = _by_source([(run.source_name, run.memory_error) for run in runs_with_memory(runs)])
     total = sum(weight for _, weight in pairs)
     mean = sum(error * weight for error, weight in pairs) / total if pairs else None
     return {"mean": mean, "p90": quantile(pairs, 0.9), "n": len(pairs)}
@@ -125,7 +126,9 @@ def quantile(pairs: Sequence[tuple[float, float]], share: float) -> float | None
     ordered = sorted(pairs)
     enough = share * sum(weight for _, weight in ordered) * (1 - 1e-12)
     sums = accumulate(weight for _, weight in ordered)
-    return next((one for (one, _), sum_ in zip(ordered, sums, strict=True) if sum_ >= enough), None)
+    return next(
+        (value for (value, _), sum_ in zip(ordered, sums, strict=True) if sum_ >= enough), None
+    )
 
 
 # --- Which numbers are fitted
@@ -142,12 +145,12 @@ class FittedNumber(NamedTuple):
 def fitted_numbers() -> list[FittedNumber]:
     """Every fitted number of machines and stacks, where it is written; machines with the same
     numbers from the same sources share them."""
-    found = [FittedNumber(*each) for each in stack_presets.fitted_numbers()]
+    numbers = [FittedNumber(*fields) for fields in stack_presets.fitted_numbers()]
     seen: set[tuple[Any, ...]] = set()
     for name in machines.presets():
         for key, value, sources in machines.fitted_numbers(name):
             if (key, value, sources) not in seen:
                 seen.add((key, value, sources))
-                to = tuple(each.strip() for each in sources.split(","))
-                found.append(FittedNumber(f"machines/{name}", key, to))
-    return found
+                to = tuple(source.strip() for source in sources.split(","))
+                numbers.append(FittedNumber(f"machines/{name}", key, to))
+    return numbers

@@ -43,12 +43,12 @@ def stats(errors: Sequence[float]) -> dict[str, Any]:
     """`n`, `median`, `mean` and `p90`; None if there are no errors."""
     if not errors:
         return {"n": 0, "median": None, "mean": None, "p90": None}
-    found = np.asarray(errors)
+    values = np.asarray(errors)
     return {
-        "n": len(found),
-        "median": float(np.median(found)),
-        "mean": float(found.mean()),
-        "p90": float(np.percentile(found, 90)),
+        "n": len(values),
+        "median": float(np.median(values)),
+        "mean": float(values.mean()),
+        "p90": float(np.percentile(values, 90)),
     }
 
 
@@ -70,7 +70,7 @@ def kendall_tau(predicted: Sequence[float], measured: Sequence[float]) -> float:
 
     0 if one side is all ties: nothing was ranked.
     """
-    x, y = (np.sign(np.subtract.outer(each, each)) for each in (predicted, measured))
+    x, y = (np.sign(np.subtract.outer(times, times)) for times in (predicted, measured))
     pairs = np.sqrt(float((x != 0).sum()) * float((y != 0).sum()))
     return float((x * y).sum() / pairs) if pairs else 0.0
 
@@ -89,19 +89,19 @@ def pair_errors(group: Sequence[tuple[float, float]]) -> list[float]:
     """By which share the predicted ratio of two runs differs from the measured one, for all pairs
     whose predictions are close: two layouts between which a planner must choose."""
     near = (
-        (one, other)
-        for one, other in combinations(group, 2)
-        if abs(math.log(one[0] / other[0])) <= _CLOSE
+        (job, other)
+        for job, other in combinations(group, 2)
+        if abs(math.log(job[0] / other[0])) <= _CLOSE
     )
     return [
-        math.exp(abs(math.log(one[0] / other[0] * other[1] / one[1]))) - 1 for one, other in near
+        math.exp(abs(math.log(job[0] / other[0] * other[1] / job[1]))) - 1 for job, other in near
     ]
 
 
 def ranking(groups: Sequence[Sequence[tuple[float, float]]]) -> dict[str, Any]:
     """Mean tau and regret over groups of predicted and measured times, and how well the ratio of
     two of them is predicted."""
-    pairs = stats([each for group in groups for each in pair_errors(group)])
+    pairs = stats([error for group in groups for error in pair_errors(group)])
     if not groups:
         nothing = {"groups": 0, "n": 0, "tau": None, "top1_regret": None, "best3_regret": None}
         return {**nothing, "pairs": pairs}
@@ -121,14 +121,14 @@ def leave_one_size_out(sizes: dict[str, list[tuple[float, float]]]) -> dict[str,
 
     The scale is the median of measured over predicted.
     """
-    found: dict[str, float] = {}
+    size_errors: dict[str, float] = {}
     for size, pairs in sizes.items():
-        others = [pair for name, group in sizes.items() if name != size for pair in group]
-        if others:
-            scale = float(np.median([measured / predicted for predicted, measured in others]))
+        other_pairs = [pair for name, group in sizes.items() if name != size for pair in group]
+        if other_pairs:
+            scale = float(np.median([measured / predicted for predicted, measured in other_pairs]))
             errors = [abs(scale * predicted / measured - 1) for predicted, measured in pairs]
-            found[size] = float(np.mean(errors))
-    return found
+            size_errors[size] = float(np.mean(errors))
+    return size_errors
 
 
 # --- One run at a time
@@ -169,8 +169,8 @@ class ScoredRun:
     @property
     def specified(self) -> bool:
         """Whether nothing is left open: as the row says, or else if it has one case."""
-        said = self.row.get("fully_specified")
-        return not self.is_open if said is None else bool(said)
+        flag = self.row.get("fully_specified")
+        return not self.is_open if flag is None else bool(flag)
 
     @property
     def is_held_out(self) -> bool:
@@ -218,28 +218,28 @@ def score(
 
     `leave_out`: with no number of machine or stack that was fitted to the row's own source.
     """
-    found = ScoreResult()
+    result = ScoreResult()
     for row in rows:
-        said = row.get("fully_specified")
-        passed = UnscoredRow(str(row["id"]), "", True if said is None else bool(said))
+        flag = row.get("fully_specified")
+        passed = UnscoredRow(str(row["id"]), "", True if flag is None else bool(flag))
         if not _is_measured(row):
             reason = "nothing to compare: no step time, tokens/s, TFLOP/s, peak or outcome"
-            found.unmeasured.append(passed._replace(reason=reason))
+            result.unmeasured.append(passed._replace(reason=reason))
         else:
             try:
-                found.outcomes.append(score_row(row, source_of(row) if leave_out else ""))
+                result.outcomes.append(score_row(row, source_of(row) if leave_out else ""))
             except FivefoldError as error:
-                found.skipped.append(passed._replace(reason=str(error)))
+                result.skipped.append(passed._replace(reason=str(error)))
             except InternalError as error:
-                found.impossible.append(passed._replace(reason=str(error)))
+                result.impossible.append(passed._replace(reason=str(error)))
         on_row()
-    return found
+    return result
 
 
 def _is_measured(row: Row) -> bool:
     achieved = row["achieved"]
     known = ("step_time_s", "tokens_per_s_per_gpu", "tflops_per_gpu", "peak_mem_gib")
-    return achieved.get("status") in _DID_FIT or any(achieved.get(each) for each in known)
+    return achieved.get("status") in _DID_FIT or any(achieved.get(key) for key in known)
 
 
 _DID_FIT = {"Success": True, "OOM": False}
@@ -248,24 +248,28 @@ _DID_FIT = {"Success": True, "OOM": False}
 def score_row(row: Row, without: str = "") -> ScoredRun:
     """Estimate one row, with no number that was fitted to the source `without`; raises if that is
     not possible."""
-    found = cases(row, without)
-    one = found[0]
-    _check_world(row, one)
-    times = [_seconds(each) for each in found]
-    memory = [_memory(each) for each in found]
+    row_cases = cases(row, without)
+    first_case = row_cases[0]
+    _check_world(row, first_case)
+    times = [_seconds(candidate) for candidate in row_cases]
+    memory = [_memory(candidate) for candidate in row_cases]
     seconds, gib = _range(times), _range([reserved for reserved, _ in memory])
     verdicts = {fits for _, fits in memory}
-    fitting = [case.choices for case, (_, fits) in zip(found, memory, strict=True) if fits]
-    flops = training_flops(one.shape, one.seq).total * one.seq * row["global_batch"]
+    fitting = [case.choices for case, (_, fits) in zip(row_cases, memory, strict=True) if fits]
+    flops = (
+        training_flops(first_case.shape, first_case.seq).total
+        * first_case.seq
+        * row["global_batch"]
+    )
     measured, source = measured_seconds(row, flops)
     return ScoredRun(
         row=row,
-        family=one.family,
-        source_name=one.source,
-        assumptions=one.assumptions,
-        fitted=one.stack.factor != 1.0,
-        routed=one.shape.moe is not None,
-        num_cases=len(found),
+        family=first_case.family,
+        source_name=first_case.source,
+        assumptions=first_case.assumptions,
+        fitted=first_case.stack.factor != 1.0,
+        routed=first_case.shape.moe is not None,
+        num_cases=len(row_cases),
         seconds=seconds,
         measured_seconds=measured,
         source=source,
@@ -307,7 +311,7 @@ def _seconds(case: Case) -> float:
     step = float(times.step.item())
     if math.isinf(step):
         case.require_runnable_schedule()
-    parts = {name: float(np.asarray(each).item()) for name, each in times.parts.items()}
+    parts = {name: float(np.asarray(seconds).item()) for name, seconds in times.parts.items()}
     require_possible_time(_job_name(case), step, parts)
     return step
 
@@ -319,7 +323,7 @@ def _job_name(case: Case) -> str:
 def _memory(case: Case) -> tuple[float, bool]:
     """GiB that the first rank's allocator reserves, and whether every rank fits."""
     peak = peak_memory(*case.arguments)
-    memory = {name: float(np.asarray(each).item()) for name, each in peak.parts.items()}
+    memory = {name: float(np.asarray(amount).item()) for name, amount in peak.parts.items()}
     require_possible_memory(_job_name(case), memory)
     return float(peak.reserved.item()) / _GIB, bool(fits(peak, case.machine).item())
 

@@ -54,7 +54,7 @@ class Case:
     def require_runnable_schedule(self) -> None:
         """Refuse a schedule that cannot run the numbers of the row."""
         columns = (self.grid.pp, self.grid.microbatches, self.grid.chunks)
-        numbers = tuple(int(each.item()) for each in columns)
+        numbers = tuple(int(column.item()) for column in columns)
         family = schedule_family(schedule_names()[int(self.grid.schedule.item())])
         if family.problems(*numbers):
             raise FivefoldError(family.refusal(*numbers))
@@ -63,9 +63,9 @@ class Case:
     def choices(self) -> str:
         """The choices of this case that a row may leave open."""
         columns = (self.grid.microbatch_size, self.grid.chunks, self.grid.recompute)
-        rows, chunks, recompute = (int(each.item()) for each in columns)
-        said = f"rows={rows} chunks={chunks} recompute={RECOMPUTE[recompute]}"
-        return f"{said} ahead={self.stack.hop_forwards}"
+        rows, chunks, recompute = (int(column.item()) for column in columns)
+        text = f"rows={rows} chunks={chunks} recompute={RECOMPUTE[recompute]}"
+        return f"{text} ahead={self.stack.hop_forwards}"
 
 
 def cases(row: Row, without: str = "") -> list[Case]:
@@ -74,8 +74,8 @@ def cases(row: Row, without: str = "") -> list[Case]:
     `without`: a source to which no number of machine or stack is fitted.
     """
     reader = RowReader(row)
-    for words in unknown_keys(row):
-        reader.assume(words)
+    for assumption in unknown_keys(row):
+        reader.assume(assumption)
     shape, machine = read_shape(reader), read_machine(reader, without)
     precision = read_precision(reader)
     stacks = _stacks(reader, precision, without)
@@ -83,8 +83,8 @@ def cases(row: Row, without: str = "") -> list[Case]:
     family, source, seq = family_of(row), source_of(row), reader.integer("seq_len")
     assumed = tuple(reader.assumptions)
     return [
-        Case(shape, machine, each, grid, seq, precision, family, source, assumed)
-        for grid, each in product(grids, stacks)
+        Case(shape, machine, stack, grid, seq, precision, family, source, assumed)
+        for grid, stack in product(grids, stacks)
     ]
 
 
@@ -92,8 +92,8 @@ def _stacks(reader: RowReader, precision: str, without: str) -> list[SoftwareSta
     """The software of a row, and what its source allows as well."""
     name = reader.text("stack") or _assumed_stack(reader, precision)
     preset = load_preset(name, without)
-    found = [preset.stack, *(load_stack(each, without) for each in preset.open)]
-    return [_as_said(reader.row, each) for each in found]
+    stacks = [preset.stack, *(load_stack(stack_name, without) for stack_name in preset.open)]
+    return [_as_said(reader.row, stack) for stack in stacks]
 
 
 def _as_said(row: Row, stack: SoftwareStack) -> SoftwareStack:
@@ -173,32 +173,32 @@ def _grids(reader: RowReader, shape: Shape) -> list[LayoutGrid]:
     dp, batch = reader.integer("dp"), reader.integer("global_batch")
     pp = reader.integer("pp")
     chunks: tuple[int, ...] = (1,)
-    said = _schedule(reader, 1)
-    if said != "1f1b" and schedule_family(said).max_chunks:
-        chunks = (schedule_family(said).min_chunks,)  # of the schedule, whatever a row calls them
+    text = _schedule(reader, 1)
+    if text != "1f1b" and schedule_family(text).max_chunks:
+        chunks = (schedule_family(text).min_chunks,)  # of the schedule, whatever a row calls them
     elif row.get("vpp"):
         chunks = (reader.integer("vpp"),)
     elif pp > 1 and "interleaved" in reader.text("schedule").lower():
-        chunks = tuple(each for each in OPEN_CHUNKS if 1 < each <= -(-shape.layers // pp))
+        chunks = tuple(count for count in OPEN_CHUNKS if 1 < count <= -(-shape.layers // pp))
     if row.get("micro_batch") is None:
         # Assume at least as many microbatches as stages, if a smaller microbatch allows it.
         fewest = min(pp, batch // dp)
-        rows = tuple(each for each in OPEN_MICROBATCH_SIZES if batch // (dp * each) >= fewest)
+        rows = tuple(size for size in OPEN_MICROBATCH_SIZES if batch // (dp * size) >= fewest)
     else:
         rows = (reader.integer("micro_batch"),)
-    said = reader.text("recompute").lower().split("(")[0].strip()
-    kinds = (said,) if said else RECOMPUTE
+    text = reader.text("recompute").lower().split("(")[0].strip()
+    kinds = (text,) if text else RECOMPUTE
     if kinds[0] not in RECOMPUTE:
         raise UnknownName("recompute", kinds[0], RECOMPUTE)
     if not rows or not chunks:
         raise FivefoldError("no number of rows or chunks fits the batch and the layers")
-    found = [_grid(reader, *each) for each in product(rows, chunks, kinds)]
+    grids = [_grid(reader, *combination) for combination in product(rows, chunks, kinds)]
     # A source that leaves the microbatch open has chosen one that its schedule can run.
-    return [each for each in found if _runs(each)] or found
+    return [grid for grid in grids if _runs(grid)] or grids
 
 
 def _runs(grid: LayoutGrid) -> bool:
-    numbers = (int(each.item()) for each in (grid.pp, grid.microbatches, grid.chunks))
+    numbers = (int(column.item()) for column in (grid.pp, grid.microbatches, grid.chunks))
     return grid.pp.item() == 1 or not FAMILIES[int(grid.schedule.item())].problems(*numbers)
 
 
@@ -224,7 +224,7 @@ def _grid(reader: RowReader, rows: int, chunks: int, recompute: str) -> LayoutGr
         "recompute": RECOMPUTE.index(recompute),
         "schedule": schedule_names().index(schedule),
     }
-    columns = {name: np.array([float(each)]) for name, each in numbers.items()}
+    columns = {name: np.array([float(number)]) for name, number in numbers.items()}
     if tp > 1 and reader.row.get("sp") is None:
         reader.assume("sp is not said: false")
     sp = bool(reader.row.get("sp")) and tp > 1
@@ -232,34 +232,34 @@ def _grid(reader: RowReader, rows: int, chunks: int, recompute: str) -> LayoutGr
 
 
 def _zero(reader: RowReader) -> int:
-    said = reader.row.get("zero")
-    if said is None:
+    stage = reader.row.get("zero")
+    if stage is None:
         if reader.integer("dp") > 1:
             reader.assume("zero is not said: 0")
         return 0
-    if said not in (0, 1, 2, 3):
-        raise FivefoldError(f"zero = {said!r}: give a ZeRO stage, 0 to 3")
-    return int(said)
+    if stage not in (0, 1, 2, 3):
+        raise FivefoldError(f"zero = {stage!r}: give a ZeRO stage, 0 to 3")
+    return int(stage)
 
 
 def _zero_group(row: Row) -> int:
     """Number of data ranks that shard the states, if the row says so; else 0."""
     extra: Row = row.get("extra") or {}
-    said = extra.get("zero_group")
-    return said if isinstance(said, int) and said > 0 else 0
+    size = extra.get("zero_group")
+    return size if isinstance(size, int) and size > 0 else 0
 
 
 def _schedule(reader: RowReader, chunks: int) -> str:
     """The schedule by its words, which may be followed by a remark; one rank has none."""
-    said = re.split(r"[(,;]", reader.text("schedule").lower())[0].strip()
-    said = re.sub(r"[\s_]+", "-", said)
-    said, plain = spellings().schedules.get(said, said), "interleaved" if chunks > 1 else "1f1b"
+    name = re.split(r"[(,;]", reader.text("schedule").lower())[0].strip()
+    name = re.sub(r"[\s_]+", "-", name)
+    name, plain = spellings().schedules.get(name, name), "interleaved" if chunks > 1 else "1f1b"
     if reader.integer("pp") == 1:
         return plain
-    if not said:
+    if not name:
         reader.assume("schedule is not said: 1f1b, interleaved with several chunks")
-    if said in ("", "1f1b", "interleaved"):
+    if name in ("", "1f1b", "interleaved"):
         return plain
-    if said not in schedule_names():
-        raise UnknownName("schedule", said, [*schedule_names(), *spellings().schedules])
-    return said
+    if name not in schedule_names():
+        raise UnknownName("schedule", name, [*schedule_names(), *spellings().schedules])
+    return name

@@ -54,8 +54,8 @@ def render(parts: Sequence[Section]) -> str:
     return "\n\n".join("\n".join(g + n) for g, n in zip(grids, notes, strict=True))
 
 
-def _errors(found: Table) -> tuple[str, ...]:
-    return (f"{found['n']:,}", *(share(found[key]) for key in ("median", "mean", "p90")))
+def _errors(errors: Table) -> tuple[str, ...]:
+    return (f"{errors['n']:,}", *(share(errors[key]) for key in ("median", "mean", "p90")))
 
 
 def _left_out(left: Table) -> Section:
@@ -65,9 +65,9 @@ def _left_out(left: Table) -> Section:
         ("step time, published and fully specified", *_errors(left["published"])),
         ("step time, all", *_errors(left["time"])),
         *(
-            (f"  {name}", *_errors(found["time"]))
-            for name, found in left["by_source"].items()
-            if found["time"]["n"]
+            (f"  {name}", *_errors(figures["time"]))
+            for name, figures in left["by_source"].items()
+            if figures["time"]["n"]
         ),
         ("peak memory", *_errors(left["memory"])),
     ]
@@ -84,16 +84,19 @@ def _left_out(left: Table) -> Section:
 
 def _fitted(fitted: Table) -> Section:
     """How many numbers are fitted, and to what."""
-    rows = [(f"{one['where']}: {one['key']}", ", ".join(one["to"])) for one in fitted["numbers"]]
+    rows = [
+        (f"{number['where']}: {number['key']}", ", ".join(number["to"]))
+        for number in fitted["numbers"]
+    ]
     note = f"{fitted['count']:,} numbers are fitted. All others are counted, measured or assumed."
     return Section("fitted numbers", ("number", "to"), rows, note)
 
 
-def _assumed(found: Table) -> Section:
+def _assumed(table: Table) -> Section:
     """What rows leave out, and what was assumed."""
-    rows = [(words, f"{times:,}") for words, times in found["kinds"].items()]
-    by_count = ", ".join(f"{number:,} with {count}" for count, number in found["by_count"].items())
-    note = f"{found['rows']:,} rows have assumptions, {found['total']:,} in all: {by_count}."
+    rows = [(assumption, f"{times:,}") for assumption, times in table["kinds"].items()]
+    by_count = ", ".join(f"{number:,} with {count}" for count, number in table["by_count"].items())
+    note = f"{table['rows']:,} rows have assumptions, {table['total']:,} in all: {by_count}."
     return Section("assumptions", ("assumed", "rows"), rows, note)
 
 
@@ -121,16 +124,16 @@ def _overall(table: Table) -> Section:
 def _peers(sets: Sequence[Table]) -> Section:
     rows = [
         (
-            f"{one['set']}: {one['metric']}" + (f" ({one['detail']})" if one["detail"] else ""),
-            f"{one['n']:,}",
-            _value(one, "left_out"),
-            _value(one, "ours"),
-            one["calculon"] or "–",
-            one["llm_analysis"] or "–",
-            "–" if one["peer_n"] is None else str(one["peer_n"]),
-            one["aim"],
+            f"{row['set']}: {row['metric']}" + (f" ({row['detail']})" if row["detail"] else ""),
+            f"{row['n']:,}",
+            _value(row, "left_out"),
+            _value(row, "ours"),
+            row["calculon"] or "–",
+            row["llm_analysis"] or "–",
+            "–" if row["peer_n"] is None else str(row["peer_n"]),
+            row["aim"],
         )
-        for one in sets
+        for row in sets
     ]
     head = ("set", "our n", "left out", "ours", "Calculon", "llm-analysis")
     note = (
@@ -141,25 +144,25 @@ def _peers(sets: Sequence[Table]) -> Section:
     return Section("beside other planners", (*head, "their n", "aim"), rows, note)
 
 
-def _value(one: Table, key: str) -> str:
-    return tau_text(one[key]) if one["metric"] == "Kendall tau" else share(one[key], 2)
+def _value(row: Table, key: str) -> str:
+    return tau_text(row[key]) if row["metric"] == "Kendall tau" else share(row[key], 2)
 
 
 def _halves(table: Table) -> Section:
     halves, groups = table["held_out"], table["groups"]
     rows = [
-        (f"time, families with a factor, {words}", *_errors(halves[key]["time"]))
-        for key, words in _HALVES.items()
+        (f"time, families with a factor, {title}", *_errors(halves[key]["time"]))
+        for key, title in _HALVES.items()
     ]
-    for family, found in halves["all"]["by_family"].items():
-        held = halves["held_out_half"]["by_family"].get(family)
-        rows.append((f"  {family}, all", *_errors(found)))
-        if held is not None:
-            rows.append((f"  {family}, held-out half", *_errors(held)))
+    for family, errors in halves["all"]["by_family"].items():
+        test_errors = halves["held_out_half"]["by_family"].get(family)
+        rows.append((f"  {family}, all", *_errors(errors)))
+        if test_errors is not None:
+            rows.append((f"  {family}, held-out half", *_errors(test_errors)))
     if "stack: no factor" in groups:
         rows.append(("time, families without one", *_errors(groups["stack: no factor"]["time"])))
-    for key, words in _HALVES.items():
-        rows.append((f"peak memory, {words}", *_errors(halves[key]["memory"])))
+    for key, label in _HALVES.items():
+        rows.append((f"peak memory, {label}", *_errors(halves[key]["memory"])))
     note = "A factor may be fitted on the runs outside the held-out half; sha256 of the id decides."
     if halves["families_without"]:
         note += (
@@ -174,31 +177,31 @@ _HALVES = {"all": "all", "fitted_half": "fitted half", "held_out_half": "held-ou
 
 def _times(groups: dict[str, Table]) -> Section:
     rows = [
-        (name, *_errors(found["time"]), _inside(found["intervals"]))
-        for name, found in groups.items()
-        if found["time"]["n"] or found["intervals"]["n"]
+        (name, *_errors(figures["time"]), _inside(figures["intervals"]))
+        for name, figures in groups.items()
+        if figures["time"]["n"] or figures["intervals"]["n"]
     ]
     return Section("step time by group", ("group", *_ERRORS, "inside intervals"), rows)
 
 
-def _inside(found: Table) -> str:
-    return f"{found['inside']} of {found['n']}" if found["n"] else "–"
+def _inside(counts: Table) -> str:
+    return f"{counts['inside']} of {counts['n']}" if counts["n"] else "–"
 
 
 def _other(groups: dict[str, Table]) -> Section:
     rows = [
         (
             name,
-            f"{found['memory']['n']:,}",
-            share(found["memory"]["mean"]),
-            share(found["oom"]["accuracy"]),
-            share(found["oom"]["false_fit"]),
-            str(found["rank"]["groups"]),
-            tau_text(found["rank"]["tau"]),
-            share(found["rank"]["best3_regret"]),
+            f"{figures['memory']['n']:,}",
+            share(figures["memory"]["mean"]),
+            share(figures["oom"]["accuracy"]),
+            share(figures["oom"]["false_fit"]),
+            str(figures["rank"]["groups"]),
+            tau_text(figures["rank"]["tau"]),
+            share(figures["rank"]["best3_regret"]),
         )
-        for name, found in groups.items()
-        if found["memory"]["n"] or found["oom"]["n"] or found["rank"]["groups"]
+        for name, figures in groups.items()
+        if figures["memory"]["n"] or figures["oom"]["n"] or figures["rank"]["groups"]
     ]
     head = ("group", "peaks", "mean", "fits right", "false fit", "ranked", "tau", "best of 3")
     return Section("memory and order by group", head, rows)
@@ -235,11 +238,11 @@ Every estimate is made from the run's inputs alone. Errors are |predicted − me
 
 def score_page(table: dict[str, Any], files: Sequence[str], picture: str, date: str) -> str:
     """The page in Markdown."""
-    made = f"Made by `fivefold score {' '.join(files)} --page …` on {date}"
+    origin = f"Made by `fivefold score {' '.join(files)} --page …` on {date}"
     lines = [
         "# How accurate the planner is",
         "",
-        f"{made}: {table['rows']:,} runs.",
+        f"{origin}: {table['rows']:,} runs.",
         "",
         _INTRODUCTION,
         "",
@@ -271,11 +274,11 @@ def _not_scored(table: dict[str, Any]) -> Iterator[str]:
         ":" if skipped else "."
     )
     yield ""
-    for one in skipped[:_MOST_SKIPPED]:
-        yield f"- `{one['id']}`: {' '.join(one['reason'].split())}"
+    for entry in skipped[:_MOST_SKIPPED]:
+        yield f"- `{entry['id']}`: {' '.join(entry['reason'].split())}"
     if len(skipped) > _MOST_SKIPPED:
         yield f"- and {len(skipped) - _MOST_SKIPPED:,} more: `--json` lists all"
-    reasons = Counter(one["reason"] for one in table["unmeasured"])
+    reasons = Counter(row["reason"] for row in table["unmeasured"])
     for reason, times in reasons.items():
         yield from ("", f"{times:,} runs have {reason}.")
 
@@ -297,6 +300,6 @@ def _schema() -> Iterator[str]:
 def _fields(fields: Mapping[str, RowField], prefix: str) -> Iterator[str]:
     yield "| field | kind | needed | meaning |"
     yield "|---|---|---|---|"
-    for name, each in fields.items():
-        needed = "yes" if each.needed else ""
-        yield f"| `{prefix}{name}` | {each.kind} | {needed} | {each.meaning} |"
+    for name, field in fields.items():
+        needed = "yes" if field.needed else ""
+        yield f"| `{prefix}{name}` | {field.kind} | {needed} | {field.meaning} |"

@@ -14,17 +14,17 @@ from fivefold_score.spelling import RowReader, family_of, is_usual_network, netw
 def read_machine(reader: RowReader, without: str) -> Machine:
     """The machine of a row, with the network that it names; none of its numbers is fitted to the
     source `without`."""
-    words, said = spellings(), reader.text("gpu").lower()
-    name = words.gpus.get(said, said)
+    tables, label = spellings(), reader.text("gpu").lower()
+    name = tables.gpus.get(label, label)
     wires = reader.text("interconnect")
-    family = words.families.get(family_of(reader.row))
+    family = tables.families.get(family_of(reader.row))
     if not wires and family and family.interconnect:
         wires = family.interconnect
         reader.assume(f"interconnect is not said: {wires}, as other rows of its family")
-    variants = words.variants.get(name, {})
-    variant = next((each for text, each in variants.items() if text in wires), "")
+    variants = tables.variants.get(name, {})
+    variant = next((kind for text, kind in variants.items() if text in wires), "")
     name = variant or name
-    for chips, part in words.slices.get(name, {}).items():
+    for chips, part in tables.slices.get(name, {}).items():
         if reader.integer("gpus") % int(chips) == 0:
             name = part
     machine = _loaded(name, without)
@@ -37,16 +37,16 @@ def read_machine(reader: RowReader, without: str) -> Machine:
         return _with_network(machine, stated)
     crosses = reader.integer("gpus") > (machine.tiers[0].size or machine.gpus_per_node)
     if crosses and not variant and not is_usual_network(wires):
-        said = f"{wires!r} tells no bandwidth" if wires else "interconnect is not said"
-        reader.assume(f"{said}: the network of {machine.name}")
+        label = f"{wires!r} tells no bandwidth" if wires else "interconnect is not said"
+        reader.assume(f"{label}: the network of {machine.name}")
     return machine
 
 
 def _compare_nodes(reader: RowReader, machine: Machine) -> None:
-    said = reader.row.get("gpus_per_node")
-    if said is not None and said != machine.gpus_per_node:
+    count = reader.row.get("gpus_per_node")
+    if count is not None and count != machine.gpus_per_node:
         of = f"the {machine.gpus_per_node} of {machine.name}"
-        reader.assume(f"gpus_per_node = {said}: priced with {of}")
+        reader.assume(f"gpus_per_node = {count}: priced with {of}")
 
 
 @lru_cache
@@ -65,17 +65,17 @@ def _with_network(machine: Machine, bandwidth: float) -> Machine:
 
 def read_precision(reader: RowReader) -> str:
     """The precision: one word of the row, which may be followed by a recipe in brackets."""
-    said = reader.text("precision").lower()
-    if not said:
+    text = reader.text("precision").lower()
+    if not text:
         reader.assume("precision is not said: bf16")
         return "bf16"
-    known = {**spellings().precisions, **{each: each for each in PRECISIONS}}
-    words = [each for each in re.findall(r"[a-z0-9]+", said.split("(")[0]) if each in known]
-    if not words:
-        raise UnknownName("precision", said, known)
-    found = {known[each] for each in words}
-    if len(found) > 1:
-        reader.assume(f"precision = {said!r}: matmuls in {known[words[-1]]}")
-    elif said.split("(")[0].strip() not in known:
-        reader.assume(f"precision = {said!r}: {known[words[-1]]}")
-    return known[words[-1]]
+    known = {**spellings().precisions, **{precision: precision for precision in PRECISIONS}}
+    names = [word for word in re.findall(r"[a-z0-9]+", text.split("(")[0]) if word in known]
+    if not names:
+        raise UnknownName("precision", text, known)
+    precisions = {known[name] for name in names}
+    if len(precisions) > 1:
+        reader.assume(f"precision = {text!r}: matmuls in {known[names[-1]]}")
+    elif text.split("(")[0].strip() not in known:
+        reader.assume(f"precision = {text!r}: {known[names[-1]]}")
+    return known[names[-1]]

@@ -75,7 +75,7 @@ def _resized(reader: RowReader, preset: Shape) -> Shape:
     sizes = {key: reader.integer(name, getattr(preset, key)) for key, name in fields.items()}
     if preset.mla is not None:
         sizes["kv_heads"] = sizes["heads"]
-    words = {
+    options = {
         key: reader.row[key] for key in ("activation", "tied") if reader.row.get(key) is not None
     }
     moe, inner = preset.moe, reader.integer("ffn_hidden", preset.ffn)
@@ -86,7 +86,7 @@ def _resized(reader: RowReader, preset: Shape) -> Shape:
         counts |= {"top_k": reader.integer("topk", moe.top_k)}
         counts |= {"ffn": moe.ffn if inner == preset.ffn else inner}
         moe = replace(moe, **counts, first_dense=min(moe.first_dense, sizes["layers"] - 1))
-    return replace(preset, **sizes, **words, moe=moe)
+    return replace(preset, **sizes, **options, moe=moe)
 
 
 def _with_table(shape: Shape, keys: Mapping[str, Any]) -> Shape:
@@ -110,15 +110,15 @@ def _with_table(shape: Shape, keys: Mapping[str, Any]) -> Shape:
 
 def _finished(reader: RowReader, plain: Shape) -> Shape:
     """The shape with its activation and its head."""
-    said = reader.row.get("activation")
-    if said is not None and said not in get_args(Activation):
-        raise UnknownName("activation", str(said), get_args(Activation))
-    kinds = ("swiglu", "gelu") if said is None else (cast(Activation, said),)
+    activation = reader.row.get("activation")
+    if activation is not None and activation not in get_args(Activation):
+        raise UnknownName("activation", str(activation), get_args(Activation))
+    kinds = ("swiglu", "gelu") if activation is None else (cast(Activation, activation),)
     tied = (True, False) if reader.row.get("tied") is None else (bool(reader.row["tied"]),)
-    shapes = [_with(reader, plain, *each) for each in product(kinds, tied)]
+    shapes = [_with(reader, plain, *choice) for choice in product(kinds, tied)]
     if reader.row.get("ffn_hidden") is None:
         # A gated MLP of 8/3 of the width has as many parameters as one of 4 times it.
-        shapes = [one for one in shapes if one.activation != "gelu"] or shapes
+        shapes = [shape for shape in shapes if shape.activation != "gelu"] or shapes
         of = shapes[0]
         reader.assume(f"ffn_hidden is not said: {of.ffn / of.width:.3g} x hidden, {of.activation}")
     known = reader.row.get("vocab") is not None
@@ -128,7 +128,7 @@ def _finished(reader: RowReader, plain: Shape) -> Shape:
     if len(shapes) == 1:
         return shapes[0]
     if known and isinstance(number, int | float) and number > 0:
-        return min(shapes, key=lambda one: abs(parameters(one).total - number * 1e9))
+        return min(shapes, key=lambda candidate: abs(parameters(candidate).total - number * 1e9))
     return _assumed(reader, shapes)
 
 
@@ -144,12 +144,18 @@ def _with(reader: RowReader, plain: Shape, activation: Activation, tied: bool) -
 
 def _assumed(reader: RowReader, shapes: list[Shape]) -> Shape:
     """The likelier of several shapes: GPT's layers if the MLP has four times the width."""
-    wide = [one.ffn == 4 * one.width and one.moe is None for one in shapes]
+    wide = [shape.ffn == 4 * shape.width and shape.moe is None for shape in shapes]
     likely = "gelu" if any(wide) else "swiglu"
-    found = [one for one in shapes if one.activation == likely] or shapes
-    if len({one.activation for one in shapes}) > 1:
-        reader.assume(f"activation is not said: {found[0].activation}, by the width of the MLP")
-    if len({one.tied for one in found}) > 1:
-        found = [one for one in found if one.tied == (found[0].activation == "gelu")]
-        reader.assume(f"tied is not said: {str(found[0].tied).lower()}, as is usual for the MLP")
-    return found[0]
+    candidates = [shape for shape in shapes if shape.activation == likely] or shapes
+    if len({shape.activation for shape in shapes}) > 1:
+        reader.assume(
+            f"activation is not said: {candidates[0].activation}, by the width of the MLP"
+        )
+    if len({shape.tied for shape in candidates}) > 1:
+        candidates = [
+            shape for shape in candidates if shape.tied == (candidates[0].activation == "gelu")
+        ]
+        reader.assume(
+            f"tied is not said: {str(candidates[0].tied).lower()}, as is usual for the MLP"
+        )
+    return candidates[0]

@@ -170,13 +170,13 @@ class MeasuredRuns(NamedTuple):
 
 def read_runs(paths: Sequence[Path]) -> MeasuredRuns:
     """Every row of every file; an error lists all problems of a file, each with its line."""
-    found: dict[str, Row] = {}
+    by_id: dict[str, Row] = {}
     lines = 0
     for path in paths:
         for row in _rows(path):
             lines += 1
-            found[row["id"]] = {**row, **found.get(row["id"], {})}
-    return MeasuredRuns(list(found.values()), lines - len(found))
+            by_id[row["id"]] = {**row, **by_id.get(row["id"], {})}
+    return MeasuredRuns(list(by_id.values()), lines - len(by_id))
 
 
 def _tables(path: Path) -> Iterator[tuple[str, tuple[dict[str, Any], list[str]]]]:
@@ -210,15 +210,15 @@ def _rows(path: Path) -> list[Row]:
         name = row.get("id")
         if not wrong and name in seen:
             wrong = [f"id {name!r} is already in {seen[name]}: give every run its own id"]
-        problems += [f"{position}: {each}" for each in wrong]
+        problems += [f"{position}: {problem}" for problem in wrong]
         rows.append(row)
         seen[str(name)] = position
     if not rows:
         problems.append("it has no runs: write one JSON object per line")
     if problems:
-        more = len(problems) - _MOST_PROBLEMS
-        rest = [f"and {more} more"] if more > 0 else []
-        raise BadFile(str(path), [*problems[:_MOST_PROBLEMS], *rest])
+        num_extra = len(problems) - _MOST_PROBLEMS
+        tail = [f"and {num_extra} more"] if num_extra > 0 else []
+        raise BadFile(str(path), [*problems[:_MOST_PROBLEMS], *tail])
     return rows
 
 

@@ -80,10 +80,10 @@ def compare_with_peers(
 ) -> list[Table]:
     """One entry per metric and set with runs: for all runs, for the held-out half, and for all runs
     without the numbers that were fitted to their source."""
-    without = {(one.name, one.metric): one.value for one in _figures(left_out)}
+    without = {(entry.name, entry.metric): entry.value for entry in _figures(left_out)}
     held_out_half = {
         (figure.name, figure.metric): figure
-        for figure in _figures([one for one in outcomes if one.is_held_out])
+        for figure in _figures([run for run in outcomes if run.is_held_out])
     }
     return [
         {
@@ -115,58 +115,58 @@ def _figures(outcomes: Sequence[ScoredRun]) -> Iterator[Figure]:
 def _points(outcomes: Sequence[ScoredRun], pattern: str) -> list[ScoredRun]:
     """Runs whose id matches, with one predicted and one measured time."""
     return [
-        one
-        for one in outcomes
-        if re.match(pattern, one.name) and not one.is_open and one.source in _EXACT
+        run
+        for run in outcomes
+        if re.match(pattern, run.name) and not run.is_open and run.source in _EXACT
     ]
 
 
 def _error_figures(
     name: str, runs: Sequence[ScoredRun], metrics: dict[str, str]
 ) -> Iterator[Figure]:
-    errors = [one.time_error for one in runs]
+    errors = [run.time_error for run in runs]
     if errors:
-        found = {**stats(errors), "max": max(errors)}
+        numbers = {**stats(errors), "max": max(errors)}
         for metric, key in metrics.items():
-            yield Figure(name, metric, found[key], len(errors))
+            yield Figure(name, metric, numbers[key], len(errors))
 
 
 def _paper_figures(outcomes: Sequence[ScoredRun]) -> Iterator[Figure]:
     korthikanti = _points(outcomes, r"korth-\d+[bt]-(full|selective)$")
-    both = {"mean error": "mean", "largest error": "max"}
-    yield from _error_figures("Korthikanti", korthikanti, both)
+    metrics = {"mean error": "mean", "largest error": "max"}
+    yield from _error_figures("Korthikanti", korthikanti, metrics)
     # Table 2 of SC21 leaves the split of its Megatron rows open: they are not in the set.
     megatron = _points(outcomes, r"sc21-t1-|mtnlg-|korth-530b-selective-dp8$")
     yield from _error_figures("SC21 + MT-NLG + Korthikanti DP8", megatron, {"mean error": "mean"})
     sharded = _points(outcomes, r"sc21-.*zero3")
     yield from _error_figures("SC21 ZeRO-3", sharded, {"mean error": "mean"})
-    full = [one for one in outcomes if one.row.get("fully_specified") is True]
+    full = [candidate for candidate in outcomes if candidate.row.get("fully_specified") is True]
     published = _points(full, r"(?!vtrain-)")
     spread = {"median error": "median", "p90 error": "p90"}
     yield from _error_figures("published, fully specified", published, spread)
     for gpus in (8192, 16384):
-        for one in outcomes:
-            if re.match(rf"llama3-405b-{gpus}g-s8192", one.name) and one.measured_seconds:
+        for run in outcomes:
+            if re.match(rf"llama3-405b-{gpus}g-s8192", run.name) and run.measured_seconds:
                 name = f"Llama-3.1-405B, {gpus:,} H100"
-                yield Figure(name, "error", one.time_error, 1, _interval(one))
+                yield Figure(name, "error", run.time_error, 1, _interval(run))
 
 
-def _interval(one: ScoredRun) -> str:
+def _interval(run: ScoredRun) -> str:
     """The predicted range of a run that leaves choices open, and with which choices it fits."""
-    fits = "fits" if one.fits else "does not fit"
-    if one.fits is None:
-        fits = f"fits in {len(one.fitting)} of {one.num_cases} cases: {one.fitting[0]}"
-    low, high = one.seconds
-    return f"{low:.2f} to {high:.2f} s for {one.measured_seconds:.2f} s, {fits}"
+    fits = "fits" if run.fits else "does not fit"
+    if run.fits is None:
+        fits = f"fits in {len(run.fitting)} of {run.num_cases} cases: {run.fitting[0]}"
+    low, high = run.seconds
+    return f"{low:.2f} to {high:.2f} s for {run.measured_seconds:.2f} s, {fits}"
 
 
 def _vtrain_figures(outcomes: Sequence[ScoredRun]) -> Iterator[Figure]:
     multi = _points(outcomes, "vtrain-multi-")
     yield from _error_figures("vTrain multi-node", multi, {"mean error": "mean"})
     sizes: dict[str, list[tuple[float, float]]] = {}
-    for one in multi:
-        size = f"{one.row['layers']} x {one.row['hidden']}"
-        sizes.setdefault(size, []).append((one.seconds.low, one.measured_seconds or 0.0))
+    for run in multi:
+        size = f"{run.row['layers']} x {run.row['hidden']}"
+        sizes.setdefault(size, []).append((run.seconds.low, run.measured_seconds or 0.0))
     if worst := leave_one_size_out(sizes):
         yield Figure("vTrain multi-node", "worst size left out", max(worst.values()), len(worst))
     single = _points(outcomes, "vtrain-single-")
@@ -175,42 +175,42 @@ def _vtrain_figures(outcomes: Sequence[ScoredRun]) -> Iterator[Figure]:
 
 
 def _sweep_figures(outcomes: Sequence[ScoredRun]) -> Iterator[Figure]:
-    runs = [one for one in outcomes if one.family == "hfbench"]
+    runs = [run for run in outcomes if run.family == "hfbench"]
     points = _points(runs, "")
-    fast = [one for one in points if one.tflops >= LEAST_TFLOPS]
+    fast = [run for run in points if run.tflops >= LEAST_TFLOPS]
     spread = {"mean error": "mean", "median error": "median"}
     yield from _error_figures("HF sweep, predicted ≥ 200 TFLOP/s", fast, spread)
-    peaks = [one.memory_error for one in runs if one.measured_gib is not None]
+    peaks = [run.memory_error for run in runs if run.measured_gib is not None]
     if peaks:
         yield Figure("HF sweep", "mean memory error", stats(peaks)["mean"], len(peaks))
     verdicts = [
-        (one.fits, one.did_fit) for one in runs if one.fits is not None and one.did_fit is not None
+        (run.fits, run.did_fit) for run in runs if run.fits is not None and run.did_fit is not None
     ]
-    found = confusion(verdicts)
-    if found["accuracy"] is not None:
-        yield Figure("HF sweep", "fits or not, right", found["accuracy"], found["n"])
-    if found["false_fit"] is not None:
-        yield Figure("HF sweep", "false fit", found["false_fit"], found["failed"])
+    counts = confusion(verdicts)
+    if counts["accuracy"] is not None:
+        yield Figure("HF sweep", "fits or not, right", counts["accuracy"], counts["n"])
+    if counts["false_fit"] is not None:
+        yield Figure("HF sweep", "false fit", counts["false_fit"], counts["failed"])
     yield from _ranking_figures("HF sweep", ranked(points))
 
 
-def _ranking_figures(name: str, found: Table) -> Iterator[Figure]:
-    if found["groups"]:
-        yield Figure(name, "best-of-3 regret", found["best3_regret"], found["groups"])
-        yield Figure(name, "Kendall tau", found["tau"], found["groups"])
+def _ranking_figures(name: str, table: Table) -> Iterator[Figure]:
+    if table["groups"]:
+        yield Figure(name, "best-of-3 regret", table["best3_regret"], table["groups"])
+        yield Figure(name, "Kendall tau", table["tau"], table["groups"])
 
 
 # --- Overall, by group and by half
 
 # How rows are grouped: always by inputs or predictions, never by measurements.
 BREAKDOWNS: dict[str, Callable[[ScoredRun], str]] = {
-    "source": lambda one: one.source_name,
-    "gpu": lambda one: str(one.row["gpu"]),
-    "layers": lambda one: "MoE" if one.routed else "dense",
-    "pipeline": lambda one: "pp = 1" if one.row["pp"] == 1 else "pp > 1",
-    "recompute": lambda one: str(one.row["recompute"] or "not said"),
-    "stack": lambda one: "fitted factor" if one.fitted else "no factor",
-    "inputs": lambda one: "fully specified" if one.specified else "partly open",
+    "source": lambda run: run.source_name,
+    "gpu": lambda run: str(run.row["gpu"]),
+    "layers": lambda run: "MoE" if run.routed else "dense",
+    "pipeline": lambda run: "pp = 1" if run.row["pp"] == 1 else "pp > 1",
+    "recompute": lambda run: str(run.row["recompute"] or "not said"),
+    "stack": lambda run: "fitted factor" if run.fitted else "no factor",
+    "inputs": lambda run: "fully specified" if run.specified else "partly open",
 }
 
 
@@ -220,9 +220,9 @@ def summary(scored: ScoreResult, left_out: Sequence[ScoredRun] = ()) -> Table:
     `left_out`: the same runs without the numbers that were fitted to their source.
     """
     outcomes = scored.outcomes
-    skipped = [{"id": each.id, "reason": each.reason} for each in scored.skipped]
-    impossible = [{"id": each.id, "reason": each.reason} for each in scored.impossible]
-    unmeasured = [{"id": each.id, "reason": each.reason} for each in scored.unmeasured]
+    skipped = [{"id": row.id, "reason": row.reason} for row in scored.skipped]
+    impossible = [{"id": row.id, "reason": row.reason} for row in scored.impossible]
+    unmeasured = [{"id": row.id, "reason": row.reason} for row in scored.unmeasured]
     return {
         "rows": len(outcomes) + len(skipped) + len(impossible) + len(unmeasured),
         **figures(outcomes),
@@ -242,13 +242,13 @@ def summary(scored: ScoreResult, left_out: Sequence[ScoredRun] = ()) -> Table:
 def figures(outcomes: Sequence[ScoredRun]) -> Table:
     """Errors of step time and memory, fits or not, and ranking, of runs that leave nothing open."""
     verdicts = [
-        (one.fits, one.did_fit)
-        for one in outcomes
-        if one.fits is not None and one.did_fit is not None
+        (run.fits, run.did_fit)
+        for run in outcomes
+        if run.fits is not None and run.did_fit is not None
     ]
     return {
-        "time": stats([one.time_error for one in runs_with_time(outcomes)]),
-        "memory": stats([one.memory_error for one in runs_with_memory(outcomes)]),
+        "time": stats([run.time_error for run in runs_with_time(outcomes)]),
+        "memory": stats([run.memory_error for run in runs_with_memory(outcomes)]),
         "oom": confusion(verdicts),
         "rank": ranked(outcomes),
     }
@@ -256,16 +256,16 @@ def figures(outcomes: Sequence[ScoredRun]) -> Table:
 
 def runs_with_time(outcomes: Sequence[ScoredRun]) -> list[ScoredRun]:
     """Runs with one predicted and one measured time."""
-    return [one for one in outcomes if not one.is_open and _has_time(one)]
+    return [run for run in outcomes if not run.is_open and _has_time(run)]
 
 
 def runs_with_memory(outcomes: Sequence[ScoredRun]) -> list[ScoredRun]:
     """Runs with one predicted and one measured peak."""
-    return [one for one in outcomes if not one.is_open and one.measured_gib is not None]
+    return [run for run in outcomes if not run.is_open and run.measured_gib is not None]
 
 
-def _has_time(one: ScoredRun) -> bool:
-    return one.measured_seconds is not None and one.source != "tflops_per_gpu"
+def _has_time(run: ScoredRun) -> bool:
+    return run.measured_seconds is not None and run.source != "tflops_per_gpu"
 
 
 def ranked(outcomes: Sequence[ScoredRun]) -> Table:
@@ -276,17 +276,20 @@ def ranked(outcomes: Sequence[ScoredRun]) -> Table:
 def job_groups(outcomes: Sequence[ScoredRun]) -> list[tuple[str, list[tuple[float, float]]]]:
     """Predicted and measured times of the runs of one job, with their source, if there are some."""
     groups: dict[tuple[Any, ...], list[ScoredRun]] = {}
-    for one in runs_with_time(outcomes):
-        groups.setdefault(_job(one), []).append(one)
-    large = [sorted(each, key=lambda one: one.name) for each in groups.values()]
+    for run in runs_with_time(outcomes):
+        groups.setdefault(_job(run), []).append(run)
+    large = [sorted(jobs, key=lambda candidate: candidate.name) for jobs in groups.values()]
     return [
-        (group[0].source_name, [(one.seconds.low, one.measured_seconds or 0.0) for one in group])
+        (
+            group[0].source_name,
+            [(candidate.seconds.low, candidate.measured_seconds or 0.0) for candidate in group],
+        )
         for group in large
         if len(group) >= LEAST_RANKED
     ]
 
 
-def _job(one: ScoredRun) -> tuple[Any, ...]:
+def _job(run: ScoredRun) -> tuple[Any, ...]:
     """What runs have in common if a planner would choose among them."""
     same = (
         "model",
@@ -300,23 +303,23 @@ def _job(one: ScoredRun) -> tuple[Any, ...]:
         "global_batch",
         "seq_len",
     )
-    return (one.family, *(one.row.get(key) for key in same))
+    return (run.family, *(run.row.get(key) for key in same))
 
 
 def intervals(outcomes: Sequence[ScoredRun]) -> Table:
     """Runs that leave choices open that time depends on: how many are inside the predicted range,
     and how far outside the others are."""
-    return _ranges([one for one in outcomes if one.is_open and _has_time(one)])
+    return _ranges([run for run in outcomes if run.is_open and _has_time(run)])
 
 
 def from_tflops(outcomes: Sequence[ScoredRun]) -> Table:
     """Runs whose time was computed from published TFLOP/s: the weakest evidence."""
-    return _ranges([one for one in outcomes if one.source == "tflops_per_gpu"])
+    return _ranges([run for run in outcomes if run.source == "tflops_per_gpu"])
 
 
 def _ranges(outcomes: Sequence[ScoredRun]) -> Table:
-    errors = [one.time_error for one in outcomes]
-    widths = [one.seconds.high / one.seconds.low - 1 for one in outcomes]
+    errors = [run.time_error for run in outcomes]
+    widths = [run.seconds.high / run.seconds.low - 1 for run in outcomes]
     return {**stats(errors), "inside": errors.count(0.0), "width": stats(widths)["median"]}
 
 
@@ -328,52 +331,52 @@ def halves(outcomes: Sequence[ScoredRun]) -> Table:
     """
     parts = {
         "all": list(outcomes),
-        "fitted_half": [one for one in outcomes if not one.is_held_out],
-        "held_out_half": [one for one in outcomes if one.is_held_out],
+        "fitted_half": [run for run in outcomes if not run.is_held_out],
+        "held_out_half": [run for run in outcomes if run.is_held_out],
     }
-    found = {name: _half(part) for name, part in parts.items()}
-    missing = set(found["all"]["by_family"]) - set(found["held_out_half"]["by_family"])
-    return {**found, "families_without": sorted(missing)}
+    results = {name: _half(part) for name, part in parts.items()}
+    missing = set(results["all"]["by_family"]) - set(results["held_out_half"]["by_family"])
+    return {**results, "families_without": sorted(missing)}
 
 
 def _half(outcomes: Sequence[ScoredRun]) -> Table:
-    fitted = [one for one in outcomes if one.fitted]
-    found = figures(outcomes)
-    families = sorted({one.family for one in fitted})
+    fitted = [run for run in outcomes if run.fitted]
+    numbers = figures(outcomes)
+    families = sorted({run.family for run in fitted})
     return {
-        "time": stats([one.time_error for one in runs_with_time(fitted)]),
+        "time": stats([run.time_error for run in runs_with_time(fitted)]),
         "by_family": {
             family: stats(
-                [one.time_error for one in runs_with_time(fitted) if one.family == family]
+                [run.time_error for run in runs_with_time(fitted) if run.family == family]
             )
             for family in families
         },
-        "memory": found["memory"],
-        "oom": found["oom"],
+        "memory": numbers["memory"],
+        "oom": numbers["oom"],
     }
 
 
 def _groups(outcomes: Sequence[ScoredRun]) -> Iterator[tuple[str, Table]]:
     for dimension, name_of in BREAKDOWNS.items():
         parts: dict[str, list[ScoredRun]] = {}
-        for one in outcomes:
-            parts.setdefault(name_of(one), []).append(one)
+        for run in outcomes:
+            parts.setdefault(name_of(run), []).append(run)
         for name in sorted(parts):
-            found = {**figures(parts[name]), "intervals": intervals(parts[name])}
-            yield f"{dimension}: {name}", found
+            numbers = {**figures(parts[name]), "intervals": intervals(parts[name])}
+            yield f"{dimension}: {name}", numbers
 
 
 def _specified(scored: ScoreResult) -> Table:
     """Of the fully specified rows with a measurement, how many could not be estimated."""
-    skipped = sum(each.specified for each in (*scored.skipped, *scored.impossible))
-    total = skipped + sum(one.specified for one in scored.outcomes)
+    skipped = sum(row.specified for row in (*scored.skipped, *scored.impossible))
+    total = skipped + sum(run.specified for run in scored.outcomes)
     return {"n": total, "skipped": skipped, "share": skipped / total if total else None}
 
 
 def _assumptions(outcomes: Sequence[ScoredRun]) -> Table:
     """How many rows have how many assumptions, and which; a row may leave out several things."""
-    counts = Counter(len(one.assumptions) for one in outcomes)
-    kinds = Counter(words for one in outcomes for words in one.assumptions)
+    counts = Counter(len(run.assumptions) for run in outcomes)
+    kinds = Counter(assumption for run in outcomes for assumption in run.assumptions)
     return {
         "rows": sum(number for count, number in counts.items() if count),
         "total": sum(kinds.values()),

@@ -72,10 +72,10 @@ class RowReader:
     row: Row
     assumptions: list[str] = field(default_factory=list[str])
 
-    def assume(self, words: str) -> None:
+    def assume(self, assumption: str) -> None:
         """Note an assumption, once."""
-        if words not in self.assumptions:
-            self.assumptions.append(words)
+        if assumption not in self.assumptions:
+            self.assumptions.append(assumption)
 
     def text(self, key: str) -> str:
         """The text of a key; empty if it is not said."""
@@ -108,10 +108,10 @@ _OF_GPU = re.compile(r"\b(per|a|an|each)\s+(gpu|card|rank)\b", re.I)
 _USUAL = re.compile(r"selene|nvl ?72|dgx|nvlink", re.I)
 
 
-def network_rate(words: str, gpus_per_node: int) -> float | None:
+def network_rate(text: str, gpus_per_node: int) -> float | None:
     """Bytes/s of one GPU over the network, one way, as the words say; a rate that is not said to be
     a GPU's is its node's."""
-    for clause in re.split(r"[;,+]", words):
+    for clause in re.split(r"[;,+]", text):
         match, own = _RATE.search(clause), bool(_OF_GPU.search(clause))
         if match and (own or _OF_NETWORK.search(clause)):
             size = 1.0 if match["unit"].startswith("GB") else 1 / 8
@@ -120,6 +120,6 @@ def network_rate(words: str, gpus_per_node: int) -> float | None:
     return None
 
 
-def is_usual_network(words: str) -> bool:
+def is_usual_network(text: str) -> bool:
     """Whether the words name a network, without a rate, that its machine has anyway."""
-    return bool(_USUAL.search(words)) and not re.search(r"not stated", words)
+    return bool(_USUAL.search(text)) and not re.search(r"not stated", text)

@@ -53,14 +53,14 @@ def score_svg(dots: Sequence[Dot]) -> str:
     """The SVG as text."""
     families = sorted({dot.family for dot in dots})
     height = _TOP + max(_SIDE, _LEAST_ROW * len(families)) + _FOOT
-    words = f"{len(dots):,} runs of {len(families)} sources: predicted and measured step time"
+    title = f"{len(dots):,} runs of {len(families)} sources: predicted and measured step time"
     return "\n".join(
         [
             f'<svg xmlns="http://www.w3.org/2000/svg" class="{_SCOPE[1:]}" width="{_WIDTH}" '
-            f'height="{height}" viewBox="0 0 {_WIDTH} {height}" role="img" aria-label="{words}">',
+            f'height="{height}" viewBox="0 0 {_WIDTH} {height}" role="img" aria-label="{title}">',
             f"<style>{svg_style(_SCOPE, _LIGHT, _DARK)}</style>",
             f'<rect class="paper" width="{_WIDTH}" height="{height}"/>',
-            f'<text class="headline" x="{_LEFT}" y="20">{words}</text>',
+            f'<text class="headline" x="{_LEFT}" y="20">{title}</text>',
             *(_scatter(dots, families) if dots else ()),
             *(_strips(dots, families) if dots else ()),
             "</svg>",
@@ -81,7 +81,7 @@ def _scatter(dots: Sequence[Dot], families: Sequence[str]) -> Iterator[str]:
     scale = _SIDE / (last - first)
 
     def place(measured: float, predicted: float) -> tuple[float, float]:
-        right, up = (math.log10(each) - first for each in (measured, predicted))
+        right, up = (math.log10(seconds) - first for seconds in (measured, predicted))
         return _LEFT + right * scale, _TOP + _SIDE - up * scale
 
     for power in range(first, last + 1):
@@ -93,11 +93,12 @@ def _scatter(dots: Sequence[Dot], families: Sequence[str]) -> Iterator[str]:
     yield _label(_LEFT + _SIDE / 2, _TOP + _SIDE + 34, "middle", "measured, s")
     yield _label(_LEFT, _TOP - 6, "start", "predicted, s")
     for number, family in enumerate(families):
-        mine = [dot for dot in dots if dot.family == family]
+        family_dots = [dot for dot in dots if dot.family == family]
         steps = "".join(
-            _mark(*place(dot.measured, dot.low), *place(dot.measured, dot.high)) for dot in mine
+            _mark(*place(dot.measured, dot.low), *place(dot.measured, dot.high))
+            for dot in family_dots
         )
-        yield _path(steps, colour(number, len(families)), family, len(mine))
+        yield _path(steps, colour(number, len(families)), family, len(family_dots))
 
 
 def _strips(dots: Sequence[Dot], families: Sequence[str]) -> Iterator[str]:
@@ -107,8 +108,8 @@ def _strips(dots: Sequence[Dot], families: Sequence[str]) -> Iterator[str]:
     bottom = _TOP + row * len(families)
 
     def across(ratio: float) -> float:
-        kept = min(max(ratio, 1 / _REACH), _REACH)
-        return left + _STRIP * (math.log(kept, _REACH) + 1) / 2
+        drawn_ratio = min(max(ratio, 1 / _REACH), _REACH)
+        return left + _STRIP * (math.log(drawn_ratio, _REACH) + 1) / 2
 
     for ratio in (0.5, 0.75, 0.9, 1.0, 1.1, 1.33, 2.0):
         x, name = across(ratio), "even" if ratio == 1 else "line"
@@ -116,14 +117,16 @@ def _strips(dots: Sequence[Dot], families: Sequence[str]) -> Iterator[str]:
         yield _label(x, bottom + 16, "middle", f"{ratio:g}")
     yield _label(left, _TOP - 6, "start", "predicted over measured; further out at the edge")
     for number, family in enumerate(families):
-        mine = [dot for dot in dots if dot.family == family]
+        family_dots = [dot for dot in dots if dot.family == family]
         y = _TOP + row * (number + 0.5)
-        yield _label(left - 10, y + 4, "end", f"{family} ({len(mine)})")
+        yield _label(left - 10, y + 4, "end", f"{family} ({len(family_dots)})")
         # Dots with equal ratios would hide each other: spread them over the height of the row.
-        heights = [y + row * 0.6 * (place % 7 - 3) / 7 for place in range(len(mine))]
-        spots = [(across(dot.ratio), height) for dot, height in zip(mine, heights, strict=True)]
+        heights = [y + row * 0.6 * (index % 7 - 3) / 7 for index in range(len(family_dots))]
+        spots = [
+            (across(dot.ratio), height) for dot, height in zip(family_dots, heights, strict=True)
+        ]
         steps = "".join(_mark(x, height, x, height) for x, height in spots)
-        yield _path(steps, colour(number, len(families)), family, len(mine))
+        yield _path(steps, colour(number, len(families)), family, len(family_dots))
 
 
 def _mark(x: float, y: float, to_x: float, to_y: float) -> str:
@@ -137,9 +140,9 @@ def _path(steps: str, stroke: str, family: str, runs: int) -> str:
     return f'<path class="dots" stroke="{stroke}" d="{steps}">{title}</path>'
 
 
-def _label(x: float, y: float, anchor: str, words: str) -> str:
-    place = f'x="{_number(x)}" y="{_number(y)}" text-anchor="{anchor}"'
-    return f"<text {place}>{html.escape(words)}</text>"
+def _label(x: float, y: float, anchor: str, text: str) -> str:
+    position = f'x="{_number(x)}" y="{_number(y)}" text-anchor="{anchor}"'
+    return f"<text {position}>{html.escape(text)}</text>"
 
 
 def _number(value: float) -> str:

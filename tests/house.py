@@ -126,9 +126,14 @@ def num_comments(text: str) -> int:
     return len({token.start[0] for token in tokens if token.type == tokenize.COMMENT})
 
 
+@cache
+def _stubs() -> dict[str, Path]:
+    return {module_name(stub.with_suffix(".py")): stub for stub in ROOT.glob("fivefold*/**/*.pyi")}
+
+
 def imported_modules(path: Path) -> set[str]:
     """Modules of the packages that a file imports when it is loaded."""
-    faces = {module_name(each.with_suffix(".py")): each for each in ROOT.glob("fivefold*/**/*.pyi")}
+    faces = _stubs()
     modules: set[str] = set()
     for node in tree(path).body:
         if not isinstance(node, ast.ImportFrom) or not (node.module or "").startswith("fivefold"):

@@ -27,7 +27,7 @@ from tests.house import (
     trees,
 )
 
-MOST_FILES = 470  # beside the faces of rooms
+MOST_FILES = 471  # beside the faces of rooms
 MOST_LINES = 800
 MOST_FUNCTION_LINES = 100
 MOST_FUNCTION_LINES_P95 = 50
@@ -158,6 +158,7 @@ def package_of(path: Path) -> str:
     return inner
 
 
+@cache
 def faces() -> dict[str, set[str]]:
     """The names of each room that other rooms may import."""
     return {

@@ -53,8 +53,8 @@ def foreign_plan(target: str, gpus: int | None, model: str | None) -> ForeignPla
 
 def target_or_options(target: str, gpus: int | None, model: str | None) -> str | PlanOptions:
     """A target as it is, or the plan of another framework's file."""
-    found = foreign_plan(target, gpus, model)
-    return target if found is None else found.options
+    foreign = foreign_plan(target, gpus, model)
+    return target if foreign is None else foreign.options
 
 
 def foreign_answer(found: ForeignPlan, printed: Printed) -> Printed:
@@ -62,20 +62,20 @@ def foreign_answer(found: ForeignPlan, printed: Printed) -> Printed:
     table, lines = printed
     read = {"from": found.target.name, "unknown": [*found.unknown], "notes": [*found.notes]}
     head = f"read as {found.target.title}: {table['model']} on {found.options.layout}"
-    return {**table, "read": read}, [head, *(f"  {each}" for each in found.lines), "", *lines]
+    return {**table, "read": read}, [head, *(f"  {line}" for line in found.lines), "", *lines]
 
 
 def titan_model(folder: Path, model: str | None) -> tuple[Path, str] | None:
     """The checkpoint of TorchTitan in a folder, and its model; None if the folder has none."""
-    found = checkpoint_in(folder)
-    if found is None and model is not None:
+    checkpoint = checkpoint_in(folder)
+    if checkpoint is None and model is not None:
         raise FivefoldError(
             f"--model {model} is for a folder of TorchTitan (.metadata and *.distcp), and {folder} "
             "is none: its own config.json names the model"
         )
-    if found is not None and model is None:
+    if checkpoint is not None and model is None:
         raise FivefoldError(
-            f"{found} is a folder of TorchTitan, which does not say what its model is: name it "
-            "with --model, a preset, a config.json or a Hugging Face folder"
+            f"{checkpoint} is a folder of TorchTitan, which does not say what its model is: name "
+            "it with --model, a preset, a config.json or a Hugging Face folder"
         )
-    return None if found is None or model is None else (found, model)
+    return None if checkpoint is None or model is None else (checkpoint, model)

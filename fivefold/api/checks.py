@@ -22,9 +22,9 @@ _SAME_TYPE = (
 def one_of(option: str, given: str, known: Collection[str]) -> str:
     """Check that an option has one of the known values, or another name of one; returns it."""
     if given not in known:
-        same = next((each for each in _SAME_TYPE if given in each), set[str]())
-        if option == "dtype" and (found := [each for each in known if each in same]):
-            return found[0]
+        same = next((names for names in _SAME_TYPE if given in names), set[str]())
+        if option == "dtype" and (matches := [match for match in known if match in same]):
+            return matches[0]
         raise UnknownName(f"--{option}", given, known)
     return given
 

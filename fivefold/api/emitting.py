@@ -40,11 +40,14 @@ def emit(
         unplanned.add("warmup")
     emitted = emit_plan(target, plan, _priced(plan, usual, precision), unplanned)
     title = emitted.target.title
-    lost = [each for each in emitted.losses if each.key in _OF_LEARNING and not each.left]
-    if lost := [*lost, *(each for each in emitted.losses if each.now == NAMES_NO_MODEL)]:
-        words = [f"{each.key}={each.was}; {each.now} would be another job" for each in lost]
+    lost = [loss for loss in emitted.losses if loss.key in _OF_LEARNING and not loss.left]
+    if lost := [
+        *lost,
+        *(model_loss for model_loss in emitted.losses if model_loss.now == NAMES_NO_MODEL),
+    ]:
+        texts = [f"{change.key}={change.was}; {change.now} would be another job" for change in lost]
         raise FivefoldError(
-            bullets(f"{title} cannot say what this plan learns:", words)
+            bullets(f"{title} cannot say what this plan learns:", texts)
             + "\nleave it out of the plan, or choose another target"
         )
     if emitted.after is not None and emitted.after.too_large:
@@ -65,11 +68,11 @@ def _priced(plan: Plan, how: Mapping[str, Any], precision: str | None) -> Price:
             return None
         changed = options_of(values, options.model, options.set)
         try:
-            found = estimate_given(replace(changed, machine=options.machine), how, precision)[1]
+            estimate = estimate_given(replace(changed, machine=options.machine), how, precision)[1]
         except FivefoldError:
             return None
-        gib, limit = found.total / 2**30, found.setting.machine.memory / 2**30
-        return Priced(found.step, gib, limit, found.verdict)
+        gib, limit = estimate.total / 2**30, estimate.setting.machine.memory / 2**30
+        return Priced(estimate.step, gib, limit, estimate.verdict)
 
     return price
 

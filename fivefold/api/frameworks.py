@@ -90,26 +90,28 @@ def compare_frameworks(
             "llama-3.1-8b --gpus 64, and leave the layout out"
         )
     named = stack_names() if stacks else {}
-    how = estimate_options(headroom, "compiled", None, None)
-    request = request_of(job.options, {}, how, precision)
-    found: dict[str, _Found] = {}
+    keywords = estimate_options(headroom, "compiled", None, None)
+    request = request_of(job.options, {}, keywords, precision)
+    results: dict[str, _Found] = {}
     searched: dict[Any, PlanResult] = {}
-    for place, target in enumerate(TARGETS.values()):
+    for index, target in enumerate(TARGETS.values()):
         if on_progress is not None:
-            on_progress(TaskProgress(place, len(TARGETS), target.title))
-        own = {**how, "stack": named.get(target.name)}
-        found[target.name] = _best_of(target, job.options, own, precision, searched)
+            on_progress(TaskProgress(index, len(TARGETS), target.title))
+        own = {**keywords, "stack": named.get(target.name)}
+        results[target.name] = _best_of(target, job.options, own, precision, searched)
     # What another framework can say fivefold runs as well.
-    ours = [one.estimate for one in found.values() if one.estimate and one.stack is None]
-    best = min([best_plans(request, 1).fastest, *ours], key=lambda one: one.step)
-    rows = [_row(TARGETS[name], one, best) for name, one in found.items()]
+    ours = [
+        result.estimate for result in results.values() if result.estimate and result.stack is None
+    ]
+    best = min([best_plans(request, 1).fastest, *ours], key=lambda estimate: estimate.step)
+    rows = [_row(TARGETS[name], result, best) for name, result in results.items()]
     return FrameworkComparison(request, best, tuple(rows))
 
 
 def stack_names() -> dict[str, str]:
     """The stack of each target that has one."""
-    found: dict[str, str] = tables.read_toml(PRESETS / "frameworks.toml")["stacks"]
-    return found
+    stacks: dict[str, str] = tables.read_toml(PRESETS / "frameworks.toml")["stacks"]
+    return stacks
 
 
 class _Found(NamedTuple):
@@ -146,8 +148,8 @@ def _best_of(
             refused = refused or f"of what it can say, {error}"
             continue
         searched[same] = result
-        found = (result.fastest, *result.plans)
-        priced = [_expressed(target, each, how, precision) for each in found]
+        plans = (result.fastest, *result.plans)
+        priced = [_expressed(target, candidate, how, precision) for candidate in plans]
         fitting += [pair for pair in priced if pair and pair[1].verdict != _TOO_LARGE]
         if only is everything:  # degrees that cannot be beside others: without them, too
             lost = {loss.key for pair in priced if pair for loss in pair[0].losses}
@@ -157,15 +159,15 @@ def _best_of(
         refused = refused or f"its {_TRIED} fastest layouts do not fit as it can say them"
         return _Found(how["stack"], refused=refused)
     nearest, estimate = min(fitting, key=lambda pair: pair[1].step)
-    changed = tuple(each.text(target.title) for each in nearest.losses if not each.left)
+    changed = tuple(change.text(target.title) for change in nearest.losses if not change.left)
     return _Found(how["stack"], estimate, changed)
 
 
 def _row(target: Target, found: _Found, best: Estimate) -> FrameworkRow:
     """The best of a target beside ours."""
     slower = None if found.estimate is None else found.estimate.step / best.step - 1
-    more = (found.estimate, slower, found.changed, found.refused)
-    return FrameworkRow(target.name, target.title, found.stack, _lacks(target, best), *more)
+    outcome = (found.estimate, slower, found.changed, found.refused)
+    return FrameworkRow(target.name, target.title, found.stack, _lacks(target, best), *outcome)
 
 
 def _expressed(
@@ -178,8 +180,8 @@ def _expressed(
         nearest = express(target, before, (options.model, options.set, plan.shape), _free)
         values = {**nearest.values, **{key: before[key] for key in target.left}}
         rows, left = divmod(plan.batch.sequences, values["replicate"] * values["shard"])
-        values["microbatches"], more = divmod(rows, values["microbatch_size"])
-        if left or more:  # no longer the same batch
+        values["microbatches"], remainder = divmod(rows, values["microbatch_size"])
+        if left or remainder:  # no longer the same batch
             return None
         changed = options_of(values, options.model, options.set)
         changed = replace(changed, machine=options.machine)
@@ -192,13 +194,13 @@ def _lacks(target: Target, best: Estimate) -> tuple[str, ...]:
     """What of our best plan the target cannot say, as key=value."""
     plan = best.plan
     model = (plan.options.model, plan.options.set, plan.shape)
-    unknown = [one for one in model_losses(target, plan.shape) if not one.left]
+    unknown = [model_loss for model_loss in model_losses(target, plan.shape) if not model_loss.left]
     try:
-        found = express(target, values_of(plan), model, _free)
+        expressed = express(target, values_of(plan), model, _free)
     except FivefoldError as error:
         return (str(error),)
-    losses = [*unknown, *(each for each in found.losses if not each.left)]
-    return tuple(each.name for each in losses)
+    losses = [*unknown, *(loss for loss in expressed.losses if not loss.left)]
+    return tuple(loss.name for loss in losses)
 
 
 def _free(_values: Values) -> Priced | None:

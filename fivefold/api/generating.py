@@ -95,17 +95,25 @@ class GeneratedTexts:
 
     def to_json(self) -> list[dict[str, Any]]:
         """The lines that `fivefold generate --json` prints."""
-        return [each.table() for each in self.completions]
+        return [completion.table() for completion in self.completions]
 
     def __str__(self) -> str:
         if len(self.completions) == 1:
             return self.completions[0].text
-        return "\n".join(f"[{each.id}] {each.prompt}{each.text}" for each in self.completions)
+        return "\n".join(
+            f"[{completion.id}] {completion.prompt}{completion.text}"
+            for completion in self.completions
+        )
 
     def _repr_html_(self) -> str:
         from fivefold.report.notebook_html import texts_html
 
-        return texts_html([(each.prompt, each.text, each.reason) for each in self.completions])
+        return texts_html(
+            [
+                (completion.prompt, completion.text, completion.reason)
+                for completion in self.completions
+            ]
+        )
 
 
 def generate(
@@ -151,12 +159,12 @@ def generate(
         None if output is None else Path(output),
     )
     named = None if tokenizer is None else str(tokenizer)
-    how = {"layout": str(layout), "tokenizer": named, "batch_invariant": batch_invariant}
-    runs = model_options(dtype, device, cache_gb, **how)
+    settings = {"layout": str(layout), "tokenizer": named, "batch_invariant": batch_invariant}
+    runs = model_options(dtype, device, cache_gb, **settings)
     model = find_model(_folder(source), options.step)
     prompts = [Prompt("0", prompt)] if isinstance(prompt, str) else _prompts(prompt)
-    told = on_warning or _warn
-    listeners = TextListeners(on_piece, on_progress, told)
+    on_message = on_warning or _warn
+    listeners = TextListeners(on_piece, on_progress, on_message)
     return GeneratedTexts(_generate(model, prompts, options, runs, listeners))
 
 
@@ -171,18 +179,18 @@ def _folder(source: Any) -> Path:
 
 def _prompts(given: Sequence[str | Messages | Prompt]) -> list[Prompt]:
     """Prompts by their places in the list."""
-    found: list[Prompt] = []
-    for number, each in enumerate(given):
-        if isinstance(each, Prompt):
-            found.append(each)
-        elif isinstance(each, str):
-            found.append(Prompt(str(number), each))
+    prompts: list[Prompt] = []
+    for number, prompt in enumerate(given):
+        if isinstance(prompt, Prompt):
+            prompts.append(prompt)
+        elif isinstance(prompt, str):
+            prompts.append(Prompt(str(number), prompt))
         else:
-            messages = tuple({**message} for message in each)
-            found.append(Prompt(str(number), messages=messages))
-    if not found:
+            messages = tuple({**message} for message in prompt)
+            prompts.append(Prompt(str(number), messages=messages))
+    if not prompts:
         raise FivefoldError("no prompt: give a text, or a list of texts")
-    return found
+    return prompts
 
 
 def model_options(dtype: str | None, device: str, cache_gb: float, **more: Any) -> ModelOptions:
@@ -239,7 +247,7 @@ def _generate(
         assert template is not None
         return template.render(quoting.quoted_messages(messages) if quoting else messages)
 
-    rendered = {each.id: each.rendered(render if template else None) for each in prompts}
+    rendered = {prompt.id: prompt.rendered(render if template else None) for prompt in prompts}
     texts = {id: quoting.shown(text) if quoting else text for id, text in rendered.items()}
     done = set[str]() if options.output is None else finished_ids(options.output, texts)
     requests = [
@@ -257,7 +265,9 @@ def _generate(
         request.check(model.shape.vocab, model.shape.max_seq)
     if not requests:
         return ()
-    asked = [TextRequest(each, texts[each.id], stops) for each in requests]
+    text_requests = [
+        TextRequest(prompt_request, texts[prompt_request.id], stops) for prompt_request in requests
+    ]
     written: dict[str, WrittenText] = {}
     with _lines(options.output) as write_line:
 
@@ -265,10 +275,10 @@ def _generate(
             if piece.written is not None:
                 written[piece.id] = piece.written
                 write_line(json.dumps(piece.written.table(), ensure_ascii=False))
-            listeners.tell(piece, len(written), len(asked))
+            listeners.tell(piece, len(written), len(text_requests))
 
-        run_ranks(setup.task(asked, options.record_routing), on_each, listeners.on_warning)
-    return tuple(written[each.id] for each in requests)
+        run_ranks(setup.task(text_requests, options.record_routing), on_each, listeners.on_warning)
+    return tuple(written[prompt_request.id] for prompt_request in requests)
 
 
 @contextmanager

@@ -67,30 +67,30 @@ def given_job(model: Model, keys: Mapping[str, Any]) -> GivenJob:
     if isinstance(model, GivenJob):
         assert not keys, "a job has its keywords"
         return model
-    asked = {key: value for key, value in keys.items() if value is not None}
-    changed: Mapping[str, Any] = asked.pop("set", {})
-    if twice := [key for key in changed if key in asked]:
+    job_keys = {key: value for key, value in keys.items() if value is not None}
+    changed: Mapping[str, Any] = job_keys.pop("set", {})
+    if twice := [key for key in changed if key in job_keys]:
         raise BadFile(_WHERE, [f"{key} is given twice: leave one out" for key in twice])
     pairs = {
-        **_plain(asked),
-        **{key: "none" if one is None else one for key, one in changed.items()},
+        **_plain(job_keys),
+        **{key: "none" if setting is None else setting for key, setting in changed.items()},
     }
     changes = _sorted(pairs)
     if (gpus := changes.get("gpus")) is not None:
         above("gpus", gpus, 0)
-    target, given = _target(model), frozenset({*asked, *changed})
+    target, given_keys = _target(model), frozenset({*job_keys, *changed})
     if isinstance(target, str):
         target = target_or_options(target, changes.get("gpus"), None)
     options = options_from(target, changes)
-    closed = "layout" in given or not isinstance(target, str) or says_layout(target)
-    return GivenJob(options, given, not closed)
+    closed = "layout" in given_keys or not isinstance(target, str) or says_layout(target)
+    return GivenJob(options, given_keys, not closed)
 
 
 def reopened(job: GivenJob) -> GivenJob:
     """The job with an open layout where GPUs were given, no layout was, and the plan's has another
     number of ranks. Its batch stays, in a multiple of the GPUs."""
-    gpus, given = job.options.gpus, job.given
-    if job.is_open or gpus is None or "gpus" not in given or "layout" in given:
+    gpus, given_keys = job.options.gpus, job.given
+    if job.is_open or gpus is None or "gpus" not in given_keys or "layout" in given_keys:
         return job
     plan = resolve(replace(job.options, gpus=None))
     if plan.layout.world == gpus:
@@ -137,21 +137,21 @@ def _target(model: Model) -> str | PlanOptions:
 
 def _plain(keys: Mapping[str, Any]) -> dict[str, Any]:
     """Keywords as a plan file has them: texts for layouts, machines, paths and lists."""
-    found: dict[str, Any] = {}
+    flat: dict[str, Any] = {}
     for key, value in keys.items():
         if key == "layout" and isinstance(value, Layout):
             if twice := [name for name in _OF_LAYOUT if name in keys]:
                 raise FivefoldError(f"a Layout says its {twice[0]}: leave the keyword out")
-            found |= _of_layout(value)
+            flat |= _of_layout(value)
         elif key == "machine" and isinstance(value, Machine):
-            found[key] = _machine_name(value)
+            flat[key] = _machine_name(value)
         elif key == "zero":
-            found[key] = parse_zero(value)
+            flat[key] = parse_zero(value)
         elif key == "stage_layers" and not isinstance(value, str):
-            found[key] = ",".join(map(str, value))
+            flat[key] = ",".join(map(str, value))
         else:
-            found[key] = _scalar(value)
-    return found
+            flat[key] = _scalar(value)
+    return flat
 
 
 def _scalar(value: Any) -> Any:

@@ -147,20 +147,20 @@ def plan(
     the first choice of `search`.
     """
     costs = _costs(tokens, price, mtbf_gpu)
-    how = estimate_options(headroom, kernels, imbalance, stack)
+    keywords = estimate_options(headroom, kernels, imbalance, stack)
     job = estimated_job(given_job(model, keys), kernels, precision)
     _require_one_length(tokens, job.given)
     if job.options.gpus is not None and job.is_open:
-        return search(job, **costs._asdict(), precision=precision, **how).best
+        return search(job, **costs._asdict(), precision=precision, **keywords).best
     if job.options.machine is None:
         return PlannedJob(with_steps(resolve(job.options), tokens), None, (), 0.0, costs)
     from fivefold.planner import compare_neighbours
 
     began = time.perf_counter()
-    resolved, found = estimate_given(job.options, how, precision)
-    why = tuple(plan_text.reasons_text(found, compare_neighbours(found), None))
+    resolved, estimate = estimate_given(job.options, keywords, precision)
+    why = tuple(plan_text.reasons_text(estimate, compare_neighbours(estimate), None))
     seconds = time.perf_counter() - began
-    return PlannedJob(with_steps(resolved, tokens), found, why, seconds, costs)
+    return PlannedJob(with_steps(resolved, tokens), estimate, why, seconds, costs)
 
 
 def search(
@@ -187,14 +187,14 @@ def search(
     """
     above("top", top, 0)
     costs = _costs(tokens, price, mtbf_gpu)
-    how = estimate_options(headroom, kernels, imbalance, stack)
+    keywords = estimate_options(headroom, kernels, imbalance, stack)
     job = estimated_job(given_job(model, keys), kernels, precision)
     _require_one_length(tokens, job.given)
     if not job.is_open:
         raise FivefoldError("a search chooses the layout: leave it out, or call plan")
-    request = request_of(job.options, fixed_values(job, fix), how, precision)
-    found = best_of(request, objective, top, on_progress)
-    return SearchedPlans(found, tuple(first_reasons(found)), costs)
+    request = request_of(job.options, fixed_values(job, fix), keywords, precision)
+    plans = best_of(request, objective, top, on_progress)
+    return SearchedPlans(plans, tuple(first_reasons(plans)), costs)
 
 
 def _require_one_length(tokens: float | None, given: Collection[str]) -> None:
@@ -282,8 +282,8 @@ def with_first_choice(job: GivenJob) -> PlanOptions:
     job = reopened(job)
     if not job.is_open or job.options.gpus is None:
         return job.options
-    how = estimate_options(0.05, job.options.train.kernels, None, None)
-    request = request_of(job.options, fixed_values(job, None), how, None)
+    keywords = estimate_options(0.05, job.options.train.kernels, None, None)
+    request = request_of(job.options, fixed_values(job, None), keywords, None)
     return best_of(request, "tokens", 1).plans[0].plan.options
 
 
@@ -295,8 +295,8 @@ def estimate_given(
 
     plan = resolve(options)
     assert plan.machine is not None, "estimates are for a machine"
-    asked = precision or options.precision
-    return plan, estimate_on_machine(plan, plan.machine, **how, precision=asked)
+    estimate_precision = precision or options.precision
+    return plan, estimate_on_machine(plan, plan.machine, **how, precision=estimate_precision)
 
 
 def fixed_values(job: GivenJob, fix: str | Mapping[str, Any] | None) -> dict[str, int | str]:
@@ -329,9 +329,9 @@ def request_of(
             f"a search needs the machine: give one of {', '.join(machines.presets())}, or a file; "
             f'or give the layout, such as "dp={options.gpus}"'
         )
-    asked = one_of("precision", precision or options.precision, PRECISIONS)
+    checked_precision = one_of("precision", precision or options.precision, PRECISIONS)
     machine = machines.load(options.machine)
-    return plan_request(options, machine, fixed, precision=asked, **how)
+    return plan_request(options, machine, fixed, precision=checked_precision, **how)
 
 
 def best_of(

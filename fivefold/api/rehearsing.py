@@ -87,9 +87,11 @@ def rehearse(
     one_of("device", device, _DEVICES)
     plan = _rehearsable(with_first_choice(given_job(model, keys)), imbalance)
     ranks = [rank] if isinstance(rank, int) else rank
-    for each in ranks or []:
-        if not 0 <= each < plan.layout.world:
-            raise FivefoldError(f"--rank {each}: the job has ranks 0 to {plan.layout.world - 1}")
+    for rank_index in ranks or []:
+        if not 0 <= rank_index < plan.layout.world:
+            raise FivefoldError(
+                f"--rank {rank_index}: the job has ranks 0 to {plan.layout.world - 1}"
+            )
     # Imported here, so that a bad option is refused before torch is loaded.
     from fivefold.launch import num_gpus
 
@@ -107,10 +109,10 @@ def rehearse(
         if on_progress is not None:
             on_progress(TaskProgress(done, total, f"rank {number}"))
 
-    found = rehearse(plan, ranks, imbalance, on_rank)
+    rehearsal = rehearse(plan, ranks, imbalance, on_rank)
     if device == "cuda":
         forecast = forecast_on_gpu(plan, ranks, imbalance, planned)
-    return RehearsedPlan(found, planned, forecast, imbalance, time.perf_counter() - began)
+    return RehearsedPlan(rehearsal, planned, forecast, imbalance, time.perf_counter() - began)
 
 
 def _rehearsable(options: PlanOptions, imbalance: float) -> Plan:

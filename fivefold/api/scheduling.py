@@ -134,10 +134,10 @@ def _numbers(
 ) -> tuple[int, int, int]:
     """(p, m, v) from the file or the options, checked for the schedule."""
     own = family.only or (None, None, family.default_chunks)
-    given = {"--stages": stages, "--microbatches": microbatches, "--chunks": chunks}
+    counts = {"--stages": stages, "--microbatches": microbatches, "--chunks": chunks}
     known = {
         flag: default if number is None else number
-        for (flag, number), default in zip(given.items(), own, strict=True)
+        for (flag, number), default in zip(counts.items(), own, strict=True)
     }
     numbers = tuple(number for number in known.values() if number is not None)
     if len(numbers) < len(known):
@@ -157,7 +157,7 @@ def _limit(memory_limit: float | None) -> float | None:
 def _costs_of(times: str | Sequence[float], comm: float, overlap: float) -> CostsOf:
     try:
         three = times.split(",") if isinstance(times, str) else times
-        forward, backward, weight = (float(one) for one in three)
+        forward, backward, weight = (float(cost) for cost in three)
     except (TypeError, ValueError) as error:
         raise FivefoldError(
             f"--times {times!r}: give three numbers F,B,W, such as --times 1,1.1,0.7"

@@ -61,9 +61,9 @@ def serve(
         "cache_gb": None if cache_gb is None else positive("cache-gb", cache_gb),
         "drain_s": positive("drain-seconds", drain_seconds),
     }
-    how: dict[str, Any] = {"layout": layout, "tokenizer": tokenizer}
-    how["batch_invariant"] = batch_invariant
-    runs = model_options(dtype, device, cache_gb or 1.0, **how)
+    settings: dict[str, Any] = {"layout": layout, "tokenizer": tokenizer}
+    settings["batch_invariant"] = batch_invariant
+    runs = model_options(dtype, device, cache_gb or 1.0, **settings)
     asked_step = checkpoint_step(step)
     model = find_model(Path(source), asked_step)
     running = _running()
@@ -120,8 +120,8 @@ def _beside_others(setup: ModelSetup) -> ModelSetup:
     """With the backend of ranks on the GPUs that each engine has."""
     from fivefold.launch import NcclLibrary, choose_backend, num_gpus
 
-    world, here = setup.plan.layout.world, NcclLibrary.here()
-    return replace(setup, backend=choose_backend(None, setup.device, world, num_gpus(), here))
+    world, library = setup.plan.layout.world, NcclLibrary.here()
+    return replace(setup, backend=choose_backend(None, setup.device, world, num_gpus(), library))
 
 
 def _checked(key: str) -> str:
@@ -141,7 +141,7 @@ def _keys(file: str | Path | None) -> list[str]:
         lines = Path(file).read_text("utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise BadFile(str(file), [f"{error}; give a file with a key on each line"]) from error
-    keys = [each.strip() for each in lines if each.strip() and not each.startswith("#")]
+    keys = [line.strip() for line in lines if line.strip() and not line.startswith("#")]
     if not keys:
         raise BadFile(str(file), ["it has no key; write one on each line"])
     return list(map(_checked, keys))

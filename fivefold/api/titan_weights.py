@@ -40,21 +40,21 @@ class TitanFolder:
             rule = "is a checkpoint of fivefold: train, generate and export take its run"
             raise BadFile(str(folder), [rule])
         self._stored = ForeignFolder(folder)
-        found = self._stored.sizes
-        keys = keys_of(folder, found)
+        sizes = self._stored.sizes
+        keys = keys_of(folder, sizes)
         self._tensors = titan_tensors(shape, keys.names)
         self._keys = {name: f"{keys.prefix}{name}" for name in self._tensors}
-        problems = list(differences(shape, keys, found))
-        there = [key for key in self._keys.values() if key in found]
-        problems = problems or [*self._stored.problems(there), *self._not_floats(there)]
+        problems = list(differences(shape, keys, sizes))
+        stored_keys = [key for key in self._keys.values() if key in sizes]
+        problems = problems or [*self._stored.problems(stored_keys), *self._not_floats(stored_keys)]
         problems = problems or list(self._unequal_head(keys.names, shape))
         if problems:
-            more = len(problems) - _SHOWN
-            rest = [f"and {more:,} more: mend these first"] if more > 0 else []
-            raise BadFile(str(folder), [*problems[:_SHOWN], *rest])
-        self._dtypes = {self._stored.dtype(key) for key in there}
+            extra = len(problems) - _SHOWN
+            tail = [f"and {extra:,} more: mend these first"] if extra > 0 else []
+            raise BadFile(str(folder), [*problems[:_SHOWN], *tail])
+        self._dtypes = {self._stored.dtype(key) for key in stored_keys}
         # Reversed: of a tied weight its first name, for its second may be missing.
-        self._ours = {each.weight.name: name for name, each in reversed(self._tensors.items())}
+        self._ours = {tensor.weight.name: name for name, tensor in reversed(self._tensors.items())}
 
     @property
     def is_narrow(self) -> bool:
@@ -94,8 +94,8 @@ def write_titan(
     """Write the weights as TorchTitan loads them, each into a file; the folder is never partial."""
     refuse_existing(folder)
     tensors: list[FullTensor] = [
-        (name, each.weight.shape, dtype, partial(_to_titan, each, read, dtype))
-        for name, each in titan_tensors(shape, VERSIONS[version]).items()
+        (name, tensor.weight.shape, dtype, partial(_to_titan, tensor, read, dtype))
+        for name, tensor in titan_tensors(shape, VERSIONS[version]).items()
     ]
     with new_folder(folder) as part:
         written = write_checkpoint(part, tensors, Facts(step=0, has_states=False))

@@ -69,8 +69,8 @@ class StartedRun:
     folder: Path
 
     def __str__(self) -> str:
-        said = head(self.plan, self.recipe, self.dtype, self.corpus, self.planned)
-        return f"{said}\nrun folder: {self.folder}"
+        text = head(self.plan, self.recipe, self.dtype, self.corpus, self.planned)
+        return f"{text}\nrun folder: {self.folder}"
 
 
 OnReport = Callable[[Any], None]
@@ -142,7 +142,7 @@ class TrainedRun:
     def _repr_html_(self) -> str:
         from fivefold.report.notebook_html import run_html
 
-        lines = [step_line(one, self.plan.options.train.steps) for one in self.records]
+        lines = [step_line(record, self.plan.options.train.steps) for record in self.records]
         return run_html(self.losses, lines, str(self), self.passed)
 
 
@@ -174,7 +174,7 @@ def train(
         above("until", until, 0)
     dtype = None if dtype is None else one_of("dtype", dtype, FORMATS)
     one_of("device", device, _DEVICES)
-    asked = asked_backend(backend)
+    backend_name = asked_backend(backend)
     if check and resume:
         raise FivefoldError("--check compares a training from its first step: leave --resume out")
     folder = None if out is None else Path(out)
@@ -190,9 +190,9 @@ def train(
     policy, chosen = RestartPolicy(restarts, shrink), (check, deterministic)
     policy.require(plan, launched, check)
     copy_domain(plan.options.train, plan.layout.world, launched)
-    start = TrainStart(plan, dtype, device, asked, folder, resume, until, *chosen, policy)
-    told: OnReport = on_progress or (lambda _: None)
-    return _join(start, launched, told) if launched else _fork(start, told)
+    start = TrainStart(plan, dtype, device, backend_name, folder, resume, until, *chosen, policy)
+    listener: OnReport = on_progress or (lambda _: None)
+    return _join(start, launched, listener) if launched else _fork(start, listener)
 
 
 def _run_options(options: PlanOptions, out: Path | None) -> PlanOptions | None:
@@ -266,8 +266,8 @@ def _begin(
     assert folder is not None
     done = nothing_left(settings) if joined else None
     if start.resume and done is None:
-        for words in (*mend(folder), *check_resume(plan, settings)):
-            told(words)
+        for message in (*mend(folder), *check_resume(plan, settings)):
+            told(message)
     source = checked_source(plan, settings)
     if done is None or not (folder / RUN).exists():
         toml = plan.to_toml(folder, whole=True)

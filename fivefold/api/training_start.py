@@ -81,10 +81,10 @@ def with_layout(
     if machine is None or any(name in job.given for name in NOT_SEARCHED):
         return data, [f"{data.layout} for {whose}, as data ranks{_OTHER}"]
     batch = resolve(data).batch.sequences if options.batch is None else options.batch
-    asked = replace(options, gpus=ranks, batch=batch, machine=machine)
-    how = estimate_options(0.05, options.train.kernels, None, None)
+    new_options = replace(options, gpus=ranks, batch=batch, machine=machine)
+    keywords = estimate_options(0.05, options.train.kernels, None, None)
     fixed = {**fixed_values(job, None), "offload": options.train.offload_kind}
-    plan = best_of(request_of(asked, fixed, how, None), "tokens", 1).plans[0].plan
+    plan = best_of(request_of(new_options, fixed, keywords, None), "tokens", 1).plans[0].plan
     why = f"{plan.layout} for {whose}, the planner's choice on {machine}{_OTHER}"
     return replace(plan.options, machine=options.machine), [why]
 
@@ -101,11 +101,11 @@ def machine_here() -> str | None:
     """The preset of this machine's GPUs, by the name that the driver gives them; None if there is
     none, or they differ."""
     names = {*gpu_names()}
-    words = re.findall("[a-z0-9]+", names.pop().lower()) if len(names) == 1 else []
-    if "pcie" in words:  # the presets have NVLink
+    names_of_gpu = re.findall("[a-z0-9]+", names.pop().lower()) if len(names) == 1 else []
+    if "pcie" in names_of_gpu:  # the presets have NVLink
         return None
-    known = [name for name in machines.presets() if name in words]
-    return "a100-40g" if known == ["a100"] and "40gb" in words else next(iter(known), None)
+    known = [name for name in machines.presets() if name in names_of_gpu]
+    return "a100-40g" if known == ["a100"] and "40gb" in names_of_gpu else next(iter(known), None)
 
 
 def device_of(start: TrainStart, launched: LauncherEnvironment | None) -> RankDevice:
@@ -161,8 +161,8 @@ def calibrate_cpu(path: Path) -> None:
 
     It runs in a process of its own: some BLAS libraries deadlock in ranks that are forked from a
     process which has multiplied matrices."""
-    words = ["calibrate", "--device", "cpu", "--ranks", "2", "--seconds", _CALIBRATION]
-    command = [sys.executable, "-m", "fivefold", *words, "-o", str(path)]
+    args = ["calibrate", "--device", "cpu", "--ranks", "2", "--seconds", _CALIBRATION]
+    command = [sys.executable, "-m", "fivefold", *args, "-o", str(path)]
     subprocess.run(command, capture_output=True, check=True, timeout=60)
 
 

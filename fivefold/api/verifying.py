@@ -203,9 +203,9 @@ def _wide_enough(options: PlanOptions) -> tuple[PlanOptions, str | None]:
     if is_large(shape):
         return options, None
     changes = {**wider_keys(shape, layout), **options.set}
-    said = ", ".join(f"{key} {value}" for key, value in changes.items())
+    text = ", ".join(f"{key} {value}" for key, value in changes.items())
     blocks, rows = f"blocks of {rounding.block}", f"rows of {options.seq} tokens"
-    note = f"{shape.name} is widened for {blocks}: {said}; {rows}"
+    note = f"{shape.name} is widened for {blocks}: {text}; {rows}"
     return replace(options, set=changes), note
 
 
@@ -309,7 +309,7 @@ def _verify_generated(
 
 def describe(plan: Plan, verdict: VerifyVerdict, seconds: float) -> dict[str, Any]:
     """The verdict as JSON, with the traffic of rank 0 or of the first rank that differs."""
-    steps = [(rank, each) for rank, steps in enumerate(verdict.traffic) for each in steps]
+    steps = [(rank, step) for rank, steps in enumerate(verdict.traffic) for step in steps]
     rank, shown = next((pair for pair in steps if not pair[1].match), steps[0])
     return {
         "model": plan.shape.name,
@@ -324,8 +324,8 @@ def describe(plan: Plan, verdict: VerifyVerdict, seconds: float) -> dict[str, An
         **({} if verdict.flips is None else {"flips": verdict.flips}),
         "traffic": {
             "rank": rank,
-            "predicted": [asdict(each) for each in traffic_entries(shown.predicted.items())],
-            "observed": [asdict(each) for each in traffic_entries(shown.observed.items())],
+            "predicted": [asdict(entry) for entry in traffic_entries(shown.predicted.items())],
+            "observed": [asdict(entry) for entry in traffic_entries(shown.observed.items())],
             "match": verdict.traffic_match,
         },
         "seconds": round(seconds, 3),

@@ -90,11 +90,11 @@ def impossible(values: Values, _shape: Shape) -> Iterator[Impossible]:
 def sharded_or_on_device() -> list[Values]:
     """ZeRO-3 with states on the host, or states on the device."""
     gathers = ("step", "microbatch")
-    return [*({"zero": 3, "gather": each} for each in gathers), {"offload": "none"}]
+    return [*({"zero": 3, "gather": gather} for gather in gathers), {"offload": "none"}]
 
 
 def more(_shape: Shape, values: Values) -> Flat:
-    found: Flat = {
+    flat: Flat = {
         "compute_environment": "LOCAL_MACHINE",
         "distributed_type": "FSDP" if values["zero"] else "MULTI_GPU",
         "main_training_function": "main",
@@ -102,13 +102,13 @@ def more(_shape: Shape, values: Values) -> Flat:
         "num_machines": 1,
     }
     if values["zero"]:
-        found["fsdp_config.fsdp_auto_wrap_policy"] = "TRANSFORMER_BASED_WRAP"
-        found["fsdp_config.fsdp_state_dict_type"] = "SHARDED_STATE_DICT"
-    return found
+        flat["fsdp_config.fsdp_auto_wrap_policy"] = "TRANSFORMER_BASED_WRAP"
+        flat["fsdp_config.fsdp_state_dict_type"] = "SHARDED_STATE_DICT"
+    return flat
 
 
 def write_yaml(sheet: Sheet) -> str:
-    head = "".join(f"# {each}\n" for each in sheet.header)
+    head = "".join(f"# {line}\n" for line in sheet.header)
     return head + yaml_text(nested_of({**sheet.flat, "num_machines": sheet.nodes}))
 
 

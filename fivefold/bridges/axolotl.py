@@ -57,8 +57,8 @@ TABLE: Table = (
 
 
 def outgoing(values: Values, shape: Shape) -> Values:
-    found = accelerate.outgoing(values, shape)
-    return {**found, "out_replicate": 1} if values["ep"] > 1 else found
+    flat = accelerate.outgoing(values, shape)
+    return {**flat, "out_replicate": 1} if values["ep"] > 1 else flat
 
 
 def incoming(values: Values, flat: Flat) -> Values:
@@ -83,27 +83,27 @@ def impossible(values: Values, _shape: Shape) -> Iterator[Impossible]:
     own_axis = values["replicate"] == ep and values["tp"] == 1 and values["shard"] > 1
     if ep > 1 and not (own_axis and values["zero"] == 3):
         degrees: Values = {"zero": 3, "replicate": ep, "shard": dp // ep, "tp": 1}
-        mended = [{**degrees, "gather": each} for each in ("microbatch", "step")]
+        mended = [{**degrees, "gather": gather} for gather in ("microbatch", "step")]
         yield "ep", ep, [*(mended if dp % ep == 0 and dp > ep else []), {"ep": 1}]
     if values["zero"] == 0 and values["offload"] != "none":
         yield "offload", values["offload"], accelerate.sharded_or_on_device()
 
 
 def more(_shape: Shape, values: Values) -> Flat:
-    found: Flat = {"output_dir": "outputs"}
+    flat: Flat = {"output_dir": "outputs"}
     if values["lr_curve"] == "cosine":
-        found["cosine_min_lr_ratio"] = 0.1
+        flat["cosine_min_lr_ratio"] = 0.1
     if values["zero"]:
-        found["fsdp_config.auto_wrap_policy"] = "TRANSFORMER_BASED_WRAP"
+        flat["fsdp_config.auto_wrap_policy"] = "TRANSFORMER_BASED_WRAP"
     if values["lora"]:
-        found |= {"adapter": "lora", "lora_target_linear": True}
+        flat |= {"adapter": "lora", "lora_target_linear": True}
     if values["ep"] > 1:
-        found["plugins"] = ["axolotl.integrations.expert_parallel.ExpertParallelPlugin"]
-    return found
+        flat["plugins"] = ["axolotl.integrations.expert_parallel.ExpertParallelPlugin"]
+    return flat
 
 
 def write_yaml(sheet: Sheet) -> str:
-    head = "".join(f"# {each}\n" for each in sheet.header)
+    head = "".join(f"# {line}\n" for line in sheet.header)
     first: dict[str, Any] = {"base_model": hosted_name(sheet.model)}
     return head + yaml_text(nested_of({**first, **sheet.flat}))
 

@@ -72,39 +72,39 @@ TABLE: Table = (
 
 def incoming(values: Values, flat: Flat) -> Values:
     """As Megatron's; a recipe without the key shards the optimizer."""
-    found = megatron.incoming(values, flat)
-    if flat.get("ddp.use_distributed_optimizer") is None and found.get("zero") is None:
-        found |= {"zero": 1, "gather": None}
-    return found
+    ours = megatron.incoming(values, flat)
+    if flat.get("ddp.use_distributed_optimizer") is None and ours.get("zero") is None:
+        ours |= {"zero": 1, "gather": None}
+    return ours
 
 
 def more(_shape: Shape, values: Values) -> Flat:
     """What a run has that overlaps its collectives."""
-    found: Flat = {"ddp.overlap_grad_reduce": True}
+    flat: Flat = {"ddp.overlap_grad_reduce": True}
     if values["zero"]:
-        found["ddp.overlap_param_gather"] = True
+        flat["ddp.overlap_param_gather"] = True
     if values["zero"] > 1:
-        found["checkpoint.ckpt_format"] = "fsdp_dtensor"
+        flat["checkpoint.ckpt_format"] = "fsdp_dtensor"
     if values["offload"] == "cpu":
-        found["optimizer.use_precision_aware_optimizer"] = True
+        flat["optimizer.use_precision_aware_optimizer"] = True
     if values["lr_curve"] == "cosine":
-        found["optimizer.min_lr"] = values["lr"] / 10
-    return found
+        flat["optimizer.min_lr"] = values["lr"] / 10
+    return flat
 
 
 def write_script(sheet: Sheet) -> str:
     """The command, one override a line."""
-    lines = ["#!/bin/bash", *(f"# {each}" for each in sheet.header)]
+    lines = ["#!/bin/bash", *(f"# {line}" for line in sheet.header)]
     start = f"torchrun --nproc-per-node {min(sheet.world, sheet.gpus_per_node)}"
     if sheet.nodes > 1:
         start += f" --nnodes {sheet.nodes} --rdzv-backend c10d --rdzv-endpoint $HEAD_NODE:29500"
     recipe = f"--recipe {recipe_name(sheet.model)}_pretrain_config --mode pretrain"
-    words = [
+    args = [
         start,
         f"scripts/training/run_recipe.py {recipe}",
         *(f"{name}={_word(name, value)}" for name, value in sheet.flat.items()),
     ]
-    return "\n".join([*lines, " \\\n    ".join(words)]) + "\n"
+    return "\n".join([*lines, " \\\n    ".join(args)]) + "\n"
 
 
 def _word(name: str, value: Any) -> str:
@@ -120,12 +120,12 @@ def read_script(text: str) -> Flat:
     """Overrides and options of a script, or assignments of a Python file."""
     if re.search(r"^\s*(cfg|config|recipe)\.\w+\.\w+ *=", text, re.MULTILINE):
         return {key: _listed(value) for key, value in python_table(text, "the recipe").items()}
-    words, slurm = shell_words(text)
-    flat = options_of_words(words, frozenset(), frozenset())
-    for word in words:
-        found = re.fullmatch(r"([a-z_]+(?:\.[a-z_0-9]+)*)=(\S.*)", word)
-        if found and ("." in found[1] or found[1] == "mixed_precision"):
-            flat[found[1]] = _listed(found[2])
+    args, slurm = shell_words(text)
+    flat = options_of_words(args, frozenset(), frozenset())
+    for word in args:
+        match = re.fullmatch(r"([a-z_]+(?:\.[a-z_0-9]+)*)=(\S.*)", word)
+        if match and ("." in match[1] or match[1] == "mixed_precision"):
+            flat[match[1]] = _listed(match[2])
     return {**flat, **{f"slurm.{name.lstrip('-')}": value for name, value in slurm.items()}}
 
 

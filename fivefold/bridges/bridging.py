@@ -43,8 +43,8 @@ from fivefold.core.model import presets as models
 from fivefold.core.plan import Plan, PlanOptions
 
 TARGETS: dict[str, Target] = {
-    each.name: each
-    for each in (
+    target.name: target
+    for target in (
         *(MEGATRON, BRIDGE, TORCHTITAN, TORCHTITAN_MAIN),
         *(DEEPSPEED, NANOTRON, ACCELERATE, AXOLOTL),
     )
@@ -90,7 +90,7 @@ class ForeignPlan:
 
     @property
     def lines(self) -> tuple[str, ...]:
-        unknown = [f"not known here, so not planned: {each}" for each in self.unknown]
+        unknown = [f"not known here, so not planned: {key}" for key in self.unknown]
         return (*self.notes, *unknown)
 
 
@@ -112,17 +112,17 @@ def emit_plan(
     on our `unplanned` ones are left out."""
     target, options = target_of(name), plan.options
     shape = replace(plan.shape, tuning=None)
-    found = express(target, values_of(plan), (options.model, options.set, shape), price)
-    said = [loss for loss in found.losses if not (loss.left and loss.key in unplanned)]
-    losses = (*said, *model_losses(target, shape))
+    expressed = express(target, values_of(plan), (options.model, options.set, shape), price)
+    file_losses = [loss for loss in expressed.losses if not (loss.left and loss.key in unplanned)]
+    losses = (*file_losses, *model_losses(target, shape))
     before = values_of(plan)
     left = {key: before[key] for key in target.left}
-    flat = _file_keys(target, shape, found.values, left)
+    flat = _file_keys(target, shape, expressed.values, left)
     doubled = {key: 2 * before[key] for key in unplanned}
-    other = _file_keys(target, shape, {**found.values, **doubled}, {**left, **doubled})
-    flat = {key: each for key, each in flat.items() if each == other.get(key)}
-    nearest = options_of(found.values, options.model, options.set)
-    after = price({**found.values, **left})
+    other = _file_keys(target, shape, {**expressed.values, **doubled}, {**left, **doubled})
+    flat = {key: value for key, value in flat.items() if value == other.get(key)}
+    nearest = options_of(expressed.values, options.model, options.set)
+    after = price({**expressed.values, **left})
     notes = [] if after is None else [f"memory of the fullest rank: {after}"]
     planned = [name for key, name in _PLANNED.items() if key not in unplanned]
     names = zip(YOURS, target.yours, strict=True)
@@ -133,7 +133,7 @@ def emit_plan(
     ours: dict[str, Any] = {"model": options.model}
     lines.append(f"fivefold: {json.dumps({**ours, 'set': options.set} if options.set else ours)}")
     sheet = Sheet(
-        *(flat, found.values, shape, options.model, gpus_per_node(plan.machine), tuple(lines))
+        *(flat, expressed.values, shape, options.model, gpus_per_node(plan.machine), tuple(lines))
     )
     return EmittedPlan(target, target.write(sheet), losses, nearest, after, tuple(notes))
 
@@ -142,8 +142,8 @@ def _file_keys(target: Target, shape: Shape, ours: Values, left: Values) -> Flat
     """The keys of a file: those of the model, of the table, and what every file has."""
     values = target.outgoing(ours, shape)
     flat = {**target.model_keys(_as_long(shape, values)), **write_keys(target.table, values)}
-    more = target.more(shape, {**values, **left})
-    return {**flat, **{key: each for key, each in more.items() if key not in flat}}
+    extra = target.more(shape, {**values, **left})
+    return {**flat, **{key: value for key, value in extra.items() if key not in flat}}
 
 
 def _as_long(shape: Shape, values: Values) -> Shape:
@@ -159,12 +159,12 @@ def model_losses(target: Target, shape: Shape) -> Iterator[Loss]:
             yield Loss("model", shape.name, "register it there")
     if target not in (MEGATRON, NANOTRON):
         return
-    found = target.find_model(target.model_keys(shape)).model
-    if found is None:
+    model = target.find_model(target.model_keys(shape)).model
+    if model is None:
         yield Loss("model", shape.name, NAMES_NO_MODEL)
         return
-    described = models.load(found)
-    names = [each.name for each in fields(shape) if each.compare]
+    described = models.load(model)
+    names = [field.name for field in fields(shape) if field.compare]
     if other := [name for name in names if getattr(shape, name) != getattr(described, name)]:
         yield Loss("model", "+".join(other), "", left=True)
 
@@ -221,13 +221,13 @@ def format_of(path: Path) -> str:
     if path.suffix in _SUFFIXES:
         return path.suffix
     text = read_text(path)
-    found = (ending for ending, rule in _TEXTS.items() if re.search(rule, text, re.MULTILINE))
-    return next(found, ".yaml")
+    endings = (ending for ending, rule in _TEXTS.items() if re.search(rule, text, re.MULTILINE))
+    return next(endings, ".yaml")
 
 
 def _overrides(text: str, megatron: Flat) -> Flat:
-    found = read_overrides(text)
-    return found if _is_bridge(found) else megatron
+    overrides = read_overrides(text)
+    return overrides if _is_bridge(overrides) else megatron
 
 
 def _is_bridge(flat: Flat) -> bool:
@@ -256,8 +256,8 @@ def _recognised(suffix: str, flat: Flat) -> Target | None:
         return BRIDGE
     if suffix == ".py":
         return TORCHTITAN_MAIN if has("parallelism.", "training.") else None
-    wanted = ("tensor-model", "pipeline-model", "micro-batch", "num-layers", "expert-model")
-    return MEGATRON if has(*wanted) else None
+    names = ("tensor-model", "pipeline-model", "micro-batch", "num-layers", "expert-model")
+    return MEGATRON if has(*names) else None
 
 
 def _read(
@@ -265,9 +265,13 @@ def _read(
 ) -> ForeignPlan:
     launched = world_of_launch(flat) if target in (MEGATRON, BRIDGE) else None
     auto = [key for key, value in flat.items() if value == "auto"]
-    told = [str(value) for key, value in flat.items() if key.startswith(NOTE)]
-    told += [f"auto, so the program decides: {', '.join(auto)}"] if auto else []
-    flat = {key: each for key, each in flat.items() if each != "auto" and not key.startswith(NOTE)}
+    remarks = [str(value) for key, value in flat.items() if key.startswith(NOTE)]
+    remarks += [f"auto, so the program decides: {', '.join(auto)}"] if auto else []
+    flat = {
+        key: file_value
+        for key, file_value in flat.items()
+        if file_value != "auto" and not key.startswith(NOTE)
+    }
     read, used, wrong = read_keys(target.table, flat)
     if wrong:
         raise BadFile(target.title, wrong)
@@ -290,7 +294,7 @@ def _read(
         and value is not None
     ]
     options = options_of(values, name, changes)
-    return ForeignPlan(target, options, tuple(unknown), (*described.notes, *told, *notes))
+    return ForeignPlan(target, options, tuple(unknown), (*described.notes, *remarks, *notes))
 
 
 def _chosen_model(
@@ -308,9 +312,9 @@ def _chosen_model(
 
 def _ours(text: str) -> dict[str, Any]:
     """The model, as our own comment says it."""
-    found = _OURS.search(text)
+    match = _OURS.search(text)
     try:
-        table: dict[str, Any] = json.loads(found[1]) if found else {}
+        table: dict[str, Any] = json.loads(match[1]) if match else {}
     except ValueError:
         return {}
     return table if isinstance(table.get("model"), str) else {}

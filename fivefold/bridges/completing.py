@@ -15,54 +15,59 @@ def complete(
 ) -> tuple[Values, tuple[str, ...]]:
     """All values of a plan, and what was assumed; contradictions are refused with their rule."""
     usual = {**usual_values(), **target.always}
-    given = {name: value for name, value in read.items() if value is not None}
+    values = {name: value for name, value in read.items() if value is not None}
     for axis in (*_AXES, "shard"):
-        if axis in given and given[axis] < 1:
-            raise FivefoldError(f"{axis} = {given[axis]}: give a whole number of at least 1")
+        if axis in values and values[axis] < 1:
+            raise FivefoldError(f"{axis} = {values[axis]}: give a whole number of at least 1")
     notes: list[str] = []
-    said = given.pop("world", None) or launched
-    if gpus is not None and said is not None and gpus != said:
-        notes.append(f"the file is for {said} GPUs; planned for the {gpus} of --gpus")
-    given["shard"] = _shard(target, {**usual, **given}, given.get("shard"), gpus or said)
-    dp = given["shard"] * {**usual, **given}["replicate"]
-    given |= _batch(given, dp)
+    world = values.pop("world", None) or launched
+    if gpus is not None and world is not None and gpus != world:
+        notes.append(f"the file is for {world} GPUs; planned for the {gpus} of --gpus")
+    values["shard"] = _shard(target, {**usual, **values}, values.get("shard"), gpus or world)
+    dp = values["shard"] * {**usual, **values}["replicate"]
+    values |= _batch(values, dp)
     for name in ("batch", "local_batch"):
-        given.pop(name, None)
-    if given.get("stage_layers") is None and given.get("pp", 1) == 1:
-        given["chunks"] = None
-    return {**usual, **{name: each for name, each in given.items() if name in usual}}, (*notes,)
+        values.pop(name, None)
+    if values.get("stage_layers") is None and values.get("pp", 1) == 1:
+        values["chunks"] = None
+    return {
+        **usual,
+        **{name: read_value for name, read_value in values.items() if name in usual},
+    }, (*notes,)
 
 
-def _shard(target: Target, values: Values, given: int | None, world: int | None) -> int:
+def _shard(target: Target, values: Values, shard: int | None, world: int | None) -> int:
     """Ranks that shard: as given, or what the other degrees leave."""
-    others = values["replicate"] * values["tp"] * values["pp"] * values["cp"]
+    other_ranks = values["replicate"] * values["tp"] * values["pp"] * values["cp"]
     shown = " · ".join(f"{axis} {values[axis]}" for axis in ("tp", "pp", "cp"))
     if values["replicate"] > 1:
         shown += f" · replicas {values['replicate']}"
-    if given is not None:
-        if world is not None and given * others != world:
-            rule = f"dp {given} · {shown} = {given * others:,} ranks, and the job has {world:,}"
+    if shard is not None:
+        if world is not None and shard * other_ranks != world:
+            rule = (
+                f"dp {shard} · {shown} = {shard * other_ranks:,} ranks, and the job has {world:,}"
+            )
             raise FivefoldError(f"{rule}: the degrees must multiply to it; change one of them")
-        return given
+        return shard
     if world is None:
         raise FivefoldError(
             f"{target.title} leaves data parallelism to the number of GPUs, which this file does "
             "not say: add --gpus N"
         )
-    if world % others:
-        below = world - world % others
-        ways = " or ".join(f"{each:,}" for each in (below, below + others) if each)
+    if world % other_ranks:
+        below = world - world % other_ranks
+        ways = " or ".join(f"{count:,}" for count in (below, below + other_ranks) if count)
         raise FivefoldError(
-            f"{world:,} GPUs are no multiple of {shown} = {others:,}: use {ways} GPUs, or "
+            f"{world:,} GPUs are no multiple of {shown} = {other_ranks:,}: use {ways} GPUs, or "
             "lower a degree"
         )
-    return world // others
+    return world // other_ranks
 
 
-def _batch(given: Values, dp: int) -> Values:
+def _batch(values: Values, dp: int) -> Values:
     """Microbatches from the global batch, or from that of one data rank."""
-    size, count, batch = (given.get(each) for each in ("microbatch_size", "microbatches", "batch"))
-    local = given.get("local_batch")
+    size, count, batch = (values.get(key) for key in ("microbatch_size", "microbatches", "batch"))
+    local = values.get("local_batch")
     if local is not None:
         size = size or local
         if local % size:
@@ -72,5 +77,8 @@ def _batch(given: Values, dp: int) -> Values:
             batch = local * dp
     if batch is None and count is None:
         return {} if size is None else {"microbatch_size": size}
-    found = Batch.resolve(dp, 1, batch=batch, microbatch_size=size, microbatches=count)
-    return {"microbatch_size": found.microbatch_size, "microbatches": found.microbatches}
+    batch_sizes = Batch.resolve(dp, 1, batch=batch, microbatch_size=size, microbatches=count)
+    return {
+        "microbatch_size": batch_sizes.microbatch_size,
+        "microbatches": batch_sizes.microbatches,
+    }

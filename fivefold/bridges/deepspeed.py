@@ -59,11 +59,11 @@ TABLE: Table = (
 
 def outgoing(values: Values, shape: Shape) -> Values:
     """Where states are, and the global batch."""
-    found, offload = with_batch(values, shape), values["offload"]
+    flat, offload = with_batch(values, shape), values["offload"]
     on_disk = offload.startswith(DISK)
-    found["offload_device"] = "nvme" if on_disk else None if offload == "none" else offload
-    found["offload_path"] = offload.removeprefix(DISK) if on_disk else None
-    return found
+    flat["offload_device"] = "nvme" if on_disk else None if offload == "none" else offload
+    flat["offload_path"] = offload.removeprefix(DISK) if on_disk else None
+    return flat
 
 
 def incoming(values: Values, _flat: Flat) -> Values:
@@ -88,16 +88,16 @@ def impossible(values: Values, _shape: Shape) -> Iterator[Impossible]:
 
 
 def more(_shape: Shape, values: Values) -> Flat:
-    found: Flat = {}
+    flat: Flat = {}
     if values["lr_curve"] != "constant":
-        found[f"{_PARAMS}total_num_steps"] = values["steps"]
+        flat[f"{_PARAMS}total_num_steps"] = values["steps"]
     if values["lr_curve"] != "cosine":
-        found[f"{_PARAMS}warmup_max_lr"] = values["lr"]
+        flat[f"{_PARAMS}warmup_max_lr"] = values["lr"]
     if values["ep"] > 1:
-        found["expert_parallel.enabled"] = True
+        flat["expert_parallel.enabled"] = True
     if values["zero"]:
-        found[f"{_Z}overlap_comm"] = True
-    return found
+        flat[f"{_Z}overlap_comm"] = True
+    return flat
 
 
 def write_json(sheet: Sheet) -> str:

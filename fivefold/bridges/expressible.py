@@ -16,21 +16,21 @@ _LISTED = ("zero", "context", "recompute", "offload", "sp")
 def possible_values(target: Target, shape: Shape, gpus: int) -> Allowed:
     """For each choice of a search, the values that the target has; a choice that is not there may
     have any. Values that only together cannot be are not here: `express` mends them."""
-    found: Allowed = {axis: frozenset({1}) for axis in _AXES if axis not in target.axes}
-    found["schedule"] = frozenset(target.schedules)
+    allowed: Allowed = {axis: frozenset({1}) for axis in _AXES if axis not in target.axes}
+    allowed["schedule"] = frozenset(target.schedules)
     for key in _LISTED:
         values = _values_of(target, key, shape.moe is not None)
         if values is not None:
-            found[key] = values
-    if "tp" not in found:
+            allowed[key] = values
+    if "tp" not in allowed:
         usual = {**usual_values(), "microbatches": 1, "microbatch_size": 1, "zero": 1}
         degrees = [
             tp
             for tp in divisors(gpus)
             if all(key != "tp" for key, *_ in target.impossible({**usual, "tp": tp}, shape))
         ]
-        found["tp"] = frozenset(degrees)
-    return found
+        allowed["tp"] = frozenset(degrees)
+    return allowed
 
 
 def _values_of(target: Target, key: str, has_experts: bool) -> frozenset[int | str] | None:
@@ -42,7 +42,7 @@ def _values_of(target: Target, key: str, has_experts: bool) -> frozenset[int | s
         listed = allowed(item, has_experts)
         if listed is None:
             return None
-        return frozenset(each[0] if len(ours) > 1 else each for each in listed)
+        return frozenset(row[0] if len(ours) > 1 else row for row in listed)
     if key in target.left or key in target.covers:
         return None
     return frozenset({target.always.get(key, usual_values()[key])})

@@ -48,26 +48,26 @@ def flat_of(table: Mapping[str, Any], prefix: str = "", depth: int = 0) -> dict[
     """Keys by their path with dots; lists stay values."""
     if depth > _DEEPEST:
         raise FivefoldError(f"tables are nested deeper than {_DEEPEST}: take some out")
-    found: dict[str, Any] = {}
+    flat: dict[str, Any] = {}
     for key, value in table.items():
         path = f"{prefix}{key}"
         if isinstance(value, Mapping) and value:
-            found |= flat_of(cast("Mapping[str, Any]", value), f"{path}.", depth + 1)
+            flat |= flat_of(cast("Mapping[str, Any]", value), f"{path}.", depth + 1)
         else:
-            found[path] = value
-    return found
+            flat[path] = value
+    return flat
 
 
 def nested_of(flat: Mapping[str, Any]) -> Nested:
     """The tables that paths with dots stand for."""
-    found: Nested = {}
+    nested: Nested = {}
     for path, value in flat.items():
         *above, name = path.split(".")
-        table = found
+        table = nested
         for part in above:
             table = table.setdefault(part, {})
         table[name] = value
-    return found
+    return nested
 
 
 # --- TOML, JSON and YAML
@@ -132,8 +132,8 @@ def _refuse_repeated_yaml(node: Any, where: str) -> None:
                 raise BadFile(where, [f"{rule}: keep one of them"])
             lines[name] = line
         below = [value for _, value in node.value]
-    for each in below:
-        _refuse_repeated_yaml(each, where)
+    for child in below:
+        _refuse_repeated_yaml(child, where)
 
 
 def _parsed(load: Any, text: str, where: str, kind: str) -> Nested:
@@ -180,17 +180,17 @@ def python_table(text: str, where: str) -> dict[str, Any]:
         module = ast.parse(text)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise BadFile(where, [f"not valid Python: {error}; fix it"]) from error
-    found: dict[str, Any] = {}
+    flat: dict[str, Any] = {}
     for node in ast.walk(module):
         if not isinstance(node, ast.Assign) or len(node.targets) != 1:
             continue
         target, value = node.targets[0], node.value
         if isinstance(target, ast.Name) and isinstance(value, ast.Call):
-            found.setdefault("", ast.unparse(value.func))
+            flat.setdefault("", ast.unparse(value.func))
         elif isinstance(target, ast.Attribute):
             _, _, path = ast.unparse(target).partition(".")
-            found[path] = _literal(value)
-    return found
+            flat[path] = _literal(value)
+    return flat
 
 
 def _literal(node: ast.expr) -> Any:
@@ -232,18 +232,18 @@ def shell_words(text: str) -> tuple[list[str], dict[str, str]]:
         plain = value.strip("\"'")
         if "--" not in plain:
             variables[name] = _put_in(plain, variables)
-    joined = _SUM.sub(lambda found: _put_in(found[0], variables), joined)
-    words = re.findall(r"(?:\"[^\"]*\"|'[^']*'|[^\s\"'])+", re.sub(r"\+?=\(", " ", joined))
-    return [*_split(words, variables)], slurm
+    joined = _SUM.sub(lambda match: _put_in(match[0], variables), joined)
+    args = re.findall(r"(?:\"[^\"]*\"|'[^']*'|[^\s\"'])+", re.sub(r"\+?=\(", " ", joined))
+    return [*_split(args, variables)], slurm
 
 
-def _joined(found: re.Match[str]) -> str:
+def _joined(match: re.Match[str]) -> str:
     """A sum without spaces, which would end a word."""
-    return re.sub(r"\s", "", found[0])
+    return re.sub(r"\s", "", match[0])
 
 
-def _split(words: list[str], variables: dict[str, str]) -> Iterator[str]:
-    for word in words:
+def _split(args: list[str], variables: dict[str, str]) -> Iterator[str]:
+    for word in args:
         inner = re.sub(r"^[A-Za-z_]\w*=(?=--)", "", re.sub(r"[\"']", "", word))
         if " --" in inner or "\n" in inner or (inner.startswith("--") and " " in inner):
             yield from _split(inner.split(), variables)
@@ -252,27 +252,27 @@ def _split(words: list[str], variables: dict[str, str]) -> Iterator[str]:
 
 
 def _directives(line: str) -> Iterator[tuple[str, str, str]]:
-    words = line.split()
-    while words:
-        name = words.pop(0)
+    args = line.split()
+    while args:
+        name = args.pop(0)
         if "=" in name:
             name, _, value = name.partition("=")
         else:
-            value = words.pop(0) if words and not words[0].startswith("-") else ""
+            value = args.pop(0) if args and not args[0].startswith("-") else ""
         yield _SLURM_SHORT.get(name, name), "=", value
 
 
 def _put_in(text: str, variables: Mapping[str, str]) -> str:
     """Variables and sums of a word; what is unknown stays."""
 
-    def value_of(found: re.Match[str]) -> str:
-        name = found[1] or found[3]
+    def value_of(match: re.Match[str]) -> str:
+        name = match[1] or match[3]
         if name in variables:
             return variables[name]
-        return found[0] if found[2] is None else found[2].strip("\"'")
+        return match[0] if match[2] is None else match[2].strip("\"'")
 
     done = _VARIABLE.sub(value_of, text)[:4096]
-    return _SUM.sub(lambda found: _computed(found[1], variables), done)
+    return _SUM.sub(lambda expression: _computed(expression[1], variables), done)
 
 
 def _computed(text: str, variables: Mapping[str, str]) -> str:
@@ -290,20 +290,20 @@ def _computed(text: str, variables: Mapping[str, str]) -> str:
 
 
 def options_of_words(
-    words: list[str], flags: Collection[str], lists: Collection[str]
+    args: list[str], flags: Collection[str], lists: Collection[str]
 ) -> dict[str, Any]:
     """`--name value`, `--name=value` and `--flag`; the values of `lists` are joined by spaces."""
-    found: dict[str, Any] = {}
+    flat: dict[str, Any] = {}
     name = ""
-    for word in words:
+    for word in args:
         if re.match(r"--[A-Za-z]", word):
             name, equals, value = word[2:].partition("=")
             name = name.replace("_", "-")
-            found[name] = value if equals else True
+            flat[name] = value if equals else True
             name = "" if equals or name in flags else name
         elif name and not re.match(r"[-&|><;](?!\d)", word):
-            found[name] = word if found[name] is True else f"{found[name]} {word}"
+            flat[name] = word if flat[name] is True else f"{flat[name]} {word}"
             name = name if name in lists else ""
         else:
             name = ""
-    return found
+    return flat

@@ -23,7 +23,7 @@ _PLAIN = (  # of a plan file, as they are
     *("tp_keep", "tp_overlap", "fp8_wgrad", "fp8_skip", "fp8_matmul"),
 )
 _DERIVED = ("zero", "gather", "chunks", "stage_layers", "microbatches", "microbatch_size", "seq")
-_TRAIN = tuple(each.name for each in fields(Recipe))
+_TRAIN = tuple(field.name for field in fields(Recipe))
 _OF_TENSOR = ("sp", "tp_keep", "tp_overlap")
 
 
@@ -78,8 +78,8 @@ def _stages(plan: Plan) -> tuple[range, ...]:
     if not named.is_named:
         return plan.stages
     placement = PLACEMENTS[named.placement](layout.pp, layout.chunks)
-    how: dict[str, Any] = {"seq": plan.batch.seq, "folded": placement.folded}
-    return cut_stages(plan.shape, placement.num_stages, plan.stage_layers, **how)
+    settings: dict[str, Any] = {"seq": plan.batch.seq, "folded": placement.folded}
+    return cut_stages(plan.shape, placement.num_stages, plan.stage_layers, **settings)
 
 
 def _number(plan: Plan) -> str:
@@ -92,16 +92,18 @@ def options_of(values: Values, model: str, changes: dict[str, str] | None = None
     layout = Layout(**{name: values[name] for name in (*DEGREES, "order")})
     precision, *rounded = cast(str, values["number"]).split()
     fp8: Values = dict(zip(("fp8", "fp8_gradients"), rounded, strict=False))
-    given: Values = {name: values[name] for name in (*_PLAIN, *_DERIVED, "schedule", "recompute")}
+    plan_values: Values = {
+        name: values[name] for name in (*_PLAIN, *_DERIVED, "schedule", "recompute")
+    }
     if layout.pp == 1:
-        given |= {"chunks": None, "stage_layers": None}
+        plan_values |= {"chunks": None, "stage_layers": None}
     return PlanOptions(
         model=model,
         layout=str(layout),
         sp=values["sp"],
         context=values["context"],
         precision=cast(Precision, precision),
-        **{**given, **fp8},
+        **{**plan_values, **fp8},
         set=changes or {},
         train=Recipe(**{name: values[name] for name in _TRAIN}),
     )

@@ -49,30 +49,30 @@ class Key:
             return self.spelling.write(value)
         return self.values[value] if self.values else value
 
-    def read(self, given: Any, where: str) -> Any:
+    def read(self, text: Any, where: str) -> Any:
         if self.spelling is not None:
-            return self.spelling.read(given)
-        value = typed(given, bool if _of_flags(self.values) else self.kind, where)
+            return self.spelling.read(text)
+        value = typed(text, bool if _of_flags(self.values) else self.kind, where)
         if not self.values:
             return value
         lower = str(value).lower()
         for ours, theirs in self.values.items():
             if theirs == value or str(theirs).lower() == lower:
                 return ours
-        known = ", ".join(str(each) for each in self.values.values())
-        raise FivefoldError(f"{where} = {given}: known here are {known}")
+        known = ", ".join(str(known_value) for known_value in self.values.values())
+        raise FivefoldError(f"{where} = {text}: known here are {known}")
 
 
 def _of_flags(values: Mapping[Any, Any]) -> bool:
-    return bool(values) and all(isinstance(each, bool) for each in values.values())
+    return bool(values) and all(isinstance(value, bool) for value in values.values())
 
 
-def typed(given: Any, kind: type, where: str) -> Any:
+def typed(value: Any, kind: type, where: str) -> Any:
     """A value of a file in the type of its key."""
-    text = str(given).strip()
+    text = str(value).strip()
     if kind is list:
-        if isinstance(given, list):
-            return cast("list[Any]", given)
+        if isinstance(value, list):
+            return cast("list[Any]", value)
         raise FivefoldError(f"{where} = {text[:40]}: write a list")
     if text.startswith("$"):
         rule = "is set outside of the file: put the value in"
@@ -86,7 +86,7 @@ def typed(given: Any, kind: type, where: str) -> Any:
     if kind is int and re.fullmatch(r"[+-]?[0-9]+(_[0-9]+)*", text) and len(text) < 19:
         return int(text)
     try:
-        number = float(text) if len(text) < 40 and not isinstance(given, bool) else float("nan")
+        number = float(text) if len(text) < 40 and not isinstance(value, bool) else float("nan")
     except ValueError:
         number = float("nan")
     # Infinity is no number of a job, and no int can hold it.
@@ -110,12 +110,12 @@ class KeyChoice:
         return tuple(dict.fromkeys(name for entry in self.entries.values() for name in entry))
 
     def value(self, values: Values) -> Any:
-        found = tuple(values[name] for name in self.ours)
-        return found if len(self.ours) > 1 else next(iter(found))
+        row = tuple(values[name] for name in self.ours)
+        return row if len(self.ours) > 1 else next(iter(row))
 
     def as_values(self, value: Any) -> Values:
-        found = value if len(self.ours) > 1 else (value,)
-        return dict(zip(self.ours, found, strict=True))
+        row = value if len(self.ours) > 1 else (value,)
+        return dict(zip(self.ours, row, strict=True))
 
     def read(self, flat: Flat) -> tuple[Any, Mapping[str, Any]]:
         """The entry with the most keys of those that the file has."""
@@ -127,16 +127,16 @@ class KeyChoice:
         return (None, {}) if best is None else best
 
 
-def same(given: Any, theirs: Any) -> bool:
+def same(ours: Any, theirs: Any) -> bool:
     """Whether a file's value is this one, however it is written."""
-    if given is None or theirs is None:
-        return given is theirs
+    if ours is None or theirs is None:
+        return ours is theirs
     if isinstance(theirs, (int, float)) and not isinstance(theirs, bool):
         try:
-            return float(given) == theirs
+            return float(ours) == theirs
         except (TypeError, ValueError):
             return False
-    return str(given).strip().lower() == str(theirs).lower()
+    return str(ours).strip().lower() == str(theirs).lower()
 
 
 Table = tuple[Key | KeyChoice, ...]
@@ -144,13 +144,13 @@ Table = tuple[Key | KeyChoice, ...]
 
 def write_keys(table: Table, values: Values) -> Flat:
     """The keys of a file; a value that the file means anyway is left out."""
-    found: Flat = {}
+    flat: Flat = {}
     for item in table:
         if isinstance(item, KeyChoice):
-            found |= {k: v for k, v in item.entries[item.value(values)].items() if v is not None}
+            flat |= {k: v for k, v in item.entries[item.value(values)].items() if v is not None}
         elif values.get(item.ours) not in (None, item.usual):
-            found[item.theirs] = item.written(values[item.ours])
-    return found
+            flat[item.theirs] = item.written(values[item.ours])
+    return flat
 
 
 def read_keys(table: Table, flat: Flat) -> tuple[Values, set[str], list[str]]:
@@ -168,7 +168,7 @@ def read_keys(table: Table, flat: Flat) -> tuple[Values, set[str], list[str]]:
         name = next((name for name in item.names if flat.get(name) is not None), None)
         if name is None:
             values.setdefault(item.ours, item.usual)
-            used |= {one for one in item.names if one in flat}
+            used |= {key_name for key_name in item.names if key_name in flat}
             continue
         try:
             values[item.ours] = item.read(flat[name], name)
@@ -180,8 +180,8 @@ def read_keys(table: Table, flat: Flat) -> tuple[Values, set[str], list[str]]:
     return values, used & flat.keys(), wrong
 
 
-def _is_off(given: Any) -> bool:
-    return given is None or str(given).lower() in (*_FALSE, "none", "null")
+def _is_off(value: Any) -> bool:
+    return value is None or str(value).lower() in (*_FALSE, "none", "null")
 
 
 def ours_of(table: Table) -> Iterator[str]:
@@ -193,5 +193,5 @@ def ours_of(table: Table) -> Iterator[str]:
 def allowed(item: Key | KeyChoice, has_experts: bool) -> Iterable[Any] | None:
     """The values that an item can express; None: any."""
     if isinstance(item, KeyChoice):
-        return [each for each in item.entries if has_experts or each not in item.moe]
+        return [entry for entry in item.entries if has_experts or entry not in item.moe]
     return list(item.values) or None

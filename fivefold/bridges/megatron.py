@@ -43,14 +43,14 @@ def recompute_entries(prefix: str, dash: str) -> tuple[dict[str, Any], frozenset
     """All rules that Megatron has, and those that only experts have."""
 
     def named(**keys: Any) -> dict[str, Any]:
-        return {f"{prefix}recompute_{key}".replace("_", dash): each for key, each in keys.items()}
+        return {f"{prefix}recompute_{key}".replace("_", dash): value for key, value in keys.items()}
 
     entries: dict[str, Any] = {"none": {}}
     moe: set[str] = set()
     for size in range(1, 1 + len(_MODULES)):
         for chosen in combinations(_MODULES, size):
             rule = str(Recompute.parse("+".join(chosen)))
-            modules = " ".join(_MODULES[each] for each in chosen)
+            modules = " ".join(_MODULES[module] for module in chosen)
             entries[rule] = named(granularity="selective", modules=modules)
             if {"act", "experts"} & {*chosen}:
                 moe.add(rule)
@@ -61,12 +61,12 @@ def recompute_entries(prefix: str, dash: str) -> tuple[dict[str, Any], frozenset
 
 
 def _numbers() -> dict[str, Any]:
-    found: dict[str, Any] = {"bf16": {"bf16": True}, "fp16": {"fp16": True}, "fp32": {}}
+    entries: dict[str, Any] = {"bf16": {"bf16": True}, "fp16": {"fp16": True}, "fp32": {}}
     for scaling in ("tensorwise", "blockwise", "mxfp8"):
         for gradients, name in (("e5m2", "hybrid"), ("e4m3", "e4m3")):
             keys = {"bf16": True, "fp8-format": name, "fp8-recipe": scaling}
-            found[f"fp8 {scaling} {gradients}"] = keys
-    return found
+            entries[f"fp8 {scaling} {gradients}"] = keys
+    return entries
 
 
 _FSDP = {"use-megatron-fsdp": True}
@@ -146,14 +146,14 @@ NEUTRAL = (
 
 def outgoing(values: Values, shape: Shape) -> Values:
     """With the global batch and the text of the pipeline."""
-    found = with_batch(values, shape)
+    flat = with_batch(values, shape)
     text = values["stage_layers"]
-    layers = None if text is None else [int(each) for each in text.split(",")]
-    found["layout_text"] = None if layers is None else layout_text(layers, shape.mtp)
-    found["virtual"] = None
+    layers = None if text is None else [int(count) for count in text.split(",")]
+    flat["layout_text"] = None if layers is None else layout_text(layers, shape.mtp)
+    flat["virtual"] = None
     if shape.moe is None:
-        found["etp"] = None  # where it is left out it is tp
-    return found
+        flat["etp"] = None  # where it is left out it is tp
+    return flat
 
 
 def incoming(values: Values, flat: Flat) -> Values:
@@ -193,52 +193,52 @@ def impossible(values: Values, _shape: Shape) -> Iterator[Impossible]:
 
 def more(_shape: Shape, values: Values) -> Flat:
     """What a run has that overlaps its collectives."""
-    found: Flat = {"overlap-grad-reduce": True}
+    flat: Flat = {"overlap-grad-reduce": True}
     if values["zero"]:
-        found["overlap-param-gather"] = True
+        flat["overlap-param-gather"] = True
     if values["zero"] > 1:
-        found["ckpt-format"] = "fsdp_dtensor"
+        flat["ckpt-format"] = "fsdp_dtensor"
     if values["offload"] == "cpu":
-        found["use-precision-aware-optimizer"] = True
+        flat["use-precision-aware-optimizer"] = True
     if values["lr_curve"] == "cosine":
-        found["min-lr"] = values["lr"] / 10
+        flat["min-lr"] = values["lr"] / 10
     if values["lr_curve"] == "wsd":
-        found |= {
+        flat |= {
             "lr-wsd-decay-style": "linear",
             "lr-wsd-decay-iters": max(1, values["steps"] // 5),
         }
     if _shape.moe is not None:
-        found |= {"moe-grouped-gemm": True, "moe-token-dispatcher-type": "alltoall"}
-    return found
+        flat |= {"moe-grouped-gemm": True, "moe-token-dispatcher-type": "alltoall"}
+    return flat
 
 
 def words_of(flat: Flat) -> list[str]:
     """Keys as options of a command line."""
-    found: list[str] = []
+    args: list[str] = []
     for name, value in flat.items():
         if value is False:
             continue
         values = [] if value is True else str(value).split(" ") if name in LISTS else [str(value)]
-        found.append(" ".join([f"--{name}", *(shlex.quote(each) for each in values)]))
-    return found
+        args.append(" ".join([f"--{name}", *(shlex.quote(argument) for argument in values)]))
+    return args
 
 
 def write_script(sheet: Sheet) -> str:
     """The command, one option a line."""
-    lines = ["#!/bin/bash", *(f"# {each}" for each in sheet.header)]
+    lines = ["#!/bin/bash", *(f"# {line}" for line in sheet.header)]
     if sheet.values["tp"] * sheet.values["cp"] > 1 and sheet.values["zero"] < 2:
         lines.append("export CUDA_DEVICE_MAX_CONNECTIONS=1")  # asked for below Blackwell
     start = f"torchrun --nproc-per-node {min(sheet.world, sheet.gpus_per_node)}"
     if sheet.nodes > 1:
         start += f" --nnodes {sheet.nodes} --rdzv-backend c10d --rdzv-endpoint $HEAD_NODE:29500"
-    words = [start, "pretrain_gpt.py", *words_of(sheet.flat)]
-    return "\n".join([*lines, " \\\n    ".join(words)]) + "\n"
+    args = [start, "pretrain_gpt.py", *words_of(sheet.flat)]
+    return "\n".join([*lines, " \\\n    ".join(args)]) + "\n"
 
 
 def read_script(text: str) -> Flat:
     """The options of a script, its Slurm directives below `slurm`."""
-    words, slurm = shell_words(text)
-    flat = options_of_words(words, FLAGS, LISTS)
+    args, slurm = shell_words(text)
+    flat = options_of_words(args, FLAGS, LISTS)
     if flat.get("use-megatron-fsdp"):
         flat.setdefault("data-parallel-sharding-strategy", "optim_grads_params")
         flat.pop("use-distributed-optimizer", None)
@@ -255,9 +255,9 @@ def _settle_modules(flat: Flat) -> None:
         flat["recompute-granularity"] = "selective"
     if flat.get("recompute-granularity") != "selective":
         return
-    given = str(flat.pop("recompute-modules", "core_attn")).split()
-    known = [each for each in _MODULES.values() if each in given]
-    if other := [each for each in given if each not in known]:
+    names = str(flat.pop("recompute-modules", "core_attn")).split()
+    known = [module for module in _MODULES.values() if module in names]
+    if other := [name for name in names if name not in known]:
         rule = "kernels of attention save no scores" if other == ["core_attn"] else "not known here"
         flat[f"{NOTE}modules"] = f"recompute-modules {' '.join(other)}: {rule}"
     flat["recompute-modules"] = " ".join(known) or None
@@ -270,9 +270,9 @@ def world_of_launch(flat: Flat) -> int | None:
 
     def number(*names: str) -> int | None:
         for name in names:
-            found = re.search(r"(\d{1,6})\s*$", str(flat.get(name, "")))
-            if found:
-                return int(found[1])
+            match = re.search(r"(\d{1,6})\s*$", str(flat.get(name, "")))
+            if match:
+                return int(match[1])
         return None
 
     local = number("nproc-per-node", "slurm.ntasks-per-node", "slurm.gpus-per-node", "slurm.gres")

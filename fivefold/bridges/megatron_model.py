@@ -79,49 +79,49 @@ _OTHERS = (
     *("moe-router-bias-update-rate", "mscale", "mscale-all-dim", _VARIANT),
 )
 _NUMBERS = (*_SIZES, *_EXPERTS, *_LATENTS, *_RECURRENCE)
-KNOWN = frozenset([*(one[0] for one in _NUMBERS), *_SWITCHES, *_OTHERS])
+KNOWN = frozenset([*(row[0] for row in _NUMBERS), *_SWITCHES, *_OTHERS])
 
 
 def model_arguments(shape: Shape) -> Flat:
     """What the arguments can say of a model."""
-    found: Flat = {theirs: getattr(shape, ours) for theirs, ours, _ in _SIZES}
-    found |= {"mtp-num-layers": shape.mtp or None, "rotary-base": int(shape.rope_theta)}
-    found |= {"group-query-attention": shape.kv_heads != shape.heads}
-    found |= {"normalization": "LayerNorm" if shape.norm == "layer" else "RMSNorm"}
+    flat: Flat = {theirs: getattr(shape, ours) for theirs, ours, _ in _SIZES}
+    flat |= {"mtp-num-layers": shape.mtp or None, "rotary-base": int(shape.rope_theta)}
+    flat |= {"group-query-attention": shape.kv_heads != shape.heads}
+    flat |= {"normalization": "LayerNorm" if shape.norm == "layer" else "RMSNorm"}
     types = {"rotary": "rope", "learned": "learned_absolute"}
-    found["position-embedding-type"] = types.get(shape.positions, "none")
-    found |= {name: True for name, ours in _ACTIVATIONS.items() if shape.activation == ours}
-    found["qk-layernorm"] = shape.qk_norm != "none"
-    found["add-qkv-bias"] = shape.qkv_bias and not shape.mlp_bias
-    found["disable-bias-linear"] = not shape.mlp_bias
-    found["untie-embeddings-and-output-weights"] = not shape.tied
-    found["apply-layernorm-1p"] = shape.norm == "rms_offset"
-    found["attention-output-gate"] = shape.attention_gate
+    flat["position-embedding-type"] = types.get(shape.positions, "none")
+    flat |= {name: True for name, ours in _ACTIVATIONS.items() if shape.activation == ours}
+    flat["qk-layernorm"] = shape.qk_norm != "none"
+    flat["add-qkv-bias"] = shape.qkv_bias and not shape.mlp_bias
+    flat["disable-bias-linear"] = not shape.mlp_bias
+    flat["untie-embeddings-and-output-weights"] = not shape.tied
+    flat["apply-layernorm-1p"] = shape.norm == "rms_offset"
+    flat["attention-output-gate"] = shape.attention_gate
     if shape.rope is not None and replace(shape.rope, factor=_SCALED.factor) == _SCALED:
-        found |= {"use-rope-scaling": True, "rope-scaling-factor": shape.rope.factor}
+        flat |= {"use-rope-scaling": True, "rope-scaling-factor": shape.rope.factor}
     if shape.rotary_dim is not None:
-        found["rotary-percent"] = shape.rotary_dim / shape.head_dim
+        flat["rotary-percent"] = shape.rotary_dim / shape.head_dim
     if shape.hybrid is not None and shape.hybrid.mixer == GATED_DELTA:
-        found[_VARIANT] = _GATED_DELTA_NET[0]
-        found |= {theirs: getattr(shape.hybrid, ours) for theirs, ours, _ in _RECURRENCE}
+        flat[_VARIANT] = _GATED_DELTA_NET[0]
+        flat |= {theirs: getattr(shape.hybrid, ours) for theirs, ours, _ in _RECURRENCE}
     if shape.moe is not None:
-        found |= _expert_arguments(shape.moe, shape.layers)
+        flat |= _expert_arguments(shape.moe, shape.layers)
     if shape.mla is not None:
-        found |= {"multi-latent-attention": True, "num-query-groups": None, "kv-channels": None}
-        found |= {theirs: getattr(shape.mla, ours) for theirs, ours, _ in _LATENTS}
-        found["group-query-attention"] = False
-    return {name: each for name, each in found.items() if each not in (None, False)}
+        flat |= {"multi-latent-attention": True, "num-query-groups": None, "kv-channels": None}
+        flat |= {theirs: getattr(shape.mla, ours) for theirs, ours, _ in _LATENTS}
+        flat["group-query-attention"] = False
+    return {name: value for name, value in flat.items() if value not in (None, False)}
 
 
 def _expert_arguments(moe: Moe, layers: int) -> Flat:
-    found: Flat = {theirs: getattr(moe, ours) or None for theirs, ours, _ in _EXPERTS}
-    found["moe-router-score-function"] = moe.score
-    found["moe-shared-expert-gate"] = moe.shared_gated
+    flat: Flat = {theirs: getattr(moe, ours) or None for theirs, ours, _ in _EXPERTS}
+    flat["moe-router-score-function"] = moe.score
+    flat["moe-shared-expert-gate"] = moe.shared_gated
     if moe.first_dense:
-        found["moe-layer-freq"] = f"([0]*{moe.first_dense}+[1]*{layers - moe.first_dense})"
+        flat["moe-layer-freq"] = f"([0]*{moe.first_dense}+[1]*{layers - moe.first_dense})"
     elif moe.every > 1:
-        found["moe-layer-freq"] = f"([0]*{moe.every - 1}+[1]*1)*{layers // moe.every}"
-    return found
+        flat["moe-layer-freq"] = f"([0]*{moe.every - 1}+[1]*1)*{layers // moe.every}"
+    return flat
 
 
 def find_model(flat: Flat) -> FoundModel:
@@ -134,8 +134,8 @@ def find_model(flat: Flat) -> FoundModel:
 
 
 def _numbers(flat: Flat, keys: tuple[tuple[str, str, type], ...]) -> dict[str, Any]:
-    given = [one for one in keys if flat.get(one[0]) is not None]
-    return {ours: typed(flat[theirs], kind, theirs) for theirs, ours, kind in given}
+    rows = [row for row in keys if flat.get(row[0]) is not None]
+    return {ours: typed(flat[theirs], kind, theirs) for theirs, ours, kind in rows}
 
 
 def _shape(flat: Flat, notes: list[str]) -> Shape:
@@ -185,21 +185,21 @@ def _shape(flat: Flat, notes: list[str]) -> Shape:
 def _other_attention(flat: Flat, head_dim: int) -> dict[str, Any]:
     """Scaled positions, heads of which a part is rotated, gates, and linear attention in some
     layers."""
-    found: dict[str, Any] = {"attention_gate": bool(flat.get("attention-output-gate"))}
+    fields: dict[str, Any] = {"attention_gate": bool(flat.get("attention-output-gate"))}
     if flat.get("use-rope-scaling"):
-        given = flat.get("rope-scaling-factor", _SCALED.factor)
-        found["rope"] = replace(_SCALED, factor=typed(given, float, "rope-scaling-factor"))
+        factor = flat.get("rope-scaling-factor", _SCALED.factor)
+        fields["rope"] = replace(_SCALED, factor=typed(factor, float, "rope-scaling-factor"))
     rotated = int(head_dim * typed(flat.get("rotary-percent", 1.0), float, "rotary-percent"))
     if rotated < head_dim:
-        found["rotary_dim"] = rotated
+        fields["rotary_dim"] = rotated
     variant = str(flat.get(_VARIANT, ""))
     if variant not in ("", *_GATED_DELTA_NET):
         raise FivefoldError(f"{_VARIANT} = {variant}: known here is {_GATED_DELTA_NET[0]}")
     if variant:
         sizes: dict[str, Any] = {"attention_every": 4, "kernel": 4, "heads": 32, "key_heads": 16}
         sizes |= {"head_dim": 128, "key_dim": 128}
-        found["hybrid"] = Hybrid(**(sizes | _numbers(flat, _RECURRENCE)))
-    return found
+        fields["hybrid"] = Hybrid(**(sizes | _numbers(flat, _RECURRENCE)))
+    return fields
 
 
 def _moe(flat: Flat, ffn: int) -> Moe:
@@ -208,9 +208,9 @@ def _moe(flat: Flat, ffn: int) -> Moe:
     numbers["shared_gated"] = bool(flat.get("moe-shared-expert-gate"))
     score = str(flat.get("moe-router-score-function", "softmax"))
     text = str(flat.get("moe-layer-freq", "1")).replace(" ", "")
-    if found := re.fullmatch(r"\(?\[0\]\*(\d{1,4})\+\[1\]\*(\d{1,4})\)?(?:\*(\d{1,4}))?", text):
-        every = int(found[3] or 1) > 1
-        numbers |= {"every": int(found[1]) + 1} if every else {"first_dense": int(found[1])}
+    if match := re.fullmatch(r"\(?\[0\]\*(\d{1,4})\+\[1\]\*(\d{1,4})\)?(?:\*(\d{1,4}))?", text):
+        every = int(match[3] or 1) > 1
+        numbers |= {"every": int(match[1]) + 1} if every else {"first_dense": int(match[1])}
     elif text.isdecimal() and int(text) > 1:
         numbers["every"] = int(text)
     sigmoid = score == "sigmoid"

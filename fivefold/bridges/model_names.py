@@ -44,10 +44,10 @@ def titan_model(family: str, flavor: str) -> str | None:
 def hosted_name(model: str) -> str:
     """The repository of a model on Hugging Face, if its source is there; else its name."""
     try:
-        found = _HOSTED.search(models.load(model).source)
+        match = _HOSTED.search(models.load(model).source)
     except FivefoldError:
         return model
-    return model if found is None else found[1]
+    return model if match is None else match[1]
 
 
 def hosted_model(repository: str) -> str | None:
@@ -64,13 +64,13 @@ def recipe_name(model: str) -> str:
     return re.sub(r"[^a-z0-9]+", "_", name)
 
 
-def model_called(words: str) -> str | None:
+def model_called(model_text: str) -> str | None:
     """The preset with the longest name in these words (`llama31_8b_pretrain_config`)."""
 
     def plain(text: str) -> str:
         return re.sub(r"[^a-z0-9]", "", text.lower())
 
-    inside = [name for name in models.presets() if plain(name) in plain(words)]
+    inside = [name for name in models.presets() if plain(name) in plain(model_text)]
     return max(inside, key=len, default=None)
 
 

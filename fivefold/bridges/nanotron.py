@@ -125,20 +125,20 @@ def model_keys(shape: Shape) -> Flat:
 
 def find_model(flat: Flat) -> FoundModel:
     """The model of `model_config`, as a Hugging Face config."""
-    config = {key.removeprefix(_C): each for key, each in flat.items() if key.startswith(_C)}
+    config = {key.removeprefix(_C): value for key, value in flat.items() if key.startswith(_C)}
     used = frozenset(f"{_C}{key}" for key in config)
     if not config.get("num_hidden_layers"):
         return FoundModel(None, used)
     named = (*_CONFIG, "rope_scaling")
-    kept = {key: config[key] for key in named if config.get(key) is not None}
+    fields = {key: config[key] for key in named if config.get(key) is not None}
     biased = bool(config.get("attention_bias"))
     if config.get(f"{_M}num_experts"):
-        kept |= {"model_type": "qwen2_moe", "qkv_bias": biased, **_experts(config)}
+        fields |= {"model_type": "qwen2_moe", "qkv_bias": biased, **_experts(config)}
     elif config.get("is_qwen2_config"):
-        kept["model_type"] = "qwen2" if biased else "llama"
+        fields["model_type"] = "qwen2" if biased else "llama"
     else:
-        kept |= {"model_type": "llama", "attention_bias": biased}
-    return FoundModel(models.config_text(kept), used)
+        fields |= {"model_type": "llama", "attention_bias": biased}
+    return FoundModel(models.config_text(fields), used)
 
 
 def _experts(config: Flat) -> Flat:
@@ -158,7 +158,7 @@ def _experts(config: Flat) -> Flat:
 
 
 def write_yaml(sheet: Sheet) -> str:
-    head = "".join(f"# {each}\n" for each in sheet.header)
+    head = "".join(f"# {line}\n" for line in sheet.header)
     return head + yaml_text(nested_of(sheet.flat))
 
 

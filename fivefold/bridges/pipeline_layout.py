@@ -32,12 +32,12 @@ def layout_text(layers: Sequence[int], mtp: int = 0) -> str:
     'Et*3|(t*2|)*3t*1mL'
     """
     last = len(layers) - 1
-    words = [f"t*{count}" for count in layers]
-    words[0] = f"E{words[0]}"
-    words[last] += "m" * mtp + "L"
-    runs = [(word, len([*same])) for word, same in groupby(words[:-1])]
+    tokens = [f"t*{count}" for count in layers]
+    tokens[0] = f"E{tokens[0]}"
+    tokens[last] += "m" * mtp + "L"
+    runs = [(word, len([*same])) for word, same in groupby(tokens[:-1])]
     ended = [f"{word}|" if times == 1 else f"({word}|)*{times}" for word, times in runs]
-    return "".join([*ended, words[last]])
+    return "".join([*ended, tokens[last]])
 
 
 def parse_layout(text: str) -> PipelineText:
@@ -49,12 +49,12 @@ def parse_layout(text: str) -> PipelineText:
     stages = _expanded(_words(text), text).split("|")
     letters = "".join(stages)
     problems = [
-        f"{letter} must be there once, at the {place}: put it there"
-        for letter, place, there in (
+        f"{letter} must be there once, at the {position}: put it there"
+        for letter, position, in_position in (
             ("E", "beginning", letters.startswith("E")),
             ("L", "end", letters.endswith("L")),
         )
-        if letters.count(letter) != 1 or not there
+        if letters.count(letter) != 1 or not in_position
     ]
     if "m" in letters and "t" in letters[letters.index("m") :]:
         problems.append("a decoder layer (t) after an MTP layer (m): put MTP layers last")
@@ -69,40 +69,40 @@ def filled_stages(layers: Sequence[int]) -> tuple[int, ...]:
     >>> filled_stages((3, 2, 2, 0, 0))
     (3, 1, 1, 1, 1)
     """
-    found = list(layers)
-    for i, count in enumerate(found):
+    counts = list(layers)
+    for i, count in enumerate(counts):
         if count:
             continue
-        near = sorted(range(len(found)), key=lambda other: (abs(other - i), other))
-        rich = next((other for other in near if found[other] > 1), None)
+        near = sorted(range(len(counts)), key=lambda other: (abs(other - i), other))
+        rich = next((other for other in near if counts[other] > 1), None)
         if rich is None:
             rule = f"{sum(layers)} layers for {len(layers)} stages: every stage needs one"
             raise BadFile("the pipeline layout", [rule])
-        found[rich] -= 1
-        found[i] = 1
-    return tuple(found)
+        counts[rich] -= 1
+        counts[i] = 1
+    return tuple(counts)
 
 
 def _words(text: str) -> list[str]:
     plain = re.sub(r"[,\s]", "", text)
-    words: list[str] = []
+    tokens: list[str] = []
     at = 0
     while at < len(plain):
-        found = _WORD.match(plain, at)
-        if found is None or len(words) > 4 * MOST_LAYERS:
+        match = _WORD.match(plain, at)
+        if match is None or len(tokens) > 4 * MOST_LAYERS:
             rule = f"{plain[at]!r} at {at} is no part of a layout: use E, t, m, L, |, * and ( )"
             raise BadFile(f"pipeline layout {text[:60]!r}", [rule])
-        words.append(found[1] or found[2])
-        at = found.end()
-    return words
+        tokens.append(match[1] or match[2])
+        at = match.end()
+    return tokens
 
 
-def _expanded(words: list[str], text: str) -> str:
+def _expanded(tokens: list[str], text: str) -> str:
     """The letters with all repeats written out, within a limit."""
     open_groups = [""]
     last = ""  # what a star repeats
     problem = ""
-    for word in words:
+    for word in tokens:
         if word == "(":
             open_groups.append("")
             last = ""

@@ -108,13 +108,17 @@ def few_kv_heads(values: Values, shape: Shape) -> Iterator[Impossible]:
     tp = values["tp"]
     if shape.kv_heads % tp == 0:
         return
-    fits = [each for each in range(tp, 0, -1) if tp % each == 0 and shape.kv_heads % each == 0]
+    fits = [
+        tp_degree
+        for tp_degree in range(tp, 0, -1)
+        if tp % tp_degree == 0 and shape.kv_heads % tp_degree == 0
+    ]
     candidates: list[Values] = []
-    for each in fits:
-        experts = {"etp": min(values["etp"], each)} if values["etp"] > 1 else {}
+    for degree in fits:
+        experts = {"etp": min(values["etp"], degree)} if values["etp"] > 1 else {}
         for changes in (experts, {"etp": 1, "ep": 1}) if experts else ({},):
-            moved = [{axis: values[axis] * (tp // each)} for axis in ("shard", "cp")]
-            candidates += [{"tp": each, **changes, **other} for other in moved]
+            moved = [{axis: values[axis] * (tp // degree)} for axis in ("shard", "cp")]
+            candidates += [{"tp": degree, **changes, **other} for other in moved]
     yield "tp", tp, candidates
 
 

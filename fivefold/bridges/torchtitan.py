@@ -118,23 +118,23 @@ PYTHON_TABLE: Table = (
 
 def outgoing(values: Values, shape: Shape) -> Values:
     """Degrees as replicas and shards, batches as both versions count them, modules of stages."""
-    found = with_batch(values, shape)
+    flat = with_batch(values, shape)
     sharded, dp = values["zero"] > 0, values["replicate"] * values["shard"]
-    found["titan_replicate"] = values["replicate"] if sharded else dp
-    found["titan_shard"] = values["shard"] if sharded else 1
+    flat["titan_replicate"] = values["replicate"] if sharded else dp
+    flat["titan_shard"] = values["shard"] if sharded else 1
     pipeline = values["pp"] > 1
-    found["titan_schedule"] = values["schedule"] if pipeline else None
-    found["parts"] = _parts(values, "output") if pipeline else None
-    found["per_stage"] = None
+    flat["titan_schedule"] = values["schedule"] if pipeline else None
+    flat["parts"] = _parts(values, "output") if pipeline else None
+    flat["per_stage"] = None
     rows, count = values["microbatch_size"] or 1, values["microbatches"] or 1
-    found["pipeline_rows"] = rows if pipeline else None
-    found["pipeline_count"] = count if pipeline else None
-    found["local_rows"] = rows * count if pipeline else rows
-    found["row_tokens"] = rows * (values["seq"] or 0)
-    found["step_tokens"] = found["batch"] * (values["seq"] or 0)
+    flat["pipeline_rows"] = rows if pipeline else None
+    flat["pipeline_count"] = count if pipeline else None
+    flat["local_rows"] = rows * count if pipeline else rows
+    flat["row_tokens"] = rows * (values["seq"] or 0)
+    flat["step_tokens"] = flat["batch"] * (values["seq"] or 0)
     call = f"default_adamw(lr={values['lr']!r}, weight_decay={values['weight_decay']!r})"
-    found["optimizer_call"] = Code(call)
-    return found
+    flat["optimizer_call"] = Code(call)
+    return flat
 
 
 def outgoing_main(values: Values, shape: Shape) -> Values:
@@ -150,7 +150,7 @@ def more_main(_shape: Shape, values: Values) -> Flat:
 
 def _parts(values: Values, head: str) -> list[list[str]]:
     """The modules of each stage, by TorchTitan's names."""
-    counts = [int(each) for each in values["stage_layers"].split(",")]
+    counts = [int(count_text) for count_text in values["stage_layers"].split(",")]
     parts: list[list[str]] = []
     first = 0
     for count in counts:
@@ -177,14 +177,14 @@ def incoming(values: Values, flat: Flat) -> Values:
     values["schedule"] = schedule if pp > 1 else "1f1b"
     _read_stages(values, pp)
     seq = values.get("seq") or 2048
-    for mine, theirs in (("local_rows", "row_tokens"), ("batch", "step_tokens")):
+    for ours, theirs in (("local_rows", "row_tokens"), ("batch", "step_tokens")):
         tokens = values.pop(theirs, None)
         if tokens is not None and tokens > 0:
             if tokens % seq:
                 raise FivefoldError(
                     f"{tokens} tokens are no multiple of {seq}, the length of a row"
                 )
-            values[mine] = tokens // seq
+            values[ours] = tokens // seq
     rows = values.pop("local_rows", None)
     size, count = values.pop("pipeline_rows", None), values.pop("pipeline_count", None)
     if values.get("batch") == -1:
@@ -200,12 +200,12 @@ def incoming(values: Values, flat: Flat) -> Values:
 
 
 def _read_stages(values: Values, pp: int) -> None:
-    parts, each = values.pop("parts", None), values.pop("per_stage", None)
+    parts, per_stage = values.pop("parts", None), values.pop("per_stage", None)
     values |= {"stage_layers": None, "chunks": None}
-    if pp == 1 or (parts is None and each is None):
+    if pp == 1 or (parts is None and per_stage is None):
         return
     if parts is not None:
-        counts = [sum(str(one).startswith("layers.") for one in part) for part in parts]
+        counts = [sum(str(module).startswith("layers.") for module in part) for part in parts]
         if len(counts) % pp or 0 in counts:
             rule = f"module_fqns_per_model_part has layers {counts} for pp {pp}"
             raise FivefoldError(f"{rule}: give every rank as many stages, each with a layer")
@@ -215,9 +215,9 @@ def _read_stages(values: Values, pp: int) -> None:
 def _read_optimizer(values: Values) -> None:
     text = str(values.pop("optimizer_call", None) or "")
     for name in ("lr", "weight_decay"):
-        found = re.search(rf"\b{name}=([0-9.e+-]+)", text)
-        if found:
-            values[name] = float(found[1])
+        match = re.search(rf"\b{name}=([0-9.e+-]+)", text)
+        if match:
+            values[name] = float(match[1])
 
 
 def impossible(values: Values, shape: Shape) -> Iterator[Impossible]:
@@ -232,7 +232,7 @@ def impossible(values: Values, shape: Shape) -> Iterator[Impossible]:
     if ranks % (values["ep"] * values["etp"]):
         dp = values["replicate"] * values["shard"]
         wide: Values = {"zero": 3, "replicate": 1, "shard": dp}
-        changes = [{**wide, "gather": each} for each in ("step", "microbatch")]
+        changes = [{**wide, "gather": gather} for gather in ("step", "microbatch")]
         yield "ep", values["ep"], [*changes, {"ep": 1, "etp": 1}]
     yield from few_kv_heads(values, shape)
 
@@ -254,8 +254,8 @@ def model_keys(shape: Shape) -> Flat:
 
 def find_model(flat: Flat) -> FoundModel:
     """By family and flavor, or by the configuration that is changed."""
-    notes, more = _remarks(flat)
-    used = frozenset({"model.name", "model.flavor", "", *_RESET, *more})
+    notes, extra_keys = _remarks(flat)
+    used = frozenset({"model.name", "model.flavor", "", *_RESET, *extra_keys})
     family, flavor = str(flat.get("model.name", "")), str(flat.get("model.flavor", ""))
     base = str(flat.get("", "")).rsplit(".", 1)[-1]
     model = titan_model(family, flavor) or titan_model("", base) or model_called(base or flavor)
@@ -278,7 +278,7 @@ def _remarks(flat: Flat) -> tuple[tuple[str, ...], set[str]]:
 
 
 def write_toml(sheet: Sheet) -> str:
-    head = "".join(f"# {each}\n" for each in sheet.header)
+    head = "".join(f"# {line}\n" for line in sheet.header)
     return head + to_toml(nested_of(sheet.flat))
 
 
@@ -287,7 +287,7 @@ def write_python(sheet: Sheet) -> str:
     known = titan_of(sheet.model)
     family, _, base = known or ("llama3", "", "llama3_debugmodel")
     base = base or f"{family}_debugmodel"
-    lines = [f"# {each}" for each in sheet.header]
+    lines = [f"# {line}" for line in sheet.header]
     lines.append("from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw")
     lines.append("from torchtitan.config import ParallelismConfig, TrainingConfig")
     if "activation_checkpoint" in sheet.flat:

@@ -84,12 +84,12 @@ class TitanTensor:
 def titan_tensors(shape: Shape, names: TitanNames) -> dict[str, TitanTensor]:
     """Every tensor of a model by its name there."""
     refuse_others(shape, names)
-    ours = {each.name: each for each in weights(shape)}
+    ours = {weight.name: weight for weight in weights(shape)}
     heads = {"attention.q.weight": shape.heads, "attention.k.weight": shape.kv_heads}
     paired = heads if shape.qk_norm == "none" else {}  # in llama3, not in qwen3
     tensors = {
-        names.of(name): TitanTensor(each, paired.get(name.split(".", 2)[-1], 0))
-        for name, each in ours.items()
+        names.of(name): TitanTensor(weight, paired.get(name.split(".", 2)[-1], 0))
+        for name, weight in ours.items()
     }
     return tensors | ({names.head: TitanTensor(ours["embed.weight"], 0)} if shape.tied else {})
 
@@ -103,18 +103,18 @@ def refuse_others(shape: Shape, names: TitanNames) -> None:
         rope=shape.rope if shape.rope and shape.rope.kind == "llama3" and not is_qwen else None,
     )
     differ = [
-        each.name
-        for each in fields(Shape)
-        if each.compare and getattr(shape, each.name) != getattr(plain, each.name)
+        field.name
+        for field in fields(Shape)
+        if field.compare and getattr(shape, field.name) != getattr(plain, field.name)
     ]
     odd_heads = shape.heads * shape.head_dim != shape.width
     if odd_heads and not is_qwen and names is VERSIONS["torchtitan"]:
         differ.append("head_dim")
     if differ:
-        given = {key: getattr(shape, key) for key in differ}
+        differing = {key: getattr(shape, key) for key in differ}
         values = ", ".join(
             f"{key} = {value}" if isinstance(value, str | float | int | None) else key
-            for key, value in given.items()
+            for key, value in differing.items()
         )
         raise FivefoldError(
             f"{shape.name} is neither a dense Llama (2 to 3) nor a dense Qwen3 as {names.title} "
@@ -150,9 +150,9 @@ def checkpoint_in(folder: Path) -> Path | None:
     if (folder / METADATA).exists() or any(folder.glob("*.distcp")):
         return folder
     steps = {
-        int(found[1]): path
+        int(match[1]): path
         for path in folder.glob("step-*")
-        if (found := _STEP.fullmatch(path.name)) and (path / METADATA).exists()
+        if (match := _STEP.fullmatch(path.name)) and (path / METADATA).exists()
     }
     return steps[max(steps)] if steps else None
 
@@ -165,31 +165,31 @@ class TitanKeys:
     prefix: str
 
 
-def keys_of(folder: Path, found: Mapping[str, tuple[int, ...]]) -> TitanKeys:
+def keys_of(folder: Path, sizes: Mapping[str, tuple[int, ...]]) -> TitanKeys:
     """Which version wrote a folder with these tensors."""
-    prefix = OLD_PREFIX if f"{OLD_PREFIX}tok_embeddings.weight" in found else ""
+    prefix = OLD_PREFIX if f"{OLD_PREFIX}tok_embeddings.weight" in sizes else ""
     new, old = VERSIONS["torchtitan-main"], VERSIONS["torchtitan"]
-    is_new = f"{prefix}{new.head}" in found or any(f".{new.qkv}." in key for key in found)
-    if f"{prefix}tok_embeddings.weight" not in found:
-        some = f"; it has {min(found)} and others" if found else ""
-        rule = f"has no tok_embeddings.weight, as models of TorchTitan have{some}"
+    is_new = f"{prefix}{new.head}" in sizes or any(f".{new.qkv}." in key for key in sizes)
+    if f"{prefix}tok_embeddings.weight" not in sizes:
+        example = f"; it has {min(sizes)} and others" if sizes else ""
+        rule = f"has no tok_embeddings.weight, as models of TorchTitan have{example}"
         raise BadFile(str(folder), [f"{rule}: give a folder that TorchTitan has saved"])
     return TitanKeys(new if is_new else old, prefix)
 
 
 def differences(
-    shape: Shape, keys: TitanKeys, found: Mapping[str, tuple[int, ...]]
+    shape: Shape, keys: TitanKeys, stored_sizes: Mapping[str, tuple[int, ...]]
 ) -> Iterator[str]:
     """Tensors that are missing, of another shape, or unknown."""
     expected = titan_tensors(shape, keys.names)
     for name, tensor in expected.items():
-        sizes = found.get(f"{keys.prefix}{name}")
+        sizes = stored_sizes.get(f"{keys.prefix}{name}")
         if sizes is None and not (shape.tied and name == keys.names.head):
             yield f"{name} is missing, and {shape.name} has it: {_WAY}"
         elif sizes is not None and sizes != tensor.weight.shape:
-            wanted = tensor.weight.shape
-            yield f"{name} has shape {sizes}, but {shape.name} asks for {wanted}: {_WAY}"
-    for key in found:
+            right_sizes = tensor.weight.shape
+            yield f"{name} has shape {sizes}, but {shape.name} asks for {right_sizes}: {_WAY}"
+    for key in stored_sizes:
         name = key.removeprefix(keys.prefix)
         if name not in expected and not key.startswith(BESIDE) and not name.startswith(BESIDE):
             yield f"{name} is not in {shape.name}: {_WAY}"

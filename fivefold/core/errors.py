@@ -163,8 +163,8 @@ def printable(text: str) -> str:
     >>> printable("a\\x1b[2Jb\\nc")
     'a\\\\x1b[2Jb\\nc'
     """
-    hidden = {each for each in set(text) - {"\n", "\t"} if unicodedata.category(each) in _HIDDEN}
-    return text.translate({ord(each): ascii(each)[1:-1] for each in hidden})
+    hidden = {char for char in set(text) - {"\n", "\t"} if unicodedata.category(char) in _HIDDEN}
+    return text.translate({ord(char): ascii(char)[1:-1] for char in hidden})
 
 
 def counted(number: float, noun: str) -> str:

@@ -73,7 +73,7 @@ class Rates:
 
     def known(self) -> dict[str, float]:
         """The rates that are set, by dtype."""
-        rates = ((each.name, getattr(self, each.name)) for each in fields(self))
+        rates = ((field.name, getattr(self, field.name)) for field in fields(self))
         return {dtype: rate for dtype, rate in rates if rate is not None}
 
 
@@ -235,7 +235,9 @@ def fitted_numbers(name: str) -> Iterator[tuple[str, str, str]]:
 
 def links() -> dict[str, Link]:
     """All link presets, by name."""
-    return {name: tables.build(Link, one, f"link {name}") for name, one in _link_tables().items()}
+    return {
+        name: tables.build(Link, table, f"link {name}") for name, table in _link_tables().items()
+    }
 
 
 def to_table(machine: Machine) -> dict[str, Any]:
@@ -253,8 +255,8 @@ def _preset_file(name: str) -> Path:
 
 def _link_tables() -> dict[str, dict[str, Any]]:
     return {
-        name: {"name": name, **one}
-        for name, one in tables.read_toml(PRESETS / "links.toml").items()
+        name: {"name": name, **table}
+        for name, table in tables.read_toml(PRESETS / "links.toml").items()
     }
 
 
@@ -278,8 +280,8 @@ def _read(path: Path, without: str = "") -> dict[str, Any]:
 def _leave_out(table: dict[str, Any], source: str) -> None:
     """Take out what was fitted to this source alone. A file without a base has the shares of the
     chip that most sources ran on instead."""
-    said = cast("dict[str, str]", table.get("fitted", {}))
-    for key in [each for each, sources in said.items() if sources == source]:
+    fitted = cast("dict[str, str]", table.get("fitted", {}))
+    for key in [rate_name for rate_name, sources in fitted.items() if sources == source]:
         inner, *path = table, *key.split(".")
         for name in path[:-1]:
             inner = inner[name]
@@ -314,7 +316,8 @@ def _build(table: dict[str, Any], where: str) -> Machine:
     except BadFile as error:
         at_tier = re.compile(r"tiers\[(\d+)\]")  # numbers there, names in the file
         problems += [
-            at_tier.sub(lambda m: f"tiers.{names[int(m[1])]}", one) for one in error.problems
+            at_tier.sub(lambda m: f"tiers.{names[int(m[1])]}", problem)
+            for problem in error.problems
         ]
         raise BadFile(where, problems) from error
     if problems:
@@ -324,11 +327,11 @@ def _build(table: dict[str, Any], where: str) -> Machine:
 
 def _tier_rows(tiers: dict[str, Any], problems: list[str]) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
-    for name, one in tiers.items():
-        if _is_table(one):
-            rows.append({"name": name, **_with_link(one, f"tiers.{name}", problems)})
+    for name, tier in tiers.items():
+        if _is_table(tier):
+            rows.append({"name": name, **_with_link(tier, f"tiers.{name}", problems)})
         else:
-            problems.append(f"tiers.{name} = {one!r}: expected a table with a link")
+            problems.append(f"tiers.{name} = {tier!r}: expected a table with a link")
     return sorted(rows, key=lambda row: row["size"] if isinstance(row.get("size"), int) else inf)
 
 
@@ -350,7 +353,7 @@ def _is_table(value: object) -> TypeGuard[dict[str, Any]]:
 def _sourced() -> list[str]:
     """The fields of a machine that are numbers, each of which has a source."""
     no_numbers = ("name", "chip", "sources", "fitted")
-    return [one.name for one in fields(Machine) if one.name not in no_numbers]
+    return [field.name for field in fields(Machine) if field.name not in no_numbers]
 
 
 def _bad_numbers(machine: Machine) -> Iterator[str]:
@@ -364,11 +367,11 @@ def _bad_numbers(machine: Machine) -> Iterator[str]:
 def _numbers(value: object, path: str) -> Iterator[tuple[str, float]]:
     """Every number inside `value`, with its dotted name as in a file."""
     if isinstance(value, (Machine, Host, Tier, Link, Rates)):
-        for one in fields(value):
-            yield from _numbers(getattr(value, one.name), f"{path}.{one.name}")
+        for field in fields(value):
+            yield from _numbers(getattr(value, field.name), f"{path}.{field.name}")
     elif isinstance(value, tuple):
-        for each in cast("tuple[Tier | int, ...]", value):
-            yield from _numbers(each, f"{path}.{each.name}" if isinstance(each, Tier) else path)
+        for tier in cast("tuple[Tier | int, ...]", value):
+            yield from _numbers(tier, f"{path}.{tier.name}" if isinstance(tier, Tier) else path)
     elif isinstance(value, int | float) and not isinstance(value, bool):
         yield path.removeprefix("."), value
 
@@ -382,14 +385,14 @@ _UNITS = {
 
 def _bad_shares(reach: Efficiency) -> Iterator[str]:
     """Software reaches at most what the hardware has."""
-    for one in fields(reach):
-        value = getattr(reach, one.name)
-        shares = cast("tuple[float, ...]", value) if one.name == "links" else (value,)
-        if (unit := _UNITS.get(one.name)) is not None:
+    for constant in fields(reach):
+        value = getattr(reach, constant.name)
+        shares = cast("tuple[float, ...]", value) if constant.name == "links" else (value,)
+        if (unit := _UNITS.get(constant.name)) is not None:
             if not 0 <= value < inf:
-                yield f"efficiency.{one.name} = {value}: give {unit}, 0 or more"
+                yield f"efficiency.{constant.name} = {value}: give {unit}, 0 or more"
         elif not shares or not all(0 < share <= 1 for share in shares):
-            yield f"efficiency.{one.name} = {value}: give shares above 0, of 1 at most"
+            yield f"efficiency.{constant.name} = {value}: give shares above 0, of 1 at most"
 
 
 def _bad_tiers(machine: Machine) -> Iterator[str]:

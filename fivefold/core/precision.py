@@ -74,7 +74,7 @@ PRECISIONS: dict[str, ComputePrecision] = {
 # What a run can compute in, the smallest first.
 RUNTIME_PRECISIONS: tuple[Precision, ...] = tuple(
     sorted(
-        dict.fromkeys(each.runs_in for each in PRECISIONS.values()),
+        dict.fromkeys(precision.runs_in for precision in PRECISIONS.values()),
         key=lambda name: PRECISIONS[name].itemsize,
     )
 )

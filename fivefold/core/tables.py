@@ -71,7 +71,7 @@ def problems_of(cls: Any, table: Any, path: str) -> list[str]:
     """What is wrong with a table of some keys of the dataclass `cls`: unknown keys, wrong types."""
     problems: list[str] = []
     _dataclass(cls, table, path, problems)
-    return [each for each in problems if not each.startswith("missing key")]
+    return [problem for problem in problems if not problem.startswith("missing key")]
 
 
 @functools.cache
@@ -84,16 +84,16 @@ def _dataclass(cls: Any, table: Any, path: str, problems: list[str]) -> dict[str
     if not isinstance(table, Mapping):
         problems.append(f"{path.rstrip('.')}: expected a table")
         return {}
-    given = typing.cast(Table, table)
+    mapping = typing.cast(Table, table)
     hints = types_of(cls)
     fields = {field.name: field for field in dataclasses.fields(cls) if field.init}
-    for key in given:
+    for key in mapping:
         if key not in fields:
             problems.append(f"unknown key {path + key!r}: {did_you_mean(key, fields)}")
     values: dict[str, Any] = {}
     for name, field in fields.items():
-        if name in given:
-            values[name] = _value(hints[name], given[name], path + name, problems)
+        if name in mapping:
+            values[name] = _value(hints[name], mapping[name], path + name, problems)
         elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
             problems.append(f"missing key {path + name!r}: add it")
     return values
@@ -112,8 +112,8 @@ def _value(hint: Any, value: Any, path: str, problems: list[str]) -> Any:
     if origin is tuple and isinstance(value, (list, tuple)):
         items = typing.cast("list[Any]", value)
         return tuple(
-            _value(arguments[0], item, f"{path}[{place}]", problems)
-            for place, item in enumerate(items)
+            _value(arguments[0], item, f"{path}[{index}]", problems)
+            for index, item in enumerate(items)
         )
     if origin is dict and isinstance(value, Mapping):
         pairs = typing.cast(Table, value)
@@ -130,10 +130,10 @@ def _value(hint: Any, value: Any, path: str, problems: list[str]) -> Any:
 
 def _member(union: Any, value: Any) -> Any:
     """The type of a union that a value is for: words, as auto, or else the other one."""
-    members = [one for one in typing.get_args(union) if one is not type(None)]
-    words = [one for one in members if typing.get_origin(one) is typing.Literal]
-    named = [one for one in words if value in typing.get_args(one)]
-    return [*named, *(one for one in members if one not in words), *words][0]
+    members = [member for member in typing.get_args(union) if member is not type(None)]
+    literals = [member for member in members if typing.get_origin(member) is typing.Literal]
+    named = [literal for literal in literals if value in typing.get_args(literal)]
+    return [*named, *(member for member in members if member not in literals), *literals][0]
 
 
 def _scalar(hint: Any, value: Any, path: str, problems: list[str]) -> Any:
@@ -158,9 +158,9 @@ def parse_count(text: str, key: str = "") -> int:
     >>> parse_count("8k", "seq"), parse_count("2.5M", "tokens"), parse_count("1e12", "tokens")
     (8192, 2500000, 1000000000000)
     """
-    found = _COUNT.fullmatch(text.strip())
+    match = _COUNT.fullmatch(text.strip())
     unit = 1024 if key in _IN_POWERS_OF_TWO else 1000
-    number = Decimal(found[1]) * unit ** _THOUSANDS[found[2].lower()] if found else Decimal("0.5")
+    number = Decimal(match[1]) * unit ** _THOUSANDS[match[2].lower()] if match else Decimal("0.5")
     if number != int(number):
         raise ValueError("expected a whole number")
     return int(number)
@@ -168,7 +168,9 @@ def parse_count(text: str, key: str = "") -> int:
 
 def from_text(hint: Any, text: str, key: str = "") -> Any:
     """A text of the command line as a value of that type; a ValueError says what was expected."""
-    words = [f" or {word}" for one in typing.get_args(hint) for word in typing.get_args(one)]
+    choices = [
+        f" or {word}" for argument in typing.get_args(hint) for word in typing.get_args(argument)
+    ]
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
         if text.lower() == "none":
             return None
@@ -183,14 +185,14 @@ def from_text(hint: Any, text: str, key: str = "") -> Any:
         try:
             return parse_count(text, key)
         except ValueError as error:
-            raise ValueError(f"{error}{''.join(words)}") from None
+            raise ValueError(f"{error}{''.join(choices)}") from None
     if typing.get_origin(hint) is typing.Literal:
-        known = {_literal(one).strip('"'): one for one in typing.get_args(hint)}
+        known = {_literal(choice).strip('"'): choice for choice in typing.get_args(hint)}
         if text not in known:
             raise ValueError(did_you_mean(text, list(known)))
         return known[text]
     if typing.get_origin(hint) is tuple:
-        return [from_text(typing.get_args(hint)[0], each) for each in text.split(",")]
+        return [from_text(typing.get_args(hint)[0], part) for part in text.split(",")]
     try:
         return float(text) if hint is float else text
     except ValueError:
@@ -228,7 +230,7 @@ def _literal(item: Any) -> str:
         return "true" if item else "false"
     if isinstance(item, (list, tuple)):
         items = typing.cast("list[Any]", item)
-        return "[" + ", ".join(_literal(one) for one in items) + "]"
+        return "[" + ", ".join(_literal(entry) for entry in items) + "]"
     if isinstance(item, str):
         return json.dumps(item, ensure_ascii=False)
     return repr(item)
@@ -405,19 +407,19 @@ def attention_bias(config: Config, default: bool = False) -> Fields:
     return dict.fromkeys(("qkv_bias", "out_bias"), config.flag("attention_bias", default))
 
 
-def expert_placement(config: Config, key: str, wanted: list[int], layers: int) -> Fields:
+def expert_placement(config: Config, key: str, expert_layers: list[int], layers: int) -> Fields:
     """Which layers have experts, in the form of a Shape: each n-th from some layer on."""
     if not config.usable(*_PLACING):
         return {}
-    if not wanted:
+    if not expert_layers:
         config.problem(key, "no layer is left with experts")
         return {}
     # A single layer is the last one after dense ones, or the only multiple.
-    only = 1 if wanted[0] == layers - 1 else wanted[0] + 1
-    every = wanted[1] - wanted[0] if len(wanted) > 1 else only
-    first_dense = 0 if wanted[0] == every - 1 else wanted[0]
+    only = 1 if expert_layers[0] == layers - 1 else expert_layers[0] + 1
+    every = expert_layers[1] - expert_layers[0] if len(expert_layers) > 1 else only
+    first_dense = 0 if expert_layers[0] == every - 1 else expert_layers[0]
     placed = [i for i in indices(layers) if i >= first_dense and (i + 1) % every == 0]
-    if placed != wanted:
+    if placed != expert_layers:
         config.problem(key, "not supported; experts must be in each n-th layer (n−1, 2n−1, …)")
     return {"first_dense": first_dense, "every": every}
 

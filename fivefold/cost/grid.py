@@ -86,27 +86,27 @@ class LayoutGrid:
     def defers(self) -> Flags:
         """Whether the schedule of a layout defers weight gradients: if any rank does, the last."""
         last = RankPosition(self.pp, self.microbatches, self.chunks, np.ones_like(self.pp), 2)
-        found = np.zeros(1, bool)
-        for index in {int(each) for each in self.schedule.flat if DEFERS[int(each)]}:
-            waiting = sum(each.waiting for each in FAMILIES[index].deferred(last))
-            found = found | (self.schedule == index) & (waiting > 0)
-        return found & (self.pp > 1)
+        flags = np.zeros(1, bool)
+        for index in {int(value) for value in self.schedule.flat if DEFERS[int(value)]}:
+            waiting = sum(moment.waiting for moment in FAMILIES[index].deferred(last))
+            flags = flags | (self.schedule == index) & (waiting > 0)
+        return flags & (self.pp > 1)
 
     def columns(self) -> Iterator[NDArray[Any]]:
-        return (getattr(self, each.name) for each in fields(self) if each.name != "rules")
+        return (getattr(self, column.name) for column in fields(self) if column.name != "rules")
 
     def at(self, index: tuple[int, ...]) -> LayoutGrid:
         """One layout of a broadcast grid."""
-        found = (
-            each[
+        values = (
+            column[
                 tuple(
                     i if size > 1 else 0
-                    for i, size in zip(index[-each.ndim :], each.shape, strict=True)
+                    for i, size in zip(index[-column.ndim :], column.shape, strict=True)
                 )
             ]
-            for each in self.columns()
+            for column in self.columns()
         )
-        return LayoutGrid(*(np.array([each]) for each in found), rules=self.rules)
+        return LayoutGrid(*(np.array([value]) for value in values), rules=self.rules)
 
 
 def grid_of_plan(plan: Plan) -> LayoutGrid:
@@ -141,7 +141,7 @@ def _one(number: int) -> Array:
 
 def along(axis: int, values: Sequence[float]) -> Array:
     """A column along one of the six axes of a block of layouts."""
-    return np.array(values, float).reshape([-1 if place == axis else 1 for place in range(6)])
+    return np.array(values, float).reshape([-1 if index == axis else 1 for index in range(6)])
 
 
 def layer_job(
@@ -160,14 +160,14 @@ def layer_job(
     """What the collectives of layers depend on, in arrays; `node`: ranks of a node, if tokens go to
     each node once."""
     swaps = grid.context_has(lambda kind: kind.heads == "all")
-    some = grid.context_has(lambda kind: kind.heads == "some")
+    head_mask = grid.context_has(lambda kind: kind.heads == "some")
     inner = np.where(swaps, grid.cp, 1.0)
-    if some.any():
+    if head_mask.any():
         pairs = np.broadcast(grid.tp, grid.cp)
         known = {pair: ulysses_degree(shape, *map(int, pair)) for pair in set(pairs)}
         pairs.reset()
         degrees = np.array([known[pair] for pair in pairs])
-        inner = np.where(some, degrees.reshape(pairs.shape), inner)
+        inner = np.where(head_mask, degrees.reshape(pairs.shape), inner)
     outer = grid.cp / inner
     halves = np.where((outer > 1) & grid.context_has(lambda kind: kind.zigzag), 2, 1)
     unit = grid.cp * np.lcm(halves, np.where(grid.sp, grid.tp, 1).astype(np.int64))

@@ -44,7 +44,7 @@ class Samples:
 
     def to(self, device: torch.device) -> Samples:
         """A copy on a device; samples are always drawn on the CPU."""
-        return self.each(lambda one: one.to(device))
+        return self.each(lambda tensor: tensor.to(device))
 
     def each(self, change: Callable[[Tensor], Tensor]) -> Samples:
         """The same samples, with every tensor of a device changed."""
@@ -60,7 +60,8 @@ class Samples:
     def _batch(self, where: tuple[int | slice, int | slice]) -> TokenBatch:
         tensors = (self.tokens, self.labels, self.positions, self.documents, self.keys)
         tokens, labels, positions, documents, keys = (
-            None if each is None else each[where].reshape(-1, each.shape[-1]) for each in tensors
+            None if tensor is None else tensor[where].reshape(-1, tensor.shape[-1])
+            for tensor in tensors
         )
         assert tokens is not None and labels is not None and positions is not None
         packed = None if documents is None else Documents.of(documents)
@@ -90,10 +91,10 @@ def samples(
     if empty_rank is not None:
         masked[:, empty_rank] = True
     begins = _begins(rows, seq, generator) if packed else None
-    found = samples_from_rows(batch, drawn, begins, masked)
+    step_samples = samples_from_rows(batch, drawn, begins, masked)
     if not drops:
-        return found
-    return found.drawing(seed, step * batch.sequences + torch.arange(batch.sequences))
+        return step_samples
+    return step_samples.drawing(seed, step * batch.sequences + torch.arange(batch.sequences))
 
 
 def samples_from_rows(

@@ -73,15 +73,15 @@ class ChatEncoder:
         return {"chat": self.column, "keep": asdict(self.keep), "files": files}
 
     def __call__(self, block: RowBlock) -> EncodedBlock:
-        given = self._rows(block)
-        fates = np.array([BLANK if row is None else KEPT for row in given], np.uint8)
-        found = [
+        block_rows = self._rows(block)
+        fates = np.array([BLANK if row is None else KEPT for row in block_rows], np.uint8)
+        conversations = [
             conversation_of(row, block.where(at), self.column)
-            for at, row in enumerate(given)
+            for at, row in enumerate(block_rows)
             if row is not None
         ]
         places = [block.where(int(at)) for at in np.flatnonzero(fates == KEPT)]
-        texts = self._texts(found, places)
+        texts = self._texts(conversations, places)
         documents = [
             Document(text.encode(), where) for (text, _), where in zip(texts, places, strict=True)
         ]
@@ -108,7 +108,7 @@ class ChatEncoder:
             rule = "it is one text and has no rows; give JSONL, parquet or Arrow files"
             raise BadFile(block.path, [f"{rule}, or a .json file that is an array of objects"])
         lines = enumerate(lines_of(block.rows))
-        return [line_row(one, block.where(at)) if one.strip() else None for at, one in lines]
+        return [line_row(line, block.where(at)) if line.strip() else None for at, line in lines]
 
     def _texts(
         self, conversations: list[dict[str, Any]], places: list[str]
@@ -148,12 +148,13 @@ def conversation_of(row: Any, where: str, column: str | None = None) -> dict[str
         else {}
     )
     lists = _LISTS if column is None else (column,)
-    name = next((each for each in lists if each in table), None)
+    name = next((column_name for column_name in lists if column_name in table), None)
     if name is not None:
         messages = messages_of(table[name], name, where)
     else:
         pair = next(
-            (each for each in _PAIRS if column is None and all(k in table for k in each)), None
+            (columns for columns in _PAIRS if column is None and all(k in table for k in columns)),
+            None,
         )
         if pair is None:
             known = ", ".join(table) or "none"
@@ -161,53 +162,57 @@ def conversation_of(row: Any, where: str, column: str | None = None) -> dict[str
                 rule = "it has chosen and rejected, a preference pair"
                 raise BadFile(where, [f"{rule}; give --pairs instead of --chat"])
             rule = "it has no messages, no instruction and output, and no prompt and completion"
-            way = "name the column with the messages by --column"
-            raise BadFile(where, [f"{rule}; {way}, one of: {known}"])
+            remedy = "name the column with the messages by --column"
+            raise BadFile(where, [f"{rule}; {remedy}, one of: {known}"])
         messages = _turns(table, *pair, where)
-    if not any(each.get("role") == "assistant" for each in messages):
+    if not any(message.get("role") == "assistant" for message in messages):
         rule = "the conversation has no message of the assistant, so that it teaches nothing"
         raise BadFile(where, [f"{rule}; add one, or take the row out"])
     tools = table.get(_TOOLS)
     return {"messages": messages, "tools": parsed(tools) if isinstance(tools, str) else tools}
 
 
-def _turns(table: dict[str, Any], asked: str, answered: str, where: str) -> list[dict[str, Any]]:
+def _turns(
+    table: dict[str, Any], question_name: str, answered: str, where: str
+) -> list[dict[str, Any]]:
     """Two columns as messages; each may be a list of messages already."""
-    question, answer = table[asked], table[answered]
+    question, answer = table[question_name], table[answered]
     if isinstance(question, list) and isinstance(answer, list):
-        return [*messages_of(question, asked, where), *messages_of(answer, answered, where)]
+        return [*messages_of(question, question_name, where), *messages_of(answer, answered, where)]
     if not isinstance(question, str) or not isinstance(answer, str):
-        raise BadFile(where, [f"{asked} and {answered} must be texts; correct the row"])
-    more = table.get("input") if asked == "instruction" else None
-    question = f"{question}\n\n{more}" if more else question
-    said = (("user", question), ("assistant", answer))
-    return [{"role": role, "content": text} for role, text in said]
+        raise BadFile(where, [f"{question_name} and {answered} must be texts; correct the row"])
+    context = table.get("input") if question_name == "instruction" else None
+    question = f"{question}\n\n{context}" if context else question
+    turns = (("user", question), ("assistant", answer))
+    return [{"role": role, "content": text} for role, text in turns]
 
 
-def messages_of(given: Any, name: str, where: str, way: str = _COLUMN) -> list[dict[str, Any]]:
+def messages_of(
+    messages: Any, name: str, where: str, remedy: str = _COLUMN
+) -> list[dict[str, Any]]:
     """The messages of a column, which may be saved as text; `way` is another way out."""
-    listed = parsed(given) if isinstance(given, str) else given
-    if not isinstance(listed, list) or not all(isinstance(each, dict) for each in listed):
+    listed = parsed(messages) if isinstance(messages, str) else messages
+    if not isinstance(listed, list) or not all(isinstance(message, dict) for message in listed):
         rule = f"{name} is no list of messages with role and content"
-        raise BadFile(where, [f"{rule}; {way}correct the row"])
-    return [_message(each, where) for each in listed]
+        raise BadFile(where, [f"{rule}; {remedy}correct the row"])
+    return [_message(message, where) for message in listed]
 
 
-def _message(given: dict[str, Any], where: str) -> dict[str, Any]:
+def _message(raw_message: dict[str, Any], where: str) -> dict[str, Any]:
     """A message with a role and a text; what else it has, such as tool calls, stays."""
-    said = {key: value for key, value in given.items() if value is not None}
-    if "role" not in said and "from" in said:
-        role = str(said.pop("from"))
-        said = {"role": _ROLES.get(role, role), "content": said.pop("value", ""), **said}
-    if not isinstance(said.get("role"), str):
+    message = {key: value for key, value in raw_message.items() if value is not None}
+    if "role" not in message and "from" in message:
+        role = str(message.pop("from"))
+        message = {"role": _ROLES.get(role, role), "content": message.pop("value", ""), **message}
+    if not isinstance(message.get("role"), str):
         raise BadFile(where, ["a message has no role; correct the row"])
-    content = said.get("content", "")
+    content = message.get("content", "")
     if isinstance(content, list):
-        parts = [each.get("text") if isinstance(each, dict) else each for each in content]
+        parts = [part.get("text") if isinstance(part, dict) else part for part in content]
         content = None if None in parts else "".join(map(str, parts))
     if not isinstance(content, str):
         raise BadFile(where, ["the content of a message is no text; correct the row"])
-    return {**said, "content": content}
+    return {**message, "content": content}
 
 
 def parsed(text: str) -> Any:

@@ -73,7 +73,10 @@ class ByteEncoder:
 
     def encode(self, documents: Sequence[Document]) -> list[NDArray[Any]]:
         """Takes any bytes."""
-        return [byte_tokens(each.text, self.end if each.text else None) for each in documents]
+        return [
+            byte_tokens(document.text, self.end if document.text else None)
+            for document in documents
+        ]
 
 
 @dataclass(frozen=True)
@@ -86,15 +89,17 @@ class TextEncoder:
 
     def encode(self, documents: Sequence[Document]) -> list[NDArray[Any]]:
         """Takes UTF-8 only."""
-        texts = [_decoded(each) for each in documents]
+        texts = [_decoded(document) for document in documents]
         try:
-            found = self.tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+            encodings = self.tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         except Exception as error:  # the library raises nothing narrower
             where = f"{documents[0].where} to {documents[-1].where}"
             raise BadFile(where, [f"{self.meaning.tokenizer} cannot encode it: {error}"]) from error
         end = [] if self.meaning.end is None else [self.meaning.end]
         dtype = DTYPES[self.meaning.dtype]
-        return [np.array(each.ids + end if each.ids else [], dtype) for each in found]
+        return [
+            np.array(encoding.ids + end if encoding.ids else [], dtype) for encoding in encodings
+        ]
 
 
 def _decoded(document: Document) -> str:
@@ -111,9 +116,9 @@ def make_chat_encoder(tokenizer: str, end: str | None) -> TextEncoder:
             f"--chat needs the chat template beside the tokenizer, and --tokenizer {tokenizer} is "
             "no folder: give the folder of a chat model, with --tokenizer DIR"
         )
-    found = _text_encoder(Path(tokenizer), end or NO_END)  # a template ends its turns itself
-    found.tokenizer.encode_special_tokens = False
-    return found
+    encoder = _text_encoder(Path(tokenizer), end or NO_END)  # a template ends its turns itself
+    encoder.tokenizer.encode_special_tokens = False
+    return encoder
 
 
 def make_encoder(tokenizer: str, end: str | None) -> ByteEncoder | TextEncoder:
@@ -129,8 +134,8 @@ def make_encoder(tokenizer: str, end: str | None) -> ByteEncoder | TextEncoder:
     return ByteEncoder(NUM_BYTES if end is None else None)
 
 
-def _text_encoder(given: Path, end: str | None) -> TextEncoder:
-    path = given / TOKENIZER if given.is_dir() else given
+def _text_encoder(source: Path, end: str | None) -> TextEncoder:
+    path = source / TOKENIZER if source.is_dir() else source
     try:
         data = path.read_bytes()
     except OSError as error:
@@ -141,9 +146,13 @@ def _text_encoder(given: Path, end: str | None) -> TextEncoder:
     dtype = "uint16" if largest < 1 << 16 else "uint32"
     token = _end_token(tokenizer, path, end)
     files = {TOKENIZER: data}
-    if given.is_dir():
-        beside = {name: given / name for name in TOKENIZER_FILES}
-        files |= {name: one.read_bytes() for name, one in beside.items() if one.is_file()}
+    if source.is_dir():
+        beside = {name: source / name for name in TOKENIZER_FILES}
+        files |= {
+            name: file_path.read_bytes()
+            for name, file_path in beside.items()
+            if file_path.is_file()
+        }
     meaning = TokenFormat(dtype, path.name, fingerprint(data), token)
     return TextEncoder(tokenizer, meaning, files)
 
@@ -169,12 +178,12 @@ def read_tokenizer(data: bytes, path: Path) -> Tokenizer:
 def _end_token(tokenizer: Tokenizer, path: Path, end: str | None) -> int | None:
     if end == NO_END:
         return None
-    found = (tokenizer.token_to_id(name) for name in (END_TOKENS if end is None else (end,)))
-    token = next((each for each in found if each is not None), None)
+    candidates = (tokenizer.token_to_id(name) for name in (END_TOKENS if end is None else (end,)))
+    token = next((candidate for candidate in candidates if candidate is not None), None)
     if token is None:
         rule = f"it has no token {end!r}" if end else f"it has none of {', '.join(END_TOKENS)}"
-        way = f"name the token that ends a document by --end, or give --end {NO_END}"
-        raise BadFile(str(path), [f"{rule}; {way}"])
+        remedy = f"name the token that ends a document by --end, or give --end {NO_END}"
+        raise BadFile(str(path), [f"{rule}; {remedy}"])
     return token
 
 
@@ -292,9 +301,9 @@ class BlockEncoder:
     def _field(self, row: dict[str, Any], where: str) -> bytes:
         text, field = row.get(self.column), self.column
         if not isinstance(text, str):
-            found = f"field {field!r} is not a string" if field in row else f"no field {field!r}"
-            way = f"name the field with the text by --column, one of: {', '.join(row) or 'none'}"
-            raise BadFile(where, [f"{found}; {way}"])
+            cause = f"field {field!r} is not a string" if field in row else f"no field {field!r}"
+            remedy = f"name the field with the text by --column, one of: {', '.join(row) or 'none'}"
+            raise BadFile(where, [f"{cause}; {remedy}"])
         try:
             return text.encode()
         except UnicodeEncodeError as error:
@@ -319,16 +328,18 @@ def encoded(
 ) -> EncodedBlock:
     """Join the arrays whose rows are kept."""
     stays = [row for row, at in enumerate(rows) if fates[at] == KEPT]
-    kept = [arrays[row] for row in stays]
-    found = b"".join(_digest(documents[row].text) for row in stays) if digests else b""
-    tokens = np.concatenate(kept) if kept else np.empty(0, DTYPES[meaning.dtype])
+    document_tokens = [arrays[row] for row in stays]
+    digest_bytes = b"".join(_digest(documents[row].text) for row in stays) if digests else b""
+    tokens = (
+        np.concatenate(document_tokens) if document_tokens else np.empty(0, DTYPES[meaning.dtype])
+    )
     return EncodedBlock(
         block._replace(rows=b""),
         fates,
-        np.array([len(each) for each in kept], np.int64),
+        np.array([len(array) for array in document_tokens], np.int64),
         np.array([len(documents[row].text) for row in stays], np.int64),
         tokens,
-        np.frombuffer(found, np.dtype((np.void, DIGEST))),
+        np.frombuffer(digest_bytes, np.dtype((np.void, DIGEST))),
     )
 
 

@@ -44,14 +44,14 @@ class SetLoss(NamedTuple):
         """Numbers that are not finite become null."""
         perplexity = math.exp(self.loss) if self.loss < 700 else math.inf
         per_byte = self.bytes_per_token
-        found = {
+        fields = {
             "loss": self.loss,
             "perplexity": perplexity,
             "bits_per_byte": None if per_byte is None else self.loss / math.log(2) / per_byte,
         }
         return {
             key: None if value is None or not math.isfinite(value) else value
-            for key, value in found.items()
+            for key, value in fields.items()
         }
 
 
@@ -71,7 +71,7 @@ def evaluation_sets(
 
 def require_set(name: str, sets: Sequence[EvaluationSet]) -> None:
     """Refuse the name of a set that is not evaluated."""
-    known = [each.name for each in sets]
+    known = [eval_set.name for eval_set in sets]
     if name and name not in known:
         raise FivefoldError(
             f"keep_best = {name}: no set of eval_data has this name; choose from "
@@ -82,11 +82,11 @@ def require_set(name: str, sets: Sequence[EvaluationSet]) -> None:
 def _rows(name: str, folder: str, source: Source, vocab: int, verify: bool) -> list[RowPlace]:
     """All rows of a folder, if its tokens mean what those of the training do."""
     spec, trained = shlex.quote(folder), source.tokenizer
-    for given in tokenizers_of(spec).values():
-        if trained is not None and given.fingerprint != trained.fingerprint:
+    for tokenizer in tokenizers_of(spec).values():
+        if trained is not None and tokenizer.fingerprint != trained.fingerprint:
             raise FivefoldError(
-                f"eval_data: {name} has other tokens than the data: {folder} is from {given}, and "
-                f"the data from {trained}; tokenize both with one tokenizer"
+                f"eval_data: {name} has other tokens than the data: {folder} is from {tokenizer}, "
+                f"and the data from {trained}; tokenize both with one tokenizer"
             )
     (part,) = open_source(spec, vocab, source.seq, 0, verify=verify).parts
     corpus = part.corpus

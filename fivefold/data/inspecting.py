@@ -39,7 +39,7 @@ def inspect(folder: Path) -> dict[str, Any]:
 def _decoded(folder: Path, tokenizer: str, tokens: list[int]) -> str | None:
     """The text of tokens; None if the folder has no tokenizer."""
     if tokenizer == BYTES:
-        return bytes(each for each in tokens if each < NUM_BYTES).decode("utf-8", "replace")
+        return bytes(token for token in tokens if token < NUM_BYTES).decode("utf-8", "replace")
     path = folder / TOKENIZER
     if not path.is_file():
         return None

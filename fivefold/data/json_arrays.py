@@ -31,13 +31,13 @@ def json_kind(stream: IO[bytes]) -> Literal["array", "lines"] | None:
         return "array"
     if not head.lstrip().startswith(b"{"):
         return None
-    first, *rest = (head + stream.readline(_LINE)).lstrip().split(b"\n", 1)
-    more = (rest[0] if rest else b"").lstrip() or stream.read(1 << 13).lstrip()
+    first, *tail = (head + stream.readline(_LINE)).lstrip().split(b"\n", 1)
+    next_text = (tail[0] if tail else b"").lstrip() or stream.read(1 << 13).lstrip()
     try:
-        one = isinstance(json.loads(first), dict)
+        is_object = isinstance(json.loads(first), dict)
     except (ValueError, RecursionError):
         return None
-    return "lines" if one and more.startswith(b"{") else None
+    return "lines" if is_object and next_text.startswith(b"{") else None
 
 
 def read_elements(stream: IO[bytes], path: str, size: int) -> Iterator[list[dict[str, Any]]]:
@@ -75,10 +75,10 @@ class _Array:
 
     def elements(self) -> list[dict[str, Any]]:
         """The next objects, until more of the file was read; one at least."""
-        found: list[dict[str, Any]] = []
+        objects: list[dict[str, Any]] = []
         begun = self.num_reads
-        while not self.done and (not found or self.num_reads == begun):
-            found.append(self.element())
+        while not self.done and (not objects or self.num_reads == begun):
+            objects.append(self.element())
             self.number += 1
             mark = self.peek()
             if mark == "]":
@@ -88,15 +88,15 @@ class _Array:
             else:
                 rule = "no comma and no ]" if mark else "no end of the array"
                 raise BadFile(self.path, [f"{rule} after element {self.number}; {_CORRECT}"])
-        return found
+        return objects
 
     def element(self) -> dict[str, Any]:
         """Decode the next one; read on until all of it is there."""
         self.require_object(self.peek())
         while True:
             try:
-                found, self.at = _SCAN(self.text, self.at)
-                return found
+                value, self.at = _SCAN(self.text, self.at)
+                return value
             except json.JSONDecodeError as error:
                 is_open = error.msg.startswith("Unterminated string")
                 is_broken = not is_open and len(self.text) - error.pos > _NEAR
@@ -116,8 +116,8 @@ class _Array:
         if mark == "]":
             raise BadFile(self.where, ["a comma and no element after it; take the comma out"])
         kind = "a number" if mark in "-0123456789" else _KINDS.get(mark)
-        found = f"is {kind}" if kind else f"begins with {mark!r}"
-        rule = f"expected an object with named fields, and it {found}"
+        description = f"is {kind}" if kind else f"begins with {mark!r}"
+        rule = f"expected an object with named fields, and it {description}"
         raise BadFile(self.where, [f"{rule}; correct that element"])
 
     def broken(self, error: json.JSONDecodeError) -> BadFile:

@@ -45,14 +45,15 @@ class Shares:
         The first part takes round(n · share) of the first n samples. The remaining samples are
         numbered anew, and the other parts divide them in the same way.
         """
-        number, rest = sample, sum(self.weights)
+        number, total_weight = sample, sum(self.weights)
         for part, weight in enumerate(self.weights[:-1]):
             before, after = (
-                (2 * each * weight + rest) // (2 * rest) for each in (number, number + 1)
+                (2 * count * weight + total_weight) // (2 * total_weight)
+                for count in (number, number + 1)
             )
             if after > before:
                 return part, before
-            number, rest = number - before, rest - weight
+            number, total_weight = number - before, total_weight - weight
         return len(self.weights) - 1, number
 
 
@@ -103,14 +104,14 @@ class Source:
     @property
     def tokenizer(self) -> TokenizerId | None:
         """The tokenizer of the corpora, which is one; None for random tokens."""
-        found = [part.corpus for part in self.parts if isinstance(part.corpus, Corpus)]
-        return TokenizerId(found[0].tokenizer, found[0].digest) if found else None
+        corpora = [part.corpus for part in self.parts if isinstance(part.corpus, Corpus)]
+        return TokenizerId(corpora[0].tokenizer, corpora[0].digest) if corpora else None
 
     @property
     def folders(self) -> list[Path]:
         """The folders of the corpora that are not bytes."""
         corpora = [part.corpus for part in self.parts if isinstance(part.corpus, Corpus)]
-        return [Path(each.name) for each in corpora if each.tokenizer != BYTES]
+        return [Path(corpus.name) for corpus in corpora if corpus.tokenizer != BYTES]
 
     def place(self, sample: int) -> tuple[str, int]:
         """The name of a sample's corpus, and its row there."""
@@ -119,7 +120,7 @@ class Source:
 
     def samples(self, numbers: Iterable[int]) -> TokenRows:
         """Samples by their numbers from the start of the training."""
-        return read_rows([self.row_place(each) for each in numbers], self.seq)
+        return read_rows([self.row_place(number) for number in numbers], self.seq)
 
     def held_out(self, most: int) -> list[RowPlace]:
         """At most so many rows that training never reads; none where no corpus has any.
@@ -134,7 +135,7 @@ class Source:
             i = min(left, key=lambda i: Fraction(taken[i] + 1, self.shares.weights[i]))
             part = self.parts[i]
             first = (part.order.num_rows + taken[i]) * self.together
-            places += [(part.corpus, first + each) for each in range(self.together)]
+            places += [(part.corpus, first + offset) for offset in range(self.together)]
             taken[i] += 1
         return places
 
@@ -149,14 +150,14 @@ class Source:
 def tokenizers_of(spec: str) -> dict[str, TokenizerId]:
     """The tokenizer of each corpus of a `data` key, but random tokens. Another tokenizer is the
     reason for tokens that a model does not know, and so is looked for before its vocabulary."""
-    found: dict[str, TokenizerId] = {}
+    tokenizers: dict[str, TokenizerId] = {}
     for name in parse_mixture(spec):
         if name in (STANDARD_LIBRARY, RHYMES):
-            found[name] = TokenizerId(BYTES, BYTES)
+            tokenizers[name] = TokenizerId(BYTES, BYTES)
         elif name != SYNTHETIC:
             meaning = read_index(Path(name)).meaning
-            found[name] = TokenizerId(meaning.tokenizer, meaning.fingerprint)
-    return found
+            tokenizers[name] = TokenizerId(meaning.tokenizer, meaning.fingerprint)
+    return tokenizers
 
 
 def open_source(
@@ -174,9 +175,12 @@ def open_source(
     """
     weights = parse_mixture(spec)
     corpora = [_open(name, vocab, seed, verify) for name in weights]
-    corpora = [replace(one, loss=loss) if isinstance(one, Corpus) else one for one in corpora]
+    corpora = [
+        replace(data_source, loss=loss) if isinstance(data_source, Corpus) else data_source
+        for data_source in corpora
+    ]
     _require_one_tokenizer(corpora)
-    together = SIDES if any(is_paired(each) for each in corpora) else 1
+    together = SIDES if any(is_paired(data_source) for data_source in corpora) else 1
     common = math.lcm(*(weight.denominator for weight in weights.values()))
     return Source(
         tuple(CorpusShare.of(corpus, seq, seed, together) for corpus in corpora),

@@ -38,21 +38,23 @@ class PairEncoder(ChatEncoder):
         return replace(self.encoder.meaning, masked=True, paired=True)
 
     def __call__(self, block: RowBlock) -> EncodedBlock:
-        given = self._rows(block)
-        fates = np.array([BLANK if row is None else KEPT for row in given], np.uint8)
+        block_rows = self._rows(block)
+        fates = np.array([BLANK if row is None else KEPT for row in block_rows], np.uint8)
         rows = np.flatnonzero(fates == KEPT)
         places = [block.where(int(at)) for at in rows]
-        both = [pair_of(given[at], where) for at, where in zip(rows, places, strict=True)]
-        flat = [each for pair in both for each in pair]
+        row_pairs = [pair_of(block_rows[at], where) for at, where in zip(rows, places, strict=True)]
+        flat = [conversation for pair in row_pairs for conversation in pair]
         texts = self._texts(flat, [where for where in places for _ in range(2)])
         documents: list[Document] = []
         arrays: list[tuple[NDArray[Any], NDArray[np.uint8]]] = []
         for number, (row, where) in enumerate(zip(rows, places, strict=True)):
             sides = parted(texts[2 * number], texts[2 * number + 1], where)
-            found = [self._tokens(*each, where) for each in sides]
-            fates[row] = self._fate([text for text, _ in sides], [len(each) for each, _ in found])
+            encodings = [self._tokens(*side, where) for side in sides]
+            fates[row] = self._fate(
+                [text for text, _ in sides], [len(side_tokens) for side_tokens, _ in encodings]
+            )
             documents.append(Document("\n".join(text for text, _ in sides).encode(), where))
-            tokens, masks = zip(*found, strict=True)
+            tokens, masks = zip(*encodings, strict=True)
             arrays.append(
                 (np.concatenate(tokens), np.concatenate([masks[0], masks[1] | MASK.type(REJECTED)]))
             )
@@ -65,12 +67,12 @@ class PairEncoder(ChatEncoder):
         """A pair stays if both of its texts do."""
         fates = [self.keep.of_text(text.encode()) for text in texts]
         fates += [self.keep.of_tokens(length) for length in lengths]
-        return next((each for each in fates if each != KEPT), KEPT)
+        return next((fate for fate in fates if fate != KEPT), KEPT)
 
 
 def parted(chosen: Rendered, rejected: Rendered, where: str) -> tuple[Rendered, Rendered]:
     """Both texts, without the spans that they share from their beginning on."""
-    (first, spans), (second, others) = chosen, rejected
+    (first, spans), (second, other_spans) = chosen, rejected
     if first == second:
         rule = "chosen and rejected have the same text, so that the pair teaches nothing"
         raise BadFile(where, [f"{rule}; correct the row, or take it out"])
@@ -79,8 +81,8 @@ def parted(chosen: Rendered, rejected: Rendered, where: str) -> tuple[Rendered, 
         return first[:end] == second[:end]
 
     return (
-        (first, [each for each in spans if not shared(each[1])]),
-        (second, [each for each in others if not shared(each[1])]),
+        (first, [span for span in spans if not shared(span[1])]),
+        (second, [span for span in other_spans if not shared(span[1])]),
     )
 
 
@@ -91,13 +93,13 @@ def pair_of(row: Any, where: str) -> tuple[dict[str, Any], dict[str, Any]]:
         if isinstance(row, dict)
         else {}
     )
-    missing = [each for each in (CHOSEN_COLUMN, REJECTED_COLUMN) if each not in table]
+    missing = [column for column in (CHOSEN_COLUMN, REJECTED_COLUMN) if column not in table]
     if missing:
         rule = f"the pair has no {' and no '.join(missing)}"
         known = ", ".join(table) or "none"
-        way = "complete the row, or give --chat for conversations"
-        raise BadFile(where, [f"{rule}, only: {known}; {way}"])
-    chosen, rejected = (_side(table, each, where) for each in (CHOSEN_COLUMN, REJECTED_COLUMN))
+        remedy = "complete the row, or give --chat for conversations"
+        raise BadFile(where, [f"{rule}, only: {known}; {remedy}"])
+    chosen, rejected = (_side(table, column, where) for column in (CHOSEN_COLUMN, REJECTED_COLUMN))
     _require_one_prompt(chosen, rejected, where)
     tools = table.get(_TOOLS)
     tools = parsed(tools) if isinstance(tools, str) else tools
@@ -106,13 +108,13 @@ def pair_of(row: Any, where: str) -> tuple[dict[str, Any], dict[str, Any]]:
 
 def _side(table: dict[str, Any], name: str, where: str) -> list[dict[str, Any]]:
     """One conversation: with its prompt, if the column has only the answer."""
-    given, prompt = table[name], table.get(_PROMPT)
-    if isinstance(given, str) and isinstance(parsed(given), list):
-        given = parsed(given)
-    if isinstance(given, str):
-        answer = [{"role": "assistant", "content": given}]
+    content, prompt = table[name], table.get(_PROMPT)
+    if isinstance(content, str) and isinstance(parsed(content), list):
+        content = parsed(content)
+    if isinstance(content, str):
+        answer = [{"role": "assistant", "content": content}]
     else:
-        answer = messages_of(given, name, where, "")
+        answer = messages_of(content, name, where, "")
         if answer and answer[0]["role"] != "assistant":
             return answer
     if prompt is None:
@@ -127,10 +129,10 @@ def _require_one_prompt(
     chosen: list[dict[str, Any]], rejected: list[dict[str, Any]], where: str
 ) -> None:
     """The first message that differs is the assistant's on both sides."""
-    both = list(zip(chosen, rejected, strict=False))
-    for number, (one, other) in enumerate(both):
-        if one != other:
-            roles = {one["role"], other["role"]}
+    message_pairs = list(zip(chosen, rejected, strict=False))
+    for number, (message, other) in enumerate(message_pairs):
+        if message != other:
+            roles = {message["role"], other["role"]}
             if roles == {"assistant"}:
                 return
             rule = f"message {number + 1} of chosen and rejected differs and is not the assistant's"

@@ -47,11 +47,11 @@ class RankReader:
     def step(self, first: int) -> Samples:
         """This rank's rows of the step whose first sample has this number."""
         numbers = [first + row for row in self.batch.rows_of(self.dp_coord)]
-        found = self._samples(self.source.samples(numbers))
+        samples = self._samples(self.source.samples(numbers))
         if self.dropout_seed is None:
-            return found
-        numbers += [0] * (found.tokens[..., 0].numel() - len(numbers))  # nothing is lost of these
-        return found.drawing(self.dropout_seed, torch.tensor(numbers))
+            return samples
+        numbers += [0] * (samples.tokens[..., 0].numel() - len(numbers))  # nothing is lost of these
+        return samples.drawing(self.dropout_seed, torch.tensor(numbers))
 
     @contextmanager
     def ahead(self, first: int, num_steps: int) -> Generator[Callable[[], list[TokenBatch]]]:
@@ -71,22 +71,26 @@ class RankReader:
         """
         size = self.batch.sequences
         for first in range(0, len(places), size):
-            some = places[first : first + size]
-            mine = [some[row] for row in self.batch.rows_of(self.dp_coord) if row < len(some)]
-            yield self._samples(read_rows(mine, self.batch.seq)).to(self.device).of(0)
+            step_places = places[first : first + size]
+            local_places = [
+                step_places[row]
+                for row in self.batch.rows_of(self.dp_coord)
+                if row < len(step_places)
+            ]
+            yield self._samples(read_rows(local_places, self.batch.seq)).to(self.device).of(0)
 
     def _samples(self, rows: TokenRows) -> Samples:
         """The rows of a step; those that are missing at its end have no loss."""
-        mine = replace(self.batch, dp=1, idle=0)
-        missing = mine.sequences - len(rows.tokens)
-        full = (np.pad(each, ((0, missing), (0, 0))) for each in rows)
+        local_batch = replace(self.batch, dp=1, idle=0)
+        missing = local_batch.sequences - len(rows.tokens)
+        full = (np.pad(array, ((0, missing), (0, 0))) for array in rows)
         tokens, begins, silent = map(torch.from_numpy, full)
         masked = None
         if missing or silent.any():
             masked = silent[:, 1:].clone()  # the label of a token is the next one
             masked[len(rows.tokens) :] = True
-            masked = masked.view(mine.microbatches, 1, -1, mine.seq)
-        return samples_from_rows(mine, tokens, begins if self.packed else None, masked)
+            masked = masked.view(local_batch.microbatches, 1, -1, local_batch.seq)
+        return samples_from_rows(local_batch, tokens, begins if self.packed else None, masked)
 
 
 class SentSamples(NamedTuple):
@@ -117,10 +121,10 @@ class SideCopier:
             return SentSamples(samples, None)
         torch.cuda.set_device(self.device)  # a thread begins on device 0
         with torch.cuda.stream(self.stream):
-            there = samples.each(lambda one: _copied(one, self.device))
+            copies = samples.each(lambda tensor: _copied(tensor, self.device))
             copied = torch.cuda.Event()
             copied.record(self.stream)
-        return SentSamples(there, copied)
+        return SentSamples(copies, copied)
 
     def receive(self, sent: SentSamples) -> Samples:
         """The current stream waits for the copy; the host does not."""
@@ -130,17 +134,17 @@ class SideCopier:
         stream = torch.cuda.current_stream(self.device)
         stream.wait_event(copied)
 
-        def used(one: Tensor) -> Tensor:
+        def used(tensor: Tensor) -> Tensor:
             # Its memory belongs to the other stream, which could overwrite it after a release.
-            one.record_stream(stream)
-            return one
+            tensor.record_stream(stream)
+            return tensor
 
         return samples.each(used)
 
 
-def _copied(one: Tensor, device: torch.device) -> Tensor:
+def _copied(tensor: Tensor, device: torch.device) -> Tensor:
     # Positions may repeat one row without a copy, and such a tensor cannot be pinned.
-    return one.contiguous().pin_memory().to(device, non_blocking=True)
+    return tensor.contiguous().pin_memory().to(device, non_blocking=True)
 
 
 class Prefetch(Generic[T]):

@@ -75,12 +75,12 @@ class Corpus:
         return self.text_bytes / self.starts[-1]
 
     def __str__(self) -> str:
-        each = "one a byte" if self.tokenizer == BYTES else f"by {self.tokenizer}"
+        coding = "one a byte" if self.tokenizer == BYTES else f"by {self.tokenizer}"
         token = "end-of-document token"
         end = f"no {token}" if self.end is None else f"{token} {self.end}"
         documents = sum(len(shard.begins) for shard in self.shards)
         word = "preference pairs" if self.paired else "documents"
-        return f"{self.name}: {self.starts[-1]:,} tokens in {documents:,} {word}, {each}, {end}"
+        return f"{self.name}: {self.starts[-1]:,} tokens in {documents:,} {word}, {coding}, {end}"
 
     @cached_property
     def starts(self) -> list[int]:
@@ -120,14 +120,14 @@ class Corpus:
         while done < stop - start:
             shard, first = self.shards[number], start + done - self.starts[number]
             part = slice(first, first + stop - start - done)
-            found = shard.tokens[part]
-            here = slice(done, done + len(found))
-            into.tokens[here] = found
-            low, high = np.searchsorted(shard.begins, (first, first + len(found)))
+            tokens = shard.tokens[part]
+            span = slice(done, done + len(tokens))
+            into.tokens[span] = tokens
+            low, high = np.searchsorted(shard.begins, (first, first + len(tokens)))
             into.begins[shard.begins[low:high] - first + done] = True
             if shard.mask is not None and self.loss == "assistant":
-                into.silent[here] = shard.mask[part] & 1 == 0
-            number, done = number + 1, done + len(found)
+                into.silent[span] = shard.mask[part] & 1 == 0
+            number, done = number + 1, done + len(tokens)
         if done < size:  # filled up with a document of its own that has no loss
             into.tokens[done:], into.begins[done], into.silent[done:] = 0, True, True
 
@@ -135,15 +135,15 @@ class Corpus:
 @cache
 def _pair_rows(corpus: Corpus) -> NDArray[np.int64]:
     """First token and end of each text of the pairs: chosen, rejected, chosen, rejected, …"""
-    found: list[NDArray[np.int64]] = []
+    spans: list[NDArray[np.int64]] = []
     for shard, start in zip(corpus.shards, corpus.starts, strict=False):
         assert shard.mask is not None
         sizes = np.add.reduceat((shard.mask < REJECTED).astype(np.int64), shard.begins)
         ends = np.append(shard.begins[1:], len(shard.tokens))
         middles = shard.begins + sizes
         bounds = np.stack([shard.begins, middles, middles, ends], 1) + start
-        found.append(bounds.reshape(-1, 2))
-    return np.concatenate(found)
+        spans.append(bounds.reshape(-1, 2))
+    return np.concatenate(spans)
 
 
 @cache
@@ -203,7 +203,7 @@ def read_rows(places: Sequence[RowPlace], seq: int) -> TokenRows:
     sizes = (len(places), seq + 1)
     rows = TokenRows(np.empty(sizes, np.int64), *(np.zeros(sizes, np.bool_) for _ in range(2)))
     for number, (corpus, row) in enumerate(places):
-        corpus.read(row, TokenRows(*(each[number] for each in rows)))
+        corpus.read(row, TokenRows(*(array[number] for array in rows)))
     return rows
 
 
@@ -245,7 +245,7 @@ def from_bytes(name: str, documents: list[bytes], vocab: int) -> Corpus:
         )
     end = NUM_BYTES if vocab > NUM_BYTES else None
     arrays = [byte_tokens(text, end) for text in documents if text]
-    begins = np.cumsum([0, *(len(each) for each in arrays[:-1])], dtype=np.int64)
+    begins = np.cumsum([0, *(len(array) for array in arrays[:-1])], dtype=np.int64)
     size = sum(map(len, documents))
     return Corpus(name, (Shard(np.concatenate(arrays), begins),), end, text_bytes=size)
 
@@ -292,6 +292,6 @@ def read_sources(folder: Path, most_bytes: int = MOST_BYTES) -> list[bytes]:
 
 def _names(folder: Path) -> Iterator[str]:
     for root, folders, files in os.walk(folder):
-        folders[:] = [each for each in folders if each not in _SKIPPED]
+        folders[:] = [child for child in folders if child not in _SKIPPED]
         inside = Path(root).relative_to(folder)
-        yield from ((inside / each).as_posix() for each in files if each.endswith(".py"))
+        yield from ((inside / file).as_posix() for file in files if file.endswith(".py"))

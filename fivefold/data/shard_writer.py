@@ -102,7 +102,7 @@ def write_folder(
     soon as a difference is found, or replaced on demand. `read` gives the documents after those of
     a progress, and is told the digests of the earlier ones.
     """
-    wanted = _existing_index(job)
+    old_index = _existing_index(job)
     target = job.folder.resolve()
     temporary = target.with_name(f".{target.name}.partial")
     with _write_errors(temporary):
@@ -110,15 +110,15 @@ def write_folder(
         lock = _locked(temporary)
     try:
         start, seen = _continued(temporary, job.identity or secrets.token_hex(8))
-        writer = _ShardWriter(temporary, job, start, wanted)
+        writer = _ShardWriter(temporary, job, start, old_index)
         try:
-            with contextlib.closing(read(start, seen)) as found:
-                for documents in found:
+            with contextlib.closing(read(start, seen)) as batches:
+                for documents in batches:
                     writer.add(documents)
             index = writer.close()
         finally:
             writer.abandon()
-        if wanted is None:
+        if old_index is None:
             _publish(temporary, job)
         shutil.rmtree(temporary, ignore_errors=True)
     except Exception as error:  # not a signal: what is there is for the next start
@@ -149,16 +149,19 @@ def _continued(temporary: Path, identity: str) -> tuple[WrittenShards, bytes]:
     start, seen = WrittenShards(identity), b""
     with contextlib.suppress(OSError, ValueError):
         table = json.loads((temporary / _PROGRESS).read_bytes())
-        found = tables.build(WrittenShards, table, _PROGRESS)
-        files = [file for shard in found.shards for file in shard.files]
-        whole = all((temporary / each.name).stat().st_size == each.bytes for each in files)
-        known = (temporary / _SEEN).read_bytes()[: found.num_seen]
-        if found.identity == identity and whole and len(known) == found.num_seen:
-            start, seen = found, known
-    kept = {file.name for shard in start.shards for file in shard.files}
+        progress = tables.build(WrittenShards, table, _PROGRESS)
+        files = [file for shard in progress.shards for file in shard.files]
+        is_complete = all(
+            (temporary / stored_file.name).stat().st_size == stored_file.bytes
+            for stored_file in files
+        )
+        known = (temporary / _SEEN).read_bytes()[: progress.num_seen]
+        if progress.identity == identity and is_complete and len(known) == progress.num_seen:
+            start, seen = progress, known
+    known_names = {file.name for shard in start.shards for file in shard.files}
     with _write_errors(temporary):
         for path in temporary.iterdir():
-            if path.name not in {*kept, _LOCK}:
+            if path.name not in {*known_names, _LOCK}:
                 path.unlink()
         (temporary / _SEEN).write_bytes(seen)
     return start, seen
@@ -300,8 +303,8 @@ class _ShardWriter:
         size = len(seen) // len(ends)  # of a digest
         while done < len(ends):
             before = int(ends[done - 1]) if done else 0
-            room = self.shard_tokens - self.num_tokens
-            last = min(len(ends), int(np.searchsorted(ends, before + room)) + 1)
+            capacity = self.shard_tokens - self.num_tokens
+            last = min(len(ends), int(np.searchsorted(ends, before + capacity)) + 1)
             part = slice(before, int(ends[last - 1]))
             starts = ends[done:last] - documents.lengths[done:last] - before + self.num_tokens
             masks = documents.masks
@@ -350,7 +353,7 @@ class _ShardWriter:
         for file in self.files:
             file.abandon()
 
-    def _finish(self, place: Place | None) -> None:
+    def _finish(self, position: Place | None) -> None:
         """Close a shard; `place` is where the input goes on after it."""
         if not self.files:
             return
@@ -363,8 +366,8 @@ class _ShardWriter:
         self.shards.append(shard)
         self.files = []
         self.num_tokens = self.num_documents = self.text_bytes = 0
-        if place is not None:
+        if position is not None:
             done = WrittenShards(
-                self.identity, place, self.vocab, self.num_seen, tuple(self.shards)
+                self.identity, position, self.vocab, self.num_seen, tuple(self.shards)
             )
             _write_synced(self.folder / _PROGRESS, json.dumps(asdict(done)).encode())

@@ -130,7 +130,7 @@ def read_index(folder: Path) -> Index:
         raise BadFile(str(path), [rule])
     index = tables.build(Index, table, str(path))
     if problems := [*_contradictions(index)]:
-        raise BadFile(str(path), [f"{each}; write the folder again" for each in problems])
+        raise BadFile(str(path), [f"{problem}; write the folder again" for problem in problems])
     return index
 
 
@@ -140,9 +140,9 @@ def _contradictions(index: Index) -> Iterator[str]:
     size = DTYPES[index.meaning.dtype].itemsize
     for number, shard in enumerate(index.shards):
         kinds = ("tokens", "begins", *(("mask",) if index.meaning.masked else ()))
-        wanted = tuple(f"{number:05}.{kind}" for kind in kinds)
-        if tuple(file.name for file in shard.files) != wanted:
-            yield f"shard {number} should have the files {' and '.join(wanted)}"
+        names = tuple(f"{number:05}.{kind}" for kind in kinds)
+        if tuple(file.name for file in shard.files) != names:
+            yield f"shard {number} should have the files {' and '.join(names)}"
         if not 0 < shard.num_documents <= shard.num_tokens:
             yield f"shard {number} should have documents, each with a token"
         counted = (shard.num_tokens * size, shard.num_documents * BEGINS.itemsize)
@@ -197,8 +197,8 @@ def refuse_damaged(
     problems = [problem for file in files if (problem := _size_problem(folder, file))]
     if checksums and not problems:
         with ThreadPoolExecutor() as pool:
-            found = pool.map(partial(_checksum_problem, folder), files)
-            for file, problem in zip(files, found, strict=True):
+            results = pool.map(partial(_checksum_problem, folder), files)
+            for file, problem in zip(files, results, strict=True):
                 tick(file.bytes)
                 problems += [problem] if problem else []
             if not problems:
@@ -222,14 +222,14 @@ def _vocabulary_problem(folder: Path, index: Index, shard: StoredShard) -> str |
 
 def _size_problem(folder: Path, file: StoredFile) -> str | None:
     try:
-        found = (folder / file.name).stat().st_size
+        num_bytes = (folder / file.name).stat().st_size
     except OSError as error:
         return f"{file.name}: {error.strerror}; copy or write the folder again"
-    if found == file.bytes:
+    if num_bytes == file.bytes:
         return None
-    word = "truncated" if found < file.bytes else "too long"
+    word = "truncated" if num_bytes < file.bytes else "too long"
     return (
-        f"{file.name} is {word}: {found:,} bytes instead of {file.bytes:,}; copy or write the "
+        f"{file.name} is {word}: {num_bytes:,} bytes instead of {file.bytes:,}; copy or write the "
         "folder again"
     )
 
@@ -237,12 +237,12 @@ def _size_problem(folder: Path, file: StoredFile) -> str | None:
 def _checksum_problem(folder: Path, file: StoredFile) -> str | None:
     try:
         with (folder / file.name).open("rb") as stream:
-            found = hashlib.file_digest(stream, "sha256").hexdigest()
+            digest = hashlib.file_digest(stream, "sha256").hexdigest()
     except OSError as error:
         return f"{file.name}: {error.strerror}; check the disk"
-    if found == file.sha256:
+    if digest == file.sha256:
         return None
     return (
-        f"{file.name} is corrupted: its SHA-256 begins with {found[:12]} instead of "
+        f"{file.name} is corrupted: its SHA-256 begins with {digest[:12]} instead of "
         f"{file.sha256[:12]}; copy or write the folder again"
     )

@@ -53,7 +53,7 @@ class Sources:
 
     @property
     def num_bytes(self) -> int:
-        return sum(each.path.stat().st_size for each in self.files)
+        return sum(file.path.stat().st_size for file in self.files)
 
 
 class RowBlock(NamedTuple):
@@ -80,36 +80,36 @@ def find_sources(inputs: Sequence[Path]) -> Sources:
     A binary file is left out of a folder, and refused where it is named. What describes a dataset
     is left out too: the files beside its tables that `datasets` saved, and its card.
     """
-    found: list[InputFile] = []
+    input_files: list[InputFile] = []
     skipped: dict[str, list[str]] = {}
     for path in inputs:
         if not path.is_dir():
-            found.append(_named(path))
+            input_files.append(_named(path))
             continue
         inside = [(file, _kind(file)) for file in _inside(path)]
-        tables = [file for file, one in inside if one is not None and one.kind in TABLES]
-        for file, one in inside:
-            if one is None:
+        tables = [file for file, source in inside if source is not None and source.kind in TABLES]
+        for file, input_file in inside:
+            if input_file is None:
                 skipped.setdefault("binary file", []).append(str(file))
-            elif one.kind not in TABLES and _describes(file, tables):
+            elif input_file.kind not in TABLES and _describes(file, tables):
                 skipped.setdefault("description of a dataset", []).append(str(file))
             else:
-                found.append(one)
-    if not found:
-        more = sum(map(len, skipped.values()))
-        left = f", and {more:,} left out" if more else ""
+                input_files.append(input_file)
+    if not input_files:
+        num_skipped = sum(map(len, skipped.values()))
+        left = f", and {num_skipped:,} left out" if num_skipped else ""
         raise FivefoldError(
             f"no files in {', '.join(map(str, inputs))} with text{left}: give text, JSON, JSONL, "
             "parquet or Arrow files, or folders of them"
         )
-    return Sources(tuple(found), skipped)
+    return Sources(tuple(input_files), skipped)
 
 
 def _describes(file: Path, tables: list[Path]) -> bool:
     """Whether a file says what is in tables of its folder."""
-    if (file.parent / _STATE).is_file() and any(each.parent == file.parent for each in tables):
+    if (file.parent / _STATE).is_file() and any(table.parent == file.parent for table in tables):
         return True
-    if file.name != _CARD or not any(file.parent in each.parents for each in tables):
+    if file.name != _CARD or not any(file.parent in table.parents for table in tables):
         return False
     with file.open("rb") as stream:
         return stream.readline().strip() == b"---"
@@ -118,15 +118,15 @@ def _describes(file: Path, tables: list[Path]) -> bool:
 def _named(path: Path) -> InputFile:
     if not path.exists():
         raise BadFile(str(path), ["there is no such file or folder; check the path"])
-    found = _kind(path)
-    if found is None:
+    input_file = _kind(path)
+    if input_file is None:
         rule = "it is binary, and no text, JSON, JSONL, parquet or Arrow file"
         raise BadFile(str(path), [f"{rule}; leave it out, or convert it to UTF-8 text"])
-    if found.kind == "text" and _plain(path).suffix == _JSON:
+    if input_file.kind == "text" and _plain(path).suffix == _JSON:
         rule = "its JSON has no rows: it is neither an array of objects nor an object a line"
-        way = "give one of these, or name it .txt to take it as one text"
-        raise BadFile(str(path), [f"{rule}; {way}"])
-    return found
+        remedy = "give one of these, or name it .txt to take it as one text"
+        raise BadFile(str(path), [f"{rule}; {remedy}"])
+    return input_file
 
 
 def _plain(path: Path) -> Path:
@@ -137,10 +137,10 @@ def _plain(path: Path) -> Path:
 def _inside(folder: Path) -> list[Path]:
     """The files of a folder, sorted; of a dataset that `datasets` saved, its tables."""
     if (folder / _SPLITS).is_file():
-        names = sorted(each.parent.name for each in folder.glob(f"*/{_STATE}"))
-        some = names[0] if names else "train"
+        names = sorted(state_file.parent.name for state_file in folder.glob(f"*/{_STATE}"))
+        example = names[0] if names else "train"
         rule = f"it is a dataset with the splits {', '.join(names) or 'that are missing'}"
-        raise BadFile(str(folder), [f"{rule}; give the folder of one, such as {folder / some}"])
+        raise BadFile(str(folder), [f"{rule}; give the folder of one, such as {folder / example}"])
     files: list[Path] = []
     for root, folders, names in os.walk(folder):
         folders[:] = [name for name in folders if not name.startswith(".")]
@@ -162,7 +162,7 @@ def _kind(path: Path) -> InputFile | None:
             head = raw.read(_HEAD)
     except OSError as error:
         raise BadFile(str(path), [f"{error.strerror or error}; check the path"]) from error
-    packed = packed or next((each for each in _ENDINGS.values() if head.startswith(each)), b"")
+    packed = packed or next((magic for magic in _ENDINGS.values() if head.startswith(magic)), b"")
     if packed:
         with _opened(InputFile(path, "text", packed)) as (stream, _):
             head = stream.read(_HEAD)
@@ -250,15 +250,15 @@ def read_blocks(
             for rows, num_bytes in table_files.read_rows(path, source.kind, columns):
                 if at + len(rows) > skip:
                     cut = max(0, skip - at)
-                    some = rows[cut:]
-                    yield RowBlock(number, str(path), at + cut, len(some), some, "row", num_bytes)
+                    tail = rows[cut:]
+                    yield RowBlock(number, str(path), at + cut, len(tail), tail, "row", num_bytes)
                 at += len(rows)
         else:
             yield from _text_blocks(number, source, skip)
 
 
 def _text_blocks(number: int, source: InputFile, skip: int) -> Iterator[RowBlock]:
-    path, told = str(source.path), 0
+    path, last_position = str(source.path), 0
     with _opened(source) as (stream, raw):
         if source.kind == "text":
             if not skip:
@@ -268,11 +268,11 @@ def _text_blocks(number: int, source: InputFile, skip: int) -> Iterator[RowBlock
         at = 0
         if source.kind == "array":
             for rows in read_elements(stream, path, BLOCK):
-                if some := rows[max(0, skip - at) :]:
-                    first, position = at + len(rows) - len(some), _position(raw)
-                    size = position - told
-                    yield RowBlock(number, path, first, len(some), some, "element", size)
-                    told = position
+                if elements := rows[max(0, skip - at) :]:
+                    first, position = at + len(rows) - len(elements), _position(raw)
+                    size = position - last_position
+                    yield RowBlock(number, path, first, len(elements), elements, "element", size)
+                    last_position = position
                 at += len(rows)
             return
         while data := stream.read(BLOCK) + stream.readline():
@@ -280,10 +280,10 @@ def _text_blocks(number: int, source: InputFile, skip: int) -> Iterator[RowBlock
             position = _position(raw)
             if at + num_lines > skip:
                 cut = max(0, skip - at)
-                rest = data.split(b"\n", cut)[-1] if cut else data
+                text = data.split(b"\n", cut)[-1] if cut else data
                 size = num_lines - cut
-                yield RowBlock(number, path, at + cut, size, rest, "line", position - told)
-                told = position
+                yield RowBlock(number, path, at + cut, size, text, "line", position - last_position)
+                last_position = position
             at += num_lines
 
 

@@ -48,17 +48,17 @@ def read_rows(path: Path, kind: str, columns: Sequence[str]) -> Iterator[tuple[l
         if not chosen:
             rule = f"it has none of the columns {', '.join(columns)}; name the one by --column"
             raise BadFile(str(path), [f"{rule}, one of: {', '.join(names) or 'none'}"])
-        told = done = 0
+        last_share = done = 0
         for batch in batches(chosen):
             for begin in range(0, batch.num_rows, _ROWS):
-                some = batch.slice(begin, _ROWS)
-                done += some.num_rows
+                part = batch.slice(begin, _ROWS)
+                done += part.num_rows
                 share = size * done // total if total else 0
                 if len(columns) == 1:
-                    yield some.column(columns[0]).to_pylist(), share - told
+                    yield part.column(columns[0]).to_pylist(), share - last_share
                 else:
-                    yield some.select(chosen).to_pylist(), share - told
-                told = share
+                    yield part.select(chosen).to_pylist(), share - last_share
+                last_share = share
 
 
 def _require_column(path: Path, names: list[str], column: str) -> None:
@@ -73,15 +73,19 @@ def _opened(path: Path, kind: str, arrow: Any, columns: Sequence[str]) -> Any:
     if kind == "parquet":
         file = imported("pyarrow.parquet", path).ParquetFile(path)
         total = file.metadata.num_rows
-        return file.schema_arrow.names, total, lambda some: file.iter_batches(_ROWS, columns=some)
+        return (
+            file.schema_arrow.names,
+            total,
+            lambda selection: file.iter_batches(_ROWS, columns=selection),
+        )
     ipc = imported("pyarrow.ipc", path)
     mapped = arrow.memory_map(str(path))
     if kind == "stream":
         reader = ipc.open_stream(mapped)
-        return reader.schema.names, 0, lambda some: reader
+        return reader.schema.names, 0, lambda selection: reader
     file = ipc.open_file(mapped)
     batches = map(file.get_batch, range(file.num_record_batches))
-    return file.schema.names, 0, lambda some: batches
+    return file.schema.names, 0, lambda selection: batches
 
 
 @contextmanager

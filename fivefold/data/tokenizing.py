@@ -91,7 +91,7 @@ def tokenize(
     )
     reader = _Reader(sources, encode, options, tick)
     index, start = write_folder(job, reader.documents)
-    left_out = {key: one for key, one in reader.counts.items() if one}
+    left_out = {key: count for key, count in reader.counts.items() if count}
     return Tokenized(index, left_out, start.num_documents)
 
 
@@ -101,8 +101,8 @@ def _identity(sources: Sources, encode: Encode, options: TokenizeOptions) -> str
     for source in sources.files:
         if not source.path.is_file():
             return None
-        found = source.path.stat()
-        files.append((str(source.path.resolve()), found.st_size, found.st_mtime_ns))
+        file_stat = source.path.stat()
+        files.append((str(source.path.resolve()), file_stat.st_size, file_stat.st_mtime_ns))
     table = {
         "files": files,
         "encode": encode.identity,
@@ -129,15 +129,15 @@ class _Reader:
         self.counts = dict.fromkeys((*_COUNTED.values(), DUPLICATE), 0) | start.place.left_out
         self.seen = {seen[at : at + DIGEST] for at in range(0, len(seen), DIGEST)}
         begin, num_full = (start.place.file, start.place.row), start.num_documents
-        self.tick(sum(each.path.stat().st_size for each in self.sources.files[: begin[0]]))
+        self.tick(sum(file.path.stat().st_size for file in self.sources.files[: begin[0]]))
         blocks = read_blocks(self.sources, self.encode.columns, begin)
         with in_processes(self.encode, self._num_workers()) as mapped:
             for done in mapped(blocks):
-                found = self._kept(done)
-                num_full += len(found.lengths)
-                if len(found.lengths):
-                    yield found
-                self.counts = _added(self.counts, done, len(done.fates), len(found.lengths))
+                new_documents = self._kept(done)
+                num_full += len(new_documents.lengths)
+                if len(new_documents.lengths):
+                    yield new_documents
+                self.counts = _added(self.counts, done, len(done.fates), len(new_documents.lengths))
                 self.tick(done.block.num_bytes)
         if not num_full:
             raise FivefoldError(
@@ -155,15 +155,15 @@ class _Reader:
         lengths, sizes, tokens = done.lengths, done.sizes, done.tokens
         masks, new = done.masks, done.digests
         if self.options.dedup:
-            raw = [bytes(each) for each in new]
-            first = np.array([self._is_new(each) for each in raw], np.bool_)
+            raw = [bytes(digest) for digest in new]
+            first = np.array([self._is_new(digest) for digest in raw], np.bool_)
             if not first.all():
                 part = np.repeat(first, lengths)
                 lengths, sizes, tokens = lengths[first], sizes[first], tokens[part]
                 rows, new = rows[first], new[first]
                 masks = None if masks is None else masks[part]
-        place = self._places(done, rows)
-        return JoinedDocuments(tokens, lengths, sizes, masks, new.tobytes(), place)
+        position = self._places(done, rows)
+        return JoinedDocuments(tokens, lengths, sizes, masks, new.tobytes(), position)
 
     def _is_new(self, digest: bytes) -> bool:
         if digest in self.seen:
@@ -188,9 +188,9 @@ def _added(
 ) -> dict[str, int]:
     """Counts with the first rows of a block, of which so many documents were kept."""
     fates = done.fates[:num_rows]
-    found = {word: counts[word] + int((fates == fate).sum()) for fate, word in _COUNTED.items()}
+    totals = {word: counts[word] + int((fates == fate).sum()) for fate, word in _COUNTED.items()}
     duplicates = counts[DUPLICATE] + int((fates == KEPT).sum()) - num_kept
-    return {**counts, **found, DUPLICATE: duplicates}
+    return {**counts, **totals, DUPLICATE: duplicates}
 
 
 def _listed(counts: dict[str, int]) -> str:

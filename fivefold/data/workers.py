@@ -37,8 +37,8 @@ def in_processes(
     ours = [pair[0] for pair in pairs]
     processes: list[Any] = []
     for number, (_, theirs) in enumerate(pairs):
-        others = [*ours, *(other for at, (_, other) in enumerate(pairs) if at != number)]
-        process = context.Process(target=_serve, args=(function, theirs, others), daemon=True)
+        connections = [*ours, *(other for at, (_, other) in enumerate(pairs) if at != number)]
+        process = context.Process(target=_serve, args=(function, theirs, connections), daemon=True)
         process.start()
         processes.append(process)
     for _, theirs in pairs:
@@ -87,12 +87,12 @@ def _ask(free: SimpleQueue[Connection], item: Any) -> Any:
 
 
 def _serve(
-    function: Callable[[Any], Any], connection: Connection, others: list[Connection]
+    function: Callable[[Any], Any], connection: Connection, connections: list[Connection]
 ) -> None:
     """Answer until the parent closes its pipe."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallel part
-    for other in others:
+    for other in connections:
         other.close()
     while True:
         try:

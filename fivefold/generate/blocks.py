@@ -21,8 +21,8 @@ from fivefold.core.model import blocks_of as blocks_of
 
 def chained_digest(before: bytes, tokens: Sequence[int]) -> bytes:
     """Of a full block, given that of the block before it (empty for the first one)."""
-    words = b"".join(token.to_bytes(8, "little") for token in tokens)
-    return hashlib.blake2b(before + words, digest_size=16).digest()
+    token_bytes = b"".join(token.to_bytes(8, "little") for token in tokens)
+    return hashlib.blake2b(before + token_bytes, digest_size=16).digest()
 
 
 class BlockPool:
@@ -55,13 +55,13 @@ class BlockPool:
         that one has none."""
         owners = range(self.owners)
         first = max(owners, key=self._num_free) if after is None else after + 1
-        order = [(first + more) % self.owners for more in owners]
-        empty = next((self._empty[each] for each in order if self._empty[each]), None)
-        kept = next((self._kept[each] for each in order if self._kept[each]), None)
+        order = [(first + offset) % self.owners for offset in owners]
+        empty = next((self._empty[owner] for owner in order if self._empty[owner]), None)
+        cache = next((self._kept[owner] for owner in order if self._kept[owner]), None)
         if empty is not None:
             block = empty.popleft()
-        elif kept is not None:
-            block, _ = kept.popitem(last=False)
+        elif cache is not None:
+            block, _ = cache.popitem(last=False)
             del self._published[self._digests.pop(block)]
         else:
             return None
@@ -99,6 +99,6 @@ class BlockPool:
         """Share no more of what is there: the weights that it was computed with have changed."""
         self._published.clear()
         self._digests.clear()
-        for empty, kept in zip(self._empty, self._kept, strict=True):
-            empty.extend(kept)
-            kept.clear()
+        for empty, cache in zip(self._empty, self._kept, strict=True):
+            empty.extend(cache)
+            cache.clear()

@@ -62,21 +62,21 @@ def attend_pages(
     q_THd: Tensor, pages: LayerPages, step: StepTensors, info: AttentionInfo
 ) -> Tensor:
     """Each token's attention to the tokens of its sequence up to itself, as the layer sees them."""
-    found: list[Tensor] = []
-    lengths = [len(each.tokens) for each in step.chunks]
+    outputs: list[Tensor] = []
+    lengths = [len(sequence_chunk.tokens) for sequence_chunk in step.chunks]
     for q_nHd, chunk, table in zip(
         torch.split(q_THd, lengths), step.chunks, step.tables, strict=True
     ):
         if chunk.fills:
-            found.append(q_nHd.new_zeros((*q_nHd.shape[:2], pages.values.shape[3])))
+            outputs.append(q_nHd.new_zeros((*q_nHd.shape[:2], pages.values.shape[3])))
             continue
         # Earlier blocks are out of sight of all its queries.
         first = first_seen(chunk.start, info) // BLOCK
         k_LKd, v_LKv = pages.read(table[first : -(-chunk.stop // BLOCK)])
         length = chunk.stop - first * BLOCK
         keys_and_values = k_LKd[:length], v_LKv[:length]
-        found.append(attend_sequence(q_nHd, *keys_and_values, info, first * BLOCK))
-    return torch.cat(found)
+        outputs.append(attend_sequence(q_nHd, *keys_and_values, info, first * BLOCK))
+    return torch.cat(outputs)
 
 
 def attend_sequence(
@@ -131,7 +131,7 @@ class _LayerKernel:
         self, q_BHSd: Tensor, k_BKSd: Tensor, v_BKSv: Tensor, info: AttentionInfo
     ) -> Tensor:
         assert q_BHSd.shape[0] == 1, "a step is one row"
-        q_THd, k_TKd, v_TKv = (each[0].transpose(0, 1) for each in (q_BHSd, k_BKSd, v_BKSv))
+        q_THd, k_TKd, v_TKv = (tensor[0].transpose(0, 1) for tensor in (q_BHSd, k_BKSd, v_BKSv))
         out_THv = self.cache.attend(q_THd, k_TKd, v_TKv, self.pages, info)
         return out_THv.transpose(0, 1)[None]
 
@@ -187,13 +187,13 @@ class KvCache:
                 for size in page_sizes(attention)
             ]
             if isinstance(attention, Attention):
-                found = LayerPages(*pages)
-                attention.kernel = _LayerKernel(found, self)
+                layer_pages = LayerPages(*pages)
+                attention.kernel = _LayerKernel(layer_pages, self)
             else:
                 # Values are keys without their rotated part.
-                found = LayerPages(pages[0], pages[0][..., : attention.mla.kv_rank])
-                attention.latent_kernel = _LatentLayerKernel(attention, found, self)
-            self.pages[int(layer)] = found
+                layer_pages = LayerPages(pages[0], pages[0][..., : attention.mla.kv_rank])
+                attention.latent_kernel = _LatentLayerKernel(attention, layer_pages, self)
+            self.pages[int(layer)] = layer_pages
 
     def begin(self, step: StepTensors) -> None:
         """The kernels run for this step from now on."""

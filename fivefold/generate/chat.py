@@ -36,8 +36,8 @@ class ChatTemplate:
             rule = f"has no chat template, in {_CONFIG} or {_FILE}"
             raise BadFile(self.where, [f"{rule}: leave --chat out, or give a chat model"])
         names = ("bos_token", "eos_token", "unk_token", "pad_token")
-        given = {name: table.get(name) for name in names}
-        contents = {name: token_text(value) for name, value in given.items()}
+        special_tokens = {name: table.get(name) for name in names}
+        contents = {name: token_text(value) for name, value in special_tokens.items()}
         self.variables = {k: v for k, v in contents.items() if isinstance(v, str)}
 
     def render(self, messages: Sequence[Message], seconds: int = _SECONDS) -> str:
@@ -83,12 +83,12 @@ class ChatTemplate:
 def _source(folder: Path, table: dict[str, Any]) -> str | None:
     if (folder / _FILE).exists():
         return (folder / _FILE).read_text("utf-8")
-    given = table.get("chat_template")
-    if isinstance(given, list):  # several, by name
-        tables = [_table(each) for each in cast("list[Any]", given)]
-        given = {each.get("name"): each.get("template") for each in tables}.get("default")
-    return given if isinstance(given, str) else None
+    template = table.get("chat_template")
+    if isinstance(template, list):  # several, by name
+        tables = [_table(entry) for entry in cast("list[Any]", template)]
+        template = {entry.get("name"): entry.get("template") for entry in tables}.get("default")
+    return template if isinstance(template, str) else None
 
 
-def _table(given: Any) -> dict[str, Any]:
-    return cast("dict[str, Any]", given) if isinstance(given, dict) else {}
+def _table(value: Any) -> dict[str, Any]:
+    return cast("dict[str, Any]", value) if isinstance(value, dict) else {}

@@ -56,7 +56,14 @@ def main(seconds: int) -> None:
     environment = _prepared()
     _limit_time(seconds)
     if "conversations" in job:
-        print(json.dumps([_conversation(environment, job, one) for one in job["conversations"]]))
+        print(
+            json.dumps(
+                [
+                    _conversation(environment, job, conversation)
+                    for conversation in job["conversations"]
+                ]
+            )
+        )
     else:
         print(json.dumps(_rendered(environment, job)))
 
@@ -114,26 +121,26 @@ def _rendered(environment: ImmutableSandboxedEnvironment, job: dict[str, Any]) -
 
 
 def _conversation(
-    environment: ImmutableSandboxedEnvironment, job: dict[str, Any], one: dict[str, Any]
+    environment: ImmutableSandboxedEnvironment, job: dict[str, Any], conversation: dict[str, Any]
 ) -> dict[str, Any]:
     """The text of a conversation, and the spans of its characters that the assistant says."""
 
     def render(messages: list[Any], prompt: bool) -> str:
-        return _render(environment, job, {**one, "messages": messages}, prompt)
+        return _render(environment, job, {**conversation, "messages": messages}, prompt)
 
     def spans() -> dict[str, Any]:
-        messages = one["messages"]
-        text, found = _unmarked(render(messages, False))
-        if found:
-            return {"text": text, "spans": found}
+        messages = conversation["messages"]
+        text, text_spans = _unmarked(render(messages, False))
+        if text_spans:
+            return {"text": text, "spans": text_spans}
         for number, message in enumerate(messages):
             if message.get("role") == "assistant":
                 before = render(messages[:number], True)
                 after = render(messages[: number + 1], False)
                 if not (after.startswith(before) and text.startswith(after)):
                     return {"error": _CHANGES.format(number=number + 1)}
-                found.append((len(before), len(after)))
-        return {"text": text, "spans": found}
+                text_spans.append((len(before), len(after)))
+        return {"text": text, "spans": text_spans}
 
     return _caught(spans)
 
@@ -147,12 +154,12 @@ _CHANGES = (
 def _render(
     environment: ImmutableSandboxedEnvironment,
     job: dict[str, Any],
-    one: dict[str, Any],
+    conversation: dict[str, Any],
     prompt: bool,
 ) -> str:
-    more = {"tools": one["tools"]} if one.get("tools") else {}
+    extra = {"tools": conversation["tools"]} if conversation.get("tools") else {}
     text = _compiled(environment, job["template"]).render(
-        messages=one["messages"], add_generation_prompt=prompt, **more, **job["variables"]
+        messages=conversation["messages"], add_generation_prompt=prompt, **extra, **job["variables"]
     )
     if len(text) > _MOST_TEXT:
         raise TemplateError(f"it made more than {_MOST_TEXT:,} characters")
@@ -170,11 +177,11 @@ def _unmarked(text: str) -> tuple[str, list[tuple[int, int]]]:
     parts, spans = [""], list[tuple[int, int]]()
     size = 0
     for piece in text.split(_OPEN):
-        inside, closed, rest = piece.partition(_CLOSE)
+        inside, closed, tail = piece.partition(_CLOSE)
         if closed:
             spans.append((size, size + len(inside)))
-        parts += [inside, rest]
-        size += len(inside) + len(rest)
+        parts += [inside, tail]
+        size += len(inside) + len(tail)
     return "".join(parts), spans
 
 

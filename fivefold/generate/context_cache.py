@@ -65,9 +65,9 @@ class ContextCache(KvCache):
             for chunk in step.chunks
             for i in range(chunk.start, chunk.stop)
         ]
-        mine = [(row, *place) for row, place in enumerate(places) if self.owns(place[0])]
-        slots = [block // self.size * BLOCK + offset for _, block, offset in mine]
-        self.written = torch.tensor([row for row, *_ in mine], dtype=torch.int64, device=device)
+        own_rows = [(row, *slot) for row, slot in enumerate(places) if self.owns(slot[0])]
+        slots = [block // self.size * BLOCK + offset for _, block, offset in own_rows]
+        self.written = torch.tensor([row for row, *_ in own_rows], dtype=torch.int64, device=device)
         self.slots = torch.tensor(slots, dtype=torch.int64, device=device)
 
     def attend(
@@ -81,31 +81,33 @@ class ContextCache(KvCache):
             pages.write(self.slots, k_TKd[self.written], v_TKv[self.written])
         chunks, key = self.step.chunks, (info.window, info.chunk)
         if key not in self._owned:
-            self._owned[key] = [self._owned_keys(each, info) for each in chunks]
-        found: list[Tensor] = []
-        by_sequence = torch.split(q_THd, [len(each.tokens) for each in chunks])
+            self._owned[key] = [self._owned_keys(sequence_chunk, info) for sequence_chunk in chunks]
+        outputs: list[Tensor] = []
+        by_sequence = torch.split(q_THd, [len(sequence_chunk.tokens) for sequence_chunk in chunks])
         for q_nHd, chunk, owned in zip(by_sequence, chunks, self._owned[key], strict=True):
             positions_n = torch.arange(chunk.start, chunk.stop, device=q_nHd.device)
-            k_LKd, v_LKv = (each[: len(owned.positions_L)] for each in pages.read(owned.pages))
+            k_LKd, v_LKv = (tensor[: len(owned.positions_L)] for tensor in pages.read(owned.pages))
             hidden_nL = hidden_pairs(positions_n, owned.positions_L, info)
-            found.append(attend_part(q_nHd, k_LKd, v_LKv, hidden_nL, info))
-        parts_CMHw = self._to_their_ranks(torch.cat(found))
+            outputs.append(attend_part(q_nHd, k_LKd, v_LKv, hidden_nL, info))
+        parts_CMHw = self._to_their_ranks(torch.cat(outputs))
         return merge_parts(parts_CMHw, info.sinks).to(q_MHd.dtype)
 
     def _all_tokens(self, *each_M: Tensor) -> list[Tensor]:
         """Queries, keys and values of all ranks, by one gather."""
-        widths = [each[0].numel() for each in each_M]
-        rows = self.boundary.gather(torch.cat([each.flatten(1) for each in each_M], dim=1))
+        widths = [tensor[0].numel() for tensor in each_M]
+        rows = self.boundary.gather(torch.cat([tensor.flatten(1) for tensor in each_M], dim=1))
         parts = torch.split(rows, widths, dim=1)
-        return [part.unflatten(1, each.shape[1:]) for part, each in zip(parts, each_M, strict=True)]
+        return [
+            part.unflatten(1, tensor.shape[1:]) for part, tensor in zip(parts, each_M, strict=True)
+        ]
 
     def _owned_keys(self, chunk: SequenceChunk, info: AttentionInfo) -> OwnedKeys:
         first = first_seen(chunk.start, info) // BLOCK
         seen = range(first, blocks_of(chunk.stop))  # some query sees some of each
-        mine = [i for i in seen if self.owns(chunk.table[i])]
+        own_blocks = [i for i in seen if self.owns(chunk.table[i])]
         device = self.slots.device
-        pages = torch.tensor([chunk.table[i] // self.size for i in mine], dtype=torch.int64)
-        places = torch.tensor([i * BLOCK for i in mine], dtype=torch.int64)[:, None]
+        pages = torch.tensor([chunk.table[i] // self.size for i in own_blocks], dtype=torch.int64)
+        places = torch.tensor([i * BLOCK for i in own_blocks], dtype=torch.int64)[:, None]
         positions_L = (places + torch.arange(BLOCK)).flatten()
         # Only the last block may be filled in part.
         return OwnedKeys(pages.to(device), positions_L[positions_L < chunk.stop].to(device))

@@ -84,13 +84,13 @@ def attend_on_gpu(
     if not kernels or not has_kernel(q_THd.shape[2], q_THd.dtype):
         return attend_pages(q_THd, pages, step, info)
     singles = step.first_singles
-    found = [_attend_singles(q_THd, pages, step, singles, info.window)] if singles else []
+    outputs = [_attend_singles(q_THd, pages, step, singles, info.window)] if singles else []
     start = singles
     for chunk, table in zip(step.chunks[singles:], step.tables[singles:], strict=True):
         stop = start + len(chunk.tokens)
-        found.append(_attend_chunk(q_THd[start:stop], pages, chunk, table, info))
+        outputs.append(_attend_chunk(q_THd[start:stop], pages, chunk, table, info))
         start = stop
-    return found[0] if len(found) == 1 else torch.cat(found)
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
 
 def _attend_singles(
@@ -98,9 +98,9 @@ def _attend_singles(
 ) -> Tensor:
     """The first sequences, with one token each."""
     tables, lengths = step.tables[:count], step.lengths[:count]
-    both = (pages.keys, pages.values)
+    keys_and_values = (pages.keys, pages.values)
     return attend_single_tokens(
-        q_THd[:count], both, tables, lengths, BLOCK * tables.shape[1], window
+        q_THd[:count], keys_and_values, tables, lengths, BLOCK * tables.shape[1], window
     )
 
 
@@ -116,7 +116,7 @@ def _attend_chunk(
     k_LKd, v_LKv = pages.read(table[first : -(-chunk.stop // BLOCK)])
     if not narrow:
         return attend_sequence(q_nHd, k_LKd[:length], v_LKv[:length], info, first * BLOCK)
-    q, k, v = (each[None] for each in (q_nHd, k_LKd[:length], v_LKv[:length]))
+    q, k, v = (tensor[None] for tensor in (q_nHd, k_LKd[:length], v_LKv[:length]))
     # Flash is causal from the last query and key backwards. A window counts the query itself.
     left = -1 if window is None else window - 1
     return torch.ops.aten._flash_attention_forward(
@@ -129,13 +129,13 @@ def attend_prompt(q_nHd: Tensor, pages: LayerPages, table: Tensor) -> Tensor:
     """A prompt from its first token on, at its padded length: no query sees a later key."""
     length = attended_length(len(q_nHd))
     k_LKd, v_LKv = pages.read(table[: length // BLOCK])
-    for each in (k_LKd, v_LKv):  # 0 times what an earlier sequence left here could be NaN
-        each[len(q_nHd) :].zero_()
+    for page_rows in (k_LKd, v_LKv):  # 0 times what an earlier sequence left here could be NaN
+        page_rows[len(q_nHd) :].zero_()
     q_LHd = F.pad(q_nHd, (0, 0, 0, 0, 0, length - len(q_nHd)))
-    q, k, v = (each[None].transpose(1, 2) for each in (q_LHd, k_LKd, v_LKv))
+    q, k, v = (tensor[None].transpose(1, 2) for tensor in (q_LHd, k_LKd, v_LKv))
     with sdpa_kernel(CUDA_KERNELS, set_priority=True):
-        found = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-    return found[0].transpose(0, 1)[: len(q_nHd)]
+        output = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    return output[0].transpose(0, 1)[: len(q_nHd)]
 
 
 class FewTokens:
@@ -153,9 +153,9 @@ class JoinedLinears:
     tensor."""
 
     def __init__(self, linears: Sequence[Linear], more: Project) -> None:
-        self.more, self.sizes = more, [len(each.weight) for each in linears]
+        self.more, self.sizes = more, [len(linear.weight) for linear in linears]
         self.weight, self.bias = (
-            _joined([getattr(each, name) for each in linears]) for name in ("weight", "bias")
+            _joined([getattr(linear, name) for linear in linears]) for name in ("weight", "bias")
         )
 
     def __call__(self, x: Tensor, linears: Sequence[Linear]) -> Sequence[Tensor]:
@@ -168,13 +168,15 @@ class JoinedLinears:
 @torch.no_grad()
 def _joined(parts: Sequence[nn.Parameter | None]) -> Tensor | None:
     """One tensor, whose rows the parts become."""
-    there = [each for each in parts if each is not None]
-    if not there:
+    tensors = [parameter for parameter in parts if parameter is not None]
+    if not tensors:
         return None
-    whole = torch.cat(there)
-    for each, rows in zip(there, whole.split([len(one) for one in there]), strict=True):
-        each.set_(rows)
-    return whole
+    full_tensor = torch.cat(tensors)
+    for part, rows in zip(
+        tensors, full_tensor.split([len(tensor) for tensor in tensors]), strict=True
+    ):
+        part.set_(rows)
+    return full_tensor
 
 
 def multiply_few_tokens(decoder: Decoder) -> None:
@@ -185,7 +187,7 @@ def multiply_few_tokens(decoder: Decoder) -> None:
         if isinstance(module, Attention):
             module.project = JoinedLinears((module.q, module.k, module.v), module.project)
         elif isinstance(module, Mlp):
-            linears = [each for each in (module.gate, module.up) if each is not None]
+            linears = [linear for linear in (module.gate, module.up) if linear is not None]
             module.project = JoinedLinears(linears, module.project)
         elif isinstance(module, Linear):
             module.matmul = FewTokens(module.matmul)
@@ -237,7 +239,7 @@ class GraphedForward(DecoderForward):
         pages = next(iter(self.cache.pages.values()))
         if pages.keys.dtype == torch.float32:  # which no such kernel has
             return
-        lengths = sorted({attended_length(each) for each in range(1, tokens + 1)})
+        lengths = sorted({attended_length(count) for count in range(1, tokens + 1)})
         heads, width = self.decoder.shape.heads, pages.keys.shape[3]
         q_THd = pages.keys.new_zeros((lengths[-1], heads, width))
         table = torch.full((blocks_of(lengths[-1]),), self.padding, device=self.device)
@@ -246,7 +248,7 @@ class GraphedForward(DecoderForward):
 
     @torch.inference_mode()
     def __call__(self, step: StepBatch) -> Tensor:
-        decodes = all(len(each.tokens) == 1 and each.samples for each in step.chunks)
+        decodes = all(len(chunk.tokens) == 1 and chunk.samples for chunk in step.chunks)
         if not (self.captures and decodes and 0 < len(step.chunks) <= _MOST_SEQUENCES):
             replayed = self.with_prompts
             return replayed(step) if replayed and replayed.takes(step) else super().__call__(step)
@@ -254,10 +256,10 @@ class GraphedForward(DecoderForward):
         numbers = packed(self._filled(step, size.sequences), size.blocks).pin_memory()
         if size not in self.captured:
             self.captured[size] = self._capture(numbers, size)
-        found = self.captured[size]
-        found.numbers.copy_(numbers, non_blocking=True)
-        found.graph.replay()
-        return found.logits[: len(step.chunks)]
+        capture = self.captured[size]
+        capture.numbers.copy_(numbers, non_blocking=True)
+        capture.graph.replay()
+        return capture.logits[: len(step.chunks)]
 
     def _size(self, step: StepBatch) -> StepSize:
         """The smallest captured size for this step."""
@@ -272,8 +274,8 @@ class GraphedForward(DecoderForward):
 
     def _capture(self, numbers: Tensor, size: StepSize) -> _Captured:
         """Run a step once, since kernels are compiled and chosen then, and capture it."""
-        there = numbers.to(self.device)
-        tensors = unpacked(there, size, ())
+        device_numbers = numbers.to(self.device)
+        tensors = unpacked(device_numbers, size, ())
         beside = torch.cuda.Stream(self.device)
         beside.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(beside):
@@ -282,4 +284,4 @@ class GraphedForward(DecoderForward):
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             logits = self.run(tensors)
-        return _Captured(there, graph, logits)
+        return _Captured(device_numbers, graph, logits)

@@ -52,14 +52,14 @@ def alone(tensor: Tensor) -> Shared:
     """The sum over one rank, on its way to the host."""
     if not tensor.is_cuda:
         return lambda: tensor
-    here = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-    here.copy_(tensor, non_blocking=True)
+    host_copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    host_copy.copy_(tensor, non_blocking=True)
     copied = torch.cuda.Event()
     copied.record(torch.cuda.current_stream(tensor.device))
 
     def wait() -> Tensor:
         copied.synchronize()
-        return here
+        return host_copy
 
     return wait
 
@@ -96,7 +96,7 @@ def _wanted(
         first = len(sequence.logprobs) + sequence.awaited - 1
         if sequence.request.targets:
             first = chunk.stop - chunk.scored - sequence.first_wanted
-        rows += [(sequence, first + more) for more in range(chunk.num_wanted)]
+        rows += [(sequence, first + offset) for offset in range(chunk.num_wanted)]
     return rows
 
 
@@ -137,11 +137,13 @@ class Engine:
         self.shape, self.forward, self.watch, self.routes = shape, forward, watch, routes
         self.ranks = ranks or EngineRanks()
         pools = [BlockPool(blocks, self.ranks.owners) for _ in range(self.ranks.replicas)]
-        some, in_flight = limits or ScheduleLimits(), self.ranks.in_flight
+        schedule_limits, in_flight = limits or ScheduleLimits(), self.ranks.in_flight
         # Recorded routes are read from all blocks when a sequence ends.
         window = shape.window_everywhere if routes is None else None
-        more = (in_flight, self._save, window, drawn is not None, self._land, shape.outgrown_at)
-        self.schedulers = [Scheduler(each, some, shape.max_seq, *more) for each in pools]
+        options = (in_flight, self._save, window, drawn is not None, self._land, shape.outgrown_at)
+        self.schedulers = [
+            Scheduler(pool, schedule_limits, shape.max_seq, *options) for pool in pools
+        ]
         self.travel: Travel | None = None
         self._most_flights = in_flight + (drawn is not None)
         self._sequences: dict[str, SequenceState] = {}
@@ -159,7 +161,7 @@ class Engine:
     @property
     def num_preempted(self) -> int:
         """How often sequences have lost their blocks."""
-        return sum(each.num_preempted for each in self.schedulers)
+        return sum(scheduler.num_preempted for scheduler in self.schedulers)
 
     def add(self, request: Request, home: int | None = None, drawn: Drawn = ()) -> None:
         """Queue a request; refuses one that the model or the cache cannot take. `home` is its
@@ -167,7 +169,7 @@ class Engine:
         request.check(self.shape.vocab, self.shape.max_seq)
         if request.id in self._sequences or request.id in self._ended:
             raise FivefoldError(f"request {request.id!r} is there already: give another id")
-        loads = [each.load for each in self.schedulers]
+        loads = [scheduler.load for scheduler in self.schedulers]
         at = self.schedulers[loads.index(min(loads)) if home is None else home]
         self._sequences[request.id] = at.add(request, drawn)
         self._homes[request.id] = at
@@ -176,7 +178,7 @@ class Engine:
         """Begin one forward, and end one if as many are under way as may be, or none can begin;
         returns the tokens that were drawn from it."""
         landed, self._landed = self._landed, []
-        batches = [each.schedule() for each in self.schedulers]
+        batches = [scheduler.schedule() for scheduler in self.schedulers]
         if any(batch.chunks for batch in batches):
             self._flights.append(self._begin(batches))
             if len(self._flights) < self._most_flights:
@@ -186,7 +188,7 @@ class Engine:
     def _begin(self, batches: Sequence[StepBatch]) -> _Flight:
         """Run this rank's stage of its replica's batch, and begin to share what is drawn."""
         logits_NV = self.forward(batches[self.ranks.replica])
-        rows_of = [self._rows(*each) for each in zip(batches, self.schedulers, strict=True)]
+        rows_of = [self._rows(*pair) for pair in zip(batches, self.schedulers, strict=True)]
         waiting = [row for rows in rows_of for row in rows]
         # All ranks know all requests, and so how many numbers a row has.
         most = max((sequence.request.alternatives for sequence, _ in waiting), default=0)
@@ -216,9 +218,9 @@ class Engine:
         """The next token of each sequence and its log-probability, and the likeliest ones."""
         draws: list[Draw] = []
         for sequence, index in rows:
-            asked = sequence.request
-            target = asked.targets[index] if asked.targets else None
-            draws.append(Draw(asked.sampling, asked.drawn_as or asked.id, index, target))
+            request = sequence.request
+            target = request.targets[index] if request.targets else None
+            draws.append(Draw(request.sampling, request.drawn_as or request.id, index, target))
         if self.watch is not None:
             for draw, logits_V in zip(draws, logits_NV, strict=True):
                 self.watch(draw.request, draw.index, logits_V)
@@ -227,7 +229,7 @@ class Engine:
 
     def _end_first(self) -> list[DrawnToken]:
         """Wait for the draws of the batch that was begun first."""
-        flight, found = self._flights.popleft(), list[DrawnToken]()
+        flight, drawn_tokens = self._flights.popleft(), list[DrawnToken]()
         for numbers, (sequence, index) in zip(as_rows(flight.drawn()), flight.rows, strict=True):
             id, token, logprob = sequence.request.id, int(numbers[0]), numbers[1]
             if self._sequences.get(id) is not sequence:  # it was ended meanwhile
@@ -238,8 +240,10 @@ class Engine:
                 reason = sequence.append(token, logprob)
             if reason is not None:
                 self.end(id, reason)
-            found.append(DrawnToken(id, index, token, logprob, reason, _pairs(sequence, numbers)))
-        return found
+            drawn_tokens.append(
+                DrawnToken(id, index, token, logprob, reason, _pairs(sequence, numbers))
+            )
+        return drawn_tokens
 
     def end(self, id: str, reason: Reason) -> None:
         """End a request now, and free its blocks; what it has so far is its completion."""
@@ -295,8 +299,10 @@ class Engine:
         if self.routes is None:
             return None
         saved = self._saved.pop(sequence.request.id, None)
-        mine = saved if saved is not None and not sequence.computed else self._here(sequence)
-        return self.routes.recorded(self.ranks.share(mine)())
+        local_routes = (
+            saved if saved is not None and not sequence.computed else self._here(sequence)
+        )
+        return self.routes.recorded(self.ranks.share(local_routes)())
 
     def collect(self, id: str) -> Completion:
         """The completion of a request that has ended, once."""
@@ -316,5 +322,5 @@ class Engine:
         """The weights have changed: everything in the cache is computed again."""
         while self._flights:
             self._landed += self._end_first()
-        for each in self.schedulers:
-            each.restart()
+        for scheduler in self.schedulers:
+            scheduler.restart()

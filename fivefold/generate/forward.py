@@ -69,11 +69,15 @@ class DecoderForward:
         if self.routes is not None:
             mine_1T = decoder.residual_tokens(self.ends.mine(tensors.slots[None]))
             self.routes.begin(tensors.slots, mine_1T[0])
-        whole, mine = tensors.batch, self.ends.mine
-        tokens = whole.tokens if self.drawn is None else self.drawn.fill(whole.tokens)
-        assert whole.outgrown is not None
-        tokens, labels, positions = mine(tokens), mine(whole.labels), mine(whole.positions)
-        batch = TokenBatch(tokens, labels, positions, outgrown=mine(whole.outgrown))
+        full_batch, local_rows = tensors.batch, self.ends.mine
+        tokens = full_batch.tokens if self.drawn is None else self.drawn.fill(full_batch.tokens)
+        assert full_batch.outgrown is not None
+        tokens, labels, positions = (
+            local_rows(tokens),
+            local_rows(full_batch.labels),
+            local_rows(full_batch.positions),
+        )
+        batch = TokenBatch(tokens, labels, positions, outgrown=local_rows(full_batch.outgrown))
         if decoder.embed is None:
             x_1TD = self.ends.receive(batch.tokens.numel())
         else:

@@ -56,14 +56,14 @@ class FixedSteps:
         logits_TV = self.forward(single_tokens(step, self.size, self.forward.padding))
         if not len(logits_TV):  # not the last stage
             return logits_TV
-        lasts = accumulate(len(each.tokens) for each in step.chunks)
+        lasts = accumulate(len(sequence_chunk.tokens) for sequence_chunk in step.chunks)
         pairs = zip(lasts, step.chunks, strict=True)
         rows = [row for last, chunk in pairs for row in range(last - chunk.num_wanted, last)]
         return logits_TV[torch.tensor(rows, dtype=torch.int64).to(logits_TV.device)]
 
-    def limits(self, wanted: ScheduleLimits) -> ScheduleLimits:
+    def limits(self, step_limits: ScheduleLimits) -> ScheduleLimits:
         """What a step may take: no more than it always has."""
-        return replace(wanted, tokens=min(wanted.tokens, self.size))
+        return replace(step_limits, tokens=min(step_limits.tokens, self.size))
 
 
 def single_tokens(step: StepBatch, size: int, padding: int) -> StepBatch:

@@ -49,28 +49,28 @@ class RankPages:
         self, sequence: SequenceState, routes: Iterable[KvRoute]
     ) -> Iterator[tuple[KvRoute, KvPiece]]:
         """All pieces that this rank sends of a sequence."""
-        here = self._here(sequence, 0)
-        blocks = tuple(index for index, _ in here)
+        own_blocks = self._here(sequence, 0)
+        blocks = tuple(index for index, _ in own_blocks)
         for route in routes:
             if route.source != self.rank:
                 continue
             for layer in route.layers:
                 tensors = tuple(
-                    each[self._pages_of(here, each)][:, :, self._local(route.heads)].cpu()
-                    for each in _stored(self.pages[layer])
+                    tensor[self._pages_of(own_blocks, tensor)][:, :, self._local(route.heads)].cpu()
+                    for tensor in _stored(self.pages[layer])
                 )
                 yield route, KvPiece(sequence.request.id, layer, route.heads, blocks, tensors)
 
     def put(self, sequence: SequenceState, pieces: Iterable[KvPiece]) -> None:
         """Write what came into the blocks of a sequence, but for those that it shares."""
-        here = dict(self._here(sequence, blocks_of(sequence.computed)))
+        own_pages = dict(self._here(sequence, blocks_of(sequence.computed)))
         for piece in pieces:
-            rows = [row for row, index in enumerate(piece.blocks) if index in here]
-            wanted = [(piece.blocks[row], here[piece.blocks[row]]) for row in rows]
+            rows = [row for row, index in enumerate(piece.blocks) if index in own_pages]
+            block_pages = [(piece.blocks[row], own_pages[piece.blocks[row]]) for row in rows]
             heads = self._local(piece.heads)
             for pages, came in zip(_stored(self.pages[piece.layer]), piece.tensors, strict=True):
-                some = came[torch.tensor(rows, dtype=torch.int64)].to(pages.device)
-                pages[:, :, heads].index_copy_(0, self._pages_of(wanted, pages), some)
+                values = came[torch.tensor(rows, dtype=torch.int64)].to(pages.device)
+                pages[:, :, heads].index_copy_(0, self._pages_of(block_pages, pages), values)
 
     def _here(self, sequence: SequenceState, first: int) -> list[tuple[int, int]]:
         """The blocks of the prompt that this rank owns, from `first` on: each with its page."""
@@ -79,8 +79,8 @@ class RankPages:
         return [(i, b // self.owners) for i, b in table if b % self.owners == self.owner]
 
     @staticmethod
-    def _pages_of(here: Iterable[tuple[int, int]], pages: Tensor) -> Tensor:
-        return torch.tensor([page for _, page in here], dtype=torch.int64).to(pages.device)
+    def _pages_of(block_pages: Iterable[tuple[int, int]], pages: Tensor) -> Tensor:
+        return torch.tensor([page for _, page in block_pages], dtype=torch.int64).to(pages.device)
 
     def _local(self, heads: range) -> slice:
         """Heads of the model as those of this rank."""

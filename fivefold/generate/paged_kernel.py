@@ -66,8 +66,8 @@ def _attend_part(
     head, column = tl.arange(0, GROUP_ROWS), tl.arange(0, WIDTH_BLOCK)
     value_column, query_head = tl.arange(0, VALUE_BLOCK), kv_head * GROUP + head
     is_head, is_column, is_value = head < GROUP, column < WIDTH, value_column < VALUE
-    place = sequence.to(tl.int64) * q_row + query_head[:, None] * q_head + column[None, :]
-    q = tl.load(q_ptr + place, is_head[:, None] & is_column[None, :], other=0.0)
+    q_offset = sequence.to(tl.int64) * q_row + query_head[:, None] * q_head + column[None, :]
+    q = tl.load(q_ptr + q_offset, is_head[:, None] & is_column[None, :], other=0.0)
     highest = tl.full((GROUP_ROWS,), -3.0e38, tl.float32)
     total = tl.zeros((GROUP_ROWS,), tl.float32)
     out = tl.zeros((GROUP_ROWS, VALUE_BLOCK), tl.float32)
@@ -81,11 +81,11 @@ def _attend_part(
         scores = tl.where(seen[None, :], tl.dot(q, k, input_precision="ieee") * scale, -3.0e38)
         higher = tl.maximum(highest, tl.max(scores, 1))
         odds = tl.where(seen[None, :], tl.exp(scores - higher[:, None]), 0.0)
-        kept = tl.exp(highest - higher)
+        decay = tl.exp(highest - higher)
         v_place = row[:, None] * VALUE_ROW + value_column[None, :]
         v = tl.load(values_ptr + v_place, seen[:, None] & is_value[None, :], other=0.0)
-        out = out * kept[:, None] + tl.dot(odds.to(v.dtype), v, input_precision="ieee")
-        total, highest = total * kept + tl.sum(odds, 1), higher
+        out = out * decay[:, None] + tl.dot(odds.to(v.dtype), v, input_precision="ieee")
+        total, highest = total * decay + tl.sum(odds, 1), higher
     at = (sequence * KV_HEADS * GROUP + query_head).to(tl.int64) * num_parts + part
     tl.store(log_sums_ptr + at, highest + tl.log(total), is_head)
     parts_ptr += at[:, None] * VALUE + value_column[None, :]
@@ -121,15 +121,15 @@ def _merge_parts(
     out = tl.zeros((VALUE_BLOCK,), tl.float32)
     for start in range(first, stop, MERGED):
         part = start + tl.arange(0, MERGED)
-        there = part < stop
-        log_sums = tl.load(log_sums_ptr + at + part, there, other=-3.0e38)
+        is_part = part < stop
+        log_sums = tl.load(log_sums_ptr + at + part, is_part, other=-3.0e38)
         higher = tl.maximum(highest, tl.max(log_sums))
-        shares = tl.where(there, tl.exp(log_sums - higher), 0.0)
-        place = (at + part)[:, None] * VALUE + column[None, :]
-        parts = tl.load(parts_ptr + place, there[:, None] & is_value[None, :], other=0.0)
-        kept = tl.exp(highest - higher)
-        out = out * kept + tl.sum(parts * shares[:, None], 0)
-        total, highest = total * kept + tl.sum(shares), higher
+        shares = tl.where(is_part, tl.exp(log_sums - higher), 0.0)
+        part_offset = (at + part)[:, None] * VALUE + column[None, :]
+        parts = tl.load(parts_ptr + part_offset, is_part[:, None] & is_value[None, :], other=0.0)
+        decay = tl.exp(highest - higher)
+        out = out * decay + tl.sum(parts * shares[:, None], 0)
+        total, highest = total * decay + tl.sum(shares), higher
     out_place = (sequence * heads + head).to(tl.int64) * VALUE + column
     tl.store(out_ptr + out_place, out / total, is_value)
 

@@ -57,8 +57,8 @@ class _Between(NamedTuple):
 
     def attend(self, kernel: PagedKernel, step: StepTensors, tokens: int) -> None:
         """What the first tokens find; the others fill the step."""
-        found = kernel(self.queries_THd[:tokens], self.pages, step, self.info)
-        self.found_THv[:tokens].copy_(found)
+        output = kernel(self.queries_THd[:tokens], self.pages, step, self.info)
+        self.found_THv[:tokens].copy_(output)
 
 
 class _Segment(NamedTuple):
@@ -93,26 +93,26 @@ class _Capture:
     ) -> Tensor:
         """Nothing is attended to here: a replay does that between two segments."""
         tokens, heads, width = q_THd.shape
-        queries, found = self._buffers(q_THd, (heads, width, pages.values.shape[3]))
+        queries, outputs = self._buffers(q_THd, (heads, width, pages.values.shape[3]))
         queries[:tokens].copy_(q_THd)
         if self.graph is not None:
-            self.end(_Between(pages, info, queries, found))
+            self.end(_Between(pages, info, queries, outputs))
             self.begin()
-        return found[:tokens]
+        return outputs[:tokens]
 
     def _buffers(self, like: Tensor, sizes: tuple[int, int, int]) -> tuple[Tensor, Tensor]:
         """Queries and what they find: one layer after another uses them. They are made when a step
         runs for the first time, before any capture."""
         if sizes not in self.buffers:
             heads, width, values = sizes
-            queries, found = ((self.most, heads, each) for each in (width, values))
-            self.buffers[sizes] = like.new_zeros(queries), like.new_zeros(found)
+            queries, out_shape = ((self.most, heads, channels) for channels in (width, values))
+            self.buffers[sizes] = like.new_zeros(queries), like.new_zeros(out_shape)
         return self.buffers[sizes]
 
     def taken(self) -> list[_Segment]:
         """The segments of a step, all of which are there."""
-        found, self.segments = self.segments, []
-        return found
+        segments, self.segments = self.segments, []
+        return segments
 
 
 class PiecewiseSteps:
@@ -133,8 +133,8 @@ class PiecewiseSteps:
         try:
             with cuda.stream(beside):
                 gc.collect()
-                for each in sorted(sizes, reverse=True):  # smaller ones need no more memory
-                    self._capture(capture, each)
+                for size in sorted(sizes, reverse=True):  # smaller ones need no more memory
+                    self._capture(capture, size)
         finally:
             forward.cache.kernel = self.kernel
         cuda.current_stream(forward.device).wait_stream(beside)
@@ -176,9 +176,11 @@ class PiecewiseSteps:
     def _filled(self, step: StepBatch, missing: int) -> StepBatch:
         """With so many tokens more, which write to a block that nobody reads. Their positions are
         the first ones, which every model knows."""
-        most, place = min(BLOCK, self.forward.decoder.shape.max_seq), (self.forward.padding,)
+        most, table = min(BLOCK, self.forward.decoder.shape.max_seq), (self.forward.padding,)
         sizes = (min(most, missing - start) for start in range(0, missing, most))
-        nobody = (SequenceChunk("", (0,) * each, 0, place, False, fills=True) for each in sizes)
+        nobody = (
+            SequenceChunk("", (0,) * num_fills, 0, table, False, fills=True) for num_fills in sizes
+        )
         return StepBatch((*step.chunks, *nobody))
 
     def takes(self, step: StepBatch) -> bool:
@@ -189,18 +191,18 @@ class PiecewiseSteps:
     def __call__(self, step: StepBatch) -> Tensor:
         """As the forward."""
         tokens, sequences = step.num_tokens, len(step.chunks)
-        captured = next(each for each in sorted(self.captured) if each >= tokens)
+        captured = next(capacity for capacity in sorted(self.captured) if capacity >= tokens)
         filled = self._filled(step, captured - tokens)
         size = size_of(filled)
         numbers = packed(filled, size.blocks).pin_memory()
-        there = numbers.to(self.forward.device, non_blocking=True)
-        self.numbers[: size.of_tokens].copy_(there[: size.of_tokens])
-        whole = unpacked(there, size, step.chunks)
-        lengths, tables = whole.lengths[:sequences], whole.tables[:sequences]
-        asked = replace(whole, lengths=lengths, tables=tables)
+        device_numbers = numbers.to(self.forward.device, non_blocking=True)
+        self.numbers[: size.of_tokens].copy_(device_numbers[: size.of_tokens])
+        tensors = unpacked(device_numbers, size, step.chunks)
+        lengths, tables = tensors.lengths[:sequences], tensors.tables[:sequences]
+        sequence_tensors = replace(tensors, lengths=lengths, tables=tables)
         for graph, then in self.captured[captured]:
             graph.replay()
             if then is not None:
-                then.attend(self.kernel, asked, tokens)
+                then.attend(self.kernel, sequence_tensors, tokens)
         with by_operators(True):
-            return self.forward.logits(self.hidden_TD[:captured], asked.sampled)
+            return self.forward.logits(self.hidden_TD[:captured], sequence_tensors.sampled)

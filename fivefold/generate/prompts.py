@@ -88,10 +88,10 @@ def _checked(messages: Any) -> tuple[Message, ...]:
     if not isinstance(messages, list) or not messages:
         raise ValueError("messages is not a list, or an empty one")
     listed = cast("list[Any]", messages)
-    for each in listed:
-        if not isinstance(each, dict):
+    for entry in listed:
+        if not isinstance(entry, dict):
             raise ValueError("a message needs role and content, both texts")
-        message = cast("dict[str, Any]", each)
+        message = cast("dict[str, Any]", entry)
         if not isinstance(message.get("content"), str):
             raise ValueError("a message needs role and content, both texts")
         if message.get("role") not in _ROLES:
@@ -107,9 +107,9 @@ def finished_ids(path: Path, texts: dict[str, str]) -> set[str]:
     if not path.exists():
         return set()
     data = path.read_bytes()
-    whole = data[: data.rfind(b"\n") + 1]
-    found: set[str] = set()
-    for number, line in enumerate(whole.splitlines(), 1):
+    text = data[: data.rfind(b"\n") + 1]
+    ids: set[str] = set()
+    for number, line in enumerate(text.splitlines(), 1):
         try:
             row = json.loads(line)
             id, prompt = str(row["id"]), row["prompt"]
@@ -119,7 +119,7 @@ def finished_ids(path: Path, texts: dict[str, str]) -> set[str]:
         if texts.get(id) != prompt:
             rule = f"line {number} has the completion of another prompt for id {id!r}"
             raise BadFile(str(path), [f"{rule}; give another file with -o"])
-        found.add(id)
-    if len(whole) < len(data):
-        os.truncate(path, len(whole))
-    return found
+        ids.add(id)
+    if len(text) < len(data):
+        os.truncate(path, len(text))
+    return ids

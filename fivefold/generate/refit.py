@@ -71,15 +71,15 @@ class Refit:
         self.dtype = next(stage.model.parameters()).dtype
         self.owned = dict(_owned(job))
         self.shards = list(_shards(stage))
-        mine = _listed(self.owned)
-        wanted = _listed((name, shard.span) for name, shard in self.shards)
-        everyone: list[tuple[Spans, Spans]] = [(mine, wanted)] * ours
+        owned_spans = _listed(self.owned)
+        shard_spans = _listed((name, shard.span) for name, shard in self.shards)
+        everyone: list[tuple[Spans, Spans]] = [(owned_spans, shard_spans)] * ours
         if ours > 1:
             dist.all_gather_object(  # pyright: ignore[reportUnknownMemberType]
-                everyone, (mine, wanted), group=mesh.groups[WORLD]
+                everyone, (owned_spans, shard_spans), group=mesh.groups[WORLD]
             )
-        weights = dict.fromkeys(each.name for each in job.table.values())
-        biases = [each.name for each in buffers(job.plan.shape)]
+        weights = dict.fromkeys(weight.name for weight in job.table.values())
+        biases = [bias.name for bias in buffers(job.plan.shape)]
         self.weights, self.biases = (
             list(_buckets(moves_of(names, everyone))) for names in (weights, biases)
         )
@@ -95,18 +95,22 @@ class Refit:
     def _move(self, moves: Sequence[WeightMove], dtype: torch.dtype) -> None:
         """All of them by one exchange; between any two ranks in the order of the list."""
         rank, world = self.mesh.rank, self.mesh.layout.world
-        leaving = sorted((each for each in moves if each.source == rank), key=_by_target)
-        coming = sorted((each for each in moves if each.target == rank), key=_by_source)
+        leaving = sorted(
+            (weight_move for weight_move in moves if weight_move.source == rank), key=_by_target
+        )
+        coming = sorted(
+            (weight_move for weight_move in moves if weight_move.target == rank), key=_by_source
+        )
         rows = torch.empty(0, dtype=dtype, device=self.mesh.device)
-        rows = torch.cat([rows, *(self._cut(each).to(rows) for each in leaving)])
+        rows = torch.cat([rows, *(self._cut(weight_move).to(rows) for weight_move in leaving)])
         if world > 1:
             leave, arrive = [0] * world, [0] * world
-            for each in leaving:
-                leave[each.target] += each.numel
-            for each in coming:
-                arrive[each.source] += each.numel
+            for transfer in leaving:
+                leave[transfer.target] += transfer.numel
+            for transfer in coming:
+                arrive[transfer.source] += transfer.numel
             rows = self._exchanged(rows, arrive, leave)
-        values = torch.split(rows, [each.numel for each in coming])
+        values = torch.split(rows, [weight_move.numel for weight_move in coming])
         for move, value in zip(coming, values, strict=True):
             self._put(move, value)
 
@@ -145,13 +149,13 @@ def _inside(tensor: Tensor, origin: tuple[int, ...], span: Span) -> Tensor:
 
 def _owned(job: Job) -> Iterator[tuple[tuple[str, Span], Tensor]]:
     """The boxes that this rank of a job owns, and their values; a tied weight once."""
-    for each in job.held:
-        name, weight = each.row.name, job.table[each.row.name]
+    for part in job.held:
+        name, weight = part.row.name, job.table[part.row.name]
         if weight.name != name:
             continue
-        stop = each.start + each.tensor.numel()
-        for box in boxes_of(weight.shape, job.shards[name], each.row.shape, each.start, stop):
-            values = each.tensor.detach().view(-1)[box.at : box.at + box.numel]
+        stop = part.start + part.tensor.numel()
+        for box in boxes_of(weight.shape, job.shards[name], part.row.shape, part.start, stop):
+            values = part.tensor.detach().view(-1)[box.at : box.at + box.numel]
             yield (name, (box.offsets, box.sizes)), values
     for chunk in job.chunks:
         for name, buffer in chunk.model.named_buffers():
@@ -170,12 +174,12 @@ def _shards(stage: ForwardStage) -> Iterator[tuple[str, _Shard]]:
 
 
 def _listed(pairs: Iterable[tuple[str, Span]]) -> Spans:
-    found: dict[str, list[Span]] = {}
+    named_spans: dict[str, list[Span]] = {}
     for name, span in pairs:
-        spans = found.setdefault(name, [])
+        spans = named_spans.setdefault(name, [])
         if span not in spans:
             spans.append(span)
-    return found
+    return named_spans
 
 
 def moves_of(
@@ -189,32 +193,32 @@ def moves_of(
                 owners.setdefault(span, []).append(rank)
         moves: list[WeightMove] = []
         for target, (_, wants) in enumerate(ranks):
-            for wanted in wants.get(name, ()):
-                moves += _covering(name, owners, target, wanted)
+            for target_span in wants.get(name, ()):
+                moves += _covering(name, owners, target, target_span)
         yield moves
 
 
 def _covering(
-    name: str, owners: Mapping[Span, list[int]], target: int, wanted: Span
+    name: str, owners: Mapping[Span, list[int]], target: int, target_span: Span
 ) -> list[WeightMove]:
     """From whom a rank gets each element of a box."""
-    found: list[WeightMove] = []
-    for held, ranks in owners.items():
-        common = _common(held, wanted)
+    moves: list[WeightMove] = []
+    for span, ranks in owners.items():
+        common = _common(span, target_span)
         if common is not None:
             source = target if target in ranks else ranks[target % len(ranks)]
-            found.append(WeightMove(name, source, target, held, common))
-    numel = whole_box(wanted[1]).numel
-    assert sum(each.numel for each in found) == numel, f"{name} has holes"
-    return found
+            moves.append(WeightMove(name, source, target, span, common))
+    numel = whole_box(target_span[1]).numel
+    assert sum(move.numel for move in moves) == numel, f"{name} has holes"
+    return moves
 
 
-def _common(one: Span, other: Span) -> Span | None:
+def _common(span: Span, other: Span) -> Span | None:
     """The box in both."""
-    starts = tuple(map(max, one[0], other[0]))
+    starts = tuple(map(max, span[0], other[0]))
     ends = (
         min(low + size, begin + length)
-        for low, size, begin, length in zip(*one, *other, strict=True)
+        for low, size, begin, length in zip(*span, *other, strict=True)
     )
     sizes = tuple(end - start for end, start in zip(ends, starts, strict=True))
     return (starts, sizes) if all(size > 0 for size in sizes) else None
@@ -224,7 +228,7 @@ def _buckets(by_weight: Iterable[list[WeightMove]]) -> Iterator[list[WeightMove]
     """Moves of a few weights at a time."""
     bucket: list[WeightMove] = []
     for moves in by_weight:
-        if bucket and sum(each.numel for each in (*bucket, *moves)) > BUCKET:
+        if bucket and sum(move.numel for move in (*bucket, *moves)) > BUCKET:
             yield bucket
             bucket = []
         bucket += moves

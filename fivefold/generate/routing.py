@@ -43,23 +43,25 @@ class RouteStore:
                 "recording out"
             )
         self.layers, self.top_k, self.experts = routed_layers(self.shape), moe.top_k, moe.experts
-        here = [(number, mlp) for number, mlp in moe_layers(decoder) if number in self.layers]
-        self.places = [self.layers.index(number) for number, _ in here]
+        local_layers = [
+            (number, mlp) for number, mlp in moe_layers(decoder) if number in self.layers
+        ]
+        self.places = [self.layers.index(number) for number, _ in local_layers]
         device = next(decoder.parameters()).device
-        sizes = (blocks * BLOCK, len(here), moe.top_k)
+        sizes = (blocks * BLOCK, len(local_layers), moe.top_k)
         self.chosen_SLK = torch.zeros(sizes, dtype=torch.int32, device=device)
         self.mine = torch.empty(0, dtype=torch.int64, device=device)
-        for place, (_, mlp) in enumerate(here):
-            mlp.balance = partial(self._keep, place, mlp.balance)
+        for index, (_, mlp) in enumerate(local_layers):
+            mlp.balance = partial(self._keep, index, mlp.balance)
 
-    def begin(self, slots_T: Tensor, mine: Tensor) -> None:
+    def begin(self, slots_T: Tensor, own_rows: Tensor) -> None:
         """A step computes the tokens of these slots, and this rank some of them."""
         self.chosen_SLK.index_fill_(0, slots_T, 0)
-        self.mine = mine
+        self.mine = own_rows
 
-    def _keep(self, place: int, balance: Balancing, routing: Routing, num_rows: int) -> Routing:
+    def _keep(self, index: int, balance: Balancing, routing: Routing, num_rows: int) -> Routing:
         numbers = (routing.experts + 1).to(self.chosen_SLK.dtype)
-        self.chosen_SLK[:, place].index_copy_(0, self.mine, numbers)
+        self.chosen_SLK[:, index].index_copy_(0, self.mine, numbers)
         return balance(routing, num_rows)
 
     def nothing(self, tokens: int) -> Tensor:

@@ -47,17 +47,21 @@ def filtered(logits_NV: Tensor, samplings: Sequence[Sampling]) -> Tensor:
     def column(values: Sequence[float]) -> Tensor:
         return _there(values, torch.float64, logits_NV.device)[:, None]
 
-    scaled_NV = logits_NV.double() / column([each.temperature for each in samplings])
-    if all(each.top_k is None and each.top_p >= 1 for each in samplings):
+    scaled_NV = logits_NV.double() / column([sampling.temperature for sampling in samplings])
+    if all(sampling.top_k is None and sampling.top_p >= 1 for sampling in samplings):
         return scaled_NV.softmax(1)
     vocab = logits_NV.shape[1]
     sorted_NV, order_NV = scaled_NV.sort(dim=1, descending=True, stable=True)
     ranks_V = torch.arange(vocab, device=logits_NV.device)
-    kept_N1 = column([vocab if each.top_k is None else each.top_k for each in samplings])
+    kept_N1 = column(
+        [vocab if sampling.top_k is None else sampling.top_k for sampling in samplings]
+    )
     odds_NV = sorted_NV.masked_fill(ranks_V >= kept_N1, float("-inf")).softmax(1)
     # A token stays if those before it have less than top_p: the first always does.
     before_NV = odds_NV.cumsum(1) - odds_NV
-    odds_NV = odds_NV.masked_fill(before_NV >= column([each.top_p for each in samplings]), 0.0)
+    odds_NV = odds_NV.masked_fill(
+        before_NV >= column([sampling.top_p for sampling in samplings]), 0.0
+    )
     odds_NV[:, 0].clamp_(min=torch.finfo(odds_NV.dtype).tiny)
     odds_NV /= odds_NV.sum(1, keepdim=True)
     return torch.zeros_like(odds_NV).scatter(1, order_NV, odds_NV)
@@ -90,8 +94,10 @@ def draw_tokens(logits_NV: Tensor, draws: Sequence[Draw]) -> Tensor:
     that tells the host. Its token is in the vocabulary: the next step may already read it."""
     wide_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))
     tokens_N = wide_NV.argmax(1)  # the first of equals
-    given = {i: each.target for i, each in enumerate(draws) if each.target is not None}
-    drawn = [i for i, each in enumerate(draws) if not each.sampling.greedy and i not in given]
+    fixed_tokens = {i: draw.target for i, draw in enumerate(draws) if draw.target is not None}
+    drawn = [
+        i for i, draw in enumerate(draws) if not draw.sampling.greedy and i not in fixed_tokens
+    ]
     if drawn:
         rows = _there(drawn, torch.int64, wide_NV.device)
         ends_NV = filtered(wide_NV[rows], [draws[i].sampling for i in drawn]).cumsum(1)
@@ -101,9 +107,10 @@ def draw_tokens(logits_NV: Tensor, draws: Sequence[Draw]) -> Tensor:
         last = ends_NV.shape[1] - 1  # of NaN, the place is beyond
         tokens_N[rows] = torch.searchsorted(ends_NV, places_N1, right=True)[:, 0].clamp(max=last)
     scored_N = tokens_N
-    if given:
+    if fixed_tokens:
         rows, targets = (
-            _there(each, torch.int64, wide_NV.device) for each in zip(*given.items(), strict=True)
+            _there(numbers, torch.int64, wide_NV.device)
+            for numbers in zip(*fixed_tokens.items(), strict=True)
         )
         scored_N = tokens_N.index_put((rows,), targets)
     logprobs_N1 = wide_NV.log_softmax(1).gather(1, scored_N[:, None])
@@ -112,5 +119,9 @@ def draw_tokens(logits_NV: Tensor, draws: Sequence[Draw]) -> Tensor:
 
 def _there(values: Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Numbers on a device; a copy from pinned memory waits for nothing."""
-    here = torch.tensor(values, dtype=dtype)
-    return here.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else here
+    host_tensor = torch.tensor(values, dtype=dtype)
+    return (
+        host_tensor.pin_memory().to(device, non_blocking=True)
+        if device.type == "cuda"
+        else host_tensor
+    )

@@ -85,10 +85,10 @@ class Scheduler:
         limit = min(len(request.prompt) + request.max_tokens, self.max_seq)
         needed = kept_tokens(limit, self.window, self.limits.tokens)
         if blocks_of(needed) > self.pool.count:
-            room = self.pool.count * BLOCK
+            capacity = self.pool.count * BLOCK
             raise FivefoldError(
                 f"request {request.id!r} may need {needed:,} tokens and the cache has room for "
-                f"{room:,}: ask for fewer tokens, or give the cache more memory"
+                f"{capacity:,}: ask for fewer tokens, or give the cache more memory"
             )
         sequence = SequenceState(
             *(request, self._arrived, limit),
@@ -115,11 +115,11 @@ class Scheduler:
 
     def schedule(self) -> StepBatch:
         """The next forward; without chunks if there is nothing to do."""
-        for sequence in [each for each in self.running if self._lost_rotation(each)]:
+        for sequence in [candidate for candidate in self.running if self._lost_rotation(candidate)]:
             self._start_again(sequence)
         left, chunks, before = self.limits.tokens, list[SequenceChunk](), self.num_preempted
         most = -(-(len(self.running) + len(self.waiting)) // self.in_flight)
-        for sequence in [each for each in self.running if self._goes_on(each)]:
+        for sequence in [candidate for candidate in self.running if self._goes_on(candidate)]:
             if not left or len(chunks) == most:
                 break
             if sequence in self.running and self._makes_room(sequence, left):
@@ -134,14 +134,16 @@ class Scheduler:
             chunks.append(self._chunk(admitted, left))
             left -= len(chunks[-1].tokens)
         # Single tokens first: they are one piece for a kernel of their own.
-        return StepBatch(tuple(sorted(chunks, key=lambda each: len(each.tokens) > 1)))
+        return StepBatch(
+            tuple(sorted(chunks, key=lambda sequence_chunk: len(sequence_chunk.tokens) > 1))
+        )
 
     def _goes_on(self, sequence: SequenceState) -> bool:
         """Whether its next token is known, or will be when the device reads it."""
         if not sequence.awaits_draw:
             return True
-        more = self.ahead and sequence.awaited == 1 and sequence.length < sequence.limit
-        return more and sequence.outgrown == self._outgrown(sequence.length)
+        has_next = self.ahead and sequence.awaited == 1 and sequence.length < sequence.limit
+        return has_next and sequence.outgrown == self._outgrown(sequence.length)
 
     def _outgrown(self, length: int) -> bool:
         return self.outgrown_at is not None and length > self.outgrown_at
@@ -212,7 +214,7 @@ class Scheduler:
         self.on_lost(sequence)
         self._release(sequence)
         sequence.lose()
-        insort(self.waiting, sequence, key=lambda each: each.number)
+        insort(self.waiting, sequence, key=lambda state: state.number)
 
     def _admit(self, most: int) -> SequenceState | None:
         """Start the first waiting sequence if its first chunk has room."""
@@ -220,19 +222,19 @@ class Scheduler:
         if sequence.awaits_draw:
             return None
         sequence.begin(self._outgrown(sequence.length))
-        found = self._reuse(sequence)
+        num_blocks = self._reuse(sequence)
         needed = self._missing(sequence, most + max(0, sequence.carried - sequence.computed))
         if needed > self.pool.num_free:
             self._release(sequence)
             return None
-        sequence.advance(0, found * BLOCK)
+        sequence.advance(0, num_blocks * BLOCK)
         self._take(sequence, needed)
         if sequence.carried:
             valid = sequence.outgrown == self._outgrown(sequence.carried)
             self.on_landing(sequence)
             sequence.land(valid)
         # By arrival: a sequence that has lost its blocks is older than some that run.
-        insort(self.running, self.waiting.pop(0), key=lambda each: each.number)
+        insort(self.running, self.waiting.pop(0), key=lambda state: state.number)
         return sequence
 
     def _reuse(self, sequence: SequenceState) -> int:

@@ -59,7 +59,7 @@ class StepTensors:
         chunks, and has no others."""
         if self.batch.tokens.shape[1] == len(self.lengths):
             return len(self.lengths)
-        return sum(1 for _ in takewhile(lambda each: len(each.tokens) == 1, self.chunks))
+        return sum(1 for _ in takewhile(lambda chunk: len(chunk.tokens) == 1, self.chunks))
 
 
 def attended_length(tokens: int) -> int:
@@ -105,7 +105,7 @@ def packed(step: StepBatch, blocks: int) -> Tensor:
 
 def unpacked(numbers: Tensor, size: StepSize, chunks: tuple[SequenceChunk, ...]) -> StepTensors:
     """The step whose numbers these are; its tensors are views of them."""
-    counts = [prod(each) for each in size.parts]
+    counts = [prod(shape) for shape in size.parts]
     ends = list(accumulate(counts))
     views = [
         numbers[end - count : end].view(part)

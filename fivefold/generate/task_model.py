@@ -69,19 +69,19 @@ class TaskModel:
         counts: list[int] = []
         windows: list[tuple[tuple[int, ...], int]] = []
         for text in texts:
-            found = list(self._rolling(self._encode(text)))
-            counts.append(len(found))
-            windows += found
+            text_windows = list(self._rolling(self._encode(text)))
+            counts.append(len(text_windows))
+            windows += text_windows
         scored = iter(self._score(windows))
         return [sum(next(scored).logprob for _ in range(count)) for count in counts]
 
-    def generate_until(self, asked: Sequence[tuple[str, Mapping[str, Any]]]) -> list[str]:
+    def generate_until(self, tasks: Sequence[tuple[str, Mapping[str, Any]]]) -> list[str]:
         """What the model writes after every context, up to the texts that end it."""
         requests = [
-            self._writing(f"{i}", context, options) for i, (context, options) in enumerate(asked)
+            self._writing(f"{i}", context, options) for i, (context, options) in enumerate(tasks)
         ]
         written = self._written(requests)
-        return [written[each.request.id].text for each in requests]
+        return [written[request.request.id].text for request in requests]
 
     def _encode(self, text: str, special: bool = True) -> tuple[int, ...]:
         """With the tokens that the tokenizer puts around a text, unless it has the first one."""
@@ -111,27 +111,27 @@ class TaskModel:
 
     def _rolling(self, tokens: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], int]]:
         """Windows of a text, each with the number of tokens that are counted at its end."""
-        whole, done = (self._needed_prefix(), *tokens), 0
+        full_tokens, done = (self._needed_prefix(), *tokens), 0
         while done < len(tokens):
-            more = min(self.max_seq, len(tokens) - done)
-            stop = done + more + 1
-            yield whole[max(0, stop - self.max_seq - 1) : stop], more
-            done += more
+            count = min(self.max_seq, len(tokens) - done)
+            stop = done + count + 1
+            yield full_tokens[max(0, stop - self.max_seq - 1) : stop], count
+            done += count
 
     def _score(self, windows: Sequence[tuple[tuple[int, ...], int]]) -> list[ScoredText]:
         """Of each window, the log-probability of so many tokens at its end."""
         requests: list[TextRequest] = []
         for i, (tokens, count) in enumerate(windows):
             if count:
-                kept = tokens[-(self.max_seq + 1) :]
-                request = Request(f"{i}", kept[:-1], 0, targets=kept[len(kept) - count :])
+                window = tokens[-(self.max_seq + 1) :]
+                request = Request(f"{i}", window[:-1], 0, targets=window[len(window) - count :])
                 requests.append(TextRequest(request, ""))
         written = self._written(requests)
         scored = [ScoredText(0.0, True)] * len(windows)  # nothing is certain to follow
-        for asked in requests:
-            found = written[asked.request.id]
-            is_greedy = found.tokens == asked.request.targets
-            scored[int(asked.request.id)] = ScoredText(sum(found.logprobs), is_greedy)
+        for text_request in requests:
+            answer = written[text_request.request.id]
+            is_greedy = answer.tokens == text_request.request.targets
+            scored[int(text_request.request.id)] = ScoredText(sum(answer.logprobs), is_greedy)
         return scored
 
     def _writing(self, id: str, context: str, options: Mapping[str, Any]) -> TextRequest:
@@ -151,8 +151,8 @@ class TaskModel:
 
     def _written(self, requests: list[TextRequest]) -> Mapping[str, WrittenText]:
         self.num_calls += 1
-        for each in requests:
-            each.request.check(self.vocab, self.max_seq)
+        for text_request in requests:
+            text_request.request.check(self.vocab, self.max_seq)
         texts = self.write(requests) if requests else dict[str, WrittenText]()
         if any(text.reason == "error" for text in texts.values()):
             raise FivefoldError(NOT_FINITE)
@@ -167,8 +167,8 @@ def _generation(options: Mapping[str, Any]) -> tuple[int, Sampling, list[str]]:
     if unknown:
         rule = f"{', '.join(unknown)} in generation_kwargs of a task: fivefold has"
         raise FivefoldError(f"{rule} {', '.join(_KNOWN[:-1])}; leave the others out")
-    given: str | list[str] = options.get("until") or []
-    until = [given] if isinstance(given, str) else given
+    stop_texts: str | list[str] = options.get("until") or []
+    until = [stop_texts] if isinstance(stop_texts, str) else stop_texts
     lengths = [int(options[key]) for key in _LENGTHS if options.get(key) is not None]
     temperature = options.get("temperature")
     samples = bool(options.get("do_sample", (temperature or 0.0) > 0))
@@ -185,12 +185,14 @@ def _generation(options: Mapping[str, Any]) -> tuple[int, Sampling, list[str]]:
 
 def prefix_token(folder: Path, codec: Codec, ends: frozenset[int], vocab: int) -> int | None:
     """The token before a text without context: the one that begins texts, or else an end."""
-    found: list[int] = []
+    candidates: list[int] = []
     if not isinstance(codec, ByteCodec):
         names, known = read_table(folder / "tokenizer_config.json"), codec.named()
         for key in ("bos_token", "eos_token"):
             text = token_text(names.get(key))
-            found += [known[text]] if isinstance(text, str) and text in known else []
+            candidates += [known[text]] if isinstance(text, str) and text in known else []
         number = read_table(folder / "config.json").get("bos_token_id")
-        found += [number] if isinstance(number, int) and not isinstance(number, bool) else []
-    return next((each for each in (*found, *sorted(ends)) if 0 <= each < vocab), None)
+        candidates += [number] if isinstance(number, int) and not isinstance(number, bool) else []
+    return next(
+        (candidate for candidate in (*candidates, *sorted(ends)) if 0 <= candidate < vocab), None
+    )

@@ -76,11 +76,11 @@ class LibraryCodec:
 
     def named(self) -> dict[str, int]:
         table = self.tokenizer.get_added_tokens_decoder()
-        return {each.content: number for number, each in table.items() if each.special}
+        return {token.content: number for number, token in table.items() if token.special}
 
     def longest_token(self) -> int:
         # A word without a token, or spaces that are left out, may be longer than any token.
-        longest = max((len(each.encode()) for each in self.tokenizer.get_vocab()), default=0)
+        longest = max((len(token.encode()) for token in self.tokenizer.get_vocab()), default=0)
         return max(longest, _LEAST_LONGEST)
 
 
@@ -99,7 +99,9 @@ class QuotingCodec:
         mark = "".join(chr(0xE000 + secrets.randbelow(0x1000)) for _ in range(8))
         longest_first = sorted(filter(None, codec.named()), key=len, reverse=True)
         self._quotes = {name: f"{mark}{chr(0xF0000 + i)}" for i, name in enumerate(longest_first)}
-        added: list[Any] = [AddedToken(each, normalized=False) for each in self._quotes.values()]
+        added: list[Any] = [
+            AddedToken(quote_text, normalized=False) for quote_text in self._quotes.values()
+        ]
         cast("Any", quoting).add_special_tokens(added)
         self._texts = {
             quoting.token_to_id(quote): plain.encode(name, add_special_tokens=False).ids
@@ -119,9 +121,9 @@ class QuotingCodec:
         return tuple(
             {
                 key: self.quoted(text) if key != "role" and isinstance(text, str) else text
-                for key, text in each.items()
+                for key, text in message.items()
             }
-            for each in messages
+            for message in messages
         )
 
     def shown(self, text: str) -> str:
@@ -133,7 +135,7 @@ class QuotingCodec:
     def encode(self, text: str, *, special: bool) -> tuple[int, ...]:
         """The tokens of a text, with those of quoted texts in their places."""
         tokens = self._codec.encode(text, special=special)
-        return tuple(part for each in tokens for part in self._texts.get(each, (each,)))
+        return tuple(part for token in tokens for part in self._texts.get(token, (token,)))
 
 
 def read_tokenizer(path: Path) -> LibraryCodec:
@@ -161,24 +163,28 @@ def end_tokens(folder: Path, codec: Codec, tokenizer: Path | None = None) -> fro
     else what the tokenizer has under a usual name. `tokenizer` is its folder, if another."""
     if isinstance(codec, ByteCodec):
         return frozenset({NUM_BYTES})
-    found: set[int] = set()
+    tokens: set[int] = set()
     for name in ("config.json", "generation_config.json"):
         table = read_table(folder / name)
         nested = table.get("text_config")  # of a model that reads pictures too
-        for each in (table, cast("dict[str, Any]", nested) if isinstance(nested, dict) else {}):
-            given = each.get("eos_token_id")
-            listed = cast("list[Any]", given) if isinstance(given, list) else [given]
-            found |= {one for one in listed if isinstance(one, int) and not isinstance(one, bool)}
+        for config in (table, cast("dict[str, Any]", nested) if isinstance(nested, dict) else {}):
+            end_value = config.get("eos_token_id")
+            listed = cast("list[Any]", end_value) if isinstance(end_value, list) else [end_value]
+            tokens |= {
+                number
+                for number in listed
+                if isinstance(number, int) and not isinstance(number, bool)
+            }
     known = codec.named()
     for name in ("tokenizer_config.json", "special_tokens_map.json"):
         text = token_text(read_table((tokenizer or folder) / name).get("eos_token"))
-        found |= {known[text]} if text in known else set()
-    return frozenset(found or [known[name] for name in END_TOKENS if name in known][:1])
+        tokens |= {known[text]} if text in known else set()
+    return frozenset(tokens or [known[name] for name in END_TOKENS if name in known][:1])
 
 
-def token_text(given: Any) -> Any:
+def token_text(token: Any) -> Any:
     """The text of a special token, which may be a table of its own."""
-    return cast("dict[str, Any]", given).get("content") if isinstance(given, dict) else given
+    return cast("dict[str, Any]", token).get("content") if isinstance(token, dict) else token
 
 
 def read_table(path: Path) -> dict[str, Any]:
@@ -194,12 +200,12 @@ def read_table(path: Path) -> dict[str, Any]:
     return cast("dict[str, Any]", table)
 
 
-def stops_of(codec: Codec, given: Iterable[str]) -> tuple[tuple[str, ...], frozenset[int]]:
+def stops_of(codec: Codec, stops: Iterable[str]) -> tuple[tuple[str, ...], frozenset[int]]:
     """Stop texts, and the tokens of those that are special tokens, which no text shows."""
     texts: list[str] = []
     tokens: set[int] = set()
     known = codec.named()
-    for text in given:
+    for text in stops:
         if not text:
             raise FivefoldError("--stop is empty: give the text that ends a completion")
         if text in known:
@@ -227,10 +233,10 @@ class TextStream:
         """Take a token; returns the text that is certain now."""
         self._tokens.append(token)
         before = self.codec.decode(self._tokens[self._start : self._read])
-        now = self.codec.decode(self._tokens[self._start :])
-        if len(now) > len(before) and not now.endswith(_HALF):
+        text = self.codec.decode(self._tokens[self._start :])
+        if len(text) > len(before) and not text.endswith(_HALF):
             self._start, self._read = self._read, len(self._tokens)
-            self._add(now[len(before) :])
+            self._add(text[len(before) :])
         return self._give(len(self.text) - self._held())
 
     def finish(self) -> str:
@@ -245,18 +251,18 @@ class TextStream:
         longest = max(map(len, self.stops), default=0)
         begin = max(0, len(self.text) - longest + 1)
         self.text += new
-        found = [at for at in (self.text.find(each, begin) for each in self.stops) if at >= 0]
-        if found:
-            self.text, self.stopped = self.text[: min(found)], True
+        starts = [at for at in (self.text.find(stop, begin) for stop in self.stops) if at >= 0]
+        if starts:
+            self.text, self.stopped = self.text[: min(starts)], True
 
     def _held(self) -> int:
         """Characters at the end that may become a stop text."""
         if self.stopped:
             return 0
-        lengths = (n for each in self.stops for n in range(len(each) - 1, 0, -1))
-        ends = {each[:n] for each in self.stops for n in range(1, len(each))}
+        lengths = (n for stop in self.stops for n in range(len(stop) - 1, 0, -1))
+        ends = {stop[:n] for stop in self.stops for n in range(1, len(stop))}
         return max((n for n in lengths if self.text[-n:] in ends), default=0)
 
     def _give(self, stop: int) -> str:
-        given, self._given = self.text[self._given : stop], max(self._given, stop)
-        return given
+        text, self._given = self.text[self._given : stop], max(self._given, stop)
+        return text

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from fivefold.generate.writer import TextRequest
     from fivefold.launch import Backend
 
-DTYPES = [name for name, each in FORMATS.items() if each.verified]
+DTYPES = [name for name, weight_format in FORMATS.items() if weight_format.verified]
 _MOST_RANKS = 64  # processes on one machine
 
 
@@ -112,8 +112,10 @@ def set_up(
     gpus = num_gpus()
     device = available_device(options.device, gpus)
     plan, codec = _plan(model, options), _codec(model, options.tokenizer)
-    given = options.tokenizer
-    beside = None if given is None else Path(given).parent  # configs of that tokenizer
+    tokenizer_path = options.tokenizer
+    beside = (
+        None if tokenizer_path is None else Path(tokenizer_path).parent
+    )  # configs of that tokenizer
     return ModelSetup(
         model,
         plan,

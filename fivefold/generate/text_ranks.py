@@ -91,9 +91,9 @@ def write_rank(worker: Worker, task: TextTask) -> None:
     """All completions, on one rank; rank 0 reports pieces of text."""
     try:
         world = task.plan.layout.world
-        mine = forked_device(task.device, task.backend, worker.rank, world)
-        with worker.joined(world, mine):
-            _write(worker, task, mine.device)
+        own_device = forked_device(task.device, task.backend, worker.rank, world)
+        with worker.joined(world, own_device):
+            _write(worker, task, own_device.device)
     except FivefoldError as error:
         worker.report(RefusedTask(str(error)))
         raise
@@ -102,8 +102,8 @@ def write_rank(worker: Worker, task: TextTask) -> None:
 def _write(worker: Worker, task: TextTask, device: torch.device) -> None:
     engine = engine_of_rank(worker, task, device, task.cache_gb * 1e9, _most_blocks(task))
     writer = TextWriter(engine, task.codec)
-    for asked in task.requests:
-        writer.add(asked)
+    for text_request in task.requests:
+        writer.add(text_request)
     while writer.busy:
         worker.phase("generate")
         for piece in writer.step():
@@ -149,5 +149,7 @@ def _warn(worker: Worker, reason: str) -> None:
 def _most_blocks(task: TextTask) -> int:
     """The blocks of all requests together."""
     longest = task.plan.shape.max_seq
-    asked = (each.request for each in task.requests)
-    return sum(blocks_of(min(len(each.prompt) + each.max_tokens, longest)) for each in asked)
+    requests = (text_request.request for text_request in task.requests)
+    return sum(
+        blocks_of(min(len(request.prompt) + request.max_tokens, longest)) for request in requests
+    )

@@ -69,8 +69,12 @@ class TileMath(PlainMath):
         self, x: list[Tensor], weights: Values, biases: Biases, outs: Values | None
     ) -> Values:
         pairs = zip(weights, biases, strict=True)
-        made = [tile_linear(x[0], weight, bias) for weight, bias in pairs]
-        return made if outs is None else [out.copy_(y) for out, y in zip(outs, made, strict=True)]
+        results = [tile_linear(x[0], weight, bias) for weight, bias in pairs]
+        return (
+            results
+            if outs is None
+            else [out.copy_(y) for out, y in zip(outs, results, strict=True)]
+        )
 
 
 TILE_MATH = TileMath()
@@ -83,10 +87,10 @@ class PiecewiseActivate(Activate):
         self.remakes, self.run = plain.remakes, plain.run
 
     def __call__(self, gate: Tensor | None, up: Tensor, weight: Tensor | None = None) -> Tensor:
-        there = [each for each in (gate, up) if each is not None]
-        flat = [F.pad(each.flatten(), (0, -up.numel() % _VECTORS)) for each in there]
-        pieces = zip(*(torch.split(each, _PIECE) for each in flat), strict=True)
-        activated = torch.cat([self.run(*each) for each in pieces])
+        tensors = [tensor for tensor in (gate, up) if tensor is not None]
+        flat = [F.pad(tensor.flatten(), (0, -up.numel() % _VECTORS)) for tensor in tensors]
+        pieces = zip(*(torch.split(flat_tensor, _PIECE) for flat_tensor in flat), strict=True)
+        activated = torch.cat([self.run(*piece) for piece in pieces])
         return weigh_rows(activated[: up.numel()].view_as(up), weight)
 
 

@@ -65,8 +65,8 @@ class _Open:
     first: float = 0.0
     last: float = 0.0
 
-    def tick(self, now: float) -> None:
-        self.first, self.last = self.first or now, now
+    def tick(self, time_now: float) -> None:
+        self.first, self.last = self.first or time_now, time_now
 
 
 class TextWriter:
@@ -83,16 +83,16 @@ class TextWriter:
         """Whether any completion goes on."""
         return self.engine.busy
 
-    def add(self, asked: TextRequest) -> None:
+    def add(self, text_request: TextRequest) -> None:
         """Queue a request for the tokens of a prompt."""
-        request, prompt, stops = asked
+        request, prompt, stops = text_request
         self.engine.add(request)
         stream = TextStream(self.codec, stops)
         self._open[request.id] = _Open(prompt, not request.targets, stream, self.clock())
 
     def step(self) -> list[TextPiece]:
         """Run one forward; returns what it added."""
-        return [self._piece(*each) for each in self._drawn()]
+        return [self._piece(*draw) for draw in self._drawn()]
 
     def cancel(self, id: str) -> None:
         """Nobody waits for this completion any more."""
@@ -101,35 +101,35 @@ class TextWriter:
         self.engine.collect(id)
 
     def _drawn(self) -> list[tuple[str, str, Reason | None]]:
-        drawn, now = self.engine.step(), self.clock()
-        found: list[tuple[str, str, Reason | None]] = []
-        for each in drawn:
-            one, reason = self._open[each.id], each.reason
-            one.tick(now)
+        drawn, time_now = self.engine.step(), self.clock()
+        pieces: list[tuple[str, str, Reason | None]] = []
+        for token in drawn:
+            open_text, reason = self._open[token.id], token.reason
+            open_text.tick(time_now)
             # A stop token ends the text, and is no part of it; nor is a token of an error.
-            adds = one.writes and reason in (None, "length")
-            text = one.stream.push(each.token) if adds else ""
-            if reason is None and one.stream.stopped:
+            adds = open_text.writes and reason in (None, "length")
+            text = open_text.stream.push(token.token) if adds else ""
+            if reason is None and open_text.stream.stopped:
                 reason = "stop"
-                self.engine.end(each.id, reason)
-            found.append((each.id, text, reason))
-        return found
+                self.engine.end(token.id, reason)
+            pieces.append((token.id, text, reason))
+        return pieces
 
     def _piece(self, id: str, text: str, reason: Reason | None) -> TextPiece:
         if reason is None:
             return TextPiece(id, text, None)
-        one, done = self._open.pop(id), self.engine.collect(id)
-        text += one.stream.finish()
+        open_text, done = self._open.pop(id), self.engine.collect(id)
+        text += open_text.stream.finish()
         steps = len(done.tokens) - 1
         written = WrittenText(
             id,
-            one.prompt,
-            one.stream.text,
+            open_text.prompt,
+            open_text.stream.text,
             done.tokens,
             done.logprobs,
-            "stop" if one.stream.stopped else reason,
-            one.first - one.began,
-            (one.last - one.first) / steps if steps > 0 else None,
+            "stop" if open_text.stream.stopped else reason,
+            open_text.first - open_text.began,
+            (open_text.last - open_text.first) / steps if steps > 0 else None,
             done.routes,
         )
         return TextPiece(id, text, written)

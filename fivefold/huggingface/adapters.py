@@ -79,10 +79,10 @@ def _linears(shape: Shape) -> Iterator[tuple[Weight, list[str]]]:
             f"{shape.family} stores several linears in one matrix, and their adapters are apart "
             "here: export the merged model, without --adapter"
         )
-    for one in weights(replace(shape, tuning=None)):
-        if Tuning(1).adapts(one.name):
-            names = to_hf(shape, one.name).names(one)
-            yield one, [name.removesuffix(".weight") for name in names]
+    for weight in weights(replace(shape, tuning=None)):
+        if Tuning(1).adapts(weight.name):
+            names = to_hf(shape, weight.name).names(weight)
+            yield weight, [name.removesuffix(".weight") for name in names]
 
 
 def base_of(shape: Shape, origin: str, read: Callable[[str], Tensor]) -> str | None:
@@ -95,9 +95,9 @@ def base_of(shape: Shape, origin: str, read: Callable[[str], Tensor]) -> str | N
         source = HfFolder(folder, frozen)
     except FivefoldError:
         return None
-    for one in (*weights(frozen), *buffers(frozen)):
-        values = read(one.name)
-        if not torch.equal(source.weight(one, values.dtype), values):
+    for weight in (*weights(frozen), *buffers(frozen)):
+        values = read(weight.name)
+        if not torch.equal(source.weight(weight, values.dtype), values):
             return None
     cached = re.search(r"/models--([^/]+)--([^/]+)/snapshots/[^/]+$", str(folder))
     return str(folder) if cached is None else "/".join(cached.groups())
@@ -123,13 +123,16 @@ def write_adapter(
         )
     refuse_existing(folder)
     tensors: dict[str, Tensor] = {}
-    for one, modules in _linears(shape):
-        for factor in _FACTORS if tuning.adapts(one.name) and not one.expert else ():
-            values = read(f"{one.name.removesuffix('.weight')}{ADAPTER}{factor}").to(dtype)
+    for weight, modules in _linears(shape):
+        for factor in _FACTORS if tuning.adapts(weight.name) and not weight.expert else ():
+            values = read(f"{weight.name.removesuffix('.weight')}{ADAPTER}{factor}").to(dtype)
             tensors[_name(modules[0], factor)] = values.contiguous()
     for layer in expert_layers(shape):
         for module, *pair in fused_factors(layer, tuning, lambda name: read(name).to(dtype)):
-            tensors |= {_name(module, each): part for each, part in zip("ab", pair, strict=True)}
+            tensors |= {
+                _name(module, factor_name): part
+                for factor_name, part in zip("ab", pair, strict=True)
+            }
     with new_folder(folder) as part:
         save_file(tensors, part / FILE, metadata={"format": "pt"})
         if base is None:
@@ -149,15 +152,15 @@ def _config(shape: Shape, tuning: Tuning, base: str) -> dict[str, Any]:
     layers = list(expert_layers(shape))
     adapted: dict[bool, list[str]] = {True: [], False: []}
     parameters: dict[bool, list[str]] = {True: [], False: []}
-    for one, (module, *_) in _linears(shape):
-        if not one.expert:
-            is_parameter = bool(layers) and ".mlp." in one.name
+    for weight, (module, *_) in _linears(shape):
+        if not weight.expert:
+            is_parameter = bool(layers) and ".mlp." in weight.name
             names = parameters if is_parameter else adapted
-            names[tuning.adapts(one.name)].append(f"{module}.weight" if is_parameter else module)
+            names[tuning.adapts(weight.name)].append(f"{module}.weight" if is_parameter else module)
     for layer in layers:
-        given = layer.parameters(layer.adapted(tuning))
-        for each in (FUSED, DOWN):
-            parameters[each in given].append(f"{layer.module}.{each}")
+        layer_parameters = layer.parameters(layer.adapted(tuning))
+        for parameter in (FUSED, DOWN):
+            parameters[parameter in layer_parameters].append(f"{layer.module}.{parameter}")
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -174,26 +177,30 @@ def _config(shape: Shape, tuning: Tuning, base: str) -> dict[str, Any]:
     }
 
 
-def _shortest(adapted: list[str], others: list[str], most: int) -> list[str]:
+def _shortest(adapted: list[str], other_names: list[str], most: int) -> list[str]:
     """The last words of names if they say which are adapted, else the names."""
 
     def ends(names: list[str]) -> set[str]:
         """Without the number of the layer, at most so many words."""
-        words = [name.rpartition(".layers.")[2].split(".")[1:] for name in names]
-        return {".".join(each[-most:]) for each in words}
+        name_parts = [name.rpartition(".layers.")[2].split(".")[1:] for name in names]
+        return {".".join(parts[-most:]) for parts in name_parts}
 
-    return sorted(ends(adapted)) if not ends(adapted) & ends(others) else adapted
+    return sorted(ends(adapted)) if not ends(adapted) & ends(other_names) else adapted
 
 
 def _doubled(layers: list[ExpertLayer], tuning: Tuning) -> dict[str, Any]:
     """Ranks and scales of gate and up that have an adapter each in one parameter."""
     kinds = {layer.module: set(layer.adapted(tuning)) for layer in layers}
-    both = [module for module, each in kinds.items() if {"gate", "up"} <= each]
-    one = [module for module, each in kinds.items() if len({"gate", "up"} & each) == 1]
-    names = [f"{module}.{FUSED}" for module in both]
+    full_modules = [
+        module for module, module_kinds in kinds.items() if {"gate", "up"} <= module_kinds
+    ]
+    half_modules = [
+        module for module, module_kinds in kinds.items() if len({"gate", "up"} & module_kinds) == 1
+    ]
+    names = [f"{module}.{FUSED}" for module in full_modules]
     keys = (
         names
-        if one
+        if half_modules
         else sorted({name.rpartition(".layers.")[2].split(".", 1)[1] for name in names})
     )
     values = {"rank_pattern": 2 * tuning.rank, "alpha_pattern": 2 * tuning.alpha}
@@ -212,44 +219,44 @@ class AdapterFolder:
         if not isinstance(rank, int) or rank < 1:
             raise BadFile(str(folder / CONFIG), ["r: give the rank, a whole number above 0"])
         self._modules = {
-            one.name: modules
-            for one, modules in _linears(shape)
+            linear.name: modules
+            for linear, modules in _linears(shape)
             if any(_name(module, "a") in sizes for module in modules)
         }
-        self._fused, wanted = find_fused(shape, sizes, rank, _name)
+        self._fused, expected_sizes = find_fused(shape, sizes, rank, _name)
         adapted = {*self._modules, *self._fused}
         self.tuning = Tuning(rank, _alpha(config, rank), _targets(shape, adapted))
-        for one, modules in _linears(shape):
-            outputs, inputs = one.shape[-2:]
-            for module in modules if one.name in self._modules else ():
-                wanted[_name(module, "a")] = (rank, inputs)
-                wanted[_name(module, "b")] = (outputs, rank)
-        problems += _differences(wanted, sizes)
+        for weight, modules in _linears(shape):
+            outputs, inputs = weight.shape[-2:]
+            for module in modules if weight.name in self._modules else ():
+                expected_sizes[_name(module, "a")] = (rank, inputs)
+                expected_sizes[_name(module, "b")] = (outputs, rank)
+        problems += _differences(expected_sizes, sizes)
         problems += [] if problems else self._joined(rank)
         if problems:
-            rest = [f"and {len(problems) - _SHOWN} more"] if len(problems) > _SHOWN else []
-            raise BadFile(str(folder), [*problems[:_SHOWN], *rest])
+            tail = [f"and {len(problems) - _SHOWN} more"] if len(problems) > _SHOWN else []
+            raise BadFile(str(folder), [*problems[:_SHOWN], *tail])
 
     def weight(self, weight: Weight, dtype: torch.dtype) -> Tensor:
         """One of our factors, as `dtype`."""
         linear, _, factor = weight.name.rpartition(ADAPTER)
-        if (place := self._fused.get(f"{linear}.weight")) is not None:
-            return place.factor(factor, self._read(place, factor)).to(dtype)
+        if (location := self._fused.get(f"{linear}.weight")) is not None:
+            return location.factor(factor, self._read(location, factor)).to(dtype)
         names = [_name(module, factor) for module in self._modules[f"{linear}.weight"]]
         with safe_open(self._file, "pt") as file:
             parts = [file.get_tensor(name).to(dtype) for name in names]
         return torch.stack(parts) if weight.expert else parts[0].contiguous()
 
-    def _read(self, place: FusedPlace, factor: str) -> Tensor:
+    def _read(self, location: FusedPlace, factor: str) -> Tensor:
         with safe_open(self._file, "pt") as file:
-            return file.get_tensor(_name(place.module, factor))
+            return file.get_tensor(_name(location.module, factor))
 
     def _joined(self, rank: int) -> Iterator[str]:
         """Adapters of twice the rank that are not one for gate and one for up."""
-        for place in self._fused.values():
-            if place.rank != rank and not place.is_alone(self._read(place, "b")):
-                name = _name(place.module, "b")
-                yield f"{name} joins gate and up at rank {place.rank}: merge it in PEFT first"
+        for location in self._fused.values():
+            if location.rank != rank and not location.is_alone(self._read(location, "b")):
+                name = _name(location.module, "b")
+                yield f"{name} joins gate and up at rank {location.rank}: merge it in PEFT first"
 
     def _sizes(self) -> dict[str, tuple[int, ...]]:
         try:
@@ -271,15 +278,17 @@ def _unsupported(config: Mapping[str, Any]) -> Iterator[str]:
         if (config.get(key) or usual) != usual:
             yield f"{key} = {config[key]}: is not computed here; merge it in PEFT first"
     for key, plain in _PATTERNS.items():
-        found: Mapping[str, Any] = config.get(key) or {}
+        pattern: Mapping[str, Any] = config.get(key) or {}
         is_double = all(
             name.endswith(FUSED)
             and value == 2 * config.get(plain, 8)
             and not config.get("use_rslora")
-            for name, value in found.items()
+            for name, value in pattern.items()
         )
-        if not is_double or bool(found) != any(config.get(each) for each in _PATTERNS):
-            yield f"{key} = {found}: is not computed here; merge it in PEFT first"
+        if not is_double or bool(pattern) != any(
+            config.get(pattern_key) for pattern_key in _PATTERNS
+        ):
+            yield f"{key} = {pattern}: is not computed here; merge it in PEFT first"
 
 
 def _alpha(config: Mapping[str, Any], rank: int) -> float:
@@ -290,7 +299,7 @@ def _alpha(config: Mapping[str, Any], rank: int) -> float:
 
 def _targets(shape: Shape, adapted: set[str]) -> str:
     """The key `lora_targets` of these weights."""
-    names = [one.name for one in weights(shape) if Tuning(1).adapts(one.name)]
+    names = [weight.name for weight in weights(shape) if Tuning(1).adapts(weight.name)]
     if adapted == set(names) or not adapted:
         return ALL
     kinds = {name.split(".", 2)[2].removesuffix(".weight") for name in adapted}
@@ -301,12 +310,12 @@ def _targets(shape: Shape, adapted: set[str]) -> str:
 
 
 def _differences(
-    wanted: Mapping[str, tuple[int, ...]], found: Mapping[str, tuple[int, ...]]
+    expected_sizes: Mapping[str, tuple[int, ...]], sizes: Mapping[str, tuple[int, ...]]
 ) -> Iterator[str]:
-    for name in found.keys() - wanted.keys():
+    for name in sizes.keys() - expected_sizes.keys():
         yield f"{name} is of no linear of this model: give the adapter of this model"
-    for name, size in wanted.items():
-        if name not in found:
+    for name, size in expected_sizes.items():
+        if name not in sizes:
             yield f"{name} is missing: give all files of the adapter"
-        elif found[name] != size:
-            yield f"{name} has shape {found[name]}, and this model asks for {size}"
+        elif sizes[name] != size:
+            yield f"{name} has shape {sizes[name]}, and this model asks for {size}"

@@ -135,7 +135,7 @@ def _lost(shape: Shape, config: Fields) -> list[str]:
         back = shape_from_config(config, shape.name)
     except BadFile as error:
         return error.problems
-    names = {each.name for each in dataclasses.fields(Shape) if each.compare}
+    names = {field.name for field in dataclasses.fields(Shape) if field.compare}
     names -= {"dropout", "embedding_dropout"}
     return sorted(name for name in names if getattr(back, name) != getattr(shape, name))
 

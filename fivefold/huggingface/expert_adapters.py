@@ -39,14 +39,14 @@ class ExpertLayer:
 
     def parameters(self, kinds: list[str]) -> dict[str, tuple[str, list[str]]]:
         """For each parameter with adapters: the module of its wrapper, and the kinds in it."""
-        both = [kind for kind in kinds if kind != "down"]
-        found: dict[str, tuple[str, list[str]]] = {}
-        if both:
+        fused_kinds = [kind for kind in kinds if kind != "down"]
+        wrappers: dict[str, tuple[str, list[str]]] = {}
+        if fused_kinds:
             inner = f"{self.module}.{_INNER}" if "down" in kinds else self.module
-            found[FUSED] = (inner, both)
+            wrappers[FUSED] = (inner, fused_kinds)
         if "down" in kinds:
-            found[DOWN] = (self.module, ["down"])
-        return found
+            wrappers[DOWN] = (self.module, ["down"])
+        return wrappers
 
     def outputs(self, parameter: str) -> dict[str, slice]:
         """The outputs of each kind among those of a parameter."""
@@ -58,12 +58,12 @@ class ExpertLayer:
 
 def expert_layers(shape: Shape) -> Iterator[ExpertLayer]:
     """Layers with experts whose gate, up and down may have adapters."""
-    found: dict[str, dict[str, Weight]] = {}
-    for one in weights(replace(shape, tuning=None)):
-        if one.expert and Tuning(1).adapts(one.name):
-            layer, _, kind = one.name.removesuffix(".weight").rpartition(".")
-            found.setdefault(layer, {})[kind] = one
-    for kinds in found.values():
+    weights_by_layer: dict[str, dict[str, Weight]] = {}
+    for weight in weights(replace(shape, tuning=None)):
+        if weight.expert and Tuning(1).adapts(weight.name):
+            layer, _, kind = weight.name.removesuffix(".weight").rpartition(".")
+            weights_by_layer.setdefault(layer, {})[kind] = weight
+    for kinds in weights_by_layer.values():
         name, _, _ = to_hf(shape, kinds["up"].name).name.partition(f".{EXPERT}.")
         yield ExpertLayer(name.replace(".block_sparse_moe.", ".mlp."), kinds)
 
@@ -77,7 +77,7 @@ def fused_factors(
         a_ERD = torch.cat([read(f"{linear}{ADAPTER}a") for linear in linears], 1)
         parts = [read(f"{linear}{ADAPTER}b") for linear in linears]
         places = layer.outputs(parameter)
-        size = max(place.stop for place in places.values())
+        size = max(span.stop for span in places.values())
         b_EOR = parts[0].new_zeros(len(a_ERD), size, a_ERD.shape[1])
         for number, (kind, part) in enumerate(zip(kinds, parts, strict=True)):
             b_EOR[:, places[kind], number * tuning.rank : (number + 1) * tuning.rank] = part
@@ -104,8 +104,8 @@ class FusedPlace:
     def is_alone(self, tensor: Tensor) -> bool:
         """Whether these ranks of B act on these outputs only."""
         b_ORE = tensor.reshape(len(tensor), self.rank, self.num_experts)[:, self.ranks]
-        others = torch.cat([b_ORE[: self.outputs.start], b_ORE[self.outputs.stop :]])
-        return not others.any()
+        other_rows = torch.cat([b_ORE[: self.outputs.start], b_ORE[self.outputs.stop :]])
+        return not other_rows.any()
 
 
 def find_fused(
@@ -116,24 +116,24 @@ def find_fused(
     `name` is that of a tensor, from a module and a factor.
     """
     places: dict[str, FusedPlace] = {}
-    wanted: dict[str, tuple[int, ...]] = {}
+    expected_sizes: dict[str, tuple[int, ...]] = {}
     for layer in expert_layers(shape):
         for parameter, (module, kinds) in layer.parameters(_kinds(layer, sizes, name)).items():
             num_experts, _, inputs = layer.weights[kinds[0]].shape
             outputs = layer.outputs(parameter)
-            found = sizes.get(name(module, "a"), (0,))[0] // num_experts
-            is_double = parameter == FUSED and found == 2 * rank
+            stored_rank = sizes.get(name(module, "a"), (0,))[0] // num_experts
+            is_double = parameter == FUSED and stored_rank == 2 * rank
             full = 2 * rank if is_double else rank
-            wanted[name(module, "a")] = (num_experts * full, inputs)
-            wanted[name(module, "b")] = (
-                max(each.stop for each in outputs.values()),
+            expected_sizes[name(module, "a")] = (num_experts * full, inputs)
+            expected_sizes[name(module, "b")] = (
+                max(span.stop for span in outputs.values()),
                 full * num_experts,
             )
             for number, kind in enumerate(kinds):
                 ranks = slice(number * rank, (number + 1) * rank) if is_double else slice(0, rank)
                 linear = layer.weights[kind].name
                 places[linear] = FusedPlace(module, num_experts, full, outputs[kind], ranks)
-    return places, wanted
+    return places, expected_sizes
 
 
 def _kinds(layer: ExpertLayer, sizes: Sizes, name: Callable[[str, str], str]) -> list[str]:

@@ -168,7 +168,7 @@ def _gemma2(shape: Shape) -> Fields:
 def layer_types(shape: Shape) -> list[str]:
     """Of a model with windows: which layers have one."""
     kinds = (shape.is_global_layer(i) for i in range(shape.layers))
-    return ["full_attention" if each else "sliding_attention" for each in kinds]
+    return ["full_attention" if is_global else "sliding_attention" for is_global in kinds]
 
 
 def _llama4(shape: Shape) -> Fields:
@@ -186,8 +186,10 @@ def _llama4(shape: Shape) -> Fields:
         "interleave_moe_layer_step": moe.every,
         "attention_chunk_size": shape.window,
         "no_rope_layer_interval": every,
-        "no_rope_layers": [int(not each) for each in globals_],
-        "layer_types": ["full_attention" if each else "chunked_attention" for each in globals_],
+        "no_rope_layers": [int(not is_global) for is_global in globals_],
+        "layer_types": [
+            "full_attention" if is_global else "chunked_attention" for is_global in globals_
+        ],
         "use_qk_norm": shape.qk_norm == "l2",
         "attn_temperature_tuning": shape.nope_floor is not None,
         "floor_scale": shape.nope_floor or 8192,

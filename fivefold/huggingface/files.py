@@ -64,9 +64,9 @@ class HfFolder:
         self._shape = shape
         self._opened: tuple[Path, Any] | None = None
         index = _index(folder)
-        bad, found = _headers([folder / name for name in _file_names(folder, index)])
-        self._given = names_in_files(shape, found)
-        self._found = {name: found[given] for name, given in self._given.items()}
+        bad, tensors = _headers([folder / name for name in _file_names(folder, index)])
+        self._given = names_in_files(shape, tensors)
+        self._found = {name: tensors[hf_name] for name, hf_name in self._given.items()}
         config = read_json(folder / CONFIG)
         self._block = _block_size(config)
         unread = {name for name, file in index.items() if file in bad}
@@ -83,7 +83,7 @@ class HfFolder:
     def is_narrow(self) -> bool:
         """Whether bfloat16 can hold every weight: exactly, or nearly so if it is quantized."""
         names = hf_tensors(self._shape)
-        kinds = {self._found[name].kind for name, each in names.items() if not each.buffer}
+        kinds = {self._found[name].kind for name, tensor in names.items() if not tensor.buffer}
         return kinds <= {"BF16", BLOCKS}
 
     def weight(self, weight: Weight, dtype: torch.dtype) -> Tensor:
@@ -101,8 +101,8 @@ class HfFolder:
                 )
 
     def _problems(self, unread: Mapping[str, str]) -> Iterator[str]:
-        scales = {name + SCALE for name, each in self._found.items() if each.kind == BLOCKS}
-        sizes = {name: each.sizes for name, each in self._found.items() if name not in scales}
+        scales = {name + SCALE for name, tensor in self._found.items() if tensor.kind == BLOCKS}
+        sizes = {name: tensor.sizes for name, tensor in self._found.items() if name not in scales}
         yield from mismatches(self._shape, sizes, unread)
         for name in (*hf_tensors(self._shape), *dict(optional_copies(self._shape))):
             if name in sizes:
@@ -110,18 +110,18 @@ class HfFolder:
 
     def _unreadable(self, name: str) -> Iterator[str]:
         """Why the values of a tensor cannot be read."""
-        found, scale = self._found[name], self._found.get(name + SCALE)
-        if found.kind in FLOATS:
+        tensor, scale = self._found[name], self._found.get(name + SCALE)
+        if tensor.kind in FLOATS:
             return
-        if found.kind != BLOCKS:
+        if tensor.kind != BLOCKS:
             known = ", ".join(FLOATS)
-            yield f"{name} has type {found.kind}: save the model in one of {known}"
+            yield f"{name} has type {tensor.kind}: save the model in one of {known}"
             return
-        pairs = zip(found.sizes, self._block, strict=False)
+        pairs = zip(tensor.sizes, self._block, strict=False)
         expected = tuple(math.ceil(size / block) for size, block in pairs)
         if scale is None:
             yield f"{name} has type {BLOCKS} and no {name}{SCALE}: give all files of the model"
-        elif scale.sizes != expected or len(found.sizes) != 2:
+        elif scale.sizes != expected or len(tensor.sizes) != 2:
             yield (
                 f"{name}{SCALE} has shape {scale.sizes}, and blocks of {self._block} ask for "
                 f"{expected}: give the config of these weights"
@@ -239,13 +239,13 @@ def _outgoing(shape: Shape, dtype: torch.dtype) -> Iterator[Outgoing]:
 def _shards(tensors: Iterator[Outgoing], most_bytes: int) -> list[list[Outgoing]]:
     """Tensors in order, as many in each shard as fit."""
     shards: list[list[Outgoing]] = []
-    room = 0
-    for one in tensors:
-        if one.num_bytes > room or not shards:
+    space = 0
+    for tensor in tensors:
+        if tensor.num_bytes > space or not shards:
             shards.append([])
-            room = most_bytes
-        shards[-1].append(one)
-        room -= one.num_bytes
+            space = most_bytes
+        shards[-1].append(tensor)
+        space -= tensor.num_bytes
     return shards
 
 
@@ -258,19 +258,19 @@ def _shard_names(count: int) -> list[str]:
 def _index_of(names: list[str], shards: list[list[Outgoing]]) -> dict[str, Any]:
     pairs = zip(names, shards, strict=True)
     return {
-        "metadata": {"total_size": sum(one.num_bytes for shard in shards for one in shard)},
-        "weight_map": {one.name: file for file, shard in pairs for one in shard},
+        "metadata": {"total_size": sum(tensor.num_bytes for shard in shards for tensor in shard)},
+        "weight_map": {tensor.name: file for file, shard in pairs for tensor in shard},
     }
 
 
 def _write_shard(file: Path, shard: list[Outgoing], read: Callable[[str], Tensor]) -> None:
     """Write all tensors of one file, which are in memory together."""
     tensors: dict[str, Tensor] = {}
-    for one in shard:
+    for entry in shard:
         # A copy: a view would keep its full weight in memory.
-        values = tensor_to_hf(one.tensor, read).to(one.dtype, copy=True).contiguous()
-        assert tuple(values.shape) == one.tensor.sizes, f"{one.name}: {tuple(values.shape)}"
-        tensors[one.name] = values
+        values = tensor_to_hf(entry.tensor, read).to(entry.dtype, copy=True).contiguous()
+        assert tuple(values.shape) == entry.tensor.sizes, f"{entry.name}: {tuple(values.shape)}"
+        tensors[entry.name] = values
     file.touch()
     mode = file.stat().st_mode
     save_file(tensors, file, {"format": "pt"})
@@ -301,26 +301,28 @@ def _collect_cycles() -> None:
 def _headers(files: list[Path]) -> tuple[dict[str, str], dict[str, FoundTensor]]:
     """The problem of each bad file, and the tensors of the good files by name."""
     bad: dict[str, str] = {}
-    found: dict[str, FoundTensor] = {}
+    tensors: dict[str, FoundTensor] = {}
     for file in files:
         try:
             with safe_open(file, framework="pt") as opened:
                 names = opened.keys()
                 slices = [opened.get_slice(name) for name in names]
                 described = {
-                    name: FoundTensor(file, tuple(one.get_shape()), one.get_dtype())
-                    for name, one in zip(names, slices, strict=True)
+                    name: FoundTensor(
+                        file, tuple(tensor_slice.get_shape()), tensor_slice.get_dtype()
+                    )
+                    for name, tensor_slice in zip(names, slices, strict=True)
                 }
         except FileNotFoundError:
             bad[file.name] = f"is not there, and {INDEX} names it: download it too"
         except (SafetensorError, OSError) as error:
             bad[file.name] = f"is no whole safetensors file ({error}): download it again"
         else:
-            if twice := found.keys() & described.keys():
-                other = found[min(twice)].file.name
+            if twice := tensors.keys() & described.keys():
+                other = tensors[min(twice)].file.name
                 bad[file.name] = f"has {min(twice)}, as {other} has: keep the files of one model"
-            found |= described
-    return bad, found
+            tensors |= described
+    return bad, tensors
 
 
 def _file_names(folder: Path, index: Mapping[str, str]) -> list[str]:
@@ -330,9 +332,9 @@ def _file_names(folder: Path, index: Mapping[str, str]) -> list[str]:
         return names
     if pickles := sorted(path.name for pattern in PICKLES for path in folder.glob(pattern)):
         rule = f"{pickles[0]} is a pickle, which can run any program when it is read"
-        way = "load it where you trust it and save it as safetensors"
+        remedy = "load it where you trust it and save it as safetensors"
         call = "AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(NEW) of transformers"
-        raise BadFile(str(folder), [f"{rule}: {way}, with {call}"])
+        raise BadFile(str(folder), [f"{rule}: {remedy}, with {call}"])
     raise BadFile(str(folder), ["has no *.safetensors: give the folder of a downloaded model"])
 
 
@@ -391,6 +393,6 @@ def write_json(path: Path, table: Mapping[str, Any]) -> None:
 
 
 def _shortened(problems: list[str]) -> list[str]:
-    more = len(problems) - _MOST_PROBLEMS
-    rest = [f"and {more:,} more: mend these first"] if more > 0 else []
-    return [*problems[:_MOST_PROBLEMS], *rest]
+    num_hidden = len(problems) - _MOST_PROBLEMS
+    tail = [f"and {num_hidden:,} more: mend these first"] if num_hidden > 0 else []
+    return [*problems[:_MOST_PROBLEMS], *tail]

@@ -74,12 +74,12 @@ class HfLocation:
 
     def rows(self, tensor: Tensor, weight: Weight) -> Tensor:
         """Those of our weight."""
-        found, dim = tensor.mT if self.transposed else tensor, int(self.stacked)
-        each = weight.shape[dim] // self.groups
+        values, dim = tensor.mT if self.transposed else tensor, int(self.stacked)
+        size = weight.shape[dim] // self.groups
         if self.groups == 1:
-            return found.narrow(dim, self.start, each)
-        grouped = found.unflatten(dim, (self.groups, -1))
-        return grouped.narrow(dim + 1, self.start, each).flatten(dim, dim + 1)
+            return values.narrow(dim, self.start, size)
+        grouped = values.unflatten(dim, (self.groups, -1))
+        return grouped.narrow(dim + 1, self.start, size).flatten(dim, dim + 1)
 
 
 def to_hf(shape: Shape, name: str) -> HfLocation:
@@ -94,21 +94,21 @@ def to_hf(shape: Shape, name: str) -> HfLocation:
     names |= writer.two_norms if shape.parallel_norms > 1 else {}
     if name.startswith("mtp."):
         return HfLocation(_renamed_mtp(shape, name, names))
-    found = _renamed(name, LLAMA_OUTER | writer.outer, names, writer.blocks)
+    hf_name = _renamed(name, LLAMA_OUTER | writer.outer, names, writer.blocks)
     inner = name.split(".", 2)[-1].rpartition(".")[0] if name.startswith("blocks.") else ""
-    stacked = inner.startswith(_EXPERTS) and EXPERT not in found
+    stacked = inner.startswith(_EXPERTS) and EXPERT not in hf_name
     turned = stacked or (writer.transposed and inner in _LINEARS)
     transposed = turned and name.endswith(".weight")
     parts = fused_parts(names, inner)
     if not parts:
-        return HfLocation(found, transposed, stacked=stacked)
+        return HfLocation(hf_name, transposed, stacked=stacked)
     heads = parts[0] in _QKV
     groups = shape.kv_heads if heads and writer.grouped else 1
     if stacked and writer.interleaved:
         groups = _num_rows(shape, inner)
     sizes = {part: _num_rows(shape, part) // groups for part in parts}
     start = sum(sizes[part] for part in parts[: parts.index(inner)])
-    return HfLocation(found, transposed, start, groups, stacked)
+    return HfLocation(hf_name, transposed, start, groups, stacked)
 
 
 _QKV, _EXPERTS = ("attention.q", "attention.k", "attention.v"), "mlp.experts."
@@ -120,8 +120,8 @@ def fused_parts(names: Mapping[str, str], inner: str) -> tuple[str, ...]:
     """The linears of a block in one tensor with this one, in order; none if it is alone."""
     for parts in (_QKV, *_INTO):
         if inner in parts:
-            found = {_within_block(f"{part}.weight", names) for part in parts}
-            return parts if len(found) == 1 else ()
+            hf_names = {_within_block(f"{part}.weight", names) for part in parts}
+            return parts if len(hf_names) == 1 else ()
     return ()
 
 
@@ -162,7 +162,7 @@ def hf_tensors(shape: Shape) -> dict[str, HfTensor]:
     Not those of `empty_tensors`.
     """
     tensors: dict[str, HfTensor] = {}
-    buffer_names = {each.name for each in buffers(shape)}
+    buffer_names = {buffer.name for buffer in buffers(shape)}
     for weight in (*weights(shape), *buffers(shape)):
         location = to_hf(shape, weight.name)
         apart, dim = EXPERT in location.name, int(location.stacked)
@@ -246,7 +246,7 @@ def tensor_to_hf(tensor: HfTensor, read: Callable[[str], Tensor]) -> Tensor:
 
 def _joined(parts: Sequence[Tensor], groups: int, dim: int) -> Tensor:
     """Rows of several weights in one tensor."""
-    grouped = [each.unflatten(dim, (groups, -1)) for each in parts]
+    grouped = [part.unflatten(dim, (groups, -1)) for part in parts]
     return torch.cat(grouped, dim=dim + 1).flatten(dim, dim + 1)
 
 
@@ -265,12 +265,12 @@ def optional_copies(shape: Shape) -> Iterator[tuple[str, str]]:
         yield "lm_head.weight", to_hf(shape, "embed.weight").name
 
 
-def names_in_files(shape: Shape, found: Iterable[str]) -> dict[str, str]:
+def names_in_files(shape: Shape, stored_names: Iterable[str]) -> dict[str, str]:
     """From the names of this table to those in a file.
 
     GPT-2's published files lack the prefix `transformer.` of files from the transformers package.
     """
-    names = list(found)
+    names = list(stored_names)
     if shape.family != "gpt2" or any(name.startswith("transformer.") for name in names):
         return {name: name for name in names}
     head = "lm_head.weight"

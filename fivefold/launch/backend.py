@@ -169,27 +169,27 @@ class RankDevice:
 
 
 def choose_backend(
-    asked: Backend | None, device: str, ranks: int, gpus: int, nccl: NcclLibrary
+    backend_option: Backend | None, device: str, ranks: int, gpus: int, nccl: NcclLibrary
 ) -> Backend:
     """The backend of ranks on one machine; raises if it is not available to them."""
     if device == "cpu":
-        if asked == "nccl":
+        if backend_option == "nccl":
             raise FivefoldError(
                 "--backend nccl is for GPUs, and these ranks are on CPUs: use --device cuda, or "
                 "leave --backend out"
             )
         return "gloo"
-    chosen = asked or ("nccl" if ranks <= gpus or nccl.may_share else "gloo")
-    if chosen == "nccl" and (asked or ranks > 1):
+    chosen = backend_option or ("nccl" if ranks <= gpus or nccl.may_share else "gloo")
+    if chosen == "nccl" and (backend_option or ranks > 1):
         nccl.require(ranks, gpus)
     return chosen
 
 
-def available_device(asked: str, gpus: int) -> str:
+def available_device(device: str, gpus: int) -> str:
     """The kind of device that is meant by `auto`, or the one that is asked for."""
-    if asked == "cuda" and not gpus:
+    if device == "cuda" and not gpus:
         raise FivefoldError("--device cuda: this machine has no GPU; use --device cpu")
-    return asked if asked != "auto" else "cuda" if gpus else "cpu"
+    return device if device != "auto" else "cuda" if gpus else "cpu"
 
 
 def forked_device(device: str, backend: Backend, rank: int, world: int) -> RankDevice:
@@ -202,7 +202,7 @@ def forked_device(device: str, backend: Backend, rank: int, world: int) -> RankD
 
 def launched_device(
     device: str,
-    asked: Backend | None,
+    backend_option: Backend | None,
     launched: LauncherEnvironment,
     gpus: int,
     nccl: NcclLibrary,
@@ -215,8 +215,8 @@ def launched_device(
     if launched.own_gpu and not nccl.may_share:
         ranks = min(ranks, gpus)  # tasks beside this one have other GPUs
     if launched.world > 1 and device == "cuda":
-        asked = asked or "nccl"
-    backend = choose_backend(asked, device, ranks, gpus, nccl)
+        backend_option = backend_option or "nccl"
+    backend = choose_backend(backend_option, device, ranks, gpus, nccl)
     if device == "cpu":
         return RankDevice()
     return RankDevice(
@@ -230,14 +230,14 @@ def require_forkable() -> None:
     Threads that torch has started for arithmetic are an obstacle on ARM only: its matmuls go on to
     wait for them. Elsewhere ranks compute with one thread.
     """
-    way = "call it from a process that has not, such as a restarted kernel or a script"
+    remedy = "call it from a process that has not, such as a restarted kernel or a script"
     if "fork" not in multiprocessing.get_all_start_methods():
         raise FivefoldError("ranks are forked, which this system cannot: use Linux or macOS")
     if torch.cuda.is_initialized():
-        raise FivefoldError(f"this process has used a GPU, and forked ranks could not: {way}")
+        raise FivefoldError(f"this process has used a GPU, and forked ranks could not: {remedy}")
     if dist.is_available() and dist.is_initialized():
         raise FivefoldError(
-            f"this process has a process group, and forked ranks would have it too: {way}, or "
+            f"this process has a process group, and forked ranks would have it too: {remedy}, or "
             "destroy it first"
         )
     if multiprocessing.current_process().daemon:
@@ -247,7 +247,7 @@ def require_forkable() -> None:
     if _is_arm() and torch.get_num_threads() > 1 and not _multiplies_in_fork():
         raise FivefoldError(
             "this process has multiplied matrices with several threads, and on ARM forked ranks "
-            f"would wait for these: {way}, or set OMP_NUM_THREADS=1 before torch is imported"
+            f"would wait for these: {remedy}, or set OMP_NUM_THREADS=1 before torch is imported"
         )
 
 

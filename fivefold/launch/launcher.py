@@ -75,11 +75,11 @@ def hosts(text: str) -> Iterator[str]:
 
 
 def _expanded(pattern: str) -> Iterator[str]:
-    head, bracket, rest = pattern.partition("[")
+    head, bracket, remainder = pattern.partition("[")
     if not bracket:
         yield head
         return
-    inside, _, tail = rest.partition("]")
+    inside, _, tail = remainder.partition("]")
     for part in inside.split(","):
         first, dash, last = part.partition("-")
         for number in range(int(first), int(last if dash else first) + 1):
@@ -122,10 +122,10 @@ def _tasks_here(environment: Mapping[str, str]) -> int | None:
     """The tasks of the step on this host, such as the 2 or 1 of `2(x3),1`; None if not said."""
     counts: list[int] = []
     for part in environment.get("SLURM_STEP_TASKS_PER_NODE", "").split(","):
-        found = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
-        if found is None:
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
+        if match is None:
             return None
-        counts += [int(found[1])] * int(found[2] or 1)
+        counts += [int(match[1])] * int(match[2] or 1)
     host = environment.get("SLURM_NODEID", "")
     return counts[int(host)] if host.isdecimal() and int(host) < len(counts) else None
 
@@ -143,10 +143,10 @@ def _require(
     environment: Mapping[str, str], names: tuple[str, ...], launcher: str, way_out: str
 ) -> None:
     if missing := [name for name in names if name not in environment]:
-        found = next(name for name in names if name in environment)
-        rule = f"{found} is set, as {launcher} would, but not {', '.join(missing)}"
-        way = f"{way_out}, or unset {found} to start the ranks on this machine"
-        raise BadFile("the environment", [f"{rule}: {way}"])
+        variable = next(name for name in names if name in environment)
+        rule = f"{variable} is set, as {launcher} would, but not {', '.join(missing)}"
+        remedy = f"{way_out}, or unset {variable} to start the ranks on this machine"
+        raise BadFile("the environment", [f"{rule}: {remedy}"])
 
 
 def _number(environment: Mapping[str, str], name: str, default: str | None = None) -> int:
@@ -160,8 +160,8 @@ def _checked(launched: LauncherEnvironment) -> LauncherEnvironment:
     if launched.rank >= launched.world:
         rank, world = launched.rank, launched.world
         rule = f"rank {rank} of {world}: ranks count from 0, so the highest is {world - 1}"
-        way = "RANK and WORLD_SIZE, or those of Slurm, must come from one launcher"
-        raise BadFile("the environment", [f"{rule}; {way}"])
+        remedy = "RANK and WORLD_SIZE, or those of Slurm, must come from one launcher"
+        raise BadFile("the environment", [f"{rule}; {remedy}"])
     return launched
 
 
@@ -188,8 +188,8 @@ def refit(plan: Plan, world: int) -> Plan:
     if world == layout.world:
         return plan
     fixed = layout.tp * layout.cp * layout.pp
-    dp, rest = divmod(world, fixed)
-    if rest or not dp:
+    dp, remainder = divmod(world, fixed)
+    if remainder or not dp:
         raise FivefoldError(
             f"{world} ranks were started, but the layout {layout} needs {layout.world}: only dp "
             f"can change, so start a multiple of tp · cp · pp = {fixed} ranks"
@@ -198,13 +198,13 @@ def refit(plan: Plan, world: int) -> Plan:
     options = replace(plan.options, layout=str(even), microbatches=changed.microbatches, gpus=None)
     started = counted(world, "rank")
     note = f"dp={dp} instead of {layout.dp}, because {started} started; the batch stays"
-    found = resolve(options)
+    new_plan = resolve(options)
     if changed.idle:
         # The options keep the plan whose ranks are all there: no other has this batch.
-        found = replace(found, batch=changed, options=plan.options)
+        new_plan = replace(new_plan, batch=changed, options=plan.options)
         odd = counted(dp - changed.idle, "data rank")
         note += f", and the first {odd} take the odd microbatches, one each"
-    return replace(found, notes=(*plan.notes, note))
+    return replace(new_plan, notes=(*plan.notes, note))
 
 
 def _over(plan: Plan, dp: int) -> Batch:
@@ -227,10 +227,10 @@ def _over(plan: Plan, dp: int) -> Batch:
 def without_replica(plan: Plan, lost: int = 1) -> Plan:
     """The plan without so many of its replicas, or more where no other number is legal."""
     layout = plan.layout
-    each, problem = layout.world // layout.dp, FivefoldError("there is no other replica")
+    replica_ranks, problem = layout.world // layout.dp, FivefoldError("there is no other replica")
     for dp in range(layout.dp - lost, 0, -1):
         try:
-            return refit(plan, dp * each)
+            return refit(plan, dp * replica_ranks)
         except FivefoldError as error:
             problem = error
     raise FivefoldError(f"no replica of {layout} can be left out: {problem}")

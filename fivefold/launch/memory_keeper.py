@@ -51,8 +51,8 @@ class HostKeeper:
     def open(self, rank: int, slot: int) -> int:
         """The descriptor of a segment, which is empty at first."""
         if (rank, slot) not in self._descriptors:
-            _, found = self._asked({"rank": rank, "slot": slot})
-            self._descriptors[rank, slot] = found[0]
+            _, descriptors = self._asked({"rank": rank, "slot": slot})
+            self._descriptors[rank, slot] = descriptors[0]
         return self._descriptors[rank, slot]
 
     def ranks(self) -> list[int]:
@@ -67,8 +67,8 @@ class HostKeeper:
     def _asked(self, request: dict[str, Any]) -> tuple[dict[str, Any], list[int]]:
         try:
             self._socket.sendall(json.dumps(request).encode() + b"\n")
-            said, found, _, _ = socket.recv_fds(self._socket, 1 << 20, 1)
-            return json.loads(said), list(found)
+            reply, descriptors, _, _ = socket.recv_fds(self._socket, 1 << 20, 1)
+            return json.loads(reply), list(descriptors)
         except (OSError, ValueError) as error:
             raise FivefoldError(
                 f"the keeper of copies on this host does not answer ({error}): start the run again"
@@ -79,14 +79,14 @@ def _connected(name: str, launcher: int) -> socket.socket:
     """A connection to a keeper; it is started if there is none."""
     until, started = time.monotonic() + _START_SECONDS, False
     while True:
-        made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            made.connect("\0" + name)
-            if _user(made) != os.getuid():
+            connection.connect("\0" + name)
+            if _user(connection) != os.getuid():
                 raise FivefoldError(f"another user answers as {name}: start the run again")
-            return made
+            return connection
         except OSError as error:
-            made.close()
+            connection.close()
             if time.monotonic() > until:
                 raise FivefoldError(
                     f"no keeper of copies starts on this host ({error}): leave copy_every out"
@@ -124,10 +124,10 @@ class Keeper:
                 alone_since = time.monotonic()
             elif time.monotonic() - alone_since > _ALONE_SECONDS:
                 return
-            for each in ready:
-                if each is self.door:
+            for client in ready:
+                if client is self.door:
                     self._admit(self.door.accept()[0])
-                elif not self._answered(each):
+                elif not self._answered(client):
                     return
 
     def _admit(self, client: socket.socket) -> None:
@@ -141,13 +141,13 @@ class Keeper:
         """Answer a client's request; false if the run has ended."""
         try:
             line = client.recv(_LINE)
-            asked = json.loads(line) if line else None
-            if asked is None:
+            request = json.loads(line) if line else None
+            if request is None:
                 raise OSError("it has gone")
-            if asked.get("end"):
+            if request.get("end"):
                 return False
-            if "rank" in asked:
-                descriptor = self._segment(int(asked["rank"]), int(asked["slot"]))
+            if "rank" in request:
+                descriptor = self._segment(int(request["rank"]), int(request["slot"]))
                 socket.send_fds(client, [b"{}"], [descriptor])
             else:
                 ranks = sorted({rank for rank, _ in self.segments})

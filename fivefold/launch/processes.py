@@ -101,11 +101,11 @@ class _Silence:
 
     def goes_on(self) -> bool:
         """Whether to wait for so many seconds more: at first, and while ranks compute."""
-        used, before = sum(_cpu_seconds(each.process.pid) for each in self.children), self.used
+        used, before = sum(_cpu_seconds(child.process.pid) for child in self.children), self.used
         self.used = used
         if before == float("inf"):
             return True
-        if any(_is_stopped(each.process.pid) for each in self.children):
+        if any(_is_stopped(child.process.pid) for child in self.children):
             return False  # others may spin while they wait for it
         computes = used - before > _AT_WORK * self.seconds
         return computes and self.length < self.longest
@@ -341,20 +341,20 @@ class Pool:
         """
         child.process.join(timeout=5)
         if child.process.exitcode == -signal.SIGABRT and self._meeting is not None:
-            phases = [each.doing for each in self._children]
+            phases = [peer.doing for peer in self._children]
             positions = read_positions(self._meeting.folder, phases)
-            found = diverged(positions, sorted(positions))
-            if found is not None:
-                return RankLost(found.rank, found.doing, found.cause)
+            divergence = diverged(positions, sorted(positions))
+            if divergence is not None:
+                return RankLost(divergence.rank, divergence.doing, divergence.cause)
         return RankLost(rank, child.doing, _how_it_ended(child.process))
 
     def _silent(self, children: list[_Child], seconds: float) -> RankLost:
         """If all ranks wait, one that was stopped or the one with the fewest messages keeps the
         others waiting."""
         _, _, rank = min(
-            (not _is_stopped(each.process.pid), each.num_messages, i)
-            for i, each in enumerate(children)
-            if each.busy
+            (not _is_stopped(child.process.pid), child.num_messages, i)
+            for i, child in enumerate(children)
+            if child.busy
         )
         return RankLost(rank, children[rank].doing, f"was silent for {seconds:.0f} s")
 
@@ -406,10 +406,10 @@ def _serve(
             answer = ("done", function(Worker(rank, meeting, says.send, stop), *args))
         except Exception as error:
             frames = "".join(traceback.format_exception(error, limit=-4)).rstrip()  # the innermost
-            said = f"{type(error).__name__}: {error}"
-            answer = ("raised", f"{said}\n{frames}")
+            summary = f"{type(error).__name__}: {error}"
+            answer = ("raised", f"{summary}\n{frames}")
             if isinstance(error, FivefoldError):  # what a user did wrong needs no frames
-                answer = (_REFUSED, said)
+                answer = (_REFUSED, summary)
         gc.collect()  # modules with hooks are in cycles and keep process groups and threads alive
         says.send(*answer)
         says.flush()

@@ -56,10 +56,10 @@ class RankPipe:
         self._socket.close()
 
     def _run(self) -> None:
-        room = select.poll()
-        room.register(self._socket, select.POLLOUT)
+        poller = select.poll()
+        poller.register(self._socket, select.POLLOUT)
         while self._thread is not None:
-            room.poll()
+            poller.poll()
             with self._lock, contextlib.suppress(OSError):  # the other process is gone
                 self._push()
             with self._lock:
@@ -69,18 +69,18 @@ class RankPipe:
     def _push(self) -> None:
         """Send what the socket takes without waiting; raises if the other process is gone."""
         while self._waiting:
-            kind, rest = self._waiting[0]
+            kind, payload = self._waiting[0]
             try:
-                sent = self._socket.send(rest, socket.MSG_DONTWAIT)
+                sent = self._socket.send(payload, socket.MSG_DONTWAIT)
             except BlockingIOError:
                 return
             except OSError:
                 self._waiting.clear()
                 raise
             self._size -= sent
-            self._begun = sent < len(rest)
+            self._begun = sent < len(payload)
             if self._begun:
-                self._waiting[0] = (kind, rest[sent:])
+                self._waiting[0] = (kind, payload[sent:])
             else:
                 self._waiting.popleft()
 

@@ -87,9 +87,9 @@ class InheritedMemory:
 
     def close(self) -> None:
         """Give the memory back."""
-        for some in self.descriptors:
-            for each in some:
-                os.close(each)
+        for descriptors in self.descriptors:
+            for descriptor in descriptors:
+                os.close(descriptor)
 
 
 class KeptSegment:
@@ -182,9 +182,9 @@ def _aligned(num_bytes: int) -> int:
 
 def _checksum(memory: mmap.mmap, length: int, num_bytes: int) -> int:
     """Of the table and the data, block by block: other threads of the process run meanwhile."""
-    found = 0
+    checksum = 0
     with memoryview(memory) as view:
         end = _aligned(_HEAD.size + length) + num_bytes
         for first in range(_HEAD.size, end, _BLOCK):
-            found = zlib.crc32(view[first : min(first + _BLOCK, end)], found)
-    return found
+            checksum = zlib.crc32(view[first : min(first + _BLOCK, end)], checksum)
+    return checksum

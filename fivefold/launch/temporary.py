@@ -36,9 +36,9 @@ def sweep(parent: Path, prefix: str = _RANKS) -> None:
     """Remove the folders of processes that have died; those of others stay."""
     ours = re.compile(rf"{prefix}(\d+)-\w+")
     for folder in parent.glob(f"{prefix}*"):
-        found = ours.fullmatch(folder.name)
+        match = ours.fullmatch(folder.name)
         # To open our own file would give the lock away when it is closed.
-        if found is None or int(found[1]) == os.getpid():
+        if match is None or int(match[1]) == os.getpid():
             continue
         with contextlib.suppress(OSError):  # it is locked, just being made, or of another user
             with (folder / _OWNER).open("r+") as owner:

@@ -229,11 +229,11 @@ def _listening(host: str, port: int) -> int | None:
     if not loopback:
         return None
     family, kind, number, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    with socket.socket(family, kind, number) as made:
-        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        made.bind(address)
-        made.listen(_BACKLOG)
-        return made.detach()  # the store closes it
+    with socket.socket(family, kind, number) as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(_BACKLOG)
+        return listener.detach()  # the store closes it
 
 
 def agree_on_prefix(store: dist.Store, rank: int, world: int, stop: StopRequest) -> str:
@@ -249,7 +249,7 @@ def agree_on_prefix(store: dist.Store, rank: int, world: int, stop: StopRequest)
 
 
 def agreement(
-    store: dist.Store, rank: int, world: int, now: Callable[[], float]
+    store: dist.Store, rank: int, world: int, clock: Callable[[], float]
 ) -> Generator[None, None, str]:
     """Agree on a prefix; yields where it would wait.
 
@@ -261,10 +261,10 @@ def agreement(
     unique = uuid.uuid4().hex
     if rank == 0:
         store.set("fivefold/offer", unique)
-        yield from _confirm(store, unique, set(range(1, world)), now)
+        yield from _confirm(store, unique, set(range(1, world)), clock)
         return unique
-    began, answered = now(), ""
-    while now() - began < _MEETING_TIMEOUT.total_seconds():
+    began, answered = clock(), ""
+    while clock() - began < _MEETING_TIMEOUT.total_seconds():
         offer = store.get("fivefold/offer").decode() if store.check(["fivefold/offer"]) else ""
         if offer != answered:
             store.set(f"fivefold/{offer}/{rank}", unique)
@@ -279,26 +279,26 @@ def agreement(
 
 
 def _confirm(
-    store: dist.Store, unique: str, missing: set[int], now: Callable[[], float]
+    store: dist.Store, unique: str, missing: set[int], clock: Callable[[], float]
 ) -> Iterator[None]:
     """Rank 0 waits for all others, and says after a while who has not come."""
-    began, said = now(), False
+    began, notice = clock(), False
     while missing:
         for other in sorted(missing):
             if store.check([key := f"fivefold/{unique}/{other}"]):
                 store.set(f"fivefold/{store.get(key).decode()}", unique)
                 missing.discard(other)
-        waited = now() - began
+        waited = clock() - began
         if not missing:
             break
         if waited > _MEETING_TIMEOUT.total_seconds():
             raise FivefoldError(
                 f"{ranks(missing)} did not come within {_MEETING_TIMEOUT}: look at their logs"
             )
-        if waited > _NAMED_SECONDS and not said:
-            said = True
-            words = f"{ranks(missing)} did not come within {waited:.0f} s; rank 0 waits on"
-            print(f"fivefold: {words}", file=sys.stderr, flush=True)
+        if waited > _NAMED_SECONDS and not notice:
+            notice = True
+            text = f"{ranks(missing)} did not come within {waited:.0f} s; rank 0 waits on"
+            print(f"fivefold: {text}", file=sys.stderr, flush=True)
         yield
 
 

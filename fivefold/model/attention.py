@@ -89,7 +89,7 @@ class Attention(nn.Module):
             q_BSHd = (q_BSHd * context.temperature).to(q_BSHd.dtype)
         k_BSKd = self._heads(keys, self.k_norm, context)
         v_BSKd = values.unflatten(-1, (-1, self.head_dim))
-        return [each.transpose(1, 2) for each in (q_BSHd, k_BSKd, v_BSKd)]
+        return [tensor.transpose(1, 2) for tensor in (q_BSHd, k_BSKd, v_BSKd)]
 
     def _heads(self, projected: Tensor, norm: Norm | None, context: Context) -> Tensor:
         if norm is not None and not self.norms_heads:
@@ -122,7 +122,7 @@ def causal_attention(q_BHSd: Tensor, k_BKSd: Tensor, v_BKSd: Tensor, info: Atten
                 q_BHSd, k_BKSd, v_BKSd, is_causal=True, enable_gqa=groups > 1
             )
     if groups > 1:  # not supported by the CPU kernel
-        k_BKSd, v_BKSd = (each.repeat_interleave(groups, dim=1) for each in (k_BKSd, v_BKSd))
+        k_BKSd, v_BKSd = (tensor.repeat_interleave(groups, dim=1) for tensor in (k_BKSd, v_BKSd))
     return F.scaled_dot_product_attention(q_BHSd, k_BKSd, v_BKSd, is_causal=True)
 
 
@@ -144,9 +144,9 @@ class _PairedAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (grad,), (q, k, v, out, lse, sinks) = gradients, ctx.saved_tensors
-        found = attend_backward(grad, q, k, v, out, lse, _pairs(q, ctx.info))
+        grads = attend_backward(grad, q, k, v, out, lse, _pairs(q, ctx.info))
         of_sinks = None if sinks is None else sinks_gradient(grad, out, lse, sinks)
-        return (*(each.to(q.dtype) for each in found), None, of_sinks)
+        return (*(gradient.to(q.dtype) for gradient in grads), None, of_sinks)
 
 
 def _pairs(q_BHSd: Tensor, info: AttentionInfo) -> VisiblePairs:
@@ -163,15 +163,15 @@ def _visible(q_BHSd: Tensor, info: AttentionInfo) -> VisiblePairs:
         call = AttentionCall(0, seq, 0, seq, causal=True, masked=False)
         return VisiblePairs(True, documents=documents.pairs(row, row, call), window=window)
     tokens = torch.arange(seq, device=q_BHSd.device)
-    kept, scale = info.dropout.keeps(heads, tokens, tokens), info.dropout.scale
+    keep_mask, scale = info.dropout.keeps(heads, tokens, tokens), info.dropout.scale
     if documents is None:
-        return VisiblePairs(True, None, kept, scale)
+        return VisiblePairs(True, None, keep_mask, scale)
     visible = torch.ones(seq, seq, dtype=torch.bool, device=q_BHSd.device).tril()
     if window is not None:
         visible = visible.triu(1 - window)
     numbers_BS = documents.numbers(q_BHSd.device)
     visible = visible & (numbers_BS[:, None, :, None] == numbers_BS[:, None, None, :])
-    return VisiblePairs(False, visible, kept, scale)
+    return VisiblePairs(False, visible, keep_mask, scale)
 
 
 LATENT_EPS = 1e-6  # DeepSeek's code uses it for the norms of latents, whatever the other norms use
@@ -224,7 +224,7 @@ class LatentAttention(nn.Module):
             out_BSHv = self.latent_kernel(q_BSHd, normed_BSr, rotated_BSp, info)
             return self.out(out_BSHv.flatten(2))
         k_BSHd, v_BSHv = self._keys_and_values(latents, context)
-        heads = (each.transpose(1, 2) for each in (q_BSHd, k_BSHd, v_BSHv))
+        heads = (tensor.transpose(1, 2) for tensor in (q_BSHd, k_BSHd, v_BSHv))
         return self.out(self.kernel(*heads, info).transpose(1, 2).flatten(2))
 
     def _queries(self, projected: Tensor, context: Context) -> Tensor:

@@ -114,7 +114,7 @@ class Balancer:
     def _losses(self, routing: Routing, counts_BE: Tensor) -> list[Tensor]:
         if any(rule.counts_rows for rule in self.losses):
             counts_BE = self.rows.sum_over_ranks(counts_BE)
-        found: list[Tensor] = []
+        losses: list[Tensor] = []
         for rule in self.losses:
             of_tokens_N = (
                 routing.logits.logsumexp(1).square()
@@ -124,8 +124,8 @@ class Balancer:
             if self.rows.real is not None:
                 of_tokens_N = of_tokens_N.unflatten(0, (len(counts_BE), -1)) * self.rows.real
             tokens = self.rows.tokens_in_step or of_tokens_N.numel()
-            found.append(rule.coefficient * of_tokens_N.sum() / tokens)
-        return found
+            losses.append(rule.coefficient * of_tokens_N.sum() / tokens)
+        return losses
 
     def _load(self, rule: Balance, counts_BE: Tensor, scores_NE: Tensor) -> Tensor:
         """The fraction f of the slots of each unit that go to each expert, (U, E)."""
@@ -142,17 +142,17 @@ class Balancer:
         experts_BSK = routing.experts.unflatten(0, (num_rows, -1))
         scores_NK = routing.scores.detach().gather(1, routing.experts)
         full_BSK = self.rows.gather_tokens(experts_BSK)
-        room = rule.room(self.rows.seq or full_BSK.shape[1], top_k, self.num_experts)
+        capacity = rule.room(self.rows.seq or full_BSK.shape[1], top_k, self.num_experts)
         scores_BSK = self.rows.gather_tokens(scores_NK.unflatten(0, (num_rows, -1)))
         kept_BSK = self.rows.local_tokens(
-            slots_within_capacity(full_BSK, scores_BSK, room, rule.keep, self.num_experts)
+            slots_within_capacity(full_BSK, scores_BSK, capacity, rule.keep, self.num_experts)
         )
         kept_NK = kept_BSK.flatten(0, 1)
         return routing._replace(
             experts=routing.experts.where(kept_NK, self.num_experts),
             weights=routing.weights * kept_NK,
             drops=True,
-            room=num_rows * min(room, experts_BSK.shape[1]) if rule.pads else None,
+            room=num_rows * min(capacity, experts_BSK.shape[1]) if rule.pads else None,
         )
 
 
@@ -168,7 +168,7 @@ def load_losses(scores_NE: Tensor, load_UE: Tensor) -> Tensor:
 
 
 def slots_within_capacity(
-    experts_BSK: Tensor, scores_BSK: Tensor, room: int, keep: Keep, num_experts: int
+    experts_BSK: Tensor, scores_BSK: Tensor, capacity: int, keep: Keep, num_experts: int
 ) -> Tensor:
     """True for the slots of full rows that are kept, where an expert takes `room` slots of a row.
 
@@ -184,7 +184,7 @@ def slots_within_capacity(
     counts_BE = count_slots(experts_BM, num_experts)
     rank_BM = indices_M - (counts_BE.cumsum(1) - counts_BE).gather(1, sorted_BM)
     kept_BM = torch.empty_like(rank_BM, dtype=torch.bool)
-    kept_BM = kept_BM.scatter(1, order_BM.gather(1, again_BM), rank_BM < room)
+    kept_BM = kept_BM.scatter(1, order_BM.gather(1, again_BM), rank_BM < capacity)
     return kept_BM.view_as(experts_BSK)
 
 

@@ -110,8 +110,8 @@ def seen_documents(
     """
     rows, seq = (batch if batch.row is None else batch.row).positions.shape
     if window is not None and window < seq:
-        found = batch.documents or Documents([[0]] * rows, seq)
-        return found.chunked(window) if chunked else found
+        documents = batch.documents or Documents([[0]] * rows, seq)
+        return documents.chunked(window) if chunked else documents
     return None if batch.documents is None or batch.documents.one_a_row else batch.documents
 
 
@@ -132,10 +132,10 @@ class Context:
 
     def keeping(self) -> Context:
         """The same, with a place for what the attention of one segment makes."""
-        kept: KeptCalls = {}
+        calls: KeptCalls = {}
 
-        def with_place(one: Context) -> Context:
-            beyond = None if one.beyond is None else with_place(one.beyond)
-            return replace(one, attention=replace(one.attention, kept=kept), beyond=beyond)
+        def with_place(context: Context) -> Context:
+            beyond = None if context.beyond is None else with_place(context.beyond)
+            return replace(context, attention=replace(context.attention, kept=calls), beyond=beyond)
 
         return with_place(self)

@@ -117,8 +117,8 @@ class MtpLayer(nn.Module):
         self, hidden_BSD: Tensor, token_BSD: Tensor, context: Context, run_blocks: RunBlocks
     ) -> Tensor:
         """The input of the head at this depth; `run_blocks` runs the block."""
-        both = torch.cat([self.token_norm(token_BSD), self.hidden_norm(hidden_BSD)], dim=-1)
-        return self.norm(run_blocks([self.block], self.join(both), context))
+        pair = torch.cat([self.token_norm(token_BSD), self.hidden_norm(hidden_BSD)], dim=-1)
+        return self.norm(run_blocks([self.block], self.join(pair), context))
 
 
 def all_tokens(of_tokens_BS: Tensor) -> Tensor:
@@ -200,15 +200,17 @@ class Decoder(nn.Module):
         depths = self.shape.mtp if self.head is not None else 0
         uses: Counter[int] = Counter()
         for module in (self.embed, self.head):
-            uses.update({id(each): 1 + depths for each in module.parameters()} if module else {})
-        for module in (each for name, each in self.mtp.items() if name == "embed"):
-            uses.update({id(each): depths for each in module.parameters()})
-        named = {name: uses[id(each)] for name, each in self.named_parameters()}
+            uses.update(
+                {id(parameter): 1 + depths for parameter in module.parameters()} if module else {}
+            )
+        for module in (mtp_module for name, mtp_module in self.mtp.items() if name == "embed"):
+            uses.update({id(parameter): depths for parameter in module.parameters()})
+        named = {name: uses[id(parameter)] for name, parameter in self.named_parameters()}
         return {name: count for name, count in named.items() if count}
 
     def all_blocks(self) -> list[Block]:
         """Every block in forward order, with those of multi-token prediction."""
-        return [each for each in self.modules() if isinstance(each, Block)]
+        return [module for module in self.modules() if isinstance(module, Block)]
 
     def context(self, batch: TokenBatch, dtype: torch.dtype) -> Context:
         """The context of all blocks, for hidden states of `dtype`."""
@@ -219,11 +221,11 @@ class Decoder(nn.Module):
         window, chunk = (None, shape.window) if chunked else (shape.window, None)
         documents = seen_documents(batch, shape.window, chunked)
         pairs, sites = self._dropout(batch)
-        more = (window, pairs, batch.row, shape.score_cap, chunk)
+        extra = (window, pairs, batch.row, shape.score_cap, chunk)
         if shape.positions == "rotary":
             rotary = rotary_tables(local_shape(shape), batch.positions, wide, batch.outgrown)
         replayed = None if batch.replayed is None else self.residual_tokens(batch.replayed)
-        info = AttentionInfo(batch.positions, documents, *more)
+        info = AttentionInfo(batch.positions, documents, *extra)
         context = Context(info, rotary, sites, replayed)
         if shape.global_every is None:
             return context

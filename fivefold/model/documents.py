@@ -47,8 +47,10 @@ class DocumentPairs:
         """Where the queries of each document end, and its keys: int32, after a 0."""
         if device not in self._ends:
             sides = zip(*self.lengths, strict=True)
-            q_ends, k_ends = (list(accumulate(each, initial=0)) for each in sides)
-            queries, keys = (torch.tensor(each, dtype=torch.int32) for each in (q_ends, k_ends))
+            q_ends, k_ends = (list(accumulate(side, initial=0)) for side in sides)
+            queries, keys = (
+                torch.tensor(end_list, dtype=torch.int32) for end_list in (q_ends, k_ends)
+            )
             self._ends[device] = _copied(queries, device), _copied(keys, device)
         return self._ends[device]
 
@@ -58,7 +60,7 @@ class Documents:
 
     def __init__(self, starts: Sequence[Sequence[int]], seq: int) -> None:
         """`starts`: the first token of each document, row by row; the first is 0."""
-        self.starts = tuple(tuple(each) for each in starts)
+        self.starts = tuple(tuple(row_starts) for row_starts in starts)
         self.seq = seq
         self._pairs: dict[Hashable, DocumentPairs] = {}
         self._numbers: dict[torch.device, Tensor] = {}
@@ -73,15 +75,17 @@ class Documents:
 
     @property
     def one_a_row(self) -> bool:
-        return all(len(each) == 1 for each in self.starts)
+        return all(len(row_starts) == 1 for row_starts in self.starts)
 
     def padded(self, missing: int) -> Documents:
         """The same with more tokens after each row, which are a document of their own."""
-        return Documents([(*each, self.seq) for each in self.starts], self.seq + missing)
+        return Documents(
+            [(*row_starts, self.seq) for row_starts in self.starts], self.seq + missing
+        )
 
     def chunked(self, size: int) -> Documents:
         """The same, cut into documents of at most so many tokens."""
-        spans = [pairwise((*each, self.seq)) for each in self.starts]
+        spans = [pairwise((*row_starts, self.seq)) for row_starts in self.starts]
         cut = [[at for first, end in row for at in range(first, end, size)] for row in spans]
         return Documents(cut, self.seq)
 
@@ -96,20 +100,20 @@ class Documents:
 
     def longer_than(self, tokens: int, device: torch.device) -> Tensor:
         """(B, S) int64: 1 for the tokens of documents of more than so many."""
-        found = torch.zeros(len(self.starts), self.seq, dtype=torch.int64)
+        mask = torch.zeros(len(self.starts), self.seq, dtype=torch.int64)
         for row, starts in enumerate(self.starts):
             for start, stop in pairwise((*starts, self.seq)):
-                found[row, start:stop] = stop - start > tokens
-        return _copied(found, device)
+                mask[row, start:stop] = stop - start > tokens
+        return _copied(mask, device)
 
     def pairs(self, queries: Ranges, keys: Ranges, call: AttentionCall) -> DocumentPairs:
         """Those of one call, which all layers share. Both sides are tokens of a row in order, so
         that a document is contiguous in each."""
         key = (queries, keys, call)
         if key not in self._pairs:
-            found = [span for row in range(len(self.starts)) for span in self._row(row, *key)]
+            spans = [span for row in range(len(self.starts)) for span in self._row(row, *key)]
             sizes = call.q_stop - call.q_start, call.k_stop - call.k_start
-            self._pairs[key] = DocumentPairs(found, *sizes, len(self.starts))
+            self._pairs[key] = DocumentPairs(spans, *sizes, len(self.starts))
         return self._pairs[key]
 
     def _row(
@@ -125,7 +129,7 @@ class Documents:
 def _held(ranges: Ranges, start: int, stop: int, first: int, last: int) -> tuple[int, int]:
     """Where tokens [start, stop) of a row are among those with index [first, last) of `ranges`."""
     below = [
-        sum(min(max(bound - each.start, 0), len(each)) for each in ranges)
+        sum(min(max(bound - token_range.start, 0), len(token_range)) for token_range in ranges)
         for bound in (start, stop)
     ]
     begin, end = (min(max(index, first), last) - first for index in below)

@@ -55,11 +55,11 @@ def token_keys(seed: int, numbers: Tensor, seq: int) -> Tensor:
     The number of a sample is step · global batch + row of the step.
     """
     places = torch.arange(seq, device=numbers.device)
-    words = [torch.tensor(seed), torch.tensor(seed >> _BITS), numbers, numbers >> _BITS]
+    halves = [torch.tensor(seed), torch.tensor(seed >> _BITS), numbers, numbers >> _BITS]
     lanes: list[Tensor] = []
     for salt in _SALTS:
         lane = torch.tensor(salt)
-        for word in words:
+        for word in halves:
             lane = mixed(lane ^ (word & _MASK))
         lanes.append(mixed(lane[..., None] ^ places))
     return _joined(*lanes)

@@ -110,19 +110,19 @@ class _LossWithGradients(torch.autograd.Function):
         scale: Callable[[Tensor, Tensor], None],
         learns: bool,
     ) -> Tensor:
-        of_x, of_weight = (learns and each for each in ctx.needs_input_grad[:2])
+        of_x, of_weight = (learns and need for need in ctx.needs_input_grad[:2])
         loss, *ctx.gradients = compute(x_ND, weight_VD, (of_x, of_weight))
         ctx.scale = scale
         return loss
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        found: list[Tensor | None] = ctx.gradients
+        input_grads: list[Tensor | None] = ctx.gradients
         ctx.gradients = None  # they are multiplied in place, once, and nobody else holds them
-        for each in found:
-            for part in () if each is None else each.view(-1).split(_SCALED_AT_ONCE):
+        for tensor in input_grads:
+            for part in () if tensor is None else tensor.view(-1).split(_SCALED_AT_ONCE):
                 ctx.scale(part, gradients[0])
-        return *found, None, None, None
+        return *input_grads, None, None, None
 
 
 def _by_hand(fuse: Fuse, compute: Compute, varies: bool, kernel: str) -> Compute:
@@ -155,17 +155,17 @@ class _WholeVocabulary:
         self.loss = _by_hand(fuse, loss_of_chunk, False, "loss_to_gradient")
 
     def __call__(self, x_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, chunks: int) -> Tensor:
-        def compute(x_ND: Tensor, weight_VD: Tensor, wanted: Wanted) -> Found:
-            return self._compute(x_ND, weight_VD, labels_N, chunks, wanted)
+        def compute(x_ND: Tensor, weight_VD: Tensor, needs: Wanted) -> Found:
+            return self._compute(x_ND, weight_VD, labels_N, chunks, needs)
 
         return self.gradients.apply(x_ND, weight_VD, compute)
 
     def _compute(
-        self, x_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, chunks: int, wanted: Wanted
+        self, x_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, chunks: int, needs: Wanted
     ) -> Found:
         losses: list[Tensor] = []
-        of_x = torch.empty_like(x_ND) if wanted[0] else None
-        of_weight = torch.empty_like(weight_VD) if wanted[1] else None
+        of_x = torch.empty_like(x_ND) if needs[0] else None
+        of_weight = torch.empty_like(weight_VD) if needs[1] else None
         labels = labels_N.tensor_split(chunks)
         for number, x_CD in enumerate(x_ND.tensor_split(chunks)):
             logits_CV, slope_CV = linear(x_CD, weight_VD, None), None

@@ -25,7 +25,7 @@ class KeptCall:
     and they are freed when the kernel's backward has read them."""
 
     def __init__(self, inputs: tuple[Tensor, ...]) -> None:
-        self.known = [_memory(each) for each in inputs]
+        self.known = [_memory(tensor) for tensor in inputs]
         self.result: Tensor | None = None
         self.again: dict[int, Tensor] = {}
         self.readers = 0
@@ -37,14 +37,14 @@ class KeptCall:
         self.readers += 1
         return self.known.index(memory)
 
-    def unpack(self, kept: Tensor | int) -> Tensor:
-        if isinstance(kept, Tensor):
-            return kept
-        found = self.again[kept]
+    def unpack(self, reference: Tensor | int) -> Tensor:
+        if isinstance(reference, Tensor):
+            return reference
+        tensor = self.again[reference]
         self.readers -= 1
         if not self.readers:
             self.again.clear()
-        return found
+        return tensor
 
     def take(self, inputs: tuple[Tensor, ...]) -> Tensor:
         """The result, for the second run, in exchange for its inputs."""

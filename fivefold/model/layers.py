@@ -73,14 +73,14 @@ def _rms_by_hand(compiler: Compute) -> Compute:
     """The gradients of a root-mean-square norm: by our kernel on a GPU, else by the compiler's."""
 
     def gradients(
-        wanted: Sequence[bool], inputs: Sequence[Any], gradient: Tensor, residual: Tensor
+        needs: Sequence[bool], inputs: Sequence[Any], gradient: Tensor, residual: Tensor
     ) -> Sequence[Tensor]:
         if gradient.is_cuda:
             from fivefold.model.kernels import norm_kernel  # Triton is there only with CUDA
 
-            if norm_kernel.takes(inputs, wanted, gradient):
+            if norm_kernel.takes(inputs, needs, gradient):
                 return norm_kernel.rms_gradients(inputs, gradient, residual)
-        return compiler(wanted, inputs, gradient, residual)
+        return compiler(needs, inputs, gradient, residual)
 
     return gradients
 
@@ -126,7 +126,7 @@ Project = Callable[[Tensor, Sequence[Linear]], Sequence[Tensor]]
 
 def project(x: Tensor, linears: Sequence[Linear]) -> Sequence[Tensor]:
     """The outputs of several linears that read one input."""
-    return [each(x) for each in linears]
+    return [linear(x) for linear in linears]
 
 
 class Norm(nn.Module):
@@ -242,11 +242,11 @@ class Activate:
         self.run = _activation(shape.activation, shape.gated, varies).by(fuse)
 
     def __call__(self, gate: Tensor | None, up: Tensor, weight: Tensor | None = None) -> Tensor:
-        inputs = tuple(each for each in (gate, up, weight) if each is not None)
+        inputs = tuple(tensor for tensor in (gate, up, weight) if tensor is not None)
         activated = self.run(*inputs)
         if not self.remakes:
             return activated
-        return remade(activated, partial(self.run, *(each.detach() for each in inputs)))
+        return remade(activated, partial(self.run, *(tensor.detach() for tensor in inputs)))
 
 
 def rotary_tables(
@@ -344,14 +344,14 @@ def rotate(x_BSHd: Tensor, cos_BS1R: Tensor, sin_BS1R: Tensor, interleaved: bool
     (i, i + R): the dot product of a query and a key does not depend on that order. Dims of a head
     after 2R stay as they are.
     """
-    rest = x_BSHd[..., 2 * cos_BS1R.shape[-1] :]
+    tail = x_BSHd[..., 2 * cos_BS1R.shape[-1] :]
     turned = x_BSHd[..., : 2 * cos_BS1R.shape[-1]]
     if interleaved:
         first, second = turned.unflatten(-1, (-1, 2)).unbind(-1)
     else:
         first, second = turned.chunk(2, dim=-1)
     rotated = (first * cos_BS1R - second * sin_BS1R, second * cos_BS1R + first * sin_BS1R)
-    return torch.cat([*rotated, rest] if rest.shape[-1] else rotated, dim=-1).to(x_BSHd.dtype)
+    return torch.cat([*rotated, tail] if tail.shape[-1] else rotated, dim=-1).to(x_BSHd.dtype)
 
 
 ROTATE = Region(rotate, linear=True)

@@ -65,7 +65,7 @@ class LinearMath(Protocol):
         known from an earlier time."""
         ...
 
-    def read(self, sent: Sequence[Sent], run: int, gradient: bool, both: bool) -> Any:
+    def read(self, sent: Sequence[Sent], run: int, gradient: bool, with_columns: bool) -> Any:
         """Operands: one input, or gradients of all outputs; `both` if a weight gradient reads them
         as well."""
         ...
@@ -107,31 +107,33 @@ class PlainMath:
     ) -> Sent:
         return Sent(x_MI)
 
-    def read(self, sent: Sequence[Sent], run: int, gradient: bool, both: bool) -> list[Tensor]:
-        return [each.tensor for each in sent]
+    def read(
+        self, sent: Sequence[Sent], run: int, gradient: bool, with_columns: bool
+    ) -> list[Tensor]:
+        return [message.tensor for message in sent]
 
     def part(self, read: list[Tensor], number: int, chunks: int) -> list[Tensor]:
-        return [each.chunk(chunks)[number] for each in read]
+        return [tensor.chunk(chunks)[number] for tensor in read]
 
     def multiply(
         self, x: list[Tensor], weights: Values, biases: Biases, outs: Values | None
     ) -> Values:
         (x_NI,) = x
-        made = outs or [x_NI.new_empty(len(x_NI), len(weight)) for weight in weights]
-        for weight, bias, out in zip(weights, biases, made, strict=True):
+        outputs = outs or [x_NI.new_empty(len(x_NI), len(weight)) for weight in weights]
+        for weight, bias, out in zip(weights, biases, outputs, strict=True):
             if bias is None:
                 torch.mm(x_NI, weight.T, out=out)
             else:
                 torch.addmm(bias, x_NI, weight.T, out=out)
-        return made
+        return outputs
 
     def back(
         self, grads: list[Tensor], weights: Values, number: int, chunks: int, out: Tensor | None
     ) -> Tensor:
         """That of all linears, summed inside of the matmuls."""
         size = len(grads[0]) // chunks
-        made = grads[0].new_empty(size, weights[0].shape[1]) if out is None else out
-        return add_products([each.chunk(chunks)[number] for each in grads], weights, made, False)
+        x_grad = grads[0].new_empty(size, weights[0].shape[1]) if out is None else out
+        return add_products([grad.chunk(chunks)[number] for grad in grads], weights, x_grad, False)
 
     def keep(self, x: Any, sent: Sent, run: int) -> tuple[Values, Callable[[Values], Any]]:
         return [sent.tensor], list
@@ -144,20 +146,20 @@ class PlainMath:
         biases: Sequence[Any],
     ) -> Sequence[Callable[[GradientSink], None]]:
         """One for each linear that learns, so that their memory is freed one by one."""
-        each = zip(weights, biases, grads, strict=True)
-        return [partial(linear_work, *one, x[0]) for one in each if learns(*one[:2])]
+        triples = zip(weights, biases, grads, strict=True)
+        return [partial(linear_work, *triple, x[0]) for triple in triples if learns(*triple[:2])]
 
 
-def add_products(grads: Values, weights: Values, made: Tensor, begun: bool) -> Tensor:
+def add_products(grads: Values, weights: Values, total: Tensor, begun: bool) -> Tensor:
     """The sum of gradient · weight over linears, on top of what is there if that was `begun`."""
-    for place, (gradient, weight) in enumerate(zip(grads, weights, strict=True), start=begun):
-        made.addmm_(gradient, weight, beta=min(place, 1))
-    return made
+    for index, (gradient, weight) in enumerate(zip(grads, weights, strict=True), start=begun):
+        total.addmm_(gradient, weight, beta=min(index, 1))
+    return total
 
 
 def learns(*weights: Tensor | None) -> bool:
     """Whether any of these has a gradient."""
-    return any(each is not None and each.requires_grad for each in weights)
+    return any(weight is not None and weight.requires_grad for weight in weights)
 
 
 def linear_work(
@@ -231,8 +233,8 @@ def _wide(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     enough: every operator rounds them far more coarsely than it adds."""
     if "out" in kwargs or kwargs.get("dtype") == torch.float64:
         return func(*args, **kwargs)
-    tensors = [each for each in tree_leaves(args) if isinstance(each, Tensor)]
-    if {each.dtype for each in tensors if each.is_floating_point()} != {torch.float32}:
+    tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
+    if {tensor.dtype for tensor in tensors if tensor.is_floating_point()} != {torch.float32}:
         return func(*args, **kwargs)
     widen = partial(_cast, source=torch.float32, target=torch.float64)
     narrow = partial(_cast, source=torch.float64, target=torch.float32)

@@ -56,19 +56,21 @@ class AdaptedMath(PlainMath):
 
     def __init__(self, adapters: Sequence[LowRank | None]) -> None:
         self.adapters = adapters
-        self.present = [each for each in adapters if each is not None]
-        self.ranks = [len(each.a) for each in self.present]
+        self.present = [adapter for adapter in adapters if adapter is not None]
+        self.ranks = [len(adapter.a) for adapter in self.present]
 
     def extra(self) -> Sequence[Tensor]:
-        return [factor for each in self.present for factor in (each.a, each.b)]
+        return [factor for adapter in self.present for factor in (adapter.a, adapter.b)]
 
     def multiply(
         self, x: list[Tensor], weights: Values, biases: Biases, outs: Values | None
     ) -> Values:
         (x_NI,) = x
-        made = outs or [x_NI.new_empty(len(x_NI), len(weight)) for weight in weights]
+        outputs = outs or [x_NI.new_empty(len(x_NI), len(weight)) for weight in weights]
         lows = iter((x_NI @ self._joined_a().T).split(self.ranks, dim=1))
-        for adapter, weight, bias, out_NO in zip(self.adapters, weights, biases, made, strict=True):
+        for adapter, weight, bias, out_NO in zip(
+            self.adapters, weights, biases, outputs, strict=True
+        ):
             if adapter is None:
                 super().multiply(x, [weight], [bias], [out_NO])
                 continue
@@ -76,17 +78,17 @@ class AdaptedMath(PlainMath):
             start, beta = (out_NO, 0) if bias is None else (bias, 1)
             low = {"beta": beta, "alpha": adapter.scale, "out": out_NO}
             torch.addmm(start, next(lows), adapter.b.T, **low).addmm_(x_NI, weight.T)
-        return made
+        return outputs
 
-    def read(self, sent: Sequence[Sent], run: int, gradient: bool, both: bool) -> Any:
-        values = super().read(sent, run, gradient, both)
+    def read(self, sent: Sequence[Sent], run: int, gradient: bool, with_columns: bool) -> Any:
+        values = super().read(sent, run, gradient, with_columns)
         if not gradient:
             return values
         low_NR = values[0].new_empty(len(values[0]), sum(self.ranks))
-        each = zip(
+        triples = zip(
             self.present, self._of_adapters(values), low_NR.split(self.ranks, 1), strict=True
         )
-        for adapter, grad_NO, low in each:
+        for adapter, grad_NO, low in triples:
             low.addmm_(grad_NO, adapter.b, beta=0, alpha=adapter.scale)
         return _OutputGradients(values, low_NR)
 
@@ -94,10 +96,10 @@ class AdaptedMath(PlainMath):
         self, grads: _OutputGradients, weights: Values, number: int, chunks: int, out: Tensor | None
     ) -> Tensor:
         low_NR, joined = grads.low_NR.chunk(chunks)[number], self._joined_a()
-        made = low_NR.new_empty(len(low_NR), joined.shape[1]) if out is None else out
-        torch.mm(low_NR, joined, out=made)
-        parts = [each.chunk(chunks)[number] for each in grads.of_outputs]
-        return add_products(parts, weights, made, begun=True)
+        x_grad = low_NR.new_empty(len(low_NR), joined.shape[1]) if out is None else out
+        torch.mm(low_NR, joined, out=x_grad)
+        parts = [grad.chunk(chunks)[number] for grad in grads.of_outputs]
+        return add_products(parts, weights, x_grad, begun=True)
 
     def works(
         self, x: list[Tensor], grads: _OutputGradients, weights: Sequence[Any], biases: Biases
@@ -117,9 +119,9 @@ class AdaptedMath(PlainMath):
     def _of_adapters(self, of_linears: Values) -> Values:
         """Of what belongs to linears, what belongs to those with an adapter."""
         pairs = zip(self.adapters, of_linears, strict=True)
-        return [each for adapter, each in pairs if adapter is not None]
+        return [value for adapter, value in pairs if adapter is not None]
 
     def _joined_a(self) -> Tensor:
         """A of all adapters, one below another."""
-        parts = [each.a for each in self.present]
+        parts = [adapter.a for adapter in self.present]
         return parts[0] if len(parts) == 1 else torch.cat(parts)

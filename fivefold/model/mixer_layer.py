@@ -33,23 +33,23 @@ class MixerLayer(nn.Module):
         super().__init__()
         self.shape, self.mixer, self.first_head = shape, mixer, 0
         rows = mixer_table(shape)
-        self.reading = [each.name for each in rows if each.reads == "input"]
-        self.held = [each.name for each in rows if each.reads == "nothing"]
-        self.splits = {each.name: each.split for each in rows}
+        self.reading = [weight.name for weight in rows if weight.reads == "input"]
+        self.held = [weight.name for weight in rows if weight.reads == "nothing"]
+        self.splits = {weight.name: weight.split for weight in rows}
         self.project: Project = project  # seam: tensor parallelism, split backward
         self.kernel: MixerKernel = mixed  # seam: context parallelism
         self.hold: Callable[[Tensor], Tensor] = as_it_is  # seam: split backward
-        for each in rows:
-            if hasattr(self, each.name):
+        for row in rows:
+            if hasattr(self, row.name):
                 raise FivefoldError(
-                    f"mixer {mixer.name}, weight {each.name}: torch.nn.Module or the layer has an "
+                    f"mixer {mixer.name}, weight {row.name}: torch.nn.Module or the layer has an "
                     "attribute of this name; choose another"
                 )
-            if each.reads == "nothing":
-                self.register_parameter(each.name, factory.empty(*each.shape))
+            if row.reads == "nothing":
+                self.register_parameter(row.name, factory.empty(*row.shape))
             else:
-                outputs, inputs = each.shape
-                self.add_module(each.name, Linear(outputs, inputs, each.bias, factory))
+                outputs, inputs = row.shape
+                self.add_module(row.name, Linear(outputs, inputs, row.bias, factory))
 
     @property
     def linears(self) -> list[Linear]:
@@ -59,27 +59,27 @@ class MixerLayer(nn.Module):
     def forward(self, x_BSD: Tensor, context: Context) -> Tensor:
         outputs = self.project(x_BSD, self.linears)
         info = context.attention
-        given = MixerInputs(
+        inputs = MixerInputs(
             dict(zip(self.reading, outputs, strict=True)),
             {name: self.hold(self.get_parameter(name)) for name in self.held},
             MixerTokens(info.positions, context.rotary),
             info.row,
         )
-        return self.out(self.kernel(self, given).to(outputs[0].dtype))
+        return self.out(self.kernel(self, inputs).to(outputs[0].dtype))
 
 
 MixerKernel = Callable[[MixerLayer, MixerInputs], Tensor]
 
 
-def mixed(layer: MixerLayer, given: MixerInputs) -> Tensor:
+def mixed(layer: MixerLayer, inputs: MixerInputs) -> Tensor:
     """The user's function; refuses a result that no linear could read."""
-    tensors = {**given.made, **given.held}
-    found = layer.mixer.mix(layer.shape, tensors, given.tokens)
-    before = next(iter(given.made.values())).shape[:2]
-    if not isinstance(found, Tensor) or found.dim() != 3 or found.shape[:2] != before:
-        what = tuple(found.shape) if isinstance(found, Tensor) else type(found).__name__
+    tensors = {**inputs.made, **inputs.held}
+    output = layer.mixer.mix(layer.shape, tensors, inputs.tokens)
+    before = next(iter(inputs.made.values())).shape[:2]
+    if not isinstance(output, Tensor) or output.dim() != 3 or output.shape[:2] != before:
+        what = tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__
         raise FivefoldError(
             f"mix() of mixer {layer.mixer.name} returned {what}: return a tensor of (rows, tokens, "
             f"inputs of out), here {tuple(before)} and what the heads of a rank make"
         )
-    return found
+    return output

@@ -37,8 +37,8 @@ class Remade:
         self.users += 1
         return saved.shape
 
-    def unpack(self, kept: Tensor | torch.Size) -> Tensor:
-        return kept if isinstance(kept, Tensor) else self.take().view(kept)
+    def unpack(self, reference: Tensor | torch.Size) -> Tensor:
+        return reference if isinstance(reference, Tensor) else self.take().view(reference)
 
     def take(self) -> Tensor:
         """The activation, for one of its users."""
@@ -63,17 +63,17 @@ def remade(tensor: Tensor, make: Make) -> Tensor:
 
 def saving(x: Tensor) -> AbstractContextManager[object]:
     """Around what may save `x`: it keeps how `x` is made again, if that is known."""
-    found: Remade | None = _REMADE.get(x) if torch.is_grad_enabled() else None
-    return nullcontext() if found is None else saved_tensors_hooks(found.pack, found.unpack)
+    record: Remade | None = _REMADE.get(x) if torch.is_grad_enabled() else None
+    return nullcontext() if record is None else saved_tensors_hooks(record.pack, record.unpack)
 
 
 def later(x: Tensor) -> Make:
     """`x` when it is asked for, once: made again, if it is known how."""
-    found: Remade | None = _REMADE.get(x)
-    if found is None:
+    record: Remade | None = _REMADE.get(x)
+    if record is None:
         return partial(_same, x.detach())
-    found.users += 1
-    return found.take
+    record.users += 1
+    return record.take
 
 
 def _same(x: Tensor) -> Tensor:

@@ -32,7 +32,11 @@ class Slots(NamedTuple):
 
 
 def sort_slots(
-    experts_NK: Tensor, num_experts: int, drops: bool, room: int | None, kept: int | None = None
+    experts_NK: Tensor,
+    num_experts: int,
+    drops: bool,
+    capacity: int | None,
+    num_rows: int | None = None,
 ) -> Slots:
     """The slots sorted by expert.
 
@@ -41,11 +45,11 @@ def sort_slots(
     experts_M = experts_NK.flatten()
     order_M = experts_M.sort(stable=True).indices
     counts_E = count_slots(experts_M[None], num_experts)[0]
-    complete = not drops and room is None
-    if room is not None:
-        order_M, counts_E = _with_empty_rows(experts_M, order_M, counts_E, room)
+    complete = not drops and capacity is None
+    if capacity is not None:
+        order_M, counts_E = _with_empty_rows(experts_M, order_M, counts_E, capacity)
     elif drops:
-        order_M = order_M[: int(counts_E.sum()) if kept is None else kept]
+        order_M = order_M[: int(counts_E.sum()) if num_rows is None else num_rows]
     return Slots(order_M, _rows_by_slot(order_M, *experts_NK.shape), counts_E, complete)
 
 
@@ -59,16 +63,16 @@ def _rows_by_slot(order_M: Tensor, num_tokens: int, num_choices: int) -> Tensor:
 
 
 def _with_empty_rows(
-    experts_M: Tensor, order_M: Tensor, counts_E: Tensor, room: int
+    experts_M: Tensor, order_M: Tensor, counts_E: Tensor, capacity: int
 ) -> tuple[Tensor, Tensor]:
     """Order and counts with `room` rows for every expert, without the dropped slots."""
-    dropped, num_slots = room * len(counts_E), len(experts_M)
+    dropped, num_slots = capacity * len(counts_E), len(experts_M)
     sorted_M = experts_M.index_select(0, order_M)
     starts = F.pad(counts_E.cumsum(0), (1, 0))
     indices_M = torch.arange(num_slots, device=experts_M.device)
-    row_M = (sorted_M * room + indices_M - starts[sorted_M]).clamp(max=dropped)
+    row_M = (sorted_M * capacity + indices_M - starts[sorted_M]).clamp(max=dropped)
     padded = order_M.new_full((dropped + 1,), -1).scatter(0, row_M, order_M)
-    return padded[:dropped], torch.full_like(counts_E, room)
+    return padded[:dropped], torch.full_like(counts_E, capacity)
 
 
 def count_slots(experts_UM: Tensor, num_experts: int) -> Tensor:
@@ -142,8 +146,8 @@ class _ToSlots(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor, None, None, None, None]:
         (rows_NK,) = ctx.saved_tensors
-        given = [each for each in gradients if each is not None]
-        return ctx.sums.sum(given, rows_NK, ctx.complete), None, None, None, None
+        grads = [grad for grad in gradients if grad is not None]
+        return ctx.sums.sum(grads, rows_NK, ctx.complete), None, None, None, None
 
 
 class _FromSlots(torch.autograd.Function):
@@ -179,7 +183,9 @@ def sum_of_choices(
     total_ND = first_MD.new_empty(num_tokens, width)
     for block in _blocks(num_tokens, num_choices * len(parts) * width):
         taken = [_rows_at(part, places_NK[block].flatten(), complete) for part in parts]
-        sums = [each.view(-1, num_choices, width).sum(1, dtype=wide) for each in taken]
+        sums = [
+            choice_rows.view(-1, num_choices, width).sum(1, dtype=wide) for choice_rows in taken
+        ]
         total_ND[block] = sums[0] if second_MD is None else sums[0].add_(sums[1])
     return total_ND
 

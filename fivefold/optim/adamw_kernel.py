@@ -26,7 +26,7 @@ _NO_ROUNDING = RoundingKey(0, 0, (1, 1, 1), (0, 0, 0), (1, 1, 1))
 
 @triton.jit
 def _bits(
-    place: tl.tensor,
+    offsets: tl.tensor,
     key: tl.tensor,
     start: tl.tensor,
     base: tl.tensor,
@@ -39,7 +39,7 @@ def _bits(
 ) -> tl.tensor:
     """32 random bits for each element, as `rounding_bits`: MurmurHash3 of its index in the full
     weight."""
-    index = place + start
+    index = offsets + start
     if not CONTIGUOUS:
         within = index.to(tl.uint32)  # divisions of 64 bits would take longer than the update
         width, height = columns.to(tl.uint32), rows.to(tl.uint32)
@@ -58,9 +58,9 @@ def _bits(
 @triton.jit
 def _rounded(wide: tl.tensor, bits: tl.tensor) -> tl.tensor:
     """As `round_stochastically`, still in float32."""
-    whole = wide.to(tl.uint32, bitcast=True)
-    near = ((whole + (bits & 0xFFFF)) & 0xFFFF0000).to(tl.float32, bitcast=True)
-    return tl.where((whole & 0x7F800000) != 0x7F800000, near, wide)
+    pattern = wide.to(tl.uint32, bitcast=True)
+    near = ((pattern + (bits & 0xFFFF)) & 0xFFFF0000).to(tl.float32, bitcast=True)
+    return tl.where((pattern & 0x7F800000) != 0x7F800000, near, wide)
 
 
 @triton.jit
@@ -69,7 +69,7 @@ def _moved(
     grad: tl.tensor,
     first: tl.tensor,
     second: tl.tensor,
-    kept: tl.tensor,
+    decay_factor: tl.tensor,
     size: tl.tensor,
     root: tl.tensor,
     beta1: tl.tensor,
@@ -79,7 +79,7 @@ def _moved(
     """Value and moments after an update."""
     first = beta1 * first + (1 - beta1) * grad
     second = beta2 * second + (1 - beta2) * grad * grad
-    return value * kept - size * first / (tl.sqrt(second) / root + eps), first, second
+    return value * decay_factor - size * first / (tl.sqrt(second) / root + eps), first, second
 
 
 @triton.jit(
@@ -92,7 +92,7 @@ def _adamw_update(
     second_ptr: tl.tensor,
     factor_ptr: tl.tensor,
     narrow_ptr: tl.tensor,  # the weight, if the value is its master
-    kept: float,  # of a weight after decay
+    decay_factor: float,  # of a weight after decay
     size: float,  # of the step
     root: float,  # of the second moment's correction
     beta1: float,
@@ -112,23 +112,25 @@ def _adamw_update(
     HAS_NARROW: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     factor = tl.load(factor_ptr)
-    inside = (place < numel) & (factor >= 0)  # nothing is updated if it is not a number
-    value = tl.load(value_ptr + place, inside).to(tl.float32)
-    grad = tl.load(grad_ptr + place, inside).to(tl.float32) * factor
-    first = tl.load(first_ptr + place, inside).to(tl.float32)
-    second = tl.load(second_ptr + place, inside).to(tl.float32)
-    value, first, second = _moved(value, grad, first, second, kept, size, root, beta1, beta2, eps)
-    tl.store(value_ptr + place, value, inside)
+    inside = (offsets < numel) & (factor >= 0)  # nothing is updated if it is not a number
+    value = tl.load(value_ptr + offsets, inside).to(tl.float32)
+    grad = tl.load(grad_ptr + offsets, inside).to(tl.float32) * factor
+    first = tl.load(first_ptr + offsets, inside).to(tl.float32)
+    second = tl.load(second_ptr + offsets, inside).to(tl.float32)
+    value, first, second = _moved(
+        value, grad, first, second, decay_factor, size, root, beta1, beta2, eps
+    )
+    tl.store(value_ptr + offsets, value, inside)
     if HAS_NARROW:
-        tl.store(narrow_ptr + place, value, inside)
+        tl.store(narrow_ptr + offsets, value, inside)
     if ROUNDS:
-        bits = _bits(place, key, start, base, limit, rows, columns, outer, middle, CONTIGUOUS)
+        bits = _bits(offsets, key, start, base, limit, rows, columns, outer, middle, CONTIGUOUS)
         first = _rounded(first, bits)
         second = _rounded(second, bits >> 16)
-    tl.store(first_ptr + place, first, inside)
-    tl.store(second_ptr + place, second, inside)
+    tl.store(first_ptr + offsets, first, inside)
+    tl.store(second_ptr + offsets, second, inside)
 
 
 @triton.jit
@@ -157,7 +159,7 @@ def _adamw_update_all(
     program = tl.program_id(0)
     tensor = tl.load(tensor_ptr + program)
     begin = (program - tl.load(program_ptr + tensor)).to(tl.int64) * BLOCK * PASSES
-    numel, kept, factor = (
+    numel, decay_factor, factor = (
         tl.load(numel_ptr + tensor),
         tl.load(kept_ptr + tensor),
         tl.load(factor_ptr),
@@ -173,20 +175,20 @@ def _adamw_update_all(
         grad_ptr, narrow_ptr = tl.multiple_of(grad_ptr, 16), tl.multiple_of(narrow_ptr, 16)
         first_ptr, second_ptr = tl.multiple_of(first_ptr, 16), tl.multiple_of(second_ptr, 16)
     for number in range(PASSES):
-        place = begin + number * BLOCK + tl.arange(0, BLOCK)
-        inside = (place < numel) & (factor >= 0)  # nothing is updated if it is not a number
-        value = tl.load(value_ptr + place, inside).to(tl.float32)
-        grad = tl.load(grad_ptr + place, inside).to(tl.float32) * factor
-        first = tl.load(first_ptr + place, inside).to(tl.float32)
-        second = tl.load(second_ptr + place, inside).to(tl.float32)
+        offsets = begin + number * BLOCK + tl.arange(0, BLOCK)
+        inside = (offsets < numel) & (factor >= 0)  # nothing is updated if it is not a number
+        value = tl.load(value_ptr + offsets, inside).to(tl.float32)
+        grad = tl.load(grad_ptr + offsets, inside).to(tl.float32) * factor
+        first = tl.load(first_ptr + offsets, inside).to(tl.float32)
+        second = tl.load(second_ptr + offsets, inside).to(tl.float32)
         value, first, second = _moved(
-            value, grad, first, second, kept, size, root, beta1, beta2, eps
+            value, grad, first, second, decay_factor, size, root, beta1, beta2, eps
         )
-        tl.store(value_ptr + place, value, inside)
+        tl.store(value_ptr + offsets, value, inside)
         if HAS_NARROW:
-            tl.store(narrow_ptr + place, value, inside)
-        tl.store(first_ptr + place, first, inside)
-        tl.store(second_ptr + place, second, inside)
+            tl.store(narrow_ptr + offsets, value, inside)
+        tl.store(first_ptr + offsets, first, inside)
+        tl.store(second_ptr + offsets, second, inside)
 
 
 class AdamwKernel:
@@ -203,8 +205,8 @@ class AdamwKernel:
         eps: float,
     ) -> None:
         """`count` is the number of this update."""
-        one = torch.ones(()) if factor is None else factor
-        self.factor = one.to(device, torch.float32, non_blocking=True)
+        scale = torch.ones(()) if factor is None else factor
+        self.factor = scale.to(device, torch.float32, non_blocking=True)
         self.lr, self.device, self.betas, self.eps = lr, device, betas, eps
         self.size = lr / (1 - betas[0] ** count)
         self.root = math.sqrt(1 - betas[1] ** count)
@@ -222,7 +224,7 @@ class AdamwKernel:
         `rounding`, moments are rounded to bfloat16 so."""
         numel, bits = value.numel(), rounding or _NO_ROUNDING
         assert math.prod(bits.local) < 2**32, "indices in a shard have 32 bits"
-        flat = [each.detach().view(-1) for each in (value, *moments, value)]
+        flat = [tensor.detach().view(-1) for tensor in (value, *moments, value)]
         if narrow is not None:
             flat[-1] = narrow.detach().view(-1)
         with torch.cuda.device(self.device):
@@ -260,10 +262,10 @@ class AdamwKernel:
     ) -> None:
         """Update values in place, and the `narrow` weights that they are masters of, if any; all
         in one launch, or in two if some are not aligned. Moments are not rounded."""
-        rows = (values, [each.contiguous() for each in grads], *moments, narrow or values)
-        columns = [each for each in zip(*rows, decays, strict=True) if each[0].numel()]
+        rows = (values, [grad.contiguous() for grad in grads], *moments, narrow or values)
+        columns = [column for column in zip(*rows, decays, strict=True) if column[0].numel()]
         for aligned in (True, False):
-            chosen = [each for each in columns if is_aligned(each[:-1]) == aligned]
+            chosen = [column for column in columns if is_aligned(column[:-1]) == aligned]
             if chosen:
                 *tensors, decay = zip(*chosen, strict=True)
                 self._launch(tensors, decay, bool(narrow), aligned)
@@ -276,13 +278,15 @@ class AdamwKernel:
         aligned: bool,
     ) -> None:
         value, grad, first, _, narrow = (row[0] for row in rows)
-        table = programs_of(tuple(each.numel() for each in rows[0]), _BLOCK * _PASSES, self.device)
-        kept = torch.tensor([1 - self.lr * decay for decay in decays], pin_memory=True)
+        table = programs_of(
+            tuple(tensor.numel() for tensor in rows[0]), _BLOCK * _PASSES, self.device
+        )
+        decay_factors = torch.tensor([1 - self.lr * decay for decay in decays], pin_memory=True)
         with torch.cuda.device(self.device):
             _adamw_update_all[(table.count,)](
                 addresses_of(rows, self.device),
                 *table[1:],
-                kept.to(self.device, non_blocking=True),
+                decay_factors.to(self.device, non_blocking=True),
                 self.factor,
                 len(decays),
                 self.size,

@@ -76,18 +76,18 @@ def blocks_of(sizes: Sequence[int], most: int) -> list[Block]:
     """All elements of tensors of these sizes, in order, in blocks of at most so many elements."""
     most = max(LINE, most // LINE * LINE)
     blocks: list[list[ElementRange]] = []
-    room = 0
+    space = 0
     for index, size in enumerate(sizes):
         start = 0
         while start < size:
             left = size - start
-            taken = left if left <= room else room // LINE * LINE
+            taken = left if left <= space else space // LINE * LINE
             if not taken:
                 blocks.append([])
-                room = most
+                space = most
                 continue
             blocks[-1].append(ElementRange(index, start, start + taken))
-            start, room = start + taken, room - taken
+            start, space = start + taken, space - taken
     return [tuple(block) for block in blocks]
 
 
@@ -191,21 +191,21 @@ class BlockwiseUpdater:
             return
         weights, owned = self._weights(block), [self.owned[part.index] for part in block]
         sources = stored[MASTER] if self.master else weights
-        values = [one.to(self.device, non_blocking=True) for one in sources]
+        values = [source.to(self.device, non_blocking=True) for source in sources]
         states = {
             key: [
-                one.to(self.device, value.dtype, non_blocking=True)
-                for one, value in zip(stored[key], values, strict=True)
+                state.to(self.device, value.dtype, non_blocking=True)
+                for state, value in zip(stored[key], values, strict=True)
             ]
             for key in self.kind.states
         }
         grads = [
-            gradient_for(value, each, part.start)
-            for each, part, value in zip(owned, block, values, strict=True)
+            gradient_for(value, own_weight, part.start)
+            for own_weight, part, value in zip(owned, block, values, strict=True)
         ]
         self._run_torch(block, values, grads, states)
         for i, part in enumerate(block):
-            for home in {id(one): one for one in (sources[i], weights[i])}.values():
+            for home in {id(tensor): tensor for tensor in (sources[i], weights[i])}.values():
                 if home is not values[i]:
                     home.copy_(values[i])
             self._write_back(part, {key: (stored[key][i], states[key][i]) for key in states})
@@ -214,7 +214,10 @@ class BlockwiseUpdater:
         self, block: Block, values: list[Tensor], grads: list[Tensor], states: BlockStates
     ) -> None:
         owned = [self.owned[part.index] for part in block]
-        pairs = [(decays(each.row.role), value) for each, value in zip(owned, values, strict=True)]
+        pairs = [
+            (decays(own_weight.row.role), value)
+            for own_weight, value in zip(owned, values, strict=True)
+        ]
         plain = make_optimizer(self.name, pairs, self.lr, self.recipe.weight_decay, ADAM_EPS)
         optimizer = with_states(plain, self.name, values, states, self._counts(block))
         for value, grad in zip(values, grads, strict=True):
@@ -230,33 +233,33 @@ class BlockwiseUpdater:
         numbers = (self.lr, self.count, ADAM_BETAS, ADAM_EPS)
         kernel = AdamwKernel(self.owned[block[0].index].factor, self.device, *numbers)
         for i, (part, weight) in enumerate(zip(block, self._weights(block), strict=True)):
-            each = self.owned[part.index]
+            own_weight = self.owned[part.index]
             homes = [stored[MASTER][i] if self.master else weight]
             homes += [stored[key][i] for key in self.kind.states]
-            grad = each.grad.reshape(-1)[part.start : part.stop]
-            here = [one.to(self.device, non_blocking=True) for one in homes]
+            grad = own_weight.grad.reshape(-1)[part.start : part.stop]
+            copies = [tensor.to(self.device, non_blocking=True) for tensor in homes]
             narrow = weight if self.master and weight.device == self.device else None
             kernel.update(
-                here[0],
+                copies[0],
                 grad.to(self.device, non_blocking=True),
-                here[1:],
-                self.recipe.weight_decay if decays(each.row.role) else 0.0,
+                copies[1:],
+                self.recipe.weight_decay if decays(own_weight.row.role) else 0.0,
                 narrow,
                 self._rounding(part),
             )
-            for home, new in zip(homes, here, strict=True):
+            for home, new in zip(homes, copies, strict=True):
                 if home is not new:
                     home.copy_(new)
             if self.master and narrow is None:
-                weight.copy_(here[0])
+                weight.copy_(copies[0])
 
     def _rounding(self, part: ElementRange) -> RoundingKey | None:
         """How states are rounded to bfloat16, if they are."""
         if self.recipe.states != "bf16":
             return None
-        each = self.owned[part.index]
-        start, full = each.start + part.start, self.full.get(each.row.name)
-        return RoundingKey.of(self.recipe.seed, self.count, each.row, start, full)
+        own_weight = self.owned[part.index]
+        start, full = own_weight.start + part.start, self.full.get(own_weight.row.name)
+        return RoundingKey.of(self.recipe.seed, self.count, own_weight.row, start, full)
 
     def _counts(self, block: Block) -> Tensor:
         """The step counts of a block's tensors, which torch will increase."""
@@ -271,12 +274,14 @@ class BlockwiseUpdater:
                 if home is not new:
                     home.copy_(new)
             return
-        each, recipe = self.owned[part.index], self.recipe
+        own_weight, recipe = self.owned[part.index], self.recipe
         for first in range(0, part.size, ROUNDED_AT_ONCE):
-            now = slice(first, min(first + ROUNDED_AT_ONCE, part.size))
-            start, size = each.start + part.start + first, now.stop - first
-            full = self.full.get(each.row.name)
-            bits = rounding_bits(recipe.seed, self.count, each.row, start, size, self.device, full)
+            window = slice(first, min(first + ROUNDED_AT_ONCE, part.size))
+            start, size = own_weight.start + part.start + first, window.stop - first
+            full = self.full.get(own_weight.row.name)
+            bits = rounding_bits(
+                recipe.seed, self.count, own_weight.row, start, size, self.device, full
+            )
             for home, new in states.values():
-                home[now].copy_(round_stochastically(new[now], bits))
+                home[window].copy_(round_stochastically(new[window], bits))
                 bits >>= 16  # the second state takes the other half of the bits

@@ -39,18 +39,18 @@ def _sum_of_squares(
         grad_ptr, numel = tl.multiple_of(grad_ptr, 16), tl.multiple_of(numel, 16)
     total = tl.zeros((BLOCK,), tl.float32)
     for number in range(ROUNDS):
-        place = first + number * BLOCK + tl.arange(0, BLOCK)
-        grad = tl.load(grad_ptr + place, place < numel, other=0.0).to(tl.float32)
+        offsets = first + number * BLOCK + tl.arange(0, BLOCK)
+        grad = tl.load(grad_ptr + offsets, offsets < numel, other=0.0).to(tl.float32)
         total += grad * grad
     tl.store(sum_ptr + program, tl.sum(total))
 
 
 def norm_on_gpu(gradients: Sequence[Tensor]) -> Tensor:
     """The norm of them all, in float64: one launch, or two if some are not aligned."""
-    grads = [each.contiguous() for each in gradients if each.numel()]
+    grads = [gradient.contiguous() for gradient in gradients if gradient.numel()]
     sums = [torch.zeros(1, device=gradients[0].device)]
     for aligned in (True, False):
-        group = [each for each in grads if is_aligned([each]) == aligned]
+        group = [grad for grad in grads if is_aligned([grad]) == aligned]
         if group:
             sums.append(_sums(group, aligned))
     return torch.cat(sums).sum(dtype=torch.float64).sqrt()
@@ -59,7 +59,7 @@ def norm_on_gpu(gradients: Sequence[Tensor]) -> Tensor:
 def _sums(grads: Sequence[Tensor], aligned: bool) -> Tensor:
     """The sum of squares that each program finds."""
     device = grads[0].device
-    table = programs_of(tuple(each.numel() for each in grads), _BLOCK * _ROUNDS, device)
+    table = programs_of(tuple(grad.numel() for grad in grads), _BLOCK * _ROUNDS, device)
     sums = torch.empty(table.count, dtype=torch.float32, device=device)
     with torch.cuda.device(device):
         _sum_of_squares[(table.count,)](

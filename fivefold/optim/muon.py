@@ -82,14 +82,18 @@ class Muon:
     ) -> None:
         self.owned, self.matrices = owned, matrices
         self.lr, self.weight_decay = recipe.lr, recipe.weight_decay
-        hidden = [index for index, each in enumerate(owned) if is_muon_weight(each.row)]
-        self.others = [index for index, each in enumerate(owned) if not is_muon_weight(each.row)]
-        others = [owned[index] for index in self.others]
-        self.adamw = DeviceUpdater("adamw", others, recipe.lr, recipe.weight_decay, master)
+        hidden = [index for index, weight in enumerate(owned) if is_muon_weight(weight.row)]
+        self.others = [
+            index for index, weight in enumerate(owned) if not is_muon_weight(weight.row)
+        ]
+        adamw_weights = [owned[index] for index in self.others]
+        self.adamw = DeviceUpdater("adamw", adamw_weights, recipe.lr, recipe.weight_decay, master)
         weights = {index: owned[index].tensor.detach() for index in hidden}
-        self.masters = {index: one.float() for index, one in weights.items()} if master else {}
+        self.masters = (
+            {index: weight.float() for index, weight in weights.items()} if master else {}
+        )
         self.values = self.masters or weights
-        self.momenta = {index: torch.zeros_like(one) for index, one in self.values.items()}
+        self.momenta = {index: torch.zeros_like(value) for index, value in self.values.items()}
         self.count = 0
 
     @torch.no_grad()
@@ -98,11 +102,11 @@ class Muon:
         self.count += 1
         updates: dict[int, Tensor] = {}
         for index, momentum in self.momenta.items():
-            each = self.owned[index]
-            gradient = gradient_for(momentum, each)
+            own_weight = self.owned[index]
+            gradient = gradient_for(momentum, own_weight)
             momentum.mul_(MOMENTUM).add_(gradient)
             # Updates are gathered and multiplied in the dtype of the weight.
-            updates[index] = gradient.add(momentum, alpha=MOMENTUM).to(each.tensor.dtype)
+            updates[index] = gradient.add(momentum, alpha=MOMENTUM).to(own_weight.tensor.dtype)
         for index, matrix in self.matrices.gather(updates):
             self._update(index, matrix)
 
@@ -124,15 +128,19 @@ class Muon:
         self.adamw.resume_after(count)
 
     def states(self) -> dict[str, list[StoredState | None]]:
-        found: dict[str, list[StoredState | None]] = {}
+        stored_states: dict[str, list[StoredState | None]] = {}
         for key, states in self.adamw.states().items():
             by_index = dict(zip(self.others, states, strict=True))
-            found[key] = [by_index.get(index) for index in range(len(self.owned))]
+            stored_states[key] = [by_index.get(index) for index in range(len(self.owned))]
         for key, tensors in (("momentum", self.momenta), (MASTER, self.masters)):
-            of_key = found.setdefault(key, [None] * len(self.owned))
+            of_key = stored_states.setdefault(key, [None] * len(self.owned))
             for index, tensor in tensors.items():
                 of_key[index] = StateInMemory(tensor)
-        return found if self.masters else {key: found[key] for key in found if key != MASTER}
+        return (
+            stored_states
+            if self.masters
+            else {key: stored_states[key] for key in stored_states if key != MASTER}
+        )
 
     def tensors(self) -> list[Tensor]:
         return [*self.adamw.tensors(), *self.momenta.values(), *self.masters.values()]

@@ -51,12 +51,14 @@ class OwnedWeight(Protocol):
         """Multiplies the gradient, if it has not been clipped yet."""
 
 
-def gradient_for(value: Tensor, each: OwnedWeight, start: int = 0) -> Tensor:
+def gradient_for(value: Tensor, weight: OwnedWeight, start: int = 0) -> Tensor:
     """The gradient of a value, whose elements begin at `start` of what is owned; clipped, unless
     the update does that."""
-    part = each.grad.reshape(-1)[start : start + value.numel()]
-    found = part.to(value.device, value.dtype, non_blocking=True).view(value.shape)
-    return found if each.factor is None or each.scaled_by_update else found * each.factor
+    part = weight.grad.reshape(-1)[start : start + value.numel()]
+    gradient = part.to(value.device, value.dtype, non_blocking=True).view(value.shape)
+    return (
+        gradient if weight.factor is None or weight.scaled_by_update else gradient * weight.factor
+    )
 
 
 def leave_scaling(
@@ -66,8 +68,8 @@ def leave_scaling(
     pass over all of them; the owned weights are told. Its factor is float32: too coarse for
     float64."""
     scales = OPTIMIZERS[name].scales and dtype != torch.float64
-    for each in owned:
-        each.scaled_by_update = scales
+    for weight in owned:
+        weight.scaled_by_update = scales
     return scales
 
 
@@ -164,10 +166,10 @@ def make_optimizer(
     assert not OPTIMIZERS[name].full_matrices, f"{name} is no torch optimizer over shards"
     groups: ParameterGroups = [
         {
-            "params": [tensor for decayed, tensor in owned if decayed == wanted],
-            "weight_decay": weight_decay if wanted else 0.0,
+            "params": [tensor for decayed, tensor in owned if decayed == decay],
+            "weight_decay": weight_decay if decay else 0.0,
         }
-        for wanted in (True, False)
+        for decay in (True, False)
     ]
     groups = [group for group in groups if group["params"]] or groups[:1]
     return pkgutil.resolve_name(OPTIMIZERS[name].factory)(groups, lr, eps)
@@ -202,13 +204,16 @@ class DeviceUpdater:
         master: bool,
     ) -> None:
         self.owned = owned
-        self.masters = [each.tensor.detach().float() for each in owned] if master else []
-        self.values = self.masters or [each.tensor for each in owned]
+        self.masters = [weight.tensor.detach().float() for weight in owned] if master else []
+        self.values = self.masters or [weight.tensor for weight in owned]
         self.moments = {
             key: [torch.zeros_like(value, requires_grad=False) for value in self.values]
             for key in OPTIMIZERS[name].states
         }
-        pairs = [(decays(each.row.role), one) for each, one in zip(owned, self.values, strict=True)]
+        pairs = [
+            (decays(weight.row.role), tensor)
+            for weight, tensor in zip(owned, self.values, strict=True)
+        ]
         optimizer = make_optimizer(name, pairs, lr, weight_decay, ADAM_EPS)
         device = self.values[0].device if self.values else None
         self.count, self.counts = 0, torch.zeros(len(self.values), device=device)
@@ -225,14 +230,14 @@ class DeviceUpdater:
         self.count += 1
 
     def _run_torch(self) -> None:
-        for each, value in zip(self.owned, self.values, strict=True):
-            value.grad = gradient_for(value, each)
+        for weight, value in zip(self.owned, self.values, strict=True):
+            value.grad = gradient_for(value, weight)
         if self.scales:
             scale_gradients(self.optimizer, self.owned)
         self.counts.fill_(self.count)
         self.optimizer.step()
-        for each, master in zip(self.owned, self.masters, strict=bool(self.masters)):
-            each.tensor.detach().copy_(master)
+        for weight, master in zip(self.owned, self.masters, strict=bool(self.masters)):
+            weight.tensor.detach().copy_(master)
             master.grad = None
 
     def _run_kernel(self) -> None:
@@ -242,10 +247,12 @@ class DeviceUpdater:
         factor, lr = self.owned[0].factor, self.optimizer.param_groups[0]["lr"]
         numbers = (lr, self.count + 1, ADAM_BETAS, ADAM_EPS)
         kernel = AdamwKernel(factor, self.values[0].device, *numbers)
-        grads = [each.grad for each in self.owned]
-        kept = [self.weight_decay if decays(each.row.role) else 0.0 for each in self.owned]
-        narrow = [each.tensor for each in self.owned] if self.masters else []
-        kernel.update_all(self.values, grads, [*self.moments.values()], kept, narrow)
+        grads = [weight.grad for weight in self.owned]
+        decay_rates = [
+            self.weight_decay if decays(weight.row.role) else 0.0 for weight in self.owned
+        ]
+        narrow = [weight.tensor for weight in self.owned] if self.masters else []
+        kernel.update_all(self.values, grads, [*self.moments.values()], decay_rates, narrow)
 
     def set_lr(self, lr: float) -> None:
         for group in self.optimizer.param_groups:
@@ -255,11 +262,14 @@ class DeviceUpdater:
         self.count = count
 
     def states(self) -> dict[str, list[StoredState | None]]:
-        found = {**self.moments, MASTER: self.masters} if self.masters else self.moments
-        return {key: [StateInMemory(one) for one in tensors] for key, tensors in found.items()}
+        state_tensors = {**self.moments, MASTER: self.masters} if self.masters else self.moments
+        return {
+            key: [StateInMemory(tensor) for tensor in tensors]
+            for key, tensors in state_tensors.items()
+        }
 
     def tensors(self) -> list[Tensor]:
-        states = [one for state in self.optimizer.state.values() for one in state.values()]
+        states = [tensor for state in self.optimizer.state.values() for tensor in state.values()]
         return [*states, *self.masters]
 
 

@@ -73,16 +73,16 @@ class RoundingKey(NamedTuple):
     def indices(self, size: int, device: torch.device) -> Tensor:
         """The indices of so many elements in the full weight, modulo 2³²; 0 for padding, which is
         after the last one."""
-        place = torch.arange(self.start, self.start + size, device=device)
+        position = torch.arange(self.start, self.start + size, device=device)
         if not self.contiguous:
             # In place: row r of the shard begins at r · middle, and every outer one further on.
             (outer, middle), (_, rows, columns) = self.strides, self.local
-            row = place.div(columns, rounding_mode="floor")
-            place.add_(row, alpha=middle - columns)
+            row = position.div(columns, rounding_mode="floor")
+            position.add_(row, alpha=middle - columns)
             row.div_(rows, rounding_mode="floor")
-            place.add_(row, alpha=outer - rows * middle)
+            position.add_(row, alpha=outer - rows * middle)
             del row
-        index = place.add_(self.base)
+        index = position.add_(self.base)
         return index.masked_fill_(index >= math.prod(self.shape), 0).to(torch.int32)
 
 
@@ -96,9 +96,9 @@ def rounding_bits(
     full: FullWeight | None = None,
 ) -> Tensor:
     """32 random bits for each of the elements [start, start + size) of a weight in one update."""
-    found = RoundingKey.of(seed, count, row, start, full)
-    signed = found.key - 2**32 if found.key >= 2**31 else found.key
-    return _mix(found.indices(size, device).bitwise_xor_(signed))
+    rounding_key = RoundingKey.of(seed, count, row, start, full)
+    signed = rounding_key.key - 2**32 if rounding_key.key >= 2**31 else rounding_key.key
+    return _mix(rounding_key.indices(size, device).bitwise_xor_(signed))
 
 
 def _mix(x: Tensor) -> Tensor:

@@ -34,15 +34,17 @@ def programs_of(numels: tuple[int, ...], span: int, device: torch.device) -> Pro
     tensor = torch.repeat_interleave(torch.arange(len(numels)), counts)
     first = counts.cumsum(0) - counts
     tables = (tensor.int(), first.int(), torch.tensor(numels))
-    return Programs(len(tensor), *(each.to(device) for each in tables))
+    return Programs(len(tensor), *(table.to(device) for table in tables))
 
 
 def addresses_of(rows: Sequence[Sequence[Tensor]], device: torch.device) -> Tensor:
     """Where tensors are; the copy waits for nothing."""
-    found = torch.tensor([[each.data_ptr() for each in row] for row in rows], pin_memory=True)
-    return found.to(device, non_blocking=True)
+    addresses = torch.tensor(
+        [[tensor.data_ptr() for tensor in row] for row in rows], pin_memory=True
+    )
+    return addresses.to(device, non_blocking=True)
 
 
 def is_aligned(tensors: Sequence[Tensor]) -> bool:
     """Whether kernels may read and write them in pieces of 16 bytes."""
-    return not any(each.data_ptr() % ALIGNED or each.numel() % ALIGNED for each in tensors)
+    return not any(tensor.data_ptr() % ALIGNED or tensor.numel() % ALIGNED for tensor in tensors)

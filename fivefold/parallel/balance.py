@@ -50,7 +50,7 @@ class Balancing:
         self.plan, self.mesh = plan, mesh
         # An asynchronous run has no steps whose tokens could be counted.
         layers = () if plan.schedule.asynchronous else plan.shape.moe_layers
-        self.places = {layer: place for place, layer in enumerate(layers)}
+        self.places = {layer: index for index, layer in enumerate(layers)}
         self.layers: list[_Layer] = []
         self.routes: list[Route] = []
 
@@ -77,23 +77,23 @@ class Balancing:
         table = torch.zeros(self.size, dtype=torch.float64, device=self.mesh.device)
         # Without sequence parallelism all tp ranks have the same tokens: one of them counts.
         counts = self.plan.layout.sp or self.mesh.coord("tp") == 0
-        for each in self.layers:
-            table[self.places[each.number]] += torch.cat(each.balancer.take()) * counts
+        for layer in self.layers:
+            table[self.places[layer.number]] += torch.cat(layer.balancer.take()) * counts
         return table.flatten()
 
     def scale_losses(self, scale: float) -> None:
         """The losses of the next step begin their backward with this."""
-        for each in self.layers:
-            each.balancer.scale_losses(scale)
+        for layer in self.layers:
+            layer.balancer.scale_losses(scale)
 
     def settle(self, recorded: Tensor) -> None:
         """Update biases and loads from the sum over all ranks."""
         load = self.load_of(recorded)
         if load is None:
             return
-        for each in self.layers:
-            counts_E = load.slots[self.places[each.number]]
-            update_balance(each.mlp, each.balancer, self.plan.balance, counts_E)
+        for layer in self.layers:
+            counts_E = load.slots[self.places[layer.number]]
+            update_balance(layer.mlp, layer.balancer, self.plan.balance, counts_E)
 
     def load_of(self, recorded: Tensor) -> Load | None:
         """The sum over all ranks, by what it counts; None without experts."""
@@ -108,11 +108,13 @@ class Balancing:
 
     def watch(self) -> None:
         """From now on keep in `routes` where tokens go."""
-        here, schedule = self.mesh.coord(PIPELINE), self.plan.schedule
-        for each in self.layers:
-            actions = schedule.actions(here)
-            forwards = [a for a in actions if a.kind == FORWARD and a.stage == each.stage]
-            each.balancer.observe(partial(self._keep, each, cycle(a.microbatch for a in forwards)))
+        pp_rank, schedule = self.mesh.coord(PIPELINE), self.plan.schedule
+        for layer in self.layers:
+            actions = schedule.actions(pp_rank)
+            forwards = [a for a in actions if a.kind == FORWARD and a.stage == layer.stage]
+            layer.balancer.observe(
+                partial(self._keep, layer, cycle(a.microbatch for a in forwards))
+            )
 
     def _keep(self, layer: _Layer, microbatches: Iterator[int], experts: Tensor) -> None:
         if not layer.phase.backward:  # a recomputation
@@ -134,29 +136,35 @@ class Load(NamedTuple):
 def positions_of(plan: Plan, rank: int) -> list[int]:
     """The tokens of a row that the experts of a rank see, by their place in the padded row."""
     coord, layout = plan.layout.coord(rank), plan.layout
-    held = [token for each in plan.split.rank_tokens(plan.padded_seq, coord.cp) for token in each]
+    tokens = [
+        token
+        for token_range in plan.split.rank_tokens(plan.padded_seq, coord.cp)
+        for token in token_range
+    ]
     if not layout.sp:
-        return held
-    share = len(held) // layout.tp
-    return held[coord.tp * share : (coord.tp + 1) * share]
+        return tokens
+    share = len(tokens) // layout.tp
+    return tokens[coord.tp * share : (coord.tp + 1) * share]
 
 
 def _rows(plan: Plan, mesh: Mesh) -> LocalRows:
     """What this rank has of the rows of a step, and how it learns the rest."""
     layout, seq, batch = plan.layout, plan.batch.seq, plan.batch
     group = layout.group(ROW, mesh.rank)
-    held = [positions_of(plan, rank) for rank in group]
-    mine = torch.tensor(held[group.index(mesh.rank)]).to(mesh.device)
+    positions = [positions_of(plan, rank) for rank in group]
+    local_positions = torch.tensor(positions[group.index(mesh.rank)]).to(mesh.device)
     rows = LocalRows(
         tokens_in_step=batch.tokens,
         rows_in_unit=batch.microbatch_size,
         seq=seq,
-        real=mine < seq if plan.padded_seq > seq else None,
+        real=local_positions < seq if plan.padded_seq > seq else None,
     )
     if not plan.balance or len(group) == 1:
         return rows
     boundary = AxisBoundary(mesh, ROW, layout.sp, dim=1)
-    everywhere = torch.tensor([token for each in held for token in each]).to(mesh.device)
+    everywhere = torch.tensor(
+        [token for rank_positions in positions for token in rank_positions]
+    ).to(mesh.device)
     order = everywhere.argsort()[:seq]
 
     def total(counts: Tensor) -> Tensor:
@@ -165,7 +173,10 @@ def _rows(plan: Plan, mesh: Mesh) -> LocalRows:
     def whole(of_tokens: Tensor) -> Tensor:
         return boundary.gather(of_tokens).index_select(1, order)
 
-    def back(kept: Tensor) -> Tensor:  # padding has no room
-        return kept.index_select(1, mine.clamp(max=seq - 1)) & (mine < seq)[:, None]
+    def back(keep_mask: Tensor) -> Tensor:  # padding has no room
+        return (
+            keep_mask.index_select(1, local_positions.clamp(max=seq - 1))
+            & (local_positions < seq)[:, None]
+        )
 
     return replace(rows, sum_over_ranks=total, gather_tokens=whole, local_tokens=back)

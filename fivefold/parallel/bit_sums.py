@@ -40,14 +40,14 @@ def _words(flat: Tensor) -> list[Tensor]:
     if _is_within(flat):
         flat = flat.clone()
     stop = len(flat) - len(flat) % per_word
-    rest = [flat[stop:].view(_NARROW[itemsize])] if stop < len(flat) else []
-    return [flat[:stop].view(torch.int64), *rest]
+    tail = [flat[stop:].view(_NARROW[itemsize])] if stop < len(flat) else []
+    return [flat[:stop].view(torch.int64), *tail]
 
 
-def _sum(words: Sequence[Tensor]) -> Tensor:
-    total = words[0].sum()
-    for rest in words[1:]:
-        total = total + rest.sum(dtype=torch.int64)
+def _sum(parts: Sequence[Tensor]) -> Tensor:
+    total = parts[0].sum()
+    for part in parts[1:]:
+        total = total + part.sum(dtype=torch.int64)
     return total
 
 
@@ -55,8 +55,8 @@ class BitSums:
     """The hashes of tensors that stay where they are, again and again."""
 
     def __init__(self, tensors: Sequence[Tensor], device: torch.device) -> None:
-        self.device, self.tensors = device, [each.detach().view(-1) for each in tensors]
-        self.words = [None if _is_within(each) else _words(each) for each in self.tensors]
+        self.device, self.tensors = device, [tensor.detach().view(-1) for tensor in tensors]
+        self.words = [None if _is_within(tensor) else _words(tensor) for tensor in self.tensors]
 
     @torch.no_grad()
     def read(self) -> Tensor:
@@ -64,7 +64,7 @@ class BitSums:
         if not self.tensors:
             return torch.zeros(0, dtype=torch.int64, device=self.device)
         pairs = zip(self.tensors, self.words, strict=True)
-        sums = [_sum(_words(each) if words is None else words) for each, words in pairs]
+        sums = [_sum(_words(tensor) if parts is None else parts) for tensor, parts in pairs]
         return torch.stack(sums).to(self.device, non_blocking=True)
 
 
@@ -75,11 +75,11 @@ def _is_within(flat: Tensor) -> bool:
 
 @lru_cache(maxsize=64)
 def _powers(number: int, device: torch.device) -> Tensor:
-    found, power = list[int](), 1
+    powers, power = list[int](), 1
     for _ in range(number):
         power = power * _BASE % PRIME
-        found.append(power)
-    return torch.tensor(found, dtype=torch.int64, device=device)
+        powers.append(power)
+    return torch.tensor(powers, dtype=torch.int64, device=device)
 
 
 def combined(sums: Tensor) -> Tensor:
@@ -127,24 +127,24 @@ class Tape:
     ) -> None:
         """Note a message."""
         if self.whole or axis in _OF_SHORT_TAPES:
-            found = bit_sum(tensor, None if self.whole else _SAMPLE)
-            self.entries.append(TapeEntry(f"{axis}/{kind}", sent, found, pair))
+            checksum = bit_sum(tensor, None if self.whole else _SAMPLE)
+            self.entries.append(TapeEntry(f"{axis}/{kind}", sent, checksum, pair))
 
     def read(self) -> list[TapeRead]:
         """All entries on the host."""
         if not self.entries:
             return []
-        hashes = torch.stack([each.hash for each in self.entries]).tolist()
+        hashes = torch.stack([entry.hash for entry in self.entries]).tolist()
         pairs = zip(self.entries, hashes, strict=True)
-        return [TapeRead(one.name, one.sent, found, one.pair) for one, found in pairs]
+        return [TapeRead(entry.name, entry.sent, value, entry.pair) for entry, value in pairs]
 
     def messages(self, *, sent: bool) -> dict[tuple[int, int], list[int]]:
         """Hashes of what went between two ranks, in order."""
-        found: dict[tuple[int, int], list[int]] = {}
-        for each in self.read():
-            if each.pair is not None and each.sent == sent:
-                found.setdefault(each.pair, []).append(each.hash)
-        return found
+        hashes: dict[tuple[int, int], list[int]] = {}
+        for entry in self.read():
+            if entry.pair is not None and entry.sent == sent:
+                hashes.setdefault(entry.pair, []).append(entry.hash)
+        return hashes
 
 
 class TapeDifference(NamedTuple):
@@ -155,11 +155,11 @@ class TapeDifference(NamedTuple):
     number: int
 
 
-def first_difference(one: Tape, other: Tape) -> TapeDifference | None:
+def first_difference(tape: Tape, other: Tape) -> TapeDifference | None:
     """Between two runs of a step. A rank whose first difference was sent had received the same
     before: the cause is there. A rank whose first difference was received is a victim."""
-    for number, (a, b) in enumerate(zip(one.read(), other.read(), strict=False)):
+    for number, (a, b) in enumerate(zip(tape.read(), other.read(), strict=False)):
         if a != b:
-            way = "what it sent by" if a.sent else "what it received by"
-            return TapeDifference(f"{way} {a.name}", a.sent, number)
+            direction = "what it sent by" if a.sent else "what it received by"
+            return TapeDifference(f"{direction} {a.name}", a.sent, number)
     return None

@@ -109,12 +109,12 @@ class Job:
     @property
     def owned(self) -> list[OwnedShard]:
         """What the optimizer of this rank updates."""
-        return [each for chunk in self.chunks for each in chunk.data.owned]
+        return [weight for chunk in self.chunks for weight in chunk.data.owned]
 
     @property
     def held(self) -> list[OwnedShard]:
         """The same, with this rank's shards of frozen weights."""
-        return [each for unit in self.units for each in unit.owned]
+        return [weight for unit in self.units for weight in unit.owned]
 
     def copies(self, owned: OwnedShard) -> int:
         """How many ranks of the job hold this very shard of a weight."""
@@ -160,7 +160,7 @@ def compose(
     all but GEMMs and attention, `initial` first values; `as_summed` as in `UnitOptions`."""
     watch, schedule, shape = instruments or Instruments(), plan.schedule, plan.shape
     table, coord = by_name(shape), plan.layout.coord(mesh.rank)
-    shards = {name: shard_of(one, shape, plan.layout, coord) for name, one in table.items()}
+    shards = {name: shard_of(row, shape, plan.layout, coord) for name, row in table.items()}
     draw = partial(initial, shape=plan.shape, seed=seed, dtype=dtype, device=mesh.device)
     fill = partial(_first_values, table, shards, draw)
     options = UnitOptions(
@@ -189,15 +189,18 @@ def compose(
         stage = Stage(number, plan, model, mesh, Phase(), queue, watch.routing, fuse, math)
         for apply in (_defer, partial(round_experts, rounded, watch.on_experts), *rooms):
             apply(stage)
-        kept = replace(options, keeps_weights=keeps, num_uses=model.num_uses())
-        data = DataParallel(model, blocks_of(model), units, mesh, kept, fill, stage.phase)
+        chunk_options = replace(options, keeps_weights=keeps, num_uses=model.num_uses())
+        data = DataParallel(model, blocks_of(model), units, mesh, chunk_options, fill, stage.phase)
         return StageChunk(number, model, data, queue, share_maxima(plan, mesh, data.units, rounded))
 
     chunks = tuple(chunk(number) for number in schedule.placement.stages_of(mesh.coord(PIPELINE)))
-    driven = {each.stage: watch.wrap(each) if watch.wrap else each for each in chunks}
+    driven = {
+        stage_chunk.stage: watch.wrap(stage_chunk) if watch.wrap else stage_chunk
+        for stage_chunk in chunks
+    }
     make = partial(Pipeline, mesh=mesh, hidden=hidden_size(plan), dtype=dtype)
     pipeline = make(schedule, chunks=driven, observer=watch.actions)
-    plain = {each.stage: each for each in chunks}
+    plain = {stage_chunk.stage: stage_chunk for stage_chunk in chunks}
     forwards = make(schedule.forwards(), chunks=plain, observer=watch.evaluation)
     return Job(plan, mesh, chunks, pipeline, forwards, balancing, table, shards, watch.on_phase)
 
@@ -215,9 +218,9 @@ class ForwardStage:
     def fill(self, read: Callable[[Weight, torch.dtype], Tensor]) -> None:
         """Give weights and buffers their values, cut from the full ones."""
         named = (*self.model.named_parameters(), *self.model.named_buffers())
-        for name, held in named:
-            full = read(self.table[name], held.dtype)
-            held.copy_(tensor.cut(full, self.shards[name]))
+        for name, parameter in named:
+            full = read(self.table[name], parameter.dtype)
+            parameter.copy_(tensor.cut(full, self.shards[name]))
 
 
 def compose_forward(
@@ -232,7 +235,7 @@ def compose_forward(
     of blocks, where the plan's precision does not say it."""
     (number,) = plan.schedule.placement.stages_of(mesh.coord(PIPELINE))
     shape, coord = plan.shape, plan.layout.coord(mesh.rank)
-    table = {**by_name(shape), **{each.name: each for each in buffers(shape)}}
+    table = {**by_name(shape), **{buffer.name: buffer for buffer in buffers(shape)}}
     shards = {name: shard_of(weight, shape, plan.layout, coord) for name, weight in table.items()}
     layers = plan.stages[number]
     model = from_config(shape, dtype=dtype, device="meta", layers=layers, fuse=fuse)
@@ -260,16 +263,16 @@ def _make_shards(
 ) -> None:
     """Put parameters of the size of a rank's shards in the place of full ones. A tied weight that
     two modules have is made once."""
-    made: dict[int, nn.Parameter] = {}
-    names = {id(each): name for name, each in model.named_parameters()}
+    new_shards: dict[int, nn.Parameter] = {}
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
     for module in list(model.modules()):
         for attribute, full in list(module.named_parameters(recurse=False)):
-            if id(full) not in made:
+            if id(full) not in new_shards:
                 name = names[id(full)]
                 size = local_shape(table[name], shards[name])
                 zero = torch.zeros(size, dtype=full.dtype, device=device)  # also where it pads
-                made[id(full)] = nn.Parameter(zero, requires_grad=False)
-            setattr(module, attribute, made[id(full)])
+                new_shards[id(full)] = nn.Parameter(zero, requires_grad=False)
+            setattr(module, attribute, new_shards[id(full)])
 
 
 def _defer(stage: Stage) -> None:

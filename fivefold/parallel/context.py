@@ -58,15 +58,17 @@ TOKENS, HEADS = 2, 1  # dims of (B, H, S, d)
 
 def shard(batch: TokenBatch, split: ContextSplit, seq: int, coord: int) -> TokenBatch:
     """One rank's tokens of rows that are first padded to `seq` tokens."""
-    whole = _padded(batch, seq - batch.tokens.shape[1])
+    full_batch = _padded(batch, seq - batch.tokens.shape[1])
     if split.inner * split.outer == 1:
-        return whole
+        return full_batch
     index = token_index(split.rank_tokens(seq, coord), batch.tokens.device)
-    always = [each[:, index] for each in (whole.tokens, whole.labels, whole.positions)]
-    ahead = tuple((token[:, index], label[:, index]) for token, label in whole.ahead)
-    some = (whole.keys, whole.replayed, whole.outgrown)
-    more = [None if each is None else each[:, index] for each in some]
-    return TokenBatch(*always, whole.documents, whole, ahead, *more)
+    always = [
+        tensor[:, index] for tensor in (full_batch.tokens, full_batch.labels, full_batch.positions)
+    ]
+    ahead = tuple((token[:, index], label[:, index]) for token, label in full_batch.ahead)
+    fields = (full_batch.keys, full_batch.replayed, full_batch.outgrown)
+    extra = [None if tensor is None else tensor[:, index] for tensor in fields]
+    return TokenBatch(*always, full_batch.documents, full_batch, ahead, *extra)
 
 
 def _padded(batch: TokenBatch, missing: int) -> TokenBatch:
@@ -74,12 +76,12 @@ def _padded(batch: TokenBatch, missing: int) -> TokenBatch:
     if not missing:
         return batch
     rows, seq = batch.tokens.shape
-    more = torch.arange(seq, seq + missing, device=batch.tokens.device).expand(rows, -1)
+    positions = torch.arange(seq, seq + missing, device=batch.tokens.device).expand(rows, -1)
 
     def padded(tokens: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         return (
-            torch.cat([tokens, torch.zeros_like(more)], dim=1),
-            torch.cat([labels, torch.full_like(more, NOT_COUNTED)], dim=1),
+            torch.cat([tokens, torch.zeros_like(positions)], dim=1),
+            torch.cat([labels, torch.full_like(positions, NOT_COUNTED)], dim=1),
         )
 
     replayed = batch.replayed
@@ -89,10 +91,10 @@ def _padded(batch: TokenBatch, missing: int) -> TokenBatch:
         )
     return TokenBatch(
         *padded(batch.tokens, batch.labels),
-        torch.cat([batch.positions, more], dim=1),
+        torch.cat([batch.positions, positions], dim=1),
         None if batch.documents is None else batch.documents.padded(missing),
-        ahead=tuple(padded(*each) for each in batch.ahead),
-        keys=None if batch.keys is None else torch.cat([batch.keys, more], dim=1),
+        ahead=tuple(padded(*pair) for pair in batch.ahead),
+        keys=None if batch.keys is None else torch.cat([batch.keys, positions], dim=1),
         replayed=replayed,
         outgrown=None if batch.outgrown is None else F.pad(batch.outgrown, (0, missing)),
     )
@@ -115,7 +117,7 @@ class ContextAttention:
 
     def __init__(self, mesh: Mesh, split: ContextSplit, seq: int) -> None:
         self.mesh, self.split = mesh, split
-        self.places = [split.ring_tokens(seq, place) for place in range(split.outer)]
+        self.places = [split.ring_tokens(seq, index) for index in range(split.outer)]
         self.place = mesh.coord(RING)
         self.row = (range(seq),)
 
@@ -131,8 +133,8 @@ class ContextAttention:
             return _Attention.apply(q, k, v, self, info, info.sinks)
         copies = math.lcm(k.shape[HEADS], self.split.inner) // k.shape[HEADS]
         if copies > 1:  # fewer heads than ranks: each goes to several
-            k, v = (each.repeat_interleave(copies, dim=HEADS) for each in (k, v))
-        q, k, v = (_Exchange.apply(each, self, HEADS) for each in (q, k, v))
+            k, v = (tensor.repeat_interleave(copies, dim=HEADS) for tensor in (k, v))
+        q, k, v = (_Exchange.apply(tensor, self, HEADS) for tensor in (q, k, v))
         sinks = info.sinks_of(self.mesh.coord(ULYSSES), self.split.inner)
         return _Exchange.apply(_Attention.apply(q, k, v, self, info, sinks), self, TOKENS)
 
@@ -145,7 +147,7 @@ class ContextAttention:
         width = max(key_width, value_width)
         if width > key_width:
             q = q * math.sqrt(width / key_width)
-        q, k, v = (F.pad(each, (0, width - each.shape[-1])) for each in (q, k, v))
+        q, k, v = (F.pad(tensor, (0, width - tensor.shape[-1])) for tensor in (q, k, v))
         return self(q, k, v, info)[..., :value_width]
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, info: AttentionInfo) -> MergedAttention:
@@ -177,12 +179,14 @@ class ContextAttention:
                 if _sees_nothing(sees):
                     continue
                 rows, columns = slice(call.q_start, call.q_stop), slice(call.k_start, call.k_stop)
-                mine = [each[:, :, rows] for each in (grad_out, q, out, lse)]
+                local_parts = [tensor[:, :, rows] for tensor in (grad_out, q, out, lse)]
                 theirs = visitors[:, :, :, columns]
-                more = attend_backward(mine[0], mine[1], *theirs, mine[2], mine[3], sees)
-                dq.add((..., rows, slice(None)), more[0])
+                grads = attend_backward(
+                    local_parts[0], local_parts[1], *theirs, local_parts[2], local_parts[3], sees
+                )
+                dq.add((..., rows, slice(None)), grads[0])
                 for number in (0, 1):
-                    part.add((number, ..., columns, slice(None)), more[1 + number])
+                    part.add((number, ..., columns, slice(None)), grads[1 + number])
                 del theirs
             del visitors  # before the next one comes
             homeward.send(part.value())
@@ -190,43 +194,45 @@ class ContextAttention:
 
     def _visits(self, k: Tensor, v: Tensor) -> Iterator[tuple[Ranges, Tensor]]:
         """The keys and values of every place, as they come, and which tokens they are."""
-        here = torch.stack((k, v))
+        local_kv = torch.stack((k, v))
         if self.split.gathers and self.split.outer > 1:
-            yield self.row, self._gathered(here)
+            yield self.row, self._gathered(local_kv)
             return
         for hop in range(self.split.outer):
-            more = hop < self.split.outer - 1
-            coming = self.mesh.pass_on(here, RING) if more else None
-            yield self.places[(self.place - hop) % self.split.outer], here
+            has_next = hop < self.split.outer - 1
+            coming = self.mesh.pass_on(local_kv, RING) if has_next else None
+            yield self.places[(self.place - hop) % self.split.outer], local_kv
             if coming is not None:
-                here = coming.wait()
+                local_kv = coming.wait()
 
-    def _gathered(self, here: Tensor) -> Tensor:
+    def _gathered(self, local_kv: Tensor) -> Tensor:
         """The keys and values of the row, in its order."""
-        whole = here.new_empty((self.split.outer * here.shape[0], *here.shape[1:]))
-        self.mesh.all_gather(whole, here, RING).wait()
-        parts = whole.chunk(self.split.outer)
-        return torch.cat([parts[place][:, :, :, cut] for place, cut in self._ranges()], dim=3)
+        full_kv = local_kv.new_empty((self.split.outer * local_kv.shape[0], *local_kv.shape[1:]))
+        self.mesh.all_gather(full_kv, local_kv, RING).wait()
+        parts = full_kv.chunk(self.split.outer)
+        return torch.cat([parts[index][:, :, :, cut] for index, cut in self._ranges()], dim=3)
 
-    def scattered(self, whole: Tensor) -> Tensor:
+    def scattered(self, full_grad: Tensor) -> Tensor:
         """The sum over places of the gradients of a row; this place's tokens of it."""
         by_place = [
-            torch.cat([whole[:, :, :, each.start : each.stop] for each in ranges], dim=3)
+            torch.cat([full_grad[:, :, :, span.start : span.stop] for span in ranges], dim=3)
             for ranges in self.places
         ]
-        mine = torch.empty_like(by_place[0])
-        self.mesh.reduce_scatter(mine, torch.cat(by_place), RING).wait()
-        return mine
+        local_shard = torch.empty_like(by_place[0])
+        self.mesh.reduce_scatter(local_shard, torch.cat(by_place), RING).wait()
+        return local_shard
 
     def _ranges(self) -> list[tuple[int, slice]]:
         """The place of every contiguous range of the row, and where that place holds it."""
-        found: list[tuple[int, int, slice]] = []
-        for place, ranges in enumerate(self.places):
+        entries: list[tuple[int, int, slice]] = []
+        for index, ranges in enumerate(self.places):
             offset = 0
-            for each in ranges:
-                found.append((each.start, place, slice(offset, offset + len(each))))
-                offset += len(each)
-        return [(place, cut) for _, place, cut in sorted(found, key=lambda one: one[0])]
+            for span in ranges:
+                entries.append((span.start, index, slice(offset, offset + len(span))))
+                offset += len(span)
+        return [
+            (ring_index, cut) for _, ring_index, cut in sorted(entries, key=lambda entry: entry[0])
+        ]
 
     def _sees(
         self, call: AttentionCall, keys: Ranges, info: AttentionInfo, num_heads: int
@@ -243,13 +249,13 @@ class ContextAttention:
         device = row.positions.device
         q_index = token_index(self.tokens, device)[call.q_start : call.q_stop]
         k_index = token_index(keys, device)[call.k_start : call.k_stop]
-        kept, scale = None, 1.0
+        keep_mask, scale = None, 1.0
         if info.dropout is not None:
             skipped = num_heads * self.mesh.coord(ULYSSES)  # heads of the ranks before, in a place
-            kept = info.dropout.keeps(num_heads, q_index, k_index, skipped)
+            keep_mask = info.dropout.keeps(num_heads, q_index, k_index, skipped)
             scale = info.dropout.scale
         if not call.masked and documents is None:
-            return VisiblePairs(call.causal, None, kept, scale, cap=info.cap)
+            return VisiblePairs(call.causal, None, keep_mask, scale, cap=info.cap)
         distance = row.positions[:, q_index, None] - row.positions[:, None, k_index]
         visible = distance >= 0
         if info.window is not None:
@@ -257,7 +263,7 @@ class ContextAttention:
         if documents is not None:
             numbers = documents.numbers(device)
             visible &= numbers[:, q_index, None] == numbers[:, None, k_index]
-        return VisiblePairs(False, visible[:, None], kept, scale, cap=info.cap)
+        return VisiblePairs(False, visible[:, None], keep_mask, scale, cap=info.cap)
 
 
 def _sees_nothing(sees: VisiblePairs) -> bool:
@@ -335,9 +341,9 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
         (grad,), (*saved, sinks) = gradients, ctx.saved_tensors
-        found = ctx.attention.attend_backward(grad, saved, ctx.info)
+        grads = ctx.attention.attend_backward(grad, saved, ctx.info)
         of_sinks = None if sinks is None else sinks_gradient(grad, *saved[3:], sinks)
-        return (*found, None, None, of_sinks)
+        return (*grads, None, None, of_sinks)
 
 
 class _HasMesh(Protocol):
@@ -351,24 +357,24 @@ class ContextMixer:
     def __init__(self, mesh: Mesh) -> None:
         self.mesh = mesh
 
-    def __call__(self, layer: MixerLayer, given: MixerInputs) -> Tensor:
-        mesh, shape, row = self.mesh, layer.shape, given.row
+    def __call__(self, layer: MixerLayer, inputs: MixerInputs) -> Tensor:
+        mesh, shape, row = self.mesh, layer.shape, inputs.row
         assert row is not None, "a batch that was not cut for the context ranks"
         size, coord, tp = mesh.size(ULYSSES), mesh.coord(ULYSSES), mesh.size("tp")
         heads = {"heads": shape.heads // tp, "kv_heads": shape.kv_heads // tp}
-        made = {
-            name: self._exchanged(each, heads[layer.splits[name]], HEADS)
-            for name, each in given.made.items()
+        outputs = {
+            name: self._exchanged(tensor, heads[layer.splits[name]], HEADS)
+            for name, tensor in inputs.made.items()
         }
-        held = {
-            name: each.chunk(size)[coord] if layer.splits[name] in heads else each
-            for name, each in given.held.items()
+        params = {
+            name: tensor.chunk(size)[coord] if layer.splits[name] in heads else tensor
+            for name, tensor in inputs.held.items()
         }
-        rotary = given.tokens.rotary
+        rotary = inputs.tokens.rotary
         if rotary is not None:
             rotary = rotary_tables(shape, row.positions, rotary[0].dtype, row.outgrown)
-        found = mixed(layer, MixerInputs(made, held, MixerTokens(row.positions, rotary), row))
-        return self._exchanged(found, heads["heads"] // size, TOKENS)
+        output = mixed(layer, MixerInputs(outputs, params, MixerTokens(row.positions, rotary), row))
+        return self._exchanged(output, heads["heads"] // size, TOKENS)
 
     def _exchanged(self, x_BSO: Tensor, heads: int, split_dim: int) -> Tensor:
         x_BHSd = x_BSO.unflatten(-1, (heads, -1)).transpose(1, 2)
@@ -407,4 +413,4 @@ def _exchanged(x_BHSd: Tensor, mesh: Mesh, split_dim: int) -> Tensor:
 @cache
 def token_index(ranges: Ranges, device: torch.device) -> Tensor:
     """These tokens as a tensor, which is kept: every layer asks for it."""
-    return torch.tensor([token for each in ranges for token in each]).to(device)
+    return torch.tensor([token for span in ranges for token in span]).to(device)

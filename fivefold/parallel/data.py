@@ -51,7 +51,7 @@ def shard(
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     rows: dict[str, LocalWeight] = {}
     for block, modules in blocks.items():
-        for parameter in (one for module in modules for one in module.parameters()):
+        for parameter in (weight for module in modules for weight in module.parameters()):
             name = names[id(parameter)]
             # A module of the user's has no table of roles.
             role = "matrix" if parameter.dim() > 1 else "bias"
@@ -101,8 +101,8 @@ class DataParallel:
             for name, parameter in unit.parameters.items()
         }
         order = list(blocks)
-        for place, (block, modules) in enumerate(blocks.items()):
-            after = order[place + 1] if place + 1 < len(order) else None
+        for index, (block, modules) in enumerate(blocks.items()):
+            after = order[index + 1] if index + 1 < len(order) else None
             passed = [unit for unit in self.units if unit.use.blocks[0] == after]
             following, before = (
                 [
@@ -118,7 +118,7 @@ class DataParallel:
     @property
     def owned(self) -> list[OwnedShard]:
         """Everything the optimizer of this rank updates, in the order of the model."""
-        return [each for unit in self.units if not unit.unit.frozen for each in unit.owned]
+        return [weight for unit in self.units if not unit.unit.frozen for weight in unit.owned]
 
     @contextmanager
     def backward(self, last: bool) -> Iterator[None]:
@@ -251,6 +251,6 @@ def _used(model: nn.Module, blocks: Blocks) -> dict[str, set[str]]:
     """The weights that each block uses; a tied one is used by two."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     return {
-        block: {names[id(one)] for module in modules for one in module.parameters()}
+        block: {names[id(weight)] for module in modules for weight in module.parameters()}
         for block, modules in blocks.items()
     }

@@ -60,7 +60,7 @@ def spread(stage: Stage) -> None:
     if stage.mesh.size(AXIS) * stage.mesh.size(INNER) == 1:
         return
     dispatch = SpreadExperts(stage)
-    for mlp in (each for each in stage.model.modules() if isinstance(each, MoeMlp)):
+    for mlp in (module for module in stage.model.modules() if isinstance(module, MoeMlp)):
         mlp.dispatch = dispatch
         mlp.experts.down.matmul = partial(dispatch.take_breath, mlp.experts.down.matmul)
 
@@ -80,8 +80,8 @@ class Way(NamedTuple):
 def _by_expert(arriving: Tensor, num_rows: int) -> Slots:
     """How rows of these numbers, which come by rank and within a rank by expert, are sorted by
     expert: each is the one slot of its own."""
-    size, held = arriving.shape
-    numbers = torch.arange(held, device=arriving.device).repeat(size)
+    size, num_experts = arriving.shape
+    numbers = torch.arange(num_experts, device=arriving.device).repeat(size)
     numbers = numbers.repeat_interleave(arriving.flatten(), output_size=num_rows)
     order = numbers.sort(stable=True).indices
     places = torch.arange(num_rows, device=order.device)
@@ -110,11 +110,15 @@ class SpreadExperts:
         x_ND = codes.tokens.round(x_ND)
         if boundary is None:
             return codes.round_gradient(self._dispatch(x_ND, routing, experts, beside, codes))
-        weights_NK, chosen_NK, room = boundary.enter(routing.weights), routing.experts, routing.room
+        weights_NK, chosen_NK, capacity = (
+            boundary.enter(routing.weights),
+            routing.experts,
+            routing.room,
+        )
         if boundary.sp:
             chosen_NK = boundary.gather(chosen_NK)
-            room = room and room * boundary.size
-        everywhere = routing._replace(experts=chosen_NK, weights=weights_NK, room=room)
+            capacity = capacity and capacity * boundary.size
+        everywhere = routing._replace(experts=chosen_NK, weights=weights_NK, room=capacity)
         x_ND = boundary.enter(x_ND, codes.tokens)
         y_ND = boundary.leave(self._dispatch(x_ND, everywhere, experts, beside, codes), codes)
         return codes.round_gradient(y_ND)
@@ -140,7 +144,7 @@ class SpreadExperts:
         self,
         axis: str,
         beside: OverlappedTask,
-        room: int | None,
+        capacity: int | None,
         inputs: ExpertInputs,
         slots: Slots,
         experts: Experts,
@@ -148,19 +152,19 @@ class SpreadExperts:
         """To the ranks of the experts, through them, and back."""
         size, num_rows, codes = self.mesh.size(axis), len(slots.order), inputs.codes
         sent = slots.counts.view(size, -1)  # by rank and by its experts
-        if room is None:
+        if capacity is None:
             arriving = self._exchange(sent, axis)
             if self.stand_in is not None:
                 arriving = self.stand_in.arriving(axis, num_rows, arriving)
-            way = Way(axis, *self._rows(axis, num_rows, sent, arriving))
+            route = Way(axis, *self._rows(axis, num_rows, sent, arriving))
         else:  # every expert gets as many from every rank
-            arriving, share = sent, [room * sent.shape[1]] * size
-            way = Way(axis, share, share)
+            arriving, share = sent, [capacity * sent.shape[1]] * size
+            route = Way(axis, share, share)
         # Weights go after the rows, and arrive while these are waited for.
-        rows, weights = self._depart(inputs.rows(), way, there=codes), inputs.weights()
-        weights_come = None if weights is None else self._depart(weights, way, yields=False)
+        rows, weights = self._depart(inputs.rows(), route, there=codes), inputs.weights()
+        weights_come = None if weights is None else self._depart(weights, route, yields=False)
         beside()
-        order, sums = _by_expert(arriving, sum(way.arrive)), experts.slot_sums
+        order, sums = _by_expert(arriving, sum(route.arrive)), experts.slot_sums
         # Rows that are only passed on have no name here, which would keep their memory.
         done = sums.tokens(
             experts(
@@ -172,7 +176,7 @@ class SpreadExperts:
             order,
             codes,
         )
-        return self.move(done, way.back, back=codes)
+        return self.move(done, route.back, back=codes)
 
     def _rows(
         self, axis: str, num_rows: int, sent: Tensor, arriving: Tensor
@@ -192,35 +196,38 @@ class SpreadExperts:
         codes: RowCodes,
     ) -> Tensor:
         """Once to each node that has experts of a token, and there to each of them."""
-        here, stand_in = routing.scores.shape[1] // self.nodes, self.stand_in  # experts of a node
+        node_experts, stand_in = (
+            routing.scores.shape[1] // self.nodes,
+            self.stand_in,
+        )  # experts of a node
         sums = experts.slot_sums
-        nodes_NJ = self._nodes_of_tokens(routing.experts // here)
-        kept = None if stand_in is None else stand_in.crossing(len(x_ND))
-        slots = sort_slots(nodes_NJ, self.nodes, True, None, kept)
+        nodes_NJ = self._nodes_of_tokens(routing.experts // node_experts)
+        num_rows = None if stand_in is None else stand_in.crossing(len(x_ND))
+        slots = sort_slots(nodes_NJ, self.nodes, True, None, num_rows)
         token_M = slots.order // nodes_NJ.shape[1]
         node_M = nodes_NJ.flatten().index_select(0, slots.order)
-        chosen_MK = routing.experts.index_select(0, token_M) - (node_M * here)[:, None]
-        chosen_MK = chosen_MK.where((chosen_MK >= 0) & (chosen_MK < here), here)
+        chosen_MK = routing.experts.index_select(0, token_M) - (node_M * node_experts)[:, None]
+        chosen_MK = chosen_MK.where((chosen_MK >= 0) & (chosen_MK < node_experts), node_experts)
         sent = slots.counts[:, None]
         coming = self._exchange(sent, FAR)
-        way = Way(FAR, *self._rows(FAR, len(slots.order), sent, coming))
-        rows = self.move(sums.rows(x_ND, slots, codes.tokens), way, beside, codes.tokens)
-        weights = self.move(sums.rows(routing.weights, slots), way)
-        came_MK = self._exchange(chosen_MK, FAR, way)
+        route = Way(FAR, *self._rows(FAR, len(slots.order), sent, coming))
+        rows = self.move(sums.rows(x_ND, slots, codes.tokens), route, beside, codes.tokens)
+        weights = self.move(sums.rows(routing.weights, slots), route)
+        came_MK = self._exchange(chosen_MK, FAR, route)
         if stand_in is not None:
             came_MK = came_MK.remainder(
-                here
+                node_experts
             )  # a rehearsal receives nothing: any number may be there
-        there = routing._replace(experts=came_MK, weights=weights)
+        node_routing = routing._replace(experts=came_MK, weights=weights)
         inside = None if stand_in is None else stand_in.inside(len(rows))
         near = (
             run_local_experts
             if self.mesh.size(NEAR) == 1
             else partial(self._travel, NEAR, beside, None)
         )
-        there = there._replace(drops=True, kept=inside)
-        y = dispatch_slots(rows, there, here, experts, near, codes)
-        return sums.tokens(self.move(y, way.back, back=codes), slots, codes)
+        node_routing = node_routing._replace(drops=True, kept=inside)
+        y = dispatch_slots(rows, node_routing, node_experts, experts, near, codes)
+        return sums.tokens(self.move(y, route.back, back=codes), slots, codes)
 
     def _nodes_of_tokens(self, nodes_NK: Tensor) -> Tensor:
         """The nodes of each token's experts, each once and in order, as many as a token can have;
@@ -229,22 +236,22 @@ class SpreadExperts:
         goes_NO = count_slots(nodes_NK, self.nodes) > 0
         return numbers_O.where(goes_NO, self.nodes).sort(dim=1).values[:, : self.most_nodes]
 
-    def _exchange(self, numbers: Tensor, axis: str, way: Way | None = None) -> Tensor:
+    def _exchange(self, numbers: Tensor, axis: str, route: Way | None = None) -> Tensor:
         """Integers, which have no gradient; without a way, as many to every rank."""
-        journey = _Journey(self, way or Way(axis, [], []))
+        journey = _Journey(self, route or Way(axis, [], []))
         journey.begin(numbers, journey.way)
         return journey.end()
 
     def move(
         self,
         rows: Tensor,
-        way: Way,
+        route: Way,
         beside: OverlappedTask | None = None,
-        there: RowCodes = AS_THEY_ARE,
+        codes: RowCodes = AS_THEY_ARE,
         back: RowCodes = AS_THEY_ARE,
     ) -> Tensor:
         """Rows to other ranks; meanwhile what there is to compute beside."""
-        arrive = self._depart(rows, way, there=there, back=back)
+        arrive = self._depart(rows, route, there=codes, back=back)
         if beside is not None:
             beside()
         return arrive()
@@ -252,20 +259,20 @@ class SpreadExperts:
     def _depart(
         self,
         rows: Tensor,
-        way: Way,
+        route: Way,
         yields: bool = True,
         there: RowCodes = AS_THEY_ARE,
         back: RowCodes = AS_THEY_ARE,
     ) -> Callable[[], Tensor]:
         """Begin to send rows to other ranks; what is returned waits for those that come."""
-        journey = _Journey(self, way, yields, there, back)
+        journey = _Journey(self, route, yields, there, back)
         return partial(_Arrive.apply, _Depart.apply(rows, journey), journey)
 
-    def take_breath(self, product: GroupedMatmul, x_MI: Tensor, *others: Any) -> Tensor:
+    def take_breath(self, product: GroupedMatmul, x_MI: Tensor, *operands: Any) -> Tensor:
         """Give the turn to the other lane in the middle of the experts' backward, because the
         exchange of counts did so in the forward. Both then have as many turns, and each all-to-all
         is hidden by work of the other lane."""
-        return product(_Breath.apply(x_MI, self.mesh) if self.counts else x_MI, *others)
+        return product(_Breath.apply(x_MI, self.mesh) if self.counts else x_MI, *operands)
 
 
 class _Journey:
@@ -275,23 +282,23 @@ class _Journey:
     def __init__(
         self,
         spread: SpreadExperts,
-        way: Way,
+        route: Way,
         yields: bool = True,
         there: RowCodes = AS_THEY_ARE,
         back: RowCodes = AS_THEY_ARE,
     ) -> None:
         """`yields`: the other lane has its turn before this one waits."""
-        self.spread, self.way, self.yields = spread, way, yields
+        self.spread, self.way, self.yields = spread, route, yields
         self.there, self.back = there, back
         self.issued: Issued | None = None
 
-    def begin(self, rows: Tensor, way: Way) -> None:
+    def begin(self, rows: Tensor, route: Way) -> None:
         """Send; what comes is there when it has been waited for."""
-        rows, size = rows.contiguous(), self.spread.mesh.size(way.axis)
+        rows, size = rows.contiguous(), self.spread.mesh.size(route.axis)
         even = [len(rows) // size] * size
-        arrive, leave = way.arrive or even, way.leave or even
+        arrive, leave = route.arrive or even, route.leave or even
         self.issued = self.spread.mesh.issue(
-            way.axis,
+            route.axis,
             "all_to_all",
             rows,
             lambda group: transport.exchange(rows, arrive, leave, group),

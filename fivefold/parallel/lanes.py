@@ -68,11 +68,11 @@ class Lanes:
         other = self._second.submit(self._run_second, second)
         try:
             self.pause()
-            found = first()
+            first_result = first()
         finally:
             self._leave(0)
             result = other.result()
-        return found, result
+        return first_result, result
 
     def pause(self) -> None:
         """Give the turn to the other lane, where one runs."""

@@ -110,15 +110,15 @@ class Issued:
             self.mesh.lanes.pause()
         timer = self.mesh.timer
         since = timer.now() if timer.running else None
-        found = self.pending.wait()
+        answer = self.pending.wait()
         if since is not None:
             timer.waited(self.brings, since)
         self.mesh.close(self.tokens)
-        came = found if self.filled is None else self.filled
+        came = answer if self.filled is None else self.filled
         if self.tape is not None and isinstance(came, Tensor):
             self.tape.add(*self.brings, came, sent=False, pair=self.pair)
         self.tape = self.filled = None
-        return found
+        return answer
 
     def is_over(self) -> bool:
         """Whether it is over, also on the device; if so it has been waited for."""
@@ -174,13 +174,13 @@ class Mesh:
     def _join(self, communicator: Communicator) -> None:
         """Make this rank's group of a communicator, together with all other ranks."""
         channel = communicator.channel(self.topology, self.rank)
-        made = self._make(communicator, channel)
-        if made is None:
+        process_group = self._make(communicator, channel)
+        if process_group is None:
             return
         if channel is None:
-            self.groups[communicator.role] = made
+            self.groups[communicator.role] = process_group
         else:
-            self.channels[channel] = made
+            self.channels[channel] = process_group
 
     def _make(
         self, communicator: Communicator, channel: tuple[int, int] | None
@@ -189,18 +189,20 @@ class Mesh:
             return dist.group.WORLD
         name = communicator.role if channel is None else f"{PIPELINE} {channel[0]}->{channel[1]}"
         if self.backend == dist.Backend.NCCL:  # one call of all ranks makes the groups of all
-            groups = (each for each in communicator.groups(self.topology) if len(each) > 1)
+            groups = (group for group in communicator.groups(self.topology) if len(group) > 1)
             options = nccl_options(communicator)
             transport.expect_serial_messages()
             return dist.split_group(
-                split_ranks=[list(each) for each in groups], pg_options=options, group_desc=name
+                split_ranks=[list(group) for group in groups], pg_options=options, group_desc=name
             )
-        mine = communicator.group(self.topology, self.rank)
-        if self.alone and len(mine) == 1:
+        members = communicator.group(self.topology, self.rank)
+        if self.alone and len(members) == 1:
             return None
         # torch names a group by how many this rank has: who meets nobody makes one as well.
-        made = dist.new_group(list(mine), use_local_synchronization=True, group_desc=name)
-        return made if len(mine) > 1 else None
+        process_group = dist.new_group(
+            list(members), use_local_synchronization=True, group_desc=name
+        )
+        return process_group if len(members) > 1 else None
 
     def _connect(self) -> None:
         """Send a first message over every channel, in the order in which all ranks made them."""
@@ -214,8 +216,8 @@ class Mesh:
             elif self.rank == pair[0]:
                 transport.send(torch.zeros(1, device=self.device), pair[1], group).wait()
             else:
-                one = (torch.Size((1,)), torch.float32, self.device)
-                transport.receive(*one, pair[0], group).wait()
+                spec = (torch.Size((1,)), torch.float32, self.device)
+                transport.receive(*spec, pair[0], group).wait()
             self.close(begun)
         if self.channels and self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
@@ -324,11 +326,11 @@ class Mesh:
     def sum_together(self, tensors: Sequence[Tensor], axis: str) -> None:
         """Sum tensors over the axis in place, by one all-reduce in float32 or wider."""
         wide = torch.promote_types(tensors[0].dtype, torch.float32)
-        flat = torch.cat([each.flatten().to(self.device, wide) for each in tensors])
+        flat = torch.cat([value.flatten().to(self.device, wide) for value in tensors])
         self.all_reduce(flat, axis, dist.ReduceOp.SUM).wait()
-        shards = flat.split([each.numel() for each in tensors])
-        for each, shard in zip(tensors, shards, strict=True):
-            each.copy_(shard.view_as(each))
+        shards = flat.split([value.numel() for value in tensors])
+        for tensor, shard in zip(tensors, shards, strict=True):
+            tensor.copy_(shard.view_as(tensor))
 
     def send(self, tensor: Tensor, target: int) -> Issued:
         """Start to send to another stage of this rank's pipeline."""
@@ -386,8 +388,8 @@ class Mesh:
         return self._tell(record, members)
 
     def _tell(self, record: CollectiveRecord, members: tuple[int, ...]) -> Tokens:
-        begun = [(each, each.begin(record, members)) for each in self.observers]
-        return tuple((each, token) for each, token in begun if token is not None)
+        begun = [(observer, observer.begin(record, members)) for observer in self.observers]
+        return tuple((observer, token) for observer, token in begun if token is not None)
 
 
 def nccl_options(communicator: Communicator) -> Any:

@@ -154,10 +154,10 @@ class _PipelineRun:
         """Wait for what the action needs; what is returned computes it."""
         if action.kind == WEIGHT_GRAD:
             return lambda: self._weight_gradients(action)
-        given = self._given(action)
+        values = self._given(action)
         if action.kind == FORWARD:
-            return lambda: self._forward(action, given)
-        return lambda: self._backward(action, given)
+            return lambda: self._forward(action, values)
+        return lambda: self._backward(action, values)
 
     def _given(self, action: Action) -> Tensor | None:
         message = needed(self.pipeline.schedule, action)
@@ -242,7 +242,7 @@ class _Outbox:
         if self.mesh.alone:  # there is nobody to wait for
             issued.wait()
         elif self.mesh.backend == dist.Backend.NCCL:
-            self.on_device = [each for each in self.on_device if not each.is_over()]
+            self.on_device = [transfer for transfer in self.on_device if not transfer.is_over()]
             self.on_device.append(issued)
         else:
             self._wait_beside(issued, message.target)
@@ -251,13 +251,13 @@ class _Outbox:
         if target not in self.lines:
             use = partial(use_device, self.mesh.device)
             self.lines[target] = ThreadPoolExecutor(1, "fivefold-send", use)
-        self.waited_for = [each for each in self.waited_for if not each.done()]
+        self.waited_for = [transfer for transfer in self.waited_for if not transfer.done()]
         self.waited_for.append(self.lines[target].submit(issued.wait))
 
     def flush(self) -> None:
         """Until everything has been received; on a GPU, the stream waits for it."""
-        for each in self.waited_for:
-            each.result()
-        for each in self.on_device:
-            each.wait()
+        for transfer in self.waited_for:
+            transfer.result()
+        for transfer in self.on_device:
+            transfer.wait()
         self.waited_for, self.on_device = [], []

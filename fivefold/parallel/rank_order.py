@@ -63,10 +63,10 @@ class RankOrderMesh(Mesh):
     def scatter(self, x: Tensor, axis: str, dim: int) -> Tensor:
         """As in a plain mesh, added in rank order."""
         shards = x.chunk(self.size(axis), dim)
-        mine = torch.empty_like(shards[0], memory_format=torch.contiguous_format)
+        local_shard = torch.empty_like(shards[0], memory_format=torch.contiguous_format)
         sent = torch.cat(shards) if dim else x
-        self.reduce_scatter(mine, sent, axis, yields=True).wait()
-        return mine
+        self.reduce_scatter(local_shard, sent, axis, yields=True).wait()
+        return local_shard
 
 
 class _TermsInOrder:

@@ -121,12 +121,12 @@ def _split_block(stage: Stage, block: Block, matmuls: SplitMatmuls) -> None:
         last.matmul = partial(_summed_rows, sums, add)
     latent = isinstance(attention, LatentAttention)
     between = [attention.q_up, attention.kv_up] if latent else []
-    alone = [each for each in between if each is not None]
+    alone = [module for module in between if module is not None]
     alone += [] if matmuls.splits else [last for last, _ in backs]
-    for each in alone:
-        math = stage.math(number, [each])
+    for module in alone:
+        math = stage.math(number, [module])
         if math is not PLAIN:
-            each.matmul = partial(matmuls.alone().linear, math)
+            module.matmul = partial(matmuls.alone().linear, math)
 
 
 def _attention_linears(
@@ -150,7 +150,7 @@ def padded_tokens(plan: Plan, mesh: Mesh) -> Tensor | None:
     if plan.fp8 is None or plan.padded_seq == plan.batch.seq:
         return None
     ranges = plan.split.rank_tokens(plan.padded_seq, plan.layout.coord(mesh.rank).cp)
-    places = [place for each in ranges for place in each]
+    places = [position for span in ranges for position in span]
     return torch.tensor(places).to(mesh.device) >= plan.batch.seq
 
 
@@ -166,7 +166,7 @@ def _split_ends(stage: Stage, boundary: _TensorBoundary) -> None:
     """The collectives of embedding and head."""
     decoder = stage.model
     decoder.residual_tokens = boundary.mine
-    for embed in (each for each in decoder.modules() if isinstance(each, Embedding)):
+    for embed in (module for module in decoder.modules() if isinstance(module, Embedding)):
         embed.lookup = partial(boundary.lookup, embed.lookup)
         embed.add_positions = partial(boundary.add_positions, embed.add_positions)
     if decoder.head is not None:
@@ -236,11 +236,11 @@ class _VocabularyLoss:
     ) -> tuple[Tensor, Tensor]:
         """Of every token the highest logit, the exponentials above it, and its label's logit: over
         all ranks, and wide for one chunk of the tokens at a time."""
-        parts = [each.tensor_split(chunks) for each in (logits_NV, labels_N)]
-        highest_N = torch.cat([self.maxima(each, *rows) for each in parts[0]])
+        parts = [tensor.tensor_split(chunks) for tensor in (logits_NV, labels_N)]
+        highest_N = torch.cat([self.maxima(part, *rows) for part in parts[0]])
         highest_N = self.boundary.total(highest_N, "max")
         parts.append(highest_N.tensor_split(chunks))
-        sums_2N = torch.cat([self.sums(*each, *rows) for each in zip(*parts, strict=True)], dim=1)
+        sums_2N = torch.cat([self.sums(*part, *rows) for part in zip(*parts, strict=True)], dim=1)
         return highest_N, self.boundary.total(sums_2N)
 
     def chunked(self, x_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, chunks: int) -> Tensor:
@@ -248,20 +248,20 @@ class _VocabularyLoss:
         collective still serves all tokens; chunks are those of what is wide."""
         rows = self.rows(len(weight_VD))
 
-        def compute(x_ND: Tensor, weight_VD: Tensor, wanted: Wanted) -> Found:
+        def compute(x_ND: Tensor, weight_VD: Tensor, needs: Wanted) -> Found:
             logits_NV = linear(x_ND, weight_VD, None)
             for part in logits_NV.tensor_split(chunks) if self.cap is not None else ():
                 self.cap_in_place(part, self.cap)
             highest_N, sums_2N = self.totals(logits_NV, labels_N, rows, chunks)
             of_tokens = (logits_NV, labels_N, highest_N, sums_2N[0])
-            parts = (each.tensor_split(chunks) for each in of_tokens)
+            parts = (tensor.tensor_split(chunks) for tensor in of_tokens)
             for part in zip(*parts, strict=True):
                 slope_NV = None if self.cap is None else self.slope(part[0], self.cap)
                 self.become_gradient(*part, *rows)
                 if slope_NV is not None:
                     part[0].mul_(slope_NV)
-            of_x = logits_NV @ weight_VD if wanted[0] else None
-            of_weight = logits_NV.T @ x_ND if wanted[1] else None
+            of_x = logits_NV @ weight_VD if needs[0] else None
+            of_weight = logits_NV.T @ x_ND if needs[1] else None
             return _summed(sums_2N, labels_N), of_x, of_weight
 
         return self.in_forward.apply(x_ND, weight_VD, compute)
@@ -355,7 +355,7 @@ def sum_partial(gradients: Sequence[tuple[WeightShard, Tensor]], mesh: Mesh) -> 
         if mesh.size(axis) == 1:
             continue
         shared = [
-            gradient for held, gradient in gradients if held.partial and held.sum_axis == axis
+            gradient for shard, gradient in gradients if shard.partial and shard.sum_axis == axis
         ]
         if shared:
             mesh.sum_together(shared, axis)

@@ -97,17 +97,17 @@ class SplitMatmuls:
     ) -> Sequence[Tensor]:
         """Column-split linears of one input, (N, O) each; with `keeps` only this rank's tokens of
         the input are saved."""
-        weights, biases = [each.weight for each in linears], [each.bias for each in linears]
+        weights, biases = [linear.weight for linear in linears], [linear.bias for linear in linears]
         with saving(x):
             graded = torch.is_grad_enabled()
-            mine = later(x) if keeps and self.gathers and graded else None
-            call = _Call(math, graded, mine, shared)
+            remake = later(x) if keeps and self.gathers and graded else None
+            call = _Call(math, graded, remake, shared)
             return _Project.apply(x, self, call, *weights, *biases, *math.extra())
 
     def project_rows(self, *call: Any) -> Sequence[Tensor]:
         """The same in the order of rows, (B, S, O) each."""
         rows = call[-2].shape[0]
-        return [self._to_rows(each, rows) for each in self.project(*call)]
+        return [self._to_rows(output, rows) for output in self.project(*call)]
 
     def linear(self, math: LinearMath, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """A linear that is not split."""
@@ -154,7 +154,7 @@ class SplitMatmuls:
         if mesh.coord(shared.axis):
             together.zero_()
         summed = dict(zip(shared.numbers, together.split(widths, 1), strict=True))
-        return [summed.get(number, each) for number, each in enumerate(gradients)]
+        return [summed.get(number, gradient) for number, gradient in enumerate(gradients)]
 
     def _to_rows(self, x_NO: Tensor, rows: int) -> Tensor:
         if not self.gathers:
@@ -174,7 +174,7 @@ class SplitMatmuls:
             return x_MI, [_nothing]
         x_NI = x_MI.new_empty(self.boundary.size * len(x_MI), x_MI.shape[1])
         pairs = zip(x_MI.contiguous().chunk(self.chunks), x_NI.chunk(self.chunks), strict=True)
-        return x_NI, [self._begin(self.boundary.start_gather(*each)) for each in pairs]
+        return x_NI, [self._begin(self.boundary.start_gather(*pair)) for pair in pairs]
 
     def reduced(
         self, size: tuple[int, int], dtype: torch.dtype, write: Write
@@ -182,17 +182,17 @@ class SplitMatmuls:
         """The sum over ranks of what is written for each chunk of all tokens: under sp of this
         rank's tokens, and what waits for each chunk of it."""
         begun: list[Finish] = []
-        one = self.chunks == 1
-        full_NO = write(0, 1, None) if one else self._empty(size, dtype)
+        single_chunk = self.chunks == 1
+        full_NO = write(0, 1, None) if single_chunk else self._empty(size, dtype)
         sum_MO = full_NO
         if self.gathers:
             sum_MO = full_NO.new_empty(size[0] // self.boundary.size, size[1])
         pairs = zip(full_NO.chunk(self.chunks), sum_MO.chunk(self.chunks), strict=True)
-        for number, (full, mine) in enumerate(pairs):
-            if not one:
+        for number, (full, local_shard) in enumerate(pairs):
+            if not single_chunk:
                 write(number, self.chunks, full)
             if self.gathers:
-                begun.append(self._begin(self.boundary.start_scatter(full, mine)))
+                begun.append(self._begin(self.boundary.start_scatter(full, local_shard)))
             elif self.splits:
                 begun.append(self._begin(self.boundary.start_total(full)))
         return sum_MO, begun
@@ -229,16 +229,16 @@ class _Project(torch.autograd.Function):
             outputs = tuple(x.new_empty(len(full), len(weight)) for weight in weights)
         for number, arrive in enumerate(arrivals):
             arrive()
-            both = call.graded and call.mine is None and chunks == 1
-            read = math.read([sent.part(number, chunks)], matmuls.run, False, both)
-            outs = outputs and [each.chunk(chunks)[number] for each in outputs]
-            made = math.multiply(read, weights, biases, outs)
-            outputs = outputs or tuple(made)
+            with_columns = call.graded and call.mine is None and chunks == 1
+            read = math.read([sent.part(number, chunks)], matmuls.run, False, with_columns)
+            outs = outputs and [output.chunk(chunks)[number] for output in outputs]
+            products = math.multiply(read, weights, biases, outs)
+            outputs = outputs or tuple(products)
         ctx.call, ctx.matmuls, ctx.shape, ctx.dtype = call, matmuls, x.shape, x.dtype
         ctx.weights, ctx.biases, ctx.maximum = weights, biases, sent.maximum
         if call.mine is None:
-            kept, ctx.again = math.keep(read if chunks == 1 else None, sent, matmuls.run)
-            ctx.save_for_backward(*kept)
+            values, ctx.again = math.keep(read if chunks == 1 else None, sent, matmuls.run)
+            ctx.save_for_backward(*values)
         assert outputs is not None
         return outputs
 
@@ -254,7 +254,7 @@ class _Project(torch.autograd.Function):
             sent = math.send(x_MI, False, True, ctx.maximum)
             full, arrivals = matmuls.gathered(sent.tensor)
             sent = sent._replace(tensor=full)
-        parts = [Sent(each) for each in matmuls.completed(gradients, call.shared)]
+        parts = [Sent(gradient) for gradient in matmuls.completed(gradients, call.shared)]
         grads = math.read(parts, matmuls.run, True, True)
         back_MI, reduced = None, ()
         if ctx.needs_input_grad[0]:
@@ -263,12 +263,12 @@ class _Project(torch.autograd.Function):
         for arrive in arrivals:
             arrive()
         x = math.read([sent], matmuls.run, False, True) if sent else ctx.again(ctx.saved_tensors)
-        wanted = ctx.needs_input_grad[3:]
+        needs = ctx.needs_input_grad[3:]
         params = (ctx.weights, ctx.biases, ctx.extra)
-        found = _weight_gradients(math, matmuls.queue, x, grads, *params, wanted)
+        weight_grads = _weight_gradients(math, matmuls.queue, x, grads, *params, needs)
         for finish in reduced:
             finish()
-        return None if back_MI is None else back_MI.view(ctx.shape), None, None, *found
+        return None if back_MI is None else back_MI.view(ctx.shape), None, None, *weight_grads
 
 
 class _RowLinear:
@@ -279,13 +279,13 @@ class _RowLinear:
         self.math, self.graded = math, graded
         self.held: Any = None
 
-    def give(self, held: Any) -> None:
-        self.held = held
+    def give(self, value: Any) -> None:
+        self.held = value
 
     def take(self) -> Any:
         assert self.held is not None, "the two functions take turns"
-        held, self.held = self.held, None
-        return held
+        value, self.held = self.held, None
+        return value
 
 
 class _SaveInput(torch.autograd.Function):
@@ -304,18 +304,18 @@ class _SaveInput(torch.autograd.Function):
         sent = row.math.send(matmuls.live_of_all(x_NI), False, False)
         read = row.math.read([sent], matmuls.run, False, row.graded)
         row.give(read)
-        kept, ctx.again = row.math.keep(read, sent, matmuls.run)
-        ctx.save_for_backward(*kept)
+        values, ctx.again = row.math.keep(read, sent, matmuls.run)
+        ctx.save_for_backward(*values)
         ctx.weight, ctx.matmuls, ctx.row, ctx.extra = weight_OI, matmuls, row, extra
         return x_NI.view_as(x_NI)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         row: _RowLinear = ctx.row
-        wanted = (ctx.needs_input_grad[1], False, *ctx.needs_input_grad[4:])  # no bias
+        needs = (ctx.needs_input_grad[1], False, *ctx.needs_input_grad[4:])  # no bias
         operands = (ctx.again(ctx.saved_tensors), row.take(), [ctx.weight], [None], ctx.extra)
-        found = _weight_gradients(row.math, ctx.matmuls.queue, *operands, wanted)
-        return gradients[0], found[0], None, None, *found[2:]
+        weight_grads = _weight_gradients(row.math, ctx.matmuls.queue, *operands, needs)
+        return gradients[0], weight_grads[0], None, None, *weight_grads[2:]
 
 
 class _SumOfRows(torch.autograd.Function):
@@ -368,19 +368,19 @@ def _weight_gradients(
     weights: Sequence[Any],
     biases: Sequence[Any],
     extra: Sequence[Any],
-    wanted: Sequence[bool],
+    needs: Sequence[bool],
 ) -> list[Tensor | None]:
     """Of all weights, then of all biases, then of those beside them; none if they are queued."""
     works = math.works(x, grads, weights, biases)
     if queue is not None:
         for work in works:
             queue.put(work)
-        return [None] * len(wanted)
+        return [None] * len(needs)
     params = [*weights, *biases, *extra]
-    found = _Returned(id(each) for each, wants in zip(params, wanted, strict=True) if wants)
+    collector = _Returned(id(param) for param, wants in zip(params, needs, strict=True) if wants)
     for work in works:
-        work(found)
-    return [found.gradients.get(id(each)) for each in params]
+        work(collector)
+    return [collector.gradients.get(id(param)) for param in params]
 
 
 class _Returned:

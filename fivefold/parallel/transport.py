@@ -67,13 +67,13 @@ class InFlight:
         """Wait for all calls, once; what came. Nothing is kept alive from then on."""
         while self.works:
             self.works.pop().wait()
-        found = self.home
-        if self.came is not None and found is not None and self.came is not found:
-            found.copy_(self.came, non_blocking=True)
-        elif found is not None and found.is_cuda:  # it was made for another stream
-            found.record_stream(torch.cuda.current_stream(found.device))
+        tensor = self.home
+        if self.came is not None and tensor is not None and self.came is not tensor:
+            tensor.copy_(self.came, non_blocking=True)
+        elif tensor is not None and tensor.is_cuda:  # it was made for another stream
+            tensor.record_stream(torch.cuda.current_stream(tensor.device))
         self.sent = self.came = self.home = None
-        return found
+        return tensor
 
     @property
     def done(self) -> bool:
@@ -96,10 +96,10 @@ class Functional:
 
     def wait(self) -> Tensor:
         """The result."""
-        found = _ops.wait_tensor(self.under_way)
-        if found.device.type != self.device.type:
-            found = found.to(self.device)
-        return found if self.arrange is None else self.arrange(found)
+        result = _ops.wait_tensor(self.under_way)
+        if result.device.type != self.device.type:
+            result = result.to(self.device)
+        return result if self.arrange is None else self.arrange(result)
 
     @property
     def done(self) -> bool:
@@ -201,9 +201,9 @@ def pass_on(tensor: Tensor, after: int, before: int, group: dist.ProcessGroup) -
 def gather(x: Tensor, dim: int, group: dist.ProcessGroup) -> Functional:
     """The shards of all ranks, joined along a dim."""
     sent, size = _within_reach(x, group), group.size()
-    whole = sent.new_empty((size * sent.shape[0], *sent.shape[1:]))
-    found = _ops.all_gather_into_tensor_out(sent, size, group.group_name, out=whole)
-    return Functional(found, sent, x.device, partial(_joined, size, dim) if dim else None)
+    output = sent.new_empty((size * sent.shape[0], *sent.shape[1:]))
+    result = _ops.all_gather_into_tensor_out(sent, size, group.group_name, out=output)
+    return Functional(result, sent, x.device, partial(_joined, size, dim) if dim else None)
 
 
 def scatter(x: Tensor, dim: int, group: dist.ProcessGroup) -> Functional:
@@ -211,8 +211,8 @@ def scatter(x: Tensor, dim: int, group: dist.ProcessGroup) -> Functional:
     sent, size = _within_reach(x, group), group.size()
     if dim:
         sent = torch.cat(sent.chunk(size, dim))
-    found = _ops.reduce_scatter_tensor(sent, "sum", size, group.group_name)
-    return Functional(found, sent, x.device)
+    result = _ops.reduce_scatter_tensor(sent, "sum", size, group.group_name)
+    return Functional(result, sent, x.device)
 
 
 def total(x: Tensor, op: str, group: dist.ProcessGroup) -> Functional:
@@ -226,13 +226,13 @@ def exchange(
 ) -> Functional:
     """All-to-all: so many rows to each rank, and so many from it."""
     sent = _within_reach(rows, group)
-    found = _ops.all_to_all_single(sent, list(arrive), list(leave), group.group_name)
-    return Functional(found, sent, rows.device)
+    result = _ops.all_to_all_single(sent, list(arrive), list(leave), group.group_name)
+    return Functional(result, sent, rows.device)
 
 
-def _joined(size: int, dim: int, whole: Tensor) -> Tensor:
+def _joined(size: int, dim: int, output: Tensor) -> Tensor:
     """What lies one after the other, side by side along a dim."""
-    return torch.cat(whole.chunk(size), dim)
+    return torch.cat(output.chunk(size), dim)
 
 
 def _within_reach(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:

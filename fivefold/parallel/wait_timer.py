@@ -49,15 +49,15 @@ class WaitTimer:
 
     def sent(self, pair: tuple[int, int]) -> None:
         """A message leaves."""
-        found = self.sends.setdefault(pair, [])
-        if not self.on_gpu and len(found) < _MOST_MESSAGES:
-            found.append(time.time())
+        times = self.sends.setdefault(pair, [])
+        if not self.on_gpu and len(times) < _MOST_MESSAGES:
+            times.append(time.time())
 
     def received(self, pair: tuple[int, int], posted: float) -> None:
         """A message that was awaited since `posted` is here."""
-        found = self.receives.setdefault(pair, [])
-        if not self.on_gpu and len(found) < _MOST_MESSAGES:
-            found.append((posted, time.time()))
+        intervals = self.receives.setdefault(pair, [])
+        if not self.on_gpu and len(intervals) < _MOST_MESSAGES:
+            intervals.append((posted, time.time()))
 
     def stop(self) -> TimedStep:
         """The step is issued."""

@@ -67,14 +67,14 @@ class LayoutBounds:
         job = (space.shape, setting.machine, setting.stack, space.seq)
         sizes = tuple(n for n in divisors(space.batch) if n <= MOST_MICROBATCH_SIZE)
         sp = bool((space.fixed or {}).get("sp", True))
-        how = (setting.precision, setting.imbalance, sizes, space.rules, sp)
-        self.table = layer_table(LayersJob(*job, *how), space.gpus)
+        options = (setting.precision, setting.imbalance, sizes, space.rules, sp)
+        self.table = layer_table(LayersJob(*job, *options), space.gpus)
 
     def of_time(self, blocks: list[LayoutBlock]) -> list[TimedBlock]:
         """Parts of all blocks; their layers are timed at once."""
         self.table.add(block.grid for block in blocks)
         timed = (TimedBlock(block, self.table.least(block.grid)) for block in blocks)
-        return [part for each in timed for part in each.parts()]
+        return [part for timing in timed for part in timing.parts()]
 
     def by_schedule(self, part: TimedBlock, fitting: bool) -> BoundedBlock:
         """The same for each schedule that can run its microbatches; with `fitting`, where a layout

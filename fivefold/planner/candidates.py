@@ -36,7 +36,7 @@ class LayoutCandidate:
     def grid(self) -> LayoutGrid:
         """The layout alone."""
         index = np.unravel_index(self.index, self.block.shape)
-        return self.block.grid.at(tuple(int(each) for each in index))
+        return self.block.grid.at(tuple(int(axis_index) for axis_index in index))
 
     @cached_property
     def choice(self) -> tuple[float, ...]:
@@ -44,14 +44,14 @@ class LayoutCandidate:
         what changes nothing."""
         grid = self.grid
         columns = (grid.tp, grid.cp, grid.pp, grid.dp, grid.ep, grid.etp, grid.microbatch_size)
-        return tuple(each.item() for each in (*columns, grid.recompute, grid.schedule))
+        return tuple(column.item() for column in (*columns, grid.recompute, grid.schedule))
 
     @cached_property
     def pipeline(self) -> tuple[float, ...]:
         """What its schedule depends on: candidates with the same one are simulated together."""
         grid = self.grid
         columns = (grid.schedule, grid.pp, grid.chunks, grid.microbatches)
-        return tuple(each.item() for each in columns)
+        return tuple(column.item() for column in columns)
 
     @property
     def is_long(self) -> bool:
@@ -62,7 +62,7 @@ class LayoutCandidate:
     @property
     def speed_rank(self) -> tuple[float, float, int]:
         """By the step and by bytes, up to rounding, then by the lower ZeRO stage."""
-        seconds, size = (float(f"{each:.9g}") for each in (self.seconds, self.bytes))
+        seconds, size = (float(f"{value:.9g}") for value in (self.seconds, self.bytes))
         return seconds, size, int(self.grid.zero.item())
 
     @property
@@ -174,8 +174,12 @@ class KeptLayouts:
     def fewest_axes(self) -> int:
         """Of a layout that is equal to the fastest."""
         near = self.near
-        equals = (one for one in self.result.simple.values() if one.seconds <= near)
-        return min((int(num_axes(one.grid).item()) for one in equals), default=len(AXES))
+        equals = (
+            candidate for candidate in self.result.simple.values() if candidate.seconds <= near
+        )
+        return min(
+            (int(num_axes(candidate.grid).item()) for candidate in equals), default=len(AXES)
+        )
 
     def keep(self, block: LayoutBlock, seconds: Array, memory: Array, fitting: Array) -> None:
         """Keep the best of a block; `fitting` are the seconds of those that fit."""
@@ -191,35 +195,41 @@ class KeptLayouts:
         limit = max(self.near, min(self._near_flat, _FLAT_REACH * self.near))
         near = np.flatnonzero(seconds <= limit)
         columns = (complexity(block.grid, self.domain), block.grid.microbatch_size)
-        codes, sizes = (np.broadcast_to(each, block.shape).ravel()[near] for each in columns)
+        codes, sizes = (np.broadcast_to(column, block.shape).ravel()[near] for column in columns)
         order = np.lexsort((memory[near], seconds[near], sizes, codes))
         _, firsts = np.unique(np.stack((codes, sizes))[:, order], axis=1, return_index=True)
-        for place in order[firsts]:
-            key, index = (int(codes[place]), int(sizes[place])), int(near[place])
+        for position in order[firsts]:
+            key, index = (int(codes[position]), int(sizes[position])), int(near[position])
             known = self.result.simple.get(key)
             if known is None or seconds[index] < known.seconds:
                 self.result.simple[key] = _candidate(block, index, seconds, memory)
 
     def _keep_best(self, block: LayoutBlock, seconds: Array, memory: Array) -> None:
         for rule, best in self.fastest.items():
-            mine, worst = seconds, self._worst_of(rule)
+            rule_seconds, worst = seconds, self._worst_of(rule)
             if rule == _FLAT:
                 flat = np.broadcast_to(block.grid.pp, block.shape).ravel() == 1
-                mine = np.where(flat, seconds, np.inf)
+                rule_seconds = np.where(flat, seconds, np.inf)
             elif rule != _ANY:
                 rules = np.broadcast_to(block.grid.recompute, block.shape).ravel()
-                mine = np.where(rules == rule, seconds, np.inf)
-            places = np.argpartition(mine, min(self.number, len(mine) - 1))[: self.number]
-            best += [
-                _candidate(block, int(place), mine, memory)
-                for place in places
-                if mine[place] < worst
+                rule_seconds = np.where(rules == rule, seconds, np.inf)
+            places = np.argpartition(rule_seconds, min(self.number, len(rule_seconds) - 1))[
+                : self.number
             ]
-            best.sort(key=lambda one: one.seconds)
+            best += [
+                _candidate(block, int(position), rule_seconds, memory)
+                for position in places
+                if rule_seconds[position] < worst
+            ]
+            best.sort(key=lambda candidate: candidate.seconds)
             del best[self._number(rule) :]
-        kept = ((id(one.block), one.index, one) for best in self.fastest.values() for one in best)
-        distinct = {(block, index): one for block, index, one in kept}
-        self.result.best = sorted(distinct.values(), key=lambda one: one.seconds)
+        entries = (
+            (id(candidate.block), candidate.index, candidate)
+            for best in self.fastest.values()
+            for candidate in best
+        )
+        distinct = {(block, index): candidate for block, index, candidate in entries}
+        self.result.best = sorted(distinct.values(), key=lambda candidate: candidate.seconds)
 
     def keep_front(self, block: LayoutBlock, seconds: Array, memory: Array) -> None:
         """Keep the fastest layout of each memory class, and the one with least memory of all."""

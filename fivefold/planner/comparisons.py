@@ -68,24 +68,24 @@ def single_axis_strategies(request: PlanRequest) -> Iterator[Strategy]:
 def _strategy(request: PlanRequest, name: str, axis: str, fixed: Mapping[str, int]) -> Strategy:
     """The best layout with this axis and no other but data."""
     gpus = request.space.gpus
-    others = {each: 1 for each in ("tp", "pp", "cp", "ep") if each != axis}
+    axis_sizes = {axis_name: 1 for axis_name in ("tp", "pp", "cp", "ep") if axis_name != axis}
     degrees = [gpus] if axis == "dp" else divisors(gpus)[1:]
     fits: list[LayoutCandidate] = []
     lean: list[LayoutCandidate] = []
     for degree in degrees:
-        named = {"offload": "none", **others, **fixed, axis: degree}
-        found = search_layouts(replace(request.space, fixed=named), request.setting, 1)
-        fits += found.best
-        lean += [] if found.leanest is None else [found.leanest]
-    one = min(fits, key=lambda one: one.speed_rank, default=None)
-    one = one or min(lean, key=lambda one: one.bytes, default=None)
-    if one is None:
+        named = {"offload": "none", **axis_sizes, **fixed, axis: degree}
+        result = search_layouts(replace(request.space, fixed=named), request.setting, 1)
+        fits += result.best
+        lean += [] if result.leanest is None else [result.leanest]
+    candidate = min(fits, key=lambda layout: layout.speed_rank, default=None)
+    candidate = candidate or min(lean, key=lambda layout: layout.bytes, default=None)
+    if candidate is None:
         rows = counted(request.space.batch, "sequence")
         why = f"no legal degree for {rows} on {request.space.gpus_text}"
         return Strategy(name, Layout(shard=gpus), gpus, None, (), why)
-    plan = resolve(options_of(one.grid, request.options))
+    plan = resolve(options_of(candidate.grid, request.options))
     least = plan.layout.dp * plan.layout.pp
-    look = estimate_plan(plan, request.setting, makespan=one.makespan)
+    look = estimate_plan(plan, request.setting, makespan=candidate.makespan)
     return Strategy(name, plan.layout, least, look, _traffic(plan))
 
 
@@ -94,13 +94,13 @@ def _traffic(plan: Plan) -> tuple[StrategyTraffic, ...]:
     itemsize = PRECISIONS[plan.precision].itemsize
     counts: Counter[tuple[str, str]] = Counter()
     sizes: Counter[tuple[str, str]] = Counter()
-    for one in predict_traffic(plan, 0, itemsize=itemsize):
-        counts[one.axis, one.kind] += one.count
-        sizes[one.axis, one.kind] += one.count * one.bytes
-    found = [
+    for record in predict_traffic(plan, 0, itemsize=itemsize):
+        counts[record.axis, record.kind] += record.count
+        sizes[record.axis, record.kind] += record.count * record.bytes
+    rows = [
         StrategyTraffic(*key, counts[key], sizes[key]) for key in counts if sizes[key] >= 1 << 20
     ]
-    return tuple(sorted(found, key=lambda one: -one.bytes))
+    return tuple(sorted(rows, key=lambda row: -row.bytes))
 
 
 # --- Sweeps
@@ -178,19 +178,19 @@ def sweep(
     if axis in fixed:
         raise FivefoldError(f"--sweep {axis} with --fix {axis}={fixed[axis]}: leave one out")
     kinds = [kind for kind in RECOMPUTE if _is_compatible({"recompute": kind}, fixed)]
-    found: dict[tuple[str, int], dict[str, Estimate | None]] = {}
+    estimates: dict[tuple[str, int], dict[str, Estimate | None]] = {}
     known: list[Estimate] = []
     for name, value in product(strategies, values):
-        one = _request_at(request, axis, value, {**fixed, **STRATEGIES[name]})
-        found[name, value] = _best_by_rule(one, kinds, known)
+        variant = _request_at(request, axis, value, {**fixed, **STRATEGIES[name]})
+        estimates[name, value] = _best_by_rule(variant, kinds, known)
         if on_progress is not None:
-            on_progress(len(found) / (len(strategies) * len(values)))
+            on_progress(len(estimates) / (len(strategies) * len(values)))
     for name, kind, value in product(strategies, kinds, values):
-        yield SweepPoint(value, name, kind, found[name, value][kind])
+        yield SweepPoint(value, name, kind, estimates[name, value][kind])
 
 
-def _is_compatible(one: Mapping[str, int | str], other: Mapping[str, int | str]) -> bool:
-    return all(other.get(key, value) == value for key, value in one.items())
+def _is_compatible(choices: Mapping[str, int | str], other: Mapping[str, int | str]) -> bool:
+    return all(other.get(key, value) == value for key, value in choices.items())
 
 
 def _request_at(
@@ -210,20 +210,20 @@ def best_estimate(request: PlanRequest, known: list[Estimate] | None = None) -> 
     """The best layout of the space; the one with least memory if none fits, None if none is
     legal. `known`: estimates under this setting, to which this one is added."""
     result = search_layouts(request.space, request.setting, 1)
-    found = result.best[0] if result.best else result.leanest
+    candidate = result.best[0] if result.best else result.leanest
     known = [] if known is None else known
-    return None if found is None else _estimated_once(request, found, known)
+    return None if candidate is None else _estimated_once(request, candidate, known)
 
 
 def _estimated_once(
-    request: PlanRequest, found: LayoutCandidate, known: list[Estimate]
+    request: PlanRequest, candidate: LayoutCandidate, known: list[Estimate]
 ) -> Estimate:
     """Strategies often have the same best layout."""
-    plan = resolve(options_of(found.grid, request.options))
-    for each in known:
-        if each.plan.options == plan.options:
-            return each
-    known.append(estimate_plan(plan, request.setting, makespan=found.makespan))
+    plan = resolve(options_of(candidate.grid, request.options))
+    for estimate in known:
+        if estimate.plan.options == plan.options:
+            return estimate
+    known.append(estimate_plan(plan, request.setting, makespan=candidate.makespan))
     return known[-1]
 
 
@@ -232,17 +232,17 @@ def _best_by_rule(
 ) -> dict[str, Estimate | None]:
     """The same for each of these rules of recomputation. One search serves all under which
     something fits."""
-    found: dict[str, Estimate | None] = {}
+    estimates: dict[str, Estimate | None] = {}
     result = search_layouts(request.space, request.setting, 1, rules=kinds)
-    for one in result.best:
-        best = _estimated_once(request, one, known)
-        found[str(best.plan.recompute.usual)] = best
+    for candidate in result.best:
+        best = _estimated_once(request, candidate, known)
+        estimates[str(best.plan.recompute.usual)] = best
     for kind in kinds:
-        if kind not in found:
+        if kind not in estimates:
             alone = {**(request.space.fixed or {}), "recompute": kind}
             space = replace(request.space, fixed=alone)
-            found[kind] = best_estimate(replace(request, space=space), known)
-    return found
+            estimates[kind] = best_estimate(replace(request, space=space), known)
+    return estimates
 
 
 # --- What-if changes
@@ -252,28 +252,28 @@ CHANGE_KEYS = ("gpus", "seq", "batch", "machine")
 
 def parse_changes(text: str) -> dict[str, str]:
     """Read `gpus=2x seq=32k machine=gb200`."""
-    found: dict[str, str] = {}
+    changes: dict[str, str] = {}
     for word in text.replace(",", " ").split():
         key, equals, value = word.partition("=")
         if key not in CHANGE_KEYS:
             raise UnknownName("--what-if", key, CHANGE_KEYS)
         if not equals or not value:
             raise FivefoldError(f"--what-if {word!r}: write {key}=2x, or {key}= and a value")
-        found[key] = value
-    if not found:
+        changes[key] = value
+    if not changes:
         raise FivefoldError("--what-if: write a change, such as gpus=2x or seq=32k")
-    return found
+    return changes
 
 
-def apply_changes(options: PlanOptions, changes: dict[str, str], **now: int) -> PlanOptions:
+def apply_changes(options: PlanOptions, changes: dict[str, str], **sizes: int) -> PlanOptions:
     """The options with the changes; `now` are the numbers that 2x doubles."""
-    found = options
+    new_options = options
     for key, value in changes.items():
         if key == "machine":
-            found = replace(found, machine=value)
+            new_options = replace(new_options, machine=value)
         else:
-            found = replace(found, **{key: scaled(now[key], value, key)})
-    return found
+            new_options = replace(new_options, **{key: scaled(sizes[key], value, key)})
+    return new_options
 
 
 def scaled(number: int, text: str, key: str) -> int:
@@ -294,9 +294,9 @@ def scaled(number: int, text: str, key: str) -> int:
 def scale_plan(plan: Plan, changes: dict[str, str]) -> PlanOptions:
     """A plan with the changes: more GPUs are more data ranks, the other degrees stay."""
     batch, layout = plan.batch, plan.layout
-    now = {"gpus": layout.world, "seq": batch.seq, "batch": batch.sequences}
+    sizes = {"gpus": layout.world, "seq": batch.seq, "batch": batch.sequences}
     options = replace(plan.options, batch=batch.sequences, microbatches=None, ep_nodes=None)
-    options = apply_changes(options, changes, **now)
+    options = apply_changes(options, changes, **sizes)
     gpus = options.gpus or layout.world
     inner = layout.replicate * layout.tp * layout.cp * layout.pp
     if gpus % inner:

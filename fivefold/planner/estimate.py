@@ -132,7 +132,7 @@ def _trace(plan: Plan) -> ScheduleTrace:
 
 
 def _stage_seconds(costs: Costs) -> StageSeconds:
-    columns = (np.array(each)[:, None] for each in (costs.forward, costs.backward, costs.weight))
+    columns = (np.array(cost)[:, None] for cost in (costs.forward, costs.backward, costs.weight))
     return StageSeconds(*columns, lag=np.array(costs.transfer[:1]))
 
 
@@ -150,10 +150,12 @@ def rank_seconds_alone(plan: Plan, setting: EstimateSetting, rank: int) -> float
         stage = stages[action.stage]
         passes = {FORWARD: stage[:1], INPUT_GRAD: stage[1:2], WEIGHT_GRAD: stage[2:]}
         for part in passes.get(action.kind, stage[1:]):
-            total += sum(each for name, each in part.items() if name not in _TRAFFIC)
+            total += sum(
+                part_seconds for name, part_seconds in part.items() if name not in _TRAFFIC
+            )
     around = around_parts(work, plan.stages)
     updates = (around[name] for name in ("rounding", "optimizer") if name in around)
-    return total * setting.stack.factor + sum(float(each.item()) for each in updates)
+    return total * setting.stack.factor + sum(float(update.item()) for update in updates)
 
 
 def _stages(plan: Plan, work: LayerTimer, apart: Collection[str] = ()) -> list[_Stage]:
@@ -163,7 +165,7 @@ def _stages(plan: Plan, work: LayerTimer, apart: Collection[str] = ()) -> list[_
     known: dict[tuple[LayerKind, Recompute, bool], LayerTimes] = {}
     alike: dict[tuple[bool, *tuple[int, ...]], _Stage] = {}  # by their layers
     fp8 = work.stack.fp8
-    found: list[_Stage] = []
+    stages: list[_Stage] = []
     for number, layers in enumerate(plan.stages):
         rule = plan.recompute.of(number)
         timer = work.under(rule)
@@ -180,15 +182,16 @@ def _stages(plan: Plan, work: LayerTimer, apart: Collection[str] = ()) -> list[_
         sign = last, *map(id, layer_times)
         if sign not in alike:
             alike[sign] = _joined([*layer_times, *([timer.head()] if last else [])])
-        found.append(alike[sign])
-    return found
+        stages.append(alike[sign])
+    return stages
 
 
 def _with_measured(stage: _Stage, passes: MeasuredPasses) -> _Stage:
     """The modelled traffic of a stage, and the measured seconds in place of its compute."""
     return _Stage(
         *(
-            {name: each for name, each in parts.items() if name in _TRAFFIC} | {"measured": seconds}
+            {name: value for name, value in parts.items() if name in _TRAFFIC}
+            | {"measured": seconds}
             for parts, seconds in zip(stage, passes, strict=True)
         )
     )
@@ -196,30 +199,30 @@ def _with_measured(stage: _Stage, passes: MeasuredPasses) -> _Stage:
 
 def _joined(layer_times: list[LayerTimes]) -> _Stage:
     return _Stage(
-        _sum(each.forward for each in layer_times),
-        _sum(part for each in layer_times for part in (each.inputs, each.again)),
-        _sum(each.weights for each in layer_times),
+        _sum(layer.forward for layer in layer_times),
+        _sum(part for layer in layer_times for part in (layer.inputs, layer.again)),
+        _sum(layer.weights for layer in layer_times),
     )
 
 
 def _sum(parts: Iterable[TimeParts]) -> Seconds:
-    found: defaultdict[str, float] = defaultdict(float)
-    for each in parts:
-        for name, seconds in each.items():
-            found[name] += float(np.asarray(seconds).item())
-    return dict(found)
+    totals: defaultdict[str, float] = defaultdict(float)
+    for part in parts:
+        for name, seconds in part.items():
+            totals[name] += float(np.asarray(seconds).item())
+    return dict(totals)
 
 
 def _busiest(trace: ScheduleTrace, seconds: StageSeconds, stages: list[_Stage]) -> Seconds:
     """Seconds of the busiest pipeline rank in a step, by part."""
     counts = trace.counts[(trace.counts @ seconds.table).argmax()]
     forwards, inputs, wholes, weights = counts[:-1].reshape(4, len(stages))
-    found: defaultdict[str, float] = defaultdict(float)
-    for times, place in ((forwards, 0), (inputs + wholes, 1), (weights + wholes, 2)):
+    totals: defaultdict[str, float] = defaultdict(float)
+    for times, index in ((forwards, 0), (inputs + wholes, 1), (weights + wholes, 2)):
         for number in np.flatnonzero(times):
-            for name, each in stages[number][place].items():
-                found[name] += float(times[number]) * each
-    return dict(found)
+            for name, duration in stages[number][index].items():
+                totals[name] += float(times[number]) * duration
+    return dict(totals)
 
 
 # --- Time and memory of a plan
@@ -309,12 +312,12 @@ class Estimate:
     def breakdown(self) -> Seconds:
         """The step by what it is spent on, without parts of no time."""
         parts = dict(self.parts)
-        found = {"compute": sum(parts.pop(name, 0.0) for name in COMPUTE)}
+        totals = {"compute": sum(parts.pop(name, 0.0) for name in COMPUTE)}
         names = ("rounding", "launch", "bubble", *TRAFFIC, "optimizer", "offload", "fixed")
         for name in names:
-            found[name] = parts.pop(name, 0.0)
+            totals[name] = parts.pop(name, 0.0)
         assert not parts, f"parts without a name on screen: {', '.join(parts)}"
-        return {name: seconds for name, seconds in found.items() if seconds > 1e-9 * self.step}
+        return {name: seconds for name, seconds in totals.items() if seconds > 1e-9 * self.step}
 
     def days(self, tokens: float) -> float:
         """Days of a training run over so many tokens."""
@@ -350,8 +353,10 @@ def plan_memory(
         return PlanMemory(device)
     peak = peak_memory(*plan_arguments(plan, setting), spans=plan.stages)
     if not ours:
-        device = {name: float(np.asarray(each).item()) for name, each in peak.parts.items()}
-    return PlanMemory(device, *(float(np.asarray(each).item()) for each in (peak.host, peak.disk)))
+        device = {name: float(np.asarray(amount).item()) for name, amount in peak.parts.items()}
+    return PlanMemory(
+        device, *(float(np.asarray(amount).item()) for amount in (peak.host, peak.disk))
+    )
 
 
 def estimate_plan(
@@ -388,13 +393,17 @@ class PlannedAction(NamedTuple):
 
 def rank_timeline(plan: Plan, setting: EstimateSetting, rank: int) -> list[PlannedAction]:
     """The step of one rank: activations follow its microbatches, all else is constant."""
-    place = plan.layout.coord(rank).pp
+    pp_rank = plan.layout.coord(rank).pp
     parts, played = rank_memory(plan, setting, rank), simulate_step(plan, setting).timeline
-    levels = memory_levels(plan.schedule.order[place])
-    stays = sum(each for name, each in parts.items() if name not in _NOT_STATIC)
+    levels = memory_levels(plan.schedule.order[pp_rank])
+    stays = sum(num_bytes for name, num_bytes in parts.items() if name not in _NOT_STATIC)
     most = max(levels)
     rows = zip(
-        plan.schedule.order[place], played.starts[place], played.ends[place], levels, strict=True
+        plan.schedule.order[pp_rank],
+        played.starts[pp_rank],
+        played.ends[pp_rank],
+        levels,
+        strict=True,
     )
     return [
         PlannedAction(str(step), start, end, stays + parts["activations"] * level / most)

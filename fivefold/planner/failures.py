@@ -77,7 +77,7 @@ class FailingJob:
 
 
 def failing_job(
-    found: Estimate,
+    estimate: Estimate,
     rates: FailureRates,
     design: RecoveryDesign,
     checkpoint: str = "auto",
@@ -86,40 +86,40 @@ def failing_job(
 ) -> FailingJob:
     """The job of an estimate; `auto` saves where the closed form loses less. `gpus`: as many
     replicas as these make, each with the batch that it has."""
-    plan, machine = found.plan, found.setting.machine
+    plan, machine = estimate.plan, estimate.setting.machine
     domain = failure_domain(plan, machine, gpus)
     design.require_possible(domain)
     replicas = max(1, plan.layout.dp * domain.gpus // plan.layout.world)
     disk = save_cost(plan, machine, "disk", storage, gpus)
     by_cause = rates.per_second(domain)
     mtbf = 1 / sum(by_cause.values())
-    on_disk = steps_between(disk.cost, mtbf, found.step, disk.write) * found.step
+    on_disk = steps_between(disk.cost, mtbf, estimate.step, disk.write) * estimate.step
     jobs: list[FailingJob] = []
-    for place in PLACES:
-        if checkpoint not in ("auto", place):
+    for location in PLACES:
+        if checkpoint not in ("auto", location):
             continue
-        if place == "memory" and domain.switches < 2:
+        if location == "memory" and domain.switches < 2:
             if checkpoint != "auto":
                 raise FivefoldError(_one_domain(domain))
             continue
-        save = save_cost(plan, machine, place, storage, gpus)
-        steps = steps_between(save.cost, mtbf, found.step, save.write)
+        save = save_cost(plan, machine, location, storage, gpus)
+        steps = steps_between(save.cost, mtbf, estimate.step, save.write)
         jobs.append(
             FailingJob(
-                *(domain, replicas, found.step, by_cause, design),
-                *(place, save, steps, disk, on_disk),
+                *(domain, replicas, estimate.step, by_cause, design),
+                *(location, save, steps, disk, on_disk),
             )
         )
     return max(jobs, key=lambda job: job.expected)
 
 
-def usual_failures(found: Estimate, mtbf_gpu: float | None) -> FailingJob | None:
+def usual_failures(estimate: Estimate, mtbf_gpu: float | None) -> FailingJob | None:
     """The job with failures as `train` recovers from them: checkpoints on disk, all ranks start
     again. None if neither a rate is given nor the machine has one."""
-    hours = found.setting.machine.gpu_mtbf_hours if mtbf_gpu is None else mtbf_gpu
+    hours = estimate.setting.machine.gpu_mtbf_hours if mtbf_gpu is None else mtbf_gpu
     if hours is None:
         return None
-    return failing_job(found, FailureRates(hours), RecoveryDesign(), "disk")
+    return failing_job(estimate, FailureRates(hours), RecoveryDesign(), "disk")
 
 
 class RecoveryKind(NamedTuple):
@@ -151,16 +151,16 @@ class ScalePoint(NamedTuple):
 
 
 def scale_points(
-    found: Estimate, rates: FailureRates, gpus: Sequence[int], storage: float | None = None
+    estimate: Estimate, rates: FailureRates, gpus: Sequence[int], storage: float | None = None
 ) -> list[ScalePoint]:
     """Every way to recover at every scale: replicas are added, each with its batch."""
     points: list[ScalePoint] = []
     for number in gpus:
         for kind in RECOVERIES:
-            domain = failure_domain(found.plan, found.setting.machine, number)
-            place = kind.place if domain.switches > 1 else "disk"
+            domain = failure_domain(estimate.plan, estimate.setting.machine, number)
+            location = kind.place if domain.switches > 1 else "disk"
             design = RecoveryDesign(kind.detect, kind.restart)
-            job = failing_job(found, rates, design, place, storage, number)
+            job = failing_job(estimate, rates, design, location, storage, number)
             points.append(ScalePoint(number, kind.name, job.expected, 1 / job.rate))
     return points
 
@@ -227,8 +227,12 @@ class _Runs:
         self.live = np.ones(runs, bool)
         self.repairs = None if job.design.spares is None else _Repairs(runs, job)
         self._causes = list(job.rates)
-        self._shares = np.cumsum([job.rates[each] for each in self._causes]) / job.rate
-        self._hosts = np.array([job.domain.hosts_lost(each) for each in self._causes])
+        self._shares = (
+            np.cumsum([job.rates[failure_cause] for failure_cause in self._causes]) / job.rate
+        )
+        self._hosts = np.array(
+            [job.domain.hosts_lost(failure_cause) for failure_cause in self._causes]
+        )
 
     def advance(self) -> None:
         """To the next failure of every run, and through its recovery."""
@@ -259,22 +263,22 @@ class _Runs:
         tries = np.where(fails, self.random.geometric(again, len(self.now)), 0)
         cause = np.searchsorted(self._shares, self.random.random(len(self.now)))
         hosts = np.where(fails, self._hosts[np.minimum(cause, len(self._hosts) - 1)], 0)
-        more = np.maximum(tries - 1, 0)  # failures during the recovery
+        extra = np.maximum(tries - 1, 0)  # failures during the recovery
         self.failures += tries
         if job.place == "memory":
-            self._lose_partners(hosts, more)
+            self._lose_partners(hosts, extra)
         took = np.minimum(tries * once, self.end - self.now)
         share = 0.0 if once == 0 else job.design.detect / once
         self.lost["detect"] += took * share
         self.lost["restart"] += took * (1 - share)
         self.now = self.now + np.where(fails, took, 0)
         if self.repairs is not None:
-            self.repairs.take(self.now, hosts + more)
+            self.repairs.take(self.now, hosts + extra)
             self._wait(fails)
 
-    def _lose_partners(self, hosts: NDArray[np.int_], more: NDArray[np.int_]) -> None:
+    def _lose_partners(self, hosts: NDArray[np.int_], extra: NDArray[np.int_]) -> None:
         """A failure during a recovery may hit a partner of what was lost: then a disk is read."""
-        chance = 1 - (1 - np.minimum(1, hosts / max(1, self.job.domain.hosts - 1))) ** more
+        chance = 1 - (1 - np.minimum(1, hosts / max(1, self.job.domain.hosts - 1))) ** extra
         hit = self.random.random(len(self.now)) < chance
         if hit.any():
             back = self.random.random(len(self.now)) * self.job.disk_interval + self.job.disk.write
@@ -303,23 +307,23 @@ class _Repairs:
         self.events = 0
         self.oldest = np.zeros(runs, int)  # the first event whose hosts are still away
 
-    def take(self, now: Floats, hosts: NDArray[np.int_]) -> None:
+    def take(self, time_now: Floats, hosts: NDArray[np.int_]) -> None:
         """Hosts are lost now."""
         if self.events == len(self.at):
-            more: Floats = np.zeros(self.at.shape)
-            self.at = np.concatenate([self.at, more])
-            self.sums = np.concatenate([self.sums, more])
-        self.at[self.events] = now
+            extra: Floats = np.zeros(self.at.shape)
+            self.at = np.concatenate([self.at, extra])
+            self.sums = np.concatenate([self.sums, extra])
+        self.at[self.events] = time_now
         self.sums[self.events + 1] = self.sums[self.events] + hosts
         self.events += 1
 
-    def replicas_left(self, now: Floats) -> Floats:
+    def replicas_left(self, time_now: Floats) -> Floats:
         """The share of the replicas that hosts and spares are enough for."""
         job = self.job
         while True:
             inside = np.minimum(self.oldest, self.events - 1)
             back = (self.oldest < self.events) & (
-                self.at[inside, self.every] + job.design.repair <= now
+                self.at[inside, self.every] + job.design.repair <= time_now
             )
             if not back.any():
                 break

@@ -32,32 +32,34 @@ def first_choice(
     domain = innermost(setting.machine)
     own = int(complexity(grid_of_plan(fastest.plan), domain).item())
     # Bounds told what may be equal to the fastest; simulated, more of the candidates are.
-    pairs = [(code, one) for (code, _), one in result.simple.items()]
-    pairs += [(int(complexity(one.grid, domain).item()), one) for one in result.best]
+    pairs = [(code, choice) for (code, _), choice in result.simple.items()]
+    pairs += [(int(complexity(choice.grid, domain).item()), choice) for choice in result.best]
     simple = [pair for pair in pairs if pair[0] < own and pair[1].seconds <= limit]
     simple.sort(key=lambda pair: (pair[0], pair[1].seconds))
     for start in range(0, len(simple), _AT_ONCE):
         layouts = [layout for _, layout in simple[start : start + _AT_ONCE]]
         for layout in simulated(space, setting, layouts):
             if layout.seconds <= limit:
-                found = rebalance_stages(estimate(layout))
-                if found.step <= limit and found.over <= 0:
-                    return found
+                candidate = rebalance_stages(estimate(layout))
+                if candidate.step <= limit and candidate.over <= 0:
+                    return candidate
     return rebalance_stages(fastest)
 
 
-def why_simpler(one: Estimate, other: Estimate) -> str:
+def why_simpler(estimate: Estimate, other: Estimate) -> str:
     """In what one plan is simpler than another; empty if it is not."""
-    here, there = grid_of_plan(one.plan), grid_of_plan(other.plan)
-    return simpler_words(here, there, innermost(one.setting.machine))
+    own_grid, other_grid = grid_of_plan(estimate.plan), grid_of_plan(other.plan)
+    return simpler_words(own_grid, other_grid, innermost(estimate.setting.machine))
 
 
-def tp_leaves_domain(one: Estimate) -> bool:
+def tp_leaves_domain(estimate: Estimate) -> bool:
     """Whether tensor parallelism of a plan crosses more than the innermost link."""
-    return bool(tp_crosses(grid_of_plan(one.plan), one.setting.machine).item())
+    return bool(tp_crosses(grid_of_plan(estimate.plan), estimate.setting.machine).item())
 
 
-def is_same(one: Estimate, other: Estimate) -> bool:
+def is_same(estimate: Estimate, other: Estimate) -> bool:
     """Whether two plans are the same but for the layers of their stages."""
-    here, there = (replace(each.plan.options, stage_layers=None) for each in (one, other))
-    return here == there
+    own_options, other_options = (
+        replace(candidate.plan.options, stage_layers=None) for candidate in (estimate, other)
+    )
+    return own_options == other_options

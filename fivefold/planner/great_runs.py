@@ -83,17 +83,17 @@ def compare_run(run: GreatRun, headroom: float, stack: str | None = None) -> Run
     assert plan.machine is not None, "the plan of a great run names its machine"
     software = stack or run.stack
     setting, _ = estimate_setting(plan.machine, run.precision, headroom, "compiled", 1.0, software)
-    found = estimate_plan(plan, setting)
+    estimate = estimate_plan(plan, setting)
     batch, world = plan.batch, plan.layout.world
     step = published_step(run.figures, plan.shape, batch.seq, batch.tokens, world)
-    rate, peak = found.tokens_per_s_per_gpu, plan.machine.peak(setting.precision)
+    rate, peak = estimate.tokens_per_s_per_gpu, plan.machine.peak(setting.precision)
     choices = tuple(_choices(run, setting))
     return RunComparison(
         run=run,
-        estimate=found,
+        estimate=estimate,
         published=step,
         figures=tuple(compared_figures(run.figures, plan.shape, batch.seq, rate, peak)),
-        explained=tuple(_explained(found, step, choices)),
+        explained=tuple(_explained(estimate, step, choices)),
         choices=choices,
         scaling=tuple(_scaling(run, setting)),
         goodput=None if run.goodput is None else goodput_facts(run.goodput, world),
@@ -114,26 +114,26 @@ def _scaling(run: GreatRun, setting: EstimateSetting) -> Iterator[ScaledRun]:
     first: float | None = None
     published: float | None = None
     for point in run.scaling:
-        found = estimate_plan(resolve(run.options(point.change)), setting)
-        flops = counted_flops(found.plan.shape, found.plan.batch.seq, run.figures.flops)
-        tflops = flops * found.tokens_per_s_per_gpu / 1e12
+        estimate = estimate_plan(resolve(run.options(point.change)), setting)
+        flops = counted_flops(estimate.plan.shape, estimate.plan.batch.seq, run.figures.flops)
+        tflops = flops * estimate.tokens_per_s_per_gpu / 1e12
         first = first or tflops
         published = published or point.tflops_per_gpu
-        said = point.efficiency
-        if said is None and point.tflops_per_gpu is not None and published is not None:
-            said = point.tflops_per_gpu / published
-        yield ScaledRun(point, found, tflops, tflops / first, said)
+        efficiency = point.efficiency
+        if efficiency is None and point.tflops_per_gpu is not None and published is not None:
+            efficiency = point.tflops_per_gpu / published
+        yield ScaledRun(point, estimate, tflops, tflops / first, efficiency)
 
 
 # --- The published step, part by part
 
 
 def _explained(
-    found: Estimate, step: PublishedStep | None, choices: tuple[OpenChoice, ...]
+    estimate: Estimate, step: PublishedStep | None, choices: tuple[OpenChoice, ...]
 ) -> Iterator[ExplainedPart]:
-    plan, parts = found.plan, found.breakdown()
-    ideal = _at_peak(found)
-    again = _recomputation(found)
+    plan, parts = estimate.plan, estimate.breakdown()
+    ideal = _at_peak(estimate)
+    again = _recomputation(estimate)
     reached = ideal.seconds / (parts["compute"] - again)
     yield ideal
     yield ExplainedPart(
@@ -146,14 +146,14 @@ def _explained(
         sentence = f"compute that the backward repeats (recompute {plan.recompute})"
         yield ExplainedPart("recomputation", again, sentence)
     for name, seconds in parts.items():
-        yield ExplainedPart(name, seconds, _sentence(name, found))
+        yield ExplainedPart(name, seconds, _sentence(name, estimate))
     if step is not None:
-        seconds = step.seconds - found.step
-        yield ExplainedPart("not explained", seconds, _remainder(found, step, choices))
+        seconds = step.seconds - estimate.step
+        yield ExplainedPart("not explained", seconds, _remainder(estimate, step, choices))
 
 
-def _at_peak(found: Estimate) -> ExplainedPart:
-    plan, setting = found.plan, found.setting
+def _at_peak(estimate: Estimate) -> ExplainedPart:
+    plan, setting = estimate.plan, estimate.setting
     flops = training_flops(plan.shape, plan.batch.seq).total
     tokens, world = plan.batch.tokens, plan.layout.world
     peak = setting.machine.peak(setting.precision)
@@ -164,13 +164,13 @@ def _at_peak(found: Estimate) -> ExplainedPart:
     return ExplainedPart("FLOPs at the peak", flops * tokens / (world * peak), sentence)
 
 
-def _recomputation(found: Estimate) -> float:
+def _recomputation(estimate: Estimate) -> float:
     """Seconds of compute that would go away if everything were saved."""
-    if str(found.plan.recompute) == "none":
+    if str(estimate.plan.recompute) == "none":
         return 0.0
-    plan = _changed(found.plan, recompute="none")
-    other = estimate_plan(plan, found.setting)
-    return max(0.0, found.breakdown()["compute"] - other.breakdown()["compute"])
+    plan = _changed(estimate.plan, recompute="none")
+    other = estimate_plan(plan, estimate.setting)
+    return max(0.0, estimate.breakdown()["compute"] - other.breakdown()["compute"])
 
 
 def _changed(plan: Plan, **changes: str) -> Plan:
@@ -178,9 +178,9 @@ def _changed(plan: Plan, **changes: str) -> Plan:
     return resolve(options)
 
 
-def _sentence(part: str, found: Estimate) -> str:
-    plan, layout = found.plan, found.plan.layout
-    spans = {axis: layout.tier(axis, found.setting.machine).name for axis in ("tp", "cp", "dp")}
+def _sentence(part: str, estimate: Estimate) -> str:
+    plan, layout = estimate.plan, estimate.plan.layout
+    spans = {axis: layout.tier(axis, estimate.setting.machine).name for axis in ("tp", "cp", "dp")}
     hidden = "what the stack does not overlap"
     named = f"{plan.options.schedule}, {counted(plan.batch.microbatches, 'microbatch')}"
     texts = {
@@ -199,17 +199,21 @@ def _sentence(part: str, found: Estimate) -> str:
     return texts[part]
 
 
-def _remainder(found: Estimate, step: PublishedStep, choices: tuple[OpenChoice, ...]) -> str:
+def _remainder(estimate: Estimate, step: PublishedStep, choices: tuple[OpenChoice, ...]) -> str:
     """How the estimate differs, and whether what the source leaves open could be the reason."""
-    share = found.step / step.seconds - 1
+    share = estimate.step / step.seconds - 1
     if abs(share) < 5e-4:
         return "the estimate is the published step"
-    words = f"the estimate is {abs(share):.1%} {'above' if share > 0 else 'below'} the published "
-    words += f"step ({step.how})"
-    fitting = [each for one in choices if (each := one.estimate) and each.verdict != "does not fit"]
+    text = f"the estimate is {abs(share):.1%} {'above' if share > 0 else 'below'} the published "
+    text += f"step ({step.how})"
+    fitting = [
+        candidate
+        for choice in choices
+        if (candidate := choice.estimate) and candidate.verdict != "does not fit"
+    ]
     if not fitting:
-        return words
-    steps = [found.step, *(each.step for each in fitting)]
+        return text
+    steps = [estimate.step, *(alternative.step for alternative in fitting)]
     inside = "inside" if min(steps) <= step.seconds <= max(steps) else "outside"
     span = f"{min(steps):.2f} to {max(steps):.2f} s"
-    return f"{words}, which is {inside} the {span} of the choices left open that fit"
+    return f"{text}, which is {inside} the {span} of the choices left open that fit"

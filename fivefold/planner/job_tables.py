@@ -45,12 +45,12 @@ class JobTable:
     base: str = ""
 
     def row(self, name: str) -> JobRow:
-        return next(one for one in self.rows if one.name == name)
+        return next(table_row for table_row in self.rows if table_row.name == name)
 
     @property
     def fastest(self) -> JobRow | None:
         """The fastest row that fits."""
-        fitting = [one for one in self.rows if one.fits]
+        fitting = [row for row in self.rows if row.fits]
         return min(fitting, key=_step, default=None)
 
 
@@ -58,11 +58,11 @@ def _step(row: JobRow) -> float:
     return float("inf") if row.estimate is None else row.estimate.step
 
 
-def job_table(name: str, request: PlanRequest, given: Plan | None = None) -> JobTable:
+def job_table(name: str, request: PlanRequest, plan: Plan | None = None) -> JobTable:
     """One of `TABLES` for a job; `given` is the plan whose layout the user has chosen."""
     if name == "memory":
-        return _memory_techniques(request, given)
-    return JobTable(name, tuple(_best_with(request, *each) for each in _ROWS[name].items()))
+        return _memory_techniques(request, plan)
+    return JobTable(name, tuple(_best_with(request, *entry) for entry in _ROWS[name].items()))
 
 
 def _best_with(request: PlanRequest, name: str, choice: Fixed) -> JobRow:
@@ -76,9 +76,9 @@ def _best_with(request: PlanRequest, name: str, choice: Fixed) -> JobRow:
         return JobRow(name, None, why)
     least = 2 if name.startswith("pipeline") else space.least_pp
     space = replace(space, fixed={**fixed, **choice}, least_pp=least)
-    found = best_estimate(replace(request, space=space))
-    refused = "" if found else f"no legal layout on {space.gpus_text} for this model and batch"
-    return JobRow(name, found, refused)
+    estimate = best_estimate(replace(request, space=space))
+    refused = "" if estimate else f"no legal layout on {space.gpus_text} for this model and batch"
+    return JobRow(name, estimate, refused)
 
 
 _DATA: Fixed = {"tp": 1, "pp": 1, "cp": 1}
@@ -108,8 +108,8 @@ BASE = "nothing saved"
 CHOSEN = "the plan itself"
 
 
-def _memory_techniques(request: PlanRequest, given: Plan | None) -> JobTable:
-    chosen = _chosen(request, given)
+def _memory_techniques(request: PlanRequest, base_plan: Plan | None) -> JobTable:
+    chosen = _chosen(request, base_plan)
     options, plan = chosen.plan.options, chosen.plan
     sharded = plan.layout.dp * plan.layout.cp > 1
     base = _plain(options)
@@ -123,21 +123,21 @@ def _memory_techniques(request: PlanRequest, given: Plan | None) -> JobTable:
     techniques["gradients summed in bf16"] = {"grad_dtype": "bf16"}
     if plan.batch.microbatch_size % 2 == 0:
         half = plan.batch.microbatch_size // 2
-        more = 2 * plan.batch.microbatches
-        techniques["half the microbatch"] = {"microbatch_size": half, "microbatches": more}
+        microbatches = 2 * plan.batch.microbatches
+        techniques["half the microbatch"] = {"microbatch_size": half, "microbatches": microbatches}
     away = replace(base.train, offload="cpu")
     techniques["optimizer states in host memory"] = {"train": away}
     rows = [_technique(request, name, base, keys) for name, keys in techniques.items()]
     return JobTable("memory", (*rows, JobRow(CHOSEN, chosen)), BASE)
 
 
-def _chosen(request: PlanRequest, given: Plan | None) -> Estimate:
-    if given is not None:
-        return estimate_plan(given, request.setting)
-    found = best_estimate(request)
-    if found is None:
+def _chosen(request: PlanRequest, plan: Plan | None) -> Estimate:
+    if plan is not None:
+        return estimate_plan(plan, request.setting)
+    estimate = best_estimate(request)
+    if estimate is None:
         raise FivefoldError("--table memory: no legal layout for this job; change --gpus or --fix")
-    return found
+    return estimate
 
 
 def _plain(options: PlanOptions) -> PlanOptions:

@@ -52,20 +52,24 @@ class PlanRanks:
             # An asynchronous rank stashes the weights with which microbatches in flight have begun.
             versions = np.array(plan.schedule.weight_versions)
             parts = {**parts, "weights": parts["weights"] * versions}
-        columns = {name: np.broadcast_to(each, plan.layout.pp) for name, each in parts.items()}
-        return [{name: float(each[i]) for name, each in columns.items()} for i in range(len(ranks))]
+        columns = {
+            name: np.broadcast_to(amounts, plan.layout.pp) for name, amounts in parts.items()
+        }
+        return [
+            {name: float(column[i]) for name, column in columns.items()} for i in range(len(ranks))
+        ]
 
-    def peak(self, place: int) -> Bytes:
+    def peak(self, index: int) -> Bytes:
         """Of one rank of the pipeline: operator by operator, if they are known."""
         if not self.is_followed:
-            return self._closed[place]
-        if place not in self._known:
-            self._known[place] = _with_overhead(self.entries, self._ledger.peak(place))
-        return self._known[place]
+            return self._closed[index]
+        if index not in self._known:
+            self._known[index] = _with_overhead(self.entries, self._ledger.peak(index))
+        return self._known[index]
 
     def peaks(self) -> list[Bytes]:
         """Of every rank of one pipeline."""
-        return [self.peak(place) for place in range(self.plan.layout.pp)]
+        return [self.peak(index) for index in range(self.plan.layout.pp)]
 
     def fullest(self, enough: float = np.inf) -> Bytes:
         """Of the rank that has most, of both ends and those that closed forms find fullest; or of
@@ -75,14 +79,14 @@ class PlanRanks:
         order: Sequence[int] = range(self.plan.layout.pp)
         if len(order) > (_FULLEST if np.isinf(enough) else 1):
             ends = (order[0], order[-1])  # with what closed forms tell least well: head and loss
-            order = sorted(order, key=lambda place: -_total(self._closed[place]))
+            order = sorted(order, key=lambda position: -_total(self._closed[position]))
             order = list(dict.fromkeys((*order[:_FULLEST], *ends)))
-        found: list[Bytes] = []
-        for place in order:
-            found.append(self.peak(place))
-            if _total(found[-1]) > enough:
+        peaks: list[Bytes] = []
+        for index in order:
+            peaks.append(self.peak(index))
+            if _total(peaks[-1]) > enough:
                 break
-        return max(found, key=_total)
+        return max(peaks, key=_total)
 
 
 def fullest_memory(plan: Plan, setting: EstimateSetting, enough: float = np.inf) -> Bytes:
@@ -113,16 +117,16 @@ def _is_followed(plan: Plan, entries: MemoryEntries) -> bool:
     )
 
 
-def _total(held: Bytes) -> float:
-    return sum(held.values())
+def _total(parts: Bytes) -> float:
+    return sum(parts.values())
 
 
-def _with_overhead(entries: MemoryEntries, held: Bytes) -> Bytes:
+def _with_overhead(entries: MemoryEntries, parts: Bytes) -> Bytes:
     """With what belongs to no tensor."""
-    besides = entries.overhead(np.array([held.get("activations", 0.0)]))
+    besides = entries.overhead(np.array([parts.get("activations", 0.0)]))
     return {
-        **{name: max(0.0, held.get(name, 0.0)) for name in CATEGORIES},  # sums may end below 0
-        **{name: float(each[0]) for name, each in besides.items()},
+        **{name: max(0.0, parts.get(name, 0.0)) for name in CATEGORIES},  # sums may end below 0
+        **{name: float(amounts[0]) for name, amounts in besides.items()},
     }
 
 
@@ -131,19 +135,19 @@ def _held_by(plan: Plan, groups: Sequence[Sequence[int]], copies: int = 1) -> Ra
     layers = [[i for n in stages for i in plan.stages[n]] for stages in groups]
 
     def number(of_rule: Recompute | None = None) -> RankLayers:
-        mine = [
+        rank_layers = [
             [i for n in stages if of_rule in (None, plan.recompute.of(n)) for i in plan.stages[n]]
             for stages in groups
         ]
-        counts = np.array([count_layers(plan.shape, each) for each in mine], float)
+        counts = np.array([count_layers(plan.shape, indices) for indices in rank_layers], float)
         return RankLayers(*counts.T / copies)
 
     return RankStage(
         number(),
         copies=np.array([float(copies)]),
         flight=np.ones(len(groups)),
-        embedding=np.array([float(0 in mine) for mine in layers]),
-        head=np.array([float(plan.shape.layers - 1 in mine) for mine in layers]),
+        embedding=np.array([float(0 in stage_layers) for stage_layers in layers]),
+        head=np.array([float(plan.shape.layers - 1 in stage_layers) for stage_layers in layers]),
         by_rule=tuple((rule, number(rule)) for rule in dict.fromkeys(plan.recompute.rules)),
     )
 
@@ -153,12 +157,12 @@ def _flight(plan: Plan, entries: MemoryEntries, ranks: Sequence[Sequence[int]]) 
 
     What waits for a weight gradient counts with its own bytes.
     """
-    held = entries.layers.held(_held_by(plan, [(n,) for n in range(len(plan.stages))]))
-    saved, deferred = (np.broadcast_to(each, len(plan.stages)) for each in held)
+    memory = entries.layers.held(_held_by(plan, [(n,) for n in range(len(plan.stages))]))
+    saved, deferred = (np.broadcast_to(amounts, len(plan.stages)) for amounts in memory)
     sizes: tuple[StageBytes, StageBytes] = (lambda n: float(saved[n]), lambda n: float(deferred[n]))
     return np.array(
         [
-            peak_held(plan.schedule, rank, *sizes) / sum(saved[n] for n in mine)
-            for rank, mine in enumerate(ranks)
+            peak_held(plan.schedule, rank, *sizes) / sum(saved[n] for n in stages)
+            for rank, stages in enumerate(ranks)
         ]
     )

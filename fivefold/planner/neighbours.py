@@ -81,11 +81,15 @@ class _Question(NamedTuple):
 
 def compare_neighbours(chosen: Estimate) -> list[AxisComparison]:
     """Compare every axis of the layout with its neighbours."""
-    asked = [(axis, value, tier, list(each)) for axis, value, tier, each in _questions(chosen)]
-    found = iter(_answers(chosen, [one for *_, questions in asked for one in questions]))
+    comparisons = [
+        (axis, value, tier, list(group)) for axis, value, tier, group in _questions(chosen)
+    ]
+    answers = iter(
+        _answers(chosen, [question for *_, questions in comparisons for question in questions])
+    )
     return [
-        AxisComparison(axis, value, tier, tuple(next(found) for _ in questions))
-        for axis, value, tier, questions in asked
+        AxisComparison(axis, value, tier, tuple(next(answers) for _ in questions))
+        for axis, value, tier, questions in comparisons
     ]
 
 
@@ -96,10 +100,10 @@ def _questions(chosen: Estimate) -> Iterator[tuple[str, int | str, str, Iterator
         degree = getattr(layout, axis)
         near = (_degree_question(plan, axis, other) for other in _degrees(degree))
         # Where the axis is not used and cannot be, a neighbour tells nothing.
-        near = (one for one in near if degree > 1 or one.legal)
+        near = (question for question in near if degree > 1 or question.legal)
         yield axis, degree, _tier(layout, axis, chosen.setting) if degree > 1 else "", near
     variants = [*_variants(plan, layout, [(plan.options.schedule, layout.chunks)])]
-    variants = [one for each in variants for one in _recomputed(each)]
+    variants = [new_variant for variant in variants for new_variant in _recomputed(variant)]
     if layout.shard * layout.cp > 1:
         near = (
             _choice_question(plan, "zero", zero, [v for v in variants if v.layout.zero == zero])
@@ -127,8 +131,8 @@ def _questions(chosen: Estimate) -> Iterator[tuple[str, int | str, str, Iterator
 
 def _degrees(degree: int) -> list[int]:
     """1, half and twice the degree."""
-    others = [1] if degree > 2 else []
-    return [*others, *([degree // 2] if degree % 2 == 0 else []), 2 * degree]
+    degrees = [1] if degree > 2 else []
+    return [*degrees, *([degree // 2] if degree % 2 == 0 else []), 2 * degree]
 
 
 def _variant_of(plan: Plan) -> _Variant:
@@ -139,16 +143,18 @@ def _variant_of(plan: Plan) -> _Variant:
 
 def _degree_question(plan: Plan, axis: str, degree: int) -> _Question:
     """All layouts near the plan's with this degree."""
-    found = [
-        one
+    variants = [
+        variant
         for layout in _exchanged(plan.layout, axis, degree)
-        for one in _variants(plan, layout, _schedules(plan, layout))
+        for variant in _variants(plan, layout, _schedules(plan, layout))
     ]
-    asked = _choice_question(plan, axis, degree, found)
+    question = _choice_question(plan, axis, degree, variants)
     # No rule depends on recomputation.
-    asked = asked._replace(legal=[one for each in asked.legal for one in _recomputed(each)])
-    refused = asked.refused or "no axis can take or give the factor"
-    return asked if asked.legal else asked._replace(refused=refused)
+    question = question._replace(
+        legal=[new_variant for variant in question.legal for new_variant in _recomputed(variant)]
+    )
+    refused = question.refused or "no axis can take or give the factor"
+    return question if question.legal else question._replace(refused=refused)
 
 
 def _choice_question(
@@ -176,15 +182,15 @@ def _exchanged(layout: Layout, axis: str, degree: int) -> Iterator[Layout]:
     for partner in PARTNERS:
         if partner == axis:
             continue
-        here = layout.dp if partner == "dp" else getattr(layout, partner)
-        there, rest = divmod(here * getattr(layout, axis), degree)
-        if rest or not there:
+        partner_degree = layout.dp if partner == "dp" else getattr(layout, partner)
+        new_degree, remainder = divmod(partner_degree * getattr(layout, axis), degree)
+        if remainder or not new_degree:
             continue
         if partner != "dp":
-            yield replace(layout, **{axis: degree, partner: there})
+            yield replace(layout, **{axis: degree, partner: new_degree})
             continue
-        outer = layout.replicate if there % layout.replicate == 0 else 1
-        yield replace(layout, **{axis: degree}, replicate=outer, shard=there // outer)
+        outer = layout.replicate if new_degree % layout.replicate == 0 else 1
+        yield replace(layout, **{axis: degree}, replicate=outer, shard=new_degree // outer)
 
 
 def _variants(plan: Plan, layout: Layout, schedules: list[tuple[str, int]]) -> Iterator[_Variant]:
@@ -204,9 +210,9 @@ def _schedules(plan: Plan, layout: Layout) -> list[tuple[str, int]]:
     own = plan.options.schedule
     if layout.pp == 1:
         return [(own, 1)]
-    kept = [(own, plan.layout.chunks)] if plan.layout.pp > 1 else []
+    own_schedules = [(own, plan.layout.chunks)] if plan.layout.pp > 1 else []
     fewest = choose(own).default_chunks
-    return list(dict.fromkeys([*kept, (own, fewest), ("1f1b", 1)]))
+    return list(dict.fromkeys([*own_schedules, (own, fewest), ("1f1b", 1)]))
 
 
 def _problems(plan: Plan, variant: _Variant) -> list[str]:
@@ -259,70 +265,72 @@ class _VariantCosts:
         """The bytes by category."""
         return self._spread(self._peak.parts)
 
-    def _spread(self, found: dict[str, Array]) -> dict[str, np.ndarray]:
-        return {name: np.broadcast_to(each, self._count) for name, each in found.items()}
+    def _spread(self, parts: dict[str, Array]) -> dict[str, np.ndarray]:
+        return {name: np.broadcast_to(amounts, self._count) for name, amounts in parts.items()}
 
 
 def _grid(plan: Plan, variants: list[_Variant], offload: str) -> LayoutGrid:
     """The variants as one grid."""
-    one = grid_of_plan(plan)
-    layouts, rules = [variant.layout for variant in variants], [*map(str, one.rules)]
+    plan_grid = grid_of_plan(plan)
+    layouts, rules = [variant.layout for variant in variants], [*map(str, plan_grid.rules)]
     named = {
-        each.name: np.array([float(getattr(layout, each.name)) for layout in layouts])
-        for each in fields(LayoutGrid)
-        if each.name not in ("microbatch_size", "microbatches", "recompute", "schedule")
-        and each.name not in ("sp", "offload", "context", "ep_nodes", "rules")
+        field.name: np.array([float(getattr(layout, field.name)) for layout in layouts])
+        for field in fields(LayoutGrid)
+        if field.name not in ("microbatch_size", "microbatches", "recompute", "schedule")
+        and field.name not in ("sp", "offload", "context", "ep_nodes", "rules")
     }
     return LayoutGrid(
         **named,
-        microbatch_size=np.array([float(each.microbatch_size) for each in variants]),
-        microbatches=np.array([float(each.microbatches) for each in variants]),
-        recompute=np.array([float(rules.index(each.recompute)) for each in variants]),
-        schedule=np.array([float(schedule_index(each.schedule)) for each in variants]),
+        microbatch_size=np.array([float(candidate.microbatch_size) for candidate in variants]),
+        microbatches=np.array([float(candidate.microbatches) for candidate in variants]),
+        recompute=np.array([float(rules.index(candidate.recompute)) for candidate in variants]),
+        schedule=np.array([float(schedule_index(candidate.schedule)) for candidate in variants]),
         sp=np.array([layout.sp for layout in layouts]),
         offload=np.full(len(variants), float(OFFLOADS.index(offload))),
-        context=np.repeat(one.context, len(variants)),
-        ep_nodes=np.array([float(_ep_nodes(plan, each) or 0) for each in layouts]),
-        rules=one.rules,
+        context=np.repeat(plan_grid.context, len(variants)),
+        ep_nodes=np.array(
+            [float(_ep_nodes(plan, variant_layout) or 0) for variant_layout in layouts]
+        ),
+        rules=plan_grid.rules,
     )
 
 
-def _answers(chosen: Estimate, asked: list[_Question]) -> Iterator[Neighbour]:
+def _answers(chosen: Estimate, questions: list[_Question]) -> Iterator[Neighbour]:
     """The best layout of each question, or the one with least memory if none fits."""
-    open_ = [one for one in asked if one.legal]
+    open_ = [candidate for candidate in questions if candidate.legal]
     best = _best(chosen, open_)
-    found = _VariantCosts(chosen, [_variant_of(chosen.plan), *best], simulated=True)
+    costs = _VariantCosts(chosen, [_variant_of(chosen.plan), *best], simulated=True)
     places, known = iter(range(1, len(best) + 1)), dict[_Variant, Bytes]()
-    for one in asked:
-        if not one.legal:
-            yield Neighbour(one.axis, one.value, refused=one.refused)
+    for question in questions:
+        if not question.legal:
+            yield Neighbour(question.axis, question.value, refused=question.refused)
             continue
-        place = next(places)
-        variant, layout = best[place - 1], best[place - 1].layout
+        index = next(places)
+        variant, layout = best[index - 1], best[index - 1].layout
         if variant not in known:
-            known[variant] = _memory(chosen, variant, found, place)
+            known[variant] = _memory(chosen, variant, costs, index)
         memory = known[variant]
-        moves = one.axis in PARTNERS or one.axis == "ep"
+        moves = question.axis in PARTNERS or question.axis == "ep"
         yield Neighbour(
-            one.axis,
-            one.value,
+            question.axis,
+            question.value,
             layout=layout,
             recompute=variant.recompute,
             microbatch_size=variant.microbatch_size,
             schedule=variant.schedule if layout.pp > 1 else "",
-            seconds=float(found.step[place] - chosen.step),
-            parts=_difference(found.parts, place),
+            seconds=float(costs.step[index] - chosen.step),
+            parts=_difference(costs.parts, index),
             over=sum(memory.values()) - chosen.setting.capacity,
-            memory={name: each - chosen.memory[name] for name, each in memory.items()},
-            tier=_tier(layout, one.axis, chosen.setting) if moves else "",
+            memory={name: num_bytes - chosen.memory[name] for name, num_bytes in memory.items()},
+            tier=_tier(layout, question.axis, chosen.setting) if moves else "",
         )
 
 
-def _memory(chosen: Estimate, variant: _Variant, found: _VariantCosts, place: int) -> Bytes:
+def _memory(chosen: Estimate, variant: _Variant, costs: _VariantCosts, index: int) -> Bytes:
     """Of the fullest rank, as the variant's own schedule holds it; other people's stacks are
     counted by closed forms."""
     if not chosen.setting.stack.runs_plans:
-        return {name: float(each[place]) for name, each in found.memory.items()}
+        return {name: float(column[index]) for name, column in costs.memory.items()}
     layout = variant.layout
     options = replace(
         _options(chosen.plan),
@@ -345,26 +353,26 @@ def _options(plan: Plan) -> PlanOptions:
     return replace(plan.options, gather=None) if plan.gather == usual else plan.options
 
 
-def _best(chosen: Estimate, asked: list[_Question]) -> list[_Variant]:
+def _best(chosen: Estimate, questions: list[_Question]) -> list[_Variant]:
     """The best variant of each question by closed forms, all of them estimated at once."""
-    everything = [one for question in asked for one in question.legal]
+    everything = [variant for question in questions for variant in question.legal]
     if not everything:
         return []
     costs = _VariantCosts(chosen, everything)
-    ends = np.cumsum([len(question.legal) for question in asked])
-    found: list[_Variant] = []
-    for question, end in zip(asked, ends, strict=True):
-        mine = slice(end - len(question.legal), end)
-        over = costs.total[mine] - chosen.setting.capacity
-        fitting = np.where(over <= 0, costs.step[mine], np.inf)
-        place = fitting.argmin() if np.isfinite(fitting).any() else over.argmin()
-        found.append(question.legal[int(place)])
-    return found
+    ends = np.cumsum([len(question.legal) for question in questions])
+    variants: list[_Variant] = []
+    for question, end in zip(questions, ends, strict=True):
+        span = slice(end - len(question.legal), end)
+        over = costs.total[span] - chosen.setting.capacity
+        fitting = np.where(over <= 0, costs.step[span], np.inf)
+        index = fitting.argmin() if np.isfinite(fitting).any() else over.argmin()
+        variants.append(question.legal[int(index)])
+    return variants
 
 
-def _difference(found: dict[str, np.ndarray], place: int) -> dict[str, float]:
+def _difference(parts: dict[str, np.ndarray], index: int) -> dict[str, float]:
     """By how much each part exceeds that of the first layout."""
-    return {name: float(each[place] - each[0]) for name, each in found.items()}
+    return {name: float(column[index] - column[0]) for name, column in parts.items()}
 
 
 def _tier(layout: Layout, axis: str, setting: EstimateSetting) -> str:
@@ -372,7 +380,7 @@ def _tier(layout: Layout, axis: str, setting: EstimateSetting) -> str:
     ends = (layout.group(axis, 0), layout.group(axis, layout.world - 1))
     tiers = setting.machine.tiers
     try:
-        found = [setting.machine.tier_of((group[0], group[-1])) for group in ends]
+        group_tiers = [setting.machine.tier_of((group[0], group[-1])) for group in ends]
     except FivefoldError:  # more ranks than in the machine's outermost domain
         return tiers[-1].name
-    return max(found, key=tiers.index).name
+    return max(group_tiers, key=tiers.index).name

@@ -108,8 +108,8 @@ class NothingFits(FivefoldError):
         changes: Sequence[WayOut] = (),
     ) -> None:
         self.leanest, self.gpus, self.changes = leanest, gpus, tuple(changes)
-        more = () if gpus is None else (f"--gpus {gpus}",)
-        self.ways = (*more, *(way.option for way in changes))
+        extra = () if gpus is None else (f"--gpus {gpus}",)
+        self.ways = (*extra, *(change.option for change in changes))
         super().__init__(said)
 
 
@@ -147,7 +147,7 @@ def estimate_setting(
         return EstimateSetting(machine, stack, precision, headroom, imbalance), notes
     if precision not in RUNTIME_PRECISIONS:
         machine.peak(precision)  # raises an error that lists the precisions of the chip
-    other = next((each for each in RUNTIME_PRECISIONS if each in known), next(iter(known)))
+    other = next((name for name in RUNTIME_PRECISIONS if name in known), next(iter(known)))
     note = f"{machine.name} has no {precision} units: estimated in {other}"
     return EstimateSetting(machine, stack, other, headroom, imbalance), [*notes, note]
 
@@ -220,18 +220,20 @@ def best_plans(request: PlanRequest, top: int, on_progress: Progress | None = No
         request.setting,
         result,
         ranked[0],
-        lambda one: _estimated(request, one, ranked),
+        lambda candidate: _estimated(request, candidate, ranked),
     )
-    others = [one for one in ranked if not is_same(one, first)]
-    plans = (first, *others)[:top]
-    fitting = [one for one in result.front if one.bytes <= request.setting.capacity]
-    front = tuple(one for one in _front(request, fitting, ranked) if one.over <= 0)
-    for each in (*plans, *front):
-        require_room(each.name, each.memory, request.setting.machine.memory)
+    alternatives = [estimate for estimate in ranked if not is_same(estimate, first)]
+    plans = (first, *alternatives)[:top]
+    fitting = [
+        candidate for candidate in result.front if candidate.bytes <= request.setting.capacity
+    ]
+    front = tuple(estimate for estimate in _front(request, fitting, ranked) if estimate.over <= 0)
+    for choice in (*plans, *front):
+        require_room(choice.name, choice.memory, request.setting.machine.memory)
     return PlanResult(
         request,
         plans=plans,
-        fastest=min(first, ranked[0], key=lambda one: one.step),
+        fastest=min(first, ranked[0], key=lambda estimate: estimate.step),
         front=tuple(_restored_front(front)),
         candidates=result.candidates,
         passed_over=result.passed_over,
@@ -240,43 +242,49 @@ def best_plans(request: PlanRequest, top: int, on_progress: Progress | None = No
 
 
 def _front(
-    request: PlanRequest, found: list[LayoutCandidate], known: Sequence[Estimate]
+    request: PlanRequest, candidates: list[LayoutCandidate], known: Sequence[Estimate]
 ) -> tuple[Estimate, ...]:
     """Some of the front, simulated; without those whose own schedule holds more than fits, and
     those that turn out slower than the bound of a candidate with less memory."""
-    few = _some(found)
-    pairs = [(one, _estimated(request, one, known)) for one in few]
+    few = _some(candidates)
+    pairs = [(candidate, _estimated(request, candidate, known)) for candidate in few]
     return tuple(
-        each
-        for one, each in pairs
-        if each.over <= 0
-        and not any(other.bytes < one.bytes and other.seconds < each.step for other in found)
+        estimate
+        for candidate, estimate in pairs
+        if estimate.over <= 0
+        and not any(
+            other.bytes < candidate.bytes and other.seconds < estimate.step for other in candidates
+        )
     )
 
 
 def _some(front: list[LayoutCandidate]) -> list[LayoutCandidate]:
     """Some of a long front, from end to end, without those that take long to simulate."""
-    front = [one for one in front if _num_actions(one) <= _MOST_ACTIONS] or front[-1:]
+    front = [candidate for candidate in front if _num_actions(candidate) <= _MOST_ACTIONS] or front[
+        -1:
+    ]
     places = {round(i * (len(front) - 1) / (_MOST_FRONT - 1)) for i in range(_MOST_FRONT)}
-    return [front[place] for place in sorted(places)]
+    return [front[index] for index in sorted(places)]
 
 
-def _num_actions(one: LayoutCandidate) -> float:
+def _num_actions(candidate: LayoutCandidate) -> float:
     """Actions of all ranks in a step, at most."""
-    return 3 * float((one.grid.pp * one.grid.chunks * one.grid.microbatches).item())
+    return 3 * float(
+        (candidate.grid.pp * candidate.grid.chunks * candidate.grid.microbatches).item()
+    )
 
 
-def _distinct(found: list[LayoutCandidate]) -> list[LayoutCandidate]:
+def _distinct(candidates: list[LayoutCandidate]) -> list[LayoutCandidate]:
     """The best of those that differ only in chunks or in what changes nothing, in order."""
     groups: dict[tuple[float, ...], LayoutCandidate] = {}
-    for one in sorted(found, key=_sort_key):
-        groups.setdefault(one.choice, one)
+    for candidate in sorted(candidates, key=_sort_key):
+        groups.setdefault(candidate.choice, candidate)
     return list(groups.values())
 
 
-def _sort_key(one: LayoutCandidate) -> tuple[float, ...]:
+def _sort_key(candidate: LayoutCandidate) -> tuple[float, ...]:
     """Seconds to four digits, then the index of the context kind, then bytes."""
-    return one.rounded, one.grid.context.item(), one.bytes
+    return candidate.rounded, candidate.grid.context.item(), candidate.bytes
 
 
 def _fitting(request: PlanRequest, result: SearchResult, most: int) -> list[Estimate]:
@@ -284,44 +292,48 @@ def _fitting(request: PlanRequest, result: SearchResult, most: int) -> list[Esti
     count less than the actions of each plan hold."""
     fitting: list[Estimate] = []
     best = _distinct(result.best)
-    for place, one in enumerate([*best, *result.front]):
-        if place == len(best) and fitting:
+    for index, candidate in enumerate([*best, *result.front]):
+        if index == len(best) and fitting:
             break
-        plan = _plan_of(request, one)
+        plan = _plan_of(request, candidate)
         memory = plan_memory(plan, request.setting, request.setting.capacity)
         if memory.total > request.setting.capacity:
             continue
-        fitting.append(estimate_plan(plan, request.setting, memory, one.makespan))
+        fitting.append(estimate_plan(plan, request.setting, memory, candidate.makespan))
         if len(fitting) == most:
             break
     return sorted(fitting, key=speed_rank)
 
 
-def speed_rank(one: Estimate) -> tuple[float, float]:
+def speed_rank(estimate: Estimate) -> tuple[float, float]:
     """By the step, up to rounding, then by bytes."""
-    return float(f"{one.step:.9g}"), one.total
+    return float(f"{estimate.step:.9g}"), estimate.total
 
 
-def _plan_of(request: PlanRequest, one: LayoutCandidate) -> Plan:
-    return resolve(options_of(one.grid, request.options))
+def _plan_of(request: PlanRequest, candidate: LayoutCandidate) -> Plan:
+    return resolve(options_of(candidate.grid, request.options))
 
 
-def _estimated(request: PlanRequest, one: LayoutCandidate, known: Sequence[Estimate]) -> Estimate:
+def _estimated(
+    request: PlanRequest, candidate: LayoutCandidate, known: Sequence[Estimate]
+) -> Estimate:
     """The estimate of a candidate, which may be `known`: following its ranks takes longest."""
-    plan = _plan_of(request, one)
-    estimates = (each for each in known if each.plan.options == plan.options)
+    plan = _plan_of(request, candidate)
+    estimates = (
+        known_estimate for known_estimate in known if known_estimate.plan.options == plan.options
+    )
     if (estimate := next(estimates, None)) is not None:
         return estimate
-    return estimate_plan(plan, request.setting, makespan=one.makespan)
+    return estimate_plan(plan, request.setting, makespan=candidate.makespan)
 
 
-def _restored_front(found: tuple[Estimate, ...]) -> Iterator[Estimate]:
+def _restored_front(estimates: tuple[Estimate, ...]) -> Iterator[Estimate]:
     """Restore the front: the order of simulated steps may differ from that of bounds."""
     fastest = float("inf")
-    for one in sorted(found, key=lambda each: each.total):
-        if one.step < fastest:
-            fastest = one.step
-            yield one
+    for estimate in sorted(estimates, key=lambda point: point.total):
+        if estimate.step < fastest:
+            fastest = estimate.step
+            yield estimate
 
 
 def _refusal(request: PlanRequest, result: SearchResult) -> NothingFits:
@@ -330,9 +342,9 @@ def _refusal(request: PlanRequest, result: SearchResult) -> NothingFits:
     head = f"{request.shape.name} on {space.gpus_text} of {setting.machine.name}"
     fixed = " ".join(f"{key}={value}" for key, value in (space.fixed or {}).items())
     if result.leanest is None:
-        given = f" with {fixed}" if fixed else ""
+        suffix = f" with {fixed}" if fixed else ""
         return NothingFits(
-            f"{head}: no legal layout{given} for a global batch of "
+            f"{head}: no legal layout{suffix} for a global batch of "
             f"{counted(space.batch, 'sequence')} of {space.seq:,} tokens; change --batch, --gpus "
             "or --fix"
         )
@@ -340,26 +352,26 @@ def _refusal(request: PlanRequest, result: SearchResult) -> NothingFits:
     plan = _plan_of(request, lean)
     size = plan_memory(plan, setting).total
     need = f"needs {size / 2**30:,.1f} GiB of {memory / 2**30:,.1f} a GPU"
-    way = "lower the batch, the sequence or --headroom, or fix less"
+    advice = "lower the batch, the sequence or --headroom, or fix less"
     changes = ways_out(request)
     if enough := gpus_needed(request, lean.bytes):
-        way = f"it takes {counted(enough, 'GPU')}"
+        advice = f"it takes {counted(enough, 'GPU')}"
     elif changes:
-        way = "no number of GPUs is enough"
+        advice = "no number of GPUs is enough"
     if changes:
-        listed = "; ".join(f"{each.option} ({each.what})" for each in changes)
-        way += f", or on {space.gpus_text} one of: {listed}"
+        listed = "; ".join(f"{change.option} ({change.what})" for change in changes)
+        advice += f", or on {space.gpus_text} one of: {listed}"
     elif _may_be_leaner(request):
         also = "" if request.options.train.tuning is not None else " nor LoRA"
-        way += f"; on {space.gpus_text} neither shorter rows nor bf16 states{also} are enough"
+        advice += f"; on {space.gpus_text} neither shorter rows nor bf16 states{also} are enough"
     away = OFFLOADS[round(lean.grid.offload.item())]
-    way += f"; recompute {lean.grid.rules[lean.rule]} and offload {away} are in that"
+    advice += f"; recompute {lean.grid.rules[lean.rule]} and offload {away} are in that"
     leanest = f"the leanest layout, {layout_of(lean.grid)}, {need}"
     if size > memory:
-        return NothingFits(f"{head} does not fit: {leanest}; {way}", plan, enough, changes)
+        return NothingFits(f"{head} does not fit: {leanest}; {advice}", plan, enough, changes)
     usable = f"of which {setting.capacity / 2**30:,.1f} may be used"
-    said = f"{head} is tight: {leanest}, {usable}; {way}, or a lower --headroom"
-    return NothingFits(said, plan, enough, changes)
+    reason = f"{head} is tight: {leanest}, {usable}; {advice}, or a lower --headroom"
+    return NothingFits(reason, plan, enough, changes)
 
 
 _LEANER: dict[str, dict[str, Any]] = {
@@ -387,8 +399,8 @@ def ways_out(request: PlanRequest) -> list[WayOut]:
             continue
         rows = "" if seq == request.space.seq else f"--seq {seq} "
         settings = "--set " + " ".join(f"{key}={value}" for key, value in keys.items())
-        words = filter(None, (what, "shorter rows" if rows else ""))
-        ways.append(WayOut(" and ".join(words), f"{rows}{settings if keys else ''}".strip()))
+        names = filter(None, (what, "shorter rows" if rows else ""))
+        ways.append(WayOut(" and ".join(names), f"{rows}{settings if keys else ''}".strip()))
     return ways
 
 
@@ -443,19 +455,19 @@ def gpus_needed(request: PlanRequest, leanest: float) -> int | None:
 def has_plan(request: PlanRequest) -> bool:
     """Whether `best_plans` finds one: what only closed forms find to fit may not."""
     job = request.space, request.setting
-    found = may_fit(*job) and search_layouts(*job, _CANDIDATES_PER_PLAN, shown=1, leanest=False)
-    return bool(found and found.best and _fitting(request, found, 1))
+    result = may_fit(*job) and search_layouts(*job, _CANDIDATES_PER_PLAN, shown=1, leanest=False)
+    return bool(result and result.best and _fitting(request, result, 1))
 
 
 def fewest_gpus(request: PlanRequest, top: int, on_progress: Progress | None = None) -> PlanResult:
     """The best plans on the fewest GPUs, halving their number as long as something fits."""
-    found = best_plans(request, top, on_progress)
+    result = best_plans(request, top, on_progress)
     for gpus in _halves(request.space.gpus):
         smaller = request.on(gpus)
         if not search_layouts(smaller.space, smaller.setting, 1).best:
             break
-        found = best_plans(smaller, top, on_progress)
-    return found
+        result = best_plans(smaller, top, on_progress)
+    return result
 
 
 def fewest_gpu_hours(
@@ -472,9 +484,9 @@ def fewest_gpu_hours(
         smaller = request.on(gpus)
         if not search_layouts(smaller.space, smaller.setting, 1).best:
             break
-        found = best_plans(smaller, top, on_progress)
-        if found.plans[0].tokens_per_s_per_gpu > best.plans[0].tokens_per_s_per_gpu:
-            best = found
+        result = best_plans(smaller, top, on_progress)
+        if result.plans[0].tokens_per_s_per_gpu > best.plans[0].tokens_per_s_per_gpu:
+            best = result
     return best
 
 

@@ -30,9 +30,9 @@ def rebalance_stages(chosen: Estimate) -> Estimate:
     plan = chosen.plan
     if plan.layout.pp == 1 or not plan.family.is_named or plan.stage_layers is not None:
         return chosen
-    given = tuple(map(len, plan.stages))
-    best = _best_sizes(chosen, given)
-    if best == given:
+    sizes = tuple(map(len, plan.stages))
+    best = _best_sizes(chosen, sizes)
+    if best == sizes:
         return chosen
     options = replace(plan.options, stage_layers=",".join(map(str, best)))
     other = estimate_plan(resolve(options), chosen.setting)
@@ -40,32 +40,32 @@ def rebalance_stages(chosen: Estimate) -> Estimate:
     return other if fits and other.step < (1 - _LEAST_GAIN) * chosen.step else chosen
 
 
-def _best_sizes(chosen: Estimate, given: StageSizes) -> StageSizes:
+def _best_sizes(chosen: Estimate, start_sizes: StageSizes) -> StageSizes:
     """Make the best move, as long as one helps."""
     seconds = _LongestPath(chosen)
-    best, least = given, seconds.of(given)
+    best, least = start_sizes, seconds.of(start_sizes)
     for _ in range(_MOST_MOVES):
-        found = {sizes: seconds.of(sizes) for sizes in _moves(best, given)}
-        if not found or min(found.values()) >= least:
+        times = {sizes: seconds.of(sizes) for sizes in _moves(best, start_sizes)}
+        if not times or min(times.values()) >= least:
             break
-        best = min(found, key=found.__getitem__)
-        least = found[best]
+        best = min(times, key=times.__getitem__)
+        least = times[best]
     return best
 
 
-def _moves(sizes: StageSizes, given: StageSizes) -> Iterator[StageSizes]:
+def _moves(sizes: StageSizes, start_sizes: StageSizes) -> Iterator[StageSizes]:
     """Move a layer from an end or a full stage to the last stage or one that has room."""
-    last, most = len(sizes) - 1, max(given)
-    full = [place for place, size in enumerate(sizes) if size == most]
-    room = [place for place in range(1, len(sizes)) if sizes[place] < most]
+    last, most = len(sizes) - 1, max(start_sizes)
+    full = [stage for stage, size in enumerate(sizes) if size == most]
+    spaces = [stage for stage in range(1, len(sizes)) if sizes[stage] < most]
     givers = {0, last, *full[:1], *full[-1:]}
-    takers = {last, *room[:2], *room[-2:]} & set(room)
-    if sizes[0] < given[0]:
+    takers = {last, *spaces[:2], *spaces[-2:]} & set(spaces)
+    if sizes[0] < start_sizes[0]:
         takers.add(0)
     for giver, taker in product(givers, takers):
         if giver != taker and sizes[giver] > 1:
             step = {giver: -1, taker: 1}
-            yield tuple(size + step.get(place, 0) for place, size in enumerate(sizes))
+            yield tuple(size + step.get(stage, 0) for stage, size in enumerate(sizes))
 
 
 class _LongestPath:
@@ -76,7 +76,7 @@ class _LongestPath:
         setting = chosen.setting.with_keys(plan.options)
         job = setting.arguments(plan.shape, grid_of_plan(plan), batch.seq)
         costs = path_costs(LayerTimer(*job))
-        self.costs = np.array([float(np.asarray(each).item()) for each in costs])[:, None]
+        self.costs = np.array([float(np.asarray(cost).item()) for cost in costs])[:, None]
         self.timer, self.paths = pipeline_timer(plan.shape, batch.seq), PATHS[plan.family.paths]
         self.size = ScheduleSize(layout.pp, layout.chunks, batch.microbatches, self.costs)
 

@@ -60,7 +60,9 @@ def search_layouts(
     else:
         if leanest:
             _find_leanest(last, setting, pool, result, on_progress)
-    groups = [[one for one in result.best if one.rule == rule] for rule in numbers]
+    groups = [
+        [candidate for candidate in result.best if candidate.rule == rule] for rule in numbers
+    ]
     best = [
         _ranked(space, setting, group, shown or keep, shown is not None)[:keep]
         for group in groups or [result.best]
@@ -74,13 +76,13 @@ def _resorts(
 ) -> Iterator[SearchSpace]:
     """Where to search, as long as nothing fits: with offload, to disks if the host memory is full;
     then with tp over more than the innermost link."""
-    said, machine = space.fixed or {}, setting.machine
+    options, machine = space.fixed or {}, setting.machine
     domain = innermost(machine)
-    everywhere = "tp" in said or space.gpus <= domain
+    everywhere = "tp" in options or space.gpus <= domain
     for inside in (None,) if everywhere else (int(domain), None):
         for offload in OFFLOADS if machine.host.nvme_bytes else OFFLOADS[:-1]:
-            yield replace(space, fixed={"offload": offload, **said}, tp_inside=inside)
-            if "offload" in said or (offload == "cpu" and not result.host_is_short):
+            yield replace(space, fixed={"offload": offload, **options}, tp_inside=inside)
+            if "offload" in options or (offload == "cpu" and not result.host_is_short):
                 break
 
 
@@ -113,27 +115,29 @@ def may_fit(space: SearchSpace, setting: EstimateSetting) -> bool:
 def _ranked(
     space: SearchSpace,
     setting: EstimateSetting,
-    found: list[LayoutCandidate],
+    candidates: list[LayoutCandidate],
     shown: int,
     distinct: bool,
 ) -> list[LayoutCandidate]:
     """Candidates by their simulated steps, as far as the first choices depend on it: of the others
     the bounds already tell that they are slower. If `distinct` choices are shown, what is slower
     than a candidate of the same choice is left out."""
-    left, known = sorted(found, key=lambda one: one.seconds), list[LayoutCandidate]()
+    left, known = sorted(candidates, key=lambda layout: layout.seconds), list[LayoutCandidate]()
     steps: dict[tuple[float, ...], float] = {}  # of the fastest of each choice
     while left and left[0].rounded <= _last(steps, shown):
         pipeline = left[0].pipeline
-        for one in simulated(space, setting, [one for one in left if one.pipeline == pipeline]):
-            known.append(one)
-            steps[one.choice] = min(one.rounded, steps.get(one.choice, np.inf))
+        for candidate in simulated(
+            space, setting, [layout for layout in left if layout.pipeline == pipeline]
+        ):
+            known.append(candidate)
+            steps[candidate.choice] = min(candidate.rounded, steps.get(candidate.choice, np.inf))
         left = [
-            one
-            for one in left
-            if one.pipeline != pipeline
-            and not (distinct and one.rounded > steps.get(one.choice, np.inf))
+            layout
+            for layout in left
+            if layout.pipeline != pipeline
+            and not (distinct and layout.rounded > steps.get(layout.choice, np.inf))
         ]
-    return sorted([*known, *left], key=lambda one: one.speed_rank)
+    return sorted([*known, *left], key=lambda layout: layout.speed_rank)
 
 
 def _last(steps: dict[tuple[float, ...], float], shown: int) -> float:
@@ -142,21 +146,21 @@ def _last(steps: dict[tuple[float, ...], float], shown: int) -> float:
 
 
 def simulated(
-    space: SearchSpace, setting: EstimateSetting, found: list[LayoutCandidate]
+    space: SearchSpace, setting: EstimateSetting, candidates: list[LayoutCandidate]
 ) -> list[LayoutCandidate]:
     """The same candidates with their simulated steps in place of bounds."""
-    if not found:
+    if not candidates:
         return []
-    columns = zip(*(one.grid.columns() for one in found), strict=True)
-    grid = LayoutGrid(*map(np.concatenate, columns), rules=found[0].grid.rules)
+    columns = zip(*(candidate.grid.columns() for candidate in candidates), strict=True)
+    grid = LayoutGrid(*map(np.concatenate, columns), rules=candidates[0].grid.rules)
     times = step_time(*setting.arguments(space.shape, grid, space.seq), simulated=True)
     inside = times.inside / setting.stack.factor
-    seconds = (np.broadcast_to(each, len(found)).tolist() for each in (times.step, inside))
+    seconds = (np.broadcast_to(column, len(candidates)).tolist() for column in (times.step, inside))
     # Other people's stacks are not simulated here, and long schedules are extrapolated.
     ours = setting.stack.memory.split == "balanced"
     return [
-        replace(one, seconds=step, makespan=span if ours and not one.is_long else None)
-        for one, step, span in zip(found, *seconds, strict=True)
+        replace(candidate, seconds=step, makespan=span if ours and not candidate.is_long else None)
+        for candidate, step, span in zip(candidates, *seconds, strict=True)
     ]
 
 
@@ -261,10 +265,10 @@ class _LayoutSearch:
         places = np.flatnonzero(fast)
         places = places[np.argsort(seconds.ravel()[places], kind="stable")]
         for start in range(0, len(places), _LISTED_AT_ONCE):
-            some = places[start : start + _LISTED_AT_ONCE]
-            if seconds.flat[some[0]] > np.max(self._reach(block)):  # those before have lowered it
+            chunk = places[start : start + _LISTED_AT_ONCE]
+            if seconds.flat[chunk[0]] > np.max(self._reach(block)):  # those before have lowered it
                 break
-            self._keep(block.listed(some), seconds.ravel()[some])
+            self._keep(block.listed(chunk), seconds.ravel()[chunk])
         return size
 
     def _keep(self, block: LayoutBlock, seconds: Array) -> None:
@@ -282,10 +286,10 @@ class _LayoutSearch:
         degrees = (lowest <= worst) | ((lowest <= self.kept.near) & fewer)
         return degrees & np.isfinite(part.least) & (part.least <= self._reach(part.block))
 
-    def _times(self, block: LayoutBlock, wanted: Wanted) -> StepTime:
+    def _times(self, block: LayoutBlock, quantities: Wanted) -> StepTime:
         """Of steps; `wanted`: with which microbatch sizes and schedules, by what is around."""
         job = self.setting.arguments(self.space.shape, block.grid, self.space.seq)
-        return step_time(*job, wanted=wanted, passes=self.bounds.passes(block))
+        return step_time(*job, wanted=quantities, passes=self.bounds.passes(block))
 
     def _memory(self, block: LayoutBlock) -> tuple[Array, Flags]:
         """Bytes of the fullest rank, and whether GPUs and hosts have room."""

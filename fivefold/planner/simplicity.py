@@ -116,10 +116,10 @@ def innermost(machine: Machine) -> float:
 
 def complexity(grid: LayoutGrid, domain: float) -> Codes:
     """A number for each layout; that of a simpler one is lower."""
-    found = np.zeros(1)
-    for one in CRITERIA:
-        found = found * one.levels + one.level(grid, domain)
-    return found.astype(np.int64)
+    code = np.zeros(1)
+    for criterion in CRITERIA:
+        code = code * criterion.levels + criterion.level(grid, domain)
+    return code.astype(np.int64)
 
 
 def tp_crosses(grid: LayoutGrid, machine: Machine) -> NDArray[np.bool_]:
@@ -127,11 +127,11 @@ def tp_crosses(grid: LayoutGrid, machine: Machine) -> NDArray[np.bool_]:
     return _crosses(grid, innermost(machine)) > 0
 
 
-def simpler_words(one: LayoutGrid, other: LayoutGrid, domain: float) -> str:
+def simpler_words(own_grid: LayoutGrid, other: LayoutGrid, domain: float) -> str:
     """In what the first of two layouts (grids of one) is simpler; empty if it is not."""
     for criterion in CRITERIA:
-        mine, theirs = (criterion.level(grid, domain).item() for grid in (one, other))
-        if mine != theirs:
-            here, there = criterion.words(one), criterion.words(other)
-            return f"{here} instead of {there}" if mine < theirs else ""
+        own_level, theirs = (criterion.level(grid, domain).item() for grid in (own_grid, other))
+        if own_level != theirs:
+            own_text, other_text = criterion.words(own_grid), criterion.words(other)
+            return f"{own_text} instead of {other_text}" if own_level < theirs else ""
     return ""

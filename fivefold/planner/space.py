@@ -64,13 +64,13 @@ class SearchSpace:
     @property
     def rules(self) -> tuple[Recompute, ...]:
         """Rules of recomputation: the usual ones, and one that is fixed."""
-        said = (self.fixed or {}).get("recompute")
-        if "@" in str(said):
+        rule = (self.fixed or {}).get("recompute")
+        if "@" in str(rule):
             raise FivefoldError(
-                f"recompute {said}: rules for some stages need stages; give a --layout, or one "
+                f"recompute {rule}: rules for some stages need stages; give a --layout, or one "
                 "rule for all stages"
             )
-        return tuple(dict.fromkeys((*RULES, *([Recompute.parse(str(said))] if said else []))))
+        return tuple(dict.fromkeys((*RULES, *([Recompute.parse(str(rule))] if rule else []))))
 
     @cached_property
     def job(self) -> LayoutRequest:
@@ -141,7 +141,7 @@ class LayoutBlock:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return np.broadcast_shapes(*(each.shape for each in self.grid.columns()))
+        return np.broadcast_shapes(*(column.shape for column in self.grid.columns()))
 
     @property
     def size(self) -> int:
@@ -151,15 +151,17 @@ class LayoutBlock:
 
     def only(self, stays: Sequence[Flags]) -> LayoutBlock:
         """The same block for what stays along each axis."""
-        columns = [each if each.ndim < 6 else select(each, stays) for each in self.grid.columns()]
-        degrees = tuple(one for one, here in zip(self.degrees, stays[0], strict=True) if here)
+        columns = [
+            column if column.ndim < 6 else select(column, stays) for column in self.grid.columns()
+        ]
+        degrees = tuple(degree for degree, flag in zip(self.degrees, stays[0], strict=True) if flag)
         grid = LayoutGrid(*columns, rules=self.grid.rules)
         return LayoutBlock(degrees, grid, select(self.legal, stays))
 
     def listed(self, places: NDArray[np.int64]) -> LayoutBlock:
         """Some layouts one by one, by their places in the block: columns of one axis."""
         index = np.unravel_index(places, self.shape)
-        columns = (np.broadcast_to(each, self.shape)[index] for each in self.grid.columns())
+        columns = (np.broadcast_to(column, self.shape)[index] for column in self.grid.columns())
         return LayoutBlock((), LayoutGrid(*columns, rules=self.grid.rules), np.ones(1, bool))
 
 
@@ -175,7 +177,7 @@ def needed(which: Flags, shape: tuple[int, ...]) -> list[Flags]:
     """Along each axis of a block of this shape, what the layouts of a broadcast mask need."""
     axes = range(len(shape))
     return [
-        np.broadcast_to(which.any(axis=tuple(each for each in axes if each != axis)), shape[axis])
+        np.broadcast_to(which.any(axis=tuple(dim for dim in axes if dim != axis)), shape[axis])
         for axis in axes
     ]
 
@@ -183,27 +185,29 @@ def needed(which: Flags, shape: tuple[int, ...]) -> list[Flags]:
 def layout_blocks(space: SearchSpace) -> Iterator[LayoutBlock]:
     """All layouts of the search space."""
     groups: dict[tuple[int, int, bool], list[Degrees]] = {}
-    for one in all_degrees(space):
+    for degrees in all_degrees(space):
         # With one rank in the shard group nothing is sharded.
-        groups.setdefault((one.pp, one.dp, one.dp * one.cp == 1), []).append(one)
-    for found in groups.values():
-        for start in range(0, len(found), _AT_ONCE):
-            block = _block(space, tuple(found[start : start + _AT_ONCE]))
+        groups.setdefault((degrees.pp, degrees.dp, degrees.dp * degrees.cp == 1), []).append(
+            degrees
+        )
+    for group in groups.values():
+        for start in range(0, len(group), _AT_ONCE):
+            block = _block(space, tuple(group[start : start + _AT_ONCE]))
             if block is not None:
                 yield block
 
 
 def _block(space: SearchSpace, degrees: tuple[Degrees, ...]) -> LayoutBlock | None:
-    one, fixed, allows = degrees[0], space.fixed or {}, space.allows
-    per_rank = space.batch // one.dp
+    first_degrees, fixed, allows = degrees[0], space.fixed or {}, space.allows
+    per_rank = space.batch // first_degrees.dp
     rows = [
         n for n in divisors(per_rank) if n <= MOST_MICROBATCH_SIZE and allows("microbatch_size", n)
     ]
-    schedules = list(_schedules(space, one.pp))
+    schedules = list(_schedules(space, first_degrees.pp))
     sharding = [
-        each
-        for each in _sharding(space, one)
-        if allows("zero", each[0]) and allows("replicate", each[1])
+        pair
+        for pair in _sharding(space, first_degrees)
+        if allows("zero", pair[0]) and allows("replicate", pair[1])
     ]
     rules = space.rules
     repeats = [i for i, rule in enumerate(rules) if allows("recompute", str(rule))]
@@ -212,24 +216,30 @@ def _block(space: SearchSpace, degrees: tuple[Degrees, ...]) -> LayoutBlock | No
         return None
     legal = np.array(
         [
-            [not family.problems(one.pp, per_rank // n, chunks) for family, chunks in schedules]
+            [
+                not family.problems(first_degrees.pp, per_rank // n, chunks)
+                for family, chunks in schedules
+            ]
             for n in rows
         ]
     )
     numbers = [
-        (each.tp, each.cp, CONTEXTS.index(each.context), each.ep, each.etp) for each in degrees
+        (degree.tp, degree.cp, CONTEXTS.index(degree.context), degree.ep, degree.etp)
+        for degree in degrees
     ]
     tp, cp, context, ep, etp = (along(0, column) for column in zip(*numbers, strict=True))
-    replicate = along(3, [each[1] for each in sharding])
+    replicate = along(3, [pair[1] for pair in sharding])
     grid = LayoutGrid(
         tp=tp,
         cp=cp,
-        pp=along(0, [one.pp]),  # like dp the same for all: what depends on it alone is short
+        pp=along(
+            0, [first_degrees.pp]
+        ),  # like dp the same for all: what depends on it alone is short
         replicate=replicate,
-        shard=one.dp / replicate,
+        shard=first_degrees.dp / replicate,
         ep=ep,
         etp=etp,
-        zero=along(3, [each[0] for each in sharding]),
+        zero=along(3, [pair[0] for pair in sharding]),
         chunks=along(2, [chunks for _, chunks in schedules]),
         microbatch_size=along(1, rows),
         microbatches=along(1, [per_rank // n for n in rows]),
@@ -256,14 +266,17 @@ def _suits_keys(
     if job.get("tp_overlap", 1) > 1:
         sizes = [cast(LayoutRequest, {**job, "microbatch_size": size}) for size in rows]
         cuts = [
-            [not any(overlap_rule(one.layout(sp), space.shape, size)) for size in sizes]
-            for one in degrees
+            [not any(overlap_rule(degree.layout(sp), space.shape, size)) for size in sizes]
+            for degree in degrees
         ]
         suits = suits & np.array(cuts).reshape(len(degrees), len(rows), 1, 1, 1, 1)
     if job.get("offloads_grads"):
         cuts = [
-            [not any(gradients_rule(one.layout(sp, *each), space.shape, job)) for each in sharding]
-            for one in degrees
+            [
+                not any(gradients_rule(degree.layout(sp, *pair), space.shape, job))
+                for pair in sharding
+            ]
+            for degree in degrees
         ]
         suits = suits & np.array(cuts).reshape(len(degrees), 1, 1, len(sharding), 1, 1)
     return suits
@@ -366,7 +379,7 @@ FIXED = (*_NUMBERS, "schedule", "recompute", "context", "offload")
 
 def parse_fixed(text: str) -> dict[str, int | str]:
     """`tp=8 schedule=zb-v` as a table; refuses unknown keys and values."""
-    found: dict[str, int | str] = {}
+    choices: dict[str, int | str] = {}
     for word in text.replace(",", " ").split():
         key, _, value = word.partition("=")
         if key not in FIXED:
@@ -375,9 +388,9 @@ def parse_fixed(text: str) -> dict[str, int | str]:
             raise BadFile(
                 "--fix", [f"{word!r}: write {key}= and a value, as in tp=8 schedule=1f1b"]
             )
-        found[key] = int(value) if value.isdecimal() else value
-    words = {"context": get_args(ContextKind), "offload": OFFLOADS}
-    for key, known in words.items():
-        if key in found and found[key] not in known:
-            raise UnknownName(f"--fix {key}", str(found[key]), known)
-    return found
+        choices[key] = int(value) if value.isdecimal() else value
+    options = {"context": get_args(ContextKind), "offload": OFFLOADS}
+    for key, known in options.items():
+        if key in choices and choices[key] not in known:
+            raise UnknownName(f"--fix {key}", str(choices[key]), known)
+    return choices

@@ -99,42 +99,44 @@ class Comparison:
         if abs(self.difference) < _NEGLIGIBLE * self.planned:
             return None
         sign = 1 if self.difference > 0 else -1
-        found = max(self.causes, key=lambda one: sign * one.gain)
-        return narrowed(found) if sign * found.gain > 0 else None
+        cause = max(self.causes, key=lambda candidate: sign * candidate.gain)
+        return narrowed(cause) if sign * cause.gain > 0 else None
 
     @cached_property
     def parts(self) -> list[CausePart]:
         """The difference in parts that sum to it, that of the named cause first."""
         named = self.named
-        large = [one for one in self.causes if abs(one.gain) >= _LEAST * self.planned]
+        large = [
+            deviation for deviation in self.causes if abs(deviation.gain) >= _LEAST * self.planned
+        ]
         causes = [] if named is None else [(named, False)]
-        for one in large:
-            inside = named is not None and _contains(one, named)
-            if one is not named:
-                causes.append((one, True) if inside else (narrowed(one), False))
+        for candidate in large:
+            inside = named is not None and _contains(candidate, named)
+            if candidate is not named:
+                causes.append((candidate, True) if inside else (narrowed(candidate), False))
         nodes, makespan, seconds = list(self.graph.nodes), self.graph.makespan, list[float]()
-        for one, _ in causes:
-            if one.change is None:
-                seconds.append(one.gain)
+        for candidate, _ in causes:
+            if candidate.change is None:
+                seconds.append(candidate.gain)
                 continue
-            nodes = list(map(one.change, nodes))
+            nodes = list(map(candidate.change, nodes))
             shorter = self.graph.play(nodes)
             seconds.append(makespan - shorter)
             makespan = shorter
         seconds.append(self.difference - sum(seconds))
         parts = zip([*causes, (None, True)], seconds, shares_of(seconds), strict=True)
-        found = [CausePart(*cause, *amounts) for cause, *amounts in parts]
-        return [one for one in found if one.share > 0 or not one.rest]
+        cause_parts = [CausePart(*cause, *amounts) for cause, *amounts in parts]
+        return [part for part in cause_parts if part.share > 0 or not part.rest]
 
 
-def _contains(one: Cause, other: Cause) -> bool:
-    return one is other or any(_contains(part, other) for part in one.parts)
+def _contains(cause: Cause, other: Cause) -> bool:
+    return cause is other or any(_contains(part, other) for part in cause.parts)
 
 
 def narrowed(cause: Cause) -> Cause:
     """The smallest part of a cause that explains most of it."""
     sign = 1 if cause.gain > 0 else -1
-    part = max(cause.parts, key=lambda one: sign * one.gain, default=None)
+    part = max(cause.parts, key=lambda candidate: sign * candidate.gain, default=None)
     if part is None or sign * part.gain < _MOST * sign * cause.gain:
         return cause
     return narrowed(part)
@@ -154,22 +156,28 @@ def compare(
     ranks = [spans.ranks[rank] for rank in column]
     graph = ActionGraph(expected, ranks)
     causes = [_compute(graph, ranks, peers), *_collectives(graph), _messages(graph), _pauses(graph)]
-    seconds, planned, whole = graph.makespan, expected.played.makespan, expected.around is not None
+    seconds, planned, is_complete = (
+        graph.makespan,
+        expected.played.makespan,
+        expected.around is not None,
+    )
     if expected.around is not None:
         planned += sum(expected.around.values())
         known = None if record is None else record.seconds
         measured = spans.end - spans.begin if known is None else known
         seconds = max(measured, graph.makespan)
         causes += _around(expected.around, graph, spans, seconds)
-    causes.sort(key=lambda one: -abs(one.gain))
-    return Comparison(graph, _ran(graph), expected.played, whole, seconds, planned, tuple(causes))
+    causes.sort(key=lambda cause: -abs(cause.gain))
+    return Comparison(
+        graph, _ran(graph), expected.played, is_complete, seconds, planned, tuple(causes)
+    )
 
 
-def own_seconds(one: RankSpans) -> float:
+def own_seconds(rank_spans: RankSpans) -> float:
     """Seconds of computation of a rank: its actions without waits and collectives."""
-    inside = collective_seconds(one)
-    total = sum(did.end - did.ready for did in one.actions)
-    return total - sum(sum(each.values()) for each in inside)
+    inside = collective_seconds(rank_spans)
+    total = sum(did.end - did.ready for did in rank_spans.actions)
+    return total - sum(sum(axis_seconds.values()) for axis_seconds in inside)
 
 
 def kind_of(step: Step) -> str:
@@ -187,7 +195,7 @@ def _ran(graph: ActionGraph) -> Timeline:
     rows: list[list[tuple[float, float]]] = [[] for _ in played.schedule.order]
     for node, time in zip(graph.nodes, times, strict=True):
         rows[node.pp_rank].append(time)
-    starts, ends = (tuple(tuple(one[i] for one in row) for row in rows) for i in (0, 1))
+    starts, ends = (tuple(tuple(pair[i] for pair in row) for row in rows) for i in (0, 1))
     return replace(played, starts=starts, ends=ends)
 
 
@@ -228,7 +236,7 @@ def _compute(
     single = {pair: cause(*pair) for pair in pairs}
     by_stage: list[Cause] = []
     for stage in sorted({stage for stage, _ in pairs}):
-        slow = [each for each in alone if each.stage == stage]
+        slow = [stage_cause for stage_cause in alone if stage_cause.stage == stage]
         parts = [single[pair] for pair in pairs if pair[0] == stage]
         by_stage.append(cause(stage=stage)._replace(parts=(*slow, *parts)))
     by_kind = [
@@ -242,14 +250,16 @@ def _stragglers(
     graph: ActionGraph, ranks: Sequence[RankSpans], peers: Mapping[int, Sequence[RankSpans]]
 ) -> Iterator[Cause]:
     """Ranks that compute longer than their peers; each counts for its first stage."""
-    for pp_rank, one in enumerate(ranks):
-        others = [own_seconds(each) for each in peers.get(pp_rank, ()) if each.rank != one.rank]
-        mine = own_seconds(one)
-        if others and mine >= _STRAGGLES * median(others):
-            share = (mine - median(others)) / len(one.actions)
-            change, stage = _shorter(pp_rank, share), stage_of(one.actions[0].step)
+    for pp_rank, rank_spans in enumerate(ranks):
+        peer_seconds = [
+            own_seconds(peer) for peer in peers.get(pp_rank, ()) if peer.rank != rank_spans.rank
+        ]
+        rank_seconds = own_seconds(rank_spans)
+        if peer_seconds and rank_seconds >= _STRAGGLES * median(peer_seconds):
+            share = (rank_seconds - median(peer_seconds)) / len(rank_spans.actions)
+            change, stage = _shorter(pp_rank, share), stage_of(rank_spans.actions[0].step)
             yield Cause(
-                *("straggler", _gain(graph, change), median(others), mine, stage),
+                *("straggler", _gain(graph, change), median(peer_seconds), rank_seconds, stage),
                 pp_rank=pp_rank,
                 change=change,
             )
@@ -270,8 +280,8 @@ def _without(axis: str) -> Change:
 
     def change(node: ActionNode) -> ActionNode:
         seconds = max(0.0, node.seconds - node.excess.get(axis, 0.0))
-        rest = {name: late for name, late in node.excess.items() if name != axis}
-        return replace(node, seconds=seconds, excess=rest)
+        excess = {name: late for name, late in node.excess.items() if name != axis}
+        return replace(node, seconds=seconds, excess=excess)
 
     return change
 
@@ -324,7 +334,7 @@ def _pauses(graph: ActionGraph) -> Cause:
         return Cause("pause", _gain(graph, change), 0.0, total, pp_rank=alone, change=change)
 
     pp_ranks = range(len(graph.ranks))
-    return cause(pp_ranks)._replace(parts=tuple(cause([each]) for each in pp_ranks))
+    return cause(pp_ranks)._replace(parts=tuple(cause([pp_rank]) for pp_rank in pp_ranks))
 
 
 def _around(
@@ -334,7 +344,7 @@ def _around(
 
     It is measured on the rank whose pipeline ended last, because the others wait for that rank.
     """
-    last = max(graph.ranks, key=lambda one: one.actions[-1].end)
+    last = max(graph.ranks, key=lambda rank_spans: rank_spans.actions[-1].end)
     end = last.actions[-1].end
     after = last.actions[-1]._replace(begin=end, ready=end, end=max(end, spans.end))
     calls = collective_seconds(replace(last, actions=(after,)))[0]

@@ -37,11 +37,11 @@ def commit_of(checkout: Path) -> str | None:
     """The commit of a checkout, with `-dirty` if files have changed; None if it is no checkout."""
     if not (checkout / ".git").exists():  # git would search the parent folders
         return None
-    asked = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     quiet = {**os.environ, "GIT_OPTIONAL_LOCKS": "0"}
     try:
         done = subprocess.run(
-            asked, cwd=checkout, env=quiet, capture_output=True, text=True, timeout=_GIT_SECONDS
+            command, cwd=checkout, env=quiet, capture_output=True, text=True, timeout=_GIT_SECONDS
         )
     except (OSError, subprocess.TimeoutExpired):
         return None

@@ -37,7 +37,7 @@ def from_plan(plan: Plan) -> Expectation | None:
     costs, factor = known.timeline.costs, setting.stack.factor
     times = (costs.forward, costs.backward, costs.weight, costs.transfer)
     scaled = Costs(
-        *(tuple(factor * each for each in column) for column in times), overlap=costs.overlap
+        *(tuple(factor * seconds for seconds in column) for column in times), overlap=costs.overlap
     )
     busy = sum(known.parts.get(name, 0.0) for name in (*COMPUTE, "rounding", "launch", *INSIDE))
     shares = {axis: known.parts.get(axis, 0.0) / busy for axis in INSIDE}
@@ -56,25 +56,25 @@ def from_means(schedule: Schedule, ranks: Sequence[RankSpans]) -> Expectation:
     """The schedule with the measured mean time of each kind of action, and free messages."""
     seconds: dict[str, list[float]] = {}
     calls: dict[str, list[dict[str, float]]] = {}
-    for one in ranks:
-        for did, inside in zip(one.actions, collective_seconds(one), strict=True):
+    for rank_spans in ranks:
+        for did, inside in zip(rank_spans.actions, collective_seconds(rank_spans), strict=True):
             seconds.setdefault(kind_of(did.step), []).append(did.end - did.ready)
             calls.setdefault(kind_of(did.step), []).append(inside)
-    mean = {kind: fmean(each) for kind, each in seconds.items()}
+    mean = {kind: fmean(durations) for kind, durations in seconds.items()}
     weight = mean.get(WEIGHT_GRAD, 0.0)
     backward = mean[INPUT_GRAD] if INPUT_GRAD in mean else mean.get(BACKWARD, 0.0) - weight
     pair = mean.get(FORWARD, 0.0) + backward + weight
     stages = schedule.num_stages
     costs = Costs(
-        *((each,) * stages for each in (mean.get(FORWARD, 0.0), backward, weight, 0.0)),
+        *((value,) * stages for value in (mean.get(FORWARD, 0.0), backward, weight, 0.0)),
         overlap=mean[PAIR] / pair if PAIR in mean and pair else 1.0,
     )
     usual = {
         kind: {
-            axis: fmean(one.get(axis, 0.0) for one in each)
-            for axis in {axis for one in each for axis in one}
+            axis: fmean(table.get(axis, 0.0) for table in tables)
+            for axis in {axis for table in tables for axis in table}
         }
-        for kind, each in calls.items()
+        for kind, tables in calls.items()
     }
     return Expectation(
         play(as_run(schedule), costs), lambda step: usual.get(kind_of(step), {}), None

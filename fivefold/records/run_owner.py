@@ -64,7 +64,10 @@ class RunTicket:
 @contextlib.contextmanager
 def own_run(folder: Path, wait: float) -> Generator[RunTicket]:
     """Own a run folder; raises if another start does for so many seconds."""
-    path, made = folder / OWNER, [one for one in (folder, *folder.parents) if not one.exists()]
+    path, folders = (
+        folder / OWNER,
+        [parent for parent in (folder, *folder.parents) if not parent.exists()],
+    )
     with naming_file(path):
         folder.mkdir(parents=True, exist_ok=True)
         handle = _locked(path, time.monotonic() + wait)
@@ -77,8 +80,8 @@ def own_run(folder: Path, wait: float) -> Generator[RunTicket]:
         if not (folder / RUN).exists():  # it was refused before it began
             path.unlink(missing_ok=True)
             with contextlib.suppress(OSError):
-                for one in made:
-                    one.rmdir()
+                for directory in folders:
+                    directory.rmdir()
         os.close(handle)
 
 
@@ -103,10 +106,10 @@ def _locked(path: Path, until: float) -> int:
 
 def _is_at(handle: int, path: Path) -> bool:
     try:
-        there, ours = path.stat(), os.fstat(handle)
+        file_stat, ours = path.stat(), os.fstat(handle)
     except FileNotFoundError:
         return False
-    return (there.st_dev, there.st_ino) == (ours.st_dev, ours.st_ino)
+    return (file_stat.st_dev, file_stat.st_ino) == (ours.st_dev, ours.st_ino)
 
 
 @contextlib.contextmanager

@@ -62,7 +62,7 @@ def read(folder: Path) -> RunFacts:
     starts = _starts(folder / RUN)
     metrics, repeated = read_lines(folder / METRICS), read_lines(folder / LOST)
     records, lost = metrics.records, repeated.records
-    plan, no_plan = _plan(folder, any(one.restart == len(starts) - 1 for one in records))
+    plan, no_plan = _plan(folder, any(record.restart == len(starts) - 1 for record in records))
     checkpoints = [*(folder / CHECKPOINTS).glob("step-*/manifest.json")]
     files = [folder / name for name in (RUN, METRICS)]
     written = max(file.stat().st_mtime for file in files if file.exists())
@@ -72,7 +72,7 @@ def read(folder: Path) -> RunFacts:
         records=tuple(records),
         lost=tuple(lost),
         summary=summarize(
-            [_since(one, starts[0]) for one in starts], records, lost, len(checkpoints)
+            [_since(start, starts[0]) for start in starts], records, lost, len(checkpoints)
         ),
         plan=plan,
         no_plan=no_plan,
@@ -80,7 +80,7 @@ def read(folder: Path) -> RunFacts:
         idle_s=max(0.0, time.time() - written),
         samples=_samples(folder / SAMPLES),
         recipe=_recipe(folder / PLAN),
-        damage=tuple(each for each in (metrics.damage, repeated.damage) if each is not None),
+        damage=tuple(damage for damage in (metrics.damage, repeated.damage) if damage is not None),
     )
 
 
@@ -121,7 +121,11 @@ def _recovered(path: Path) -> list[dict[str, Any]]:
     starts: list[dict[str, Any]] = []
     for number in range(1 + max(record.restart for record in records)):
         same = [record for record in records if record.restart == number]
-        walls = [one.wall - (one.elapsed or 0.0) for one in same if one.wall is not None]
+        walls = [
+            step_record.wall - (step_record.elapsed or 0.0)
+            for step_record in same
+            if step_record.wall is not None
+        ]
         starts.append({"began": max(0.0, began + (min(walls, default=0.0) if number else 0.0))})
     return starts
 
@@ -153,30 +157,30 @@ def options_of(folder: Path, step: int | Literal["best"] | None = None) -> PlanO
 
 def plan_text_of(folder: Path, step: int | Literal["best"] | None = None) -> str | None:
     """The plan that a checkpoint carries, as a file in the run folder; None if it has none."""
-    found = _checkpoint_facts(folder)
+    checkpoints = _checkpoint_facts(folder)
     if step == "best":
         judged_by = options_of(folder).train.keep_best
-        losses = {number: facts["evals"].get(judged_by) for number, facts in found.items()}
+        losses = {number: facts["evals"].get(judged_by) for number, facts in checkpoints.items()}
         known = [(loss, number) for number, loss in losses.items() if isinstance(loss, float)]
         step = min(known)[1] if known else None
-    facts = found.get(max(found, default=0) if step is None else step, {})
+    facts = checkpoints.get(max(checkpoints, default=0) if step is None else step, {})
     return facts["plan"] if facts.get("plan_in_run") is True else None
 
 
 def _checkpoint_facts(folder: Path) -> dict[int, dict[str, Any]]:
     """The facts of checkpoints by step, without those that are suspect or cannot be read; whoever
     reads their tensors verifies them."""
-    found: dict[int, dict[str, Any]] = {}
+    checkpoints: dict[int, dict[str, Any]] = {}
     for path in (folder / CHECKPOINTS).glob("step-*[0-9]/manifest.json"):
         if not path.is_file() or path.with_name(SUSPECT).exists():
             continue
         try:
             facts = stored_types.table("the file", json.loads(path.read_text("utf-8")))["facts"]
             if isinstance(facts["plan"], str) and isinstance(facts["evals"], dict):
-                found[int(path.parent.name.removeprefix("step-"))] = facts
+                checkpoints[int(path.parent.name.removeprefix("step-"))] = facts
         except (OSError, ValueError, TypeError, LookupError, RecursionError):
             continue
-    return found
+    return checkpoints
 
 
 def read_step(folder: Path, step: int) -> StepSpans | None:
@@ -184,17 +188,17 @@ def read_step(folder: Path, step: int) -> StepSpans | None:
     starts = [number for number, (a, b) in _event_steps(folder).items() if a <= step <= b]
     if not starts:
         return None
-    restart, found = max(starts), dict[int, _RankEvents]()
+    restart, rank_events = max(starts), dict[int, _RankEvents]()
     start = _starts(folder / RUN)[restart]
     for rank in _chosen(start):
         path = folder / EVENTS / f"rank-{rank:05d}.jsonl"
         events = _EventFile(path).events((restart, step))
         if events is not None:
-            found[rank] = events
-    if not found:
+            rank_events[rank] = events
+    if not rank_events:
         return None
-    zero = min(events.began for events in found.values())
-    ranks = {rank: events.aligned(rank, zero) for rank, events in found.items()}
+    zero = min(events.began for events in rank_events.values())
+    ranks = {rank: events.aligned(rank, zero) for rank, events in rank_events.items()}
     return StepSpans(step, restart, int(start.facts.get("world", 1)), ranks)
 
 
@@ -211,21 +215,21 @@ def _chosen(start: StartFacts) -> list[int]:
 def _starts(path: Path) -> tuple[StartFacts, ...]:
     """The starts in `run.json`."""
     try:
-        found: list[StartFacts] = []
+        starts: list[StartFacts] = []
         for table in read_starts(path):
             ended: dict[str, Any] | None = table.get("ended")
             none = (None, None, dict[str, float]())
             end = none if ended is None else (ended["at"], ended["why"], ended["spent"])
-            found.append(StartFacts(table["began"], *end, table))
-        return tuple(found)
+            starts.append(StartFacts(table["began"], *end, table))
+        return tuple(starts)
     except KeyError as error:
         raise BadFile(str(path), [f"{error!r}; give the folder of a run"]) from error
 
 
-def _since(one: StartFacts, first: StartFacts) -> RunStart:
+def _since(start: StartFacts, first: StartFacts) -> RunStart:
     """A start, in seconds since the first start."""
-    ended = None if one.ended is None else one.ended - first.began
-    return RunStart(one.began - first.began, ended, dict(one.spent))
+    ended = None if start.ended is None else start.ended - first.began
+    return RunStart(start.began - first.began, ended, dict(start.spent))
 
 
 def _plan(folder: Path, stepped: bool) -> tuple[Plan | None, str | None]:
@@ -240,35 +244,35 @@ def _plan(folder: Path, stepped: bool) -> tuple[Plan | None, str | None]:
 
 def _recipe(path: Path) -> dict[str, Any]:
     """Every key of a plan file with its value, tables as `table.key`; none if it is unreadable."""
-    found: dict[str, Any] = {}
+    recipe: dict[str, Any] = {}
 
     def add(table: dict[str, Any], before: str) -> None:
         for key, value in table.items():
             if isinstance(value, dict):
                 add(cast("dict[str, Any]", value), f"{before}{key}.")
             else:
-                found[before + key] = value
+                recipe[before + key] = value
 
     try:
         add(tomllib.loads(read_bytes(path).decode()), "")
     except (FivefoldError, ValueError):
         return {}
-    return found
+    return recipe
 
 
 def _samples(path: Path) -> tuple[RunSample, ...]:
     """The newest sample of each step of each start; lines that a killed process cut are skipped."""
-    found: dict[tuple[int, int], RunSample] = {}
+    samples: dict[tuple[int, int], RunSample] = {}
     lines = read_bytes(path).decode(errors="replace").split("\n")
     for line in lines:
         try:
             table = json.loads(line)
             step, restart = int(table["step"]), int(table["restart"])
-            one = RunSample(step, restart, str(table["prompt"]), str(table["text"]))
-            found[one.restart, one.step] = one
+            sample = RunSample(step, restart, str(table["prompt"]), str(table["text"]))
+            samples[sample.restart, sample.step] = sample
         except (ValueError, KeyError, TypeError):
             continue
-    return tuple(found[key] for key in sorted(found))
+    return tuple(samples[key] for key in sorted(samples))
 
 
 def _event_steps(folder: Path) -> dict[int, tuple[int, int]]:
@@ -295,7 +299,7 @@ class _RankEvents(NamedTuple):
 
     @property
     def began(self) -> int:
-        return min((one[1] for one in (*self.actions, *self.calls)), default=self.wall)
+        return min((event[1] for event in (*self.actions, *self.calls)), default=self.wall)
 
     def aligned(self, rank: int, zero: int) -> RankSpans:
         """In seconds since `zero`, actions and collectives each sorted by their begin."""
@@ -304,11 +308,11 @@ class _RankEvents(NamedTuple):
             return (moment - zero) * 1e-9
 
         actions: list[ActionSpan] = []
-        for name, begin, end in sorted(self.actions, key=lambda one: one[1]):
+        for name, begin, end in sorted(self.actions, key=lambda event: event[1]):
             (step,) = parse_steps([name], f"events of rank {rank}")
             actions.append(ActionSpan(step, since(begin), since(begin), since(end)))
         calls: list[CollectiveSpan] = []
-        for name, begin, end, size, group in sorted(self.calls, key=lambda one: one[1]):
+        for name, begin, end, size, group in sorted(self.calls, key=lambda event: event[1]):
             axis, _, kind = name.partition("/")
             calls.append(CollectiveSpan(axis, kind, since(begin), since(end), size, group))
         return RankSpans(rank, since(self.wall), tuple(actions), tuple(calls))
@@ -352,11 +356,11 @@ class _EventFile:
         low, high = 0, self.size
         while low < high:
             middle = (low + high) // 2
-            found = self._from(middle)
-            if found is None or found.key >= key:
+            anchor = self._from(middle)
+            if anchor is None or anchor.key >= key:
                 high = middle
             else:
-                low = found.offset + 1
+                low = anchor.offset + 1
         return self._from(low)
 
     def _from(self, offset: int) -> _Anchor | None:
@@ -365,8 +369,8 @@ class _EventFile:
             return None
         mark = b"\n" + _ANCHOR
         with self.path.open("rb") as file:
-            if offset == 0 and (found := self._anchor(file.readline(), 0)):
-                return found
+            if offset == 0 and (anchor := self._anchor(file.readline(), 0)):
+                return anchor
             offset = max(0, offset - 1)  # the end of the line before
             while offset < self.size:
                 file.seek(offset)
@@ -376,8 +380,8 @@ class _EventFile:
                     offset += _CHUNK
                     continue
                 file.seek(offset + at + 1)
-                if found := self._anchor(file.readline(), offset + at + 1):
-                    return found
+                if anchor := self._anchor(file.readline(), offset + at + 1):
+                    return anchor
                 offset += at + 1
         return None
 
@@ -385,11 +389,11 @@ class _EventFile:
         """The last anchor that begins before an offset."""
         while offset > 0:
             begin = max(0, offset - _CHUNK)
-            found = self._from(begin)
-            if found is not None and found.offset < offset:
-                while (following := self._from(found.offset + 1)) and following.offset < offset:
-                    found = following
-                return found
+            anchor = self._from(begin)
+            if anchor is not None and anchor.offset < offset:
+                while (following := self._from(anchor.offset + 1)) and following.offset < offset:
+                    anchor = following
+                return anchor
             offset = begin
         return None
 

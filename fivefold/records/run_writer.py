@@ -41,9 +41,9 @@ def run_folder(parent: Path, name: str, newest: bool) -> Path:
     """The folder `name-N` with the next free number, or the newest that exists."""
     name = re.sub(r"[^A-Za-z0-9._-]", "-", name)
     taken = {
-        int(found[1])
-        for each in (parent.iterdir() if parent.is_dir() else ())
-        if (found := re.fullmatch(rf"{re.escape(name)}-([0-9]{{1,9}})", each.name))
+        int(match[1])
+        for path in (parent.iterdir() if parent.is_dir() else ())
+        if (match := re.fullmatch(rf"{re.escape(name)}-([0-9]{{1,9}})", path.name))
     }
     if newest and not taken:
         raise FivefoldError(
@@ -71,16 +71,16 @@ class RunFolder:
 
         `settings` are written to `run.json` for this start, such as layout and world.
         """
-        there = [name for name in _OURS if (path / name).exists()]
-        if there and not resume:
-            what = "a run already" if RUN in there else f"{' and '.join(there)} already"
+        own_files = [name for name in _OURS if (path / name).exists()]
+        if own_files and not resume:
+            what = "a run already" if RUN in own_files else f"{' and '.join(own_files)} already"
             raise FivefoldError(
                 f"{path} has {what}: continue it with --resume, or give another folder with --out"
             )
         with naming_file(path):
             path.mkdir(parents=True, exist_ok=True)
         facts: dict[str, Any] = {"id": uuid.uuid4().hex, "starts": []}
-        if RUN in there:
+        if RUN in own_files:
             facts = _read_json(path / RUN)
             read_starts(path / RUN)
         number, former = len(facts["starts"]), None
@@ -164,18 +164,18 @@ def read_summary(path: Path, warn: Callable[[str], None] = lambda damage: None) 
     """The summary of a run, from its records."""
     starts = _starts(read_starts(path / RUN))
     checkpoints = [*(path / CHECKPOINTS).glob("step-*/manifest.json")]
-    kept, lost = read_lines(path / METRICS), read_lines(path / LOST)
-    for damage in (kept.damage, lost.damage):
+    metrics, lost = read_lines(path / METRICS), read_lines(path / LOST)
+    for damage in (metrics.damage, lost.damage):
         if damage is not None:
             warn(damage)
-    return summarize(starts, kept.records, lost.records, len(checkpoints))
+    return summarize(starts, metrics.records, lost.records, len(checkpoints))
 
 
 def read_starts(path: Path) -> list[dict[str, Any]]:
     """The starts in `run.json`, at least one."""
     table = _read_json(path)
     try:
-        starts = [check_start(each) for each in table["starts"]]
+        starts = [check_start(start) for start in table["starts"]]
         if not starts:
             raise ValueError("it has no start")
     except (ValueError, KeyError, TypeError) as error:
@@ -186,14 +186,14 @@ def read_starts(path: Path) -> list[dict[str, Any]]:
 def _starts(tables: Sequence[Mapping[str, Any]]) -> list[RunStart]:
     """The starts of a run, in seconds since the first start."""
     first = tables[0]["began"]
-    found: list[RunStart] = []
+    starts: list[RunStart] = []
     for table in tables:
         began, ended = table["began"] - first, table.get("ended")
         if ended is None:
-            found.append(RunStart(began, None, {}))
+            starts.append(RunStart(began, None, {}))
         else:
-            found.append(RunStart(began, ended["at"] - first, ended["spent"]))
-    return found
+            starts.append(RunStart(began, ended["at"] - first, ended["spent"]))
+    return starts
 
 
 def read_records(path: Path) -> list[StepRecord]:
@@ -281,8 +281,8 @@ def _numbers(numbers: Sequence[int]) -> str:
     first = [n for i, n in enumerate(numbers) if i == 0 or numbers[i - 1] != n - 1]
     last = [n for i, n in enumerate(numbers) if numbers[i + 1 : i + 2] != [n + 1]]
     runs = [f"{a} to {b}" if a < b else f"{a}" for a, b in zip(first, last, strict=True)]
-    more = [f"and {len(runs) - _MOST_RUNS} more places"] if len(runs) > _MOST_RUNS else []
-    return ", ".join([*runs[:_MOST_RUNS], *more])
+    suffix = [f"and {len(runs) - _MOST_RUNS} more places"] if len(runs) > _MOST_RUNS else []
+    return ", ".join([*runs[:_MOST_RUNS], *suffix])
 
 
 class Metrics:

@@ -91,18 +91,18 @@ class StepSpans:
             return self
         end = first.reported - record.spent.get(EVAL, 0.0)
         begin = end - (1 + _SLACK) * record.seconds
-        ranks = {rank: _cut(one, begin, end) for rank, one in self.ranks.items()}
+        ranks = {rank: _cut(rank_spans, begin, end) for rank, rank_spans in self.ranks.items()}
         return replace(self, ranks=ranks)
 
     @cached_property
     def begin(self) -> float:
         """When the first rank began."""
-        return min(_edges(one)[0] for one in self.ranks.values())
+        return min(_edges(rank_spans)[0] for rank_spans in self.ranks.values())
 
     @cached_property
     def end(self) -> float:
         """When the last rank was done."""
-        return max(_edges(one)[1] for one in self.ranks.values())
+        return max(_edges(rank_spans)[1] for rank_spans in self.ranks.values())
 
 
 class StartFacts(NamedTuple):
@@ -152,8 +152,10 @@ class RunFacts:
 
     def record(self, step: int, restart: int) -> StepRecord | None:
         """The record of a step in a start."""
-        same = (one for one in (*self.records, *self.lost) if one.step == step)
-        return next((one for one in same if one.restart == restart), None)
+        same = (
+            step_record for step_record in (*self.records, *self.lost) if step_record.step == step
+        )
+        return next((step_record for step_record in same if step_record.restart == restart), None)
 
 
 # Separate work from waiting.
@@ -164,15 +166,20 @@ def split_waiting(spans: StepSpans, schedule: Schedule, column: Sequence[int]) -
 
     None if a rank does not have all actions of the schedule.
     """
-    found: list[RankSpans] = []
+    members: list[RankSpans] = []
     for pp_rank, rank in enumerate(column):
-        one = spans.ranks.get(rank)
+        rank_spans = spans.ranks.get(rank)
         steps = merged(schedule, pp_rank)
-        if one is None or [did.step for did in one.actions] != list(steps):
+        if rank_spans is None or [did.step for did in rank_spans.actions] != list(steps):
             return None
-        found.append(one)
-    ends = {each: did.end for one in found for did in one.actions for each in results(did.step)}
-    ranks = {one.rank: _split(one, schedule, ends) for one in found}
+        members.append(rank_spans)
+    ends = {
+        result: did.end
+        for member in members
+        for did in member.actions
+        for result in results(did.step)
+    }
+    ranks = {member.rank: _split(member, schedule, ends) for member in members}
     return replace(spans, ranks=ranks)
 
 
@@ -187,48 +194,53 @@ def results(step: Step) -> list[Result]:
 
 def awaited(schedule: Schedule, step: Step) -> list[tuple[Message, Result]]:
     """The messages that a step needs from other ranks, and the results they carry."""
-    found: list[tuple[Message, Result]] = []
+    messages: list[tuple[Message, Result]] = []
     for action in actions_of(step):
         message = None if action.kind == WEIGHT_GRAD else needed(schedule, action)
         if message is not None:
             forward = action.kind == FORWARD
             sender = action.stage + (-1 if forward else 1)
-            found.append((message, (sender, forward, action.microbatch)))
-    return found
+            messages.append((message, (sender, forward, action.microbatch)))
+    return messages
 
 
-def _cut(one: RankSpans, begin: float, end: float) -> RankSpans:
+def _cut(rank_spans: RankSpans, begin: float, end: float) -> RankSpans:
     """The collectives of a step. A rank may begin the evaluation before rank 0 is done, so pipeline
     messages count up to the last action of the rank."""
-    last = max((did.end for did in one.actions), default=end)
+    last = max((did.end for did in rank_spans.actions), default=end)
     calls = (
         call
-        for call in one.calls
+        for call in rank_spans.calls
         if (call.begin <= last if call.axis == _PIPELINE else begin <= call.begin <= end)
     )
-    return replace(one, calls=tuple(calls))
+    return replace(rank_spans, calls=tuple(calls))
 
 
-def _split(one: RankSpans, schedule: Schedule, ends: Mapping[Result, float]) -> RankSpans:
+def _split(rank_spans: RankSpans, schedule: Schedule, ends: Mapping[Result, float]) -> RankSpans:
     """Set `ready`: receives end in the order of the actions that need them."""
-    needed_by = [(did, cause) for did in one.actions for _, cause in awaited(schedule, did.step)]
+    needed_by = [
+        (did, cause) for did in rank_spans.actions for _, cause in awaited(schedule, did.step)
+    ]
     received = sorted(
-        call.end for call in one.calls if (call.axis, call.kind) == (_PIPELINE, _RECEIVE)
+        call.end for call in rank_spans.calls if (call.axis, call.kind) == (_PIPELINE, _RECEIVE)
     )
     known = received if len(received) == len(needed_by) else [float("-inf")] * len(needed_by)
-    ready = {did.step: did.begin for did in one.actions}
+    ready = {did.step: did.begin for did in rank_spans.actions}
     for (did, cause), arrived in zip(needed_by, known, strict=True):
         moment = arrived if did.begin <= arrived <= did.end else ends.get(cause, did.begin)
         if did.begin < moment <= did.end:
             ready[did.step] = max(ready[did.step], moment)
-    actions = tuple(did._replace(ready=ready[did.step]) for did in one.actions)
-    return replace(one, actions=actions)
+    actions = tuple(did._replace(ready=ready[did.step]) for did in rank_spans.actions)
+    return replace(rank_spans, actions=actions)
 
 
-def _edges(one: RankSpans) -> tuple[float, float]:
-    spans = [*((did.begin, did.end) for did in one.actions), *((c.begin, c.end) for c in one.calls)]
+def _edges(rank_spans: RankSpans) -> tuple[float, float]:
+    spans = [
+        *((did.begin, did.end) for did in rank_spans.actions),
+        *((c.begin, c.end) for c in rank_spans.calls),
+    ]
     if not spans:
-        return one.reported, one.reported
+        return rank_spans.reported, rank_spans.reported
     return min(begin for begin, _ in spans), max(end for _, end in spans)
 
 
@@ -256,11 +268,11 @@ class Expectation:
     around: Mapping[str, float] | None
 
 
-def collective_seconds(one: RankSpans) -> list[dict[str, float]]:
+def collective_seconds(rank_spans: RankSpans) -> list[dict[str, float]]:
     """For each action, the seconds in which a collective was running, by axis of the plan."""
-    found: list[dict[str, float]] = [{} for _ in one.actions]
+    totals: list[dict[str, float]] = [{} for _ in rank_spans.actions]
     by_axis: dict[str, list[tuple[float, float]]] = {}
-    for call in one.calls:
+    for call in rank_spans.calls:
         if call.axis != "pp":
             dimension = DIMENSIONS.get(call.axis)
             axis = dimension if dimension in INSIDE else DATA
@@ -268,26 +280,26 @@ def collective_seconds(one: RankSpans) -> list[dict[str, float]]:
     for axis, intervals in by_axis.items():
         first = 0
         for begin, end in _union(intervals):
-            while first < len(one.actions) and one.actions[first].end <= begin:
+            while first < len(rank_spans.actions) and rank_spans.actions[first].end <= begin:
                 first += 1
-            for index in range(first, len(one.actions)):
-                did = one.actions[index]
+            for index in range(first, len(rank_spans.actions)):
+                did = rank_spans.actions[index]
                 if did.ready >= end:
                     break
                 inside = min(end, did.end) - max(begin, did.ready)
                 if inside > 0:
-                    found[index][axis] = found[index].get(axis, 0.0) + inside
-    return found
+                    totals[index][axis] = totals[index].get(axis, 0.0) + inside
+    return totals
 
 
 def _union(intervals: list[tuple[float, float]]) -> Iterator[tuple[float, float]]:
     """The union of intervals, in order."""
     begin, end = float("-inf"), float("-inf")
-    for one, other in sorted(intervals):
-        if one > end:
+    for start, other in sorted(intervals):
+        if start > end:
             if end > begin:
                 yield begin, end
-            begin, end = one, other
+            begin, end = start, other
         end = max(end, other)
     if end > begin:
         yield begin, end
@@ -312,23 +324,23 @@ class ActionGraph:
 
     def __init__(self, expected: Expectation, ranks: list[RankSpans]) -> None:
         self.expected, self.ranks = expected, ranks
-        self.zero = min(one.actions[0].ready for one in ranks)
+        self.zero = min(rank_spans.actions[0].ready for rank_spans in ranks)
         self.nodes = list(self._nodes())
         self.order = self._sorted()  # causes before effects
         self.makespan = self.play(self.nodes)
 
     def _nodes(self) -> Iterator[ActionNode]:
         number, ends = dict[Result, int](), list[float]()
-        for one in self.ranks:
-            for did in one.actions:
-                number |= {each: len(ends) for each in results(did.step)}
+        for rank_spans in self.ranks:
+            for did in rank_spans.actions:
+                number |= {result: len(ends) for result in results(did.step)}
                 ends.append(did.end - self.zero)
-        for pp_rank, one in enumerate(self.ranks):
+        for pp_rank, rank_spans in enumerate(self.ranks):
             free = 0.0
-            for did, inside in zip(one.actions, collective_seconds(one), strict=True):
+            for did, inside in zip(rank_spans.actions, collective_seconds(rank_spans), strict=True):
                 needs = awaited(self.expected.played.schedule, did.step)
-                causes = tuple(number[each] for _, each in needs)
-                last = max((ends[each] for each in causes), default=None)
+                causes = tuple(number[result] for _, result in needs)
+                last = max((ends[cause] for cause in causes), default=None)
                 yield self._node(pp_rank, did, causes, free, last, inside)
                 free = did.end - self.zero
 
@@ -361,7 +373,7 @@ class ActionGraph:
         firsts = [at for at in range(len(self.nodes)) if self._before(at) is None]
         done, order, heads = set[int](), list[int](), firsts
         while heads:
-            rest: list[int] = []
+            new_heads: list[int] = []
             for head in heads:
                 at = head
                 while self._is_of(at, head) and done.issuperset(self.nodes[at].causes):
@@ -369,9 +381,9 @@ class ActionGraph:
                     order.append(at)
                     at += 1
                 if self._is_of(at, head):
-                    rest.append(at)
-            assert rest != heads, "a schedule that ran has no cycle"
-            heads = rest
+                    new_heads.append(at)
+            assert new_heads != heads, "a schedule that ran has no cycle"
+            heads = new_heads
         return order
 
     def _is_of(self, at: int, head: int) -> bool:
@@ -386,11 +398,13 @@ class ActionGraph:
 
     def times(self, nodes: Sequence[ActionNode]) -> list[tuple[float, float]]:
         """When every action begins and ends."""
-        found = [(0.0, 0.0)] * len(nodes)
+        intervals = [(0.0, 0.0)] * len(nodes)
         for at in self.order:
-            one, before = nodes[at], self._before(at)
-            free = found[before][1] if before is not None else 0.0
-            arrived = max((found[each][1] + one.message for each in one.causes), default=0.0)
-            begin = max(free, arrived) + one.pause
-            found[at] = begin, begin + one.seconds
-        return found
+            node, before = nodes[at], self._before(at)
+            free = intervals[before][1] if before is not None else 0.0
+            arrived = max(
+                (intervals[cause][1] + node.message for cause in node.causes), default=0.0
+            )
+            begin = max(free, arrived) + node.pause
+            intervals[at] = begin, begin + node.seconds
+        return intervals

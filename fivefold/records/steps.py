@@ -127,7 +127,9 @@ class StepRecord:
     @classmethod
     def from_json(cls, table: Mapping[str, Any]) -> StepRecord:
         """The record of a line; raises KeyError, TypeError or ValueError if it is none."""
-        values = {each.name: table[each.name] for each in fields(cls) if each.name not in _ADDED}
+        values = {
+            field.name: table[field.name] for field in fields(cls) if field.name not in _ADDED
+        }
         values |= {name: table.get(name) for name in _ADDED}
         for key in _TIMES:
             values[key] = possible_time(values[key])
@@ -142,7 +144,7 @@ class StepRecord:
 
     def scalars(self) -> dict[str, float]:
         """The numbers that a tracker such as TensorBoard draws."""
-        found = {
+        values = {
             "loss": self.loss,
             "norm": self.norm,
             "lr": self.lr,
@@ -157,11 +159,11 @@ class StepRecord:
             "eval_loss": self.eval_loss,
         }
         for name, numbers in (self.evals or {}).items():
-            found |= {f"eval/{name}/{key}": value for key, value in numbers.items()}
-        found |= {f"dpo/{key}": value for key, value in (self.preference or {}).items()}
+            values |= {f"eval/{name}/{key}": value for key, value in numbers.items()}
+        values |= {f"dpo/{key}": value for key, value in (self.preference or {}).items()}
         if self.planned is not None:
-            found |= {f"planned/{name}": value for name, value in asdict(self.planned).items()}
-        return {name: float(value) for name, value in found.items() if value is not None}
+            values |= {f"planned/{name}": value for name, value in asdict(self.planned).items()}
+        return {name: float(value) for name, value in values.items() if value is not None}
 
 
 def _finite(value: Any) -> Any:
@@ -278,7 +280,11 @@ def summarize(
     wall = sum(spent.values())
     best = min(counted, key=lambda record: record.loss, default=None)
     known_mfu = [record.mfu for record in counted if record.mfu is not None]
-    memory = [each.memory_gib for each in (*records, *lost) if each.memory_gib is not None]
+    memory = [
+        step_record.memory_gib
+        for step_record in (*records, *lost)
+        if step_record.memory_gib is not None
+    ]
     evals = [record.eval_loss for record in records if record.eval_loss is not None]
     times = [record.elapsed for record in counted if record.elapsed is not None]
     total = sum(record.tokens for record in counted)
@@ -305,8 +311,10 @@ def summarize(
         num_skipped=len(records) - len(counted),
         num_untimed=sum(record.elapsed is None for record in records),
         num_proven=sum(
-            each.again is not None and each.again["why"] is None and each.again["same"]
-            for each in records
+            step_record.again is not None
+            and step_record.again["why"] is None
+            and step_record.again["same"]
+            for step_record in records
         ),
         num_lost=len(lost),
         num_restarts=len(starts) - 1,
@@ -335,13 +343,13 @@ def _spent(
     The time between a regular end and the next start does not count. A start that fails over to
     another host may read an earlier time than the one before wrote: such a gap counts as none.
     """
-    found: dict[str, float] = dict.fromkeys(_NAMES, 0.0)
-    for one in (*records, *lost, *starts):
-        for name, seconds in one.spent.items():
-            found[name] = found.get(name, 0.0) + _seconds(seconds)
+    totals: dict[str, float] = dict.fromkeys(_NAMES, 0.0)
+    for source in (*records, *lost, *starts):
+        for name, seconds in source.spent.items():
+            totals[name] = totals.get(name, 0.0) + _seconds(seconds)
     for record in records:
-        found[STEPS if record.skipped is None else SKIPPED] += _seconds(record.seconds)
-    found[LOST] += sum(_seconds(record.seconds) for record in lost)
+        totals[STEPS if record.skipped is None else SKIPPED] += _seconds(record.seconds)
+    totals[LOST] += sum(_seconds(record.seconds) for record in lost)
     up = 0.0
     for number, start in enumerate(starts):
         same = [record for record in (*records, *lost) if record.restart == number]
@@ -349,10 +357,10 @@ def _spent(
         end = max(walls, default=start.began) if start.ended is None else start.ended
         up += _seconds(end - start.began)
         if start.ended is None and number + 1 < len(starts):
-            found[DOWN] += _seconds(starts[number + 1].began - end)
-    named = sum(found.values()) - found[DOWN]
-    found[OTHER] += max(0.0, up - named)
-    return found
+            totals[DOWN] += _seconds(starts[number + 1].began - end)
+    named = sum(totals.values()) - totals[DOWN]
+    totals[OTHER] += max(0.0, up - named)
+    return totals
 
 
 def _seconds(measured: float | None) -> float:
@@ -369,14 +377,14 @@ def shares_of(amounts: Sequence[float]) -> list[float]:
     >>> shares_of([1, 1, -1])
     [0.334, 0.333, 0.333]
     """
-    sizes = [abs(each) if math.isfinite(each) else 0.0 for each in amounts]
+    sizes = [abs(amount) if math.isfinite(amount) else 0.0 for amount in amounts]
     most = max(sizes, default=0.0)
     if most == 0.0:
         return [0.0] * len(sizes)
-    scaled = [each / most for each in sizes]  # their sum cannot overflow
-    exact = [1000 * each / sum(scaled) for each in scaled]
-    whole = [math.floor(each) for each in exact]
-    by_rest = sorted(range(len(exact)), key=lambda i: whole[i] - exact[i])
-    for i in by_rest[: 1000 - sum(whole)]:
-        whole[i] += 1
-    return [each / 1000 for each in whole]
+    scaled = [size / most for size in sizes]  # their sum cannot overflow
+    exact = [1000 * size / sum(scaled) for size in scaled]
+    floors = [math.floor(share) for share in exact]
+    by_rest = sorted(range(len(exact)), key=lambda i: floors[i] - exact[i])
+    for i in by_rest[: 1000 - sum(floors)]:
+        floors[i] += 1
+    return [count / 1000 for count in floors]

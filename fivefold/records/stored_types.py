@@ -56,9 +56,9 @@ def text(name: str, value: Any) -> str:
 
 def numbers(name: str, value: Any, *, none: bool = False) -> None:
     """A table of numbers, or of None where that is allowed."""
-    for key, one in table(name, value).items():
-        if not (none and one is None):
-            number(f"{name}.{key}", one)
+    for key, entry in table(name, value).items():
+        if not (none and entry is None):
+            number(f"{name}.{key}", entry)
 
 
 def check_record(values: Mapping[str, Any]) -> None:
@@ -89,18 +89,18 @@ def check_record(values: Mapping[str, Any]) -> None:
             text("again.why", again["why"])
         if not isinstance(again["same"], bool):
             raise TypeError("again.same is neither true nor false")
-    for each in _list("slow", values["slow"] or []):
-        one = table("slow", each)
-        _names("slow", one)
-        number("slow.share", one["share"])
-        text("slow.what", one["what"])
-        text("slow.words", one["words"])
-    for name, one in table("evals", values["evals"] or {}).items():
-        numbers(f"evals.{name}", one, none=True)
+    for entry in _list("slow", values["slow"] or []):
+        row = table("slow", entry)
+        _names("slow", row)
+        number("slow.share", row["share"])
+        text("slow.what", row["what"])
+        text("slow.words", row["words"])
+    for name, row in table("evals", values["evals"] or {}).items():
+        numbers(f"evals.{name}", row, none=True)
 
 
-def _names(name: str, one: Mapping[str, Any]) -> None:
-    for rank in _list(f"{name}.ranks", one["ranks"]):
+def _names(name: str, row: Mapping[str, Any]) -> None:
+    for rank in _list(f"{name}.ranks", row["ranks"]):
         whole(f"{name}.ranks", rank)
 
 
@@ -125,8 +125,8 @@ def check_start(start: Any) -> dict[str, Any]:
         table(name, facts.get(name) or {})
     machine = table("machine", facts.get("machine", {}))
     whole("machine.num_cpus", machine.get("num_cpus") or 1)
-    for each in _list("machine.gpus", machine.get("gpus") or []):
-        text("machine.gpus", each)
+    for gpu in _list("machine.gpus", machine.get("gpus") or []):
+        text("machine.gpus", gpu)
     return facts
 
 

@@ -69,39 +69,41 @@ def slow_ones(
 ) -> list[Slow]:
     """The dearest first. `groups` are those of each role that communicates. `best` remembers the
     best times of this start."""
-    step = median(one.step for one in paces)
+    step = median(pace.step for pace in paces)
     ranks = list(_ranks(paces, best, step))
-    found = [*_hosts(paces, ranks), *_links(paces, groups, best, step)]
-    named = [one for one in found if one.share >= LEAST_SHARE]
-    return sorted(named, key=lambda one: -one.share)[:_MOST]
+    suspects = [*_hosts(paces, ranks), *_links(paces, groups, best, step)]
+    named = [suspect for suspect in suspects if suspect.share >= LEAST_SHARE]
+    return sorted(named, key=lambda suspect: -suspect.share)[:_MOST]
 
 
 def _ranks(paces: Sequence[RankPace], best: dict[object, float], step: float) -> Iterator[Slow]:
     stages: dict[int, list[int]] = {}
-    for rank, one in enumerate(paces):
-        stages.setdefault(one.stage, []).append(rank)
-    for rank, one in enumerate(paces):
-        others = [paces[each].own for each in stages[one.stage] if each != rank]
-        usual = _usual(others, one.own, ("rank", rank), best)
-        if one.own > _SLOW_RANK * usual:
-            beside = "its peers" if others else "at its best"
-            words = f"rank {rank} on {one.host} computes {one.own / usual:.2f} times as long as "
-            yield Slow("rank", (rank,), (one.own - usual) / step, words + beside)
+    for rank, pace in enumerate(paces):
+        stages.setdefault(pace.stage, []).append(rank)
+    for rank, pace in enumerate(paces):
+        peer_seconds = [paces[peer].own for peer in stages[pace.stage] if peer != rank]
+        usual = _usual(peer_seconds, pace.own, ("rank", rank), best)
+        if pace.own > _SLOW_RANK * usual:
+            beside = "its peers" if peer_seconds else "at its best"
+            text = f"rank {rank} on {pace.host} computes {pace.own / usual:.2f} times as long as "
+            yield Slow("rank", (rank,), (pace.own - usual) / step, text + beside)
 
 
 def _hosts(paces: Sequence[RankPace], slow: Sequence[Slow]) -> Iterator[Slow]:
     """A host all of whose ranks are slow, in the stead of these ranks."""
     hosts: dict[str, set[int]] = {}
-    for rank, one in enumerate(paces):
-        hosts.setdefault(one.host, set()).add(rank)
-    ranks, done = {rank for one in slow for rank in one.ranks}, set[int]()
+    for rank, pace in enumerate(paces):
+        hosts.setdefault(pace.host, set()).add(rank)
+    ranks, done = {rank for suspect in slow for rank in suspect.ranks}, set[int]()
     for host, members in hosts.items():
         if len(hosts) > 1 and len(members) > 1 and members <= ranks:
-            mine = [one for one in slow if one.ranks[0] in members]
-            words = f"all {len(members)} ranks of {host} compute longer than their peers"
-            yield Slow("host", tuple(sorted(members)), max(one.share for one in mine), words)
+            slow_ranks = [suspect for suspect in slow if suspect.ranks[0] in members]
+            text = f"all {len(members)} ranks of {host} compute longer than their peers"
+            yield Slow(
+                "host", tuple(sorted(members)), max(suspect.share for suspect in slow_ranks), text
+            )
             done |= members
-    yield from (one for one in slow if one.ranks[0] not in done)
+    yield from (suspect for suspect in slow if suspect.ranks[0] not in done)
 
 
 def _links(
@@ -121,19 +123,19 @@ def _links(
         stages["pp", pair] = None  # messages of all stages have one size
     for (role, group), seconds in times.items():
         kind = (role, stages[role, group])
-        others = [
-            each
-            for link, each in times.items()
+        peer_seconds = [
+            link_seconds
+            for link, link_seconds in times.items()
             if (link[0], stages[link]) == kind and link[1] != group
         ]
-        usual = _usual(others, seconds, (role, group), best)
+        usual = _usual(peer_seconds, seconds, (role, group), best)
         if usual > 0 and seconds > _SLOW_LINK * usual:
             share = (seconds - usual) * weight[role, group] / step
-            way = " to ".join(map(str, group)) if role == "pp" else _named(group)
-            beside = "others of its kind" if others else "at its best"
+            route = " to ".join(map(str, group)) if role == "pp" else _named(group)
+            beside = "others of its kind" if peer_seconds else "at its best"
             yield Slow(
                 *("link", group, share),
-                f"the {role} link of ranks {way} takes {seconds / usual:.2f} times as long as "
+                f"the {role} link of ranks {route} takes {seconds / usual:.2f} times as long as "
                 f"{beside}",
             )
 
@@ -142,12 +144,12 @@ def _group_seconds(members: Sequence[RankPace], role: str) -> float:
     """Seconds of a group's link in a step. If computation waits for every collective, the shortest
     wait of all is the link's. If it overlaps them, the sum over a step counts, which is of those
     that nothing hides."""
-    kinds = {what for one in members for what in one.least if what[0] == role}
+    kinds = {what for member in members for what in member.least if what[0] == role}
     if kinds:
-        found = [[one.least.get(what, (0.0, 0)) for one in members] for what in kinds]
-        return sum(min(each)[0] * max(number for _, number in each) for each in found)
-    waits = [one.waited.get(role, ()) for one in members]
-    return min((min(each) for each in zip(*waits, strict=False)), default=0.0)
+        records = [[member.least.get(what, (0.0, 0)) for member in members] for what in kinds]
+        return sum(min(record)[0] * max(number for _, number in record) for record in records)
+    waits = [member.waited.get(role, ()) for member in members]
+    return min((min(row) for row in zip(*waits, strict=False)), default=0.0)
 
 
 def _messages(paces: Sequence[RankPace]) -> Iterator[tuple[Pair, float, int]]:
@@ -155,20 +157,22 @@ def _messages(paces: Sequence[RankPace]) -> Iterator[tuple[Pair, float, int]]:
 
     A message that nobody waited for was there for some time, so the fastest one counts.
     """
-    for one in paces:
-        for pair, came in one.receives.items():
+    for pace in paces:
+        for pair, came in pace.receives.items():
             sent = paces[pair[0]].sends.get(pair, ())
-            both = list(zip(sent, came, strict=False))
-            if both:
-                took = [end - max(begun, posted) for begun, (posted, end) in both]
-                steps = max(map(len, one.waited.values()), default=1)
-                yield pair, max(0.0, min(took)), -(-len(both) // steps)
+            pairs = list(zip(sent, came, strict=False))
+            if pairs:
+                took = [end - max(begun, posted) for begun, (posted, end) in pairs]
+                steps = max(map(len, pace.waited.values()), default=1)
+                yield pair, max(0.0, min(took)), -(-len(pairs) // steps)
 
 
-def _usual(others: Sequence[float], mine: float, key: object, best: dict[object, float]) -> float:
+def _usual(
+    peer_seconds: Sequence[float], seconds: float, key: object, best: dict[object, float]
+) -> float:
     """What is usual: the median of others, or the best of its own."""
-    best[key] = min(mine, best.get(key, mine))
-    return median(others) if others else best[key]
+    best[key] = min(seconds, best.get(key, seconds))
+    return median(peer_seconds) if peer_seconds else best[key]
 
 
 def _named(group: Sequence[int]) -> str:

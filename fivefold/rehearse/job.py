@@ -67,7 +67,7 @@ def rehearse(
     """
     chosen = list(distinct_ranks(plan) if ranks is None else ranks)
     again = representatives(plan, chosen)
-    told = on_rank or (lambda rank: None)
+    callback = on_rank or (lambda rank: None)
     shares = [chosen[number::_PROCESSES] for number in range(_PROCESSES)]
     tasks = [
         (_rehearse_some, (plan, share, again[number::_PROCESSES], imbalance))
@@ -75,14 +75,14 @@ def rehearse(
         if share
     ]
     with Pool(len(tasks), patience=3600.0) as pool:
-        parts = pool.run_each(tasks, on_report=told)
-    runs = sorted((run for some, _ in parts for run in some), key=lambda run: run.rank)
-    whole = {rank: same for _, checked in parts for rank, same in checked.items()}
-    return judged(plan, runs, whole, imbalance)
+        parts = pool.run_each(tasks, on_report=callback)
+    runs = sorted((run for group_runs, _ in parts for run in group_runs), key=lambda run: run.rank)
+    checks = {rank: same for _, checked in parts for rank, same in checked.items()}
+    return judged(plan, runs, checks, imbalance)
 
 
 def judged(
-    plan: Plan, runs: list[RehearsedRank], whole: dict[int, bool], imbalance: float = 1.0
+    plan: Plan, runs: list[RehearsedRank], checks: dict[int, bool], imbalance: float = 1.0
 ) -> Rehearsed:
     """Compare calls with the plan and ranks with one another, and prove that the step ends."""
     size = DTYPES[plan.precision].itemsize
@@ -95,21 +95,21 @@ def judged(
     predicted = {run.rank: predict(run.rank) for run in runs}
     astray = [run.rank for run in runs if not _same(predicted[run.rank], run, imbalance)]
     calls = {run.rank: run.calls for run in runs}
-    found = mismatches(calls)
+    differences = mismatches(calls)
     began = time.perf_counter()
     order = prove_order(Topology.of(plan), calls)
     took = time.perf_counter() - began
-    return Rehearsed(plan, runs, predicted, whole, found, astray, order, took)
+    return Rehearsed(plan, runs, predicted, checks, differences, astray, order, took)
 
 
 def representatives(plan: Plan, ranks: Sequence[int]) -> list[int]:
     """One rank for each kind of stages: by the layers that they have and what else is on them."""
-    found: dict[object, int] = {}
+    first_ranks: dict[object, int] = {}
     for rank in ranks:
-        held = plan.schedule.placement.stages_of(plan.layout.coord(rank).pp)
-        kinds = tuple(stage_kind(plan.shape, plan.stages[stage]) for stage in held)
-        found.setdefault(kinds, rank)
-    return sorted(found.values())
+        stages = plan.schedule.placement.stages_of(plan.layout.coord(rank).pp)
+        kinds = tuple(stage_kind(plan.shape, plan.stages[stage]) for stage in stages)
+        first_ranks.setdefault(kinds, rank)
+    return sorted(first_ranks.values())
 
 
 def _rehearse_some(
@@ -121,16 +121,16 @@ def _rehearse_some(
         worker.phase(f"rank {rank}")
         runs.append(rehearse_rank(plan, rank, traces, imbalance))
         worker.report(rank)
-    whole: dict[int, bool] = {}
+    checks: dict[int, bool] = {}
     for rank in again:
         worker.phase(f"rank {rank} without replay")
         first = next((run for run in runs if run.rank == rank), None)
         first = first or rehearse_rank(plan, rank, traces, imbalance)
         real = rehearse_rank(plan, rank, None, imbalance) if first.replayed else first
         near = abs(real.peak - first.peak) <= _SLACK * real.peak
-        whole[rank] = real.calls == first.calls and near
+        checks[rank] = real.calls == first.calls and near
         worker.report(rank)
-    return runs, whole
+    return runs, checks
 
 
 def _same(predicted: Sequence[TrafficEntry], run: RehearsedRank, imbalance: float) -> bool:
@@ -139,6 +139,6 @@ def _same(predicted: Sequence[TrafficEntry], run: RehearsedRank, imbalance: floa
     if imbalance == 1.0:
         return seen == tuple(predicted)
     even = [
-        tuple(each for each in some if each.axis not in UNEVEN_AXES) for some in (seen, predicted)
+        tuple(call for call in calls if call.axis not in UNEVEN_AXES) for calls in (seen, predicted)
     ]
     return even[0] == even[1]

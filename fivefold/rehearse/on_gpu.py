@@ -53,9 +53,9 @@ def measure_rank(plan: Plan, rank: int, imbalance: float = 1.0) -> MeasuredRank:
         run = _MeasuredSteps(plan, rank, device, imbalance)
         for _ in range(_STEPS):
             run.step()
-        found = run.found()
+        measurement = run.found()
         run.mesh.close_groups()
-    return found
+    return measurement
 
 
 class _MeasuredSteps:
@@ -107,7 +107,9 @@ class _MeasuredSteps:
         later: dict[str, float] = {}
         for name, seconds in self.seconds.items():
             later[name] = median(seconds[len(seconds) // _STEPS :])
-        actions = {name: each for name, each in later.items() if name not in ("step", "update")}
+        actions = {
+            name: duration for name, duration in later.items() if name not in ("step", "update")
+        }
         return MeasuredRank(self.rank, self.peak, later["step"], later["update"], actions)
 
 
@@ -158,14 +160,14 @@ def forecast_on_gpu(
 ) -> Forecasted:
     """Measure one rank for each kind of stages, or these, each in a process of its own."""
     chosen = list(ranks or representatives(plan, distinct_ranks(plan)))
-    found: list[MeasuredRank] = []
+    measurements: list[MeasuredRank] = []
     for rank in chosen:
         with Pool(1, patience=3600.0) as pool:  # whose memory is the GPU's again afterwards
-            found += pool.run_each([(_measure, (plan, rank, imbalance))])
+            measurements += pool.run_each([(_measure, (plan, rank, imbalance))])
     step = None
-    if planned is not None and (passes := passes_of(plan, found)) is not None:
+    if planned is not None and (passes := passes_of(plan, measurements)) is not None:
         step = simulate_step(plan, planned.setting, measured=passes)
-    return Forecasted(found, step)
+    return Forecasted(measurements, step)
 
 
 def _measure(worker: Worker, plan: Plan, rank: int, imbalance: float) -> MeasuredRank:
@@ -173,26 +175,30 @@ def _measure(worker: Worker, plan: Plan, rank: int, imbalance: float) -> Measure
     return measure_rank(plan, rank, imbalance)
 
 
-def passes_of(plan: Plan, found: Sequence[MeasuredRank]) -> dict[int, MeasuredPasses] | None:
+def passes_of(plan: Plan, measurements: Sequence[MeasuredRank]) -> dict[int, MeasuredPasses] | None:
     """The passes of every stage, from the stages of the same kind that were measured; None where a
     kind was not."""
     by_kind: dict[object, MeasuredPasses] = {}
     kinds = [stage_kind(plan.shape, layers) for layers in plan.stages]
-    for one in found:
-        for stage in plan.schedule.placement.stages_of(plan.layout.coord(one.rank).pp):
-            by_kind.setdefault(kinds[stage], _passes(one, stage))
+    for measurement in measurements:
+        for stage in plan.schedule.placement.stages_of(plan.layout.coord(measurement.rank).pp):
+            by_kind.setdefault(kinds[stage], _passes(measurement, stage))
     if any(kind not in by_kind for kind in kinds):
         return None
     return {stage: by_kind[kind] for stage, kind in enumerate(kinds)}
 
 
-def _passes(one: MeasuredRank, stage: int) -> MeasuredPasses:
+def _passes(measurement: MeasuredRank, stage: int) -> MeasuredPasses:
     """A full backward counts as an input gradient: the clock adds both."""
-    times = {name: each for name, each in one.actions.items() if re.match(rf"{stage}[FBIW]$", name)}
+    times = {
+        name: duration
+        for name, duration in measurement.actions.items()
+        if re.match(rf"{stage}[FBIW]$", name)
+    }
     letter = {name[-1]: seconds for name, seconds in times.items()}
-    whole = letter.get("B", letter.get("I", 0.0) + letter.get("W", 0.0))
+    backward = letter.get("B", letter.get("I", 0.0) + letter.get("W", 0.0))
     if "I" in letter:
         return MeasuredPasses(
-            letter["F"], letter["I"], letter.get("W", max(0.0, whole - letter["I"]))
+            letter["F"], letter["I"], letter.get("W", max(0.0, backward - letter["I"]))
         )
-    return MeasuredPasses(letter["F"], whole)
+    return MeasuredPasses(letter["F"], backward)

@@ -80,12 +80,12 @@ class RoundRobin:
 
     def __init__(self, plan: Plan, rank: int, imbalance: float) -> None:
         layout, moe = plan.layout, plan.shape.moe
-        place, near = layout.coord(rank).ep, layout.ep // plan.ep_nodes
+        ep_rank, near = layout.coord(rank).ep, layout.ep // plan.ep_nodes
         self.plan, self.sizes = plan, {"ep": layout.ep, FAR: plan.ep_nodes, NEAR: near}
-        self.places = {"ep": place, FAR: place // near, NEAR: place % near}
+        self.places = {"ep": ep_rank, FAR: ep_rank // near, NEAR: ep_rank % near}
         fullest = 1.0 if moe is None else float(fullest_rank_load(moe, layout.ep, imbalance))
-        held = 1 if moe is None else moe.experts // layout.ep
-        self.fullest, self.first = fullest, imbalance / (held * fullest)
+        local_experts = 1 if moe is None else moe.experts // layout.ep
+        self.fullest, self.first = fullest, imbalance / (local_experts * fullest)
 
     def rows(self, axis: str, num_rows: int) -> tuple[list[int], list[int]]:
         """All ranks send alike."""
@@ -95,11 +95,11 @@ class RoundRobin:
     def arriving(self, axis: str, num_rows: int, like: Tensor) -> Tensor:
         """Of what comes from a rank, as much to each expert; the fullest has what is over."""
         ranks, experts = like.shape
-        each = self.rows(axis, num_rows)[1][0]
+        count = self.rows(axis, num_rows)[1][0]
         shares = [1 / experts] * experts
         if self.places["ep"] == 0 and experts > 1:
             shares = [self.first, *[(1 - self.first) / (experts - 1)] * (experts - 1)]
-        return torch.tensor([_split(each, shares)] * ranks, dtype=like.dtype).to(like.device)
+        return torch.tensor([_split(count, shares)] * ranks, dtype=like.dtype).to(like.device)
 
     def crossing(self, num_tokens: int) -> int:
         """As many nodes as a token can need: what is planned for."""
@@ -255,8 +255,8 @@ class _RehearsalRun:
     ) -> None:
         """Weights in fp8 are memory of weights: they stay over the step."""
         if what == "weight":
-            both = (side for each in rounded for side in each if side is not None)
-            self.meter.move((part for one in both for part in one[:2]), tracing.WEIGHTS)
+            sides = (side for pair in rounded for side in pair if side is not None)
+            self.meter.move((part for weight in sides for part in weight[:2]), tracing.WEIGHTS)
 
     def _see_experts(
         self, names: Sequence[str], what: str, codes: Tensor, _: Tensor | None
@@ -269,16 +269,18 @@ class _RehearsalRun:
         with self.meter.called(tracing.OPTIMIZER):
             updater = updater_of(self.job, self.plan.options.train, master=self.dtype.itemsize < 4)
         masters = updater.states().get("master", [])
-        self.meter.move((each.read() for each in masters if each is not None), tracing.MASTER)
+        self.meter.move((master.read() for master in masters if master is not None), tracing.MASTER)
         return updater
 
     def _replaying(self, tracer: Tracer, chunk: StageChunk) -> ReplayingChunk:
         steps = merged(self.plan.schedule, self.mesh.coord(PIPELINE))
         actions = (action for step in steps for action in actions_of(step))
-        mine = [each for each in actions if each.stage == chunk.stage]
+        chunk_actions = [
+            stage_action for stage_action in actions if stage_action.stage == chunk.stage
+        ]
         hidden = (hidden_size(self.plan), self.dtype)
         key = self._signature(chunk.stage)
-        self.chunks.append(ReplayingChunk(chunk, mine, tracer, self.mesh, key, hidden))
+        self.chunks.append(ReplayingChunk(chunk, chunk_actions, tracer, self.mesh, key, hidden))
         return self.chunks[-1]
 
     def _signature(self, stage: int) -> Hashable:
@@ -306,7 +308,7 @@ class _RehearsalRun:
                     step=0,
                     drops=self.plan.shape.drops,
                 )
-                batches = [self._packed(each) for each in drawn.of(coord)]
+                batches = [self._packed(batch) for batch in drawn.of(coord)]
             step(self.job, self.updater, batches, self.plan.options.train.clip)
         return RehearsedRank(
             self.rank,

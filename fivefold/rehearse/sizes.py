@@ -68,12 +68,12 @@ def sized_result(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) ->
         result = func(*args, **kwargs)
         _KNOWN[known] = _remembered(kind, result, args)
         return result
-    if (found := _KNOWN[known]) is None:
+    if (sizes := _KNOWN[known]) is None:
         return func(*args, **kwargs)
     if kind is _Result.WRITTEN:
         return args[0]
-    made = [None if each is None else _new(*each) for each in found]
-    return made[0] if len(made) == 1 else tuple(made)
+    tensors = [None if size is None else _new(*size) for size in sizes]
+    return tensors[0] if len(tensors) == 1 else tuple(tensors)
 
 
 _KNOWN: dict[Hashable, list[_OfTensor | None] | None] = {}
@@ -93,9 +93,9 @@ def _only_moves(tensor: Tensor, kwargs: Mapping[str, Any]) -> bool:
 def _kind_of(func: Any) -> tuple[_Result, bool]:
     """What an operator gives, and whether it takes a device for it."""
     arguments, returns = func._schema.arguments, func._schema.returns
-    takes_device = any(each.name == "device" for each in arguments)
-    aliased = [each.name for each in arguments if each.alias_info is not None]
-    if not returns or any(str(each.type) != "Tensor" for each in returns):
+    takes_device = any(argument.name == "device" for argument in arguments)
+    aliased = [argument.name for argument in arguments if argument.alias_info is not None]
+    if not returns or any(str(result.type) != "Tensor" for result in returns):
         return _Result.OTHER, takes_device
     if not aliased and func.namespace == "aten":
         return _Result.NEW, takes_device
@@ -107,25 +107,25 @@ def _kind_of(func: Any) -> tuple[_Result, bool]:
 
 def _key(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Hashable | None:
     """What a result's size depends on; None if there is more to it."""
-    found: list[Hashable] = [func]
+    parts: list[Hashable] = [func]
     for value in args:
-        if not _add_key(found, value):
+        if not _add_key(parts, value):
             return None
     for name, value in kwargs.items():
-        found.append(name)
-        if not _add_key(found, value):
+        parts.append(name)
+        if not _add_key(parts, value):
             return None
-    return tuple(found)
+    return tuple(parts)
 
 
-def _add_key(found: list[Hashable], value: Any) -> bool:
+def _add_key(parts: list[Hashable], value: Any) -> bool:
     if isinstance(value, Tensor):
-        found += (value.shape, value.stride(), value.dtype)
+        parts += (value.shape, value.stride(), value.dtype)
         return value.is_meta
     if isinstance(value, list | tuple):
-        found.append(len(value))
-        return all(_add_key(found, each) for each in value)
-    found += (type(value), value)  # 1, 1.0 and True are equal, and promote types otherwise
+        parts.append(len(value))
+        return all(_add_key(parts, element) for element in value)
+    parts += (type(value), value)  # 1, 1.0 and True are equal, and promote types otherwise
     return isinstance(value, _PLAIN)
 
 
@@ -135,15 +135,18 @@ def _remembered(kind: _Result, result: Any, args: tuple[Any, ...]) -> list[_OfTe
     if kind is _Result.WRITTEN:
         return [] if result is args[0] else None
     results: list[Tensor | None] = [result] if isinstance(result, Tensor) else list(result)
-    made = [each for each in results if each is not None]
-    given = {
-        each.untyped_storage()._cdata for each in tree_leaves(args) if isinstance(each, Tensor)
+    tensors = [output for output in results if output is not None]
+    storages = {
+        leaf.untyped_storage()._cdata for leaf in tree_leaves(args) if isinstance(leaf, Tensor)
     }
-    shared = any(each.untyped_storage()._cdata in given for each in made)
-    offset = any(each.storage_offset() for each in made)
+    shared = any(tensor.untyped_storage()._cdata in storages for tensor in tensors)
+    offset = any(tensor.storage_offset() for tensor in tensors)
     if shared or offset:
         return None
-    return [None if each is None else (each.shape, each.stride(), each.dtype) for each in results]
+    return [
+        None if output is None else (output.shape, output.stride(), output.dtype)
+        for output in results
+    ]
 
 
 def _has_values(value: Any) -> bool:

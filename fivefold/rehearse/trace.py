@@ -121,16 +121,16 @@ class Meter(SizesOnly):
         """Count the results of a computation, and nothing that it makes besides."""
         self.inside_kernel += 1
         try:
-            found = compute(*inputs)
+            result = compute(*inputs)
         finally:
             self.inside_kernel -= 1
-        self._see_all(aten.clone.default, found)
-        return found
+        self._see_all(aten.clone.default, result)
+        return result
 
-    def _see_all(self, func: Any, found: Any) -> None:
-        for each in (found,) if isinstance(found, Tensor) else tree_leaves(found):
-            if isinstance(each, Tensor):
-                self.see(func, each)
+    def _see_all(self, func: Any, outputs: Any) -> None:
+        for leaf in (outputs,) if isinstance(outputs, Tensor) else tree_leaves(outputs):
+            if isinstance(leaf, Tensor):
+                self.see(func, leaf)
 
     def start_level(self) -> None:
         """Measure `high` from now on."""
@@ -292,19 +292,19 @@ class ReplayingChunk:
         kind: str,
         microbatch: int,
         call: Callable[[], Any],
-        given: Callable[[Any], Tensor | None],
+        output_of: Callable[[Any], Tensor | None],
     ) -> Any:
         """Run for real, and trace it where it is the one between; the tensor that is `given` away
         is memory of its receiver."""
         if microbatch not in self.traced:
             return call()
-        kept = self.taken[microbatch]() if kind == WEIGHT_GRAD else None
-        taken = None if kept is None else kept._cdata
-        del kept
+        storage = self.taken[microbatch]() if kind == WEIGHT_GRAD else None
+        taken = None if storage is None else storage._cdata
+        del storage
         with self.recording.tracing() as seen:
             result = call()
-        made = given(result)
-        address = None if made is None else made.untyped_storage()._cdata
+        output = output_of(result)
+        address = None if output is None else output.untyped_storage()._cdata
         self.traces[self.key, kind] = _with_moments(seen, address, taken)
         return result
 
@@ -348,7 +348,7 @@ class _Stub(torch.autograd.Function):
 
 
 def _with_moments(
-    seen: list[tuple[int | None, Event]], given: int | None, taken: int | None
+    seen: list[tuple[int | None, Event]], output_address: int | None, taken: int | None
 ) -> list[Event]:
     """What was seen, with moments instead of the bytes of two tensors, which stubs have of their
     own: the one that is `given` away, by its address, which may have been another's before, and
@@ -359,9 +359,9 @@ def _with_moments(
     places = [(where, sizes[at] > 0) for at, (where, _) in enumerate(seen)]
     if taken is not None and (taken, False) in places:
         events[places.index((taken, False))] = Moment.TAKEN
-    if given is None or (given, True) not in places:
+    if output_address is None or (output_address, True) not in places:
         return [*events, Moment.GIVEN]
-    events[len(places) - 1 - places[::-1].index((given, True))] = Moment.GIVEN
+    events[len(places) - 1 - places[::-1].index((output_address, True))] = Moment.GIVEN
     return events
 
 
@@ -376,16 +376,16 @@ def _chosen(actions: list[Action]) -> tuple[set[int], set[int]]:
     backwards = [action.microbatch for action in actions if action.kind in (BACKWARD, INPUT_GRAD)]
     settles = [action.microbatch for action in actions if action.kind == WEIGHT_GRAD]
     ends = {forwards[0], forwards[-1], *backwards[:2], backwards[-1], *settles[:2], *settles[-1:]}
-    between = [each for each in forwards if each not in ends]
-    split = [each for each in between if each in settles]
-    whole = [each for each in between if each not in settles]
-    traced = {*split[:1], *whole[:1]}
+    between = [microbatch for microbatch in forwards if microbatch not in ends]
+    split = [microbatch for microbatch in between if microbatch in settles]
+    unsplit_forwards = [microbatch for microbatch in between if microbatch not in settles]
+    traced = {*split[:1], *unsplit_forwards[:1]}
     until = [
         at
-        for at, each in enumerate(actions)
-        if each.kind == WEIGHT_GRAD and each.microbatch in traced
+        for at, step in enumerate(actions)
+        if step.kind == WEIGHT_GRAD and step.microbatch in traced
     ]
     early = {
-        each.microbatch for each in actions[: max(until, default=0)] if each.kind == INPUT_GRAD
+        step.microbatch for step in actions[: max(until, default=0)] if step.kind == INPUT_GRAD
     }
     return ends | traced | early, traced

@@ -72,15 +72,15 @@ WIDTH = 100
 _BAR = 40  # characters of a full bar
 
 
-def wrapped(words: str, first: str = "", later: str | None = None) -> list[str]:
+def wrapped(text: str, first: str = "", later: str | None = None) -> list[str]:
     """Wrap text into lines. The first one begins with `first`, the others with `later` or with as
     many blanks.
 
     >>> [line.split() for line in wrapped("one two", "note".ljust(95))], wrapped("two", "- ")
     ([['note', 'one'], ['two']], ['- two'])
     """
-    rest = " " * len(first) if later is None else later
-    rows = textwrap.wrap(words, WIDTH, initial_indent=first, subsequent_indent=rest)
+    indent = " " * len(first) if later is None else later
+    rows = textwrap.wrap(text, WIDTH, initial_indent=first, subsequent_indent=indent)
     return rows or [first]
 
 

@@ -25,24 +25,24 @@ LOST_WORDS = {
 _PLACES = {"disk": "the shared disk", "memory": "the memory of partner hosts"}
 
 
-def forecast_json(plan: Plan, found: FailureForecast) -> dict[str, Any]:
+def forecast_json(plan: Plan, forecast: FailureForecast) -> dict[str, Any]:
     """What `fivefold simulate --json` prints."""
-    job = found.job
+    job = forecast.job
     return {
         "model": plan.shape.name,
         "layout": str(plan.layout),
         "gpus": job.domain.gpus,
         "hosts": job.domain.hosts,
-        "days": found.days,
-        "runs": found.runs,
-        "seed": found.seed,
-        "goodput": found.goodput,
-        "goodput_band": list(found.goodput_band),
+        "days": forecast.days,
+        "runs": forecast.runs,
+        "seed": forecast.seed,
+        "goodput": forecast.goodput,
+        "goodput_band": list(forecast.goodput_band),
         "closed_form": job.expected,
-        "interruptions": found.interruptions,
-        "interruptions_band": list(found.interruptions_band),
+        "interruptions": forecast.interruptions,
+        "interruptions_band": list(forecast.interruptions_band),
         "mtbf_s": 1 / job.rate,
-        "lost_s": found.lost,
+        "lost_s": forecast.lost,
         "step_s": job.step,
         "interval_s": job.interval,
         "interval_steps": job.steps,
@@ -63,40 +63,40 @@ def forecast_json(plan: Plan, found: FailureForecast) -> dict[str, Any]:
 def interval_words(job: FailingJob) -> str:
     """Why a job saves as often as it does."""
     best = young_interval(job.save.cost, 1 / job.rate)
-    words = (
+    text = (
         f"Young and Daly: sqrt(2 · {duration(job.save.cost)} a checkpoint · "
         f"{rough_duration(1 / job.rate)} between failures) = {duration(best)}"
     )
     if best >= max(job.save.write, job.step):
-        return words
+        return text
     if job.save.write > job.step:
-        return f"{words}; but a checkpoint is written for {duration(job.save.write)}"
-    return f"{words}; but a step takes {duration(job.step)}"
+        return f"{text}; but a checkpoint is written for {duration(job.save.write)}"
+    return f"{text}; but a step takes {duration(job.step)}"
 
 
-def forecast_lines(plan: Plan, found: FailureForecast) -> list[str]:
+def forecast_lines(plan: Plan, forecast: FailureForecast) -> list[str]:
     """The same as text."""
-    job, end = found.job, found.days * _DAY
+    job, end = forecast.job, forecast.days * _DAY
     spares = "" if job.design.spares is None else f", {counted(job.design.spares, 'spare')}"
-    low, high = found.interruptions_band
-    best, worst = found.goodput_band[1], found.goodput_band[0]
+    low, high = forecast.interruptions_band
+    best, worst = forecast.goodput_band[1], forecast.goodput_band[0]
     lines = [
         f"job       {plan.shape.name} on {plan.layout}: {counted(job.domain.gpus, 'GPU')} on "
-        f"{counted(job.domain.hosts, 'host')}{spares}, {counted(found.days, 'day')}",
-        f"failures  one in {rough_duration(1 / job.rate)}: {found.interruptions:,.0f} "
-        f"interruptions ({low:,.0f} to {high:,.0f} in 90% of {found.runs:,} runs)",
+        f"{counted(job.domain.hosts, 'host')}{spares}, {counted(forecast.days, 'day')}",
+        f"failures  one in {rough_duration(1 / job.rate)}: {forecast.interruptions:,.0f} "
+        f"interruptions ({low:,.0f} to {high:,.0f} in 90% of {forecast.runs:,} runs)",
         f"saves     every {duration(job.interval)} ({counted(job.steps, 'step')}) to "
         f"{_PLACES[job.place]}: {job.save.bytes / 1e9:,.0f} GB",
         f"          steps wait for {duration(job.save.stall)}, "
         f"written in {duration(job.save.write)}",
-        *(f"          {words}" for words in interval_words(job).split("; ")),
+        *(f"          {clause}" for clause in interval_words(job).split("; ")),
         f"recovery  {rough_duration(job.recovery)}: {rough_duration(job.design.detect)} to notice, "
         f"{rough_duration(job.design.restart)} to start, {duration(job.save.load)} to load",
-        f"goodput   {percent(found.goodput)} ({percent(worst)} to {percent(best)}): of "
-        f"{counted(found.days, 'day')} {found.goodput * found.days:,.1f} count; closed form "
-        f"{percent(job.expected)}",
+        f"goodput   {percent(forecast.goodput)} ({percent(worst)} to {percent(best)}): of "
+        f"{counted(forecast.days, 'day')} {forecast.goodput * forecast.days:,.1f} count; closed "
+        f"form {percent(job.expected)}",
     ]
-    for cause, seconds in found.lost.items():
+    for cause, seconds in forecast.lost.items():
         if seconds > 0:
             lines.append(
                 bar(cause, rough_duration(seconds), seconds / end) + f"  {LOST_WORDS[cause]}"
@@ -109,9 +109,9 @@ def designs_table(points: Sequence[ScalePoint]) -> list[list[str]]:
     designs = list(dict.fromkeys(point.design for point in points))
     rows = [["GPUs", "a failure in", *designs]]
     for gpus in dict.fromkeys(point.gpus for point in points):
-        here = {point.design: point for point in points if point.gpus == gpus}
-        first = next(iter(here.values()))
-        shares = [percent(here[name].goodput) for name in designs]
+        design_points = {point.design: point for point in points if point.gpus == gpus}
+        first = next(iter(design_points.values()))
+        shares = [percent(design_points[name].goodput) for name in designs]
         rows.append([f"{gpus:,}", rough_duration(first.mtbf), *shares])
     return rows
 

@@ -42,7 +42,7 @@ def textbook_answer(options: PlanOptions, is_open: bool) -> Printed:
         "gpus": gpus_for_states(job),
         "gpu_memory_gb": job.gpu_memory / 1e9,
     }
-    values = {"textbook": {**numbers, "formulas": [one._asdict() for one in formulas]}}
+    values = {"textbook": {**numbers, "formulas": [formula._asdict() for formula in formulas]}}
     return values, [*_heading(job), *_formulas(formulas)]
 
 
@@ -67,24 +67,25 @@ def _heading(job: TextbookJob) -> list[str]:
 
 def _formulas(formulas: Sequence[Formula]) -> list[str]:
     rows = [
-        (f"  {one.name}", one.formula, f"= {one.numbers}", f"= {_value(one)}") for one in formulas
+        (f"  {formula.name}", formula.formula, f"= {formula.numbers}", f"= {_value(formula)}")
+        for formula in formulas
     ]
     shown = iter(table(rows, left=(0, 1, 2, 3)))
     lines: list[str] = []
-    for topic, group in groupby(formulas, key=lambda one: one.topic):
+    for topic, group in groupby(formulas, key=lambda record: record.topic):
         lines += ["", topic, *(next(shown) for _ in group)]
     return lines
 
 
-def _value(one: Formula) -> str:
-    if one.unit == "FLOPs":
-        return f"{one.value:.3g} FLOPs"
-    if one.unit == "of a step":
-        return f"{percent(one.value)} {one.unit}"
-    if one.unit == "GPUs":
-        return f"{one.value:,.0f} {one.unit}"
-    size = f"{one.value:,.0f}" if one.value >= 100 else f"{one.value:,.3g}"
-    return f"{size} {one.unit}"
+def _value(formula: Formula) -> str:
+    if formula.unit == "FLOPs":
+        return f"{formula.value:.3g} FLOPs"
+    if formula.unit == "of a step":
+        return f"{percent(formula.value)} {formula.unit}"
+    if formula.unit == "GPUs":
+        return f"{formula.value:,.0f} {formula.unit}"
+    size = f"{formula.value:,.0f}" if formula.value >= 100 else f"{formula.value:,.3g}"
+    return f"{size} {formula.unit}"
 
 
 def budget_answer(budget: Budget, ratio: float, model: str | None) -> Printed:
@@ -95,7 +96,7 @@ def budget_answer(budget: Budget, ratio: float, model: str | None) -> Printed:
         "budget": {"flops": best.budget.flops, "from": best.budget.words},
         "rule": {"flops": "6 · active parameters · tokens", "ratio": best.tokens_per_parameter},
         "compute_optimal": {"parameters": best.parameters, "tokens": best.tokens},
-        "equal_flops": [{**dataclasses.asdict(one), "states_gb": one.states / 1e9} for one in rows],
+        "equal_flops": [{**dataclasses.asdict(row), "states_gb": row.states / 1e9} for row in rows],
     }
     lines = [
         f"budget    C = {best.budget.words}",
@@ -110,21 +111,21 @@ def budget_answer(budget: Budget, ratio: float, model: str | None) -> Printed:
 
 def _equal(rows: Sequence[SpentOn]) -> list[str]:
     heads = ("model", "kind", "parameters", "active", "tokens", "tokens/active", "of the rule")
-    found = [(*heads, "states GB")]
-    found += [
+    table_rows = [(*heads, "states GB")]
+    table_rows += [
         (
-            one.name,
-            one.kind,
-            _billions(one.total),
-            _billions(one.active),
-            _trillions(one.tokens),
-            f"{one.tokens / one.active:,.3g}",
-            f"{one.share:,.2g} ×",
-            f"{one.states / 1e9:,.0f}",
+            row.name,
+            row.kind,
+            _billions(row.total),
+            _billions(row.active),
+            _trillions(row.tokens),
+            f"{row.tokens / row.active:,.3g}",
+            f"{row.share:,.2g} ×",
+            f"{row.states / 1e9:,.0f}",
         )
-        for one in rows
+        for row in rows
     ]
-    return table(found, left=(0, 1))
+    return table(table_rows, left=(0, 1))
 
 
 def _billions(number: float) -> str:

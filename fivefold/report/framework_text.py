@@ -75,8 +75,8 @@ def _speed(row: FrameworkRow) -> float:
     return float("inf") if row.estimate is None else row.estimate.step
 
 
-def _cells(one: Estimate) -> list[str]:
-    plan = one.plan
+def _cells(estimate: Estimate) -> list[str]:
+    plan = estimate.plan
     schedule = plan.options.schedule if plan.layout.pp > 1 else "–"
     chunks = f" x{plan.layout.chunks}" if plan.layout.pp > 1 and plan.layout.chunks > 1 else ""
     return [str(plan.layout), schedule + chunks, str(plan.layout.zero), str(plan.recompute)]

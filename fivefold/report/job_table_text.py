@@ -14,60 +14,60 @@ if TYPE_CHECKING:
 _GIB = 2**30
 
 
-def job_table_answer(found: JobTable) -> tuple[dict[str, Any], list[str]]:
+def job_table_answer(job_table: JobTable) -> tuple[dict[str, Any], list[str]]:
     """The table as JSON and as text."""
-    return job_table_json(found), job_table_text(found)
+    return job_table_json(job_table), job_table_text(job_table)
 
 
-def job_table_json(found: JobTable) -> dict[str, Any]:
+def job_table_json(job_table: JobTable) -> dict[str, Any]:
     """The table as JSON; saved bytes and seconds are those of the base row less this row's."""
-    fastest = found.fastest
+    fastest = job_table.fastest
     return {
-        "table": found.name,
-        "rows": [_row_json(found, one) for one in found.rows],
+        "table": job_table.name,
+        "rows": [_row_json(job_table, row) for row in job_table.rows],
         "fastest": None if fastest is None else fastest.name,
-        "says": _says(found),
+        "says": _says(job_table),
     }
 
 
-def _row_json(found: JobTable, one: JobRow) -> dict[str, Any]:
+def _row_json(job_table: JobTable, row: JobRow) -> dict[str, Any]:
     values: dict[str, Any] = {
-        "name": one.name,
-        "fits": one.fits,
-        "refused": one.refused,
-        "estimate": None if one.estimate is None else estimate_json(one.estimate, []),
+        "name": row.name,
+        "fits": row.fits,
+        "refused": row.refused,
+        "estimate": None if row.estimate is None else estimate_json(row.estimate, []),
     }
-    base = _base(found)
-    if base is not None and one.estimate is not None:
-        values["saved_gib"] = (base.total - one.estimate.total) / _GIB
-        values["added_s"] = one.estimate.step - base.step
+    base = _base(job_table)
+    if base is not None and row.estimate is not None:
+        values["saved_gib"] = (base.total - row.estimate.total) / _GIB
+        values["added_s"] = row.estimate.step - base.step
     return values
 
 
-def _base(found: JobTable) -> Estimate | None:
-    return found.row(found.base).estimate if found.base else None
+def _base(job_table: JobTable) -> Estimate | None:
+    return job_table.row(job_table.base).estimate if job_table.base else None
 
 
-def job_table_text(found: JobTable) -> list[str]:
+def job_table_text(job_table: JobTable) -> list[str]:
     """The table, and one sentence about its first choice."""
-    lines = _compared(found) if found.base else _ranked(found)
-    return [*lines, "", *_says(found)]
+    lines = _compared(job_table) if job_table.base else _ranked(job_table)
+    return [*lines, "", *_says(job_table)]
 
 
-def _ranked(found: JobTable) -> list[str]:
+def _ranked(job_table: JobTable) -> list[str]:
     rows: list[tuple[str, ...]] = [
         ("", "best layout", "GiB", "fits", "compute", "bubble", "traffic", "step", "tokens/s/GPU")
     ]
-    for one in found.rows:
-        look = one.estimate
+    for row in job_table.rows:
+        look = row.estimate
         if look is None:
-            rows.append((one.name, one.refused, *("–",) * 7))
+            rows.append((row.name, row.refused, *("–",) * 7))
             continue
         parts = look.breakdown()
         traffic = sum(parts.get(axis, 0.0) for axis in ("tp", "cp", "ep", "pp", "dp"))
         rows.append(
             (
-                one.name,
+                row.name,
                 name_of(look),
                 f"{look.total / _GIB:,.1f}",
                 look.verdict,
@@ -81,17 +81,17 @@ def _ranked(found: JobTable) -> list[str]:
     return table(rows, left=(0, 1, 3))
 
 
-def _compared(found: JobTable) -> list[str]:
-    base = _base(found)
+def _compared(job_table: JobTable) -> list[str]:
+    base = _base(job_table)
     rows = [("technique", "GiB", "saved", "step", "time", "fits")]
-    for one in found.rows:
-        look = one.estimate
+    for row in job_table.rows:
+        look = row.estimate
         if look is None or base is None:
-            rows.append((one.name, "–", "–", "–", "–", one.refused))
+            rows.append((row.name, "–", "–", "–", "–", row.refused))
             continue
         rows.append(
             (
-                one.name,
+                row.name,
                 f"{look.total / _GIB:,.1f}",
                 f"{(base.total - look.total) / _GIB:,.1f}",
                 duration(look.step),
@@ -103,20 +103,20 @@ def _compared(found: JobTable) -> list[str]:
     return [*heading, *table(rows, left=(0, 5))]
 
 
-def _says(found: JobTable) -> list[str]:
+def _says(job_table: JobTable) -> list[str]:
     """Which row is the fastest that fits, and how the best of the others differs."""
-    fastest = found.fastest
+    fastest = job_table.fastest
     if fastest is None or fastest.estimate is None:
         return ["nothing in this table fits: more GPUs, a smaller batch or shorter sequences"]
     best = fastest.estimate
-    words = f"{fastest.name} is the fastest that fits"
-    others = [
-        one
-        for one in found.rows
-        if one.fits and one.estimate is not None and name_of(one.estimate) != name_of(best)
+    text = f"{fastest.name} is the fastest that fits"
+    rivals = [
+        row
+        for row in job_table.rows
+        if row.fits and row.estimate is not None and name_of(row.estimate) != name_of(best)
     ]
-    if not others:
-        return [words]
-    second = min(others, key=lambda one: 0.0 if one.estimate is None else one.estimate.step)
+    if not rivals:
+        return [text]
+    second = min(rivals, key=lambda row: 0.0 if row.estimate is None else row.estimate.step)
     assert second.estimate is not None, "rows that fit have an estimate"
-    return [f"{words}; {second.name} is {loses(second.estimate, best)}"]
+    return [f"{text}; {second.name} is {loses(second.estimate, best)}"]

@@ -49,8 +49,8 @@ class LinePrinter:
 
     def _run(self) -> None:
         try:
-            while (each := self.lines.get()) is not None:
-                self.echo(*each)
+            while (message := self.lines.get()) is not None:
+                self.echo(*message)
                 if self.dropped and self.lines.empty():
                     self._say_dropped()
             self._say_dropped()

@@ -49,9 +49,9 @@ def _table(heads: Sequence[str], rows: Sequence[Sequence[str]], left: Sequence[i
     return f'<table style="{style}">{top}<tbody>{body}</tbody></table>'
 
 
-def _verdict(good: bool, words: str) -> str:
+def _verdict(good: bool, text: str) -> str:
     colour = _GOOD if good else _BAD
-    return f'<p><strong style="color:{colour}">{_e(words)}</strong></p>'
+    return f'<p><strong style="color:{colour}">{_e(text)}</strong></p>'
 
 
 def _lines(lines: Sequence[str], title: str = "") -> str:
@@ -90,31 +90,35 @@ def _shares(
     x = 0.0
     for i, (part, size) in enumerate(shown):
         width, colour = _WIDTH * size / total, _COLOURS[i % len(_COLOURS)]
-        words = _e(f"{part} {texts[part]}")
+        title = _e(f"{part} {texts[part]}")
         yield (
             f'<rect x="{x:.1f}" width="{width:.1f}" height="{_HEIGHT}" fill="{colour}">'
-            f"<title>{words}</title></rect>"
+            f"<title>{title}</title></rect>"
         )
         left, top = i % _LABELS * (_WIDTH // _LABELS), _HEIGHT + 12 + 18 * (i // _LABELS)
         yield f'<rect x="{left}" y="{top}" width="10" height="10" fill="{colour}"/>'
-        yield f'<text x="{left + 14}" y="{top + 9}" fill="currentColor">{words}</text>'
+        yield f'<text x="{left + 14}" y="{top + 9}" fill="currentColor">{title}</text>'
         x += width
 
 
-def memory_svg(one: Estimate) -> str:
+def memory_svg(estimate: Estimate) -> str:
     """The memory of the fullest rank by category; the line is what a GPU has."""
-    limit = one.setting.machine.memory
-    parts = {**one.memory, "free": max(0.0, limit - one.total)}
-    return shares_svg("memory", one.memory, limit, {key: gib(size) for key, size in parts.items()})
+    limit = estimate.setting.machine.memory
+    parts = {**estimate.memory, "free": max(0.0, limit - estimate.total)}
+    return shares_svg(
+        "memory", estimate.memory, limit, {key: gib(size) for key, size in parts.items()}
+    )
 
 
-def step_svg(one: Estimate) -> str:
+def step_svg(estimate: Estimate) -> str:
     """A step by what it is spent on."""
-    parts = one.breakdown()
-    return shares_svg("step", parts, one.step, {key: duration(time) for key, time in parts.items()})
+    parts = estimate.breakdown()
+    return shares_svg(
+        "step", parts, estimate.step, {key: duration(time) for key, time in parts.items()}
+    )
 
 
-def plan_html(plan: Plan, one: Estimate | None, why: Sequence[str]) -> str:
+def plan_html(plan: Plan, estimate: Estimate | None, why: Sequence[str]) -> str:
     """A plan: with a machine its memory and its step as bars, and the reasons."""
     facts = [
         ("model", plan.shape.name),
@@ -122,50 +126,52 @@ def plan_html(plan: Plan, one: Estimate | None, why: Sequence[str]) -> str:
         ("", f"ZeRO-{plan.layout.zero}, schedule {plan.options.schedule}, {plan.precision}"),
         ("batch", str(plan.batch)),
     ]
-    if one is None:
+    if estimate is None:
         return _box(_table((), facts, (0, 1)), _lines(plan.notes, "notes"))
-    speed = f"{one.tokens_per_s_per_gpu:,.0f} tokens/s/GPU, MFU {one.mfu:.1%}"
-    facts += [("step", f"{duration(one.step)} ± {one.accuracy.time:.0%}: {speed}")]
+    speed = f"{estimate.tokens_per_s_per_gpu:,.0f} tokens/s/GPU, MFU {estimate.mfu:.1%}"
+    facts += [("step", f"{duration(estimate.step)} ± {estimate.accuracy.time:.0%}: {speed}")]
     return _box(
         _table((), facts, (0, 1)),
-        *_bars(one),
+        *_bars(estimate),
         _lines(why, "why"),
-        _lines(one.plan.notes, "notes"),
+        _lines(estimate.plan.notes, "notes"),
     )
 
 
-def _bars(one: Estimate) -> Iterator[str]:
+def _bars(estimate: Estimate) -> Iterator[str]:
     """Memory and step of an estimate."""
-    limit = gib(one.setting.machine.memory)
-    said = f"{gib(one.total)} of {limit} on the fullest rank: {plan_text.verdict_text(one)}"
-    yield _verdict(one.verdict == "fits", said)
-    yield memory_svg(one)
-    yield f"<p>step {_e(duration(one.step))}</p>"
-    yield step_svg(one)
+    limit = gib(estimate.setting.machine.memory)
+    text = (
+        f"{gib(estimate.total)} of {limit} on the fullest rank: {plan_text.verdict_text(estimate)}"
+    )
+    yield _verdict(estimate.verdict == "fits", text)
+    yield memory_svg(estimate)
+    yield f"<p>step {_e(duration(estimate.step))}</p>"
+    yield step_svg(estimate)
 
 
-def search_html(found: PlanResult, why: Sequence[str]) -> str:
+def search_html(result: PlanResult, why: Sequence[str]) -> str:
     """The ranking as a table, and the memory and the step of the first choice."""
-    first = found.plans[0]
-    fastest = found.fastest.step
+    first = result.plans[0]
+    fastest = result.fastest.step
     return _box(
-        *(f"<p>{_e(line)}</p>" for line in headline(found)),
-        _table(*plan_text.ranking(found.plans, fastest)),
+        *(f"<p>{_e(line)}</p>" for line in headline(result)),
+        _table(*plan_text.ranking(result.plans, fastest)),
         f"<p><strong>first</strong>: {_e(first.plan.batch)}</p>",
         *_bars(first),
         _lines(why, "why"),
-        _lines([*search_notes(found), *first.plan.notes], "notes"),
+        _lines([*search_notes(result), *first.plan.notes], "notes"),
     )
 
 
 def verdict_html(table: Mapping[str, Any]) -> str:
     """Errors beside tolerances, and whether the collectives were those predicted."""
     passed = "PASS" if table["passed"] else "FAIL"
-    words = f"{passed}: {table['model']} on {table['layout']}, {table['world']} ranks"
-    head = _verdict(bool(table["passed"]), f"{words} in {table['seconds']:.1f} s")
+    text = f"{passed}: {table['model']} on {table['layout']}, {table['world']} ranks"
+    head = _verdict(bool(table["passed"]), f"{text} in {table['seconds']:.1f} s")
     if "traffic" not in table:
         most = "none" if table["tolerance"] is None else f"{table['tolerance']:.1e}"
-        rows = [(way, f"{error:.1e}", most) for way, error in table["errors"].items()]
+        rows = [(mode, f"{error:.1e}", most) for mode, error in table["errors"].items()]
         heads = ("", "largest error of logits", "tolerance")
         return _box(head, _table(heads, rows), _lines(table["notes"], "notes"))
     rows = [

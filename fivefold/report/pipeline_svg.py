@@ -47,8 +47,8 @@ _DARK = {
 def timeline_svg(timeline: Timeline, title: str | None = None) -> str:
     """The SVG as text; `title` replaces the line of numbers above the picture."""
     rows = cells(timeline)
-    words = headline(timeline)
-    shown, spoken = (words, words) if title is None else (title, f"{title}: {words}")
+    text = headline(timeline)
+    shown, spoken = (text, text) if title is None else (title, f"{title}: {text}")
     height = _TOP + _ROW * len(rows) + _FOOT
     return "\n".join(
         [
@@ -74,11 +74,11 @@ def _safe(text: str) -> str:
 
 def _style(rows: list[list[Cell]]) -> str:
     """The fixed rules, and a fill for each kind and chunk."""
-    found = {(cell.kind, cell.chunk) for row in rows for cell in row}
-    found |= {(kind, 0) for kind in kinds_in(rows)}
+    cell_kinds = {(cell.kind, cell.chunk) for row in rows for cell in row}
+    cell_kinds |= {(kind, 0) for kind in kinds_in(rows)}
     fills = {
         f".{kind.letter}{chunk}": f"fill:{shade(kind.colour, chunk)}"
-        for kind, chunk in sorted(found)
+        for kind, chunk in sorted(cell_kinds)
     }
     return svg_style(_SCOPE, _LIGHT | fills, _DARK)
 
@@ -101,14 +101,14 @@ def _rows(timeline: Timeline, rows: list[list[Cell]]) -> Iterator[str]:
         middle = _TOP + _ROW * rank + 12
         yield f'<text x="{_LEFT - 8}" y="{middle}" text-anchor="end">rank {rank}</text>'
         yield f'<g transform="translate({_LEFT} {_TOP + _ROW * rank})">'
-        for start, end, words in idle[rank]:
-            words = f"{words}, {write(start)}–{write(end)}"
-            yield _rect("idle", start * scale, end * scale, words)
+        for start, end, label in idle[rank]:
+            label = f"{label}, {write(start)}–{write(end)}"
+            yield _rect("idle", start * scale, end * scale, label)
         yield f'<g class="steps" stroke-width="{stroke}">'
         for cell in row:
             left, right = cell.start * scale, cell.end * scale
-            words = f"rank {rank}: {cell.step}, {write(cell.start)}–{write(cell.end)}"
-            yield _rect(f"{cell.kind.letter}{cell.chunk}", left, right, words)
+            label = f"rank {rank}: {cell.step}, {write(cell.start)}–{write(cell.end)}"
+            yield _rect(f"{cell.kind.letter}{cell.chunk}", left, right, label)
             if right - left >= _DIGIT * len(cell.label) + 2:
                 yield f'<text x="{_number((left + right) / 2)}" y="12">{cell.label}</text>'
         yield "</g></g>"
@@ -125,9 +125,9 @@ def _idle_slots(timeline: Timeline) -> list[list[tuple[float, float, str]]]:
     return slots
 
 
-def _rect(name: str, left: float, right: float, words: str) -> str:
-    place = f'x="{_number(left)}" width="{_number(right - left)}" height="{_HEIGHT}"'
-    return f'<rect class="{name}" {place}><title>{_safe(words)}</title></rect>'
+def _rect(name: str, left: float, right: float, label: str) -> str:
+    box = f'x="{_number(left)}" width="{_number(right - left)}" height="{_HEIGHT}"'
+    return f'<rect class="{name}" {box}><title>{_safe(label)}</title></rect>'
 
 
 def _peaks(timeline: Timeline) -> Iterator[str]:
@@ -137,18 +137,18 @@ def _peaks(timeline: Timeline) -> Iterator[str]:
     yield f'<text x="{x}" y="{_TOP - 8}">peak activations</text>'
     for rank, peak in enumerate(peaks):
         width, y = _BAR * peak / max(peaks), _TOP + _ROW * rank
-        words = f"rank {rank} holds at most {counted(peak, 'microbatch')} of a full stage"
-        yield f'<g transform="translate({x} {y})">{_rect("peak", 0, width, words)}'
+        label = f"rank {rank} holds at most {counted(peak, 'microbatch')} of a full stage"
+        yield f'<g transform="translate({x} {y})">{_rect("peak", 0, width, label)}'
         yield f'<text x="{_number(width + 4)}" y="12">{peak:g}</text></g>'
 
 
 def _legend(timeline: Timeline, rows: list[list[Cell]]) -> Iterator[str]:
     y = _TOP + _ROW * len(rows) + 30
     marks = [(f"{kind.letter}0", kind.name) for kind in kinds_in(rows)] + [("idle", "idle")]
-    for place, (name, words) in enumerate(marks):
-        x = _LEFT + 130 * place
+    for position, (name, label) in enumerate(marks):
+        x = _LEFT + 130 * position
         yield f'<rect class="{name}" x="{x}" y="{y}" width="14" height="14"/>'
-        yield f'<text x="{x + 20}" y="{y + 11}">{words}</text>'
+        yield f'<text x="{x + 20}" y="{y + 11}">{label}</text>'
     if later := later_chunks(rows, timeline.schedule.placement):
         yield f'<text x="{_LEFT + 130 * len(marks)}" y="{y + 11}">lighter: {later}</text>'
 

@@ -92,8 +92,8 @@ def chunks_by_rank(placement: Placement) -> list[dict[int, int]]:
 
 def kinds_in(rows: list[list[Cell]]) -> list[MarkKind]:
     """The kinds that occur, in the order of the legend."""
-    found = {cell.kind for row in rows for cell in row}
-    return [kind for kind in (*KINDS.values(), OVERLAPPED) if kind in found]
+    cell_kinds = {cell.kind for row in rows for cell in row}
+    return [kind for kind in (*KINDS.values(), OVERLAPPED) if kind in cell_kinds]
 
 
 def later_chunks(rows: list[list[Cell]], placement: Placement) -> str | None:
@@ -106,15 +106,15 @@ def later_chunks(rows: list[list[Cell]], placement: Placement) -> str | None:
 def shade(colour: str, chunk: int) -> str:
     """The colour of a chunk: each later one is lighter."""
     white = chunk / (chunk + 2)
-    channels = (int(colour[place : place + 2], 16) for place in (1, 3, 5))
-    return "#" + "".join(f"{round(each + (255 - each) * white):02x}" for each in channels)
+    channels = (int(colour[start : start + 2], 16) for start in (1, 3, 5))
+    return "#" + "".join(f"{round(channel + (255 - channel) * white):02x}" for channel in channels)
 
 
 def ticks(length: float, most: int) -> list[float]:
     """Round numbers from 0 to `length`: at most `most` intervals of 1, 2 or 5 times a power of
     ten."""
     power = 10.0 ** math.floor(math.log10(length / most))
-    interval = next(power * each for each in (1, 2, 5, 10) if power * each * most >= length)
+    interval = next(power * factor for factor in (1, 2, 5, 10) if power * factor * most >= length)
     return [number * interval for number in range(int(length / interval + 1e-9) + 1)]
 
 
@@ -169,8 +169,8 @@ def _num_columns(rows: list[list[Cell]], makespan: float, most: int) -> int:
     shortest = min(duration for duration in durations if duration > 0)
     units = [cell.end / shortest for row in rows for cell in row]
     num_units = round(makespan / shortest)
-    whole = all(abs(unit - round(unit)) < _TINY for unit in units)
-    return most // num_units * num_units if whole and most >= 2 * num_units else most
+    integral = all(abs(unit - round(unit)) < _TINY for unit in units)
+    return most // num_units * num_units if integral and most >= 2 * num_units else most
 
 
 def _shown(num_ranks: int) -> list[int | None]:
@@ -196,7 +196,7 @@ def _largest(parts: list[tuple[float, Cell]]) -> Cell | None:
     filled: dict[MarkKind, float] = {}
     for share, cell in parts:
         filled[cell.kind] = filled.get(cell.kind, 0.0) + share
-    kind = max(filled, key=lambda each: filled[each], default=None)
+    kind = max(filled, key=lambda candidate: filled[candidate], default=None)
     if kind is None or 1 - sum(filled.values()) > filled[kind] + _TINY:
         return None
     return max((part for part in parts if part[1].kind == kind), key=lambda part: part[0])[1]
@@ -312,14 +312,16 @@ def _counters(timeline: Timeline, rows: list[list[Cell]], unit_us: float) -> Ite
     for rank, row in enumerate(rows):
         levels = memory_levels(schedule.order[rank], unit)
         starts = [_stamp(cell.start, unit_us) for cell in row]
-        for place, cell in enumerate(row):
-            yield _level(rank, starts[place], levels[place])
+        for position, cell in enumerate(row):
+            yield _level(rank, starts[position], levels[position])
             end = _stamp(cell.end, unit_us)
-            if place + 1 == len(row):
+            if position + 1 == len(row):
                 yield _level(rank, end, 0.0)
-            elif starts[place + 1] > end:
-                added = unit * sum(one.kind == FORWARD for one in actions_of(row[place + 1].step))
-                yield _level(rank, end, levels[place + 1] - added)
+            elif starts[position + 1] > end:
+                added = unit * sum(
+                    action.kind == FORWARD for action in actions_of(row[position + 1].step)
+                )
+                yield _level(rank, end, levels[position + 1] - added)
 
 
 def _level(rank: int, stamp: float, level: float) -> Event:

@@ -79,7 +79,7 @@ def _asynchrony(timeline: Timeline, family: Family | None) -> Iterator[str]:
         yield (
             "ASYNCHRONOUS: gradients are computed on older weights, which is not what one device "
             f"computes. Weight versions by rank: {', '.join(map(str, versions))}; gradient delay "
-            f"in updates: {', '.join(str(each - 1) for each in versions)}."
+            f"in updates: {', '.join(str(version - 1) for version in versions)}."
         )
         if family:
             steady = percent(steady_bubble(timeline, family.make))
@@ -114,10 +114,10 @@ def _in_closed_form(timeline: Timeline, form: ClosedForm) -> Iterator[str]:
     """The published closed form with its numbers, only if it is exact."""
     schedule, costs = timeline.schedule, timeline.costs
     by_stage = (costs.forward, costs.backward, costs.weight)
-    if any(len(set(each)) > 1 for each in by_stage) or any(costs.transfer):
+    if any(len(set(stage_values)) > 1 for stage_values in by_stage) or any(costs.transfer):
         return
     share, write = schedule.num_stages / schedule.num_ranks, time_writer(timeline)
-    forward, backward, weight = (share * each[0] for each in by_stage)
+    forward, backward, weight = (share * stage_values[0] for stage_values in by_stage)
     times = (forward, backward, weight)
     gains = "F&B" in form.text and costs.overlap != 1
     if gains or not form.holds(times, schedule.num_ranks, schedule.num_microbatches):
@@ -173,8 +173,8 @@ def _memory(timeline: Timeline) -> Iterator[str]:
     if most == least:
         yield f"Every rank holds the activations of at most {counted(most, 'microbatch')} {unit}."
     else:
-        others = peaks.count(most) - 1
-        company = f" (and {others} more)" if others else ""
+        num_equal = peaks.count(most) - 1
+        company = f" (and {num_equal} more)" if num_equal else ""
         yield (
             f"Rank {peaks.index(most)}{company} holds the most activations, those of "
             f"{counted(most, 'microbatch')} {unit}; rank {peaks.index(least)} the least, {least:g}."

@@ -26,93 +26,97 @@ def resolved_answer(plan: Plan) -> Printed:
 
 
 def given_answer(
-    plan: Plan, found: Estimate, why: Sequence[str], seconds: float, costs: RunCosts
+    plan: Plan, estimate: Estimate, why: Sequence[str], seconds: float, costs: RunCosts
 ) -> Printed:
     """A plan with a given layout, and its estimates."""
     table, lines = resolved_answer(plan)
     reasons = list(why)
-    table |= {"stack": found.setting.stack.name}
+    table |= {"stack": estimate.setting.stack.name}
     table |= {"candidates": 1, "seconds": seconds}
-    table |= {"layouts": [plan_values.estimate_json(found, reasons)]}
-    table |= plan_values.run_costs(found, costs)
-    table |= {"notes": list(found.plan.notes)}
-    more = (note for note in found.plan.notes if note not in plan.notes)
-    return table, [*lines, *_detail(found, reasons, costs), *(f"note      {one}" for one in more)]
+    table |= {"layouts": [plan_values.estimate_json(estimate, reasons)]}
+    table |= plan_values.run_costs(estimate, costs)
+    table |= {"notes": list(estimate.plan.notes)}
+    extra_notes = (note for note in estimate.plan.notes if note not in plan.notes)
+    return table, [
+        *lines,
+        *_detail(estimate, reasons, costs),
+        *(f"note      {sentence}" for sentence in extra_notes),
+    ]
 
 
-def _detail(found: Estimate, why: list[str], costs: RunCosts) -> list[str]:
+def _detail(estimate: Estimate, why: list[str], costs: RunCosts) -> list[str]:
     return [
-        *plan_text.detail(found),
-        *plan_text.bill(found, costs),
+        *plan_text.detail(estimate),
+        *plan_text.bill(estimate, costs),
         *plan_text.labelled("why", why),
     ]
 
 
-def first_reasons(found: PlanResult) -> list[str]:
+def first_reasons(result: PlanResult) -> list[str]:
     """Why the first choice of a search is the first."""
     from fivefold.planner import compare_neighbours
 
-    first = found.plans[0]
-    return plan_text.reasons_text(first, compare_neighbours(first), found.rival, found.simpler)
+    first = result.plans[0]
+    return plan_text.reasons_text(first, compare_neighbours(first), result.rival, result.simpler)
 
 
-def ranked_answer(found: PlanResult, costs: RunCosts, why: Sequence[str] | None = None) -> Printed:
+def ranked_answer(result: PlanResult, costs: RunCosts, why: Sequence[str] | None = None) -> Printed:
     """A table of the best layouts, and details of the first; `why` if its reasons are known."""
-    first, *others = found.plans
-    fastest = found.fastest.step
-    why = first_reasons(found) if why is None else list(why)
-    reasons = [why, *([plan_text.loses(one, first, fastest)] for one in others)]
-    question, notes = found.request.space, [*search_notes(found), *first.plan.notes]
+    first, *rivals = result.plans
+    fastest = result.fastest.step
+    why = first_reasons(result) if why is None else list(why)
+    reasons = [why, *([plan_text.loses(rival, first, fastest)] for rival in rivals)]
+    question, notes = result.request.space, [*search_notes(result), *first.plan.notes]
     table = {
-        "model": found.request.shape.name,
-        "machine": found.request.setting.machine.name,
-        "precision": found.request.setting.precision,
-        "stack": found.request.setting.stack.name,
+        "model": result.request.shape.name,
+        "machine": result.request.setting.machine.name,
+        "precision": result.request.setting.precision,
+        "stack": result.request.setting.stack.name,
         "gpus": question.gpus,
         "seq": question.seq,
         "batch": question.batch,
-        "candidates": found.candidates,
-        "passed_over": found.passed_over,
-        "seconds": found.seconds,
+        "candidates": result.candidates,
+        "passed_over": result.passed_over,
+        "seconds": result.seconds,
         "equal_bar": first.accuracy.equal,
-        "fastest": plan_values.estimate_json(found.fastest, []),
+        "fastest": plan_values.estimate_json(result.fastest, []),
         "layouts": [
-            plan_values.estimate_json(one, reason)
-            | {"equal": one.accuracy.within(one.step, fastest)}
-            for one, reason in zip(found.plans, reasons, strict=True)
+            plan_values.estimate_json(estimate, reason)
+            | {"equal": estimate.accuracy.within(estimate.step, fastest)}
+            for estimate, reason in zip(result.plans, reasons, strict=True)
         ],
-        "front": [plan_values.estimate_json(one, []) for one in found.front],
+        "front": [plan_values.estimate_json(estimate, []) for estimate in result.front],
         "notes": notes,
         **plan_values.run_costs(first, costs),
     }
     lines = [
-        *headline(found),
+        *headline(result),
         "",
-        *plan_text.ranked(found.plans, fastest),
+        *plan_text.ranked(result.plans, fastest),
         "",
         f"first     {first.plan.batch}",
         *_detail(first, why, costs),
-        *plan_text.front(found.front),
+        *plan_text.front(result.front),
         *(f"note      {note}" for note in notes),
     ]
     return table, lines
 
 
-def headline(found: PlanResult) -> list[str]:
+def headline(result: PlanResult) -> list[str]:
     """What was searched, and how much of it."""
-    request, question = found.request, found.request.space
+    request, question = result.request, result.request.space
     return [
         f"{request.shape.name} on {question.gpus_text} of {request.setting.machine.name}: "
         f"{counted(question.batch, 'sequence')} of {question.seq:,} tokens a step, "
         f"{request.setting.precision}",
-        f"{counted(found.candidates, 'layout')} estimated and {found.passed_over:,} skipped in "
-        f"{found.seconds:.1f} s; those below were simulated",
+        f"{counted(result.candidates, 'layout')} estimated and {result.passed_over:,} skipped in "
+        f"{result.seconds:.1f} s; those below were simulated",
     ]
 
 
-def search_notes(found: PlanResult) -> list[str]:
+def search_notes(result: PlanResult) -> list[str]:
     """What whoever reads the ranking should know."""
-    first, notes = found.plans[0], [*found.request.notes, *found.warnings]
+    first, notes = result.plans[0], [*result.request.notes, *result.warnings]
     if first.offload != "none":
         where = {"cpu": "in host memory", "nvme": "on local disks"}[first.offload]
         notes.append(

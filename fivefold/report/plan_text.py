@@ -44,48 +44,54 @@ def reasons_text(
     the chosen one is simpler than the fastest.
     """
     fastest = chosen.step if rival is None else min(chosen.step, rival.step)
-    found: list[str] = []
+    reasons: list[str] = []
     if rival is not None and rival.step < chosen.step:
-        found = [f"equal to the fastest and simpler, {simpler}: {name_of(rival)} is "]
+        reasons = [f"equal to the fastest and simpler, {simpler}: {name_of(rival)} is "]
     elif rival is not None:
-        found = [f"the next best, {name_of(rival)}: "]
-    found = [each + loses(rival, chosen, fastest) for each in found if rival is not None]
-    return [*found, *(axis_text(each, chosen, fastest) for each in takeaways if each.neighbours)]
+        reasons = [f"the next best, {name_of(rival)}: "]
+    reasons = [reason + loses(rival, chosen, fastest) for reason in reasons if rival is not None]
+    return [
+        *reasons,
+        *(axis_text(takeaway, chosen, fastest) for takeaway in takeaways if takeaway.neighbours),
+    ]
 
 
-def name_of(one: Estimate) -> str:
+def name_of(estimate: Estimate) -> str:
     """A plan in one line."""
-    plan = one.plan
-    words = [str(plan.layout), f"ZeRO-{plan.layout.zero}"]
+    plan = estimate.plan
+    parts = [str(plan.layout), f"ZeRO-{plan.layout.zero}"]
     if plan.layout.cp > 1:
-        words.append(plan.layout.context)
+        parts.append(plan.layout.context)
     if plan.layout.pp > 1:
-        words.append(f"{plan.options.schedule}({plan.layout.chunks})")
-    words += [f"recompute {plan.recompute}"] if str(plan.recompute) != "none" else []
-    return ", ".join([*words, *offload_words(one)])
+        parts.append(f"{plan.options.schedule}({plan.layout.chunks})")
+    parts += [f"recompute {plan.recompute}"] if str(plan.recompute) != "none" else []
+    return ", ".join([*parts, *offload_words(estimate)])
 
 
-def offload_words(one: Estimate) -> list[str]:
+def offload_words(estimate: Estimate) -> list[str]:
     """Where optimizer states are, if not on the device."""
-    return [] if one.offload == "none" else [f"offload {one.offload}"]
+    return [] if estimate.offload == "none" else [f"offload {estimate.offload}"]
 
 
-def loses(one: Estimate, best: Estimate, fastest: float | None = None) -> str:
+def loses(estimate: Estimate, best: Estimate, fastest: float | None = None) -> str:
     """How much slower one plan is than another, and in which parts; `equal` if estimates cannot
     tell them apart, or either from the fastest."""
     parts = {
-        name: one.parts.get(name, 0.0) - best.parts.get(name, 0.0)
-        for name in {**best.parts, **one.parts}
+        name: estimate.parts.get(name, 0.0) - best.parts.get(name, 0.0)
+        for name in {**best.parts, **estimate.parts}
     }
-    words = _slower(one.step - best.step, best, best.step if fastest is None else fastest)
-    return f"{words}{_where(parts, best.step)}"
+    text = _slower(estimate.step - best.step, best, best.step if fastest is None else fastest)
+    return f"{text}{_where(parts, best.step)}"
 
 
-def axis_text(found: AxisComparison, chosen: Estimate, fastest: float) -> str:
+def axis_text(comparison: AxisComparison, chosen: Estimate, fastest: float) -> str:
     """One axis: its degree, and its neighbours."""
-    near = "; ".join(_neighbour(one, found.tier, chosen, fastest) for one in found.neighbours)
-    where = _span_of_axis(found.tier, chosen) if found.axis != "zero" else ""
-    return f"{_named(found.axis, found.value)}{where}: {near}"
+    near = "; ".join(
+        _neighbour(neighbour, comparison.tier, chosen, fastest)
+        for neighbour in comparison.neighbours
+    )
+    where = _span_of_axis(comparison.tier, chosen) if comparison.axis != "zero" else ""
+    return f"{_named(comparison.axis, comparison.value)}{where}: {near}"
 
 
 def _span_of_axis(tier: str, chosen: Estimate) -> str:
@@ -106,35 +112,35 @@ def _named(axis: str, value: int | str) -> str:
     return f"{axis} {value}" if axis in ("recompute", "microbatch") else f"{axis}={value}"
 
 
-def _neighbour(one: Neighbour, tier: str, chosen: Estimate, fastest: float) -> str:
-    name = _named(one.axis, one.value)
-    if one.layout is None:
-        return f"{name} cannot be ({one.refused})"
-    moves = one.tier != tier and one.value != 1
-    over = _span_of_axis(one.tier, chosen) if moves else ""
-    how = _chosen_again(one, chosen)
-    if one.over > 0:
+def _neighbour(neighbour: Neighbour, tier: str, chosen: Estimate, fastest: float) -> str:
+    name = _named(neighbour.axis, neighbour.value)
+    if neighbour.layout is None:
+        return f"{name} cannot be ({neighbour.refused})"
+    moves = neighbour.tier != tier and neighbour.value != 1
+    over = _span_of_axis(neighbour.tier, chosen) if moves else ""
+    suffix = _chosen_again(neighbour, chosen)
+    if neighbour.over > 0:
         limit = chosen.setting.machine.memory - chosen.setting.capacity
-        amount = f"takes {gib(one.over)} too much" if one.over > limit else "is tight"
-        return f"{name}{over} {amount}{_growth(one)}{how}"
-    words = _slower(one.seconds, chosen, fastest)
-    return f"{name}{over} is {words}{_where(one.parts or {}, chosen.step)}{how}"
+        amount = f"takes {gib(neighbour.over)} too much" if neighbour.over > limit else "is tight"
+        return f"{name}{over} {amount}{_growth(neighbour)}{suffix}"
+    text = _slower(neighbour.seconds, chosen, fastest)
+    return f"{name}{over} is {text}{_where(neighbour.parts or {}, chosen.step)}{suffix}"
 
 
-def _chosen_again(one: Neighbour, chosen: Estimate) -> str:
+def _chosen_again(neighbour: Neighbour, chosen: Estimate) -> str:
     """What else differs from the chosen plan, because it was chosen again for the changed value."""
-    plan, layout = chosen.plan, one.layout
+    plan, layout = chosen.plan, neighbour.layout
     assert layout is not None
-    words = [str(layout)] if one.axis in ("tp", "cp", "pp", "ep") else []
-    if layout.pp > 1 and plan.layout.pp > 1 and one.schedule != plan.options.schedule:
-        words.append(one.schedule)
-    if words or layout.zero != plan.layout.zero:
-        words += [f"ZeRO-{layout.zero}"] if one.axis != "zero" else []
-    if words or one.recompute != str(plan.recompute.usual):
-        words += [f"recompute {one.recompute}"] if one.axis != "recompute" else []
-    if one.axis != "microbatch" and one.microbatch_size != plan.batch.microbatch_size:
-        words.append(f"microbatch {one.microbatch_size}")
-    return f" ({', '.join(words)})" if words else ""
+    parts = [str(layout)] if neighbour.axis in ("tp", "cp", "pp", "ep") else []
+    if layout.pp > 1 and plan.layout.pp > 1 and neighbour.schedule != plan.options.schedule:
+        parts.append(neighbour.schedule)
+    if parts or layout.zero != plan.layout.zero:
+        parts += [f"ZeRO-{layout.zero}"] if neighbour.axis != "zero" else []
+    if parts or neighbour.recompute != str(plan.recompute.usual):
+        parts += [f"recompute {neighbour.recompute}"] if neighbour.axis != "recompute" else []
+    if neighbour.axis != "microbatch" and neighbour.microbatch_size != plan.batch.microbatch_size:
+        parts.append(f"microbatch {neighbour.microbatch_size}")
+    return f" ({', '.join(parts)})" if parts else ""
 
 
 def _slower(seconds: float, chosen: Estimate, fastest: float) -> str:
@@ -144,13 +150,13 @@ def _slower(seconds: float, chosen: Estimate, fastest: float) -> str:
     step = chosen.step + seconds
     least, bar = min(fastest, step, chosen.step), chosen.accuracy
     alike = bar.within(step, least) and bar.within(chosen.step, least)
-    words = f"{duration(abs(seconds))} {'slower' if seconds > 0 else 'faster'}"
-    return f"equal, {words}" if alike else words
+    text = f"{duration(abs(seconds))} {'slower' if seconds > 0 else 'faster'}"
+    return f"equal, {text}" if alike else text
 
 
-def _growth(one: Neighbour) -> str:
+def _growth(neighbour: Neighbour) -> str:
     """The memory category that grows most."""
-    grown = max((one.memory or {}).items(), key=lambda pair: pair[1], default=("", 0.0))
+    grown = max((neighbour.memory or {}).items(), key=lambda pair: pair[1], default=("", 0.0))
     return f", {grown[0]} +{gib(grown[1])}" if grown[1] > 2**28 else ""
 
 
@@ -162,11 +168,11 @@ def _where(parts: Mapping[str, float], step: float) -> str:
         ((seconds, name) for name, seconds in joined.items() if abs(seconds) > _SMALL * step),
         key=lambda pair: -abs(pair[0]),
     )[:3]
-    words = [
+    texts = [
         f"{_NAMES[name]} {'+' if seconds > 0 else '−'}{duration(abs(seconds))}"
         for seconds, name in largest
     ]
-    return f": {', '.join(words)}" if words else ""
+    return f": {', '.join(texts)}" if texts else ""
 
 
 # --- Tables and bars
@@ -178,10 +184,10 @@ _HEADS = (
 _LEFT = (1, 3, 5)  # columns of text
 
 
-def ranked(found: Sequence[Estimate], fastest: float) -> list[str]:
+def ranked(estimates: Sequence[Estimate], fastest: float) -> list[str]:
     """One line per layout, the first choice first; those equal to the fastest have a mark."""
-    off = found[0].accuracy
-    heads, rows, left = ranking(found, fastest)
+    off = estimates[0].accuracy
+    heads, rows, left = ranking(estimates, fastest)
     return [
         *table([heads, *rows], left=left),
         f"= equal: within {off.equal:.1%} of the fastest, as far as estimates can tell; the "
@@ -192,67 +198,73 @@ def ranked(found: Sequence[Estimate], fastest: float) -> list[str]:
 
 
 def ranking(
-    found: Sequence[Estimate], fastest: float
+    estimates: Sequence[Estimate], fastest: float
 ) -> tuple[Sequence[str], list[tuple[str, ...]], Sequence[int]]:
     """The same as cells: heads, rows, and the columns of text."""
-    rows = [_row(f"{i + 1}{_mark(one, fastest)}", one) for i, one in enumerate(found)]
+    rows = [
+        _row(f"{i + 1}{_mark(estimate, fastest)}", estimate) for i, estimate in enumerate(estimates)
+    ]
     return _HEADS, rows, (0, *_LEFT)
 
 
-def _mark(one: Estimate, fastest: float) -> str:
-    return " =" if one.accuracy.within(one.step, fastest) else ""
+def _mark(estimate: Estimate, fastest: float) -> str:
+    return " =" if estimate.accuracy.within(estimate.step, fastest) else ""
 
 
-def _row(place: str, one: Estimate) -> tuple[str, ...]:
-    plan, layout = one.plan, one.plan.layout
-    words = [str(layout), *([layout.context] if layout.cp > 1 else [])]
+def _row(label: str, estimate: Estimate) -> tuple[str, ...]:
+    plan, layout = estimate.plan, estimate.plan.layout
+    parts = [str(layout), *([layout.context] if layout.cp > 1 else [])]
     schedule = f"{plan.options.schedule}({layout.chunks})" if layout.pp > 1 else "–"
     return (
-        place,
-        " ".join([*words, *offload_words(one)]),
+        label,
+        " ".join([*parts, *offload_words(estimate)]),
         str(layout.zero),
         schedule,
         f"{plan.batch.microbatch_size} × {plan.batch.microbatches}",
         str(plan.recompute),
-        f"{one.total / 2**30:,.1f}",
-        duration(one.step),
-        f"{one.tokens_per_s_per_gpu:,.0f}",
-        f"{one.mfu:.1%}",
-        f"{one.bubble:.1%}",
+        f"{estimate.total / 2**30:,.1f}",
+        duration(estimate.step),
+        f"{estimate.tokens_per_s_per_gpu:,.0f}",
+        f"{estimate.mfu:.1%}",
+        f"{estimate.bubble:.1%}",
     )
 
 
-def verdict_text(one: Estimate) -> str:
+def verdict_text(estimate: Estimate) -> str:
     """Whether a plan fits, with what NCCL holds beside its memory."""
-    if not one.nccl:
-        return one.verdict
-    beside = f"without NCCL's memory, about {gib(one.nccl)}"
-    if one.verdict == "tight" and one.over <= 0:
-        beside += f"; with it above the usable {gib(one.setting.capacity)}"
-    return f"{one.verdict} ({beside})"
+    if not estimate.nccl:
+        return estimate.verdict
+    beside = f"without NCCL's memory, about {gib(estimate.nccl)}"
+    if estimate.verdict == "tight" and estimate.over <= 0:
+        beside += f"; with it above the usable {gib(estimate.setting.capacity)}"
+    return f"{estimate.verdict} ({beside})"
 
 
-def detail(one: Estimate) -> list[str]:
+def detail(estimate: Estimate) -> list[str]:
     """Memory by category as shares of the limit, and the step by what it is spent on."""
-    limit = one.setting.machine.memory
+    limit = estimate.setting.machine.memory
     lines = [
-        f"memory    {gib(one.total)} of {gib(limit)} on the fullest rank: {verdict_text(one)}"
-        + (f"; {gib(one.host)} in host memory" if one.host else "")
-        + (f", {gib(one.disk)} on its share of local disks" if one.disk else ""),
+        f"memory    {gib(estimate.total)} of {gib(limit)} on the fullest rank: "
+        f"{verdict_text(estimate)}"
+        + (f"; {gib(estimate.host)} in host memory" if estimate.host else "")
+        + (f", {gib(estimate.disk)} on its share of local disks" if estimate.disk else ""),
     ]
-    parts = {name: size for name, size in one.memory.items() if size > 0}
+    parts = {name: size for name, size in estimate.memory.items() if size > 0}
     lines += [bar(name, gib(size), size / limit) for name, size in parts.items()]
-    if one.total < limit:
-        lines.append(bar("free", gib(limit - one.total), 1 - one.total / limit, "·"))
+    if estimate.total < limit:
+        lines.append(bar("free", gib(limit - estimate.total), 1 - estimate.total / limit, "·"))
     lines.append(
-        f"step      {duration(one.step)} ± {one.accuracy.time:.0%}: "
-        f"{one.tokens_per_s_per_gpu:,.0f} tokens/s/GPU, "
-        f"MFU {one.mfu:.1%} of the {one.setting.precision} peak "
+        f"step      {duration(estimate.step)} ± {estimate.accuracy.time:.0%}: "
+        f"{estimate.tokens_per_s_per_gpu:,.0f} tokens/s/GPU, "
+        f"MFU {estimate.mfu:.1%} of the {estimate.setting.precision} peak "
         "(causal attention at half, recompute not counted)"
-        + (f", HFU {one.hfu:.1%} with recompute" if one.hfu > one.mfu else "")
+        + (f", HFU {estimate.hfu:.1%} with recompute" if estimate.hfu > estimate.mfu else "")
     )
-    parts = one.breakdown()
-    return [*lines, *(bar(name, duration(time), time / one.step) for name, time in parts.items())]
+    parts = estimate.breakdown()
+    return [
+        *lines,
+        *(bar(name, duration(time), time / estimate.step) for name, time in parts.items()),
+    ]
 
 
 class RunCosts(NamedTuple):
@@ -263,47 +275,47 @@ class RunCosts(NamedTuple):
     price: float | None = None
     mtbf_gpu: float | None = None
 
-    def failing(self, one: Estimate) -> FailingJob | None:
+    def failing(self, estimate: Estimate) -> FailingJob | None:
         """The run with failures; None if no rate is known."""
         from fivefold.planner import usual_failures
 
-        return usual_failures(one, self.mtbf_gpu)
+        return usual_failures(estimate, self.mtbf_gpu)
 
 
-def bill(one: Estimate, costs: RunCosts) -> list[str]:
+def bill(estimate: Estimate, costs: RunCosts) -> list[str]:
     """Days, GPU-hours and price of a training run, and the days with failures beside them."""
     tokens, price = costs.tokens, costs.price
     if tokens is None:
         return []
-    hours, days = one.gpu_hours(tokens), one.days(tokens)
-    words = f"run       {tokens:.3g} tokens: {days:,.1f} days, {hours:,.0f} GPU-hours"
-    words += f", {hours * price:,.0f} at {price:g} a GPU-hour" if price else ""
-    failing = costs.failing(one)
+    hours, days = estimate.gpu_hours(tokens), estimate.days(tokens)
+    text = f"run       {tokens:.3g} tokens: {days:,.1f} days, {hours:,.0f} GPU-hours"
+    text += f", {hours * price:,.0f} at {price:g} a GPU-hour" if price else ""
+    failing = costs.failing(estimate)
     if failing is None:
-        name = one.setting.machine.name
-        more = f"days with failures: no rate is known for {name}; give --mtbf-gpu HOURS"
+        name = estimate.setting.machine.name
+        failure_text = f"days with failures: no rate is known for {name}; give --mtbf-gpu HOURS"
     elif failing.expected <= 0:
-        more = "with failures it never ends: they come faster than a recovery"
+        failure_text = "with failures it never ends: they come faster than a recovery"
     else:
-        more = (
+        failure_text = (
             f"{days / failing.expected:,.1f} days with failures: goodput {failing.expected:.1%}, "
             f"one failure in {rough_duration(1 / failing.rate)}, "
             f"{rough_duration(failing.recovery)} to recover"
         )
-    return [words, f"          {more}"]
+    return [text, f"          {failure_text}"]
 
 
 def labelled(head: str, sentences: Sequence[str]) -> list[str]:
     """Lines with a label before the first one."""
-    return [f"{head if i == 0 else '':<10}{one}" for i, one in enumerate(sentences)]
+    return [f"{head if i == 0 else '':<10}{sentence}" for i, sentence in enumerate(sentences)]
 
 
-def front(found: Sequence[Estimate]) -> list[str]:
+def front(estimates: Sequence[Estimate]) -> list[str]:
     """Other plans: less memory for more time."""
-    if len(found) < 2:
+    if len(estimates) < 2:
         return []
     lines = [
-        f"{gib(one.total)} and {duration(one.step)}: {name_of(one)}"
-        for one in sorted(found, key=lambda one: one.total)
+        f"{gib(estimate.total)} and {duration(estimate.step)}: {name_of(estimate)}"
+        for estimate in sorted(estimates, key=lambda candidate: candidate.total)
     ]
     return labelled("front", lines)

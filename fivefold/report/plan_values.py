@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 _GIB = 2**30
 
 
-def estimate_json(one: Estimate, because: list[str]) -> dict[str, Any]:
+def estimate_json(estimate: Estimate, because: list[str]) -> dict[str, Any]:
     """One plan with its estimated memory and time, and the reasons for it."""
-    plan, layout, off = one.plan, one.plan.layout, one.accuracy
+    plan, layout, off = estimate.plan, estimate.plan.layout, estimate.accuracy
     return {
         "layout": str(layout),
         "zero": layout.zero,
@@ -37,39 +37,41 @@ def estimate_json(one: Estimate, because: list[str]) -> dict[str, Any]:
         "microbatches": plan.batch.microbatches,
         "recompute": str(plan.recompute),
         "compile": plan.options.train.compiles("cuda"),
-        "offload": one.offload,
-        "memory_gib": {key: n / _GIB for key, n in [*one.memory.items(), ("total", one.total)]},
-        "host_gib": one.host / _GIB,
-        "disk_gib": one.disk / _GIB,
-        "fits": one.verdict,
-        "nccl_gib": one.nccl / _GIB,
-        "step_s": one.step,
-        "step_s_low": (1 - off.time) * one.step,
-        "step_s_high": (1 + off.time) * one.step,
+        "offload": estimate.offload,
+        "memory_gib": {
+            key: n / _GIB for key, n in [*estimate.memory.items(), ("total", estimate.total)]
+        },
+        "host_gib": estimate.host / _GIB,
+        "disk_gib": estimate.disk / _GIB,
+        "fits": estimate.verdict,
+        "nccl_gib": estimate.nccl / _GIB,
+        "step_s": estimate.step,
+        "step_s_low": (1 - off.time) * estimate.step,
+        "step_s_high": (1 + off.time) * estimate.step,
         "error_bar": {"time": off.time, "time_p90": off.time_p90, "memory": off.memory},
-        "time_s": one.parts,
-        "tokens_per_s_per_gpu": one.tokens_per_s_per_gpu,
-        "mfu": one.mfu,
-        "hfu": one.hfu,
-        "bubble": one.bubble,
+        "time_s": estimate.parts,
+        "tokens_per_s_per_gpu": estimate.tokens_per_s_per_gpu,
+        "mfu": estimate.mfu,
+        "hfu": estimate.hfu,
+        "bubble": estimate.bubble,
         "because": because,
     }
 
 
-def run_costs(one: Estimate, costs: RunCosts) -> dict[str, Any]:
+def run_costs(estimate: Estimate, costs: RunCosts) -> dict[str, Any]:
     """Days, GPU-hours and price of a training run; empty if its tokens are not given."""
     tokens, price = costs.tokens, costs.price
     if tokens is None:
         return {}
-    hours = one.gpu_hours(tokens)
-    found = {"tokens": tokens, "days": one.days(tokens), "gpu_hours": hours}
-    found |= {"price": hours * price} if price else {}
-    failing = costs.failing(one)
+    hours = estimate.gpu_hours(tokens)
+    facts = {"tokens": tokens, "days": estimate.days(tokens), "gpu_hours": hours}
+    facts |= {"price": hours * price} if price else {}
+    failing = costs.failing(estimate)
     if failing is not None:
         share = failing.expected
-        days = one.days(tokens) / share if share > 0 else None
-        found |= {"goodput": share, "days_with_failures": days, "mtbf_s": 1 / failing.rate}
-    return {"run": found}
+        days = estimate.days(tokens) / share if share > 0 else None
+        facts |= {"goodput": share, "days_with_failures": days, "mtbf_s": 1 / failing.rate}
+    return {"run": facts}
 
 
 # --- A resolved plan: ranks, groups, links, batch, parameters
@@ -122,7 +124,7 @@ def _communicators(plan: Plan) -> dict[str, Any]:
     most = most_communicators(plan)
     return {
         "per_rank": len(most),
-        "names": list(dict.fromkeys(each.role for each in most)),
+        "names": list(dict.fromkeys(communicator.role for communicator in most)),
         "calls": len(communicators(Topology.of(plan))),
         "bytes": communicator_bytes(most),
     }
@@ -163,15 +165,16 @@ def render(plan: Plan, table: dict[str, Any]) -> list[str]:
     ]
     if plan.layout.pp > 1:
         lines.append(f"stages    {_runs(table['stages'])} layers")
-    for axis, one in table["axes"].items():
-        if one["degree"] > 1:
-            where = f", within {one['tier']}" if "tier" in one else ""
-            lines.append(f"{axis:<9} {_group(one['first_group'])}{where}")
-    made = table["communicators"]
-    if made["per_rank"]:
+    for axis, facts in table["axes"].items():
+        if facts["degree"] > 1:
+            where = f", within {facts['tier']}" if "tier" in facts else ""
+            lines.append(f"{axis:<9} {_group(facts['first_group'])}{where}")
+    communicators = table["communicators"]
+    if communicators["per_rank"]:
         lines.append(
-            f"groups    {counted(made['per_rank'], 'communicator')} a rank "
-            f"({', '.join(made['names'])}), for which NCCL holds about {gib(made['bytes'])}"
+            f"groups    {counted(communicators['per_rank'], 'communicator')} a rank "
+            f"({', '.join(communicators['names'])}), for which NCCL holds about "
+            f"{gib(communicators['bytes'])}"
         )
     return [*lines, *(f"note      {note}" for note in plan.notes)]
 
@@ -198,31 +201,31 @@ def _group(ranks: list[int]) -> str:
 _MARKS = "▁▂▃▄▅▆▇█"
 
 
-def strategies_text(found: Sequence[Strategy], best: Estimate | None) -> list[str]:
+def strategies_text(strategies: Sequence[Strategy], best: Estimate | None) -> list[str]:
     """Each axis alone: batch, memory, time, traffic and its main drawback; and the first choice
     among all layouts."""
     heads = ("", "layout", "least batch", "weights", "grads", "states", "rest", "total GiB")
     rows = [(*heads, "compute", "step", "tokens/s/GPU")]
-    rows += [_strategy_row(one) for one in found]
+    rows += [_strategy_row(candidate) for candidate in strategies]
     lines = table(rows, left=(0, 1))
     if best is not None:
         speed = f"{duration(best.step)}, {best.tokens_per_s_per_gpu:,.0f} tokens/s/GPU"
         lines += ["", f"all axes: {name_of(best)}: {speed}"]
-    for one in found:
-        lines += ["", f"{one.name}: {drawback(one)}"]
-        lines += [f"  {_traffic_text(each)}" for each in one.moved[:4]]
+    for strategy in strategies:
+        lines += ["", f"{strategy.name}: {drawback(strategy)}"]
+        lines += [f"  {_traffic_text(traffic)}" for traffic in strategy.moved[:4]]
     return lines
 
 
-def _strategy_row(one: Strategy) -> tuple[str, ...]:
-    batch = f"{one.least_batch:,}"
-    if one.estimate is None:
-        return (one.name, str(one.layout), batch, *("–",) * 8)
-    memory, look = one.estimate.memory, one.estimate
+def _strategy_row(strategy: Strategy) -> tuple[str, ...]:
+    batch = f"{strategy.least_batch:,}"
+    if strategy.estimate is None:
+        return (strategy.name, str(strategy.layout), batch, *("–",) * 8)
+    memory, look = strategy.estimate.memory, strategy.estimate
     static = (memory["weights"], memory["gradients"], memory["master"] + memory["optimizer"])
     sizes = (*static, look.total - sum(static), look.total)
     return (
-        one.name,
+        strategy.name,
         name_of(look),
         batch,
         *(f"{size / 2**30:,.1f}" for size in sizes),
@@ -232,11 +235,11 @@ def _strategy_row(one: Strategy) -> tuple[str, ...]:
     )
 
 
-def drawback(one: Strategy) -> str:
+def drawback(strategy: Strategy) -> str:
     """The main drawback of a strategy, from its own numbers."""
-    if one.estimate is None:
-        return one.refused
-    look = one.estimate
+    if strategy.estimate is None:
+        return strategy.refused
+    look = strategy.estimate
     if look.over > 0:
         name, size = max(look.memory.items(), key=lambda pair: pair[1])
         above = f"{gib(look.over)} above the usable {gib(look.setting.capacity)}"
@@ -248,38 +251,38 @@ def drawback(one: Strategy) -> str:
     return f"{what} takes {duration(seconds)} of a step, {seconds / look.step:.0%}"
 
 
-def _traffic_text(one: StrategyTraffic) -> str:
-    calls = f"{one.calls:,} {'call' if one.calls == 1 else 'calls'}"
-    return f"{one.axis} {one.kind}: {calls} with {gib(one.bytes)} a step on one rank"
+def _traffic_text(traffic: StrategyTraffic) -> str:
+    calls = f"{traffic.calls:,} {'call' if traffic.calls == 1 else 'calls'}"
+    return f"{traffic.axis} {traffic.kind}: {calls} with {gib(traffic.bytes)} a step on one rank"
 
 
-def strategies_json(found: Sequence[Strategy]) -> list[dict[str, Any]]:
+def strategies_json(strategies: Sequence[Strategy]) -> list[dict[str, Any]]:
     """The same as JSON."""
     return [
         {
-            "strategy": one.name,
-            "layout": str(one.layout),
-            "least_batch": one.least_batch,
-            "collectives": [each._asdict() for each in one.moved],
-            "drawback": drawback(one),
-            "estimate": None if one.estimate is None else estimate_json(one.estimate, []),
+            "strategy": strategy.name,
+            "layout": str(strategy.layout),
+            "least_batch": strategy.least_batch,
+            "collectives": [traffic._asdict() for traffic in strategy.moved],
+            "drawback": drawback(strategy),
+            "estimate": None if strategy.estimate is None else estimate_json(strategy.estimate, []),
         }
-        for one in found
+        for strategy in strategies
     ]
 
 
-def sweep_text(axis: str, values: Sequence[int], found: Sequence[SweepPoint]) -> list[str]:
+def sweep_text(axis: str, values: Sequence[int], points: Sequence[SweepPoint]) -> list[str]:
     """One line per strategy and recomputation: speed and memory, with a cross if it does not
     fit."""
     rows: list[tuple[str, ...]] = [("strategy", "recompute", *map(_short, values), "")]
     memory = [rows[0]]
-    most = max((_speed(one) for one in found), default=0.0)
-    for key in dict.fromkeys((one.strategy, one.recompute) for one in found):
-        line = [one for one in found if (one.strategy, one.recompute) == key]
-        speeds = [_speed(one) for one in line]
+    most = max((_speed(point) for point in points), default=0.0)
+    for key in dict.fromkeys((point.strategy, point.recompute) for point in points):
+        line = [point for point in points if (point.strategy, point.recompute) == key]
+        speeds = [_speed(point) for point in line]
         spark = "".join(_mark(speed / most if most else 0.0) for speed in speeds)
         rows.append((*key, *(f"{speed:,.0f}" if speed else "×" for speed in speeds), spark))
-        memory.append((*key, *(_memory(one) for one in line), ""))
+        memory.append((*key, *(_memory(point) for point in line), ""))
     return [
         f"tokens/s/GPU along {axis} (×: does not fit)",
         *table(rows, left=(0, 1)),
@@ -289,14 +292,14 @@ def sweep_text(axis: str, values: Sequence[int], found: Sequence[SweepPoint]) ->
     ]
 
 
-def _speed(one: SweepPoint) -> float:
-    return one.estimate.tokens_per_s_per_gpu if one.estimate is not None and one.fits else 0.0
+def _speed(point: SweepPoint) -> float:
+    return point.estimate.tokens_per_s_per_gpu if point.estimate is not None and point.fits else 0.0
 
 
-def _memory(one: SweepPoint) -> str:
-    if one.estimate is None:
+def _memory(point: SweepPoint) -> str:
+    if point.estimate is None:
         return "–"
-    return f"{one.estimate.total / 2**30:,.1f}{'' if one.fits else ' ×'}"
+    return f"{point.estimate.total / 2**30:,.1f}{'' if point.fits else ' ×'}"
 
 
 def _mark(share: float) -> str:
@@ -310,26 +313,32 @@ def _short(number: int) -> str:
     return f"{number:,}"
 
 
-def sweep_json(axis: str, found: Sequence[SweepPoint]) -> list[dict[str, Any]]:
+def sweep_json(axis: str, points: Sequence[SweepPoint]) -> list[dict[str, Any]]:
     """The same as JSON."""
     return [
         {
-            axis: one.value,
-            "strategy": one.strategy,
-            "recompute": one.recompute,
-            "fits": one.fits,
-            "estimate": None if one.estimate is None else estimate_json(one.estimate, []),
+            axis: point.value,
+            "strategy": point.strategy,
+            "recompute": point.recompute,
+            "fits": point.fits,
+            "estimate": None if point.estimate is None else estimate_json(point.estimate, []),
         }
-        for one in found
+        for point in points
     ]
 
 
-def before_after(before: Estimate, after: Estimate, words: str) -> list[str]:
+def before_after(before: Estimate, after: Estimate, title: str) -> list[str]:
     """One plan beside that of a changed job."""
     rows = [("", "plan", "GPUs", "GiB", "step", "tokens/s", "tokens/s/GPU", "MFU")]
-    for name, one in (("now", before), (words, after)):
-        world = one.plan.layout.world
-        row = (name, name_of(one), f"{world:,}", f"{one.total / 2**30:,.1f}", duration(one.step))
-        speed = one.tokens_per_s_per_gpu
-        rows.append((*row, f"{speed * world:,.0f}", f"{speed:,.0f}", f"{one.mfu:.1%}"))
+    for name, estimate in (("now", before), (title, after)):
+        world = estimate.plan.layout.world
+        row = (
+            name,
+            name_of(estimate),
+            f"{world:,}",
+            f"{estimate.total / 2**30:,.1f}",
+            duration(estimate.step),
+        )
+        speed = estimate.tokens_per_s_per_gpu
+        rows.append((*row, f"{speed * world:,.0f}", f"{speed:,.0f}", f"{estimate.mfu:.1%}"))
     return [*table(rows, left=(0, 1)), f"a step is {loses(after, before)}"]

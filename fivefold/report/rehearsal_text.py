@@ -66,43 +66,43 @@ class RehearsalTimes(Protocol):
 
 
 def describe(
-    found: RehearsalReport,
+    report: RehearsalReport,
     planned: Estimate | None,
     timed: RehearsalTimes | None,
     imbalance: float,
     seconds: float,
 ) -> dict[str, Any]:
     """The rehearsal as JSON."""
-    worst = found.worst
+    worst = report.worst
     routing = "round-robin" if imbalance == 1.0 else f"fullest expert {imbalance:g} x the mean"
     return {
-        "model": found.plan.shape.name,
-        "layout": str(found.plan.layout),
-        "world": found.plan.layout.world,
+        "model": report.plan.shape.name,
+        "layout": str(report.plan.layout),
+        "world": report.plan.layout.world,
         "routing": routing,
-        "ranks": [_rank(found, run) for run in found.runs],
+        "ranks": [_rank(report, run) for run in report.runs],
         "worst_rank": worst.rank,
         "memory_gib": _gib(worst.memory, worst.peak),
         "planned_gib": None if planned is None else _gib(planned.memory, planned.allocated),
         "traffic": {
             "rank": worst.rank,
-            "predicted": [asdict(each) for each in found.predicted[worst.rank]],
-            "observed": [asdict(each) for each in traffic_entries(worst.records.items())],
-            "match": not found.astray,
-            "astray": list(found.astray),
+            "predicted": [asdict(record) for record in report.predicted[worst.rank]],
+            "observed": [asdict(record) for record in traffic_entries(worst.records.items())],
+            "match": not report.astray,
+            "astray": list(report.astray),
         },
-        "matched": not found.mismatches,
-        "mismatches": [str(each) for each in found.mismatches],
-        "order": _order(found.order, found.order_seconds),
-        "without_replay": {str(rank): same for rank, same in found.whole.items()},
+        "matched": not report.mismatches,
+        "mismatches": [str(mismatch) for mismatch in report.mismatches],
+        "order": _order(report.order, report.order_seconds),
+        "without_replay": {str(rank): same for rank, same in report.whole.items()},
         "time": None if timed is None else _time(timed, planned),
-        "passed": found.passed,
+        "passed": report.passed,
         "seconds": round(seconds, 3),
     }
 
 
-def _rank(found: RehearsalReport, run: RehearsalRun) -> dict[str, Any]:
-    coord = found.plan.layout.coord(run.rank)
+def _rank(report: RehearsalReport, run: RehearsalRun) -> dict[str, Any]:
+    coord = report.plan.layout.coord(run.rank)
     return {
         "rank": run.rank,
         "coord": {axis: getattr(coord, axis) for axis in ("dp", "tp", "pp", "cp", "ep")},
@@ -117,11 +117,11 @@ def _order(order: OrderVerdict, seconds: float) -> dict[str, Any]:
         "ranks": order.ranks,
         "calls": order.calls,
         "cycle": [
-            {"rank": each.rank, "call": str(each.call), "waits_for": list(each.waits_for)}
-            for each in order.cycle
+            {"rank": wait.rank, "call": str(wait.call), "waits_for": list(wait.waits_for)}
+            for wait in order.cycle
         ],
-        "unconnected": [{"rank": each.rank, "call": str(each.call)} for each in order.unconnected],
-        "differs": [str(each) for each in order.differing],
+        "unconnected": [{"rank": call.rank, "call": str(call.call)} for call in order.unconnected],
+        "differs": [str(difference) for difference in order.differing],
         "seconds": round(seconds, 3),
     }
 
@@ -132,7 +132,10 @@ def _gib(parts: Mapping[str, float], total: float) -> dict[str, float]:
 
 def _time(timed: RehearsalTimes, planned: Estimate | None) -> dict[str, Any]:
     return {
-        "ranks": [{**asdict(one), "peak_gib": one.peak / _GIB} for one in timed.measured],
+        "ranks": [
+            {**asdict(measurement), "peak_gib": measurement.peak / _GIB}
+            for measurement in timed.measured
+        ],
         "forecast_s": None if timed.step is None else timed.step.step,
         "parts_s": None if timed.step is None else timed.step.parts,
         "planned_s": None if planned is None else planned.step,
@@ -179,10 +182,10 @@ def _mark(size: float, planned: float, total: float) -> str:
 
 def _ranks(ranks: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     yield f"{'rank':>8}  {'coord':<28}{'GiB':>8}{'collectives':>13}"
-    for one in ranks[:_MOST_RANKS]:
-        coord = " ".join(f"{axis}={place}" for axis, place in one["coord"].items() if place)
-        size, calls = one["memory_gib"]["total"], one["collectives"]
-        yield f"{one['rank']:>8}  {coord or 'first':<28}{size:>8.2f}{calls:>13,}"
+    for rank_facts in ranks[:_MOST_RANKS]:
+        coord = " ".join(f"{axis}={index}" for axis, index in rank_facts["coord"].items() if index)
+        size, calls = rank_facts["memory_gib"]["total"], rank_facts["collectives"]
+        yield f"{rank_facts['rank']:>8}  {coord or 'first':<28}{size:>8.2f}{calls:>13,}"
     if len(ranks) > _MOST_RANKS:
         yield f"and {len(ranks) - _MOST_RANKS} more, in --json"
 
@@ -191,15 +194,15 @@ def _traffic(table: Mapping[str, Any]) -> Iterator[str]:
     traffic = table["traffic"]
     yield f"{'collectives of rank ' + str(traffic['rank']):<28}{'predicted':>20}{'observed':>20}"
     sums: dict[str, list[int]] = {}
-    for place, name in enumerate(("predicted", "observed")):
-        for each in traffic[name]:
-            sums.setdefault(each["axis"], [0, 0])[place] += each["count"] * each["bytes"]
+    for index, name in enumerate(("predicted", "observed")):
+        for record in traffic[name]:
+            sums.setdefault(record["axis"], [0, 0])[index] += record["count"] * record["bytes"]
     for axis, (predicted, observed) in sorted(sums.items()):
         yield f"{axis + ', bytes':<28}{predicted:>20,}{observed:>20,}"
 
 
 def _verdicts(table: Mapping[str, Any]) -> Iterator[str]:
-    traffic, parted, whole = table["traffic"], table["mismatches"], table["without_replay"]
+    traffic, parted, agreements = table["traffic"], table["mismatches"], table["without_replay"]
     yield (
         "every rank calls what was predicted"
         if traffic["match"]
@@ -211,20 +214,20 @@ def _verdicts(table: Mapping[str, Any]) -> Iterator[str]:
         else f"{counted(len(parted), 'pair')} of ranks would hang:"
     )
     yield from _listed(parted)
-    other = [rank for rank, same in whole.items() if not same]
+    other = [rank for rank, same in agreements.items() if not same]
     if other:
         yield f"without replay, ranks {', '.join(other)} call something else"
-    elif whole:
-        agree = "calls" if len(whole) == 1 else "call"
+    elif agreements:
+        agree = "calls" if len(agreements) == 1 else "call"
         yield (
-            f"without replay, {counted(len(whole), 'rank')} {agree} the same, one for each kind of "
-            "stages"
+            f"without replay, {counted(len(agreements), 'rank')} {agree} the same, one for each "
+            "kind of stages"
         )
     yield from _order_verdict(table["order"], table["world"], table["seconds"])
 
 
 def _listed(findings: Sequence[str]) -> Iterator[str]:
-    yield from (f"  {each}" for each in findings[:_MOST_FINDINGS])
+    yield from (f"  {finding}" for finding in findings[:_MOST_FINDINGS])
     if len(findings) > _MOST_FINDINGS:
         yield f"  and {len(findings) - _MOST_FINDINGS} more, in --json"
 
@@ -234,10 +237,10 @@ def _order_verdict(order: Mapping[str, Any], world: int, seconds: float) -> Iter
     times = f"{order['seconds']:.1f} s; the rest took {seconds - order['seconds']:.1f} s"
     if order["cycle"]:
         yield f"the step hangs if every call blocks its rank (found in {times}):"
-        yield from _listed([_waiting(each, order["cycle"]) for each in order["cycle"]])
+        yield from _listed([_waiting(wait, order["cycle"]) for wait in order["cycle"]])
     if early := order["unconnected"]:
         yield "pairs that are not connected before the step; NCCL blocks both ranks in a message:"
-        yield from _listed([f"rank {each['rank']}: {each['call']}" for each in early])
+        yield from _listed([f"rank {call['rank']}: {call['call']}" for call in early])
     if order["differs"]:
         yield "ranks at the same pipeline coord that issue different calls:"
         yield from _listed(order["differs"])
@@ -251,21 +254,21 @@ def _order_verdict(order: Mapping[str, Any], world: int, seconds: float) -> Iter
         )
 
 
-def _waiting(one: Mapping[str, Any], cycle: Sequence[Mapping[str, Any]]) -> str:
+def _waiting(wait: Mapping[str, Any], cycle: Sequence[Mapping[str, Any]]) -> str:
     """A single rank waits for ranks that have no call left; two or more wait for one another."""
-    others = one["waits_for"]
-    names = f"rank{'' if len(others) == 1 else 's'} {', '.join(map(str, others))}"
-    left = "" if len(cycle) > 1 else f", which {'has' if len(others) == 1 else 'have'} no call left"
-    return f"rank {one['rank']} waits in {one['call']} for {names}{left}"
+    peers = wait["waits_for"]
+    names = f"rank{'' if len(peers) == 1 else 's'} {', '.join(map(str, peers))}"
+    left = "" if len(cycle) > 1 else f", which {'has' if len(peers) == 1 else 'have'} no call left"
+    return f"rank {wait['rank']} waits in {wait['call']} for {names}{left}"
 
 
 def _times(time: Mapping[str, Any]) -> Iterator[str]:
     yield f"{'on this GPU':<34}{'peak GiB':>12}{'step':>12}{'update':>12}"
-    for one in time["ranks"]:
-        step, update = (f"{one[name] * 1e3:,.0f} ms" for name in ("step", "update"))
-        name = f"rank {one['rank']}, alone"
-        yield f"{name:<34}{one['peak_gib']:>12.2f}{step:>12}{update:>12}"
-        for name, seconds in one["actions"].items():
+    for rank_facts in time["ranks"]:
+        step, update = (f"{rank_facts[name] * 1e3:,.0f} ms" for name in ("step", "update"))
+        name = f"rank {rank_facts['rank']}, alone"
+        yield f"{name:<34}{rank_facts['peak_gib']:>12.2f}{step:>12}{update:>12}"
+        for name, seconds in rank_facts["actions"].items():
             yield f"  {name:<32}{seconds * 1e3:>24,.1f} ms"
     if time["forecast_s"] is not None:
         yield (
@@ -275,29 +278,32 @@ def _times(time: Mapping[str, Any]) -> Iterator[str]:
 
 
 def levels_trace(
-    found: RehearsalReport, planned: Mapping[int, Sequence[PlannedAction]] | None = None
+    report: RehearsalReport, planned: Mapping[int, Sequence[PlannedAction]] | None = None
 ) -> dict[str, Any]:
     """The memory of every rank over its actions, as a trace for ui.perfetto.dev.
 
     Rehearsed actions have the times of the `planned` ones; without those, one unit each.
     """
     events = [_track(_REHEARSED, "rehearsed")]
-    for run in found.runs:
+    for run in report.runs:
         times = None if planned is None else planned[run.rank]
-        for place, level in enumerate(run.levels):
-            start, end = (place, place + 1)
+        for index, level in enumerate(run.levels):
+            start, end = (index, index + 1)
             if times is not None:  # a merged action has the time of both
                 share = len(times) / len(run.levels)
-                first, last = int(place * share), int((place + 1) * share) - 1
+                first, last = int(index * share), int((index + 1) * share) - 1
                 start, end = times[first].start * 1e3, times[max(first, last)].end * 1e3
             levels = {"held": level.bytes / _GIB, "peak": level.peak / _GIB}
             events += _slice(_REHEARSED, run.rank, level.action, start, end, levels)
     if planned is not None:
         events.append(_track(_PLANNED, "planned"))
         for rank, actions in planned.items():
-            for one in actions:
-                times, levels = (one.start * 1e3, one.end * 1e3), {"held": one.bytes / _GIB}
-                events += _slice(_PLANNED, rank, one.action, *times, levels)
+            for action in actions:
+                times, levels = (
+                    (action.start * 1e3, action.end * 1e3),
+                    {"held": action.bytes / _GIB},
+                )
+                events += _slice(_PLANNED, rank, action.action, *times, levels)
     return {"displayTimeUnit": "ms", "traceEvents": events}
 
 

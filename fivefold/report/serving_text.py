@@ -33,14 +33,14 @@ _PART_WORDS = {
 
 def plan_json(plan: ServingPlan) -> dict[str, Any]:
     """One layout under its load."""
-    fit, found = plan.fit, plan.outcome
+    fit, outcome = plan.fit, plan.outcome
     return {
         "layout": str(plan.layout),
         "replicas": plan.replicas,
         "ttft_s": plan.ttft,
-        "ttft_p99_s": None if found is None else found.ttft_p99,
+        "ttft_p99_s": None if outcome is None else outcome.ttft_p99,
         "tpot_s": plan.tpot,
-        "tpot_p99_s": None if found is None else found.tpot_p99,
+        "tpot_p99_s": None if outcome is None else outcome.tpot_p99,
         "tokens_per_s": plan.tokens_per_s,
         "sequences": plan.sequences,
         "max_sequences": plan.max_sequences,
@@ -69,11 +69,11 @@ def serving_json(choice: ServingChoice, flags: dict[str, EngineCommand]) -> dict
         **plan_json(choice.chosen),
         "latency": plan_json(choice.latency),
         "throughput": plan_json(choice.throughput),
-        "layouts": [plan_json(each) for each in choice.plans],
+        "layouts": [plan_json(plan) for plan in choice.plans],
         "candidates": choice.candidates,
         "because": list(reasons(choice)),
         "rule_of_thumb": rule_of_thumb(choice),
-        "flags": {name: each.script for name, each in flags.items()},
+        "flags": {name: flag.script for name, flag in flags.items()},
         "notes": list(notes(request)),
     }
 
@@ -86,8 +86,8 @@ def model_token_bytes(request: ServingRequest) -> int:
 def serving_answer(choice: ServingChoice) -> Printed:
     """The plan as JSON and as lines."""
     flags = {name: make(choice.chosen) for name, make in EMITTERS.items()}
-    found = serving_json(choice, flags)
-    return found, list(_lines(choice, flags))
+    answer = serving_json(choice, flags)
+    return answer, list(_lines(choice, flags))
 
 
 def _lines(choice: ServingChoice, flags: dict[str, EngineCommand]) -> Iterator[str]:
@@ -98,28 +98,28 @@ def _lines(choice: ServingChoice, flags: dict[str, EngineCommand]) -> Iterator[s
         f"{request.precision}, {_load_words(request)}",
         "serve       ",
     )
-    kept = model_token_bytes(request) * request.kept
+    cache_bytes = model_token_bytes(request) * request.kept
     yield from wrapped(
         f"weights {gib(weights)}, {gib(chosen.fit.weights)} a GPU; cache "
-        f"{model_token_bytes(request):,} bytes a token, {gib(kept)} a sequence of "
+        f"{model_token_bytes(request):,} bytes a token, {gib(cache_bytes)} a sequence of "
         f"{request.prompt + request.output:,}; {gib(chosen.fit.cache)} a GPU are left for it: "
         f"{chosen.max_sequences:,} sequences",
         "memory      ",
     )
     for name, plan in (("latency", choice.latency), ("throughput", choice.throughput)):
         yield from wrapped(_plan_words(plan), f"{name:12}")
-    for each in reasons(choice):
-        yield from wrapped(each, "why         ")
+    for part in reasons(choice):
+        yield from wrapped(part, "why         ")
     yield from wrapped(rule_of_thumb(choice), "rule        ")
     if len(choice.plans) > 1:
         yield ""
-        yield from table([_HEADER, *(_row(each) for each in choice.plans[:_ROWS])])
+        yield from table([_HEADER, *(_row(candidate) for candidate in choice.plans[:_ROWS])])
     yield ""
-    for name, each in flags.items():
+    for name, part in flags.items():
         yield f"# {name}"
-        yield from each.script.rstrip("\n").splitlines()
-    for each in notes(request):
-        yield from wrapped(each, "note        ")
+        yield from part.script.rstrip("\n").splitlines()
+    for part in notes(request):
+        yield from wrapped(part, "note        ")
 
 
 _HEADER = ("layout", "TTFT", "token", "tokens/s", "at a time", "fit", "$/M tokens")
@@ -139,12 +139,12 @@ def _row(plan: ServingPlan) -> tuple[str, ...]:
 
 
 def _load_words(request: ServingRequest) -> str:
-    said = f"prompts of {request.prompt:,} and answers of {counted(request.output, 'token')}"
+    text = f"prompts of {request.prompt:,} and answers of {counted(request.output, 'token')}"
     if request.rate is not None:
-        said += f", {request.rate:g} requests/s"
+        text += f", {request.rate:g} requests/s"
     if request.concurrency is not None:
-        said += f", {request.concurrency} requests at a time"
-    return said
+        text += f", {request.concurrency} requests at a time"
+    return text
 
 
 def _plan_words(plan: ServingPlan) -> str:
@@ -168,12 +168,14 @@ def reasons(choice: ServingChoice) -> Iterator[str]:
             f"{_PART_WORDS[first[0]]} and {second[1] / total:.0%} {_PART_WORDS[second[0]]}"
         )
     if len(choice.plans) > 1:
-        other = next(each for each in choice.plans if each is not choice.plans[0])
+        other = next(rival for rival in choice.plans if rival is not choice.plans[0])
         ratio = choice.plans[0].tokens_per_s / other.tokens_per_s
-        said = f"{ratio:.2f} times fewer" if ratio >= 1 else f"equal, {1 / ratio:.2f} times more"
+        ratio_text = (
+            f"{ratio:.2f} times fewer" if ratio >= 1 else f"equal, {1 / ratio:.2f} times more"
+        )
         yield (
             f"beside it {other.layout} has {other.tokens_per_s:,.0f} tokens/s "
-            f"({said}) with {other.max_sequences:,} sequences that fit"
+            f"({ratio_text}) with {other.max_sequences:,} sequences that fit"
         )
     if choice.latency.layout != choice.throughput.layout:
         quick, wide = choice.latency, choice.throughput
@@ -194,33 +196,33 @@ def rule_of_thumb(choice: ServingChoice) -> str:
     """tp so that weights and cache fit, inside one node; and what the plan has in place of it."""
     request, chosen = choice.request, choice.chosen
     weights = model_bytes(request.shape, request.precision)
-    wanted = request.concurrency or 16
-    cache = wanted * model_token_bytes(request) * request.kept
+    num_sequences = request.concurrency or 16
+    cache = num_sequences * model_token_bytes(request) * request.kept
     need = (weights + cache) / request.usable
     tp = 1
     while tp < need:
         tp *= 2
     most = request.domain
-    said = (
-        f"({gib(weights)} of weights + {gib(cache)} of cache for {wanted} sequences) / "
+    text = (
+        f"({gib(weights)} of weights + {gib(cache)} of cache for {num_sequences} sequences) / "
         f"{gib(request.usable)} of a GPU = {need:.1f}, so tp={min(tp, most)}"
     )
     if tp > most:
-        said += f" pp={ceil(tp / most)}: tp stays inside the {most} GPUs of the fast links"
+        text += f" pp={ceil(tp / most)}: tp stays inside the {most} GPUs of the fast links"
     else:
-        said += f", inside one domain of {most} GPUs; the other GPUs are replicas"
+        text += f", inside one domain of {most} GPUs; the other GPUs are replicas"
     degrees = min(tp, most), max(1, ceil(tp / most))
     alike = [plan for plan in choice.plans if (plan.layout.tp, plan.layout.pp) == degrees]
     if (chosen.layout.tp, chosen.layout.pp) == degrees:
-        return said
+        return text
     if not alike:
         return (
-            f"{said}; of the layouts that fit none is like that, and the plan has {chosen.layout}"
+            f"{text}; of the layouts that fit none is like that, and the plan has {chosen.layout}"
         )
     ratio, what = chosen.tokens_per_s / alike[0].tokens_per_s, "times the tokens/s"
     if request.rate is not None:
         ratio, what = chosen.latency / alike[0].latency, "times the latency"
-    return f"{said}; the plan has {chosen.layout}, with {ratio:.2f} {what} of {alike[0].layout}"
+    return f"{text}; the plan has {chosen.layout}, with {ratio:.2f} {what} of {alike[0].layout}"
 
 
 def notes(request: ServingRequest) -> Iterator[str]:

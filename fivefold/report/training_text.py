@@ -38,7 +38,7 @@ def head(plan: Plan, recipe: Recipe, dtype: str, corpus: str, planned: PlannedSt
 def step_line(record: StepRecord, steps: int, eta: float | None = None) -> str:
     """One step, as users paste it into bug reports; unknown values are left out."""
     planned = record.planned
-    words = [
+    parts = [
         f"step {record.step}/{steps}",
         f"loss {record.loss:.4f}",
         f"norm {record.norm:.2f}",
@@ -47,35 +47,35 @@ def step_line(record: StepRecord, steps: int, eta: float | None = None) -> str:
     ]
     if record.tokens_per_s is not None:
         beside = "" if planned is None else f" (plan {thousands(planned.tokens_per_s)})"
-        words.append(f"{thousands(record.tokens_per_s)} tok/s{beside}")
+        parts.append(f"{thousands(record.tokens_per_s)} tok/s{beside}")
     if record.mfu is not None:
         beside = "" if planned is None else f" (plan {100 * planned.mfu:.1f})"
-        words.append(f"MFU {record.mfu:.1%}{beside}")
+        parts.append(f"MFU {record.mfu:.1%}{beside}")
     if record.memory_gib is not None:
         beside = "" if planned is None else f" (plan {planned.memory_gib:.1f})"
-        words.append(f"mem {record.memory_gib:.1f} GiB{beside}")
+        parts.append(f"mem {record.memory_gib:.1f} GiB{beside}")
     if (pairs := record.preference) is not None:
         known = ((name, pairs.get(name)) for name in ("accuracy", "margin"))
-        words += [f"{name} {value:.3f}" for name, value in known if value is not None]
+        parts += [f"{name} {value:.3f}" for name, value in known if value is not None]
     if eta is not None and record.step < steps:
-        words.append(f"eta {rough_duration(eta)}")
+        parts.append(f"eta {rough_duration(eta)}")
     if record.fullest is not None:
-        words.append(f"fullest expert {record.fullest:.1f}x")
+        parts.append(f"fullest expert {record.fullest:.1f}x")
     if record.eval_loss is not None:
-        words.append(_evaluated(record))
-    words += [
-        f"{each['words']}: {each['share']:.0%} of the step"
-        for each in record.slow or []
-        if each["share"] >= SHOWN_SHARE
+        parts.append(_evaluated(record))
+    parts += [
+        f"{part['words']}: {part['share']:.0%} of the step"
+        for part in record.slow or []
+        if part["share"] >= SHOWN_SHARE
     ]
     if record.skipped is not None:
-        words.append(f"skipped ({record.skipped})")
-    return " | ".join(words)
+        parts.append(f"skipped ({record.skipped})")
+    return " | ".join(parts)
 
 
 def _evaluated(record: StepRecord) -> str:
     """The losses of evaluation sets; without names if there is one."""
-    losses = {name: each["loss"] for name, each in (record.evals or {}).items()}
+    losses = {name: result["loss"] for name, result in (record.evals or {}).items()}
     if len(losses) < 2:
         return f"eval {record.eval_loss:.4f}"
     known = ((name, loss) for name, loss in losses.items() if loss is not None)
@@ -97,15 +97,15 @@ def summary_text(summary: Summary) -> str:
 
 
 def _outcome_lines(summary: Summary) -> Iterator[str]:
-    words = [counted(summary.num_steps, "step"), f"{summary.num_tokens:,} tokens"]
+    parts = [counted(summary.num_steps, "step"), f"{summary.num_tokens:,} tokens"]
     if summary.last_loss is not None:
-        words.append(
+        parts.append(
             f"loss {summary.last_loss:.4f} (best {summary.best_loss:.4f} at step "
             f"{summary.best_step})"
         )
     if summary.eval_loss is not None:
-        words.append(f"eval {summary.eval_loss:.4f} (best {summary.best_eval_loss:.4f})")
-    yield " | ".join(words)
+        parts.append(f"eval {summary.eval_loss:.4f} (best {summary.best_eval_loss:.4f})")
+    yield " | ".join(parts)
     proven = f", {counted(summary.num_proven, 'step')} ran twice with equal bits"
     yield (
         f"{summary.num_skipped} skipped, {summary.num_lost} lost to "
@@ -121,37 +121,37 @@ def _time_lines(summary: Summary) -> Iterator[str]:
         f"goodput {summary.goodput:.1%}: {summary.spent[STEPS]:.1f} s of {summary.wall_s:.1f} s "
         "went to steps that count"
     )
-    rest = [
+    times = [
         f"{name} {seconds:.1f} s"
         for name, seconds in summary.spent.items()
         if name != STEPS and seconds >= 0.05
     ]
-    if rest:
-        yield "the rest: " + ", ".join(rest)
+    if times:
+        yield "the rest: " + ", ".join(times)
 
 
 def _rate_lines(summary: Summary) -> Iterator[str]:
     """Planned and measured speed; empty if no step was measured."""
     planned, world = summary.planned, summary.world
-    total, each = summary.tokens_per_s, summary.tokens_per_s_per_gpu
-    if total is None or each is None or world is None or summary.step_s is None:
+    total, per_gpu = summary.tokens_per_s, summary.tokens_per_s_per_gpu
+    if total is None or per_gpu is None or world is None or summary.step_s is None:
         return
     yield ""
     yield _row("median of the steps", "planned", "measured")
     share = planned and thousands(planned.tokens_per_s / world)
     yield _row("step", planned and duration(planned.step_s), duration(summary.step_s))
     yield _row("tok/s", planned and thousands(planned.tokens_per_s), thousands(total.median))
-    yield _row("tok/s/GPU", share, thousands(each.median))
+    yield _row("tok/s/GPU", share, thousands(per_gpu.median))
     if summary.mfu is not None:
         yield _row("MFU", planned and f"{planned.mfu:.1%}", f"{summary.mfu:.1%}")
     if summary.memory_gib is not None:
         expected = planned and f"{planned.memory_gib:.1f} GiB"
         yield _row("memory, at most", expected, f"{summary.memory_gib:.1f} GiB")
-    yield f"over all steps: {thousands(total.mean)} tok/s, {thousands(each.mean)} tok/s/GPU"
+    yield f"over all steps: {thousands(total.mean)} tok/s, {thousands(per_gpu.mean)} tok/s/GPU"
 
 
-def _row(first: str, *others: str | None) -> str:
-    return f"{first:<{_FIRST}}" + "".join(f" {each or '–':>{_COLUMN - 1}}" for each in others)
+def _row(first: str, *cells: str | None) -> str:
+    return f"{first:<{_FIRST}}" + "".join(f" {cell or '–':>{_COLUMN - 1}}" for cell in cells)
 
 
 def out_of_memory(
@@ -166,11 +166,11 @@ def out_of_memory(
     `nearest`: a layout that fits, with its memory; `snapshot`: the file that shows the memory.
     """
     lines = [f"out of memory at {where}", _row("GiB", "planned", "allocated")]
-    both = (expected, allocated)
+    pair = (expected, allocated)
     for name in dict.fromkeys([*expected, *allocated]):
-        sizes = (each.get(name) for each in both)
+        sizes = (memory.get(name) for memory in pair)
         lines.append(_row(name, *(None if size is None else f"{size / GIB:.1f}" for size in sizes)))
-    lines.append(_row("total", *(f"{sum(each.values()) / GIB:.1f}" for each in both)))
+    lines.append(_row("total", *(f"{sum(memory.values()) / GIB:.1f}" for memory in pair)))
     none = "no layout of as many GPUs fits: take more of them, or a smaller model"
     lines.append(none if nearest is None else f"nearest layout that fits: {nearest}")
     if snapshot is not None:

@@ -18,12 +18,12 @@ WORDS = {
 }
 
 
-def render(plan: Plan, how: Mapping[str, Any], table: Mapping[str, Any], formula: str) -> str:
+def render(plan: Plan, options: Mapping[str, Any], table: Mapping[str, Any], formula: str) -> str:
     """The verdict as text; `formula` says how the tolerances come about."""
     lines = [
-        f"{table['model']} on {table['layout']}, ZeRO-{table['zero']}, {how['dtype']}: "
+        f"{table['model']} on {table['layout']}, ZeRO-{table['zero']}, {options['dtype']}: "
         f"{counted(table['world'], 'rank')} against one process, "
-        f"{counted(how['steps'], 'step')} of {how['optimizer']}",
+        f"{counted(options['steps'], 'step')} of {options['optimizer']}",
         f"{plan.batch}",
         "",
         f"{'':<18}{'largest error':>14}{'tolerance':>12}",
@@ -79,7 +79,7 @@ def render_generated(table: Mapping[str, Any]) -> str:
         "of the whole text on one device",
         "",
         f"{'':<18}{'largest error of logits':>24}{'tolerance':>12}",
-        *(f"{way:<18}{error:>24.1e}{most:>12}" for way, error in table["errors"].items()),
+        *(f"{mode:<18}{error:>24.1e}{most:>12}" for mode, error in table["errors"].items()),
         f"log-probabilities: largest error {table['logprob_err']:.1e}; against the training "
         f"forward in {table['trained_layout']} {table['trained_err']:.1e}",
         *_batch_lines(table),
@@ -93,8 +93,8 @@ def render_generated(table: Mapping[str, Any]) -> str:
 
 def _batch_lines(table: Mapping[str, Any]) -> Iterator[str]:
     bound = table["batch_bound"]
-    said = "none" if bound is None else f"{bound:.1e}" if bound else "0, batch-invariant"
-    yield f"between batches: largest difference {table['batch_diff']:.1e} (bound: {said})"
+    bound_text = "none" if bound is None else f"{bound:.1e}" if bound else "0, batch-invariant"
+    yield f"between batches: largest difference {table['batch_diff']:.1e} (bound: {bound_text})"
     if table["batch_cost"] is not None:
         yield f"batch invariance: {table['batch_cost']:.1f} times the time without it"
     if table["tolerance"] is None:

@@ -79,7 +79,9 @@ class ServedChoice:
         self.num_tokens += 1
         self.call.tick()
         if reason != "stop":  # a stop token has no text
-            likeliest = tuple((each, max(value, _LEAST_LOGPROB)) for each, value in alternatives)
+            likeliest = tuple(
+                (alternative, max(value, _LEAST_LOGPROB)) for alternative, value in alternatives
+            )
             number = max(logprob, _LEAST_LOGPROB)
             self._notes.append(TokenNote(token, number, likeliest, len(self.stream.text)))
             self._text += self.stream.push(token)
@@ -124,11 +126,11 @@ class ServedCall:
     @property
     def ended(self) -> bool:
         """Whether nothing more will come."""
-        return self.error is not None or all(each.reason for each in self.choices)
+        return self.error is not None or all(choice.reason for choice in self.choices)
 
     @property
     def num_tokens(self) -> int:
-        return sum(each.num_tokens for each in self.choices)
+        return sum(choice.num_tokens for choice in self.choices)
 
     def tick(self) -> None:
         """A token has come now."""
@@ -158,7 +160,7 @@ class AnswerWriter:
 
     def whole(self, call: ServedCall) -> bytes:
         """The answer of a call that has ended."""
-        choices = [self._whole_choice(each, call.asked) for each in call.choices]
+        choices = [self._whole_choice(choice, call.asked) for choice in call.choices]
         return json.dumps(self._table(call, choices, call.usage(), whole=True)).encode()
 
     def opening(self, call: ServedCall) -> bytes:
@@ -169,21 +171,23 @@ class AnswerWriter:
         rows = [self._row(i, {"delta": role}, None, None) for i in range(len(call.choices))]
         return b"".join(self._event(call, [row]) for row in rows)
 
-    def news(self, call: ServedCall, told: set[int]) -> bytes:
+    def news(self, call: ServedCall, indices: set[int]) -> bytes:
         """What is new in all choices; `told` are those whose end was sent."""
         events: list[bytes] = []
-        for each in call.choices:
-            if each.index in told:
+        for choice in call.choices:
+            if choice.index in indices:
                 continue
-            text, notes = each.take()
+            text, notes = choice.take()
             logprobs = self._logprobs(notes, call.asked) if notes else None
             shown = {"delta": {"content": text}} if call.asked.chat else {"text": text}
             if text or (logprobs and call.asked.logprobs):
-                events.append(self._event(call, [self._row(each.index, shown, logprobs, None)]))
-            if each.reason is not None:
+                events.append(self._event(call, [self._row(choice.index, shown, logprobs, None)]))
+            if choice.reason is not None:
                 empty: dict[str, Any] = {"delta": {}} if call.asked.chat else {"text": ""}
-                events.append(self._event(call, [self._row(each.index, empty, None, each.reason)]))
-                told.add(each.index)
+                events.append(
+                    self._event(call, [self._row(choice.index, empty, None, choice.reason)])
+                )
+                indices.add(choice.index)
         return b"".join(events)
 
     def closing(self, call: ServedCall) -> bytes:
@@ -218,18 +222,18 @@ class AnswerWriter:
     ) -> dict[str, Any]:
         return {"index": index, **shown, "logprobs": logprobs, "finish_reason": reason}
 
-    def _whole_choice(self, choice: ServedChoice, asked: AskedText) -> dict[str, Any]:
+    def _whole_choice(self, choice: ServedChoice, request: AskedText) -> dict[str, Any]:
         text, notes = choice.take()
         shown: dict[str, Any] = {"text": text}
-        if asked.chat:
+        if request.chat:
             shown = {"message": {"role": "assistant", "content": text, "refusal": None}}
-        return self._row(choice.index, shown, self._logprobs(notes, asked), choice.reason)
+        return self._row(choice.index, shown, self._logprobs(notes, request), choice.reason)
 
-    def _logprobs(self, notes: Iterable[TokenNote], asked: AskedText) -> dict[str, Any] | None:
-        if not asked.logprobs:
+    def _logprobs(self, notes: Iterable[TokenNote], request: AskedText) -> dict[str, Any] | None:
+        if not request.logprobs:
             return None
         notes = list(notes)
-        if asked.chat:
+        if request.chat:
             content = [
                 self._entry(note.token, note.logprob)
                 | {"top_logprobs": [self._entry(*pair) for pair in note.alternatives]}
@@ -240,7 +244,7 @@ class AnswerWriter:
         return {
             "tokens": [self._text(note.token) for note in notes],
             "token_logprobs": [note.logprob for note in notes],
-            "top_logprobs": tops if asked.alternatives else None,
+            "top_logprobs": tops if request.alternatives else None,
             "text_offset": [note.offset for note in notes],
         }
 

@@ -90,12 +90,16 @@ class Door:
     def _makes_room(self, peer: str) -> bool:
         """Whether one more connection has room: at a limit, the oldest idle one of whoever has the
         most is closed for it, so that idle connections never keep a request out."""
-        counts = Counter(each.peer for each in self._connections)
+        counts = Counter(connection.peer for connection in self._connections)
         if counts[peer] < self.limits.per_client:
             if len(self._connections) < self.limits.connections:
                 return True
             ((peer, _),) = counts.most_common(1)
-        idle = (each for each in self._connections if each.idle_since and each.peer == peer)
+        idle = (
+            connection
+            for connection in self._connections
+            if connection.idle_since and connection.peer == peer
+        )
         oldest = next(idle, None)
         if oldest is not None:
             self._connections.pop(oldest).cancel()
@@ -161,11 +165,11 @@ class Door:
         note.client = self._admitted(request)
         if not known:
             raise ApiError(404, f"no such path: {path[:100]}", None, "unknown_url")
-        wanted = "POST" if path in (COMPLETIONS, CHATS) else "GET"
-        if method != wanted:
-            allow = [("allow", wanted)]
-            raise ApiError(405, f"{path[:100]} takes {wanted}", None, "method_not_allowed", allow)
-        if wanted == "POST":
+        verb = "POST" if path in (COMPLETIONS, CHATS) else "GET"
+        if method != verb:
+            allow = [("allow", verb)]
+            raise ApiError(405, f"{path[:100]} takes {verb}", None, "method_not_allowed", allow)
+        if verb == "POST":
             return await self._complete(connection, request, note)
         if path == "/metrics":
             text = self.metrics.lines(self.dispatcher.gauges()).encode()
@@ -176,13 +180,13 @@ class Door:
     def _admitted(self, request: HttpRequest) -> str:
         """The name of a client that may come in, for turns and the log; refuses any other."""
         if self.keys:
-            scheme, _, given = request.headers.get("authorization", "").partition(" ")
+            scheme, _, token = request.headers.get("authorization", "").partition(" ")
             for number, key in enumerate(self.keys):
                 if scheme.lower() == "bearer" and hmac.compare_digest(
-                    given.strip().encode("latin-1"), key.encode()
+                    token.strip().encode("latin-1"), key.encode()
                 ):
                     return f"key-{number}"
-            rule = "no API key" if not given else "unknown API key"
+            rule = "no API key" if not token else "unknown API key"
             headers = [("www-authenticate", "Bearer")]
             rule = f"{rule}: send a known one as Authorization: Bearer KEY"
             raise ApiError(401, rule, None, "invalid_api_key", headers)
@@ -199,13 +203,18 @@ class Door:
 
     def _models(self, path: str) -> bytes:
         name = path.removeprefix("/v1/models").removeprefix("/")
-        one = {"id": self.name, "object": "model", "created": self.created, "owned_by": "fivefold"}
-        one["max_model_len"] = self.dispatcher.longest
+        model = {
+            "id": self.name,
+            "object": "model",
+            "created": self.created,
+            "owned_by": "fivefold",
+        }
+        model["max_model_len"] = self.dispatcher.longest
         if not name:
-            return json.dumps({"object": "list", "data": [one]}).encode()
+            return json.dumps({"object": "list", "data": [model]}).encode()
         if name != self.name:
             raise self._unknown(name)
-        return json.dumps(one).encode()
+        return json.dumps(model).encode()
 
     def _unknown(self, name: str) -> ApiError:
         rule = f"the model {json.dumps(name[:100])} is not served: ask for {self.name!r}"
@@ -218,18 +227,18 @@ class Door:
         began, chat = time.monotonic(), request.path.rstrip("/") == CHATS
         if self.draining:
             raise _shutting_down()
-        asked = parse_asked(request.body, chat)
-        if asked.model != self.name:
-            raise self._unknown(asked.model)
-        prompts = await self.prompts.tokens(asked, self.dispatcher.longest)
+        text_request = parse_asked(request.body, chat)
+        if text_request.model != self.name:
+            raise self._unknown(text_request.model)
+        prompts = await self.prompts.tokens(text_request, self.dispatcher.longest)
         id = f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex[:24]}"
-        call = self.dispatcher.call(id, note.client, asked, prompts, began)
+        call = self.dispatcher.call(id, note.client, text_request, prompts, began)
         note.words += [f"id={id}", f"prompt={call.prompt_tokens}"]
         self.dispatcher.begin(call)
         watch = asyncio.ensure_future(connection.gone())
         watch.add_done_callback(lambda _: call.changed.set())
         try:
-            if asked.stream:
+            if text_request.stream:
                 await self._stream(connection, call, watch, note)
             else:
                 while not call.ended:
@@ -259,10 +268,10 @@ class Door:
         headers = [("content-type", "text/event-stream; charset=utf-8")]
         headers += [("cache-control", "no-cache"), ("x-request-id", call.id)]
         await connection.begin(200, [*headers, *self._closing()])
-        data, told = self.writer.opening(call), set[int]()
+        data, indices = self.writer.opening(call), set[int]()
         while True:
             ended = call.ended
-            data += self.writer.news(call, told)
+            data += self.writer.news(call, indices)
             if ended:
                 break
             if data:
@@ -284,21 +293,21 @@ class Door:
         headers: Headers | None = None,
     ) -> None:
         note.status = status
-        given = list(headers or [])
-        if not any(name == "content-type" for name, _ in given):
-            given.append(_JSON)
-        await connection.respond(status, [*given, *self._closing()], body)
+        full_headers = list(headers or [])
+        if not any(name == "content-type" for name, _ in full_headers):
+            full_headers.append(_JSON)
+        await connection.respond(status, [*full_headers, *self._closing()], body)
 
     def _count(self, call: ServedCall, note: RequestNote) -> None:
         """Put the times of a call into numbers and log."""
-        reasons = ",".join(str(each.reason or "-") for each in call.choices[:8])
+        reasons = ",".join(str(choice.reason or "-") for choice in call.choices[:8])
         note.words += [f"output={call.num_tokens}", f"reason={reasons}"]
         if call.first is None:
             return
         self.metrics.ttft.add(call.first - call.began)
         self.metrics.latency.add(call.last - call.began)
         note.words.append(f"ttft={call.first - call.began:.4f}")
-        steps = max(each.num_tokens for each in call.choices) - 1
+        steps = max(choice.num_tokens for choice in call.choices) - 1
         if steps > 0:
             self.metrics.tpot.add((call.last - call.first) / steps)
             note.words.append(f"tpot={(call.last - call.first) / steps:.4f}")
@@ -307,9 +316,9 @@ class Door:
         known = request.path in (*_GET, COMPLETIONS, CHATS)
         self.metrics.answered(request.path if known else "other", note.status)
         path = request.path[:100].encode("unicode_escape").decode()
-        now = datetime.now(UTC).isoformat(timespec="milliseconds")
-        words = [now, request.peer, note.client, request.method[:10], path, str(note.status)]
-        self.log(" ".join([*words, f"total={seconds:.4f}", *note.words]))
+        time_now = datetime.now(UTC).isoformat(timespec="milliseconds")
+        fields = [time_now, request.peer, note.client, request.method[:10], path, str(note.status)]
+        self.log(" ".join([*fields, f"total={seconds:.4f}", *note.words]))
 
 
 def _shutting_down() -> ApiError:

@@ -51,12 +51,12 @@ class Dispatcher:
 
     @property
     def num_running(self) -> int:
-        return sum(len(each.open) for each in self.replicas.values())
+        return sum(len(replica.open) for replica in self.replicas.values())
 
     @property
     def serves(self) -> bool:
         """Whether an engine of every kind is up."""
-        roles = {each.role for each in self.replicas.values() if each.alive}
+        roles = {replica.role for replica in self.replicas.values() if replica.alive}
         return roles == ({"prefill", "decode"} if self.has_prefill else {"both"})
 
     @property
@@ -64,8 +64,8 @@ class Dispatcher:
         """The tokens that a prompt and its completion may have together."""
         if self.shape.window_everywhere is not None:
             return self.shape.max_seq
-        room = [each.tokens_of_one for each in self.replicas.values()]
-        return min([self.shape.max_seq, *room])
+        capacities = [replica.tokens_of_one for replica in self.replicas.values()]
+        return min([self.shape.max_seq, *capacities])
 
     async def hear(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Take in what a replica says, until it ends."""
@@ -113,17 +113,22 @@ class Dispatcher:
             waiting.call.fail(ApiError(503, f"no engine is left: {reason}"))
 
     def call(
-        self, id: str, client: str, asked: AskedText, prompts: list[tuple[int, ...]], began: float
+        self,
+        id: str,
+        client: str,
+        text_request: AskedText,
+        prompts: list[tuple[int, ...]],
+        began: float,
     ) -> ServedCall:
         """A call with all its choices, which are checked here."""
-        call = ServedCall(id, client, asked, sum(map(len, prompts)), began)
-        seed = secrets.randbits(63) if asked.seed is None else asked.seed
-        sampling = Sampling(asked.temperature, asked.top_k, asked.top_p, seed)
-        tokens = frozenset(self.named[each] for each in asked.stops if each in self.named)
-        texts = tuple(each for each in asked.stops if each not in self.named)
+        call = ServedCall(id, client, text_request, sum(map(len, prompts)), began)
+        seed = secrets.randbits(63) if text_request.seed is None else text_request.seed
+        sampling = Sampling(text_request.temperature, text_request.top_k, text_request.top_p, seed)
+        tokens = frozenset(self.named[stop] for stop in text_request.stops if stop in self.named)
+        texts = tuple(stop for stop in text_request.stops if stop not in self.named)
         for prompt in prompts:
-            limit = self._limit(prompt, asked)
-            for copy in range(asked.n):
+            limit = self._limit(prompt, text_request)
+            for copy in range(text_request.n):
                 request = Request(
                     f"{id}/{next(self._numbers)}",
                     prompt,
@@ -131,27 +136,27 @@ class Dispatcher:
                     sampling,
                     self.ends | tokens,
                     drawn_as=f"choice {copy}",
-                    alternatives=min(asked.alternatives, self.shape.vocab),
+                    alternatives=min(text_request.alternatives, self.shape.vocab),
                 )
                 index = len(call.choices)
                 call.choices.append(ServedChoice(call, index, request, self.codec, texts))
         return call
 
-    def _limit(self, prompt: tuple[int, ...], asked: AskedText) -> int:
+    def _limit(self, prompt: tuple[int, ...], request: AskedText) -> int:
         """The tokens that may be drawn; refuses a prompt that leaves no room for them."""
-        param, longest = "messages" if asked.chat else "prompt", self.longest
+        param, longest = "messages" if request.chat else "prompt", self.longest
         if not prompt:
             raise ApiError(400, f"{param}: it has no token", param, "invalid_value")
-        wanted = asked.max_tokens
-        if len(prompt) + (wanted or 1) > longest:
-            asks = "" if wanted is None else f" and {wanted:,} more are asked for"
+        max_tokens = request.max_tokens
+        if len(prompt) + (max_tokens or 1) > longest:
+            asks = "" if max_tokens is None else f" and {max_tokens:,} more are asked for"
             rule = f"the prompt has {len(prompt):,} tokens{asks}; {longest:,} is the limit"
-            way = "shorten the prompt" if wanted is None else "shorten one of them"
-            raise ApiError(400, f"{rule}: {way}", param, "context_length_exceeded")
-        if bad := next((each for each in prompt if not 0 <= each < self.shape.vocab), None):
+            advice = "shorten the prompt" if max_tokens is None else "shorten one of them"
+            raise ApiError(400, f"{rule}: {advice}", param, "context_length_exceeded")
+        if bad := next((token for token in prompt if not 0 <= token < self.shape.vocab), None):
             rule = f"token {bad} is not in the vocabulary of {self.shape.vocab:,}"
             raise ApiError(400, f"{param}: {rule}", param, "invalid_value")
-        return longest - len(prompt) if wanted is None else wanted
+        return longest - len(prompt) if max_tokens is None else max_tokens
 
     def begin(self, call: ServedCall) -> None:
         """Queue a call, or refuse it."""
@@ -198,7 +203,7 @@ class Dispatcher:
                 first.add(choice, digests)
 
     def _engines(self, role: EngineRole) -> list[ServingReplica]:
-        return [each for each in self.replicas.values() if each.role == role]
+        return [replica for replica in self.replicas.values() if replica.role == role]
 
     def end(self, call: ServedCall) -> None:
         """Nobody waits for a call any more: what it has is free."""
@@ -242,8 +247,8 @@ class Dispatcher:
             if target is not None:
                 self._pass_on(choice, replica, target, ((token, logprob),))
             elif reason is not None:
-                for each in (replica, *self._engines("decode")):
-                    each.ended(choice)
+                for engine in (replica, *self._engines("decode")):
+                    engine.ended(choice)
             elif choice.reason is not None:  # by a text that the engine does not see
                 replica.drop(choice)
             choice.call.changed.set()
@@ -256,9 +261,9 @@ class Dispatcher:
 
     def _at(self, target: KvTarget) -> ServingReplica | None:
         """The engine that goes on, unless it has died since."""
-        found = self.replicas.get(target.engine)
-        same = found is not None and found.alive and found.start == target.start
-        return found if same else None
+        replica = self.replicas.get(target.engine)
+        same = replica is not None and replica.alive and replica.start == target.start
+        return replica if same else None
 
     def _pass_on(
         self, choice: ServedChoice, first: ServingReplica, target: KvTarget, drawn: Drawn
@@ -284,11 +289,15 @@ class Dispatcher:
 
         return [
             ("fivefold_waiting", "Sequences that wait.", [(none, self.queue.size)]),
-            ("fivefold_running", "Sequences in an engine.", each(lambda one: len(one.open))),
-            ("fivefold_up", "Whether a replica lives.", each(lambda one: int(one.alive))),
-            ("fivefold_blocks", "Blocks of the cache.", each(lambda one: one.blocks)),
-            ("fivefold_free_blocks", "Blocks without users.", each(lambda one: one.free_blocks)),
-            ("fivefold_preempted", "Lost caches so far.", each(lambda one: one.preempted)),
+            ("fivefold_running", "Sequences in an engine.", each(lambda engine: len(engine.open))),
+            ("fivefold_up", "Whether a replica lives.", each(lambda engine: int(engine.alive))),
+            ("fivefold_blocks", "Blocks of the cache.", each(lambda engine: engine.blocks)),
+            (
+                "fivefold_free_blocks",
+                "Blocks without users.",
+                each(lambda engine: engine.free_blocks),
+            ),
+            ("fivefold_preempted", "Lost caches so far.", each(lambda engine: engine.preempted)),
         ]
 
 

@@ -42,9 +42,9 @@ class HttpLimits:
     def within_open_files(self) -> HttpLimits:
         """As many connections as this process may have open, after raising its soft limit."""
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        wanted = self.connections + _OTHER_FILES
-        if soft != resource.RLIM_INFINITY and soft < wanted:
-            soft = wanted if hard == resource.RLIM_INFINITY else min(hard, wanted)
+        num_files = self.connections + _OTHER_FILES
+        if soft != resource.RLIM_INFINITY and soft < num_files:
+            soft = num_files if hard == resource.RLIM_INFINITY else min(hard, num_files)
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
             most = max(_FEWEST, soft - _OTHER_FILES)
             return replace(self, connections=most, per_client=min(self.per_client, most // 2))

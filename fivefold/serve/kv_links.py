@@ -82,16 +82,16 @@ class KvOutbox(threading.Thread):
 
 
 def _send(stream: socket.socket, source: str, piece: KvPiece, total: int) -> None:
-    tensors = [each.contiguous() for each in piece.tensors]
-    kinds = [(tuple(each.shape), each.dtype) for each in tensors]
+    tensors = [tensor.contiguous() for tensor in piece.tensors]
+    kinds = [(tuple(tensor.shape), tensor.dtype) for tensor in tensors]
     # Their bytes follow as they are: a pickle would copy them.
-    data = [each.flatten().view(torch.uint8).numpy().data for each in tensors]
+    data = [tensor.flatten().view(torch.uint8).numpy().data for tensor in tensors]
     header = pickle.dumps(
         (source, total, piece.id, piece.layer, piece.heads, piece.blocks, kinds), protocol=5
     )
     stream.sendall(_HEAD.pack(len(header), sum(map(len, data))) + header)
-    for each in data:
-        stream.sendall(each)
+    for buffer in data:
+        stream.sendall(buffer)
 
 
 @dataclass
@@ -138,10 +138,10 @@ class KvInbox:
     def forget(self, id: str) -> None:
         """Nobody wants this sequence; what is still to come of it is thrown away."""
         with self._lock:
-            found = self._arrivals.setdefault(id, _Arrival("", wanted=False))
-            found.wanted = False
-            found.pieces.clear()
-            if found.complete:
+            arrival = self._arrivals.setdefault(id, _Arrival("", wanted=False))
+            arrival.wanted = False
+            arrival.pieces.clear()
+            if arrival.complete:
                 del self._arrivals[id]
 
     @property
@@ -170,23 +170,23 @@ class KvInbox:
         with self._lock:  # it has died, or will send no more: what is not complete never will be
             lost = [
                 id
-                for id, each in self._arrivals.items()
-                if each.source == source and not each.complete
+                for id, arrival in self._arrivals.items()
+                if arrival.source == source and not arrival.complete
             ]
             for id in lost:
                 del self._arrivals[id]
 
     def _arrived(self, source: str, total: int, piece: KvPiece) -> None:
         with self._lock:
-            found = self._arrivals.setdefault(piece.id, _Arrival(source))
-            found.source = source
-            found.count += 1
-            if found.wanted:
-                found.pieces.append(piece)
-            found.complete = found.count == total
-            if found.complete and not found.wanted:
+            arrival = self._arrivals.setdefault(piece.id, _Arrival(source))
+            arrival.source = source
+            arrival.count += 1
+            if arrival.wanted:
+                arrival.pieces.append(piece)
+            arrival.complete = arrival.count == total
+            if arrival.complete and not arrival.wanted:
                 del self._arrivals[piece.id]
-        if found.complete:
+        if arrival.complete:
             self.on_complete(piece.id)
 
 
@@ -202,15 +202,15 @@ def _read(stream: socket.socket, size: int) -> bytearray:
 
 
 def _tensors(data: bytearray, kinds: Iterable[tuple[tuple[int, ...], Any]]) -> Any:
-    found, start = list[torch.Tensor](), 0
+    tensors, start = list[torch.Tensor](), 0
     for shape, dtype in kinds:
         count = torch.Size(shape).numel()
         if not count:  # this rank of cp owns no block of it
-            found.append(torch.empty(shape, dtype=dtype))
+            tensors.append(torch.empty(shape, dtype=dtype))
             continue
-        found.append(torch.frombuffer(data, dtype=dtype, count=count, offset=start).view(shape))
+        tensors.append(torch.frombuffer(data, dtype=dtype, count=count, offset=start).view(shape))
         start += count * dtype.itemsize
-    return tuple(found)
+    return tuple(tensors)
 
 
 class RankTravel:
@@ -227,16 +227,16 @@ class RankTravel:
     @classmethod
     def sending(cls, pages: RankPages, other: Plan, outbox: KvOutbox) -> RankTravel:
         """Of a rank that computes prompts."""
-        found = cls(pages, other)
-        found.outbox = outbox
-        return found
+        travel = cls(pages, other)
+        travel.outbox = outbox
+        return travel
 
     @classmethod
     def receiving(cls, pages: RankPages, other: Plan, inbox: KvInbox) -> RankTravel:
         """Of a rank that goes on."""
-        found = cls(pages, other)
-        found.inbox = inbox
-        return found
+        travel = cls(pages, other)
+        travel.inbox = inbox
+        return travel
 
     def start(self, leader: RankLink) -> None:
         """Begin to send, or to take in and to tell the leader what is complete."""
@@ -250,8 +250,8 @@ class RankTravel:
         if target is None or self.outbox is None:
             return
         if target.home not in self._routes:
-            found = kv_routes(self.pages.plan, self.other, self.home, target.home)
-            self._routes[target.home] = found
+            new_routes = kv_routes(self.pages.plan, self.other, self.home, target.home)
+            self._routes[target.home] = new_routes
         routes, totals = self._routes[target.home], Counter[int]()
         for route in routes:
             totals[route.target] += len(route.layers)
@@ -282,25 +282,27 @@ class Adoptions:
         self, commands: Sequence[EngineCommand], complete: Iterable[str]
     ) -> list[EngineCommand]:
         """What all ranks do now: of what the door says, and of caches that are complete."""
-        found: list[EngineCommand] = []
+        due_commands: list[EngineCommand] = []
         self._complete.update(complete)
-        for each in commands:
-            if isinstance(each, AddCommand) and each.drawn:
-                self._waiting[each.request.id] = each
-            elif isinstance(each, DropCommand) and each.id in self._waiting:
-                found.append(self._forget(each.id, self._waiting.pop(each.id).home or 0))
-            elif isinstance(each, ForgetCommand):
-                found.append(self._forget(each.id, each.home))
+        for command in commands:
+            if isinstance(command, AddCommand) and command.drawn:
+                self._waiting[command.request.id] = command
+            elif isinstance(command, DropCommand) and command.id in self._waiting:
+                due_commands.append(
+                    self._forget(command.id, self._waiting.pop(command.id).home or 0)
+                )
+            elif isinstance(command, ForgetCommand):
+                due_commands.append(self._forget(command.id, command.home))
             else:
-                found.append(each)
+                due_commands.append(command)
         for id in [id for id, count in self._complete.items() if count == self.ranks]:
             if id in self._forgotten:
                 self._forgotten.remove(id)
                 del self._complete[id]
             elif id in self._waiting:
-                found.append(self._waiting.pop(id))
+                due_commands.append(self._waiting.pop(id))
                 del self._complete[id]
-        return found
+        return due_commands
 
     def _forget(self, id: str, home: int) -> ForgetCommand:
         self._forgotten.add(id)

@@ -147,21 +147,21 @@ class RankLink:
     def receive(self, seconds: float) -> list[Any]:
         """All values that are there; waits so long for a first one. Raises `EOFError` when the
         other end has closed it."""
-        found = self._complete()
-        while not found:
+        messages = self._complete()
+        while not messages:
             if not select.select([self.stream], [], [], seconds)[0]:
-                return found
+                return messages
             self._read()
-            found = self._complete()
+            messages = self._complete()
         while select.select([self.stream], [], [], 0)[0]:
             self._read()
-            found += self._complete()
-        return found
+            messages += self._complete()
+        return messages
 
     @staticmethod
     def wait(links: Iterable[RankLink], seconds: float) -> None:
         """Wait so long for a value from any of some links."""
-        select.select([each.stream for each in links], [], [], seconds)
+        select.select([link.stream for link in links], [], [], seconds)
 
     def close(self) -> None:
         """Nothing is sent any more."""
@@ -174,11 +174,11 @@ class RankLink:
         self._buffer += data
 
     def _complete(self) -> list[Any]:
-        found: list[Any] = []
+        messages: list[Any] = []
         while len(self._buffer) >= _HEAD.size:
             (size,) = _HEAD.unpack_from(self._buffer)
             if len(self._buffer) < _HEAD.size + size:
                 break
-            found.append(pickle.loads(self._buffer[_HEAD.size : _HEAD.size + size]))
+            messages.append(pickle.loads(self._buffer[_HEAD.size : _HEAD.size + size]))
             del self._buffer[: _HEAD.size + size]
-        return found
+        return messages

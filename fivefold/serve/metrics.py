@@ -93,8 +93,8 @@ class ServeMetrics:
         for name, help, values in gauges:
             rows += _head(name, help, "gauge")
             rows += [f"{name}{_labels(labels)} {value}" for labels, value in values]
-        for each in (self.ttft, self.tpot, self.latency):
-            rows += each.lines()
+        for histogram in (self.ttft, self.tpot, self.latency):
+            rows += histogram.lines()
         return "\n".join(rows) + "\n"
 
 

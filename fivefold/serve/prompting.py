@@ -107,23 +107,25 @@ class PromptReader:
         with contextlib.suppress(FivefoldError):  # without a template there are no chats
             self.chats = TemplateProcess(ChatTemplate(folder))
 
-    async def tokens(self, asked: AskedText, longest: int) -> list[tuple[int, ...]]:
+    async def tokens(self, request: AskedText, longest: int) -> list[tuple[int, ...]]:
         """The tokens of every prompt; refuses texts that cannot have as few as `longest`, before
         they cost anything. Special tokens in them are text if the request says so."""
-        quotes = None if asked.parse_special else self.quotes
-        if not asked.chat:
+        quotes = None if request.parse_special else self.quotes
+        if not request.chat:
             codec = self.codec if quotes is None else quotes.plain
-            for text in asked.prompts:
+            for text in request.prompts:
                 self._check("prompt", text if isinstance(text, str) else "", longest)
             return [
-                each if isinstance(each, tuple) else await self._encoded(codec, each, longest, True)
-                for each in asked.prompts
+                prompt
+                if isinstance(prompt, tuple)
+                else await self._encoded(codec, prompt, longest, True)
+                for prompt in request.prompts
             ]
         if self.chats is None:
             rule = "this model has no chat template: use /v1/completions"
             raise ApiError(400, rule, "messages", "no_chat_template")
-        messages = asked.messages
-        self._check("messages", "".join("".join(each.values()) for each in messages), longest)
+        messages = request.messages
+        self._check("messages", "".join("".join(message.values()) for message in messages), longest)
         if quotes is not None:  # the time that it takes is that of the text
             messages = await asyncio.to_thread(quotes.quoted_messages, messages)
         rendered = await self.chats.render(messages)

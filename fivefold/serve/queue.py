@@ -37,14 +37,16 @@ class FairQueue(Generic[Item]):
         """Queue the sequences of one call; returns those that lost their places to it, or None if
         the call is refused."""
         new, pushed_out = list(items), list[Item]()
-        mine = len(self._queues.get(client, ()))
+        queue_size = len(self._queues.get(client, ()))
         if self.size + len(new) > self.most:
-            found = self._replaceable(client, mine + len(new), self.size + len(new) - self.most)
-            if found is None:
+            victims = self._replaceable(
+                client, queue_size + len(new), self.size + len(new) - self.most
+            )
+            if victims is None:
                 return None
-            pushed_out = found
-            for each in pushed_out:
-                self.remove(each)
+            pushed_out = victims
+            for victim in pushed_out:
+                self.remove(victim)
         self._queues.setdefault(client, deque()).extend(new)
         self.size += len(new)
         return pushed_out
@@ -75,12 +77,14 @@ class FairQueue(Generic[Item]):
             if not queue:
                 del self._queues[item.client]
 
-    def _replaceable(self, client: str, wanted: int, missing: int) -> list[Item] | None:
+    def _replaceable(self, client: str, client_size: int, missing: int) -> list[Item] | None:
         """The newest call of the client with the most, if it makes enough room."""
-        greediest = max(self._queues, key=lambda each: len(self._queues[each]), default=client)
+        greediest = max(
+            self._queues, key=lambda other_client: len(self._queues[other_client]), default=client
+        )
         queue = self._queues.get(greediest)
         if greediest == client or queue is None:
             return None
-        newest = [each for each in queue if each.call is queue[-1].call]
-        fair = len(newest) >= missing and len(queue) - len(newest) >= wanted
+        newest = [choice for choice in queue if choice.call is queue[-1].call]
+        fair = len(newest) >= missing and len(queue) - len(newest) >= client_size
         return newest if fair else None

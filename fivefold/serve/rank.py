@@ -98,8 +98,8 @@ def serve_rank(worker: Worker, task: ServeTask) -> None:
     """Serve until the door says that it is over."""
     text = task.text
     world = text.plan.layout.world
-    place = task.first_place + worker.rank
-    device = forked_device(text.device, text.backend, place, task.places)
+    device_index = task.first_place + worker.rank
+    device = forked_device(text.device, text.backend, device_index, task.places)
     try:
         with worker.joined(world, device):
             most = task.sequences * blocks_of(text.plan.shape.max_seq)
@@ -131,7 +131,7 @@ def _warm_up(engine: LayoutEngine) -> None:
     longest = min(engine.shape.max_seq, pool.count * BLOCK)
     prompts = (1,)
     if engine.mesh.device.type == "cuda":  # few and many tokens have kernels of their own
-        prompts = (1, *(each for each in _WARM_PROMPTS if each <= limits.tokens))
+        prompts = (1, *(num_tokens for num_tokens in _WARM_PROMPTS if num_tokens <= limits.tokens))
     for length in prompts:
         if longest >= length + _WARM_TOKENS:
             engine.run([Request(f"warm-up {length}", (0,) * length, _WARM_TOKENS)])
@@ -148,9 +148,9 @@ def _capture_steps(forward: DecoderForward, most: int, longest: int) -> None:
     for keys in (1 << i for i in range(10, _WARM_KEYS.bit_length())):
         stop = min(keys, longest)
         table = (forward.padding,) * blocks_of(stop)
-        one = SequenceChunk("", (0,), stop - 1, table, samples=True, fills=True)
+        chunk = SequenceChunk("", (0,), stop - 1, table, samples=True, fills=True)
         for count in (1 << i for i in range((most - 1).bit_length() + 1)):
-            forward(StepBatch((one,) * count))
+            forward(StepBatch((chunk,) * count))
         if stop == longest:
             break
 
@@ -185,21 +185,21 @@ class EngineLoop:
 
     def turn(self, commands: Sequence[EngineCommand]) -> StepNews:
         """Do as told, and run a step if there is anything to run."""
-        refused = [each for command in commands for each in self._obey(command)]
+        refused = [refusal for command in commands for refusal in self._obey(command)]
         drawn = self.engine.step() if self.engine.busy else []
         rows, moved, num_bytes = list[DrawnRow](), list[tuple[str, KvTarget]](), 0
-        for each in drawn:
+        for result in drawn:
             target, length = None, 0
-            if each.reason is not None:
-                self.engine.collect(each.id)
-                target, length = self._close(each.id)
-            if target is not None and each.reason == "length":
+            if result.reason is not None:
+                self.engine.collect(result.id)
+                target, length = self._close(result.id)
+            if target is not None and result.reason == "length":
                 assert self.travel is not None
-                moved.append((each.id, target))
+                moved.append((result.id, target))
                 num_bytes += self.travel.bytes_of(length)
-                each = replace(each, reason=None)
-            rows.append(_row(each))
-        free = sum(each.pool.num_free for each in self.engine.schedulers)
+                result = replace(result, reason=None)
+            rows.append(_row(result))
+        free = sum(scheduler.pool.num_free for scheduler in self.engine.schedulers)
         return StepNews(rows, refused, free, self.engine.num_preempted, moved, num_bytes)
 
     def _close(self, id: str) -> tuple[KvTarget | None, int]:
@@ -272,12 +272,12 @@ def _lead(worker: Worker, task: ServeTask, loop: EngineLoop) -> None:
     """Rank 0: hear the door, tell the others, answer."""
     layout = task.text.plan.layout
     followers = _followers(task, layout.world - 1)
-    ours, own = (RankLink(each) for each in socket.socketpair())
+    ours, own = (RankLink(stream) for stream in socket.socketpair())
     loop.start(own)
     notices = [ours, *followers] if task.role == "decode" else []
     adoptions = Adoptions(layout.world // layout.dp)
     door = RankLink.to(task.folder / DOOR)
-    pools = [each.pool.count for each in loop.engine.schedulers]
+    pools = [scheduler.pool.count for scheduler in loop.engine.schedulers]
     worker.report(EngineUp())
     beat, began = _Beat(worker, task.text.device), time.monotonic()
     hello = ReplicaHello(task.replica, sum(pools), pools[0], task.role, task.start, layout.dp)
@@ -294,8 +294,8 @@ def _lead(worker: Worker, task: ServeTask, loop: EngineLoop) -> None:
             commands = [CloseCommand(), *map(DropCommand, loop.open)]
         if not commands and not loop.engine.busy:
             continue
-        for each in followers:
-            each.send(commands)
+        for follower in followers:
+            follower.send(commands)
         news = loop.turn(commands)
         if commands or news.rows or news.refused:
             door.send(news)

@@ -72,9 +72,9 @@ class ServingReplica:
     def _begin(self, choice: ServedChoice, digests: Iterable[bytes], command: AddCommand) -> None:
         self.open[choice.id] = choice
         self.load += tokens_of(choice)
-        for each in digests:
-            self._known[each] = None
-            self._known.move_to_end(each)
+        for digest in digests:
+            self._known[digest] = None
+            self._known.move_to_end(digest)
         while len(self._known) > _MOST_DIGESTS:
             self._known.popitem(last=False)
         self._told.add(choice.id)
@@ -86,8 +86,8 @@ class ServingReplica:
         self._loads[home] += tokens_of(choice)
         self.open[choice.id] = choice
         self.load += tokens_of(choice)
-        place = self._places[choice.id] = KvTarget(self.index, self.start, home)
-        return place
+        target = self._places[choice.id] = KvTarget(self.index, self.start, home)
+        return target
 
     def go_on(self, choice: ServedChoice, source: ServingReplica, drawn: Drawn) -> None:
         """Go on with a choice when its cache is here."""
@@ -105,15 +105,15 @@ class ServingReplica:
             self.load -= tokens_of(choice)
             self._told.discard(choice.id)
             self.sources.pop(choice.id, None)
-            if (place := self._places.pop(choice.id, None)) is not None:
-                self._loads[place.home] -= tokens_of(choice)
+            if (target := self._places.pop(choice.id, None)) is not None:
+                self._loads[target.home] -= tokens_of(choice)
 
     def drop(self, choice: ServedChoice) -> None:
         """Nobody wants more of it: its blocks are free after the step that runs."""
         if choice.id in self.open:
-            told = choice.id in self._told
+            in_engine = choice.id in self._told
             self.ended(choice)
-            if told:
+            if in_engine:
                 self._tell(DropCommand(choice.id))
 
     def close(self) -> None:
@@ -128,10 +128,10 @@ class ServingReplica:
 
     def known(self, digests: Sequence[bytes]) -> int:
         """How many of the first blocks of a prompt were here."""
-        found = 0
-        while found < len(digests) and digests[found] in self._known:
-            found += 1
-        return found
+        count = 0
+        while count < len(digests) and digests[count] in self._known:
+            count += 1
+        return count
 
     def _tell(self, command: EngineCommand) -> None:
         if self.alive and not self.writer.is_closing():
@@ -156,5 +156,7 @@ def least_loaded(
     replicas: Iterable[ServingReplica], digests: Sequence[bytes]
 ) -> ServingReplica | None:
     """The replica that has the least to do for a prompt; None if all are full."""
-    free = [each for each in replicas if each.has_room]
-    return min(free, key=lambda each: each.load - BLOCK * each.known(digests), default=None)
+    free = [replica for replica in replicas if replica.has_room]
+    return min(
+        free, key=lambda replica: replica.load - BLOCK * replica.known(digests), default=None
+    )

@@ -107,7 +107,7 @@ def parse_asked(body: bytes, chat: bool) -> AskedText:
     if best not in (None, n):
         raise wrong("best_of", f"{best} is not n = {n}, and all choices are returned: leave it out")
     stream = fields.take("stream", _flag) or False
-    asked = AskedText(
+    request = AskedText(
         fields.take("model", _text) or "",
         chat,
         () if chat else _prompts(fields.take("prompt", lambda value: value)),
@@ -125,10 +125,10 @@ def parse_asked(body: bytes, chat: bool) -> AskedText:
         alternatives,
         _or(fields.take("parse_special", _flag), not chat),
     )
-    if asked.n * max(1, len(asked.prompts)) > MOST_CHOICES:
+    if request.n * max(1, len(request.prompts)) > MOST_CHOICES:
         raise wrong("n", f"prompts times n are more than {MOST_CHOICES} choices: send fewer")
     fields.end()
-    return asked
+    return request
 
 
 def _or(value: Any, usual: Any) -> Any:
@@ -224,11 +224,11 @@ def _logprobs(fields: _Fields, chat: bool) -> tuple[bool, int]:
     if not chat:
         count = fields.take("logprobs", _whole(0, MOST_ALTERNATIVES))
         return count is not None, count or 0
-    wanted = fields.take("logprobs", _flag) or False
+    flag = fields.take("logprobs", _flag) or False
     count = fields.take("top_logprobs", _whole(0, MOST_ALTERNATIVES))
-    if count is not None and not wanted:
+    if count is not None and not flag:
         raise wrong("top_logprobs", "needs logprobs: true")
-    return wanted, count or 0
+    return flag, count or 0
 
 
 def _with_usage(options: Any, stream: bool) -> bool:
@@ -239,8 +239,8 @@ def _with_usage(options: Any, stream: bool) -> bool:
     if not isinstance(options, dict):
         raise wrong("stream_options", "is not an object")
     table = cast("dict[str, Any]", options)
-    if more := sorted(table.keys() - {"include_usage", "include_obfuscation"}):
-        raise wrong("stream_options", f"unknown key {_short(more[0])}")
+    if unknown_keys := sorted(table.keys() - {"include_usage", "include_obfuscation"}):
+        raise wrong("stream_options", f"unknown key {_short(unknown_keys[0])}")
     return table.get("include_usage") is True
 
 
@@ -250,8 +250,8 @@ def _stops(value: Any) -> tuple[str, ...]:
         return ()
     if len(texts) > MOST_STOPS:
         raise wrong("stop", f"{len(texts)} texts are more than {MOST_STOPS}")
-    for each in texts:
-        if not isinstance(each, str) or not 0 < len(each) <= MOST_STOP_TEXT:
+    for text in texts:
+        if not isinstance(text, str) or not 0 < len(text) <= MOST_STOP_TEXT:
             raise wrong("stop", f"give texts of 1 to {MOST_STOP_TEXT} characters")
     return tuple(texts)
 
@@ -263,11 +263,11 @@ def _prompts(value: Any) -> tuple[str | tuple[int, ...], ...]:
     try:
         if isinstance(value, list) and value:
             several = cast("list[Any]", value)
-            if all(isinstance(each, int) for each in several):
+            if all(isinstance(token, int) for token in several):
                 return (_tokens(several),)
             return tuple(
-                _tokens(cast("list[Any]", each)) if isinstance(each, list) else _text(each)
-                for each in several
+                _tokens(cast("list[Any]", prompt)) if isinstance(prompt, list) else _text(prompt)
+                for prompt in several
             )
         return (_text(value),)
     except ValueError as error:
@@ -275,7 +275,7 @@ def _prompts(value: Any) -> tuple[str | tuple[int, ...], ...]:
 
 
 def _tokens(value: list[Any]) -> tuple[int, ...]:
-    if any(isinstance(each, bool) or not isinstance(each, int) for each in value):
+    if any(isinstance(token, bool) or not isinstance(token, int) for token in value):
         raise ValueError("a list of tokens has something else in it")
     return tuple(value)
 
@@ -285,18 +285,18 @@ def _messages(value: Any) -> tuple[dict[str, str], ...]:
         raise ApiError(
             400, "messages: give a list of messages", "messages", "missing_required_parameter"
         )
-    return tuple(_message(each, i) for i, each in enumerate(cast("list[Any]", value)))
+    return tuple(_message(message, i) for i, message in enumerate(cast("list[Any]", value)))
 
 
-def _message(value: Any, place: int) -> dict[str, str]:
-    param = f"messages[{place}]"
+def _message(value: Any, index: int) -> dict[str, str]:
+    param = f"messages[{index}]"
     if not isinstance(value, dict):
         raise wrong(param, "is not an object")
     table = {k: v for k, v in cast("dict[str, Any]", value).items() if v is not None}
     if table.get("role") not in _ROLES:
         raise wrong(param, f"role {_short(table.get('role'))} is none of {', '.join(_ROLES)}")
-    if more := sorted(table.keys() - {"role", "content", "name", "tool_call_id"}):
-        raise wrong(param, f"{_short(more[0])} is not supported")
+    if unknown_keys := sorted(table.keys() - {"role", "content", "name", "tool_call_id"}):
+        raise wrong(param, f"{_short(unknown_keys[0])} is not supported")
     try:
         named = {key: _text(table[key]) for key in table if key != "content"}
         return {**named, "content": _content(table.get("content"))}
@@ -308,8 +308,8 @@ def _content(value: Any) -> str:
     """A text, or the texts of its parts."""
     if isinstance(value, list):
         parts: list[str] = []
-        for each in cast("list[Any]", value):
-            part = cast("dict[str, Any]", each) if isinstance(each, dict) else {}
+        for entry in cast("list[Any]", value):
+            part = cast("dict[str, Any]", entry) if isinstance(entry, dict) else {}
             if part.get("type") != "text":
                 raise ValueError(f"a part of type {_short(part.get('type'))}: only text is read")
             parts.append(_text(part.get("text")))

@@ -57,10 +57,10 @@ class ServeOptions:
 def listening_socket(host: str, port: int, has_keys: bool) -> socket.socket:
     """A socket on an address; beyond loopback only with keys."""
     try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except (OSError, UnicodeError) as error:
         raise FivefoldError(f"--host {host}: no such address; give 127.0.0.1") from error
-    family, _, _, _, address = found[0]
+    family, _, _, _, address = addresses[0]
     if not has_keys and not ipaddress.ip_address(str(address[0])).is_loopback:
         raise FivefoldError(
             f"--host {host} is beyond loopback, where everybody could come in: give --api-key-file "
@@ -157,7 +157,7 @@ class ModelServer:
         if prefill is not None:
             kinds.append((prefill, "prefill", options.prefill_replicas))
         places = sum(setup.plan.layout.world * count for setup, _, count in kinds)
-        tasks, place = list[ServeTask](), 0
+        tasks, slot = list[ServeTask](), 0
         for setup, role, count in kinds:
             other = None if prefill is None else self.setup if role == "prefill" else prefill
             for _ in range(count):
@@ -168,13 +168,13 @@ class ModelServer:
                     options.max_running,
                     options.max_batch_tokens,
                     options.cache_gb,
-                    place,
+                    slot,
                     places,
                     role,
                     None if other is None else other.plan,
                 )
                 tasks.append(task)
-                place += setup.plan.layout.world
+                slot += setup.plan.layout.world
         return tasks
 
     def _hear(self, keeper: EngineKeeper) -> None:
@@ -203,9 +203,9 @@ class ModelServer:
 
     def _serves(self) -> bool:
         """Whether there is an engine of every kind, or will be."""
-        roles = {each.task.role for each in self._keepers}
-        left = [each.task for each in self._keepers if each.task.replica not in self._lost]
-        return {each.role for each in left} == roles
+        roles = {keeper.task.role for keeper in self._keepers}
+        left = [keeper.task for keeper in self._keepers if keeper.task.replica not in self._lost]
+        return {task.role for task in left} == roles
 
     def _stop(self) -> None:
         """A signal: the first one drains, the second one ends everything now."""
@@ -253,10 +253,10 @@ class ModelServer:
         for replica in self.dispatcher.replicas.values():
             replica.close()
         until = time.monotonic() + (_END_S if self.dispatcher.replicas else 0.0)
-        while any(each.process.is_alive() for each in self._keepers):
+        while any(engine.process.is_alive() for engine in self._keepers):
             if time.monotonic() > until:
-                for each in self._keepers:
-                    each.kill()
+                for engine_keeper in self._keepers:
+                    engine_keeper.kill()
             await asyncio.sleep(0.01)
 
 

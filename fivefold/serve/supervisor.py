@@ -56,12 +56,12 @@ class EngineEnd:
 class EngineKeeper:
     """The keeper of an engine, as the door sees it."""
 
-    def __init__(self, task: ServeTask, restarts: int, others: list[EngineKeeper]) -> None:
+    def __init__(self, task: ServeTask, restarts: int, peers: list[EngineKeeper]) -> None:
         """Forks it; `others` were forked before, and their pipes are not for this one."""
         self.task, self.pids = task, list[int]()
         context = multiprocessing.get_context("fork")
         self.pipe, theirs = context.Pipe()
-        inherited = [self.pipe, *(each.pipe for each in others)]
+        inherited = [self.pipe, *(peer.pipe for peer in peers)]
         self.process = context.Process(
             target=_keep, args=(task, restarts, theirs, inherited, os.getpid())
         )
@@ -105,15 +105,15 @@ def _keep(
     task: ServeTask, restarts: int, pipe: Connection, inherited: list[Connection], parent: int
 ) -> None:
     die_with(parent)
-    for each in inherited:
-        each.close()
+    for connection in inherited:
+        connection.close()
     used, was_up = 0, False
     while True:
         _ignore_signals()
         began = time.monotonic()
-        found = _OneStart(pipe)
-        end = found.run(replace(task, start=task.start + used))
-        was_up |= found.was_up
+        attempt = _OneStart(pipe)
+        end = attempt.run(replace(task, start=task.start + used))
+        was_up |= attempt.was_up
         if time.monotonic() - began > _LONG_S:
             task, used = replace(task, start=task.start + used), 0
         starts = end.reason is not None and was_up and used < restarts

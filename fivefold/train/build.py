@@ -94,8 +94,8 @@ def _cache_kernels(folder: Path | None) -> None:
     """Keep compiled kernels with the run: all ranks share them, and a resumed run finds them."""
     if folder is not None:
         for compiler in ("TORCHINDUCTOR", "TRITON"):
-            place = folder.absolute() / "kernels" / compiler.lower()
-            os.environ.setdefault(f"{compiler}_CACHE_DIR", str(place))
+            path = folder.absolute() / "kernels" / compiler.lower()
+            os.environ.setdefault(f"{compiler}_CACHE_DIR", str(path))
 
 
 def _choose_kernels(deterministic: bool) -> None:
@@ -154,12 +154,12 @@ def sets_of(
     if not recipe.eval_every:
         return []
     most = _MOST_BATCHES * plan.batch.sequences
-    found = evaluation_sets(recipe.eval_data, source, plan.shape.vocab, most, verify=verify)
-    require_set(recipe.keep_best, found)
-    corpora = [corpus for each in found for corpus, _ in each.rows[:1]]
-    require_pairs(plan, recipe, [each for each in corpora if is_paired(each)])
+    eval_sets = evaluation_sets(recipe.eval_data, source, plan.shape.vocab, most, verify=verify)
+    require_set(recipe.keep_best, eval_sets)
+    corpora = [corpus for eval_set in eval_sets for corpus, _ in eval_set.rows[:1]]
+    require_pairs(plan, recipe, [candidate for candidate in corpora if is_paired(candidate)])
     _require_packed(plan, corpora)
-    return found
+    return eval_sets
 
 
 def checked_source(plan: Plan, settings: TrainSettings) -> Source:

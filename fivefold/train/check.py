@@ -83,10 +83,10 @@ def reference_runs(plan: Plan, settings: TrainSettings) -> list[tuple[Plan, Trai
     terms of every sum in another order. It is not compiled, which a dispatch mode does not allow.
     """
     recipe = replace(settings.recipe, sample_every=0)
-    one, plain = single_process(plan), replace(settings, folder=None, recipe=recipe)
+    single_plan, plain = single_process(plan), replace(settings, folder=None, recipe=recipe)
     eager = replace(plain, recipe=replace(recipe, compile=False))
     exact = settings.dtype == "float64" and plan.units.grad_dtype == "fp32"
-    return [(one, plain, False), *([] if exact else [(one, eager, True)])]
+    return [(single_plan, plain, False), *([] if exact else [(single_plan, eager, True)])]
 
 
 def single_process(plan: Plan) -> Plan:
@@ -105,16 +105,16 @@ def judge(plan: Plan, runs: Sequence[TrainedRank], references: Sequence[TrainedR
     stopped = any(run.stopped for run in everyone)
     steps = min(len(run.losses) for run in everyone) if stopped else None
     runs, references = (
-        [replace(run, losses=run.losses[:steps], routes=run.routes[:steps]) for run in some]
-        for some in (runs, references)
+        [replace(run, losses=run.losses[:steps], routes=run.routes[:steps]) for run in group]
+        for group in (runs, references)
     )
-    truth, *others = references
+    truth, *alternates = references
     flips, routed = count_flips(plan, [run.routes for run in runs], truth.routes)
-    alike = runs[0].first_step + _steps_before(flips, others, truth)
+    alike = runs[0].first_step + _steps_before(flips, alternates, truth)
     gradients = list(_compared_gradients(runs, references, alike))
-    apart = [_largest(other.losses, truth.losses) for other in others]
-    usual = [each.usual for each in gradients if each.usual is not None]
-    spread = max([*apart, *usual]) if others else None
+    apart = [_largest(other.losses, truth.losses) for other in alternates]
+    usual = [gradient.usual for gradient in gradients if gradient.usual is not None]
+    spread = max([*apart, *usual]) if alternates else None
     return Check(
         steps=len(truth.losses),
         loss=truth.losses[-1],
@@ -123,19 +123,23 @@ def judge(plan: Plan, runs: Sequence[TrainedRank], references: Sequence[TrainedR
         allowed=EXACT if spread is None else max(_SPREADS * spread, LEAST),
         flips=sum(flips),
         routed=routed,
-        gradients=max((each.worst for each in gradients), key=_share, default=None),
+        gradients=max((gradient.worst for gradient in gradients), key=_share, default=None),
     )
 
 
-def _steps_before(flips: Sequence[int], others: Sequence[TrainedRank], truth: TrainedRank) -> int:
+def _steps_before(
+    flips: Sequence[int], alternates: Sequence[TrainedRank], truth: TrainedRank
+) -> int:
     """The steps before a token went to other experts, on the ranks or in another run of one
     process. It changes the gradients of these experts by far more than rounding does."""
     flipped = [number for number, count in enumerate(flips) if count]
-    for other in others:
-        for number, (routes, wanted) in enumerate(zip(other.routes, truth.routes, strict=True)):
-            last = max((microbatch for _, microbatch in wanted), default=0)
-            turned = (routes[layer, last - microbatch] for layer, microbatch in wanted)
-            pairs = zip(turned, wanted.values(), strict=True)
+    for other in alternates:
+        for number, (routes, true_routes) in enumerate(
+            zip(other.routes, truth.routes, strict=True)
+        ):
+            last = max((microbatch for _, microbatch in true_routes), default=0)
+            turned = (routes[layer, last - microbatch] for layer, microbatch in true_routes)
+            pairs = zip(turned, true_routes.values(), strict=True)
             flipped += [number] if any((a != b).any() for a, b in pairs) else []
     return min(flipped, default=len(truth.losses))
 
@@ -152,34 +156,34 @@ def _compared_gradients(
     runs: Sequence[TrainedRank], references: Sequence[TrainedRank], end: int
 ) -> Iterator[_StepGradients]:
     """The gradients of the first steps, before step `end`, beside those of one process."""
-    truth, *others = references
-    numbers = set(truth.sketches).intersection(*(run.sketches for run in (*runs, *others)))
+    truth, *alternates = references
+    numbers = set(truth.sketches).intersection(*(run.sketches for run in (*runs, *alternates)))
     steps = sorted(number for number in numbers if number < end)
     for number in steps:
-        wanted = truth.sketches[number]
-        sizes = {name: _norm(one) for name, one in wanted.items()}
+        true_sketches = truth.sketches[number]
+        sizes = {name: _norm(sketch) for name, sketch in true_sketches.items()}
         if not all(map(isfinite, sizes.values())):  # one process skipped this step too
             return
-        found = _distances([run.sketches[number] for run in runs], wanted)
+        distances = _distances([run.sketches[number] for run in runs], true_sketches)
         usual, spreads = None, dict.fromkeys(sizes, 0.0)
         floor = _SMALL * max(sizes.values())
         allowed = {name: EXACT * max(size, floor) for name, size in sizes.items()}
-        for other in others:
-            spreads = _distances([other.sketches[number]], wanted)
+        for other in alternates:
+            spreads = _distances([other.sketches[number]], true_sketches)
             shares = [spreads[name] / size for name, size in sizes.items() if size]
             usual = median(shares or [0.0])
             # One run is one draw of what rounding does to a gradient, and may be small by chance:
             # nine of ten gradients of the step together are not.
             most = sorted(shares or [0.0])[len(shares) * 9 // 10 - 1]
             spreads = {name: max(spreads[name], most * size) for name, size in sizes.items()}
-            allowed = {name: _SPREADS * each for name, each in spreads.items()}
+            allowed = {name: _SPREADS * spread for name, spread in spreads.items()}
         checks = [
             GradientCheck(
                 steps=len(steps),
                 step=number,
                 tensor=name,
-                difference=found[name] / (size or 1.0),
-                spread=spreads[name] / (size or 1.0) if others else None,
+                difference=distances[name] / (size or 1.0),
+                spread=spreads[name] / (size or 1.0) if alternates else None,
                 allowed=allowed[name] / (size or 1.0),
             )
             for name, size in sizes.items()
@@ -195,14 +199,14 @@ def _share(check: GradientCheck) -> float:
 
 
 def _distances(
-    parts: Sequence[Mapping[str, Sketch]], wanted: Mapping[str, Sketch]
+    parts: Sequence[Mapping[str, Sketch]], truths: Mapping[str, Sketch]
 ) -> dict[str, float]:
     """How far the sketches of all ranks together are from those of one process, by weight."""
-    found: dict[str, float] = {}
-    for name, truth in wanted.items():
+    distances: dict[str, float] = {}
+    for name, truth in truths.items():
         total = sum((part[name] for part in parts if name in part), np.zeros_like(truth))
-        found[name] = _norm(total - truth)
-    return found
+        distances[name] = _norm(total - truth)
+    return distances
 
 
 def _norm(sketch: Sketch) -> float:
@@ -211,10 +215,10 @@ def _norm(sketch: Sketch) -> float:
     return norm if norm == norm else inf
 
 
-def _largest(found: Sequence[float], wanted: Sequence[float]) -> float:
+def _largest(losses: Sequence[float], true_losses: Sequence[float]) -> float:
     """The largest difference; infinite if a loss is not a number."""
-    differences = [abs(one - other) for one, other in zip(found, wanted, strict=True)]
-    return max(each if each == each else inf for each in differences)
+    differences = [abs(loss - other) for loss, other in zip(losses, true_losses, strict=True)]
+    return max(difference if difference == difference else inf for difference in differences)
 
 
 @dataclass(frozen=True)
@@ -249,7 +253,7 @@ class MeasuredRun:
             "step": self.step,
             "match": self.traffic_as_planned,
             **{
-                name: {axis: one._asdict() for axis, one in axes.items()}
+                name: {axis: axis_traffic._asdict() for axis, axis_traffic in axes.items()}
                 for name, axes in by_source.items()
             },
         }
@@ -261,7 +265,7 @@ class MeasuredRun:
             "memory": {
                 "rank": memory.rank,
                 "ranks_as_planned": memory.num_as_planned,
-                **{name: {**asdict(each), "total": each.total} for name, each in sizes.items()},
+                **{name: {**asdict(size), "total": size.total} for name, size in sizes.items()},
             },
             "traffic": traffic,
         }
@@ -277,7 +281,7 @@ def compare_with_plan(
     ranks = range(plan.layout.world)
     planned = _sum_ranks(_planned_traffic(plan, settings, rank) for rank in ranks)
     steps = [_sum_ranks(run.traffic[number] for run in runs) for number in range(num_steps)]
-    differing = [number for number, one in enumerate(steps) if not _matches(plan, planned, one)]
+    differing = [number for number, step in enumerate(steps) if not _matches(plan, planned, step)]
     shown = differing[0] if differing else num_steps - 1
     return MeasuredRun(
         memory=_memory(plan, settings, runs),
@@ -307,20 +311,20 @@ def _memory(plan: Plan, settings: TrainSettings, runs: list[TrainedRank]) -> Mem
     ]
     planned = [RankMemory.planned(estimate) for estimate in estimates]
     worst = max(range(len(measured)), key=lambda rank: measured[rank].total)
-    equal = sum(one == other for one, other in zip(measured, planned, strict=True))
+    equal = sum(value == other for value, other in zip(measured, planned, strict=True))
     return MemoryMatch(worst, planned[worst], measured[worst], equal)
 
 
 def _matches(
-    plan: Plan, expected: Mapping[str, AxisTraffic], found: Mapping[str, AxisTraffic]
+    plan: Plan, expected: Mapping[str, AxisTraffic], traffic: Mapping[str, AxisTraffic]
 ) -> bool:
     """Whether traffic is as planned; to experts it may be less where slots are dropped."""
-    if expected.keys() != found.keys():
+    if expected.keys() != traffic.keys():
         return False
     for axis, planned in expected.items():
         uneven = axis in UNEVEN_AXES or (axis == "etp" and plan.fp8 is not None)  # maxima of rows
         least = least_traffic_share(plan, axis) if uneven else 1.0
-        calls, size = found[axis]
+        calls, size = traffic[axis]
         if calls != planned.calls or not least * planned.bytes <= size <= planned.bytes:
             return False
     return True
@@ -338,7 +342,9 @@ def _planned_traffic(plan: Plan, settings: TrainSettings, rank: int) -> dict[str
 
 def _sum_ranks(ranks: Iterable[Mapping[str, AxisTraffic]]) -> dict[str, AxisTraffic]:
     total: dict[str, AxisTraffic] = {}
-    for axis, one in sorted(pair for rank in ranks for pair in rank.items()):
+    for axis, axis_traffic in sorted(pair for rank in ranks for pair in rank.items()):
         before = total.get(axis, AxisTraffic(0, 0))
-        total[axis] = AxisTraffic(before.calls + one.calls, before.bytes + one.bytes)
+        total[axis] = AxisTraffic(
+            before.calls + axis_traffic.calls, before.bytes + axis_traffic.bytes
+        )
     return total

@@ -113,10 +113,10 @@ class StepClock:
     @classmethod
     def of(cls, device: torch.device, folder: RunFolder | None) -> StepClock:
         """For the run of a folder; without one the run starts now."""
-        now = time.perf_counter()
+        time_now = time.perf_counter()
         if folder is None:
-            return cls(device, now, now)
-        shift = time.time() - now
+            return cls(device, time_now, time_now)
+        shift = time.time() - time_now
         return cls(device, folder.began - shift, folder.started - shift)
 
     def ask(self) -> None:
@@ -146,18 +146,18 @@ class StepClock:
         step = mark.asked.until(mark.end)
         # Events are compared with recent ones only: milliseconds between them are a float32, which
         # over hours is no longer exact to one.
-        asked = self._device_end + (0.0 if self._end is None else self._end.until(mark.asked))
+        query_time = self._device_end + (0.0 if self._end is None else self._end.until(mark.asked))
         offset = self._offset
         for event in mark.seen:
-            offset = offset.passed(asked + mark.asked.until(event), event.host)
-        end = offset.host(asked + step)
+            offset = offset.passed(query_time + mark.asked.until(event), event.host)
+        end = offset.host(query_time + step)
         wall = end - self.this_start if self._end is None else self._end.until(mark.end)
         since_start = end - self.first_start
         if not all(map(_is_length, (step, wall, since_start))):
             self._end_known = False
             return StepTimes(mark.data, None, None, None)
         known, self._end_known = self._end_known, True
-        self._end, self._device_end, self._offset = mark.end, asked + step, offset
+        self._end, self._device_end, self._offset = mark.end, query_time + step, offset
         return StepTimes(mark.data, step, wall if known else None, since_start)
 
 

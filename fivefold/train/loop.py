@@ -62,20 +62,20 @@ def run_rank(
     of every sum in another order.
     """
     recipe, world = settings.recipe, plan.layout.world
-    mine = device or forked_device(settings.device, settings.backend, worker.rank, world)
+    local_device = device or forked_device(settings.device, settings.backend, worker.rank, world)
     # The watchdog begins before the ranks meet, and ends before they leave one another.
-    with watched(worker, world) as watchdog, worker.joined(world, mine), closing(watchdog):
+    with watched(worker, world) as watchdog, worker.joined(world, local_device), closing(watchdog):
         folder = None if settings.folder is None else RunFolder.open(settings.folder)
-        clock = StepClock.of(mine.device, folder)
+        clock = StepClock.of(local_device.device, folder)
         progress, spent = Progress(LossScale.of(settings.dtype), settings.last_step), TimeSpent()
-        phases = WatchdogCallback(watchdog, PhaseLimits.of(plan, recipe, mine.device.type))
+        phases = WatchdogCallback(watchdog, PhaseLimits.of(plan, recipe, local_device.device.type))
         events = folder if recipe.events else None
-        spans = SpanCallback(events, worker.rank, mine.device, worker.report)
+        spans = SpanCallback(events, worker.rank, local_device.device, worker.report)
         pace = PaceCallback(exchanged)
 
         phases.phase("build", long=True)
         with spent.on(BUILD):
-            rank = build_rank(plan, settings, mine.device, phases, spans, pace)
+            rank = build_rank(plan, settings, local_device.device, phases, spans, pace)
         parts = (worker, settings, folder, rank, progress, spent, phases)
         checkpoints, copies = CheckpointCallback(*parts), CopyCallback(*parts)
         phases.phase("load", long=True)
@@ -160,30 +160,30 @@ class _Loop:
         progress = self.progress
         steps_left = progress.last_step - progress.step
         try:
-            for each in self.callbacks:
-                each.start(progress.step)
+            for callback in self.callbacks:
+                callback.start(progress.step)
             with self.rank.reader.ahead(progress.samples, steps_left) as take_batches:
                 while not progress.done:
                     self._advance(take_batches)
-            for each in reversed(self.callbacks):
-                each.finish()
+            for callback in reversed(self.callbacks):
+                callback.finish()
         except FivefoldError:
             self._complete_records(wait=True)  # the steps before the error have run
             raise
         except torch.OutOfMemoryError:
-            for each in self.callbacks:
-                each.out_of_memory()
+            for callback in self.callbacks:
+                callback.out_of_memory()
             raise
         finally:
-            for each in self.callbacks:
-                each.close()
+            for callback in self.callbacks:
+                callback.close()
 
     def _advance(self, take_batches: Callable[[], list[TokenBatch]]) -> None:
         """One step, and everything that follows it."""
         progress, num_samples = self.progress, self.rank.job.plan.batch.sequences
         number, first = progress.step + 1, progress.samples
-        for each in self.callbacks:
-            each.before_data(number)
+        for callback in self.callbacks:
+            callback.before_data(number)
         self.clock.ask()
         batches = take_batches()
         self.clock.begin()
@@ -193,14 +193,14 @@ class _Loop:
         loss, stopped = float(outcome.loss), progress.stopped
         self.result.add(loss, stopped, self.rank.job, self.settings.check)
         self.pending.append(_PendingRecord(mark, self._fields(number, first, outcome)))
-        self._complete_records(any(each.needs_record(number) for each in self.callbacks))
-        for each in self.callbacks:
-            each.after_step(number)
+        self._complete_records(any(listener.needs_record(number) for listener in self.callbacks))
+        for callback in self.callbacks:
+            callback.after_step(number)
 
     def _step(self, number: int, batches: list[TokenBatch]) -> StepOutcome:
         """One optimizer step."""
-        for each in self.callbacks:
-            each.before_step(number)
+        for callback in self.callbacks:
+            callback.before_step(number)
         self.rank.updater.set_lr(self.settings.recipe.lr_at(number))
         weights = self._weights(batches)  # its forward is no part of the step's traffic
         if self.integrity is not None:
@@ -230,8 +230,8 @@ class _Loop:
         guard = Guard(scale, stop, self.clock.synchronised, uncount, bound, self.watch, spikes)
         last = number == self.progress.last_step
         optimizer = _MeasuredUpdate(self.rank, self.result) if last else updater
-        here = recipe.offload == "none" and not recipe.optimizer_kind.full_matrices
-        if self.replays.proves(number) and bound is None and here:
+        eligible = recipe.offload == "none" and not recipe.optimizer_kind.full_matrices
+        if self.replays.proves(number) and bound is None and eligible:
             optimizer = self.replays.proving(job, updater, optimizer)
         ordered = batches[::-1] if self.reordered else batches
         job.balancing.routes.clear()
@@ -257,8 +257,8 @@ class _Loop:
     def _fields(self, number: int, first: int, outcome: StepOutcome) -> dict[str, Any]:
         """The record of a step without its times, with the fields that the callbacks know."""
         measured: dict[str, Any] = {}
-        for each in self.callbacks:
-            measured |= each.measure(number)
+        for callback in self.callbacks:
+            measured |= callback.measure(number)
         plan, scale, load = self.rank.job.plan, self.progress.scale, outcome.load
         fullest = None if load is None else load.imbalance.tolist()
         loss = float(outcome.loss)
@@ -277,7 +277,7 @@ class _Loop:
             skipped=f"{infinite} is not finite" if outcome.skipped else None,
             scale=scale.value if scale.dynamic else None,
             fullest=None if fullest is None else sum(fullest) / len(fullest),
-            load=None if fullest is None else tuple(round(each, 3) for each in fullest),
+            load=None if fullest is None else tuple(round(share, 3) for share in fullest),
             spent=self.spent.take(),
             **measured,
         )
@@ -296,8 +296,8 @@ class _Loop:
                 wall=times.since_start,
                 mfu=None if times.wall is None else mfu(plan, plan.batch.tokens / times.wall),
             )
-            for each in self.callbacks:
-                each.on_record(record)
+            for callback in self.callbacks:
+                callback.on_record(record)
 
 
 class _PendingRecord(NamedTuple):

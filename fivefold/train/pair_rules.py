@@ -36,71 +36,75 @@ def require_pairs(plan: Plan, recipe: Recipe, corpora: Sequence[Corpus | Synthet
                 "rows with chosen and rejected to `fivefold tokens --pairs`, or leave dpo_beta out"
             )
     if recipe.dpo_beta:
-        found = [*_impossible(plan, plan.batch), *_too_long(plan, corpora)]
-        if found:
-            raise FivefoldError("cannot train on preference pairs with " + "; ".join(found))
+        problems = [*_impossible(plan, plan.batch), *_too_long(plan, corpora)]
+        if problems:
+            raise FivefoldError("cannot train on preference pairs with " + "; ".join(problems))
 
 
 def _impossible(plan: Plan, batch: Batch) -> list[str]:
-    found: list[str] = []
+    problems: list[str] = []
     if batch.microbatch_size != 1:
         rule = f"microbatches of {batch.microbatch_size} sequences: a text is a microbatch"
-        found.append(f"{rule}; give --microbatch-size 1")
+        problems.append(f"{rule}; give --microbatch-size 1")
     if batch.sequences % SIDES:
         rule = f"a global batch of {batch.sequences} sequences: a pair has two"
-        found.append(f"{rule}; give an even --batch")
+        problems.append(f"{rule}; give an even --batch")
     if plan.shape.drops:
-        found.append("dropout: a reference has none; set it to 0 in the model")
+        problems.append("dropout: a reference has none; set it to 0 in the model")
     if plan.shape.mtp:
-        found.append("multi-token prediction: its losses are no part of DPO; set mtp to 0")
-    return found
+        problems.append("multi-token prediction: its losses are no part of DPO; set mtp to 0")
+    return problems
 
 
 def _too_long(plan: Plan, corpora: Sequence[Corpus | Synthetic]) -> list[str]:
-    room = plan.batch.seq + 1
+    capacity = plan.batch.seq + 1
     return [
-        f"{each.name}, which has a text of {each.longest:,} tokens where {room:,} fit; give --seq "
-        f"{each.longest - 1} or more, or tokenize with --max-tokens {room}"
-        for each in corpora
-        if isinstance(each, Corpus) and each.longest > room
+        f"{corpus.name}, which has a text of {corpus.longest:,} tokens where {capacity:,} fit; "
+        f"give --seq {corpus.longest - 1} or more, or tokenize with --max-tokens {capacity}"
+        for corpus in corpora
+        if isinstance(corpus, Corpus) and corpus.longest > capacity
     ]
 
 
 def pair_corpora(source: Source, sets: Sequence[EvaluationSet]) -> list[Corpus]:
     """All pairs that a training reads: its data, and sets that it is evaluated on."""
-    found = [part.corpus for part in source.parts]
-    found += [corpus for each in sets for corpus, _ in each.rows[:1]]
-    return [each for each in dict.fromkeys(found) if isinstance(each, Corpus) and each.paired]
+    corpora = [part.corpus for part in source.parts]
+    corpora += [corpus for eval_set in sets for corpus, _ in eval_set.rows[:1]]
+    return [
+        candidate
+        for candidate in dict.fromkeys(corpora)
+        if isinstance(candidate, Corpus) and candidate.paired
+    ]
 
 
 @cache
 def identity(corpus: Corpus | Synthetic) -> str:
     """Equal for corpora with the same pairs, wherever their folders are."""
     assert isinstance(corpus, Corpus)
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for shard in corpus.shards:
         assert shard.mask is not None
         for array in (shard.tokens, shard.begins, shard.mask):
-            found.update(np.ascontiguousarray(array).data)
-    return found.hexdigest()
+            digest.update(np.ascontiguousarray(array).data)
+    return digest.hexdigest()
 
 
 def read_references(folder: Path, corpora: Iterable[Corpus]) -> References:
     """Of these corpora; refused where a run has none of them."""
     path = folder / FILE
-    way = "start a new run from its weights (`fivefold export`, then `fivefold import`)"
+    remedy = "start a new run from its weights (`fivefold export`, then `fivefold import`)"
     if not path.is_file():
         rule = f"{folder} has steps and no {FILE}: DPO computes its reference before the first step"
-        raise FivefoldError(f"{rule}; {way}")
+        raise FivefoldError(f"{rule}; {remedy}")
     try:
         with np.load(path, allow_pickle=False) as table:
-            found: References = {name: table[name] for name in table.files}
+            references: References = {name: table[name] for name in table.files}
     except (OSError, ValueError, EOFError) as error:
-        raise BadFile(str(path), [f"cannot be read ({error}); {way}"]) from error
+        raise BadFile(str(path), [f"cannot be read ({error}); {remedy}"]) from error
     for corpus in corpora:
-        if identity(corpus) not in found:
+        if identity(corpus) not in references:
             raise FivefoldError(
                 f"{path} has no log-probabilities of {corpus.name}: train on the pairs that the "
-                f"run began with, or {way}"
+                f"run began with, or {remedy}"
             )
-    return found
+    return references

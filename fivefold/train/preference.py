@@ -45,7 +45,7 @@ class PairLoss(NamedTuple):
 
     def to_json(self) -> dict[str, float | None]:
         """Numbers that are not finite become null."""
-        return {key: one if np.isfinite(one) else None for key, one in self._asdict().items()}
+        return {key: value if np.isfinite(value) else None for key, value in self._asdict().items()}
 
 
 class ScoredPairs(NamedTuple):
@@ -85,8 +85,8 @@ class PreferenceObjective(Callback):
         policy = text_logprobs(self.rank, batches)
         scored = score_pairs(policy, self._reference(places), self.beta)
         self.last = scored.loss
-        mine = batch.rows_of(self.rank.reader.dp_coord)
-        return scored.weights[mine].tolist()
+        own_rows = batch.rows_of(self.rank.reader.dp_coord)
+        return scored.weights[own_rows].tolist()
 
     @property
     def loss(self) -> float:
@@ -103,8 +103,8 @@ class PreferenceObjective(Callback):
         return score_pairs(policy, self._reference(rows), self.beta).loss
 
     def _reference(self, places: Iterable[RowPlace]) -> Tensor:
-        found = [self.references[identity(corpus)][row] for corpus, row in places]
-        return torch.tensor(found, dtype=torch.float64)
+        logprobs = [self.references[identity(corpus)][row] for corpus, row in places]
+        return torch.tensor(logprobs, dtype=torch.float64)
 
 
 def objective_of(rank: BuiltRank, settings: TrainSettings, begun: bool) -> PreferenceObjective:
@@ -118,15 +118,15 @@ def objective_of(rank: BuiltRank, settings: TrainSettings, begun: bool) -> Prefe
 def text_logprobs(rank: BuiltRank, batches: Sequence[TokenBatch]) -> Tensor:
     """The summed log-probabilities of all texts of a step in their order, on every rank."""
     batch, table = rank.job.plan.batch, logprobs(rank.job, batches).cpu()
-    found = torch.empty(batch.sequences, dtype=torch.float64)
+    results = torch.empty(batch.sequences, dtype=torch.float64)
     for coord, row in enumerate(table):
-        found[batch.rows_of(coord)] = row
-    return found
+        results[batch.rows_of(coord)] = row
+    return results
 
 
 def _of_rows(rank: BuiltRank, rows: Sequence[RowPlace]) -> Tensor:
-    found = [text_logprobs(rank, batches) for batches in rank.reader.rows(rows)]
-    return torch.cat(found)[: len(rows)]
+    logprobs = [text_logprobs(rank, batches) for batches in rank.reader.rows(rows)]
+    return torch.cat(logprobs)[: len(rows)]
 
 
 def references_of(
@@ -136,13 +136,13 @@ def references_of(
     read from the run folder by a run that has `begun`."""
     if begun and folder is not None:
         return read_references(folder, corpora)
-    seq, found = rank.job.plan.batch.seq, References()
+    seq, references = rank.job.plan.batch.seq, References()
     for corpus in corpora:
         rows = [(corpus, row) for row in range(corpus.num_rows(seq))]
-        found[identity(corpus)] = _of_rows(rank, rows).numpy()
+        references[identity(corpus)] = _of_rows(rank, rows).numpy()
     if folder is not None and rank.job.mesh.rank == 0:
-        write_references(folder, found)
-    return found
+        write_references(folder, references)
+    return references
 
 
 def write_references(folder: Path, references: References) -> None:

@@ -49,18 +49,20 @@ class GradientSketches:
 
     def _sketch(self) -> dict[str, Sketch]:
         """What this rank adds to the sketch of each gradient: what several have counts once."""
-        found: dict[str, Sketch] = {}
-        for each in self.job.owned:
-            weight, shard = self.job.table[each.row.name], self.job.shards[each.row.name]
-            stop = each.start + each.grad.numel()
-            boxes = boxes_of(weight.shape, shard, each.row.shape, each.start, stop)
+        sketches: dict[str, Sketch] = {}
+        for piece in self.job.owned:
+            weight, shard = self.job.table[piece.row.name], self.job.shards[piece.row.name]
+            stop = piece.start + piece.grad.numel()
+            boxes = boxes_of(weight.shape, shard, piece.row.shape, piece.start, stop)
             if weight.name not in self.projections:
                 self.projections[weight.name] = Projection(weight, self.job.mesh.device)
-            share = 1 / (self.job.copies(each) * self.progress.scale.value)
-            part = share * self.projections[weight.name].of(each.grad, boxes)
-            before = found.get(weight.name, 0.0)
-            found[weight.name] = part.cpu().numpy() + before  # one of a tied weight on two stages
-        return found
+            share = 1 / (self.job.copies(piece) * self.progress.scale.value)
+            part = share * self.projections[weight.name].of(piece.grad, boxes)
+            before = sketches.get(weight.name, 0.0)
+            sketches[weight.name] = (
+                part.cpu().numpy() + before
+            )  # one of a tied weight on two stages
+        return sketches
 
 
 class Projection:
@@ -82,7 +84,7 @@ class Projection:
             *outer, (low, high) = (
                 (low, low + size) for low, size in zip(box.offsets, box.sizes, strict=True)
             )
-            rows = self.rows[(slice(None), *(slice(*each) for each in outer))].reshape(_SIGNS, -1)
+            rows = self.rows[(slice(None), *(slice(*span) for span in outer))].reshape(_SIGNS, -1)
             values = flat[box.at : box.at + box.numel].view(-1, high - low).to(torch.float64)
             total += rows @ (values @ self.columns[low:high])
         return total / _SIGNS

@@ -16,17 +16,18 @@ def require_same_tokenizer(plan: Plan, data: str, folder: Path | None) -> None:
     where = model_folder(plan.options.model)
     model = None if where is None else tokenizer_in(where)
     before = None if folder is None else tokenizer_of_run(folder)
-    for name, given in tokenizers_of(data).items():
-        if model is not None and model.fingerprint != given.fingerprint:
+    for name, tokenizer in tokenizers_of(data).items():
+        if model is not None and model.fingerprint != tokenizer.fingerprint:
             raise FivefoldError(
-                f"{name} has other tokens than the model: the data is from {given}, and {where} "
-                f"has {model}; write the data again with `fivefold tokens TEXT --tokenizer {where} "
-                "-o FOLDER`, and give it with --set data=FOLDER"
+                f"{name} has other tokens than the model: the data is from {tokenizer}, and "
+                f"{where} has {model}; write the data again with `fivefold tokens TEXT --tokenizer "
+                f"{where} -o FOLDER`, and give it with --set data=FOLDER"
             )
-        if before is not None and before.fingerprint != given.fingerprint:
+        if before is not None and before.fingerprint != tokenizer.fingerprint:
             raise FivefoldError(
-                f"{name} has other tokens than the run: the data is from {given}, and {folder} was "
-                f"trained with {before}; give data of that tokenizer, or another folder with --out"
+                f"{name} has other tokens than the run: the data is from {tokenizer}, and {folder} "
+                f"was trained with {before}; give data of that tokenizer, or another folder with "
+                "--out"
             )
 
 

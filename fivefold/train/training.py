@@ -54,7 +54,7 @@ def train(
     world = plan.layout.world
     tasks = [(run_rank, (plan, settings))] * world
     if settings.check:
-        tasks += [(run_rank, each) for each in reference_runs(plan, settings)]
+        tasks += [(run_rank, reference) for reference in reference_runs(plan, settings)]
     runs = pool.run_each(tasks, on_report=on_report)
     ranks, references = runs[:world], runs[world:]
     return ranks, judge(plan, ranks, references) if references else None

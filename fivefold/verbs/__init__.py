@@ -81,7 +81,7 @@ def with_plan_options(
     """
     no_default = inspect.Parameter.empty
     own = list(inspect.signature(verb, eval_str=True).parameters.values())[1:]
-    own = [each for each in own if each.name != group[0]]
+    own = [parameter for parameter in own if parameter.name != group[0]]
 
     def run(**given: Any) -> None:
         shared = {name: given.pop(name) for name in SHARED}
@@ -101,21 +101,21 @@ def with_plan_options(
             inspect.Parameter(name, keyword, default=None, annotation=annotation)
             for name, annotation in (*SHARED.items(), *group[1].items())
         ),
-        *(each.replace(kind=keyword) for each in own),
+        *(parameter.replace(kind=keyword) for parameter in own),
     ]
     run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    run.__annotations__ = {each.name: each.annotation for each in parameters}
+    run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     run.__doc__ = verb.__doc__
     return run
 
 
 def as_given(options: PlanOptions, command: typer.Context) -> GivenJob:
     """What the command line gives of a job; without a layout or a plan its layout is open."""
-    given = {name for name, value in command.params.items() if value not in (None, False, [])}
-    given |= _pairs(command.params["set"] or []).keys() & {*SHARED, "steps"}
+    names = {name for name, value in command.params.items() if value not in (None, False, [])}
+    names |= _pairs(command.params["set"] or []).keys() & {*SHARED, "steps"}
     target: str = command.params["target"]
     closed = is_foreign(target) or says_layout(target)
-    return GivenJob(options, frozenset(given), "layout" not in given and not closed)
+    return GivenJob(options, frozenset(names), "layout" not in names and not closed)
 
 
 def json_text(table: Mapping[str, Any], indent: int | None = None) -> str:
@@ -136,8 +136,8 @@ def tokens_of(option: str, given: str | int) -> int:
     try:
         number = parse_count(str(given), option)
     except ValueError:
-        words = "give a whole number of tokens, such as 256, 500k or 1M"
-        raise FivefoldError(f"--{option} {given}: {words}") from None
+        hint = "give a whole number of tokens, such as 256, 500k or 1M"
+        raise FivefoldError(f"--{option} {given}: {hint}") from None
     if number < 1:
         raise FivefoldError(f"--{option} {given}: give 1 token at least")
     return number
@@ -179,9 +179,9 @@ def typed(command: typer.Context, name: str) -> bool:
 def only_with(command: typer.Context, option: str, allowed: Collection[str]) -> None:
     """Refuse what has no effect beside an option."""
     names: set[str] = set(command.params)
-    rest = names - {*allowed, "as_json"}
-    if more := sorted(each for each in rest if typed(command, each)):
-        word = "MODEL" if more[0] == "target" else f"--{more[0].replace('_', '-')}"
+    other_names = names - {*allowed, "as_json"}
+    if extras := sorted(name for name in other_names if typed(command, name)):
+        word = "MODEL" if extras[0] == "target" else f"--{extras[0].replace('_', '-')}"
         raise FivefoldError(f"{word} has no effect with --{option}: leave one of them out")
 
 
@@ -207,10 +207,10 @@ def _pairs(texts: list[str]) -> dict[str, str]:
     split.whitespace, split.whitespace_split = ", \t\n", True
     split.commenters = split.escape = ""
     try:
-        words = list(split)
+        parts = list(split)
     except ValueError as error:
         raise BadFile("--set", [f"{error}; close the quotes"]) from error
-    for word in words:
+    for word in parts:
         key, equals, value = word.partition("=")
         if not equals or not value:
             if equals:

@@ -69,13 +69,13 @@ def run(
         raise FivefoldError(f"--ranks {ranks}: give a number from 1 to {_MOST_RANKS}")
     if device not in (None, "cpu", "cuda"):
         raise FivefoldError(f"unknown --device {device!r}: choose from cpu, cuda")
-    asked = asked_backend(backend)
+    backend_choice = asked_backend(backend)
     target = _target(output)
-    mine = read_torchrun(os.environ)
-    rank = _device(device, asked, ranks, mine)
+    torchrun = read_torchrun(os.environ)
+    rank = _device(device, backend_choice, ranks, torchrun)
     if rank.device.type == "cpu":
-        mine = None  # its ranks are forked here
-    _measure_and_write(preset, target, rank, ranks or 1, mine, began, seconds, as_json)
+        torchrun = None  # its ranks are forked here
+    _measure_and_write(preset, target, rank, ranks or 1, torchrun, began, seconds, as_json)
 
 
 def _preset(name: str) -> Machine:
@@ -159,15 +159,15 @@ def _measure_and_write(
     if rings:
         measured = replace(measured, ranks=ranks, samples={**measured.samples, LINKS: rings})
     source = _source(measured)
-    found = calibrate(base, measured, source)
-    write_text(target, file_text(found, measured, source))
+    machine = calibrate(base, measured, source)
+    write_text(target, file_text(machine, measured, source))
     machines.load(target)  # checks that the file can be read
     spent = time.perf_counter() - began
     if as_json:
-        table = {"written": str(target), "seconds": spent, **table_json(found, measured)}
+        table = {"written": str(target), "seconds": spent, **table_json(machine, measured)}
         typer.echo(json_text(table))
         return
-    lines = [f"{source}; base {base.name}", "", *table_text(found, measured)]
+    lines = [f"{source}; base {base.name}", "", *table_text(machine, measured)]
     typer.echo("\n".join([*lines, "", f"{target} written in {spent:.0f} s"]))
 
 
@@ -235,10 +235,10 @@ def _measured(
         raise FivefoldError(
             "the GPU has too little free memory; several GiB are needed: end what else runs on it"
         ) from error
-    found = MeasuredTimes(device_name(device), dtype, samples, bench.launch(), notes=bench.notes)
+    times = MeasuredTimes(device_name(device), dtype, samples, bench.launch(), notes=bench.notes)
     if device.type == "cuda":
-        return found
-    return replace(found, host=layer_host_seconds(), cores=num_cores())
+        return times
+    return replace(times, host=layer_host_seconds(), cores=num_cores())
 
 
 def _source(measured: MeasuredTimes) -> str:
@@ -298,7 +298,8 @@ def table_json(found: Calibration, measured: MeasuredTimes) -> dict[str, Any]:
         "constants": {row.key: _row(row) for row in found.rows},
         "launch_s": measured.launch,
         "samples": {
-            key: [one._asdict() for one in samples] for key, samples in measured.samples.items()
+            key: [sample._asdict() for sample in samples]
+            for key, samples in measured.samples.items()
         },
         "machine": found.table,
         "notes": found.notes,
@@ -316,8 +317,8 @@ def _row(row: FittedConstant) -> dict[str, Any]:
 
 
 def _errors(row: FittedConstant) -> str:
-    found = row.residuals
-    return f"median {found.median:.1%}, worst {found.worst:.1%} of {found.num_samples} sizes"
+    errors = row.residuals
+    return f"median {errors.median:.1%}, worst {errors.worst:.1%} of {errors.num_samples} sizes"
 
 
 def _value(row: FittedConstant, value: float) -> str:

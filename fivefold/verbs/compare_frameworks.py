@@ -33,10 +33,10 @@ def run(
         plan_options = verbs.with_machine(plan_options, as_json)
     job = GivenJob(plan_options, frozenset(), not closed)
     with verbs.shown_progress("compare") as on_progress:
-        found = compare_frameworks(
+        comparison = compare_frameworks(
             job, stacks=stack, headroom=headroom, precision=precision, on_progress=on_progress
         )
-    typer.echo(verbs.json_text(found.to_json()) if as_json else str(found))
+    typer.echo(verbs.json_text(comparison.to_json()) if as_json else str(comparison))
 
 
 _TAKEN = ("target", "gpus", "machine", "seq", "batch", "set", "stack", "headroom", "precision")

@@ -72,17 +72,17 @@ def run(
     _check_folders(include_path, out)
     chosen = checkpoint_step(step)
     model = find_model(source, chosen)
-    manager, found = _find_tasks(names, include_path)
+    manager, task_names = _find_tasks(names, include_path)
     setup = set_up(model, runs, partial(open_weights, model, chosen))
-    asked = task_model_of(setup)
-    results = _evaluate(asked, manager, found, limit, num_fewshot)
+    task_model = task_model_of(setup)
+    results = _evaluate(task_model, manager, task_names, limit, num_fewshot)
     table = {
         "model": str(source),
         "layout": str(setup.plan.layout),
         "dtype": setup.dtype,
         "limit": limit,
         "tasks": _tasks_table(results),
-        "truncated_contexts": asked.num_truncated,
+        "truncated_contexts": task_model.num_truncated,
         "seconds": round(time.perf_counter() - began, 3),
     }
     if out is not None:
@@ -100,12 +100,12 @@ def _check_folders(include_path: Path | None, out: Path | None) -> None:
 
 def _write_table(out: Path, table: Mapping[str, Any]) -> None:
     """All of it, or nothing."""
-    whole = out.with_name(f".{out.name}.tmp")
+    staging_path = out.with_name(f".{out.name}.tmp")
     try:
-        whole.write_text(json_text(table, indent=2) + "\n", "utf-8")
-        whole.replace(out)
+        staging_path.write_text(json_text(table, indent=2) + "\n", "utf-8")
+        staging_path.replace(out)
     except OSError as error:
-        whole.unlink(missing_ok=True)
+        staging_path.unlink(missing_ok=True)
         raise BadFile(str(out), [f"{error.strerror}; give another file with --out"]) from error
 
 
@@ -123,13 +123,13 @@ def _find_tasks(names: Sequence[str], include_path: Path | None) -> tuple[Any, l
         if set(names) <= set(manager.all_subtasks):
             return manager, list(names)
     manager = reader(include_path=include_path and str(include_path))
-    found: list[str] = []
+    task_names: list[str] = []
     for name in names:
         meant = manager.match_tasks([name])
         if not meant:
             raise UnknownTask(name, manager.all_tasks)
-        found += [each for each in meant if each not in found]
-    return manager, found
+        task_names += [task_name for task_name in meant if task_name not in task_names]
+    return manager, task_names
 
 
 class UnknownTask(UnknownName):
@@ -138,8 +138,8 @@ class UnknownTask(UnknownName):
     def __init__(self, name: str, known: Sequence[str]) -> None:
         super().__init__("task", name, known)
         if "did you mean" not in str(self):
-            way = "list all with `lm-eval ls tasks`, or give the folder of yours by --include-path"
-            self.args = (f"unknown task {name!r}: {way}",)
+            hint = "list all with `lm-eval ls tasks`, or give the folder of yours by --include-path"
+            self.args = (f"unknown task {name!r}: {hint}",)
 
 
 def task_model_of(setup: ModelSetup) -> TaskModel:
@@ -186,8 +186,8 @@ def _evaluate(
             raise
         text = f"{type(error).__name__}: {error}"
         rule = f"lm-eval cannot prepare {', '.join(tasks)}: {text}"
-        way = "check the task's YAML file, and that its dataset is on this machine"
-        raise FivefoldError(f"{rule}; {way}") from error
+        hint = "check the task's YAML file, and that its dataset is on this machine"
+        raise FivefoldError(f"{rule}; {hint}") from error
 
 
 def harness_model(model: TaskModel) -> Any:
@@ -198,14 +198,14 @@ def harness_model(model: TaskModel) -> Any:
         """Questions in the package's objects, whose `args` are plain values."""
 
         def loglikelihood(self, requests: Sequence[Any]) -> list[tuple[float, bool]]:
-            scored = model.loglikelihood([each.args for each in requests])
-            return [(each.logprob, each.is_greedy) for each in scored]
+            scored = model.loglikelihood([request.args for request in requests])
+            return [(answer.logprob, answer.is_greedy) for answer in scored]
 
         def loglikelihood_rolling(self, requests: Sequence[Any]) -> list[float]:
-            return model.loglikelihood_rolling([each.args[0] for each in requests])
+            return model.loglikelihood_rolling([request.args[0] for request in requests])
 
         def generate_until(self, requests: Sequence[Any]) -> list[str]:
-            return model.generate_until([each.args for each in requests])
+            return model.generate_until([request.args for request in requests])
 
     return HarnessModel()
 
@@ -225,15 +225,15 @@ def _tasks_table(results: Mapping[str, Any]) -> dict[str, Any]:
 
 def _metrics(row: Mapping[str, Any]) -> dict[str, Any]:
     """By name; a metric of filtered answers has the filter's name after a comma."""
-    found: dict[str, Any] = {}
+    metrics: dict[str, Any] = {}
     for key, value in row.items():
         metric, _, kind = key.partition(",")
         if key in _NO_METRIC or metric.endswith("_stderr"):
             continue
         stderr = row.get(f"{metric}_stderr,{kind}")
         number = stderr if isinstance(stderr, int | float) else None
-        found[metric if kind in ("", "none") else key] = {"value": value, "stderr": number}
-    return found
+        metrics[metric if kind in ("", "none") else key] = {"value": value, "stderr": number}
+    return metrics
 
 
 def _text(table: Mapping[str, Any]) -> str:
@@ -241,8 +241,8 @@ def _text(table: Mapping[str, Any]) -> str:
     rows = [("task", "metric", "value", "stderr", "samples")]
     for name, task in table["tasks"].items():
         count = "" if task["samples"] is None else f"{task['samples']:,}"
-        for metric, found in task["metrics"].items():
-            shown = [_number(found["value"]), _number(found["stderr"])]
+        for metric, result in task["metrics"].items():
+            shown = [_number(result["value"]), _number(result["stderr"])]
             rows.append((name, metric, shown[0], shown[1], count))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]

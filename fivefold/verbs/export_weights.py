@@ -80,11 +80,11 @@ def run(
     narrow = PRECISIONS[options.precision].dtype == "bfloat16"  # fp8 too: its weights are bf16
     chosen = dtype or ("bf16" if narrow else "fp32")
     origin = str(_source(options).get("_name_or_path") or "") if adapter else None
-    how = ExportOptions(written_as, chosen, shard_gb, options.train.tuning, origin)
+    export_options = ExportOptions(written_as, chosen, shard_gb, options.train.tuning, origin)
     model = HfModel(shape, {})
     if written_as == HUGGING_FACE:
         model = as_hf(shape, PRECISIONS[chosen].dtype, _source(options))
-    table = _exported(model, run_folder, chosen_step, folder, how)
+    table = _exported(model, run_folder, chosen_step, folder, export_options)
     typer.echo(json_text(table) if as_json else _text(table))
 
 

@@ -60,10 +60,10 @@ def run(
     """Create a run that starts from a downloaded Hugging Face model, or from TorchTitan's."""
     dtype = dtype and one_of("dtype", dtype, ("fp32", "bf16"))
     titan = titan_model(folder, model)
-    given = (folder, str(folder / _CONFIG)) if titan is None else titan
-    shape = models.load(given[1])
+    origin = (folder, str(folder / _CONFIG)) if titan is None else titan
+    shape = models.load(origin[1])
     weights(shape)  # refuses what cannot be built
-    source = ImportSource(*given, titan is not None)
+    source = ImportSource(*origin, titan is not None)
     table = _imported(source, out or Path("runs") / shape.name, shape, dtype, adapter)
     typer.echo(json_text(table) if as_json else _text(table))
 
@@ -114,15 +114,15 @@ def _imported(
     size = parameters(shape).total
     train: dict[str, Any] = {"lr": next(rate for most, rate in _RATES.items() if size < most)}
     if adapters is not None:
-        shape, how = tuned(shape, adapters.tuning), adapters.tuning
-        adapted = {"lora": how.rank, "lora_alpha": how.alpha, "lora_targets": how.targets}
+        shape, tuning = tuned(shape, adapters.tuning), adapters.tuning
+        adapted = {"lora": tuning.rank, "lora_alpha": tuning.alpha, "lora_targets": tuning.targets}
         train = {"lr": _ADAPTER_RATE, **adapted}
     model, copied = given.files()
     table = {"model": model, "precision": chosen, "train": train}
     plan = tables.to_toml(table)
     written = _write_new(target, copied | {"plan.toml": plan.encode()})
-    wanted: torch.dtype = getattr(torch, PRECISIONS[chosen].dtype)
-    entries = list(_entries(source, adapters, shape, wanted))
+    weight_dtype: torch.dtype = getattr(torch, PRECISIONS[chosen].dtype)
+    entries = list(_entries(source, adapters, shape, weight_dtype))
     facts = Facts(step=0, plan=plan, has_states=False, plan_in_run=True)
     try:
         path = write_checkpoint(target / "checkpoints", entries, facts)
@@ -141,7 +141,7 @@ def _imported(
         "tensors": len(entries),
         "dtype": chosen,
         "lr": train["lr"],
-        "tokenizer": None if (found := tokenizer_in(target)) is None else found.fingerprint,
+        "tokenizer": None if (tokenizer := tokenizer_in(target)) is None else tokenizer.fingerprint,
         "next": _next_steps(target),
     }
 
@@ -151,15 +151,15 @@ def _write_new(target: Path, files: dict[str, bytes]) -> list[Path]:
     those that were not there."""
     try:
         target.mkdir(parents=True, exist_ok=True)
-        there = [name for name in files if (target / name).exists()]
-        if foreign := [name for name in there if (target / name).read_bytes() != files[name]]:
+        old_names = [name for name in files if (target / name).exists()]
+        if foreign := [name for name in old_names if (target / name).read_bytes() != files[name]]:
             raise FivefoldError(
                 f"{target} has another {' and '.join(foreign)} already, which would be "
                 "overwritten: give a folder without, with -o RUN"
             )
         for name, data in files.items():
             (target / name).write_bytes(data)
-        return [target / name for name in files if name not in there]
+        return [target / name for name in files if name not in old_names]
     except OSError as error:
         raise FivefoldError(
             f"cannot make {target}: {error.strerror}; give another folder, with -o RUN"
@@ -181,12 +181,12 @@ def _entries(
     """The tensors of the checkpoint; each is read when it is written."""
     import torch
 
-    for each in weights(shape):
-        read = adapters.weight if adapters and ADAPTER in each.name else source.weight
-        yield f"model/{each.name}", each.shape, dtype, partial(read, each, dtype)
-    for each in buffers(shape):
+    for weight in weights(shape):
+        read = adapters.weight if adapters and ADAPTER in weight.name else source.weight
+        yield f"model/{weight.name}", weight.shape, dtype, partial(read, weight, dtype)
+    for weight in buffers(shape):
         wide = torch.float32
-        yield f"model/{each.name}", each.shape, wide, partial(source.weight, each, wide)
+        yield f"model/{weight.name}", weight.shape, wide, partial(source.weight, weight, wide)
 
 
 def _text(table: dict[str, Any]) -> str:

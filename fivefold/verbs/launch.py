@@ -35,7 +35,7 @@ _ONLY_FOR: dict[str, Target] = {
     **dict.fromkeys(("image", "claim"), "kubernetes"),
 }
 _USUAL = LaunchRequest(plan="")
-_ASKED = [each.name for each in fields(LaunchRequest) if each.name not in ("plan", "file")]
+_ASKED = [field.name for field in fields(LaunchRequest) if field.name not in ("plan", "file")]
 
 
 def run(
@@ -88,10 +88,10 @@ def run(
     for option, only in _ONLY_FOR.items():
         if chosen != only and verbs.typed(command, option):
             raise FivefoldError(f"--{option} is for {only}, not for {chosen}: leave it out")
-    given = {name: command.params[name] for name in _ASKED}
+    request_options = {name: command.params[name] for name in _ASKED}
     file = None if output is None else str(output)
     plan = _read(plan_file)
-    job = job_of(chosen, plan, LaunchRequest(plan=plan_file, file=file, **given))
+    job = job_of(chosen, plan, LaunchRequest(plan=plan_file, file=file, **request_options))
     _print(plan, job, _WRITERS[chosen](plan, job), output, as_json)
 
 

@@ -57,17 +57,19 @@ def _is_run(target: str) -> bool:
 
 def _runs(folders: list[str]) -> _Folders:
     """These run folders; raises for every one that is none."""
-    wrong = [each for each in folders if not _is_run(each)]
+    wrong = [folder for folder in folders if not _is_run(folder)]
     if wrong:
         reasons = [
-            f"{each} has no {run_folder.RUN}" if Path(each).exists() else f"{each} does not exist"
-            for each in wrong
+            f"{folder} has no {run_folder.RUN}"
+            if Path(folder).exists()
+            else f"{folder} does not exist"
+            for folder in wrong
         ]
         raise FivefoldError(
             f"{'; '.join(reasons)}: give run folders, which train --out made, or one target"
         )
-    real = [Path(each).resolve() for each in folders]
-    twice = [each for each, path in zip(folders, real, strict=True) if real.count(path) > 1]
+    real = [Path(folder).resolve() for folder in folders]
+    twice = [folder for folder, path in zip(folders, real, strict=True) if real.count(path) > 1]
     if twice:
         raise FivefoldError(f"{twice[0]} is given twice: leave one out")
     names = run_compare.labels([str(path) for path in real])
@@ -143,13 +145,13 @@ def _run(
     tab, params = _place(at, job, run)
     opens = params if tab == "explore" else job
     address = f"{tab}?{urlencode(params)}" if params else tab
-    words, names = (shlex.join(folders), run.names) if run else ("", [])
-    start = document.PageStart(address, opens, words, names)
+    arguments, names = (shlex.join(folders), run.names) if run else ("", [])
+    start = document.PageStart(address, opens, arguments, names)
     if prints:
         with progress_bar("answers") as bar:
-            found = document.answers(tab, params, panel, run, bar.update)
-        lines = () if as_json else document.lines(found, panel)
-        typer.echo(json_text(found) if as_json else printable("\n".join(lines)))
+            answers = document.answers(tab, params, panel, run, bar.update)
+        lines = () if as_json else document.lines(answers, panel)
+        typer.echo(json_text(answers) if as_json else printable("\n".join(lines)))
     elif to_file is not None:
         _write(to_file, start, run)
     else:
@@ -185,8 +187,8 @@ def _write(file: Path, start: document.PageStart, run: RunSource | None) -> None
     document.plotly()
     with progress_bar("answers") as bar:
         answers = document.offline_answers(start.job, run, bar.update)
-    words = shlex.join(["fivefold", "observe", *_without_file(sys.argv[2:])])
-    write_text(file, document.offline_page(start, answers, words))
+    command_line = shlex.join(["fivefold", "observe", *_without_file(sys.argv[2:])])
+    write_text(file, document.offline_page(start, answers, command_line))
     typer.echo(f"{file}: {len(answers):,} answers, {file.stat().st_size / 2**20:.1f} MiB")
 
 

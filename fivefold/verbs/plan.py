@@ -116,8 +116,8 @@ def _require_together(serving: dict[str, Any], options: dict[str, Any]) -> None:
     only = [name for name in verbs.SERVING if name not in verbs.OF_BRIDGES]
     if alone := [name for name in only if serving[name] is not None]:
         raise FivefoldError(f"--{alone[0]} is for --serve: give both")
-    if serving["emit"] and (more := [name for name in _NOT_EMITTED if options[name]]):
-        word = more[0].replace("great_", "").replace("_", "-")
+    if serving["emit"] and (extras := [name for name in _NOT_EMITTED if options[name]]):
+        word = extras[0].replace("great_", "").replace("_", "-")
         raise FivefoldError(f"--emit prints one plan: leave --{word} out")
 
 
@@ -137,7 +137,9 @@ def _answer_of(
     if options["textbook"]:
         verbs.only_with(command, "textbook", _OF_A_TEXTBOOK)
         return textbook_answer(job.options, job.is_open)
-    if alone := [each for each in ("mfu", "tokens_per_parameter") if verbs.typed(command, each)]:
+    if alone := [
+        option for option in ("mfu", "tokens_per_parameter") if verbs.typed(command, option)
+    ]:
         raise FivefoldError(f"--{alone[0].replace('_', '-')} is for --budget: give both")
     return _planned(job, options)
 
@@ -150,19 +152,19 @@ def _serve(
 ) -> None:
     """Print a serving plan, or with `--emit` the command of another engine."""
     verbs.only_with(command, "serve", _OF_SERVING)
-    how = {name: serving[name] for name in ("rate", "concurrency", "ttft", "tpot")}
-    how |= {"kv": serving["kv"] or "bf16", "precision": options["precision"]}
-    how |= {name: options["how"][name] for name in ("headroom", "imbalance")}
-    how |= {"prompt": 2048 if serving["prompt"] is None else serving["prompt"]}
-    how |= {"output": verbs.tokens_of("output", options["answer"] or 256)}
+    plan_args = {name: serving[name] for name in ("rate", "concurrency", "ttft", "tpot")}
+    plan_args |= {"kv": serving["kv"] or "bf16", "precision": options["precision"]}
+    plan_args |= {name: options["how"][name] for name in ("headroom", "imbalance")}
+    plan_args |= {"prompt": 2048 if serving["prompt"] is None else serving["prompt"]}
+    plan_args |= {"output": verbs.tokens_of("output", options["answer"] or 256)}
     job = verbs.as_given(plan_options, command)
     job = replace(job, options=verbs.with_machine(plan_options, options["as_json"]))
-    found = plan_serving(job, price=options["price"], **how)
-    emitted = None if serving["emit"] is None else found.flags(serving["emit"])
-    text = str(found) if emitted is None else emitted.script.rstrip("\n")
+    serving_plan = plan_serving(job, price=options["price"], **plan_args)
+    emitted = None if serving["emit"] is None else serving_plan.flags(serving["emit"])
+    text = str(serving_plan) if emitted is None else emitted.script.rstrip("\n")
     if (path := options["output"]) is not None:
         write_text(path, text + "\n")
-    typer.echo(verbs.json_text(found.to_json()) if options["as_json"] else text)
+    typer.echo(verbs.json_text(serving_plan.to_json()) if options["as_json"] else text)
 
 
 _OF_SERVING = (
@@ -181,11 +183,11 @@ _OF_A_TEXTBOOK = (
 
 def _great_run(name: str, options: dict[str, Any]) -> Printed:
     """A published run beside our estimate; `-o` writes its plan."""
-    how = options["how"]
+    settings = options["how"]
     costs = RunCosts(*(options[key] for key in _COSTS))
-    found, table, lines = run_answer(name, how["headroom"], how["stack"], costs)
+    plan, table, lines = run_answer(name, settings["headroom"], settings["stack"], costs)
     if (output := options["output"]) is not None:
-        write_plan(output, found)
+        write_plan(output, plan)
     return table, lines
 
 
@@ -205,8 +207,8 @@ def _require_no_estimates(set_options: Collection[str]) -> None:
     """Refuse options that need a machine."""
     needs = ("fix", *_COSTS, "what_if", "compare", "sweep", "table", "precision")
     needs = (*needs, "imbalance", "stack")
-    if given := [name for name in needs if name in set_options]:
-        option = given[0].replace("_", "-")
+    if conflicts := [name for name in needs if name in set_options]:
+        option = conflicts[0].replace("_", "-")
         raise FivefoldError(
             f"--{option} is for estimates: name the machine with --machine "
             f"({verbs.known_machines()})"
@@ -244,39 +246,40 @@ def _given(job: GivenJob, options: dict[str, Any]) -> Printed:
 
     if options["fix"] is not None or options["objective"] != "tokens":
         raise FivefoldError("--fix and --objective are for a search: leave --layout out")
-    how, precision = options["how"], options["precision"]
+    settings, precision = options["how"], options["precision"]
     if options["compare"] or options["sweep"] or options["table"]:
         resolved = resolve(job.options)
         plan_options = replace(job.options, gpus=resolved.layout.world)
         if options["table"]:
             batch = resolved.batch
             plan_options = replace(plan_options, seq=batch.seq, batch=batch.sequences)
-        return _tables(request_of(plan_options, {}, how, precision), options, resolved)
+        return _tables(request_of(plan_options, {}, settings, precision), options, resolved)
     if options["what_if"] is None:
         costs = {key: options[key] for key in _COSTS}
-        return _written(plan(job, precision=precision, **costs, **how), options)
-    now, found = estimate_given(job.options, how, precision)
+        return _written(plan(job, precision=precision, **costs, **settings), options)
+    base_plan, estimate = estimate_given(job.options, settings, precision)
     if (output := options["output"]) is not None:
-        write_plan(output, with_steps(now, options["tokens"]), options["tokens"])
-    scaled = scale_plan(now, parse_changes(options["what_if"]))
-    _, changed = estimate_given(scaled, how, precision or job.options.precision)
-    return _what_if(found, changed, options["what_if"])
+        write_plan(output, with_steps(base_plan, options["tokens"]), options["tokens"])
+    scaled = scale_plan(base_plan, parse_changes(options["what_if"]))
+    _, changed = estimate_given(scaled, settings, precision or job.options.precision)
+    return _what_if(estimate, changed, options["what_if"])
 
 
 def _searched(job: GivenJob, options: dict[str, Any]) -> Printed:
     """The best layouts of the search space."""
-    how, precision = options["how"], options["precision"]
+    settings, precision = options["how"], options["precision"]
     if options["compare"] or options["sweep"] or options["table"]:
         fixed = fixed_values(job, options["fix"])
-        return _tables(request_of(job.options, fixed, how, precision), options)
+        return _tables(request_of(job.options, fixed, settings, precision), options)
     with verbs.shown_progress("search") as on_progress:
         if options["what_if"] is not None:
-            now, then = (
-                best_of(one, options["objective"], 1, on_progress) for one in _both(job, options)
+            base_result, then = (
+                best_of(request, options["objective"], 1, on_progress)
+                for request in _both(job, options)
             )
-            return _what_if(now.plans[0], then.plans[0], options["what_if"])
+            return _what_if(base_result.plans[0], then.plans[0], options["what_if"])
         chosen = {key: options[key] for key in ("fix", "top", "objective", *_COSTS)}
-        chosen |= {"precision": precision, **how}
+        chosen |= {"precision": precision, **settings}
         return _written(search(job, **chosen, on_progress=on_progress), options)
 
 
@@ -285,12 +288,12 @@ def _both(job: GivenJob, options: dict[str, Any]) -> Iterator[PlanRequest]:
     from fivefold.planner import apply_changes, parse_changes
 
     fixed, precision = fixed_values(job, options["fix"]), options["precision"]
-    asked = request_of(job.options, fixed, options["how"], precision)
-    yield asked
-    question = asked.space
-    now = {"gpus": question.gpus, "seq": question.seq, "batch": question.batch}
-    plan_options = replace(asked.options, batch=question.batch)
-    changed = apply_changes(plan_options, parse_changes(options["what_if"]), **now)
+    request = request_of(job.options, fixed, options["how"], precision)
+    yield request
+    question = request.space
+    sizes = {"gpus": question.gpus, "seq": question.seq, "batch": question.batch}
+    plan_options = replace(request.options, batch=question.batch)
+    changed = apply_changes(plan_options, parse_changes(options["what_if"]), **sizes)
     yield request_of(changed, fixed, options["how"], precision)
 
 
@@ -311,11 +314,11 @@ def _tables(asked: PlanRequest, options: dict[str, Any], given: Plan | None = No
         return job_table_answer(chosen)
 
     if options["compare"]:
-        found = list(single_axis_strategies(asked))
+        strategies = list(single_axis_strategies(asked))
         best = _first_choice(asked)
-        table: dict[str, Any] = {"strategies": plan_values.strategies_json(found)}
+        table: dict[str, Any] = {"strategies": plan_values.strategies_json(strategies)}
         table["best"] = None if best is None else plan_values.estimate_json(best, [])
-        return table, plan_values.strategies_text(found, best)
+        return table, plan_values.strategies_text(strategies, best)
     axis, values = sweep_values(asked, options["sweep"])
     with verbs.progress_bar("sweep") as bar:
         points = list(sweep(asked, axis, values, bar.update))

@@ -43,7 +43,7 @@ def run(
     job = as_given(in_precision(options, precision), command)
     try:
         with shown_progress("rehearsing ranks") as on_progress:
-            found = rehearse(
+            rehearsal = rehearse(
                 job, rank=rank, device=device, imbalance=imbalance, on_progress=on_progress
             )
     except RankLost as lost:
@@ -53,6 +53,6 @@ def run(
         typer.echo(f"fivefold: {reason}", err=True)
         raise typer.Exit(1) from None
     if perfetto is not None:
-        write_text(perfetto, json.dumps(found.trace()))
-    typer.echo(json_text(found.to_json()) if as_json else str(found))
-    raise typer.Exit(0 if found.passed else 1)
+        write_text(perfetto, json.dumps(rehearsal.trace()))
+    typer.echo(json_text(rehearsal.to_json()) if as_json else str(rehearsal))
+    raise typer.Exit(0 if rehearsal.passed else 1)

@@ -47,7 +47,7 @@ def run(
 ) -> None:
     """Draw and time a pipeline schedule."""
     with _spinner(name):
-        found = schedule(
+        result = schedule(
             name,
             stages=stages,
             microbatches=microbatches,
@@ -58,11 +58,11 @@ def run(
             memory_limit=memory_limit,
             objective=objective,
         )
-    _write_files(found, svg, trace)
+    _write_files(result, svg, trace)
     if as_json:
-        typer.echo(json_text(found.to_json()))
+        typer.echo(json_text(result.to_json()))
     else:
-        _print(found)
+        _print(result)
 
 
 def _spinner(name: str) -> AbstractContextManager[object]:

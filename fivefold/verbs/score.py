@@ -49,26 +49,26 @@ def run(
     """Compare the planner's estimates with measured runs."""
     from rich.progress import MofNCompleteColumn, TimeElapsedColumn
 
-    found = read_runs(runs)
-    total = 2 * len(found.rows)
+    records = read_runs(runs)
+    total = 2 * len(records.rows)
     with progress_bar("score", total, MofNCompleteColumn(), TimeElapsedColumn()) as bar:
-        scored = score(found.rows, lambda: bar.advance(1))
+        scored = score(records.rows, lambda: bar.advance(1))
         left = rescore(scored.outcomes, lambda: bar.advance(1))
     numbers = fitted_numbers()
     table: dict[str, Any] = {
         "leave_one_out": leave_one_out(left),
-        "fitted": {"count": len(numbers), "numbers": [one._asdict() for one in numbers]},
+        "fitted": {"count": len(numbers), "numbers": [number._asdict() for number in numbers]},
         **summary(scored, left),
-        "repeated": found.num_repeated,
+        "repeated": records.num_repeated,
     }
     if page is not None:
         _write_page(page, table, [path.name for path in runs], scored.outcomes)
     if accuracy is not None:
         _write_accuracy(accuracy, table["leave_one_out"]["new_source"])
     typer.echo(json_text(table) if as_json else _text(table))
-    if found := table["internal_errors"]:
-        listed = "; ".join(f"{one['id']}: {one['reason']}" for one in found[:_MOST_SKIPPED])
-        raise InternalError(f"{counted(len(found), 'impossible estimate')}: {listed}")
+    if records := table["internal_errors"]:
+        listed = "; ".join(f"{entry['id']}: {entry['reason']}" for entry in records[:_MOST_SKIPPED])
+        raise InternalError(f"{counted(len(records), 'impossible estimate')}: {listed}")
 
 
 def _write_page(
@@ -78,9 +78,9 @@ def _write_page(
     today = datetime.date.today().isoformat()
     write_text(page, score_page(table, files, picture.name, today))
     dots = [
-        Dot(one.family, one.measured_seconds, one.seconds.low, one.seconds.high)
-        for one in outcomes
-        if one.measured_seconds is not None
+        Dot(outcome.family, outcome.measured_seconds, outcome.seconds.low, outcome.seconds.high)
+        for outcome in outcomes
+        if outcome.measured_seconds is not None
     ]
     write_text(picture, score_svg(dots) + "\n")
 
@@ -90,7 +90,7 @@ def _write_accuracy(path: Path, bars: dict[str, Any]) -> None:
     table = {
         "source": "fivefold score: each source left out, with the same weight for every source",
         "date": datetime.date.today().isoformat(),
-        **{name: _rounded(each) for name, each in bars.items()},
+        **{name: _rounded(bar) for name, bar in bars.items()},
     }
     head = "# How far estimates lie from measured runs, as shares of the measured value.\n"
     head += "# Written by `fivefold score RUNS.jsonl... --accuracy`.\n"
@@ -99,13 +99,13 @@ def _write_accuracy(path: Path, bars: dict[str, Any]) -> None:
 
 def _rounded(table: dict[str, Any]) -> dict[str, Any]:
     """Without what no run tells; shares to four digits."""
-    found: dict[str, Any] = {}
+    numbers: dict[str, Any] = {}
     for key, value in table.items():
         if isinstance(value, dict):
-            found[key] = _rounded(cast("dict[str, Any]", value))
+            numbers[key] = _rounded(cast("dict[str, Any]", value))
         elif value is not None:
-            found[key] = round(value, 4)
-    return found
+            numbers[key] = round(value, 4)
+    return numbers
 
 
 def _text(table: dict[str, Any]) -> str:
@@ -119,7 +119,7 @@ def _text(table: dict[str, Any]) -> str:
     ]
     if skipped:
         lines += ["", "not expressed"]
-        lines += [f"  {one['id']}: {one['reason']}" for one in skipped[:_MOST_SKIPPED]]
+        lines += [f"  {record['id']}: {record['reason']}" for record in skipped[:_MOST_SKIPPED]]
     if len(skipped) > _MOST_SKIPPED:
         lines.append(f"  and {len(skipped) - _MOST_SKIPPED:,} more: --json lists all")
     return "\n".join(lines)

@@ -46,7 +46,7 @@ def run(
 ) -> None:
     """Simulate a run with failures: goodput, interruptions, and where the time goes."""
     require_known(options.machine)
-    found = simulate(
+    simulation = simulate(
         as_given(options, command),
         days=days,
         mtbf_gpu=mtbf_gpu,
@@ -61,4 +61,4 @@ def run(
         runs=runs,
         seed=seed,
     )
-    typer.echo(json_text(found.to_json()) if as_json else str(found))
+    typer.echo(json_text(simulation.to_json()) if as_json else str(simulation))

@@ -115,9 +115,9 @@ def run(
         raise FivefoldError(f"--workers {workers}: give at least 1")
     lengths = {"min_chars": min_chars, "max_chars": max_chars}
     lengths |= {"min_tokens": min_tokens, "max_tokens": max_tokens}
-    words = Tokenizing(tokenizer, end, column, lengths, dedup, chat, pairs)
+    settings = Tokenizing(tokenizer, end, column, lengths, dedup, chat, pairs)
     size = tokens_of("shard-tokens", shard_tokens)
-    table = _write(inputs, output, size, words, workers, force)
+    table = _write(inputs, output, size, settings, workers, force)
     typer.echo(json_text(table) if as_json else _written_text(table))
 
 
@@ -228,9 +228,9 @@ def _written_text(table: dict[str, Any]) -> str:
         number = "document" if sum(left.values()) == 1 else "documents"
         lines.append(f"left out {', '.join(parts)} {number}")
     for why, number in table["skipped"].items():
-        first, *more = table["skipped_files"][why]
-        some = f"{first}, …; --json names all" if more else first
-        lines.append(f"skipped {_many(number, why)} ({some})")
+        first, *extra_files = table["skipped_files"][why]
+        examples = f"{first}, …; --json names all" if extra_files else first
+        lines.append(f"skipped {_many(number, why)} ({examples})")
     lines.append(f"the model's vocabulary must have {table['vocab']:,} tokens at least")
     return "\n".join(lines)
 

@@ -80,8 +80,10 @@ def run(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Train; without `data`, on the source of Python's standard library, byte by byte."""
-    given = {"steps": steps, "lr": lr, "seed": seed}
-    recipe = replace(options.train, **{key: one for key, one in given.items() if one is not None})
+    overrides = {"steps": steps, "lr": lr, "seed": seed}
+    recipe = replace(
+        options.train, **{key: value for key, value in overrides.items() if value is not None}
+    )
     options = in_precision(options, precision)
     job = as_given(replace(options, train=recipe), command)
     chosen = {"out": out, "resume": resume, "until": until, "dtype": dtype, "device": device}
@@ -96,7 +98,7 @@ def _train(job: GivenJob, chosen: dict[str, Any], as_json: bool) -> int:
     reporter = _Reporter(quiet=as_json and alone)
     try:
         try:
-            found = train(job, **chosen, on_progress=reporter.report)
+            outcome = train(job, **chosen, on_progress=reporter.report)
         finally:
             reporter.printer.close()
     except RankLost as lost:
@@ -105,11 +107,11 @@ def _train(job: GivenJob, chosen: dict[str, Any], as_json: bool) -> int:
             typer.echo(json_text(table))
         typer.echo(f"fivefold: {lost.reason}", err=True)
         return 1
-    if not found.joined:
-        typer.echo(json_text(found.to_json()) if as_json else f"\n{found}")
-    elif found.summary is not None:
-        typer.echo(f"\n{found}")
-    return 0 if found.passed else 1
+    if not outcome.joined:
+        typer.echo(json_text(outcome.to_json()) if as_json else f"\n{outcome}")
+    elif outcome.summary is not None:
+        typer.echo(f"\n{outcome}")
+    return 0 if outcome.passed else 1
 
 
 class _Reporter:
@@ -145,9 +147,9 @@ class _Reporter:
         elif isinstance(report, str):
             self.print_line(f"fivefold: {report}", err=True)
         else:
-            words: dict[str, Any] = {
+            facts: dict[str, Any] = {
                 **asdict(report),
                 "where": f"{report.where} of rank {report.rank}",
             }
-            words.pop("rank")
-            self.print_line(f"fivefold: {out_of_memory(**words)}", err=True)
+            facts.pop("rank")
+            self.print_line(f"fivefold: {out_of_memory(**facts)}", err=True)

@@ -51,7 +51,7 @@ def run(
     job = as_given(options, command)
     try:
         with shown_progress("verify") as on_progress:
-            found = verify(
+            verdict = verify(
                 job,
                 dtype=dtype,
                 steps=steps,
@@ -72,5 +72,5 @@ def run(
             typer.echo(json_text({"passed": False, "error": lost.reason}))
         typer.echo(f"fivefold: {lost.reason}", err=True)
         raise typer.Exit(1) from None
-    typer.echo(json_text(found.to_json()) if as_json else str(found))
-    raise typer.Exit(0 if found.passed else 1)
+    typer.echo(json_text(verdict.to_json()) if as_json else str(verdict))
+    raise typer.Exit(0 if verdict.passed else 1)

@@ -70,7 +70,9 @@ class StashingChunk:
         data = self.chunk.data
         with data.backward(due):
             run()
-            for name, leaf in ((name, each) for name, each in leaves.items() if each.requires_grad):
+            for name, leaf in (
+                (name, tensor) for name, tensor in leaves.items() if tensor.requires_grad
+            ):
                 assert leaf.grad is not None
                 data.add_gradient(self.own[name], leaf.grad)
                 leaf.grad = None
@@ -129,13 +131,13 @@ class Stream:
         losses = self.pipeline.run(batches, [tokens[i // every] for i in range(len(batches))])
         self.stash.restore()
         zero = torch.zeros((), dtype=torch.float64, device=self.job.mesh.device)
-        mine = [losses.get(number, zero) for number in range(len(batches))]
-        by_update = torch.stack(mine).view(-1, every).sum(1) / self.job.mesh.size("tp")
-        both = torch.stack([by_update, torch.stack(self.norms)])
+        own_losses = [losses.get(number, zero) for number in range(len(batches))]
+        by_update = torch.stack(own_losses).view(-1, every).sum(1) / self.job.mesh.size("tp")
+        totals = torch.stack([by_update, torch.stack(self.norms)])
         if self.job.mesh.size(WORLD) > 1:
-            self.job.mesh.all_reduce(both, WORLD, dist.ReduceOp.SUM).wait()
-        one = torch.ones_like(zero)
-        return [StepOutcome(loss, square.sqrt(), one) for loss, square in both.T]
+            self.job.mesh.all_reduce(totals, WORLD, dist.ReduceOp.SUM).wait()
+        clip = torch.ones_like(zero)
+        return [StepOutcome(loss, square.sqrt(), clip) for loss, square in totals.T]
 
     def _counted(self, batches: Sequence[TokenBatch]) -> Tensor:
         """Tokens with a loss of each update, over all data and context ranks."""
@@ -149,7 +151,7 @@ class Stream:
         job, data = self.job, self.chunk.data
         job.on_phase("reduce")
         data.finish()
-        sum_partial([(job.shards[each.row.name], each.grad) for each in job.owned], job.mesh)
+        sum_partial([(job.shards[shard.row.name], shard.grad) for shard in job.owned], job.mesh)
         self.norms.append(squared_norm(job))
         self.optimizer.step()
         data.publish()

@@ -75,17 +75,17 @@ def tolerances(dtype: Dtype, floors: Iterable[Mapping[str, float]]) -> dict[str,
     return {kind: _SAFETY * error for kind, error in largest.items()}
 
 
-def relative(found: float, truth: float) -> float:
+def relative(value: float, truth: float) -> float:
     """The relative error of one number; infinite where one of both is none."""
-    return _worst([abs(found - truth) / max(abs(truth), 1e-300)])
+    return _worst([abs(value - truth) / max(abs(truth), 1e-300)])
 
 
-def errors_by_name(wanted: Wanted) -> dict[str, float]:
+def errors_by_name(comparison: Wanted) -> dict[str, float]:
     """max|a−b| / max(max|b|, 1e-3 · the largest max|b| of the model), for every parameter."""
-    scales = _scales(wanted.truth)
-    errors = dict.fromkeys(_uncovered(wanted), math.inf)
-    for part in wanted.parts:
-        truth = expected(wanted.truth[part.name], part)
+    scales = _scales(comparison.truth)
+    errors = dict.fromkeys(_uncovered(comparison), math.inf)
+    for part in comparison.parts:
+        truth = expected(comparison.truth[part.name], part)
         off = _largest(part.values.reshape(-1).astype(np.float64) - truth)
         error = _worst([off / scales[part.name]])
         errors[part.name] = max(errors.get(part.name, 0.0), error)
@@ -111,32 +111,34 @@ def _scales(truth: Mapping[str, Array]) -> dict[str, float]:
     return {name: max(size, least) for name, size in sizes.items()}
 
 
-def expected(whole: NDArray[np.generic], part: ComparedPart) -> NDArray[np.generic]:
+def expected(full_value: NDArray[np.generic], part: ComparedPart) -> NDArray[np.generic]:
     """What a shard should be: cut from the reference, padded with zeros, then a flat range."""
-    held, size = part.piece, part.values.size
-    cut = whole
-    if held.inner is not None:
-        dim, start, stop = held.inner
+    piece, size = part.piece, part.values.size
+    cut = full_value
+    if piece.inner is not None:
+        dim, start, stop = piece.inner
         cut = cut[(slice(None),) * dim + (slice(start, stop),)]
-        whole = cut
-    if held.dim is not None:
-        index = [slice(None)] * whole.ndim
-        index[held.dim] = slice(held.start, held.stop)
-        cut = whole[tuple(index)]
-        missing = held.stop - held.start - cut.shape[held.dim]
-        padding = [(0, missing if dim == held.dim else 0) for dim in range(whole.ndim)]
+        full_value = cut
+    if piece.dim is not None:
+        index = [slice(None)] * full_value.ndim
+        index[piece.dim] = slice(piece.start, piece.stop)
+        cut = full_value[tuple(index)]
+        missing = piece.stop - piece.start - cut.shape[piece.dim]
+        padding = [(0, missing if dim == piece.dim else 0) for dim in range(full_value.ndim)]
         cut = np.pad(cut, padding)
     return cut.reshape(-1)[part.start : part.start + size]
 
 
-def _uncovered(wanted: Wanted) -> Iterator[str]:
+def _uncovered(comparison: Wanted) -> Iterator[str]:
     """Weights with elements that no rank has."""
-    seen = {name: np.zeros(whole.size + 1, bool) for name, whole in wanted.truth.items()}
+    seen = {name: np.zeros(array.size + 1, bool) for name, array in comparison.truth.items()}
     numbers = {
-        name: np.arange(1, whole.size + 1).reshape(whole.shape)
-        for name, whole in wanted.truth.items()
+        name: np.arange(1, array.size + 1).reshape(array.shape)
+        for name, array in comparison.truth.items()
     }
-    places = {(part.name, part.piece, part.start, part.values.size): part for part in wanted.parts}
+    places = {
+        (part.name, part.piece, part.start, part.values.size): part for part in comparison.parts
+    }
     for part in places.values():
         seen[part.name][expected(numbers[part.name], part)] = True  # padding is number 0
     yield from (name for name, marks in seen.items() if not marks[1:].all())
@@ -148,20 +150,22 @@ def first_disagreement(issued: Mapping[int, Sequence[str]]) -> str | None:
     Collectives of a group are paired by their order alone. Over NCCL two of the same size would be
     paired without an error, and each rank would get the other's unit.
     """
-    first, *others = issued
-    for rank in others:
+    first, *other_ranks = issued
+    for rank in other_ranks:
         pairs = zip_longest(issued[first], issued[rank], fillvalue="nothing")
-        for number, (mine, theirs) in enumerate(pairs, start=1):
-            if mine != theirs:
-                return f"as number {number} rank {first} issues {mine}, and rank {rank} {theirs}"
+        for number, (own_call, theirs) in enumerate(pairs, start=1):
+            if own_call != theirs:
+                return (
+                    f"as number {number} rank {first} issues {own_call}, and rank {rank} {theirs}"
+                )
     return None
 
 
 def first_module(off: Iterable[str], order: Iterable[str]) -> str | None:
     """The module of the first of these weights in forward order."""
     wrong = set(off)
-    found = next((name for name in order if name in wrong), None)
-    return None if found is None else found.rpartition(".")[0]
+    first_name = next((name for name in order if name in wrong), None)
+    return None if first_name is None else first_name.rpartition(".")[0]
 
 
 def evened(group: Sequence[Traffic], least: Mapping[str, float]) -> list[Traffic]:
@@ -179,24 +183,25 @@ def evened(group: Sequence[Traffic], least: Mapping[str, float]) -> list[Traffic
 def _evened_on(axis: str, least: float, group: Sequence[Traffic]) -> Sequence[Traffic]:
     def uneven(calls: Counter[Call]) -> Counter[Call]:
         kinds = ("all_to_all",) if axis != "etp" else ("all_reduce",)  # in fp8: maxima of rows
-        routed = (one for one in calls if one[1] in kinds and one[0] == axis)
-        return Counter({one: calls[one] for one in routed})
+        routed = (call for call in calls if call[1] in kinds and call[0] == axis)
+        return Counter({call: calls[call] for call in routed})
 
-    missing = [uneven(each.predicted - each.observed) for each in group]
-    instead = [uneven(each.observed - each.predicted) for each in group]
+    missing = [uneven(traffic.predicted - traffic.observed) for traffic in group]
+    instead = [uneven(traffic.observed - traffic.predicted) for traffic in group]
     if any(a.total() != b.total() for a, b in zip(missing, instead, strict=True)):
         return group
     # A rank may by chance send what is predicted: its share belongs to the sum.
-    kinds = {one for each in missing for one in each}
-    most = sum(one[2] * each.predicted[one] for each in group for one in kinds)
-    more, less = (
-        sum(one[2] * n for each in some for one, n in each.items()) for some in (instead, missing)
+    kinds = {call for counter in missing for call in counter}
+    most = sum(call[2] * traffic.predicted[call] for traffic in group for call in kinds)
+    surplus, less = (
+        sum(call[2] * n for counter in counters for call, n in counter.items())
+        for counters in (instead, missing)
     )
-    if not least * most <= most + more - less <= most:
+    if not least * most <= most + surplus - less <= most:
         return group
     return [
-        Traffic(each.predicted, each.observed - more + less)
-        for each, more, less in zip(group, instead, missing, strict=True)
+        Traffic(traffic.predicted, traffic.observed - extra + less)
+        for traffic, extra, less in zip(group, instead, missing, strict=True)
     ]
 
 
@@ -206,4 +211,4 @@ def _largest(values: NDArray[np.generic]) -> float:
 
 def _worst(errors: Iterable[float]) -> float:
     """The largest; what is no number is infinitely wrong."""
-    return max((each if math.isfinite(each) else math.inf for each in errors), default=0.0)
+    return max((error if math.isfinite(error) else math.inf for error in errors), default=0.0)

@@ -90,9 +90,9 @@ class DispatchWatch(TorchDispatchMode):
             return
         group_name, size = group
         name = func._schema.name.split("::")[1]
-        kind, place = _KINDS[func.namespace].get(name, (name, 0))
+        kind, position = _KINDS[func.namespace].get(name, (name, 0))
         axis = self.axes.get(group_name, group_name)
-        self.records[CollectiveRecord(axis, kind, _bytes(args[place]), size)] += 1
+        self.records[CollectiveRecord(axis, kind, _bytes(args[position]), size)] += 1
         if self.say is not None:
             self.say(f"{kind} on {axis}")
 
@@ -102,13 +102,13 @@ def _group(arguments: tuple[Any, ...]) -> tuple[str, int] | None:
 
     It comes as an object, boxed or not, or by its name, which is then the last text.
     """
-    for each in arguments:
-        if isinstance(each, dist.ProcessGroup):
-            return each.group_name, each.size()
-        if isinstance(each, torch.ScriptObject):
-            group = dist.ProcessGroup.unbox(each)
+    for argument in arguments:
+        if isinstance(argument, dist.ProcessGroup):
+            return argument.group_name, argument.size()
+        if isinstance(argument, torch.ScriptObject):
+            group = dist.ProcessGroup.unbox(argument)
             return group.group_name, group.size()
-    names = [each for each in arguments if isinstance(each, str)]
+    names = [text for text in arguments if isinstance(text, str)]
     if not names:
         return None
     return names[-1], dist.distributed_c10d._resolve_process_group(names[-1]).size()
@@ -117,4 +117,4 @@ def _group(arguments: tuple[Any, ...]) -> tuple[str, int] | None:
 def _bytes(buffer: Any) -> int:
     if isinstance(buffer, Tensor):
         return buffer.nbytes
-    return sum(_bytes(each) for each in buffer)
+    return sum(_bytes(tensor) for tensor in buffer)

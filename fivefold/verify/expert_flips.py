@@ -32,19 +32,19 @@ class ExpertRecord:
     def note(self, names: Sequence[str], what: str, codes: Tensor, ends_E: Tensor | None) -> None:
         if what == TURNED:  # the same codes
             return
-        name, found = "+".join(names), codes.contiguous().view(torch.uint8).cpu().numpy()
+        name, code_bytes = "+".join(names), codes.contiguous().view(torch.uint8).cpu().numpy()
         if ends_E is None:
-            for expert, each in enumerate(found):
-                self.rows[name, what, expert] = [each.copy()]
+            for expert, expert_codes in enumerate(code_bytes):
+                self.rows[name, what, expert] = [expert_codes.copy()]
             return
         ends = ends_E.tolist()
         for expert, (start, end) in enumerate(zip([0, *ends], ends, strict=False)):
-            self.rows.setdefault((name, what, expert), []).append(found[start:end].copy())
+            self.rows.setdefault((name, what, expert), []).append(code_bytes[start:end].copy())
 
     def take(self) -> RankRows:
         """The codes since the last time."""
-        found, self.rows = self.rows, {}
-        return {key: np.concatenate(each) for key, each in found.items()}
+        chunks, self.rows = self.rows, {}
+        return {key: np.concatenate(arrays) for key, arrays in chunks.items()}
 
 
 def count_expert_flips(plan: Plan, truth: ExpertCodes, ranks: Sequence[RankRows]) -> int:
@@ -53,44 +53,44 @@ def count_expert_flips(plan: Plan, truth: ExpertCodes, ranks: Sequence[RankRows]
     covered = {key: np.zeros(codes.shape, bool) for key, codes in truth.rows.items()}
     missing = {name: np.ones(codes.shape, bool) for name, codes in truth.weights.items()}
     for rank, of_rank in enumerate(ranks):
-        for (name, what, number), found in of_rank.items():
+        for (name, what, number), rank_codes in of_rank.items():
             cuts = list(_cuts(plan, table, name, rank))
             expert, is_gradient = cuts[0][1].start + number, what == "gradient"
             if what == "weight":
                 where = np.ix_([expert], _columns(cuts, True), _columns(cuts, False))
                 flips += int(
-                    (_unsigned(found[None]) != _unsigned(truth.weights[name][where])).sum()
+                    (_unsigned(rank_codes[None]) != _unsigned(truth.weights[name][where])).sum()
                 )
                 missing[name][where] = False
                 continue
             key, columns = (name, what, expert), _columns(cuts, is_gradient)
             if key not in truth.rows:
-                flips += int((_unsigned(found) != 0).sum())
+                flips += int((_unsigned(rank_codes) != 0).sum())
                 continue
-            wanted = _unsigned(truth.rows[key][:, columns])
-            off, seen = _differing(_unsigned(found), wanted, truth.noise[key])
+            true_codes = _unsigned(truth.rows[key][:, columns])
+            off, seen = _differing(_unsigned(rank_codes), true_codes, truth.noise[key])
             flips += off
             covered[key][np.ix_(seen, columns)] = True
     for key, marks in covered.items():
         left = ~marks & (_unsigned(truth.rows[key]) != 0)
         flips += int((left & ~truth.noise[key][:, None]).sum())
-    return flips + sum(int(each.sum()) for each in missing.values())
+    return flips + sum(int(mask.sum()) for mask in missing.values())
 
 
 def _differing(
-    found: CodeArray, wanted: CodeArray, noise: NDArray[np.bool_]
+    codes: CodeArray, true_codes: CodeArray, noise: NDArray[np.bool_]
 ) -> tuple[int, NDArray[np.intp]]:
     """Codes that are in no row of the reference, and the rows of it that were found."""
     places: dict[bytes, list[int]] = {}
-    for place, row in enumerate(wanted):
-        places.setdefault(row.tobytes(), []).append(place)
+    for index, row in enumerate(true_codes):
+        places.setdefault(row.tobytes(), []).append(index)
     seen, flips = set[int](), 0
-    for row in np.unique(found, axis=0):
-        there = places.get(row.tobytes())
-        if there is not None:
-            seen.update(there)
+    for row in np.unique(codes, axis=0):
+        indices = places.get(row.tobytes())
+        if indices is not None:
+            seen.update(indices)
         elif row.any():
-            near = (wanted != row).sum(1)
+            near = (true_codes != row).sum(1)
             flips += 0 if noise[near.argmin()] else int(near.min())
     return flips, np.array(sorted(seen), np.intp)
 
@@ -112,11 +112,11 @@ def _cuts(plan: Plan, table: Mapping[str, Weight], name: str, rank: int) -> Iter
 
 def _columns(cuts: Sequence[Cut], outputs: bool) -> NDArray[np.int64]:
     """Of all outputs or inputs of an expert, those that a rank has."""
-    dim, found, start = (1 if outputs else 2), list[int](), 0
+    dim, indices, start = (1 if outputs else 2), list[int](), 0
     for weight, shard in cuts if outputs else cuts[:1]:
-        here = range(weight.shape[dim])
+        local_range = range(weight.shape[dim])
         if shard.inner is not None and shard.inner[0] == dim:
-            here = range(*shard.inner[1:])
-        found += [start + column for column in here]
+            local_range = range(*shard.inner[1:])
+        indices += [start + column for column in local_range]
         start += weight.shape[dim]
-    return np.array(found, int)
+    return np.array(indices, int)

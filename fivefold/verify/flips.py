@@ -41,28 +41,34 @@ class CodeRecord:
     def note(self, names: Sequence[str], what: str, rounded: Sequence[Both], run: int) -> None:
         name = "+".join(names)
         if what == "weight":
-            self._keep(name, what, np.concatenate([_bytes(each.rows.codes) for each in rounded]))
-            turned = [_bytes(each.columns.codes).T for each in rounded if each.columns is not None]
+            self._keep(
+                name, what, np.concatenate([_bytes(operand.rows.codes) for operand in rounded])
+            )
+            turned = [
+                _bytes(operand.columns.codes).T
+                for operand in rounded
+                if operand.columns is not None
+            ]
             self._keep(name, "weight, turned", np.concatenate(turned))
             return
         key = (name, what)
         parts = self.parts.setdefault(key, [])
-        parts.append(np.concatenate([_bytes(each.rows.codes) for each in rounded], axis=1))
+        parts.append(np.concatenate([_bytes(operand.rows.codes) for operand in rounded], axis=1))
         if sum(map(len, parts)) == self.rows * self.seq:
             self._keep(*key, self._in_rows(name, np.concatenate(self.parts.pop(key))))
-        columns = [each.columns for each in rounded if each.columns is not None]
+        columns = [operand.columns for operand in rounded if operand.columns is not None]
         if columns:
-            whole = np.concatenate([_bytes(each.codes) for each in columns]).T
+            full_codes = np.concatenate([_bytes(column.codes) for column in columns]).T
             tokens = self.rows * self.seq
-            if len(whole) > tokens:  # every run is padded to whole blocks
-                by_run = whole.reshape(tokens // run, -1, whole.shape[1])
-                whole = by_run[:, :run].reshape(tokens, -1)
-            self._keep(name, f"{what}, by tokens", self._in_rows(name, whole))
+            if len(full_codes) > tokens:  # every run is padded to whole blocks
+                by_run = full_codes.reshape(tokens // run, -1, full_codes.shape[1])
+                full_codes = by_run[:, :run].reshape(tokens, -1)
+            self._keep(name, f"{what}, by tokens", self._in_rows(name, full_codes))
 
     def take(self) -> RankCodes:
         """The codes since the last time."""
-        found, self.codes = self.codes, {}
-        return found
+        codes, self.codes = self.codes, {}
+        return codes
 
     def _in_rows(self, name: str, codes_NW: CodeArray) -> CodeArray:
         """Tokens in the order of rows, without padding."""
@@ -76,7 +82,7 @@ class CodeRecord:
     def _keep(self, name: str, operand: str, codes: CodeArray) -> None:
         known = self.codes.setdefault((name, operand), [])
         # What runs again in backward rounds the same: only what differs is kept.
-        if not any(np.array_equal(codes, one) for one in known):
+        if not any(np.array_equal(codes, array) for array in known):
             known.append(codes.copy())
 
 
@@ -87,7 +93,7 @@ def _bytes(codes: Tensor) -> CodeArray:
 def _counted(plan: Plan, rank: int) -> NDArray[np.int64]:
     """The positions of a rank's tokens in their row."""
     ranges = plan.split.rank_tokens(plan.padded_seq, plan.layout.coord(rank).cp)
-    return np.array([place for each in ranges for place in each])
+    return np.array([index for span in ranges for index in span])
 
 
 def count_flips(plan: Plan, truth: Codes, ranks: Sequence[RankCodes]) -> int:
@@ -96,32 +102,34 @@ def count_flips(plan: Plan, truth: Codes, ranks: Sequence[RankCodes]) -> int:
     The reference has the microbatches of all data ranks one after another.
     """
     table, flips = by_name(plan.shape), 0
-    missing = {key: np.ones(one.codes.shape, bool) for key, one in truth.items()}
+    missing = {key: np.ones(reference.codes.shape, bool) for key, reference in truth.items()}
     for rank, of_rank in enumerate(ranks):
         places = _counted(plan, rank)
         places = places[places < plan.batch.seq]
-        for (name, operand), found in of_rank.items():
+        for (name, operand), rank_codes in of_rank.items():
             cuts = list(_cuts(plan, table, name, rank))
             key = (name, operand)
             if operand.startswith("weight") and key not in truth:  # both orders have one code
                 key = (name, "weight")
             if key not in truth:
-                return sum(one.codes.size for one in truth.values())
+                return sum(reference.codes.size for reference in truth.values())
             if operand.startswith("weight"):
                 where = np.ix_(_outputs(cuts)[0], _inputs(cuts))
-                flips += _differing(found[-1], truth[key], where)
+                flips += _differing(rank_codes[-1], truth[key], where)
                 missing[key][where] = False
                 continue
-            mine, columns = np.arange(found[0].shape[2]), _inputs(cuts)
+            local_columns, columns = np.arange(rank_codes[0].shape[2]), _inputs(cuts)
             if operand.startswith("gradient"):
-                columns, mine = _outputs(cuts, without_copies=True)
-            for one in found:
+                columns, local_columns = _outputs(cuts, without_copies=True)
+            for codes in rank_codes:
                 options = [np.ix_(rows, places, columns) for rows in _microbatches(plan, rank)]
-                counts = [_differing(one[:, :, mine], truth[key], each) for each in options]
+                counts = [
+                    _differing(codes[:, :, local_columns], truth[key], option) for option in options
+                ]
                 best = int(np.argmin(counts))
                 flips += counts[best]
                 missing[key][options[best]] = False
-    return flips + sum(int(each.sum()) for each in missing.values())
+    return flips + sum(int(mask.sum()) for mask in missing.values())
 
 
 def _microbatches(plan: Plan, rank: int) -> Iterator[NDArray[np.int64]]:
@@ -153,21 +161,21 @@ def _outputs(
     cuts: Sequence[Cut], without_copies: bool = False
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """The outputs of the reference that a rank has, and where it has them."""
-    there, here = list[int](), list[int]()
+    full_rows, local_rows = list[int](), list[int]()
     start = local = 0
     for weight, shard, copied in cuts:
         rows = range(shard.start, shard.stop) if shard.dim == 0 else range(weight.shape[0])
         if not (without_copies and copied):
-            there += [start + row for row in rows]
-            here += range(local, local + len(rows))
+            full_rows += [start + row for row in rows]
+            local_rows += range(local, local + len(rows))
         start, local = start + weight.shape[0], local + len(rows)
-    return np.array(there, int), np.array(here, int)
+    return np.array(full_rows, int), np.array(local_rows, int)
 
 
-def _differing(found: CodeArray, truth: RoundedCodes, where: Any) -> int:
+def _differing(codes: CodeArray, truth: RoundedCodes, where: Any) -> int:
     """Codes that differ. A zero has two."""
-    wanted, noise = truth.codes[where], truth.noise[where]
-    if found.shape != wanted.shape:
-        return wanted.size
-    zero = ((found & 0x7F) == 0) & ((wanted & 0x7F) == 0)
-    return int(((found != wanted) & ~zero & ~noise).sum())
+    true_codes, noise = truth.codes[where], truth.noise[where]
+    if codes.shape != true_codes.shape:
+        return true_codes.size
+    zero = ((codes & 0x7F) == 0) & ((true_codes & 0x7F) == 0)
+    return int(((codes != true_codes) & ~zero & ~noise).sum())

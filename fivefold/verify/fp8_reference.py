@@ -84,19 +84,19 @@ class ReferenceFp8:
         for outer in (block.attention, mlp):
             if outer is not None:
                 outer.project = partial(self.together, names)
-            for each in () if outer is None else outer.modules():
-                if isinstance(each, Linear):
-                    each.matmul = partial(self.alone, names[each])
+            for module in () if outer is None else outer.modules():
+                if isinstance(module, Linear):
+                    module.matmul = partial(self.alone, names[module])
 
     def take(self) -> Codes:
         """The codes of a step."""
-        found, self.codes = self.codes, {}
-        return found
+        codes, self.codes = self.codes, {}
+        return codes
 
     def take_rows(self) -> ExpertCodes:
         """What the experts of a step read."""
-        found, self.of_experts = self.of_experts, ExpertCodes({}, {}, {})
-        return found
+        codes, self.of_experts = self.of_experts, ExpertCodes({}, {}, {})
+        return codes
 
     def experts_in(
         self,
@@ -106,8 +106,11 @@ class ReferenceFp8:
         ends: Tensor,
     ) -> tuple[Tensor, ...]:
         """Gate and up of routed experts; both are given the same rows."""
-        name, weights = "+".join(names[each] for each in stacks), [each.weight for each in stacks]
-        together, sizes = torch.cat(weights, 1), [each.shape[1] for each in weights]
+        name, weights = (
+            "+".join(names[stack] for stack in stacks),
+            [stack.weight for stack in stacks],
+        )
+        together, sizes = torch.cat(weights, 1), [stack.shape[1] for stack in weights]
         return _RoundedRows.apply(rows[0], together, self, name, ends.tolist()).split(sizes, 1)
 
     def experts_out(self, name: str, x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
@@ -133,10 +136,10 @@ class ReferenceFp8:
     def together(
         self, names: dict[nn.Module, str], x: Tensor, linears: Sequence[Linear]
     ) -> tuple[Tensor, ...]:
-        name = "+".join(names[each] for each in linears)
-        outputs = _Rounded.apply(self, name, x, *(each.weight for each in linears))
-        both = zip(outputs, linears, strict=True)
-        return tuple(y if linear.bias is None else y + linear.bias for y, linear in both)
+        name = "+".join(names[layer] for layer in linears)
+        outputs = _Rounded.apply(self, name, x, *(layer.weight for layer in linears))
+        pairs = zip(outputs, linears, strict=True)
+        return tuple(y if linear.bias is None else y + linear.bias for y, linear in pairs)
 
     def by_width(self, key: tuple[str, str], x_RSW: Tensor, widths: Sequence[int]) -> Tensor:
         """For a matmul that sums over the width: of inputs, or of gradients of so many outputs."""
@@ -162,8 +165,8 @@ class ReferenceFp8:
             down = (((high, slice(None)), (0,)) for high in rows)
             return forward, self._rounded((name, "weight, turned"), weight_OI, down)
         shares = (((high, wide), (0, 1)) for high in rows for wide in columns)
-        found = self._rounded((name, "weight"), weight_OI, shares)
-        return found, found
+        rounded_weight = self._rounded((name, "weight"), weight_OI, shares)
+        return rounded_weight, rounded_weight
 
     def _microbatches(self, x: Tensor) -> Iterator[Share]:
         starts = range(0, len(x), self.rows)
@@ -211,7 +214,7 @@ class _Rounded(torch.autograd.Function):
     def forward(
         ctx: Any, own: ReferenceFp8, name: str, x: Tensor, *weights: Tensor
     ) -> tuple[Tensor, ...]:
-        widths = [len(each) for each in weights]
+        widths = [len(weight) for weight in weights]
         weight_OI, back_OI = own.weights(name, torch.cat(weights), widths)
         ctx.own, ctx.name, ctx.widths = own, name, widths
         ctx.save_for_backward(x, back_OI)
@@ -246,14 +249,14 @@ class _RoundedRows(torch.autograd.Function):
         ]
         ctx.own, ctx.name, ctx.spans = own, name, spans
         ctx.save_for_backward(rounded, *parts)
-        return torch.cat([part @ one.T for part, one in zip(parts, rounded, strict=True)])
+        return torch.cat([part @ weight.T for part, weight in zip(parts, rounded, strict=True)])
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (rounded, *parts), (grad,) = ctx.saved_tensors, gradients
         own, least, of_weights, back = ctx.own, grad.abs().max() * _NOISE, list[Tensor](), []
         for expert, (start, end) in enumerate(ctx.spans):
-            given = own.expert_rows(ctx.name, "gradient", expert, grad[start:end], least)
-            back.append(given @ rounded[expert])
-            of_weights.append(given.T @ parts[expert])
+            expert_grad = own.expert_rows(ctx.name, "gradient", expert, grad[start:end], least)
+            back.append(expert_grad @ rounded[expert])
+            of_weights.append(expert_grad.T @ parts[expert])
         return torch.cat(back), torch.stack(of_weights), None, None, None

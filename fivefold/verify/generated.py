@@ -102,20 +102,20 @@ class GeneratedTrial:
         self.dtype, self.seed = dtype, seed
         self.plain = self.decoder()
         self.requests = requests_of(self.shape, seed, replicas)
-        needs = sorted(blocks_of(self._length(each)) for each in self.requests)
+        needs = sorted(blocks_of(self._length(request)) for request in self.requests)
         self.most = needs[-1]
         # Short models have nothing to lose and nothing to share: two sequences must want more than
         # three blocks each, and a prompt must fill one and go on.
         self.can_preempt = needs[-2] > 3
-        self.can_share = max(len(each.prompt) for each in self.requests) > BLOCK
+        self.can_share = max(len(request.prompt) for request in self.requests) > BLOCK
 
     def _length(self, request: Request) -> int:
         return min(len(request.prompt) + request.max_tokens, self.shape.max_seq)
 
     def full_weight(self, name: str) -> Tensor | None:
         """A weight or buffer of the plain model; None if it has no such."""
-        found = dict(self.plain.named_parameters()) | dict(self.plain.named_buffers())
-        return found[name].detach() if name in found else None
+        tensors = dict(self.plain.named_parameters()) | dict(self.plain.named_buffers())
+        return tensors[name].detach() if name in tensors else None
 
     def run(self, make: MakeForward = DecoderForward) -> GeneratedVerdict:
         """Run every way on this device and compare. `make` makes a forward of a decoder."""
@@ -125,10 +125,12 @@ class GeneratedTrial:
 
         return self.verdict([self.observe(engine)])
 
-    def observe(self, make: MakeEngine, tick: Callable[[str], None] = lambda way: None) -> Observed:
+    def observe(
+        self, make: MakeEngine, tick: Callable[[str], None] = lambda mode_name: None
+    ) -> Observed:
         """Run every way on this rank."""
         seen: dict[str, dict[tuple[str, int], NDArray[Any]]] = {}
-        found: dict[str, dict[str, Completion]] = {}
+        completions: dict[str, dict[str, Completion]] = {}
         preempted = reused = 0
         roomy = self.most * len(self.requests)
         ways = {
@@ -137,17 +139,19 @@ class GeneratedTrial:
             "batched": (roomy, BATCHED),
             "preempted": (self.most, ScheduleLimits(tokens=2 * BLOCK)),
         }
-        for way, (blocks, limits) in ways.items():
-            tick(way)
+        for mode, (blocks, limits) in ways.items():
+            tick(mode)
             logits: dict[tuple[str, int], NDArray[Any]] = {}
             engine = make(blocks, limits, _keeper(logits))
-            found[way], seen[way] = engine.run(self.requests), dict(logits)
+            completions[mode], seen[mode] = engine.run(self.requests), dict(logits)
             preempted += engine.num_preempted
-            if way == "batched":  # once more, over blocks that are there
-                found["prefix shared"] = engine.run(self.requests)
+            if mode == "batched":  # once more, over blocks that are there
+                completions["prefix shared"] = engine.run(self.requests)
                 seen["prefix shared"] = dict(logits)
-                reused = sum(each.reused for each in found["prefix shared"].values())
-        return Observed(found, seen, preempted, reused)
+                reused = sum(
+                    completion.reused for completion in completions["prefix shared"].values()
+                )
+        return Observed(completions, seen, preempted, reused)
 
     def seconds(self, make: MakeEngine) -> float:
         """Of the requests in batches: the faster of two times, since kernels start slowly."""
@@ -168,19 +172,19 @@ class GeneratedTrial:
         init_weights(decoder, self.shape, self.seed)
         generator = torch.Generator().manual_seed(self.seed)
         with torch.no_grad():
-            for each in decoder.parameters():
-                noise = torch.randn(each.shape, generator=generator, dtype=torch.float64)
-                each.add_(SPREAD * noise.to(each.dtype))
+            for parameter in decoder.parameters():
+                noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+                parameter.add_(SPREAD * noise.to(parameter.dtype))
         return decoder.eval()
 
     def verdict(self, ranks: Sequence[Observed], batch_invariant: bool = False) -> GeneratedVerdict:
         """Compare what the ranks have seen with the plain forward; all have the same tokens."""
         first, plain = ranks[0], dict[tuple[int, ...], Tensor]()
         narrow = self.dtype not in TOLERANCE
-        equal = all(each.found == first.found for each in ranks)
+        equal = all(rank.found == first.found for rank in ranks)
         errors, logprob_err, drawn = dict.fromkeys(first.found, 0.0), 0.0, 0
-        for way, completions in first.found.items():
-            seen = _all_logits(ranks, way)
+        for mode, completions in first.found.items():
+            seen = _all_logits(ranks, mode)
             for request in self.requests:
                 done, start = completions[request.id], len(request.prompt) - 1
                 text = (*request.prompt, *done.tokens)
@@ -192,15 +196,15 @@ class GeneratedTrial:
                     expected_V = plain[text][start + index]
                     ours_V = torch.from_numpy(seen[request.id, index])
                     wrong = (ours_V - expected_V).abs().max().item()
-                    errors[way] = larger(errors[way], wrong)
+                    errors[mode] = larger(errors[mode], wrong)
                     draw = Draw(request.sampling, request.id, index)
                     ((again, _),) = choose(expected_V[None], [draw])
                     equal &= again == token or narrow
                     logprob = logprob_of(expected_V, token)
                     logprob_err = larger(logprob_err, abs(done.logprobs[index] - logprob))
         largest = 0.0
-        for each in errors.values():
-            largest = larger(largest, each)
+        for error in errors.values():
+            largest = larger(largest, error)
         complete = (first.preempted > 0 or not self.can_preempt) and (
             first.reused > 0 or not self.can_share
         )
@@ -219,8 +223,11 @@ class GeneratedTrial:
             return None
         exact = from_config(self.shape, dtype=torch.float64)
         exact.load_state_dict(self.plain.state_dict())
-        wrong = [(logits_of(exact.eval(), text) - each).abs().max() for text, each in plain.items()]
-        return NARROW * max(each.item() for each in wrong)
+        wrong = [
+            (logits_of(exact.eval(), text) - plain_logits).abs().max()
+            for text, plain_logits in plain.items()
+        ]
+        return NARROW * max(gap.item() for gap in wrong)
 
 
 def logits_of(decoder: Decoder, tokens: Sequence[int]) -> Tensor:
@@ -249,17 +256,17 @@ def logprob_of(logits_V: Tensor, token: int) -> float:
     return wide_V.log_softmax(0)[token].item()
 
 
-def _all_logits(ranks: Sequence[Observed], way: str) -> dict[tuple[str, int], NDArray[Any]]:
-    return {key: each for rank in ranks for key, each in rank.logits[way].items()}
+def _all_logits(ranks: Sequence[Observed], mode: str) -> dict[tuple[str, int], NDArray[Any]]:
+    return {key: logits for rank in ranks for key, logits in rank.logits[mode].items()}
 
 
 def batch_difference(ranks: Sequence[Observed]) -> float:
     """The largest difference of logits and log-probabilities to those of a request that ran alone,
     up to the first token that was drawn otherwise."""
-    found, apart = ranks[0].found, 0.0
-    alone, logits_alone = found["alone"], _all_logits(ranks, "alone")
-    for way, completions in found.items():
-        logits = _all_logits(ranks, way)
+    runs, apart = ranks[0].found, 0.0
+    alone, logits_alone = runs["alone"], _all_logits(ranks, "alone")
+    for mode, completions in runs.items():
+        logits = _all_logits(ranks, mode)
         for id, done in completions.items():
             pairs = zip(done.tokens, alone[id].tokens, strict=False)
             for index, (token, other) in enumerate(pairs):
@@ -279,14 +286,14 @@ def _keeper(logits: dict[tuple[str, int], NDArray[Any]]) -> Watch:
     return keep
 
 
-def larger(one: float, other: float) -> float:
+def larger(value: float, other: float) -> float:
     """The larger number; what is no number counts as infinite."""
-    return max(one, other) if other == other else float("inf")
+    return max(value, other) if other == other else float("inf")
 
 
 def requests_of(shape: Shape, seed: int, replicas: int) -> list[Request]:
     """Those of a trial."""
-    return [each for number in range(replicas) for each in _requests(shape, seed, number)]
+    return [request for number in range(replicas) for request in _requests(shape, seed, number)]
 
 
 def _requests(shape: Shape, seed: int, number: int) -> list[Request]:
@@ -296,9 +303,9 @@ def _requests(shape: Shape, seed: int, number: int) -> list[Request]:
     lengths = [min(n, shape.max_seq - 1) for n in (1, unit - 1, 3 * unit + 1, 2 * unit, 3 * unit)]
     drawn = torch.randint(0, shape.vocab, (len(lengths), 4 * unit), generator=generator).tolist()
     drawn[3][: 2 * unit] = drawn[2][: 2 * unit]  # the same beginning
-    more = max(2, unit // 3)  # tokens that are drawn: some go on into another block
+    num_tokens = max(2, unit // 3)  # tokens that are drawn: some go on into another block
     samplings = (Sampling(), Sampling(1.0, seed=seed), Sampling(0.8, 20, 0.9, seed))
     return [
-        Request(f"request {number}.{i}", tuple(tokens[:length]), more + i, samplings[i % 3])
+        Request(f"request {number}.{i}", tuple(tokens[:length]), num_tokens + i, samplings[i % 3])
         for i, (length, tokens) in enumerate(zip(lengths, drawn, strict=True))
     ]

@@ -97,18 +97,19 @@ def run_generated(
     if settings.backend == "nccl":
         pool.renew()
     trained = pool.run_each([task] * world, on_phase)
-    error = trained_error(texts, [each for rank in trained for each in rank])
+    error = trained_error(texts, [logprob for rank in trained for logprob in rank])
     return replace(verdict, trained_err=error, trained_layout=str(training.layout))
 
 
 def drawn_texts(plan: Plan, settings: GeneratedSettings, seen: Observed) -> list[DrawnText]:
     """The texts of all requests, as they were drawn in batches."""
-    found = seen.found["batched"]
+    completions = seen.found["batched"]
     requests = requests_of(plan.shape, settings.seed, plan.layout.dp)
     texts = [
-        DrawnText(each.prompt, found[each.id].tokens, found[each.id].logprobs) for each in requests
+        DrawnText(request.prompt, completions[request.id].tokens, completions[request.id].logprobs)
+        for request in requests
     ]
-    return [one for each in texts for one in each.cut(plan.shape.outgrown_at)]
+    return [piece for text in texts for piece in text.cut(plan.shape.outgrown_at)]
 
 
 def generate_rank(worker: Worker, plan: Plan, settings: GeneratedSettings) -> Observed:
@@ -170,11 +171,16 @@ def _full(trial: GeneratedTrial, weight: Weight) -> Tensor:
 
 def training_plan(plan: Plan, texts: Sequence[DrawnText]) -> Plan:
     """A plan to train the same model on these texts, on as many ranks in another layout."""
-    seq = max(len(each.tokens) for each in texts) - 1
-    layouts = [each for each in _layouts(plan) if not problems(each, plan.shape, seq=seq)]
+    seq = max(len(text.tokens) for text in texts) - 1
+    layouts = [
+        candidate for candidate in _layouts(plan) if not problems(candidate, plan.shape, seq=seq)
+    ]
     if not layouts:
         raise FivefoldError(f"no other layout of {plan.layout.world} ranks fits this model")
-    layout = min(layouts, key=lambda each: (_same(each, plan.layout), _drawn_by_hash(each, plan)))
+    layout = min(
+        layouts,
+        key=lambda candidate: (_same(candidate, plan.layout), _drawn_by_hash(candidate, plan)),
+    )
     count = max(2 * layout.pp, -(-len(texts) // layout.dp))
     batch = Batch.resolve(layout.dp, seq, microbatch_size=1, microbatches=count)
     options = replace(plan.options, schedule="1f1b", tp_overlap=1)
@@ -193,12 +199,12 @@ def _layouts(plan: Plan) -> Iterator[Layout]:
 
 
 def _divisors(number: int) -> list[int]:
-    return [each for each in range(1, number + 1) if number % each == 0]
+    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
 
 
-def _same(one: Layout, other: Layout) -> int:
+def _same(layout: Layout, other: Layout) -> int:
     """How many of the degrees that cut the model are equal."""
-    return sum(getattr(one, axis) == getattr(other, axis) for axis in ("tp", "pp", "cp", "ep"))
+    return sum(getattr(layout, axis) == getattr(other, axis) for axis in ("tp", "pp", "cp", "ep"))
 
 
 def _drawn_by_hash(layout: Layout, plan: Plan) -> bytes:
@@ -227,23 +233,25 @@ def train_rank(
         mesh.close_groups()
     if coord.tp:  # the others have heard the same
         return []
-    found: list[TokenLogprob] = []
+    logprobs: list[TokenLogprob] = []
     for number, batch, losses in zip(numbers, batches, heard, strict=False):
         local = job.local(batch)
         counted = local.positions[local.labels != NOT_COUNTED].tolist()
-        found += [(number, *each) for each in zip(counted, losses, strict=True)]
-    return found
+        logprobs += [(number, *pair) for pair in zip(counted, losses, strict=True)]
+    return logprobs
 
 
 @torch.no_grad()
 def give_weights(job: Job, trial: GeneratedTrial) -> None:
     """Put the weights of a trial into a job."""
-    for each in job.held:
-        name = each.row.name
+    for shard in job.held:
+        name = shard.row.name
         full = trial.full_weight(job.table[name].name)
         if full is not None:
-            mine = tensor.cut(full, job.shards[name]).flatten()
-            each.tensor.view(-1).copy_(mine[each.start : each.start + each.tensor.numel()])
+            local_weight = tensor.cut(full, job.shards[name]).flatten()
+            shard.tensor.view(-1).copy_(
+                local_weight[shard.start : shard.start + shard.tensor.numel()]
+            )
     for chunk in job.chunks:
         for name, buffer in chunk.model.named_buffers():
             full = trial.full_weight(name)
@@ -277,7 +285,7 @@ def _listen(job: Job) -> list[list[float]]:
         def each_token(logits_NV: Tensor, labels_N: Tensor, loss: CrossEntropy = loss) -> Tensor:
             counted = (labels_N != NOT_COUNTED).nonzero().flatten().tolist()
             losses = [loss(logits_NV[n : n + 1], labels_N[n : n + 1]) for n in counted]
-            heard.append([-each.item() for each in losses])
+            heard.append([-token_loss.item() for token_loss in losses])
             return sum(losses, logits_NV.new_zeros(()))
 
         head.chunked, head.cross_entropy = None, each_token
@@ -286,10 +294,10 @@ def _listen(job: Job) -> list[list[float]]:
 
 def trained_error(texts: Sequence[DrawnText], trained: Sequence[TokenLogprob]) -> float:
     """The largest difference of log-probabilities; infinite where a token is missing."""
-    found = {(number, position): logprob for number, position, logprob in trained}
+    logprobs = {(number, position): logprob for number, position, logprob in trained}
     error = 0.0
     for number, text in enumerate(texts):
         for index, logprob in enumerate(text.logprobs):
-            theirs = found.get((number, len(text.prompt) - 1 + index), float("nan"))
+            theirs = logprobs.get((number, len(text.prompt) - 1 + index), float("nan"))
             error = larger(error, abs(logprob - theirs))
     return error

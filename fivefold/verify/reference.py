@@ -123,7 +123,7 @@ def truths(
     batches = list(batches)
     rows = LocalRows(batches[0].tokens.numel(), rows_in_unit=rows_in_microbatch)
     balancers = attach_balancers(model, rules, device, rows)
-    found: list[Truth] = []
+    results: list[Truth] = []
     for number, batch in enumerate(batches):
         say(f"step {number + 1}")
         truth = _step(model, updater, batch, narrow[number] if narrow else None, cut)
@@ -133,10 +133,10 @@ def truths(
         if rounding is not None:
             truth = replace(truth, codes=rounding.take(), rows=rounding.take_rows())
         biases = {name: as_array(bias) for name, bias in model.named_buffers()}  # just updated
-        found.append(
+        results.append(
             replace(truth, biases=biases, slots=[as_array(counts_E) for counts_E in slots])
         )
-    return found
+    return results
 
 
 @dataclass(frozen=True)
@@ -153,11 +153,11 @@ class Delayed:
 
     def stage_of(self, name: str) -> int:
         """The stage of a weight, by its name."""
-        first, _, rest = name.partition(".")
+        first, _, tail = name.partition(".")
         if first != "blocks":
             return 0 if first == "embed" else len(self.stages) - 1
-        layer = int(rest.partition(".")[0])
-        return next(place for place, layers in enumerate(self.stages) if layer in layers)
+        layer = int(tail.partition(".")[0])
+        return next(stage for stage, layers in enumerate(self.stages) if layer in layers)
 
 
 def delayed_truths(
@@ -180,32 +180,32 @@ def delayed_truths(
     model, updater = _built(shape, optimizer, seed, dtype, device)
     balancers = attach_balancers(model, (), device)  # which count the slots of experts
     named = dict(model.named_parameters())
-    versions = [{name: one.detach().clone() for name, one in named.items()}]
-    found: list[Truth] = []
+    versions = [{name: weight.detach().clone() for name, weight in named.items()}]
+    results: list[Truth] = []
     for start in range(0, len(microbatches), delayed.every):
         say(f"update {start // delayed.every + 1}")
         window = microbatches[start : start + delayed.every]
         tokens = torch.stack([(batch.labels != NOT_COUNTED).sum() for batch in window]).sum()
         updater.zero_grad()
-        for name, one in named.items():
+        for name, parameter in named.items():
             late = delayed.late[delayed.stage_of(name)]
-            one.data.copy_(versions[max(0, len(versions) - 1 - late)][name])
+            parameter.data.copy_(versions[max(0, len(versions) - 1 - late)][name])
         total = _sum_gradients(model, window, tokens.clamp(min=1), narrow, cut)
-        for name, one in named.items():
-            one.data.copy_(versions[-1][name])
+        for name, parameter in named.items():
+            parameter.data.copy_(versions[-1][name])
         truth = _updated(model, updater, total)
         slots = [as_array(balancers[layer].take()[0]) for layer, _ in moe_layers(model)]
-        found.append(replace(truth, slots=slots))
-        versions.append({name: one.detach().clone() for name, one in named.items()})
-    return found
+        results.append(replace(truth, slots=slots))
+        versions.append({name: weight.detach().clone() for name, weight in named.items()})
+    return results
 
 
-def first_weight(weight: Weight, shape: Shape, *rest: Any, **more: Any) -> Tensor:
+def first_weight(weight: Weight, shape: Shape, *args: Any, **options: Any) -> Tensor:
     """The initial value of a weight on both sides of a comparison. Adapters begin as if they had
     learned: where the second factor is 0, the first one has no gradient."""
     if weight.name.endswith(f"{ADAPTER}b"):
         weight = replace(weight, name=f"{weight.name}.learned")
-    return initial_weight(weight, shape, *rest, **more)
+    return initial_weight(weight, shape, *args, **options)
 
 
 def _built(
@@ -226,11 +226,13 @@ def _updated(
     model: Decoder, updater: torch.optim.Optimizer, loss: float, max_norm: float = math.inf
 ) -> Truth:
     """An update, with gradients clipped to a norm."""
-    learned = {name: one for name, one in model.named_parameters() if one.requires_grad}
-    gradients = {name: as_array(one.grad) for name, one in learned.items()}
+    learned = {
+        name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad
+    }
+    gradients = {name: as_array(parameter.grad) for name, parameter in learned.items()}
     norm = float(nn.utils.clip_grad_norm_(learned.values(), max_norm))
     updater.step()
-    weights = {name: as_array(one) for name, one in model.named_parameters()}
+    weights = {name: as_array(parameter) for name, parameter in model.named_parameters()}
     biases = {name: as_array(bias) for name, bias in model.named_buffers()}
     return Truth(loss, norm, min(1.0, max_norm / (norm + 1e-6)), gradients, weights, biases)
 
@@ -280,10 +282,17 @@ def _cross_entropy(logits_NV: Tensor, labels_N: Tensor) -> Tensor:
 def _optimizer(name: OptimizerName, model: Decoder) -> torch.optim.Optimizer:
     """AdamW and SGD are written out; another one is made as the ranks make it."""
     table, learned = by_name(model.shape), model.named_parameters()
-    pairs = [(decays(table[name].role), one) for name, one in learned if one.requires_grad]
+    pairs = [
+        (decays(table[name].role), parameter)
+        for name, parameter in learned
+        if parameter.requires_grad
+    ]
     groups = [
-        {"params": [one for decayed, one in pairs if decayed], "weight_decay": WEIGHT_DECAY},
-        {"params": [one for decayed, one in pairs if not decayed], "weight_decay": 0.0},
+        {
+            "params": [parameter for decayed, parameter in pairs if decayed],
+            "weight_decay": WEIGHT_DECAY,
+        },
+        {"params": [parameter for decayed, parameter in pairs if not decayed], "weight_decay": 0.0},
     ]
     if name == "sgd":
         return torch.optim.SGD(groups, lr=LEARNING_RATE, momentum=0.9)

@@ -130,7 +130,7 @@ def _truths(
     same = (settings.optimizer, settings.seed, dtype, worker.phase)
     if not plan.schedule.asynchronous:
         balance = (plan.balance, plan.batch.microbatch_size)
-        batches = [each.whole() for each in drawn]
+        batches = [step_batch.whole() for step_batch in drawn]
         parts = [
             [part for dp in range(plan.layout.dp) for part in window.of(dp)] for window in drawn
         ]
@@ -138,7 +138,7 @@ def _truths(
         return reference.truths(plan.shape, batches, *same, *balance, device, plan.fp8, *order)
     delays, last = Delays.of(plan.schedule), plan.layout.pp - 1
     late = [1 if delays.constant else last - stage for stage in range(plan.layout.pp)]
-    microbatches = [batch for each in drawn for batch in each.microbatches()]
+    microbatches = [batch for step_batch in drawn for batch in step_batch.microbatches()]
     microbatches = microbatches[: num_microbatches(plan, settings)]
     delayed = Delayed(plan.stages, delays.every, late)
     order = (narrow, cut)
@@ -172,19 +172,21 @@ def run_rank(worker: Worker, plan: Plan, settings: VerifySettings) -> VerifiedRa
         )
         recorder = _Recorder(worker, job, phases, _optimizer(job, settings), not settings.compiled)
         drawn = _drawn(plan, settings, device)
-        mine = [each.of(plan.layout.coord(mesh.rank).dp) for each in drawn]
+        own_batches = [step_batch.of(plan.layout.coord(mesh.rank).dp) for step_batch in drawn]
         if plan.schedule.asynchronous:
-            microbatches = [batch for batches in mine for batch in batches]
+            microbatches = [batch for batches in own_batches for batch in batches]
             recorder.stream(microbatches[: num_microbatches(plan, settings)])
         codes, rows = list[RankCodes](), list[RankRows]()
-        for number, batches in enumerate(() if plan.schedule.asynchronous else mine, start=1):
+        for number, batches in enumerate(
+            () if plan.schedule.asynchronous else own_batches, start=1
+        ):
             recorder.step(batches, f"step {number}")
             codes.append(record.take())
             rows.append(of_experts.take())
         worker.phase("compare")
-        held = list(_held(job))
+        parts = list(_held(job))
         mesh.close_groups()
-        return VerifiedRank(recorder.steps, recorder.heard, recorder.orders, held, codes, rows)
+        return VerifiedRank(recorder.steps, recorder.heard, recorder.orders, parts, codes, rows)
 
 
 def _prepared(worker: Worker, plan: Plan, settings: VerifySettings) -> RankDevice:
@@ -252,8 +254,10 @@ class _Recorder:
 
     def _keep(self, outcomes: list[StepOutcome]) -> None:
         for outcome, (gradients, updated) in zip(outcomes, self.updates, strict=True):
-            loss, norm, clip = (float(each) for each in (outcome.loss, outcome.norm, outcome.clip))
-            before = [replace(each, values=each.values / clip) for each in gradients]
+            loss, norm, clip = (
+                float(value) for value in (outcome.loss, outcome.norm, outcome.clip)
+            )
+            before = [replace(part, values=part.values / clip) for part in gradients]
             biases = list(_biases(self.job))
             self.steps.append(StepOfRank(loss, norm, clip, before, updated, biases))
         self.updates.clear()
@@ -294,7 +298,7 @@ def _calls(records: Mapping[CollectiveRecord, int]) -> Counter[Call]:
 
 
 def _optimizer(job: Job, settings: VerifySettings) -> torch.optim.Optimizer:
-    owned = [(decays(each.row.role), each.tensor) for each in job.owned]
+    owned = [(decays(shard.row.role), shard.tensor) for shard in job.owned]
     lr, weight_decay = reference.LEARNING_RATE, reference.WEIGHT_DECAY
     return make_optimizer(settings.optimizer, owned, lr, weight_decay, reference.ADAM_EPS)
 
@@ -318,24 +322,24 @@ def _samples(plan: Plan, settings: VerifySettings, number: int) -> Samples:
 
 def _owned(job: Job, gradients: bool) -> Iterator[ComparedPart]:
     """What this rank has of the weights: the gradients of what learns, or the values."""
-    for flat in (each for each in job.units if not (gradients and each.unit.frozen)):
+    for flat in (unit for unit in job.units if not (gradients and unit.unit.frozen)):
         begins = {entry.row.name: entry.start for entry in flat.unit.entries}
         spans = {row.name: start for row, start, _ in flat.unit.owned(flat.place)}
-        for each in flat.owned:
-            name = each.row.name
+        for shard in flat.owned:
+            name = shard.row.name
             start = flat.place * flat.unit.shard_size + spans[name] - begins[name]
-            values = as_array(each.grad if gradients else each.tensor)
+            values = as_array(shard.grad if gradients else shard.tensor)
             yield ComparedPart(job.table[name].name, job.shards[name], start, values)
 
 
 def _biases(job: Job) -> Iterator[ComparedPart]:
     """What the balancing of this rank updates."""
-    whole = {weight.name: weight for weight in buffers(job.plan.shape)}
+    table = {weight.name: weight for weight in buffers(job.plan.shape)}
     coord = job.plan.layout.coord(job.mesh.rank)
     for chunk in job.chunks:
         for name, bias in chunk.model.named_buffers():
-            held = shard_of(whole[name], job.plan.shape, job.plan.layout, coord)
-            yield ComparedPart(name, held, 0, as_array(bias))
+            shard = shard_of(table[name], job.plan.shape, job.plan.layout, coord)
+            yield ComparedPart(name, shard, 0, as_array(bias))
 
 
 def _held(job: Job) -> Iterator[ComparedPart]:

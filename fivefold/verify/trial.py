@@ -36,7 +36,7 @@ class VerifyVerdict:
 
     @property
     def traffic_match(self) -> bool:
-        return all(each.match for steps in self.traffic for each in steps)
+        return all(traffic.match for steps in self.traffic for traffic in steps)
 
     @property
     def passed(self) -> bool:
@@ -57,23 +57,23 @@ def judge(
     errors = dict.fromkeys(tolerance, 0.0)
     off: set[str] = set()
     for number, truth in enumerate(truths):
-        here = [run.steps[number] for run in runs]
-        for one, kind in (("loss", "loss_err"), ("norm", "norm_err"), ("clip", "clip_err")):
-            found = [getattr(each, one) for each in here]
-            worst = max(compare.relative(value, getattr(truth, one)) for value in found)
+        records = [run.steps[number] for run in runs]
+        for key, kind in (("loss", "loss_err"), ("norm", "norm_err"), ("clip", "clip_err")):
+            values = [getattr(record, key) for record in records]
+            worst = max(compare.relative(value, getattr(truth, key)) for value in values)
             errors[kind] = max(errors[kind], worst)
-        gradients = [part for each in here for part in each.gradients]
-        updated = [part for each in here for part in (*each.weights, *each.biases)]
+        gradients = [part for record in records for part in record.gradients]
+        updated = [part for record in records for part in (*record.weights, *record.biases)]
         if number == len(truths) - 1:
             updated += [part for run in runs for part in run.held]
-        for kind, wanted in (
+        for kind, comparison in (
             ("grad_err", Wanted(truth.gradients, gradients)),
             ("weight_err", Wanted({**truth.weights, **truth.biases}, updated)),
         ):
-            by_name = compare.errors_by_name(wanted)
+            by_name = compare.errors_by_name(comparison)
             off |= {name for name, error in by_name.items() if not error <= tolerance[kind]}
             errors[kind] = max(errors[kind], *by_name.values())
-    order = [one.name for one in (*weights.weights(plan.shape), *weights.buffers(plan.shape))]
+    order = [weight.name for weight in (*weights.weights(plan.shape), *weights.buffers(plan.shape))]
     diverges_at = compare.first_module(off, order)
     traffic, disorder = _traffic(plan, settings, runs), _disorder(plan, runs)
     changed = None if plan.fp8 is None else _flips(plan, runs, truths)
@@ -81,12 +81,12 @@ def judge(
 
 
 def _flips(plan: Plan, runs: list[VerifiedRank], truths: list[Truth]) -> int:
-    found = 0
+    count = 0
     for number, truth in enumerate(truths):
-        found += flips.count_flips(plan, truth.codes, [run.codes[number] for run in runs])
+        count += flips.count_flips(plan, truth.codes, [run.codes[number] for run in runs])
         if truth.rows is not None:
-            found += count_expert_flips(plan, truth.rows, [run.rows[number] for run in runs])
-    return found
+            count += count_expert_flips(plan, truth.rows, [run.rows[number] for run in runs])
+    return count
 
 
 def _disorder(plan: Plan, runs: list[VerifiedRank]) -> str | None:
@@ -94,15 +94,17 @@ def _disorder(plan: Plan, runs: list[VerifiedRank]) -> str | None:
     topology = Topology.of(plan)
     for number in range(len(runs[0].orders)):
         axes = sorted({axis for run in runs for axis in run.orders[number]})
-        for axis, group in [(each, one) for each in axes for one in all_groups(topology, each)]:
+        for axis, group in [
+            (axis_name, ranks) for axis_name in axes for ranks in all_groups(topology, axis_name)
+        ]:
             issued = {rank: runs[rank].orders[number].get(axis, []) for rank in group}
-            if found := compare.first_disagreement(issued):
-                return f"step {number + 1}, axis {axis}: {found}"
+            if mismatch := compare.first_disagreement(issued):
+                return f"step {number + 1}, axis {axis}: {mismatch}"
     return None
 
 
 def _traffic(plan: Plan, settings: VerifySettings, runs: list[VerifiedRank]) -> list[list[Traffic]]:
-    found: list[list[Traffic]] = []
+    traffic: list[list[Traffic]] = []
     itemsize = FORMATS[settings.dtype].itemsize
     for rank, run in enumerate(runs):
         if plan.schedule.asynchronous:
@@ -112,16 +114,24 @@ def _traffic(plan: Plan, settings: VerifySettings, runs: list[VerifiedRank]) -> 
         else:
             listed = collectives.predict_traffic(plan, rank, itemsize=itemsize)
         predicted: Counter[Call] = Counter(
-            {(each.axis, each.kind, each.bytes, each.group): each.count for each in listed}
+            {
+                (
+                    collective.axis,
+                    collective.kind,
+                    collective.bytes,
+                    collective.group,
+                ): collective.count
+                for collective in listed
+            }
         )
-        found.append([Traffic(predicted, each.seen) for each in run.heard])
+        traffic.append([Traffic(predicted, record.seen) for record in run.heard])
     for group in plan.layout.groups("ep") if plan.layout.ep * plan.layout.etp > 1 else ():
-        for number in range(len(found[0])):
+        for number in range(len(traffic[0])):
             least = {axis: least_traffic_share(plan, axis) for axis in (*UNEVEN_AXES, "etp")}
-            shared = compare.evened([found[rank][number] for rank in group], least)
+            shared = compare.evened([traffic[rank][number] for rank in group], least)
             for rank, traffic_of_rank in zip(group, shared, strict=True):
-                found[rank][number] = traffic_of_rank
-    return found
+                traffic[rank][number] = traffic_of_rank
+    return traffic
 
 
 __all__ = [

@@ -61,7 +61,7 @@ def sliders_view(state: State) -> View:
 
 def choices(state: State) -> View:
     """What the other inputs can be set to; numbers that can be typed freely are left out."""
-    found = {
+    options = {
         "model": [_free(name, model=name, config="") for name in models.presets()],
         "machine": [_free(name, machine=name) for name in machine.presets()],
         "schedule": _options(state, "schedule", _schedules(state)),
@@ -78,9 +78,11 @@ def choices(state: State) -> View:
         "replicate": divisors(state.dp),
         "etp": [1] if shape.moe is None else divisors(math.gcd(shape.moe.ffn, state.gpus)),
     }
-    for key, each in values.items():
-        found[key] = _options(state, key, [state.with_keys(**{key: value}) for value in each])
-    return found
+    for key, key_values in values.items():
+        options[key] = _options(
+            state, key, [state.with_keys(**{key: value}) for value in key_values]
+        )
+    return options
 
 
 def _free(value: str, **changes: str) -> View:
@@ -93,10 +95,10 @@ def _schedules(state: State) -> Iterator[State]:
         yield state.with_keys(schedule=name, chunks=family(name).chunks_on(state.pp, None))
 
 
-def _options(state: State, key: str, others: Iterable[State]) -> list[View]:
+def _options(state: State, key: str, other_states: Iterable[State]) -> list[View]:
     """The options of a select; the current value, which changes nothing, is always one of them."""
     current = getattr(state, key)
-    states = {getattr(other, key): other for other in others} | {current: state}
+    states = {getattr(other, key): other for other in other_states} | {current: state}
     return [_value(state, value, [other]) for value, other in states.items()]
 
 
@@ -119,9 +121,9 @@ def _moves(state: State, axis: str) -> Iterator[tuple[int, list[State]]]:
 def _with_dp(state: State, dp: int) -> Iterator[State]:
     """States with so many data ranks: in each, one other axis makes room."""
     for axis in _GIVE_TO_DP:
-        others = math.prod(getattr(state, other) for other in _GIVE_TO_DP if other != axis)
-        degree, rest = divmod(state.gpus, dp * others)
-        if degree and not rest:
+        product = math.prod(getattr(state, other) for other in _GIVE_TO_DP if other != axis)
+        degree, remainder = divmod(state.gpus, dp * product)
+        if degree and not remainder:
             yield settled(state, {axis: degree})
 
 
@@ -156,25 +158,25 @@ def changed(state: State, other: State) -> dict[str, str]:
     return typed(state, values)
 
 
-def sliders_text(found: View) -> list[str]:
+def sliders_text(sliders: View) -> list[str]:
     """The sliders for a terminal: the legal values, and why the others are illegal."""
     lines: list[str] = []
-    for axis, one in found.items():
+    for axis, slider in sliders.items():
         marked = [
-            f"[{each['value']}]" if each["value"] == one["value"] else str(each["value"])
-            for each in one["values"]
-            if each["legal"] or each["value"] == one["value"]
+            f"[{option['value']}]" if option["value"] == slider["value"] else str(option["value"])
+            for option in slider["values"]
+            if option["legal"] or option["value"] == slider["value"]
         ]
-        lines += wrapped(" ".join(marked), f"{axis:<4}{one['label']:<10}")
-        for reason, values in groupby(one["values"], key=_reason):
+        lines += wrapped(" ".join(marked), f"{axis:<4}{slider['label']:<10}")
+        for reason, values in groupby(slider["values"], key=_reason):
             if reason:
                 lines += wrapped(_illegal(axis, list(values)), "    not       ")
     return lines
 
 
-def _reason(one: View) -> str:
+def _reason(option: View) -> str:
     """Why a value is illegal, without the numbers that differ from value to value."""
-    return "" if one["legal"] else re.sub(r"[0-9]+", "", one["why"])
+    return "" if option["legal"] else re.sub(r"[0-9]+", "", option["why"])
 
 
 def _illegal(axis: str, values: list[View]) -> str:
@@ -193,7 +195,7 @@ _SAVE = f"# The model is the pasted config: save it as {CONFIG_FILE} beside this
 def view(params: Params) -> View:
     """Everything about the job of these params; an illegal job has reasons and legal neighbours."""
     state = State.parse(params)
-    found: View = {
+    result: View = {
         "state": state.params(),
         "sliders": sliders_view(state),
         "choices": choices(state),
@@ -204,12 +206,12 @@ def view(params: Params) -> View:
         state.estimate()  # a job that cannot be estimated has no parts at all
         parts = _parts(state, later=False)
         plan_toml = _plan_toml(state, state.plan())
-        return found | parts | {"plan_toml": plan_toml, "command": command(state, CONFIG_FILE)}
+        return result | parts | {"plan_toml": plan_toml, "command": command(state, CONFIG_FILE)}
     except IllegalLayout as error:
         near = _nearest(state, error)
-        return found | {"problem": {"reasons": error.reasons, "nearest": near}}
+        return result | {"problem": {"reasons": error.reasons, "nearest": near}}
     except FivefoldError as error:
-        return found | {"problem": {"reasons": [str(error)], "nearest": []}}
+        return result | {"problem": {"reasons": [str(error)], "nearest": []}}
 
 
 def pictures(params: Params) -> View:
@@ -249,8 +251,8 @@ def _nearest(state: State, error: IllegalLayout) -> list[View]:
     short = replace(state, seq=shape.max_seq)
     try:
         short.plan()
-    except IllegalLayout as rest:
-        return [_with_layout(state, short, label) for label in rest.nearest]
+    except IllegalLayout as refusal:
+        return [_with_layout(state, short, label) for label in refusal.nearest]
     return [{"label": f"seq={short.seq}", "set": changed(state, short)}]
 
 
@@ -258,8 +260,8 @@ def _with_layout(state: State, base: State, label: str) -> View:
     """`base` with the layout of a label, as changes of `state`."""
     layout = Layout.parse(label.partition("(")[0])
     other = settled(base, {"gpus": layout.world, **degrees_of(layout)})
-    words = label if base.seq == state.seq else f"seq={base.seq} {label}"
-    return {"label": words, "set": changed(state, other)}
+    text = label if base.seq == state.seq else f"seq={base.seq} {label}"
+    return {"label": text, "set": changed(state, other)}
 
 
 def _plan_toml(state: State, plan: Plan) -> str:
@@ -274,8 +276,10 @@ def _plan_toml(state: State, plan: Plan) -> str:
 
 
 def _timeline(state: State) -> View:
-    found = state.estimate()
-    return timeline.view(found.timeline, seconds=found.setting.stack.factor, bubble=found.bubble)
+    estimate = state.estimate()
+    return timeline.view(
+        estimate.timeline, seconds=estimate.setting.stack.factor, bubble=estimate.bubble
+    )
 
 
 class ExplorePanel(NamedTuple):
@@ -375,5 +379,5 @@ PANELS: dict[str, ExplorePanel] = {
 
 def searches() -> dict[str, Callable[[Params, Progress], View]]:
     """The questions that take seconds: asked apart, with a progress bar."""
-    found = ((name, panel.search) for name, panel in PANELS.items())
-    return {name: search for name, search in found if search is not None}
+    pairs = ((name, panel.search) for name, panel in PANELS.items())
+    return {name: search for name, search in pairs if search is not None}

@@ -19,10 +19,10 @@ _DAYS, _RUNS = 30.0, 40
 _LEAST, _MOST = 1024, 131_072
 
 
-def failures_view(found: Estimate) -> View:
+def failures_view(estimate: Estimate) -> View:
     """A month with failures, if the machine has a rate of them."""
-    machine = found.setting.machine
-    job = usual_failures(found, None)
+    machine = estimate.setting.machine
+    job = usual_failures(estimate, None)
     if job is None or machine.gpu_mtbf_hours is None:
         why = (
             f"No rate of failures is known for {machine.name}: fivefold simulate takes one with "
@@ -31,9 +31,11 @@ def failures_view(found: Estimate) -> View:
         return {"headline": why, "missing": why, "lost": {}, "designs": [], "lines": [why]}
     run = simulate_failures(job, _DAYS, _RUNS, seed=0)
     scales = [_LEAST << power for power in range(8) if _LEAST << power <= _MOST]
-    points = scale_points(found, FailureRates(machine.gpu_mtbf_hours), scales)
-    by_name = groupby(sorted(points, key=lambda one: one.design), key=lambda one: one.design)
-    shares = {name: [one.goodput for one in ones] for name, ones in by_name}
+    points = scale_points(estimate, FailureRates(machine.gpu_mtbf_hours), scales)
+    by_name = groupby(
+        sorted(points, key=lambda point: point.design), key=lambda point: point.design
+    )
+    shares = {name: [point.goodput for point in ones] for name, ones in by_name}
     low, high = run.goodput_band
     return {
         "headline": f"{percent(run.goodput)} of the time in steps that count, {percent(low)} to "
@@ -42,25 +44,27 @@ def failures_view(found: Estimate) -> View:
         "missing": None,
         "goodput": run.goodput,
         "band": [low, high],
-        "lost": {name: each / (_DAYS * 86_400) for name, each in run.lost.items() if each > 0},
+        "lost": {
+            name: seconds / (_DAYS * 86_400) for name, seconds in run.lost.items() if seconds > 0
+        },
         "words": LOST_WORDS,
         "designs": [
             {"name": name, "shares": shares[name]}
-            for name in dict.fromkeys(one.design for one in points)
+            for name in dict.fromkeys(point.design for point in points)
         ],
         "scales": scales,
         "gpus": job.domain.gpus,
-        "lines": forecast_lines(found.plan, run),
+        "lines": forecast_lines(estimate.plan, run),
     }
 
 
-def failures_text(one: View) -> list[str]:
+def failures_text(view: View) -> list[str]:
     """The same for a terminal."""
-    lines = list(one["lines"])
-    for design in one["designs"]:
+    lines = list(view["lines"])
+    for design in view["designs"]:
         shares = (
             f"{gpus // 1024}k {percent(share)}"
-            for gpus, share in zip(one["scales"], design["shares"], strict=True)
+            for gpus, share in zip(view["scales"], design["shares"], strict=True)
         )
         lines += wrapped(f"{design['name']}: {', '.join(shares)}", "at scale  ")
     return lines

@@ -43,8 +43,8 @@ def job_of(params: Params) -> State:
     absent = (name for name in DERIVED if not params.get(name, "").strip())
     state = state.derive([*absent, *state.derived.split()])
     job = {name: getattr(state, name) for name in JOB}
-    words = (word for word in state.also.split() if word.partition("=")[0] not in _OF_LAYOUT)
-    job["also"] = " ".join(words)
+    parts = (word for word in state.also.split() if word.partition("=")[0] not in _OF_LAYOUT)
+    job["also"] = " ".join(parts)
     shape = state.shape()
     if shape.positions == "learned":
         job["seq"] = min(state.seq, shape.max_seq)
@@ -78,10 +78,10 @@ def layout_params(state: State) -> dict[str, str]:
     return {name: texts.get(name, "") for name in (*LAYOUT, "also")}
 
 
-def nothing_fits(job: State, asked: PlanRequest, refused: NothingFits) -> View:
+def nothing_fits(job: State, request: PlanRequest, refused: NothingFits) -> View:
     """The leanest layout, None if no layout is legal; and jobs near this one that have a layout."""
     plan = refused.leanest
-    ways = [_way(job, changes) for changes in _ways(job, asked, refused)]
+    ways = [_way(job, changes) for changes in _ways(job, request, refused)]
     ways += _lean_ways(job)
     first = State(derived=" ".join(DERIVED))
     name = f"{first.model} on {first.gpus:,} GPUs of {first.machine}"
@@ -95,66 +95,66 @@ def _lean_ways(job: State) -> Iterator[View]:
     """The same job with less memory a GPU: what trains fewer weights, or keeps them elsewhere."""
     leaner = _LEAN if job.gpus <= machine.load(job.machine).gpus_per_node else {}
     for label, key in leaner.items():
-        words = {word.partition("=")[0]: word for word in job.also.split()}
-        also = " ".join(sorted({**words, key.partition("=")[0]: key}.values()))
+        parts = {word.partition("=")[0]: word for word in job.also.split()}
+        also = " ".join(sorted({**parts, key.partition("=")[0]: key}.values()))
         if also != job.also and has_plan(request_of(replace(job, also=also))):
             yield {"label": label, "set": {"also": also}}
 
 
 def typed(job: State, changes: dict[str, str]) -> dict[str, str]:
     """Changes as the page applies them: what is changed is no longer derived."""
-    rest = " ".join(name for name in job.derived.split() if name not in changes)
-    return changes if rest == job.derived else {**changes, "derived": rest}
+    text = " ".join(name for name in job.derived.split() if name not in changes)
+    return changes if text == job.derived else {**changes, "derived": text}
 
 
 def _way(job: State, changes: dict[str, int]) -> View:
-    words = {
+    templates = {
         "gpus": "{:,} GPUs",
         "batch": "a batch of {:,} sequences",
         "seq": "sequences of {:,} tokens",
     }
-    label = " and ".join(words[name].format(value) for name, value in changes.items())
+    label = " and ".join(templates[name].format(value) for name, value in changes.items())
     return {"label": label, "set": typed(job, {name: str(changes[name]) for name in changes})}
 
 
-def _ways(job: State, asked: PlanRequest, refused: NothingFits) -> Iterator[dict[str, int]]:
+def _ways(job: State, request: PlanRequest, refused: NothingFits) -> Iterator[dict[str, int]]:
     """Changes of the job after which something fits, the smallest first."""
     if refused.gpus is not None:
         yield {"gpus": refused.gpus}
         return
-    found = False
+    fits = False
     if refused.leanest is None:
         batch = -(-job.batch // job.gpus) * job.gpus
-        if batch != job.batch and _fits(asked, batch=batch):
-            found = True
+        if batch != job.batch and _fits(request, batch=batch):
+            fits = True
             yield {"batch": batch}
         round_number = 1 << (job.gpus.bit_length() - 1)
-        if gpus := _enough(asked.on(round_number)):
-            found = True
+        if gpus := _enough(request.on(round_number)):
+            fits = True
             yield {"gpus": gpus}
     seq = job.seq // 2
-    while not found and seq >= _SHORTEST:
-        if found := _fits(asked, seq=seq):
+    while not fits and seq >= _SHORTEST:
+        if fits := _fits(request, seq=seq):
             yield {"seq": seq}
         seq //= 2
 
 
-def _fits(asked: PlanRequest, **changes: int) -> bool:
-    return has_plan(replace(asked, space=replace(asked.space, **changes)))
+def _fits(request: PlanRequest, **changes: int) -> bool:
+    return has_plan(replace(request, space=replace(request.space, **changes)))
 
 
-def _enough(asked: PlanRequest) -> int | None:
+def _enough(request: PlanRequest) -> int | None:
     """The number of GPUs of this request if something fits on them, else how many it takes."""
-    if has_plan(asked):
-        return asked.space.gpus
-    found = search_layouts(asked.space, asked.setting, 1)
-    return None if found.leanest is None else gpus_needed(asked, found.leanest.bytes)
+    if has_plan(request):
+        return request.space.gpus
+    result = search_layouts(request.space, request.setting, 1)
+    return None if result.leanest is None else gpus_needed(request, result.leanest.bytes)
 
 
 def command(state: State, config_file: str) -> str:
     """The command that prints the same plan in a terminal; a pasted config is a file."""
     layout = state.layout()
-    words = [
+    args = [
         *("fivefold", "plan", config_file if state.config else state.model),
         *("--machine", state.machine, "--layout", str(layout)),
         *("--zero", str(layout.zero), "--recompute", state.recompute),
@@ -163,10 +163,10 @@ def command(state: State, config_file: str) -> str:
         *("--precision", state.precision, "--tokens", f"{state.tokens:g}"),
     ]
     if layout.pp > 1:
-        words += ["--schedule", state.schedule, "--chunks", str(layout.chunks)]
+        args += ["--schedule", state.schedule, "--chunks", str(layout.chunks)]
     if layout.cp > 1:
-        words += ["--context", layout.context]
+        args += ["--context", layout.context]
     also = [word for word in state.also.split() if not word.startswith("order=")]
     if also:
-        words += ["--set", " ".join(also)]
-    return shlex.join(words)
+        args += ["--set", " ".join(also)]
+    return shlex.join(args)

@@ -86,8 +86,8 @@ def _stages(plan: Plan, pp_rank: int) -> str:
     return f"{stage_noun} {_and(map(str, stages))}: {layer_noun} {_and(map(span, spans))}"
 
 
-def _and(words: Iterable[str]) -> str:
-    *first, last = words
+def _and(names: Iterable[str]) -> str:
+    *first, last = names
     return f"{', '.join(first)} and {last}" if first else last
 
 
@@ -110,12 +110,12 @@ def map_text(view: View, rank: int = 0) -> list[str]:
 
 
 def _group_text(view: View, axis: View, group: Sequence[int], rank: int) -> str:
-    words = f"{axis['axis']:<4} {counted(len(group), 'rank'):<12}"
+    heading = f"{axis['axis']:<4} {counted(len(group), 'rank'):<12}"
     if len(group) == 1:
-        return f"{words} alone"
+        return f"{heading} alone"
     own = _tier_of(view, group)
-    others = f" (others over {axis['tier']})" if axis["tier"] != own else ""
-    return f"{words} coord {group.index(rank):<5} {own}{others}: {listed(group)}"
+    suffix = f" (others over {axis['tier']})" if axis["tier"] != own else ""
+    return f"{heading} coord {group.index(rank):<5} {own}{suffix}: {listed(group)}"
 
 
 def _tier_of(view: View, group: Sequence[int]) -> str:
@@ -131,7 +131,7 @@ def listed(group: Sequence[int]) -> str:
     >>> listed([0, 1, 2, 3, 4, 5]), listed([3, 11]), listed([0, 8, 16, 24, 32])
     ('0–5', '3, 11', '0, 8, 16 … 32')
     """
-    if len(group) > 2 and all(other - one == 1 for one, other in pairwise(group)):
+    if len(group) > 2 and all(other - member == 1 for member, other in pairwise(group)):
         return f"{group[0]}–{group[-1]}"
     if len(group) <= _MOST_NAMED:
         return ", ".join(map(str, group))
@@ -149,15 +149,17 @@ def _drawn_map(view: View, groups: dict[str, tuple[int, ...]], rank: int) -> Ite
         for other in groups[axis]:
             letters[other] = letter
     letters[rank] = "@"
-    words = " · ".join(
+    legend = " · ".join(
         f"{letter} {axis}" for axis, letter in MARKS.items() if len(groups[axis]) > 1
     )
-    yield f"@ rank {rank}" + (f" · {words}" if words else "") + "; by node:"
+    yield f"@ rank {rank}" + (f" · {legend}" if legend else "") + "; by node:"
     gutter = len(f"node {num_nodes - 1} ")
     across = max(1, (WIDTH - gutter) // (node + 1))
     for first in range(0, num_nodes, across):
         nodes = range(first, min(num_nodes, first + across))
-        boxes = ("".join(letters[one * node : (one + 1) * node]) for one in nodes)
+        boxes = (
+            "".join(letters[node_index * node : (node_index + 1) * node]) for node_index in nodes
+        )
         yield f"node {first}".ljust(gutter) + " ".join(boxes)
 
 
@@ -172,28 +174,28 @@ _VERDICTS = {
 
 def numbers_view(state: State) -> View:
     """The numbers that decide, from the estimate of one step."""
-    found = state.estimate()
-    plan, setting = found.plan, found.setting
+    estimate = state.estimate()
+    plan, setting = estimate.plan, estimate.setting
     layout, parameters = plan.layout, count.parameters(plan.shape)
-    speed = found.tokens_per_s_per_gpu
+    speed = estimate.tokens_per_s_per_gpu
     return {
         "model": plan.shape.name,
         "parameters": parameters.total,
         "active": parameters.active,
         "layout": str(layout),
-        "verdict": found.verdict,
-        "verdict_says": f"{_VERDICTS[found.verdict]}: {verdict_text(found)}",
-        "total": found.total,
+        "verdict": estimate.verdict,
+        "verdict_says": f"{_VERDICTS[estimate.verdict]}: {verdict_text(estimate)}",
+        "total": estimate.total,
         "limit": setting.machine.memory,
         "usable": setting.capacity,
-        "step": found.step,
+        "step": estimate.step,
         "tokens_per_s": speed * layout.world,
         "tokens_per_s_per_gpu": speed,
-        "mfu": found.mfu,
-        "bubble": found.bubble,
+        "mfu": estimate.mfu,
+        "bubble": estimate.bubble,
         "tokens": state.tokens,
-        "days": found.days(state.tokens),
-        "gpu_hours": found.gpu_hours(state.tokens),
+        "days": estimate.days(state.tokens),
+        "gpu_hours": estimate.gpu_hours(state.tokens),
         "batch": str(plan.batch),
         "readings": readings(plan),
         "notes": list(plan.notes),
@@ -202,24 +204,24 @@ def numbers_view(state: State) -> View:
     }
 
 
-def numbers_text(one: View) -> list[str]:
+def numbers_text(view: View) -> list[str]:
     """The same for a terminal."""
     lines = [
-        ("model", f"{one['model']}: {one['parameters'] / 1e9:,.2f} B parameters, "
-                  f"{one['active'] / 1e9:,.2f} B active a token"),
-        *(("layout", reading) for reading in one["readings"]),
-        ("batch", one["batch"]),
-        ("verdict", f"{one['verdict']}: {gib(one['total'])} of {gib(one['limit'])}, "
-                    f"of which {gib(one['usable'])} may be used"),
-        ("step", f"{duration(one['step'])}: {one['tokens_per_s']:,.0f} tokens/s, "
-                 f"{one['tokens_per_s_per_gpu']:,.0f} tokens/s/GPU"),
-        ("MFU", f"{one['mfu']:.1%} {one['peak']}"),
-        ("bubble", f"{one['bubble']:.1%} of the step"),
-        ("run", f"{one['tokens']:.4g} tokens: {one['days']:,.1f} days, "
-                f"{one['gpu_hours']:,.0f} GPU-hours"),
-        *(("note", note) for note in one["notes"]),
+        ("model", f"{view['model']}: {view['parameters'] / 1e9:,.2f} B parameters, "
+                  f"{view['active'] / 1e9:,.2f} B active a token"),
+        *(("layout", reading) for reading in view["readings"]),
+        ("batch", view["batch"]),
+        ("verdict", f"{view['verdict']}: {gib(view['total'])} of {gib(view['limit'])}, "
+                    f"of which {gib(view['usable'])} may be used"),
+        ("step", f"{duration(view['step'])}: {view['tokens_per_s']:,.0f} tokens/s, "
+                 f"{view['tokens_per_s_per_gpu']:,.0f} tokens/s/GPU"),
+        ("MFU", f"{view['mfu']:.1%} {view['peak']}"),
+        ("bubble", f"{view['bubble']:.1%} of the step"),
+        ("run", f"{view['tokens']:.4g} tokens: {view['days']:,.1f} days, "
+                f"{view['gpu_hours']:,.0f} GPU-hours"),
+        *(("note", note) for note in view["notes"]),
     ]  # fmt: skip
-    return [row for head, words in lines for row in wrapped(words, f"{head:<10}")]
+    return [row for head, text in lines for row in wrapped(text, f"{head:<10}")]
 
 
 # Memory by category: of the fullest rank against the GPU's limit, and of every pipeline rank.
@@ -234,28 +236,30 @@ _LABELS = {"context": "driver"}  # on this page, context means context paralleli
 
 def memory_view(state: State) -> View:
     """Bytes of a rank of each pipeline stage, and of the fullest of all ranks."""
-    found = state.estimate()
-    plan, limit = found.plan, found.setting.machine.memory
+    estimate = state.estimate()
+    plan, limit = estimate.plan, estimate.setting.machine.memory
     places = state.ranks().peaks()
-    names = [name for name in places[0] if any(one[name] > 0 for one in places)]
-    labels = {name: _LABELS.get(name, name) for name in found.memory}
+    names = [name for name in places[0] if any(memory[name] > 0 for memory in places)]
+    labels = {name: _LABELS.get(name, name) for name in estimate.memory}
     return {
-        "headline": f"{gib(found.total)} of {gib(limit)} on the fullest rank: "
-        + verdict_text(found),
+        "headline": f"{gib(estimate.total)} of {gib(limit)} on the fullest rank: "
+        + verdict_text(estimate),
         "limit": limit,
-        "usable": found.setting.capacity,
-        "total": found.total,
-        "verdict": found.verdict,
-        "fullest": {labels[name]: round(size) for name, size in found.memory.items() if size > 0},
+        "usable": estimate.setting.capacity,
+        "total": estimate.total,
+        "verdict": estimate.verdict,
+        "fullest": {
+            labels[name]: round(size) for name, size in estimate.memory.items() if size > 0
+        },
         "places": [
             {
                 "name": f"pp {pp_rank}",
                 "layers": _layers(plan, pp_rank),
-                "total": round(sum(one.values())),
+                "total": round(sum(memory.values())),
             }
-            for pp_rank, one in enumerate(places)
+            for pp_rank, memory in enumerate(places)
         ],
-        "parts": {labels[name]: [round(one[name]) for one in places] for name in names},
+        "parts": {labels[name]: [round(memory[name]) for memory in places] for name in names},
     }
 
 
@@ -275,25 +279,25 @@ def _layer_noun(spans: Sequence[range]) -> str:
     return "layer" if sum(map(len, spans)) == 1 else "layers"
 
 
-def memory_text(found: View) -> list[str]:
+def memory_text(view: View) -> list[str]:
     """The same for a terminal."""
-    limit = found["limit"]
-    lines = [f"memory    {found['headline']}"]
-    lines += [bar(name, gib(size), size / limit) for name, size in found["fullest"].items()]
-    if found["total"] < limit:
-        free = limit - found["total"]
+    limit = view["limit"]
+    lines = [f"memory    {view['headline']}"]
+    lines += [bar(name, gib(size), size / limit) for name, size in view["fullest"].items()]
+    if view["total"] < limit:
+        free = limit - view["total"]
         lines.append(bar("free", gib(free), free / limit, "·"))
-    if len(found["places"]) > 1:
-        lines += ["", f"          {counted(len(found['places']), 'stage')} of the pipeline:"]
-        lines += _places(found["places"], limit)
+    if len(view["places"]) > 1:
+        lines += ["", f"          {counted(len(view['places']), 'stage')} of the pipeline:"]
+        lines += _places(view["places"], limit)
     return lines
 
 
 def _places(places: Sequence[View], limit: float) -> list[str]:
     """Both ends of a long pipeline, and how many ranks are between them."""
-    rows = [bar(one["name"], gib(one["total"]), one["total"] / limit) for one in places]
-    half, more = _MOST_LINES // 2, len(rows) - _MOST_LINES
-    return rows if more <= 0 else [*rows[:half], f"          … {more} more", *rows[-half:]]
+    rows = [bar(stage["name"], gib(stage["total"]), stage["total"] / limit) for stage in places]
+    half, extra = _MOST_LINES // 2, len(rows) - _MOST_LINES
+    return rows if extra <= 0 else [*rows[:half], f"          … {extra} more", *rows[-half:]]
 
 
 # How the busiest rank spends a step.
@@ -316,23 +320,23 @@ _WORDS = {
 }
 
 
-def timing_view(found: Estimate) -> View:
+def timing_view(estimate: Estimate) -> View:
     """The step by what it is spent on, without parts of 0 seconds."""
-    parts = found.breakdown()
+    parts = estimate.breakdown()
     return {
-        "headline": f"{duration(found.step)} a step, of which compute is "
-        f"{parts.get('compute', 0.0) / found.step:.1%}",
-        "step": found.step,
+        "headline": f"{duration(estimate.step)} a step, of which compute is "
+        f"{parts.get('compute', 0.0) / estimate.step:.1%}",
+        "step": estimate.step,
         "parts": parts,
         "words": {name: _WORDS[name] for name in parts},
     }
 
 
-def timing_text(found: View) -> list[str]:
+def timing_text(view: View) -> list[str]:
     """The same for a terminal."""
-    parts, step = found["parts"], found["step"]
+    parts, step = view["parts"], view["step"]
     bars = [bar(name, duration(seconds), seconds / step) for name, seconds in parts.items()]
-    return [f"step      {found['headline']}", *bars]
+    return [f"step      {view['headline']}", *bars]
 
 
 # What rank 0 sends in a step: every collective that the runtime will issue, by axis and kind.
@@ -350,11 +354,11 @@ def traffic_view(plan: Plan) -> View:
     """The traffic of rank 0 by axis and kind; for an asynchronous schedule, why there is none."""
     assert plan.machine is not None, "a state always names a machine"
     try:
-        found = predict_traffic(plan, 0, itemsize=PRECISIONS[plan.precision].itemsize)
+        collectives = predict_traffic(plan, 0, itemsize=PRECISIONS[plan.precision].itemsize)
     except FivefoldError as error:
         return {"headline": "not predicted", "refused": str(error), "rows": []}
     summed: defaultdict[tuple[str, str, int], list[TrafficEntry]] = defaultdict(list)
-    for entry in found:
+    for entry in collectives:
         summed[entry.axis, entry.kind, entry.group].append(entry)
     rows = [_row(plan, plan.machine, entries) for entries in summed.values()]
     rows.sort(key=lambda row: (_ORDER.index(row["dimension"]), -row["sent"]))
@@ -374,22 +378,22 @@ def _row(plan: Plan, machine: Machine, entries: list[TrafficEntry]) -> View:
         "dimension": groups.DIMENSIONS.get(axis, "all"),
         "axis": axis,
         "kind": kind_text(entries[0].kind),
-        "calls": sum(one.count for one in entries),
-        "bytes": sum(one.count * one.bytes for one in entries),
-        "sent": round(sum(one.sent for one in entries)),
+        "calls": sum(entry.count for entry in entries),
+        "bytes": sum(entry.count * entry.bytes for entry in entries),
+        "sent": round(sum(entry.sent for entry in entries)),
         "group": entries[0].group,
         "tier": groups.tier(plan, axis, machine).name,
     }
 
 
-def traffic_text(found: View) -> list[str]:
+def traffic_text(view: View) -> list[str]:
     """The same for a terminal."""
-    if found["refused"]:
-        return wrapped(found["refused"], "traffic   ")
+    if view["refused"]:
+        return wrapped(view["refused"], "traffic   ")
     rows = [_HEADS]
-    for one in found["rows"]:
-        sizes = (f"{one[name] / 2**30:,.3f}" for name in ("bytes", "sent"))
-        numbers = (f"{one['group']:,}", f"{one['calls']:,}", *sizes)
-        rows.append((one["axis"], one["kind"], *numbers, one["tier"]))
+    for row in view["rows"]:
+        sizes = (f"{row[name] / 2**30:,.3f}" for name in ("bytes", "sent"))
+        numbers = (f"{row['group']:,}", f"{row['calls']:,}", *sizes)
+        rows.append((row["axis"], row["kind"], *numbers, row["tier"]))
     lines = table(rows, left=(0, 1, 6))
-    return [f"traffic   {found['headline']}", *(f"          {line}" for line in lines)]
+    return [f"traffic   {view['headline']}", *(f"          {line}" for line in lines)]

@@ -55,72 +55,74 @@ def ranking_view(params: Params, on_progress: Progress) -> View:
     layout, and jobs that have one. `job` has the keys of the job that was searched."""
     job = job_of(params)
     cut = "seq" not in job.derived and State.parse(params).seq > job.seq
-    asked = request_of(job)
-    machine_ = asked.setting.machine
-    found: View = {
+    request = request_of(job)
+    machine_ = request.setting.machine
+    view: View = {
         "job": job_params(job),
-        "model": asked.shape.name,
+        "model": request.shape.name,
         "machine": machine_.name,
         "gpus": job.gpus,
         "seq": job.seq,
         "batch": job.batch,
         "limit": machine_.memory,
-        "usable": asked.setting.capacity,
+        "usable": request.setting.capacity,
         "layouts": [],
         "front": [],
         "because": [],
-        "notes": [*asked.notes, *([f"sequences are cut to {job.seq:,} tokens"] if cut else [])],
+        "notes": [*request.notes, *([f"sequences are cut to {job.seq:,} tokens"] if cut else [])],
         "refused": "",
         "lean": None,
         "ways": [],
     }
     try:
-        best = best_plans(asked, _TOP, lambda share: on_progress(_SEARCH_SHARE * share))
+        best = best_plans(request, _TOP, lambda share: on_progress(_SEARCH_SHARE * share))
     except NothingFits as error:
-        return found | {"refused": str(error)} | nothing_fits(job, asked, error)
-    found |= _ranked(job, best, found["notes"])
+        return view | {"refused": str(error)} | nothing_fits(job, request, error)
+    view |= _ranked(job, best, view["notes"])
     on_progress(1.0)
-    return found
+    return view
 
 
-def _ranked(job: State, found: PlanResult, notes: list[str]) -> View:
+def _ranked(job: State, result: PlanResult, notes: list[str]) -> View:
     def state_of(plan: Plan) -> State:  # that a click on this plan opens
         return replace(job, **keys_of(plan))
 
-    choice, *others = (state_of(one.plan) for one in found.plans)
-    states = [choice, *sorted(others, key=lambda state: speed_rank(state.estimate()))]
+    choice, *other_states = (state_of(candidate.plan) for candidate in result.plans)
+    states = [choice, *sorted(other_states, key=lambda state: speed_rank(state.estimate()))]
     first = choice.estimate()
-    rival = None if found.rival is None else state_of(found.rival.plan).estimate()
+    rival = None if result.rival is None else state_of(result.rival.plan).estimate()
     # The fastest is on the front even if it took too long to be simulated twice.
     fastest = min(states, key=lambda state: state.estimate().step)
-    front = dict.fromkeys([*(state_of(one.plan) for one in found.front), fastest])
+    front = dict.fromkeys([*(state_of(candidate.plan) for candidate in result.front), fastest])
     return {
-        "candidates": found.candidates,
-        "passed_over": found.passed_over,
-        "layouts": [_entry(one, choice, fastest.estimate().step) for one in states],
-        "front": [_entry(one, choice, fastest.estimate().step) for one in front],
-        "because": plan_text.reasons_text(first, compare_neighbours(first), rival, found.simpler),
-        "notes": [*notes, *_stage_layers_note(found.plans[0], first)],
+        "candidates": result.candidates,
+        "passed_over": result.passed_over,
+        "layouts": [
+            _entry(layout_state, choice, fastest.estimate().step) for layout_state in states
+        ],
+        "front": [_entry(layout_state, choice, fastest.estimate().step) for layout_state in front],
+        "because": plan_text.reasons_text(first, compare_neighbours(first), rival, result.simpler),
+        "notes": [*notes, *_stage_layers_note(result.plans[0], first)],
     }
 
 
 def _entry(state: State, first: State, fastest: float) -> View:
     """One layout: its cost, what it loses to the first, and the keys that a click sets."""
-    one = state.estimate()
-    layout, batch = one.plan.layout, one.plan.batch
+    estimate = state.estimate()
+    layout, batch = estimate.plan.layout, estimate.plan.batch
     return {
         "layout": f"{layout} {layout.context}" if layout.cp > 1 else str(layout),
         "zero": layout.zero,
         "schedule": f"{state.schedule}({layout.chunks})" if layout.pp > 1 else "–",
         "batch": f"{batch.microbatch_size} × {batch.microbatches}",
-        "recompute": str(one.plan.recompute),
-        "total": one.total,
-        "verdict": one.verdict,
-        "step": one.step,
-        "tokens_per_s_per_gpu": one.tokens_per_s_per_gpu,
-        "mfu": one.mfu,
-        "bubble": one.bubble,
-        "loses": "" if state == first else plan_text.loses(one, first.estimate(), fastest),
+        "recompute": str(estimate.plan.recompute),
+        "total": estimate.total,
+        "verdict": estimate.verdict,
+        "step": estimate.step,
+        "tokens_per_s_per_gpu": estimate.tokens_per_s_per_gpu,
+        "mfu": estimate.mfu,
+        "bubble": estimate.bubble,
+        "loses": "" if state == first else plan_text.loses(estimate, first.estimate(), fastest),
         "set": layout_params(state),
     }
 
@@ -135,56 +137,59 @@ def _stage_layers_note(best: Estimate, plain: Estimate) -> list[str]:
     ]
 
 
-def ranking_text(found: View) -> list[str]:
+def ranking_text(view: View) -> list[str]:
     """The same for a terminal."""
-    place = f"{found['gpus']:,} GPU{'' if found['gpus'] == 1 else 's'} of {found['machine']}"
+    cluster = f"{view['gpus']:,} GPU{'' if view['gpus'] == 1 else 's'} of {view['machine']}"
     head = (
-        f"{found['model']} on {place}: the planner's best layouts for "
-        f"{counted(found['batch'], 'sequence')} of {found['seq']:,} tokens a step"
+        f"{view['model']} on {cluster}: the planner's best layouts for "
+        f"{counted(view['batch'], 'sequence')} of {view['seq']:,} tokens a step"
     )
     lines = wrapped(head)
-    if found["refused"]:
-        near = " · ".join(one["label"] for one in found["ways"])
-        return [*lines, *wrapped(found["refused"]), *wrapped(near, "near: ")]
-    rows = [_row(number, one) for number, one in enumerate(found["layouts"], 1)]
+    if view["refused"]:
+        near = " · ".join(option["label"] for option in view["ways"])
+        return [*lines, *wrapped(view["refused"]), *wrapped(near, "near: ")]
+    rows = [_row(number, entry) for number, entry in enumerate(view["layouts"], 1)]
     lines += [
-        f"{found['candidates']:,} layouts weighed and {found['passed_over']:,} passed over",
+        f"{view['candidates']:,} layouts weighed and {view['passed_over']:,} passed over",
         "",
         *table([_HEADS, *rows], left=(1, 3)),
         "",
     ]
-    for i, one in enumerate(found["layouts"]):
-        how = [] if one["schedule"] == "–" else [one["schedule"]]
-        how += [f"microbatches {one['batch']}", *([one["loses"]] if one["loses"] else [])]
-        lines += _in_margin(f"{i + 1}", [", ".join(how), *(found["because"] if i == 0 else [])])
-    least = sorted(found["front"], key=lambda one: one["total"])
-    lines += _in_margin("front", [_on_front(one) for one in least])
-    return [*lines, *_in_margin("note", found["notes"])]
+    for i, layout in enumerate(view["layouts"]):
+        details = [] if layout["schedule"] == "–" else [layout["schedule"]]
+        details += [
+            f"microbatches {layout['batch']}",
+            *([layout["loses"]] if layout["loses"] else []),
+        ]
+        lines += _in_margin(f"{i + 1}", [", ".join(details), *(view["because"] if i == 0 else [])])
+    least = sorted(view["front"], key=lambda point: point["total"])
+    lines += _in_margin("front", [_on_front(point) for point in least])
+    return [*lines, *_in_margin("note", view["notes"])]
 
 
-def _row(number: int, one: View) -> tuple[str, ...]:
+def _row(number: int, entry: View) -> tuple[str, ...]:
     return (
         str(number),
-        one["layout"],
-        str(one["zero"]),
-        one["recompute"],
-        f"{one['total'] / 2**30:,.1f}",
-        duration(one["step"]),
-        f"{one['tokens_per_s_per_gpu']:,.0f}",
-        f"{one['mfu']:.1%}",
+        entry["layout"],
+        str(entry["zero"]),
+        entry["recompute"],
+        f"{entry['total'] / 2**30:,.1f}",
+        duration(entry["step"]),
+        f"{entry['tokens_per_s_per_gpu']:,.0f}",
+        f"{entry['mfu']:.1%}",
     )
 
 
-def _on_front(one: View) -> str:
-    words = f"{one['layout']}, ZeRO-{one['zero']}, recompute {one['recompute']}"
-    return f"{gib(one['total'])} and {duration(one['step'])}: {words}"
+def _on_front(entry: View) -> str:
+    text = f"{entry['layout']}, ZeRO-{entry['zero']}, recompute {entry['recompute']}"
+    return f"{gib(entry['total'])} and {duration(entry['step'])}: {text}"
 
 
 def _in_margin(head: str, sentences: Sequence[str]) -> list[str]:
     """Wrapped sentences, with a word in the margin of the first."""
     margins = [f"{'' if i else head:>5}  " for i in range(len(sentences))]
     pairs = zip(sentences, margins, strict=True)
-    return [line for one, margin in pairs for line in wrapped(one, margin)]
+    return [line for sentence, margin in pairs for line in wrapped(sentence, margin)]
 
 
 # Memory by sequence length: of the shown layout, and of one layout for each strategy.
@@ -253,7 +258,7 @@ def _sizes(plan: Plan, setting: EstimateSetting, lengths: list[int]) -> dict[str
         longer = replace(plan, batch=replace(plan.batch, seq=seq))
         by_stages.setdefault(tuple(longer.stages), []).append(seq)
     grid = replace(grid_of_plan(plan), recompute=np.arange(float(len(RECOMPUTE))))
-    found: dict[str, dict[int, float]] = {kind: {} for kind in RECOMPUTE}
+    sizes_by_kind: dict[str, dict[int, float]] = {kind: {} for kind in RECOMPUTE}
     for spans, group in by_stages.items():
         # The memory is computed with arrays: one call for all lengths, one row per length.
         rows: Any = np.array(group, float)[:, None]
@@ -261,8 +266,8 @@ def _sizes(plan: Plan, setting: EstimateSetting, lengths: list[int]) -> dict[str
         total = peak_memory(*job, spans=spans).total
         sizes = np.broadcast_to(total, (len(group), len(RECOMPUTE)))
         for kind, column in zip(RECOMPUTE, sizes.T, strict=True):
-            found[kind] |= dict(zip(group, map(float, column), strict=True))
-    return found
+            sizes_by_kind[kind] |= dict(zip(group, map(float, column), strict=True))
+    return sizes_by_kind
 
 
 def _is_legal(plan: Plan, seq: int) -> bool:
@@ -274,37 +279,37 @@ def _is_legal(plan: Plan, seq: int) -> bool:
 def curves_view(params: Params, on_progress: Progress) -> View:
     """A curve for each strategy, and that of the layout in `params`, if there is one."""
     job = job_of(params)
-    asked = request_of(job)
-    found: list[View] = []
+    request = request_of(job)
+    strategies: list[View] = []
     for number, name in enumerate(STRATEGIES):
         on_progress(number / len(STRATEGIES))
-        one = {"strategy": name, **_strategy(asked, name)}
-        found.append(one | {"words": curve_words(one)})
+        strategy = {"strategy": name, **_strategy(request, name)}
+        strategies.append(strategy | {"words": curve_words(strategy)})
     on_progress(1.0)
     state = State.parse(params)
     has_layout = bool(set(params) & set(LAYOUT)) and not state.problems()
     return {
-        **_axes(job, asked.setting),
+        **_axes(job, request.setting),
         "gpus": job.gpus,
         "batch": job.batch,
-        "strategies": found,
+        "strategies": strategies,
         "current": current(state) if has_layout else None,
     }
 
 
-def _strategy(asked: PlanRequest, name: str) -> View:
+def _strategy(request: PlanRequest, name: str) -> View:
     """The curve of the layout that represents a strategy, or why there is none."""
-    question = asked.space
+    question = request.space
     one_per_gpu = -(-question.batch // question.gpus) * question.gpus
     for batch in dict.fromkeys((question.batch, one_per_gpu)):
-        one = _chosen(replace(question, batch=batch), asked.setting, name)
-        if one is not None:
-            plan = resolve(options_of(one.grid, asked.options))
+        candidate = _chosen(replace(question, batch=batch), request.setting, name)
+        if candidate is not None:
+            plan = resolve(options_of(candidate.grid, request.options))
             return {
                 "refused": "",
                 "larger_batch": batch if batch != question.batch else None,
                 "recompute": str(plan.recompute.usual),
-                **_curve(plan, asked.setting, lengths(question.seq)),
+                **_curve(plan, request.setting, lengths(question.seq)),
             }
     return {"refused": f"no legal layout on {question.gpus_text} at {question.seq:,} tokens"}
 
@@ -318,34 +323,34 @@ def _chosen(question: SearchSpace, setting: EstimateSetting, name: str) -> Layou
     for degree in degrees:
         named = {axis: degree} if axis else {}
         fixed = {"offload": "none", "microbatch_size": 1, **STRATEGIES[name], **named}
-        found = search_layouts(replace(question, fixed=fixed), setting, 1)
-        fast += found.best
-        lean += [] if found.leanest is None else [found.leanest]
+        result = search_layouts(replace(question, fixed=fixed), setting, 1)
+        fast += result.best
+        lean += [] if result.leanest is None else [result.leanest]
     if fast:
-        return min(fast, key=lambda one: one.seconds)
-    return min(lean, key=lambda one: one.bytes, default=None)
+        return min(fast, key=lambda candidate: candidate.seconds)
+    return min(lean, key=lambda candidate: candidate.bytes, default=None)
 
 
-def curves_text(found: View) -> list[str]:
+def curves_text(view: View) -> list[str]:
     """The same for a terminal: GiB of the fullest rank, with a mark if they do not fit."""
-    own = found["current"]
+    own = view["current"]
     named = [("this layout", own)] if own else []
-    named += [(one["strategy"], one) for one in found["strategies"]]
-    rows: list[tuple[str, ...]] = [("", "recompute", *map(_short, found["lengths"]))]
-    for name, one in named:
-        if not one.get("refused"):
-            for kind, sizes in one["bytes"].items():
-                cells = (_cell(size, found["usable"]) for size in sizes)
+    named += [(entry["strategy"], entry) for entry in view["strategies"]]
+    rows: list[tuple[str, ...]] = [("", "recompute", *map(_short, view["lengths"]))]
+    for name, strategy in named:
+        if not strategy.get("refused"):
+            for kind, sizes in strategy["bytes"].items():
+                cells = (_cell(size, view["usable"]) for size in sizes)
                 rows.append((name, kind, *cells))
-    limit, usable = (f"{found[each] / 2**30:,.1f}" for each in ("limit", "usable"))
+    limit, usable = (f"{view[key] / 2**30:,.1f}" for key in ("limit", "usable"))
     lines = [
         f"GiB of the fullest rank by sequence length; {usable} of {limit} may be used",
         f"(×: more than that, ≫: more than {_FAR} times that)",
         *table(rows, left=(0, 1)),
         "",
     ]
-    for name, one in named:
-        lines += wrapped(curve_words(one), f"{name:<15}")
+    for name, strategy in named:
+        lines += wrapped(curve_words(strategy), f"{name:<15}")
     return lines
 
 
@@ -357,15 +362,15 @@ def _cell(size: float | None, usable: float) -> str:
     return f"{size / 2**30:,.0f}{'×' if size > usable else ' '}"
 
 
-def curve_words(one: View) -> str:
+def curve_words(strategy: View) -> str:
     """A curve in words: its layout, and the longest sequences that fit."""
-    if one.get("refused"):
-        return one["refused"]
-    longest = [f"{_short(seq)} with {kind}" for kind, seq in one["longest"].items() if seq]
+    if strategy.get("refused"):
+        return strategy["refused"]
+    longest = [f"{_short(seq)} with {kind}" for kind, seq in strategy["longest"].items() if seq]
     fits = f"longest that fits: {', '.join(longest)}" if longest else "fits at no length drawn"
-    batch = one.get("larger_batch")
+    batch = strategy.get("larger_batch")
     needs = f" needs a batch of {batch:,} sequences," if batch else ""
-    return f"{one['layout']} ZeRO-{one['zero']},{needs} {fits}"
+    return f"{strategy['layout']} ZeRO-{strategy['zero']},{needs} {fits}"
 
 
 def _short(length: int) -> str:

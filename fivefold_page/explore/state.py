@@ -45,7 +45,7 @@ from fivefold.planner import (
 
 HEADROOM = 0.05  # of the memory, as in `fivefold plan`
 KERNELS = "compiled"
-SCHEDULES = tuple(each.name for each in FAMILIES)
+SCHEDULES = tuple(schedule_family.name for schedule_family in FAMILIES)
 CONTEXTS = get_args(ContextKind)
 ALSO = (
     *("sp", "packed", "balance", "tp_keep", "gather", "ep_nodes", "stage_layers"),
@@ -101,7 +101,7 @@ class State:
 
         Without `chunks`, the schedule decides them; the texts of `derived` keys are ignored.
         """
-        known = [each.name for each in fields(cls)]
+        known = [state_field.name for state_field in fields(cls)]
         for name in params:
             if name not in known:
                 raise UnknownName("key", name, known)
@@ -219,8 +219,8 @@ class _Also(NamedTuple):
 @lru_cache(maxsize=8)
 def _also(text: str) -> _Also:
     """Parse `sp=false layers=4`; keys that have a control or belong to training are refused."""
-    words = (word.partition("=") for word in text.split())
-    pairs = {key: value for key, _, value in words}
+    parts = (word.partition("=") for word in text.split())
+    pairs = {key: value for key, _, value in parts}
     order = pairs.pop("order", Layout.order)
     if order not in get_args(Order):
         raise UnknownName("order", order, get_args(Order))
@@ -368,8 +368,8 @@ def _tokens(text: str) -> float:
 
 
 def _text(value: float | str) -> str:
-    whole = isinstance(value, float) and value.is_integer()
-    return str(int(value)) if whole else str(value)
+    is_integer = isinstance(value, float) and value.is_integer()
+    return str(int(value)) if is_integer else str(value)
 
 
 # The state that Explore opens with: that of a command line or of a plan file.
@@ -393,12 +393,12 @@ def state_of(options: PlanOptions, precision: str | None = None) -> State:
     options = replace(options, machine=options.machine or _NO_MACHINE)
     if options.layout == PlanOptions.layout and (options.gpus or 1) > 1:
         cluster = machine.load(options.machine or _NO_MACHINE)
-        how: dict[str, Any] = {"headroom": HEADROOM, "kernels": KERNELS}
+        settings: dict[str, Any] = {"headroom": HEADROOM, "kernels": KERNELS}
         # The page has no control for offload.
         offload = {"offload": options.train.offload_kind}
-        asked = plan_request(options, cluster, offload, precision=precision, **how)
+        request = plan_request(options, cluster, offload, precision=precision, **settings)
         try:
-            plan = best_plans(asked, 1).plans[0].plan
+            plan = best_plans(request, 1).plans[0].plan
         except NothingFits as refused:
             if not model_only or refused.gpus is None:
                 raise

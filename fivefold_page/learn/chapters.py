@@ -171,14 +171,21 @@ CHAPTERS: dict[str, Chapter] = {
 
 def chapter_of(panel: str) -> str | None:
     """The chapter that opens a panel with its defaults; None if no chapter does."""
-    return next((n for n, one in CHAPTERS.items() if one.panel == panel and not one.start), None)
+    return next(
+        (n for n, chapter in CHAPTERS.items() if chapter.panel == panel and not chapter.start), None
+    )
 
 
 def contents() -> list[View]:
     """The path as the page's scripts need it."""
     return [
-        {"name": name, "question": one.question, "panel": one.panel, "start": dict(one.start)}
-        for name, one in CHAPTERS.items()
+        {
+            "name": name,
+            "question": chapter.question,
+            "panel": chapter.panel,
+            "start": dict(chapter.start),
+        }
+        for name, chapter in CHAPTERS.items()
     ]
 
 
@@ -199,8 +206,8 @@ def questions(
         raise UnknownName("panel", panel, panels)
     for name in panels if panel is None else [panel]:
         if panel is None:
-            path = (each for each, one in CHAPTERS.items() if one.panel == name)
-            yield from ((f"chapter/{each}", {}) for each in path)
+            path = (chapter_name for chapter_name, entry in CHAPTERS.items() if entry.panel == name)
+            yield from ((f"chapter/{chapter_name}", {}) for chapter_name in path)
         yield f"learn/{name}", choices
 
 
@@ -210,25 +217,25 @@ def view(name: str) -> View:
     if name not in CHAPTERS:
         raise UnknownName("chapter", name, CHAPTERS)
     names, chapter, seen = list(CHAPTERS), CHAPTERS[name], set[str]()
-    place = names.index(name)
+    index = names.index(name)
     return {
         "name": name,
         "question": chapter.question,
-        "number": place + 1,
+        "number": index + 1,
         "total": len(names),
-        "paragraphs": [linked(each, seen) for each in chapter.prose()],
+        "paragraphs": [linked(paragraph, seen) for paragraph in chapter.prose()],
         "analogy": linked(chapter.analogy, seen),
         "commands": list(chapter.commands),
         "panel": chapter.panel,
         "start": dict(chapter.start),
-        "before": names[place - 1] if place else None,
-        "after": names[place + 1] if place + 1 < len(names) else None,
+        "before": names[index - 1] if index else None,
+        "after": names[index + 1] if index + 1 < len(names) else None,
     }
 
 
 def text(view: View) -> list[str]:
     """The same for a terminal."""
-    prose = [line for each in view["paragraphs"] for line in (*wrapped(plain(each)), "")]
+    prose = [line for paragraph in view["paragraphs"] for line in (*wrapped(plain(paragraph)), "")]
     return [
         f"Chapter {view['number']} of {view['total']}: {view['question']}",
         "",

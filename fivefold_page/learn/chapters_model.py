@@ -26,10 +26,10 @@ _APART = replace(ALONE, gpus=8, tp=8, zero=1, batch=8, also="sp=false")
 
 def tensor() -> list[str]:
     """Tensor parallelism: matrices sharded by columns, then by rows."""
-    one, found = ALONE.estimate(), _APART.estimate()
+    single_estimate, tensor_estimate = ALONE.estimate(), _APART.estimate()
     near, far = gpu().tiers[0], gpu().tiers[-1]
     sent = sent_bytes(_APART, "tp") / _APART.batch
-    compute = found.breakdown()["compute"] / _APART.batch
+    compute = tensor_estimate.breakdown()["compute"] / _APART.batch
     layers, heads = _APART.shape().layers, _APART.shape().heads
     return [
         "Tensor parallelism cuts every matrix. The first matmul of a pair is sharded by columns: "
@@ -37,9 +37,9 @@ def tensor() -> list[str]:
         "rows: each rank multiplies what it has, and the sum of all results is the answer. So two "
         "matrices take one all-reduce instead of two.",
         f"{LARGE} over {_APART.tp} ranks: weights, gradients and optimizer states shrink from "
-        f"{gib(states_bytes(one))} to {gib(states_bytes(found))} on each rank. But ranks talk in "
-        f"every layer, twice forward and twice backward. For one sequence of {_APART.seq:,} tokens "
-        f"through {layers} layers a rank sends {gib(sent)}.",
+        f"{gib(states_bytes(single_estimate))} to {gib(states_bytes(tensor_estimate))} on each "
+        "rank. But ranks talk in every layer, twice forward and twice backward. For one sequence "
+        f"of {_APART.seq:,} tokens through {layers} layers a rank sends {gib(sent)}.",
         f"And they wait for it, since the next matmul needs the sum. That is at least "
         f"{duration(sent / near.bandwidth)} over NVLink and {duration(sent / far.bandwidth)} over "
         f"the network, where the arithmetic itself takes "
@@ -50,9 +50,9 @@ def tensor() -> list[str]:
 
 def sequence() -> list[str]:
     """Sequence parallelism: the same bytes on the wire, fewer activations."""
-    both = (_APART, replace(_APART, also=""))
-    before, after = (state.estimate().memory["activations"] for state in both)
-    ways = [gib(sent_bytes(state, "tp") / state.batch) for state in both]
+    pair = (_APART, replace(_APART, also=""))
+    before, after = (state.estimate().memory["activations"] for state in pair)
+    ways = [gib(sent_bytes(state, "tp") / state.batch) for state in pair]
     return [
         "Between two pairs of sharded matrices are norms, sums and copies. With tensor parallelism "
         "alone every tp rank has all tokens there, computes the same as the others, and keeps the "
@@ -71,13 +71,13 @@ def sequence() -> list[str]:
 def pipeline() -> list[str]:
     """Pipeline parallelism: bubble, memory and messages."""
     view = pipeline_panel.view({"schedules": "zero-bubble"})
-    racers = {one["name"]: one for one in view["racers"]}
+    racers = {racer["name"]: racer for racer in view["racers"]}
     plain, best = racers["1f1b"], racers["zb-v"]
     stages, microbatches = (int(view["choices"][key]) for key in ("stages", "microbatches"))
     cut = replace(ALONE, gpus=8, pp=8, zero=1, batch=32, recompute="selective")
-    more = replace(cut, batch=128)
+    large_state = replace(cut, batch=128)
     message = message_bytes(cut.plan(), _ITEMSIZE)
-    bubbles = [percent(state.estimate().bubble) for state in (cut, more)]
+    bubbles = [percent(state.estimate().bubble) for state in (cut, large_state)]
     return [
         "Pipeline parallelism gives each rank consecutive layers, a stage. The batch is cut into "
         "microbatches, which pass from stage to stage: forward, then backward. While rank 0 works "
@@ -89,7 +89,7 @@ def pipeline() -> list[str]:
         f"{percent(best['bubble'])} and keeps {best['peak']:g} microbatches of activations, as "
         f"1F1B does with {plain['peak']:g}. More microbatches help too: {LARGE} in {cut.pp} "
         f"stages idles an estimated {bubbles[0]} with {cut.batch} and {bubbles[1]} with "
-        f"{more.batch}.",
+        f"{large_state.batch}.",
         f"A pipeline sends little: between two stages go {size_text(message)} for each microbatch "
         "forward, as much backward, and only to the neighbour. So it is the "
         "dimension that crosses nodes. Its price is the bubble, and the first rank, which keeps "
@@ -99,10 +99,10 @@ def pipeline() -> list[str]:
 
 def context() -> list[str]:
     """Context parallelism: a long sequence, dealt out evenly."""
-    one = replace(ALONE, model=MIDDLE, seq=_LONG, batch=1)
-    eight = replace(one, gpus=8, cp=8, zero=1)
-    before, after = (state.estimate() for state in (one, eight))
-    rows = {each["kind"]: each for each in context_panel.view({})["compared"]}
+    single_state = replace(ALONE, model=MIDDLE, seq=_LONG, batch=1)
+    eight = replace(single_state, gpus=8, cp=8, zero=1)
+    before, after = (state.estimate() for state in (single_state, eight))
+    rows = {row["kind"]: row for row in context_panel.view({})["compared"]}
     ranks = len(rows["ring"]["pairs"])
     return [
         f"No other dimension shortens one sequence. {MIDDLE} at {_LONG:,} tokens keeps "
@@ -125,9 +125,9 @@ def expert() -> list[str]:
     shape = load(_EXPERTS)
     moe, numbers = shape.moe, parameters(shape)
     assert moe is not None, f"{_EXPERTS} has experts"
-    one = replace(ALONE, model=_EXPERTS, gpus=8, zero=1, batch=8)
-    eight = replace(one, ep=8)
-    weights = [state.estimate().memory["weights"] for state in (one, eight)]
+    single_state = replace(ALONE, model=_EXPERTS, gpus=8, zero=1, batch=8)
+    eight = replace(single_state, ep=8)
+    weights = [state.estimate().memory["weights"] for state in (single_state, eight)]
     tokens = eight.seq * eight.batch // eight.gpus
     sent = sent_bytes(eight, "ep") / shape.num_moe_layers
     load_of = expert_panel.view({})["numbers"]

@@ -28,38 +28,38 @@ def gpu() -> Machine:
     return machine.load(ALONE.machine)
 
 
-def states_bytes(found: Estimate) -> float:
+def states_bytes(estimate: Estimate) -> float:
     """Bytes of weights, gradients and optimizer states on the fullest rank."""
-    return sum(found.memory[name] for name in STATES)
+    return sum(estimate.memory[name] for name in STATES)
 
 
 def sent_bytes(state: State, *axes: str) -> float:
     """Bytes that rank 0 sends over these axes in a step; over all of them if none is given."""
     listed = predict_traffic(state.plan(), 0, itemsize=_ITEMSIZE)
-    return sum(each.sent for each in listed if not axes or each.axis in axes)
+    return sum(collective.sent for collective in listed if not axes or collective.axis in axes)
 
 
 def one_gpu() -> list[str]:
     """Memory and time of a large model on one GPU."""
-    found = ALONE.estimate()
-    shape, memory = ALONE.shape(), found.memory
+    estimate = ALONE.estimate()
+    shape, memory = ALONE.shape(), estimate.memory
     numbers = parameters(shape)
-    each = {name: round(memory[name] / numbers.total) for name in STATES}
+    sizes = {name: round(memory[name] / numbers.total) for name in STATES}
     flops = training_flops(shape, ALONE.seq).total
-    years = found.days(ALONE.tokens) / _YEAR
+    years = estimate.days(ALONE.tokens) / _YEAR
     return [
         f"Training keeps much more than the weights. For each parameter it keeps the weight "
-        f"itself in bf16 ({each['weights']} bytes), its gradient ({each['gradients']}), a more "
-        f"exact copy in float32 ({each['master']}) and two moments of the optimizer "
-        f"({each['optimizer']}): {sum(each.values())} bytes. {shape.name} has "
+        f"itself in bf16 ({sizes['weights']} bytes), its gradient ({sizes['gradients']}), a more "
+        f"exact copy in float32 ({sizes['master']}) and two moments of the optimizer "
+        f"({sizes['optimizer']}): {sum(sizes.values())} bytes. {shape.name} has "
         f"{numbers.total / 1e9:.1f} billion parameters, so this takes "
-        f"{gib(states_bytes(found))}. The activations of one sequence of {ALONE.seq:,} tokens "
+        f"{gib(states_bytes(estimate))}. The activations of one sequence of {ALONE.seq:,} tokens "
         f"need {gib(memory['activations'])} more.",
         f"An H100 has {gib(gpu().memory)}. Not even the weights fit, which are "
         f"{gib(memory['weights'])}. And if they did, time would not suffice: one token costs "
-        f"{flops / 1e9:,.0f} billion FLOPs, forward and backward. At the {percent(found.mfu)} of "
-        f"its peak that we estimate, one H100 would read {ALONE.tokens / 1e12:.0f} trillion tokens "
-        f"in {years:,.0f} years.",
+        f"{flops / 1e9:,.0f} billion FLOPs, forward and backward. At the {percent(estimate.mfu)} "
+        f"of its peak that we estimate, one H100 would read {ALONE.tokens / 1e12:.0f} trillion "
+        f"tokens in {years:,.0f} years.",
         "So the work has to be split over many GPUs, and there is more than one way to cut it: by "
         "sequences, by matrices, by layers, by tokens, by experts. Those are the five dimensions. "
         "Each has its price, since what was cut has to meet again. The next chapters add one after "
@@ -93,19 +93,19 @@ def collectives() -> list[str]:
 
 def data() -> list[str]:
     """Data parallelism: faster, and no memory saved."""
-    one = replace(ALONE, model=SMALL, batch=64)
-    eight = replace(one, gpus=8)
-    alone, together = one.estimate(), eight.estimate()
+    single_state = replace(ALONE, model=SMALL, batch=64)
+    eight = replace(single_state, gpus=8)
+    alone, together = single_state.estimate(), eight.estimate()
     return [
         "Data parallelism gives every rank the full model and a share of the batch. Each computes "
         "the gradients of its own sequences, one all-reduce adds them up, and every rank makes the "
         "same step of the optimizer. So all copies stay equal, and the result is that of one GPU "
         "with the whole batch.",
-        f"{SMALL} with a batch of {one.batch} sequences: one H100 takes an estimated "
-        f"{duration(alone.step)} a step. On 8 of them each computes {one.batch // 8} sequences, "
-        f"sends {gib(sent_bytes(eight, 'dp-cp'))} of gradients once a step, and the step takes "
-        f"{duration(together.step)}: {alone.step / together.step:.1f} times as fast. Most of the "
-        f"sending overlaps with the backward pass; "
+        f"{SMALL} with a batch of {single_state.batch} sequences: one H100 takes an estimated "
+        f"{duration(alone.step)} a step. On 8 of them each computes {single_state.batch // 8} "
+        f"sequences, sends {gib(sent_bytes(eight, 'dp-cp'))} of gradients once a step, and the "
+        f"step takes {duration(together.step)}: {alone.step / together.step:.1f} times as fast. "
+        f"Most of the sending overlaps with the backward pass; "
         f"{duration(together.breakdown().get('dp', 0.0))} of it can be seen.",
         f"It has two limits. The batch: a rank needs at least one sequence, and a batch that is "
         f"too large learns less from each token. And memory: on 8 ranks, each still holds all "
@@ -116,10 +116,10 @@ def data() -> list[str]:
 def zero() -> list[str]:
     """The three stages of ZeRO, in bytes kept and bytes sent."""
     stages = [replace(ALONE, model=MIDDLE, gpus=8, batch=64, zero=stage) for stage in range(4)]
-    found = [state.estimate() for state in stages]
-    kept = [gib(states_bytes(one)) for one in found]
+    estimates = [state.estimate() for state in stages]
+    state_sizes = [gib(states_bytes(estimate)) for estimate in estimates]
     sent = [gib(sent_bytes(state)) for state in stages]
-    verdicts = [one.verdict for one in found]
+    verdicts = [estimate.verdict for estimate in estimates]
     first = verdicts.index("fits") if "fits" in verdicts else None
     fits = "no stage fits" if first is None else f"from stage {first} on it fits"
     return [
@@ -127,9 +127,10 @@ def zero() -> list[str]:
         "them is needed. ZeRO shards what is the same: stage 1 the states of the optimizer, stage "
         "2 the gradients too, stage 3 the weights too. A rank then updates its own shard only, "
         "and an all-gather brings the new weights to all.",
-        f"{MIDDLE} over 8 ranks: a rank keeps {kept[0]} of weights, gradients and optimizer states "
-        f"without ZeRO, {kept[1]} in stage 1, {kept[2]} in stage 2 and {kept[3]} in stage 3. With "
-        f"activations the totals are {', '.join(gib(one.total) for one in found)}; an H100 has "
+        f"{MIDDLE} over 8 ranks: a rank keeps {state_sizes[0]} of weights, gradients and optimizer "
+        f"states without ZeRO, {state_sizes[1]} in stage 1, {state_sizes[2]} in stage 2 and "
+        f"{state_sizes[3]} in stage 3. With activations the totals are "
+        f"{', '.join(gib(estimate.total) for estimate in estimates)}; an H100 has "
         f"{gib(gpu().memory)}, so {fits}.",
         "Stage 1 is free: a reduce-scatter of gradients and an all-gather of weights take the "
         "place of the all-reduce, and weights in bf16 are smaller than gradients in float32. Of "

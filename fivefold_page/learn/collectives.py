@@ -218,13 +218,13 @@ _EXAMPLES = (
 def view(params: Params) -> View:
     """One collective on n ranks: its frames, the bytes that each rank sends, and its uses."""
     choices = chosen(CHOICES, params)
-    one, n = COLLECTIVES[choices["collective"]], int(choices["ranks"])
+    lesson, n = COLLECTIVES[choices["collective"]], int(choices["ranks"])
     title, size = choices["collective"].capitalize(), SIZES[choices["size"]]
-    shard_bytes = size // (n if one.sharded else 1)
-    states, moves = _played(one, n)
+    shard_bytes = size // (n if lesson.sharded else 1)
+    states, moves = _played(lesson, n)
     sources = [move.source for step in moves for move in step]
     sent = [shard_bytes * sources.count(rank) for rank in range(n)]
-    says = [f"{one.means} At the beginning:", *(words for words, _ in one.steps(n))]
+    says = [f"{lesson.means} At the beginning:", *(text for text, _ in lesson.steps(n))]
     frames = [
         {
             "says": word,
@@ -246,16 +246,16 @@ def view(params: Params) -> View:
         "size": size,
         "piece_bytes": shard_bytes,
         "sent": sent,
-        "formula": one.formula,
+        "formula": lesson.formula,
         "uses": [
             {"axis": axis, "who": GROUPS[axis], "what": PAYLOADS[kind, axis]}
-            for kind, axis in _used(one)
+            for kind, axis in _used(lesson)
         ],
         "sentences": [
-            f"{title} of S = {size_text(size)} on n = {n} ranks: each sends {one.formula} "
+            f"{title} of S = {size_text(size)} on n = {n} ranks: each sends {lesson.formula} "
             f"= {size_text(max(sent))}, in {counted(len(moves), 'step')}.",
-            *_remarks(one, n, sent),
-            *(() if one.kinds[0] == "send" else (_LABELS,)),
+            *_remarks(lesson, n, sent),
+            *(() if lesson.kinds[0] == "send" else (_LABELS,)),
         ],
     }
 
@@ -267,7 +267,7 @@ def text(view: View) -> list[str]:
         lines += wrapped(frame["says"])
         for slot in range(view["num_slots"]):
             row = [rank[slot]["label"] if rank[slot] else "·" for rank in frame["state"]]
-            lines.append("  " + " ".join(f"{each:>10}" for each in row).rstrip())
+            lines.append("  " + " ".join(f"{cell:>10}" for cell in row).rstrip())
         lines.append("")
     uses = [line for use in view["uses"] for line in wrapped(use["what"], f"  {use['who']:<28}")]
     return [*lines, *sentence_lines(view, "- "), *uses]
@@ -288,19 +288,21 @@ def label(block: DataBlock, letters: str) -> str:
     return f"{summed if len(parts) < 4 else f'{len(parts)} of {len(letters)}'} {block.index}"
 
 
-def _played(one: CollectiveLesson, n: int) -> tuple[list[Blocks], list[list[Move]]]:
+def _played(lesson: CollectiveLesson, n: int) -> tuple[list[Blocks], list[list[Move]]]:
     """The blocks of all ranks at the start and after each step, and the moves of each step."""
-    states, moves = [one.start(n)], [step for _, step in one.steps(n)]
+    states, moves = [lesson.start(n)], [step for _, step in lesson.steps(n)]
     for step in moves:
         before, after = states[-1], [list(rank) for rank in states[-1]]
-        for move in (each for each in step if not each.keeps):
+        for move in (new_move for new_move in step if not new_move.keeps):
             after[move.source][move.slot] = None
         for move in step:
-            block, here = before[move.source][move.slot], before[move.target][move.into]
+            block, target_block = before[move.source][move.slot], before[move.target][move.into]
             assert block is not None, f"rank {move.source} has nothing in slot {move.slot}"
             if move.adds:
-                assert here is not None and here.index == block.index, "only equal shards are added"
-                block = DataBlock(block.parts | here.parts, block.index)
+                assert target_block is not None and target_block.index == block.index, (
+                    "only equal shards are added"
+                )
+                block = DataBlock(block.parts | target_block.parts, block.index)
             after[move.target][move.into] = block
         states.append(after)
     return states, moves
@@ -316,12 +318,12 @@ def _plain(state: Blocks, letters: str) -> list[list[View | None]]:
     ]
 
 
-def _remarks(one: CollectiveLesson, n: int, sent: list[int]) -> Iterator[str]:
-    if n > 2 and one.formula.endswith(_RING):
+def _remarks(lesson: CollectiveLesson, n: int, sent: list[int]) -> Iterator[str]:
+    if n > 2 and lesson.formula.endswith(_RING):
         yield "More ranks add steps, not bytes: what a rank sends stays below a bound."
     if min(sent) < max(sent):
         yield "The last rank of the line sends nothing."
-    if not _used(one):
+    if not _used(lesson):
         yield (
             "No training step of fivefold has one: every rank makes the same weights from the same "
             "seed, or reads its own part of a file."
@@ -333,9 +335,9 @@ def _listed() -> frozenset[tuple[str, str]]:
     """Kinds and axes of all collectives of the examples."""
     plans = [resolve(options) for options in _EXAMPLES]
     lists = [predict_traffic(plan, 0, itemsize=2) for plan in plans]
-    return frozenset((each.kind, each.axis) for found in lists for each in found)
+    return frozenset((collective.kind, collective.axis) for calls in lists for collective in calls)
 
 
-def _used(one: CollectiveLesson) -> list[tuple[str, str]]:
+def _used(lesson: CollectiveLesson) -> list[tuple[str, str]]:
     """Kinds and axes in the order of `PAYLOADS`; a message counts once, as a send."""
-    return [key for key in PAYLOADS if key in _listed() and key[0] in one.kinds]
+    return [key for key in PAYLOADS if key in _listed() and key[0] in lesson.kinds]

@@ -84,7 +84,9 @@ def view(params: Params) -> View:
         "limit": limit,
         "batch": _batch(int(choices["gpus"])),
         "rows": rows,
-        "frames": [{"says": _words(row, limit), "row": place} for place, row in enumerate(rows)],
+        "frames": [
+            {"says": _words(row, limit), "row": row_index} for row_index, row in enumerate(rows)
+        ],
         "sentences": _sentences(rows, limit),
     }
 
@@ -99,24 +101,24 @@ def _row(name: str, pairs: tuple[tuple[str, str], ...]) -> View:
     gpus = int(choices["gpus"])
     same: dict[str, Any] = {key: choices[key] for key in ("model", "recompute")}
     state = replace(ALONE, gpus=gpus, batch=_batch(gpus), **same, **technique.keys)
-    found: View = {"name": name, "title": technique.title, "says": technique.says}
+    row: View = {"name": name, "title": technique.title, "says": technique.says}
     degrees = state.tp * state.pp * state.cp
     if degrees > gpus:
-        return found | {"problem": f"it takes at least {degrees} GPUs"}
+        return row | {"problem": f"it takes at least {degrees} GPUs"}
     if problems := state.problems():
-        return found | {"problem": "; ".join(problems)}
-    one = state.estimate()
+        return row | {"problem": "; ".join(problems)}
+    estimate = state.estimate()
     axes = ("dp", "tp", "pp", "cp")
     degrees_text = " ".join(f"{a}={getattr(state, a)}" for a in axes if getattr(state, a) > 1)
-    return found | {
+    return row | {
         "problem": "",
         "layout": f"{degrees_text} with ZeRO {state.zero}" if state.zero else degrees_text,
-        "memory": one.total,
-        "verdict": one.verdict,
-        "step": one.step,
-        "step_text": duration(one.step),
-        "mfu": one.mfu,
-        "parts": one.breakdown(),
+        "memory": estimate.total,
+        "verdict": estimate.verdict,
+        "step": estimate.step,
+        "step_text": duration(estimate.step),
+        "mfu": estimate.mfu,
+        "parts": estimate.breakdown(),
         "address": state.params(),
     }
 
@@ -125,9 +127,9 @@ def _words(row: View, limit: float) -> str:
     head = f"{row['title'][0].upper()}{row['title'][1:]}. {row['says']}"
     if row["problem"]:
         return f"{head} Not for this job: {row['problem']}."
-    others = {name: part for name, part in row["parts"].items() if name != "compute"}
-    worst = max(others, key=lambda name: others[name], default="")
-    spent = f", {_SPENT.get(worst, worst)} takes {duration(others[worst])}" if worst else ""
+    parts = {name: part for name, part in row["parts"].items() if name != "compute"}
+    worst = max(parts, key=lambda name: parts[name], default="")
+    spent = f", {_SPENT.get(worst, worst)} takes {duration(parts[worst])}" if worst else ""
     return (
         f"{head} {gib(row['memory'])} of {gib(limit)}: {row['verdict']}. A step of "
         f"{duration(row['step'])}{spent}; MFU {percent(row['mfu'])}."

@@ -94,7 +94,9 @@ def _sheets(split: ContextSplit) -> list[View]:
     share = HEADS // split.inner
     noun = "head" if share == 1 else "heads"
     heads = [range(first, first + share) for first in range(0, HEADS, share)]
-    return [{"label": f"{noun} {span(mine)}", "ranks": [r]} for r, mine in enumerate(heads)]
+    return [
+        {"label": f"{noun} {span(own_heads)}", "ranks": [r]} for r, own_heads in enumerate(heads)
+    ]
 
 
 def _frames(kind: str, split: ContextSplit, tokens: int, window: int | None) -> list[View]:
@@ -122,8 +124,8 @@ def _frame(
         "says": says,
         "holds": holds,
         "moves": moves,
-        "seen": [each.seen for each, _ in work],
-        "computed": [each.computed for each, _ in work],
+        "seen": [rank_work.seen for rank_work, _ in work],
+        "computed": [rank_work.computed for rank_work, _ in work],
         "runs": [runs for _, runs in work],
     }
 
@@ -131,7 +133,7 @@ def _frame(
 def _cut_frame(kind: str, split: ContextSplit, tokens: int) -> View:
     num_ranks = split.inner * split.outer
     ranges = split.rank_tokens(tokens, 0)
-    first = " and ".join(f"{each.start}–{each.stop - 1}" for each in ranges)
+    first = " and ".join(f"{interval.start}–{interval.stop - 1}" for interval in ranges)
     dealt = "an early and a late chunk" if len(ranges) > 1 else "one chunk"
     says = (
         f"The row of {tokens} tokens is cut over {num_ranks} ranks ({kind}): {dealt} for every "
@@ -185,24 +187,24 @@ def _ulysses_frames(split: ContextSplit, tokens: int, window: int | None) -> lis
     ranks = list(range(split.inner))
     work, runs = _done(split.ring_tokens(tokens, 0), split.ring_tokens(tokens, 0), window)
     heads = HEADS // split.inner
-    mine = Work(work.seen / split.inner, work.computed / split.inner)
+    own_work = Work(work.seen / split.inner, work.computed / split.inner)
     moves = [[source, target, source] for source in ranks for target in ranks if source != target]
-    whole, own = [ranks for _ in ranks], [[rank] for rank in ranks]
-    done = [(mine, runs) for _ in ranks]
+    all_ranks, own = [ranks for _ in ranks], [[rank] for rank in ranks]
+    done = [(own_work, runs) for _ in ranks]
     return [
         _frame(
             "exchange",
             f"All-to-all of queries, keys and values: every rank gives away {HEADS - heads} of "
             f"{HEADS} heads of its tokens, and gets {counted(heads, 'head')} of all {tokens} "
             "tokens.",
-            whole,
+            all_ranks,
             moves,
         ),
         _frame(
             "compute",
             f"Every rank computes whole rows for {counted(heads, 'head')} of {HEADS}. "
-            + _work_words([mine] * split.inner),
-            whole,
+            + _work_words([own_work] * split.inner),
+            all_ranks,
             [],
             done,
         ),
@@ -221,8 +223,8 @@ def _done(queries: Ranges, keys: Ranges, window: int | None) -> tuple[Work, list
     computed = sum(call.pairs for call in attention_calls(queries, keys, window))
     runs = [
         [query, max(shard.start, query + 1 - (window or query + 1)), min(shard.stop, query + 1)]
-        for each in queries
-        for query in each
+        for query_range in queries
+        for query in query_range
         for shard in keys
     ]
     runs = [run for run in runs if run[1] < run[2]]
@@ -249,25 +251,25 @@ def _compared(kind: str, num_ranks: int, tokens: int, window: int | None) -> Vie
     """One kind in numbers: the pairs of each rank, and of the busiest rank of each step."""
     split = _split(kind, num_ranks)
     frames = _frames(kind, split, tokens, window)
-    by_rank = [sum(each["computed"][rank] for each in frames) for rank in range(num_ranks)]
-    lasts = sum(max(each["computed"]) for each in frames)
+    by_rank = [sum(frame["computed"][rank] for frame in frames) for rank in range(num_ranks)]
+    lasts = sum(max(frame["computed"]) for frame in frames)
     return {
         "kind": kind,
         "pairs": by_rank,
         "most": max(by_rank),
         "least": min(by_rank),
-        "seen": sum(sum(each["seen"]) for each in frames),
+        "seen": sum(sum(frame["seen"]) for frame in frames),
         "lasts": lasts,
         "busy": sum(by_rank) / (num_ranks * lasts),
     }
 
 
 def _sentences(kind: str, compared: list[View], tokens: int, window: int | None) -> list[str]:
-    by_kind = {each["kind"]: each for each in compared}
-    mine, plain, zigzag = by_kind[kind], by_kind["ring"], by_kind["zigzag"]
-    found = [
-        f"{tokens} tokens see {mine['seen']:g} pairs of a query and a key, each computed on one "
-        "rank: every kind has the same result.",
+    by_kind = {comparison["kind"]: comparison for comparison in compared}
+    kind_row, plain, zigzag = by_kind[kind], by_kind["ring"], by_kind["zigzag"]
+    sentences = [
+        f"{tokens} tokens see {kind_row['seen']:g} pairs of a query and a key, each computed on "
+        "one rank: every kind has the same result.",
         f"Plain ring: the busiest rank computes {plain['most']:g} pairs, "
         f"{plain['most'] / plain['least']:.2f} times as many as the least busy with "
         f"{plain['least']:g}. Each step lasts as long as its busiest rank, so that ranks are busy "
@@ -276,12 +278,12 @@ def _sentences(kind: str, compared: list[View], tokens: int, window: int | None)
         f"are busy {zigzag['busy']:.0%} of the time.",
     ]
     if window is not None:
-        found.append(
+        sentences.append(
             f"With a window of {window} tokens, parts outside of it are skipped. Calls that lie "
-            f"across its edge mask what they compute: {kind} computes {sum(mine['pairs']):g} pairs "
-            f"to get {mine['seen']:g}."
+            f"across its edge mask what they compute: {kind} computes {sum(kind_row['pairs']):g} "
+            f"pairs to get {kind_row['seen']:g}."
         )
-    return found
+    return sentences
 
 
 @cache
@@ -307,11 +309,11 @@ def text(view: View) -> list[str]:
         if any(frame["computed"]):
             lines += _table(frame)
     lines += ["", "kind         most    least   steps last   busy   MB a layer*"]
-    for each in view["compared"]:
-        sent = view["traffic"]["bytes"][each["kind"]] / 1e6
+    for row in view["compared"]:
+        sent = view["traffic"]["bytes"][row["kind"]] / 1e6
         lines.append(
-            f"{each['kind']:<10} {each['most']:6g} {each['least']:8g} {each['lasts']:12g} "
-            f"{each['busy']:6.0%} {sent:13,.1f}"
+            f"{row['kind']:<10} {row['most']:6g} {row['least']:8g} {row['lasts']:12g} "
+            f"{row['busy']:6.0%} {sent:13,.1f}"
         )
     real = view["traffic"]
     lines.append(f"* sent by a rank of {real['model']}, a row of {real['tokens']:,} tokens, bf16")
@@ -321,18 +323,18 @@ def text(view: View) -> list[str]:
 def _row_lines(view: View) -> list[str]:
     """The sequence as digits: the rank of every token."""
     owners = [""] * view["tokens"]
-    for each in view["ranks"]:
-        for start, stop in each["pieces"]:
-            owners[start:stop] = [str(each["rank"])] * (stop - start)
+    for rank_view in view["ranks"]:
+        for start, stop in rank_view["pieces"]:
+            owners[start:stop] = [str(rank_view["rank"])] * (stop - start)
     return ["the row, each token by its rank:", "  " + "".join(owners)]
 
 
 def _table(frame: View) -> list[str]:
     """For each rank, the owner of its keys and the number of pairs."""
-    holds = [str(each[0]) if len(each) == 1 else "all" for each in frame["holds"]]
+    holds = [str(holders[0]) if len(holders) == 1 else "all" for holders in frame["holds"]]
     rows = {
         "rank": map(str, range(len(holds))),
         "keys of": holds,
         "pairs": [f"{pairs:g}" for pairs in frame["computed"]],
     }
-    return [f"   {name:<8}" + "".join(f"{each:>7}" for each in row) for name, row in rows.items()]
+    return [f"   {name:<8}" + "".join(f"{cell:>7}" for cell in row) for name, row in rows.items()]

@@ -92,7 +92,7 @@ def accumulating(plan: Plan, rank: int) -> int:
 def _data_step(plan: Plan) -> DataStep:
     (chunk,) = chunks_of(plan, 0, ITEMSIZE)
     ranks = [static_memory(plan, rank) for rank in range(plan.layout.dp)]
-    states = [one.master + one.optimizer + one.scalars for one in ranks]
+    states = [rank_bytes.master + rank_bytes.optimizer + rank_bytes.scalars for rank_bytes in ranks]
     step = DataStep(plan, chunk.units, states)
     step.run()
     return step
@@ -103,7 +103,7 @@ def _stage(choices: Mapping[str, str]) -> View:
     plan = plan_of(choices)
     step = _data_step(plan)
     numel = sum(unit.size - unit.padding for unit in step.units)
-    found = predict_traffic(plan, 0, itemsize=ITEMSIZE)
+    traffic = predict_traffic(plan, 0, itemsize=ITEMSIZE)
     size = accumulating(plan, 0)
     return {
         "zero": plan.layout.zero,
@@ -111,14 +111,14 @@ def _stage(choices: Mapping[str, str]) -> View:
         "accumulating": size,
         "standing": static_memory(plan, 0).device,
         "peak": step.frames[-1]["peak"][0],
-        "sent": round(sum(entry.sent for entry in found)),
+        "sent": round(sum(entry.sent for entry in traffic)),
     }
 
 
 def _sentences(choices: Mapping[str, str], stages: list[View]) -> list[str]:
-    sizes = ", ".join(f"ZeRO-{one['zero']} {one['per_parameter']:.2f}" for one in stages)
-    peaks = ", ".join(size_text(one["peak"]) for one in stages)
-    moved = ", ".join(size_text(one["sent"]) for one in stages)
+    sizes = ", ".join(f"ZeRO-{stage['zero']} {stage['per_parameter']:.2f}" for stage in stages)
+    peaks = ", ".join(size_text(stage["peak"]) for stage in stages)
+    moved = ", ".join(size_text(stage["sent"]) for stage in stages)
     plain = plan_of({**choices, "zero": "0"})
     num_parameters = static_memory(plain, 0).weights // ITEMSIZE
     in_bf16 = replace(plain, units=replace(plain.units, grad_dtype="bf16"))
@@ -140,18 +140,18 @@ def _sentences(choices: Mapping[str, str], stages: list[View]) -> list[str]:
     ]
 
 
-def _slices_words(choices: Mapping[str, str], one: View) -> str:
+def _slices_words(choices: Mapping[str, str], stage: View) -> str:
     """When stage 1 has full gradients, and when shards."""
-    words = (
+    summary = (
         "ZeRO-1 keeps gradients whole until the last backward, and gives slices of them to the "
-        f"optimizer: {size_text(one['accumulating'])} while they add up, "
-        f"{size_text(one['standing'])} before it."
+        f"optimizer: {size_text(stage['accumulating'])} while they add up, "
+        f"{size_text(stage['standing'])} before it."
     )
     if choices["microbatches"] != "1":
-        return words
+        return summary
     return (
-        f"{words} In a step of 1 microbatch nothing adds up: each unit is summed as soon as it is "
-        f"complete, and {size_text(one['peak'])} is the most."
+        f"{summary} In a step of 1 microbatch nothing adds up: each unit is summed as soon as it "
+        f"is complete, and {size_text(stage['peak'])} is the most."
     )
 
 
@@ -166,31 +166,33 @@ def text(view: View) -> list[str]:
         "",
         f"{'frame':23}weights gradients{'now':>10}{'peak':>11}  moves, with a rank's input",
     ]
-    for place, frame in enumerate(view["frames"]):
-        lines += wrapped(_line(place, frame, names), later=" " * 62)
+    for frame_index, frame in enumerate(view["frames"]):
+        lines += wrapped(_line(frame_index, frame, names), later=" " * 62)
     lines += [
         "",
         f"{'':8}{'while gradients add up':>28}{'before':>16}",
         f"{'stage':8}{'bytes/parameter':>16}{'bytes':>12}{'the optimizer':>16}{'peak':>12}"
         f"{'sends':>12}",
     ]
-    for one in view["stages"]:
-        memory = f"{size_text(one['accumulating']):>12}{size_text(one['standing']):>16}"
-        rest = f"{size_text(one['peak']):>12}{size_text(one['sent']):>12}"
-        lines.append(f"ZeRO-{one['zero']:<3}{one['per_parameter']:>16.2f}{memory}{rest}")
+    for stage in view["stages"]:
+        memory = f"{size_text(stage['accumulating']):>12}{size_text(stage['standing']):>16}"
+        cells = f"{size_text(stage['peak']):>12}{size_text(stage['sent']):>12}"
+        lines.append(f"ZeRO-{stage['zero']:<3}{stage['per_parameter']:>16.2f}{memory}{cells}")
     return [*lines, "", *sentence_lines(view)]
 
 
-def _line(place: int, frame: View, names: list[str]) -> str:
+def _line(frame_index: int, frame: View, names: list[str]) -> str:
     weights = "".join(_MARKS[word] for word in frame["weights"])
-    gradients = "".join(_MARKS[words[-1]] if words else " " for words in frame["gradients"])
-    kinds = dict.fromkeys(each["word"] for each in frame["moves"])
+    gradients = "".join(_MARKS[states[-1]] if states else " " for states in frame["gradients"])
+    kinds = dict.fromkeys(move["word"] for move in frame["moves"])
     moved = ", ".join(
-        f"{'' if each['unit'] is None else names[each['unit']] + ' '}{size_text(each['bytes'])}"
-        for each in frame["moves"]
+        f"{'' if move['unit'] is None else names[move['unit']] + ' '}{size_text(move['bytes'])}"
+        for move in frame["moves"]
     )
     unit = frame["computes"]
     what = frame["phase"] if unit is None else f"{frame['phase']} {names[unit]}"
     sizes = f"{size_text(frame['live'][0]):>10}{size_text(frame['peak'][0]):>11}"
-    line = f"{place + 1:>3} {what:18} {weights:7} {gradients:9}{sizes}  {''.join(kinds)} {moved}"
+    line = (
+        f"{frame_index + 1:>3} {what:18} {weights:7} {gradients:9}{sizes}  {''.join(kinds)} {moved}"
+    )
     return line.rstrip()

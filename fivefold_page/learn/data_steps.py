@@ -79,8 +79,8 @@ class DataStep:
                     f"is there to compute, so nothing hides this; {self._name(index + 1)} follows.",
                 )
             self.unit_states[index].weights = "whole"
-            words = f"{head} of {self._name(index)}{self._meanwhile()}"
-            self._show("forward", words, computes=index)
+            text = f"{head} of {self._name(index)}{self._meanwhile()}"
+            self._show("forward", text, computes=index)
             if index + 1 < len(self.units):
                 self._drop(index)
 
@@ -94,14 +94,14 @@ class DataStep:
                 self._drop(index + 1)
             if index > 1:
                 self._gather(index - 1)
-            more = "adds to" if state.filling else "fills"
+            verb = "adds to" if state.filling else "fills"
             state.filling = True
-            whole = self.units[index].size * GRAD_ITEMSIZE
-            words = (
-                f"Microbatch {number}, backward of {self._name(index)}: its gradient {more} a "
-                f"whole buffer of {size_text(whole)}{self._meanwhile()}"
+            num_bytes = self.units[index].size * GRAD_ITEMSIZE
+            text = (
+                f"Microbatch {number}, backward of {self._name(index)}: its gradient {verb} a "
+                f"whole buffer of {size_text(num_bytes)}{self._meanwhile()}"
             )
-            self._show("backward", words, computes=index)
+            self._show("backward", text, computes=index)
             if last or self.zero >= 2:
                 self._reduce(index)
         for index in range(len(self.units)):
@@ -134,15 +134,15 @@ class DataStep:
         while self.in_flight:
             self._finish_reduce()
         self.moves.append((None, totals))
-        kept = (
+        contents = (
             "all weights and all gradients",
             *2 * ("all weights and its slice of the gradients",),
         )
-        kept = (*kept, "its slice of the weights and of the gradients")[self.zero]
+        contents = (*contents, "its slice of the weights and of the gradients")[self.zero]
         self._show(
             "norm",
-            f"All sums are there: a rank holds {kept}. Loss and squared norm are added up over the "
-            f"ranks: an all-reduce of {totals.bytes} bytes.",
+            f"All sums are there: a rank holds {contents}. Loss and squared norm are added up over "
+            f"the ranks: an all-reduce of {totals.bytes} bytes.",
         )
 
     def _update(self) -> None:
@@ -182,8 +182,8 @@ class DataStep:
             self._free(index)
 
     def _free(self, index: int) -> None:
-        there = self.frees_weights and index < len(self.units)
-        if there and self.unit_states[index].weights == "whole":
+        can_free = self.frees_weights and index < len(self.units)
+        if can_free and self.unit_states[index].weights == "whole":
             self.unit_states[index].weights = "slice"
             self.drops.append(index)
 
@@ -192,7 +192,7 @@ class DataStep:
         live = weights + gradients
         self.peak = max(self.peak, live)
         moves: list[View] = [{"unit": index, **_move(call)} for index, call in self.moves]
-        self.sent += sum(each["sent"] for each in moves)
+        self.sent += sum(move["sent"] for move in moves)
         self.frames.append(
             {
                 "phase": phase,
@@ -228,7 +228,7 @@ class DataStep:
     def _words(self, state: _UnitState) -> list[str]:
         summed = "slice" if self.zero else "whole"
         flags = {summed: state.summed, "filling": state.filling, "summing": state.summing}
-        return [word for word, there in flags.items() if there]
+        return [word for word, flag in flags.items() if flag]
 
     def _name(self, index: int) -> str:
         name = name_of(self.units[index])
@@ -241,20 +241,20 @@ class DataStep:
     def _meanwhile(self) -> str:
         """What is gathered, and what was freed, while a unit computes."""
         coming = [index for index, _ in self.moves if index is not None]
-        words = [f"{self._name(p)} is gathered meanwhile, {self._from_each(p)}" for p in coming]
+        clauses = [f"{self._name(p)} is gathered meanwhile, {self._from_each(p)}" for p in coming]
         if self.drops:
             gone = " and ".join(map(self._name, self.drops))
-            words.append(f"{gone} {'has' if len(self.drops) == 1 else 'have'} been dropped")
-        return "; ".join(["", *words]) + "."
+            clauses.append(f"{gone} {'has' if len(self.drops) == 1 else 'have'} been dropped")
+        return "; ".join(["", *clauses]) + "."
 
     def _start(self) -> str:
-        kept = [
+        contents = [
             "everything whole: weights and optimizer states",
             "whole weights, and its slice of the optimizer states",
             "whole weights, and its slice of the optimizer states",
             "its slice of the weights and of the optimizer states",
         ]
-        return f"Every rank holds {kept[self.zero]}."
+        return f"Every rank holds {contents[self.zero]}."
 
 
 def _move(call: Collective) -> View:

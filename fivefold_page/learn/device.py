@@ -60,8 +60,8 @@ def view(params: Params) -> View:
     shape, gpu = models.load(choices["model"]), machine.load(choices["machine"])
     seq = min(int(choices["seq"]), shape.max_seq)
     state = replace(ALONE, model=choices["model"], machine=choices["machine"], seq=seq)
-    found, total = state.estimate(), parameters(shape).total
-    memory, recomputed = found.memory, replace(state, recompute="full").estimate()
+    estimate, total = state.estimate(), parameters(shape).total
+    memory, recomputed = estimate.memory, replace(state, recompute="full").estimate()
     parts = [
         {"name": name, "means": means, "bytes": memory[name]} for name, means in _MEANS.items()
     ]
@@ -71,18 +71,20 @@ def view(params: Params) -> View:
         "limit": gpu.memory,
         "parameters": total,
         "parts": parts,
-        "frames": [_frame(parts[: place + 1], gpu.memory, total) for place in range(len(parts))],
-        "sentences": _sentences(parts, total, found, recomputed),
+        "frames": [_frame(parts[: index + 1], gpu.memory, total) for index in range(len(parts))],
+        "sentences": _sentences(parts, total, estimate, recomputed),
     }
 
 
 def _frame(parts: list[View], limit: float, total: int) -> View:
     last = parts[-1]
     size = sum(part["bytes"] for part in parts)
-    each = "" if last["name"] == "activations" else f", {last['bytes'] / total:.0f} bytes each"
+    per_parameter = (
+        "" if last["name"] == "activations" else f", {last['bytes'] / total:.0f} bytes each"
+    )
     verb = "These are" if last["name"] == "weights" else "With"
     says = (
-        f"{verb} {last['means']}: {gib(last['bytes'])}{each}. "
+        f"{verb} {last['means']}: {gib(last['bytes'])}{per_parameter}. "
         f"Together {gib(size)}: {_gpus(size, limit)}."
     )
     return {"says": says, "shown": len(parts), "bytes": size}
@@ -94,31 +96,34 @@ def _gpus(size: float, limit: float) -> str:
     return f"more than {counted(math.ceil(size / limit) - 1, 'GPU')} of {gib(limit)} can hold"
 
 
-def _sentences(parts: list[View], total: int, found: Estimate, recomputed: Estimate) -> list[str]:
-    limit = found.setting.machine.memory
-    kept = sum(part["bytes"] for part in parts[:-1])
+def _sentences(
+    parts: list[View], total: int, estimate: Estimate, recomputed: Estimate
+) -> list[str]:
+    limit = estimate.setting.machine.memory
+    state_bytes = sum(part["bytes"] for part in parts[:-1])
     activations = parts[-1]["bytes"]
     return [
-        f"{total / 1e9:.1f} billion parameters at {kept / total:.0f} bytes each: {gib(kept)}, "
-        "whatever the batch. To use a trained model the weights alone suffice: "
-        f"{gib(parts[0]['bytes'])}.",
+        f"{total / 1e9:.1f} billion parameters at {state_bytes / total:.0f} bytes each: "
+        f"{gib(state_bytes)}, whatever the batch. To use a trained model the weights alone "
+        f"suffice: {gib(parts[0]['bytes'])}.",
         f"Activations, {gib(activations)}, grow with the tokens that are computed at once. "
         f"Recomputing all of them leaves {gib(recomputed.memory['activations'])}, and makes a step "
-        f"{recomputed.step / found.step:.2f} times as long.",
-        f"These bytes fill {counted(math.ceil((kept + activations) / limit), 'GPU')}, if they can "
-        "be cut so that none is stored twice. How to cut them is what the next chapters are about.",
+        f"{recomputed.step / estimate.step:.2f} times as long.",
+        f"These bytes fill {counted(math.ceil((state_bytes + activations) / limit), 'GPU')}, if "
+        "they can be cut so that none is stored twice. How to cut them is what the next chapters "
+        "are about.",
     ]
 
 
 def text(view: View) -> list[str]:
     """The same for a terminal."""
-    whole = sum(part["bytes"] for part in view["parts"])
+    total = sum(part["bytes"] for part in view["parts"])
     lines = [
         f"{view['choices']['model']}, {view['parameters'] / 1e9:.1f} B parameters, on "
         f"{view['chip']} of {gib(view['limit'])}",
         "",
     ]
     for part in view["parts"]:
-        lines.append(bar(part["name"], gib(part["bytes"]), part["bytes"] / whole))
-    said = (line for frame in view["frames"] for line in wrapped(frame["says"]))
-    return [*lines, "", *said, "", *sentence_lines(view)]
+        lines.append(bar(part["name"], gib(part["bytes"]), part["bytes"] / total))
+    captions = (line for frame in view["frames"] for line in wrapped(frame["says"]))
+    return [*lines, "", *captions, "", *sentence_lines(view)]

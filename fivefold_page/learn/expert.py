@@ -67,25 +67,27 @@ def view(params: Params) -> View:
     choices = chosen(CHOICES, params)
     num_ranks, top_k = int(choices["ep"]), int(choices["top_k"])
     rules = balance.parse(choices["capacity"])
-    room = rules[0].room(TOKENS, top_k, EXPERTS) if rules else None
+    capacity = rules[0].room(TOKENS, top_k, EXPERTS) if rules else None
     scores = [_scores(rank, top_k, choices["skew"]) for rank in range(num_ranks)]
     slots = [
         slot
         for rank, row in enumerate(scores)
-        for slot in _within(_routed(rank, row, top_k), room, rules)
+        for slot in _within(_routed(rank, row, top_k), capacity, rules)
     ]
     moves = _moves(slots, num_ranks, int(choices["nodes"]))
     row_bytes = load(choices["model"]).width * PRECISIONS["bf16"].itemsize
     numbers = _numbers(slots, moves, num_ranks, int(choices["nodes"]), row_bytes)
-    found = {
+    result = {
         "choices": choices,
         "ranks": num_ranks,
         "tokens": TOKENS,
         "experts": EXPERTS,
         "on_rank": EXPERTS // num_ranks,
         "row_bytes": row_bytes,
-        "room": room,
-        "scores": [[[round(one, 3) for one in each] for each in row] for row in scores],
+        "room": capacity,
+        "scores": [
+            [[round(score, 3) for score in token_scores] for token_scores in row] for row in scores
+        ],
         "slots": [
             [s.rank, s.token, s.expert, round(s.score, 3), round(s.weight, 3), int(s.kept)]
             for s in slots
@@ -96,49 +98,51 @@ def view(params: Params) -> View:
         "asked": _load([slot._replace(kept=True) for slot in slots]),
         "numbers": numbers,
     }
-    return found | {"frames": _frames(found, slots), "sentences": _sentences(found)}
+    return result | {"frames": _frames(result, slots), "sentences": _sentences(result)}
 
 
 def _scores(rank: int, top_k: int, skew: str) -> list[list[float]]:
     """The router's score of every expert, for each token of one rank."""
     draw = random.Random(f"{skew} {rank}")
     bias = {e: -_SKEW[skew] * math.log(1 + i) for i, e in enumerate(_BY_POPULARITY)}
-    found: list[list[float]] = []
+    score_rows: list[list[float]] = []
     for token in range(TOKENS):
         logits = [bias[expert] - math.log(-math.log(draw.random())) for expert in range(EXPERTS)]
         if skew == "even":  # in turn: the most even load
             for choice in range(top_k):
                 logits[(token + choice * EXPERTS // 2) % EXPERTS] += _FAR_ABOVE
-        found.append(_softmax(logits))
-    return found
+        score_rows.append(_softmax(logits))
+    return score_rows
 
 
 def _routed(rank: int, scores: list[list[float]], top_k: int) -> list[RoutedSlot]:
     """The slots of one rank: the best experts of every token, the lower number if equal."""
-    found: list[RoutedSlot] = []
+    slots: list[RoutedSlot] = []
     for token, row in enumerate(scores):
         best = sorted(range(EXPERTS), key=lambda expert: -row[expert])[:top_k]
         total = sum(row[e] for e in best)
-        found += [RoutedSlot(rank, token, e, row[e], row[e] / total) for e in best]
-    return found
+        slots += [RoutedSlot(rank, token, e, row[e], row[e] / total) for e in best]
+    return slots
 
 
 def _softmax(logits: list[float]) -> list[float]:
-    powers = [math.exp(each - max(logits)) for each in logits]
-    return [each / sum(powers) for each in powers]
+    powers = [math.exp(logit - max(logits)) for logit in logits]
+    return [power / sum(powers) for power in powers]
 
 
 def _within(
-    slots: list[RoutedSlot], room: int | None, rules: tuple[balance.Balance, ...]
+    slots: list[RoutedSlot], capacity: int | None, rules: tuple[balance.Balance, ...]
 ) -> list[RoutedSlot]:
     """The slots of a row, marked if they are dropped: every expert takes the first `room`, by
     probability or by position; the earlier token wins if equal."""
-    if room is None:
+    if capacity is None:
         return slots
     by_probability = rules[0].keep == "probability"
     order = sorted(slots, key=lambda slot: -slot.score) if by_probability else slots
-    kept = {slot for e in range(EXPERTS) for slot in [s for s in order if s.expert == e][:room]}
-    return [slot._replace(kept=slot in kept) for slot in slots]
+    survivors = {
+        slot for e in range(EXPERTS) for slot in [s for s in order if s.expert == e][:capacity]
+    }
+    return [slot._replace(kept=slot in survivors) for slot in slots]
 
 
 def _home(expert: int, num_ranks: int) -> int:
@@ -155,7 +159,7 @@ def _moves(slots: list[RoutedSlot], num_ranks: int, nodes: int) -> Moves:
     near = [[0] * num_ranks for _ in range(num_ranks)]
     far = [[0] * num_ranks for _ in range(num_ranks)] if nodes > 1 else None
     crossed: set[tuple[int, int, int]] = set()
-    for slot in (each for each in slots if each.kept):
+    for slot in (candidate for candidate in slots if candidate.kept):
         home = _home(slot.expert, num_ranks)
         via = slot.rank if far is None else home // size * size + slot.rank % size
         if far is not None and (slot.rank, slot.token, via) not in crossed:
@@ -168,7 +172,7 @@ def _moves(slots: list[RoutedSlot], num_ranks: int, nodes: int) -> Moves:
 def _flows(slots: list[RoutedSlot], num_ranks: int) -> list[list[int]]:
     """Slots of each rank for each expert, after the capacity."""
     by_rank = [[slot for slot in slots if slot.rank == rank] for rank in range(num_ranks)]
-    return [_load(mine) for mine in by_rank]
+    return [_load(rank_slots) for rank_slots in by_rank]
 
 
 def _load(slots: list[RoutedSlot]) -> list[int]:
@@ -189,18 +193,18 @@ def _numbers(slots: list[RoutedSlot], moves: Moves, num_ranks: int, nodes: int, 
             for target, rows in enumerate(sent):
                 counted_rows["local" if source == target else "crossing"] += rows
                 counted_rows["network"] += rows * (source // size != target // size)
-    kept = sum(load_)
+    num_kept = sum(load_)
     return {
         "slots": len(slots),
-        "kept": kept,
-        "dropped": len(slots) - kept,
+        "kept": num_kept,
+        "dropped": len(slots) - num_kept,
         "lost": _lost(slots),
         "fullest": max(load_),
-        "mean": kept / EXPERTS,
-        "imbalance": max(load_) / (kept / EXPERTS),
+        "mean": num_kept / EXPERTS,
+        "imbalance": max(load_) / (num_kept / EXPERTS),
         "by_rank": by_rank,
         "fullest_rank": max(by_rank),
-        "rank_imbalance": max(by_rank) / (kept / num_ranks),
+        "rank_imbalance": max(by_rank) / (num_kept / num_ranks),
         "rows": counted_rows,
         "bytes": {name: rows * row for name, rows in counted_rows.items()},
         "direct_bytes": direct * row,
@@ -210,49 +214,49 @@ def _numbers(slots: list[RoutedSlot], moves: Moves, num_ranks: int, nodes: int, 
 
 def _lost(slots: list[RoutedSlot]) -> int:
     """Tokens of which every slot is dropped."""
-    kept = {(slot.rank, slot.token) for slot in slots if slot.kept}
-    return len({(slot.rank, slot.token) for slot in slots} - kept)
+    survivors = {(slot.rank, slot.token) for slot in slots if slot.kept}
+    return len({(slot.rank, slot.token) for slot in slots} - survivors)
 
 
-def _frames(found: View, slots: list[RoutedSlot]) -> list[View]:
+def _frames(result: View, slots: list[RoutedSlot]) -> list[View]:
     """From the scores to the weighted sum."""
-    numbers, ranks, top_k = found["numbers"], found["ranks"], int(found["choices"]["top_k"])
+    numbers, ranks, top_k = result["numbers"], result["ranks"], int(result["choices"]["top_k"])
     return [
         {
             "phase": "scores",
-            "says": f"Each of {ranks} ranks has {TOKENS} tokens, and {found['on_rank']} of "
+            "says": f"Each of {ranks} ranks has {TOKENS} tokens, and {result['on_rank']} of "
             f"{EXPERTS} experts. The router scores all experts for every token, where it lies, and "
             f"keeps the best {'one' if top_k == 1 else top_k}.",
         },
-        {"phase": "counts", "says": _count_words(found)},
-        *_dispatch_frames(found),
+        {"phase": "counts", "says": _count_words(result)},
+        *_dispatch_frames(result),
         {"phase": "compute", "says": _compute_words(numbers)},
-        *_combine_frames(found),
+        *_combine_frames(result),
         _sum_frame(slots),
     ]
 
 
-def _count_words(found: View) -> str:
-    numbers = found["numbers"]
-    words = (
+def _count_words(result: View) -> str:
+    numbers = result["numbers"]
+    summary = (
         f"Every rank counts its slots for each expert: {numbers['slots']} in all, "
         f"{numbers['slots'] / EXPERTS:g} an expert if they were even, and "
-        f"{max(found['asked'])} on the most wanted."
+        f"{max(result['asked'])} on the most wanted."
     )
-    if found["room"] is None:
-        return f"{words} Nothing is dropped: every slot will be computed."
+    if result["room"] is None:
+        return f"{summary} Nothing is dropped: every slot will be computed."
     return (
-        f"{words} An expert has room for {found['room']} of each row: {numbers['dropped']} slots "
-        f"are dropped, and {counted(numbers['lost'], 'token')} lost all of theirs."
+        f"{summary} An expert has room for {result['room']} of each row: {numbers['dropped']} "
+        f"slots are dropped, and {counted(numbers['lost'], 'token')} lost all of theirs."
     )
 
 
-def _dispatch_frames(found: View) -> list[View]:
-    numbers, far = found["numbers"], found["moves"]["far"]
+def _dispatch_frames(result: View) -> list[View]:
+    numbers, far = result["numbers"], result["moves"]["far"]
     if far is None:
         rows = numbers["rows"]
         says = (
-            f"Dispatch, an all-to-all: one row of {found['row_bytes']:,} bytes for every slot. "
+            f"Dispatch, an all-to-all: one row of {result['row_bytes']:,} bytes for every slot. "
             f"{rows['crossing']} rows go to other ranks, {rows['local']} stay."
         )
         return [{"phase": "near", "says": says}]
@@ -261,7 +265,7 @@ def _dispatch_frames(found: View) -> list[View]:
             "phase": "far",
             "says": "Dispatch, first over the network: a token goes once to each node that has an "
             f"expert of its. {numbers['rows']['network']} rows cross, where one for every slot "
-            f"would be {numbers['direct_bytes'] // found['row_bytes']}.",
+            f"would be {numbers['direct_bytes'] // result['row_bytes']}.",
         },
         {
             "phase": "near",
@@ -284,8 +288,8 @@ def _compute_words(numbers: View) -> str:
     )
 
 
-def _combine_frames(found: View) -> list[View]:
-    if found["moves"]["far"] is None:
+def _combine_frames(result: View) -> list[View]:
+    if result["moves"]["far"] is None:
         says = "Combine, an all-to-all the other way: every result goes home to its token's rank."
         return [{"phase": "near-back", "says": says}]
     return [
@@ -305,9 +309,9 @@ def _combine_frames(found: View) -> list[View]:
 def _sum_frame(slots: list[RoutedSlot]) -> View:
     """The result of one token: one with a dropped slot, if there is any."""
     shown = next((slot for slot in slots if not slot.kept), slots[0])
-    mine = [slot for slot in slots if (slot.rank, slot.token) == (shown.rank, shown.token)]
-    parts = [f"{slot.weight:.2f} · expert {slot.expert}" for slot in mine if slot.kept]
-    gone = [f"expert {slot.expert}" for slot in mine if not slot.kept]
+    token_slots = [slot for slot in slots if (slot.rank, slot.token) == (shown.rank, shown.token)]
+    parts = [f"{slot.weight:.2f} · expert {slot.expert}" for slot in token_slots if slot.kept]
+    gone = [f"expert {slot.expert}" for slot in token_slots if not slot.kept]
     total = " + ".join(parts) if parts else "nothing but what stood there before"
     missing = f" It had no room on {' and '.join(gone)}." if gone else ""
     return {
@@ -318,24 +322,24 @@ def _sum_frame(slots: list[RoutedSlot]) -> View:
     }
 
 
-def _sentences(found: View) -> list[str]:
-    numbers, sizes = found["numbers"], found["numbers"]["bytes"]
+def _sentences(result: View) -> list[str]:
+    numbers, sizes = result["numbers"], result["numbers"]["bytes"]
     sentences = [
         f"Imbalance: the fullest expert has {numbers['fullest']} slots, "
         f"{numbers['imbalance']:.2f} times the mean of {numbers['mean']:g}; the fullest rank "
         f"{numbers['rank_imbalance']:.2f} times. A layer takes as long as its fullest rank.",
         f"One dispatch moves {size_text(sizes['crossing'])} between ranks and leaves "
         f"{size_text(sizes['local'])} where they are, in bf16 at the width of "
-        f"{found['choices']['model']}; the combine moves as much, and backward both again.",
+        f"{result['choices']['model']}; the combine moves as much, and backward both again.",
     ]
-    if found["moves"]["far"] is not None:
+    if result["moves"]["far"] is not None:
         sentences.append(
             f"Over the network go {size_text(sizes['network'])}; one row for every slot would be "
             f"{size_text(numbers['direct_bytes'])}."
         )
-    if found["room"] is not None:
+    if result["room"] is not None:
         sentences.append(
-            f"The capacity gives every expert ⌈C·K·S/E⌉ = {found['room']} slots of a row: "
+            f"The capacity gives every expert ⌈C·K·S/E⌉ = {result['room']} slots of a row: "
             f"{numbers['dropped']} of {numbers['slots']} slots are dropped, the price of a load "
             "that cannot be worse."
         )
@@ -349,11 +353,13 @@ def text(view: View) -> list[str]:
         lines += wrapped(f"{number}. {frame['says']}", later="   ")
     lines += ["", "expert  rank  slots  dropped"]
     scale = min(1.0, _BAR / max(view["asked"]))
-    for expert, (kept, asked) in enumerate(zip(view["load"], view["asked"], strict=True)):
-        solid = round(kept * scale)
-        bar = "█" * solid + "×" * (round(asked * scale) - solid)
+    for expert, (kept_slots, demand) in enumerate(zip(view["load"], view["asked"], strict=True)):
+        solid = round(kept_slots * scale)
+        bar = "█" * solid + "×" * (round(demand * scale) - solid)
         rank = expert // view["on_rank"]
-        lines.append(f"{expert:>6} {rank:>5} {kept:>6} {asked - kept:>8}  {bar}".rstrip())
+        lines.append(
+            f"{expert:>6} {rank:>5} {kept_slots:>6} {demand - kept_slots:>8}  {bar}".rstrip()
+        )
     for name, where in (("far", "over the network"), ("near", "to the experts")):
         if (matrix := view["moves"][name]) is None:
             continue

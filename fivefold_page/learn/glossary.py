@@ -144,19 +144,19 @@ def linked(text: str, seen: set[str]) -> list[View]:
 'code': True}, {'text': '.'}]
     """
     parts: list[View] = []
-    for place, piece in enumerate(text.split("`")):
-        parts += [{"text": piece, "code": True}] if place % 2 else _words(piece, seen)
+    for index, piece in enumerate(text.split("`")):
+        parts += [{"text": piece, "code": True}] if index % 2 else _words(piece, seen)
     return [part for part in parts if part["text"]]
 
 
 def _words(text: str, seen: set[str]) -> Iterator[View]:
     start = 0
-    for found in _WORDS.finditer(text):
-        term = _KEYS[found[1].lower()]
+    for match in _WORDS.finditer(text):
+        term = _KEYS[match[1].lower()]
         if term in seen:
             continue
         seen.add(term)
-        yield {"text": text[start : found.start()]}
-        yield {"text": found[0], "term": term}
-        start = found.end()
+        yield {"text": text[start : match.start()]}
+        yield {"text": match[0], "term": term}
+        start = match.end()
     yield {"text": text[start:]}

@@ -123,11 +123,11 @@ def view(params: Params) -> View:
 @lru_cache(maxsize=128)
 def _step(model: str, machine: str, degrees: tuple[tuple[str, int], ...]) -> _Step:
     """The plan with these dimensions; it does not depend on later ones."""
-    words = " ".join(f"{axis}={degree}" for axis, degree in degrees if axis != "zero")
+    label = " ".join(f"{axis}={degree}" for axis, degree in degrees if axis != "zero")
     plan = resolve(
         PlanOptions(
             model,
-            words or "dp=1",
+            label or "dp=1",
             machine=machine,
             zero=dict(degrees).get("zero", 0),
             seq=min(_SEQ, models.load(model).max_seq),
@@ -147,7 +147,7 @@ def _holds(plan: Plan) -> dict[str, int]:
     sizes = partial(static_bytes, itemsize=itemsize)
     static = sizes(plan, 0, optimizer="adamw", master=True)
     # Below stage 3 the weights are full, and below stage 2 the accumulating gradients too.
-    whole = static.weights // itemsize * grad_itemsize
+    full_grads = static.weights // itemsize * grad_itemsize
     message = message_bytes(plan, itemsize)
     row = shape.width * itemsize * plan.batch.microbatch_size
     return {
@@ -159,7 +159,7 @@ def _holds(plan: Plan) -> dict[str, int]:
         "experts": moe.experts // layout.ep,
         "activations": message,
         "weights": static.weights,
-        "gradients": whole if layout.zero < 2 else static.gradients,
+        "gradients": full_grads if layout.zero < 2 else static.gradients,
         "optimizer": static.master + static.optimizer + static.scalars,
     }
 
@@ -211,28 +211,28 @@ def _cuts(plan: Plan) -> View:
         "experts": layout.ep,
         "tokens": [list(share) for share in shares(tokens, plan.padded_seq)],
         "stage": [stage.start, stage.stop],
-        "stages": [[each.start, each.stop] for each in plan.stages],
+        "stages": [[layer_range.start, layer_range.stop] for layer_range in plan.stages],
     }
 
 
 def _moves(name: str, plan: Plan) -> list[View]:
     """The collectives of rank 0 in a step by group and kind, with the link that they cross."""
     listed = predict_traffic(plan, 0, itemsize=PRECISIONS[plan.precision].itemsize)
-    found: dict[tuple[str, str], list[TrafficEntry]] = {}
-    for each in listed:
-        if each.axis in _GROUPS[name] and each.kind != "recv":
-            found.setdefault((each.axis, each.kind), []).append(each)
+    groups: dict[tuple[str, str], list[TrafficEntry]] = {}
+    for entry in listed:
+        if entry.axis in _GROUPS[name] and entry.kind != "recv":
+            groups.setdefault((entry.axis, entry.kind), []).append(entry)
     return [
         {
             "axis": axis,
             "who": GROUPS[axis],
             "kind": kind,
-            "count": sum(each.count for each in entries),
-            "bytes": sum(each.count * each.bytes for each in entries),
+            "count": sum(call.count for call in entries),
+            "bytes": sum(call.count * call.bytes for call in entries),
             "group": entries[0].group,
             "tier": tier_name(plan, axis),
         }
-        for (axis, kind), entries in found.items()
+        for (axis, kind), entries in groups.items()
     ]
 
 
@@ -253,7 +253,7 @@ def _sentences(steps: list[_Step]) -> list[str]:
         sum(step.holds[row] for row in ("weights", "gradients", "optimizer")) for step in steps
     ]
     experts = first.plan.shape.num_moe_layers
-    found = [
+    sentences = [
         *rank_sentences(layout),
         f"Weights, gradients and optimizer states, while gradients add up: {size_text(static[0])} "
         f"on one device, {size_text(static[-1])} on rank 0 of {layout.world}.",
@@ -261,11 +261,11 @@ def _sentences(steps: list[_Step]) -> list[str]:
         f"the {layout.dp * layout.cp} ranks of dp · cp hold alike.",
     ]
     if layout.tp > 1 and experts:
-        found.append(
+        sentences.append(
             f"tp cuts dense weights, not the experts of {counted(experts, 'layer')}: their tokens "
             "travel instead (ep)."
         )
-    return found
+    return sentences
 
 
 def text(view: View) -> list[str]:
@@ -276,7 +276,7 @@ def text(view: View) -> list[str]:
         if frame["moves"]:
             lines += wrapped(f"moves {frame['when']}:", "    ")
         lines += [f"      {_move_text(move)}" for move in frame["moves"]]
-    first, last = (view["frames"][place]["holds"] for place in (0, -1))
+    first, last = (view["frames"][index]["holds"] for index in (0, -1))
     lines += ["", _line("", "one device", view["axes"], "rank 0")]
     for row in view["rows"]:
         name = row["name"]
@@ -287,5 +287,5 @@ def text(view: View) -> list[str]:
 
 
 def _line(name: str, first: str, between: list[str], last: str) -> str:
-    cells = "".join(f"{each:>7}" for each in between)
+    cells = "".join(f"{cell:>7}" for cell in between)
     return f"{name:<34}{first:>12}{cells}{last:>11}".rstrip()

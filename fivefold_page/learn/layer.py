@@ -79,7 +79,7 @@ def view(params: Params) -> View:
     choices = chosen(CHOICES, params)
     plan = plan_of(choices)
     layer = Layer(plan, layer_of(plan))
-    found = stations(layer)
+    all_stations = stations(layer)
     return {
         "choices": choices,
         "layout": str(plan.layout),
@@ -87,9 +87,9 @@ def view(params: Params) -> View:
         "machine": choices["machine"],
         "layer": layer.number,
         "legend": _legend(plan),
-        "stations": [_drawn(each, layer.itemsize) for each in found],
-        "frames": list(_frames(plan, found)),
-        "sentences": _sentences(layer, found),
+        "stations": [_drawn(station, layer.itemsize) for station in all_stations],
+        "frames": list(_frames(plan, all_stations)),
+        "sentences": _sentences(layer, all_stations),
     }
 
 
@@ -97,18 +97,18 @@ def stations(layer: Layer) -> tuple[Station, ...]:
     """All stations; together they have every collective of the layer."""
     moe = layer.plan.shape.moe
     assert moe is not None, "the panel shows a layer with experts"
-    found = (
+    layer_stations = (
         _fetch(layer),
         *attention(layer),
         *experts(layer, moe),
         _discard(layer),
         _boundary(layer),
     )
-    rest = layer.take_rest()
-    if not rest:
-        return found
+    remainder = layer.take_rest()
+    if not remainder:
+        return layer_stations
     says = "Collectives of this layer that belong to no other station."
-    return *found, Station("others", "other collectives", says, says, forward=rest)
+    return *layer_stations, Station("others", "other collectives", says, says, forward=remainder)
 
 
 def _fetch(layer: Layer) -> Station:
@@ -189,8 +189,8 @@ def _drawn(station: Station, itemsize: int) -> View:
         "title": station.title,
         "axis": station.axis,
         "held": None if station.tensor is None else _tensor(station.tensor, itemsize),
-        "forward": [_collective(one) for one in station.forward],
-        "backward": [_collective(one) for one in station.backward],
+        "forward": [_collective(call) for call in station.forward],
+        "backward": [_collective(call) for call in station.backward],
         "pair": station.pair,
         "weights": list(station.weights),
         "beside": station.beside,
@@ -209,13 +209,13 @@ def _tensor(tensor: LocalTensor, itemsize: int) -> View:
     }
 
 
-def _collective(one: LayerCollective) -> View:
-    found = one.collective._asdict()
-    more = {"who": GROUPS[one.collective.axis], "count": one.count, "what": one.what}
-    return found | more | {"tier": one.tier}
+def _collective(call: LayerCollective) -> View:
+    fields = call.collective._asdict()
+    extra = {"who": GROUPS[call.collective.axis], "count": call.count, "what": call.what}
+    return fields | extra | {"tier": call.tier}
 
 
-def _frames(plan: Plan, found: tuple[Station, ...]) -> Iterator[View]:
+def _frames(plan: Plan, all_stations: tuple[Station, ...]) -> Iterator[View]:
     layout = plan.layout
     yield {
         "says": f"Rank 0 of {layout.world}: {layout}. One microbatch passes one layer; step along "
@@ -223,19 +223,21 @@ def _frames(plan: Plan, found: tuple[Station, ...]) -> Iterator[View]:
         "station": None,
         "back": False,
     }
-    for place, station in enumerate(found):
-        yield {"says": f"Forward: {station.says}", "station": place, "back": False}
-    for place, station in reversed(list(enumerate(found))):
-        yield {"says": f"Backward: {station.says_back}", "station": place, "back": True}
+    for index, station in enumerate(all_stations):
+        yield {"says": f"Forward: {station.says}", "station": index, "back": False}
+    for index, station in reversed(list(enumerate(all_stations))):
+        yield {"says": f"Backward: {station.says_back}", "station": index, "back": True}
 
 
-def _sentences(layer: Layer, found: tuple[Station, ...]) -> list[str]:
+def _sentences(layer: Layer, all_stations: tuple[Station, ...]) -> list[str]:
     layout = layer.plan.layout
     sums: Counter[str] = Counter()
-    for one in (one for station in found for one in (*station.forward, *station.backward)):
-        axis, kind, size, _ = one.collective
+    for call in (
+        entry for station in all_stations for entry in (*station.forward, *station.backward)
+    ):
+        axis, kind, size, _ = call.collective
         if kind != "recv":
-            sums[axis] += size * one.count
+            sums[axis] += size * call.count
     by_axis = ", ".join(f"{GROUPS[axis]} {size_text(size)}" for axis, size in sums.items())
     lines = [
         *rank_sentences(layout),
@@ -276,9 +278,9 @@ def text(view: View) -> list[str]:
         tensor = station["held"]
         shape = "" if tensor is None else f"{tensor['name']} {_shape_text(tensor)}"
         lines += wrapped(f"{station['title']:<24} {station['axis']:<4} {shape}", "", " " * 30)
-        for way, arrow in (("forward", "→"), ("backward", "←")):
-            for one in (each for each in station[way] if each["kind"] != "recv"):
-                lines += wrapped(f"{arrow} {_collective_text(one)}", "    ", "      ")
+        for direction, arrow in (("forward", "→"), ("backward", "←")):
+            for call in (entry for entry in station[direction] if entry["kind"] != "recv"):
+                lines += wrapped(f"{arrow} {_collective_text(call)}", "    ", "      ")
     return [*lines, "", *sentence_lines(view, "- ")]
 
 
@@ -288,8 +290,8 @@ def _shape_text(tensor: View) -> str:
     return f"[{symbols}] = [{sizes}], {size_text(tensor['bytes'])}"
 
 
-def _collective_text(one: View) -> str:
-    kind = _KINDS.get(one["kind"], kind_text(one["kind"]))
-    times = "" if one["count"] == 1 else f"{one['count']} × "
-    where = f"among {one['group']} {one['who']} over {one['tier']}"
-    return f"{times}{kind} of {size_text(one['bytes'])} {where}: {one['what']}"
+def _collective_text(call: View) -> str:
+    kind = _KINDS.get(call["kind"], kind_text(call["kind"]))
+    times = "" if call["count"] == 1 else f"{call['count']} × "
+    where = f"among {call['group']} {call['who']} over {call['tier']}"
+    return f"{times}{kind} of {size_text(call['bytes'])} {where}: {call['what']}"

@@ -41,10 +41,10 @@ def row_tokens(layer: Layer, name: str) -> LocalTensor:
 def _heads(layer: Layer) -> LocalTensor:
     """The queries of a rank: all its tokens, with the heads of its tp rank."""
     shape, tp, cp = layer.plan.shape, layer.plan.layout.tp, layer.plan.layout.cp
-    whole = row_tokens(layer, "q")
-    sizes = (*whole.sizes[:2], shape.heads // tp, shape.head_dim)
+    tensor = row_tokens(layer, "q")
+    sizes = (*tensor.sizes[:2], shape.heads // tp, shape.head_dim)
     return LocalTensor(
-        "q", ("b", over("s", cp=cp), over("h", tp=tp), "e"), sizes, whole.rows, 1 / tp
+        "q", ("b", over("s", cp=cp), over("h", tp=tp), "e"), sizes, tensor.rows, 1 / tp
     )
 
 
@@ -90,17 +90,17 @@ def attention(layer: Layer) -> Iterator[Station]:
 
 def enter(layer: Layer, name: str, before: str) -> Station:
     """Before column-parallel matmuls: a gather, or nothing without sequence parallelism."""
-    layout, whole = layer.plan.layout, row_tokens(layer, "x of the tp group")
-    size = whole.numel * layer.itemsize
+    layout, tensor = layer.plan.layout, row_tokens(layer, "x of the tp group")
+    size = tensor.numel * layer.itemsize
     if layout.tp == 1:
-        return Station(name, "gather", *_IDLE, whole, "tp")
+        return Station(name, "gather", *_IDLE, tensor, "tp")
     if not layout.sp:
         return Station(
             name,
             "copy",
             "Nothing happens: without sequence parallelism every tp rank has all tokens.",
             "A sum: the gradient of a token is the sum over the heads of all tp ranks.",
-            whole,
+            tensor,
             "tp",
             backward=layer.take("tp", "all_reduce", size, "gradients of the tokens"),
             pair=("identity", "all-reduce"),
@@ -117,7 +117,7 @@ def enter(layer: Layer, name: str, before: str) -> Station:
         "The mirror of gathering: gradients are summed and scattered, each rank its own "
         "tokens. The tokens themselves were not kept: they are gathered once more, for the "
         "gradients of the weights.",
-        whole,
+        tensor,
         "tp",
         forward=layer.take("tp", "all_gather", size // layout.tp, "tokens"),
         backward=backward,
@@ -127,8 +127,8 @@ def enter(layer: Layer, name: str, before: str) -> Station:
 
 def leave(layer: Layer, name: str, after: str) -> Station:
     """After row-parallel matmuls: a reduce, or a sum without sequence parallelism."""
-    layout, whole = layer.plan.layout, row_tokens(layer, "")
-    size = whole.numel * layer.itemsize
+    layout, tensor = layer.plan.layout, row_tokens(layer, "")
+    size = tensor.numel * layer.itemsize
     if layout.tp == 1:
         return Station(name, "reduce", *_IDLE, own_tokens(layer, after), "tp")
     if not layout.sp:
@@ -160,12 +160,12 @@ def _context(layer: Layer, queries: LocalTensor) -> Iterator[Station]:
     """Attention, and how queries get the keys of other context ranks."""
     plan, split, shape = layer.plan, layer.plan.split, layer.plan.shape
     tp, seq = plan.layout.tp, plan.padded_seq
-    here = queries.numel * layer.itemsize
+    query_bytes = queries.numel * layer.itemsize
     kv_heads = math.lcm(max(1, shape.kv_heads // tp), split.inner)
     keys = math.prod(queries.sizes[:2]) * kv_heads * shape.head_dim
     hybrid = split.inner > 1 and split.outer > 1
     ring, inside = ("ring", "ulysses") if hybrid else ("cp", "cp")
-    place = LocalTensor(
+    tensor = LocalTensor(
         "attention",
         ("b", over("s", **{ring: split.outer}), over("h", tp=tp, **{inside: split.inner}), "v"),
         (
@@ -178,8 +178,8 @@ def _context(layer: Layer, queries: LocalTensor) -> Iterator[Station]:
         1 / (tp * split.inner),
     )
     if split.inner > 1:
-        yield _tokens_to_heads(layer, place, here, keys * layer.itemsize)
-    yield _ring(layer, place, keys)
+        yield _tokens_to_heads(layer, tensor, query_bytes, keys * layer.itemsize)
+    yield _ring(layer, tensor, keys)
     if split.inner > 1:
         results = replace(queries, name="attention", symbols=(*queries.symbols[:3], "v"))
         results = replace(results, sizes=(*queries.sizes[:3], shape.value_dim))
@@ -190,13 +190,13 @@ def _context(layer: Layer, queries: LocalTensor) -> Iterator[Station]:
             "The gradients of the results are traded, tokens for heads.",
             results,
             "cp",
-            forward=layer.take("ulysses", "all_to_all", here, "results"),
-            backward=layer.take("ulysses", "all_to_all", here, "gradients of the results"),
+            forward=layer.take("ulysses", "all_to_all", query_bytes, "results"),
+            backward=layer.take("ulysses", "all_to_all", query_bytes, "gradients of the results"),
             pair=("all-to-all", "all-to-all"),
         )
 
 
-def _tokens_to_heads(layer: Layer, place: LocalTensor, queries: int, keys: int) -> Station:
+def _tokens_to_heads(layer: Layer, tensor: LocalTensor, queries: int, keys: int) -> Station:
     """The all-to-all of Ulysses before attention; sizes in bytes."""
     ranks = layer.plan.split.inner
 
@@ -213,10 +213,10 @@ def _tokens_to_heads(layer: Layer, place: LocalTensor, queries: int, keys: int) 
         f"1/{ranks} of its heads.",
         "The gradients go the way back, heads for tokens.",
         replace(
-            place,
+            tensor,
             name="q",
-            symbols=(*place.symbols[:3], "e"),
-            sizes=(*place.sizes[:3], layer.plan.shape.head_dim),
+            symbols=(*tensor.symbols[:3], "e"),
+            sizes=(*tensor.sizes[:3], layer.plan.shape.head_dim),
         ),
         "cp",
         forward=take(""),
@@ -225,11 +225,11 @@ def _tokens_to_heads(layer: Layer, place: LocalTensor, queries: int, keys: int) 
     )
 
 
-def _ring(layer: Layer, place: LocalTensor, keys: int) -> Station:
+def _ring(layer: Layer, tensor: LocalTensor, keys: int) -> Station:
     """Attention itself; `keys` is the number of elements of the local keys, or of the values."""
     split, hops = layer.plan.split, layer.plan.split.outer - 1
-    here, wide = 2 * keys * layer.itemsize, 2 * keys * layer.wide
-    station = Station("attention", "attention", "", "", place, "cp" if hops else "")
+    hop_bytes, wide = 2 * keys * layer.itemsize, 2 * keys * layer.wide
+    station = Station("attention", "attention", "", "", tensor, "cp" if hops else "")
     if not hops:
         return replace(
             station,
@@ -241,8 +241,8 @@ def _ring(layer: Layer, place: LocalTensor, keys: int) -> Station:
             station,
             says=f"The keys and values of all {split.outer} context ranks are gathered at once.",
             says_back="They are gathered again, and their gradients summed, wide, and scattered.",
-            forward=layer.take("ring", "all_gather", here, "keys and values"),
-            backward=layer.take("ring", "all_gather", here, "keys and values, again")
+            forward=layer.take("ring", "all_gather", hop_bytes, "keys and values"),
+            backward=layer.take("ring", "all_gather", hop_bytes, "keys and values, again")
             + layer.take("ring", "reduce_scatter", wide * split.outer, "their gradients, wide"),
             pair=("all-gather", "all-gather, reduce-scatter"),
         )
@@ -257,8 +257,8 @@ def _ring(layer: Layer, place: LocalTensor, keys: int) -> Station:
         "hop hidden by the attention of the block that came before.",
         says_back="Keys and values go around once more, and their gradients with them, one hop "
         "later, until they are home.",
-        forward=pass_on(here, "keys and values", hops),
-        backward=pass_on(here, "keys and values, again", hops)
+        forward=pass_on(hop_bytes, "keys and values", hops),
+        backward=pass_on(hop_bytes, "keys and values, again", hops)
         + pass_on(wide, "their gradients, wide", split.outer),
         pair=("ring", "ring of keys and gradients"),
     )

@@ -197,13 +197,13 @@ def _combine(layer: Layer, sizes: _Sizes, tokens: int, moe: Moe) -> Station:
 
 def _expert_mlps(layer: Layer, moe: Moe, tokens: int) -> Station:
     layout = layer.plan.layout
-    here, width = moe.experts // layout.ep, moe.ffn // layout.etp
+    num_experts, width = moe.experts // layout.ep, moe.ffn // layout.etp
     cut = "whole" if layout.etp == 1 else f"1/{layout.etp} of the width of each"
     return Station(
         "experts",
         "experts: column, row",
-        f"This rank has {here} of {moe.experts} experts, {cut}: up by column, down by row, for "
-        "all slots that came.",
+        f"This rank has {num_experts} of {moe.experts} experts, {cut}: up by column, down by row, "
+        "for all slots that came.",
         "Gradients of the experts' weights stay here: the tokens of the whole ep group have met "
         "in this rank, and only the copies of an expert have to be summed.",
         LocalTensor(

@@ -100,12 +100,12 @@ class Layer:
         )
         alone = RankChunk(range(number, number + 1), 1, units, plan.recompute.of(stage))
         # Weights are gathered as in the whole stage, whichever of its layers this is.
-        whole = alone._replace(layers=plan.stages[stage])
+        stage_chunk = alone._replace(layers=plan.stages[stage])
         self._left = (
             axis_collectives.tensor_collectives(plan, alone, self.itemsize)
             + axis_collectives.context_collectives(plan, alone, self.itemsize)
             + axis_collectives.expert_collectives(plan, alone, self.itemsize)
-            + data_collectives(plan, whole, self.itemsize)
+            + data_collectives(plan, stage_chunk, self.itemsize)
         )
         self._sizes = {call.axis: call.group for call in self._left}
         self.message = Collective(
@@ -125,8 +125,10 @@ class Layer:
 
     def take_any(self, axis: str, kind: str, what: str) -> tuple[LayerCollective, ...]:
         """Take one collective of every size that the list has for an axis and a kind."""
-        found = sorted(call for call in self._left if call[:2] == (axis, kind))
-        return tuple(one for call in found for one in self.take(axis, kind, call.bytes, what))
+        calls = sorted(call for call in self._left if call[:2] == (axis, kind))
+        return tuple(
+            collective for call in calls for collective in self.take(axis, kind, call.bytes, what)
+        )
 
     def sent(self, what: str) -> tuple[LayerCollective, ...]:
         """The message to the next pipeline rank."""
@@ -134,18 +136,18 @@ class Layer:
 
     def take_rest(self) -> tuple[LayerCollective, ...]:
         """Take what no station has taken."""
-        rest = sorted((+self._left).items())
+        remainder = sorted((+self._left).items())
         self._left.clear()
         return tuple(
             LayerCollective(call, count, call.payload, tier_name(self.plan, call.axis))
-            for call, count in rest
+            for call, count in remainder
         )
 
     def weights(self, *endings: str) -> tuple[View, ...]:
         """Weights of this layer by the end of their names: the full shape, and that of rank 0."""
         shape, layout = self.plan.shape, self.plan.layout
-        found = [w for w in model_weights(shape) if w.block == f"blocks.{self.number}"]
-        named = {w.name.removeprefix(f"blocks.{self.number}."): w for w in found}
+        layer_weights = [w for w in model_weights(shape) if w.block == f"blocks.{self.number}"]
+        named = {w.name.removeprefix(f"blocks.{self.number}."): w for w in layer_weights}
         return tuple(
             {
                 "name": name.removesuffix(".weight"),
@@ -166,11 +168,11 @@ def tier_name(plan: Plan, axis: str) -> str:
 
 def shares(tokens: Ranges, seq: int, count: int | None = None) -> tuple[tuple[float, float], ...]:
     """The first `count` of some tokens, or all, as shares of the sequence."""
-    found: list[tuple[float, float]] = []
+    fractions: list[tuple[float, float]] = []
     left = sum(map(len, tokens)) if count is None else count
-    for each in tokens:
-        part = each[:left]
+    for piece in tokens:
+        part = piece[:left]
         left -= len(part)
         if part:
-            found.append((part.start / seq, part.stop / seq))
-    return tuple(found)
+            fractions.append((part.start / seq, part.stop / seq))
+    return tuple(fractions)

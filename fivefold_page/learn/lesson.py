@@ -60,7 +60,7 @@ GROUPS: Mapping[str, str] = {
 
 def rank_sentences(layout: Layout) -> list[str]:
     """How many ranks a layout has, and where its experts are."""
-    found = [
+    sentences = [
         f"Ranks: dp {layout.dp} · cp {layout.cp} · tp {layout.tp} · pp {layout.pp} = "
         f"{layout.world}. The experts of a stage are shared by {layout.ep * layout.etp} of its "
         f"{layout.stage_size} ranks, so that each expert is stored "
@@ -68,12 +68,12 @@ def rank_sentences(layout: Layout) -> list[str]:
     ]
     product = layout.textbook()
     if product is not None and layout.ep > 1:
-        found.append(
+        sentences.append(
             "Textbooks count ep as a factor and divide dp by it: "
             f"{' · '.join(map(str, product))} (dp, tp, pp, cp, ep) = "
             f"{counted(layout.world, 'rank')}, the same ones."
         )
-    return found
+    return sentences
 
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")

@@ -21,7 +21,7 @@ from fivefold_page import timeline as picture
 from fivefold_page.learn.lesson import Choice, chosen, sentence_lines
 
 TITLE = "Pipeline: the schedules raced"
-_ALL = tuple(each.name for each in catalog.FAMILIES if not each.asynchronous)
+_ALL = tuple(family.name for family in catalog.FAMILIES if not family.asynchronous)
 SETS: Mapping[str, tuple[str, ...]] = {
     "classic": ("gpipe", "1f1b"),
     "interleaved": ("1f1b", "interleaved", "bfs"),
@@ -72,7 +72,9 @@ def view(params: Params) -> View:
     return {
         "choices": choices,
         "end": end,
-        "racers": [_numbers(racer, place) for racer, place in zip(racers, places, strict=True)],
+        "racers": [
+            _numbers(racer, position) for racer, position in zip(racers, places, strict=True)
+        ],
         "refused": refused,
         "frames": list(_frames(racers, end)),
         "sentences": _sentences(racers, refused, choices),
@@ -81,7 +83,7 @@ def view(params: Params) -> View:
 
 def _racers(choices: Mapping[str, str]) -> tuple[list[Racer], list[dict[str, str]]]:
     """The schedules that are legal here, simulated, and why the others are not."""
-    forward, backward, weight = (float(each) for each in choices["times"].split(":"))
+    forward, backward, weight = (float(part) for part in choices["times"].split(":"))
     racers, refused = list[Racer](), list[dict[str, str]]()
     for name in SETS[choices["schedules"]]:
         family = catalog.family(name)
@@ -101,16 +103,16 @@ def _places(racers: list[Racer]) -> list[int]:
     return [1 + sum(_is_before(other, time) for other in times) for time in times]
 
 
-def _is_before(one: float, other: float) -> bool:
-    return one < other * (1 - _TOLERANCE)
+def _is_before(value: float, other: float) -> bool:
+    return value < other * (1 - _TOLERANCE)
 
 
-def _numbers(racer: Racer, place: int) -> View:
+def _numbers(racer: Racer, position: int) -> View:
     family, timeline = racer
     schedule = timeline.schedule
     return {
         "name": family.name,
-        "place": place,
+        "place": position,
         "chunks": schedule.num_chunks,
         "placement": schedule.placement.kind,
         "makespan": timeline.makespan,
@@ -132,12 +134,12 @@ def _frames(racers: list[Racer], end: float) -> Iterator[View]:
         time = min(end, float(number * length))
         home = [not _is_before(time, racer.timeline.makespan) for racer in racers]
         pairs = zip(rows, home, strict=True)
-        now = [[_action_at(row, time, done) for row in each] for each, done in pairs]
+        actions = [[_action_at(row, time, done) for row in rank_rows] for rank_rows, done in pairs]
         names = [racer.family.name for racer, done in zip(racers, home, strict=True) if done]
         yield {
-            "says": _moment_words(time, number, racers, names, now),
+            "says": _moment_words(time, number, racers, names, actions),
             "time": time,
-            "now": now,
+            "now": actions,
             "finished": names,
         }
 
@@ -151,7 +153,7 @@ def _action_at(row: list[Cell], time: float, done: bool) -> str:
 
 
 def _moment_words(
-    time: float, number: int, racers: list[Racer], finished: list[str], now: list[list[str]]
+    time: float, number: int, racers: list[Racer], finished: list[str], actions: list[list[str]]
 ) -> str:
     if not number:
         return (
@@ -160,8 +162,8 @@ def _moment_words(
             "for what it sends."
         )
     running = [
-        (racer.family.name, sum(each != "·" for each in ranks), len(ranks))
-        for racer, ranks in zip(racers, now, strict=True)
+        (racer.family.name, sum(action != "·" for action in ranks), len(ranks))
+        for racer, ranks in zip(racers, actions, strict=True)
         if racer.family.name not in finished
     ]
     busy = ", ".join(f"{name} {count} of {total}" for name, count, total in running)
@@ -175,16 +177,19 @@ def _finish_words(racers: list[Racer]) -> str:
     """The order of the finish in words."""
     places = _places(racers)
     order = sorted(zip(places, racers, strict=True), key=lambda pair: pair[0])
-    words = (f"{place}. {one.family.name} ({one.timeline.makespan:g})" for place, one in order)
-    return f"{', '.join(words)}."
+    clauses = (
+        f"{position}. {racer.family.name} ({racer.timeline.makespan:g})"
+        for position, racer in order
+    )
+    return f"{', '.join(clauses)}."
 
 
 def _sentences(
     racers: list[Racer], refused: list[dict[str, str]], choices: Mapping[str, str]
 ) -> list[str]:
-    first = min(racers, key=lambda each: each.timeline.makespan)
-    last = max(racers, key=lambda each: each.timeline.makespan)
-    found = [
+    first = min(racers, key=lambda contender: contender.timeline.makespan)
+    last = max(racers, key=lambda contender: contender.timeline.makespan)
+    sentences = [
         f"Order of the finish: {_finish_words(racers)}",
         f"Every rank has work for {first.timeline.ideal:g} in all of them: a schedule with chunks "
         "cuts the stage of a rank into shorter ones, so that the work stays the same.",
@@ -193,18 +198,18 @@ def _sentences(
         f"idles: {last.family.because}.",
         _memory_words(racers, first),
     ]
-    found += [_paper_words(racer) for racer in racers if racer.family.name == "zb-h2"]
-    found += [
+    sentences += [_paper_words(racer) for racer in racers if racer.family.name == "zb-h2"]
+    sentences += [
         f"{racer.family.name} holds weights twice: every rank has a stage of either direction."
         for racer in racers
         if racer.copies > 1
     ]
-    found += [
-        f"{each['name']} is not in this race: {each['why']}; there are {choices['stages']} stages "
-        f"and {choices['microbatches']} microbatches."
-        for each in refused
+    sentences += [
+        f"{refusal['name']} is not in this race: {refusal['why']}; there are {choices['stages']} "
+        f"stages and {choices['microbatches']} microbatches."
+        for refusal in refused
     ]
-    return found
+    return sentences
 
 
 def _paper_words(racer: Racer) -> str:
@@ -220,7 +225,7 @@ def _paper_words(racer: Racer) -> str:
 
 def _memory_words(racers: list[Racer], first: Racer) -> str:
     """The activations of the fastest racer and of the one with the fewest."""
-    least = min(racers, key=lambda each: each.peak)
+    least = min(racers, key=lambda racer: racer.peak)
     peak = counted(first.peak, "microbatch")
     if first.peak == least.peak:
         return f"{first.family.name} holds activations of {peak} at most: nobody holds fewer."
@@ -234,15 +239,15 @@ def _memory_words(racers: list[Racer], first: Racer) -> str:
 def text(view: View) -> list[str]:
     """The same for a terminal: the finish on one time axis, and the timeline of every racer."""
     lines = ["place  schedule         time  bubble  activations  weights"]
-    for each in sorted(view["racers"], key=lambda one: one["place"]):
-        work = round(_BAR * each["ideal"] / view["end"])
-        idle = round(_BAR * each["makespan"] / view["end"]) - work
+    for racer in sorted(view["racers"], key=lambda row: row["place"]):
+        work = round(_BAR * racer["ideal"] / view["end"])
+        idle = round(_BAR * racer["makespan"] / view["end"]) - work
         lines.append(
-            f"{each['place']:>5}  {each['name']:<14} {each['makespan']:>6g} "
-            f"{percent(each['bubble']):>7} {each['peak']:>12g} {each['copies']:>7}×  "
+            f"{racer['place']:>5}  {racer['name']:<14} {racer['makespan']:>6g} "
+            f"{percent(racer['bubble']):>7} {racer['peak']:>12g} {racer['copies']:>7}×  "
             + "█" * work
             + "·" * idle
         )
-    for each in view["racers"]:
-        lines += ["", *picture.text(each["timeline"])]
+    for racer in view["racers"]:
+        lines += ["", *picture.text(racer["timeline"])]
     return [*lines, "", *sentence_lines(view)]

@@ -81,11 +81,11 @@ def view(params: Params) -> View:
     choices = chosen(CHOICES, params)
     answers, where = int(choices["answers"]), machine.load(MACHINE)
     plans = {name: _planned(choices["model"], name, answers) for name in WAYS}
-    rows = [_row(name, found) for name, found in plans.items()]
-    fitting = [one for one in plans.values() if isinstance(one, ServingPlan)]
+    rows = [_row(name, plan) for name, plan in plans.items()]
+    fitting = [candidate for candidate in plans.values() if isinstance(candidate, ServingPlan)]
     shown = fitting[0]
     load = LayoutLoad(shown.fit)
-    one = load.steady(1)
+    single_plan = load.steady(1)
     return {
         "choices": choices,
         "gpus": GPUS,
@@ -94,8 +94,8 @@ def view(params: Params) -> View:
         "shown": str(shown.layout),
         "prompt": PROMPT,
         "output": OUTPUT,
-        "prefill": one.ttft,
-        "step": one.tpot,
+        "prefill": single_plan.ttft,
+        "step": single_plan.tpot,
         "memory": {
             "weights": shown.fit.weights,
             "engine": where.memory - shown.fit.cache - shown.fit.weights,
@@ -103,7 +103,7 @@ def view(params: Params) -> View:
             "cache": shown.fit.cache,
         },
         "rows": rows,
-        "frames": [*_story(load, one), *_row_frames(rows)],
+        "frames": [*_story(load, single_plan), *_row_frames(rows)],
         "sentences": _sentences(fitting, rows),
     }
 
@@ -115,12 +115,12 @@ def _planned(model: str, name: str, answers: int) -> ServingPlan | str:
     request = ServingRequest(
         shape, machine.load(MACHINE), GPUS, PROMPT, OUTPUT, concurrency=answers
     )
-    wanted = WAYS[name].degrees
-    if "ep" in wanted and shape.moe is None:
+    degrees = WAYS[name].degrees
+    if "ep" in degrees and shape.moe is None:
         return "the model has no experts"
     axes = ("tp", "pp", "shard", "ep")
     for layout in legal_layouts(request):
-        if all(getattr(layout, axis) == wanted.get(axis, 1) for axis in axes):
+        if all(getattr(layout, axis) == degrees.get(axis, 1) for axis in axes):
             return _loaded(request, layout)
     return "the model cannot be cut so"
 
@@ -128,65 +128,77 @@ def _planned(model: str, name: str, answers: int) -> ServingPlan | str:
 def _loaded(request: ServingRequest, layout: Layout) -> ServingPlan | str:
     fit, answers = ServingFit(request, layout), request.concurrency or 1
     if fit.replica_room >= 1:
-        found = LayoutLoad(fit).expected()
+        estimate = LayoutLoad(fit).expected()
         busy = min(1.0, answers / layout.dp)  # of the replicas
-        return replace(found, tokens_per_s=busy * found.tokens_per_s)
+        return replace(estimate, tokens_per_s=busy * estimate.tokens_per_s)
     return f"{gib(fit.weights)} of weights on each GPU leave no room for a cache"
 
 
-def _row(name: str, found: ServingPlan | str) -> View:
-    way = WAYS[name]
-    row: View = {"name": name, "title": way.title, "says": way.says}
-    if isinstance(found, str):
-        return row | {"problem": found}
+def _row(name: str, outcome: ServingPlan | str) -> View:
+    mode = WAYS[name]
+    row: View = {"name": name, "title": mode.title, "says": mode.says}
+    if isinstance(outcome, str):
+        return row | {"problem": outcome}
     return row | {
         "problem": "",
-        "layout": str(found.layout),
-        "ttft": found.ttft,
-        "tpot": found.tpot,
-        "tokens_per_s": found.tokens_per_s,
-        "room": found.max_sequences,
-        "weights": found.fit.weights,
-        "ttft_text": duration(found.ttft),
-        "tpot_text": duration(found.tpot),
+        "layout": str(outcome.layout),
+        "ttft": outcome.ttft,
+        "tpot": outcome.tpot,
+        "tokens_per_s": outcome.tokens_per_s,
+        "room": outcome.max_sequences,
+        "weights": outcome.fit.weights,
+        "ttft_text": duration(outcome.ttft),
+        "tpot_text": duration(outcome.tpot),
     }
 
 
-def _story(load: LayoutLoad, one: ServingPlan) -> list[View]:
+def _story(load: LayoutLoad, single_plan: ServingPlan) -> list[View]:
     """One answer, then more of them, until the cache is full."""
-    fit, room = load.fit, load.fit.replica_room
-    token, kept = fit.token_bytes, fit.request.kept
-    some = min(32, room)
-    longer = sum(load.steady(some).parts.values()) / sum(one.parts.values())
+    fit, capacity = load.fit, load.fit.replica_room
+    token, cache_tokens = fit.token_bytes, fit.request.kept
+    batch = min(32, capacity)
+    longer = sum(load.steady(batch).parts.values()) / sum(single_plan.parts.values())
     says = [
         f"Prefill. All {PROMPT:,} tokens of the prompt pass through the model together, in "
-        f"{duration(one.ttft)}: large matmuls, as in training. Of every token a key and a value "
-        f"stay in each layer: {size_text(token)} on a GPU. Now the cache has "
+        f"{duration(single_plan.ttft)}: large matmuls, as in training. Of every token a key and a "
+        f"value stay in each layer: {size_text(token)} on a GPU. Now the cache has "
         f"{size_text(token * PROMPT)} of this sequence.",
         f"Decode. The first token is drawn from the prompt's last one. The next forward has one "
-        f"token alone, and reads all weights and the cache for it: {duration(one.tpot)}. Reading "
-        "takes nearly all of this time, and arithmetic almost none.",
-        f"And so on, token after token: {OUTPUT} of them take {duration(one.latency)} with the "
-        f"prompt. Each adds {size_text(token)} to the cache.",
-        f"With {some} answers at a time a step reads the weights once for all of them, and takes "
+        f"token alone, and reads all weights and the cache for it: {duration(single_plan.tpot)}. "
+        "Reading takes nearly all of this time, and arithmetic almost none.",
+        f"And so on, token after token: {OUTPUT} of them take {duration(single_plan.latency)} with "
+        f"the prompt. Each adds {size_text(token)} to the cache.",
+        f"With {batch} answers at a time a step reads the weights once for all of them, and takes "
         f"{longer:.1f} times as long as for one. So many answers cost little more than one, "
         "as long as their caches fit.",
-        f"With {room:,} answers the cache is full: {size_text(token * kept)} for each on a GPU. "
-        "Whoever comes now waits until an answer ends. More GPUs, or fewer bytes for a number, "
-        "make room.",
+        f"With {capacity:,} answers the cache is full: {size_text(token * cache_tokens)} for each "
+        "on a GPU. Whoever comes now waits until an answer ends. More GPUs, or fewer bytes for a "
+        "number, make room.",
     ]
-    places = ((PROMPT, 1), (PROMPT + 1, 1), (kept, 1), (kept, some), (kept, room))
-    ends = (one.ttft, one.ttft + one.tpot, one.latency, one.latency, one.latency)
+    places = (
+        (PROMPT, 1),
+        (PROMPT + 1, 1),
+        (cache_tokens, 1),
+        (cache_tokens, batch),
+        (cache_tokens, capacity),
+    )
+    ends = (
+        single_plan.ttft,
+        single_plan.ttft + single_plan.tpot,
+        single_plan.latency,
+        single_plan.latency,
+        single_plan.latency,
+    )
     return [
-        {"says": said, "tokens": tokens, "sequences": count, "until": until, "row": None}
-        for said, (tokens, count), until in zip(says, places, ends, strict=True)
+        {"says": sentence, "tokens": tokens, "sequences": count, "until": until, "row": None}
+        for sentence, (tokens, count), until in zip(says, places, ends, strict=True)
     ]
 
 
 def _row_frames(rows: list[View]) -> list[View]:
     return [
-        {"says": _words(row), "tokens": 0, "sequences": 0, "until": 0.0, "row": place}
-        for place, row in enumerate(rows)
+        {"says": _words(row), "tokens": 0, "sequences": 0, "until": 0.0, "row": row_index}
+        for row_index, row in enumerate(rows)
     ]
 
 
@@ -202,12 +214,12 @@ def _words(row: View) -> str:
 
 def _sentences(plans: list[ServingPlan], rows: list[View]) -> list[str]:
     titles = {row["layout"]: row["title"] for row in rows if not row["problem"]}
-    fast = min(plans, key=lambda one: one.tpot)
-    most = max(plans, key=lambda one: one.tokens_per_s)
-    wide = max(plans, key=lambda one: one.max_sequences)
+    fast = min(plans, key=lambda candidate: candidate.tpot)
+    most = max(plans, key=lambda candidate: candidate.tokens_per_s)
+    wide = max(plans, key=lambda candidate: candidate.max_sequences)
 
-    def named(one: ServingPlan) -> str:
-        return f"{titles[str(one.layout)]} ({one.layout})"
+    def named(plan: ServingPlan) -> str:
+        return f"{titles[str(plan.layout)]} ({plan.layout})"
 
     return [
         f"The fastest tokens under this load: {named(fast)}, one every {duration(fast.tpot)}. The "
@@ -240,16 +252,16 @@ def text(view: View) -> list[str]:
         for row in view["rows"]
     ]
     story = (frame["says"] for frame in view["frames"] if frame["row"] is None)
-    said = [line for each in story for line in wrapped(each)]
+    story_lines = [line for sentence in story for line in wrapped(sentence)]
     none = (f"No {row['title']} here: {row['problem']}." for row in view["rows"] if row["problem"])
     return [
         f"{choices['model']} on {view['gpus']} GPUs of {view['machine']}, {view['prompt']:,} "
         f"tokens of a prompt, {view['output']} of an answer, {choices['answers']} at a time",
         "",
-        *said,
+        *story_lines,
         "",
         *table([head, *rows]),
         "",
-        *(line for each in none for line in wrapped(each)),
+        *(line for sentence in none for line in wrapped(sentence)),
         *sentence_lines(view),
     ]

@@ -85,19 +85,19 @@ def _real(plan: Plan, part: str) -> View:
     calls: View = {}
     for call in layer_calls(plan):
         sent = round(call.sent)
-        more = {"word": kind_text(call.kind), "sent": sent, "seconds": sent / tier.bandwidth}
-        calls[call.kind] = call._asdict() | more
+        extra = {"word": kind_text(call.kind), "sent": sent, "seconds": sent / tier.bandwidth}
+        calls[call.kind] = call._asdict() | extra
     shards = [
         {
-            "name": one.name.removeprefix("blocks.1."),
-            "cut": one.cut,
-            "whole": list(one.shape),
+            "name": weight.name.removeprefix("blocks.1."),
+            "cut": weight.cut,
+            "whole": list(weight.shape),
             "local": list(
-                local_shape(one, shard_of(one, shape, plan.layout, plan.layout.coord(0)))
+                local_shape(weight, shard_of(weight, shape, plan.layout, plan.layout.coord(0)))
             ),
         }
-        for one in weights(shape)
-        if one.block == "blocks.1" and f".{part}." in one.name and len(one.shape) > 1
+        for weight in weights(shape)
+        if weight.block == "blocks.1" and f".{part}." in weight.name and len(weight.shape) > 1
     ]
     return {
         "tokens": plan.local_seq * plan.batch.microbatch_size,
@@ -150,29 +150,29 @@ def _symbols(example: Example) -> str:
 def _link_sentence(plan: Plan, real: View, sent: int) -> str:
     assert plan.machine is not None
     tiers = plan.machine.tiers
-    place = [tier.name for tier in tiers].index(real["tier"])
-    here, beyond = tiers[place], tiers[place + 1 :]
-    words = (
-        f"The {plan.layout.tp} ranks lie within {here.name} ({here.link.name}) of "
-        f"{plan.machine.name}: at its full {here.bandwidth / 1e9:,.0f} GB/s that takes "
-        f"{duration(sent / here.bandwidth)} a layer, and compute waits for it"
+    index = [tier.name for tier in tiers].index(real["tier"])
+    link_tier, beyond = tiers[index], tiers[index + 1 :]
+    clause = (
+        f"The {plan.layout.tp} ranks lie within {link_tier.name} ({link_tier.link.name}) of "
+        f"{plan.machine.name}: at its full {link_tier.bandwidth / 1e9:,.0f} GB/s that takes "
+        f"{duration(sent / link_tier.bandwidth)} a layer, and compute waits for it"
     )
     if not beyond:
-        return f"{words}."
+        return f"{clause}."
     return (
-        f"{words}. Over {beyond[0].name} it would take "
-        f"{here.bandwidth / beyond[0].bandwidth:.0f} times as long: keep tp inside the fastest "
-        "domain."
+        f"{clause}. Over {beyond[0].name} it would take "
+        f"{link_tier.bandwidth / beyond[0].bandwidth:.0f} times as long: keep tp inside the "
+        "fastest domain."
     )
 
 
 def _other_order(example: Example, real: View) -> str:
-    found = example.other_order()
-    numbers = sum(map(len, found["right"]))
-    outputs = sum(one["whole"][0] for one in real["pieces"] if one["cut"] != "row")
+    result = example.other_order()
+    numbers = sum(map(len, result["right"]))
+    outputs = sum(piece["whole"][0] for piece in real["pieces"] if piece["cut"] != "row")
     return (
         f"Row first, then column, would need a sum in the middle: taken before it, "
-        f"{_BETWEEN[example.part]} is wrong in {found['wrongs']} of {numbers} numbers. That sum "
+        f"{_BETWEEN[example.part]} is wrong in {result['wrongs']} of {numbers} numbers. That sum "
         f"has {outputs:,} numbers a token instead of {real['width']:,}, and the result would still "
         "have to be gathered."
     )
@@ -181,33 +181,33 @@ def _other_order(example: Example, real: View) -> str:
 def text(view: View) -> list[str]:
     """The same for a terminal: each frame with the results of every rank."""
     choices, lines = view["choices"], list[str]()
-    for place, frame in enumerate(view["frames"]):
-        lines += wrapped(f"{place + 1}. {frame['says']}", later="   ")
+    for index, frame in enumerate(view["frames"]):
+        lines += wrapped(f"{index + 1}. {frame['says']}", later="   ")
         lines += [f"   {_move_line(move)}" for move in frame["moves"]]
         blocks = [
-            _block(f"{one['name']} of rank {rank}", one)
+            _block(f"{matrix['name']} of rank {rank}", matrix)
             for rank, equations in enumerate(frame["ranks"])
-            for one in _results(equations)
+            for matrix in _results(equations)
         ]
         if "one_device" in frame:
-            one = frame["one_device"]
-            blocks.append(_block(f"{one['name']} on one device", one))
+            entry = frame["one_device"]
+            blocks.append(_block(f"{entry['name']} on one device", entry))
         lines += [*_side_by_side(blocks), ""]
     over = f"over tp={view['ranks']} on {choices['machine']}"
     lines.append(f"{choices['model']} {over}: a rank holds")
-    for one in view["real"]["pieces"]:
-        whole, local = ("×".join(map(str, one[key])) for key in ("whole", "local"))
-        lines.append(f"   {one['name']:24} {local:>14} of {whole:>14}, by {one['cut']}")
+    for entry in view["real"]["pieces"]:
+        full_size, local = ("×".join(map(str, entry[key])) for key in ("whole", "local"))
+        lines.append(f"   {entry['name']:24} {local:>14} of {full_size:>14}, by {entry['cut']}")
     return [*lines, "", *sentence_lines(view)]
 
 
 def _results(equations: list[list[Any]]) -> list[View]:
     """The matrices after the last sign of each equation."""
-    found: list[View] = []
+    matrices: list[View] = []
     for equation in equations:
-        signs = [i for i, one in enumerate(equation) if isinstance(one, str)]
-        found += equation[signs[-1] + 1 if signs else 0 :]
-    return found
+        signs = [i for i, part in enumerate(equation) if isinstance(part, str)]
+        matrices += equation[signs[-1] + 1 if signs else 0 :]
+    return matrices
 
 
 def _move_line(move: View) -> str:
@@ -229,10 +229,10 @@ def _side_by_side(blocks: list[list[str]]) -> list[str]:
     """Blocks of text side by side, as many as fit into a line."""
     lines, row = list[str](), list[list[str]]()
     for block in [*blocks, None]:
-        wide = block is not None and sum(len(each[0]) + 3 for each in (*row, block)) > WIDTH
+        wide = block is not None and sum(len(cell[0]) + 3 for cell in (*row, block)) > WIDTH
         if row and (block is None or wide):
             tall = max(map(len, row))
-            filled = [[*each, *[" " * len(each[0])] * (tall - len(each))] for each in row]
+            filled = [[*cell, *[" " * len(cell[0])] * (tall - len(cell))] for cell in row]
             lines += [("   " + "   ".join(line)).rstrip() for line in zip(*filled, strict=True)]
             row = []
         row += [block] if block is not None else []

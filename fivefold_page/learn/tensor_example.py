@@ -65,10 +65,10 @@ class Example:
     @cached_property
     def given(self) -> dict[str, Matrix]:
         """X, the weights, and the gradient of Y."""
-        found = {"X": _drawn(self.num_tokens, WIDTH, 1), self.back: _drawn(INNER, WIDTH, 2)}
-        for place, name in enumerate(self.into):
-            found[name] = _drawn(WIDTH, INNER, 3 + place)
-        return {**found, "dY": _drawn(self.num_tokens, WIDTH, 6)}
+        matrices = {"X": _drawn(self.num_tokens, WIDTH, 1), self.back: _drawn(INNER, WIDTH, 2)}
+        for index, name in enumerate(self.into):
+            matrices[name] = _drawn(WIDTH, INNER, 3 + index)
+        return {**matrices, "dY": _drawn(self.num_tokens, WIDTH, 6)}
 
     def block(self, rank: int) -> range:
         """The inner columns of a rank."""
@@ -78,41 +78,43 @@ class Example:
         """The tokens of a rank between the matmuls."""
         return _block(rank, self.num_tokens // self.tp)
 
-    def mix(self, made: list[Matrix]) -> Matrix:
+    def mix(self, outputs: list[Matrix]) -> Matrix:
         """The step between the matmuls, on any columns."""
         if self.part == "mlp":
-            return [[max(0, x) for x in row] for row in made[0]]
-        q, k, v = made
+            return [[max(0, x) for x in row] for row in outputs[0]]
+        q, k, v = outputs
         return elementwise(mul, q, _running(elementwise(mul, k, v)))
 
-    def unmix(self, made: list[Matrix], gradient: Matrix) -> list[Matrix]:
+    def unmix(self, outputs: list[Matrix], gradient: Matrix) -> list[Matrix]:
         """The backward of `mix`."""
         if self.part == "mlp":
-            return [elementwise(lambda x, g: g * (x > 0), made[0], gradient)]
-        q, k, v = made
+            return [elementwise(lambda x, g: g * (x > 0), outputs[0], gradient)]
+        q, k, v = outputs
         of_q = elementwise(mul, gradient, _running(elementwise(mul, k, v)))
         ahead = _running(elementwise(mul, gradient, q)[::-1])[::-1]
         return [of_q, elementwise(mul, ahead, v), elementwise(mul, ahead, k)]
 
     def computed(self, block: range) -> dict[str, Matrix]:
         """All that a rank computes, from whole X and dY and its own block of the weights."""
-        given = self.given
-        mine = {name: columns_of(given[name], block) for name in self.into}
-        mine[self.back] = rows_of(given[self.back], block)
-        made = [matmul(given["X"], mine[name]) for name in self.into]
-        mixed = self.mix(made)
-        of_mixed = matmul(given["dY"], transposed(mine[self.back]))
-        of_made = self.unmix(made, of_mixed)
-        found = {**mine, **dict(zip(self.inner, made, strict=True)), self.mixed: mixed}
-        found["Y"] = matmul(mixed, mine[self.back])
-        found[f"d{self.mixed}"] = of_mixed
-        found |= {f"d{name}": one for name, one in zip(self.inner, of_made, strict=True)}
-        found[f"d{self.back}"] = matmul(transposed(mixed), given["dY"])
+        inputs = self.given
+        shards = {name: columns_of(inputs[name], block) for name in self.into}
+        shards[self.back] = rows_of(inputs[self.back], block)
+        outputs = [matmul(inputs["X"], shards[name]) for name in self.into]
+        mixed = self.mix(outputs)
+        of_mixed = matmul(inputs["dY"], transposed(shards[self.back]))
+        of_made = self.unmix(outputs, of_mixed)
+        matrices = {**shards, **dict(zip(self.inner, outputs, strict=True)), self.mixed: mixed}
+        matrices["Y"] = matmul(mixed, shards[self.back])
+        matrices[f"d{self.mixed}"] = of_mixed
+        matrices |= {f"d{name}": grad for name, grad in zip(self.inner, of_made, strict=True)}
+        matrices[f"d{self.back}"] = matmul(transposed(mixed), inputs["dY"])
         into = list(zip(self.into, of_made, strict=True))
-        found["dX"] = total(matmul(gradient, transposed(mine[name])) for name, gradient in into)
+        matrices["dX"] = total(
+            matmul(gradient, transposed(shards[name])) for name, gradient in into
+        )
         for name, gradient in into:
-            found[f"d{name}"] = matmul(transposed(given["X"]), gradient)
-        return found
+            matrices[f"d{name}"] = matmul(transposed(inputs["X"]), gradient)
+        return matrices
 
     @cached_property
     def ranks(self) -> list[dict[str, Matrix]]:
@@ -126,24 +128,24 @@ class Example:
 
     def summed(self, name: str) -> Matrix:
         """The sum of what all ranks have under a name."""
-        return total(one[name] for one in self.ranks)
+        return total(matrices[name] for matrices in self.ranks)
 
     def other_order(self) -> View:
         """W1 sharded by rows instead: the partial sums of each rank before the step between the
         matmuls, and the wrong result of taking that step before the sum."""
         num_ranks = max(2, min(self.tp, WIDTH))
         blocks = [_block(rank, WIDTH // num_ranks) for rank in range(num_ranks)]
-        made = [
+        products = [
             [
                 matmul(columns_of(self.given["X"], block), rows_of(self.given[name], block))
                 for name in self.into
             ]
             for block in blocks
         ]
-        right = self.mix([total(summands) for summands in zip(*made, strict=True)])
-        wrong = total(map(self.mix, made))
+        right = self.mix([total(summands) for summands in zip(*products, strict=True)])
+        wrong = total(map(self.mix, products))
         wrongs = sum(map(sum, elementwise(ne, right, wrong)))
-        return {"made": made, "right": right, "wrong": wrong, "wrongs": wrongs}
+        return {"made": products, "right": right, "wrong": wrong, "wrongs": wrongs}
 
 
 def _block(rank: int, size: int) -> range:

@@ -58,8 +58,8 @@ def _forward(ex: Example) -> list[View]:
             f"{' and '.join(ex.inner)} that are complete. Nothing is exchanged.",
             mats.each(
                 lambda r: [
-                    [mats.whole("X"), "×", mats.one(r, weight), "=", mats.one(r, made)]
-                    for weight, made in zip(ex.into, ex.inner, strict=True)
+                    [mats.whole("X"), "×", mats.one(r, weight), "=", mats.one(r, output)]
+                    for weight, output in zip(ex.into, ex.inner, strict=True)
                 ]
             ),
         ),
@@ -121,8 +121,8 @@ def _backward(ex: Example) -> list[View]:
         ),
     ]
     if ex.splits_tokens:
-        kept = "X was kept as the rank's own tokens, to save memory; the gradient of"
-        frames.append(_gathered(ex, mats, "X", f"{kept} {into} needs all", again=True))
+        reason = "X was kept as the rank's own tokens, to save memory; the gradient of"
+        frames.append(_gathered(ex, mats, "X", f"{reason} {into} needs all", again=True))
     frames.append(
         _frame(
             "column back",
@@ -132,8 +132,8 @@ def _backward(ex: Example) -> list[View]:
                 lambda r: [
                     [*mats.products(r, inner), "=", mats.sum(r, "dX")],
                     *(
-                        [mats.whole("X", True), "×", mats.one(r, made), "=", mats.one(r, weight)]
-                        for made, weight in zip(inner, stay, strict=True)
+                        [mats.whole("X", True), "×", mats.one(r, output), "=", mats.one(r, weight)]
+                        for output, weight in zip(inner, stay, strict=True)
                     ),
                 ]
             ),
@@ -191,24 +191,24 @@ def _reduced(ex: Example, mats: _Matrices, name: str) -> list[View]:
 
 
 def _other_order(ex: Example) -> View:
-    found = ex.other_order()
+    result = ex.other_order()
     names = " and ".join(ex.inner)
     ranks: list[list[Equation]] = []
-    for made in found["made"]:
-        pairs = zip(ex.inner, made, strict=True)
+    for outputs in result["made"]:
+        pairs = zip(ex.inner, outputs, strict=True)
         parts = [_matrix(f"part of {name}", "partial", values) for name, values in pairs]
-        early = _matrix(f"{ex.mixed} too early", "partial", ex.mix(made))
+        early = _matrix(f"{ex.mixed} too early", "partial", ex.mix(outputs))
         ranks.append([[*parts, "→", early]])
     frame = _frame(
         "other order",
         f"Why not row first? Over {len(ranks)} ranks {' and '.join(ex.into)} cut by rows gives "
-        f"summands of {names}. The step between is not linear: {found['wrongs']} of "
-        f"{sum(map(len, found['right']))} numbers would be wrong, so {names} must be summed "
+        f"summands of {names}. The step between is not linear: {result['wrongs']} of "
+        f"{sum(map(len, result['right']))} numbers would be wrong, so {names} must be summed "
         "first, a collective in the middle.",
         ranks,
     )
-    wrong = _matrix(f"sum of {ex.mixed} too early", "whole", found["wrong"])
-    return {**frame, "one_device": _matrix(ex.mixed, "whole", found["right"]), "sum": wrong}
+    wrong = _matrix(f"sum of {ex.mixed} too early", "whole", result["wrong"])
+    return {**frame, "one_device": _matrix(ex.mixed, "whole", result["right"]), "sum": wrong}
 
 
 class _Matrices:
@@ -235,11 +235,11 @@ class _Matrices:
 
     def products(self, rank: int, names: Sequence[str]) -> Equation:
         """The sum of the products with the transposed column-parallel weights."""
-        found: Equation = []
+        equation: Equation = []
         for name, weight in zip(names, self.ex.into, strict=True):
-            found += ["+"] if found else []
-            found += [self.one(rank, name), "×", self.one(rank, weight, transpose=True)]
-        return found
+            equation += ["+"] if equation else []
+            equation += [self.one(rank, name), "×", self.one(rank, weight, transpose=True)]
+        return equation
 
     def mine(self, rank: int, names: Sequence[str]) -> list[View]:
         return [self.one(rank, name) for name in names]

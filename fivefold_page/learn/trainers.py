@@ -41,33 +41,35 @@ class Trainer:
 @cache
 def trainers() -> dict[str, Trainer]:
     """By the key of their columns."""
-    found: dict[str, Any] = tables.read_toml(_FILE)["trainers"]
-    return {key: tables.build(Trainer, one, f"trainer {key}") for key, one in found.items()}
+    entries: dict[str, Any] = tables.read_toml(_FILE)["trainers"]
+    return {key: tables.build(Trainer, entry, f"trainer {key}") for key, entry in entries.items()}
 
 
 @cache
 def rows() -> tuple[Mapping[str, str], ...]:
     """Each with its name, what it asks, and a cell for fivefold and for every trainer."""
-    found: list[dict[str, str]] = tables.read_toml(_FILE)["rows"]
-    wanted = {"name", "asks", OWN, *trainers()}
-    assert all(row.keys() == wanted for row in found), f"a row of {_FILE.name} lacks a cell"
-    return tuple(found)
+    entries: list[dict[str, str]] = tables.read_toml(_FILE)["rows"]
+    columns = {"name", "asks", OWN, *trainers()}
+    assert all(row.keys() == columns for row in entries), f"a row of {_FILE.name} lacks a cell"
+    return tuple(entries)
 
 
 CHOICES: Mapping[str, Choice] = {
-    "beside": Choice("Beside", (ALL, *(one.name for one in trainers().values())), ALL),
+    "beside": Choice("Beside", (ALL, *(trainer.name for trainer in trainers().values())), ALL),
 }
 
 
 def view(params: Params) -> View:
     """The table of one trainer or of all, and where each was read."""
     choices = chosen(CHOICES, params)
-    shown = {k: one for k, one in trainers().items() if choices["beside"] in (ALL, one.name)}
+    shown = {
+        k: trainer for k, trainer in trainers().items() if choices["beside"] in (ALL, trainer.name)
+    }
     return {
         "choices": choices,
         "trainers": [
-            {"name": one.name, "source": one.source.replace("`", ""), "date": one.date}
-            for one in shown.values()
+            {"name": trainer.name, "source": trainer.source.replace("`", ""), "date": trainer.date}
+            for trainer in shown.values()
         ],
         "rows": [
             {"name": row["name"], "asks": row["asks"], "cells": [row[k] for k in (OWN, *shown)]}
@@ -84,20 +86,22 @@ def view(params: Params) -> View:
 
 
 def _words(row: Mapping[str, str], shown: Mapping[str, Trainer]) -> str:
-    cells = ((OWN, row[OWN]), *((one.name, row[key]) for key, one in shown.items()))
-    said = "; ".join(f"{name}: {'not mentioned' if text == '–' else text}" for name, text in cells)
-    return f"{row['asks']}. {said.replace('; not with', ', not with')}."
+    cells = ((OWN, row[OWN]), *((trainer.name, row[key]) for key, trainer in shown.items()))
+    answers = "; ".join(
+        f"{name}: {'not mentioned' if text == '–' else text}" for name, text in cells
+    )
+    return f"{row['asks']}. {answers.replace('; not with', ', not with')}."
 
 
 def text(view: View) -> list[str]:
     """The same for a terminal: a row of trainers for each row of the table."""
-    names, lines = [OWN, *(one["name"] for one in view["trainers"])], list[str]()
+    names, lines = [OWN, *(entry["name"] for entry in view["trainers"])], list[str]()
     width = max(map(len, names)) + 2
     for row in view["rows"]:
         lines += [f"{row['name']}: {row['asks'][0].lower()}{row['asks'][1:]}"]
         for name, cell in zip(names, row["cells"], strict=True):
             lines += wrapped(cell, f"  {name:<{width}}")
     lines += ["", "Read at:"]
-    for one in view["trainers"]:
-        lines += wrapped(f"{one['source']}, {one['date']}", f"  {one['name']:<{width}}")
+    for trainer in view["trainers"]:
+        lines += wrapped(f"{trainer['source']}, {trainer['date']}", f"  {trainer['name']:<{width}}")
     return [*lines, "", *sentence_lines(view)]

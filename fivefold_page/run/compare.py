@@ -50,16 +50,18 @@ def _known(value: float | None, write: Callable[[float], str]) -> str | None:
 
 
 _NUMBERS: dict[str, _Number] = {
-    "steps": lambda one: f"{one.num_steps:,}",
-    "last loss": lambda one: _known(one.last_loss, "{:.4f}".format),
-    "evaluation loss": lambda one: _known(one.eval_loss, "{:.4f}".format),
-    "step, median": lambda one: _known(one.step_s, duration),
-    "tokens/s, median": lambda one: one.tokens_per_s and thousands(one.tokens_per_s.median),
-    "MFU, median": lambda one: _known(one.mfu, "{:.1%}".format),
-    "peak memory": lambda one: _known(one.memory_gib, "{:.1f} GiB".format),
-    "wall time": lambda one: rough_duration(one.wall_s),
-    "goodput": lambda one: f"{one.goodput:.1%}",
-    "restarts": lambda one: str(one.num_restarts),
+    "steps": lambda summary: f"{summary.num_steps:,}",
+    "last loss": lambda summary: _known(summary.last_loss, "{:.4f}".format),
+    "evaluation loss": lambda summary: _known(summary.eval_loss, "{:.4f}".format),
+    "step, median": lambda summary: _known(summary.step_s, duration),
+    "tokens/s, median": lambda summary: (
+        summary.tokens_per_s and thousands(summary.tokens_per_s.median)
+    ),
+    "MFU, median": lambda summary: _known(summary.mfu, "{:.1%}".format),
+    "peak memory": lambda summary: _known(summary.memory_gib, "{:.1f} GiB".format),
+    "wall time": lambda summary: rough_duration(summary.wall_s),
+    "goodput": lambda summary: f"{summary.goodput:.1%}",
+    "restarts": lambda summary: str(summary.num_restarts),
 }
 
 
@@ -70,13 +72,20 @@ def labels(paths: Sequence[str]) -> list[str]:
     ['runs/a', 'b', 'old/a']
     """
     parts = [PurePath(path).parts or (path,) for path in paths]
-    found: list[str] = []
-    for mine in parts:
-        others = [each for each in parts if each != mine]
-        ends = range(1, len(mine) + 1)
-        size = next((n for n in ends if all(mine[-n:] != one[-n:] for one in others)), len(mine))
-        found.append(str(PurePath(*mine[-size:])))
-    return found
+    names: list[str] = []
+    for segments in parts:
+        other_paths = [candidate for candidate in parts if candidate != segments]
+        ends = range(1, len(segments) + 1)
+        size = next(
+            (
+                n
+                for n in ends
+                if all(segments[-n:] != other_path[-n:] for other_path in other_paths)
+            ),
+            len(segments),
+        )
+        names.append(str(PurePath(*segments[-size:])))
+    return names
 
 
 def chosen(params: Params, names: Sequence[str]) -> list[str]:
@@ -84,45 +93,45 @@ def chosen(params: Params, names: Sequence[str]) -> list[str]:
     if "runs" not in params:
         return list(names)
     known = {str(number): name for number, name in enumerate(names)}
-    asked = [each for each in params["runs"].split(",") if each]
-    for each in asked:
-        if each not in known:
-            raise UnknownName("run", each[:20], known)
-    if not asked:
+    run_names = [part for part in params["runs"].split(",") if part]
+    for choice in run_names:
+        if choice not in known:
+            raise UnknownName("run", choice[:20], known)
+    if not run_names:
         raise FivefoldError("runs is empty: choose at least one run")
-    return [known[each] for each in dict.fromkeys(asked)]
+    return [known[run_name] for run_name in dict.fromkeys(run_names)]
 
 
-def view(found: Mapping[str, RunFacts], states: Mapping[str, str]) -> View:
+def view(runs: Mapping[str, RunFacts], states: Mapping[str, str]) -> View:
     """These runs by name; `states` says how far each is."""
     return {
-        "runs": [_run(name, facts, states[name]) for name, facts in found.items()],
-        "curves": _curves(found),
-        **_recipes(found),
+        "runs": [_run(name, facts, states[name]) for name, facts in runs.items()],
+        "curves": _curves(runs),
+        **_recipes(runs),
     }
 
 
 def _run(name: str, facts: RunFacts, state: str) -> View:
-    numbers = {each: write(facts.summary) or _NONE for each, write in _NUMBERS.items()}
+    numbers = {label: write(facts.summary) or _NONE for label, write in _NUMBERS.items()}
     start = facts.starts[-1]
     layout = str(start.facts.get("layout", "unknown"))
     live = start.ended is None and start.facts.get("failed") is None
     return {"name": name, "state": state, "live": live, "layout": layout, "numbers": numbers}
 
 
-def _curves(found: Mapping[str, RunFacts]) -> dict[str, View]:
+def _curves(runs: Mapping[str, RunFacts]) -> dict[str, View]:
     """Each curve that at least one run has, on an axis that all share."""
-    by_run = {name: run_curves.curves(facts) for name, facts in found.items()}
+    by_run = {name: run_curves.curves(facts) for name, facts in runs.items()}
     drawn: dict[str, View] = {}
     for curve, title in _CURVES.items():
         lines: list[View] = []
-        for name, one in by_run.items():
-            line = _line(one, curve)
+        for name, curve_set in by_run.items():
+            line = _line(curve_set, curve)
             if line is not None and any(y is not None for y in line["y"]):
                 lines.append({"run": name, **line})
         if lines:
             ends = [_ends(by_run[line["run"]], curve, line) for line in lines]
-            spread = [each for pair in ends for each in pair]
+            spread = [value for pair in ends for value in pair]
             low, high = run_curves.axis_range(spread, None, _LEAST_SPAN[curve])
             drawn[curve] = {"title": title, "range": [low, high], "lines": lines}
     return drawn
@@ -144,11 +153,11 @@ def _ends(curves: Mapping[str, View], name: str, line: View) -> list[float]:
     return [min(values), max(values)]
 
 
-def _recipes(found: Mapping[str, RunFacts]) -> View:
+def _recipes(runs: Mapping[str, RunFacts]) -> View:
     """The keys whose values differ, and what else differs between the newest starts."""
-    tables = [{**facts.recipe, **_circumstances(facts)} for facts in found.values()]
-    keys = dict.fromkeys(key for each in tables for key in each)
-    rows = {key: [_value(each.get(key)) for each in tables] for key in keys}
+    tables = [{**facts.recipe, **_circumstances(facts)} for facts in runs.values()]
+    keys = dict.fromkeys(key for recipe in tables for key in recipe)
+    rows = {key: [_value(recipe.get(key)) for recipe in tables] for key in keys}
     differs = {key: values for key, values in rows.items() if len(set(values)) > 1}
     return {
         "differs": [{"key": key, "values": values} for key, values in differs.items()],
@@ -192,8 +201,8 @@ def _one(run: RunSource, params: Params) -> View:
 
 
 def _all(run: RunSource, params: Params) -> View:
-    found = {name: run.facts(name) for name in chosen(params, run.names)}
-    return view(found, {name: run_view.state(each) for name, each in found.items()})
+    runs = {name: run.facts(name) for name in chosen(params, run.names)}
+    return view(runs, {name: run_view.state(facts) for name, facts in runs.items()})
 
 
 ANSWERS: dict[str, Callable[[RunSource, Params], View]] = {"run": _one, "runs": _all}
@@ -205,10 +214,10 @@ def questions(params: Params, panel: str | None, names: Sequence[str]) -> dict[s
     each of them `run/NAME`, unless the params choose one."""
     if len(names) < 2 or "run" in params:
         return {"run": ("run", dict(params))}
-    found: dict[str, _Question] = {"runs": ("runs", dict(params))}
+    requests: dict[str, _Question] = {"runs": ("runs", dict(params))}
     for name in () if panel == "runs" else chosen(params, names):
-        found[f"run/{name}"] = ("run", {**params, "run": str(list(names).index(name))})
-    return found
+        requests[f"run/{name}"] = ("run", {**params, "run": str(list(names).index(name))})
+    return requests
 
 
 def offline(run: RunSource) -> Iterator[_Question]:
@@ -225,32 +234,35 @@ def offline(run: RunSource) -> Iterator[_Question]:
 # The same for a terminal.
 
 
-def lines(name: str, found: View, panel: str | None) -> Iterator[str]:
+def lines(name: str, answer: View, panel: str | None) -> Iterator[str]:
     """One answer as text. Of several runs, `panel` is printed for each."""
     if name == "runs":
-        yield from () if panel in run_view.PANELS else (*text(found), "")
+        yield from () if panel in run_view.PANELS else (*text(answer), "")
         return
     _, _, label = name.partition("/")
-    panels = [panel] if panel is not None else [] if label else run_view.shown(found)
-    for each in panels:
-        yield from (*([label, ""] if label else []), *run_view.PANELS[each].text(found), "")
+    panels = [panel] if panel is not None else [] if label else run_view.shown(answer)
+    for panel_name in panels:
+        yield from (*([label, ""] if label else []), *run_view.PANELS[panel_name].text(answer), "")
 
 
 def text(view: View) -> list[str]:
     """The numbers of all runs, and what differs between their recipes."""
     runs = view["runs"]
-    lines = ["runs", *(line for one in runs for line in wrapped(one["state"], f"{one['name']}: "))]
-    names = [one["name"] for one in runs]
-    numbers = [[key, *(one["numbers"][key] for one in runs)] for key in _NUMBERS]
+    lines = ["runs", *(line for run in runs for line in wrapped(run["state"], f"{run['name']}: "))]
+    names = [run["name"] for run in runs]
+    numbers = [[key, *(run["numbers"][key] for run in runs)] for key in _NUMBERS]
     lines += ["", *table([["", *names], *numbers])]
     same = f"{counted(view['same'], 'key')} equal"
     if not view["differs"]:
         return [*lines, "", f"the recipes do not differ: {same}"]
-    room = max(_LEAST_ROOM, (WIDTH - _KEY_ROOM) // len(runs) - 2)
-    rows = [[one["key"], *(_cut(each, room) for each in one["values"])] for one in view["differs"]]
+    cell_width = max(_LEAST_ROOM, (WIDTH - _KEY_ROOM) // len(runs) - 2)
+    rows = [
+        [difference["key"], *(_cut(value, cell_width) for value in difference["values"])]
+        for difference in view["differs"]
+    ]
     return [*lines, "", f"recipes differ ({same})", *table([["", *names], *rows])]
 
 
-def _cut(text: str, room: int) -> str:
+def _cut(text: str, width: int) -> str:
     """The end of a long text, for paths differ at their ends."""
-    return text if len(text) <= room else "…" + text[1 - room :]
+    return text if len(text) <= width else "…" + text[1 - width :]

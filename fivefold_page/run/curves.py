@@ -39,39 +39,43 @@ _FORMATS: dict[str, Callable[[float], str]] = {
 
 def curves(facts: RunFacts) -> dict[str, View]:
     """Every number that at least one record has."""
-    found: dict[str, View] = {}
+    curve_views: dict[str, View] = {}
     for name in _CURVES:
         points = _points(facts.records, name)
         if not any(value is not None for _, value in points):
             continue
-        found[name] = {"measured": _curve(points), "lost": _lost(facts, name)}
+        curve_views[name] = {"measured": _curve(points), "lost": _lost(facts, name)}
         if name in _PLANNED:
-            found[name] |= _compared(facts.records, name)
-        found[name]["axis"] = _axis(facts, name, found[name].get("goal"))
-    if "memory_gib" in found and not facts.starts[-1].facts.get("machine", {}).get("gpus"):
+            curve_views[name] |= _compared(facts.records, name)
+        curve_views[name]["axis"] = _axis(facts, name, curve_views[name].get("goal"))
+    if "memory_gib" in curve_views and not facts.starts[-1].facts.get("machine", {}).get("gpus"):
         # Without a GPU the measured memory is that of the process: no plan can be compared with it.
-        size = _FORMATS["memory_gib"](found["memory_gib"]["median"] or 0.0)
+        size = _FORMATS["memory_gib"](curve_views["memory_gib"]["median"] or 0.0)
         says = f"{size} of the host for the whole process; a plan counts its tensors alone"
-        found["memory_gib"] |= {"planned": None, "ratio": None, "says": says}
-        found["memory_gib"]["axis"] = _axis(facts, "memory_gib", None)
-    if "loss" in found:
-        found["loss"]["smoothed"] = _curve(_smoothed(_points(facts.records, "loss")))
-        found["loss"]["eval"] = _curve(
-            [(one.step, one.eval_loss) for one in facts.records if one.eval_loss is not None]
+        curve_views["memory_gib"] |= {"planned": None, "ratio": None, "says": says}
+        curve_views["memory_gib"]["axis"] = _axis(facts, "memory_gib", None)
+    if "loss" in curve_views:
+        curve_views["loss"]["smoothed"] = _curve(_smoothed(_points(facts.records, "loss")))
+        curve_views["loss"]["eval"] = _curve(
+            [
+                (record.step, record.eval_loss)
+                for record in facts.records
+                if record.eval_loss is not None
+            ]
         )
-        found["loss"]["sets"] = _sets(facts.records)
-    return found
+        curve_views["loss"]["sets"] = _sets(facts.records)
+    return curve_views
 
 
 def _sets(records: Sequence[StepRecord]) -> dict[str, View]:
     """The loss over each evaluation set, by its name; records of older versions have no names."""
-    names = dict.fromkeys(name for one in records for name in one.evals or ())
+    names = dict.fromkeys(name for record in records for name in record.evals or ())
     return {
         name: _curve(
             [
-                (one.step, numbers.get("loss"))
-                for one in records
-                if (numbers := (one.evals or {}).get(name)) is not None
+                (record.step, numbers.get("loss"))
+                for record in records
+                if (numbers := (record.evals or {}).get(name)) is not None
             ]
         )
         for name in names
@@ -84,17 +88,21 @@ def _axis(facts: RunFacts, name: str, goal: float | None) -> View:
     The axis is at least so wide that a difference that does not matter looks like none. The first
     step of a start includes its build and compiles kernels: a rate of it may be beyond the axis.
     """
-    points = [(one, value) for one in facts.records if (value := _value(one, name)) is not None]
-    firsts = {one.restart: one.step for one in reversed(facts.records)}
-    usual = [value for one, value in points if one.step != firsts[one.restart]]
+    points = [
+        (record, value) for record in facts.records if (value := _value(record, name)) is not None
+    ]
+    firsts = {record.restart: record.step for record in reversed(facts.records)}
+    usual = [value for record, value in points if record.step != firsts[record.restart]]
     values = usual if name in _RATES and usual else [value for _, value in points]
     if name == "loss":
-        sets = [numbers for one in facts.records for numbers in (one.evals or {}).values()]
-        evals = [one.eval_loss for one in facts.records] + [each.get("loss") for each in sets]
-        values += [each for each in evals if each is not None]
+        sets = [numbers for record in facts.records for numbers in (record.evals or {}).values()]
+        evals = [record.eval_loss for record in facts.records] + [
+            eval_set.get("loss") for eval_set in sets
+        ]
+        values += [loss for loss in evals if loss is not None]
     low, high = axis_range(values, goal, _LEAST_SPAN.get(name, 0.0))
     low = 0.0 if name == "lr" else low
-    beyond = [one.step for one, value in points if not low <= value <= high]
+    beyond = [record.step for record, value in points if not low <= value <= high]
     return {
         "range": [low, high],
         "band": None if goal is None else [(1 - _BAND) * goal, (1 + _BAND) * goal],
@@ -107,8 +115,8 @@ def _axis_words(goal: float | None, beyond: Sequence[int]) -> Iterator[str]:
         yield f"The band is {_BAND:.0%} around the plan."
     if beyond:
         steps = ", ".join(map(str, beyond[:_MOST_BEYOND]))
-        more = f" and {len(beyond) - _MOST_BEYOND} more" if len(beyond) > _MOST_BEYOND else ""
-        which = f"step {steps}" if len(beyond) == 1 else f"steps {steps}{more}"
+        suffix = f" and {len(beyond) - _MOST_BEYOND} more" if len(beyond) > _MOST_BEYOND else ""
+        which = f"step {steps}" if len(beyond) == 1 else f"steps {steps}{suffix}"
         yield f"Beyond the axis: {which}; the first step of a start includes its build."
 
 
@@ -117,21 +125,23 @@ def axis_range(values: Sequence[float], goal: float | None, least: float) -> tup
 
     Without a plan the median is in its place. No end is below 0 if no value is.
     """
-    known = [each for each in (*values, *([] if goal is None else [goal])) if math.isfinite(each)]
+    known = [
+        value for value in (*values, *([] if goal is None else [goal])) if math.isfinite(value)
+    ]
     if not known:
         return 0.0, 1.0
     middle = median(known) if goal is None or not math.isfinite(goal) else goal
     low = min(*known, middle - least * abs(middle))
     high = max(*known, middle + least * abs(middle))
-    room = _ROOM * (high - low) or max(abs(high), 1e-9) * _ROOM
-    return (low - room if low < 0 else max(0.0, low - room)), high + room
+    margin = _ROOM * (high - low) or max(abs(high), 1e-9) * _ROOM
+    return (low - margin if low < 0 else max(0.0, low - margin)), high + margin
 
 
 def marks(facts: RunFacts) -> View:
     """The steps at which restarts began, and the steps whose update was skipped."""
     firsts: dict[int, int] = {}
-    for one in sorted((*facts.records, *facts.lost), key=lambda one: one.step):
-        firsts.setdefault(one.restart, one.step)
+    for record in sorted((*facts.records, *facts.lost), key=lambda entry: entry.step):
+        firsts.setdefault(record.restart, record.step)
     return {
         "restarts": [
             {"step": step, "says": f"start {number + 1} began at step {step}"}
@@ -139,9 +149,9 @@ def marks(facts: RunFacts) -> View:
             if number > 0
         ],
         "skipped": [
-            {"step": one.step, "says": f"step {one.step} was skipped: {one.skipped}"}
-            for one in facts.records
-            if one.skipped is not None
+            {"step": entry.step, "says": f"step {entry.step} was skipped: {entry.skipped}"}
+            for entry in facts.records
+            if entry.skipped is not None
         ],
     }
 
@@ -151,11 +161,11 @@ def load(facts: RunFacts) -> View | None:
 
     If a column stands for several steps, it has their maximum.
     """
-    loads = [(one.step, one.load) for one in facts.records if one.load]
+    loads = [(record.step, record.load) for record in facts.records if record.load]
     if not loads:
         return None
     num_layers = len(loads[-1][1])
-    loads = [(step, each) for step, each in loads if len(each) == num_layers]
+    loads = [(step, load_row) for step, load_row in loads if len(load_row) == num_layers]
     size = -(-len(loads) // _HEAT_MAP_COLUMNS)
     groups = [loads[i : i + size] for i in range(0, len(loads), size)]
     return {
@@ -163,7 +173,7 @@ def load(facts: RunFacts) -> View | None:
         "steps": [group[0][0] for group in groups],
         "steps_a_column": size,
         "rows": [
-            [max(each[layer] for _, each in group) for group in groups]
+            [max(load_row[layer] for _, load_row in group) for group in groups]
             for layer in range(num_layers)
         ],
     }
@@ -180,15 +190,15 @@ def thinned(points: Sequence[Point]) -> list[Point]:
     """At most 1,500 points: the newest, and the minimum and maximum of each bin of older ones."""
     if len(points) <= _NEWEST + 2 * _BINS:
         return list(points)
-    old, found = points[:-_NEWEST], list[Point]()
+    old, result = points[:-_NEWEST], list[Point]()
     edges = [len(old) * i // _BINS for i in range(_BINS + 1)]
     for begin, end in itertools.pairwise(edges):
         known = [point for point in old[begin:end] if point[1] is not None]
         if not known:
-            found.append(old[begin])
+            result.append(old[begin])
             continue
-        found += sorted({min(known, key=_height), max(known, key=_height)})
-    return [*found, *points[-_NEWEST:]]
+        result += sorted({min(known, key=_height), max(known, key=_height)})
+    return [*result, *points[-_NEWEST:]]
 
 
 def _height(point: Point) -> float:
@@ -196,7 +206,7 @@ def _height(point: Point) -> float:
 
 
 def _points(records: Iterable[StepRecord], name: str) -> list[Point]:
-    return [(one.step, _value(one, name)) for one in records]
+    return [(record.step, _value(record, name)) for record in records]
 
 
 def _value(record: StepRecord, name: str) -> float | None:
@@ -215,8 +225,8 @@ def _curve(points: Sequence[Point]) -> View:
 
 def _lost(facts: RunFacts, name: str) -> list[View]:
     """The steps that restarts repeated, one curve for each start."""
-    lost = sorted(facts.lost, key=lambda one: (one.restart, one.step))
-    starts = itertools.groupby(lost, key=lambda one: one.restart)
+    lost = sorted(facts.lost, key=lambda record: (record.restart, record.step))
+    starts = itertools.groupby(lost, key=lambda record: record.restart)
     return [_curve(_points(records, name)) for _, records in starts]
 
 
@@ -224,34 +234,40 @@ def _smoothed(points: Sequence[Point]) -> list[Point]:
     """An exponential mean over about a fiftieth of the steps."""
     known = [(step, value) for step, value in points if value is not None]
     decay = 1 - 2 / (max(2, len(known) / _SMOOTHING_WINDOWS) + 1)
-    found: list[Point] = []
+    curve: list[Point] = []
     mean = known[0][1] if known else 0.0
     for step, value in known:
         mean = decay * mean + (1 - decay) * value
-        found.append((step, mean))
-    return found
+        curve.append((step, mean))
+    return curve
 
 
 def _compared(records: Sequence[StepRecord], name: str) -> View:
     """The planned number as a curve of its own, and the newest steps compared with it."""
     planned = [
-        (one.step, None if one.planned is None else float(getattr(one.planned, name)))
-        for one in records
+        (record.step, None if record.planned is None else float(getattr(record.planned, name)))
+        for record in records
     ]
-    newest = [one for one in records[-_WINDOW:] if one.skipped is None]
-    known = [value for one in newest if (value := _value(one, name)) is not None]
+    newest = [record for record in records[-_WINDOW:] if record.skipped is None]
+    known = [value for record in newest if (value := _value(record, name)) is not None]
     middle = median(known) if known else None
     goal = planned[-1][1]
-    found: View = {"planned": None, "median": middle, "goal": goal, "ratio": None, "says": None}
+    comparison: View = {
+        "planned": None,
+        "median": middle,
+        "goal": goal,
+        "ratio": None,
+        "says": None,
+    }
     if goal is None or middle is None:
-        return found
+        return comparison
     write = _FORMATS[name]
     changes = [
         point
         for i, point in enumerate(planned)
         if i in (0, len(planned) - 1) or point[1] != planned[i - 1][1]
     ]
-    return found | {
+    return comparison | {
         "planned": _curve(changes),
         "ratio": middle / goal,
         "says": f"{write(middle)} (median of the newest {len(known)}), planned {write(goal)}: "
@@ -269,8 +285,10 @@ def loss_text(view: View) -> list[str]:
         return ["loss", "no step is recorded yet"]
     lines = ["loss", *_dots(curves["loss"]["smoothed"], None, "{:.3f}".format)]
     evals = curves["loss"]["eval"]
-    for name, one in (curves["loss"]["sets"] or {"": evals}).items():
-        points = [(x, y) for x, y in zip(one["x"], one["y"], strict=True) if y is not None]
+    for name, eval_set in (curves["loss"]["sets"] or {"": evals}).items():
+        points = [
+            (x, y) for x, y in zip(eval_set["x"], eval_set["y"], strict=True) if y is not None
+        ]
         if points:
             shown = ", ".join(f"{x}: {y:.4f}" for x, y in points[-6:])
             lines += wrapped(f"eval {name}: {shown}" if name else f"eval {shown}")
@@ -300,7 +318,7 @@ def load_text(view: View) -> list[str]:
     lines = ["experts", f"slots of the fullest expert over the mean, rounded down; {columns}"]
     for layer, row in zip(table["layers"], table["rows"], strict=True):
         most = [max(row[i : i + size]) for i in range(0, len(row), size)]
-        digits = "".join(str(min(9, int(each))) for each in most)
+        digits = "".join(str(min(9, int(value))) for value in most)
         lines.append(f"layer {layer:>3} {digits} newest {row[-1]:.2f}")
     return lines
 
@@ -333,13 +351,13 @@ def _dots(curve: View, axis: View | None, write: Callable[[float], str]) -> list
     groups = [points[i : i + size] for i in range(0, len(points), size)]
     heights = [sum(y for _, y in group) / len(group) for group in groups]
     low, high = (min(heights), max(heights)) if axis is None else axis["range"]
-    room = max(len(write(low)), len(write(high)))
+    label_width = max(len(write(low)), len(write(high)))
     lines: list[str] = []
     for row in range(_TEXT_ROWS):
         label = {0: write(high), _TEXT_ROWS - 1: write(low)}.get(row, "")
         dots = "".join("•" if _level(y, low, high) == row else " " for y in heights)
-        lines.append(f"{label:>{room}} │{dots}".rstrip())
-    return [*lines, f"{'':>{room}} └ steps {points[0][0]} to {points[-1][0]}"]
+        lines.append(f"{label:>{label_width}} │{dots}".rstrip())
+    return [*lines, f"{'':>{label_width}} └ steps {points[0][0]} to {points[-1][0]}"]
 
 
 def _level(value: float, low: float, high: float) -> int:

@@ -44,21 +44,21 @@ _OTHERS = {
 _AROUND = {"dp": "sums and gathers of data ranks", "update": "the update and all else"}
 
 
-def verdict(found: Comparison, column: Sequence[int]) -> str:
+def verdict(comparison: Comparison, column: Sequence[int]) -> str:
     """How long the step took, planned and measured, and what explains most of the difference."""
-    what, plan = ("step", "planned") if found.whole else ("pipeline", "with mean times")
+    what, plan = ("step", "planned") if comparison.whole else ("pipeline", "with mean times")
     start = (
-        f"the {what} took {duration(found.seconds)}, {plan} {duration(found.planned)} "
-        f"({found.seconds / found.planned:.2f} times)"
+        f"the {what} took {duration(comparison.seconds)}, {plan} {duration(comparison.planned)} "
+        f"({comparison.seconds / comparison.planned:.2f} times)"
     )
-    if found.named is None:
+    if comparison.named is None:
         return start + ": nothing differs that needs a name"
-    longer = "longer" if found.difference > 0 else "less"
-    share = found.named.gain / found.difference
-    words = f"{start}; {sentence(found.named, column, found.whole)}"
+    longer = "longer" if comparison.difference > 0 else "less"
+    share = comparison.named.gain / comparison.difference
+    clause = f"{start}; {sentence(comparison.named, column, comparison.whole)}"
     if share < _ALL:
-        return f"{words}: {share:.0%} of what it took {longer}"
-    return f"{words}: all of what it took {longer}, and more, which other parts make up for"
+        return f"{clause}: {share:.0%} of what it took {longer}"
+    return f"{clause}: all of what it took {longer}, and more, which other parts make up for"
 
 
 def sentence(cause: Cause, column: Sequence[int], by_plan: bool) -> str:
@@ -87,19 +87,19 @@ def sentence(cause: Cause, column: Sequence[int], by_plan: bool) -> str:
 def _message(cause: Cause, column: Sequence[int], times: str) -> str:
     if cause.pp_rank is None:
         return f"messages between pipeline ranks arrive late {times}"
-    here, source = column[cause.pp_rank], column[_known(cause.source)]
+    own_rank, source = column[cause.pp_rank], column[_known(cause.source)]
     if cause.action is None:
-        return f"messages from rank {source} to rank {here} arrive late {times}"
+        return f"messages from rank {source} to rank {own_rank} arrive late {times}"
     late = duration(cause.measured - cause.planned)
     return (
-        f"waiting: rank {here} idles {late} more before {cause.action}, for {cause.cause} of "
+        f"waiting: rank {own_rank} idles {late} more before {cause.action}, for {cause.cause} of "
         f"rank {source}"
     )
 
 
-def _known(place: int | None) -> int:
-    assert place is not None
-    return place
+def _known(pp_rank: int | None) -> int:
+    assert pp_rank is not None
+    return pp_rank
 
 
 # The answer.
@@ -125,52 +125,52 @@ def view(facts: RunFacts, params: Params, spans: Callable[[int], StepSpans | Non
         problem = "no rank wrote events: train with --set events=true to see what each did when"
         return {"step": None, "problem": problem}
     step = _number(params, "step", facts.steps[-1])
-    found = spans(step)
-    if found is None:
+    step_spans = spans(step)
+    if step_spans is None:
         ranges = ", ".join(f"{a} to {b}" for _, (a, b) in sorted(facts.event_steps.items()))
         return {
             "step": step,
             "problem": f"step {step} has no events: there are those of steps {ranges}",
         }
-    plan, problem = facts.plan, _mismatch(facts, found)
+    plan, problem = facts.plan, _mismatch(facts, step_spans)
     if plan is None or problem is not None:
         return {"step": step, "problem": problem}
-    return {"step": step, **_compared(facts, plan, found, params)}
+    return {"step": step, **_compared(facts, plan, step_spans, params)}
 
 
-def _mismatch(facts: RunFacts, found: StepSpans) -> str | None:
+def _mismatch(facts: RunFacts, step_spans: StepSpans) -> str | None:
     """Why the events of a step cannot be compared with the plan of the folder."""
     if facts.plan is None:
         return facts.no_plan
-    ran, now = facts.starts[found.restart].facts.get("layout"), str(facts.plan.layout)
-    if ran is not None and ran != now:
+    ran, plan_layout = facts.starts[step_spans.restart].facts.get("layout"), str(facts.plan.layout)
+    if ran is not None and ran != plan_layout:
         return (
-            f"start {found.restart + 1} ran {ran}, and the plan of the folder is that of the "
-            f"newest start, {now}: choose a step that the newest start ran"
+            f"start {step_spans.restart + 1} ran {ran}, and the plan of the folder is that of the "
+            f"newest start, {plan_layout}: choose a step that the newest start ran"
         )
     return None
 
 
-def _compared(facts: RunFacts, plan: Plan, found: StepSpans, params: Params) -> View:
-    record = facts.record(found.number, found.restart)
-    columns = _columns(plan, found.within(record))
+def _compared(facts: RunFacts, plan: Plan, step_spans: StepSpans, params: Params) -> View:
+    record = facts.record(step_spans.number, step_spans.restart)
+    columns = _columns(plan, step_spans.within(record))
     if not columns:
         return {"problem": "no pipeline has recorded all actions of this step: take another one"}
     column = _chosen(columns, params)
     peers = {
-        place: [spans.ranks[ranks[place]] for ranks, spans in columns.items()]
-        for place in range(plan.layout.pp)
+        pp_rank: [spans.ranks[ranks[pp_rank]] for ranks, spans in columns.items()]
+        for pp_rank in range(plan.layout.pp)
     }
-    mine = columns[column]
-    expected = from_plan(plan) or from_means(plan.schedule, [mine.ranks[r] for r in column])
-    comparison = compare(expected, mine, column, record, peers)
+    own_spans = columns[column]
+    expected = from_plan(plan) or from_means(plan.schedule, [own_spans.ranks[r] for r in column])
+    comparison = compare(expected, own_spans, column, record, peers)
     says = verdict(comparison, column)
     return {
         "problem": None,
-        "restart": found.restart,
+        "restart": step_spans.restart,
         "rank": column[0],
         "choices": [ranks[0] for ranks in columns],
-        "read": [len(found.ranks), found.num_ranks],
+        "read": [len(step_spans.ranks), step_spans.num_ranks],
         "seconds": {
             "measured": comparison.seconds,
             "planned": comparison.planned,
@@ -183,15 +183,15 @@ def _compared(facts: RunFacts, plan: Plan, found: StepSpans, params: Params) -> 
         else f"Planned times are those of the planner's forecast for {plan.machine.name}.",
         "causes": _causes(comparison, column),
         "ranks": _ranks(comparison, column),
-        "calls": _calls([mine.ranks[rank] for rank in column]),
+        "calls": _calls([own_spans.ranks[rank] for rank in column]),
         "picture": _picture(comparison, column),
     }
 
 
-def _columns(plan: Plan, found: StepSpans) -> Columns:
+def _columns(plan: Plan, step_spans: StepSpans) -> Columns:
     """The pipelines with complete events on all ranks; waiting is separated from work."""
-    complete = [ranks for ranks in plan.layout.groups("pp") if found.ranks.keys() >= {*ranks}]
-    columns = {ranks: split_waiting(found, plan.schedule, ranks) for ranks in complete}
+    complete = [ranks for ranks in plan.layout.groups("pp") if step_spans.ranks.keys() >= {*ranks}]
+    columns = {ranks: split_waiting(step_spans, plan.schedule, ranks) for ranks in complete}
     return {ranks: spans for ranks, spans in columns.items() if spans is not None}
 
 
@@ -213,75 +213,75 @@ def _number(params: Params, name: str, default: int) -> int:
     return int(text)
 
 
-def _causes(found: Comparison, column: Sequence[int]) -> list[View]:
+def _causes(comparison: Comparison, column: Sequence[int]) -> list[View]:
     """The parts of the difference, which sum to it, and their shares, which sum to 100%."""
     return [
         {
-            "says": _part(one, column, found.whole),
-            "gain_s": one.seconds,
-            "share": one.share,
-            "named": one.cause is not None and one.cause is found.named,
+            "says": _part(part, column, comparison.whole),
+            "gain_s": part.seconds,
+            "share": part.share,
+            "named": part.cause is not None and part.cause is comparison.named,
         }
-        for one in found.parts
+        for part in comparison.parts
     ]
 
 
-def _part(one: CausePart, column: Sequence[int], by_plan: bool) -> str:
-    if one.cause is None:
+def _part(part: CausePart, column: Sequence[int], by_plan: bool) -> str:
+    if part.cause is None:
         return "all else"
-    return _OTHERS[one.cause.what] if one.rest else sentence(one.cause, column, by_plan)
+    return _OTHERS[part.cause.what] if part.rest else sentence(part.cause, column, by_plan)
 
 
-def _ranks(found: Comparison, column: Sequence[int]) -> list[View]:
+def _ranks(comparison: Comparison, column: Sequence[int]) -> list[View]:
     """How long each rank is busy and idle in the pipeline, planned and measured."""
 
-    def busy(one: Timeline, place: int) -> float:
-        return sum(one.ends[place]) - sum(one.starts[place])
+    def busy(times: Timeline, row: int) -> float:
+        return sum(times.ends[row]) - sum(times.starts[row])
 
-    placement = found.ran.schedule.placement
+    placement = comparison.ran.schedule.placement
     return [
         {
             "rank": rank,
-            "stages": list(placement.stages_of(place)),
-            "busy_planned": busy(found.played, place),
-            "busy": busy(found.ran, place),
-            "idle_planned": found.played.makespan - busy(found.played, place),
-            "idle": found.ran.makespan - busy(found.ran, place),
+            "stages": list(placement.stages_of(pp_rank)),
+            "busy_planned": busy(comparison.played, pp_rank),
+            "busy": busy(comparison.ran, pp_rank),
+            "idle_planned": comparison.played.makespan - busy(comparison.played, pp_rank),
+            "idle": comparison.ran.makespan - busy(comparison.ran, pp_rank),
         }
-        for place, rank in enumerate(column)
+        for pp_rank, rank in enumerate(column)
     ]
 
 
 def _calls(ranks: Sequence[RankSpans]) -> list[View]:
     """The collectives of these ranks by axis; the times of overlapping ones are added."""
-    found: dict[str, list[float]] = {}
-    for call in (call for one in ranks for call in one.calls):
-        sums = found.setdefault(call.axis, [0, 0, 0.0])
-        for i, more in enumerate((1, call.bytes, call.end - call.begin)):
-            sums[i] += more
+    totals: dict[str, list[float]] = {}
+    for call in (call for rank_spans in ranks for call in rank_spans.calls):
+        sums = totals.setdefault(call.axis, [0, 0, 0.0])
+        for i, amount in enumerate((1, call.bytes, call.end - call.begin)):
+            sums[i] += amount
     return [
         {"axis": axis, "calls": calls, "bytes": size, "seconds": seconds}
-        for axis, (calls, size, seconds) in sorted(found.items())
+        for axis, (calls, size, seconds) in sorted(totals.items())
     ]
 
 
-def _picture(found: Comparison, column: Sequence[int]) -> View:
+def _picture(comparison: Comparison, column: Sequence[int]) -> View:
     """The timeline of every rank, planned and measured, one above the other."""
-    schedule, played, ran = found.ran.schedule, found.played, found.ran
+    schedule, played, ran = comparison.ran.schedule, comparison.played, comparison.ran
     longest = max(played.makespan, ran.makespan)
     chunks = chunks_by_rank(schedule.placement)
     planned_waits = timeline.waits_by_rank(played, longest / _SEEN)
     names = {
-        each: str(step) for steps in schedule.order for step in steps for each in results(step)
+        result: str(step) for steps in schedule.order for step in steps for result in results(step)
     }
     rows: list[timeline.TimelineRow] = []
-    for place, rank in enumerate(column):
-        steps = schedule.order[place]
-        waits = dict(_waits(ran, place, names, longest / _SEEN))
-        pairs = {"planned": (played, planned_waits[place]), "measured": (ran, waits)}
+    for pp_rank, rank in enumerate(column):
+        steps = schedule.order[pp_rank]
+        waits = dict(_waits(ran, pp_rank, names, longest / _SEEN))
+        pairs = {"planned": (played, planned_waits[pp_rank]), "measured": (ran, waits)}
         for name, (times, why) in pairs.items():
-            label, starts, ends = f"rank {rank} {name}", times.starts[place], times.ends[place]
-            rows.append(timeline.TimelineRow(label, steps, starts, ends, chunks[place], why))
+            label, starts, ends = f"rank {rank} {name}", times.starts[pp_rank], times.ends[pp_rank]
+            rows.append(timeline.TimelineRow(label, steps, starts, ends, chunks[pp_rank], why))
     headline = (
         f"{schedule.name} on {counted(len(column), 'rank')}: planned {duration(played.makespan)}, "
         f"measured {duration(ran.makespan)}"
@@ -291,15 +291,15 @@ def _picture(found: Comparison, column: Sequence[int]) -> View:
 
 
 def _waits(
-    ran: Timeline, place: int, names: Mapping[Result, str], least: float
+    ran: Timeline, pp_rank: int, names: Mapping[Result, str], least: float
 ) -> Iterator[tuple[Step, str]]:
     """The steps after measured idle slots, each with the actions whose results it waited for."""
     free, schedule = 0.0, ran.schedule
-    for i, step in enumerate(schedule.order[place]):
-        if ran.starts[place][i] - free > least:
+    for i, step in enumerate(schedule.order[pp_rank]):
+        if ran.starts[pp_rank][i] - free > least:
             senders = [names[result] for _, result in awaited(schedule, step)]
             yield step, " and ".join(senders) or "nothing"
-        free = ran.ends[place][i]
+        free = ran.ends[pp_rank][i]
 
 
 # The same for a terminal.
@@ -307,16 +307,16 @@ def _waits(
 
 def text(view: View) -> list[str]:
     """The step of a run's answer for a terminal."""
-    found = view["step"]
-    if found is None or found["step"] is None or found["problem"] is not None:
-        reason = "not asked for" if found is None else found["problem"]
+    step_view = view["step"]
+    if step_view is None or step_view["step"] is None or step_view["problem"] is not None:
+        reason = "not asked for" if step_view is None else step_view["problem"]
         return ["one step", *wrapped(reason)]
     return [
-        f"step {found['step']}, pipeline of rank {found['rank']}",
-        *wrapped(found["says"]),
-        *wrapped(found["basis"]),
-        *_timeline_lines(found["picture"]),
-        *_table_lines(found),
+        f"step {step_view['step']}, pipeline of rank {step_view['rank']}",
+        *wrapped(step_view["says"]),
+        *wrapped(step_view["basis"]),
+        *_timeline_lines(step_view["picture"]),
+        *_table_lines(step_view),
     ]
 
 
@@ -336,19 +336,19 @@ def _timeline_lines(picture: View) -> list[str]:
     return [*lines, "rows: rank, P as planned, M as measured"]
 
 
-def _table_lines(found: View) -> Iterator[str]:
+def _table_lines(step_view: View) -> Iterator[str]:
     """The causes, how long each rank is busy and idle, and the collectives."""
-    if found["causes"]:
+    if step_view["causes"]:
         yield "set to the plan one after the other, they would make the step shorter by"
-    for cause in found["causes"]:
+    for cause in step_view["causes"]:
         start = f"{duration(cause['gain_s']):>10}{cause['share']:>8.1%}  "
         yield from wrapped(cause["says"], start)
     yield f"{'':12}{'busy: plan':>12}{'measured':>12}{'idle: plan':>12}{'measured':>12}"
-    for one in found["ranks"]:
+    for row in step_view["ranks"]:
         names = ("busy_planned", "busy", "idle_planned", "idle")
-        times = "".join(f"{duration(one[name]):>12}" for name in names)
-        yield f"{'rank ' + str(one['rank']):<12}{times}"
+        times = "".join(f"{duration(row[name]):>12}" for name in names)
+        yield f"{'rank ' + str(row['rank']):<12}{times}"
     yield f"{'collectives':<12}{'calls':>12}{'bytes':>16}{'under way':>12}"
-    for one in found["calls"]:
-        numbers = f"{one['calls']:>12,}{one['bytes']:>16,}{duration(one['seconds']):>12}"
-        yield f"{one['axis']:<12}{numbers}"
+    for row in step_view["calls"]:
+        numbers = f"{row['calls']:>12,}{row['bytes']:>16,}{duration(row['seconds']):>12}"
+        yield f"{row['axis']:<12}{numbers}"

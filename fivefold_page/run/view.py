@@ -29,7 +29,7 @@ def view(facts: RunFacts, params: Params, spans: Callable[[int], StepSpans | Non
     The param `step` selects the step that is compared with its plan: a number, the newest if
     absent, or `none`; `rank` selects the pipeline that is drawn.
     """
-    found = {
+    result = {
         "head": _head(facts),
         "curves": run_curves.curves(facts),
         "marks": run_curves.marks(facts),
@@ -37,17 +37,17 @@ def view(facts: RunFacts, params: Params, spans: Callable[[int], StepSpans | Non
         "history": run_history.history(facts),
         "goodput": goodput(facts.summary),
         "summary": facts.summary.to_json(),
-        "told": [list(each) for _, each in sorted(facts.event_steps.items())],
+        "told": [list(numbers) for _, numbers in sorted(facts.event_steps.items())],
         "step": run_step.view(facts, params, spans),
     }
-    return found | {"missing": _missing(found, facts)}
+    return result | {"missing": _missing(result, facts)}
 
 
 def _missing(view: View, facts: RunFacts) -> dict[str, str]:
     """The panels without data, each with what would fill it, or "" if nothing would."""
     no_step = "" if view["curves"] else "no step is recorded yet"
     shape = None if facts.plan is None else facts.plan.shape
-    said = {
+    reasons = {
         "loss": None if "loss" in view["curves"] else no_step,
         "rates": None if "tokens_per_s" in view["curves"] else no_step,
         "memory": None if "memory_gib" in view["curves"] else no_step,
@@ -57,8 +57,8 @@ def _missing(view: View, facts: RunFacts) -> dict[str, str]:
         "step": None if facts.event_steps else _NO_EVENTS,
     }
     if shape is not None and shape.moe is not None and not view["load"]:
-        said["load"] = "the load of the experts is not recorded yet"
-    return {name: words for name, words in said.items() if words is not None}
+        reasons["load"] = "the load of the experts is not recorded yet"
+    return {name: reason for name, reason in reasons.items() if reason is not None}
 
 
 def shown(view: View) -> list[str]:
@@ -137,15 +137,19 @@ def _is_silent(facts: RunFacts) -> bool:
 
 def _eta(facts: RunFacts, steps: int | None) -> float | None:
     """Seconds to the last step, as in the step line: by the newest steps of this start."""
-    pace, number, found = Pace(), len(facts.starts) - 1, None
-    for one in (one for one in facts.records if one.restart == number):
-        found = None if steps is None else pace.eta(one, steps)
-    return None if found is None or found < 0 else found
+    pace, number, seconds = Pace(), len(facts.starts) - 1, None
+    for record in (entry for entry in facts.records if entry.restart == number):
+        seconds = None if steps is None else pace.eta(record, steps)
+    return None if seconds is None or seconds < 0 else seconds
 
 
 def goodput(summary: Summary) -> View:
     """Where the wall time went, without parts of 0 seconds."""
-    spent = {name: each for name, each in summary.spent.items() if each > 0 or name == STEPS}
+    spent = {
+        name: time_spent
+        for name, time_spent in summary.spent.items()
+        if time_spent > 0 or name == STEPS
+    }
     parts = [
         {"name": name, "seconds": seconds, "share": share}
         for (name, seconds), share in zip(spent.items(), shares_of([*spent.values()]), strict=True)
@@ -179,7 +183,7 @@ def _head_text(view: View) -> list[str]:
         f"on {head['machine']}; planned for {planned}; first started {head['began']}",
         head["state"],
         *([] if head["no_plan"] is None else [head["no_plan"]]),
-        *(each["says"] for each in (*view["marks"]["restarts"], *view["marks"]["skipped"][-5:])),
+        *(mark["says"] for mark in (*view["marks"]["restarts"], *view["marks"]["skipped"][-5:])),
     ]
     return [part for line in lines for part in wrapped(line)]
 

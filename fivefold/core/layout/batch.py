@@ -78,8 +78,8 @@ class Batch:
         The defaults, one sequence per microbatch and one microbatch per step, apply only if the
         other values leave them open.
         """
-        given = {"batch": batch, "microbatch_size": microbatch_size, "microbatches": microbatches}
-        _require_counts(dp=dp, seq=seq, **{k: v for k, v in given.items() if v is not None})
+        counts = {"batch": batch, "microbatch_size": microbatch_size, "microbatches": microbatches}
+        _require_counts(dp=dp, seq=seq, **{k: v for k, v in counts.items() if v is not None})
         problem = contradiction(
             batch, dp=dp, microbatch_size=microbatch_size, microbatches=microbatches
         )
@@ -198,10 +198,10 @@ def batch_remark(tokens: int, shape: Shape, *, adapters: bool = False) -> str | 
     ratio = max(tokens / usual, usual / tokens)
     if ratio <= _FAR_BATCH or not 1 / _FAR_SIZE < active / size < _FAR_SIZE:
         return None
-    more, way = ("more", "lower") if tokens > usual else ("fewer", "raise")
+    comparison, verb = ("more", "lower") if tokens > usual else ("fewer", "raise")
     return (
-        f"a step has {tokens:,} tokens, {ratio:.0f} times {more} than that of {run} ({usual:,}): "
-        f"{way} --batch, or choose the learning rate for it"
+        f"a step has {tokens:,} tokens, {ratio:.0f} times {comparison} than that of {run} "
+        f"({usual:,}): {verb} --batch, or choose the learning rate for it"
     )
 
 

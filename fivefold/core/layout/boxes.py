@@ -57,16 +57,16 @@ def boxes_of(
     """
     assert 0 <= start <= stop <= math.prod(local), "a run lies inside its shard"
     origin = origin_of(shape, shard)
-    found: list[Box] = []
+    boxes: list[Box] = []
     for box in _runs(tuple(local), start, stop):
         offsets = tuple(low + offset for low, offset in zip(origin, box.offsets, strict=True))
-        room = [most - offset for most, offset in zip(shape, offsets, strict=True)]
-        sizes = tuple(max(0, min(pair)) for pair in zip(box.sizes, room, strict=True))
+        capacity = [most - offset for most, offset in zip(shape, offsets, strict=True)]
+        sizes = tuple(max(0, min(pair)) for pair in zip(box.sizes, capacity, strict=True))
         clipped = Box(offsets, sizes, box.at - start)
         assert sizes[1:] == box.sizes[1:] or not clipped.numel, "only rows can be padding"
         if clipped.numel:
-            found.append(clipped)
-    return tuple(found)
+            boxes.append(clipped)
+    return tuple(boxes)
 
 
 def _runs(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
@@ -83,8 +83,8 @@ def _runs(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
         return
     yield from _inside(shape, first - 1, start, first * row)
     if first < last:
-        rest = (0,) * (len(shape) - 1)
-        yield Box((first, *rest), (last - first, *shape[1:]), first * row)
+        zeros = (0,) * (len(shape) - 1)
+        yield Box((first, *zeros), (last - first, *shape[1:]), first * row)
     yield from _inside(shape, last, last * row, stop)
 
 

@@ -43,9 +43,9 @@ def folded_ends(costs: Sequence[int], by_stage: Sequence[int]) -> list[int]:
         return list(by_stage)
     rank = fold.least(faster, lambda most: _Limits(most, most))
     gap = fold.least([0, *fold.sums_of_one(rank)], lambda most: _Limits(rank, most))
-    found = fold.cut(_Limits(rank, gap))
-    assert found is not None, "limits under which there is a cut"
-    return found
+    ends = fold.cut(_Limits(rank, gap))
+    assert ends is not None, "limits under which there is a cut"
+    return ends
 
 
 class _LayersOfV:
@@ -66,22 +66,22 @@ class _LayersOfV:
     def sums_of_one(self, most: int) -> list[int]:
         """All costs that one stage can have, up to `most`."""
         layers = range(self.num_layers)
-        found = {
+        sums = {
             self.before[stop] - self.before[start]
             for start in layers
             for stop in range(start + 1, bisect_right(self.before, self.before[start] + most))
         }
-        return sorted(found)
+        return sorted(sums)
 
     def sums_of_two(self, most: int) -> list[int]:
         """All costs that a rank can have, from the mean of all ranks to `most`."""
-        each = self.sums_of_one(most)
+        sums = self.sums_of_one(most)
         mean = -(-self.before[-1] // self.num_ranks)
-        found: set[int] = set()
-        for one in each:
-            low, high = bisect_left(each, mean - one), bisect_right(each, most - one)
-            found.update(one + other for other in each[low:high])
-        return sorted(found)
+        pair_sums: set[int] = set()
+        for first in sums:
+            low, high = bisect_left(sums, mean - first), bisect_right(sums, most - first)
+            pair_sums.update(first + other for other in sums[low:high])
+        return sorted(pair_sums)
 
     def least(self, known: Sequence[int], limits: Callable[[int], _Limits]) -> int:
         """The smallest of these numbers under whose limits there is a cut: there is one under those
@@ -108,25 +108,27 @@ class _LayersOfV:
             for start, interval in levels[-1].items()
             if self.before[-1] - self.cost(start, interval.stop) <= limits.rank
         }
-        return self._traced(levels, min(left, key=lambda each: left[each])) if left else None
+        return (
+            self._traced(levels, min(left, key=lambda start_sum: left[start_sum])) if left else None
+        )
 
     def _turn(self, limits: _Limits) -> dict[int, _Interval]:
         """The longest interval of the rank at the turn, from each start."""
-        outer, found = self.num_ranks - 1, dict[int, _Interval]()
+        outer, intervals = self.num_ranks - 1, dict[int, _Interval]()
         for start in range(outer, self.num_layers - outer - 1):
             limit = bisect_right(self.before, self.before[start] + limits.rank) - 1
             stop = min(limit, self.num_layers - outer)
             while stop - start >= 2 and self._gap(start, stop) > limits.gap:
                 stop -= 1
             if stop - start >= 2:
-                found[start] = _Interval(stop, start)
-        return found
+                intervals[start] = _Interval(stop, start)
+        return intervals
 
     def _around(
         self, inner: dict[int, _Interval], outer: int, limits: _Limits
     ) -> dict[int, _Interval]:
         """The same with one more rank, and `outer` ranks around it."""
-        found: dict[int, _Interval] = {}
+        intervals: dict[int, _Interval] = {}
         before, last, (rank, gap) = self.before, self.num_layers - outer, limits
         for inside, (end, _) in inner.items():
             for start in range(inside - 1, outer - 1, -1):
@@ -137,9 +139,9 @@ class _LayersOfV:
                 stop = min(bisect_right(before, before[end] + most) - 1, last)
                 if stop <= end or near - (before[stop] - before[end]) > gap:
                     continue
-                if start not in found or stop > found[start].stop:
-                    found[start] = _Interval(stop, inside)
-        return found
+                if start not in intervals or stop > intervals[start].stop:
+                    intervals[start] = _Interval(stop, inside)
+        return intervals
 
     def _gap(self, start: int, stop: int) -> int:
         turn = self._turning_point(start, stop)
@@ -149,7 +151,7 @@ class _LayersOfV:
         """Where the interval of the last rank is cut into two stages, as evenly as possible."""
         half = bisect_left(self.before, (self.before[start] + self.before[stop]) / 2)
         return min(
-            (max(start + 1, min(stop - 1, each)) for each in (half - 1, half)),
+            (max(start + 1, min(stop - 1, middle)) for middle in (half - 1, half)),
             key=lambda turn: max(self.cost(start, turn), self.cost(turn, stop)),
         )
 

@@ -172,9 +172,9 @@ class Fp8:
         """Every shard edge that is inside of a block, with the nearest degree that cuts none."""
         if self.scaling in ("tensorwise", "nvfp4"):
             return []
-        found = _cut_widths(layout, shape, self.block)
+        cut_problems = _cut_widths(layout, shape, self.block)
         by_tokens = self.wgrad == "fp8"
-        return [*found, *(_cut_tokens(layout, shape, seq, self.block) if by_tokens else ())]
+        return [*cut_problems, *(_cut_tokens(layout, shape, seq, self.block) if by_tokens else ())]
 
     def require_runnable(self, asynchronous: bool) -> None:
         """Refuse what can be planned in few bits and not run."""
@@ -191,17 +191,17 @@ class Fp8:
             )
 
 
-def _one_of(key: str, given: str, kind: object) -> str:
-    if key == "fp8" and given in _WITH_STATE:
+def _one_of(key: str, value: str, kind: object) -> str:
+    if key == "fp8" and value in _WITH_STATE:
         raise FivefoldError(
-            f"fp8 = {given}: scales of earlier steps are a state that checkpoints and resharding "
+            f"fp8 = {value}: scales of earlier steps are a state that checkpoints and resharding "
             "would have to carry, and values above them saturate; choose tensorwise or blockwise, "
             "whose scales come from the tensor itself"
         )
     known = _RUN if kind is Scaling else get_args(kind)
-    if given not in known:
-        raise UnknownName(key, given, known)
-    return given
+    if value not in known:
+        raise UnknownName(key, value, known)
+    return value
 
 
 def _skipped(text: str) -> tuple[int, int]:
@@ -290,19 +290,19 @@ def _fits(width: int, most: int, block: int, degree: int) -> bool:
 def _tensor_widths(shape: Shape) -> dict[str, tuple[int, int]]:
     """By name: the widths that tp cuts, and into how many shards at most."""
     heads, many = shape.heads, 1 << 30
-    found: dict[str, tuple[int, int]] = {}
+    widths: dict[str, tuple[int, int]] = {}
     if shape.mla is None:
-        found["q"] = (heads * shape.head_dim, many)
-        found["k and v"] = (shape.kv_heads * shape.head_dim, shape.kv_heads)
+        widths["q"] = (heads * shape.head_dim, many)
+        widths["k and v"] = (shape.kv_heads * shape.head_dim, shape.kv_heads)
     else:
-        found["q"] = (heads * shape.head_dim, many)
-        found["kv_up"] = (heads * (shape.mla.nope_dim + shape.mla.value_dim), many)
-        found["the input of out"] = (heads * shape.mla.value_dim, many)
+        widths["q"] = (heads * shape.head_dim, many)
+        widths["kv_up"] = (heads * (shape.mla.nope_dim + shape.mla.value_dim), many)
+        widths["the input of out"] = (heads * shape.mla.value_dim, many)
     if any(not shape.is_moe_layer(layer) for layer in range(shape.layers)):
-        found["the MLP"] = (shape.ffn, many)
+        widths["the MLP"] = (shape.ffn, many)
     if shape.moe is not None and shape.moe.shared:
-        found["shared experts"] = (shape.moe.shared_ffn, many)
-    return found
+        widths["shared experts"] = (shape.moe.shared_ffn, many)
+    return widths
 
 
 def _cut_tokens(layout: Layout, shape: Shape, seq: int, block: int) -> Iterator[str]:

@@ -50,22 +50,22 @@ def gathered_as_codes(shape: Shape, fp8: Fp8 | None) -> frozenset[str]:
 
 
 def segments(
-    unit: Unit, place: int, coded: frozenset[str], at_once: int = AT_ONCE
+    unit: Unit, shard: int, coded: frozenset[str], at_once: int = AT_ONCE
 ) -> list[UnitSegment]:
     """What a shard sends, in order; what is rounded is cut where another scale begins."""
-    low, found = place * unit.shard_size, list[UnitSegment]()
-    begins = {each.row.name: each.start for each in unit.entries}
-    for row, start, stop in unit.owned(place):
+    low, cut_segments = shard * unit.shard_size, list[UnitSegment]()
+    begins = {entry.row.name: entry.start for entry in unit.entries}
+    for row, start, stop in unit.owned(shard):
         if row.name not in coded:
-            found.append(UnitSegment(row.name, low + start, low + stop, False))
+            cut_segments.append(UnitSegment(row.name, low + start, low + stop, False))
             continue
         begin, scales = begins[row.name], row.shape[0] if row.expert else 1
         inside = (low + start - begin, low + stop - begin, row.numel // scales)
-        found += [
+        cut_segments += [
             UnitSegment(row.name, begin + first, begin + end, True, experts)
             for first, end, experts in cut_experts(*inside, at_once)
         ]
-    return sorted(found, key=lambda each: each.rounded)
+    return sorted(cut_segments, key=lambda segment: segment.rounded)
 
 
 def cut_experts(
@@ -79,8 +79,8 @@ def cut_experts(
     """
     while start < stop:
         first, inside = divmod(start, size)
-        whole = 0 if inside else min(at_once // size, stop // size - first)
-        last = first + max(1, whole)
+        num_experts = 0 if inside else min(at_once // size, stop // size - first)
+        last = first + max(1, num_experts)
         end = min(stop, last * size, start + at_once)
         yield start, end, range(first, last)
         start = end
@@ -88,12 +88,12 @@ def cut_experts(
 
 def is_coded(unit: Unit, coded: frozenset[str]) -> bool:
     """Whether a gather of this unit moves any codes."""
-    return unit.num_shards > 1 and any(each.row.name in coded for each in unit.entries)
+    return unit.num_shards > 1 and any(entry.row.name in coded for entry in unit.entries)
 
 
 def coded_shard_bytes(unit: Unit, coded: frozenset[str], itemsize: int) -> int:
     """Bytes that every rank sends."""
-    spans = [(each.start, each.stop, each.row.name in coded) for each in unit.entries]
+    spans = [(entry.start, entry.stop, entry.row.name in coded) for entry in unit.entries]
     return longest_shard_bytes(spans, unit.num_shards, unit.shard_size, itemsize)
 
 
@@ -105,12 +105,12 @@ def longest_shard_bytes(
     >>> longest_shard_bytes([(0, 100, True), (112, 132, False)], 2, 72, 2)
     80
     """
-    found = [0] * num_shards
+    lengths = [0] * num_shards
     for start, stop, rounded in spans:
-        for place in range(start // shard_size, -(-stop // shard_size)):
-            low, high = place * shard_size, (place + 1) * shard_size
-            found[place] += (min(stop, high) - max(start, low)) * (1 if rounded else itemsize)
-    return padded_length(max(found), ALIGNMENT)
+        for shard in range(start // shard_size, -(-stop // shard_size)):
+            low, high = shard * shard_size, (shard + 1) * shard_size
+            lengths[shard] += (min(stop, high) - max(start, low)) * (1 if rounded else itemsize)
+    return padded_length(max(lengths), ALIGNMENT)
 
 
 def maxima_joined(layout: Any) -> Any:

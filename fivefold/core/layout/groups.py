@@ -185,17 +185,17 @@ class RankOrder(NamedTuple):
 
     def place(self, rank: int) -> int:
         """Where in the line a rank stands."""
-        place, unit = 0, 1
+        position, unit = 0, 1
         for size, stride in self.digits:
-            place += rank // stride % size * unit
+            position += rank // stride % size * unit
             unit *= size
-        return place
+        return position
 
-    def rank(self, place: int) -> int:
+    def rank(self, position: int) -> int:
         """The rank at a place in the line."""
         rank = 0
         for size, stride in self.digits:
-            place, digit = divmod(place, size)
+            position, digit = divmod(position, size)
             rank += digit * stride
         return rank
 
@@ -210,8 +210,10 @@ class RankOrder(NamedTuple):
 
     def groups(self, extent: Extent, world: int) -> tuple[tuple[int, ...], ...]:
         """All groups of an axis of this extent; together they hold every rank once."""
-        firsts = (place for place in range(world) if place // extent.stride % extent.size == 0)
-        return tuple(sorted(self.group(extent, self.rank(place)) for place in firsts))
+        firsts = (
+            position for position in range(world) if position // extent.stride % extent.size == 0
+        )
+        return tuple(sorted(self.group(extent, self.rank(first)) for first in firsts))
 
 
 def rank_order(layout: Layout) -> RankOrder:
@@ -241,8 +243,8 @@ class Communicator:
         if not self.channels:
             return group_of(topology, self.role, rank)
         column = group_of(topology, PIPELINE, rank)
-        here = column.index(rank)
-        return next((self._ranks(column, pair) for pair in self.channels if here in pair), (rank,))
+        index = column.index(rank)
+        return next((self._ranks(column, pair) for pair in self.channels if index in pair), (rank,))
 
     def includes(self, topology: Topology, pp_rank: int) -> bool:
         """Whether ranks with this pipeline coord are in one of its groups."""
@@ -251,8 +253,8 @@ class Communicator:
 
     def channel(self, topology: Topology, rank: int) -> tuple[int, int] | None:
         """The (source, target) of its messages that this rank is one of."""
-        here = group_of(topology, PIPELINE, rank).index(rank)
-        return next((pair for pair in self.channels if here in pair), None)
+        index = group_of(topology, PIPELINE, rank).index(rank)
+        return next((pair for pair in self.channels if index in pair), None)
 
     def groups(self, topology: Topology) -> tuple[tuple[int, ...], ...]:
         """The groups of all ranks, in one order that every rank computes alike."""
@@ -269,8 +271,8 @@ class Communicator:
 def communicators(topology: Topology) -> list[Communicator]:
     """All communicators of a job, in the order in which every rank makes them."""
     roles = [name for name, role in ROLES.items() if role.used(topology)]
-    found = [Communicator(role) for role in roles if _joins(topology, role)]
-    return [*found, *(Communicator(PIPELINE, pairs) for pairs in _coloured(topology))]
+    groups = [Communicator(role) for role in roles if _joins(topology, role)]
+    return [*groups, *(Communicator(PIPELINE, pairs) for pairs in _coloured(topology))]
 
 
 def _joins(topology: Topology, role: str) -> bool:
@@ -285,12 +287,16 @@ def _coloured(topology: Topology) -> list[tuple[tuple[int, int], ...]]:
     colours: list[list[tuple[int, int]]] = []
     pairs = () if topology.schedule is None else channels(topology.schedule)
     for pair in pairs:
-        free = (each for each in colours if not any(set(pair) & set(one) for one in each))
+        free = (
+            channel_set
+            for channel_set in colours
+            if not any(set(pair) & set(channel) for channel in channel_set)
+        )
         colour = next(free, None)
         if colour is None:
             colours.append(colour := [])
         colour.append(pair)
-    return [tuple(each) for each in colours]
+    return [tuple(channel_set) for channel_set in colours]
 
 
 def group_of(topology: Topology, role: str, rank: int) -> tuple[int, ...]:

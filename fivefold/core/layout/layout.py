@@ -108,9 +108,9 @@ class Layout:
         if self.zero not in range(4):
             yield f"zero={self.zero!r}: the ZeRO stages are 0, 1, 2 and 3"
         for name, kinds in (("context", CONTEXT_KINDS), ("order", _ORDERS)):
-            given = getattr(self, name)
-            if given not in kinds:
-                yield f"{name}={given!r}: {did_you_mean(str(given), kinds)}"
+            value = getattr(self, name)
+            if value not in kinds:
+                yield f"{name}={value!r}: {did_you_mean(str(value), kinds)}"
 
     @classmethod
     def parse(
@@ -142,9 +142,9 @@ class Layout:
         data = f"{self.replicate}x{self.shard}" if self.replicate != 1 else str(self.shard)
         degrees = {"dp": data, "tp": self.tp, "pp": self.pp, "cp": self.cp}
         degrees |= {"ep": self.ep, "etp": self.etp}
-        words = [f"{axis}={degree}" for axis, degree in degrees.items() if str(degree) != "1"]
-        words = words or ["dp=1"]
-        return " ".join(words if self.order == Layout.order else [*words, f"order={self.order}"])
+        pairs = [f"{axis}={degree}" for axis, degree in degrees.items() if str(degree) != "1"]
+        pairs = pairs or ["dp=1"]
+        return " ".join(pairs if self.order == Layout.order else [*pairs, f"order={self.order}"])
 
     @property
     def dp(self) -> int:
@@ -195,10 +195,10 @@ class Layout:
 
     def rank(self, *, dp: int = 0, cp: int = 0, tp: int = 0, pp: int = 0) -> int:
         """The rank at these coords."""
-        for axis, place in (("dp", dp), ("cp", cp), ("tp", tp), ("pp", pp)):
-            if not 0 <= place < getattr(self, axis):
+        for axis, coord in (("dp", dp), ("cp", cp), ("tp", tp), ("pp", pp)):
+            if not 0 <= coord < getattr(self, axis):
                 raise FivefoldError(
-                    f"{axis} coord {place} is outside {self}: use 0 to {getattr(self, axis) - 1}"
+                    f"{axis} coord {coord} is outside {self}: use 0 to {getattr(self, axis) - 1}"
                 )
         return self._rank_at(tp + self.tp * (cp + self.cp * dp), pp)
 
@@ -310,8 +310,8 @@ class Layout:
         firsts = line[line // stride % size == 0]
         lasts = firsts + (size - 1) * stride
         first, last = (
-            self._rank_at(each % self.stage_size, each // self.stage_size)
-            for each in (firsts, lasts)
+            self._rank_at(ends % self.stage_size, ends // self.stage_size)
+            for ends in (firsts, lasts)
         )
         return first, last
 
@@ -380,8 +380,8 @@ def _fields_of(text: str, problems: list[str]) -> dict[str, Any]:
 def _degree(axis: str, value: str, problems: list[str]) -> dict[str, int]:
     """`tp=2` as {tp: 2}; `dp=2x4` as {replicate: 2, shard: 4}, `dp=4` as {shard: 4}."""
     number = r"([1-9][0-9]{0,8})"
-    found = re.fullmatch(f"{number}(?:x{number})?" if axis == "dp" else number, value)
-    degrees = [int(each) for each in found.groups() if each] if found else [MOST_RANKS + 1]
+    match = re.fullmatch(f"{number}(?:x{number})?" if axis == "dp" else number, value)
+    degrees = [int(degree) for degree in match.groups() if degree] if match else [MOST_RANKS + 1]
     if max(degrees) > MOST_RANKS:
         form = "N or RxS (replicate x shard)" if axis == "dp" else "N"
         problems.append(

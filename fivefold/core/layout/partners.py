@@ -84,24 +84,24 @@ class Partners:
         return (rank - self.domain) % self.world if self.domain else None
 
 
-def newest_set(held: Mapping[int, Iterable[CopyOf]]) -> CopySet | None:
+def newest_set(copies_by_keeper: Mapping[int, Iterable[CopyOf]]) -> CopySet | None:
     """The newest step of which every rank's copy is kept by somebody; None: only the disk is left.
 
     `held` are the copies that each keeper still has.
     """
     keepers: defaultdict[tuple[int, int, int, int], dict[int, list[int]]] = defaultdict(dict)
-    for keeper, copies in sorted(held.items()):
+    for keeper, copies in sorted(copies_by_keeper.items()):
         for copy in copies:
-            found = keepers[copy.step, copy.start, copy.world, copy.slot]
-            found.setdefault(copy.rank, []).append(keeper)
-    whole = [key for key, ranks in keepers.items() if ranks.keys() >= set(range(key[2]))]
-    if not whole:
+            rank_keepers = keepers[copy.step, copy.start, copy.world, copy.slot]
+            rank_keepers.setdefault(copy.rank, []).append(keeper)
+    complete = [key for key, ranks in keepers.items() if ranks.keys() >= set(range(key[2]))]
+    if not complete:
         return None
-    newest = max(whole)
+    newest = max(complete)
     ranks = keepers[newest]
     return CopySet(*newest, tuple(tuple(ranks[rank]) for rank in range(newest[2])))
 
 
-def next_slot(found: CopySet | None) -> int:
+def next_slot(copy_set: CopySet | None) -> int:
     """Where the first copy after a restart goes: never over what the restart has read."""
-    return 0 if found is None else (found.slot + 1) % SLOTS
+    return 0 if copy_set is None else (copy_set.slot + 1) % SLOTS

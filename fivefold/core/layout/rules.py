@@ -46,7 +46,7 @@ class Domain(Protocol):
 
     def smallest_count(self, at_least: int, num_ranks: int, num_chunks: int) -> int: ...
 
-    def chunks_on(self, num_ranks: int, asked: int | None) -> int: ...
+    def chunks_on(self, num_ranks: int, chunks: int | None) -> int: ...
 
 
 class LayoutRequest(TypedDict):
@@ -81,19 +81,19 @@ def problems(layout: Layout, shape: Shape, **job: Unpack[LayoutRequest]) -> list
         sound.update(cast(LayoutRequest, {**dict.fromkeys(broken), "seq": job["seq"]}))
     if "seq" in broken:
         sound["seq"] = sequence_unit(layout, shape)
-    found = [reason for rule in _RULES for reason in rule(layout, shape, sound)]
-    return [*broken.values(), *found]
+    reasons = [reason for rule in _RULES for reason in rule(layout, shape, sound)]
+    return [*broken.values(), *reasons]
 
 
 def bad_counts(job: LayoutRequest) -> dict[str, str]:
     """Impossible numbers, which no layout can fix, by name."""
-    asked = {"seq": job["seq"], "batch": job.get("batch"), "gpus": job.get("gpus")}
-    asked["microbatch_size"] = job.get("microbatch_size")
-    asked["microbatches"] = job.get("microbatches")
-    most = {**dict.fromkeys(asked, MOST_TOKENS), "gpus": MOST_RANKS}
+    counts = {"seq": job["seq"], "batch": job.get("batch"), "gpus": job.get("gpus")}
+    counts["microbatch_size"] = job.get("microbatch_size")
+    counts["microbatches"] = job.get("microbatches")
+    most = {**dict.fromkeys(counts, MOST_TOKENS), "gpus": MOST_RANKS}
     return {
         name: f"{name}={count}: give a whole number from 1 to {most[name]:,}"
-        for name, count in asked.items()
+        for name, count in counts.items()
         if count is not None and not 1 <= count <= most[name]
     }
 
@@ -160,13 +160,13 @@ def _stage_layers_problems(layout: Layout, shape: Shape, job: LayoutRequest) -> 
     if text is None:
         return
     try:
-        given = splits.parse_stage_layers(text)
+        counts = splits.parse_stage_layers(text)
     except FivefoldError as error:
         yield str(error)
         return
     pp, chunks = layout.pp, layout.chunks
     num_stages = pp * chunks if domain is None else domain.stages_on(pp, chunks)
-    yield from splits.stage_layers_problems(given, num_stages, shape.layers)
+    yield from splits.stage_layers_problems(counts, num_stages, shape.layers)
 
 
 def _asynchronous_problems(layout: Layout, shape: Shape, name: str) -> Iterator[str]:
@@ -221,7 +221,7 @@ def overlap_rule(layout: Layout, shape: Shape, job: LayoutRequest) -> Iterator[s
     local = padded_length(seq, sequence_unit(layout, shape)) // layout.cp
     tokens = rows * local // (layout.tp if layout.sp else 1)
     if tokens % overlap:
-        near = max(each for each in divisors(tokens) if each <= overlap)
+        near = max(divisor for divisor in divisors(tokens) if divisor <= overlap)
         yield (
             f"tp_overlap {overlap}: a microbatch has {tokens} tokens on a rank of tp, which so "
             f"many chunks do not cut evenly; the next smaller number that does is {near}"
@@ -384,12 +384,12 @@ def _fewer_ranks(layout: Layout, shape: Shape, seq: int) -> str:
     return f", or cp={most}" if most else ""
 
 
-def _division(whole: str, count: int, axis: str, degree: int) -> Iterator[str]:
+def _division(noun: str, count: int, axis: str, degree: int) -> Iterator[str]:
     if count % degree:
         options = divisors(count)
         above = bisect_left(options, degree)
         ways = " or ".join(f"{axis}={option}" for option in options[above - 1 : above + 1])
-        yield f"{axis}={degree} does not divide {whole} {count}: use {ways}"
+        yield f"{axis}={degree} does not divide {noun} {count}: use {ways}"
 
 
 def _largest_divisor(count: int, at_most: int) -> int:

@@ -142,21 +142,21 @@ def attention_calls(
     if queries == keys:
         size = sum(map(len, queries))
         return (AttentionCall(0, size, 0, size, causal=window is None, masked=window is not None),)
-    found: list[AttentionCall] = []
+    calls: list[AttentionCall] = []
     start = 0
     for run in queries:
         stop = start + len(run)
-        now = _calls_of(run, keys, window, start, stop)
-        same = [(one.k_start, one.k_stop) for one in now] == [
-            (one.k_start, one.k_stop) for one in found if one.q_stop == start
+        new_calls = _calls_of(run, keys, window, start, stop)
+        same = [(call.k_start, call.k_stop) for call in new_calls] == [
+            (call.k_start, call.k_stop) for call in calls if call.q_stop == start
         ]
-        clean = not any(one.causal or one.masked for one in (*now, *found))
-        if now and same and clean:  # neighbours that see the same keys share calls
-            found = [one._replace(q_stop=stop) if one.q_stop == start else one for one in found]
+        clean = not any(call.causal or call.masked for call in (*new_calls, *calls))
+        if new_calls and same and clean:  # neighbours that see the same keys share calls
+            calls = [call._replace(q_stop=stop) if call.q_stop == start else call for call in calls]
         else:
-            found += now
+            calls += new_calls
         start = stop
-    return tuple(found)
+    return tuple(calls)
 
 
 def _calls_of(
@@ -164,35 +164,35 @@ def _calls_of(
 ) -> list[AttentionCall]:
     """The calls of one contiguous run of queries; neighbours without a mask are joined."""
     earliest = 0 if window is None else run.start - window + 1
-    found: list[AttentionCall] = []
+    calls: list[AttentionCall] = []
     offset = 0
-    for each in keys:
-        before = range(max(each.start, earliest), min(each.stop, run.start))
-        inside = range(max(each.start, run.start), min(each.stop, run.stop))
+    for span in keys:
+        before = range(max(span.start, earliest), min(span.stop, run.start))
+        inside = range(max(span.start, run.start), min(span.stop, run.stop))
         for part in (before, inside):
             if not part:
                 continue
-            low = offset + part.start - each.start
+            low = offset + part.start - span.start
             causal = part == run and window is None
             hidden = window is not None and run.stop - 1 - part.start >= window
             masked = not causal and (hidden or part is inside)
-            last = found[-1] if found and not (causal or masked) else None
+            last = calls[-1] if calls and not (causal or masked) else None
             if last and last.k_stop == low and not (last.causal or last.masked):
-                found[-1] = last._replace(k_stop=low + len(part))
+                calls[-1] = last._replace(k_stop=low + len(part))
             else:
-                found.append(AttentionCall(q_start, q_stop, low, low + len(part), causal, masked))
-        offset += len(each)
-    return found
+                calls.append(AttentionCall(q_start, q_stop, low, low + len(part), causal, masked))
+        offset += len(span)
+    return calls
 
 
 def _cut(ranges: Ranges, start: int, stop: int) -> Iterator[range]:
     """Tokens [start, stop) of the joined ranges."""
     offset = 0
-    for each in ranges:
-        part = each[max(0, start - offset) : max(0, stop - offset)]
+    for span in ranges:
+        part = span[max(0, start - offset) : max(0, stop - offset)]
         if part:
             yield part
-        offset += len(each)
+        offset += len(span)
 
 
 # Which layers each pipeline stage has.
@@ -223,7 +223,7 @@ _TEXT = re.compile(r"[1-9][0-9]{0,5}(?:[,\s]+[1-9][0-9]{0,5})*")
 def cut_stages(
     shape: Shape,
     num_stages: int,
-    given: Sequence[int] | None = None,
+    layer_counts: Sequence[int] | None = None,
     *,
     seq: int | None = None,
     folded: bool = False,
@@ -233,7 +233,7 @@ def cut_stages(
     `seq` is the sequence length, which attention depends on: by default the model's longest.
     `folded`: rank i has stages i and 2p − 1 − i, and the slowest rank sets the pace.
     """
-    if given is None:
+    if layer_counts is None:
         most = shape.layers
         if not 1 <= num_stages <= most:
             raise FivefoldError(
@@ -241,9 +241,9 @@ def cut_stages(
                 f"layer, so use 1 to {most}"
             )
         return _cut_by_cost(shape, num_stages, seq or shape.max_seq, folded)
-    if reasons := list(stage_layers_problems(given, num_stages, shape.layers)):
+    if reasons := list(stage_layers_problems(layer_counts, num_stages, shape.layers)):
         raise FivefoldError("; ".join(reasons))
-    return tuple(starmap(range, pairwise([0, *accumulate(given)])))
+    return tuple(starmap(range, pairwise([0, *accumulate(layer_counts)])))
 
 
 @lru_cache
@@ -266,20 +266,20 @@ def parse_stage_layers(text: str) -> tuple[int, ...]:
 
 
 def stage_layers_problems(
-    given: Sequence[int], num_stages: int | None, num_layers: int
+    layer_counts: Sequence[int], num_stages: int | None, num_layers: int
 ) -> Iterator[str]:
     """What is wrong with a user's layers per stage; `num_stages` is None if not yet known."""
-    shown = ",".join(map(str, given))
-    if num_stages is not None and len(given) != num_stages:
+    shown = ",".join(map(str, layer_counts))
+    if num_stages is not None and len(layer_counts) != num_stages:
         yield (
-            f"stage_layers {shown} is for {counted(len(given), 'stage')} and the pipeline has "
-            f"{num_stages}: give {counted(num_stages, 'number')}"
+            f"stage_layers {shown} is for {counted(len(layer_counts), 'stage')} and the pipeline "
+            f"has {num_stages}: give {counted(num_stages, 'number')}"
         )
-    if min(given, default=0) < 1:
+    if min(layer_counts, default=0) < 1:
         yield f"stage_layers {shown}: every stage needs a layer"
-    if sum(given) != num_layers:
+    if sum(layer_counts) != num_layers:
         yield (
-            f"stage_layers {shown} sum to {sum(given)}, and the model has "
+            f"stage_layers {shown} sum to {sum(layer_counts)}, and the model has "
             f"{counted(num_layers, 'layer')}: give numbers that sum to {num_layers}"
         )
 
@@ -291,10 +291,10 @@ def flops_by_layer(shape: Shape, seq: int) -> list[int]:
         for i in count.layer_kinds(shape)
     }
     flops = [kinds[shape.layer_kind(i)] for i in range(shape.layers)]
-    whole = count.forward_flops(shape, seq)
+    total = count.forward_flops(shape, seq)
     flops[0] += 2.0 * count.embedding_parameters(shape).norms
-    flops[-1] += 2.0 * count.head_parameters(shape).norms + whole.head + whole.mtp
-    return [round(each) for each in flops]  # whole numbers, so that equal stages compare equal
+    flops[-1] += 2.0 * count.head_parameters(shape).norms + total.head + total.mtp
+    return [round(value) for value in flops]  # whole numbers, so that equal stages compare equal
 
 
 def parameters_by_layer(shape: Shape, num_stages: int) -> list[int]:
@@ -306,13 +306,13 @@ def parameters_by_layer(shape: Shape, num_stages: int) -> list[int]:
         shape.layer_kind(i): count.layer_parameters(shape, i).total
         for i in count.layer_kinds(shape)
     }
-    found = [kinds[shape.layer_kind(i)] for i in range(shape.layers)]
-    found[0] += count.embedding_parameters(shape).total
-    found[-1] += count.head_parameters(shape).total
-    found[-1] += shape.mtp * count.mtp_parameters(shape).total
+    counts = [kinds[shape.layer_kind(i)] for i in range(shape.layers)]
+    counts[0] += count.embedding_parameters(shape).total
+    counts[-1] += count.head_parameters(shape).total
+    counts[-1] += shape.mtp * count.mtp_parameters(shape).total
     if shape.ends_share and num_stages > 1:
-        found[-1] += shape.vocab * shape.width
-    return found
+        counts[-1] += shape.vocab * shape.width
+    return counts
 
 
 def _best_ends(costs: list[int], weights: list[int], num_stages: int) -> list[int]:
@@ -334,10 +334,10 @@ def _best_ends(costs: list[int], weights: list[int], num_stages: int) -> list[in
         ways = [*_best_starts(ends, range(near[stage], far[stage] + 1), first, squares, weight)]
         squares = {end: square for end, _, square in ways}
         starts.append({end: start for end, start, _ in ways})
-    found = [len(costs)]
+    stage_ends = [len(costs)]
     for before in reversed(starts[1:]):
-        found.append(before[found[-1]])
-    return found[::-1]
+        stage_ends.append(before[stage_ends[-1]])
+    return stage_ends[::-1]
 
 
 def _best_starts(

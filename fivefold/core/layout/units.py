@@ -155,7 +155,9 @@ class Unit:
         """The weights inside shard `index`, as ranges of that shard."""
         low = index * self.shard_size
         high = low + self.shard_size
-        parts = [(each.row, max(each.start, low), min(each.stop, high)) for each in self.entries]
+        parts = [
+            (entry.row, max(entry.start, low), min(entry.stop, high)) for entry in self.entries
+        ]
         return [(row, start - low, stop - low) for row, start, stop in parts if start < stop]
 
 
@@ -185,15 +187,15 @@ def _all_local(
     """All weights of a model as a rank has them; which are copies on the last stage, and which are
     on both ends."""
     layout = Layout(shard=ep * etp, tp=tp, ep=ep, etp=etp)
-    here = layout.coord(0)
-    found: list[tuple[LocalWeight, bool, bool]] = []
+    coord = layout.coord(0)
+    local_weights: list[tuple[LocalWeight, bool, bool]] = []
     for name, weight in by_name(shape).items():
-        size = local_shape(weight, shard_of(weight, shape, layout, here))
+        size = local_shape(weight, shard_of(weight, shape, layout, coord))
         is_copy, expert = name != weight.name, weight.expert
         block = "head" if is_copy else weight.block
         row = LocalWeight(name, block, size, expert=expert, frozen=weight.frozen, role=weight.role)
-        found.append((row, is_copy, weight.name == "embed.weight"))
-    return tuple(found)
+        local_weights.append((row, is_copy, weight.name == "embed.weight"))
+    return tuple(local_weights)
 
 
 class UnitPart(NamedTuple):
@@ -228,38 +230,38 @@ def pack(
         alike = [row for row in rows if (row.expert, row.frozen) == (expert, frozen)]
         ways = 1 if frozen and not cuts_frozen else shards
         joined = join_parts(unit_parts(alike, itemsize, bucket), bucket)
-        units += [_unit(each, ways, itemsize) for each in joined]
-    places = {row.name: place for place, row in enumerate(rows)}
+        units += [_unit(part, ways, itemsize) for part in joined]
+    places = {row.name: index for index, row in enumerate(rows)}
     return tuple(sorted(units, key=lambda unit: places[unit.entries[0].row.name]))
 
 
 def unit_parts(rows: list[LocalWeight], itemsize: int, bucket: int | None) -> list[UnitPart]:
     """The parts of these weights: blocks, split between weights if larger than the bucket."""
-    found: list[UnitPart] = []
+    parts: list[UnitPart] = []
     for _, block in groupby(rows, lambda row: (row.block, row.alone)):
         part = UnitPart((), 0)
         for row in block:
             nbytes = itemsize * row.numel
             if part.rows and bucket is not None and part.nbytes + nbytes > bucket:
-                found.append(part)
+                parts.append(part)
                 part = UnitPart((), 0)
             part = UnitPart((*part.rows, row), part.nbytes + nbytes)
-        found.append(part)
-    return found
+        parts.append(part)
+    return parts
 
 
 def join_parts(parts: Iterable[UnitPart], bucket: int | None) -> list[list[UnitPart]]:
     """Neighbouring parts that are a unit together."""
     joined: list[list[UnitPart]] = []
-    most, held = SMALL if bucket is None else bucket, 0
+    most, num_bytes = SMALL if bucket is None else bucket, 0
     for part in parts:
         apart = not joined or joined[-1][-1].alone or part.alone
-        if not apart and held + part.nbytes <= most:
+        if not apart and num_bytes + part.nbytes <= most:
             joined[-1].append(part)
-            held += part.nbytes
+            num_bytes += part.nbytes
         else:
             joined.append([part])
-            held = part.nbytes
+            num_bytes = part.nbytes
     return joined
 
 
@@ -287,13 +289,13 @@ def prefetched(
     is waited for; with a `depth`, with the next so many blocks that any unit begins with.
     """
     begins = 0 if step > 0 else -1  # a backward comes to the last block of a unit first
-    places = {name: place for place, name in enumerate(order)}
+    places = {name: index for index, name in enumerate(order)}
     ahead = [step * (places[unit.blocks[begins]] - places[block]) for unit in units]
-    near = sorted({each for each in ahead if each > 0})[:depth]
+    near = sorted({distance_ahead for distance_ahead in ahead if distance_ahead > 0})[:depth]
     return [
-        place
+        index
         for distance in near
-        for place in [place for place, each in enumerate(ahead) if each == distance][::step]
+        for index in [position for position, lead in enumerate(ahead) if lead == distance][::step]
     ]
 
 

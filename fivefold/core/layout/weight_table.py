@@ -150,8 +150,8 @@ def tuned(shape: Shape, tuning: Tuning | None, fp8: bool = False) -> Shape:
             "lora or train_only with fp8: weights are rounded with others of the same matmul, and "
             "adapters are not rounded; use precision = bf16"
         )
-    names = [one.name for one in planned_weights(replace(shape, tuning=None))]
-    linears = [one.removesuffix(".weight") for one in names if Tuning(1).adapts(one)]
+    names = [weight.name for weight in planned_weights(replace(shape, tuning=None))]
+    linears = [name.removesuffix(".weight") for name in names if Tuning(1).adapts(name)]
     if lost := unmatched(tuning.train_only, names):
         raise UnknownName("part of a weight's name in train_only", lost[0], _words(names))
     if tuning.targets != ALL and (lost := unmatched(tuning.targets, linears)):
@@ -184,7 +184,7 @@ def by_name(shape: Shape) -> dict[str, Weight]:
     A last stage without the embedding has a copy of it: `head.weight` if the head is tied,
     `mtp.embed.weight` if only multi-token prediction looks up tokens.
     """
-    named = {one.name: one for one in planned_weights(shape)}
+    named = {weight.name: weight for weight in planned_weights(shape)}
     if shape.tied:
         return {**named, "head.weight": named["embed.weight"]}
     return named if not shape.mtp else {**named, "mtp.embed.weight": named["embed.weight"]}
@@ -256,10 +256,10 @@ def _all(shape: Shape) -> Iterator[Weight]:
 
 def _tuned(rows: Iterable[Weight], tuning: Tuning) -> Iterator[Weight]:
     """The weights of a model of which only a part learns, with the adapters of its linears."""
-    for one in rows:
-        yield replace(one, frozen=not tuning.learns(one.name))
-        if tuning.adapts(one.name):
-            yield from _adapter(one, tuning.rank)
+    for weight in rows:
+        yield replace(weight, frozen=not tuning.learns(weight.name))
+        if tuning.adapts(weight.name):
+            yield from _adapter(weight, tuning.rank)
 
 
 def _adapter(linear: Weight, rank: int) -> Iterator[Weight]:
@@ -335,9 +335,9 @@ def _attention(shape: Shape, block: str, name: str) -> Iterator[Weight]:
     if shape.attention_gate:
         yield from _linear(block, f"{name}.gate", (queries, width), "column", bias)
     if shape.qk_norm == "head":
-        for one in ("q_norm", "k_norm"):
+        for norm in ("q_norm", "k_norm"):
             size = (shape.head_dim,)
-            yield Weight(f"{name}.{one}.weight", size, block, "whole", "norm", spread=True)
+            yield Weight(f"{name}.{norm}.weight", size, block, "whole", "norm", spread=True)
     elif shape.qk_norm == "full":
         yield Weight(f"{name}.q_norm.weight", (queries,), block, "column", "norm")
         yield Weight(f"{name}.k_norm.weight", (keys,), block, "kv", "norm")
@@ -371,8 +371,8 @@ def _latent_norm(block: str, name: str, size: int) -> Weight:
 
 
 def _mlp(shape: Shape, block: str, name: str, ffn: int, bias: bool) -> Iterator[Weight]:
-    for one in ("gate", "up") if shape.gated else ("up",):
-        yield from _linear(block, f"{name}.{one}", (ffn, shape.width), "column", bias)
+    for part in ("gate", "up") if shape.gated else ("up",):
+        yield from _linear(block, f"{name}.{part}", (ffn, shape.width), "column", bias)
     yield from _linear(block, f"{name}.down", (shape.width, ffn), "row", bias)
 
 
@@ -382,10 +382,10 @@ def _moe(shape: Shape, moe: Moe, block: str, name: str) -> Iterator[Weight]:
     if moe.biases:
         shift = f"{name}.router.shift"
         yield Weight(shift, (moe.experts,), block, "whole", "bias")
-    for one in ("gate", "up") if shape.gated else ("up",):
-        yield Weight(f"{name}.experts.{one}.weight", into, block, "expert", expert_dim=1)
+    for part in ("gate", "up") if shape.gated else ("up",):
+        yield Weight(f"{name}.experts.{part}.weight", into, block, "expert", expert_dim=1)
         if moe.biases:
-            bias = f"{name}.experts.{one}.bias"
+            bias = f"{name}.experts.{part}.bias"
             yield Weight(bias, into[:2], block, "expert", "bias", expert_dim=1)
     back = (moe.experts, width, moe.ffn)
     yield Weight(f"{name}.experts.down.weight", back, block, "expert", expert_dim=2)
@@ -444,9 +444,10 @@ def _refuse_unsupported(shape: Shape) -> None:
             "some layers and by attention in others, and a model that is built has one mixer for "
             "all layers; use a model with attention, such as qwen3-30b-a3b, or an own mixer"
         )
-    if found := _unsupported(shape):
+    if unsupported := _unsupported(shape):
         raise FivefoldError(
-            f"model {shape.name!r} has {', '.join(found)}: it can be planned but not built; build "
-            "decoders with rotary or no positions, or learned ones without multi-token prediction, "
-            "with or without norms of queries and keys, and with windows in all or some layers"
+            f"model {shape.name!r} has {', '.join(unsupported)}: it can be planned but not built; "
+            "build decoders with rotary or no positions, or learned ones without multi-token "
+            "prediction, with or without norms of queries and keys, and with windows in all or "
+            "some layers"
         )

@@ -52,15 +52,17 @@ class Parameters:
 
     def parts(self) -> dict[str, int]:
         """By category; the values sum to `total + mtp`."""
-        names = (one.name for one in fields(self))
+        names = (field.name for field in fields(self))
         return {name: getattr(self, name) for name in names if name != "active_experts"}
 
     def __add__(self, other: Parameters) -> Parameters:
-        names = [one.name for one in fields(self)]
+        names = [field.name for field in fields(self)]
         return Parameters(**{name: getattr(self, name) + getattr(other, name) for name in names})
 
     def __mul__(self, times: int) -> Parameters:
-        return Parameters(**{one.name: times * getattr(self, one.name) for one in fields(self)})
+        return Parameters(
+            **{field.name: times * getattr(self, field.name) for field in fields(self)}
+        )
 
 
 @dataclass(frozen=True)
@@ -84,11 +86,11 @@ class Flops:
 
     def parts(self) -> dict[str, float]:
         """By category; the values sum to `total`."""
-        return {one.name: getattr(self, one.name) for one in fields(self)}
+        return {field.name: getattr(self, field.name) for field in fields(self)}
 
     def __add__(self, other: Flops) -> Flops:
-        mine, theirs = self.parts(), other.parts()
-        return Flops(**{name: mine[name] + theirs[name] for name in mine})
+        own, theirs = self.parts(), other.parts()
+        return Flops(**{name: own[name] + theirs[name] for name in own})
 
     def __mul__(self, times: float) -> Flops:
         return Flops(**{name: times * flops for name, flops in self.parts().items()})
@@ -96,10 +98,10 @@ class Flops:
 
 def parameters(shape: Shape) -> Parameters:
     """The full model: embedding, all layers, head and MTP layers."""
-    whole = embedding_parameters(shape) + head_parameters(shape)
+    total = embedding_parameters(shape) + head_parameters(shape)
     for i, times in layer_kinds(shape).items():
-        whole += layer_parameters(shape, i) * times
-    return whole + Parameters(mtp=shape.mtp * mtp_parameters(shape).total)
+        total += layer_parameters(shape, i) * times
+    return total + Parameters(mtp=shape.mtp * mtp_parameters(shape).total)
 
 
 @cache
@@ -142,16 +144,16 @@ def layer_parameters(shape: Shape, i: int) -> Parameters:
         bias = shape.mlp_bias * ((2 if shape.gated else 1) * shape.ffn + shape.width)
         mlp = _mlp_matrices(shape, shape.ffn) + bias
         return Parameters(attention=attention, mlp=mlp, norms=norms)
-    moe, one = shape.moe, _mlp_matrices(shape, shape.moe.ffn)
-    one += shape.moe.biases * ((2 if shape.gated else 1) * shape.moe.ffn + shape.width)
+    moe, expert = shape.moe, _mlp_matrices(shape, shape.moe.ffn)
+    expert += shape.moe.biases * ((2 if shape.gated else 1) * shape.moe.ffn + shape.width)
     shared = _mlp_matrices(shape, moe.shared_ffn) + moe.shared_gated * shape.width
     return Parameters(
         attention=attention,
         router=(shape.width + moe.biases) * moe.experts,
-        experts=moe.experts * one,
+        experts=moe.experts * expert,
         shared_experts=shared if moe.shared else 0,
         norms=norms,
-        active_experts=moe.top_k * one,
+        active_experts=moe.top_k * expert,
     )
 
 
@@ -167,12 +169,12 @@ def forward_flops(shape: Shape, seq: int) -> Flops:
     """FLOPs per token of one forward pass over sequences of `seq` tokens."""
     ends = embedding_parameters(shape).norms + head_parameters(shape).norms
     head = 2.0 * shape.vocab * shape.width
-    whole = Flops(head=head, norms=2.0 * ends)
+    total = Flops(head=head, norms=2.0 * ends)
     for i, times in layer_kinds(shape).items():
-        whole += layer_flops(shape, i, seq) * times
+        total += layer_flops(shape, i, seq) * times
     extra = mtp_parameters(shape)
-    one = 2.0 * extra.active + _scores(shape, shape.layers - 1, seq) + head
-    return whole + Flops(mtp=shape.mtp * one)
+    mtp_flops = 2.0 * extra.active + _scores(shape, shape.layers - 1, seq) + head
+    return total + Flops(mtp=shape.mtp * mtp_flops)
 
 
 def layer_flops(shape: Shape, i: int, seq: int) -> Flops:
@@ -197,14 +199,16 @@ def training_flops(shape: Shape, seq: int) -> Flops:
 def repeated_flops(shape: Shape, seq: int, stages: Iterable[tuple[range, Recompute]]) -> float:
     """FLOPs per token that backward computes again: what HFU counts beside model FLOPs. `stages`:
     the layers of each, with its rule."""
-    found = 0.0
+    flops_again = 0.0
     for layers, rule in stages:
         for i in layers:
             flops = layer_flops(shape, i, seq)
             experts = flops.router + flops.experts + flops.shared_experts
-            found += flops.attention * rule.repeats("attention") + flops.mlp * rule.repeats("mlp")
-            found += flops.scores * rule.attends_again + experts * rule.repeats("experts")
-    return found
+            flops_again += flops.attention * rule.repeats("attention") + flops.mlp * rule.repeats(
+                "mlp"
+            )
+            flops_again += flops.scores * rule.attends_again + experts * rule.repeats("experts")
+    return flops_again
 
 
 def visible_keys(shape: Shape, i: int, seq: int) -> float:
@@ -213,8 +217,8 @@ def visible_keys(shape: Shape, i: int, seq: int) -> float:
         return seq / 2
     if shape.window_kind == "sliding":
         return shape.window - shape.window**2 / (2 * seq)
-    blocks, rest = divmod(seq, shape.window)
-    return (blocks * shape.window**2 + rest**2) / (2 * seq)
+    blocks, remainder = divmod(seq, shape.window)
+    return (blocks * shape.window**2 + remainder**2) / (2 * seq)
 
 
 def _scores(shape: Shape, i: int, seq: int) -> float:
@@ -236,7 +240,7 @@ def _mlp_matrices(shape: Shape, ffn: int) -> int:
 def _attention(shape: Shape) -> int:
     if shape.own_mixer is not None:
         rows = mixer_table(shape)
-        return sum(math.prod(one.shape) + one.bias * one.shape[0] for one in rows)
+        return sum(math.prod(row.shape) + row.bias * row.shape[0] for row in rows)
     if shape.mla is not None:
         return _latent_attention(shape, shape.mla)
     queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim

@@ -219,13 +219,13 @@ def _full_attention_every(config: Config, layers: int) -> int:
 def _qwen_moe(config: Config, layers: int) -> Fields:
     step = config.whole("decoder_sparse_step", 1)
     dense = config.layer_set("mlp_only_layers") or ()
-    wanted = [i for i in indices(layers) if (i + 1) % step == 0 and i not in dense]
+    expected = [i for i in indices(layers) if (i + 1) % step == 0 and i not in dense]
     return {
         "experts": config.whole(config.first_of(("num_experts", "num_local_experts"))),
         "top_k": config.whole("num_experts_per_tok"),
         "ffn": config.whole("moe_intermediate_size"),
         "renormalise": config.flag("norm_topk_prob", False),
-        **expert_placement(config, "mlp_only_layers", wanted, layers),
+        **expert_placement(config, "mlp_only_layers", expected, layers),
     }
 
 
@@ -261,13 +261,13 @@ def _deepseek_v3(config: Config) -> Fields:
     return _deepseek(config, _sigmoid_routing(config, 2.5, 8, 4)) | _ahead(config)
 
 
-def _sigmoid_routing(config: Config, scaling: float, groups: int, kept: int) -> Fields:
+def _sigmoid_routing(config: Config, scaling: float, groups: int, groups_kept: int) -> Fields:
     return {
         "score": "sigmoid",
         "scaling": config.number("routed_scaling_factor", scaling),
         "renormalise": config.flag("norm_topk_prob", True),
         "groups": config.whole("n_group", groups),
-        "groups_kept": config.whole("topk_group", kept),
+        "groups_kept": config.whole("topk_group", groups_kept),
         "group_score": "top2",
         "bias": True,
     }
@@ -320,14 +320,14 @@ def _deepseek_experts(config: Config, layers: int, routing: Fields, usual: int =
     shared = config.whole("n_shared_experts", usual, 0)
     dense = config.whole("first_k_dense_replace", usual, 0)
     step = config.whole("moe_layer_freq", 1)
-    wanted = [i for i in indices(layers) if i >= dense and i % step == 0]
+    expected = [i for i in indices(layers) if i >= dense and i % step == 0]
     return Moe(
         experts=config.whole("n_routed_experts"),
         top_k=config.whole("num_experts_per_tok"),
         ffn=expert,
         shared=shared,
         shared_ffn=shared * expert,
-        **expert_placement(config, "moe_layer_freq", wanted, layers),
+        **expert_placement(config, "moe_layer_freq", expected, layers),
         **routing,
     )
 
@@ -338,7 +338,7 @@ def _llama4(config: Config) -> Fields:
     step = config.whole("interleave_moe_layer_step", 1)
     listed = config.layer_set("moe_layers")
     by_step = [i for i in indices(layers) if (i + 1) % step == 0]
-    wanted = by_step if listed is None else [i for i in indices(layers) if i in listed]
+    expected = by_step if listed is None else [i for i in indices(layers) if i in listed]
     moe = Moe(
         experts=config.whole("num_local_experts"),
         top_k=config.whole("num_experts_per_tok", 1),
@@ -347,7 +347,7 @@ def _llama4(config: Config) -> Fields:
         shared_ffn=expert,
         score="sigmoid",
         weigh_inputs=True,
-        **expert_placement(config, "moe_layers", wanted, layers),
+        **expert_placement(config, "moe_layers", expected, layers),
     )
     own: Fields = {"head_dim": config.whole("head_dim", 128), "moe": moe}
     own |= {"ffn": config.whole("intermediate_size_mlp")}
@@ -365,10 +365,10 @@ def _llama4_global_every(config: Config, layers: int) -> int:
     """Llama 4 lists its layers without positions twice more; all three must agree."""
     every = config.whole("no_rope_layer_interval", 4)
     local = [(i + 1) % every != 0 for i in indices(layers)]
-    kinds = ["chunked_attention" if one else "full_attention" for one in local]
+    kinds = ["chunked_attention" if is_local else "full_attention" for is_local in local]
     sound = config.usable("num_hidden_layers", "no_rope_layer_interval")
-    for key, wanted in (("no_rope_layers", local), ("layer_types", kinds)):
-        if sound and config.items(key) and config.items(key) != wanted:
+    for key, expected in (("no_rope_layers", local), ("layer_types", kinds)):
+        if sound and config.items(key) and config.items(key) != expected:
             config.problem(key, f"must follow no_rope_layer_interval = {every}")
     return every
 

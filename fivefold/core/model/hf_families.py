@@ -23,7 +23,7 @@ PLAIN = {
 }
 PARTIAL = "partial_rotary_factor"
 ORIGINAL = "original_max_position_embeddings"
-ROPES = {each: each for each in ("default", "llama3", "yarn", "linear", "longrope")}
+ROPES = {kind: kind for kind in ("default", "llama3", "yarn", "linear", "longrope")}
 _PHI3_ROPES = {"default": "default"} | dict.fromkeys(("longrope", "su", "yarn"), "longrope")
 
 
@@ -127,10 +127,10 @@ def _rope(
 def _factors(table: Config, key: str) -> tuple[float, ...]:
     """A list of numbers."""
     items = table.items(key) or []
-    found = [each for each in items if isinstance(each, int | float)]
-    if not found or len(found) < len(items):
+    factors = [factor for factor in items if isinstance(factor, int | float)]
+    if not factors or len(factors) < len(items):
         table.problem(key, "must be a list of numbers, one for each pair of a head")
-    return tuple(map(float, found))
+    return tuple(map(float, factors))
 
 
 def _rotated(config: Config, key: str, default: float, size: int) -> Fields:
@@ -138,10 +138,10 @@ def _rotated(config: Config, key: str, default: float, size: int) -> Fields:
     share = config.number(key, default)
     table = config.table("rope_parameters")
     share = share if table is None else table.number(PARTIAL, share)
-    found = int(size * share)
-    if not 0 < found <= size and config.usable(key):
+    dim = int(size * share)
+    if not 0 < dim <= size and config.usable(key):
         config.problem(key, "must rotate some of a head, and no more than all of it")
-    return {"rotary_dim": None if found == size else max(found, 1)}
+    return {"rotary_dim": None if dim == size else max(dim, 1)}
 
 
 def olmo2(config: Config) -> Fields:
@@ -300,8 +300,8 @@ def _cap(config: Config, key: str, default: float | None) -> float | None:
 
 
 def _score_dim(config: Config, size: int) -> Fields:
-    found = config.whole("query_pre_attn_scalar", 256)
-    return {"score_dim": None if found == size else found}
+    dim = config.whole("query_pre_attn_scalar", 256)
+    return {"score_dim": None if dim == size else dim}
 
 
 def alternating(config: Config, every: int, pattern: str = "") -> Fields:
@@ -328,8 +328,8 @@ def windows_of(config: Config, key: str, kinds: Sequence[object], layers: int) -
         return {"window": window}
     every = 1 + kinds.index("full_attention") if "full_attention" in kinds else 1
     names = ("sliding_attention", "full_attention")
-    wanted = [names[(i + 1) % every == 0] for i in indices(layers)]
-    if config.usable("num_hidden_layers", key) and kinds != wanted:
+    expected = [names[(i + 1) % every == 0] for i in indices(layers)]
+    if config.usable("num_hidden_layers", key) and kinds != expected:
         config.problem(key, "a window on some layers only is not supported, but each n-th without")
     return {"window": window, "global_every": every, "global_rotary": True}
 

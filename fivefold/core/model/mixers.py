@@ -88,8 +88,8 @@ class Mixer(ABC):
     rotates: ClassVar[bool] = False
     packs: ClassVar[bool] = False
 
-    def __init_subclass__(cls, *, name: str = "", **more: Any) -> None:
-        super().__init_subclass__(**more)
+    def __init_subclass__(cls, *, name: str = "", **options: Any) -> None:
+        super().__init_subclass__(**options)
         if not name:
             return  # a base of others
         if name == ATTENTION or name in _KNOWN:
@@ -135,17 +135,17 @@ def mixer_table(shape: Shape) -> tuple[MixerWeight, ...]:
     """The weights of a layer's mixer, `out` last; empty for attention."""
     mixer = own_mixer(shape.mixer)
     rows = () if mixer is None else tuple(mixer.table(shape))
-    return tuple(sorted(rows, key=lambda each: each.reads == "mixed"))
+    return tuple(sorted(rows, key=lambda row: row.reads == "mixed"))
 
 
 def mixer_cost(shape: Shape, seq: int) -> MixerCost:
     """The figures of the class, or one pass over what linears make and read."""
     mixer = own_mixer(shape.mixer)
-    found = None if mixer is None else mixer.cost(shape, seq)
-    if found is not None:
-        return found
-    linears = [each for each in mixer_table(shape) if each.reads != "nothing"]
-    return MixerCost(0.0, 0.0, float(sum(each.split_size for each in linears)))
+    cost = None if mixer is None else mixer.cost(shape, seq)
+    if cost is not None:
+        return cost
+    linears = [row for row in mixer_table(shape) if row.reads != "nothing"]
+    return MixerCost(0.0, 0.0, float(sum(row.split_size for row in linears)))
 
 
 def mixer_notes(shape: Shape) -> Iterator[str]:
@@ -176,17 +176,19 @@ def mixer_problems(shape: Shape) -> Iterator[str]:
         return
     yield from _not_with(shape, mixer)
     rows = mixer_table(shape)
-    for each in rows:
-        yield from _row_problems(each, shape)
-    names = [each.name for each in rows]
+    for row in rows:
+        yield from _row_problems(row, shape)
+    names = [weight_row.name for weight_row in rows]
     if twice := sorted({name for name in names if names.count(name) > 1}):
         yield f"mixer {shape.mixer}: two weights are called {twice[0]}; rename one"
-    outs = [each for each in rows if each.reads == "mixed"]
-    if [each.name for each in outs] != [_OUT]:
+    outs = [weight_row for weight_row in rows if weight_row.reads == "mixed"]
+    if [weight_row.name for weight_row in outs] != [_OUT]:
         yield f"mixer {shape.mixer}: one weight reads what was mixed, and is called {_OUT}"
-    if not any(each.reads == "input" for each in rows):
+    if not any(weight_row.reads == "input" for weight_row in rows):
         yield f"mixer {shape.mixer}: no weight reads the input of the block; add one"
-    if shape.kv_heads != shape.heads and not any(each.split == "kv_heads" for each in rows):
+    if shape.kv_heads != shape.heads and not any(
+        weight_row.split == "kv_heads" for weight_row in rows
+    ):
         yield (
             f"kv_heads = {shape.kv_heads}: mixer {shape.mixer} splits nothing by KV heads; "
             f"set {shape.heads}"
@@ -210,7 +212,7 @@ def _not_with(shape: Shape, mixer: Mixer) -> Iterator[str]:
         "attention_gate": shape.attention_gate,
         "sinks": shape.sinks,
     }
-    for key in (key for key, given in used.items() if given):
+    for key in (key for key, is_used in used.items() if is_used):
         yield f"{key} is a key of attention, and the model has mixer {shape.mixer}: leave it out"
     if shape.positions == "alibi" or (shape.positions == "rotary" and not mixer.rotates):
         yield (
@@ -262,11 +264,11 @@ def context_problem(shape: Shape, context: str, cp: int, tp: int) -> str | None:
         )
     few = shape.kv_heads % (tp * cp) != 0
     never = {"whole", "kv_heads"} if few else {"whole"}
-    rows = (each for each in mixer_table(shape) if each.reads == "input" and each.split in never)
-    if found := [f"{each.name} ({each.split})" for each in rows]:
+    rows = (row for row in mixer_table(shape) if row.reads == "input" and row.split in never)
+    if splits := [f"{row.name} ({row.split})" for row in rows]:
         return (
             f"cp={cp} gives every rank some of the heads for all tokens, but mixer {shape.mixer} "
-            f"does not split like this: {', '.join(found)}; use cp=1"
+            f"does not split like this: {', '.join(splits)}; use cp=1"
         )
     return None
 

@@ -87,7 +87,7 @@ def hub_hint(name: str) -> str:
 def _near_preset(text: str) -> str | None:
     """The preset with the longest name that a name begins with, or one that is spelt alike."""
     files, name = _files_by_name(), text.lower().removeprefix("meta-")
-    begun = [each for each in files if name.startswith(each)]
+    begun = [name_start for name_start in files if name.startswith(name_start)]
     alike = difflib.get_close_matches(name, files, n=1, cutoff=0.85)
     return max(begun, key=len, default=next(iter(alike), None))
 
@@ -264,22 +264,22 @@ def _put(table: dict[str, Any], key: str, value: object) -> None:
         inside[inner] = value
 
 
-def _derive(shape: Shape, table: dict[str, Any], given: set[str]) -> None:
+def _derive(shape: Shape, table: dict[str, Any], keys: set[str]) -> None:
     width, heads = table["width"], table["heads"]
-    if "kv_heads" not in given and shape.kv_heads == shape.heads:
+    if "kv_heads" not in keys and shape.kv_heads == shape.heads:
         table["kv_heads"] = heads
-    if "head_dim" not in given and "mla" in table:
+    if "head_dim" not in keys and "mla" in table:
         table["head_dim"] = table["mla"].get("nope_dim", 0) + table["mla"].get("rope_dim", 0)
-    elif "head_dim" not in given and shape.head_dim * shape.heads == shape.width and heads > 0:
+    elif "head_dim" not in keys and shape.head_dim * shape.heads == shape.width and heads > 0:
         if width % heads:
             rule = f"width = {width} is no multiple of heads = {heads}: set head_dim too"
             raise BadFile("--set", [rule])
         table["head_dim"] = width // heads
     moe = shape.moe
-    if "moe.shared_ffn" not in given and moe is not None and moe.shared and "moe" in table:
+    if "moe.shared_ffn" not in keys and moe is not None and moe.shared and "moe" in table:
         share = moe.shared_ffn // moe.shared
-        one = table["moe"]["ffn"] if share == moe.ffn else share
-        table["moe"]["shared_ffn"] = table["moe"]["shared"] * one
+        ffn = table["moe"]["ffn"] if share == moe.ffn else share
+        table["moe"]["shared_ffn"] = table["moe"]["shared"] * ffn
 
 
 LARGEST = 4_000_000  # parameters up to which a model is verified as it is

@@ -43,13 +43,13 @@ class Recompute:
     def parse(cls, text: str) -> Recompute:
         if full := re.fullmatch(rf"full(?::([1-9][0-9]{{0,4}}))?({_KEPT})?", text):
             return cls(blocks=int(full[1] or 1), keeps_attention=full[2] is not None)
-        words = {"none": [], SELECTIVE: list[str](REMADE)}.get(text, text.split("+"))
-        if set(words) - set(MODULES) or len(set(words)) < len(words):
+        modules = {"none": [], SELECTIVE: list[str](REMADE)}.get(text, text.split("+"))
+        if set(modules) - set(MODULES) or len(set(modules)) < len(modules):
             raise FivefoldError(
                 f"recompute {text!r}: choose none, selective, full, full:K for segments of K "
                 f"blocks, full{_KEPT}, or modules joined by + ({', '.join(MODULES)})"
             )
-        return cls(tuple(each for each in MODULES if each in words))
+        return cls(tuple(module for module in MODULES if module in modules))
 
     def __str__(self) -> str:
         if self.blocks:
@@ -89,13 +89,13 @@ class StageRecompute:
         usual: list[Recompute] = []
         special: list[tuple[int, int, Recompute]] = []
         for word in text.replace(" ", "").split(","):
-            found = _RULE.fullmatch(word)
-            rule = Recompute.parse(word if found is None else found["rule"])
-            if found is None or found["first"] is None:
+            match = _RULE.fullmatch(word)
+            rule = Recompute.parse(word if match is None else match["rule"])
+            if match is None or match["first"] is None:
                 usual.append(rule)
                 continue
-            first = int(found["first"])
-            special.append((first, int(found["last"] or first), rule))
+            first = int(match["first"])
+            special.append((first, int(match["last"] or first), rule))
         if len(usual) > 1 or any(first > last for first, last, _ in special):
             raise FivefoldError(
                 f"recompute {text!r}: give one rule for all stages, and others for some as "
@@ -104,11 +104,11 @@ class StageRecompute:
         return cls(usual[0] if usual else Recompute(), tuple(special))
 
     def __str__(self) -> str:
-        others = [
+        rules = [
             f"{rule}@{first}" + (f"-{last}" if last > first else "")
             for first, last, rule in self.special
         ]
-        return ",".join([str(self.usual), *others])
+        return ",".join([str(self.usual), *rules])
 
     def of(self, stage: int) -> Recompute:
         """The rule of a stage."""

@@ -37,9 +37,9 @@ class Rope:
     @property
     def counts(self) -> dict[str, float]:
         """Numbers that may be 0."""
-        found = {"mscale": self.mscale, "mscale_all_dim": self.mscale_all_dim}
-        given = self.attention_factor
-        return found if given is None else found | {"attention_factor": given}
+        factors = {"mscale": self.mscale, "mscale_all_dim": self.mscale_all_dim}
+        factor = self.attention_factor
+        return factors if factor is None else factors | {"attention_factor": factor}
 
     @property
     def scale(self) -> float:
@@ -60,13 +60,13 @@ class Rope:
 
     def problems(self, rotated_dim: int) -> Iterator[str]:
         """Why heads with so many rotated dims cannot have this scaling, sizes aside."""
-        wanted = rotated_dim // 2 if self.kind == "longrope" else 0
+        num_factors = rotated_dim // 2 if self.kind == "longrope" else 0
         for name, factors in (("short", self.short), ("long", self.long)):
-            if len(factors) != wanted:
-                rule = f"longrope has one for each of {wanted} pairs of a head"
-                rule = rule if wanted else f"leave them out with rope.kind = {self.kind}"
+            if len(factors) != num_factors:
+                rule = f"longrope has one for each of {num_factors} pairs of a head"
+                rule = rule if num_factors else f"leave them out with rope.kind = {self.kind}"
                 yield f"rope.{name} has {len(factors)} factors: {rule}"
-            if not all(math.isfinite(each) and each > 0 for each in factors):
+            if not all(math.isfinite(factor) and factor > 0 for factor in factors):
                 yield f"rope.{name}: factors must be above 0 and finite"
         if self.kind == "longrope" and self.original_seq < 2:
             yield f"rope.original_seq = {self.original_seq}: longrope needs at least 2"

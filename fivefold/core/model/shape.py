@@ -97,8 +97,8 @@ class Moe:
         elif self.groups_kept > self.groups:
             yield f"moe.groups_kept = {self.groups_kept} exceeds moe.groups: keep {self.groups}"
         elif self.experts >= self.top_k > group * self.groups_kept:
-            kept = f"{self.groups_kept} groups of {group}"
-            yield f"moe.top_k = {self.top_k} exceeds the {kept} kept: lower it or keep more"
+            limit = f"{self.groups_kept} groups of {group}"
+            yield f"moe.top_k = {self.top_k} exceeds the {limit} kept: lower it or keep more"
         if not any(self.in_layer(i) for i in range(layers)):
             yield (
                 f"no layer has experts: moe.first_dense = {self.first_dense} and moe.every = "
@@ -384,8 +384,8 @@ def _out_of_range(
     lowest = {**dict.fromkeys(positive, "above 0"), **dict.fromkeys(counts or {}, "at least 0")}
     for name, size in {**positive, **(counts or {})}.items():
         most = MOST_LAYERS if name in ("layers", "mtp") else MOST
-        whole = isinstance(size, int)
-        in_reach = size <= most if whole else math.isfinite(size)
+        is_int = isinstance(size, int)
+        in_reach = size <= most if is_int else math.isfinite(size)
         if not in_reach or size < 0 or (size == 0 and name in positive):
-            end = f" and at most {most:,}" if whole else " and finite"
+            end = f" and at most {most:,}" if is_int else " and finite"
             yield f"{prefix}{name} = {size}: must be {lowest[name]}{end}"

@@ -61,7 +61,7 @@ def byte_tokenizer(vocab: int) -> dict[str, bytes]:
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
     config |= {"eos_token": _END} if ends else {}
     texts = {TOKENIZER: table, "tokenizer_config.json": config}
-    return {name: json.dumps(each, indent=1).encode() for name, each in texts.items()}
+    return {name: json.dumps(table_value, indent=1).encode() for name, table_value in texts.items()}
 
 
 def fingerprint(data: bytes) -> str:
@@ -73,8 +73,10 @@ def fingerprint(data: bytes) -> str:
     except (ValueError, RecursionError):
         return hashlib.sha256(data).hexdigest()
     if isinstance(table, dict):
-        kept = cast("dict[str, Any]", table)
-        table = {key: one for key, one in kept.items() if key not in ("truncation", "padding")}
+        settings = cast("dict[str, Any]", table)
+        table = {
+            key: value for key, value in settings.items() if key not in ("truncation", "padding")
+        }
         model = table.get("model")
         if isinstance(model, dict):
             table["model"] = _with_pairs(cast("dict[str, Any]", model))
@@ -88,7 +90,7 @@ def _with_pairs(model: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(merges, list):
         return model
     listed = cast("list[Any]", merges)
-    pairs = [each.split(" ", 1) if isinstance(each, str) else each for each in listed]
+    pairs = [merge.split(" ", 1) if isinstance(merge, str) else merge for merge in listed]
     return {**model, "merges": pairs}
 
 
@@ -110,6 +112,9 @@ def model_folder(model: str) -> Path | None:
 
 def files_in(folders: Iterable[Path | None], names: Iterable[str]) -> dict[str, bytes]:
     """The files with these names, each from the first folder that has it."""
-    there = [folder for folder in folders if folder is not None]
-    found = {name: [each / name for each in there if (each / name).is_file()] for name in names}
-    return {name: paths[0].read_bytes() for name, paths in found.items() if paths}
+    present = [folder for folder in folders if folder is not None]
+    paths_by_name = {
+        name: [folder_path / name for folder_path in present if (folder_path / name).is_file()]
+        for name in names
+    }
+    return {name: paths[0].read_bytes() for name, paths in paths_by_name.items() if paths}

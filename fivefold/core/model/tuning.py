@@ -58,8 +58,8 @@ def parts_of(text: str) -> tuple[str, ...]:
     >>> parts_of("q_proj + mlp.down")
     ('q', 'mlp.down')
     """
-    given = [part.strip() for part in text.split("+") if part.strip()]
-    return tuple(PEFT_NAMES.get(part, part) for part in given)
+    parts = [part.strip() for part in text.split("+") if part.strip()]
+    return tuple(PEFT_NAMES.get(part, part) for part in parts)
 
 
 def matches(part: str, name: str) -> bool:
@@ -71,10 +71,10 @@ def matches(part: str, name: str) -> bool:
     >>> matches("down", "blocks.0.attention.q_down.weight")
     False
     """
-    wanted, words = part.split("."), name.split(".")
-    starts = range(len(words) - len(wanted) + 1)
+    pattern, names = part.split("."), name.split(".")
+    starts = range(len(names) - len(pattern) + 1)
     return any(
-        all(fnmatchcase(word, like) for word, like in zip(words[start:], wanted, strict=False))
+        all(fnmatchcase(word, like) for word, like in zip(names[start:], pattern, strict=False))
         for start in starts
     )
 

@@ -69,18 +69,22 @@ def parse_budget(text: str, mfu: float = USUAL_MFU, precision: str = "bf16") -> 
     """
     if not 0 < mfu <= 1:
         raise FivefoldError(f"--mfu {mfu}: give a share of the peak above 0, at most 1")
-    words = text.lower().replace(",", " ").split()
-    if plain := re.fullmatch(r"([0-9.]+(?:e\+?[0-9]{1,3})?)(?: ?flops?)?", " ".join(words)):
+    tokens = text.lower().replace(",", " ").split()
+    if plain := re.fullmatch(r"([0-9.]+(?:e\+?[0-9]{1,3})?)(?: ?flops?)?", " ".join(tokens)):
         return Budget(_number(plain[1], text), f"{_number(plain[1], text):.3g} FLOPs")
-    if len(words) != 4 or (unit := words[3].rstrip("s")) not in _SECONDS:
+    if len(tokens) != 4 or (unit := tokens[3].rstrip("s")) not in _SECONDS:
         raise FivefoldError(f"--budget {text!r}: {_HOW}")
-    gpus, machine, span = _number(words[0], text), machines.load(words[1]), _number(words[2], text)
+    gpus, machine, span = (
+        _number(tokens[0], text),
+        machines.load(tokens[1]),
+        _number(tokens[2], text),
+    )
     known = machine.peaks.known()
     used = precision if precision in known else next(iter(known))
     flops = gpus * span * _SECONDS[unit] * machine.peak(used) * mfu
     return Budget(
         flops,
-        f"{gpus:,g} × {machine.peak(used) / 1e12:,g} TFLOP/s ({words[1]}, {used}) × "
+        f"{gpus:,g} × {machine.peak(used) / 1e12:,g} TFLOP/s ({tokens[1]}, {used}) × "
         f"{span:g} {unit}s × MFU {mfu:.0%} = {flops:.3g} FLOPs",
     )
 
@@ -119,9 +123,9 @@ def equal_flops(best: ComputeOptimal, model: str | None = None) -> list[SpentOn]
         rows.append(_of_model(best, model))
     presets = [_of_model(best, name) for name in models.presets() if name != model]
     for kind in ("dense", "MoE"):
-        same = [one for one in presets if one.kind == kind]
-        same.sort(key=lambda one: abs(math.log(one.active / best.parameters)))
-        rows += sorted(same[:_MOST_MODELS], key=lambda one: one.active)
+        same = [preset for preset in presets if preset.kind == kind]
+        same.sort(key=lambda preset: abs(math.log(preset.active / best.parameters)))
+        rows += sorted(same[:_MOST_MODELS], key=lambda preset: preset.active)
     return rows
 
 

@@ -22,20 +22,20 @@ def parse_mixture(spec: str) -> dict[str, Fraction]:
     {'web': Fraction(3, 1), 'a:b': Fraction(1, 2)}
     """
     try:
-        words = shlex.split(spec)
+        args = shlex.split(spec)
     except ValueError as error:
         raise BadFile(f"data = {spec!r}", [f"{error}; close the quotes"]) from error
-    if not words:
+    if not args:
         example = "name stdlib, rhymes, synthetic, or a folder that `fivefold tokens` wrote"
         raise BadFile(f"data = {spec!r}", [f"it names no corpus; {example}"])
     weights: dict[str, Fraction] = {}
     problems: list[str] = []
-    for word in words:
-        found = _WEIGHT.fullmatch(word)
-        name, weight = (found[1], Fraction(found[2])) if found else (word, Fraction(1))
+    for word in args:
+        match = _WEIGHT.fullmatch(word)
+        name, weight = (match[1], Fraction(match[2])) if match else (word, Fraction(1))
         if name in weights:
             problems.append(f"{name} appears twice; give it once, with one weight")
-        if len(words) > 1 and found is None:
+        if len(args) > 1 and match is None:
             problems.append(f"{name} has no weight; write {name}:0.5, for example")
         if weight == 0:
             problems.append(f"{word} has no weight above 0; give one, or leave it out")
@@ -52,18 +52,18 @@ def parse_sets(spec: str) -> dict[str, str]:
     {'web': 'data/web', 'code': 'tokens/python'}
     """
     try:
-        words = shlex.split(spec)
+        args = shlex.split(spec)
     except ValueError as error:
         raise BadFile(f"eval_data = {spec!r}", [f"{error}; close the quotes"]) from error
-    found: dict[str, str] = {}
-    for word in words:
+    folders: dict[str, str] = {}
+    for word in args:
         named = _NAMED.fullmatch(word)
         name, folder = (named[1], named[2]) if named else (Path(word).name, word)
-        if name in found:
-            rule = f"{found[name]} and {folder} are both called {name}; write NAME=FOLDER"
+        if name in folders:
+            rule = f"{folders[name]} and {folder} are both called {name}; write NAME=FOLDER"
             raise BadFile(f"eval_data = {spec!r}", [rule])
-        found[name] = folder
-    return found
+        folders[name] = folder
+    return folders
 
 
 def moved_corpora(spec: str, move: Callable[[str], str]) -> str:
@@ -75,18 +75,18 @@ def moved_corpora(spec: str, move: Callable[[str], str]) -> str:
     "code=../a '../b c'"
     """
     try:
-        words = shlex.split(spec)
+        args = shlex.split(spec)
     except ValueError:
         return spec
-    return " ".join(shlex.quote(_moved(word, move)) for word in words)
+    return " ".join(shlex.quote(_moved(word, move)) for word in args)
 
 
 def _moved(word: str, move: Callable[[str], str]) -> str:
-    name, equals, rest = "", "", word
+    name, equals, tail = "", "", word
     if named := _NAMED.fullmatch(word):
-        name, equals, rest = named[1], "=", named[2]
-    found = _WEIGHT.fullmatch(rest)
-    folder, weight = (found[1], f":{found[2]}") if found else (rest, "")
+        name, equals, tail = named[1], "=", named[2]
+    match = _WEIGHT.fullmatch(tail)
+    folder, weight = (match[1], f":{match[2]}") if match else (tail, "")
     if folder in (STANDARD_LIBRARY, SYNTHETIC, RHYMES):
         return word
     return f"{name}{equals}{move(folder)}{weight}"

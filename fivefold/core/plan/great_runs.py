@@ -103,14 +103,14 @@ class GreatRun:
         starts = [i for i, line in enumerate(comments) if line.startswith(f"{key}: ")]
         if not starts:
             return ""
-        rest = comments[starts[0] + 1 :]
-        more = takewhile(lambda line: not re.match(r"[a-z]+: ", line), rest)
-        return " ".join([comments[starts[0]].removeprefix(f"{key}: "), *more])
+        tail = comments[starts[0] + 1 :]
+        extra = takewhile(lambda line: not re.match(r"[a-z]+: ", line), tail)
+        return " ".join([comments[starts[0]].removeprefix(f"{key}: "), *extra])
 
     def options(self, change: Change | None = None) -> PlanOptions:
         """The plan of the run, with a change if there is one."""
-        found = parse_settings(change or {})
-        changes = {"set": found.model or None, "train": found.train or None, **found.plan}
+        settings = parse_settings(change or {})
+        changes = {"set": settings.model or None, "train": settings.train or None, **settings.plan}
         return options_from(str(self.plan_file), changes)
 
 
@@ -140,9 +140,9 @@ def counted_flops(shape: Shape, seq: int, count: FlopsCount) -> float:
     forward = forward_flops(shape, seq)
     if count == "model":
         return 3 * forward.total
-    whole = replace(forward, scores=2 * forward.scores)
-    again = whole.total - whole.head if count == "hardware" else 0.0
-    return 3 * whole.total + again
+    total = replace(forward, scores=2 * forward.scores)
+    again = total.total - total.head if count == "hardware" else 0.0
+    return 3 * total.total + again
 
 
 class PublishedStep(NamedTuple):
@@ -162,12 +162,12 @@ def published_step(
         return PublishedStep(tokens / (rate * gpus), f"{rate:,g} tokens/s/GPU")
     if (speed := figures.tflops_per_gpu) is not None:
         flops = counted_flops(shape, seq, figures.flops) * tokens
-        words = f"{speed:g} TFLOP/s/GPU ({FLOPS_WORDS[figures.flops]})"
-        return PublishedStep(flops / (speed * 1e12 * gpus), words)
+        text = f"{speed:g} TFLOP/s/GPU ({FLOPS_WORDS[figures.flops]})"
+        return PublishedStep(flops / (speed * 1e12 * gpus), text)
     if figures.gpu_hours is not None and figures.tokens is not None:
         seconds = figures.gpu_hours * 3600 * tokens / (figures.tokens * gpus)
-        words = f"{figures.gpu_hours:,.0f} GPU-hours for {figures.tokens:.3g} tokens"
-        return PublishedStep(seconds, f"{words}, interruptions included")
+        text = f"{figures.gpu_hours:,.0f} GPU-hours for {figures.tokens:.3g} tokens"
+        return PublishedStep(seconds, f"{text}, interruptions included")
     return None
 
 

@@ -54,21 +54,21 @@ def kv_heads_at(shape: Shape, tp: int, coord: int) -> range:
 
 def kv_routes(source: Plan, target: Plan, home: int = 0, target_home: int = 0) -> list[KvRoute]:
     """All routes from the replica `home` of one layout to that of another, by target."""
-    found: list[KvRoute] = []
-    mine, theirs = source.layout, target.layout
+    routes: list[KvRoute] = []
+    source_layout, theirs = source.layout, target.layout
     for pp, cp, tp in product(range(theirs.pp), range(theirs.cp), range(theirs.tp)):
         rank = theirs.rank(dp=target_home, cp=cp, tp=tp, pp=pp)
-        wanted = kv_share(target, rank)
-        for stage, (heads, coords) in product(range(mine.pp), _by_heads(source).items()):
-            layers = _common(source.stages[stage], wanted.layers)
-            common = _common(heads, wanted.heads)
+        share = kv_share(target, rank)
+        for stage, (heads, coords) in product(range(source_layout.pp), _by_heads(source).items()):
+            layers = _common(source.stages[stage], share.layers)
+            common = _common(heads, share.heads)
             if not layers or not common:
                 continue
             turn = coords[tp % len(coords)]
-            for part in range(mine.cp):
-                sender = mine.rank(dp=home, cp=part, tp=turn, pp=stage)
-                found.append(KvRoute(sender, rank, layers, common))
-    return found
+            for part in range(source_layout.cp):
+                sender = source_layout.rank(dp=home, cp=part, tp=turn, pp=stage)
+                routes.append(KvRoute(sender, rank, layers, common))
+    return routes
 
 
 def moved_bytes(target: Plan, tokens: int, itemsize: int) -> int:
@@ -89,10 +89,10 @@ def problems(shape: Shape) -> Iterator[str]:
 
 def _by_heads(plan: Plan) -> dict[range, list[int]]:
     """The coordinates of tp that have the same heads."""
-    found: dict[range, list[int]] = {}
+    coords_by_heads: dict[range, list[int]] = {}
     for coord in range(plan.layout.tp):
-        found.setdefault(kv_heads_at(plan.shape, plan.layout.tp, coord), []).append(coord)
-    return found
+        coords_by_heads.setdefault(kv_heads_at(plan.shape, plan.layout.tp, coord), []).append(coord)
+    return coords_by_heads
 
 
 def _common(a: range, b: range) -> range:

@@ -233,7 +233,7 @@ def resolve(options: PlanOptions, *, small: bool = False) -> Plan:
         shape,
         fp8=options.precision == "fp8",
         packed=options.packed,
-        keeps_attention=any(each.keeps_attention for each in recompute.rules),
+        keeps_attention=any(rule.keeps_attention for rule in recompute.rules),
     )
     shape = tuned(shape, options.train.tuning, fp8_of(options) is not None)
     refuse_biases(shape, fp8_of(options))
@@ -247,10 +247,10 @@ def resolve(options: PlanOptions, *, small: bool = False) -> Plan:
     legality.check(layout, shape, **job)
     batch = _batch(options, family, layout, seq)
     text = options.stage_layers
-    given = None if text is None else splits.parse_stage_layers(text)
+    counts = None if text is None else splits.parse_stage_layers(text)
     if family.name == AUTO and layout.pp > 1:
         layout = _searched(options, layout, batch)
-        splits.cut_stages(shape, layout.pp * layout.chunks, given)  # its stages are known only now
+        splits.cut_stages(shape, layout.pp * layout.chunks, counts)  # its stages are known only now
     gather = _gather(options, layout)
     nodes = num_ep_nodes(layout, job)
     return Plan(
@@ -262,7 +262,7 @@ def resolve(options: PlanOptions, *, small: bool = False) -> Plan:
         recompute=recompute.within(layout.pp * layout.chunks),
         precision=options.precision,
         options=_filled_in(options, layout, batch, gather, nodes),
-        stage_layers=given,
+        stage_layers=counts,
         gather=gather,
         units=UnitPolicy.of(options.grad_dtype, options.unit_size, options.prefetch),
         balance=balance.rules_of(
@@ -347,10 +347,10 @@ def _searched(options: PlanOptions, layout: Layout, batch: Batch) -> Layout:
     Fewer may idle less. The search is then repeated with that number as the limit, as it will be
     wherever the resolved plan is read.
     """
-    found = _schedule(options.schedule, layout, batch.microbatches).num_chunks
-    if found == layout.chunks:
+    num_chunks = _schedule(options.schedule, layout, batch.microbatches).num_chunks
+    if num_chunks == layout.chunks:
         return layout
-    return _searched(options, replace(layout, chunks=found), batch)
+    return _searched(options, replace(layout, chunks=num_chunks), batch)
 
 
 def _gather(options: PlanOptions, layout: Layout) -> Gather:
@@ -382,14 +382,14 @@ def _filled_in(
 
 def options_from(target: str | PlanOptions, changes: Mapping[str, Any]) -> PlanOptions:
     """Options of a plan, from a plan file or a model name, with those that are given on top."""
-    given = {key: value for key, value in changes.items() if value is not None}
+    values = {key: value for key, value in changes.items() if value is not None}
     if isinstance(target, str) and not target.endswith(".toml"):
-        given["train"] = Recipe(**given.get("train", {}))
-        return PlanOptions(model=target, **given)
+        values["train"] = Recipe(**values.get("train", {}))
+        return PlanOptions(model=target, **values)
     options = _read_target(target) if isinstance(target, str) else target
-    given["set"] = {**options.set, **given.get("set", {})}
-    given["train"] = replace(options.train, **given.get("train", {}))
-    return replace(options, **_outdated(options, given), **given)
+    values["set"] = {**options.set, **values.get("set", {})}
+    values["train"] = replace(options.train, **values.get("train", {}))
+    return replace(options, **_outdated(options, values), **values)
 
 
 def says_layout(target: str) -> bool:
@@ -403,10 +403,10 @@ def _read_target(target: str) -> PlanOptions:
     return read(Path(target))
 
 
-def _outdated(options: PlanOptions, given: Mapping[str, Any]) -> dict[str, None]:
+def _outdated(options: PlanOptions, values: Mapping[str, Any]) -> dict[str, None]:
     """What the file derived from its layout or schedule is derived again if these change."""
     changed = {
-        key for key in _DERIVED if given.get(key, getattr(options, key)) != getattr(options, key)
+        key for key in _DERIVED if values.get(key, getattr(options, key)) != getattr(options, key)
     }
     derived = {name for key in changed for name in _DERIVED[key]}
-    return dict.fromkeys(derived - given.keys())
+    return dict.fromkeys(derived - values.keys())

@@ -131,94 +131,94 @@ class Recipe:
         low = {"steps": 1, "keep": 1, "seed": 0, "eval_every": 0, "skip_limit": 0}
         low |= {"sample_every": 0, "lora": 0, "copy_every": 0, "copy_domain": 0}
         low |= {"compare_every": 0, "replay": 0}
-        found = [
+        problems = [
             f"{key} = {getattr(self, key)}: at least {least}"
             for key, least in low.items()
             if getattr(self, key) < least
         ]
         if not self.spike_bound >= 1:
-            found.append(f"spike_bound = {self.spike_bound}: at least 1, the usual bound itself")
+            problems.append(f"spike_bound = {self.spike_bound}: at least 1, the usual bound itself")
         if self.warmup is not None and self.warmup < 0:
-            found.append(f"warmup = {self.warmup}: at least 0")
-        found += self._impossible_saves()
+            problems.append(f"warmup = {self.warmup}: at least 0")
+        problems += self._impossible_saves()
         for key in ("lr", "clip"):
             if not 0 < getattr(self, key) < math.inf:
-                found.append(f"{key} = {getattr(self, key)}: above 0")
+                problems.append(f"{key} = {getattr(self, key)}: above 0")
         if not 0 <= self.weight_decay < math.inf:
-            found.append(f"weight_decay = {self.weight_decay}: 0 or more")
+            problems.append(f"weight_decay = {self.weight_decay}: 0 or more")
         for key in ("offload", "offload_grads"):
             if (where := getattr(self, key)) not in ("none", "cpu") and not _folder(where):
-                found.append(f"{key} = {where}: none, cpu, or {DISK}FOLDER")
+                problems.append(f"{key} = {where}: none, cpu, or {DISK}FOLDER")
         if self.optimizer_kind.full_matrices and (self.offload != "none" or self.states != "fp32"):
-            found.append(
+            problems.append(
                 f"offload = {self.offload} and states = {self.states}: {self.optimizer} keeps its "
                 "states on the device in float32; use offload = none and states = fp32, or adamw"
             )
         if self.offload_grads != "none" and self.optimizer_kind.full_matrices:
-            found.append(
+            problems.append(
                 f"offload_grads = {self.offload_grads}: {self.optimizer} updates full matrices "
                 "from gradients on the device; use adamw or sgd, or leave it out"
             )
         if self.copy_every and self.disk is not None:
-            found.append(
+            problems.append(
                 f"copy_every = {self.copy_every} with offload = {self.offload}: states are on a "
                 "disk because memory is scarce; leave one of them out"
             )
         if self.copy_domain and not self.copy_every:
-            found.append(f"copy_domain = {self.copy_domain}: nothing is copied; give copy_every")
+            problems.append(f"copy_domain = {self.copy_domain}: nothing is copied; give copy_every")
         if self.eval_data and not self.eval_every:
-            found.append(f"eval_data = {self.eval_data}: nothing is evaluated; give eval_every")
-        found += [*self._impossible_tuning(), *self._impossible_pairs()]
-        if found:
-            raise FivefoldError("cannot train with " + "; ".join(found))
+            problems.append(f"eval_data = {self.eval_data}: nothing is evaluated; give eval_every")
+        problems += [*self._impossible_tuning(), *self._impossible_pairs()]
+        if problems:
+            raise FivefoldError("cannot train with " + "; ".join(problems))
 
     def _impossible_saves(self) -> list[str]:
-        found: list[str] = []
+        problems: list[str] = []
         every = self.save_every
         if isinstance(every, int) and every < 1:
-            found.append(f"save_every = {every}: at least 1, or auto")
+            problems.append(f"save_every = {every}: at least 1, or auto")
         if self.mtbf_hours is not None and not 0 < self.mtbf_hours < math.inf:
-            found.append(f"mtbf_hours = {self.mtbf_hours}: hours between failures, above 0")
+            problems.append(f"mtbf_hours = {self.mtbf_hours}: hours between failures, above 0")
         elif self.mtbf_hours is not None and every != "auto":
-            found.append(f"mtbf_hours = {self.mtbf_hours}: only save_every = auto reads it")
+            problems.append(f"mtbf_hours = {self.mtbf_hours}: only save_every = auto reads it")
         steps = 0 if every == "auto" else every or 0
         if self.keep_best and (every == "auto" or not self.eval_every or steps % self.eval_every):
-            found.append(
+            problems.append(
                 f"keep_best = {self.keep_best} with save_every = {every} and eval_every ="
                 f" {self.eval_every}: every checkpoint needs an evaluation; let save_every be a "
                 "multiple of eval_every"
             )
-        return found
+        return problems
 
     def _impossible_pairs(self) -> list[str]:
-        found: list[str] = []
+        problems: list[str] = []
         if not 0 <= self.dpo_beta < math.inf:
-            found.append(f"dpo_beta = {self.dpo_beta}: 0, which means no DPO, or more")
+            problems.append(f"dpo_beta = {self.dpo_beta}: 0, which means no DPO, or more")
         if self.dpo_beta and self.loss != "assistant":
             rule = f"loss = {self.loss} with dpo_beta: DPO compares what the assistant says"
-            found.append(f"{rule}; use loss = assistant")
-        return found
+            problems.append(f"{rule}; use loss = assistant")
+        return problems
 
     def _impossible_tuning(self) -> list[str]:
-        found: list[str] = []
+        problems: list[str] = []
         if self.lora_alpha is not None and not 0 < self.lora_alpha < math.inf:
-            found.append(f"lora_alpha = {self.lora_alpha}: above 0")
+            problems.append(f"lora_alpha = {self.lora_alpha}: above 0")
         if not self.lora and (self.lora_alpha is not None or self.lora_targets != ALL):
-            found.append("lora_alpha or lora_targets without adapters: say lora = RANK too")
+            problems.append("lora_alpha or lora_targets without adapters: say lora = RANK too")
         if self.tuning is not None and self.optimizer_kind.full_matrices:
-            found.append(
+            problems.append(
                 f"optimizer = {self.optimizer} with lora or train_only: {self.optimizer} gathers "
                 "all matrices, and here only a part of them learns; use adamw or sgd"
             )
-        return found
+        return problems
 
     def still_yours(self) -> dict[str, tuple[str, str]]:
         """Keys of a real run that have the defaults of a first try: the default of each in words,
         and a line of `[train]` that would replace it."""
         usual = type(self)()
         return {
-            key: words
-            for key, words in _STILL_YOURS.items()
+            key: text
+            for key, text in _STILL_YOURS.items()
             if getattr(self, key) == getattr(usual, key)
         }
 

@@ -29,12 +29,12 @@ class ParsedSettings(NamedTuple):
 
 def plan_keys() -> list[str]:
     """The keys of a plan file outside its tables."""
-    return [each.name for each in dataclasses.fields(PlanOptions) if each.name not in _TABLES]
+    return [field.name for field in dataclasses.fields(PlanOptions) if field.name not in _TABLES]
 
 
 def train_keys() -> list[str]:
     """The keys of `[train]`."""
-    return [each.name for each in dataclasses.fields(Recipe)]
+    return [field.name for field in dataclasses.fields(Recipe)]
 
 
 def require_key(key: str) -> None:
@@ -46,19 +46,19 @@ def require_key(key: str) -> None:
 
 def parse_settings(pairs: Mapping[str, str]) -> ParsedSettings:
     """Every setting converted to the type of its key; all problems at once."""
-    found, problems = ParsedSettings({}, {}, {}), list[str]()
+    settings, problems = ParsedSettings({}, {}, {}), list[str]()
     plan, train = tables.types_of(PlanOptions), tables.types_of(Recipe)
     of_model = models.keys()
     for key, text in pairs.items():
         require_key(key)
         if key in of_model:
-            found.model[key] = text
+            settings.model[key] = text
             continue
-        into, hint = (found.train, train[key]) if key in train else (found.plan, plan[key])
+        into, hint = (settings.train, train[key]) if key in train else (settings.plan, plan[key])
         try:
             into[key] = parse_zero(text) if key == "zero" else tables.from_text(hint, text, key)
         except ValueError as error:
             problems.append(f"{key} = {text!r}: {error}")
     if problems:
         raise BadFile("--set", problems)
-    return found
+    return settings

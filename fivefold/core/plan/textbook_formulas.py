@@ -69,15 +69,15 @@ def size_of(text: str) -> float | None:
     >>> size_of("70b"), size_of("llama-3.1-70b")
     (70000000000.0, None)
     """
-    found = re.fullmatch(_SIZE, text.strip().lower())
-    return None if found is None else float(found[1]) * _UNITS[found[2]]
+    match = re.fullmatch(_SIZE, text.strip().lower())
+    return None if match is None else float(match[1]) * _UNITS[match[2]]
 
 
 def nominal_parameters(shape: Shape) -> float:
     """Ψ as people say it: the size in the model's name, if it has about as many parameters."""
     exact = parameters(shape).total
-    said = (float(n) * _UNITS[unit] for n, unit in re.findall(_SIZE, shape.name.lower()))
-    return next((each for each in said if abs(each / exact - 1) < _NEAR), float(exact))
+    sizes = (float(n) * _UNITS[unit] for n, unit in re.findall(_SIZE, shape.name.lower()))
+    return next((size for size in sizes if abs(size / exact - 1) < _NEAR), float(exact))
 
 
 def textbook_job(options: PlanOptions, is_open: bool) -> TextbookJob:
@@ -119,10 +119,10 @@ def textbook(job: TextbookJob) -> list[Formula]:
     """Every formula that the job has numbers for."""
     if min(job.seq, job.microbatch_size, job.dp, job.tp, job.pp, job.microbatches) < 1:
         raise FivefoldError("--textbook: seq, batch and degrees are whole numbers from 1")
-    found = [*_states(job), *_zero(job), *_volumes(job), *_work(job)]
+    rows = [*_states(job), *_zero(job), *_volumes(job), *_work(job)]
     if job.shape is not None:
-        found += [*_activations(job, job.shape), *_model_traffic(job, job.shape)]
-    return [*found, _bubble(job)]
+        rows += [*_activations(job, job.shape), *_model_traffic(job, job.shape)]
+    return [*rows, _bubble(job)]
 
 
 def gpus_for_states(job: TextbookJob) -> int:
@@ -152,12 +152,12 @@ def _states(job: TextbookJob) -> Iterator[Formula]:
 
 def _zero(job: TextbookJob) -> Iterator[Formula]:
     psi, n = job.parameters / 1e9, job.dp
-    for stage, whole in enumerate((16, 4, 2, 0)):
-        sharded = STATES - whole
-        terms = [(f"{whole}Ψ", f"{whole} × {psi:,g}")] if whole else []
+    for stage, unsharded in enumerate((16, 4, 2, 0)):
+        sharded = STATES - unsharded
+        terms = [(f"{unsharded}Ψ", f"{unsharded} × {psi:,g}")] if unsharded else []
         terms += [(f"{sharded}Ψ/N", f"{sharded} × {psi:,g} / {n}")] if sharded else []
-        formula, numbers = (" + ".join(each) for each in zip(*terms, strict=True))
-        value = whole * psi + sharded * psi / n
+        formula, numbers = (" + ".join(column) for column in zip(*terms, strict=True))
+        value = unsharded * psi + sharded * psi / n
         name = f"ZeRO-{stage}" if stage else "DDP"
         yield Formula("states a GPU", name, formula, numbers, value, "GB")
 
@@ -201,26 +201,26 @@ def _activations(job: TextbookJob, shape: Shape) -> Iterator[Formula]:
     sbh, share = f"{s} × {b} × {h}", 5 * a * s / h
     square = 5.0 * a * s * s * b
     linear = 34.0 * s * b * h
-    whole = linear + square
+    total = linear + square
     rows = (
         ("scores, one matrix", "2as²b", f"2 × {a} × {s}² × {b}", 2.0 * a * s * s * b),
         ("the s×s scores", "5as²b", f"5 × {a} × {s}² × {b}", square),
         ("all but the scores", "34sbh", f"34 × {sbh}", linear),
-        ("a layer", "sbh(34 + 5as/h)", f"{sbh} × (34 + {share:.1f})", whole),
+        ("a layer", "sbh(34 + 5as/h)", f"{sbh} × (34 + {share:.1f})", total),
         (
             "with tp",
             "sbh(10 + 24/t + 5as/(ht))",
             f"{sbh} × (10 + 24/{t} + {share:.1f}/{t})",
             s * b * h * (10 + 24 / t) + square / t,
         ),
-        ("tp and sp", "sbh(34 + 5as/h)/t", f"{sbh} × (34 + {share:.1f}) / {t}", whole / t),
+        ("tp and sp", "sbh(34 + 5as/h)/t", f"{sbh} × (34 + {share:.1f}) / {t}", total / t),
         ("tp, sp, selective recomputation", "34sbh/t", f"34 × {sbh} / {t}", linear / t),
         ("full recomputation", "2sbh", f"2 × {sbh}", 2.0 * s * b * h),
     )
     for name, formula, numbers, size in rows:
         yield Formula("activations a layer", name, formula, numbers, size / 1e9, "GB")
     layers = shape.layers
-    every = (("nothing recomputed", whole, f"L·sbh(34 + 5as/h), {layers} layers"),)
+    every = (("nothing recomputed", total, f"L·sbh(34 + 5as/h), {layers} layers"),)
     every += (("selective recomputation", linear, f"L·34sbh, {layers} layers"),)
     every += (("full recomputation", 2.0 * s * b * h, f"L·2sbh, {layers} layers"),)
     for name, size, formula in every:

@@ -78,11 +78,11 @@ def _named(num_ranks: int, num_microbatches: int, max_chunks: int, limit: float)
     """For each kind of placement the named order that uses most of the available memory."""
     legal = list(catalog.synchronous(num_ranks, num_microbatches, max_chunks))
     for names in _BY_MEMORY:
-        found = [
+        pairs = [
             (family, chunks) for name in names for family, chunks in legal if family.name == name
         ]
-        fitting = [each for each in found if _peak(*each, num_ranks, num_microbatches) <= limit]
-        for family, chunks in fitting[:1] if len(names) > 1 else found:
+        fitting = [pair for pair in pairs if _peak(*pair, num_ranks, num_microbatches) <= limit]
+        for family, chunks in fitting[:1] if len(names) > 1 else pairs:
             frame = partial(_frame_of, family, num_ranks, chunks)
             placement = PLACEMENTS[family.placement](num_ranks, chunks)
             origin = f"the order of {family.name}, refilled"
@@ -120,7 +120,7 @@ def _eager(placement: Placement, goal: Goal, limit: float) -> Iterator[Seed]:
     priorities: tuple[Priority, ...] = ("gradients",)
     if placement == v_placement(placement.num_ranks):
         priorities = ("gradients", "inner")
-    for chunk_limit in sorted({min(int(limit * chunks), each) for each in (enough, 2 * enough)}):
+    for chunk_limit in sorted({min(int(limit * chunks), count) for count in (enough, 2 * enough)}):
         for priority in priorities:
 
             def frame(
@@ -200,7 +200,9 @@ class _Search:
     def run(self) -> FoundSchedule:
         self._play_named()
         full = [self._at_full_size(trial) for trial in self._sweep(self._screen())]
-        for candidate in sorted(each for each in full if each is not None):
+        for candidate in sorted(
+            candidate_pair for candidate_pair in full if candidate_pair is not None
+        ):
             self._refine(candidate)
         return self.found or self._certain()
 
@@ -246,8 +248,8 @@ class _Search:
         timeline = play(schedule, costs)
         overlaps = any(isinstance(step, Overlap) for steps in schedule.order for step in steps)
         work = work_by_rank(schedule.placement, costs, min(1.0, costs.overlap) if overlaps else 1.0)
-        rest = self.num_microbatches - self.trial_size
-        return getattr(timeline, self.goal.objective) + rest * max(work)
+        remainder = self.num_microbatches - self.trial_size
+        return getattr(timeline, self.goal.objective) + remainder * max(work)
 
     def _keep(self, schedule: Schedule, objective: float, origin: str) -> None:
         self.best = objective
@@ -285,12 +287,12 @@ class _Search:
         if lowered is None:
             return
         work = max(work_by_rank(seed.placement, self.goal.costs_of(seed.placement)))
-        rest = (self.num_microbatches - self.trial_size) * work
+        remainder = (self.num_microbatches - self.trial_size) * work
         for patience in patiences:
             if self.budget < self.reserve:
                 return
             if (filled := self._fill(lowered, seed, patience)) is not None:
-                estimate = getattr(filled, self.goal.objective) + rest
+                estimate = getattr(filled, self.goal.objective) + remainder
                 yield _Trial(estimate, self.budget, seed, patience)
 
     def _sweep(self, trials: list[_Trial]) -> list[_Trial]:
@@ -350,11 +352,11 @@ def work_by_rank(placement: Placement, costs: Costs, share: float = 1.0) -> list
     """How long each rank works on one microbatch: `share` of the sum of its actions."""
     work = [0.0] * placement.num_ranks
     for stage, home in enumerate(placement.homes):
-        whole = share * (costs.forward[stage] + costs.backward[stage] + costs.weight[stage])
+        cost = share * (costs.forward[stage] + costs.backward[stage] + costs.weight[stage])
         if placement.mirrored:
-            work[placement.num_ranks - 1 - home] += whole / 2
-            whole /= 2
-        work[home] += whole
+            work[placement.num_ranks - 1 - home] += cost / 2
+            cost /= 2
+        work[home] += cost
     return work
 
 
@@ -371,4 +373,6 @@ def lower_bound(
             arrival += costs.transfer[stage - 1]
         head[home] = min(head[home], arrival)
         arrival += costs.forward[stage]
-    return max(start + num_microbatches * each for start, each in zip(head, work, strict=True))
+    return max(
+        start + num_microbatches * seconds for start, seconds in zip(head, work, strict=True)
+    )

@@ -34,9 +34,9 @@ def names() -> list[str]:
 
 def family(name: str) -> Family:
     """Look up a schedule by name or alias."""
-    for each in FAMILIES:
-        if name.lower() in (each.name, *each.aliases):
-            return each
+    for member in FAMILIES:
+        if name.lower() in (member.name, *member.aliases):
+            return member
     raise UnknownName("schedule", name, names())
 
 
@@ -44,19 +44,21 @@ def make(
     name: str, num_ranks: int, num_microbatches: int, num_chunks: int | None = None
 ) -> Schedule:
     """Make a named schedule, or refuse with the rule and the nearest legal numbers."""
-    found = family(name)
-    chunks = found.default_chunks if num_chunks is None else num_chunks
-    found.require(num_ranks, num_microbatches, chunks)
-    return found.make(num_ranks, num_microbatches, chunks)
+    schedule_family = family(name)
+    chunks = schedule_family.default_chunks if num_chunks is None else num_chunks
+    schedule_family.require(num_ranks, num_microbatches, chunks)
+    return schedule_family.make(num_ranks, num_microbatches, chunks)
 
 
 def synchronous(
     num_ranks: int, num_microbatches: int, max_chunks: int
 ) -> Iterator[tuple[Family, int]]:
     """The families that compute what one device would, with every legal number of chunks."""
-    for each in FAMILIES:
-        if each.asynchronous:
+    for member in FAMILIES:
+        if member.asynchronous:
             continue
-        for chunks in range(each.min_chunks, 1 + min(max_chunks, each.max_chunks or max_chunks)):
-            if not each.problems(num_ranks, num_microbatches, chunks):
-                yield each, chunks
+        for chunks in range(
+            member.min_chunks, 1 + min(max_chunks, member.max_chunks or max_chunks)
+        ):
+            if not member.problems(num_ranks, num_microbatches, chunks):
+                yield member, chunks

@@ -193,11 +193,11 @@ def steady_bubble(timeline: Timeline, make: Callable[[int, int, int], Schedule])
     ranks, window, chunks = schedule.num_ranks, schedule.num_microbatches, schedule.num_chunks
     # Twice the ranks fill any pipeline; a very deep one would take too long to fill.
     filled = max(window, min(2 * ranks, _MOST_FILLED // ranks))
-    once, more = (
+    once, twice = (
         play(make(ranks, count, chunks), timeline.costs).makespan
         for count in (filled, filled + window)
     )
-    return max(0.0, 1 - timeline.ideal / (more - once))
+    return max(0.0, 1 - timeline.ideal / (twice - once))
 
 
 def play(schedule: Schedule, costs: Costs) -> Timeline:
@@ -226,12 +226,12 @@ class _Player:
         self.gradients = schedule.num_stages * schedule.num_microbatches
         self.done = [-1.0] * (2 * self.gradients)
         self.waiting: dict[int, list[int]] = {}
-        whole = tuple(map(sum, zip(costs.backward, costs.weight, strict=True)))
+        full_backward = tuple(map(sum, zip(costs.backward, costs.weight, strict=True)))
         self.costs = {
             FORWARD: costs.forward,
             INPUT_GRAD: costs.backward,
             WEIGHT_GRAD: costs.weight,
-            BACKWARD: whole,
+            BACKWARD: full_backward,
         }
         homes = schedule.placement.homes
         self.lags = [
@@ -242,38 +242,38 @@ class _Player:
     def advance(self, rank: int) -> list[int]:
         """Play one rank until it must wait; return the ranks that its results wake."""
         starts, ends, woken = self.starts[rank], self.ends[rank], list[int]()
-        now = ends[-1] if ends else 0.0
+        time_now = ends[-1] if ends else 0.0
         done, waiting, costs, lags = self.done, self.waiting, self.costs, self.lags
         num, last, offset = self.schedule.num_microbatches, len(lags), self.gradients
         steps = self.schedule.order[rank]
-        for place in range(len(ends), len(steps)):
-            actions = actions_of(steps[place])
+        for index in range(len(ends), len(steps)):
+            actions = actions_of(steps[index])
             cost = 0.0
             for stage, kind, microbatch in actions:
-                here = stage * num + microbatch
+                position = stage * num + microbatch
                 if kind == FORWARD:
-                    slot, lag = (here - num, lags[stage - 1]) if stage else (-1, 0.0)
+                    slot, lag = (position - num, lags[stage - 1]) if stage else (-1, 0.0)
                 elif kind == WEIGHT_GRAD:
-                    slot, lag = offset + here, 0.0
-                elif stage == last or done[here] < 0:
-                    slot, lag = here, 0.0
+                    slot, lag = offset + position, 0.0
+                elif stage == last or done[position] < 0:
+                    slot, lag = position, 0.0
                 else:
-                    slot, lag = offset + here + num, lags[stage]
+                    slot, lag = offset + position + num, lags[stage]
                 if slot >= 0:
                     arrival = done[slot]
                     if arrival < 0:
                         waiting.setdefault(slot, []).append(rank)
                         return woken
-                    if arrival + lag > now:
-                        now = arrival + lag
+                    if arrival + lag > time_now:
+                        time_now = arrival + lag
                 cost += costs[kind][stage]
-            starts.append(now)
-            now += cost if len(actions) == 1 else self.overlap * cost
-            ends.append(now)
+            starts.append(time_now)
+            time_now += cost if len(actions) == 1 else self.overlap * cost
+            ends.append(time_now)
             for stage, kind, microbatch in actions:
                 if kind != WEIGHT_GRAD:
                     slot = stage * num + microbatch + (0 if kind == FORWARD else offset)
-                    done[slot] = now
+                    done[slot] = time_now
                     if slot in waiting:
                         woken += waiting.pop(slot)
         return woken
@@ -296,11 +296,11 @@ class _Player:
         stage, microbatch = slot % self.gradients // num, slot % num
         if slot < self.gradients:
             return Action(stage, FORWARD, microbatch)
-        whole = Action(stage, BACKWARD, microbatch)
+        backward = Action(stage, BACKWARD, microbatch)
         written = {
-            each for steps in self.schedule.order for step in steps for each in actions_of(step)
+            action for steps in self.schedule.order for step in steps for action in actions_of(step)
         }
-        return whole if whole in written else whole._replace(kind=INPUT_GRAD)
+        return backward if backward in written else backward._replace(kind=INPUT_GRAD)
 
 
 def memory_levels(

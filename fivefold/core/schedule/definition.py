@@ -131,10 +131,10 @@ class Family:
         """Chunks if the user gives none: the minimum, or two for a search, which may use fewer."""
         return 2 if self.name == AUTO else self.min_chunks
 
-    def chunks_on(self, num_ranks: int, asked: int | None) -> int:
+    def chunks_on(self, num_ranks: int, chunks: int | None) -> int:
         """Chunks of a layout with this many pipeline ranks; one without a pipeline."""
-        if asked is not None:
-            return asked
+        if chunks is not None:
+            return chunks
         return self.default_chunks if num_ranks > 1 else 1
 
     def stages_on(self, num_ranks: int, num_chunks: int) -> int | None:
@@ -147,20 +147,20 @@ class Family:
 
     def problems(self, num_ranks: int, num_microbatches: int, num_chunks: int) -> list[str]:
         """Every rule that these numbers break."""
-        found = [
+        reasons = [
             f"{what} must be at least 1"
             for what, number in (("stages", num_ranks), ("microbatches", num_microbatches))
             if number < 1
         ]
         if num_chunks < self.min_chunks:
-            found.append(f"chunks must be at least {self.min_chunks}")
+            reasons.append(f"chunks must be at least {self.min_chunks}")
         if self.max_chunks is not None and num_chunks > self.max_chunks:
-            found.append(f"chunks must be {self.max_chunks}")
+            reasons.append(f"chunks must be {self.max_chunks}")
         if num_ranks >= 1:
-            found += [
+            reasons += [
                 rule.text for rule in self.rules if not rule.holds(num_ranks, num_microbatches)
             ]
-        return found + list(too_large(num_ranks, num_microbatches, num_chunks))
+        return reasons + list(too_large(num_ranks, num_microbatches, num_chunks))
 
     def nearest(
         self, num_ranks: int, num_microbatches: int, num_chunks: int
@@ -171,8 +171,8 @@ class Family:
         chunks = max(num_chunks, self.min_chunks)
         if self.max_chunks is not None:
             chunks = min(chunks, self.max_chunks)
-        here = max(1, num_ranks)
-        for depths in ((here,), (here - 1, here + 1)):
+        num_near = max(1, num_ranks)
+        for depths in ((num_near,), (num_near - 1, num_near + 1)):
             legal = [
                 (ranks, count)
                 for ranks in depths
@@ -181,7 +181,7 @@ class Family:
             ]
             if legal:
                 ranks, count = min(
-                    legal, key=lambda one: (abs(one[1] - num_microbatches), -one[1], -one[0])
+                    legal, key=lambda pair: (abs(pair[1] - num_microbatches), -pair[1], -pair[0])
                 )
                 return ranks, count, chunks
         return None

@@ -81,7 +81,9 @@ class Filled:
 
 def _merge(work: tuple[_Work, ...], turns: bytearray) -> tuple[Action, ...]:
     frame = iter([item.action for item in work])
-    weights = iter([Action(each.stage, WEIGHT_GRAD, each.microbatch) for each in _gradients(work)])
+    weights = iter(
+        [Action(gradient.stage, WEIGHT_GRAD, gradient.microbatch) for gradient in _gradients(work)]
+    )
     return tuple(next(frame) if turn else next(weights) for turn in turns)
 
 
@@ -96,16 +98,16 @@ def lower(frame: Frame, placement: Placement, num_microbatches: int, costs: Cost
 
     def first(stage: int, kind: str) -> tuple[int, int, float, float, bool]:
         """Slots of the result and of the input of microbatch 0, the transfer and the cost."""
-        here = stage * num_microbatches
+        base = stage * num_microbatches
         if kind == FORWARD:
             moves = stage and homes[stage - 1] != homes[stage]
             lag = costs.transfer[stage - 1] if moves else 0.0
-            return here, here - num_microbatches, lag, costs.forward[stage], True
-        source, lag = here, 0.0
+            return base, base - num_microbatches, lag, costs.forward[stage], True
+        source, lag = base, 0.0
         if stage < stages - 1:
-            source = half + here + num_microbatches
+            source = half + base + num_microbatches
             lag = costs.transfer[stage] if homes[stage + 1] != homes[stage] else 0.0
-        return half + here, source, lag, costs.backward[stage], False
+        return half + base, source, lag, costs.backward[stage], False
 
     known = {
         (stage, kind): first(stage, kind)
@@ -114,12 +116,12 @@ def lower(frame: Frame, placement: Placement, num_microbatches: int, costs: Cost
     }
 
     def rank_work(actions: tuple[Action, ...]) -> Iterator[_Work]:
-        last = max(place for place, action in enumerate(actions) if action.kind == FORWARD)
-        for place, action in enumerate(actions):
+        last = max(position for position, action in enumerate(actions) if action.kind == FORWARD)
+        for index, action in enumerate(actions):
             stage, kind, microbatch = action
             result, source, lag, cost, forward = known[stage, kind]
             source = source + microbatch if source >= 0 else -1
-            weight, late = costs.weight[stage], place > last
+            weight, late = costs.weight[stage], index > last
             yield _Work(result + microbatch, source, lag, cost, weight, forward, late, action)
 
     return Lowered(tuple(tuple(rank_work(actions)) for actions in frame), 2 * half)
@@ -130,52 +132,52 @@ def fill(lowered: Lowered, chunk_limit: int, patience: Patience) -> Filled | Non
     ranks = range(len(lowered.work))
     ends = [-1.0] * lowered.num_slots
     waiting: dict[int, int] = {}
-    place, live = [0 for _ in ranks], [0 for _ in ranks]
+    positions, live = [0 for _ in ranks], [0 for _ in ranks]
     first, free = [-1.0 for _ in ranks], [0.0 for _ in ranks]
     pending: list[deque[float]] = [deque() for _ in ranks]
     turns = tuple(bytearray() for _ in ranks)
     agenda = [(0.0, rank) for rank in ranks]
     while agenda:
-        now, rank = heapq.heappop(agenda)
-        if free[rank] > now:
-            now = free[rank]
+        time_now, rank = heapq.heappop(agenda)
+        if free[rank] > time_now:
+            time_now = free[rank]
         work = lowered.work[rank]
-        if place[rank] == len(work):
+        if positions[rank] == len(work):
             continue
-        result, source, lag, cost, weight, forward, draining, _ = work[place[rank]]
+        result, source, lag, cost, weight, forward, draining, _ = work[positions[rank]]
         arrival = 0.0 if source < 0 else ends[source]
         missing = arrival < 0
         blocked = forward and live[rank] >= chunk_limit
         if pending[rank]:
             due = pending[rank][0]
             share = (patience.draining if draining else patience.running)[rank]
-            if blocked or missing or arrival + lag - now >= share * due - 1e-9:
+            if blocked or missing or arrival + lag - time_now >= share * due - 1e-9:
                 pending[rank].popleft()
                 turns[rank].append(0)
                 live[rank] -= 1
-                free[rank] = now + due
+                free[rank] = time_now + due
                 heapq.heappush(agenda, (free[rank], rank))
                 continue
         if blocked:
             return None
         if missing:
             waiting[source] = rank
-        elif arrival + lag > now + 1e-9:
+        elif arrival + lag > time_now + 1e-9:
             heapq.heappush(agenda, (arrival + lag, rank))
         else:
-            place[rank] += 1
+            positions[rank] += 1
             turns[rank].append(1)
             if first[rank] < 0:
-                first[rank] = now
-            ends[result] = free[rank] = now + cost
+                first[rank] = time_now
+            ends[result] = free[rank] = time_now + cost
             if forward:
                 live[rank] += 1
             else:
                 pending[rank].append(weight)
             heapq.heappush(agenda, (free[rank], rank))
             if result in waiting:
-                heapq.heappush(agenda, (now, waiting.pop(result)))
-    if any(place[rank] < len(lowered.work[rank]) for rank in ranks):
+                heapq.heappush(agenda, (time_now, waiting.pop(result)))
+    if any(positions[rank] < len(lowered.work[rank]) for rank in ranks):
         return None
     for rank in ranks:
         turns[rank].extend(bytes(len(pending[rank])))
@@ -229,16 +231,16 @@ class _Ranks:
         done = all(len(ends) == self.num for ends in self.gradients)
         return tuple(map(tuple, self.order)) if done else None
 
-    def _decide(self, now: float, rank: int) -> None:
+    def _decide(self, time_now: float, rank: int) -> None:
         """Run the best ready step, else a weight gradient, else wait for the next arrival."""
         candidates = list(self._candidates(rank))
-        ready = [(key, stage, kind) for key, stage, kind, at in candidates if at <= now + 1e-9]
+        ready = [(key, stage, kind) for key, stage, kind, at in candidates if at <= time_now + 1e-9]
         if ready:
             _, stage, kind = min(ready)
-            end = now + (self.costs.forward if kind == FORWARD else self.costs.backward)[stage]
+            end = time_now + (self.costs.forward if kind == FORWARD else self.costs.backward)[stage]
             self._finish(rank, stage, kind, end)
         elif self.owed[rank]:
-            end = now + self.costs.weight[self.owed[rank].pop(0)]
+            end = time_now + self.costs.weight[self.owed[rank].pop(0)]
             self.live[rank] -= 1
         elif candidates:
             end = min(at for *_, at in candidates)

@@ -147,10 +147,10 @@ def v_min_deferred(rank: RankPosition) -> HeldMoments:
 def dualpipe_deferred(rank: RankPosition) -> HeldMoments:
     """One at first, and most when both phases end. Of two ranks none: each weight gradient comes
     right after its input gradient."""
-    some = (rank.p > 2) * (0.0 * rank.p + 1)
-    most = some * (rank.p + 1 - abs(rank.number + 1 - rank.depth)) / 2
-    first = HeldMicrobatches(some * (rank.p - 1), some)
-    return first, HeldMicrobatches(some * (rank.p / 2 - most), most)
+    scale = (rank.p > 2) * (0.0 * rank.p + 1)
+    most = scale * (rank.p + 1 - abs(rank.number + 1 - rank.depth)) / 2
+    first = HeldMicrobatches(scale * (rank.p - 1), scale)
+    return first, HeldMicrobatches(scale * (rank.p / 2 - most), most)
 
 
 def dualpipe_v_deferred(rank: RankPosition) -> HeldMoments:

@@ -78,30 +78,30 @@ def alternating(*lists: Sequence[Run]) -> Iterator[Loop]:
     coming = [iter(runs) for runs in lists]
     heads = [next(runs, None) for runs in coming]
     while None not in heads:
-        now = [head for head in heads if head is not None]
-        count = min([head.length for head in now])
-        yield Loop(count, tuple([Turn(stage, kind, first) for stage, kind, first, _ in now]))
+        turns = [head for head in heads if head is not None]
+        count = min([head.length for head in turns])
+        yield Loop(count, tuple([Turn(stage, kind, first) for stage, kind, first, _ in turns]))
         heads = [
             Run(stage, kind, first + count, length - count) if length > count else next(runs, None)
-            for (stage, kind, first, length), runs in zip(now, coming, strict=True)
+            for (stage, kind, first, length), runs in zip(turns, coming, strict=True)
         ]
 
 
 def part(runs: Iterable[Run], start: int, stop: int) -> list[Run]:
     """The actions from `start` to before `stop`, counted over all runs."""
-    found: list[Run] = []
+    parts: list[Run] = []
     before = 0
     for run in runs:
         if before >= stop:
             break
         after = before + run.length
         if start <= before and after <= stop:
-            found.append(run)
+            parts.append(run)
         elif start < after:
             low, high = max(start - before, 0), min(stop - before, run.length)
-            found.append(Run(run.stage, run.kind, run.first + low, high - low))
+            parts.append(Run(run.stage, run.kind, run.first + low, high - low))
         before = after
-    return found
+    return parts
 
 
 def within(loops: Iterable[Loop], num_microbatches: int) -> Iterator[Loop]:
@@ -121,7 +121,7 @@ def within(loops: Iterable[Loop], num_microbatches: int) -> Iterator[Loop]:
 
 
 def lengthened(
-    order: Sequence[Sequence[Action]], period: int, more: int
+    order: Sequence[Sequence[Action]], period: int, extra: int
 ) -> Iterator[tuple[Loop, ...]]:
     """An order with `more` microbatches than the given one, whose ranks repeat `period` actions
     for each microbatch as soon as the pipeline is full."""
@@ -130,9 +130,9 @@ def lengthened(
         stop = start + count * period
         yield (
             *(Loop(1, (Turn(*action),)) for action in actions[:start]),
-            Loop(count + more, tuple(Turn(*action) for action in actions[start : start + period])),
+            Loop(count + extra, tuple(Turn(*action) for action in actions[start : start + period])),
             *(
-                Loop(1, (Turn(stage, kind, microbatch + more),))
+                Loop(1, (Turn(stage, kind, microbatch + extra),))
                 for stage, kind, microbatch in actions[stop:]
             ),
         )
@@ -142,11 +142,11 @@ def _repeated(actions: Sequence[Action], period: int) -> tuple[int, int]:
     """Where the longest repetition begins, and how often it runs."""
     best = first = 0
     longest = 0
-    for place, (before, now) in enumerate(zip(actions, actions[period:], strict=False)):
-        if now != (before.stage, before.kind, before.microbatch + 1):
-            first = place + 1
-        elif place + 1 - first > longest:
-            best, longest = first, place + 1 - first
+    for index, (before, current) in enumerate(zip(actions, actions[period:], strict=False)):
+        if current != (before.stage, before.kind, before.microbatch + 1):
+            first = index + 1
+        elif index + 1 - first > longest:
+            best, longest = first, index + 1 - first
     return best, 1 + longest // period
 
 
@@ -166,7 +166,7 @@ class LoopOrder(Sequence[tuple[Step, ...]]):
     def __getitem__(self, index: int | slice) -> tuple[Step, ...] | tuple[tuple[Step, ...], ...]:
         places = range(len(self.loops))[index]
         if isinstance(places, range):
-            return tuple(self[place] for place in places)
+            return tuple(self[position] for position in places)
         if places not in self._made:
             self._made[places] = tuple(
                 step
@@ -207,11 +207,11 @@ def turns_of(schedule: Schedule, rank: int) -> Iterator[tuple[int, tuple[Step, .
 
 def forwards_of(schedule: Schedule, rank: int) -> Counter[int]:
     """The number of forwards of each stage of a rank, counted loop by loop."""
-    found: Counter[int] = Counter()
+    counts: Counter[int] = Counter()
     for times, steps in turns_of(schedule, rank):
         for action in (action for step in steps for action in actions_of(step)):
-            found[action.stage] += times * (action.kind == FORWARD)
-    return found
+            counts[action.stage] += times * (action.kind == FORWARD)
+    return counts
 
 
 def alike_turns(turns: Sequence[Turn]) -> tuple[object, ...]:

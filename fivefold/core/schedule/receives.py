@@ -31,8 +31,8 @@ def postings(schedule: Schedule) -> tuple[tuple[tuple[Message, ...], ...], ...]:
     """
     line, ends = _line(schedule)
     incoming: list[list[tuple[Place, Message]]] = [[] for _ in schedule.order]
-    for place, message in line:
-        incoming[message.target].append((place, message))
+    for position, message in line:
+        incoming[message.target].append((position, message))
     return tuple(
         tuple(_before_each(incoming[rank], ends[rank], merged(schedule, rank), rank))
         for rank in range(schedule.num_ranks)
@@ -41,16 +41,18 @@ def postings(schedule: Schedule) -> tuple[tuple[tuple[Message, ...], ...], ...]:
 
 def _line(schedule: Schedule) -> tuple[list[tuple[Place, Message]], list[dict[Step, float]]]:
     """All messages in the order of the line, and when each step of each rank ends."""
-    one = (1.0,) * schedule.num_stages
-    timeline = play(schedule, Costs(one, one, one, (0.0,) * schedule.num_stages))
+    unit_costs = (1.0,) * schedule.num_stages
+    timeline = play(
+        schedule, Costs(unit_costs, unit_costs, unit_costs, (0.0,) * schedule.num_stages)
+    )
     line: list[tuple[Place, Message]] = []
     ends: list[dict[Step, float]] = []
     for rank, (steps, times) in enumerate(zip(schedule.order, timeline.ends, strict=True)):
         ends.append(dict(zip(steps, times, strict=True)))
         for step, end in zip(steps, times, strict=True):
-            found = (sent(schedule, action) for action in actions_of(step))
-            line += [((end, rank), message) for message in found if message is not None]
-    line.sort(key=lambda each: each[0])  # stable: a step's own messages stay in their order
+            messages = (sent(schedule, action) for action in actions_of(step))
+            line += [((end, rank), message) for message in messages if message is not None]
+    line.sort(key=lambda pair: pair[0])  # stable: a step's own messages stay in their order
     return line, ends
 
 
@@ -60,7 +62,7 @@ def _before_each(
     steps: tuple[Step, ...],
     rank: int,
 ) -> list[tuple[Message, ...]]:
-    found: list[tuple[Message, ...]] = []
+    batches: list[tuple[Message, ...]] = []
     posted = 0
     for step in steps:
         # A backward that was merged ends when its input gradient would: it sends nothing.
@@ -68,6 +70,6 @@ def _before_each(
         until = posted
         while until < len(incoming) and incoming[until][0] < (end, rank):
             until += 1
-        found.append(tuple(message for _, message in incoming[posted:until]))
+        batches.append(tuple(message for _, message in incoming[posted:until]))
         posted = until
-    return found
+    return batches

@@ -308,15 +308,15 @@ def merged(schedule: Schedule, rank: int) -> tuple[Step, ...]:
 
 def merged_steps(schedule: Schedule, steps: Iterable[Step]) -> tuple[Step, ...]:
     """The same for some steps of a rank."""
-    found: list[Step] = []
+    step_order: list[Step] = []
     for step in steps:
         if isinstance(step, Action) and step.kind == WEIGHT_GRAD:
             gradient = step._replace(kind=INPUT_GRAD)
-            if found and found[-1] == gradient and sent(schedule, gradient) is None:
-                found.pop()
+            if step_order and step_order[-1] == gradient and sent(schedule, gradient) is None:
+                step_order.pop()
                 step = step._replace(kind=BACKWARD)
-        found.append(step)
-    return tuple(found)
+        step_order.append(step)
+    return tuple(step_order)
 
 
 def twins(placement: Placement, tied: bool) -> tuple[tuple[int, int], ...]:

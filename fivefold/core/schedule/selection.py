@@ -68,16 +68,16 @@ def uncomputed(schedule: Schedule) -> list[str]:
             rank = schedule.rank_of(stage, microbatch)
             where = f"rank {rank}, stage {stage}, microbatch {microbatch}"
             if num[FORWARD] != 1:
-                wanted = Action(stage, FORWARD, microbatch)
-                problems.append(f"{where}: {num[FORWARD]} forwards; give it one {wanted}")
+                forward = Action(stage, FORWARD, microbatch)
+                problems.append(f"{where}: {num[FORWARD]} forwards; give it one {forward}")
             split = num[INPUT_GRAD], num[WEIGHT_GRAD]
             if (num[BACKWARD], *split) not in ((1, 0, 0), (0, 1, 1)):
-                found = f"{num[BACKWARD]} B, {split[0]} I and {split[1]} W"
-                whole, *parts = (
+                backward_counts = f"{num[BACKWARD]} B, {split[0]} I and {split[1]} W"
+                backward, *parts = (
                     Action(stage, kind, microbatch) for kind in (BACKWARD, INPUT_GRAD, WEIGHT_GRAD)
                 )
-                ways = f"give it one {whole}, or one {parts[0]} and one {parts[1]}"
-                problems.append(f"{where}: {found}; {ways}")
+                ways = f"give it one {backward}, or one {parts[0]} and one {parts[1]}"
+                problems.append(f"{where}: {backward_counts}; {ways}")
     return problems
 
 
@@ -128,13 +128,16 @@ def parse_schedule(text: str, name: str = "custom") -> Schedule:
 
 def _num_microbatches(order: tuple[tuple[Step, ...], ...]) -> int:
     steps = (step for steps in order for step in steps)
-    found = {action.microbatch for step in steps for action in actions_of(step)}
-    missing = next((each for each in range(max(found)) if each not in found), None)
+    microbatches = {action.microbatch for step in steps for action in actions_of(step)}
+    missing = next(
+        (microbatch for microbatch in range(max(microbatches)) if microbatch not in microbatches),
+        None,
+    )
     if missing is not None:
         raise IllegalSchedule(
             f"no rank runs microbatch {missing}; number microbatches from 0, no gaps"
         )
-    return len(found)
+    return len(microbatches)
 
 
 def _placement(order: tuple[tuple[Step, ...], ...]) -> Placement:
@@ -149,7 +152,7 @@ def _placement(order: tuple[tuple[Step, ...], ...]) -> Placement:
     missing = next((stage for stage in range(max(homes) + 1) if stage not in homes), None)
     if missing is not None:
         raise IllegalSchedule(f"no rank runs stage {missing}; number stages from 0, without gaps")
-    mirrored = all(len(found) == 2 for found in ranks.values())
+    mirrored = all(len(stages) == 2 for stages in ranks.values())
     return Placement(tuple(homes[stage][1] for stage in sorted(homes)), mirrored)
 
 

@@ -187,14 +187,14 @@ def path(block: BuildingBlock, num_ranks: int) -> list[dict[tuple[str, int], int
     slots: list[dict[tuple[str, int], int]] = [{} for _ in range(num_ranks)]
     down, up = range(num_ranks), range(num_ranks, 2 * num_ranks)
     legs = ((FORWARD, down), (FORWARD, up), (INPUT_GRAD, up[::-1]), (INPUT_GRAD, down[::-1]))
-    now = 0
+    time_now = 0
     for (kind, leg), hop, turn in zip(legs, block.hops, (0, *block.turns), strict=True):
-        for place, stage in enumerate(leg):
-            now += hop if place else turn
+        for stage_index, stage in enumerate(leg):
+            time_now += hop if stage_index else turn
             taken = slots[min(stage, 2 * num_ranks - 1 - stage)]
-            while now % PERIOD in {slot % PERIOD for slot in taken.values()}:
-                now += 1
-            taken[kind, stage] = now
+            while time_now % PERIOD in {slot % PERIOD for slot in taken.values()}:
+                time_now += 1
+            taken[kind, stage] = time_now
     return slots
 
 
@@ -247,7 +247,9 @@ class _Phase:
         return Turn(self.stage, kind, self.backwards - count)
 
 
-def _legs(near: _Phase, far: _Phase, distance: int, depth: int, each: int) -> Iterator[Loop]:
+def _legs(
+    near: _Phase, far: _Phase, distance: int, depth: int, num_microbatches: int
+) -> Iterator[Loop]:
     """The steps of the rank that is `distance` ranks from the start, of `depth` ranks to the turn.
 
     Each phase has `each` microbatches. The weight gradients of the last backwards are delayed, and
@@ -258,7 +260,7 @@ def _legs(near: _Phase, far: _Phase, distance: int, depth: int, each: int) -> It
     yield Loop(distance + 1, (near.forward(distance + 1), far.forward(distance + 1)))
     gradient = far.backward(inner, INPUT_GRAD)
     yield Loop(inner, (gradient, gradient._replace(kind=WEIGHT_GRAD), far.forward(inner)))
-    shared = each - 2 * depth + distance + 1
+    shared = num_microbatches - 2 * depth + distance + 1
     down = (near.forward(shared, joined=True), far.backward(shared))
     yield Loop(shared, (*down, far.forward(shared, joined=True), near.backward(shared)))
     up = (far.forward(inner, joined=True), near.backward(inner))
@@ -270,10 +272,10 @@ def _legs(near: _Phase, far: _Phase, distance: int, depth: int, each: int) -> It
         yield Loop(1, (last,))
         if kind == INPUT_GRAD:
             delayed.append(Run(last.stage, WEIGHT_GRAD, last.first, 1))
-    rest = near.backward(inner, INPUT_GRAD)
-    delayed.append(Run(near.stage, WEIGHT_GRAD, rest.first, inner))
+    input_run = near.backward(inner, INPUT_GRAD)
+    delayed.append(Run(near.stage, WEIGHT_GRAD, input_run.first, inner))
     total = distance + 1 + inner
-    inputs = [Run(near.stage, INPUT_GRAD, rest.first, inner)]
+    inputs = [Run(near.stage, INPUT_GRAD, input_run.first, inner)]
     yield from alternating(part(delayed, 0, inner), inputs if inner else [])
     yield from one_by_one(part(delayed, inner, total))
 

@@ -72,13 +72,13 @@ def residuals(samples: Sequence[Sample], rate: float, start: float) -> Residuals
 
 def _columns(samples: Sequence[Sample]) -> tuple[NDArray[np.float64], ...]:
     assert samples, "a line needs samples"
-    assert all(one.work > 0 and one.seconds > 0 for one in samples), "work takes time"
-    rows = [(one.work, one.seconds, one.starts) for one in samples]
+    assert all(sample.work > 0 and sample.seconds > 0 for sample in samples), "work takes time"
+    rows = [(sample.work, sample.seconds, sample.starts) for sample in samples]
     return tuple(np.array(rows, dtype=np.float64).T)
 
 
 def _require_two_sizes(samples: Sequence[Sample]) -> None:
-    if len({one.work / one.starts for one in samples}) < 2:
+    if len({sample.work / sample.starts for sample in samples}) < 2:
         raise FivefoldError(
             f"only {samples[0].name} was measured in the given time, but a rate and a start need "
             "two sizes: give more --seconds"
@@ -89,10 +89,10 @@ def _two_constants(columns: NDArray[np.float64]) -> tuple[float, float]:
     """Slope and start; if noise would make one negative, the start is 0."""
     work, starts = columns.T
     squares, mixed = float(work @ work), float(work @ starts)
-    others, both = float(starts @ starts), (float(work.sum()), float(starts.sum()))
-    determinant = squares * others - mixed**2
-    slope = (others * both[0] - mixed * both[1]) / determinant
-    start = (squares * both[1] - mixed * both[0]) / determinant
+    start_squares, sums = float(starts @ starts), (float(work.sum()), float(starts.sum()))
+    determinant = squares * start_squares - mixed**2
+    slope = (start_squares * sums[0] - mixed * sums[1]) / determinant
+    start = (squares * sums[1] - mixed * sums[0]) / determinant
     if start < 0 or slope <= 0:
         return _slope(columns, 0.0), 0.0
     return slope, start
@@ -167,8 +167,8 @@ def guess_base(device: str, memory: float) -> str:
             f"no preset is known for {device!r}: name the most similar one with --base "
             f"({', '.join(machines.presets())})"
         )
-    found = max(known, key=len)
-    return "a100-40g" if found == "a100" and memory < _SMALL_A100 else found
+    preset = max(known, key=len)
+    return "a100-40g" if preset == "a100" and memory < _SMALL_A100 else preset
 
 
 def calibrate(base: Machine, measured: MeasuredTimes, source: str) -> Calibration:
@@ -184,14 +184,14 @@ def calibrate(base: Machine, measured: MeasuredTimes, source: str) -> Calibratio
         bandwidth = table["memory_bandwidth"] = _rounded(fits[MEMORY].rate)
         notes.append(_raised_note("memory_bandwidth", base.memory_bandwidth, bandwidth))
     rates = {**base.peaks.known(), **peaks}
-    whole = {
+    full_rates = {
         MATMUL: rates[measured.dtype],
         MATMUL_FP8: rates.get("fp8", 0.0),
         ATTENTION: rates[measured.dtype],
         ATTENTION_OLD: rates[measured.dtype],
         MEMORY: bandwidth,
     }
-    shares = {key: _share(fits[key].rate, whole[key]) for key in whole if key in fits}
+    shares = {key: _share(fits[key].rate, full_rates[key]) for key in full_rates if key in fits}
     efficiency: dict[str, Any] = {**shares, "start": _rounded(fits[MATMUL].start)}
     if measured.host is not None:
         forward, backward = map(_rounded, measured.host)
@@ -207,13 +207,13 @@ def calibrate(base: Machine, measured: MeasuredTimes, source: str) -> Calibratio
 
 def _fits(samples: dict[str, list[Sample]]) -> dict[str, Fit]:
     """Matmuls and rings have two constants; all others one, and share the start of matmuls."""
-    found = {key: fit_line(samples[key]) for key in (MATMUL, LINKS) if key in samples}
+    fits = {key: fit_line(samples[key]) for key in (MATMUL, LINKS) if key in samples}
     for key in (MATMUL_FP8, ATTENTION, ATTENTION_OLD):
         if key in samples:
-            found[key] = fit_line(samples[key], found[MATMUL].start)
+            fits[key] = fit_line(samples[key], fits[MATMUL].start)
     if MEMORY in samples:
-        found[MEMORY] = fit_line(samples[MEMORY], 0.0)
-    return found
+        fits[MEMORY] = fit_line(samples[MEMORY], 0.0)
+    return fits
 
 
 def _raised_peaks(
@@ -264,21 +264,21 @@ def _rows(
         LINKS: (_known_share(base, 0), tier.bandwidth, tier.link.latency),
     }
     rows: list[FittedConstant] = []
-    for key, (share, whole, start) in planned.items():
+    for key, (share, peak, start) in planned.items():
         if key not in fits:
             continue
-        samples, found = measured.samples[key], fits[key]
-        errors = (found.residuals, residuals(samples, share * whole, start))
+        samples, fit = measured.samples[key], fits[key]
+        errors = (fit.residuals, residuals(samples, share * peak, start))
         value = efficiency[key][0] if key == LINKS else efficiency[key]
-        rows.append(FittedConstant(key, share, value, found.rate, *errors))
+        rows.append(FittedConstant(key, share, value, fit.rate, *errors))
         if key in (MATMUL, LINKS):
             name = "start" if key == MATMUL else "latency"
-            rows.append(FittedConstant(name, start, _rounded(found.start), None, *errors))
+            rows.append(FittedConstant(name, start, _rounded(fit.start), None, *errors))
     return rows
 
 
-def _share(rate: float, whole: float) -> float:
-    return min(1.0, _rounded(rate / whole))
+def _share(rate: float, peak: float) -> float:
+    return min(1.0, _rounded(rate / peak))
 
 
 def _rounded(number: float, digits: int = 3) -> float:
@@ -286,8 +286,8 @@ def _rounded(number: float, digits: int = 3) -> float:
     return float(f"{number:.{digits}g}")
 
 
-def _raised_note(name: str, known: float, found: float) -> str:
+def _raised_note(name: str, known: float, new_value: float) -> str:
     return (
-        f"more was measured than the base's {known:.3g}: {name} is {found:.3g} here; another "
+        f"more was measured than the base's {known:.3g}: {name} is {new_value:.3g} here; another "
         "--base may be nearer"
     )

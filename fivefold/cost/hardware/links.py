@@ -54,10 +54,10 @@ class Torus:
 
     def hops(self, ranks: Array, stride: Array) -> Array:
         """Links on the way of the farthest shard: half of a ring, all of a line."""
-        found = np.zeros(1)
+        num_hops = np.zeros(1)
         for span in self._spans(ranks, stride):
-            found = found + np.where(span.ranks > 1, span.ranks * span.gap / span.ways, 0.0)
-        return found
+            num_hops = num_hops + np.where(span.ranks > 1, span.ranks * span.gap / span.ways, 0.0)
+        return num_hops
 
     def exchange_rate(self, ranks: Array, stride: Array) -> Array:
         """Bytes/s of each rank in an all-to-all, itself included: half of what one half sends
@@ -86,8 +86,8 @@ class Torus:
         for degree in self.degrees:
             reached = np.clip(np.floor(below * degree / stride), 1.0, ranks)
             gap = np.maximum(stride / below, 1.0)
-            here = reached / inside
-            yield TorusSpan(here, gap, np.where(here * gap >= degree, 2.0, 1.0))
+            num_ranks = reached / inside
+            yield TorusSpan(num_ranks, gap, np.where(num_ranks * gap >= degree, 2.0, 1.0))
             below, inside = below * degree, reached
 
 
@@ -230,8 +230,8 @@ class Links:
             share = (reached - inside) / ranks
             if once is not None and number:
                 domains = reached / inside
-                wanted = np.minimum(domains * (1 - (1 - 1 / domains) ** once[0]), once[1])
-                share = share * wanted / once[0]
+                destinations = np.minimum(domains * (1 - (1 - 1 / domains) ** once[0]), once[1])
+                share = share * destinations / once[0]
             rate: Array | float = tier.bandwidth * self.share(number)
             if number:  # many domains exchange with many
                 rate = rate * np.maximum(reached / inside / _FEW_DOMAINS, 1.0) ** -_CONGESTION
@@ -249,8 +249,8 @@ class Links:
             inner = self.tiers[number - 1].size if number else 0
             torus = self.tori[number]
             rate = tier.bandwidth * self.share(number) if torus is None else torus.pair_rate(stride)
-            here = size / rate + tier.link.latency
-            seconds = np.where(stride >= (inner or 0), here, seconds)
+            tier_seconds = size / rate + tier.link.latency
+            seconds = np.where(stride >= (inner or 0), tier_seconds, seconds)
         return seconds
 
     def share(self, number: int) -> float:

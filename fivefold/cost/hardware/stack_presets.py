@@ -62,12 +62,12 @@ def fitted_numbers() -> Iterator[tuple[str, str, tuple[str, ...]]]:
     """The file, the key and the sources of every number of a stack that was fitted; a pooled number
     was fitted once for each of its sources."""
     for name in presets():
-        one = _read(_preset_file(name))
-        for key in _flat(one):
-            head, rest = key.split(".", 1)
-            sources = _sources(one, key)
-            if one.pooled.get(head, {}).get(rest):
-                yield from ((f"stacks/{name}", key, (each,)) for each in sources)
+        stack_file = _read(_preset_file(name))
+        for key in _flat(stack_file):
+            head, tail = key.split(".", 1)
+            sources = _sources(stack_file, key)
+            if stack_file.pooled.get(head, {}).get(tail):
+                yield from ((f"stacks/{name}", key, (source,)) for source in sources)
             elif sources:
                 yield f"stacks/{name}", key, sources
 
@@ -87,8 +87,8 @@ def load_preset(name_or_path: str, without: str = "") -> StackPreset:
     else:
         known = ", ".join(presets())
         error = UnknownName("stack", name_or_path, presets())
-        said = str(error)
-        raise error if known in said else FivefoldError(f"{said} known stacks: {known}")
+        message = str(error)
+        raise error if known in message else FivefoldError(f"{message} known stacks: {known}")
     return _build(path, without)
 
 
@@ -100,16 +100,16 @@ def _build(path: Path, without: str) -> StackPreset:
     chain = _chain(path)
     flat: Table = {}
     fitted: dict[str, tuple[str, ...]] = {}
-    for where, one in chain:
-        for key, value in _flat(one, without).items():
-            sources = _sources(one, key)
+    for where, stack_file in chain:
+        for key, value in _flat(stack_file, without).items():
+            sources = _sources(stack_file, key)
             if sources == (without,):
                 continue
             flat[key] = value
             fitted.pop(key, None)
             if sources:
                 fitted[key] = sources
-        _require_known_keys(where, one)
+        _require_known_keys(where, stack_file)
     table: Table = {"name": path.stem, "memory": {}}
     for key, value in flat.items():
         _put(table, key.removeprefix("speed."), value)
@@ -120,16 +120,16 @@ def _build(path: Path, without: str) -> StackPreset:
 
 def _chain(path: Path) -> list[tuple[Path, _StackFile]]:
     """The file and its bases, the outermost base first."""
-    found: list[tuple[Path, _StackFile]] = []
-    while len(found) < _MOST_BASES:
-        one = _read(path)
-        found.insert(0, (path, one))
-        if not one.base:
-            return found
-        if one.base not in presets():
-            problem = f"base = {one.base!r}: {did_you_mean(one.base, presets())}"
+    chain: list[tuple[Path, _StackFile]] = []
+    while len(chain) < _MOST_BASES:
+        stack_file = _read(path)
+        chain.insert(0, (path, stack_file))
+        if not stack_file.base:
+            return chain
+        if stack_file.base not in presets():
+            problem = f"base = {stack_file.base!r}: {did_you_mean(stack_file.base, presets())}"
             raise BadFile(str(path), [problem])
-        path = _preset_file(one.base)
+        path = _preset_file(stack_file.base)
     raise BadFile(str(path), [f"base: more than {_MOST_BASES} stacks, one inside another"])
 
 
@@ -142,55 +142,55 @@ def _read(path: Path) -> _StackFile:
     if problems:
         raise BadFile(str(path), problems)
     plain = {key: value for key, value in table.items() if key not in _TABLES}
-    one = tables.build(_StackFile, plain, str(path))
+    stack_file = tables.build(_StackFile, plain, str(path))
     numbers = {key: table.get(key, {}) for key in _TABLES}
-    return replace(one, **numbers)
+    return replace(stack_file, **numbers)
 
 
 def _is_table(value: object) -> bool:
     return isinstance(value, dict)
 
 
-def _flat(one: _StackFile, without: str = "") -> Table:
+def _flat(stack_file: _StackFile, without: str = "") -> Table:
     """The numbers of a file by their dotted keys, such as `memory.cache.most`."""
-    found: Table = {}
+    settings: Table = {}
 
     def add(table: Mapping[str, Any], path: str) -> None:
         for key, value in table.items():
             if isinstance(value, Mapping):
                 add(cast("Mapping[str, Any]", value), f"{path}{key}.")
             else:
-                found[path + key] = value
+                settings[path + key] = value
 
-    add(one.memory, "memory.")
-    add(one.speed, "speed.")
-    for head, numbers in one.pooled.items():
+    add(stack_file.memory, "memory.")
+    add(stack_file.speed, "speed.")
+    for head, numbers in stack_file.pooled.items():
         for key, by_source in numbers.items():
-            others = [each for source, each in by_source.items() if source != without]
-            if others:
-                found[f"{head}.{key}"] = prod(others) ** (1 / len(others))
-    return found
+            pool = [constant for source, constant in by_source.items() if source != without]
+            if pool:
+                settings[f"{head}.{key}"] = prod(pool) ** (1 / len(pool))
+    return settings
 
 
 def _put(table: Table, key: str, value: Any) -> None:
     *path, last = key.split(".")
-    for each in path:
-        table = table.setdefault(each, {})
+    for part in path:
+        table = table.setdefault(part, {})
     table[last] = value
 
 
-def _sources(one: _StackFile, key: str) -> tuple[str, ...]:
-    head, rest = key.split(".", 1)
-    if pooled := one.pooled.get(head, {}).get(rest):
-        return tuple(each for each in pooled if each != OUR_OWN)
-    said = one.fitted.get(head, {}).get(rest, "")
-    return tuple(each.strip() for each in said.split(",") if each.strip())
+def _sources(stack_file: _StackFile, key: str) -> tuple[str, ...]:
+    head, tail = key.split(".", 1)
+    if pooled := stack_file.pooled.get(head, {}).get(tail):
+        return tuple(source for source in pooled if source != OUR_OWN)
+    text = stack_file.fitted.get(head, {}).get(tail, "")
+    return tuple(source.strip() for source in text.split(",") if source.strip())
 
 
-def _require_known_keys(where: Path, one: _StackFile) -> None:
+def _require_known_keys(where: Path, stack_file: _StackFile) -> None:
     """What was fitted must be a number of the same file."""
-    known = _flat(one)
-    keys = [f"{head}.{rest}" for head, table in one.fitted.items() for rest in table]
+    known = _flat(stack_file)
+    keys = [f"{head}.{tail}" for head, table in stack_file.fitted.items() for tail in table]
     if problems := [
         f"fitted {key}: {did_you_mean(key, known)}" for key in keys if key not in known
     ]:

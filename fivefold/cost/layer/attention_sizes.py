@@ -16,10 +16,10 @@ def replicated_weights(shape: Shape) -> tuple[int, int]:
     which several ranks have where KV heads are fewer than they."""
     if shape.own_mixer is not None:
         rows = mixer_table(shape)
-        whole = sum(_numel(each) for each in rows if each.split == "whole")
-        whole += sum(each.shape[0] for each in rows if each.reads == "mixed" and each.bias)
-        keys = sum(_numel(each) for each in rows if each.split == "kv_heads")
-        return whole, keys // shape.kv_heads
+        full_size = sum(_numel(row) for row in rows if row.split == "whole")
+        full_size += sum(row.shape[0] for row in rows if row.reads == "mixed" and row.bias)
+        keys = sum(_numel(row) for row in rows if row.split == "kv_heads")
+        return full_size, keys // shape.kv_heads
     if shape.mla is None:
         return 0, 2 * shape.width * shape.head_dim
     latents = (shape.mla.q_rank or 0) + shape.mla.kv_rank + shape.mla.rope_dim
@@ -56,11 +56,11 @@ class MixerSizes(NamedTuple):
         )
         rows = mixer_table(shape)
         ranks = {"heads": tp, "kv_heads": np.minimum(tp, shape.kv_heads), "whole": np.ones_like(tp)}
-        made = {
-            each.name: each.split_size / ranks[each.split] for each in rows if each.reads == "input"
+        projections = {
+            row.name: row.split_size / ranks[row.split] for row in rows if row.reads == "input"
         }
         back = rows[-1].split_size / tp
-        return cls(made, back, saved, moved, flops, costs[0].kernels)
+        return cls(projections, back, saved, moved, flops, costs[0].kernels)
 
     @property
     def projected(self) -> Array:

@@ -41,10 +41,10 @@ class RoundedOperators:
 
     def project(
         self,
-        found: OperatorList,
+        operators: OperatorList,
         x: TapeTensor,
         sizes: dict[str, float],
-        whole: float,
+        input_bytes: float,
         *,
         split: bool = False,
         gathers: bool = False,
@@ -56,26 +56,29 @@ class RoundedOperators:
         tokens are saved. Outputs are one tensor: some are `copied` from it, and others, which are
         saved, hold more of it."""
         coded, twice = gathers and self.fp8.gathers_codes, 1 + self.wgrad
-        full, outs = self.codes(whole), sum(sizes.values())
-        weights, moved = self.weights(whole, outs), whole if gathers else 0.0
+        full, outs = self.codes(input_bytes), sum(sizes.values())
+        weights, moved = self.weights(input_bytes, outs), input_bytes if gathers else 0.0
         if coded:
             moved = self.codes(x.bytes)
         saved, keeps = [x], 0.0
         if self.wgrad and not shards:
             saved, keeps = [], full
         elif gathers and not shards:
-            saved, keeps = [], whole
-        first, *more = sizes.values()
-        made = moved + full + (full if self.wgrad and not shards else 0.0)
-        outputs = [TapeTensor(first, extra=made + weights + copied), *map(TapeTensor, more)]
-        waits = (full if self.wgrad else whole) if shards else 0.0
+            saved, keeps = [], input_bytes
+        first, *tail_sizes = sizes.values()
+        code_bytes = moved + full + (full if self.wgrad and not shards else 0.0)
+        outputs = [
+            TapeTensor(first, extra=code_bytes + weights + copied),
+            *map(TapeTensor, tail_sizes),
+        ]
+        waits = (full if self.wgrad else input_bytes) if shards else 0.0
         again = moved + full * twice - waits if shards else 0.0
-        found.add(
+        operators.add(
             [x],
             outputs[0],
             saved=saved,
             weights=list(sizes),
-            backward_extra=self.codes(outs) * twice + again + (whole if gathers else 0.0),
+            backward_extra=self.codes(outs) * twice + again + (input_bytes if gathers else 0.0),
             keeps=keeps + held,
             defers=keeps,
             collective=split,
@@ -89,21 +92,21 @@ class RoundedOperators:
         return outputs
 
     def sum_of_rows(
-        self, found: OperatorList, x: TapeTensor, name: str, output: float, whole: float
+        self, operators: OperatorList, x: TapeTensor, name: str, output: float, full_output: float
     ) -> TapeTensor:
         """A linear and the sum over ranks; the gradient of its output is gathered if a rank has
         less than the `whole` of it."""
-        gathers, twice = output < whole, 1 + self.wgrad
-        inputs, full = self.codes(x.bytes), self.codes(whole)
-        weights = self.weights(x.bytes, whole)
-        made = inputs * twice + weights + (whole if gathers else 0.0)
+        gathers, twice = output < full_output, 1 + self.wgrad
+        inputs, full = self.codes(x.bytes), self.codes(full_output)
+        weights = self.weights(x.bytes, full_output)
+        output_extra = inputs * twice + weights + (full_output if gathers else 0.0)
         moved = 0.0
         if gathers:
-            moved = self.codes(output) if self.fp8.gathers_codes else whole
-        waits = whole if gathers and not self.wgrad else 0.0
-        return found.add(
+            moved = self.codes(output) if self.fp8.gathers_codes else full_output
+        waits = full_output if gathers and not self.wgrad else 0.0
+        return operators.add(
             [x],
-            TapeTensor(output, extra=made),
+            TapeTensor(output, extra=output_extra),
             saved=[] if self.wgrad else [x],
             weights=name,
             backward_extra=moved - waits + full * twice + x.bytes,
@@ -139,29 +142,31 @@ class RoundedSlots:
         """Bytes of codes with a scale for each row."""
         return (size + self.column * SCALE_BYTES) / self.itemsize
 
-    def project(self, found: OperatorList, x: TapeTensor, names: Sequence[str]) -> list[TapeTensor]:
+    def project(
+        self, operators: OperatorList, x: TapeTensor, names: Sequence[str]
+    ) -> list[TapeTensor]:
         """Gate and up, as one matmul. Packed rows are saved; gradients are rounded here."""
         weights = self._weights(len(names), len(names) * self.inner)
-        first, *more = [TapeTensor(self.inner, extra=weights / len(names)) for _ in names]
+        first, *tail = [TapeTensor(self.inner, extra=weights / len(names)) for _ in names]
         codes = self.codes(len(names) * self.inner)
-        found.add(
+        operators.add(
             [x],
             first,
             saved=[x],
             weights=names,
             backward_extra=codes,
-            more=more,
+            more=tail,
             weights_last=True,
             codes=codes,
             dequantised=self.rows + self.inner,
             rounded=self._weights(len(names), self.rows),
         )
-        return [first, *more]
+        return [first, *tail]
 
-    def down(self, found: OperatorList, x: TapeTensor, name: str) -> TapeTensor:
+    def down(self, operators: OperatorList, x: TapeTensor, name: str) -> TapeTensor:
         """Rows are rounded here and saved as codes; the gradients of its results come packed."""
         codes, packed = self.codes(self.inner), self.packed(self.rows)
-        return found.add(
+        return operators.add(
             [x],
             TapeTensor(self.rows, extra=codes + self._weights(1, self.rows), gradient=packed),
             weights=name,
@@ -179,11 +184,11 @@ class RoundedSlots:
         return max(EXPERT_WEIGHT * numel - result, numel)
 
 
-def rounded_slots(activations: Activations, column: float, kept: bool) -> RoundedSlots:
+def rounded_slots(activations: Activations, column: float, keeps_weights: bool) -> RoundedSlots:
     """The experts of a rank, of one layout; `column`: bytes of one of all their slots."""
     shape, grid = activations.shape, activations.grid
     assert shape.moe is not None
     ffn = shape.moe.ffn / grid.etp.item()
     numel = shape.moe.experts / grid.ep.item() * ffn * shape.width
     sizes = (column, column * shape.width, column * ffn, numel)
-    return RoundedSlots(kept, *sizes, shape.width, activations.itemsize)
+    return RoundedSlots(keeps_weights, *sizes, shape.width, activations.itemsize)

@@ -32,10 +32,10 @@ def rounded_weights(
     model, some may not be rounded."""
     if stack.fp8 is None:
         return np.zeros(1)
-    found = stack.fp8.weight_bytes * (parameters.dense - parameters.ends)
+    num_bytes = stack.fp8.weight_bytes * (parameters.dense - parameters.ends)
     if stack.fp8.experts:
-        found = found + EXPERT_WEIGHT * parameters.experts
-    return np.where(rounded_weights_stay(stack, grid), found * stack.fp8.share(layers), 0.0)
+        num_bytes = num_bytes + EXPERT_WEIGHT * parameters.experts
+    return np.where(rounded_weights_stay(stack, grid), num_bytes * stack.fp8.share(layers), 0.0)
 
 
 def codes_under_way(stack: SoftwareStack, linears: Array, experts: Array) -> Array:

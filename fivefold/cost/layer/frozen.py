@@ -35,7 +35,7 @@ def trainable_share(shape: Shape, stack: SoftwareStack) -> float:
 @lru_cache(maxsize=16)
 def _learned_share(shape: Shape) -> float:
     rows = planned_weights(shape)
-    return sum(one.numel for one in rows if not one.frozen) / sum(one.numel for one in rows)
+    return sum(row.numel for row in rows if not row.frozen) / sum(row.numel for row in rows)
 
 
 def freeze(

@@ -115,12 +115,12 @@ class LayerKernels:
         return self.moved(self.stack.accumulated_bytes * np.asarray(size))
 
     def _gemm_seconds(self, gemms: list[Gemm]) -> Array:
-        flops = sum((each.outputs * each.inputs for each in gemms), np.zeros(1))
+        flops = sum((gemm.outputs * gemm.inputs for gemm in gemms), np.zeros(1))
         return 2 * self.tokens * flops / self.narrow_speed + len(gemms) * self.reach.start
 
     def _adapter_seconds(self, gemms: list[Gemm]) -> Array:
         """One pass of low-rank adapters beside so many matmuls."""
-        size = sum((each.outputs + each.inputs for each in gemms), np.zeros(1))
+        size = sum((gemm.outputs + gemm.inputs for gemm in gemms), np.zeros(1))
         start = 2 * len(gemms) * self.reach.start if self.stack.lora_rank else 0.0
         return 2 * self.tokens * self.stack.lora_rank * size / self.speed + start
 
@@ -129,7 +129,7 @@ class LayerKernels:
         nothing else of them."""
         if self.precision == self.wide or self.stack.fp8 is not None:
             return np.zeros(1)
-        return self.moved(CAST_BYTES * self.tokens * sum(each.inputs for each in gemms))
+        return self.moved(CAST_BYTES * self.tokens * sum(gemm.inputs for gemm in gemms))
 
     def grouped_seconds(self, flops: Array, read: Array, router: Array) -> tuple[Array, Array]:
         """Grouped matmuls of experts and that of the router: one pass, and weight gradients. With
@@ -155,7 +155,7 @@ class LayerKernels:
         grid, tokens = self.grid, self.tokens / self.split
         sizes = (self.shape.width, moe.ffn / grid.etp, self.shape.gated, self.itemsize, grid.etp)
         passes = expert_passes(tokens, self._slots(moe) * grid.etp, *sizes)
-        return ExpertPasses(*(self.moved(each / ROUNDED_SHARE) for each in passes))
+        return ExpertPasses(*(self.moved(size / ROUNDED_SHARE) for size in passes))
 
     def rounded_gemms(self, i: int) -> list[Gemm]:
         """The matmuls of a layer that fp8 rounds."""
@@ -175,11 +175,11 @@ class LayerKernels:
         passes = RoundingPasses(fp8, *sizes, job.keeps_shards)
         *before, last = gemms
         first = self._reading_input(gemms)
-        between = [each.inputs for each in before if each.inputs is not first[0].inputs]
+        between = [gemm.inputs for gemm in before if gemm.inputs is not first[0].inputs]
         forward = passes.gathered_input(first[0].inputs) + passes.inner_input(
             sum(between, last.inputs)
         )
-        outputs = sum((each.outputs for each in before), np.zeros(1))
+        outputs = sum((gemm.outputs for gemm in before), np.zeros(1))
         backward = passes.read_again(first[0].inputs) + passes.gradient(outputs)
         backward = backward + passes.gathered_gradient(last.outputs)
         return self.moved(forward / ROUNDED_SHARE), self.moved(backward / ROUNDED_SHARE)
@@ -187,27 +187,27 @@ class LayerKernels:
     def _attention_gemms(self) -> Iterator[Gemm]:
         shape, tp = self.shape, self.grid.tp
         heads = shape.heads / tp
-        whole = np.full_like(tp, float(shape.width))
+        width = np.full_like(tp, float(shape.width))
         if self.mixer is not None:
-            yield Gemm(self.mixer.projected, whole)
-            yield Gemm(whole, self.mixer.back)
+            yield Gemm(self.mixer.projected, width)
+            yield Gemm(width, self.mixer.back)
             return
         if shape.mla is None:
             kv_heads = np.maximum(shape.kv_heads / tp, 1.0)
             queries = (1 + shape.attention_gate) * heads
-            yield Gemm((queries + 2 * kv_heads) * shape.head_dim, whole)
+            yield Gemm((queries + 2 * kv_heads) * shape.head_dim, width)
         else:
-            yield from self._latent_gemms(shape.mla, heads, whole)
-        yield Gemm(whole, heads * shape.value_dim)
+            yield from self._latent_gemms(shape.mla, heads, width)
+        yield Gemm(width, heads * shape.value_dim)
 
-    def _latent_gemms(self, mla: Mla, heads: Array, whole: Array) -> Iterator[Gemm]:
-        ones = np.ones_like(whole)
+    def _latent_gemms(self, mla: Mla, heads: Array, width: Array) -> Iterator[Gemm]:
+        ones = np.ones_like(width)
         if mla.q_rank is None:
-            yield Gemm(heads * self.shape.head_dim, whole)
+            yield Gemm(heads * self.shape.head_dim, width)
         else:
-            yield Gemm(ones * mla.q_rank, whole)
+            yield Gemm(ones * mla.q_rank, width)
             yield Gemm(heads * self.shape.head_dim, ones * mla.q_rank)
-        yield Gemm(ones * (mla.kv_rank + mla.rope_dim), whole)
+        yield Gemm(ones * (mla.kv_rank + mla.rope_dim), width)
         yield Gemm(heads * (mla.nope_dim + mla.value_dim), ones * mla.kv_rank)
 
     def _mlp_gemms(self, ffn: int) -> list[Gemm]:
@@ -260,8 +260,8 @@ class LayerKernels:
 
     def _elementwise(self, ffn: int) -> Array:
         shape, grid, stack = self.shape, self.grid, self.stack
-        more = max(0, shape.inner_norms + shape.outer_norms - 2)
-        passes = stack.wide_passes + more * NORM_PASSES
+        extra_norms = max(0, shape.inner_norms + shape.outer_norms - 2)
+        passes = stack.wide_passes + extra_norms * NORM_PASSES
         wide = passes * shape.width / self.split
         heads = (shape.heads + shape.kv_heads) * shape.head_dim if self.mixer is None else 0
         if shape.attention_gate:  # read twice and written, as in a gated MLP
@@ -289,14 +289,14 @@ class LayerKernels:
         if not self.stack.copies_heads:
             return np.zeros(1)
         grid, gemms = self.grid, list(self._attention_gemms())
-        projected = sum((each.outputs for each in self._reading_input(gemms)), gemms[-1].inputs)
+        projected = sum((gemm.outputs for gemm in self._reading_input(gemms)), gemms[-1].inputs)
         reorders = (grid.microbatch_size > 1) | (self.stack.tp_overlap > 1)
         seconds = self.moved(2 * self.tokens * projected * self.itemsize)
         return np.where(grid.sp & (grid.tp > 1) & reorders, seconds, 0.0)
 
     def _reading_input(self, gemms: list[Gemm]) -> list[Gemm]:
         """Of the matmuls of a module, those that read its input."""
-        return [each for each in gemms if each.inputs is gemms[0].inputs]
+        return [gemm for gemm in gemms if gemm.inputs is gemms[0].inputs]
 
     def _slots(self, moe: Moe) -> Array:
         """Rows of the rank with the fullest expert."""

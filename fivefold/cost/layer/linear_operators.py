@@ -42,84 +42,88 @@ class LinearOperators:
     def _size(self, per_token: Array | float) -> float:
         return number(per_token) * self.tokens
 
-    def _norm(self, found: OperatorList, x: TapeTensor, name: str, rule: Recompute) -> TapeTensor:
+    def _norm(
+        self, operators: OperatorList, x: TapeTensor, name: str, rule: Recompute
+    ) -> TapeTensor:
         """Its output may be made again from its input, for the GEMMs that read it."""
-        made = TapeTensor(x.bytes, remade=rule.remakes("norm"), source=x)
+        output = TapeTensor(x.bytes, remade=rule.remakes("norm"), source=x)
         if not self.queued:
-            return found.add([x], made, saved=[x], weights=name)
-        plain = found.add([x], TapeTensor(x.bytes), saved=[x])
+            return operators.add([x], output, saved=[x], weights=name)
+        plain = operators.add([x], TapeTensor(x.bytes), saved=[x])
         extra = SCALED * x.bytes
-        return found.add([plain], made, saved=[x], weights=name, settle_extra=extra)
+        return operators.add([plain], output, saved=[x], weights=name, settle_extra=extra)
 
     def _linear(
-        self, found: OperatorList, x: TapeTensor, size: float, name: str, named: bool = False
+        self, operators: OperatorList, x: TapeTensor, size: float, name: str, named: bool = False
     ) -> TapeTensor:
-        return found.add([x], TapeTensor(size, named=named), saved=[x], weights=name)
+        return operators.add([x], TapeTensor(size, named=named), saved=[x], weights=name)
 
-    def _rounding(self, found: OperatorList) -> RoundedOperators | None:
+    def _rounding(self, operators: OperatorList) -> RoundedOperators | None:
         """How linears of this layer are rounded."""
-        return self.rounded if found.rounds else None
+        return self.rounded if operators.rounds else None
 
     def _linear_alone(
-        self, found: OperatorList, x: TapeTensor, size: float, name: str
+        self, operators: OperatorList, x: TapeTensor, size: float, name: str
     ) -> TapeTensor:
         """A linear that is not split over tp, and rounded where others of its layer are."""
-        rounded = self._rounding(found)
+        rounded = self._rounding(operators)
         if rounded is None:
-            return self._linear(found, x, size, name)
-        return rounded.project(found, x, {name: size}, x.bytes)[0]
+            return self._linear(operators, x, size, name)
+        return rounded.project(operators, x, {name: size}, x.bytes)[0]
 
     def _project(
         self,
-        found: OperatorList,
+        operators: OperatorList,
         x: TapeTensor,
         sizes: dict[str, float],
-        kept: bool,
+        saves_shards: bool,
         copied: float = 0.0,
-        held: float = 0.0,
+        live_bytes: float = 0.0,
     ) -> list[TapeTensor]:
         """Linears of one input, with the bytes of their outputs: it is gathered before, and its
         gradient, one for all of them, is reduced after. In fp8, so many bytes of outputs are
         `copied`, and saved outputs hold so many of others."""
-        gathers, rounded = self.split and self.sp, self._rounding(found)
+        gathers, rounded = self.split and self.sp, self._rounding(operators)
         if rounded is not None:
-            how = {"split": self.split, "gathers": gathers, "shards": gathers and kept}
-            whole = self.whole if self.split else x.bytes
-            return rounded.project(found, x, sizes, whole, **how, copied=copied, held=held)
-        whole = self.whole if gathers else 0.0
-        first, *more = sizes.values()
-        outputs = [TapeTensor(first, extra=whole), *map(TapeTensor, more)]
-        found.add(
+            options = {"split": self.split, "gathers": gathers, "shards": gathers and saves_shards}
+            full_bytes = self.whole if self.split else x.bytes
+            return rounded.project(
+                operators, x, sizes, full_bytes, **options, copied=copied, held=live_bytes
+            )
+        full_bytes = self.whole if gathers else 0.0
+        first, *tail_sizes = sizes.values()
+        outputs = [TapeTensor(first, extra=full_bytes), *map(TapeTensor, tail_sizes)]
+        operators.add(
             [x],
             outputs[0],
-            saved=[x] if kept or not whole else [],
+            saved=[x] if saves_shards or not full_bytes else [],
             weights=list(sizes),
-            backward_extra=whole,
-            keeps=0.0 if kept else whole,
-            defers=0.0 if kept else whole,
+            backward_extra=full_bytes,
+            keeps=0.0 if saves_shards else full_bytes,
+            defers=0.0 if saves_shards else full_bytes,
             collective=self.split,
             more=outputs[1:],
-            gathered=whole if kept else 0.0,
-            gathers="input" if kept and whole else "",
+            gathered=full_bytes if saves_shards else 0.0,
+            gathers="input" if saves_shards and full_bytes else "",
             weights_last=True,
         )
         return outputs
 
-    def _row_linear(self, found: OperatorList, x: TapeTensor, name: str) -> TapeTensor:
+    def _row_linear(self, operators: OperatorList, x: TapeTensor, name: str) -> TapeTensor:
         """A linear and the sum over ranks; the gradient of its output is gathered."""
         if not self.split:
-            return self._linear_alone(found, x, self.whole, name)
-        if (rounded := self._rounding(found)) is not None:
+            return self._linear_alone(operators, x, self.whole, name)
+        if (rounded := self._rounding(operators)) is not None:
             output = self.residual if self.sp else self.whole
-            return rounded.sum_of_rows(found, x, name, output, self.whole)
-        whole = self.whole if self.sp else 0.0
-        return found.add(
+            return rounded.sum_of_rows(operators, x, name, output, self.whole)
+        full_bytes = self.whole if self.sp else 0.0
+        return operators.add(
             [x],
-            TapeTensor(self.residual if self.sp else self.whole, extra=whole),
+            TapeTensor(self.residual if self.sp else self.whole, extra=full_bytes),
             saved=[x],
             weights=name,
             collective=True,
-            gathered=whole,
+            gathered=full_bytes,
             gathers="gradient" if self.sp else "",
             weights_last=True,
         )
@@ -128,32 +132,35 @@ class LinearOperators:
     def _copies(self) -> bool:
         return self.split and self.sp and self.reorders
 
-    def _in_rows(self, found: OperatorList, x: TapeTensor) -> TapeTensor:
+    def _in_rows(self, operators: OperatorList, x: TapeTensor) -> TapeTensor:
         """Heads between the order of gathers and that of rows: a copy, if these differ."""
         if not self._copies:
             return x
-        return found.add([x], TapeTensor(x.bytes))
+        return operators.add([x], TapeTensor(x.bytes))
 
-    def _saves_shards(self, found: OperatorList, rule: Recompute) -> bool:
-        return self.shards and not (rule.full or found.module in rule.modules)
+    def _saves_shards(self, operators: OperatorList, rule: Recompute) -> bool:
+        return self.shards and not (rule.full or operators.module in rule.modules)
 
     def _inner(self, name: str) -> list[str]:
-        return [f"{name}.{each}" for each in (("gate", "up") if self.shape.gated else ("up",))]
+        return [
+            f"{name}.{projection}"
+            for projection in (("gate", "up") if self.shape.gated else ("up",))
+        ]
 
-    def _biased(self, found: OperatorList, x: TapeTensor, bias: bool) -> TapeTensor:
+    def _biased(self, operators: OperatorList, x: TapeTensor, bias: bool) -> TapeTensor:
         """A bias after the sum over ranks; that of one rank is part of the GEMM."""
         if not bias or not self.split:
             return x
-        return found.add([x], TapeTensor(x.bytes), passes=True)
+        return operators.add([x], TapeTensor(x.bytes), passes=True)
 
     def _activated(
-        self, found: OperatorList, inner: list[TapeTensor], rule: Recompute
+        self, operators: OperatorList, inner: list[TapeTensor], rule: Recompute
     ) -> TapeTensor:
-        again = rule.remakes("act") and found.module not in rule.modules
+        again = rule.remakes("act") and operators.module not in rule.modules
         copies = self.activations.memory.gated_copies - 3 if self.shape.gated else 0.0
-        made = TapeTensor(inner[0].bytes, remade=again)
-        return found.add(inner, made, saved=inner, keeps=copies * inner[0].bytes)
+        output = TapeTensor(inner[0].bytes, remade=again)
+        return operators.add(inner, output, saved=inner, keeps=copies * inner[0].bytes)
 
 
-def number(one: Array | Flags | float) -> float:
-    return float(np.asarray(one).reshape(-1)[0])
+def number(value: Array | Flags | float) -> float:
+    return float(np.asarray(value).reshape(-1)[0])

@@ -12,21 +12,23 @@ class MixerOperators(LayerOperators):
     """The operators of layers with an own mixer."""
 
     def _mixed(
-        self, found: OperatorList, x: TapeTensor, kind: LayerKind, rule: Recompute
+        self, operators: OperatorList, x: TapeTensor, kind: LayerKind, rule: Recompute
     ) -> TapeTensor:
-        here = self.activations.of_mixer if kind.recurrent else self.activations
-        mixer = here.mixer
+        activations = self.activations.of_mixer if kind.recurrent else self.activations
+        mixer = activations.mixer
         if mixer is None:
-            return self._attention(found, x, rule)
+            return self._attention(operators, x, rule)
         sizes = {
-            f"attention.{name}.": float(one[0]) * self.unit for name, one in mixer.made.items()
+            f"attention.{name}.": float(size[0]) * self.unit for name, size in mixer.made.items()
         }
-        made = self._project(found, x, sizes, self._saves_shards(found, rule))
-        made = [self._in_rows(found, each) for each in made]
-        rows = mixer_table(here.shape)
-        held = [f"attention.{each.name}" for each in rows if each.reads == "nothing"]
+        projections = self._project(operators, x, sizes, self._saves_shards(operators, rule))
+        projections = [self._in_rows(operators, projection) for projection in projections]
+        rows = mixer_table(activations.shape)
+        weights = [f"attention.{row.name}" for row in rows if row.reads == "nothing"]
         result = TapeTensor(float(mixer.back[0]) * self.unit)
-        kept = float(mixer.saved[0]) * self.unit
-        mixed = found.add(made, result, [*made, result], held, keeps=kept)
-        out = self._row_linear(found, self._in_rows(found, mixed), "attention.out")
-        return self._biased(found, out, rows[-1].bias)
+        saved_bytes = float(mixer.saved[0]) * self.unit
+        mixed = operators.add(
+            projections, result, [*projections, result], weights, keeps=saved_bytes
+        )
+        out = self._row_linear(operators, self._in_rows(operators, mixed), "attention.out")
+        return self._biased(operators, out, rows[-1].bias)

@@ -120,9 +120,9 @@ class OperatorList:
     ) -> TapeTensor:
         """Append an operator; its output."""
         names = tuple(filter(None, [weights] if isinstance(weights, str) else weights))
-        how = (names, passes, holds, backward_extra, settle_extra, keeps, defers, early)
-        how = (
-            *how,
+        options = (names, passes, holds, backward_extra, settle_extra, keeps, defers, early)
+        options = (
+            *options,
             tuple(more),
             gathered,
             gathers,
@@ -135,5 +135,5 @@ class OperatorList:
             self.block,
             kept,
         )
-        self.operators.append(Operator(tuple(inputs), output, tuple(saved), *how))
+        self.operators.append(Operator(tuple(inputs), output, tuple(saved), *options))
         return output

@@ -71,14 +71,14 @@ class OperatorTape:
 
     def __init__(
         self,
-        found: OperatorList,
+        operator_list: OperatorList,
         again: Iterable[str] = (),
         full: bool = False,
         keeps_attention: bool = False,
     ) -> None:
-        self.found, self.full, self.keeps_attention = found, full, keeps_attention
-        modules = dict.fromkeys(one.module for one in found.operators)
-        self.again = [""] if full else [each for each in modules if each and each in again]
+        self.found, self.full, self.keeps_attention = operator_list, full, keeps_attention
+        modules = dict.fromkeys(operator.module for operator in operator_list.operators)
+        self.again = [""] if full else [module for module in modules if module and module in again]
         self.events: list[Event] = []
         self.users: Counter[TapeTensor] = Counter()  # of a tensor that is in memory
         self.asked: Counter[TapeTensor] = Counter()  # who will want a tensor that is made again
@@ -93,80 +93,82 @@ class OperatorTape:
         """From its input on, which is counted here, to its output, which is not."""
         self.events = []
         self._count(self.found.input)
-        self._run(self.found.operators, lambda one: self._module(one) not in self.again)
+        self._run(self.found.operators, lambda operator: self._module(operator) not in self.again)
         self._drop(self.found.output.storage)
         self._drop(self.found.input.storage)
         return self.events
 
-    def backward(self, way: Way) -> list[Event]:
+    def backward(self, mode: Way) -> list[Event]:
         """The gradient of the output was made before; that of the input is left."""
         self.events, self.owed = [], []
         output = self.found.output
         grads = {output: _Gradient(output.gradient_bytes, output.logits)}
         left, block = set(self.again), None
-        for one in reversed(self.found.operators):
-            if one.block != block:
-                self.events.append(BlockPass(one.block, True, False))
-                block = one.block
-            gradient, module = self._joined(grads, one), self._module(one)
-            if module in left and one.saves:
+        for operator in reversed(self.found.operators):
+            if operator.block != block:
+                self.events.append(BlockPass(operator.block, True, False))
+                block = operator.block
+            gradient, module = self._joined(grads, operator), self._module(operator)
+            if module in left and operator.saves:
                 left.remove(module)
                 self._repeat(module)
-            self._differentiate(one, gradient, grads, way)
-            if module in self.again and one is self._operators(module)[0]:
-                for each in self.entered.pop(module):
-                    self._drop(each)
+            self._differentiate(operator, gradient, grads, mode)
+            if module in self.again and operator is self._operators(module)[0]:
+                for tensor in self.entered.pop(module):
+                    self._drop(tensor)
         return self.events
 
-    def _joined(self, grads: dict[TapeTensor, _Gradient], one: Operator) -> _Gradient:
+    def _joined(self, grads: dict[TapeTensor, _Gradient], operator: Operator) -> _Gradient:
         """The gradients of all outputs of an operator, which are freed together."""
-        first, *more = [grads.pop(each) for each in one.outputs]
-        if more:
-            assert all(each.users == 1 for each in (first, *more)), "nobody else reads them"
-            first.bytes += sum(each.bytes for each in more)
+        first, *tail = [grads.pop(output) for output in operator.outputs]
+        if tail:
+            assert all(part.users == 1 for part in (first, *tail)), "nobody else reads them"
+            first.bytes += sum(part.bytes for part in tail)
         return first
 
     def weight_gradients(self) -> list[Event]:
         """What the backward of input gradients has deferred."""
         self.events = []
-        for one, gradient in self.owed:
-            self._weights(one, one.settle_extra)
+        for operator, gradient in self.owed:
+            self._weights(operator, operator.settle_extra)
             self._forget(gradient)
-            self._let_go(one)
+            self._let_go(operator)
         return self.events
 
-    def _module(self, one: Operator) -> str:
-        return "" if self.full else one.module
+    def _module(self, operator: Operator) -> str:
+        return "" if self.full else operator.module
 
     def _operators(self, module: str) -> list[Operator]:
-        return [one for one in self.found.operators if self._module(one) == module]
+        return [operator for operator in self.found.operators if self._module(operator) == module]
 
     def _run(self, operators: Sequence[Operator], saves: Callable[[Operator], bool]) -> None:
-        uses = Counter(each.storage for one in operators for each in one.inputs)
+        uses = Counter(source.storage for reader in operators for source in reader.inputs)
         uses[operators[-1].output.storage] += 1
         self.users[operators[0].inputs[0].storage] += uses[operators[0].inputs[0].storage]
-        ends = set({(one.block, one.module): one for one in operators}.values())
+        ends = set({(reader.block, reader.module): reader for reader in operators}.values())
         named: defaultdict[tuple[int, str], list[TapeTensor]] = defaultdict(list)
         block = None
-        for one in operators:
-            if one.block != block:
+        for operator in operators:
+            if operator.block != block:
                 if block is not None:
                     self.events.append(BlockPass(block, False, True))
-                self.events.append(BlockPass(one.block, False, False))
-                block = one.block
-            readers = {each: uses[each.storage] + each.named for each in one.outputs}
-            self._make_once(one, {n: max(k, 1) for n, k in readers.items() if n.base is None})
-            if one.collective:
+                self.events.append(BlockPass(operator.block, False, False))
+                block = operator.block
+            readers = {output: uses[output.storage] + output.named for output in operator.outputs}
+            self._make_once(operator, {n: max(k, 1) for n, k in readers.items() if n.base is None})
+            if operator.collective:
                 self.events.append(Pause())
-            if saves(one):
-                self._save(one)
-            elif self._module(one) not in self.entered:
-                self.entered[self._module(one)] = self._hold([one.inputs[0]])
-            for each in (*one.inputs, *(each for each, n in readers.items() if not n)):
-                self._drop(each.storage)
-            named[one.block, one.module] += [each for each in one.outputs if each.named]
-            for each in named.pop((one.block, one.module)) if one in ends else ():
-                self._drop(each)  # names go with the last operator of their module
+            if saves(operator):
+                self._save(operator)
+            elif self._module(operator) not in self.entered:
+                self.entered[self._module(operator)] = self._hold([operator.inputs[0]])
+            for tensor in (*operator.inputs, *(output for output, n in readers.items() if not n)):
+                self._drop(tensor.storage)
+            named[operator.block, operator.module] += [
+                output for output in operator.outputs if output.named
+            ]
+            for tensor in named.pop((operator.block, operator.module)) if operator in ends else ():
+                self._drop(tensor)  # names go with the last operator of their module
         assert block is not None
         self.events.append(BlockPass(block, False, True))
 
@@ -178,28 +180,28 @@ class OperatorTape:
         self.plain.add(first)
         while not operators[-1].saves:
             operators.pop()
-        self._run(operators, lambda one: True)
+        self._run(operators, lambda operator: True)
         self._drop(operators[-1].output.storage)
         if first.remade:
             self._drop(first)
 
-    def _save(self, one: Operator) -> None:
-        self.held[one] = self._hold(one.saved)
-        if one.holds is not None and not one.holds.remade:
-            self.held[one] += self._hold([one.holds])
-        self.private[one] = one.keeps
-        self._change(one.keeps)
+    def _save(self, operator: Operator) -> None:
+        self.held[operator] = self._hold(operator.saved)
+        if operator.holds is not None and not operator.holds.remade:
+            self.held[operator] += self._hold([operator.holds])
+        self.private[operator] = operator.keeps
+        self._change(operator.keeps)
 
     def _hold(self, tensors: Iterable[TapeTensor]) -> list[TapeTensor]:
         """Keep what these need, and note those that will be made again."""
-        found: list[TapeTensor] = []
-        for each in tensors:
-            if each.remade and each not in self.plain:
-                self.asked[each] += 1
+        storages: list[TapeTensor] = []
+        for tensor in tensors:
+            if tensor.remade and tensor not in self.plain:
+                self.asked[tensor] += 1
             else:
-                self.users[each.storage] += 1
-                found.append(each.storage)
-        return found
+                self.users[tensor.storage] += 1
+                storages.append(tensor.storage)
+        return storages
 
     def _take(self, tensor: TapeTensor) -> None:
         """A tensor that a backward reads: made again, where it was not saved."""
@@ -218,66 +220,79 @@ class OperatorTape:
 
     def _differentiate(
         self,
-        one: Operator,
+        operator: Operator,
         gradient: _Gradient,
         grads: dict[TapeTensor, _Gradient],
-        way: Way,
+        mode: Way,
     ) -> None:
-        if one.collective:
+        if operator.collective:
             self.events.append(Pause())
-        if one.passes:
-            gradient.users += len(one.inputs)
+        if operator.passes:
+            gradient.users += len(operator.inputs)
             self._forget(gradient)
-            for each in one.inputs:
-                self._give(each, gradient, grads)
+            for tensor in operator.inputs:
+                self._give(tensor, gradient, grads)
             return
-        if one.early:  # given on, in the place of those that a backward makes
-            self._let_go(one)
-        made_again = [each for each in one.saved if each.remade and each not in self.plain]
-        for each in made_again:
-            self._take(each)
-        if way == "queued" and not one.weights_last:
-            self._weights(one, one.settle_extra)
-        fresh = [_Gradient(each.gradient_bytes, each.logits) for each in one.inputs]
-        operands = one.dequantised if way == "backward" else 0.0
-        self._change(one.backward_extra + one.gathered + one.rounded)
-        for each in fresh:
-            self._change(each.bytes, each.logits)
-        self._change(operands - one.rounded)
-        if way == "backward":
-            self.events += [WeightGradient(one.block, each, False) for each in one.weights]
-        elif way == "queued" and one.weights_last:
-            self._weights(one, one.settle_extra)
-        self._change(-one.backward_extra - one.gathered - operands)
-        if one.weights and way == "input":
-            self._defer(one, gradient, made_again)
+        if operator.early:  # given on, in the place of those that a backward makes
+            self._let_go(operator)
+        made_again = [
+            saved_tensor
+            for saved_tensor in operator.saved
+            if saved_tensor.remade and saved_tensor not in self.plain
+        ]
+        for tensor in made_again:
+            self._take(tensor)
+        if mode == "queued" and not operator.weights_last:
+            self._weights(operator, operator.settle_extra)
+        fresh = [
+            _Gradient(input_tensor.gradient_bytes, input_tensor.logits)
+            for input_tensor in operator.inputs
+        ]
+        operands = operator.dequantised if mode == "backward" else 0.0
+        self._change(operator.backward_extra + operator.gathered + operator.rounded)
+        for tensor in fresh:
+            self._change(tensor.bytes, tensor.logits)
+        self._change(operands - operator.rounded)
+        if mode == "backward":
+            self.events += [
+                WeightGradient(operator.block, weight, False) for weight in operator.weights
+            ]
+        elif mode == "queued" and operator.weights_last:
+            self._weights(operator, operator.settle_extra)
+        self._change(-operator.backward_extra - operator.gathered - operands)
+        if operator.weights and mode == "input":
+            self._defer(operator, gradient, made_again)
         else:
             self._forget(gradient)
-            self._let_go(one)
-            for each in made_again:
-                self._drop(each)
-        for each, its in zip(one.inputs, fresh, strict=True):
-            self._give(each, its, grads)
-        if way == "backward":
-            self.events += [WeightGradient(one.block, each, True) for each in one.weights]
+            self._let_go(operator)
+            for tensor in made_again:
+                self._drop(tensor)
+        for tensor, its in zip(operator.inputs, fresh, strict=True):
+            self._give(tensor, its, grads)
+        if mode == "backward":
+            self.events += [
+                WeightGradient(operator.block, weight, True) for weight in operator.weights
+            ]
 
-    def _defer(self, one: Operator, gradient: _Gradient, made_again: list[TapeTensor]) -> None:
+    def _defer(self, operator: Operator, gradient: _Gradient, made_again: list[TapeTensor]) -> None:
         """What the weight gradients of an operator will need. What was gathered stands for what it
         was gathered from."""
-        if one.gathers == "input":
-            self._let_go(one)
-            self.held[one], self.private[one] = [], 0.0
-            for each in made_again:
-                self._drop(each)
+        if operator.gathers == "input":
+            self._let_go(operator)
+            self.held[operator], self.private[operator] = [], 0.0
+            for tensor in made_again:
+                self._drop(tensor)
         else:
-            self.held[one] += made_again
-        if one.gathers == "gradient" or one.codes:
+            self.held[operator] += made_again
+        if operator.gathers == "gradient" or operator.codes:
             self._forget(gradient)
             gradient = _Gradient(0.0)
-        kept = one.defers + one.codes + (one.gathered if one.gathers else 0.0)
-        self._change(kept - self.private[one])
-        self.private[one] = kept
-        self.owed.append((one, gradient))
+        num_bytes = (
+            operator.defers + operator.codes + (operator.gathered if operator.gathers else 0.0)
+        )
+        self._change(num_bytes - self.private[operator])
+        self.private[operator] = num_bytes
+        self.owed.append((operator, gradient))
 
     def _give(
         self, tensor: TapeTensor, gradient: _Gradient, grads: dict[TapeTensor, _Gradient]
@@ -294,51 +309,52 @@ class OperatorTape:
         else:
             grads[tensor] = gradient
 
-    def _weights(self, one: Operator, extra: float) -> None:
-        if one.codes and not one.dequantised:  # one matmul makes those of all linears
-            for given in (False, True):
+    def _weights(self, operator: Operator, extra: float) -> None:
+        if operator.codes and not operator.dequantised:  # one matmul makes those of all linears
+            for is_final in (False, True):
                 self.events += [
-                    WeightGradient(one.block, each, given, True) for each in one.weights
+                    WeightGradient(operator.block, weight_name, is_final, True)
+                    for weight_name in operator.weights
                 ]
             return
-        if one.dequantised:
-            self._change(one.dequantised)
-        for each in one.weights:
+        if operator.dequantised:
+            self._change(operator.dequantised)
+        for weight in operator.weights:
             self._extra(extra)
-            self.events.append(WeightGradient(one.block, each, False))
-            self.events.append(WeightGradient(one.block, each, True))
-        if one.dequantised:
-            self._change(-one.dequantised)
+            self.events.append(WeightGradient(operator.block, weight, False))
+            self.events.append(WeightGradient(operator.block, weight, True))
+        if operator.dequantised:
+            self._change(-operator.dequantised)
 
-    def _let_go(self, one: Operator) -> None:
-        for each in self.held.pop(one, ()):
-            self._drop(each)
-        self._change(-self.private.pop(one, 0.0))
+    def _let_go(self, operator: Operator) -> None:
+        for tensor in self.held.pop(operator, ()):
+            self._drop(tensor)
+        self._change(-self.private.pop(operator, 0.0))
 
     def _forget(self, gradient: _Gradient) -> None:
         gradient.users -= 1
         if not gradient.users:
             self._change(-gradient.bytes, gradient.logits)
 
-    def _make_once(self, one: Operator, users: dict[TapeTensor, int]) -> None:
+    def _make_once(self, operator: Operator, users: dict[TapeTensor, int]) -> None:
         """The outputs of one operator; of attention that is kept, only those of the first run."""
-        if one.kept is None or not self.keeps_attention:
+        if operator.kept is None or not self.keeps_attention:
             self._make_all(users)
-        elif one in self.once:
-            self.once.remove(one)
-            self.users.update({each: count - 1 for each, count in users.items()})
-            self._change(-one.kept)
+        elif operator in self.once:
+            self.once.remove(operator)
+            self.users.update({tensor: count - 1 for tensor, count in users.items()})
+            self._change(-operator.kept)
         else:
-            self.once.add(one)
-            self._make_all({each: count + 1 for each, count in users.items()})
-            self._change(one.kept)
+            self.once.add(operator)
+            self._make_all({tensor: count + 1 for tensor, count in users.items()})
+            self._change(operator.kept)
 
     def _make_all(self, users: dict[TapeTensor, int]) -> None:
         """The outputs of one operator, and what it holds besides until the last is made."""
-        extra = sum(each.extra for each in users)
+        extra = sum(output.extra for output in users)
         self._change(extra)
-        for each, count in users.items():
-            self._count(each, count)
+        for tensor, count in users.items():
+            self._count(tensor, count)
         self._change(-extra)
 
     def _make(self, tensor: TapeTensor, users: int) -> None:
@@ -368,6 +384,6 @@ class OperatorTape:
         if self.events and isinstance(self.events[-1], Change):
             before = self.events.pop()
             assert isinstance(before, Change)
-        total, words = before.bytes + size, before.logits + size * logits
-        peak = (total, words) if total > before.peak else (before.peak, before.peak_logits)
-        self.events.append(Change(total, words, *peak))
+        total, total_logits = before.bytes + size, before.logits + size * logits
+        peak = (total, total_logits) if total > before.peak else (before.peak, before.peak_logits)
+        self.events.append(Change(total, total_logits, *peak))

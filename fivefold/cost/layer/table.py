@@ -64,11 +64,11 @@ class LayerTable:
 
     def add(self, grids: Iterable[LayoutGrid]) -> None:
         """Time the shardings of these blocks that are not known yet, all at once."""
-        asked = dict(each for grid in grids for each in _shardings(grid))
-        fresh = {key: degrees for key, degrees in asked.items() if key not in self._places}
+        shardings = dict(sharding for grid in grids for sharding in _shardings(grid))
+        fresh = {key: degrees for key, degrees in shardings.items() if key not in self._places}
         if not fresh:
             return
-        self._places |= {key: len(self._places) + place for place, key in enumerate(fresh)}
+        self._places |= {key: len(self._places) + index for index, key in enumerate(fresh)}
         grid = self._grid(list(fresh.values()))
         work = self._timer(grid)
         costs, hosts = layer_passes(work), list[HostSeconds]()
@@ -85,11 +85,11 @@ class LayerTable:
         least = self._all_layers(
             with_host(costs, hosts, np.zeros(1, bool), is_cpu=self.machine.is_cpu), late
         )
-        every = [each for column in costs for each in column]
+        every = [cost for column in costs for cost in column]
         self._passes = _joined(self._passes, every, len(fresh))
         self._late = _joined(self._late, late, len(fresh))
         self._shown = _joined(self._shown, shown, len(fresh))
-        self._hosts = _joined(self._hosts, [each for host in hosts for each in host], len(fresh))
+        self._hosts = _joined(self._hosts, [array for host in hosts for array in host], len(fresh))
         self._least = _joined(self._least, [least], len(fresh))
 
     def _timer(self, grid: LayoutGrid) -> LayerTimer:
@@ -99,17 +99,25 @@ class LayerTable:
     def _grid(self, degrees: list[_Key]) -> LayoutGrid:
         """All microbatch sizes and rules of these shardings. As if there were endless microbatches,
         all of them are in pairs if the schedule pairs them at all."""
-        tp, cp, context, ep, etp, pp, dp = (along(0, each) for each in zip(*degrees, strict=True))
+        tp, cp, context, ep, etp, pp, dp = (
+            along(0, degree) for degree in zip(*degrees, strict=True)
+        )
         schedules = (_PLAIN, int(_PAIRS.argmax())) if self.shape.moe is not None else (_PLAIN,)
-        one = along(0, [1])
+        ones = along(0, [1])
         return LayoutGrid(
             **{"tp": tp, "cp": cp, "context": context, "ep": ep, "etp": etp, "pp": pp},
-            **{"replicate": one, "shard": dp, "zero": 0 * one, "chunks": one, "offload": 0 * one},
+            **{
+                "replicate": ones,
+                "shard": dp,
+                "zero": 0 * ones,
+                "chunks": ones,
+                "offload": 0 * ones,
+            },
             microbatch_size=along(1, self.sizes),
             microbatches=along(1, [np.inf]),
             recompute=along(4, range(len(self.rules))),
             schedule=along(2, schedules),
-            sp=one * self.sp > 0,
+            sp=ones * self.sp > 0,
             rules=self.rules,
         )
 
@@ -118,7 +126,7 @@ class LayerTable:
         units = [sum(passes, np.zeros(1)) for passes in zip(*costs, strict=True)]
         units[-1] = np.minimum(units[-1], sum(late, np.zeros(1)))
         counted = zip((*self.counts, 1), units, strict=True)
-        return sum((count * each for count, each in counted), np.zeros(1)) * self.stack.factor
+        return sum((count * seconds for count, seconds in counted), np.zeros(1)) * self.stack.factor
 
     def least(self, grid: LayoutGrid) -> Array:
         """A lower bound of a step of each layout of a block: its layers and its head, evenly over
@@ -129,20 +137,22 @@ class LayerTable:
     def passes(self, grid: LayoutGrid) -> PassCosts:
         """Seconds of each kind of layer and of the head, for each layout of a block."""
         share = paired_share(grid)
-        found = [
-            each[:, :, :1] + share * (each[:, :, 1:] - each[:, :, :1])
-            if each.shape[2] > 1 and share.any()
-            else each[:, :, :1]
-            for each in self._looked_up(grid, self._passes)
+        pass_seconds = [
+            array[:, :, :1] + share * (array[:, :, 1:] - array[:, :, :1])
+            if array.shape[2] > 1 and share.any()
+            else array[:, :, :1]
+            for array in self._looked_up(grid, self._passes)
         ]
         count = len(self.counts) + 1
         if (defers := grid.defers).any():
-            for place, late in enumerate(self._looked_up(grid, self._late)):
-                at = (place + 1) * count - 1
-                found[at] = np.where(defers, late, found[at])
-            for place, more in enumerate(self._looked_up(grid, self._shown)):
-                found[count + place] = found[count + place] + np.where(defers, more, 0.0)
-        costs = (found[:count], found[count : 2 * count], found[2 * count :])
+            for index, late in enumerate(self._looked_up(grid, self._late)):
+                at = (index + 1) * count - 1
+                pass_seconds[at] = np.where(defers, late, pass_seconds[at])
+            for index, extra in enumerate(self._looked_up(grid, self._shown)):
+                pass_seconds[count + index] = pass_seconds[count + index] + np.where(
+                    defers, extra, 0.0
+                )
+        costs = (pass_seconds[:count], pass_seconds[count : 2 * count], pass_seconds[2 * count :])
         hosts = self._looked_up(grid, self._hosts)
         pairs = [HostSeconds(*hosts[at : at + 2]) for at in range(0, len(hosts), 2)]
         return with_host(costs, pairs, defers, is_cpu=self.machine.is_cpu)
@@ -154,7 +164,7 @@ class LayerTable:
         rules = [int(number) for number in grid.recompute.flat]
         for axis, index in ((0, places), (1, sizes), (4, rules)):
             arrays = [
-                np.take(each, index, axis) if each.shape[axis] > 1 else each for each in arrays
+                np.take(array, index, axis) if array.shape[axis] > 1 else array for array in arrays
             ]
         return arrays
 
@@ -162,30 +172,30 @@ class LayerTable:
 def _shardings(grid: LayoutGrid) -> Iterator[tuple[_Key, _Key]]:
     """What layers depend on, and the degrees, for each degree of a block."""
     columns = (grid.tp, grid.cp, grid.context, grid.ep, grid.etp, grid.pp, grid.dp[:, :, :, :1])
-    for degrees in zip(*(each.flat for each in np.broadcast_arrays(*columns)), strict=True):
+    for degrees in zip(*(column.flat for column in np.broadcast_arrays(*columns)), strict=True):
         yield (*degrees[:5], degrees[5] > 1), degrees
 
 
-def _joined(known: list[Array], more: list[Array], count: int) -> list[Array]:
+def _joined(known: list[Array], additions: list[Array], count: int) -> list[Array]:
     """Longer arrays, along the axis of degrees; `count`: of the new ones."""
-    found: list[Array] = []
-    for place, each in enumerate(more):
-        inner = each.shape[1:]
-        first = known[place] if known else np.zeros((0, *inner))
+    arrays: list[Array] = []
+    for index, array in enumerate(additions):
+        inner = array.shape[1:]
+        first = known[index] if known else np.zeros((0, *inner))
         inner = np.broadcast_shapes(inner, first.shape[1:])
         parts = (
             np.broadcast_to(first, (len(first), *inner)),
-            np.broadcast_to(each, (count, *inner)),
+            np.broadcast_to(array, (count, *inner)),
         )
-        found.append(np.concatenate(parts))
-    return found
+        arrays.append(np.concatenate(parts))
+    return arrays
 
 
-def by_schedule(found: NDArray[Any], grid: LayoutGrid) -> NDArray[Any]:
+def by_schedule(array: NDArray[Any], grid: LayoutGrid) -> NDArray[Any]:
     """What is known by pairs, for each schedule of a block."""
-    if found.shape[2] == 1:
-        return found
-    return np.take(found, _PAIRS[grid.schedule.astype(np.int64).ravel()], axis=2)
+    if array.shape[2] == 1:
+        return array
+    return np.take(array, _PAIRS[grid.schedule.astype(np.int64).ravel()], axis=2)
 
 
 @lru_cache(maxsize=32)

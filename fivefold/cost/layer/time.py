@@ -167,12 +167,12 @@ class LayerTimer(LayerKernels):
         inputs: TimeParts = {"products": seconds, "attention": core_backward}
         passes = self.stack.elementwise_backward * elementwise + cast
         inputs["elementwise"] = passes + copies + self._all_tokens(self.stack.summed_passes)
-        size = sum((each.outputs * each.inputs for each in gemms), np.zeros(1))
+        size = sum((gemm.outputs * gemm.inputs for gemm in gemms), np.zeros(1))
         summed = self._accumulated(size)
         weights: TimeParts = {"products": seconds / self.late_speed + summed}
         if self.stack.fp8 is not None:
             modules = [gemms[:-2], gemms[-2:]] if moe is None else [gemms, self._shared_gemms(moe)]
-            first, second = (self.rounding_seconds(each) for each in modules)
+            first, second = (self.rounding_seconds(module_gemms) for module_gemms in modules)
             forward["rounding"], inputs["rounding"] = first[0] + second[0], first[1] + second[1]
         if moe is not None:
             self._add_experts(moe, forward, inputs, weights)
@@ -198,28 +198,31 @@ class LayerTimer(LayerKernels):
     def _add_traffic(self, times: LayerTimes, moe: Moe | None) -> None:
         """The collectives of the layer, without those inside attention."""
         joined = self.stack.joins_blocks and self.shape.parallel_block and moe is None
-        for each in self.collectives(moe):
-            part = _PARTS[each.axis]
-            seconds = self.seconds_of(each) * (1 - self._hidden[part])
+        for collective in self.collectives(moe):
+            part = _PARTS[collective.axis]
+            seconds = self.seconds_of(collective) * (1 - self._hidden[part])
             if joined and part == "tp":
                 seconds = seconds / 2
-            if self.stack.tp_overlap and each.module:
-                self._add_split(times, seconds, each, moe)
+            if self.stack.tp_overlap and collective.module:
+                self._add_split(times, seconds, collective, moe)
             else:
-                self._add(times, part, seconds, each)
+                self._add(times, part, seconds, collective)
 
     def _add_split(
         self, times: LayerTimes, seconds: Array, issued: CountedCollective, moe: Moe | None
     ) -> None:
         """Collectives of a module that is split over tp, beside its matmuls."""
         gemms, chunks = self._split_gemms(issued.module, moe), self.job.tp_chunks
-        used, again = (each / chunks for each in (issued.forward, issued.again))
-        more = issued.backward / chunks - used
-        found = tensor_seconds(issued.kind, chunks * seconds, more, chunks, gemms)
-        counted = ((times.forward, used * found.forward), (times.inputs, used * found.backward))
-        repeated = (times.again, self.stack.recomputed * again * found.forward)
-        for parts, each in (*counted, repeated, (times.late, used * found.late)):
-            parts["tp"] = parts.get("tp", np.zeros(1)) + each
+        used, again = (count / chunks for count in (issued.forward, issued.again))
+        extra = issued.backward / chunks - used
+        tensor_times = tensor_seconds(issued.kind, chunks * seconds, extra, chunks, gemms)
+        counted = (
+            (times.forward, used * tensor_times.forward),
+            (times.inputs, used * tensor_times.backward),
+        )
+        repeated = (times.again, self.stack.recomputed * again * tensor_times.forward)
+        for parts, part_seconds in (*counted, repeated, (times.late, used * tensor_times.late)):
+            parts["tp"] = parts.get("tp", np.zeros(1)) + part_seconds
 
     def _split_gemms(self, module: str, moe: Moe | None) -> SplitGemms:
         """The matmuls beside which the collectives of a module run."""
@@ -279,15 +282,15 @@ class LayerTimer(LayerKernels):
     def _recomputation(self, forward: TimeParts, moe: Moe | None) -> TimeParts:
         """What is computed again: the full forward, or that of some modules."""
         full = self.stack.recomputed * self.grid.recompute_has(lambda rule: rule.full)
-        found = {name: full * each for name, each in forward.items()}
-        found["attention"] *= self.grid.recompute_has(lambda rule: not rule.keeps_attention)
+        repeats = {name: full * part_seconds for name, part_seconds in forward.items()}
+        repeats["attention"] *= self.grid.recompute_has(lambda rule: not rule.keeps_attention)
         ours = self.stack.runs_plans
         by_module = self._modules(forward, moe) if ours else self._selective(forward)
         for module, parts in by_module.items():
             again = self.grid.recompute_has(partial(Recompute.remakes, module=module))
             for name, seconds in parts.items():
-                found[name] = found[name] + again * seconds
-        return found
+                repeats[name] = repeats[name] + again * seconds
+        return repeats
 
     def _selective(self, forward: TimeParts) -> dict[Module, TimeParts]:
         """In other stacks: attention (unfused) or the elementwise kernels, and some matmuls."""
@@ -346,23 +349,25 @@ class LayerTimer(LayerKernels):
     def head(self) -> LayerTimes:
         """The LM head and the loss, and again for each MTP layer."""
         shape, grid = self.shape, self.grid
-        words = shape.vocab / grid.tp
-        seconds = self.matmul(2 * self.tokens * shape.width * words, narrow=False)
+        vocab_shard = shape.vocab / grid.tp
+        seconds = self.matmul(2 * self.tokens * shape.width * vocab_shard, narrow=False)
         seconds = (1 + shape.mtp) * seconds / self.stack.head_efficiency
-        loss = (1 + shape.mtp) * self.moved(self.stack.loss_bytes * self.tokens * words)
+        loss = (1 + shape.mtp) * self.moved(self.stack.loss_bytes * self.tokens * vocab_shard)
         learns = 0.0 if self.stack.frozen else 1.0
-        summed = self._accumulated(shape.width * words)
+        summed = self._accumulated(shape.width * vocab_shard)
         passes = [seconds + loss / 2, seconds + loss / 2, learns * (seconds + summed)]
         if self.stack.memory.chunks_loss:
             chunks = grid.loss_chunks(shape, self.tokens)
             early = self._head_in_chunks(seconds, chunks, learns)
             early = [*early, learns * summed]
-            passes = [np.where(chunks > 1, *each) for each in zip(early, passes, strict=True)]
-        forward, inputs, weights = ({"head": each} for each in passes)
+            passes = [np.where(chunks > 1, *pair) for pair in zip(early, passes, strict=True)]
+        forward, inputs, weights = ({"head": head_seconds} for head_seconds in passes)
         times = LayerTimes(forward, inputs, weights, {})
         # The embedding's lookup counts here too, though the first stage has it.
-        for each in tensor_ends(self.job, 1 + shape.mtp, 1 + shape.mtp):
-            self._add(times, "tp", self.seconds_of(each) * (1 - self._hidden["tp"]), each)
+        for collective in tensor_ends(self.job, 1 + shape.mtp, 1 + shape.mtp):
+            self._add(
+                times, "tp", self.seconds_of(collective) * (1 - self._hidden["tp"]), collective
+            )
         if self.machine.is_cpu:  # an embedding and a head have as many operators as a layer each
             host = self.host_seconds()
             times.forward["launch"], times.inputs["launch"] = 2 * host.forward, 2 * host.backward
@@ -372,9 +377,9 @@ class LayerTimer(LayerKernels):
         """Forward and backward of a head that computes its gradients in forward: every chunk but
         the first reads the sum of the weight's, and backward multiplies it and the input's."""
         shape, tp = self.shape, self.grid.tp
-        losses, words = 1 + shape.mtp, shape.vocab / tp
-        weight = learns * losses * shape.width * words * self.itemsize
-        loss = losses * self.moved(self.stack.chunk_loss_bytes * self.tokens * words)
+        losses, vocab_shard = 1 + shape.mtp, shape.vocab / tp
+        weight = learns * losses * shape.width * vocab_shard * self.itemsize
+        loss = losses * self.moved(self.stack.chunk_loss_bytes * self.tokens * vocab_shard)
         sums = np.where(tp > 1, 0.0, self.moved(2 * (chunks - 1) * weight))
         scaled = 2 * (weight + losses * self.tokens * shape.width * self.itemsize)
         return (2 + learns) * seconds + loss + sums, self.moved(scaled)
@@ -423,18 +428,20 @@ class LayerTimer(LayerKernels):
         uneven = (grid.cp > 1) & grid.context_has(lambda kind: not kind.zigzag)
         slowest = np.where(uneven, 2 - 1 / grid.cp, 1.0)
         shown, hidden = (LayerTimes({}, {}, {}, {}) for _ in range(2))
-        for each in context_layer(job):
-            of_ring, seconds = each.kind in ("send", "recv"), self.seconds_of(each)
-            self._add(hidden if of_ring else shown, "cp", seconds, each)
-            if of_ring and np.all(each.forward == 0):  # gradients: in backward alone
-                last = np.where(each.backward > 0, seconds, 0.0)
+        for collective in context_layer(job):
+            of_ring, seconds = collective.kind in ("send", "recv"), self.seconds_of(collective)
+            self._add(hidden if of_ring else shown, "cp", seconds, collective)
+            if of_ring and np.all(collective.forward == 0):  # gradients: in backward alone
+                last = np.where(collective.backward > 0, seconds, 0.0)
                 shown.inputs["cp"] = shown.inputs.get("cp", np.zeros(1)) + last
         for name in ("forward", "inputs", "again"):
-            mine, bare, behind = (getattr(each, name) for each in (times, shown, hidden))
-            runs = merges & (mine["attention"] > 0)
-            core = mine["attention"] * slowest + np.where(runs, merge * (job.outer - 1), 0)
-            mine["attention"] = core
-            mine["cp"] = bare["cp"] + shown_seconds(behind.get("cp", np.zeros(1)), core)
+            own_parts, bare, behind = (
+                getattr(layer_times, name) for layer_times in (times, shown, hidden)
+            )
+            runs = merges & (own_parts["attention"] > 0)
+            core = own_parts["attention"] * slowest + np.where(runs, merge * (job.outer - 1), 0)
+            own_parts["attention"] = core
+            own_parts["cp"] = bare["cp"] + shown_seconds(behind.get("cp", np.zeros(1)), core)
 
 
 def _repeated_share(rule: Recompute) -> float:

@@ -38,7 +38,7 @@ class SavedTensor(NamedTuple):
     in_attention: bool = False
 
     def is_remade(self, rule: Recompute) -> bool:
-        return any(rule.remakes(each) for each in self.modules)
+        return any(rule.remakes(module) for module in self.modules)
 
 
 class Activations:
@@ -84,7 +84,7 @@ class Activations:
         """All that these depend on, of a grid with one layout."""
         grid, job = self.grid, (self.shape, self.memory, self.seq, self.itemsize, self.imbalance)
         degrees = (grid.tp, grid.sp, grid.cp, grid.ep, grid.etp, grid.ep_nodes, grid.context)
-        return *job, self.balance, self.unfused, *(each.item() for each in degrees)
+        return *job, self.balance, self.unfused, *(degree.item() for degree in degrees)
 
     def of_layer(self, i: int) -> Activations:
         """Those of layers that mix tokens as layer i does."""
@@ -105,9 +105,9 @@ class Activations:
 
     def _saved_under(self, routed: bool, rule: Recompute) -> Array:
         if self.memory.selective == "remade":
-            kept = [each.bytes for each in self._tensors(routed) if not each.is_remade(rule)]
-            return sum(kept, np.zeros(1))
-        saved = sum((each.bytes for each in self._tensors(routed)), np.zeros(1))
+            sizes = [tensor.bytes for tensor in self._tensors(routed) if not tensor.is_remade(rule)]
+            return sum(sizes, np.zeros(1))
+        saved = sum((tensor.bytes for tensor in self._tensors(routed)), np.zeros(1))
         if not rule.modules:
             return saved
         if self.memory.selective == "core":
@@ -119,8 +119,10 @@ class Activations:
         computed again at the same time."""
         if self.memory.selective != "remade":
             return np.maximum(self.saved(routed) - self.saved(routed, rule), 0.0)
-        again = [each for each in self._tensors(routed) if each.is_remade(rule)]
-        sides = [[each.bytes for each in again if each.in_attention == side] for side in (0, 1)]
+        again = [tensor for tensor in self._tensors(routed) if tensor.is_remade(rule)]
+        sides = [
+            [tensor.bytes for tensor in again if tensor.in_attention == side] for side in (0, 1)
+        ]
         return np.maximum(*(sum(side, np.zeros(1)) for side in sides))
 
     def _tensors(self, routed: bool) -> tuple[SavedTensor, ...]:
@@ -155,21 +157,21 @@ class Activations:
         """
         shape, size, mla = self.shape, self.itemsize, self.shape.mla
         norms = shape.inner_norms + shape.outer_norms
-        kept = (2 * norms + shape.out_bias + shape.mlp_bias) * self.residual
-        kept = kept + 2 * self.whole * self.waiting
+        num_bytes = (2 * norms + shape.out_bias + shape.mlp_bias) * self.residual
+        num_bytes = num_bytes + 2 * self.whole * self.waiting
         if self.mixer is not None:
             heads = self.mixer.projected
         elif mla is None:
             heads = ((1 + shape.attention_gate) * self.heads + 2 * self.kv_heads) * shape.head_dim
             if shape.qk_norm != "none":
-                kept = kept + 2 * (self.heads + self.kv_heads) * shape.head_dim * size
+                num_bytes = num_bytes + 2 * (self.heads + self.kv_heads) * shape.head_dim * size
         else:
             ranks = (mla.q_rank or 0) + mla.kv_rank
-            kept = kept + 2 * ranks * size
+            num_bytes = num_bytes + 2 * ranks * size
             heads = 2 * ranks + mla.rope_dim
             heads = heads + self.heads * (shape.head_dim + mla.nope_dim + mla.value_dim)
-        kept = kept + (heads + self._read_back) * size * self.waiting
-        return kept + (self._deferred_experts() if routed else self._deferred_mlp())
+        num_bytes = num_bytes + (heads + self._read_back) * size * self.waiting
+        return num_bytes + (self._deferred_experts() if routed else self._deferred_mlp())
 
     def beside_experts(self) -> Array:
         """What a layer saves beside the slots as they arrive and what is inside of experts: scores,
@@ -204,16 +206,16 @@ class Activations:
         matrices = 3 if shape.gated else 2
         rows = 2 * shape.width + matrices * moe.ffn / self.grid.etp
         waiting = self.slots() * rows * (1 if self.coded_slots else size)
-        kept = self.residual + WIDE * moe.experts / self.split + waiting
+        num_bytes = self.residual + WIDE * moe.experts / self.split + waiting
         if moe.shared:
             shared = 2 * self.whole + matrices * moe.shared_ffn / self.grid.tp * size
-            kept = kept + shared * self.waiting
-        return kept
+            num_bytes = num_bytes + shared * self.waiting
+        return num_bytes
 
     def deferred_at_head(self) -> Array:
         """The same for the head and the final norm: the gradient of the logits above all."""
-        words = self.shape.vocab / self.grid.tp * self.itemsize
-        return self.whole + words + 2 * self.residual
+        logit_bytes = self.shape.vocab / self.grid.tp * self.itemsize
+        return self.whole + logit_bytes + 2 * self.residual
 
     def inputs(self) -> Array:
         """By one layer with full recomputation."""
@@ -221,10 +223,10 @@ class Activations:
 
     def at_head(self) -> Array:
         """By the final norm and the head, without logits."""
-        kept = self.residual + self._statistics / self.split + self.head_input
+        num_bytes = self.residual + self._statistics / self.split + self.head_input
         if self.memory.gathered_head_input:
-            kept = kept + np.where(self.split > 1, self.whole, 0.0)
-        return kept
+            num_bytes = num_bytes + np.where(self.split > 1, self.whole, 0.0)
+        return num_bytes
 
     def rotary_tables(self) -> float:
         """Sines and cosines of a microbatch, which all layers of a stage share."""
@@ -281,12 +283,12 @@ class Activations:
             yield from self._latents(shape.mla)
             return
         queries = (1 + shape.attention_gate) * self.heads
-        found = (queries + 2 * self.kv_heads) * shape.head_dim * size
+        num_bytes = (queries + 2 * self.kv_heads) * shape.head_dim * size
         if shape.qk_norm != "none":
-            found = found + (self.heads + self.kv_heads) * shape.head_dim * size
+            num_bytes = num_bytes + (self.heads + self.kv_heads) * shape.head_dim * size
         if self.memory.packed and shape.kv_heads == shape.heads:
-            found = found + 2 * self.kv_heads * shape.head_dim * size
-        yield SavedTensor(found, ("attention",), True)
+            num_bytes = num_bytes + 2 * self.kv_heads * shape.head_dim * size
+        yield SavedTensor(num_bytes, ("attention",), True)
 
     def _latents(self, mla: Mla) -> Iterator[SavedTensor]:
         """Latents before and after their norms, on every tp rank; heads of queries, keys and
@@ -321,8 +323,8 @@ class Activations:
         heads = self.kv_heads
         copied = np.lcm(np.maximum(heads, 1).astype(np.int64), grid.cp.astype(np.int64))
         heads = np.where(all_of_them, copied, heads)
-        found = (self.heads + 2 * heads) * size + swaps * self.heads * size
-        return np.where((grid.cp > 1) & (swaps | widened), found, 0.0)
+        num_bytes = (self.heads + 2 * heads) * size + swaps * self.heads * size
+        return np.where((grid.cp > 1) & (swaps | widened), num_bytes, 0.0)
 
     @property
     def by_formula(self) -> bool:

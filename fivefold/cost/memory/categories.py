@@ -155,11 +155,11 @@ class CachingAllocator:
         before = np.minimum(left / cache.backward_launches, stage.layers.all)
         before = np.where((grid.pp == 1) & (grid.microbatches > 1), before, 0.0)
         blocks = 2 * forward * (1 + 1 / grid.tp) + 2 * before * (1 + 2.5 / grid.tp)
-        found = blocks * self._ahead() * entries.activations.whole * entries.tokens
+        num_bytes = blocks * self._ahead() * entries.activations.whole * entries.tokens
         if cache.most is not None:
             live = self.parts["activations"] + self.parts["logits"]
-            found = np.minimum(found, cache.most * live)
-        return np.where(entries.activations.split > 1, found, 0.0)
+            num_bytes = np.minimum(num_bytes, cache.most * live)
+        return np.where(entries.activations.split > 1, num_bytes, 0.0)
 
     def _ahead(self) -> Array:
         """Whether the host is ahead of the GPU. Alone, the fastest host of a tensor group is: its
@@ -175,16 +175,16 @@ class CachingAllocator:
     def _filled(self, cache: AllocatorCache) -> Array:
         """How much of the queue is full in a step: a host that is assumed to need half of the GPU's
         time gains every second kernel of a microbatch. Messages of a pipeline start it anew."""
-        grid, both = self.entries.grid, cache.forward_launches + cache.backward_launches
-        needed = 2 * LAUNCH_QUEUE / (both * np.maximum(self.stage.layers.all, 1.0))
+        grid, launches = self.entries.grid, cache.forward_launches + cache.backward_launches
+        needed = 2 * LAUNCH_QUEUE / (launches * np.maximum(self.stage.layers.all, 1.0))
         return np.where(grid.pp == 1, grid.microbatches / (grid.microbatches + needed), 1.0)
 
     def _gathered(self) -> Array:
         """ZeRO-1: after an update, flat copies of 2 bytes of all weights twice and of the rank's
         own, less its moments of 8 bytes, which were allocated where activations had been."""
         grid, parameters = self.entries.grid, self.entries.parameters(self.stage)
-        found = np.maximum(4 - 6 / grid.dp, 0.0) * parameters.all
-        return np.where((grid.zero == 1) & (grid.dp > 1), found, 0.0)
+        num_bytes = np.maximum(4 - 6 / grid.dp, 0.0) * parameters.all
+        return np.where((grid.zero == 1) & (grid.dp > 1), num_bytes, 0.0)
 
 
 def peak_memory(

@@ -84,14 +84,14 @@ class MemoryEntries:
         """What a rank has at least, without logits."""
         parameters = self.parameters(stage)
         states = self._states(parameters)
-        held = states["weights"] + states["master"] + states["optimizer"]
+        state_bytes = states["weights"] + states["master"] + states["optimizer"]
         gradients = self._sharded(parameters, 1) * self.gradient_bytes
         saved, by_chunk = self.layers.saved(stage), backward_by_chunk(self.grid)
         if self.memory.unit_by_unit:
             saved = saved + self.activations.rotary_tables() * self.tokens * self.grid.chunks
         activations = saved * stage.flight
         if self.memory.unit_by_unit:
-            held = held + self._gathered(parameters, stage, np.zeros(1))
+            state_bytes = state_bytes + self._gathered(parameters, stage, np.zeros(1))
             reduced = (self.grid.zero >= 2) | (self.grid.microbatches.min() == 1)
             reduced = reduced | ((self.grid.zero == 1) & by_chunk)
             full = parameters.all * self.gradient_bytes
@@ -102,7 +102,7 @@ class MemoryEntries:
         if self.stack.grads_home or self.stack.frozen:
             gradients = np.zeros(1)
         begun = (self.grid.microbatches > stage.flight) & self.memory.unit_by_unit & ~by_chunk
-        return LeastBytes(held + self.memory.context_bytes, gradients, activations, begun)
+        return LeastBytes(state_bytes + self.memory.context_bytes, gradients, activations, begun)
 
     def _by_moment(self, stage: RankStage) -> tuple[MemoryParts, ...]:
         """When the backward of the layers begins, when it ends, of one chunk or of all, before that
@@ -116,15 +116,17 @@ class MemoryEntries:
         unit = self._unit(parameters, stage)
         leave = bool(self.stack.grads_home)
         shares = self.shape.tied & (self.grid.pp == 1)
-        rest = (self.grid, owned, self.gradient_bytes * learned, unit, leave)
-        gradients = StageGradients(self.shape, parameters, stage, *rest)
+        arguments = (self.grid, owned, self.gradient_bytes * learned, unit, leave)
+        gradients = StageGradients(self.shape, parameters, stage, *arguments)
         waiting = stage.head * self.losses.other_inputs()
         begin = self.layers.most(stage, saved) + waiting
         end = final = waiting + self.layers.most(stage, saved, gradients.done_after_backward())
         by_chunk = backward_by_chunk(self.grid)
         if by_chunk.any():
-            others = stage.flight * (1 - 1 / self.grid.chunks)
-            final = np.where(by_chunk, self.layers.most(stage, saved, others) + waiting, end)
+            earlier_flight = stage.flight * (1 - 1 / self.grid.chunks)
+            final = np.where(
+                by_chunk, self.layers.most(stage, saved, earlier_flight) + waiting, end
+            )
         # A tied weight has two gradients: the head's waits for the embedding's, and for their sum.
         tied = np.where(shares, matrix * self.itemsize, 0.0)
         embedding = stage.embedding * matrix * self.itemsize
@@ -133,32 +135,36 @@ class MemoryEntries:
         states, messages = self._states(parameters), self._messages()
         gathered = self._gathered(parameters, stage, np.zeros(1))
         logits = stage.head * self.losses.others()
-        both = (logits, messages + self._buffers(), gathered)
-        found = [
-            self._moment(states, gradients.at_last_layer(), begin + working + tied, *both),
-            self._moment(states, gradients.at_first_layer(), end + working + tied, *both),
+        buffers = (logits, messages + self._buffers(), gathered)
+        moments = [
+            self._moment(states, gradients.at_last_layer(), begin + working + tied, *buffers),
+            self._moment(states, gradients.at_first_layer(), end + working + tied, *buffers),
         ]
         if by_chunk.any():
-            found.append(self._moment(states, gradients.at_last_chunk(), final + working, *both))
+            moments.append(
+                self._moment(states, gradients.at_last_chunk(), final + working, *buffers)
+            )
         if (copied := mirrored(self.grid)).any():
             sums = np.where(copied, sums_of_copies(owned, self.gradient_bytes), 0.0)
-            rest = (sums, np.zeros(1), messages, np.zeros(1))
-            found.append(self._moment(states, gradients.at_update(), *rest))
+            arguments = (sums, np.zeros(1), messages, np.zeros(1))
+            moments.append(self._moment(states, gradients.at_update(), *arguments))
         if stage.embedding.any():
-            found.append(self._moment(states, gradients.at_embedding(), final + embedding, *both))
+            moments.append(
+                self._moment(states, gradients.at_embedding(), final + embedding, *buffers)
+            )
         if stage.head.any():
             gathered = self._gathered(parameters, stage, stage.head * matrix)
             # Chunks are at their peak in the forward, where nothing is gathered after the head.
             last = self.losses.chunked & (self.shape.mtp == 0)
             alone = self._gathered(parameters, stage, stage.head * matrix, prefetch=0)
             at_loss = np.where(last, alone, gathered)
-            rest = (logits + stage.head * self.losses.computed(), messages, at_loss)
+            arguments = (logits + stage.head * self.losses.computed(), messages, at_loss)
             activations = begin + stage.head * self.losses.input()
             weight = stage.head * matrix * self.itemsize  # the gradient of the head, before its sum
             after = (activations + weight, logits, messages, gathered)
-            found.append(self._moment(states, gradients.at_head(), *after))
-            found.append(self._moment(states, gradients.at_loss(), activations, *rest))
-        return tuple(found)
+            moments.append(self._moment(states, gradients.at_head(), *after))
+            moments.append(self._moment(states, gradients.at_loss(), activations, *arguments))
+        return tuple(moments)
 
     def _moment(
         self,
@@ -195,19 +201,19 @@ class MemoryEntries:
         dense, experts = grid.shard * grid.cp > 1, grid.edp > 1
         layer = self._layer(parameters, stage)
         # A block uses all units of its layer, or one that several layers share.
-        here = np.where(dense, np.maximum(layer.dense, unit.dense), 0.0)
+        dense_size = np.where(dense, np.maximum(layer.dense, unit.dense), 0.0)
         routed = np.where(experts, np.maximum(layer.experts, unit.experts), 0.0)
-        alone, both = (most_routed(self.shape, n) * routed for n in (prefetch, 1 + prefetch))
+        alone, pair_routed = (most_routed(self.shape, n) * routed for n in (prefetch, 1 + prefetch))
         if self.stack.unit_bytes is not None:  # the last unit has the final norm too
             end = np.where(end > 0, end + unit.dense, 0.0)
         end = np.where(dense, np.minimum(end, parameters.dense), 0.0)
-        gathered = prefetch * here + np.where(end > 0, end + alone, here + both)
+        gathered = prefetch * dense_size + np.where(end > 0, end + alone, dense_size + pair_routed)
         everything = np.where(dense, parameters.dense, 0.0)
         everything = everything + np.where(experts, parameters.experts, 0.0)
         stays = self.stack.stays_gathered(grid) | ((stage.head > 0) & (self.shape.mtp > 0))
         codes = prefetch * codes_under_way(self.stack, dense * layer.dense, experts * layer.experts)
-        whole = np.where(stays, everything, np.minimum(gathered, everything))
-        return np.where(grid.zero == 3, whole * self.itemsize + codes * ~stays, 0.0)
+        total = np.where(stays, everything, np.minimum(gathered, everything))
+        return np.where(grid.zero == 3, total * self.itemsize + codes * ~stays, 0.0)
 
     def _layer(self, parameters: RankParameters, stage: RankStage) -> UnitParameters:
         """Parameters of a layer, one that predicts ahead among them."""
@@ -224,15 +230,15 @@ class MemoryEntries:
             return layer
         shape, most = self.shape, self.stack.unit_bytes / self.itemsize
         largest = shape.width * shape.ffn / self.grid.tp, layer.experts / (3 if shape.gated else 2)
-        found = [
+        sizes = [
             np.where(
-                most < each,
-                np.minimum(each, np.maximum(most, weight)),
-                each * np.floor(most / np.maximum(each, 1.0)),
+                most < layer_size,
+                np.minimum(layer_size, np.maximum(most, weight)),
+                layer_size * np.floor(most / np.maximum(layer_size, 1.0)),
             )
-            for each, weight in zip(layer, largest, strict=True)
+            for layer_size, weight in zip(layer, largest, strict=True)
         ]
-        return UnitParameters(*found)
+        return UnitParameters(*sizes)
 
     def _at_once(self, stage: RankStage) -> MemoryParts:
         """All categories at one moment."""
@@ -284,9 +290,9 @@ class MemoryEntries:
         shape, tp = self.shape.of_layer(i), self.grid.tp
         layer = layer_parameters(self.shape, i)
         everywhere, keys = replicated_weights(shape)
-        whole = layer.norms + layer.router + everywhere
+        full_size = layer.norms + layer.router + everywhere
         shared = keys * (np.maximum(shape.kv_heads, tp) - shape.kv_heads)
-        return (layer.total - layer.experts - whole + shared) / tp + whole
+        return (layer.total - layer.experts - full_size + shared) / tp + full_size
 
     def _states(self, parameters: RankParameters) -> MemoryParts:
         """Weights, gradients, master weights and moments, sharded as the ZeRO stage says."""
@@ -315,8 +321,8 @@ class MemoryEntries:
         if not self.stack.orthogonalizes:
             return self._sharded(parameters, 1) * size
         ends = RankParameters(parameters.ends, np.zeros(1), parameters.ends)
-        others = self._sharded(ends, 1)
-        return others * size + (self._sharded(parameters, 1) - others) * MUON_STATE
+        end_shard = self._sharded(ends, 1)
+        return end_shard * size + (self._sharded(parameters, 1) - end_shard) * MUON_STATE
 
     def _sharded(self, parameters: RankParameters, from_zero: int) -> Array:
         """Parameters of a rank; only its shard from this ZeRO stage on."""
@@ -342,10 +348,10 @@ class MemoryEntries:
     def disk(self, stage: RankStage) -> Array:
         """Gradients, optimizer states and master weights on disks."""
         owned = self._sharded(self.parameters(stage), 1)
-        there = self.grid.offload == OFFLOADS.index("nvme")
+        is_nvme = self.grid.offload == OFFLOADS.index("nvme")
         gradients = self.gradient_bytes if self.stack.grads_home == "nvme" else 0
         states = self.memory.moment_bytes + self.master_bytes
-        return owned * (np.where(there, states, 0.0) + gradients)
+        return owned * (np.where(is_nvme, states, 0.0) + gradients)
 
     def _prefetch(self, parameters: RankParameters, stage: RankStage) -> Array:
         """ZeRO-3: weights that are gathered at once; from ZeRO-2 on, unreduced gradients."""
@@ -361,9 +367,9 @@ class MemoryEntries:
         size = self.gradient_bytes if self.stack.scatters_rounds else memory.passing_bytes
         flying = np.where((grid.zero >= 2) & sharded, passing * size, 0.0)
         # A pipeline keeps gathered weights and full gradients: its microbatches are far apart.
-        kept = parameters.all * (self.itemsize + self.gradient_bytes)
-        kept = np.where(grid.pp > 1, kept, most * self.itemsize + flying)
-        return np.where((grid.zero == 3) & sharded, kept, flying)
+        num_bytes = parameters.all * (self.itemsize + self.gradient_bytes)
+        num_bytes = np.where(grid.pp > 1, num_bytes, most * self.itemsize + flying)
+        return np.where((grid.zero == 3) & sharded, num_bytes, flying)
 
     def _passing_layers(self, stage: RankStage) -> Array | float:
         """Layers with unreduced gradients: some; or a chunk that accumulates and a reduced one."""
@@ -377,6 +383,10 @@ class MemoryEntries:
 
     def _buffers(self) -> Array:
         """Buffers of tensor-parallel gathers, context parallelism and expert dispatch."""
-        found = self.activations
-        gathered = np.where(found.split > 1, self.memory.gather_buffers * found.whole, 0.0)
-        return (gathered + found.context_buffers() + found.dispatch_buffers()) * self.tokens
+        activations = self.activations
+        gathered = np.where(
+            activations.split > 1, self.memory.gather_buffers * activations.whole, 0.0
+        )
+        return (
+            gathered + activations.context_buffers() + activations.dispatch_buffers()
+        ) * self.tokens

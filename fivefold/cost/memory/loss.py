@@ -35,15 +35,17 @@ class LossMemory:
         size = np.where(
             tp > 1, memory.split_logits_bytes or memory.logits_bytes, memory.logits_bytes
         )
-        words, capped = self.tokens * self.shape.vocab / tp, self.shape.logit_cap is not None
-        size, wide = (each + capped * self.itemsize for each in (size, memory.chunk_bytes))
+        num_logits, capped = self.tokens * self.shape.vocab / tp, self.shape.logit_cap is not None
+        size, wide = (
+            num_bytes + capped * self.itemsize for num_bytes in (size, memory.chunk_bytes)
+        )
         if not self.chunked.any():
-            return size * words
-        chunk, waiting = words / self.chunks, self.gradients()
-        whole = chunk * (self.itemsize + wide) + waiting
+            return size * num_logits
+        chunk, waiting = num_logits / self.chunks, self.gradients()
+        full_bytes = chunk * (self.itemsize + wide) + waiting
         # Over a split vocabulary, chunks are those of what is wide.
-        split = words * self.itemsize + np.maximum(chunk * wide, waiting)
-        return np.where(self.chunked, np.where(tp > 1, split, whole), size * words)
+        split = num_logits * self.itemsize + np.maximum(chunk * wide, waiting)
+        return np.where(self.chunked, np.where(tp > 1, split, full_bytes), size * num_logits)
 
     def gradients(self) -> Array:
         """Of the input and the weight of a head that computes them in its forward."""
@@ -58,7 +60,7 @@ class LossMemory:
     def _number(self) -> Array:
         """Losses that are there at once: one for each prediction of a token; of all microbatches,
         if no backward comes before the last forward."""
-        found = np.full(1, 1.0 + self.shape.mtp)
+        num_losses = np.full(1, 1.0 + self.shape.mtp)
         if (every := holds_all_microbatches(self.grid)).any():
-            found = found * np.where(every, self.grid.microbatches, 1.0)
-        return found
+            num_losses = num_losses * np.where(every, self.grid.microbatches, 1.0)
+        return num_losses

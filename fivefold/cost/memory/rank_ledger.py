@@ -75,33 +75,35 @@ class PlanLedger:
         tokens = float(np.asarray(entries.tokens).reshape(-1)[0])
         visits = 1 if plan.split.gathers else plan.split.outer
         reorders = plan.batch.microbatch_size > 1 or plan.options.tp_overlap > 1
-        how = (plan.saves_input_shards, self.queued, reorders)
-        job = (entries.activations, tokens, visits, *how)
+        options = (plan.saves_input_shards, self.queued, reorders)
+        job = (entries.activations, tokens, visits, *options)
         kind = LayerOperators if plan.shape.of_mixer.own_mixer is None else MixerOperators
         self.operators, self.fp8 = kind(*job), entries.stack.fp8
         self.rounding = {False: self.operators, True: self.operators}  # by whether weights stay so
         if self.fp8 is not None:
             size = (self.itemsize, self.itemsize * tokens)
             self.rounding = {
-                kept: LayerOperators(*job, RoundedOperators(self.fp8, kept, *size))
-                for kept in (False, True)
+                keeps_weights: LayerOperators(
+                    *job, RoundedOperators(self.fp8, keeps_weights, *size)
+                )
+                for keeps_weights in (False, True)
             }
         self.kinds: dict[Hashable, StageLedger] = {}
 
-    def peak(self, place: int) -> dict[str, float]:
+    def peak(self, rank: int) -> dict[str, float]:
         """By category, of one pipeline rank."""
-        stages = {n: self._stage(n) for n in self.plan.schedule.placement.stages_of(place)}
-        units = [unit for each in stages.values() for unit in each.packed]
-        rounded = sum(self._rounded_weights(n, each.packed) for n, each in stages.items())
-        runs = {n: StageRun(each) for n, each in stages.items()}
+        stages = {n: self._stage(n) for n in self.plan.schedule.placement.stages_of(rank)}
+        units = [unit for stage in stages.values() for unit in stage.packed]
+        rounded = sum(self._rounded_weights(n, stage.packed) for n, stage in stages.items())
+        runs = {n: StageRun(stage) for n, stage in stages.items()}
         walk = _RankWalk(runs, self.in_turns)
-        walk.follow(list(turns_of(self.plan.schedule, place)))
+        walk.follow(list(turns_of(self.plan.schedule, rank)))
         walk.end(self._update(units))
-        found = {**self._states(units), **walk.at_peak()}
-        found["weights"] += rounded
+        categories = {**self._states(units), **walk.at_peak()}
+        categories["weights"] += rounded
         if self.plan.layout.pp > 1:
-            found["buffers"] = MESSAGES * self.operators.residual
-        return found
+            categories["buffers"] = MESSAGES * self.operators.residual
+        return categories
 
     def _stage(self, stage: int) -> StageLedger:
         """Equal stages share what is known of them."""
@@ -157,10 +159,10 @@ class PlanLedger:
             yield Segment(("embed",), self._events(known, "embed", operators.embedding))
         size = rule.blocks or 1
         for start in range(layers.start, layers.stop, size):
-            some = range(start, min(start + size, layers.stop))
-            kind = (tuple(map(self._kind, some)), rule, tuple(map(self._rounds, some)))
+            indices = range(start, min(start + size, layers.stop))
+            kind = (tuple(map(self._kind, indices)), rule, tuple(map(self._rounds, indices)))
             events = self._events(known, kind, partial(operators.blocks, *kind), rule)
-            yield Segment(tuple(f"blocks.{i}" for i in some), events)
+            yield Segment(tuple(f"blocks.{i}" for i in indices), events)
         if layers.stop == shape.layers:
             head = self._head(known, operators)
             yield Segment(("head",), head)
@@ -176,8 +178,8 @@ class PlanLedger:
     def _head(self, known: KnownEvents, operators: LayerOperators) -> ActionEvents:
         losses, memory = self.entries.losses, self.entries.memory
         if losses.chunked.all() and not self.queued:
-            found = (losses.computed(), losses.gradients())
-            sizes = tuple(float(each.item()) for each in found)
+            loss_bytes = (losses.computed(), losses.gradients())
+            sizes = tuple(float(array.item()) for array in loss_bytes)
             return self._events(known, ("head", *sizes), partial(operators.head_in_chunks, *sizes))
         split = self.plan.layout.tp > 1 and memory.split_logits_bytes
         logits = split or memory.logits_bytes
@@ -210,28 +212,28 @@ class PlanLedger:
         """Weights between their uses, float32 copies and optimizer states."""
         layout, memory = self.plan.layout, self.entries.memory
         offloads = self.plan.options.train.offload_kind != "none"
-        found: Held = {"weights": 0.0, "master": 0.0, "optimizer": 0.0}
+        states: Held = {"weights": 0.0, "master": 0.0, "optimizer": 0.0}
         for unit in units:
             sheds = layout.zero == 3 and unit.num_shards > 1
             size = unit.shard_size if sheds else unit.size
-            found["weights"] += 0 if sheds and offloads else size * self.itemsize
+            states["weights"] += 0 if sheds and offloads else size * self.itemsize
             if offloads:
                 continue
-            found["master"] += unit.shard_size * self.entries.master_bytes
+            states["master"] += unit.shard_size * self.entries.master_bytes
             narrow = 0
             if self.entries.stack.orthogonalizes:
-                rows = (each.row for each in unit.entries)
+                rows = (entry.row for entry in unit.entries)
                 narrow = sum(row.numel for row in rows if is_muon_weight(row)) // unit.num_shards
-            found["optimizer"] += (unit.shard_size - narrow) * memory.moment_bytes
-            found["optimizer"] += narrow * MUON_STATE
-        return found
+            states["optimizer"] += (unit.shard_size - narrow) * memory.moment_bytes
+            states["optimizer"] += narrow * MUON_STATE
+        return states
 
     def _rounded_weights(self, stage: int, units: Sequence[Unit]) -> float:
         """Weights in fp8, in both orders: from their first use on, and over the update."""
         plan, layers = self.plan, self.plan.stages[stage]
         if self.fp8 is None or not keeps_rounded(plan.layout, not plan.gathers_each_time(layers)):
             return 0.0
-        rows, layers = [each.row for unit in units for each in unit.entries], plan.shape.layers
+        rows, layers = [entry.row for unit in units for entry in unit.entries], plan.shape.layers
         linears = (row.numel for row in rows if self.fp8.rounds_weight(row.name, layers))
         routed = (row.numel for row in rows if self.fp8.rounds_expert_weight(row.name, layers))
         return self.fp8.weight_bytes * sum(linears) + EXPERT_WEIGHT * sum(routed)
@@ -243,10 +245,10 @@ class PlanLedger:
         weight to its gradient."""
         plan, memory = self.plan, self.entries.memory
         size = plan.units.grad_itemsize(self.itemsize)
-        owned, found = sum(unit.shard_size for unit in units), 0.0
-        largest = max(each.row.numel / unit.num_shards for unit in units for each in unit.entries)
+        owned, peak = sum(unit.shard_size for unit in units), 0.0
+        largest = max(entry.row.numel / unit.num_shards for unit in units for entry in unit.entries)
         if plan.schedule.placement.mirrored:
-            found = sums_of_copies(float(owned), size)
+            peak = sums_of_copies(float(owned), size)
         narrow = plan.options.train.states == "bf16"
         if size < WIDE or narrow:
             block = BLOCK_OF_STATES / max(memory.moment_bytes + self.entries.master_bytes, 1)
@@ -254,10 +256,10 @@ class PlanLedger:
             if not plan.options.train.optimizer_kind.scales:
                 most += WIDE
             rounded = min(largest, ROUNDED_AT_ONCE) * ROUNDING if narrow else 0.0
-            return max(found, min(owned, block) * most + rounded)
+            return max(peak, min(owned, block) * most + rounded)
         if plan.options.train.optimizer == "sgd":
-            return max(found, largest * WIDE)
-        return found
+            return max(peak, largest * WIDE)
+        return peak
 
 
 class _RankWalk:
@@ -280,86 +282,90 @@ class _RankWalk:
             actions = alike[which]
             while left:
                 ending = bool(ends) and left == 1
-                found = None if ending else steady.get(which)
+                turn_actions = None if ending else steady.get(which)
                 again = count = left - bool(ends)
-                if found is None:
+                if turn_actions is None:
                     new = ending or not self._is_steady(actions)
                     count = 1 if new else count
-                    found, again = self._turn(actions, ends if ending else {}), count - 1
+                    turn_actions, again = self._turn(actions, ends if ending else {}), count - 1
                     if not new:
-                        steady[which] = found
+                        steady[which] = turn_actions
                 self._repeat(actions, again)
-                self._add(found, count)
+                self._add(turn_actions, count)
                 left -= count
 
     def _last(
         self, parts: Sequence[tuple[int, tuple[Step, ...]]]
     ) -> dict[int, dict[int, tuple[int, str]]]:
         """Parts with the last gradient of a stage: by stage its place there, and its kind."""
-        found: dict[int, dict[int, tuple[int, str]]] = {}
+        ends: dict[int, dict[int, tuple[int, str]]] = {}
         missing = set(self.stages)
         for number in reversed(range(len(parts))):
             steps = parts[number][1]
-            for place in reversed(range(len(steps))):
-                for stage, kind, _ in actions_of(steps[place]):
+            for index in reversed(range(len(steps))):
+                for stage, kind, _ in actions_of(steps[index]):
                     if stage in missing and kind in (BACKWARD, WEIGHT_GRAD):
                         missing.remove(stage)
-                        found.setdefault(number, {})[stage] = place, kind
+                        ends.setdefault(number, {})[stage] = index, kind
             if not missing:
                 break
-        return found
+        return ends
 
     def _is_steady(self, actions: Sequence[tuple[Action, ...]]) -> bool:
-        return all(self.stages[n].is_steady(kind) for each in actions for n, kind, _ in each)
+        return all(self.stages[n].is_steady(kind) for step in actions for n, kind, _ in step)
 
     def _turn(
         self, actions: Sequence[tuple[Action, ...]], ends: dict[int, tuple[int, str]]
     ) -> list[ActionBytes]:
-        found: list[ActionBytes] = []
-        for place, each in enumerate(actions):
-            if len(each) == 1:
-                n, kind, _ = each[0]
-                found.append(self.stages[n].act(kind, ends.get(n) == (place, kind)))
+        results: list[ActionBytes] = []
+        for index, step in enumerate(actions):
+            if len(step) == 1:
+                n, kind, _ = step[0]
+                results.append(self.stages[n].act(kind, ends.get(n) == (index, kind)))
                 continue
-            both = [self.stages[n].act(kind, ends.get(n) == (place, kind)) for n, kind, _ in each]
-            found += [_in_turns(*both)] if self.in_turns else both
-        return found
+            pair = [self.stages[n].act(kind, ends.get(n) == (index, kind)) for n, kind, _ in step]
+            results += [_in_turns(*pair)] if self.in_turns else pair
+        return results
 
     def _repeat(self, actions: Sequence[tuple[Action, ...]], times: int) -> None:
         """The same turn again; only the last ones matter to those that follow."""
         for _ in range(min(times, REPLAYED)):
-            for each in actions:
-                for n, kind, _ in each:
+            for step in actions:
+                for n, kind, _ in step:
                     self.stages[n].repeat(kind)
 
     def end(self, besides: float) -> None:
         """After the last action."""
-        self._add([each.finish() for each in self.stages.values()], 1)
+        self._add([run.finish() for run in self.stages.values()], 1)
         update = {**nothing(), ACTIVATIONS: besides}
         self._add([ActionBytes(update, nothing(), besides, 0.0)], 1)
 
     def at_peak(self) -> Held:
         """By category."""
-        part, turn, place = self.where
-        found, runs = dict(self.parts[part][1][place].at_peak), Counter[int]()
-        actions = {id(each): each for _, some in self.parts[: part + 1] for each in some}
-        for number, (times, some) in enumerate(self.parts[: part + 1]):
-            for order, each in enumerate(some):
-                runs[id(each)] += times if number < part else turn + (order < place)
+        part, turn, index = self.where
+        sizes, runs = dict(self.parts[part][1][index].at_peak), Counter[int]()
+        actions = {
+            id(action_bytes): action_bytes
+            for _, part_actions in self.parts[: part + 1]
+            for action_bytes in part_actions
+        }
+        for number, (times, turn_actions) in enumerate(self.parts[: part + 1]):
+            for order, action in enumerate(turn_actions):
+                runs[id(action)] += times if number < part else turn + (order < index)
         for which, count in runs.items():
             for name, size in actions[which].left.items():
-                found[name] += count * size
-        return found
+                sizes[name] += count * size
+        return sizes
 
     def _add(self, actions: Sequence[ActionBytes], times: int) -> None:
         """Every turn changes the level by as much, so the first or the last one has the peak."""
-        change = sum(each.change for each in actions)
+        change = sum(action_bytes.change for action_bytes in actions)
         for turn in {0, times - 1} if change > 0 else {0}:
             total = self.total + turn * change
-            for place, each in enumerate(actions):
-                if total + each.peak > self.most:
-                    self.most, self.where = total + each.peak, (len(self.parts), turn, place)
-                total += each.change
+            for index, action in enumerate(actions):
+                if total + action.peak > self.most:
+                    self.most, self.where = total + action.peak, (len(self.parts), turn, index)
+                total += action.change
         self.parts.append((times, actions))
         self.total += times * change
 
@@ -369,16 +375,16 @@ def _in_turns(forward: ActionBytes, backward: ActionBytes) -> ActionBytes:
     levels = [Slice(0.0, nothing(), 0.0, nothing())] * 2
     best, peak = nothing(), 0.0
     for pair in zip_longest(backward.slices, forward.slices):
-        for lane, now in enumerate(pair):
-            if now is None:
+        for lane, level in enumerate(pair):
+            if level is None:
                 continue
             other = levels[1 - lane]
-            if now.peak + other.change > peak:
-                peak, best = now.peak + other.change, _sum(now.at_peak, other.left)
-            levels[lane] = now
+            if level.peak + other.change > peak:
+                peak, best = level.peak + other.change, _sum(level.at_peak, other.left)
+            levels[lane] = level
     change = forward.change + backward.change
     return ActionBytes(best, _sum(forward.left, backward.left), peak, change)
 
 
-def _sum(one: Held, other: Held) -> Held:
-    return {name: size + other[name] for name, size in one.items()}
+def _sum(first: Held, other: Held) -> Held:
+    return {name: size + other[name] for name, size in first.items()}

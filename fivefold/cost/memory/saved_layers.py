@@ -28,30 +28,32 @@ class SavedLayers:
     def working(self, stage: RankStage) -> Array:
         """What one layer needs during recomputation and backward."""
         working = np.zeros(1)
-        for rule, here in self._by_rule(stage):
-            for i, count in layer_numbers(self.shape, here).items():
-                backward = self._again(rule, here, i) * self.tokens
+        for rule, layers in self._by_rule(stage):
+            for i, count in layer_numbers(self.shape, layers).items():
+                backward = self._again(rule, layers, i) * self.tokens
                 backward = backward + self._backward_gradients(i)
                 working = np.maximum(working, np.where(count > 0, backward, 0.0))
         return working
 
     def saved(self, stage: RankStage) -> Array:
         """What a microbatch saves."""
-        kept = np.zeros(1)
-        for rule, here in self._by_rule(stage):
-            counts = layer_numbers(self.shape, here)
+        num_bytes = np.zeros(1)
+        for rule, layers in self._by_rule(stage):
+            counts = layer_numbers(self.shape, layers)
             if rule.full:
-                kept = kept + self._segments(rule, stage, here) * self.activations.inputs()
+                num_bytes = (
+                    num_bytes + self._segments(rule, stage, layers) * self.activations.inputs()
+                )
             for i, count in counts.items():
                 # Layers that predict ahead are like the last ones.
                 ahead = self._ahead(i) * stage.head * (count > 0)
-                kept = kept + (count + ahead) * self._saved_beside_inputs(rule, i)
-        return kept * self.tokens * (1 - self.memory.offloaded)
+                num_bytes = num_bytes + (count + ahead) * self._saved_beside_inputs(rule, i)
+        return num_bytes * self.tokens * (1 - self.memory.offloaded)
 
     def most(self, stage: RankStage, saved: Array, done: Array | float = 0.0) -> Array:
         """What microbatches that `saved` so much hold at most, in flight or while they wait for
         weight gradients; after so many are `done`."""
-        found = saved * (stage.flight - done)
+        num_bytes = saved * (stage.flight - done)
         if stage.deferred:
             left, share = self._left(stage), self._share_of_last_chunk(stage)
             for before, waiting in stage.deferred:
@@ -59,8 +61,8 @@ class SavedLayers:
                 before = before - (in_layers - waiting)
                 early = np.maximum(before - np.maximum(done - in_layers, 0.0), 0.0)
                 late = np.maximum(in_layers - done, 0.0)
-                found = np.maximum(found, early * saved + late * left)
-        return found
+                num_bytes = np.maximum(num_bytes, early * saved + late * left)
+        return num_bytes
 
     def _share_of_last_chunk(self, stage: RankStage) -> Array:
         """Layers of a rank's last chunk over the mean of its chunks. In a loop weight gradients of
@@ -95,46 +97,46 @@ class SavedLayers:
             yield from stage.by_rule
             return
         for number, rule in enumerate(self.grid.rules):
-            here = self.grid.recompute == number
-            if here.any():
-                yield rule, RankLayers(*(np.where(here, each, 0.0) for each in stage.layers))
+            matches = self.grid.recompute == number
+            if matches.any():
+                yield rule, RankLayers(*(np.where(matches, count, 0.0) for count in stage.layers))
 
-    def _segments(self, rule: Recompute, stage: RankStage, here: RankLayers) -> Array:
+    def _segments(self, rule: Recompute, stage: RankStage, layers: RankLayers) -> Array:
         """How many inputs full recomputation saves: one for each segment of every chunk."""
         chunks = self.grid.chunks
-        segments = chunks * np.ceil(here.all / chunks / rule.blocks) * self.stack.recomputed
-        return segments + self.shape.mtp * stage.head * (here.all > 0)
+        segments = chunks * np.ceil(layers.all / chunks / rule.blocks) * self.stack.recomputed
+        return segments + self.shape.mtp * stage.head * (layers.all > 0)
 
     def _saved_beside_inputs(self, rule: Recompute, i: int) -> Array:
         """What layer i saves, without the inputs of segments."""
-        found, routed = self.activations.of_layer(i), self.shape.is_moe_layer(i)
+        activations, routed = self.activations.of_layer(i), self.shape.is_moe_layer(i)
         if not rule.full:
-            return found.saved(routed, rule)
-        kept = self.stack.recomputed * self._kept(rule)
-        return (1 - self.stack.recomputed) * found.saved(routed) + kept
+            return activations.saved(routed, rule)
+        saved_bytes = self.stack.recomputed * self._kept(rule)
+        return (1 - self.stack.recomputed) * activations.saved(routed) + saved_bytes
 
     def _kept(self, rule: Recompute) -> Array | float:
         """Of attention, in a layer that is recomputed."""
         return self.activations.kept_attention() if rule.keeps_attention else 0.0
 
-    def _again(self, rule: Recompute, here: RankLayers, i: int) -> Array:
+    def _again(self, rule: Recompute, layers: RankLayers, i: int) -> Array:
         """What recomputation adds to what layers like i saved, at most: a segment, or a module."""
-        found, routed = self.activations.of_layer(i), self.shape.is_moe_layer(i)
+        activations, routed = self.activations.of_layer(i), self.shape.is_moe_layer(i)
         if not rule.full:
-            return found.remade(routed, rule)
-        there = self.activations.inputs() if self.memory.unit_by_unit else 0.0
-        blocks = np.minimum(rule.blocks, np.maximum(here.all, 1.0))
-        return blocks * (found.saved(routed) - self._kept(rule)) - there
+            return activations.remade(routed, rule)
+        input_bytes = self.activations.inputs() if self.memory.unit_by_unit else 0.0
+        blocks = np.minimum(rule.blocks, np.maximum(layers.all, 1.0))
+        return blocks * (activations.saved(routed) - self._kept(rule)) - input_bytes
 
     def _backward_gradients(self, i: int) -> Array:
         """Gradients in the backward of a layer: of activations, or of its largest weight; they are
         not alive at the same time."""
         routed = self.shape.is_moe_layer(i)
-        found = self.activations.backward_gradients(routed) * self.tokens
+        num_bytes = self.activations.backward_gradients(routed) * self.tokens
         besides = self.activations.pairs()[1] + self.activations.rounding_copies(routed)
-        found = found + besides * self.tokens
+        num_bytes = num_bytes + besides * self.tokens
         if not self.memory.unit_by_unit:
-            return found
+            return num_bytes
         shape, matrices = self.shape, 3 if self.shape.gated else 2
         weight = shape.width * shape.ffn / self.grid.tp
         if routed:
@@ -142,13 +144,13 @@ class SavedLayers:
             weight = layer_parameters(shape, i).experts / spread
             if self.activations.coded_slots:  # operands that are values again, and their products
                 stacks = 2 if shape.gated else 1
-                return found + stacks * weight * self.activations.itemsize
-        return np.maximum(found, weight * self.activations.itemsize)
+                return num_bytes + stacks * weight * self.activations.itemsize
+        return np.maximum(num_bytes, weight * self.activations.itemsize)
 
 
-def layer_numbers(shape: Shape, found: RankLayers) -> dict[int, Array]:
+def layer_numbers(shape: Shape, layers: RankLayers) -> dict[int, Array]:
     """How many layers of each kind, by the index of one of them."""
     first: dict[tuple[bool, bool], int] = {}
     for i in layer_kinds(shape):
         first.setdefault((shape.is_moe_layer(i), shape.is_recurrent(i)), i)
-    return {i: found.kinds[kind] for kind, i in first.items()}
+    return {i: layers.kinds[kind] for kind, i in first.items()}

@@ -51,8 +51,8 @@ class GradientSizes(NamedTuple):
 
     def adds_products(self, name: str) -> bool:
         """Whether the gradient of a weight is added to the sum by the GEMM that computes it."""
-        others = name == "embed" or name.startswith(f"{EXPERTS}.experts") or name.endswith("norm")
-        return self.queued and self.itemsize == self.grad_itemsize and not others
+        exempt = name == "embed" or name.startswith(f"{EXPERTS}.experts") or name.endswith("norm")
+        return self.queued and self.itemsize == self.grad_itemsize and not exempt
 
 
 class SegmentUse(NamedTuple):
@@ -74,16 +74,16 @@ def segment_steps(
     """The steps of one segment in one action. `weights` of its blocks come in the order of the
     backward. `gives_rest`: after the events, those come whose gradients take little memory.
     `with_passes`: a pass over a block gathers or frees weights."""
-    rest = gives_rest and not use.waits
-    found = [*_steps(events, _SegmentWeights(weights, sizes), use, rest, with_passes)]
-    return [*_joined(_without_middles(found))]
+    gives_remainder = gives_rest and not use.waits
+    steps = [*_steps(events, _SegmentWeights(weights, sizes), use, gives_remainder, with_passes)]
+    return [*_joined(_without_middles(steps))]
 
 
 class _SegmentWeights:
     """Weights whose gradients have not come yet."""
 
     def __init__(self, weights: Sequence[Sequence[BlockWeight]], sizes: GradientSizes) -> None:
-        self.left, self.sizes = [list(each) for each in weights], sizes
+        self.left, self.sizes = [list(block_weights) for block_weights in weights], sizes
 
     def made(self, block: int, name: str, apart: bool = False) -> float:
         """Bytes of the largest weight gradient of these, as the backward makes it."""
@@ -91,18 +91,22 @@ class _SegmentWeights:
             return 0.0
         if self.sizes.tied_head and name == "head":
             return float(self.sizes.tied_head * self.sizes.itemsize)
-        numels = (each.numel for each in self.left[block] if each.name.startswith(name))
+        numels = (weight.numel for weight in self.left[block] if weight.name.startswith(name))
         return float(max(numels, default=0) * self.sizes.itemsize)
 
     def give(self, block: int, name: str) -> tuple[list[JoinedStep], list[JoinedStep]]:
         """What happens to units, and to gradients that stay."""
-        mine = [each for each in self.left[block] if each.name.startswith(name)]
-        self.left[block] = [each for each in self.left[block] if not each.name.startswith(name)]
-        size = self.sizes.grad_itemsize
-        kept: list[JoinedStep] = [
-            Kept(block, each.name, each.numel * size) for each in mine if not each.collected
+        own_weights = [weight for weight in self.left[block] if weight.name.startswith(name)]
+        self.left[block] = [
+            weight for weight in self.left[block] if not weight.name.startswith(name)
         ]
-        return [Given(each.unit, 1) for each in mine if each.collected], kept
+        size = self.sizes.grad_itemsize
+        leftovers: list[JoinedStep] = [
+            Kept(block, weight.name, weight.numel * size)
+            for weight in own_weights
+            if not weight.collected
+        ]
+        return [Given(weight.unit, 1) for weight in own_weights if weight.collected], leftovers
 
 
 def _steps(
@@ -112,48 +116,50 @@ def _steps(
     gives_rest: bool,
     with_passes: bool,
 ) -> Iterator[JoinedStep]:
-    made: dict[tuple[int, str], float] = {}  # gradients that were not given yet
+    sizes: dict[tuple[int, str], float] = {}  # gradients that were not given yet
     for event in events:
         if isinstance(event, WeightGradient):
             key = event.block, event.name
             if not event.given:
-                made[key] = weights.made(*key, event.apart)
-                yield Change(made[key], peak=made[key])
+                sizes[key] = weights.made(*key, event.apart)
+                yield Change(sizes[key], peak=sizes[key])
             else:
-                yield from _taken(event, weights, use, made.pop(key))
+                yield from _taken(event, weights, use, sizes.pop(key))
         elif with_passes or not isinstance(event, BlockPass):
             yield event
     for block in range(len(weights.left)) if gives_rest else ():
-        given, kept = weights.give(block, "")
-        yield from (*given, *kept)
+        grads, leftovers = weights.give(block, "")
+        yield from (*grads, *leftovers)
 
 
 def _taken(
-    event: WeightGradient, weights: _SegmentWeights, use: SegmentUse, made: float
+    event: WeightGradient, weights: _SegmentWeights, use: SegmentUse, size: float
 ) -> Iterator[JoinedStep]:
     """A weight gradient leaves the backward. That of a tied head waits for the embedding's."""
     tied = weights.sizes.tied_head > 0
     if tied and event.name == "head":
         return
     if tied and event.name == "embed" and (waiting := weights.made(event.block, "head")):
-        yield Change(-waiting, peak=made)  # their sum takes the place of both
+        yield Change(-waiting, peak=size)  # their sum takes the place of both
     past_autograd = weights.sizes.queued
     if use.waited and not past_autograd:
-        yield Change(-made, peak=made)
+        yield Change(-size, peak=size)
     if use.waits and not past_autograd:
         return
-    given, kept = weights.give(event.block, event.name)
+    grads, leftovers = weights.give(event.block, event.name)
     if use.waits:  # it is added to the sum, which is not complete
-        given = [Given(each.unit, 0) for each in given if isinstance(each, Given)]
-    yield from (*given, Change(-made), *kept)
+        grads = [Given(step.unit, 0) for step in grads if isinstance(step, Given)]
+    yield from (*grads, Change(-size), *leftovers)
 
 
 def _without_middles(steps: Iterable[JoinedStep]) -> Iterator[JoinedStep]:
     """Between the first and the last gradient, nothing happens to a unit."""
-    found = [*steps]
-    last = {step.unit: place for place, step in enumerate(found) if isinstance(step, Given)}
+    sequence = [*steps]
+    last = {
+        step.unit: position for position, step in enumerate(sequence) if isinstance(step, Given)
+    }
     passed: dict[int, int] = {}  # weights of a unit since its first one
-    for place, step in enumerate(found):
+    for index, step in enumerate(sequence):
         if not isinstance(step, Given):
             yield step
         elif step.unit not in passed:
@@ -161,7 +167,7 @@ def _without_middles(steps: Iterable[JoinedStep]) -> Iterator[JoinedStep]:
             yield step
         else:
             passed[step.unit] += step.weights
-            if place == last[step.unit]:
+            if index == last[step.unit]:
                 yield Given(step.unit, passed[step.unit])
 
 
@@ -180,8 +186,8 @@ def _joined(steps: Iterable[JoinedStep]) -> Iterator[JoinedStep]:
         yield open_
 
 
-def _after(one: Change, other: Change) -> Change:
-    peak = (one.peak, one.peak_logits)
-    if one.bytes + other.peak > one.peak:
-        peak = (one.bytes + other.peak, one.logits + other.peak_logits)
-    return Change(one.bytes + other.bytes, one.logits + other.logits, *peak)
+def _after(first: Change, other: Change) -> Change:
+    peak = (first.peak, first.peak_logits)
+    if first.bytes + other.peak > first.peak:
+        peak = (first.bytes + other.peak, first.logits + other.peak_logits)
+    return Change(first.bytes + other.bytes, first.logits + other.logits, *peak)

@@ -104,7 +104,7 @@ class StageGradients:
         self.reduced = self.each_microbatch | ((grid.zero == 1) & (grid.microbatches == 1))
         dense, experts = (grid.shard * grid.cp > 1) | leave, (grid.edp > 1) | leave
         self.head, self.flight = stage.head, stage.flight
-        unit, routed = (each * size for each in unit_parameters)
+        unit, routed = (numel * size for numel in unit_parameters)
         # Gradients of the head and one layer that are not sharded.
         matrix = shape.vocab * shape.width / grid.tp * size
         apart = np.where(shape.tied & (grid.pp == 1), 0.0, stage.head)
@@ -118,14 +118,14 @@ class StageGradients:
         self.unit = np.where(dense, unit, 0.0)
         expert_unit = np.where(experts, routed, 0.0)
         larger = np.maximum(self.unit, expert_unit)
-        both = (self.unit > 0) & (expert_unit > 0)
-        two_units = np.where(both, self.unit + expert_unit, 2 * larger)
+        has_units = (self.unit > 0) & (expert_unit > 0)
+        two_units = np.where(has_units, self.unit + expert_unit, 2 * larger)
         # Each chunk keeps its last two until its next backward; units may hold many layers each.
         self.kept = np.minimum(two_units, self.full / grid.chunks)
         self.two_units = self.seen * self.kept
         # A third one is being filled. Experts follow experts, if neighbours have some, or those of
         # the microbatch before.
-        spaced = both & (most_routed(shape, 2) < 2) & (grid.microbatches == 1)
+        spaced = has_units & (most_routed(shape, 2) < 2) & (grid.microbatches == 1)
         self.third = np.where(spaced, self.unit, larger)
         self.layer = self.unit + expert_unit
         self.late_shards = self._late_shards(unit, routed)
@@ -145,9 +145,9 @@ class StageGradients:
     def at_head(self) -> GradientLevel:
         """When the backward of the head ends: its gradient, beside what is still being reduced."""
         before = self.at_loss()
-        mine = np.where(self.reduced, self.end_of_head, 0.0)
+        head_grads = np.where(self.reduced, self.end_of_head, 0.0)
         accumulated = np.where(self.begun, before.accumulated, self.unsharded)
-        return GradientLevel(accumulated, before.unreduced + mine)
+        return GradientLevel(accumulated, before.unreduced + head_grads)
 
     def at_last_layer(self) -> GradientLevel:
         """When the backward of the layers begins."""
@@ -184,9 +184,11 @@ class StageGradients:
     def _summed(self, chunks: Array) -> Array:
         """Full gradients of so many chunks. In ZeRO-1 those that have ended are shards, but for
         their last two units."""
-        one, ended = self.full / self.grid.chunks, chunks - 1
+        chunk_size, ended = self.full / self.grid.chunks, chunks - 1
         sharded = (self.grid.zero == 1) & (self.seen < self.grid.chunks)
-        return one + np.where(sharded, self._owned_by(ended) + ended * self.kept, one * ended)
+        return chunk_size + np.where(
+            sharded, self._owned_by(ended) + ended * self.kept, chunk_size * ended
+        )
 
     def done_after_backward(self) -> Array:
         """Microbatches of those in flight that a backward with all gradients ends; all, if the step

@@ -65,41 +65,41 @@ class StageLedger:
         self.sliced = sliced
         self.segments, self.packed = segments, units
         self.carried, self.tables = carried, tables
-        blocks = [*dict.fromkeys(block for each in segments for block in each.blocks)]
+        blocks = [*dict.fromkeys(block for segment in segments for block in segment.blocks)]
         self.table = UnitTable(units, blocks, rules)
         self.sizes = self.table.gradient_sizes()
         self.known: dict[tuple[str, int, bool], ActionBytes] = {}
         self.sums_every_time = any(self.table.sums_every_time)
-        self.units = [self.table.segment_units(each.blocks) for each in segments]
+        self.units = [self.table.segment_units(segment.blocks) for segment in segments]
         self.kinds = self._kinds()
-        blocks_of = [each.blocks for each in segments]
-        self.first = {each: place for place, each in reversed([*enumerate(blocks_of)])}
-        self.final = {each: place for place, each in enumerate(blocks_of)}
+        blocks_of = [segment.blocks for segment in segments]
+        self.first = {names: index for index, names in reversed([*enumerate(blocks_of)])}
+        self.final = {names: index for index, names in enumerate(blocks_of)}
         self.known_steps = known_steps
         self.steps: dict[tuple[int, str], list[JoinedStep]] = {}
 
     def _kinds(self) -> list[Hashable]:
         """Segments with equal events and an equal kind have equal steps."""
-        found: list[Hashable] = []
+        kinds: list[Hashable] = []
         for segment in self.segments:
             counts = tuple(map(self.table.entry_counts, segment.blocks))
-            found.append(self.table.weights_of(segment.blocks) if None in counts else counts)
-        return found
+            kinds.append(self.table.weights_of(segment.blocks) if None in counts else counts)
+        return kinds
 
-    def _use_of(self, place: int) -> SegmentUse:
+    def _use_of(self, index: int) -> SegmentUse:
         """A backward comes to the last segment with the same blocks first."""
-        blocks = self.segments[place].blocks
-        return SegmentUse(waits=place != self.first[blocks], waited=place != self.final[blocks])
+        blocks = self.segments[index].blocks
+        return SegmentUse(waits=index != self.first[blocks], waited=index != self.final[blocks])
 
-    def steps_of(self, place: int, kind: str) -> list[JoinedStep]:
+    def steps_of(self, index: int, kind: str) -> list[JoinedStep]:
         """Of one segment in an action of this kind; equal segments share them."""
-        if (place, kind) not in self.steps:
-            self.steps[place, kind] = self._steps_of(place, kind)
-        return self.steps[place, kind]
+        if (index, kind) not in self.steps:
+            self.steps[index, kind] = self._steps_of(index, kind)
+        return self.steps[index, kind]
 
-    def _steps_of(self, place: int, kind: str) -> list[JoinedStep]:
-        segment, own, passes = self.segments[place], self.kinds[place], any(self.table.sheds)
-        use = self._use_of(place)
+    def _steps_of(self, index: int, kind: str) -> list[JoinedStep]:
+        segment, own, passes = self.segments[index], self.kinds[index], any(self.table.sheds)
+        use = self._use_of(index)
         key = (id(segment.events[kind]), own, self.sizes, use, passes)
         if key not in self.known_steps:
             gives_rest = kind in (BACKWARD, WEIGHT_GRAD)
@@ -178,8 +178,8 @@ class StageRun:
 
     def _forward(self) -> None:
         self.units.change(self.ledger.tables, ACTIVATIONS)
-        for place in range(len(self.segments)):
-            self._read(place, FORWARD)
+        for index in range(len(self.segments)):
+            self._read(index, FORWARD)
         if self.segments[-1].blocks != ("head",):
             self.units.change(self.ledger.carried, ACTIVATIONS)
             self.units.change(-self.ledger.carried, ACTIVATIONS)
@@ -187,21 +187,21 @@ class StageRun:
     def _backward(self, kind: str) -> None:
         if self.segments[-1].blocks != ("head",):
             self.units.change(self.ledger.carried, ACTIVATIONS)
-        for place in reversed(range(len(self.segments))):
-            self._read(place, kind)
+        for index in reversed(range(len(self.segments))):
+            self._read(index, kind)
         if self.segments[0].blocks != ("embed",):
             self.units.change(-self.ledger.carried, ACTIVATIONS)
         self.units.change(-self.ledger.tables, ACTIVATIONS)
         self.units.end_backward()
 
     def _settle(self) -> None:
-        for place in reversed(range(len(self.segments))):
-            self._read(place, WEIGHT_GRAD)
+        for index in reversed(range(len(self.segments))):
+            self._read(index, WEIGHT_GRAD)
 
-    def _read(self, place: int, kind: str) -> None:
-        units, blocks = self.units, self.segments[place].blocks
-        numbers = self.ledger.units[place]
-        for step in self.ledger.steps_of(place, kind):
+    def _read(self, index: int, kind: str) -> None:
+        units, blocks = self.units, self.segments[index].blocks
+        numbers = self.ledger.units[index]
+        for step in self.ledger.steps_of(index, kind):
             if isinstance(step, Change):
                 units.pass_through(step)
             elif isinstance(step, Given):

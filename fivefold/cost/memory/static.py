@@ -21,9 +21,11 @@ _SCALAR = 4  # bytes: AdamW counts the steps of every tensor, in float32
 COMMUNICATOR, MESSAGES = 1156 * 2**20, 40 * 2**20
 
 
-def communicator_bytes(found: Sequence[Communicator]) -> int:
+def communicator_bytes(communicators: Sequence[Communicator]) -> int:
     """What NCCL holds for these on one rank, outside of torch's memory."""
-    return sum(MESSAGES if each.channels else COMMUNICATOR for each in found)
+    return sum(
+        MESSAGES if communicator.channels else COMMUNICATOR for communicator in communicators
+    )
 
 
 def most_communicators(plan: Plan) -> list[Communicator]:
@@ -32,7 +34,8 @@ def most_communicators(plan: Plan) -> list[Communicator]:
     every = communicators(topology)
     # Ranks differ by their neighbours in the pipeline, not by their coords on other axes.
     columns = (
-        [each for each in every if each.includes(topology, r)] for r in range(plan.layout.pp)
+        [communicator for communicator in every if communicator.includes(topology, r)]
+        for r in range(plan.layout.pp)
     )
     return max(columns, key=len)
 
@@ -93,14 +96,14 @@ def static_bytes(
     kind = OPTIMIZERS[optimizer]
     assert not kind.full_matrices, "the states of such an optimizer are not estimated"
     grad_itemsize = plan.units.grad_itemsize(itemsize)
-    how = (grad_itemsize, kind, offload, offload_grads, master)
-    found = [
-        _of_unit(plan.layout, rank, unit, itemsize, *how)
+    options = (grad_itemsize, kind, offload, offload_grads, master)
+    memories = [
+        _of_unit(plan.layout, rank, unit, itemsize, *options)
         for chunk in chunks_of(plan, rank, itemsize)
         for unit in chunk.units
     ]
     return StaticMemory(
-        *(sum(getattr(one, name.name) for one in found) for name in fields(StaticMemory))
+        *(sum(getattr(memory, name.name) for memory in memories) for name in fields(StaticMemory))
     )
 
 

@@ -59,9 +59,9 @@ class ScheduleSize(NamedTuple):
 
 def longest(paths: Array, samples: Array) -> Array:
     """The paths that are the longest for some of the sampled costs."""
-    found = np.zeros(len(paths), bool)
-    found[(paths @ samples).argmax(axis=0)] = True
-    return paths[found]
+    mask = np.zeros(len(paths), bool)
+    mask[(paths @ samples).argmax(axis=0)] = True
+    return paths[mask]
 
 
 def _ranks(p: int) -> Array:
@@ -84,8 +84,8 @@ def _both(first: Array, then: Array) -> Array:
 def _in_rounds(rows: Array, count: Array, p: int) -> Array:
     """The first `count` actions of each rank: p of a chunk, then p of the next; rows by chunk."""
     v = len(rows)
-    rounds, rest = np.divmod(count, p * v)
-    of_chunk = rounds * p + np.clip(rest - p * np.arange(v), 0, p)
+    rounds, remainder = np.divmod(count, p * v)
+    of_chunk = rounds * p + np.clip(remainder - p * np.arange(v), 0, p)
     return np.einsum("kc,ckq->kq", of_chunk, rows)
 
 
@@ -108,8 +108,8 @@ def _leg(rows: Array, lag: Array, size: ScheduleSize) -> Array:
     hops = chunks[:-1].cumsum(axis=1)
     first = start + until[:-1] - hops
     then = until[-1] - until[:-1] + end + hops + (p - 1) * lag
-    found = [one_stage, start + until[-1] + end + (p - 1) * lag]
-    return np.concatenate([*found, _downwards(first, then, size.samples)])
+    paths = [one_stage, start + until[-1] + end + (p - 1) * lag]
+    return np.concatenate([*paths, _downwards(first, then, size.samples)])
 
 
 def _downwards(first: Array, then: Array, samples: Array) -> Array:
@@ -129,12 +129,12 @@ def _downwards(first: Array, then: Array, samples: Array) -> Array:
 def one_forward_one_backward(stages: StageRows, size: ScheduleSize) -> Array:
     p, _, m, _ = size
     k = _ranks(p)
-    found = [_looped(stages.joined, size, p - k, 0 * k), _last_forward(stages, size, p - k)]
+    paths = [_looped(stages.joined, size, p - k, 0 * k), _last_forward(stages, size, p - k)]
     # A rank waits for a message whenever it has no other microbatch in flight.
-    whole = stages.whole
-    trip = (whole + _after(whole) + 2 * (p - 1 - k) * stages.lag) / (p - k)
-    turns = whole.sum(axis=0) + 2 * (p - 1) * stages.lag + (m - 1) * trip
-    return np.concatenate([*found, turns[m > (p - k)[:, 0]]])
+    stage_seconds = stages.whole
+    trip = (stage_seconds + _after(stage_seconds) + 2 * (p - 1 - k) * stages.lag) / (p - k)
+    turns = stage_seconds.sum(axis=0) + 2 * (p - 1) * stages.lag + (m - 1) * trip
+    return np.concatenate([*paths, turns[m > (p - k)[:, 0]]])
 
 
 def interleaved(stages: StageRows, size: ScheduleSize) -> Array:
@@ -170,30 +170,32 @@ def _looped(stages: StageRows, size: ScheduleSize, ahead: Array, deferred: Array
     turn = start + forward[-1] + _after(forward[-1])
     turn = longest(np.concatenate([turn, alone[None]]), samples)
     left = passes - _in_rounds(forward, np.minimum(ahead, n), p)
-    rest = left + work + spent
-    found = [
+    remainder = left + work + spent
+    paths = [
         fill + passes + work + spent - late * last + out + 2 * k * lag,
         fill + passes + work + spent + k * lag,
-        _both(turn, _after(inputs[-1]) + rest + (2 * (p - 1) - k) * lag),
+        _both(turn, _after(inputs[-1]) + remainder + (2 * (p - 1) - k) * lag),
     ]
     if v == 1 or not deferred.any():  # with chunks it is not known which gradients are late
-        found.append(_both(turn, _drain(stages, size, rest, late, last)))
-    return np.concatenate(found)
+        paths.append(_both(turn, _drain(stages, size, remainder, late, last)))
+    return np.concatenate(paths)
 
 
-def _drain(stages: StageRows, size: ScheduleSize, rest: Array, late: Array, last: Array) -> Array:
+def _drain(
+    stages: StageRows, size: ScheduleSize, remainder: Array, late: Array, last: Array
+) -> Array:
     """From the first gradient on: the `rest` of a rank, whose end may be on a rank before it.
 
     `late`: how many weight gradients follow the last input gradient; `last`: the row of one.
     """
     p, v, m, samples = size
     inputs, weights = (rows.reshape(v, p, -1) for rows in stages[1:3])
-    both = inputs + weights
-    last_round = min(m, p) * (both.sum(axis=0) - both[-1]) + late * weights[-1]
+    backward = inputs + weights
+    last_round = min(m, p) * (backward.sum(axis=0) - backward[-1]) + late * weights[-1]
     hops = _before(inputs[-1])
-    paced = _after(inputs[-1]) + rest - last_round + hops + 2 * (p - 1) * stages.lag
+    paced = _after(inputs[-1]) + remainder - last_round + hops + 2 * (p - 1) * stages.lag
     # With time reversed, the rest of the last round is a warm-up.
-    end = _warm_up(both, inputs, min(m, p), samples) - hops + weights[0, 0]
+    end = _warm_up(backward, inputs, min(m, p), samples) - hops + weights[0, 0]
     end = end + late * (weights[-1] - last)
     alone = inputs[:-1].sum(axis=(0, 1)) + (v - 1) * p * stages.lag + weights[0, 0]
     return np.concatenate([_downwards(end[None], paced[None], samples), paced + alone])
@@ -210,14 +212,14 @@ def _last_forward(stages: StageRows, size: ScheduleSize, ahead: Array) -> Array:
     return start + before + turn + after + 2 * (p - 1) * stages.lag
 
 
-def _warm_up(order: Array, passing: Array, each: int, samples: Array) -> Array:
+def _warm_up(order: Array, passing: Array, count: int, samples: Array) -> Array:
     """Until a rank has run `each` microbatches of all its chunks but the last.
 
     An earlier rank may set the pace for the first chunks; `passing` are the rows of one microbatch
     that goes from there to this rank.
     """
     v = len(order)
-    until = each * order.cumsum(axis=0)
+    until = count * order.cumsum(axis=0)
     start = _before(passing[0])
     best = start + (until[-2] if v > 1 else 0.0)
     if v < 3:
@@ -227,8 +229,8 @@ def _warm_up(order: Array, passing: Array, each: int, samples: Array) -> Array:
     left = start + until[: v - 2] - hops
     seconds = left @ mean
     first = np.maximum.accumulate(seconds, axis=1)
-    place = np.maximum.accumulate(np.where(seconds == first, ranks, 0), axis=1)
-    moved = left[np.arange(v - 2)[:, None], place] + hops + until[-2] - until[: v - 2]
+    position = np.maximum.accumulate(np.where(seconds == first, ranks, 0), axis=1)
+    moved = left[np.arange(v - 2)[:, None], position] + hops + until[-2] - until[: v - 2]
     every = np.concatenate([best[None], moved])
     return every[(every @ mean).argmax(axis=0), ranks]
 
@@ -254,8 +256,8 @@ def _first_gradient(fold: _Fold, m: int, samples: Array) -> Array:
     """Until the first microbatch is back on the first rank; some rank runs its forwards first."""
     near, far = fold.near.forward, fold.far.forward
     p, k = len(near), _ranks(len(near))
-    found = _before(near) + np.minimum(m, 2 * (p - k) - 1) * near + np.cumsum(far, axis=0)
-    return longest(found + 2 * k * fold.near.lag, samples)
+    arrivals = _before(near) + np.minimum(m, 2 * (p - k) - 1) * near + np.cumsum(far, axis=0)
+    return longest(arrivals + 2 * k * fold.near.lag, samples)
 
 
 def zb_v(stages: StageRows, size: ScheduleSize) -> Array:
@@ -268,15 +270,15 @@ def zb_v(stages: StageRows, size: ScheduleSize) -> Array:
     paced = gradients + m * fold.whole - done - far.inputs + k * lag
     short = max(0, m - (max(m, 2 * p - 1) - p))  # microbatches after the steady state
     late = np.maximum(0, short - inner)
-    kept = (late + 1) * near.weights + late * far.weights
+    weight_seconds = (late + 1) * near.weights + late * far.weights
     up = _before(near.inputs) + near.weights[0] + k * lag
-    ends = [paced, paced - kept + up]
+    ends = [paced, paced - weight_seconds + up]
     # Or the last gradient goes to the last rank, and comes back from there.
     home = _after(far.inputs) + near.inputs.sum(axis=0) + near.weights[0] + (2 * (p - 1) - k) * lag
     if m >= 2 * p - 1:
-        rest = inner * near.inputs + p * near.weights + np.maximum(k, 1) * far.weights
-        beyond = _after(far.inputs) + near.inputs[-1] + kept[-1] + (p - 1 - k) * lag
-        ends += [paced - rest + beyond, paced - rest + home]
+        remainder = inner * near.inputs + p * near.weights + np.maximum(k, 1) * far.weights
+        beyond = _after(far.inputs) + near.inputs[-1] + weight_seconds[-1] + (p - 1 - k) * lag
+        ends += [paced - remainder + beyond, paced - remainder + home]
     else:
         turned = np.maximum(0, m - inner) * (near.inputs + near.weights)
         first = gradients + m * (near.forward + far.forward) - done + turned + k * lag
@@ -292,16 +294,23 @@ def dualpipe_v(stages: StageRows, size: ScheduleSize) -> Array:
     done = (2 * (p - 1 - k) + k + 1) * near.forward + (k + 1) * far.forward
     gradients = np.cumsum(far.inputs, axis=0)
     paced = gradients + m * fold.whole - done - far.inputs + k * lag
-    both, other = near.inputs + near.weights, far.inputs + far.weights
+    backward, other = near.inputs + near.weights, far.inputs + far.weights
     # After the last shared slot: up to the first rank, where the step ends or gradients go around.
-    up = paced - p * both - (k + 1) * other + _before(far.forward + both) + other[0] + k * lag
+    up = (
+        paced
+        - p * backward
+        - (k + 1) * other
+        + _before(far.forward + backward)
+        + other[0]
+        + k * lag
+    )
     round_trip = _after(far.inputs)[0] + near.inputs.sum(axis=0) + near.weights[0]
     # Some rank may set the pace of the shared slots, between two trips to the last rank.
     shared = np.cumsum(fold.whole, axis=0)
-    there = gradients[-1] - far.inputs[-1] + 2 * fold.whole[-1] + (4 * (p - 1) - 2 * k) * lag
-    there = there + shared[-1] - fold.whole[-1] - shared + (m - 2 * p + k) * fold.whole
-    up = np.concatenate([up, (there + _before(far.forward + both)[-1] + other[0])[:-1]])
-    ends = [paced, up + p * both[0], up + round_trip + 2 * (p - 1) * lag]
+    offset = gradients[-1] - far.inputs[-1] + 2 * fold.whole[-1] + (4 * (p - 1) - 2 * k) * lag
+    offset = offset + shared[-1] - fold.whole[-1] - shared + (m - 2 * p + k) * fold.whole
+    up = np.concatenate([up, (offset + _before(far.forward + backward)[-1] + other[0])[:-1]])
+    ends = [paced, up + p * backward[0], up + round_trip + 2 * (p - 1) * lag]
     return _both(_first_gradient(fold, m, samples), longest(np.concatenate(ends), samples))
 
 
@@ -337,9 +346,9 @@ def _repeated_block(stages: StageRows, size: ScheduleSize, block: BuildingBlock)
     hops = np.concatenate([k, 2 * p - 2 - k[::-1], 2 * p - 2 + k, 4 * p - 4 - k[::-1]])
     own = (near.forward, far.forward, far.inputs, near.inputs)
     until = np.split(np.cumsum(once, axis=0) + hops * lag, 4)
-    ends = [rows[:: -1 if place % 2 else 1] for place, rows in enumerate(until)]
+    ends = [rows[:: -1 if index % 2 else 1] for index, rows in enumerate(until)]
     home = ends[3][0] + stages.weights[0]
-    found = [_work_of_v(stages, size)]
+    paths = [_work_of_v(stages, size)]
     for first, last in ((0, 1), (2, 3), (1, 2), (0, 3)):
         shift = np.floor((slots[last] - slots[first]) / PERIOD) + 1
         stop = slots[first] + PERIOD * shift
@@ -348,13 +357,13 @@ def _repeated_block(stages: StageRows, size: ScheduleSize, block: BuildingBlock)
         chain = home + rounds * leg
         for slot, rows in zip(slots, own, strict=True):
             # At both ends of the step, some of the microbatches in between are missing.
-            there = np.maximum(0, rounds - np.ceil(abs(slots[last] - slot) / PERIOD / shift))
-            chain = chain + _num_passes(slot, slots[last] + 1, stop) * there * rows
-        found.append(chain)
+            num_rounds = np.maximum(0, rounds - np.ceil(abs(slots[last] - slot) / PERIOD / shift))
+            chain = chain + _num_passes(slot, slots[last] + 1, stop) * num_rounds * rows
+        paths.append(chain)
     # Before its first gradient a rank runs only forwards.
     early = [np.minimum(m, _num_passes(slot, slot, slots[2])) for slot in slots[:2]]
     paced = ends[2] - far.inputs + m * (near.whole + far.whole)
-    return np.concatenate([*found, paced - early[0] * near.forward - early[1] * far.forward])
+    return np.concatenate([*paths, paced - early[0] * near.forward - early[1] * far.forward])
 
 
 @cache
@@ -362,8 +371,8 @@ def _slots(block: BuildingBlock, p: int) -> Array:
     """Slots of a microbatch on each rank: forward near and far, gradient far and near."""
     stages = [(near, 2 * p - 1 - near) for near in range(p)]
     ways = [[(FORWARD, a), (FORWARD, b), (INPUT_GRAD, b), (INPUT_GRAD, a)] for a, b in stages]
-    found = [[taken[way] for way in mine] for mine, taken in zip(ways, path(block, p), strict=True)]
-    return np.array(found, float).T[:, :, None]
+    table = [[taken[key] for key in leg] for leg, taken in zip(ways, path(block, p), strict=True)]
+    return np.array(table, float).T[:, :, None]
 
 
 def _num_passes(slot: Array, start: Array, stop: Array) -> Array:

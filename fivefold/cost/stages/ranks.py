@@ -30,10 +30,10 @@ from fivefold.cost.stages.time import PipelineTimer, pipeline_timer
 
 def bubble_seconds(times: PipelineTimes, grid: LayoutGrid) -> Array:
     """Seconds that the slowest rank waits in a step, as each schedule's family estimates it."""
-    found = np.zeros(1)
-    for family, here in _families(grid):
-        found = np.where(here, np.maximum(family.bubble(times), 0.0), found)
-    return np.where(grid.pp > 1, found, 0.0)
+    seconds = np.zeros(1)
+    for family, mask in _families(grid):
+        seconds = np.where(mask, np.maximum(family.bubble(times), 0.0), seconds)
+    return np.where(grid.pp > 1, seconds, 0.0)
 
 
 PipelineEnd = Literal["first", "inner", "last"]
@@ -55,19 +55,19 @@ class RankLayers(NamedTuple):
     @property
     def kinds(self) -> dict[tuple[bool, bool], Array]:
         """How many there are of each kind, by whether they have experts and lack attention."""
-        routed, recurrent, both = self.routed, self.recurrent, self.both
+        routed, recurrent, routed_recurrent = self.routed, self.recurrent, self.both
         return {
-            (False, False): self.all - routed - recurrent + both,
-            (False, True): recurrent - both,
-            (True, False): routed - both,
-            (True, True): both,
+            (False, False): self.all - routed - recurrent + routed_recurrent,
+            (False, True): recurrent - routed_recurrent,
+            (True, False): routed - routed_recurrent,
+            (True, True): routed_recurrent,
         }
 
 
 def count_layers(shape: Shape, layers: Iterable[int]) -> tuple[int, int, int, int]:
     """The numbers of `RankLayers` of these layers."""
     kinds = [(shape.is_moe_layer(i), shape.is_recurrent(i)) for i in layers]
-    routed, recurrent = (sum(kind[place] for kind in kinds) for place in (0, 1))
+    routed, recurrent = (sum(kind[index] for kind in kinds) for index in (0, 1))
     return len(kinds), routed, recurrent, sum(all(kind) for kind in kinds)
 
 
@@ -97,7 +97,7 @@ def rank_stages(
 
     `spans`: the layers of each stage if they are given.
     """
-    both = mirrored(grid) | (grid.pp == 1)
+    has_ends = mirrored(grid) | (grid.pp == 1)
     inner: list[tuple[RankLayers, Array]] = []
     flight = None
     if spans is not None or split == "balanced":
@@ -108,32 +108,38 @@ def rank_stages(
         first, between, last = _short_ends(shape, grid)
         inner = [(between, np.ones(1))]
     else:
-        first, last, place = _greedy(shape, grid)
-        flight = np.minimum(grid.microbatches, grid.pp - place)
-    copies, one, none = np.where(mirrored(grid), 2.0, 1.0), np.ones(1), np.zeros(1)
-    at_first = np.where(both | folded(grid), 1.0, 0.0)
+        first, last, rank = _greedy(shape, grid)
+        flight = np.minimum(grid.microbatches, grid.pp - rank)
+    copies, unit, none = np.where(mirrored(grid), 2.0, 1.0), np.ones(1), np.zeros(1)
+    at_first = np.where(has_ends | folded(grid), 1.0, 0.0)
     at_last = np.where(folded(grid), 0.0, 1.0)
     ahead = in_flight(grid, "first", hop_forwards)
-    yield RankStage(first, copies, ahead, one, at_first, deferred(grid, "first"))
+    yield RankStage(first, copies, ahead, unit, at_first, deferred(grid, "first"))
     before = first
-    for number, (layers, place) in enumerate(inner):
+    for number, (layers, rank) in enumerate(inner):
         waits = number == _LATEST and grid.defers.any()
-        if waits or any((mine > other).any() for mine, other in zip(layers, before, strict=True)):
-            between = in_flight(grid, "inner", hop_forwards, place)
-            late = deferred(grid, "inner", place)
+        if waits or any((count > other).any() for count, other in zip(layers, before, strict=True)):
+            between = in_flight(grid, "inner", hop_forwards, rank)
+            late = deferred(grid, "inner", rank)
             yield RankStage(layers, copies, between, none, none, late)
             before = layers
     flight = in_flight(grid, "last", hop_forwards) if flight is None else flight
     late = deferred(grid, "last")
-    yield RankStage(last, copies, flight, np.where(both, 1.0, 0.0), at_last, late)
+    yield RankStage(last, copies, flight, np.where(has_ends, 1.0, 0.0), at_last, late)
 
 
 def fewest_layers(layers: RankLayers) -> RankLayers:
     """The fewest layers of each kind that a rank has under any schedule of a block."""
-    plain, recurrent, routed, both = (
-        each.min(axis=2, keepdims=True) if each.ndim > 2 else each for each in layers.kinds.values()
+    plain, recurrent, routed, routed_recurrent = (
+        counts.min(axis=2, keepdims=True) if counts.ndim > 2 else counts
+        for counts in layers.kinds.values()
     )
-    return RankLayers(plain + recurrent + routed + both, routed + both, recurrent + both, both)
+    return RankLayers(
+        plain + recurrent + routed + routed_recurrent,
+        routed + routed_recurrent,
+        recurrent + routed_recurrent,
+        routed_recurrent,
+    )
 
 
 def _balanced(
@@ -144,16 +150,16 @@ def _balanced(
     gradients (`_LATEST`), each with its position."""
     pp = grid.pp if grid.pp.min() < grid.pp.max() else grid.pp[:1]  # all are alike in a search
     columns = np.broadcast_arrays(pp, grid.chunks, folded(grid), mirrored(grid))
-    asked = [
+    jobs = [
         (int(ranks), int(chunks), bool(fold), bool(mirror))
-        for ranks, chunks, fold, mirror in zip(*(each.ravel() for each in columns), strict=True)
+        for ranks, chunks, fold, mirror in zip(*(column.ravel() for column in columns), strict=True)
     ]
     if spans is None:
         timer = pipeline_timer(shape, seq)
-        found = [_balanced_layers(timer, *each) for each in asked]
+        results = [_balanced_layers(timer, *job) for job in jobs]
     else:
-        found = [_layers_of_ranks(shape, spans, ranks, *how) for ranks, _, *how in asked]
-    numbers = np.array(found, float).reshape(*columns[0].shape, 5, 5)
+        results = [_layers_of_ranks(shape, spans, ranks, *options) for ranks, _, *options in jobs]
+    numbers = np.array(results, float).reshape(*columns[0].shape, 5, 5)
     first, *inner, last = (
         (RankLayers(*np.moveaxis(numbers[..., rank, :4], -1, 0)), numbers[..., rank, 4])
         for rank in range(5)
@@ -179,18 +185,18 @@ def _layers_of_ranks(
     """
     by_rank: list[list[range]] = [[] for _ in range(ranks)]
     for number, span in enumerate(spans):
-        turn, place = divmod(number, ranks)
-        by_rank[ranks - 1 - place if fold and turn % 2 else place].append(span)
+        turn, rank = divmod(number, ranks)
+        by_rank[ranks - 1 - rank if fold and turn % 2 else rank].append(span)
         if mirror:
-            by_rank[ranks - 1 - place].append(span)
+            by_rank[ranks - 1 - rank].append(span)
     share = 2 if mirror and ranks > 1 else 1
     numbers = [
-        (*(each / share for each in count_layers(shape, chain(*mine))), float(place))
-        for place, mine in enumerate(by_rank)
+        (*(count / share for count in count_layers(shape, chain(*own_spans))), float(index))
+        for index, own_spans in enumerate(by_rank)
     ]
     inner = numbers[1:-1] or numbers[:1]
     latest = inner[len(inner) // 2 if mirror else -1]
-    return numbers[0], inner[0], max(inner, key=lambda each: each[:2]), latest, numbers[-1]
+    return numbers[0], inner[0], max(inner, key=lambda row: row[:2]), latest, numbers[-1]
 
 
 def _even(shape: Shape, grid: LayoutGrid) -> tuple[RankLayers, RankLayers]:
@@ -210,7 +216,7 @@ def _short_ends(shape: Shape, grid: LayoutGrid) -> list[RankLayers]:
     first = np.where(pp > 1, np.minimum(share - 1, layers), layers)
     left = layers - first - (pp - 2) * inner
     last = np.where(pp > 1, np.clip(left, 1.0, first), layers)
-    return [_with_routed(shape, grid, each) for each in (first, inner, last)]
+    return [_with_routed(shape, grid, count) for count in (first, inner, last)]
 
 
 def _greedy(shape: Shape, grid: LayoutGrid) -> tuple[RankLayers, RankLayers, Array]:
@@ -219,9 +225,9 @@ def _greedy(shape: Shape, grid: LayoutGrid) -> tuple[RankLayers, RankLayers, Arr
     layers, layer = float(shape.layers), layer_parameters(shape, 0)
     head = shape.vocab * shape.width / (layer.total - layer.norms)
     fair = (layers + head) / grid.pp
-    place = np.minimum(grid.pp - 1, np.floor(layers / fair))
-    first, last = np.minimum(np.ceil(fair), layers), layers - np.ceil(place * fair)
-    return _with_routed(shape, grid, first), _with_routed(shape, grid, last), place
+    last_rank = np.minimum(grid.pp - 1, np.floor(layers / fair))
+    first, last = np.minimum(np.ceil(fair), layers), layers - np.ceil(last_rank * fair)
+    return _with_routed(shape, grid, first), _with_routed(shape, grid, last), last_rank
 
 
 def _with_routed(shape: Shape, grid: LayoutGrid, layers: Array) -> RankLayers:
@@ -237,42 +243,42 @@ def _with_routed(shape: Shape, grid: LayoutGrid, layers: Array) -> RankLayers:
 
 
 def in_flight(
-    grid: LayoutGrid, place: PipelineEnd, hop_forwards: int = 2, rank: Array | float = 1.0
+    grid: LayoutGrid, end: PipelineEnd, hop_forwards: int = 2, rank: Array | float = 1.0
 ) -> Array:
     """Microbatches whose activations a rank keeps at most; inner: any that is not at an end, the
     second one or another `rank`.
 
     `hop_forwards`: what interleaved 1F1B runs ahead for each hop to the last rank.
     """
-    found, position = np.zeros(1), _position(grid, place, hop_forwards, rank)
-    for family, here in _families(grid):
-        found = np.where(here, family.in_flight(position), found)
-    return np.where(grid.pp > 1, np.minimum(grid.microbatches, found), 1.0)
+    num_microbatches, position = np.zeros(1), _position(grid, end, hop_forwards, rank)
+    for family, mask in _families(grid):
+        num_microbatches = np.where(mask, family.in_flight(position), num_microbatches)
+    return np.where(grid.pp > 1, np.minimum(grid.microbatches, num_microbatches), 1.0)
 
 
-def deferred(grid: LayoutGrid, place: PipelineEnd, rank: Array | float = 1.0) -> HeldMoments:
+def deferred(grid: LayoutGrid, end: PipelineEnd, rank: Array | float = 1.0) -> HeldMoments:
     """What a rank holds at each moment that may be its peak while weight gradients wait. Schedules
     share the moments: one after another they would be as many arrays."""
-    found, position = list[HeldMicrobatches](), _position(grid, place, 2, rank)
-    for family, here in _families(grid):
-        moments = zip_longest(found, family.deferred(position), fillvalue=_NOTHING_HELD)
-        found = [
+    totals, position = list[HeldMicrobatches](), _position(grid, end, 2, rank)
+    for family, mask in _families(grid):
+        moments = zip_longest(totals, family.deferred(position), fillvalue=_NOTHING_HELD)
+        totals = [
             HeldMicrobatches(
                 *(
-                    np.where(here & (grid.pp > 1), number, before)
-                    for before, number in zip(others, held, strict=True)
+                    np.where(mask & (grid.pp > 1), number, before)
+                    for before, number in zip(counts, new_counts, strict=True)
                 )
             )
-            for others, held in moments
+            for counts, new_counts in moments
         ]
-    return tuple(found)
+    return tuple(totals)
 
 
 def _position(
-    grid: LayoutGrid, place: PipelineEnd, hop_forwards: int, rank: Array | float
+    grid: LayoutGrid, end: PipelineEnd, hop_forwards: int, rank: Array | float
 ) -> RankPosition:
     pp = grid.pp
-    depth = {"first": pp, "inner": pp - rank, "last": np.ones_like(pp)}[place]
+    depth = {"first": pp, "inner": pp - rank, "last": np.ones_like(pp)}[end]
     numbers = (pp, grid.microbatches, grid.chunks, depth)
     return RankPosition(*numbers, hop_forwards)
 

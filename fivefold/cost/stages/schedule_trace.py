@@ -93,9 +93,10 @@ def schedule_makespans(name: str, numbers: tuple[int, int, int], seconds: StageS
     ranks, count, chunks = numbers
     if not is_long(*numbers):
         return simulate_trace(named_trace(name, ranks, count, chunks), seconds)
-    few, many = (each * ranks + count % ranks for each in (_STEADY, _LONGEST))
+    few, many = (num_rounds * ranks + count % ranks for num_rounds in (_STEADY, _LONGEST))
     early, late = (
-        simulate_trace(named_trace(name, ranks, each, chunks), seconds) for each in (few, many)
+        simulate_trace(named_trace(name, ranks, num_microbatches, chunks), seconds)
+        for num_microbatches in (few, many)
     )
     return late + (late - early) * (count - many) / (many - few)
 
@@ -123,16 +124,16 @@ def trace_schedule(schedule: Schedule) -> ScheduleTrace:
     runs, several = _runs(actions, row, codes, width)
     sources = _sources(schedule, actions, row)
     turns, order = _turns(row[actions.begins], sources, int(actions.opens.sum()))
-    place = np.full(len(sources[0]), len(order))
-    place[order] = np.arange(len(order))
+    position = np.full(len(sources[0]), len(order))
+    position[order] = np.arange(len(order))
     # Before the first row of a rank is one of the rank before that never runs.
     return ScheduleTrace(
         turns=turns,
-        before=place[order - 1],
-        sources=tuple(place[each[order]] for each in sources),
-        runs=tuple(each[order] for each in runs),
+        before=position[order - 1],
+        sources=tuple(position[source[order]] for source in sources),
+        runs=tuple(run[order] for run in runs),
         several=several,
-        last=place[np.append(row[actions.begins][1:], row[-1] + 2) - 2],
+        last=position[np.append(row[actions.begins][1:], row[-1] + 2) - 2],
         counts=_counted(rank, codes, schedule.num_ranks, width),
     )
 
@@ -142,23 +143,23 @@ def _turns(
 ) -> tuple[list[int], Indices]:
     """The rows in the order of their turns, and the end of each turn. Rows are numbered rank after
     rank; after the last row of a rank is one that never runs."""
-    source, *others = sources
+    source, *extra_sources = sources
     if len(starts) == 1:  # it waits for nobody
         return list(range(num_rows + 1)), np.arange(num_rows)
     done = np.zeros(len(source), bool)
     done[-1] = True
-    place, found, ends = starts.copy(), list[Indices](), [0]
+    positions, turns, ends = starts.copy(), list[Indices](), [0]
     while ends[-1] < num_rows:
-        ready = done[source[place]]
-        for other in others:
-            ready &= done[other[place]]
-        rows = place[ready]
+        ready = done[source[positions]]
+        for other in extra_sources:
+            ready &= done[other[positions]]
+        rows = positions[ready]
         assert len(rows), "a schedule that ends"
-        found.append(rows)
+        turns.append(rows)
         ends.append(ends[-1] + len(rows))
         done[rows] = True
-        place += ready
-    return ends, np.concatenate(found)
+        positions += ready
+    return ends, np.concatenate(turns)
 
 
 def _sources(schedule: Schedule, actions: _ActionColumns, row: Indices) -> tuple[Indices, ...]:
@@ -167,16 +168,16 @@ def _sources(schedule: Schedule, actions: _ActionColumns, row: Indices) -> tuple
     none = int(row[-1]) + 2
     sends, backwards = kind != _W, (kind > 0).astype(np.int64)
     # By stage, with one beyond either end: the row of a microbatch's output, and of its gradient.
-    made = np.full((2, schedule.num_stages + 2, schedule.num_microbatches), none)
-    made[backwards[sends], stage[sends] + 1, microbatch[sends]] = row[sends]
+    producers = np.full((2, schedule.num_stages + 2, schedule.num_microbatches), none)
+    producers[backwards[sends], stage[sends] + 1, microbatch[sends]] = row[sends]
     homes = np.array([-1, *schedule.placement.homes, -1])
-    there = stage + 2 * backwards
-    moves = sends & (homes[there] >= 0) & (homes[there] != homes[stage + 1])
+    source_stage = stage + 2 * backwards
+    moves = sends & (homes[source_stage] >= 0) & (homes[source_stage] != homes[stage + 1])
     sources: list[Indices] = []
     for which in (moves & opens, moves & ~opens):
-        found = np.full(none + 1, none)
-        found[row[which]] = made[backwards[which], there[which], microbatch[which]]
-        sources.append(found)
+        indices = np.full(none + 1, none)
+        indices[row[which]] = producers[backwards[which], source_stage[which], microbatch[which]]
+        sources.append(indices)
     after = np.append(row[begins][1:], none) - 1
     sources[0][after] = after
     return tuple(sources[: 1 + bool((moves & ~opens).any())])
@@ -187,32 +188,32 @@ def _runs(
 ) -> tuple[tuple[Indices, ...], Array]:
     """The actions of each row, and the sums of several weight gradients that some rows have."""
     late, num_rows = actions.kind == _W, int(row[-1]) + 3
-    found: list[Indices] = []
+    runs: list[Indices] = []
     for which in (actions.opens, ~actions.opens & ~late, late):
-        mine = np.full(num_rows, width - 1)
-        mine[row[which]] = codes[which]
-        found.append(mine)
+        selection = np.full(num_rows, width - 1)
+        selection[row[which]] = codes[which]
+        runs.append(selection)
     times = np.bincount(row[late], minlength=num_rows)
     (several,) = (times > 1).nonzero()
     # Most have two: those of the same two share their sum.
     first = np.full(num_rows, 0)
     first[row[late][::-1]] = codes[late][::-1]
     twice = times[several] == 2
-    which = np.where(twice, first[several] * width + found[2][several], -1 - several)
+    which = np.where(twice, first[several] * width + runs[2][several], -1 - several)
     _, example, same = np.unique(which, return_index=True, return_inverse=True)
-    found[2][several] = width + same.ravel()
-    place = np.full(num_rows, -1)
-    place[several[example]] = np.arange(len(example))
-    mine = late & (place[row] >= 0)
-    sums = _counted(place[row[mine]], codes[mine], len(example), width)
+    runs[2][several] = width + same.ravel()
+    pair_index = np.full(num_rows, -1)
+    pair_index[several[example]] = np.arange(len(example))
+    selection = late & (pair_index[row] >= 0)
+    sums = _counted(pair_index[row[selection]], codes[selection], len(example), width)
     has_pairs = bool((~actions.opens & ~late).any())
-    return tuple(found if has_pairs else found[::2]), sums
+    return tuple(runs if has_pairs else runs[::2]), sums
 
 
 def _counted(places: Indices, codes: Indices, num_places: int, width: int) -> Array:
     """How often each code occurs at each place."""
-    found = np.bincount(places * width + codes, minlength=num_places * width)
-    return found.astype(float).reshape(num_places, width)
+    counts = np.bincount(places * width + codes, minlength=num_places * width)
+    return counts.astype(float).reshape(num_places, width)
 
 
 def _of_loops(order: LoopOrder) -> _ActionColumns:
@@ -223,13 +224,13 @@ def _of_loops(order: LoopOrder) -> _ActionColumns:
     width = np.array([len(loop.turns) for loop in loops])
     size = count * width
     number = np.repeat(np.arange(len(loops)), size)
-    place = np.arange(int(size.sum())) - np.repeat(np.cumsum(size) - size, size)
-    k, inside = np.divmod(place, width[number])
+    offset = np.arange(int(size.sum())) - np.repeat(np.cumsum(size) - size, size)
+    k, inside = np.divmod(offset, width[number])
     turn = (np.cumsum(width) - width)[number] + inside
-    stage = np.array([each.stage for each in turns])[turn]
-    kind = np.array([_KINDS[each.kind] for each in turns])[turn]
-    microbatch = np.array([each.first for each in turns])[turn] + k
-    joined = np.array([each.joined for each in turns])[turn]
+    stage = np.array([run.stage for run in turns])[turn]
+    kind = np.array([_KINDS[run.kind] for run in turns])[turn]
+    microbatch = np.array([run.first for run in turns])[turn] + k
+    joined = np.array([run.joined for run in turns])[turn]
     opens = kind != _W
     opens[1:] &= ~joined[:-1]
     sizes = [sum(loop.times * len(loop.turns) for loop in loops) for loops in order.loops]
@@ -240,13 +241,13 @@ def _of_loops(order: LoopOrder) -> _ActionColumns:
 def _of_steps(schedule: Schedule) -> _ActionColumns:
     """The actions of an order that is given step by step."""
     steps = [step for order in schedule.order for step in order]
-    found = [action for step in steps for action in actions_of(step)]
-    count = len(found)
+    actions = [action for step in steps for action in actions_of(step)]
+    count = len(actions)
     paired = np.fromiter((isinstance(step, Overlap) for step in steps), bool, len(steps))
     first = np.cumsum(1 + paired) - 1 - paired  # of each step's actions
-    stage = np.fromiter((each[0] for each in found), np.int64, count)
-    kind = np.fromiter((_KINDS[each[1]] for each in found), np.int64, count)
-    microbatch = np.fromiter((each[2] for each in found), np.int64, count)
+    stage = np.fromiter((record[0] for record in actions), np.int64, count)
+    kind = np.fromiter((_KINDS[record[1]] for record in actions), np.int64, count)
+    microbatch = np.fromiter((record[2] for record in actions), np.int64, count)
     opens = kind != _W
     opens[first[paired] + 1] = False
     begins = first[np.cumsum([0, *map(len, schedule.order[:-1])])]
@@ -267,9 +268,9 @@ def trace_ends(trace: ScheduleTrace, seconds: StageSeconds) -> Array:
     table = np.concatenate([table, trace.several @ table])
     if columns == 1:  # plain arrays are faster
         table, lag, size = table[:, 0], lag[0], ()
-    first, *second, late = (table[each] for each in trace.runs)
-    source, *others = trace.sources
-    if columns == 1 and len(trace.counts) <= _FEW_RANKS and not others:
+    first, *second, late = (table[run] for run in trace.runs)
+    source, *extra_sources = trace.sources
+    if columns == 1 and len(trace.counts) <= _FEW_RANKS and not extra_sources:
         return _ends_one_by_one(trace, first, late, float(lag))
     # When the rank is free again after each row, and when its output is on the next one.
     free, sent = (np.empty((len(source) + 1, *size)) for _ in range(2))
@@ -278,11 +279,11 @@ def trace_ends(trace: ScheduleTrace, seconds: StageSeconds) -> Array:
         start = np.maximum(
             free.take(trace.before[begin:end], axis=0), sent.take(source[begin:end], axis=0)
         )
-        for other in others:
+        for other in extra_sources:
             np.maximum(start, sent.take(other[begin:end], axis=0), out=start)
         start += first[begin:end]
-        for each in second:
-            start += each[begin:end]
+        for run_seconds in second:
+            start += run_seconds[begin:end]
         np.add(start, lag, out=sent[begin:end])
         np.add(start, late[begin:end], out=free[begin:end])
     return free[trace.last].reshape(-1, columns)

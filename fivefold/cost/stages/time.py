@@ -49,15 +49,15 @@ class PipelineTimer:
 
     def table(self, name: str, pp: int, chunks: int, microbatches: int) -> Array:
         """The longest paths of a schedule, one row each; none if it cannot run these numbers."""
-        asked = (name, pp, chunks, microbatches)
-        if asked not in self.paths and _cannot_run(*asked):
-            self.paths[asked] = np.zeros((0, len(self.samples)))
-        if asked not in self.paths:
+        key = (name, pp, chunks, microbatches)
+        if key not in self.paths and _cannot_run(*key):
+            self.paths[key] = np.zeros((0, len(self.samples)))
+        if key not in self.paths:
             known = named(name if pp > 1 else "1f1b")
             numbers = ScheduleSize(pp, chunks, microbatches, self.samples)
             stages = self._default_stages(pp * chunks, known.placement == "V")
-            self.paths[asked] = longest(PATHS[known.paths](stages, numbers), self.samples)
-        return self.paths[asked]
+            self.paths[key] = longest(PATHS[known.paths](stages, numbers), self.samples)
+        return self.paths[key]
 
     def simulated(self, name: str, pp: int, chunks: int, microbatches: int, costs: Array) -> Array:
         """Seconds of the simulated schedule, for each column of costs."""
@@ -71,7 +71,7 @@ class PipelineTimer:
         different, back = np.unique(costs, axis=1, return_inverse=True)
         rows = self._default_stages(pp * chunks, family(name).placement == "V")
         kinds = (rows.forward, rows.inputs, rows.weights)
-        stages = StageSeconds(*(each @ different for each in kinds), lag=rows.lag @ different)
+        stages = StageSeconds(*(kind @ different for kind in kinds), lag=rows.lag @ different)
         seconds = schedule_makespans(family(name).name, numbers, stages)
         seconds = seconds[back.ravel()]
         return np.maximum(seconds, least) if is_long(*numbers) else seconds
@@ -86,7 +86,7 @@ class PipelineTimer:
     def stages(self, spans: Sequence[range]) -> StageRows:
         """How many layers of each kind every stage has, and which one has the head."""
         shape, width = self.shape, len(self.kinds) + 1
-        first = {shape.layer_kind(i): place for place, i in enumerate(self.kinds)}
+        first = {shape.layer_kind(i): index for index, i in enumerate(self.kinds)}
         counts = np.zeros((len(spans), width))
         for number, span in enumerate(spans):
             for i in span:
@@ -95,8 +95,10 @@ class PipelineTimer:
         counts[-1, -1] = 1
         none = np.zeros_like(counts)
         forward, inputs, weights = (
-            np.hstack([counts if place == mine else none for place in range(3)] + [none[:, :1]])
-            for mine in range(3)
+            np.hstack(
+                [counts if column == position else none for column in range(3)] + [none[:, :1]]
+            )
+            for position in range(3)
         )
         return StageRows(forward, inputs, weights, np.eye(3 * width + 1)[-1])
 
@@ -135,11 +137,11 @@ def pipeline_timer(shape: Shape, seq: int) -> PipelineTimer:
 
 
 def pipeline_seconds(
-    found: PipelineTimer,
+    timer: PipelineTimer,
     grid: LayoutGrid,
     costs: list[Array],
     simulated: bool = False,
-    wanted: Flags | None = None,
+    mask: Flags | None = None,
 ) -> Array:
     """Seconds of the pipeline of every layout; `costs` are in the order of a path's row.
 
@@ -149,37 +151,37 @@ def pipeline_seconds(
     """
     pp = grid.pp if grid.pp.min() < grid.pp.max() else grid.pp[:1]  # all are alike in a search
     columns = np.broadcast_arrays(grid.schedule, pp, grid.chunks, grid.microbatches)
-    asked = [
+    jobs = [
         (SCHEDULES[int(name)], int(ranks), int(chunks), int(count))
-        for name, ranks, chunks, count in zip(*(each.ravel() for each in columns), strict=True)
+        for name, ranks, chunks, count in zip(*(column.ravel() for column in columns), strict=True)
     ]
-    size = np.broadcast_shapes(columns[0].shape, *(each.shape for each in costs))
+    size = np.broadcast_shapes(columns[0].shape, *(cost.shape for cost in costs))
     if simulated:
-        return _simulated(found, asked, np.array([np.broadcast_to(each, size) for each in costs]))
-    places = np.broadcast_to(True if wanted is None else wanted, columns[0].shape).ravel()
+        return _simulated(timer, jobs, np.array([np.broadcast_to(cost, size) for cost in costs]))
+    places = np.broadcast_to(True if mask is None else mask, columns[0].shape).ravel()
     tables = [
-        found.table(*each) if here else np.zeros((0, len(costs)))
-        for each, here in zip(asked, places, strict=True)
+        timer.table(*job) if flag else np.zeros((0, len(costs)))
+        for job, flag in zip(jobs, places, strict=True)
     ]
     never = np.where([len(table) for table in tables], 0.0, np.inf)
     paths = np.zeros((len(tables), max(1, *map(len, tables)), len(costs)))
     for row, table in zip(paths, tables, strict=True):
         row[: len(table)] = table
     if grid.pp.ndim == 1:
-        spread = [np.broadcast_to(each, size) for each in costs]
+        spread = [np.broadcast_to(cost, size) for cost in costs]
         return np.einsum("nkq,qn->nk", paths, spread).max(axis=1) + never
     seconds = _block_seconds(paths, columns[0].shape, costs)
     return seconds + never.reshape(1, *columns[0].shape[1:3], 1, 1, 1)
 
 
-def _simulated(found: PipelineTimer, asked: list[tuple[str, int, int, int]], costs: Array) -> Array:
+def _simulated(timer: PipelineTimer, jobs: list[tuple[str, int, int, int]], costs: Array) -> Array:
     """The same by simulation, each schedule once for all layouts that have it."""
     seconds = np.zeros(costs.shape[1])
     places: dict[tuple[str, int, int, int], list[int]] = {}
-    for place, one in enumerate(asked if len(asked) > 1 else asked * len(seconds)):
-        places.setdefault(one, []).append(place)
-    for one, mine in places.items():
-        seconds[mine] = found.simulated(*one, costs[:, mine])
+    for index, job in enumerate(jobs if len(jobs) > 1 else jobs * len(seconds)):
+        places.setdefault(job, []).append(index)
+    for job, columns in places.items():
+        seconds[columns] = timer.simulated(*job, costs[:, columns])
     return seconds
 
 
@@ -188,9 +190,9 @@ def _block_seconds(paths: Array, shape: tuple[int, ...], costs: list[Array]) -> 
     degrees, microbatch size and recomputation; one matmul for each microbatch size. If schedules
     hide different shares of collectives, costs vary with them too: one for each of both."""
     rows, schedules = shape[1:3]
-    costs = [each[:, :, :, :1] for each in costs]  # however dp is shared, it is the same dp
-    degrees, kinds, again = (max(each.shape[axis] for each in costs) for axis in (0, 2, 4))
-    spread = [np.broadcast_to(each, (degrees, rows, kinds, 1, again, 1)) for each in costs]
+    costs = [cost[:, :, :, :1] for cost in costs]  # however dp is shared, it is the same dp
+    degrees, kinds, again = (max(cost.shape[axis] for cost in costs) for axis in (0, 2, 4))
+    spread = [np.broadcast_to(cost, (degrees, rows, kinds, 1, again, 1)) for cost in costs]
     columns = np.array(spread).reshape(len(costs), degrees, rows, kinds, again)
     columns = columns.transpose(2, 3, 0, 1, 4).reshape(rows, kinds, len(costs), degrees * again)
     seconds = paths.reshape(rows, kinds, -1, len(costs)) @ columns

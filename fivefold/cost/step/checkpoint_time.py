@@ -32,8 +32,8 @@ def checkpoint_bytes(plan: Plan) -> float:
         return float((_MASTER + states) * parameters(plan.shape).total)
     return float(
         sum(
-            (_FROZEN if one.frozen else _MASTER + states) * one.numel
-            for one in planned_weights(plan.shape)
+            (_FROZEN if weight.frozen else _MASTER + states) * weight.numel
+            for weight in planned_weights(plan.shape)
         )
     )
 
@@ -41,7 +41,7 @@ def checkpoint_bytes(plan: Plan) -> float:
 def save_cost(
     plan: Plan,
     machine: Machine,
-    place: CheckpointPlace,
+    target: CheckpointPlace,
     storage: float | None = None,
     gpus: int | None = None,
 ) -> SaveCost:
@@ -52,7 +52,7 @@ def save_cost(
     # Without ZeRO replicas hold the same; each shard is then copied on one of them.
     shards = domain.gpus if layout.zero else layout.tp * layout.pp
     stall = size / shards / (_OF_LINK * machine.host.link.bandwidth)
-    if place == "disk":
+    if target == "disk":
         speed = storage or min(STORAGE, STORAGE_PER_HOST * domain.hosts)
     else:
         speed = machine.tiers[-1].bandwidth * domain.gpus

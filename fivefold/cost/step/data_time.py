@@ -55,12 +55,12 @@ def _layers_and_buckets(work: LayerTimer) -> Iterator[UnitGroup]:
     buckets = num_buckets(sum(parameters, np.zeros(1)) * work.itemsize, layers, stack.bucket_bytes)
     number = np.where(third, layers * stack.gathers, buckets)
     rounds = np.ceil(m / grid.pp) if stack.scatters_rounds else m
-    each = np.where(stack.stays_gathered(grid), 1.0, 2 * m)
+    times = np.where(stack.stays_gathered(grid), 1.0, 2 * m)
     for expert, size in enumerate(parameters):
         if expert and work.shape.moe is None:
             return
         reductions = np.where(third, np.where(grid.pp > 1, 1.0, m), rounds)
-        yield UnitGroup(bool(expert), number, size, reductions, number * each, size * each)
+        yield UnitGroup(bool(expert), number, size, reductions, number * times, size * times)
 
 
 def data_job(work: LayerTimer) -> DataJob:
@@ -87,9 +87,13 @@ def data_seconds(work: LayerTimer, units: RankUnits | None, window: Array, compu
     shards = grid.shard * grid.cp
     sharded, groups = (grid.zero >= 1) & (shards > 1), unit_groups(work, units)
     job = data_job(work)
-    issued = [each for group in groups for each in unit_collectives(job, group)]
-    gathered = _seconds(work, (each for each in issued if each.kind == "all_gather"))
-    reduced = _seconds(work, (each for each in issued if each.kind != "all_gather"))
+    issued = [collective for group in groups for collective in unit_collectives(job, group)]
+    gathered = _seconds(
+        work, (collective for collective in issued if collective.kind == "all_gather")
+    )
+    reduced = _seconds(
+        work, (collective for collective in issued if collective.kind != "all_gather")
+    )
     # The first unit of weights and the last of gradients overlap with nothing.
     number = np.maximum(work.shape.layers / grid.pp, 1.0)
     if units is not None:
@@ -114,23 +118,24 @@ def data_seconds(work: LayerTimer, units: RankUnits | None, window: Array, compu
 def _seconds(work: LayerTimer, issued: Iterable[DataCollective]) -> Array:
     """Seconds of these collectives one after another."""
     grid, links, flat = work.grid, work.links, work.stack.flat_rings
-    shards, found = grid.shard * grid.cp, np.zeros(1)
+    shards, seconds = grid.shard * grid.cp, np.zeros(1)
     strides = dict.fromkeys(("fsdp", "dp-cp"), grid.tp) | dict.fromkeys(
         ("tp", "replica", "etp", "world"), 1
     )
     strides |= {"edp": grid.ep * grid.etp, "replicate": grid.tp * shards}
     strides |= {"twin": grid.tp * grid.cp * grid.dp * np.maximum(grid.pp - 1, 1)}
-    for each in issued:
+    for collective in issued:
         ranks, stride = (
-            np.ones_like(grid.tp) * number for number in (each.group, strides[each.axis])
+            np.ones_like(grid.tp) * number
+            for number in (collective.group, strides[collective.axis])
         )
-        how = (ranks, stride, each.times, flat)
-        if each.kind == "all_reduce":
-            found = found + links.all_reduce(each.bytes, *how)
+        arguments = (ranks, stride, collective.times, flat)
+        if collective.kind == "all_reduce":
+            seconds = seconds + links.all_reduce(collective.bytes, *arguments)
         else:
-            size = each.bytes * (ranks if each.kind == "all_gather" else 1.0)
-            found = found + links.ring(size, *how)
-    return found
+            size = collective.bytes * (ranks if collective.kind == "all_gather" else 1.0)
+            seconds = seconds + links.ring(size, *arguments)
+    return seconds
 
 
 def _closing_seconds(work: LayerTimer, units: RankUnits) -> Array:

@@ -102,8 +102,8 @@ def hide_exchange(
     exchange = sum((parts["ep"] for parts in passes), np.zeros(1))
     compute = np.zeros(1)
     for parts in (*passes, weights):
-        for name, each in parts.items():
-            compute = compute + (0.0 if name in ("ep", "launch") else each)
+        for name, seconds in parts.items():
+            compute = compute + (0.0 if name in ("ep", "launch") else seconds)
     # A stack that gives SMs to communication has slowed its compute down by that.
     slowdown = OVERLAP_SLOWDOWN if stack.compute_share == 1 else 0.0
     shown = shown_seconds(exchange, np.maximum(compute, host), slowdown=slowdown)

@@ -42,7 +42,7 @@ def require_room(job: str, memory: Mapping[str, float], there_is: float) -> None
     """Raise an error if a layout that a search answers with needs more than the machine has."""
     total = sum(memory.values())
     if total > there_is:
-        name = max(memory, key=lambda each: memory[each])
+        name = max(memory, key=lambda key: memory[key])
         raise InternalError(
             f"{job}: the answer needs {total / 2**30:,.1f} GiB of {there_is / 2**30:,.1f}, most of "
             f"it {name} ({memory[name] / 2**30:,.1f} GiB)"

@@ -140,10 +140,10 @@ class DecodeTimer(LayerTimer):
 
     def products(self, gemms: list[Gemm]) -> Array:
         """Matmuls of every token."""
-        each, wide = matmul_bytes(self.precision), np.zeros(1)
-        for one in gemms:
-            size = one.outputs * one.inputs
-            read = self.read(size * each)
+        itemsize, wide = matmul_bytes(self.precision), np.zeros(1)
+        for gemm in gemms:
+            size = gemm.outputs * gemm.inputs
+            read = self.read(size * itemsize)
             wide = wide + self.bounded(2 * self.tokens * size, read, self.narrow_speed)
         return wide
 
@@ -186,16 +186,16 @@ class DecodeTimer(LayerTimer):
 
     def reading(self) -> Array:
         """Seconds that a step reads weights of layers: what a prompt in it reads anyway."""
-        shape, found = self.shape, np.zeros(1)
+        shape, seconds = self.shape, np.zeros(1)
         for i, times in layer_kinds(shape).items():
             moe = shape.moe if shape.is_moe_layer(i) else None
             gemms = [*self._attention_gemms()]
             gemms += self._mlp_gemms(shape.ffn) if moe is None else []
-            size = sum((each.outputs * each.inputs for each in gemms), np.zeros(1))
-            found = found + times * self.read(size * matmul_bytes(self.precision))
+            size = sum((gemm.outputs * gemm.inputs for gemm in gemms), np.zeros(1))
+            seconds = seconds + times * self.read(size * matmul_bytes(self.precision))
             if moe is not None:
-                found = found + times * self.reading_experts(moe)
-        return found
+                seconds = seconds + times * self.reading_experts(moe)
+        return seconds
 
     def layer_parts(self, i: int, context: float) -> TimeParts:
         """Layer i of a step whose sequences have so many tokens before them."""
@@ -216,12 +216,12 @@ class DecodeTimer(LayerTimer):
     def head_parts(self) -> TimeParts:
         """The LM head, the draw and the collectives of both ends."""
         shape = self.shape
-        words = shape.vocab / self.grid.tp
-        size = shape.width * words
+        vocab_shard = shape.vocab / self.grid.tp
+        size = shape.width * vocab_shard
         read = self.read(size * self.itemsize)
         seconds = self.bounded(2 * self.tokens * size, read, self.speed)
         ends = sum(map(self.collective, tensor_ends(self.job, 1, 1)), np.zeros(1))
-        drawn = self.moved(_LOGIT_BYTES * self.tokens * words)
+        drawn = self.moved(_LOGIT_BYTES * self.tokens * vocab_shard)
         rates = self.rates.decode
         host = rates.step + rates.row * self.tokens
         return {"head": seconds + drawn, "collectives": ends, "host": host}
@@ -252,23 +252,23 @@ class ServedModel:
         return cut_stages(self.shape, self.layout.pp, seq=min(8192, self.shape.max_seq))
 
     def _job(self, rows: Array, seq: int) -> CostJob:
-        layout, one = self.layout, np.ones(1)
+        layout, ones = self.layout, np.ones(1)
         grid = LayoutGrid(
-            tp=one * layout.tp,
-            cp=one * layout.cp,
-            pp=one * layout.pp,
-            replicate=one * layout.replicate,
-            shard=one * layout.shard,
-            ep=one * layout.ep,
-            etp=one * layout.etp,
-            zero=0 * one,
-            chunks=one,
+            tp=ones * layout.tp,
+            cp=ones * layout.cp,
+            pp=ones * layout.pp,
+            replicate=ones * layout.replicate,
+            shard=ones * layout.shard,
+            ep=ones * layout.ep,
+            etp=ones * layout.etp,
+            zero=0 * ones,
+            chunks=ones,
             microbatch_size=rows,
-            microbatches=one,
-            recompute=0 * one,
-            schedule=one * schedule_index("1f1b"),
+            microbatches=ones,
+            recompute=0 * ones,
+            schedule=ones * schedule_index("1f1b"),
             sp=np.array([layout.sp]),
-            offload=0 * one,
+            offload=0 * ones,
         )
         stack = replace(BY_KERNELS["graphs"], tp_overlap=0)
         return self.shape, self.machine, stack, grid, seq, self.precision, self.imbalance
@@ -286,7 +286,7 @@ class ServedModel:
         batches = np.minimum(np.maximum(sequences, 1.0), pp)
         timer = self.decode_timer(np.ceil(sequences / batches))
         kinds: dict[object, TimeParts] = {}
-        whole: TimeParts = {}
+        parts: TimeParts = {}
         stages: list[Array] = []
         for number, layers in enumerate(self.stages):
             total = np.zeros(1)
@@ -294,17 +294,17 @@ class ServedModel:
                 kind = shape.layer_kind(i)
                 if kind not in kinds:
                     kinds[kind] = timer.layer_parts(i, context)
-                _add(whole, kinds[kind])
+                _add(parts, kinds[kind])
                 total = total + total_seconds(kinds[kind])
             if number == len(self.stages) - 1:
-                _add(whole, head := timer.head_parts())
+                _add(parts, head := timer.head_parts())
                 total = total + total_seconds(head)
             stages.append(total)
         message = timer.message() if pp > 1 else np.zeros(1)
         through = sum(stages, np.zeros(1)) + (pp - 1) * message
         slowest = np.maximum.reduce(stages) + message
         seconds = np.maximum(through, batches * slowest)
-        return ReplicaStep(sequences, seconds, timer.reading() / pp + 0 * seconds, whole)
+        return ReplicaStep(sequences, seconds, timer.reading() / pp + 0 * seconds, parts)
 
     def prompt(self, tokens: int) -> tuple[float, float]:
         """Seconds of a prompt through all stages, and of the slowest: what it takes of the time of
@@ -329,9 +329,9 @@ class ServedModel:
         return sum(stages) + (self.layout.pp - 1) * message, max(stages) + message
 
 
-def _add(whole: TimeParts, parts: TimeParts) -> None:
+def _add(total: TimeParts, parts: TimeParts) -> None:
     for name, seconds in parts.items():
-        whole[name] = whole.get(name, np.zeros(1)) + seconds
+        total[name] = total.get(name, np.zeros(1)) + seconds
 
 
 def interpolated(step: ReplicaStep, values: Array, sequences: float) -> float:

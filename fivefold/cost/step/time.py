@@ -76,37 +76,37 @@ def step_time(
     work = LayerTimer(shape, machine, stack, grid, seq, precision, imbalance)
     if stack.memory.split == "balanced":
         return _by_longest_paths(work, simulated, wanted, passes)
-    parts = {name: each * stack.factor for name, each in _equal_stages(work).items()}
+    parts = {name: seconds * stack.factor for name, seconds in _equal_stages(work).items()}
     parts["fixed"] = np.full_like(grid.microbatches, stack.fixed)
     return StepTime(total_seconds(parts), 0.0 * grid.tp, lambda: parts)
 
 
 def _by_longest_paths(
-    work: LayerTimer, simulated: bool, wanted: Wanted | None, passes: PassCosts | None
+    work: LayerTimer, simulated: bool, selector: Wanted | None, passes: PassCosts | None
 ) -> StepTime:
     """Stages as fivefold splits them, and the longest paths through them."""
     grid, stack, timer = work.grid, work.stack, pipeline_timer(work.shape, work.seq)
     costs = _passes(_units(work)) if passes is None else passes
-    every = [*(each for column in costs for each in column), work.message()]
+    every = [*(cost for column in costs for cost in column), work.message()]
     around = _around_pipeline(work, costs)
     outside = total_seconds(around) * stack.factor + stack.fixed
     # The paths of a schedule take longest to find.
-    which = None if wanted is None else wanted(outside)
+    which = None if selector is None else selector(outside)
     seconds = pipeline_seconds(timer, grid, every, simulated, which)
 
     def parts() -> TimeParts:
         """What the average rank does; it waits for the rest of the pipeline's time."""
         share = grid.microbatches / grid.pp
-        found: TimeParts = {}
+        times: TimeParts = {}
         for count, unit in zip((*timer.counts, 1), _units(work), strict=True):
-            for name, each in _joined(unit).items():
-                found[name] = found.get(name, np.zeros(1)) + share * count * each
-        waits = np.maximum(seconds - total_seconds(found), 0.0)
-        found["pp"] = np.minimum(waits, 2 * (grid.pp - 1) * work.message())
-        found["bubble"] = waits - found["pp"]
-        for name, each in around.items():
-            found[name] = found.get(name, np.zeros(1)) + each
-        scaled = {name: each * stack.factor for name, each in found.items()}
+            for name, part_seconds in _joined(unit).items():
+                times[name] = times.get(name, np.zeros(1)) + share * count * part_seconds
+        waits = np.maximum(seconds - total_seconds(times), 0.0)
+        times["pp"] = np.minimum(waits, 2 * (grid.pp - 1) * work.message())
+        times["bubble"] = waits - times["pp"]
+        for name, part_seconds in around.items():
+            times[name] = times.get(name, np.zeros(1)) + part_seconds
+        scaled = {name: value * stack.factor for name, value in times.items()}
         return {**scaled, "fixed": np.full_like(grid.microbatches, stack.fixed)}
 
     return StepTime(seconds * stack.factor, outside, parts)
@@ -124,9 +124,9 @@ def _windows(work: LayerTimer, costs: PassCosts) -> tuple[Array, Array]:
     """Seconds of a microbatch on the average rank: of its backward, and of all passes."""
     forward, inputs, weights = costs
     window, body = np.zeros(1), np.zeros(1)
-    for place, count in enumerate(pipeline_timer(work.shape, work.seq).counts):
-        window = window + count * (inputs[place] + weights[place])
-        body = body + count * forward[place]
+    for index, count in enumerate(pipeline_timer(work.shape, work.seq).counts):
+        window = window + count * (inputs[index] + weights[index])
+        body = body + count * forward[index]
     return window / work.grid.pp, (body + window) / work.grid.pp
 
 
@@ -135,10 +135,10 @@ def around_parts(work: LayerTimer, stages: Spans | None = None) -> TimeParts:
     stack, kinds = work.stack, pipeline_timer(work.shape, work.seq).kinds
     costs = _passes([launch_bound_layer(work, i) for i in kinds])
     if stack.memory.split == "balanced":
-        found = _around_pipeline(work, costs, stages)
+        parts = _around_pipeline(work, costs, stages)
     else:
-        found = _around_equal_stages(work, *_windows(work, costs))
-    scaled = {name: each * stack.factor for name, each in found.items()}
+        parts = _around_equal_stages(work, *_windows(work, costs))
+    scaled = {name: seconds * stack.factor for name, seconds in parts.items()}
     return {**scaled, "fixed": np.full_like(work.grid.microbatches, stack.fixed)}
 
 
@@ -146,9 +146,9 @@ def _passes(units: list[LayerTimes]) -> PassCosts:
     """Seconds of each layer kind and the head: forward, input gradient with recomputation, and
     weight gradient."""
     return (
-        [total_seconds(each.forward) for each in units],
-        [total_seconds(each.inputs) + total_seconds(each.again) for each in units],
-        [total_seconds(each.weights) for each in units],
+        [total_seconds(unit.forward) for unit in units],
+        [total_seconds(unit.inputs) + total_seconds(unit.again) for unit in units],
+        [total_seconds(unit.weights) for unit in units],
     )
 
 
@@ -161,7 +161,7 @@ def _units(work: LayerTimer) -> list[LayerTimes]:
 def path_costs(work: LayerTimer) -> list[Array]:
     """Costs in the order of a path's row: each kind of layer and the head in three passes, and a
     message."""
-    return [*(each for column in _passes(_units(work)) for each in column), work.message()]
+    return [*(cost for column in _passes(_units(work)) for cost in column), work.message()]
 
 
 def layer_passes(work: LayerTimer) -> PassCosts:
@@ -180,12 +180,12 @@ def with_host(
 ) -> PassCosts:
     """The same with what each kind of layer waits for its host."""
     forward, inputs, weights = map(list, costs)
-    for place, host in enumerate(hosts):
+    for index, host in enumerate(hosts):
         waits = _host_waits(
-            (forward[place], inputs[place], weights[place]), host, defers, is_cpu=is_cpu
+            (forward[index], inputs[index], weights[index]), host, defers, is_cpu=is_cpu
         )
         for passes, wait in zip((forward, inputs, weights), waits, strict=True):
-            passes[place] = passes[place] + wait
+            passes[index] = passes[index] + wait
     return forward, inputs, weights
 
 
@@ -195,7 +195,7 @@ def launch_bound_layer(work: LayerTimer, i: int, apart: Collection[str] = ()) ->
     layer = work.scheduled_layer(i)
     if apart:
         kinds = (layer.forward, layer.inputs, layer.weights, layer.again)
-        layer = LayerTimes(*(_without(apart, each) for each in kinds))
+        layer = LayerTimes(*(_without(apart, kind_parts) for kind_parts in kinds))
     if not work.stack.launch:
         return layer
     inputs = total_seconds(layer.inputs) + total_seconds(layer.again)
@@ -232,7 +232,7 @@ def _host_waits(
 
 
 def _without(apart: Collection[str], parts: TimeParts) -> TimeParts:
-    return {name: each for name, each in parts.items() if name not in apart}
+    return {name: seconds for name, seconds in parts.items() if name not in apart}
 
 
 def _equal_stages(work: LayerTimer) -> TimeParts:
@@ -243,7 +243,10 @@ def _equal_stages(work: LayerTimer) -> TimeParts:
     # In both directions of a mirrored pipeline, the ranks at its ends share its last stage.
     shared = np.where(mirrored(grid), 0.5, 1.0)
     last = shared * last + (1 - shared) * most
-    layers, ends = _joined(body), {name: shared * each for name, each in _joined(head).items()}
+    layers, ends = (
+        _joined(body),
+        {name: shared * seconds for name, seconds in _joined(head).items()},
+    )
     middle = _launch_bound(work, most, most * total_seconds(layers) / shape.layers)
     end = _launch_bound(
         work, last, last * total_seconds(layers) / shape.layers + total_seconds(ends)
@@ -253,14 +256,14 @@ def _equal_stages(work: LayerTimer) -> TimeParts:
     at_end = end >= middle
     num_layers = np.where(at_end, last, most) / shape.layers
     m = grid.microbatches
-    parts = {name: m * num_layers * each for name, each in layers.items()}
-    for name, each in ends.items():
-        parts[name] = parts.get(name, np.zeros(1)) + m * np.where(at_end, each, 0.0)
+    parts = {name: m * num_layers * layer_seconds for name, layer_seconds in layers.items()}
+    for name, end_seconds in ends.items():
+        parts[name] = parts.get(name, np.zeros(1)) + m * np.where(at_end, end_seconds, 0.0)
     parts["launch"] = parts.get("launch", np.zeros(1)) + m * slowest - total_seconds(parts)
-    whole = _launch_bound(
+    total = _launch_bound(
         work, np.full_like(m, float(shape.layers)), total_seconds(layers) + total_seconds(ends)
     )
-    parts["bubble"] = _bubble(work, body, whole - slowest)
+    parts["bubble"] = _bubble(work, body, total - slowest)
     parts["pp"] = _messages(work)
     # Collectives also overlap with a host that is slower than its GPU. All that a microbatch waits
     # for it is in backward here: a window that shrinks where the step does not would expose more.
@@ -280,25 +283,25 @@ def _around_equal_stages(work: LayerTimer, window: Array, compute: Array) -> Tim
 
 def _all_layers(work: LayerTimer) -> LayerTimes:
     """All layers of the model together."""
-    found = LayerTimes({}, {}, {}, {})
+    times = LayerTimes({}, {}, {}, {})
     last = work.shape.layer_kind(work.shape.layers - 1)
     for i, count in layer_kinds(work.shape).items():
         extra = work.shape.mtp if work.shape.layer_kind(i) == last else 0
         layer = work.layer(i)
         for kind in ("forward", "inputs", "weights", "again"):
-            mine = getattr(found, kind)
-            for name, each in getattr(layer, kind).items():
-                mine[name] = mine.get(name, np.zeros(1)) + (count + extra) * each
-    return found
+            own_parts = getattr(times, kind)
+            for name, seconds in getattr(layer, kind).items():
+                own_parts[name] = own_parts.get(name, np.zeros(1)) + (count + extra) * seconds
+    return times
 
 
 def _joined(times: LayerTimes) -> TimeParts:
     """Forward, backward and recomputation of one microbatch together."""
-    found: TimeParts = {}
+    parts: TimeParts = {}
     for kind in (times.forward, times.inputs, times.weights, times.again):
-        for name, each in kind.items():
-            found[name] = found.get(name, np.zeros(1)) + each
-    return found
+        for name, seconds in kind.items():
+            parts[name] = parts.get(name, np.zeros(1)) + seconds
+    return parts
 
 
 def _stage_sizes(work: LayerTimer) -> tuple[Array, Array]:
@@ -328,7 +331,7 @@ def _launch_bound(work: LayerTimer, layers: Array, seconds: Array) -> Array:
     return (seconds**_CORNER + host**_CORNER) ** (1 / _CORNER)
 
 
-def _bubble(work: LayerTimer, body: LayerTimes, others: Array) -> Array:
+def _bubble(work: LayerTimer, body: LayerTimes, extra_seconds: Array) -> Array:
     """Seconds that pipeline ranks wait in a step."""
     grid, pp = work.grid, work.grid.pp
     inputs = total_seconds(body.inputs) + total_seconds(body.again)
@@ -336,7 +339,7 @@ def _bubble(work: LayerTimer, body: LayerTimes, others: Array) -> Array:
         total_seconds(body.forward) / pp,
         inputs / pp,
         total_seconds(body.weights) / pp,
-        others,
+        extra_seconds,
     )
     times = PipelineTimes(pp, grid.microbatches, grid.chunks, *seconds, work.stack.late_norm_check)
     return bubble_seconds(times, grid)
@@ -346,11 +349,11 @@ def _messages(work: LayerTimer) -> Array:
     """Pipeline messages that are not hidden: those of fill and drain, or all of them."""
     grid, stack = work.grid, work.stack
     shown = 2 * (grid.pp - 1)
-    both = 2 * grid.microbatches * grid.chunks
+    num_messages = 2 * grid.microbatches * grid.chunks
     if not stack.transfers_hidden:
-        shown = shown + both
+        shown = shown + num_messages
     seconds = shown * work.message()
     if stack.message_launch:
         # A stage inside the pipeline has two neighbours.
-        seconds = seconds + both * stack.message_launch * np.minimum(grid.pp - 1, 2)
+        seconds = seconds + num_messages * stack.message_launch * np.minimum(grid.pp - 1, 2)
     return np.where(grid.pp > 1, seconds, 0.0)

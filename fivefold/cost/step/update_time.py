@@ -46,16 +46,18 @@ def weight_rounding(work: LayerTimer) -> TimeParts:
     numel, linears, experts = np.zeros(1), np.zeros(1), np.zeros(1)
     for i, count in layer_kinds(shape).items():
         gemms = work.rounded_gemms(i)
-        numel = numel + count * sum((each.outputs * each.inputs for each in gemms), np.zeros(1))
+        numel = numel + count * sum((gemm.outputs * gemm.inputs for gemm in gemms), np.zeros(1))
         maxima = layer_maxima(fp8, shape, shape.is_moe_layer(i), grid.ep)
         linears, experts = linears + count * maxima.linears, experts + count * maxima.experts
     share = fp8.share(shape.layers) / grid.pp
     seconds = work.moved(weight_bytes(fp8, work.stack, grid, work.itemsize) * numel * share)
     seconds = (seconds + _experts_rounding(work, share)) / ROUNDED_SHARE
     strides = {"fsdp": grid.tp, "edp": grid.ep * grid.etp}
-    for each in weight_maxima(grid, linears * share, experts * share):
-        stride = strides.get(each.axis, np.ones_like(grid.tp))
-        seconds = seconds + each.times * work.links.all_reduce(each.bytes, each.group, stride)
+    for collective in weight_maxima(grid, linears * share, experts * share):
+        stride = strides.get(collective.axis, np.ones_like(grid.tp))
+        seconds = seconds + collective.times * work.links.all_reduce(
+            collective.bytes, collective.group, stride
+        )
     return {"rounding": seconds}
 
 
@@ -129,7 +131,7 @@ def _orthogonal_updates(work: LayerTimer) -> Array:
 
 def _newton_schulz_flops(shape: Shape, layer: int) -> tuple[list[float], list[float]]:
     """Of each matrix of a layer: those that all ranks have, and those of its experts."""
-    found: tuple[list[float], list[float]] = ([], [])
+    matrix_flops: tuple[list[float], list[float]] = ([], [])
     for weight in by_name(shape).values():
         if weight.block != f"blocks.{layer}" or weight.role != "matrix":
             continue
@@ -137,5 +139,5 @@ def _newton_schulz_flops(shape: Shape, layer: int) -> tuple[list[float], list[fl
         small, large = sorted((rows, columns))
         flops = NEWTON_SCHULZ * (4 * small**2 * large + 2 * small**3)
         expert = weight.expert
-        found[expert].extend([float(flops)] * (stacked[0] if stacked else 1))
-    return found
+        matrix_flops[expert].extend([float(flops)] * (stacked[0] if stacked else 1))
+    return matrix_flops

@@ -139,9 +139,9 @@ def maxima_collectives(plan: Plan, chunk: RankChunk, itemsize: int) -> Counter[C
     fp8, layout, linears, experts = plan.fp8, plan.layout, 0, 0
     for kind, times in layer_counts(plan, chunk).items():
         if fp8 is not None and kind.rounded:
-            each = layer_maxima(fp8, plan.shape, kind.moe, layout.ep)
-            linears += times // chunk.num_microbatches * each.linears
-            experts += times // chunk.num_microbatches * each.experts
+            maxima = layer_maxima(fp8, plan.shape, kind.moe, layout.ep)
+            linears += times // chunk.num_microbatches * maxima.linears
+            experts += times // chunk.num_microbatches * maxima.experts
     return counted(weight_maxima(layout, linears, experts), 1)
 
 
@@ -188,8 +188,8 @@ def layer_counts(plan: Plan, chunk: RankChunk) -> Counter[_LayerPlace]:
     fp8, layers = plan.fp8, plan.shape.layers
     return Counter(
         {
-            place: count * chunk.num_microbatches
-            for place, count in Counter(
+            layer_kind: count * chunk.num_microbatches
+            for layer_kind, count in Counter(
                 _LayerPlace(
                     plan.shape.is_moe_layer(layer),
                     int(layer == segment[-1]),
@@ -203,11 +203,13 @@ def layer_counts(plan: Plan, chunk: RankChunk) -> Counter[_LayerPlace]:
     )
 
 
-def counted(found: Iterable[CountedCollective], times: int) -> Counter[Collective]:
+def counted(collectives: Iterable[CountedCollective], times: int) -> Counter[Collective]:
     """So many times the collectives of a layer; those with no count are left out."""
     issued: Counter[Collective] = Counter()
-    for each in found:
-        issued[Collective(each.axis, each.kind, each.bytes, each.group)] += each.times * times
+    for collective in collectives:
+        issued[
+            Collective(collective.axis, collective.kind, collective.bytes, collective.group)
+        ] += collective.times * times
     return +issued
 
 

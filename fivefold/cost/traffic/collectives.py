@@ -50,13 +50,13 @@ def least_traffic_share(plan: Plan, axis: str) -> float:
     moe = plan.shape.moe
     assert moe is not None, "only models with experts have uneven axes"
     factor = min((rule.coefficient for rule in plan.balance if rule.drops), default=None)
-    kept = 1.0
+    share = 1.0
     if factor is not None:  # padding takes no capacity
-        kept = min(1.0, factor * moe.top_k / moe.experts) * plan.batch.seq / plan.padded_seq
+        share = min(1.0, factor * moe.top_k / moe.experts) * plan.batch.seq / plan.padded_seq
     if axis != "ep-far":
-        return kept
+        return share
     inside = min(moe.top_k, moe.experts // plan.ep_nodes)  # most choices of a token in one node
-    return kept * moe.top_k / (inside * max_nodes_per_token(moe, plan.ep_nodes))
+    return share * moe.top_k / (inside * max_nodes_per_token(moe, plan.ep_nodes))
 
 
 # --- Muon, which updates full matrices, of which a rank owns shards
@@ -79,14 +79,14 @@ def muon_collectives(
     for unit in units:
         if not any(is_muon_weight(entry.row) for entry in unit.entries):
             continue
-        place = 0
+        shard_index = 0
         if unit.num_shards > 1:
-            place, size = places[unit.shard_axis], unit.shard_size * itemsize
+            shard_index, size = places[unit.shard_axis], unit.shard_size * itemsize
             issued[Collective(unit.shard_axis, "all_gather", size, unit.num_shards)] += 1
         axis, degree = ("etp", layout.etp) if unit.expert else ("tp", layout.tp)
         cut = sum(
             row.numel
-            for row, _, _ in unit.owned(place)
+            for row, _, _ in unit.owned(shard_index)
             if is_muon_weight(row)
             and (
                 unit.expert or shard_of(table[row.name], plan.shape, layout, coord).dim is not None
@@ -170,10 +170,10 @@ def predict_async_traffic(
     updates += shared_gradients(plan, rank, parts, itemsize)
     count = steps * Delays.of(schedule).every
     issued: Counter[Collective] = Counter()
-    for collective, each in microbatches.items():
-        issued[collective] += each * count // schedule.num_microbatches
-    for collective, each in updates.items():
-        issued[collective] += each * steps
+    for collective, times in microbatches.items():
+        issued[collective] += times * count // schedule.num_microbatches
+    for collective, times in updates.items():
+        issued[collective] += times * steps
     for collective in step_collectives(plan):
         issued[collective._replace(bytes=collective.bytes * steps)] += 1
     return traffic_entries(issued.items())
@@ -181,8 +181,8 @@ def predict_async_traffic(
 
 def chunks_of(plan: Plan, rank: int, itemsize: int) -> tuple[RankChunk, ...]:
     """The stages of a rank, each with its flat units and the number of its microbatches."""
-    place = plan.layout.coord(rank).pp
-    forwards = forwards_of(plan.schedule, place)
+    pp_coord = plan.layout.coord(rank).pp
+    forwards = forwards_of(plan.schedule, pp_coord)
     return tuple(
         RankChunk(
             plan.stages[stage],
@@ -190,7 +190,7 @@ def chunks_of(plan: Plan, rank: int, itemsize: int) -> tuple[RankChunk, ...]:
             units_of(plan, stage, itemsize),
             plan.recompute.of(stage),
         )
-        for stage in plan.schedule.placement.stages_of(place)
+        for stage in plan.schedule.placement.stages_of(pp_coord)
     )
 
 
@@ -207,10 +207,10 @@ def traffic_entries(
 def traffic_json(plan: Plan) -> list[dict[str, Any]] | None:
     """The traffic of rank 0 as JSON; None if the traffic of this plan is not predicted."""
     try:
-        found = predict_traffic(plan, 0, itemsize=PRECISIONS[plan.precision].itemsize)
+        collectives = predict_traffic(plan, 0, itemsize=PRECISIONS[plan.precision].itemsize)
     except FivefoldError:
         return None
-    return [asdict(entry) for entry in found]
+    return [asdict(entry) for entry in collectives]
 
 
 def units_of(plan: Plan, stage: int, itemsize: int) -> tuple[Unit, ...]:
@@ -218,8 +218,8 @@ def units_of(plan: Plan, stage: int, itemsize: int) -> tuple[Unit, ...]:
     layout = plan.layout
     shards = (layout.shard * layout.cp, layout.edp) if layout.zero else (1, 1)
     degrees = Layout(shard=layout.ep * layout.etp, tp=layout.tp, ep=layout.ep, etp=layout.etp)
-    rest = (shards, itemsize, plan.units.size, layout.zero == 3)
-    return _packed(plan.shape, degrees, plan.stages[stage], *rest)
+    options = (shards, itemsize, plan.units.size, layout.zero == 3)
+    return _packed(plan.shape, degrees, plan.stages[stage], *options)
 
 
 @lru_cache(maxsize=64)  # plans of a search often differ in nothing of this

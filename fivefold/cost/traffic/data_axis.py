@@ -92,12 +92,12 @@ def unit_collectives(job: DataJob, units: UnitGroup) -> Iterator[DataCollective]
     everyone = job.expert_ranks if units.expert else job.ranks
     shards = where(job.zero > 2 * (1 - learn), job.expert_ranks if units.expert else job.shards, 1)
     replicas = 1 if units.expert else job.replicas
-    sharded, whole = shards > 1, units.size * job.grad_itemsize
+    sharded, grad_bytes = shards > 1, units.size * job.grad_itemsize
     sum_axis, shard_axis = ("edp", "edp") if units.expert else ("dp-cp", "fsdp")
     summed = units.number * (1 - sharded) * (everyone > 1) * learn
-    yield DataCollective(sum_axis, "all_reduce", whole * (summed > 0), everyone, summed)
+    yield DataCollective(sum_axis, "all_reduce", grad_bytes * (summed > 0), everyone, summed)
     rounds = where(job.zero == 1, 1, units.reductions) * sharded * learn
-    scattered = whole * rounds
+    scattered = grad_bytes * rounds
     yield DataCollective(shard_axis, "reduce_scatter", scattered, shards, units.number * rounds)
     third = job.zero == 3
     gathers = where(third, units.gathers, units.number) * sharded
@@ -107,7 +107,7 @@ def unit_collectives(job: DataJob, units: UnitGroup) -> Iterator[DataCollective]
     yield DataCollective(shard_axis, "all_gather", moved, shards, gathers)
     copied = units.number * sharded * (replicas > 1) * learn
     yield DataCollective(
-        "replicate", "all_reduce", whole // shards * (copied > 0), replicas, copied
+        "replicate", "all_reduce", grad_bytes // shards * (copied > 0), replicas, copied
     )
 
 
@@ -168,8 +168,8 @@ def gathers_per_microbatch(blocks: Iterable[str], tied_embedding: bool, pipeline
     Recomputation adds no gather: the unit stays gathered until the backward of its first block.
     """
     blocks = set(blocks)
-    kept = not pipeline and (tied_embedding or "head" in blocks)
-    return 1 if kept or blocks == {"embed"} else 2
+    is_reused = not pipeline and (tied_embedding or "head" in blocks)
+    return 1 if is_reused or blocks == {"embed"} else 2
 
 
 def data_collectives(plan: Plan, chunk: RankChunk, itemsize: int) -> Counter[Collective]:
@@ -177,13 +177,13 @@ def data_collectives(plan: Plan, chunk: RankChunk, itemsize: int) -> Counter[Col
     job, issued = DataJob.of(plan, itemsize), Counter[Collective]()
     coded = gathered_as_codes(plan.shape, plan.fp8) if plan.layout.zero == 3 else frozenset[str]()
     for unit in chunk.units:
-        found = _counted(unit_collectives(job, _alone(plan, chunk, unit)))
+        counts = _counted(unit_collectives(job, _alone(plan, chunk, unit)))
         if is_coded(unit, coded):
             axis, shards, size = unit.shard_axis, unit.num_shards, unit.shard_size * itemsize
-            times = found.pop(Collective(axis, "all_gather", size, shards))
+            times = counts.pop(Collective(axis, "all_gather", size, shards))
             size = coded_shard_bytes(unit, coded, itemsize)
-            found[Collective(axis, "all_gather", size, shards)] = times
-        issued += found
+            counts[Collective(axis, "all_gather", size, shards)] = times
+        issued += counts
     return issued
 
 
@@ -197,8 +197,8 @@ def shared_gradients(
     """
     shape, layout, placement = plan.shape, plan.layout, plan.schedule.placement
     table, owned, twin = by_name(shape), Counter[str](), 0
-    here = layout.coord(rank).pp
-    paired = any(here in pair for pair in twins(placement, shape.ends_share))
+    pp_coord = layout.coord(rank).pp
+    paired = any(pp_coord in pair for pair in twins(placement, shape.ends_share))
     for row, start, stop in parts:
         shard = shard_of(table[row.name], shape, layout, layout.coord(0))
         if shard.partial:
@@ -217,13 +217,15 @@ def step_collectives(plan: Plan) -> Counter[Collective]:
     return _counted(step_totals(layout.dp * layout.cp, layout.world, size))
 
 
-def _counted(found: Iterable[DataCollective]) -> Counter[Collective]:
+def _counted(collectives: Iterable[DataCollective]) -> Counter[Collective]:
     """As a list has them: each with its own bytes."""
     issued: Counter[Collective] = Counter()
-    for each in found:
-        if each.times:
-            size = each.bytes // each.times
-            issued[Collective(each.axis, each.kind, size, each.group)] += each.times
+    for collective in collectives:
+        if collective.times:
+            size = collective.bytes // collective.times
+            issued[Collective(collective.axis, collective.kind, size, collective.group)] += (
+                collective.times
+            )
     return issued
 
 
@@ -231,7 +233,7 @@ def _alone(plan: Plan, chunk: RankChunk, unit: Unit) -> UnitGroup:
     """One unit of a chunk."""
     gathers, microbatches = 1, chunk.num_microbatches
     if plan.gathers_each_time(chunk.layers):
-        tied = plan.shape.tied and any(each.row.name == "embed.weight" for each in unit.entries)
+        tied = plan.shape.tied and any(entry.row.name == "embed.weight" for entry in unit.entries)
         gathers = microbatches * gathers_per_microbatch(unit.blocks, tied, plan.layout.pp > 1)
     sizes = (1, unit.size, microbatches, gathers, gathers * unit.size)
     return UnitGroup(unit.expert, *sizes, frozen=unit.frozen)

@@ -37,20 +37,22 @@ def expert_layer(
     of the experts alone.
     """
     again = job.repeats["experts"]
-    here, tokens = job.shard_tokens, job.expert_tokens
+    local_tokens, tokens = job.shard_tokens, job.expert_tokens
     row, weight = job.shape.width * job.itemsize, moe.top_k * wide_size(job.itemsize)
     split = where(job.etp > 1, 1, 0)
     with_sp, without = where(job.sp, split, 0), where(job.sp, 0, split)
     repeated = with_sp * again
     group = job.etp
     sizes = _row_bytes(job, moe, rounded)
-    yield CountedCollective("etp", "all_gather", here * sizes.tokens, group, with_sp, 0, repeated)
-    yield CountedCollective("etp", "all_gather", here * sizes.gradients, group, 0, with_sp)
+    yield CountedCollective(
+        "etp", "all_gather", local_tokens * sizes.tokens, group, with_sp, 0, repeated
+    )
+    yield CountedCollective("etp", "all_gather", local_tokens * sizes.gradients, group, 0, with_sp)
     if rounded:
         maxima = expert_slots(job, moe) * MAXIMUM
         yield CountedCollective("etp", "all_reduce", maxima, group, split, split, split * again)
-    yield CountedCollective("etp", "all_gather", here * weight, group, with_sp, 0, repeated)
-    choices = here * moe.top_k * COUNT
+    yield CountedCollective("etp", "all_gather", local_tokens * weight, group, with_sp, 0, repeated)
+    choices = local_tokens * moe.top_k * COUNT
     yield CountedCollective("etp", "all_gather", choices, group, with_sp, 0, repeated)
     reached = again * (1 - stops_before_sum(job, ends_segment))
     for kind, used in (("reduce_scatter", with_sp), ("all_reduce", without)):
@@ -77,8 +79,8 @@ def _row_bytes(job: LayerJob, moe: Moe, rounded: bool) -> _RowBytes:
 
 def expert_slots(job: LayerJob, moe: Moe) -> Number:
     """Rows that the experts of a rank get, if all get as many."""
-    room = job.capacity
-    return job.expert_tokens * moe.top_k if room is None else room * moe.experts
+    capacity = job.capacity
+    return job.expert_tokens * moe.top_k if capacity is None else capacity * moe.experts
 
 
 def _all_to_alls(job: LayerJob, moe: Moe, sizes: _RowBytes) -> Iterator[CountedCollective]:
@@ -89,11 +91,11 @@ def _all_to_alls(job: LayerJob, moe: Moe, sizes: _RowBytes) -> Iterator[CountedC
     token, its choices and their weights; inside a node, over ep-near, the same as over ep.
     """
     again, slots = job.repeats["experts"], expert_slots(job, moe)
-    nodes, tokens, room = job.ep_nodes, job.expert_tokens, job.capacity
+    nodes, tokens, capacity = job.ep_nodes, job.expert_tokens, job.capacity
     near = job.ep // nodes
     for axis, used in (("ep", nodes == 1), ("ep-near", nodes > 1)):
         ones = where(used, where(near > 1, 1, 0), 0)
-        counted = ones if room is None else 0 * ones
+        counted = ones if capacity is None else 0 * ones
         counts = moe.experts // nodes * COUNT
         yield CountedCollective(axis, "all_to_all", counts, near, counted, 0, counted * again)
         yield from _there_and_back(
@@ -115,8 +117,8 @@ def _there_and_back(
     axis: str, rows: Number, group: Number, ones: Number, again: Number, sizes: _RowBytes
 ) -> Iterator[CountedCollective]:
     """Rows to experts and results from them, and in backward their gradients."""
-    there = (rows * sizes.tokens, group, ones, 0, ones * again)
-    yield CountedCollective(axis, "all_to_all", *there)
+    dispatch = (rows * sizes.tokens, group, ones, 0, ones * again)
+    yield CountedCollective(axis, "all_to_all", *dispatch)
     yield CountedCollective(axis, "all_to_all", rows * sizes.gradients, group, 0, ones)
     back = (rows * sizes.results, group, ones, ones, ones * again)
     yield CountedCollective(axis, "all_to_all", *back)

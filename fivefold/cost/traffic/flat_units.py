@@ -101,9 +101,11 @@ class RankUnits:
             *(grid.pp, grid.chunks, folded(grid), mirrored(grid), grid.tp, grid.ep * grid.etp)
         )
         self.shape_of_grid = columns[0].shape
-        rows = np.stack([each.ravel() for each in columns]).astype(np.int64)
+        rows = np.stack([column.ravel() for column in columns]).astype(np.int64)
         distinct, self.back = np.unique(rows, axis=1, return_inverse=True)
-        self.ranks = [_first_rank(rules.shape, seq, stages, *each) for each in distinct.T.tolist()]
+        self.ranks = [
+            _first_rank(rules.shape, seq, stages, *degrees) for degrees in distinct.T.tolist()
+        ]
 
     def groups(self, stays: Flags) -> Iterator[UnitGroup]:
         """Dense units and those of experts; `stays`: where ZeRO-3 keeps weights gathered."""
@@ -114,26 +116,31 @@ class RankUnits:
             shards = grid.edp if expert else grid.shard * grid.cp
             shards = np.where(grid.zero > 0, shards, 1.0)
             number, size, gathers, gathered, sent = (np.zeros(1) for _ in range(5))
-            for place, (count, sizes, of_one, kept) in enumerate(self._kinds(expert)):
-                each = padded(sizes, shards, itemsize)
-                times = np.where(stays | (kept > 0), 1.0, of_one * microbatches)
-                number, size = number + count, size + count * each
-                gathers, gathered = gathers + count * times, gathered + count * times * each
-                codes = self._code_bytes(expert, place, shards)
-                sent = sent + count * times * np.where(codes > 0, codes, each * itemsize // shards)
+            for kind_index, (count, sizes, of_one, stay_flags) in enumerate(self._kinds(expert)):
+                unit_size = padded(sizes, shards, itemsize)
+                times = np.where(stays | (stay_flags > 0), 1.0, of_one * microbatches)
+                number, size = number + count, size + count * unit_size
+                gathers, gathered = gathers + count * times, gathered + count * times * unit_size
+                codes = self._code_bytes(expert, kind_index, shards)
+                sent = sent + count * times * np.where(
+                    codes > 0, codes, unit_size * itemsize // shards
+                )
             coded = sent if gathered_as_codes(self.rules.shape, self.rules.fp8) else None
             yield UnitGroup(expert, number, size, microbatches, gathers, gathered, coded)
 
-    def _code_bytes(self, expert: bool, place: int, shards: Array) -> Array:
+    def _code_bytes(self, expert: bool, kind_index: int, shards: Array) -> Array:
         """Bytes that a rank sends of a unit of a kind that comes as codes; 0 of others."""
         if self.rules.fp8 is None:
             return np.zeros(1)
-        found = [_units_of(self.rules, each, expert) for each in self.ranks]
-        weights = [each[place][0].weights if place < len(each) else () for each in found]
+        units_by_rank = [_units_of(self.rules, first_rank, expert) for first_rank in self.ranks]
+        weights = [
+            units[kind_index][0].weights if kind_index < len(units) else ()
+            for units in units_by_rank
+        ]
         if not any(weights):
             return np.zeros(1)
         index = self.back.reshape(self.shape_of_grid)
-        numbers = np.stack([each.ravel() for each in np.broadcast_arrays(index, shards)])
+        numbers = np.stack([array.ravel() for array in np.broadcast_arrays(index, shards)])
         distinct, back = np.unique(numbers.astype(np.int64), axis=1, return_inverse=True)
         pairs: list[list[int]] = distinct.T.tolist()
         sizes = [
@@ -154,10 +161,10 @@ class RankUnits:
     def shared(self) -> SharedGradients:
         """Gradients that ranks of other axes have too, on the average rank of a shard group."""
         grid, shape = self.grid, self.rules.shape
-        _, whole, spread, kv, embedding = self._elements
+        _, uncut, spread, kv, embedding = self._elements
         shards = np.where(grid.zero > 0, grid.shard * grid.cp, 1.0)
         split = grid.tp > 1
-        partial = np.where(split, np.where(grid.sp, whole, spread), 0.0)
+        partial = np.where(split, np.where(grid.sp, uncut, spread), 0.0)
         twice = mirrored(grid)
         ends = np.where((grid.pp > 1) & ~folded(grid) & shape.ends_share, embedding / shards, 0.0)
         return SharedGradients(
@@ -169,12 +176,12 @@ class RankUnits:
     @cached_property
     def _elements(self) -> Sequence[Array]:
         """The numbers of `OwnedElements`, as arrays."""
-        return self._spread_out([_elements_of(self.rules, each) for each in self.ranks])
+        return self._spread_out([_elements_of(self.rules, rank) for rank in self.ranks])
 
     def _expert_elements(self) -> Array:
         rows = [
-            (sum(kind.size * count for kind, count in _units_of(self.rules, each, True)),)
-            for each in self.ranks
+            (sum(kind.size * count for kind, count in _units_of(self.rules, rank, True)),)
+            for rank in self.ranks
         ]
         return self._spread_out(rows)[0]
 
@@ -185,11 +192,13 @@ class RankUnits:
 
     def _kinds(self, expert: bool) -> Iterator[Sequence[Array]]:
         """Count, size, gathers and whether they stay gathered, of each kind of unit, as arrays."""
-        found = [_units_of(self.rules, each, expert) for each in self.ranks]
-        for place in range(max(map(len, found))):
+        units_by_rank = [_units_of(self.rules, rank, expert) for rank in self.ranks]
+        for kind_index in range(max(map(len, units_by_rank))):
             rows = [
-                (each[place][1], *each[place][0][:3]) if place < len(each) else (0, 0, 0, 0)
-                for each in found
+                (units[kind_index][1], *units[kind_index][0][:3])
+                if kind_index < len(units)
+                else (0, 0, 0, 0)
+                for units in units_by_rank
             ]
             yield self._spread_out(rows)
 
@@ -220,17 +229,20 @@ def _chunks_of_first(
         return (spans[0], spans[-1])
     turns = range(0, number, pp)
     places = [turn + (pp - 1 if fold and turn // pp % 2 else 0) for turn in turns]
-    return tuple(spans[place] for place in places if place < number)
+    return tuple(spans[stage] for stage in places if stage < number)
 
 
 @cache
 def _elements_of(rules: UnitRules, rank: FirstRank) -> OwnedElements:
     """What the first rank has of dense weights, by how tp cuts them."""
     blocks = Counter(block for layers in rank.spans for block in _blocks(rules, layers))
-    found = [
+    block_elements = [
         (times, _elements_of_block(rules, block, rank.dense)) for block, times in blocks.items()
     ]
-    columns = zip(*([times * number for number in each] for times, each in found), strict=True)
+    columns = zip(
+        *([times * number for number in elements] for times, elements in block_elements),
+        strict=True,
+    )
     return OwnedElements(*map(sum, columns))
 
 
@@ -241,7 +253,7 @@ def _elements_of_block(rules: UnitRules, block: tuple[str, bool], tp: int) -> Ow
     known = [
         (row.numel, row.alone, cuts["embed.weight" if row.alone else row.name]) for row in rows
     ]
-    learned = [each for each in known if not each[2].frozen]
+    learned = [entry for entry in known if not entry[2].frozen]
     return OwnedElements(
         all=sum(numel for numel, _, _ in known),
         whole=sum(numel for numel, _, weight in learned if weight.cut == "whole"),
@@ -254,7 +266,7 @@ def _elements_of_block(rules: UnitRules, block: tuple[str, bool], tp: int) -> Ow
 @cache
 def _units_of(rules: UnitRules, rank: FirstRank, expert: bool) -> tuple[tuple[UnitKind, int], ...]:
     """The kinds of units of a rank, each with its number."""
-    found: Counter[UnitKind] = Counter()
+    counts: Counter[UnitKind] = Counter()
     for layers in rank.spans:
         last = layers.stop == rules.shape.layers
         blocks = list(_blocks(rules, layers))
@@ -266,8 +278,8 @@ def _units_of(rules: UnitRules, rank: FirstRank, expert: bool) -> tuple[tuple[Un
             alike[tuple(map(id, unit))].append(unit)
         for units in alike.values():
             kind = _kind(rules, units[0], rank.pipeline, last and rules.shape.mtp > 0)
-            found[kind] += len(units)
-    return tuple(found.items())
+            counts[kind] += len(units)
+    return tuple(counts.items())
 
 
 def _kind(rules: UnitRules, unit: Sequence[UnitPart], pipeline: bool, stays: bool) -> UnitKind:
@@ -277,7 +289,7 @@ def _kind(rules: UnitRules, unit: Sequence[UnitPart], pipeline: bool, stays: boo
     gathers = gathers_per_microbatch((row.block for row in rows), tied, pipeline)
     coded = gathered_as_codes(rules.shape, rules.fp8)
     weights = tuple((row.numel, row.name in coded) for row in rows)
-    return UnitKind(size, gathers, stays, weights if any(each for _, each in weights) else ())
+    return UnitKind(size, gathers, stays, weights if any(is_code for _, is_code in weights) else ())
 
 
 @cache
@@ -324,18 +336,18 @@ def _parts(
     """The parts of a block on one rank."""
     name, alone = block
     shape = rules.shape
-    wanted = "embed" if name == "copy" else name
+    block_name = "embed" if name == "copy" else name
     rows: list[LocalWeight] = []
     for weight in planned_weights(shape):
-        if weight.block != wanted or weight.expert != expert:
+        if weight.block != block_name or weight.expert != expert:
             continue
-        mine = alone and weight.name == "embed.weight"
-        if name == "copy" and not mine:
+        own_unit = alone and weight.name == "embed.weight"
+        if name == "copy" and not own_unit:
             continue
         where = "head" if name == "copy" else name
         called = f"{name}.weight" if name == "copy" else weight.name
         local = _local(weight, shape, ways)
-        rows.append(LocalWeight(called, where, local, mine, expert, role=weight.role))
+        rows.append(LocalWeight(called, where, local, own_unit, expert, role=weight.role))
     return tuple(unit_parts(rows, rules.itemsize, rules.bucket))
 
 

@@ -116,7 +116,7 @@ class LayerJob:
             kv_heads=math.lcm(max(1, plan.shape.kv_heads // layout.tp), split.inner),
             gathers=split.gathers,
             full=int(recompute.full),
-            repeats={each: int(recompute.repeats(each)) for each in MODULES},
+            repeats={module: int(recompute.repeats(module)) for module in MODULES},
             attends_again=int(recompute.attends_again),
             keeps_shards=int(plan.saves_input_shards),
             tp_chunks=max(1, plan.options.tp_overlap),
@@ -221,10 +221,10 @@ def tensor_layer(
 def fused_matmuls(shape: Shape, moe: bool) -> dict[Module, int]:
     """How many matmuls of a layer are rounded, those of one input as one."""
     inside = 0 if shape.mla is None else 1 + (shape.mla.q_rank is not None)
-    found: dict[Module, int] = {"attention": 2 + inside}
+    matmuls: dict[Module, int] = {"attention": 2 + inside}
     if not moe or shape.moe is None:
-        return {**found, "mlp": 2}
-    return {**found, "experts": 2} if shape.moe.shared else found
+        return {**matmuls, "mlp": 2}
+    return {**matmuls, "experts": 2} if shape.moe.shared else matmuls
 
 
 def fp8_layer(job: LayerJob, fp8: Fp8, moe: bool) -> Iterator[CountedCollective]:
@@ -296,10 +296,10 @@ def tensor_ends(job: LayerJob, lookups: Number, losses: Number) -> Iterator[Coun
     with_sp, without = where(job.sp, split, 0), where(job.sp, 0, split)
     tuning = job.shape.tuning
     learned = lookups if tuning is None or tuning.learns("embed.weight") else 0 * lookups
-    rest = (job.tp, with_sp * losses, with_sp * learned)
-    yield CountedCollective("tp", "all_gather", size // job.tp, *rest)
-    rest = (job.tp, with_sp * lookups, with_sp * losses)
-    yield CountedCollective("tp", "reduce_scatter", size, *rest)
+    counts = (job.tp, with_sp * losses, with_sp * learned)
+    yield CountedCollective("tp", "all_gather", size // job.tp, *counts)
+    counts = (job.tp, with_sp * lookups, with_sp * losses)
+    yield CountedCollective("tp", "reduce_scatter", size, *counts)
     yield CountedCollective("tp", "all_reduce", size, job.tp, without * lookups, without * losses)
     wide = job.tokens * wide_size(job.itemsize)
     for numbers in (wide, 2 * wide):
@@ -330,24 +330,24 @@ def context_layer(job: LayerJob) -> Iterator[CountedCollective]:
         )
     # After Ulysses, a rank has `inner` times its tokens with 1/inner of the heads: as many numbers.
     keys = 2 * job.tokens * job.kv_heads * shape.attended_dim
-    here, wide, hops = keys * job.itemsize, keys * wide_size(job.itemsize), job.outer - 1
-    gathered, passed = (where(hops > 0, each, 0) for each in (job.gathers, 1 - job.gathers))
+    key_bytes, wide, hops = keys * job.itemsize, keys * wide_size(job.itemsize), job.outer - 1
+    gathered, passed = (where(hops > 0, share, 0) for share in (job.gathers, 1 - job.gathers))
     yield CountedCollective(
-        "ring", "all_gather", here, job.outer, gathered, gathered, gathered * again
+        "ring", "all_gather", key_bytes, job.outer, gathered, gathered, gathered * again
     )
     yield CountedCollective("ring", "reduce_scatter", wide * job.outer, job.outer, 0, gathered)
     for kind in ("send", "recv"):
         times = passed * hops
-        yield CountedCollective("ring", kind, here, job.outer, times, times, times * again)
+        yield CountedCollective("ring", kind, key_bytes, job.outer, times, times, times * again)
         yield CountedCollective("ring", kind, wide, job.outer, 0, passed * job.outer)
 
 
 def _mixer_exchanges(job: LayerJob) -> Iterator[CountedCollective]:
     """Of an own mixer: all-to-alls of what each linear of the input made, and of what was mixed."""
     swaps, again = where(job.inner > 1, 1, 0), job.repeats["attention"]
-    for each in mixer_table(job.shape):
-        if each.reads != "nothing":
-            size = job.tokens * (each.split_size // job.tp) * job.itemsize
+    for row in mixer_table(job.shape):
+        if row.reads != "nothing":
+            size = job.tokens * (row.split_size // job.tp) * job.itemsize
             yield CountedCollective(
                 "ulysses", "all_to_all", size, job.inner, swaps, swaps, swaps * again
             )

@@ -33,18 +33,18 @@ def distinct_ranks(plan: Plan) -> tuple[int, ...]:
     layout = plan.layout
     if layout.world <= _FEW:
         return tuple(range(layout.world))
-    found: list[int] = []
+    ranks: list[int] = []
     stages = sorted({0, layout.pp // 2, layout.pp - 1})
     for rank in range(layout.world):
         coord = layout.coord(rank)
         away = [axis for axis in _AXES if getattr(coord, axis)]
         if not away:
-            found.append(rank)
+            ranks.append(rank)
         elif len(away) == 1 and coord.pp in stages:
-            place, degree = getattr(coord, away[0]), getattr(layout, away[0])
-            if place in (1, degree - 1):
-                found.append(rank)
-    return tuple(found)
+            axis_coord, degree = getattr(coord, away[0]), getattr(layout, away[0])
+            if axis_coord in (1, degree - 1):
+                ranks.append(rank)
+    return tuple(ranks)
 
 
 class IssuedCollective(NamedTuple):
@@ -114,22 +114,25 @@ def mismatches(issued: Mapping[int, Sequence[IssuedCollective]]) -> list[Mismatc
     """The first difference between the first known rank of each group and every other one."""
     orders: dict[tuple[bool, tuple[int, ...]], dict[int, list[IssuedCollective]]] = {}
     for rank, collectives in issued.items():
-        for one in collectives:
-            by_rank = orders.setdefault((one.is_message, one.members), {})
-            by_rank.setdefault(rank, []).append(one)
-    found: list[Mismatch] = []
+        for collective in collectives:
+            by_rank = orders.setdefault((collective.is_message, collective.members), {})
+            by_rank.setdefault(rank, []).append(collective)
+    differences: list[Mismatch] = []
     for (_, members), by_rank in orders.items():
-        first, *others = sorted(rank for rank in members if rank in issued)
-        for other in others:
+        first, *other_ranks = sorted(rank for rank in members if rank in issued)
+        for other in other_ranks:
             orders_of_two = (by_rank.get(first, []), by_rank.get(other, []))
-            found += _first_difference(first, other, *orders_of_two)
-    return found
+            differences += _first_difference(first, other, *orders_of_two)
+    return differences
 
 
 def _first_difference(
-    one: int, other: int, order: Sequence[IssuedCollective], other_order: Sequence[IssuedCollective]
+    rank: int,
+    other: int,
+    order: Sequence[IssuedCollective],
+    other_order: Sequence[IssuedCollective],
 ) -> Iterator[Mismatch]:
-    for number, (mine, theirs) in enumerate(zip_longest(order, other_order), 1):
-        if mine is None or theirs is None or mine.common != theirs.common:
-            yield Mismatch(number, one, other, mine, theirs)
+    for number, (collective, theirs) in enumerate(zip_longest(order, other_order), 1):
+        if collective is None or theirs is None or collective.common != theirs.common:
+            yield Mismatch(number, rank, other, collective, theirs)
             return

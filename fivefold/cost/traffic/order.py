@@ -74,7 +74,7 @@ def prove_order(topology: Topology, calls: Calls) -> OrderVerdict:
     played = frozenset(rank for rank in calls if _is_whole(topology, rank, calls))
     table = _CallTable(topology.layout, played)
     lists = {rank: table.read(own) for rank, own in calls.items()}
-    programs = {rank: each.programs for rank, each in lists.items()}
+    programs = {rank: call_numbers.programs for rank, call_numbers in lists.items()}
     meetings = {rank: lists[rank].communicators for rank in sorted(played)}
     return OrderVerdict(
         len(played),
@@ -86,7 +86,7 @@ def prove_order(topology: Topology, calls: Calls) -> OrderVerdict:
 
 
 def _is_whole(topology: Topology, rank: int, calls: Calls) -> bool:
-    return all(each in calls for each in group_of(topology, PIPELINE, rank))
+    return all(member in calls for member in group_of(topology, PIPELINE, rank))
 
 
 class _NumberedCalls(NamedTuple):
@@ -118,11 +118,11 @@ class _CallTable:
         for call in calls:
             axis, kind, size, members, where = call
             key = (axis, kind, size, where, id(members))
-            found = seen.get(key)
-            if found is None:
-                found = seen[key] = self._program(call), self._communicator(call)
-            programs.append(found[0])
-            communicators.append(found[1])
+            numbers = seen.get(key)
+            if numbers is None:
+                numbers = seen[key] = self._program(call), self._communicator(call)
+            programs.append(numbers[0])
+            communicators.append(numbers[1])
         return _NumberedCalls(programs, communicators)
 
     def _program(self, call: IssuedCollective) -> int:
@@ -153,7 +153,7 @@ def _stuck(meetings: Mapping[int, Sequence[int]], sizes: Sequence[int]) -> dict[
     A call of a single played member is passed at once.
     """
     ahead = {
-        rank: iter([place for place, number in enumerate(numbers) if sizes[number] > 1])
+        rank: iter([index for index, number in enumerate(numbers) if sizes[number] > 1])
         for rank, numbers in meetings.items()
     }
     standing: list[list[int]] = [[] for _ in sizes]
@@ -161,17 +161,17 @@ def _stuck(meetings: Mapping[int, Sequence[int]], sizes: Sequence[int]) -> dict[
     ready = list(meetings)
     while ready:
         rank = ready.pop()
-        place = next(ahead[rank], None)
-        if place is None:
+        call_index = next(ahead[rank], None)
+        if call_index is None:
             places.pop(rank, None)
             continue
-        places[rank] = place
-        number = meetings[rank][place]
-        here = standing[number]
-        here.append(rank)
-        if len(here) == sizes[number]:
-            ready += here
-            here.clear()
+        places[rank] = call_index
+        number = meetings[rank][call_index]
+        waiters = standing[number]
+        waiters.append(rank)
+        if len(waiters) == sizes[number]:
+            ready += waiters
+            waiters.clear()
     return places
 
 
@@ -182,16 +182,18 @@ def _named(
 
     Ranks that wait in no cycle wait, at the end of a chain, for some that have no call left.
     """
-    at = {rank: meetings[rank][place] for rank, place in stuck.items()}
+    at = {rank: meetings[rank][index] for rank, index in stuck.items()}
     missing: dict[int, tuple[int, ...]] = {}
-    for rank, place in sorted(stuck.items()):
-        members = calls[rank][place].members
-        absent = (each for each in members if each in meetings and at.get(each) != at[rank])
+    for rank, call_index in sorted(stuck.items()):
+        members = calls[rank][call_index].members
+        absent = (member for member in members if member in meetings and at.get(member) != at[rank])
         missing[rank] = tuple(sorted(absent))
-    found = _shortest_cycle(missing)
-    if not found:
-        found = [rank for rank in missing if not any(each in stuck for each in missing[rank])][:1]
-    return tuple(Waiting(rank, calls[rank][stuck[rank]], missing[rank]) for rank in found)
+    cycle = _shortest_cycle(missing)
+    if not cycle:
+        cycle = [
+            rank for rank in missing if not any(blocker in stuck for blocker in missing[rank])
+        ][:1]
+    return tuple(Waiting(rank, calls[rank][stuck[rank]], missing[rank]) for rank in cycle)
 
 
 def _shortest_cycle(waits: Mapping[int, Sequence[int]]) -> list[int]:
@@ -213,14 +215,16 @@ def _shortest_cycle(waits: Mapping[int, Sequence[int]]) -> list[int]:
 
 def _unconnected(calls: Calls) -> Iterator[Unconnected]:
     """For each pair, the first message without a connection before it on the same rank."""
-    told: set[tuple[int, ...]] = set()
+    reported_pairs: set[tuple[int, ...]] = set()
     for rank, own in sorted(calls.items()):
         connected: set[tuple[int, ...]] = set()
-        for call in [each for each in own if each.axis == PIPELINE]:
+        for call in [candidate for candidate in own if candidate.axis == PIPELINE]:
             if call.is_connection:
                 connected.add(call.members)
-            elif call.is_message and not (call.members in connected or call.members in told):
-                told.add(call.members)
+            elif call.is_message and not (
+                call.members in connected or call.members in reported_pairs
+            ):
+                reported_pairs.add(call.members)
                 yield Unconnected(rank, call)
 
 
@@ -242,14 +246,14 @@ def _differing(
             if not (first in members and rank in members)
         }
         places, other_places = (
-            [place for place, number in enumerate(programs[each]) if number not in apart]
-            for each in (first, rank)
+            [index for index, number in enumerate(programs[pair_rank]) if number not in apart]
+            for pair_rank in (first, rank)
         )
-        for place, other in zip_longest(places, other_places):
-            one = None if place is None else programs[first][place]
-            if other is None or one != programs[rank][other]:
-                issued, other_issued = _at(calls[first], place), _at(calls[rank], other)
-                number = min(each for each in (place, other) if each is not None)
+        for call_index, other in zip_longest(places, other_places):
+            program = None if call_index is None else programs[first][call_index]
+            if other is None or program != programs[rank][other]:
+                issued, other_issued = _at(calls[first], call_index), _at(calls[rank], other)
+                number = min(position for position in (call_index, other) if position is not None)
                 yield Mismatch(number + 1, first, rank, issued, other_issued)
                 break
 
@@ -258,5 +262,5 @@ def _is_of_a_pair(call: IssuedCollective) -> bool:
     return call.is_message or call.is_connection
 
 
-def _at(calls: Sequence[IssuedCollective], place: int | None) -> IssuedCollective | None:
-    return None if place is None else calls[place]
+def _at(calls: Sequence[IssuedCollective], index: int | None) -> IssuedCollective | None:
+    return None if index is None else calls[index]

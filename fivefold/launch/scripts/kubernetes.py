@@ -38,13 +38,13 @@ class Because(NamedTuple):
 
 def kubernetes_manifest(plan: Plan, job: LaunchJob) -> str:
     """The manifest of a job: its plan, the names of its pods, and the pods."""
-    more = (
+    note = (
         f"Before that, copy what the plan names (data, a model) to the volume of the claim "
         f"{job.request.claim}. A run that exists is resumed. Steps: kubectl logs -f job/{job.name}"
     )
-    head = job.head(plan, more)
+    head = job.head(plan, note)
     documents = [_plan(plan, job), *([_names(job)] if job.nodes > 1 else []), _job(plan, job)]
-    texts = ["\n".join(_yaml(each)) for each in documents]
+    texts = ["\n".join(_yaml(document)) for document in documents]
     return "\n".join(head) + "\n" + "\n---\n".join(texts) + "\n"
 
 
@@ -68,13 +68,13 @@ def on_volume(path: str) -> str:
     >>> on_volume("tokens/web"), on_volume("/data/web")
     ('/shared/tokens/web', '/data/web')
     """
-    found = posixpath.normpath(posixpath.join(VOLUME, path))
-    if not posixpath.isabs(path) and posixpath.commonpath([VOLUME, found]) != VOLUME:
+    target = posixpath.normpath(posixpath.join(VOLUME, path))
+    if not posixpath.isabs(path) and posixpath.commonpath([VOLUME, target]) != VOLUME:
         raise FivefoldError(
             f"{path} lies outside of this folder, and pods see only what is on their volume: call "
             "launch in a folder that holds it, or give the path that pods see, from /"
         )
-    return found
+    return target
 
 
 def _names(job: LaunchJob) -> dict[str, Any]:
@@ -98,7 +98,7 @@ def _names(job: LaunchJob) -> dict[str, Any]:
 
 
 def _job(plan: Plan, job: LaunchJob) -> dict[str, Any]:
-    asked = job.request
+    request = job.request
     failures = [
         Because(
             "An evicted pod is replaced, and is no failure.",
@@ -133,7 +133,7 @@ def _job(plan: Plan, job: LaunchJob) -> dict[str, Any]:
             "parallelism": job.nodes,
             "backoffLimit": Because(
                 "Pods that may fail until the job gives up: as many restarts of all of them.",
-                asked.restarts * job.nodes,
+                request.restarts * job.nodes,
             ),
             "podFailurePolicy": {"rules": failures},
             "template": {"metadata": {"labels": {"app": job.name}}, "spec": _pod(job)},
@@ -210,7 +210,7 @@ def pod_script(job: LaunchJob) -> str:
             f'endpoint="$FIRST_POD:{PORT}"',
         ]
     tail = f'-m fivefold train "$PLAN" --out "$RUN"{job.train}'
-    place = "at the first pod" if job.nodes > 1 else "in the pod"
+    meeting_point = "at the first pod" if job.nodes > 1 else "in the pod"
     end: list[Reasoned | str] = [
         '"${command[@]}" &',
         Reasoned(
@@ -227,26 +227,26 @@ def pod_script(job: LaunchJob) -> str:
         ),
         'exit "$code"',
     ]
-    lines = [*explained(head), *command_lines(job, place, [], tail), *explained(end)]
+    lines = [*explained(head), *command_lines(job, meeting_point, [], tail), *explained(end)]
     return "\n".join(lines) + "\n"
 
 
 def _yaml(value: Any, indent: str = "") -> Iterator[str]:
     """A table or a list as lines of YAML. Every text is in quotes or in a block."""
     if isinstance(value, Mapping):
-        for key, each in cast("Mapping[str, Any]", value).items():
-            yield from _entry(f"{key}:", each, indent)
+        for key, child in cast("Mapping[str, Any]", value).items():
+            yield from _entry(f"{key}:", child, indent)
         return
-    for each in cast("list[Any]", value):
-        if isinstance(each, Because):
-            yield from comment(each.why, indent)
-            each = each.value
-        if isinstance(each, Mapping):
-            first, *rest = _yaml(each, indent + "  ")
+    for child in cast("list[Any]", value):
+        if isinstance(child, Because):
+            yield from comment(child.why, indent)
+            child = child.value
+        if isinstance(child, Mapping):
+            first, *tail = _yaml(child, indent + "  ")
             yield f"{indent}- {first.lstrip()}"
-            yield from rest
+            yield from tail
         else:
-            yield from _entry("-", each, indent)
+            yield from _entry("-", child, indent)
 
 
 def _entry(key: str, value: Any, indent: str) -> Iterator[str]:
@@ -268,7 +268,7 @@ def _fits_a_block(text: str) -> bool:
     lines = text.split("\n")
     return (
         lines.pop() == ""
-        and all(each.isprintable() and each == each.rstrip() for each in lines)
+        and all(line.isprintable() and line == line.rstrip() for line in lines)
         and not lines[0].startswith(" ")
     )
 

@@ -92,14 +92,14 @@ class LaunchJob:
             return f"bash {self.file}"
         return f"MASTER_ADDR=FIRST_NODE bash {self.file}"
 
-    def head(self, plan: Plan, more: str) -> list[str]:
+    def head(self, plan: Plan, note: str) -> list[str]:
         """The first comment of a script: what it is, how it was made, how it is started."""
         kind = "rank" if self.device == "cpu" else "GPU"
         size = f"{counted(self.nodes, 'node')} with {counted(self.per_node, kind)} each"
         ranks = f"{plan.shape.name} in {plan.layout}: {counted(plan.layout.world, 'rank')}, {size}."
-        made = f"Made by `fivefold launch {self.target}` from {one_line(self.request.plan)}"
-        again = f"{ranks} {made}: make it again when the plan changes."
-        return [*comment(again), "#", *comment(f"    {self.start}"), "#", *comment(more), ""]
+        origin = f"Made by `fivefold launch {self.target}` from {one_line(self.request.plan)}"
+        again = f"{ranks} {origin}: make it again when the plan changes."
+        return [*comment(again), "#", *comment(f"    {self.start}"), "#", *comment(note), ""]
 
 
 class Reasoned(NamedTuple):
@@ -130,11 +130,11 @@ def one_line(text: str) -> str:
     return text if text.isprintable() else ascii(text)
 
 
-def known_target(given: str) -> Target:
+def known_target(name: str) -> Target:
     """The target that is meant; raises if there is none."""
-    if given not in TARGETS:
-        raise UnknownName("target", given, TARGETS)
-    return given
+    if name not in TARGETS:
+        raise UnknownName("target", name, TARGETS)
+    return name
 
 
 def job_of(target: Target, plan: Plan, request: LaunchRequest) -> LaunchJob:
@@ -188,11 +188,11 @@ def _device(machine: Machine | None, target: Target) -> str | None:
     return "cpu"
 
 
-def _per_node(plan: Plan, asked: int | None, device: str | None, problems: list[str]) -> int:
+def _per_node(plan: Plan, per_node: int | None, device: str | None, problems: list[str]) -> int:
     """Ranks on each node, all nodes alike: as asked, or as the machine has GPUs."""
     world, machine = plan.layout.world, plan.machine
     most = world if device == "cpu" else machine.gpus_per_node if machine else USUAL_GPUS
-    chosen = min(most, world) if asked is None else asked
+    chosen = min(most, world) if per_node is None else per_node
     if chosen < 1:
         problems.append(f"--gpus-per-node {chosen}: a node has at least 1")
         return 1
@@ -202,7 +202,7 @@ def _per_node(plan: Plan, asked: int | None, device: str | None, problems: list[
             "or plan on another machine"
         )
     elif world % chosen:
-        fits = max(each for each in range(1, min(chosen, world) + 1) if world % each == 0)
+        fits = max(divisor for divisor in range(1, min(chosen, world) + 1) if world % divisor == 0)
         problems.append(
             f"{counted(world, 'rank')} ({plan.layout}) do not fill nodes of {chosen}: give "
             f"--gpus-per-node {fits}, or plan for a multiple of {chosen} ranks"
@@ -239,14 +239,14 @@ def _bad_words(target: Target, request: LaunchRequest, name: str, nodes: int) ->
         "image": (_IMAGE, "NAME:TAG, as in fivefold:0.1.0"),
         "claim": (_LABEL, "the name of a PersistentVolumeClaim: a-z, 0-9 and -"),
     }
-    for option, (rule, way) in rules.items():
-        given = cast("str | None", getattr(request, option))
-        if given is not None and not re.fullmatch(rule, given):
-            yield f"--{option} {given!r}: give {way}"
+    for option, (rule, hint) in rules.items():
+        value = cast("str | None", getattr(request, option))
+        if value is not None and not re.fullmatch(rule, value):
+            yield f"--{option} {value!r}: give {hint}"
     for option in ("plan", "out"):
-        given = cast("str | None", getattr(request, option))
-        if given is not None and (not given.isprintable() or not given.strip()):
-            yield f"{option} {given!r}: give a path that can be printed"
+        value = cast("str | None", getattr(request, option))
+        if value is not None and (not value.isprintable() or not value.strip()):
+            yield f"{option} {value!r}: give a path that can be printed"
 
 
 def _bad_numbers(target: Target, request: LaunchRequest) -> Iterator[str]:
@@ -274,10 +274,10 @@ def slurm_seconds(text: str) -> int | None:
     >>> slurm_seconds("90"), slurm_seconds("1-12"), slurm_seconds("00:10:00"), slurm_seconds("1h")
     (5400, 129600, 600, None)
     """
-    found = re.fullmatch(_TIME, text, re.ASCII)
-    if found is None:
+    match = re.fullmatch(_TIME, text, re.ASCII)
+    if match is None:
         return None
-    minutes, m2, s2, h3, m3, s3, days, h4, m4, s4 = (int(one or 0) for one in found.groups())
+    minutes, m2, s2, h3, m3, s3, days, h4, m4, s4 = (int(group or 0) for group in match.groups())
     in_minutes = minutes + m2 + m3 + m4 + 60 * (h3 + h4 + 24 * days)
     return 60 * in_minutes + s2 + s3 + s4
 

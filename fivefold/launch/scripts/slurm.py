@@ -13,10 +13,10 @@ from fivefold.launch.scripts.script import LaunchJob, Reasoned, explained, paths
 
 def slurm_script(plan: Plan, job: LaunchJob) -> str:
     """The script of a job."""
-    more = "Options of fivefold train may follow, as in --steps 10. A run that exists is resumed."
+    note = "Options of fivefold train may follow, as in --steps 10. A run that exists is resumed."
     lines = [
         "#!/bin/bash",
-        *job.head(plan, more),
+        *job.head(plan, note),
         *explained(_directives(plan, job)),
         "",
         *explained(_settings(job)),
@@ -30,10 +30,10 @@ def slurm_script(plan: Plan, job: LaunchJob) -> str:
 
 def _directives(plan: Plan, job: LaunchJob) -> list[Reasoned | str]:
     """What Slurm is asked for."""
-    asked, machine = job.request, plan.machine
-    whole: list[Reasoned | str] = []
+    request, machine = job.request, plan.machine
+    node_lines: list[Reasoned | str] = []
     if machine is not None and job.per_node == machine.gpus_per_node:
-        whole = [
+        node_lines = [
             Reasoned(
                 "The ranks use every GPU of a node, so they take its cores and memory too.",
                 "#SBATCH --exclusive",
@@ -44,9 +44,9 @@ def _directives(plan: Plan, job: LaunchJob) -> list[Reasoned | str]:
     return [
         Reasoned("The name in squeue, and of the log.", f"#SBATCH --job-name={job.name}"),
         *(
-            Reasoned(why, f"#SBATCH --{option}={getattr(asked, option)}")
+            Reasoned(why, f"#SBATCH --{option}={getattr(request, option)}")
             for option, why in names.items()
-            if getattr(asked, option) is not None
+            if getattr(request, option) is not None
         ),
         Reasoned(
             f"{plan.layout} has {plan.layout.world} ranks, and a node has {job.per_node}.",
@@ -62,15 +62,15 @@ def _directives(plan: Plan, job: LaunchJob) -> list[Reasoned | str]:
             "Cores of a rank, which launches kernels, reads data and writes checkpoints.",
             f"#SBATCH --cpus-per-task={job.cpus}",
         ),
-        *whole,
+        *node_lines,
         Reasoned(
             "The job may run that long at a time. A longer run goes on in the same job, requeued.",
-            f"#SBATCH --time={asked.time}",
+            f"#SBATCH --time={request.time}",
         ),
         Reasoned(
-            f"{asked.grace} s before that, Slurm sends USR1 to this script (B: not to the ranks): "
-            "time to write a checkpoint.",
-            f"#SBATCH --signal=B:USR1@{asked.grace}",
+            f"{request.grace} s before that, Slurm sends USR1 to this script (B: not to the "
+            "ranks): time to write a checkpoint.",
+            f"#SBATCH --signal=B:USR1@{request.grace}",
         ),
         Reasoned(
             "Slurm may start the job again, after a lost node, a preemption or the requeue below.",

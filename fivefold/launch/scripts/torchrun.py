@@ -17,12 +17,12 @@ PORT = 29400
 
 def torchrun_script(plan: Plan, job: LaunchJob) -> str:
     """The script of a node; all nodes have the same."""
-    more = "Options of fivefold train may follow, as in --steps 10. A run that exists is resumed."
+    note = "Options of fivefold train may follow, as in --steps 10. A run that exists is resumed."
     if job.nodes > 1:
-        more = f"It is the same on all {job.nodes} nodes: start it on each. {more}"
+        note = f"It is the same on all {job.nodes} nodes: start it on each. {note}"
     lines = [
         "#!/bin/bash",
-        *job.head(plan, more),
+        *job.head(plan, note),
         Reasoned("An unset variable or a failed command ends the script.", "set -euo pipefail"),
         "",
         *paths(job),
@@ -30,13 +30,13 @@ def torchrun_script(plan: Plan, job: LaunchJob) -> str:
         *settings(job),
         "",
     ]
-    place = "on localhost" if job.nodes == 1 else "at the first node"
+    meeting_point = "on localhost" if job.nodes == 1 else "at the first node"
     tail = '-m fivefold train "$plan" --out "$run"' + job.train + ' "$@"'
     logs = Reasoned(
         "What ranks print goes to the terminal and to files, by rank and by start.",
         '--log-dir="$run/logs" --tee=3',
     )
-    command = command_lines(job, place, [logs], tail)
+    command = command_lines(job, meeting_point, [logs], tail)
     end = Reasoned(
         "In place of this shell, so that signals reach torchrun.", 'exec "${command[@]}"'
     )
@@ -76,14 +76,16 @@ def settings(job: LaunchJob) -> list[Reasoned | str]:
     ]
 
 
-def command_lines(job: LaunchJob, place: str, more: list[Reasoned], tail: str) -> Iterator[str]:
+def command_lines(
+    job: LaunchJob, meeting_point: str, extra: list[Reasoned], tail: str
+) -> Iterator[str]:
     """torchrun with its options, each after its reason."""
-    meeting = [Reasoned(f"Its ranks meet {place}, at a free port.", "--standalone")]
+    meeting = [Reasoned(f"Its ranks meet {meeting_point}, at a free port.", "--standalone")]
     if job.nodes > 1:
         meeting = [
             Reasoned(
-                f"torchrun on every node meets the others {place}. It numbers nodes by name, and "
-                "ranks within a node.",
+                f"torchrun on every node meets the others {meeting_point}. It numbers nodes by "
+                "name, and ranks within a node.",
                 f'--nnodes={job.nodes} --rdzv-backend=c10d --rdzv-endpoint="$endpoint"',
             ),
             Reasoned(
@@ -104,7 +106,7 @@ def command_lines(job: LaunchJob, place: str, more: list[Reasoned], tail: str) -
                 "If a rank is lost, all start again from the newest good checkpoint, so often.",
                 f"--max-restarts={job.request.restarts}",
             ),
-            *more,
+            *extra,
             Reasoned("The ranks.", tail),
         ],
         "    ",

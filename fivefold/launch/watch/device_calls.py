@@ -80,10 +80,10 @@ class DeviceProgress:
 
     def is_before(self, call: DeviceCall) -> bool:
         """Whether its GPU is still before a call that another GPU is in."""
-        mine = next((head for head in self.heads if head.queue == call.queue), None)
-        if mine is None or mine.number > call.number or mine.started:
+        own_head = next((head for head in self.heads if head.queue == call.queue), None)
+        if own_head is None or own_head.number > call.number or own_head.started:
             return False
-        return mine is not self.heads[0] or call.started
+        return own_head is not self.heads[0] or call.started
 
     @property
     def current(self) -> Sequence[DeviceCall]:
@@ -106,7 +106,7 @@ Devices = Mapping[int, DeviceProgress | None]
 def on_device(positions: Mapping[int, Position], devices: Devices) -> HangVerdict | None:
     """The rank to blame, or None if no GPU waits."""
     waits = _waits(devices)
-    awaited = {other for found in waits.values() for other in found}
+    awaited = {other for targets in waits.values() for other in targets}
 
     def innocence(rank: int) -> tuple[bool, bool, int]:
         """A record that shows a missing call says more than one that has not come."""
@@ -125,7 +125,7 @@ def on_device(positions: Mapping[int, Position], devices: Devices) -> HangVerdic
 
 
 def _waits(devices: Devices) -> Waits:
-    found: Waits = {}
+    waits: Waits = {}
     for rank, progress in devices.items():
         for at, call in enumerate(progress.current if progress else ()):
             for other in call.call.group.members:
@@ -135,8 +135,8 @@ def _waits(devices: Devices) -> Waits:
                 issued = theirs is not None and theirs.has_issued(call)
                 surely_in_it = at == 0 or call.started
                 if not issued or (surely_in_it and theirs is not None and theirs.is_before(call)):
-                    found.setdefault(rank, {}).setdefault(other, DeviceWait(call, issued))
-    return found
+                    waits.setdefault(rank, {}).setdefault(other, DeviceWait(call, issued))
+    return waits
 
 
 def _heads(rank: int, devices: Devices) -> Sequence[DeviceCall]:
@@ -146,13 +146,13 @@ def _heads(rank: int, devices: Devices) -> Sequence[DeviceCall]:
 
 def _waiting_for(rank: int, waits: Waits) -> list[tuple[int, DeviceCall]]:
     """Who waits for a rank, and in what; ranks that wait for this rank alone come first."""
-    direct = [(len(found), each) for each, found in waits.items() if rank in found]
-    return [(each, waits[each][rank].call) for _, each in sorted(direct)]
+    direct = [(len(targets), waiter) for waiter, targets in waits.items() if rank in targets]
+    return [(waiter, waits[waiter][rank].call) for _, waiter in sorted(direct)]
 
 
 def _has_issued_all(rank: int, waits: Waits) -> bool:
     """Whether a rank has issued all calls in which others wait for it."""
-    return all(found[rank].issued for found in waits.values() if rank in found)
+    return all(targets[rank].issued for targets in waits.values() if rank in targets)
 
 
 def _missing(
@@ -161,17 +161,19 @@ def _missing(
     """A rank that waits for no other, and keeps others waiting."""
     direct = _waiting_for(rank, waits)
     call = direct[0][1]
-    waiting = {each for each, other in direct if _place(other) == _place(call)}
+    waiting = {waiter for waiter, other in direct if _place(other) == _place(call)}
     where = f"{call}, where {who_waits(waiting)} on the GPU"
     if devices[rank] is not None and _has_issued_all(rank, waits):
-        words = [f"has issued {where}, and its GPU has not begun it: an earlier kernel is running"]
+        reasons = [
+            f"has issued {where}, and its GPU has not begun it: an earlier kernel is running"
+        ]
     elif devices[rank] is not None or not isfinite(_position(rank, positions).idle):
-        words = [f"has not joined {where}"]
+        reasons = [f"has not joined {where}"]
     else:
-        words = [f"may not have joined {where}", _UNREADABLE]
+        reasons = [f"may not have joined {where}", _UNREADABLE]
     if further := set(waits) - waiting - {rank}:
-        words.append(f"{who_waits(further)} in turn")
-    return _verdict(rank, "; ".join(words), positions)
+        reasons.append(f"{who_waits(further)} in turn")
+    return _verdict(rank, "; ".join(reasons), positions)
 
 
 def _circular(waits: Waits, positions: Mapping[int, Position], devices: Devices) -> HangVerdict:
@@ -184,15 +186,19 @@ def _circular(waits: Waits, positions: Mapping[int, Position], devices: Devices)
     steps = list(zip(circle, [*circle[1:], circle[0]], strict=True))
     behind = [other for rank, other in steps if not waits[rank][other].issued]
     awake = [rank for rank in behind if not positions[rank].waits]
-    to_blame = next((found[0] for found in (behind, awake) if len(found) == 1), circle[0])
+    to_blame = next(
+        (candidates[0] for candidates in (behind, awake) if len(candidates) == 1), circle[0]
+    )
     sentences: list[str] = []
     for rank, other in steps:
         call, issued = waits[rank][other]
-        held = _heads(other, devices)[:1] if issued else ()
-        reason = f"whose GPU is still at {held[0]}" if held else "which has not joined it"
+        heads = _heads(other, devices)[:1] if issued else ()
+        reason = f"whose GPU is still at {heads[0]}" if heads else "which has not joined it"
         sentences.append(f"rank {rank} waits on its GPU in {call} for rank {other}, {reason}")
-    others = ranks(set(circle) - {to_blame})
-    return _verdict(to_blame, f"and {others} wait in a circle: {'; '.join(sentences)}", positions)
+    rank_names = ranks(set(circle) - {to_blame})
+    return _verdict(
+        to_blame, f"and {rank_names} wait in a circle: {'; '.join(sentences)}", positions
+    )
 
 
 def _together(rank: int, positions: Mapping[int, Position], devices: Devices) -> HangVerdict:
@@ -203,8 +209,8 @@ def _together(rank: int, positions: Mapping[int, Position], devices: Devices) ->
         for other in call.call.group.members
         if _place(call) in map(_place, _heads(other, devices))
     }
-    if others := inside - {rank}:
-        cause = f"and {ranks(others)} are in the same call"
+    if peers := inside - {rank}:
+        cause = f"and {ranks(peers)} are in the same call"
     else:
         cause = "is in a call that its other ranks have finished"
     cause += f", {call}, and no rank is before it: the network between them or a GPU is stuck"
@@ -247,7 +253,7 @@ def progress_from(trace: bytes, groups: Mapping[str, CommGroup]) -> DeviceProgre
         call = _device_call(group, members)
         issued[call.queue] = max(call.number, issued.get(call.queue, 0))
         end = members[-1]
-        if end.get("state") != _COMPLETED or any(end is each for each in blocked):
+        if end.get("state") != _COMPLETED or any(end is blocked_entry for blocked_entry in blocked):
             heads.setdefault(call.queue, call)
     lost = bool(entries) and entries[0].get("record_id", 0) > 0
     return DeviceProgress(list(heads.values()), issued, lost)
@@ -276,12 +282,12 @@ def _calls(
     has.
     """
     newest: dict[str, int] = {}  # a new group may have the name of one that was destroyed
-    found: dict[tuple[str, int, int, int], list[dict[str, Any]]] = {}
+    calls: dict[tuple[str, int, int, int], list[dict[str, Any]]] = {}
     for entry in entries:
         name, maker = _name(entry), entry.get("pg_id", 0)
         newest[name] = max(maker, newest.get(name, 0))
-        found.setdefault((name, maker, *_numbers(entry)), []).append(entry)
-    for (name, maker, *_), members in found.items():
+        calls.setdefault((name, maker, *_numbers(entry)), []).append(entry)
+    for (name, maker, *_), members in calls.items():
         if name in groups and maker == newest[name]:
             yield groups[name], members
 
@@ -305,14 +311,18 @@ def _numbers(entry: dict[str, Any]) -> tuple[int, int]:
 
 def _name(entry: dict[str, Any]) -> str:
     """The name of the group: torch has written (name, description), or the name alone."""
-    found: Any = entry.get("process_group", entry.get("pg_id", ""))
-    return found if isinstance(found, str) else str(found if isinstance(found, int) else found[0])
+    group_name: Any = entry.get("process_group", entry.get("pg_id", ""))
+    return (
+        group_name
+        if isinstance(group_name, str)
+        else str(group_name if isinstance(group_name, int) else group_name[0])
+    )
 
 
 def _kind(entry: dict[str, Any]) -> str:
     """`all_gather` of `nccl:_all_gather_base`, `send` of `nccl:send 0->1`."""
-    found = str(entry.get("profiling_name", "call")).rpartition(":")[2].split(" ")[0]
-    return found.strip("_").removesuffix("_base")
+    kind = str(entry.get("profiling_name", "call")).rpartition(":")[2].split(" ")[0]
+    return kind.strip("_").removesuffix("_base")
 
 
 def _bytes(entry: dict[str, Any]) -> int:
@@ -333,9 +343,11 @@ def to_table(progress: DeviceProgress | None) -> dict[str, Any] | None:
     return {
         "groups": [[group.axis, list(group.members)] for group in groups],
         "heads": [
-            [index[call.group], call.kind, call.size, *rest] for call, *rest in progress.heads
+            [index[call.group], call.kind, call.size, *fields] for call, *fields in progress.heads
         ],
-        "issued": [[index[group], *rest, last] for (group, *rest), last in progress.issued.items()],
+        "issued": [
+            [index[group], *fields, last] for (group, *fields), last in progress.issued.items()
+        ],
         "lost": progress.lost,
     }
 
@@ -344,10 +356,10 @@ def from_table(table: dict[str, Any] | None) -> DeviceProgress | None:
     """Progress from its table."""
     if table is None:
         return None
-    groups: list[CommGroup] = [CommGroup(axis, tuple(each)) for axis, each in table["groups"]]
+    groups: list[CommGroup] = [CommGroup(axis, tuple(members)) for axis, members in table["groups"]]
     heads = [
-        DeviceCall(LoggedCollective(groups[at], kind, size), *rest)
-        for at, kind, size, *rest in table["heads"]
+        DeviceCall(LoggedCollective(groups[at], kind, size), *fields)
+        for at, kind, size, *fields in table["heads"]
     ]
     issued: dict[Queue, int] = {(groups[at], kind): last for at, kind, last in table["issued"]}
     return DeviceProgress(heads, issued, table["lost"])

@@ -53,7 +53,7 @@ def verdict(
     """
     positions = with_limits(positions)
     edges = _waiting_for(positions, silent)
-    awaited = {rank for others in edges.values() for rank in others}
+    awaited = {rank for targets in edges.values() for rank in targets}
     ends = sorted(awaited - set(edges))
     lost = [rank for rank in ends if rank in silent] or sorted(awaited & set(silent))
     if lost:
@@ -61,20 +61,22 @@ def verdict(
         return _missing(lost[0], edges, positions, silent=True) if lost else None
     circle = [] if ends else first_circle(edges)
     # Ranks in different collectives only look slow, so this comes before any time limit.
-    if (found := diverged(positions, circle or ends)) is not None:
-        return found
+    if (hang := diverged(positions, circle or ends)) is not None:
+        return hang
     slow = ends or [rank for rank in circle if not positions[rank].waits]
     if slow:
         lost = [rank for rank in slow if too_long(positions[rank], bound)]
         if not lost:
             return None
         # A host that has issued less may be held by its GPU, which waits for another rank.
-        found = on_device() or _missing(lost[0], edges, positions)
-        blamed = positions.get(found.rank)
-        return found if blamed is None or too_long(blamed, bound) else None
-    if not edges and (found := late(positions, silent, bound, excused)) is not None:
-        return on_device() or found
-    stuck = [too_long(each, bound) and isfinite(each.idle) for each in positions.values()]
+        hang = on_device() or _missing(lost[0], edges, positions)
+        blamed = positions.get(hang.rank)
+        return hang if blamed is None or too_long(blamed, bound) else None
+    if not edges and (hang := late(positions, silent, bound, excused)) is not None:
+        return on_device() or hang
+    stuck = [
+        too_long(position, bound) and isfinite(position.idle) for position in positions.values()
+    ]
     if not all(stuck):
         return None
     return on_device() or _stuck(circle or sorted(positions), positions)
@@ -86,21 +88,25 @@ def diverged(positions: Mapping[int, Position], among: Sequence[int]) -> HangVer
     for a, b in _pairs(positions, among):
         if trails.agree(a, b):
             continue
-        found = _divergence(a, positions[a], b, positions[b])
-        if found is None:
+        divergence = _divergence(a, positions[a], b, positions[b])
+        if divergence is None:
             continue
-        usual = _usual(found, positions)
-        if usual == found.second.label:
-            return _skipped(a, found.first, b, found.second, found.number_second, positions)
-        if usual == found.first.label:
-            return _skipped(b, found.second, a, found.first, found.number_first, positions)
+        usual = _usual(divergence, positions)
+        if usual == divergence.second.label:
+            return _skipped(
+                a, divergence.first, b, divergence.second, divergence.number_second, positions
+            )
+        if usual == divergence.first.label:
+            return _skipped(
+                b, divergence.second, a, divergence.first, divergence.number_first, positions
+            )
         return HangVerdict(
             a,
             positions[a].phase,
             f"and rank {b}, at {positions[b].phase}, have not called the same: "
-            f"rank {a} {named_call(found.first, found.number_first)}, "
-            f"rank {b} {named_call(found.second, found.number_second)}; one of them left out a "
-            "call or made one too many",
+            f"rank {a} {named_call(divergence.first, divergence.number_first)}, "
+            f"rank {b} {named_call(divergence.second, divergence.number_second)}; one of them left "
+            "out a call or made one too many",
         )
     return None
 
@@ -118,16 +124,16 @@ def _waiting_for(positions: Mapping[int, Position], silent: Collection[int]) -> 
         if rank in silent:
             continue
         last = position.trail[-1].group if position.trail else None
-        others: set[int] = set()
+        targets: set[int] = set()
         for group, count in position.counts.items():
-            if (found := counted_groups.get(group)) is None:
-                found = counted_groups[group] = _GroupCounts.of(group, positions)
-            if count > found.least:
-                others.update(other for other, theirs in found.counts if theirs < count)
-            if found.unknown and group == last:
-                others.update(found.unknown)
-        if others:
-            edges[rank] = others
+            if (group_counts := counted_groups.get(group)) is None:
+                group_counts = counted_groups[group] = _GroupCounts.of(group, positions)
+            if count > group_counts.least:
+                targets.update(other for other, theirs in group_counts.counts if theirs < count)
+            if group_counts.unknown and group == last:
+                targets.update(group_counts.unknown)
+        if targets:
+            edges[rank] = targets
     return edges
 
 
@@ -140,9 +146,9 @@ class _GroupCounts(NamedTuple):
 
     @classmethod
     def of(cls, group: CommGroup, positions: Mapping[int, Position]) -> _GroupCounts:
-        known = [each for each in group.members if each in positions]
-        counts = [(each, positions[each].counts.get(group, 0)) for each in known]
-        unknown = [each for each in group.members if each not in positions]
+        known = [member for member in group.members if member in positions]
+        counts = [(member, positions[member].counts.get(group, 0)) for member in known]
+        unknown = [member for member in group.members if member not in positions]
         return cls(counts, min((count for _, count in counts), default=0), unknown)
 
 
@@ -166,20 +172,28 @@ def _missing(
 
     Ranks that wait for this rank alone come first: the others may be further on.
     """
-    direct = sorted((len(others), each) for each, others in edges.items() if rank in others)
-    missed = {each: _first_missed(positions[each], positions.get(rank), rank) for _, each in direct}
-    call, number = next((found for found in missed.values() if found is not None), (None, 0))
-    waiting = [each for each, found in missed.items() if found is None or found[0] == call]
+    direct = sorted((len(targets), waiter) for waiter, targets in edges.items() if rank in targets)
+    missed = {
+        waiter: _first_missed(positions[waiter], positions.get(rank), rank) for _, waiter in direct
+    }
+    call, number = next(
+        (missed_call for missed_call in missed.values() if missed_call is not None), (None, 0)
+    )
+    waiting = [
+        waiter
+        for waiter, missed_call in missed.items()
+        if missed_call is None or missed_call[0] == call
+    ]
     joined = "has not joined " + (named_call(call, number) if call else "the others")
-    words = [f"{joined}, where {who_waits(waiting)}"]
+    reasons = [f"{joined}, where {who_waits(waiting)}"]
     if further := set(edges) - set(waiting) - {rank}:
-        words.append(f"{who_waits(further)} in turn")
+        reasons.append(f"{who_waits(further)} in turn")
     position = positions.get(rank)
     if silent:
-        words.append("it does not answer: it is stopped or dead, or its host is gone")
+        reasons.append("it does not answer: it is stopped or dead, or its host is gone")
     elif position is not None and isfinite(position.idle):  # else it has ended
-        words.append(f"it has not moved for {position.idle:.0f} s" + stands_at(position))
-    return HangVerdict(rank, position.phase if position else "an unknown place", "; ".join(words))
+        reasons.append(f"it has not moved for {position.idle:.0f} s" + stands_at(position))
+    return HangVerdict(rank, position.phase if position else "an unknown place", "; ".join(reasons))
 
 
 def _first_missed(
@@ -191,13 +205,13 @@ def _first_missed(
         return (shared[-1], waiting.counts[shared[-1].group]) if shared else None
     left = Counter(waiting.counts)
     left.subtract(missing.counts)
-    found: tuple[LoggedCollective, int] | None = None
+    missed_call: tuple[LoggedCollective, int] | None = None
     after: Counter[CommGroup] = Counter()
     for call in reversed(waiting.trail):
         if rank in call.group.members and after[call.group] < left[call.group]:
-            found = call, waiting.counts[call.group] - after[call.group]
+            missed_call = call, waiting.counts[call.group] - after[call.group]
         after[call.group] += 1
-    return found
+    return missed_call
 
 
 class _NumberedTrails:
@@ -216,13 +230,13 @@ class _NumberedTrails:
         at_a, at_b = self._positions[a], self._positions[b]
         from_a, from_b = _aligned(at_a, len(ours), at_b, len(theirs), shared)
         ours, theirs = ours[from_a:], theirs[from_b:]
-        both = min(len(ours), len(theirs))
-        return ours[:both] == theirs[:both]
+        length = min(len(ours), len(theirs))
+        return ours[:length] == theirs[:length]
 
     def _among(self, rank: int, shared: Collection[CommGroup]) -> list[int]:
         trail, groups = self._numbered(rank)
-        wanted = {number for number, group in groups.items() if group in shared}
-        return [number for number in trail if number in wanted]
+        numbers = {number for number, group in groups.items() if group in shared}
+        return [number for number in trail if number in numbers]
 
     def _numbered(self, rank: int) -> tuple[list[int], dict[int, CommGroup]]:
         if (known := self._trails.get(rank)) is None:
@@ -301,12 +315,17 @@ def _number(position: Position, calls: Sequence[LoggedCollective], index: int) -
 def _pairs(positions: Mapping[int, Position], among: Sequence[int]) -> list[tuple[int, int]]:
     """Neighbours among these ranks, then neighbours in every group."""
     known = [rank for rank in among if rank in positions]
-    rows = [known, *sorted({group.members for each in positions.values() for group in each.counts})]
+    rows = [
+        known,
+        *sorted({group.members for position in positions.values() for group in position.counts}),
+    ]
     pairs = [pair for row in rows for pair in pairwise(row) if positions.keys() >= set(pair)]
     return list(dict.fromkeys((min(pair), max(pair)) for pair in pairs))
 
 
-def _usual(found: _Divergence, positions: Mapping[int, Position]) -> tuple[str, str, int] | None:
+def _usual(
+    divergence: _Divergence, positions: Mapping[int, Position]
+) -> tuple[str, str, int] | None:
     """What followed the same collectives before, or on other ranks, by the longest match.
 
     The two ranks have one vote for each side; all other votes must agree.
@@ -314,17 +333,21 @@ def _usual(found: _Divergence, positions: Mapping[int, Position]) -> tuple[str, 
     letters: dict[tuple[str, str, int], str] = {}
 
     def spelled(labels: Sequence[tuple[str, str, int]], complete: bool) -> str:
-        text = "".join(letters.setdefault(each, chr(0x100 + len(letters))) for each in labels)
+        text = "".join(letters.setdefault(symbol, chr(0x100 + len(letters))) for symbol in labels)
         return _BEGIN * complete + text
 
     def sequence(position: Position) -> str:
-        groups = {each for each in position.counts if each.axis in found.axes and not each.is_pair}
+        groups = {
+            group
+            for group in position.counts
+            if group.axis in divergence.axes and not group.is_pair
+        }
         labels = [call.label for call in position.trail if call.group in groups]
-        return spelled(labels, len(labels) == sum(position.counts[each] for each in groups))
+        return spelled(labels, len(labels) == sum(position.counts[group] for group in groups))
 
-    texts = [sequence(each) for each in positions.values()]
-    votes = Counter(_followers(spelled(found.before, found.complete), texts))
-    votes.subtract([letters[found.first.label], letters[found.second.label]])
+    texts = [sequence(rank_position) for rank_position in positions.values()]
+    votes = Counter(_followers(spelled(divergence.before, divergence.complete), texts))
+    votes.subtract([letters[divergence.first.label], letters[divergence.second.label]])
     remaining = [letter for letter, number in votes.items() if number > 0]
     labels = {letter: label for label, letter in letters.items()}
     return labels[remaining[0]] if len(remaining) == 1 else None
@@ -345,12 +368,12 @@ def _followers(before: str, texts: Sequence[str]) -> list[str]:
 
 def _occurrences(text: str, part: str) -> list[int]:
     """Where `part` occurs in a text, not counting its very end."""
-    found: list[int] = []
+    offsets: list[int] = []
     at = text.find(part)
     while 0 <= at < len(text) - len(part):
-        found.append(at)
+        offsets.append(at)
         at = text.find(part, at + 1)
-    return found
+    return offsets
 
 
 def _stuck(circle: Sequence[int], positions: Mapping[int, Position]) -> HangVerdict | None:

@@ -100,12 +100,12 @@ class StoreBoard:
         answers = SimpleQueue[Any]()
         self._questions.put((question, answers))
         try:
-            found = answers.get(timeout=self._limit)
+            answer = answers.get(timeout=self._limit)
         except Empty:
             raise dist.DistNetworkError(f"no answer for {self._limit:.0f} s") from None
-        if isinstance(found, Exception):
-            raise found
-        return found
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
 
     def _ask(self) -> None:
         while True:

@@ -24,28 +24,28 @@ START = "the start"
 
 def with_limits(positions: Mapping[int, Position]) -> dict[int, Position]:
     """The positions, where a phase that may take long has at most twice its usual time."""
-    limited = [rank for rank, each in positions.items() if each.allowed > 0]
+    limited = [rank for rank, rank_position in positions.items() if rank_position.allowed > 0]
     longest = _longest(positions) if limited else {}
-    found = dict(positions)
+    new_positions = dict(positions)
     for rank in limited:
-        mine = positions[rank]
-        others = [took for took, other in longest.get(mine.mark, ()) if other != rank]
-        if (usual := max([mine.usual, *others])) > 0:
-            allowed = min(mine.allowed, _TIMES * usual - mine.within)
-            found[rank] = replace(mine, allowed=allowed)
-    return found
+        position = positions[rank]
+        durations = [took for took, other in longest.get(position.mark, ()) if other != rank]
+        if (usual := max([position.usual, *durations])) > 0:
+            allowed = min(position.allowed, _TIMES * usual - position.within)
+            new_positions[rank] = replace(position, allowed=allowed)
+    return new_positions
 
 
 def _longest(positions: Mapping[int, Position]) -> dict[int, list[tuple[float, int]]]:
     """For each mark the two ranks that worked longest after it: one of them is another one."""
-    found: dict[int, list[tuple[float, int]]] = {}
-    for rank, each in positions.items():
-        for mark in {each.mark, *map(int, each.took)}:
-            top = found.setdefault(mark, [])
-            top.append((_took(each, mark), rank))
+    longest: dict[int, list[tuple[float, int]]] = {}
+    for rank, position in positions.items():
+        for mark in {position.mark, *map(int, position.took)}:
+            top = longest.setdefault(mark, [])
+            top.append((_took(position, mark), rank))
             if len(top) > 2:
                 top.remove(min(top))
-    return found
+    return longest
 
 
 def _took(position: Position, mark: int) -> float:
@@ -66,25 +66,25 @@ def late(
     `silent` ranks do not answer; of those that have never come nothing is known. Others have to
     have waited `bound` seconds for them, and longer for those that are `excused`.
     """
-    heard = {rank: each for rank, each in positions.items() if rank not in silent}
+    heard = {rank: position for rank, position in positions.items() if rank not in silent}
     if len(positions) == 1 and not silent:
         return _alone(positions, bound)
-    waiting = [rank for rank, each in heard.items() if each.worked is not None]
+    waiting = [rank for rank, position in heard.items() if position.worked is not None]
     if not waiting or not all(isfinite(heard[rank].idle) for rank in waiting):
         return None
     patient = all(_has_waited(heard[rank], bound) for rank in waiting)
     never = sorted(set(silent) - set(positions))
     if never:
         return _named(never[0], Position({}, phase=START), waiting, True) if patient else None
-    first = min(each.mark for each in positions.values())
-    behind = [rank for rank, each in positions.items() if each.mark == first]
+    first = min(position.mark for position in positions.values())
+    behind = [rank for rank, position in positions.items() if position.mark == first]
     working = [rank for rank in behind if positions[rank].worked is None]
     # If all are at one mark, those who wait in it are not to blame.
-    found = working or (behind if len(behind) < len(positions) else [])
+    late_ranks = working or (behind if len(behind) < len(positions) else [])
     gone = {rank for rank in silent if patient and rank not in excused}
     lost = [
         rank
-        for rank in found
+        for rank in late_ranks
         if (rank in gone if rank in silent else _lost(positions[rank], bound))
     ]
     return _named(lost[0], positions[lost[0]], waiting, lost[0] in silent) if lost else None
@@ -102,19 +102,21 @@ def _has_waited(position: Position, bound: float) -> bool:
 
 def _alone(positions: Mapping[int, Position], bound: float) -> HangVerdict | None:
     """The only rank, for which nobody waits."""
-    ((rank, mine),) = positions.items()
-    if not _lost(mine, bound):
+    ((rank, position),) = positions.items()
+    if not _lost(position, bound):
         return None
-    return HangVerdict(rank, mine.phase, f"has not moved for {mine.idle:.0f} s{stands_at(mine)}")
+    return HangVerdict(
+        rank, position.phase, f"has not moved for {position.idle:.0f} s{stands_at(position)}"
+    )
 
 
 def _named(rank: int, position: Position, waiting: list[int], silent: bool) -> HangVerdict:
-    others = [each for each in waiting if each != rank]
-    words = [f"has not come through {position.phase}"]
-    if others:
-        words[0] += f", and {who_waits(others)}"
+    peers = [waiter for waiter in waiting if waiter != rank]
+    reasons = [f"has not come through {position.phase}"]
+    if peers:
+        reasons[0] += f", and {who_waits(peers)}"
     if silent:
-        words.append("it does not answer: it is stopped or dead, or its host is gone")
+        reasons.append("it does not answer: it is stopped or dead, or its host is gone")
     else:
-        words.append(f"it has not moved for {position.idle:.0f} s{stands_at(position)}")
-    return HangVerdict(rank, position.phase, "; ".join(words))
+        reasons.append(f"it has not moved for {position.idle:.0f} s{stands_at(position)}")
+    return HangVerdict(rank, position.phase, "; ".join(reasons))

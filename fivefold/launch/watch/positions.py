@@ -78,18 +78,18 @@ def ranks(members: Iterable[int]) -> str:
     >>> ranks([2]), ranks([0, 1, 5])
     ('rank 2', 'ranks 0, 1 and 5')
     """
-    found = sorted(members)
-    if len(found) == 1:
-        return f"rank {found[0]}"
-    if len(found) > _MOST_NAMED:
-        first = ", ".join(map(str, found[: _MOST_NAMED - 1]))
-        return f"ranks {first} and {len(found) - _MOST_NAMED + 1} more"
-    return f"ranks {', '.join(map(str, found[:-1]))} and {found[-1]}"
+    numbers = sorted(members)
+    if len(numbers) == 1:
+        return f"rank {numbers[0]}"
+    if len(numbers) > _MOST_NAMED:
+        first = ", ".join(map(str, numbers[: _MOST_NAMED - 1]))
+        return f"ranks {first} and {len(numbers) - _MOST_NAMED + 1} more"
+    return f"ranks {', '.join(map(str, numbers[:-1]))} and {numbers[-1]}"
 
 
-def who_waits(found: Collection[int]) -> str:
+def who_waits(waiters: Collection[int]) -> str:
     """Who waits, as text."""
-    return f"{ranks(found)} {'waits' if len(found) == 1 else 'wait'}"
+    return f"{ranks(waiters)} {'waits' if len(waiters) == 1 else 'wait'}"
 
 
 def stands_at(position: Position) -> str:

@@ -75,19 +75,26 @@ def _read_stack(thread: int) -> tuple[list[str], bool]:
     frames = sys._current_frames()
     shown, waits, joins = _frames(frames.get(thread))
     if joins:
-        saving = [each.ident for each in threading.enumerate() if each.name == SAVE_THREAD]
+        saving = [
+            save_thread.ident
+            for save_thread in threading.enumerate()
+            if save_thread.name == SAVE_THREAD
+        ]
         for frame in (frames[ident] for ident in saving if ident in frames):
-            found, theirs, joins = _frames(frame, _INNERMOST)
+            lines, theirs, joins = _frames(frame, _INNERMOST)
             if not theirs and not joins:
-                return found, False
+                return lines, False
     return shown, waits
 
 
 def _frames(frame: FrameType | None, num_read: int = _FRAMES) -> tuple[list[str], bool, bool]:
     """The innermost frames, whether they wait, and whether they wait for threads."""
     frames = [] if frame is None else traceback.extract_stack(frame)
-    inner = [each.line or "" for each in frames[-num_read:]]
-    ours = [each for each in frames if f"{os.sep}torch{os.sep}" not in each.filename]
-    shown = [f"  {each.filename}:{each.lineno} {each.name}: {each.line}" for each in ours]
+    inner = [inner_frame.line or "" for inner_frame in frames[-num_read:]]
+    ours = [own_frame for own_frame in frames if f"{os.sep}torch{os.sep}" not in own_frame.filename]
+    shown = [
+        f"  {own_frame.filename}:{own_frame.lineno} {own_frame.name}: {own_frame.line}"
+        for own_frame in ours
+    ]
     waits = any(word in line for line in inner for word in _WAITING)
     return shown[-_FRAMES:], waits, any(_JOINS in line for line in inner)

@@ -116,14 +116,14 @@ class Watchdog:
         that are known to be slow, such as compilation or a checkpoint, unless more is known of it.
         All ranks come to a `mark`, in the same order, and do the same there if it is `alike`.
         A phase that `loads_kernels` may be as long without an answer of its rank."""
-        now = self._around.now()
+        time_now = self._around.now()
         self._phase, self._loads = text, loads_kernels
-        self._allowed_until = now + allowed
+        self._allowed_until = time_now + allowed
         if mark:
-            self._took[str(self._mark)] = took = now - self._mark_at
+            self._took[str(self._mark)] = took = time_now - self._mark_at
             self._took.pop(str(self._mark - _MARKS), None)
             self._usual[self._kind] = max(took, self._usual.get(self._kind, 0.0))
-            self._mark, self._mark_at, self._worked = self._mark + 1, now, None
+            self._mark, self._mark_at, self._worked = self._mark + 1, time_now, None
             self._kind, self._alike = _kind(text), alike
         elif allowed:  # what others took since the mark tells nothing of it
             self._alike = False
@@ -180,57 +180,57 @@ class Watchdog:
 
     def look(self) -> None:
         """Look at this rank and at the board, as the thread does again and again."""
-        now = self._around.now()
+        time_now = self._around.now()
         if self._progress != self._seen:
-            self._seen, self._moved_at, self._worked = self._progress, now, None
-            silence = max(0.0, self._allowed_until - now) if self._loads else 0.0
+            self._seen, self._moved_at, self._worked = self._progress, time_now, None
+            silence = max(0.0, self._allowed_until - time_now) if self._loads else 0.0
             self.board.put(f"phase-{self.worker.rank}", f"{silence:.0f} {self._phase}")
         elif not self._around.stack()[1]:
             self._worked = None
         elif self._worked is None:
-            self._worked = now - self._mark_at
+            self._worked = time_now - self._mark_at
         if self.board.get("verdict") is not None:
             self._stop.set()
             self.worker.meeting.leave()
             return
         name = f"round-{self._round + 1}"
-        asked = self.board.get(name)
-        stuck = now - self._moved_at >= self.patience
-        due = asked is None and stuck and now >= self._quiet_until and self._closed(now)
+        request = self.board.get(name)
+        stuck = time_now - self._moved_at >= self.patience
+        due = request is None and stuck and time_now >= self._quiet_until and self._closed(time_now)
         judges = due and self.board.claim(name, f"{_OF_HOSTS} {self.worker.rank}")
-        if asked is not None or judges:
-            self._begin_round(now)
-            self._quiet_until = next_round(now, self._moved_at, self.patience)
-            self._open_until = now + 2 * self.patience
-            of_device = asked is not None and asked.startswith(_OF_DEVICES)
+        if request is not None or judges:
+            self._begin_round(time_now)
+            self._quiet_until = next_round(time_now, self._moved_at, self.patience)
+            self._open_until = time_now + 2 * self.patience
+            of_device = request is not None and request.startswith(_OF_DEVICES)
             self._answer(self._round, self._device() if of_device else None)
         if judges:
             self._judge()
             self.board.put(f"done-{self._round}", str(self.worker.rank))
 
-    def _begin_round(self, now: float) -> None:
+    def _begin_round(self, time_now: float) -> None:
         self._round += 1
-        self._round_began[self._round] = now
+        self._round_began[self._round] = time_now
 
-    def _closed(self, now: float) -> bool:
+    def _closed(self, time_now: float) -> bool:
         """Whether the judge of the last round is done, or has had as long as any rank."""
-        return now >= self._open_until or self.board.get(f"done-{self._round}") is not None
+        return time_now >= self._open_until or self.board.get(f"done-{self._round}") is not None
 
     def _answer(self, number: int, device: DeviceProgress | None = None) -> None:
         """Write the position of this rank to the board."""
-        now = self._around.now()
+        time_now = self._around.now()
         stack, waits = self._around.stack()
         ended = number == _LAST
         table = {
             "phase": self._phase,
             "mark": self._mark,
-            "within": now - self._mark_at,
+            "within": time_now - self._mark_at,
             "worked": None if ended else self._worked,
             "took": self._took,
             "alike": self._alike,
             "usual": self._usual.get(self._kind, 0.0),
-            "idle": inf if ended else now - self._moved_at,
-            "allowed": self._allowed_until - now,
+            "idle": inf if ended else time_now - self._moved_at,
+            "allowed": self._allowed_until - time_now,
             "waits": waits,
             "stack": stack,
             "device": to_table(device),
@@ -249,25 +249,25 @@ class Watchdog:
             positions |= {rank: position_from(table) for rank, table in tables.items() if table}
         by_device = partial(self._on_device, positions, set(answers) - {self.worker.rank})
         excused = {rank for rank in silent if self._may_be_silent(rank)}
-        found = verdict(positions, silent, 2 * self.patience, by_device, excused)
-        if found is not None and found.rank in silent:
-            if self._answer_of(found.rank) is not None:
+        hang = verdict(positions, silent, 2 * self.patience, by_device, excused)
+        if hang is not None and hang.rank in silent:
+            if self._answer_of(hang.rank) is not None:
                 return  # it is back: the next round tells more
-            last = self._last_phase(found.rank)[1]
-            found = replace(found, doing=f"{last}, or soon after" if last else found.doing)
+            last = self._last_phase(hang.rank)[1]
+            hang = replace(hang, doing=f"{last}, or soon after" if last else hang.doing)
         # Progress in the meantime means that a rank was only slow.
         stuck = self._progress == self._seen and not self._stop.is_set()
-        if found is not None and stuck and self.board.claim("verdict", str(found)):
-            self.worker.lose(found)
+        if hang is not None and stuck and self.board.claim("verdict", str(hang)):
+            self.worker.lose(hang)
 
-    def _on_device(self, positions: dict[int, Position], others: set[int]) -> HangVerdict | None:
+    def _on_device(self, positions: dict[int, Position], targets: set[int]) -> HangVerdict | None:
         """Ask for torch's records of NCCL's calls, and decide by them which rank is to blame."""
         name, text = f"round-{self._round + 1}", f"{_OF_DEVICES} {self.worker.rank}"
         if _reader() is None or not self.board.claim(name, text):
             return None
         self._begin_round(self._around.now())
         # A process that has not read its record by then ends itself: until then it is only slow.
-        answers = self._answers(others, 2 * self.patience)
+        answers = self._answers(targets, 2 * self.patience)
         tables = {rank: table["device"] for rank, table in answers.items()}
         devices = {rank: from_table(tables.get(rank)) for rank in self.members}
         return on_device(positions, devices | {self.worker.rank: self._device()})
@@ -277,17 +277,17 @@ class Watchdog:
         trace = _device_trace(2 * self.patience)
         return None if trace is None else progress_from(trace, _groups())
 
-    def _answers(self, wanted: set[int], limit: float) -> dict[int, dict[str, Any]]:
+    def _answers(self, targets: set[int], limit: float) -> dict[int, dict[str, Any]]:
         """The tables of the ranks that answer within a limit of seconds. They are read once more
         after that: this rank may have been stopped itself."""
-        until, found = self._around.now() + limit, dict[int, dict[str, Any]]()
+        until, answers = self._around.now() + limit, dict[int, dict[str, Any]]()
         while True:
             last = self._around.now() >= until
-            for rank in wanted - set(found):
+            for rank in targets - set(answers):
                 if (table := self._answer_of(rank)) is not None:
-                    found[rank] = json.loads(table)
-            if last or len(found) == len(wanted):
-                return found
+                    answers[rank] = json.loads(table)
+            if last or len(answers) == len(targets):
+                return answers
             self._around.sleep(self._tick / 10)
 
     def _answer_of(self, rank: int) -> str | None:
@@ -307,10 +307,10 @@ class Watchdog:
 
     def _may_be_silent(self, rank: int) -> bool:
         """Whether a rank that does not answer has been silent for no longer than it may."""
-        now = self._around.now()
+        time_now = self._around.now()
         # On the clock of this rank: when it heard of the first round that the other has missed.
-        since = self._round_began.get(self._last_answer(rank)[0] + 1, now)
-        return now - since < max(self.patience, self._last_phase(rank)[0])
+        since = self._round_began.get(self._last_answer(rank)[0] + 1, time_now)
+        return time_now - since < max(self.patience, self._last_phase(rank)[0])
 
 
 @contextmanager
@@ -363,13 +363,13 @@ def _groups() -> dict[str, CommGroup]:
     }
 
 
-def next_round(now: float, moved_at: float, patience: float) -> float:
+def next_round(time_now: float, moved_at: float, patience: float) -> float:
     """When a rank may ask again. A rank that is slow has twice the patience: soon after that it is
     asked more often, so that nobody waits much longer for a verdict."""
-    usual, deadline = now + 0.6 * patience, moved_at + 2 * patience
+    usual, deadline = time_now + 0.6 * patience, moved_at + 2 * patience
     return (
-        min(usual, max(deadline, now + 0.2 * patience))
-        if now < 1.5 * patience + deadline
+        min(usual, max(deadline, time_now + 0.2 * patience))
+        if time_now < 1.5 * patience + deadline
         else usual
     )
 

@@ -54,8 +54,8 @@ class RoundedExperts:
     """The experts of one layer."""
 
     def __init__(self, experts: Experts, names: dict[int, str], shared: ExpertRounding) -> None:
-        into = [each for each in (experts.gate, experts.up) if each is not None]
-        self.into = RoundedStacks([names[id(each)] for each in into], shared)
+        into = [stack for stack in (experts.gate, experts.up) if stack is not None]
+        self.into = RoundedStacks([names[id(stack)] for stack in into], shared)
         self.down = RoundedStacks([names[id(experts.down)]], shared)
         self.experts, self.shared = experts, shared
 
@@ -75,7 +75,7 @@ class RoundedExperts:
         ends_E: Tensor,
         codes: CodedRows,
     ) -> Sequence[Tensor]:
-        weights = [each.weight for each in stacks]
+        weights = [stack.weight for stack in stacks]
         return _ProjectCodes.apply(rows[0], ends_E, self.into, codes, *weights)
 
     def multiply_down(
@@ -98,7 +98,7 @@ class RoundedStacks:
         known = self.step == state.step
         if known and state.kept:
             return self.rounded[0]
-        parts = [each.detach() for each in weights]
+        parts = [weight.detach() for weight in weights]
         if not known:
             self.maximum = state.maximum(self.names[0])
         if self.maximum is None:
@@ -121,25 +121,25 @@ class RoundedStacks:
         grads: RowOperand,
         ends_E: Tensor,
         weights: Sequence[Any],
-        wanted: Sequence[bool],
+        needs: Sequence[bool],
     ) -> list[Tensor | None]:
         """The gradients of the weights; none if they are queued."""
         queue, dtype = self.shared.queue, weights[0].dtype
         if queue is not None:
             queue.put(partial(_deliver, x, grads, ends_E, weights, dtype))
             return [None] * len(weights)
-        if not any(wanted):
+        if not any(needs):
             return [None] * len(weights)
-        found: dict[int, Tensor] = {}
-        _deliver(x, grads, ends_E, weights, dtype, _FoundGradients(found))
-        return [found[id(each)] for each in weights]
+        weight_grads: dict[int, Tensor] = {}
+        _deliver(x, grads, ends_E, weights, dtype, _FoundGradients(weight_grads))
+        return [weight_grads[id(weight)] for weight in weights]
 
 
 class _FoundGradients:
     """Gradients that autograd delivers."""
 
-    def __init__(self, found: dict[int, Tensor]) -> None:
-        self.found = found
+    def __init__(self, weight_grads: dict[int, Tensor]) -> None:
+        self.found = weight_grads
 
     def add_gradient(self, weight: Tensor, gradient: Tensor) -> None:
         self.found[id(weight)] = gradient
@@ -182,7 +182,7 @@ class _ProjectCodes(torch.autograd.Function):
         y_MO = scaled_grouped(x, own.of(weights).rows, ends_E, x_MD.dtype, FAST)
         ctx.save_for_backward(packed, ends_E)
         ctx.own, ctx.weights, ctx.width = own, weights, x_MD.shape[1]
-        return y_MO.split([each.shape[1] for each in weights], 1)
+        return y_MO.split([weight.shape[1] for weight in weights], 1)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
@@ -190,9 +190,9 @@ class _ProjectCodes(torch.autograd.Function):
         grads = round_rows(gradients, own.shared.over_ranks)
         own.seen("gradient", grads.codes, ends_E)
         back = scaled_grouped(grads, own.of(weights).turned, ends_E, gradients[0].dtype, FAST)
-        wanted = ctx.needs_input_grad[4:]
-        found = own.deliver(unpacked(packed, ctx.width), grads, ends_E, weights, wanted)
-        return back, None, None, None, *found
+        needs = ctx.needs_input_grad[4:]
+        weight_grads = own.deliver(unpacked(packed, ctx.width), grads, ends_E, weights, needs)
+        return back, None, None, None, *weight_grads
 
 
 class _DownCodes(torch.autograd.Function):
@@ -219,5 +219,5 @@ class _DownCodes(torch.autograd.Function):
         _, grads = ctx.codes.read(gradients[0])
         own.seen("gradient", grads.codes, ends_E)
         back = scaled_grouped(grads, own.of(weights).turned, ends_E, ctx.dtype, FAST)
-        wanted, x = ctx.needs_input_grad[4:], RowOperand(x_codes, scale_M)
-        return back, None, None, None, *own.deliver(x, grads, ends_E, weights, wanted)
+        needs, x = ctx.needs_input_grad[4:], RowOperand(x_codes, scale_M)
+        return back, None, None, None, *own.deliver(x, grads, ends_E, weights, needs)

@@ -42,8 +42,8 @@ class BothStacks(NamedTuple):
 def expert_maxima(parts: Sequence[Tensor]) -> Tensor:
     """The largest absolute value of each expert, (E,) in float32."""
     found_E = torch.zeros(len(parts[0]), dtype=torch.float32, device=parts[0].device)
-    for each in parts:
-        raise_maxima(found_E, each)
+    for part in parts:
+        raise_maxima(found_E, part)
     return found_E
 
 
@@ -64,7 +64,7 @@ def raise_maxima(found_E: Tensor, stack_EOI: Tensor) -> None:
 
 def round_stacks(parts: Sequence[Tensor], maximum_E: Tensor) -> BothStacks:
     """Stacked weights below one another, with one scale for each expert."""
-    first, outputs = parts[0], sum(each.shape[1] for each in parts)
+    first, outputs = parts[0], sum(part.shape[1] for part in parts)
     experts, _, inputs = first.shape
     scale_E, factor_E = scale_and_factor(maximum_E, "e4m3")
     sizes = ((experts, outputs, inputs), (experts, inputs, outputs))
@@ -102,11 +102,11 @@ def scaled_grouped(
     wide = torch.promote_types(dtype, torch.float32)
     values, ends = x.values(wide), ends_E.tolist()
     spans = zip(weight.codes, weight.scale, [0, *ends], ends, strict=False)
-    found = [
+    products = [
         values[start:end] @ (codes_OI.to(wide) * scale_O.to(wide)[:, None]).T
         for codes_OI, scale_O, start, end in spans
     ]
-    return torch.cat(found).to(dtype)
+    return torch.cat(products).to(dtype)
 
 
 def has_grouped_kernel(x: RowOperand, weight: StackOperand, dtype: torch.dtype) -> bool:

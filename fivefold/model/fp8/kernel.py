@@ -42,8 +42,8 @@ def _maximum(x_ptr: tl.tensor, found_ptr: tl.tensor, numel: tl.int64, SIZE: tl.c
     most = tl.zeros((SIZE,), tl.float32)
     step = tl.num_programs(0).to(tl.int64) * SIZE
     for start in range(tl.program_id(0).to(tl.int64) * SIZE, numel, step):
-        place = start + tl.arange(0, SIZE)
-        x = tl.load(x_ptr + place, place < numel, other=0.0).to(tl.float32)
+        offsets = start + tl.arange(0, SIZE)
+        x = tl.load(x_ptr + offsets, offsets < numel, other=0.0).to(tl.float32)
         most = tl.maximum(most, tl.abs(x))
     tl.atomic_max(found_ptr, tl.max(most, 0))
 
@@ -78,9 +78,9 @@ def _cast_tensor(
     codes = _codes(x, factor, E5M2)
     tl.store(codes_ptr + row[:, None] * codes_stride + column[None, :], codes, inside)
     if BOTH:
-        place = column[:, None] * turned_stride + row[None, :]
+        offsets = column[:, None] * turned_stride + row[None, :]
         within = (column < width)[:, None] & (row < num_rows)[None, :]
-        tl.store(turned_ptr + place, tl.trans(codes), within)
+        tl.store(turned_ptr + offsets, tl.trans(codes), within)
 
 
 @triton.jit
@@ -104,18 +104,18 @@ def _cast_blocks(
     SIZE: tl.constexpr,
 ) -> None:
     block = tl.program_id(0)
-    batch_row, place = block // blocks_of_row, block % blocks_of_row
-    token = place * SIZE + tl.arange(0, SIZE)
+    batch_row, block_index = block // blocks_of_row, block % blocks_of_row
+    token = block_index * SIZE + tl.arange(0, SIZE)
     column = (tl.program_id(1) * SIZE + tl.arange(0, SIZE)).to(tl.int64)
     row = batch_row.to(tl.int64) * seq + token
-    here, wide = token < seq, column < width
-    inside = here[:, None] & wide[None, :]
+    token_mask, wide = token < seq, column < width
+    inside = token_mask[:, None] & wide[None, :]
     x = tl.load(x_ptr + row[:, None] * width + column[None, :], inside, other=0.0).to(tl.float32)
     size = tl.abs(x)
     scale = tl.div_rn(tl.maximum(tl.max(size, 1), least), most)
     codes = _codes(x, tl.div_rn(1.0, scale)[:, None], E5M2)
     tl.store(codes_ptr + row[:, None] * codes_stride + column[None, :], codes, inside)
-    tl.store(scale_ptr + tl.program_id(1) * num_tokens + row, scale, here)
+    tl.store(scale_ptr + tl.program_id(1) * num_tokens + row, scale, token_mask)
     if BOTH:
         scale = tl.div_rn(tl.maximum(tl.max(size, 0), least), most)
         codes = _codes(x, tl.div_rn(1.0, scale)[None, :], E5M2)
@@ -144,11 +144,11 @@ def _cast_squares(
     row = (tl.program_id(0) * SIZE + tl.arange(0, SIZE)).to(tl.int64)
     column = (tl.program_id(1) * SIZE + tl.arange(0, SIZE)).to(tl.int64)
     inside = (row < num_rows)[:, None] & (column < width)[None, :]
-    place = row[:, None] * width + column[None, :]
-    x = tl.load(x_ptr + place, inside, other=0.0).to(tl.float32)
+    offsets = row[:, None] * width + column[None, :]
+    x = tl.load(x_ptr + offsets, inside, other=0.0).to(tl.float32)
     scale = tl.div_rn(tl.maximum(tl.max(tl.max(tl.abs(x), 1), 0), least), most)
     codes = _codes(x, tl.div_rn(1.0, scale), False)
-    tl.store(codes_ptr + place, codes, inside)
+    tl.store(codes_ptr + offsets, codes, inside)
     spots = column[:, None] * turned_stride + row[None, :]
     within = (column < width)[:, None] & (row < num_rows)[None, :]
     tl.store(turned_ptr + spots, tl.trans(codes), within)
@@ -160,43 +160,43 @@ def largest(parts: Sequence[Tensor]) -> Tensor:
     """The largest absolute value of them all; a NaN does not count, but stays one when it is
     cast."""
     first = parts[0]
-    found = torch.zeros((), dtype=torch.float32, device=first.device)
+    maximum = torch.zeros((), dtype=torch.float32, device=first.device)
     most = _PROGRAMS * _processors(first.device)
     with torch.cuda.device(first.device):
-        for each in parts:
-            numel = each.numel()
+        for part in parts:
+            numel = part.numel()
             if numel:
                 programs = min(most, triton.cdiv(numel, _AT_ONCE))
-                _maximum[(programs,)](each.contiguous(), found, numel, SIZE=_AT_ONCE)
-    return found
+                _maximum[(programs,)](part.contiguous(), maximum, numel, SIZE=_AT_ONCE)
+    return maximum
 
 
 def cast(
-    parts: Sequence[Tensor], maximum: Tensor, form: Fp8Format, both: bool, beside: bool
+    parts: Sequence[Tensor], maximum: Tensor, form: Fp8Format, with_columns: bool, beside: bool
 ) -> Both:
     """Matrices `beside` or below one another, with the scale of one maximum."""
     first = parts[0]
     rows = len(first) if beside else sum(map(len, parts))
-    width = sum(each.shape[1] for each in parts) if beside else first.shape[1]
+    width = sum(tensor.shape[1] for tensor in parts) if beside else first.shape[1]
     codes = _empty(first, rows, width)
     # Transposed codes were wrong on an H200 where bf16's were right: float32 is suspected, which no
     # run rounds.
-    turns = both and first.dtype != torch.float32
+    turns = with_columns and first.dtype != torch.float32
     turned = _empty(first, width, rows) if turns else codes
     scale = torch.empty((), dtype=torch.float32, device=first.device)
     with torch.cuda.device(first.device):
-        for each, start in zip(parts, _starts(parts, 1 if beside else 0), strict=True):
-            here = codes[:, start:] if beside else codes[start:]
-            there = turned[start:] if beside else turned[:, start:]
-            there = there if turns else here
-            grid = (triton.cdiv(len(each), _ROWS), triton.cdiv(each.shape[1], _COLUMNS))
+        for part, start in zip(parts, _starts(parts, 1 if beside else 0), strict=True):
+            codes_view = codes[:, start:] if beside else codes[start:]
+            turned_view = turned[start:] if beside else turned[:, start:]
+            turned_view = turned_view if turns else codes_view
+            grid = (triton.cdiv(len(part), _ROWS), triton.cdiv(part.shape[1], _COLUMNS))
             _cast_tensor[grid](
-                each.contiguous(),
+                part.contiguous(),
                 maximum,
                 scale,
-                here,
-                there,
-                *each.shape,
+                codes_view,
+                turned_view,
+                *part.shape,
                 codes.stride(0),
                 turned.stride(0),
                 **_numbers(form),
@@ -206,45 +206,45 @@ def cast(
                 num_warps=_WARPS,
             )
     kind = CODES[form]
-    if both and not turns:
+    if with_columns and not turns:
         turned = codes.T.contiguous()
-    columns = Operand(turned.view(kind), scale, "tensor") if both else None
+    columns = Operand(turned.view(kind), scale, "tensor") if with_columns else None
     return Both(Operand(codes.view(kind), scale, "tensor"), columns)
 
 
-def round_blocks(parts: Sequence[Tensor], form: Fp8Format, both: bool, seq: int) -> Both:
+def round_blocks(parts: Sequence[Tensor], form: Fp8Format, with_columns: bool, seq: int) -> Both:
     """Tokens: 1 × 128 along the width, and if `both` 128 × 1 along tokens, in runs of `seq`. All
     parts but the last are whole blocks wide."""
-    matrices = [each.contiguous() for each in parts]
+    matrices = [part.contiguous() for part in parts]
     first, tokens = matrices[0], len(matrices[0])
-    width, blocks = sum(each.shape[1] for each in matrices), triton.cdiv(seq, BLOCK)
+    width, blocks = sum(part.shape[1] for part in matrices), triton.cdiv(seq, BLOCK)
     all_blocks = tokens // seq * blocks
     codes = _empty(first, tokens, width)
     scale = _scales(first, triton.cdiv(width, BLOCK), tokens)
-    turned = _empty(first, width, all_blocks * BLOCK) if both else codes
-    turned_scale = _scales(first, all_blocks, width) if both else scale
+    turned = _empty(first, width, all_blocks * BLOCK) if with_columns else codes
+    turned_scale = _scales(first, all_blocks, width) if with_columns else scale
     with torch.cuda.device(first.device):
-        for each, start in zip(matrices, _starts(matrices, 1), strict=True):
-            _cast_blocks[(all_blocks, triton.cdiv(each.shape[1], BLOCK))](
-                each,
+        for matrix, start in zip(matrices, _starts(matrices, 1), strict=True):
+            _cast_blocks[(all_blocks, triton.cdiv(matrix.shape[1], BLOCK))](
+                matrix,
                 codes[:, start:],
                 scale[start // BLOCK :],
-                turned[start:] if both else codes,
-                turned_scale[:, start:] if both else scale,
+                turned[start:] if with_columns else codes,
+                turned_scale[:, start:] if with_columns else scale,
                 seq,
-                each.shape[1],
+                matrix.shape[1],
                 blocks,
                 tokens,
                 codes.stride(0),
                 turned.stride(0),
                 width,
                 **_numbers(form),
-                BOTH=both,
+                BOTH=with_columns,
                 SIZE=BLOCK,
                 num_warps=_WARPS,
             )
     kind = CODES[form]
-    columns = Operand(turned.view(kind), turned_scale.T, "row") if both else None
+    columns = Operand(turned.view(kind), turned_scale.T, "row") if with_columns else None
     return Both(Operand(codes.view(kind), scale.T, "row"), columns)
 
 
@@ -261,14 +261,14 @@ def round_squares(parts: Sequence[Tensor]) -> Both:
     numbers = _numbers("e4m3")
     del numbers["E5M2"]
     with torch.cuda.device(first.device):
-        for each, start in zip(parts, _starts(parts, 0), strict=True):
-            _cast_squares[(triton.cdiv(len(each), BLOCK), wide)](
-                each.contiguous(),
+        for part, start in zip(parts, _starts(parts, 0), strict=True):
+            _cast_squares[(triton.cdiv(len(part), BLOCK), wide)](
+                part.contiguous(),
                 codes[start:],
                 scale[start // BLOCK :],
                 turned[:, start:],
                 turned_scale[:, start // BLOCK :],
-                *each.shape,
+                *part.shape,
                 turned.stride(0),
                 scale.stride(0),
                 turned_scale.stride(0),
@@ -285,9 +285,9 @@ def round_squares(parts: Sequence[Tensor]) -> Both:
 
 def _starts(parts: Sequence[Tensor], dim: int) -> Iterator[int]:
     start = 0
-    for each in parts:
+    for part in parts:
         yield start
-        start += each.shape[dim]
+        start += part.shape[dim]
 
 
 def _empty(like: Tensor, rows: int, columns: int) -> Tensor:

@@ -115,43 +115,48 @@ class FusedLinears:
         rounded = self.rounding.tokens([x_MI], self._form(gradient), False, 0, maximum)
         return Sent(rounded.rows.codes.view(torch.uint8), maximum, coded=True)
 
-    def read(self, sent: Sequence[Sent], run: int, gradient: bool, both: bool) -> ReadOperands:
-        tensors, both = [each.tensor for each in sent], both and self.rounds_wgrad
+    def read(
+        self, sent: Sequence[Sent], run: int, gradient: bool, with_columns: bool
+    ) -> ReadOperands:
+        tensors, with_columns = (
+            [message.tensor for message in sent],
+            with_columns and self.rounds_wgrad,
+        )
         form, maximum = self._form(gradient), sent[0].maximum
         if sent[0].coded:
             assert maximum is not None
-            rounded = [_of_codes(tensors[0], maximum, form, both)]
+            rounded = [_of_codes(tensors[0], maximum, form, with_columns)]
         else:
             if maximum is None:
                 maximum = self.rounding.maximum(tensors)
-            parts = self._runs([each.shape[1] for each in tensors])
+            parts = self._runs([tensor.shape[1] for tensor in tensors])
             rounded = [
-                self.rounding.tokens([tensors[n] for n in part], form, both, run, maximum)
+                self.rounding.tokens([tensors[n] for n in part], form, with_columns, run, maximum)
                 for part in parts
             ]
         self._seen("gradient" if gradient else "input", rounded, run)
         return ReadOperands(rounded, tensors)
 
     def part(self, read: ReadOperands, number: int, chunks: int) -> ReadOperands:
-        rows = [Both(each.rows.part(number, chunks), None) for each in read.rounded]
+        rows = [Both(pair.rows.part(number, chunks), None) for pair in read.rounded]
         return ReadOperands(rows, ())
 
     def multiply(
         self, x: ReadOperands, weights: Values, biases: Biases, outs: Values | None
     ) -> Values:
         (rounded,) = x.rounded
-        found: list[Tensor] = []
+        products: list[Tensor] = []
         for run, weight in self._rounded_weights(weights):
             y_NO = scaled_matmul(rounded.rows, weight.rows, weights[0].dtype, FAST_FORWARD)
-            found += y_NO.split([len(weights[n]) for n in run], -1)
+            products += y_NO.split([len(weights[n]) for n in run], -1)
         for number, bias in enumerate(biases):
             if bias is not None:
-                found[number] = found[number] + bias
+                products[number] = products[number] + bias
             elif number in self.copied:
-                found[number] = found[number].contiguous()
+                products[number] = products[number].contiguous()
         if outs is None:
-            return found
-        return [out.copy_(each) for out, each in zip(outs, found, strict=True)]
+            return products
+        return [out.copy_(product) for out, product in zip(outs, products, strict=True)]
 
     def back(
         self, grads: ReadOperands, weights: Values, number: int, chunks: int, out: Tensor | None
@@ -184,7 +189,7 @@ class FusedLinears:
         weights: Sequence[Any],
         biases: Sequence[Any],
     ) -> Sequence[Callable[[GradientSink], None]]:
-        x, needed = (self._for_wgrad(each) for each in (x, grads))
+        x, needed = (self._for_wgrad(operands) for operands in (x, grads))
         return [
             partial(self._deliver, x, needed, weights),
             *(
@@ -198,8 +203,10 @@ class FusedLinears:
         """What the weight gradients read: while they wait, nothing else of it stays in memory."""
         if not self.rounds_wgrad:
             return ReadOperands([], read.values)
-        columns = [each.columns for each in read.rounded]
-        return ReadOperands([Both(one, one) for one in columns if one is not None], ())
+        columns = [pair.columns for pair in read.rounded]
+        return ReadOperands(
+            [Both(operand, operand) for operand in columns if operand is not None], ()
+        )
 
     def _deliver(
         self, x: ReadOperands, grads: ReadOperands, weights: Sequence[Tensor], sink: GradientSink
@@ -208,7 +215,7 @@ class FusedLinears:
             for weight, grad_NO in zip(weights, grads.values, strict=True):
                 sink.add_product(weight, grad_NO, x.values[0])
             return
-        x_IN, runs = x.rounded[0].columns, self._runs([len(each) for each in weights])
+        x_IN, runs = x.rounded[0].columns, self._runs([len(matrix) for matrix in weights])
         for run, rounded in zip(runs, grads.rounded, strict=True):
             assert x_IN is not None and rounded.columns is not None
             together = scaled_matmul(rounded.columns, x_IN, weights[0].dtype)
@@ -216,13 +223,13 @@ class FusedLinears:
             for number, part in zip(run, parts, strict=True):
                 sink.add_gradient(weights[number], part)
 
-    def _read_again(self, coded: bool, run: int, kept: Values) -> ReadOperands:
-        maximum = kept[1] if len(kept) > 1 else None
-        return self.read([Sent(kept[0], maximum, coded)], run, False, True)
+    def _read_again(self, coded: bool, run: int, values: Values) -> ReadOperands:
+        maximum = values[1] if len(values) > 1 else None
+        return self.read([Sent(values[0], maximum, coded)], run, False, True)
 
     def _rounded_weights(self, weights: Values) -> Sequence[tuple[range, Both]]:
         """Of each run of linears; rounded once a step."""
-        runs = self._runs([len(each) for each in weights])
+        runs = self._runs([len(weight) for weight in weights])
         known = self.step == self.state.step
         if known and self.state.kept:
             return list(zip(runs, self.rounded, strict=True))
@@ -230,9 +237,9 @@ class FusedLinears:
         if not known:
             self.maximum = self.state.maximum(self.names[0])
             if self.maximum is None:
-                together = [one for each in parts for one in each]
+                together = [weight for part in parts for weight in part]
                 self.maximum = self.rounding.weight_maximum(together)
-        rounded = [self.rounding.weights(each, self.maximum) for each in parts]
+        rounded = [self.rounding.weights(part, self.maximum) for part in parts]
         self.state.count(len(weights))
         if not known:
             self._seen("weight", rounded, 0)
@@ -254,13 +261,15 @@ def _deliver_bias(bias: Tensor, gradient: Tensor, sink: GradientSink) -> None:
     sink.add_gradient(bias, gradient)
 
 
-def _of_codes(codes: Tensor, maximum: Tensor, form: Fp8Format, both: bool) -> Both:
+def _of_codes(codes: Tensor, maximum: Tensor, form: Fp8Format, with_columns: bool) -> Both:
     """Codes that were gathered."""
     scale, _ = scale_and_factor(maximum, form)
-    turned = Operand(codes.T.contiguous().view(CODES[form]), scale, "tensor") if both else None
+    turned = (
+        Operand(codes.T.contiguous().view(CODES[form]), scale, "tensor") if with_columns else None
+    )
     return Both(Operand(codes.view(CODES[form]), scale, "tensor"), turned)
 
 
-def _kept_columns(shares: Any, kept: Values) -> ReadOperands:
-    columns = Operand(kept[0], kept[1], shares)
+def _kept_columns(shares: Any, values: Values) -> ReadOperands:
+    columns = Operand(values[0], values[1], shares)
     return ReadOperands([Both(columns, columns)], ())

@@ -49,13 +49,13 @@ def require_units(fp8: Fp8, device: torch.device) -> None:
     """Refuse a GPU whose matmuls would be emulated, unless that was asked for."""
     if device.type != "cuda" or fp8.emulated:
         return
-    name, found = torch.cuda.get_device_name(device), _capability(device)
-    missing = missing_units(fp8, found)
+    name, capability = torch.cuda.get_device_name(device), _capability(device)
+    missing = missing_units(fp8, capability)
     if missing:
         raise FivefoldError(
             f"precision = fp8 with fp8 = {fp8.scaling} on {name} (compute capability "
-            f"{found[0]}.{found[1]}): {missing}, or fp8_matmul=emulated, which multiplies the same "
-            "rounded values in float32, slowly"
+            f"{capability[0]}.{capability[1]}): {missing}, or fp8_matmul=emulated, which "
+            "multiplies the same rounded values in float32, slowly"
         )
 
 

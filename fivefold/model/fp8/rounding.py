@@ -43,7 +43,7 @@ class Rounding(Protocol):
         self,
         parts: Sequence[Tensor],
         form: Fp8Format,
-        both: bool,
+        with_columns: bool,
         run: int,
         maximum: Tensor | None,
     ) -> Both:
@@ -90,12 +90,12 @@ class Tensorwise:
         self,
         parts: Sequence[Tensor],
         form: Fp8Format,
-        both: bool,
+        with_columns: bool,
         run: int,
         maximum: Tensor | None,
     ) -> Both:
         assert maximum is not None
-        return _cast(parts, maximum, form, both, beside=True)
+        return _cast(parts, maximum, form, with_columns, beside=True)
 
     def weights(self, parts: Sequence[Tensor], maximum: Tensor | None) -> Both:
         assert maximum is not None
@@ -123,14 +123,14 @@ class Blockwise:
         self,
         parts: Sequence[Tensor],
         form: Fp8Format,
-        both: bool,
+        with_columns: bool,
         run: int,
         maximum: Tensor | None,
     ) -> Both:
         if (kernels := _kernels(parts)) is not None:
-            return kernels.round_blocks(parts, form, both, run)
+            return kernels.round_blocks(parts, form, with_columns, run)
         x_NW = torch.cat([*parts], -1)
-        columns = _token_blocks(x_NW.unflatten(0, (-1, run)), form) if both else None
+        columns = _token_blocks(x_NW.unflatten(0, (-1, run)), form) if with_columns else None
         return Both(_row_blocks(x_NW, form), columns)
 
     def weights(self, parts: Sequence[Tensor], maximum: Tensor | None) -> Both:
@@ -151,15 +151,15 @@ class Microscaled(Blockwise):
         self,
         parts: Sequence[Tensor],
         form: Fp8Format,
-        both: bool,
+        with_columns: bool,
         run: int,
         maximum: Tensor | None,
     ) -> Both:
         if is_fake(parts[0]):
-            return fp8_sizes.round_small(parts, form, both, run)
+            return fp8_sizes.round_small(parts, form, with_columns, run)
         x_NW = torch.cat([*parts], -1)
         columns = None
-        if both:
+        if with_columns:
             columns = _token_blocks(x_NW.unflatten(0, (-1, run)), form, "small")
         return Both(_row_blocks(x_NW, form, "small"), columns)
 
@@ -167,7 +167,9 @@ class Microscaled(Blockwise):
         if is_fake(parts[0]):
             return fp8_sizes.round_small_weights(parts)
         weight_OI = torch.cat([*parts])
-        rows, columns = (_row_blocks(each, "e4m3", "small") for each in (weight_OI, weight_OI.T))
+        rows, columns = (
+            _row_blocks(matrix, "e4m3", "small") for matrix in (weight_OI, weight_OI.T)
+        )
         return Both(rows, columns)
 
 
@@ -209,18 +211,18 @@ def largest_of(parts: Sequence[Tensor]) -> Tensor:
     """The largest absolute value of them all, in float32."""
     if (kernels := _kernels(parts)) is not None:
         return kernels.largest(parts)
-    return torch.stack([each.abs().amax() for each in parts]).amax().to(torch.float32)
+    return torch.stack([part.abs().amax() for part in parts]).amax().to(torch.float32)
 
 
 def _cast(
-    parts: Sequence[Tensor], maximum: Tensor, form: Fp8Format, both: bool, beside: bool
+    parts: Sequence[Tensor], maximum: Tensor, form: Fp8Format, with_columns: bool, beside: bool
 ) -> Both:
     """Matrices `beside` or below one another, with one scale."""
     if (kernels := _kernels(parts)) is not None:
-        return kernels.cast(parts, maximum, form, both, beside)
+        return kernels.cast(parts, maximum, form, with_columns, beside)
     scale, factor = scale_and_factor(maximum, form)
     codes = to_codes(torch.cat([*parts], -1 if beside else 0), factor, form)
-    columns = Operand(codes.T.contiguous(), scale, "tensor") if both else None
+    columns = Operand(codes.T.contiguous(), scale, "tensor") if with_columns else None
     return Both(Operand(codes, scale, "tensor"), columns)
 
 

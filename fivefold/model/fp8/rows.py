@@ -200,7 +200,7 @@ def unpacked(packed_MP: Tensor, width: int) -> RowOperand:
 def round_rows(parts: Sequence[Tensor], over_ranks: OverRanks | None) -> RowOperand:
     """Matrices beside one another, as one: a row has one scale. Its maximum goes over ranks that
     have other columns of the row."""
-    first, width = parts[0], sum(each.shape[1] for each in parts)
+    first, width = parts[0], sum(part.shape[1] for part in parts)
     if is_fake(first):
         maximum_M = first.new_empty(len(first), dtype=torch.float32)
         maximum_M = maximum_M if over_ranks is None else over_ranks(maximum_M)
@@ -210,7 +210,7 @@ def round_rows(parts: Sequence[Tensor], over_ranks: OverRanks | None) -> RowOper
 
         maximum = None if over_ranks is None else over_ranks(fp8_rows_kernel.row_maxima(parts))
         return RowOperand(*fp8_rows_kernel.round_rows(parts, maximum))
-    maximum_M = torch.stack([each.abs().amax(1) for each in parts]).amax(0).to(torch.float32)
+    maximum_M = torch.stack([part.abs().amax(1) for part in parts]).amax(0).to(torch.float32)
     maximum_M = maximum_M if over_ranks is None else over_ranks(maximum_M)
     scale_M, factor_M = scale_and_factor(maximum_M, "e4m3")
     return RowOperand(to_codes(torch.cat([*parts], 1), factor_M[:, None], "e4m3"), scale_M)

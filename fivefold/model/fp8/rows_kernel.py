@@ -111,8 +111,8 @@ def _expert_maximum(
     most = tl.zeros((SIZE,), tl.float32)
     step = tl.num_programs(1).to(tl.int64) * SIZE
     for start in range(tl.program_id(1).to(tl.int64) * SIZE, numel, step):
-        place = start + tl.arange(0, SIZE)
-        x = tl.load(x_ptr + expert * numel + place, place < numel, other=0.0).to(tl.float32)
+        offsets = start + tl.arange(0, SIZE)
+        x = tl.load(x_ptr + expert * numel + offsets, offsets < numel, other=0.0).to(tl.float32)
         most = tl.maximum(most, tl.abs(x))
     tl.atomic_max(found_ptr + expert, tl.max(most, 0))
 
@@ -138,15 +138,15 @@ def _cast_stack(
     row = (tl.program_id(1) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     column = (tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)).to(tl.int64)
     inside = (row < num_rows)[:, None] & (column < width)[None, :]
-    place = expert * num_rows * width + row[:, None] * width + column[None, :]
-    x = tl.load(x_ptr + place, inside, other=0.0).to(tl.float32)
+    x_offsets = expert * num_rows * width + row[:, None] * width + column[None, :]
+    x = tl.load(x_ptr + x_offsets, inside, other=0.0).to(tl.float32)
     codes = (x * factor).to(tl.float8e4nv).to(tl.uint8, bitcast=True)
     matrix = expert * all_rows * width
-    here = matrix + (first_row + row)[:, None] * width + column[None, :]
-    tl.store(codes_ptr + here, codes, inside)
-    there = matrix + column[:, None] * all_rows + (first_row + row)[None, :]
+    codes_offsets = matrix + (first_row + row)[:, None] * width + column[None, :]
+    tl.store(codes_ptr + codes_offsets, codes, inside)
+    turned_offsets = matrix + column[:, None] * all_rows + (first_row + row)[None, :]
     within = (column < width)[:, None] & (row < num_rows)[None, :]
-    tl.store(turned_ptr + there, tl.trans(codes), within)
+    tl.store(turned_ptr + turned_offsets, tl.trans(codes), within)
 
 
 def row_maxima(parts: Sequence[Tensor]) -> Tensor:
@@ -162,7 +162,7 @@ def row_maxima(parts: Sequence[Tensor]) -> Tensor:
 def round_rows(parts: Sequence[Tensor], maximum_M: Tensor | None) -> tuple[Tensor, Tensor]:
     """Codes of one or two matrices beside one another, and the scale of each row."""
     first = parts[0]
-    width = sum(each.shape[1] for each in parts)
+    width = sum(part.shape[1] for part in parts)
     codes = torch.empty(len(first), width, dtype=torch.uint8, device=first.device)
     scale_M = torch.empty(len(first), dtype=torch.float32, device=first.device)
     _round_into(parts, maximum_M, codes, scale_M)
@@ -178,7 +178,7 @@ def pack_rows(x_NW: Tensor, packed_NP: Tensor) -> None:
 def _round_into(
     parts: Sequence[Tensor], maximum_M: Tensor | None, codes: Tensor, scale_M: Tensor
 ) -> None:
-    first, second, (first_width, second_width, how) = _one_or_two(parts)
+    first, second, (first_width, second_width, options) = _one_or_two(parts)
     if not len(first):
         return
     with torch.cuda.device(first.device):
@@ -195,7 +195,7 @@ def _round_into(
             most=_MOST,
             least=LEAST_MAXIMUM,
             GIVEN=maximum_M is not None,
-            **how,
+            **options,
         )
 
 
@@ -236,17 +236,17 @@ def raise_maxima(found_E: Tensor, stack_EOI: Tensor) -> None:
 
 def cast_stacks(parts: Sequence[Tensor], maximum_E: Tensor) -> tuple[Tensor, Tensor]:
     """Codes of stacked weights below one another, (E, O, I) and (E, I, O)."""
-    first, outputs = parts[0], sum(each.shape[1] for each in parts)
+    first, outputs = parts[0], sum(tensor.shape[1] for tensor in parts)
     experts, _, inputs = first.shape
     codes = torch.empty(experts, outputs, inputs, dtype=torch.uint8, device=first.device)
     turned = torch.empty(experts, inputs, outputs, dtype=torch.uint8, device=first.device)
     start = 0
     with torch.cuda.device(first.device):
-        for each in parts:
-            rows = each.shape[1]
+        for part in parts:
+            rows = part.shape[1]
             grid = (experts, triton.cdiv(rows, _ROWS), triton.cdiv(inputs, _COLUMNS))
             _cast_stack[grid](
-                each.contiguous(),
+                part.contiguous(),
                 maximum_E,
                 codes,
                 turned,

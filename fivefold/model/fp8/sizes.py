@@ -20,24 +20,24 @@ def largest(parts: Sequence[Tensor]) -> Tensor:
 
 
 def cast(
-    parts: Sequence[Tensor], maximum: Tensor, form: Fp8Format, both: bool, beside: bool
+    parts: Sequence[Tensor], maximum: Tensor, form: Fp8Format, with_columns: bool, beside: bool
 ) -> Both:
     """Codes, transposed too if `both`, and a scale."""
     first = parts[0]
     rows = len(first) if beside else sum(map(len, parts))
-    width = sum(each.shape[1] for each in parts) if beside else first.shape[1]
+    width = sum(part.shape[1] for part in parts) if beside else first.shape[1]
     scale = first.new_empty((), dtype=torch.float32)
-    columns = Operand(_codes(first, width, rows, form), scale, "tensor") if both else None
+    columns = Operand(_codes(first, width, rows, form), scale, "tensor") if with_columns else None
     return Both(Operand(_codes(first, rows, width, form), scale, "tensor"), columns)
 
 
-def round_blocks(parts: Sequence[Tensor], form: Fp8Format, both: bool, seq: int) -> Both:
+def round_blocks(parts: Sequence[Tensor], form: Fp8Format, with_columns: bool, seq: int) -> Both:
     """Tokens: every run of `seq` has whole blocks when it is transposed."""
     first, tokens = parts[0], len(parts[0])
-    width, blocks = sum(each.shape[1] for each in parts), tokens // seq * -(-seq // BLOCK)
+    width, blocks = sum(part.shape[1] for part in parts), tokens // seq * -(-seq // BLOCK)
     scale = _scales(first, -(-width // BLOCK), tokens).T
     rows = Operand(_codes(first, tokens, width, form), scale, "row")
-    if not both:
+    if not with_columns:
         return Both(rows, None)
     turned = _codes(first, width, blocks * BLOCK, form)
     return Both(rows, Operand(turned, _scales(first, blocks, width).T, "row"))
@@ -53,11 +53,11 @@ def round_squares(parts: Sequence[Tensor]) -> Both:
     return Both(rows, columns)
 
 
-def round_small(parts: Sequence[Tensor], form: Fp8Format, both: bool, seq: int) -> Both:
+def round_small(parts: Sequence[Tensor], form: Fp8Format, with_columns: bool, seq: int) -> Both:
     """Tokens in blocks of 32, whose scales have a byte each."""
-    tokens, width = len(parts[0]), sum(each.shape[1] for each in parts)
+    tokens, width = len(parts[0]), sum(part.shape[1] for part in parts)
     padded = tokens // seq * -(-seq // SMALL_BLOCK) * SMALL_BLOCK
-    columns = _small(parts[0], width, padded, form) if both else None
+    columns = _small(parts[0], width, padded, form) if with_columns else None
     return Both(_small(parts[0], tokens, width, form), columns)
 
 

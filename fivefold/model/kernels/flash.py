@@ -69,7 +69,7 @@ def attend(
 ) -> tuple[Tensor, Tensor]:
     """The output over these keys, and its log-sum-exp: −inf for a query that pairs no key."""
     if pairs.by_formula:
-        wide = [_at_least_float32(each) for each in (q_BHQd, k_BKSd, v_BKSd)]
+        wide = [_at_least_float32(tensor) for tensor in (q_BHQd, k_BKSd, v_BKSd)]
         return attend_by_formula(*wide, pairs)
     if pairs.documents is not None:
         if pairs.cap is None and _has_varlen(q_BHQd, v_BKSd):
@@ -99,13 +99,13 @@ def attend_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of one shard of the keys. `out` and `lse` are the merged ones."""
     if pairs.by_formula:
-        wide = [_at_least_float32(each) for each in (grad_out, q, k, v, out)]
+        wide = [_at_least_float32(tensor) for tensor in (grad_out, q, k, v, out)]
         return backward_by_formula(*wide, lse, pairs)
     if pairs.documents is not None:
-        found = grad_out, q, k, v, out, lse
+        tensors = grad_out, q, k, v, out, lse
         if pairs.cap is None and _has_varlen(q, v):
-            return varlen.attend_backward(*found, pairs.documents, pairs.causal, pairs.window)
-        return _backward_one_by_one(*found, pairs, pairs.documents)
+            return varlen.attend_backward(*tensors, pairs.documents, pairs.causal, pairs.window)
+        return _backward_one_by_one(*tensors, pairs, pairs.documents)
     if not uses_gpu_kernels(q):
         return _backward_on_cpu(grad_out, q, k, v, out, lse, pairs)
     if q.dtype == torch.float64:
@@ -158,22 +158,22 @@ class MergedAttention:
         return out.to(dtype), lse
 
 
-def accumulate(total: Tensor, more: Tensor) -> None:
+def accumulate(total: Tensor, addend: Tensor) -> None:
     """Add a tensor of a narrower dtype in place."""
-    if is_fake(more):
+    if is_fake(addend):
         return
-    add = _compiled(_add) if more.is_cuda else _add
-    add(total, more)
+    add = _compiled(_add) if addend.is_cuda else _add
+    add(total, addend)
 
 
-def _add(total: Tensor, more: Tensor) -> None:
-    total.add_(more)
+def _add(total: Tensor, addend: Tensor) -> None:
+    total.add_(addend)
 
 
-def _blend(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> None:
+def _blend(out: Tensor, lse: Tensor, new_out: Tensor, more_lse: Tensor) -> None:
     """Merge in place, each side weighed by its keys; two sides without a key stay zero."""
     weight = torch.sigmoid(more_lse.to(lse.dtype) - lse).nan_to_num(0.0)
-    out.sub_(weight[..., None] * (out - more.to(out.dtype)))
+    out.sub_(weight[..., None] * (out - new_out.to(out.dtype)))
     lse.copy_(torch.logaddexp(lse, more_lse.to(lse.dtype)))
 
 
@@ -211,9 +211,9 @@ def _attend_one_by_one(
     # Tokens before heads: the memory layout that the output projection reads.
     total = q.new_zeros((rows, queries, heads, v.shape[-1]), dtype=wide).transpose(1, 2)
     total_lse = q.new_full((rows, heads, queries), -math.inf, dtype=wide)
-    for mine, theirs, sees in _documents(pairs, documents, q.device):
-        out, lse = attend(q[mine], k[theirs], v[theirs], sees)
-        total[mine], total_lse[mine] = out.to(wide), lse.to(wide)
+    for q_rows, theirs, sees in _documents(pairs, documents, q.device):
+        out, lse = attend(q[q_rows], k[theirs], v[theirs], sees)
+        total[q_rows], total_lse[q_rows] = out.to(wide), lse.to(wide)
     return total, total_lse
 
 
@@ -222,12 +222,12 @@ def _backward_one_by_one(
     pairs: VisiblePairs, documents: DocumentPairs,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     wide = torch.promote_types(q.dtype, torch.float32)
-    dq, dk, dv = (torch.zeros_like(each, dtype=wide) for each in (q, k, v))
-    for mine, theirs, sees in _documents(pairs, documents, q.device):
-        more = attend_backward(
-            grad_out[mine], q[mine], k[theirs], v[theirs], out[mine], lse[mine], sees
+    dq, dk, dv = (torch.zeros_like(tensor, dtype=wide) for tensor in (q, k, v))
+    for q_rows, theirs, sees in _documents(pairs, documents, q.device):
+        grads = attend_backward(
+            grad_out[q_rows], q[q_rows], k[theirs], v[theirs], out[q_rows], lse[q_rows], sees
         )
-        dq[mine], dk[theirs], dv[theirs] = (each.to(wide) for each in more)
+        dq[q_rows], dk[theirs], dv[theirs] = (gradient.to(wide) for gradient in grads)
     return dq, dk, dv
 
 
@@ -251,7 +251,9 @@ def _documents(
 
 def _attend_on_cpu(q: Tensor, k: Tensor, v: Tensor, pairs: VisiblePairs) -> tuple[Tensor, Tensor]:
     # Matmuls in bfloat16 are slow on CPUs, and would round each result before it is merged.
-    q, k, v = (_at_least_float32(each) for each in (q, _repeat_heads(k, q), _repeat_heads(v, q)))
+    q, k, v = (
+        _at_least_float32(tensor) for tensor in (q, _repeat_heads(k, q), _repeat_heads(v, q))
+    )
     if k.shape[-1] != v.shape[-1]:  # not supported by the CPU kernel
         return attend_by_formula(q, k, v, pairs)
     bias = None if pairs.mask is None else _bias(pairs.mask, q.dtype)
@@ -270,8 +272,8 @@ def _backward_on_cpu(
 ) -> tuple[Tensor, Tensor, Tensor]:
     num_heads = k.shape[1]
     wide = [
-        _at_least_float32(each)
-        for each in (grad_out, q, _repeat_heads(k, q), _repeat_heads(v, q), out)
+        _at_least_float32(tensor)
+        for tensor in (grad_out, q, _repeat_heads(k, q), _repeat_heads(v, q), out)
     ]
     if k.shape[-1] != v.shape[-1]:
         dq, dk, dv = backward_by_formula(*wide, lse, pairs)

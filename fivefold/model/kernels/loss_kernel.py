@@ -58,9 +58,9 @@ def _scaled(
     gradient_ptr: tl.tensor, factor_ptr: tl.tensor, numel: int, BLOCK: tl.constexpr
 ) -> None:
     factor = tl.load(factor_ptr).to(tl.float32)
-    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    gradient = tl.load(gradient_ptr + place, place < numel, other=0.0).to(tl.float32)
-    tl.store(gradient_ptr + place, gradient * factor, place < numel)
+    offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    gradient = tl.load(gradient_ptr + offsets, offsets < numel, other=0.0).to(tl.float32)
+    tl.store(gradient_ptr + offsets, gradient * factor, offsets < numel)
 
 
 def takes(tensor: Tensor) -> bool:

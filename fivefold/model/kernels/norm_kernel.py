@@ -39,26 +39,26 @@ def _rms_backward(
     weight = tl.load(weight_ptr + column, inside, other=0.0).to(tl.float32)
     total = tl.zeros((BLOCK,), tl.float32)
     for row in range(program, num_rows, tl.num_programs(0)):
-        place = row.to(tl.int64) * width + column
-        x = tl.load(x_ptr + place, inside, other=0.0).to(tl.float32)
-        grad = tl.load(grad_ptr + place, inside, other=0.0).to(tl.float32)
-        residual = tl.load(residual_ptr + place, inside, other=0.0).to(tl.float32)
+        offsets = row.to(tl.int64) * width + column
+        x = tl.load(x_ptr + offsets, inside, other=0.0).to(tl.float32)
+        grad = tl.load(grad_ptr + offsets, inside, other=0.0).to(tl.float32)
+        residual = tl.load(residual_ptr + offsets, inside, other=0.0).to(tl.float32)
         scale = tl.rsqrt(tl.sum(x * x) / width + eps)
         normed, weighed = x * scale, grad * weight
-        found = (weighed - normed * (tl.sum(normed * weighed) / width)) * scale
-        tl.store(found_ptr + place, found + residual, inside)
+        x_grad = (weighed - normed * (tl.sum(normed * weighed) / width)) * scale
+        tl.store(found_ptr + offsets, x_grad + residual, inside)
         total += grad * normed
     tl.store(sums_ptr + program * width + column, total, inside)
 
 
-def takes(inputs: Sequence[Any], wanted: Sequence[bool], gradient: Tensor) -> bool:
+def takes(inputs: Sequence[Any], needs: Sequence[bool], gradient: Tensor) -> bool:
     """Whether the kernel computes this: input and weight, no bias, rows that fit its registers."""
     return (
         gradient.is_cuda
         and gradient.dtype != torch.float64
         and gradient.shape[-1] <= _WIDEST
         and inputs[2] is None
-        and tuple(wanted) == (True, True, False, False)
+        and tuple(needs) == (True, True, False, False)
     )
 
 
@@ -68,17 +68,25 @@ def rms_gradients(
     """The gradients of input and weight, the first added to that of the residual."""
     x, weight, _, eps = inputs
     width = x.shape[-1]
-    rows = [each.reshape(-1, width).contiguous() for each in (x, gradient, residual)]
-    found = torch.empty_like(rows[0])
+    rows = [tensor.reshape(-1, width).contiguous() for tensor in (x, gradient, residual)]
+    x_grad = torch.empty_like(rows[0])
     block = triton.next_power_of_2(width)
-    resident = max(1, _RESIDENT // _warps(block)) * _processors(found.device)
-    programs = min(len(found), resident)
-    sums = found.new_empty((programs, width), dtype=torch.float32)
-    with torch.cuda.device(found.device):
+    resident = max(1, _RESIDENT // _warps(block)) * _processors(x_grad.device)
+    programs = min(len(x_grad), resident)
+    sums = x_grad.new_empty((programs, width), dtype=torch.float32)
+    with torch.cuda.device(x_grad.device):
         _rms_backward[(programs,)](
-            *rows, weight, found, sums, len(found), width, eps, BLOCK=block, num_warps=_warps(block)
+            *rows,
+            weight,
+            x_grad,
+            sums,
+            len(x_grad),
+            width,
+            eps,
+            BLOCK=block,
+            num_warps=_warps(block),
         )
-    return found.view_as(x), sums.sum(0).to(weight.dtype)
+    return x_grad.view_as(x), sums.sum(0).to(weight.dtype)
 
 
 def _warps(block: int) -> int:

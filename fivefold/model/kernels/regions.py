@@ -46,17 +46,17 @@ def eager(compute: Compute, varies: bool = False) -> Compute:
 def compiled(compute: Compute, varies: bool = False) -> Compute:
     """As few kernels as the compiler can. All layers share them."""
     _set_up_compiler()
-    made = torch.compile(compute, fullgraph=True, dynamic=None if varies else False)
-    return partial(with_any_rows, made) if varies else made
+    program = torch.compile(compute, fullgraph=True, dynamic=None if varies else False)
+    return partial(with_any_rows, program) if varies else program
 
 
 def compiled_for_steps(compute: Compute, varies: bool = False) -> Compute:
     """As `compiled`, once for all sizes: steps of a generator have any number of tokens. Kernels
     made anew for each would make requests wait. Not compiled inside of `by_operators`."""
-    made = _compiled_for_steps(compute)
+    program = _compiled_for_steps(compute)
 
     def run(*inputs: Any) -> Any:
-        return (compute if _BY_OPERATORS.get() else made)(*inputs)
+        return (compute if _BY_OPERATORS.get() else program)(*inputs)
 
     return run
 
@@ -66,8 +66,8 @@ def _compiled_for_steps(compute: Compute) -> Compute:
     _set_up_compiler()
     # A size beyond the limit of the compiler runs operator by operator. With `fullgraph` it would
     # be an error, and end a server.
-    made = torch.compile(compute, fullgraph=False)
-    return partial(with_any_tokens, made)
+    program = torch.compile(compute, fullgraph=False)
+    return partial(with_any_tokens, program)
 
 
 def _set_up_compiler() -> None:
@@ -84,32 +84,32 @@ def _set_up_compiler() -> None:
 
 
 @contextmanager
-def by_operators(wanted: bool) -> Iterator[None]:
+def by_operators(flag: bool) -> Iterator[None]:
     """Run regions of steps operator by operator, if that is wanted: calls of compiled ones take the
     host longer than the operators inside, which counts where the host is slower than the device."""
-    before = _BY_OPERATORS.set(wanted)
+    before = _BY_OPERATORS.set(flag)
     try:
         yield
     finally:
         _BY_OPERATORS.reset(before)
 
 
-def with_any_rows(made: Compute, *inputs: Any) -> Any:
+def with_any_rows(compute: Compute, *inputs: Any) -> Any:
     """Call what the compiler made: one graph for all sizes of first dims. Kernels know the others,
     which makes them faster than those of a graph for all sizes."""
-    for each in tree_leaves(inputs):
-        if isinstance(each, Tensor):
-            torch._dynamo.maybe_mark_dynamic(each, 0)
-    return made(*inputs)
+    for leaf in tree_leaves(inputs):
+        if isinstance(leaf, Tensor):
+            torch._dynamo.maybe_mark_dynamic(leaf, 0)
+    return compute(*inputs)
 
 
-def with_any_tokens(made: Compute, *inputs: Any) -> Any:
+def with_any_tokens(compute: Compute, *inputs: Any) -> Any:
     """As `with_any_rows`, for steps: their tokens are one row, and so in the second dim of most
     tensors. Unmarked, it would become dynamic only after a graph for the first size."""
-    for each in tree_leaves(inputs):
-        if isinstance(each, Tensor) and each.ndim > 2:
-            torch._dynamo.maybe_mark_dynamic(each, 1)
-    return with_any_rows(made, *inputs)
+    for leaf in tree_leaves(inputs):
+        if isinstance(leaf, Tensor) and leaf.ndim > 2:
+            torch._dynamo.maybe_mark_dynamic(leaf, 1)
+    return with_any_rows(compute, *inputs)
 
 
 class Region:
@@ -122,7 +122,9 @@ class Region:
 
     def by(self, fuse: Fuse) -> Callable[..., Tensor]:
         """The region, run as `fuse` makes its kernels."""
-        compute, gradients = (fuse(each, self.varies) for each in (self.compute, self.gradients))
+        compute, gradients = (
+            fuse(function, self.varies) for function in (self.compute, self.gradients)
+        )
 
         def run(*inputs: Any) -> Tensor:
             if not torch.is_grad_enabled():  # autograd would cost the host as much as the region
@@ -139,21 +141,21 @@ class _Apply(torch.autograd.Function):
     def forward(
         ctx: Any, compute: Compute, gradients: Compute, linear: bool, *inputs: Any
     ) -> Tensor:
-        kept = (None, *inputs[1:]) if linear else inputs
-        ctx.save_for_backward(*(each if isinstance(each, Tensor) else None for each in kept))
-        ctx.others = [None if isinstance(each, Tensor) else each for each in kept]
+        values = (None, *inputs[1:]) if linear else inputs
+        ctx.save_for_backward(*(value if isinstance(value, Tensor) else None for value in values))
+        ctx.others = [None if isinstance(value, Tensor) else value for value in values]
         ctx.gradients, ctx.linear = gradients, linear
         return compute(*inputs)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        both = zip(ctx.saved_tensors, ctx.others, strict=True)
-        inputs = [other if saved is None else saved for saved, other in both]
+        pairs = zip(ctx.saved_tensors, ctx.others, strict=True)
+        inputs = [other if saved is None else saved for saved, other in pairs]
         if ctx.linear:
             inputs[0] = gradients[0]
-        wanted = ctx.needs_input_grad[3:]
-        found: Iterator[Tensor] = iter(ctx.gradients(wanted, inputs, gradients[0]))
-        return (None, None, None, *(next(found) if each else None for each in wanted))
+        needs = ctx.needs_input_grad[3:]
+        grads: Iterator[Tensor] = iter(ctx.gradients(needs, inputs, gradients[0]))
+        return (None, None, None, *(next(grads) if need else None for need in needs))
 
 
 class ResidualRegion(Region):
@@ -177,10 +179,10 @@ class ResidualRegion(Region):
             gradients = self.by_hand(gradients)
         kernels = (fuse(self.compute), fuse(self.of_sum), gradients)
 
-        def run(x: Tensor, y: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor]:
+        def run(x: Tensor, y: Tensor | None, *extra: Any) -> tuple[Tensor, Tensor]:
             if not torch.is_grad_enabled():
-                return _after_sum(kernels, x, y, *rest)
-            return _ApplyAfterSum.apply(kernels, x, y, *rest)
+                return _after_sum(kernels, x, y, *extra)
+            return _ApplyAfterSum.apply(kernels, x, y, *extra)
 
         return run
 
@@ -189,9 +191,9 @@ Kernels = tuple[Compute, Compute, Compute]
 """Of a region, of a sum and the region, and of the gradients of both."""
 
 
-def _after_sum(kernels: Kernels, x: Tensor, y: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor]:
+def _after_sum(kernels: Kernels, x: Tensor, y: Tensor | None, *extra: Any) -> tuple[Tensor, Tensor]:
     compute, of_sum, _ = kernels
-    return (compute(x, *rest), x) if y is None else of_sum(x, y, *rest)
+    return (compute(x, *extra), x) if y is None else of_sum(x, y, *extra)
 
 
 class _ApplyAfterSum(torch.autograd.Function):
@@ -199,31 +201,31 @@ class _ApplyAfterSum(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, kernels: Kernels, x: Tensor, y: Tensor | None, *rest: Any
+        ctx: Any, kernels: Kernels, x: Tensor, y: Tensor | None, *extra: Any
     ) -> tuple[Tensor, Tensor]:
-        found, total = _after_sum(kernels, x, y, *rest)
+        output, total = _after_sum(kernels, x, y, *extra)
         ctx.gradients = kernels[2]
-        kept = (total, *rest)
-        ctx.save_for_backward(*(each if isinstance(each, Tensor) else None for each in kept))
-        ctx.others = [None if isinstance(each, Tensor) else each for each in kept]
-        return found, total
+        values = (total, *extra)
+        ctx.save_for_backward(*(value if isinstance(value, Tensor) else None for value in values))
+        ctx.others = [None if isinstance(value, Tensor) else value for value in values]
+        return output, total
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        both = zip(ctx.saved_tensors, ctx.others, strict=True)
-        inputs = [other if saved is None else saved for saved, other in both]
-        of_x, of_y, *rest = ctx.needs_input_grad[1:]
-        wanted = (of_x or of_y, *rest)
-        given: Iterator[Tensor] = iter(ctx.gradients(wanted, inputs, *gradients))
-        of_sum, *others = (next(given) if each else None for each in wanted)
-        return (None, of_sum if of_x else None, of_sum if of_y else None, *others)
+        pairs = zip(ctx.saved_tensors, ctx.others, strict=True)
+        inputs = [other if saved is None else saved for saved, other in pairs]
+        of_x, of_y, *extra_needs = ctx.needs_input_grad[1:]
+        needs = (of_x or of_y, *extra_needs)
+        grads: Iterator[Tensor] = iter(ctx.gradients(needs, inputs, *gradients))
+        of_sum, *extra_grads = (next(grads) if need else None for need in needs)
+        return (None, of_sum if of_x else None, of_sum if of_y else None, *extra_grads)
 
 
 def _gradients_of(compute: Compute) -> Compute:
     """The function of the gradients of a region."""
 
-    def template(wanted: Sequence[bool], inputs: Sequence[Any], gradient: Tensor) -> Any:
-        return _gradients(compute, wanted, inputs, gradient)
+    def template(needs: Sequence[bool], inputs: Sequence[Any], gradient: Tensor) -> Any:
+        return _gradients(compute, needs, inputs, gradient)
 
     return _with_own_code(template, f"{compute.__name__}_gradients", compute)
 
@@ -231,9 +233,9 @@ def _gradients_of(compute: Compute) -> Compute:
 def _of_sum(compute: Compute) -> Compute:
     """The function of two addends that returns the region's output and their sum."""
 
-    def template(x: Tensor, y: Tensor, *rest: Any) -> tuple[Any, Tensor]:
+    def template(x: Tensor, y: Tensor, *extra: Any) -> tuple[Any, Tensor]:
         total = x + y
-        return compute(total, *rest), total
+        return compute(total, *extra), total
 
     return _with_own_code(template, f"{compute.__name__}_of_sum", compute)
 
@@ -242,14 +244,14 @@ def _sum_gradients_of(compute: Compute) -> Compute:
     """The function of the gradients, where that of the first input is added to another."""
 
     def template(
-        wanted: Sequence[bool], inputs: Sequence[Any], gradient: Tensor, residual: Tensor
+        needs: Sequence[bool], inputs: Sequence[Any], gradient: Tensor, residual: Tensor
     ) -> Any:
-        first, *others = _gradients(compute, wanted, inputs, gradient)
-        if not wanted[0]:
-            return first, *others
+        first, *extra_grads = _gradients(compute, needs, inputs, gradient)
+        if not needs[0]:
+            return first, *extra_grads
         # Operator by operator, into memory that is there: the gradient was made here.
         first = first + residual if torch.compiler.is_compiling() else first.add_(residual)
-        return first, *others
+        return first, *extra_grads
 
     return _with_own_code(template, f"{compute.__name__}_sum_gradients", compute)
 
@@ -261,26 +263,26 @@ def _with_own_code(template: FunctionType, name: str, compute: Compute) -> Compu
     call.
     """
     code = template.__code__.replace(co_name=name)
-    found = FunctionType(code, globals(), name, None, template.__closure__)
-    found.__wrapped__ = compute  # pyright: ignore[reportFunctionMemberAccess]
-    return found
+    function = FunctionType(code, globals(), name, None, template.__closure__)
+    function.__wrapped__ = compute  # pyright: ignore[reportFunctionMemberAccess]
+    return function
 
 
 def _gradients(
-    compute: Compute, wanted: Sequence[bool], inputs: Sequence[Any], gradient: Tensor
+    compute: Compute, needs: Sequence[bool], inputs: Sequence[Any], gradient: Tensor
 ) -> Sequence[Tensor]:
     """The gradients of the inputs that are wanted."""
-    places = [place for place, each in enumerate(wanted) if each]
+    places = [index for index, need in enumerate(needs) if need]
 
-    def of_wanted(*some: Tensor) -> Tensor:
+    def of_wanted(*tensors: Tensor) -> Tensor:
         all_inputs = list(inputs)
-        for place, each in zip(places, some, strict=True):
-            all_inputs[place] = each
+        for position, tensor in zip(places, tensors, strict=True):
+            all_inputs[position] = tensor
         return compute(*all_inputs)
 
-    chosen = [inputs[place] for place in places]
+    chosen = [inputs[index] for index in places]
     if torch.compiler.is_compiling():
         return torch.func.vjp(of_wanted, *chosen)[1](gradient)
     with torch.enable_grad():  # several times faster than vjp where each operator is a call
-        leaves = [each.detach().requires_grad_() for each in chosen]
+        leaves = [value.detach().requires_grad_() for value in chosen]
         return torch.autograd.grad(of_wanted(*leaves), leaves, gradient)

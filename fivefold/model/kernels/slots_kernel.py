@@ -34,10 +34,10 @@ def _sum_rows(
     total = tl.zeros((COLUMNS,), WIDE)
     for k in tl.static_range(CHOICES):
         row = tl.load(places_ptr + token * CHOICES + k)
-        here = (column < width) & (row >= 0)
-        total += tl.load(first_ptr + row * width + column, here, other=0.0).to(WIDE)
+        mask = (column < width) & (row >= 0)
+        total += tl.load(first_ptr + row * width + column, mask, other=0.0).to(WIDE)
         if HAS_SECOND:
-            total += tl.load(second_ptr + row * width + column, here, other=0.0).to(WIDE)
+            total += tl.load(second_ptr + row * width + column, mask, other=0.0).to(WIDE)
     tl.store(total_ptr + token * width + column, total, column < width)
 
 

@@ -28,7 +28,7 @@ def attend(
     rows, _, queries, _ = q.shape
     width = _one_width(q, v)
     out_THd, lse_HT, *_ = aten._flash_attention_forward(
-        *(_tokens_first(each, width) for each in (q, k, v)),
+        *(_tokens_first(tensor, width) for tensor in (q, k, v)),
         *(*documents.ends(q.device), documents.longest_q, documents.longest_k),
         *(0.0, causal, False),
         **_scale_and_window(q, window),
@@ -54,7 +54,7 @@ def attend_backward(
     rows, width = len(q), _one_width(q, v)
     unused = torch.zeros(2, dtype=torch.uint64, device=q.device)  # for dropout
     dq, dk, dv = aten._flash_attention_backward(
-        *(_tokens_first(each.to(q.dtype), width) for each in (grad_out, q, k, v, out)),
+        *(_tokens_first(tensor.to(q.dtype), width) for tensor in (grad_out, q, k, v, out)),
         lse_BHS.transpose(0, 1).flatten(1).contiguous(),
         *(*documents.ends(q.device), documents.longest_q, documents.longest_k),
         *(0.0, causal, unused, unused),
@@ -83,7 +83,7 @@ def _heads_first(x_THd: Tensor, like: Tensor, rows: int) -> Tensor:
 
 def _scale_and_window(q: Tensor, window: int | None) -> dict[str, float]:
     """Of a window the kernels count the keys before a query's own."""
-    found: dict[str, float] = {"scale": 1 / math.sqrt(q.shape[-1])}
+    options: dict[str, float] = {"scale": 1 / math.sqrt(q.shape[-1])}
     if window is not None:
-        found |= {"window_size_left": window - 1, "window_size_right": 0}
-    return found
+        options |= {"window_size_left": window - 1, "window_size_right": 0}
+    return options

@@ -21,9 +21,9 @@ class CodedGather:
 
     def __init__(self, unit: Unit, mesh: Mesh, coded: frozenset[str], maximum: MaximumOf) -> None:
         self.axis, self.mesh, self.maximum = unit.shard_axis, mesh, maximum
-        self.shards = [segments(unit, place, coded) for place in range(unit.num_shards)]
+        self.shards = [segments(unit, index, coded) for index in range(unit.num_shards)]
         self.place, self.shard_size = mesh.coord(unit.shard_axis), unit.shard_size
-        self.first = next(each.row.name for each in unit.entries if each.row.name in coded)
+        self.first = next(entry.row.name for entry in unit.entries if entry.row.name in coded)
         self.num_bytes = {
             size: coded_shard_bytes(unit, coded, size)
             for size in (torch.bfloat16.itemsize, torch.float32.itemsize, torch.float64.itemsize)
@@ -34,10 +34,10 @@ class CodedGather:
         self.maximum(self.first)  # found together: by all ranks here, whatever their shards hold
         low, size = self.place * self.shard_size, self.num_bytes[shard.itemsize]
         sent, end = torch.zeros(size, dtype=torch.uint8, device=full.device), 0
-        for each in self.shards[self.place]:
-            part = shard[each.start - low : each.stop - low]
-            if each.rounded:
-                _, factor = self._scales(each)
+        for segment in self.shards[self.place]:
+            part = shard[segment.start - low : segment.stop - low]
+            if segment.rounded:
+                _, factor = self._scales(segment)
                 part = to_codes(part.unflatten(0, (len(factor), -1)), factor, "e4m3").flatten()
             as_bytes = part.contiguous().view(torch.uint8)
             sent[end : end + len(as_bytes)] = as_bytes
@@ -50,9 +50,11 @@ class CodedGather:
         """The weights of all shards."""
         for sent, parts in zip(come, self.shards, strict=True):
             end = 0
-            for each in parts:
-                size = (each.stop - each.start) * (1 if each.rounded else full.itemsize)
-                full[each.start : each.stop] = self._values(each, sent[end : end + size], full)
+            for segment in parts:
+                size = (segment.stop - segment.start) * (1 if segment.rounded else full.itemsize)
+                full[segment.start : segment.stop] = self._values(
+                    segment, sent[end : end + size], full
+                )
                 end += size
 
     def _values(self, segment: UnitSegment, sent: Tensor, like: Tensor) -> Tensor:

@@ -129,8 +129,8 @@ class FlatUnit:
         self.shard = self._own_shard()
         self.home: Tensor | None = None  # of the gradient, where it leaves the device
         if options.grad_home is not None and not unit.frozen:
-            room = options.grad_home.room
-            self.home = room(unit.shard_size, self.grad_dtype, self.full.is_cuda)
+            allocator = options.grad_home.room
+            self.home = allocator(unit.shard_size, self.grad_dtype, self.full.is_cuda)
         self.owned = self._owned()
         self.present = True
         self.release()
@@ -223,22 +223,22 @@ class FlatUnit:
 
     def add(self, name: str, gradient: Tensor) -> None:
         """Add to the gradient of one weight; the first one of a sum is written."""
-        room = self._room(name)
-        if room is None:
+        buffer = self._room(name)
+        if buffer is None:
             self.parameters[name].grad = gradient.to(self.full.dtype).contiguous()
         elif self._is_empty(name):
-            room.copy_(gradient)
+            buffer.copy_(gradient)
         else:
-            room.add_(gradient)
+            buffer.add_(gradient)
         self._added(name)
 
     def add_product(self, name: str, outputs_NO: Tensor, inputs_NI: Tensor) -> None:
         """Add outputsᵀ · inputs to the gradient of one weight."""
-        room = self._room(name)
-        if room is None or room.dtype != inputs_NI.dtype:
+        buffer = self._room(name)
+        if buffer is None or buffer.dtype != inputs_NI.dtype:
             self.add(name, outputs_NO.T @ inputs_NI)
             return
-        room.addmm_(outputs_NO.T, inputs_NI, beta=0 if self._is_empty(name) else 1)
+        buffer.addmm_(outputs_NO.T, inputs_NI, beta=0 if self._is_empty(name) else 1)
         self._added(name)
 
     def _room(self, name: str) -> Tensor | None:
@@ -278,7 +278,9 @@ class FlatUnit:
     def _whole_share(self) -> Tensor:
         """The same, zero in padding and where no token reached a weight."""
         share, end = self.share(), 0
-        for entry in (each for each in self.unit.entries if each.row.name in self.written):
+        for entry in (
+            unit_entry for unit_entry in self.unit.entries if unit_entry.row.name in self.written
+        ):
             if end < entry.start:
                 share[end : entry.start].zero_()
             end = entry.stop
@@ -371,8 +373,8 @@ class FlatUnit:
     def hand_over(self) -> None:
         """Give the optimizer its gradients, in the type of the weights it updates."""
         if not self.collects:
-            for each in self.owned:
-                each.gradient = each.tensor.grad
+            for shard in self.owned:
+                shard.gradient = shard.tensor.grad
             return
         if self.summing is not None:
             self.summing.wait()
@@ -380,21 +382,21 @@ class FlatUnit:
         assert self.gradient is not None
         if self.full.is_cuda and self.home is not None:
             torch.cuda.current_stream(self.full.device).synchronize()  # the host may read it now
-        wanted = self.grad_dtype if self.options.as_summed else self.shard.dtype
-        gradient = self.gradient.to(wanted)
+        dtype = self.grad_dtype if self.options.as_summed else self.shard.dtype
+        gradient = self.gradient.to(dtype)
         spans = {row.name: (start, stop) for row, start, stop in self.unit.owned(self.place)}
-        for each in self.owned:
-            start, stop = spans[each.row.name]
-            each.gradient = gradient[start:stop].view(each.tensor.shape)
-            fits = each.tensor.device == gradient.device and each.tensor.dtype == wanted
+        for shard in self.owned:
+            start, stop = spans[shard.row.name]
+            shard.gradient = gradient[start:stop].view(shard.tensor.shape)
+            fits = shard.tensor.device == gradient.device and shard.tensor.dtype == dtype
             if fits and self.home is None:
-                each.tensor.grad = each.gradient
+                shard.tensor.grad = shard.gradient
 
     def publish(self) -> None:
         """Free the gradients, and start to gather updated weights where they are kept in full."""
         self.gradient, self.sent_last = None, False
         self.missing = self._expected()
-        for each in self.owned:
-            each.gradient = each.tensor.grad = each.factor = None
+        for shard in self.owned:
+            shard.gradient = shard.tensor.grad = shard.factor = None
         if self.sliced and not self.sheds_weights:
             self._gather_from(self.shard)

@@ -61,7 +61,7 @@ def rounding_math(
     def math(layer: int, linears: Sequence[Linear], copied: Sequence[int] = ()) -> LinearMath:
         if not fp8.rounds(layer, plan.shape.layers):
             return PLAIN
-        called = [names[id(each)] for each in linears]
+        called = [names[id(linear)] for linear in linears]
         rounded.join(called)
         return FusedLinears(called, fp8, rounding, rounded, copied, watch)
 
@@ -78,12 +78,12 @@ def share_maxima(
     if not linears and not rounded.stacks:
         return rounded
     rounded.measure_by(WeightMaxima(mesh, units, linears, rounded.stacks).measure)
-    first = {f"{name}.weight": each[0] for each in (*linears, *rounded.stacks) for name in each}
+    first = {f"{name}.weight": group[0] for group in (*linears, *rounded.stacks) for name in group}
 
     def maximum(weight: str) -> Tensor:
-        found = rounded.maximum(first[weight])
-        assert found is not None, "every rounded weight belongs to a matmul"
-        return found
+        amax = rounded.maximum(first[weight])
+        assert amax is not None, "every rounded weight belongs to a matmul"
+        return amax
 
     for unit in units:
         if unit.sheds_weights and is_coded(unit.unit, coded):
@@ -108,49 +108,55 @@ class WeightMaxima:
         routed = frozenset(f"{name}.weight" for names in stacks for name in names)
         self.owned = dict[str, list[tuple[FlatUnit, UnitSegment]]]()
         for unit in units:
-            for each in segments(unit.unit, unit.place, routed, unit.unit.shard_size):
-                self.owned.setdefault(each.name, []).append((unit, each))
-        sizes = {name: len(each) for unit in units for name, each in unit.parameters.items()}
+            for segment in segments(unit.unit, unit.place, routed, unit.unit.shard_size):
+                self.owned.setdefault(segment.name, []).append((unit, segment))
+        sizes = {
+            name: len(parameter) for unit in units for name, parameter in unit.parameters.items()
+        }
         self.experts = [sizes[f"{names[0]}.weight"] for names in stacks]
         numbers, axes = [len(linears), sum(self.experts)], [("fsdp", "tp"), ("edp", "etp")]
         if maxima_joined(mesh.layout):
             numbers, axes = [sum(numbers)], axes[:1]
         sharded = mesh.layout.zero > 0
-        self.over = [[_over(mesh, axis) for axis in each[1 - sharded :]] for each in axes]
+        self.over = [
+            [_over(mesh, axis) for axis in group_axes[1 - sharded :]] for group_axes in axes
+        ]
         self.numbers = numbers
 
     def measure(self) -> dict[str, Tensor]:
         """By the first linear or stack of each."""
-        mine = [self._of_linears(names) for names in self.linears]
-        mine += [self._of_experts(*each) for each in zip(self.stacks, self.experts, strict=True)]
-        found: list[Tensor] = []
-        for part, over in zip(torch.cat(mine).split(self.numbers), self.over, strict=True):
+        local_maxima = [self._of_linears(names) for names in self.linears]
+        local_maxima += [
+            self._of_experts(*pair) for pair in zip(self.stacks, self.experts, strict=True)
+        ]
+        results: list[Tensor] = []
+        for part, over in zip(torch.cat(local_maxima).split(self.numbers), self.over, strict=True):
             for over_ranks in over if len(part) else ():
                 part = over_ranks(part)
-            found.append(part)
+            results.append(part)
         sizes = [1] * len(self.linears) + self.experts
-        both = zip((*self.linears, *self.stacks), torch.cat(found).split(sizes), strict=True)
-        return {names[0]: maxima for names, maxima in both}
+        pairs = zip((*self.linears, *self.stacks), torch.cat(results).split(sizes), strict=True)
+        return {names[0]: maxima for names, maxima in pairs}
 
     def _of_linears(self, names: Sequence[str]) -> Tensor:
         parts = [part for name in names for part, _ in self._owned(name)]
         return largest_of(parts).to(self.mesh.device)[None] if parts else self._zeros(1)
 
     def _of_experts(self, names: Sequence[str], number: int) -> Tensor:
-        found = self._zeros(number)
-        for part, experts in (each for name in names for each in self._owned(name)):
-            own = found[experts.start : experts.stop]
+        maxima = self._zeros(number)
+        for part, experts in (pair for name in names for pair in self._owned(name)):
+            own = maxima[experts.start : experts.stop]
             raise_maxima(own, part.unflatten(0, (len(own), 1, -1)))
-        return found
+        return maxima
 
     def _zeros(self, number: int) -> Tensor:
         return torch.zeros(number, dtype=torch.float32, device=self.mesh.device)
 
     def _owned(self, name: str) -> Iterator[tuple[Tensor, range]]:
         """What this rank owns of a weight, and of which experts."""
-        for unit, each in self.owned.get(f"{name}.weight", ()):
+        for unit, segment in self.owned.get(f"{name}.weight", ()):
             low = unit.place * unit.unit.shard_size
-            yield unit.shard[each.start - low : each.stop - low], each.experts
+            yield unit.shard[segment.start - low : segment.stop - low], segment.experts
 
 
 def round_experts(rounded: RoundedWeights, watch: WatchExperts | None, stage: Stage) -> None:
@@ -183,7 +189,7 @@ def _live(plan: Plan, mesh: Mesh) -> Callable[[Tensor], Tensor]:
 
 
 def _plain(layer: int, linears: Sequence[Linear], copied: Sequence[int] = ()) -> LinearMath:
-    adapters = [each.lora for each in linears]
+    adapters = [linear.lora for linear in linears]
     return AdaptedMath(adapters) if any(adapters) else PLAIN
 
 

@@ -44,30 +44,30 @@ class GatheredMatrices:
             places = range(first, first + len(unit.owned))
             first = places.stop
             if any(is_muon_weight(entry.row) for entry in unit.unit.entries):
-                mine = [place for place in places if is_muon_weight(self.owned[place].row)]
-                self.units.append((unit, mine))
+                indices = [index for index in places if is_muon_weight(self.owned[index].row)]
+                self.units.append((unit, indices))
 
     def gather(self, parts: Mapping[int, Tensor]) -> Iterator[tuple[int, Tensor]]:
         """See `FullMatrices`. A rank that owns no matrix of a unit sends its slice all the same."""
         for unit, places in self.units:
             shards = self._unsliced(unit, places, parts)
-            cuts = {place: self._cut(place) for place in places}
-            yield from ((place, shards[place]) for place in places if cuts[place] is None)
-            cut = {place: one for place, one in cuts.items() if one is not None}
+            cuts = {index: self._cut(index) for index in places}
+            yield from ((index, shards[index]) for index in places if cuts[index] is None)
+            cut = {index: own_cut for index, own_cut in cuts.items() if own_cut is not None}
             if cut:
                 yield from self._joined(shards, cut, "etp" if unit.unit.expert else "tp")
 
-    def local_shard(self, place: int, matrix: Tensor) -> Tensor:
+    def local_shard(self, index: int, matrix: Tensor) -> Tensor:
         """See `FullMatrices`."""
-        each, cut = self.owned[place], self._cut(place)
+        shard, cut = self.owned[index], self._cut(index)
         if cut is not None:
             matrix = matrix.narrow(cut.dim, cut.start, cut.stop - cut.start)
-        flat = matrix.reshape(-1)[each.start : each.start + each.tensor.numel()]
-        return flat.view(each.tensor.shape)
+        flat = matrix.reshape(-1)[shard.start : shard.start + shard.tensor.numel()]
+        return flat.view(shard.tensor.shape)
 
-    def _cut(self, place: int) -> _Cut | None:
+    def _cut(self, index: int) -> _Cut | None:
         """How tp or etp has cut a weight; ep leaves experts whole."""
-        row = self.owned[place].row
+        row = self.owned[index].row
         shard = self.job.shards[row.name]
         if not row.expert:
             if shard.dim is None:
@@ -81,33 +81,33 @@ class GatheredMatrices:
     ) -> dict[int, Tensor]:
         """Of the unit's matrices that this rank owns some of, all that tp or etp gives it."""
         if not unit.sliced:
-            return {place: parts[place] for place in places}
+            return {position: parts[position] for position in places}
         entries = {entry.row.name: entry for entry in unit.unit.entries}
         size, low = unit.unit.shard_size, unit.place * unit.unit.shard_size
         part = torch.zeros(size, dtype=unit.shard.dtype, device=self.mesh.device)
-        for place in places:
-            each = self.owned[place]
-            begin = entries[each.row.name].start + each.start - low
-            part[begin : begin + each.tensor.numel()] = parts[place]
-        whole = part.new_empty(unit.unit.size)
-        self.mesh.all_gather(whole, part, unit.unit.shard_axis).wait()
-        found: dict[int, Tensor] = {}
-        for place in places:
-            entry = entries[self.owned[place].row.name]
-            found[place] = whole[entry.start : entry.stop].view(entry.row.shape)
-        return found
+        for index in places:
+            shard = self.owned[index]
+            begin = entries[shard.row.name].start + shard.start - low
+            part[begin : begin + shard.tensor.numel()] = parts[index]
+        full_unit = part.new_empty(unit.unit.size)
+        self.mesh.all_gather(full_unit, part, unit.unit.shard_axis).wait()
+        matrices: dict[int, Tensor] = {}
+        for index in places:
+            entry = entries[self.owned[index].row.name]
+            matrices[index] = full_unit[entry.start : entry.stop].view(entry.row.shape)
+        return matrices
 
     def _joined(
         self, shards: Mapping[int, Tensor], cuts: Mapping[int, _Cut], axis: str
     ) -> Iterator[tuple[int, Tensor]]:
         """Whole matrices from the shards of all ranks of an axis, by one all-gather."""
         size = self.mesh.size(axis)
-        part = torch.cat([shards[place].reshape(-1) for place in cuts])
+        part = torch.cat([shards[position].reshape(-1) for position in cuts])
         gathered = part.new_empty(size * part.numel())
         self.mesh.all_gather(gathered, part, axis).wait()
         by_rank, start = gathered.view(size, -1), 0
-        for place, cut in cuts.items():
-            stop = start + shards[place].numel()
-            each = by_rank[:: cut.copies, start:stop].reshape(-1, *shards[place].shape)
-            yield place, torch.cat(list(each), dim=cut.dim)
+        for index, cut in cuts.items():
+            stop = start + shards[index].numel()
+            block = by_rank[:: cut.copies, start:stop].reshape(-1, *shards[index].shape)
+            yield index, torch.cat(list(block), dim=cut.dim)
             start = stop

@@ -56,9 +56,9 @@ class ServingRequest:
             if getattr(self, name) < 1:
                 yield f"--{name} {getattr(self, name)}: give 1 token at least"
         for name in ("rate", "concurrency", "ttft", "tpot", "price"):
-            given = getattr(self, name)
-            if given is not None and not 0 < given < float("inf"):
-                yield f"--{name} {given:g}: give a finite number above 0"
+            value = getattr(self, name)
+            if value is not None and not 0 < value < float("inf"):
+                yield f"--{name} {value:g}: give a finite number above 0"
         if self.rate is not None and self.concurrency is not None:
             yield (
                 "--rate and --concurrency are two descriptions of one load: give requests a second "
@@ -66,10 +66,12 @@ class ServingRequest:
             )
         longest, most = self.prompt + self.output, self.shape.max_seq
         if min(self.prompt, self.output) >= 1 and longest > most:
-            way = f"--prompt {most - self.output}" if most > self.output else "a shorter --output"
+            remedy = (
+                f"--prompt {most - self.output}" if most > self.output else "a shorter --output"
+            )
             yield (
                 f"--prompt {self.prompt} and --output {self.output} are {longest:,} tokens, and "
-                f"{self.shape.name} has a context of {most:,}: use {way}"
+                f"{self.shape.name} has a context of {most:,}: use {remedy}"
             )
 
     @property
@@ -103,7 +105,7 @@ def weight_itemsize(weight: Weight, precision: str) -> float:
 def model_bytes(shape: Shape, precision: str) -> float:
     """All weights once."""
     rows = planned_weights(replace(shape, mtp=0))
-    return sum(one.numel * weight_itemsize(one, precision) for one in rows)
+    return sum(row.numel * weight_itemsize(row, precision) for row in rows)
 
 
 class ServingFit:
@@ -111,8 +113,8 @@ class ServingFit:
 
     def __init__(self, request: ServingRequest, layout: Layout) -> None:
         self.request, self.layout = request, layout
-        kept = (request.precision, request.cache_itemsize, request.imbalance)
-        self.served = ServedModel(request.shape, request.machine, layout, *kept)
+        options = (request.precision, request.cache_itemsize, request.imbalance)
+        self.served = ServedModel(request.shape, request.machine, layout, *options)
 
     @cached_property
     def stage_weights(self) -> list[float]:
@@ -121,14 +123,14 @@ class ServingFit:
         kinds = {shape.layer_kind(i): f"blocks.{i}" for i in layer_kinds(shape)}
         sizes = dict.fromkeys(("embed", "head", *kinds.values()), 0.0)
         origin = Coord(*[0] * 9)
-        for one in planned_weights(shape):
-            if one.block in sizes:
-                local = local_shape(one, shard_of(one, shape, self.layout, origin))
-                sizes[one.block] += prod(local) * weight_itemsize(one, self.request.precision)
-        found = [sum(sizes[kinds[shape.layer_kind(i)]] for i in stage) for stage in stages]
-        found[0] += sizes["embed"]
-        found[-1] += sizes["head"] + (sizes["embed"] if shape.tied and len(stages) > 1 else 0.0)
-        return found
+        for weight in planned_weights(shape):
+            if weight.block in sizes:
+                local = local_shape(weight, shard_of(weight, shape, self.layout, origin))
+                sizes[weight.block] += prod(local) * weight_itemsize(weight, self.request.precision)
+        totals = [sum(sizes[kinds[shape.layer_kind(i)]] for i in stage) for stage in stages]
+        totals[0] += sizes["embed"]
+        totals[-1] += sizes["head"] + (sizes["embed"] if shape.tied and len(stages) > 1 else 0.0)
+        return totals
 
     @property
     def weights(self) -> float:
@@ -144,11 +146,13 @@ class ServingFit:
             inner = max(inner, moe.top_k * (moe.ffn / layout.etp + shape.width))
         rows = STEP_TOKENS * (4 * shape.width + inner) * 2
         logits = MOST_SEQUENCES * shape.vocab / layout.tp * 6
-        groups = sum(each > 1 for each in (layout.tp, layout.ep)) * COMMUNICATOR
+        groups = sum(degree > 1 for degree in (layout.tp, layout.ep)) * COMMUNICATOR
         groups += MESSAGES * (layout.pp > 1)
         # Small devices have smaller engines: of a CPU process there is no context.
-        held = min(groups + serving_rates().memory.engine, _MOST_HELD * self.request.machine.memory)
-        return rows + logits + held
+        engine_bytes = min(
+            groups + serving_rates().memory.engine, _MOST_HELD * self.request.machine.memory
+        )
+        return rows + logits + engine_bytes
 
     @property
     def cache(self) -> float:

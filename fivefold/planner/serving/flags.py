@@ -35,12 +35,12 @@ class EngineCommand:
     @property
     def line(self) -> str:
         """One line for a shell; variables stay variables."""
-        return " ".join(each if each.startswith("$") else shlex.quote(each) for each in self.words)
+        return " ".join(arg if arg.startswith("$") else shlex.quote(arg) for arg in self.words)
 
     @property
     def script(self) -> str:
         """The command with what surrounds it."""
-        lines = [f"# {each}" for each in self.losses]
+        lines = [f"# {loss}" for loss in self.losses]
         if self.replicas > 1:
             lines.append(
                 f"# {self.replicas} of these, each on GPUs of its own, and a balancer in front"
@@ -52,8 +52,8 @@ class EngineCommand:
 
 def hosted_name(shape: Shape) -> str:
     """The repository of a model on Hugging Face, if its source is there."""
-    found = _HOSTED.search(shape.source)
-    return shape.name if found is None else found[1]
+    match = _HOSTED.search(shape.source)
+    return shape.name if match is None else match[1]
 
 
 def emit_flags(name: str, plan: ServingPlan) -> EngineCommand:
@@ -76,9 +76,9 @@ class _Engine:
         self.longest = request.prompt + request.output
         self.sequences = max(1, min(plan.fit.replica_room, MOST_SEQUENCES))
 
-    def options(self, **given: object) -> Iterator[str]:
+    def options(self, **settings: object) -> Iterator[str]:
         """`--name value`; True is a switch, None is left out."""
-        for name, value in given.items():
+        for name, value in settings.items():
             if value is True:
                 yield f"--{name}"
             elif value is not None and value is not False:
@@ -101,102 +101,102 @@ class _Engine:
             yield f"{self.request.precision} needs a checkpoint that is stored so: name that"
 
 
-def _dashed(**given: object) -> dict[str, object]:
-    return {name.replace("_", "-"): value for name, value in given.items()}
+def _dashed(**settings: object) -> dict[str, object]:
+    return {name.replace("_", "-"): value for name, value in settings.items()}
 
 
 def vllm_command(plan: ServingPlan) -> EngineCommand:
     """`vllm serve`: ep is tp times dp there."""
-    one, layout = _Engine(plan), plan.layout
-    losses = [*one.losses()]
-    spread = one.nodes > 1 and one.attention_dp > 1
-    local = max(1, one.request.machine.gpus_per_node // (layout.tp * layout.pp))
-    words = one.options(
+    engine, layout = _Engine(plan), plan.layout
+    losses = [*engine.losses()]
+    spread = engine.nodes > 1 and engine.attention_dp > 1
+    local = max(1, engine.request.machine.gpus_per_node // (layout.tp * layout.pp))
+    args = engine.options(
         **_dashed(
             tensor_parallel_size=layout.tp,
             pipeline_parallel_size=layout.pp if layout.pp > 1 else None,
-            data_parallel_size=one.attention_dp if one.attention_dp > 1 else None,
+            data_parallel_size=engine.attention_dp if engine.attention_dp > 1 else None,
             data_parallel_size_local=local if spread else None,
             data_parallel_address=_HEAD if spread else None,
             enable_expert_parallel=layout.ep > 1,
-            nnodes=one.nodes if one.nodes > 1 and not spread else None,
-            node_rank=_NODE if one.nodes > 1 and not spread else None,
-            master_addr=_HEAD if one.nodes > 1 and not spread else None,
-            quantization="fp8" if one.fp8_weights else None,
-            kv_cache_dtype="fp8" if one.fp8_cache else None,
-            max_model_len=one.longest,
-            max_num_seqs=one.sequences,
+            nnodes=engine.nodes if engine.nodes > 1 and not spread else None,
+            node_rank=_NODE if engine.nodes > 1 and not spread else None,
+            master_addr=_HEAD if engine.nodes > 1 and not spread else None,
+            quantization="fp8" if engine.fp8_weights else None,
+            kv_cache_dtype="fp8" if engine.fp8_cache else None,
+            max_model_len=engine.longest,
+            max_num_seqs=engine.sequences,
             max_num_batched_tokens=STEP_TOKENS,
-            gpu_memory_utilization=1 - one.request.headroom,
+            gpu_memory_utilization=1 - engine.request.headroom,
         )
     )
     if spread:
         losses.append("on every node but the first also --headless and --data-parallel-start-rank")
-    short = one.request.shape.outgrown_at
-    if short is not None and one.longest > short:
+    short = engine.request.shape.outgrown_at
+    if short is not None and engine.longest > short:
         losses.append(
             f"vLLM takes longrope's long factors for all texts if max-model-len exceeds {short:,}; "
             "transformers, and generation here, only for those that are longer"
         )
-    return EngineCommand(("vllm", "serve", one.model, *words), plan.replicas, {}, tuple(losses))
+    return EngineCommand(("vllm", "serve", engine.model, *args), plan.replicas, {}, tuple(losses))
 
 
 def sglang_command(plan: ServingPlan) -> EngineCommand:
     """`sglang.launch_server`: its tp counts all ranks of a stage, dp divides them for attention."""
-    one, layout = _Engine(plan), plan.layout
-    held = (plan.fit.weights + plan.fit.cache) / one.request.machine.memory
-    words = one.options(
+    engine, layout = _Engine(plan), plan.layout
+    fraction = (plan.fit.weights + plan.fit.cache) / engine.request.machine.memory
+    args = engine.options(
         **_dashed(
-            tp_size=layout.tp * one.attention_dp,
+            tp_size=layout.tp * engine.attention_dp,
             pp_size=layout.pp if layout.pp > 1 else None,
-            dp_size=one.attention_dp if one.attention_dp > 1 else None,
-            enable_dp_attention=one.attention_dp > 1,
+            dp_size=engine.attention_dp if engine.attention_dp > 1 else None,
+            enable_dp_attention=engine.attention_dp > 1,
             ep_size=layout.ep if layout.ep > 1 else None,
-            nnodes=one.nodes if one.nodes > 1 else None,
-            node_rank=_NODE if one.nodes > 1 else None,
-            dist_init_addr=f"{_HEAD}:5000" if one.nodes > 1 else None,
-            quantization="fp8" if one.fp8_weights else None,
-            kv_cache_dtype="fp8_e4m3" if one.fp8_cache else None,
-            context_length=one.longest,
-            max_running_requests=one.sequences * one.attention_dp,
+            nnodes=engine.nodes if engine.nodes > 1 else None,
+            node_rank=_NODE if engine.nodes > 1 else None,
+            dist_init_addr=f"{_HEAD}:5000" if engine.nodes > 1 else None,
+            quantization="fp8" if engine.fp8_weights else None,
+            kv_cache_dtype="fp8_e4m3" if engine.fp8_cache else None,
+            context_length=engine.longest,
+            max_running_requests=engine.sequences * engine.attention_dp,
             chunked_prefill_size=STEP_TOKENS,
-            mem_fraction_static=min(0.98, held),
+            mem_fraction_static=min(0.98, fraction),
         )
     )
-    start = ("python", "-m", "sglang.launch_server", "--model-path", one.model)
-    return EngineCommand((*start, *words), plan.replicas, {}, tuple(one.losses()))
+    start = ("python", "-m", "sglang.launch_server", "--model-path", engine.model)
+    return EngineCommand((*start, *args), plan.replicas, {}, tuple(engine.losses()))
 
 
 def trtllm_command(plan: ServingPlan) -> EngineCommand:
     """`trtllm-serve`: attention is split over all ranks of a stage or over none."""
-    one, layout = _Engine(plan), plan.layout
-    losses, extra = [*one.losses()], list[str]()
-    if one.attention_dp > 1:
+    engine, layout = _Engine(plan), plan.layout
+    losses, extra = [*engine.losses()], list[str]()
+    if engine.attention_dp > 1:
         extra.append("enable_attention_dp: true")
         if layout.tp > 1:
             losses.append(
                 f"attention over tp={layout.tp} inside ep={layout.ep} is not there: every rank has "
                 "sequences of its own instead (enable_attention_dp)"
             )
-    if one.fp8_cache:
+    if engine.fp8_cache:
         extra += ["kv_cache_config:", "  dtype: fp8"]
-    if one.fp8_weights:
+    if engine.fp8_weights:
         losses.append("fp8 needs a checkpoint that ModelOpt quantized: name it as the model")
     files = {"trtllm.yaml": "\n".join(extra) + "\n"} if extra else {}
-    memory = one.request.machine.memory
-    words = one.options(
-        tp_size=layout.tp * one.attention_dp,
+    memory = engine.request.machine.memory
+    args = engine.options(
+        tp_size=layout.tp * engine.attention_dp,
         pp_size=layout.pp if layout.pp > 1 else None,
         ep_size=layout.ep if layout.ep > 1 else None,
-        gpus_per_node=one.request.machine.gpus_per_node if one.nodes > 1 else None,
-        max_batch_size=one.sequences,
+        gpus_per_node=engine.request.machine.gpus_per_node if engine.nodes > 1 else None,
+        max_batch_size=engine.sequences,
         max_num_tokens=STEP_TOKENS,
-        max_seq_len=one.longest,
+        max_seq_len=engine.longest,
         kv_cache_free_gpu_memory_fraction=min(0.95, plan.fit.cache / (memory - plan.fit.weights)),
         enable_chunked_prefill=True,
         extra_llm_api_options="trtllm.yaml" if extra else None,
     )
-    started = ("trtllm-serve", one.model, *words)
+    started = ("trtllm-serve", engine.model, *args)
     return EngineCommand(started, plan.replicas, files, tuple(losses))
 
 

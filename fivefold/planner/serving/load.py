@@ -81,42 +81,42 @@ def simulate(load: ReplicaLoad, speed: ReplicaSpeed, requests: int | None = None
     last_arrival = arrivals[-1].arrived
     running: list[_Served] = []
     done: list[tuple[_Served, float]] = []
-    now = chosen = busy = 0.0
-    held = 0  # sequences that had not ended when the step was chosen
+    clock = chosen = busy = 0.0
+    num_running = 0  # sequences that had not ended when the step was chosen
     for _ in range(_MOST_STEPS):
-        room = speed.room - held
-        while arrivals and arrivals[0].arrived <= chosen and len(running) < room:
+        capacity = speed.room - num_running
+        while arrivals and arrivals[0].arrived <= chosen and len(running) < capacity:
             running.append(arrivals.popleft())
         if not running:
             if not arrivals:
                 break
-            now = chosen = max(now, arrivals[0].arrived)
-            held = 0
+            clock = chosen = max(clock, arrivals[0].arrived)
+            num_running = 0
             continue
         waits = arrivals and len(running) < speed.room
-        until = arrivals[0].arrived - now if waits else float("inf")
-        seconds, last, ended = _steps(running, speed, load.prompt, now, until)
-        now, busy = now + seconds, busy + seconds * len(running)
-        chosen, held = (now - last, len(ended)) if speed.ahead else (now, 0)
-        done += [(each, now) for each in ended]
-        running = [each for each in running if each.left]
+        until = arrivals[0].arrived - clock if waits else float("inf")
+        seconds, last, ended = _steps(running, speed, load.prompt, clock, until)
+        clock, busy = clock + seconds, busy + seconds * len(running)
+        chosen, num_running = (clock - last, len(ended)) if speed.ahead else (clock, 0)
+        done += [(sequence, clock) for sequence in ended]
+        running = [sequence for sequence in running if sequence.left]
         if load.rate is None:
-            again = now + speed.late  # a client has its last token
+            again = clock + speed.late  # a client has its last token
             arrivals.extend(_Served(again, load.prompt, load.output) for _ in ended)
         if len(done) >= requests:
             break
     first = 0 if load.rate is not None else min(load.clients, len(done) - 1)
-    mean = busy / max(now, 1e-12)
-    stop = now if load.rate is None else last_arrival
+    mean = busy / max(clock, 1e-12)
+    stop = clock if load.rate is None else last_arrival
     return _outcome(done[first:], load, stop, mean, requests - first, speed)
 
 
 def arrival_times(rate: float, requests: int) -> Iterator[float]:
     """At random, with a fixed seed."""
-    now, chance = 0.0, random.Random(SEED)
+    clock, chance = 0.0, random.Random(SEED)
     for _ in range(requests):
-        now += chance.expovariate(rate)
-        yield now
+        clock += chance.expovariate(rate)
+        yield clock
 
 
 def _arrivals(load: ReplicaLoad, requests: int) -> Iterator[_Served]:
@@ -132,32 +132,40 @@ def _arrivals(load: ReplicaLoad, requests: int) -> Iterator[_Served]:
 
 
 def _steps(
-    running: list[_Served], speed: ReplicaSpeed, prompt: int, now: float, until: float
+    running: list[_Served], speed: ReplicaSpeed, prompt: int, clock: float, until: float
 ) -> tuple[float, float, list[_Served]]:
     """Seconds of a step, twice, and who ended with it; or of as many equal steps as there are until
     someone ends or arrives, in so many seconds, and of the last of them."""
-    decoding = [each for each in running if not each.unread]
+    decoding = [request for request in running if not request.unread]
     if len(decoding) == len(running):
-        one, fewest = speed.step(len(decoding)), min(each.left for each in decoding)
-        count = fewest if until == float("inf") else max(1, min(fewest, ceil(until / one)))
-        for each in decoding:
-            each.left -= count
-        return count * one, one, [each for each in running if each.left <= 0]
+        step_seconds, fewest = speed.step(len(decoding)), min(request.left for request in decoding)
+        count = fewest if until == float("inf") else max(1, min(fewest, ceil(until / step_seconds)))
+        for sequence in decoding:
+            sequence.left -= count
+        return (
+            count * step_seconds,
+            step_seconds,
+            [request for request in running if request.left <= 0],
+        )
     budget, chunked, begun = max(1, speed.budget - len(decoding)), 0, list[_Served]()
-    for each in running:
-        if each.unread and chunked < budget:
-            taken = min(each.unread, budget - chunked)
-            each.unread, chunked = each.unread - taken, chunked + taken
-            begun += [] if each.unread else [each]
+    for sequence in running:
+        if sequence.unread and chunked < budget:
+            taken = min(sequence.unread, budget - chunked)
+            sequence.unread, chunked = sequence.unread - taken, chunked + taken
+            begun += [] if sequence.unread else [sequence]
     seconds = speed.busy * chunked / prompt
     if decoding:
         decode = speed.step(len(decoding))
         seconds = max(seconds + decode - (speed.reading if chunked else 0.0), decode)
-    for each in begun:
-        each.first, each.left = now + seconds, each.left - 1
-    for each in decoding:
-        each.left -= 1
-    return seconds, seconds, [each for each in running if not each.unread and each.left <= 0]
+    for sequence in begun:
+        sequence.first, sequence.left = clock + seconds, sequence.left - 1
+    for sequence in decoding:
+        sequence.left -= 1
+    return (
+        seconds,
+        seconds,
+        [request for request in running if not request.unread and request.left <= 0],
+    )
 
 
 def _outcome(
@@ -171,9 +179,9 @@ def _outcome(
     """Of all but the first quarter; tokens until `stop`, when no more requests come. A queue grows
     if later ones wait longer, by more than a few prompts."""
     warm = done[len(done) // 4 :] or done
-    waits = sorted(each.first + speed.late - each.arrived for each, _ in warm)
-    more = load.output - 1  # after the first token
-    gaps = sorted((end - each.first) / more if more else 0.0 for each, end in warm)
+    waits = sorted(sequence.first + speed.late - sequence.arrived for sequence, _ in warm)
+    num_gaps = load.output - 1  # after the first token
+    gaps = sorted((end - sequence.first) / num_gaps if num_gaps else 0.0 for sequence, end in warm)
     if not waits:
         never = float("inf")
         return LoadOutcome(never, never, never, never, 0.0, mean, True)
@@ -195,7 +203,7 @@ def _outcome(
 
 def _mean_wait(served: list[tuple[_Served, float]]) -> float:
     """The mean time to the step of the first token."""
-    return sum(each.first - each.arrived for each, _ in served) / max(1, len(served))
+    return sum(sequence.first - sequence.arrived for sequence, _ in served) / max(1, len(served))
 
 
 def _share(ordered: list[float], share: float) -> float:

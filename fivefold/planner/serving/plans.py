@@ -101,18 +101,18 @@ class LayoutLoad:
         if alone:
             cycle = self.through + (request.output - 1) * decode
         rate = layout.dp * sequences * request.output / cycle
-        parts = {name: self._at(each, sequences) for name, each in self.step.parts.items()}
+        parts = {name: self._at(part, sequences) for name, part in self.step.parts.items()}
         return ServingPlan(layout, self.fit, sequences * layout.dp, ttft, tpot, rate, parts)
 
     def within(self, plan: ServingPlan) -> bool:
         """Whether it keeps the bounds of the request."""
         bounds = ((plan.ttft, self.request.ttft), (plan.tpot, self.request.tpot))
-        return all(bound is None or found <= bound for found, bound in bounds)
+        return all(bound is None or value <= bound for value, bound in bounds)
 
     def fullest(self) -> ServingPlan | None:
         """The most tokens per second within the bounds."""
-        sizes = {int(each) for each in self.step.sequences}
-        sizes |= {3 * each // 2 for each in sizes if 3 * each // 2 <= self.room}
+        sizes = {int(size) for size in self.step.sequences}
+        sizes |= {3 * size // 2 for size in sizes if 3 * size // 2 <= self.room}
         fair = [plan for plan in map(self.steady, sorted(sizes)) if self.within(plan)]
         best = max(fair, key=lambda plan: plan.tokens_per_s, default=None)
         return None if best is None else replace(best, capacity=best.tokens_per_s)
@@ -136,8 +136,8 @@ class LayoutLoad:
         request, dp = self.request, self.fit.layout.dp
         sequences = max(1, ceil((request.concurrency or 1) / dp))
         for _ in range(20 if request.rate is not None else 0):
-            found = self.steady(min(sequences, self.room))
-            sequences = max(1, ceil((request.rate or 0.0) / dp * found.latency))
+            estimate = self.steady(min(sequences, self.room))
+            sequences = max(1, ceil((request.rate or 0.0) / dp * estimate.latency))
         most = self.steady(self.room).tokens_per_s
         return replace(self.steady(min(sequences, self.room)), capacity=most)
 
@@ -147,36 +147,43 @@ class LayoutLoad:
         request, most = self.request, self.steady(self.room).tokens_per_s
         if request.rate is not None and most < request.rate * request.output:
             return None
-        shares = [(number, each, self._simulated(each)) for number, each in self._replicas()]
+        shares = [
+            (number, num_clients, self._simulated(num_clients))
+            for number, num_clients in self._replicas()
+        ]
         # Replicas differ by one client at most: times are those of most requests.
-        *_, found = max(shares, key=lambda share: share[0] * share[1])
+        *_, outcome = max(shares, key=lambda share: share[0] * share[1])
         plan = replace(
-            self.steady(max(1, min(self.room, round(found.sequences)))),
-            sequences=sum(number * each.sequences for number, _, each in shares),
-            ttft=found.ttft,
-            tpot=found.tpot,
-            tokens_per_s=sum(number * each.tokens_per_s for number, _, each in shares),
-            outcome=found,
+            self.steady(max(1, min(self.room, round(outcome.sequences)))),
+            sequences=sum(number * result.sequences for number, _, result in shares),
+            ttft=outcome.ttft,
+            tpot=outcome.tpot,
+            tokens_per_s=sum(number * result.tokens_per_s for number, _, result in shares),
+            outcome=outcome,
             capacity=most,
         )
-        return None if found.grows or not self.within(plan) else plan
+        return None if outcome.grows or not self.within(plan) else plan
 
     def _replicas(self) -> list[tuple[int, int]]:
         """How many replicas have how many clients, where some have any."""
         dp, concurrency = self.fit.layout.dp, self.request.concurrency
         if concurrency is None:
             return [(dp, 1)]
-        each, more = divmod(concurrency, dp)
-        return [pair for pair in ((more, each + 1), (dp - more, each)) if 0 not in pair]
+        quotient, remainder = divmod(concurrency, dp)
+        return [
+            pair
+            for pair in ((remainder, quotient + 1), (dp - remainder, quotient))
+            if 0 not in pair
+        ]
 
     def _simulated(self, clients: int) -> LoadOutcome:
         """One replica under its share of the rate, or with so many clients."""
         request = self.request
         rate = None if request.rate is None else request.rate / self.fit.layout.dp
         run = min(clients, self.room)  # the others wait until one of these ends
-        found = simulate(ReplicaLoad(request.prompt, request.output, rate, run), self.speed())
-        wait = (clients - run) * request.output / max(found.tokens_per_s, 1e-9)
-        return replace(found, ttft=found.ttft + wait, ttft_p99=found.ttft_p99 + wait)
+        outcome = simulate(ReplicaLoad(request.prompt, request.output, rate, run), self.speed())
+        wait = (clients - run) * request.output / max(outcome.tokens_per_s, 1e-9)
+        return replace(outcome, ttft=outcome.ttft + wait, ttft_p99=outcome.ttft_p99 + wait)
 
 
 def legal_layouts(request: ServingRequest) -> Iterator[Layout]:
@@ -239,25 +246,27 @@ def plan_serving(request: ServingRequest) -> ServingChoice:
             "states: leave --serve out, to plan how the model is trained"
         )
     layouts = list(legal_layouts(request))
-    fits = [fit for fit in (ServingFit(request, each) for each in layouts) if fit.replica_room >= 1]
+    fits = [
+        fit for fit in (ServingFit(request, layout) for layout in layouts) if fit.replica_room >= 1
+    ]
     if not fits:
         raise FivefoldError(_no_room(request, layouts))
     loads = [LayoutLoad(fit) for fit in fits]
     if request.rate is None and request.concurrency is None:
-        quick = [one.steady(1) for one in loads]
+        quick = [load.steady(1) for load in loads]
         quick = [plan for plan in quick if loads[0].within(plan)]
-        full = [plan for one in loads if (plan := one.fullest()) is not None]
+        full = [plan for load in loads if (plan := load.fullest()) is not None]
     else:
-        full = [plan for one in _likely(loads) if (plan := one.loaded()) is not None]
+        full = [plan for load in _likely(loads) if (plan := load.loaded()) is not None]
         quick = full
     if not full or not quick:
         raise FivefoldError(_too_slow(request, loads))
     key = "capacity" if request.rate is not None else "tokens_per_s"
     latency = simplest_equals(quick, lambda plan: plan.latency)[0]
     throughput = simplest_equals(full, lambda plan: 1 / getattr(plan, key))[0]
-    others = [plan for plan in full if plan is not throughput]
-    others.sort(key=lambda plan: -getattr(plan, key))
-    return ServingChoice(request, latency, throughput, (throughput, *others), len(layouts))
+    alternatives = [plan for plan in full if plan is not throughput]
+    alternatives.sort(key=lambda plan: -getattr(plan, key))
+    return ServingChoice(request, latency, throughput, (throughput, *alternatives), len(layouts))
 
 
 def simplest_equals(
@@ -278,7 +287,7 @@ def simplest_equals(
 def _likely(loads: list[LayoutLoad]) -> list[LayoutLoad]:
     """Those with the fastest answers and with the most tokens, and the simplest that are equal to
     them, as far as means can tell: others are not simulated."""
-    expected = [one.expected() for one in loads]
+    expected = [load.expected() for load in loads]
     likely: list[ServingPlan] = []
     costs: tuple[Callable[[ServingPlan], float], ...]
     costs = (lambda plan: plan.latency, lambda plan: 1 / plan.capacity)
@@ -286,15 +295,18 @@ def _likely(loads: list[LayoutLoad]) -> list[LayoutLoad]:
         likely += sorted(expected, key=cost)[:_SIMULATED]
         likely += simplest_equals(expected, cost)[:_SIMULATED]
     layouts = {plan.layout for plan in likely}
-    return [one for one in loads if one.fit.layout in layouts]
+    return [load for load in loads if load.fit.layout in layouts]
 
 
 def gpus_needed(request: ServingRequest) -> int | None:
     """The smallest number of GPUs, of this one doubled, on which one sequence fits."""
     gpus = request.gpus
     while gpus <= _MOST_GPUS:
-        asked = replace(request, gpus=gpus, layout=None)
-        if any(ServingFit(asked, each).replica_room >= 1 for each in legal_layouts(asked)):
+        new_request = replace(request, gpus=gpus, layout=None)
+        if any(
+            ServingFit(new_request, layout).replica_room >= 1
+            for layout in legal_layouts(new_request)
+        ):
             return gpus
         gpus *= 2
     return None
@@ -314,25 +326,26 @@ def _no_room(request: ServingRequest, layouts: list[Layout]) -> str:
         small = gpus_needed(narrow)
         if small is not None and (gpus is None or small < gpus):
             ways.append(f"--precision fp8 with --gpus {small}")
-    room = request.usable / 2**30
+    capacity = request.usable / 2**30
     return (
         f"{name} does not fit {where}: its weights are {weights:.1f} GiB in {request.precision}, a "
-        f"GPU has {room:.1f} GiB to use, and no layout leaves room for the cache of one sequence "
-        f"of {request.prompt + request.output:,} tokens; use {' or '.join(ways) or 'larger GPUs'}"
+        f"GPU has {capacity:.1f} GiB to use, and no layout leaves room for the cache of one "
+        f"sequence of {request.prompt + request.output:,} tokens; use "
+        f"{' or '.join(ways) or 'larger GPUs'}"
     )
 
 
 def _too_slow(request: ServingRequest, loads: list[LayoutLoad]) -> str:
-    alone = [one.steady(1) for one in loads]
+    alone = [layout_load.steady(1) for layout_load in loads]
     ttft, tpot = (min(getattr(plan, name) for plan in alone) for name in ("ttft", "tpot"))
-    most = max(one.steady(one.room).tokens_per_s for one in loads)
+    most = max(layout_load.steady(layout_load.room).tokens_per_s for layout_load in loads)
     bounds = [f"--{n} {v:g}" for n, v in (("ttft", request.ttft), ("tpot", request.tpot)) if v]
     load = f"--rate {request.rate:g}" if request.rate is not None else ""
     if request.concurrency is not None:
         load = f"--concurrency {request.concurrency}"
-    asked = " and ".join(filter(None, [*bounds, load]))
+    limits = " and ".join(filter(None, [*bounds, load]))
     return (
-        f"no layout of {counted(request.gpus, 'GPU')} keeps {asked}: at best a lone request has "
+        f"no layout of {counted(request.gpus, 'GPU')} keeps {limits}: at best a lone request has "
         f"TTFT {ttft:.3g} s and {tpot:.3g} s a token, and all GPUs give {most:,.0f} tokens/s, "
         f"{most / request.output:.3g} requests/s; ask for less, or give more GPUs"
     )

@@ -130,8 +130,8 @@ class CheckpointCallback(Callback):
             with self.spent.on(SAVE):
                 self.wait()
         except CannotSave as failed:
-            way = "run the same command with --resume, which repeats the steps since then"
-            raise CannotSave(f"{failed}. No save follows: {way}") from failed
+            remedy = "run the same command with --resume, which repeats the steps since then"
+            raise CannotSave(f"{failed}. No save follows: {remedy}") from failed
 
     def wait(self) -> None:
         """Wait until nothing is being written; raises `CannotSave` if the last save failed."""
@@ -145,10 +145,10 @@ class CheckpointCallback(Callback):
             return []
         with suppress(FivefoldError):  # the run ends with another error
             self.wait()
-        found = [path for path in published(self.checkpoints.folder) if step_of(path) > after]
-        for path in found if self.worker.rank == 0 else ():
+        paths = [path for path in published(self.checkpoints.folder) if step_of(path) > after]
+        for path in paths if self.worker.rank == 0 else ():
             write_synced(path / SUSPECT, f"{why}\n")
-        return [path.name for path in found]
+        return [path.name for path in paths]
 
     def _save(self) -> None:
         """The steps go on, even if the save before this one has failed."""
@@ -218,29 +218,33 @@ def _owned(job: Job, updater: Updater) -> Iterator[CheckpointTensor]:
     """Weights and the states of the optimizer: a state has the boxes of its weight."""
     owned, states = job.owned, updater.states()
     masters = states.pop(MASTER, [None] * len(owned))
-    for each, master in zip(owned, masters, strict=True):
-        weight = StateInMemory(each.tensor.detach())
+    for shard, master in zip(owned, masters, strict=True):
+        weight = StateInMemory(shard.tensor.detach())
         best = weight if master is None else MasterWeight(master, weight.tensor)
         dtype = weight.tensor.dtype if master is None else torch.float32
-        yield _sharded(job, MODEL, each, dtype, best)
-    for unit in (each for each in job.units if each.unit.frozen):
-        for each in unit.owned:
-            weight = StateInMemory(each.tensor.detach())
-            yield _sharded(job, MODEL, each, weight.tensor.dtype, weight)
+        yield _sharded(job, MODEL, shard, dtype, best)
+    for unit in (frozen_unit for frozen_unit in job.units if frozen_unit.unit.frozen):
+        for shard in unit.owned:
+            weight = StateInMemory(shard.tensor.detach())
+            yield _sharded(job, MODEL, shard, weight.tensor.dtype, weight)
     for name, stored in states.items():
-        pairs = [(each, one) for each, one in zip(owned, stored, strict=True) if one is not None]
+        pairs = [
+            (owned_shard, stored_state)
+            for owned_shard, stored_state in zip(owned, stored, strict=True)
+            if stored_state is not None
+        ]
         # All states of one name have one dtype, and reading one may read a file.
-        dtypes = [one.read().dtype for _, one in pairs[:1]] * len(pairs)
-        for (each, one), dtype in zip(pairs, dtypes, strict=True):
-            yield _sharded(job, f"{OPTIM}{name}/", each, dtype, one)
+        dtypes = [stored_state.read().dtype for _, stored_state in pairs[:1]] * len(pairs)
+        for (shard, state), dtype in zip(pairs, dtypes, strict=True):
+            yield _sharded(job, f"{OPTIM}{name}/", shard, dtype, state)
 
 
 def _sharded(
-    job: Job, prefix: str, each: OwnedShard, dtype: torch.dtype, state: StoredState
+    job: Job, prefix: str, owned_shard: OwnedShard, dtype: torch.dtype, state: StoredState
 ) -> CheckpointTensor:
-    weight, stop = job.table[each.row.name], each.start + each.tensor.numel()
-    shard = job.shards[each.row.name]
-    boxes = boxes_of(weight.shape, shard, each.row.shape, each.start, stop)
+    weight, stop = job.table[owned_shard.row.name], owned_shard.start + owned_shard.tensor.numel()
+    shard = job.shards[owned_shard.row.name]
+    boxes = boxes_of(weight.shape, shard, owned_shard.row.shape, owned_shard.start, stop)
     return CheckpointTensor(prefix + weight.name, weight.shape, dtype, boxes, state)
 
 

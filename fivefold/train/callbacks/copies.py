@@ -47,10 +47,10 @@ class CopyCallback(Callback):
         """The facts of the newest copies, if no checkpoint on the disk is newer."""
         if self.copies is None or not self.resume:
             return None
-        found = [] if self.folder is None else published(self.folder.path / CHECKPOINTS)
-        if any((path / SUSPECT).exists() for path in found):
+        paths = [] if self.folder is None else published(self.folder.path / CHECKPOINTS)
+        if any((path / SUSPECT).exists() for path in paths):
             return None  # copies of the same steps may be as wrong
-        return self.copies.load(tensors, step_of(found[-1]) if found else 0)
+        return self.copies.load(tensors, step_of(paths[-1]) if paths else 0)
 
     def needs_record(self, number: int) -> bool:
         """Every step up to a copy has its line in the metrics."""

@@ -31,10 +31,10 @@ class EvaluationCallback(Callback):
         if not every or not self.recipe.is_due(every, number):
             return {}
         with self.spent.on(EVAL):
-            losses = {each.name: self._loss(each) for each in self._sets}
-        found = {name: loss for name, loss in losses.items() if loss is not None}
-        self.progress.evaluated({name: each.loss for name, each in found.items()})
-        evals = {name: each.to_json() for name, each in found.items()}
+            losses = {eval_set.name: self._loss(eval_set) for eval_set in self._sets}
+        results = {name: loss for name, loss in losses.items() if loss is not None}
+        self.progress.evaluated({name: result.loss for name, result in results.items()})
+        evals = {name: result.to_json() for name, result in results.items()}
         first = next(iter(losses.values()), None)
         return {"eval_loss": None if first is None else first.loss, "evals": evals}
 
@@ -42,12 +42,12 @@ class EvaluationCallback(Callback):
     def _sets(self) -> list[EvaluationSet]:
         return sets_of(self.rank.job.plan, self.recipe, self.rank.reader.source)
 
-    def _loss(self, each: EvaluationSet) -> SetLoss | PairLoss | None:
+    def _loss(self, eval_set: EvaluationSet) -> SetLoss | PairLoss | None:
         """Of DPO for preference pairs."""
-        if self.objective is not None and is_paired(each.rows[0][0]):
-            return self.objective.evaluate(each.rows)
-        loss = self._mean_loss(each.rows)
-        return None if loss is None else SetLoss(loss, each.bytes_per_token)
+        if self.objective is not None and is_paired(eval_set.rows[0][0]):
+            return self.objective.evaluate(eval_set.rows)
+        loss = self._mean_loss(eval_set.rows)
+        return None if loss is None else SetLoss(loss, eval_set.bytes_per_token)
 
     def _mean_loss(self, rows: Sequence[RowPlace]) -> float | None:
         """The mean over all tokens that have a loss."""

@@ -66,9 +66,9 @@ class PaceCallback(Callback):
         self.own, self.steps, self.waited = [], [], []
         timer.clear()
         slow = [] if None in paces else self._slow(self.mesh, paces)
-        found = [each for each in slow if (each.what, each.ranks) in self.before]
-        self.before = {(each.what, each.ranks) for each in slow}
-        return {"slow": [each.to_json() for each in found] or None}
+        findings = [finding for finding in slow if (finding.what, finding.ranks) in self.before]
+        self.before = {(finding.what, finding.ranks) for finding in slow}
+        return {"slow": [finding.to_json() for finding in findings] or None}
 
     def begin(
         self, record: CollectiveRecord, members: tuple[int, ...]
@@ -89,13 +89,13 @@ class PaceCallback(Callback):
             self.timer.received(*token)
 
     def _pace(self, mesh: Mesh, timer: WaitTimer) -> RankPace:
-        kinds = {what for each in self.waited for what in each}
+        kinds = {what for waits in self.waited for what in waits}
         return RankPace(
             socket.gethostname(),
             mesh.coord(PIPELINE),
             min(self.own),
             median(self.steps),
-            {role: [_sum(each, role) for each in self.waited] for role, _ in kinds},
+            {role: [_sum(waits, role) for waits in self.waited] for role, _ in kinds},
             {what: self._least(what) for what in kinds if ROLES[what[0]].urgent},
             timer.sends,
             timer.receives,
@@ -103,14 +103,14 @@ class PaceCallback(Callback):
 
     def _least(self, what: RoleKind) -> tuple[float, int]:
         """The shortest wait for a collective, and how many a step has."""
-        found = [each.get(what, []) for each in self.waited]
-        return min(one for each in found for one in each), max(map(len, found))
+        series = [waits.get(what, []) for waits in self.waited]
+        return min(seconds for times in series for seconds in times), max(map(len, series))
 
     def _slow(self, mesh: Mesh, paces: list[RankPace]) -> list[Slow]:
-        known = {role for each in paces for role in each.waited} & ROLES.keys() - {PIPELINE, WORLD}
+        known = {role for pace in paces for role in pace.waited} & ROLES.keys() - {PIPELINE, WORLD}
         groups = {role: all_groups(mesh.topology, role) for role in sorted(known)}
         return slow_ones(paces, groups, self.best)
 
 
 def _sum(waited: dict[RoleKind, list[float]], role: str) -> float:
-    return sum(sum(each) for (one, _), each in waited.items() if one == role)
+    return sum(sum(times) for (wait_role, _), times in waited.items() if wait_role == role)

@@ -137,12 +137,12 @@ def log_targets(text: str) -> frozenset[str]:
     >>> sorted(log_targets("wandb+memory")), sorted(log_targets("none"))
     (['memory', 'wandb'], [])
     """
-    words = frozenset(word.strip() for word in text.split("+") if word.strip()) - {"none"}
+    targets = frozenset(word.strip() for word in text.split("+") if word.strip()) - {"none"}
     known = (TENSORBOARD, WANDB, MEMORY)
-    for word in sorted(words):
+    for word in sorted(targets):
         if word not in known:
             raise UnknownName("log", word, known)
-    return words
+    return targets
 
 
 def require_trackers(text: str) -> None:
@@ -158,26 +158,26 @@ def open_trackers(
     identity: str,
     settings: Mapping[str, Any],
     after: int,
-    warn: Callable[[str], None] = lambda words: None,
+    warn: Callable[[str], None] = lambda message: None,
 ) -> list[Tracker]:
     """The trackers that the `log` key asks for, which continue after step `after`.
 
     `identity` distinguishes this run from others, `settings` are shown with it. One that cannot be
     opened is left out with a warning.
     """
-    words, found = log_targets(text), list[Tracker]()
+    targets, trackers = log_targets(text), list[Tracker]()
     makers: dict[str, Callable[[], Tracker]] = {
         TENSORBOARD: lambda: TensorBoard(folder / TENSORBOARD, after),
         WANDB: lambda: WeightsAndBiases(folder, identity, settings),
     }
-    for word in (word for word in makers if word in words):
+    for word in (word for word in makers if word in targets):
         try:
-            found.append(makers[word]())
+            trackers.append(makers[word]())
         except FivefoldError:
             raise
         except Exception as error:
             warn(_untracked(word, error))
-    return found
+    return trackers
 
 
 class TensorBoard:
@@ -246,7 +246,7 @@ class SpanCallback(Callback):
         folder: RunFolder | None,
         rank: int,
         device: torch.device,
-        warn: Callable[[str], None] = lambda words: None,
+        warn: Callable[[str], None] = lambda message: None,
     ) -> None:
         self.folder, self.rank, self.device, self.warn = folder, rank, device, warn
         self.log: SpanLog | None = None
@@ -342,10 +342,10 @@ class SpanLog:
 def _line(ended: _EndedSpan) -> str:
     span, end, _ = ended
     kind = COLLECTIVE if span.group else ACTION
-    rest = f', "bytes": {span.bytes}, "group": {span.group}' if span.group else ""
+    suffix = f', "bytes": {span.bytes}, "group": {span.group}' if span.group else ""
     return (
         f'{{"name": {quoted(str(span.name))}, "kind": "{kind}", "begin": {span.begin_ns}, '
-        f'"end": {end}{rest}}}\n'
+        f'"end": {end}{suffix}}}\n'
     )
 
 
@@ -365,17 +365,17 @@ class _DeviceClock:
 
     def timed(self, spans: list[_EndedSpan]) -> list[_EndedSpan]:
         """The spans with the times of the device, if it has marked them; waits for their ends."""
-        found: list[_EndedSpan] = []
+        ended_spans: list[_EndedSpan] = []
         for span, end, mark in spans:
             if mark is None:
-                found.append((span, end, None))
+                ended_spans.append((span, end, None))
                 continue
             mark.synchronize()
-            found.append((span._replace(begin_ns=self._ns(span.mark)), self._ns(mark), None))
+            ended_spans.append((span._replace(begin_ns=self._ns(span.mark)), self._ns(mark), None))
             self.free += (span.mark, mark)
         if time.perf_counter_ns() - self.anchor_ns > _ANCHOR_NS:
             self._anchor()
-        return found
+        return ended_spans
 
     def _ns(self, mark: torch.cuda.Event) -> int:
         return self.anchor_ns + round(self.anchor.elapsed_time(mark) * 1e6)
@@ -410,8 +410,8 @@ class _SpanWriter:
     def problem(self) -> str | None:
         """What went wrong, returned once."""
         error, self.error = self.error, None
-        rest = "the training goes on without the events of this rank"
-        return error and f"cannot write {self.path}: {error.strerror or error}; {rest}"
+        consequence = "the training goes on without the events of this rank"
+        return error and f"cannot write {self.path}: {error.strerror or error}; {consequence}"
 
     def _run(self) -> None:
         try:

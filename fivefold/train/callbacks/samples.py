@@ -66,10 +66,10 @@ class SampleCallback(Callback):
         return {}
 
     def after_step(self, number: int) -> None:
-        for each in self.drawn if self.worker.rank == 0 else ():
+        for sample in self.drawn if self.worker.rank == 0 else ():
             if self.folder is not None:
-                self.folder.append_sample(each.step, each.prompt, each.text)
-            self.worker.report(each)
+                self.folder.append_sample(sample.step, sample.prompt, sample.text)
+            self.worker.report(sample)
         self.drawn.clear()
 
     def close(self) -> None:

@@ -126,17 +126,19 @@ class Checkpoints:
         self._thread.start()
         with suppress(Exception):  # the thread fails with it, on all ranks
             snapshot.take()
-        if wait or any(each.on_disk for each in tensors):
+        if wait or any(tensor.on_disk for tensor in tensors):
             self.wait()
 
     def meet(self) -> None:
         """Wait until all ranks are here."""
         self._ranks.on_all(lambda: None)
 
-    def agree(self, mine: Part, decide: Callable[[list[Part]], Result]) -> Result:
+    def agree(self, local_part: Part, decide: Callable[[list[Part]], Result]) -> Result:
         """What the first rank decides from the parts of all ranks, while nothing is written."""
         assert self._thread is None, "the thread that writes uses the same group"
-        return self._ranks.exchange(lambda: mine, lambda parts: [decide(parts)] * self._ranks.size)
+        return self._ranks.exchange(
+            lambda: local_part, lambda parts: [decide(parts)] * self._ranks.size
+        )
 
     def wait(self) -> None:
         """Wait until nothing is being written; raises `CannotSave` if the last save failed, or
@@ -166,11 +168,11 @@ class Checkpoints:
         name of each checkpoint that is skipped, and why.
         """
         self.wait()
-        found, newer = self._ranks.on_first(self._find)
+        paths, newer = self._ranks.on_first(self._find)
         if newer is not None:  # to go on from an older one would repeat, and then replace, its step
             raise FivefoldError(newer)
         damaged: list[str] = []
-        for folder in reversed(found):
+        for folder in reversed(paths):
             try:
                 facts = self._load_from(folder, tensors)
             except RanksFailed as failed:
@@ -190,22 +192,26 @@ class Checkpoints:
 
     def _find(self) -> tuple[list[Path], str | None]:
         """The checkpoints, and what is said of one that a newer program wrote."""
-        found = folders.published(self.folder)
-        newer = [words for each in found if (words := folders.newer_format(each)) is not None]
+        paths = folders.published(self.folder)
+        newer = [reason for path in paths if (reason := folders.newer_format(path)) is not None]
         if not newer:
             folders.sweep(self.folder)
-        return found, newer[-1] if newer else None
+        return paths, newer[-1] if newer else None
 
     def _sources(self, tensors: Sequence[CheckpointTensor]) -> list[BoxSource]:
         """The boxes that this rank writes, in the order of writing."""
         boxes = {
-            (item := write_item(each.key, each.shape, each.dtype, box)).index: (item, each, box)
-            for each in tensors
-            for box in each.boxes
+            (item := write_item(tensor.key, tensor.shape, tensor.dtype, box)).index: (
+                item,
+                tensor,
+                box,
+            )
+            for tensor in tensors
+            for box in tensor.boxes
         }
         if self._writer is None:
             items = [item for item, _, _ in boxes.values()]
-            on_disk = any(each.on_disk for each in tensors)
+            on_disk = any(tensor.on_disk for tensor in tensors)
             self._writer = CheckpointWriter(self._ranks, items, file_per_box=on_disk)
         return [BoxSource(index, *boxes[index][1:]) for index in self._writer.indices]
 
@@ -225,8 +231,8 @@ class Checkpoints:
                 shutil.rmtree(part, ignore_errors=True)
 
     def _explain(self, step: int, reason: str) -> str:
-        found = folders.published(self.folder)
-        last = f"{found[-1].name} stays the newest" if found else "there is none before it"
+        paths = folders.published(self.folder)
+        last = f"{paths[-1].name} stays the newest" if paths else "there is none before it"
         if TAKEN_OVER in reason:
             return f"the checkpoint of step {step} was not written: {reason}"
         return (
@@ -238,24 +244,24 @@ class Checkpoints:
         """Verify one checkpoint, and only then open and read it."""
         manifest = self._ranks.on_first(lambda: verified_manifest(folder))
         by_size = sorted(manifest.files, key=lambda name: -manifest.files[name].bytes)
-        mine = by_size[self._ranks.rank :: self._ranks.size]
-        problems = self._ranks.on_all(lambda: problems_of(folder, manifest, mine))
+        local_files = by_size[self._ranks.rank :: self._ranks.size]
+        problems = self._ranks.on_all(lambda: problems_of(folder, manifest, local_files))
         if any(problems):
-            raise RanksFailed([each for some in problems for each in some])
+            raise RanksFailed([problem for rank_problems in problems for problem in rank_problems])
         opened: list[StoredTensors] = []
 
         def open_it() -> tuple[list[str], set[str]]:
             opened.append(StoredTensors(folder, manifest.files))
-            keys = {each.key for each in tensors}
+            keys = {tensor.key for tensor in tensors}
             return opened[0].missing(_needed(opened[0], tensors)), keys
 
         differences = self._ranks.exchange(
-            open_it, lambda found: [_differences(opened[0], found)] * self._ranks.size
+            open_it, lambda rank_tensors: [_differences(opened[0], rank_tensors)] * self._ranks.size
         )
         if differences:
             raise FivefoldError(_other_model(folder, differences))
         self._ranks.on_all(lambda: opened[0].load(_needed(opened[0], tensors)))
-        has_states = any(each.key.startswith(OPTIM) for each in _needed(opened[0], tensors))
+        has_states = any(tensor.key.startswith(OPTIM) for tensor in _needed(opened[0], tensors))
         return replace(manifest.facts, has_states=has_states)
 
 
@@ -263,7 +269,7 @@ def _needed(stored: StoredTensors, tensors: Sequence[CheckpointTensor]) -> list[
     """All tensors, except a kind that is not stored at all: imported weights have no states, and
     where adapters are new they begin as they are."""
     needed = {_kind(key) for key in (MODEL, *stored.tensors)}
-    return [each for each in tensors if _kind(each.key) in needed]
+    return [tensor for tensor in tensors if _kind(tensor.key) in needed]
 
 
 def _kind(key: str) -> tuple[str, bool]:
@@ -274,7 +280,7 @@ def _differences(stored: StoredTensors, ranks: list[tuple[list[str], set[str]]])
     """What the ranks need and is not stored, and the stored weights that no rank needs."""
     needed = set[str]().union(*(keys for _, keys in ranks))
     unknown = {key for key in stored.tensors if key.startswith(MODEL)} - needed
-    lacks = {f"it has no {each}" for missing, _ in ranks for each in missing}
+    lacks = {f"it has no {tensor_key}" for missing, _ in ranks for tensor_key in missing}
     return [*sorted(lacks), *sorted(f"this run has no {key}" for key in unknown)]
 
 
@@ -282,7 +288,7 @@ def require_same_tensors(
     folder: Path, stored: StoredTensors, tensors: Sequence[CheckpointTensor]
 ) -> None:
     """Refuse a checkpoint of another model or optimizer, by the tensors of a whole run."""
-    keys = {each.key for each in tensors}
+    keys = {tensor.key for tensor in tensors}
     lacks = stored.missing(_needed(stored, tensors))
     if differences := _differences(stored, [(lacks, keys)]):
         raise FivefoldError(_other_model(folder, differences))
@@ -298,10 +304,10 @@ def require_seed(facts: Facts, seed: int) -> None:
 
 
 def _other_model(folder: Path, differences: list[str]) -> str:
-    shown, rest = differences[:_SHOWN], len(differences) - _SHOWN
-    more = [f"and {rest} more"] if rest > 0 else []
+    shown, remainder = differences[:_SHOWN], len(differences) - _SHOWN
+    tail = [f"and {remainder} more"] if remainder > 0 else []
     return (
-        bullets(f"checkpoint {folder} is of another model or optimizer:", [*shown, *more])
+        bullets(f"checkpoint {folder} is of another model or optimizer:", [*shown, *tail])
         + "\nresume with the model and optimizer it was saved with, or begin in another folder"
     )
 
@@ -328,8 +334,8 @@ class Reader:
             raise BadFile(str(folder), [str(damaged)]) from damaged
         self.facts = manifest.facts
         self.tensors = {
-            key: (tuple(each.size), each.properties.dtype)
-            for key, each in self._stored.tensors.items()
+            key: (tuple(tensor.size), tensor.properties.dtype)
+            for key, tensor in self._stored.tensors.items()
         }
 
     def read(self, key: str) -> Tensor:
@@ -363,10 +369,10 @@ def write_checkpoint(folder: Path, tensors: Iterable[FullTensor], facts: Facts) 
         MetadataIndex(key, whole_box(shape).offsets): partial(guarded, get)
         for key, shape, _, get in tensors
     }
-    kept = KeptCheckpoints(len(folders.published(folder)) + 1)
+    retention = KeptCheckpoints(len(folders.published(folder)) + 1)
     try:
         writer = CheckpointWriter(CheckpointRanks(None), items, file_per_box=True)
-        writer.write(folder, facts, reads, kept)
+        writer.write(folder, facts, reads, retention)
     except RanksFailed as failed:
         part = folder / (folders.name_of(facts.step) + folders.PART)
         shutil.rmtree(part, ignore_errors=True)

@@ -40,23 +40,23 @@ def name_of(step: int) -> str:
 
 def step_of(folder: Path) -> int:
     """The step whose checkpoint this is."""
-    found = _NAME.fullmatch(folder.name)
-    assert found is not None, f"{folder} is no checkpoint"
-    return int(found[1])
+    name_match = _NAME.fullmatch(folder.name)
+    assert name_match is not None, f"{folder} is no checkpoint"
+    return int(name_match[1])
 
 
 def published(folder: Path) -> list[Path]:
     """The checkpoints in a folder, oldest step first. They are not verified."""
     if not folder.is_dir():
         return []
-    found = [each for each in folder.iterdir() if _NAME.fullmatch(each.name)]
-    return sorted(found, key=step_of)
+    paths = [path for path in folder.iterdir() if _NAME.fullmatch(path.name)]
+    return sorted(paths, key=step_of)
 
 
 def latest(run_folder: Path) -> Path | None:
     """The newest checkpoint of a run."""
-    found = published(run_folder / "checkpoints")
-    return found[-1] if found else None
+    paths = published(run_folder / "checkpoints")
+    return paths[-1] if paths else None
 
 
 def begin(folder: Path, step: int) -> Path:
@@ -94,30 +94,30 @@ class KeptCheckpoints(NamedTuple):
     judged_by: str = ""
 
 
-def remove_old(folder: Path, newest: int, kept: KeptCheckpoints) -> None:
+def remove_old(folder: Path, newest: int, retention: KeptCheckpoints) -> None:
     """Remove all but those that are kept, up to the one of step `newest`, just written.
 
     A later one was skipped as damaged when the run resumed. It does not count here, and is replaced
     when its step is written again.
     """
-    older = [each for each in published(folder) if step_of(each) <= newest]
-    best = best_of(older, kept.judged_by) if kept.judged_by else None
-    for each in older[: -kept.newest]:
-        if each != best and newer_format(each) is None:
-            remove(each)
+    older = [checkpoint for checkpoint in published(folder) if step_of(checkpoint) <= newest]
+    best = best_of(older, retention.judged_by) if retention.judged_by else None
+    for path in older[: -retention.newest]:
+        if path != best and newer_format(path) is None:
+            remove(path)
 
 
 def best_of(checkpoints: Iterable[Path], judged_by: str) -> Path | None:
     """The checkpoint whose loss of an evaluation set is lowest; the first of equals."""
     losses = dict[Path, float]()
-    for each in checkpoints:
+    for path in checkpoints:
         try:
-            loss = _read(each).facts.evals.get(judged_by)
+            loss = _read(path).facts.evals.get(judged_by)
         except Damaged:
             continue
         if loss is not None and math.isfinite(loss):
-            losses[each] = loss
-    return min(losses, key=lambda each: losses[each], default=None)
+            losses[path] = loss
+    return min(losses, key=lambda checkpoint: losses[checkpoint], default=None)
 
 
 def remove(final: Path) -> None:
@@ -300,9 +300,9 @@ def _read(folder: Path) -> Manifest:
             raise Damaged(f"{path}: was changed after it was written")
         if version != _FORMAT:
             raise Damaged(f"{path}: has format {version}, and this program reads {_FORMAT}")
-        known = {each.name for each in fields(Facts)}
+        known = {field.name for field in fields(Facts)}
         facts = Facts(**{key: value for key, value in body["facts"].items() if key in known})
-        files = {name: FileChecksum(**each) for name, each in body["files"].items()}
+        files = {name: FileChecksum(**checksum) for name, checksum in body["files"].items()}
     except OSError as error:
         raise Damaged(reason_of(error)) from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -313,12 +313,12 @@ def _read(folder: Path) -> Manifest:
 def problems_of(folder: Path, manifest: Manifest, names: Iterable[str]) -> list[str]:
     """What is wrong with these files. They are hashed, never interpreted."""
     written = {name: manifest.files[name] for name in names}
-    found = in_threads(
+    problems = in_threads(
         lambda name: _problem_of(folder / name, written[name]),
         written,
-        num_streams(sum(each.bytes for each in written.values())),
+        num_streams(sum(checksum.bytes for checksum in written.values())),
     )
-    return [each for each in found if each is not None]
+    return [problem for problem in problems if problem is not None]
 
 
 def _problem_of(path: Path, written: FileChecksum) -> str | None:
@@ -339,8 +339,8 @@ def _untrusted_files(folder: Path, manifest: Manifest) -> list[str]:
         return [f"{folder / MANIFEST}: lists no {METADATA}"]
     if nested := [name for name in manifest.files if Path(name).name != name]:
         return [f"{folder / MANIFEST}: lists {nested[0]}, which lies elsewhere"]
-    others = sorted(folder.glob(f"*{METADATA}"))
-    return [f"{path}: is in no manifest" for path in others if path.name != METADATA]
+    metadata_paths = sorted(folder.glob(f"*{METADATA}"))
+    return [f"{path}: is in no manifest" for path in metadata_paths if path.name != METADATA]
 
 
 def _checksum(body: dict[str, Any]) -> str:

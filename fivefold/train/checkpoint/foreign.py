@@ -35,7 +35,7 @@ class ForeignFolder:
         except Damaged as damaged:
             raise BadFile(str(folder), [f"{damaged}: copy the folder again"]) from damaged
         tensors = self._stored.tensors
-        self.sizes = {key: tuple(each.size) for key, each in tensors.items()}
+        self.sizes = {key: tuple(tensor.size) for key, tensor in tensors.items()}
 
     def dtype(self, key: str) -> torch.dtype:
         """The stored type of a tensor."""
@@ -45,7 +45,7 @@ class ForeignFolder:
         """Why tensors cannot be read."""
         for key in keys:
             chunks = self._stored.tensors[key].chunks
-            covered = sum(math.prod(each.sizes) for each in chunks)
+            covered = sum(math.prod(part.sizes) for part in chunks)
             if covered != math.prod(self.sizes[key]):
                 yield f"{key} is not complete: {METADATA} lacks what some ranks have saved"
             for chunk in chunks:
@@ -59,12 +59,12 @@ class ForeignFolder:
             end > size for end, size in zip(ends, self.sizes[key], strict=True)
         ):
             return f"{key} has values outside of its shape {self.sizes[key]}"
-        place = self._stored.metadata.storage_data.get(MetadataIndex(key, chunk.offsets))
-        if place is None:
+        record = self._stored.metadata.storage_data.get(MetadataIndex(key, chunk.offsets))
+        if record is None:
             return f"{key} is in no file: {METADATA} does not say where its values are"
-        end, size = place.offset + place.length, self._bytes[place.relative_path]
+        end, size = record.offset + record.length, self._bytes[record.relative_path]
         if end > size:
-            file = place.relative_path
+            file = record.relative_path
             return f"{file} has {size:,} bytes, and {key} ends at {end:,}: copy this file again"
         return None
 

@@ -79,9 +79,9 @@ class _StandIn:
     state: Any
 
     def __new__(cls, *args: Any) -> Self:
-        made = super().__new__(cls)
-        made.args, made.state = args, None
-        return made
+        stand_in = super().__new__(cls)
+        stand_in.args, stand_in.state = args, None
+        return stand_in
 
     def __setstate__(self, state: Any) -> None:
         self.state = state
@@ -128,18 +128,18 @@ def _number(value: Any) -> int:
 
 def _size(value: Any) -> torch.Size:
     (sizes,) = _given(value, "Size").args
-    return torch.Size([_number(each) for each in _typed(sizes, tuple)])
+    return torch.Size([_number(size) for size in _typed(sizes, tuple)])
 
 
 def _metadata(value: Any, files: Collection[str]) -> Metadata:
     table = _state(value, "Metadata")
     tensors: dict[str, TensorStorageMetadata] = {
-        _typed(key, str): _tensor(each)
-        for key, each in _typed(table["state_dict_metadata"], dict).items()
-        if _typed(each, _StandIn).kind != _BYTES  # other objects of other programs: never read
+        _typed(key, str): _tensor(tensor)
+        for key, tensor in _typed(table["state_dict_metadata"], dict).items()
+        if _typed(tensor, _StandIn).kind != _BYTES  # other objects of other programs: never read
     }
     stored = _typed(table["storage_data"], dict)
-    places = {_index(key): _place(each, files) for key, each in stored.items()}
+    places = {_index(key): _place(location, files) for key, location in stored.items()}
     version = table.get("version")
     if version is not None:
         _typed(version, str)
@@ -149,7 +149,7 @@ def _metadata(value: Any, files: Collection[str]) -> Metadata:
 def _tensor(value: Any) -> TensorStorageMetadata:
     table = _state(value, "TensorStorageMetadata")
     dtype = _typed(_given(table["properties"], "TensorProperties").state, tuple)[0]
-    chunks = [_chunk(each) for each in _typed(table["chunks"], list)]
+    chunks = [_chunk(chunk) for chunk in _typed(table["chunks"], list)]
     properties = TensorProperties(_typed(dtype, torch.dtype))
     return TensorStorageMetadata(properties, _size(table["size"]), chunks)
 

@@ -32,33 +32,35 @@ def open_run(
 def _reader(
     run_folder: Path, step: int | Literal["best"] | None, tell: Callable[[str], None]
 ) -> Reader:
-    found = published(run_folder / "checkpoints")
+    paths = published(run_folder / "checkpoints")
     if step == "best":
-        return Reader(_best(run_folder, found))
+        return Reader(_best(run_folder, paths))
     if step is not None:
-        wanted = [path for path in found if path.name == f"step-{step:08d}"]
-        if not wanted:
-            known = ", ".join(str(int(path.name.removeprefix("step-"))) for path in found)
+        matches = [path for path in paths if path.name == f"step-{step:08d}"]
+        if not matches:
+            known = ", ".join(str(int(path.name.removeprefix("step-"))) for path in paths)
             raise FivefoldError(
                 f"{run_folder} has no checkpoint of step {step}: choose from {known or 'none'}"
             )
-        return Reader(wanted[0])
-    for path in reversed(found):
+        return Reader(matches[0])
+    for path in reversed(paths):
         if (newer := newer_format(path)) is not None:
             raise FivefoldError(f"{newer}, or choose another one with --step")
         try:
             return Reader(path)
         except FivefoldError as error:
             tell(str(error))
-    way = "restore one from a copy, or train again in another folder" if found else "train it first"
-    raise FivefoldError(f"{run_folder} has no good checkpoint: {way}")
+    remedy = (
+        "restore one from a copy, or train again in another folder" if paths else "train it first"
+    )
+    raise FivefoldError(f"{run_folder} has no good checkpoint: {remedy}")
 
 
-def _best(run_folder: Path, found: Sequence[Path]) -> Path:
+def _best(run_folder: Path, paths: Sequence[Path]) -> Path:
     judged_by = options_of(run_folder).train.keep_best
     if not judged_by:
         raise FivefoldError(f"{run_folder} keeps no best checkpoint: train with keep_best=SET")
-    best = best_of(found, judged_by)
+    best = best_of(paths, judged_by)
     if best is None:
         raise FivefoldError(f"no checkpoint of {run_folder} was evaluated on {judged_by} yet")
     return best
@@ -67,17 +69,17 @@ def _best(run_folder: Path, found: Sequence[Path]) -> Path:
 def _refuse_other(reader: Reader, shape: Shape) -> None:
     """Refuse a checkpoint of another model, with the first differences."""
     problems: list[str] = []
-    for each in (*weights(shape), *buffers(shape)):
-        sizes, _ = reader.tensors.get(f"model/{each.name}", (None, None))
+    for tensor in (*weights(shape), *buffers(shape)):
+        sizes, _ = reader.tensors.get(f"model/{tensor.name}", (None, None))
         if sizes is None:
-            problems.append(f"{each.name} is missing")
-        elif tuple(sizes) != each.shape:
-            rule = f"has shape {tuple(sizes)}, and the plan asks for {each.shape}"
-            problems.append(f"{each.name} {rule}")
+            problems.append(f"{tensor.name} is missing")
+        elif tuple(sizes) != tensor.shape:
+            rule = f"has shape {tuple(sizes)}, and the plan asks for {tensor.shape}"
+            problems.append(f"{tensor.name} {rule}")
     if problems:
-        step, more = reader.facts.step, len(problems) - _SHOWN
-        shown = [*problems[:_SHOWN], *([f"and {more} more"] if more > 0 else [])]
-        way = f"--step {step} reads it by the plan that made it"
+        step, num_hidden = reader.facts.step, len(problems) - _SHOWN
+        shown = [*problems[:_SHOWN], *([f"and {num_hidden} more"] if num_hidden > 0 else [])]
+        remedy = f"--step {step} reads it by the plan that made it"
         if not reader.facts.plan_in_run:
-            way = "put the plan of this checkpoint into plan.toml; plan.N.toml are former ones"
-        raise BadFile(f"the checkpoint of step {step}", [*shown, way])
+            remedy = "put the plan of this checkpoint into plan.toml; plan.N.toml are former ones"
+        raise BadFile(f"the checkpoint of step {step}", [*shown, remedy])

@@ -82,7 +82,7 @@ class CheckpointRanks:
     def _combine(
         self, parts: list[Part | _Reason], combine: Callable[[list[Part]], list[Result]]
     ) -> list[Result | RanksFailed]:
-        reasons = [each.text for each in parts if isinstance(each, _Reason)]
+        reasons = [part.text for part in parts if isinstance(part, _Reason)]
         if not reasons:
             results = self._try(lambda: combine(cast(list[Part], parts)))
             if not isinstance(results, _Reason):
@@ -90,30 +90,30 @@ class CheckpointRanks:
             reasons = [results.text]
         return [RanksFailed(reasons)] * self.size
 
-    def _gather(self, mine: Part) -> list[Part] | None:
+    def _gather(self, local_part: Part) -> list[Part] | None:
         """The parts of all ranks, on the first."""
         if self.group is None:
-            return [mine]
+            return [local_part]
         parts = cast(list[Part], [None] * self.size) if self.rank == 0 else None
-        dist.gather_object(mine, parts, dst=self._first, group=self.group)
+        dist.gather_object(local_part, parts, dst=self._first, group=self.group)
         return parts
 
     def _scatter(self, results: list[Result] | None) -> Result:
         if self.group is None:
             assert results is not None
             return results[0]
-        mine = cast(list[Result], [None])
-        dist.scatter_object_list(mine, results, src=self._first, group=self.group)
-        return mine[0]
+        output = cast(list[Result], [None])
+        dist.scatter_object_list(output, results, src=self._first, group=self.group)
+        return output[0]
 
 
 def reason_of(error: BaseException) -> str:
     """An error in one line: where the operating system refused something, the file and why."""
     if isinstance(error, RankFailure):
         return str(error)
-    for each in _chain(error):
-        if isinstance(each, OSError) and each.strerror:
-            return f"{each.filename}: {each.strerror}" if each.filename else each.strerror
+    for cause in _chain(error):
+        if isinstance(cause, OSError) and cause.strerror:
+            return f"{cause.filename}: {cause.strerror}" if cause.filename else cause.strerror
     lines = str(error).splitlines()
     return lines[0] if lines else type(error).__name__
 

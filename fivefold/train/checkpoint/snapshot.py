@@ -76,16 +76,16 @@ class Snapshot:
         self._in_place = [] if self._slabs else sources
         self._settled = Future[None]()  # what is read in place
         reads: dict[MetadataIndex, Callable[[], Tensor]] = {
-            each.index: partial(self._read_in_place, each) for each in self._in_place
+            source.index: partial(self._read_in_place, source) for source in self._in_place
         }
         for slab, copied in self._slabs:
-            reads |= {each.index: partial(self._read, each.index, copied) for each in slab}
+            reads |= {source.index: partial(self._read, source.index, copied) for source in slab}
         self.reads: BoxReads = reads
 
     def take(self) -> None:
         """Copy all boxes that have copies. If that fails, so does every read that waits."""
         try:
-            _synchronise(each.read() for each in self._in_place if not each.tensor.on_disk)
+            _synchronise(source.read() for source in self._in_place if not source.tensor.on_disk)
             self._settled.set_result(None)
             for slab, copied in self._slabs:
                 self._copy(slab)
@@ -98,7 +98,7 @@ class Snapshot:
             raise
 
     def _copy(self, slab: Sequence[BoxSource]) -> None:
-        values = {each.index: each.read() for each in slab}
+        values = {source.index: source.read() for source in slab}
         if slab[0].index not in self._copies:
             pinned = any(value.is_cuda for value in values.values())
             self._copies.update(_allocated(slab, pinned))
@@ -127,29 +127,29 @@ def slabs_of(sources: Sequence[BoxSource]) -> list[list[BoxSource]]:
     None where states are on a disk: nothing changes before such a save ends.
     """
     slabs: list[list[BoxSource]] = []
-    if any(each.tensor.on_disk for each in sources):
+    if any(candidate.tensor.on_disk for candidate in sources):
         return slabs
-    room = 0
-    for each in sources:
-        if not slabs or each.num_bytes > room:
+    space = 0
+    for source in sources:
+        if not slabs or source.num_bytes > space:
             slabs.append([])
-            room = SLAB_BYTES
-        slabs[-1].append(each)
-        room -= each.num_bytes
+            space = SLAB_BYTES
+        slabs[-1].append(source)
+        space -= source.num_bytes
     return slabs
 
 
 def _allocated(slab: Sequence[BoxSource], pinned: bool) -> Mapping[MetadataIndex, Tensor]:
     """Memory for the copies of a slab; each has its own storage, since torch writes storages."""
-    memory = _memory(sum(each.num_bytes for each in slab), pinned)
+    memory = _memory(sum(entry.num_bytes for entry in slab), pinned)
     copies: dict[MetadataIndex, Tensor] = {}
     offset = 0
-    for each in slab:
+    for source in slab:
         copy = torch.frombuffer(
-            memory, dtype=each.tensor.dtype, count=each.box.numel, offset=offset
+            memory, dtype=source.tensor.dtype, count=source.box.numel, offset=offset
         )
-        copies[each.index] = copy.view(each.box.sizes)
-        offset += each.num_bytes
+        copies[source.index] = copy.view(source.box.sizes)
+        offset += source.num_bytes
     return copies
 
 

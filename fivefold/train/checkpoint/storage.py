@@ -124,24 +124,24 @@ class _LoadPlanner(DefaultLoadPlanner):
     ) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
         self.wanted, self.stored = wanted, stored
-        self.values = {each.key: each.state.read().detach() for each in wanted}
+        self.values = {tensor.key: tensor.state.read().detach() for tensor in wanted}
         self.targets = {
-            (each.key, torch.Size(box.offsets)): in_box(self.values[each.key], box)
-            for each in wanted
-            for box in each.boxes
+            (tensor.key, torch.Size(box.offsets)): in_box(self.values[tensor.key], box)
+            for tensor in wanted
+            for box in tensor.boxes
         }
 
     def create_local_plan(self) -> LoadPlan:
         items: list[ReadItem] = []
-        for each in self.wanted:
+        for tensor in self.wanted:
             chunks = [
                 ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
-                for box in each.boxes
+                for box in tensor.boxes
             ]
-            found = create_read_items_for_chunk_list(each.key, self.stored[each.key], chunks)
-            numel = sum(box.numel for box in each.boxes)
-            assert sum(item.lengths.numel() for item in found) == numel, f"{each.key} has holes"
-            items += found
+            reads = create_read_items_for_chunk_list(tensor.key, self.stored[tensor.key], chunks)
+            numel = sum(box.numel for box in tensor.boxes)
+            assert sum(item.lengths.numel() for item in reads) == numel, f"{tensor.key} has holes"
+            items += reads
         return LoadPlan(items)
 
     def resolve_tensor(self, read_item: ReadItem) -> Tensor:
@@ -162,9 +162,9 @@ class StoredTensors:
         self.metadata = read_metadata(folder / METADATA, files)
         self._reader.set_up_storage_reader(self.metadata, True)
         self.tensors = {
-            key: each
-            for key, each in self.metadata.state_dict_metadata.items()
-            if isinstance(each, TensorStorageMetadata)
+            key: tensor
+            for key, tensor in self.metadata.state_dict_metadata.items()
+            if isinstance(tensor, TensorStorageMetadata)
         }
 
     @property
@@ -172,16 +172,18 @@ class StoredTensors:
         """The names of the optimizer's states."""
         return {key.split("/")[1] for key in self.tensors if key.startswith(OPTIM)}
 
-    def missing(self, wanted: Iterable[CheckpointTensor]) -> list[str]:
+    def missing(self, tensors: Iterable[CheckpointTensor]) -> list[str]:
         """The wanted tensors that the checkpoint does not have, or not in that shape."""
-        found: list[str] = []
-        for each in wanted:
-            stored = self.tensors.get(each.key)
+        missing_keys: list[str] = []
+        for tensor in tensors:
+            stored = self.tensors.get(tensor.key)
             if stored is None:
-                found.append(each.key)
-            elif tuple(stored.size) != each.shape:
-                found.append(f"{each.key} {each.shape}, which is {tuple(stored.size)} there")
-        return found
+                missing_keys.append(tensor.key)
+            elif tuple(stored.size) != tensor.shape:
+                missing_keys.append(
+                    f"{tensor.key} {tensor.shape}, which is {tuple(stored.size)} there"
+                )
+        return missing_keys
 
     def read(self, key: str) -> Tensor:
         """One full tensor, in host memory."""
@@ -190,15 +192,15 @@ class StoredTensors:
         self.load([CheckpointTensor(key, shape, dtype, (whole_box(shape),), state)])
         return state.tensor
 
-    def load(self, wanted: Iterable[CheckpointTensor]) -> None:
+    def load(self, requests: Iterable[CheckpointTensor]) -> None:
         """Read all of them; those that live on a disk one by one, to have one in memory."""
-        tensors = list(wanted)
-        for each in (one for one in tensors if one.on_disk):
-            self._load([each])
-        self._load([each for each in tensors if not each.on_disk])
+        tensors = list(requests)
+        for disk_tensor in (tensor for tensor in tensors if tensor.on_disk):
+            self._load([disk_tensor])
+        self._load([tensor for tensor in tensors if not tensor.on_disk])
 
-    def _load(self, wanted: list[CheckpointTensor]) -> None:
-        firsts = {each.key: each for each in reversed(wanted)}
+    def _load(self, tensors: list[CheckpointTensor]) -> None:
+        firsts = {first.key: first for first in reversed(tensors)}
         planner = _LoadPlanner(list(firsts.values()), self.tensors)
         planner.set_up_planner({}, self.metadata, True)
         plan = self._reader.prepare_local_plan(planner.create_local_plan())
@@ -212,10 +214,10 @@ class StoredTensors:
             by_file.values(),
             num_streams(sum(target.nbytes for target in planner.targets.values())),
         )
-        for each in wanted:
+        for tensor in tensors:
             # A rank may have a tied weight twice; both have the same shard of it.
-            assert each.boxes == firsts[each.key].boxes, f"{each.key} is sharded in two ways"
-            each.state.write(planner.values[each.key])
+            assert tensor.boxes == firsts[tensor.key].boxes, f"{tensor.key} is sharded in two ways"
+            tensor.state.write(planner.values[tensor.key])
 
 
 # Writing.
@@ -316,14 +318,14 @@ class CheckpointWriter:
     def indices(self) -> list[MetadataIndex]:
         """The boxes that this rank writes, in the order in which its threads come to them."""
         rounds = zip_longest(*(file.items for file in self._files))
-        return [item.index for each in rounds for item in each if item is not None]
+        return [item.index for row in rounds for item in row if item is not None]
 
     def write(
         self,
         folder: Path,
         facts: Facts,
         reads: BoxReads,
-        kept: KeptCheckpoints,
+        retention: KeptCheckpoints,
         fence: Fence = nullcontext,
     ) -> None:
         """Write a checkpoint, publish it, and remove older ones, inside of the fence."""
@@ -339,7 +341,7 @@ class CheckpointWriter:
             self._write_manifest(part, facts, written)
             with fence():
                 folders.publish(part)
-                folders.remove_old(folder, facts.step, kept)
+                folders.remove_old(folder, facts.step, retention)
             return [None] * self.ranks.size
 
         self.ranks.exchange(lambda: self._write_boxes(reads), finish)
@@ -351,10 +353,10 @@ class CheckpointWriter:
         """
         assigned, metadata = _SavePlanner({}).create_global_plan(plans)
         files = [self._files_of(plan) for plan in assigned]
-        numbered = iter(self._writer.prepare_global_plan([one for some in files for one in some]))
+        numbered = iter(self._writer.prepare_global_plan([box for file in files for box in file]))
         return [
-            ([next(numbered) for _ in some], None if rank else metadata)
-            for rank, some in enumerate(files)
+            ([next(numbered) for _ in file], None if rank else metadata)
+            for rank, file in enumerate(files)
         ]
 
     def _files_of(self, plan: SavePlan) -> list[SavePlan]:
@@ -376,12 +378,14 @@ class CheckpointWriter:
             return self._writer.write_data(file, planner).wait()
 
         files = in_threads(write, self._files, 1 if self._file_per_box else len(self._files))
-        return _WrittenFiles([each for file in files for each in file], self._writer.checksums)
+        return _WrittenFiles([result for file in files for result in file], self._writer.checksums)
 
     def _write_manifest(self, part: Path, facts: Facts, written: list[_WrittenFiles]) -> None:
         assert self._metadata is not None, "only the first rank has it"
-        files = {name: each for one in written for name, each in one.files.items()}
-        self._writer.finish(self._metadata, [each.results for each in written])
+        files = {
+            name: checksum for rank_files in written for name, checksum in rank_files.files.items()
+        }
+        self._writer.finish(self._metadata, [rank_files.results for rank_files in written])
         files[METADATA] = checksum_of(part / METADATA)
         manifest = Manifest(facts, dict(sorted(files.items())))
         folders.write_synced(part / folders.MANIFEST, manifest.text())

@@ -74,11 +74,11 @@ class CopyLine(NamedTuple):
 
     @classmethod
     def of(
-        cls, job: Job, role: str, held: Sequence[HeldTensor], every_step: bool = False
+        cls, job: Job, role: str, tensors: Sequence[HeldTensor], every_step: bool = False
     ) -> CopyLine:
         """Of a role in this rank's group."""
-        sums = BitSums([each.tensor for each in held], job.mesh.device)
-        names = tuple(each.name for each in held)
+        sums = BitSums([tensor.tensor for tensor in tensors], job.mesh.device)
+        names = tuple(tensor.name for tensor in tensors)
         return cls(role, job.mesh.members[role], names, sums, every_step)
 
     @property
@@ -91,7 +91,7 @@ class Seal:
 
     def __init__(self, held: Sequence[HeldTensor], device: torch.device) -> None:
         self.held, self.device = held, device
-        self.sums = BitSums([each.tensor for each in held], device)
+        self.sums = BitSums([tensor.tensor for tensor in held], device)
         self.taken: Tensor | None = None
         self.wrong: Tensor | None = None
 
@@ -113,7 +113,7 @@ class Seal:
     def broken(self) -> list[str]:
         """The names of those that had changed at the last check."""
         wrong = [] if self.wrong is None else self.wrong.tolist()
-        return [each.name for each, bad in zip(self.held, wrong, strict=False) if bad]
+        return [tensor.name for tensor, bad in zip(self.held, wrong, strict=False) if bad]
 
 
 class Integrity(Callback):
@@ -154,7 +154,7 @@ class Integrity(Callback):
     def before_update(self) -> Tensor:
         """As `StepWatch` has it."""
         due = self.number % self.every == 0
-        return self._look([each for each in self.lines if due or each.every_step], frozen=due)
+        return self._look([line for line in self.lines if due or line.every_step], frozen=due)
 
     def _look(self, lines: Sequence[CopyLine], *, frozen: bool) -> Tensor:
         """Two numbers whose sums over all ranks are zero if nothing has changed."""
@@ -171,11 +171,11 @@ class Integrity(Callback):
 
     def after_step(self, number: int) -> None:
         """Look at everything that a save is about to hold."""
-        if not any(each.needs_record(number) for each in self.savers):
+        if not any(saver.needs_record(number) for saver in self.savers):
             return
-        lines = [each for each in self.lines if not each.every_step]  # the others are gathered now
-        found = exchanged(self.mesh, self._look(lines, frozen=True).tolist())
-        if any(map(sum, zip(*found, strict=True))):
+        lines = [line for line in self.lines if not line.every_step]  # the others are gathered now
+        flags = exchanged(self.mesh, self._look(lines, frozen=True).tolist())
+        if any(map(sum, zip(*flags, strict=True))):
             raise self.error()
         self.verified = number
 
@@ -190,13 +190,13 @@ class Integrity(Callback):
         """What was found, once a sum was not zero; every rank calls this. Checkpoints that may hold
         it are marked."""
         broken = self.seal.broken(), self.frozen.broken()
-        found = exchanged(self.mesh, (socket.gethostname(), *broken))
-        named = {rank: [*ours, *frozen] for rank, (_, ours, frozen) in enumerate(found)}
-        words = [_flipped(rank, found[rank][0], names) for rank, names in named.items() if names]
-        last = self.verified if any(frozen for _, _, frozen in found) else self.number - 1
-        if not words:
-            words, last = self._odd([each[0] for each in found])
-        why = f"step {self.number}: {'; '.join(words)}"
+        reports = exchanged(self.mesh, (socket.gethostname(), *broken))
+        named = {rank: [*ours, *frozen] for rank, (_, ours, frozen) in enumerate(reports)}
+        texts = [_flipped(rank, reports[rank][0], names) for rank, names in named.items() if names]
+        last = self.verified if any(frozen for _, _, frozen in reports) else self.number - 1
+        if not texts:
+            texts, last = self._odd([report[0] for report in reports])
+        why = f"step {self.number}: {'; '.join(texts)}"
         marked = [] if self.checkpoints is None else self.checkpoints.mark_suspect(last, why)
         listed = f"; --resume passes over {', '.join(marked)}, marked as suspect" if marked else ""
         return FivefoldError(
@@ -211,23 +211,25 @@ class Integrity(Callback):
             for line in self.lines
             if line.key in self.compared
         }
-        found = exchanged(self.mesh, {key: tuple(each.values()) for key, each in local.items()})
-        groups = sorted({key for ranks in found for key in ranks})
-        apart = [key for key in groups if len({found[rank][key] for rank in key[1]}) > 1]
+        rank_hashes = exchanged(
+            self.mesh, {key: tuple(tensor_hashes.values()) for key, tensor_hashes in local.items()}
+        )
+        groups = sorted({key for ranks in rank_hashes for key in ranks})
+        apart = [key for key in groups if len({rank_hashes[rank][key] for rank in key[1]}) > 1]
         details = exchanged(self.mesh, {key: local[key] for key in apart if key in local})
         shards = exchanged(self.mesh, self._sealed_shards())
-        words, last = dict[tuple[int, ...], str](), self.number - 1
+        texts, last = dict[tuple[int, ...], str](), self.number - 1
         for key in apart:
             hashes = {rank: details[rank][key] for rank in key[1]}
             odd, names = _odd_of(hashes)
             flipped = _other_than_sealed(names, hashes, shards) if key[2] else {}
             for rank, tensors in flipped.items():
-                words.setdefault((rank,), _flipped(rank, hosts[rank], tensors))
+                texts.setdefault((rank,), _flipped(rank, hosts[rank], tensors))
             if not flipped:
-                words.setdefault(odd, _differs(odd, key[1], hosts, names))
+                texts.setdefault(odd, _differs(odd, key[1], hosts, names))
                 last = min(last, max(self.after, self.number - 2) if key[2] else self.verified)
         none = "the sum over hashes of copies is not zero, though these are equal"
-        return [*words.values()] or [none], last
+        return [*texts.values()] or [none], last
 
     def _sealed_shards(self) -> dict[str, ShardHash]:
         """The hashes of this rank's weights, as they were sealed after the last update."""
@@ -242,8 +244,12 @@ class Integrity(Callback):
 def _odd_of(hashes: Mapping[int, Mapping[str, int]]) -> tuple[tuple[int, ...], list[str]]:
     """The odd ranks of a group, and the tensors in which they are."""
     first = next(iter(hashes.values()))
-    names = [name for name in first if len({each[name] for each in hashes.values()}) > 1]
-    by_rank = {rank: tuple(each[name] for name in names) for rank, each in hashes.items()}
+    names = [
+        name for name in first if len({rank_hashes[name] for rank_hashes in hashes.values()}) > 1
+    ]
+    by_rank = {
+        rank: tuple(rank_hashes[name] for name in names) for rank, rank_hashes in hashes.items()
+    }
     return odd_ones(by_rank), names
 
 
@@ -256,8 +262,8 @@ def _other_than_sealed(
     flipped: dict[int, list[str]] = {}
     for name in names:
         truth = sum_of_shards([shards[rank][name] for rank in hashes if name in shards[rank]])
-        for rank, each in hashes.items():
-            if truth is not None and (each[name] - truth) % 2**64:
+        for rank, rank_hashes in hashes.items():
+            if truth is not None and (rank_hashes[name] - truth) % 2**64:
                 flipped.setdefault(rank, []).append(name)
     return flipped
 
@@ -270,11 +276,11 @@ def sum_of_shards(shards: Sequence[ShardHash]) -> int | None:
     >>> sum_of_shards([ShardHash(0, 3, 2, 5), ShardHash(3, 7, 2, 6)])  # within a word of 8 bytes
     """
     ordered = sorted(set(shards))  # replicas have the same
-    ends = [0, *(each.stop for each in ordered)]
-    joined = all(each.start == end for each, end in zip(ordered, ends, strict=False))
-    if not ordered or not joined or any(each.start * each.itemsize % 8 for each in ordered):
+    ends = [0, *(shard.stop for shard in ordered)]
+    joined = all(shard.start == end for shard, end in zip(ordered, ends, strict=False))
+    if not ordered or not joined or any(shard.start * shard.itemsize % 8 for shard in ordered):
         return None
-    return sum(each.hash for each in ordered)
+    return sum(shard.hash for shard in ordered)
 
 
 def _flipped(rank: int, host: str, names: Sequence[str]) -> str:
@@ -292,17 +298,17 @@ def _differs(
 
 
 def _list(names: Sequence[str]) -> str:
-    rest = len(names) - _MOST_NAMED
-    return ", ".join(names[:_MOST_NAMED]) + (f" and {rest} more" if rest > 0 else "")
+    remainder = len(names) - _MOST_NAMED
+    return ", ".join(names[:_MOST_NAMED]) + (f" and {remainder} more" if remainder > 0 else "")
 
 
 def exchanged(mesh: Mesh, value: Any) -> list[Any]:
     """The values of all ranks, by rank: rare and small."""
     if len(mesh.members["world"]) == 1:
         return [value]
-    found: list[Any] = [None] * len(mesh.members["world"])
-    dist.all_gather_object(found, value)
-    return found
+    values: list[Any] = [None] * len(mesh.members["world"])
+    dist.all_gather_object(values, value)
+    return values
 
 
 def held_tensors(job: Job, updater: Updater) -> list[HeldTensor]:
@@ -314,21 +320,21 @@ def _shards(job: Job, kind: str, *, frozen: bool) -> Iterator[HeldTensor]:
     """The shards of weights that this rank owns."""
     for unit in job.units:
         if unit.unit.frozen == frozen and unit.options.disk is None:
-            for each in unit.owned:
-                name = f"{kind} of {job.table[each.row.name].name}"
-                yield HeldTensor(name, each.tensor, each.start)
+            for shard in unit.owned:
+                name = f"{kind} of {job.table[shard.row.name].name}"
+                yield HeldTensor(name, shard.tensor, shard.start)
 
 
 def _states(
-    job: Job, updater: Updater, wanted: Callable[[int], bool] = lambda index: True
+    job: Job, updater: Updater, predicate: Callable[[int], bool] = lambda index: True
 ) -> list[HeldTensor]:
     """The states and master weights of what is owned, where they are beside the model."""
-    names = [job.table[each.row.name].name for each in job.owned]
+    names = [job.table[shard.row.name].name for shard in job.owned]
     return [
         HeldTensor(f"{'master weights' if key == MASTER else key} of {names[index]}", state.tensor)
         for key, states in updater.states().items()
         for index, state in enumerate(states)
-        if wanted(index) and isinstance(state, StateInMemory)
+        if predicate(index) and isinstance(state, StateInMemory)
         if state.tensor.device.type == job.mesh.device.type
     ]
 
@@ -338,20 +344,20 @@ def _lines(job: Job, updater: Updater) -> Iterator[CopyLine]:
     by_role: dict[str, set[int]] = {}
     number = 0
     for unit in job.units:
-        for each in () if unit.unit.frozen else unit.owned:
-            shard = job.shards[each.row.name]
-            for role in copy_roles(shard, each.row.expert, unit.sliced):
+        for piece in () if unit.unit.frozen else unit.owned:
+            shard = job.shards[piece.row.name]
+            for role in copy_roles(shard, piece.row.expert, unit.sliced):
                 by_role.setdefault(role, set()).add(number)
             number += 1
     owned = job.owned
     for role, indices in sorted(by_role.items()):
-        held = [
+        tensors = [
             HeldTensor(f"{WEIGHTS} of {job.table[owned[i].row.name].name}", owned[i].tensor)
             for i in sorted(indices)
             if owned[i].tensor.device.type == job.mesh.device.type
         ]
-        held += _states(job, updater, indices.__contains__)
-        yield CopyLine.of(job, role, held)
+        tensors += _states(job, updater, indices.__contains__)
+        yield CopyLine.of(job, role, tensors)
     for expert in (False, True):
         full = [
             HeldTensor(f"{WEIGHTS} of {job.table[name].name}", unit.full[start:stop])

@@ -102,16 +102,16 @@ class MemoryCopies:
     def save(self, tensors: Sequence[CheckpointTensor], facts: Facts) -> None:
         """Copy all values now, and complete the copy in the background."""
         self.wait()
-        mine, boxes = self._segment(self._ranks.rank, self._slot), list(_stored(tensors))
+        segment, boxes = self._segment(self._ranks.rank, self._slot), list(_stored(tensors))
         size = boxes[-1].at + boxes[-1].num_bytes if boxes else 0
         copy = CopyOf(facts.step, self.start, self._ranks.size, self._slot, self._ranks.rank)
-        table = {"facts": asdict(facts), "boxes": [list(each) for each in boxes]}
-        data = mine.begin(copy, table, size)
+        table = {"facts": asdict(facts), "boxes": [list(stored_box) for stored_box in boxes]}
+        data = segment.begin(copy, table, size)
         # A step that runs already would change what is copied later.
         for box, value in zip(boxes, _values(tensors), strict=True):
             box.view(data).copy_(value)
         self._thread = Thread(
-            target=self._complete, args=(mine, self._slot), name=SAVE_THREAD, daemon=True
+            target=self._complete, args=(segment, self._slot), name=SAVE_THREAD, daemon=True
         )
         self._thread.start()
         self._slot = (self._slot + 1) % SLOTS
@@ -132,36 +132,38 @@ class MemoryCopies:
 
         If one keeper has the memory of all ranks, each finds the same by itself: nobody writes now.
         """
-        kept = self._kept()
-        held = {self._ranks.rank: kept}
+        copies = self._kept()
+        copies_by_rank = {self._ranks.rank: copies}
         if self.keeper.share is not None:
-            held = dict(enumerate(self._ranks.on_all(lambda: kept)))
-        found = newest_set(held)
-        self._slot = next_slot(found)
-        if found is None or found.step < after:
+            copies_by_rank = dict(enumerate(self._ranks.on_all(lambda: copies)))
+        copy_set = newest_set(copies_by_rank)
+        self._slot = next_slot(copy_set)
+        if copy_set is None or copy_set.step < after:
             return None
-        facts, reads = self._planned(found, tensors)
-        if not all(self._ranks.on_all(lambda: self._verified(found, reads))):
+        facts, reads = self._planned(copy_set, tensors)
+        if not all(self._ranks.on_all(lambda: self._verified(copy_set, reads))):
             return None
-        values = [each.state.read().detach() for each in tensors]
+        values = [target.state.read().detach() for target in tensors]
         self._exchange(reads or [], values)
-        for each, value in zip(tensors, values, strict=True):
-            each.state.write(value)
+        for tensor, value in zip(tensors, values, strict=True):
+            tensor.state.write(value)
         return facts
 
     def _planned(
-        self, found: CopySet, tensors: Sequence[CheckpointTensor]
+        self, copy_set: CopySet, tensors: Sequence[CheckpointTensor]
     ) -> tuple[Facts, list[BoxRead] | None]:
         """Where the run stood, and what this rank reads."""
-        me, same = self._me, found.world == self._ranks.size
+        me, same = self._me, copy_set.world == self._ranks.size
         if same and self.keeper.share is None:  # in the same layout a rank reads its own copy alone
-            table = self._table(me, found.slot)
+            table = self._table(me, copy_set.slot)
             if table.boxes == list(_stored(tensors)):
-                alone = CopySet(*found[:4], keepers=((me,),) * found.world)
-                tables = [table if rank == me else CopyTable([], {}) for rank in range(found.world)]
+                alone = CopySet(*copy_set[:4], keepers=((me,),) * copy_set.world)
+                tables = [
+                    table if rank == me else CopyTable([], {}) for rank in range(copy_set.world)
+                ]
                 return Facts(**table.facts), _reads(tensors, _catalog(alone, tables, me))
-        tables = self._tables(found)
-        return Facts(**tables[0].facts), _reads(tensors, _catalog(found, tables, me))
+        tables = self._tables(copy_set)
+        return Facts(**tables[0].facts), _reads(tensors, _catalog(copy_set, tables, me))
 
     def _segment(self, rank: int, slot: int) -> KeptSegment:
         if (rank, slot) not in self._segments:
@@ -171,94 +173,97 @@ class MemoryCopies:
     def _kept(self) -> list[CopyOf]:
         """The whole copies in the memory of this host."""
         places = [(rank, slot) for rank in self.keeper.ranks() for slot in range(SLOTS)]
-        segments = [self._segment(*each) for each in places]
-        return [each.copy for each in segments if each.whole]
+        segments = [self._segment(*position) for position in places]
+        return [segment.copy for segment in segments if segment.whole]
 
-    def _tables(self, found: CopySet) -> list[CopyTable]:
+    def _tables(self, copy_set: CopySet) -> list[CopyTable]:
         """What is in each copy of a set; ranks tell one another what only they can see."""
-        me, mine = self._ranks.rank, dict[int, CopyTable]()
-        for rank, keepers in enumerate(found.keepers):
+        me, local_tables = self._ranks.rank, dict[int, CopyTable]()
+        for rank, keepers in enumerate(copy_set.keepers):
             if me in keepers:
-                mine[rank] = self._table(rank, found.slot)
+                local_tables[rank] = self._table(rank, copy_set.slot)
         if self.keeper.share is None:
-            return [mine[rank] for rank in range(found.world)]
-        told = self._ranks.on_all(lambda: mine)
-        return [mine.get(rank) or told[found.keepers[rank][0]][rank] for rank in range(found.world)]
+            return [local_tables[rank] for rank in range(copy_set.world)]
+        tables_by_rank = self._ranks.on_all(lambda: local_tables)
+        return [
+            local_tables.get(rank) or tables_by_rank[copy_set.keepers[rank][0]][rank]
+            for rank in range(copy_set.world)
+        ]
 
     def _table(self, rank: int, slot: int) -> CopyTable:
         table = self._segment(rank, slot).table()
-        return CopyTable([_box(each) for each in table["boxes"]], table["facts"])
+        return CopyTable([_box(box) for box in table["boxes"]], table["facts"])
 
-    def _verified(self, found: CopySet, reads: list[BoxRead] | None) -> bool:
+    def _verified(self, copy_set: CopySet, reads: list[BoxRead] | None) -> bool:
         """Whether all that this rank needs is there, and its share of the copies in this memory is
         what was written: those who see the same memory verify it together."""
         if reads is None:
             return False
         index, among = self.keeper.share or (self._me, self._ranks.size)
-        held = [rank for rank, keepers in enumerate(found.keepers) if self._me in keepers]
-        mine = [rank for rank in held if rank % among == index]
-        return all(self._segment(rank, found.slot).verified() for rank in mine)
+        copy_ranks = [rank for rank, keepers in enumerate(copy_set.keepers) if self._me in keepers]
+        own_ranks = [rank for rank in copy_ranks if rank % among == index]
+        return all(self._segment(rank, copy_set.slot).verified() for rank in own_ranks)
 
     @property
     def _me(self) -> int:
         return self._ranks.rank
 
-    def _complete(self, mine: KeptSegment, slot: int) -> None:
+    def _complete(self, segment: KeptSegment, slot: int) -> None:
         """The thread of a copy."""
         try:
-            mine.commit()
-            self._pass_on(mine, slot)
+            segment.commit()
+            self._pass_on(segment, slot)
         except Exception as error:
             self._error = error
 
-    def _pass_on(self, mine: KeptSegment, slot: int) -> None:
+    def _pass_on(self, segment: KeptSegment, slot: int) -> None:
         """Send the copy to the partner, and keep that of the ward."""
         rank, group = self._ranks.rank, self._ranks.group
         partner, ward = self.partners.partner_of(rank), self.partners.ward_of(rank)
         if partner is None or ward is None or group is None:
             return
         if not self._sizes:
-            self._sizes = self._ranks.on_all(lambda: mine.size)
+            self._sizes = self._ranks.on_all(lambda: segment.size)
         theirs = self._segment(ward, slot)
         theirs.reserve(self._sizes[ward])
         arrived = torch.empty(self._sizes[ward], dtype=torch.uint8)
-        sent = torch.frombuffer(mine.memory, dtype=torch.uint8)
+        sent = torch.frombuffer(segment.memory, dtype=torch.uint8)
         work = [
-            *(dist.isend(one, group_dst=partner, group=group) for one in sent.split(_PIECE)),
-            *(dist.irecv(one, group_src=ward, group=group) for one in arrived.split(_PIECE)),
+            *(dist.isend(piece, group_dst=partner, group=group) for piece in sent.split(_PIECE)),
+            *(dist.irecv(piece, group_src=ward, group=group) for piece in arrived.split(_PIECE)),
         ]
-        for each in work:
-            if each is not None:
-                each.wait()
+        for request in work:
+            if request is not None:
+                request.wait()
         theirs.fill(memoryview(arrived.numpy()))
 
     def _exchange(self, reads: list[BoxRead], values: list[Tensor]) -> None:
         """Copy what is in this host's memory; send and receive the rest."""
         me, group = self._ranks.rank, self._ranks.group
-        local = [each for each in reads if each.keeper == me]
-        for each in local:
-            _place(each, self._source(each), values)
+        local = [box_read for box_read in reads if box_read.keeper == me]
+        for read in local:
+            _place(read, self._source(read), values)
         if self.keeper.share is None:
             return
-        remote = [each for each in reads if each.keeper != me]
-        wanted = self._ranks.on_all(lambda: remote)
-        if group is None or not any(wanted):
+        remote = [box_read for box_read in reads if box_read.keeper != me]
+        reads_by_rank = self._ranks.on_all(lambda: remote)
+        if group is None or not any(reads_by_rank):
             return  # nobody waits for a message
         work: list[dist.Work | None] = []
         sent: list[Tensor] = []
-        for client, theirs in enumerate(wanted):
-            for each in (one for one in theirs if one.keeper == me):
-                sent.append(self._source(each).contiguous().view(-1).view(torch.uint8))
+        for client, theirs in enumerate(reads_by_rank):
+            for read in (box_read for box_read in theirs if box_read.keeper == me):
+                sent.append(self._source(read).contiguous().view(-1).view(torch.uint8))
                 work.append(dist.isend(sent[-1], group_dst=client, group=group))
-        arrived = [torch.empty(each.num_bytes, dtype=torch.uint8) for each in remote]
-        for each, buffer in zip(remote, arrived, strict=True):
-            work.append(dist.irecv(buffer, group_src=each.keeper, group=group))
-        for one in work:
-            if one is not None:
-                one.wait()
-        for each, buffer in zip(remote, arrived, strict=True):
-            sizes = [stop - start for start, stop in each.source]
-            _place(each, buffer.view(_dtype(each.box.dtype)).view(sizes), values)
+        arrived = [torch.empty(box_read.num_bytes, dtype=torch.uint8) for box_read in remote]
+        for read, buffer in zip(remote, arrived, strict=True):
+            work.append(dist.irecv(buffer, group_src=read.keeper, group=group))
+        for request in work:
+            if request is not None:
+                request.wait()
+        for read, buffer in zip(remote, arrived, strict=True):
+            sizes = [stop - start for start, stop in read.source]
+            _place(read, buffer.view(_dtype(read.box.dtype)).view(sizes), values)
 
     def _source(self, read: BoxRead) -> Tensor:
         segment = self._segment(read.copy.rank, read.copy.slot)
@@ -285,41 +290,41 @@ def _box(row: Sequence[Any]) -> CopiedBox:
 def _unique(tensors: Sequence[CheckpointTensor]) -> Iterator[tuple[CheckpointTensor, Box]]:
     """Every box once: a rank may have a tied weight twice."""
     seen = set[tuple[str, tuple[int, ...], tuple[int, ...]]]()
-    for each in tensors:
-        for box in each.boxes:
-            if (key := (each.key, tuple(box.offsets), tuple(box.sizes))) not in seen:
+    for tensor in tensors:
+        for box in tensor.boxes:
+            if (key := (tensor.key, tuple(box.offsets), tuple(box.sizes))) not in seen:
                 seen.add(key)
-                yield each, box
+                yield tensor, box
 
 
 def _stored(tensors: Sequence[CheckpointTensor]) -> Iterator[CopiedBox]:
     """The boxes of a rank, one after another in its segment."""
     at = 0
-    for each, box in _unique(tensors):
-        name = str(each.dtype).removeprefix("torch.")
-        found = CopiedBox(each.key, name, tuple(box.offsets), tuple(box.sizes), at)
-        yield found
-        at += -(-found.num_bytes // _ALIGNMENT) * _ALIGNMENT
+    for tensor, box in _unique(tensors):
+        name = str(tensor.dtype).removeprefix("torch.")
+        record = CopiedBox(tensor.key, name, tuple(box.offsets), tuple(box.sizes), at)
+        yield record
+        at += -(-record.num_bytes // _ALIGNMENT) * _ALIGNMENT
 
 
 def _values(tensors: Sequence[CheckpointTensor]) -> Iterator[Tensor]:
-    for each, box in _unique(tensors):
-        yield in_box(each.state.read().detach(), box)
+    for tensor, box in _unique(tensors):
+        yield in_box(tensor.state.read().detach(), box)
 
 
 Catalog = Mapping[str, Sequence[tuple[int, CopyOf, CopiedBox]]]
 """By tensor: who keeps a box of it, in which copy."""
 
 
-def _catalog(found: CopySet, tables: Sequence[CopyTable], me: int) -> Catalog:
+def _catalog(copy_set: CopySet, tables: Sequence[CopyTable], me: int) -> Catalog:
     """Every stored box once: from this rank's own copy where it can be, else from its host."""
     catalog: dict[str, dict[tuple[Any, ...], tuple[int, CopyOf, CopiedBox]]] = {}
     for rank in sorted(
-        range(found.world), key=lambda rank: (rank == me, me in found.keepers[rank])
+        range(copy_set.world), key=lambda rank: (rank == me, me in copy_set.keepers[rank])
     ):
-        keepers = found.keepers[rank]
+        keepers = copy_set.keepers[rank]
         keeper = me if me in keepers else keepers[me % len(keepers)]
-        copy = CopyOf(found.step, found.start, found.world, found.slot, rank)
+        copy = CopyOf(copy_set.step, copy_set.start, copy_set.world, copy_set.slot, rank)
         for box in tables[rank].boxes:
             catalog.setdefault(box.key, {})[box.offsets, box.sizes] = (keeper, copy, box)
     return {key: list(boxes.values()) for key, boxes in catalog.items()}
@@ -328,29 +333,29 @@ def _catalog(found: CopySet, tables: Sequence[CopyTable], me: int) -> Catalog:
 def _reads(tensors: Sequence[CheckpointTensor], catalog: Catalog) -> list[BoxRead] | None:
     """What a rank has to read; None if something is missing or has another dtype."""
     reads: list[BoxRead] = []
-    for number, each in enumerate(tensors):
-        for target in each.boxes:
-            found = [
+    for number, tensor in enumerate(tensors):
+        for target in tensor.boxes:
+            box_reads = [
                 BoxRead(keeper, copy, box, source, number, target, goes)
-                for keeper, copy, box in catalog.get(each.key, ())
-                if (both := _overlap(box, target)) is not None
-                for source, goes in (both,)
+                for keeper, copy, box in catalog.get(tensor.key, ())
+                if (overlap := _overlap(box, target)) is not None
+                for source, goes in (overlap,)
             ]
-            if any(_dtype(one.box.dtype) != each.dtype for one in found):
+            if any(_dtype(box_read.box.dtype) != tensor.dtype for box_read in box_reads):
                 return None
-            size = sum(one.num_bytes for one in found)
-            if size != target.numel * each.dtype.itemsize and not _covered(target, found):
+            size = sum(box_read.num_bytes for box_read in box_reads)
+            if size != target.numel * tensor.dtype.itemsize and not _covered(target, box_reads):
                 return None
-            reads += found
+            reads += box_reads
     return reads
 
 
-def _covered(target: Box, found: Sequence[BoxRead]) -> bool:
+def _covered(target: Box, reads: Sequence[BoxRead]) -> bool:
     """Whether boxes that overlap one another fill a box."""
-    there = torch.zeros(target.sizes, dtype=torch.bool)
-    for each in found:
-        there[_region(each.goes)] = True
-    return bool(there.all())
+    mask = torch.zeros(target.sizes, dtype=torch.bool)
+    for read in reads:
+        mask[_region(read.goes)] = True
+    return bool(mask.all())
 
 
 def _overlap(
@@ -360,11 +365,11 @@ def _overlap(
     source: list[tuple[int, int]] = []
     goes: list[tuple[int, int]] = []
     dims = zip(box.offsets, box.sizes, target.offsets, target.sizes, strict=True)
-    for stored, stored_size, wanted, wanted_size in dims:
-        first = max(stored, wanted)
-        last = min(stored + stored_size, wanted + wanted_size)
+    for stored, stored_size, target_start, wanted_size in dims:
+        first = max(stored, target_start)
+        last = min(stored + stored_size, target_start + wanted_size)
         if last <= first:
             return None
         source.append((first - stored, last - stored))
-        goes.append((first - wanted, last - wanted))
+        goes.append((first - target_start, last - target_start))
     return tuple(source), tuple(goes)

@@ -96,7 +96,7 @@ class RunningBound:
 def _limit(values: Sequence[float], share: float) -> tuple[float, float]:
     """The median, and how far a value may be above it."""
     middle = median(values)
-    spread = _SPREAD * median(abs(each - middle) for each in values)
+    spread = _SPREAD * median(abs(value - middle) for value in values)
     return middle, max(_DEVIATIONS * spread, share * abs(middle))
 
 
@@ -162,19 +162,23 @@ class ProvedUpdate:
 
     def step(self) -> None:
         """Update once, and compare with a second time."""
-        held, count = held_tensors(self.job, self.updater), self.updater.count
-        changed = [each.tensor.detach() for each in held]
-        changed += [each.grad for each in self.job.owned]  # an update may scale them in place
-        before = [each.to("cpu", copy=True) for each in changed]
-        sums = BitSums([each.tensor for each in held], self.job.mesh.device)
+        state_tensors, count = held_tensors(self.job, self.updater), self.updater.count
+        changed = [state_tensor.tensor.detach() for state_tensor in state_tensors]
+        changed += [shard.grad for shard in self.job.owned]  # an update may scale them in place
+        before = [original.to("cpu", copy=True) for original in changed]
+        sums = BitSums(
+            [state_tensor.tensor for state_tensor in state_tensors], self.job.mesh.device
+        )
         self.inner.step()
         first = sums.read()
-        for each, kept in zip(changed, before, strict=True):
-            each.copy_(kept)
+        for tensor, backup in zip(changed, before, strict=True):
+            tensor.copy_(backup)
         self.updater.resume_after(count)
         self.inner.step()
         wrong = (first != sums.read()).tolist()
-        self.differing = [each.name for each, bad in zip(held, wrong, strict=True) if bad]
+        self.differing = [
+            state_tensor.name for state_tensor, bad in zip(state_tensors, wrong, strict=True) if bad
+        ]
 
 
 @dataclass
@@ -200,8 +204,8 @@ class ReplayCallback(Callback):
         self.found = self.update = None
         proves = self.proves(number)
         bound = NOTHING if proves else self.bound.limits if self.watches else None
-        whole = proves or self.exact
-        first, tape = self._taped(partial(attempt, bound), whole)
+        is_full = proves or self.exact
+        first, tape = self._taped(partial(attempt, bound), is_full)
         if first.flips is not None and first.flips.any():
             return first  # in memory: a second run would gather weights anew, and hide where
         overflow = not math.isfinite(float(first.loss) + float(first.norm))
@@ -210,7 +214,7 @@ class ReplayCallback(Callback):
         self.num_spikes += not explained and _is_above(_pair(first), self.bound.usual)
         self.num_again += strange and not proves
         if proves or strange:
-            second, other = self._taped(partial(attempt, None), whole)
+            second, other = self._taped(partial(attempt, None), is_full)
             self._judge(number, (first, second), (tape, other), proves)
             first = second
         self.bound.add(*_pair(first))
@@ -243,9 +247,9 @@ class ReplayCallback(Callback):
     def measure(self, number: int) -> dict[str, Any]:
         return {} if self.found is None else {"again": self.found}
 
-    def _taped(self, attempt: Callable[[], StepOutcome], whole: bool) -> tuple[StepOutcome, Tape]:
+    def _taped(self, attempt: Callable[[], StepOutcome], is_full: bool) -> tuple[StepOutcome, Tape]:
         self.mesh.records.clear()
-        tape = Tape(whole)
+        tape = Tape(is_full)
         self.mesh.record_on(tape if self.watches or self.every else None)
         try:
             return attempt(), tape
@@ -260,18 +264,22 @@ class ReplayCallback(Callback):
         proves: bool,
     ) -> None:
         """Compare both runs, with all ranks, and say what was found."""
-        pairs = [_pair(one) for one in outcomes]
+        pairs = [_pair(outcome) for outcome in outcomes]
         wire = [tapes[0].messages(sent=sent) for sent in (True, False)]
         differs = first_difference(*tapes)
         if differs is None and self.update is not None and self.update.differing:
             differs = TapeDifference(f"its update of {self.update.differing[0]}", True, -1)
         answers = exchanged(self.mesh, (differs, *wire))
-        ranks: list[TapeDifference | None] = [each[0] for each in answers]
+        ranks: list[TapeDifference | None] = [answer[0] for answer in answers]
         equal = not any(ranks) and _same(*pairs)
         if not self.exact:  # sums in another order are not hardware
             equal = equal or _is_above(pairs[1], self.bound.limits)
-        causes = [rank for rank, one in enumerate(ranks) if one is not None and one.sent]
-        lost = _lost_messages([each[1] for each in answers], [each[2] for each in answers])
+        causes = [
+            rank
+            for rank, difference in enumerate(ranks)
+            if difference is not None and difference.sent
+        ]
+        lost = _lost_messages([answer[1] for answer in answers], [answer[2] for answer in answers])
         if not causes and not equal:
             causes = [0] if len(ranks) == 1 else sorted({rank for pair in lost for rank in pair})
         why = None if proves and equal else _words(number, pairs, self.bound.limits, proves)
@@ -285,7 +293,9 @@ class ReplayCallback(Callback):
                 f"{text}: take these devices out, and continue with --resume; if the run has "
                 "kernels of its own, they must add in one order"
             )
-        small = equal and not _is_above(pairs[0], tuple(_SAID * each for each in self.bound.limits))
+        small = equal and not _is_above(
+            pairs[0], tuple(_SAID * limit for limit in self.bound.limits)
+        )
         if self.worker.rank == 0 and not small:
             self.worker.report(text)
         if equal:
@@ -296,13 +306,13 @@ def _pair(outcome: StepOutcome) -> Bound:
     return float(outcome.loss), float(outcome.norm)
 
 
-def _same(one: Bound, other: Bound) -> bool:
+def _same(bound: Bound, other: Bound) -> bool:
     """Equal to the bit; what is not a number equals itself."""
-    return all(a == b or (a != a and b != b) for a, b in zip(one, other, strict=True))
+    return all(a == b or (a != a and b != b) for a, b in zip(bound, other, strict=True))
 
 
-def _is_above(found: Sequence[float], limits: Sequence[float]) -> bool:
-    return any(not each <= limit for each, limit in zip(found, limits, strict=True))
+def _is_above(values: Sequence[float], limits: Sequence[float]) -> bool:
+    return any(not value <= limit for value, limit in zip(values, limits, strict=True))
 
 
 def _lost_messages(
@@ -343,7 +353,7 @@ def _verdict(
         return f"the result is another: a message of ranks {pairs} changed on its way"
     if not causes:
         return "the result is another, so it is in the hardware, of a rank that is not known"
-    names = sorted({one.name for rank in causes if (one := ranks[rank]) is not None})
+    names = sorted({difference.name for rank in causes if (difference := ranks[rank]) is not None})
     where = f", first in {', '.join(names)}" if names else ""
     listed = ", ".join(map(str, causes))
     who = f"rank {listed}" if len(causes) == 1 else f"one of ranks {listed}"

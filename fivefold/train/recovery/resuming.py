@@ -34,10 +34,10 @@ def check_resume(plan: Plan, settings: TrainSettings) -> list[str]:
     """Refuse what the ranks would refuse; returns what differs from the steps before."""
     if not settings.resume or settings.folder is None:
         return []
-    found = _newest(settings.folder)
-    if found is None:
+    checkpoint = _newest(settings.folder)
+    if checkpoint is None:
         return []
-    path, manifest, stored = found
+    path, manifest, stored = checkpoint
     require_seed(manifest.facts, settings.recipe.seed)
     require_same_tensors(path, stored, _expected(plan, settings, stored))
     return _other_rows(plan, settings, manifest) if manifest.facts.samples else []
@@ -46,10 +46,10 @@ def check_resume(plan: Plan, settings: TrainSettings) -> list[str]:
 def nothing_left(settings: TrainSettings) -> str | None:
     """What to say of a run whose newest checkpoint is at the last step of this start already; None
     if there are steps left, or if that checkpoint is damaged."""
-    found = None if settings.folder is None else _newest(settings.folder)
-    if found is None or found[1].facts.step < settings.last_step:
+    checkpoint = None if settings.folder is None else _newest(settings.folder)
+    if checkpoint is None or checkpoint[1].facts.step < settings.last_step:
         return None
-    path, manifest, _ = found
+    path, manifest, _ = checkpoint
     if problems_of(path, manifest, manifest.files):
         return None
     step, last = manifest.facts.step, settings.last_step
@@ -62,11 +62,11 @@ def nothing_left(settings: TrainSettings) -> str | None:
 
 def _newest(folder: Path) -> tuple[Path, Manifest, StoredTensors] | None:
     """The newest checkpoint that looks good; the ranks verify it, and report those that do not."""
-    found = published(folder / CHECKPOINTS)
-    for path in reversed(found):
+    paths = published(folder / CHECKPOINTS)
+    for path in reversed(paths):
         if (newer := newer_format(path)) is not None:
             raise FivefoldError(newer)
-    for path in reversed(found):
+    for path in reversed(paths):
         try:
             manifest = verified_manifest(path)
             if not problems_of(path, manifest, [METADATA]):
@@ -78,11 +78,13 @@ def _newest(folder: Path) -> tuple[Path, Manifest, StoredTensors] | None:
 
 def _expected(plan: Plan, settings: TrainSettings, stored: StoredTensors) -> list[CheckpointTensor]:
     """The tensors that the ranks will look for, as far as they are known without a model."""
-    learning = [one for one in weights(plan.shape) if not one.frozen]
-    shapes = {MODEL + one.name: one.shape for one in (*weights(plan.shape), *buffers(plan.shape))}
+    learning = [weight for weight in weights(plan.shape) if not weight.frozen]
+    shapes = {
+        MODEL + weight.name: weight.shape for weight in (*weights(plan.shape), *buffers(plan.shape))
+    }
     kind = settings.recipe.optimizer_kind
     for state in kind.states:
-        shapes |= {f"{OPTIM}{state}/{one.name}": one.shape for one in learning}
+        shapes |= {f"{OPTIM}{state}/{weight.name}": weight.shape for weight in learning}
     if kind.full_matrices:  # it has momenta of some weights, and states of AdamW of the others
         missing = {"momentum", *OPTIMIZERS["adamw"].states} - stored.state_names
         shapes |= {f"{OPTIM}{state}/*": () for state in missing}
@@ -101,20 +103,20 @@ def _other_rows(plan: Plan, settings: TrainSettings, manifest: Manifest) -> list
     except (FivefoldError, OSError):  # it is of an older version, or gone
         return []
     row = f"row {manifest.facts.samples:,}"
-    said: list[str] = []
+    messages: list[str] = []
     if before != plan.batch.seq:
-        said.append(
+        messages.append(
             f"the run had rows of {before:,} tokens, and goes on with rows of {plan.batch.seq:,}, "
             f"at {row} of those: text may be read again, or never; --seq {before} goes on as before"
         )
-    was, now = (
-        moved_corpora(each, os.path.abspath)
-        for each in (options.train.data, plan.options.train.data)
+    was, new_corpora = (
+        moved_corpora(corpora, os.path.abspath)
+        for corpora in (options.train.data, plan.options.train.data)
     )
-    if was != now:
-        said.append(
+    if was != new_corpora:
+        messages.append(
             f"the run has read data = {options.train.data} until now, and goes on with "
             f"{plan.options.train.data}, at {row} of it; --set data={options.train.data} goes on "
             "as before"
         )
-    return said
+    return messages

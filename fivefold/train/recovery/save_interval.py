@@ -39,11 +39,11 @@ class ObservedRate(NamedTuple):
 
 
 def observed_rate(
-    starts: Sequence[Mapping[str, Any]], now: float, plan: Plan, given: float | None
+    starts: Sequence[Mapping[str, Any]], time_now: float, plan: Plan, given: float | None
 ) -> ObservedRate:
     """The rate of a run from the starts in `run.json`, of which the last one runs now."""
-    failures = sum(each.get("ended") is None for each in starts[:-1])
-    hours = max(0.0, now - float(starts[0]["began"])) / _HOUR
+    failures = sum(start.get("ended") is None for start in starts[:-1])
+    hours = max(0.0, time_now - float(starts[0]["began"])) / _HOUR
     if given is not None:
         return ObservedRate(failures, hours, given, f"mtbf_hours = {given:g}")
     known = None if plan.machine is None else plan.machine.gpu_mtbf_hours
@@ -108,7 +108,7 @@ class SaveInterval:
     def decide(self, number: int, began: float, costs: Sequence[float | None]) -> SaveDecision:
         """The steps to the next save, from the costs of the last one on all ranks."""
         step = (began - self._since) / max(1, number - self._last)
-        known = [each for each in costs if each is not None]
+        known = [cost for cost in costs if cost is not None]
         return decide_saves(max(known) if known else None, step, self.rate())
 
     def follow(self, number: int, decision: SaveDecision) -> bool:
