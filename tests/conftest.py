@@ -21,7 +21,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["XDG_CACHE_HOME"] = str(Path(__file__).parent.parent / "build" / "cache")
 
 LONGEST = "test_readme.py"
-OF_RANKS = 0.24  # of the cases that tests with ranks ask for: `make test` stays below 10 minutes
+OF_RANKS = 0.15  # of the cases that tests with ranks ask for: `make test` stays below 10 minutes
 ROOT = Path(__file__).parent.parent
 
 
