@@ -24,8 +24,8 @@ $(READY): $(BASE)
 
 # All five dimensions on 16 local processes, and the loss of one process beside theirs.
 train: $(BASE)
-	$(BIN)/fivefold train tiny-moe --layout "dp=2 tp=2 pp=2 cp=2 ep=2" --schedule zb-h1 --zero 1 --balance aux \
-		--microbatches 2 --microbatch-size 4 --seq 64 --packed --steps 10 --check
+	$(BIN)/fivefold train tiny-moe --layout "dp=2 tp=2 pp=2 cp=2 ep=2" --schedule zb-h1 --zero 1 \
+		--microbatches 2 --microbatch-size 4 --seq 64 --set balance=aux packed=true --steps 10 --check
 	@printf '%s\n' '' 'Next, after `source .venv/bin/activate`:' \
 		'  fivefold plan llama-3.1-405b --machine h100 --gpus 16384' \
 		'  fivefold verify tiny --layout "dp=2 tp=2" --seq 64' \

@@ -8,7 +8,7 @@ import inspect
 import io
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from importlib import import_module
 from typing import Annotated, Any, NamedTuple, get_args
@@ -31,7 +31,9 @@ GREETING = f"""fivefold {__version__} trains transformers over five dimensions o
 All commands: fivefold -h"""
 _LASTING = ("train", "serve")  # verbs that end by their own result, whoever reads their output
 _A_COUNT = "whole number, such as 8, 8k or 1e6"
-_PAIRED = ("--layout", "--set", "--fix", "--what-if")  # options that take key=value pairs
+_PAIRED = ("--layout", "--set")  # options that take key=value pairs
+# Keys whose values have spaces: what the shell has joined is one value.
+_SPACED = re.compile(r"""(fix|what_if|budget)=([^"']*\s[^"']*)""")
 
 
 class Verb(NamedTuple):
@@ -129,7 +131,7 @@ def run(words: list[str]) -> int | str | None:
         if not hasattr(error, "format_message"):
             raise
         # Typer refuses an unknown option or a missing value: said in our words.
-        return _failed(usage_text(error, chosen), UsageError(), BAD_INPUT, "--json" in words)
+        return _failed(usage_text(error, chosen, words), UsageError(), BAD_INPUT, "--json" in words)
     finally:
         gc.enable()
 
@@ -179,7 +181,12 @@ def _parts(kind: Any) -> set[Any]:
     return {kind}.union(*map(_parts, get_args(kind)))
 
 
-def usage_text(error: Exception, verb: str | None) -> str:
+def own_keys(verb: str) -> Mapping[str, Any]:
+    """The keys of `--set` that a command has beside those of plan, training and model."""
+    return getattr(import_module(VERBS[verb].module).run, "keys", {})
+
+
+def usage_text(error: Exception, verb: str | None, words: Sequence[str]) -> str:
     """What is wrong with options or arguments, and the nearest way out."""
     message: str = error.format_message().rstrip(".")  # type: ignore[attr-defined]
     usage_hint = f"`fivefold {verb or ''}".rstrip() + " -h` lists what it takes"
@@ -188,13 +195,35 @@ def usage_text(error: Exception, verb: str | None) -> str:
     from fivefold.core.plan import plan_keys, train_keys
 
     option: str = error.option_name  # type: ignore[attr-defined]
-    flags = [name.removeprefix("--") for name in options_of(verb)]
-    keys = [*train_keys(), *plan_keys()] if "set" in flags else []
-    near = nearest(option.lstrip("-"), [*flags, *keys], alike=0.7)
+    name = option.lstrip("-")
+    flags = [flag.removeprefix("--") for flag in options_of(verb)]
+    if name == "output" and "-o" in flags:
+        return f"No such option: {option}, which is a number of tokens: a file is -o FILE"
+    keys = [*own_keys(verb), *train_keys(), *plan_keys()] if "set" in flags else []
+    if setting := _as_setting(name, keys, words):
+        return f"No such option: {option}; it is a key: --set {setting}"
+    near = nearest(name, [*flags, *keys], alike=0.7)
     shown = [f"--{key}" if key in flags else f"--set {key}=VALUE" for key in near]
     return f"No such option: {option}; " + (
         f"did you mean {' or '.join(shown)}?" if near else usage_hint
     )
+
+
+def _as_setting(option: str, keys: Collection[str], words: Sequence[str]) -> str:
+    """What `--set` takes in place of an option that is a key, with the value that it has here."""
+    negated = option.removeprefix("no-")
+    key = negated.replace("-", "_")
+    if key not in keys:
+        return ""
+    if negated != option:
+        return f"{key}=false"
+    following = ""
+    for word, value in zip(words, [*words[1:], "-"], strict=True):
+        head, equals, text = word.partition("=")
+        if head == f"--{option}":
+            following = text if equals else value
+    value = "true" if not following or following.startswith("-") else following
+    return f"""'{key}="{value}"'""" if re.search(r"[\s,]", value) else f"{key}={value}"
 
 
 def _complete(typed: list[str]) -> int:
@@ -277,7 +306,9 @@ def gather_pairs(words: list[str]) -> list[str]:
     gathered: list[str] = []
     collecting = False
     for word in words:
-        is_pair = re.fullmatch(r"[a-z_.]+=\S+", word) is not None
+        if collecting and (match := _SPACED.fullmatch(word)):
+            word = f'{match[1]}="{match[2]}"'
+        is_pair = re.fullmatch(r"[a-z_.]+=(\S+|\"[^\"]*\"|'[^']*')", word) is not None
         if collecting and is_pair and gathered[-1] not in _PAIRED:
             gathered[-1] += f" {word}"
             continue

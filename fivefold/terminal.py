@@ -16,32 +16,32 @@ from typing import Any, TextIO
 from typer.core import TyperCommand
 
 MOST_USED_PANEL, ADVANCED = "Most used", "Advanced"
+KEYS_PANEL = "Keys of --set, beside those of plan, training and model"
 # The five options of each verb that people need first; those of others are the first five.
 MOST_USED = {
-    "calibrate": "output base ranks device seconds",
+    "calibrate": "o base ranks device seconds",
     "eval": "tasks limit layout dtype out",
     "generate": "prompt file max-tokens temperature layout",
-    "launch": "output out gpus-per-node partition time",
+    "launch": "o out gpus-per-node partition time",
     "observe": "machine gpus layout html text",
-    "plan": "machine gpus batch layout output",
+    "plan": "machine gpus batch layout o",
     "rehearse": "layout machine rank microbatches device",
     "schedule": "stages microbatches chunks times svg",
     "serve": "port layout replicas host api-key-file",
-    "tokens": "output tokenizer column chat check",
+    "tokens": "o tokenizer column chat check",
     "train": "layout steps out resume set",
     "verify": "layout zero schedule dtype steps",
 }
 PANELS = {
-    "Job": "machine gpus batch seq microbatches microbatch-size packed set",
-    "Layout": "layout zero schedule chunks stage-layers context recompute no-sp",
-    "Run": "steps lr seed dtype precision optimizer device resume until check compile",
-    "Search": "fix top objective headroom tokens price precision",
-    "Questions": "what-if compare sweep table run textbook budget",
-    "Serving": "serve prompt rate concurrency ttft tpot kv emit",
+    "Job": "machine gpus batch seq microbatches microbatch-size packed precision set",
+    "Layout": "layout zero schedule context recompute fp8",
+    "Run": "steps seed dtype device resume until check compile",
+    "Questions": "compare sweep table run tokens",
+    "Serving": "serve prompt output concurrency emit",
     "Sampling": "top-k top-p seed stop chat",
     "Requests": "name max-queue max-running max-batch-tokens drain-seconds api-key",
     "Documents": "pairs dedup min-chars max-chars min-tokens max-tokens end",
-    "Output": "out output html text panel svg trace perfetto page json help",
+    "Output": "o out html text panel svg trace perfetto page json help",
 }
 _WIDEST = 30  # characters of an option beside its help
 _FEW = 7  # options, with --json and --help, that need no panels
@@ -74,11 +74,16 @@ class PanelCommand(TyperCommand):
             with formatter.section(title):
                 rows = [options[name] for name in names]
                 formatter.write_dl([(first.ljust(width), help) for first, help in rows])
+        keys = getattr(self.callback, "keys", {})
+        if keys:
+            with formatter.section(KEYS_PANEL):
+                formatter.write_dl([(key.ljust(width), entry.help) for key, entry in keys.items()])
 
 
-def long_name(names: Iterable[str]) -> str:
-    """The longest name of an option, without dashes."""
-    return max(names, key=len).lstrip("-")
+def long_name(names: Iterable[str], dashes: bool = False) -> str:
+    """The longest name of an option."""
+    name = max(names, key=len)
+    return name if dashes else name.lstrip("-")
 
 
 def panels(verb: str, options: Iterable[str]) -> dict[str, list[str]]:

@@ -33,7 +33,7 @@ class RowField(NamedTuple):
 
 FIELDS = {
     "id": RowField("text", True, "unique; its head names the family of rows"),
-    "stack": RowField("text", False, "the software, a name of `fivefold plan --stack`"),
+    "stack": RowField("text", False, "the software, a name of `fivefold plan --set stack=NAME`"),
     "model": RowField("text", True, "the model's name"),
     "layers": RowField("number", True, "transformer layers"),
     "hidden": RowField("number", True, "width of the model"),

@@ -46,7 +46,7 @@ def foreign_plan(target: str, gpus: int | None, model: str | None) -> ForeignPla
 
             parse_file(Path(target))  # if that fails, it is what is wrong, and not the model
         raise FivefoldError(
-            f"--model {model} is for a file of another framework that names none: give MODEL alone"
+            f"model {model} is for a file of another framework that names none: give MODEL alone"
         )
     return None
 

@@ -23,28 +23,28 @@ def one_of(option: str, given: str, known: Collection[str]) -> str:
     """Check that an option has one of the known values, or another name of one; returns it."""
     if given not in known:
         same = next((names for names in _SAME_TYPE if given in names), set[str]())
-        if option == "dtype" and (matches := [match for match in known if match in same]):
+        if option == "--dtype" and (matches := [match for match in known if match in same]):
             return matches[0]
-        raise UnknownName(f"--{option}", given, known)
+        raise UnknownName(option, given, known)
     return given
 
 
 def asked_backend(given: str | None) -> Backend | None:
     """The value of --backend; None if it was left out."""
-    return None if given is None else cast("Backend", one_of("backend", given, BACKENDS))
+    return None if given is None else cast("Backend", one_of("--backend", given, BACKENDS))
 
 
 def above(option: str, given: Number, low: Number) -> Number:
     """Check that an option is a number above `low`."""
     if not low < given < 1e9:
-        raise FivefoldError(f"--{option} {given}: give a number above {low} and below 1e9")
+        raise FivefoldError(f"{option} {given}: give a number above {low} and below 1e9")
     return given
 
 
 def positive(option: str, given: float) -> float:
     """Check that an option is above 0 and finite."""
     if not 0 < given < 1e30:
-        raise FivefoldError(f"--{option} {given}: give a number above 0")
+        raise FivefoldError(f"{option} {given}: give a number above 0")
     return given
 
 

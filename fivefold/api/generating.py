@@ -150,7 +150,7 @@ def generate(
     if problems := list(sampling.problems()):
         raise BadFile("the options", problems)
     options = TextOptions(
-        above("max-tokens", max_tokens, 0),
+        above("--max-tokens", max_tokens, 0),
         sampling,
         [stop] if isinstance(stop, str) else list(stop),
         chat,
@@ -195,9 +195,9 @@ def _prompts(given: Sequence[str | Messages | Prompt]) -> list[Prompt]:
 
 def model_options(dtype: str | None, device: str, cache_gb: float, **more: Any) -> ModelOptions:
     """How a model is to be run."""
-    dtype = dtype and one_of("dtype", dtype, DTYPES)
-    device = one_of("device", device, ("auto", "cpu", "cuda"))
-    cache_gb = positive("cache-gb", cache_gb)
+    dtype = dtype and one_of("--dtype", dtype, DTYPES)
+    device = one_of("--device", device, ("auto", "cpu", "cuda"))
+    cache_gb = positive("--cache-gb", cache_gb)
     return ModelOptions(dtype=dtype, device=device, cache_gb=cache_gb, **more)
 
 

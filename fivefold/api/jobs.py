@@ -77,7 +77,7 @@ def given_job(model: Model, keys: Mapping[str, Any]) -> GivenJob:
     }
     changes = _sorted(pairs)
     if (gpus := changes.get("gpus")) is not None:
-        above("gpus", gpus, 0)
+        above("--gpus", gpus, 0)
     target, given_keys = _target(model), frozenset({*job_keys, *changed})
     if isinstance(target, str):
         target = target_or_options(target, changes.get("gpus"), None)

@@ -238,7 +238,7 @@ def estimate_options(
     if stack is not None:
         _require_known_stack(stack, kernels)
     if not 0 <= headroom < 1:
-        raise FivefoldError(f"--headroom {headroom}: give a share of the memory from 0 to below 1")
+        raise FivefoldError(f"headroom {headroom}: give a share of the memory from 0 to below 1")
     return {
         "headroom": headroom,
         "kernels": one_of("kernels", kernels, ("compiled", "eager", "graphs")),
@@ -255,7 +255,7 @@ def _require_known_stack(stack: str, kernels: str) -> None:
         load_preset(stack)
     if kernels != "compiled":
         raise FivefoldError(
-            f"--kernels {kernels} is for fivefold's own software: leave it or --stack out"
+            f"kernels {kernels} is for fivefold's own software: leave it or stack out"
         )
 
 
@@ -263,7 +263,7 @@ def _costs(tokens: float | None, price: float | None, mtbf_gpu: float | None) ->
     if mtbf_gpu is not None:
         FailureRates(mtbf_gpu)  # refuses what is no rate
     return RunCosts(
-        None if tokens is None else positive("tokens", tokens),
+        None if tokens is None else positive("--tokens", tokens),
         None if price is None else positive("price", price),
         mtbf_gpu,
     )
@@ -304,9 +304,7 @@ def fixed_values(job: GivenJob, fix: str | Mapping[str, Any] | None) -> dict[str
     from fivefold.planner import parse_fixed
 
     if closed := [name for name in NOT_SEARCHED if name in job.given]:
-        raise FivefoldError(
-            f"--{closed[0].replace('_', '-')} is for a given layout: leave it out, or give --layout"
-        )
+        raise FivefoldError(f"{closed[0]} is for a given layout: leave it out, or give --layout")
     fixed = {name: getattr(job.options, name) for name in _ALSO_FIXED if name in job.given}
     text = fix if isinstance(fix, str) else " ".join(f"{k}={v}" for k, v in (fix or {}).items())
     fixed |= parse_fixed(text)
@@ -329,7 +327,7 @@ def request_of(
             f"a search needs the machine: give one of {', '.join(machines.presets())}, or a file; "
             f'or give the layout, such as "dp={options.gpus}"'
         )
-    checked_precision = one_of("precision", precision or options.precision, PRECISIONS)
+    checked_precision = one_of("--precision", precision or options.precision, PRECISIONS)
     machine = machines.load(options.machine)
     return plan_request(options, machine, fixed, precision=checked_precision, **how)
 

@@ -84,7 +84,7 @@ def rehearse(
 ) -> RehearsedPlan:
     """Run one step of every distinct rank of a job on one CPU, or of some, and compare it with the
     plan and the other ranks; on a GPU (`device="cuda"`) with real kernels and times."""
-    one_of("device", device, _DEVICES)
+    one_of("--device", device, _DEVICES)
     plan = _rehearsable(with_first_choice(given_job(model, keys)), imbalance)
     ranks = [rank] if isinstance(rank, int) else rank
     for rank_index in ranks or []:
@@ -148,8 +148,8 @@ def _rehearsable(options: PlanOptions, imbalance: float) -> Plan:
             )
     if plan.ep_nodes > 1 and imbalance != 1.0:
         raise FivefoldError(
-            f"--imbalance over {plan.ep_nodes} nodes: it does not say which node has the fullest "
-            "expert; rehearse with --ep-nodes 1, or without --imbalance"
+            f"imbalance over {plan.ep_nodes} nodes: it does not say which node has the fullest "
+            "expert; rehearse with ep_nodes=1, or without imbalance"
         )
     return plan
 

@@ -52,14 +52,14 @@ def serve(
         "host": host,
         "port": _port(port),
         "keys": (*map(_checked, api_keys), *_keys(api_key_file)),
-        "replicas": int(above("replicas", replicas, 0)),
+        "replicas": int(above("--replicas", replicas, 0)),
         "prefill_replicas": _of_prefill(prefill_replicas, prefill),
-        "restarts": int(above("restarts", restarts, -1)),
-        "max_queue": int(above("max-queue", max_queue, 0)),
-        "max_running": int(above("max-running", max_running, 0)),
+        "restarts": int(above("--restarts", restarts, -1)),
+        "max_queue": int(above("--max-queue", max_queue, 0)),
+        "max_running": int(above("--max-running", max_running, 0)),
         "max_batch_tokens": _batch_tokens(max_batch_tokens),
-        "cache_gb": None if cache_gb is None else positive("cache-gb", cache_gb),
-        "drain_s": positive("drain-seconds", drain_seconds),
+        "cache_gb": None if cache_gb is None else positive("--cache-gb", cache_gb),
+        "drain_s": positive("--drain-seconds", drain_seconds),
     }
     settings: dict[str, Any] = {"layout": layout, "tokenizer": tokenizer}
     settings["batch_invariant"] = batch_invariant
@@ -90,7 +90,7 @@ def _running() -> Any:
 
 
 def _batch_tokens(given: int | None) -> int | None:
-    return None if given is None else int(above("max-batch-tokens", given, 0))
+    return None if given is None else int(above("--max-batch-tokens", given, 0))
 
 
 def _port(port: int) -> int:
@@ -106,7 +106,7 @@ def _of_prefill(replicas: int, prefill: str | None) -> int:
             f"--prefill-replicas {replicas} needs --prefill LAYOUT; for engines that do all of a "
             "request use --replicas"
         )
-    return int(above("prefill-replicas", replicas, 0))
+    return int(above("--prefill-replicas", replicas, 0))
 
 
 def _prompts_of(model: TextModel, runs: ModelOptions, opened: Any) -> ModelSetup:

@@ -82,10 +82,10 @@ def plan_serving(
             f"serving needs the machine: give one of {', '.join(machines.presets())}"
         )
     if not 0 <= headroom < 1:
-        raise FivefoldError(f"--headroom {headroom}: give a share of the memory from 0 to below 1")
+        raise FivefoldError(f"headroom {headroom}: give a share of the memory from 0 to below 1")
     shape, machine = _shape_of(options), machines.load(options.machine)
     one_of("kv", kv, serving_fit.KV_FORMATS)
-    machine.peak(one_of("precision", precision or "bf16", _PRECISIONS))  # the chip may lack it
+    machine.peak(one_of("--precision", precision or "bf16", _PRECISIONS))  # the chip may lack it
     require_possible_imbalance(shape, imbalance)
     layout = None if job.is_open else _layout_of(options, shape, machine, prompt)
     gpus = options.gpus or (1 if layout is None else layout.world)

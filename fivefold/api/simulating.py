@@ -82,8 +82,8 @@ def simulate(
     """
     _require_run(days, runs, seed)
     if storage is not None:
-        positive("storage", storage)
-    one_of("checkpoint", checkpoint, ("auto", *PLACES))
+        positive("--storage", storage)
+    one_of("--checkpoint", checkpoint, ("auto", *PLACES))
     design = RecoveryDesign(detect, restart, repair, spares)
     if mtbf_gpu is not None:
         FailureRates(mtbf_gpu, mtbf_host, mtbf_switch)  # refuses what is no rate, before a plan
@@ -122,7 +122,7 @@ def known_mtbf(machine: Machine, given: float | None) -> float:
 def _require_run(days: float, runs: int, seed: int) -> None:
     if not 0 < days <= _MOST_DAYS:
         raise FivefoldError(f"--days {days}: give days above 0, {_MOST_DAYS:,.0f} at most")
-    if above("runs", runs, 0) > _MOST_RUNS:
+    if above("--runs", runs, 0) > _MOST_RUNS:
         raise FivefoldError(f"--runs {runs}: give {_MOST_RUNS:,} at most")
     if seed < 0:
         raise FivefoldError(f"--seed {seed}: give a whole number, 0 or more")

@@ -171,9 +171,9 @@ def train(
     """
     job = reopened(given_job(model, keys))
     if until is not None:
-        above("until", until, 0)
-    dtype = None if dtype is None else one_of("dtype", dtype, FORMATS)
-    one_of("device", device, _DEVICES)
+        above("--until", until, 0)
+    dtype = None if dtype is None else one_of("--dtype", dtype, FORMATS)
+    one_of("--device", device, _DEVICES)
     backend_name = asked_backend(backend)
     if check and resume:
         raise FivefoldError("--check compares a training from its first step: leave --resume out")

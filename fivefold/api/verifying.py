@@ -100,20 +100,20 @@ def verify(
     With `generate` it is generation against the plain forward. A large model is scaled down. Ranks
     are processes, forked from this one; one that dies raises `RankLost`.
     """
-    dtype = one_of("dtype", dtype, get_args(Dtype))
+    dtype = one_of("--dtype", dtype, get_args(Dtype))
     job = reopened(given_job(model, keys))
     options = job.options
     if job.is_open and options.gpus is not None:
         first = with_first_choice(job)
         options = replace(options, **{key: getattr(first, key) for key in _OF_CHOICE})
     if precision is not None:
-        run: dict[str, Any] = run_keys(one_of("precision", precision, PRECISIONS))
+        run: dict[str, Any] = run_keys(one_of("--precision", precision, PRECISIONS))
         options = replace(options, **run)
     plan = runnable(options, trains=not generate)
     _require_meaning(plan, dtype, generate, batch_invariant)
     chosen = {
         "dtype": dtype,
-        "seed": above("seed", seed, -1),
+        "seed": above("--seed", seed, -1),
         "device": device,
         "backend": asked_backend(backend),
     }
@@ -122,7 +122,7 @@ def verify(
         plan = _placed(plan, chosen)
         return _verify_generated(plan, chosen, patience, on_progress)
     chosen |= {
-        "steps": above("steps", steps, 0),
+        "steps": above("--steps", steps, 0),
         "optimizer": one_of("optimizer", optimizer, VERIFIED_OPTIMIZERS),
         "offload": one_of("offload", offload, ("none", "cpu")) == "cpu",
         "compiled": compile,
@@ -135,7 +135,7 @@ def _require_meaning(plan: Plan, dtype: str, generated: bool, batch_invariant: b
     """Refuse a comparison that rounding alone would decide."""
     if batch_invariant and not generated:
         raise FivefoldError(
-            "--batch-invariant is about the batches of generation: add --generate, or leave it out"
+            "batch_invariant is about the batches of generation: add generate=true, or leave it out"
         )
     if plan.fp8 is not None and dtype != "float64" and not generated:
         raise FivefoldError(
@@ -151,7 +151,7 @@ def _require_meaning(plan: Plan, dtype: str, generated: bool, batch_invariant: b
     if plan.shape.moe is None or dtype != "bfloat16" or batch_invariant:
         return
     differing = "batches and layouts" if generated else "layouts"
-    way_out = ", or with --batch-invariant" if generated else ""
+    way_out = ", or with batch_invariant=true" if generated else ""
     raise FivefoldError(
         f"bfloat16 rounds the router scores so much that {differing} choose different experts: "
         f"verify a model with experts in float64 or float32{way_out}"
@@ -220,7 +220,7 @@ def _placed(plan: Plan, chosen: dict[str, Any]) -> Plan:
     if chosen.get("compiled"):
         notes.append("the kernels of the ranks are compiled; those of the one process are not")
     if chosen["device"] == "cuda" and chosen.get("offload"):
-        raise FivefoldError("--offload cpu is not available on a GPU: leave it or --device out")
+        raise FivefoldError("offload cpu is not available on a GPU: leave it or --device out")
     if chosen["device"] == "cuda" or chosen["backend"] is not None:
         notes += _choose_backend(plan, chosen)
     chosen["backend"] = chosen["backend"] or "gloo"

@@ -280,7 +280,7 @@ def _read(
     name = model or _chosen_model(target, flat, ours, described.model, read)
     if name is None:
         raise FivefoldError(
-            f"{target.title} says no model that is known here: add --model NAME, a preset or a "
+            f"{target.title} says no model that is known here: add --set model=NAME, a preset or a "
             "config.json"
         )
     values, notes = complete(target, target.incoming(read, flat), gpus, launched)

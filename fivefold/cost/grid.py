@@ -219,14 +219,12 @@ def require_possible_imbalance(shape: Shape, imbalance: float) -> None:
     """Refuse a load that no routing can cause."""
     if shape.moe is None:
         if imbalance != 1:
-            raise FivefoldError(
-                f"--imbalance needs experts, and {shape.name} has none: leave it out"
-            )
+            raise FivefoldError(f"imbalance needs experts, and {shape.name} has none: leave it out")
         return
     most = shape.moe.experts / shape.moe.top_k
     if not 1 <= imbalance <= most:
         raise FivefoldError(
-            f"--imbalance {imbalance:g}: the fullest expert can have 1 to {most:g} times the mean "
+            f"imbalance {imbalance:g}: the fullest expert can have 1 to {most:g} times the mean "
             f"({shape.moe.top_k} of {shape.moe.experts} experts per token, none twice)"
         )
 

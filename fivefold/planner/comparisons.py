@@ -176,7 +176,7 @@ def sweep(
         name for name, on in STRATEGIES.items() if _is_compatible(on, fixed) and axis not in on
     ]
     if axis in fixed:
-        raise FivefoldError(f"--sweep {axis} with --fix {axis}={fixed[axis]}: leave one out")
+        raise FivefoldError(f"--sweep {axis} with fix={axis}={fixed[axis]}: leave one out")
     kinds = [kind for kind in RECOMPUTE if _is_compatible({"recompute": kind}, fixed)]
     estimates: dict[tuple[str, int], dict[str, Estimate | None]] = {}
     known: list[Estimate] = []
@@ -256,12 +256,12 @@ def parse_changes(text: str) -> dict[str, str]:
     for word in text.replace(",", " ").split():
         key, equals, value = word.partition("=")
         if key not in CHANGE_KEYS:
-            raise UnknownName("--what-if", key, CHANGE_KEYS)
+            raise UnknownName("what_if", key, CHANGE_KEYS)
         if not equals or not value:
-            raise FivefoldError(f"--what-if {word!r}: write {key}=2x, or {key}= and a value")
+            raise FivefoldError(f"what_if {word!r}: write {key}=2x, or {key}= and a value")
         changes[key] = value
     if not changes:
-        raise FivefoldError("--what-if: write a change, such as gpus=2x or seq=32k")
+        raise FivefoldError("what_if: write a change, such as gpus=2x or seq=32k")
     return changes
 
 
@@ -284,10 +284,10 @@ def scaled(number: int, text: str, key: str) -> int:
     """
     factor = re.fullmatch(r"([0-9]{1,6}(?:\.[0-9]{1,6})?)x", text)
     if factor is None:
-        return _count(text, key, f"--what-if {key}")
+        return _count(text, key, f"what_if {key}")
     value = number * float(factor[1])
     if value != int(value) or value < 1:
-        raise FivefoldError(f"--what-if {key}={text}: {number:,} times that is not a whole number")
+        raise FivefoldError(f"what_if {key}={text}: {number:,} times that is not a whole number")
     return int(value)
 
 
@@ -301,7 +301,7 @@ def scale_plan(plan: Plan, changes: dict[str, str]) -> PlanOptions:
     inner = layout.replicate * layout.tp * layout.cp * layout.pp
     if gpus % inner:
         raise FivefoldError(
-            f"--what-if gpus={gpus}: not a multiple of {inner}, the number of ranks of {layout} "
+            f"what_if gpus={gpus}: not a multiple of {inner}, the number of ranks of {layout} "
             "without its shards; leave out --layout to search for another layout"
         )
     return replace(options, layout=str(replace(layout, shard=gpus // inner)), gpus=gpus)

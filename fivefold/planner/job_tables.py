@@ -69,7 +69,7 @@ def _best_with(request: PlanRequest, name: str, choice: Fixed) -> JobRow:
     """The best layout with a choice; `pipeline` asks for at least two stages."""
     space, fixed = request.space, {"offload": "none", **(request.space.fixed or {})}
     if any(fixed.get(key, value) != value for key, value in choice.items()):
-        return JobRow(name, None, "not with what --fix says")
+        return JobRow(name, None, "not with what fix says")
     if choice.items() >= _DATA.items() and space.batch % space.gpus:
         rows = counted(space.batch, "sequence")
         why = f"{counted(space.gpus, 'data rank')} cannot share {rows} a step"
@@ -136,7 +136,7 @@ def _chosen(request: PlanRequest, plan: Plan | None) -> Estimate:
         return estimate_plan(plan, request.setting)
     estimate = best_estimate(request)
     if estimate is None:
-        raise FivefoldError("--table memory: no legal layout for this job; change --gpus or --fix")
+        raise FivefoldError("--table memory: no legal layout for this job; change --gpus or fix")
     return estimate
 
 

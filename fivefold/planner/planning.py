@@ -346,13 +346,13 @@ def _refusal(request: PlanRequest, result: SearchResult) -> NothingFits:
         return NothingFits(
             f"{head}: no legal layout{suffix} for a global batch of "
             f"{counted(space.batch, 'sequence')} of {space.seq:,} tokens; change --batch, --gpus "
-            "or --fix"
+            "or fix"
         )
     lean, memory = result.leanest, setting.machine.memory
     plan = _plan_of(request, lean)
     size = plan_memory(plan, setting).total
     need = f"needs {size / 2**30:,.1f} GiB of {memory / 2**30:,.1f} a GPU"
-    advice = "lower the batch, the sequence or --headroom, or fix less"
+    advice = "lower the batch, the sequence or headroom, or fix less"
     changes = ways_out(request)
     if enough := gpus_needed(request, lean.bytes):
         advice = f"it takes {counted(enough, 'GPU')}"
@@ -370,7 +370,7 @@ def _refusal(request: PlanRequest, result: SearchResult) -> NothingFits:
     if size > memory:
         return NothingFits(f"{head} does not fit: {leanest}; {advice}", plan, enough, changes)
     usable = f"of which {setting.capacity / 2**30:,.1f} may be used"
-    reason = f"{head} is tight: {leanest}, {usable}; {advice}, or a lower --headroom"
+    reason = f"{head} is tight: {leanest}, {usable}; {advice}, or a lower headroom"
     return NothingFits(reason, plan, enough, changes)
 
 

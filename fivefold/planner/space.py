@@ -383,14 +383,12 @@ def parse_fixed(text: str) -> dict[str, int | str]:
     for word in text.replace(",", " ").split():
         key, _, value = word.partition("=")
         if key not in FIXED:
-            raise UnknownName("--fix", key, FIXED)
+            raise UnknownName("fix", key, FIXED)
         if not value or (key in _NUMBERS and not value.isdecimal()):
-            raise BadFile(
-                "--fix", [f"{word!r}: write {key}= and a value, as in tp=8 schedule=1f1b"]
-            )
+            raise BadFile("fix", [f"{word!r}: write {key}= and a value, as in tp=8 schedule=1f1b"])
         choices[key] = int(value) if value.isdecimal() else value
     options = {"context": get_args(ContextKind), "offload": OFFLOADS}
     for key, known in options.items():
         if key in choices and choices[key] not in known:
-            raise UnknownName(f"--fix {key}", str(choices[key]), known)
+            raise UnknownName(f"fix {key}", str(choices[key]), known)
     return choices

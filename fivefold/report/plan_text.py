@@ -293,7 +293,7 @@ def bill(estimate: Estimate, costs: RunCosts) -> list[str]:
     failing = costs.failing(estimate)
     if failing is None:
         name = estimate.setting.machine.name
-        failure_text = f"days with failures: no rate is known for {name}; give --mtbf-gpu HOURS"
+        failure_text = f"days with failures: no rate is known for {name}; add --set mtbf_gpu=HOURS"
     elif failing.expected <= 0:
         failure_text = "with failures it never ends: they come faster than a recovery"
     else:

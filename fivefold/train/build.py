@@ -143,7 +143,7 @@ def _require_packed(plan: Plan, corpora: Iterable[Corpus | Synthetic]) -> None:
         if isinstance(corpus, Corpus) and corpus.masked and not corpus.paired | plan.packed:
             raise FivefoldError(
                 f"{corpus.name} has conversations, several in a row, which would see one another: "
-                "give --packed, or packed = true in the plan"
+                "give --set packed=true"
             )
 
 

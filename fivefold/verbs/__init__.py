@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import inspect
 import json
+import re
 import shlex
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
 import typer
 
@@ -33,33 +35,28 @@ from fivefold.core import (
     RankLost,
     parse_count,
     run_keys,
+    tables,
 )
 from fivefold.core import hardware as machines
 from fivefold.core.layout import parse_zero
-from fivefold.core.plan import PlanOptions, options_from, parse_settings, require_key, says_layout
-from fivefold.verbs.options import OF_BRIDGES as OF_BRIDGES
-from fivefold.verbs.options import SERVING as SERVING
+from fivefold.core.plan import (
+    PlanOptions,
+    options_from,
+    parse_settings,
+    plan_keys,
+    require_key,
+    says_layout,
+)
+from fivefold.terminal import long_name
+from fivefold.verbs.options import FP8 as FP8
+from fivefold.verbs.options import PACKED as PACKED
 from fivefold.verbs.options import SHARED, TARGET
 from fivefold.verbs.options import BackendOption as BackendOption
-from fivefold.verbs.options import BudgetOption as BudgetOption
-from fivefold.verbs.options import FixOption as FixOption
-from fivefold.verbs.options import ImbalanceOption as ImbalanceOption
-from fivefold.verbs.options import KernelsOption as KernelsOption
-from fivefold.verbs.options import MfuOption as MfuOption
-from fivefold.verbs.options import MtbfOption as MtbfOption
-from fivefold.verbs.options import ObjectiveOption as ObjectiveOption
-from fivefold.verbs.options import OutputOption as OutputOption
+from fivefold.verbs.options import HeadroomKey as HeadroomKey
+from fivefold.verbs.options import ImbalanceKey as ImbalanceKey
+from fivefold.verbs.options import Key as Key
 from fivefold.verbs.options import PrecisionOption as PrecisionOption
-from fivefold.verbs.options import RatioOption as RatioOption
-from fivefold.verbs.options import RunOption as RunOption
 from fivefold.verbs.options import RunPrecisionOption as RunPrecisionOption
-from fivefold.verbs.options import StackOption as StackOption
-from fivefold.verbs.options import SweepOption as SweepOption
-from fivefold.verbs.options import TableOption as TableOption
-from fivefold.verbs.options import TextbookOption as TextbookOption
-from fivefold.verbs.options import TokensOption as TokensOption
-from fivefold.verbs.options import WhatIfOption as WhatIfOption
-from fivefold.verbs.options import WrittenOption as WrittenOption
 
 if TYPE_CHECKING:
     from rich.progress import ProgressColumn
@@ -72,47 +69,76 @@ def with_plan_options(
     verb: Callable[..., None],
     default_target: str | None = None,
     look_up: Callable[[str], str] = str,
-    group: tuple[str, Mapping[str, Any]] = ("", {}),
+    flags: Mapping[str, Any] = MappingProxyType({}),
 ) -> Callable[..., None]:
     """The verb as a command with the target, the shared options and its own options.
 
-    Without a `default_target` the target is required. `look_up` may replace the target. `group`:
-    more options, which the verb gets as one mapping under a name.
+    Parameters that are annotated as a `Key` are given with `--set`. Without a `default_target` the
+    target is required. `look_up` may replace the target. `flags`: keys of a plan that are options
+    of this command.
     """
-    no_default = inspect.Parameter.empty
     own = list(inspect.signature(verb, eval_str=True).parameters.values())[1:]
-    own = [parameter for parameter in own if parameter.name != group[0]]
+    keys = {param.name: param for param in own if _key_of(param) is not None}
+    shared = {**SHARED, **flags}
 
-    def run(**given: Any) -> None:
-        shared = {name: given.pop(name) for name in SHARED}
-        grouped = {name: given.pop(name) for name in group[1]}
-        target = _options(look_up(given.pop("target")), shared, grouped.get("model"))
-        verb(target, **given, **({group[0]: grouped} if grouped else {}))
+    def run(command: typer.Context, **params: Any) -> None:
+        plan_params = {name: params.pop(name) for name in shared}
+        pairs = _pairs(plan_params.pop("set") or [])
+        own_keys = _parsed({key: pairs.pop(key) for key in [*pairs] if key in keys}, keys)
+        command.params |= {key: param.default for key, param in keys.items()} | own_keys
+        command.meta[_SET] = {*pairs, *own_keys}
+        options = _options(look_up(params.pop("target")), plan_params, pairs, own_keys.get("model"))
+        if any(param.name == "command" for param in own):
+            params["command"] = command
+        verb(options, **params, **own_keys)
 
     keyword = inspect.Parameter.KEYWORD_ONLY
+    no_default = inspect.Parameter.empty
+    default = no_default if default_target is None else default_target
     parameters = [
-        inspect.Parameter(
-            "target",
-            keyword,
-            default=no_default if default_target is None else default_target,
-            annotation=TARGET,
-        ),
+        inspect.Parameter("command", keyword, annotation=typer.Context),
+        inspect.Parameter("target", keyword, default=default, annotation=TARGET),
         *(
             inspect.Parameter(name, keyword, default=None, annotation=annotation)
-            for name, annotation in (*SHARED.items(), *group[1].items())
+            for name, annotation in shared.items()
         ),
-        *(parameter.replace(kind=keyword) for parameter in own),
+        *(param.replace(kind=keyword) for param in own if param.name not in (*keys, "command")),
     ]
     run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    run.__annotations__ = {param.name: param.annotation for param in parameters}
     run.__doc__ = verb.__doc__
+    run.keys = {name: _key_of(param) for name, param in keys.items()}  # type: ignore[attr-defined]
     return run
+
+
+_SET = "fivefold.set"  # where the context of a command has the names that `--set` gives
+
+
+def _key_of(param: inspect.Parameter) -> Key | None:
+    """The key that a parameter is declared as, or None if it is a flag."""
+    marks = getattr(param.annotation, "__metadata__", ())
+    return marks[0] if marks and isinstance(marks[0], Key) else None
+
+
+def _parsed(pairs: Mapping[str, str], keys: Mapping[str, inspect.Parameter]) -> dict[str, Any]:
+    """Keys of a command with values of their types; all problems at once."""
+    parsed: dict[str, Any] = {}
+    problems: list[str] = []
+    for name, text in pairs.items():
+        hint = get_args(keys[name].annotation)[0]
+        try:
+            parsed[name] = tables.from_text(hint, text, name)
+        except ValueError as error:
+            problems.append(f"{name} = {text!r}: {error}")
+    if problems:
+        raise BadFile("--set", problems)
+    return parsed
 
 
 def as_given(options: PlanOptions, command: typer.Context) -> GivenJob:
     """What the command line gives of a job; without a layout or a plan its layout is open."""
     names = {name for name, value in command.params.items() if value not in (None, False, [])}
-    names |= _pairs(command.params["set"] or []).keys() & {*SHARED, "steps"}
+    names |= command.meta[_SET] & {*plan_keys(), "steps"}
     target: str = command.params["target"]
     closed = is_foreign(target) or says_layout(target)
     return GivenJob(options, frozenset(names), "layout" not in names and not closed)
@@ -127,19 +153,19 @@ def in_precision(options: PlanOptions, precision: str | None) -> PlanOptions:
     """The job in the precision that an option names, or as it is."""
     if precision is None:
         return options
-    keys: dict[str, Any] = run_keys(one_of("precision", precision, PRECISIONS))
+    keys: dict[str, Any] = run_keys(one_of("--precision", precision, PRECISIONS))
     return replace(options, **keys)
 
 
 def tokens_of(option: str, given: str | int) -> int:
     """A number of tokens."""
     try:
-        number = parse_count(str(given), option)
+        number = parse_count(str(given), option.lstrip("-"))
     except ValueError:
         hint = "give a whole number of tokens, such as 256, 500k or 1M"
-        raise FivefoldError(f"--{option} {given}: {hint}") from None
+        raise FivefoldError(f"{option} {given}: {hint}") from None
     if number < 1:
-        raise FivefoldError(f"--{option} {given}: give 1 token at least")
+        raise FivefoldError(f"{option} {given}: give 1 token at least")
     return number
 
 
@@ -172,42 +198,59 @@ def with_machine(options: PlanOptions, as_json: bool) -> PlanOptions:
 
 def typed(command: typer.Context, name: str) -> bool:
     """Whether the option is on the command line, and not just its default."""
+    if name in command.meta.get(_SET, ()):
+        return True
     source = command.get_parameter_source(name)
     return source is not None and source.name == "COMMANDLINE"
 
 
+def option_name(command: typer.Context, name: str) -> str:
+    """An option as a user writes it: a flag, or a key of `--set`."""
+    if name == "target":
+        return "MODEL"
+    flags = {param.name: param for param in command.command.params}
+    return long_name(flags[name].opts, dashes=True) if name in flags else f"--set {name}"
+
+
 def only_with(command: typer.Context, option: str, allowed: Collection[str]) -> None:
     """Refuse what has no effect beside an option."""
-    names: set[str] = set(command.params)
-    other_names = names - {*allowed, "as_json"}
-    if extras := sorted(name for name in other_names if typed(command, name)):
-        word = "MODEL" if extras[0] == "target" else f"--{extras[0].replace('_', '-')}"
-        raise FivefoldError(f"{word} has no effect with --{option}: leave one of them out")
+    names: set[str] = {name for name in command.params if name != "set" and typed(command, name)}
+    if "set" not in allowed:
+        names |= command.meta.get(_SET, set())
+    if extras := sorted(names - {*allowed, "as_json"}):
+        extra, beside = option_name(command, extras[0]), option_name(command, option)
+        raise FivefoldError(f"{extra} has no effect with {beside}: leave one of them out")
 
 
-def _options(target: str, shared: dict[str, Any], model: str | None) -> PlanOptions:
+def _options(
+    target: str, shared: dict[str, Any], pairs: Mapping[str, str], model: str | None
+) -> PlanOptions:
     """The command line as `PlanOptions`."""
     if shared["zero"] is not None:
         shared["zero"] = parse_zero(shared["zero"])
-    shared["sp"] = False if shared["sp"] else None
     if shared["gpus"] is not None:
-        above("gpus", shared["gpus"], 0)
-    settings = parse_settings(_pairs(shared["set"] or []))
-    shared |= {"set": settings.model or None, "train": settings.train or None}
-    twice = [key for key in settings.plan if shared.get(key) is not None]
-    if twice:
+        above("--gpus", shared["gpus"], 0)
+    settings = parse_settings(pairs)
+    if twice := [key for key in settings.plan if shared.get(key) not in (None, False)]:
         raise BadFile("--set", [f"{key} is given twice: leave one out" for key in twice])
+    shared |= {"set": settings.model or None, "train": settings.train or None}
     return options_from(target_or_options(target, shared["gpus"], model), shared | settings.plan)
+
+
+# A comma before a bare value is part of a list, as in stage_layers=7,8,8,7.
+_LIST_COMMA = re.compile(r"""("[^"]*"|'[^']*')|,(?=[^\s,="']+(?:[\s,]|$))""")
+_COMMA = "\x1f"
 
 
 def _pairs(texts: list[str]) -> dict[str, str]:
     """Settings between spaces or commas, unless quotes are around these."""
     pairs: dict[str, str] = {}
-    split = shlex.shlex(" ".join(texts), posix=True)
+    text = _LIST_COMMA.sub(lambda match: match[1] or _COMMA, " ".join(texts))
+    split = shlex.shlex(text, posix=True)
     split.whitespace, split.whitespace_split = ", \t\n", True
     split.commenters = split.escape = ""
     try:
-        parts = list(split)
+        parts = [part.replace(_COMMA, ",") for part in split]
     except ValueError as error:
         raise BadFile("--set", [f"{error}; close the quotes"]) from error
     for word in parts:

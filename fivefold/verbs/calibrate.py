@@ -41,7 +41,7 @@ _MOST_SECONDS = 120.0
 def run(
     output: Annotated[
         Path | None,
-        typer.Option("--output", "-o", help="Machine file to write (default machine.toml)."),
+        typer.Option("-o", help="Machine file to write (default machine.toml)."),
     ] = None,
     base: Annotated[
         str | None,
@@ -62,7 +62,7 @@ def run(
     """Measure this machine in two minutes: matmuls, attention, copies, launches and rings."""
     began = time.perf_counter()
     preset = None if base is None else _preset(base)
-    above("seconds", seconds, 0.0)
+    above("--seconds", seconds, 0.0)
     if seconds > _MOST_SECONDS:
         raise FivefoldError(f"--seconds {seconds:g}: give {_MOST_SECONDS:g} at most")
     if ranks is not None and not 1 <= ranks <= _MOST_RANKS:

@@ -18,9 +18,9 @@ def run(
     plan_options: PlanOptions,
     command: typer.Context,
     stack: Annotated[
-        bool, typer.Option("--stack", help="Price each as its own software runs it, where known.")
+        bool, verbs.Key("Price each as its own software runs it, where known.")
     ] = False,
-    headroom: Annotated[float, typer.Option(help="Share of the memory to leave free.")] = 0.05,
+    headroom: verbs.HeadroomKey = 0.05,
     precision: verbs.PrecisionOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:

@@ -65,9 +65,9 @@ def run(
     if not names:
         raise FivefoldError("no task is given: name some, as in --tasks hellaswag,arc_easy")
     if limit is not None:
-        above("limit", limit, 0)
+        above("--limit", limit, 0)
     if num_fewshot is not None:
-        above("num-fewshot", num_fewshot, -1)
+        above("--num-fewshot", num_fewshot, -1)
     runs = model_options(dtype, device, cache_gb, layout=layout, tokenizer=tokenizer)
     _check_folders(include_path, out)
     chosen = checkpoint_step(step)

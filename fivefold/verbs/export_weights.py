@@ -67,13 +67,13 @@ def run(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Write the weights of a run as a folder that transformers loads; adapters are merged."""
-    one_of("format", written_as, (HUGGING_FACE, *TITAN_FORMATS))
+    one_of("--format", written_as, (HUGGING_FACE, *TITAN_FORMATS))
     if adapter and written_as != HUGGING_FACE:
         raise FivefoldError(
             f"--adapter writes what PEFT reads, and --format {written_as} a model: leave one out"
         )
-    dtype = dtype and one_of("dtype", dtype, _WRITTEN)
-    above("shard-gb", shard_gb, 0.0)
+    dtype = dtype and one_of("--dtype", dtype, _WRITTEN)
+    above("--shard-gb", shard_gb, 0.0)
     chosen_step = checkpoint_step(step)
     options = options_of(run_folder, chosen_step)
     shape = models.with_overrides(models.load(options.model), options.set)

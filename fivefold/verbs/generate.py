@@ -57,7 +57,7 @@ def run(
     batch_invariant: InvariantOption = False,
     step: Annotated[str | None, typer.Option(help="Step of the run's checkpoint, or best.")] = None,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="JSONL to write, or to continue.")
+        Path | None, typer.Option("-o", help="JSONL to write, or to continue.")
     ] = None,
     record_routing: Annotated[
         bool, typer.Option("--record-routing", help="Record the experts of all tokens.")

@@ -58,7 +58,7 @@ def run(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Create a run that starts from a downloaded Hugging Face model, or from TorchTitan's."""
-    dtype = dtype and one_of("dtype", dtype, ("fp32", "bf16"))
+    dtype = dtype and one_of("--dtype", dtype, ("fp32", "bf16"))
     titan = titan_model(folder, model)
     origin = (folder, str(folder / _CONFIG)) if titan is None else titan
     shape = models.load(origin[1])
@@ -171,7 +171,7 @@ def _next_steps(run: Path) -> list[str]:
     knows, which the plan has."""
     return [
         f"fivefold tokens YOUR_TEXT --tokenizer {run} -o {run}/corpus",
-        f"fivefold train {run}/plan.toml --out {run} --resume --packed --set data={run}/corpus",
+        f"fivefold train {run}/plan.toml --out {run} --resume --set packed=true data={run}/corpus",
     ]
 
 

@@ -42,9 +42,7 @@ def run(
     command: typer.Context,
     target: Annotated[str, typer.Argument(help="slurm, torchrun or kubernetes.")],
     plan_file: Annotated[str, typer.Argument(metavar="PLAN.toml", help="Of `fivefold plan -o`.")],
-    output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Write the script to a file.")
-    ] = None,
+    output: Annotated[Path | None, typer.Option("-o", help="Write the script to a file.")] = None,
     out: Annotated[
         str | None, typer.Option(help="Run folder, which all nodes share (default: runs/NAME).")
     ] = None,

@@ -18,7 +18,7 @@ from fivefold.core.plan import PlanOptions, read
 from fivefold.records import RunFacts, StepSpans, run_reader
 from fivefold.records import run_writer as run_folder
 from fivefold.report import write_text
-from fivefold.verbs import json_text, one_of, progress_bar, with_plan_options
+from fivefold.verbs import Key, json_text, one_of, progress_bar, with_plan_options
 from fivefold_page import document
 from fivefold_page.explore import State, state_of
 from fivefold_page.run import RunSource
@@ -110,10 +110,7 @@ def _run(
         typer.Argument(help="Further run folders, shown side by side.", metavar="RUN..."),
     ] = None,
     at: Annotated[
-        str | None,
-        typer.Option(
-            help="Part of the page to open: what follows # in its address.", show_default=False
-        ),
+        str | None, Key("Part of the page to open: what follows # in its address.")
     ] = None,
     to_file: Annotated[
         Path | None, typer.Option("--html", help="Write one file that works offline.")
@@ -141,7 +138,7 @@ def _run(
     target = command.params["target"]
     folders = [target, *(more or [])]
     run = _runs(folders) if more or _is_run(target) else None
-    job = _job(options, precision and one_of("precision", precision, PRECISIONS), run)
+    job = _job(options, precision and one_of("--precision", precision, PRECISIONS), run)
     tab, params = _place(at, job, run)
     opens = params if tab == "explore" else job
     address = f"{tab}?{urlencode(params)}" if params else tab
@@ -176,9 +173,9 @@ def _place(
         return ("run", {}) if run else ("explore", job)
     tab, _, query = at.removeprefix("#").partition("?")
     if tab not in _TABS:
-        raise UnknownName("tab in --at", tab, _TABS)
+        raise UnknownName("tab in at", tab, _TABS)
     if tab == "run" and run is None:
-        raise FivefoldError("--at run: name the run, as in fivefold observe runs/first")
+        raise FivefoldError("at=run: name the run, as in fivefold observe runs/first")
     return tab, dict(parse_qsl(query))
 
 

@@ -43,45 +43,114 @@ from fivefold.report.great_run_text import run_answer
 from fivefold.report.job_table_text import job_table_answer
 from fivefold.report.plan_answers import Printed
 from fivefold.report.plan_text import RunCosts
+from fivefold.verbs.options import Key
 
 if TYPE_CHECKING:  # estimates need numpy, whose import takes longer than a plan without estimates
     from fivefold.planner import Estimate, PlanRequest
 
 
-@partial(verbs.with_plan_options, default_target="", group=("serving", verbs.SERVING))
+TokensOption = Annotated[
+    float | None, typer.Option(help="Tokens of the full run, for days and GPU-hours.")
+]
+SweepOption = Annotated[
+    str | None, typer.Option(help="Curves: seq=4k..1m, gpus=8..16384, tp=1..8, or tp.")
+]
+TableOption = Annotated[
+    str | None, typer.Option(help="zero3-or-pipeline, data-or-model or memory.")
+]
+RunOption = Annotated[
+    str | None, typer.Option("--run", help="A great run by name, beside our estimate of it.")
+]
+EmitOption = Annotated[
+    str | None,
+    typer.Option(
+        help="Print the plan for another program: megatron, bridge, torchtitan, torchtitan-main, "
+        "deepspeed, nanotron, accelerate, axolotl; with --serve vllm, sglang or trtllm.",
+        show_default=False,
+    ),
+]
+
+
+@partial(verbs.with_plan_options, default_target="")
 def run(
     plan_options: PlanOptions,
     command: typer.Context,
-    serving: dict[str, Any],
-    fix: verbs.FixOption = None,
-    top: Annotated[int, typer.Option(help="Layouts in the ranked table.")] = 10,
-    tokens: verbs.TokensOption = None,
-    price: Annotated[float | None, typer.Option(help="Price of a GPU-hour.")] = None,
-    mtbf_gpu: verbs.MtbfOption = None,
-    objective: verbs.ObjectiveOption = "tokens",
-    headroom: Annotated[float, typer.Option(help="Share of the memory to leave free.")] = 0.05,
+    tokens: TokensOption = None,
     precision: verbs.PrecisionOption = None,
-    kernels: verbs.KernelsOption = "compiled",
-    stack: verbs.StackOption = None,
-    imbalance: verbs.ImbalanceOption = None,
-    what_if: verbs.WhatIfOption = None,
     compare: Annotated[bool, typer.Option("--compare", help="Each dimension alone.")] = False,
-    sweep: verbs.SweepOption = None,
-    table: verbs.TableOption = None,
-    great_run: verbs.RunOption = None,
-    textbook: verbs.TextbookOption = False,
-    budget: verbs.BudgetOption = None,
-    tokens_per_parameter: verbs.RatioOption = TOKENS_PER_PARAMETER,
-    mfu: verbs.MfuOption = USUAL_MFU,
-    output: verbs.OutputOption = None,
-    written: verbs.WrittenOption = None,
+    sweep: SweepOption = None,
+    table: TableOption = None,
+    great_run: RunOption = None,
+    serve: Annotated[
+        bool, typer.Option("--serve", help="Plan to serve the model, not to train it.")
+    ] = False,
+    prompt: Annotated[
+        int | None, typer.Option(help="With --serve: tokens of a prompt (default 2048).")
+    ] = None,
+    output: Annotated[
+        str | None, typer.Option(help="With --serve: tokens of an answer (default 256).")
+    ] = None,
+    concurrency: Annotated[
+        int | None, typer.Option(help="With --serve: requests at a time.")
+    ] = None,
+    emit: EmitOption = None,
+    file: Annotated[
+        Path | None,
+        typer.Option("-o", help="File to write: the plan as TOML, or what --emit prints."),
+    ] = None,
+    fix: Annotated[
+        str | None, Key("Values that a search must use, as in fix=tp=8 or fix='tp=8 pp=2'.")
+    ] = None,
+    top: Annotated[int, Key("Layouts in the ranked table.")] = 10,
+    objective: Annotated[
+        str, Key("Best by: tokens (per second), gpus (fewest), gpu-hours (fewest).")
+    ] = "tokens",
+    price: Annotated[float | None, Key("Price of a GPU-hour.")] = None,
+    mtbf_gpu: Annotated[
+        float | None,
+        Key(
+            "Hours between two failures of one GPU, for days with failures (default: the "
+            "machine's)."
+        ),
+    ] = None,
+    headroom: verbs.HeadroomKey = 0.05,
+    kernels: Annotated[
+        str, Key("compiled, eager or graphs: what blocks save, how they launch.")
+    ] = "compiled",
+    stack: Annotated[
+        str | None, Key("Price other people's software: nemo, torchtitan, a file.")
+    ] = None,
+    imbalance: verbs.ImbalanceKey = None,
+    what_if: Annotated[
+        str | None, Key("Compare with a changed job: what_if=gpus=2x, what_if=machine=gb200.")
+    ] = None,
+    textbook: Annotated[bool, Key("The textbook's formulas with their numbers.")] = False,
+    budget: Annotated[
+        str | None,
+        Key("Compute-optimal size and tokens: budget=1e24 FLOPs or budget='512 h100 30 days'."),
+    ] = None,
+    tokens_per_parameter: Annotated[
+        float, Key("Tokens per active parameter, for budget.")
+    ] = TOKENS_PER_PARAMETER,
+    mfu: Annotated[float, Key("Share of the peak that budget assumes of GPUs.")] = USUAL_MFU,
+    rate: Annotated[float | None, Key("With --serve: requests a second.")] = None,
+    ttft: Annotated[float | None, Key("With --serve: most seconds to the first token.")] = None,
+    tpot: Annotated[float | None, Key("With --serve: most seconds between two tokens.")] = None,
+    kv: Annotated[
+        str | None, Key("With --serve: format of the cache, bf16 or fp8 (default bf16).")
+    ] = None,
+    model: Annotated[
+        str | None, Key("The model of another framework's file, if that names none.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Resolve a job or search its layout: memory, time and reasons."""
+    serving = {"prompt": prompt, "rate": rate, "concurrency": concurrency}
+    serving |= {"ttft": ttft, "tpot": tpot, "kv": kv, "output": output}
     options: dict[str, Any] = {
         "fix": fix,
         "top": verbs.above("top", top, 0),
-        "tokens": None if tokens is None else verbs.positive("tokens", tokens),
+        "tokens": None if tokens is None else verbs.positive("--tokens", tokens),
         "price": None if price is None else verbs.positive("price", price),
         "objective": objective,
         "precision": precision,
@@ -90,35 +159,38 @@ def run(
         "compare": compare,
         "sweep": sweep,
         "table": table,
-        "output": written if output is None or serving["serve"] else Path(output),
-        "answer": output,
+        "file": file,
         "great_run": great_run,
         "textbook": textbook,
         "budget": budget,
         "ratio": tokens_per_parameter,
         "mfu": mfu,
     }
-    options |= {"emit": serving["emit"], "mtbf_gpu": mtbf_gpu, "as_json": as_json}
+    options |= {"emit": emit, "mtbf_gpu": mtbf_gpu, "as_json": as_json}
     verbs.require_known(plan_options.machine)
-    if serving["serve"]:
+    if serve:
         _serve(plan_options, serving, options, command)
         return
-    _require_together(serving, options)
+    _require_together(command, serving, options)
     printed = _answer_of(plan_options, options, command)
-    read = foreign_plan(command.params["target"], plan_options.gpus, serving["model"])
-    if read is not None and not serving["emit"]:
+    read = foreign_plan(command.params["target"], plan_options.gpus, model)
+    if read is not None and not emit:
         printed = foreign_answer(read, printed)
     typer.echo(verbs.json_text(printed[0]) if as_json else "\n".join(printed[1]))
 
 
-def _require_together(serving: dict[str, Any], options: dict[str, Any]) -> None:
+def _require_together(
+    command: typer.Context, serving: dict[str, Any], options: dict[str, Any]
+) -> None:
     """Refuse what is for --serve alone, and what --emit has no file for."""
-    only = [name for name in verbs.SERVING if name not in verbs.OF_BRIDGES]
-    if alone := [name for name in only if serving[name] is not None]:
-        raise FivefoldError(f"--{alone[0]} is for --serve: give both")
-    if serving["emit"] and (extras := [name for name in _NOT_EMITTED if options[name]]):
-        word = extras[0].replace("great_", "").replace("_", "-")
-        raise FivefoldError(f"--emit prints one plan: leave --{word} out")
+    output = serving["output"]
+    if output is not None and not output.replace("_", "").isalnum():
+        raise FivefoldError(f"--output {output} is a number of tokens: write a file with -o")
+    if alone := [name for name, value in serving.items() if value is not None]:
+        raise FivefoldError(f"{verbs.option_name(command, alone[0])} is for --serve: give both")
+    if options["emit"] and (extras := [name for name in _NOT_EMITTED if options[name]]):
+        extra = verbs.option_name(command, extras[0])
+        raise FivefoldError(f"--emit prints one plan: leave {extra} out")
 
 
 def _answer_of(
@@ -137,10 +209,8 @@ def _answer_of(
     if options["textbook"]:
         verbs.only_with(command, "textbook", _OF_A_TEXTBOOK)
         return textbook_answer(job.options, job.is_open)
-    if alone := [
-        option for option in ("mfu", "tokens_per_parameter") if verbs.typed(command, option)
-    ]:
-        raise FivefoldError(f"--{alone[0].replace('_', '-')} is for --budget: give both")
+    if alone := [key for key in ("mfu", "tokens_per_parameter") if verbs.typed(command, key)]:
+        raise FivefoldError(f"{alone[0]} is for budget: give both")
     return _planned(job, options)
 
 
@@ -156,24 +226,25 @@ def _serve(
     plan_args |= {"kv": serving["kv"] or "bf16", "precision": options["precision"]}
     plan_args |= {name: options["how"][name] for name in ("headroom", "imbalance")}
     plan_args |= {"prompt": 2048 if serving["prompt"] is None else serving["prompt"]}
-    plan_args |= {"output": verbs.tokens_of("output", options["answer"] or 256)}
+    plan_args |= {"output": verbs.tokens_of("--output", serving["output"] or 256)}
     job = verbs.as_given(plan_options, command)
     job = replace(job, options=verbs.with_machine(plan_options, options["as_json"]))
     serving_plan = plan_serving(job, price=options["price"], **plan_args)
-    emitted = None if serving["emit"] is None else serving_plan.flags(serving["emit"])
+    emitted = None if options["emit"] is None else serving_plan.flags(options["emit"])
     text = str(serving_plan) if emitted is None else emitted.script.rstrip("\n")
-    if (path := options["output"]) is not None:
+    if (path := options["file"]) is not None:
         write_text(path, text + "\n")
     typer.echo(verbs.json_text(serving_plan.to_json()) if options["as_json"] else text)
 
 
 _OF_SERVING = (
     *("target", "layout", "machine", "gpus", "set", "precision", "headroom", "imbalance", "price"),
-    *("output", "written", *verbs.SERVING),
+    *("output", "file", "serve", "prompt", "rate", "concurrency", "ttft", "tpot", "kv", "emit"),
+    "model",
 )
 _COSTS = ("tokens", "price", "mtbf_gpu")
 _NOT_EMITTED = ("great_run", "textbook", "budget", "what_if", "compare", "sweep", "table")
-_OF_A_RUN = ("great_run", "stack", "headroom", "output", "written", *_COSTS)
+_OF_A_RUN = ("great_run", "stack", "headroom", "file", *_COSTS)
 _OF_A_BUDGET = ("target", "budget", "tokens_per_parameter", "mfu", "precision")
 _OF_A_TEXTBOOK = (
     *("target", "textbook", "layout", "gpus", "machine", "seq", "batch", "microbatch_size"),
@@ -186,7 +257,7 @@ def _great_run(name: str, options: dict[str, Any]) -> Printed:
     settings = options["how"]
     costs = RunCosts(*(options[key] for key in _COSTS))
     plan, table, lines = run_answer(name, settings["headroom"], settings["stack"], costs)
-    if (output := options["output"]) is not None:
+    if (output := options["file"]) is not None:
         write_plan(output, plan)
     return table, lines
 
@@ -208,9 +279,8 @@ def _require_no_estimates(set_options: Collection[str]) -> None:
     needs = ("fix", *_COSTS, "what_if", "compare", "sweep", "table", "precision")
     needs = (*needs, "imbalance", "stack")
     if conflicts := [name for name in needs if name in set_options]:
-        option = conflicts[0].replace("_", "-")
         raise FivefoldError(
-            f"--{option} is for estimates: name the machine with --machine "
+            f"{conflicts[0]} is for estimates: name the machine with --machine "
             f"({verbs.known_machines()})"
         )
 
@@ -219,7 +289,7 @@ def _written(found: PlannedJob | SearchedPlans, options: dict[str, Any]) -> Prin
     """An answer as JSON and lines; `-o` writes its plan, or what is emitted."""
     if options["emit"] is not None:
         return _emitted(found.plan, options)
-    if (output := options["output"]) is not None:
+    if (output := options["file"]) is not None:
         write_plan(output, found.plan, options["tokens"])
     return found.to_json(), [str(found)]
 
@@ -228,7 +298,7 @@ def _emitted(chosen: Plan, options: dict[str, Any]) -> Printed:
     """The plan for another framework; losses are comments in its file, or else said beside it."""
     from fivefold.api.emitting import emit, emitted_answer
 
-    name, output = options["emit"], options["output"]
+    name, output = options["emit"], options["file"]
     if name == "torchtitan" and output is not None and output.suffix == ".py":
         name = "torchtitan-main"
     emitted = emit(chosen, name, options["how"], options["precision"])
@@ -245,7 +315,7 @@ def _given(job: GivenJob, options: dict[str, Any]) -> Printed:
     from fivefold.planner import parse_changes, scale_plan
 
     if options["fix"] is not None or options["objective"] != "tokens":
-        raise FivefoldError("--fix and --objective are for a search: leave --layout out")
+        raise FivefoldError("fix and objective are for a search: leave --layout out")
     settings, precision = options["how"], options["precision"]
     if options["compare"] or options["sweep"] or options["table"]:
         resolved = resolve(job.options)
@@ -258,7 +328,7 @@ def _given(job: GivenJob, options: dict[str, Any]) -> Printed:
         costs = {key: options[key] for key in _COSTS}
         return _written(plan(job, precision=precision, **costs, **settings), options)
     base_plan, estimate = estimate_given(job.options, settings, precision)
-    if (output := options["output"]) is not None:
+    if (output := options["file"]) is not None:
         write_plan(output, with_steps(base_plan, options["tokens"]), options["tokens"])
     scaled = scale_plan(base_plan, parse_changes(options["what_if"]))
     _, changed = estimate_given(scaled, settings, precision or job.options.precision)
@@ -310,7 +380,7 @@ def _tables(asked: PlanRequest, options: dict[str, Any], given: Plan | None = No
     from fivefold.planner import TABLES, job_table, single_axis_strategies, sweep, sweep_values
 
     if options["table"]:
-        chosen = job_table(verbs.one_of("table", options["table"], TABLES), asked, given)
+        chosen = job_table(verbs.one_of("--table", options["table"], TABLES), asked, given)
         return job_table_answer(chosen)
 
     if options["compare"]:

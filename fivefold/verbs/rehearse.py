@@ -13,6 +13,7 @@ from fivefold.core import RankLost
 from fivefold.core.plan import PlanOptions
 from fivefold.report import write_text
 from fivefold.verbs import (
+    Key,
     RunPrecisionOption,
     as_given,
     in_precision,
@@ -32,10 +33,10 @@ def run(
         str, typer.Option(help="cpu: memory only; cuda: real kernels and times.")
     ] = "cpu",
     imbalance: Annotated[
-        float, typer.Option(help="Load of the fullest expert over the mean (default 1: balanced).")
+        float, Key("Load of the fullest expert over the mean; 1 is balanced.")
     ] = 1.0,
     perfetto: Annotated[
-        Path | None, typer.Option(help="Write a Perfetto trace of the memory of each rank.")
+        str | None, Key("File for a Perfetto trace of the memory of each rank.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
@@ -53,6 +54,6 @@ def run(
         typer.echo(f"fivefold: {reason}", err=True)
         raise typer.Exit(1) from None
     if perfetto is not None:
-        write_text(perfetto, json.dumps(rehearsal.trace()))
+        write_text(Path(perfetto), json.dumps(rehearsal.trace()))
     typer.echo(json_text(rehearsal.to_json()) if as_json else str(rehearsal))
     raise typer.Exit(0 if rehearsal.passed else 1)

@@ -38,9 +38,7 @@ InputsArgument = Annotated[
         "--check or --info, token folders.",
     ),
 ]
-OutputFolder = Annotated[
-    Path | None, typer.Option("--output", "-o", help="Folder of tokens to write.")
-]
+OutputFolder = Annotated[Path | None, typer.Option("-o", help="Folder of tokens to write.")]
 TokenizerOption = Annotated[
     str, typer.Option(help="A tokenizer.json, a model folder with one, or bytes.")
 ]
@@ -116,7 +114,7 @@ def run(
     lengths = {"min_chars": min_chars, "max_chars": max_chars}
     lengths |= {"min_tokens": min_tokens, "max_tokens": max_tokens}
     settings = Tokenizing(tokenizer, end, column, lengths, dedup, chat, pairs)
-    size = tokens_of("shard-tokens", shard_tokens)
+    size = tokens_of("--shard-tokens", shard_tokens)
     table = _write(inputs, output, size, settings, workers, force)
     typer.echo(json_text(table) if as_json else _written_text(table))
 

@@ -51,7 +51,6 @@ def run(
         typer.Option(help=f"{', '.join(FORMATS)} (default: the plan's; float32 without a GPU)."),
     ] = None,
     precision: RunPrecisionOption = None,
-    lr: Annotated[float | None, typer.Option(help="Highest learning rate (default 1e-3).")] = None,
     seed: Annotated[
         int | None, typer.Option(help="Seed of the weights and of the order of the text.")
     ] = None,
@@ -80,7 +79,7 @@ def run(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Train; without `data`, on the source of Python's standard library, byte by byte."""
-    overrides = {"steps": steps, "lr": lr, "seed": seed}
+    overrides = {"steps": steps, "seed": seed}
     recipe = replace(
         options.train, **{key: value for key, value in overrides.items() if value is not None}
     )

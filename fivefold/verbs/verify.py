@@ -10,19 +10,26 @@ import typer
 from fivefold.api.verifying import VERIFIED_OPTIMIZERS, verify
 from fivefold.core import RankLost
 from fivefold.core.plan import PlanOptions
-from fivefold.verbs import BackendOption, as_given, json_text, shown_progress, with_plan_options
+from fivefold.verbs import (
+    FP8,
+    PACKED,
+    BackendOption,
+    Key,
+    as_given,
+    json_text,
+    shown_progress,
+    with_plan_options,
+)
 
 
-@partial(with_plan_options, default_target="tiny")
+@partial(with_plan_options, default_target="tiny", flags={"packed": PACKED, "fp8": FP8})
 def run(
     options: PlanOptions,
     command: typer.Context,
     dtype: Annotated[str, typer.Option(help="float64, float32 or bfloat16.")] = "float64",
     steps: Annotated[int, typer.Option(help="Optimizer steps to compare.")] = 2,
-    optimizer: Annotated[str, typer.Option(help=f"{' or '.join(VERIFIED_OPTIMIZERS)}.")] = "adamw",
-    offload: Annotated[
-        str, typer.Option(help="Offload weights and optimizer states: none or cpu.")
-    ] = "none",
+    optimizer: Annotated[str, Key(f"{' or '.join(VERIFIED_OPTIMIZERS)}.")] = "adamw",
+    offload: Annotated[str, Key("Offload weights and optimizer states: none or cpu.")] = "none",
     precision: Annotated[
         str | None, typer.Option(help="fp8 or mxfp8: round matmuls on both sides (docs/fp8.md).")
     ] = None,
@@ -34,16 +41,12 @@ def run(
     compiled: Annotated[
         bool, typer.Option("--compile", help="Compile the kernels of the ranks, as training does.")
     ] = False,
-    generated: Annotated[
-        bool, typer.Option("--generate", help="Generation against the plain forward.")
-    ] = False,
+    generate: Annotated[bool, Key("Compare generation with the plain forward.")] = False,
     batch_invariant: Annotated[
-        bool,
-        typer.Option("--batch-invariant", help="With --generate: batches may not change a bit."),
+        bool, Key("With generate: the requests of a batch may not change a bit.")
     ] = False,
     patience: Annotated[
-        float | None,
-        typer.Option(help="Seconds without a sign of any rank after which one is lost."),
+        float | None, Key("Seconds without a sign of any rank after which it is lost.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
@@ -62,7 +65,7 @@ def run(
                 device=device,
                 backend=backend,
                 compile=compiled,
-                generate=generated,
+                generate=generate,
                 batch_invariant=batch_invariant,
                 patience=patience,
                 on_progress=on_progress,

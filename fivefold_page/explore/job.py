@@ -162,11 +162,12 @@ def command(state: State, config_file: str) -> str:
         *("--seq", str(state.seq), "--batch", str(state.batch)),
         *("--precision", state.precision, "--tokens", f"{state.tokens:g}"),
     ]
+    also = [word for word in state.also.split() if not word.startswith("order=")]
     if layout.pp > 1:
-        args += ["--schedule", state.schedule, "--chunks", str(layout.chunks)]
+        args += ["--schedule", state.schedule]
+        also = [f"chunks={layout.chunks}", *also]
     if layout.cp > 1:
         args += ["--context", layout.context]
-    also = [word for word in state.also.split() if not word.startswith("order=")]
     if also:
         args += ["--set", " ".join(also)]
     return shlex.join(args)

@@ -164,7 +164,7 @@ CHAPTERS: dict[str, Chapter] = {
         "Other kitchens have other ovens: one has fed thousands of tables, one fits on a cart. Ask "
         "which of your dishes they can cook, and taste one before you book.",
         "trainers",
-        ('fivefold plan llama-3.1-70b --layout "tp=8 pp=4" --machine h100 --stack torchtitan',),
+        ('fivefold plan llama-3.1-70b --layout "tp=8 pp=4" --machine h100 --set stack=torchtitan',),
     ),
 }
 

@@ -1,7 +1,7 @@
 """How the load of experts is balanced: one or more rules, by name.
 
-    --balance aux-seq+z        several rules are joined with +
-    --balance aux:0.02         a number replaces the rule's default coefficient
+    balance=aux-seq+z        several rules are joined with +
+    balance=aux:0.02         a number replaces the rule's default coefficient
 
 Every rule has a unit over which it counts, and no unit depends on the layout: *sequence* is one
 row, over all ranks that share it; *microbatch* the rows of one data rank and microbatch; *global*
@@ -95,23 +95,23 @@ def parse(text: str) -> tuple[Balance, ...]:
         return ()
     parts = text.split("+")
     if NONE in parts:
-        raise FivefoldError(f"--balance {text}: none goes with no other rule; leave it out")
+        raise FivefoldError(f"balance {text}: none goes with no other rule; leave it out")
     rules = tuple(_rule(part, text) for part in parts)
     kinds = [(rule.kind, rule.unit) for rule in rules]
     if len(set(kinds)) < len(kinds):
-        raise FivefoldError(f"--balance {text}: a rule is given twice; give each one once")
+        raise FivefoldError(f"balance {text}: a rule is given twice; give each one once")
     return rules
 
 
 def _rule(part: str, text: str) -> Balance:
     word, colon, number = part.partition(":")
     if word not in WORDS:
-        raise UnknownName("--balance rule", word, [*WORDS, NONE])
+        raise UnknownName("balance rule", word, [*WORDS, NONE])
     usual = WORDS[word]
     if colon:
         return replace(usual, coefficient=_number(number, text))
     if math.isnan(usual.coefficient):
-        raise FivefoldError(f"--balance {text}: {word} needs its factor, as in {word}:1.25")
+        raise FivefoldError(f"balance {text}: {word} needs its factor, as in {word}:1.25")
     return usual
 
 
@@ -121,7 +121,7 @@ def _number(number: str, text: str) -> float:
     except ValueError:
         value = math.nan
     if not (math.isfinite(value) and value > 0):
-        raise FivefoldError(f"--balance {text}: {number!r} must be a number above 0")
+        raise FivefoldError(f"balance {text}: {number!r} must be a number above 0")
     return value
 
 
@@ -129,13 +129,13 @@ def check(rules: tuple[Balance, ...], shape: Shape) -> None:
     """Refuse rules that do not apply to the model."""
     if rules and shape.moe is None:
         raise FivefoldError(
-            f"--balance {'+'.join(map(str, rules))}: model {shape.name!r} has no experts; leave "
+            f"balance {'+'.join(map(str, rules))}: model {shape.name!r} has no experts; leave "
             "the option out"
         )
     biased = shape.moe is not None and shape.moe.bias
     if not biased and any(rule.kind == "bias" for rule in rules):
         raise FivefoldError(
-            f"--balance bias: the router of {shape.name!r} has no bias; add --set moe.bias=true"
+            f"balance bias: the router of {shape.name!r} has no bias; add --set moe.bias=true"
         )
 
 
@@ -145,7 +145,7 @@ def rules_of(text: str, shape: Shape, *, asynchronous: bool) -> tuple[Balance, .
     check(rules, shape)
     if rules and asynchronous:
         raise FivefoldError(
-            f"--balance {text}: an asynchronous schedule has no step whose tokens could be "
+            f"balance {text}: an asynchronous schedule has no step whose tokens could be "
             "counted; choose another schedule, or none"
         )
     return rules

@@ -68,12 +68,12 @@ def parse_budget(text: str, mfu: float = USUAL_MFU, precision: str = "bf16") -> 
     1e+24
     """
     if not 0 < mfu <= 1:
-        raise FivefoldError(f"--mfu {mfu}: give a share of the peak above 0, at most 1")
+        raise FivefoldError(f"mfu {mfu}: give a share of the peak above 0, at most 1")
     tokens = text.lower().replace(",", " ").split()
     if plain := re.fullmatch(r"([0-9.]+(?:e\+?[0-9]{1,3})?)(?: ?flops?)?", " ".join(tokens)):
         return Budget(_number(plain[1], text), f"{_number(plain[1], text):.3g} FLOPs")
     if len(tokens) != 4 or (unit := tokens[3].rstrip("s")) not in _SECONDS:
-        raise FivefoldError(f"--budget {text!r}: {_HOW}")
+        raise FivefoldError(f"budget {text!r}: {_HOW}")
     gpus, machine, span = (
         _number(tokens[0], text),
         machines.load(tokens[1]),
@@ -93,9 +93,9 @@ def _number(text: str, budget: str) -> float:
     try:
         value = float(text)
     except ValueError:
-        raise FivefoldError(f"--budget {budget!r}: {text!r} is not a number; {_HOW}") from None
+        raise FivefoldError(f"budget {budget!r}: {text!r} is not a number; {_HOW}") from None
     if not 0 < value < 1e40:
-        raise FivefoldError(f"--budget {budget!r}: give a number above 0; {_HOW}")
+        raise FivefoldError(f"budget {budget!r}: give a number above 0; {_HOW}")
     return value
 
 
@@ -105,7 +105,7 @@ def compute_optimal(
     """N = √(C / (6r)) and D = r·N."""
     if not 0 < tokens_per_parameter < 1e9:
         raise FivefoldError(
-            f"--tokens-per-parameter {tokens_per_parameter}: give a number above 0, such as 20"
+            f"tokens_per_parameter {tokens_per_parameter}: give a number above 0, such as 20"
         )
     size = math.sqrt(budget.flops / (6 * tokens_per_parameter))
     return ComputeOptimal(budget, tokens_per_parameter, size, tokens_per_parameter * size)

@@ -1,7 +1,7 @@
 """The formulas of textbooks, each with its numbers for one model.
 
 They hold for mixed-precision Adam, GPT layers and half precision, and round what a plan counts:
-`fivefold plan` without `--textbook` derives every byte of the model at hand. Ψ is the number of
+`fivefold plan` without `--set textbook=true` derives every byte of the model at hand. Ψ is the number of
 parameters, by the model's name where it says one (70B), s the tokens of a sequence, b the sequences
 of a microbatch, h the width, a the heads, L the layers, N the data ranks, t the tensor ranks, p the
 stages, m the microbatches.
@@ -118,7 +118,7 @@ def _with_layout(job: TextbookJob, plan: Plan) -> TextbookJob:
 def textbook(job: TextbookJob) -> list[Formula]:
     """Every formula that the job has numbers for."""
     if min(job.seq, job.microbatch_size, job.dp, job.tp, job.pp, job.microbatches) < 1:
-        raise FivefoldError("--textbook: seq, batch and degrees are whole numbers from 1")
+        raise FivefoldError("textbook: seq, batch and degrees are whole numbers from 1")
     rows = [*_states(job), *_zero(job), *_volumes(job), *_work(job)]
     if job.shape is not None:
         rows += [*_activations(job, job.shape), *_model_traffic(job, job.shape)]

@@ -58,10 +58,10 @@ class ServingRequest:
         for name in ("rate", "concurrency", "ttft", "tpot", "price"):
             value = getattr(self, name)
             if value is not None and not 0 < value < float("inf"):
-                yield f"--{name} {value:g}: give a finite number above 0"
+                yield f"{name} {value:g}: give a finite number above 0"
         if self.rate is not None and self.concurrency is not None:
             yield (
-                "--rate and --concurrency are two descriptions of one load: give requests a second "
+                "rate and concurrency are two descriptions of one load: give requests a second "
                 "or requests at a time"
             )
         longest, most = self.prompt + self.output, self.shape.max_seq

@@ -339,10 +339,10 @@ def _too_slow(request: ServingRequest, loads: list[LayoutLoad]) -> str:
     alone = [layout_load.steady(1) for layout_load in loads]
     ttft, tpot = (min(getattr(plan, name) for plan in alone) for name in ("ttft", "tpot"))
     most = max(layout_load.steady(layout_load.room).tokens_per_s for layout_load in loads)
-    bounds = [f"--{n} {v:g}" for n, v in (("ttft", request.ttft), ("tpot", request.tpot)) if v]
-    load = f"--rate {request.rate:g}" if request.rate is not None else ""
+    bounds = [f"{n} {v:g}" for n, v in (("ttft", request.ttft), ("tpot", request.tpot)) if v]
+    load = f"rate {request.rate:g}" if request.rate is not None else ""
     if request.concurrency is not None:
-        load = f"--concurrency {request.concurrency}"
+        load = f"concurrency {request.concurrency}"
     limits = " and ".join(filter(None, [*bounds, load]))
     return (
         f"no layout of {counted(request.gpus, 'GPU')} keeps {limits}: at best a lone request has "
