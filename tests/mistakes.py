@@ -38,9 +38,9 @@ plan llama-3.1-8b --layout "tp=two"
 plan llama-3.1-8b --layout "ep=8"
 plan llama-3.1-8b --layout "pp=40"
 plan llama-3.1-8b --zero 4
-plan llama-3.1-8b --machine h100 --gpus 8 --fix "tp=3"
-plan llama-3.1-8b --machine h100 --gpus 8 --objective speed
-plan llama-3.1-8b --what-if "gpus=2x"
+plan llama-3.1-8b --machine h100 --gpus 8 --set fix=tp=3
+plan llama-3.1-8b --machine h100 --gpus 8 --set objective=speed
+plan llama-3.1-8b --set what_if=gpus=2x
 plan llama-3.1-8b --set hidden_size=8192
 plan llama-3.1-8b --set layers=many
 plan llama-3.1-8b --recompute some
@@ -56,10 +56,10 @@ verify tiny --layout "cp=2" --context spiral
 verify tiny --dtype int8
 verify tiny --device gpu
 verify tiny --batch-invariant
-verify tiny --optimizer sgdm
+verify tiny --set optimizer=sgdm
 train tiny --set learning_rate=1e-3
 train tiny --set lr=fast
-train tiny --lr 1e-3x
+train tiny --set lr=1e-3x
 train tiny --epochs 3
 train tiny --set steps=-5
 train tiny --set log=tensorbord

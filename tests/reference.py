@@ -48,7 +48,7 @@ use (bash, zsh, fish, PowerShell): verbs, options, models, machines, schedules a
 """,
     "keys": f"""# Keys
 
-A plan file has these keys, `--set` takes them all, and those of a plan are options too.
+A plan file has these keys, `--set` takes them all.
 [Training](training.md) explains them. {MADE}
 """,
     "model keys": """Keys with a dot belong to experts (`moe`), latent attention (`mla`) and rotary
@@ -142,6 +142,10 @@ def _verb(name: str) -> Iterator[str]:
         yield ""
         rows = [_option(*one.get_help_record(context)) for one in own]
         yield from table((title.lower(), "type", "meaning"), *rows)
+    if keys := cli.own_keys(name):
+        yield ""
+        rows = [(f"`{key}`", entry.help) for key, entry in keys.items()]
+        yield from table(("key of `--set`", "meaning"), *rows)
 
 
 def _option(names: str, meaning: str) -> tuple[str, str, str]:

@@ -199,7 +199,7 @@ def _answer_of(
     """What the command line asks: a run, a formula, a given layout or a search."""
     job = verbs.as_given(plan_options, command)
     if options["great_run"] is not None:
-        verbs.only_with(command, "run", _OF_A_RUN)
+        verbs.only_with(command, "great_run", _OF_A_RUN)
         return _great_run(options["great_run"], options)
     if options["budget"] is not None:
         verbs.only_with(command, "budget", _OF_A_BUDGET)

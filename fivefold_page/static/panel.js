@@ -39,8 +39,8 @@ export function panel(name, title, hint) {
 export function commandFor(name) {
   const { tab, params } = read();
   if (tab === "run") {
-    const at = params.run && name !== "runs" ? ` --at 'run?run=${Number(params.run)}'` : "";
+    const at = params.run && name !== "runs" ? ` --set 'at=run?run=${Number(params.run)}'` : "";
     return `fivefold observe ${site.run}${at} --text --panel ${name}`;
   }
-  return `fivefold observe --at '${written(tab, params)}' --text --panel ${name}`;
+  return `fivefold observe --set 'at=${written(tab, params)}' --text --panel ${name}`;
 }

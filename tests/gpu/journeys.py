@@ -118,7 +118,17 @@ def fine_tuning(trip: Trip) -> None:
     for name in ("chat", "held"):
         trip.fivefold("tokens", f"{name}.jsonl", "--chat", "--tokenizer", "hub", "-o", name)
     keys = "lora=8 data=chat steps=24 lr=3e-3 eval_every=12 eval_data=held=held"
-    words = ("run/plan.toml", "--resume", "--packed", "--seq", "128", "--batch", "8", "--set", keys)
+    words = (
+        "run/plan.toml",
+        "--resume",
+        "--seq",
+        "128",
+        "--batch",
+        "8",
+        "--set",
+        "packed=true",
+        keys,
+    )
     records = trip.train(*words, out="run")
     losses = [each["evals"]["held"]["loss"] for each in records if each["evals"]]
     check(len(losses) == 2 and losses[-1] < losses[0], f"evaluation: {losses}")
@@ -182,7 +192,7 @@ def layout_of(
 ) -> None:
     """Twelve steps with the defaults of a user, beside those of one rank."""
     # At the usual rate losses of random weights jump, and tokens change their experts.
-    words = (*model(trip), "--layout", layout, "--steps", str(STEPS), "--lr", "1e-4", *words)
+    words = (*model(trip), "--layout", layout, "--steps", str(STEPS), "--set", "lr=1e-4", *words)
     ranks = math.prod(int(each[3:]) for each in layout.split() if not each.startswith("ep"))
     with trip.gpu.joined(ranks):
         out = trip.fivefold(
@@ -205,7 +215,7 @@ def fp8(trip: Trip) -> None:
         model = ("llama-3.2-1b", "--seq", "1024", "--batch", "4", "--set", "layers=4 lr=3e-4")
     else:
         model = ("tiny", "--seq", "64")
-    eight = ("--precision", "fp8", *(() if trip.on_gpu else ("--fp8-matmul", "emulated")))
+    eight = ("--precision", "fp8", *(() if trip.on_gpu else ("--set", "fp8_matmul=emulated")))
     late = {
         name: trip.timed_train(*model, *words, steps=STEPS, out=name)
         for name, words in (("fp8", eight), ("plain", ()))
@@ -548,7 +558,7 @@ JOURNEYS = {
         Journey("fine-tuning", fine_tuning),
         Journey("long-rows", long_rows, together=True),
         Journey("kill", kill),
-        _layout("dense-4d-packed", dense, "dp=2 tp=2 pp=2 cp=2", "--packed"),
+        _layout("dense-4d-packed", dense, "dp=2 tp=2 pp=2 cp=2", "--set", "packed=true"),
         _layout("dense-3d", dense, "dp=2 tp=2 pp=2"),
         _layout("experts-4d", experts, "dp=2 tp=2 pp=2 ep=2"),
         Journey("fp8", fp8),

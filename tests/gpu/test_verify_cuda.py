@@ -26,7 +26,7 @@ FLOAT32 = {
     "pipeline": ("tiny", "--layout", "pp=4", "--schedule", "zb-v"),
     "ring": ("tiny", "--layout", "cp=4"),
     "experts": ("tiny-moe", "--layout", "dp=4 ep=4"),
-    "experts over nodes": ("tiny-moe", "--layout", "dp=4 ep=4", "--ep-nodes", "2"),
+    "experts over nodes": ("tiny-moe", "--layout", "dp=4 ep=4", "--set", "ep_nodes=2"),
     # Beyond the four that are promised: what recomputes, packs, gathers and takes turns.
     "kept collectives": ("tiny", "--layout", "tp=2 cp=2", "--recompute", "selective", "--packed"),
     "heads": ("tiny", "--layout", "cp=4", "--context", "ulysses"),
@@ -99,7 +99,7 @@ def test_a_machine_without_a_gpu_says_so() -> None:
     ("words", "answer"),
     [
         (("--device", "gpu"), "unknown --device 'gpu': choose from cpu, cuda"),
-        (("--device", "cuda", "--offload", "cpu"), "leave it or --device out"),
+        (("--device", "cuda", "--set", "offload=cpu"), "leave it or --device out"),
     ],
 )
 def test_what_cannot_be_had_is_refused(words: tuple[str, ...], answer: str) -> None:

@@ -57,7 +57,7 @@ def check_export() -> None:
 
 
 def check_optimizer_and_collective() -> None:
-    words = ("--layout", "tp=2", "--set", "layers=2", "--optimizer", "dummy", "--json")
+    words = ("--layout", "tp=2", "--set", "layers=2", "--set", "optimizer=dummy", "--json")
     found = answer("verify", "tiny", *words)
     assert found["passed"] and found["traffic"]["match"]
     assert "broadcast" in [each["kind"] for each in found["traffic"]["observed"]]

@@ -65,9 +65,9 @@ def test_the_tokenizer_travels_and_another_is_refused(
 
     said = run("import in -o run")[0]
     assert "fivefold tokens YOUR_TEXT --tokenizer run -o run/corpus" in said
-    assert "--packed --set data=run/corpus" in said and "0.001" not in said
+    assert "--set packed=true data=run/corpus" in said and "0.001" not in said
     assert plan.read(Path("run/plan.toml")).train.lr == 2e-5
-    train = "train run/plan.toml --out run --resume --seq 16 --batch 2 --packed --set steps=1"
+    train = "train run/plan.toml --out run --resume --seq 16 --batch 2 --set packed=true steps=1"
     found = tokenizer_in(Path("in"))
     assert found is not None and tokenizer_in(Path("run")) == found
     wrong = run(train, 2)[1]  # the default corpus

@@ -57,14 +57,17 @@ def test_the_plan_command_prints_what_plan_returns(capsys: pytest.CaptureFixture
     words = ["plan", "tiny-moe", "--layout", "dp=2 tp=2 ep=2", "--zero", "1"]
     answers(ff.plan("tiny-moe", layout="dp=2 tp=2 ep=2", zero=1), capsys, *words)
     keys = {"layout": "dp=8", "machine": "h100", "tokens": 1e12, "price": 2.0, "seq": 4096}
+    price = keys.pop("price")
     words = ["plan", "llama-3.1-8b", *(f"--{key}={value}" for key, value in keys.items())]
+    words += ["--set", f"price={price}"]
+    keys["price"] = price
     answers(ff.plan("llama-3.1-8b", **keys), capsys, *words)
 
 
 def test_the_plan_command_prints_what_search_returns(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["plan", "tiny-moe", *(f"--{key}={value}" for key, value in SMALL.items())]
     found = ff.search("tiny-moe", top=3, fix={"zero": 2}, schedule="1f1b", **SMALL)
-    more = ("--top", "3", "--fix", "zero=2", "--schedule", "1f1b")
+    more = ("--set", "top=3", "--set", "fix=zero=2", "--schedule", "1f1b")
     answers(found, capsys, *words, *more)
     assert ff.plan("tiny-moe", **SMALL).plan == ff.search("tiny-moe", **SMALL).plan
 
@@ -199,7 +202,7 @@ def test_bad_keywords_are_refused(keys: dict[str, Any], said: str) -> None:
 def test_a_search_refuses_a_layout() -> None:
     with pytest.raises(ff.FivefoldError, match="a search chooses the layout"):
         ff.search("tiny", layout="dp=8", gpus=8, machine="h100")
-    with pytest.raises(ff.FivefoldError, match="--gather is for a given layout"):
+    with pytest.raises(ff.FivefoldError, match="gather is for a given layout"):
         ff.search("tiny", gpus=8, machine="h100", gather="step")
 
 

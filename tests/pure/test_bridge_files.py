@@ -273,8 +273,8 @@ def test_plan_reads_and_writes_on_the_command_line(
     ("words", "rule"),
     [
         (["--emit", "megatrn"], "did you mean megatron"),
-        (["--model", "llama-3-8b"], "for a file of another framework"),
-        (["--emit", "megatron", "--what-if", "seq=2x"], "leave --what-if out"),
+        (["--set", "model=llama-3-8b"], "for a file of another framework"),
+        (["--emit", "megatron", "--set", "what_if=seq=2x"], "leave --set what_if out"),
     ],
 )
 def test_bad_options_write_nothing(
@@ -292,7 +292,7 @@ def test_a_model_beside_a_file_that_cannot_be_parsed(
 ) -> None:
     path = tmp_path / "ds.json"
     path.write_text(text, "utf-8")
-    assert run(["plan", str(path), "--model", "llama-3-8b", "--gpus", "8"]) == 2
+    assert run(["plan", str(path), "--set", "model=llama-3-8b", "--gpus", "8"]) == 2
     assert f"cannot use {path}" in capsys.readouterr().err
 
 

@@ -150,24 +150,35 @@ def test_a_schedule_file_runs_as_it_is(capsys: pytest.CaptureFixture[str], tmp_p
         (["plan", "tiny", "--recompute", "some"], "selective"),
         (["plan", "tiny", "--context", "zagzig"], "zigzag"),
         (["plan", "tiny", "--gpus", "8"], "--gpus 8 without a machine"),
-        (["plan", "tiny", "--layout", "pp=2", "--stage-layers", "4,5"], "numbers that sum to 8"),
-        (["plan", "tiny", "--gather", "never"], "choose from microbatch, step"),
-        (["plan", "missing.toml"], "no such plan file"),
-        ([*MOE, "--balance", "nonsense"], "did you mean none"),
-        ([*MOE, "--balance", "switch"], "choose from aux, aux-global"),
-        ([*MOE, "--balance", "aux-sek"], "did you mean aux-seq"),
-        ([*MOE, "--balance", "capacity"], "needs its factor, as in capacity:1.25"),
-        ([*MOE, "--balance", "capacity:much"], "'much' must be a number above 0"),
-        ([*MOE, "--balance", "bias"], "add --set moe.bias=true"),
-        (["plan", "tiny", "--balance", "aux"], "has no experts; leave the option out"),
         (
-            [*MOE, "--layout", "pp=2", "--schedule", "pipedream", "--balance", "aux"],
+            ["plan", "tiny", "--layout", "pp=2", "--set", "stage_layers=4,5"],
+            "numbers that sum to 8",
+        ),
+        (["plan", "tiny", "--set", "gather=never"], "choose from microbatch, step"),
+        (["plan", "missing.toml"], "no such plan file"),
+        ([*MOE, "--set", "balance=nonsense"], "did you mean none"),
+        ([*MOE, "--set", "balance=switch"], "choose from aux, aux-global"),
+        ([*MOE, "--set", "balance=aux-sek"], "did you mean aux-seq"),
+        ([*MOE, "--set", "balance=capacity"], "needs its factor, as in capacity:1.25"),
+        ([*MOE, "--set", "balance=capacity:much"], "'much' must be a number above 0"),
+        ([*MOE, "--set", "balance=bias"], "add --set moe.bias=true"),
+        (["plan", "tiny", "--set", "balance=aux"], "has no experts; leave the option out"),
+        (
+            [*MOE, "--layout", "pp=2", "--schedule", "pipedream", "--set", "balance=aux"],
             "choose another schedule, or none",
         ),
-        ([*MOE, "--layout", "dp=4 ep=4", "--ep-nodes", "3"], "choose a divisor"),
-        ([*MOE, "--layout", "dp=4 ep=4", "--ep-nodes", "0"], "choose a divisor"),
+        ([*MOE, "--layout", "dp=4 ep=4", "--set", "ep_nodes=3"], "choose a divisor"),
+        ([*MOE, "--layout", "dp=4 ep=4", "--set", "ep_nodes=0"], "choose a divisor"),
         (
-            [*MOE, "--layout", "dp=4 ep=4", "--ep-nodes", "2", "--balance", "capacity-pad:1"],
+            [
+                *MOE,
+                "--layout",
+                "dp=4 ep=4",
+                "--set",
+                "ep_nodes=2",
+                "--set",
+                "balance=capacity-pad:1",
+            ],
             "choose capacity without padding, or ep_nodes=1",
         ),
     ],
@@ -192,7 +203,7 @@ def test_plan_tells_the_stages(capsys: pytest.CaptureFixture[str]) -> None:
     words = ("plan", "llama-3.1-405b", "--layout", "tp=8", "pp=16", "dp=8")
     assert run_json(capsys, *words)["stages"] == [7, *[8] * 14, 7]
     assert "\nstages    7, 14 x 8, 7 layers\n" in run(capsys, *words)
-    said = run(capsys, "plan", "tiny", "--layout", "pp=4", "--stage-layers", "1,2,2,3")
+    said = run(capsys, "plan", "tiny", "--layout", "pp=4", "--set", "stage_layers=1,2,2,3")
     assert "\nstages    1, 2 x 2, 3 layers\n" in said
     assert "stages" not in run(capsys, "plan", "tiny", "--layout", "dp=4")
 
@@ -201,7 +212,16 @@ def test_plan_writes_a_file_that_it_reads(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     path = tmp_path / "plan.toml"
-    words = ("--layout", "dp=2x2 tp=2", "--zero", "FULL_SHARD", "--no-sp", "--set", "vocab=251")
+    words = (
+        "--layout",
+        "dp=2x2 tp=2",
+        "--zero",
+        "FULL_SHARD",
+        "--set",
+        "sp=false",
+        "--set",
+        "vocab=251",
+    )
     first = run_json(capsys, "plan", "tiny", *words, "-o", str(path))
     assert run_json(capsys, "plan", str(path)) == first
     assert 'layout = "dp=2x2 tp=2"' in path.read_text()
@@ -370,8 +390,9 @@ def test_counts_are_read_alike_in_flags_and_keys(
         (("train", "tiny", "--epochs", "3"), "--epochs; did you mean --steps?"),
         (("train", "tiny", "--num-train-epochs", "3"), "did you mean --steps?"),
         (("train", "tiny", "--set", "epochs=3"), "did you mean steps?"),
-        (("train", "tiny", "--learning-rate", "3"), "did you mean --lr?"),
-        (("train", "tiny", "--warmup", "3"), "did you mean --set warmup=VALUE?"),
+        (("train", "tiny", "--learning-rate", "3"), "No such option"),
+        (("train", "tiny", "--warmup", "3"), "it is a key: --set warmup=3"),
+        (("train", "tiny", "--warmups", "3"), "did you mean --set warmup=VALUE?"),
         (("plan", "tiny", "--tp", "3"), "did you mean --layout?"),
         (("plan", "tiny", "--bogus"), "`fivefold plan -h`"),
         (("plann", "tiny"), "unknown command 'plann': did you mean plan?"),

@@ -94,7 +94,7 @@ def check_schedule() -> None:
     mine, same, usual = (planned(*job, "--schedule", name) for name in ("dummy", "gpipe", "1f1b"))
     assert mine["bubble"] == same["bubble"] > 0
     assert mine["memory_gib"] == same["memory_gib"] != usual["memory_gib"]
-    search = ("--gpus", "8", "--batch", "8", "--fix", "pp=4 schedule=dummy", "--top", "1")
+    search = ("--gpus", "8", "--batch", "8", "--set", "fix=pp=4 schedule=dummy", "--set", "top=1")
     assert planned(*job[:1], "--machine", "h100", *search)["schedule"] == "dummy"
     with pytest.raises(UnknownName, match="unknown schedule"):
         schedule_index("nothing")
@@ -117,8 +117,8 @@ def check_machine() -> None:
 
 
 def check_stack() -> None:
-    job = ("llama-3.1-8b", "--layout", "dp=8", "--seq", "4096", "--machine", "h100", "--stack")
-    slow, usual = (planned(*job, name)["time_s"]["products"] for name in ("dummy", "eager"))
+    job = ("llama-3.1-8b", "--layout", "dp=8", "--seq", "4096", "--machine", "h100", "--set")
+    slow, usual = (planned(*job, f"stack={name}")["time_s"]["products"] for name in ("dummy", "eager"))
     assert slow == 2 * usual
     assert spellings().families["dummy"].stack == "dummy"
 
@@ -149,7 +149,7 @@ def check_training_key() -> None:
 
 
 def check_learn_panel() -> None:
-    where = ("observe", "--at", "learn?panel=dummy&size=large")
+    where = ("observe", "--set", "at=learn?panel=dummy&size=large")
     assert "The dummy is large." in printed(*where, "--text")
     assert json.loads(printed(*where, "--json"))["learn/dummy"]["choices"] == {"size": "large"}
     page, _ = document.live_page(document.PageStart("learn", {}, ""))

@@ -283,10 +283,10 @@ def test_plans_say_days_with_failures(capsys: pytest.CaptureFixture[str]) -> Non
     assert found["days_with_failures"] == pytest.approx(found["days"] / found["goodput"])
     assert run(words) == 0
     assert "days with failures: goodput" in capsys.readouterr().out
-    assert run([*words, "--mtbf-gpu", "500", "--json"]) == 0
+    assert run([*words, "--set", "mtbf_gpu=500", "--json"]) == 0
     worse = json.loads(capsys.readouterr().out)["run"]
     assert worse["days"] == found["days"] and worse["goodput"] < found["goodput"]
-    assert run([*words, "--mtbf-gpu", "0"]) == 2
+    assert run([*words, "--set", "mtbf_gpu=0"]) == 2
     assert "above 0" in capsys.readouterr().err
     assert run([*words[:-1], "b200"]) == 0
     assert "no rate is known for b200" in capsys.readouterr().out

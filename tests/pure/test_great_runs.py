@@ -118,12 +118,12 @@ def test_a_run_fixes_its_job(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_another_stack_takes_the_place_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
-    own = run_json(capsys, "--run", "llama-3.1-405b-8k", "--stack", "fivefold")
-    theirs = run_json(capsys, "--run", "llama-3.1-405b-8k", "--stack", "meta-2024")
+    own = run_json(capsys, "--run", "llama-3.1-405b-8k", "--set", "stack=fivefold")
+    theirs = run_json(capsys, "--run", "llama-3.1-405b-8k", "--set", "stack=meta-2024")
     usual = run_json(capsys, "--run", "llama-3.1-405b-8k")
     assert own["stack"] == "fivefold" and theirs["stack"] == usual["stack"] == "meta-2024"
     assert theirs["estimate"]["step_s"] == usual["estimate"]["step_s"] != own["estimate"]["step_s"]
-    assert "unknown stack" in refuse(capsys, "--run", "megatron-1t", "--stack", "nothing")
+    assert "unknown stack" in refuse(capsys, "--run", "megatron-1t", "--set", "stack=nothing")
 
 
 def test_what_is_assumed_is_said() -> None:
@@ -194,7 +194,7 @@ def test_goodput_of_pods() -> None:
 def test_a_run_has_its_price(tokens: float | None, capsys: pytest.CaptureFixture[str]) -> None:
     words = [] if tokens is None else ["--tokens", str(tokens)]
     with pytest.raises(SystemExit) as ended:
-        main(["plan", "--run", "megatron-8.3b", "--price", "2", "--json", *words])
+        main(["plan", "--run", "megatron-8.3b", "--set", "price=2", "--json", *words])
     assert not ended.value.code
     found = json.loads(capsys.readouterr().out)
     hours = (tokens or 1e12) / found["estimate"]["tokens_per_s_per_gpu"] / 3600

@@ -139,7 +139,7 @@ def test_runs_are_compared_by_name(tmp_path: Path) -> None:
     assert "microbatches" in text and "steps" in text and "one" in text.split("\n\n")[1]
     _, text, _ = observed(str(one), str(two), "--text", "--panel", "head")
     assert text.count("first started") == 2
-    _, text, _ = observed(str(one), str(two), "--text", "--at", "run?run=1", "--panel", "head")
+    _, text, _ = observed(str(one), str(two), "--text", "--set", "at=run?run=1", "--panel", "head")
     assert text.startswith("two: tiny") and text.count("first started") == 1
     assert list(json.loads(observed(str(one), "--json")[1])) == ["schema_version", "run"]
 
@@ -155,7 +155,7 @@ def test_runs_are_compared_by_name(tmp_path: Path) -> None:
         (["{1}"], "is neither a run"),
         (["nowhere"], "nowhere is neither a run folder, which train --out makes, nor a model"),
         (["llama-3.1-8"], "did you mean"),
-        (["{0}", "--at", "run?run=3"], "unknown run '3'"),
+        (["{0}", "--set", "at=run?run=3"], "unknown run '3'"),
         (["{0}", "--panel", "lost"], "unknown panel 'lost'"),
     ],
 )

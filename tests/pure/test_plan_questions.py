@@ -1,4 +1,4 @@
-"""`plan --textbook`, `--budget`, `--table` and `--sweep tp`."""
+"""`plan --set textbook=true`, `--budget`, `--table` and `--sweep tp`."""
 
 from __future__ import annotations
 
@@ -47,9 +47,9 @@ def one(formulas: list[Formula], topic: str, name: str) -> float:
 
 @pytest.mark.parametrize("model", ["70b", "llama-2-70b", "llama-3.1-70b"])
 def test_70b_takes_14_gpus(capsys: pytest.CaptureFixture[str], model: str) -> None:
-    table = run_json(capsys, model, "--textbook")["textbook"]
+    table = run_json(capsys, model, "--set", "textbook=true")["textbook"]
     assert table["states_gb"] == pytest.approx(1120) and table["gpus"] == 14
-    text = run(capsys, model, "--textbook")
+    text = run(capsys, model, "--set", "textbook=true")
     assert "= 1,120 GB" in text and "= 14 GPUs" in text and "16 × 70e9" in text
     assert "= 280 GB" in text and "= 420 GB" in text  # 2Ψ and 3Ψ elements of 2 bytes
 
@@ -82,22 +82,32 @@ def test_a_name_says_the_size_where_it_is_about_right() -> None:
 
 
 def test_a_layout_gives_its_degrees(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ("llama-3.1-8b", "--textbook", "--layout", "dp=4 tp=2 pp=2", "--microbatches", "6")
+    words = (
+        "llama-3.1-8b",
+        "--set",
+        "textbook=true",
+        "--layout",
+        "dp=4 tp=2 pp=2",
+        "--microbatches",
+        "6",
+    )
     table = run_json(capsys, *words)["textbook"]
     assert table["degrees"] == {"dp": 4, "tp": 2, "pp": 2} and table["microbatches"] == 6
     assert "impossible layout" in refuse(
-        capsys, "llama-3.1-8b", "--textbook", "--layout", "dp=1 tp=3"
+        capsys, "llama-3.1-8b", "--set", "textbook=true", "--layout", "dp=1 tp=3"
     )
 
 
 def test_experts_count_by_what_is_active(capsys: pytest.CaptureFixture[str]) -> None:
-    formulas = run_json(capsys, "mixtral-8x7b", "--textbook")["textbook"]["formulas"]
+    formulas = run_json(capsys, "mixtral-8x7b", "--set", "textbook=true")["textbook"]["formulas"]
     (flops,) = [each for each in formulas if each["name"] == "forward and backward"]
     assert flops["formula"] == "6Ψ_active" and flops["value"] == pytest.approx(6 * 12.9e9, rel=0.01)
     assert any(each["name"] == "ep: 4 all-to-alls" for each in formulas)
 
 
-@pytest.mark.parametrize("words", [("llama-3.1-70b", "--textbook"), ("--budget", "1e24")])
+@pytest.mark.parametrize(
+    "words", [("llama-3.1-70b", "--set", "textbook=true"), ("--set", "budget=1e24")]
+)
 def test_formulas_need_no_numpy(words: tuple[str, ...]) -> None:
     code = f"import sys; from fivefold.cli import run; run(['plan', *{words!r}]); "
     code += "sys.exit('numpy' in sys.modules)"
@@ -117,12 +127,12 @@ def test_chinchilla_is_compute_optimal() -> None:
 
 
 def test_gpus_and_time_are_a_budget(capsys: pytest.CaptureFixture[str]) -> None:
-    table = run_json(capsys, "--budget", "512 h100 30 days", "--mfu", "0.5")
+    table = run_json(capsys, "--set", "budget=512 h100 30 days", "--set", "mfu=0.5")
     flops = 512 * 989.4e12 * 30 * 86_400 * 0.5
     assert table["budget"]["flops"] == pytest.approx(flops, rel=1e-3)
     best = table["compute_optimal"]
     assert best["tokens"] == pytest.approx(20 * best["parameters"])
-    more = run_json(capsys, "--budget", "512 h100 30 days", "--tokens-per-parameter", "200")
+    more = run_json(capsys, "--set", "budget=512 h100 30 days", "--set", "tokens_per_parameter=200")
     assert more["compute_optimal"]["parameters"] < best["parameters"]
 
 
@@ -142,17 +152,20 @@ def test_dense_and_moe_have_equal_flops() -> None:
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (("--budget", "many"), "write FLOPs"),
-        (("--budget", "-5"), "write FLOPs"),
-        (("--budget", "512 h100 30 parsecs"), "write FLOPs"),
-        (("--budget", "512 h1000 30 days"), "unknown machine"),
-        (("--budget", "0 h100 30 days"), "above 0"),
-        (("--budget", "1e24", "--mfu", "2"), "--mfu"),
-        (("--budget", "1e24", "--tokens-per-parameter", "0"), "--tokens-per-parameter"),
-        (("nothing-like-it", "--budget", "1e24"), "unknown model"),
-        (("--budget", "1e24", "--gpus", "8"), "--gpus has no effect with --budget"),
-        (("tiny", "--mfu", "0.5"), "--mfu is for --budget"),
-        (("tiny", "--textbook", "--zero", "1"), "--zero has no effect with --textbook"),
+        (("--set", "budget=many"), "write FLOPs"),
+        (("--set", "budget=-5"), "write FLOPs"),
+        (("--set", "budget=512 h100 30 parsecs"), "write FLOPs"),
+        (("--set", "budget=512 h1000 30 days"), "unknown machine"),
+        (("--set", "budget=0 h100 30 days"), "above 0"),
+        (("--set", "budget=1e24", "--set", "mfu=2"), "mfu 2"),
+        (("--set", "budget=1e24", "--set", "tokens_per_parameter=0"), "tokens_per_parameter 0"),
+        (("nothing-like-it", "--set", "budget=1e24"), "unknown model"),
+        (("--set", "budget=1e24", "--gpus", "8"), "--gpus has no effect with --set budget"),
+        (("tiny", "--set", "mfu=0.5"), "mfu is for budget"),
+        (
+            ("tiny", "--set", "textbook=true", "--zero", "1"),
+            "--zero has no effect with --set textbook",
+        ),
     ],
 )
 def test_bad_budgets(capsys: pytest.CaptureFixture[str], words: tuple[str, ...], says: str) -> None:
@@ -205,17 +218,17 @@ def test_memory_techniques(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_sweep_over_tp(capsys: pytest.CaptureFixture[str]) -> None:
-    table = run_json(capsys, *JOB, "--sweep", "tp", "--fix", "recompute=none")
+    table = run_json(capsys, *JOB, "--sweep", "tp", "--set", "fix=recompute=none")
     assert table["axis"] == "tp"
     assert {point["tp"] for point in table["points"]} == {1, 2, 4, 8, 16}
     assert {point["strategy"] for point in table["points"]} == {"data+tensor", "all"}
     for point in table["points"]:
         words = point["estimate"]["layout"].split()
         assert point["tp"] == 1 or f"tp={point['tp']}" in words
-    some = run_json(capsys, *JOB, "--sweep", "tp=2..4", "--fix", "recompute=none")
+    some = run_json(capsys, *JOB, "--sweep", "tp=2..4", "--set", "fix=recompute=none")
     assert {point["tp"] for point in some["points"]} == {2, 4}
     assert "tokens/s/GPU along tp" in run(
-        capsys, *JOB, "--sweep", "tp=1..2", "--fix", "recompute=none"
+        capsys, *JOB, "--sweep", "tp=1..2", "--set", "fix=recompute=none"
     )
 
 
@@ -224,7 +237,7 @@ def test_a_sweep_over_tp(capsys: pytest.CaptureFixture[str]) -> None:
     [
         ((*JOB, "--table", "prices"), "unknown --table"),
         (("llama-3.1-8b", "--table", "memory"), "name the machine"),
-        ((*JOB, "--sweep", "tp=1..8", "--fix", "tp=2"), "leave one out"),
+        ((*JOB, "--sweep", "tp=1..8", "--set", "fix=tp=2"), "leave one out"),
         ((*JOB, "--sweep", "pp=1..8"), "tp=1..8"),
     ],
 )

@@ -42,7 +42,7 @@ def refuse(capsys: pytest.CaptureFixture[str], *words: str) -> str:
 
 
 def test_the_contract(capsys: pytest.CaptureFixture[str]) -> None:
-    table = run_json(capsys, *SMALL, "--top", "4")
+    table = run_json(capsys, *SMALL, "--set", "top=4")
     assert table["candidates"] > 1000 and table["seconds"] > 0
     assert len(table["layouts"]) == 4
     first, *others = [one["step_s"] for one in table["layouts"]]
@@ -72,7 +72,7 @@ def test_the_best_is_written_and_read_back(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     path = tmp_path / "plan.toml"
-    best = run_json(capsys, *SMALL, "--top", "1", "-o", str(path))["layouts"][0]
+    best = run_json(capsys, *SMALL, "--set", "top=1", "-o", str(path))["layouts"][0]
     (again,) = run_json(capsys, "plan", str(path))["layouts"]
     for key in ("layout", "zero", "schedule", "step_s", "mfu", "memory_gib", "recompute"):
         assert again[key] == best[key]
@@ -112,7 +112,7 @@ def test_a_plan_for_a_budget_of_tokens_has_its_steps(
 
 
 def test_what_is_fixed_stays(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ("--fix", "tp=4", "pp=2", "schedule=zb-v", "--recompute", "full", "--zero", "1")
+    words = ("--set", "fix=tp=4 pp=2 schedule=zb-v", "--recompute", "full", "--zero", "1")
     for one in run_json(capsys, *SMALL, *words)["layouts"]:
         assert "tp=4" in one["layout"] and "pp=2" in one["layout"]
         assert (one["schedule"], one["recompute"], one["zero"]) == ("zb-v", "full", 1)
@@ -136,11 +136,13 @@ def test_every_sentence_has_its_number(capsys: pytest.CaptureFixture[str]) -> No
 
 
 def test_people_get_a_table_bars_and_reasons(capsys: pytest.CaptureFixture[str]) -> None:
-    text = run(capsys, *SMALL, "--top", "3", "--tokens", "1e12", "--price", "2")
+    text = run(capsys, *SMALL, "--set", "top=3", "--tokens", "1e12", "--set", "price=2")
     wanted = ("layouts estimated", "tokens/s/GPU", "activations", "GPU-hours", "why  ", "front")
     for words in wanted:
         assert words in text
-    hours = run_json(capsys, *SMALL, "--top", "1", "--tokens", "1e12", "--price", "2")["run"]
+    hours = run_json(capsys, *SMALL, "--set", "top=1", "--tokens", "1e12", "--set", "price=2")[
+        "run"
+    ]
     assert hours["price"] == pytest.approx(2 * hours["gpu_hours"])
     assert hours["gpu_hours"] == pytest.approx(hours["days"] * 24 * 16)
 
@@ -157,7 +159,7 @@ def test_each_dimension_alone(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_curves(capsys: pytest.CaptureFixture[str]) -> None:
-    words = (*SMALL, "--sweep", "seq=8k..32k", "--fix", "recompute=full")
+    words = (*SMALL, "--sweep", "seq=8k..32k", "--set", "fix=recompute=full")
     points = run_json(capsys, *words)["points"]
     assert {one["seq"] for one in points} == {8192, 16384, 32768}
     best = {
@@ -171,18 +173,18 @@ def test_curves(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_what_if(capsys: pytest.CaptureFixture[str]) -> None:
-    before, after = run_json(capsys, *SMALL, "--what-if", "gpus=2x")["layouts"]
+    before, after = run_json(capsys, *SMALL, "--set", "what_if=gpus=2x")["layouts"]
     assert after["step_s"] < before["step_s"]
     layout = ("plan", "llama-3.1-8b", "--machine", "h100", "--layout", "dp=8", "tp=2")
-    _, after = run_json(capsys, *layout, "--batch", "64", "--what-if", "gpus=2x")["layouts"]
+    _, after = run_json(capsys, *layout, "--batch", "64", "--set", "what_if=gpus=2x")["layouts"]
     assert after["layout"] == "dp=16 tp=2"
 
 
 def test_objectives(capsys: pytest.CaptureFixture[str]) -> None:
-    fewest = run_json(capsys, *SMALL, "--top", "1", "--objective", "gpus")
+    fewest = run_json(capsys, *SMALL, "--set", "top=1", "--set", "objective=gpus")
     assert fewest["gpus"] < 16
-    cheapest = run_json(capsys, *SMALL, "--top", "1", "--objective", "gpu-hours")
-    fastest = run_json(capsys, *SMALL, "--top", "1")
+    cheapest = run_json(capsys, *SMALL, "--set", "top=1", "--set", "objective=gpu-hours")
+    fastest = run_json(capsys, *SMALL, "--set", "top=1")
     speeds = [t["layouts"][0]["tokens_per_s_per_gpu"] for t in (cheapest, fastest)]
     assert speeds[0] >= speeds[1]
 
@@ -197,32 +199,35 @@ def test_objectives(capsys: pytest.CaptureFixture[str]) -> None:
         ),
         (["plan", "tiny", "--machine", "nowhere"], f"'nowhere': known machines: {KNOWN}. Describe"),
         (["plan", "llama-3.1-70b", "--machine", "h100", "--gpus", "1"], "on 1 GPU of h100 does"),
-        ([*SMALL, "--fix", "offload=disk"], "choose from cpu, none, nvme"),
+        ([*SMALL, "--set", "fix=offload=disk"], "choose from cpu, none, nvme"),
         (
-            ["plan", "tiny", "--machine", "tpu-v4", "--gpus", "4", "--fix", "offload=nvme"],
+            ["plan", "tiny", "--machine", "tpu-v4", "--gpus", "4", "--set", "fix=offload=nvme"],
             "give host.nvme_bytes",
         ),
-        ([*SMALL, "--fix", "tb=8"], "choose from chunks"),
-        ([*SMALL, "--fix", "tp=x"], "as in tp=8"),
-        ([*SMALL, "--fix", "tp=5"], "no legal layout with tp=5"),
-        ([*SMALL, "--fix", "dp=3"], "no legal layout with dp=3"),
-        ([*SMALL, "--fix", "recompute=some"], "choose none, selective, full, full:K"),
-        ([*SMALL, "--objective", "money"], "choose from"),
-        ([*SMALL, "--headroom", "1"], "--headroom 1.0"),
-        ([*SMALL, "--top", "0"], "--top 0"),
+        ([*SMALL, "--set", "fix=tb=8"], "choose from chunks"),
+        ([*SMALL, "--set", "fix=tp=x"], "as in tp=8"),
+        ([*SMALL, "--set", "fix=tp=5"], "no legal layout with tp=5"),
+        ([*SMALL, "--set", "fix=dp=3"], "no legal layout with dp=3"),
+        ([*SMALL, "--set", "fix=recompute=some"], "choose none, selective, full, full:K"),
+        ([*SMALL, "--set", "objective=money"], "choose from"),
+        ([*SMALL, "--set", "headroom=1"], "headroom 1.0"),
+        ([*SMALL, "--set", "top=0"], "top 0"),
         ([*SMALL, "--tokens", "-1"], "--tokens -1.0"),
         ([*SMALL, "--sweep", "pp=1..8"], "seq=4k..1m"),
         ([*SMALL, "--sweep", "seq=8k..4k"], "a lower and a higher number"),
-        ([*SMALL, "--what-if", "gpu=2x"], "did you mean gpus"),
-        ([*SMALL, "--what-if", "gpus=1.01x"], "not a whole number"),
-        ([*SMALL, "--stage-layers", "1,2"], "is for a given layout"),
+        ([*SMALL, "--set", "what_if=gpu=2x"], "did you mean gpus"),
+        ([*SMALL, "--set", "what_if=gpus=1.01x"], "not a whole number"),
+        ([*SMALL, "--set", "stage_layers=1,2"], "is for a given layout"),
         ([*SMALL, "--precision", "fp9"], "did you mean"),
         (["plan", "tiny", "--tokens", "1e9"], "name the machine with --machine"),
         (
             ["plan", "gpt2", "--machine", "h100", "--gpus", "8", "--seq", "4096"],
             "learned positions",
         ),
-        (["plan", "tiny", "--machine", "h100", "--layout", "dp=2", "--fix", "tp=2"], "a search"),
+        (
+            ["plan", "tiny", "--machine", "h100", "--layout", "dp=2", "--set", "fix=tp=2"],
+            "a search",
+        ),
         (["plan", "tiny", "--machine", "h100", "--layout", "dp=4", "--batch", "6"], "multiple"),
     ],
 )

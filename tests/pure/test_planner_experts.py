@@ -77,14 +77,14 @@ def command(*words: str) -> int:
 
 
 @pytest.mark.parametrize(
-    "words", [("--layout", "dp=32 ep=8"), ("--gpus", "32", "--fix", "ep=8 tp=1 cp=1 pp=1")]
+    "words", [("--layout", "dp=32 ep=8"), ("--gpus", "32", "--set", "fix=ep=8 tp=1 cp=1 pp=1")]
 )
 def test_the_option_is_for_a_layout_and_for_a_search(
     words: tuple[str, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:
     found: list[dict[str, Any]] = []
-    for load in ((), ("--imbalance", "1"), ("--imbalance", "3")):
-        job = ("mixtral-8x7b", *words, "--batch", "32", "--seq", "4096", "--top", "1", "--json")
+    for load in ((), ("--set", "imbalance=1"), ("--set", "imbalance=3")):
+        job = ("mixtral-8x7b", *words, "--batch", "32", "--seq", "4096", "--set", "top=1", "--json")
         assert command(*job, *load) == 0
         found.append(json.loads(capsys.readouterr().out)["layouts"][0])
     even, same, crowded = found
@@ -97,10 +97,10 @@ def test_the_option_is_for_a_layout_and_for_a_search(
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("mixtral-8x7b", "--gpus", "8", "--imbalance", "4.5"), CAN_HAVE),
-        (("mixtral-8x7b", "--gpus", "8", "--imbalance", "0.5"), CAN_HAVE),
-        (("mixtral-8x7b", "--layout", "dp=8", "--imbalance", "nan"), CAN_HAVE),
-        (("llama-3.1-8b", "--gpus", "8", "--imbalance", "2"), "llama-3.1-8b has none"),
+        (("mixtral-8x7b", "--gpus", "8", "--set", "imbalance=4.5"), CAN_HAVE),
+        (("mixtral-8x7b", "--gpus", "8", "--set", "imbalance=0.5"), CAN_HAVE),
+        (("mixtral-8x7b", "--layout", "dp=8", "--set", "imbalance=nan"), CAN_HAVE),
+        (("llama-3.1-8b", "--gpus", "8", "--set", "imbalance=2"), "llama-3.1-8b has none"),
     ],
 )
 def test_a_load_that_cannot_be_is_refused(

@@ -229,7 +229,7 @@ def test_a_search_takes_any_rule_for_all_stages(
 ) -> None:
     words = ("plan", "llama-3.2-1b", "--gpus", "8", "--machine", "h100", "--recompute", rule)
     with pytest.raises(SystemExit, match="0"):
-        main([*words, "--top", "2", "--json"])
+        main([*words, "--set", "top=2", "--json"])
     found = json.loads(capsys.readouterr().out)
     assert {one["recompute"] for one in found["layouts"]} == {rule}
 

@@ -153,7 +153,7 @@ def test_a_given_layout_is_priced_as_another_stack(capsys: pytest.CaptureFixture
         layout = ("--layout", "dp=4 tp=2", "--batch", "32")
         return json.loads(run(capsys, *JOB, *layout, *words, "--json"))
 
-    ours, theirs = step(), step("--stack", "nanotron")
+    ours, theirs = step(), step("--set", "stack=nanotron")
     assert (ours["stack"], theirs["stack"]) == ("fivefold", "nanotron")
     assert theirs["layouts"][0]["step_s"] > 1.1 * ours["layouts"][0]["step_s"]
     assert any("nanotron" in note and "not fivefold" in note for note in theirs["notes"])
@@ -164,23 +164,23 @@ def test_a_search_is_priced_as_another_stack(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     path = write(tmp_path / "slow.toml", 'base = "torchtitan"\n[speed]\nfactor = 3.0\n')
-    job = (*JOB, "--gpus", "8", "--batch", "32", "--top", "1", "--json")
-    theirs = json.loads(run(capsys, *job, "--stack", "torchtitan"))
-    slow = json.loads(run(capsys, *job, "--stack", path))
+    job = (*JOB, "--gpus", "8", "--batch", "32", "--set", "top=1", "--json")
+    theirs = json.loads(run(capsys, *job, "--set", "stack=torchtitan"))
+    slow = json.loads(run(capsys, *job, "--set", f"stack={path}"))
     assert (theirs["stack"], slow["stack"]) == ("torchtitan", "slow")
     assert slow["layouts"][0]["step_s"] > 2 * theirs["layouts"][0]["step_s"]
-    text = run(capsys, *job[:-1], "--stack", "torchtitan", "-o", str(tmp_path / "plan.toml"))
+    text = run(capsys, *job[:-1], "--set", "stack=torchtitan", "-o", str(tmp_path / "plan.toml"))
     assert "priced as torchtitan" in text and "train and rehearse run fivefold's own" in text
     assert (tmp_path / "plan.toml").exists()
 
 
 def test_an_unknown_stack_lists_all(capsys: pytest.CaptureFixture[str]) -> None:
     for words in (JOB, JOB[:1]):
-        said = refuse(capsys, *words, "--stack", "nonsense")
+        said = refuse(capsys, *words, "--set", "stack=nonsense")
         assert all(name in said for name in presets())
-    assert "did you mean nanotron" in refuse(capsys, *JOB, "--stack", "nanotrom")
-    assert "--machine" in refuse(capsys, JOB[0], "--stack", "nanotron")
-    said = refuse(capsys, *JOB, "--layout", "dp=1", "--stack", "nemo", "--kernels", "eager")
-    assert "leave it or --stack out" in said
+    assert "did you mean nanotron" in refuse(capsys, *JOB, "--set", "stack=nanotrom")
+    assert "--machine" in refuse(capsys, JOB[0], "--set", "stack=nanotron")
+    said = refuse(capsys, *JOB, "--layout", "dp=1", "--set", "stack=nemo", "--set", "kernels=eager")
+    assert "leave it or stack out" in said
     with pytest.raises(FivefoldError):
         load_preset("no/such/file.toml")

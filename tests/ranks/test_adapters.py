@@ -53,7 +53,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES))
     model.save_pretrained(home / "model")
     fivefold(home, "import model -o run --dtype fp32")
-    keys = "--seq 32 --batch 2 --device cpu --set lora=4 --set lora_targets=q+v+mlp --lr 0.05"
+    keys = "--seq 32 --batch 2 --device cpu --set lora=4 --set lora_targets=q+v+mlp --set lr=0.05"
     train = f"train run/plan.toml --out run --resume {keys} --steps 3"
     fivefold(home, f"{train} --layout dp=2 --zero 3 --until 2")
     fivefold(home, f"{train} --layout tp=2")

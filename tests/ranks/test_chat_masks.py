@@ -72,7 +72,16 @@ class Chat:
         run, out = folder / "run", folder / "out"
         shutil.copytree(self.folder / "run", run)
         words = ["train", str(run / "plan.toml"), "--out", str(run), "--resume", "--layout", layout]
-        words += ["--seq", str(SEQ), "--batch", str(ROWS), "--packed", "--dtype", "float64"]
+        words += [
+            "--seq",
+            str(SEQ),
+            "--batch",
+            str(ROWS),
+            "--set",
+            "packed=true",
+            "--dtype",
+            "float64",
+        ]
         keys = "optimizer=sgd lr=1 lr_curve=constant weight_decay=0 clip=1e9 steps=1"
         words += ["--set", f"{keys} data={self.folder / 'corpus'}", "--json"]
         with pytest.raises(SystemExit) as stop:
@@ -226,7 +235,15 @@ def test_conversations_without_an_answer_are_no_part_of_an_evaluation(
     for layout, batch in (("dp=1", 1), ("dp=1", 8), ("dp=2", 2)):
         run = tmp_path / f"{layout}-{batch}"
         shutil.copytree(chat.folder / "run", run)
-        words = ["train", str(run / "plan.toml"), "--out", str(run), "--resume", "--packed"]
+        words = [
+            "train",
+            str(run / "plan.toml"),
+            "--out",
+            str(run),
+            "--resume",
+            "--set",
+            "packed=true",
+        ]
         words += ["--seq", str(SEQ), "--batch", str(batch), "--dtype", "float64", "--json"]
         keys = f"optimizer=sgd lr=1e-30 steps=1 eval_every=1 eval_data='{sets}'"
         words += ["--layout", layout, "--set", f"{keys} data={chat.folder / 'corpus'}"]

@@ -49,7 +49,7 @@ def run(*words: str) -> int:
 
 
 def train(out: Path, layout: str, changes: str, *more: str) -> int:
-    sizes = f"--seq {SEQ} --batch 4 --dtype float64 --layers 2 --lr 1e-2".replace("--layers 2", "")
+    sizes = f"--seq {SEQ} --batch 4 --dtype float64 --set lr=1e-2"
     words = ["train", "tiny", "--layout", layout, *sizes.split(), "--set", "layers=2,vocab=257"]
     return run(*words, "--set", changes, "--out", str(out), *more)
 

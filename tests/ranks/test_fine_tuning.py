@@ -86,7 +86,7 @@ def test_a_model_learns_a_conversation_through_a_kill(
     assert cli.run(["import", str(source), "-o", str(run), "--dtype", "fp32"]) == 0
     keys = "steps=80 lr=2e-2 save_every=8 eval_every=40"
     keys += f" data={tmp_path}/train eval_data={tmp_path}/valid"
-    words = ["train", f"{run}/plan.toml", "--out", str(run), "--resume", "--packed"]
+    words = ["train", f"{run}/plan.toml", "--out", str(run), "--resume", "--set", "packed=true"]
     words += ["--seq", "48", "--batch", "8", "--set", keys, "--layout"]
     kill_after_a_checkpoint([*words, "dp=2 tp=2"], run)
     killed_after = int(latest(run).name[5:])  # type: ignore[union-attr]

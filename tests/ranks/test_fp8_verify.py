@@ -48,8 +48,8 @@ ZERO_3 = {**MOE, "zero": 3}
     [
         ["--fp8", "tensorwise"],
         ["--fp8", "blockwise"],
-        ["--fp8", "tensorwise", "--fp8-wgrad", "bf16", "--fp8-gradients", "e4m3"],
-        ["--fp8", "blockwise", "--fp8-skip", "1+0", "--microbatch-size", "2"],
+        ["--fp8", "tensorwise", "--set", "fp8_wgrad=bf16", "--set", "fp8_gradients=e4m3"],
+        ["--fp8", "blockwise", "--set", "fp8_skip=1+0", "--microbatch-size", "2"],
         ["--fp8", "blockwise", "--layout", "dp=2 pp=2"],
         ["--fp8", "tensorwise", "--layout", "dp=2 pp=2", "--schedule", "zb-h1"],
         ["--fp8", "tensorwise", "--recompute", "selective"],
@@ -76,7 +76,7 @@ def test_it_says_what_was_widened(tmp_path: Path) -> None:
     ("words", "said"),
     [
         (["--layout", "pp=2", "--schedule", "pipedream"], "several versions of them"),
-        (["--fp8", "blockwise", "--layout", "tp=2", "--tp-overlap", "2"], "does not is 1"),
+        (["--fp8", "blockwise", "--layout", "tp=2", "--set", "tp_overlap=2"], "does not is 1"),
         (["--dtype", "float32"], "emulates fp8 in float64"),
         (["--fp8", "delayed"], "tensorwise or blockwise"),
     ],

@@ -1,4 +1,4 @@
-"""`fivefold generate` and `fivefold verify --generate`, as a person runs them."""
+"""`fivefold generate` and `fivefold verify --set generate=true`, as a person runs them."""
 
 from __future__ import annotations
 
@@ -182,7 +182,7 @@ def test_an_imported_run_generates_the_same(folder: Path, tmp_path: Path) -> Non
 
 
 def test_verify_proves_generation(tmp_path: Path) -> None:
-    words = ["verify", "tiny-moe", "--set", "layers=2", "--generate", "--json"]
+    words = ["verify", "tiny-moe", "--set", "layers=2 generate=true", "--json"]
     done = in_fork(words, tmp_path)
     assert done.returncode == 0, done.stderr
     table = json.loads(done.stdout)
@@ -200,7 +200,7 @@ def test_verify_proves_generation(tmp_path: Path) -> None:
     ("words", "message"),
     [
         (["--layout", "cp=2", "--context", "ulysses"], "exchanges tokens for heads"),
-        (["--layout", "pp=2", "--schedule", "interleaved", "--chunks", "2"], "has one stage"),
+        (["--layout", "pp=2", "--schedule", "interleaved", "--set", "chunks=2"], "has one stage"),
         (["--layout", "tp=3"], "neither divides the 4 KV heads nor is a multiple"),
         (["--precision", "fp8"], "fp8 is for training"),
         (["--dtype", "float16"], "unknown --dtype"),
@@ -210,16 +210,22 @@ def test_verify_proves_generation(tmp_path: Path) -> None:
 def test_verify_refuses_what_cannot_generate(
     tmp_path: Path, words: list[str], message: str
 ) -> None:
-    done = in_fork(["verify", "tiny", "--generate", *words], tmp_path)
+    done = in_fork(["verify", "tiny", "--set", "generate=true", *words], tmp_path)
     assert done.returncode == 2 and message in done.stderr
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["tiny", "--batch-invariant"], "add --generate, or leave it out"),
-        (["tiny", "--generate", "--batch-invariant", "--layout", "cp=2"], "use tp=2, or leave"),
-        (["tiny-moe", "--generate", "--dtype", "bf16"], "float32, or with --batch-invariant"),
+        (["tiny", "--set", "batch_invariant=true"], "add generate=true, or leave it out"),
+        (
+            ["tiny", "--set", "generate=true batch_invariant=true", "--layout", "cp=2"],
+            "use tp=2, or leave",
+        ),
+        (
+            ["tiny-moe", "--set", "generate=true", "--dtype", "bf16"],
+            "float32, or with batch_invariant",
+        ),
     ],
 )
 def test_verify_refuses_batches_that_it_cannot_judge(
@@ -230,8 +236,8 @@ def test_verify_refuses_batches_that_it_cannot_judge(
 
 
 def test_verify_requires_that_batches_change_no_bit(tmp_path: Path) -> None:
-    words = ["verify", "tiny", "--set", "layers=1", "--generate", "--dtype", "bf16"]
-    done = in_fork([*words, "--batch-invariant"], tmp_path)
+    words = ["verify", "tiny", "--set", "layers=1 generate=true", "--dtype", "bf16"]
+    done = in_fork([*words, "--set", "batch_invariant=true"], tmp_path)
     assert done.returncode == 0, done.stderr
     assert "between batches: largest difference 0.0e+00 (bound: 0, batch-invariant)" in done.stdout
     assert "times the time without it" in done.stdout and "PASS" in done.stdout

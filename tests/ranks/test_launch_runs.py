@@ -21,7 +21,7 @@ from fivefold.cli import build
 from tests.commands import in_fork
 
 ROOT = Path(__file__).parents[2]
-SMALL = ("tiny", "--layout", "dp=2", "--seq", "32", "--microbatches", "1", "--kernels", "eager")
+SMALL = ("tiny", "--layout", "dp=2", "--seq", "32", "--microbatches", "1", "--set", "kernels=eager")
 IMAGE = ("--image", "fivefold:0.1.0")
 
 

@@ -28,7 +28,9 @@ def answered(capsys: pytest.CaptureFixture[str], code: int, *words: str) -> tupl
 
 def test_json(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     trace = tmp_path / "memory.json"
-    out, _ = answered(capsys, 0, *WORDS, "--json", "--perfetto", str(trace), "--machine", "h100")
+    out, _ = answered(
+        capsys, 0, *WORDS, "--json", "--set", f"perfetto={trace}", "--machine", "h100"
+    )
     table = json.loads(out)
     assert [each["rank"] for each in table["ranks"]] == [0, 1]
     assert table["memory_gib"]["total"] == max(
@@ -80,11 +82,11 @@ REFUSED = [
     ((*WORDS, "--rank", "2"), "ranks 0 to 1"),
     ((*WORDS, "--rank", "-1"), "ranks 0 to 1"),
     ((*WORDS, "--schedule", "pipedream"), "asynchronous"),
-    ((*WORDS, "--imbalance", "2"), "needs experts"),
+    ((*WORDS, "--set", "imbalance=2"), "needs experts"),
     ((*WORDS, "--device", "tpu"), "unknown --device"),
-    ((*MOE, "--imbalance", "4.5"), "1 to 4 times the mean"),
-    ((*MOE, "--balance", "capacity:1.5"), "capacity-pad"),
-    ((*MOE, "--ep-nodes", "2", "--imbalance", "2"), "--ep-nodes 1"),
+    ((*MOE, "--set", "imbalance=4.5"), "1 to 4 times the mean"),
+    ((*MOE, "--set", "balance=capacity:1.5"), "capacity-pad"),
+    ((*MOE, "--set", "ep_nodes=2", "--set", "imbalance=2"), "ep_nodes=1"),
     ((*MOE, "--precision", "fp32"), "rehearse with --precision bf16"),
     ((*MOE, "--set", "moe.ffn=100"), "a multiple of 8"),
 ]

@@ -270,7 +270,7 @@ def command(words: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str, s
 
 
 def test_the_command_says_every_step_and_both_tables(capsys: pytest.CaptureFixture[str]) -> None:
-    words = "--layout dp=2 ep=2 --set layers=2 --seq 32 --batch 8 --steps 10 --lr 3e-3 --check"
+    words = "--layout dp=2 ep=2 --set layers=2 --seq 32 --batch 8 --steps 10 --set lr=3e-3 --check"
     words += " --dtype float64"
     code, out, _ = command(words, capsys)
     assert code == 0 and "PASS in" in out and "differs" not in out
@@ -321,7 +321,7 @@ def test_memory_snapshots_without_a_gpu_are_refused_aloud(
     [
         ("--layout dp=2 --dtype bfloat8", "unknown --dtype 'bfloat8'"),
         ("--layout dp=2 --steps 0", "steps = 0: at least 1"),
-        ("--layout dp=2 --lr nan", "lr = nan: above 0"),
+        ("--layout dp=2 --set lr=nan", "lr = nan: above 0"),
         ("--layout dp=2 --seed -1", "seed = -1: at least 0"),
         ("--layout dp=2 --until 0", "--until 0: give a number above 0"),
         ("--set stpes=3", "unknown key 'stpes': did you mean steps"),

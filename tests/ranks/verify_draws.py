@@ -70,13 +70,13 @@ class Draw:
             if name in ("model", "set", "train") or value == usual[name]:
                 continue
             if isinstance(value, bool):
-                words.append("--packed" if name == "packed" else "--no-sp")
+                words += ["--packed"] if name == "packed" else ["--set", "sp=false"]
             else:
                 words += [flag, str(value)]
         words += ["--set", " ".join(f"{key}={value}" for key, value in self.options.set.items())]
         settings = self.settings
         words += ["--steps", str(settings.steps), "--seed", str(settings.seed)]
-        words += ["--offload", "cpu"] if settings.offload else []
+        words += ["--set", "offload=cpu"] if settings.offload else []
         return shlex.join(words)
 
 
