@@ -26,7 +26,7 @@ from fivefold.core.plan.plan import Plan, PlanOptions, resolve
 from fivefold.core.plan.recipe import Recipe
 from fivefold.launch.worker import NoMeeting, Worker
 from fivefold.records.steps import StepRecord
-from fivefold.report.training_text import step_line
+from fivefold.render.training import step_line
 from fivefold.train.loop import run_rank
 from fivefold.train.state import TrainSettings
 

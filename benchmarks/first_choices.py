@@ -21,8 +21,8 @@ from fivefold.core.plan.plan import PlanOptions, resolve
 from fivefold.planner.error_bars import accuracy
 from fivefold.planner.estimate import Estimate, estimate_plan
 from fivefold.planner.planning import PlanRequest, PlanResult, best_plans, plan_request
-from fivefold.report import duration, gib
-from fivefold.report.plan_text import loses, name_of
+from fivefold.render import duration, gib
+from fivefold.render.plan import loses, name_of
 
 NEMO = "NVIDIA DGX Cloud benchmarks 25.02 (NeMo)"
 BRIDGE = "Megatron-Bridge 25.11"

@@ -22,7 +22,7 @@ from fivefold.planner.estimate import rank_seconds_alone
 from fivefold.planner.memory_by_rank import rank_memory
 from fivefold.planner.planning import estimate_setting
 from fivefold.planner.setting import EstimateSetting
-from fivefold.report import duration
+from fivefold.render import duration
 
 DATA = Path(__file__).parent / "data"
 GIB = 2**30

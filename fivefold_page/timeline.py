@@ -25,8 +25,18 @@ from typing import NamedTuple
 
 from fivefold.core import counted
 from fivefold.core.schedule import BACKWARD, FORWARD, Action, Overlap, Step, Timeline, actions_of
-from fivefold.report import WIDTH, duration, pipeline_words, wrapped
-from fivefold.report.pipeline_text import KINDS, OVERLAPPED, Cell, MarkKind, chunks_by_rank, shade
+from fivefold.render import (
+    KINDS,
+    OVERLAPPED,
+    WIDTH,
+    Cell,
+    MarkKind,
+    chunks_by_rank,
+    duration,
+    schedule_headline,
+    shade,
+    wrapped,
+)
 from fivefold_page.view import View
 
 MANY = MarkKind("M", "many steps", "#999999")
@@ -65,7 +75,7 @@ def view(timeline: Timeline, *, seconds: float | None = None, bubble: float | No
     return picture(
         rows,
         timeline.makespan,
-        headline=pipeline_words.headline(timeline, makespan, of_step),
+        headline=schedule_headline(timeline, makespan, of_step),
         seconds=seconds,
         bubble=timeline.bubble_makespan if bubble is None else bubble,
         mirrored=schedule.placement.mirrored,
@@ -216,7 +226,7 @@ def _merged(row: TimelineRow, span: range) -> View:
 def text(view: View) -> list[str]:
     """The same for a terminal, and the longest idle slots with their reasons."""
     # Rich takes long to load, and only this function needs it.
-    from fivefold.report.pipeline_text import render_cells
+    from fivefold.render import render_cells
 
     rows = _cells(view)
     drawn = render_cells(rows, view["makespan"], view["later"], WIDTH, colour=False)

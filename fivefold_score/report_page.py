@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from fivefold.report import table as aligned
+from fivefold.render import table as aligned
 from fivefold_score.rows import ACHIEVED, EXTRA, FIELDS, RowField
 
 Table = dict[str, Any]

@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from fivefold.report import svg_style
+from fivefold.render import svg_style
 
 _SIDE, _TOP, _LEFT, _GAP, _FOOT = 420, 40, 60, 190, 44
 _STRIP = 420

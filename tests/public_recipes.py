@@ -23,7 +23,7 @@ from fivefold.bridges.megatron import words_of
 from fivefold.core.errors import FivefoldError
 from fivefold.core.plan.plan import PlanOptions
 from fivefold.core.tables import to_toml
-from fivefold.report import duration
+from fivefold.render import duration
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "public-recipes.md"

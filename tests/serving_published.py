@@ -24,7 +24,7 @@ from fivefold.core.model import presets as models
 from fivefold.cost.step.serving import ServedModel
 from fivefold.planner.serving.fit import KV_FORMATS, ServingFit, ServingRequest
 from fivefold.planner.serving.plans import LayoutLoad, ServingPlan
-from fivefold.report import duration
+from fivefold.render import duration
 
 DOC = Path(__file__).parent.parent / "docs" / "serving-plans.md"
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from fivefold.bridges import VERSIONS, checkpoint_in
 from fivefold.core import FivefoldError
 from fivefold.core.plan import PlanOptions
-from fivefold.report.plan_answers import Printed
+from fivefold.render import Printed
 
 if TYPE_CHECKING:  # most targets are models, for which nothing of it is needed
     from fivefold.bridges import ForeignPlan

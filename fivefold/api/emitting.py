@@ -18,7 +18,7 @@ from fivefold.bridges import (
 )
 from fivefold.core import FivefoldError, bullets
 from fivefold.core.plan import Plan
-from fivefold.report.plan_answers import Printed
+from fivefold.render import Printed
 
 # What is learned, and not how fast: no other value is near.
 _OF_LEARNING = (

@@ -28,7 +28,7 @@ from fivefold.bridges import (
 )
 from fivefold.core import PRESETS, FivefoldError, tables
 from fivefold.core.plan import PlanOptions
-from fivefold.report.framework_text import FrameworkRow, frameworks_json, frameworks_text
+from fivefold.render import FrameworkRow, frameworks_json, frameworks_text
 
 if TYPE_CHECKING:  # estimates need numpy
     from fivefold.planner import Estimate, PlanRequest, PlanResult

@@ -106,7 +106,7 @@ class GeneratedTexts:
         )
 
     def _repr_html_(self) -> str:
-        from fivefold.report.notebook_html import texts_html
+        from fivefold.render import texts_html
 
         return texts_html(
             [

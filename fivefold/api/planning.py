@@ -17,15 +17,17 @@ from fivefold.core import hardware as machines
 from fivefold.core import plan_keys as precision_keys
 from fivefold.core.plan import FailureRates, Plan, PlanOptions, resolve
 from fivefold.core.schedule import family
-from fivefold.report import duration, plan_text, write_text
-from fivefold.report.plan_answers import (
+from fivefold.render import (
     Printed,
+    RunCosts,
+    duration,
     first_reasons,
     given_answer,
     ranked_answer,
+    reasons_text,
     resolved_answer,
+    write_text,
 )
-from fivefold.report.plan_text import RunCosts
 
 if TYPE_CHECKING:  # estimates need numpy, whose import takes longer than a plan without estimates
     from fivefold.planner import Estimate, PlanRequest, PlanResult
@@ -76,7 +78,7 @@ class PlannedJob:
         return "\n".join(self._answer[1])
 
     def _repr_html_(self) -> str:
-        from fivefold.report.notebook_html import plan_html
+        from fivefold.render import plan_html
 
         return plan_html(self.plan, self.estimate, self.why)
 
@@ -122,7 +124,7 @@ class SearchedPlans:
         return "\n".join(self._answer[1])
 
     def _repr_html_(self) -> str:
-        from fivefold.report.notebook_html import search_html
+        from fivefold.render import search_html
 
         return search_html(self.result, self.why)
 
@@ -158,7 +160,7 @@ def plan(
 
     began = time.perf_counter()
     resolved, estimate = estimate_given(job.options, keywords, precision)
-    why = tuple(plan_text.reasons_text(estimate, compare_neighbours(estimate), None))
+    why = tuple(reasons_text(estimate, compare_neighbours(estimate), None))
     seconds = time.perf_counter() - began
     return PlannedJob(with_steps(resolved, tokens), estimate, why, seconds, costs)
 

@@ -14,7 +14,7 @@ from fivefold.api.planning import with_first_choice
 from fivefold.core import PRECISIONS, FivefoldError
 from fivefold.core.layout import weights
 from fivefold.core.plan import Plan, PlanOptions, resolve
-from fivefold.report import rehearsal_text
+from fivefold.render import levels_trace, rehearsal_json, rehearsal_lines
 
 if TYPE_CHECKING:
     from fivefold.planner import Estimate, PlannedAction
@@ -48,9 +48,7 @@ class RehearsedPlan:
     @cached_property
     def _table(self) -> dict[str, Any]:
         worst = _of_worst(self.estimate, self.result)
-        return rehearsal_text.describe(
-            self.result, worst, self.forecast, self.imbalance, self.seconds
-        )
+        return rehearsal_json(self.result, worst, self.forecast, self.imbalance, self.seconds)
 
     def to_json(self) -> dict[str, Any]:
         """What `fivefold rehearse --json` prints."""
@@ -58,17 +56,17 @@ class RehearsedPlan:
 
     def trace(self) -> dict[str, Any]:
         """The memory of each rank for Perfetto, as JSON."""
-        return rehearsal_text.levels_trace(self.result, _timelines(self.estimate, self.result))
+        return levels_trace(self.result, _timelines(self.estimate, self.result))
 
     def __repr__(self) -> str:
         passed = "passed" if self.passed else "failed"
         return f"RehearsedPlan({self.plan.shape.name} on {self.plan.layout}: {passed})"
 
     def __str__(self) -> str:
-        return "\n".join(rehearsal_text.render(self.plan, self._table))
+        return "\n".join(rehearsal_lines(self.plan, self._table))
 
     def _repr_html_(self) -> str:
-        from fivefold.report.notebook_html import text_html
+        from fivefold.render import text_html
 
         return text_html(str(self), self.passed)
 

@@ -62,19 +62,19 @@ class TimedSchedule:
     @property
     def because(self) -> list[str]:
         """Why ranks idle and hold what they do."""
-        from fivefold.report.pipeline_words import explain
+        from fivefold.render import explain_schedule
 
-        return explain(self.timeline, self.family)
+        return explain_schedule(self.timeline, self.family)
 
     def svg(self) -> str:
         """A picture that needs nothing else."""
-        from fivefold.report.pipeline_svg import timeline_svg
+        from fivefold.render import timeline_svg
 
         return timeline_svg(self.timeline)
 
     def trace(self) -> dict[str, object]:
         """The timeline for Perfetto, as JSON."""
-        from fivefold.report.pipeline_text import perfetto_trace
+        from fivefold.render import perfetto_trace
 
         return perfetto_trace(self.timeline)
 
@@ -84,7 +84,7 @@ class TimedSchedule:
 
     def lines(self) -> list[str]:
         """The numbers and the reasons, below the picture."""
-        from fivefold.report.pipeline_words import summary_lines
+        from fivefold.render import summary_lines
 
         chosen = [] if self.origin is None else [f"auto chose: {self.origin}"]
         return [*summary_lines(self.timeline), *chosen, *self.because]
@@ -93,13 +93,13 @@ class TimedSchedule:
         return f"TimedSchedule({self.name}: makespan {self.makespan:g}, bubble {self.bubble:.1%})"
 
     def __str__(self) -> str:
-        from fivefold.report.pipeline_text import render_timeline
+        from fivefold.render import render_timeline
 
         drawn = render_timeline(self.timeline, _COLUMNS, False).plain
         return "\n".join([drawn, *self.lines()])
 
     def _repr_html_(self) -> str:
-        from fivefold.report.notebook_html import schedule_html
+        from fivefold.render import schedule_html
 
         few = sum(map(len, self.timeline.schedule.order)) <= MOST_STEPS
         return schedule_html(self.svg() if few else None, self.lines())
@@ -200,7 +200,7 @@ def _timeline(
 
 def describe(timeline: Timeline, family: Family, origin: str | None) -> dict[str, Any]:
     """What is printed, as JSON."""
-    from fivefold.report.pipeline_words import explain
+    from fivefold.render import explain_schedule
 
     schedule = timeline.schedule
     table: dict[str, Any] = {
@@ -218,7 +218,7 @@ def describe(timeline: Timeline, family: Family, origin: str | None) -> dict[str
         "bubble_ratio": timeline.bubble_ratio,
         "peak_activations": peak_activations(schedule),
         "order": schedule.texts(),
-        "because": explain(timeline, family),
+        "because": explain_schedule(timeline, family),
     }
     if schedule.asynchronous:
         table["weight_versions"] = list(schedule.weight_versions)

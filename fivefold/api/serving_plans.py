@@ -14,7 +14,7 @@ from fivefold.core.layout import Layout, legality
 from fivefold.core.model import Shape
 from fivefold.core.model import presets as models
 from fivefold.core.plan import PlanOptions
-from fivefold.report.plan_answers import Printed
+from fivefold.render import Printed
 
 if TYPE_CHECKING:  # estimates need numpy
     from fivefold.planner.serving import EngineCommand, ServingChoice
@@ -32,7 +32,7 @@ class ServingAnswer:
 
     @cached_property
     def _answer(self) -> Printed:
-        from fivefold.report.serving_text import serving_answer
+        from fivefold.render import serving_answer
 
         return serving_answer(self.choice)
 

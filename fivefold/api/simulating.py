@@ -11,7 +11,7 @@ from fivefold.api.jobs import Model
 from fivefold.api.planning import plan
 from fivefold.core import FivefoldError, Machine
 from fivefold.core.plan import DETECT, PLACES, REPAIR, RESTART, FailureRates, Plan, RecoveryDesign
-from fivefold.report.failure_text import forecast_json, forecast_lines
+from fivefold.render import forecast_json, forecast_lines
 
 if TYPE_CHECKING:  # estimates need numpy
     from fivefold.planner import Estimate, FailureForecast

@@ -42,7 +42,7 @@ from fivefold.records import (
     own_run,
     run_folder,
 )
-from fivefold.report.training_text import head, step_line, summary_text, tail
+from fivefold.render import run_head, run_tail, step_line, summary_text
 
 if TYPE_CHECKING:
     from fivefold.data import Source
@@ -69,7 +69,7 @@ class StartedRun:
     folder: Path
 
     def __str__(self) -> str:
-        text = head(self.plan, self.recipe, self.dtype, self.corpus, self.planned)
+        text = run_head(self.plan, self.recipe, self.dtype, self.corpus, self.planned)
         return f"{text}\nrun folder: {self.folder}"
 
 
@@ -137,10 +137,10 @@ class TrainedRun:
 
     def __str__(self) -> str:
         summary = "" if self.summary is None else summary_text(self.summary)
-        return summary if self.joined else "\n".join([summary, *tail(self._table)])
+        return summary if self.joined else "\n".join([summary, *run_tail(self._table)])
 
     def _repr_html_(self) -> str:
-        from fivefold.report.notebook_html import run_html
+        from fivefold.render import run_html
 
         lines = [step_line(record, self.plan.options.train.steps) for record in self.records]
         return run_html(self.losses, lines, str(self), self.passed)

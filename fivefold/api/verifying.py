@@ -15,7 +15,7 @@ from fivefold.core.layout import Layout, fp8_of, legality, weights, wider_keys, 
 from fivefold.core.model import is_large, load, scale_down, scaling_note, with_overrides
 from fivefold.core.plan import OPTIMIZERS, Plan, PlanOptions, resolve
 from fivefold.cost.traffic import traffic_entries
-from fivefold.report import verify_text
+from fivefold.render import comparison_text, generated_text
 from fivefold.verify import FORMULA, Dtype
 
 if TYPE_CHECKING:
@@ -67,12 +67,12 @@ class VerifiedPlan:
 
     def __str__(self) -> str:
         if "traffic" not in self._table:
-            return verify_text.render_generated(self._table)
+            return generated_text(self._table)
         formula = f"tolerance: {FORMULA}"
-        return verify_text.render(self.plan, asdict(self.settings), self._table, formula)
+        return comparison_text(self.plan, asdict(self.settings), self._table, formula)
 
     def _repr_html_(self) -> str:
-        from fivefold.report.notebook_html import verdict_html
+        from fivefold.render import verdict_html
 
         return verdict_html(self._table)
 

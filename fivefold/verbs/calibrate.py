@@ -25,7 +25,7 @@ from fivefold.cost.hardware import (
     guess_base,
 )
 from fivefold.launch import LauncherEnvironment, read_torchrun
-from fivefold.report import write_text
+from fivefold.render import write_text
 from fivefold.verbs import BackendOption, above, asked_backend, json_text, progress_bar
 
 if TYPE_CHECKING:

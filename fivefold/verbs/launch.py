@@ -22,7 +22,7 @@ from fivefold.launch.scripts import (
     slurm_script,
     torchrun_script,
 )
-from fivefold.report import write_text
+from fivefold.render import write_text
 
 _WRITERS = {
     "slurm": slurm_script,

@@ -17,7 +17,7 @@ from fivefold.core.model import presets as models
 from fivefold.core.plan import PlanOptions, read
 from fivefold.records import RunFacts, StepSpans, run_reader
 from fivefold.records import run_writer as run_folder
-from fivefold.report import write_text
+from fivefold.render import write_text
 from fivefold.verbs import Key, json_text, one_of, progress_bar, with_plan_options
 from fivefold_page import document
 from fivefold_page.explore import State, state_of

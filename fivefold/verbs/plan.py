@@ -37,12 +37,21 @@ from fivefold.core.plan import (
     parse_budget,
     resolve,
 )
-from fivefold.report import plan_values, write_text
-from fivefold.report.formula_text import budget_answer, textbook_answer
-from fivefold.report.great_run_text import run_answer
-from fivefold.report.job_table_text import job_table_answer
-from fivefold.report.plan_answers import Printed
-from fivefold.report.plan_text import RunCosts
+from fivefold.render import (
+    Printed,
+    RunCosts,
+    before_after,
+    budget_answer,
+    estimate_json,
+    job_table_answer,
+    run_answer,
+    strategies_json,
+    strategies_text,
+    sweep_json,
+    sweep_text,
+    textbook_answer,
+    write_text,
+)
 from fivefold.verbs.options import Key
 
 if TYPE_CHECKING:  # estimates need numpy, whose import takes longer than a plan without estimates
@@ -370,9 +379,9 @@ def _both(job: GivenJob, options: dict[str, Any]) -> Iterator[PlanRequest]:
 def _what_if(before: Estimate, after: Estimate, words: str) -> Printed:
     table = {
         "what_if": words,
-        "layouts": [plan_values.estimate_json(before, []), plan_values.estimate_json(after, [])],
+        "layouts": [estimate_json(before, []), estimate_json(after, [])],
     }
-    return table, plan_values.before_after(before, after, words)
+    return table, before_after(before, after, words)
 
 
 def _tables(asked: PlanRequest, options: dict[str, Any], given: Plan | None = None) -> Printed:
@@ -386,14 +395,14 @@ def _tables(asked: PlanRequest, options: dict[str, Any], given: Plan | None = No
     if options["compare"]:
         strategies = list(single_axis_strategies(asked))
         best = _first_choice(asked)
-        table: dict[str, Any] = {"strategies": plan_values.strategies_json(strategies)}
-        table["best"] = None if best is None else plan_values.estimate_json(best, [])
-        return table, plan_values.strategies_text(strategies, best)
+        table: dict[str, Any] = {"strategies": strategies_json(strategies)}
+        table["best"] = None if best is None else estimate_json(best, [])
+        return table, strategies_text(strategies, best)
     axis, values = sweep_values(asked, options["sweep"])
     with verbs.progress_bar("sweep") as bar:
         points = list(sweep(asked, axis, values, bar.update))
-    table = {"axis": axis, "points": plan_values.sweep_json(axis, points)}
-    return table, plan_values.sweep_text(axis, values, points)
+    table = {"axis": axis, "points": sweep_json(axis, points)}
+    return table, sweep_text(axis, values, points)
 
 
 def _first_choice(asked: PlanRequest) -> Estimate | None:

@@ -11,7 +11,7 @@ import typer
 from fivefold.api.rehearsing import rehearse
 from fivefold.core import RankLost
 from fivefold.core.plan import PlanOptions
-from fivefold.report import write_text
+from fivefold.render import write_text
 from fivefold.verbs import (
     Key,
     RunPrecisionOption,

@@ -75,7 +75,7 @@ def _spinner(name: str) -> AbstractContextManager[object]:
 
 
 def _write_files(found: TimedSchedule, svg: Path | None, trace: Path | None) -> None:
-    from fivefold.report import write_text
+    from fivefold.render import write_text
 
     steps = sum(map(len, found.timeline.schedule.order))
     if (svg or trace) and steps > MOST_DRAWN:
@@ -92,7 +92,7 @@ def _write_files(found: TimedSchedule, svg: Path | None, trace: Path | None) -> 
 def _print(found: TimedSchedule) -> None:
     from rich.console import Console
 
-    from fivefold.report.pipeline_text import render_timeline
+    from fivefold.render import render_timeline
 
     console = Console()
     colour = console.color_system is not None and not console.no_color

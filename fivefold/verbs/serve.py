@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from fivefold.api.serving import serve
-from fivefold.report.line_printer import LinePrinter
+from fivefold.render import LinePrinter
 
 _LAST_LINES_S = 2.0  # for a reader to take what is left of the log
 Source = Annotated[

@@ -20,8 +20,7 @@ from fivefold.core import FORMATS, RankLost
 from fivefold.core.plan import PlanOptions
 from fivefold.launch import read_environment
 from fivefold.records import Pace, StepRecord
-from fivefold.report.line_printer import LinePrinter
-from fivefold.report.training_text import out_of_memory, step_line
+from fivefold.render import LinePrinter, out_of_memory, step_line
 from fivefold.verbs import (
     BackendOption,
     RunPrecisionOption,

@@ -33,7 +33,7 @@ from fivefold.core.plan import Plan
 from fivefold.core.schedule import family
 from fivefold.cost import RECOMPUTE
 from fivefold.planner import Estimate
-from fivefold.report import wrapped
+from fivefold.render import wrapped
 from fivefold_page import Params, Progress, View, timeline
 from fivefold_page.explore import failures as explore_failures
 from fivefold_page.explore import panels as explore_panels

@@ -11,8 +11,7 @@ from itertools import groupby
 
 from fivefold.core.plan import FailureRates
 from fivefold.planner import Estimate, scale_points, simulate_failures, usual_failures
-from fivefold.report import percent, rough_duration, wrapped
-from fivefold.report.failure_text import LOST_WORDS, forecast_lines
+from fivefold.render import LOST_WORDS, forecast_lines, percent, rough_duration, wrapped
 from fivefold_page import View
 
 _DAYS, _RUNS = 30.0, 40

@@ -16,9 +16,7 @@ from fivefold.core.model import count
 from fivefold.core.plan import Plan
 from fivefold.cost.traffic import TrafficEntry, predict_traffic
 from fivefold.planner import Estimate
-from fivefold.report import WIDTH, bar, duration, gib, table, wrapped
-from fivefold.report.plan_text import verdict_text
-from fivefold.report.plan_values import readings
+from fivefold.render import WIDTH, bar, duration, gib, readings, table, verdict_text, wrapped
 from fivefold_page import View
 from fivefold_page.explore.state import State
 

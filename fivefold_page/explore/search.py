@@ -33,7 +33,7 @@ from fivefold.planner import (
     search_layouts,
     speed_rank,
 )
-from fivefold.report import duration, gib, plan_text, table, wrapped
+from fivefold.render import duration, gib, loses, reasons_text, table, wrapped
 from fivefold_page import Params, Progress, View
 from fivefold_page.explore.job import (
     LAYOUT,
@@ -101,7 +101,7 @@ def _ranked(job: State, result: PlanResult, notes: list[str]) -> View:
             _entry(layout_state, choice, fastest.estimate().step) for layout_state in states
         ],
         "front": [_entry(layout_state, choice, fastest.estimate().step) for layout_state in front],
-        "because": plan_text.reasons_text(first, compare_neighbours(first), rival, result.simpler),
+        "because": reasons_text(first, compare_neighbours(first), rival, result.simpler),
         "notes": [*notes, *_stage_layers_note(result.plans[0], first)],
     }
 
@@ -122,7 +122,7 @@ def _entry(state: State, first: State, fastest: float) -> View:
         "tokens_per_s_per_gpu": estimate.tokens_per_s_per_gpu,
         "mfu": estimate.mfu,
         "bubble": estimate.bubble,
-        "loses": "" if state == first else plan_text.loses(estimate, first.estimate(), fastest),
+        "loses": "" if state == first else loses(estimate, first.estimate(), fastest),
         "set": layout_params(state),
     }
 

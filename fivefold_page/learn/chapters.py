@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from functools import cache
 
 from fivefold.core import UnknownName
-from fivefold.report import wrapped
+from fivefold.render import wrapped
 from fivefold_page import Params, View
 from fivefold_page.learn import chapters_model, chapters_states, chapters_together
 from fivefold_page.learn.glossary import linked

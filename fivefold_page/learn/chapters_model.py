@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from fivefold.core.model import load, parameters
 from fivefold.cost.traffic import message_bytes
-from fivefold.report import duration, gib, percent
+from fivefold.render import duration, gib, percent
 from fivefold_page.learn import context as context_panel
 from fivefold_page.learn import expert as expert_panel
 from fivefold_page.learn import pipeline as pipeline_panel

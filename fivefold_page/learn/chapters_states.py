@@ -12,7 +12,7 @@ from fivefold.core import hardware as machine
 from fivefold.core.model import parameters, training_flops
 from fivefold.cost.traffic import Collective, predict_traffic
 from fivefold.planner import Estimate
-from fivefold.report import duration, gib, percent
+from fivefold.render import duration, gib, percent
 from fivefold_page.explore import State
 from fivefold_page.learn.device import ALONE
 

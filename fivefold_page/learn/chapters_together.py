@@ -6,7 +6,7 @@ Each function returns the paragraphs of a chapter; all numbers come from the cod
 from __future__ import annotations
 
 from fivefold.core import counted
-from fivefold.report import duration, gib
+from fivefold.render import duration, gib
 from fivefold_page import View
 from fivefold_page.learn import compare, landscape, serving, trainers
 from fivefold_page.learn import layer as layer_panel

@@ -17,7 +17,7 @@ from functools import cache
 from fivefold.core import counted
 from fivefold.core.plan import PlanOptions, resolve
 from fivefold.cost.traffic import PAYLOADS, predict_traffic
-from fivefold.report import wrapped
+from fivefold.render import wrapped
 from fivefold_page import Params, View
 from fivefold_page.learn.lesson import GROUPS, Choice, chosen, sentence_lines, size_text
 

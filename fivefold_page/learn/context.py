@@ -27,7 +27,7 @@ from fivefold.core.layout import (
 from fivefold.core.model import load
 from fivefold.core.plan import PlanOptions, resolve
 from fivefold.cost.traffic import predict_traffic
-from fivefold.report import wrapped
+from fivefold.render import wrapped
 from fivefold_page import Params, View
 from fivefold_page.learn.lesson import Choice, chosen, sentence_lines
 

@@ -16,7 +16,7 @@ from fivefold.core import counted
 from fivefold.core.plan import Plan, PlanOptions, resolve
 from fivefold.cost.memory import StaticMemory, static_bytes
 from fivefold.cost.traffic import chunks_of, predict_traffic
-from fivefold.report import wrapped
+from fivefold.render import wrapped
 from fivefold_page import Params, View
 from fivefold_page.learn.data_steps import GRAD_ITEMSIZE, ITEMSIZE, DataStep, name_of
 from fivefold_page.learn.lesson import Choice, chosen, sentence_lines, size_text

@@ -17,7 +17,7 @@ from fivefold.core import hardware as machine
 from fivefold.core.model import parameters
 from fivefold.core.model import presets as models
 from fivefold.planner import Estimate
-from fivefold.report import bar, gib, wrapped
+from fivefold.render import bar, gib, wrapped
 from fivefold_page import Params, View
 from fivefold_page.explore import State
 from fivefold_page.learn.lesson import Choice, chosen, sentence_lines

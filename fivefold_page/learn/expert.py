@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from fivefold.core import PRECISIONS, counted
 from fivefold.core.model import balance, load
-from fivefold.report import wrapped
+from fivefold.render import wrapped
 from fivefold_page import Params, View
 from fivefold_page.learn.lesson import Choice, chosen, sentence_lines, size_text
 

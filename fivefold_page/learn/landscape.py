@@ -19,7 +19,7 @@ from fivefold.core.model import presets as models
 from fivefold.core.plan import Plan, PlanOptions, resolve
 from fivefold.cost.memory import static_bytes
 from fivefold.cost.traffic import TrafficEntry, message_bytes, predict_traffic
-from fivefold.report import wrapped
+from fivefold.render import wrapped
 from fivefold_page import Params, View
 from fivefold_page.learn.layer_parts import shares, tier_name
 from fivefold_page.learn.lesson import (

@@ -16,7 +16,7 @@ from fivefold.core import kind_text
 from fivefold.core.layout import CONTEXT_KINDS
 from fivefold.core.model import presets as models
 from fivefold.core.plan import Plan, PlanOptions, resolve
-from fivefold.report import wrapped
+from fivefold.render import wrapped
 from fivefold_page import Params, View
 from fivefold_page.learn.layer_attention import attention, own_tokens
 from fivefold_page.learn.layer_experts import experts

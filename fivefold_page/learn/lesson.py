@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from fivefold.core import UnknownName, counted
 from fivefold.core.layout import Layout
-from fivefold.report import wrapped
+from fivefold.render import wrapped
 from fivefold_page import Params, View
 
 

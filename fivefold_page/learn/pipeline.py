@@ -14,8 +14,7 @@ from typing import NamedTuple
 
 from fivefold.core import counted
 from fivefold.core.schedule import Costs, Family, Timeline, catalog, peak_activations, play
-from fivefold.report import percent
-from fivefold.report.pipeline_text import Cell, cells
+from fivefold.render import Cell, cells, percent
 from fivefold_page import Params, View
 from fivefold_page import timeline as picture
 from fivefold_page.learn.lesson import Choice, chosen, sentence_lines

@@ -24,7 +24,7 @@ from fivefold.planner.serving import (
     ServingRequest,
     legal_layouts,
 )
-from fivefold.report import duration, gib, table, wrapped
+from fivefold.render import duration, gib, table, wrapped
 from fivefold_page import Params, View
 from fivefold_page.learn.lesson import Choice, chosen, sentence_lines, size_text
 

@@ -16,7 +16,7 @@ from fivefold.core.layout import local_shape, shard_of, weights
 from fivefold.core.plan import Plan, PlanOptions, resolve
 from fivefold.cost.traffic import Collective, RankChunk
 from fivefold.cost.traffic import tensor_collectives as calls_of
-from fivefold.report import WIDTH, duration, wrapped
+from fivefold.render import WIDTH, duration, wrapped
 from fivefold_page import Params, View
 from fivefold_page.learn.data_steps import ITEMSIZE
 from fivefold_page.learn.lesson import Choice, chosen, sentence_lines, size_text

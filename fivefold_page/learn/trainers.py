@@ -13,7 +13,7 @@ from functools import cache
 from typing import Any
 
 from fivefold.core import PRESETS, tables
-from fivefold.report import wrapped
+from fivefold.render import wrapped
 from fivefold_page import Params, View
 from fivefold_page.learn.lesson import Choice, chosen, sentence_lines
 

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from fivefold.core import FivefoldError, UnknownName, counted
 from fivefold.records import RunFacts, StepSpans, Summary
-from fivefold.report import WIDTH, duration, rough_duration, table, thousands, wrapped
+from fivefold.render import WIDTH, duration, rough_duration, table, thousands, wrapped
 from fivefold_page import Params, View
 from fivefold_page.run import curves as run_curves
 from fivefold_page.run import view as run_view

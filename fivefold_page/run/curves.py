@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from statistics import median
 
 from fivefold.records import RunFacts, StepRecord
-from fivefold.report import duration, thousands, wrapped
+from fivefold.render import duration, thousands, wrapped
 from fivefold_page import View
 
 Point = tuple[int, float | None]

@@ -15,7 +15,7 @@ from dataclasses import replace
 
 from fivefold.core import counted
 from fivefold.records import RunFacts, StepRecord
-from fivefold.report import rough_duration, wrapped
+from fivefold.render import rough_duration, wrapped
 from fivefold_page import View
 
 _LANES = {

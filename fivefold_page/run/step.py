@@ -24,8 +24,7 @@ from fivefold.records import (
     results,
     split_waiting,
 )
-from fivefold.report import duration, wrapped
-from fivefold.report.pipeline_text import chunks_by_rank
+from fivefold.render import chunks_by_rank, duration, wrapped
 from fivefold_page import Params, View, timeline
 
 _KINDS = {

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from fivefold.core import counted
 from fivefold.records import STEPS, Pace, RunFacts, StepSpans, Summary, shares_of
-from fivefold.report import rough_duration, wrapped
+from fivefold.render import rough_duration, wrapped
 from fivefold_page import Params, View
 from fivefold_page.run import curves as run_curves
 from fivefold_page.run import history as run_history

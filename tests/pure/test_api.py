@@ -21,7 +21,7 @@ from fivefold.api.scheduling import TimedSchedule
 from fivefold.cli import main
 from fivefold.core.errors import JSON_SCHEMA
 from fivefold.core.model import presets as models
-from fivefold.report import notebook_html
+from fivefold.render import notebook as notebook_html
 from tests.api_page import LONG, sections
 
 HOSTILE = '<script>alert("x")</script>&'

@@ -118,7 +118,9 @@ def check_machine() -> None:
 
 def check_stack() -> None:
     job = ("llama-3.1-8b", "--layout", "dp=8", "--seq", "4096", "--machine", "h100", "--set")
-    slow, usual = (planned(*job, f"stack={name}")["time_s"]["products"] for name in ("dummy", "eager"))
+    slow, usual = (
+        planned(*job, f"stack={name}")["time_s"]["products"] for name in ("dummy", "eager")
+    )
     assert slow == 2 * usual
     assert spellings().families["dummy"].stack == "dummy"
 

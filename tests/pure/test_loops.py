@@ -24,7 +24,7 @@ from fivefold.core.schedule.loops import (
 from fivefold.core.schedule.schedule import FORWARD, Schedule, Step
 from fivefold.core.schedule.v_shape import HALF_BLOCKS, MIN_BLOCK, _filled
 from fivefold.cost.stages.schedule_trace import StageSeconds, simulate_trace, trace_schedule
-from fivefold.report.plan_values import describe
+from fivefold.render.plan import describe_plan
 
 SIZES = ((2, 8, 2), (3, 6, 2), (4, 8, 3), (4, 16, 1), (6, 12, 2))
 
@@ -80,7 +80,7 @@ def test_a_million_microbatches_cost_no_steps(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(Loop, "steps", counted)
     plan = resolve(PlanOptions("tiny-moe", microbatches=1_000_000))
-    assert describe(plan)["batch"]["microbatches"] == 1_000_000
+    assert describe_plan(plan)["batch"]["microbatches"] == 1_000_000
     assert len(made) < 100
 
 

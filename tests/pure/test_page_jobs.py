@@ -23,7 +23,7 @@ from fivefold.core.model import presets as models
 from fivefold.core.plan.plan import PlanOptions
 from fivefold.cost.memory.categories import verdict
 from fivefold.planner.planning import NothingFits, best_plans
-from fivefold.report.pipeline_text import KINDS, OVERLAPPED
+from fivefold.render.pipeline import KINDS, OVERLAPPED
 from fivefold_page import document, timeline
 from fivefold_page.explore import explore
 from fivefold_page.explore import job as explore_job

@@ -15,7 +15,7 @@ from fivefold.core.errors import FivefoldError
 from fivefold.core.plan.plan import PlanOptions, resolve
 from fivefold.cost.memory.static import static_bytes
 from fivefold.cost.traffic.collectives import predict_traffic
-from fivefold.report import WIDTH, gib
+from fivefold.render import WIDTH, gib
 from fivefold_page import document
 from fivefold_page.explore.state import SCHEDULES, State
 from fivefold_page.learn import chapters, compare, device, serving, trainers

@@ -14,7 +14,7 @@ from fivefold.core.plan.plan import PlanOptions, resolve
 from fivefold.cost.memory.static import static_bytes
 from fivefold.cost.traffic.axes import PAYLOADS, Collective, message_bytes
 from fivefold.cost.traffic.collectives import predict_traffic
-from fivefold.report import WIDTH
+from fivefold.render import WIDTH
 from fivefold_page.explore import explore
 from fivefold_page.learn import collectives, landscape, layer
 from fivefold_page.learn.lesson import GROUPS, Choice, size_text

@@ -17,7 +17,7 @@ from fivefold.core.layout.layout import AXES, Extent, Layout, Order
 from fivefold.core.plan.plan import Plan, PlanOptions, resolve
 from fivefold.core.schedule.clock import Timeline
 from fivefold.core.schedule.schedule import Action, actions_of
-from fivefold.report.pipeline_text import cells, shade
+from fivefold.render.pipeline import cells, shade
 from fivefold_page import timeline
 from fivefold_page.explore import panels as explore_panels
 from tests.pure.timelines import EVERY_FAMILY, UNEVEN
@@ -291,7 +291,7 @@ def test_the_text_says_the_same(name: str) -> None:
 
 
 def test_the_text_is_the_one_of_the_schedule_verb() -> None:
-    from fivefold.report.pipeline_text import render_timeline
+    from fivefold.render.pipeline import render_timeline
 
     for name in EVERY_FAMILY:
         one = played(name, 4, 8)

@@ -17,9 +17,9 @@ from fivefold.core.plan.plan import PlanOptions, resolve
 from fivefold.planner.estimate import Estimate, estimate_plan
 from fivefold.planner.neighbours import Neighbour, compare_neighbours
 from fivefold.planner.planning import PlanResult, best_plans, plan_request
-from fivefold.report import plan_text, plan_values
-from fivefold.report.plan_answers import ranked_answer
-from fivefold.report.plan_text import RunCosts
+from fivefold.render import plan as plan_text
+from fivefold.render import plan as plan_values
+from fivefold.render.plan import RunCosts, ranked_answer
 
 JOBS = (
     ("tiny", "laptop", 8, {}),

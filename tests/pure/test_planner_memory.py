@@ -37,8 +37,7 @@ from fivefold.planner.planning import (
 from fivefold.planner.search import search_layouts
 from fivefold.planner.setting import EstimateSetting, plan_arguments
 from fivefold.planner.space import SearchSpace, layout_blocks
-from fivefold.report.plan_text import detail
-from fivefold.report.plan_values import estimate_json
+from fivefold.render.plan import detail, estimate_json
 from fivefold_score.outcome import score_row
 from fivefold_score.scoring import compare_with_peers
 

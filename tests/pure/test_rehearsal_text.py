@@ -14,7 +14,7 @@ from fivefold.cost.traffic.collectives import TrafficEntry
 from fivefold.cost.traffic.matching import IssuedCollective, Mismatch, mismatches
 from fivefold.cost.traffic.order import OrderVerdict, Unconnected, Waiting
 from fivefold.planner.estimate import PlannedAction
-from fivefold.report.rehearsal_text import describe, levels_trace, render
+from fivefold.render.checks import levels_trace, rehearsal_json, rehearsal_lines
 
 GIB = 2**30
 PLAN = resolve(PlanOptions("tiny", layout="dp=2"))
@@ -63,7 +63,9 @@ def found(**changes: Any) -> Any:
 
 def described(job: Any, **changes: Any) -> dict[str, Any]:
     given = {"planned": None, "timed": None, "imbalance": 1.0, "seconds": 2.0} | changes
-    return describe(job, given["planned"], given["timed"], given["imbalance"], given["seconds"])
+    return rehearsal_json(
+        job, given["planned"], given["timed"], given["imbalance"], given["seconds"]
+    )
 
 
 def outlook(**gib: float) -> Any:
@@ -72,7 +74,7 @@ def outlook(**gib: float) -> Any:
 
 
 def shown(table: dict[str, Any]) -> list[str]:
-    return list(render(PLAN, table))
+    return list(rehearsal_lines(PLAN, table))
 
 
 def test_json_is_the_contract() -> None:
@@ -214,7 +216,9 @@ def test_the_stand_in_of_the_routing_is_said(imbalance: float, said: str) -> Non
     plan = resolve(PlanOptions("tiny-moe", layout="dp=2 ep=2"))
     table = described(found(plan=plan), imbalance=imbalance)
     assert table["routing"] == said
-    assert f"tokens have no values here; they are routed: {said}" in list(render(plan, table))
+    assert f"tokens have no values here; they are routed: {said}" in list(
+        rehearsal_lines(plan, table)
+    )
 
 
 def test_of_many_ranks_some_are_shown() -> None:

@@ -20,8 +20,12 @@ from fivefold.core.schedule import selection as choose
 from fivefold.core.schedule.clock import Costs, Timeline, peak_activations, play, steady_bubble
 from fivefold.core.schedule.definition import Family
 from fivefold.core.schedule.schedule import actions_of
-from fivefold.report.pipeline_text import perfetto_trace
-from fivefold.report.pipeline_words import explain, headline, summary_lines
+from fivefold.render.pipeline import (
+    explain_schedule,
+    perfetto_trace,
+    schedule_headline,
+    summary_lines,
+)
 
 # The trace
 
@@ -117,7 +121,9 @@ def test_trace_is_deterministic_json() -> None:
 
 
 def said(name: str, ranks: int, microbatches: int, **costs: Any) -> str:
-    return "\n".join(explain(played(name, ranks, microbatches, **costs), catalog.family(name)))
+    return "\n".join(
+        explain_schedule(played(name, ranks, microbatches, **costs), catalog.family(name))
+    )
 
 
 @pytest.mark.parametrize(
@@ -127,7 +133,7 @@ def said(name: str, ranks: int, microbatches: int, **costs: Any) -> str:
 def test_the_two_conventions_are_one_sentence(
     microbatches: int, ideal: str, makespan: str, ratio: str, share: str
 ) -> None:
-    lines = explain(played("1f1b", 4, microbatches), catalog.family("1f1b"))
+    lines = explain_schedule(played("1f1b", 4, microbatches), catalog.family("1f1b"))
     (line,) = [line for line in lines if "bubble_ratio" in line]
     assert "bubble_makespan" in line and line.count(". ") == 0
     assert f"{ratio} is idle over the ideal time {ideal}" in line
@@ -199,7 +205,7 @@ def test_every_closed_form_is_the_bubble_on_its_domain(
 def test_unequal_stages_are_not_put_into_a_closed_form() -> None:
     schedule = catalog.make("1f1b", 2, 4)
     costs = Costs((1.0, 2.0), (1.0, 2.0), (1.0, 2.0), (0.0, 0.0))
-    text = "\n".join(explain(play(schedule, costs), catalog.family("1f1b")))
+    text = "\n".join(explain_schedule(play(schedule, costs), catalog.family("1f1b")))
     assert "closed form" not in text and catalog.family("1f1b").because in text
 
 
@@ -225,12 +231,14 @@ def test_peak_memory_names_its_ranks() -> None:
 )
 def test_asynchronous_schedules_are_labelled(name: str, versions: str, delays: str) -> None:
     timeline = played(name, 4, 8)
-    first = explain(timeline, catalog.family(name))[0]
+    first = explain_schedule(timeline, catalog.family(name))[0]
     assert first.startswith("ASYNCHRONOUS")
     assert "In steady state 0.0% is bubble" in said(name, 4, 8)
     assert f"Weight versions by rank: {versions};" in first
     assert f"gradient delay in updates: {delays}." in first
-    assert "ASYNCHRONOUS" in headline(timeline) and "ASYNCHRONOUS" not in said("1f1b", 4, 8)
+    assert "ASYNCHRONOUS" in schedule_headline(timeline) and "ASYNCHRONOUS" not in said(
+        "1f1b", 4, 8
+    )
 
 
 def test_the_steady_bubble_is_computed() -> None:
@@ -248,14 +256,14 @@ def test_dualpipe_says_that_parameters_are_kept_twice() -> None:
 
 
 def test_one_rank_has_no_bubble_to_explain() -> None:
-    lines = explain(played("1f1b", 1, 3), catalog.family("1f1b"))
+    lines = explain_schedule(played("1f1b", 1, 3), catalog.family("1f1b"))
     assert lines[0] == "There is no bubble: the busiest rank never idles."
     assert len(lines) == 2 and "at most 1 microbatch of" in lines[1]
 
 
 def test_a_schedule_without_family_is_explained_by_its_idle_slots() -> None:
     schedule = choose.parse_schedule("0F0 0B0\n1F0 1B0")
-    lines = explain(play(schedule, Costs.uniform(schedule.placement)), None)
+    lines = explain_schedule(play(schedule, Costs.uniform(schedule.placement)), None)
     # 0F 0–1, 1F 1–2, 1B 2–4, 0B 4–6: three of six are work.
     assert lines[0] == "Of the makespan 6.0, the busiest rank works 3.0 and 3.0 is bubble."
     assert "rank 0 idles 3.0 from 1.0 to 4.0, at 0B0, waiting for 1B0" in "\n".join(lines)
@@ -275,13 +283,13 @@ def test_summary_is_a_table_of_the_numbers() -> None:
 def test_small_units_keep_their_digits() -> None:
     small = played("1f1b", 4, 8, times=(1e-4, 1e-4, 1e-4))
     assert summary_lines(small)[0] == "makespan          0.0033"
-    assert "rank 0 idles 0.0006 from 0.0004 to 0.001," in "\n".join(explain(small, None))
+    assert "rank 0 idles 0.0006 from 0.0004 to 0.001," in "\n".join(explain_schedule(small, None))
     tiny = played("1f1b", 4, 8, times=(1e-9, 1e-9, 1e-9))
     assert summary_lines(tiny)[0] == "makespan          3.3e-08"
 
 
 def test_one_is_singular() -> None:
-    assert headline(played("1f1b", 1, 1)).startswith("1f1b: 1 rank, 1 microbatch, ")
+    assert schedule_headline(played("1f1b", 1, 1)).startswith("1f1b: 1 rank, 1 microbatch, ")
 
 
 def test_report_loads_neither_torch_nor_numpy() -> None:

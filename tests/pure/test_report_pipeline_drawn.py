@@ -18,8 +18,7 @@ from timelines import timeline as played
 from fivefold.core.schedule import catalog
 from fivefold.core.schedule import selection as choose
 from fivefold.core.schedule.clock import Costs, play
-from fivefold.report.pipeline_svg import timeline_svg
-from fivefold.report.pipeline_text import (
+from fivefold.render.pipeline import (
     KINDS,
     OVERLAPPED,
     cells,
@@ -27,6 +26,7 @@ from fivefold.report.pipeline_text import (
     render_timeline,
     shade,
     ticks,
+    timeline_svg,
 )
 from tests.selection import within
 

@@ -24,7 +24,7 @@ from fivefold.planner.error_bars import accuracy
 from fivefold.planner.serving.fit import ServingFit, ServingRequest, model_bytes
 from fivefold.planner.serving.plans import LayoutLoad, ServingPlan, legal_layouts, simplest_equals
 from fivefold.planner.serving.plans import plan_serving as search
-from fivefold.report.serving_text import reasons, rule_of_thumb
+from fivefold.render.serving import reasons, rule_of_thumb
 from tests import serving_published
 from tests.serving_published import ROWS
 

@@ -27,7 +27,7 @@ from fivefold.cost.memory.categories import fits, peak_memory
 from fivefold.cost.step.time import StepTime, step_time
 from fivefold.planner.estimate import estimate_plan
 from fivefold.planner.setting import EstimateSetting
-from fivefold.report.plan_values import estimate_json
+from fivefold.render.plan import estimate_json
 from fivefold_score.published import cases
 
 SHAPE = models.load("llama-3.1-8b")

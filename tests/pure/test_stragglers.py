@@ -9,7 +9,7 @@ from fake_runs import RECORD
 
 from fivefold.records.steps import StepRecord
 from fivefold.records.stragglers import RankPace, slow_ones
-from fivefold.report.training_text import step_line
+from fivefold.render.training import step_line
 
 # Four ranks of dp=2 pp=2 with tp-cp-dp-pp order: stages are ranks 0, 1 and 2, 3.
 WAITS = {"dp-cp": [0.010, 0.011, 0.012]}

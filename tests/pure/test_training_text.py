@@ -23,8 +23,8 @@ from fivefold.records.steps import (
     mfu,
     summarize,
 )
-from fivefold.report import rough_duration, thousands
-from fivefold.report.training_text import (
+from fivefold.render import rough_duration, thousands
+from fivefold.render.training import (
     duration,
     head,
     out_of_memory,

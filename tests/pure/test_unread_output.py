@@ -20,7 +20,7 @@ import typer
 
 from fivefold.launch.rank_pipe import RankPipe
 from fivefold.records.run_writer import read_records
-from fivefold.report.line_printer import LinePrinter
+from fivefold.render.training import LinePrinter
 from fivefold.terminal import UnreadStream, discard
 from fivefold.verbs import serve as serving
 

@@ -1,8 +1,4 @@
-"""Answers as HTML for notebooks: tables, the pipeline and memory, with nothing to load.
-
-Colours follow the notebook: text has its colour, and what is drawn has a tone that both a light and
-a dark page can have. Every text is escaped.
-"""
+"""Answers as HTML, which a notebook shows."""
 
 from __future__ import annotations
 
@@ -11,9 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from fivefold.core.plan import Plan
-from fivefold.report import duration, gib, plan_text, plan_values
-from fivefold.report.plan_answers import headline, search_notes
-from fivefold.report.verify_text import WORDS
+from fivefold.render.checks import WORDS
+from fivefold.render.plan import headline, ranking, readings, search_notes, verdict_text
+from fivefold.render.text import duration, gib
 
 if TYPE_CHECKING:
     from fivefold.planner import Estimate, PlanResult
@@ -122,7 +118,7 @@ def plan_html(plan: Plan, estimate: Estimate | None, why: Sequence[str]) -> str:
     """A plan: with a machine its memory and its step as bars, and the reasons."""
     facts = [
         ("model", plan.shape.name),
-        *(("layout", reading) for reading in plan_values.readings(plan)),
+        *(("layout", reading) for reading in readings(plan)),
         ("", f"ZeRO-{plan.layout.zero}, schedule {plan.options.schedule}, {plan.precision}"),
         ("batch", str(plan.batch)),
     ]
@@ -141,9 +137,7 @@ def plan_html(plan: Plan, estimate: Estimate | None, why: Sequence[str]) -> str:
 def _bars(estimate: Estimate) -> Iterator[str]:
     """Memory and step of an estimate."""
     limit = gib(estimate.setting.machine.memory)
-    text = (
-        f"{gib(estimate.total)} of {limit} on the fullest rank: {plan_text.verdict_text(estimate)}"
-    )
+    text = f"{gib(estimate.total)} of {limit} on the fullest rank: {verdict_text(estimate)}"
     yield _verdict(estimate.verdict == "fits", text)
     yield memory_svg(estimate)
     yield f"<p>step {_e(duration(estimate.step))}</p>"
@@ -156,7 +150,7 @@ def search_html(result: PlanResult, why: Sequence[str]) -> str:
     fastest = result.fastest.step
     return _box(
         *(f"<p>{_e(line)}</p>" for line in headline(result)),
-        _table(*plan_text.ranking(result.plans, fastest)),
+        _table(*ranking(result.plans, fastest)),
         f"<p><strong>first</strong>: {_e(first.plan.batch)}</p>",
         *_bars(first),
         _lines(why, "why"),

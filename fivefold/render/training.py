@@ -1,20 +1,25 @@
-"""A training run as text: before it, each step, its summary, and the out-of-memory message."""
+"""A training run as lines: its head, each step, and its end."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import contextlib
+import queue
+import threading
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from fivefold.core import counted
 from fivefold.core.plan import Plan, Recipe
 from fivefold.records import GIB, SHOWN_SHARE, STEPS, PlannedStep, StepRecord, Summary
-from fivefold.report import rough_duration, thousands
+from fivefold.render.text import rough_duration, thousands
 
 _CATEGORIES = ("weights", "gradients", "optimizer", "padding", "total")
 _FIRST, _COLUMN = 34, 14
 
 
-def head(plan: Plan, recipe: Recipe, dtype: str, corpus: str, planned: PlannedStep | None) -> str:
+def run_head(
+    plan: Plan, recipe: Recipe, dtype: str, corpus: str, planned: PlannedStep | None
+) -> str:
     """The lines before the first step: what is about to run."""
     layout = plan.layout
     masks = "document masks" if plan.packed else "no document masks"
@@ -178,7 +183,7 @@ def out_of_memory(
     return "\n".join(lines)
 
 
-def tail(table: Mapping[str, Any]) -> Iterator[str]:
+def run_tail(table: Mapping[str, Any]) -> Iterator[str]:
     """The lines after the last step: memory, traffic, and the check if there was one."""
     if table["traffic"] is None:
         yield "no step was left to run"
@@ -257,3 +262,61 @@ def _check_lines(table: Mapping[str, Any]) -> Iterator[str]:
             f"routing flips: {check['flips']:,} of {check['routed']:,} (tokens times layers whose "
             "experts differ from those of one process)"
         )
+
+
+_MOST_LINES = 2000  # that wait: some hundred kilobytes
+Echo = Callable[[str, bool], None]
+"""Prints a line, on standard error if the second argument is true."""
+
+
+class LinePrinter:
+    """A thread that prints; it starts with the first line, after ranks were forked."""
+
+    def __init__(self, echo: Echo, most: int = _MOST_LINES) -> None:
+        self.echo, self.dropped = echo, 0
+        self.lines: queue.Queue[tuple[str, bool] | None] = queue.Queue(most)
+        self.thread: threading.Thread | None = None
+        self.error: BaseException | None = None
+
+    def print_line(self, line: str, err: bool = False) -> None:
+        """Print it soon, or drop it; raises what went wrong with an earlier line."""
+        self._raise()
+        if self.thread is None:
+            self.thread = threading.Thread(target=self._run, name="fivefold-print", daemon=True)
+            self.thread.start()
+        try:
+            self.lines.put_nowait((line, err))
+        except queue.Full:
+            self.dropped += 1
+
+    def close(self, seconds: float | None = None) -> None:
+        """Wait until all lines are printed, at most so many seconds if given."""
+        if self.thread is not None:
+            with contextlib.suppress(queue.Full):
+                self.lines.put(None, timeout=seconds)
+            self.thread.join(seconds)
+            self.thread = None
+        self._raise()
+
+    def _run(self) -> None:
+        try:
+            while (message := self.lines.get()) is not None:
+                self.echo(*message)
+                if self.dropped and self.lines.empty():
+                    self._say_dropped()
+            self._say_dropped()
+        except BaseException as error:
+            self.error = error
+            while self.lines.get() is not None:  # nobody waits for room
+                pass
+
+    def _say_dropped(self) -> None:
+        number, self.dropped = self.dropped, 0
+        if number:
+            lines = counted(number, "line")
+            self.echo(f"fivefold: {lines} not printed, because nobody read the output", True)
+
+    def _raise(self) -> None:
+        if self.error is not None:
+            error, self.error = self.error, None
+            raise error
