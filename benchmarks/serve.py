@@ -281,7 +281,7 @@ def arguments() -> Any:
 
 def planned(load: dict[str, float], arrivals: tuple[float, ...], said: Any) -> dict[str, float]:
     """What `plan --serve` says of a load; with `_here` what it says of these arrivals."""
-    from fivefold.api.serving_plans import plan_serving
+    from fivefold.commands.plan import plan_serving
     from fivefold.planner.serving.load import ReplicaLoad, simulate
     from fivefold.planner.serving.plans import LayoutLoad
 

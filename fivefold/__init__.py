@@ -19,16 +19,16 @@ TYPE_CHECKING = False  # to type checkers it is typing's, whose import would tak
 if TYPE_CHECKING:
     from typing import Any
 
-    from fivefold.api.generating import generate as generate
-    from fivefold.api.jobs import as_machine as machine
-    from fivefold.api.jobs import as_shape as shape
-    from fivefold.api.planning import plan as plan
-    from fivefold.api.planning import search as search
-    from fivefold.api.rehearsing import rehearse as rehearse
-    from fivefold.api.scheduling import schedule as schedule
-    from fivefold.api.simulating import simulate as simulate
     from fivefold.api.training import train as train
-    from fivefold.api.verifying import verify as verify
+    from fivefold.commands.generate import generate as generate
+    from fivefold.commands.job import as_machine as machine
+    from fivefold.commands.job import as_shape as shape
+    from fivefold.commands.rehearse import rehearse as rehearse
+    from fivefold.commands.schedule import schedule as schedule
+    from fivefold.commands.search import plan as plan
+    from fivefold.commands.search import search as search
+    from fivefold.commands.simulate import simulate as simulate
+    from fivefold.commands.verify import verify as verify
     from fivefold.core import FivefoldError as FivefoldError
     from fivefold.core import Machine as Machine
     from fivefold.core import RankLost as RankLost
@@ -43,16 +43,16 @@ __version__ = "0.1.0"
 
 # Where each name is: the module, and its name there.
 _NAMES = {
-    "plan": ("fivefold.api.planning", "plan"),
-    "search": ("fivefold.api.planning", "search"),
-    "schedule": ("fivefold.api.scheduling", "schedule"),
-    "rehearse": ("fivefold.api.rehearsing", "rehearse"),
-    "simulate": ("fivefold.api.simulating", "simulate"),
-    "verify": ("fivefold.api.verifying", "verify"),
+    "plan": ("fivefold.commands.search", "plan"),
+    "search": ("fivefold.commands.search", "search"),
+    "schedule": ("fivefold.commands.schedule", "schedule"),
+    "rehearse": ("fivefold.commands.rehearse", "rehearse"),
+    "simulate": ("fivefold.commands.simulate", "simulate"),
+    "verify": ("fivefold.commands.verify", "verify"),
     "train": ("fivefold.api.training", "train"),
-    "generate": ("fivefold.api.generating", "generate"),
-    "shape": ("fivefold.api.jobs", "as_shape"),
-    "machine": ("fivefold.api.jobs", "as_machine"),
+    "generate": ("fivefold.commands.generate", "generate"),
+    "shape": ("fivefold.commands.job", "as_shape"),
+    "machine": ("fivefold.commands.job", "as_machine"),
     "Layout": ("fivefold.core.layout.layout", "Layout"),
     "Shape": ("fivefold.core.model.shape", "Shape"),
     "Machine": ("fivefold.core.hardware", "Machine"),

@@ -44,28 +44,38 @@ class Verb(NamedTuple):
 
 
 VERBS = {
-    "calibrate": Verb("fivefold.verbs.calibrate", "Measure this machine and write a machine file."),
+    "calibrate": Verb(
+        "fivefold.commands.calibrate", "Measure this machine and write a machine file."
+    ),
     "compare-frameworks": Verb(
-        "fivefold.verbs.compare_frameworks",
+        "fivefold.commands.compare_frameworks",
         "Price the best layout of each framework.",
     ),
-    "eval": Verb("fivefold.verbs.evaluate", "Evaluate a run or a model on tasks of lm-eval."),
-    "export": Verb("fivefold.verbs.export_weights", "Export a run to Hugging Face or TorchTitan."),
-    "generate": Verb("fivefold.verbs.generate", "Complete prompts with a run or a model."),
+    "eval": Verb("fivefold.commands.evaluate", "Evaluate a run or a model on tasks of lm-eval."),
+    "export": Verb("fivefold.commands.export", "Export a run to Hugging Face or TorchTitan."),
+    "generate": Verb("fivefold.commands.generate", "Complete prompts with a run or a model."),
     "import": Verb(
-        "fivefold.verbs.import_weights", "Import a Hugging Face or TorchTitan model as a run."
+        "fivefold.commands.import_model", "Import a Hugging Face or TorchTitan model as a run."
     ),
-    "launch": Verb("fivefold.verbs.launch", "Write the script that starts a plan on a cluster."),
-    "observe": Verb("fivefold.verbs.observe", "Open the page: explore plans, learn, inspect runs."),
-    "plan": Verb("fivefold.verbs.plan", "Resolve a job or search its layout, with reasons."),
-    "rehearse": Verb("fivefold.verbs.rehearse", "Run one step of any rank of any job here."),
-    "schedule": Verb("fivefold.verbs.schedule", "Draw and time a pipeline schedule."),
-    "score": Verb("fivefold.verbs.score", "Compare the planner's estimates with measured runs."),
-    "serve": Verb("fivefold.verbs.serve", "Serve a run or a model with the API of OpenAI."),
-    "simulate": Verb("fivefold.verbs.simulate", "Simulate a run with failures before it happens."),
-    "tokens": Verb("fivefold.verbs.tokens", "Tokenize text into a folder, or check such a folder."),
+    "launch": Verb("fivefold.commands.launch", "Write the script that starts a plan on a cluster."),
+    "observe": Verb(
+        "fivefold.commands.observe", "Open the page: explore plans, learn, inspect runs."
+    ),
+    "plan": Verb("fivefold.commands.plan", "Resolve a job or search its layout, with reasons."),
+    "rehearse": Verb("fivefold.commands.rehearse", "Run one step of any rank of any job here."),
+    "schedule": Verb("fivefold.commands.schedule", "Draw and time a pipeline schedule."),
+    "score": Verb("fivefold.commands.score", "Compare the planner's estimates with measured runs."),
+    "serve": Verb("fivefold.commands.serve", "Serve a run or a model with the API of OpenAI."),
+    "simulate": Verb(
+        "fivefold.commands.simulate", "Simulate a run with failures before it happens."
+    ),
+    "tokens": Verb(
+        "fivefold.commands.tokens", "Tokenize text into a folder, or check such a folder."
+    ),
     "train": Verb("fivefold.verbs.train", "Train, and compare every step with the plan."),
-    "verify": Verb("fivefold.verbs.verify", "Prove that a layout computes the same as one device."),
+    "verify": Verb(
+        "fivefold.commands.verify", "Prove that a layout computes the same as one device."
+    ),
 }
 
 

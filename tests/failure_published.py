@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import fivefold as ff
-from fivefold.api.simulating import SimulatedFailures
+from fivefold.commands.simulate import SimulatedFailures
 from fivefold.core.plan.failures import FailureRates
 from fivefold.planner.failures import RECOVERIES, scale_points
 from fivefold.render.serving import designs_table, scale_svg

@@ -77,7 +77,7 @@ BUDGETS = {
     "launch": (3_500, 14),
     "huggingface, bridges": (5_500, 20),
     "records": (2_200, 7),
-    "api, verbs, report": (6_500, 18),  # they become `commands`
+    "commands, render": (6_500, 18),
     "fivefold_page": (8_500, None),
     "fivefold_score": (1_500, None),
 }

@@ -15,11 +15,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fivefold.api.frameworks import stack_names
-from fivefold.api.planning import estimate_given, estimate_options
 from fivefold.bridges.bridging import TARGETS, ForeignPlan, read_foreign
 from fivefold.bridges.formats import nested_of, yaml_text
 from fivefold.bridges.megatron import words_of
+from fivefold.commands.compare_frameworks import stack_names
+from fivefold.commands.search import estimate_given, estimate_options
 from fivefold.core.errors import FivefoldError
 from fivefold.core.plan.plan import PlanOptions
 from fivefold.core.tables import to_toml

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from fivefold.api.serving_plans import plan_serving
+from fivefold.commands.plan import plan_serving
 from fivefold.core import hardware as machine
 from fivefold.core.errors import counted
 from fivefold.core.layout.layout import Layout

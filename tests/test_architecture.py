@@ -40,9 +40,9 @@ ARROWS = {
     "cost": {"core"},
     "planner": {"core", "cost"},
     "records": {"core", "cost", "planner"},
-    "report": {"core", "cost", "planner", "records"},
-    "fivefold_score": {"core", "cost", "planner", "records", "report"},
-    "fivefold_page": {"core", "cost", "planner", "records", "report", "__init__"},
+    "render": {"core", "cost", "planner", "records"},
+    "fivefold_score": {"core", "cost", "planner", "records", "render"},
+    "fivefold_page": {"core", "cost", "planner", "records", "render", "__init__"},
     "model": {"core"},
     "parallel": {"core", "cost", "model"},
     "step": {"core", "model", "parallel", "optim"},
@@ -57,42 +57,30 @@ ARROWS = {
     "verify": RUNTIME | {"generate"},
     "rehearse": RUNTIME | {"planner"},
     "train": RUNTIME | {"planner", "records", "generate"},
-    "api": {
-        *("core", "cost", "planner", "records", "report", "data", "launch", "huggingface"),
+    "commands": {
+        *("core", "cost", "planner", "records", "render", "data", "launch", "huggingface"),
         *("generate", "serve", "calibrate", "verify", "rehearse", "train", "bridges"),
-    },
-    "verbs": {
-        *("core", "cost", "planner", "records", "report", "data", "launch", "huggingface"),
-        *("generate", "calibrate", "verify", "rehearse", "train", "api", "completion"),
+        *("completion", "terminal"),
         *BESIDE,
     },
     "cli": {"core", "__init__", "terminal", "completion"},
     "terminal": set[str](),
     "completion": set[str](),
     "__main__": {"cli"},
-    "__init__": {"api", "core"},  # only when a name is used
+    "__init__": {"commands", "core"},  # only when a name is used
 }
 WITHOUT_TORCH = (
-    *("core", "cost", "planner", "records", "report", "bridges", *BESIDE),
+    *("core", "cost", "planner", "records", "render", "bridges", *BESIDE),
     *("cli", "__main__", "__init__", "terminal", "completion", "faces"),
 )
-VERBS_WITHOUT_TORCH = (
-    *("__init__", "compare_frameworks", "options", "plan", "launch", "schedule", "score"),
-    *("simulate", "tokens", "observe"),
+COMMANDS_WITHOUT_TORCH = (
+    *("__init__", "compare_frameworks", "job", "launch", "observe", "options", "plan", "schedule"),
+    *("score", "search", "simulate", "tokens"),
 )
-API_WITHOUT_TORCH = (
-    "__init__",
-    "bridging",
-    "checks",
-    "frameworks",
-    "jobs",
-    "planning",
-    "scheduling",
-    "serving_plans",
-    "simulating",
-)
-# These have no faces: they become one file a command.
-OPEN = ("api", "report", "verbs")
+# It has no face: `fivefold` has its functions, and the command line loads one module of it.
+OPEN = ("commands",)
+# What several commands share; no command imports another.
+SHARED_BY_COMMANDS = ("job", "options", "search", "titan_weights")
 # Of the five dimensions; they meet only in composition.
 ROOMS = ("data", "tensor", "pipeline", "context", "expert")
 
@@ -144,7 +132,7 @@ def test_arrows(path: Path) -> None:
     ours = {name for name in imports(path) if name.startswith(("fivefold.", "fivefold_"))}
     wrong = {name for name in ours if room(name) not in {here, "faces", *ARROWS[here]}}
     assert not wrong, f"{path} may not import {wrong}"
-    parts = {"verbs": VERBS_WITHOUT_TORCH, "api": API_WITHOUT_TORCH}
+    parts = {"commands": COMMANDS_WITHOUT_TORCH}
     if here in WITHOUT_TORCH or path.stem in parts.get(here, ()):
         assert not {name for name in imports(path) if name.split(".")[0] == "torch"}
 
@@ -215,11 +203,11 @@ def test_the_rooms_do_not_know_one_another() -> None:
         assert not known & others
 
 
-def test_no_verb_imports_another() -> None:
-    for path in (PACKAGE / "verbs").glob("*.py"):
-        others = {name for name in imports(path) if name.startswith("fivefold.verbs.")}
-        shared = {"fivefold.verbs", "fivefold.verbs.options"}
-        assert others <= shared, f"{path} imports {others}"
+def test_no_command_imports_another() -> None:
+    shared = {f"fivefold.commands.{name}" for name in SHARED_BY_COMMANDS}
+    for path in (PACKAGE / "commands").glob("*.py"):
+        others = {name for name in imports(path) if name.startswith("fivefold.commands.")}
+        assert others <= shared, f"{path} imports {others - shared}"
 
 
 def test_no_import_cycle() -> None:

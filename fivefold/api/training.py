@@ -14,8 +14,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fivefold.api.checks import above, asked_backend, one_of
-from fivefold.api.jobs import Model, given_job, reopened
 from fivefold.api.restarting import RestartPolicy, copy_domain, host_keeper, kept_memory
 from fivefold.api.training_start import (
     TrainStart,
@@ -26,6 +24,7 @@ from fivefold.api.training_start import (
     start_facts,
     with_layout,
 )
+from fivefold.commands.job import Model, above, asked_backend, given_job, one_of, reopened
 from fivefold.core import FORMATS, FivefoldError, RankLost, counted
 from fivefold.core.model import presets as models
 from fivefold.core.plan import Plan, PlanOptions, Recipe, resolve, says_layout

@@ -12,9 +12,15 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from fivefold.api.jobs import GivenJob
-from fivefold.api.planning import NOT_SEARCHED, best_of, estimate_options, fixed_values, request_of
 from fivefold.api.restarting import RestartPolicy
+from fivefold.commands.job import GivenJob
+from fivefold.commands.search import (
+    NOT_SEARCHED,
+    best_of,
+    estimate_options,
+    fixed_values,
+    request_of,
+)
 from fivefold.core import PRECISIONS, FivefoldError, Machine, counted
 from fivefold.core import hardware as machines
 from fivefold.core.plan import Plan, PlanOptions, resolve

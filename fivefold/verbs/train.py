@@ -13,15 +13,10 @@ from typing import Annotated, Any
 
 import typer
 
-from fivefold.api.jobs import GivenJob
 from fivefold.api.restarting import RestartedRun
 from fivefold.api.training import StartedRun, train
-from fivefold.core import FORMATS, RankLost
-from fivefold.core.plan import PlanOptions
-from fivefold.launch import read_environment
-from fivefold.records import Pace, StepRecord
-from fivefold.render import LinePrinter, out_of_memory, step_line
-from fivefold.verbs import (
+from fivefold.commands.job import GivenJob
+from fivefold.commands.options import (
     BackendOption,
     RunPrecisionOption,
     as_given,
@@ -29,6 +24,11 @@ from fivefold.verbs import (
     json_text,
     with_plan_options,
 )
+from fivefold.core import FORMATS, RankLost
+from fivefold.core.plan import PlanOptions
+from fivefold.launch import read_environment
+from fivefold.records import Pace, StepRecord
+from fivefold.render import LinePrinter, out_of_memory, step_line
 
 
 @partial(with_plan_options, default_target="tiny-moe")

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from datetime import date
 
-from fivefold.api.verifying import runnable
+from fivefold.commands.verify import runnable
 from fivefold.core.errors import RankLost
 from fivefold.launch.backend import NcclLibrary
 from fivefold.launch.processes import Pool

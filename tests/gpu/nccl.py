@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from datetime import date
 from typing import Any
 
-from fivefold.api.verifying import runnable
+from fivefold.commands.verify import runnable
 from fivefold.core.errors import RankLost
 from fivefold.core.plan.plan import Plan, PlanOptions
 from fivefold.core.schedule.catalog import FAMILIES

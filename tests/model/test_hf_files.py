@@ -355,7 +355,7 @@ BIG = replace(
 WITHIN = """
 import resource, sys, torch
 from fivefold import cli
-from fivefold.api import titan_weights
+from fivefold.commands import titan_weights
 torch.set_num_threads(1)
 room, size = map(int, sys.argv[1:3])
 used = next(line for line in open("/proc/self/status") if line.startswith("VmData:"))

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from fivefold.api import training, training_start
-from fivefold.api.jobs import given_job
 from fivefold.api.training_start import machine_here, with_layout
 from fivefold.cli import main
+from fivefold.commands.job import given_job
 from fivefold.core.plan.plan import Plan, PlanOptions, resolve
 from fivefold.launch import backend
 from fivefold.launch.launcher import LauncherEnvironment, refit

@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 
 import fivefold as ff
-from fivefold.api.planning import PlannedJob, SearchedPlans
-from fivefold.api.scheduling import TimedSchedule
 from fivefold.cli import main
+from fivefold.commands.schedule import TimedSchedule
+from fivefold.commands.search import PlannedJob, SearchedPlans
 from fivefold.core.errors import JSON_SCHEMA
 from fivefold.core.model import presets as models
 from fivefold.render import notebook as notebook_html

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from fivefold.api.emitting import emit
-from fivefold.api.planning import estimate_options
 from fivefold.bridges.bridging import TARGETS, emit_plan, read_foreign
 from fivefold.bridges.job_values import values_of
 from fivefold.bridges.key_table import ours_of
 from fivefold.bridges.nearest import Priced, _NearestPlan, express
 from fivefold.bridges.target import Target, world_of
+from fivefold.commands.plan import emit
+from fivefold.commands.search import estimate_options
 from fivefold.core.errors import FivefoldError
 from fivefold.core.model.shape import Shape
 from fivefold.core.plan.plan import Plan, PlanOptions, resolve

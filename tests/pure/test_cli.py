@@ -15,9 +15,9 @@ import pytest
 
 from fivefold import __version__, cli
 from fivefold.cli import gather_pairs, main
+from fivefold.commands.options import in_precision
 from fivefold.core.plan.plan import PlanOptions
 from fivefold.core.tables import parse_count
-from fivefold.verbs import in_precision
 
 SMALL = ("--stages", "2", "--microbatches", "4")
 MOE = ("plan", "tiny-moe")
@@ -298,7 +298,7 @@ def test_help_lists_the_schedules_and_the_version_is_told(
 def test_a_picture_has_a_limit_of_its_own(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fivefold.verbs.schedule.MOST_DRAWN", 10)
+    monkeypatch.setattr("fivefold.commands.schedule.MOST_DRAWN", 10)
     message = refuse(capsys, "schedule", "1f1b", *SMALL, "--svg", str(tmp_path / "a.svg"))
     assert "16 steps are too many" in message and "leave --svg" in message
     assert run(capsys, "schedule", "1f1b", *SMALL)

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from fivefold.api.verifying import runnable
+from fivefold.commands.verify import runnable
 from fivefold.core.errors import FivefoldError
 from fivefold.core.layout.layout import Layout
 from fivefold.core.layout.rules import problems

@@ -16,6 +16,7 @@ import pytest
 from fake_runs import RECORD
 
 from fivefold import cli
+from fivefold.commands.observe import _runs
 from fivefold.core.errors import BadFile, FivefoldError
 from fivefold.records import run_writer as run_folder
 from fivefold.records.run_reader import mend
@@ -27,7 +28,6 @@ from fivefold.records.run_writer import (
     read_starts,
     read_summary,
 )
-from fivefold.verbs.observe import _runs
 from fivefold_page import document
 from fivefold_page.run import compare as run_compare
 

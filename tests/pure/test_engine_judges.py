@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from fivefold.api.serving_plans import plan_serving
+from fivefold.commands.plan import plan_serving
 from fivefold.core.layout.layout import Layout
 from tests.pure.test_serving_flags import PLANS
 

@@ -12,8 +12,8 @@ import time
 
 import pytest
 
-from fivefold import verbs
 from fivefold.cli import VERBS, main
+from fivefold.commands.job import one_of
 from fivefold.core.errors import UnknownName
 from fivefold.core.hardware import presets
 
@@ -76,14 +76,14 @@ def test_names_of_other_software_are_known(
 
 def test_types_have_two_names() -> None:
     known = ("float64", "float32", "bfloat16")
-    assert [verbs.one_of("--dtype", each, known) for each in ("bf16", "fp32", "float64")] == [
+    assert [one_of("--dtype", each, known) for each in ("bf16", "fp32", "float64")] == [
         *("bfloat16", "float32", "float64")
     ]
-    assert verbs.one_of("--dtype", "bfloat16", ("fp32", "bf16")) == "bf16"
+    assert one_of("--dtype", "bfloat16", ("fp32", "bf16")) == "bf16"
     with pytest.raises(UnknownName):
-        verbs.one_of("--dtype", "fp16", known)
+        one_of("--dtype", "fp16", known)
     with pytest.raises(UnknownName):
-        verbs.one_of("--device", "bf16", known)
+        one_of("--device", "bf16", known)
 
 
 def test_gpus_need_a_machine(capsys: pytest.CaptureFixture[str]) -> None:

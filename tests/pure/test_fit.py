@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fivefold.commands.calibrate import file_text, table_json, table_text
 from fivefold.core.errors import FivefoldError
 from fivefold.core.hardware import Machine, load, presets
 from fivefold.cost.hardware.calibration import (
@@ -21,7 +22,6 @@ from fivefold.cost.hardware.calibration import (
     residuals,
 )
 from fivefold.cost.hardware.links import Links
-from fivefold.verbs.calibrate import file_text, table_json, table_text
 
 SIZES = [10**power for power in (8, 9, 9.5, 10, 11, 12, 12.5)]
 

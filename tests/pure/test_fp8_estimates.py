@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from fivefold.api.planning import search
+from fivefold.commands.search import search
 from fivefold.core import hardware as machine
 from fivefold.core.layout.fp8 import Fp8
 from fivefold.core.plan.plan import Plan, PlanOptions, resolve

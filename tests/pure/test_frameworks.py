@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from fivefold.api.frameworks import _lacks, compare_frameworks, stack_names
-from fivefold.api.planning import estimate_given, estimate_options
 from fivefold.bridges.bridging import TARGETS, emit_plan
 from fivefold.bridges.expressible import possible_values
 from fivefold.cli import run
+from fivefold.commands.compare_frameworks import _lacks, compare_frameworks, stack_names
+from fivefold.commands.search import estimate_given, estimate_options
 from fivefold.core import hardware as machine
 from fivefold.core.model import presets as models
 from fivefold.core.plan.plan import PlanOptions

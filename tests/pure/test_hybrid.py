@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 from hf_configs import CONFIGS
 
-from fivefold.api.serving_plans import plan_serving
 from fivefold.bridges.megatron_model import find_model, model_arguments
 from fivefold.cli import main
+from fivefold.commands.plan import plan_serving
 from fivefold.core import hardware as machine
 from fivefold.core.errors import BadFile, FivefoldError, IllegalLayout
 from fivefold.core.layout.splits import flops_by_layer

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from fivefold.api.serving_plans import plan_serving
+from fivefold.commands.plan import plan_serving
 from fivefold.core.errors import FivefoldError
 from fivefold.core.plan.plan import PlanOptions, resolve
 from fivefold.cost.memory.static import static_bytes

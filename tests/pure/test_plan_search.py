@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 import fivefold as ff
-from fivefold.api.jobs import given_job
-from fivefold.api.planning import search, with_first_choice
 from fivefold.cli import main
+from fivefold.commands.job import given_job
+from fivefold.commands.search import search, with_first_choice
 from fivefold.core.errors import FivefoldError
 from fivefold.core.hardware import presets
 from fivefold.core.plan.plan import options_from, read, resolve

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from fivefold.api.serving_plans import plan_serving
 from fivefold.cli import main
+from fivefold.commands.plan import plan_serving
 from fivefold.core.model import presets as models
 from fivefold.planner.serving.flags import EngineCommand, hosted_name
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from fivefold.api.serving_plans import plan_serving
+from fivefold.commands.plan import plan_serving
 from fivefold.core import hardware as machine
 from fivefold.core.layout.layout import Layout
 from fivefold.core.model import presets as models

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fivefold.api.serving_plans import plan_serving
 from fivefold.cli import main
+from fivefold.commands.plan import plan_serving
 from fivefold.core import hardware as machine
 from fivefold.core.errors import FivefoldError
 from fivefold.core.layout.layout import Layout

@@ -269,6 +269,6 @@ def test_every_machine_has_the_standard_library() -> None:
 
 
 def test_text_needs_no_torch() -> None:
-    modules = "fivefold.data.mixture, fivefold.data.documents, fivefold.verbs.tokens"
+    modules = "fivefold.data.mixture, fivefold.data.documents, fivefold.commands.tokens"
     code = f"import sys, {modules}; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)

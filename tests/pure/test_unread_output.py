@@ -18,11 +18,11 @@ from pathlib import Path
 import pytest
 import typer
 
+from fivefold.commands import serve as serving
 from fivefold.launch.rank_pipe import RankPipe
 from fivefold.records.run_writer import read_records
 from fivefold.render.training import LinePrinter
 from fivefold.terminal import UnreadStream, discard
-from fivefold.verbs import serve as serving
 
 SOON = 60.0  # seconds of a busy machine
 

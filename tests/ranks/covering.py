@@ -17,7 +17,7 @@ from dataclasses import dataclass, fields, replace
 from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
-from fivefold.api.verifying import runnable
+from fivefold.commands.verify import runnable
 from fivefold.core.errors import FivefoldError
 from fivefold.core.layout.layout import Layout
 from fivefold.core.layout.rules import problems

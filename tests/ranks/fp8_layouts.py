@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from fivefold.api.verifying import runnable
+from fivefold.commands.verify import runnable
 from fivefold.core.plan.plan import PlanOptions
 from fivefold.launch.processes import Pool
 from fivefold.verify.runs import VerifySettings

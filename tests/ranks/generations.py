@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import date
 
-from fivefold.api.verifying import runnable
+from fivefold.commands.verify import runnable
 from fivefold.core.plan.plan import PlanOptions
 from fivefold.launch.processes import Pool
 from fivefold.verify.generated import GeneratedVerdict

@@ -12,9 +12,9 @@ from typing import Any, get_args
 
 import pytest
 
-from fivefold.api import verifying
-from fivefold.api.checks import BACKENDS
 from fivefold.cli import main
+from fivefold.commands import verify as verifying
+from fivefold.commands.job import BACKENDS
 from fivefold.launch import backend
 from fivefold.launch.backend import Backend, NcclLibrary
 

@@ -14,7 +14,7 @@ from kept_pool import KeptPool
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fivefold.api.verifying import runnable
+from fivefold.commands.verify import runnable
 from fivefold.core.model.shape import Moe
 from fivefold.core.plan.plan import Plan, PlanOptions
 from fivefold.data.batches import samples

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fivefold.api.verifying import runnable
+from fivefold.commands.verify import runnable
 from fivefold.core.plan.plan import Plan, PlanOptions
 from fivefold.data import batches as data_batches
 from fivefold.data.batches import samples

@@ -15,10 +15,10 @@ import torch
 import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from fivefold.api.generating import open_weights
+from fivefold.commands.evaluate import task_model_of
+from fivefold.commands.generate import open_weights
 from fivefold.generate.task_model import TaskModel
 from fivefold.generate.text_model import ModelOptions, find_model, set_up
-from fivefold.verbs.evaluate import task_model_of
 from tests.commands import in_fork, in_new_process
 
 SIZES = {

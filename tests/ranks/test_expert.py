@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from fivefold.api.verifying import runnable
+from fivefold.commands.verify import runnable
 from fivefold.core.plan.plan import PlanOptions
 from fivefold.launch.processes import Pool
 from fivefold.verify.compare import Call, Traffic, evened

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fivefold.api.jobs import given_job
-from fivefold.api.verifying import runnable
+from fivefold.commands.job import given_job
+from fivefold.commands.verify import runnable
 from fivefold.core.errors import FivefoldError
 from fivefold.core.plan.plan import Plan
 from fivefold.launch.processes import Pool

@@ -14,7 +14,7 @@ import torch
 from planted import Patch
 from torch import Tensor
 
-from fivefold.api.verifying import runnable
+from fivefold.commands.verify import runnable
 from fivefold.core.layout.fp8 import Fp8Format
 from fivefold.core.plan.plan import PlanOptions
 from fivefold.launch.processes import Pool

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from fivefold.api.verifying import runnable
+from fivefold.commands.verify import runnable
 from fivefold.core.plan.plan import Plan, PlanOptions
 from fivefold.data.batches import samples
 from fivefold.launch.processes import Pool

@@ -7,7 +7,7 @@ import torch
 from generations import GenerationCase
 from torch import Tensor
 
-from fivefold.api.verifying import runnable
+from fivefold.commands.verify import runnable
 from fivefold.core.plan.plan import Plan, resolve
 from fivefold.generate.layout import mesh_of
 from fivefold.launch.backend import forked_device

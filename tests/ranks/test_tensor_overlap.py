@@ -10,7 +10,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from fivefold.api.verifying import runnable
+from fivefold.commands.verify import runnable
 from fivefold.core.errors import FivefoldError
 from fivefold.core.plan.plan import Plan, PlanOptions, resolve
 from fivefold.data.batches import samples

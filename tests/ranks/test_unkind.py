@@ -27,7 +27,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fivefold.api.verifying import runnable
+from fivefold.commands.verify import runnable
 from fivefold.core.errors import RankLost
 from fivefold.core.plan.plan import Plan, PlanOptions, resolve
 from fivefold.generate import layout as layout_module

@@ -7,7 +7,7 @@ import shlex
 from dataclasses import dataclass, fields
 from typing import Any, get_args
 
-from fivefold.api.verifying import runnable
+from fivefold.commands.verify import runnable
 from fivefold.core.errors import FivefoldError
 from fivefold.core.layout.splits import ContextKind
 from fivefold.core.model.recompute import MODULES

@@ -1,8 +1,4 @@
-"""The verbs. Each module has one `run` function; no verb imports another.
-
-A verb with a plan is a function of `PlanOptions` and of its own options. `with_plan_options` adds
-the target and the options that all these verbs share to its command line.
-"""
+"""Options that commands share, keys of --set, and what every command prints."""
 
 from __future__ import annotations
 
@@ -11,22 +7,22 @@ import json
 import re
 import shlex
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Generator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, get_args
 
 import typer
 
-from fivefold.api.bridging import is_foreign, target_or_options
-from fivefold.api.checks import above as above
-from fivefold.api.checks import asked_backend as asked_backend
-from fivefold.api.checks import checkpoint_step as checkpoint_step
-from fivefold.api.checks import one_of as one_of
-from fivefold.api.checks import positive as positive
-from fivefold.api.jobs import GivenJob
+from fivefold.commands.job import GivenJob, is_foreign, target_or_options
+from fivefold.commands.job import above as above
+from fivefold.commands.job import asked_backend as asked_backend
+from fivefold.commands.job import checkpoint_step as checkpoint_step
+from fivefold.commands.job import one_of as one_of
+from fivefold.commands.job import positive as positive
+from fivefold.completion import starting_with
 from fivefold.core import (
     JSON_SCHEMA,
     PRECISIONS,
@@ -38,7 +34,8 @@ from fivefold.core import (
     tables,
 )
 from fivefold.core import hardware as machines
-from fivefold.core.layout import parse_zero
+from fivefold.core.layout import CONTEXT_KINDS, parse_zero
+from fivefold.core.model import presets as models
 from fivefold.core.plan import (
     PlanOptions,
     options_from,
@@ -47,22 +44,114 @@ from fivefold.core.plan import (
     require_key,
     says_layout,
 )
+from fivefold.core.schedule import catalog
 from fivefold.terminal import long_name
-from fivefold.verbs.options import FP8 as FP8
-from fivefold.verbs.options import PACKED as PACKED
-from fivefold.verbs.options import SHARED, TARGET
-from fivefold.verbs.options import BackendOption as BackendOption
-from fivefold.verbs.options import HeadroomKey as HeadroomKey
-from fivefold.verbs.options import ImbalanceKey as ImbalanceKey
-from fivefold.verbs.options import Key as Key
-from fivefold.verbs.options import PrecisionOption as PrecisionOption
-from fivefold.verbs.options import RunPrecisionOption as RunPrecisionOption
 
 if TYPE_CHECKING:
     from rich.progress import ProgressColumn
 
-    from fivefold.api.jobs import OnProgress, TaskProgress
-    from fivefold.generate import TextPiece, TextTask
+    from fivefold.commands.job import OnProgress, TaskProgress
+    from fivefold.generate import ModelOptions, ReadWeight, Tell, TextModel, TextPiece, TextTask
+
+TARGET = Annotated[
+    str,
+    typer.Argument(
+        help="Model preset, Hugging Face config.json, plan.toml, or another framework's file.",
+        metavar="MODEL",
+        autocompletion=starting_with(models.presets),
+    ),
+]
+
+
+class SetKey(NamedTuple):
+    """A parameter of a command that is a key of `--set`, not a flag.
+
+    A flag says what nearly every user of a command gives; all else is a key, so that the help of
+    every command fits on a screen.
+    """
+
+    help: str
+
+
+_VALUES = {  # that Tab completes
+    "machine": machines.presets,
+    "schedule": catalog.names,
+    "context": lambda: CONTEXT_KINDS,
+    "zero": lambda: ("0", "1", "2", "3"),
+    "recompute": lambda: ("none", "selective", "full", "full-but-attention"),
+    "precision": lambda: PRECISIONS,
+}
+
+
+def _option(kind: Any, help: str, *names: str, values: str | None = None) -> Any:
+    complete = None if values is None else starting_with(_VALUES[values])
+    return Annotated[
+        kind | None,
+        typer.Option(*names, help=help, show_default=False, autocompletion=complete),
+    ]
+
+
+SHARED: dict[str, Any] = {
+    "layout": _option(
+        str, 'Degrees, as in "dp=2x2 tp=2 pp=2 cp=2 ep=2 etp=1"; dp=RxS is replicate x shard.'
+    ),
+    "machine": _option(str, "Machine preset (h100, gb200, …) or TOML file.", values="machine"),
+    "gpus": _option(int, "Number of GPUs; with a layout, the product of its degrees."),
+    "zero": _option(
+        str, "ZeRO stage 0 to 3, or FSDP's name for it (default 3; 1 with pp > 1).", values="zero"
+    ),
+    "schedule": _option(
+        str, "Pipeline schedule by name, auto, or a file (default 1f1b).", values="schedule"
+    ),
+    "microbatches": _option(int, "Microbatches per step (default: the smallest legal ≥ 2·pp)."),
+    "microbatch_size": _option(int, "Sequences in a microbatch (default 1)."),
+    "seq": _option(int, "Tokens in a sequence (default: 8192 or the model's maximum)."),
+    "batch": _option(int, "Global batch in sequences (default: dp × microbatches × size)."),
+    "context": _option(str, f"Context kind: {', '.join(CONTEXT_KINDS)}.", values="context"),
+    "recompute": _option(
+        str,
+        "Recompute: none, selective, full[:K], full-but-attention, modules as in norm+mlp; some "
+        "stages: full@0-1.",
+        values="recompute",
+    ),
+    "set": _option(
+        list[str],
+        'Any key of plan, training, model or this command: "layers=4 lr=3e-4 packed=true".',
+        "--set",
+    ),
+}
+# Keys of a plan that are flags of `verify` too: each changes what is compared.
+PACKED = _option(bool, "Pack documents, with document masks.", "--packed")
+FP8 = _option(str, "What shares a scale in fp8: tensorwise (default), blockwise or mxfp8.")
+
+BackendOption = Annotated[
+    str | None,
+    typer.Option(
+        help="Backend of collectives between GPUs: nccl or gloo (default: nccl if every rank has "
+        "its own GPU or NCCL_MULTI_RANK_GPU_ENABLE=1 lets ranks share one, else gloo).",
+        show_default=False,
+    ),
+]
+RunPrecisionOption = Annotated[
+    str | None,
+    typer.Option(
+        help=f"Precision of linears: {', '.join(PRECISIONS)} (default: the plan's).",
+        show_default=False,
+        autocompletion=starting_with(_VALUES["precision"]),
+    ),
+]
+PrecisionOption = Annotated[
+    str | None,
+    typer.Option(
+        help=f"Estimate in {', '.join(PRECISIONS)}.",
+        show_default=False,
+        autocompletion=starting_with(_VALUES["precision"]),
+    ),
+]
+HeadroomKey = Annotated[float, SetKey("Share of the memory to leave free.")]
+ImbalanceKey = Annotated[
+    float | None, SetKey("Load of the fullest expert over the mean; 1 is balanced.")
+]
 
 
 def with_plan_options(
@@ -73,9 +162,9 @@ def with_plan_options(
 ) -> Callable[..., None]:
     """The verb as a command with the target, the shared options and its own options.
 
-    Parameters that are annotated as a `Key` are given with `--set`. Without a `default_target` the
-    target is required. `look_up` may replace the target. `flags`: keys of a plan that are options
-    of this command.
+    Parameters that are annotated as a `SetKey` are given with `--set`. Without a `default_target`
+    the target is required. `look_up` may replace the target. `flags`: keys of a plan that are
+    options of this command.
     """
     own = list(inspect.signature(verb, eval_str=True).parameters.values())[1:]
     keys = {param.name: param for param in own if _key_of(param) is not None}
@@ -114,10 +203,10 @@ def with_plan_options(
 _SET = "fivefold.set"  # where the context of a command has the names that `--set` gives
 
 
-def _key_of(param: inspect.Parameter) -> Key | None:
+def _key_of(param: inspect.Parameter) -> SetKey | None:
     """The key that a parameter is declared as, or None if it is a flag."""
     marks = getattr(param.annotation, "__metadata__", ())
-    return marks[0] if marks and isinstance(marks[0], Key) else None
+    return marks[0] if marks and isinstance(marks[0], SetKey) else None
 
 
 def _parsed(pairs: Mapping[str, str], keys: Mapping[str, inspect.Parameter]) -> dict[str, Any]:
@@ -273,7 +362,7 @@ class ProgressBar(NamedTuple):
 @contextmanager
 def progress_bar(
     title: str, total: float = 1.0, *columns: ProgressColumn, shown: bool = True
-) -> Iterator[ProgressBar]:
+) -> Generator[ProgressBar]:
     """A progress bar on standard error, if that is a terminal."""
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
@@ -286,13 +375,15 @@ def progress_bar(
         disable=not (shown and console.is_terminal),
     ) as progress:
         task = progress.add_task(title, total=total)
-        yield ProgressBar(
-            partial(progress.advance, task), lambda done: progress.update(task, completed=done)
-        )
+
+        def update(done: float) -> None:
+            progress.update(task, completed=done)
+
+        yield ProgressBar(partial(progress.advance, task), update)
 
 
 @contextmanager
-def shown_progress(title: str, shown: bool = True) -> Iterator[OnProgress]:
+def shown_progress(title: str, shown: bool = True) -> Generator[OnProgress]:
     """A progress bar from the first report on: until then ranks may be forked, without the thread
     that draws it."""
     with ExitStack() as stack:
@@ -326,3 +417,24 @@ def write_texts(task: TextTask, title: str, on_piece: Callable[[TextPiece], None
         except RankLost as lost:
             warn(lost.reason)
             raise typer.Exit(1) from lost
+
+
+def model_options(dtype: str | None, device: str, cache_gb: float, **more: Any) -> ModelOptions:
+    """How a model is to be run."""
+    from fivefold.generate import DTYPES, ModelOptions
+
+    dtype = dtype and one_of("--dtype", dtype, DTYPES)
+    device = one_of("--device", device, ("auto", "cpu", "cuda"))
+    cache_gb = positive("--cache-gb", cache_gb)
+    return ModelOptions(dtype=dtype, device=device, cache_gb=cache_gb, **more)
+
+
+def open_weights(model: TextModel, step: int | Literal["best"] | None, tell: Tell) -> ReadWeight:
+    """What reads a weight of the folder; tells why a newer checkpoint is not read."""
+    from fivefold.huggingface import HfFolder
+    from fivefold.train.checkpoint import open_run
+
+    if not model.is_run:
+        return HfFolder(model.folder, model.shape).weight
+    reader = open_run(model.source, model.shape, step, tell)
+    return lambda weight, dtype: reader.read(f"model/{weight.name}").to(dtype)

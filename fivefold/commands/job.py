@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Literal,
+    NamedTuple,
+    Protocol,
+    TypeVar,
+    cast,
+    runtime_checkable,
+)
 
-from fivefold.api.bridging import target_or_options
-from fivefold.api.checks import above
+from fivefold.bridges import VERSIONS, checkpoint_in
 from fivefold.core import BadFile, FivefoldError, Machine, UnknownName, tables
 from fivefold.core import hardware as machines
 from fivefold.core.layout import Layout, parse_zero
@@ -23,6 +31,11 @@ from fivefold.core.plan import (
     says_layout,
     train_keys,
 )
+from fivefold.render import Printed
+
+if TYPE_CHECKING:
+    from fivefold.bridges import ForeignPlan
+    from fivefold.launch import Backend
 
 _WHERE = "the keywords"
 _OF_LAYOUT = ("zero", "sp", "context", "chunks")  # that a Layout says itself
@@ -198,3 +211,118 @@ def _sorted(pairs: Mapping[str, Any]) -> dict[str, Any]:
     if train:
         changes["train"] = {key: getattr(built.train, key) for key in train}
     return {**changes, **({"set": changed} if changed else {})}
+
+
+Number = TypeVar("Number", int, float)
+
+BACKENDS = ("nccl", "gloo")
+# Names of one type of numbers: each is understood where another one is known.
+_SAME_TYPE = (
+    *({"bf16", "bfloat16"}, {"fp16", "float16"}, {"fp32", "float32"}, {"fp64", "float64"}),
+)
+
+
+def one_of(option: str, given: str, known: Collection[str]) -> str:
+    """Check that an option has one of the known values, or another name of one; returns it."""
+    if given not in known:
+        same = next((names for names in _SAME_TYPE if given in names), set[str]())
+        if option == "--dtype" and (matches := [match for match in known if match in same]):
+            return matches[0]
+        raise UnknownName(option, given, known)
+    return given
+
+
+def asked_backend(given: str | None) -> Backend | None:
+    """The value of --backend; None if it was left out."""
+    return None if given is None else cast("Backend", one_of("--backend", given, BACKENDS))
+
+
+def above(option: str, given: Number, low: Number) -> Number:
+    """Check that an option is a number above `low`."""
+    if not low < given < 1e9:
+        raise FivefoldError(f"{option} {given}: give a number above {low} and below 1e9")
+    return given
+
+
+def positive(option: str, given: float) -> float:
+    """Check that an option is above 0 and finite."""
+    if not 0 < given < 1e30:
+        raise FivefoldError(f"{option} {given}: give a number above 0")
+    return given
+
+
+def checkpoint_step(given: str | int | None) -> int | Literal["best"] | None:
+    """The checkpoint that an option names."""
+    if given is None or given == "best":
+        return given
+    text = str(given)
+    if not text.isdecimal() or len(text) > 9:
+        raise FivefoldError(f"--step {given}: give the number of a step, or best")
+    return int(text)
+
+
+HUGGING_FACE, TITAN_FORMATS = "huggingface", tuple(VERSIONS)
+_SUFFIXES = (".sh", ".slurm", ".sbatch", ".yaml", ".yml", ".py", ".json", ".toml")
+
+
+def is_foreign(target: str) -> bool:
+    """Whether a target is a file of another framework."""
+    if not target.endswith(_SUFFIXES) and not _is_file(target):
+        return False
+    from fivefold.bridges import looks_foreign
+
+    return looks_foreign(target)
+
+
+def _is_file(target: str) -> bool:
+    try:
+        return Path(target).is_file()
+    except OSError:  # a name too long for a file, such as the text of a config
+        return False
+
+
+def foreign_plan(target: str, gpus: int | None, model: str | None) -> ForeignPlan | None:
+    """The plan of another framework's file; None if the target is none."""
+    if is_foreign(target):
+        from fivefold.bridges import read_foreign
+
+        return read_foreign(Path(target), gpus, model)
+    if model is not None:
+        if _is_file(target):
+            from fivefold.bridges import parse_file
+
+            parse_file(Path(target))  # if that fails, it is what is wrong, and not the model
+        raise FivefoldError(
+            f"model {model} is for a file of another framework that names none: give MODEL alone"
+        )
+    return None
+
+
+def target_or_options(target: str, gpus: int | None, model: str | None) -> str | PlanOptions:
+    """A target as it is, or the plan of another framework's file."""
+    foreign = foreign_plan(target, gpus, model)
+    return target if foreign is None else foreign.options
+
+
+def foreign_answer(found: ForeignPlan, printed: Printed) -> Printed:
+    """What `fivefold plan FILE` prints: the plan, and what of the file is not in it."""
+    table, lines = printed
+    read = {"from": found.target.name, "unknown": [*found.unknown], "notes": [*found.notes]}
+    head = f"read as {found.target.title}: {table['model']} on {found.options.layout}"
+    return {**table, "read": read}, [head, *(f"  {line}" for line in found.lines), "", *lines]
+
+
+def titan_model(folder: Path, model: str | None) -> tuple[Path, str] | None:
+    """The checkpoint of TorchTitan in a folder, and its model; None if the folder has none."""
+    checkpoint = checkpoint_in(folder)
+    if checkpoint is None and model is not None:
+        raise FivefoldError(
+            f"--model {model} is for a folder of TorchTitan (.metadata and *.distcp), and {folder} "
+            "is none: its own config.json names the model"
+        )
+    if checkpoint is not None and model is None:
+        raise FivefoldError(
+            f"{checkpoint} is a folder of TorchTitan, which does not say what its model is: name "
+            "it with --model, a preset, a config.json or a Hugging Face folder"
+        )
+    return None if checkpoint is None or model is None else (checkpoint, model)

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from fivefold import verbs
+from fivefold.commands.options import json_text, typed
 from fivefold.core import FivefoldError, counted
 from fivefold.core.plan import Plan, options_from, resolve
 from fivefold.launch import require_trainable
@@ -84,7 +84,7 @@ def run(
     """Write the script that starts a plan under Slurm, torchrun or Kubernetes."""
     chosen = known_target(target)
     for option, only in _ONLY_FOR.items():
-        if chosen != only and verbs.typed(command, option):
+        if chosen != only and typed(command, option):
             raise FivefoldError(f"--{option} is for {only}, not for {chosen}: leave it out")
     request_options = {name: command.params[name] for name in _ASKED}
     file = None if output is None else str(output)
@@ -109,7 +109,7 @@ def _print(plan: Plan, job: LaunchJob, text: str, output: Path | None, as_json: 
     if output is not None:
         write_text(output, text)
     if as_json:
-        typer.echo(verbs.json_text({**_table(plan, job, output), "script": text}))
+        typer.echo(json_text({**_table(plan, job, output), "script": text}))
     elif output is None:
         typer.echo(text, nl=False)
     else:

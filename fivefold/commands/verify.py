@@ -1,15 +1,36 @@
-"""Verification: the verdict of `ff.verify`, and of `fivefold verify`."""
+"""`fivefold verify`: compare a layout with one device, and its collectives with the prediction."""
 
 from __future__ import annotations
 
 import time
 from dataclasses import asdict, dataclass, replace
-from functools import cached_property
-from typing import TYPE_CHECKING, Any, get_args
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, Annotated, Any, get_args
 
-from fivefold.api.checks import above, asked_backend, one_of, positive
-from fivefold.api.jobs import Model, OnProgress, TaskProgress, given_job, reopened
-from fivefold.api.planning import with_first_choice
+import typer
+
+from fivefold.commands.job import (
+    Model,
+    OnProgress,
+    TaskProgress,
+    above,
+    asked_backend,
+    given_job,
+    one_of,
+    positive,
+    reopened,
+)
+from fivefold.commands.options import (
+    FP8,
+    PACKED,
+    BackendOption,
+    SetKey,
+    as_given,
+    json_text,
+    shown_progress,
+    with_plan_options,
+)
+from fivefold.commands.search import with_first_choice
 from fivefold.core import PRECISIONS, FivefoldError, RankLost, run_keys
 from fivefold.core.layout import Layout, fp8_of, legality, weights, wider_keys, wider_seq
 from fivefold.core.model import is_large, load, scale_down, scaling_note, with_overrides
@@ -23,7 +44,67 @@ if TYPE_CHECKING:
 
     from fivefold.verify import GeneratedSettings, GeneratedVerdict, VerifySettings, VerifyVerdict
 
+
 VERIFIED_OPTIMIZERS = [name for name, kind in OPTIMIZERS.items() if not kind.full_matrices]
+
+
+@partial(with_plan_options, default_target="tiny", flags={"packed": PACKED, "fp8": FP8})
+def run(
+    options: PlanOptions,
+    command: typer.Context,
+    dtype: Annotated[str, typer.Option(help="float64, float32 or bfloat16.")] = "float64",
+    steps: Annotated[int, typer.Option(help="Optimizer steps to compare.")] = 2,
+    optimizer: Annotated[str, SetKey(f"{' or '.join(VERIFIED_OPTIMIZERS)}.")] = "adamw",
+    offload: Annotated[str, SetKey("Offload weights and optimizer states: none or cpu.")] = "none",
+    precision: Annotated[
+        str | None, typer.Option(help="fp8 or mxfp8: round matmuls on both sides (docs/fp8.md).")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Seed of weights and tokens.")] = 0,
+    device: Annotated[
+        str, typer.Option(help="cpu, or cuda: processes take the GPUs in turn.")
+    ] = "cpu",
+    backend: BackendOption = None,
+    compiled: Annotated[
+        bool, typer.Option("--compile", help="Compile the kernels of the ranks, as training does.")
+    ] = False,
+    generate: Annotated[bool, SetKey("Compare generation with the plain forward.")] = False,
+    batch_invariant: Annotated[
+        bool, SetKey("With generate: the requests of a batch may not change a bit.")
+    ] = False,
+    patience: Annotated[
+        float | None, SetKey("Seconds without a sign of any rank after which it is lost.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Prove that a layout computes the same as one device: run both here and compare."""
+    job = as_given(options, command)
+    try:
+        with shown_progress("verify") as on_progress:
+            verdict = verify(
+                job,
+                dtype=dtype,
+                steps=steps,
+                optimizer=optimizer,
+                offload=offload,
+                precision=precision,
+                seed=seed,
+                device=device,
+                backend=backend,
+                compile=compiled,
+                generate=generate,
+                batch_invariant=batch_invariant,
+                patience=patience,
+                on_progress=on_progress,
+            )
+    except RankLost as lost:
+        if as_json:
+            typer.echo(json_text({"passed": False, "error": lost.reason}))
+        typer.echo(f"fivefold: {lost.reason}", err=True)
+        raise typer.Exit(1) from None
+    typer.echo(json_text(verdict.to_json()) if as_json else str(verdict))
+    raise typer.Exit(0 if verdict.passed else 1)
+
+
 _MOST_RANKS = 64  # processes on one machine
 # Of a search's first choice; its batch and sequence are larger than a proof needs.
 _OF_CHOICE = ("layout", "zero", "context", "schedule", "chunks", "recompute")

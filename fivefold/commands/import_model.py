@@ -1,4 +1,4 @@
-"""`fivefold import`: turn a Hugging Face model, or weights of TorchTitan, into step 0 of a run."""
+"""`fivefold import`: a folder of Hugging Face or TorchTitan as a run."""
 
 from __future__ import annotations
 
@@ -10,20 +10,19 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
-from fivefold.api.bridging import HUGGING_FACE, TITAN_FORMATS, titan_model
+from fivefold.commands.job import HUGGING_FACE, TITAN_FORMATS, one_of, titan_model
+from fivefold.commands.options import json_text
 from fivefold.core import PRECISIONS, FivefoldError, tables
 from fivefold.core.layout import buffers, tuned, weights
 from fivefold.core.model import ADAPTER, TOKENIZER_FILES, files_in, parameters, tokenizer_in
 from fivefold.core.model import presets as models
-from fivefold.verbs import json_text, one_of
 
 if TYPE_CHECKING:
     import torch
 
-    from fivefold.api.titan_weights import TitanFolder
+    from fivefold.commands.titan_weights import TitanFolder
     from fivefold.core.model import Shape
     from fivefold.huggingface import AdapterFolder, HfFolder
-
 
 _CONFIG = "config.json"
 _COPIED = (*TOKENIZER_FILES, "generation_config.json")
@@ -77,7 +76,7 @@ class ImportSource(NamedTuple):
 
     def open(self, shape: Shape) -> HfFolder | TitanFolder:
         """The weights, all of them checked."""
-        from fivefold.api.titan_weights import TitanFolder
+        from fivefold.commands.titan_weights import TitanFolder
         from fivefold.huggingface import HfFolder
 
         return (TitanFolder if self.is_titan else HfFolder)(self.folder, shape)

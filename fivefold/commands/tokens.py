@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
+from fivefold.commands.options import ProgressBar, json_text, progress_bar, tokens_of
 from fivefold.core import FivefoldError
-from fivefold.verbs import ProgressBar, json_text, progress_bar, tokens_of
 
 if TYPE_CHECKING:
     from fivefold.data import Encode

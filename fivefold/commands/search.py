@@ -10,12 +10,26 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fivefold.api.checks import above, one_of, positive
-from fivefold.api.jobs import GivenJob, Model, OnProgress, TaskProgress, given_job, reopened
+from fivefold.commands.job import (
+    GivenJob,
+    Model,
+    OnProgress,
+    TaskProgress,
+    above,
+    given_job,
+    one_of,
+    positive,
+    reopened,
+)
 from fivefold.core import PRECISIONS, FivefoldError, counted
 from fivefold.core import hardware as machines
 from fivefold.core import plan_keys as precision_keys
-from fivefold.core.plan import FailureRates, Plan, PlanOptions, resolve
+from fivefold.core.plan import (
+    FailureRates,
+    Plan,
+    PlanOptions,
+    resolve,
+)
 from fivefold.core.schedule import family
 from fivefold.render import (
     Printed,
@@ -29,8 +43,9 @@ from fivefold.render import (
     write_text,
 )
 
-if TYPE_CHECKING:  # estimates need numpy, whose import takes longer than a plan without estimates
+if TYPE_CHECKING:
     from fivefold.planner import Estimate, PlanRequest, PlanResult
+
 
 _ALSO_FIXED = ("zero", "schedule", "chunks", "microbatch_size", "recompute", "context")
 NOT_SEARCHED = ("microbatches", "stage_layers", "gather", "sp")  # only for a given layout

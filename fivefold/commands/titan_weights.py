@@ -1,8 +1,4 @@
-"""Weights of TorchTitan: its DCP folders, for `fivefold import` and `fivefold export`.
-
-As with Hugging Face folders, everything of a folder is checked before the first weight is read, and
-one tensor is in memory at a time.
-"""
+"""Folders of TorchTitan: read as a model, written from a run."""
 
 from __future__ import annotations
 
@@ -25,8 +21,13 @@ from fivefold.bridges import (
 )
 from fivefold.core import BadFile
 from fivefold.core.layout import Weight
-from fivefold.core.model import Shape
-from fivefold.huggingface import new_folder, refuse_existing
+from fivefold.core.model import (
+    Shape,
+)
+from fivefold.huggingface import (
+    new_folder,
+    refuse_existing,
+)
 from fivefold.train.checkpoint import MANIFEST, Facts, ForeignFolder, FullTensor, write_checkpoint
 
 _SHOWN = 20

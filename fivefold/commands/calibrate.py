@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from fivefold.commands.job import above, asked_backend
+from fivefold.commands.options import BackendOption, json_text, progress_bar
 from fivefold.core import FivefoldError, Machine, tables
 from fivefold.core import hardware as machines
 from fivefold.cost.hardware import (
@@ -26,7 +28,6 @@ from fivefold.cost.hardware import (
 )
 from fivefold.launch import LauncherEnvironment, read_torchrun
 from fivefold.render import write_text
-from fivefold.verbs import BackendOption, above, asked_backend, json_text, progress_bar
 
 if TYPE_CHECKING:
     from fivefold.launch import Backend, RankDevice

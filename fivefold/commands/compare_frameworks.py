@@ -1,19 +1,14 @@
-"""What other frameworks can express of a job, and what that costs: `fivefold compare-frameworks`.
-
-For each framework a search among the layouts that its files can say, with fivefold's own prices or
-with those of its own software. The best of them become the nearest plan that its file is; the
-fastest that fits is its answer.
-"""
+"""`fivefold compare-frameworks`: the best layout that each framework can express."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
-from fivefold.api.jobs import Model, OnProgress, TaskProgress, given_job
-from fivefold.api.planning import estimate_given, estimate_options, estimated_job, request_of
+import typer
+
 from fivefold.bridges import (
     TARGETS,
     Expressed,
@@ -26,12 +21,53 @@ from fivefold.bridges import (
     possible_values,
     values_of,
 )
+from fivefold.commands.job import GivenJob, Model, OnProgress, TaskProgress, given_job, is_foreign
+from fivefold.commands.options import (
+    HeadroomKey,
+    PrecisionOption,
+    SetKey,
+    json_text,
+    only_with,
+    require_known,
+    shown_progress,
+    with_machine,
+    with_plan_options,
+)
+from fivefold.commands.search import estimate_given, estimate_options, estimated_job, request_of
 from fivefold.core import PRESETS, FivefoldError, tables
 from fivefold.core.plan import PlanOptions
 from fivefold.render import FrameworkRow, frameworks_json, frameworks_text
 
-if TYPE_CHECKING:  # estimates need numpy
+if TYPE_CHECKING:
     from fivefold.planner import Estimate, PlanRequest, PlanResult
+
+
+@with_plan_options
+def run(
+    plan_options: PlanOptions,
+    command: typer.Context,
+    stack: Annotated[bool, SetKey("Price each as its own software runs it, where known.")] = False,
+    headroom: HeadroomKey = 0.05,
+    precision: PrecisionOption = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Price the best layout that each framework can express, beside fivefold's best."""
+    only_with(command, "gpus", _TAKEN)
+    require_known(plan_options.machine)
+    target: str = command.params["target"]
+    closed = target.endswith(".toml") or is_foreign(target)
+    if plan_options.gpus is not None:
+        plan_options = with_machine(plan_options, as_json)
+    job = GivenJob(plan_options, frozenset(), not closed)
+    with shown_progress("compare") as on_progress:
+        comparison = compare_frameworks(
+            job, stacks=stack, headroom=headroom, precision=precision, on_progress=on_progress
+        )
+    typer.echo(json_text(comparison.to_json()) if as_json else str(comparison))
+
+
+_TAKEN = ("target", "gpus", "machine", "seq", "batch", "set", "stack", "headroom", "precision")
+
 
 _TRIED = 6  # of the restricted search, the fastest
 _TOO_LARGE = "does not fit"

@@ -12,13 +12,14 @@ from urllib.parse import parse_qsl, urlencode
 
 import typer
 
+from fivefold.commands.job import one_of
+from fivefold.commands.options import SetKey, json_text, progress_bar, with_plan_options
 from fivefold.core import PRECISIONS, FivefoldError, UnknownName, did_you_mean, printable
 from fivefold.core.model import presets as models
 from fivefold.core.plan import PlanOptions, read
 from fivefold.records import RunFacts, StepSpans, run_reader
 from fivefold.records import run_writer as run_folder
 from fivefold.render import write_text
-from fivefold.verbs import Key, json_text, one_of, progress_bar, with_plan_options
 from fivefold_page import document
 from fivefold_page.explore import State, state_of
 from fivefold_page.run import RunSource
@@ -110,7 +111,7 @@ def _run(
         typer.Argument(help="Further run folders, shown side by side.", metavar="RUN..."),
     ] = None,
     at: Annotated[
-        str | None, Key("Part of the page to open: what follows # in its address.")
+        str | None, SetKey("Part of the page to open: what follows # in its address.")
     ] = None,
     to_file: Annotated[
         Path | None, typer.Option("--html", help="Write one file that works offline.")

@@ -1,4 +1,4 @@
-"""`fivefold export`: write the weights of a run as a Hugging Face model, or for TorchTitan."""
+"""`fivefold export`: a run as a folder of Hugging Face or TorchTitan."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ import json
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
+import torch
 import typer
 
-from fivefold.api.bridging import HUGGING_FACE, TITAN_FORMATS
+from fivefold.commands.job import HUGGING_FACE, TITAN_FORMATS, above, checkpoint_step, one_of
+from fivefold.commands.options import json_text
 from fivefold.core import PRECISIONS, FivefoldError, counted
 from fivefold.core.layout import tuned
 from fivefold.core.model import (
@@ -25,9 +27,15 @@ from fivefold.core.model import (
 )
 from fivefold.core.model import presets as models
 from fivefold.core.plan import PlanOptions, plan
-from fivefold.huggingface import CARD, GENERATION, HfModel, as_hf, generation_config, model_card
+from fivefold.huggingface import (
+    CARD,
+    GENERATION,
+    HfModel,
+    as_hf,
+    generation_config,
+    model_card,
+)
 from fivefold.records import known_tokenizer, options_of, plan_text_of
-from fivefold.verbs import above, checkpoint_step, json_text, one_of
 
 _WRITTEN = ("bf16", "fp32")
 
@@ -109,7 +117,7 @@ def _exported(
     # Imported here, so that a bad command line is refused before torch is loaded.
     import torch
 
-    from fivefold.api.titan_weights import how_to_load, write_titan
+    from fivefold.commands.titan_weights import how_to_load, write_titan
     from fivefold.huggingface import BASE, base_of, merged, write_adapter, write_model
     from fivefold.train.checkpoint import open_run
 

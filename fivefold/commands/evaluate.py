@@ -1,8 +1,4 @@
-"""`fivefold eval`: tasks of the `lm-eval` package, on a run or a Hugging Face model, in any layout.
-
-The package reads tasks, builds prompts and computes metrics. The model is ours: every question goes
-to the ranks of a generator, which begin anew for each kind of question (at most three).
-"""
+"""`fivefold eval`: tasks of lm-eval on a run or a model."""
 
 from __future__ import annotations
 
@@ -18,10 +14,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fivefold.api.generating import model_options, open_weights
+from fivefold.commands.job import above, checkpoint_step
+from fivefold.commands.options import json_text, model_options, open_weights, write_texts
 from fivefold.core import BadFile, FivefoldError, UnknownName
 from fivefold.generate import DTYPES, ModelSetup, find_model, set_up
-from fivefold.verbs import above, checkpoint_step, json_text, write_texts
 
 if TYPE_CHECKING:
     from fivefold.generate import TaskModel, TextPiece, TextRequest, WrittenText

@@ -9,9 +9,9 @@ from typing import Annotated, Any, cast
 
 import typer
 
+from fivefold.commands.options import json_text, progress_bar
 from fivefold.core import InternalError, counted, to_toml
 from fivefold.render import write_text
-from fivefold.verbs import json_text, progress_bar
 from fivefold_score import (
     Dot,
     ScoredRun,
