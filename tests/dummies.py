@@ -67,7 +67,7 @@ OPTIMIZER = (
 )
 SCHEDULE = (
     appended(
-        "fivefold/core/schedule/linear.py",
+        "fivefold/core/schedule/catalog.py",
         """
         def _dummy(num_ranks: int, num_microbatches: int, num_chunks: int = 1) -> Schedule:
             return replace(gpipe(num_ranks, num_microbatches), name="dummy")

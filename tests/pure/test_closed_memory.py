@@ -16,8 +16,7 @@ from fivefold.core.schedule.catalog import FAMILIES
 from fivefold.core.schedule.clock import peak_held
 from fivefold.core.schedule.definition import Family
 from fivefold.core.schedule.in_flight import none_deferred
-from fivefold.core.schedule.loops import defers_weight_gradients
-from fivefold.core.schedule.schedule import Schedule
+from fivefold.core.schedule.schedule import Schedule, defers_weight_gradients
 from fivefold.cost.hardware import stack as stacks
 from fivefold.cost.memory.categories import peak_memory
 from fivefold.cost.memory.entries import MemoryEntries

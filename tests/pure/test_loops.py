@@ -9,20 +9,21 @@ import numpy as np
 import pytest
 
 from fivefold.core.plan.plan import PlanOptions, resolve
-from fivefold.core.schedule.catalog import FAMILIES, make
+from fivefold.core.schedule.catalog import FAMILIES, HALF_BLOCKS, MIN_BLOCK, _filled, make
 from fivefold.core.schedule.clock import Costs, peak_activations, play
-from fivefold.core.schedule.loops import (
+from fivefold.core.schedule.schedule import (
+    FORWARD,
     Loop,
     LoopOrder,
     Run,
+    Schedule,
+    Step,
     Turn,
     alternating,
     forwards_of,
     part,
     within,
 )
-from fivefold.core.schedule.schedule import FORWARD, Schedule, Step
-from fivefold.core.schedule.v_shape import HALF_BLOCKS, MIN_BLOCK, _filled
 from fivefold.cost.stages.schedule_trace import StageSeconds, simulate_trace, trace_schedule
 from fivefold.report.plan_values import describe
 
