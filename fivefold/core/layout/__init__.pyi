@@ -58,7 +58,6 @@ from fivefold.core.layout.layout import Extent as Extent
 from fivefold.core.layout.layout import Layout as Layout
 from fivefold.core.layout.layout import Order as Order
 from fivefold.core.layout.layout import parse_zero as parse_zero
-from fivefold.core.layout.legality import padded_vocab as padded_vocab
 from fivefold.core.layout.partners import SLOTS as SLOTS
 from fivefold.core.layout.partners import CopyOf as CopyOf
 from fivefold.core.layout.partners import CopySet as CopySet
@@ -94,6 +93,7 @@ from fivefold.core.layout.splits import context_split as context_split
 from fivefold.core.layout.splits import cut_stages as cut_stages
 from fivefold.core.layout.splits import loss_chunks as loss_chunks
 from fivefold.core.layout.splits import padded_length as padded_length
+from fivefold.core.layout.splits import padded_vocab as padded_vocab
 from fivefold.core.layout.splits import stage_kind as stage_kind
 from fivefold.core.layout.splits import ulysses_degree as ulysses_degree
 from fivefold.core.layout.units import LocalWeight as LocalWeight

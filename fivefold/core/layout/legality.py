@@ -242,8 +242,3 @@ def smallest_seq(layout: Layout, shape: Shape, at_least: int) -> int:
             f"has {shape.max_seq} learned positions: lower cp or tp"
         )
     return seq
-
-
-def padded_vocab(vocab: int, tp: int) -> int:
-    """The vocabulary size that tp splits evenly; the loss ignores the padding."""
-    return -(-vocab // tp) * tp

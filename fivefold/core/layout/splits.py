@@ -389,3 +389,8 @@ def loss_chunks(tokens: Any, vocabulary: Any, width: int) -> Any:
     many = (2 * logits > MOST_LOGITS) & (tokens >= width)
     chunks = -(-logits // MOST_LOGITS)
     return 1 + many * (chunks + (chunks < 2) - 1)
+
+
+def padded_vocab(vocab: int, tp: int) -> int:
+    """The vocabulary size that tp splits evenly; the loss ignores the padding."""
+    return -(-vocab // tp) * tp

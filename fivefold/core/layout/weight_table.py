@@ -15,7 +15,7 @@ from typing import Literal
 
 from fivefold.core import FivefoldError, UnknownName
 from fivefold.core.layout.layout import Coord, Layout
-from fivefold.core.layout.legality import padded_vocab
+from fivefold.core.layout.splits import padded_vocab
 from fivefold.core.model import (
     ADAPTER,
     ALL,

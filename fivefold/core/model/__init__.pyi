@@ -46,8 +46,6 @@ from fivefold.core.model.recompute import Module as Module
 from fivefold.core.model.recompute import Recompute as Recompute
 from fivefold.core.model.recompute import StageRecompute as StageRecompute
 from fivefold.core.model.rope import Rope as Rope
-from fivefold.core.model.shape import MOST as MOST
-from fivefold.core.model.shape import MOST_LAYERS as MOST_LAYERS
 from fivefold.core.model.shape import Activation as Activation
 from fivefold.core.model.shape import LayerKind as LayerKind
 from fivefold.core.model.shape import Mla as Mla

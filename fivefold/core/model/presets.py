@@ -18,15 +18,17 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fivefold.core import BadFile, FivefoldError, UnknownName, tables
-from fivefold.core.layout import Layout
 from fivefold.core.model import count as counting
 from fivefold.core.model.hf_config import shape_from_config
 from fivefold.core.model.hybrid import Hybrid
 from fivefold.core.model.rope import Rope
 from fivefold.core.model.shape import Mla, Moe, Shape
+
+if TYPE_CHECKING:
+    from fivefold.core.layout import Layout
 
 PRESETS = Path(__file__).parents[2] / "presets" / "models"
 # Model names are the quoted table headers; finding them needs no TOML parser, which is slow.

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal, NamedTuple
 
-from fivefold.core import BadFile, FivefoldError
+from fivefold.core import MOST, MOST_LAYERS, BadFile, FivefoldError
 from fivefold.core.model.hybrid import Hybrid, recurrent
 from fivefold.core.model.mixers import ATTENTION, Mixer, mixer_notes, mixer_problems, own_mixer
 from fivefold.core.model.rope import Rope
@@ -27,10 +27,6 @@ QkNorm = Literal["none", "head", "full", "l2"]
 Score = Literal["softmax", "sigmoid"]
 GroupScore = Literal["max", "top2"]
 WindowKind = Literal["sliding", "chunked"]
-
-# Far above any model, far below what would make a loop over layers hang.
-MOST_LAYERS = 10_000
-MOST = 1_000_000_000  # of any other whole number
 
 
 @dataclass(frozen=True)
