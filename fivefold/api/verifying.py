@@ -11,7 +11,7 @@ from fivefold.api.checks import above, asked_backend, one_of, positive
 from fivefold.api.jobs import Model, OnProgress, TaskProgress, given_job, reopened
 from fivefold.api.planning import with_first_choice
 from fivefold.core import PRECISIONS, FivefoldError, RankLost, run_keys
-from fivefold.core.layout import Layout, fp8_of, legality, weights, wider_keys, wider_seq
+from fivefold.core.layout import Layout, fp8_of, rules, weights, wider_keys, wider_seq
 from fivefold.core.model import is_large, load, scale_down, scaling_note, with_overrides
 from fivefold.core.plan import OPTIMIZERS, Plan, PlanOptions, resolve
 from fivefold.cost.traffic import traffic_entries
@@ -185,7 +185,7 @@ def runnable(options: PlanOptions, trains: bool = True) -> Plan:
         if plan.fp8 is not None and plan.fp8.scaling != "tensorwise":
             small = with_overrides(small, wider_keys(small, plan.layout))
         notes.append(scaling_note(plan.shape, small))
-        legality.check(plan.layout, small, seq=plan.batch.seq, fp8=plan.fp8)
+        rules.check(plan.layout, small, seq=plan.batch.seq, fp8=plan.fp8)
         if plan.stage_layers is not None:
             notes.append("stages are chosen again: stage_layers is for all layers of the model")
         plan = replace(plan, shape=small, stage_layers=None)

@@ -10,8 +10,8 @@ import pytest
 from one_layout import H100, LARGE, activations_of, grid_of, memory_of
 
 from fivefold.core.model import presets as models
-from fivefold.core.model.count import mtp_parameters, parameters
 from fivefold.core.model.recompute import Recompute
+from fivefold.core.model.shape import mtp_parameters, parameters
 from fivefold.core.plan.plan import PlanOptions, resolve
 from fivefold.core.schedule.catalog import FAMILIES
 from fivefold.core.schedule.clock import peak_activations

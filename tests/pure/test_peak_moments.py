@@ -8,8 +8,8 @@ import pytest
 from one_layout import grid_of, memory_of
 
 from fivefold.core.model import presets as models
-from fivefold.core.model.count import parameters
 from fivefold.core.model.recompute import Recompute
+from fivefold.core.model.shape import parameters
 from fivefold.cost.hardware import stack as stacks
 from fivefold.cost.hardware.stack import SoftwareStack
 from fivefold.cost.hardware.stack_presets import load_stack

@@ -11,7 +11,7 @@ from one_layout import H100, grid_of, memory_of
 
 from fivefold.core import hardware as machines
 from fivefold.core.model import presets as models
-from fivefold.core.model.count import layer_parameters, parameters
+from fivefold.core.model.shape import layer_parameters, parameters
 from fivefold.core.plan.plan import PlanOptions, resolve
 from fivefold.core.plan.recipe import Recipe
 from fivefold.core.schedule.catalog import alternate

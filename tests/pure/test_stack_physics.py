@@ -12,9 +12,8 @@ from one_layout import grid_of
 from fivefold.core import hardware as machines
 from fivefold.core.hardware import Machine
 from fivefold.core.model import presets as models
-from fivefold.core.model.count import repeated_flops, training_flops
 from fivefold.core.model.recompute import Recompute
-from fivefold.core.model.shape import Shape
+from fivefold.core.model.shape import Shape, repeated_flops, training_flops
 from fivefold.core.plan.plan import PlanOptions, resolve
 from fivefold.core.precision import matmul_bytes
 from fivefold.cost.grid import CONTEXTS
