@@ -203,12 +203,12 @@ COLLECTIVE = (
         "from fivefold.parallel import transport\n",
     ),
     after(
-        "fivefold/cost/traffic/axes.py",
+        "fivefold/cost/traffic/data_axis.py",
         "_SENT: dict[str, Callable[[int], float]] = {\n",
         '    "broadcast": lambda ranks: 1 - 1 / ranks,\n',
     ),
     after(
-        "fivefold/cost/traffic/axes.py",
+        "fivefold/cost/traffic/data_axis.py",
         "PAYLOADS: dict[tuple[str, str], str] = {\n",
         '    ("broadcast", "tp"): "a dummy",\n',
     ),

@@ -24,7 +24,7 @@ from fivefold.core.schedule.schedule import (
     part,
     within,
 )
-from fivefold.cost.stages.schedule_trace import StageSeconds, simulate_trace, trace_schedule
+from fivefold.cost.stages.makespans import StageSeconds, simulate_trace, trace_schedule
 from fivefold.report.plan_values import describe
 
 SIZES = ((2, 8, 2), (3, 6, 2), (4, 8, 3), (4, 16, 1), (6, 12, 2))

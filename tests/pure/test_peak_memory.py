@@ -20,8 +20,14 @@ from fivefold.cost.grid import CONTEXTS, RECOMPUTE, grid_of_plan
 from fivefold.cost.hardware import stack as stacks
 from fivefold.cost.hardware.stack import SoftwareStack
 from fivefold.cost.hardware.stack_presets import load_stack
-from fivefold.cost.memory.categories import CATEGORIES, PeakMemory, fits, peak_memory, verdict
-from fivefold.cost.memory.entries import MemoryParts
+from fivefold.cost.memory.categories import (
+    CATEGORIES,
+    MemoryParts,
+    PeakMemory,
+    fits,
+    peak_memory,
+    verdict,
+)
 from fivefold.cost.memory.static import static_bytes
 from fivefold.cost.stages.ranks import in_flight, rank_stages
 from fivefold.planner.space import SearchSpace, layout_blocks

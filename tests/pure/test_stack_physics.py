@@ -20,8 +20,7 @@ from fivefold.cost.grid import CONTEXTS
 from fivefold.cost.hardware.links import Links
 from fivefold.cost.hardware.stack import FIVEFOLD, SoftwareStack
 from fivefold.cost.hardware.stack_presets import load_stack
-from fivefold.cost.layer.frozen import trainable_share
-from fivefold.cost.layer.time import LayerTimer
+from fivefold.cost.layer.time import LayerTimer, trainable_share
 from fivefold.cost.memory.categories import fits, peak_memory
 from fivefold.cost.step.time import StepTime, step_time
 from fivefold.planner.estimate import estimate_plan
