@@ -32,7 +32,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import gpu
 
-from fivefold.core.model import count
+from fivefold.core.model import training_flops
 from fivefold.core.model.kv_pages import blocks_of
 from fivefold.core.model.presets import load, with_overrides
 from fivefold.core.model.shape import Shape
@@ -122,7 +122,7 @@ def prefill(decoder: Decoder, rate: float) -> dict[str, float]:
         begin = time.perf_counter()
         engine.run([request])
         times += [time.perf_counter() - begin] * (number > 0)
-    flops = count.training_flops(shape, LONG).total / 3 * LONG
+    flops = training_flops(shape, LONG).total / 3 * LONG
     return {
         "ms": 1e3 * median(times),
         "tokens_per_s": LONG / median(times),

@@ -116,7 +116,7 @@ def random_batch(vocab: int, case: Case, seed: int):  # noqa: ANN201
 
 def measure(case: Case) -> dict[str, float]:
     """Our step as training runs it, guarded: tokens/s and memory."""
-    from fivefold.core.model import count
+    from fivefold.core.model import training_flops
     from fivefold.step import Guard, step
 
     plan, job, optimizer = build(case)
@@ -134,7 +134,7 @@ def measure(case: Case) -> dict[str, float]:
     return {
         "tokens_per_s": tokens / seconds,
         "ms": 1e3 * seconds,
-        "tflops": count.training_flops(plan.shape, case.seq).total * tokens / seconds / 1e12,
+        "tflops": training_flops(plan.shape, case.seq).total * tokens / seconds / 1e12,
         "reserved_gib": torch.cuda.max_memory_reserved() / 2**30,
         "loss": float(outcome.loss),
     }

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
-from fivefold.core.model import count
+from fivefold.core.model import layer_flops
 from fivefold.core.plan.plan import Plan, PlanOptions, resolve
 from fivefold.core.plan.recipe import Recipe
 from fivefold.launch.backend import num_gpus
@@ -86,7 +86,7 @@ def model_flops(plan: Plan, rank: int) -> float:
     place = plan.layout.coord(rank).pp
     layers = [i for stage in plan.schedule.placement.stages_of(place) for i in plan.stages[stage]]
     tokens = plan.batch.microbatches * plan.batch.microbatch_size * plan.batch.seq
-    each = sum(count.layer_flops(plan.shape, i, plan.batch.seq).total for i in layers)
+    each = sum(layer_flops(plan.shape, i, plan.batch.seq).total for i in layers)
     return 3 * each * tokens / (plan.layout.tp * plan.layout.cp)
 
 

@@ -67,7 +67,7 @@ OPTIMIZER = (
 )
 SCHEDULE = (
     appended(
-        "fivefold/core/schedule/linear.py",
+        "fivefold/core/schedule/catalog.py",
         """
         def _dummy(num_ranks: int, num_microbatches: int, num_chunks: int = 1) -> Schedule:
             return replace(gpipe(num_ranks, num_microbatches), name="dummy")
@@ -203,12 +203,12 @@ COLLECTIVE = (
         "from fivefold.parallel import transport\n",
     ),
     after(
-        "fivefold/cost/traffic/axes.py",
+        "fivefold/cost/traffic/data_axis.py",
         "_SENT: dict[str, Callable[[int], float]] = {\n",
         '    "broadcast": lambda ranks: 1 - 1 / ranks,\n',
     ),
     after(
-        "fivefold/cost/traffic/axes.py",
+        "fivefold/cost/traffic/data_axis.py",
         "PAYLOADS: dict[tuple[str, str], str] = {\n",
         '    ("broadcast", "tp"): "a dummy",\n',
     ),

@@ -12,8 +12,8 @@ from fivefold.core.plan.plan import Plan
 from fivefold.core.schedule.clock import memory_levels
 from fivefold.core.schedule.schedule import Action, Overlap
 from fivefold.cost.memory.static import frees_weights
-from fivefold.cost.traffic.axes import RankChunk, message_bytes
 from fivefold.cost.traffic.collectives import chunks_of
+from fivefold.cost.traffic.data_axis import RankChunk, message_bytes
 
 
 def gathered_bytes(plan: Plan, rank: int, itemsize: int) -> int:

@@ -21,10 +21,9 @@ from fivefold import cli
 from fivefold.core import hardware as machine
 from fivefold.core import tables
 from fivefold.core.errors import JSON_SCHEMA
-from fivefold.core.model import count
 from fivefold.core.model import presets as models
-from fivefold.core.model.rope import Rope
-from fivefold.core.model.shape import Mla, Moe, Shape
+from fivefold.core.model import shape
+from fivefold.core.model.shape import Mla, Moe, Rope, Shape
 from fivefold.core.plan.plan import PlanOptions
 from fivefold.core.plan.recipe import Recipe
 from fivefold.core.plan.settings import plan_keys
@@ -247,7 +246,7 @@ def presets() -> Iterator[str]:
     rows: list[tuple[object, ...]] = []
     for name in models.presets():
         one = models.load(name)
-        total, active = (getattr(count.parameters(one), kind) for kind in ("total", "active"))
+        total, active = (getattr(shape.parameters(one), kind) for kind in ("total", "active"))
         experts = f"{one.moe.experts}, {one.moe.top_k} a token" if one.moe else ""
         heads = f"{one.heads}/{one.kv_heads}"
         sizes = (_billions(total), _billions(active) if one.moe else "", one.layers, one.width)

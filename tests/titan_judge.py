@@ -22,8 +22,7 @@ import torch
 import torch.distributed as dist
 
 from fivefold.core.model import presets as models
-from fivefold.core.model.rope import Rope
-from fivefold.core.model.shape import Shape
+from fivefold.core.model.shape import Rope, Shape
 from tests.foreign_parsers import prepare
 
 PLAIN = Rope("llama3", 1.0, 8192)  # scales nothing

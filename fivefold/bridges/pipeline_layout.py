@@ -12,8 +12,7 @@ from collections.abc import Sequence
 from itertools import groupby
 from typing import NamedTuple
 
-from fivefold.core import BadFile
-from fivefold.core.model import MOST_LAYERS
+from fivefold.core import MOST_LAYERS, BadFile
 
 _WORD = re.compile(r"([EtmL|()])|\*(\d{1,9})")
 

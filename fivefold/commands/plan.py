@@ -65,7 +65,7 @@ from fivefold.commands.search import (
 )
 from fivefold.core import FivefoldError, Machine, bullets
 from fivefold.core import hardware as machines
-from fivefold.core.layout import Layout, legality
+from fivefold.core.layout import Layout, rules
 from fivefold.core.model import Shape
 from fivefold.core.model import presets as models
 from fivefold.core.plan import (
@@ -262,7 +262,7 @@ def _layout_of(options: PlanOptions, shape: Shape, machine: Machine, prompt: int
             f"cp={layout.cp}: serving plans have no context parallelism; leave cp out"
         )
     layout = replace(layout, sp=shape.moe is not None and layout.tp > 1)
-    legality.check(layout, shape, seq=max(prompt, layout.tp, 1), gpus=options.gpus)
+    rules.check(layout, shape, seq=max(prompt, layout.tp, 1), gpus=options.gpus)
     machine.tier_of((0, layout.world - 1))
     return layout
 

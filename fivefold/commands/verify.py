@@ -32,7 +32,7 @@ from fivefold.commands.options import (
 )
 from fivefold.commands.search import with_first_choice
 from fivefold.core import PRECISIONS, FivefoldError, RankLost, run_keys
-from fivefold.core.layout import Layout, fp8_of, legality, weights, wider_keys, wider_seq
+from fivefold.core.layout import Layout, fp8_of, rules, weights, wider_keys, wider_seq
 from fivefold.core.model import is_large, load, scale_down, scaling_note, with_overrides
 from fivefold.core.plan import OPTIMIZERS, Plan, PlanOptions, resolve
 from fivefold.cost.traffic import traffic_entries
@@ -266,7 +266,7 @@ def runnable(options: PlanOptions, trains: bool = True) -> Plan:
         if plan.fp8 is not None and plan.fp8.scaling != "tensorwise":
             small = with_overrides(small, wider_keys(small, plan.layout))
         notes.append(scaling_note(plan.shape, small))
-        legality.check(plan.layout, small, seq=plan.batch.seq, fp8=plan.fp8)
+        rules.check(plan.layout, small, seq=plan.batch.seq, fp8=plan.fp8)
         if plan.stage_layers is not None:
             notes.append("stages are chosen again: stage_layers is for all layers of the model")
         plan = replace(plan, shape=small, stage_layers=None)

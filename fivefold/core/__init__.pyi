@@ -29,6 +29,8 @@ from fivefold.core.precision import itemsize_of as itemsize_of
 from fivefold.core.precision import matmul_bytes as matmul_bytes
 from fivefold.core.precision import plan_keys as plan_keys
 from fivefold.core.precision import run_keys as run_keys
+from fivefold.core.tables import MOST as MOST
+from fivefold.core.tables import MOST_LAYERS as MOST_LAYERS
 from fivefold.core.tables import Config as Config
 from fivefold.core.tables import Fields as Fields
 from fivefold.core.tables import attention_bias as attention_bias

@@ -20,7 +20,11 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from fivefold.core.errors import BadFile, FivefoldError, did_you_mean
-from fivefold.core.model import MOST, MOST_LAYERS
+
+# Far above any model, far below what would make a loop over layers hang.
+MOST_LAYERS = 10_000
+MOST = 1_000_000_000  # of any other whole number
+
 
 T = TypeVar("T")
 Table = Mapping[str, Any]

@@ -13,15 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from fivefold.core import RUNTIME_PRECISIONS, FivefoldError, Machine, counted, plan_keys
-from fivefold.core.layout import (
-    MOST_RANKS,
-    Layout,
-    batch_remark,
-    default_batch,
-    legality,
-    rules,
-    tuned,
-)
+from fivefold.core.layout import MOST_RANKS, Layout, batch_remark, default_batch, rules, tuned
 from fivefold.core.model import Shape
 from fivefold.core.model import presets as models
 from fivefold.core.plan import Plan, PlanOptions, resolve
@@ -172,7 +164,7 @@ def plan_request(
     batch = options.batch
     if batch is None:
         batch = default_batch(gpus, seq, shape, adapters=adapters)
-    reasons = legality.problems(Layout(), shape, seq=seq, batch=batch, microbatch_size=1)
+    reasons = rules.problems(Layout(), shape, seq=seq, batch=batch, microbatch_size=1)
     reasons += list(rules.bad_counts({"seq": seq, "gpus": gpus}).values())
     if reasons:
         raise FivefoldError("; ".join(dict.fromkeys(reasons)))

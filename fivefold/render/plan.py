@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fivefold.core import counted
 from fivefold.core.layout import Fp8, Topology, communicators, computed_flops
-from fivefold.core.model import count
+from fivefold.core.model import shape
 from fivefold.core.plan import Plan
 from fivefold.cost.memory import communicator_bytes, most_communicators
 from fivefold.cost.step import COMPUTE
@@ -91,7 +91,7 @@ _EXPERT_AXES = ("ep", "etp", "edp")
 def describe_plan(plan: Plan) -> dict[str, Any]:
     """The resolved plan as JSON."""
     layout, batch = plan.layout, plan.batch
-    counts = count.parameters(plan.shape)
+    counts = shape.parameters(plan.shape)
     axes = _DENSE_AXES if plan.shape.moe is None else (*_DENSE_AXES, *_EXPERT_AXES)
     return {
         "model": plan.shape.name,

@@ -12,7 +12,7 @@ from itertools import pairwise
 
 from fivefold.core import PRECISIONS, FivefoldError, Machine, counted, kind_text, span
 from fivefold.core.layout import Extent, Layout, RankOrder, groups, rank_order
-from fivefold.core.model import count
+from fivefold.core.model import shape
 from fivefold.core.plan import Plan
 from fivefold.cost.traffic import TrafficEntry, predict_traffic
 from fivefold.planner import Estimate
@@ -174,7 +174,7 @@ def numbers_view(state: State) -> View:
     """The numbers that decide, from the estimate of one step."""
     estimate = state.estimate()
     plan, setting = estimate.plan, estimate.setting
-    layout, parameters = plan.layout, count.parameters(plan.shape)
+    layout, parameters = plan.layout, shape.parameters(plan.shape)
     speed = estimate.tokens_per_s_per_gpu
     return {
         "model": plan.shape.name,

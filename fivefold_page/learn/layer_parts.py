@@ -13,8 +13,17 @@ from fivefold.core import PRECISIONS
 from fivefold.core.layout import Ranges, groups, local_shape, shard_of
 from fivefold.core.layout import weights as model_weights
 from fivefold.core.plan import Plan
-from fivefold.cost.traffic import Collective, RankChunk, data_collectives, units_of, wide_size
-from fivefold.cost.traffic import axes as axis_collectives
+from fivefold.cost.traffic import (
+    Collective,
+    RankChunk,
+    context_collectives,
+    data_collectives,
+    expert_collectives,
+    message_bytes,
+    tensor_collectives,
+    units_of,
+    wide_size,
+)
 from fivefold_page import View
 
 
@@ -102,15 +111,13 @@ class Layer:
         # Weights are gathered as in the whole stage, whichever of its layers this is.
         stage_chunk = alone._replace(layers=plan.stages[stage])
         self._left = (
-            axis_collectives.tensor_collectives(plan, alone, self.itemsize)
-            + axis_collectives.context_collectives(plan, alone, self.itemsize)
-            + axis_collectives.expert_collectives(plan, alone, self.itemsize)
+            tensor_collectives(plan, alone, self.itemsize)
+            + context_collectives(plan, alone, self.itemsize)
+            + expert_collectives(plan, alone, self.itemsize)
             + data_collectives(plan, stage_chunk, self.itemsize)
         )
         self._sizes = {call.axis: call.group for call in self._left}
-        self.message = Collective(
-            "pp", "send", axis_collectives.message_bytes(plan, self.itemsize), 2
-        )
+        self.message = Collective("pp", "send", message_bytes(plan, self.itemsize), 2)
 
     def take(
         self, axis: str, kind: str, size: int, what: str, count: int = 1

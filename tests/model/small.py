@@ -10,8 +10,7 @@ from torch import Tensor
 
 from fivefold.core.errors import BadFile
 from fivefold.core.layout.weight_table import buffers, weights
-from fivefold.core.model.rope import Rope
-from fivefold.core.model.shape import Mla, Moe, Shape
+from fivefold.core.model.shape import Mla, Moe, Rope, Shape
 from fivefold.huggingface.names import (
     hf_tensors,
     mismatches,

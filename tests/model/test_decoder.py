@@ -13,8 +13,7 @@ from torch import nn
 from fivefold.core.errors import FivefoldError
 from fivefold.core.layout.weight_table import buffers, by_name, weights
 from fivefold.core.model import presets as models
-from fivefold.core.model.rope import Rope
-from fivefold.core.model.shape import Shape
+from fivefold.core.model.shape import Rope, Shape
 from fivefold.model.batch import AttentionInfo, TokenBatch
 from fivefold.model.decoder import Decoder, from_config
 from fivefold.model.documents import Documents

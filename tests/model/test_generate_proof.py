@@ -14,8 +14,7 @@ from small import DEEPSEEK, GPT, LLAMA, MOE
 from torch import Tensor
 
 from fivefold.core.model.kv_pages import BLOCK
-from fivefold.core.model.rope import Rope
-from fivefold.core.model.shape import Shape
+from fivefold.core.model.shape import Rope, Shape
 from fivefold.generate import cache, scheduler
 from fivefold.generate.engine import Engine, Forward
 from fivefold.generate.forward import DecoderForward

@@ -14,7 +14,7 @@ from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
 from transformers.models.qwen3_next import modeling_qwen3_next as theirs
 
 from fivefold.core.layout.weight_table import planned_weights
-from fivefold.core.model import count
+from fivefold.core.model import layer_parameters, parameters
 from fivefold.core.model.hf_config import shape_from_config
 from fivefold.core.model.mixers import mixer_cost
 from tests.commands import in_fork
@@ -46,12 +46,12 @@ def test_as_many_parameters_as_the_model_of_the_package(name: str) -> None:
     with torch.device("meta"):
         model = Qwen3NextForCausalLM(config)
     shape = shape_from_config(config.to_dict(), name)
-    ours, rows = count.parameters(shape), planned_weights(shape)
+    ours, rows = parameters(shape), planned_weights(shape)
     assert ours.total == sum(one.numel() for one in model.parameters())
     assert ours.total == sum(one.numel for one in rows)
     for i, layer in enumerate(model.model.layers):
         numel = sum(one.numel() for one in layer.parameters())
-        assert count.layer_parameters(shape, i).total == numel
+        assert layer_parameters(shape, i).total == numel
         assert sum(one.numel for one in rows if one.block == f"blocks.{i}") == numel
     assert name != "80b" or ours.total == 79_674_391_296
 

@@ -10,8 +10,7 @@ import torch
 from small import DEEPSEEK, LLAMA, batch_of, filled
 from torch import Tensor, nn
 
-from fivefold.core.model.rope import Rope
-from fivefold.core.model.shape import Shape
+from fivefold.core.model.shape import Rope, Shape
 from fivefold.model.attention import LatentAttention, causal_attention
 from fivefold.model.batch import AttentionInfo
 from fivefold.model.decoder import from_config

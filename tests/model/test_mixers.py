@@ -15,8 +15,8 @@ import fivefold as ff
 from fivefold.cli import main
 from fivefold.core.layout.weight_table import by_name, weights
 from fivefold.core.model import presets as models
-from fivefold.core.model.count import layer_flops, parameters
 from fivefold.core.model.mixers import MixerTokens, mixer_cost, mixer_table
+from fivefold.core.model.shape import layer_flops, parameters
 from fivefold.core.plan.plan import PlanOptions, resolve
 from fivefold.huggingface.config_export import as_hf
 from fivefold.launch.launcher import require_trainable

@@ -25,8 +25,7 @@ from fivefold.bridges.torchtitan_weights import VERSIONS, notes_on, refuse_other
 from fivefold.core.errors import FivefoldError
 from fivefold.core.layout.weight_table import weights
 from fivefold.core.model import presets as models
-from fivefold.core.model.rope import Rope
-from fivefold.core.model.shape import Shape
+from fivefold.core.model.shape import Rope, Shape
 from fivefold.huggingface.config_export import as_hf
 from fivefold.model.decoder import Decoder, from_config
 from fivefold.train.checkpoint.checkpoints import Reader

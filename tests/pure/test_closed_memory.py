@@ -16,11 +16,9 @@ from fivefold.core.schedule.catalog import FAMILIES
 from fivefold.core.schedule.clock import peak_held
 from fivefold.core.schedule.definition import Family
 from fivefold.core.schedule.in_flight import none_deferred
-from fivefold.core.schedule.loops import defers_weight_gradients
-from fivefold.core.schedule.schedule import Schedule
+from fivefold.core.schedule.schedule import Schedule, defers_weight_gradients
 from fivefold.cost.hardware import stack as stacks
-from fivefold.cost.memory.categories import peak_memory
-from fivefold.cost.memory.entries import MemoryEntries
+from fivefold.cost.memory.categories import MemoryEntries, peak_memory
 from fivefold.cost.stages.ranks import deferred, in_flight, rank_stages
 from fivefold.planner.memory_by_rank import PlanRanks
 from fivefold.planner.setting import EstimateSetting, plan_arguments

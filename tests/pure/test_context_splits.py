@@ -17,8 +17,7 @@ from one_layout import attention_pairs
 from fivefold.cli import main
 from fivefold.core.errors import IllegalLayout
 from fivefold.core.layout.layout import Layout
-from fivefold.core.layout.legality import nearest
-from fivefold.core.layout.rules import problems
+from fivefold.core.layout.rules import nearest, problems
 from fivefold.core.layout.splits import (
     CONTEXT_KINDS,
     AttentionCall,

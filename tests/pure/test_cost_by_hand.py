@@ -15,10 +15,10 @@ from fivefold.core.plan.plan import PlanOptions, resolve
 from fivefold.cost.grid import Array
 from fivefold.cost.hardware.stack import EAGER_MEMORY, FIVEFOLD, SoftwareStack
 from fivefold.cost.layer.time import LayerTimer
-from fivefold.cost.memory.loss import LossMemory
+from fivefold.cost.memory.stage_gradients import LossMemory
 from fivefold.cost.step.checkpoint_time import save_cost
-from fivefold.cost.step.data_time import data_seconds
 from fivefold.cost.step.overlap import SplitGemms, hide_exchange, shown_seconds, tensor_seconds
+from fivefold.cost.step.time import data_seconds
 
 NVLINK = 0.80 * 450e9  # bytes/s of a GPU, by H100's share
 # Links without latency, so that a collective is its bytes.

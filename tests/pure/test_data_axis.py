@@ -16,10 +16,10 @@ from fivefold.core.plan.plan import Plan, PlanOptions, resolve
 from fivefold.core.schedule.catalog import FAMILIES
 from fivefold.cost.grid import LayoutGrid, grid_of_plan
 from fivefold.cost.layer.time import LayerTimer
-from fivefold.cost.step.data_time import closing_collectives, data_job, flat_units, unit_groups
-from fivefold.cost.traffic.axes import Collective
+from fivefold.cost.step.time import closing_collectives, data_job, flat_units, unit_groups
 from fivefold.cost.traffic.collectives import chunks_of, owned_shards
 from fivefold.cost.traffic.data_axis import (
+    Collective,
     DataCollective,
     data_collectives,
     shared_gradients,

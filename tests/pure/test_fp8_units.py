@@ -6,10 +6,16 @@ from typing import Any
 
 import pytest
 
-from fivefold.core.layout import fp8_units
+from fivefold.core.layout import units
 from fivefold.core.layout.fp8 import Fp8
-from fivefold.core.layout.fp8_units import coded_shard_bytes, gathered_as_codes, is_coded, segments
-from fivefold.core.layout.units import LocalWeight, pack
+from fivefold.core.layout.units import (
+    LocalWeight,
+    coded_shard_bytes,
+    gathered_as_codes,
+    is_coded,
+    pack,
+    segments,
+)
 from fivefold.core.model import presets as models
 from fivefold.core.plan.plan import PlanOptions, resolve
 from fivefold.cost.traffic.collectives import predict_traffic
@@ -85,7 +91,7 @@ def test_stacks_are_cut_where_another_scale_begins() -> None:
 def test_cuts_are_whole_experts_or_parts_of_one(size: int, experts: int) -> None:
     """No cut is longer than what is widened at once, and together they are everything."""
     for start in (0, 3, size):
-        found = list(fp8_units.cut_experts(start, stop := size * experts - 1, size, at_once=20))
+        found = list(units.cut_experts(start, stop := size * experts - 1, size, at_once=20))
         assert [start, *(end for _, end, _ in found)] == [*(one for one, _, _ in found), stop]
         for first, end, own in found:
             whole = (first, end) == (own.start * size, own.stop * size)

@@ -11,8 +11,8 @@ import pytest
 from fivefold.cli import main
 from fivefold.core.errors import FivefoldError
 from fivefold.core.hardware import PRESETS
-from fivefold.core.model.count import training_flops
 from fivefold.core.model.presets import load
+from fivefold.core.model.shape import training_flops
 from fivefold.core.plan.great_runs import (
     Goodput,
     counted_flops,

@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fivefold.core.errors import BadFile
-from fivefold.core.model.count import parameters
 from fivefold.core.model.hf_config import FAMILIES, shape_from_config
 from fivefold.core.model.presets import load
+from fivefold.core.model.shape import parameters
 from fivefold.huggingface.config_export import WRITERS
 
 

@@ -13,7 +13,7 @@ from hf_variant_configs import MISTRAL_SMALL, OLMO3_YARN, VARIANTS
 
 from fivefold.core.errors import BadFile, FivefoldError
 from fivefold.core.layout.weight_table import weights
-from fivefold.core.model import count
+from fivefold.core.model import parameters
 from fivefold.core.model.hf_config import shape_from_config
 from fivefold.core.model.hf_families import ORIGINAL
 from fivefold.core.model.presets import load, scale_down, to_text, with_overrides
@@ -184,7 +184,7 @@ PUBLISHED: dict[str, tuple[Table, int]] = {
 def test_as_many_parameters_as_published(name: str) -> None:
     config, number = PUBLISHED[name]
     shape = shape_from_config(config, name)
-    assert count.parameters(shape).total == number == sum(one.numel for one in weights(shape))
+    assert parameters(shape).total == number == sum(one.numel for one in weights(shape))
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -299,7 +299,7 @@ def test_the_text_model_of_mistral3_is_of_its_own_family(inner: str | None) -> N
     text |= {} if inner is None else {"model_type": inner}
     shape = shape_from_config({"model_type": "mistral3", "text_config": text}, "m")
     assert shape.family == (inner or "mistral")
-    assert count.parameters(shape).total == 23_572_403_200
+    assert parameters(shape).total == 23_572_403_200
 
 
 def test_windows_of_ministral() -> None:

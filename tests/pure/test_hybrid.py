@@ -19,12 +19,11 @@ from fivefold.core import hardware as machine
 from fivefold.core.errors import BadFile, FivefoldError, IllegalLayout
 from fivefold.core.layout.splits import flops_by_layer
 from fivefold.core.layout.weight_table import planned_weights, tp_shard
-from fivefold.core.model import count
+from fivefold.core.model import layer_flops, layer_kinds, layer_parameters, parameters
 from fivefold.core.model.hf_config import shape_from_config
 from fivefold.core.model.mixers import Mixer, MixerTokens, MixerWeight
 from fivefold.core.model.presets import load, to_text, with_overrides
-from fivefold.core.model.rope import Rope
-from fivefold.core.model.shape import Shape
+from fivefold.core.model.shape import Rope, Shape
 from fivefold.core.plan.plan import Plan, PlanOptions, resolve
 from fivefold.cost.layer.attention_sizes import MixerSizes
 from fivefold.cost.traffic.collectives import predict_traffic
@@ -57,7 +56,7 @@ def every(number: int, **changes: Any) -> Shape:
 
 def test_each_fourth_layer_has_attention() -> None:
     assert [i for i in range(48) if not SHAPE.is_recurrent(i)] == [*range(3, 48, 4)]
-    assert count.layer_kinds(SHAPE) == {0: 36, 3: 12}
+    assert layer_kinds(SHAPE) == {0: 36, 3: 12}
     names = {one.name for one in planned_weights(replace(SHAPE, mtp=1))}
     assert {"blocks.0.attention.z.weight", "blocks.3.attention.gate.weight"} <= names
     assert "mtp.0.block.attention.gate.weight" in names  # as the last layer
@@ -94,10 +93,8 @@ def test_memory_and_time_lie_between_those_of_either_kind() -> None:
 def test_a_gate_after_attention_is_counted() -> None:
     gated, plain = (every(1, attention_gate=gate) for gate in (True, False))
     wide = 16 * 256 * 2048
-    assert count.parameters(gated).total - count.parameters(plain).total == 8 * wide
-    assert count.layer_flops(gated, 0, 4096).total - count.layer_flops(plain, 0, 4096).total == (
-        2 * wide
-    )
+    assert parameters(gated).total - parameters(plain).total == 8 * wide
+    assert layer_flops(gated, 0, 4096).total - layer_flops(plain, 0, 4096).total == (2 * wide)
     with_gate, without = (figures(each, "dp=4 ep=2", recompute="none") for each in (gated, plain))
     assert with_gate[0] > without[0] and with_gate[1] > without[1]
 
@@ -198,7 +195,7 @@ def test_another_recurrence_is_a_class_and_its_name() -> None:
     shape = with_overrides(SHAPE, {"hybrid.mixer": Scan.name, "layers": "8"})
     rows = [one.name for one in planned_weights(shape) if ".attention.x." in one.name]
     assert rows == [f"blocks.{i}.attention.x.weight" for i in (0, 1, 2, 4, 5, 6)]
-    assert count.layer_parameters(shape, 0).attention == 2 * 2048 * 4096
+    assert layer_parameters(shape, 0).attention == 2 * 2048 * 4096
     assert figures(shape, "dp=4 ep=2")[0] < figures(every(4), "dp=4 ep=2")[0]
 
 

@@ -12,11 +12,11 @@ from fivefold.core.errors import FivefoldError
 from fivefold.core.hardware import load
 from fivefold.core.plan.plan import Plan, PlanOptions, resolve
 from fivefold.cost.grid import LayoutGrid, grid_of_plan, layer_job
-from fivefold.cost.traffic.experts import expert_layer
 from fivefold.cost.traffic.layers import (
     CountedCollective,
     LayerJob,
     context_layer,
+    expert_layer,
     tensor_ends,
     tensor_layer,
 )

@@ -350,7 +350,7 @@ def test_every_degree_is_a_field() -> None:
 
 def test_the_language_of_layouts_loads_neither_torch_nor_numpy() -> None:
     code = (
-        "import sys, fivefold.core.layout.legality, fivefold.core.layout.batch;"
+        "import sys, fivefold.core.layout.rules, fivefold.core.layout.batch;"
         "print(sorted({'torch', 'numpy'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

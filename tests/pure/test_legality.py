@@ -14,9 +14,8 @@ from hypothesis import strategies as st
 
 from fivefold.core.errors import FivefoldError, IllegalLayout
 from fivefold.core.layout.layout import DEGREES, Layout
-from fivefold.core.layout.legality import check, nearest, padded_vocab, smallest_seq
-from fivefold.core.layout.rules import LayoutRequest, problems
-from fivefold.core.layout.splits import ContextKind
+from fivefold.core.layout.rules import LayoutRequest, check, nearest, problems, smallest_seq
+from fivefold.core.layout.splits import ContextKind, padded_vocab
 from fivefold.core.model import presets as models
 from fivefold.core.model.shape import Moe, Shape
 from fivefold.core.schedule import catalog

@@ -9,21 +9,22 @@ import numpy as np
 import pytest
 
 from fivefold.core.plan.plan import PlanOptions, resolve
-from fivefold.core.schedule.catalog import FAMILIES, make
+from fivefold.core.schedule.catalog import FAMILIES, HALF_BLOCKS, MIN_BLOCK, _filled, make
 from fivefold.core.schedule.clock import Costs, peak_activations, play
-from fivefold.core.schedule.loops import (
+from fivefold.core.schedule.schedule import (
+    FORWARD,
     Loop,
     LoopOrder,
     Run,
+    Schedule,
+    Step,
     Turn,
     alternating,
     forwards_of,
     part,
     within,
 )
-from fivefold.core.schedule.schedule import FORWARD, Schedule, Step
-from fivefold.core.schedule.v_shape import HALF_BLOCKS, MIN_BLOCK, _filled
-from fivefold.cost.stages.schedule_trace import StageSeconds, simulate_trace, trace_schedule
+from fivefold.cost.stages.makespans import StageSeconds, simulate_trace, trace_schedule
 from fivefold.render.plan import describe_plan
 
 SIZES = ((2, 8, 2), (3, 6, 2), (4, 8, 3), (4, 16, 1), (6, 12, 2))

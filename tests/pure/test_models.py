@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 
 from fivefold.core import tables
 from fivefold.core.errors import BadFile, FivefoldError, UnknownName
-from fivefold.core.model.count import parameters, training_flops
 from fivefold.core.model.presets import load, presets, with_overrides
-from fivefold.core.model.shape import Moe, Shape
+from fivefold.core.model.shape import Moe, Shape, parameters, training_flops
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from fivefold.core.model.recompute import Recompute
 from fivefold.core.model.shape import LayerKind
 from fivefold.core.plan.plan import PlanOptions, resolve
 from fivefold.cost.layer.operator_tape import Change, Event, OperatorTape
-from fivefold.cost.memory.entries import MemoryEntries
+from fivefold.cost.memory.categories import MemoryEntries
 from fivefold.cost.memory.rank_ledger import PlanLedger
 from fivefold.planner.planning import estimate_setting
 from fivefold.planner.setting import plan_arguments

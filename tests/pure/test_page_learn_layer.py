@@ -12,8 +12,8 @@ import pytest
 from fivefold.core.errors import FivefoldError, IllegalLayout
 from fivefold.core.plan.plan import PlanOptions, resolve
 from fivefold.cost.memory.static import static_bytes
-from fivefold.cost.traffic.axes import PAYLOADS, Collective, message_bytes
 from fivefold.cost.traffic.collectives import predict_traffic
+from fivefold.cost.traffic.data_axis import PAYLOADS, Collective, message_bytes
 from fivefold.render import WIDTH
 from fivefold_page.explore import explore
 from fivefold_page.learn import collectives, landscape, layer

@@ -10,8 +10,8 @@ import pytest
 from one_layout import H100, LARGE, activations_of, grid_of, memory_of
 
 from fivefold.core.model import presets as models
-from fivefold.core.model.count import mtp_parameters, parameters
 from fivefold.core.model.recompute import Recompute
+from fivefold.core.model.shape import mtp_parameters, parameters
 from fivefold.core.plan.plan import PlanOptions, resolve
 from fivefold.core.schedule.catalog import FAMILIES
 from fivefold.core.schedule.clock import peak_activations
@@ -20,8 +20,14 @@ from fivefold.cost.grid import CONTEXTS, RECOMPUTE, grid_of_plan
 from fivefold.cost.hardware import stack as stacks
 from fivefold.cost.hardware.stack import SoftwareStack
 from fivefold.cost.hardware.stack_presets import load_stack
-from fivefold.cost.memory.categories import CATEGORIES, PeakMemory, fits, peak_memory, verdict
-from fivefold.cost.memory.entries import MemoryParts
+from fivefold.cost.memory.categories import (
+    CATEGORIES,
+    MemoryParts,
+    PeakMemory,
+    fits,
+    peak_memory,
+    verdict,
+)
 from fivefold.cost.memory.static import static_bytes
 from fivefold.cost.stages.ranks import in_flight, rank_stages
 from fivefold.planner.space import SearchSpace, layout_blocks

@@ -8,13 +8,12 @@ import pytest
 from one_layout import grid_of, memory_of
 
 from fivefold.core.model import presets as models
-from fivefold.core.model.count import parameters
 from fivefold.core.model.recompute import Recompute
+from fivefold.core.model.shape import parameters
 from fivefold.cost.hardware import stack as stacks
 from fivefold.cost.hardware.stack import SoftwareStack
 from fivefold.cost.hardware.stack_presets import load_stack
-from fivefold.cost.memory.categories import CATEGORIES, PeakMemory
-from fivefold.cost.memory.entries import MemoryParts
+from fivefold.cost.memory.categories import CATEGORIES, MemoryParts, PeakMemory
 
 SELECTIVE = Recompute.parse("selective")
 GPT3 = models.load("gpt3-175b")

@@ -11,13 +11,12 @@ from one_layout import H100, grid_of, memory_of
 
 from fivefold.core import hardware as machines
 from fivefold.core.model import presets as models
-from fivefold.core.model.count import layer_parameters, parameters
+from fivefold.core.model.shape import layer_parameters, parameters
 from fivefold.core.plan.plan import PlanOptions, resolve
 from fivefold.core.plan.recipe import Recipe
+from fivefold.core.schedule.catalog import alternate
 from fivefold.core.schedule.clock import Costs, peak_activations, play
-from fivefold.core.schedule.linear import alternate
-from fivefold.core.schedule.loops import LoopOrder
-from fivefold.core.schedule.schedule import Schedule, loop_placement
+from fivefold.core.schedule.schedule import LoopOrder, Schedule, loop_placement
 from fivefold.cost.grid import OFFLOADS, LayoutGrid
 from fivefold.cost.hardware import stack as stacks
 from fivefold.cost.memory.categories import least_memory, peak_memory

@@ -9,10 +9,9 @@ import pytest
 
 from fivefold.core.errors import IllegalSchedule
 from fivefold.core.schedule import catalog
-from fivefold.core.schedule.auto import FoundSchedule, lower_bound, search
 from fivefold.core.schedule.clock import Costs, Goal, Objective, peak_activations, play
 from fivefold.core.schedule.schedule import Placement
-from fivefold.core.schedule.selection import require_legal
+from fivefold.core.schedule.selection import FoundSchedule, lower_bound, require_legal, search
 
 Times = tuple[float, float, float]
 
@@ -157,7 +156,7 @@ def test_a_spent_budget_still_gives_a_schedule(
 
 
 def test_without_any_budget_list_scheduling_fits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fivefold.core.schedule.auto._BUDGET", 0)
+    monkeypatch.setattr("fivefold.core.schedule.selection._BUDGET", 0)
     found = search(6, 12, 2, goal((1.0, 1.0, 1.0), 0.0, 1.0))
     require_legal(found.schedule)
     assert max(peak_activations(found.schedule)) == 1

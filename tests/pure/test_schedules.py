@@ -17,7 +17,7 @@ from fivefold.core.schedule.clock import Costs, peak_activations, play
 from fivefold.core.schedule.definition import Family
 from fivefold.core.schedule.selection import AUTO_FAMILY
 from fivefold.cost.grid import SCHEDULES, schedule_index
-from fivefold.cost.stages.longest_paths import PATHS, ScheduleSize, StageRows
+from fivefold.cost.stages.makespans import PATHS, ScheduleSize, StageRows
 
 EQUAL: Times = (1.0, 1.0, 1.0)
 SLOW_W: Times = (1.0, 1.5, 1.25)

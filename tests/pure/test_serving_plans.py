@@ -16,8 +16,8 @@ from fivefold.core import hardware as machine
 from fivefold.core.errors import FivefoldError
 from fivefold.core.layout.layout import Layout
 from fivefold.core.model import presets as models
-from fivefold.core.model.count import parameters
 from fivefold.core.model.kv_pages import kept_tokens, token_bytes
+from fivefold.core.model.shape import parameters
 from fivefold.core.plan.plan import PlanOptions, resolve
 from fivefold.cost.step.serving import ServedModel
 from fivefold.planner.error_bars import accuracy

@@ -10,8 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fivefold.core.errors import BadFile
-from fivefold.core.model.count import (
+from fivefold.core.model.mixers import mixer_cost
+from fivefold.core.model.presets import load, presets
+from fivefold.core.model.shape import (
+    Moe,
     Parameters,
+    Shape,
     embedding_parameters,
     forward_flops,
     head_parameters,
@@ -22,9 +26,6 @@ from fivefold.core.model.count import (
     training_flops,
     visible_keys,
 )
-from fivefold.core.model.mixers import mixer_cost
-from fivefold.core.model.presets import load, presets
-from fivefold.core.model.shape import Moe, Shape
 
 # Weights in the released checkpoints, to the last one.
 EXACT = {

@@ -12,17 +12,15 @@ from one_layout import grid_of
 from fivefold.core import hardware as machines
 from fivefold.core.hardware import Machine
 from fivefold.core.model import presets as models
-from fivefold.core.model.count import repeated_flops, training_flops
 from fivefold.core.model.recompute import Recompute
-from fivefold.core.model.shape import Shape
+from fivefold.core.model.shape import Shape, repeated_flops, training_flops
 from fivefold.core.plan.plan import PlanOptions, resolve
 from fivefold.core.precision import matmul_bytes
 from fivefold.cost.grid import CONTEXTS
 from fivefold.cost.hardware.links import Links
 from fivefold.cost.hardware.stack import FIVEFOLD, SoftwareStack
 from fivefold.cost.hardware.stack_presets import load_stack
-from fivefold.cost.layer.frozen import trainable_share
-from fivefold.cost.layer.time import LayerTimer
+from fivefold.cost.layer.time import LayerTimer, trainable_share
 from fivefold.cost.memory.categories import fits, peak_memory
 from fivefold.cost.step.time import StepTime, step_time
 from fivefold.planner.estimate import estimate_plan

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from fivefold.core import hardware as machine
 from fivefold.core.errors import FivefoldError
 from fivefold.core.layout import splits
-from fivefold.core.layout.folded_stages import folded_ends
-from fivefold.core.model import count
+from fivefold.core.layout.splits import folded_ends
+from fivefold.core.model import forward_flops, parameters
 from fivefold.core.model import presets as models
 from fivefold.core.model.shape import Moe, Shape
 from fivefold.core.plan.plan import PlanOptions, resolve
@@ -65,9 +65,9 @@ def test_multi_token_prediction_runs_on_the_last_stage() -> None:
 def test_cost_is_that_of_the_whole_model() -> None:
     for name in ("llama-3.1-8b", "deepseek-v3", "gpt2", "bloom-176b"):
         shape = models.load(name)
-        flops = count.forward_flops(shape, 2048).total
+        flops = forward_flops(shape, 2048).total
         assert sum(splits.flops_by_layer(shape, 2048)) == pytest.approx(flops, rel=1e-12), name
-        sizes = count.parameters(shape)
+        sizes = parameters(shape)
         copy = shape.ends_share * shape.vocab * shape.width
         assert sum(splits.parameters_by_layer(shape, 1)) == sizes.total + sizes.mtp, name
         assert sum(splits.parameters_by_layer(shape, 2)) == sizes.total + sizes.mtp + copy, name

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from fivefold.core.model.count import parameters, training_flops
 from fivefold.core.model.presets import load
+from fivefold.core.model.shape import parameters, training_flops
 from fivefold.core.plan.plan import PlanOptions, resolve
 from fivefold.cost.traffic.collectives import predict_traffic
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from fivefold.core.model.count import training_flops
+from fivefold.core.model.shape import training_flops
 from fivefold.core.plan.plan import PlanOptions, resolve
 from fivefold.core.plan.recipe import Recipe
 from fivefold.records.steps import (

@@ -18,7 +18,7 @@ from fivefold.core.layout.weight_table import (
     weights,
 )
 from fivefold.core.model import presets as models
-from fivefold.core.model.count import forward_flops, training_flops
+from fivefold.core.model.shape import forward_flops, training_flops
 from fivefold.core.plan.plan import Plan, PlanOptions, resolve
 from fivefold.core.plan.recipe import Recipe
 from fivefold.cost.memory.static import static_bytes

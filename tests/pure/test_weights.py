@@ -22,7 +22,7 @@ from fivefold.core.layout.weight_table import (
     tuned,
     weights,
 )
-from fivefold.core.model import count
+from fivefold.core.model import parameters
 from fivefold.core.model import presets as models
 from fivefold.core.model.shape import Mla, Moe, Shape
 from fivefold.core.model.tuning import Tuning
@@ -48,7 +48,7 @@ REFUSED = {"bloom-176b", "qwen3-next-80b-a3b"}
 @pytest.mark.parametrize("name", sorted(set(models.presets()) - REFUSED))
 def test_the_table_weighs_what_is_counted(name: str) -> None:
     shape = models.load(name)
-    counted = count.parameters(shape)
+    counted = parameters(shape)
     assert sum(one.numel for one in weights(shape)) == counted.total + counted.mtp
 
 

@@ -10,10 +10,14 @@ import numpy as np
 from fivefold.core.plan.plan import Plan
 from fivefold.core.schedule.schedule import FORWARD
 from fivefold.cost.layer.time import LayerTimer
-from fivefold.cost.step.data_time import closing_collectives, data_job, flat_units, unit_groups
-from fivefold.cost.traffic.axes import Collective, message_bytes
+from fivefold.cost.step.time import closing_collectives, data_job, flat_units, unit_groups
 from fivefold.cost.traffic.collectives import chunks_of, owned_shards, predict_traffic
-from fivefold.cost.traffic.data_axis import shared_gradients, unit_collectives
+from fivefold.cost.traffic.data_axis import (
+    Collective,
+    message_bytes,
+    shared_gradients,
+    unit_collectives,
+)
 from fivefold.cost.traffic.layers import (
     CountedCollective,
     context_layer,

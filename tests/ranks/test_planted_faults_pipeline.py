@@ -14,7 +14,7 @@ from torch import Tensor
 from fivefold import step as step_module
 from fivefold.core.layout.groups import PIPELINE, TWIN
 from fivefold.core.plan.plan import Plan
-from fivefold.core.schedule.linear import Delays
+from fivefold.core.schedule.catalog import Delays
 from fivefold.core.schedule.schedule import Message
 from fivefold.launch.processes import Pool
 from fivefold.model.batch import TokenBatch

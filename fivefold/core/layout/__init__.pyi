@@ -1,5 +1,4 @@
 from fivefold.core.layout import groups as groups
-from fivefold.core.layout import legality as legality
 from fivefold.core.layout import rules as rules
 from fivefold.core.layout import splits as splits
 from fivefold.core.layout import weight_table as weight_table
@@ -26,13 +25,6 @@ from fivefold.core.layout.fp8 import planned_fp8 as planned_fp8
 from fivefold.core.layout.fp8 import refuse_biases as refuse_biases
 from fivefold.core.layout.fp8 import wider_keys as wider_keys
 from fivefold.core.layout.fp8 import wider_seq as wider_seq
-from fivefold.core.layout.fp8_units import UnitSegment as UnitSegment
-from fivefold.core.layout.fp8_units import coded_shard_bytes as coded_shard_bytes
-from fivefold.core.layout.fp8_units import gathered_as_codes as gathered_as_codes
-from fivefold.core.layout.fp8_units import is_coded as is_coded
-from fivefold.core.layout.fp8_units import longest_shard_bytes as longest_shard_bytes
-from fivefold.core.layout.fp8_units import maxima_joined as maxima_joined
-from fivefold.core.layout.fp8_units import segments as segments
 from fivefold.core.layout.groups import DIMENSIONS as DIMENSIONS
 from fivefold.core.layout.groups import FAR as FAR
 from fivefold.core.layout.groups import NEAR as NEAR
@@ -58,7 +50,6 @@ from fivefold.core.layout.layout import Extent as Extent
 from fivefold.core.layout.layout import Layout as Layout
 from fivefold.core.layout.layout import Order as Order
 from fivefold.core.layout.layout import parse_zero as parse_zero
-from fivefold.core.layout.legality import padded_vocab as padded_vocab
 from fivefold.core.layout.partners import SLOTS as SLOTS
 from fivefold.core.layout.partners import CopyOf as CopyOf
 from fivefold.core.layout.partners import CopySet as CopySet
@@ -94,6 +85,7 @@ from fivefold.core.layout.splits import context_split as context_split
 from fivefold.core.layout.splits import cut_stages as cut_stages
 from fivefold.core.layout.splits import loss_chunks as loss_chunks
 from fivefold.core.layout.splits import padded_length as padded_length
+from fivefold.core.layout.splits import padded_vocab as padded_vocab
 from fivefold.core.layout.splits import stage_kind as stage_kind
 from fivefold.core.layout.splits import ulysses_degree as ulysses_degree
 from fivefold.core.layout.units import LocalWeight as LocalWeight
@@ -101,12 +93,19 @@ from fivefold.core.layout.units import OwnedRange as OwnedRange
 from fivefold.core.layout.units import Unit as Unit
 from fivefold.core.layout.units import UnitPart as UnitPart
 from fivefold.core.layout.units import UnitPolicy as UnitPolicy
+from fivefold.core.layout.units import UnitSegment as UnitSegment
 from fivefold.core.layout.units import aligned as aligned
+from fivefold.core.layout.units import coded_shard_bytes as coded_shard_bytes
+from fivefold.core.layout.units import gathered_as_codes as gathered_as_codes
+from fivefold.core.layout.units import is_coded as is_coded
 from fivefold.core.layout.units import join_parts as join_parts
 from fivefold.core.layout.units import local_weights as local_weights
+from fivefold.core.layout.units import longest_shard_bytes as longest_shard_bytes
+from fivefold.core.layout.units import maxima_joined as maxima_joined
 from fivefold.core.layout.units import pack as pack
 from fivefold.core.layout.units import padded as padded
 from fivefold.core.layout.units import prefetched as prefetched
+from fivefold.core.layout.units import segments as segments
 from fivefold.core.layout.units import unit_parts as unit_parts
 from fivefold.core.layout.weight_table import Weight as Weight
 from fivefold.core.layout.weight_table import WeightShard as WeightShard

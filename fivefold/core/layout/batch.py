@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass
 
 from fivefold.core import FivefoldError, counted
-from fivefold.core.model import Shape, count
+from fivefold.core.model import Shape, parameters
 
 IDENTITY = "global batch = microbatch · accumulation · dp"
 _USUAL_TOKENS = 4 << 20  # of a step, by default
@@ -190,7 +190,7 @@ def default_batch(gpus: int, seq: int, shape: Shape, *, adapters: bool = False) 
 
 def batch_remark(tokens: int, shape: Shape, *, adapters: bool = False) -> str | None:
     """How far a step is from those of a published run of about this size; None if it is near."""
-    size = float(count.parameters(shape).active)
+    size = float(parameters(shape).active)
     runs = _RUNS if shape.moe is None else {**_RUNS, **_EXPERT_RUNS}
     run, (active, usual) = min(runs.items(), key=lambda pair: abs(math.log(pair[1][0] / size)))
     if adapters:
@@ -208,5 +208,5 @@ def batch_remark(tokens: int, shape: Shape, *, adapters: bool = False) -> str | 
 def _suitable_tokens(shape: Shape) -> int:
     """The best batch by the law of DeepSeek LLM (arXiv 2401.02954, section 3): 0.292 · C^0.3271
     tokens for C training FLOPs, here of 20 tokens a parameter; as a power of two."""
-    flops = 6 * 20 * float(count.parameters(shape).active) ** 2
+    flops = 6 * 20 * float(parameters(shape).active) ** 2
     return 2 ** round(math.log2(0.292 * flops**0.3271))

@@ -11,11 +11,10 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from fivefold.core import FivefoldError, UnknownName
-from fivefold.core.layout.layout import Coord, Layout
-from fivefold.core.layout.legality import padded_vocab
+from fivefold.core.layout.splits import padded_vocab
 from fivefold.core.model import (
     ADAPTER,
     ALL,
@@ -31,6 +30,9 @@ from fivefold.core.model import (
     training_flops,
     unmatched,
 )
+
+if TYPE_CHECKING:
+    from fivefold.core.layout.layout import Coord, Layout
 
 # column: rows of the weight (its outputs) are split; vocab: the same, padded to a multiple of tp;
 # row: columns (its inputs) are split; kv: rows by KV head, replicated where these are fewer than

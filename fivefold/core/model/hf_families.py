@@ -7,8 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import cast
 
 from fivefold.core import Config, Fields, attention_bias, head_dim, indices
-from fivefold.core.model.rope import Rope, RopeKind
-from fivefold.core.model.shape import Moe
+from fivefold.core.model.shape import Moe, Rope, RopeKind
 
 GATED = {
     **{"silu": "swiglu", "swish": "swiglu", "gelu": "geglu"},

@@ -18,15 +18,15 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fivefold.core import BadFile, FivefoldError, UnknownName, tables
-from fivefold.core.layout import Layout
-from fivefold.core.model import count as counting
 from fivefold.core.model.hf_config import shape_from_config
-from fivefold.core.model.hybrid import Hybrid
-from fivefold.core.model.rope import Rope
-from fivefold.core.model.shape import Mla, Moe, Shape
+from fivefold.core.model.mixers import Hybrid
+from fivefold.core.model.shape import Mla, Moe, Rope, Shape, parameters
+
+if TYPE_CHECKING:
+    from fivefold.core.layout import Layout
 
 PRESETS = Path(__file__).parents[2] / "presets" / "models"
 # Model names are the quoted table headers; finding them needs no TOML parser, which is slow.
@@ -294,7 +294,7 @@ _MAX_SEQ = 2048
 
 def is_large(shape: Shape) -> bool:
     """Whether a model is too large to verify on a laptop."""
-    return counting.parameters(shape).total > LARGEST
+    return parameters(shape).total > LARGEST
 
 
 def scale_down(shape: Shape, layout: Layout) -> Shape:

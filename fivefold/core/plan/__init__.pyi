@@ -41,7 +41,6 @@ from fivefold.core.plan.kv_transfers import kv_routes as kv_routes
 from fivefold.core.plan.kv_transfers import kv_share as kv_share
 from fivefold.core.plan.kv_transfers import moved_bytes as moved_bytes
 from fivefold.core.plan.kv_transfers import problems as problems
-from fivefold.core.plan.paths import with_paths as with_paths
 from fivefold.core.plan.plan import Plan as Plan
 from fivefold.core.plan.plan import PlanOptions as PlanOptions
 from fivefold.core.plan.plan import job_of as job_of
@@ -51,6 +50,7 @@ from fivefold.core.plan.plan import options_from as options_from
 from fivefold.core.plan.plan import read as read
 from fivefold.core.plan.plan import resolve as resolve
 from fivefold.core.plan.plan import says_layout as says_layout
+from fivefold.core.plan.plan import with_paths as with_paths
 from fivefold.core.plan.recipe import BLOCK_OF_STATES as BLOCK_OF_STATES
 from fivefold.core.plan.recipe import DISK as DISK
 from fivefold.core.plan.recipe import OPTIMIZERS as OPTIMIZERS

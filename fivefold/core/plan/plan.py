@@ -2,11 +2,15 @@
 
 `PlanOptions` are what a user may set, with the same names on every command line and in every plan
 file. `resolve` derives what is not set and returns a `Plan`, in which nothing is left open.
+
+Paths in a plan: in a file a relative path starts at the file's folder, so that both can move
+together. Everywhere else it starts where the command runs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -22,19 +26,52 @@ from fivefold.core.layout import (
     UnitPolicy,
     context_split,
     fp8_of,
-    legality,
     num_ep_nodes,
     padded_length,
     parse_zero,
     refuse_biases,
+    rules,
     splits,
     tuned,
 )
 from fivefold.core.model import Balance, Shape, StageRecompute, balance, require_mixable
 from fivefold.core.model import presets as models
-from fivefold.core.plan.paths import seen_from, with_paths
-from fivefold.core.plan.recipe import Recipe
+from fivefold.core.plan.corpora import moved_corpora
+from fivefold.core.plan.recipe import DISK, Recipe
 from fivefold.core.schedule import AUTO, Family, Schedule, choose, looks_like_file
+
+_FILES = (".json", ".toml", ".csv", ".txt")
+
+
+def with_paths(options: PlanOptions, move: Callable[[str], str]) -> PlanOptions:
+    """The options with every path moved; names of presets, schedules and corpora stay."""
+    texts = {key: getattr(options, key) for key in ("model", "machine", "schedule")}
+    paths = {key: move(text) for key, text in texts.items() if text and _is_path(text)}
+    return replace(options, **paths, train=_recipe(options.train, move))
+
+
+def seen_from(folder: Path) -> Callable[[str], str]:
+    """What moves paths from here into a file in this folder."""
+
+    def move(file: str) -> str:
+        return file if Path(file).is_absolute() else os.path.relpath(file, folder)
+
+    return move
+
+
+def _is_path(text: str) -> bool:
+    return not models.is_text(text) and ("/" in text or Path(text).suffix.lower() in _FILES)
+
+
+def _recipe(recipe: Recipe, move: Callable[[str], str]) -> Recipe:
+    def tidy(folder: str) -> str:  # their names are printed
+        return os.path.normpath(move(folder))
+
+    offloads = {"offload": recipe.disk, "offload_grads": recipe.grads_disk}
+    disks = {key: DISK + tidy(disk) for key, disk in offloads.items() if disk}
+    corpora = {key: moved_corpora(getattr(recipe, key), tidy) for key in ("data", "eval_data")}
+    return replace(recipe, **disks, **corpora)
+
 
 Gather = Literal["step", "microbatch"]
 _DERIVED = {
@@ -159,7 +196,7 @@ class Plan:
     @property
     def padded_seq(self) -> int:
         """Tokens of a row, padded to a length that cp and sp split evenly."""
-        return padded_length(self.batch.seq, legality.sequence_unit(self.layout, self.shape))
+        return padded_length(self.batch.seq, rules.sequence_unit(self.layout, self.shape))
 
     def gathers_each_time(self, layers: range) -> bool:
         """Whether ZeRO-3 gathers the weights of this stage for every microbatch.
@@ -244,7 +281,7 @@ def resolve(options: PlanOptions, *, small: bool = False) -> Plan:
         number = options.tp_overlap
         raise FivefoldError(f"tp_overlap {number}: choose 0 for none, 1, or a number of chunks")
     job = job_of(options, family, seq)
-    legality.check(layout, shape, **job)
+    rules.check(layout, shape, **job)
     batch = _batch(options, family, layout, seq)
     text = options.stage_layers
     counts = None if text is None else splits.parse_stage_layers(text)
@@ -278,9 +315,9 @@ def _layout(options: PlanOptions, family: Family) -> Layout:
     return replace(layout, chunks=family.chunks_on(layout.pp, options.chunks))
 
 
-def job_of(options: PlanOptions, family: Family, seq: int) -> legality.LayoutRequest:
+def job_of(options: PlanOptions, family: Family, seq: int) -> rules.LayoutRequest:
     """What the layout must fit, for the rules of legality."""
-    return legality.LayoutRequest(
+    return rules.LayoutRequest(
         seq=seq,
         batch=options.batch,
         microbatch_size=options.microbatch_size,
@@ -323,7 +360,7 @@ def _cluster(options: PlanOptions) -> Machine | None:
 
 def _default_seq(layout: Layout, shape: Shape, small: bool) -> int:
     if small:
-        return legality.smallest_seq(layout, shape, _SHORTEST_VERIFIED)
+        return rules.smallest_seq(layout, shape, _SHORTEST_VERIFIED)
     return min(_LONGEST_DEFAULT, shape.max_seq)
 
 

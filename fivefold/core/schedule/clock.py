@@ -13,18 +13,20 @@ from functools import cached_property
 from typing import Literal, NamedTuple
 
 from fivefold.core import IllegalSchedule
-from fivefold.core.schedule.loops import Loop, LoopOrder, alike_turns
 from fivefold.core.schedule.schedule import (
     BACKWARD,
     FORWARD,
     INPUT_GRAD,
     WEIGHT_GRAD,
     Action,
+    Loop,
+    LoopOrder,
     Overlap,
     Placement,
     Schedule,
     Step,
     actions_of,
+    alike_turns,
     merged_steps,
 )
 

@@ -1,8 +1,7 @@
 """What is known of one named schedule: how it is made, where it is legal, what it costs.
 
-A `Family` has one entry in the file of its placement (`linear.py`, `v_shape.py`), and `catalog.py`
-lists it. The planner prices a schedule by what its family says and never by its name, so every
-field that has no default must be stated for a new schedule.
+A `Family` has one entry in `catalog.py`. The planner prices a schedule by what its family says and
+never by its name, so every field that has no default must be stated for a new schedule.
 
 Legend: p pipeline ranks, m microbatches, v chunks per rank; F, B, W times of a full stage (1/p of
 the model) for one microbatch: forward, input gradient, weight gradient. F&B is an overlapped pair

@@ -4,19 +4,58 @@
 one line (or CSV row) per rank, in the text form of actions. Files written by torch's pipelining
 work as they are; the transfers and gathers that its lowered form lists are skipped, because the
 runtime derives its own.
+
+`auto`: searches for the schedule with the smallest makespan (or span) within a memory limit.
+
+A schedule is a frame (the order of forwards and input gradients on each rank) with weight gradients
+filled in. The search
+
+1. plays every named schedule that fits, so that its result is never worse;
+2. tries frames of many kinds with several degrees of patience: those of the named zero-bubble
+   schedules, list scheduling on every placement with all or part of the memory, and building blocks
+   of the V if memory is too scarce for list scheduling. It uses fewer microbatches than the job if
+   there are many, because the bubble is at both ends;
+3. plays the best of these with all microbatches;
+4. refines the patience of the best, rank by rank, until its budget of played actions is spent.
+
+It stops as soon as it reaches a lower bound. The budget counts actions, not seconds, so that the
+result does not depend on the machine.
 """
 
 from __future__ import annotations
 
+import itertools
+import math
 import re
 from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 from fivefold.core import BadFile, IllegalSchedule, bullets, counted
 from fivefold.core.schedule import catalog
-from fivefold.core.schedule.auto import search
-from fivefold.core.schedule.clock import Costs, Goal, play
-from fivefold.core.schedule.definition import AUTO, Family, Rule, fill_and_drain, too_large
+from fivefold.core.schedule.catalog import BuildingBlock, repeat
+from fivefold.core.schedule.clock import Costs, Goal, Objective, peak_activations, play
+from fivefold.core.schedule.definition import (
+    AUTO,
+    PLACEMENTS,
+    Family,
+    Rule,
+    fill_and_drain,
+    too_large,
+)
+from fivefold.core.schedule.fill import (
+    Filled,
+    Frame,
+    Lowered,
+    Patience,
+    Priority,
+    eager,
+    fill,
+    lower,
+)
 from fivefold.core.schedule.in_flight import depth_in_flight
 from fivefold.core.schedule.schedule import (
     BACKWARD,
@@ -29,8 +68,337 @@ from fivefold.core.schedule.schedule import (
     Schedule,
     Step,
     actions_of,
+    linear_placement,
+    loop_placement,
     parse_steps,
+    v_placement,
 )
+
+_BY_MEMORY = (("zb-h2", "zb-h1"), ("zb-interleaved",), ("zb-v", "v-half", "v-min"))
+
+
+class Seed(NamedTuple):
+    """Makes a frame for any number of microbatches, with at most `chunk_limit` chunks of
+    activations."""
+
+    origin: str
+    placement: Placement
+    chunk_limit: int
+    frame: Callable[[int], Frame | None]
+
+
+def seeds(num_ranks: int, num_microbatches: int, max_chunks: int, goal: Goal) -> Iterator[Seed]:
+    """Every seed within the memory limit and `max_chunks`."""
+    limit = num_microbatches if goal.memory_limit is None else goal.memory_limit
+    yield from _named(num_ranks, num_microbatches, max_chunks, limit)
+    for placement in _placements(num_ranks, max_chunks):
+        yield from _eager(placement, goal, limit)
+    if max_chunks >= 2 and limit < num_ranks:
+        yield from _blocks(num_ranks, limit)
+
+
+def _named(num_ranks: int, num_microbatches: int, max_chunks: int, limit: float) -> Iterator[Seed]:
+    """For each kind of placement the named order that uses most of the available memory."""
+    legal = list(catalog.synchronous(num_ranks, num_microbatches, max_chunks))
+    for names in _BY_MEMORY:
+        pairs = [
+            (family, chunks) for name in names for family, chunks in legal if family.name == name
+        ]
+        fitting = [pair for pair in pairs if _peak(*pair, num_ranks, num_microbatches) <= limit]
+        for family, chunks in fitting[:1] if len(names) > 1 else pairs:
+            frame = partial(_frame_of, family, num_ranks, chunks)
+            placement = PLACEMENTS[family.placement](num_ranks, chunks)
+            origin = f"the order of {family.name}, refilled"
+            yield Seed(origin, placement, int(limit * chunks), frame)
+
+
+def _peak(family: Family, chunks: int, num_ranks: int, num_microbatches: int) -> float:
+    trial = family.make(num_ranks, min(num_microbatches, 2 * num_ranks), chunks)
+    return max(peak_activations(trial))
+
+
+def _frame_of(family: Family, num_ranks: int, num_chunks: int, num_microbatches: int) -> Frame:
+    schedule = family.make(num_ranks, num_microbatches, num_chunks)
+    return tuple(
+        tuple(
+            step
+            for step in steps
+            if isinstance(step, Action) and step.kind in (FORWARD, INPUT_GRAD)
+        )
+        for steps in schedule.order
+    )
+
+
+def _placements(num_ranks: int, max_chunks: int) -> Iterator[Placement]:
+    yield linear_placement(num_ranks)
+    yield from (loop_placement(num_ranks, chunks) for chunks in range(2, max_chunks + 1))
+    if max_chunks >= 2:
+        yield v_placement(num_ranks)
+
+
+def _eager(placement: Placement, goal: Goal, limit: float) -> Iterator[Seed]:
+    """List scheduling with all of the memory, or with just enough to fill the pipeline."""
+    chunks, costs = placement.num_chunks, goal.costs_of(placement)
+    enough = placement.num_ranks * chunks
+    priorities: tuple[Priority, ...] = ("gradients",)
+    if placement == v_placement(placement.num_ranks):
+        priorities = ("gradients", "inner")
+    for chunk_limit in sorted({min(int(limit * chunks), count) for count in (enough, 2 * enough)}):
+        for priority in priorities:
+
+            def frame(
+                num: int, chunk_limit: int = chunk_limit, priority: Priority = priority
+            ) -> Frame | None:
+                return eager(placement, num, costs, chunk_limit, priority)
+
+            origin = f"list scheduling on the {placement.kind} placement, {priority} first"
+            yield Seed(origin, placement, int(limit * chunks), frame)
+
+
+def _blocks(num_ranks: int, limit: float) -> Iterator[Seed]:
+    for hops in itertools.product((1, 2), (1, 2, 4), (1, 2), (1, 2)):
+        for turns in ((1, 1, 1), (3, 2, 2)):
+            frame = partial(repeat, BuildingBlock(hops, turns), num_ranks)
+            origin = f"V blocks with hops {hops} and turns {turns}"
+            yield Seed(origin, v_placement(num_ranks), int(2 * limit), frame)
+
+
+_BUDGET = 700_000
+_MAKING = 6  # cost of making a frame, in played actions per stage and microbatch
+_MOST_SWEPT = 4
+_SHARES = (0.01, 0.5, 1.0)
+_FINE_SHARES = (0.01, 0.15, 0.35, 0.5, 0.65, 0.85, 1.0, 2.0)
+_TINY = 1e-9
+
+
+class FoundSchedule(NamedTuple):
+    """The best schedule, and a description of where it comes from."""
+
+    schedule: Schedule
+    origin: str
+
+
+class _Trial(NamedTuple):
+    """A seed with a patience, and the objective it should reach."""
+
+    estimate: float
+    place: int  # breaks ties, so that seeds are never compared
+    seed: Seed
+    patience: Patience
+
+
+class _Candidate(NamedTuple):
+    """A full-size frame with a patience, and its objective."""
+
+    objective: float
+    place: int
+    lowered: Lowered
+    seed: Seed
+    patience: Patience
+
+
+def search(num_ranks: int, num_microbatches: int, max_chunks: int, goal: Goal) -> FoundSchedule:
+    """The best schedule found for p ranks and m microbatches with at most `max_chunks` chunks."""
+    limit = goal.memory_limit
+    if limit == math.inf:
+        goal = replace(goal, memory_limit=None)
+    elif limit is not None and not limit >= 1:  # not a number is refused with the rest
+        raise IllegalSchedule(f"a memory limit of {limit:g} holds no microbatch; give at least 1")
+    return _Search(num_ranks, num_microbatches, max_chunks, goal).run()
+
+
+class _Search:
+    def __init__(self, num_ranks: int, num_microbatches: int, max_chunks: int, goal: Goal) -> None:
+        self.num_ranks, self.num_microbatches = num_ranks, num_microbatches
+        self.max_chunks, self.goal = max_chunks, goal
+        # Two rounds of microbatches show the whole fill and drain; more only repeat the middle.
+        self.trial_size = min(num_microbatches, 2 * num_ranks)
+        self.budget = _BUDGET
+        # Two refinements at full size cost at least this; trials must leave that much.
+        most_stages = num_ranks * min(max_chunks, 2)
+        self.reserve = min(_BUDGET // 2, 2 * _MAKING * most_stages * num_microbatches)
+        self.best = math.inf
+        self.found: FoundSchedule | None = None
+
+    def run(self) -> FoundSchedule:
+        self._play_named()
+        full = [self._at_full_size(trial) for trial in self._sweep(self._screen())]
+        for candidate in sorted(
+            candidate_pair for candidate_pair in full if candidate_pair is not None
+        ):
+            self._refine(candidate)
+        return self.found or self._certain()
+
+    def _certain(self) -> FoundSchedule:
+        """If the budget is spent before anything fits: list scheduling, which always does.
+
+        With one stage per rank, a microbatch that has gone forward can always come back.
+        """
+        trials = (
+            _Trial(math.inf, 0, seed, Patience.uniform(self.num_ranks))
+            for seed in seeds(self.num_ranks, self.num_microbatches, 1, self.goal)
+            if seed.chunk_limit >= 1
+        )
+        while self.found is None:
+            self._at_full_size(next(trials))
+        return self.found
+
+    def _play_named(self) -> None:
+        """Step 1: the best named schedule that fits."""
+        trials = sorted(
+            (
+                self._estimate_named(family.make(self.num_ranks, self.trial_size, chunks)),
+                family.name,
+                chunks,
+            )
+            for family, chunks in catalog.synchronous(
+                self.num_ranks, self.num_microbatches, self.max_chunks
+            )
+        )
+        limit = self.goal.memory_limit
+        for estimate, name, chunks in trials:
+            if estimate >= self.best - _TINY:  # the estimate is a lower bound
+                break
+            schedule = catalog.make(name, self.num_ranks, self.num_microbatches, chunks)
+            if limit is None or max(peak_activations(schedule)) <= limit + _TINY:
+                timeline = play(schedule, self.goal.costs_of(schedule.placement))
+                objective = getattr(timeline, self.goal.objective)
+                if objective < self.best - _TINY:
+                    self._keep(schedule, objective, f"{name} as it is")
+
+    def _estimate_named(self, schedule: Schedule) -> float:
+        costs = self.goal.costs_of(schedule.placement)
+        timeline = play(schedule, costs)
+        overlaps = any(isinstance(step, Overlap) for steps in schedule.order for step in steps)
+        work = work_by_rank(schedule.placement, costs, min(1.0, costs.overlap) if overlaps else 1.0)
+        remainder = self.num_microbatches - self.trial_size
+        return getattr(timeline, self.goal.objective) + remainder * max(work)
+
+    def _keep(self, schedule: Schedule, objective: float, origin: str) -> None:
+        self.best = objective
+        self.found = FoundSchedule(replace(schedule, name=AUTO), origin)
+
+    def _hopeful(self, placement: Placement) -> bool:
+        """Whether anything on this placement could still beat the best."""
+        costs = self.goal.costs_of(placement)
+        bound = lower_bound(placement, costs, self.num_microbatches, self.goal.objective)
+        return bound < self.best - _TINY and self.budget > self.reserve
+
+    def _fill(self, lowered: Lowered, seed: Seed, patience: Patience) -> Filled | None:
+        self.budget -= lowered.num_actions
+        return fill(lowered, seed.chunk_limit, patience)
+
+    def _lower(self, seed: Seed, num_microbatches: int) -> Lowered | None:
+        self.budget -= _MAKING * seed.placement.num_stages * num_microbatches
+        frame = seed.frame(num_microbatches)
+        if frame is None:
+            return None
+        costs = self.goal.costs_of(seed.placement)
+        return lower(frame, seed.placement, num_microbatches, costs)
+
+    def _screen(self) -> list[_Trial]:
+        """Step 2: every kind of frame, with two degrees of patience."""
+        patiences = [Patience.uniform(self.num_ranks, running, 0.5) for running in (0.01, 0.5)]
+        trials: list[_Trial] = []
+        for seed in seeds(self.num_ranks, self.num_microbatches, self.max_chunks, self.goal):
+            if self._hopeful(seed.placement):
+                trials += sorted(self._try(seed, patiences))[:1]
+        return sorted(trials)[:_MOST_SWEPT]
+
+    def _try(self, seed: Seed, patiences: list[Patience]) -> Iterator[_Trial]:
+        lowered = self._lower(seed, self.trial_size)
+        if lowered is None:
+            return
+        work = max(work_by_rank(seed.placement, self.goal.costs_of(seed.placement)))
+        remainder = (self.num_microbatches - self.trial_size) * work
+        for patience in patiences:
+            if self.budget < self.reserve:
+                return
+            if (filled := self._fill(lowered, seed, patience)) is not None:
+                estimate = getattr(filled, self.goal.objective) + remainder
+                yield _Trial(estimate, self.budget, seed, patience)
+
+    def _sweep(self, trials: list[_Trial]) -> list[_Trial]:
+        """The best frames with every patience; the best trial of each."""
+        grid = [
+            Patience.uniform(self.num_ranks, *shares)
+            for shares in itertools.product(_SHARES, repeat=2)
+        ]
+        return sorted(min([trial, *self._try(trial.seed, grid)]) for trial in trials)
+
+    def _at_full_size(self, trial: _Trial) -> _Candidate | None:
+        """Step 3: the trial with all microbatches."""
+        self.reserve = 0
+        # Until there is any schedule, the budget does not count.
+        if self.found is not None and not self._hopeful(trial.seed.placement):
+            return None
+        lowered = self._lower(trial.seed, self.num_microbatches)
+        if lowered is None:
+            return None
+        return self._play(lowered, trial.seed, trial.patience)
+
+    def _play(self, lowered: Lowered, seed: Seed, patience: Patience) -> _Candidate | None:
+        filled = self._fill(lowered, seed, patience)
+        if filled is None:
+            return None
+        objective = getattr(filled, self.goal.objective)
+        if objective < self.best - _TINY:
+            schedule = Schedule(AUTO, seed.placement, self.num_microbatches, filled.order())
+            self._keep(schedule, objective, seed.origin)
+        return _Candidate(objective, self.budget, lowered, seed, patience)
+
+    def _refine(self, best: _Candidate) -> None:
+        """Step 4: the patience of each rank separately, as long as that helps."""
+        improved = True
+        while improved:
+            improved = False
+            for patience in _neighbours(best.patience):
+                if not self._hopeful(best.seed.placement):
+                    return
+                other = self._play(best.lowered, best.seed, patience)
+                if other is not None and other.objective < best.objective - _TINY:
+                    best, improved = other, True
+
+
+def _neighbours(patience: Patience) -> Iterator[Patience]:
+    """The same patience but for one rank in one phase."""
+    for rank in range(len(patience.running)):
+        for share in _FINE_SHARES:
+            running, draining = list(patience.running), list(patience.draining)
+            running[rank] = share
+            yield patience._replace(running=tuple(running))
+            draining[rank] = share
+            yield patience._replace(draining=tuple(draining))
+
+
+def work_by_rank(placement: Placement, costs: Costs, share: float = 1.0) -> list[float]:
+    """How long each rank works on one microbatch: `share` of the sum of its actions."""
+    work = [0.0] * placement.num_ranks
+    for stage, home in enumerate(placement.homes):
+        cost = share * (costs.forward[stage] + costs.backward[stage] + costs.weight[stage])
+        if placement.mirrored:
+            work[placement.num_ranks - 1 - home] += cost / 2
+            cost /= 2
+        work[home] += cost
+    return work
+
+
+def lower_bound(
+    placement: Placement, costs: Costs, num_microbatches: int, objective: Objective
+) -> float:
+    """No schedule is shorter: a rank's work, started when the first microbatch can reach it."""
+    work = work_by_rank(placement, costs)
+    if objective == "span":
+        return num_microbatches * max(work)
+    arrival, head = 0.0, [math.inf] * placement.num_ranks
+    for stage, home in enumerate(placement.homes):
+        if stage and placement.homes[stage - 1] != home:
+            arrival += costs.transfer[stage - 1]
+        head[home] = min(head[home], arrival)
+        arrival += costs.forward[stage]
+    return max(
+        start + num_microbatches * seconds for start, seconds in zip(head, work, strict=True)
+    )
 
 
 def require_legal(schedule: Schedule) -> None:

@@ -1,18 +1,368 @@
 """The operators of layers, embedding and head as one rank runs them, in bytes of a microbatch.
 
 `operator_tape` plays them. Inside of experts only sums are known (`cost/memory/activations.py`).
+
+What matmuls in fp8 hold, in bytes of a microbatch: codes in place of what bf16 saves.
+
+An input is rounded in two orders, one for the matmul that runs and one that waits for the weight
+gradient; so is an output gradient. Rounded weights stay over a step, or are made at every use.
+Routed experts have one order of rows, which travel as codes, and values again for weight gradients.
+
+The operators that layers are made of, as one rank runs them, in bytes of a microbatch: norms,
+activations, and linears, split over tp or not.
+
+The operators of layers with an own mixer, in all layers or in those of a hybrid without
+attention, for the tape of `layer_operators`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
-from fivefold.core.model import LayerKind, Mla, Moe, Recompute
-from fivefold.cost.layer.fp8_operators import RoundedSlots, rounded_slots
-from fivefold.cost.layer.linear_operators import LinearOperators, number
-from fivefold.cost.layer.operator_list import OperatorList, TapeTensor
-from fivefold.cost.memory import WIDE
+import numpy as np
+
+from fivefold.core.layout import EXPERT_WEIGHT, SCALE_BYTES, Fp8, packed_row
+from fivefold.core.model import LayerKind, Mla, Moe, Recompute, mixer_table
+from fivefold.cost import Array, Flags
+from fivefold.cost.layer.operator_tape import OperatorList, TapeTensor
+from fivefold.cost.memory import WIDE, Activations
 from fivefold.cost.traffic import max_nodes_per_token
+
+
+@dataclass(frozen=True)
+class RoundedOperators:
+    """For one plan. `unit`: bytes of a column of all tokens. `kept`: rounded weights stay."""
+
+    fp8: Fp8
+    kept: bool
+    itemsize: int
+    unit: float
+
+    @property
+    def wgrad(self) -> bool:
+        """Whether operands of weight gradients are rounded."""
+        return self.fp8.wgrad == "fp8"
+
+    def codes(self, size: float) -> float:
+        """Bytes of the codes of so many bytes."""
+        return size * self.fp8.code_bytes / self.itemsize
+
+    def weights(self, inputs: float, outputs: float) -> float:
+        """Bytes of the weights of a linear that are rounded for one use, in both orders, from the
+        bytes of its inputs and outputs."""
+        size = self.fp8.weight_bytes
+        return 0.0 if self.kept else size * inputs / self.unit * outputs / self.unit
+
+    def project(
+        self,
+        operators: OperatorList,
+        x: TapeTensor,
+        sizes: dict[str, float],
+        input_bytes: float,
+        *,
+        split: bool = False,
+        gathers: bool = False,
+        shards: bool = False,
+        copied: float = 0.0,
+        held: float = 0.0,
+    ) -> list[TapeTensor]:
+        """Linears of one input, which has `whole` bytes where it is gathered; `shards`: this rank's
+        tokens are saved. Outputs are one tensor: some are `copied` from it, and others, which are
+        saved, hold more of it."""
+        coded, twice = gathers and self.fp8.gathers_codes, 1 + self.wgrad
+        full, outs = self.codes(input_bytes), sum(sizes.values())
+        weights, moved = self.weights(input_bytes, outs), input_bytes if gathers else 0.0
+        if coded:
+            moved = self.codes(x.bytes)
+        saved, keeps = [x], 0.0
+        if self.wgrad and not shards:
+            saved, keeps = [], full
+        elif gathers and not shards:
+            saved, keeps = [], input_bytes
+        first, *tail_sizes = sizes.values()
+        code_bytes = moved + full + (full if self.wgrad and not shards else 0.0)
+        outputs = [
+            TapeTensor(first, extra=code_bytes + weights + copied),
+            *map(TapeTensor, tail_sizes),
+        ]
+        waits = (full if self.wgrad else input_bytes) if shards else 0.0
+        again = moved + full * twice - waits if shards else 0.0
+        operators.add(
+            [x],
+            outputs[0],
+            saved=saved,
+            weights=list(sizes),
+            backward_extra=self.codes(outs) * twice + again + (input_bytes if gathers else 0.0),
+            keeps=keeps + held,
+            defers=keeps,
+            collective=split,
+            more=outputs[1:],
+            gathered=waits,
+            gathers="input" if shards else "",
+            weights_last=True,
+            codes=self.codes(outs) if self.wgrad else 0.0,
+            rounded=weights,
+        )
+        return outputs
+
+    def sum_of_rows(
+        self, operators: OperatorList, x: TapeTensor, name: str, output: float, full_output: float
+    ) -> TapeTensor:
+        """A linear and the sum over ranks; the gradient of its output is gathered if a rank has
+        less than the `whole` of it."""
+        gathers, twice = output < full_output, 1 + self.wgrad
+        inputs, full = self.codes(x.bytes), self.codes(full_output)
+        weights = self.weights(x.bytes, full_output)
+        output_extra = inputs * twice + weights + (full_output if gathers else 0.0)
+        moved = 0.0
+        if gathers:
+            moved = self.codes(output) if self.fp8.gathers_codes else full_output
+        waits = full_output if gathers and not self.wgrad else 0.0
+        return operators.add(
+            [x],
+            TapeTensor(output, extra=output_extra),
+            saved=[] if self.wgrad else [x],
+            weights=name,
+            backward_extra=moved - waits + full * twice + x.bytes,
+            keeps=inputs if self.wgrad else 0.0,
+            defers=inputs if self.wgrad else 0.0,
+            collective=True,
+            gathered=waits,
+            gathers="gradient" if waits else "",
+            weights_last=True,
+            codes=full if self.wgrad else 0.0,
+            rounded=weights,
+        )
+
+
+@dataclass(frozen=True)
+class RoundedSlots:
+    """Routed experts of one layer in fp8, in bytes of the slots of a rank: a column of them, rows
+    of the model's width, and what is inside of experts. `numel`: of one stacked weight."""
+
+    kept: bool
+    column: float
+    rows: float
+    inner: float
+    numel: float
+    model_width: int
+    itemsize: int
+
+    def packed(self, size: float) -> float:
+        """Bytes of rows of the model's width as they travel to experts, from those of values."""
+        return size * packed_row(self.model_width) / (self.model_width * self.itemsize)
+
+    def codes(self, size: float) -> float:
+        """Bytes of codes with a scale for each row."""
+        return (size + self.column * SCALE_BYTES) / self.itemsize
+
+    def project(
+        self, operators: OperatorList, x: TapeTensor, names: Sequence[str]
+    ) -> list[TapeTensor]:
+        """Gate and up, as one matmul. Packed rows are saved; gradients are rounded here."""
+        weights = self._weights(len(names), len(names) * self.inner)
+        first, *tail = [TapeTensor(self.inner, extra=weights / len(names)) for _ in names]
+        codes = self.codes(len(names) * self.inner)
+        operators.add(
+            [x],
+            first,
+            saved=[x],
+            weights=names,
+            backward_extra=codes,
+            more=tail,
+            weights_last=True,
+            codes=codes,
+            dequantised=self.rows + self.inner,
+            rounded=self._weights(len(names), self.rows),
+        )
+        return [first, *tail]
+
+    def down(self, operators: OperatorList, x: TapeTensor, name: str) -> TapeTensor:
+        """Rows are rounded here and saved as codes; the gradients of its results come packed."""
+        codes, packed = self.codes(self.inner), self.packed(self.rows)
+        return operators.add(
+            [x],
+            TapeTensor(self.rows, extra=codes + self._weights(1, self.rows), gradient=packed),
+            weights=name,
+            keeps=codes,
+            defers=codes,
+            weights_last=True,
+            dequantised=self.rows + self.inner,
+            rounded=self._weights(1, self.inner),
+        )
+
+    def _weights(self, stacks: int, result: float) -> float:
+        """Bytes of rounded weights beside a result of this size: in both orders before it is made,
+        in one while it is."""
+        numel = 0.0 if self.kept else stacks * self.numel
+        return max(EXPERT_WEIGHT * numel - result, numel)
+
+
+def rounded_slots(activations: Activations, column: float, keeps_weights: bool) -> RoundedSlots:
+    """The experts of a rank, of one layout; `column`: bytes of one of all their slots."""
+    shape, grid = activations.shape, activations.grid
+    assert shape.moe is not None
+    ffn = shape.moe.ffn / grid.etp.item()
+    numel = shape.moe.experts / grid.ep.item() * ffn * shape.width
+    sizes = (column, column * shape.width, column * ffn, numel)
+    return RoundedSlots(keeps_weights, *sizes, shape.width, activations.itemsize)
+
+
+SCALED = 7  # bytes of 2 that the weight gradient of a norm holds besides: widened, and multiplied
+
+
+class LinearOperators:
+    """For one plan. Keys come to a query in so many `visits`. `shards`: inputs of split GEMMs are
+    saved as this rank's tokens. `queued`: weight gradients go past autograd. `reorders`: tokens
+    are in another order between GEMMs that are split over tp."""
+
+    def __init__(
+        self,
+        activations: Activations,
+        tokens: float,
+        visits: int,
+        shards: bool,
+        queued: bool,
+        reorders: bool,
+        rounded: RoundedOperators | None = None,
+    ) -> None:
+        self.activations, self.tokens, self.visits = activations, tokens, visits
+        self.shards, self.queued, self.shape = shards, queued, activations.shape
+        self.reorders, self.rounded = reorders, rounded
+        self.key = (activations.key, tokens, visits, shards, queued, reorders, rounded)
+        grid = activations.grid
+        self.tp, self.sp = int(number(grid.tp)), bool(number(grid.sp))
+        self.split = self.tp > 1
+        self.residual, self.whole = self._size(activations.residual), self._size(activations.whole)
+        self.unit = activations.itemsize * tokens
+
+    def _size(self, per_token: Array | float) -> float:
+        return number(per_token) * self.tokens
+
+    def _norm(
+        self, operators: OperatorList, x: TapeTensor, name: str, rule: Recompute
+    ) -> TapeTensor:
+        """Its output may be made again from its input, for the GEMMs that read it."""
+        output = TapeTensor(x.bytes, remade=rule.remakes("norm"), source=x)
+        if not self.queued:
+            return operators.add([x], output, saved=[x], weights=name)
+        plain = operators.add([x], TapeTensor(x.bytes), saved=[x])
+        extra = SCALED * x.bytes
+        return operators.add([plain], output, saved=[x], weights=name, settle_extra=extra)
+
+    def _linear(
+        self, operators: OperatorList, x: TapeTensor, size: float, name: str, named: bool = False
+    ) -> TapeTensor:
+        return operators.add([x], TapeTensor(size, named=named), saved=[x], weights=name)
+
+    def _rounding(self, operators: OperatorList) -> RoundedOperators | None:
+        """How linears of this layer are rounded."""
+        return self.rounded if operators.rounds else None
+
+    def _linear_alone(
+        self, operators: OperatorList, x: TapeTensor, size: float, name: str
+    ) -> TapeTensor:
+        """A linear that is not split over tp, and rounded where others of its layer are."""
+        rounded = self._rounding(operators)
+        if rounded is None:
+            return self._linear(operators, x, size, name)
+        return rounded.project(operators, x, {name: size}, x.bytes)[0]
+
+    def _project(
+        self,
+        operators: OperatorList,
+        x: TapeTensor,
+        sizes: dict[str, float],
+        saves_shards: bool,
+        copied: float = 0.0,
+        live_bytes: float = 0.0,
+    ) -> list[TapeTensor]:
+        """Linears of one input, with the bytes of their outputs: it is gathered before, and its
+        gradient, one for all of them, is reduced after. In fp8, so many bytes of outputs are
+        `copied`, and saved outputs hold so many of others."""
+        gathers, rounded = self.split and self.sp, self._rounding(operators)
+        if rounded is not None:
+            options = {"split": self.split, "gathers": gathers, "shards": gathers and saves_shards}
+            full_bytes = self.whole if self.split else x.bytes
+            return rounded.project(
+                operators, x, sizes, full_bytes, **options, copied=copied, held=live_bytes
+            )
+        full_bytes = self.whole if gathers else 0.0
+        first, *tail_sizes = sizes.values()
+        outputs = [TapeTensor(first, extra=full_bytes), *map(TapeTensor, tail_sizes)]
+        operators.add(
+            [x],
+            outputs[0],
+            saved=[x] if saves_shards or not full_bytes else [],
+            weights=list(sizes),
+            backward_extra=full_bytes,
+            keeps=0.0 if saves_shards else full_bytes,
+            defers=0.0 if saves_shards else full_bytes,
+            collective=self.split,
+            more=outputs[1:],
+            gathered=full_bytes if saves_shards else 0.0,
+            gathers="input" if saves_shards and full_bytes else "",
+            weights_last=True,
+        )
+        return outputs
+
+    def _row_linear(self, operators: OperatorList, x: TapeTensor, name: str) -> TapeTensor:
+        """A linear and the sum over ranks; the gradient of its output is gathered."""
+        if not self.split:
+            return self._linear_alone(operators, x, self.whole, name)
+        if (rounded := self._rounding(operators)) is not None:
+            output = self.residual if self.sp else self.whole
+            return rounded.sum_of_rows(operators, x, name, output, self.whole)
+        full_bytes = self.whole if self.sp else 0.0
+        return operators.add(
+            [x],
+            TapeTensor(self.residual if self.sp else self.whole, extra=full_bytes),
+            saved=[x],
+            weights=name,
+            collective=True,
+            gathered=full_bytes,
+            gathers="gradient" if self.sp else "",
+            weights_last=True,
+        )
+
+    @property
+    def _copies(self) -> bool:
+        return self.split and self.sp and self.reorders
+
+    def _in_rows(self, operators: OperatorList, x: TapeTensor) -> TapeTensor:
+        """Heads between the order of gathers and that of rows: a copy, if these differ."""
+        if not self._copies:
+            return x
+        return operators.add([x], TapeTensor(x.bytes))
+
+    def _saves_shards(self, operators: OperatorList, rule: Recompute) -> bool:
+        return self.shards and not (rule.full or operators.module in rule.modules)
+
+    def _inner(self, name: str) -> list[str]:
+        return [
+            f"{name}.{projection}"
+            for projection in (("gate", "up") if self.shape.gated else ("up",))
+        ]
+
+    def _biased(self, operators: OperatorList, x: TapeTensor, bias: bool) -> TapeTensor:
+        """A bias after the sum over ranks; that of one rank is part of the GEMM."""
+        if not bias or not self.split:
+            return x
+        return operators.add([x], TapeTensor(x.bytes), passes=True)
+
+    def _activated(
+        self, operators: OperatorList, inner: list[TapeTensor], rule: Recompute
+    ) -> TapeTensor:
+        again = rule.remakes("act") and operators.module not in rule.modules
+        copies = self.activations.memory.gated_copies - 3 if self.shape.gated else 0.0
+        output = TapeTensor(inner[0].bytes, remade=again)
+        return operators.add(inner, output, saved=inner, keeps=copies * inner[0].bytes)
+
+
+def number(value: Array | Flags | float) -> float:
+    return float(np.asarray(value).reshape(-1)[0])
+
 
 EXPERTS = "mlp"  # how the names of a layer's router and experts begin
 
@@ -320,3 +670,29 @@ class LayerOperators(LinearOperators):
         saved = [*inputs, output]
         operators.add(inputs, output, saved, backward_extra=extra, keeps=lse, kept=saved_bytes)
         return operators.add([output], TapeTensor(size), passes=True, kept=0.0)
+
+
+class MixerOperators(LayerOperators):
+    """The operators of layers with an own mixer."""
+
+    def _mixed(
+        self, operators: OperatorList, x: TapeTensor, kind: LayerKind, rule: Recompute
+    ) -> TapeTensor:
+        activations = self.activations.of_mixer if kind.recurrent else self.activations
+        mixer = activations.mixer
+        if mixer is None:
+            return self._attention(operators, x, rule)
+        sizes = {
+            f"attention.{name}.": float(size[0]) * self.unit for name, size in mixer.made.items()
+        }
+        projections = self._project(operators, x, sizes, self._saves_shards(operators, rule))
+        projections = [self._in_rows(operators, projection) for projection in projections]
+        rows = mixer_table(activations.shape)
+        weights = [f"attention.{row.name}" for row in rows if row.reads == "nothing"]
+        result = TapeTensor(float(mixer.back[0]) * self.unit)
+        saved_bytes = float(mixer.saved[0]) * self.unit
+        mixed = operators.add(
+            projections, result, [*projections, result], weights, keeps=saved_bytes
+        )
+        out = self._row_linear(operators, self._in_rows(operators, mixed), "attention.out")
+        return self._biased(operators, out, rows[-1].bias)

@@ -2,22 +2,28 @@
 weight gradient, and what recomputation repeats.
 
 Seconds are kept by part (products, attention, tp, ...), so that the parts of a step can be shown.
+
+Weights that do not learn, and the low-rank adapters beside them (LoRA).
+
+A frozen weight has no gradient, no optimizer state and no master copy; its matmul has no third
+pass. An adapter of rank r adds r · (inputs + outputs) weights to each matmul of attention and of a
+dense MLP, and one small matmul more to each pass. Inputs of matmuls are saved all the same: the
+adapters need them.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cached_property, lru_cache, partial
 from typing import NamedTuple
 
 import numpy as np
 
-from fivefold.core.model import Module, Moe, Recompute
+from fivefold.core.layout import planned_weights
+from fivefold.core.model import Module, Moe, Recompute, Shape, layer_kinds, parameters
 from fivefold.cost import Array
-from fivefold.cost.hardware import KERNEL_LAUNCH
-from fivefold.cost.layer.fp8_time import travelling_share
-from fivefold.cost.layer.frozen import freeze
-from fivefold.cost.layer.kernels import NORM_PASSES, Gemm, LayerKernels
+from fivefold.cost.hardware import KERNEL_LAUNCH, SoftwareStack
+from fivefold.cost.layer.kernels import NORM_PASSES, Gemm, LayerKernels, travelling_share
 from fivefold.cost.step import SplitGemms, hide_exchange, shown_seconds, tensor_seconds
 from fivefold.cost.traffic import (
     UNEVEN_AXES,
@@ -29,6 +35,39 @@ from fivefold.cost.traffic import (
     tensor_ends,
     tensor_layer,
 )
+
+
+def trainable_share(shape: Shape, stack: SoftwareStack) -> float:
+    """Weights that learn over all weights: by the table of a model that a plan tunes, else by the
+    rank of other people's adapters."""
+    if shape.tuning is not None:
+        return _learned_share(shape)
+    if not stack.frozen:
+        return 1.0
+    heads = (shape.heads + 2 * shape.kv_heads) * shape.head_dim + shape.heads * shape.value_dim
+    attention = 4 * shape.width + heads
+    mlp = (3 if shape.gated else 2) * (shape.width + shape.ffn)
+    adapters = 0
+    for i, count in layer_kinds(shape).items():
+        adapters += count * (attention + (0 if shape.is_moe_layer(i) else mlp))
+    return stack.lora_rank * adapters / parameters(shape).total
+
+
+@lru_cache(maxsize=16)
+def _learned_share(shape: Shape) -> float:
+    rows = planned_weights(shape)
+    return sum(row.numel for row in rows if not row.frozen) / sum(row.numel for row in rows)
+
+
+def freeze(
+    passes: tuple[dict[str, Array], ...], weights: dict[str, Array], adapters: Array
+) -> None:
+    """Take the weight gradients out of a layer, and add its adapters, of so many seconds a pass."""
+    for parts in passes:
+        parts["products"] = parts.get("products", 0.0 * adapters) + adapters
+    weights.clear()
+    weights["products"] = adapters
+
 
 TimeParts = dict[str, Array]
 

@@ -1,13 +1,13 @@
 from fivefold.cost.memory.activations import WIDE as WIDE
 from fivefold.cost.memory.activations import Activations as Activations
 from fivefold.cost.memory.categories import CATEGORIES as CATEGORIES
+from fivefold.cost.memory.categories import MemoryEntries as MemoryEntries
 from fivefold.cost.memory.categories import PeakMemory as PeakMemory
 from fivefold.cost.memory.categories import fits as fits
 from fivefold.cost.memory.categories import least_memory as least_memory
 from fivefold.cost.memory.categories import peak_memory as peak_memory
 from fivefold.cost.memory.categories import rank_peak_memory as rank_peak_memory
 from fivefold.cost.memory.categories import verdict as verdict
-from fivefold.cost.memory.entries import MemoryEntries as MemoryEntries
 from fivefold.cost.memory.rank_ledger import PlanLedger as PlanLedger
 from fivefold.cost.memory.stage_gradients import RankParameters as RankParameters
 from fivefold.cost.memory.static import COMMUNICATOR as COMMUNICATOR

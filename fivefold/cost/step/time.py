@@ -3,27 +3,326 @@
 A step is the time of the pipeline, the part of the data axis that is not hidden, and the optimizer.
 Stages of fivefold are timed by the longest paths through the pipeline, or by simulation; those of
 other stacks by closed forms for equal stages. Tests check both against the simulated schedule.
+
+Seconds of saved activations that wait on the host: out after the forward, back for the backward.
+
+Both ways overlap with compute, and the link to the host is full duplex: a steady step has as many
+bytes on their way out as back. What is longer than the compute of a step shows.
+
+Seconds of the optimizer's update on one rank, and how many parameters a rank has.
+
+Seconds of the collectives around the pipeline: the data axes, sums of gradients that ranks of
+other axes have too, and the totals of a step.
+
+The collectives are those of a run (`data_axis`) for our own stack. Others gather layers and reduce
+buckets, by the same rules.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
 
-from fivefold.core import Machine
+from fivefold.core import Machine, matmul_bytes
+from fivefold.core.layout import by_name
 from fivefold.core.model import Shape, layer_kinds, layer_parameters
 from fivefold.core.schedule import PipelineTimes
-from fivefold.cost import Array, Flags, LayoutGrid
-from fivefold.cost.hardware import SoftwareStack
-from fivefold.cost.layer import HostSeconds, LayerTimer, LayerTimes, TimeParts, total_seconds
+from fivefold.cost import OFFLOADS, RECOMPUTE, Array, Flags, LayoutGrid
+from fivefold.cost.hardware import SoftwareStack, num_buckets
+from fivefold.cost.layer import (
+    ROUNDED_SHARE,
+    HostSeconds,
+    LayerTimer,
+    LayerTimes,
+    TimeParts,
+    expert_weight_bytes,
+    total_seconds,
+    trainable_share,
+    weight_bytes,
+)
+from fivefold.cost.memory import Activations
 from fivefold.cost.stages import bubble_seconds, mirrored, pipeline_seconds, pipeline_timer
-from fivefold.cost.step.activation_offload import activation_offload_seconds
-from fivefold.cost.step.data_time import data_seconds, flat_units
-from fivefold.cost.step.update_time import update_seconds, weight_rounding
-from fivefold.cost.traffic import Spans
+from fivefold.cost.step.overlap import shown_seconds
+from fivefold.cost.traffic import (
+    DataCollective,
+    DataJob,
+    RankUnits,
+    Spans,
+    UnitGroup,
+    UnitRules,
+    layer_maxima,
+    shared_collectives,
+    step_totals,
+    totals_bytes,
+    unit_collectives,
+    weight_maxima,
+)
+
+
+def activation_offload_seconds(work: LayerTimer, compute: Array) -> Array:
+    """What shows of it in a step with so many seconds of compute."""
+    grid, stack, shape = work.grid, work.stack, work.shape
+    if not stack.memory.offloaded:
+        return np.zeros(1)
+    saved = Activations(shape, stack, stack.memory, grid, work.seq, work.itemsize, work.imbalance)
+    size = np.zeros(1)
+    for i, count in layer_kinds(shape).items():
+        size = size + count * saved.of_layer(i).saved(shape.is_moe_layer(i))
+    full = grid.recompute == RECOMPUTE.index("full")
+    size = np.where(full, shape.layers * saved.inputs(), size)
+    size = size * work.tokens * grid.microbatches / grid.pp * stack.memory.offloaded
+    return shown_seconds(size / work.machine.host.link.bandwidth, compute)
+
+
+# Bytes/s at which one GPU's share of the host updates offloaded states: assumed.
+HOST_BANDWIDTH = 50e9
+MASTER = 4  # bytes of a master weight
+NEWTON_SCHULZ = 5  # steps of Muon
+
+
+def rank_parameters(shape: Shape, grid: LayoutGrid) -> tuple[Array, Array]:
+    """Parameters of one rank: dense ones with one end of the model, and those of experts."""
+    dense, experts = 0, 0
+    for i, count in layer_kinds(shape).items():
+        layer = layer_parameters(shape, i)
+        experts += count * layer.experts
+        dense += count * (layer.total - layer.experts)
+    ends = shape.vocab * shape.width
+    on_end = np.where(grid.pp > 1, 1.0, 1.0 if shape.tied else 2.0)
+    return (
+        (dense / grid.pp + ends * on_end) / grid.tp,
+        experts / (grid.pp * grid.ep * grid.etp),
+    )
+
+
+def weight_rounding(work: LayerTimer) -> TimeParts:
+    """Weights that are rounded to fp8 in a step, with the maxima over ranks."""
+    shape, grid, fp8 = work.shape, work.grid, work.stack.fp8
+    if fp8 is None:
+        return {}
+    numel, linears, experts = np.zeros(1), np.zeros(1), np.zeros(1)
+    for i, count in layer_kinds(shape).items():
+        gemms = work.rounded_gemms(i)
+        numel = numel + count * sum((gemm.outputs * gemm.inputs for gemm in gemms), np.zeros(1))
+        maxima = layer_maxima(fp8, shape, shape.is_moe_layer(i), grid.ep)
+        linears, experts = linears + count * maxima.linears, experts + count * maxima.experts
+    share = fp8.share(shape.layers) / grid.pp
+    seconds = work.moved(weight_bytes(fp8, work.stack, grid, work.itemsize) * numel * share)
+    seconds = (seconds + _experts_rounding(work, share)) / ROUNDED_SHARE
+    strides = {"fsdp": grid.tp, "edp": grid.ep * grid.etp}
+    for collective in weight_maxima(grid, linears * share, experts * share):
+        stride = strides.get(collective.axis, np.ones_like(grid.tp))
+        seconds = seconds + collective.times * work.links.all_reduce(
+            collective.bytes, collective.group, stride
+        )
+    return {"rounding": seconds}
+
+
+def _experts_rounding(work: LayerTimer, share: Array | float) -> Array | float:
+    """Seconds of the passes that round weights of routed experts, if kernels were as others are."""
+    if work.stack.fp8 is None or not work.stack.fp8.experts or work.shape.moe is None:
+        return 0.0
+    kinds = layer_kinds(work.shape).items()
+    numel = sum(count * layer_parameters(work.shape, i).experts for i, count in kinds)
+    size = expert_weight_bytes(work.stack, work.grid, work.itemsize)
+    return work.moved(size * numel * share / (work.grid.ep * work.grid.etp))
+
+
+def update_seconds(work: LayerTimer, owned: Array | None = None) -> TimeParts:
+    """The update of a rank's shards; with offload, gradients go to the host and weights come back.
+    `owned`: elements of the shards, if they are known."""
+    grid, host = work.grid, work.machine.host
+    if owned is None:
+        dense, experts = rank_parameters(work.shape, grid)
+        sharded = grid.zero >= 1
+        owned = dense / np.where(sharded, grid.shard * grid.cp, 1.0)
+        owned = owned + experts / np.where(sharded, grid.edp, 1.0)
+    owned = owned * trainable_share(work.shape, work.stack)
+    seconds = work.moved(owned * (work.stack.optimizer_bytes + work.stack.clip_bytes))
+    if work.stack.orthogonalizes:
+        seconds = seconds + _orthogonal_updates(work)
+    # Gradients leave after every microbatch and come back for the next, the norm and the update.
+    moved = owned * work.stack.gradient_bytes * (2 * grid.microbatches + 1)
+    gone = moved / host.link.bandwidth if work.stack.grads_home else np.zeros(1)
+    if not grid.offload.any():
+        return {"optimizer": seconds, **({"offload": gone} if work.stack.grads_home else {})}
+    wire = owned * (work.stack.gradient_bytes + work.itemsize) / host.link.bandwidth
+    away = wire + owned * work.stack.optimizer_bytes / HOST_BANDWIDTH
+    on_disk = grid.offload == OFFLOADS.index("nvme")
+    if on_disk.any():
+        # The GPUs of a node share its disks. While one layer is updated, the next is read and the
+        # previous one written; the first read and the last write overlap with nothing.
+        bandwidth = work.machine.disk_bandwidth() / work.machine.gpus_per_node
+        disk = owned * 2 * (MASTER + work.stack.memory.moment_bytes) / bandwidth
+        layers = np.maximum(work.shape.layers / grid.pp, 1.0)
+        away = np.where(on_disk, np.maximum(away, disk) + disk / layers, away)
+    return {
+        "optimizer": np.where(grid.offload > 0, 0.0, seconds),
+        "offload": np.where(grid.offload > 0, away, 0.0) + gone,
+    }
+
+
+def _orthogonal_updates(work: LayerTimer) -> Array:
+    """Muon: every rank gathers the flat units of which it owns a shard, and makes those matrices
+    orthogonal of which it owns a part."""
+    shape, grid, links = work.shape, work.grid, work.links
+    seconds = np.zeros(1)
+    for i, count in layer_kinds(shape).items():
+        dense, experts = _newton_schulz_flops(shape, i)
+        for flops, shards, ranks in (
+            (dense, grid.shard * grid.cp, np.ones_like(grid.ep)),
+            (experts, grid.edp, grid.ep),
+        ):
+            if not flops:
+                continue
+            num = len(flops) / ranks
+            # A shard is a range of the unit: it begins and ends inside of matrices.
+            part = np.where(grid.zero >= 1, np.minimum(1.0, 1 / shards + 1 / num), 1.0)
+            seconds = seconds + count / grid.pp * part * sum(flops) / ranks / work.speed
+    dense, experts = rank_parameters(shape, grid)
+    width = work.itemsize * (grid.zero >= 1)
+    moved = links.ring(dense * width, grid.shard * grid.cp, grid.tp)
+    moved = moved + links.ring(dense * work.itemsize, grid.tp, np.ones_like(grid.tp))
+    return seconds + moved + links.ring(experts * width, grid.edp, grid.ep * grid.etp)
+
+
+def _newton_schulz_flops(shape: Shape, layer: int) -> tuple[list[float], list[float]]:
+    """Of each matrix of a layer: those that all ranks have, and those of its experts."""
+    matrix_flops: tuple[list[float], list[float]] = ([], [])
+    for weight in by_name(shape).values():
+        if weight.block != f"blocks.{layer}" or weight.role != "matrix":
+            continue
+        *stacked, rows, columns = weight.shape
+        small, large = sorted((rows, columns))
+        flops = NEWTON_SCHULZ * (4 * small**2 * large + 2 * small**3)
+        expert = weight.expert
+        matrix_flops[expert].extend([float(flops)] * (stacked[0] if stacked else 1))
+    return matrix_flops
+
+
+def flat_units(work: LayerTimer, stages: Spans | None = None) -> RankUnits | None:
+    """The units of the first rank, as fivefold makes them; None for other stacks. `stages`: the
+    layers of every stage, if they are given."""
+    if not work.stack.runs_plans:
+        return None
+    rules = UnitRules(work.shape, work.itemsize, work.stack.unit_bytes, work.stack.fp8)
+    return RankUnits(rules, work.grid, work.seq, stages)
+
+
+def unit_groups(work: LayerTimer, units: RankUnits | None) -> list[UnitGroup]:
+    """What a rank gathers and reduces."""
+    if units is not None:
+        return [*units.groups(work.stack.stays_gathered(work.grid))]
+    return [*_layers_and_buckets(work)]
+
+
+def _layers_and_buckets(work: LayerTimer) -> Iterator[UnitGroup]:
+    """Of another stack: layers under ZeRO-3, buckets below it."""
+    grid, stack, m = work.grid, work.stack, work.grid.microbatches
+    layers, third = np.maximum(work.shape.layers / grid.pp, 1.0), grid.zero == 3
+    parameters = rank_parameters(work.shape, grid)
+    buckets = num_buckets(sum(parameters, np.zeros(1)) * work.itemsize, layers, stack.bucket_bytes)
+    number = np.where(third, layers * stack.gathers, buckets)
+    rounds = np.ceil(m / grid.pp) if stack.scatters_rounds else m
+    times = np.where(stack.stays_gathered(grid), 1.0, 2 * m)
+    for expert, size in enumerate(parameters):
+        if expert and work.shape.moe is None:
+            return
+        reductions = np.where(third, np.where(grid.pp > 1, 1.0, m), rounds)
+        yield UnitGroup(bool(expert), number, size, reductions, number * times, size * times)
+
+
+def data_job(work: LayerTimer) -> DataJob:
+    """What the data axes depend on, in arrays."""
+    grid, stack = work.grid, work.stack
+    learned = trainable_share(work.shape, stack)
+    width = matmul_bytes(work.precision) if stack.narrow_gathers else work.itemsize
+    return DataJob(
+        zero=grid.zero,
+        ranks=grid.dp * grid.cp,
+        shards=grid.shard * grid.cp,
+        replicas=grid.replicate,
+        expert_ranks=grid.edp,
+        itemsize=np.where(grid.zero == 3, width, width * learned),
+        grad_itemsize=stack.gradient_bytes * learned,
+    )
+
+
+def data_seconds(work: LayerTimer, units: RankUnits | None, window: Array, compute: Array) -> Array:
+    """Collectives of the data axis, as far as compute does not hide them: gradients in the backward
+    of the last microbatch, under ZeRO-2 in every backward. ZeRO-3 gathers every layer twice per
+    microbatch and reduce-scatters its gradients, or each once per step in a pipeline."""
+    grid, stack, m = work.grid, work.stack, work.grid.microbatches
+    shards = grid.shard * grid.cp
+    sharded, groups = (grid.zero >= 1) & (shards > 1), unit_groups(work, units)
+    job = data_job(work)
+    issued = [collective for group in groups for collective in unit_collectives(job, group)]
+    gathered = _seconds(
+        work, (collective for collective in issued if collective.kind == "all_gather")
+    )
+    reduced = _seconds(
+        work, (collective for collective in issued if collective.kind != "all_gather")
+    )
+    # The first unit of weights and the last of gradients overlap with nothing.
+    number = np.maximum(work.shape.layers / grid.pp, 1.0)
+    if units is not None:
+        number = sum((group.number for group in groups), np.zeros(1))
+    times = np.where(grid.zero == 2, groups[0].reductions, 1.0)
+    once = reduced + gathered
+    if stack.gradients_hidden:
+        once = shown_seconds(once, times * window, once / (number * times))
+    if stack.owner_wait:
+        apart = work.links.domains(shards, grid.tp) > 1
+        once = once + np.where(sharded & apart, stack.owner_wait * shards, 0.0)
+    closing = np.zeros(1) if units is None else _closing_seconds(work, units)
+    third = (grid.zero == 3) & sharded
+    if not third.any():
+        return once + closing
+    hidden = gathered + reduced if stack.prefetch else reduced
+    shown = shown_seconds(hidden, m * compute * stack.gathers_hidden, hidden / number / m)
+    shown = shown if stack.prefetch else shown + gathered
+    return np.where(third, shown, once) + closing
+
+
+def _seconds(work: LayerTimer, issued: Iterable[DataCollective]) -> Array:
+    """Seconds of these collectives one after another."""
+    grid, links, flat = work.grid, work.links, work.stack.flat_rings
+    shards, seconds = grid.shard * grid.cp, np.zeros(1)
+    strides = dict.fromkeys(("fsdp", "dp-cp"), grid.tp) | dict.fromkeys(
+        ("tp", "replica", "etp", "world"), 1
+    )
+    strides |= {"edp": grid.ep * grid.etp, "replicate": grid.tp * shards}
+    strides |= {"twin": grid.tp * grid.cp * grid.dp * np.maximum(grid.pp - 1, 1)}
+    for collective in issued:
+        ranks, stride = (
+            np.ones_like(grid.tp) * number
+            for number in (collective.group, strides[collective.axis])
+        )
+        arguments = (ranks, stride, collective.times, flat)
+        if collective.kind == "all_reduce":
+            seconds = seconds + links.all_reduce(collective.bytes, *arguments)
+        else:
+            size = collective.bytes * (ranks if collective.kind == "all_gather" else 1.0)
+            seconds = seconds + links.ring(size, *arguments)
+    return seconds
+
+
+def _closing_seconds(work: LayerTimer, units: RankUnits) -> Array:
+    """Sums over other axes and totals, at the end of a step, when nothing is left to hide them."""
+    return _seconds(work, closing_collectives(work, units))
+
+
+def closing_collectives(work: LayerTimer, units: RankUnits) -> Iterator[DataCollective]:
+    """What the first rank issues once a step beside the data axes."""
+    grid, shape = work.grid, work.shape
+    copies = np.maximum(1, grid.tp // shape.kv_heads)
+    yield from shared_collectives(units.shared(), grid.tp, copies, work.itemsize)
+    size = totals_bytes(shape, work.stack.balance)
+    yield from step_totals(grid.dp * grid.cp, grid.world, size)
+
 
 # How sharply the longer of host and GPU decides: 1 would be their sum. Chosen with vTrain's runs.
 _CORNER = 4

@@ -31,17 +31,19 @@ from fivefold.core.layout import (
 from fivefold.core.model import Shape
 from fivefold.core.plan import Plan
 from fivefold.core.schedule import Delays, forwards_of
-from fivefold.cost.traffic.axes import (
+from fivefold.cost.traffic.data_axis import (
     Collective,
     RankChunk,
     balance_collectives,
     context_collectives,
+    data_collectives,
     expert_collectives,
     maxima_collectives,
     pipeline_collectives,
+    shared_gradients,
+    step_collectives,
     tensor_collectives,
 )
-from fivefold.cost.traffic.data_axis import data_collectives, shared_gradients, step_collectives
 from fivefold.cost.traffic.layers import max_nodes_per_token
 
 

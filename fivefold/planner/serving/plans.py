@@ -15,7 +15,7 @@ from math import ceil
 import numpy as np
 
 from fivefold.core import FivefoldError, counted
-from fivefold.core.layout import Layout, legality, rules
+from fivefold.core.layout import Layout, rules
 from fivefold.core.model import STEP_TOKENS
 from fivefold.cost import Array
 from fivefold.cost.step import ReplicaStep, interpolated, serving_rates
@@ -207,7 +207,7 @@ def legal_layouts(request: ServingRequest) -> Iterator[Layout]:
                     zero=0,
                     sp=shape.moe is not None and tp > 1,
                 )
-                if not legality.problems(layout, shape, seq=max(request.prompt, tp)):
+                if not rules.problems(layout, shape, seq=max(request.prompt, tp)):
                     yield layout
 
 

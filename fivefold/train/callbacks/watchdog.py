@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from fivefold.core.model import count
+from fivefold.core.model import shape
 from fivefold.core.plan import Plan, Recipe
 from fivefold.core.schedule import Step
 from fivefold.launch.watch import Watchdog
@@ -31,7 +31,7 @@ class PhaseLimits:
     @classmethod
     def of(cls, plan: Plan, recipe: Recipe, device: str) -> PhaseLimits:
         """By the bytes and the arithmetic of a rank, on a slow machine."""
-        parameters = count.parameters(plan.shape)
+        parameters = shape.parameters(plan.shape)
         split = plan.layout.tp * plan.layout.pp
         files = _LEAST + 16 * parameters.total / split / _SLOW_BYTES
         flops = 8 * parameters.active * plan.batch.tokens / plan.layout.world
