@@ -142,7 +142,7 @@ class Balancer:
         experts_BSK = routing.experts.unflatten(0, (num_rows, -1))
         scores_NK = routing.scores.detach().gather(1, routing.experts)
         full_BSK = self.rows.gather_tokens(experts_BSK)
-        capacity = rule.room(self.rows.seq or full_BSK.shape[1], top_k, self.num_experts)
+        capacity = rule.capacity(self.rows.seq or full_BSK.shape[1], top_k, self.num_experts)
         scores_BSK = self.rows.gather_tokens(scores_NK.unflatten(0, (num_rows, -1)))
         kept_BSK = self.rows.local_tokens(
             slots_within_capacity(full_BSK, scores_BSK, capacity, rule.keep, self.num_experts)

@@ -19,7 +19,7 @@ import numpy as np
 
 from fivefold.cost import OFFLOADS, Array, Flags, LayoutGrid
 from fivefold.cost.memory import PeakMemory, peak_memory
-from fivefold.cost.step import StepTime, Wanted, step_time
+from fivefold.cost.step import Selection, StepTime, step_time
 from fivefold.planner.bounds import BoundedBlock, LayoutBounds, TimedBlock
 from fivefold.planner.candidates import KeptLayouts, LayoutCandidate, SearchResult
 from fivefold.planner.setting import EstimateSetting
@@ -244,12 +244,12 @@ class _LayoutSearch:
             select(part.least, stays),
         )
 
-        def wanted(around: Array) -> Flags:
+        def selection(around: Array) -> Flags:
             shortest = least + around.min(axis=(3, 5), keepdims=True)
             hoped = hopeful & (shortest <= self._reach(block))
             return np.asarray(hoped.any(axis=(0, 3, 4, 5), keepdims=True))
 
-        times, size = self._times(block, wanted), block.size
+        times, size = self._times(block, selection), block.size
         bound = times.inside + times.around.min(axis=(3, 5), keepdims=True)
         hopeful = hopeful & (bound <= self._reach(block))
         if not hopeful.any():
@@ -286,10 +286,10 @@ class _LayoutSearch:
         degrees = (lowest <= worst) | ((lowest <= self.kept.near) & fewer)
         return degrees & np.isfinite(part.least) & (part.least <= self._reach(part.block))
 
-    def _times(self, block: LayoutBlock, quantities: Wanted) -> StepTime:
+    def _times(self, block: LayoutBlock, quantities: Selection) -> StepTime:
         """Of steps; `wanted`: with which microbatch sizes and schedules, by what is around."""
         job = self.setting.arguments(self.space.shape, block.grid, self.space.seq)
-        return step_time(*job, wanted=quantities, passes=self.bounds.passes(block))
+        return step_time(*job, selection=quantities, passes=self.bounds.passes(block))
 
     def _memory(self, block: LayoutBlock) -> tuple[Array, Flags]:
         """Bytes of the fullest rank, and whether GPUs and hosts have room."""

@@ -93,13 +93,13 @@ def budget_answer(budget: Budget, ratio: float, model: str | None) -> Printed:
     best = compute_optimal(budget, ratio)
     rows = equal_flops(best, model)
     values = {
-        "budget": {"flops": best.budget.flops, "from": best.budget.words},
+        "budget": {"flops": best.budget.flops, "from": best.budget.description},
         "rule": {"flops": "6 · active parameters · tokens", "ratio": best.tokens_per_parameter},
         "compute_optimal": {"parameters": best.parameters, "tokens": best.tokens},
         "equal_flops": [{**dataclasses.asdict(row), "states_gb": row.states / 1e9} for row in rows],
     }
     lines = [
-        f"budget    C = {best.budget.words}",
+        f"budget    C = {best.budget.description}",
         f"optimum   N = √(C / (6 · {ratio:g})) = {_billions(best.parameters)} active parameters",
         f"          D = {ratio:g} · N = {_trillions(best.tokens)} tokens, since C = 6 · N · D",
         "",

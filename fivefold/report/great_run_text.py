@@ -42,7 +42,7 @@ def run_json(comparison: RunComparison) -> dict[str, Any]:
     figures = dataclasses.asdict(run.figures)
     published: dict[str, Any] = {
         "step_s": None if comparison.published is None else comparison.published.seconds,
-        "from": None if comparison.published is None else comparison.published.how,
+        "from": None if comparison.published is None else comparison.published.origin,
         "source": run.source,
         "flops_counted": FLOPS_WORDS[run.figures.flops],
         **{key: value for key, value in figures.items() if key != "step_s" and value is not None},
@@ -136,7 +136,7 @@ def run_text(comparison: RunComparison) -> list[str]:
 def _published_words(comparison: RunComparison) -> str:
     if comparison.published is None:
         return "no speed is published"
-    return f"{duration(comparison.published.seconds)} a step, from {comparison.published.how}"
+    return f"{duration(comparison.published.seconds)} a step, from {comparison.published.origin}"
 
 
 def _estimate_words(comparison: RunComparison) -> str:

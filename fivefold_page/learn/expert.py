@@ -67,7 +67,7 @@ def view(params: Params) -> View:
     choices = chosen(CHOICES, params)
     num_ranks, top_k = int(choices["ep"]), int(choices["top_k"])
     rules = balance.parse(choices["capacity"])
-    capacity = rules[0].room(TOKENS, top_k, EXPERTS) if rules else None
+    capacity = rules[0].capacity(TOKENS, top_k, EXPERTS) if rules else None
     scores = [_scores(rank, top_k, choices["skew"]) for rank in range(num_ranks)]
     slots = [
         slot

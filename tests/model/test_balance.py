@@ -144,7 +144,7 @@ def test_capacity_by_hand() -> None:
     experts = torch.tensor([[[0, 1], [0, 2], [0, 1], [0, 3]]])
     scores = torch.tensor([[[0.4, 0.3], [0.6, 0.2], [0.5, 0.1], [0.9, 0.05]]], dtype=F64)
     (rule,) = parse(f"capacity:{4 / 3}")
-    assert rule.room(seq=4, top_k=2, num_experts=4) == 3
+    assert rule.capacity(seq=4, top_k=2, num_experts=4) == 3
     kept = slots_within_capacity(experts, scores, 3, "probability", 4)
     assert kept[0, :, 0].tolist() == [False, True, True, True] and kept[0, :, 1].all()
     kept = slots_within_capacity(experts, scores, 3, "position", 4)

@@ -19,7 +19,7 @@ from fivefold.core.model.hf_families import (
 def _seed_oss(config: Config) -> Fields:
     """Llama with biases; only what is added to the residual is dropped."""
     return decoder_fields(config) | {
-        "head_dim": config.whole("head_dim", 128),
+        "head_dim": config.integer("head_dim", 128),
         "qkv_bias": config.flag("attention_bias", True),
         "out_bias": config.flag("attention_out_bias", False),
         "mlp_bias": config.flag("mlp_bias", False),
@@ -56,7 +56,7 @@ def _smollm3(config: Config) -> Fields:
 
 def _without_positions(config: Config, layers: int) -> int | None:
     """Each n-th layer, which a list of zeros and ones may say."""
-    every = config.whole("no_rope_layer_interval", 4)
+    every = config.integer("no_rope_layer_interval", 4)
     listed = config.items("no_rope_layers")
     if listed is not None and config.usable("num_hidden_layers"):
         every = listed.index(0) + 1 if 0 in listed else layers + 1
@@ -74,7 +74,7 @@ def _starcoder2(config: Config) -> Fields:
     config.ignore("activation_function")  # of the code before transformers, which has hidden_act
     return decoder_fields(config, kinds=PLAIN) | {
         "tied": config.flag("tie_word_embeddings", True),
-        "window": config.optional_whole("sliding_window"),
+        "window": config.optional_integer("sliding_window"),
         "norm": "layer",
         "norm_bias": True,
         "norm_eps": eps,
@@ -103,7 +103,7 @@ def _ernie4_5(config: Config) -> Fields:
     """Llama that rotates neighbouring pairs."""
     fields = decoder_fields(config, eps=1e-5, theta=500_000.0)
     config.must_be("attention_dropout", 0)
-    own: Fields = {"head_dim": config.whole("head_dim", 128), "rope_interleaved": True}
+    own: Fields = {"head_dim": config.integer("head_dim", 128), "rope_interleaved": True}
     own |= {"tied": config.flag("tie_word_embeddings", True)}
     biases = ("qkv_bias", "out_bias", "mlp_bias")
     return fields | own | dict.fromkeys(biases, config.flag("use_bias", False))

@@ -17,10 +17,11 @@ from fivefold.cost.memory import Activations
 
 @dataclass(frozen=True)
 class RoundedOperators:
-    """For one plan. `unit`: bytes of a column of all tokens. `kept`: rounded weights stay."""
+    """For one plan. `unit`: bytes of a column of all tokens. `caches_weights`: rounded ones
+    stay."""
 
     fp8: Fp8
-    kept: bool
+    caches_weights: bool
     itemsize: int
     unit: float
 
@@ -37,7 +38,7 @@ class RoundedOperators:
         """Bytes of the weights of a linear that are rounded for one use, in both orders, from the
         bytes of its inputs and outputs."""
         size = self.fp8.weight_bytes
-        return 0.0 if self.kept else size * inputs / self.unit * outputs / self.unit
+        return 0.0 if self.caches_weights else size * inputs / self.unit * outputs / self.unit
 
     def project(
         self,
@@ -50,9 +51,9 @@ class RoundedOperators:
         gathers: bool = False,
         shards: bool = False,
         copied: float = 0.0,
-        held: float = 0.0,
+        live_bytes: float = 0.0,
     ) -> list[TapeTensor]:
-        """Linears of one input, which has `whole` bytes where it is gathered; `shards`: this rank's
+        """Linears of one input, which has `input_bytes` where it is gathered; `shards`: this rank's
         tokens are saved. Outputs are one tensor: some are `copied` from it, and others, which are
         saved, hold more of it."""
         coded, twice = gathers and self.fp8.gathers_codes, 1 + self.wgrad
@@ -79,10 +80,10 @@ class RoundedOperators:
             saved=saved,
             weights=list(sizes),
             backward_extra=self.codes(outs) * twice + again + (input_bytes if gathers else 0.0),
-            keeps=keeps + held,
+            keeps=keeps + live_bytes,
             defers=keeps,
             collective=split,
-            more=outputs[1:],
+            extra_outputs=outputs[1:],
             gathered=waits,
             gathers="input" if shards else "",
             weights_last=True,
@@ -95,7 +96,7 @@ class RoundedOperators:
         self, operators: OperatorList, x: TapeTensor, name: str, output: float, full_output: float
     ) -> TapeTensor:
         """A linear and the sum over ranks; the gradient of its output is gathered if a rank has
-        less than the `whole` of it."""
+        less than the full one."""
         gathers, twice = output < full_output, 1 + self.wgrad
         inputs, full = self.codes(x.bytes), self.codes(full_output)
         weights = self.weights(x.bytes, full_output)
@@ -126,7 +127,7 @@ class RoundedSlots:
     """Routed experts of one layer in fp8, in bytes of the slots of a rank: a column of them, rows
     of the model's width, and what is inside of experts. `numel`: of one stacked weight."""
 
-    kept: bool
+    caches_weights: bool
     column: float
     rows: float
     inner: float
@@ -155,7 +156,7 @@ class RoundedSlots:
             saved=[x],
             weights=names,
             backward_extra=codes,
-            more=tail,
+            extra_outputs=tail,
             weights_last=True,
             codes=codes,
             dequantised=self.rows + self.inner,
@@ -180,7 +181,7 @@ class RoundedSlots:
     def _weights(self, stacks: int, result: float) -> float:
         """Bytes of rounded weights beside a result of this size: in both orders before it is made,
         in one while it is."""
-        numel = 0.0 if self.kept else stacks * self.numel
+        numel = 0.0 if self.caches_weights else stacks * self.numel
         return max(EXPERT_WEIGHT * numel - result, numel)
 
 

@@ -135,15 +135,17 @@ class LayerKernels:
         """Grouped matmuls of experts and that of the router: one pass, and weight gradients. With
         few rows they are bound by reading weights from memory, in so many seconds."""
 
-        def one(speed: float, read: Array) -> Array:
+        def pass_seconds(speed: float, read: Array) -> Array:
             seconds = np.maximum(flops / (speed * self.stack.grouped_share), read)
             return seconds + 2 * self.reach.start + router
 
         if self.stack.fp8 is None:
-            seconds = one(self.narrow_speed, read)
+            seconds = pass_seconds(self.narrow_speed, read)
             return seconds, seconds / self.late_speed
-        plain = one(self.speed, read)
-        return (one(self.row_speed, read / self.itemsize) if self.rounds_experts else plain), plain
+        plain = pass_seconds(self.speed, read)
+        return (
+            pass_seconds(self.row_speed, read / self.itemsize) if self.rounds_experts else plain
+        ), plain
 
     @property
     def rounds_experts(self) -> bool:

@@ -36,7 +36,10 @@ class LinearOperators:
         grid = activations.grid
         self.tp, self.sp = int(number(grid.tp)), bool(number(grid.sp))
         self.split = self.tp > 1
-        self.residual, self.whole = self._size(activations.residual), self._size(activations.whole)
+        self.residual, self.full_residual = (
+            self._size(activations.residual),
+            self._size(activations.full_residual),
+        )
         self.unit = activations.itemsize * tokens
 
     def _size(self, per_token: Array | float) -> float:
@@ -86,11 +89,11 @@ class LinearOperators:
         gathers, rounded = self.split and self.sp, self._rounding(operators)
         if rounded is not None:
             options = {"split": self.split, "gathers": gathers, "shards": gathers and saves_shards}
-            full_bytes = self.whole if self.split else x.bytes
+            full_bytes = self.full_residual if self.split else x.bytes
             return rounded.project(
-                operators, x, sizes, full_bytes, **options, copied=copied, held=live_bytes
+                operators, x, sizes, full_bytes, **options, copied=copied, live_bytes=live_bytes
             )
-        full_bytes = self.whole if gathers else 0.0
+        full_bytes = self.full_residual if gathers else 0.0
         first, *tail_sizes = sizes.values()
         outputs = [TapeTensor(first, extra=full_bytes), *map(TapeTensor, tail_sizes)]
         operators.add(
@@ -102,7 +105,7 @@ class LinearOperators:
             keeps=0.0 if saves_shards else full_bytes,
             defers=0.0 if saves_shards else full_bytes,
             collective=self.split,
-            more=outputs[1:],
+            extra_outputs=outputs[1:],
             gathered=full_bytes if saves_shards else 0.0,
             gathers="input" if saves_shards and full_bytes else "",
             weights_last=True,
@@ -112,14 +115,14 @@ class LinearOperators:
     def _row_linear(self, operators: OperatorList, x: TapeTensor, name: str) -> TapeTensor:
         """A linear and the sum over ranks; the gradient of its output is gathered."""
         if not self.split:
-            return self._linear_alone(operators, x, self.whole, name)
+            return self._linear_alone(operators, x, self.full_residual, name)
         if (rounded := self._rounding(operators)) is not None:
-            output = self.residual if self.sp else self.whole
-            return rounded.sum_of_rows(operators, x, name, output, self.whole)
-        full_bytes = self.whole if self.sp else 0.0
+            output = self.residual if self.sp else self.full_residual
+            return rounded.sum_of_rows(operators, x, name, output, self.full_residual)
+        full_bytes = self.full_residual if self.sp else 0.0
         return operators.add(
             [x],
-            TapeTensor(self.residual if self.sp else self.whole, extra=full_bytes),
+            TapeTensor(self.residual if self.sp else self.full_residual, extra=full_bytes),
             saved=[x],
             weights=name,
             collective=True,

@@ -19,7 +19,8 @@ class MixerOperators(LayerOperators):
         if mixer is None:
             return self._attention(operators, x, rule)
         sizes = {
-            f"attention.{name}.": float(size[0]) * self.unit for name, size in mixer.made.items()
+            f"attention.{name}.": float(size[0]) * self.unit
+            for name, size in mixer.projections.items()
         }
         projections = self._project(operators, x, sizes, self._saves_shards(operators, rule))
         projections = [self._in_rows(operators, projection) for projection in projections]

@@ -52,7 +52,7 @@ class Operator:
     keeps: float = 0.0  # bytes that it saves besides
     defers: float = 0.0  # and what of that is left for its weight gradients
     early: bool = False  # they are its gradients, which its forward makes
-    more: tuple[TapeTensor, ...] = ()  # further outputs
+    extra_outputs: tuple[TapeTensor, ...] = ()  # further outputs
     gathered: float = 0.0  # bytes of all tokens that its backward gathers
     gathers: Gathers = ""  # of what: deferred weight gradients need that, not this rank's tokens
     weights_last: bool = False  # its weight gradients come after those of its inputs
@@ -62,7 +62,7 @@ class Operator:
     collective: bool = False  # it is one, or has some inside
     module: str = ""  # which may run again as a whole
     block: int = 0
-    kept: float | None = (
+    retains: float | None = (
         None  # attention itself, which may run once: bytes that stay beside outputs
     )
 
@@ -73,7 +73,7 @@ class Operator:
 
     @property
     def outputs(self) -> tuple[TapeTensor, ...]:
-        return (self.output, *self.more)
+        return (self.output, *self.extra_outputs)
 
 
 @dataclass
@@ -109,21 +109,21 @@ class OperatorList:
         holds: TapeTensor | None = None,
         collective: bool = False,
         early: bool = False,
-        more: Sequence[TapeTensor] = (),
+        extra_outputs: Sequence[TapeTensor] = (),
         gathered: float = 0.0,
         gathers: Gathers = "",
         weights_last: bool = False,
         codes: float = 0.0,
         dequantised: float = 0.0,
         rounded: float = 0.0,
-        kept: float | None = None,
+        retains: float | None = None,
     ) -> TapeTensor:
         """Append an operator; its output."""
         names = tuple(filter(None, [weights] if isinstance(weights, str) else weights))
         options = (names, passes, holds, backward_extra, settle_extra, keeps, defers, early)
         options = (
             *options,
-            tuple(more),
+            tuple(extra_outputs),
             gathered,
             gathers,
             weights_last,
@@ -133,7 +133,7 @@ class OperatorList:
             collective,
             self.module,
             self.block,
-            kept,
+            retains,
         )
         self.operators.append(Operator(tuple(inputs), output, tuple(saved), *options))
         return output

@@ -70,9 +70,9 @@ class LayerOperators(LinearOperators):
     def embedding(self) -> OperatorList:
         """Tokens, which take no memory of their own here, to vectors."""
         operators = OperatorList(TapeTensor(0.0))
-        rows = operators.add([operators.input], TapeTensor(self.whole), weights="embed")
+        rows = operators.add([operators.input], TapeTensor(self.full_residual), weights="embed")
         if self.split:  # other ranks have the rows of other tokens
-            rows = self._leave(operators, operators.add([rows], TapeTensor(self.whole)))
+            rows = self._leave(operators, operators.add([rows], TapeTensor(self.full_residual)))
         if self.shape.scaled_embedding:
             rows = operators.add([rows], TapeTensor(self.residual))
         if self.shape.positions == "learned":
@@ -114,12 +114,14 @@ class LayerOperators(LinearOperators):
         if not self.split:
             return x
         base = None if self.sp else x
-        return operators.add([x], TapeTensor(self.whole, base=base, named=self.sp), collective=True)
+        return operators.add(
+            [x], TapeTensor(self.full_residual, base=base, named=self.sp), collective=True
+        )
 
     def _leave(self, operators: OperatorList, x: TapeTensor) -> TapeTensor:
         """After an embedding: the sum over ranks."""
         if not self.sp:
-            return operators.add([x], TapeTensor(self.whole), passes=True, collective=True)
+            return operators.add([x], TapeTensor(self.full_residual), passes=True, collective=True)
         return operators.add([x], TapeTensor(self.residual), collective=True)
 
     def _mlp(self, operators: OperatorList, x: TapeTensor, rule: Recompute) -> TapeTensor:
@@ -189,7 +191,7 @@ class LayerOperators(LinearOperators):
         if linears is None or not linears.fp8.experts:
             return None
         column = self._size(self.activations.slots()) * self.activations.itemsize
-        return rounded_slots(self.activations, column, linears.kept)
+        return rounded_slots(self.activations, column, linears.caches_weights)
 
     def _inside(
         self, operators: OperatorList, x: TapeTensor, sizes: tuple[float, float], rule: Recompute
@@ -309,7 +311,7 @@ class LayerOperators(LinearOperators):
             output = TapeTensor(size)
             saved = [*inputs, output]
             return operators.add(
-                inputs, output, saved, backward_extra=buffers, keeps=lse, kept=saved_bytes
+                inputs, output, saved, backward_extra=buffers, keeps=lse, retains=saved_bytes
             )
         # By the formula: it holds all scores, and its result in two orders.
         drawn, pairs = (
@@ -318,5 +320,5 @@ class LayerOperators(LinearOperators):
         extra = pairs + 6 * size * WIDE / self.activations.itemsize + buffers
         output = TapeTensor(size, extra=drawn)
         saved = [*inputs, output]
-        operators.add(inputs, output, saved, backward_extra=extra, keeps=lse, kept=saved_bytes)
-        return operators.add([output], TapeTensor(size), passes=True, kept=0.0)
+        operators.add(inputs, output, saved, backward_extra=extra, keeps=lse, retains=saved_bytes)
+        return operators.add([output], TapeTensor(size), passes=True, retains=0.0)

@@ -155,7 +155,7 @@ class CachingAllocator:
         before = np.minimum(left / cache.backward_launches, stage.layers.all)
         before = np.where((grid.pp == 1) & (grid.microbatches > 1), before, 0.0)
         blocks = 2 * forward * (1 + 1 / grid.tp) + 2 * before * (1 + 2.5 / grid.tp)
-        num_bytes = blocks * self._ahead() * entries.activations.whole * entries.tokens
+        num_bytes = blocks * self._ahead() * entries.activations.full_residual * entries.tokens
         if cache.most is not None:
             live = self.parts["activations"] + self.parts["logits"]
             num_bytes = np.minimum(num_bytes, cache.most * live)

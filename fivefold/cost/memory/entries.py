@@ -134,7 +134,7 @@ class MemoryEntries:
         embedding = embedding + np.where(gradients.begun & ~gradients.reduced, 2 * tied, 0.0)
         states, messages = self._states(parameters), self._messages()
         gathered = self._gathered(parameters, stage, np.zeros(1))
-        logits = stage.head * self.losses.others()
+        logits = stage.head * self.losses.other_losses()
         buffers = (logits, messages + self._buffers(), gathered)
         moments = [
             self._moment(states, gradients.at_last_layer(), begin + working + tied, *buffers),
@@ -249,7 +249,7 @@ class MemoryEntries:
         working = np.maximum(working - stage.head * self.losses.computed(), 0.0)
         inputs = stage.head * (self.losses.input() + self.losses.other_inputs())
         parts["activations"] = saved * stage.flight + working + inputs
-        parts["logits"] = stage.head * (self.losses.computed() + self.losses.others())
+        parts["logits"] = stage.head * (self.losses.computed() + self.losses.other_losses())
         parts["buffers"] = self._messages() + self._buffers()
         parts["prefetch"] = self._prefetch(parameters, stage)
         parts |= self.overhead(parts["activations"])
@@ -385,7 +385,7 @@ class MemoryEntries:
         """Buffers of tensor-parallel gathers, context parallelism and expert dispatch."""
         activations = self.activations
         gathered = np.where(
-            activations.split > 1, self.memory.gather_buffers * activations.whole, 0.0
+            activations.split > 1, self.memory.gather_buffers * activations.full_residual, 0.0
         )
         return (
             gathered + activations.context_buffers() + activations.dispatch_buffers()

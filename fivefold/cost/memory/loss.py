@@ -52,7 +52,7 @@ class LossMemory:
         weight = self.shape.vocab * self.shape.width / self.grid.tp
         return (self.tokens * self.shape.width + weight) * self.itemsize
 
-    def others(self) -> Array:
+    def other_losses(self) -> Array:
         """What other losses save until their backward."""
         saved = self.memory.loss_bytes * self.tokens * self.shape.vocab / self.grid.tp
         return (self._number() - 1) * np.where(self.chunked, self.gradients(), saved)

@@ -70,7 +70,7 @@ class SavedLayers:
         layers, chunks = np.maximum(stage.layers.all, 1.0), self.grid.chunks
         return np.where(looped(self.grid), np.ceil(layers / chunks) * chunks / layers, 1.0)
 
-    def held(self, stage: RankStage) -> tuple[Array, Array]:
+    def microbatch_bytes(self, stage: RankStage) -> tuple[Array, Array]:
         """Bytes of a microbatch from its forward on, and between its input and weight gradients."""
         return self.saved(stage), self._left(stage)
 

@@ -85,7 +85,7 @@ class _SegmentWeights:
     def __init__(self, weights: Sequence[Sequence[BlockWeight]], sizes: GradientSizes) -> None:
         self.left, self.sizes = [list(block_weights) for block_weights in weights], sizes
 
-    def made(self, block: int, name: str, apart: bool = False) -> float:
+    def gradient_bytes(self, block: int, name: str, apart: bool = False) -> float:
         """Bytes of the largest weight gradient of these, as the backward makes it."""
         if self.sizes.adds_products(name) and not apart:
             return 0.0
@@ -120,8 +120,8 @@ def _steps(
     for event in events:
         if isinstance(event, WeightGradient):
             key = event.block, event.name
-            if not event.given:
-                sizes[key] = weights.made(*key, event.apart)
+            if not event.is_final:
+                sizes[key] = weights.gradient_bytes(*key, event.apart)
                 yield Change(sizes[key], peak=sizes[key])
             else:
                 yield from _taken(event, weights, use, sizes.pop(key))
@@ -139,7 +139,7 @@ def _taken(
     tied = weights.sizes.tied_head > 0
     if tied and event.name == "head":
         return
-    if tied and event.name == "embed" and (waiting := weights.made(event.block, "head")):
+    if tied and event.name == "embed" and (waiting := weights.gradient_bytes(event.block, "head")):
         yield Change(-waiting, peak=size)  # their sum takes the place of both
     past_autograd = weights.sizes.queued
     if use.waited and not past_autograd:

@@ -89,7 +89,7 @@ class UnitTable:
             self.begun_by.setdefault(users[0], []).append(n)
             for block in users:
                 self.using[block].append(n)
-        self.places = {block: place for place, block in enumerate(blocks)}
+        self.places = {block: index for index, block in enumerate(blocks)}
         self.sheds = [*map(rules.sheds, units)]
         self.collects = [*map(rules.collects, units)]
         self.sums_every_time = [*map(rules.sums_every_time, units)]
@@ -99,24 +99,26 @@ class UnitTable:
         self._ahead: dict[tuple[str, int], list[int]] = {}
 
     def _users(self, unit: Unit) -> tuple[str, ...]:
-        tied = self.rules.tied and any(each.row.name == "embed.weight" for each in unit.entries)
+        tied = self.rules.tied and any(entry.row.name == "embed.weight" for entry in unit.entries)
         used = {*unit.blocks, *(["head"] if tied else [])}
-        return tuple(each for each in self.blocks if each in used)
+        return tuple(block for block in self.blocks if block in used)
 
     def _codes_of(self, unit: Unit) -> CodesUnderWay | None:
         coded = self.rules.coded
         if not self.rules.sheds(unit) or not is_coded(unit, coded):
             return None
         size = coded_shard_bytes(unit, coded, self.rules.itemsize)
-        shards = (segments(unit, place, coded) for place in range(unit.num_shards))
-        longest = max(each.stop - each.start for one in shards for each in one if each.rounded)
+        shards = (segments(unit, index, coded) for index in range(unit.num_shards))
+        longest = max(
+            segment.stop - segment.start for shard in shards for segment in shard if segment.rounded
+        )
         return CodesUnderWay(size, unit.num_shards * size, WIDENED * longest)
 
     def ahead(self, block: str, step: int) -> list[int]:
         """Units to prefetch."""
         if (block, step) not in self._ahead:
-            found = prefetched(self.units, self.blocks, block, step, self.rules.prefetch)
-            self._ahead[block, step] = found
+            unit_numbers = prefetched(self.units, self.blocks, block, step, self.rules.prefetch)
+            self._ahead[block, step] = unit_numbers
         return self._ahead[block, step]
 
     def full_gradient(self, n: int) -> tuple[float, str]:
@@ -262,8 +264,8 @@ class UnitLedger:
             return
         users, final = self.table.users, self.table.blocks[-1]
         for n in self.table.using[block]:
-            kept = self.rules.kept_to_backward and users[n][-1] == final
-            if users[n][-1] == block and not kept:
+            stays = self.rules.kept_to_backward and users[n][-1] == final
+            if users[n][-1] == block and not stays:
                 self.release(n)
 
     def come_back(self, block: str) -> None:

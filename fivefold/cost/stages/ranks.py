@@ -50,12 +50,12 @@ class RankLayers(NamedTuple):
     all: Array
     routed: Array
     recurrent: Array
-    both: Array
+    routed_recurrent: Array
 
     @property
     def kinds(self) -> dict[tuple[bool, bool], Array]:
         """How many there are of each kind, by whether they have experts and lack attention."""
-        routed, recurrent, routed_recurrent = self.routed, self.recurrent, self.both
+        routed, recurrent, routed_recurrent = self.routed, self.recurrent, self.routed_recurrent
         return {
             (False, False): self.all - routed - recurrent + routed_recurrent,
             (False, True): recurrent - routed_recurrent,

@@ -146,8 +146,8 @@ def pipeline_seconds(
     """Seconds of the pipeline of every layout; `costs` are in the order of a path's row.
 
     By the longest paths, which are a lower bound, or `simulated`, which takes longer. A schedule
-    that cannot run the numbers of a layout never ends, nor do those that are not `wanted`: a mask
-    by microbatch size and schedule.
+    that cannot run the numbers of a layout never ends, nor do those that `selection` leaves out: a
+    mask by microbatch size and schedule.
     """
     pp = grid.pp if grid.pp.min() < grid.pp.max() else grid.pp[:1]  # all are alike in a search
     columns = np.broadcast_arrays(grid.schedule, pp, grid.chunks, grid.microbatches)
