@@ -130,7 +130,7 @@ def _truths(
     same = (settings.optimizer, settings.seed, dtype, worker.phase)
     if not plan.schedule.asynchronous:
         balance = (plan.balance, plan.batch.microbatch_size)
-        batches = [step_batch.whole() for step_batch in drawn]
+        batches = [step_batch.as_batch() for step_batch in drawn]
         parts = [
             [part for dp in range(plan.layout.dp) for part in window.of(dp)] for window in drawn
         ]

@@ -190,7 +190,7 @@ class Trainings:
             for number in range(record.num_samples)
         ]
         source = source_of(Case("dp=1").plan(self.layers), self.settings("float64"))
-        return samples, {source.place(each) for each in samples}
+        return samples, {source.source_row(each) for each in samples}
 
 
 def main() -> int:
