@@ -283,8 +283,8 @@ def _write_errors(path: Path) -> Iterator[None]:
 class _ShardWriter:
     """Writes documents to the shards of a folder, in their order.
 
-    A shard is full once it has `shard_tokens`; no document is split. With `wanted`, each full shard
-    must be equal to that of this index, so that a difference is found early.
+    A shard is full once it has `shard_tokens`; no document is split. With `expected`, each full
+    shard must be equal to that of this index, so that a difference is found early.
     """
 
     def __init__(
@@ -354,7 +354,7 @@ class _ShardWriter:
             file.abandon()
 
     def _finish(self, position: Place | None) -> None:
-        """Close a shard; `place` is where the input goes on after it."""
+        """Close a shard; `position` is where the input goes on after it."""
         if not self.files:
             return
         tokens, begins, *mask = [file.close() for file in self.files]

@@ -97,7 +97,9 @@ class DiskStore:
 
     def states(self, key: str) -> list[StoredState | None]:
         by_weight: list[list[FileShard]] = [[] for _ in self.sizes]
-        for shard in (shard for region in self.regions for shard in region.shards if shard.key == key):
+        for shard in (
+            shard for region in self.regions for shard in region.shards if shard.key == key
+        ):
             by_weight[shard.index].append(shard)
         return [StateOnDisk(self.file, shards) for shards in by_weight]
 
