@@ -149,7 +149,7 @@ def _inside(tensor: Tensor, origin: tuple[int, ...], span: Span) -> Tensor:
 
 def _owned(job: Job) -> Iterator[tuple[tuple[str, Span], Tensor]]:
     """The boxes that this rank of a job owns, and their values; a tied weight once."""
-    for part in job.held:
+    for part in job.local_shards:
         name, weight = part.row.name, job.table[part.row.name]
         if weight.name != name:
             continue

@@ -170,7 +170,7 @@ def _rows(plan: Plan, mesh: Mesh) -> LocalRows:
     def total(counts: Tensor) -> Tensor:
         return boundary.total(counts)
 
-    def whole(of_tokens: Tensor) -> Tensor:
+    def gather(of_tokens: Tensor) -> Tensor:
         return boundary.gather(of_tokens).index_select(1, order)
 
     def back(keep_mask: Tensor) -> Tensor:  # padding has no room
@@ -179,4 +179,4 @@ def _rows(plan: Plan, mesh: Mesh) -> LocalRows:
             & (local_positions < seq)[:, None]
         )
 
-    return replace(rows, sum_over_ranks=total, gather_tokens=whole, local_tokens=back)
+    return replace(rows, sum_over_ranks=total, gather_tokens=gather, local_tokens=back)

@@ -56,14 +56,14 @@ class BitSums:
 
     def __init__(self, tensors: Sequence[Tensor], device: torch.device) -> None:
         self.device, self.tensors = device, [tensor.detach().view(-1) for tensor in tensors]
-        self.words = [None if _is_within(tensor) else _words(tensor) for tensor in self.tensors]
+        self.views = [None if _is_within(tensor) else _words(tensor) for tensor in self.tensors]
 
     @torch.no_grad()
     def read(self) -> Tensor:
         """The hash of each as it is now."""
         if not self.tensors:
             return torch.zeros(0, dtype=torch.int64, device=self.device)
-        pairs = zip(self.tensors, self.words, strict=True)
+        pairs = zip(self.tensors, self.views, strict=True)
         sums = [_sum(_words(tensor) if parts is None else parts) for tensor, parts in pairs]
         return torch.stack(sums).to(self.device, non_blocking=True)
 
@@ -109,12 +109,12 @@ class TapeRead(NamedTuple):
 class Tape:
     """What a rank sent and received in a step, by hashes, in its own order.
 
-    A `whole` tape has every collective in full. A short one has pipeline messages and the
+    A `full` tape has every collective in full. A short one has pipeline messages and the
     collectives of the data dimension, and of each the first 512 KiB.
     """
 
-    def __init__(self, whole: bool) -> None:
-        self.whole, self.entries = whole, list[TapeEntry]()
+    def __init__(self, full: bool) -> None:
+        self.full, self.entries = full, list[TapeEntry]()
 
     def add(
         self,
@@ -126,8 +126,8 @@ class Tape:
         pair: tuple[int, int] | None = None,
     ) -> None:
         """Note a message."""
-        if self.whole or axis in _OF_SHORT_TAPES:
-            checksum = bit_sum(tensor, None if self.whole else _SAMPLE)
+        if self.full or axis in _OF_SHORT_TAPES:
+            checksum = bit_sum(tensor, None if self.full else _SAMPLE)
             self.entries.append(TapeEntry(f"{axis}/{kind}", sent, checksum, pair))
 
     def read(self) -> list[TapeRead]:

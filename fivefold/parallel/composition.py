@@ -112,7 +112,7 @@ class Job:
         return [weight for chunk in self.chunks for weight in chunk.data.owned]
 
     @property
-    def held(self) -> list[OwnedShard]:
+    def local_shards(self) -> list[OwnedShard]:
         """The same, with this rank's shards of frozen weights."""
         return [weight for unit in self.units for weight in unit.owned]
 

@@ -117,14 +117,14 @@ class ContextAttention:
 
     def __init__(self, mesh: Mesh, split: ContextSplit, seq: int) -> None:
         self.mesh, self.split = mesh, split
-        self.places = [split.ring_tokens(seq, index) for index in range(split.outer)]
-        self.place = mesh.coord(RING)
+        self.ring_tokens = [split.ring_tokens(seq, index) for index in range(split.outer)]
+        self.ring_coord = mesh.coord(RING)
         self.row = (range(seq),)
 
     @property
     def tokens(self) -> Ranges:
         """Those whose queries this rank computes."""
-        return self.places[self.place]
+        return self.ring_tokens[self.ring_coord]
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, info: AttentionInfo) -> Tensor:
         if k.shape[-1] != v.shape[-1]:
@@ -153,17 +153,17 @@ class ContextAttention:
     def attend(self, q: Tensor, k: Tensor, v: Tensor, info: AttentionInfo) -> MergedAttention:
         """The merged result of all attention calls."""
         total = MergedAttention(q)
-        for keys, visitors in self._visits(k, v):
+        for keys, kv_block in self._ring_blocks(k, v):
             for call in attention_calls(self.tokens, keys, info.window):
                 sees = self._sees(call, keys, info, q.shape[HEADS])
                 if _sees_nothing(sees):
                     continue
                 queries = q[:, :, call.q_start : call.q_stop]
-                theirs = visitors[:, :, :, call.k_start : call.k_stop]
+                theirs = kv_block[:, :, :, call.k_start : call.k_stop]
                 out, lse = attend(queries, *theirs, sees)
                 total.merge(call.q_start, call.q_stop, out, lse)
                 del theirs
-            del visitors  # before the next one comes
+            del kv_block  # before the next one comes
         return total
 
     def attend_backward(
@@ -171,16 +171,16 @@ class ContextAttention:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Gradients of this rank's queries, keys and values."""
         q, k, v, out, lse = saved
-        dq, homeward = _Sum(q.shape, q), _Homeward(self)
-        for keys, visitors in self._visits(k, v):
-            part = _Sum(visitors.shape, q, homeward.waited())
+        dq, ring_grad = _Sum(q.shape, q), RingGrad(self)
+        for keys, kv_block in self._ring_blocks(k, v):
+            part = _Sum(kv_block.shape, q, ring_grad.waited())
             for call in attention_calls(self.tokens, keys, info.window):
                 sees = self._sees(call, keys, info, q.shape[HEADS])
                 if _sees_nothing(sees):
                     continue
                 rows, columns = slice(call.q_start, call.q_stop), slice(call.k_start, call.k_stop)
                 local_parts = [tensor[:, :, rows] for tensor in (grad_out, q, out, lse)]
-                theirs = visitors[:, :, :, columns]
+                theirs = kv_block[:, :, :, columns]
                 grads = attend_backward(
                     local_parts[0], local_parts[1], *theirs, local_parts[2], local_parts[3], sees
                 )
@@ -188,11 +188,11 @@ class ContextAttention:
                 for number in (0, 1):
                     part.add((number, ..., columns, slice(None)), grads[1 + number])
                 del theirs
-            del visitors  # before the next one comes
-            homeward.send(part.value())
-        return dq.value().to(q.dtype), *homeward.arrived().to(q.dtype).unbind(0)
+            del kv_block  # before the next one comes
+            ring_grad.send(part.value())
+        return dq.value().to(q.dtype), *ring_grad.arrived().to(q.dtype).unbind(0)
 
-    def _visits(self, k: Tensor, v: Tensor) -> Iterator[tuple[Ranges, Tensor]]:
+    def _ring_blocks(self, k: Tensor, v: Tensor) -> Iterator[tuple[Ranges, Tensor]]:
         """The keys and values of every place, as they come, and which tokens they are."""
         local_kv = torch.stack((k, v))
         if self.split.gathers and self.split.outer > 1:
@@ -201,7 +201,7 @@ class ContextAttention:
         for hop in range(self.split.outer):
             has_next = hop < self.split.outer - 1
             coming = self.mesh.pass_on(local_kv, RING) if has_next else None
-            yield self.places[(self.place - hop) % self.split.outer], local_kv
+            yield self.ring_tokens[(self.ring_coord - hop) % self.split.outer], local_kv
             if coming is not None:
                 local_kv = coming.wait()
 
@@ -216,7 +216,7 @@ class ContextAttention:
         """The sum over places of the gradients of a row; this place's tokens of it."""
         by_place = [
             torch.cat([full_grad[:, :, :, span.start : span.stop] for span in ranges], dim=3)
-            for ranges in self.places
+            for ranges in self.ring_tokens
         ]
         local_shard = torch.empty_like(by_place[0])
         self.mesh.reduce_scatter(local_shard, torch.cat(by_place), RING).wait()
@@ -225,7 +225,7 @@ class ContextAttention:
     def _ranges(self) -> list[tuple[int, slice]]:
         """The place of every contiguous range of the row, and where that place holds it."""
         entries: list[tuple[int, int, slice]] = []
-        for index, ranges in enumerate(self.places):
+        for index, ranges in enumerate(self.ring_tokens):
             offset = 0
             for span in ranges:
                 entries.append((span.start, index, slice(offset, offset + len(span))))
@@ -296,13 +296,13 @@ class _Sum:
         return self.total
 
 
-class _Homeward:
+class RingGrad:
     """Gradients of keys and values on their way around the ring; every place adds its share."""
 
     def __init__(self, attention: ContextAttention) -> None:
         self.attention = attention
         self.coming: Issued | None = None
-        self.here: Tensor | None = None
+        self.result: Tensor | None = None
 
     def waited(self) -> Callable[[], Tensor | None]:
         """Waits for what the place before has sent, if it has."""
@@ -313,17 +313,17 @@ class _Homeward:
         """Pass the sums to the next place, or keep them at home."""
         attention = self.attention
         if attention.split.outer == 1:
-            self.here = part
+            self.result = part
         elif attention.split.gathers:
-            self.here = attention.scattered(part)
+            self.result = attention.scattered(part)
         else:
             self.coming = attention.mesh.pass_on(part, RING)
 
     def arrived(self) -> Tensor:
-        if self.here is None:
+        if self.result is None:
             assert self.coming is not None
-            self.here = self.coming.wait()
-        return self.here
+            self.result = self.coming.wait()
+        return self.result
 
 
 class _Attention(torch.autograd.Function):
@@ -364,11 +364,11 @@ class ContextMixer:
         heads = {"heads": shape.heads // tp, "kv_heads": shape.kv_heads // tp}
         outputs = {
             name: self._exchanged(tensor, heads[layer.splits[name]], HEADS)
-            for name, tensor in inputs.made.items()
+            for name, tensor in inputs.projections.items()
         }
         params = {
             name: tensor.chunk(size)[coord] if layer.splits[name] in heads else tensor
-            for name, tensor in inputs.held.items()
+            for name, tensor in inputs.params.items()
         }
         rotary = inputs.tokens.rotary
         if rotary is not None:

@@ -90,7 +90,7 @@ class DataParallel:
             users = tuple(block for block in blocks if used[block] & names)
             use = Use(
                 users,
-                kept=options.backward_follows and users[-1] == list(blocks)[-1],
+                stays=options.backward_follows and users[-1] == list(blocks)[-1],
                 read_in_backward=not options.without_weights >= set(users),
             )
             self.units.append(FlatUnit(unit, use, places, mesh, options, fill))
@@ -204,7 +204,7 @@ class DataParallel:
         # A forward inside the backward is recomputation: its weights are needed at once.
         if not self.phase.backward:
             self._release(
-                unit for unit in units if unit.use.blocks[-1] == block and not unit.use.kept
+                unit for unit in units if unit.use.blocks[-1] == block and not unit.use.stays
             )
 
     def _return(

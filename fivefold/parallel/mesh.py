@@ -109,7 +109,7 @@ class Issued:
         if self.yields:
             self.mesh.lanes.pause()
         timer = self.mesh.timer
-        since = timer.now() if timer.running else None
+        since = timer.timestamp() if timer.running else None
         answer = self.pending.wait()
         if since is not None:
             timer.waited(self.brings, since)

@@ -15,7 +15,7 @@ from fivefold.model.fp8 import Watch, WatchExperts
 from fivefold.model.kernels import Fuse
 from fivefold.parallel.deferred import GradientQueue
 from fivefold.parallel.mesh import Mesh, Phase
-from fivefold.parallel.units import UnitListener, unheard
+from fivefold.parallel.units import UnitListener, ignore_collective
 
 
 class RehearsalRouting(Protocol):
@@ -93,7 +93,7 @@ class Instruments:
     actions: ActionObserver = ActionObserver()  # noqa: RUF009, it has no state
     evaluation: ActionObserver = ActionObserver()  # noqa: RUF009
     on_phase: Callable[[str], None] = ignore
-    on_unit: UnitListener = unheard
+    on_unit: UnitListener = ignore_collective
     on_rounded: Watch | None = None
     on_experts: WatchExperts | None = None
     routing: RehearsalRouting | None = None

@@ -165,7 +165,7 @@ def _summed_rows(
 def _split_ends(stage: Stage, boundary: _TensorBoundary) -> None:
     """The collectives of embedding and head."""
     decoder = stage.model
-    decoder.residual_tokens = boundary.mine
+    decoder.residual_tokens = boundary.local_tokens
     for embed in (module for module in decoder.modules() if isinstance(module, Embedding)):
         embed.lookup = partial(boundary.lookup, embed.lookup)
         embed.add_positions = partial(boundary.add_positions, embed.add_positions)
@@ -197,9 +197,9 @@ class _TensorBoundary(AxisBoundary):
         self, add: AddPositions, x: Tensor, positions_BS: Tensor, weight_PD: Tensor
     ) -> Tensor:
         """Learned positions, of this rank's tokens only under sp."""
-        return add(x, self.mine(positions_BS), weight_PD)
+        return add(x, self.local_tokens(positions_BS), weight_PD)
 
-    def mine(self, of_tokens_BS: Tensor) -> Tensor:
+    def local_tokens(self, of_tokens_BS: Tensor) -> Tensor:
         """Of all tokens, those that this rank has between GEMMs."""
         if not self.sp:
             return of_tokens_BS

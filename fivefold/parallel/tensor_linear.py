@@ -38,12 +38,13 @@ Write = Callable[[int, int, Tensor | None], Tensor]
 
 
 class _Call(NamedTuple):
-    """What a projection knows beside its tensors. `mine` brings this rank's tokens of the input
-    again; `shared` outputs are those of which ranks have the gradient of their own heads only."""
+    """What a projection knows beside its tensors. `local_input` brings this rank's tokens of the
+    input again; `shared` outputs are those of which ranks have the gradient of their own heads
+    only."""
 
     math: LinearMath
     graded: bool
-    mine: Make | None
+    local_input: Make | None
     shared: SharedOutputs
 
 
@@ -126,7 +127,7 @@ class SplitMatmuls:
         summed = self.row_linear(math, self._from_rows(x_BSI), weight_OI)
         return summed.unflatten(0, (x_BSI.shape[0], -1))
 
-    def live(self, x_MI: Tensor) -> Tensor:
+    def zero_padding(self, x_MI: Tensor) -> Tensor:
         """This rank's tokens, zero where they are padding."""
         if self.padded is None:
             return x_MI
@@ -135,26 +136,26 @@ class SplitMatmuls:
         rows = x_MI.unflatten(0, (-1, len(mask)))
         return rows.masked_fill(mask[:, None], 0).flatten(0, 1)
 
-    def live_of_all(self, x_NI: Tensor) -> Tensor:
+    def zero_padding_of_all(self, x_NI: Tensor) -> Tensor:
         """The tokens of all ranks, in the order of gathers."""
         if self.padded is None:
             return x_NI
         mask_BS1 = self.padded[:, None].expand(len(x_NI) // self.row, -1, -1)
         return x_NI.masked_fill(self._from_rows(mask_BS1), 0)
 
-    def completed(self, gradients: Sequence[Tensor], shared: SharedOutputs) -> Sequence[Tensor]:
+    def sum_shared_grads(self, grads: Sequence[Tensor], shared: SharedOutputs) -> Sequence[Tensor]:
         """Gradients of shared outputs are sums over the ranks that have them: the first of these
         gets the sum, and the others zero."""
         mesh = self.boundary.mesh
         if not shared.axis or mesh.size(shared.axis) == 1:
-            return gradients
-        widths = [gradients[number].shape[1] for number in shared.numbers]
-        together = torch.cat([gradients[number] for number in shared.numbers], 1)
+            return grads
+        widths = [grads[number].shape[1] for number in shared.numbers]
+        together = torch.cat([grads[number] for number in shared.numbers], 1)
         mesh.all_reduce(together, shared.axis, dist.ReduceOp.SUM, yields=True).wait()
         if mesh.coord(shared.axis):
             together.zero_()
         summed = dict(zip(shared.numbers, together.split(widths, 1), strict=True))
-        return [summed.get(number, gradient) for number, gradient in enumerate(gradients)]
+        return [summed.get(number, gradient) for number, gradient in enumerate(grads)]
 
     def _to_rows(self, x_NO: Tensor, rows: int) -> Tensor:
         if not self.gathers:
@@ -221,23 +222,23 @@ class _Project(torch.autograd.Function):
         math = call.math
         half = (len(params) - len(math.extra())) // 2
         weights, biases, ctx.extra = params[:half], params[half : 2 * half], params[2 * half :]
-        sent = math.send(matmuls.live(x.flatten(0, -2)), False, matmuls.gathers)
+        sent = math.quantize(matmuls.zero_padding(x.flatten(0, -2)), False, matmuls.gathers)
         full, arrivals = matmuls.gathered(sent.tensor)
         sent, chunks = sent._replace(tensor=full), len(arrivals)
-        read, outputs = None, None
+        operands, outputs = None, None
         if chunks > 1:
             outputs = tuple(x.new_empty(len(full), len(weight)) for weight in weights)
         for number, arrive in enumerate(arrivals):
             arrive()
-            with_columns = call.graded and call.mine is None and chunks == 1
-            read = math.read([sent.part(number, chunks)], matmuls.run, False, with_columns)
+            with_columns = call.graded and call.local_input is None and chunks == 1
+            operands = math.operands([sent.chunk(number, chunks)], matmuls.run, False, with_columns)
             outs = outputs and [output.chunk(chunks)[number] for output in outputs]
-            products = math.multiply(read, weights, biases, outs)
+            products = math.fprop(operands, weights, biases, outs)
             outputs = outputs or tuple(products)
         ctx.call, ctx.matmuls, ctx.shape, ctx.dtype = call, matmuls, x.shape, x.dtype
         ctx.weights, ctx.biases, ctx.maximum = weights, biases, sent.maximum
-        if call.mine is None:
-            values, ctx.again = math.keep(read if chunks == 1 else None, sent, matmuls.run)
+        if call.local_input is None:
+            values, ctx.again = math.save(operands if chunks == 1 else None, sent, matmuls.run)
             ctx.save_for_backward(*values)
         assert outputs is not None
         return outputs
@@ -248,21 +249,25 @@ class _Project(torch.autograd.Function):
         call: _Call = ctx.call
         ctx.call = None  # so that what it holds is freed here, and not with the whole graph
         math, arrivals, sent = call.math, (), None
-        if call.mine is not None:
-            x_MI = matmuls.live(call.mine().flatten(0, -2))
-            call = call._replace(mine=None)
-            sent = math.send(x_MI, False, True, ctx.maximum)
+        if call.local_input is not None:
+            x_MI = matmuls.zero_padding(call.local_input().flatten(0, -2))
+            call = call._replace(local_input=None)
+            sent = math.quantize(x_MI, False, True, ctx.maximum)
             full, arrivals = matmuls.gathered(sent.tensor)
             sent = sent._replace(tensor=full)
-        parts = [Sent(gradient) for gradient in matmuls.completed(gradients, call.shared)]
-        grads = math.read(parts, matmuls.run, True, True)
+        parts = [Sent(gradient) for gradient in matmuls.sum_shared_grads(gradients, call.shared)]
+        grads = math.operands(parts, matmuls.run, True, True)
         back_MI, reduced = None, ()
         if ctx.needs_input_grad[0]:
             write = partial(_input_gradient, math, grads, ctx.weights)
             back_MI, reduced = matmuls.reduced((len(gradients[0]), ctx.shape[-1]), ctx.dtype, write)
         for arrive in arrivals:
             arrive()
-        x = math.read([sent], matmuls.run, False, True) if sent else ctx.again(ctx.saved_tensors)
+        x = (
+            math.operands([sent], matmuls.run, False, True)
+            if sent
+            else ctx.again(ctx.saved_tensors)
+        )
         needs = ctx.needs_input_grad[3:]
         params = (ctx.weights, ctx.biases, ctx.extra)
         weight_grads = _weight_gradients(math, matmuls.queue, x, grads, *params, needs)
@@ -277,14 +282,14 @@ class _RowLinear:
 
     def __init__(self, math: LinearMath, graded: bool) -> None:
         self.math, self.graded = math, graded
-        self.held: Any = None
+        self.operands: Any = None
 
     def give(self, value: Any) -> None:
-        self.held = value
+        self.operands = value
 
     def take(self) -> Any:
-        assert self.held is not None, "the two functions take turns"
-        value, self.held = self.held, None
+        assert self.operands is not None, "the two functions take turns"
+        value, self.operands = self.operands, None
         return value
 
 
@@ -301,10 +306,10 @@ class _SaveInput(torch.autograd.Function):
         row: _RowLinear,
         *extra: Tensor,
     ) -> Tensor:
-        sent = row.math.send(matmuls.live_of_all(x_NI), False, False)
-        read = row.math.read([sent], matmuls.run, False, row.graded)
-        row.give(read)
-        values, ctx.again = row.math.keep(read, sent, matmuls.run)
+        sent = row.math.quantize(matmuls.zero_padding_of_all(x_NI), False, False)
+        operands = row.math.operands([sent], matmuls.run, False, row.graded)
+        row.give(operands)
+        values, ctx.again = row.math.save(operands, sent, matmuls.run)
         ctx.save_for_backward(*values)
         ctx.weight, ctx.matmuls, ctx.row, ctx.extra = weight_OI, matmuls, row, extra
         return x_NI.view_as(x_NI)
@@ -325,11 +330,11 @@ class _SumOfRows(torch.autograd.Function):
     def forward(
         ctx: Any, x_NI: Tensor, weight_OI: Tensor, matmuls: SplitMatmuls, row: _RowLinear
     ) -> Tensor:
-        read, math = row.take(), row.math
+        operands, math = row.take(), row.math
 
         def write(number: int, chunks: int, out: Tensor | None) -> Tensor:
-            part = math.part(read, number, chunks)
-            return math.multiply(part, [weight_OI], [None], None if out is None else [out])[0]
+            part = math.chunk(operands, number, chunks)
+            return math.fprop(part, [weight_OI], [None], None if out is None else [out])[0]
 
         ctx.weight, ctx.matmuls, ctx.row, ctx.dtype = weight_OI, matmuls, row, x_NI.dtype
         size = (len(x_NI), len(weight_OI))
@@ -341,23 +346,23 @@ class _SumOfRows(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         math, matmuls, weights = ctx.row.math, ctx.matmuls, [ctx.weight]
-        sent = math.send(gradients[0], True, matmuls.gathers)
+        sent = math.quantize(gradients[0], True, matmuls.gathers)
         full, arrivals = matmuls.gathered(sent.tensor)
         sent, chunks = sent._replace(tensor=full), len(arrivals)
         back_NI = full.new_empty(len(full), ctx.weight.shape[1], dtype=ctx.dtype)
         for number, arrive in enumerate(arrivals):
             arrive()
-            part = math.read([sent.part(number, chunks)], matmuls.run, True, chunks == 1)
-            math.back(part, weights, 0, 1, back_NI.chunk(chunks)[number])
+            part = math.operands([sent.chunk(number, chunks)], matmuls.run, True, chunks == 1)
+            math.dgrad(part, weights, 0, 1, back_NI.chunk(chunks)[number])
             grads = part
         if chunks > 1:
-            grads = math.read([sent], matmuls.run, True, True)
+            grads = math.operands([sent], matmuls.run, True, True)
         ctx.row.give(grads)
         return back_NI, None, None, None
 
 
 def _input_gradient(math: LinearMath, grads: Any, weights: Sequence[Tensor], *part: Any) -> Tensor:
-    return math.back(grads, weights, *part)
+    return math.dgrad(grads, weights, *part)
 
 
 def _weight_gradients(
@@ -371,28 +376,28 @@ def _weight_gradients(
     needs: Sequence[bool],
 ) -> list[Tensor | None]:
     """Of all weights, then of all biases, then of those beside them; none if they are queued."""
-    works = math.works(x, grads, weights, biases)
+    wgrads = math.wgrads(x, grads, weights, biases)
     if queue is not None:
-        for work in works:
-            queue.put(work)
+        for wgrad in wgrads:
+            queue.put(wgrad)
         return [None] * len(needs)
     params = [*weights, *biases, *extra]
-    collector = _Returned(id(param) for param, wants in zip(params, needs, strict=True) if wants)
-    for work in works:
-        work(collector)
-    return [collector.gradients.get(id(param)) for param in params]
+    sink = _AutogradSink(id(param) for param, wants in zip(params, needs, strict=True) if wants)
+    for wgrad in wgrads:
+        wgrad(sink)
+    return [sink.gradients.get(id(param)) for param in params]
 
 
-class _Returned:
-    """Gradients that autograd delivers."""
+class _AutogradSink:
+    """Collect the gradients that autograd returns."""
 
-    def __init__(self, wanted: Iterable[int]) -> None:
-        self.wanted, self.gradients = frozenset(wanted), dict[int, Tensor]()
+    def __init__(self, param_ids: Iterable[int]) -> None:
+        self.param_ids, self.gradients = frozenset(param_ids), dict[int, Tensor]()
 
     def add_product(self, weight: Tensor, outputs_NO: Tensor, inputs_NI: Tensor) -> None:
-        if id(weight) in self.wanted:
+        if id(weight) in self.param_ids:
             self.gradients[id(weight)] = outputs_NO.T @ inputs_NI
 
     def add_gradient(self, weight: Tensor, gradient: Tensor) -> None:
-        if id(weight) in self.wanted:
+        if id(weight) in self.param_ids:
             self.gradients[id(weight)] = gradient

@@ -123,7 +123,7 @@ def between(
 ) -> InFlight:
     """Start a collective that fills `output` from `x`, or from and into copies."""
     sent = _within_reach(x, group)
-    came = _room(output) if goes_by_host(output.device, group) else output
+    came = _host_buffer(output) if goes_by_host(output.device, group) else output
     return InFlight([start(came, sent)], sent, came, output)
 
 
@@ -169,7 +169,7 @@ def receive(
     by_host = goes_by_host(device, group)
     with nullcontext() if by_host else beside(device):
         buffer = torch.empty(size, dtype=dtype, device=device)
-        came = _room(buffer) if by_host else buffer
+        came = _host_buffer(buffer) if by_host else buffer
         work = dist.irecv(came, source, group=group)
     assert work is not None, "this rank is one of the two"
     return InFlight([work], came=came, home=buffer)
@@ -188,7 +188,7 @@ def _stream(device: torch.device) -> torch.cuda.Stream:
 def pass_on(tensor: Tensor, after: int, before: int, group: dist.ProcessGroup) -> InFlight:
     """Start to send to the rank after this one, and to receive as much from the one before."""
     buffer, sent = torch.empty_like(tensor), _within_reach(tensor, group)
-    came = _room(buffer) if goes_by_host(tensor.device, group) else buffer
+    came = _host_buffer(buffer) if goes_by_host(tensor.device, group) else buffer
     works = dist.batch_isend_irecv(
         [
             dist.P2POp(dist.isend, sent, after, group),
@@ -241,8 +241,8 @@ def _within_reach(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 def _copied(tensor: Tensor) -> Tensor:
     """In host memory, when this returns: a backend reads it at once."""
-    return _room(tensor).copy_(tensor)
+    return _host_buffer(tensor).copy_(tensor)
 
 
-def _room(tensor: Tensor) -> Tensor:
+def _host_buffer(tensor: Tensor) -> Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)

@@ -33,9 +33,9 @@ class WaitTimer:
     def start(self) -> None:
         """A step begins."""
         self.waits = []
-        self.running, self.begun = True, self.now()
+        self.running, self.begun = True, self.timestamp()
 
-    def now(self) -> Any:
+    def timestamp(self) -> Any:
         """This moment, of the host or of its stream."""
         if not self.on_gpu:
             return time.perf_counter()
@@ -45,7 +45,7 @@ class WaitTimer:
 
     def waited(self, what: RoleKind, since: Any) -> None:
         """A wait that began then is over."""
-        self.waits.append((what, since, self.now()))
+        self.waits.append((what, since, self.timestamp()))
 
     def sent(self, pair: tuple[int, int]) -> None:
         """A message leaves."""
@@ -62,7 +62,7 @@ class WaitTimer:
     def stop(self) -> TimedStep:
         """The step is issued."""
         self.running = False
-        return TimedStep(self.begun, self.now(), self.waits, self.on_gpu)
+        return TimedStep(self.begun, self.timestamp(), self.waits, self.on_gpu)
 
 
 class TimedStep(NamedTuple):

@@ -244,7 +244,7 @@ def train_rank(
 @torch.no_grad()
 def give_weights(job: Job, trial: GeneratedTrial) -> None:
     """Put the weights of a trial into a job."""
-    for shard in job.held:
+    for shard in job.local_shards:
         name = shard.row.name
         full = trial.full_weight(job.table[name].name)
         if full is not None:

@@ -22,7 +22,7 @@ ROUNDED_SHARE = 0.7
 
 def rounded_weights_stay(stack: SoftwareStack, grid: LayoutGrid) -> Flags:
     """Where rounded weights stay over a step: where full weights do."""
-    return (grid.zero < 3) | (grid.shard * grid.cp == 1) | stack.stays_gathered(grid)
+    return (grid.zero < 3) | (grid.shard * grid.cp == 1) | stack.stays(grid)
 
 
 def rounded_weights(

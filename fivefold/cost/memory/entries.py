@@ -210,7 +210,7 @@ class MemoryEntries:
         gathered = prefetch * dense_size + np.where(end > 0, end + alone, dense_size + pair_routed)
         everything = np.where(dense, parameters.dense, 0.0)
         everything = everything + np.where(experts, parameters.experts, 0.0)
-        stays = self.stack.stays_gathered(grid) | ((stage.head > 0) & (self.shape.mtp > 0))
+        stays = self.stack.stays(grid) | ((stage.head > 0) & (self.shape.mtp > 0))
         codes = prefetch * codes_under_way(self.stack, dense * layer.dense, experts * layer.experts)
         total = np.where(stays, everything, np.minimum(gathered, everything))
         return np.where(grid.zero == 3, total * self.itemsize + codes * ~stays, 0.0)

@@ -43,7 +43,7 @@ def flat_units(work: LayerTimer, stages: Spans | None = None) -> RankUnits | Non
 def unit_groups(work: LayerTimer, units: RankUnits | None) -> list[UnitGroup]:
     """What a rank gathers and reduces."""
     if units is not None:
-        return [*units.groups(work.stack.stays_gathered(work.grid))]
+        return [*units.groups(work.stack.stays(work.grid))]
     return [*_layers_and_buckets(work)]
 
 
@@ -55,7 +55,7 @@ def _layers_and_buckets(work: LayerTimer) -> Iterator[UnitGroup]:
     buckets = num_buckets(sum(parameters, np.zeros(1)) * work.itemsize, layers, stack.bucket_bytes)
     number = np.where(third, layers * stack.gathers, buckets)
     rounds = np.ceil(m / grid.pp) if stack.scatters_rounds else m
-    times = np.where(stack.stays_gathered(grid), 1.0, 2 * m)
+    times = np.where(stack.stays(grid), 1.0, 2 * m)
     for expert, size in enumerate(parameters):
         if expert and work.shape.moe is None:
             return

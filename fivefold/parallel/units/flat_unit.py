@@ -25,7 +25,7 @@ UnitListener = Callable[[str, str, str], None]
 """Is told of every collective of a unit: the axis, the kind, and the name of the unit."""
 
 
-def unheard(axis: str, kind: str, unit: str) -> None:
+def ignore_collective(axis: str, kind: str, unit: str) -> None:
     """Nobody listens."""
 
 
@@ -57,7 +57,7 @@ class UnitOptions:
     disk: Path | None = None
     prefetch: int = 1
     grad_home: GradientHome | None = None
-    on_collective: UnitListener = unheard
+    on_collective: UnitListener = ignore_collective
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Use:
     """Which blocks use a unit, in forward order, and when its full weights must be in memory."""
 
     blocks: tuple[str, ...]
-    kept: bool  # from the forward to the backward: the last block is used in both at once
+    stays: bool  # from the forward to the backward: the last block is used in both at once
     read_in_backward: bool
 
 
@@ -129,7 +129,7 @@ class FlatUnit:
         self.shard = self._own_shard()
         self.home: Tensor | None = None  # of the gradient, where it leaves the device
         if options.grad_home is not None and not unit.frozen:
-            allocator = options.grad_home.room
+            allocator = options.grad_home.allocate
             self.home = allocator(unit.shard_size, self.grad_dtype, self.full.is_cuda)
         self.owned = self._owned()
         self.present = True
@@ -140,7 +140,7 @@ class FlatUnit:
         return self.unit.num_shards > 1
 
     @property
-    def place(self) -> int:
+    def coord(self) -> int:
         """Which slice is this rank's."""
         return self.mesh.coord(self.unit.shard_axis) if self.sliced else 0
 
@@ -179,7 +179,7 @@ class FlatUnit:
 
     def _own_shard(self) -> Tensor:
         size = self.unit.shard_size
-        shard = self.full[self.place * size : (self.place + 1) * size]
+        shard = self.full[self.coord * size : (self.coord + 1) * size]
         if not self.sheds_weights:
             return shard
         if self.options.disk is not None:
@@ -194,12 +194,12 @@ class FlatUnit:
         if not self.sliced and not self.sheds_weights:
             rows = [entry.row for entry in self.unit.entries]
             return [OwnedShard(row, self.parameters[row.name], clipped_late=late) for row in rows]
-        low, starts = self.place * self.unit.shard_size, dict[str, int]()
+        low, starts = self.coord * self.unit.shard_size, dict[str, int]()
         for entry in self.unit.entries:
             starts[entry.row.name] = max(0, low - entry.start)
         return [
             OwnedShard(row, self.shard[start:stop].detach(), starts[row.name], clipped_late=late)
-            for row, start, stop in self.unit.owned(self.place)
+            for row, start, stop in self.unit.owned(self.coord)
         ]
 
     def watch_gradients(self, ready: Callable[[FlatUnit], None]) -> None:
@@ -223,7 +223,7 @@ class FlatUnit:
 
     def add(self, name: str, gradient: Tensor) -> None:
         """Add to the gradient of one weight; the first one of a sum is written."""
-        buffer = self._room(name)
+        buffer = self._grad_view(name)
         if buffer is None:
             self.parameters[name].grad = gradient.to(self.full.dtype).contiguous()
         elif self._is_empty(name):
@@ -234,14 +234,14 @@ class FlatUnit:
 
     def add_product(self, name: str, outputs_NO: Tensor, inputs_NI: Tensor) -> None:
         """Add outputsᵀ · inputs to the gradient of one weight."""
-        buffer = self._room(name)
+        buffer = self._grad_view(name)
         if buffer is None or buffer.dtype != inputs_NI.dtype:
             self.add(name, outputs_NO.T @ inputs_NI)
             return
         buffer.addmm_(outputs_NO.T, inputs_NI, beta=0 if self._is_empty(name) else 1)
         self._added(name)
 
-    def _room(self, name: str) -> Tensor | None:
+    def _grad_view(self, name: str) -> Tensor | None:
         """Where the gradient of a weight is summed; None where a first one may simply be kept."""
         parameter = self.parameters[name]
         if not self.collects:
@@ -384,7 +384,7 @@ class FlatUnit:
             torch.cuda.current_stream(self.full.device).synchronize()  # the host may read it now
         dtype = self.grad_dtype if self.options.as_summed else self.shard.dtype
         gradient = self.gradient.to(dtype)
-        spans = {row.name: (start, stop) for row, start, stop in self.unit.owned(self.place)}
+        spans = {row.name: (start, stop) for row, start, stop in self.unit.owned(self.coord)}
         for shard in self.owned:
             start, stop = spans[shard.row.name]
             shard.gradient = gradient[start:stop].view(shard.tensor.shape)

@@ -108,7 +108,7 @@ class WeightMaxima:
         routed = frozenset(f"{name}.weight" for names in stacks for name in names)
         self.owned = dict[str, list[tuple[FlatUnit, UnitSegment]]]()
         for unit in units:
-            for segment in segments(unit.unit, unit.place, routed, unit.unit.shard_size):
+            for segment in segments(unit.unit, unit.coord, routed, unit.unit.shard_size):
                 self.owned.setdefault(segment.name, []).append((unit, segment))
         sizes = {
             name: len(parameter) for unit in units for name, parameter in unit.parameters.items()
@@ -155,7 +155,7 @@ class WeightMaxima:
     def _owned(self, name: str) -> Iterator[tuple[Tensor, range]]:
         """What this rank owns of a weight, and of which experts."""
         for unit, segment in self.owned.get(f"{name}.weight", ()):
-            low = unit.place * unit.unit.shard_size
+            low = unit.coord * unit.unit.shard_size
             yield unit.shard[segment.start - low : segment.stop - low], segment.experts
 
 

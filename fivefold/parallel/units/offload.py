@@ -22,8 +22,8 @@ class GradientHome:
 
     folder: Path | None = None
 
-    def room(self, size: int, dtype: torch.dtype, pinned: bool) -> Tensor:
-        """Room for a shard."""
+    def allocate(self, size: int, dtype: torch.dtype, pinned: bool) -> Tensor:
+        """Allocate a gradient shard."""
         if self.folder is None:
             return torch.empty(size, dtype=dtype, pin_memory=pinned)
         return on_disk(self.folder, size, dtype)
