@@ -47,7 +47,7 @@ def forecast_json(plan: Plan, forecast: FailureForecast) -> dict[str, Any]:
         "interval_s": job.interval,
         "interval_steps": job.steps,
         "interval_why": interval_words(job),
-        "checkpoint": job.place,
+        "checkpoint": job.location,
         "checkpoint_bytes": job.save.bytes,
         "save_s": {
             "stall": job.save.stall,
@@ -86,7 +86,7 @@ def forecast_lines(plan: Plan, forecast: FailureForecast) -> list[str]:
         f"failures  one in {rough_duration(1 / job.rate)}: {forecast.interruptions:,.0f} "
         f"interruptions ({low:,.0f} to {high:,.0f} in 90% of {forecast.runs:,} runs)",
         f"saves     every {duration(job.interval)} ({counted(job.steps, 'step')}) to "
-        f"{_PLACES[job.place]}: {job.save.bytes / 1e9:,.0f} GB",
+        f"{_PLACES[job.location]}: {job.save.bytes / 1e9:,.0f} GB",
         f"          steps wait for {duration(job.save.stall)}, "
         f"written in {duration(job.save.write)}",
         *(f"          {clause}" for clause in interval_words(job).split("; ")),

@@ -98,7 +98,7 @@ def _lines(choice: ServingChoice, flags: dict[str, EngineCommand]) -> Iterator[s
         f"{request.precision}, {_load_words(request)}",
         "serve       ",
     )
-    cache_bytes = model_token_bytes(request) * request.kept
+    cache_bytes = model_token_bytes(request) * request.cached_tokens
     yield from wrapped(
         f"weights {gib(weights)}, {gib(chosen.fit.weights)} a GPU; cache "
         f"{model_token_bytes(request):,} bytes a token, {gib(cache_bytes)} a sequence of "
@@ -197,7 +197,7 @@ def rule_of_thumb(choice: ServingChoice) -> str:
     request, chosen = choice.request, choice.chosen
     weights = model_bytes(request.shape, request.precision)
     num_sequences = request.concurrency or 16
-    cache = num_sequences * model_token_bytes(request) * request.kept
+    cache = num_sequences * model_token_bytes(request) * request.cached_tokens
     need = (weights + cache) / request.usable
     tp = 1
     while tp < need:

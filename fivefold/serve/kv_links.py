@@ -100,7 +100,7 @@ class _Arrival:
 
     source: str
     count: int = 0
-    wanted: bool = True
+    is_wanted: bool = True
     complete: bool = False
     pieces: list[KvPiece] = field(default_factory=list[KvPiece])
 
@@ -138,8 +138,8 @@ class KvInbox:
     def forget(self, id: str) -> None:
         """Nobody wants this sequence; what is still to come of it is thrown away."""
         with self._lock:
-            arrival = self._arrivals.setdefault(id, _Arrival("", wanted=False))
-            arrival.wanted = False
+            arrival = self._arrivals.setdefault(id, _Arrival("", is_wanted=False))
+            arrival.is_wanted = False
             arrival.pieces.clear()
             if arrival.complete:
                 del self._arrivals[id]
@@ -181,10 +181,10 @@ class KvInbox:
             arrival = self._arrivals.setdefault(piece.id, _Arrival(source))
             arrival.source = source
             arrival.count += 1
-            if arrival.wanted:
+            if arrival.is_wanted:
                 arrival.pieces.append(piece)
             arrival.complete = arrival.count == total
-            if arrival.complete and not arrival.wanted:
+            if arrival.complete and not arrival.is_wanted:
                 del self._arrivals[piece.id]
         if arrival.complete:
             self.on_complete(piece.id)

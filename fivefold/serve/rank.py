@@ -276,20 +276,20 @@ def _lead(worker: Worker, task: ServeTask, loop: EngineLoop) -> None:
     loop.start(own)
     notices = [ours, *followers] if task.role == "decode" else []
     adoptions = Adoptions(layout.world // layout.dp)
-    door = RankLink.to(task.folder / DOOR)
+    api = RankLink.to(task.folder / DOOR)
     pools = [scheduler.pool.count for scheduler in loop.engine.schedulers]
     worker.report(EngineUp())
     beat, began = _Beat(worker, task.text.device), time.monotonic()
     hello = ReplicaHello(task.replica, sum(pools), pools[0], task.role, task.start, layout.dp)
-    door.send(hello)
+    api.send(hello)
     while not loop.over:
         beat.tick(time.monotonic() - began)
         if not loop.engine.busy:
-            RankLink.wait([door, *notices], _BEAT_S)
+            RankLink.wait([api, *notices], _BEAT_S)
         began = time.monotonic()
         complete = [id for link in notices for id in link.receive(0.0)]
         try:
-            commands = adoptions.due(door.receive(0.0), complete)
+            commands = adoptions.due(api.receive(0.0), complete)
         except EOFError:  # the door has gone
             commands = [CloseCommand(), *map(DropCommand, loop.open)]
         if not commands and not loop.engine.busy:
@@ -298,7 +298,7 @@ def _lead(worker: Worker, task: ServeTask, loop: EngineLoop) -> None:
             follower.send(commands)
         news = loop.turn(commands)
         if commands or news.rows or news.refused:
-            door.send(news)
+            api.send(news)
     beat.silent()
 
 

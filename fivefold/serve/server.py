@@ -20,7 +20,7 @@ from pathlib import Path
 from fivefold.core import FivefoldError
 from fivefold.generate import ModelSetup
 from fivefold.launch import TemporaryFolder
-from fivefold.serve.api import Door
+from fivefold.serve.api import Api
 from fivefold.serve.dispatch import Dispatcher
 from fivefold.serve.http import HttpLimits
 from fivefold.serve.links import EngineRole
@@ -111,7 +111,7 @@ class ModelServer:
             prefill is not None,
         )
         prompts = PromptReader(setup.codec, setup.model.folder)
-        self.door = Door(
+        self.api = Api(
             options.name, options.keys, self.dispatcher, prompts, options.limits, self.log
         )
         self._wake = asyncio.Event()
@@ -234,16 +234,16 @@ class ModelServer:
     async def _serve(self) -> None:
         options = self.options
         listener = listening_socket(options.host, options.port, bool(options.keys))
-        self.door.limits = options.limits.within_open_files()  # after the fork: ranks need few
-        server = await asyncio.start_server(self.door.accept, sock=listener, backlog=_BACKLOG)
-        await self.door.prompts.start()
+        self.api.limits = options.limits.within_open_files()  # after the fork: ranks need few
+        server = await asyncio.start_server(self.api.accept, sock=listener, backlog=_BACKLOG)
+        await self.api.prompts.start()
         host, port = listener.getsockname()[:2]
         shown = f"[{host}]" if ":" in host else host
         self.on_ready(f"http://{shown}:{port}/v1")
         while not self.stopping and self._serves():
             self._wake.clear()
             await self._wake.wait()
-        await self.door.drain(options.drain_s if self.stopping else 1.0)
+        await self.api.drain(options.drain_s if self.stopping else 1.0)
         server.close()
 
     async def _end(self) -> None:

@@ -103,7 +103,7 @@ def run_generated(
 
 def drawn_texts(plan: Plan, settings: GeneratedSettings, seen: Observed) -> list[DrawnText]:
     """The texts of all requests, as they were drawn in batches."""
-    completions = seen.found["batched"]
+    completions = seen.completions["batched"]
     requests = requests_of(plan.shape, settings.seed, plan.layout.dp)
     texts = [
         DrawnText(request.prompt, completions[request.id].tokens, completions[request.id].logprobs)

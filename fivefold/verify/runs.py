@@ -102,7 +102,7 @@ class VerifiedRank:
     steps: list[StepOfRank]
     heard: list[ObservedCalls]
     orders: list[UnitOrder]
-    held: list[ComparedPart]
+    parts: list[ComparedPart]
     codes: list[RankCodes]  # of each step, in fp8
     rows: list[RankRows]  # of each step, what experts read in fp8
 

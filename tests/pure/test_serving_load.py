@@ -56,7 +56,7 @@ def test_clients_fill_the_server() -> None:
 
 
 def test_a_full_cache_makes_requests_wait() -> None:
-    few, many = (simulate(ReplicaLoad(1024, 64, clients=16), speed(room=room)) for room in (4, 64))
+    few, many = (simulate(ReplicaLoad(1024, 64, clients=16), speed(slots=room)) for room in (4, 64))
     assert few.ttft > 5 * many.ttft and few.sequences <= 4
 
 
