@@ -1,4 +1,4 @@
-"""The door: paths, keys, answers and the log of a server.
+"""The HTTP API: paths, keys, answers and the log of a server.
 
 On loopback everybody of this machine may come in, but no page of another site: its browser says
 where it comes from. Beyond loopback there is no entry without a key; `/health` alone says whether

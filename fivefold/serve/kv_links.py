@@ -5,7 +5,7 @@ of steps. A rank that goes on has a socket for each of its starts: what was mean
 has died never reaches the one that was started in its place. A cache is complete on a rank when all
 its pieces are there; when it is complete on all ranks of a replica, the leader adds the request.
 
-Every sequence that the door was told to be on its way is taken in or forgotten, so nothing stays.
+Every sequence that the API process announces is taken in or forgotten, so nothing stays.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ def kv_socket(folder: Path, engine: int, start: int, rank: int) -> Path:
 
 
 class KvOutbox(threading.Thread):
-    """Sends pieces, in order. What is meant for a rank that has died is dropped: the door knows of
-    its death."""
+    """Sends pieces, in order. What is meant for a rank that has died is dropped: the API process
+    knows of its death."""
 
     def __init__(self, folder: Path, source: str) -> None:
         super().__init__(name="kv-out", daemon=True)
@@ -281,7 +281,7 @@ class Adoptions:
     def due(
         self, commands: Sequence[EngineCommand], complete: Iterable[str]
     ) -> list[EngineCommand]:
-        """What all ranks do now: of what the door says, and of caches that are complete."""
+        """What all ranks do now: of commands, and of caches that are complete."""
         due_commands: list[EngineCommand] = []
         self._complete.update(complete)
         for command in commands:

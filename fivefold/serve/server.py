@@ -1,4 +1,4 @@
-"""The life of a server: fork the engines, open the door, and after SIGTERM drain and end.
+"""The life of a server: fork the engines, open the port, and after SIGTERM drain and end.
 
 The keepers of engines are forked before anything else is open, so that ranks inherit no socket of a
 client, and before signals are handled, so that none of theirs is taken for ours. They die with the
@@ -26,7 +26,7 @@ from fivefold.serve.http import HttpLimits
 from fivefold.serve.links import EngineRole
 from fivefold.serve.metrics import ServeMetrics
 from fivefold.serve.prompting import PromptReader
-from fivefold.serve.rank import DOOR, ServeTask
+from fivefold.serve.rank import API_SOCKET, ServeTask
 from fivefold.serve.supervisor import EngineEnd, EngineKeeper
 
 _BACKLOG = 1024
@@ -85,7 +85,7 @@ def listening_socket(host: str, port: int, has_keys: bool) -> socket.socket:
 
 
 class ModelServer:
-    """One model behind one door."""
+    """One model behind one port."""
 
     def __init__(
         self,
@@ -139,7 +139,7 @@ class ModelServer:
                 loop.add_reader(keeper.pipe.fileno(), self._hear, keeper)
             for number in (signal.SIGTERM, signal.SIGINT):
                 loop.add_signal_handler(number, self._stop)
-            links = await asyncio.start_unix_server(self.dispatcher.hear, folder / DOOR)
+            links = await asyncio.start_unix_server(self.dispatcher.hear, folder / API_SOCKET)
             await self._until_ready()
             if not self.stopping:
                 await self._serve()
