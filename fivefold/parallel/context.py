@@ -57,7 +57,7 @@ TOKENS, HEADS = 2, 1  # dims of (B, H, S, d)
 
 
 def shard(batch: TokenBatch, split: ContextSplit, seq: int, coord: int) -> TokenBatch:
-    """One rank's tokens of rows that are first padded to `seq` tokens."""
+    """Pad rows to `seq` tokens, and return this context rank's tokens of them."""
     full_batch = _padded(batch, seq - batch.tokens.shape[1])
     if split.inner * split.outer == 1:
         return full_batch
@@ -101,7 +101,7 @@ def _padded(batch: TokenBatch, missing: int) -> TokenBatch:
 
 
 def split_rows(stage: Stage) -> None:
-    """Give every attention of a decoder the other ranks' keys and values."""
+    """Replace the kernel of every attention by one over all context ranks."""
     plan, split = stage.plan, stage.plan.split
     if split.inner * split.outer == 1:
         return
@@ -123,7 +123,7 @@ class ContextAttention:
 
     @property
     def tokens(self) -> Ranges:
-        """Those whose queries this rank computes."""
+        """Tokens whose queries this rank computes."""
         return self.ring_tokens[self.ring_coord]
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, info: AttentionInfo) -> Tensor:
@@ -151,7 +151,7 @@ class ContextAttention:
         return self(q, k, v, info)[..., :value_width]
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, info: AttentionInfo) -> MergedAttention:
-        """The merged result of all attention calls."""
+        """Merge the results of the attention with every block of keys and values."""
         total = MergedAttention(q)
         for keys, kv_block in self._ring_blocks(k, v):
             for call in attention_calls(self.tokens, keys, info.window):
@@ -213,7 +213,7 @@ class ContextAttention:
         return torch.cat([parts[index][:, :, :, cut] for index, cut in self._ranges()], dim=3)
 
     def scattered(self, full_grad: Tensor) -> Tensor:
-        """The sum over places of the gradients of a row; this place's tokens of it."""
+        """Reduce-scatter the gradients of a row; returns this rank's tokens."""
         by_place = [
             torch.cat([full_grad[:, :, :, span.start : span.stop] for span in ranges], dim=3)
             for ranges in self.ring_tokens
@@ -272,7 +272,7 @@ def _sees_nothing(sees: VisiblePairs) -> bool:
 
 
 class _Sum:
-    """Gradients of tokens, summed in float32 or wider, on top of what has arrived by then."""
+    """Sum of gradients of tokens, in float32 or wider, on top of what was received."""
 
     def __init__(
         self, shape: torch.Size, like: Tensor, arriving: Callable[[], Tensor | None] | None = None
@@ -297,7 +297,7 @@ class _Sum:
 
 
 class RingGrad:
-    """Gradients of keys and values on their way around the ring; every place adds its share."""
+    """Gradients of keys and values that travel around the ring; every rank adds its part."""
 
     def __init__(self, attention: ContextAttention) -> None:
         self.attention = attention
@@ -305,12 +305,12 @@ class RingGrad:
         self.result: Tensor | None = None
 
     def waited(self) -> Callable[[], Tensor | None]:
-        """Waits for what the place before has sent, if it has."""
+        """A function that waits for the gradients sent by the previous rank, if any."""
         coming = self.coming
         return lambda: None if coming is None else coming.wait()
 
     def send(self, part: Tensor) -> None:
-        """Pass the sums to the next place, or keep them at home."""
+        """Send the gradients to the next rank; without a ring, store the result."""
         attention = self.attention
         if attention.split.outer == 1:
             self.result = part
@@ -327,7 +327,7 @@ class RingGrad:
 
 
 class _Attention(torch.autograd.Function):
-    """Attention with a backward that moves keys and values again instead of keeping them."""
+    """Attention whose backward sends keys and values again instead of saving them."""
 
     @staticmethod
     def forward(
@@ -351,8 +351,8 @@ class _HasMesh(Protocol):
 
 
 class ContextMixer:
-    """An own mixer over the tokens of all context ranks: a rank has all of them for its share of
-    the heads."""
+    """A custom mixer over the tokens of all context ranks: each rank computes all tokens for some
+    of the heads."""
 
     def __init__(self, mesh: Mesh) -> None:
         self.mesh = mesh
@@ -382,7 +382,7 @@ class ContextMixer:
 
 
 class _Exchange(torch.autograd.Function):
-    """Over the ranks of a place: split along one of tokens and heads, join along the other."""
+    """All-to-all over the Ulysses ranks: split one of tokens and heads, join the other."""
 
     @staticmethod
     def forward(ctx: Any, x_BHSd: Tensor, attention: _HasMesh, split_dim: int) -> Tensor:
@@ -412,5 +412,5 @@ def _exchanged(x_BHSd: Tensor, mesh: Mesh, split_dim: int) -> Tensor:
 
 @cache
 def token_index(ranges: Ranges, device: torch.device) -> Tensor:
-    """These tokens as a tensor, which is kept: every layer asks for it."""
+    """Indices of these tokens as a tensor, cached."""
     return torch.tensor([token for span in ranges for token in span]).to(device)

@@ -56,7 +56,7 @@ AXIS, INNER = "ep", "etp"
 
 
 def spread(stage: Stage) -> None:
-    """Send the tokens of every layer with experts to the ranks that hold these experts."""
+    """Dispatch the tokens of every MoE layer to the ranks of their experts."""
     if stage.mesh.size(AXIS) * stage.mesh.size(INNER) == 1:
         return
     dispatch = SpreadExperts(stage)
@@ -89,7 +89,7 @@ def _by_expert(arriving: Tensor, num_rows: int) -> Slots:
 
 
 class SpreadExperts:
-    """From the tokens of a rank to the experts of all ranks and back."""
+    """Dispatch and combine of tokens over the ranks of an expert group."""
 
     def __init__(self, stage: Stage) -> None:
         plan, self.mesh = stage.plan, stage.mesh
@@ -249,7 +249,7 @@ class SpreadExperts:
         codes: RowCodes = AS_THEY_ARE,
         grad_codes: RowCodes = AS_THEY_ARE,
     ) -> Tensor:
-        """Rows to other ranks; meanwhile what there is to compute beside."""
+        """Exchange rows between ranks, and compute `beside` meanwhile."""
         wait = self._start(rows, splits, codes=codes, grad_codes=grad_codes)
         if beside is not None:
             beside()
@@ -275,8 +275,8 @@ class SpreadExperts:
 
 
 class AllToAll:
-    """One all-to-all, and in backward the one of its gradients, each waited for later. Rows travel
-    as `codes`, gradients as `grad_codes`."""
+    """An all-to-all, and that of its gradients in backward, each waited for later. Rows are sent as
+    `codes`, gradients as `grad_codes`."""
 
     def __init__(
         self,
@@ -292,7 +292,7 @@ class AllToAll:
         self.issued: Issued | None = None
 
     def begin(self, rows: Tensor, splits: SplitSizes) -> None:
-        """Send; what comes is there when it has been waited for."""
+        """Start to exchange rows."""
         rows, size = rows.contiguous(), self.spread.mesh.size(splits.axis)
         even = [len(rows) // size] * size
         recv, send = splits.recv or even, splits.send or even
@@ -305,15 +305,15 @@ class AllToAll:
         )
 
     def end(self) -> Tensor:
-        """The rows that came, after the other lane's turn, if there is one."""
+        """Wait for the received rows, after the other lane's turn, if there is one."""
         issued, self.issued = self.issued, None
         assert issued is not None, "the all-to-all has not begun"
         return issued.wait()
 
 
 class _StartAllToAll(torch.autograd.Function):
-    """Begin to send; backward waits for the gradients. `AllToAll` holds what is in flight: as a
-    result of this function, autograd would want a gradient of its size."""
+    """Start an all-to-all; backward waits for the gradients. The received rows stay in `AllToAll`:
+    as an output of this function, they would need a gradient of their size."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, all_to_all: AllToAll) -> Tensor:
@@ -328,7 +328,7 @@ class _StartAllToAll(torch.autograd.Function):
 
 
 class _WaitAllToAll(torch.autograd.Function):
-    """Wait for what was sent; backward begins to send the gradients back."""
+    """Wait for the received rows; backward starts to send the gradients."""
 
     @staticmethod
     def forward(ctx: Any, started: Tensor, all_to_all: AllToAll) -> Tensor:
@@ -343,7 +343,7 @@ class _WaitAllToAll(torch.autograd.Function):
 
 
 class _YieldInBackward(torch.autograd.Function):
-    """Nothing forward; backward gives the turn to the other lane."""
+    """Identity; backward yields to the other lane."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, mesh: Mesh) -> Tensor:

@@ -38,9 +38,8 @@ Write = Callable[[int, int, Tensor | None], Tensor]
 
 
 class _Call(NamedTuple):
-    """What a projection knows beside its tensors. `local_input` brings this rank's tokens of the
-    input again; `shared` outputs are those of which ranks have the gradient of their own heads
-    only."""
+    """Arguments of a projection besides tensors. `local_input` rematerializes this rank's tokens of
+    the input; of `shared` outputs a rank has the gradient of its own heads only."""
 
     math: LinearMath
     graded: bool
@@ -49,7 +48,7 @@ class _Call(NamedTuple):
 
 
 class SharedOutputs(NamedTuple):
-    """Outputs that several ranks of an axis compute alike, for heads of their own."""
+    """Outputs that several ranks of an axis compute alike, for different heads."""
 
     axis: str = ""
     numbers: tuple[int, ...] = ()
@@ -59,7 +58,7 @@ NOT_SHARED = SharedOutputs()
 
 
 class SplitMatmuls:
-    """The matmuls of one stage at the ends of split computations.
+    """Column- and row-split matmuls of one stage, with their collectives.
 
     With a `queue`, weight gradients go there and not to autograd. `overlap` is the plan's key: 0 if
     every collective is waited for at once, else the number of chunks. `row` is the tokens of a row
@@ -85,7 +84,7 @@ class SplitMatmuls:
         self.run = BLOCK if ends_anywhere else row // (boundary.size if self.gathers else 1)
 
     def alone(self) -> SplitMatmuls:
-        """The same without a tensor dimension, for linears between two others."""
+        """A copy without a tensor dimension, for linears between two split ones."""
         return SplitMatmuls(self.boundary, self.queue, 1, self.row, self.padded, splits=False)
 
     def project(
@@ -96,8 +95,8 @@ class SplitMatmuls:
         x: Tensor,
         linears: Sequence[Linear],
     ) -> Sequence[Tensor]:
-        """Column-split linears of one input, (N, O) each; with `keeps` only this rank's tokens of
-        the input are saved."""
+        """Apply column-split linears to one input, (N, O) each; `keeps` saves only this rank's
+        tokens of the input."""
         weights, biases = [linear.weight for linear in linears], [linear.bias for linear in linears]
         with saving(x):
             graded = torch.is_grad_enabled()
@@ -106,29 +105,30 @@ class SplitMatmuls:
             return _Project.apply(x, self, call, *weights, *biases, *math.extra())
 
     def project_rows(self, *call: Any) -> Sequence[Tensor]:
-        """The same in the order of rows, (B, S, O) each."""
+        """`project` with outputs in the order of rows, (B, S, O) each."""
         rows = call[-2].shape[0]
         return [self._to_rows(output, rows) for output in self.project(*call)]
 
     def linear(self, math: LinearMath, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """A linear that is not split."""
+        """Apply a linear that is not split."""
         call = _Call(math, torch.is_grad_enabled(), None, NOT_SHARED)
         (y_NO,) = _Project.apply(x, self, call, weight, bias, *math.extra())
         return y_NO.view(*x.shape[:-1], len(weight))
 
     def row_linear(self, math: LinearMath, x_NI: Tensor, weight_OI: Tensor) -> Tensor:
-        """A row-split linear, summed over ranks; under sp this rank's tokens of it, (M, O)."""
+        """Apply a row-split linear and sum over ranks; under sp returns this rank's tokens, (M,
+        O)."""
         row = _RowLinear(math, torch.is_grad_enabled())
         saved_NI = _SaveInput.apply(x_NI, weight_OI, self, row, *math.extra())
         return _SumOfRows.apply(saved_NI, weight_OI.detach(), self, row)
 
     def row_linear_of_rows(self, math: LinearMath, x_BSI: Tensor, weight_OI: Tensor) -> Tensor:
-        """The same of tokens in the order of rows."""
+        """`row_linear` of tokens in the order of rows."""
         summed = self.row_linear(math, self._from_rows(x_BSI), weight_OI)
         return summed.unflatten(0, (x_BSI.shape[0], -1))
 
     def zero_padding(self, x_MI: Tensor) -> Tensor:
-        """This rank's tokens, zero where they are padding."""
+        """Zero the padding among this rank's tokens."""
         if self.padded is None:
             return x_MI
         shards = self.boundary.size if self.gathers else 1
@@ -137,15 +137,15 @@ class SplitMatmuls:
         return rows.masked_fill(mask[:, None], 0).flatten(0, 1)
 
     def zero_padding_of_all(self, x_NI: Tensor) -> Tensor:
-        """The tokens of all ranks, in the order of gathers."""
+        """Zero the padding among the tokens of all ranks, in the order of gathers."""
         if self.padded is None:
             return x_NI
         mask_BS1 = self.padded[:, None].expand(len(x_NI) // self.row, -1, -1)
         return x_NI.masked_fill(self._from_rows(mask_BS1), 0)
 
     def sum_shared_grads(self, grads: Sequence[Tensor], shared: SharedOutputs) -> Sequence[Tensor]:
-        """Gradients of shared outputs are sums over the ranks that have them: the first of these
-        gets the sum, and the others zero."""
+        """Sum gradients of shared outputs over the ranks that compute them: the first rank gets the
+        sum, the others zero."""
         mesh = self.boundary.mesh
         if not shared.axis or mesh.size(shared.axis) == 1:
             return grads
@@ -170,7 +170,7 @@ class SplitMatmuls:
         return by_rank.unflatten(1, (self.chunks, -1)).transpose(0, 1).flatten(0, 2)
 
     def gathered(self, x_MI: Tensor) -> tuple[Tensor, Sequence[Finish]]:
-        """The tokens of all ranks, and what waits for each chunk of them."""
+        """Start to gather the tokens of all ranks; returns a wait for each chunk."""
         if not self.gathers:
             return x_MI, [_nothing]
         x_NI = x_MI.new_empty(self.boundary.size * len(x_MI), x_MI.shape[1])
@@ -180,8 +180,8 @@ class SplitMatmuls:
     def reduced(
         self, size: tuple[int, int], dtype: torch.dtype, write: Write
     ) -> tuple[Tensor, Sequence[Finish]]:
-        """The sum over ranks of what is written for each chunk of all tokens: under sp of this
-        rank's tokens, and what waits for each chunk of it."""
+        """Sum over ranks what `write` computes for each chunk of all tokens, under sp for this
+        rank's tokens; returns a wait for each chunk."""
         begun: list[Finish] = []
         single_chunk = self.chunks == 1
         full_NO = write(0, 1, None) if single_chunk else self._empty(size, dtype)
@@ -213,7 +213,7 @@ def _nothing() -> None:
 
 
 class _Project(torch.autograd.Function):
-    """Linears of one input: weights, biases and what the arithmetic has beside them come last."""
+    """Linears of one input; weights, biases and extra weights are the last arguments."""
 
     @staticmethod
     def forward(
@@ -277,8 +277,8 @@ class _Project(torch.autograd.Function):
 
 
 class _RowLinear:
-    """What the two functions of a row-split linear hand to one another: the operands of the input
-    in forward, and those of the output gradient in backward."""
+    """State shared by the two functions of a row-split linear: operands of the input in forward,
+    and of the output gradient in backward."""
 
     def __init__(self, math: LinearMath, graded: bool) -> None:
         self.math, self.graded = math, graded
@@ -294,8 +294,8 @@ class _RowLinear:
 
 
 class _SaveInput(torch.autograd.Function):
-    """Saves the input of a row-split linear, and makes its weight gradient. It is apart from the
-    sum, so that recomputation can stop before that: nothing after it saves anything."""
+    """Save the input of a row-split linear, and compute its weight gradient. A function apart from
+    the sum, so that recomputation stops before it: nothing after it saves a tensor."""
 
     @staticmethod
     def forward(
@@ -324,7 +324,7 @@ class _SaveInput(torch.autograd.Function):
 
 
 class _SumOfRows(torch.autograd.Function):
-    """The matmul of a row-split linear, and the sum over ranks."""
+    """Matmul of a row-split linear, and the sum over ranks."""
 
     @staticmethod
     def forward(

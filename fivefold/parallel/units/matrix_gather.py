@@ -34,7 +34,7 @@ class _Cut(NamedTuple):
 
 
 class GatheredMatrices:
-    """The matrices of a job, unit by unit."""
+    """Full matrices of a job, gathered unit by unit."""
 
     def __init__(self, job: Job) -> None:
         self.job, self.mesh, self.owned = job, job.mesh, job.owned
