@@ -200,8 +200,8 @@ class VirtualRank(ContextAttention):
 
     def _visits(self, k: Tensor, v: Tensor) -> Iterator[tuple[Ranges, Tensor]]:
         for hop in range(self.split.outer):
-            other = (self.place - hop) % self.split.outer
-            yield self.places[other], self.shards[other]
+            other = (self.ring_coord - hop) % self.split.outer
+            yield self.ring_tokens[other], self.shards[other]
 
 
 def cut_into_ranks(q: Tensor, k: Tensor, v: Tensor, slope: Tensor, cp: int) -> float:

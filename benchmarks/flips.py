@@ -104,7 +104,9 @@ def at_rest(worker: Worker, plan: Plan, settings: TrainSettings, planted: Flip) 
 
     def before_update(self: Integrity) -> Tensor:
         if (self.mesh.rank, self.number) == (planted.rank, planted.step):
-            held = [each for each in self.seal.held if each.name.startswith(planted.kind + " of")]
+            held = [
+                each for each in self.seal.tensors if each.name.startswith(planted.kind + " of")
+            ]
             chosen = held[int(planted.tensor * len(held))].tensor
             flip(chosen, planted.place, planted.bit)
         return inner(self)

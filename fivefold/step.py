@@ -105,8 +105,8 @@ class Guard:
 
     def factor(self, numbers: Tensor, max_norm: float) -> Tensor:
         """What gradients are multiplied with; not a number where nothing is to be updated."""
-        found = clip_factor(numbers, max_norm, self.scale) / self.scale
-        return found.masked_fill(self.is_beyond(numbers), float("nan"))
+        factor = clip_factor(numbers, max_norm, self.scale) / self.scale
+        return factor.masked_fill(self.is_beyond(numbers), float("nan"))
 
 
 class Reading:
@@ -309,9 +309,9 @@ def totals(job: Job, loss: Tensor, guard: Guard) -> Tensor:
     local_sums = [loss.to(torch.float64) / job.mesh.size("tp"), squared_norm(job)]
     if guard.spikes is not None:
         guard.spikes.note(torch.stack([local_sums[0], local_sums[1].sqrt() / guard.scale]))
-    wish = local_sums[0].new_full((), float(guard.stop))
+    stop_request = local_sums[0].new_full((), float(guard.stop))
     flips = local_sums[0].new_zeros(2) if guard.watch is None else guard.watch.before_update()
-    everything = torch.cat([torch.stack([*local_sums, wish]), flips, job.balancing.take()])
+    everything = torch.cat([torch.stack([*local_sums, stop_request]), flips, job.balancing.take()])
     if job.mesh.size(WORLD) > 1:
         job.mesh.all_reduce(everything, WORLD, dist.ReduceOp.SUM).wait()
     return everything

@@ -90,7 +90,7 @@ def _explore_answers(params: Params, panel: str | None, on_progress: Progress) -
         views["explore"] = answer("explore", params)
         if problem := views["explore"]["problem"]:
             near = [neighbour["label"] for neighbour in problem["nearest"]]
-            raise IllegalLayout(State.parse(params).words(), problem["reasons"], near)
+            raise IllegalLayout(State.parse(params).degrees(), problem["reasons"], near)
         if any(quick_panel.later for quick_panel in quick):
             views["explore"] |= answer("pictures", params)
     return views | {

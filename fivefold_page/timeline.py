@@ -84,10 +84,10 @@ def view(timeline: Timeline, *, seconds: float | None = None, bubble: float | No
 
 def waits_by_rank(timeline: Timeline, least: float) -> list[dict[Step, str]]:
     """For each rank the steps after idle slots longer than `least`, and what they wait for."""
-    found: list[dict[Step, str]] = [{} for _ in timeline.schedule.order]
+    causes: list[dict[Step, str]] = [{} for _ in timeline.schedule.order]
     for wait in timeline.waits(least):
-        found[wait.rank][wait.step] = str(wait.cause)
-    return found
+        causes[wait.rank][wait.step] = str(wait.cause)
+    return causes
 
 
 def picture(
@@ -131,7 +131,7 @@ def _num_ticks(rows: Sequence[TimelineRow], makespan: float) -> int:
 def _marks(rows: list[View], num_chunks: int) -> dict[str, View]:
     """The kinds that occur, each with its name and its colour for each chunk."""
     used = {letter for row in rows for letter in row["kinds"]}
-    used |= {letter for row in rows for one in row["merged"].values() for letter in one["shares"]}
+    used |= {letter for row in rows for step in row["merged"].values() for letter in step["shares"]}
     return {
         letter: {
             "name": kind.name,
@@ -144,7 +144,7 @@ def _marks(rows: list[View], num_chunks: int) -> dict[str, View]:
 
 def _merged_words(rows: list[View], num_columns: int) -> str:
     drawn = sum(len(row["kinds"]) for row in rows)
-    steps = drawn + sum(one["count"] - 1 for row in rows for one in row["merged"].values())
+    steps = drawn + sum(step["count"] - 1 for row in rows for step in row["merged"].values())
     return (
         f"{steps:,} steps are too many to tell apart: neighbours narrower than 1/{num_columns:,} "
         f"of the makespan are drawn as one, {drawn:,} in all, with a band for each kind as high as "
@@ -188,20 +188,20 @@ def _letter(step: Step) -> str:
 
 def _spans(row: TimelineRow, column: float) -> list[range]:
     """Steps that are drawn as one: neighbours within a column, and columns with the same kinds."""
-    found: list[tuple[range, frozenset[str]]] = []
+    spans: list[tuple[range, frozenset[str]]] = []
     first = 0
     for stop in range(1, len(row.steps) + 1):
         alone = stop == len(row.steps) or row.starts[stop] - row.ends[stop - 1] > column
         if alone or row.ends[stop - 1] - row.starts[first] >= column:
             kinds = frozenset(_letter(step) for step in row.steps[first:stop])
-            before, same = found[-1] if found else (range(0), frozenset[str]())
+            before, same = spans[-1] if spans else (range(0), frozenset[str]())
             near = before and row.starts[first] - row.ends[first - 1] <= column
             if near and same == kinds and len(before) > 1 and stop - first > 1:
-                found[-1] = (range(before.start, stop), kinds)
+                spans[-1] = (range(before.start, stop), kinds)
             else:
-                found.append((range(first, stop), kinds))
+                spans.append((range(first, stop), kinds))
             first = stop
-    return [span for span, _ in found]
+    return [span for span, _ in spans]
 
 
 def _merged(row: TimelineRow, span: range) -> View:
@@ -247,10 +247,10 @@ def _cells(view: View) -> list[list[Cell]]:
 
 def _times(row: View) -> Iterator[tuple[int, int, int]]:
     """The index of every step, and its first and last tick."""
-    now = 0
+    tick = 0
     for i, (gap, length) in enumerate(zip(row["gaps"], row["lengths"], strict=True)):
-        yield i, now + gap, now + gap + length
-        now += gap + length
+        yield i, tick + gap, tick + gap + length
+        tick += gap + length
 
 
 def _cell(row: View, i: int, start: float, end: float) -> Cell:

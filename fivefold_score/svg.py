@@ -80,12 +80,12 @@ def _scatter(dots: Sequence[Dot], families: Sequence[str]) -> Iterator[str]:
     last = max(last, first + 1)
     scale = _SIDE / (last - first)
 
-    def place(measured: float, predicted: float) -> tuple[float, float]:
+    def point(measured: float, predicted: float) -> tuple[float, float]:
         right, up = (math.log10(seconds) - first for seconds in (measured, predicted))
         return _LEFT + right * scale, _TOP + _SIDE - up * scale
 
     for power in range(first, last + 1):
-        x, y = place(10.0**power, 10.0**power)
+        x, y = point(10.0**power, 10.0**power)
         yield f'<path class="line" d="M{_number(x)} {_TOP}v{_SIDE}M{_LEFT} {_number(y)}h{_SIDE}"/>'
         yield _label(x, _TOP + _SIDE + 16, "middle", f"{10.0**power:g}")
         yield _label(_LEFT - 6, y + 4, "end", f"{10.0**power:g}")
@@ -95,7 +95,7 @@ def _scatter(dots: Sequence[Dot], families: Sequence[str]) -> Iterator[str]:
     for number, family in enumerate(families):
         family_dots = [dot for dot in dots if dot.family == family]
         steps = "".join(
-            _mark(*place(dot.measured, dot.low), *place(dot.measured, dot.high))
+            _mark(*point(dot.measured, dot.low), *point(dot.measured, dot.high))
             for dot in family_dots
         )
         yield _path(steps, colour(number, len(families)), family, len(family_dots))

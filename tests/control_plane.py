@@ -167,7 +167,7 @@ class SimulatedRank(RankSurroundings):
         self.watchdog = SimulatedWatchdog(Worker(rank, self, self.send), WORLD, PATIENCE, self)
 
     # What a watchdog reads of its process.
-    def now(self) -> float:
+    def monotonic(self) -> float:
         return self.world.now
 
     def sleep(self, seconds: float) -> None:

@@ -223,7 +223,7 @@ def _load(row: Published, layout: Layout) -> ServingPlan:
     )
     load = LayoutLoad(ServingFit(request, layout))
     most = row.requests // layout.dp
-    bounded = 0 < most < load.room
+    bounded = 0 < most < load.slots
     found = load.loaded() if row.sequences else load.steady(most) if bounded else load.fullest()
     assert found is not None
     return found

@@ -15,10 +15,12 @@ import pytest
 
 from tests.house import (
     BESIDE,
+    BLANK_NAMES,
     FILES,
     KNOWN,
     PACKAGE,
     ROOT,
+    identifiers,
     module_name,
     nodes,
     parsed,
@@ -81,6 +83,13 @@ COMMANDS_WITHOUT_TORCH = (
 OPEN = ("commands",)
 # What several commands share; no command imports another.
 SHARED_BY_COMMANDS = ("job", "options", "search", "titan_weights")
+# Their identifiers are renamed when they become one file a command.
+NOT_RENAMED = {"commands", "render", "cli", "completion", "terminal"}
+# Blank names that other libraries dictate.
+FOREIGN_NAMES = {
+    "fivefold.generate.chat_worker": {"now"},  # datetime.now, of what templates call strftime_now
+    "fivefold.serve.api": {"now"},  # datetime.now
+}
 # Of the five dimensions; they meet only in composition.
 ROOMS = ("data", "tensor", "pipeline", "context", "expert")
 
@@ -275,6 +284,30 @@ def test_class_names_are_unique() -> None:
 def test_a_duplicate_class_name_is_seen() -> None:
     modules = parsed(a="class Run: ...", b="def f():\n    class Run: ...", c="class Other: ...")
     assert duplicate_classes(modules) == {"Run": ["fivefold.a", "fivefold.b"]}
+
+
+def blank_names(modules: Mapping[str, ast.Module]) -> dict[str, set[str]]:
+    """Identifiers of each module that say nothing, beside those of other libraries."""
+    found = {
+        name: BLANK_NAMES.intersection(identifiers(module)) - FOREIGN_NAMES.get(name, set())
+        for name, module in modules.items()
+    }
+    return {name: names for name, names in found.items() if names}
+
+
+def test_identifiers_are_nouns() -> None:
+    found = blank_names(trees())
+    assert not {name: names for name, names in found.items() if room(name) not in NOT_RENAMED}
+
+
+def test_a_blank_name_is_seen() -> None:
+    modules = parsed(
+        a="def held(mine: int) -> int:\n    return f(rest=mine).whole",
+        b='"""The rest of it."""\nshards = {"kept": 1}  # some',
+    )
+    assert blank_names(modules) == {"fivefold.a": {"held", "mine", "rest", "whole"}}
+    datetime_now = {"fivefold.serve.api": ast.parse("datetime.now()")}
+    assert not blank_names(datetime_now)
 
 
 def launcher_readers(modules: Mapping[str, ast.Module]) -> dict[str, set[str]]:

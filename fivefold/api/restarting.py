@@ -118,7 +118,7 @@ def kept_memory(recipe: Recipe, world: int) -> Generator[InheritedMemory | None]
     if not recipe.copy_every:
         yield None
         return
-    memory = InheritedMemory.made(world)
+    memory = InheritedMemory.create(world)
     try:
         yield memory
     finally:

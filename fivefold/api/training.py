@@ -269,7 +269,7 @@ def _begin(
             told(message)
     source = checked_source(plan, settings)
     if done is None or not (folder / RUN).exists():
-        toml = plan.to_toml(folder, whole=True)
+        toml = plan.to_toml(folder, full=True)
         run_files = RunFolder.create(folder, toml, start_facts(plan, source), start.resume)
         keep_tokenizer(folder, source)
     else:
@@ -307,7 +307,7 @@ def _forked(start: TrainStart, plan: Plan, settings: TrainSettings, told: OnRepo
             if not again:
                 return plan, *_attempt(plan, settings, begun.files, records)
             facts, path = start_facts(plan, begun.source), begun.files.path
-            files = RunFolder.create(path, full.to_toml(path, whole=True), facts, resume=True)
+            files = RunFolder.create(path, full.to_toml(path, full=True), facts, resume=True)
             planned = settings.planned if plan is full else None
             resumed = replace(settings, resume=True, planned=planned)
             return plan, *_attempt(plan, resumed, files, records)

@@ -126,7 +126,7 @@ def device_of(start: TrainStart, launched: LauncherEnvironment | None) -> RankDe
         num_gpus,
     )
 
-    gpus, nccl = num_gpus(), NcclLibrary.here()
+    gpus, nccl = num_gpus(), NcclLibrary.current()
     device = available_device(start.device, gpus)
     if launched is not None:
         return launched_device(device, start.backend, launched, gpus, nccl)

@@ -93,7 +93,7 @@ def sharded_or_on_device() -> list[Values]:
     return [*({"zero": 3, "gather": gather} for gather in gathers), {"offload": "none"}]
 
 
-def more(_shape: Shape, values: Values) -> Flat:
+def extra_keys(_shape: Shape, values: Values) -> Flat:
     flat: Flat = {
         "compute_environment": "LOCAL_MACHINE",
         "distributed_type": "FSDP" if values["zero"] else "MULTI_GPU",
@@ -128,7 +128,7 @@ ACCELERATE = Target(
     impossible=impossible,
     outgoing=outgoing,
     incoming=incoming,
-    more=more,
+    extra_keys=extra_keys,
     neutral=(
         *("compute_environment", "distributed_type", "main_", "machine_rank", "num_machines"),
         *(

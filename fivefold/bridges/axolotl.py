@@ -89,7 +89,7 @@ def impossible(values: Values, _shape: Shape) -> Iterator[Impossible]:
         yield "offload", values["offload"], accelerate.sharded_or_on_device()
 
 
-def more(_shape: Shape, values: Values) -> Flat:
+def extra_keys(_shape: Shape, values: Values) -> Flat:
     flat: Flat = {"output_dir": "outputs"}
     if values["lr_curve"] == "cosine":
         flat["cosine_min_lr_ratio"] = 0.1
@@ -125,7 +125,7 @@ AXOLOTL = Target(
     impossible=impossible,
     outgoing=outgoing,
     incoming=incoming,
-    more=more,
+    extra_keys=extra_keys,
     find_model=find_model,
     neutral=(
         *("output_dir", "datasets", "dataset_", "plugins", "special_tokens", "val_set_size"),

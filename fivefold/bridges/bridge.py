@@ -78,7 +78,7 @@ def incoming(values: Values, flat: Flat) -> Values:
     return ours
 
 
-def more(_shape: Shape, values: Values) -> Flat:
+def extra_keys(_shape: Shape, values: Values) -> Flat:
     """What a run has that overlaps its collectives."""
     flat: Flat = {"ddp.overlap_grad_reduce": True}
     if values["zero"]:
@@ -157,7 +157,7 @@ BRIDGE = Target(
     impossible=megatron.impossible,
     outgoing=megatron.outgoing,
     incoming=incoming,
-    more=more,
+    extra_keys=extra_keys,
     find_model=find_model,
     neutral=(
         *megatron.NEUTRAL,

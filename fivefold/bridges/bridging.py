@@ -142,7 +142,7 @@ def _file_keys(target: Target, shape: Shape, ours: Values, left: Values) -> Flat
     """The keys of a file: those of the model, of the table, and what every file has."""
     values = target.outgoing(ours, shape)
     flat = {**target.model_keys(_as_long(shape, values)), **write_keys(target.table, values)}
-    extra = target.more(shape, {**values, **left})
+    extra = target.extra_keys(shape, {**values, **left})
     return {**flat, **{key: value for key, value in extra.items() if key not in flat}}
 
 

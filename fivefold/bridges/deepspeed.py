@@ -87,7 +87,7 @@ def impossible(values: Values, _shape: Shape) -> Iterator[Impossible]:
             yield "ep", values["ep"], [stage, {"cp": 1, "shard": values["shard"] * cp}, {"ep": 1}]
 
 
-def more(_shape: Shape, values: Values) -> Flat:
+def extra_keys(_shape: Shape, values: Values) -> Flat:
     flat: Flat = {}
     if values["lr_curve"] != "constant":
         flat[f"{_PARAMS}total_num_steps"] = values["steps"]
@@ -118,7 +118,7 @@ DEEPSPEED = Target(
     impossible=impossible,
     outgoing=outgoing,
     incoming=incoming,
-    more=more,
+    extra_keys=extra_keys,
     neutral=(
         *("steps_per_print", "wall_clock_breakdown", "optimizer.params.", "scheduler.params."),
         *(f"{_Z}overlap_comm", f"{_Z}contiguous", f"{_Z}reduce_", f"{_Z}allgather_", "fp16."),

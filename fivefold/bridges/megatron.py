@@ -191,7 +191,7 @@ def impossible(values: Values, _shape: Shape) -> Iterator[Impossible]:
         yield "order", values["order"], [{"order": "tp-cp-dp-pp"}, {"zero": 1, "gather": None}]
 
 
-def more(_shape: Shape, values: Values) -> Flat:
+def extra_keys(_shape: Shape, values: Values) -> Flat:
     """What a run has that overlaps its collectives."""
     flat: Flat = {"overlap-grad-reduce": True}
     if values["zero"]:
@@ -296,7 +296,7 @@ MEGATRON = Target(
     impossible=impossible,
     outgoing=outgoing,
     incoming=incoming,
-    more=more,
+    extra_keys=extra_keys,
     model_keys=model_arguments,
     find_model=find_model,
     neutral=NEUTRAL,

@@ -79,7 +79,7 @@ def incoming(values: Values, _flat: Flat) -> Values:
     return values
 
 
-def more(shape: Shape, values: Values) -> Flat:
+def extra_keys(shape: Shape, values: Values) -> Flat:
     """What a file must have besides."""
     lowest = values["lr"] / 10 if values["lr_curve"] == "cosine" else 0.0
     return {
@@ -174,7 +174,7 @@ NANOTRON = Target(
     outgoing=outgoing,
     incoming=incoming,
     impossible=few_kv_heads,
-    more=more,
+    extra_keys=extra_keys,
     model_keys=model_keys,
     find_model=find_model,
     neutral=(

@@ -55,7 +55,7 @@ class Loss:
 
     key: str
     was: str
-    now: str
+    replacement: str
     slower: float | None = None
     left: bool = False  # to the user's program: nothing is lost, and nothing priced
     after: Priced | None = None
@@ -71,12 +71,12 @@ class Loss:
             key = _assigned(self.key, self.was)
             return f"{key} is said in your own program, not in a file of {title}"
         beside = " beside other values of this plan" if self.together else ""
-        words = f"{title} has no {self.name}{beside}: {self.now}"
+        text = f"{title} has no {self.name}{beside}: {self.replacement}"
         if self.slower is None or self.after is None:
-            return words
-        way = "slower" if self.slower > 0 else "faster"
-        speed = "as fast" if abs(self.slower) < 0.0005 else f"{abs(self.slower):.1%} {way}"
-        return f"{words}, {speed}, {self.after}"
+            return text
+        direction = "slower" if self.slower > 0 else "faster"
+        speed = "as fast" if abs(self.slower) < 0.0005 else f"{abs(self.slower):.1%} {direction}"
+        return f"{text}, {speed}, {self.after}"
 
 
 class Expressed(NamedTuple):
@@ -92,7 +92,7 @@ class _NearestPlan:
     def __init__(
         self, target: Target, values: Values, model: tuple[str, dict[str, str], Shape], price: Price
     ) -> None:
-        self.target, self.now, self.price = target, values, price
+        self.target, self.values, self.price = target, values, price
         self.name, self.changes, self.shape = model
         self.losses: list[Loss] = []
         self.priced = price(values)
@@ -100,9 +100,9 @@ class _NearestPlan:
     def legal(self, changes: Values, any_batch: bool = False) -> Values | None:
         """The plan with changes, the same sequences a step, and what follows from them; or a batch
         of one microbatch a data rank."""
-        values = {**self.now, **changes}
+        values = {**self.values, **changes}
         if values["microbatches"] is not None:
-            before = self.now["replicate"] * self.now["shard"] * self.now["microbatches"]
+            before = self.values["replicate"] * self.values["shard"] * self.values["microbatches"]
             dp = values["replicate"] * values["shard"]
             if before % dp and not any_batch:
                 return None
@@ -114,8 +114,10 @@ class _NearestPlan:
 
     def _legal_at_all(self, listed: list[Values], most: int) -> list[tuple[Values, Values]]:
         """Candidates of which something else must change as well."""
-        found = ((each, self.legal(each)) for each in listed)
-        return list(islice(((each, one) for each, one in found if one is not None), most))
+        all_legal = ((changes, self.legal(changes)) for changes in listed)
+        return list(
+            islice(((changes, values) for changes, values in all_legal if values is not None), most)
+        )
 
     def take(
         self,
@@ -129,28 +131,30 @@ class _NearestPlan:
         """Replace the plan by the best candidate."""
         listed = list(candidates)
         most = 1 if left or self.priced is None else _MOST_PRICED
-        all_legal = ((each, found) for each in listed if (found := self.legal(each)) is not None)
-        possible = ((each, found) for each, found in all_legal if self._possible(found))
+        all_legal = (
+            (changes, values) for changes in listed if (values := self.legal(changes)) is not None
+        )
+        possible = ((changes, values) for changes, values in all_legal if self._possible(values))
         legal = list(islice(possible, most)) or self._legal_at_all(listed, most)
-        for each in [] if legal else listed:
-            if (found := self.legal(each, any_batch=True)) is not None:
-                legal.append(({**each, "microbatches": found["microbatches"]}, found))
+        for candidate in [] if legal else listed:
+            if (values := self.legal(candidate, any_batch=True)) is not None:
+                legal.append(({**candidate, "microbatches": values["microbatches"]}, values))
         if not legal:
             raise FivefoldError(
                 f"{self.target.title} has no {_assigned(key, was)}, and nothing near it is a legal "
                 "plan: choose another layout or target"
             )
         if left or len(legal) == 1:
-            changes, found = legal[0]
-            after = None if left else self.price(found)
+            changes, values = legal[0]
+            after = None if left else self.price(values)
         else:
-            priced = [(self.price(found), changes, found) for changes, found in legal]
-            after, changes, found = min(priced, key=lambda one: _by_price(one[0]))
+            priced = [(self.price(values), changes, values) for changes, values in legal]
+            after, changes, values = min(priced, key=lambda entry: _by_price(entry[0]))
         loss = Loss(key, str(was), _shown(changes), left=left, together=together)
         if after is not None and self.priced is not None:
             loss = replace(loss, slower=after.step / self.priced.step - 1, after=after)
         self.losses.append(loss)
-        self.now = found
+        self.values = values
         self.priced = after or self.priced
 
 
@@ -173,21 +177,21 @@ def express(
     for item in target.table:
         _item(search, item)
     for _ in range(_MOST_RULES):
-        for key, was, candidates in target.impossible(search.now, search.shape):
+        for key, was, candidates in target.impossible(search.values, search.shape):
             search.take(key, was, candidates, together=True)
             break
     _others(search)
-    return Expressed(search.now, tuple(search.losses))
+    return Expressed(search.values, tuple(search.losses))
 
 
 def _shown(changes: Values) -> str:
     """Changes in words."""
     if changes.get("chunks"):
-        more = changes["chunks"] > 1
-        chunks = f" with {changes['chunks']} virtual stages a rank" if more else ""
+        interleaved = changes["chunks"] > 1
+        chunks = f" with {changes['chunks']} virtual stages a rank" if interleaved else ""
         return f"{changes['schedule']}{chunks}"
-    words = [_assigned(name, value) for name, value in changes.items() if value is not None]
-    return " ".join(words) or "it decides itself"
+    texts = [_assigned(name, value) for name, value in changes.items() if value is not None]
+    return " ".join(texts) or "it decides itself"
 
 
 def _assigned(key: str, value: Any) -> str:
@@ -202,16 +206,16 @@ def _assigned(key: str, value: Any) -> str:
 def _axes(search: _NearestPlan) -> None:
     """Degrees that the target has not: their ranks go to other axes."""
     for axis in ("pp", "cp", "etp", "ep", "replicate", "tp"):
-        degree = search.now[axis]
+        degree = search.values[axis]
         if degree == 1 or axis in search.target.axes:
             continue
         search.take(axis, degree, _moved(search, axis, degree))
 
 
 def _moved(search: _NearestPlan, axis: str, degree: int) -> Iterator[Values]:
-    now, axes = search.now, search.target.axes
+    values, axes = search.values, search.target.axes
     if axis == "etp":
-        yield {"etp": 1, "ep": now["ep"] * degree}
+        yield {"etp": 1, "ep": values["ep"] * degree}
         yield {"etp": 1}
         yield {"etp": 1, "sp": True}
         yield {"etp": 1, "ep": 1}
@@ -222,33 +226,33 @@ def _moved(search: _NearestPlan, axis: str, degree: int) -> Iterator[Values]:
     gone: Values = {axis: 1}
     if axis == "pp":
         gone |= {"schedule": "1f1b", "chunks": None, "stage_layers": None}
-    others = ("shard",) if axis == "replicate" else ("shard", "cp", "tp", "pp")
-    for other in others:
+    targets = ("shard",) if axis == "replicate" else ("shard", "cp", "tp", "pp")
+    for other in targets:
         if other == axis or (other != "shard" and other not in axes):
             continue
-        for stage in dict.fromkeys((now["zero"], 3)):
-            sharding = {"zero": stage} if stage != now["zero"] or axis != "pp" else {}
-            changed = {**gone, **sharding, other: now[other] * degree}
+        for stage in dict.fromkeys((values["zero"], 3)):
+            sharding = {"zero": stage} if stage != values["zero"] or axis != "pp" else {}
+            changed = {**gone, **sharding, other: values[other] * degree}
             yield {**changed, "gather": None} if sharding else changed
 
 
 def _schedule(search: _NearestPlan) -> None:
     """Another schedule with any number of chunks, its stages cut anew."""
-    now, known = search.now, search.target.schedules
-    if now["pp"] == 1 or now["schedule"] in known:
+    values, known = search.values, search.target.schedules
+    if values["pp"] == 1 or values["schedule"] in known:
         return
 
     def candidates() -> Iterator[Values]:
         for name in known:
-            found = family(name)
-            most = found.max_chunks or _MOST_CHUNKS_TRIED
-            for chunks in range(found.min_chunks, 1 + min(most, _MOST_CHUNKS_TRIED)):
+            domain = family(name)
+            most = domain.max_chunks or _MOST_CHUNKS_TRIED
+            for chunks in range(domain.min_chunks, 1 + min(most, _MOST_CHUNKS_TRIED)):
                 yield {"schedule": name, "chunks": chunks, "stage_layers": None}
 
-    def distance(one: Values) -> tuple[bool, int]:
-        return one["chunks"] != now["chunks"], one["chunks"]
+    def distance(candidate: Values) -> tuple[bool, int]:
+        return candidate["chunks"] != values["chunks"], candidate["chunks"]
 
-    search.take("schedule", now["schedule"], sorted(candidates(), key=distance))
+    search.take("schedule", values["schedule"], sorted(candidates(), key=distance))
 
 
 def _item(search: _NearestPlan, item: Key | KeyChoice) -> None:
@@ -258,40 +262,40 @@ def _item(search: _NearestPlan, item: Key | KeyChoice) -> None:
         return
     ours: tuple[str, ...] = item.ours if isinstance(item, KeyChoice) else (item.ours,)
     first = ours[0]
-    values = search.target.outgoing(search.now, search.shape)
+    values = search.target.outgoing(search.values, search.shape)
     was = item.value(values) if isinstance(item, KeyChoice) else values[item.ours]
-    if was is None or was in listed or any(name not in search.now for name in ours):
+    if was is None or was in listed or any(name not in search.values for name in ours):
         return
-    near = sorted(listed, key=lambda each: _distance(first, was, each))
+    near = sorted(listed, key=lambda value: _distance(first, was, value))
     pairs = [
-        item.as_values(each) if isinstance(item, KeyChoice) else {first: each} for each in near
+        item.as_values(value) if isinstance(item, KeyChoice) else {first: value} for value in near
     ]
     if ours == ("number",):
         gone = dict.fromkeys(("fp8_wgrad", "fp8_skip", "fp8_matmul"))
-        pairs = [each if "fp8" in each["number"] else {**each, **gone} for each in pairs]
+        pairs = [pair if "fp8" in pair["number"] else {**pair, **gone} for pair in pairs]
     shown = was
     if len(ours) > 1:
-        others = zip(ours[1:], was[1:], strict=True)
-        shown = " ".join([str(was[0]), *(f"{name}={each}" for name, each in others if each)])
+        pairs_left = zip(ours[1:], was[1:], strict=True)
+        shown = " ".join([str(was[0]), *(f"{name}={value}" for name, value in pairs_left if value)])
     search.take(next(iter(ours)), shown, pairs)
 
 
-def _distance(key: str, was: Any, now: Any) -> float:
+def _distance(key: str, was: Any, value: Any) -> float:
     """How far a value is from the wanted one."""
     if key == "zero":
-        return abs(was[0] - now[0]) + 4 * (was[0] > now[0])  # more memory is farther away
+        return abs(was[0] - value[0]) + 4 * (was[0] > value[0])  # more memory is farther away
     if key == "recompute":
-        return abs(_amount(was) - _amount(now)) + 0.01 * len(str(now))
+        return abs(_amount(was) - _amount(value)) + 0.01 * len(str(value))
     if key == "number":
-        same = str(was).split()[0] == str(now).split()[0]
-        return 0 if same else 1 + abs(_bytes(was) - _bytes(now))
+        same = str(was).split()[0] == str(value).split()[0]
+        return 0 if same else 1 + abs(_bytes(was) - _bytes(value))
     return 0
 
 
 def _amount(rule: str) -> float:
     """How much is recomputed, by the modules of the rule that has most."""
     rules = StageRecompute.parse(rule).rules
-    most = max(rules, key=lambda one: (one.full, len(one.modules)))
+    most = max(rules, key=lambda rule: (rule.full, len(rule.modules)))
     if most.full:
         return len(_RECOMPUTED) + most.blocks / 100
     return sum(1.0 + 0.1 * _RECOMPUTED.index(module) for module in most.modules)
@@ -307,11 +311,11 @@ def _others(search: _NearestPlan) -> None:
     has = {*ours_of(target.table), *target.axes, *target.covers, "schedule"}
     usual = usual_values() | dict(target.always)
     left = (*target.left, *_OF_PROGRAMS)
-    for key in [key for key in search.now if key not in has and key not in left]:
-        if search.now[key] != usual[key]:
-            _drop(search, key, search.now[key], usual)
+    for key in [key for key in search.values if key not in has and key not in left]:
+        if search.values[key] != usual[key]:
+            _drop(search, key, search.values[key], usual)
     for key in left:
-        if (was := search.now[key]) != usual[key]:
+        if (was := search.values[key]) != usual[key]:
             search.take(key, was, [_together(key, usual)], left=True)
 
 
@@ -324,13 +328,13 @@ def _drop(search: _NearestPlan, key: str, was: Any, usual: Values) -> None:
     changes = _together(key, usual)
     again = search.legal(changes)
     if again is not None and again[key] == was:
-        search.now = again  # it is what the plan gets anyway
+        search.values = again  # it is what the plan gets anyway
         return
     candidates = [changes]
     if key == "sp":  # experts across tp need it
-        tp = {"tp": 1, "etp": 1, "shard": search.now["shard"] * search.now["tp"]}
+        tp = {"tp": 1, "etp": 1, "shard": search.values["shard"] * search.values["tp"]}
         candidates += [{**changes, "ep": 1, "etp": 1}, {**changes, **tp}]
     if key == "context":  # heads may be too few for it
-        now, alone = search.now, {**changes, "cp": 1}
-        candidates += [{**alone, axis: now[axis] * now["cp"]} for axis in ("shard", "tp")]
+        values, alone = search.values, {**changes, "cp": 1}
+        candidates += [{**alone, axis: values[axis] * values["cp"]} for axis in ("shard", "tp")]
     search.take(key, was, candidates)

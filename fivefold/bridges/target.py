@@ -66,9 +66,9 @@ class Target:
     `axes`: the degrees that it has. `always`: our values that no key of it changes. `left`: our
     keys that the user's own program says. `outgoing` adds what its table writes beside our own
     values (a global batch), `incoming` turns what the table read back into our values; `covers` are
-    our keys that these two say. `impossible` are values that only together cannot be. `more` are
-    keys that every file has; `neutral` starts names that change nothing of a plan. `yours`:
-    its names of `YOURS`.
+    our keys that these two say. `impossible` are values that only together cannot be. `extra_keys`
+    are keys that every file has; `neutral` starts names that change nothing of a plan. `yours`: its
+    names of `YOURS`.
     """
 
     name: str
@@ -84,7 +84,7 @@ class Target:
     impossible: Callable[[Values, Shape], Iterator[Impossible]] = _all_possible
     outgoing: Callable[[Values, Shape], Values] = _same_values
     incoming: Callable[[Values, Flat], Values] = lambda values, _flat: values
-    more: Callable[[Shape, Values], Flat] = _no_keys
+    extra_keys: Callable[[Shape, Values], Flat] = _no_keys
     model_keys: Callable[[Shape], Flat] = lambda _shape: {}
     find_model: Callable[[Flat], FoundModel] = _no_model
     neutral: tuple[str, ...] = ()

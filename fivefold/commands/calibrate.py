@@ -126,8 +126,8 @@ def _device(
             f"--nproc_per_node {ranks} -m fivefold calibrate"
         )
     if mine is not None and chosen == "cuda":
-        return launched_device(chosen, backend, mine, gpus, NcclLibrary.here())
-    agreed = choose_backend(backend, chosen, 1, gpus, NcclLibrary.here())
+        return launched_device(chosen, backend, mine, gpus, NcclLibrary.current())
+    agreed = choose_backend(backend, chosen, 1, gpus, NcclLibrary.current())
     return forked_device(chosen, agreed, 0, 1)
 
 

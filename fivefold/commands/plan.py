@@ -121,9 +121,12 @@ def emit(
     lost = [loss for loss in emitted.losses if loss.key in _OF_LEARNING and not loss.left]
     if lost := [
         *lost,
-        *(model_loss for model_loss in emitted.losses if model_loss.now == NAMES_NO_MODEL),
+        *(model_loss for model_loss in emitted.losses if model_loss.replacement == NAMES_NO_MODEL),
     ]:
-        texts = [f"{change.key}={change.was}; {change.now} would be another job" for change in lost]
+        texts = [
+            f"{change.key}={change.was}; {change.replacement} would be another job"
+            for change in lost
+        ]
         raise FivefoldError(
             bullets(f"{title} cannot say what this plan learns:", texts)
             + "\nleave it out of the plan, or choose another target"
@@ -161,7 +164,7 @@ def emitted_answer(emitted: EmittedPlan) -> Printed:
         {
             "key": loss.key,
             "was": loss.was,
-            "now": None if loss.left else loss.now,
+            "now": None if loss.left else loss.replacement,
             "slower": loss.slower,
             "memory": None if loss.after is None else str(loss.after),
             "text": text,

@@ -241,7 +241,7 @@ def _beside_others(setup: ModelSetup) -> ModelSetup:
     """With the backend of ranks on the GPUs that each engine has."""
     from fivefold.launch import NcclLibrary, choose_backend, num_gpus
 
-    world, library = setup.plan.layout.world, NcclLibrary.here()
+    world, library = setup.plan.layout.world, NcclLibrary.current()
     return replace(setup, backend=choose_backend(None, setup.device, world, num_gpus(), library))
 
 

@@ -317,7 +317,9 @@ def _choose_backend(plan: Plan, chosen: dict[str, Any]) -> list[str]:
         raise FivefoldError(
             "this machine has no CUDA device; leave --device out to verify on CPU processes"
         )
-    chosen["backend"] = choose_backend(chosen["backend"], device, world, gpus, NcclLibrary.here())
+    chosen["backend"] = choose_backend(
+        chosen["backend"], device, world, gpus, NcclLibrary.current()
+    )
     if device == "cpu":
         return []
     notes = ["all processes share one GPU"] if gpus == 1 else []

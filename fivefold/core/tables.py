@@ -255,7 +255,7 @@ class Config:
     """One table of the file. A bad key is recorded as a problem, and a placeholder is returned.
 
     Null counts as absent, because these files use it for "default", except where null itself has a
-    meaning (`optional_whole`).
+    meaning (`optional_integer`).
     """
 
     def __init__(self, table: Mapping[str, Any], problems: list[str], prefix: str = "") -> None:
@@ -299,7 +299,7 @@ class Config:
         """Whether none of these is bad: a consequence of a placeholder is not a second problem."""
         return not self._refused.intersection(keys)
 
-    def whole(self, key: str, default: int | None = None, least: int = 1) -> int:
+    def integer(self, key: str, default: int | None = None, least: int = 1) -> int:
         """A whole number of at least `least`."""
         value = self._get(key, default)
         if isinstance(value, int) and not isinstance(value, bool) and least <= value <= MOST:
@@ -308,11 +308,11 @@ class Config:
             self.problem(key, f"must be a whole number from {least} to {MOST:,}")
         return max(least, 1)
 
-    def optional_whole(self, key: str, default: int | None = None) -> int | None:
+    def optional_integer(self, key: str, default: int | None = None) -> int | None:
         """A positive whole number; None if it is null, the default if it is absent."""
         if not self.gives(key):
             return default
-        return self.whole(key) if self.has(key) else None
+        return self.integer(key) if self.has(key) else None
 
     def number(self, key: str, default: float | None = None) -> float:
         """A finite number of at least 0."""
@@ -403,7 +403,7 @@ def head_dim(config: Config, width: int, heads: int) -> int:
     sizes = ("n_embd", "n_head", "hidden_size", "num_attention_heads")
     if not config.has("head_dim") and width % heads and config.usable(*sizes):
         config.problem("head_dim", f"add it, since {heads} heads do not divide width {width}")
-    return config.whole("head_dim", max(width // heads, 1))
+    return config.integer("head_dim", max(width // heads, 1))
 
 
 def attention_bias(config: Config, default: bool = False) -> Fields:

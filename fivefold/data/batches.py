@@ -38,15 +38,15 @@ class Samples:
         """The microbatches, each with the rows of all data ranks."""
         return [self._batch((number, slice(None))) for number in range(len(self.tokens))]
 
-    def whole(self) -> TokenBatch:
+    def as_batch(self) -> TokenBatch:
         """All rows of the step in one batch."""
         return self._batch((slice(None), slice(None)))
 
     def to(self, device: torch.device) -> Samples:
         """A copy on a device; samples are always drawn on the CPU."""
-        return self.each(lambda tensor: tensor.to(device))
+        return self.map_tensors(lambda tensor: tensor.to(device))
 
-    def each(self, change: Callable[[Tensor], Tensor]) -> Samples:
+    def map_tensors(self, change: Callable[[Tensor], Tensor]) -> Samples:
         """The same samples, with every tensor of a device changed."""
         keys = None if self.keys is None else change(self.keys)
         tokens, labels, positions = map(change, (self.tokens, self.labels, self.positions))

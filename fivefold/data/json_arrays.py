@@ -54,7 +54,7 @@ class _Array:
     def __init__(self, stream: IO[bytes], path: str, size: int) -> None:
         self.stream, self.path, self.size = stream, path, size
         self.text, self.at, self.number = "", 0, 0  # of elements that are decoded
-        self.rest, self.offset = b"", 0  # bytes of half a character, and where they are
+        self.undecoded, self.offset = b"", 0  # bytes of half a character, and where they are
         self.num_reads, self.ended, self.done = 0, False, False
 
     @property
@@ -105,7 +105,7 @@ class _Array:
             except (ValueError, RecursionError) as error:
                 rule = f"not valid JSON: {error}; correct that element"
                 raise BadFile(self.where, [rule]) from error
-            self.more()
+            self.read_on()
 
     def require_object(self, mark: str) -> None:
         """Refuse anything but an object, by its first character."""
@@ -141,18 +141,18 @@ class _Array:
             self.at = _SPACES.match(self.text, self.at).end()  # pyright: ignore
             if self.at < len(self.text) or self.ended:
                 return self.text[self.at : self.at + 1]
-            self.more()
+            self.read_on()
 
-    def more(self) -> None:
+    def read_on(self) -> None:
         """Read on, as much as waits already, so that a long element is decoded a few times only."""
         waits = self.text[self.at :]
         data = self.stream.read(max(self.size, len(waits)))
         self.num_reads, self.ended = self.num_reads + 1, not data
-        data = self.rest + data
+        data = self.undecoded + data
         try:
             text, used = codecs.utf_8_decode(data, "strict", self.ended)
         except UnicodeDecodeError as error:
             rule = f"not UTF-8: {error.reason} at byte {self.offset + error.start:,} of the file"
             raise BadFile(self.where, [f"{rule}; convert it to UTF-8"]) from error
-        self.rest, self.offset = data[used:], self.offset + used
+        self.undecoded, self.offset = data[used:], self.offset + used
         self.text, self.at = waits + text, 0

@@ -113,7 +113,7 @@ class Source:
         corpora = [part.corpus for part in self.parts if isinstance(part.corpus, Corpus)]
         return [Path(corpus.name) for corpus in corpora if corpus.tokenizer != BYTES]
 
-    def place(self, sample: int) -> tuple[str, int]:
+    def source_row(self, sample: int) -> tuple[str, int]:
         """The name of a sample's corpus, and its row there."""
         corpus, row = self.row_place(sample)
         return corpus.name, row

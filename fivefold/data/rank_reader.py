@@ -121,7 +121,7 @@ class SideCopier:
             return SentSamples(samples, None)
         torch.cuda.set_device(self.device)  # a thread begins on device 0
         with torch.cuda.stream(self.stream):
-            copies = samples.each(lambda tensor: _copied(tensor, self.device))
+            copies = samples.map_tensors(lambda tensor: _copied(tensor, self.device))
             copied = torch.cuda.Event()
             copied.record(self.stream)
         return SentSamples(copies, copied)
@@ -139,7 +139,7 @@ class SideCopier:
             tensor.record_stream(stream)
             return tensor
 
-        return samples.each(used)
+        return samples.map_tensors(used)
 
 
 def _copied(tensor: Tensor, device: torch.device) -> Tensor:

@@ -59,7 +59,7 @@ class WrittenShards:
     """The finished shards of a folder that is being written."""
 
     identity: str
-    place: Place = field(default_factory=Place)
+    position: Place = field(default_factory=Place)
     vocab: int = 0
     num_seen: int = 0  # bytes of digests
     shards: tuple[StoredShard, ...] = ()
@@ -77,7 +77,7 @@ class JoinedDocuments(NamedTuple):
     sizes: NDArray[np.int64]  # bytes of their texts
     masks: NDArray[np.uint8] | None = None  # 1: the token has a loss
     digests: bytes = b""  # of their texts, which a run that goes on needs
-    place: Callable[[int], Place] = lambda number: Place()
+    position: Callable[[int], Place] = lambda number: Place()
     """Where the input goes on after so many of them."""
 
 
@@ -283,15 +283,15 @@ def _write_errors(path: Path) -> Iterator[None]:
 class _ShardWriter:
     """Writes documents to the shards of a folder, in their order.
 
-    A shard is full once it has `shard_tokens`; no document is split. With `wanted`, each full shard
-    must be equal to that of this index, so that a difference is found early.
+    A shard is full once it has `shard_tokens`; no document is split. With `expected`, each full
+    shard must be equal to that of this index, so that a difference is found early.
     """
 
     def __init__(
-        self, folder: Path, job: FolderJob, start: WrittenShards, wanted: Index | None = None
+        self, folder: Path, job: FolderJob, start: WrittenShards, expected: Index | None = None
     ) -> None:
         self.folder, self.meaning, self.shard_tokens = folder, job.meaning, job.shard_tokens
-        self.wanted, self.identity = wanted, start.identity
+        self.expected, self.identity = expected, start.identity
         self.shards, self.vocab, self.num_seen = list(start.shards), start.vocab, start.num_seen
         self.files: list[_ChecksummedFile] = []
         self.num_tokens = self.num_documents = self.text_bytes = 0
@@ -313,7 +313,7 @@ class _ShardWriter:
             self._note(bytes(seen[done * size : last * size]))
             done = last
             if self.num_tokens >= self.shard_tokens:
-                self._finish(documents.place(last))
+                self._finish(documents.position(last))
 
     def _write(
         self, tokens: NDArray[Any], starts: NDArray[np.int64], masks: NDArray[np.uint8] | None
@@ -343,7 +343,7 @@ class _ShardWriter:
         """Finish the last shard, and write the index."""
         self._finish(None)
         index = Index(VERSION, self.meaning, self.vocab, tuple(self.shards))
-        if self.wanted not in (None, index):
+        if self.expected not in (None, index):
             raise _Different
         _write_synced(self.folder / INDEX, index.text().encode())
         return index
@@ -354,14 +354,14 @@ class _ShardWriter:
             file.abandon()
 
     def _finish(self, position: Place | None) -> None:
-        """Close a shard; `place` is where the input goes on after it."""
+        """Close a shard; `position` is where the input goes on after it."""
         if not self.files:
             return
         tokens, begins, *mask = [file.close() for file in self.files]
         counts = (self.num_tokens, self.num_documents, self.text_bytes)
         shard = StoredShard(*counts, tokens, begins, mask[0] if mask else None)
         number = len(self.shards)
-        if self.wanted is not None and self.wanted.shards[number : number + 1] != (shard,):
+        if self.expected is not None and self.expected.shards[number : number + 1] != (shard,):
             raise _Different
         self.shards.append(shard)
         self.files = []

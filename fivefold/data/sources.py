@@ -214,15 +214,15 @@ class _ZstdFrames(io.RawIOBase):
     def __init__(self, raw: IO[bytes], library: Any) -> None:
         self.raw, self.library = raw, library
         self.frame: Any = None  # the one that is being read
-        self.text = self.more = b""  # what is decompressed, and what follows the last frame
+        self.text = self.unused = b""  # what is decompressed, and what follows the last frame
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: Any) -> int:
         while not self.text:
-            data = self.more or self.raw.read(1 << 16)
-            self.more = b""
+            data = self.unused or self.raw.read(1 << 16)
+            self.unused = b""
             if not data:
                 if self.frame is not None:
                     raise EOFError("it ends within a frame")
@@ -230,7 +230,7 @@ class _ZstdFrames(io.RawIOBase):
             self.frame = self.frame or self.library.ZstdDecompressor().decompressobj()
             self.text = self.frame.decompress(data)
             if self.frame.eof:
-                self.more, self.frame = self.frame.unused_data, None
+                self.unused, self.frame = self.frame.unused_data, None
         size = min(len(buffer), len(self.text))
         buffer[:size], self.text = self.text[:size], self.text[size:]
         return size

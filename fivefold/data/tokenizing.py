@@ -126,9 +126,9 @@ class _Reader:
 
     def documents(self, start: WrittenShards, seen: bytes) -> Generator[JoinedDocuments]:
         """The documents after those of an earlier start, each block in one piece."""
-        self.counts = dict.fromkeys((*_COUNTED.values(), DUPLICATE), 0) | start.place.left_out
+        self.counts = dict.fromkeys((*_COUNTED.values(), DUPLICATE), 0) | start.position.left_out
         self.seen = {seen[at : at + DIGEST] for at in range(0, len(seen), DIGEST)}
-        begin, num_full = (start.place.file, start.place.row), start.num_documents
+        begin, num_full = (start.position.file, start.position.row), start.num_documents
         self.tick(sum(file.path.stat().st_size for file in self.sources.files[: begin[0]]))
         blocks = read_blocks(self.sources, self.encode.columns, begin)
         with in_processes(self.encode, self._num_workers()) as mapped:
@@ -175,12 +175,12 @@ class _Reader:
         """Where to go on after the first documents of a block."""
         counts = self.counts
 
-        def place(number: int) -> Place:
+        def position(number: int) -> Place:
             end = int(rows[number - 1]) + 1
             left_out = _added(counts, done, end, number)
             return Place(done.block.file, done.block.first + end, left_out)
 
-        return place
+        return position
 
 
 def _added(

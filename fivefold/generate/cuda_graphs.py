@@ -141,26 +141,26 @@ def attend_prompt(q_nHd: Tensor, pages: LayerPages, table: Tensor) -> Tensor:
 class FewTokens:
     """A linear that reads its weight at the speed of memory where tokens are few."""
 
-    def __init__(self, more: Matmul) -> None:
-        self.more = more
+    def __init__(self, fallback: Matmul) -> None:
+        self.fallback = fallback
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return skinny_linear(x, weight, bias) if takes(x) else self.more(x, weight, bias)
+        return skinny_linear(x, weight, bias) if takes(x) else self.fallback(x, weight, bias)
 
 
 class JoinedLinears:
     """Linears that read one input, as one where tokens are few: their weights become rows of one
     tensor."""
 
-    def __init__(self, linears: Sequence[Linear], more: Project) -> None:
-        self.more, self.sizes = more, [len(linear.weight) for linear in linears]
+    def __init__(self, linears: Sequence[Linear], fallback: Project) -> None:
+        self.fallback, self.sizes = fallback, [len(linear.weight) for linear in linears]
         self.weight, self.bias = (
             _joined([getattr(linear, name) for linear in linears]) for name in ("weight", "bias")
         )
 
     def __call__(self, x: Tensor, linears: Sequence[Linear]) -> Sequence[Tensor]:
         if not takes(x):
-            return self.more(x, linears)
+            return self.fallback(x, linears)
         assert self.weight is not None
         return skinny_linear(x, self.weight, self.bias).split(self.sizes, dim=-1)
 

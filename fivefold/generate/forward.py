@@ -67,9 +67,9 @@ class DecoderForward:
         decoder = self.decoder
         self.cache.begin(tensors)
         if self.routes is not None:
-            mine_1T = decoder.residual_tokens(self.ends.mine(tensors.slots[None]))
+            mine_1T = decoder.residual_tokens(self.ends.local_tokens(tensors.slots[None]))
             self.routes.begin(tensors.slots, mine_1T[0])
-        full_batch, local_rows = tensors.batch, self.ends.mine
+        full_batch, local_rows = tensors.batch, self.ends.local_tokens
         tokens = full_batch.tokens if self.drawn is None else self.drawn.fill(full_batch.tokens)
         assert full_batch.outgrown is not None
         tokens, labels, positions = (

@@ -117,7 +117,7 @@ class RankEnds(StageEnds):
         self.idles_along = plan.shape.moe is not None and layout.ep * layout.etp > of_replica
         self.sent: deque[Issued] = deque()
 
-    def mine(self, of_tokens_1T: Tensor) -> Tensor:
+    def local_tokens(self, of_tokens_1T: Tensor) -> Tensor:
         return of_tokens_1T.chunk(self.context.size, dim=1)[self.context.coord]
 
     def receive(self, num_tokens: int) -> Tensor:

@@ -39,7 +39,7 @@ class WeightMove(NamedTuple):
     name: str
     source: int
     target: int
-    held: Span
+    source_span: Span
     moved: Span
 
     @property
@@ -122,8 +122,8 @@ class Refit:
 
     def _cut(self, move: WeightMove) -> Tensor:
         """The values of a move, flat, out of what this rank owns."""
-        values = self.owned[move.name, move.held].view(move.held[1])
-        return _inside(values, move.held[0], move.moved).flatten()
+        values = self.owned[move.name, move.source_span].view(move.source_span[1])
+        return _inside(values, move.source_span[0], move.moved).flatten()
 
     def _put(self, move: WeightMove, values: Tensor) -> None:
         """Write into every shard of this rank that has them: a tied weight may be there twice."""
@@ -149,7 +149,7 @@ def _inside(tensor: Tensor, origin: tuple[int, ...], span: Span) -> Tensor:
 
 def _owned(job: Job) -> Iterator[tuple[tuple[str, Span], Tensor]]:
     """The boxes that this rank of a job owns, and their values; a tied weight once."""
-    for part in job.held:
+    for part in job.local_shards:
         name, weight = part.row.name, job.table[part.row.name]
         if weight.name != name:
             continue

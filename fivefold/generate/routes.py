@@ -45,40 +45,40 @@ class RecordedRoutes:
     def check(self, shape: Shape, name: str = "routing") -> None:
         """Refuse what was recorded of another model; all problems at once."""
         if problems := list(self._problems(shape)):
-            raise BadFile(name, [f"{each}: {_WAY_OUT}" for each in problems])
+            raise BadFile(name, [f"{problem}: {_WAY_OUT}" for problem in problems])
 
     def _problems(self, shape: Shape) -> Iterator[str]:
         moe, layers = shape.moe, routed_layers(shape)
         if moe is None:
             yield f"{shape.name} has no experts to choose"
             return
-        if unknown := [each for each in self.layers if each not in layers]:
+        if unknown := [layer for layer in self.layers if layer not in layers]:
             yield f"layer {unknown[0]} of {shape.name} has no experts"
         elif self.layers != layers:
             yield f"{shape.name} has experts in {len(layers)} layers, not in {len(self.layers)}"
         if self.experts != moe.experts:
             yield f"{shape.name} has {moe.experts} experts, not {self.experts}"
-        sizes = {(len(token), len(one)) for token in self.chosen for one in token}
+        sizes = {(len(token), len(experts)) for token in self.chosen for experts in token}
         if sizes - {(len(self.layers), moe.top_k)} or not all(self.chosen):
             rule = f"a token of {shape.name} has {moe.top_k} experts in each layer that is named"
             yield f"{rule}, and some token has not"
-        every = (expert for token in self.chosen for one in token for expert in one)
-        wrong = next((each for each in every if not 0 <= each < moe.experts), None)
+        every = (expert for token in self.chosen for experts in token for expert in experts)
+        wrong = next((expert for expert in every if not 0 <= expert < moe.experts), None)
         if wrong is not None:
             yield f"expert {wrong} is none of 0 to {moe.experts - 1}"
-        if any(len(set(one)) < len(one) for token in self.chosen for one in token):
+        if any(len(set(experts)) < len(experts) for token in self.chosen for experts in token):
             yield "a token has the same expert twice in a layer"
 
 
 def frozen(chosen: Any) -> Chosen:
     """Lists three deep as a value."""
     listed = cast("list[list[list[int]]]", chosen)
-    return tuple(tuple(tuple(one) for one in token) for token in listed)
+    return tuple(tuple(tuple(experts) for experts in token) for token in listed)
 
 
 def routed_layers(shape: Shape) -> tuple[int, ...]:
     """The layers with experts, without those of multi-token prediction: a generator has none."""
-    return tuple(each for each in shape.moe_layers if each < shape.layers)
+    return tuple(layer for layer in shape.moe_layers if layer < shape.layers)
 
 
 def _is_number(value: Any) -> bool:
@@ -89,4 +89,4 @@ def _is_list(value: Any, depth: int) -> bool:
     if not isinstance(value, list | tuple):
         return False
     items = cast("list[Any]", value)
-    return all(_is_list(each, depth - 1) if depth > 1 else _is_number(each) for each in items)
+    return all(_is_list(item, depth - 1) if depth > 1 else _is_number(item) for item in items)

@@ -50,18 +50,18 @@ class RouteStore:
         device = next(decoder.parameters()).device
         sizes = (blocks * BLOCK, len(local_layers), moe.top_k)
         self.chosen_SLK = torch.zeros(sizes, dtype=torch.int32, device=device)
-        self.mine = torch.empty(0, dtype=torch.int64, device=device)
+        self.own_rows = torch.empty(0, dtype=torch.int64, device=device)
         for index, (_, mlp) in enumerate(local_layers):
             mlp.balance = partial(self._keep, index, mlp.balance)
 
     def begin(self, slots_T: Tensor, own_rows: Tensor) -> None:
         """A step computes the tokens of these slots, and this rank some of them."""
         self.chosen_SLK.index_fill_(0, slots_T, 0)
-        self.mine = own_rows
+        self.own_rows = own_rows
 
     def _keep(self, index: int, balance: Balancing, routing: Routing, num_rows: int) -> Routing:
         numbers = (routing.experts + 1).to(self.chosen_SLK.dtype)
-        self.chosen_SLK[:, index].index_copy_(0, self.mine, numbers)
+        self.chosen_SLK[:, index].index_copy_(0, self.own_rows, numbers)
         return balance(routing, num_rows)
 
     def nothing(self, tokens: int) -> Tensor:

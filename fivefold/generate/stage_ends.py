@@ -15,7 +15,7 @@ class StageEnds:
     unit = 1
     idles_along = False
 
-    def mine(self, of_tokens_1T: Tensor) -> Tensor:
+    def local_tokens(self, of_tokens_1T: Tensor) -> Tensor:
         """Of the tokens of a step, those that this rank computes."""
         return of_tokens_1T
 

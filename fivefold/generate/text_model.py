@@ -124,7 +124,7 @@ def set_up(
         options,
         options.dtype or ("float32" if device == "cpu" else "bfloat16"),
         device,
-        choose_backend(None, device, plan.layout.world, gpus, NcclLibrary.here()),
+        choose_backend(None, device, plan.layout.world, gpus, NcclLibrary.current()),
         open_weights,
     )
 

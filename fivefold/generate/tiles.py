@@ -65,7 +65,7 @@ def tile_experts(x_MI: Tensor, weight_EOI: Tensor, ends_E: Tensor) -> Tensor:
 class TileMath(PlainMath):
     """Linears that read one input, in tiles; only their forward."""
 
-    def multiply(
+    def fprop(
         self, x: list[Tensor], weights: Values, biases: Biases, outs: Values | None
     ) -> Values:
         pairs = zip(weights, biases, strict=True)

@@ -54,7 +54,7 @@ class NcclLibrary:
     may_share: bool = False
 
     @classmethod
-    def here(cls) -> NcclLibrary:
+    def current(cls) -> NcclLibrary:
         """What this process has loaded."""
         version = _loaded_version() if dist.is_nccl_available() else None
         return cls(version, os.environ.get(SHARING) == "1")
@@ -159,7 +159,7 @@ class RankDevice:
 
     def describe(self) -> str:
         """How collectives travel, for the notes of a run on GPUs."""
-        nccl = NcclLibrary.here()
+        nccl = NcclLibrary.current()
         shared = f"; {self.sharers} ranks share a GPU" if self.sharers > 1 else ""
         if self.backend == "nccl":
             return f"collectives go over {nccl}{shared}"

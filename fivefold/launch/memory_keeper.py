@@ -108,8 +108,8 @@ def _user(peer: socket.socket) -> int:
 class Keeper:
     """The keeper itself."""
 
-    def __init__(self, door: socket.socket, launcher: int) -> None:
-        self.door, self.launcher = door, os.pidfd_open(launcher)
+    def __init__(self, listener: socket.socket, launcher: int) -> None:
+        self.listener, self.launcher = listener, os.pidfd_open(launcher)
         self.clients: list[socket.socket] = []
         self.segments: dict[tuple[int, int], int] = {}
 
@@ -117,7 +117,7 @@ class Keeper:
         """Answer until the launcher ends, the run ends, or nobody has come for long."""
         alone_since = time.monotonic()
         while True:
-            ready, _, _ = select.select([self.door, self.launcher, *self.clients], [], [], 10.0)
+            ready, _, _ = select.select([self.listener, self.launcher, *self.clients], [], [], 10.0)
             if self.launcher in ready:
                 return
             if self.clients:
@@ -125,8 +125,8 @@ class Keeper:
             elif time.monotonic() - alone_since > _ALONE_SECONDS:
                 return
             for client in ready:
-                if client is self.door:
-                    self._admit(self.door.accept()[0])
+                if client is self.listener:
+                    self._admit(self.listener.accept()[0])
                 elif not self._answered(client):
                     return
 
@@ -165,11 +165,11 @@ class Keeper:
 
 def main(name: str, launcher: int) -> None:
     """Keep memory, unless another keeper of this name does."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as door:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
         try:
-            door.bind("\0" + name)
-            door.listen(256)
-            keeper = Keeper(door, launcher)
+            listener.bind("\0" + name)
+            listener.listen(256)
+            keeper = Keeper(listener, launcher)
         except (OSError, ProcessLookupError):  # another one was first, or the launcher is gone
             return
         keeper.run()

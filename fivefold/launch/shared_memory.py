@@ -65,7 +65,7 @@ class InheritedMemory:
     descriptors: tuple[tuple[int, ...], ...]  # by rank and slot
 
     @classmethod
-    def made(cls, num_ranks: int) -> InheritedMemory:
+    def create(cls, num_ranks: int) -> InheritedMemory:
         """Empty segments for so many ranks, before they are forked."""
         require_memory()
         return cls(
@@ -100,7 +100,7 @@ class KeptSegment:
         self._map: mmap.mmap | None = None
 
     @property
-    def whole(self) -> bool:
+    def complete(self) -> bool:
         """Whether it has a copy that was written to its end."""
         return self.size > _HEAD.size and self._head()[0] == _WHOLE
 

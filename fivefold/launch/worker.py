@@ -84,7 +84,7 @@ class StopRequest:
     """Whether a signal has asked this rank to stop."""
 
     def __init__(self) -> None:
-        self.asked = False
+        self.pending = False
         self._number = signal.SIGTERM
 
     def listen(self) -> None:
@@ -93,11 +93,11 @@ class StopRequest:
             signal.signal(number, self._on_signal)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        self.asked, self._number = True, signal.Signals(number)
+        self.pending, self._number = True, signal.Signals(number)
 
     def heed(self) -> None:
         """End this process if it was asked to, where there is nothing to save yet."""
-        if self.asked:
+        if self.pending:
             sys.exit(128 + self._number)
 
 
@@ -118,7 +118,7 @@ class Worker:
     @property
     def stopping(self) -> bool:
         """Whether this rank was asked to stop."""
-        return self.stop.asked
+        return self.stop.pending
 
     def phase(self, text: str) -> None:
         """Say what this rank does now."""

@@ -142,7 +142,7 @@ class Balancer:
         experts_BSK = routing.experts.unflatten(0, (num_rows, -1))
         scores_NK = routing.scores.detach().gather(1, routing.experts)
         full_BSK = self.rows.gather_tokens(experts_BSK)
-        capacity = rule.room(self.rows.seq or full_BSK.shape[1], top_k, self.num_experts)
+        capacity = rule.capacity(self.rows.seq or full_BSK.shape[1], top_k, self.num_experts)
         scores_BSK = self.rows.gather_tokens(scores_NK.unflatten(0, (num_rows, -1)))
         kept_BSK = self.rows.local_tokens(
             slots_within_capacity(full_BSK, scores_BSK, capacity, rule.keep, self.num_experts)
@@ -152,7 +152,7 @@ class Balancer:
             experts=routing.experts.where(kept_NK, self.num_experts),
             weights=routing.weights * kept_NK,
             drops=True,
-            room=num_rows * min(capacity, experts_BSK.shape[1]) if rule.pads else None,
+            capacity=num_rows * min(capacity, experts_BSK.shape[1]) if rule.pads else None,
         )
 
 
@@ -170,7 +170,8 @@ def load_losses(scores_NE: Tensor, load_UE: Tensor) -> Tensor:
 def slots_within_capacity(
     experts_BSK: Tensor, scores_BSK: Tensor, capacity: int, keep: Keep, num_experts: int
 ) -> Tensor:
-    """True for the slots of full rows that are kept, where an expert takes `room` slots of a row.
+    """True for the slots of full rows that are kept, where an expert takes `capacity` slots of a
+    row.
 
     Of equal scores, the earlier token is kept. Text that begins with equal tokens has such scores,
     but for the rounding of each layout: so they are compared in float32.

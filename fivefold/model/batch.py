@@ -87,7 +87,7 @@ class AttentionInfo:
     cap: float | None = None  # of scores
     chunk: int | None = None  # tokens of a chunked window, by which `documents` are cut already
     sinks: Tensor | None = None  # (H,), of the heads of one layer
-    kept: KeptCalls | None = None  # where a segment runs again, but not its attention
+    kept_calls: KeptCalls | None = None  # where a segment runs again, but not its attention
 
     def sinks_of(self, coord: int, ranks: int) -> Tensor | None:
         """Those of the heads of one of so many ranks."""
@@ -136,6 +136,8 @@ class Context:
 
         def with_place(context: Context) -> Context:
             beyond = None if context.beyond is None else with_place(context.beyond)
-            return replace(context, attention=replace(context.attention, kept=calls), beyond=beyond)
+            return replace(
+                context, attention=replace(context.attention, kept_calls=calls), beyond=beyond
+            )
 
         return with_place(self)

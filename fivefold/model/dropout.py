@@ -96,12 +96,12 @@ class _Drop(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, kernel: Dropping, x_BSD: Tensor, keys_BS: Tensor, rate: float) -> Tensor:
-        ctx.rest = (kernel, keys_BS, rate)
+        ctx.dropping = (kernel, keys_BS, rate)
         return kernel(x_BSD, keys_BS, rate)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        kernel, keys_BS, rate = ctx.rest
+        kernel, keys_BS, rate = ctx.dropping
         return None, kernel(gradients[0], keys_BS, rate), None, None
 
 

@@ -65,7 +65,7 @@ def kept_once(kernel: Kernel, site: int) -> Kernel:
 
 
 def _call(kernel: Kernel, site: int, q: Tensor, k: Tensor, v: Tensor, info: Any) -> Tensor:
-    calls: KeptCalls | None = info.kept
+    calls: KeptCalls | None = info.kept_calls
     if calls is None:
         return kernel(q, k, v, info)
     if site in calls:

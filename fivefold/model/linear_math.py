@@ -45,7 +45,7 @@ class Sent(NamedTuple):
     maximum: Tensor | None = None
     coded: bool = False
 
-    def part(self, number: int, chunks: int) -> Sent:
+    def chunk(self, number: int, chunks: int) -> Sent:
         """One chunk of the tokens."""
         return self if chunks == 1 else self._replace(tensor=self.tensor.chunk(chunks)[number])
 
@@ -55,41 +55,41 @@ class LinearMath(Protocol):
     operands of its matmuls."""
 
     def extra(self) -> Values:
-        """Weights beside those of the linears, whose gradients `works` computes too."""
+        """Weights beside those of the linears, whose gradients `wgrads` computes too."""
         ...
 
-    def send(
+    def quantize(
         self, x_MI: Tensor, gradient: bool, gathers: bool, maximum: Tensor | None = None
     ) -> Sent:
         """What a gather moves of an input, or of the gradient of one output; the maximum may be
         known from an earlier time."""
         ...
 
-    def read(self, sent: Sequence[Sent], run: int, gradient: bool, with_columns: bool) -> Any:
-        """Operands: one input, or gradients of all outputs; `both` if a weight gradient reads them
-        as well."""
+    def operands(self, sent: Sequence[Sent], run: int, gradient: bool, with_columns: bool) -> Any:
+        """Operands: one input, or gradients of all outputs; `with_columns` if a weight gradient
+        reads them as well."""
         ...
 
-    def part(self, read: Any, number: int, chunks: int) -> Any:
+    def chunk(self, operands: Any, number: int, chunks: int) -> Any:
         """Operands of one chunk of the tokens."""
         ...
 
-    def multiply(self, x: Any, weights: Values, biases: Biases, outs: Values | None) -> Values:
+    def fprop(self, x: Any, weights: Values, biases: Biases, outs: Values | None) -> Values:
         """The outputs of some tokens, written to `outs` if given."""
         ...
 
-    def back(
+    def dgrad(
         self, grads: Any, weights: Values, number: int, chunks: int, out: Tensor | None
     ) -> Tensor:
         """The input gradient of one chunk of the tokens."""
         ...
 
-    def keep(self, x: Any, sent: Sent, run: int) -> tuple[Values, Callable[[Values], Any]]:
+    def save(self, x: Any, sent: Sent, run: int) -> tuple[Values, Callable[[Values], Any]]:
         """Tensors to save for the weight gradients, and how these are read from them. `x` is None
         if it was read in chunks."""
         ...
 
-    def works(
+    def wgrads(
         self, x: Any, grads: Any, weights: Sequence[Any], biases: Sequence[Any]
     ) -> Sequence[Callable[[GradientSink], None]]:
         """What computes the gradients of weights and biases."""
@@ -102,20 +102,20 @@ class PlainMath:
     def extra(self) -> Values:
         return ()
 
-    def send(
+    def quantize(
         self, x_MI: Tensor, gradient: bool, gathers: bool, maximum: Tensor | None = None
     ) -> Sent:
         return Sent(x_MI)
 
-    def read(
+    def operands(
         self, sent: Sequence[Sent], run: int, gradient: bool, with_columns: bool
     ) -> list[Tensor]:
         return [message.tensor for message in sent]
 
-    def part(self, read: list[Tensor], number: int, chunks: int) -> list[Tensor]:
-        return [tensor.chunk(chunks)[number] for tensor in read]
+    def chunk(self, operands: list[Tensor], number: int, chunks: int) -> list[Tensor]:
+        return [tensor.chunk(chunks)[number] for tensor in operands]
 
-    def multiply(
+    def fprop(
         self, x: list[Tensor], weights: Values, biases: Biases, outs: Values | None
     ) -> Values:
         (x_NI,) = x
@@ -127,7 +127,7 @@ class PlainMath:
                 torch.addmm(bias, x_NI, weight.T, out=out)
         return outputs
 
-    def back(
+    def dgrad(
         self, grads: list[Tensor], weights: Values, number: int, chunks: int, out: Tensor | None
     ) -> Tensor:
         """That of all linears, summed inside of the matmuls."""
@@ -135,10 +135,10 @@ class PlainMath:
         x_grad = grads[0].new_empty(size, weights[0].shape[1]) if out is None else out
         return add_products([grad.chunk(chunks)[number] for grad in grads], weights, x_grad, False)
 
-    def keep(self, x: Any, sent: Sent, run: int) -> tuple[Values, Callable[[Values], Any]]:
+    def save(self, x: Any, sent: Sent, run: int) -> tuple[Values, Callable[[Values], Any]]:
         return [sent.tensor], list
 
-    def works(
+    def wgrads(
         self,
         x: list[Tensor],
         grads: list[Tensor],

@@ -62,7 +62,7 @@ class AdaptedMath(PlainMath):
     def extra(self) -> Sequence[Tensor]:
         return [factor for adapter in self.present for factor in (adapter.a, adapter.b)]
 
-    def multiply(
+    def fprop(
         self, x: list[Tensor], weights: Values, biases: Biases, outs: Values | None
     ) -> Values:
         (x_NI,) = x
@@ -72,7 +72,7 @@ class AdaptedMath(PlainMath):
             self.adapters, weights, biases, outputs, strict=True
         ):
             if adapter is None:
-                super().multiply(x, [weight], [bias], [out_NO])
+                super().fprop(x, [weight], [bias], [out_NO])
                 continue
             # The adapter first: the linear's matmul adds to it, which costs no pass of its own.
             start, beta = (out_NO, 0) if bias is None else (bias, 1)
@@ -80,8 +80,8 @@ class AdaptedMath(PlainMath):
             torch.addmm(start, next(lows), adapter.b.T, **low).addmm_(x_NI, weight.T)
         return outputs
 
-    def read(self, sent: Sequence[Sent], run: int, gradient: bool, with_columns: bool) -> Any:
-        values = super().read(sent, run, gradient, with_columns)
+    def operands(self, sent: Sequence[Sent], run: int, gradient: bool, with_columns: bool) -> Any:
+        values = super().operands(sent, run, gradient, with_columns)
         if not gradient:
             return values
         low_NR = values[0].new_empty(len(values[0]), sum(self.ranks))
@@ -92,7 +92,7 @@ class AdaptedMath(PlainMath):
             low.addmm_(grad_NO, adapter.b, beta=0, alpha=adapter.scale)
         return _OutputGradients(values, low_NR)
 
-    def back(
+    def dgrad(
         self, grads: _OutputGradients, weights: Values, number: int, chunks: int, out: Tensor | None
     ) -> Tensor:
         low_NR, joined = grads.low_NR.chunk(chunks)[number], self._joined_a()
@@ -101,10 +101,10 @@ class AdaptedMath(PlainMath):
         parts = [grad.chunk(chunks)[number] for grad in grads.of_outputs]
         return add_products(parts, weights, x_grad, begun=True)
 
-    def works(
+    def wgrads(
         self, x: list[Tensor], grads: _OutputGradients, weights: Sequence[Any], biases: Biases
     ) -> Sequence[Callable[[GradientSink], None]]:
-        of_linears = super().works(x, grads.of_outputs, weights, biases)
+        of_linears = super().wgrads(x, grads.of_outputs, weights, biases)
         return [*of_linears, partial(self._adapter_work, x[0], grads)]
 
     def _adapter_work(self, x_NI: Tensor, grads: _OutputGradients, sink: GradientSink) -> None:

@@ -20,8 +20,8 @@ from fivefold.model.layers import Linear, Project, WeightFactory, as_it_is, proj
 class MixerInputs(NamedTuple):
     """What the function of a mixer gets: outputs of linears, tensors, and facts on the tokens."""
 
-    made: dict[str, Tensor]
-    held: dict[str, Tensor]
+    projections: dict[str, Tensor]
+    params: dict[str, Tensor]
     tokens: MixerTokens
     row: TokenBatch | None  # the full rows, where the tokens are a shard of them
 
@@ -34,7 +34,7 @@ class MixerLayer(nn.Module):
         self.shape, self.mixer, self.first_head = shape, mixer, 0
         rows = mixer_table(shape)
         self.reading = [weight.name for weight in rows if weight.reads == "input"]
-        self.held = [weight.name for weight in rows if weight.reads == "nothing"]
+        self.param_names = [weight.name for weight in rows if weight.reads == "nothing"]
         self.splits = {weight.name: weight.split for weight in rows}
         self.project: Project = project  # seam: tensor parallelism, split backward
         self.kernel: MixerKernel = mixed  # seam: context parallelism
@@ -61,7 +61,7 @@ class MixerLayer(nn.Module):
         info = context.attention
         inputs = MixerInputs(
             dict(zip(self.reading, outputs, strict=True)),
-            {name: self.hold(self.get_parameter(name)) for name in self.held},
+            {name: self.hold(self.get_parameter(name)) for name in self.param_names},
             MixerTokens(info.positions, context.rotary),
             info.row,
         )
@@ -73,9 +73,9 @@ MixerKernel = Callable[[MixerLayer, MixerInputs], Tensor]
 
 def mixed(layer: MixerLayer, inputs: MixerInputs) -> Tensor:
     """The user's function; refuses a result that no linear could read."""
-    tensors = {**inputs.made, **inputs.held}
+    tensors = {**inputs.projections, **inputs.params}
     output = layer.mixer.mix(layer.shape, tensors, inputs.tokens)
-    before = next(iter(inputs.made.values())).shape[:2]
+    before = next(iter(inputs.projections.values())).shape[:2]
     if not isinstance(output, Tensor) or output.dim() != 3 or output.shape[:2] != before:
         what = tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__
         raise FivefoldError(

@@ -38,9 +38,9 @@ _NEVER_ZERO = 1e-20  # added to a sum of weights, as DeepSeek-V3 does
 class Routing(NamedTuple):
     """The experts of each token and their weights, in float32 or wider.
 
-    `drops`: slots may be dropped, which is written as expert number E. With a `room`, every expert
-    gets exactly so many rows, some of them empty. `kept` is the number of slots that are not
-    dropped, where it is known in advance.
+    `drops`: slots may be dropped, which is written as expert number E. With a `capacity`, every
+    expert gets exactly so many rows, some of them empty. `num_kept` is the number of slots that are
+    not dropped, where it is known in advance.
     """
 
     experts: Tensor  # (N, K) int64, best first
@@ -48,8 +48,8 @@ class Routing(NamedTuple):
     scores: Tensor  # (N, E) probabilities, or sigmoids
     logits: Tensor  # (N, E)
     drops: bool = False
-    room: int | None = None
-    kept: int | None = None
+    capacity: int | None = None
+    num_kept: int | None = None
 
 
 GroupedMatmul = Callable[..., Tensor]
@@ -299,7 +299,9 @@ def dispatch_slots(
 ) -> Tensor:
     """Sort slots by expert, `run` the experts, and sum the results for each token in the order of
     its choices."""
-    slots = sort_slots(routing.experts, num_experts, routing.drops, routing.room, routing.kept)
+    slots = sort_slots(
+        routing.experts, num_experts, routing.drops, routing.capacity, routing.num_kept
+    )
     y_MD = run(ExpertInputs(x_ND, routing.weights, slots, experts, codes), slots, experts)
     return experts.slot_sums.tokens(y_MD, slots, codes)
 

@@ -40,7 +40,7 @@ def sort_slots(
 ) -> Slots:
     """The slots sorted by expert.
 
-    This waits for the device only where slots are dropped and `kept` is not given.
+    This waits for the device only where slots are dropped and `num_rows` is not given.
     """
     experts_M = experts_NK.flatten()
     order_M = experts_M.sort(stable=True).indices
@@ -65,7 +65,7 @@ def _rows_by_slot(order_M: Tensor, num_tokens: int, num_choices: int) -> Tensor:
 def _with_empty_rows(
     experts_M: Tensor, order_M: Tensor, counts_E: Tensor, capacity: int
 ) -> tuple[Tensor, Tensor]:
-    """Order and counts with `room` rows for every expert, without the dropped slots."""
+    """Order and counts with `capacity` rows for every expert, without the dropped slots."""
     dropped, num_slots = capacity * len(counts_E), len(experts_M)
     sorted_M = experts_M.index_select(0, order_M)
     starts = F.pad(counts_E.cumsum(0), (1, 0))

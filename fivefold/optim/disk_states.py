@@ -74,7 +74,7 @@ class DiskStore:
         self.num_bytes = self.regions[-1].stop if self.regions else 0
         self.sizes = sizes
         self.file = _StateFile(folder, rank, self.num_bytes)
-        largest = max((one.stop - one.start for one in self.regions), default=0)
+        largest = max((region.stop - region.start for region in self.regions), default=0)
         self.buffers = [
             torch.empty(largest, dtype=torch.uint8, pin_memory=pinned)
             for _ in range(min(_NUM_BUFFERS, len(self.regions)))
@@ -96,10 +96,12 @@ class DiskStore:
                 write.result()
 
     def states(self, key: str) -> list[StoredState | None]:
-        found: list[list[FileShard]] = [[] for _ in self.sizes]
-        for shard in (one for region in self.regions for one in region.shards if one.key == key):
-            found[shard.index].append(shard)
-        return [StateOnDisk(self.file, shards) for shards in found]
+        by_weight: list[list[FileShard]] = [[] for _ in self.sizes]
+        for shard in (
+            shard for region in self.regions for shard in region.shards if shard.key == key
+        ):
+            by_weight[shard.index].append(shard)
+        return [StateOnDisk(self.file, shards) for shards in by_weight]
 
     def tensors(self) -> list[Tensor]:
         return self.buffers

@@ -83,10 +83,10 @@ class Muon:
         self.owned, self.matrices = owned, matrices
         self.lr, self.weight_decay = recipe.lr, recipe.weight_decay
         hidden = [index for index, weight in enumerate(owned) if is_muon_weight(weight.row)]
-        self.others = [
+        self.on_adamw = [
             index for index, weight in enumerate(owned) if not is_muon_weight(weight.row)
         ]
-        adamw_weights = [owned[index] for index in self.others]
+        adamw_weights = [owned[index] for index in self.on_adamw]
         self.adamw = DeviceUpdater("adamw", adamw_weights, recipe.lr, recipe.weight_decay, master)
         weights = {index: owned[index].tensor.detach() for index in hidden}
         self.masters = (
@@ -130,7 +130,7 @@ class Muon:
     def states(self) -> dict[str, list[StoredState | None]]:
         stored_states: dict[str, list[StoredState | None]] = {}
         for key, states in self.adamw.states().items():
-            by_index = dict(zip(self.others, states, strict=True))
+            by_index = dict(zip(self.on_adamw, states, strict=True))
             stored_states[key] = [by_index.get(index) for index in range(len(self.owned))]
         for key, tensors in (("momentum", self.momenta), (MASTER, self.masters)):
             of_key = stored_states.setdefault(key, [None] * len(self.owned))

@@ -26,7 +26,7 @@ from fivefold.parallel.stage import Stage
 
 
 class Route(NamedTuple):
-    """Where the tokens of one microbatch were sent by one layer, as one rank saw it."""
+    """The experts of the tokens of one microbatch in one layer, on one rank."""
 
     layer: int
     microbatch: int
@@ -55,7 +55,8 @@ class Balancing:
         self.routes: list[Route] = []
 
     def attach(self, stage: Stage) -> None:
-        """Give the experts of a stage their rules; also without any, their load is counted."""
+        """Give the experts of a stage their balancing rules; their load is counted even without
+        any."""
         if not self.places:
             return
         rows = _rows(self.plan, self.mesh)
@@ -67,13 +68,13 @@ class Balancing:
 
     @property
     def size(self) -> tuple[int, int]:
-        """Layers with experts in the whole model, and numbers that each records."""
+        """Layers with experts in the model, and numbers recorded for each."""
         moe = self.plan.shape.moe
         losses = sum(rule.is_loss for rule in self.plan.balance)
         return len(self.places), 0 if moe is None else moe.experts + losses
 
     def take(self) -> Tensor:
-        """This rank's share of what the step recorded, flat, with zeros for layers elsewhere."""
+        """Return this rank's recorded values, flat, with zeros for layers of other stages."""
         table = torch.zeros(self.size, dtype=torch.float64, device=self.mesh.device)
         # Without sequence parallelism all tp ranks have the same tokens: one of them counts.
         counts = self.plan.layout.sp or self.mesh.coord("tp") == 0
@@ -82,7 +83,7 @@ class Balancing:
         return table.flatten()
 
     def scale_losses(self, scale: float) -> None:
-        """The losses of the next step begin their backward with this."""
+        """Scale the balancing losses of the next step."""
         for layer in self.layers:
             layer.balancer.scale_losses(scale)
 
@@ -96,7 +97,7 @@ class Balancing:
             update_balance(layer.mlp, layer.balancer, self.plan.balance, counts_E)
 
     def load_of(self, recorded: Tensor) -> Load | None:
-        """The sum over all ranks, by what it counts; None without experts."""
+        """Split the sum over all ranks into named counts; None without experts."""
         if not self.places:
             return None
         moe = self.plan.shape.moe
@@ -107,7 +108,7 @@ class Balancing:
         return Load(counts_LE, losses.sum(0))
 
     def watch(self) -> None:
-        """From now on keep in `routes` where tokens go."""
+        """Record the experts of every token in `routes` from now on."""
         pp_rank, schedule = self.mesh.coord(PIPELINE), self.plan.schedule
         for layer in self.layers:
             actions = schedule.actions(pp_rank)
@@ -129,12 +130,12 @@ class Load(NamedTuple):
 
     @property
     def imbalance(self) -> Tensor:
-        """The fullest expert over the mean, by layer."""
+        """Slots of the fullest expert over the mean, by layer."""
         return self.slots.amax(1) / self.slots.mean(1).clamp(min=1e-300)
 
 
 def positions_of(plan: Plan, rank: int) -> list[int]:
-    """The tokens of a row that the experts of a rank see, by their place in the padded row."""
+    """Positions, in the padded row, of the tokens that the experts of a rank receive."""
     coord, layout = plan.layout.coord(rank), plan.layout
     tokens = [
         token
@@ -170,7 +171,7 @@ def _rows(plan: Plan, mesh: Mesh) -> LocalRows:
     def total(counts: Tensor) -> Tensor:
         return boundary.total(counts)
 
-    def whole(of_tokens: Tensor) -> Tensor:
+    def gather(of_tokens: Tensor) -> Tensor:
         return boundary.gather(of_tokens).index_select(1, order)
 
     def back(keep_mask: Tensor) -> Tensor:  # padding has no room
@@ -179,4 +180,4 @@ def _rows(plan: Plan, mesh: Mesh) -> LocalRows:
             & (local_positions < seq)[:, None]
         )
 
-    return replace(rows, sum_over_ranks=total, gather_tokens=whole, local_tokens=back)
+    return replace(rows, sum_over_ranks=total, gather_tokens=gather, local_tokens=back)

@@ -27,7 +27,7 @@ _OF_SHORT_TAPES = {PIPELINE, WORLD, *(name for name, axis in DIMENSIONS.items() 
 
 @torch.no_grad()
 def bit_sum(tensor: Tensor, most: int | None = None) -> Tensor:
-    """The hash of a tensor; with `most`, of its first words of 8 bytes."""
+    """Hash a tensor; with `most`, only its first words of 8 bytes."""
     flat = tensor.detach().reshape(-1)
     return _sum(_words(flat if most is None else flat[: most * _WIDE // flat.element_size()]))
 
@@ -52,18 +52,18 @@ def _sum(parts: Sequence[Tensor]) -> Tensor:
 
 
 class BitSums:
-    """The hashes of tensors that stay where they are, again and again."""
+    """Hashes of tensors in fixed memory, which are computed repeatedly."""
 
     def __init__(self, tensors: Sequence[Tensor], device: torch.device) -> None:
         self.device, self.tensors = device, [tensor.detach().view(-1) for tensor in tensors]
-        self.words = [None if _is_within(tensor) else _words(tensor) for tensor in self.tensors]
+        self.views = [None if _is_within(tensor) else _words(tensor) for tensor in self.tensors]
 
     @torch.no_grad()
     def read(self) -> Tensor:
-        """The hash of each as it is now."""
+        """Hash each tensor."""
         if not self.tensors:
             return torch.zeros(0, dtype=torch.int64, device=self.device)
-        pairs = zip(self.tensors, self.words, strict=True)
+        pairs = zip(self.tensors, self.views, strict=True)
         sums = [_sum(_words(tensor) if parts is None else parts) for tensor, parts in pairs]
         return torch.stack(sums).to(self.device, non_blocking=True)
 
@@ -83,13 +83,13 @@ def _powers(number: int, device: torch.device) -> Tensor:
 
 
 def combined(sums: Tensor) -> Tensor:
-    """One number below 2^31 for several hashes, each at its place."""
+    """Combine several hashes, by position, into one number below 2^31."""
     return (sums % PRIME * _powers(len(sums), sums.device) % PRIME).sum() % PRIME
 
 
 class TapeEntry(NamedTuple):
-    """One message: which collective, whether this rank sent it, its hash, and its source and target
-    if it goes between two ranks."""
+    """One message: its collective, whether this rank sent it, its hash on the device, and source
+    and target if it is point-to-point."""
 
     name: str
     sent: bool
@@ -98,7 +98,7 @@ class TapeEntry(NamedTuple):
 
 
 class TapeRead(NamedTuple):
-    """The same on the host."""
+    """A `TapeEntry` whose hash was copied to the host."""
 
     name: str
     sent: bool
@@ -107,14 +107,14 @@ class TapeRead(NamedTuple):
 
 
 class Tape:
-    """What a rank sent and received in a step, by hashes, in its own order.
+    """Hashes of all messages that a rank sends and receives in a step, in its order.
 
-    A `whole` tape has every collective in full. A short one has pipeline messages and the
+    A `full` tape has every collective in full. A short one has pipeline messages and the
     collectives of the data dimension, and of each the first 512 KiB.
     """
 
-    def __init__(self, whole: bool) -> None:
-        self.whole, self.entries = whole, list[TapeEntry]()
+    def __init__(self, full: bool) -> None:
+        self.full, self.entries = full, list[TapeEntry]()
 
     def add(
         self,
@@ -125,13 +125,13 @@ class Tape:
         sent: bool,
         pair: tuple[int, int] | None = None,
     ) -> None:
-        """Note a message."""
-        if self.whole or axis in _OF_SHORT_TAPES:
-            checksum = bit_sum(tensor, None if self.whole else _SAMPLE)
+        """Append a message."""
+        if self.full or axis in _OF_SHORT_TAPES:
+            checksum = bit_sum(tensor, None if self.full else _SAMPLE)
             self.entries.append(TapeEntry(f"{axis}/{kind}", sent, checksum, pair))
 
     def read(self) -> list[TapeRead]:
-        """All entries on the host."""
+        """Copy all entries to the host."""
         if not self.entries:
             return []
         hashes = torch.stack([entry.hash for entry in self.entries]).tolist()
@@ -139,7 +139,7 @@ class Tape:
         return [TapeRead(entry.name, entry.sent, value, entry.pair) for entry, value in pairs]
 
     def messages(self, *, sent: bool) -> dict[tuple[int, int], list[int]]:
-        """Hashes of what went between two ranks, in order."""
+        """Hashes of point-to-point messages, in order."""
         hashes: dict[tuple[int, int], list[int]] = {}
         for entry in self.read():
             if entry.pair is not None and entry.sent == sent:

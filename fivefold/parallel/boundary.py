@@ -25,36 +25,36 @@ class AxisBoundary:
         self.size, self.coord = mesh.size(axis), mesh.coord(axis)
 
     def enter(self, x: Tensor, codes: RowCodes = AS_THEY_ARE) -> Tensor:
-        """Before a split computation: all tokens to every rank."""
+        """All-gather tokens before a split computation."""
         return _Enter.apply(x, self, codes)
 
     def leave(self, partial_sum: Tensor, codes: RowCodes = AS_THEY_ARE) -> Tensor:
-        """After it: the sum over ranks, each with its tokens under sp. Codes are those that its
-        gradient travels as."""
+        """Sum over ranks after a split computation, under sp by a reduce-scatter over tokens.
+        `codes`: the format in which its gradient is sent."""
         return _Leave.apply(partial_sum, self, codes)
 
     def gather(self, x: Tensor) -> Tensor:
-        """The tokens of all ranks."""
+        """All-gather the tokens of all ranks."""
         return self.mesh.gather(x.contiguous(), self.axis, self.dim)
 
     def scatter(self, x: Tensor) -> Tensor:
-        """The sum over ranks; this rank's tokens of it."""
+        """Reduce-scatter: sum over ranks, and return this rank's tokens."""
         return self.mesh.scatter(x.contiguous(), self.axis, self.dim)
 
     def total(self, x: Tensor, op: str = "sum") -> Tensor:
-        """The sum, or another reduction, over ranks."""
+        """All-reduce over ranks."""
         return self.mesh.total(x.contiguous(), self.axis, op)
 
     def start_gather(self, x: Tensor, into: Tensor) -> Issued:
-        """Begin to fill `into` with the tokens of all ranks, rank by rank."""
+        """Start to all-gather the tokens of all ranks into `into`, rank by rank."""
         return self.mesh.all_gather(into, x, self.axis, yields=True)
 
     def start_scatter(self, x: Tensor, into: Tensor) -> Issued:
-        """Begin to sum over ranks; `into` gets this rank's tokens of it."""
+        """Start to reduce-scatter over ranks; `into` receives this rank's tokens."""
         return self.mesh.reduce_scatter(into, x, self.axis, yields=True)
 
     def start_total(self, x: Tensor) -> Issued:
-        """Begin to sum over ranks in place."""
+        """Start to all-reduce in place."""
         return self.mesh.all_reduce(x, self.axis, dist.ReduceOp.SUM, yields=True)
 
 

@@ -89,7 +89,7 @@ class StageChunk:
 
 @dataclass(frozen=True)
 class Job:
-    """A plan brought to life on one rank."""
+    """The runtime of a plan on one rank: mesh, stages, pipeline and the weights it owns."""
 
     plan: Plan
     mesh: Mesh
@@ -108,16 +108,16 @@ class Job:
 
     @property
     def owned(self) -> list[OwnedShard]:
-        """What the optimizer of this rank updates."""
+        """Weight shards that the optimizer of this rank updates."""
         return [weight for chunk in self.chunks for weight in chunk.data.owned]
 
     @property
-    def held(self) -> list[OwnedShard]:
-        """The same, with this rank's shards of frozen weights."""
+    def local_shards(self) -> list[OwnedShard]:
+        """Weight shards of this rank, including frozen weights."""
         return [weight for unit in self.units for weight in unit.owned]
 
     def copies(self, owned: OwnedShard) -> int:
-        """How many ranks of the job hold this very shard of a weight."""
+        """Number of ranks of the job that hold the same shard of a weight."""
         shard, everyone = ("edp", "edp") if owned.row.expert else ("fsdp", "dp-cp")
         sliced = self.plan.layout.zero >= 1 and self.mesh.size(shard) > 1
         copies = self.mesh.size(everyone) // (self.mesh.size(shard) if sliced else 1)
@@ -129,7 +129,7 @@ class Job:
         return directions * (2 if self.is_tied(name) else 1)
 
     def local(self, batch: TokenBatch) -> TokenBatch:
-        """This rank's tokens of the rows of its data rank."""
+        """Select this rank's tokens from the rows of its data rank."""
         coord = self.plan.layout.coord(self.mesh.rank).cp
         batch = mark_outgrown(look_ahead(batch, self.plan.shape.mtp), self.plan.shape)
         return context.shard(batch, self.plan.split, self.plan.padded_seq, coord)
@@ -306,7 +306,7 @@ def _make_buffers(model: Decoder, device: torch.device) -> None:
 
 
 def hidden_size(plan: Plan) -> torch.Size:
-    """Activations between two stages, as one rank holds them."""
+    """Shape of the activations between two stages on one rank."""
     seq = plan.local_seq // (plan.layout.tp if plan.layout.sp else 1)
     return torch.Size((plan.batch.microbatch_size, seq, plan.shape.width))
 

@@ -57,7 +57,7 @@ TOKENS, HEADS = 2, 1  # dims of (B, H, S, d)
 
 
 def shard(batch: TokenBatch, split: ContextSplit, seq: int, coord: int) -> TokenBatch:
-    """One rank's tokens of rows that are first padded to `seq` tokens."""
+    """Pad rows to `seq` tokens, and return this context rank's tokens of them."""
     full_batch = _padded(batch, seq - batch.tokens.shape[1])
     if split.inner * split.outer == 1:
         return full_batch
@@ -101,7 +101,7 @@ def _padded(batch: TokenBatch, missing: int) -> TokenBatch:
 
 
 def split_rows(stage: Stage) -> None:
-    """Give every attention of a decoder the other ranks' keys and values."""
+    """Replace the kernel of every attention by one over all context ranks."""
     plan, split = stage.plan, stage.plan.split
     if split.inner * split.outer == 1:
         return
@@ -117,14 +117,14 @@ class ContextAttention:
 
     def __init__(self, mesh: Mesh, split: ContextSplit, seq: int) -> None:
         self.mesh, self.split = mesh, split
-        self.places = [split.ring_tokens(seq, index) for index in range(split.outer)]
-        self.place = mesh.coord(RING)
+        self.ring_tokens = [split.ring_tokens(seq, index) for index in range(split.outer)]
+        self.ring_coord = mesh.coord(RING)
         self.row = (range(seq),)
 
     @property
     def tokens(self) -> Ranges:
-        """Those whose queries this rank computes."""
-        return self.places[self.place]
+        """Tokens whose queries this rank computes."""
+        return self.ring_tokens[self.ring_coord]
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, info: AttentionInfo) -> Tensor:
         if k.shape[-1] != v.shape[-1]:
@@ -151,19 +151,19 @@ class ContextAttention:
         return self(q, k, v, info)[..., :value_width]
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, info: AttentionInfo) -> MergedAttention:
-        """The merged result of all attention calls."""
+        """Merge the results of the attention with every block of keys and values."""
         total = MergedAttention(q)
-        for keys, visitors in self._visits(k, v):
+        for keys, kv_block in self._ring_blocks(k, v):
             for call in attention_calls(self.tokens, keys, info.window):
                 sees = self._sees(call, keys, info, q.shape[HEADS])
                 if _sees_nothing(sees):
                     continue
                 queries = q[:, :, call.q_start : call.q_stop]
-                theirs = visitors[:, :, :, call.k_start : call.k_stop]
+                theirs = kv_block[:, :, :, call.k_start : call.k_stop]
                 out, lse = attend(queries, *theirs, sees)
                 total.merge(call.q_start, call.q_stop, out, lse)
                 del theirs
-            del visitors  # before the next one comes
+            del kv_block  # before the next one comes
         return total
 
     def attend_backward(
@@ -171,16 +171,16 @@ class ContextAttention:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Gradients of this rank's queries, keys and values."""
         q, k, v, out, lse = saved
-        dq, homeward = _Sum(q.shape, q), _Homeward(self)
-        for keys, visitors in self._visits(k, v):
-            part = _Sum(visitors.shape, q, homeward.waited())
+        dq, ring_grad = _Sum(q.shape, q), RingGrad(self)
+        for keys, kv_block in self._ring_blocks(k, v):
+            part = _Sum(kv_block.shape, q, ring_grad.waited())
             for call in attention_calls(self.tokens, keys, info.window):
                 sees = self._sees(call, keys, info, q.shape[HEADS])
                 if _sees_nothing(sees):
                     continue
                 rows, columns = slice(call.q_start, call.q_stop), slice(call.k_start, call.k_stop)
                 local_parts = [tensor[:, :, rows] for tensor in (grad_out, q, out, lse)]
-                theirs = visitors[:, :, :, columns]
+                theirs = kv_block[:, :, :, columns]
                 grads = attend_backward(
                     local_parts[0], local_parts[1], *theirs, local_parts[2], local_parts[3], sees
                 )
@@ -188,11 +188,11 @@ class ContextAttention:
                 for number in (0, 1):
                     part.add((number, ..., columns, slice(None)), grads[1 + number])
                 del theirs
-            del visitors  # before the next one comes
-            homeward.send(part.value())
-        return dq.value().to(q.dtype), *homeward.arrived().to(q.dtype).unbind(0)
+            del kv_block  # before the next one comes
+            ring_grad.send(part.value())
+        return dq.value().to(q.dtype), *ring_grad.arrived().to(q.dtype).unbind(0)
 
-    def _visits(self, k: Tensor, v: Tensor) -> Iterator[tuple[Ranges, Tensor]]:
+    def _ring_blocks(self, k: Tensor, v: Tensor) -> Iterator[tuple[Ranges, Tensor]]:
         """The keys and values of every place, as they come, and which tokens they are."""
         local_kv = torch.stack((k, v))
         if self.split.gathers and self.split.outer > 1:
@@ -201,7 +201,7 @@ class ContextAttention:
         for hop in range(self.split.outer):
             has_next = hop < self.split.outer - 1
             coming = self.mesh.pass_on(local_kv, RING) if has_next else None
-            yield self.places[(self.place - hop) % self.split.outer], local_kv
+            yield self.ring_tokens[(self.ring_coord - hop) % self.split.outer], local_kv
             if coming is not None:
                 local_kv = coming.wait()
 
@@ -213,10 +213,10 @@ class ContextAttention:
         return torch.cat([parts[index][:, :, :, cut] for index, cut in self._ranges()], dim=3)
 
     def scattered(self, full_grad: Tensor) -> Tensor:
-        """The sum over places of the gradients of a row; this place's tokens of it."""
+        """Reduce-scatter the gradients of a row; returns this rank's tokens."""
         by_place = [
             torch.cat([full_grad[:, :, :, span.start : span.stop] for span in ranges], dim=3)
-            for ranges in self.places
+            for ranges in self.ring_tokens
         ]
         local_shard = torch.empty_like(by_place[0])
         self.mesh.reduce_scatter(local_shard, torch.cat(by_place), RING).wait()
@@ -225,7 +225,7 @@ class ContextAttention:
     def _ranges(self) -> list[tuple[int, slice]]:
         """The place of every contiguous range of the row, and where that place holds it."""
         entries: list[tuple[int, int, slice]] = []
-        for index, ranges in enumerate(self.places):
+        for index, ranges in enumerate(self.ring_tokens):
             offset = 0
             for span in ranges:
                 entries.append((span.start, index, slice(offset, offset + len(span))))
@@ -272,7 +272,7 @@ def _sees_nothing(sees: VisiblePairs) -> bool:
 
 
 class _Sum:
-    """Gradients of tokens, summed in float32 or wider, on top of what has arrived by then."""
+    """Sum of gradients of tokens, in float32 or wider, on top of what was received."""
 
     def __init__(
         self, shape: torch.Size, like: Tensor, arriving: Callable[[], Tensor | None] | None = None
@@ -296,38 +296,38 @@ class _Sum:
         return self.total
 
 
-class _Homeward:
-    """Gradients of keys and values on their way around the ring; every place adds its share."""
+class RingGrad:
+    """Gradients of keys and values that travel around the ring; every rank adds its part."""
 
     def __init__(self, attention: ContextAttention) -> None:
         self.attention = attention
         self.coming: Issued | None = None
-        self.here: Tensor | None = None
+        self.result: Tensor | None = None
 
     def waited(self) -> Callable[[], Tensor | None]:
-        """Waits for what the place before has sent, if it has."""
+        """A function that waits for the gradients sent by the previous rank, if any."""
         coming = self.coming
         return lambda: None if coming is None else coming.wait()
 
     def send(self, part: Tensor) -> None:
-        """Pass the sums to the next place, or keep them at home."""
+        """Send the gradients to the next rank; without a ring, store the result."""
         attention = self.attention
         if attention.split.outer == 1:
-            self.here = part
+            self.result = part
         elif attention.split.gathers:
-            self.here = attention.scattered(part)
+            self.result = attention.scattered(part)
         else:
             self.coming = attention.mesh.pass_on(part, RING)
 
     def arrived(self) -> Tensor:
-        if self.here is None:
+        if self.result is None:
             assert self.coming is not None
-            self.here = self.coming.wait()
-        return self.here
+            self.result = self.coming.wait()
+        return self.result
 
 
 class _Attention(torch.autograd.Function):
-    """Attention with a backward that moves keys and values again instead of keeping them."""
+    """Attention whose backward sends keys and values again instead of saving them."""
 
     @staticmethod
     def forward(
@@ -351,8 +351,8 @@ class _HasMesh(Protocol):
 
 
 class ContextMixer:
-    """An own mixer over the tokens of all context ranks: a rank has all of them for its share of
-    the heads."""
+    """A custom mixer over the tokens of all context ranks: each rank computes all tokens for some
+    of the heads."""
 
     def __init__(self, mesh: Mesh) -> None:
         self.mesh = mesh
@@ -364,11 +364,11 @@ class ContextMixer:
         heads = {"heads": shape.heads // tp, "kv_heads": shape.kv_heads // tp}
         outputs = {
             name: self._exchanged(tensor, heads[layer.splits[name]], HEADS)
-            for name, tensor in inputs.made.items()
+            for name, tensor in inputs.projections.items()
         }
         params = {
             name: tensor.chunk(size)[coord] if layer.splits[name] in heads else tensor
-            for name, tensor in inputs.held.items()
+            for name, tensor in inputs.params.items()
         }
         rotary = inputs.tokens.rotary
         if rotary is not None:
@@ -382,7 +382,7 @@ class ContextMixer:
 
 
 class _Exchange(torch.autograd.Function):
-    """Over the ranks of a place: split along one of tokens and heads, join along the other."""
+    """All-to-all over the Ulysses ranks: split one of tokens and heads, join the other."""
 
     @staticmethod
     def forward(ctx: Any, x_BHSd: Tensor, attention: _HasMesh, split_dim: int) -> Tensor:
@@ -412,5 +412,5 @@ def _exchanged(x_BHSd: Tensor, mesh: Mesh, split_dim: int) -> Tensor:
 
 @cache
 def token_index(ranges: Ranges, device: torch.device) -> Tensor:
-    """These tokens as a tensor, which is kept: every layer asks for it."""
+    """Indices of these tokens as a tensor, cached."""
     return torch.tensor([token for span in ranges for token in span]).to(device)

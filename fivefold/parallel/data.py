@@ -67,7 +67,7 @@ def shard(
 
 
 class DataParallel:
-    """The units of one rank's model, their hooks, and what the optimizer owns of them."""
+    """Flat units of one rank's model, their hooks, and the shards that the optimizer updates."""
 
     def __init__(
         self,
@@ -90,7 +90,7 @@ class DataParallel:
             users = tuple(block for block in blocks if used[block] & names)
             use = Use(
                 users,
-                kept=options.backward_follows and users[-1] == list(blocks)[-1],
+                stays=options.backward_follows and users[-1] == list(blocks)[-1],
                 read_in_backward=not options.without_weights >= set(users),
             )
             self.units.append(FlatUnit(unit, use, places, mesh, options, fill))
@@ -117,19 +117,19 @@ class DataParallel:
 
     @property
     def owned(self) -> list[OwnedShard]:
-        """Everything the optimizer of this rank updates, in the order of the model."""
+        """Shards that the optimizer of this rank updates, in the order of the model."""
         return [weight for unit in self.units if not unit.unit.frozen for weight in unit.owned]
 
     @contextmanager
     def backward(self, last: bool) -> Iterator[None]:
-        """Around the backward of one microbatch; `last` says whether the step ends with it."""
+        """Context of the backward of one microbatch; `last` says whether the step ends with it."""
         with self.phase.in_backward(), self.collecting(last):
             yield
         self._release(self.units)
 
     @contextmanager
     def collecting(self, last: bool) -> Iterator[None]:
-        """While gradients of one microbatch come; `last` says whether the step ends with it."""
+        """Context in which gradients of one microbatch are collected; `last` as in `backward`."""
         self.last_microbatch = last
         yield
 
@@ -144,7 +144,7 @@ class DataParallel:
         unit.add_product(name, outputs_NO, inputs_NI)
 
     def finish(self) -> None:
-        """After the last backward: every gradient is summed and handed to the optimizer."""
+        """Finish the reduction of all gradients after the last backward, for the optimizer."""
         for unit in self.units:
             unit.release()
             if unit.collects and not unit.sent_last:
@@ -156,12 +156,12 @@ class DataParallel:
             unit.hand_over()
 
     def let_go(self) -> None:
-        """After forwards without a backward: free gathered weights."""
+        """Free gathered weights after forwards without a backward."""
         for unit in self.units:
             unit.release()
 
     def publish(self) -> None:
-        """After the optimizer: start to gather the updated weights."""
+        """Start to gather the updated weights after the optimizer step."""
         for unit in self.units:
             unit.publish()
 
@@ -204,7 +204,7 @@ class DataParallel:
         # A forward inside the backward is recomputation: its weights are needed at once.
         if not self.phase.backward:
             self._release(
-                unit for unit in units if unit.use.blocks[-1] == block and not unit.use.kept
+                unit for unit in units if unit.use.blocks[-1] == block and not unit.use.stays
             )
 
     def _return(

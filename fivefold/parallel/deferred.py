@@ -47,7 +47,7 @@ Work = Callable[[GradientSink], None]
 
 
 class GradientQueue:
-    """The weight gradients of one chunk that are still to be computed, by microbatch."""
+    """Deferred weight gradients of one chunk, by microbatch."""
 
     def __init__(self) -> None:
         self._owed: dict[int, list[Work]] = {}
@@ -55,21 +55,22 @@ class GradientQueue:
 
     @contextmanager
     def taking(self, sink: GradientSink) -> Iterator[None]:
-        """A full backward: each weight gradient is computed where backward passes its leaf."""
+        """Context of a full backward: weight gradients are computed where backward passes their
+        leaf."""
         self._take = lambda work: work(sink)
         yield
         self._take = None
 
     @contextmanager
     def keeping(self, microbatch: int) -> Iterator[None]:
-        """An input gradient: all weight gradients are queued for later."""
+        """Context of an input-gradient pass: all weight gradients are queued."""
         self._take = self._owed.setdefault(microbatch, []).append
         yield
         self._take = None
 
     @torch.no_grad()
     def settle(self, microbatch: int, sink: GradientSink) -> None:
-        """The weight gradients of a microbatch; the memory they need is freed one by one."""
+        """Compute the weight gradients of a microbatch, and free the operands of each."""
         owed = self._owed.pop(microbatch)
         owed.reverse()
         while owed:
@@ -80,7 +81,8 @@ class GradientQueue:
         self._take(work)
 
     def defer(self, decoder: Decoder, fuse: Fuse = eager) -> None:
-        """Give every leaf arithmetic that queues its weight gradient; `fuse` makes its kernels."""
+        """Replace the arithmetic of every leaf by one that queues its weight gradient; `fuse` fuses
+        its kernels."""
         for module in decoder.modules():
             if isinstance(module, Linear):
                 module.matmul = self.linear
@@ -106,7 +108,7 @@ class GradientQueue:
         return _Linear.apply(x, weight, bias, self, F.linear)
 
     def wide_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """In float32 or wider, as a router wants it."""
+        """A linear in float32 or wider, for routers."""
         assert bias is None, "routers have none"
         return _Linear.apply(x, weight, None, self, lambda x, weight, _: wide_matmul(x, weight))
 
@@ -149,12 +151,12 @@ class GradientQueue:
         return _Add.apply(x, bias, self)
 
     def later(self, weight: nn.Parameter, compute: Callable[[], Tensor]) -> None:
-        """A weight gradient that is computed with the others."""
+        """Queue a weight gradient."""
         self.put(lambda sink: sink.add_gradient(weight, compute()))
 
     def hold(self, weight: Tensor) -> Tensor:
-        """A weight that the arithmetic of a user's own mixer uses as it likes: its gradient is
-        computed with the input gradient, and only delivered later."""
+        """Use a weight in a custom mixer: its gradient is computed with the input gradient, and
+        delivered with the weight gradients."""
         return _Hold.apply(weight, self)
 
 
@@ -204,7 +206,7 @@ class _Linear(torch.autograd.Function):
 
 
 class _Grouped(torch.autograd.Function):
-    """The same linear layer of every expert: rows are sorted by expert, up to its end."""
+    """Grouped GEMM over experts; rows are sorted by expert."""
 
     @staticmethod
     def forward(
@@ -231,7 +233,7 @@ def _grouped_work(
 
 
 class _Scale(torch.autograd.Function):
-    """The weight and bias of a norm. The norm saves `x` too; its output is computed again."""
+    """Weight and bias of a norm. The norm saves `x` too; its output is recomputed."""
 
     @staticmethod
     def forward(

@@ -56,25 +56,24 @@ AXIS, INNER = "ep", "etp"
 
 
 def spread(stage: Stage) -> None:
-    """Send the tokens of every layer with experts to the ranks that hold these experts."""
+    """Dispatch the tokens of every MoE layer to the ranks of their experts."""
     if stage.mesh.size(AXIS) * stage.mesh.size(INNER) == 1:
         return
     dispatch = SpreadExperts(stage)
     for mlp in (module for module in stage.model.modules() if isinstance(module, MoeMlp)):
         mlp.dispatch = dispatch
-        mlp.experts.down.matmul = partial(dispatch.take_breath, mlp.experts.down.matmul)
+        mlp.experts.down.matmul = partial(dispatch.yield_lane, mlp.experts.down.matmul)
 
 
-class Way(NamedTuple):
-    """From every rank of an axis to every other: so many rows leave to, and arrive from, each."""
+class SplitSizes(NamedTuple):
+    """Rows that a rank sends to, and receives from, each rank of an axis."""
 
     axis: str
-    leave: list[int]
-    arrive: list[int]
+    send: list[int]
+    recv: list[int]
 
-    @property
-    def back(self) -> Way:
-        return Way(self.axis, self.arrive, self.leave)
+    def reversed(self) -> SplitSizes:
+        return SplitSizes(self.axis, self.recv, self.send)
 
 
 def _by_expert(arriving: Tensor, num_rows: int) -> Slots:
@@ -90,7 +89,7 @@ def _by_expert(arriving: Tensor, num_rows: int) -> Slots:
 
 
 class SpreadExperts:
-    """From the tokens of a rank to the experts of all ranks and back."""
+    """Dispatch and combine of tokens over the ranks of an expert group."""
 
     def __init__(self, stage: Stage) -> None:
         plan, self.mesh = stage.plan, stage.mesh
@@ -113,14 +112,14 @@ class SpreadExperts:
         weights_NK, chosen_NK, capacity = (
             boundary.enter(routing.weights),
             routing.experts,
-            routing.room,
+            routing.capacity,
         )
         if boundary.sp:
             chosen_NK = boundary.gather(chosen_NK)
             capacity = capacity and capacity * boundary.size
-        everywhere = routing._replace(experts=chosen_NK, weights=weights_NK, room=capacity)
+        gathered = routing._replace(experts=chosen_NK, weights=weights_NK, capacity=capacity)
         x_ND = boundary.enter(x_ND, codes.tokens)
-        y_ND = boundary.leave(self._dispatch(x_ND, everywhere, experts, beside, codes), codes)
+        y_ND = boundary.leave(self._dispatch(x_ND, gathered, experts, beside, codes), codes)
         return codes.round_gradient(y_ND)
 
     def _dispatch(
@@ -137,7 +136,7 @@ class SpreadExperts:
             return dispatch_slots(x_ND, routing, num_experts, experts, run_local_experts, codes)
         if self.nodes > 1:
             return self._by_node(x_ND, routing, experts, beside, codes)
-        travel = partial(self._travel, AXIS, beside, routing.room)
+        travel = partial(self._travel, AXIS, beside, routing.capacity)
         return dispatch_slots(x_ND, routing, num_experts, experts, travel, codes)
 
     def _travel(
@@ -156,15 +155,15 @@ class SpreadExperts:
             arriving = self._exchange(sent, axis)
             if self.stand_in is not None:
                 arriving = self.stand_in.arriving(axis, num_rows, arriving)
-            route = Way(axis, *self._rows(axis, num_rows, sent, arriving))
+            splits = SplitSizes(axis, *self._rows(axis, num_rows, sent, arriving))
         else:  # every expert gets as many from every rank
             arriving, share = sent, [capacity * sent.shape[1]] * size
-            route = Way(axis, share, share)
+            splits = SplitSizes(axis, share, share)
         # Weights go after the rows, and arrive while these are waited for.
-        rows, weights = self._depart(inputs.rows(), route, there=codes), inputs.weights()
-        weights_come = None if weights is None else self._depart(weights, route, yields=False)
+        rows, weights = self._start(inputs.rows(), splits, codes=codes), inputs.weights()
+        weights_come = None if weights is None else self._start(weights, splits, yields=False)
         beside()
-        order, sums = _by_expert(arriving, sum(route.arrive)), experts.slot_sums
+        order, sums = _by_expert(arriving, sum(splits.recv)), experts.slot_sums
         # Rows that are only passed on have no name here, which would keep their memory.
         done = sums.tokens(
             experts(
@@ -176,7 +175,7 @@ class SpreadExperts:
             order,
             codes,
         )
-        return self.move(done, route.back, back=codes)
+        return self.move(done, splits.reversed(), grad_codes=codes)
 
     def _rows(
         self, axis: str, num_rows: int, sent: Tensor, arriving: Tensor
@@ -184,8 +183,8 @@ class SpreadExperts:
         """How many rows leave to, and arrive from, each rank: the host waits for the device."""
         if self.stand_in is not None:
             return self.stand_in.rows(axis, num_rows)
-        leave, arrive = torch.stack([sent.sum(1), arriving.sum(1)]).tolist()
-        return leave, arrive
+        send, recv = torch.stack([sent.sum(1), arriving.sum(1)]).tolist()
+        return send, recv
 
     def _by_node(
         self,
@@ -210,10 +209,10 @@ class SpreadExperts:
         chosen_MK = chosen_MK.where((chosen_MK >= 0) & (chosen_MK < node_experts), node_experts)
         sent = slots.counts[:, None]
         coming = self._exchange(sent, FAR)
-        route = Way(FAR, *self._rows(FAR, len(slots.order), sent, coming))
-        rows = self.move(sums.rows(x_ND, slots, codes.tokens), route, beside, codes.tokens)
-        weights = self.move(sums.rows(routing.weights, slots), route)
-        came_MK = self._exchange(chosen_MK, FAR, route)
+        splits = SplitSizes(FAR, *self._rows(FAR, len(slots.order), sent, coming))
+        rows = self.move(sums.rows(x_ND, slots, codes.tokens), splits, beside, codes.tokens)
+        weights = self.move(sums.rows(routing.weights, slots), splits)
+        came_MK = self._exchange(chosen_MK, FAR, splits)
         if stand_in is not None:
             came_MK = came_MK.remainder(
                 node_experts
@@ -225,9 +224,9 @@ class SpreadExperts:
             if self.mesh.size(NEAR) == 1
             else partial(self._travel, NEAR, beside, None)
         )
-        node_routing = node_routing._replace(drops=True, kept=inside)
+        node_routing = node_routing._replace(drops=True, num_kept=inside)
         y = dispatch_slots(rows, node_routing, node_experts, experts, near, codes)
-        return sums.tokens(self.move(y, route.back, back=codes), slots, codes)
+        return sums.tokens(self.move(y, splits.reversed(), grad_codes=codes), slots, codes)
 
     def _nodes_of_tokens(self, nodes_NK: Tensor) -> Tensor:
         """The nodes of each token's experts, each once and in order, as many as a token can have;
@@ -236,115 +235,115 @@ class SpreadExperts:
         goes_NO = count_slots(nodes_NK, self.nodes) > 0
         return numbers_O.where(goes_NO, self.nodes).sort(dim=1).values[:, : self.most_nodes]
 
-    def _exchange(self, numbers: Tensor, axis: str, route: Way | None = None) -> Tensor:
-        """Integers, which have no gradient; without a way, as many to every rank."""
-        journey = _Journey(self, route or Way(axis, [], []))
-        journey.begin(numbers, journey.way)
-        return journey.end()
+    def _exchange(self, numbers: Tensor, axis: str, splits: SplitSizes | None = None) -> Tensor:
+        """Integers, which have no gradient; without sizes, as many to every rank."""
+        all_to_all = AllToAll(self, splits or SplitSizes(axis, [], []))
+        all_to_all.begin(numbers, all_to_all.splits)
+        return all_to_all.end()
 
     def move(
         self,
         rows: Tensor,
-        route: Way,
+        splits: SplitSizes,
         beside: OverlappedTask | None = None,
         codes: RowCodes = AS_THEY_ARE,
-        back: RowCodes = AS_THEY_ARE,
+        grad_codes: RowCodes = AS_THEY_ARE,
     ) -> Tensor:
-        """Rows to other ranks; meanwhile what there is to compute beside."""
-        arrive = self._depart(rows, route, there=codes, back=back)
+        """Exchange rows between ranks, and compute `beside` meanwhile."""
+        wait = self._start(rows, splits, codes=codes, grad_codes=grad_codes)
         if beside is not None:
             beside()
-        return arrive()
+        return wait()
 
-    def _depart(
+    def _start(
         self,
         rows: Tensor,
-        route: Way,
+        splits: SplitSizes,
         yields: bool = True,
-        there: RowCodes = AS_THEY_ARE,
-        back: RowCodes = AS_THEY_ARE,
+        codes: RowCodes = AS_THEY_ARE,
+        grad_codes: RowCodes = AS_THEY_ARE,
     ) -> Callable[[], Tensor]:
         """Begin to send rows to other ranks; what is returned waits for those that come."""
-        journey = _Journey(self, route, yields, there, back)
-        return partial(_Arrive.apply, _Depart.apply(rows, journey), journey)
+        all_to_all = AllToAll(self, splits, yields, codes, grad_codes)
+        return partial(_WaitAllToAll.apply, _StartAllToAll.apply(rows, all_to_all), all_to_all)
 
-    def take_breath(self, product: GroupedMatmul, x_MI: Tensor, *operands: Any) -> Tensor:
-        """Give the turn to the other lane in the middle of the experts' backward, because the
-        exchange of counts did so in the forward. Both then have as many turns, and each all-to-all
-        is hidden by work of the other lane."""
-        return product(_Breath.apply(x_MI, self.mesh) if self.counts else x_MI, *operands)
+    def yield_lane(self, product: GroupedMatmul, x_MI: Tensor, *operands: Any) -> Tensor:
+        """Yield to the other lane in the middle of the experts' backward, because the exchange of
+        counts did so in the forward. Both then have as many turns, and each all-to-all is hidden by
+        work of the other lane."""
+        return product(_YieldInBackward.apply(x_MI, self.mesh) if self.counts else x_MI, *operands)
 
 
-class _Journey:
-    """One all-to-all, and in backward the one of its gradients, each waited for later. Rows travel
-    `there` as codes or values, and gradients `back`."""
+class AllToAll:
+    """An all-to-all, and that of its gradients in backward, each waited for later. Rows are sent as
+    `codes`, gradients as `grad_codes`."""
 
     def __init__(
         self,
         spread: SpreadExperts,
-        route: Way,
+        splits: SplitSizes,
         yields: bool = True,
-        there: RowCodes = AS_THEY_ARE,
-        back: RowCodes = AS_THEY_ARE,
+        codes: RowCodes = AS_THEY_ARE,
+        grad_codes: RowCodes = AS_THEY_ARE,
     ) -> None:
         """`yields`: the other lane has its turn before this one waits."""
-        self.spread, self.way, self.yields = spread, route, yields
-        self.there, self.back = there, back
+        self.spread, self.splits, self.yields = spread, splits, yields
+        self.codes, self.grad_codes = codes, grad_codes
         self.issued: Issued | None = None
 
-    def begin(self, rows: Tensor, route: Way) -> None:
-        """Send; what comes is there when it has been waited for."""
-        rows, size = rows.contiguous(), self.spread.mesh.size(route.axis)
+    def begin(self, rows: Tensor, splits: SplitSizes) -> None:
+        """Start to exchange rows."""
+        rows, size = rows.contiguous(), self.spread.mesh.size(splits.axis)
         even = [len(rows) // size] * size
-        arrive, leave = route.arrive or even, route.leave or even
+        recv, send = splits.recv or even, splits.send or even
         self.issued = self.spread.mesh.issue(
-            route.axis,
+            splits.axis,
             "all_to_all",
             rows,
-            lambda group: transport.exchange(rows, arrive, leave, group),
+            lambda group: transport.exchange(rows, recv, send, group),
             yields=self.yields,
         )
 
     def end(self) -> Tensor:
-        """The rows that came, after the other lane's turn, if there is one."""
+        """Wait for the received rows, after the other lane's turn, if there is one."""
         issued, self.issued = self.issued, None
-        assert issued is not None, "a journey that has not begun"
+        assert issued is not None, "the all-to-all has not begun"
         return issued.wait()
 
 
-class _Depart(torch.autograd.Function):
-    """Begin to send; backward waits for the gradients. The journey holds what is under way: as a
-    result of this function, autograd would want a gradient of its size."""
+class _StartAllToAll(torch.autograd.Function):
+    """Start an all-to-all; backward waits for the gradients. The received rows stay in `AllToAll`:
+    as an output of this function, they would need a gradient of their size."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, journey: _Journey) -> Tensor:
-        ctx.journey = journey
-        journey.begin(journey.there.open(rows), journey.way)
+    def forward(ctx: Any, rows: Tensor, all_to_all: AllToAll) -> Tensor:
+        ctx.all_to_all = all_to_all
+        all_to_all.begin(all_to_all.codes.open(rows), all_to_all.splits)
         return rows.new_zeros(())
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        journey: _Journey = ctx.journey
-        return journey.back.close(journey.end()), None
+        all_to_all: AllToAll = ctx.all_to_all
+        return all_to_all.grad_codes.close(all_to_all.end()), None
 
 
-class _Arrive(torch.autograd.Function):
-    """Wait for what was sent; backward begins to send the gradients back."""
+class _WaitAllToAll(torch.autograd.Function):
+    """Wait for the received rows; backward starts to send the gradients."""
 
     @staticmethod
-    def forward(ctx: Any, departed: Tensor, journey: _Journey) -> Tensor:
-        ctx.journey = journey
-        return journey.there.close(journey.end())
+    def forward(ctx: Any, started: Tensor, all_to_all: AllToAll) -> Tensor:
+        ctx.all_to_all = all_to_all
+        return all_to_all.codes.close(all_to_all.end())
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        journey: _Journey = ctx.journey
-        journey.begin(journey.back.open(gradients[0]), journey.way.back)
+        all_to_all: AllToAll = ctx.all_to_all
+        all_to_all.begin(all_to_all.grad_codes.open(gradients[0]), all_to_all.splits.reversed())
         return gradients[0].new_zeros(()), None
 
 
-class _Breath(torch.autograd.Function):
-    """Nothing forward; backward gives the turn to the other lane."""
+class _YieldInBackward(torch.autograd.Function):
+    """Identity; backward yields to the other lane."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, mesh: Mesh) -> Tensor:

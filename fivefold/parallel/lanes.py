@@ -21,13 +21,13 @@ def _nothing() -> None:
 
 
 def use_device(device: torch.device) -> None:
-    """Make it the device of this thread: every thread begins with the first GPU."""
+    """Make `device` the current one of this thread: every thread begins with GPU 0."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
 
 
 class Lanes:
-    """Two computations of one rank that take turns: one runs while the other waits.
+    """Two computations of one rank in two threads: one runs while the other waits.
 
     The turn changes only at fixed points: where a lane has issued a collective and not yet waited
     for it, and where it makes room for the other one (`parallel/expert.py`). All ranks of a group
@@ -49,7 +49,7 @@ class Lanes:
         around: Callable[[], AbstractContextManager[object]],
         on_pause: Callable[[], None] | None = None,
     ) -> Iterator[None]:
-        """Run second lanes in this context: dispatch modes of torch do not reach other threads.
+        """Run second lanes in this context: dispatch modes of torch are local to a thread.
 
         `on_pause` is called wherever a lane would give its turn away.
         """
@@ -61,8 +61,8 @@ class Lanes:
             self._around, self._on_pause = before
 
     def run(self, first: Callable[[], First], second: Callable[[], Second]) -> tuple[First, Second]:
-        """Both results. The second lane begins: a backward has a collective to issue at once, which
-        the first computation of the forward hides."""
+        """Run both lanes, and return both results. The second begins: a backward issues a
+        collective at once, which the forward in the first lane hides."""
         self._running = [True, True]
         self._main = threading.get_ident()
         other = self._second.submit(self._run_second, second)
@@ -75,7 +75,7 @@ class Lanes:
         return first_result, result
 
     def pause(self) -> None:
-        """Give the turn to the other lane, where one runs."""
+        """Yield to the other lane, if it runs."""
         self._on_pause()
         lane = 0 if threading.get_ident() == self._main else 1
         if self._running[1 - lane]:

@@ -43,7 +43,7 @@ MESSAGE_CTAS = 4  # NCCL's blocks on the GPU for a pipeline message: few, becaus
 
 
 class CollectiveRecord(NamedTuple):
-    """One collective, as its caller saw it."""
+    """One collective, as its caller issued it."""
 
     axis: str
     kind: str
@@ -55,27 +55,27 @@ class CollectiveRecord(NamedTuple):
 
 
 class CollectiveObserver(Protocol):
-    """Is told of every collective of a rank: when it is issued, and when it was waited for."""
+    """Callbacks before and after every collective of a rank."""
 
     def begin(self, record: CollectiveRecord, members: tuple[int, ...]) -> Any:
-        """A collective among these ranks is issued. What is returned comes back to `end`."""
+        """Called when a collective is issued; the returned value is passed to `end`."""
 
     def end(self, token: Any) -> None:
-        """It has been waited for. Not called where `begin` returned None."""
+        """Called after the wait, unless `begin` returned None."""
 
 
 Tokens = tuple[tuple[CollectiveObserver, Any], ...]
 
 
 class Phase:
-    """Whether a stage is in its backward: a forward that runs then is a recomputation."""
+    """Whether a stage is in its backward: a forward in it is a recomputation."""
 
     def __init__(self) -> None:
         self.backward = False
 
     @contextmanager
     def in_backward(self) -> Iterator[None]:
-        """Around the backward of one microbatch."""
+        """Context of the backward of one microbatch."""
         self.backward = True
         try:
             yield
@@ -84,7 +84,7 @@ class Phase:
 
 
 class Issued:
-    """A collective that was issued and not yet waited for.
+    """A collective that was issued and is not waited for.
 
     Where it `yields`, the wait gives the turn to the other lane first. What it brings is `filled`,
     or made by the wait.
@@ -105,11 +105,11 @@ class Issued:
         self.brings, self.filled, self.pair = brings, filled, pair
 
     def wait(self) -> Any:
-        """What the collective brought."""
+        """Wait for the collective, and return its result."""
         if self.yields:
             self.mesh.lanes.pause()
         timer = self.mesh.timer
-        since = timer.now() if timer.running else None
+        since = timer.timestamp() if timer.running else None
         answer = self.pending.wait()
         if since is not None:
             timer.waited(self.brings, since)
@@ -121,7 +121,7 @@ class Issued:
         return answer
 
     def is_over(self) -> bool:
-        """Whether it is over, also on the device; if so it has been waited for."""
+        """Whether the collective has completed, also on the device."""
         over = self.pending.done
         if over:
             self.wait()
@@ -129,7 +129,8 @@ class Issued:
 
 
 class Mesh:
-    """Groups by role for this rank; a role of one rank has no group and never communicates."""
+    """Process groups of this rank by role; a role of one rank has no group and never
+    communicates."""
 
     def __init__(
         self,
@@ -168,7 +169,7 @@ class Mesh:
         observers: Sequence[CollectiveObserver] = (),
         on_resize: Callable[[Tensor], None] | None = None,
     ) -> Mesh:
-        """The mesh of a plan."""
+        """Create the mesh of a plan."""
         return cls(Topology.of(plan), device, observers, on_resize)
 
     def _join(self, communicator: Communicator) -> None:
@@ -231,12 +232,12 @@ class Mesh:
         return self.members[role].index(self.rank)
 
     def resized(self, tensor: Tensor) -> None:
-        """The memory of a tensor was allocated or freed in place."""
+        """Record that the storage of a tensor was resized."""
         if self.on_resize is not None:
             self.on_resize(tensor)
 
     def close_groups(self) -> None:
-        """Drop the groups. They end with their last holder, and a weight's hook may be one.
+        """Release the groups. They end with their last reference, and a weight's hook may hold one.
 
         On NCCL the end of a group waits for its members, and torch ends groups in an order that
         differs from rank to rank: there they end here, in the order in which all ranks made them.
@@ -249,7 +250,7 @@ class Mesh:
         self.channels.clear()
 
     def record_on(self, tape: Tape | None) -> None:
-        """Hash from now on what this rank sends and receives; None: no longer."""
+        """Record hashes of all messages on a tape; None stops it."""
         self.tape = tape
 
     def issue(
@@ -262,7 +263,7 @@ class Mesh:
         yields: bool = False,
         fills: Tensor | None = None,
     ) -> Issued:
-        """Note a collective of this input and start it; it `fills` a tensor or makes one."""
+        """Record and start a collective on this input; it `fills` a tensor or returns one."""
         tokens = self.note(axis, kind, tensor)
         if self.tape is not None:
             self.tape.add(axis, kind, tensor, sent=True)
@@ -271,7 +272,7 @@ class Mesh:
     def all_reduce(
         self, tensor: Tensor, axis: str, op: dist.ReduceOp.RedOpType, *, yields: bool = False
     ) -> Issued:
-        """Reduce in place over the axis."""
+        """All-reduce in place over the axis."""
         return self.issue(
             axis,
             "all_reduce",
@@ -284,7 +285,7 @@ class Mesh:
     def reduce_scatter(
         self, output: Tensor, full: Tensor, axis: str, *, yields: bool = False
     ) -> Issued:
-        """Sum `full` over the axis; this rank gets its shard."""
+        """Reduce-scatter `full` over the axis."""
         return self.issue(
             axis,
             "reduce_scatter",
@@ -295,7 +296,7 @@ class Mesh:
         )
 
     def all_gather(self, full: Tensor, shard: Tensor, axis: str, *, yields: bool = False) -> Issued:
-        """Fill `full` with the shards of all ranks of the axis."""
+        """All-gather the shards of the axis into `full`."""
         return self.issue(
             axis,
             "all_gather",
@@ -306,16 +307,16 @@ class Mesh:
         )
 
     def gather(self, x: Tensor, axis: str, dim: int) -> Tensor:
-        """The shards of all ranks of the axis, joined along a dim. Like the two below, it is known
-        by name to recomputation."""
+        """All-gather the shards of the axis along a dim. Recomputation knows this method and the
+        two below by name."""
         return self._now(axis, "all_gather", x, lambda group: transport.gather(x, dim, group))
 
     def scatter(self, x: Tensor, axis: str, dim: int) -> Tensor:
-        """This rank's shard, along a dim, of the sum over the axis."""
+        """Reduce-scatter over the axis along a dim."""
         return self._now(axis, "reduce_scatter", x, lambda group: transport.scatter(x, dim, group))
 
     def total(self, x: Tensor, axis: str, op: str = "sum") -> Tensor:
-        """The sum, or another reduction, over the axis."""
+        """All-reduce over the axis, out of place."""
         return self._now(axis, "all_reduce", x, lambda group: transport.total(x, op, group))
 
     def _now(
@@ -359,8 +360,7 @@ class Mesh:
         return Issued(self, pending, tokens, False, (PIPELINE, "recv"), pair=pair)
 
     def pass_on(self, tensor: Tensor, axis: str) -> Issued:
-        """Start to send to the next rank of the axis and to receive from the one before; the wait
-        gives what came."""
+        """Start to send to the next rank of the axis and to receive from the previous one."""
         ranks, coord = self.members[axis], self.coord(axis)
         after, before = (ranks[(coord + step) % len(ranks)] for step in (1, -1))
         tokens = (*self.note(axis, "send", tensor), *self.note(axis, "recv", tensor))
@@ -370,16 +370,16 @@ class Mesh:
         return Issued(self, pending, tokens, True, (axis, "recv"))
 
     def note(self, axis: str, kind: str, tensor: Tensor) -> Tokens:
-        """Record a collective that is about to be issued; `close` tells that it is over."""
+        """Record a collective that is about to be issued; `close` ends it."""
         record = CollectiveRecord(axis, kind, tensor.nbytes, self.size(axis))
         return self._begin(record, self.members[axis])
 
     def repeat(self, record: CollectiveRecord) -> None:
-        """A collective of one of this rank's groups counts once more, without being issued."""
+        """Count a collective once more, without issuing it."""
         self._begin(record, self.members[record.axis])
 
     def close(self, tokens: Tokens) -> None:
-        """A collective that was noted is over."""
+        """End the record of a collective."""
         for observer, token in tokens:
             observer.end(token)
 
@@ -393,8 +393,8 @@ class Mesh:
 
 
 def nccl_options(communicator: Communicator) -> Any:
-    """How NCCL runs a communicator: first on the GPU where the computation waits for it, and in few
-    blocks where it may wait there for long."""
+    """NCCL options of a communicator: high priority if the computation waits for it, and few blocks
+    if its kernels may wait long on the GPU."""
     urgent = ROLES[communicator.role].urgent
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=urgent)
     if communicator.channels:

@@ -49,26 +49,26 @@ from fivefold.parallel.stage import ActionObserver
 
 
 class PipelineChunk(Protocol):
-    """One stage on this rank, as the interpreter drives it."""
+    """One stage on this rank, as the pipeline runs it."""
 
     def forward(self, x: Tensor | None, batch: TokenBatch, microbatch: int) -> Tensor:
-        """Activations, or the summed loss of the last stage; the first stage is given no `x`."""
+        """Return activations, or the summed loss in the last stage; `x` is None in the first."""
         ...
 
     def backward(self, run: Callable[[], None], microbatch: int, split: bool, last: bool) -> None:
-        """Call `run`, autograd's backward; where it is `split`, keep weight gradients back.
+        """Call `run`, autograd's backward; if `split`, defer weight gradients.
 
         `last` says that no gradient of the step comes after it.
         """
         ...
 
     def weight_gradients(self, microbatch: int, last: bool) -> None:
-        """What a split backward kept back."""
+        """Compute the weight gradients that a split backward deferred."""
         ...
 
 
 class Pipeline:
-    """The actions of one rank; the observer is told of each."""
+    """Interpreter of the actions of one rank; an observer is called around each."""
 
     def __init__(
         self,
@@ -97,7 +97,7 @@ class Pipeline:
     def run(
         self, batches: Sequence[TokenBatch], tokens: Sequence[Tensor], scale: float = 1.0
     ) -> dict[int, Tensor]:
-        """All microbatches forward and backward; the losses that this rank computed, by microbatch.
+        """Run all microbatches forward and backward; returns this rank's losses by microbatch.
 
         The summed loss of each microbatch is divided by its `tokens`. Backward begins with `scale`.
         """
@@ -112,13 +112,13 @@ class Pipeline:
         return work.losses
 
     def is_last(self, action: Action) -> bool:
-        """Whether no gradient of its stage comes after this action's."""
+        """Whether the action computes the last gradients of its stage."""
         return self._last[action.stage] == action
 
 
 @dataclass
 class _PipelineRun:
-    """One step's state: what is in flight between a forward and its backward."""
+    """State of one step: what is in flight between a forward and its backward."""
 
     pipeline: Pipeline
     batches: Sequence[TokenBatch]
@@ -212,7 +212,7 @@ class _PipelineRun:
 
 
 class _Inbox:
-    """What other ranks send to this one."""
+    """Receives of messages from other ranks."""
 
     def __init__(self, mesh: Mesh, hidden: torch.Size, dtype: torch.dtype) -> None:
         self.mesh, self.hidden, self.dtype = mesh, hidden, dtype
@@ -228,8 +228,8 @@ class _Inbox:
 
 
 class _Outbox:
-    """Sends that are under way, and what they read. Over gloo somebody has to wait for each: a
-    thread for each target does, and frees what was received."""
+    """Sends in flight, and their buffers. With gloo a thread for each target waits for them and
+    frees the buffers."""
 
     def __init__(self, mesh: Mesh) -> None:
         self.mesh = mesh

@@ -22,12 +22,12 @@ from fivefold.parallel.transport import Pending
 
 
 class RankOrderMesh(Mesh):
-    """A mesh that adds in rank order."""
+    """A mesh whose sums add in rank order."""
 
     def all_reduce(
         self, tensor: Tensor, axis: str, op: dist.ReduceOp.RedOpType, *, yields: bool = False
     ) -> Issued:
-        """As in a plain mesh; sums are added in rank order."""
+        """As in `Mesh`; sums add in rank order."""
         if op != dist.ReduceOp.SUM:
             return super().all_reduce(tensor, axis, op, yields=yields)
         size = self.size(axis)
@@ -41,7 +41,7 @@ class RankOrderMesh(Mesh):
     def reduce_scatter(
         self, output: Tensor, full: Tensor, axis: str, *, yields: bool = False
     ) -> Issued:
-        """As in a plain mesh, added in rank order."""
+        """As in `Mesh`; sums add in rank order."""
         size = self.size(axis)
         counts = [len(output)] * size
 
@@ -53,7 +53,7 @@ class RankOrderMesh(Mesh):
         return self.issue(axis, "all_to_all", full, start, yields=yields)
 
     def total(self, x: Tensor, axis: str, op: str = "sum") -> Tensor:
-        """As in a plain mesh; sums are added in rank order."""
+        """As in `Mesh`; sums add in rank order."""
         if op != "sum":
             return super().total(x, axis, op)
         summed = x.clone()
@@ -61,7 +61,7 @@ class RankOrderMesh(Mesh):
         return summed
 
     def scatter(self, x: Tensor, axis: str, dim: int) -> Tensor:
-        """As in a plain mesh, added in rank order."""
+        """As in `Mesh`; sums add in rank order."""
         shards = x.chunk(self.size(axis), dim)
         local_shard = torch.empty_like(shards[0], memory_format=torch.contiguous_format)
         sent = torch.cat(shards) if dim else x
@@ -70,7 +70,7 @@ class RankOrderMesh(Mesh):
 
 
 class _TermsInOrder:
-    """The terms of all ranks on their way, one after another, and their sum."""
+    """Terms of all ranks as they arrive, one after another, and their sum."""
 
     def __init__(self, coming: Pending, terms: Tensor | None, size: int, into: Tensor) -> None:
         """Without `terms` the wait gives them."""
@@ -90,7 +90,7 @@ class _TermsInOrder:
 
 
 def in_order(terms: Tensor) -> Tensor:
-    """The sum over the first dim, one term after another, in float32 or wider."""
+    """Sum over the first dim, one term after another, in float32 or wider."""
     total = terms[0].to(torch.promote_types(terms.dtype, torch.float32))
     for term in terms[1:]:
         total = total + term

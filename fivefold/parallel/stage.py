@@ -15,33 +15,32 @@ from fivefold.model.fp8 import Watch, WatchExperts
 from fivefold.model.kernels import Fuse
 from fivefold.parallel.deferred import GradientQueue
 from fivefold.parallel.mesh import Mesh, Phase
-from fivefold.parallel.units import UnitListener, unheard
+from fivefold.parallel.units import UnitListener, ignore_collective
 
 
 class RehearsalRouting(Protocol):
-    """Decides where rows go in a rehearsal, whose tokens have no values and whose other ranks do
-    not exist."""
+    """Routing of a rehearsal, whose tokens have no values and whose other ranks do not exist."""
 
     def rows(self, axis: str, num_rows: int) -> tuple[list[int], list[int]]:
-        """Of so many rows, how many go to each rank of an axis, and how many come from each."""
+        """Rows to send to, and to receive from, each rank of an axis, of `num_rows` rows."""
         ...
 
     def arriving(self, axis: str, num_rows: int, like: Tensor) -> Tensor:
-        """How many come from each rank for each expert of this one."""
+        """Rows received from each rank for each local expert."""
         ...
 
     def crossing(self, num_tokens: int) -> int:
-        """Rows of so many tokens, each of which goes once to each node that it needs."""
+        """Rows that `num_tokens` tokens send between nodes: one for each node of a token."""
         ...
 
     def inside(self, num_rows: int) -> int:
-        """Slots of so many rows that have come to a node, in that node."""
+        """Expert slots on this node for `num_rows` received rows."""
         ...
 
 
 class MathOf(Protocol):
-    """The arithmetic of linears of one layer that read one input; `copied` outputs may not hold the
-    memory of the others."""
+    """Arithmetic of the linears of one layer that share an input; `copied` outputs may not alias
+    the others."""
 
     def __call__(
         self, layer: int, linears: Sequence[Linear], copied: Sequence[int] = ()
@@ -50,7 +49,7 @@ class MathOf(Protocol):
 
 @dataclass(frozen=True)
 class Stage:
-    """A slice of the model, before its weights are sharded.
+    """Blocks of the model on one rank, before data parallelism shards their weights.
 
     Without a `queue` autograd delivers all gradients itself. A `routing` is for rehearsals only.
     """
@@ -67,22 +66,22 @@ class Stage:
 
 
 class ActionObserver:
-    """Is told of every action of a pipeline. This one does nothing."""
+    """Callbacks before and after every action of a pipeline. This one does nothing."""
 
     def begin(self, action: Step) -> Any:
-        """An action begins. What is returned comes back to `end`."""
+        """Called when an action begins; the returned value is passed to `end`."""
 
     def end(self, token: Any) -> None:
-        """The action is over, on the host."""
+        """Called when the action has ended on the host."""
 
 
 def ignore(phase: str) -> None:
-    """Say nothing."""
+    """Ignore a message."""
 
 
 @dataclass(frozen=True)
 class Instruments:
-    """What a caller puts around a job to watch or to rehearse it. A plain job needs none.
+    """Observers and replacements with which a job is measured or rehearsed; none by default.
 
     `actions` watches the pipeline of a step, `evaluation` that of an evaluation; `on_phase` is told
     what a step does outside of its pipeline, `on_unit` of every collective of a flat unit, and
@@ -93,7 +92,7 @@ class Instruments:
     actions: ActionObserver = ActionObserver()  # noqa: RUF009, it has no state
     evaluation: ActionObserver = ActionObserver()  # noqa: RUF009
     on_phase: Callable[[str], None] = ignore
-    on_unit: UnitListener = unheard
+    on_unit: UnitListener = ignore_collective
     on_rounded: Watch | None = None
     on_experts: WatchExperts | None = None
     routing: RehearsalRouting | None = None

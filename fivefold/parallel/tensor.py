@@ -62,7 +62,7 @@ AXIS = "tp"
 
 
 def cut_inside(experts: Tensor, shard: WeightShard) -> Tensor:
-    """This rank's shard of each of its experts."""
+    """Shard the width of each local expert."""
     if shard.inner is None:
         return experts
     dim, start, stop = shard.inner
@@ -70,7 +70,7 @@ def cut_inside(experts: Tensor, shard: WeightShard) -> Tensor:
 
 
 def cut(full: Tensor, shard: WeightShard) -> Tensor:
-    """This rank's shard of a weight; a vocabulary is padded with zeros."""
+    """Shard a weight over tp; a vocabulary is padded with zeros."""
     full = cut_inside(full, shard)
     if shard.dim is None:
         return full
@@ -84,7 +84,7 @@ def cut(full: Tensor, shard: WeightShard) -> Tensor:
 
 
 def split(stage: Stage) -> None:
-    """Put the collectives around the arithmetic of a decoder whose weights are shards."""
+    """Insert the collectives of tp into a decoder whose weights are shards."""
     plan, decoder = stage.plan, stage.model
     boundary = _TensorBoundary(stage.mesh, AXIS, plan.layout.sp, dim=0)
     rows = (plan.local_seq, padded_tokens(plan, stage.mesh))
@@ -146,7 +146,7 @@ def _attention_linears(
 
 
 def padded_tokens(plan: Plan, mesh: Mesh) -> Tensor | None:
-    """Which tokens of a row on this rank are padding; None if there is none."""
+    """Mask of padding among this rank's tokens of a row; None without padding."""
     if plan.fp8 is None or plan.padded_seq == plan.batch.seq:
         return None
     ranges = plan.split.rank_tokens(plan.padded_seq, plan.layout.coord(mesh.rank).cp)
@@ -165,7 +165,7 @@ def _summed_rows(
 def _split_ends(stage: Stage, boundary: _TensorBoundary) -> None:
     """The collectives of embedding and head."""
     decoder = stage.model
-    decoder.residual_tokens = boundary.mine
+    decoder.residual_tokens = boundary.local_tokens
     for embed in (module for module in decoder.modules() if isinstance(module, Embedding)):
         embed.lookup = partial(boundary.lookup, embed.lookup)
         embed.add_positions = partial(boundary.add_positions, embed.add_positions)
@@ -197,9 +197,9 @@ class _TensorBoundary(AxisBoundary):
         self, add: AddPositions, x: Tensor, positions_BS: Tensor, weight_PD: Tensor
     ) -> Tensor:
         """Learned positions, of this rank's tokens only under sp."""
-        return add(x, self.mine(positions_BS), weight_PD)
+        return add(x, self.local_tokens(positions_BS), weight_PD)
 
-    def mine(self, of_tokens_BS: Tensor) -> Tensor:
+    def local_tokens(self, of_tokens_BS: Tensor) -> Tensor:
         """Of all tokens, those that this rank has between GEMMs."""
         if not self.sp:
             return of_tokens_BS
@@ -213,9 +213,9 @@ class _TensorBoundary(AxisBoundary):
 
 
 class _VocabularyLoss:
-    """Cross-entropy over a split vocabulary: no rank ever holds all logits of a token. A backward
-    needs the logits, or was done in forward, and three numbers a token of which the ranks have the
-    sums."""
+    """Cross-entropy over a split vocabulary, without the full logits of any token on a rank. Saves
+    the logits, unless backward ran in forward, and three numbers a token that are summed over
+    ranks."""
 
     def __init__(self, boundary: _TensorBoundary, shape: Shape, fuse: Fuse) -> None:
         self.boundary, self.vocab, self.cap = boundary, shape.vocab, shape.logit_cap
@@ -268,7 +268,7 @@ class _VocabularyLoss:
 
 
 class _SplitCrossEntropy(torch.autograd.Function):
-    """The maximum over ranks, then the sums of exponentials and the logits of the labels."""
+    """All-reduce the maximum, then the sums of exponentials and the logits of the labels."""
 
     @staticmethod
     def forward(

@@ -38,17 +38,17 @@ Write = Callable[[int, int, Tensor | None], Tensor]
 
 
 class _Call(NamedTuple):
-    """What a projection knows beside its tensors. `mine` brings this rank's tokens of the input
-    again; `shared` outputs are those of which ranks have the gradient of their own heads only."""
+    """Arguments of a projection besides tensors. `local_input` rematerializes this rank's tokens of
+    the input; of `shared` outputs a rank has the gradient of its own heads only."""
 
     math: LinearMath
     graded: bool
-    mine: Make | None
+    local_input: Make | None
     shared: SharedOutputs
 
 
 class SharedOutputs(NamedTuple):
-    """Outputs that several ranks of an axis compute alike, for heads of their own."""
+    """Outputs that several ranks of an axis compute alike, for different heads."""
 
     axis: str = ""
     numbers: tuple[int, ...] = ()
@@ -58,7 +58,7 @@ NOT_SHARED = SharedOutputs()
 
 
 class SplitMatmuls:
-    """The matmuls of one stage at the ends of split computations.
+    """Column- and row-split matmuls of one stage, with their collectives.
 
     With a `queue`, weight gradients go there and not to autograd. `overlap` is the plan's key: 0 if
     every collective is waited for at once, else the number of chunks. `row` is the tokens of a row
@@ -84,7 +84,7 @@ class SplitMatmuls:
         self.run = BLOCK if ends_anywhere else row // (boundary.size if self.gathers else 1)
 
     def alone(self) -> SplitMatmuls:
-        """The same without a tensor dimension, for linears between two others."""
+        """A copy without a tensor dimension, for linears between two split ones."""
         return SplitMatmuls(self.boundary, self.queue, 1, self.row, self.padded, splits=False)
 
     def project(
@@ -95,8 +95,8 @@ class SplitMatmuls:
         x: Tensor,
         linears: Sequence[Linear],
     ) -> Sequence[Tensor]:
-        """Column-split linears of one input, (N, O) each; with `keeps` only this rank's tokens of
-        the input are saved."""
+        """Apply column-split linears to one input, (N, O) each; `keeps` saves only this rank's
+        tokens of the input."""
         weights, biases = [linear.weight for linear in linears], [linear.bias for linear in linears]
         with saving(x):
             graded = torch.is_grad_enabled()
@@ -105,29 +105,30 @@ class SplitMatmuls:
             return _Project.apply(x, self, call, *weights, *biases, *math.extra())
 
     def project_rows(self, *call: Any) -> Sequence[Tensor]:
-        """The same in the order of rows, (B, S, O) each."""
+        """`project` with outputs in the order of rows, (B, S, O) each."""
         rows = call[-2].shape[0]
         return [self._to_rows(output, rows) for output in self.project(*call)]
 
     def linear(self, math: LinearMath, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """A linear that is not split."""
+        """Apply a linear that is not split."""
         call = _Call(math, torch.is_grad_enabled(), None, NOT_SHARED)
         (y_NO,) = _Project.apply(x, self, call, weight, bias, *math.extra())
         return y_NO.view(*x.shape[:-1], len(weight))
 
     def row_linear(self, math: LinearMath, x_NI: Tensor, weight_OI: Tensor) -> Tensor:
-        """A row-split linear, summed over ranks; under sp this rank's tokens of it, (M, O)."""
+        """Apply a row-split linear and sum over ranks; under sp returns this rank's tokens, (M,
+        O)."""
         row = _RowLinear(math, torch.is_grad_enabled())
         saved_NI = _SaveInput.apply(x_NI, weight_OI, self, row, *math.extra())
         return _SumOfRows.apply(saved_NI, weight_OI.detach(), self, row)
 
     def row_linear_of_rows(self, math: LinearMath, x_BSI: Tensor, weight_OI: Tensor) -> Tensor:
-        """The same of tokens in the order of rows."""
+        """`row_linear` of tokens in the order of rows."""
         summed = self.row_linear(math, self._from_rows(x_BSI), weight_OI)
         return summed.unflatten(0, (x_BSI.shape[0], -1))
 
-    def live(self, x_MI: Tensor) -> Tensor:
-        """This rank's tokens, zero where they are padding."""
+    def zero_padding(self, x_MI: Tensor) -> Tensor:
+        """Zero the padding among this rank's tokens."""
         if self.padded is None:
             return x_MI
         shards = self.boundary.size if self.gathers else 1
@@ -135,26 +136,26 @@ class SplitMatmuls:
         rows = x_MI.unflatten(0, (-1, len(mask)))
         return rows.masked_fill(mask[:, None], 0).flatten(0, 1)
 
-    def live_of_all(self, x_NI: Tensor) -> Tensor:
-        """The tokens of all ranks, in the order of gathers."""
+    def zero_padding_of_all(self, x_NI: Tensor) -> Tensor:
+        """Zero the padding among the tokens of all ranks, in the order of gathers."""
         if self.padded is None:
             return x_NI
         mask_BS1 = self.padded[:, None].expand(len(x_NI) // self.row, -1, -1)
         return x_NI.masked_fill(self._from_rows(mask_BS1), 0)
 
-    def completed(self, gradients: Sequence[Tensor], shared: SharedOutputs) -> Sequence[Tensor]:
-        """Gradients of shared outputs are sums over the ranks that have them: the first of these
-        gets the sum, and the others zero."""
+    def sum_shared_grads(self, grads: Sequence[Tensor], shared: SharedOutputs) -> Sequence[Tensor]:
+        """Sum gradients of shared outputs over the ranks that compute them: the first rank gets the
+        sum, the others zero."""
         mesh = self.boundary.mesh
         if not shared.axis or mesh.size(shared.axis) == 1:
-            return gradients
-        widths = [gradients[number].shape[1] for number in shared.numbers]
-        together = torch.cat([gradients[number] for number in shared.numbers], 1)
+            return grads
+        widths = [grads[number].shape[1] for number in shared.numbers]
+        together = torch.cat([grads[number] for number in shared.numbers], 1)
         mesh.all_reduce(together, shared.axis, dist.ReduceOp.SUM, yields=True).wait()
         if mesh.coord(shared.axis):
             together.zero_()
         summed = dict(zip(shared.numbers, together.split(widths, 1), strict=True))
-        return [summed.get(number, gradient) for number, gradient in enumerate(gradients)]
+        return [summed.get(number, gradient) for number, gradient in enumerate(grads)]
 
     def _to_rows(self, x_NO: Tensor, rows: int) -> Tensor:
         if not self.gathers:
@@ -169,7 +170,7 @@ class SplitMatmuls:
         return by_rank.unflatten(1, (self.chunks, -1)).transpose(0, 1).flatten(0, 2)
 
     def gathered(self, x_MI: Tensor) -> tuple[Tensor, Sequence[Finish]]:
-        """The tokens of all ranks, and what waits for each chunk of them."""
+        """Start to gather the tokens of all ranks; returns a wait for each chunk."""
         if not self.gathers:
             return x_MI, [_nothing]
         x_NI = x_MI.new_empty(self.boundary.size * len(x_MI), x_MI.shape[1])
@@ -179,8 +180,8 @@ class SplitMatmuls:
     def reduced(
         self, size: tuple[int, int], dtype: torch.dtype, write: Write
     ) -> tuple[Tensor, Sequence[Finish]]:
-        """The sum over ranks of what is written for each chunk of all tokens: under sp of this
-        rank's tokens, and what waits for each chunk of it."""
+        """Sum over ranks what `write` computes for each chunk of all tokens, under sp for this
+        rank's tokens; returns a wait for each chunk."""
         begun: list[Finish] = []
         single_chunk = self.chunks == 1
         full_NO = write(0, 1, None) if single_chunk else self._empty(size, dtype)
@@ -212,7 +213,7 @@ def _nothing() -> None:
 
 
 class _Project(torch.autograd.Function):
-    """Linears of one input: weights, biases and what the arithmetic has beside them come last."""
+    """Linears of one input; weights, biases and extra weights are the last arguments."""
 
     @staticmethod
     def forward(
@@ -221,23 +222,23 @@ class _Project(torch.autograd.Function):
         math = call.math
         half = (len(params) - len(math.extra())) // 2
         weights, biases, ctx.extra = params[:half], params[half : 2 * half], params[2 * half :]
-        sent = math.send(matmuls.live(x.flatten(0, -2)), False, matmuls.gathers)
+        sent = math.quantize(matmuls.zero_padding(x.flatten(0, -2)), False, matmuls.gathers)
         full, arrivals = matmuls.gathered(sent.tensor)
         sent, chunks = sent._replace(tensor=full), len(arrivals)
-        read, outputs = None, None
+        operands, outputs = None, None
         if chunks > 1:
             outputs = tuple(x.new_empty(len(full), len(weight)) for weight in weights)
         for number, arrive in enumerate(arrivals):
             arrive()
-            with_columns = call.graded and call.mine is None and chunks == 1
-            read = math.read([sent.part(number, chunks)], matmuls.run, False, with_columns)
+            with_columns = call.graded and call.local_input is None and chunks == 1
+            operands = math.operands([sent.chunk(number, chunks)], matmuls.run, False, with_columns)
             outs = outputs and [output.chunk(chunks)[number] for output in outputs]
-            products = math.multiply(read, weights, biases, outs)
+            products = math.fprop(operands, weights, biases, outs)
             outputs = outputs or tuple(products)
         ctx.call, ctx.matmuls, ctx.shape, ctx.dtype = call, matmuls, x.shape, x.dtype
         ctx.weights, ctx.biases, ctx.maximum = weights, biases, sent.maximum
-        if call.mine is None:
-            values, ctx.again = math.keep(read if chunks == 1 else None, sent, matmuls.run)
+        if call.local_input is None:
+            values, ctx.again = math.save(operands if chunks == 1 else None, sent, matmuls.run)
             ctx.save_for_backward(*values)
         assert outputs is not None
         return outputs
@@ -248,21 +249,25 @@ class _Project(torch.autograd.Function):
         call: _Call = ctx.call
         ctx.call = None  # so that what it holds is freed here, and not with the whole graph
         math, arrivals, sent = call.math, (), None
-        if call.mine is not None:
-            x_MI = matmuls.live(call.mine().flatten(0, -2))
-            call = call._replace(mine=None)
-            sent = math.send(x_MI, False, True, ctx.maximum)
+        if call.local_input is not None:
+            x_MI = matmuls.zero_padding(call.local_input().flatten(0, -2))
+            call = call._replace(local_input=None)
+            sent = math.quantize(x_MI, False, True, ctx.maximum)
             full, arrivals = matmuls.gathered(sent.tensor)
             sent = sent._replace(tensor=full)
-        parts = [Sent(gradient) for gradient in matmuls.completed(gradients, call.shared)]
-        grads = math.read(parts, matmuls.run, True, True)
+        parts = [Sent(gradient) for gradient in matmuls.sum_shared_grads(gradients, call.shared)]
+        grads = math.operands(parts, matmuls.run, True, True)
         back_MI, reduced = None, ()
         if ctx.needs_input_grad[0]:
             write = partial(_input_gradient, math, grads, ctx.weights)
             back_MI, reduced = matmuls.reduced((len(gradients[0]), ctx.shape[-1]), ctx.dtype, write)
         for arrive in arrivals:
             arrive()
-        x = math.read([sent], matmuls.run, False, True) if sent else ctx.again(ctx.saved_tensors)
+        x = (
+            math.operands([sent], matmuls.run, False, True)
+            if sent
+            else ctx.again(ctx.saved_tensors)
+        )
         needs = ctx.needs_input_grad[3:]
         params = (ctx.weights, ctx.biases, ctx.extra)
         weight_grads = _weight_gradients(math, matmuls.queue, x, grads, *params, needs)
@@ -272,25 +277,25 @@ class _Project(torch.autograd.Function):
 
 
 class _RowLinear:
-    """What the two functions of a row-split linear hand to one another: the operands of the input
-    in forward, and those of the output gradient in backward."""
+    """State shared by the two functions of a row-split linear: operands of the input in forward,
+    and of the output gradient in backward."""
 
     def __init__(self, math: LinearMath, graded: bool) -> None:
         self.math, self.graded = math, graded
-        self.held: Any = None
+        self.operands: Any = None
 
     def give(self, value: Any) -> None:
-        self.held = value
+        self.operands = value
 
     def take(self) -> Any:
-        assert self.held is not None, "the two functions take turns"
-        value, self.held = self.held, None
+        assert self.operands is not None, "the two functions take turns"
+        value, self.operands = self.operands, None
         return value
 
 
 class _SaveInput(torch.autograd.Function):
-    """Saves the input of a row-split linear, and makes its weight gradient. It is apart from the
-    sum, so that recomputation can stop before that: nothing after it saves anything."""
+    """Save the input of a row-split linear, and compute its weight gradient. A function apart from
+    the sum, so that recomputation stops before it: nothing after it saves a tensor."""
 
     @staticmethod
     def forward(
@@ -301,10 +306,10 @@ class _SaveInput(torch.autograd.Function):
         row: _RowLinear,
         *extra: Tensor,
     ) -> Tensor:
-        sent = row.math.send(matmuls.live_of_all(x_NI), False, False)
-        read = row.math.read([sent], matmuls.run, False, row.graded)
-        row.give(read)
-        values, ctx.again = row.math.keep(read, sent, matmuls.run)
+        sent = row.math.quantize(matmuls.zero_padding_of_all(x_NI), False, False)
+        operands = row.math.operands([sent], matmuls.run, False, row.graded)
+        row.give(operands)
+        values, ctx.again = row.math.save(operands, sent, matmuls.run)
         ctx.save_for_backward(*values)
         ctx.weight, ctx.matmuls, ctx.row, ctx.extra = weight_OI, matmuls, row, extra
         return x_NI.view_as(x_NI)
@@ -319,17 +324,17 @@ class _SaveInput(torch.autograd.Function):
 
 
 class _SumOfRows(torch.autograd.Function):
-    """The matmul of a row-split linear, and the sum over ranks."""
+    """Matmul of a row-split linear, and the sum over ranks."""
 
     @staticmethod
     def forward(
         ctx: Any, x_NI: Tensor, weight_OI: Tensor, matmuls: SplitMatmuls, row: _RowLinear
     ) -> Tensor:
-        read, math = row.take(), row.math
+        operands, math = row.take(), row.math
 
         def write(number: int, chunks: int, out: Tensor | None) -> Tensor:
-            part = math.part(read, number, chunks)
-            return math.multiply(part, [weight_OI], [None], None if out is None else [out])[0]
+            part = math.chunk(operands, number, chunks)
+            return math.fprop(part, [weight_OI], [None], None if out is None else [out])[0]
 
         ctx.weight, ctx.matmuls, ctx.row, ctx.dtype = weight_OI, matmuls, row, x_NI.dtype
         size = (len(x_NI), len(weight_OI))
@@ -341,23 +346,23 @@ class _SumOfRows(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         math, matmuls, weights = ctx.row.math, ctx.matmuls, [ctx.weight]
-        sent = math.send(gradients[0], True, matmuls.gathers)
+        sent = math.quantize(gradients[0], True, matmuls.gathers)
         full, arrivals = matmuls.gathered(sent.tensor)
         sent, chunks = sent._replace(tensor=full), len(arrivals)
         back_NI = full.new_empty(len(full), ctx.weight.shape[1], dtype=ctx.dtype)
         for number, arrive in enumerate(arrivals):
             arrive()
-            part = math.read([sent.part(number, chunks)], matmuls.run, True, chunks == 1)
-            math.back(part, weights, 0, 1, back_NI.chunk(chunks)[number])
+            part = math.operands([sent.chunk(number, chunks)], matmuls.run, True, chunks == 1)
+            math.dgrad(part, weights, 0, 1, back_NI.chunk(chunks)[number])
             grads = part
         if chunks > 1:
-            grads = math.read([sent], matmuls.run, True, True)
+            grads = math.operands([sent], matmuls.run, True, True)
         ctx.row.give(grads)
         return back_NI, None, None, None
 
 
 def _input_gradient(math: LinearMath, grads: Any, weights: Sequence[Tensor], *part: Any) -> Tensor:
-    return math.back(grads, weights, *part)
+    return math.dgrad(grads, weights, *part)
 
 
 def _weight_gradients(
@@ -371,28 +376,28 @@ def _weight_gradients(
     needs: Sequence[bool],
 ) -> list[Tensor | None]:
     """Of all weights, then of all biases, then of those beside them; none if they are queued."""
-    works = math.works(x, grads, weights, biases)
+    wgrads = math.wgrads(x, grads, weights, biases)
     if queue is not None:
-        for work in works:
-            queue.put(work)
+        for wgrad in wgrads:
+            queue.put(wgrad)
         return [None] * len(needs)
     params = [*weights, *biases, *extra]
-    collector = _Returned(id(param) for param, wants in zip(params, needs, strict=True) if wants)
-    for work in works:
-        work(collector)
-    return [collector.gradients.get(id(param)) for param in params]
+    sink = _AutogradSink(id(param) for param, wants in zip(params, needs, strict=True) if wants)
+    for wgrad in wgrads:
+        wgrad(sink)
+    return [sink.gradients.get(id(param)) for param in params]
 
 
-class _Returned:
-    """Gradients that autograd delivers."""
+class _AutogradSink:
+    """Collect the gradients that autograd returns."""
 
-    def __init__(self, wanted: Iterable[int]) -> None:
-        self.wanted, self.gradients = frozenset(wanted), dict[int, Tensor]()
+    def __init__(self, param_ids: Iterable[int]) -> None:
+        self.param_ids, self.gradients = frozenset(param_ids), dict[int, Tensor]()
 
     def add_product(self, weight: Tensor, outputs_NO: Tensor, inputs_NI: Tensor) -> None:
-        if id(weight) in self.wanted:
+        if id(weight) in self.param_ids:
             self.gradients[id(weight)] = outputs_NO.T @ inputs_NI
 
     def add_gradient(self, weight: Tensor, gradient: Tensor) -> None:
-        if id(weight) in self.wanted:
+        if id(weight) in self.param_ids:
             self.gradients[id(weight)] = gradient

@@ -40,18 +40,18 @@ _WARNS_OF_SERIAL_MESSAGES = "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNIN
 
 
 class Pending(Protocol):
-    """A collective that is under way."""
+    """A collective in flight."""
 
     def wait(self) -> object: ...
 
     @property
     def done(self) -> bool:
-        """Whether it is over, also on the device."""
+        """Whether it has completed, also on the device."""
         ...
 
 
 class InFlight:
-    """Calls that are under way, and the memory that they read and write until they are over."""
+    """Works in flight, and the buffers they read and write."""
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class InFlight:
         self.works, self.sent, self.came, self.home = works, sent, came, home
 
     def wait(self) -> Tensor | None:
-        """Wait for all calls, once; what came. Nothing is kept alive from then on."""
+        """Wait for all works, once, release the buffers, and return the result."""
         while self.works:
             self.works.pop().wait()
         tensor = self.home
@@ -77,12 +77,12 @@ class InFlight:
 
     @property
     def done(self) -> bool:
-        """Whether all calls are over, also on the device."""
+        """Whether all works have completed, also on the device."""
         return all(work.is_completed() for work in self.works)
 
 
 class Functional:
-    """The result of a functional collective, on its way to `device`."""
+    """Result of a functional collective, which may be copied to `device`."""
 
     def __init__(
         self,
@@ -95,7 +95,7 @@ class Functional:
         self.under_way, self.sent, self.device, self.arrange = under_way, sent, device, arrange
 
     def wait(self) -> Tensor:
-        """The result."""
+        """Wait for the result, and return it."""
         result = _ops.wait_tensor(self.under_way)
         if result.device.type != self.device.type:
             result = result.to(self.device)
@@ -103,17 +103,17 @@ class Functional:
 
     @property
     def done(self) -> bool:
-        """Unknown before it was waited for."""
+        """Whether it has completed, which is unknown before the wait."""
         return False
 
 
 def goes_by_host(device: torch.device, group: dist.ProcessGroup) -> bool:
-    """Whether a group cannot reach the memory of a device."""
+    """Whether a group needs tensors of this device to be copied to the host."""
     return device.type == "cuda" and dist.get_backend(group) == dist.Backend.GLOO
 
 
 def in_place(tensor: Tensor, start: Callable[[Tensor], Any], group: dist.ProcessGroup) -> InFlight:
-    """Start a collective that reads and writes one tensor, or a copy that the group reaches."""
+    """Start a collective in place, on the tensor or on a host copy."""
     reached = _within_reach(tensor, group)
     return InFlight([start(reached)], came=reached, home=tensor)
 
@@ -121,24 +121,24 @@ def in_place(tensor: Tensor, start: Callable[[Tensor], Any], group: dist.Process
 def between(
     output: Tensor, x: Tensor, start: Callable[[Tensor, Tensor], Any], group: dist.ProcessGroup
 ) -> InFlight:
-    """Start a collective that fills `output` from `x`, or from and into copies."""
+    """Start a collective from `x` into `output`, or between host copies of them."""
     sent = _within_reach(x, group)
-    came = _room(output) if goes_by_host(output.device, group) else output
+    came = _host_buffer(output) if goes_by_host(output.device, group) else output
     return InFlight([start(came, sent)], sent, came, output)
 
 
 def all_reduce(tensor: Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup) -> InFlight:
-    """Reduce in place."""
+    """Start to all-reduce in place."""
     return in_place(tensor, partial(dist.all_reduce, op=op, group=group, async_op=True), group)
 
 
 def reduce_scatter(output: Tensor, full: Tensor, group: dist.ProcessGroup) -> InFlight:
-    """Sum `full` over the ranks; each gets its shard."""
+    """Start to reduce-scatter `full`."""
     return between(output, full, partial(_reduce_scatter, group=group, async_op=True), group)
 
 
 def all_gather(full: Tensor, shard: Tensor, group: dist.ProcessGroup) -> InFlight:
-    """Fill `full` with the shards of all ranks."""
+    """Start to all-gather shards into `full`."""
     return between(full, shard, partial(_all_gather, group=group, async_op=True), group)
 
 
@@ -165,18 +165,18 @@ def receive(
     source: int,
     group: dist.ProcessGroup,
 ) -> InFlight:
-    """Start to receive a tensor; the wait gives it."""
+    """Start to receive a tensor, which the wait returns."""
     by_host = goes_by_host(device, group)
     with nullcontext() if by_host else beside(device):
         buffer = torch.empty(size, dtype=dtype, device=device)
-        came = _room(buffer) if by_host else buffer
+        came = _host_buffer(buffer) if by_host else buffer
         work = dist.irecv(came, source, group=group)
     assert work is not None, "this rank is one of the two"
     return InFlight([work], came=came, home=buffer)
 
 
 def beside(device: torch.device) -> AbstractContextManager[object]:
-    """On a GPU, a stream that waits for nothing that this rank computes."""
+    """A CUDA stream that does not wait for the computation of this rank."""
     return torch.cuda.stream(_stream(device)) if device.type == "cuda" else nullcontext()
 
 
@@ -186,9 +186,9 @@ def _stream(device: torch.device) -> torch.cuda.Stream:
 
 
 def pass_on(tensor: Tensor, after: int, before: int, group: dist.ProcessGroup) -> InFlight:
-    """Start to send to the rank after this one, and to receive as much from the one before."""
+    """Start to send to the next rank, and to receive as much from the previous one."""
     buffer, sent = torch.empty_like(tensor), _within_reach(tensor, group)
-    came = _room(buffer) if goes_by_host(tensor.device, group) else buffer
+    came = _host_buffer(buffer) if goes_by_host(tensor.device, group) else buffer
     works = dist.batch_isend_irecv(
         [
             dist.P2POp(dist.isend, sent, after, group),
@@ -199,7 +199,7 @@ def pass_on(tensor: Tensor, after: int, before: int, group: dist.ProcessGroup) -
 
 
 def gather(x: Tensor, dim: int, group: dist.ProcessGroup) -> Functional:
-    """The shards of all ranks, joined along a dim."""
+    """All-gather shards along a dim."""
     sent, size = _within_reach(x, group), group.size()
     output = sent.new_empty((size * sent.shape[0], *sent.shape[1:]))
     result = _ops.all_gather_into_tensor_out(sent, size, group.group_name, out=output)
@@ -207,7 +207,7 @@ def gather(x: Tensor, dim: int, group: dist.ProcessGroup) -> Functional:
 
 
 def scatter(x: Tensor, dim: int, group: dist.ProcessGroup) -> Functional:
-    """This rank's shard, along a dim, of the sum over all ranks."""
+    """Reduce-scatter along a dim."""
     sent, size = _within_reach(x, group), group.size()
     if dim:
         sent = torch.cat(sent.chunk(size, dim))
@@ -216,7 +216,7 @@ def scatter(x: Tensor, dim: int, group: dist.ProcessGroup) -> Functional:
 
 
 def total(x: Tensor, op: str, group: dist.ProcessGroup) -> Functional:
-    """The sum, or another reduction, over all ranks."""
+    """All-reduce out of place."""
     sent = _within_reach(x, group)
     return Functional(_ops.all_reduce(sent, op, group.group_name), sent, x.device)
 
@@ -224,7 +224,7 @@ def total(x: Tensor, op: str, group: dist.ProcessGroup) -> Functional:
 def exchange(
     rows: Tensor, arrive: Sequence[int], leave: Sequence[int], group: dist.ProcessGroup
 ) -> Functional:
-    """All-to-all: so many rows to each rank, and so many from it."""
+    """Start an all-to-all with the number of rows to receive from, and send to, each rank."""
     sent = _within_reach(rows, group)
     result = _ops.all_to_all_single(sent, list(arrive), list(leave), group.group_name)
     return Functional(result, sent, rows.device)
@@ -241,8 +241,8 @@ def _within_reach(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 def _copied(tensor: Tensor) -> Tensor:
     """In host memory, when this returns: a backend reads it at once."""
-    return _room(tensor).copy_(tensor)
+    return _host_buffer(tensor).copy_(tensor)
 
 
-def _room(tensor: Tensor) -> Tensor:
+def _host_buffer(tensor: Tensor) -> Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)

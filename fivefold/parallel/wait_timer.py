@@ -17,7 +17,7 @@ _MOST_MESSAGES = 64  # of one direction that are kept
 
 
 class WaitTimer:
-    """The waits of one step at a time, while it is `running`, and the messages of some steps."""
+    """Times of the waits of one step, while it is `running`, and of pipeline messages."""
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.on_gpu = device, device.type == "cuda"
@@ -25,18 +25,18 @@ class WaitTimer:
         self.clear()
 
     def clear(self) -> None:
-        """Forget the messages."""
+        """Clear the recorded messages."""
         self.waits: list[tuple[RoleKind, Any, Any]] = []
         self.sends: dict[tuple[int, int], list[float]] = {}
         self.receives: dict[tuple[int, int], list[tuple[float, float]]] = {}
 
     def start(self) -> None:
-        """A step begins."""
+        """Start to time a step."""
         self.waits = []
-        self.running, self.begun = True, self.now()
+        self.running, self.begun = True, self.timestamp()
 
-    def now(self) -> Any:
-        """This moment, of the host or of its stream."""
+    def timestamp(self) -> Any:
+        """Current time of the host, or an event on its stream."""
         if not self.on_gpu:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
@@ -44,29 +44,29 @@ class WaitTimer:
         return event
 
     def waited(self, what: RoleKind, since: Any) -> None:
-        """A wait that began then is over."""
-        self.waits.append((what, since, self.now()))
+        """Record a wait that began at `since`."""
+        self.waits.append((what, since, self.timestamp()))
 
     def sent(self, pair: tuple[int, int]) -> None:
-        """A message leaves."""
+        """Record a sent message."""
         times = self.sends.setdefault(pair, [])
         if not self.on_gpu and len(times) < _MOST_MESSAGES:
             times.append(time.time())
 
     def received(self, pair: tuple[int, int], posted: float) -> None:
-        """A message that was awaited since `posted` is here."""
+        """Record a message that was posted at `posted` and has arrived."""
         intervals = self.receives.setdefault(pair, [])
         if not self.on_gpu and len(intervals) < _MOST_MESSAGES:
             intervals.append((posted, time.time()))
 
     def stop(self) -> TimedStep:
-        """The step is issued."""
+        """End the timing of a step, which is issued."""
         self.running = False
-        return TimedStep(self.begun, self.now(), self.waits, self.on_gpu)
+        return TimedStep(self.begun, self.timestamp(), self.waits, self.on_gpu)
 
 
 class TimedStep(NamedTuple):
-    """A step and its waits, as moments of the host or of its stream."""
+    """A step and its waits, as times of the host or events of its stream."""
 
     begun: Any
     end: Any
@@ -75,11 +75,11 @@ class TimedStep(NamedTuple):
 
     @property
     def passed(self) -> bool:
-        """Whether it can be read without a wait."""
+        """Whether its events have completed."""
         return not self.on_gpu or self.end.query()
 
     def read(self) -> tuple[float, dict[RoleKind, list[float]]]:
-        """Its seconds, and those of its waits by role and kind."""
+        """Seconds of the step, and of its waits by role and kind."""
         waited: dict[RoleKind, list[float]] = {}
         for what, since, until in self.waits:
             waited.setdefault(what, []).append(self._seconds(since, until))

@@ -49,7 +49,7 @@ class FailingJob:
     step: float
     rates: dict[str, float]  # failures in a second, by cause
     design: RecoveryDesign
-    place: CheckpointPlace
+    location: CheckpointPlace
     save: SaveCost
     steps: int  # between two saves
     disk: SaveCost
@@ -126,7 +126,7 @@ class RecoveryKind(NamedTuple):
     """A way to recover: where checkpoints are, and seconds to notice and to start again."""
 
     name: str
-    place: CheckpointPlace
+    location: CheckpointPlace
     detect: float
     restart: float
 
@@ -158,7 +158,7 @@ def scale_points(
     for number in gpus:
         for kind in RECOVERIES:
             domain = failure_domain(estimate.plan, estimate.setting.machine, number)
-            location = kind.place if domain.switches > 1 else "disk"
+            location = kind.location if domain.switches > 1 else "disk"
             design = RecoveryDesign(kind.detect, kind.restart)
             job = failing_job(estimate, rates, design, location, storage, number)
             points.append(ScalePoint(number, kind.name, job.expected, 1 / job.rate))
@@ -221,7 +221,7 @@ class _Runs:
 
     def __init__(self, job: FailingJob, end: float, runs: int, random: np.random.Generator) -> None:
         self.job, self.end, self.random = job, end, random
-        self.now, self.useful, self.failures = np.zeros(runs), np.zeros(runs), np.zeros(runs)
+        self.time, self.useful, self.failures = np.zeros(runs), np.zeros(runs), np.zeros(runs)
         self.lost = {cause: np.zeros(runs) for cause in LOST}
         self.speed = np.ones(runs)  # shares of the replicas that are there
         self.live = np.ones(runs, bool)
@@ -236,14 +236,14 @@ class _Runs:
 
     def advance(self) -> None:
         """To the next failure of every run, and through its recovery."""
-        up = self.random.exponential(1 / self.job.rate, len(self.now))
-        fails = self.live & (self.now + up < self.end)
-        self._work(np.where(fails, up, self.end - self.now), fails)
-        self.now = np.where(fails, self.now + up, self.end)
+        up = self.random.exponential(1 / self.job.rate, len(self.time))
+        fails = self.live & (self.time + up < self.end)
+        self._work(np.where(fails, up, self.end - self.time), fails)
+        self.time = np.where(fails, self.time + up, self.end)
         self.live = fails
         if fails.any():
             self._recover(fails)
-            self.live = fails & (self.now < self.end)
+            self.live = fails & (self.time < self.end)
 
     def _work(self, up: Floats, fails: NDArray[np.bool_]) -> None:
         """Steps and saves: those before a failure count if their save was complete."""
@@ -260,28 +260,28 @@ class _Runs:
     def _recover(self, fails: NDArray[np.bool_]) -> None:
         job, once = self.job, self.job.recovery
         again = max(np.exp(-job.rate * once), 1e-12)
-        tries = np.where(fails, self.random.geometric(again, len(self.now)), 0)
-        cause = np.searchsorted(self._shares, self.random.random(len(self.now)))
+        tries = np.where(fails, self.random.geometric(again, len(self.time)), 0)
+        cause = np.searchsorted(self._shares, self.random.random(len(self.time)))
         hosts = np.where(fails, self._hosts[np.minimum(cause, len(self._hosts) - 1)], 0)
         extra = np.maximum(tries - 1, 0)  # failures during the recovery
         self.failures += tries
-        if job.place == "memory":
+        if job.location == "memory":
             self._lose_partners(hosts, extra)
-        took = np.minimum(tries * once, self.end - self.now)
+        took = np.minimum(tries * once, self.end - self.time)
         share = 0.0 if once == 0 else job.design.detect / once
         self.lost["detect"] += took * share
         self.lost["restart"] += took * (1 - share)
-        self.now = self.now + np.where(fails, took, 0)
+        self.time = self.time + np.where(fails, took, 0)
         if self.repairs is not None:
-            self.repairs.take(self.now, hosts + extra)
+            self.repairs.take(self.time, hosts + extra)
             self._wait(fails)
 
     def _lose_partners(self, hosts: NDArray[np.int_], extra: NDArray[np.int_]) -> None:
         """A failure during a recovery may hit a partner of what was lost: then a disk is read."""
         chance = 1 - (1 - np.minimum(1, hosts / max(1, self.job.domain.hosts - 1))) ** extra
-        hit = self.random.random(len(self.now)) < chance
+        hit = self.random.random(len(self.time)) < chance
         if hit.any():
-            back = self.random.random(len(self.now)) * self.job.disk_interval + self.job.disk.write
+            back = self.random.random(len(self.time)) * self.job.disk_interval + self.job.disk.write
             back = np.where(hit, np.minimum(back, self.useful), 0.0)
             self.useful -= back
             self.lost["rework"] += back
@@ -289,12 +289,12 @@ class _Runs:
     def _wait(self, fails: NDArray[np.bool_]) -> None:
         """Go on with the replicas that are left; without any, wait until a host is back."""
         assert self.repairs is not None
-        self.speed = self.repairs.replicas_left(self.now)
-        while (none := fails & (self.speed <= 0) & (self.now < self.end)).any():
-            back = np.clip(self.repairs.next_back(), self.now, self.end)
-            self.lost["waiting"] += np.where(none, back - self.now, 0.0)
-            self.now = np.where(none, back, self.now)
-            self.speed = self.repairs.replicas_left(self.now)
+        self.speed = self.repairs.replicas_left(self.time)
+        while (none := fails & (self.speed <= 0) & (self.time < self.end)).any():
+            back = np.clip(self.repairs.next_back(), self.time, self.end)
+            self.lost["waiting"] += np.where(none, back - self.time, 0.0)
+            self.time = np.where(none, back, self.time)
+            self.speed = self.repairs.replicas_left(self.time)
 
 
 class _Repairs:

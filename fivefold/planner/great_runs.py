@@ -205,7 +205,7 @@ def _remainder(estimate: Estimate, step: PublishedStep, choices: tuple[OpenChoic
     if abs(share) < 5e-4:
         return "the estimate is the published step"
     text = f"the estimate is {abs(share):.1%} {'above' if share > 0 else 'below'} the published "
-    text += f"step ({step.how})"
+    text += f"step ({step.origin})"
     fitting = [
         candidate
         for choice in choices

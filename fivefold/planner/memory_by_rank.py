@@ -157,7 +157,9 @@ def _flight(plan: Plan, entries: MemoryEntries, ranks: Sequence[Sequence[int]]) 
 
     What waits for a weight gradient counts with its own bytes.
     """
-    memory = entries.layers.held(_held_by(plan, [(n,) for n in range(len(plan.stages))]))
+    memory = entries.layers.microbatch_bytes(
+        _held_by(plan, [(n,) for n in range(len(plan.stages))])
+    )
     saved, deferred = (np.broadcast_to(amounts, len(plan.stages)) for amounts in memory)
     sizes: tuple[StageBytes, StageBytes] = (lambda n: float(saved[n]), lambda n: float(deferred[n]))
     return np.array(

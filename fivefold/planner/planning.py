@@ -94,7 +94,7 @@ class NothingFits(FivefoldError):
 
     def __init__(
         self,
-        said: str,
+        message: str,
         leanest: Plan | None = None,
         gpus: int | None = None,
         changes: Sequence[WayOut] = (),
@@ -102,7 +102,7 @@ class NothingFits(FivefoldError):
         self.leanest, self.gpus, self.changes = leanest, gpus, tuple(changes)
         extra = () if gpus is None else (f"--gpus {gpus}",)
         self.ways = (*extra, *(change.option for change in changes))
-        super().__init__(said)
+        super().__init__(message)
 
 
 class WayOut(NamedTuple):

@@ -19,7 +19,7 @@ import numpy as np
 
 from fivefold.cost import OFFLOADS, Array, Flags, LayoutGrid
 from fivefold.cost.memory import PeakMemory, peak_memory
-from fivefold.cost.step import StepTime, Wanted, step_time
+from fivefold.cost.step import Selection, StepTime, step_time
 from fivefold.planner.bounds import BoundedBlock, LayoutBounds, TimedBlock
 from fivefold.planner.candidates import KeptLayouts, LayoutCandidate, SearchResult
 from fivefold.planner.setting import EstimateSetting
@@ -182,7 +182,7 @@ class _LayoutSearch:
     ) -> None:
         self.space, self.setting, self.result = space, setting, result
         domain = innermost(setting.machine)
-        self.kept = KeptLayouts(result, keep, equal, setting.machine.memory, domain, rules)
+        self.leaders = KeptLayouts(result, keep, equal, setting.machine.memory, domain, rules)
         self.bounds = LayoutBounds(space, setting)
 
     def run(
@@ -193,7 +193,7 @@ class _LayoutSearch:
         parts = self.bounds.of_time(blocks)
         estimated = self._search(parts, fitting, on_progress)
         self.result.count(sum(block.size for block in blocks), estimated)
-        self.result.draw_front(list(self.kept.front()))
+        self.result.draw_front(list(self.leaders.front()))
 
     def _search(
         self,
@@ -227,9 +227,9 @@ class _LayoutSearch:
 
     def _reach(self, block: LayoutBlock) -> Array | float:
         """Seconds that a layout must not exceed to be one of the fastest, or equal to the first."""
-        if self.kept.rules:
-            return self.kept.worst_by_rule(block.grid)
-        return max(self.kept.worst_in(block), self.kept.near)
+        if self.leaders.rules:
+            return self.leaders.worst_by_rule(block.grid)
+        return max(self.leaders.worst_in(block), self.leaders.near)
 
     def _estimate(self, part: BoundedBlock) -> int:
         """Estimate those of a block that can still win, and keep the best layouts: first their
@@ -244,12 +244,12 @@ class _LayoutSearch:
             select(part.least, stays),
         )
 
-        def wanted(around: Array) -> Flags:
+        def selection(around: Array) -> Flags:
             shortest = least + around.min(axis=(3, 5), keepdims=True)
             hoped = hopeful & (shortest <= self._reach(block))
             return np.asarray(hoped.any(axis=(0, 3, 4, 5), keepdims=True))
 
-        times, size = self._times(block, wanted), block.size
+        times, size = self._times(block, selection), block.size
         bound = times.inside + times.around.min(axis=(3, 5), keepdims=True)
         hopeful = hopeful & (bound <= self._reach(block))
         if not hopeful.any():
@@ -275,21 +275,21 @@ class _LayoutSearch:
         """Estimate the memory of layouts, and keep the best of those that fit."""
         memory, fits = self._memory(block)
         fitting = np.where(fits, seconds, np.inf)
-        self.kept.keep(block, seconds.ravel(), memory.ravel(), fitting.ravel())
+        self.leaders.keep(block, seconds.ravel(), memory.ravel(), fitting.ravel())
 
     def _hopeful(self, part: BoundedBlock) -> Flags:
         """What of a block may be fast enough: of degrees that may be among the fastest, or equal to
         the fastest with fewer axes than any equal one so far."""
         lowest = part.least.min(axis=tuple(range(1, part.least.ndim)), keepdims=True)
-        fewer = num_axes(part.block.grid) < self.kept.fewest_axes()
-        worst = self.kept.worst_in(part.block)
-        degrees = (lowest <= worst) | ((lowest <= self.kept.near) & fewer)
+        fewer = num_axes(part.block.grid) < self.leaders.fewest_axes()
+        worst = self.leaders.worst_in(part.block)
+        degrees = (lowest <= worst) | ((lowest <= self.leaders.near) & fewer)
         return degrees & np.isfinite(part.least) & (part.least <= self._reach(part.block))
 
-    def _times(self, block: LayoutBlock, quantities: Wanted) -> StepTime:
-        """Of steps; `wanted`: with which microbatch sizes and schedules, by what is around."""
+    def _times(self, block: LayoutBlock, quantities: Selection) -> StepTime:
+        """Of steps; `quantities`: with which microbatch sizes and schedules, by what is around."""
         job = self.setting.arguments(self.space.shape, block.grid, self.space.seq)
-        return step_time(*job, wanted=quantities, passes=self.bounds.passes(block))
+        return step_time(*job, selection=quantities, passes=self.bounds.passes(block))
 
     def _memory(self, block: LayoutBlock) -> tuple[Array, Flags]:
         """Bytes of the fullest rank, and whether GPUs and hosts have room."""

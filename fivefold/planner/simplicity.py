@@ -33,7 +33,7 @@ class Criterion:
 
     levels: int
     level: Callable[[LayoutGrid, float], Array]
-    words: Callable[[LayoutGrid], str]
+    text: Callable[[LayoutGrid], str]
 
 
 def _crosses(grid: LayoutGrid, domain: float) -> Array:
@@ -132,6 +132,6 @@ def simpler_words(own_grid: LayoutGrid, other: LayoutGrid, domain: float) -> str
     for criterion in CRITERIA:
         own_level, theirs = (criterion.level(grid, domain).item() for grid in (own_grid, other))
         if own_level != theirs:
-            own_text, other_text = criterion.words(own_grid), criterion.words(other)
+            own_text, other_text = criterion.text(own_grid), criterion.text(other)
             return f"{own_text} instead of {other_text}" if own_level < theirs else ""
     return ""

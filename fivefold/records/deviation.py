@@ -65,13 +65,13 @@ class Cause(NamedTuple):
 class CausePart(NamedTuple):
     """What a cause adds to the difference if causes are set to the plan one after the other.
 
-    Without a cause it is what is left in the end; `rest` marks what is left of a cause after the
-    named one, which is a part of it. `share` is that of all parts, whatever their
-    signs, so that shares are between 0 and 1 and sum to 1 even if slow and fast parts cancel.
+    Without a cause it is what is left in the end; `residual` marks what is left of a cause after
+    the named one, which is a part of it. `share` is that of all parts, whatever their signs, so
+    that shares are between 0 and 1 and sum to 1 even if slow and fast parts cancel.
     """
 
     cause: Cause | None
-    rest: bool
+    residual: bool
     seconds: float
     share: float
 
@@ -83,7 +83,7 @@ class Comparison:
     graph: ActionGraph
     ran: Timeline
     played: Timeline
-    whole: bool  # whether the full step is compared, or only its pipeline
+    full_step: bool  # whether the full step is compared, or only its pipeline
     seconds: float
     planned: float
     causes: tuple[Cause, ...]
@@ -126,7 +126,7 @@ class Comparison:
         seconds.append(self.difference - sum(seconds))
         parts = zip([*causes, (None, True)], seconds, shares_of(seconds), strict=True)
         cause_parts = [CausePart(*cause, *amounts) for cause, *amounts in parts]
-        return [part for part in cause_parts if part.share > 0 or not part.rest]
+        return [part for part in cause_parts if part.share > 0 or not part.residual]
 
 
 def _contains(cause: Cause, other: Cause) -> bool:

@@ -102,7 +102,7 @@ class RunFolder:
 
     def plan_text(self, plan: Plan) -> str:
         """The plan as a file in this folder."""
-        return plan.to_toml(self.path, whole=True)
+        return plan.to_toml(self.path, full=True)
 
     @property
     def identity(self) -> str:

@@ -33,7 +33,7 @@ def number(name: str, value: Any, largest: float = _LARGEST) -> float:
     return value
 
 
-def whole(name: str, value: Any, least: int = 0) -> int:
+def integer(name: str, value: Any, least: int = 0) -> int:
     """A count."""
     if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= _LARGEST:
         raise TypeError(f"{name} is no whole number from {least}")
@@ -64,9 +64,9 @@ def numbers(name: str, value: Any, *, none: bool = False) -> None:
 def check_record(values: Mapping[str, Any]) -> None:
     """Refuse fields of a step's record that have another type."""
     for name in _COUNTS:
-        whole(name, values[name])
+        integer(name, values[name])
     for name in _ABOVE_0:
-        whole(name, values[name], 1)
+        integer(name, values[name], 1)
     number("lr", values["lr"], _LARGEST_LR)
     for name in _NUMBERS_OR_NONE:
         if values[name] is not None:
@@ -101,7 +101,7 @@ def check_record(values: Mapping[str, Any]) -> None:
 
 def _names(name: str, row: Mapping[str, Any]) -> None:
     for rank in _list(f"{name}.ranks", row["ranks"]):
-        whole(f"{name}.ranks", rank)
+        integer(f"{name}.ranks", rank)
 
 
 def check_start(start: Any) -> dict[str, Any]:
@@ -120,11 +120,11 @@ def check_start(start: Any) -> dict[str, Any]:
         if facts.get(name) is not None:
             text(name, facts[name])
     if "world" in facts:
-        whole("world", facts["world"], 1)
+        integer("world", facts["world"], 1)
     for name in ("versions", "tokenizer"):
         table(name, facts.get(name) or {})
     machine = table("machine", facts.get("machine", {}))
-    whole("machine.num_cpus", machine.get("num_cpus") or 1)
+    integer("machine.num_cpus", machine.get("num_cpus") or 1)
     for gpu in _list("machine.gpus", machine.get("gpus") or []):
         text("machine.gpus", gpu)
     return facts

@@ -56,10 +56,11 @@ class Slow(NamedTuple):
     what: str  # rank, host or link
     ranks: tuple[int, ...]
     share: float
-    words: str
+    text: str
 
     def to_json(self) -> dict[str, Any]:
-        return {**self._asdict(), "ranks": list(self.ranks), "share": round(self.share, 4)}
+        share = round(self.share, 4)
+        return {"what": self.what, "ranks": [*self.ranks], "share": share, "words": self.text}
 
 
 def slow_ones(

@@ -30,14 +30,14 @@ _SLACK = 1e-3  # of the peak: small tensors whose memory goes a moment later
 
 @dataclass(frozen=True)
 class Rehearsed:
-    """The result. `whole`: ranks that ran a second time without any replay, and whether they issued
-    the same collectives; `astray`: ranks whose collectives are not those of the plan; `order`:
-    whether the step ends, which took `order_seconds` to prove."""
+    """The result. `without_replay`: ranks that ran a second time without any replay, and whether
+    they issued the same collectives; `astray`: ranks whose collectives are not those of the plan;
+    `order`: whether the step ends, which took `order_seconds` to prove."""
 
     plan: Plan
     runs: list[RehearsedRank]
     predicted: dict[int, tuple[TrafficEntry, ...]]
-    whole: dict[int, bool] = field(default_factory=dict[int, bool])
+    without_replay: dict[int, bool] = field(default_factory=dict[int, bool])
     mismatches: list[Mismatch] = field(default_factory=list[Mismatch])
     astray: list[int] = field(default_factory=list[int])
     order: OrderVerdict = field(default_factory=OrderVerdict)
@@ -50,7 +50,7 @@ class Rehearsed:
 
     @property
     def passed(self) -> bool:
-        agree = not self.mismatches and not self.astray and all(self.whole.values())
+        agree = not self.mismatches and not self.astray and all(self.without_replay.values())
         return agree and self.order.ok
 
 

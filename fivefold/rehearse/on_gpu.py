@@ -53,7 +53,7 @@ def measure_rank(plan: Plan, rank: int, imbalance: float = 1.0) -> MeasuredRank:
         run = _MeasuredSteps(plan, rank, device, imbalance)
         for _ in range(_STEPS):
             run.step()
-        measurement = run.found()
+        measurement = run.medians()
         run.mesh.close_groups()
     return measurement
 
@@ -102,7 +102,7 @@ class _MeasuredSteps:
         for name, start, stop in self.marks.all:
             self.seconds[name].append(start.elapsed_time(stop) / 1e3)
 
-    def found(self) -> MeasuredRank:
+    def medians(self) -> MeasuredRank:
         """Medians, without the first step."""
         later: dict[str, float] = {}
         for name, seconds in self.seconds.items():

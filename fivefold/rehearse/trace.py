@@ -235,7 +235,7 @@ class ReplayingChunk:
         self.chunk, self.mesh, self.key, self.hidden = chunk, mesh, key, hidden
         self.meter, self.recording, self.traces = tracer.meter, tracer.recording, tracer.traces
         self.inputs: dict[int, Tensor | None] = {}
-        self.kept: dict[int, Tensor] = {}  # inputs that weight gradients need, with their own
+        self.saved: dict[int, Tensor] = {}  # inputs that weight gradients need, with their own
         self.gradients: dict[int, Tensor] = {}  # of outputs, where weight gradients need them
         self.taken: dict[int, weakref.ref[torch.UntypedStorage]] = {}  # such, where it was traced
         self.replays = False  # so far
@@ -261,7 +261,7 @@ class ReplayingChunk:
     def backward(self, run: Callable[[], None], microbatch: int, split: bool, last: bool) -> None:
         kind, x = INPUT_GRAD if split else BACKWARD, self.inputs.pop(microbatch)
         if split and x is not None:
-            self.kept[microbatch] = x
+            self.saved[microbatch] = x
         if microbatch in self.real:
             self._run(
                 kind,
@@ -285,7 +285,7 @@ class ReplayingChunk:
         else:
             drop = partial(self.gradients.pop, microbatch)
             self._replay(WEIGHT_GRAD, {Moment.TAKEN: drop, Moment.GIVEN: lambda: None})
-        self.kept.pop(microbatch, None)
+        self.saved.pop(microbatch, None)
 
     def _run(
         self,

@@ -40,7 +40,7 @@ class RehearsalReport(Protocol):
     @property
     def predicted(self) -> Mapping[int, tuple[TrafficEntry, ...]]: ...
     @property
-    def whole(self) -> Mapping[int, bool]: ...
+    def without_replay(self) -> Mapping[int, bool]: ...
     @property
     def mismatches(self) -> Sequence[Mismatch]: ...
     @property
@@ -93,7 +93,7 @@ def rehearsal_json(
         "matched": not report.mismatches,
         "mismatches": [str(mismatch) for mismatch in report.mismatches],
         "order": _order(report.order, report.order_seconds),
-        "without_replay": {str(rank): same for rank, same in report.whole.items()},
+        "without_replay": {str(rank): same for rank, same in report.without_replay.items()},
         "time": None if timed is None else _time(timed, planned),
         "passed": report.passed,
         "seconds": round(seconds, 3),

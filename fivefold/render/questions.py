@@ -69,7 +69,7 @@ def run_json(comparison: RunComparison) -> dict[str, Any]:
     figures = dataclasses.asdict(run.figures)
     published: dict[str, Any] = {
         "step_s": None if comparison.published is None else comparison.published.seconds,
-        "from": None if comparison.published is None else comparison.published.how,
+        "from": None if comparison.published is None else comparison.published.origin,
         "source": run.source,
         "flops_counted": FLOPS_WORDS[run.figures.flops],
         **{key: value for key, value in figures.items() if key != "step_s" and value is not None},
@@ -163,7 +163,7 @@ def run_text(comparison: RunComparison) -> list[str]:
 def _published_words(comparison: RunComparison) -> str:
     if comparison.published is None:
         return "no speed is published"
-    return f"{duration(comparison.published.seconds)} a step, from {comparison.published.how}"
+    return f"{duration(comparison.published.seconds)} a step, from {comparison.published.origin}"
 
 
 def _estimate_words(comparison: RunComparison) -> str:
@@ -326,13 +326,13 @@ def budget_answer(budget: Budget, ratio: float, model: str | None) -> Printed:
     best = compute_optimal(budget, ratio)
     rows = equal_flops(best, model)
     values = {
-        "budget": {"flops": best.budget.flops, "from": best.budget.words},
+        "budget": {"flops": best.budget.flops, "from": best.budget.description},
         "rule": {"flops": "6 · active parameters · tokens", "ratio": best.tokens_per_parameter},
         "compute_optimal": {"parameters": best.parameters, "tokens": best.tokens},
         "equal_flops": [{**dataclasses.asdict(row), "states_gb": row.states / 1e9} for row in rows],
     }
     lines = [
-        f"budget    C = {best.budget.words}",
+        f"budget    C = {best.budget.description}",
         f"optimum   N = √(C / (6 · {ratio:g})) = {_billions(best.parameters)} active parameters",
         f"          D = {ratio:g} · N = {_trillions(best.tokens)} tokens, since C = 6 · N · D",
         "",

@@ -111,7 +111,7 @@ def _lines(choice: ServingChoice, flags: dict[str, EngineCommand]) -> Iterator[s
         f"{request.precision}, {_load_words(request)}",
         "serve       ",
     )
-    cache_bytes = model_token_bytes(request) * request.kept
+    cache_bytes = model_token_bytes(request) * request.cached_tokens
     yield from wrapped(
         f"weights {gib(weights)}, {gib(chosen.fit.weights)} a GPU; cache "
         f"{model_token_bytes(request):,} bytes a token, {gib(cache_bytes)} a sequence of "
@@ -210,7 +210,7 @@ def rule_of_thumb(choice: ServingChoice) -> str:
     request, chosen = choice.request, choice.chosen
     weights = model_bytes(request.shape, request.precision)
     num_sequences = request.concurrency or 16
-    cache = num_sequences * model_token_bytes(request) * request.kept
+    cache = num_sequences * model_token_bytes(request) * request.cached_tokens
     need = (weights + cache) / request.usable
     tp = 1
     while tp < need:
@@ -287,7 +287,7 @@ def forecast_json(plan: Plan, forecast: FailureForecast) -> dict[str, Any]:
         "interval_s": job.interval,
         "interval_steps": job.steps,
         "interval_why": interval_words(job),
-        "checkpoint": job.place,
+        "checkpoint": job.location,
         "checkpoint_bytes": job.save.bytes,
         "save_s": {
             "stall": job.save.stall,
@@ -326,7 +326,7 @@ def forecast_lines(plan: Plan, forecast: FailureForecast) -> list[str]:
         f"failures  one in {rough_duration(1 / job.rate)}: {forecast.interruptions:,.0f} "
         f"interruptions ({low:,.0f} to {high:,.0f} in 90% of {forecast.runs:,} runs)",
         f"saves     every {duration(job.interval)} ({counted(job.steps, 'step')}) to "
-        f"{_PLACES[job.place]}: {job.save.bytes / 1e9:,.0f} GB",
+        f"{_PLACES[job.location]}: {job.save.bytes / 1e9:,.0f} GB",
         f"          steps wait for {duration(job.save.stall)}, "
         f"written in {duration(job.save.write)}",
         *(f"          {clause}" for clause in interval_words(job).split("; ")),

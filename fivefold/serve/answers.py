@@ -1,6 +1,6 @@
 """The choices of a call as they grow, and the JSON of them, whole or in chunks.
 
-The door holds the text: a stop text is found here, and the engine is told to end. Text and
+The API process holds the text: a stop text is found here, and the engine is told to end. Text and
 log-probabilities are given out together, when later tokens cannot change the text.
 """
 
@@ -58,7 +58,7 @@ class ServedChoice:
     def can_begin_again(self) -> bool:
         """Whether its client has seen nothing of it, and this would be its second start only: a
         request that ends engines is not to end all of them."""
-        return self.starts == 1 and not (self.call.asked.stream and self.num_tokens)
+        return self.starts == 1 and not (self.call.request.stream and self.num_tokens)
 
     @property
     def client(self) -> str:
@@ -113,7 +113,7 @@ class ServedCall:
 
     id: str
     client: str
-    asked: AskedText
+    request: AskedText
     prompt_tokens: int
     began: float  # seconds of the clock of all calls
     created: int = field(default_factory=lambda: int(time.time()))
@@ -158,14 +158,14 @@ class AnswerWriter:
         self.model, self.codec = model, codec
         self._names = {number: name for name, number in codec.named().items()}
 
-    def whole(self, call: ServedCall) -> bytes:
+    def completion(self, call: ServedCall) -> bytes:
         """The answer of a call that has ended."""
-        choices = [self._whole_choice(choice, call.asked) for choice in call.choices]
-        return json.dumps(self._table(call, choices, call.usage(), whole=True)).encode()
+        choices = [self._whole_choice(choice, call.request) for choice in call.choices]
+        return json.dumps(self._table(call, choices, call.usage(), full=True)).encode()
 
     def opening(self, call: ServedCall) -> bytes:
         """What a stream begins with: in a chat, whose turn it is."""
-        if not call.asked.chat:
+        if not call.request.chat:
             return b""
         role = {"role": "assistant", "content": ""}
         rows = [self._row(i, {"delta": role}, None, None) for i in range(len(call.choices))]
@@ -178,12 +178,12 @@ class AnswerWriter:
             if choice.index in indices:
                 continue
             text, notes = choice.take()
-            logprobs = self._logprobs(notes, call.asked) if notes else None
-            shown = {"delta": {"content": text}} if call.asked.chat else {"text": text}
-            if text or (logprobs and call.asked.logprobs):
+            logprobs = self._logprobs(notes, call.request) if notes else None
+            shown = {"delta": {"content": text}} if call.request.chat else {"text": text}
+            if text or (logprobs and call.request.logprobs):
                 events.append(self._event(call, [self._row(choice.index, shown, logprobs, None)]))
             if choice.reason is not None:
-                empty: dict[str, Any] = {"delta": {}} if call.asked.chat else {"text": ""}
+                empty: dict[str, Any] = {"delta": {}} if call.request.chat else {"text": ""}
                 events.append(
                     self._event(call, [self._row(choice.index, empty, None, choice.reason)])
                 )
@@ -195,25 +195,25 @@ class AnswerWriter:
         if call.error is not None:
             return b"data: " + call.error.body() + b"\n\n"
         usage = b""
-        if call.asked.with_usage:
-            usage = self._line(self._table(call, [], call.usage(), whole=False))
+        if call.request.with_usage:
+            usage = self._line(self._table(call, [], call.usage(), full=False))
         return usage + DONE
 
     def _event(self, call: ServedCall, choices: list[dict[str, Any]]) -> bytes:
-        return self._line(self._table(call, choices, None, whole=False))
+        return self._line(self._table(call, choices, None, full=False))
 
     def _line(self, table: dict[str, Any]) -> bytes:
         return b"data: " + json.dumps(table).encode() + b"\n\n"
 
     def _table(
-        self, call: ServedCall, choices: list[Any], usage: dict[str, int] | None, whole: bool
+        self, call: ServedCall, choices: list[Any], usage: dict[str, int] | None, full: bool
     ) -> dict[str, Any]:
         kind = "text_completion"
-        if call.asked.chat:
-            kind = "chat.completion" if whole else "chat.completion.chunk"
+        if call.request.chat:
+            kind = "chat.completion" if full else "chat.completion.chunk"
         table: dict[str, Any] = {"id": call.id, "object": kind, "created": call.created}
         table |= {"model": self.model, "choices": choices}
-        if usage is not None or call.asked.with_usage:
+        if usage is not None or call.request.with_usage:
             table["usage"] = usage
         return table
 

@@ -1,4 +1,4 @@
-"""The door: paths, keys, answers and the log of a server.
+"""The HTTP API: paths, keys, answers and the log of a server.
 
 On loopback everybody of this machine may come in, but no page of another site: its browser says
 where it comes from. Beyond loopback there is no entry without a key; `/health` alone says whether
@@ -48,10 +48,10 @@ class RequestNote:
 
     client: str = "-"
     status: int = 0
-    words: list[str] = field(default_factory=list[str])
+    fields: list[str] = field(default_factory=list[str])
 
 
-class Door:
+class Api:
     """Answers connections."""
 
     def __init__(
@@ -129,13 +129,13 @@ class Door:
                 await self._answer(connection, request, note)
             except ApiError as error:
                 await self._respond(connection, note, error.status, error.body(), error.headers)
-                note.words.append(f"error={json.dumps(error.message[:200])}")
+                note.fields.append(f"error={json.dumps(error.message[:200])}")
         except ClientGone:
             note.status = GONE
             self.metrics.left()
             raise
         except Exception as error:
-            note.words.append(f"error={json.dumps(f'{type(error).__name__}: {error}'[:300])}")
+            note.fields.append(f"error={json.dumps(f'{type(error).__name__}: {error}'[:300])}")
             failed = ApiError(500, "the server has failed: its log says why")
             await self._respond(connection, note, 500, failed.body())
         finally:
@@ -233,7 +233,7 @@ class Door:
         prompts = await self.prompts.tokens(text_request, self.dispatcher.longest)
         id = f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex[:24]}"
         call = self.dispatcher.call(id, note.client, text_request, prompts, began)
-        note.words += [f"id={id}", f"prompt={call.prompt_tokens}"]
+        note.fields += [f"id={id}", f"prompt={call.prompt_tokens}"]
         self.dispatcher.begin(call)
         watch = asyncio.ensure_future(connection.gone())
         watch.add_done_callback(lambda _: call.changed.set())
@@ -245,7 +245,7 @@ class Door:
                     await _changed(call, watch)
                 if call.error is not None:
                     raise call.error
-                body = self.writer.whole(call)
+                body = self.writer.completion(call)
                 await self._respond(connection, note, 200, body, [("x-request-id", id)])
         finally:
             self.dispatcher.end(call)
@@ -301,16 +301,16 @@ class Door:
     def _count(self, call: ServedCall, note: RequestNote) -> None:
         """Put the times of a call into numbers and log."""
         reasons = ",".join(str(choice.reason or "-") for choice in call.choices[:8])
-        note.words += [f"output={call.num_tokens}", f"reason={reasons}"]
+        note.fields += [f"output={call.num_tokens}", f"reason={reasons}"]
         if call.first is None:
             return
         self.metrics.ttft.add(call.first - call.began)
         self.metrics.latency.add(call.last - call.began)
-        note.words.append(f"ttft={call.first - call.began:.4f}")
+        note.fields.append(f"ttft={call.first - call.began:.4f}")
         steps = max(choice.num_tokens for choice in call.choices) - 1
         if steps > 0:
             self.metrics.tpot.add((call.last - call.first) / steps)
-            note.words.append(f"tpot={(call.last - call.first) / steps:.4f}")
+            note.fields.append(f"tpot={(call.last - call.first) / steps:.4f}")
 
     def _log(self, request: HttpRequest, note: RequestNote, seconds: float) -> None:
         known = request.path in (*_GET, COMPLETIONS, CHATS)
@@ -318,7 +318,7 @@ class Door:
         path = request.path[:100].encode("unicode_escape").decode()
         time_now = datetime.now(UTC).isoformat(timespec="milliseconds")
         fields = [time_now, request.peer, note.client, request.method[:10], path, str(note.status)]
-        self.log(" ".join([*fields, f"total={seconds:.4f}", *note.words]))
+        self.log(" ".join([*fields, f"total={seconds:.4f}", *note.fields]))
 
 
 def _shutting_down() -> ApiError:

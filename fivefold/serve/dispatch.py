@@ -283,21 +283,21 @@ class Dispatcher:
         """Where the replicas stand."""
         none: Labels = ()
 
-        def each(value: Callable[[ServingReplica], float]) -> list[tuple[Labels, float]]:
+        def gauge(value: Callable[[ServingReplica], float]) -> list[tuple[Labels, float]]:
             rows = sorted(self.replicas.items())
             return [(_labels(i, replica), value(replica)) for i, replica in rows]
 
         return [
             ("fivefold_waiting", "Sequences that wait.", [(none, self.queue.size)]),
-            ("fivefold_running", "Sequences in an engine.", each(lambda engine: len(engine.open))),
-            ("fivefold_up", "Whether a replica lives.", each(lambda engine: int(engine.alive))),
-            ("fivefold_blocks", "Blocks of the cache.", each(lambda engine: engine.blocks)),
+            ("fivefold_running", "Sequences in an engine.", gauge(lambda engine: len(engine.open))),
+            ("fivefold_up", "Whether a replica lives.", gauge(lambda engine: int(engine.alive))),
+            ("fivefold_blocks", "Blocks of the cache.", gauge(lambda engine: engine.blocks)),
             (
                 "fivefold_free_blocks",
                 "Blocks without users.",
-                each(lambda engine: engine.free_blocks),
+                gauge(lambda engine: engine.free_blocks),
             ),
-            ("fivefold_preempted", "Lost caches so far.", each(lambda engine: engine.preempted)),
+            ("fivefold_preempted", "Lost caches so far.", gauge(lambda engine: engine.preempted)),
         ]
 
 

@@ -5,7 +5,7 @@ of steps. A rank that goes on has a socket for each of its starts: what was mean
 has died never reaches the one that was started in its place. A cache is complete on a rank when all
 its pieces are there; when it is complete on all ranks of a replica, the leader adds the request.
 
-Every sequence that the door was told to be on its way is taken in or forgotten, so nothing stays.
+Every sequence that the API process announces is taken in or forgotten, so nothing stays.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ def kv_socket(folder: Path, engine: int, start: int, rank: int) -> Path:
 
 
 class KvOutbox(threading.Thread):
-    """Sends pieces, in order. What is meant for a rank that has died is dropped: the door knows of
-    its death."""
+    """Sends pieces, in order. What is meant for a rank that has died is dropped: the API process
+    knows of its death."""
 
     def __init__(self, folder: Path, source: str) -> None:
         super().__init__(name="kv-out", daemon=True)
@@ -100,7 +100,7 @@ class _Arrival:
 
     source: str
     count: int = 0
-    wanted: bool = True
+    is_wanted: bool = True
     complete: bool = False
     pieces: list[KvPiece] = field(default_factory=list[KvPiece])
 
@@ -138,8 +138,8 @@ class KvInbox:
     def forget(self, id: str) -> None:
         """Nobody wants this sequence; what is still to come of it is thrown away."""
         with self._lock:
-            arrival = self._arrivals.setdefault(id, _Arrival("", wanted=False))
-            arrival.wanted = False
+            arrival = self._arrivals.setdefault(id, _Arrival("", is_wanted=False))
+            arrival.is_wanted = False
             arrival.pieces.clear()
             if arrival.complete:
                 del self._arrivals[id]
@@ -181,10 +181,10 @@ class KvInbox:
             arrival = self._arrivals.setdefault(piece.id, _Arrival(source))
             arrival.source = source
             arrival.count += 1
-            if arrival.wanted:
+            if arrival.is_wanted:
                 arrival.pieces.append(piece)
             arrival.complete = arrival.count == total
-            if arrival.complete and not arrival.wanted:
+            if arrival.complete and not arrival.is_wanted:
                 del self._arrivals[piece.id]
         if arrival.complete:
             self.on_complete(piece.id)
@@ -281,7 +281,7 @@ class Adoptions:
     def due(
         self, commands: Sequence[EngineCommand], complete: Iterable[str]
     ) -> list[EngineCommand]:
-        """What all ranks do now: of what the door says, and of caches that are complete."""
+        """What all ranks do now: of commands, and of caches that are complete."""
         due_commands: list[EngineCommand] = []
         self._complete.update(complete)
         for command in commands:

@@ -1,9 +1,8 @@
 """One rank of a replica: it gets commands, runs steps and sends what was drawn.
 
-All ranks of a layout have to add the same requests before the same step. So rank 0 alone hears the
-door: before every step it passes on what it has heard to the others, over a socket of this machine
-and not by a collective, which would time out in a quiet night. Nothing is said of tokens: every
-rank sees those that are drawn.
+All ranks of a layout have to add the same requests before the same step. So rank 0 alone receives
+commands and broadcasts them before every step, over a local socket and not by a collective, which
+would time out while nothing comes. Tokens are not broadcast: every rank sees those drawn.
 
 An engine that only computes prompts sends the cache of each to another one, from rank to rank
 (`kv_links.py`). There the leader waits until all ranks have theirs, and adds the request then.
@@ -49,7 +48,7 @@ from fivefold.serve.links import (
     StepNews,
 )
 
-DOOR = "door"  # the name of its socket
+API_SOCKET = "api"  # the name of its socket
 _BEAT_S = 1.0  # between two signs of life, or a step if that is longer
 _SILENT_STEPS = 5.0  # after which a rank is lost: of its slowest
 _LEAST_SILENCE_S = {"cpu": 10.0, "cuda": 30.0}  # or so long: kernels of new sizes are made
@@ -95,7 +94,7 @@ class ServeTask:
 
 
 def serve_rank(worker: Worker, task: ServeTask) -> None:
-    """Serve until the door says that it is over."""
+    """Serve until the API process ends it."""
     text = task.text
     world = text.plan.layout.world
     device_index = task.first_place + worker.rank
@@ -269,28 +268,28 @@ class _Beat:
 
 
 def _lead(worker: Worker, task: ServeTask, loop: EngineLoop) -> None:
-    """Rank 0: hear the door, tell the others, answer."""
+    """Rank 0: receive commands, broadcast them, send results."""
     layout = task.text.plan.layout
     followers = _followers(task, layout.world - 1)
     ours, own = (RankLink(stream) for stream in socket.socketpair())
     loop.start(own)
     notices = [ours, *followers] if task.role == "decode" else []
     adoptions = Adoptions(layout.world // layout.dp)
-    door = RankLink.to(task.folder / DOOR)
+    api = RankLink.to(task.folder / API_SOCKET)
     pools = [scheduler.pool.count for scheduler in loop.engine.schedulers]
     worker.report(EngineUp())
     beat, began = _Beat(worker, task.text.device), time.monotonic()
     hello = ReplicaHello(task.replica, sum(pools), pools[0], task.role, task.start, layout.dp)
-    door.send(hello)
+    api.send(hello)
     while not loop.over:
         beat.tick(time.monotonic() - began)
         if not loop.engine.busy:
-            RankLink.wait([door, *notices], _BEAT_S)
+            RankLink.wait([api, *notices], _BEAT_S)
         began = time.monotonic()
         complete = [id for link in notices for id in link.receive(0.0)]
         try:
-            commands = adoptions.due(door.receive(0.0), complete)
-        except EOFError:  # the door has gone
+            commands = adoptions.due(api.receive(0.0), complete)
+        except EOFError:  # the API process has ended
             commands = [CloseCommand(), *map(DropCommand, loop.open)]
         if not commands and not loop.engine.busy:
             continue
@@ -298,7 +297,7 @@ def _lead(worker: Worker, task: ServeTask, loop: EngineLoop) -> None:
             follower.send(commands)
         news = loop.turn(commands)
         if commands or news.rows or news.refused:
-            door.send(news)
+            api.send(news)
     beat.silent()
 
 

@@ -1,4 +1,4 @@
-"""Replicas: what the door knows of each, and which one takes a request.
+"""Replicas: the state of each, and which one takes a request.
 
 A request goes to the replica that has the least to do for it: the tokens that its open requests may
 have in the end, and those of the prompt that its cache does not know. So replicas are loaded alike,
@@ -35,7 +35,7 @@ _MOST_DIGESTS = 1 << 16  # that are remembered of a replica
 
 
 class ServingReplica:
-    """What the door knows of an engine that serves."""
+    """The state of a serving engine, as the API process sees it."""
 
     def __init__(self, hello: ReplicaHello, writer: asyncio.StreamWriter, most: int) -> None:
         """`most`: sequences of a data rank at a time."""

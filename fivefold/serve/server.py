@@ -1,4 +1,4 @@
-"""The life of a server: fork the engines, open the door, and after SIGTERM drain and end.
+"""The life of a server: fork the engines, open the port, and after SIGTERM drain and end.
 
 The keepers of engines are forked before anything else is open, so that ranks inherit no socket of a
 client, and before signals are handled, so that none of theirs is taken for ours. They die with the
@@ -20,13 +20,13 @@ from pathlib import Path
 from fivefold.core import FivefoldError
 from fivefold.generate import ModelSetup
 from fivefold.launch import TemporaryFolder
-from fivefold.serve.api import Door
+from fivefold.serve.api import Api
 from fivefold.serve.dispatch import Dispatcher
 from fivefold.serve.http import HttpLimits
 from fivefold.serve.links import EngineRole
 from fivefold.serve.metrics import ServeMetrics
 from fivefold.serve.prompting import PromptReader
-from fivefold.serve.rank import DOOR, ServeTask
+from fivefold.serve.rank import API_SOCKET, ServeTask
 from fivefold.serve.supervisor import EngineEnd, EngineKeeper
 
 _BACKLOG = 1024
@@ -85,7 +85,7 @@ def listening_socket(host: str, port: int, has_keys: bool) -> socket.socket:
 
 
 class ModelServer:
-    """One model behind one door."""
+    """One model behind one port."""
 
     def __init__(
         self,
@@ -111,7 +111,7 @@ class ModelServer:
             prefill is not None,
         )
         prompts = PromptReader(setup.codec, setup.model.folder)
-        self.door = Door(
+        self.api = Api(
             options.name, options.keys, self.dispatcher, prompts, options.limits, self.log
         )
         self._wake = asyncio.Event()
@@ -139,7 +139,7 @@ class ModelServer:
                 loop.add_reader(keeper.pipe.fileno(), self._hear, keeper)
             for number in (signal.SIGTERM, signal.SIGINT):
                 loop.add_signal_handler(number, self._stop)
-            links = await asyncio.start_unix_server(self.dispatcher.hear, folder / DOOR)
+            links = await asyncio.start_unix_server(self.dispatcher.hear, folder / API_SOCKET)
             await self._until_ready()
             if not self.stopping:
                 await self._serve()
@@ -234,16 +234,16 @@ class ModelServer:
     async def _serve(self) -> None:
         options = self.options
         listener = listening_socket(options.host, options.port, bool(options.keys))
-        self.door.limits = options.limits.within_open_files()  # after the fork: ranks need few
-        server = await asyncio.start_server(self.door.accept, sock=listener, backlog=_BACKLOG)
-        await self.door.prompts.start()
+        self.api.limits = options.limits.within_open_files()  # after the fork: ranks need few
+        server = await asyncio.start_server(self.api.accept, sock=listener, backlog=_BACKLOG)
+        await self.api.prompts.start()
         host, port = listener.getsockname()[:2]
         shown = f"[{host}]" if ":" in host else host
         self.on_ready(f"http://{shown}:{port}/v1")
         while not self.stopping and self._serves():
             self._wake.clear()
             await self._wake.wait()
-        await self.door.drain(options.drain_s if self.stopping else 1.0)
+        await self.api.drain(options.drain_s if self.stopping else 1.0)
         server.close()
 
     async def _end(self) -> None:

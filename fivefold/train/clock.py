@@ -143,13 +143,13 @@ class StepClock:
     def times(self, mark: StepMark) -> StepTimes:
         """The times of a step, in the order of the steps; waits until its update has run."""
         mark.end.wait()
-        step = mark.asked.until(mark.end)
+        step = mark.start.until(mark.end)
         # Events are compared with recent ones only: milliseconds between them are a float32, which
         # over hours is no longer exact to one.
-        query_time = self._device_end + (0.0 if self._end is None else self._end.until(mark.asked))
+        query_time = self._device_end + (0.0 if self._end is None else self._end.until(mark.start))
         offset = self._offset
         for event in mark.seen:
-            offset = offset.passed(query_time + mark.asked.until(event), event.host)
+            offset = offset.passed(query_time + mark.start.until(event), event.host)
         end = offset.host(query_time + step)
         wall = end - self.this_start if self._end is None else self._end.until(mark.end)
         since_start = end - self.first_start
@@ -167,10 +167,10 @@ def _is_length(seconds: float) -> bool:
 
 
 class StepMark(NamedTuple):
-    """A step that is issued: its request for rows, the wait for them, the events that the host
-    has waited for, and the end of its update."""
+    """A step that is issued: its start, which requests rows, the wait for them, the events that the
+    host has waited for, and the end of its update."""
 
-    asked: TimedEvent
+    start: TimedEvent
     data: float
     seen: tuple[TimedEvent, ...]
     end: TimedEvent

@@ -136,11 +136,11 @@ class AxisTraffic(NamedTuple):
 
 def traffic_by_axis(collectives: Counter[tuple[str, str, int, int]]) -> dict[str, AxisTraffic]:
     """Counts of (axis, kind, bytes, group size), summed for each axis."""
-    found: dict[str, AxisTraffic] = {}
+    totals: dict[str, AxisTraffic] = {}
     for (axis, _, size, _), count in collectives.items():
-        before = found.get(axis, AxisTraffic(0, 0))
-        found[axis] = AxisTraffic(before.calls + count, before.bytes + size * count)
-    return found
+        before = totals.get(axis, AxisTraffic(0, 0))
+        totals[axis] = AxisTraffic(before.calls + count, before.bytes + size * count)
+    return totals
 
 
 Routes = dict[tuple[int, int], NDArray[np.uint16]]
@@ -169,9 +169,9 @@ class TrainedRank:
             self.traffic.append(traffic_by_axis(job.mesh.records))
         if with_routes:
             experts: Routes = {}  # sorted: the order of a token's experts does not matter
-            for each in job.balancing.routes:
-                found = np.sort(each.experts.cpu().numpy(), -1).astype(np.uint16)
-                experts[each.layer, each.microbatch] = found
+            for route in job.balancing.routes:
+                sorted_experts = np.sort(route.experts.cpu().numpy(), -1).astype(np.uint16)
+                experts[route.layer, route.microbatch] = sorted_experts
             self.routes.append(experts)
             job.balancing.routes.clear()
 
@@ -196,9 +196,9 @@ def count_flips(
             continue
         positions = np.array(positions_of(plan, rank))
         real = positions < plan.batch.seq  # the rest is padding
-        for number, (found, wanted) in enumerate(zip(steps, reference, strict=True)):
-            for (layer, microbatch), experts in found.items():
-                truth = wanted[layer, microbatch * plan.batch.dp + coord.dp]
+        for number, (routes, expected) in enumerate(zip(steps, reference, strict=True)):
+            for (layer, microbatch), experts in routes.items():
+                truth = expected[layer, microbatch * plan.batch.dp + coord.dp]
                 differs = (experts[:, real] != truth[:, positions[real]]).any(-1)
                 flips[number], total = flips[number] + int(differs.sum()), total + differs.size
     return flips, total
@@ -224,23 +224,23 @@ class RankMemory:
     def measure(cls, job: Job, updater: Updater) -> RankMemory:
         """What is allocated now; padding is storage of no weight, gradient or state."""
         units, states = list(job.units), updater.tensors()
-        gradients = [each.grad for each in job.owned]
+        gradients = [shard.grad for shard in job.owned]
         weights: list[Tensor] = []
         for unit in units:
             if unit.sheds_weights:
-                weights += [each.tensor for each in unit.owned]
+                weights += [shard.tensor for shard in unit.owned]
             else:
                 weights += unit.parameters.values()
         buffers = [
-            one
+            tensor
             for unit in units
-            for one in (
+            for tensor in (
                 *(unit.full, unit.shard, unit.gradients),
                 *(unit.sent, unit.received, unit.gradient),
             )
-            if one is not None
+            if tensor is not None
         ]
-        sizes = [sum(one.nbytes for one in tensors) for tensors in (weights, gradients, states)]
+        sizes = [sum(t.nbytes for t in tensors) for tensors in (weights, gradients, states)]
         allocated = storage_bytes([*weights, *gradients, *states, *buffers])
         return cls(*sizes, padding=allocated - sum(sizes))
 
@@ -252,4 +252,4 @@ class RankMemory:
 def storage_bytes(tensors: Iterable[Tensor]) -> int:
     """Bytes of the storages of these tensors, each storage counted once."""
     storages = [tensor.untyped_storage() for tensor in tensors]
-    return sum({each.data_ptr(): each.nbytes() for each in storages}.values())
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())

@@ -51,7 +51,7 @@ class Observed:
     """What one rank has seen: completions by way and request, the logits that it has drawn from,
     and what these ways have shown to happen."""
 
-    found: dict[str, dict[str, Completion]]
+    completions: dict[str, dict[str, Completion]]
     logits: dict[str, dict[tuple[str, int], NDArray[Any]]]
     preempted: int
     reused: int
@@ -181,16 +181,16 @@ class GeneratedTrial:
         """Compare what the ranks have seen with the plain forward; all have the same tokens."""
         first, plain = ranks[0], dict[tuple[int, ...], Tensor]()
         narrow = self.dtype not in TOLERANCE
-        equal = all(rank.found == first.found for rank in ranks)
-        errors, logprob_err, drawn = dict.fromkeys(first.found, 0.0), 0.0, 0
-        for mode, completions in first.found.items():
+        equal = all(rank.completions == first.completions for rank in ranks)
+        errors, logprob_err, drawn = dict.fromkeys(first.completions, 0.0), 0.0, 0
+        for mode, completions in first.completions.items():
             seen = _all_logits(ranks, mode)
             for request in self.requests:
                 done, start = completions[request.id], len(request.prompt) - 1
                 text = (*request.prompt, *done.tokens)
                 if text not in plain:
                     plain[text] = logits_of(self.plain, text)
-                equal &= done.tokens == first.found["alone"][request.id].tokens
+                equal &= done.tokens == first.completions["alone"][request.id].tokens
                 drawn += len(done.tokens)
                 for index, token in enumerate(done.tokens):
                     expected_V = plain[text][start + index]
@@ -263,7 +263,7 @@ def _all_logits(ranks: Sequence[Observed], mode: str) -> dict[tuple[str, int], N
 def batch_difference(ranks: Sequence[Observed]) -> float:
     """The largest difference of logits and log-probabilities to those of a request that ran alone,
     up to the first token that was drawn otherwise."""
-    runs, apart = ranks[0].found, 0.0
+    runs, apart = ranks[0].completions, 0.0
     alone, logits_alone = runs["alone"], _all_logits(ranks, "alone")
     for mode, completions in runs.items():
         logits = _all_logits(ranks, mode)

@@ -103,7 +103,7 @@ def run_generated(
 
 def drawn_texts(plan: Plan, settings: GeneratedSettings, seen: Observed) -> list[DrawnText]:
     """The texts of all requests, as they were drawn in batches."""
-    completions = seen.found["batched"]
+    completions = seen.completions["batched"]
     requests = requests_of(plan.shape, settings.seed, plan.layout.dp)
     texts = [
         DrawnText(request.prompt, completions[request.id].tokens, completions[request.id].logprobs)
@@ -244,7 +244,7 @@ def train_rank(
 @torch.no_grad()
 def give_weights(job: Job, trial: GeneratedTrial) -> None:
     """Put the weights of a trial into a job."""
-    for shard in job.held:
+    for shard in job.local_shards:
         name = shard.row.name
         full = trial.full_weight(job.table[name].name)
         if full is not None:

@@ -102,7 +102,7 @@ class VerifiedRank:
     steps: list[StepOfRank]
     heard: list[ObservedCalls]
     orders: list[UnitOrder]
-    held: list[ComparedPart]
+    parts: list[ComparedPart]
     codes: list[RankCodes]  # of each step, in fp8
     rows: list[RankRows]  # of each step, what experts read in fp8
 
@@ -130,7 +130,7 @@ def _truths(
     same = (settings.optimizer, settings.seed, dtype, worker.phase)
     if not plan.schedule.asynchronous:
         balance = (plan.balance, plan.batch.microbatch_size)
-        batches = [step_batch.whole() for step_batch in drawn]
+        batches = [step_batch.as_batch() for step_batch in drawn]
         parts = [
             [part for dp in range(plan.layout.dp) for part in window.of(dp)] for window in drawn
         ]
@@ -324,10 +324,10 @@ def _owned(job: Job, gradients: bool) -> Iterator[ComparedPart]:
     """What this rank has of the weights: the gradients of what learns, or the values."""
     for flat in (unit for unit in job.units if not (gradients and unit.unit.frozen)):
         begins = {entry.row.name: entry.start for entry in flat.unit.entries}
-        spans = {row.name: start for row, start, _ in flat.unit.owned(flat.place)}
+        spans = {row.name: start for row, start, _ in flat.unit.owned(flat.coord)}
         for shard in flat.owned:
             name = shard.row.name
-            start = flat.place * flat.unit.shard_size + spans[name] - begins[name]
+            start = flat.coord * flat.unit.shard_size + spans[name] - begins[name]
             values = as_array(shard.grad if gradients else shard.tensor)
             yield ComparedPart(job.table[name].name, job.shards[name], start, values)
 

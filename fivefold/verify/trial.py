@@ -65,7 +65,7 @@ def judge(
         gradients = [part for record in records for part in record.gradients]
         updated = [part for record in records for part in (*record.weights, *record.biases)]
         if number == len(truths) - 1:
-            updated += [part for run in runs for part in run.held]
+            updated += [part for run in runs for part in run.parts]
         for kind, comparison in (
             ("grad_err", Wanted(truth.gradients, gradients)),
             ("weight_err", Wanted({**truth.weights, **truth.biases}, updated)),

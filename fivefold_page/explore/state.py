@@ -145,7 +145,7 @@ class State:
         """The number of GPUs divided by tp, cp and pp, rounded down."""
         return max(1, self.gpus // (self.tp * self.cp * self.pp))
 
-    def words(self) -> str:
+    def degrees(self) -> str:
         """The degrees as text, legal or not."""
         return f"dp={self.dp} tp={self.tp} pp={self.pp} cp={self.cp} ep={self.ep}"
 

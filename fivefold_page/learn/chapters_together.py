@@ -21,7 +21,7 @@ def five() -> list[str]:
     view = landscape.view({})
     choices, frames = view["choices"], view["frames"]
     first, last = frames[0]["holds"], frames[-1]["holds"]
-    kept = [sum(holds[name] for name in _STATES) for holds in (first, last)]
+    sums = [sum(holds[name] for name in _STATES) for holds in (first, last)]
     world = int(choices["dp"]) * int(choices["cp"]) * int(choices["tp"]) * int(choices["pp"])
     product = " · ".join(choices[axis] for axis in ("dp", "cp", "tp", "pp"))
     return [
@@ -31,7 +31,7 @@ def five() -> list[str]:
         "ranks that exist already.",
         f"{choices['model']} with dp={choices['dp']} cp={choices['cp']} tp={choices['tp']} "
         f"pp={choices['pp']} ep={choices['ep']} runs on {product} = {world} ranks. Weights, "
-        f"gradients and optimizer states take {gib(kept[0])} on one device, and {gib(kept[1])} on "
+        f"gradients and optimizer states take {gib(sums[0])} on one device, and {gib(sums[1])} on "
         f"rank 0. The activations between two layers shrink from "
         f"{size_text(first['activations'])} to {size_text(last['activations'])}. Step through the "
         "picture to see which dimension cut what.",
@@ -44,9 +44,9 @@ def five() -> list[str]:
 def layer() -> list[str]:
     """One layer of one rank, station by station."""
     view = layer_panel.view({})
-    moves = [one for station in view["stations"] for one in _sent(station)]
-    count = sum(one["count"] for one in moves)
-    size = sum(one["count"] * one["bytes"] for one in moves)
+    moves = [move for station in view["stations"] for move in _sent(station)]
+    count = sum(move["count"] for move in moves)
+    size = sum(move["count"] * move["bytes"] for move in moves)
     ranks = counted(view["world"], "rank")
     return [
         f"The picture follows one microbatch through one layer of {view['choices']['model']}, on "
@@ -62,7 +62,8 @@ def layer() -> list[str]:
 
 
 def _sent(station: View) -> list[View]:
-    return [one for way in ("forward", "backward") for one in station[way] if one["kind"] != "recv"]
+    moves = (*station["forward"], *station["backward"])
+    return [move for move in moves if move["kind"] != "recv"]
 
 
 def choose() -> list[str]:
@@ -91,22 +92,22 @@ def choose() -> list[str]:
 
 def serving_answers() -> list[str]:
     """Prefill and decode, the cache, and which dimension helps which."""
-    found = serving.view({})
-    choices, rows = found["choices"], {row["name"]: row for row in found["rows"]}
+    view = serving.view({})
+    choices, rows = view["choices"], {row["name"]: row for row in view["rows"]}
     tensor, pipeline = rows["tensor"], rows["pipeline"]
-    rates = [found["prompt"] / found["prefill"], 1 / found["step"]]
+    rates = [view["prompt"] / view["prefill"], 1 / view["step"]]
     return [
         "An answer has two parts. In prefill all tokens of the prompt pass through the model at "
         "once, as in training. In decode the model draws one token, appends it and starts again: a "
         "forward for each token. So that nothing is computed twice, the keys and values of all "
         "earlier tokens are kept, layer by layer: the KV cache.",
-        f"{choices['model']} on {found['gpus']} H100s with {tensor['layout']}: "
-        f"{found['prompt']:,} tokens of a prompt take an estimated {duration(found['prefill'])}, "
-        f"{rates[0]:,.0f} a second. One token of the answer takes {duration(found['step'])}, "
+        f"{choices['model']} on {view['gpus']} H100s with {tensor['layout']}: "
+        f"{view['prompt']:,} tokens of a prompt take an estimated {duration(view['prefill'])}, "
+        f"{rates[0]:,.0f} a second. One token of the answer takes {duration(view['step'])}, "
         f"{rates[1]:,.0f} a second. "
         "Decode has little to compute and reads all weights for it, so memory bandwidth is its "
         "limit. The cure is company: many answers at a time read the weights once.",
-        f"How many fit is a matter of the cache, {size_text(found['memory']['token'])} a token on "
+        f"How many fit is a matter of the cache, {size_text(view['memory']['token'])} a token on "
         f"each GPU here. With {choices['answers']} answers at a time {tensor['layout']} gives each "
         f"a token every {tensor['tpot_text']}, and {pipeline['layout']} one every "
         f"{pipeline['tpot_text']}: tp makes a step shorter, pp only lets others follow. Across "
@@ -118,11 +119,11 @@ def other_trainers() -> list[str]:
     """The dimensions that other trainers have, and when that was read."""
     known, rows = trainers.trainers(), {row["name"]: row for row in trainers.rows()}
     lacking = [
-        f"{one.name} has no {' and no '.join(none)} parallelism"
-        for key, one in known.items()
+        f"{trainer.name} has no {' and no '.join(none)} parallelism"
+        for key, trainer in known.items()
         if (none := [axis for axis in ("pipeline", "context") if rows[axis][key] == "none"])
     ]
-    dates = sorted(one.date for one in known.values())
+    dates = sorted(trainer.date for trainer in known.values())
     return [
         "Most trainers name the same dimensions and mean slightly different things by them. The "
         "table asks each one the same questions: how it splits the batch, matrices, layers, "

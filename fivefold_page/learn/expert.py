@@ -48,7 +48,7 @@ class RoutedSlot(NamedTuple):
     expert: int
     score: float
     weight: float
-    kept: bool = True
+    fits: bool = True
 
 
 class Moves(NamedTuple):
@@ -67,7 +67,7 @@ def view(params: Params) -> View:
     choices = chosen(CHOICES, params)
     num_ranks, top_k = int(choices["ep"]), int(choices["top_k"])
     rules = balance.parse(choices["capacity"])
-    capacity = rules[0].room(TOKENS, top_k, EXPERTS) if rules else None
+    capacity = rules[0].capacity(TOKENS, top_k, EXPERTS) if rules else None
     scores = [_scores(rank, top_k, choices["skew"]) for rank in range(num_ranks)]
     slots = [
         slot
@@ -89,13 +89,13 @@ def view(params: Params) -> View:
             [[round(score, 3) for score in token_scores] for token_scores in row] for row in scores
         ],
         "slots": [
-            [s.rank, s.token, s.expert, round(s.score, 3), round(s.weight, 3), int(s.kept)]
+            [s.rank, s.token, s.expert, round(s.score, 3), round(s.weight, 3), int(s.fits)]
             for s in slots
         ],
         "moves": {"far": moves.far, "near": moves.near},
         "flows": _flows(slots, num_ranks),
         "load": _load(slots),
-        "asked": _load([slot._replace(kept=True) for slot in slots]),
+        "asked": _load([slot._replace(fits=True) for slot in slots]),
         "numbers": numbers,
     }
     return result | {"frames": _frames(result, slots), "sentences": _sentences(result)}
@@ -133,7 +133,7 @@ def _softmax(logits: list[float]) -> list[float]:
 def _within(
     slots: list[RoutedSlot], capacity: int | None, rules: tuple[balance.Balance, ...]
 ) -> list[RoutedSlot]:
-    """The slots of a row, marked if they are dropped: every expert takes the first `room`, by
+    """The slots of a row, marked if they are dropped: every expert takes the first `capacity`, by
     probability or by position; the earlier token wins if equal."""
     if capacity is None:
         return slots
@@ -142,7 +142,7 @@ def _within(
     survivors = {
         slot for e in range(EXPERTS) for slot in [s for s in order if s.expert == e][:capacity]
     }
-    return [slot._replace(kept=slot in survivors) for slot in slots]
+    return [slot._replace(fits=slot in survivors) for slot in slots]
 
 
 def _home(expert: int, num_ranks: int) -> int:
@@ -159,7 +159,7 @@ def _moves(slots: list[RoutedSlot], num_ranks: int, nodes: int) -> Moves:
     near = [[0] * num_ranks for _ in range(num_ranks)]
     far = [[0] * num_ranks for _ in range(num_ranks)] if nodes > 1 else None
     crossed: set[tuple[int, int, int]] = set()
-    for slot in (candidate for candidate in slots if candidate.kept):
+    for slot in (candidate for candidate in slots if candidate.fits):
         home = _home(slot.expert, num_ranks)
         via = slot.rank if far is None else home // size * size + slot.rank % size
         if far is not None and (slot.rank, slot.token, via) not in crossed:
@@ -176,7 +176,7 @@ def _flows(slots: list[RoutedSlot], num_ranks: int) -> list[list[int]]:
 
 
 def _load(slots: list[RoutedSlot]) -> list[int]:
-    return [sum(slot.kept for slot in slots if slot.expert == expert) for expert in range(EXPERTS)]
+    return [sum(slot.fits for slot in slots if slot.expert == expert) for expert in range(EXPERTS)]
 
 
 def _numbers(slots: list[RoutedSlot], moves: Moves, num_ranks: int, nodes: int, row: int) -> View:
@@ -185,7 +185,7 @@ def _numbers(slots: list[RoutedSlot], moves: Moves, num_ranks: int, nodes: int, 
     on_rank = EXPERTS // num_ranks
     by_rank = [sum(load_[first : first + on_rank]) for first in range(0, EXPERTS, on_rank)]
     direct = sum(
-        slot.kept and _home(slot.expert, num_ranks) // size != slot.rank // size for slot in slots
+        slot.fits and _home(slot.expert, num_ranks) // size != slot.rank // size for slot in slots
     )
     counted_rows = {"local": 0, "crossing": 0, "network": 0}
     for matrix in moves.all():
@@ -214,7 +214,7 @@ def _numbers(slots: list[RoutedSlot], moves: Moves, num_ranks: int, nodes: int, 
 
 def _lost(slots: list[RoutedSlot]) -> int:
     """Tokens of which every slot is dropped."""
-    survivors = {(slot.rank, slot.token) for slot in slots if slot.kept}
+    survivors = {(slot.rank, slot.token) for slot in slots if slot.fits}
     return len({(slot.rank, slot.token) for slot in slots} - survivors)
 
 
@@ -308,10 +308,10 @@ def _combine_frames(result: View) -> list[View]:
 
 def _sum_frame(slots: list[RoutedSlot]) -> View:
     """The result of one token: one with a dropped slot, if there is any."""
-    shown = next((slot for slot in slots if not slot.kept), slots[0])
+    shown = next((slot for slot in slots if not slot.fits), slots[0])
     token_slots = [slot for slot in slots if (slot.rank, slot.token) == (shown.rank, shown.token)]
-    parts = [f"{slot.weight:.2f} · expert {slot.expert}" for slot in token_slots if slot.kept]
-    gone = [f"expert {slot.expert}" for slot in token_slots if not slot.kept]
+    parts = [f"{slot.weight:.2f} · expert {slot.expert}" for slot in token_slots if slot.fits]
+    gone = [f"expert {slot.expert}" for slot in token_slots if not slot.fits]
     total = " + ".join(parts) if parts else "nothing but what stood there before"
     missing = f" It had no room on {' and '.join(gone)}." if gone else ""
     return {

@@ -155,7 +155,7 @@ def _row(name: str, outcome: ServingPlan | str) -> View:
 def _story(load: LayoutLoad, single_plan: ServingPlan) -> list[View]:
     """One answer, then more of them, until the cache is full."""
     fit, capacity = load.fit, load.fit.replica_room
-    token, cache_tokens = fit.token_bytes, fit.request.kept
+    token, cache_tokens = fit.token_bytes, fit.request.cached_tokens
     batch = min(32, capacity)
     longer = sum(load.steady(batch).parts.values()) / sum(single_plan.parts.values())
     says = [

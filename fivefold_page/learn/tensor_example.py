@@ -63,7 +63,7 @@ class Example:
         self.into, self.inner, self.mixed, self.back = _NAMES[part]
 
     @cached_property
-    def given(self) -> dict[str, Matrix]:
+    def inputs(self) -> dict[str, Matrix]:
         """X, the weights, and the gradient of Y."""
         matrices = {"X": _drawn(self.num_tokens, WIDTH, 1), self.back: _drawn(INNER, WIDTH, 2)}
         for index, name in enumerate(self.into):
@@ -96,7 +96,7 @@ class Example:
 
     def computed(self, block: range) -> dict[str, Matrix]:
         """All that a rank computes, from whole X and dY and its own block of the weights."""
-        inputs = self.given
+        inputs = self.inputs
         shards = {name: columns_of(inputs[name], block) for name in self.into}
         shards[self.back] = rows_of(inputs[self.back], block)
         outputs = [matmul(inputs["X"], shards[name]) for name in self.into]
@@ -137,7 +137,7 @@ class Example:
         blocks = [_block(rank, WIDTH // num_ranks) for rank in range(num_ranks)]
         products = [
             [
-                matmul(columns_of(self.given["X"], block), rows_of(self.given[name], block))
+                matmul(columns_of(self.inputs["X"], block), rows_of(self.inputs[name], block))
                 for name in self.into
             ]
             for block in blocks

@@ -27,13 +27,13 @@ def overview(ex: Example) -> Equation:
     """The computation on one device; `cut` says along which dim each matrix is sharded."""
     tokens = "rows" if ex.splits_tokens else ""
 
-    def whole(name: str, cut: str) -> View:
-        values = ex.given[name] if name in ex.given else ex.one_device[name]
+    def matrix(name: str, cut: str) -> View:
+        values = ex.inputs[name] if name in ex.inputs else ex.one_device[name]
         return {**_matrix(name, "whole", values), "cut": cut if ex.tp > 1 else ""}
 
-    first: Equation = [whole("X", tokens), "×", *(whole(name, "columns") for name in ex.into)]
-    between = [*(whole(name, "columns") for name in ex.inner), "→", whole(ex.mixed, "columns")]
-    return [*first, "=", *between, "×", whole(ex.back, "rows"), "=", whole("Y", tokens)]
+    first: Equation = [matrix("X", tokens), "×", *(matrix(name, "columns") for name in ex.into)]
+    between = [*(matrix(name, "columns") for name in ex.inner), "→", matrix(ex.mixed, "columns")]
+    return [*first, "=", *between, "×", matrix(ex.back, "rows"), "=", matrix("Y", tokens)]
 
 
 def _forward(ex: Example) -> list[View]:
@@ -46,7 +46,9 @@ def _forward(ex: Example) -> list[View]:
             "split",
             f"A rank has {has_x}, {block} of {into}, and the rows of {ex.back} that belong to "
             "them. The numbers are small and whole; every one is computed.",
-            mats.each(lambda r: [[mats.x(r), *mats.mine(r, ex.into), mats.rows(r, ex.back)]]),
+            mats.by_rank(
+                lambda r: [[mats.x(r), *mats.all_cols(r, ex.into), mats.rows(r, ex.back)]]
+            ),
         )
     ]
     if ex.splits_tokens:
@@ -56,9 +58,9 @@ def _forward(ex: Example) -> list[View]:
             "column",
             f"Column product: all of X with the rank's columns of {into} gives columns of "
             f"{' and '.join(ex.inner)} that are complete. Nothing is exchanged.",
-            mats.each(
+            mats.by_rank(
                 lambda r: [
-                    [mats.whole("X"), "×", mats.one(r, weight), "=", mats.one(r, output)]
+                    [mats.full("X"), "×", mats.cols(r, weight), "=", mats.cols(r, output)]
                     for weight, output in zip(ex.into, ex.inner, strict=True)
                 ]
             ),
@@ -66,15 +68,15 @@ def _forward(ex: Example) -> list[View]:
         _frame(
             "between",
             _between(ex),
-            mats.each(lambda r: [[*mats.mine(r, ex.inner), "→", mats.one(r, ex.mixed)]]),
+            mats.by_rank(lambda r: [[*mats.all_cols(r, ex.inner), "→", mats.cols(r, ex.mixed)]]),
         ),
         _frame(
             "row",
             f"Row product: the rank's columns of {ex.mixed} meet its rows of {ex.back}. "
             + _summands(ex, "Y"),
-            mats.each(
+            mats.by_rank(
                 lambda r: [
-                    [mats.one(r, ex.mixed), "×", mats.rows(r, ex.back), "=", mats.sum(r, "Y")]
+                    [mats.cols(r, ex.mixed), "×", mats.rows(r, ex.back), "=", mats.sum(r, "Y")]
                 ]
             ),
         ),
@@ -107,17 +109,17 @@ def _backward(ex: Example) -> list[View]:
             "row back",
             f"Backward of the row product: {mixed} are the rank's own columns. The gradient of "
             f"its rows of {ex.back} is complete, and stays.",
-            mats.each(
+            mats.by_rank(
                 lambda r: [
-                    [mats.whole("dY"), "×", mats.rows(r, ex.back, True), "=", mats.one(r, mixed)],
-                    [mats.one(r, ex.mixed, True), "×", mats.whole("dY"), "=", mats.rows(r, back)],
+                    [mats.full("dY"), "×", mats.rows(r, ex.back, True), "=", mats.cols(r, mixed)],
+                    [mats.cols(r, ex.mixed, True), "×", mats.full("dY"), "=", mats.rows(r, back)],
                 ]
             ),
         ),
         _frame(
             "between back",
             f"Back through the step between: {' and '.join(inner)}, on each rank alone.",
-            mats.each(lambda r: [[mats.one(r, mixed), "→", *mats.mine(r, inner)]]),
+            mats.by_rank(lambda r: [[mats.cols(r, mixed), "→", *mats.all_cols(r, inner)]]),
         ),
     ]
     if ex.splits_tokens:
@@ -128,11 +130,11 @@ def _backward(ex: Example) -> list[View]:
             "column back",
             f"Backward of the column product. {_summands(ex, 'dX')} The gradient of the rank's "
             f"columns of {into} is complete, and stays.",
-            mats.each(
+            mats.by_rank(
                 lambda r: [
                     [*mats.products(r, inner), "=", mats.sum(r, "dX")],
                     *(
-                        [mats.whole("X", True), "×", mats.one(r, output), "=", mats.one(r, weight)]
+                        [mats.full("X", True), "×", mats.cols(r, output), "=", mats.cols(r, weight)]
                         for output, weight in zip(inner, stay, strict=True)
                     ),
                 ]
@@ -149,7 +151,7 @@ def _begin_backward(ex: Example, mats: _Matrices) -> View:
     return _frame(
         "gradient",
         f"Backward begins with the gradient of Y, whole on every rank.{mirror}",
-        mats.each(lambda _: [[mats.whole("dY")]]),
+        mats.by_rank(lambda _: [[mats.full("dY")]]),
     )
 
 
@@ -158,7 +160,7 @@ def _gathered(ex: Example, mats: _Matrices, name: str, why: str, again: bool = F
         "gather again" if again else "gather",
         f"{why}: an all-gather brings every rank the {counted(ex.num_tokens, 'token')} of {name}"
         f"{' once more' if again else ''}.",
-        mats.each(lambda r: [[mats.tokens(r, name), "→", mats.whole(name)]]),
+        mats.by_rank(lambda r: [[mats.tokens(r, name), "→", mats.full(name)]]),
         moves=["all_gather"],
     )
 
@@ -184,7 +186,7 @@ def _reduced(ex: Example, mats: _Matrices, name: str) -> list[View]:
         "reduce" if name == "Y" else "reduce back",
         f"{kind_text(kind).capitalize()}: the {ex.tp} summands of {name} are added, and every rank "
         f"gets {gets}. It is what one device has.",
-        mats.each(equations),
+        mats.by_rank(equations),
         moves=[kind],
     )
     return [{**frame, "one_device": _matrix(name, "whole", ex.one_device[name])}]
@@ -217,20 +219,20 @@ class _Matrices:
     def __init__(self, ex: Example) -> None:
         self.ex = ex
 
-    def each(self, equations: Callable[[int], list[Equation]]) -> list[list[Equation]]:
+    def by_rank(self, equations: Callable[[int], list[Equation]]) -> list[list[Equation]]:
         """The equations of all ranks."""
         return [equations(rank) for rank in range(self.ex.tp)]
 
-    def whole(self, name: str, transpose: bool = False) -> View:
-        return _matrix(name, "whole", self.ex.given[name], transpose=transpose)
+    def full(self, name: str, transpose: bool = False) -> View:
+        return _matrix(name, "whole", self.ex.inputs[name], transpose=transpose)
 
     def x(self, rank: int) -> View:
-        return self.tokens(rank, "X") if self.ex.splits_tokens else self.whole("X")
+        return self.tokens(rank, "X") if self.ex.splits_tokens else self.full("X")
 
     def tokens(self, rank: int, name: str, values: Matrix | None = None) -> View:
         """The rank's own tokens of `values`, or of a given matrix."""
         part = self.ex.tokens(rank)
-        values = rows_of(values or self.ex.given[name], part)
+        values = rows_of(values or self.ex.inputs[name], part)
         return _matrix(name, "slice", values, _range("token", part))
 
     def products(self, rank: int, names: Sequence[str]) -> Equation:
@@ -238,13 +240,13 @@ class _Matrices:
         equation: Equation = []
         for name, weight in zip(names, self.ex.into, strict=True):
             equation += ["+"] if equation else []
-            equation += [self.one(rank, name), "×", self.one(rank, weight, transpose=True)]
+            equation += [self.cols(rank, name), "×", self.cols(rank, weight, transpose=True)]
         return equation
 
-    def mine(self, rank: int, names: Sequence[str]) -> list[View]:
-        return [self.one(rank, name) for name in names]
+    def all_cols(self, rank: int, names: Sequence[str]) -> list[View]:
+        return [self.cols(rank, name) for name in names]
 
-    def one(self, rank: int, name: str, transpose: bool = False) -> View:
+    def cols(self, rank: int, name: str, transpose: bool = False) -> View:
         """A matrix of which the rank has some columns."""
         part = _range("row" if transpose else "column", self.ex.block(rank))
         return _matrix(name, "slice", self.ex.ranks[rank][name], part, transpose)

@@ -45,7 +45,7 @@ _AROUND = {"dp": "sums and gathers of data ranks", "update": "the update and all
 
 def verdict(comparison: Comparison, column: Sequence[int]) -> str:
     """How long the step took, planned and measured, and what explains most of the difference."""
-    what, plan = ("step", "planned") if comparison.whole else ("pipeline", "with mean times")
+    what, plan = ("step", "planned") if comparison.full_step else ("pipeline", "with mean times")
     start = (
         f"the {what} took {duration(comparison.seconds)}, {plan} {duration(comparison.planned)} "
         f"({comparison.seconds / comparison.planned:.2f} times)"
@@ -54,7 +54,7 @@ def verdict(comparison: Comparison, column: Sequence[int]) -> str:
         return start + ": nothing differs that needs a name"
     longer = "longer" if comparison.difference > 0 else "less"
     share = comparison.named.gain / comparison.difference
-    clause = f"{start}; {sentence(comparison.named, column, comparison.whole)}"
+    clause = f"{start}; {sentence(comparison.named, column, comparison.full_step)}"
     if share < _ALL:
         return f"{clause}: {share:.0%} of what it took {longer}"
     return f"{clause}: all of what it took {longer}, and more, which other parts make up for"
@@ -216,7 +216,7 @@ def _causes(comparison: Comparison, column: Sequence[int]) -> list[View]:
     """The parts of the difference, which sum to it, and their shares, which sum to 100%."""
     return [
         {
-            "says": _part(part, column, comparison.whole),
+            "says": _part(part, column, comparison.full_step),
             "gain_s": part.seconds,
             "share": part.share,
             "named": part.cause is not None and part.cause is comparison.named,
@@ -228,7 +228,7 @@ def _causes(comparison: Comparison, column: Sequence[int]) -> list[View]:
 def _part(part: CausePart, column: Sequence[int], by_plan: bool) -> str:
     if part.cause is None:
         return "all else"
-    return _OTHERS[part.cause.what] if part.rest else sentence(part.cause, column, by_plan)
+    return _OTHERS[part.cause.what] if part.residual else sentence(part.cause, column, by_plan)
 
 
 def _ranks(comparison: Comparison, column: Sequence[int]) -> list[View]:

@@ -60,7 +60,7 @@ def cases() -> Iterator[NcclGeneration]:
 
 
 def main() -> int:
-    nccl = NcclLibrary.here()
+    nccl = NcclLibrary.current()
     nccl.require(MOST_RANKS, 1)
     print(HEAD.format(nccl=nccl, date=date.today()))
     print(f"| {' | '.join(COLUMNS)} |")

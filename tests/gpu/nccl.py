@@ -324,7 +324,7 @@ class Prover:
 def main(names: Sequence[str]) -> int:
     import torch
 
-    nccl = NcclLibrary.here()
+    nccl = NcclLibrary.current()
     nccl.require(MOST_RANKS, 1)
     print(HEAD.format(nccl=nccl, torch=torch.__version__, date=date.today()), flush=True)
     most = float(os.environ.get("FIVEFOLD_SECONDS", "inf"))

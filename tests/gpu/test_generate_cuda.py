@@ -136,8 +136,8 @@ def same_bits(name: str, dtype: str) -> None:
 
     seen = trial.observe(make)
     assert batch_difference([seen]) == 0.0
-    alone = seen.found["alone"]
-    for found in seen.found.values():
+    alone = seen.completions["alone"]
+    for found in seen.completions.values():
         assert all(found[id].tokens == each.tokens for id, each in alone.items())
 
 

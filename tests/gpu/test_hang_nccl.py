@@ -19,7 +19,7 @@ import torch.distributed as dist  # isort: skip
 pytestmark = [
     pytest.mark.skipif(not num_gpus(), reason="no CUDA device: run this where there is one"),
     pytest.mark.skipif(
-        num_gpus() < 4 and not NcclLibrary.here().may_share,
+        num_gpus() < 4 and not NcclLibrary.current().may_share,
         reason="NCCL needs four GPUs, or one that NCCL_MULTI_RANK_GPU_ENABLE=1 lets ranks share",
     ),
 ]

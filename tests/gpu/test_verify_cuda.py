@@ -17,7 +17,7 @@ from fivefold.launch.backend import NcclLibrary, num_gpus
 
 needs_gpu = pytest.mark.skipif(not num_gpus(), reason="no CUDA device: run this where there is one")
 needs_nccl = pytest.mark.skipif(
-    num_gpus() < 2 and not NcclLibrary.here().may_share,
+    num_gpus() < 2 and not NcclLibrary.current().may_share,
     reason="NCCL needs two GPUs, or one that NCCL_MULTI_RANK_GPU_ENABLE=1 lets ranks share",
 )
 

@@ -144,7 +144,7 @@ def test_capacity_by_hand() -> None:
     experts = torch.tensor([[[0, 1], [0, 2], [0, 1], [0, 3]]])
     scores = torch.tensor([[[0.4, 0.3], [0.6, 0.2], [0.5, 0.1], [0.9, 0.05]]], dtype=F64)
     (rule,) = parse(f"capacity:{4 / 3}")
-    assert rule.room(seq=4, top_k=2, num_experts=4) == 3
+    assert rule.capacity(seq=4, top_k=2, num_experts=4) == 3
     kept = slots_within_capacity(experts, scores, 3, "probability", 4)
     assert kept[0, :, 0].tolist() == [False, True, True, True] and kept[0, :, 1].all()
     kept = slots_within_capacity(experts, scores, 3, "position", 4)
@@ -178,7 +178,7 @@ def test_dropped_slots_go_nowhere_weigh_nothing_and_still_count_as_load() -> Non
     balancer = Balancer(parse("capacity:0.75"), 3, "cpu")  # one slot a row and expert
     out = balancer(routing(), 2)
     assert out.experts[:, 0].tolist() == [3, 0, 1, 2]
-    assert out.drops and out.room is None
+    assert out.drops and out.capacity is None
     # Of row 0 the second token wants expert 0 more.
     torch.testing.assert_close(out.weights[:, 0], torch.tensor([0, 0.7, 0.6, 0.6], dtype=F64))
     out.weights.sum().backward()
@@ -221,13 +221,13 @@ def test_ranks_that_share_a_row_decide_what_to_drop_as_one_does() -> None:
         )
         for words, room in (("capacity:0.75", None), ("capacity-pad:0.75", 1)):
             found = Balancer(parse(words), 3, "cpu", rows)(here, 1)
-            assert found.experts.tolist() == whole[mine].tolist() and found.room == room
+            assert found.experts.tolist() == whole[mine].tolist() and found.capacity == room
 
 
 def test_padding_gives_room_for_all_that_may_come() -> None:
     # ⌈0.75·1·2/3⌉ = 1 slot in each of two rows; ⌈9·1·2/3⌉ = 6 slots, but a row has two tokens.
     for words, room in (("capacity-pad:0.75", 2), ("capacity-pad:9", 4)):
-        assert Balancer(parse(words), 3, "cpu")(routing(), 2).room == room
+        assert Balancer(parse(words), 3, "cpu")(routing(), 2).capacity == room
 
 
 def test_a_dropped_token_leaves_no_trace_in_the_experts() -> None:

@@ -225,7 +225,7 @@ def trained(tmp_path: Path, recipe: Recipe) -> tuple[list[tuple[str, Any]], tupl
     begin of its last step, and to its last record."""
     before = time.perf_counter()
     plan = resolve(PlanOptions("tiny", seq=8, batch=2, set={"layers": "1"}, train=recipe))
-    folder = RunFolder.create(tmp_path / "run", plan.to_toml(whole=True), {}, resume=False)
+    folder = RunFolder.create(tmp_path / "run", plan.to_toml(full=True), {}, resume=False)
     after, said, moments = time.perf_counter(), list[tuple[str, Any]](), dict[object, float]()
 
     def send(kind: str, value: Any) -> None:

@@ -227,5 +227,5 @@ def test_a_rank_that_has_some_heads_of_a_row_drops_their_pairs(coord: int, tp_co
     sees = ContextAttention._sees(own, call, (range(seq),), info.at(4, first), heads)
     every = pairs.keeps(2 * heads * ranks, torch.arange(seq), torch.arange(seq))
     begin = first + coord * heads
-    assert sees.kept is not None and sees.kept.equal(every[:, begin : begin + heads])
+    assert sees.keep_mask is not None and sees.keep_mask.equal(every[:, begin : begin + heads])
     assert len({bytes(each.flatten().byte().numpy()) for each in every[0]}) == 2 * heads * ranks

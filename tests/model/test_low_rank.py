@@ -71,10 +71,10 @@ def test_written_out_gradients_are_those_of_autograd() -> None:
     wanted = torch.autograd.grad(expected, (x, *learned), grads)
     math, sink = AdaptedMath(adapters), _Sink()
     with torch.no_grad():
-        made = math.multiply([x], weights, biases, None)
-        read = math.read([Sent(each) for each in grads], 6, True, True)
-        back = torch.cat([math.back(read, weights, number, 2, None) for number in range(2)])
-        for work in math.works([x], read, weights, biases):
+        made = math.fprop([x], weights, biases, None)
+        read = math.operands([Sent(each) for each in grads], 6, True, True)
+        back = torch.cat([math.dgrad(read, weights, number, 2, None) for number in range(2)])
+        for work in math.wgrads([x], read, weights, biases):
             work(sink)
     found = (*made, back, *(sink.found[id(each)] for each in learned))
     for ours, theirs in zip(found, (*expected, *wanted), strict=True):

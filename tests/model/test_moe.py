@@ -184,7 +184,7 @@ def test_dropped_slots_and_their_gradients_by_hand(weigh_inputs: bool, pads: boo
         experts=routing.experts.where(kept, 6),
         weights=routing.weights * kept,
         drops=True,
-        room=7 if pads else None,
+        capacity=7 if pads else None,
     )
     computed: list[int] = []
     moe.experts.register_forward_hook(lambda _, given, __: computed.append(len(given[0][0])))

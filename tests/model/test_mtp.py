@@ -133,7 +133,7 @@ def test_evaluation_counts_the_next_token_only() -> None:
     changes = {"layers": "2", "mtp": "1", "dropout": "0.3"}
     plan = resolve(PlanOptions("tiny-moe", set=changes, microbatches=1), small=True)
     job = compose(plan, Mesh.of(plan, torch.device("cpu")), seed=0, dtype=torch.float64)
-    drawn = samples(plan.batch, plan.shape.vocab, 0, 0, drops=True).whole()
+    drawn = samples(plan.batch, plan.shape.vocab, 0, 0, drops=True).as_batch()
     total, tokens = evaluate(job, [drawn])
     model = job.chunks[0].model
     assert model.training and tokens == (drawn.labels != NOT_COUNTED).sum()

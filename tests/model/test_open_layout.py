@@ -108,7 +108,7 @@ def test_the_command_line_chooses_too(visible: Any, words: tuple[str, ...], layo
 def test_a_run_resumes_in_its_layout(visible: Any, tmp_path: Path) -> None:
     keys = {"schedule": "interleaved", "chunks": 2, "microbatches": 4, "seq": 64, "zero": 1}
     before = resolve(PlanOptions("tiny", "dp=2 pp=2", recompute="full", **keys))
-    (tmp_path / "plan.toml").write_text(before.to_toml(tmp_path, whole=True), "utf-8")
+    (tmp_path / "plan.toml").write_text(before.to_toml(tmp_path, full=True), "utf-8")
     for gpus in (0, 8):
         visible(gpus)
         plan = started("tiny", out=tmp_path, resume=True)

@@ -37,7 +37,7 @@ def trained(folder: Path, step: int = 4, **facts: Any) -> Path:
     """A run as a training would leave it, without one; returns its newest checkpoint."""
     plan = resolve(options_of())
     folder.mkdir(exist_ok=True)
-    (folder / "plan.toml").write_text(plan.to_toml(folder, whole=True))
+    (folder / "plan.toml").write_text(plan.to_toml(folder, full=True))
     names = [f"model/{one.name}" for one in (*weights(plan.shape), *buffers(plan.shape))]
     shapes = {
         f"model/{one.name}": one.shape for one in (*weights(plan.shape), *buffers(plan.shape))
@@ -193,7 +193,7 @@ def test_a_checkpoint_is_read_by_the_plan_that_made_it(tmp_path: Path) -> None:
         )
     )
     for step, each, loss in ((2, plan, 1.0), (4, adapted, 2.0)):
-        text = each.to_toml(tmp_path, whole=True)
+        text = each.to_toml(tmp_path, full=True)
         trained(tmp_path, step, plan=text, plan_in_run=True, evals={"text": loss})
     checkpoints = tmp_path / "checkpoints"
     assert find_model(tmp_path).shape == adapted.shape

@@ -60,8 +60,8 @@ def served(load: ReplicaLoad, speed: ReplicaSpeed) -> tuple[float, float]:
     """The medians of TTFT and TPOT of the engine, of all but the first quarter of requests."""
     clock, chance, device = Clock(speed), random.Random(SEED), torch.device("cpu")
     drawn = DrawnTokens(speed.budget, device) if speed.ahead else None
-    limits = ScheduleLimits(speed.budget, speed.room)
-    blocks = speed.room * blocks_of(SHAPE.max_seq)
+    limits = ScheduleLimits(speed.budget, speed.slots)
+    blocks = speed.slots * blocks_of(SHAPE.max_seq)
     ranks = EngineRanks(share=clock.share)
     engine = Engine(SHAPE, clock.forward, blocks, limits, ranks=ranks, drawn=drawn)
     due = [0.0] * load.clients if load.rate is None else list(arrival_times(load.rate, REQUESTS))

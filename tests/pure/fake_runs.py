@@ -117,7 +117,7 @@ def write_run(
 ) -> Path:
     """A folder as a training leaves it; `ended` says why each start ended, or that it `failed`."""
     folder.mkdir()
-    (folder / "plan.toml").write_text(plan.to_toml(folder, whole=True))
+    (folder / "plan.toml").write_text(plan.to_toml(folder, full=True))
     starts: list[dict[str, Any]] = []
     for number, why in enumerate(ended or ["done"]):
         start: dict[str, Any] = {"began": EPOCH + 100 * number, "model": plan.shape.name}

@@ -48,7 +48,9 @@ def test_a_plan_is_read_back_from_every_target(name: str, seed: int, tmp_path: P
     assert values_of(read_back(name, emitted.text, nearest, tmp_path)) == values_of(nearest)
     before, after = values_of(plan), values_of(nearest)
     changed = {key for key in before if before[key] != after[key]}
-    listed = {word for loss in emitted.losses for word in (loss.key + " " + loss.now).split()}
+    listed = {
+        word for loss in emitted.losses for word in (loss.key + " " + loss.replacement).split()
+    }
     listed = {part for word in listed for part in word.split("=")[0].split("+")}
     if {"pp", "interleaved", "schedule"} & listed:
         listed |= {"schedule", "chunks", "stage_layers", "order"}
@@ -108,7 +110,7 @@ def test_memory_after_every_substitution_is_shown_and_what_fits_is_preferred() -
     search = _NearestPlan(TARGETS["megatron"], values_of(plan), _model(plan), lambda _: small)
     search.price = lambda values: tight if values["recompute"] == "norm" else small
     search.take("recompute", "selective", [{"recompute": "norm"}, {"recompute": "mlp"}])
-    assert search.now["recompute"] == "mlp"
+    assert search.values["recompute"] == "mlp"
 
 
 def _model(plan: Plan) -> tuple[str, dict[str, str], Shape]:

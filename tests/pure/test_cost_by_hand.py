@@ -112,12 +112,14 @@ def test_loss_memory() -> None:
     assert memory(said=EAGER_MEMORY, tp=4).computed() == pytest.approx([19 * words / 4])
     capped = replace(LARGE, logit_cap=30.0)
     assert memory(capped).computed() == pytest.approx([6 * words]), "what the cap reads"
-    assert memory().others() == [0.0] and memory().other_inputs() == [0.0]
+    assert memory().other_losses() == [0.0] and memory().other_inputs() == [0.0]
     ahead = memory(replace(LARGE, mtp=2))
-    assert ahead.others() == pytest.approx([2 * 2 * words]), "two more losses in 2 bytes"
+    assert ahead.other_losses() == pytest.approx([2 * 2 * words]), "two more losses in 2 bytes"
     assert ahead.other_inputs() == pytest.approx(2 * ahead.input())
     every = memory(pp=4, microbatches=8, schedule="gpipe")
-    assert every.others() == pytest.approx([7 * 2 * words]), "no backward before the last forward"
+    assert every.other_losses() == pytest.approx([7 * 2 * words]), (
+        "no backward before the last forward"
+    )
     assert memory().gradients() == pytest.approx([2 * 4096 * (1024 + 131072)])
 
 

@@ -46,7 +46,7 @@ def job(
 ) -> FailingJob:
     steps = steps_between(save.cost, mtbf, step, save.write) if save.cost else 1
     values: dict[str, Any] = {"domain": FailureDomain(4096, 8), "replicas": 32, "step": step}
-    values |= {"rates": {"gpu": 1 / mtbf}, "design": design, "place": "disk", "save": save}
+    values |= {"rates": {"gpu": 1 / mtbf}, "design": design, "location": "disk", "save": save}
     values |= {"steps": steps, "disk": save, "disk_interval": steps * step}
     return FailingJob(**values | changes)
 
@@ -127,7 +127,7 @@ def test_switches_take_hosts_and_hosts_fail_by_themselves() -> None:
 
 def test_partners_that_die_together_cost_what_the_disk_has_not() -> None:
     """Only failures during a recovery can hit a partner; in a small job they often do."""
-    asked = job(600, NO_SAVE, step=1.0, design=RecoveryDesign(0, 300), place="memory")
+    asked = job(600, NO_SAVE, step=1.0, design=RecoveryDesign(0, 300), location="memory")
     asked = replace(asked, disk=SaveCost(1, 0, 0, 0, 0), disk_interval=600.0)
     large = simulate_failures(asked, 20, 30, 0)
     small = simulate_failures(replace(asked, domain=FailureDomain(40, 8)), 20, 30, 0)
@@ -187,7 +187,7 @@ def test_any_job_keeps_its_books(
     mtbf: float, cost: float, write: float, restart: float, spares: int | None, place: str
 ) -> None:
     save = SaveCost(1, cost, write, 0.04 * write, write)
-    asked = job(mtbf, save, design=RecoveryDesign(10, restart, 2 * HOUR, spares), place=place)
+    asked = job(mtbf, save, design=RecoveryDesign(10, restart, 2 * HOUR, spares), location=place)
     found = simulate_failures(asked, days=1, runs=4, seed=0)
     assert 0 <= found.goodput <= 1
     assert all(seconds >= -1e-6 for seconds in found.lost.values())

@@ -40,7 +40,7 @@ def test_the_last_call_skipped() -> None:
 def test_two_calls_swapped() -> None:
     swapped = (TOKENS, MORE_WEIGHTS, WEIGHTS, GRADIENTS)
     (found,) = mismatches({0: STEP, 1: swapped})
-    assert (found.one_issued, found.other_issued) == (WEIGHTS, MORE_WEIGHTS)
+    assert (found.issued, found.other_issued) == (WEIGHTS, MORE_WEIGHTS)
 
 
 def test_calls_swapped_over_axes_of_the_same_ranks() -> None:
@@ -69,7 +69,7 @@ def test_every_other_rank_is_held_against_the_first() -> None:
     same = [WEIGHTS._replace(members=group)]
     wrong = [same[0]._replace(bytes=1)]
     found = mismatches({0: same, 4: wrong, 12: wrong})
-    assert [(each.one, each.other) for each in found] == [(0, 4), (0, 12)]
+    assert [(each.rank, each.other_rank) for each in found] == [(0, 4), (0, 12)]
 
 
 def test_groups_do_not_wait_for_one_another() -> None:

@@ -125,7 +125,7 @@ def test_order_across_groups_is_a_cycle_and_a_difference() -> None:
         (3, (2,)),
         (2, (0,)),
     ]
-    assert [(each.one, each.other) for each in found.differing] == [(0, 1), (0, 2)]
+    assert [(each.rank, each.other_rank) for each in found.differing] == [(0, 1), (0, 2)]
 
 
 @pytest.mark.parametrize(
@@ -136,7 +136,7 @@ def test_ranks_at_one_stage_issue_the_same(change: dict[str, int | str]) -> None
     other = theirs._replace(**change)  # pyright: ignore[reportArgumentType]
     calls: Lists = {0: [mine], 2: [other]}
     (found,) = prove_order(topology_of("dp=2 tp=2"), calls).differing
-    assert (found.number, found.one, found.other) == (1, 0, 2)
+    assert (found.number, found.rank, found.other_rank) == (1, 0, 2)
     assert prove_order(topology_of("dp=2 tp=2"), {0: [mine], 2: [theirs]}).ok
 
 
@@ -159,7 +159,7 @@ def test_what_a_shard_decides_may_differ_between_ranks_that_do_not_meet_in_it() 
     inside = {rank: [each._replace(where="0F0") for each in larger[rank]] for rank in larger}
     assert not prove_order(layout, calls | inside).ok
     swapped = prove_order(layout, {0: calls[0], 1: calls[1][::-1]})
-    assert [(each.number, each.one, each.other) for each in swapped.differing] == [(1, 0, 1)]
+    assert [(each.number, each.rank, each.other_rank) for each in swapped.differing] == [(1, 0, 1)]
 
 
 def test_messages_between_other_stages_differ() -> None:
@@ -200,7 +200,7 @@ def test_connections_do_not_disturb_the_comparison_of_groups() -> None:
     assert not mismatches(calls)
     assert prove_order(TWO, calls).ok
     (found,) = mismatches({0: calls[0], 1: calls[1][1:]})
-    assert found.one_issued == BOTH[0]
+    assert found.issued == BOTH[0]
 
 
 def test_around_a_ring_all_send_and_receive() -> None:
@@ -312,7 +312,9 @@ def test_of_a_large_job_a_rank_outside_the_pipeline_differs() -> None:
     calls[1][where : where + 2] = calls[1][where : where + 2][::-1]
     found = prove_order(topology, calls)
     assert not found.cycle
-    assert [(each.number, each.one, each.other) for each in found.differing] == [(where + 1, 0, 1)]
+    assert [(each.number, each.rank, each.other_rank) for each in found.differing] == [
+        (where + 1, 0, 1)
+    ]
 
 
 def test_a_part_of_a_pipeline_is_not_played() -> None:

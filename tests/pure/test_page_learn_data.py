@@ -181,7 +181,7 @@ def one_device(
 def test_the_ranks_together_have_what_one_device_has(part: str, tp: str, sp: str) -> None:
     """Read off the frames, as the reader sees them."""
     example = Example(part, int(tp), sp == "on")
-    given = {name: numpy.array(values) for name, values in example.given.items()}
+    given = {name: numpy.array(values) for name, values in example.inputs.items()}
     truth = one_device(given, part)
     frames = {
         frame["phase"]: frame for frame in tensor.view({"part": part, "tp": tp, "sp": sp})["frames"]

@@ -255,7 +255,7 @@ def test_capacity_keeps_what_its_rule_says() -> None:
     for params in (each for each in EXPERT_PARAMS if each["capacity"] != balance.NONE):
         view = expert.view(params)
         (rule,) = balance.parse(params["capacity"])
-        room = rule.room(expert.TOKENS, int(params["top_k"]), expert.EXPERTS)
+        room = rule.capacity(expert.TOKENS, int(params["top_k"]), expert.EXPERTS)
         assert view["room"] == room
         for rank in range(view["ranks"]):
             for number in range(expert.EXPERTS):

@@ -53,7 +53,7 @@ def laid(layout: str) -> Plan:
 @given(layouts())
 def test_the_line_lists_every_group_of_every_rank(layout: Layout) -> None:
     line = rank_order(layout)
-    assert sorted(map(line.place, range(layout.world))) == [*range(layout.world)]
+    assert sorted(map(line.position, range(layout.world))) == [*range(layout.world)]
     for axis in AXES:
         along = layout.extent(axis)
         for rank in range(layout.world):

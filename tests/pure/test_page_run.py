@@ -250,7 +250,7 @@ def test_without_events_or_plan_it_says_so(tmp_path: Path) -> None:
 def test_other_layouts_are_not_held_against_the_newest_plan(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", MEANS, [RECORD], events=[FakeStep(MEANS, usual).lines(1)])
     other = plan_of(layout="dp=4 pp=2")
-    (folder / "plan.toml").write_text(other.to_toml(folder, whole=True))
+    (folder / "plan.toml").write_text(other.to_toml(folder, full=True))
     assert "ran dp=2 pp=4" in asked(folder)["step"]["problem"]
 
 

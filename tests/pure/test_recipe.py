@@ -81,7 +81,7 @@ def test_a_plan_file_carries_it(tmp_path: Path) -> None:
     assert "[train]" in path.read_text("utf-8") and "weight_decay" not in path.read_text("utf-8")
     assert read(path).train == Recipe(steps=7, lr=2e-4)
     assert options_from(str(path), {"train": {"lr": 1e-2}}).train == Recipe(steps=7, lr=1e-2)
-    path.write_text(plan.to_toml(tmp_path, whole=True), "utf-8")
+    path.write_text(plan.to_toml(tmp_path, full=True), "utf-8")
     assert read(path).train == Recipe(steps=7, lr=2e-4)
     path.write_text('model = "tiny"\n[train]\nstep = 3\n', "utf-8")
     with pytest.raises(BadFile, match="did you mean steps"):

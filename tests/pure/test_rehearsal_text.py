@@ -50,7 +50,7 @@ def found(**changes: Any) -> Any:
         "plan": PLAN,
         "runs": runs,
         "predicted": {0: (ENTRY,), 1: (ENTRY,)},
-        "whole": {0: True},
+        "without_replay": {0: True},
         "mismatches": [],
         "astray": [],
         "order": OrderVerdict(2, 6),
@@ -93,7 +93,7 @@ def test_json_is_the_contract() -> None:
 
 def test_json_of_ranks_that_went_astray() -> None:
     parted = mismatches({0: [GATHER, GATHER], 1: [GATHER]})
-    table = described(found(mismatches=parted, astray=[1], whole={0: False}, passed=False))
+    table = described(found(mismatches=parted, astray=[1], without_replay={0: False}, passed=False))
     assert table["matched"] is table["traffic"]["match"] is table["passed"] is False
     assert table["traffic"]["astray"] == [1]
     assert table["mismatches"] == [str(each) for each in parted]

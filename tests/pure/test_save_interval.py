@@ -50,7 +50,7 @@ def test_failures_are_starts_that_did_not_end_by_themselves() -> None:
     killed, stopped = {"began": 0.0}, {"began": HOUR, "ended": {"at": 2 * HOUR}}
     failed = {"began": 2 * HOUR, "failed": {"at": 3 * HOUR, "why": "lost rank 1"}}
     now = {"began": 3 * HOUR}
-    found = observed_rate([killed, stopped, failed, now], 4 * HOUR, plan(), given=8.0)
+    found = observed_rate([killed, stopped, failed, now], 4 * HOUR, plan(), hours_given=8.0)
     assert (found.failures, found.hours, found.assumed) == (2, 4.0, 8.0)
     assert found.mtbf == 4 * HOUR and "mtbf_hours = 8" in found.source
 

@@ -36,8 +36,8 @@ def test_layers_of_a_table_are_timed_as_those_of_each_block(model: str, gpus: in
     for block in blocks:
         job = H100.arguments(space.shape, block.grid, space.seq)
         wanted = partial(_legal, block)
-        alone = step_time(*job, wanted=wanted).step
-        shared = step_time(*job, wanted=wanted, passes=bounds.passes(block)).step
+        alone = step_time(*job, selection=wanted).step
+        shared = step_time(*job, selection=wanted, passes=bounds.passes(block)).step
         np.testing.assert_allclose(shared, alone, rtol=1e-12)
         compared += alone.size
     assert compared > 5_000

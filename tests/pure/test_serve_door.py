@@ -21,7 +21,7 @@ from fivefold.generate.text import ByteCodec
 from fivefold.launch.worker import NoMeeting, Worker
 from fivefold.serve import http, rank
 from fivefold.serve import supervisor as keeper
-from fivefold.serve.api import Door
+from fivefold.serve.api import Api
 from fivefold.serve.dispatch import Dispatcher
 from fivefold.serve.http import HttpLimits
 from fivefold.serve.links import AddCommand, EngineRole, ReplicaHello, StepNews
@@ -70,7 +70,7 @@ class Desk:
         self.dispatcher = Dispatcher(shape, codec, frozenset({256}), ServeMetrics(), 8, 4)
         prompts = PromptReader(codec, folder)
         self.lines: list[str] = []
-        self.door = Door("tiny", (), self.dispatcher, prompts, limits, self.lines.append)
+        self.door = Api("tiny", (), self.dispatcher, prompts, limits, self.lines.append)
         self.engines = [self.start(index) for index in range(replicas)]
         self.port = 0
 
@@ -169,7 +169,7 @@ def test_a_request_begins_again_if_nobody_saw_any_of_it(tmp_path: Path) -> None:
         metrics, (engine,) = desk.dispatcher.metrics, desk.engines
         await desk.until(lambda: len(engine.ids()) == 3)
         by_stream = {
-            choice.request.id: choice.call.asked.stream
+            choice.request.id: choice.call.request.stream
             for choice in desk.dispatcher.replicas[0].open.values()
         }
         first = next(id for id in engine.ids() if not by_stream[id])

@@ -191,7 +191,7 @@ def test_numbers_of_tokens_come_with_their_text() -> None:
 def test_a_token_without_probability_is_valid_json() -> None:
     call, choice = choice_of((), logprobs=1)
     choice.push(97, float("-inf"), "length", ((98, float("-inf")),))
-    table = AnswerWriter("m", ByteCodec()).whole(call)
+    table = AnswerWriter("m", ByteCodec()).completion(call)
     found = json.loads(table, parse_constant=pytest.fail)["choices"][0]["logprobs"]
     assert found["token_logprobs"] == [-9999.0] and found["top_logprobs"] == [{"b": -9999.0}]
 

@@ -20,8 +20,8 @@ from fivefold.planner.serving.plans import LayoutLoad
 H200 = machine.load("h200")
 
 
-def speed(step: float = 0.01, room: int = 64) -> ReplicaSpeed:
-    return ReplicaSpeed(lambda n: step + 1e-4 * n, 0.05, 0.0, 0.005, room, 8192, ahead=False)
+def speed(step: float = 0.01, slots: int = 64) -> ReplicaSpeed:
+    return ReplicaSpeed(lambda n: step + 1e-4 * n, 0.05, 0.0, 0.005, slots, 8192, ahead=False)
 
 
 def test_an_idle_server_answers_as_alone() -> None:
@@ -56,7 +56,9 @@ def test_clients_fill_the_server() -> None:
 
 
 def test_a_full_cache_makes_requests_wait() -> None:
-    few, many = (simulate(ReplicaLoad(1024, 64, clients=16), speed(room=room)) for room in (4, 64))
+    few, many = (
+        simulate(ReplicaLoad(1024, 64, clients=16), speed(slots=slots)) for slots in (4, 64)
+    )
     assert few.ttft > 5 * many.ttft and few.sequences <= 4
 
 

@@ -133,8 +133,8 @@ def test_ranks_share_the_weights() -> None:
 def test_room_is_what_is_left() -> None:
     request = ServingRequest(models.load("llama-3.1-8b"), H200, 1, 2048, 256)
     fit = ServingFit(request, Layout(sp=False, zero=0))
-    used = fit.weights + fit.others + fit.replica_room * request.kept * fit.token_bytes
-    assert used <= request.usable < used + request.kept * fit.token_bytes
+    used = fit.weights + fit.overhead + fit.replica_room * request.cached_tokens * fit.token_bytes
+    assert used <= request.usable < used + request.cached_tokens * fit.token_bytes
 
 
 # --- Seconds
@@ -390,7 +390,7 @@ def test_a_layout_fits_from_one_sequence_on() -> None:
     shape = models.load("llama-3.1-8b")
     request = ServingRequest(shape, H100, 1, 2048, 256)
     fit = ServingFit(request, Layout(sp=False, zero=0))
-    need = fit.weights + fit.others + request.kept * fit.token_bytes
+    need = fit.weights + fit.overhead + request.cached_tokens * fit.token_bytes
     for usable, room in ((need * (1 + 1e-9), 1), (need * (1 - 1e-9), 0)):
         tight = replace(request, headroom=1 - usable / H100.memory)
         assert ServingFit(tight, fit.layout).replica_room == room
@@ -406,5 +406,5 @@ def test_the_fullest_stage_decides_what_fits() -> None:
     request = ServingRequest(models.load("llama-3.1-8b"), H100, 2, 2048, 256)
     fit = ServingFit(request, Layout(pp=2, sp=False, zero=0))
     assert fit.weights == max(fit.stage_weights) > min(fit.stage_weights)
-    left = request.usable - max(fit.stage_weights) - fit.others
-    assert fit.replica_room == int(left // (request.kept * fit.token_bytes))
+    left = request.usable - max(fit.stage_weights) - fit.overhead
+    assert fit.replica_room == int(left // (request.cached_tokens * fit.token_bytes))

@@ -37,7 +37,7 @@ def test_a_rank_slower_by_a_fifth_is_named_with_its_cost() -> None:
     (found,) = slow_ones(paces, {"dp-cp": [(0, 1, 2, 3)]}, {})
     assert (found.what, found.ranks) == ("rank", (2,))
     assert found.share == pytest.approx(0.16)
-    assert "rank 2 on a computes 1.20 times as long as its peers" in found.words
+    assert "rank 2 on a computes 1.20 times as long as its peers" in found.text
 
 
 def test_stages_are_not_compared_with_one_another() -> None:
@@ -48,7 +48,7 @@ def test_a_rank_without_peers_is_compared_with_itself() -> None:
     best: dict[object, float] = {}
     assert slow_ones([pace(0), pace(1)], {}, best) == []
     (found,) = slow_ones([pace(0), pace(1, 1.0)], {}, best)
-    assert found.ranks == (1,) and "at its best" in found.words
+    assert found.ranks == (1,) and "at its best" in found.text
 
 
 def test_a_host_whose_ranks_are_all_slow_is_named_once() -> None:
@@ -98,7 +98,7 @@ def test_a_slow_direction_of_a_pipeline_is_named() -> None:
     (found,) = slow_ones([one[0], other[0], one[1], other[1]], {}, {})
     assert (found.what, found.ranks) == ("link", (1, 3))
     assert found.share == pytest.approx(2 * 0.02)  # four messages in three steps
-    assert "ranks 1 to 3 takes 2.00 times" in found.words
+    assert "ranks 1 to 3 takes 2.00 times" in found.text
 
 
 def test_the_step_line_has_what_costs_more_than_three_percent() -> None:

@@ -363,7 +363,7 @@ def test_two_tokenizers_do_not_mix(tmp_path: Path) -> None:
     with pytest.raises(FivefoldError, match="one token means two things: tokenize both with"):
         open_source(pair, 300, 4, 0)
     source = open_source(f"stdlib:.9 {tmp_path}/bytes:.1", 300, 4, 0)
-    assert {source.place(sample)[0] for sample in range(20)} == {
+    assert {source.source_row(sample)[0] for sample in range(20)} == {
         "Python's standard library",
         f"{tmp_path}/bytes",
     }

@@ -134,7 +134,7 @@ def test_one_corpus_is_read_in_its_order_and_its_last_rows_are_held_out() -> Non
     drawn = source.samples(range(298)).tokens[:, 0] // 4
     assert drawn.tolist() == [RowOrder(3, 298).row(sample) for sample in range(298)]
     assert sorted(drawn.tolist()) == list(range(298))
-    assert [source.place(sample)[1] for sample in range(298)] == drawn.tolist()
+    assert [source.source_row(sample)[1] for sample in range(298)] == drawn.tolist()
     assert held_out(source, 1).tolist() == [[1192, 1193, 1194, 1195, 1196]]
     assert (held_out(source, 9)[:, 0] // 4).tolist() == [298, 299]
 
@@ -173,7 +173,7 @@ def test_whole_shares_come_whole_in_every_step() -> None:
 def test_a_mixture_reads_every_row_of_each_corpus_once_an_epoch() -> None:
     few, many = counting("few", 4 * 11 + 1), counting("many", 4 * 41 + 1, first=1000)
     source = mixed((1, few), (3, many), seed=5)
-    places = [source.place(sample) for sample in range(400)]
+    places = [source.source_row(sample) for sample in range(400)]
     for name, num_rows in (("few", 10), ("many", 40)):
         rows = [row for which, row in places if which == name]
         for epoch in range(len(rows) // num_rows):
@@ -193,7 +193,7 @@ def test_rows_are_held_out_in_proportion_as_long_as_there_are_some() -> None:
     assert sum(token < 10_000 for token in firsts) == 2
     firsts = held_out(source, 100)[:, 0]
     assert sum(token < 10_000 for token in firsts) == 2 and len(firsts) == 2 + 2000 // 128
-    drawn = {source.place(sample) for sample in range(3000)}
+    drawn = {source.source_row(sample) for sample in range(3000)}
     assert not drawn & {("few", 298), ("few", 299)} and ("few", 297) in drawn
     assert max(row for name, row in drawn if name == "many") == 2000 - 15 - 1
 

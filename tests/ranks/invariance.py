@@ -177,7 +177,7 @@ class Trainings:
     def _resume(self, case: Case, dtype: Dtype, folder: Path, until: int) -> list[TrainedRank]:
         """As the command does it with --resume and --until."""
         plan, resume = case.plan(self.layers), folder.exists()
-        RunFolder.create(folder, plan.to_toml(folder, whole=True), {}, resume)
+        RunFolder.create(folder, plan.to_toml(folder, full=True), {}, resume)
         settings = replace(self.settings(dtype), folder=folder, resume=resume, until=until)
         tasks = [(run_rank, (plan, settings))] * plan.layout.world
         return self.pool.run_each(tasks)
@@ -190,7 +190,7 @@ class Trainings:
             for number in range(record.num_samples)
         ]
         source = source_of(Case("dp=1").plan(self.layers), self.settings("float64"))
-        return samples, {source.place(each) for each in samples}
+        return samples, {source.source_row(each) for each in samples}
 
 
 def main() -> int:

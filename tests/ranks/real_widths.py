@@ -261,7 +261,7 @@ class Trainings:
     def _start(self, plan: Plan, settings: TrainSettings) -> list[TrainedRank]:
         """One start of all ranks, as the command does it."""
         if settings.folder is not None:
-            toml = plan.to_toml(settings.folder, whole=True)
+            toml = plan.to_toml(settings.folder, full=True)
             RunFolder.create(settings.folder, toml, {}, settings.resume)
         return self.pool.run_each([(run_rank, (plan, settings))] * plan.layout.world)
 

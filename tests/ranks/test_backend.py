@@ -251,9 +251,9 @@ def test_the_version_is_the_one_of_the_loaded_library(monkeypatch: pytest.Monkey
     monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
     monkeypatch.setattr(ctypes, "CDLL", loaded)
     monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1")
-    assert NcclLibrary.here() == NEW
+    assert NcclLibrary.current() == NEW
     monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", "0")
-    assert NcclLibrary.here() == NcclLibrary((2, 30, 7))
+    assert NcclLibrary.current() == NcclLibrary((2, 30, 7))
 
 
 def test_without_a_library_of_its_own_torch_knows_the_version(
@@ -261,9 +261,9 @@ def test_without_a_library_of_its_own_torch_knows_the_version(
 ) -> None:
     monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
     monkeypatch.setattr(backend.nccl_of_torch, "version", lambda: (2, 28, 9))
-    assert NcclLibrary.here().version == (2, 28, 9)  # nothing here has loaded the library
+    assert NcclLibrary.current().version == (2, 28, 9)  # nothing here has loaded the library
     monkeypatch.setattr(dist, "is_nccl_available", lambda: False)
-    assert NcclLibrary.here().version is None
+    assert NcclLibrary.current().version is None
 
 
 # Threads begin on GPU 0.

@@ -30,7 +30,7 @@ def test_the_option_has_the_backends_there_are() -> None:
 
 def given(monkeypatch: pytest.MonkeyPatch, gpus: int, nccl: NcclLibrary) -> None:
     monkeypatch.setattr(backend, "num_gpus", lambda: gpus)
-    monkeypatch.setattr(NcclLibrary, "here", lambda: nccl)
+    monkeypatch.setattr(NcclLibrary, "current", lambda: nccl)
 
 
 def refuse(capsys: pytest.CaptureFixture[str], *words: str) -> str:

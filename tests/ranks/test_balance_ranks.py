@@ -101,7 +101,9 @@ def test_every_rule_changes_what_one_device_computes(rule: str) -> None:
 
 
 def truths_of(plan: Plan, steps: int) -> list[reference.Truth]:
-    batches = [samples(plan.batch, plan.shape.vocab, 0, number).whole() for number in range(steps)]
+    batches = [
+        samples(plan.batch, plan.shape.vocab, 0, number).as_batch() for number in range(steps)
+    ]
     rules = (plan.balance, plan.batch.microbatch_size)
     return reference.truths(
         plan.shape, batches, "adamw", 0, torch.float64, lambda text: None, *rules

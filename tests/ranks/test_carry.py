@@ -245,5 +245,5 @@ def require_same(one: VerifiedRank, other: VerifiedRank) -> None:
         assert (mine.loss, mine.norm) == (theirs.loss, theirs.norm)
         for part, same in zip(mine.weights, theirs.weights, strict=True):
             assert part.name == same.name and np.array_equal(part.values, same.values)
-    for part, same in zip(one.held, other.held, strict=True):
+    for part, same in zip(one.parts, other.parts, strict=True):
         assert np.array_equal(part.values, same.values)

@@ -187,7 +187,7 @@ def test_a_place_holds_two_blocks_of_keys_and_values(
 def test_packed_rows_are_documents_of_random_lengths() -> None:
     plan = small_plan("dp=4", packed=True, microbatches=8, microbatch_size=4)
     drawn, again = (samples(plan.batch, 64, 3, 1, packed=True) for _ in range(2))
-    whole = drawn.whole()
+    whole = drawn.as_batch()
     documents, positions, labels = drawn.documents, whole.positions, whole.labels
     assert documents is not None and documents.equal(again.documents)
     documents = documents.flatten(0, 2)

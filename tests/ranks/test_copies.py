@@ -20,7 +20,7 @@ from tests.commands import in_fork
 
 @pytest.fixture
 def memory() -> Iterator[InheritedMemory]:
-    made = InheritedMemory.made(2)
+    made = InheritedMemory.create(2)
     yield made
     made.close()
 
@@ -62,7 +62,7 @@ def test_a_torn_copy_is_not_read_and_a_damaged_one_neither(memory: InheritedMemo
     segment = KeptSegment(memory.open(0, 0))
     data = segment.data()
     data[5] ^= 1
-    assert segment.whole and not segment.verified()
+    assert segment.complete and not segment.verified()
     assert copies_of(memory).load(tensors(0.0), after=0) is None
 
 

@@ -237,7 +237,7 @@ def with_a_flipped_base(worker: Worker, plan: Plan, settings: TrainSettings) -> 
     def begun(self: Integrity, number: int) -> None:
         begin(self, number)
         if number == 4 and self.mesh.rank == 1:
-            flip(self.frozen.held[5].tensor, 0.5, 30)
+            flip(self.frozen.tensors[5].tensor, 0.5, 30)
 
     with patch.object(Integrity, "begin", begun):
         return run_rank(worker, plan, settings)

@@ -170,7 +170,7 @@ def gradients_of_own_heads() -> Patch:
     def partial_sums(self: SplitMatmuls, gradients: Sequence[Tensor], _: object) -> object:
         return gradients
 
-    return patch.object(SplitMatmuls, "completed", partial_sums)
+    return patch.object(SplitMatmuls, "sum_shared_grads", partial_sums)
 
 
 def padding_counts() -> Patch:

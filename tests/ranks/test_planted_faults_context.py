@@ -156,7 +156,7 @@ def documents_of_the_wrong_place() -> Patch:
 
 def gradients_of_keys_left_abroad() -> Patch:
     """Gradients of keys and values come home with what the last place added, and no other."""
-    inner = context._Homeward.waited
+    inner = context.RingGrad.waited
 
     def forgetful(self: Any) -> Callable[[], None]:
         arriving = inner(self)
@@ -166,7 +166,7 @@ def gradients_of_keys_left_abroad() -> Patch:
 
         return forget
 
-    return patch.object(context._Homeward, "waited", forgetful)
+    return patch.object(context.RingGrad, "waited", forgetful)
 
 
 def heads_dealt_in_turn() -> Patch:
@@ -189,14 +189,14 @@ def summed_over_data_ranks_alone() -> Patch:
 
 def one_hop_too_many() -> Patch:
     """Keys and values pass once more, after the last place has seen them."""
-    inner = ContextAttention._visits
+    inner = ContextAttention._ring_blocks
 
     def visits(self: ContextAttention, k: Tensor, v: Tensor) -> Iterator[tuple[Ranges, Tensor]]:
         for keys, here in inner(self, k, v):
             yield keys, here
         self.mesh.pass_on(here, RING).wait()
 
-    return patch.object(ContextAttention, "_visits", visits)
+    return patch.object(ContextAttention, "_ring_blocks", visits)
 
 
 def keys_gathered_wide() -> Patch:

@@ -99,7 +99,7 @@ def test_16_ranks_in_training_read_every_row_once(
         train(pool, plan, settings, lambda report: None)
     files = [each.read_text("utf-8").split() for each in tmp_path.iterdir()]
     source = Source.of(Synthetic(0, 64), SEQ, 0)
-    wanted = [str(source.place(sample)[1]) for sample in range(2 * plan.batch.sequences)]
+    wanted = [str(source.source_row(sample)[1]) for sample in range(2 * plan.batch.sequences)]
     assert len(files) == 16 and {len(each) for each in files} == {4}
     assert sorted(row for each in files for row in each) == sorted(wanted)
 

@@ -212,9 +212,9 @@ def test_a_fault_of_one_rank_is_seen(
     assert not found.passed
     assert found.astray == astray
     parted = found.mismatches[0]
-    assert (parted.one, parted.other) == (0, 1)
-    assert str(parted.one_issued) != str(parted.other_issued)
-    for rank, call in ((0, parted.one_issued), (1, parted.other_issued)):
+    assert (parted.rank, parted.other_rank) == (0, 1)
+    assert str(parted.issued) != str(parted.other_issued)
+    for rank, call in ((0, parted.issued), (1, parted.other_issued)):
         assert f"rank {rank} makes {call or 'no further call'}" in str(parted)
 
 

@@ -28,7 +28,7 @@ def trained(
         PlanOptions("tiny-moe", layout=layout, seq=24, batch=4, set=changes, train=recipe)
     )
     if folder is not None:
-        RunFolder.create(folder, plan.to_toml(folder, whole=True), {"layout": layout}, resume=False)
+        RunFolder.create(folder, plan.to_toml(folder, full=True), {"layout": layout}, resume=False)
     settings = TrainSettings(
         recipe=recipe, dtype="float64", device="cpu", backend="gloo", folder=folder
     )

@@ -187,7 +187,7 @@ def test_samples_are_a_function_of_seed_and_step() -> None:
     assert not drawn.tokens.equal(samples(batch, 256, 4, 1).tokens)
     counted = [sum(int((one.labels != NOT_COUNTED).sum()) for one in drawn.of(r)) for r in range(4)]
     assert counted[2] == 0 and 0 < counted[0] != counted[1] > 0  # ragged
-    whole = drawn.whole()
+    whole = drawn.as_batch()
     assert int((whole.labels != NOT_COUNTED).sum()) == sum(counted)
     kept = whole.labels[:, :-1] != NOT_COUNTED
     assert whole.labels[:, :-1][kept].equal(whole.tokens[:, 1:][kept])

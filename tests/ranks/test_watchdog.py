@@ -173,7 +173,7 @@ class LateRecord(RankSurroundings):
     def __init__(self, board: MemoryBoard, delay: float) -> None:
         self.board, self.delay, self.time, self.asked_at = board, delay, 100.0, math.inf
 
-    def now(self) -> float:
+    def monotonic(self) -> float:
         return self.time
 
     def stack(self) -> tuple[list[str], bool]:

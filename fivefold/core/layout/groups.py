@@ -183,7 +183,7 @@ class RankOrder(NamedTuple):
 
     digits: tuple[Extent, ...]
 
-    def place(self, rank: int) -> int:
+    def position(self, rank: int) -> int:
         """Where in the line a rank stands."""
         position, unit = 0, 1
         for size, stride in self.digits:
@@ -201,11 +201,11 @@ class RankOrder(NamedTuple):
 
     def coord(self, extent: Extent, rank: int) -> int:
         """The coord of a rank on an axis of this extent."""
-        return self.place(rank) // extent.stride % extent.size
+        return self.position(rank) // extent.stride % extent.size
 
     def group(self, extent: Extent, rank: int) -> tuple[int, ...]:
         """The ranks that `rank` meets along an axis of this extent, by their coord on it."""
-        first = self.place(rank) - self.coord(extent, rank) * extent.stride
+        first = self.position(rank) - self.coord(extent, rank) * extent.stride
         return tuple(self.rank(first + i * extent.stride) for i in range(extent.size))
 
     def groups(self, extent: Extent, world: int) -> tuple[tuple[int, ...], ...]:

@@ -426,9 +426,9 @@ def nearest(
     near = _nearest_in(world, layout, shape, job, most)
     if len(near) >= most:
         return near
-    others = _worlds(world, layout, shape, job)
-    found = [_nearest_in(other, layout, shape, job, most) for other in others]
-    return [*near, *(one for turn in zip_longest(*found) for one in turn if one)][:most]
+    worlds = _worlds(world, layout, shape, job)
+    turns = zip_longest(*(_nearest_in(other, layout, shape, job, most) for other in worlds))
+    return [*near, *(legal for turn in turns for legal in turn if legal)][:most]
 
 
 def _closest(options: Sequence[int], degree: int) -> int:
@@ -485,30 +485,31 @@ def _nearest_in(
         ep=_closest(divisors(moe.experts), layout.ep) if moe else 1,
         etp=_closest(divisors(moe.ffn), layout.etp) if moe else 1,
     )
-    dense = [(_distance(layout, one), one) for one in _dense(world, layout, seed, shape, job)]
+    candidates = _dense(world, layout, seed, shape, job)
+    dense = [(_distance(layout, candidate), candidate) for candidate in candidates]
     best: list[tuple[tuple[float, ...], Layout]] = []
-    for bound, one in sorted(dense, key=lambda pair: pair[0]):
+    for bound, candidate in sorted(dense, key=lambda pair: pair[0]):
         # The seed's ep and etp are the best there can be, so `bound` is the least distance left.
         if len(best) == most and bound > best[-1][0][0]:
             break
-        full = _with_experts(one, shape, job)
+        full = _with_experts(candidate, shape, job)
         best = sorted([*best, *((_nearness(layout, other), other) for other in full)])[:most]
-    return [one for _, one in best]
+    return [candidate for _, candidate in best]
 
 
 def _dense(
     world: int, layout: Layout, seed: Layout, shape: Shape, job: LayoutRequest
 ) -> Iterator[Layout]:
     """Every way to spread `world` over tp, pp, cp and dp that the dense rules allow."""
-    for one in _vary(seed, "tp", divisors(world), tensor_rule, shape, job):
-        for two in _vary(one, "pp", divisors(world // one.tp), pipeline_rule, shape, job):
-            rest = world // (one.tp * two.pp)
-            for three in _vary(two, "cp", divisors(rest), context_rule, shape, job):
-                replicas = _replicas(layout, rest // three.cp)
-                four = replace(three, replicate=replicas, shard=rest // three.cp // replicas)
+    for by_tp in _vary(seed, "tp", divisors(world), tensor_rule, shape, job):
+        for by_pp in _vary(by_tp, "pp", divisors(world // by_tp.tp), pipeline_rule, shape, job):
+            ranks = world // (by_tp.tp * by_pp.pp)
+            for by_cp in _vary(by_pp, "cp", divisors(ranks), context_rule, shape, job):
+                replicas = _replicas(layout, ranks // by_cp.cp)
+                by_dp = replace(by_cp, replicate=replicas, shard=ranks // by_cp.cp // replicas)
                 rules = (batch_rule, schedule_rule, overlap_rule)
-                if not any(_breaks(rule, four, shape, job) for rule in rules):
-                    yield four
+                if not any(_breaks(rule, by_dp, shape, job) for rule in rules):
+                    yield by_dp
 
 
 def _replicas(layout: Layout, dp: int) -> int:
@@ -552,15 +553,17 @@ def _bases(layout: Layout, shape: Shape, job: LayoutRequest) -> dict[Sequence[in
     tps = [tp for tp in divisors(shape.heads) if tp <= MOST_RANKS]
     cps = divisors(job["seq"])
     planes: set[int] = set()
-    for one in _vary(seed, "tp", tps, tensor_rule, shape, job):
-        fitting = [cp for cp in cps if cp * one.tp <= MOST_RANKS]
-        planes |= {two.stage_size for two in _vary(one, "cp", fitting, context_rule, shape, job)}
+    for base in _vary(seed, "tp", tps, tensor_rule, shape, job):
+        fitting = [cp for cp in cps if cp * base.tp <= MOST_RANKS]
+        planes |= {
+            other.stage_size for other in _vary(base, "cp", fitting, context_rule, shape, job)
+        }
     bases: dict[Sequence[int], set[int]] = {}
     data = _data_degrees(job)
     depths = range(1, min(shape.layers, _DEEPEST_OFFERED) + 1)
-    for one in _vary(seed, "pp", depths, pipeline_rule, shape, job):
-        dps = _dps_under(one, data, job)
-        bases.setdefault(dps, set()).update(plane * one.pp for plane in planes)
+    for base in _vary(seed, "pp", depths, pipeline_rule, shape, job):
+        dps = _dps_under(base, data, job)
+        bases.setdefault(dps, set()).update(plane * base.pp for plane in planes)
     return bases
 
 
@@ -592,10 +595,10 @@ def check(layout: Layout, shape: Shape, **job: Unpack[LayoutRequest]) -> None:
         return
     world = job.get("gpus") or layout.world
     near = nearest(layout, shape, **job)
-    ranks = [counted(one.world, "rank") for one in near]
+    ranks = [counted(neighbour.world, "rank") for neighbour in near]
     names = [
-        str(one) + ("" if one.world == world else f"  ({count})")
-        for one, count in zip(near, ranks, strict=True)
+        str(neighbour) + ("" if neighbour.world == world else f"  ({count})")
+        for neighbour, count in zip(near, ranks, strict=True)
     ]
     raise IllegalLayout(str(layout), reasons, names)
 

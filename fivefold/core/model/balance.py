@@ -66,7 +66,7 @@ class Balance:
         """Whether slots are dropped, a number that is known only after routing."""
         return self.kind == "capacity" and not self.pads
 
-    def room(self, seq: int, top_k: int, num_experts: int) -> int:
+    def capacity(self, seq: int, top_k: int, num_experts: int) -> int:
         """Capacity of one expert, in slots, for a row of `seq` tokens."""
         return math.ceil(self.coefficient * top_k * seq / num_experts)
 

@@ -38,7 +38,7 @@ from fivefold.core.model.shape import Mla, Moe, Shape
 def _seed_oss(config: Config) -> Fields:
     """Llama with biases; only what is added to the residual is dropped."""
     return decoder_fields(config) | {
-        "head_dim": config.whole("head_dim", 128),
+        "head_dim": config.integer("head_dim", 128),
         "qkv_bias": config.flag("attention_bias", True),
         "out_bias": config.flag("attention_out_bias", False),
         "mlp_bias": config.flag("mlp_bias", False),
@@ -75,7 +75,7 @@ def _smollm3(config: Config) -> Fields:
 
 def _without_positions(config: Config, layers: int) -> int | None:
     """Each n-th layer, which a list of zeros and ones may say."""
-    every = config.whole("no_rope_layer_interval", 4)
+    every = config.integer("no_rope_layer_interval", 4)
     listed = config.items("no_rope_layers")
     if listed is not None and config.usable("num_hidden_layers"):
         every = listed.index(0) + 1 if 0 in listed else layers + 1
@@ -93,7 +93,7 @@ def _starcoder2(config: Config) -> Fields:
     config.ignore("activation_function")  # of the code before transformers, which has hidden_act
     return decoder_fields(config, kinds=PLAIN) | {
         "tied": config.flag("tie_word_embeddings", True),
-        "window": config.optional_whole("sliding_window"),
+        "window": config.optional_integer("sliding_window"),
         "norm": "layer",
         "norm_bias": True,
         "norm_eps": eps,
@@ -122,7 +122,7 @@ def _ernie4_5(config: Config) -> Fields:
     """Llama that rotates neighbouring pairs."""
     fields = decoder_fields(config, eps=1e-5, theta=500_000.0)
     config.must_be("attention_dropout", 0)
-    own: Fields = {"head_dim": config.whole("head_dim", 128), "rope_interleaved": True}
+    own: Fields = {"head_dim": config.integer("head_dim", 128), "rope_interleaved": True}
     own |= {"tied": config.flag("tie_word_embeddings", True)}
     biases = ("qkv_bias", "out_bias", "mlp_bias")
     return fields | own | dict.fromkeys(biases, config.flag("use_bias", False))
@@ -225,20 +225,20 @@ def shape_from_config(config: Mapping[str, Any], where: str) -> Shape:
 
 
 def _gpt2(config: Config) -> Fields:
-    width, heads = config.whole("n_embd"), config.whole("n_head")
+    width, heads = config.integer("n_embd"), config.integer("n_head")
     config.must_be("scale_attn_by_inverse_layer_idx", False)
     size = head_dim(config, width, heads)
     scaled = config.flag("scale_attn_weights", True)
     return {
-        "layers": config.whole("n_layer"),
+        "layers": config.integer("n_layer"),
         "width": width,
         "heads": heads,
         "kv_heads": heads,
         "head_dim": size,
         "score_dim": None if scaled or size == 1 else 1,
-        "ffn": config.whole("n_inner", 4 * width),
-        "vocab": config.whole("vocab_size"),
-        "max_seq": config.whole(config.first_of(("n_positions", "n_ctx"))),
+        "ffn": config.integer("n_inner", 4 * width),
+        "vocab": config.integer("vocab_size"),
+        "max_seq": config.integer(config.first_of(("n_positions", "n_ctx"))),
         "tied": config.flag("tie_word_embeddings", True),
         "norm": "layer",
         "norm_eps": config.number("layer_norm_epsilon", 1e-5),
@@ -257,7 +257,7 @@ def _llama(config: Config) -> Fields:
 
 def _mistral(config: Config) -> Fields:
     config.must_be("layer_types", None)
-    return decoder_fields(config) | {"window": config.optional_whole("sliding_window", 4096)}
+    return decoder_fields(config) | {"window": config.optional_integer("sliding_window", 4096)}
 
 
 def _qwen2(config: Config) -> Fields:
@@ -269,18 +269,18 @@ def _qwen3(config: Config) -> Fields:
     # Only the dense family has heads of 128 by default.
     fields: Fields = decoder_fields(config) | attention_bias(config) | {"qk_norm": "head"}
     windows = _qwen_windows(config, fields["layers"])
-    return fields | windows | {"head_dim": config.whole("head_dim", 128)}
+    return fields | windows | {"head_dim": config.integer("head_dim", 128)}
 
 
 def _mixtral(config: Config) -> Fields:
     fields = decoder_fields(config, eps=1e-5, theta=1e6)
     moe = Moe(
-        experts=config.whole("num_local_experts"),
-        top_k=config.whole("num_experts_per_tok"),
+        experts=config.integer("num_local_experts"),
+        top_k=config.integer("num_experts_per_tok"),
         ffn=fields["ffn"],
         renormalise=True,
     )
-    return fields | {"window": config.optional_whole("sliding_window"), "moe": moe}
+    return fields | {"window": config.optional_integer("sliding_window"), "moe": moe}
 
 
 def _qwen2_moe(config: Config) -> Fields:
@@ -292,7 +292,7 @@ def _qwen2_moe(config: Config) -> Fields:
 
 
 def _gated_expert(config: Config, usual: int) -> Fields:
-    shared = config.whole("shared_expert_intermediate_size", usual, least=0)
+    shared = config.integer("shared_expert_intermediate_size", usual, least=0)
     return {"shared": int(shared > 0), "shared_ffn": shared, "shared_gated": shared > 0}
 
 
@@ -301,7 +301,7 @@ def _qwen3_moe(config: Config) -> Fields:
     config.must_be("use_qk_norm", True)
     # Here a window is in all layers, whatever `max_window_layers` says.
     switched = config.flag("use_sliding_window", False)
-    window = config.optional_whole("sliding_window", 4096) if switched else None
+    window = config.optional_integer("sliding_window", 4096) if switched else None
     config.ignore("sliding_window", "max_window_layers")
     kind = "full_attention" if window is None else "sliding_attention"
     if any(listed != kind for listed in config.items("layer_types") or []):
@@ -315,21 +315,21 @@ def _qwen3_next(config: Config) -> Fields:
     moe |= {"renormalise": config.flag("norm_topk_prob", True)}
     hybrid = Hybrid(
         attention_every=_full_attention_every(config, fields["layers"]),
-        heads=config.whole("linear_num_value_heads", 32),
-        key_heads=config.whole("linear_num_key_heads", 16),
-        head_dim=config.whole("linear_value_head_dim", 128),
-        key_dim=config.whole("linear_key_head_dim", 128),
-        kernel=config.whole("linear_conv_kernel_dim", 4),
+        heads=config.integer("linear_num_value_heads", 32),
+        key_heads=config.integer("linear_num_key_heads", 16),
+        head_dim=config.integer("linear_value_head_dim", 128),
+        key_dim=config.integer("linear_key_head_dim", 128),
+        kernel=config.integer("linear_conv_kernel_dim", 4),
     )
     own: Fields = {"norm": "rms_offset", "qk_norm": "head", "attention_gate": True}
-    own |= {"head_dim": config.whole("head_dim")}  # the family's default is no share of the width
+    own |= {"head_dim": config.integer("head_dim")}  # the family's default is no share of the width
     return fields | own | {"moe": Moe(**moe), "hybrid": hybrid} | _ahead(config)
 
 
 def _full_attention_every(config: Config, layers: int) -> int:
     """Each n-th layer has full attention, which `layer_types` may list."""
     kinds = config.items("layer_types")
-    every = config.whole("full_attention_interval", 4)
+    every = config.integer("full_attention_interval", 4)
     if kinds is None or not config.usable("num_hidden_layers"):
         return every
     every = 1 + kinds.index("full_attention") if "full_attention" in kinds else layers + 1
@@ -340,13 +340,13 @@ def _full_attention_every(config: Config, layers: int) -> int:
 
 
 def _qwen_moe(config: Config, layers: int) -> Fields:
-    step = config.whole("decoder_sparse_step", 1)
+    step = config.integer("decoder_sparse_step", 1)
     dense = config.layer_set("mlp_only_layers") or ()
     expected = [i for i in indices(layers) if (i + 1) % step == 0 and i not in dense]
     return {
-        "experts": config.whole(config.first_of(("num_experts", "num_local_experts"))),
-        "top_k": config.whole("num_experts_per_tok"),
-        "ffn": config.whole("moe_intermediate_size"),
+        "experts": config.integer(config.first_of(("num_experts", "num_local_experts"))),
+        "top_k": config.integer("num_experts_per_tok"),
+        "ffn": config.integer("moe_intermediate_size"),
         "renormalise": config.flag("norm_topk_prob", False),
         **expert_placement(config, "mlp_only_layers", expected, layers),
     }
@@ -356,8 +356,8 @@ def _olmoe(config: Config) -> Fields:
     fields = decoder_fields(config, eps=1e-5, multi_head=True) | attention_bias(config)
     config.must_be("clip_qkv", None)
     moe = Moe(
-        experts=config.whole("num_experts"),
-        top_k=config.whole("num_experts_per_tok"),
+        experts=config.integer("num_experts"),
+        top_k=config.integer("num_experts_per_tok"),
         ffn=fields["ffn"],
         renormalise=config.flag("norm_topk_prob", False),
     )
@@ -374,7 +374,10 @@ def _deepseek_v2(config: Config) -> Fields:
     routing: Fields = {"scaling": config.number("routed_scaling_factor", 1.0)}
     config.ignore("n_group", "topk_group")  # of the greedy choice
     if limited:
-        routing |= {"groups": config.whole("n_group"), "groups_kept": config.whole("topk_group")}
+        routing |= {
+            "groups": config.integer("n_group"),
+            "groups_kept": config.integer("topk_group"),
+        }
     return _deepseek(config, routing)
 
 
@@ -389,8 +392,8 @@ def _sigmoid_routing(config: Config, scaling: float, groups: int, groups_kept: i
         "score": "sigmoid",
         "scaling": config.number("routed_scaling_factor", scaling),
         "renormalise": config.flag("norm_topk_prob", True),
-        "groups": config.whole("n_group", groups),
-        "groups_kept": config.whole("topk_group", groups_kept),
+        "groups": config.integer("n_group", groups),
+        "groups_kept": config.integer("topk_group", groups_kept),
         "group_score": "top2",
         "bias": True,
     }
@@ -399,7 +402,7 @@ def _sigmoid_routing(config: Config, scaling: float, groups: int, groups_kept: i
 def _ahead(config: Config) -> Fields:
     """Newer versions of transformers assume one such layer; here the default is none."""
     mtp = config.first_of(("num_nextn_predict_layers", "num_mtp_layers"))
-    return {"mtp": config.whole(mtp, 0, least=0)}
+    return {"mtp": config.integer(mtp, 0, least=0)}
 
 
 def _dots1(config: Config) -> Fields:
@@ -425,11 +428,11 @@ def _deepseek(config: Config, routing: Fields) -> Fields:
     fields = decoder_fields(config, multi_head=True) | attention_bias(config)
     layers, heads = fields["layers"], fields["heads"]
     mla = Mla(
-        kv_rank=config.whole("kv_lora_rank"),
-        nope_dim=config.whole("qk_nope_head_dim"),
-        rope_dim=config.whole("qk_rope_head_dim"),
-        value_dim=config.whole("v_head_dim"),
-        q_rank=config.optional_whole("q_lora_rank", 1536),
+        kv_rank=config.integer("kv_lora_rank"),
+        nope_dim=config.integer("qk_nope_head_dim"),
+        rope_dim=config.integer("qk_rope_head_dim"),
+        value_dim=config.integer("v_head_dim"),
+        q_rank=config.optional_integer("q_lora_rank", 1536),
     )
     moe = _deepseek_experts(config, layers, routing)
     config.must_be("qk_head_dim", mla.nope_dim + mla.rope_dim)
@@ -439,14 +442,14 @@ def _deepseek(config: Config, routing: Fields) -> Fields:
 
 def _deepseek_experts(config: Config, layers: int, routing: Fields, usual: int = 0) -> Moe:
     """`usual`: shared experts, and leading layers without experts, if a config does not say."""
-    expert = config.whole("moe_intermediate_size")
-    shared = config.whole("n_shared_experts", usual, 0)
-    dense = config.whole("first_k_dense_replace", usual, 0)
-    step = config.whole("moe_layer_freq", 1)
+    expert = config.integer("moe_intermediate_size")
+    shared = config.integer("n_shared_experts", usual, 0)
+    dense = config.integer("first_k_dense_replace", usual, 0)
+    step = config.integer("moe_layer_freq", 1)
     expected = [i for i in indices(layers) if i >= dense and i % step == 0]
     return Moe(
-        experts=config.whole("n_routed_experts"),
-        top_k=config.whole("num_experts_per_tok"),
+        experts=config.integer("n_routed_experts"),
+        top_k=config.integer("num_experts_per_tok"),
         ffn=expert,
         shared=shared,
         shared_ffn=shared * expert,
@@ -458,13 +461,13 @@ def _deepseek_experts(config: Config, layers: int, routing: Fields, usual: int =
 def _llama4(config: Config) -> Fields:
     fields = decoder_fields(config, eps=1e-5, theta=500_000.0) | attention_bias(config)
     layers, expert = fields["layers"], fields["ffn"]
-    step = config.whole("interleave_moe_layer_step", 1)
+    step = config.integer("interleave_moe_layer_step", 1)
     listed = config.layer_set("moe_layers")
     by_step = [i for i in indices(layers) if (i + 1) % step == 0]
     expected = by_step if listed is None else [i for i in indices(layers) if i in listed]
     moe = Moe(
-        experts=config.whole("num_local_experts"),
-        top_k=config.whole("num_experts_per_tok", 1),
+        experts=config.integer("num_local_experts"),
+        top_k=config.integer("num_experts_per_tok", 1),
         ffn=expert,
         shared=1,
         shared_ffn=expert,
@@ -472,13 +475,13 @@ def _llama4(config: Config) -> Fields:
         weigh_inputs=True,
         **expert_placement(config, "moe_layers", expected, layers),
     )
-    own: Fields = {"head_dim": config.whole("head_dim", 128), "moe": moe}
-    own |= {"ffn": config.whole("intermediate_size_mlp")}
-    own |= {"window": config.optional_whole("attention_chunk_size", 8192)}
+    own: Fields = {"head_dim": config.integer("head_dim", 128), "moe": moe}
+    own |= {"ffn": config.integer("intermediate_size_mlp")}
+    own |= {"window": config.optional_integer("attention_chunk_size", 8192)}
     own |= {"window_kind": "chunked", "global_every": _llama4_global_every(config, layers)}
     own |= {"qk_norm": "l2" if config.flag("use_qk_norm", True) else "none"}
     if config.flag("attn_temperature_tuning", True):
-        own |= {"nope_floor": config.whole("floor_scale", 8192)}
+        own |= {"nope_floor": config.integer("floor_scale", 8192)}
         own |= {"nope_scale": config.number("attn_scale", 0.1)}
     config.ignore("floor_scale", "attn_scale")
     return fields | own | {"rope_interleaved": True}
@@ -486,7 +489,7 @@ def _llama4(config: Config) -> Fields:
 
 def _llama4_global_every(config: Config, layers: int) -> int:
     """Llama 4 lists its layers without positions twice more; all three must agree."""
-    every = config.whole("no_rope_layer_interval", 4)
+    every = config.integer("no_rope_layer_interval", 4)
     local = [(i + 1) % every != 0 for i in indices(layers)]
     kinds = ["chunked_attention" if is_local else "full_attention" for is_local in local]
     sound = config.usable("num_hidden_layers", "no_rope_layer_interval")
@@ -514,7 +517,7 @@ def _qwen_windows(
 
 def _windows(config: Config, layers: int, usual: int, windowed: Windowed) -> Fields:
     """Of layers as `layer_types` lists them, or else by a rule of the family."""
-    first = config.whole("max_window_layers", usual, least=0)
+    first = config.integer("max_window_layers", usual, least=0)
     names = ("full_attention", "sliding_attention")
     by_rule = [names[windowed(i, first)] for i in indices(layers)]
     listed = config.items("layer_types")

@@ -45,19 +45,19 @@ def decoder_fields(
     that says it beside their table or not at all. The first of `kinds` is the activation of a
     config that does not say one.
     """
-    width, heads = config.whole("hidden_size"), config.whole("num_attention_heads")
-    max_seq = config.whole("max_position_embeddings")
+    width, heads = config.integer("hidden_size"), config.integer("num_attention_heads")
+    max_seq = config.integer("max_position_embeddings")
     size = head_dim(config, width, heads)
     if partial is None:
         config.must_be(PARTIAL, 1)
     return {
-        "layers": config.whole("num_hidden_layers"),
+        "layers": config.integer("num_hidden_layers"),
         "width": width,
         "heads": heads,
-        "kv_heads": config.whole("num_key_value_heads", heads if multi_head else None),
+        "kv_heads": config.integer("num_key_value_heads", heads if multi_head else None),
         "head_dim": size,
-        "ffn": config.whole("intermediate_size"),
-        "vocab": config.whole("vocab_size"),
+        "ffn": config.integer("intermediate_size"),
+        "vocab": config.integer("vocab_size"),
         "max_seq": max_seq,
         "tied": config.flag("tie_word_embeddings", False),
         "norm_eps": config.number("rms_norm_eps", eps),
@@ -83,7 +83,7 @@ def _rotary(
 ) -> Fields:
     """Both spellings: `rope_theta` with `rope_scaling`, or the newer `rope_parameters`."""
     table = config.table(config.first_of(("rope_parameters", "rope_scaling")))
-    original = config.whole(ORIGINAL) if config.has(ORIGINAL) else original
+    original = config.integer(ORIGINAL) if config.has(ORIGINAL) else original
     return _rope(table, max_seq, config.number("rope_theta", theta), original, ropes)
 
 
@@ -114,7 +114,7 @@ def _rope(
     fields["truncate"] = table.flag("truncate", True)
     if table.has("attention_factor"):
         fields["attention_factor"] = table.number("attention_factor")
-    first = table.whole(ORIGINAL, max_seq) if original is None else original
+    first = table.integer(ORIGINAL, max_seq) if original is None else original
     default = None
     if kind == "longrope":
         fields |= {"short": _factors(table, "short_factor"), "long": _factors(table, "long_factor")}
@@ -161,7 +161,7 @@ def _glm4(config: Config) -> Fields:
 def _phi3(config: Config) -> Fields:
     own: Fields = {"ropes": _PHI3_ROPES, "original": 4096}
     fields = decoder_fields(config, eps=1e-5, multi_head=True, partial=1.0, **own)
-    window = config.optional_whole("sliding_window")
+    window = config.optional_integer("sliding_window")
     return fields | dropouts(config, "resid_pdrop", "embd_pdrop") | {"window": window}
 
 
@@ -176,17 +176,17 @@ def _layer_norms(config: Config, bias: bool, eps: str) -> Fields:
 
 
 def _gpt_neox(config: Config) -> Fields:
-    width, heads = config.whole("hidden_size"), config.whole("num_attention_heads")
-    max_seq, size = config.whole("max_position_embeddings"), head_dim(config, width, heads)
+    width, heads = config.integer("hidden_size"), config.integer("num_attention_heads")
+    max_seq, size = config.integer("max_position_embeddings"), head_dim(config, width, heads)
     parallel = config.flag("use_parallel_residual", True)
     return {
-        "layers": config.whole("num_hidden_layers"),
+        "layers": config.integer("num_hidden_layers"),
         "width": width,
         "heads": heads,
         "kv_heads": heads,
         "head_dim": size,
-        "ffn": config.whole("intermediate_size"),
-        "vocab": config.whole("vocab_size"),
+        "ffn": config.integer("intermediate_size"),
+        "vocab": config.integer("vocab_size"),
         "max_seq": max_seq,
         "tied": config.flag("tie_word_embeddings", False),
         "activation": config.choice("hidden_act", "gelu", PLAIN),
@@ -202,8 +202,8 @@ def _gpt_neox(config: Config) -> Fields:
 
 
 def _falcon(config: Config) -> Fields:
-    width = config.whole(config.first_of(("hidden_size", "n_embed")))
-    heads = config.whole(config.first_of(("num_attention_heads", "n_head")))
+    width = config.integer(config.first_of(("hidden_size", "n_embed")))
+    heads = config.integer(config.first_of(("num_attention_heads", "n_head")))
     newer, bias = config.flag("new_decoder_architecture", False), config.flag("bias", False)
     shares = config.flag("multi_query", True)
     many = heads if newer or not shares else 1
@@ -212,21 +212,21 @@ def _falcon(config: Config) -> Fields:
     # Of one KV head, some files say the number of queries; widths are in `ffn_hidden_size` here.
     config.ignore("num_kv_heads", "intermediate_size")
     parallel = newer or config.flag("parallel_attn", True)
-    norms = config.whole("num_ln_in_parallel_attn", 2 if newer else 1)
+    norms = config.integer("num_ln_in_parallel_attn", 2 if newer else 1)
     config.must_be("parallel_attn", True, *(() if newer else (False,)))
     config.must_be("num_ln_in_parallel_attn", 1, *((2,) if newer else ()))
     config.must_be("alibi", False)
     for key in ("hidden_dropout", "attention_dropout"):
         config.must_be(key, 0)  # of the sum of attention and MLP, and of the residual
-    max_seq = config.whole("max_position_embeddings", 2048)
+    max_seq = config.integer("max_position_embeddings", 2048)
     return {
-        "layers": config.whole(config.first_of(("num_hidden_layers", "n_layer"))),
+        "layers": config.integer(config.first_of(("num_hidden_layers", "n_layer"))),
         "width": width,
         "heads": heads,
-        "kv_heads": config.whole("num_kv_heads", many) if newer else many,
+        "kv_heads": config.integer("num_kv_heads", many) if newer else many,
         "head_dim": head_dim(config, width, heads),
-        "ffn": config.whole("ffn_hidden_size", 4 * width),
-        "vocab": config.whole("vocab_size"),
+        "ffn": config.integer("ffn_hidden_size", 4 * width),
+        "vocab": config.integer("vocab_size"),
         "max_seq": max_seq,
         "tied": config.flag("tie_word_embeddings", True),
         "activation": config.choice("activation", "gelu", PLAIN),
@@ -251,7 +251,7 @@ def _gemma(config: Config, key: str = "hidden_act") -> Fields:
             config.problem(other, f"contradicts {key}, which this family computes with")
     own: Fields = {"norm": "rms_offset", "scaled_embedding": True}
     own |= {"tied": config.flag("tie_word_embeddings", True)}
-    return fields | own | {"head_dim": config.whole("head_dim", 256)}
+    return fields | own | {"head_dim": config.integer("head_dim", 256)}
 
 
 def _gemma3(config: Config) -> Fields:
@@ -299,14 +299,14 @@ def _cap(config: Config, key: str, default: float | None) -> float | None:
 
 
 def _score_dim(config: Config, size: int) -> Fields:
-    dim = config.whole("query_pre_attn_scalar", 256)
+    dim = config.integer("query_pre_attn_scalar", 256)
     return {"score_dim": None if dim == size else dim}
 
 
 def alternating(config: Config, every: int, pattern: str = "") -> Fields:
     """A window in all layers but each n-th, which `layer_types` may list."""
-    every = config.whole(pattern, every) if pattern else every
-    layers = config.whole("num_hidden_layers")
+    every = config.integer(pattern, every) if pattern else every
+    layers = config.integer("num_hidden_layers")
     kinds = config.items("layer_types")
     if kinds is not None and config.usable("num_hidden_layers"):
         full = [i for i, kind in enumerate(kinds) if kind == "full_attention"]
@@ -314,13 +314,13 @@ def alternating(config: Config, every: int, pattern: str = "") -> Fields:
         names = ("sliding_attention", "full_attention")
         if kinds != [names[(i + 1) % every == 0] for i in indices(layers)]:
             config.problem("layer_types", "full_attention must be in each n-th layer only")
-    window = config.optional_whole("sliding_window", 4096)
+    window = config.optional_integer("sliding_window", 4096)
     return {"window": window, "global_every": every, "global_rotary": True}
 
 
 def windows_of(config: Config, key: str, kinds: Sequence[object], layers: int) -> Fields:
     """A window in all layers, in none, or in all but each n-th; `key` says in which."""
-    window = config.optional_whole("sliding_window", 4096)
+    window = config.optional_integer("sliding_window", 4096)
     if window is None or all(kind == "full_attention" for kind in kinds):
         return {}
     if all(kind == "sliding_attention" for kind in kinds):
@@ -339,17 +339,17 @@ def _gpt_oss(config: Config) -> Fields:
     config.must_be("swiglu_limit", 7.0)
     config.must_be("hidden_act", "silu")
     moe = Moe(
-        experts=config.whole(config.first_of(("num_local_experts", "num_experts"))),
-        top_k=config.whole(config.first_of(("num_experts_per_tok", "experts_per_token"))),
+        experts=config.integer(config.first_of(("num_local_experts", "num_experts"))),
+        top_k=config.integer(config.first_of(("num_experts_per_tok", "experts_per_token"))),
         ffn=fields["ffn"],
         renormalise=True,
         biases=True,
     )
     own: Fields = {"moe": moe, "sinks": True, "activation": "swiglu_clamped"}
-    own |= {"head_dim": config.whole("head_dim", 64)}
+    own |= {"head_dim": config.integer("head_dim", 64)}
     if not config.has("rope_parameters") and not config.has("rope_scaling"):
         own |= {"rope": Rope("yarn", 32.0, 4096, truncate=False)}
-    window = config.optional_whole("sliding_window", 128)
+    window = config.optional_integer("sliding_window", 128)
     return fields | alternating(config, 2) | own | {"window": window}
 
 

@@ -31,7 +31,7 @@ class Budget:
     """FLOPs, and what they were computed from."""
 
     flops: float
-    words: str
+    description: str
 
 
 @dataclass(frozen=True)

@@ -149,7 +149,7 @@ class PublishedStep(NamedTuple):
     """Seconds of a step, and how they follow from what is published."""
 
     seconds: float
-    how: str
+    origin: str
 
 
 def published_step(

@@ -150,14 +150,14 @@ class Plan:
     ep_nodes: int = 1
     notes: tuple[str, ...] = ()
 
-    def to_toml(self, folder: Path = Path(), *, whole: bool = False) -> str:
+    def to_toml(self, folder: Path = Path(), *, full: bool = False) -> str:
         """The plan as a file in `folder`, which every verb reads back as the same plan.
 
         Of the training keys only those that differ from the defaults are written, and `compile`, by
-        which the plan is estimated; or the `whole` table.
+        which the plan is estimated; or, with `full`, all of them.
         """
         table = tables.table_of(with_paths(self.options, seen_from(folder)))
-        if not whole:
+        if not full:
             usual = tables.table_of(Recipe())
             pairs = table["train"].items()
             table["train"] = {

@@ -626,7 +626,7 @@ def _v_half_bubble(times: PipelineTimes) -> Array:
     odd = p % 2 == 1
     trip = trip + np.where(odd, 1.5 * forward, 0.0)
     period = 2 * inputs + np.where(p > 4, weights / 2, 0.0) + np.where(odd, forward / 2, 0.0)
-    drift = np.where(p == 2, 0.0, np.maximum(period - times.whole, 0.0))
+    drift = np.where(p == 2, 0.0, np.maximum(period - times.total, 0.0))
     return trip + drift * np.maximum(m - p, 0.0)
 
 
@@ -642,7 +642,7 @@ def _v_min_bubble(times: PipelineTimes) -> Array:
     thirds = (p % 3 == 0) & (p > 3)
     trip = trip + np.where(thirds, np.maximum(forward / 2, 2 * forward - inputs), 0.0)
     trip = np.where(p == 2, 1.5 * forward, trip)
-    return trip + m * np.maximum(period - times.whole, 0.0)
+    return trip + m * np.maximum(period - times.total, 0.0)
 
 
 def _dualpipe_bubble(times: PipelineTimes) -> Array:

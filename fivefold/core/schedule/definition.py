@@ -72,8 +72,8 @@ class Rule:
 class PipelineTimes(NamedTuple):
     """Pipelines to estimate, one per layout: sizes, and seconds of the average stage.
 
-    `others`: seconds of one microbatch through all stages except the slowest. `late_check`: the
-    optimizer does not wait for the global gradient norm, so steps of different ranks overlap.
+    `other_stages`: seconds of one microbatch through all stages except the slowest. `late_check`:
+    the optimizer does not wait for the global gradient norm, so steps of different ranks overlap.
     """
 
     p: Array
@@ -82,11 +82,11 @@ class PipelineTimes(NamedTuple):
     forward: Array
     inputs: Array  # input gradients, with recomputation
     weights: Array
-    others: Array
+    other_stages: Array
     late_check: bool
 
     @property
-    def whole(self) -> Array:
+    def total(self) -> Array:
         """One microbatch on one stage, forward and backward."""
         return self.forward + self.inputs + self.weights
 
@@ -254,7 +254,7 @@ def _numbers(num_ranks: int, num_microbatches: int, num_chunks: int) -> str:
 
 def fill_and_drain(times: PipelineTimes) -> Array:
     """One microbatch passes all other stages while the pipeline fills and drains, by chunks."""
-    return times.others / times.v
+    return times.other_stages / times.v
 
 
 def no_bubble(times: PipelineTimes) -> Array:

@@ -182,7 +182,7 @@ class _Trial(NamedTuple):
     """A seed with a patience, and the objective it should reach."""
 
     estimate: float
-    place: int  # breaks ties, so that seeds are never compared
+    number: int  # breaks ties, so that seeds are never compared
     seed: Seed
     patience: Patience
 
@@ -191,7 +191,7 @@ class _Candidate(NamedTuple):
     """A full-size frame with a patience, and its objective."""
 
     objective: float
-    place: int
+    number: int
     lowered: Lowered
     seed: Seed
     patience: Patience
@@ -218,7 +218,7 @@ class _Search:
         most_stages = num_ranks * min(max_chunks, 2)
         self.reserve = min(_BUDGET // 2, 2 * _MAKING * most_stages * num_microbatches)
         self.best = math.inf
-        self.found: FoundSchedule | None = None
+        self.result: FoundSchedule | None = None
 
     def run(self) -> FoundSchedule:
         self._play_named()
@@ -227,7 +227,7 @@ class _Search:
             candidate_pair for candidate_pair in full if candidate_pair is not None
         ):
             self._refine(candidate)
-        return self.found or self._certain()
+        return self.result or self._certain()
 
     def _certain(self) -> FoundSchedule:
         """If the budget is spent before anything fits: list scheduling, which always does.
@@ -239,9 +239,9 @@ class _Search:
             for seed in seeds(self.num_ranks, self.num_microbatches, 1, self.goal)
             if seed.chunk_limit >= 1
         )
-        while self.found is None:
+        while self.result is None:
             self._at_full_size(next(trials))
-        return self.found
+        return self.result
 
     def _play_named(self) -> None:
         """Step 1: the best named schedule that fits."""
@@ -276,7 +276,7 @@ class _Search:
 
     def _keep(self, schedule: Schedule, objective: float, origin: str) -> None:
         self.best = objective
-        self.found = FoundSchedule(replace(schedule, name=AUTO), origin)
+        self.result = FoundSchedule(replace(schedule, name=AUTO), origin)
 
     def _hopeful(self, placement: Placement) -> bool:
         """Whether anything on this placement could still beat the best."""
@@ -330,7 +330,7 @@ class _Search:
         """Step 3: the trial with all microbatches."""
         self.reserve = 0
         # Until there is any schedule, the budget does not count.
-        if self.found is not None and not self._hopeful(trial.seed.placement):
+        if self.result is not None and not self._hopeful(trial.seed.placement):
             return None
         lowered = self._lower(trial.seed, self.num_microbatches)
         if lowered is None:

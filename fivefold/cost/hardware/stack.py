@@ -228,7 +228,7 @@ class SoftwareStack:
     factor: float = 1.0
     memory: StackMemory = StackMemory()
 
-    def stays_gathered(self, grid: LayoutGrid) -> Flags:
+    def stays(self, grid: LayoutGrid) -> Flags:
         """Where ZeRO-3 keeps weights gathered over a step: as a plan says, or in a pipeline, whose
         microbatches are far apart."""
         return (self.gather == "step") | ((grid.pp > 1) & (not self.gather))

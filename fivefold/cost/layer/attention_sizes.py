@@ -35,7 +35,7 @@ class MixerSizes(NamedTuple):
     back reads, and what the function saves and moves besides, with its FLOPs. `kernels` are those
     of a microbatch."""
 
-    made: dict[str, Array]
+    projections: dict[str, Array]
     back: Array
     saved: Array
     moved: Array
@@ -65,4 +65,4 @@ class MixerSizes(NamedTuple):
     @property
     def projected(self) -> Array:
         """All that linears of the input make."""
-        return sum(self.made.values(), 0.0 * self.back)
+        return sum(self.projections.values(), 0.0 * self.back)

@@ -34,7 +34,7 @@ ROUNDED_SHARE = 0.7
 
 def rounded_weights_stay(stack: SoftwareStack, grid: LayoutGrid) -> Flags:
     """Where rounded weights stay over a step: where full weights do."""
-    return (grid.zero < 3) | (grid.shard * grid.cp == 1) | stack.stays_gathered(grid)
+    return (grid.zero < 3) | (grid.shard * grid.cp == 1) | stack.stays(grid)
 
 
 def rounded_weights(
@@ -77,29 +77,29 @@ def matmul_shares(fp8: Fp8) -> MatmulShares:
 
 class RoundingPasses:
     """Bytes that rounding moves on one rank, for every layout of a grid. Inputs of modules and
-    output gradients of their last linears are gathered from `mine` to all `tokens`; with `shards`
-    inputs are saved before that, and gathered once more."""
+    output gradients of their last linears are gathered from `local` to all `tokens`; with
+    `shards` inputs are saved before that, and gathered once more."""
 
     def __init__(
-        self, fp8: Fp8, itemsize: int, tokens: Array, mine: Array, gathers: Flags, shards: Array
+        self, fp8: Fp8, itemsize: int, tokens: Array, local: Array, gathers: Flags, shards: Array
     ) -> None:
-        self.fp8, self.itemsize, self.tokens, self.mine = fp8, itemsize, tokens, mine
-        self.shards, self.both = shards, 1 + (fp8.wgrad == "fp8")
+        self.fp8, self.itemsize, self.tokens, self.local = (fp8, itemsize, tokens, local)
+        self.shards, self.orders = shards, 1 + (fp8.wgrad == "fp8")
         self.coded = gathers & fp8.gathers_codes
         self.maximum = itemsize if fp8.scaling == "tensorwise" else 0
 
     def gathered_input(self, width: Array | float) -> Array:
         """Of the linears that read the input of a module, in forward."""
-        orders = np.where(self.shards > 0, 1.0, self.both)
-        return width * (self.mine * self.maximum + self._cast(orders))
+        orders = np.where(self.shards > 0, 1.0, self.orders)
+        return width * (self.local * self.maximum + self._cast(orders))
 
     def read_again(self, width: Array | float) -> Array:
         """The same input, gathered again in backward."""
-        return width * self.shards * self._cast(self.both)
+        return width * self.shards * self._cast(self.orders)
 
     def inner_input(self, width: Array | float) -> Array:
         """Of a linear whose input no rank gathers."""
-        return width * self.tokens * (self.maximum + self._written(self.both))
+        return width * self.tokens * (self.maximum + self._written(self.orders))
 
     def gradient(self, width: Array | float) -> Array:
         """Of outputs that no rank gathers."""
@@ -107,12 +107,12 @@ class RoundingPasses:
 
     def gathered_gradient(self, width: Array | float) -> Array:
         """Of the output of a module."""
-        return width * (self.mine * self.maximum + self._cast(self.both))
+        return width * (self.local * self.maximum + self._cast(self.orders))
 
     def _cast(self, orders: Array | float) -> Array:
         """Codes of all tokens: transposed after a gather of codes, else made from values."""
         code = self.fp8.code_bytes
-        turned = self.mine * (self.itemsize + code) + 2 * code * self.tokens * (orders - 1)
+        turned = self.local * (self.itemsize + code) + 2 * code * self.tokens * (orders - 1)
         return np.where(self.coded, turned, self.tokens * self._written(orders))
 
     def _written(self, orders: Array | float) -> Array | float:
@@ -272,15 +272,17 @@ class LayerKernels:
         """Grouped matmuls of experts and that of the router: one pass, and weight gradients. With
         few rows they are bound by reading weights from memory, in so many seconds."""
 
-        def one(speed: float, read: Array) -> Array:
+        def pass_seconds(speed: float, read: Array) -> Array:
             seconds = np.maximum(flops / (speed * self.stack.grouped_share), read)
             return seconds + 2 * self.reach.start + router
 
         if self.stack.fp8 is None:
-            seconds = one(self.narrow_speed, read)
+            seconds = pass_seconds(self.narrow_speed, read)
             return seconds, seconds / self.late_speed
-        plain = one(self.speed, read)
-        return (one(self.row_speed, read / self.itemsize) if self.rounds_experts else plain), plain
+        plain = pass_seconds(self.speed, read)
+        return (
+            pass_seconds(self.row_speed, read / self.itemsize) if self.rounds_experts else plain
+        ), plain
 
     @property
     def rounds_experts(self) -> bool:

@@ -61,7 +61,7 @@ class Operator:
     keeps: float = 0.0  # bytes that it saves besides
     defers: float = 0.0  # and what of that is left for its weight gradients
     early: bool = False  # they are its gradients, which its forward makes
-    more: tuple[TapeTensor, ...] = ()  # further outputs
+    extra_outputs: tuple[TapeTensor, ...] = ()  # further outputs
     gathered: float = 0.0  # bytes of all tokens that its backward gathers
     gathers: Gathers = ""  # of what: deferred weight gradients need that, not this rank's tokens
     weights_last: bool = False  # its weight gradients come after those of its inputs
@@ -71,7 +71,7 @@ class Operator:
     collective: bool = False  # it is one, or has some inside
     module: str = ""  # which may run again as a whole
     block: int = 0
-    kept: float | None = (
+    retains: float | None = (
         None  # attention itself, which may run once: bytes that stay beside outputs
     )
 
@@ -82,7 +82,7 @@ class Operator:
 
     @property
     def outputs(self) -> tuple[TapeTensor, ...]:
-        return (self.output, *self.more)
+        return (self.output, *self.extra_outputs)
 
 
 @dataclass
@@ -118,21 +118,21 @@ class OperatorList:
         holds: TapeTensor | None = None,
         collective: bool = False,
         early: bool = False,
-        more: Sequence[TapeTensor] = (),
+        extra_outputs: Sequence[TapeTensor] = (),
         gathered: float = 0.0,
         gathers: Gathers = "",
         weights_last: bool = False,
         codes: float = 0.0,
         dequantised: float = 0.0,
         rounded: float = 0.0,
-        kept: float | None = None,
+        retains: float | None = None,
     ) -> TapeTensor:
         """Append an operator; its output."""
         names = tuple(filter(None, [weights] if isinstance(weights, str) else weights))
         options = (names, passes, holds, backward_extra, settle_extra, keeps, defers, early)
         options = (
             *options,
-            tuple(more),
+            tuple(extra_outputs),
             gathered,
             gathers,
             weights_last,
@@ -142,7 +142,7 @@ class OperatorList:
             collective,
             self.module,
             self.block,
-            kept,
+            retains,
         )
         self.operators.append(Operator(tuple(inputs), output, tuple(saved), *options))
         return output
@@ -168,7 +168,7 @@ class WeightGradient(NamedTuple):
 
     block: int
     name: str
-    given: bool
+    is_final: bool
     apart: bool = False
 
 
@@ -208,13 +208,13 @@ class OperatorTape:
         full: bool = False,
         keeps_attention: bool = False,
     ) -> None:
-        self.found, self.full, self.keeps_attention = operator_list, full, keeps_attention
+        self.program, self.full, self.keeps_attention = operator_list, full, keeps_attention
         modules = dict.fromkeys(operator.module for operator in operator_list.operators)
         self.again = [""] if full else [module for module in modules if module and module in again]
         self.events: list[Event] = []
         self.users: Counter[TapeTensor] = Counter()  # of a tensor that is in memory
-        self.asked: Counter[TapeTensor] = Counter()  # who will want a tensor that is made again
-        self.held: dict[Operator, list[TapeTensor]] = {}  # by what an operator has saved
+        self.readers: Counter[TapeTensor] = Counter()  # who will want a tensor that is made again
+        self.saved: dict[Operator, list[TapeTensor]] = {}  # by what an operator has saved
         self.entered: dict[str, list[TapeTensor]] = {}  # by what runs a module again
         self.plain: set[TapeTensor] = set()  # inside of a module that runs again, inputs are saved
         self.private: dict[Operator, float] = {}  # bytes that operators have saved besides
@@ -224,19 +224,19 @@ class OperatorTape:
     def forward(self) -> list[Event]:
         """From its input on, which is counted here, to its output, which is not."""
         self.events = []
-        self._count(self.found.input)
-        self._run(self.found.operators, lambda operator: self._module(operator) not in self.again)
-        self._drop(self.found.output.storage)
-        self._drop(self.found.input.storage)
+        self._count(self.program.input)
+        self._run(self.program.operators, lambda operator: self._module(operator) not in self.again)
+        self._drop(self.program.output.storage)
+        self._drop(self.program.input.storage)
         return self.events
 
     def backward(self, mode: Way) -> list[Event]:
         """The gradient of the output was made before; that of the input is left."""
         self.events, self.owed = [], []
-        output = self.found.output
+        output = self.program.output
         grads = {output: _Gradient(output.gradient_bytes, output.logits)}
         left, block = set(self.again), None
-        for operator in reversed(self.found.operators):
+        for operator in reversed(self.program.operators):
             if operator.block != block:
                 self.events.append(BlockPass(operator.block, True, False))
                 block = operator.block
@@ -271,7 +271,7 @@ class OperatorTape:
         return "" if self.full else operator.module
 
     def _operators(self, module: str) -> list[Operator]:
-        return [operator for operator in self.found.operators if self._module(operator) == module]
+        return [operator for operator in self.program.operators if self._module(operator) == module]
 
     def _run(self, operators: Sequence[Operator], saves: Callable[[Operator], bool]) -> None:
         uses = Counter(source.storage for reader in operators for source in reader.inputs)
@@ -318,9 +318,9 @@ class OperatorTape:
             self._drop(first)
 
     def _save(self, operator: Operator) -> None:
-        self.held[operator] = self._hold(operator.saved)
+        self.saved[operator] = self._hold(operator.saved)
         if operator.holds is not None and not operator.holds.remade:
-            self.held[operator] += self._hold([operator.holds])
+            self.saved[operator] += self._hold([operator.holds])
         self.private[operator] = operator.keeps
         self._change(operator.keeps)
 
@@ -329,7 +329,7 @@ class OperatorTape:
         storages: list[TapeTensor] = []
         for tensor in tensors:
             if tensor.remade and tensor not in self.plain:
-                self.asked[tensor] += 1
+                self.readers[tensor] += 1
             else:
                 self.users[tensor.storage] += 1
                 storages.append(tensor.storage)
@@ -337,18 +337,18 @@ class OperatorTape:
 
     def _take(self, tensor: TapeTensor) -> None:
         """A tensor that a backward reads: made again, where it was not saved."""
-        if not self.asked[tensor]:
+        if not self.readers[tensor]:
             return
         if not self.users[tensor]:
             source = tensor.source
             if source is not None and source.remade:
-                self.asked[source] += 1
+                self.readers[source] += 1
                 self._take(source)
             self._make(tensor, 0)
             if source is not None and source.remade:
                 self._drop(source)
-            self.users[tensor] = self.asked[tensor]
-        self.asked[tensor] -= 1
+            self.users[tensor] = self.readers[tensor]
+        self.readers[tensor] -= 1
 
     def _differentiate(
         self,
@@ -411,11 +411,11 @@ class OperatorTape:
         was gathered from."""
         if operator.gathers == "input":
             self._let_go(operator)
-            self.held[operator], self.private[operator] = [], 0.0
+            self.saved[operator], self.private[operator] = [], 0.0
             for tensor in made_again:
                 self._drop(tensor)
         else:
-            self.held[operator] += made_again
+            self.saved[operator] += made_again
         if operator.gathers == "gradient" or operator.codes:
             self._forget(gradient)
             gradient = _Gradient(0.0)
@@ -459,7 +459,7 @@ class OperatorTape:
             self._change(-operator.dequantised)
 
     def _let_go(self, operator: Operator) -> None:
-        for tensor in self.held.pop(operator, ()):
+        for tensor in self.saved.pop(operator, ()):
             self._drop(tensor)
         self._change(-self.private.pop(operator, 0.0))
 
@@ -470,16 +470,16 @@ class OperatorTape:
 
     def _make_once(self, operator: Operator, users: dict[TapeTensor, int]) -> None:
         """The outputs of one operator; of attention that is kept, only those of the first run."""
-        if operator.kept is None or not self.keeps_attention:
+        if operator.retains is None or not self.keeps_attention:
             self._make_all(users)
         elif operator in self.once:
             self.once.remove(operator)
             self.users.update({tensor: count - 1 for tensor, count in users.items()})
-            self._change(-operator.kept)
+            self._change(-operator.retains)
         else:
             self.once.add(operator)
             self._make_all({tensor: count + 1 for tensor, count in users.items()})
-            self._change(operator.kept)
+            self._change(operator.retains)
 
     def _make_all(self, users: dict[TapeTensor, int]) -> None:
         """The outputs of one operator, and what it holds besides until the last is made."""

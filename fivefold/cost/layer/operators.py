@@ -32,10 +32,11 @@ from fivefold.cost.traffic import max_nodes_per_token
 
 @dataclass(frozen=True)
 class RoundedOperators:
-    """For one plan. `unit`: bytes of a column of all tokens. `kept`: rounded weights stay."""
+    """For one plan. `unit`: bytes of a column of all tokens. `caches_weights`: rounded ones
+    stay."""
 
     fp8: Fp8
-    kept: bool
+    caches_weights: bool
     itemsize: int
     unit: float
 
@@ -52,7 +53,7 @@ class RoundedOperators:
         """Bytes of the weights of a linear that are rounded for one use, in both orders, from the
         bytes of its inputs and outputs."""
         size = self.fp8.weight_bytes
-        return 0.0 if self.kept else size * inputs / self.unit * outputs / self.unit
+        return 0.0 if self.caches_weights else size * inputs / self.unit * outputs / self.unit
 
     def project(
         self,
@@ -65,9 +66,9 @@ class RoundedOperators:
         gathers: bool = False,
         shards: bool = False,
         copied: float = 0.0,
-        held: float = 0.0,
+        live_bytes: float = 0.0,
     ) -> list[TapeTensor]:
-        """Linears of one input, which has `whole` bytes where it is gathered; `shards`: this rank's
+        """Linears of one input, which has `input_bytes` where it is gathered; `shards`: this rank's
         tokens are saved. Outputs are one tensor: some are `copied` from it, and others, which are
         saved, hold more of it."""
         coded, twice = gathers and self.fp8.gathers_codes, 1 + self.wgrad
@@ -94,10 +95,10 @@ class RoundedOperators:
             saved=saved,
             weights=list(sizes),
             backward_extra=self.codes(outs) * twice + again + (input_bytes if gathers else 0.0),
-            keeps=keeps + held,
+            keeps=keeps + live_bytes,
             defers=keeps,
             collective=split,
-            more=outputs[1:],
+            extra_outputs=outputs[1:],
             gathered=waits,
             gathers="input" if shards else "",
             weights_last=True,
@@ -110,7 +111,7 @@ class RoundedOperators:
         self, operators: OperatorList, x: TapeTensor, name: str, output: float, full_output: float
     ) -> TapeTensor:
         """A linear and the sum over ranks; the gradient of its output is gathered if a rank has
-        less than the `whole` of it."""
+        less than the full one."""
         gathers, twice = output < full_output, 1 + self.wgrad
         inputs, full = self.codes(x.bytes), self.codes(full_output)
         weights = self.weights(x.bytes, full_output)
@@ -141,7 +142,7 @@ class RoundedSlots:
     """Routed experts of one layer in fp8, in bytes of the slots of a rank: a column of them, rows
     of the model's width, and what is inside of experts. `numel`: of one stacked weight."""
 
-    kept: bool
+    caches_weights: bool
     column: float
     rows: float
     inner: float
@@ -170,7 +171,7 @@ class RoundedSlots:
             saved=[x],
             weights=names,
             backward_extra=codes,
-            more=tail,
+            extra_outputs=tail,
             weights_last=True,
             codes=codes,
             dequantised=self.rows + self.inner,
@@ -195,7 +196,7 @@ class RoundedSlots:
     def _weights(self, stacks: int, result: float) -> float:
         """Bytes of rounded weights beside a result of this size: in both orders before it is made,
         in one while it is."""
-        numel = 0.0 if self.kept else stacks * self.numel
+        numel = 0.0 if self.caches_weights else stacks * self.numel
         return max(EXPERT_WEIGHT * numel - result, numel)
 
 
@@ -234,7 +235,10 @@ class LinearOperators:
         grid = activations.grid
         self.tp, self.sp = int(number(grid.tp)), bool(number(grid.sp))
         self.split = self.tp > 1
-        self.residual, self.whole = self._size(activations.residual), self._size(activations.whole)
+        self.residual, self.full_residual = (
+            self._size(activations.residual),
+            self._size(activations.full_residual),
+        )
         self.unit = activations.itemsize * tokens
 
     def _size(self, per_token: Array | float) -> float:
@@ -284,11 +288,11 @@ class LinearOperators:
         gathers, rounded = self.split and self.sp, self._rounding(operators)
         if rounded is not None:
             options = {"split": self.split, "gathers": gathers, "shards": gathers and saves_shards}
-            full_bytes = self.whole if self.split else x.bytes
+            full_bytes = self.full_residual if self.split else x.bytes
             return rounded.project(
-                operators, x, sizes, full_bytes, **options, copied=copied, held=live_bytes
+                operators, x, sizes, full_bytes, **options, copied=copied, live_bytes=live_bytes
             )
-        full_bytes = self.whole if gathers else 0.0
+        full_bytes = self.full_residual if gathers else 0.0
         first, *tail_sizes = sizes.values()
         outputs = [TapeTensor(first, extra=full_bytes), *map(TapeTensor, tail_sizes)]
         operators.add(
@@ -300,7 +304,7 @@ class LinearOperators:
             keeps=0.0 if saves_shards else full_bytes,
             defers=0.0 if saves_shards else full_bytes,
             collective=self.split,
-            more=outputs[1:],
+            extra_outputs=outputs[1:],
             gathered=full_bytes if saves_shards else 0.0,
             gathers="input" if saves_shards and full_bytes else "",
             weights_last=True,
@@ -310,14 +314,14 @@ class LinearOperators:
     def _row_linear(self, operators: OperatorList, x: TapeTensor, name: str) -> TapeTensor:
         """A linear and the sum over ranks; the gradient of its output is gathered."""
         if not self.split:
-            return self._linear_alone(operators, x, self.whole, name)
+            return self._linear_alone(operators, x, self.full_residual, name)
         if (rounded := self._rounding(operators)) is not None:
-            output = self.residual if self.sp else self.whole
-            return rounded.sum_of_rows(operators, x, name, output, self.whole)
-        full_bytes = self.whole if self.sp else 0.0
+            output = self.residual if self.sp else self.full_residual
+            return rounded.sum_of_rows(operators, x, name, output, self.full_residual)
+        full_bytes = self.full_residual if self.sp else 0.0
         return operators.add(
             [x],
-            TapeTensor(self.residual if self.sp else self.whole, extra=full_bytes),
+            TapeTensor(self.residual if self.sp else self.full_residual, extra=full_bytes),
             saved=[x],
             weights=name,
             collective=True,
@@ -420,9 +424,9 @@ class LayerOperators(LinearOperators):
     def embedding(self) -> OperatorList:
         """Tokens, which take no memory of their own here, to vectors."""
         operators = OperatorList(TapeTensor(0.0))
-        rows = operators.add([operators.input], TapeTensor(self.whole), weights="embed")
+        rows = operators.add([operators.input], TapeTensor(self.full_residual), weights="embed")
         if self.split:  # other ranks have the rows of other tokens
-            rows = self._leave(operators, operators.add([rows], TapeTensor(self.whole)))
+            rows = self._leave(operators, operators.add([rows], TapeTensor(self.full_residual)))
         if self.shape.scaled_embedding:
             rows = operators.add([rows], TapeTensor(self.residual))
         if self.shape.positions == "learned":
@@ -464,12 +468,14 @@ class LayerOperators(LinearOperators):
         if not self.split:
             return x
         base = None if self.sp else x
-        return operators.add([x], TapeTensor(self.whole, base=base, named=self.sp), collective=True)
+        return operators.add(
+            [x], TapeTensor(self.full_residual, base=base, named=self.sp), collective=True
+        )
 
     def _leave(self, operators: OperatorList, x: TapeTensor) -> TapeTensor:
         """After an embedding: the sum over ranks."""
         if not self.sp:
-            return operators.add([x], TapeTensor(self.whole), passes=True, collective=True)
+            return operators.add([x], TapeTensor(self.full_residual), passes=True, collective=True)
         return operators.add([x], TapeTensor(self.residual), collective=True)
 
     def _mlp(self, operators: OperatorList, x: TapeTensor, rule: Recompute) -> TapeTensor:
@@ -539,7 +545,7 @@ class LayerOperators(LinearOperators):
         if linears is None or not linears.fp8.experts:
             return None
         column = self._size(self.activations.slots()) * self.activations.itemsize
-        return rounded_slots(self.activations, column, linears.kept)
+        return rounded_slots(self.activations, column, linears.caches_weights)
 
     def _inside(
         self, operators: OperatorList, x: TapeTensor, sizes: tuple[float, float], rule: Recompute
@@ -659,7 +665,7 @@ class LayerOperators(LinearOperators):
             output = TapeTensor(size)
             saved = [*inputs, output]
             return operators.add(
-                inputs, output, saved, backward_extra=buffers, keeps=lse, kept=saved_bytes
+                inputs, output, saved, backward_extra=buffers, keeps=lse, retains=saved_bytes
             )
         # By the formula: it holds all scores, and its result in two orders.
         drawn, pairs = (
@@ -668,8 +674,8 @@ class LayerOperators(LinearOperators):
         extra = pairs + 6 * size * WIDE / self.activations.itemsize + buffers
         output = TapeTensor(size, extra=drawn)
         saved = [*inputs, output]
-        operators.add(inputs, output, saved, backward_extra=extra, keeps=lse, kept=saved_bytes)
-        return operators.add([output], TapeTensor(size), passes=True, kept=0.0)
+        operators.add(inputs, output, saved, backward_extra=extra, keeps=lse, retains=saved_bytes)
+        return operators.add([output], TapeTensor(size), passes=True, retains=0.0)
 
 
 class MixerOperators(LayerOperators):
@@ -683,7 +689,8 @@ class MixerOperators(LayerOperators):
         if mixer is None:
             return self._attention(operators, x, rule)
         sizes = {
-            f"attention.{name}.": float(size[0]) * self.unit for name, size in mixer.made.items()
+            f"attention.{name}.": float(size[0]) * self.unit
+            for name, size in mixer.projections.items()
         }
         projections = self._project(operators, x, sizes, self._saves_shards(operators, rule))
         projections = [self._in_rows(operators, projection) for projection in projections]

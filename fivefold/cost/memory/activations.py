@@ -61,10 +61,12 @@ class Activations:
         self.heads = shape.heads / grid.tp
         self.kv_heads = np.maximum(shape.kv_heads / grid.tp, 1.0)
         self.residual = shape.width * itemsize / self.split
-        self.whole = np.full_like(self.split, float(shape.width * itemsize))
+        self.full_residual = np.full_like(self.split, float(shape.width * itemsize))
         self.mixer = MixerSizes.of(shape, grid.tp, seq)
         self.saved_size = memory.input_bytes or itemsize  # of an element that a matmul reads
-        self.head_input = self.input = self.whole if memory.gathered_inputs else self.residual
+        self.head_input = self.input = (
+            self.full_residual if memory.gathered_inputs else self.residual
+        )
         self.fp8 = fp8 = stack.fp8
         # Codes of an input, which nothing makes again; this rank's tokens are saved as they are.
         self.coded = fp8 is not None and fp8.wgrad == "fp8"
@@ -158,7 +160,7 @@ class Activations:
         shape, size, mla = self.shape, self.itemsize, self.shape.mla
         norms = shape.inner_norms + shape.outer_norms
         num_bytes = (2 * norms + shape.out_bias + shape.mlp_bias) * self.residual
-        num_bytes = num_bytes + 2 * self.whole * self.waiting
+        num_bytes = num_bytes + 2 * self.full_residual * self.waiting
         if self.mixer is not None:
             heads = self.mixer.projected
         elif mla is None:
@@ -198,7 +200,7 @@ class Activations:
     def _deferred_mlp(self) -> Array:
         matrices, inputs = 3 if self.shape.gated else 2, 1 if self.shape.inner_norms == 1 else 2
         inside = matrices * self.shape.ffn / self.grid.tp * self.itemsize
-        return (inputs * self.whole + inside) * self.waiting
+        return (inputs * self.full_residual + inside) * self.waiting
 
     def _deferred_experts(self) -> Array:
         shape, moe, size = self.shape, self.shape.moe, self.itemsize
@@ -208,14 +210,14 @@ class Activations:
         waiting = self.slots() * rows * (1 if self.coded_slots else size)
         num_bytes = self.residual + WIDE * moe.experts / self.split + waiting
         if moe.shared:
-            shared = 2 * self.whole + matrices * moe.shared_ffn / self.grid.tp * size
+            shared = 2 * self.full_residual + matrices * moe.shared_ffn / self.grid.tp * size
             num_bytes = num_bytes + shared * self.waiting
         return num_bytes
 
     def deferred_at_head(self) -> Array:
         """The same for the head and the final norm: the gradient of the logits above all."""
         logit_bytes = self.shape.vocab / self.grid.tp * self.itemsize
-        return self.whole + logit_bytes + 2 * self.residual
+        return self.full_residual + logit_bytes + 2 * self.residual
 
     def inputs(self) -> Array:
         """By one layer with full recomputation."""
@@ -225,7 +227,7 @@ class Activations:
         """By the final norm and the head, without logits."""
         num_bytes = self.residual + self._statistics / self.split + self.head_input
         if self.memory.gathered_head_input:
-            num_bytes = num_bytes + np.where(self.split > 1, self.whole, 0.0)
+            num_bytes = num_bytes + np.where(self.split > 1, self.full_residual, 0.0)
         return num_bytes
 
     def rotary_tables(self) -> float:

@@ -146,7 +146,7 @@ class MemoryEntries:
         embedding = embedding + np.where(gradients.begun & ~gradients.reduced, 2 * tied, 0.0)
         states, messages = self._states(parameters), self._messages()
         gathered = self._gathered(parameters, stage, np.zeros(1))
-        logits = stage.head * self.losses.others()
+        logits = stage.head * self.losses.other_losses()
         buffers = (logits, messages + self._buffers(), gathered)
         moments = [
             self._moment(states, gradients.at_last_layer(), begin + working + tied, *buffers),
@@ -222,7 +222,7 @@ class MemoryEntries:
         gathered = prefetch * dense_size + np.where(end > 0, end + alone, dense_size + pair_routed)
         everything = np.where(dense, parameters.dense, 0.0)
         everything = everything + np.where(experts, parameters.experts, 0.0)
-        stays = self.stack.stays_gathered(grid) | ((stage.head > 0) & (self.shape.mtp > 0))
+        stays = self.stack.stays(grid) | ((stage.head > 0) & (self.shape.mtp > 0))
         codes = prefetch * codes_under_way(self.stack, dense * layer.dense, experts * layer.experts)
         total = np.where(stays, everything, np.minimum(gathered, everything))
         return np.where(grid.zero == 3, total * self.itemsize + codes * ~stays, 0.0)
@@ -261,7 +261,7 @@ class MemoryEntries:
         working = np.maximum(working - stage.head * self.losses.computed(), 0.0)
         inputs = stage.head * (self.losses.input() + self.losses.other_inputs())
         parts["activations"] = saved * stage.flight + working + inputs
-        parts["logits"] = stage.head * (self.losses.computed() + self.losses.others())
+        parts["logits"] = stage.head * (self.losses.computed() + self.losses.other_losses())
         parts["buffers"] = self._messages() + self._buffers()
         parts["prefetch"] = self._prefetch(parameters, stage)
         parts |= self.overhead(parts["activations"])
@@ -397,7 +397,7 @@ class MemoryEntries:
         """Buffers of tensor-parallel gathers, context parallelism and expert dispatch."""
         activations = self.activations
         gathered = np.where(
-            activations.split > 1, self.memory.gather_buffers * activations.whole, 0.0
+            activations.split > 1, self.memory.gather_buffers * activations.full_residual, 0.0
         )
         return (
             gathered + activations.context_buffers() + activations.dispatch_buffers()
@@ -536,7 +536,7 @@ class CachingAllocator:
         before = np.minimum(left / cache.backward_launches, stage.layers.all)
         before = np.where((grid.pp == 1) & (grid.microbatches > 1), before, 0.0)
         blocks = 2 * forward * (1 + 1 / grid.tp) + 2 * before * (1 + 2.5 / grid.tp)
-        num_bytes = blocks * self._ahead() * entries.activations.whole * entries.tokens
+        num_bytes = blocks * self._ahead() * entries.activations.full_residual * entries.tokens
         if cache.most is not None:
             live = self.parts["activations"] + self.parts["logits"]
             num_bytes = np.minimum(num_bytes, cache.most * live)

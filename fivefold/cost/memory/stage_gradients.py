@@ -73,7 +73,7 @@ class LossMemory:
         weight = self.shape.vocab * self.shape.width / self.grid.tp
         return (self.tokens * self.shape.width + weight) * self.itemsize
 
-    def others(self) -> Array:
+    def other_losses(self) -> Array:
         """What other losses save until their backward."""
         saved = self.memory.loss_bytes * self.tokens * self.shape.vocab / self.grid.tp
         return (self._number() - 1) * np.where(self.chunked, self.gradients(), saved)
@@ -143,7 +143,7 @@ class SavedLayers:
         layers, chunks = np.maximum(stage.layers.all, 1.0), self.grid.chunks
         return np.where(looped(self.grid), np.ceil(layers / chunks) * chunks / layers, 1.0)
 
-    def held(self, stage: RankStage) -> tuple[Array, Array]:
+    def microbatch_bytes(self, stage: RankStage) -> tuple[Array, Array]:
         """Bytes of a microbatch from its forward on, and between its input and weight gradients."""
         return self.saved(stage), self._left(stage)
 
@@ -259,7 +259,7 @@ class LeastBytes(NamedTuple):
     """What a rank has at least: always, all of its gradients, and what its activations take.
     Gradients meet activations where they have `begun` before."""
 
-    held: Array
+    static: Array
     gradients: Array
     activations: Array
     begun: Flags
@@ -267,8 +267,8 @@ class LeastBytes(NamedTuple):
     @property
     def any_sharding(self) -> Array:
         """A lower bound of the peak of a block's layouts with any of its shardings."""
-        before = _leanest(self.held)
-        after = _leanest(self.held + self.gradients)
+        before = _leanest(self.static)
+        after = _leanest(self.static + self.gradients)
         return np.maximum(np.where(self.begun, after, before) + self.activations, after)
 
 
@@ -333,8 +333,8 @@ class StageGradients:
         has_units = (self.unit > 0) & (expert_unit > 0)
         two_units = np.where(has_units, self.unit + expert_unit, 2 * larger)
         # Each chunk keeps its last two until its next backward; units may hold many layers each.
-        self.kept = np.minimum(two_units, self.full / grid.chunks)
-        self.two_units = self.seen * self.kept
+        self.last_units = np.minimum(two_units, self.full / grid.chunks)
+        self.two_units = self.seen * self.last_units
         # A third one is being filled. Experts follow experts, if neighbours have some, or those of
         # the microbatch before.
         spaced = has_units & (most_routed(shape, 2) < 2) & (grid.microbatches == 1)
@@ -376,11 +376,11 @@ class StageGradients:
 
     def at_last_chunk(self) -> GradientLevel:
         """When all chunks have gradients."""
-        return self._at_end(self.grid.chunks * self.kept + self.third, self.grid.chunks)
+        return self._at_end(self.grid.chunks * self.last_units + self.third, self.grid.chunks)
 
     def at_embedding(self) -> GradientLevel:
         """After it, in the embedding."""
-        return self._at_end(self.embedding + self.grid.chunks * self.kept, self.grid.chunks)
+        return self._at_end(self.embedding + self.grid.chunks * self.last_units, self.grid.chunks)
 
     def at_update(self) -> GradientLevel:
         """After the last backward."""
@@ -399,7 +399,7 @@ class StageGradients:
         chunk_size, ended = self.full / self.grid.chunks, chunks - 1
         sharded = (self.grid.zero == 1) & (self.seen < self.grid.chunks)
         return chunk_size + np.where(
-            sharded, self._owned_by(ended) + ended * self.kept, chunk_size * ended
+            sharded, self._owned_by(ended) + ended * self.last_units, chunk_size * ended
         )
 
     def done_after_backward(self) -> Array:

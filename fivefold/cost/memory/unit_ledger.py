@@ -98,7 +98,7 @@ class _SegmentWeights:
     def __init__(self, weights: Sequence[Sequence[BlockWeight]], sizes: GradientSizes) -> None:
         self.left, self.sizes = [list(block_weights) for block_weights in weights], sizes
 
-    def made(self, block: int, name: str, apart: bool = False) -> float:
+    def gradient_bytes(self, block: int, name: str, apart: bool = False) -> float:
         """Bytes of the largest weight gradient of these, as the backward makes it."""
         if self.sizes.adds_products(name) and not apart:
             return 0.0
@@ -133,8 +133,8 @@ def _steps(
     for event in events:
         if isinstance(event, WeightGradient):
             key = event.block, event.name
-            if not event.given:
-                sizes[key] = weights.made(*key, event.apart)
+            if not event.is_final:
+                sizes[key] = weights.gradient_bytes(*key, event.apart)
                 yield Change(sizes[key], peak=sizes[key])
             else:
                 yield from _taken(event, weights, use, sizes.pop(key))
@@ -152,7 +152,7 @@ def _taken(
     tied = weights.sizes.tied_head > 0
     if tied and event.name == "head":
         return
-    if tied and event.name == "embed" and (waiting := weights.made(event.block, "head")):
+    if tied and event.name == "embed" and (waiting := weights.gradient_bytes(event.block, "head")):
         yield Change(-waiting, peak=size)  # their sum takes the place of both
     past_autograd = weights.sizes.queued
     if use.waited and not past_autograd:
@@ -275,7 +275,7 @@ class UnitTable:
             self.begun_by.setdefault(users[0], []).append(n)
             for block in users:
                 self.using[block].append(n)
-        self.places = {block: place for place, block in enumerate(blocks)}
+        self.places = {block: index for index, block in enumerate(blocks)}
         self.sheds = [*map(rules.sheds, units)]
         self.collects = [*map(rules.collects, units)]
         self.sums_every_time = [*map(rules.sums_every_time, units)]
@@ -285,24 +285,26 @@ class UnitTable:
         self._ahead: dict[tuple[str, int], list[int]] = {}
 
     def _users(self, unit: Unit) -> tuple[str, ...]:
-        tied = self.rules.tied and any(each.row.name == "embed.weight" for each in unit.entries)
+        tied = self.rules.tied and any(entry.row.name == "embed.weight" for entry in unit.entries)
         used = {*unit.blocks, *(["head"] if tied else [])}
-        return tuple(each for each in self.blocks if each in used)
+        return tuple(block for block in self.blocks if block in used)
 
     def _codes_of(self, unit: Unit) -> CodesUnderWay | None:
         coded = self.rules.coded
         if not self.rules.sheds(unit) or not is_coded(unit, coded):
             return None
         size = coded_shard_bytes(unit, coded, self.rules.itemsize)
-        shards = (segments(unit, place, coded) for place in range(unit.num_shards))
-        longest = max(each.stop - each.start for one in shards for each in one if each.rounded)
+        shards = (segments(unit, index, coded) for index in range(unit.num_shards))
+        longest = max(
+            segment.stop - segment.start for shard in shards for segment in shard if segment.rounded
+        )
         return CodesUnderWay(size, unit.num_shards * size, WIDENED * longest)
 
     def ahead(self, block: str, step: int) -> list[int]:
         """Units to prefetch."""
         if (block, step) not in self._ahead:
-            found = prefetched(self.units, self.blocks, block, step, self.rules.prefetch)
-            self._ahead[block, step] = found
+            unit_numbers = prefetched(self.units, self.blocks, block, step, self.rules.prefetch)
+            self._ahead[block, step] = unit_numbers
         return self._ahead[block, step]
 
     def full_gradient(self, n: int) -> tuple[float, str]:
@@ -448,8 +450,8 @@ class UnitLedger:
             return
         users, final = self.table.users, self.table.blocks[-1]
         for n in self.table.using[block]:
-            kept = self.rules.kept_to_backward and users[n][-1] == final
-            if users[n][-1] == block and not kept:
+            stays = self.rules.kept_to_backward and users[n][-1] == final
+            if users[n][-1] == block and not stays:
                 self.release(n)
 
     def come_back(self, block: str) -> None:

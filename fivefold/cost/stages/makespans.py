@@ -62,7 +62,7 @@ class StageRows(NamedTuple):
         return self._replace(inputs=self.inputs + self.weights, weights=0 * self.weights)
 
     @property
-    def whole(self) -> Array:
+    def total(self) -> Array:
         return self.forward + self.inputs + self.weights
 
 
@@ -149,7 +149,7 @@ def one_forward_one_backward(stages: StageRows, size: ScheduleSize) -> Array:
     k = _ranks(p)
     paths = [_looped(stages.joined, size, p - k, 0 * k), _last_forward(stages, size, p - k)]
     # A rank waits for a message whenever it has no other microbatch in flight.
-    stage_seconds = stages.whole
+    stage_seconds = stages.total
     trip = (stage_seconds + _after(stage_seconds) + 2 * (p - 1 - k) * stages.lag) / (p - k)
     turns = stage_seconds.sum(axis=0) + 2 * (p - 1) * stages.lag + (m - 1) * trip
     return np.concatenate([*paths, turns[m > (p - k)[:, 0]]])
@@ -260,8 +260,8 @@ class _Fold(NamedTuple):
     far: StageRows
 
     @property
-    def whole(self) -> Array:
-        return self.near.whole + self.far.whole
+    def total(self) -> Array:
+        return self.near.total + self.far.total
 
 
 def _folded(stages: StageRows) -> _Fold:
@@ -285,7 +285,7 @@ def zb_v(stages: StageRows, size: ScheduleSize) -> Array:
     start = np.minimum(m, 2 * inner - 1)
     done = (start + np.minimum(k, m - start)) * near.forward + np.minimum(m, k + 1) * far.forward
     gradients = np.cumsum(far.inputs, axis=0)
-    paced = gradients + m * fold.whole - done - far.inputs + k * lag
+    paced = gradients + m * fold.total - done - far.inputs + k * lag
     short = max(0, m - (max(m, 2 * p - 1) - p))  # microbatches after the steady state
     late = np.maximum(0, short - inner)
     weight_seconds = (late + 1) * near.weights + late * far.weights
@@ -311,7 +311,7 @@ def dualpipe_v(stages: StageRows, size: ScheduleSize) -> Array:
     near, far = fold
     done = (2 * (p - 1 - k) + k + 1) * near.forward + (k + 1) * far.forward
     gradients = np.cumsum(far.inputs, axis=0)
-    paced = gradients + m * fold.whole - done - far.inputs + k * lag
+    paced = gradients + m * fold.total - done - far.inputs + k * lag
     backward, other = near.inputs + near.weights, far.inputs + far.weights
     # After the last shared slot: up to the first rank, where the step ends or gradients go around.
     up = (
@@ -324,9 +324,9 @@ def dualpipe_v(stages: StageRows, size: ScheduleSize) -> Array:
     )
     round_trip = _after(far.inputs)[0] + near.inputs.sum(axis=0) + near.weights[0]
     # Some rank may set the pace of the shared slots, between two trips to the last rank.
-    shared = np.cumsum(fold.whole, axis=0)
-    offset = gradients[-1] - far.inputs[-1] + 2 * fold.whole[-1] + (4 * (p - 1) - 2 * k) * lag
-    offset = offset + shared[-1] - fold.whole[-1] - shared + (m - 2 * p + k) * fold.whole
+    shared = np.cumsum(fold.total, axis=0)
+    offset = gradients[-1] - far.inputs[-1] + 2 * fold.total[-1] + (4 * (p - 1) - 2 * k) * lag
+    offset = offset + shared[-1] - fold.total[-1] - shared + (m - 2 * p + k) * fold.total
     up = np.concatenate([up, (offset + _before(far.forward + backward)[-1] + other[0])[:-1]])
     ends = [paced, up + p * backward[0], up + round_trip + 2 * (p - 1) * lag]
     return _both(_first_gradient(fold, m, samples), longest(np.concatenate(ends), samples))
@@ -347,7 +347,7 @@ def v_half(stages: StageRows, size: ScheduleSize) -> Array:
 def _work_of_v(stages: StageRows, size: ScheduleSize) -> Array:
     """A rank of a V that never waits once it has begun."""
     fold, k = _folded(stages), _ranks(size.p)
-    return _before(fold.near.forward) + k * stages.lag + size.m * fold.whole
+    return _before(fold.near.forward) + k * stages.lag + size.m * fold.total
 
 
 def _repeated_block(stages: StageRows, size: ScheduleSize, block: BuildingBlock) -> Array:
@@ -380,7 +380,7 @@ def _repeated_block(stages: StageRows, size: ScheduleSize, block: BuildingBlock)
         paths.append(chain)
     # Before its first gradient a rank runs only forwards.
     early = [np.minimum(m, _num_passes(slot, slot, slots[2])) for slot in slots[:2]]
-    paced = ends[2] - far.inputs + m * (near.whole + far.whole)
+    paced = ends[2] - far.inputs + m * (near.total + far.total)
     return np.concatenate([*paths, paced - early[0] * near.forward - early[1] * far.forward])
 
 
@@ -402,7 +402,7 @@ def _work_of_loop(stages: StageRows, size: ScheduleSize) -> Array:
     """A rank of a loop that never waits once it has begun."""
     p, v, m, _ = size
     start = _before(stages.forward[:p]) + _ranks(p) * stages.lag
-    return start + m * stages.whole.reshape(v, p, -1).sum(axis=0)
+    return start + m * stages.total.reshape(v, p, -1).sum(axis=0)
 
 
 # By the name in a schedule's family; "loop" and "V" fit every schedule on that placement.
@@ -419,7 +419,7 @@ PATHS: dict[str, Callable[[StageRows, ScheduleSize], Array]] = {
     "v-min": lambda stages, size: _repeated_block(stages, size, MIN_BLOCK),
     "dualpipe": dualpipe,
     "dualpipe-v": dualpipe_v,
-    "never drained": lambda stages, size: size.m * stages.whole,
+    "never drained": lambda stages, size: size.m * stages.total,
 }
 
 

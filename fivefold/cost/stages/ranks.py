@@ -181,8 +181,8 @@ def pipeline_seconds(
     """Seconds of the pipeline of every layout; `costs` are in the order of a path's row.
 
     By the longest paths, which are a lower bound, or `simulated`, which takes longer. A schedule
-    that cannot run the numbers of a layout never ends, nor do those that are not `wanted`: a mask
-    by microbatch size and schedule.
+    that cannot run the numbers of a layout never ends, nor do those that `selection` leaves out: a
+    mask by microbatch size and schedule.
     """
     pp = grid.pp if grid.pp.min() < grid.pp.max() else grid.pp[:1]  # all are alike in a search
     columns = np.broadcast_arrays(grid.schedule, pp, grid.chunks, grid.microbatches)
@@ -257,12 +257,12 @@ class RankLayers(NamedTuple):
     all: Array
     routed: Array
     recurrent: Array
-    both: Array
+    routed_recurrent: Array
 
     @property
     def kinds(self) -> dict[tuple[bool, bool], Array]:
         """How many there are of each kind, by whether they have experts and lack attention."""
-        routed, recurrent, routed_recurrent = self.routed, self.recurrent, self.both
+        routed, recurrent, routed_recurrent = self.routed, self.recurrent, self.routed_recurrent
         return {
             (False, False): self.all - routed - recurrent + routed_recurrent,
             (False, True): recurrent - routed_recurrent,

@@ -14,8 +14,8 @@ from fivefold.cost.step.serving import ServedModel as ServedModel
 from fivefold.cost.step.serving import interpolated as interpolated
 from fivefold.cost.step.serving import serving_rates as serving_rates
 from fivefold.cost.step.time import PassCosts as PassCosts
+from fivefold.cost.step.time import Selection as Selection
 from fivefold.cost.step.time import StepTime as StepTime
-from fivefold.cost.step.time import Wanted as Wanted
 from fivefold.cost.step.time import around_parts as around_parts
 from fivefold.cost.step.time import head_passes as head_passes
 from fivefold.cost.step.time import launch_bound_layer as launch_bound_layer

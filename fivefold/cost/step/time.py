@@ -215,7 +215,7 @@ def flat_units(work: LayerTimer, stages: Spans | None = None) -> RankUnits | Non
 def unit_groups(work: LayerTimer, units: RankUnits | None) -> list[UnitGroup]:
     """What a rank gathers and reduces."""
     if units is not None:
-        return [*units.groups(work.stack.stays_gathered(work.grid))]
+        return [*units.groups(work.stack.stays(work.grid))]
     return [*_layers_and_buckets(work)]
 
 
@@ -227,7 +227,7 @@ def _layers_and_buckets(work: LayerTimer) -> Iterator[UnitGroup]:
     buckets = num_buckets(sum(parameters, np.zeros(1)) * work.itemsize, layers, stack.bucket_bytes)
     number = np.where(third, layers * stack.gathers, buckets)
     rounds = np.ceil(m / grid.pp) if stack.scatters_rounds else m
-    times = np.where(stack.stays_gathered(grid), 1.0, 2 * m)
+    times = np.where(stack.stays(grid), 1.0, 2 * m)
     for expert, size in enumerate(parameters):
         if expert and work.shape.moe is None:
             return
@@ -327,7 +327,7 @@ def closing_collectives(work: LayerTimer, units: RankUnits) -> Iterator[DataColl
 # How sharply the longer of host and GPU decides: 1 would be their sum. Chosen with vTrain's runs.
 _CORNER = 4
 PassCosts = tuple[list[Array], list[Array], list[Array]]
-Wanted = Callable[[Array], Flags]
+Selection = Callable[[Array], Flags]
 
 
 @dataclass(frozen=True)
@@ -363,25 +363,25 @@ def step_time(
     imbalance: float = 1.0,
     *,
     simulated: bool = False,
-    wanted: Wanted | None = None,
+    selection: Selection | None = None,
     passes: PassCosts | None = None,
 ) -> StepTime:
     """Time every layout of the grid; `imbalance`: slots of the fullest expert over the mean.
 
     Pipelines are timed by their longest paths, a lower bound, or `simulated`, which takes longer.
-    In a block of a search, `wanted`: with which microbatch sizes and schedules, by the seconds
+    In a block of a search, `selection`: with which microbatch sizes and schedules, by the seconds
     around the pipeline; `passes`: seconds of its layers, where they are known.
     """
     work = LayerTimer(shape, machine, stack, grid, seq, precision, imbalance)
     if stack.memory.split == "balanced":
-        return _by_longest_paths(work, simulated, wanted, passes)
+        return _by_longest_paths(work, simulated, selection, passes)
     parts = {name: seconds * stack.factor for name, seconds in _equal_stages(work).items()}
     parts["fixed"] = np.full_like(grid.microbatches, stack.fixed)
     return StepTime(total_seconds(parts), 0.0 * grid.tp, lambda: parts)
 
 
 def _by_longest_paths(
-    work: LayerTimer, simulated: bool, selector: Wanted | None, passes: PassCosts | None
+    work: LayerTimer, simulated: bool, selector: Selection | None, passes: PassCosts | None
 ) -> StepTime:
     """Stages as fivefold splits them, and the longest paths through them."""
     grid, stack, timer = work.grid, work.stack, pipeline_timer(work.shape, work.seq)

@@ -49,12 +49,11 @@ class UnitKind(NamedTuple):
 
 class OwnedElements(NamedTuple):
     """Elements of a rank's dense weights, before ZeRO cuts them: all; of those that learn the ones
-    that every tp rank has
-    (`whole`), and of these the ones that it uses on its own heads (`spread`); those of shared KV
-    heads; and the embedding that both ends of a pipeline have."""
+    that every tp rank has (`replicated`), and of these the ones that it uses on its own heads
+    (`spread`); those of shared KV heads; and the embedding that both ends of a pipeline have."""
 
     all: int
-    whole: int
+    replicated: int
     spread: int
     kv: int
     embedding: int
@@ -256,7 +255,7 @@ def _elements_of_block(rules: UnitRules, block: tuple[str, bool], tp: int) -> Ow
     learned = [entry for entry in known if not entry[2].frozen]
     return OwnedElements(
         all=sum(numel for numel, _, _ in known),
-        whole=sum(numel for numel, _, weight in learned if weight.cut == "whole"),
+        replicated=sum(numel for numel, _, weight in learned if weight.cut == "whole"),
         spread=sum(numel for numel, _, weight in learned if weight.spread),
         kv=sum(numel for numel, _, weight in learned if weight.cut == "kv"),
         embedding=sum(numel for numel, alone, _ in learned if alone),

@@ -159,7 +159,7 @@ class LayerJob:
         if moe is None or not rules:
             return None
         seq = self.shard_tokens // self.microbatch_size
-        slots = least(seq, rules[0].room(self.row_seq, moe.top_k, moe.experts))
+        slots = least(seq, rules[0].capacity(self.row_seq, moe.top_k, moe.experts))
         return self.microbatch_size * slots * where(self.sp, self.etp, 1)
 
 

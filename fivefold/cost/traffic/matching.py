@@ -97,17 +97,19 @@ class Mismatch(NamedTuple):
     """Two ranks of a group whose collectives differ; None if a rank issues no more."""
 
     number: int  # of the collective among those of the group, from 1
-    one: int
-    other: int
-    one_issued: IssuedCollective | None
+    rank: int
+    other_rank: int
+    issued: IssuedCollective | None
     other_issued: IssuedCollective | None
 
     def __str__(self) -> str:
         calls = [
             f"rank {rank} makes {'no further call' if call is None else call}"
-            for rank, call in ((self.one, self.one_issued), (self.other, self.other_issued))
+            for rank, call in ((self.rank, self.issued), (self.other_rank, self.other_issued))
         ]
-        return f"call {self.number} of ranks {self.one} and {self.other}: {calls[0]}, {calls[1]}"
+        return (
+            f"call {self.number} of ranks {self.rank} and {self.other_rank}: {calls[0]}, {calls[1]}"
+        )
 
 
 def mismatches(issued: Mapping[int, Sequence[IssuedCollective]]) -> list[Mismatch]:

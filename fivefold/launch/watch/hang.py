@@ -356,14 +356,14 @@ def _usual(
 def _followers(before: str, texts: Sequence[str]) -> list[str]:
     """The letters after the longest suffix of `before` that occurs more than twice."""
 
-    def found(length: int) -> list[str]:
+    def letters_after(length: int) -> list[str]:
         suffix = before[len(before) - length :]
         return [text[at + length] for text in texts for at in _occurrences(text, suffix)]
 
     # A longer suffix occurs less often.
     lengths = range(len(before), 0, -1)
-    first = bisect_left(lengths, True, key=lambda length: len(found(length)) > 2)
-    return found(lengths[first]) if first < len(lengths) else []
+    first = bisect_left(lengths, True, key=lambda length: len(letters_after(length)) > 2)
+    return letters_after(lengths[first]) if first < len(lengths) else []
 
 
 def _occurrences(text: str, part: str) -> list[int]:

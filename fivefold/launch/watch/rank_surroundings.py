@@ -39,7 +39,7 @@ class RankSurroundings:
     def __init__(self) -> None:
         self._main = threading.get_ident()
 
-    def now(self) -> float:
+    def monotonic(self) -> float:
         """Seconds on a clock that is never set back."""
         return time.monotonic()
 

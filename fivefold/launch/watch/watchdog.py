@@ -87,12 +87,12 @@ class Watchdog:
         self.recorder = FlightRecorder(self.folder if world > 1 else None, worker.rank)
         self._tick = patience / 10
         self._phase, self._num_phases = START, 0
-        self._mark, self._mark_at, self._took = 0, self._around.now(), dict[str, float]()
+        self._mark, self._mark_at, self._took = 0, self._around.monotonic(), dict[str, float]()
         self._kind, self._usual = START, dict[str, float]()
         self._worked: float | None = None
         self._alike = True
-        self._seen, self._moved_at = (0, 0), self._around.now()
-        self._allowed_until = self._around.now() + _MEETING
+        self._seen, self._moved_at = (0, 0), self._around.monotonic()
+        self._allowed_until = self._around.monotonic() + _MEETING
         self._said = False
         self._loads = False
         self._round, self._quiet_until, self._open_until = 0, 0.0, 0.0
@@ -116,7 +116,7 @@ class Watchdog:
         that are known to be slow, such as compilation or a checkpoint, unless more is known of it.
         All ranks come to a `mark`, in the same order, and do the same there if it is `alike`.
         A phase that `loads_kernels` may be as long without an answer of its rank."""
-        time_now = self._around.now()
+        time_now = self._around.monotonic()
         self._phase, self._loads = text, loads_kernels
         self._allowed_until = time_now + allowed
         if mark:
@@ -180,7 +180,7 @@ class Watchdog:
 
     def look(self) -> None:
         """Look at this rank and at the board, as the thread does again and again."""
-        time_now = self._around.now()
+        time_now = self._around.monotonic()
         if self._progress != self._seen:
             self._seen, self._moved_at, self._worked = self._progress, time_now, None
             silence = max(0.0, self._allowed_until - time_now) if self._loads else 0.0
@@ -218,7 +218,7 @@ class Watchdog:
 
     def _answer(self, number: int, device: DeviceProgress | None = None) -> None:
         """Write the position of this rank to the board."""
-        time_now = self._around.now()
+        time_now = self._around.monotonic()
         stack, waits = self._around.stack()
         ended = number == _LAST
         table = {
@@ -265,7 +265,7 @@ class Watchdog:
         name, text = f"round-{self._round + 1}", f"{_OF_DEVICES} {self.worker.rank}"
         if _reader() is None or not self.board.claim(name, text):
             return None
-        self._begin_round(self._around.now())
+        self._begin_round(self._around.monotonic())
         # A process that has not read its record by then ends itself: until then it is only slow.
         answers = self._answers(targets, 2 * self.patience)
         tables = {rank: table["device"] for rank, table in answers.items()}
@@ -280,9 +280,9 @@ class Watchdog:
     def _answers(self, targets: set[int], limit: float) -> dict[int, dict[str, Any]]:
         """The tables of the ranks that answer within a limit of seconds. They are read once more
         after that: this rank may have been stopped itself."""
-        until, answers = self._around.now() + limit, dict[int, dict[str, Any]]()
+        until, answers = self._around.monotonic() + limit, dict[int, dict[str, Any]]()
         while True:
-            last = self._around.now() >= until
+            last = self._around.monotonic() >= until
             for rank in targets - set(answers):
                 if (table := self._answer_of(rank)) is not None:
                     answers[rank] = json.loads(table)
@@ -307,7 +307,7 @@ class Watchdog:
 
     def _may_be_silent(self, rank: int) -> bool:
         """Whether a rank that does not answer has been silent for no longer than it may."""
-        time_now = self._around.now()
+        time_now = self._around.monotonic()
         # On the clock of this rank: when it heard of the first round that the other has missed.
         since = self._round_began.get(self._last_answer(rank)[0] + 1, time_now)
         return time_now - since < max(self.patience, self._last_phase(rank)[0])

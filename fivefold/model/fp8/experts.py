@@ -96,7 +96,7 @@ class RoundedStacks:
     def of(self, weights: Sequence[Tensor]) -> BothStacks:
         state = self.shared.state
         known = self.step == state.step
-        if known and state.kept:
+        if known and state.cached:
             return self.rounded[0]
         parts = [weight.detach() for weight in weights]
         if not known:
@@ -108,7 +108,7 @@ class RoundedStacks:
         if not known:
             self.seen("weight", rounded.rows.codes, None)
             self.seen(TURNED, rounded.turned.codes, None)
-        self.step, self.rounded = state.step, [rounded] if state.kept else []
+        self.step, self.rounded = state.step, [rounded] if state.cached else []
         return rounded
 
     def seen(self, what: str, codes: Tensor, ends_E: Tensor | None) -> None:
@@ -131,21 +131,21 @@ class RoundedStacks:
         if not any(needs):
             return [None] * len(weights)
         weight_grads: dict[int, Tensor] = {}
-        _deliver(x, grads, ends_E, weights, dtype, _FoundGradients(weight_grads))
+        _deliver(x, grads, ends_E, weights, dtype, _CollectedGradients(weight_grads))
         return [weight_grads[id(weight)] for weight in weights]
 
 
-class _FoundGradients:
+class _CollectedGradients:
     """Gradients that autograd delivers."""
 
     def __init__(self, weight_grads: dict[int, Tensor]) -> None:
-        self.found = weight_grads
+        self.gradients = weight_grads
 
     def add_gradient(self, weight: Tensor, gradient: Tensor) -> None:
-        self.found[id(weight)] = gradient
+        self.gradients[id(weight)] = gradient
 
     def add_product(self, weight: Tensor, outputs_NO: Tensor, inputs_NI: Tensor) -> None:
-        self.found[id(weight)] = outputs_NO.T @ inputs_NI
+        self.gradients[id(weight)] = outputs_NO.T @ inputs_NI
 
 
 def _deliver(

@@ -36,11 +36,11 @@ codes; and the tokens of a run."""
 
 
 class RoundedWeights:
-    """Says when weights are rounded; `num_rounded` counts how often one was. If not `kept`, they
+    """Says when weights are rounded; `num_rounded` counts how often one was. If not `cached`, they
     are rounded at every use, with the maximum of the step."""
 
-    def __init__(self, kept: bool = True) -> None:
-        self.kept = kept
+    def __init__(self, cached: bool = True) -> None:
+        self.cached = cached
         self.step = self.num_rounded = 0
         self.fused: list[Sequence[str]] = []  # linears of each fused matmul
         self.stacks: list[Sequence[str]] = []  # of experts, of each grouped matmul
@@ -105,7 +105,7 @@ class FusedLinears:
     def extra(self) -> Values:
         return ()
 
-    def send(
+    def quantize(
         self, x_MI: Tensor, gradient: bool, gathers: bool, maximum: Tensor | None = None
     ) -> Sent:
         if maximum is None:
@@ -115,7 +115,7 @@ class FusedLinears:
         rounded = self.rounding.tokens([x_MI], self._form(gradient), False, 0, maximum)
         return Sent(rounded.rows.codes.view(torch.uint8), maximum, coded=True)
 
-    def read(
+    def operands(
         self, sent: Sequence[Sent], run: int, gradient: bool, with_columns: bool
     ) -> ReadOperands:
         tensors, with_columns = (
@@ -137,11 +137,11 @@ class FusedLinears:
         self._seen("gradient" if gradient else "input", rounded, run)
         return ReadOperands(rounded, tensors)
 
-    def part(self, read: ReadOperands, number: int, chunks: int) -> ReadOperands:
-        rows = [Both(pair.rows.part(number, chunks), None) for pair in read.rounded]
+    def chunk(self, operands: ReadOperands, number: int, chunks: int) -> ReadOperands:
+        rows = [Both(pair.rows.chunk(number, chunks), None) for pair in operands.rounded]
         return ReadOperands(rows, ())
 
-    def multiply(
+    def fprop(
         self, x: ReadOperands, weights: Values, biases: Biases, outs: Values | None
     ) -> Values:
         (rounded,) = x.rounded
@@ -158,20 +158,20 @@ class FusedLinears:
             return products
         return [out.copy_(product) for out, product in zip(outs, products, strict=True)]
 
-    def back(
+    def dgrad(
         self, grads: ReadOperands, weights: Values, number: int, chunks: int, out: Tensor | None
     ) -> Tensor:
         total: Tensor | None = None
         pairs = zip(grads.rounded, self._rounded_weights(weights), strict=True)
         for rounded, (_, weight) in pairs:
             assert weight.columns is not None
-            rows = rounded.rows.part(number, chunks)
+            rows = rounded.rows.chunk(number, chunks)
             part = scaled_matmul(rows, weight.columns, weights[0].dtype)
             total = part if total is None else total + part
         assert total is not None
         return total if out is None else out.copy_(total)
 
-    def keep(
+    def save(
         self, x: ReadOperands | None, sent: Sent, run: int
     ) -> tuple[Values, Callable[[Values], Any]]:
         if not self.rounds_wgrad:
@@ -182,7 +182,7 @@ class FusedLinears:
         with_maximum = [] if sent.maximum is None else [sent.maximum]
         return [sent.tensor, *with_maximum], partial(self._read_again, sent.coded, run)
 
-    def works(
+    def wgrads(
         self,
         x: ReadOperands,
         grads: ReadOperands,
@@ -225,13 +225,13 @@ class FusedLinears:
 
     def _read_again(self, coded: bool, run: int, values: Values) -> ReadOperands:
         maximum = values[1] if len(values) > 1 else None
-        return self.read([Sent(values[0], maximum, coded)], run, False, True)
+        return self.operands([Sent(values[0], maximum, coded)], run, False, True)
 
     def _rounded_weights(self, weights: Values) -> Sequence[tuple[range, Both]]:
         """Of each run of linears; rounded once a step."""
         runs = self._runs([len(weight) for weight in weights])
         known = self.step == self.state.step
-        if known and self.state.kept:
+        if known and self.state.cached:
             return list(zip(runs, self.rounded, strict=True))
         parts = [[weights[n].detach() for n in run] for run in runs]
         if not known:
@@ -243,7 +243,7 @@ class FusedLinears:
         self.state.count(len(weights))
         if not known:
             self._seen("weight", rounded, 0)
-        self.step, self.rounded = self.state.step, rounded if self.state.kept else []
+        self.step, self.rounded = self.state.step, rounded if self.state.cached else []
         return list(zip(runs, rounded, strict=True))
 
     def _runs(self, widths: Sequence[int]) -> list[range]:

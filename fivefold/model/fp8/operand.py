@@ -23,7 +23,7 @@ class Operand(NamedTuple):
     scale: Tensor
     shares: Shares
 
-    def part(self, number: int, chunks: int) -> Operand:
+    def chunk(self, number: int, chunks: int) -> Operand:
         """One chunk of the rows of codes that are not of a weight. Scales keep their order: cuBLAS
         reads those of one block of columns together."""
         if chunks == 1:

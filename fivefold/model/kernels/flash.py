@@ -35,14 +35,14 @@ _AMPERE, _HOPPER = (8, 0), (9, 0)
 class VisiblePairs(NamedTuple):
     """The query-key pairs that count: all, the lower triangle, or those of a mask (B, 1, Q, S).
 
-    With dropout, only the pairs `kept` (B, H, Q, S) have a weight, multiplied by `scale`. With
-    `documents`, all or the lower triangle of each; in a triangle, a query sees no more keys than
-    the `window`. With a `cap`, scores become cap · tanh(score / cap).
+    With dropout, only the pairs of `keep_mask` (B, H, Q, S) have a weight, multiplied by `scale`.
+    With `documents`, all or the lower triangle of each; in a triangle, a query sees no more keys
+    than the `window`. With a `cap`, scores become cap · tanh(score / cap).
     """
 
     causal: bool = False
     mask: Tensor | None = None
-    kept: Tensor | None = None
+    keep_mask: Tensor | None = None
     scale: float = 1.0
     documents: DocumentPairs | None = None
     window: int | None = None
@@ -51,7 +51,7 @@ class VisiblePairs(NamedTuple):
     @property
     def by_formula(self) -> bool:
         """Whether no kernel computes them."""
-        return self.kept is not None or (self.cap is not None and self.documents is None)
+        return self.keep_mask is not None or (self.cap is not None and self.documents is None)
 
 
 def is_fake(tensor: Tensor) -> bool:
@@ -323,7 +323,7 @@ def _scores(q: Tensor, k: Tensor, pairs: VisiblePairs) -> Tensor:
 
 
 def _dropped(of_pairs: Tensor, pairs: VisiblePairs) -> Tensor:
-    return of_pairs if pairs.kept is None else of_pairs * pairs.kept * pairs.scale
+    return of_pairs if pairs.keep_mask is None else of_pairs * pairs.keep_mask * pairs.scale
 
 
 def _softmax(scores: Tensor, lse: Tensor) -> Tensor:

@@ -143,13 +143,13 @@ class _Apply(torch.autograd.Function):
     ) -> Tensor:
         values = (None, *inputs[1:]) if linear else inputs
         ctx.save_for_backward(*(value if isinstance(value, Tensor) else None for value in values))
-        ctx.others = [None if isinstance(value, Tensor) else value for value in values]
+        ctx.constants = [None if isinstance(value, Tensor) else value for value in values]
         ctx.gradients, ctx.linear = gradients, linear
         return compute(*inputs)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        pairs = zip(ctx.saved_tensors, ctx.others, strict=True)
+        pairs = zip(ctx.saved_tensors, ctx.constants, strict=True)
         inputs = [other if saved is None else saved for saved, other in pairs]
         if ctx.linear:
             inputs[0] = gradients[0]
@@ -207,12 +207,12 @@ class _ApplyAfterSum(torch.autograd.Function):
         ctx.gradients = kernels[2]
         values = (total, *extra)
         ctx.save_for_backward(*(value if isinstance(value, Tensor) else None for value in values))
-        ctx.others = [None if isinstance(value, Tensor) else value for value in values]
+        ctx.constants = [None if isinstance(value, Tensor) else value for value in values]
         return output, total
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        pairs = zip(ctx.saved_tensors, ctx.others, strict=True)
+        pairs = zip(ctx.saved_tensors, ctx.constants, strict=True)
         inputs = [other if saved is None else saved for saved, other in pairs]
         of_x, of_y, *extra_needs = ctx.needs_input_grad[1:]
         needs = (of_x or of_y, *extra_needs)

@@ -5,7 +5,7 @@ from fivefold.parallel.units.flat_unit import Places as Places
 from fivefold.parallel.units.flat_unit import UnitListener as UnitListener
 from fivefold.parallel.units.flat_unit import UnitOptions as UnitOptions
 from fivefold.parallel.units.flat_unit import Use as Use
-from fivefold.parallel.units.flat_unit import unheard as unheard
+from fivefold.parallel.units.flat_unit import ignore_collective as ignore_collective
 from fivefold.parallel.units.fp8_maxima import round_experts as round_experts
 from fivefold.parallel.units.fp8_maxima import rounding_math as rounding_math
 from fivefold.parallel.units.fp8_maxima import share_maxima as share_maxima

@@ -17,12 +17,12 @@ MaximumOf = Callable[[str], Tensor]
 
 
 class CodedGather:
-    """The gathers of one unit."""
+    """Gathers of one unit as fp8 codes."""
 
     def __init__(self, unit: Unit, mesh: Mesh, coded: frozenset[str], maximum: MaximumOf) -> None:
         self.axis, self.mesh, self.maximum = unit.shard_axis, mesh, maximum
         self.shards = [segments(unit, index, coded) for index in range(unit.num_shards)]
-        self.place, self.shard_size = mesh.coord(unit.shard_axis), unit.shard_size
+        self.coord, self.shard_size = mesh.coord(unit.shard_axis), unit.shard_size
         self.first = next(entry.row.name for entry in unit.entries if entry.row.name in coded)
         self.num_bytes = {
             size: coded_shard_bytes(unit, coded, size)
@@ -30,11 +30,11 @@ class CodedGather:
         }
 
     def begin(self, full: Tensor, shard: Tensor) -> CodesArriving:
-        """Send this rank's shard; `full` has the weights when what is returned was waited for."""
+        """Start to gather; the wait of the result fills `full`."""
         self.maximum(self.first)  # found together: by all ranks here, whatever their shards hold
-        low, size = self.place * self.shard_size, self.num_bytes[shard.itemsize]
+        low, size = self.coord * self.shard_size, self.num_bytes[shard.itemsize]
         sent, end = torch.zeros(size, dtype=torch.uint8, device=full.device), 0
-        for segment in self.shards[self.place]:
+        for segment in self.shards[self.coord]:
             part = shard[segment.start - low : segment.stop - low]
             if segment.rounded:
                 _, factor = self._scales(segment)
@@ -47,7 +47,7 @@ class CodedGather:
         return CodesArriving(self, full, (sent, come), issued)
 
     def fill(self, full: Tensor, come: Sequence[Tensor]) -> None:
-        """The weights of all shards."""
+        """Decode the weights of all shards."""
         for sent, parts in zip(come, self.shards, strict=True):
             end = 0
             for segment in parts:
@@ -72,7 +72,7 @@ class CodedGather:
 
 
 class CodesArriving:
-    """A gather of codes that was issued and not yet waited for."""
+    """A gather of codes in flight."""
 
     def __init__(
         self, gather: CodedGather, full: Tensor, buffers: tuple[Tensor, Tensor], issued: Issued

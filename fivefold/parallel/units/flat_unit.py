@@ -25,13 +25,13 @@ UnitListener = Callable[[str, str, str], None]
 """Is told of every collective of a unit: the axis, the kind, and the name of the unit."""
 
 
-def unheard(axis: str, kind: str, unit: str) -> None:
-    """Nobody listens."""
+def ignore_collective(axis: str, kind: str, unit: str) -> None:
+    """Do nothing: the default listener of collectives."""
 
 
 @dataclass(frozen=True)
 class UnitOptions:
-    """How a model is sharded: the ZeRO stage, the type gradients are summed in, and where.
+    """Options of sharding: the ZeRO stage, the dtype of gradient sums, and placement.
 
     `without_weights` names blocks whose backward reads no weight (an embedding), so that none is
     gathered for it. In stage 3, `keeps_weights` leaves whole weights here from their first use in a
@@ -57,22 +57,22 @@ class UnitOptions:
     disk: Path | None = None
     prefetch: int = 1
     grad_home: GradientHome | None = None
-    on_collective: UnitListener = unheard
+    on_collective: UnitListener = ignore_collective
 
 
 @dataclass(frozen=True)
 class Use:
-    """Which blocks use a unit, in forward order, and when its full weights must be in memory."""
+    """Blocks that use a unit, in forward order, and when its full weights must be in memory."""
 
     blocks: tuple[str, ...]
-    kept: bool  # from the forward to the backward: the last block is used in both at once
+    stays: bool  # from the forward to the backward: the last block is used in both at once
     read_in_backward: bool
 
 
 @dataclass
 class OwnedShard:
-    """What the optimizer of this rank updates of one weight: all of it, or a flat shard that begins
-    at element `start`.
+    """One weight, or the flat shard of it from element `start` on, that the optimizer of this rank
+    updates.
 
     The gradient is there after `Data.finish`, on the device, in the type of the weight or in that
     of its sum; a weight that is kept in host memory has it elsewhere than torch's own `grad` could
@@ -94,7 +94,7 @@ class OwnedShard:
         return self.gradient
 
     def clip(self, factor: Tensor) -> None:
-        """Multiply the gradient."""
+        """Multiply the gradient by a clipping factor."""
         if self.clipped_late or self.scaled_by_update:
             self.factor = factor
         else:
@@ -102,7 +102,7 @@ class OwnedShard:
 
 
 class FlatUnit:
-    """The weights of a unit in one buffer, `full`, of which this rank owns `shard`.
+    """Weights of a unit in one buffer, `full`, of which this rank owns `shard`.
 
     Under stage 3 `full` has storage only between `gather` and `release`; with offload, `shard` then
     lives in host memory, or in a file.
@@ -129,7 +129,7 @@ class FlatUnit:
         self.shard = self._own_shard()
         self.home: Tensor | None = None  # of the gradient, where it leaves the device
         if options.grad_home is not None and not unit.frozen:
-            allocator = options.grad_home.room
+            allocator = options.grad_home.allocate
             self.home = allocator(unit.shard_size, self.grad_dtype, self.full.is_cuda)
         self.owned = self._owned()
         self.present = True
@@ -140,8 +140,8 @@ class FlatUnit:
         return self.unit.num_shards > 1
 
     @property
-    def place(self) -> int:
-        """Which slice is this rank's."""
+    def coord(self) -> int:
+        """Coord of this rank on the shard axis."""
         return self.mesh.coord(self.unit.shard_axis) if self.sliced else 0
 
     @property
@@ -157,7 +157,7 @@ class FlatUnit:
 
     @property
     def collects(self) -> bool:
-        """Whether gradients are summed with others', or not in autograd's type, or elsewhere."""
+        """Whether gradients are accumulated in a buffer of the unit instead of by autograd."""
         apart = self.options.disk is not None or self.grad_dtype != self.full.dtype
         apart = apart or self.home is not None or self.mesh.size(self.unit.sum_axis) > 1
         return apart and not self.unit.frozen
@@ -179,7 +179,7 @@ class FlatUnit:
 
     def _own_shard(self) -> Tensor:
         size = self.unit.shard_size
-        shard = self.full[self.place * size : (self.place + 1) * size]
+        shard = self.full[self.coord * size : (self.coord + 1) * size]
         if not self.sheds_weights:
             return shard
         if self.options.disk is not None:
@@ -194,16 +194,17 @@ class FlatUnit:
         if not self.sliced and not self.sheds_weights:
             rows = [entry.row for entry in self.unit.entries]
             return [OwnedShard(row, self.parameters[row.name], clipped_late=late) for row in rows]
-        low, starts = self.place * self.unit.shard_size, dict[str, int]()
+        low, starts = self.coord * self.unit.shard_size, dict[str, int]()
         for entry in self.unit.entries:
             starts[entry.row.name] = max(0, low - entry.start)
         return [
             OwnedShard(row, self.shard[start:stop].detach(), starts[row.name], clipped_late=late)
-            for row, start, stop in self.unit.owned(self.place)
+            for row, start, stop in self.unit.owned(self.coord)
         ]
 
     def watch_gradients(self, ready: Callable[[FlatUnit], None]) -> None:
-        """Collect gradients as they come; call `ready` when a microbatch has given all."""
+        """Collect gradients from autograd hooks; call `ready` when those of a microbatch are
+        complete."""
         if not self.collects:
             return
         self.tell = WeakMethod(ready)
@@ -222,8 +223,8 @@ class FlatUnit:
             parameter.register_post_accumulate_grad_hook(partial(collect, name))
 
     def add(self, name: str, gradient: Tensor) -> None:
-        """Add to the gradient of one weight; the first one of a sum is written."""
-        buffer = self._room(name)
+        """Accumulate a gradient of one weight; the first of a sum is copied."""
+        buffer = self._grad_view(name)
         if buffer is None:
             self.parameters[name].grad = gradient.to(self.full.dtype).contiguous()
         elif self._is_empty(name):
@@ -233,15 +234,15 @@ class FlatUnit:
         self._added(name)
 
     def add_product(self, name: str, outputs_NO: Tensor, inputs_NI: Tensor) -> None:
-        """Add outputsᵀ · inputs to the gradient of one weight."""
-        buffer = self._room(name)
+        """Accumulate outputsᵀ · inputs in the gradient of one weight."""
+        buffer = self._grad_view(name)
         if buffer is None or buffer.dtype != inputs_NI.dtype:
             self.add(name, outputs_NO.T @ inputs_NI)
             return
         buffer.addmm_(outputs_NO.T, inputs_NI, beta=0 if self._is_empty(name) else 1)
         self._added(name)
 
-    def _room(self, name: str) -> Tensor | None:
+    def _grad_view(self, name: str) -> Tensor | None:
         """Where the gradient of a weight is summed; None where a first one may simply be kept."""
         parameter = self.parameters[name]
         if not self.collects:
@@ -268,7 +269,7 @@ class FlatUnit:
         return Counter({name: uses.get(name, 1) for name in self.parameters})
 
     def share(self) -> Tensor:
-        """This rank's gradients of the full unit, with values where they were written."""
+        """This rank's gradients of the full unit; elements not written are undefined."""
         if self.gradients is None:
             self.gradients = torch.empty(
                 self.unit.size, dtype=self.grad_dtype, device=self.mesh.device
@@ -289,11 +290,11 @@ class FlatUnit:
         return share
 
     def code_by(self, coding: CodedGather) -> None:
-        """Gather codes from now on."""
+        """Gather fp8 codes from now on."""
         self.coding = coding
 
     def gather(self, exact: bool = False) -> None:
-        """Start to gather the full weights, where they are not in memory; `exact`: no codes."""
+        """Start to gather the full weights, if they are not in memory; `exact`: not as codes."""
         if self.present:
             return
         self.present = True
@@ -314,14 +315,14 @@ class FlatUnit:
         self.options.on_collective(axis, kind, self.unit.name)
 
     def arrive(self) -> None:
-        """Wait for a gather."""
+        """Wait for the gather of the full weights."""
         if self.arriving is not None:
             self.mesh.lanes.pause()
             self.arriving.wait()
             self.arriving = None
 
     def release(self) -> None:
-        """Free the full weights, where only the shard is kept."""
+        """Free the full weights, if only the shard stays in memory."""
         if self.present and self.sheds_weights:
             self.arrive()
             self.full.untyped_storage().resize_(0)
@@ -329,7 +330,7 @@ class FlatUnit:
             self.present = False
 
     def send(self, last: bool) -> None:
-        """Start to sum this rank's gradients with the others'; `last` of the step or not."""
+        """Start to reduce this rank's gradients; `last` of the step or not."""
         self.sent, self.gradients = self._whole_share(), None
         self.written.clear()
         self.sent_last = last
@@ -346,7 +347,7 @@ class FlatUnit:
             self.summing = self.mesh.all_reduce(self.sent, self.unit.sum_axis, dist.ReduceOp.SUM)
 
     def receive(self) -> None:
-        """Wait for the sum; after the last one of a step, sum over the replicas as well."""
+        """Wait for the reduction; after the last one of a step, sum over the replicas."""
         if self.summing is not None:
             self.summing.wait()
             self.summing = None
@@ -371,7 +372,7 @@ class FlatUnit:
         self.gradient = home.copy_(self.gradient, non_blocking=True)
 
     def hand_over(self) -> None:
-        """Give the optimizer its gradients, in the type of the weights it updates."""
+        """Set the gradients of the optimizer's weights, in the dtype of these."""
         if not self.collects:
             for shard in self.owned:
                 shard.gradient = shard.tensor.grad
@@ -384,7 +385,7 @@ class FlatUnit:
             torch.cuda.current_stream(self.full.device).synchronize()  # the host may read it now
         dtype = self.grad_dtype if self.options.as_summed else self.shard.dtype
         gradient = self.gradient.to(dtype)
-        spans = {row.name: (start, stop) for row, start, stop in self.unit.owned(self.place)}
+        spans = {row.name: (start, stop) for row, start, stop in self.unit.owned(self.coord)}
         for shard in self.owned:
             start, stop = spans[shard.row.name]
             shard.gradient = gradient[start:stop].view(shard.tensor.shape)
@@ -393,7 +394,7 @@ class FlatUnit:
                 shard.tensor.grad = shard.gradient
 
     def publish(self) -> None:
-        """Free the gradients, and start to gather updated weights where they are kept in full."""
+        """Free the gradients, and start to gather updated weights that stay in memory."""
         self.gradient, self.sent_last = None, False
         self.missing = self._expected()
         for shard in self.owned:

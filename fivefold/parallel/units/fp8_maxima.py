@@ -92,10 +92,9 @@ def share_maxima(
 
 
 class WeightMaxima:
-    """The maxima of the weights of all fused matmuls of a stage, and of each expert in its grouped
-    matmuls, each rank's from what it owns: one all-reduce over the ranks with other slices, and one
-    over those that cut weights (tp, of experts etp). Where the ranks are the same for linears and
-    experts, these are one."""
+    """Maxima of the weights of all fused matmuls of a stage, and of each expert: one all-reduce
+    over the ranks with other slices, and one over those that cut weights (tp, of experts etp), or a
+    single one where these ranks are the same for linears and experts."""
 
     def __init__(
         self,
@@ -108,7 +107,7 @@ class WeightMaxima:
         routed = frozenset(f"{name}.weight" for names in stacks for name in names)
         self.owned = dict[str, list[tuple[FlatUnit, UnitSegment]]]()
         for unit in units:
-            for segment in segments(unit.unit, unit.place, routed, unit.unit.shard_size):
+            for segment in segments(unit.unit, unit.coord, routed, unit.unit.shard_size):
                 self.owned.setdefault(segment.name, []).append((unit, segment))
         sizes = {
             name: len(parameter) for unit in units for name, parameter in unit.parameters.items()
@@ -124,7 +123,7 @@ class WeightMaxima:
         self.numbers = numbers
 
     def measure(self) -> dict[str, Tensor]:
-        """By the first linear or stack of each."""
+        """Maxima by the name of the first linear or stack of each matmul."""
         local_maxima = [self._of_linears(names) for names in self.linears]
         local_maxima += [
             self._of_experts(*pair) for pair in zip(self.stacks, self.experts, strict=True)
@@ -155,12 +154,12 @@ class WeightMaxima:
     def _owned(self, name: str) -> Iterator[tuple[Tensor, range]]:
         """What this rank owns of a weight, and of which experts."""
         for unit, segment in self.owned.get(f"{name}.weight", ()):
-            low = unit.place * unit.unit.shard_size
+            low = unit.coord * unit.unit.shard_size
             yield unit.shard[segment.start - low : segment.stop - low], segment.experts
 
 
 def round_experts(rounded: RoundedWeights, watch: WatchExperts | None, stage: Stage) -> None:
-    """Give routed experts the arithmetic of fp8, where their layer is rounded."""
+    """Replace the arithmetic of routed experts by fp8, in layers that are rounded."""
     plan, mesh, fp8 = stage.plan, stage.mesh, stage.plan.fp8
     if fp8 is None or plan.shape.moe is None:
         return

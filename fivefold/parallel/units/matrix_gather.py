@@ -34,7 +34,7 @@ class _Cut(NamedTuple):
 
 
 class GatheredMatrices:
-    """The matrices of a job, unit by unit."""
+    """Full matrices of a job, gathered unit by unit."""
 
     def __init__(self, job: Job) -> None:
         self.job, self.mesh, self.owned = job, job.mesh, job.owned
@@ -83,7 +83,7 @@ class GatheredMatrices:
         if not unit.sliced:
             return {position: parts[position] for position in places}
         entries = {entry.row.name: entry for entry in unit.unit.entries}
-        size, low = unit.unit.shard_size, unit.place * unit.unit.shard_size
+        size, low = unit.unit.shard_size, unit.coord * unit.unit.shard_size
         part = torch.zeros(size, dtype=unit.shard.dtype, device=self.mesh.device)
         for index in places:
             shard = self.owned[index]

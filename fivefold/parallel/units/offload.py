@@ -18,19 +18,19 @@ from fivefold.core import FivefoldError
 
 @dataclass(frozen=True)
 class GradientHome:
-    """Where gradient shards are after their reduction: in host memory, or in files in a folder."""
+    """Storage of reduced gradient shards: host memory, or files in a folder."""
 
     folder: Path | None = None
 
-    def room(self, size: int, dtype: torch.dtype, pinned: bool) -> Tensor:
-        """Room for a shard."""
+    def allocate(self, size: int, dtype: torch.dtype, pinned: bool) -> Tensor:
+        """Allocate a gradient shard."""
         if self.folder is None:
             return torch.empty(size, dtype=dtype, pin_memory=pinned)
         return on_disk(self.folder, size, dtype)
 
 
 def on_disk(folder: Path, size: int, dtype: torch.dtype) -> Tensor:
-    """A tensor whose memory is an unlinked file in this folder.
+    """Allocate a tensor in an unlinked file in this folder.
 
     Its blocks are reserved first: a disk that fills up later would kill the process silently.
     """
@@ -60,7 +60,7 @@ def _reader(process: int) -> ThreadPoolExecutor:
 
 
 class FileReading:
-    """A copy that is under way in another thread."""
+    """A read from a file that runs in another thread."""
 
     def __init__(self, copied: Future[Tensor]) -> None:
         self.copied = copied
@@ -70,7 +70,7 @@ class FileReading:
 
 
 def reading(target: Tensor, source: Tensor) -> FileReading:
-    """Begin to copy what lies in a file, in order with the caller's stream."""
+    """Start to read a tensor from a file, in order with the caller's stream."""
     stream = torch.cuda.current_stream(target.device) if target.is_cuda else None
     return FileReading(_reader(os.getpid()).submit(_copied, target, source, stream))
 

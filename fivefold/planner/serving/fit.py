@@ -80,7 +80,7 @@ class ServingRequest:
         return KV_FORMATS[self.kv]
 
     @property
-    def kept(self) -> int:
+    def cached_tokens(self) -> int:
         """Tokens of a sequence for which the cache has room, in whole blocks."""
         window = self.shape.window_everywhere
         return blocks_of(kept_tokens(self.prompt + self.output, window, STEP_TOKENS)) * BLOCK
@@ -137,7 +137,7 @@ class ServingFit:
         return max(self.stage_weights)
 
     @property
-    def others(self) -> float:
+    def overhead(self) -> float:
         """Activations of a full step, what NCCL holds, and the engine's own."""
         shape, layout = self.request.shape, self.layout
         moe = shape.moe
@@ -157,7 +157,7 @@ class ServingFit:
     @property
     def cache(self) -> float:
         """Bytes of a GPU that are left for keys and values."""
-        return self.request.usable - self.weights - self.others
+        return self.request.usable - self.weights - self.overhead
 
     @property
     def token_bytes(self) -> int:
@@ -168,4 +168,4 @@ class ServingFit:
     @property
     def replica_room(self) -> int:
         """Sequences of a replica whose keys and values fit."""
-        return max(0, int(self.cache // (self.token_bytes * self.request.kept)))
+        return max(0, int(self.cache // (self.token_bytes * self.request.cached_tokens)))

@@ -27,7 +27,7 @@ _NODE, _HEAD = "$NODE_RANK", "$HEAD_NODE"  # which the launcher of each node set
 class EngineCommand:
     """The words of a command, files that it reads, and what it cannot express."""
 
-    words: tuple[str, ...]
+    args: tuple[str, ...]
     replicas: int
     files: dict[str, str] = field(default_factory=dict[str, str])
     losses: tuple[str, ...] = ()
@@ -35,7 +35,7 @@ class EngineCommand:
     @property
     def line(self) -> str:
         """One line for a shell; variables stay variables."""
-        return " ".join(arg if arg.startswith("$") else shlex.quote(arg) for arg in self.words)
+        return " ".join(arg if arg.startswith("$") else shlex.quote(arg) for arg in self.args)
 
     @property
     def script(self) -> str:

@@ -45,7 +45,7 @@ class ReplicaSpeed:
     busy: float
     late: float
     reading: float
-    room: int  # sequences
+    slots: int  # sequences
     budget: int  # tokens of a step
     ahead: bool  # a step is chosen when the one before it begins
 
@@ -84,7 +84,7 @@ def simulate(load: ReplicaLoad, speed: ReplicaSpeed, requests: int | None = None
     clock = chosen = busy = 0.0
     num_running = 0  # sequences that had not ended when the step was chosen
     for _ in range(_MOST_STEPS):
-        capacity = speed.room - num_running
+        capacity = speed.slots - num_running
         while arrivals and arrivals[0].arrived <= chosen and len(running) < capacity:
             running.append(arrivals.popleft())
         if not running:
@@ -93,7 +93,7 @@ def simulate(load: ReplicaLoad, speed: ReplicaSpeed, requests: int | None = None
             clock = chosen = max(clock, arrivals[0].arrived)
             num_running = 0
             continue
-        waits = arrivals and len(running) < speed.room
+        waits = arrivals and len(running) < speed.slots
         until = arrivals[0].arrived - clock if waits else float("inf")
         seconds, last, ended = _steps(running, speed, load.prompt, clock, until)
         clock, busy = clock + seconds, busy + seconds * len(running)

@@ -69,8 +69,8 @@ class LayoutLoad:
 
     def __init__(self, fit: ServingFit) -> None:
         self.fit, self.request = fit, fit.request
-        self.room = min(fit.replica_room, MOST_SEQUENCES)
-        sizes = sorted({*(2**i for i in range(11) if 2**i < self.room), self.room})
+        self.slots = min(fit.replica_room, MOST_SEQUENCES)
+        sizes = sorted({*(2**i for i in range(11) if 2**i < self.slots), self.slots})
         context = self.request.prompt + self.request.output / 2
         self.step: ReplicaStep = fit.served.decode(np.array(sizes, float), context)
         through, self.busy = fit.served.prompt(self.request.prompt)
@@ -112,21 +112,21 @@ class LayoutLoad:
     def fullest(self) -> ServingPlan | None:
         """The most tokens per second within the bounds."""
         sizes = {int(size) for size in self.step.sequences}
-        sizes |= {3 * size // 2 for size in sizes if 3 * size // 2 <= self.room}
+        sizes |= {3 * size // 2 for size in sizes if 3 * size // 2 <= self.slots}
         fair = [plan for plan in map(self.steady, sorted(sizes)) if self.within(plan)]
         best = max(fair, key=lambda plan: plan.tokens_per_s, default=None)
         return None if best is None else replace(best, capacity=best.tokens_per_s)
 
     def speed(self) -> ReplicaSpeed:
         """What a simulation of load asks of it."""
-        step, sizes = self.step, np.arange(self.room + 1, dtype=float)
+        step, sizes = self.step, np.arange(self.slots + 1, dtype=float)
         seconds = np.interp(sizes, step.sequences, step.seconds).tolist()
         return ReplicaSpeed(
             step=seconds.__getitem__,
             busy=self.busy,
             late=self.through - self.busy,
             reading=float(np.min(self.step.reading)),
-            room=self.room,
+            slots=self.slots,
             budget=STEP_TOKENS,
             ahead=self.ahead,
         )
@@ -136,15 +136,15 @@ class LayoutLoad:
         request, dp = self.request, self.fit.layout.dp
         sequences = max(1, ceil((request.concurrency or 1) / dp))
         for _ in range(20 if request.rate is not None else 0):
-            estimate = self.steady(min(sequences, self.room))
+            estimate = self.steady(min(sequences, self.slots))
             sequences = max(1, ceil((request.rate or 0.0) / dp * estimate.latency))
-        most = self.steady(self.room).tokens_per_s
-        return replace(self.steady(min(sequences, self.room)), capacity=most)
+        most = self.steady(self.slots).tokens_per_s
+        return replace(self.steady(min(sequences, self.slots)), capacity=most)
 
     def loaded(self) -> ServingPlan | None:
         """The layout under the rate or the concurrency that is asked; None if it cannot keep up or
         breaks the bounds."""
-        request, most = self.request, self.steady(self.room).tokens_per_s
+        request, most = self.request, self.steady(self.slots).tokens_per_s
         if request.rate is not None and most < request.rate * request.output:
             return None
         shares = [
@@ -154,7 +154,7 @@ class LayoutLoad:
         # Replicas differ by one client at most: times are those of most requests.
         *_, outcome = max(shares, key=lambda share: share[0] * share[1])
         plan = replace(
-            self.steady(max(1, min(self.room, round(outcome.sequences)))),
+            self.steady(max(1, min(self.slots, round(outcome.sequences)))),
             sequences=sum(number * result.sequences for number, _, result in shares),
             ttft=outcome.ttft,
             tpot=outcome.tpot,
@@ -180,7 +180,7 @@ class LayoutLoad:
         """One replica under its share of the rate, or with so many clients."""
         request = self.request
         rate = None if request.rate is None else request.rate / self.fit.layout.dp
-        run = min(clients, self.room)  # the others wait until one of these ends
+        run = min(clients, self.slots)  # the others wait until one of these ends
         outcome = simulate(ReplicaLoad(request.prompt, request.output, rate, run), self.speed())
         wait = (clients - run) * request.output / max(outcome.tokens_per_s, 1e-9)
         return replace(outcome, ttft=outcome.ttft + wait, ttft_p99=outcome.ttft_p99 + wait)
@@ -338,7 +338,7 @@ def _no_room(request: ServingRequest, layouts: list[Layout]) -> str:
 def _too_slow(request: ServingRequest, loads: list[LayoutLoad]) -> str:
     alone = [layout_load.steady(1) for layout_load in loads]
     ttft, tpot = (min(getattr(plan, name) for plan in alone) for name in ("ttft", "tpot"))
-    most = max(layout_load.steady(layout_load.room).tokens_per_s for layout_load in loads)
+    most = max(layout_load.steady(layout_load.slots).tokens_per_s for layout_load in loads)
     bounds = [f"{n} {v:g}" for n, v in (("ttft", request.ttft), ("tpot", request.tpot)) if v]
     load = f"rate {request.rate:g}" if request.rate is not None else ""
     if request.concurrency is not None:

@@ -1,10 +1,10 @@
 from fivefold.train.callbacks.callback import Callback as Callback
 from fivefold.train.callbacks.checkpoints import CheckpointCallback as CheckpointCallback
-from fivefold.train.callbacks.copies import CopyCallback as CopyCallback
 from fivefold.train.callbacks.evaluation import EvaluationCallback as EvaluationCallback
 from fivefold.train.callbacks.memory import MemoryCallback as MemoryCallback
 from fivefold.train.callbacks.memory import Shortage as Shortage
 from fivefold.train.callbacks.memory import estimate_of as estimate_of
+from fivefold.train.callbacks.memory_checkpoint import CopyCallback as CopyCallback
 from fivefold.train.callbacks.pace import PaceCallback as PaceCallback
 from fivefold.train.callbacks.records import RecordCallback as RecordCallback
 from fivefold.train.callbacks.records import SpanCallback as SpanCallback

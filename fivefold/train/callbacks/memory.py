@@ -163,24 +163,24 @@ def estimate_of(plan: Plan, recipe: Recipe, cpu: Machine | None = None) -> Estim
 def allocated(job: Job, updater: Updater) -> dict[str, float]:
     """Bytes of a rank by purpose, as far as they can be distinguished."""
     units = list(job.units)
-    weights = [one for unit in units for one in (unit.full, unit.shard)]
+    weights = [tensor for unit in units for tensor in (unit.full, unit.shard)]
     reduced = [
-        one
+        tensor
         for unit in units
-        for one in (unit.gradients, unit.sent, unit.received, unit.gradient)
-        if one is not None and one is not unit.home
+        for tensor in (unit.gradients, unit.sent, unit.received, unit.gradient)
+        if tensor is not None and tensor is not unit.home
     ]
-    of_autograd = [each.grad for unit in units for each in unit.parameters.values()]
-    gradients = [*reduced, *(each for each in of_autograd if each is not None)]
-    found: dict[str, float] = {
+    of_autograd = [weight.grad for unit in units for weight in unit.parameters.values()]
+    gradients = [*reduced, *(grad for grad in of_autograd if grad is not None)]
+    by_purpose: dict[str, float] = {
         "weights": storage_bytes(weights),
         "gradients": storage_bytes(gradients),
         "optimizer": storage_bytes(updater.tensors()),
     }
-    device, total = job.mesh.device, sum(found.values())
+    device, total = job.mesh.device, sum(by_purpose.values())
     if device.type == "cuda":
-        found["activations and the rest"] = torch.cuda.memory_allocated(device) - total
-    return found
+        by_purpose["activations and the rest"] = torch.cuda.memory_allocated(device) - total
+    return by_purpose
 
 
 def nearest_fit(plan: Plan, recipe: Recipe) -> str | None:
@@ -188,7 +188,7 @@ def nearest_fit(plan: Plan, recipe: Recipe) -> str | None:
     if plan.machine is None:
         return None
     batch = replace(plan.options, batch=plan.batch.sequences, gpus=plan.layout.world)
-    asked = plan_request(
+    request = plan_request(
         batch,
         plan.machine,
         {"offload": recipe.offload.split(":")[0]},
@@ -197,7 +197,7 @@ def nearest_fit(plan: Plan, recipe: Recipe) -> str | None:
         kernels=recipe.kernels,
     )
     try:
-        best = best_plans(asked, 1).plans[0]
+        best = best_plans(request, 1).plans[0]
     except (FivefoldError, IndexError):
         return None
     chosen = best.plan

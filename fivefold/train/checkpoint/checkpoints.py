@@ -93,7 +93,7 @@ class Checkpoints:
         """
         assert keep >= 1, "the newest one always stays"
         self.folder, self._ranks, self._fence = folder, CheckpointRanks(group), fence
-        self.kept = KeptCheckpoints(keep, judged_by)
+        self.retention = KeptCheckpoints(keep, judged_by)
         self.device = device or torch.device("cpu")
         self._writer: CheckpointWriter | None = None
         self._memory = HostCopies()
@@ -221,7 +221,7 @@ class Checkpoints:
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)  # a thread begins on device 0
         try:
-            self._writer.write(self.folder, facts, reads, self.kept, self._fence)
+            self._writer.write(self.folder, facts, reads, self.retention, self._fence)
             self._newest = facts.step
         except Exception as error:
             self._failure = self._explain(facts.step, reason_of(error))

@@ -120,20 +120,20 @@ class _LoadPlanner(DefaultLoadPlanner):
     """Torch's planner, except that it reads into boxes of flat tensors."""
 
     def __init__(
-        self, wanted: Sequence[CheckpointTensor], stored: dict[str, TensorStorageMetadata]
+        self, tensors: Sequence[CheckpointTensor], stored: dict[str, TensorStorageMetadata]
     ) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self.wanted, self.stored = wanted, stored
-        self.values = {tensor.key: tensor.state.read().detach() for tensor in wanted}
+        self.tensors, self.stored = tensors, stored
+        self.values = {tensor.key: tensor.state.read().detach() for tensor in tensors}
         self.targets = {
             (tensor.key, torch.Size(box.offsets)): in_box(self.values[tensor.key], box)
-            for tensor in wanted
+            for tensor in tensors
             for box in tensor.boxes
         }
 
     def create_local_plan(self) -> LoadPlan:
         items: list[ReadItem] = []
-        for tensor in self.wanted:
+        for tensor in self.tensors:
             chunks = [
                 ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
                 for box in tensor.boxes

@@ -89,9 +89,9 @@ class CopyLine(NamedTuple):
 class Seal:
     """Hashes of tensors that nothing may change until the next update."""
 
-    def __init__(self, held: Sequence[HeldTensor], device: torch.device) -> None:
-        self.held, self.device = held, device
-        self.sums = BitSums([tensor.tensor for tensor in held], device)
+    def __init__(self, tensors: Sequence[HeldTensor], device: torch.device) -> None:
+        self.tensors, self.device = tensors, device
+        self.sums = BitSums([tensor.tensor for tensor in tensors], device)
         self.taken: Tensor | None = None
         self.wrong: Tensor | None = None
 
@@ -113,7 +113,7 @@ class Seal:
     def broken(self) -> list[str]:
         """The names of those that had changed at the last check."""
         wrong = [] if self.wrong is None else self.wrong.tolist()
-        return [tensor.name for tensor, bad in zip(self.held, wrong, strict=False) if bad]
+        return [tensor.name for tensor, bad in zip(self.tensors, wrong, strict=False) if bad]
 
 
 class Integrity(Callback):
@@ -236,7 +236,7 @@ class Integrity(Callback):
         values = [] if self.sealed is None else self.sealed.tolist()
         return {
             name: ShardHash(start, start + tensor.numel(), tensor.itemsize, value)
-            for (name, tensor, start), value in zip(self.seal.held, values, strict=False)
+            for (name, tensor, start), value in zip(self.seal.tensors, values, strict=False)
             if name.startswith(f"{WEIGHTS} of")
         }
 

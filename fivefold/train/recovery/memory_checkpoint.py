@@ -174,7 +174,7 @@ class MemoryCopies:
         """The whole copies in the memory of this host."""
         places = [(rank, slot) for rank in self.keeper.ranks() for slot in range(SLOTS)]
         segments = [self._segment(*position) for position in places]
-        return [segment.copy for segment in segments if segment.whole]
+        return [segment.copy for segment in segments if segment.complete]
 
     def _tables(self, copy_set: CopySet) -> list[CopyTable]:
         """What is in each copy of a set; ranks tell one another what only they can see."""

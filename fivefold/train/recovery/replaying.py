@@ -195,13 +195,13 @@ class ReplayCallback(Callback):
     num_spikes: int = 0  # steps beyond the usual bound, this start
     num_again: int = 0  # and of these, steps that ran again
     update: ProvedUpdate | None = None
-    found: dict[str, Any] | None = None
+    comparison: dict[str, Any] | None = None
 
     def run(
         self, number: int, attempt: Callable[[Bound | None], StepOutcome], expected: bool
     ) -> StepOutcome:
         """The outcome that counts; `expected`: numbers that are not finite are usual."""
-        self.found = self.update = None
+        self.comparison = self.update = None
         proves = self.proves(number)
         bound = NOTHING if proves else self.bound.limits if self.watches else None
         is_full = proves or self.exact
@@ -245,7 +245,7 @@ class ReplayCallback(Callback):
             )
 
     def measure(self, number: int) -> dict[str, Any]:
-        return {} if self.found is None else {"again": self.found}
+        return {} if self.comparison is None else {"again": self.comparison}
 
     def _taped(self, attempt: Callable[[], StepOutcome], is_full: bool) -> tuple[StepOutcome, Tape]:
         self.mesh.records.clear()
@@ -283,7 +283,7 @@ class ReplayCallback(Callback):
         if not causes and not equal:
             causes = [0] if len(ranks) == 1 else sorted({rank for pair in lost for rank in pair})
         why = None if proves and equal else _words(number, pairs, self.bound.limits, proves)
-        self.found = {"why": why, "same": equal, "ranks": causes}
+        self.comparison = {"why": why, "same": equal, "ranks": causes}
         if why is None:
             return
         text = f"{why}{'' if proves else ', so it ran again'}; "

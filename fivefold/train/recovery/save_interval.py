@@ -39,13 +39,13 @@ class ObservedRate(NamedTuple):
 
 
 def observed_rate(
-    starts: Sequence[Mapping[str, Any]], time_now: float, plan: Plan, given: float | None
+    starts: Sequence[Mapping[str, Any]], time_now: float, plan: Plan, hours_given: float | None
 ) -> ObservedRate:
     """The rate of a run from the starts in `run.json`, of which the last one runs now."""
     failures = sum(start.get("ended") is None for start in starts[:-1])
     hours = max(0.0, time_now - float(starts[0]["began"])) / _HOUR
-    if given is not None:
-        return ObservedRate(failures, hours, given, f"mtbf_hours = {given:g}")
+    if hours_given is not None:
+        return ObservedRate(failures, hours, hours_given, f"mtbf_hours = {hours_given:g}")
     known = None if plan.machine is None else plan.machine.gpu_mtbf_hours
     name = "a GPU" if plan.machine is None or known is None else f"a GPU of {plan.machine.name}"
     world = plan.layout.world
@@ -86,7 +86,7 @@ class SaveInterval:
         rate: Callable[[], ObservedRate],
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self.due, self.said = step + FIRST, 0
+        self.due, self.reported = step + FIRST, 0
         self.rate, self._clock = rate, clock
         self._last, self._since = step, clock()
         self._costs: deque[float] = deque(maxlen=_COSTS)
@@ -114,7 +114,7 @@ class SaveInterval:
     def follow(self, number: int, decision: SaveDecision) -> bool:
         """Save next as was decided; whether it is far enough from what was said last to say it."""
         self.due = number + decision.steps
-        news = abs(decision.steps - self.said) > _CHANGED * self.said
+        news = abs(decision.steps - self.reported) > _CHANGED * self.reported
         if news:
-            self.said = decision.steps if decision.measured else 0
+            self.reported = decision.steps if decision.measured else 0
         return news

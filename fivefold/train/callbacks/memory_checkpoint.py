@@ -1,4 +1,4 @@
-"""Copies of a run in memory: when they are taken, and when a restart goes on from them."""
+"""Checkpoints in memory: when they are copied, and when a restart loads them."""
 
 from __future__ import annotations
 
