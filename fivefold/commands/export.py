@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
-import torch
 import typer
 
 from fivefold.commands.job import HUGGING_FACE, TITAN_FORMATS, above, checkpoint_step, one_of
@@ -36,6 +35,9 @@ from fivefold.huggingface import (
     model_card,
 )
 from fivefold.records import known_tokenizer, options_of, plan_text_of
+
+if TYPE_CHECKING:
+    import torch
 
 _WRITTEN = ("bf16", "fp32")
 

@@ -22,7 +22,6 @@ from fivefold.core.plan import (
     PlanOptions,
     RecoveryDesign,
 )
-from fivefold.render import forecast_json, forecast_lines
 
 if TYPE_CHECKING:
     from fivefold.planner import Estimate, FailureForecast
@@ -106,10 +105,14 @@ class SimulatedFailures:
     @property
     def lines(self) -> list[str]:
         """The answer in lines."""
+        from fivefold.render import forecast_lines
+
         return forecast_lines(self.plan, self.forecast)
 
     @cached_property
     def _table(self) -> dict[str, Any]:
+        from fivefold.render import forecast_json
+
         return forecast_json(self.plan, self.forecast)
 
     def to_json(self) -> dict[str, Any]:

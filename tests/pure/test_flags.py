@@ -13,30 +13,12 @@ from fivefold.core.plan import plan_keys, train_keys
 
 # They mean the same on every command that has them.
 SHARED = frozenset(
-    [
-        "--layout",
-        "--machine",
-        "--gpus",
-        "--seq",
-        "--batch",
-        "--microbatches",
-        "--microbatch-size",
-        "--zero",
-        "--schedule",
-        "--context",
-        "--recompute",
-        "--precision",
-        "--dtype",
-        "--steps",
-        "--seed",
-        "--set",
-        "--out",
-        "--resume",
-        "--device",
-        "--backend",
-        "--json",
-        "--help",
-    ]
+    {
+        *("--layout", "--machine", "--gpus", "--seq", "--batch", "--microbatches"),
+        *("--microbatch-size", "--zero", "--schedule", "--context", "--recompute", "--precision"),
+        *("--dtype", "--steps", "--seed", "--set", "--out", "--resume", "--device", "--backend"),
+        *("--json", "--help"),
+    }
 )
 MOST_OWN = {"serve": 17}  # it had them before the limit; of others sixteen at most
 OF_PLAN = (
