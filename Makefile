@@ -36,7 +36,7 @@ train: $(BASE)
 test: setup lint
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder --ignore=tests/page tests
 
-# Everything, within a budget of 90 minutes on two cores: all cases, clocks, two hosts, every table of
+# Everything, in about three hours on two cores and half an hour on sixteen: all cases, clocks, two hosts, every table of
 # verify-all, the page where a browser is installed, ten kills. One table says what passed.
 nightly: setup lint
 	$(BIN)/python -m tests.nightly

@@ -41,7 +41,7 @@ PANELS = {
     "Sampling": "top-k top-p seed stop chat",
     "Requests": "name max-queue max-running max-batch-tokens drain-seconds api-key",
     "Documents": "pairs dedup min-chars max-chars min-tokens max-tokens end",
-    "Output": "o out html text panel svg trace perfetto page json help",
+    "Output": "o out html text panel svg trace page json help",
 }
 _WIDEST = 30  # characters of an option beside its help
 _FEW = 7  # options, with --json and --help, that need no panels

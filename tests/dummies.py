@@ -39,6 +39,10 @@ def after(path: str, anchor: str, line: str) -> Edit:
     return Edit(path, anchor, f"{anchor}{line}")
 
 
+def before(path: str, anchor: str, code: str) -> Edit:
+    return Edit(path, anchor, f"{textwrap.dedent(code).strip()}\n\n\n{anchor}")
+
+
 def appended(path: str, code: str) -> Edit:
     return Edit(path, "", f"\n\n{textwrap.dedent(code).strip()}\n")
 
@@ -66,8 +70,9 @@ OPTIMIZER = (
     ),
 )
 SCHEDULE = (
-    appended(
+    before(
         "fivefold/core/schedule/catalog.py",
+        "FAMILIES: tuple[Family, ...] = (",
         """
         def _dummy(num_ranks: int, num_microbatches: int, num_chunks: int = 1) -> Schedule:
             return replace(gpipe(num_ranks, num_microbatches), name="dummy")
@@ -83,7 +88,7 @@ SCHEDULE = (
         )
         """,
     ),
-    after("fivefold/core/schedule/catalog.py", "    linear.GPIPE,\n", "    linear.DUMMY,\n"),
+    after("fivefold/core/schedule/catalog.py", "    GPIPE,\n", "    DUMMY,\n"),
 )
 MODEL_FAMILY = (
     after("fivefold/core/model/hf_config.py",
@@ -233,14 +238,14 @@ PRECISION = (
         "    fp4: float | None = None\n",
     ),
 )
-VERB = (
+COMMAND = (
     after(
         "fivefold/cli.py",
         "VERBS = {\n",
-        '    "dummy": Verb("fivefold.verbs.dummy", "Do nothing."),\n',
+        '    "dummy": Verb("fivefold.commands.dummy", "Do nothing."),\n',
     ),
     Edit(
-        "fivefold/verbs/dummy.py",
+        "fivefold/commands/dummy.py",
         "",
         textwrap.dedent(
             '''
@@ -268,7 +273,7 @@ DUMMIES = {
     "a page panel of Explore": EXPLORE_PANEL,
     "a collective": COLLECTIVE,
     "a precision": PRECISION,
-    "a verb": VERB,
+    "a command": COMMAND,
 }
 
 
