@@ -18,8 +18,7 @@ from typing import Any, Literal, NamedTuple
 
 from fivefold.core import hardware as machine
 from fivefold.core.plan.plan import Plan, PlanOptions, resolve
-from fivefold.planner.estimate import rank_seconds_alone
-from fivefold.planner.memory_by_rank import rank_memory
+from fivefold.planner.estimate import rank_memory, rank_seconds_alone
 from fivefold.planner.planning import estimate_setting
 from fivefold.planner.setting import EstimateSetting
 from fivefold.report import duration

@@ -24,8 +24,13 @@ from fivefold.cost.memory.static import communicator_bytes, most_communicators, 
 from fivefold.cost.stages.ranks import in_flight, rank_stages
 from fivefold.cost.step.time import step_time
 from fivefold.planner import planning as planner
-from fivefold.planner.estimate import Estimate, PlanMemory, estimate_plan
-from fivefold.planner.memory_by_rank import fullest_memory, memory_by_pipeline_rank
+from fivefold.planner.estimate import (
+    Estimate,
+    PlanMemory,
+    estimate_plan,
+    fullest_memory,
+    memory_by_pipeline_rank,
+)
 from fivefold.planner.planning import (
     NothingFits,
     best_plans,
