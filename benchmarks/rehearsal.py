@@ -27,8 +27,7 @@ from fivefold.core.plan.recipe import Recipe
 from fivefold.launch.processes import Pool
 from fivefold.launch.worker import Worker
 from fivefold.planner.estimate import rank_memory, rank_seconds_alone
-from fivefold.planner.planning import estimate_setting
-from fivefold.planner.setting import EstimateSetting
+from fivefold.planner.setting import EstimateSetting, estimate_setting
 
 MACHINE = "h200"
 GIB = 2**30

@@ -44,7 +44,6 @@ from fivefold.planner.planning import PlanRequest as PlanRequest
 from fivefold.planner.planning import PlanResult as PlanResult
 from fivefold.planner.planning import best_plans as best_plans
 from fivefold.planner.planning import estimate_on_machine as estimate_on_machine
-from fivefold.planner.planning import estimate_setting as estimate_setting
 from fivefold.planner.planning import fewest_gpu_hours as fewest_gpu_hours
 from fivefold.planner.planning import fewest_gpus as fewest_gpus
 from fivefold.planner.planning import gpus_needed as gpus_needed
@@ -53,6 +52,7 @@ from fivefold.planner.planning import plan_request as plan_request
 from fivefold.planner.planning import speed_rank as speed_rank
 from fivefold.planner.search import search_layouts as search_layouts
 from fivefold.planner.setting import EstimateSetting as EstimateSetting
+from fivefold.planner.setting import estimate_setting as estimate_setting
 from fivefold.planner.space import SearchSpace as SearchSpace
 from fivefold.planner.space import options_of as options_of
 from fivefold.planner.space import parse_fixed as parse_fixed

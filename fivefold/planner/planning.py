@@ -25,13 +25,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fivefold.core import RUNTIME_PRECISIONS, FivefoldError, Machine, counted, plan_keys
+from fivefold.core import FivefoldError, Machine, counted, plan_keys
 from fivefold.core.layout import MOST_RANKS, Layout, batch_remark, default_batch, rules, tuned
 from fivefold.core.model import Shape
 from fivefold.core.model import presets as models
 from fivefold.core.plan import Plan, PlanOptions, resolve
 from fivefold.cost import OFFLOADS, grid_of_plan, require_possible_imbalance
-from fivefold.cost.hardware import BY_KERNELS, OUR_OWN, load_preset
 from fivefold.cost.layer import LayerTimer
 from fivefold.cost.stages import PATHS, ScheduleSize, pipeline_timer
 from fivefold.cost.step import path_costs, require_room
@@ -46,7 +45,7 @@ from fivefold.planner.candidates import (
 from fivefold.planner.error_bars import accuracy
 from fivefold.planner.estimate import Estimate, estimate_plan, plan_memory
 from fivefold.planner.search import may_fit, search_layouts, simulated
-from fivefold.planner.setting import EstimateSetting
+from fivefold.planner.setting import EstimateSetting, estimate_setting
 from fivefold.planner.space import SearchSpace, layout_of, options_of
 
 StageSizes = tuple[int, ...]  # layers of each stage
@@ -243,38 +242,6 @@ class WayOut(NamedTuple):
 
     what: str
     option: str
-
-
-def estimate_setting(
-    machine: Machine,
-    precision: str,
-    headroom: float,
-    kernels: str,
-    imbalance: float,
-    stack_name: str | None = None,
-) -> tuple[EstimateSetting, list[str]]:
-    """How the job is estimated; a precision that the chip lacks is replaced, with a note.
-
-    `stack_name`: other people's software, a preset or a file, in place of our own.
-    """
-    known = machine.peaks.known()
-    if "nvfp4" in known:  # both came with Blackwell
-        known = {**known, "mxfp8": machine.peak("mxfp8")}
-    stack, notes = BY_KERNELS[kernels], list[str]()
-    if stack_name not in (None, OUR_OWN):
-        preset = load_preset(stack_name)
-        stack = preset.stack
-        notes.append(
-            f"priced as {stack.name} would run it, not fivefold: {preset.what}. A written plan has "
-            "the layout, the schedule and the batch; train and rehearse run fivefold's own software"
-        )
-    if precision in known:
-        return EstimateSetting(machine, stack, precision, headroom, imbalance), notes
-    if precision not in RUNTIME_PRECISIONS:
-        machine.peak(precision)  # raises an error that lists the precisions of the chip
-    other = next((name for name in RUNTIME_PRECISIONS if name in known), next(iter(known)))
-    note = f"{machine.name} has no {precision} units: estimated in {other}"
-    return EstimateSetting(machine, stack, other, headroom, imbalance), [*notes, note]
 
 
 def plan_request(

@@ -31,15 +31,9 @@ from fivefold.planner.estimate import (
     fullest_memory,
     memory_by_pipeline_rank,
 )
-from fivefold.planner.planning import (
-    NothingFits,
-    best_plans,
-    estimate_on_machine,
-    estimate_setting,
-    plan_request,
-)
+from fivefold.planner.planning import NothingFits, best_plans, estimate_on_machine, plan_request
 from fivefold.planner.search import search_layouts
-from fivefold.planner.setting import EstimateSetting, plan_arguments
+from fivefold.planner.setting import EstimateSetting, estimate_setting, plan_arguments
 from fivefold.planner.space import SearchSpace, layout_blocks
 from fivefold.report.plan_text import detail
 from fivefold.report.plan_values import estimate_json

@@ -16,7 +16,7 @@ from fivefold.launch.processes import Pool
 from fivefold.launch.worker import Worker
 from fivefold.model.head import GradientsInForward
 from fivefold.planner.estimate import rank_memory
-from fivefold.planner.planning import estimate_setting
+from fivefold.planner.setting import estimate_setting
 from fivefold.rehearse.rank import rehearse_rank
 from fivefold.verify.runs import VerifiedRank, VerifySettings, run_rank, run_reference
 from fivefold.verify.trial import judge

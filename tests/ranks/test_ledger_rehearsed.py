@@ -11,8 +11,7 @@ from fivefold.core.plan.plan import Plan, PlanOptions, resolve
 from fivefold.core.plan.recipe import Recipe
 from fivefold.model.kernels import varlen
 from fivefold.planner.estimate import rank_memory
-from fivefold.planner.planning import estimate_setting
-from fivefold.planner.setting import EstimateSetting
+from fivefold.planner.setting import EstimateSetting, estimate_setting
 from fivefold.rehearse.job import judged
 from fivefold.rehearse.rank import rehearse_rank
 from tests.ranks.ledger_draws import NUM_DRAWS, draw
