@@ -19,7 +19,7 @@ from fivefold.core.model import presets as models
 from fivefold.core.plan import plan
 from fivefold.cost.grid import RECOMPUTE
 from fivefold.cost.traffic.collectives import TrafficEntry, traffic_json
-from fivefold.planner.memory_by_rank import memory_by_pipeline_rank, rank_memory
+from fivefold.planner.estimate import memory_by_pipeline_rank, rank_memory
 from fivefold_page import document
 from fivefold_page.explore import explore
 from fivefold_page.explore.state import CONTEXTS, SCHEDULES, State
