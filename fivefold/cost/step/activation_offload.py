@@ -16,7 +16,7 @@ from fivefold.cost.step.overlap import shown_seconds
 
 
 def activation_offload_seconds(work: LayerTimer, compute: Array) -> Array:
-    """What shows of it in a step with so many seconds of compute."""
+    """Exposed offload time of a step with `compute` seconds of compute."""
     grid, stack, shape = work.grid, work.stack, work.shape
     if not stack.memory.offloaded:
         return np.zeros(1)
