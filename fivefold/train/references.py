@@ -24,7 +24,7 @@ _SIGNS = 8  # rows of L, and columns of R
 
 
 class GradientSketches:
-    """Watches the steps of a rank, and keeps sketches of its share of the gradients."""
+    """Step watch that records sketches of this rank's gradients."""
 
     def __init__(
         self, job: Job, progress: Progress, result: TrainedRank, watch: StepWatch | None
@@ -66,7 +66,7 @@ class GradientSketches:
 
 
 class Projection:
-    """Random signs for the rows and columns of a weight, the same on every rank."""
+    """Random signs for the rows and columns of a weight, equal on every rank."""
 
     def __init__(self, weight: Weight, device: torch.device) -> None:
         generator = torch.Generator().manual_seed(crc32(weight.name.encode()))
@@ -77,7 +77,7 @@ class Projection:
         )
 
     def of(self, gradient: Tensor, boxes: tuple[Box, ...]) -> Tensor:
-        """The sketch of a gradient that is zero outside these boxes."""
+        """Sketch of a gradient that is zero outside these boxes."""
         total = self.rows.new_zeros(_SIGNS, _SIGNS)
         flat = gradient.reshape(-1).to(self.rows.device)
         for box in boxes:
