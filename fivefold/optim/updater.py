@@ -32,7 +32,7 @@ def make_updater(
     late: bool = False,
     block_bytes: int | None = None,
 ) -> Updater:
-    """The updater of a recipe for the shards that a rank owns; gradients are on `device`.
+    """Create the updater of a recipe for the shards of a rank; gradients are on `device`.
 
     `master` makes float32 copies of narrower weights. `matrices` gathers full matrices for an
     optimizer that needs them, and `full` has the full weight of every shard by name; without these,

@@ -58,7 +58,7 @@ class DeviceCall(NamedTuple):
 
     @property
     def queue(self) -> Queue:
-        """Queue of the call on its device."""
+        """Queue of the call: its group, and whether it is a message."""
         return self.call.group, self.is_message
 
     def __str__(self) -> str:
