@@ -161,13 +161,7 @@ def tokenizers_of(spec: str) -> dict[str, TokenizerId]:
 
 
 def open_source(
-    spec: str,
-    vocab: int,
-    seq: int,
-    seed: int,
-    *,
-    verify: bool = False,
-    loss: LossOn = "assistant",
+    spec: str, vocab: int, seq: int, seed: int, *, verify: bool = False, loss: LossOn = "assistant"
 ) -> Source:
     """Open the source of a `data` key: one corpus, or several with weights.
 

@@ -113,9 +113,8 @@ def set_up(
     device = available_device(options.device, gpus)
     plan, codec = _plan(model, options), _codec(model, options.tokenizer)
     tokenizer_path = options.tokenizer
-    beside = (
-        None if tokenizer_path is None else Path(tokenizer_path).parent
-    )  # configs of that tokenizer
+    # Configs of that tokenizer are in its folder.
+    beside = None if tokenizer_path is None else Path(tokenizer_path).parent
     return ModelSetup(
         model,
         plan,

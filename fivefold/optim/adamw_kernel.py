@@ -159,11 +159,9 @@ def _adamw_update_all(
     program = tl.program_id(0)
     tensor = tl.load(tensor_ptr + program)
     begin = (program - tl.load(program_ptr + tensor)).to(tl.int64) * BLOCK * PASSES
-    numel, decay_factor, factor = (
-        tl.load(numel_ptr + tensor),
-        tl.load(kept_ptr + tensor),
-        tl.load(factor_ptr),
-    )
+    numel = tl.load(numel_ptr + tensor)
+    decay_factor = tl.load(kept_ptr + tensor)
+    factor = tl.load(factor_ptr)
     address_ptr += tensor
     value_ptr = tl.load(address_ptr).to(tl.pointer_type(VALUE))
     grad_ptr = tl.load(address_ptr + num_tensors).to(tl.pointer_type(GRAD))

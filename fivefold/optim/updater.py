@@ -47,10 +47,8 @@ def make_updater(
         return DeviceUpdater(recipe.optimizer, owned, recipe.lr, recipe.weight_decay, master)
     values = torch.float32 if master or not owned else owned[0].tensor.dtype
     assert recipe.states == "fp32" or values.itemsize >= 4, "bfloat16 states need wider weights"
-    dtypes, sizes = (
-        state_dtypes(recipe, values, master),
-        [weight.tensor.numel() for weight in owned],
-    )
+    dtypes = state_dtypes(recipe, values, master)
+    sizes = [weight.tensor.numel() for weight in owned]
     offloaded, pinned = recipe.offload != "none", device.type == "cuda"
     if recipe.disk is not None:
         most = block_bytes or BLOCK_BYTES

@@ -64,10 +64,8 @@ class RunTicket:
 @contextlib.contextmanager
 def own_run(folder: Path, timeout: float) -> Generator[RunTicket]:
     """Lock the run folder; raise if another process still holds it after `timeout` seconds."""
-    path, folders = (
-        folder / OWNER,
-        [parent for parent in (folder, *folder.parents) if not parent.exists()],
-    )
+    path = folder / OWNER
+    folders = [parent for parent in (folder, *folder.parents) if not parent.exists()]
     with naming_file(path):
         folder.mkdir(parents=True, exist_ok=True)
         handle = _locked(path, time.monotonic() + timeout)

@@ -59,9 +59,8 @@ class GradientSketches:
             share = 1 / (self.job.copies(piece) * self.progress.scale.value)
             part = share * self.projections[weight.name].of(piece.grad, boxes)
             before = sketches.get(weight.name, 0.0)
-            sketches[weight.name] = (
-                part.cpu().numpy() + before
-            )  # one of a tied weight on two stages
+            # A tied weight may be on two stages.
+            sketches[weight.name] = part.cpu().numpy() + before
         return sketches
 
 

@@ -105,10 +105,8 @@ class ReferenceFp8:
         ends: Tensor,
     ) -> tuple[Tensor, ...]:
         """Gate and up projection of routed experts, with the same input rows."""
-        name, weights = (
-            "+".join(names[stack] for stack in stacks),
-            [stack.weight for stack in stacks],
-        )
+        name = "+".join(names[stack] for stack in stacks)
+        weights = [stack.weight for stack in stacks]
         together, sizes = torch.cat(weights, 1), [stack.shape[1] for stack in weights]
         return _RoundedRows.apply(rows[0], together, self, name, ends.tolist()).split(sizes, 1)
 

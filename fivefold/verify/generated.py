@@ -155,10 +155,8 @@ class GeneratedTrial:
 
     def seconds(self, make: MakeEngine) -> float:
         """Seconds of the batched requests: the minimum of two runs, since kernels start slowly."""
-        engine, times = (
-            make(self.most * len(self.requests), BATCHED, lambda *_: None),
-            list[float](),
-        )
+        engine = make(self.most * len(self.requests), BATCHED, lambda *_: None)
+        times = list[float]()
         for _ in range(2):
             engine.renew()
             began = time.perf_counter()

@@ -36,10 +36,8 @@ class LinearOperators:
         grid = activations.grid
         self.tp, self.sp = int(number(grid.tp)), bool(number(grid.sp))
         self.split = self.tp > 1
-        self.residual, self.full_residual = (
-            self._size(activations.residual),
-            self._size(activations.full_residual),
-        )
+        self.residual = self._size(activations.residual)
+        self.full_residual = self._size(activations.full_residual)
         self.unit = activations.itemsize * tokens
 
     def _size(self, per_token: Array | float) -> float:

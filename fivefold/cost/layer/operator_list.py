@@ -62,9 +62,7 @@ class Operator:
     collective: bool = False  # it is one, or has some inside
     module: str = ""  # which may run again as a whole
     block: int = 0
-    retains: float | None = (
-        None  # attention itself, which may run once: bytes that stay beside outputs
-    )
+    retains: float | None = None  # bytes beside outputs, of attention that may run once
 
     @property
     def saves(self) -> bool:

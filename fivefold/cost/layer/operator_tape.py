@@ -219,11 +219,7 @@ class OperatorTape:
         self.readers[tensor] -= 1
 
     def _differentiate(
-        self,
-        operator: Operator,
-        gradient: _Gradient,
-        grads: dict[TapeTensor, _Gradient],
-        mode: Way,
+        self, operator: Operator, gradient: _Gradient, grads: dict[TapeTensor, _Gradient], mode: Way
     ) -> None:
         if operator.collective:
             self.events.append(Pause())

@@ -125,10 +125,8 @@ class LayerOperators(LinearOperators):
         return operators.add([x], TapeTensor(self.residual), collective=True)
 
     def _mlp(self, operators: OperatorList, x: TapeTensor, rule: Recompute) -> TapeTensor:
-        saves_shards, size = (
-            self._saves_shards(operators, rule),
-            self.shape.ffn / self.tp * self.unit,
-        )
+        saves_shards = self._saves_shards(operators, rule)
+        size = self.shape.ffn / self.tp * self.unit
         inner = self._project(operators, x, dict.fromkeys(self._inner("mlp"), size), saves_shards)
         out = self._row_linear(operators, self._activated(operators, inner, rule), "mlp.down")
         return self._biased(operators, out, self.shape.mlp_bias)

@@ -82,11 +82,7 @@ class MemoryCopies:
     """In-memory checkpoints of a run, on all ranks together."""
 
     def __init__(
-        self,
-        keeper: MemoryKeeper,
-        partners: Partners,
-        start: int,
-        group: dist.ProcessGroup | None,
+        self, keeper: MemoryKeeper, partners: Partners, start: int, group: dist.ProcessGroup | None
     ) -> None:
         """`group` has all ranks, moves tensors of the host and serves nothing else; None: there is
         one rank. `start` counts the starts of the run."""
