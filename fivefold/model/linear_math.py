@@ -139,11 +139,7 @@ class PlainMath:
         return [sent.tensor], list
 
     def wgrads(
-        self,
-        x: list[Tensor],
-        grads: list[Tensor],
-        weights: Sequence[Any],
-        biases: Sequence[Any],
+        self, x: list[Tensor], grads: list[Tensor], weights: Sequence[Any], biases: Sequence[Any]
     ) -> Sequence[Callable[[GradientSink], None]]:
         """One for each linear that learns, so that their memory is freed one by one."""
         triples = zip(weights, biases, grads, strict=True)

@@ -40,14 +40,14 @@ _MOST_BATCHES = 8  # global batches of rows that a training holds out itself
 
 @dataclass(frozen=True)
 class BuiltRank:
-    """What one rank trains with."""
+    """Components of training on one rank."""
 
     job: Job
     updater: Updater
     reader: RankReader
 
     def close(self) -> None:
-        """Wait for the collectives that are under way, and drop the groups."""
+        """Wait for collectives in flight, and release the groups."""
         for chunk in self.job.chunks:
             chunk.data.wait()
         self.job.mesh.close_groups()
@@ -106,7 +106,7 @@ def _choose_kernels(deterministic: bool) -> None:
 
 
 class _Both(ActionObserver):
-    """Two observers of the same actions."""
+    """Chains two observers of actions."""
 
     def __init__(self, first: ActionObserver, second: ActionObserver) -> None:
         self.first, self.second = first, second
@@ -120,14 +120,14 @@ class _Both(ActionObserver):
 
 
 def reader_of(plan: Plan, settings: TrainSettings, rank: int, device: torch.device) -> RankReader:
-    """What reads the rows of a rank."""
+    """Reader of a rank's rows."""
     source, dp_coord = source_of(plan, settings), plan.layout.coord(rank).dp
     seed = settings.recipe.seed if plan.shape.drops else None
     return RankReader(source, plan.batch, plan.packed, dp_coord, device, seed)
 
 
 def source_of(plan: Plan, settings: TrainSettings, verify: bool = False) -> Source:
-    """The data that the plan's model reads."""
+    """Data source of the plan's model."""
     recipe, seq = settings.recipe, plan.batch.seq
     vocab, seed = plan.shape.vocab, recipe.seed
     source = open_source(recipe.data, vocab, seq, seed, verify=verify, loss=recipe.loss)
@@ -150,7 +150,7 @@ def _require_packed(plan: Plan, corpora: Iterable[Corpus | Synthetic]) -> None:
 def sets_of(
     plan: Plan, recipe: Recipe, source: Source, verify: bool = False
 ) -> list[EvaluationSet]:
-    """The sets that a training is evaluated on; none without evaluations."""
+    """Evaluation sets; none without evaluations."""
     if not recipe.eval_every:
         return []
     most = _MOST_BATCHES * plan.batch.sequences
@@ -163,8 +163,8 @@ def sets_of(
 
 
 def checked_source(plan: Plan, settings: TrainSettings) -> Source:
-    """The data of a training, whose files, tokenizer and evaluation sets are as they should be, and
-    whose trackers are installed."""
+    """Data source, with its files, tokenizer and evaluation sets validated, and trackers
+    installed."""
     require_trackers(settings.recipe.log)
     resumed = settings.folder if settings.resume else None
     require_same_tokenizer(plan, settings.recipe.data, resumed)

@@ -56,7 +56,7 @@ def run_rank(
     reordered: bool = False,
     device: RankDevice | None = None,
 ) -> TrainedRank:
-    """All steps of one rank, on `device` or on the next GPU of this machine.
+    """Train all steps on one rank, on `device` or on the next GPU of this machine.
 
     `reordered` takes the microbatches of each step from the last to the first, and adds the terms
     of every sum in another order.
@@ -138,7 +138,7 @@ def _watches(
 
 @dataclass(frozen=True)
 class _Loop:
-    """Runs the steps of a rank that is built and loaded."""
+    """Training loop of a rank that is built and loaded."""
 
     rank: BuiltRank
     settings: TrainSettings
@@ -301,7 +301,7 @@ class _Loop:
 
 
 class _PendingRecord(NamedTuple):
-    """A step whose update may still run: the mark of its clock, and the rest of its record."""
+    """A step whose update may still run: the mark of its clock, and its other fields."""
 
     mark: StepMark
     fields: dict[str, Any]
@@ -309,7 +309,7 @@ class _PendingRecord(NamedTuple):
 
 @dataclass(frozen=True)
 class _MeasuredUpdate:
-    """The last update of a start, after which the memory of the rank is measured."""
+    """Measures memory after the last update of a start."""
 
     rank: BuiltRank
     result: TrainedRank

@@ -35,7 +35,7 @@ __all__ = [
 
 
 def num_processes(plan: Plan, settings: TrainSettings) -> int:
-    """The ranks, and the single processes that a check compares them with."""
+    """Number of ranks, with the single processes of a check."""
     return plan.layout.world + (len(reference_runs(plan, settings)) if settings.check else 0)
 
 
@@ -45,8 +45,7 @@ def train(
     settings: TrainSettings,
     on_report: Callable[[StepRecord | Shortage | SampleText | str], None],
 ) -> tuple[list[TrainedRank], Check | None]:
-    """Train on the first ranks of the pool. `on_report` gets the record of every step, and warnings
-    that do not end the run.
+    """Train on the first ranks of the pool. `on_report` receives step records, and warnings.
 
     For a check a single process trains at the same time, and in float32 a second one that adds the
     terms of every sum in another order.

@@ -52,8 +52,8 @@ CUTS = (3 / 7, 5 / 8)  # of sums: where terms nearly cancel, one draw of roundin
 
 @dataclass(frozen=True)
 class Truth:
-    """What one step computes on one device: numbers, gradients before clipping, new weights and
-    biases of routers."""
+    """Results of one step on one device: numbers, gradients before clipping, new weights and router
+    biases."""
 
     loss: float
     norm: float
@@ -68,8 +68,7 @@ class Truth:
 
 
 def measure_floors(truths: Sequence[Truth], reordered: Sequence[Truth]) -> list[Truth]:
-    """The truths with floors: how far the same steps are off with sums in another order, or were in
-    another such run.
+    """Add rounding floors to the results: errors of the same steps with sums in another order.
 
     A single number may agree by chance. The norm cannot be farther off than the gradients as a
     whole, and the loss is about as far off: both get this distance at least. A token that went to
@@ -141,7 +140,7 @@ def truths(
 
 @dataclass(frozen=True)
 class Delayed:
-    """The delays of an asynchronous pipeline, stage by stage.
+    """Weight delays of an asynchronous pipeline, by stage.
 
     Every `every` microbatches each stage updates. Stage s computes microbatch k on the weights of
     max(0, k // every − late[s]) updates, as PipeDream and PipeDream-2BW are published.
@@ -152,7 +151,7 @@ class Delayed:
     late: Sequence[int]
 
     def stage_of(self, name: str) -> int:
-        """The stage of a weight, by its name."""
+        """Stage of a weight, by its name."""
         first, _, tail = name.partition(".")
         if first != "blocks":
             return 0 if first == "embed" else len(self.stages) - 1
@@ -172,7 +171,8 @@ def delayed_truths(
     narrow: bool = False,
     cut: float | None = None,
 ) -> list[Truth]:
-    """What an asynchronous pipeline computes, emulated by one process that keeps every version.
+    """Results of an asynchronous pipeline, emulated by one process that keeps every version of the
+    weights.
 
     `narrow`: the gradients of microbatches are summed in bfloat16.
     """
@@ -201,8 +201,8 @@ def delayed_truths(
 
 
 def first_weight(weight: Weight, shape: Shape, *args: Any, **options: Any) -> Tensor:
-    """The initial value of a weight on both sides of a comparison. Adapters begin as if they had
-    learned: where the second factor is 0, the first one has no gradient."""
+    """Initial value of a weight on both sides of a comparison. Adapters are initialized as if
+    trained: where the second factor is 0, the first has no gradient."""
     if weight.name.endswith(f"{ADAPTER}b"):
         weight = replace(weight, name=f"{weight.name}.learned")
     return initial_weight(weight, shape, *args, **options)
@@ -302,7 +302,7 @@ def _optimizer(name: OptimizerName, model: Decoder) -> torch.optim.Optimizer:
 
 
 def as_array(tensor: Tensor | None) -> NDArray[np.floating]:
-    """A copy that travels without torch, which numpy's missing bfloat16 makes a float32."""
+    """Copy to numpy; bfloat16, which numpy lacks, becomes float32."""
     assert tensor is not None
     detached = tensor.detach()
     wide = detached.float() if detached.dtype == torch.bfloat16 else detached.clone()

@@ -200,12 +200,7 @@ class _DownCodes(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        x_MF: Tensor,
-        ends_E: Tensor,
-        own: RoundedStacks,
-        codes: CodedRows,
-        weight: Tensor,
+        ctx: Any, x_MF: Tensor, ends_E: Tensor, own: RoundedStacks, codes: CodedRows, weight: Tensor
     ) -> Tensor:
         x = round_rows([x_MF], own.shared.over_ranks)
         own.seen("input", x.codes, ends_E)

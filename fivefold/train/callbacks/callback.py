@@ -12,19 +12,19 @@ from fivefold.records import StepRecord
 
 
 class Callback:
-    """The moments of a training loop; each does nothing unless a callback overrides it."""
+    """Hooks of the training loop; each does nothing unless overridden."""
 
     def start(self, after: int) -> None:
-        """The job is built and loaded; step `after + 1` follows."""
+        """Called when the job is built and loaded; step `after + 1` follows."""
 
     def before_data(self, number: int) -> None:
-        """The rank takes the data of a step, and waits if it is not there yet."""
+        """Called before the rank takes the data of a step."""
 
     def before_step(self, number: int) -> None:
-        """The data is there, and the step begins."""
+        """Called with the data, before the step."""
 
     def measure(self, number: int) -> dict[str, Any]:
-        """The step is issued: the fields of its record that this callback knows."""
+        """Called when the step is issued; returns this callback's fields of its record."""
         return {}
 
     def needs_record(self, number: int) -> bool:
@@ -32,17 +32,17 @@ class Callback:
         return False
 
     def on_record(self, record: StepRecord) -> None:
-        """The update of a step has run, and its record is complete. On a GPU this may be while the
-        next step runs, unless a callback needs the record."""
+        """Called with the complete record of a step, after its update. On a GPU the next step may
+        run already, unless a callback needs the record."""
 
     def after_step(self, number: int) -> None:
-        """The step is over, except that its update may still run on a GPU."""
+        """Called after the step; its update may still run on a GPU."""
 
     def finish(self) -> None:
-        """The last step is over; called in reverse order."""
+        """Called after the last step, in reverse order."""
 
     def out_of_memory(self) -> None:
-        """A step has run out of memory; the error is raised afterwards."""
+        """Called when a step runs out of memory, before the error is raised."""
 
     def close(self) -> None:
-        """The loop has ended, with or without an error."""
+        """Called when the loop has ended, with or without an error."""

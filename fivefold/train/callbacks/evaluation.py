@@ -17,8 +17,7 @@ from fivefold.train.callbacks.callback import Callback
 
 @dataclass
 class EvaluationCallback(Callback):
-    """Adds the losses of all sets to the record of a step that is due; `eval_loss` is that of the
-    first."""
+    """Adds the losses of all evaluation sets to records; `eval_loss` is that of the first."""
 
     recipe: Recipe
     rank: BuiltRank

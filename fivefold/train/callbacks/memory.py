@@ -87,7 +87,7 @@ def peak_memory_gib(device: torch.device) -> float:
 
 
 class Snapshots:
-    """The snapshots of one rank. `note` says why there are none, if they were requested."""
+    """Memory snapshots of one rank. `note`: why there are none, if requested."""
 
     def __init__(self, folder: Path, rank: int, device: torch.device, requested: bool) -> None:
         self.folder, self.rank = folder / FOLDER, rank
@@ -96,7 +96,7 @@ class Snapshots:
         self.note = self._record() if requested else None
 
     def step(self, number: int) -> Path | None:
-        """A step is over; the file that was written, if this was the last recorded step."""
+        """Count a step; returns the written file after the last recorded step."""
         if not self.steps_left:
             return None
         self.steps_left -= 1
@@ -107,7 +107,7 @@ class Snapshots:
         return path
 
     def out_of_memory(self) -> Path | None:
-        """Write the memory as it is now; None if there is no GPU."""
+        """Write a snapshot now; None without a GPU."""
         return self._dump("out-of-memory")
 
     def _record(self) -> str | None:
@@ -134,7 +134,7 @@ class Snapshots:
 
 @dataclass(frozen=True)
 class Shortage:
-    """A rank that ran out of memory; bytes by category."""
+    """Report of a rank that ran out of memory; bytes by category."""
 
     rank: int
     where: str
@@ -145,8 +145,8 @@ class Shortage:
 
 
 def estimate_of(plan: Plan, recipe: Recipe, cpu: Machine | None = None) -> Estimate | None:
-    """The planner's estimate; None if it does not know the machine. `cpu`: that of a run on CPU
-    processes of this machine, which compute in float32 and share its cores."""
+    """Estimate of a plan; None if its machine is unknown. `cpu`: of a run on CPU processes of this
+    machine, which compute in float32 and share cores."""
     machine = cpu or plan.machine
     if machine is None:
         return None
@@ -161,7 +161,7 @@ def estimate_of(plan: Plan, recipe: Recipe, cpu: Machine | None = None) -> Estim
 
 
 def allocated(job: Job, updater: Updater) -> dict[str, float]:
-    """Bytes of a rank by purpose, as far as they can be distinguished."""
+    """Allocated bytes of a rank by purpose."""
     units = list(job.units)
     weights = [tensor for unit in units for tensor in (unit.full, unit.shard)]
     reduced = [
@@ -184,7 +184,7 @@ def allocated(job: Job, updater: Updater) -> dict[str, float]:
 
 
 def nearest_fit(plan: Plan, recipe: Recipe) -> str | None:
-    """A layout of as many GPUs that fits, with its memory; None if there is none."""
+    """Best layout of as many GPUs that fits, with its memory; None if there is none."""
     if plan.machine is None:
         return None
     batch = replace(plan.options, batch=plan.batch.sequences, gpus=plan.layout.world)

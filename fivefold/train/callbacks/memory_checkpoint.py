@@ -20,7 +20,7 @@ _TIMEOUT = timedelta(minutes=10)  # in which a partner gets a copy
 
 
 class CopyCallback(Callback):
-    """Copies of a run every `copy_every` steps, on one rank."""
+    """Copies a run to memory every `copy_every` steps, on one rank."""
 
     def __init__(
         self,
@@ -44,7 +44,7 @@ class CopyCallback(Callback):
             self.copies = MemoryCopies(settings.memory, partners, start, group)
 
     def load(self, tensors: list[CheckpointTensor]) -> Facts | None:
-        """The facts of the newest copies, if no checkpoint on the disk is newer."""
+        """Load the newest copies, if no checkpoint on disk is newer."""
         if self.copies is None or not self.resume:
             return None
         paths = [] if self.folder is None else published(self.folder.path / CHECKPOINTS)
@@ -53,11 +53,11 @@ class CopyCallback(Callback):
         return self.copies.load(tensors, step_of(paths[-1]) if paths else 0)
 
     def needs_record(self, number: int) -> bool:
-        """Every step up to a copy has its line in the metrics."""
+        """Steps before a copy must have their records written."""
         return self._is_due(number)
 
     def before_data(self, number: int) -> None:
-        """All ranks have completed the last copy before any of them can begin the next."""
+        """Wait until all ranks have completed the last copy, before any begins the next."""
         if self._is_due(number) and self.copies is not None:
             self.phases.phase(f"the last copy before step {number}", long=True)
             with self.spent.on(SAVE):

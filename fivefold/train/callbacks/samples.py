@@ -34,7 +34,7 @@ PROMPT, TOKENS = 32, 64  # tokens
 
 @dataclass(frozen=True)
 class SampleText:
-    """What the model wrote after a step, and from which beginning."""
+    """Text that the model wrote after a step, and its prompt."""
 
     step: int
     prompt: str
@@ -46,7 +46,7 @@ class SampleText:
 
 @dataclass
 class SampleCallback(Callback):
-    """Draws on all ranks; rank 0 reports it after the step, and writes it to the run folder."""
+    """Samples on all ranks; rank 0 reports the text, and writes it to the run folder."""
 
     worker: Worker
     recipe: Recipe
@@ -94,20 +94,20 @@ class SampleCallback(Callback):
 
 
 def generating(plan: Plan) -> Plan:
-    """The plan of a generator on the ranks of a job."""
+    """Plan of a generator on the ranks of a job."""
     layout = replace(plan.layout, cp=1, shard=plan.layout.shard * plan.layout.cp, chunks=1)
     return plan_of(plan.shape, PlanOptions(plan.options.model, str(layout), set=plan.options.set))
 
 
 def held_out_prompt(source: Source, length: int) -> tuple[int, ...]:
-    """The beginning of a row that is never trained on; of the first sample if there is none."""
+    """Beginning of a held-out row, or of the first sample if there is none."""
     places = source.held_out(1)
     rows = read_rows(places, source.seq) if places else source.samples([0])
     return tuple(rows.tokens[0, :length].tolist())
 
 
 def codec_of(plan: Plan, source: Source) -> Codec | None:
-    """What turns tokens into text; None if that is not known here."""
+    """Codec of the tokens; None if it is unknown."""
     if source.tokenizer is not None and source.tokenizer.fingerprint == BYTES:
         return ByteCodec()
     folders = (model_folder(plan.options.model), *source.folders)

@@ -47,7 +47,7 @@ every step."""
 
 
 class HeldTensor(NamedTuple):
-    """A tensor that stays in memory, by name."""
+    """A named tensor that stays in memory."""
 
     name: str
     tensor: Tensor
@@ -55,7 +55,7 @@ class HeldTensor(NamedTuple):
 
 
 class ShardHash(NamedTuple):
-    """The hash of a shard of a weight."""
+    """Hash of a shard of a weight."""
 
     start: int
     stop: int
@@ -64,7 +64,7 @@ class ShardHash(NamedTuple):
 
 
 class CopyLine(NamedTuple):
-    """What the ranks of a group hold alike: `members` by their coord, and what it is."""
+    """Tensors that the ranks of a group replicate: `members` by their coord, and names."""
 
     role: str
     members: tuple[int, ...]
@@ -76,7 +76,7 @@ class CopyLine(NamedTuple):
     def of(
         cls, job: Job, role: str, tensors: Sequence[HeldTensor], every_step: bool = False
     ) -> CopyLine:
-        """Of a role in this rank's group."""
+        """Replicated tensors of this rank's group in a role."""
         sums = BitSums([tensor.tensor for tensor in tensors], job.mesh.device)
         names = tuple(tensor.name for tensor in tensors)
         return cls(role, job.mesh.members[role], names, sums, every_step)
@@ -87,7 +87,7 @@ class CopyLine(NamedTuple):
 
 
 class Seal:
-    """Hashes of tensors that nothing may change until the next update."""
+    """Hashes of tensors that may not change before the next update."""
 
     def __init__(self, tensors: Sequence[HeldTensor], device: torch.device) -> None:
         self.tensors, self.device = tensors, device
@@ -96,28 +96,28 @@ class Seal:
         self.wrong: Tensor | None = None
 
     def take(self) -> None:
-        """The tensors are as they should be now."""
+        """Hash the tensors."""
         self.taken = self.sums.read()
 
     def drop(self) -> None:
-        """The tensors may change."""
+        """Drop the hashes: the tensors may change."""
         self.taken = None
 
     def check(self) -> Tensor:
-        """How many have changed; zero where no seal was taken."""
+        """Number of tensors that changed; zero without a seal."""
         if self.taken is None:
             return torch.zeros((), dtype=torch.float64, device=self.device)
         self.wrong = self.sums.read() != self.taken
         return self.wrong.sum().to(torch.float64)
 
     def broken(self) -> list[str]:
-        """The names of those that had changed at the last check."""
+        """Names of tensors that had changed at the last check."""
         wrong = [] if self.wrong is None else self.wrong.tolist()
         return [tensor.name for tensor, bad in zip(self.tensors, wrong, strict=False) if bad]
 
 
 class Integrity(Callback):
-    """The watch of one rank over its memory."""
+    """Memory checks of one rank."""
 
     def __init__(
         self,
@@ -146,7 +146,7 @@ class Integrity(Callback):
             self.seal.take()
 
     def begin(self, number: int) -> None:
-        """This step comes now; the one before it was right, as far as it was looked at."""
+        """Begin a step; earlier ones have passed their checks."""
         if self.number % self.every == 0:
             self.verified = max(self.verified, self.number - 1)
         self.number = number
@@ -170,7 +170,7 @@ class Integrity(Callback):
         return torch.stack([differs, broken + self.frozen.check() if frozen else broken])
 
     def after_step(self, number: int) -> None:
-        """Look at everything that a save is about to hold."""
+        """Check everything that a save would write."""
         if not any(saver.needs_record(number) for saver in self.savers):
             return
         lines = [line for line in self.lines if not line.every_step]  # the others are gathered now
@@ -187,8 +187,7 @@ class Integrity(Callback):
             self.seal.drop()
 
     def error(self) -> FivefoldError:
-        """What was found, once a sum was not zero; every rank calls this. Checkpoints that may hold
-        it are marked."""
+        """Describe a failed check, on every rank. Suspect checkpoints are marked."""
         broken = self.seal.broken(), self.frozen.broken()
         reports = exchanged(self.mesh, (socket.gethostname(), *broken))
         named = {rank: [*ours, *frozen] for rank, (_, ours, frozen) in enumerate(reports)}
@@ -269,7 +268,7 @@ def _other_than_sealed(
 
 
 def sum_of_shards(shards: Sequence[ShardHash]) -> int | None:
-    """The hash of a weight from those of its shards; None if they do not add up to it.
+    """Hash of a weight from those of its shards; None if they do not add up to it.
 
     >>> sum_of_shards([ShardHash(0, 4, 2, 5), ShardHash(4, 7, 2, 6), ShardHash(0, 4, 2, 5)])
     11
@@ -303,7 +302,7 @@ def _list(names: Sequence[str]) -> str:
 
 
 def exchanged(mesh: Mesh, value: Any) -> list[Any]:
-    """The values of all ranks, by rank: rare and small."""
+    """All-gather objects; rare and small."""
     if len(mesh.members["world"]) == 1:
         return [value]
     values: list[Any] = [None] * len(mesh.members["world"])
@@ -312,7 +311,7 @@ def exchanged(mesh: Mesh, value: Any) -> list[Any]:
 
 
 def held_tensors(job: Job, updater: Updater) -> list[HeldTensor]:
-    """What an update changes: weights, master weights and states beside the model."""
+    """Tensors that an update changes: weights, master weights and optimizer states."""
     return [*_shards(job, WEIGHTS, frozen=False), *_states(job, updater)]
 
 

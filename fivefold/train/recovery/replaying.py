@@ -48,9 +48,9 @@ NOTHING: Bound = (-math.inf, -math.inf)  # no step is within
 
 @dataclass
 class RunningBound:
-    """What loss and norm usually stay below, from the last 64 steps: six deviations above the
-    median, and at least 5% above it for the loss, 25% for the norm. A step may be `factor` times as
-    far above the median before it runs again.
+    """Bounds of loss and norm from the last 64 steps: six deviations above the median, and at least
+    5% above it for the loss, 25% for the norm. A step runs again beyond `factor` times that
+    distance from the median.
 
     A healthy step that does so widens the bound by a quarter, and every other step narrows it by a
     thousandth: no more than 0.5% of the steps run again for long, also with a `factor` of 1.
@@ -64,11 +64,11 @@ class RunningBound:
     width: float = 1.0
 
     def widen(self) -> None:
-        """A spike was in the data."""
+        """Widen the bounds after a spike of the data."""
         self.width *= _WIDER
 
     def add(self, loss: float, norm: float) -> None:
-        """A step that counts; all ranks see the same numbers."""
+        """Add the numbers of a step, equal on all ranks."""
         self.width = max(1.0, self.width * _NARROWER)
         if math.isfinite(loss) and math.isfinite(norm):
             self.losses.append(loss)
@@ -76,12 +76,12 @@ class RunningBound:
 
     @property
     def limits(self) -> Bound:
-        """Above which a step runs again; infinite at the beginning."""
+        """Bounds above which a step runs again; infinite at the beginning."""
         return self._above_median(self.factor)
 
     @property
     def usual(self) -> Bound:
-        """Above which loss and norm seldom are."""
+        """Bounds that loss and norm seldom exceed."""
         return self._above_median(1.0)
 
     def _above_median(self, factor: float) -> Bound:
@@ -102,8 +102,8 @@ def _limit(values: Sequence[float], share: float) -> tuple[float, float]:
 
 @dataclass
 class LocalNumbers:
-    """This rank's parts of loss and gradient norm in the last 64 steps, on its device: they are
-    read, and exchanged with other ranks, only when a step is beyond its bound."""
+    """This rank's parts of loss and gradient norm in the last 64 steps, on its device; read and
+    exchanged only when a step exceeds its bound."""
 
     mesh: Mesh
     bound: RunningBound
@@ -116,13 +116,13 @@ class LocalNumbers:
         self.newest = local
 
     def add(self) -> None:
-        """The newest step counts."""
+        """Add the newest step."""
         if self.newest is not None:
             self.history.append(self.newest)
             self.newest = None
 
     def is_shared(self, loss: float, norm: float) -> bool:
-        """Whether loss and norm of all ranks have grown alike, which hardware of one does not do.
+        """Whether loss and norm have grown alike on all ranks, which a fault of one does not cause.
 
         What goes wrong in a forward is in the loss of one replica, so that there must be others.
         What goes wrong in a backward may reach all gradients, and leaves the loss as it was.
@@ -144,7 +144,7 @@ def _growth(value: float, usual: float) -> float | None:
 
 
 def grew_alike(growths: Sequence[float | None]) -> bool:
-    """Whether no rank's part has grown far more than that of the median rank.
+    """Whether no rank's part has grown far more than the median rank's.
 
     >>> grew_alike([20.0, 30.0, None, 25.0]), grew_alike([1.0, 40.0])
     (True, False)
@@ -154,14 +154,14 @@ def grew_alike(growths: Sequence[float | None]) -> bool:
 
 
 class ProvedUpdate:
-    """An update that runs twice from the same weights, states and gradients, kept on the host."""
+    """An update that runs twice from the same weights, gradients and states, copied to the host."""
 
     def __init__(self, inner: Optimizer, job: Job, updater: Updater) -> None:
         self.inner, self.job, self.updater = inner, job, updater
         self.differing: list[str] = []
 
     def step(self) -> None:
-        """Update once, and compare with a second time."""
+        """Update, and compare with a second run."""
         state_tensors, count = held_tensors(self.job, self.updater), self.updater.count
         changed = [state_tensor.tensor.detach() for state_tensor in state_tensors]
         changed += [shard.grad for shard in self.job.owned]  # an update may scale them in place
@@ -200,7 +200,8 @@ class ReplayCallback(Callback):
     def run(
         self, number: int, attempt: Callable[[Bound | None], StepOutcome], expected: bool
     ) -> StepOutcome:
-        """The outcome that counts; `expected`: numbers that are not finite are usual."""
+        """Run a step, and again if needed; returns the outcome that counts. `expected`: numbers
+        that are not finite are usual."""
         self.comparison = self.update = None
         proves = self.proves(number)
         bound = NOTHING if proves else self.bound.limits if self.watches else None
@@ -223,20 +224,20 @@ class ReplayCallback(Callback):
         return first
 
     def proves(self, number: int) -> bool:
-        """Whether a step runs twice in any case."""
+        """Whether a step always runs twice."""
         return bool(self.every) and number % self.every == 0
 
     def spikes(self, number: int) -> LocalNumbers | None:
-        """What compares ranks before a step runs again; a proof runs twice in any case."""
+        """Watch that compares ranks before a step runs again; None for proofs."""
         return self.local if self.watches and not self.proves(number) else None
 
     def proving(self, job: Job, updater: Updater, inner: Optimizer) -> Optimizer:
-        """The update of a step that is proved."""
+        """Update of a step that is proved."""
         self.update = ProvedUpdate(inner, job, updater)
         return self.update
 
     def finish(self) -> None:
-        """One line about all spikes of this start, if any step ran again or might have."""
+        """Report the spikes of this start, if any step ran again or might have."""
         shared = self.local.num_shared
         if self.worker.rank == 0 and (self.num_again or shared):
             beyond = f"{counted(self.num_spikes, 'step')} had a loss or norm above the usual bound"
