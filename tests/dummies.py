@@ -51,10 +51,9 @@ def rows() -> dict[str, list[str]]:
 
 
 OPTIMIZER = (
-    after("fivefold/core/plan/recipe.py", "OptimizerName = Literal[", '"dummy", '),
     after(
         "fivefold/core/plan/recipe.py",
-        "OPTIMIZERS: dict[OptimizerName, OptimizerKind] = {\n",
+        "OPTIMIZERS: dict[str, OptimizerKind] = {\n",
         '    "dummy": OptimizerKind("fivefold.optim.optimizer:dummy", {"sum": "sum"}, True),\n',
     ),
     appended(

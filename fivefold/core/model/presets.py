@@ -25,6 +25,7 @@ from fivefold.core.layout import Layout
 from fivefold.core.model import count as counting
 from fivefold.core.model.hf_config import shape_from_config
 from fivefold.core.model.hybrid import Hybrid
+from fivefold.core.model.mixers import mixer_name
 from fivefold.core.model.rope import Rope
 from fivefold.core.model.shape import Mla, Moe, Shape
 
@@ -145,7 +146,8 @@ def with_overrides(shape: Shape, overrides: Mapping[str, str]) -> Shape:
     for key, text in overrides.items():
         hint = _hint(key)
         try:
-            _put(table, key, tables.from_text(hint, text, key))
+            value = mixer_name(text) if key == "mixer" else tables.from_text(hint, text, key)
+            _put(table, key, value)
         except ValueError as error:
             problems.append(f"{key} = {text!r}: {error}")
     if problems:
