@@ -27,7 +27,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from fivefold.api.restarting import RestartedRun
+from fivefold.api.training_start import RestartedRun
 from fivefold.records.steps import StepRecord
 from fivefold.train import training as train
 from fivefold.train.checkpoint.checkpoints import Reader

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from fivefold.core.model import MixerWeight as MixerWeight
     from fivefold.core.model import Shape as Shape
     from fivefold.core.plan import Plan as Plan
+    from fivefold.train.callbacks import Callback as Callback
 
 __version__ = "0.1.0"
 
@@ -60,10 +61,12 @@ _NAMES = {
     "MixerCost": ("fivefold.core.model.mixers", "MixerCost"),
     "MixerWeight": ("fivefold.core.model.mixers", "MixerWeight"),
     "Plan": ("fivefold.core.plan.plan", "Plan"),
+    "Callback": ("fivefold.train.callbacks.callback", "Callback"),
     "FivefoldError": ("fivefold.core.errors", "FivefoldError"),
     "RankLost": ("fivefold.core.errors", "RankLost"),
 }
 __all__ = [
+    "Callback",
     "FivefoldError",
     "Layout",
     "Machine",

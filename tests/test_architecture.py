@@ -70,7 +70,7 @@ ARROWS = {
     "terminal": set[str](),
     "completion": set[str](),
     "__main__": {"cli"},
-    "__init__": {"api", "core"},  # only when a name is used
+    "__init__": {"api", "core", "train"},  # only when a name is used
 }
 WITHOUT_TORCH = (
     *("core", "cost", "planner", "records", "report", "bridges", *BESIDE),

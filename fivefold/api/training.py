@@ -7,21 +7,24 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from fivefold.api.checks import above, asked_backend, one_of
 from fivefold.api.jobs import Model, given_job, reopened
-from fivefold.api.restarting import RestartPolicy, copy_domain, host_keeper, kept_memory
 from fivefold.api.training_start import (
-    TrainStart,
+    RestartedRun,
+    copy_domain,
     device_of,
+    host_keeper,
+    kept_memory,
     noted,
     plan_facts,
+    require_restarts,
     settings_of,
     start_facts,
     with_layout,
@@ -29,7 +32,13 @@ from fivefold.api.training_start import (
 from fivefold.core import FORMATS, FivefoldError, RankLost, counted
 from fivefold.core.model import presets as models
 from fivefold.core.plan import Plan, PlanOptions, Recipe, resolve, says_layout
-from fivefold.launch import LauncherEnvironment, read_environment, refit, require_trainable
+from fivefold.launch import (
+    LauncherEnvironment,
+    read_environment,
+    refit,
+    require_trainable,
+    without_replica,
+)
 from fivefold.records import (
     PLAN,
     RUN,
@@ -46,9 +55,8 @@ from fivefold.report.training_text import head, step_line, summary_text, tail
 
 if TYPE_CHECKING:
     from fivefold.data import Source
-    from fivefold.launch import RankDevice
-    from fivefold.train import Check, MeasuredRun, TrainedRank, TrainSettings
-    from fivefold.train.callbacks import SampleText, Shortage
+    from fivefold.train import Check, MeasuredRun, RunOptions, TrainedRank, TrainSettings
+    from fivefold.train.callbacks import Callback, SampleText, Shortage
 
 _MOST_RANKS = 64  # processes on one machine
 _DEVICES = ("auto", "cpu", "cuda")
@@ -159,6 +167,7 @@ def train(
     deterministic: bool = False,
     restarts: int = 0,
     shrink: bool = False,
+    callbacks: str | Sequence[Callback] = (),
     on_progress: OnReport | None = None,
     **keys: Any,
 ) -> TrainedRun:
@@ -167,35 +176,50 @@ def train(
     `keys` are those of a plan file, of training (`steps`, `lr`, `data`, …) and of the model. `out`
     is the run folder, by default the next free `runs/NAME-N`. After the loss of a rank all ranks
     start again up to `restarts` times; with `shrink` every other time without the lost replica.
+    `callbacks` are values, of which each rank gets a copy, or the text of the key `callbacks`.
     `on_progress` gets a `StartedRun`, the `StepRecord` of every step, samples and warnings.
     """
+    from fivefold.train import RunOptions
+    from fivefold.train.callbacks import callback_classes, require_callbacks
+
+    if isinstance(callbacks, str):
+        keys["callbacks"], callbacks = callbacks, ()
     job = reopened(given_job(model, keys))
-    if until is not None:
-        above("until", until, 0)
-    dtype = None if dtype is None else one_of("dtype", dtype, FORMATS)
-    one_of("device", device, _DEVICES)
-    backend_name = asked_backend(backend)
+    launched = read_environment(os.environ)
+    options = RunOptions(
+        out=None if out is None else Path(out),
+        resume=resume or launched is not None,  # a launcher restarts a job that has failed
+        until=None if until is None else above("until", until, 0),
+        dtype=None if dtype is None else cast("Any", one_of("dtype", dtype, FORMATS)),
+        device=cast("Any", one_of("device", device, _DEVICES)),
+        backend=asked_backend(backend),
+        check=check,
+        deterministic=deterministic,
+        restarts=restarts,
+        shrink=shrink,
+        callbacks=require_callbacks(callbacks),
+    )
     if check and resume:
         raise FivefoldError("--check compares a training from its first step: leave --resume out")
-    folder = None if out is None else Path(out)
-    launched = read_environment(os.environ)
-    resume = resume or launched is not None  # a launcher restarts a job that has failed
-    if launched is not None and folder is None:
+    if launched is not None and out is None:
         raise FivefoldError("name the run folder, which all hosts share, with --out")
-    before = _run_options(job.options, folder) if resume else None
+    before = _plan_before(job.options, options.out) if options.resume else None
     job = replace(job, options=_same_batch(job.options, before))
-    options, why = with_layout(job, before, device, launched)
-    plan = runnable(options, launched)
+    plan_options, why = with_layout(job, before, device, launched)
+    plan = runnable(plan_options, launched)
     plan = replace(plan, notes=(*why, *plan.notes))
-    policy, chosen = RestartPolicy(restarts, shrink), (check, deterministic)
-    policy.require(plan, launched, check)
+    require_restarts(options, plan, launched)
     copy_domain(plan.options.train, plan.layout.world, launched)
-    start = TrainStart(plan, dtype, device, backend_name, folder, resume, until, *chosen, policy)
+    # Mistakes in a user's files are refused before ranks start, which inherit what is loaded.
+    callback_classes(plan.options.train)
+    _ = plan.options.train.optimizer_kind
     listener: OnReport = on_progress or (lambda _: None)
-    return _join(start, launched, listener) if launched else _fork(start, listener)
+    if launched is None:
+        return _fork(plan, options, listener)
+    return _join(plan, options, launched, listener)
 
 
-def _run_options(options: PlanOptions, out: Path | None) -> PlanOptions | None:
+def _plan_before(options: PlanOptions, out: Path | None) -> PlanOptions | None:
     """The plan of a run that resumes; None if it has none, or an import that was not trained."""
     folder = out or run_folder(Path("runs"), models.load(options.model).name, newest=True)
     file = folder / PLAN
@@ -251,9 +275,7 @@ class _Records:
         self.on_report(report)
 
 
-def _begin(
-    start: TrainStart, plan: Plan, settings: TrainSettings, told: OnReport, *, joined: bool = False
-) -> _Begun:
+def _begin(plan: Plan, settings: TrainSettings, told: OnReport, *, joined: bool = False) -> _Begun:
     """Make the run folder, and tell what is about to run.
 
     A launcher may start a finished job again, by itself: its ranks, which have `joined`, find no
@@ -265,13 +287,14 @@ def _begin(
     folder = settings.folder
     assert folder is not None
     done = nothing_left(settings) if joined else None
-    if start.resume and done is None:
+    resume = settings.options.resume
+    if resume and done is None:
         for message in (*mend(folder), *check_resume(plan, settings)):
             told(message)
     source = checked_source(plan, settings)
     if done is None or not (folder / RUN).exists():
         toml = plan.to_toml(folder, whole=True)
-        run_files = RunFolder.create(folder, toml, start_facts(plan, source), start.resume)
+        run_files = RunFolder.create(folder, toml, start_facts(plan, source), resume)
         keep_tokenizer(folder, source)
     else:
         told(done)
@@ -281,130 +304,137 @@ def _begin(
     return _Begun(run_files, corpus, source)
 
 
-def _fork(start: TrainStart, told: OnReport) -> TrainedRun:
-    """Train on ranks of this machine."""
+def _fork(plan: Plan, options: RunOptions, told: OnReport) -> TrainedRun:
+    """Train on ranks of this machine, in a folder that this process owns. It keeps the memory of
+    copies over restarts."""
+    from fivefold.train import compare_with_plan
     from fivefold.train.recovery import nothing_left
 
-    rank = device_of(start, None)
-    plan = noted(start.plan, rank)
-    folder = start.out or run_folder(Path("runs"), plan.shape.name, start.resume)
-    settings = settings_of(start, folder, rank, told)
-    if start.resume and (done := nothing_left(settings)) is not None:
+    rank = device_of(plan, options, None)
+    full = noted(plan, rank)
+    folder = options.out or run_folder(Path("runs"), full.shape.name, options.resume)
+    settings = settings_of(full, options, folder, rank, told)
+    if options.resume and (done := nothing_left(settings)) is not None:
         raise FivefoldError(done)  # before anything in the folder changes
+    records, world = _Records(told), full.layout.world
     with own_run(folder, _OWNER_SECONDS) as ticket:
-        return _forked(start, plan, replace(settings, ticket=ticket), told)
+        began, settings = time.perf_counter(), replace(settings, ticket=ticket)
+        begun = _begin(full, settings, told)
+        with kept_memory(settings.recipe, world) as memory:
+            settings = replace(settings, memory=memory)
+            try:
+                plan, runs, check = _start_ranks(full, settings, begun, records)
+            finally:
+                summary = _summary(begun.files, told)
+        return TrainedRun(
+            plan,
+            begun.files.path,
+            settings.dtype,
+            begun.corpus,
+            tuple(records.found),
+            summary,
+            runs[0].stopped,
+            time.perf_counter() - began,
+            compare_with_plan(plan, settings, runs),
+            check,
+        )
 
 
-def _forked(start: TrainStart, plan: Plan, settings: TrainSettings, told: OnReport) -> TrainedRun:
-    """Train in a folder that this process owns; it keeps the memory of copies over restarts."""
-    from fivefold.train import compare_with_plan
-
-    began, full = time.perf_counter(), plan
-    begun, records = _begin(start, plan, settings, told), _Records(told)
-    with kept_memory(settings.recipe, plan.layout.world) as memory:
-        settings = replace(settings, memory=memory)
-
-        def attempt(plan: Plan, again: bool) -> tuple[Plan, list[TrainedRank], Check | None]:
-            if not again:
-                return plan, *_attempt(plan, settings, begun.files, records)
-            facts, path = start_facts(plan, begun.source), begun.files.path
-            files = RunFolder.create(path, full.to_toml(path, whole=True), facts, resume=True)
+def _start_ranks(
+    full: Plan, settings: TrainSettings, begun: _Begun, records: _Records
+) -> tuple[Plan, list[TrainedRank], Check | None]:
+    """Start all ranks, and start them again where one is lost and restarts are left; the plan with
+    which they ended."""
+    options, path = settings.options, begun.files.path
+    plan, files = full, begun.files
+    for number in range(options.restarts + 1):
+        attempt = settings
+        if number:
+            facts, toml = start_facts(plan, begun.source), full.to_toml(path, whole=True)
+            files = RunFolder.create(path, toml, facts, resume=True)
             planned = settings.planned if plan is full else None
-            resumed = replace(settings, resume=True, planned=planned)
-            return plan, *_attempt(plan, resumed, files, records)
-
+            attempt = replace(settings, options=replace(options, resume=True), planned=planned)
         try:
-            plan, runs, check = start.restarts.run(plan, attempt, told)
-        finally:
-            summary = _summary(begun.files, told)
-    return TrainedRun(
-        plan,
-        begun.files.path,
-        settings.dtype,
-        begun.corpus,
-        tuple(records.found),
-        summary,
-        runs[0].stopped,
-        time.perf_counter() - began,
-        compare_with_plan(plan, settings, runs),
-        check,
-    )
+            return plan, *_run_ranks(plan, attempt, files, records)
+        except RankLost as lost:
+            if lost.final or number == options.restarts:
+                raise
+            shrinks = options.shrink and plan.layout.dp == full.layout.dp
+            plan = without_replica(full) if shrinks else full
+            records.on_report(RestartedRun(lost, number + 1, options.restarts, plan))
+    raise AssertionError("the last start returns or raises")
 
 
-def _attempt(
+def _run_ranks(
     plan: Plan, settings: TrainSettings, files: RunFolder, records: _Records
 ) -> tuple[list[TrainedRank], Check | None]:
     """One start of all ranks; a loss is recorded and raised."""
     from fivefold.launch import Pool
-    from fivefold.train import num_processes, train
+    from fivefold.train import judge, reference_runs, run_rank
     from fivefold.train.checkpoint import latest
 
-    asked_to_stop, before = False, latest(files.path)
+    world, asked_to_stop, before = plan.layout.world, False, latest(files.path)
+    # For a check a single process trains beside the ranks, and in float32 a second one.
+    singles = reference_runs(plan, settings) if settings.options.check else []
+    tasks = [(run_rank, (plan, settings))] * world + [(run_rank, single) for single in singles]
     try:
-        with Pool(num_processes(plan, settings), _PATIENCE, forwards_stop=True) as pool:
+        with Pool(len(tasks), _PATIENCE, forwards_stop=True) as pool:
             try:
-                return train(pool, plan, settings, records.report)
+                runs = pool.run_each(tasks, on_report=records.report)
             finally:
                 asked_to_stop = pool.stopping
+        return runs[:world], judge(plan, runs[:world], runs[world:]) if singles else None
     except BaseException as error:
         if latest(files.path) == before:
             files.restore_plan()
         if not isinstance(error, RankLost):
             raise
-        named = error.named("the one process") if error.rank >= plan.layout.world else error
+        named = error.named("the one process") if error.rank >= world else error
         if (unrecorded := files.fail(named.reason)) is not None:
             records.report(unrecorded)
         raise named.ended(named.final or asked_to_stop) from None
 
 
-def _join(start: TrainStart, launched: LauncherEnvironment, told: OnReport) -> TrainedRun:
-    """Be one rank of a job that a launcher has started; the first one owns the run."""
-    rank = device_of(start, launched)
-    assert start.out is not None
-    owner = own_run(start.out, _RESTART_SECONDS) if launched.rank == 0 else nullcontext()
-    recipe = start.plan.options.train
-    domain = copy_domain(recipe, launched.world, launched)
-    with owner as ticket, host_keeper(recipe, launched, start.out) as memory:
-        settings = replace(settings_of(start, start.out, rank), ticket=ticket)
-        settings = replace(settings, memory=memory, copy_domain=domain)
-        return _joined(start, launched, rank, settings, told)
-
-
-def _joined(
-    start: TrainStart,
-    launched: LauncherEnvironment,
-    rank: RankDevice,
-    settings: TrainSettings,
-    told: OnReport,
+def _join(
+    plan: Plan, options: RunOptions, launched: LauncherEnvironment, told: OnReport
 ) -> TrainedRun:
+    """Be one rank of a job that a launcher has started; the first one owns the run."""
     from fivefold.launch import joined_worker
     from fivefold.train import run_rank
     from fivefold.train.checkpoint import latest
 
-    began, first = time.perf_counter(), launched.rank == 0
-    plan = noted(start.plan, rank)
-    assert settings.folder is not None
-    # The others open the folder after they have joined this rank.
-    before = latest(settings.folder)
-    begun = _begin(start, plan, settings, told, joined=True) if first else None
+    rank, first, folder = device_of(plan, options, launched), launched.rank == 0, options.out
+    assert folder is not None
+    owner = own_run(folder, _RESTART_SECONDS) if first else nullcontext()
+    plan, recipe = noted(plan, rank), plan.options.train
     records = _Records(told if first else _warnings(told))
-    try:
-        done = run_rank(joined_worker(launched, records.report), plan, settings, device=rank)
-    except BaseException:
-        if begun is not None and latest(settings.folder) == before:
-            begun.files.restore_plan()
-        raise
-    return TrainedRun(
-        plan,
-        settings.folder,
-        settings.dtype,
-        "" if begun is None else begun.corpus,
-        tuple(records.found),
-        None if begun is None else _summary(begun.files, told),
-        done.stopped,
-        time.perf_counter() - began,
-        joined=True,
-    )
+    with owner as ticket, host_keeper(recipe, launched, folder) as memory:
+        settings = replace(
+            settings_of(plan, options, folder, rank),
+            ticket=ticket,
+            memory=memory,
+            copy_domain=copy_domain(recipe, launched.world, launched),
+        )
+        began, before = time.perf_counter(), latest(folder)
+        # The others open the folder after they have joined this rank.
+        begun = _begin(plan, settings, told, joined=True) if first else None
+        try:
+            done = run_rank(joined_worker(launched, records.report), plan, settings, device=rank)
+        except BaseException:
+            if begun is not None and latest(folder) == before:
+                begun.files.restore_plan()
+            raise
+        return TrainedRun(
+            plan,
+            folder,
+            settings.dtype,
+            "" if begun is None else begun.corpus,
+            tuple(records.found),
+            None if begun is None else _summary(begun.files, told),
+            done.stopped,
+            time.perf_counter() - began,
+            joined=True,
+        )
 
 
 def _summary(files: RunFolder, told: OnReport) -> Summary | None:

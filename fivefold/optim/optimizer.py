@@ -201,8 +201,8 @@ def require_planned_states(
         state: Mapping[str, Any] = optimizer.state.get(value, {})
         if other := [name for name in state if name not in planned]:
             raise FivefoldError(
-                f"optimizer {kind.factory} made the state {other[0]!r}, which `states` of its class "
-                "does not name: name it there, or set counts_steps = True for a tensor step"
+                f"optimizer {kind.factory} made the state {other[0]!r}, which `states` of its "
+                "class does not name: name it there, or set counts_steps = True for a tensor step"
             )
 
 

@@ -13,9 +13,8 @@ from typing import Annotated, Any
 
 import typer
 
-from fivefold.api.jobs import GivenJob
-from fivefold.api.restarting import RestartedRun
 from fivefold.api.training import StartedRun, train
+from fivefold.api.training_start import RestartedRun
 from fivefold.core import FORMATS, RankLost
 from fivefold.core.plan import PlanOptions
 from fivefold.launch import read_environment
@@ -86,32 +85,37 @@ def run(
     )
     options = in_precision(options, precision)
     job = as_given(replace(options, train=recipe), command)
-    chosen = {"out": out, "resume": resume, "until": until, "dtype": dtype, "device": device}
-    chosen |= {"backend": backend, "check": check, "deterministic": deterministic}
-    chosen |= {"restarts": restarts, "shrink": shrink}
-    raise typer.Exit(_train(job, chosen, as_json))
-
-
-def _train(job: GivenJob, chosen: dict[str, Any], as_json: bool) -> int:
-    """Train and print; the exit code."""
     alone = read_environment(os.environ) is None
     reporter = _Reporter(quiet=as_json and alone)
     try:
-        try:
-            outcome = train(job, **chosen, on_progress=reporter.report)
-        finally:
-            reporter.printer.close()
+        outcome = train(
+            job,
+            out=out,
+            resume=resume,
+            until=until,
+            dtype=dtype,
+            device=device,
+            backend=backend,
+            check=check,
+            deterministic=deterministic,
+            restarts=restarts,
+            shrink=shrink,
+            on_progress=reporter.report,
+        )
     except RankLost as lost:
+        reporter.printer.close()
         if as_json:
             table = {"passed": False, "error": lost.reason, "rank": lost.rank}
             typer.echo(json_text(table))
         typer.echo(f"fivefold: {lost.reason}", err=True)
-        return 1
+        raise typer.Exit(1) from lost
+    finally:
+        reporter.printer.close()
     if not outcome.joined:
         typer.echo(json_text(outcome.to_json()) if as_json else f"\n{outcome}")
     elif outcome.summary is not None:
         typer.echo(f"\n{outcome}")
-    return 0 if outcome.passed else 1
+    raise typer.Exit(0 if outcome.passed else 1)
 
 
 class _Reporter:

@@ -233,9 +233,7 @@ def _also(text: str) -> _Also:
     if order not in get_args(Order):
         raise UnknownName("order", order, get_args(Order))
     if code := next(filter(is_code, pairs.values()), None):
-        raise FivefoldError(
-            f"also=…{code}: the page runs no code of its visitors; use fivefold plan"
-        )
+        raise FivefoldError(f"also=…{code}: the page runs no code; use fivefold plan")
     keys = parse_settings(pairs)
     known = (*ALSO, *_ALSO_TRAIN)
     if wrong := [key for key in (*keys.plan, *keys.train) if key not in known]:

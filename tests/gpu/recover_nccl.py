@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from fivefold.api.restarting import RestartedRun
+from fivefold.api.training_start import RestartedRun
 from fivefold.core.errors import FivefoldError, RankLost
 from fivefold.records.steps import StepRecord
 from fivefold.train import training as train

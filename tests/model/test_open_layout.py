@@ -28,8 +28,8 @@ def visible(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Sets the number of GPUs that torch sees and the names that the driver gives them, and
     catches the plan before a rank starts."""
 
-    def stop(start: training_start.TrainStart, *_: Any) -> None:
-        raise Started(start.plan)
+    def stop(plan: Plan, *_: Any) -> None:
+        raise Started(plan)
 
     def see(count: int, *names: str) -> None:
         monkeypatch.setattr(backend.torch.cuda, "device_count", lambda: count)

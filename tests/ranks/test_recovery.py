@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from fivefold.api.restarting import RestartedRun
+from fivefold.api.training_start import RestartedRun
 from fivefold.records.steps import StepRecord
 from fivefold.train import training as train
 from fivefold.train.checkpoint.checkpoints import Reader

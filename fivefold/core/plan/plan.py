@@ -220,7 +220,6 @@ def resolve(options: PlanOptions, *, small: bool = False) -> Plan:
     `small` is for runs whose size does not matter (`verify`): the shortest legal sequence, and more
     layers if the pipeline needs them.
     """
-    _ = options.train.optimizer_kind  # loads a user's: its mistakes are refused before a rank runs
     family = choose(options.schedule)
     layout = _layout(options, family)
     shape = models.with_overrides(models.load(options.model), options.set)

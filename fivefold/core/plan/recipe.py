@@ -292,7 +292,8 @@ class Recipe:
     @property
     def callback_texts(self) -> list[str]:
         """The classes of a user's callbacks, as `FILE.py:NAME`."""
-        return [text.strip() for text in self.callbacks.replace(",", "+").split("+") if text]
+        texts = (text.strip() for text in self.callbacks.replace(",", "+").split("+"))
+        return [text for text in texts if text not in ("", "none")]
 
     def compiles(self, device: str) -> bool:
         """Whether kernels are compiled on this type of device."""

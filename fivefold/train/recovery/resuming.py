@@ -32,7 +32,7 @@ from fivefold.train.checkpoint import (
 
 def check_resume(plan: Plan, settings: TrainSettings) -> list[str]:
     """Refuse what the ranks would refuse; returns what differs from the steps before."""
-    if not settings.resume or settings.folder is None:
+    if not settings.options.resume or settings.folder is None:
         return []
     checkpoint = _newest(settings.folder)
     if checkpoint is None:
