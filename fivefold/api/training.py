@@ -251,15 +251,6 @@ def runnable(options: PlanOptions, launched: LauncherEnvironment | None = None) 
     return plan
 
 
-@dataclass(frozen=True)
-class _Begun:
-    """A run whose folder is there: its files, and what it reads."""
-
-    files: RunFolder
-    corpus: str
-    source: Source
-
-
 class _Records:
     """Collects the records of steps, and passes all reports on."""
 
@@ -275,8 +266,10 @@ class _Records:
         self.on_report(report)
 
 
-def _begin(plan: Plan, settings: TrainSettings, told: OnReport, *, joined: bool = False) -> _Begun:
-    """Make the run folder, and tell what is about to run.
+def _begin(
+    plan: Plan, settings: TrainSettings, told: OnReport, *, joined: bool = False
+) -> tuple[RunFolder, Source]:
+    """Make the run folder, and tell what is about to run; the folder, and what is read.
 
     A launcher may start a finished job again, by itself: its ranks, which have `joined`, find no
     step left and end well. The folder stays as it is.
@@ -301,7 +294,7 @@ def _begin(plan: Plan, settings: TrainSettings, told: OnReport, *, joined: bool 
         run_files = RunFolder.open(folder)
     recipe, corpus = settings.recipe, str(source)
     told(StartedRun(plan, recipe, settings.dtype, corpus, settings.planned, folder))
-    return _Begun(run_files, corpus, source)
+    return run_files, source
 
 
 def _fork(plan: Plan, options: RunOptions, told: OnReport) -> TrainedRun:
@@ -319,18 +312,18 @@ def _fork(plan: Plan, options: RunOptions, told: OnReport) -> TrainedRun:
     records, world = _Records(told), full.layout.world
     with own_run(folder, _OWNER_SECONDS) as ticket:
         began, settings = time.perf_counter(), replace(settings, ticket=ticket)
-        begun = _begin(full, settings, told)
+        files, source = _begin(full, settings, told)
         with kept_memory(settings.recipe, world) as memory:
             settings = replace(settings, memory=memory)
             try:
-                plan, runs, check = _start_ranks(full, settings, begun, records)
+                plan, runs, check = _start_ranks(full, settings, files, source, records)
             finally:
-                summary = _summary(begun.files, told)
+                summary = _summary(files, told)
         return TrainedRun(
             plan,
-            begun.files.path,
+            files.path,
             settings.dtype,
-            begun.corpus,
+            str(source),
             tuple(records.found),
             summary,
             runs[0].stopped,
@@ -341,16 +334,15 @@ def _fork(plan: Plan, options: RunOptions, told: OnReport) -> TrainedRun:
 
 
 def _start_ranks(
-    full: Plan, settings: TrainSettings, begun: _Begun, records: _Records
+    full: Plan, settings: TrainSettings, files: RunFolder, source: Source, records: _Records
 ) -> tuple[Plan, list[TrainedRank], Check | None]:
     """Start all ranks, and start them again where one is lost and restarts are left; the plan with
     which they ended."""
-    options, path = settings.options, begun.files.path
-    plan, files = full, begun.files
+    options, path, plan = settings.options, files.path, full
     for number in range(options.restarts + 1):
         attempt = settings
         if number:
-            facts, toml = start_facts(plan, begun.source), full.to_toml(path, whole=True)
+            facts, toml = start_facts(plan, source), full.to_toml(path, whole=True)
             files = RunFolder.create(path, toml, facts, resume=True)
             planned = settings.planned if plan is full else None
             attempt = replace(settings, options=replace(options, resume=True), planned=planned)
@@ -422,15 +414,15 @@ def _join(
             done = run_rank(joined_worker(launched, records.report), plan, settings, device=rank)
         except BaseException:
             if begun is not None and latest(folder) == before:
-                begun.files.restore_plan()
+                begun[0].restore_plan()
             raise
         return TrainedRun(
             plan,
             folder,
             settings.dtype,
-            "" if begun is None else begun.corpus,
+            "" if begun is None else str(begun[1]),
             tuple(records.found),
-            None if begun is None else _summary(begun.files, told),
+            None if begun is None else _summary(begun[0], told),
             done.stopped,
             time.perf_counter() - began,
             joined=True,
