@@ -11,7 +11,7 @@ import pkgutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from fivefold.core import FORMATS, BadFile, FivefoldError, did_you_mean, is_code, load_code
 from fivefold.core.model import ALL, Tuning
@@ -92,11 +92,12 @@ def _own_optimizer(text: str) -> OptimizerKind:
     if not (isinstance(optimizer, type) and hasattr(optimizer, "add_param_group")):
         raise BadFile(text, ["it is no optimizer: give a subclass of torch.optim.Optimizer"])
     names: Any = getattr(optimizer, "states", None)
-    if not isinstance(names, tuple) or not all(isinstance(name, str) for name in names):
+    if not isinstance(names, tuple):
         reason = "states is missing: name the state tensors of a weight in the class, each as large"
         raise BadFile(text, [f'{reason} as the weight, as in states = ("exp_avg",); () for none'])
     counts_steps = bool(getattr(optimizer, "counts_steps", False))
-    return OptimizerKind(text, {name: name for name in names}, counts_steps)
+    states = {str(name): str(name) for name in cast("tuple[object, ...]", names)}
+    return OptimizerKind(text, states, counts_steps)
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from fivefold.core import BadFile, IllegalSchedule, bullets, counted, is_code, load_code
 from fivefold.core.schedule import catalog
@@ -207,9 +209,11 @@ AUTO_FAMILY = Family(
 
 @lru_cache
 def _of_code(text: str) -> Family:
-    """The family of a user's function of (stages, microbatches, chunks), which returns the actions
-    of each rank as a line of text, or a `Schedule`."""
+    """A user's family, or that of a function of (stages, microbatches, chunks), which returns the
+    actions of each rank as a line of text, or a `Schedule`."""
     function: Any = load_code(text)
+    if isinstance(function, Family):
+        return replace(function, name=text, own=True)
     if not callable(function):
         raise BadFile(text, ["a schedule is a function of (stages, microbatches, chunks)"])
 
@@ -219,8 +223,9 @@ def _of_code(text: str) -> Family:
         order: Any = function(*numbers)
         if isinstance(order, Schedule):
             require_legal(order)
-        elif isinstance(order, list | tuple) and all(isinstance(line, str) for line in order):
-            order = parse_schedule("\n".join(order), text)
+        elif isinstance(order, list | tuple):
+            lines = cast("Sequence[object]", order)
+            order = parse_schedule("\n".join(map(str, lines)), text)
         else:
             raise BadFile(text, ["return a list with a text of actions for each rank"])
         if (order.num_ranks, order.num_microbatches, order.num_chunks) != numbers:
