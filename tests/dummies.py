@@ -116,13 +116,13 @@ TRAINING_KEY = (
     ),
     Edit(
         "fivefold/train/loop.py",
-        "set_lr(self.settings.recipe.lr_at(number))",
-        "set_lr(self.settings.recipe.dummy * self.settings.recipe.lr_at(number))",
+        "set_lr(self.run.settings.recipe.lr_at(number))",
+        "set_lr(self.run.settings.recipe.dummy * self.run.settings.recipe.lr_at(number))",
     ),
     Edit(
         "fivefold/train/loop.py",
-        "lr=self.settings.recipe.lr_at(number)",
-        "lr=self.settings.recipe.dummy * self.settings.recipe.lr_at(number)",
+        "lr=self.run.settings.recipe.lr_at(number)",
+        "lr=self.run.settings.recipe.dummy * self.run.settings.recipe.lr_at(number)",
     ),
 )
 LEARN_PANEL = (

@@ -19,6 +19,7 @@ from tests.commands import in_fork
 CODE = '''
 import torch
 import fivefold as ff
+from fivefold.core.schedule import family
 
 
 class Counter(ff.Callback):
@@ -88,6 +89,9 @@ def gpipe(stages, microbatches, chunks):
         " ".join(f"{stage}{kind}{m}" for kind in "FB" for m in range(microbatches))
         for stage in range(stages)
     ]
+
+
+FAMILY = family("gpipe")
 
 
 def backwards_first(stages, microbatches, chunks):
