@@ -347,5 +347,5 @@ def test_a_page_runs_no_code_of_its_visitors(tmp_path: Path) -> None:
     code = tmp_path / "code.py"
     code.write_text("raise SystemExit('it ran')\n")
     for keys in ({"also": f"mixer={code}:Any"}, {"schedule": f"{code}:any"}):
-        with pytest.raises(FivefoldError, match="runs no code|unknown schedule"):
+        with pytest.raises(FivefoldError, match=r"runs no code|unknown schedule"):
             State.parse({"model": "tiny", **keys})
