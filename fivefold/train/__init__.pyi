@@ -1,4 +1,3 @@
-from fivefold.train.build import BuiltRank as BuiltRank
 from fivefold.train.build import RankRun as RankRun
 from fivefold.train.build import checked_source as checked_source
 from fivefold.train.build import sets_of as sets_of
