@@ -19,7 +19,6 @@ TYPE_CHECKING = False  # to type checkers it is typing's, whose import would tak
 if TYPE_CHECKING:
     from typing import Any
 
-    from fivefold.api.training import train as train
     from fivefold.commands.generate import generate as generate
     from fivefold.commands.job import as_machine as machine
     from fivefold.commands.job import as_shape as shape
@@ -28,6 +27,7 @@ if TYPE_CHECKING:
     from fivefold.commands.search import plan as plan
     from fivefold.commands.search import search as search
     from fivefold.commands.simulate import simulate as simulate
+    from fivefold.commands.train import train as train
     from fivefold.commands.verify import verify as verify
     from fivefold.core import FivefoldError as FivefoldError
     from fivefold.core import Machine as Machine
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from fivefold.core.model import MixerWeight as MixerWeight
     from fivefold.core.model import Shape as Shape
     from fivefold.core.plan import Plan as Plan
+    from fivefold.train.callbacks import Callback as Callback
 
 __version__ = "0.1.0"
 
@@ -49,7 +50,7 @@ _NAMES = {
     "rehearse": ("fivefold.commands.rehearse", "rehearse"),
     "simulate": ("fivefold.commands.simulate", "simulate"),
     "verify": ("fivefold.commands.verify", "verify"),
-    "train": ("fivefold.api.training", "train"),
+    "train": ("fivefold.commands.train", "train"),
     "generate": ("fivefold.commands.generate", "generate"),
     "shape": ("fivefold.commands.job", "as_shape"),
     "machine": ("fivefold.commands.job", "as_machine"),
@@ -60,10 +61,12 @@ _NAMES = {
     "MixerCost": ("fivefold.core.model.mixers", "MixerCost"),
     "MixerWeight": ("fivefold.core.model.mixers", "MixerWeight"),
     "Plan": ("fivefold.core.plan.plan", "Plan"),
+    "Callback": ("fivefold.train.callbacks.callback", "Callback"),
     "FivefoldError": ("fivefold.core.errors", "FivefoldError"),
     "RankLost": ("fivefold.core.errors", "RankLost"),
 }
 __all__ = [
+    "Callback",
     "FivefoldError",
     "Layout",
     "Machine",

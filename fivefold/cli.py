@@ -72,7 +72,7 @@ VERBS = {
     "tokens": Verb(
         "fivefold.commands.tokens", "Tokenize text into a folder, or check such a folder."
     ),
-    "train": Verb("fivefold.verbs.train", "Train, and compare every step with the plan."),
+    "train": Verb("fivefold.commands.train", "Train, and compare every step with the plan."),
     "verify": Verb(
         "fivefold.commands.verify", "Prove that a layout computes the same as one device."
     ),

@@ -55,10 +55,9 @@ def rows() -> dict[str, list[str]]:
 
 
 OPTIMIZER = (
-    after("fivefold/core/plan/recipe.py", "OptimizerName = Literal[", '"dummy", '),
     after(
         "fivefold/core/plan/recipe.py",
-        "OPTIMIZERS: dict[OptimizerName, OptimizerKind] = {\n",
+        "OPTIMIZERS: dict[str, OptimizerKind] = {\n",
         '    "dummy": OptimizerKind("fivefold.optim.optimizer:dummy", {"sum": "sum"}, True),\n',
     ),
     appended(
@@ -122,13 +121,13 @@ TRAINING_KEY = (
     ),
     Edit(
         "fivefold/train/loop.py",
-        "set_lr(self.settings.recipe.lr_at(number))",
-        "set_lr(self.settings.recipe.dummy * self.settings.recipe.lr_at(number))",
+        "set_lr(self.run.settings.recipe.lr_at(number))",
+        "set_lr(self.run.settings.recipe.dummy * self.run.settings.recipe.lr_at(number))",
     ),
     Edit(
         "fivefold/train/loop.py",
-        "lr=self.settings.recipe.lr_at(number)",
-        "lr=self.settings.recipe.dummy * self.settings.recipe.lr_at(number)",
+        "lr=self.run.settings.recipe.lr_at(number)",
+        "lr=self.run.settings.recipe.dummy * self.run.settings.recipe.lr_at(number)",
     ),
 )
 LEARN_PANEL = (

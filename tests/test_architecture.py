@@ -69,7 +69,7 @@ ARROWS = {
     "terminal": set[str](),
     "completion": set[str](),
     "__main__": {"cli"},
-    "__init__": {"commands", "core"},  # only when a name is used
+    "__init__": {"commands", "core", "train"},  # only when a name is used
 }
 WITHOUT_TORCH = (
     *("core", "cost", "planner", "records", "render", "bridges", *BESIDE),
@@ -82,7 +82,7 @@ COMMANDS_WITHOUT_TORCH = (
 # It has no face: `fivefold` has its functions, and the command line loads one module of it.
 OPEN = ("commands",)
 # What several commands share; no command imports another.
-SHARED_BY_COMMANDS = ("job", "options", "search", "titan_weights")
+SHARED_BY_COMMANDS = ("job", "options", "search", "titan_weights", "train_start")
 # Their identifiers are renamed when they become one file a command.
 NOT_RENAMED = {"commands", "render", "cli", "completion", "terminal"}
 # Blank names that other libraries dictate.

@@ -30,6 +30,7 @@ from fivefold.optim.optimizer import (
     has_kernel,
     leave_scaling,
     make_optimizer,
+    require_planned_states,
     scale_gradients,
     with_states,
 )
@@ -225,6 +226,8 @@ class BlockwiseUpdater:
         if self.scales:
             scale_gradients(optimizer, owned)
         optimizer.step()
+        if self.count == 1:
+            require_planned_states(optimizer, self.kind, values)
 
     def _run_kernel(self, block: Block, stored: BlockStates) -> None:
         """By our own kernel: what is not on the device is copied there and back as it is."""

@@ -8,7 +8,6 @@ same to the bit whether its states are on the device (`DeviceUpdater`), in host 
 
 from __future__ import annotations
 
-import pkgutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
@@ -16,8 +15,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor
 
+from fivefold.core import FivefoldError
 from fivefold.core.layout import decays
-from fivefold.core.plan import OPTIMIZERS, OptimizerName
+from fivefold.core.plan import OptimizerKind, optimizer_kind
 
 if TYPE_CHECKING:
     from fivefold.core.layout import LocalWeight
@@ -61,12 +61,10 @@ def gradient_for(value: Tensor, weight: OwnedWeight, start: int = 0) -> Tensor:
     )
 
 
-def leave_scaling(
-    name: OptimizerName, owned: Sequence[OwnedWeight], dtype: torch.dtype | None
-) -> bool:
+def leave_scaling(name: str, owned: Sequence[OwnedWeight], dtype: torch.dtype | None) -> bool:
     """Whether the update kernel of this dtype clips gradients as it reads them, which saves a pass
     over them. Its factor is float32: too coarse for float64."""
-    scales = OPTIMIZERS[name].scales and dtype != torch.float64
+    scales = optimizer_kind(name).scales and dtype != torch.float64
     for weight in owned:
         weight.scaled_by_update = scales
     return scales
@@ -155,14 +153,15 @@ def sgd(groups: ParameterGroups, lr: float, eps: float) -> torch.optim.Optimizer
 
 
 def make_optimizer(
-    name: OptimizerName,
+    name: str,
     owned: Sequence[tuple[bool, Tensor]],
     lr: float,
     weight_decay: float,
     eps: float = 1e-8,
 ) -> torch.optim.Optimizer:
     """Create a torch optimizer over (decayed, tensor) pairs."""
-    assert not OPTIMIZERS[name].full_matrices, f"{name} is no torch optimizer over shards"
+    kind = optimizer_kind(name)
+    assert not kind.full_matrices, f"{name} is no torch optimizer over shards"
     groups: ParameterGroups = [
         {
             "params": [tensor for decayed, tensor in owned if decayed == decay],
@@ -171,18 +170,18 @@ def make_optimizer(
         for decay in (True, False)
     ]
     groups = [group for group in groups if group["params"]] or groups[:1]
-    return pkgutil.resolve_name(OPTIMIZERS[name].factory)(groups, lr, eps)
+    return kind.make(groups, lr, eps)
 
 
 def with_states(
     optimizer: torch.optim.Optimizer,
-    name: OptimizerName,
+    name: str,
     values: Sequence[Tensor],
     states: Mapping[str, Sequence[Tensor]],
     counts: Tensor,
 ) -> torch.optim.Optimizer:
     """Set the states of these values in a torch optimizer, and the number of updates of each."""
-    kind = OPTIMIZERS[name]
+    kind = optimizer_kind(name)
     for index, value in enumerate(values):
         state = {in_torch: states[key][index] for key, in_torch in kind.states.items()}
         if kind.counts_steps:
@@ -191,23 +190,38 @@ def with_states(
     return optimizer
 
 
+def require_planned_states(
+    optimizer: torch.optim.Optimizer, kind: OptimizerKind, values: Sequence[Tensor]
+) -> None:
+    """Refuse an optimizer with states that it did not declare: they would be in no plan and in no
+    checkpoint."""
+    planned = {*kind.states.values(), *(("step",) if kind.counts_steps else ())}
+    for value in values:
+        state: Mapping[str, Any] = optimizer.state.get(value, {})
+        if other := [name for name in state if name not in planned]:
+            raise FivefoldError(
+                f"optimizer {kind.factory} made the state {other[0]!r}, which `states` of its "
+                "class does not name: name it there, or set counts_steps = True for a tensor step"
+            )
+
+
 class DeviceUpdater:
     """Updater with states, and float32 masters of narrow weights, on the device."""
 
     def __init__(
         self,
-        name: OptimizerName,
+        name: str,
         owned: Sequence[OwnedWeight],
         lr: float,
         weight_decay: float,
         master: bool,
     ) -> None:
-        self.owned = owned
+        self.owned, self.kind = owned, optimizer_kind(name)
         self.masters = [weight.tensor.detach().float() for weight in owned] if master else []
         self.values = self.masters or [weight.tensor for weight in owned]
         self.moments = {
             key: [torch.zeros_like(value, requires_grad=False) for value in self.values]
-            for key in OPTIMIZERS[name].states
+            for key in self.kind.states
         }
         pairs = [
             (decays(weight.row.role), tensor)
@@ -235,6 +249,8 @@ class DeviceUpdater:
             scale_gradients(self.optimizer, self.owned)
         self.counts.fill_(self.count)
         self.optimizer.step()
+        if not self.count:
+            require_planned_states(self.optimizer, self.kind, self.values)
         for weight, master in zip(self.owned, self.masters, strict=bool(self.masters)):
             weight.tensor.detach().copy_(master)
             master.grad = None

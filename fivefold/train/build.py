@@ -24,15 +24,17 @@ from fivefold.data import (
     open_source,
     require_set,
 )
+from fivefold.launch import Worker
 from fivefold.model.kernels import compiled, eager
 from fivefold.optim import Updater
 from fivefold.parallel import ActionObserver, Instruments, Job, Mesh, compose
 from fivefold.parallel.units import GradientHome
+from fivefold.records import RunFolder, TimeSpent
 from fivefold.step import updater_of
 from fivefold.train.callbacks import PaceCallback, SpanCallback, WatchdogCallback, require_trackers
 from fivefold.train.checkpoint import latest
 from fivefold.train.pair_rules import pair_corpora, read_references, require_pairs
-from fivefold.train.state import TrainSettings
+from fivefold.train.state import Progress, TrainSettings
 from fivefold.train.tokenizers import require_same_tokenizer
 
 _MOST_BATCHES = 8  # global batches of rows that a training holds out itself
@@ -51,6 +53,19 @@ class BuiltRank:
         for chunk in self.job.chunks:
             chunk.data.wait()
         self.job.mesh.close_groups()
+
+
+@dataclass(frozen=True)
+class RankRun:
+    """One rank of a start, and how far its run is. Without a `folder` nothing is recorded."""
+
+    worker: Worker
+    settings: TrainSettings
+    folder: RunFolder | None
+    rank: BuiltRank
+    progress: Progress
+    spent: TimeSpent
+    phases: WatchdogCallback
 
 
 def build_rank(
@@ -84,7 +99,7 @@ def build_rank(
         fuse=compiled if recipe.compiles(device.type) else eager,
         instruments=Instruments(_Both(phases.actions, spans.actions), phases.evaluation),
     )
-    if settings.check:
+    if settings.options.check:
         job.balancing.watch()
     updater = updater_of(job, recipe, master=settings.master)
     return BuiltRank(job, updater, reader_of(plan, settings, mesh.rank, device))
@@ -166,11 +181,11 @@ def checked_source(plan: Plan, settings: TrainSettings) -> Source:
     """Data source, with its files, tokenizer and evaluation sets validated, and trackers
     installed."""
     require_trackers(settings.recipe.log)
-    resumed = settings.folder if settings.resume else None
+    resumed = settings.folder if settings.options.resume else None
     require_same_tokenizer(plan, settings.recipe.data, resumed)
     source = source_of(plan, settings, verify=True)
     sets = sets_of(plan, settings.recipe, source, verify=True)
-    begun = settings.resume and settings.folder is not None and latest(settings.folder)
+    begun = settings.options.resume and settings.folder is not None and latest(settings.folder)
     if settings.recipe.dpo_beta and begun and int(begun.name.rpartition("-")[2]):
         read_references(begun.parents[1], pair_corpora(source, sets))
     return source

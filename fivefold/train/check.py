@@ -82,8 +82,10 @@ class Check:
 def reference_runs(plan: Plan, settings: TrainSettings) -> list[tuple[Plan, TrainSettings, bool]]:
     """Single-process runs of a check, as arguments of `run_rank`; a second one sums in another
     order. Not compiled, which a dispatch mode does not allow."""
-    recipe = replace(settings.recipe, sample_every=0)
-    single_plan, plain = single_process(plan), replace(settings, folder=None, recipe=recipe)
+    recipe = replace(settings.recipe, sample_every=0, callbacks="")
+    options = replace(settings.options, callbacks=())
+    plain = replace(settings, options=options, folder=None, recipe=recipe)
+    single_plan = single_process(plan)
     eager = replace(plain, recipe=replace(recipe, compile=False))
     exact = settings.dtype == "float64" and plan.units.grad_dtype == "fp32"
     return [(single_plan, plain, False), *([] if exact else [(single_plan, eager, True)])]

@@ -20,29 +20,25 @@ from fivefold.launch import Backend, MemoryKeeper
 from fivefold.optim import LossScale, Updater
 from fivefold.parallel import Job, positions_of
 from fivefold.records import PlannedStep, RunTicket
+from fivefold.train.callbacks import Callback, callback_states, load_callback_states
 from fivefold.train.checkpoint import Facts
+from fivefold.train.options import RunOptions
 
 _COMPARED = 256  # steps whose traffic is compared with the plan
 
 
 @dataclass(frozen=True)
 class TrainSettings:
-    """Settings of a start, on all ranks. Without a `folder` nothing is recorded or saved.
-
-    `until` ends this start after that step, with a checkpoint, before the recipe does. `check`
-    collects what a comparison with one process needs.
-    """
+    """What a start's options and plan mean on these ranks. Without a `folder` nothing is recorded
+    or saved."""
 
     recipe: Recipe = Recipe()  # noqa: RUF009, it is frozen
     dtype: Dtype = "float32"
     device: Literal["cpu", "cuda"] = "cpu"
     backend: Backend = "gloo"
+    options: RunOptions = RunOptions()  # noqa: RUF009, it is frozen
     folder: Path | None = None
-    resume: bool = False
-    until: int | None = None
     planned: PlannedStep | None = None
-    check: bool = False
-    deterministic: bool = False
     ticket: RunTicket | None = None  # of the rank that publishes
     memory: MemoryKeeper | None = None  # of copies; it outlives the ranks
     copy_domain: int = 0  # ranks of a failure domain; 0: all copies are in that memory alone
@@ -50,12 +46,12 @@ class TrainSettings:
     @property
     def exact(self) -> bool:
         """Whether kernels are deterministic: steps that run twice must be bitwise equal."""
-        return self.deterministic or self.recipe.replay > 0
+        return self.options.deterministic or self.recipe.replay > 0
 
     @property
     def last_step(self) -> int:
         """Last step of this start."""
-        return min(self.recipe.steps, self.until or self.recipe.steps)
+        return min(self.recipe.steps, self.options.until or self.recipe.steps)
 
     @property
     def weights(self) -> torch.dtype:
@@ -82,6 +78,7 @@ class Progress:
     skipped: int = 0
     skipped_in_a_row: int = 0  # without those that an overflow of the loss scale explains
     stopped: bool = False  # on request
+    callbacks: Sequence[Callback] = ()  # of a user, whose states are saved
     evals: dict[str, float] = field(default_factory=dict)  # losses after this step, by set
 
     @property
@@ -114,10 +111,19 @@ class Progress:
             "skipped_in_a_row": self.skipped_in_a_row,
         }
         counts = (self.step, updates, self.samples, self.skipped)
-        return Facts(*counts, seed, scaler, plan, evals=self.evals, plan_in_run=True)
+        return Facts(
+            *counts,
+            seed,
+            scaler,
+            plan,
+            evals=self.evals,
+            plan_in_run=True,
+            callbacks=callback_states(self.callbacks),
+        )
 
     def resume(self, facts: Facts) -> None:
         """Continue from a checkpoint; its loss scale applies only if this run has one."""
+        load_callback_states(self.callbacks, facts.callbacks)
         self.step, self.samples, self.skipped = facts.step, facts.samples, facts.skipped
         self.skipped_in_a_row = int(facts.scaler.get("skipped_in_a_row", 0))
         value = facts.scaler.get("scale", 1.0)

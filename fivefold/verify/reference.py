@@ -7,7 +7,6 @@ It shares the model's blocks and the initial values with the ranks and nothing e
 from __future__ import annotations
 
 import math
-import pkgutil
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
@@ -21,7 +20,7 @@ from torch import Tensor, nn
 
 from fivefold.core.layout import Fp8, Weight, by_name, decays
 from fivefold.core.model import ADAPTER, Balance, Shape
-from fivefold.core.plan import OPTIMIZERS, OptimizerName
+from fivefold.core.plan import OPTIMIZERS
 from fivefold.model import (
     NOT_COUNTED,
     Decoder,
@@ -97,7 +96,7 @@ def measure_floors(truths: Sequence[Truth], reordered: Sequence[Truth]) -> list[
 def truths(
     shape: Shape,
     batches: Iterable[TokenBatch],
-    optimizer: OptimizerName,
+    optimizer: str,
     seed: int,
     dtype: torch.dtype,
     say: Callable[[str], None],
@@ -163,7 +162,7 @@ def delayed_truths(
     shape: Shape,
     microbatches: Sequence[TokenBatch],
     delayed: Delayed,
-    optimizer: OptimizerName,
+    optimizer: str,
     seed: int,
     dtype: torch.dtype,
     say: Callable[[str], None],
@@ -210,7 +209,7 @@ def first_weight(weight: Weight, shape: Shape, *args: Any, **options: Any) -> Te
 
 def _built(
     shape: Shape,
-    optimizer: OptimizerName,
+    optimizer: str,
     seed: int,
     dtype: torch.dtype,
     device: torch.device | str,
@@ -279,7 +278,7 @@ def _cross_entropy(logits_NV: Tensor, labels_N: Tensor) -> Tensor:
     return F.cross_entropy(logits_NV, labels_N, ignore_index=NOT_COUNTED, reduction="sum")
 
 
-def _optimizer(name: OptimizerName, model: Decoder) -> torch.optim.Optimizer:
+def _optimizer(name: str, model: Decoder) -> torch.optim.Optimizer:
     """AdamW and SGD are written out; another one is made as the ranks make it."""
     table, learned = by_name(model.shape), model.named_parameters()
     pairs = [
@@ -298,7 +297,7 @@ def _optimizer(name: OptimizerName, model: Decoder) -> torch.optim.Optimizer:
         return torch.optim.SGD(groups, lr=LEARNING_RATE, momentum=0.9)
     if name == "adamw":
         return torch.optim.AdamW(groups, lr=LEARNING_RATE, betas=(0.9, 0.95), eps=ADAM_EPS)
-    return pkgutil.resolve_name(OPTIMIZERS[name].factory)(groups, LEARNING_RATE, ADAM_EPS)
+    return OPTIMIZERS[name].make(groups, LEARNING_RATE, ADAM_EPS)
 
 
 def as_array(tensor: Tensor | None) -> NDArray[np.floating]:

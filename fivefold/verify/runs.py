@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 
 from fivefold.core.layout import buffers, decays, shard_of
-from fivefold.core.plan import OptimizerName, Plan
+from fivefold.core.plan import Plan
 from fivefold.core.schedule import Delays, Step, merged
 from fivefold.data import Samples, samples
 from fivefold.launch import Backend, RankDevice, Worker, forked_device
@@ -41,7 +41,7 @@ class VerifySettings:
 
     dtype: Dtype = "float64"
     steps: int = 2
-    optimizer: OptimizerName = "adamw"
+    optimizer: str = "adamw"
     offload: bool = False
     seed: int = 0
     empty_rank: int | None = None

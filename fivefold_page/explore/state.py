@@ -21,7 +21,15 @@ from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
 from typing import Any, NamedTuple, cast, get_args
 
-from fivefold.core import PRECISIONS, BadFile, FivefoldError, IllegalLayout, UnknownName, plan_keys
+from fivefold.core import (
+    PRECISIONS,
+    BadFile,
+    FivefoldError,
+    IllegalLayout,
+    UnknownName,
+    is_code,
+    plan_keys,
+)
 from fivefold.core import hardware as machine
 from fivefold.core.layout import (
     MOST_RANKS,
@@ -251,6 +259,8 @@ def _also(text: str) -> _Also:
     order = pairs.pop("order", Layout.order)
     if order not in get_args(Order):
         raise UnknownName("order", order, get_args(Order))
+    if code := next(filter(is_code, pairs.values()), None):
+        raise FivefoldError(f"also=…{code}: the page runs no code; use fivefold plan")
     keys = parse_settings(pairs)
     known = (*ALSO, *_ALSO_TRAIN)
     if wrong := [key for key in (*keys.plan, *keys.train) if key not in known]:

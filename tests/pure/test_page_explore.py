@@ -341,3 +341,11 @@ def test_texts_fit_a_terminal_and_say_the_same_numbers(params: dict[str, str]) -
 def test_the_answer_is_small_and_plain_json() -> None:
     answer = json.dumps(explore.view({}), allow_nan=False)
     assert len(answer) < 150_000
+
+
+def test_a_page_runs_no_code_of_its_visitors(tmp_path: Path) -> None:
+    code = tmp_path / "code.py"
+    code.write_text("raise SystemExit('it ran')\n")
+    for keys in ({"also": f"mixer={code}:Any"}, {"schedule": f"{code}:any"}):
+        with pytest.raises(FivefoldError, match=r"runs no code|unknown schedule"):
+            State.parse({"model": "tiny", **keys})

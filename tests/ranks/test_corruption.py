@@ -44,6 +44,7 @@ from fivefold.train.checkpoint.checkpoints import Checkpoints
 from fivefold.train.checkpoint.folders import published, step_of
 from fivefold.train.checkpoint.of_run import open_run
 from fivefold.train.loop import run_rank
+from fivefold.train.options import RunOptions
 from fivefold.train.recovery import replaying
 from fivefold.train.recovery.integrity import Integrity
 from fivefold.train.recovery.replaying import LocalNumbers, RunningBound
@@ -225,7 +226,7 @@ def test_a_checkpoint_that_may_be_wrong_is_marked_and_passed_over(
     with pytest.raises(FivefoldError, match="no good checkpoint"):
         open_run(tmp_path, plan.shape, None, told.append)
     assert "suspect.txt: step 2: ranks 1" in told[0] and "remove this file" in told[0]
-    assert nothing_left(replace(settings, until=1, resume=True)) is None
+    assert nothing_left(replace(settings, options=RunOptions(until=1, resume=True))) is None
     with pytest.raises(FivefoldError, match=r"step-00000001 is suspect: .*ranks 1 on"):
         Checkpoints(tmp_path / "checkpoints", 1, None).load([], told.append)
 

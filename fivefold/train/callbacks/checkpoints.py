@@ -15,15 +15,13 @@ from torch import Tensor
 
 from fivefold.core import FivefoldError
 from fivefold.core.layout import boxes_of, buffers, whole_box
-from fivefold.launch import Worker
 from fivefold.model import Balancer
 from fivefold.optim import MASTER, StateInMemory, StoredState, Updater
 from fivefold.parallel import Job
 from fivefold.parallel.units import OwnedShard
-from fivefold.records import CHECKPOINTS, RUN, SAVE, SUSPECT, RunFolder, TimeSpent, read_starts
-from fivefold.train import BuiltRank, Progress, TrainSettings
+from fivefold.records import CHECKPOINTS, RUN, SAVE, SUSPECT, read_starts
+from fivefold.train import RankRun
 from fivefold.train.callbacks.callback import Callback
-from fivefold.train.callbacks.watchdog import WatchdogCallback
 from fivefold.train.checkpoint import (
     BALANCE,
     MODEL,
@@ -46,21 +44,13 @@ _TIMEOUT = timedelta(hours=2)  # that the slowest rank may write longer than the
 class CheckpointCallback(Callback):
     """Saves and loads checkpoints of a run, on one rank; none without a run folder."""
 
-    def __init__(
-        self,
-        worker: Worker,
-        settings: TrainSettings,
-        folder: RunFolder | None,
-        rank: BuiltRank,
-        progress: Progress,
-        spent: TimeSpent,
-        phases: WatchdogCallback,
-    ) -> None:
-        self.worker, self.settings, self.folder = worker, settings, folder
-        self.job, self.updater, self.progress = rank.job, rank.updater, progress
-        self.spent, self.phases = spent, phases
+    def __init__(self, run: RankRun) -> None:
+        self.worker, self.settings, self.folder = run.worker, run.settings, run.folder
+        self.job, self.updater, self.progress = run.rank.job, run.rank.updater, run.progress
+        self.spent, self.phases = run.spent, run.phases
         self.checkpoints: Checkpoints | None = None
         self.interval: SaveInterval | None = None  # of save_every = auto
+        folder, settings = run.folder, run.settings
         if folder is not None:
             # A save goes on while the next steps run, and needs a group of its own.
             alone = self.job.mesh.layout.world == 1
@@ -75,7 +65,7 @@ class CheckpointCallback(Callback):
     def load(self, from_memory: Callable[[list[CheckpointTensor]], Facts | None]) -> None:
         """Resume from memory or from the newest valid checkpoint, if the run resumes and has
         one."""
-        if not self.settings.resume:
+        if not self.settings.options.resume:
             return
         tensors = checkpoint_tensors(self.job, self.updater)
         if self.settings.memory is not None and self.checkpoints is not None:
@@ -103,7 +93,12 @@ class CheckpointCallback(Callback):
             # Former starts do not change: a file that is damaged later does not end this one.
             starts = read_starts(self.folder.path / RUN)
             self.interval = SaveInterval(after, partial(self._rate, starts))
-        if self.settings.resume and self.folder is not None and self.folder.restart and not after:
+        if (
+            self.settings.options.resume
+            and self.folder is not None
+            and self.folder.restart
+            and not after
+        ):
             self._warn("there is no checkpoint yet: the training starts with its first step")
         if self.checkpoints is not None and not self.progress.done:
             self.phases.phase("memory of checkpoints", long=True)

@@ -7,12 +7,10 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from fivefold.core.layout import Partners
-from fivefold.launch import Worker
-from fivefold.records import CHECKPOINTS, SAVE, SUSPECT, RunFolder, TimeSpent
-from fivefold.train import BuiltRank, Progress, TrainSettings
+from fivefold.records import CHECKPOINTS, SAVE, SUSPECT
+from fivefold.train import RankRun
 from fivefold.train.callbacks.callback import Callback
 from fivefold.train.callbacks.checkpoints import checkpoint_tensors
-from fivefold.train.callbacks.watchdog import WatchdogCallback
 from fivefold.train.checkpoint import CheckpointTensor, Facts, published, step_of
 from fivefold.train.recovery import MemoryCopies
 
@@ -22,19 +20,11 @@ _TIMEOUT = timedelta(minutes=10)  # in which a partner gets a copy
 class CopyCallback(Callback):
     """Copies a run to memory every `copy_every` steps, on one rank."""
 
-    def __init__(
-        self,
-        worker: Worker,
-        settings: TrainSettings,
-        folder: RunFolder | None,
-        rank: BuiltRank,
-        progress: Progress,
-        spent: TimeSpent,
-        phases: WatchdogCallback,
-    ) -> None:
-        self.worker, self.recipe, self.folder = worker, settings.recipe, folder
-        self.resume, self.rank, self.progress = settings.resume, rank, progress
-        self.spent, self.phases = spent, phases
+    def __init__(self, run: RankRun) -> None:
+        rank, settings, folder = run.rank, run.settings, run.folder
+        self.recipe, self.resume = settings.recipe, settings.options.resume
+        self.folder, self.rank, self.progress = folder, rank, run.progress
+        self.spent, self.phases = run.spent, run.phases
         self.copies: MemoryCopies | None = None
         if settings.memory is not None and self.recipe.copy_every:
             world = rank.job.mesh.layout.world

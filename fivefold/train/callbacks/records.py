@@ -27,26 +27,25 @@ from importlib import import_module
 from importlib.util import find_spec
 from json.encoder import encode_basestring_ascii as quoted
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 
 from fivefold.core import FivefoldError, UnknownName
-from fivefold.core.plan import Plan
 from fivefold.core.schedule import Step
-from fivefold.launch import Worker
 from fivefold.parallel import ActionObserver, CollectiveRecord
 from fivefold.records import (
     EVENTS,
     Metrics,
     RunFolder,
     StepRecord,
-    TimeSpent,
     cut_torn_line,
     naming_file,
 )
-from fivefold.train import Progress, TrainSettings
 from fivefold.train.callbacks.callback import Callback
+
+if TYPE_CHECKING:
+    from fivefold.train import RankRun
 
 TENSORBOARD, WANDB, MEMORY = "tensorboard", "wandb", "memory"
 ACTION, COLLECTIVE = "action", "collective"
@@ -60,36 +59,31 @@ class RecordCallback(Callback):
     """Writes step records on rank 0, if there is a run folder, and reports them to the parent
     process."""
 
-    worker: Worker
-    plan: Plan
-    settings: TrainSettings
-    folder: RunFolder | None
-    progress: Progress
-    spent: TimeSpent
+    run: RankRun
     metrics: Metrics | None = None
     trackers: list[Tracker] = field(default_factory=list)
     timed: bool = True  # all steps so far
 
     def start(self, after: int) -> None:
-        if self.folder is not None and self.worker.rank == 0:
-            plan, recipe = self.plan, self.settings.recipe
-            path, identity = self.folder.path, self.folder.identity
+        if self.run.folder is not None and self.run.worker.rank == 0:
+            plan, recipe = self.run.rank.job.plan, self.run.settings.recipe
+            path, identity = self.run.folder.path, self.run.folder.identity
             shown = {"layout": str(plan.layout), "model": plan.shape.name, **asdict(recipe)}
             self.metrics = Metrics(path, after)
-            _warn(self.worker.report, self.metrics.damage)
-            report = self.worker.report
+            _warn(self.run.worker.report, self.metrics.damage)
+            report = self.run.worker.report
             self.trackers = open_trackers(recipe.log, path, identity, shown, after, report)
 
     def on_record(self, record: StepRecord) -> None:
-        if self.worker.rank > 0:
+        if self.run.worker.rank > 0:
             return
         if record.elapsed is None and self.timed:
             self.timed = False
-            self.worker.report(_UNTIMED.format(record.step))
+            self.run.worker.report(_UNTIMED.format(record.step))
         if self.metrics is not None:
-            _warn(self.worker.report, self.metrics.append(record))
+            _warn(self.run.worker.report, self.metrics.append(record))
         self._track(lambda tracker: tracker.log(record.step, record.scalars()))
-        self.worker.report(record)
+        self.run.worker.report(record)
 
     def _track(self, use: Callable[[Tracker], None]) -> None:
         """Use every tracker, and none again that fails: no curve is worth a training."""
@@ -98,16 +92,16 @@ class RecordCallback(Callback):
                 use(tracker)
             except Exception as error:
                 self.trackers.remove(tracker)
-                self.worker.report(_untracked(type(tracker).__name__, error))
+                self.run.worker.report(_untracked(type(tracker).__name__, error))
 
     def finish(self) -> None:
-        if self.folder is not None and self.worker.rank == 0:
-            why = "stopped" if self.progress.stopped else "done"
-            _warn(self.worker.report, self.folder.end(why, self.spent.take()))
+        if self.run.folder is not None and self.run.worker.rank == 0:
+            why = "stopped" if self.run.progress.stopped else "done"
+            _warn(self.run.worker.report, self.run.folder.end(why, self.run.spent.take()))
 
     def close(self) -> None:
         if self.metrics is not None:
-            _warn(self.worker.report, self.metrics.close())
+            _warn(self.run.worker.report, self.metrics.close())
         self._track(lambda tracker: tracker.close())
 
 

@@ -161,7 +161,7 @@ class Facts:
     number of the next one. `plan` is the text of the plan that made it, as a file in the run folder
     if `plan_in_run`: older checkpoints have paths in it that nobody can resolve. `has_states` is
     false if there are only weights, as in an import. `evals` has the losses of evaluation sets
-    after this step.
+    after this step, `callbacks` the states of a user's callbacks.
     """
 
     step: int
@@ -174,6 +174,7 @@ class Facts:
     has_states: bool = True
     evals: dict[str, float] = field(default_factory=dict[str, float])
     plan_in_run: bool = False
+    callbacks: dict[str, dict[str, Any]] = field(default_factory=dict[str, dict[str, Any]])
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ from fivefold.train.checkpoint import (
 
 def check_resume(plan: Plan, settings: TrainSettings) -> list[str]:
     """Refuse a resume that ranks would refuse; returns differences to earlier steps."""
-    if not settings.resume or settings.folder is None:
+    if not settings.options.resume or settings.folder is None:
         return []
     checkpoint = _newest(settings.folder)
     if checkpoint is None:
