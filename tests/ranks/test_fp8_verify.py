@@ -175,7 +175,9 @@ def gradients_of_own_heads() -> Patch:
 
 def padding_counts() -> Patch:
     """Maxima go over padded tokens as well."""
-    return patch.multiple(SplitMatmuls, live=lambda self, x: x, live_of_all=lambda self, x: x)
+    return patch.multiple(
+        SplitMatmuls, zero_padding=lambda self, x: x, zero_padding_of_all=lambda self, x: x
+    )
 
 
 def scale_of_another_expert() -> Patch:
