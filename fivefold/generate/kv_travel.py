@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -21,8 +22,10 @@ from torch import Tensor
 from fivefold.core.model import blocks_of
 from fivefold.core.plan import KvRoute, kv_share
 from fivefold.generate.cache import LayerPages
-from fivefold.generate.layout import LayoutEngine
 from fivefold.generate.requests import SequenceState
+
+if TYPE_CHECKING:
+    from fivefold.generate.layout import LayoutEngine
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """The arithmetic of linears that read one input: forward, input gradient, weight gradients.
 
-`parallel/tensor_linear.py` puts collectives between these calls. `PlainMath` multiplies as torch
+`parallel/tensor.py` puts collectives between these calls. `PlainMath` multiplies as torch
 does; `model/fp8/linear.py` rounds the operands first.
 
 A layout adds the same terms in another order: matmuls are split along their sums, have other sizes

@@ -34,19 +34,20 @@ from torch import Tensor
 from fivefold.core.layout import FAR, NEAR
 from fivefold.cost.traffic import max_nodes_per_token
 from fivefold.model import (
+    AS_THEY_ARE,
     ExpertInputs,
     Experts,
     GroupedMatmul,
     MoeMlp,
     OverlappedTask,
     Routing,
+    RowCodes,
     Slots,
     count_slots,
     dispatch_slots,
     run_local_experts,
     sort_slots,
 )
-from fivefold.model.fp8 import AS_THEY_ARE, RowCodes
 from fivefold.parallel import transport
 from fivefold.parallel.boundary import AxisBoundary
 from fivefold.parallel.mesh import Issued, Mesh

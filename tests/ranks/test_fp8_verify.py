@@ -28,9 +28,9 @@ from fivefold.model.fp8.operand import Operand
 from fivefold.model.fp8.rounding import OverRanks
 from fivefold.model.fp8.rows import RowOperand
 from fivefold.parallel.mesh import Mesh
-from fivefold.parallel.tensor_linear import SplitMatmuls
+from fivefold.parallel.tensor import SplitMatmuls
 from fivefold.parallel.units import fp8_maxima
-from fivefold.parallel.units.coded_gather import CodedGather
+from fivefold.parallel.units.flat_unit import CodedGather
 from fivefold.parallel.units.fp8_maxima import WeightMaxima
 from fivefold.verify.runs import VerifiedRank, VerifySettings, run_rank, run_reference
 from fivefold.verify.trial import VerifyVerdict, judge

@@ -15,5 +15,3 @@ from fivefold.model.fp8.rounding import rounding_of as rounding_of
 from fivefold.model.fp8.rounding import same as same
 from fivefold.model.fp8.rounding import scale_and_factor as scale_and_factor
 from fivefold.model.fp8.rounding import to_codes as to_codes
-from fivefold.model.fp8.rows import AS_THEY_ARE as AS_THEY_ARE
-from fivefold.model.fp8.rows import RowCodes as RowCodes

@@ -13,69 +13,18 @@ Legend: N tokens, M slots, D model width, W columns, P bytes of a packed row.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fivefold.core.layout import SCALE_BYTES, packed_row
+from fivefold.model import PlainRows, RowCodes
 from fivefold.model.fp8.operand import CODES
 from fivefold.model.fp8.rounding import OverRanks, scale_and_factor, to_codes
 from fivefold.model.kernels import is_fake
 
 _E4M3 = CODES["e4m3"]
-
-
-class RowCodes(Protocol):
-    """How rows go to experts."""
-
-    two_readers: bool  # gate and up read rows of their own
-
-    @property
-    def tokens(self) -> RowCodes:
-        """How they go before the weights of slots are known."""
-        ...
-
-    def round(self, x: Tensor) -> Tensor:
-        """Rows that begin to travel to experts."""
-        ...
-
-    def round_gradient(self, y: Tensor) -> Tensor:
-        """The same; in backward their gradients begin to travel."""
-        ...
-
-    def open(self, x: Tensor) -> Tensor:
-        """What is moved of rows that autograd knows as `x`."""
-        ...
-
-    def close(self, moved: Tensor) -> Tensor:
-        """What autograd knows of rows that were moved."""
-        ...
-
-
-class PlainRows:
-    """Values, as they are."""
-
-    two_readers = True
-
-    @property
-    def tokens(self) -> PlainRows:
-        return self
-
-    def round(self, x: Tensor) -> Tensor:
-        return x
-
-    def round_gradient(self, y: Tensor) -> Tensor:
-        return y
-
-    def open(self, x: Tensor) -> Tensor:
-        return x
-
-    def close(self, moved: Tensor) -> Tensor:
-        return moved
-
-
-AS_THEY_ARE = PlainRows()
 
 
 class _LiveRows(PlainRows):
