@@ -1,0 +1,107 @@
+"""A plugin of pytest that records which functions each test item runs.
+
+    FIVEFOLD_COVERAGE=FOLDER python -m pytest -p tests.coverage_recorder ...
+
+writes a file for each process into the folder: test workers, and what they spawn; forks write into
+the file of their parent. `python -m tests.coverage_map merge FOLDER` makes a map of them.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Generator
+from pathlib import Path
+
+import pytest
+
+from tests.coverage_trace import FOLDER, ROOT, begin, clear_caches, watch_caches
+
+# Python runs a module of this name first, also in processes that a test spawns.
+SITE = """
+import importlib.util, sys
+spec = importlib.util.spec_from_file_location("tests.coverage_trace", {path!r})
+module = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(module)
+module.begin()
+"""
+
+
+def _spawned_too(folder: Path) -> None:
+    site = folder / "site"
+    site.mkdir(parents=True, exist_ok=True)
+    source = SITE.format(path=str(ROOT / "tests" / "coverage_trace.py"))
+    (site / f"{os.getpid()}.tmp").write_text(source, "utf-8")
+    (site / f"{os.getpid()}.tmp").replace(site / "sitecustomize.py")
+    paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    if str(site) not in paths:
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(site), *paths]))
+
+
+class Recorder:
+    """Contexts of the items, fixtures and modules of one test worker."""
+
+    def __init__(self) -> None:
+        self.trace = begin()
+        self.failed = False
+        if self.trace is not None:
+            watch_caches(self.trace)
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_make_collect_report(
+        self, collector: pytest.Collector
+    ) -> Generator[None, object, object]:
+        """What a file of tests runs when it is imported counts for all its items."""
+        if self.trace is None or not isinstance(collector, pytest.Module):
+            return (yield)
+        with self.trace.within(_module(collector.path)):
+            return (yield)
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, object, object]:
+        if self.trace is None:
+            return (yield)
+        clear_caches()
+        self.failed = False
+        self.trace.enter(f"item {item.nodeid}")
+        self.trace.link(_module(item.path))
+        for name in _shared_fixtures(item):
+            self.trace.link(name)
+        try:
+            return (yield)
+        finally:
+            self.trace.leave()
+            result = "failed" if self.failed else "passed"
+            self.trace.write(result, self.trace.define(f"item {item.nodeid}"))
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self.failed = self.failed or report.failed
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_fixture_setup(
+        self, fixturedef: pytest.FixtureDef[object], request: pytest.FixtureRequest
+    ) -> Generator[None, object, object]:
+        """A fixture of a module or session runs in its first item, and counts for all of them."""
+        if self.trace is None or fixturedef.scope == "function":
+            return (yield)
+        with self.trace.within(_fixture(fixturedef)):
+            return (yield)
+
+
+def _module(path: Path) -> str:
+    return f"module {path.resolve().relative_to(ROOT)}"
+
+
+def _fixture(fixture: pytest.FixtureDef[object]) -> str:
+    return f"fixture {fixture.baseid}:{fixture.argname}"
+
+
+def _shared_fixtures(item: pytest.Item) -> list[str]:
+    info = getattr(item, "_fixtureinfo", None)  # tests of other kinds have none
+    defined = info.name2fixturedefs.values() if info is not None else ()
+    return [_fixture(last) for *_, last in defined if last.scope != "function"]
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if folder := os.environ.get(FOLDER):
+        _spawned_too(Path(folder))
+        config.pluginmanager.register(Recorder(), "fivefold-coverage")
