@@ -12,6 +12,7 @@ import json
 import lzma
 import os
 import subprocess
+import sys
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -119,7 +120,7 @@ def collect(folder: Path, base: str) -> CoverageMap:
     failed: set[str] = set()
     for path in sorted(folder.glob("*.txt")):
         for line in path.read_text("utf-8", errors="replace").splitlines():
-            kind, *fields = line.split(" ", 2)
+            kind, *fields = map(sys.intern, line.split(" ", 2))
             if kind == "name" and len(fields) == 2:
                 names[fields[0]] = fields[1]
             elif kind == "took" and len(fields) == 2:

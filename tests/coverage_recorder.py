@@ -4,6 +4,7 @@
 
 writes a file for each process into the folder: test workers, and what they spawn; forks write into
 the file of their parent. `python -m tests.coverage_map merge FOLDER` makes a map of them.
+FIVEFOLD_COVERAGE_RECORDED=MAP leaves out the items that this map has.
 """
 
 from __future__ import annotations
@@ -14,13 +15,15 @@ from pathlib import Path
 
 import pytest
 
+from tests.coverage_map import read
 from tests.coverage_trace import FOLDER, ROOT, begin, clear_caches, watch_caches
 
-# Python runs a module of this name first, also in processes that a test spawns.
+RECORDED = "FIVEFOLD_COVERAGE_RECORDED"
+# Python runs `sitecustomize` first, also in processes that a test spawns and in test workers.
 SITE = """
 import importlib.util, sys
 spec = importlib.util.spec_from_file_location("tests.coverage_trace", {path!r})
-module = importlib.util.module_from_spec(spec)
+module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(module)
 module.begin()
 """
@@ -66,12 +69,11 @@ class Recorder:
         self.trace.link(_module(item.path))
         for name in _shared_fixtures(item):
             self.trace.link(name)
-        try:
-            return (yield)
-        finally:
-            self.trace.leave()
-            result = "failed" if self.failed else "passed"
-            self.trace.write(result, self.trace.define(f"item {item.nodeid}"))
+        result = yield  # an item that is interrupted counts as not recorded
+        self.trace.leave()
+        if self.failed:
+            self.trace.write("failed", self.trace.define(f"item {item.nodeid}"))
+        return result
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         self.failed = self.failed or report.failed
@@ -99,6 +101,15 @@ def _shared_fixtures(item: pytest.Item) -> list[str]:
     info = getattr(item, "_fixtureinfo", None)  # tests of other kinds have none
     defined = info.name2fixturedefs.values() if info is not None else ()
     return [_fixture(last) for *_, last in defined if last.scope != "function"]
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what a map has already: a recording may need several runs."""
+    if path := os.environ.get(RECORDED):
+        recorded = read(Path(path)).seconds
+        config.hook.pytest_deselected(items=[item for item in items if item.nodeid in recorded])
+        items[:] = [item for item in items if item.nodeid not in recorded]
 
 
 def pytest_configure(config: pytest.Config) -> None:

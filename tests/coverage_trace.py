@@ -230,8 +230,9 @@ def clear_caches() -> None:
 _CACHE = type(functools.lru_cache(maxsize=None)(digest))
 
 
+@functools.cache
 def begin() -> Trace | None:
-    """Record this process where the environment asks for it."""
+    """Record this process where the environment asks for it, once."""
     folder = os.environ.get(FOLDER)
     if not folder:
         return None
