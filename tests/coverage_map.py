@@ -1,8 +1,9 @@
 """The map from functions to the test items that run them.
 
-    python -m tests.coverage_map merge FOLDER_OR_FILE... [-o FILE] [--base COMMIT]
+    python -m tests.coverage_map merge FOLDER_OR_MAP... [-o MAP] [--base COMMIT]
 
-makes it of the folders that `tests.coverage_recorder` wrote, or of maps of several runs.
+makes it of the folders that `tests.coverage_recorder` wrote, or of maps of several runs; `record`
+runs all tests first, as `make test-map` does.
 """
 
 from __future__ import annotations
@@ -13,84 +14,115 @@ import lzma
 import os
 import subprocess
 import sys
+import tempfile
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from tests.coverage_trace import FOLDER
+from tests.selection import ALL_CASES
 
 ROOT = Path(__file__).resolve().parent.parent
 MAP = ROOT / "tests" / "data" / "coverage_map.json.xz"
 BASE = "FIVEFOLD_COVERAGE_BASE"
+LEAST_SHARED = 0.1  # seconds of a fixture or cache below which nobody asks who shares it
+LEAST_RECORDED = 0.005  # seconds of an item; the file has hundredths
+Runs = list[int]
+
+
+@dataclass(frozen=True)
+class CoverageMap:
+    """What a run of all tests recorded. Sets of items are runs of their numbers: see `runs_of`."""
+
+    base: str
+    names: list[str]  # of the items, in their order
+    seconds: dict[str, float]  # of an item, without what it shares with others
+    failed: Runs
+    shared: dict[str, float]  # seconds of fixtures and caches
+    uses: dict[str, Runs]  # the items that use one of them
+    functions: dict[str, Runs]  # the items that run a function
+
+    def items(self, runs: Runs) -> Iterator[str]:
+        return (self.names[number] for number in numbers_of(runs))
 
 
 @dataclass
-class CoverageMap:
-    """What a run of all tests recorded. Items and functions are in the order of their names."""
+class Recording:
+    """What will be a map."""
 
     base: str = ""
-    seconds: dict[str, float] = field(default_factory=dict)  # of an item
+    seconds: dict[str, float] = field(default_factory=dict)
     failed: set[str] = field(default_factory=set)
-    shared: dict[str, float] = field(default_factory=dict)  # seconds of fixtures and caches
-    uses: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))  # shared, of items
-    items: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))  # of a function
+    shared: dict[str, float] = field(default_factory=dict)
+    uses: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
+    functions: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
 
     def update(self, other: CoverageMap) -> None:
         """Add another run: of an item that both ran, the seconds of the other count."""
         self.base = other.base or self.base
-        self.failed = {*(self.failed - other.seconds.keys()), *other.failed}
+        self.failed = {*(self.failed - other.seconds.keys()), *other.items(other.failed)}
         self.seconds.update(other.seconds)
         self.shared.update(other.shared)
-        for name, items in other.uses.items():
-            self.uses[name] |= items
-        for name, items in other.items.items():
-            self.items[name] |= items
+        for name, runs in other.uses.items():
+            self.uses[name].update(other.items(runs))
+        for name, runs in other.functions.items():
+            self.functions[name].update(other.items(runs))
+
+    def map(self) -> CoverageMap:
+        names = sorted({*self.seconds, *(n for items in self.functions.values() for n in items)})
+        index = {name: number for number, name in enumerate(names)}
+
+        def runs(items: Iterable[str]) -> Runs:
+            return runs_of(index[item] for item in items if item in index)
+
+        return CoverageMap(
+            self.base,
+            names,
+            self.seconds,
+            runs(self.failed),
+            dict(sorted(self.shared.items())),
+            {name: runs(items) for name, items in sorted(self.uses.items())},
+            {name: runs(items) for name, items in sorted(self.functions.items())},
+        )
 
 
-def runs_of(numbers: Iterable[int]) -> list[int]:
-    """Sorted numbers as gap, length, gap, length: cases of a test follow each other."""
-    pairs: list[int] = []
+def runs_of(numbers: Iterable[int]) -> Runs:
+    """Numbers as gap, length, gap, length: cases of a test follow each other."""
+    runs: Runs = []
     end = 0
     for number in sorted(numbers):
-        if pairs and number == end:
-            pairs[-1] += 1
+        if runs and number == end:
+            runs[-1] += 1
         else:
-            pairs += [number - end, 1]
+            runs += [number - end, 1]
         end = number + 1
-    return pairs
+    return runs
 
 
-def numbers_of(pairs: Sequence[int]) -> Iterable[int]:
+def numbers_of(runs: Runs) -> Iterator[int]:
     end = 0
-    for gap, length in zip(pairs[::2], pairs[1::2], strict=True):
+    for gap, length in zip(runs[::2], runs[1::2], strict=True):
         yield from range(end + gap, end + gap + length)
         end += gap + length
 
 
 def write(coverage: CoverageMap, path: Path) -> None:
-    names = sorted({*coverage.seconds, *(n for items in coverage.items.values() for n in items)})
-    index = {name: number for number, name in enumerate(names)}
-    tests: list[list[object]] = []  # names of cases without their test, which comes once
-    for name in names:
+    tests: list[list[str]] = []  # a test, then its cases without its name
+    for name in coverage.names:
         test, bracket, case = name.partition("[")
         if not tests or tests[-1][0] != test:
             tests.append([test])
         tests[-1].append(bracket + case)
+    seconds = [round(coverage.seconds.get(name, -1.0), 2) for name in coverage.names]
     value = {
         "base": coverage.base,
         "tests": tests,
-        "seconds": [round(coverage.seconds.get(name, -1.0), 2) for name in names],
-        "failed": runs_of(index[name] for name in coverage.failed),
-        "shared": {name: round(seconds, 1) for name, seconds in sorted(coverage.shared.items())},
-        "uses": {
-            name: runs_of(index[item] for item in items)
-            for name, items in sorted(coverage.uses.items())
-            if items
-        },
-        "functions": {
-            name: runs_of(index[item] for item in items)
-            for name, items in sorted(coverage.items.items())
-            if items
-        },
+        "seconds": seconds,
+        "failed": coverage.failed,
+        "shared": {name: round(long, 1) for name, long in coverage.shared.items()},
+        "uses": coverage.uses,
+        "functions": coverage.functions,
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     text = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
@@ -100,15 +132,10 @@ def write(coverage: CoverageMap, path: Path) -> None:
 def read(path: Path) -> CoverageMap:
     value = json.loads(lzma.decompress(path.read_bytes()))
     names = [test + case for test, *cases in value["tests"] for case in cases]
-    coverage = CoverageMap(value["base"], shared=value["shared"])
-    coverage.seconds = {
-        name: seconds for name, seconds in zip(names, value["seconds"], strict=True) if seconds >= 0
-    }
-    coverage.failed = {names[number] for number in numbers_of(value["failed"])}
-    for key, target in (("uses", coverage.uses), ("functions", coverage.items)):
-        for name, pairs in value[key].items():
-            target[name] = {names[number] for number in numbers_of(pairs)}
-    return coverage
+    recorded = zip(names, value["seconds"], strict=True)
+    seconds = {name: max(long, LEAST_RECORDED) for name, long in recorded if long >= 0}
+    parts = (value[key] for key in ("failed", "shared", "uses", "functions"))
+    return CoverageMap(value["base"], names, seconds, *parts)
 
 
 def collect(folder: Path, base: str) -> CoverageMap:
@@ -127,26 +154,25 @@ def collect(folder: Path, base: str) -> CoverageMap:
                 took[fields[0]] = float(fields[1])
             elif kind in ("ran", "uses") and len(fields) == 2:
                 (ran if kind == "ran" else uses)[fields[0]].add(fields[1])
-            elif kind == "failed":
+            elif kind == "failed" and fields:
                 failed.add(fields[0])
-    coverage = CoverageMap(base)
+    recording = Recording(base)
     for short, name in names.items():
-        kind, _, plain = name.partition(" ")
-        if kind == "item":
-            within = reached(short, uses)
-            for context in within:
-                for function in ran.get(context, ()):
-                    if function in names:
-                        coverage.items[names[function]].add(plain)
-            if short in took:
-                coverage.seconds[plain] = took[short]
+        kind, _, item = name.partition(" ")
+        if kind == "item" and short in took:
+            recording.seconds[item] = took[short]
             if short in failed:
-                coverage.failed.add(plain)
-            for context in within - {short}:
-                if took.get(context, 0.0) >= 0.1 and not names[context].startswith("module "):
-                    coverage.uses[names[context]].add(plain)
-                    coverage.shared[names[context]] = took[context]
-    return coverage
+                recording.failed.add(item)
+            contexts = reached(short, uses)
+            for function in {digest for context in contexts for digest in ran.get(context, ())}:
+                if function in names:
+                    recording.functions[names[function]].add(item)
+            for context in contexts - {short}:
+                shares = not names.get(context, "module").startswith("module")
+                if shares and took.get(context, 0.0) >= LEAST_SHARED:
+                    recording.uses[names[context]].add(item)
+                    recording.shared[names[context]] = took[context]
+    return recording.map()
 
 
 def reached(first: str, uses: dict[str, set[str]]) -> set[str]:
@@ -159,6 +185,15 @@ def reached(first: str, uses: dict[str, set[str]]) -> set[str]:
     return seen
 
 
+def record(folder: Path, tests: Sequence[str]) -> None:
+    """Run all cases under the recorder; a test that fails is recorded too."""
+    command = ["-q", "-p", "no:cacheprovider", "-p", "tests.coverage_recorder", "--dist=loadfile"]
+    command += ["-n", str(os.cpu_count()), *(tests or ["--ignore=tests/page", "tests"])]
+    paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    environment = {**os.environ, FOLDER: str(folder), ALL_CASES: "1", "PYTHONPATH": paths}
+    subprocess.run([sys.executable, "-m", "pytest", *command], cwd=ROOT, env=environment)
+
+
 def head() -> str:
     """The commit of the working tree; nothing where there is no git."""
     command = ["git", "rev-parse", "HEAD"]
@@ -169,23 +204,32 @@ def head() -> str:
     return done.stdout.strip()
 
 
-def main(words: Sequence[str] | None = None) -> None:
+def merge(sources: Sequence[Path], base: str, output: Path) -> None:
+    recording = Recording()
+    for source in sources:
+        recording.update(collect(source, base) if source.is_dir() else read(source))
+    recording.base = base or recording.base
+    write(recording.map(), output)
+    print(
+        f"{output}: {output.stat().st_size:,} bytes, {len(recording.functions):,} functions, "
+        f"{len(recording.seconds):,} items, {sum(recording.seconds.values()):,.0f} s, "
+        f"{len(recording.failed)} failed, base {recording.base or 'unknown'}"
+    )
+
+
+def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.coverage_map")
-    parser.add_argument("command", choices=["merge"])
-    parser.add_argument("sources", nargs="+", type=Path)
+    parser.add_argument("command", choices=["merge", "record"])
+    parser.add_argument("sources", nargs="*", help="what to merge; or files of tests")
     parser.add_argument("-o", "--output", type=Path, default=MAP)
     parser.add_argument("--base", default=os.environ.get(BASE) or head())
-    options = parser.parse_args(words)
-    coverage = CoverageMap()
-    for source in options.sources:
-        coverage.update(collect(source, options.base) if source.is_dir() else read(source))
-    coverage.base = options.base or coverage.base
-    write(coverage, options.output)
-    print(
-        f"{options.output}: {options.output.stat().st_size:,} bytes, {len(coverage.items):,} "
-        f"functions, {len(coverage.seconds):,} items, {sum(coverage.seconds.values()):,.0f} s, "
-        f"{len(coverage.failed)} failed, base {coverage.base or 'unknown'}"
-    )
+    options = parser.parse_args()
+    if options.command == "merge":
+        merge([Path(source) for source in options.sources], options.base, options.output)
+        return
+    with tempfile.TemporaryDirectory(prefix="fivefold-coverage-") as folder:
+        record(Path(folder), options.sources)
+        merge([Path(folder)], options.base, options.output)
 
 
 if __name__ == "__main__":

@@ -90,7 +90,7 @@ class Recorder:
 
 
 def _module(path: Path) -> str:
-    return f"module {path.resolve().relative_to(ROOT)}"
+    return f"module {os.path.relpath(path, ROOT)}"
 
 
 def _fixture(fixture: pytest.FixtureDef[object]) -> str:

@@ -207,11 +207,11 @@ def cache_with_context(trace: Trace, function: Callable[..., Any]) -> Callable[.
 def watch_caches(trace: Trace) -> None:
     """Caches of tests that are imported from now on have contexts."""
     plain = functools.cache
-    tests = f"{ROOT / 'tests'}{os.sep}"
+    others = (*_PREFIXES, sys.prefix, sys.base_prefix)
 
     def cache(function: Callable[..., Any]) -> Callable[..., Any]:
         code = getattr(function, "__code__", None)
-        if code is None or not code.co_filename.startswith(tests):
+        if code is None or code.co_filename.startswith(others):
             return plain(function)
         return cache_with_context(trace, function)
 

@@ -1,0 +1,234 @@
+"""The cases that `make test` runs: those that a change touches first, then a sample of all.
+
+`tests/data/coverage_map.json.xz` says which functions each case ran, in how many seconds, on one
+commit. Cases are related to a change if they run a function that differs from this commit, or if
+their own text does. They take turns: the function with the fewest seconds of cases so far comes
+next, and the one with fewer cases first, since they are the more special. Their sum stays below
+`RELATED` seconds. The others fill up to `SECONDS`, drawn by the salt.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import inf
+from pathlib import Path
+
+from tests.changes import Changes, Name, Repository, mentioning
+from tests.coverage_map import MAP, CoverageMap, read
+from tests.selection import salted_share, shuffled
+
+PACKAGES = ("fivefold", "fivefold_page", "fivefold_score")
+# Seconds of two cores, as the map has them: 10 minutes less setup, imports and uneven halves.
+SECONDS = 840.0
+RELATED = 500.0
+# Seconds: what takes n times as long is drawn n times as rarely. Tests without a mark run always.
+LONG, LONG_UNMARKED = 0.5, 4.0
+MOST_CHANGED = 0.4  # of the functions of the map: beyond it, everything has changed
+UNKNOWN = 1.0  # seconds of a case in a file that the map does not have
+
+
+@dataclass(frozen=True)
+class Case:
+    """An item; `number` is that of its mark `sample`, and None without one."""
+
+    name: str
+    number: float | None = None
+
+    @property
+    def test(self) -> str:
+        return self.name.partition("[")[0]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Which cases run, and why."""
+
+    cases: frozenset[str]
+    num_changed: int
+    num_related: int
+    num_related_run: int
+    seconds: float
+
+    def __str__(self) -> str:
+        related = f"{self.num_related:,} cases related to {self.num_changed:,} changes"
+        return f"{related}, {self.num_related_run:,} of them run; {self.seconds:,.0f} s in all"
+
+
+class Related:
+    """The map, beside the cases that pytest has collected."""
+
+    def __init__(self, coverage: CoverageMap, cases: Sequence[Case]) -> None:
+        self.coverage = coverage
+        self.cases = {case.name: case for case in cases}
+        self._paid: set[str] = set()
+
+    @cached_property
+    def by_test(self) -> dict[str, list[str]]:
+        tests: dict[str, list[str]] = defaultdict(list)
+        for case in self.cases.values():
+            tests[case.test].append(case.name)
+        return tests
+
+    @cached_property
+    def _shared_by(self) -> dict[str, list[str]]:
+        """The fixtures and caches that an item uses."""
+        shared: dict[str, list[str]] = defaultdict(list)
+        for name, runs in self.coverage.uses.items():
+            for item in self.coverage.items(runs):
+                shared[item].append(name)
+        return shared
+
+    @cached_property
+    def _means(self) -> dict[str, float]:
+        """Mean seconds of tests and of files, for cases that the map does not have."""
+        long: dict[str, list[float]] = defaultdict(list)
+        for name, seconds in self.coverage.seconds.items():
+            test = name.partition("[")[0]
+            for group in (test, test.partition("::")[0]):
+                long[group].append(seconds)
+        return {name: sum(values) / len(values) for name, values in long.items()}
+
+    def seconds(self, name: str) -> float:
+        test = name.partition("[")[0]
+        known = self._means.get(test, self._means.get(test.partition("::")[0], UNKNOWN))
+        return self.coverage.seconds.get(name, known)
+
+    def cost(self, name: str) -> float:
+        """Its seconds, and those of fixtures that no case before it has paid for."""
+        new = [shared for shared in self._shared_by.get(name, ()) if shared not in self._paid]
+        return self.seconds(name) + sum(self.coverage.shared[shared] for shared in new)
+
+    def pay(self, name: str) -> float:
+        cost = self.cost(name)
+        self._paid.update(self._shared_by.get(name, ()))
+        return cost
+
+    def running(self, function: str) -> list[str]:
+        """The collected cases that run a function; of a test whose cases are new, all of them."""
+        recorded = set(self.coverage.items(self.coverage.functions.get(function, [])))
+        tests = {name.partition("[")[0] for name in recorded}
+        return [
+            name
+            for test in tests
+            for name in self.by_test.get(test, ())
+            if name in recorded or name not in self.coverage.seconds
+        ]
+
+    def targets(self, changes: Changes, tests: Iterable[Name]) -> dict[str, list[str]]:
+        """The cases of each change; `tests` are test functions whose own text has changed."""
+        targets = {function: self.running(function) for function in changes.functions}
+        for path, name in tests:
+            test = f"{path}::{name.replace('.', '::')}"
+            targets[test] = self.by_test.get(test, [])
+        return {target: cases for target, cases in targets.items() if cases}
+
+    def related(
+        self, targets: Mapping[str, Collection[str]], limit: float
+    ) -> tuple[set[str], float]:
+        """The related cases that run, in turns of their targets, and their seconds."""
+        turns = {target: self._in_turns(cases) for target, cases in targets.items()}
+        queue = [(0.0, len(targets[target]), target) for target in sorted(turns)]
+        heapq.heapify(queue)
+        chosen: set[str] = set()
+        total = 0.0
+        while queue:
+            spent, number, target = heapq.heappop(queue)
+            name = next(turns[target], None)
+            if name is None:
+                continue
+            cost = self.seconds(name)
+            if name not in chosen and total + self.cost(name) <= limit:
+                total += self.pay(name)
+                chosen.add(name)
+            heapq.heappush(queue, (spent + cost, number, target))
+        return chosen, total
+
+    def _in_turns(self, names: Iterable[str]) -> Iterator[str]:
+        """Of each test one case, then the second of each, drawn by the salt."""
+        tests: dict[str, list[str]] = defaultdict(list)
+        for name in shuffled(names):
+            tests[name.partition("[")[0]].append(name)
+        turn = {name: number for cases in tests.values() for number, name in enumerate(cases)}
+        return iter(sorted(turn, key=lambda name: turn[name]))  # stable: the order of the salt
+
+    def sample(self, limit: float, chosen: set[str], spent: float) -> tuple[set[str], float]:
+        """Cases up to this many seconds: all short ones of tests without a mark, and of the others
+        as many as their mark says, long ones more rarely; fewer where the seconds are too few."""
+        due: list[tuple[float, str]] = []
+        for test, names in self.by_test.items():
+            number = self.cases[names[0]].number
+            for position, name in enumerate(shuffled(names)):
+                if number is None:
+                    rarely = self.seconds(name) / LONG_UNMARKED
+                    share = salted_share(name) * rarely if rarely > 1 else 0.0
+                else:
+                    rarely = max(self.seconds(name) / LONG, 1.0) / number if number else inf
+                    share = (position + salted_share(test)) * rarely
+                due.append((share, name))
+        chosen = set(chosen)
+        for share, name in sorted(due):
+            if share >= 1:
+                break
+            if name not in chosen and (not share or spent + self.cost(name) <= limit):
+                chosen.add(name)
+                spent += self.pay(name)
+        return chosen, spent
+
+
+def choose(
+    cases: Sequence[Case],
+    coverage: CoverageMap,
+    changes: Changes,
+    tests: Iterable[Name] = (),
+    limits: tuple[float, float] = (RELATED, SECONDS),
+) -> Choice:
+    """The cases that run after these changes."""
+    of_related, of_all = limits
+    related = Related(coverage, cases)
+    targets = related.targets(changes, tests)
+    chosen, spent = related.related(targets, of_related)
+    everything, seconds = related.sample(of_all, chosen, spent)
+    num_related = len({name for names in targets.values() for name in names})
+    return Choice(frozenset(everything), len(targets), num_related, len(chosen), seconds)
+
+
+def changes_since(repository: Repository) -> tuple[Changes, set[Name]]:
+    """Changed functions, also through constants and classes, and changed tests."""
+    changes = repository.changed(PACKAGES)
+    # A method that a class gains hides another's, and who constructs the class calls it.
+    methods = {(path, name.rpartition(".")[0]) for path, name in changes.added if "." in name}
+    mentions = mentioning(
+        changes.names | methods, repository.files(PACKAGES), through_functions=False
+    )
+    named = {f"{changes.old_paths.get(path, path)}:{name}" for path, name in mentions}
+    changes.functions |= named
+    own = repository.changed(["tests"])
+    functions = {(path, name) for path, name in map(_of_path, own.functions)}
+    files = repository.files(["tests"])
+    # Who mentions a new name of a helper has changed too.
+    return changes, own.added | mentioning(own.names | functions, files, through_functions=True)
+
+
+def _of_path(function: str) -> Name:
+    path, _, name = function.partition(":")
+    return path, name
+
+
+def chosen(cases: Sequence[Case], root: Path, path: Path = MAP) -> Choice | str:
+    """The choice for the working tree; a sentence where the map says nothing."""
+    if not path.exists():
+        return "no map from functions to cases: `make test-map` records one"
+    coverage = read(path)
+    repository = Repository(root, coverage.base)
+    if not repository.has_base():
+        return f"no commit {coverage.base[:12]}, which the map of cases is of"
+    changes, tests = changes_since(repository)
+    num_changed = len(changes.functions & coverage.functions.keys())
+    if num_changed > MOST_CHANGED * len(coverage.functions):
+        past = f"{num_changed:,} of {len(coverage.functions):,} functions differ"
+        return f"{past} from {coverage.base[:12]}: `make test-map` records a new map"
+    return choose(cases, coverage, changes, tests)
