@@ -19,6 +19,7 @@ from hashlib import blake2b
 from pathlib import Path
 
 Name = tuple[str, str]  # a file of the working tree, and a name that its module binds
+MODULES = ("fivefold", "fivefold_page", "fivefold_score", "tests")
 ANY = "*"  # statements that bind no name
 
 
@@ -239,6 +240,13 @@ class Repository:
         except (OSError, subprocess.CalledProcessError):
             return False
         return True
+
+    def changed_data(self) -> set[str]:
+        """Files that are no modules, as functions without a name."""
+        paths = ["--", ".", *(f":(exclude,glob){folder}/**/*.py" for folder in MODULES)]
+        changed = self._git("diff", "--name-only", "-z", self.base, *paths).decode()
+        others = self._git("ls-files", "--others", "--exclude-standard", "-z").decode()
+        return {f"{path}:" for path in (changed + others).split("\0") if path}
 
     def changed(self, folders: Iterable[str]) -> Changes:
         paths = ["--", *(f":(glob){folder}/**/*.py" for folder in folders)]

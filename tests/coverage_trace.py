@@ -1,4 +1,5 @@
-"""Which functions of the packages a process runs, one line at the first call of each.
+"""Which functions of the packages a process runs, and which files of the repository it opens
+(presets, tables, pages: what Python reads by itself is left out), one line at the first of each.
 
 A line belongs to a context: a test item, a fixture with a wider scope, or a cached function of the
 tests. The context of a test worker lies in memory that its forks share, so that ranks of a pool
@@ -61,6 +62,15 @@ def function_name(code: CodeType) -> str:
     return f"{path[len(str(ROOT)) + 1 :]}:{name}"
 
 
+def file_name(path: str) -> str:
+    """The name of a file that is data, and of a script, as a function of no name."""
+    folder, _, rest = path.removeprefix(_ROOT).partition(os.sep)
+    own = not folder.startswith((".", "build")) and not rest.endswith(".pyc")
+    is_module = path.endswith(".py") and (folder in PACKAGES or folder == "tests")
+    return f"{path.removeprefix(_ROOT)}:" if own and not is_module else ""
+
+
+_ROOT = f"{ROOT}{os.sep}"
 _PREFIXES = tuple(f"{ROOT / package}{os.sep}" for package in PACKAGES)
 
 
@@ -75,9 +85,10 @@ class Trace:
         self._shared[:] = os.environ.get(CONTEXT, NO_CONTEXT).encode()
         self._local = self._shared[:]
         self._names: dict[CodeType, str] = {}
-        self._seen: set[CodeType] = set()
+        self._seen: set[CodeType | str] = set()
         self._defined: set[str] = set()
         self._stack: list[list[Any]] = []
+        self._opens = True
 
     def write(self, *fields: object) -> None:
         try:
@@ -104,7 +115,10 @@ class Trace:
             threading.setprofile(self._on_event)
             sys.setprofile(self._on_event)
 
+        sys.addaudithook(self._on_audit)
+
     def stop(self) -> None:
+        self._opens = False
         if sys.version_info >= (3, 12):
             sys.monitoring.set_events(sys.monitoring.COVERAGE_ID, 0)
         else:
@@ -119,17 +133,30 @@ class Trace:
         if event == "call":
             self.note(frame.f_code)
 
+    def _on_audit(self, event: str, arguments: tuple[Any, ...]) -> None:
+        if event != "open" or not self._opens or not isinstance(arguments[0], (str, os.PathLike)):
+            return
+        path = str(arguments[0])
+        try:
+            path = path if path.startswith(os.sep) else f"{Path.cwd()}{os.sep}{path}"
+        except OSError:  # a test that removes its folder
+            return
+        if path.startswith(_ROOT) and (name := file_name(path)):
+            self._write_first(path, name)
+
     def note(self, code: CodeType) -> None:
         """Write the first call of a function in the present context."""
         name = self._names.get(code)
         if name is None:
             name = self._names[code] = function_name(code)
-        if not name:
-            return
+        if name:
+            self._write_first(code, name)
+
+    def _write_first(self, key: CodeType | str, name: str) -> None:
         if self._local != self._shared[:]:
             self._forget()
-        if code not in self._seen:
-            self._seen.add(code)
+        if key not in self._seen:
+            self._seen.add(key)
             if self._local != NO_CONTEXT.encode():
                 self.write("ran", self._local.decode(), self.define(name))
 

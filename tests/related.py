@@ -1,10 +1,11 @@
 """The cases that `make test` runs: those that a change touches first, then a sample of all.
 
 `tests/data/coverage_map.json.xz` says which functions each case ran, in how many seconds, on one
-commit. Cases are related to a change if they run a function that differs from this commit, or if
-their own text does. They take turns: the function with the fewest seconds of cases so far comes
-next, and the one with fewer cases first, since they are the more special. Their sum stays below
-`RELATED` seconds. The others fill up to `SECONDS`, drawn by the salt.
+commit. Cases are related to a change if they run a function or open a file that differs from this
+commit, or if their own text does. They take turns: the function with the fewest seconds of cases
+so far comes next, and the one with fewer cases first, since they are the more special. What differs
+from the last commit but one gets `RECENT` times as many seconds as what changed before it. Their
+sum stays below `RELATED` seconds. The others fill up to `SECONDS`, drawn by the salt.
 """
 
 from __future__ import annotations
@@ -17,16 +18,17 @@ from functools import cached_property
 from math import inf
 from pathlib import Path
 
-from tests.changes import Changes, Name, Repository, mentioning
+from tests.changes import MODULES, Changes, Name, Repository, mentioning
 from tests.coverage_map import MAP, CoverageMap, read
 from tests.selection import salted_share, shuffled
 
-PACKAGES = ("fivefold", "fivefold_page", "fivefold_score")
+PACKAGES = MODULES[:-1]
 # Seconds of two cores, as the map has them: 10 minutes less setup, imports and uneven halves.
 SECONDS = 840.0
 RELATED = 500.0
 # Seconds: what takes n times as long is drawn n times as rarely. Tests without a mark run always.
 LONG, LONG_UNMARKED = 0.5, 4.0
+RECENT = 10.0
 MOST_CHANGED = 0.4  # of the functions of the map: beyond it, everything has changed
 UNKNOWN = 1.0  # seconds of a case in a file that the map does not have
 
@@ -121,13 +123,11 @@ class Related:
     def targets(self, changes: Changes, tests: Iterable[Name]) -> dict[str, list[str]]:
         """The cases of each change; `tests` are test functions whose own text has changed."""
         targets = {function: self.running(function) for function in changes.functions}
-        for path, name in tests:
-            test = f"{path}::{name.replace('.', '::')}"
-            targets[test] = self.by_test.get(test, [])
+        targets |= {test: self.by_test.get(test, []) for test in map(item_of, tests)}
         return {target: cases for target, cases in targets.items() if cases}
 
     def related(
-        self, targets: Mapping[str, Collection[str]], limit: float
+        self, targets: Mapping[str, Collection[str]], recent: Collection[str], limit: float
     ) -> tuple[set[str], float]:
         """The related cases that run, in turns of their targets, and their seconds."""
         turns = {target: self._in_turns(cases) for target, cases in targets.items()}
@@ -144,7 +144,8 @@ class Related:
             if name not in chosen and total + self.cost(name) <= limit:
                 total += self.pay(name)
                 chosen.add(name)
-            heapq.heappush(queue, (spent + cost, number, target))
+            spent += cost / RECENT if target in recent else cost
+            heapq.heappush(queue, (spent, number, target))
         return chosen, total
 
     def _in_turns(self, names: Iterable[str]) -> Iterator[str]:
@@ -179,18 +180,24 @@ class Related:
         return chosen, spent
 
 
+def item_of(name: Name) -> str:
+    path, function = name
+    return f"{path}::{function.replace('.', '::')}"
+
+
 def choose(
     cases: Sequence[Case],
     coverage: CoverageMap,
     changes: Changes,
     tests: Iterable[Name] = (),
+    recent: Collection[str] = (),
     limits: tuple[float, float] = (RELATED, SECONDS),
 ) -> Choice:
-    """The cases that run after these changes."""
+    """The cases that run after these changes; `recent` are functions and names of tests."""
     of_related, of_all = limits
     related = Related(coverage, cases)
     targets = related.targets(changes, tests)
-    chosen, spent = related.related(targets, of_related)
+    chosen, spent = related.related(targets, recent, of_related)
     everything, seconds = related.sample(of_all, chosen, spent)
     num_related = len({name for names in targets.values() for name in names})
     return Choice(frozenset(everything), len(targets), num_related, len(chosen), seconds)
@@ -205,7 +212,7 @@ def changes_since(repository: Repository) -> tuple[Changes, set[Name]]:
         changes.names | methods, repository.files(PACKAGES), through_functions=False
     )
     named = {f"{changes.old_paths.get(path, path)}:{name}" for path, name in mentions}
-    changes.functions |= named
+    changes.functions |= named | repository.changed_data()
     own = repository.changed(["tests"])
     functions = {(path, name) for path, name in map(_of_path, own.functions)}
     files = repository.files(["tests"])
@@ -231,4 +238,9 @@ def chosen(cases: Sequence[Case], root: Path, path: Path = MAP) -> Choice | str:
     if num_changed > MOST_CHANGED * len(coverage.functions):
         past = f"{num_changed:,} of {len(coverage.functions):,} functions differ"
         return f"{past} from {coverage.base[:12]}: `make test-map` records a new map"
-    return choose(cases, coverage, changes, tests)
+    recent: set[str] = set()
+    before_last = Repository(root, "HEAD~1")
+    if before_last.has_base():
+        last_changes, last_tests = changes_since(before_last)
+        recent = {*last_changes.functions, *map(item_of, last_tests)}
+    return choose(cases, coverage, changes, tests, recent)

@@ -139,6 +139,17 @@ def test_special_functions_keep_their_cases_beside_general_ones() -> None:
     }
 
 
+def test_what_changed_last_gets_more_seconds() -> None:
+    early, late = CASES[:30], CASES[30:]
+    coverage = fake_map({"a.py:f": early, "a.py:g": late}, dict.fromkeys(CASES, 1.0))
+    changes, cases = Changes({"a.py:f", "a.py:g"}), [Case(name, 0.0) for name in CASES]
+    numbers = [
+        len(choose(cases, coverage, changes, recent=recent, limits=(22, 22)).cases & set(late))
+        for recent in ([], ["a.py:g"])
+    ]
+    assert numbers == [11, 20]
+
+
 def test_a_fixture_counts_once() -> None:
     recording = Recording("base", dict.fromkeys(CASES, 1.0), shared={"fixture": 5.0})
     recording.uses["fixture"].update(CASES)
@@ -220,6 +231,9 @@ def test_uncommitted_and_new_files_count(repository: Path) -> None:
     changes, tests = changes_since(Repository(repository, base))
     assert "fivefold/a.py:forward" in changes.functions
     assert tests == {("tests/test_new.py", "test_new")}
+    (repository / "fivefold" / "tiny.toml").write_text("layers = 2\n", "utf-8")
+    changes, _ = changes_since(Repository(repository, base))
+    assert "fivefold/tiny.toml:" in changes.functions
     git(repository, "mv", "fivefold/a.py", "fivefold/c.py")
     changes, _ = changes_since(Repository(repository, base))
     assert "fivefold/a.py:forward" in changes.functions
@@ -278,24 +292,18 @@ def test_a_recording_sees_forks_spawned_processes_fixtures_and_caches(tmp_path: 
     environment = {**os.environ, "PYTHONPATH": str(ROOT), FOLDER: str(folder)}
     environment.pop(CONTEXT, None)
     path.write_text(RECORDED, "utf-8")
-    words = ["-q", "-p", "no:cacheprovider", "-p", "tests.coverage_recorder", f"--rootdir={ROOT}"]
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        *words,
-        "-c",
-        str(ROOT / "pyproject.toml"),
-        str(path),
-    ]
+    words = ["-q", "-p", "no:cacheprovider", "-p", "tests.coverage_recorder", "-c", os.devnull]
+    command = [sys.executable, "-m", "pytest", *words, str(path)]
     subprocess.run(command, env=environment, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
     coverage = collect(folder, "base")
     assert len(coverage.seconds) == 7 and not coverage.failed
+    presets = "fivefold/core/model/presets.py"
     for function, tests in {
-        "keys": {"cached", "cached_again"},
-        "load": {"fixture", "fixture_again"},
-        "presets": {"spawned"},
-        "is_hub_name": {"forked"},
+        f"{presets}:keys": {"cached", "cached_again"},
+        f"{presets}:load": {"fixture", "fixture_again"},
+        f"{presets}:presets": {"spawned"},
+        f"{presets}:is_hub_name": {"forked"},
+        "fivefold/presets/models/tiny.toml:": {"fixture", "fixture_again", "spawned"},
     }.items():
-        items = coverage.items(coverage.functions[f"fivefold/core/model/presets.py:{function}"])
+        items = coverage.items(coverage.functions[function])
         assert {item.rpartition("::test_")[2] for item in items} == tests
