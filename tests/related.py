@@ -27,7 +27,7 @@ PACKAGES = MODULES[:-1]
 SECONDS = 840.0
 RELATED = 500.0
 # Seconds: what takes n times as long is drawn n times as rarely. Tests without a mark run always.
-LONG, LONG_UNMARKED = 0.5, 4.0
+LONG, LONG_UNMARKED, SHORT = 0.5, 4.0, 0.1
 RECENT = 10.0
 MOST_CHANGED = 0.4  # of the functions of the map: beyond it, everything has changed
 UNKNOWN = 1.0  # seconds of a case in a file that the map does not have
@@ -67,6 +67,8 @@ class Related:
         self.coverage = coverage
         self.cases = {case.name: case for case in cases}
         self._paid: set[str] = set()
+        self.chosen: set[str] = set()
+        self.spent = 0.0
 
     @cached_property
     def by_test(self) -> dict[str, list[str]]:
@@ -104,11 +106,6 @@ class Related:
         new = [shared for shared in self._shared_by.get(name, ()) if shared not in self._paid]
         return self.seconds(name) + sum(self.coverage.shared[shared] for shared in new)
 
-    def pay(self, name: str) -> float:
-        cost = self.cost(name)
-        self._paid.update(self._shared_by.get(name, ()))
-        return cost
-
     def running(self, function: str) -> list[str]:
         """The collected cases that run a function; of a test whose cases are new, all of them."""
         recorded = set(self.coverage.items(self.coverage.functions.get(function, [])))
@@ -126,58 +123,64 @@ class Related:
         targets |= {test: self.by_test.get(test, []) for test in map(item_of, tests)}
         return {target: cases for target, cases in targets.items() if cases}
 
-    def related(
+    def run(self, name: str, limit: float = inf) -> None:
+        """Choose a case, if its seconds are left."""
+        if name not in self.chosen and self.spent + (cost := self.cost(name)) <= limit:
+            self.chosen.add(name)
+            self.spent += cost
+            self._paid.update(self._shared_by.get(name, ()))
+
+    def run_short(self) -> None:
+        """Tests without a mark run always, where they are short."""
+        for name, case in self.cases.items():
+            if case.number is None and self.seconds(name) <= LONG_UNMARKED:
+                self.run(name)
+
+    def run_related(
         self, targets: Mapping[str, Collection[str]], recent: Collection[str], limit: float
-    ) -> tuple[set[str], float]:
-        """The related cases that run, in turns of their targets, and their seconds."""
+    ) -> None:
+        """Related cases, in turns of their targets."""
         turns = {target: self._in_turns(cases) for target, cases in targets.items()}
         queue = [(0.0, len(targets[target]), target) for target in sorted(turns)]
         heapq.heapify(queue)
-        chosen: set[str] = set()
-        total = 0.0
         while queue:
             spent, number, target = heapq.heappop(queue)
             name = next(turns[target], None)
-            if name is None:
-                continue
-            cost = self.seconds(name)
-            if name not in chosen and total + self.cost(name) <= limit:
-                total += self.pay(name)
-                chosen.add(name)
-            spent += cost / RECENT if target in recent else cost
-            heapq.heappush(queue, (spent, number, target))
-        return chosen, total
+            if name is not None:
+                self.run(name, limit)
+                cost = self.seconds(name)
+                spent += cost / RECENT if target in recent else cost
+                heapq.heappush(queue, (spent, number, target))
 
     def _in_turns(self, names: Iterable[str]) -> Iterator[str]:
-        """Of each test one case, then the second of each, drawn by the salt."""
+        """One case of each test before the second of any, in the order of the salt; what takes four
+        times as long comes half as soon."""
         tests: dict[str, list[str]] = defaultdict(list)
         for name in shuffled(names):
             tests[name.partition("[")[0]].append(name)
-        turn = {name: number for cases in tests.values() for number, name in enumerate(cases)}
-        return iter(sorted(turn, key=lambda name: turn[name]))  # stable: the order of the salt
+        due = {
+            name: (turn + salted_share(name)) * max(self.seconds(name), SHORT) ** 0.5
+            for cases in tests.values()
+            for turn, name in enumerate(cases)
+        }
+        return iter(sorted(due, key=lambda name: due[name]))
 
-    def sample(self, limit: float, chosen: set[str], spent: float) -> tuple[set[str], float]:
-        """Cases up to this many seconds: all short ones of tests without a mark, and of the others
-        as many as their mark says, long ones more rarely; fewer where the seconds are too few."""
+    def run_sample(self, limit: float) -> None:
+        """Of the others as many as their mark says, long ones more rarely."""
         due: list[tuple[float, str]] = []
         for test, names in self.by_test.items():
             number = self.cases[names[0]].number
             for position, name in enumerate(shuffled(names)):
                 if number is None:
-                    rarely = self.seconds(name) / LONG_UNMARKED
-                    share = salted_share(name) * rarely if rarely > 1 else 0.0
-                else:
-                    rarely = max(self.seconds(name) / LONG, 1.0) / number if number else inf
+                    share = salted_share(name) * self.seconds(name) / LONG_UNMARKED
+                elif number:
+                    rarely = max(self.seconds(name) / LONG, 1.0) / number
                     share = (position + salted_share(test)) * rarely
+                else:
+                    share = 1.0
                 due.append((share, name))
-        chosen = set(chosen)
-        for share, name in sorted(due):
-            if share >= 1:
-                break
-            if name not in chosen and (not share or spent + self.cost(name) <= limit):
-                chosen.add(name)
-                spent += self.pay(name)
-        return chosen, spent
+        for _, name in sorted(pair for pair in due if pair[0] < 1):
+            self.run(name, limit)
 
 
 def item_of(name: Name) -> str:
@@ -197,10 +200,12 @@ def choose(
     of_related, of_all = limits
     related = Related(coverage, cases)
     targets = related.targets(changes, tests)
-    chosen, spent = related.related(targets, recent, of_related)
-    everything, seconds = related.sample(of_all, chosen, spent)
-    num_related = len({name for names in targets.values() for name in names})
-    return Choice(frozenset(everything), len(targets), num_related, len(chosen), seconds)
+    names = {name for names in targets.values() for name in names}
+    related.run_short()
+    related.run_related(targets, recent, min(of_all, related.spent + of_related))
+    num_run = len(names & related.chosen)
+    related.run_sample(of_all)
+    return Choice(frozenset(related.chosen), len(targets), len(names), num_run, related.spent)
 
 
 def changes_since(repository: Repository) -> tuple[Changes, set[Name]]:
