@@ -78,6 +78,10 @@ class Related:
         return tests
 
     @cached_property
+    def _draws(self) -> dict[str, float]:
+        return {name: salted_share(name) for name in self.cases}
+
+    @cached_property
     def _shared_by(self) -> dict[str, list[str]]:
         """The fixtures and caches that an item uses."""
         shared: dict[str, list[str]] = defaultdict(list)
@@ -143,7 +147,7 @@ class Related:
         turns = {target: self._in_turns(cases) for target, cases in targets.items()}
         queue = [(0.0, len(targets[target]), target) for target in sorted(turns)]
         heapq.heapify(queue)
-        while queue:
+        while queue and self.spent < limit:
             spent, number, target = heapq.heappop(queue)
             name = next(turns[target], None)
             if name is not None:
@@ -156,10 +160,10 @@ class Related:
         """One case of each test before the second of any, in the order of the salt; what takes four
         times as long comes half as soon."""
         tests: dict[str, list[str]] = defaultdict(list)
-        for name in shuffled(names):
+        for name in sorted(names, key=self._draws.__getitem__):
             tests[name.partition("[")[0]].append(name)
         due = {
-            name: (turn + salted_share(name)) * max(self.seconds(name), SHORT) ** 0.5
+            name: (turn + self._draws[name]) * max(self.seconds(name), SHORT) ** 0.5
             for cases in tests.values()
             for turn, name in enumerate(cases)
         }
@@ -172,7 +176,7 @@ class Related:
             number = self.cases[names[0]].number
             for position, name in enumerate(shuffled(names)):
                 if number is None:
-                    share = salted_share(name) * self.seconds(name) / LONG_UNMARKED
+                    share = self._draws[name] * self.seconds(name) / LONG_UNMARKED
                 elif number:
                     rarely = max(self.seconds(name) / LONG, 1.0) / number
                     share = (position + salted_share(test)) * rarely
