@@ -186,11 +186,12 @@ def reached(first: str, uses: dict[str, set[str]]) -> set[str]:
 
 
 def record(folder: Path, tests: Sequence[str]) -> None:
-    """Run all cases under the recorder; a test that fails is recorded too."""
+    """Run all cases under the recorder, as if there were no GPU; what fails is recorded too."""
     command = ["-q", "-p", "no:cacheprovider", "-p", "tests.coverage_recorder", "--dist=loadfile"]
     command += ["-n", str(os.cpu_count()), *(tests or ["--ignore=tests/page", "tests"])]
     paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     environment = {**os.environ, FOLDER: str(folder), ALL_CASES: "1", "PYTHONPATH": paths}
+    environment["CUDA_VISIBLE_DEVICES"] = ""
     subprocess.run([sys.executable, "-m", "pytest", *command], cwd=ROOT, env=environment)
 
 
