@@ -4,12 +4,14 @@
 
 writes a file for each process into the folder: test workers, and what they spawn; forks write into
 the file of their parent. `python -m tests.coverage_map merge FOLDER` makes a map of them.
-FIVEFOLD_COVERAGE_RECORDED=MAP leaves out the items that this map has.
+FIVEFOLD_COVERAGE_RECORDED=MAP leaves out the items that this map has, and
+FIVEFOLD_COVERAGE_CASES=4 takes four cases of each test: the others count as running the same.
 """
 
 from __future__ import annotations
 
 import os
+from collections import defaultdict
 from collections.abc import Generator
 from pathlib import Path
 
@@ -17,8 +19,9 @@ import pytest
 
 from tests.coverage_map import read
 from tests.coverage_trace import FOLDER, ROOT, begin, clear_caches, watch_caches
+from tests.selection import shuffled
 
-RECORDED = "FIVEFOLD_COVERAGE_RECORDED"
+RECORDED, MOST_CASES = "FIVEFOLD_COVERAGE_RECORDED", "FIVEFOLD_COVERAGE_CASES"
 # Python runs `sitecustomize` first, also in processes that a test spawns and in test workers.
 SITE = """
 import importlib.util, sys
@@ -105,11 +108,19 @@ def _shared_fixtures(item: pytest.Item) -> list[str]:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what a map has already: a recording may need several runs."""
-    if path := os.environ.get(RECORDED):
-        recorded = read(Path(path)).seconds
-        config.hook.pytest_deselected(items=[item for item in items if item.nodeid in recorded])
-        items[:] = [item for item in items if item.nodeid not in recorded]
+    """Leave out what a map has already, and more cases of a test than so many."""
+    recorded = read(Path(path)).seconds.keys() if (path := os.environ.get(RECORDED)) else set()
+    most = int(os.environ.get(MOST_CASES, len(items)))
+    tests: dict[str, list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        tests[item.nodeid.partition("[")[0]].append(item)
+    by_name = {item.nodeid: item for item in items}
+    drawn = [
+        name for cases in tests.values() for name in shuffled(case.nodeid for case in cases)[:most]
+    ]
+    chosen = {by_name[name] for name in drawn if name not in recorded}
+    config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
+    items[:] = [item for item in items if item in chosen]
 
 
 def pytest_configure(config: pytest.Config) -> None:
