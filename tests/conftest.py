@@ -6,6 +6,7 @@ import gc
 import os
 from collections import defaultdict
 from collections.abc import Generator, Iterator
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -154,4 +155,6 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         )
     terminalreporter.write_line(which_cases())
     if related := terminalreporter.config.stash.get(RELATED, ""):
-        terminalreporter.write_line(related)
+        reports = chain.from_iterable(terminalreporter.stats.values())
+        seconds = sum(getattr(report, "duration", 0.0) for report in reports)
+        terminalreporter.write_line(f"{related}; all cases took {seconds:,.0f} s")

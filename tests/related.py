@@ -57,7 +57,7 @@ class Choice:
 
     def __str__(self) -> str:
         related = f"{self.num_related:,} cases related to {self.num_changed:,} changes"
-        return f"{related}, {self.num_related_run:,} of them run; {self.seconds:,.0f} s in all"
+        return f"{related}, {self.num_related_run:,} of them run; {self.seconds:,.0f} s by the map"
 
 
 class Related:
