@@ -174,7 +174,7 @@ def with_plan_options(
         plan_params = {name: params.pop(name) for name in shared}
         pairs = _pairs(plan_params.pop("set") or [])
         own_keys = _parsed({key: pairs.pop(key) for key in [*pairs] if key in keys}, keys)
-        command.params |= {key: param.default for key, param in keys.items()} | own_keys
+        command.params.update({key: param.default for key, param in keys.items()} | own_keys)
         command.meta[_SET] = {*pairs, *own_keys}
         options = _options(look_up(params.pop("target")), plan_params, pairs, own_keys.get("model"))
         if any(param.name == "command" for param in own):
@@ -196,7 +196,9 @@ def with_plan_options(
     run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     run.__annotations__ = {param.name: param.annotation for param in parameters}
     run.__doc__ = verb.__doc__
-    run.keys = {name: _key_of(param) for name, param in keys.items()}  # type: ignore[attr-defined]
+    run.__set_keys__ = {  # type: ignore[attr-defined]
+        name: _key_of(param) for name, param in keys.items()
+    }
     return run
 
 
