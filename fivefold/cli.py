@@ -193,7 +193,7 @@ def _parts(kind: Any) -> set[Any]:
 
 def own_keys(verb: str) -> Mapping[str, Any]:
     """The keys of `--set` that a command has beside those of plan, training and model."""
-    return getattr(import_module(VERBS[verb].module).run, "__set_keys__", {})
+    return getattr(import_module(VERBS[verb].module).run, "set_keys", {})
 
 
 def usage_text(error: Exception, verb: str | None, words: Sequence[str]) -> str:

@@ -74,7 +74,7 @@ class PanelCommand(TyperCommand):
             with formatter.section(title):
                 rows = [options[name] for name in names]
                 formatter.write_dl([(first.ljust(width), help) for first, help in rows])
-        keys = getattr(self.callback, "__set_keys__", {})
+        keys = getattr(self.callback, "set_keys", {})
         if keys:
             with formatter.section(KEYS_PANEL):
                 formatter.write_dl([(key.ljust(width), entry.help) for key, entry in keys.items()])

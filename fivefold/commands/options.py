@@ -196,9 +196,8 @@ def with_plan_options(
     run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     run.__annotations__ = {param.name: param.annotation for param in parameters}
     run.__doc__ = verb.__doc__
-    run.__set_keys__ = {  # type: ignore[attr-defined]
-        name: _key_of(param) for name, param in keys.items()
-    }
+    # Where the help and the answer to a former flag look for them.
+    vars(run)["set_keys"] = {name: _key_of(param) for name, param in keys.items()}
     return run
 
 
