@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -18,11 +18,14 @@ from fivefold.core.plan import Plan, Recipe
 from fivefold.cost.memory import StaticMemory
 from fivefold.launch import Backend, MemoryKeeper
 from fivefold.optim import LossScale, Updater
-from fivefold.parallel import Job, positions_of
+from fivefold.parallel import positions_of
 from fivefold.records import PlannedStep, RunTicket
 from fivefold.train.callbacks import Callback, callback_states, load_callback_states
 from fivefold.train.checkpoint import Facts
 from fivefold.train.options import RunOptions
+
+if TYPE_CHECKING:
+    from fivefold.parallel import Job
 
 _COMPARED = 256  # steps whose traffic is compared with the plan
 

@@ -22,11 +22,10 @@ from fivefold.launch.worker import Worker
 from fivefold.model.fp8 import experts as fp8_experts
 from fivefold.model.fp8 import rounding as fp8
 from fivefold.model.fp8 import rows as fp8_rows
-from fivefold.model.fp8.grouped import BothStacks
 from fivefold.model.fp8.linear import FusedLinears, RoundedWeights
 from fivefold.model.fp8.operand import Operand
 from fivefold.model.fp8.rounding import OverRanks
-from fivefold.model.fp8.rows import RowOperand
+from fivefold.model.fp8.rows import BothStacks, RowOperand
 from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.tensor import SplitMatmuls
 from fivefold.parallel.units import fp8_maxima

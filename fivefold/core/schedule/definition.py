@@ -96,7 +96,7 @@ class Family:
     """One named schedule.
 
     `because` explains its bubble. `paths` names the chains of actions that can set its makespan, a
-    key of `cost.longest_paths.PATHS`: "loop" or "V" (a rank that never waits once it has begun)
+    key of `cost.stages.makespans.PATHS`: "loop" or "V" (a rank that never waits once it has begun)
     bound every schedule on that placement. `bubble` estimates the seconds that the slowest rank
     waits in a step, `in_flight` the microbatches in flight on a rank at its peak, `deferred` what
     the rank holds when weight gradients wait: that may be more, with fewer microbatches.

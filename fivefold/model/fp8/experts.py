@@ -17,10 +17,18 @@ import torch
 from torch import Tensor
 
 from fivefold.model import Experts, ExpertStack, GradientSink, grouped_weight_gradient
-from fivefold.model.fp8.grouped import BothStacks, expert_maxima, round_stacks, scaled_grouped
 from fivefold.model.fp8.linear import RoundedWeights
 from fivefold.model.fp8.rounding import OverRanks
-from fivefold.model.fp8.rows import CodedRows, RowOperand, round_rows, unpacked
+from fivefold.model.fp8.rows import (
+    BothStacks,
+    CodedRows,
+    RowOperand,
+    expert_maxima,
+    round_rows,
+    round_stacks,
+    scaled_grouped,
+    unpacked,
+)
 
 # Dgrad too, unlike that of linears: the grouped kernel of Hopper that keeps all bits takes 3.4
 # times as long, more than bf16, and experts are narrow, so that its sums are short.
