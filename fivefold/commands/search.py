@@ -166,7 +166,7 @@ def plan(
     costs = _costs(tokens, price, mtbf_gpu)
     keywords = estimate_options(headroom, kernels, imbalance, stack)
     job = estimated_job(given_job(model, keys), kernels, precision)
-    _require_one_length(tokens, job.given)
+    _require_one_length(tokens, job.keys)
     if job.options.gpus is not None and job.is_open:
         return search(job, **costs._asdict(), precision=precision, **keywords).best
     if job.options.machine is None:
@@ -206,7 +206,7 @@ def search(
     costs = _costs(tokens, price, mtbf_gpu)
     keywords = estimate_options(headroom, kernels, imbalance, stack)
     job = estimated_job(given_job(model, keys), kernels, precision)
-    _require_one_length(tokens, job.given)
+    _require_one_length(tokens, job.keys)
     if not job.is_open:
         raise FivefoldError("a search chooses the layout: leave it out, or call plan")
     request = request_of(job.options, fixed_values(job, fix), keywords, precision)
@@ -214,9 +214,9 @@ def search(
     return SearchedPlans(plans, tuple(first_reasons(plans)), costs)
 
 
-def _require_one_length(tokens: float | None, given: Collection[str]) -> None:
+def _require_one_length(tokens: float | None, keys: Collection[str]) -> None:
     """Refuse a length in tokens beside one in steps."""
-    if tokens is not None and "steps" in given:
+    if tokens is not None and "steps" in keys:
         raise FivefoldError("tokens and steps are both the length of the run: leave one out")
 
 
@@ -320,9 +320,9 @@ def fixed_values(job: GivenJob, fix: str | Mapping[str, Any] | None) -> dict[str
     """What every layout of a search has; keys of one layout are refused."""
     from fivefold.planner import parse_fixed
 
-    if closed := [name for name in NOT_SEARCHED if name in job.given]:
+    if closed := [name for name in NOT_SEARCHED if name in job.keys]:
         raise FivefoldError(f"{closed[0]} is for a given layout: leave it out, or give --layout")
-    fixed = {name: getattr(job.options, name) for name in _ALSO_FIXED if name in job.given}
+    fixed = {name: getattr(job.options, name) for name in _ALSO_FIXED if name in job.keys}
     text = fix if isinstance(fix, str) else " ".join(f"{k}={v}" for k, v in (fix or {}).items())
     fixed |= parse_fixed(text)
     if "schedule" in fixed:
