@@ -491,7 +491,7 @@ def _planned(job: GivenJob, options: dict[str, Any]) -> Printed:
         named = with_machine(job.options, options["as_json"])
         return _searched(replace(job, options=named), options)
     if job.options.machine is None:
-        _require_no_estimates(job.given)
+        _require_no_estimates(job.keys)
         return _written(plan(job), options)
     return _given(job, options)
 
