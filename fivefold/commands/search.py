@@ -163,7 +163,7 @@ def plan(
     `seq`, `batch`, `zero`, `schedule`, `lr`, `layers`, … With `gpus` and without a `layout` it is
     the first choice of `search`.
     """
-    costs = _costs(tokens, price, mtbf_gpu)
+    costs = checked_costs(tokens, price, mtbf_gpu)
     keywords = estimate_options(headroom, kernels, imbalance, stack)
     job = estimated_job(given_job(model, keys), kernels, precision)
     _require_one_length(tokens, job.keys)
@@ -203,7 +203,7 @@ def search(
     second), gpus (fewest) or gpu-hours (fewest). `keys` as for `plan`.
     """
     above("top", top, 0)
-    costs = _costs(tokens, price, mtbf_gpu)
+    costs = checked_costs(tokens, price, mtbf_gpu)
     keywords = estimate_options(headroom, kernels, imbalance, stack)
     job = estimated_job(given_job(model, keys), kernels, precision)
     _require_one_length(tokens, job.keys)
@@ -276,7 +276,8 @@ def _require_known_stack(stack: str, kernels: str) -> None:
         )
 
 
-def _costs(tokens: float | None, price: float | None, mtbf_gpu: float | None) -> RunCosts:
+def checked_costs(tokens: float | None, price: float | None, mtbf_gpu: float | None) -> RunCosts:
+    """The tokens of a run, the price of a GPU-hour, and the rate of failures, each checked."""
     if mtbf_gpu is not None:
         FailureRates(mtbf_gpu)  # refuses what is no rate
     return RunCosts(
@@ -305,15 +306,15 @@ def with_first_choice(job: GivenJob) -> PlanOptions:
 
 
 def estimate_given(
-    options: PlanOptions, how: Mapping[str, Any], precision: str | None
+    options: PlanOptions, assumptions: Mapping[str, Any], precision: str | None
 ) -> tuple[Plan, Estimate]:
     """A plan with a machine, and its estimate."""
     from fivefold.planner import estimate_on_machine
 
     plan = resolve(options)
     assert plan.machine is not None, "estimates are for a machine"
-    estimate_precision = precision or options.precision
-    return plan, estimate_on_machine(plan, plan.machine, **how, precision=estimate_precision)
+    precision = precision or options.precision
+    return plan, estimate_on_machine(plan, plan.machine, **assumptions, precision=precision)
 
 
 def fixed_values(job: GivenJob, fix: str | Mapping[str, Any] | None) -> dict[str, int | str]:
@@ -333,7 +334,7 @@ def fixed_values(job: GivenJob, fix: str | Mapping[str, Any] | None) -> dict[str
 def request_of(
     options: PlanOptions,
     fixed: Mapping[str, int | str],
-    how: Mapping[str, Any],
+    assumptions: Mapping[str, Any],
     precision: str | None,
 ) -> PlanRequest:
     """A request to the planner."""
@@ -346,7 +347,7 @@ def request_of(
         )
     checked_precision = one_of("--precision", precision or options.precision, PRECISIONS)
     machine = machines.load(options.machine)
-    return plan_request(options, machine, fixed, precision=checked_precision, **how)
+    return plan_request(options, machine, fixed, precision=checked_precision, **assumptions)
 
 
 def best_of(
@@ -355,10 +356,10 @@ def best_of(
     """The best plans by an objective."""
     from fivefold.planner import OBJECTIVES, best_plans, fewest_gpu_hours, fewest_gpus
 
-    def told(share: float) -> None:
+    def on_share(share: float) -> None:
         if on_progress is not None:
             on_progress(TaskProgress(share, 1.0, "search"))
 
     chosen = one_of("objective", objective, OBJECTIVES)
     find = {"tokens": best_plans, "gpus": fewest_gpus, "gpu-hours": fewest_gpu_hours}[chosen]
-    return find(request, top, told)
+    return find(request, top, on_share)

@@ -18,6 +18,7 @@ from fivefold.core.layout.weight_table import buffers, weights
 from fivefold.core.plan.plan import PlanOptions, resolve
 from fivefold.core.plan.recipe import Recipe
 from fivefold.generate.text_model import find_model
+from fivefold.launch import processes
 from fivefold.train.checkpoint.checkpoints import Reader, write_checkpoint
 from fivefold.train.checkpoint.folders import Facts
 from fivefold.train.checkpoint.of_run import open_run
@@ -83,7 +84,7 @@ def test_a_resume_keeps_the_rows_unless_others_are_given(
         raise RankLost(0, "build", "was asked to")
 
     pool = nullcontext(SimpleNamespace(stopping=False))
-    monkeypatch.setattr("fivefold.launch.processes.Pool", lambda *_, **__: pool)
+    monkeypatch.setattr(processes, "Pool", lambda *_, **__: pool)
     monkeypatch.setattr(import_module("fivefold.train"), "train", lost)
     told: list[Any] = []
     for more in ({}, {"seq": 32}):
@@ -177,7 +178,7 @@ def test_a_start_that_saves_nothing_leaves_the_plan(
         raise SystemExit(130)
 
     pool = nullcontext(SimpleNamespace(stopping=True))
-    monkeypatch.setattr("fivefold.launch.processes.Pool", lambda *_, **__: pool)
+    monkeypatch.setattr(processes, "Pool", lambda *_, **__: pool)
     monkeypatch.setattr(import_module("fivefold.train"), "train", interrupted)
     with pytest.raises(SystemExit):
         train("tiny", out=tmp_path, resume=True, data="synthetic", lora=4)

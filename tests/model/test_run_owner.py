@@ -19,6 +19,7 @@ import torch
 from fivefold.api.training import train
 from fivefold.core.errors import FivefoldError, RankLost
 from fivefold.core.layout.boxes import whole_box
+from fivefold.launch import processes
 from fivefold.optim.optimizer import StateInMemory
 from fivefold.records.run_owner import OWNER, own_run
 from fivefold.train.checkpoint.checkpoints import Checkpoints
@@ -130,7 +131,7 @@ def test_two_trainings_of_one_run_are_refused(
         train("tiny", layout="dp=1", **given)
 
     pool = nullcontext(SimpleNamespace(stopping=False))
-    monkeypatch.setattr("fivefold.launch.processes.Pool", lambda *_, **__: pool)
+    monkeypatch.setattr(processes, "Pool", lambda *_, **__: pool)
     monkeypatch.setattr(import_module("fivefold.train"), "train", second)
     with pytest.raises(FivefoldError, match=rf"is being trained by process {os.getpid()} "):
         train("tiny", layout="dp=1", **given)
