@@ -19,14 +19,24 @@ TYPE_CHECKING = False  # to type checkers it is typing's, whose import would tak
 if TYPE_CHECKING:
     from typing import Any
 
+    from fivefold.commands.calibrate import calibrate as calibrate
+    from fivefold.commands.compare_frameworks import compare_frameworks as compare_frameworks
+    from fivefold.commands.evaluate import evaluate as evaluate
+    from fivefold.commands.export import export as export
     from fivefold.commands.generate import generate as generate
+    from fivefold.commands.import_model import import_model as import_model
     from fivefold.commands.job import as_machine as machine
     from fivefold.commands.job import as_shape as shape
+    from fivefold.commands.launch import launch as launch
+    from fivefold.commands.observe import observe as observe
     from fivefold.commands.rehearse import rehearse as rehearse
     from fivefold.commands.schedule import schedule as schedule
+    from fivefold.commands.score import score as score
     from fivefold.commands.search import plan as plan
     from fivefold.commands.search import search as search
+    from fivefold.commands.serve import serve as serve
     from fivefold.commands.simulate import simulate as simulate
+    from fivefold.commands.tokens import tokens as tokens
     from fivefold.commands.train import train as train
     from fivefold.commands.verify import verify as verify
     from fivefold.core import FivefoldError as FivefoldError
@@ -52,6 +62,16 @@ _NAMES = {
     "verify": ("fivefold.commands.verify", "verify"),
     "train": ("fivefold.commands.train", "train"),
     "generate": ("fivefold.commands.generate", "generate"),
+    "calibrate": ("fivefold.commands.calibrate", "calibrate"),
+    "compare_frameworks": ("fivefold.commands.compare_frameworks", "compare_frameworks"),
+    "evaluate": ("fivefold.commands.evaluate", "evaluate"),
+    "export": ("fivefold.commands.export", "export"),
+    "import_model": ("fivefold.commands.import_model", "import_model"),
+    "launch": ("fivefold.commands.launch", "launch"),
+    "observe": ("fivefold.commands.observe", "observe"),
+    "score": ("fivefold.commands.score", "score"),
+    "serve": ("fivefold.commands.serve", "serve"),
+    "tokens": ("fivefold.commands.tokens", "tokens"),
     "shape": ("fivefold.commands.job", "as_shape"),
     "machine": ("fivefold.commands.job", "as_machine"),
     "Layout": ("fivefold.core.layout.layout", "Layout"),
@@ -76,14 +96,24 @@ __all__ = [
     "Plan",
     "RankLost",
     "Shape",
+    "calibrate",
+    "compare_frameworks",
+    "evaluate",
+    "export",
     "generate",
+    "import_model",
+    "launch",
     "machine",
+    "observe",
     "plan",
     "rehearse",
     "schedule",
+    "score",
     "search",
+    "serve",
     "shape",
     "simulate",
+    "tokens",
     "train",
     "verify",
 ]

@@ -107,31 +107,31 @@ def main(arguments: list[str] | None = None) -> None:
     sys.exit(code)
 
 
-def run(words: list[str]) -> int | str | None:
+def run(args: list[str]) -> int | str | None:
     """Run one verb; returns the exit code."""
-    chosen = next((word for word in words if not word.startswith("-")), None)
+    chosen = next((word for word in args if not word.startswith("-")), None)
     if chosen == "plan":  # it ends before garbage matters, and looking for some takes about 5%
         gc.disable()
     try:
         if (typed := completion.typed_words()) is not None:
             return _complete(typed)
-        if not words:
+        if not args:
             typer.echo(GREETING)
             return 0
-        if words[0] == chosen and chosen not in VERBS:
+        if args[0] == chosen and chosen not in VERBS:
             raise UnknownName("command", chosen, VERBS)
-        words = with_numbers(words, options_of(chosen)) if chosen in VERBS else words
-        return build(chosen)(words, prog_name="fivefold", standalone_mode=False) or 0
+        args = with_numbers(args, options_of(chosen)) if chosen in VERBS else args
+        return build(chosen)(args, prog_name="fivefold", standalone_mode=False) or 0
     except FivefoldError as error:
         from fivefold.core.model import presets as models
 
         message = str(error)
-        if names := [word for word in words if word in message and models.is_hub_name(word)]:
+        if names := [word for word in args if word in message and models.is_hub_name(word)]:
             message += f"\n  - {models.hub_hint(names[0])}"
-        return _failed(message, error, BAD_INPUT, "--json" in words)
+        return _failed(message, error, BAD_INPUT, "--json" in args)
     except InternalError as error:
         message = f"internal error: {error}; report it with this command"
-        return _failed(message, error, INTERNAL_ERROR, "--json" in words)
+        return _failed(message, error, INTERNAL_ERROR, "--json" in args)
     except SystemExit as stop:
         # The libraries that print turn a closed pipe into an error exit.
         if isinstance(stop.__context__, BrokenPipeError):
@@ -141,7 +141,7 @@ def run(words: list[str]) -> int | str | None:
         if not hasattr(error, "format_message"):
             raise
         # Typer refuses an unknown option or a missing value: said in our words.
-        return _failed(usage_text(error, chosen, words), UsageError(), BAD_INPUT, "--json" in words)
+        return _failed(usage_text(error, chosen, args), UsageError(), BAD_INPUT, "--json" in args)
     finally:
         gc.enable()
 
@@ -164,14 +164,15 @@ def options_of(verb: str) -> dict[str, Any]:
     return kinds
 
 
-def with_numbers(words: list[str], kinds: Mapping[str, Any]) -> list[str]:
-    """The words with numbers as Python writes them: 8k is 8192. What is no number is refused."""
+def with_numbers(args: list[str], kinds: Mapping[str, Any]) -> list[str]:
+    """The arguments with numbers as Python writes them: 8k is 8192. What is no number is
+    refused."""
     from fivefold.core import parse_count
 
-    args: list[str] = []
-    for word in words:
+    parsed: list[str] = []
+    for word in args:
         name, equals, text = word.partition("=")
-        option, text = (name, text) if equals else (args[-1] if args else "", word)
+        option, text = (name, text) if equals else (parsed[-1] if parsed else "", word)
         types = _parts(kinds.get(option))
         if types & {int, float}:
             key = option.lstrip("-").replace("-", "_")
@@ -182,8 +183,8 @@ def with_numbers(words: list[str], kinds: Mapping[str, Any]) -> list[str]:
                 such = "number, such as 0.5 or 1e-3" if reader is float else _A_COUNT
                 raise FivefoldError(f"{option} {text}: give a {such}") from None
             word = f"{name}={number}" if equals else number
-        args.append(word)
-    return args
+        parsed.append(word)
+    return parsed
 
 
 def _parts(kind: Any) -> set[Any]:
@@ -196,7 +197,7 @@ def own_keys(verb: str) -> Mapping[str, Any]:
     return getattr(import_module(VERBS[verb].module).run, "set_keys", {})
 
 
-def usage_text(error: Exception, verb: str | None, words: Sequence[str]) -> str:
+def usage_text(error: Exception, verb: str | None, args: Sequence[str]) -> str:
     """What is wrong with options or arguments, and the nearest way out."""
     message: str = error.format_message().rstrip(".")  # type: ignore[attr-defined]
     usage_hint = f"`fivefold {verb or ''}".rstrip() + " -h` lists what it takes"
@@ -210,7 +211,7 @@ def usage_text(error: Exception, verb: str | None, words: Sequence[str]) -> str:
     if name == "output" and "-o" in flags:
         return f"No such option: {option}, which is a number of tokens: a file is -o FILE"
     keys = [*own_keys(verb), *train_keys(), *plan_keys()] if "set" in flags else []
-    if setting := _as_setting(name, keys, words):
+    if setting := _as_setting(name, keys, args):
         return f"No such option: {option}; it is a key: --set {setting}"
     near = nearest(name, [*flags, *keys], alike=0.7)
     shown = [f"--{key}" if key in flags else f"--set {key}=VALUE" for key in near]
@@ -219,7 +220,7 @@ def usage_text(error: Exception, verb: str | None, words: Sequence[str]) -> str:
     )
 
 
-def _as_setting(option: str, keys: Collection[str], words: Sequence[str]) -> str:
+def _as_setting(option: str, keys: Collection[str], args: Sequence[str]) -> str:
     """What `--set` takes in place of an option that is a key, with the value that it has here."""
     negated = option.removeprefix("no-")
     key = negated.replace("-", "_")
@@ -228,7 +229,7 @@ def _as_setting(option: str, keys: Collection[str], words: Sequence[str]) -> str
     if negated != option:
         return f"{key}=false"
     following = ""
-    for word, value in zip(words, [*words[1:], "-"], strict=True):
+    for word, value in zip(args, [*args[1:], "-"], strict=True):
         head, equals, text = word.partition("=")
         if head == f"--{option}":
             following = text if equals else value
@@ -248,29 +249,26 @@ def _complete(typed: list[str]) -> int:
     return 0
 
 
-def wrap_for_terminal(words: list[str]) -> None:
+def wrap_for_terminal(args: list[str]) -> None:
     """Wrap long lines of text where a person reads them; JSON and files stay as they are."""
-    if "--json" not in words and sys.stdout is not None and sys.stdout.isatty():
+    if "--json" not in args and sys.stdout is not None and sys.stdout.isatty():
         sys.stdout = WrappedStream(sys.stdout)
     if sys.stderr is not None and sys.stderr.isatty():
         sys.stderr = WrappedStream(sys.stderr)
 
 
-def _failed(said: str, error: Exception, code: int, as_json: bool) -> int:
+def _failed(message: str, error: Exception, code: int, as_json: bool) -> int:
     """Say what is wrong; with `--json` as JSON too, on standard output. Returns the exit code."""
-    typer.echo(f"fivefold: {printable(said)}", err=True)
+    typer.echo(f"fivefold: {printable(message)}", err=True)
     if as_json:
-        ways = error.ways if isinstance(error, FivefoldError) else ()
-        _print_error(type(error).__name__, said, code, ways)
+        import json
+
+        kind = type(error).__name__
+        report: dict[str, object] = {"kind": kind, "message": message, "exit_code": code}
+        if isinstance(error, FivefoldError) and error.ways:
+            report["ways"] = list(error.ways)
+        typer.echo(json.dumps({"schema_version": JSON_SCHEMA, "error": report}))
     return code
-
-
-def _print_error(kind: str, said: str, code: int, ways: Sequence[str] = ()) -> None:
-    import json
-
-    report: dict[str, object] = {"kind": kind, "message": said, "exit_code": code}
-    report |= {"ways": list(ways)} if ways else {}
-    typer.echo(json.dumps({"schema_version": JSON_SCHEMA, "error": report}))
 
 
 def build(chosen: str | None) -> typer.Typer:
@@ -290,8 +288,8 @@ def build(chosen: str | None) -> typer.Typer:
     return app
 
 
-def _print_version(asked: bool) -> None:
-    if asked:
+def _print_version(value: bool) -> None:
+    if value:
         typer.echo(f"fivefold {__version__}")
         raise typer.Exit
 
@@ -311,11 +309,11 @@ def _nothing() -> None:
     """Placeholder for a verb that was not chosen."""
 
 
-def gather_pairs(words: list[str]) -> list[str]:
+def gather_pairs(args: list[str]) -> list[str]:
     """Join pairs after an option, so that `--layout dp=2 tp=2` needs no quotes."""
     gathered: list[str] = []
     collecting = False
-    for word in words:
+    for word in args:
         if collecting and (match := _SPACED.fullmatch(word)):
             word = f'{match[1]}="{match[2]}"'
         is_pair = re.fullmatch(r"[a-z_.]+=(\S+|\"[^\"]*\"|'[^']*')", word) is not None

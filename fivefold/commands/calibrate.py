@@ -6,14 +6,14 @@ import datetime
 import os
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fivefold.commands.job import above, asked_backend
-from fivefold.commands.options import BackendOption, json_text, progress_bar
+from fivefold.commands.job import OnProgress, TaskProgress, above, asked_backend
+from fivefold.commands.options import BackendOption, print_answer, shown_progress
 from fivefold.core import FivefoldError, Machine, tables
 from fivefold.core import hardware as machines
 from fivefold.cost.hardware import (
@@ -23,9 +23,9 @@ from fivefold.cost.hardware import (
     FittedConstant,
     MeasuredTimes,
     Sample,
-    calibrate,
     guess_base,
 )
+from fivefold.cost.hardware import calibrate as fit_constants
 from fivefold.launch import LauncherEnvironment, read_torchrun
 from fivefold.render import write_text
 
@@ -61,6 +61,59 @@ def run(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Measure this machine in two minutes: matmuls, attention, copies, launches and rings."""
+    with shown_progress("calibrate") as on_progress:
+        calibrated = calibrate(
+            output=output,
+            base=base,
+            ranks=ranks,
+            device=device,
+            backend=backend,
+            seconds=seconds,
+            on_progress=on_progress,
+        )
+    if calibrated is not None:
+        print_answer(calibrated, as_json)
+
+
+@dataclass(frozen=True)
+class CalibratedMachine:
+    """A machine file, and the measured times that it comes from.
+
+    `str()` is the text of `fivefold calibrate`, `to_json()` its JSON.
+    """
+
+    path: Path
+    calibration: Calibration
+    measured: MeasuredTimes
+    source: str
+    seconds: float
+
+    def to_json(self) -> dict[str, Any]:
+        """What `fivefold calibrate --json` prints."""
+        table = table_json(self.calibration, self.measured)
+        return {"written": str(self.path), "seconds": self.seconds, **table}
+
+    def __str__(self) -> str:
+        lines = table_text(self.calibration, self.measured)
+        head = f"{self.source}; base {self.calibration.base.name}"
+        return "\n".join([head, "", *lines, "", f"{self.path} written in {self.seconds:.0f} s"])
+
+
+def calibrate(
+    *,
+    output: str | Path | None = None,
+    base: str | None = None,
+    ranks: int | None = None,
+    device: str | None = None,
+    backend: str | None = None,
+    seconds: float = _MOST_SECONDS,
+    on_progress: OnProgress | None = None,
+) -> CalibratedMachine | None:
+    """Measure this machine, and write a machine file with the result.
+
+    Under torchrun the rings are measured between all its ranks; rank 0 writes the file, and the
+    others return None.
+    """
     began = time.perf_counter()
     preset = None if base is None else _preset(base)
     above("--seconds", seconds, 0.0)
@@ -71,12 +124,34 @@ def run(
     if device not in (None, "cpu", "cuda"):
         raise FivefoldError(f"unknown --device {device!r}: choose from cpu, cuda")
     backend_choice = asked_backend(backend)
-    target = _target(output)
+    target = _target(None if output is None else Path(output))
     torchrun = read_torchrun(os.environ)
     rank = _device(device, backend_choice, ranks, torchrun)
     if rank.device.type == "cpu":
         torchrun = None  # its ranks are forked here
-    _measure_and_write(preset, target, rank, ranks or 1, torchrun, began, seconds, as_json)
+    machine, notes = _base(preset, rank)
+    dtype = "fp32" if rank.device.type == "cpu" else "bf16" if machine.peaks.bf16 else "fp16"
+    machine.peak(dtype)  # refuses a base without one
+    num_ranks = torchrun.world if torchrun else ranks or 1
+    _require_one_domain(machine, num_ranks)
+    start, is_first = time.perf_counter(), torchrun is None or torchrun.rank == 0
+
+    def tick() -> None:
+        if is_first and on_progress is not None:
+            on_progress(TaskProgress(time.perf_counter() - start, seconds, "calibrate"))
+
+    rings = _rings(num_ranks, rank, torchrun, seconds, tick)
+    if not is_first:
+        return None
+    measured = _measured(machine, rank, dtype, began + seconds, tick, notes)
+    if rings:
+        measured = replace(measured, ranks=num_ranks, samples={**measured.samples, LINKS: rings})
+    source = _source(measured)
+    calibration = fit_constants(machine, measured, source)
+    write_text(target, file_text(calibration, measured, source))
+    machines.load(target)  # checks that the file can be read
+    spent = time.perf_counter() - began
+    return CalibratedMachine(target, calibration, measured, source, spent)
 
 
 def _preset(name: str) -> Machine:
@@ -100,10 +175,10 @@ def _target(output: Path | None) -> Path:
 
 
 def _device(
-    asked: str | None,
+    name: str | None,
     backend: Backend | None,
     ranks: int | None,
-    mine: LauncherEnvironment | None,
+    torchrun: LauncherEnvironment | None,
 ) -> RankDevice:
     """The device of this rank and the backend; refuses what is not available."""
     from fivefold.launch import (
@@ -115,61 +190,20 @@ def _device(
     )
 
     gpus = num_gpus()
-    if asked == "cuda" and not gpus:
+    if name == "cuda" and not gpus:
         raise FivefoldError("--device cuda: no GPU is seen here; use --device cpu")
-    chosen = asked or ("cuda" if gpus else "cpu")
-    if chosen == "cpu" and mine is not None and mine.world > 1:
+    chosen = name or ("cuda" if gpus else "cpu")
+    if chosen == "cpu" and torchrun is not None and torchrun.world > 1:
         raise FivefoldError("torchrun is for GPUs: measure the rings of CPUs with --ranks")
-    if chosen == "cuda" and ranks not in (None, mine.world if mine else 1):
+    if chosen == "cuda" and ranks not in (None, torchrun.world if torchrun else 1):
         raise FivefoldError(
             f"--ranks {ranks} on GPUs needs a process each: start it with torchrun "
             f"--nproc_per_node {ranks} -m fivefold calibrate"
         )
-    if mine is not None and chosen == "cuda":
-        return launched_device(chosen, backend, mine, gpus, NcclLibrary.current())
+    if torchrun is not None and chosen == "cuda":
+        return launched_device(chosen, backend, torchrun, gpus, NcclLibrary.current())
     agreed = choose_backend(backend, chosen, 1, gpus, NcclLibrary.current())
     return forked_device(chosen, agreed, 0, 1)
-
-
-def _measure_and_write(
-    preset: Machine | None,
-    target: Path,
-    rank: RankDevice,
-    ranks: int,
-    mine: LauncherEnvironment | None,
-    began: float,
-    seconds: float,
-    as_json: bool,
-) -> None:
-    """Measure, write and print. Under torchrun, only the rings run on all ranks."""
-    base, notes = _base(preset, rank)
-    dtype = "fp32" if rank.device.type == "cpu" else "bf16" if base.peaks.bf16 else "fp16"
-    base.peak(dtype)  # refuses a base without one
-    ranks = mine.world if mine else ranks
-    _require_one_domain(base, ranks)
-    start, is_first = time.perf_counter(), mine is None or mine.rank == 0
-    with progress_bar("calibrate", seconds, shown=is_first) as bar:
-
-        def tick() -> None:
-            bar.update(time.perf_counter() - start)
-
-        rings = _rings(ranks, rank, mine, seconds, tick)
-        if not is_first:
-            return
-        measured = _measured(base, rank, dtype, began + seconds, tick, notes)
-    if rings:
-        measured = replace(measured, ranks=ranks, samples={**measured.samples, LINKS: rings})
-    source = _source(measured)
-    machine = calibrate(base, measured, source)
-    write_text(target, file_text(machine, measured, source))
-    machines.load(target)  # checks that the file can be read
-    spent = time.perf_counter() - began
-    if as_json:
-        table = {"written": str(target), "seconds": spent, **table_json(machine, measured)}
-        typer.echo(json_text(table))
-        return
-    lines = [f"{source}; base {base.name}", "", *table_text(machine, measured)]
-    typer.echo("\n".join([*lines, "", f"{target} written in {spent:.0f} s"]))
 
 
 def _base(preset: Machine | None, rank: RankDevice) -> tuple[Machine, list[str]]:
@@ -200,7 +234,11 @@ def _require_one_domain(base: Machine, ranks: int) -> None:
 
 
 def _rings(
-    ranks: int, rank: RankDevice, mine: LauncherEnvironment | None, seconds: float, tick: Tick
+    ranks: int,
+    rank: RankDevice,
+    torchrun: LauncherEnvironment | None,
+    seconds: float,
+    tick: Tick,
 ) -> list[Sample]:
     """Times of rings; none for a single rank."""
     if ranks == 1:
@@ -209,8 +247,8 @@ def _rings(
     from fivefold.core import RankLost
 
     share = RINGS_SHARE * seconds
-    if mine is not None:
-        return launched_rings(mine, rank, share)
+    if torchrun is not None:
+        return launched_rings(torchrun, rank, share)
     try:
         return forked_rings(ranks, share, tick)
     except RankLost as error:
@@ -256,25 +294,25 @@ def _source(measured: MeasuredTimes) -> str:
 # What is written and printed.
 
 
-def file_text(found: Calibration, measured: MeasuredTimes, source: str) -> str:
+def file_text(calibration: Calibration, measured: MeasuredTimes, source: str) -> str:
     """The machine file: comments with the errors of the fits, then the table."""
     lines = [
         f"{source}.",
         "Constants that are not here are those of the base.",
         "Errors of the fits, relative to the measured times:",
-        *(f"  {row.key}: {_errors(row)}" for row in found.rows if row.rate is not None),
+        *(f"  {row.key}: {_errors(row)}" for row in calibration.rows if row.rate is not None),
         f"Launch floor, not a constant: {_seconds(measured.launch)} per small kernel.",
-        *(f"Note: {note}." for note in found.notes),
+        *(f"Note: {note}." for note in calibration.notes),
     ]
     comments = "\n".join(f"# {line}" for line in lines)
-    return f"{comments}\n\n{tables.to_toml(found.table)}"
+    return f"{comments}\n\n{tables.to_toml(calibration.table)}"
 
 
-def table_text(found: Calibration, measured: MeasuredTimes) -> Iterator[str]:
+def table_text(calibration: Calibration, measured: MeasuredTimes) -> Iterator[str]:
     """The constants of the base and the measured ones, with their errors on the measured times."""
     head = f"{'constant':<15}{'planned':>10}{'measured':>10}{'rate':>16}"
     yield f"{head}{'error':>9}{'worst':>8}{'of planned':>12}{'sizes':>7}"
-    for row in found.rows:
+    for row in calibration.rows:
         shown = f"{row.key:<15}{_value(row, row.planned):>10}{_value(row, row.measured):>10}"
         if row.rate is None:
             yield shown
@@ -286,24 +324,24 @@ def table_text(found: Calibration, measured: MeasuredTimes) -> Iterator[str]:
         )
     floor = _seconds(measured.launch)
     yield f"{'launch floor':<15}{'':>10}{floor:>10}  per small kernel; not a constant"
-    yield from (f"note: {note}" for note in found.notes)
+    yield from (f"note: {note}" for note in calibration.notes)
 
 
-def table_json(found: Calibration, measured: MeasuredTimes) -> dict[str, Any]:
+def table_json(calibration: Calibration, measured: MeasuredTimes) -> dict[str, Any]:
     """The table as JSON, with every sample."""
     return {
-        "base": found.base.name,
+        "base": calibration.base.name,
         "device": measured.device,
         "dtype": measured.dtype,
         "ranks": measured.ranks,
-        "constants": {row.key: _row(row) for row in found.rows},
+        "constants": {row.key: _row(row) for row in calibration.rows},
         "launch_s": measured.launch,
         "samples": {
             key: [sample._asdict() for sample in samples]
             for key, samples in measured.samples.items()
         },
-        "machine": found.table,
-        "notes": found.notes,
+        "machine": calibration.table,
+        "notes": calibration.notes,
     }
 
 

@@ -26,8 +26,8 @@ from fivefold.commands.options import (
     HeadroomKey,
     PrecisionOption,
     SetKey,
-    json_text,
     only_with,
+    print_answer,
     require_known,
     shown_progress,
     with_machine,
@@ -61,9 +61,9 @@ def run(
     job = GivenJob(plan_options, frozenset(), not closed)
     with shown_progress("compare") as on_progress:
         comparison = compare_frameworks(
-            job, stacks=stack, headroom=headroom, precision=precision, on_progress=on_progress
+            job, stack=stack, headroom=headroom, precision=precision, on_progress=on_progress
         )
-    typer.echo(json_text(comparison.to_json()) if as_json else str(comparison))
+    print_answer(comparison, as_json)
 
 
 _TAKEN = ("target", "gpus", "machine", "seq", "batch", "set", "stack", "headroom", "precision")
@@ -107,7 +107,7 @@ class FrameworkComparison:
 def compare_frameworks(
     model: Model,
     *,
-    stacks: bool = False,
+    stack: bool = False,
     headroom: float = 0.05,
     precision: str | None = None,
     on_progress: OnProgress | None = None,
@@ -115,7 +115,7 @@ def compare_frameworks(
 ) -> FrameworkComparison:
     """The best layout for `gpus` GPUs of a `machine` that each framework can express, beside ours.
 
-    `stacks`: price each as its own software runs it, where `presets/frameworks.toml` names a stack.
+    `stack`: price each as its own software runs it, where `presets/frameworks.toml` names a stack.
     """
     from fivefold.planner import best_plans
 
@@ -125,10 +125,10 @@ def compare_frameworks(
             "frameworks are compared by a search: give a model and the number of GPUs, as in "
             "llama-3.1-8b --gpus 64, and leave the layout out"
         )
-    named = stack_names() if stacks else {}
+    named = stack_names() if stack else {}
     keywords = estimate_options(headroom, "compiled", None, None)
     request = request_of(job.options, {}, keywords, precision)
-    results: dict[str, _Found] = {}
+    results: dict[str, _BestPlan] = {}
     searched: dict[Any, PlanResult] = {}
     for index, target in enumerate(TARGETS.values()):
         if on_progress is not None:
@@ -150,7 +150,7 @@ def stack_names() -> dict[str, str]:
     return stacks
 
 
-class _Found(NamedTuple):
+class _BestPlan(NamedTuple):
     """The best plan that a target can say, or why there is none."""
 
     stack: str | None
@@ -162,14 +162,14 @@ class _Found(NamedTuple):
 def _best_of(
     target: Target,
     options: PlanOptions,
-    how: Mapping[str, Any],
+    assumptions: Mapping[str, Any],
     precision: str | None,
     searched: dict[Any, PlanResult],
-) -> _Found:
+) -> _BestPlan:
     """The best that a target can express; `searched`: answers for others that can say the same."""
     from fivefold.planner import NothingFits, best_plans
 
-    request = request_of(options, {}, how, precision)
+    request = request_of(options, {}, assumptions, precision)
     everything = possible_values(target, request.shape, request.space.gpus)
     fixed = {} if True in everything.get("sp", {True}) else {"sp": False}
     spaces, refused = [everything], ""
@@ -177,7 +177,7 @@ def _best_of(
     while spaces:
         only = spaces.pop()
         narrow = replace(request, space=replace(request.space, only=only, fixed=fixed))
-        same = (how["stack"], *sorted(only), *(only[name] for name in sorted(only)))
+        same = (assumptions["stack"], *sorted(only), *(only[name] for name in sorted(only)))
         try:
             result = searched.get(same) or best_plans(narrow, _TRIED)
         except NothingFits as error:
@@ -185,7 +185,7 @@ def _best_of(
             continue
         searched[same] = result
         plans = (result.fastest, *result.plans)
-        priced = [_expressed(target, candidate, how, precision) for candidate in plans]
+        priced = [_expressed(target, candidate, assumptions, precision) for candidate in plans]
         fitting += [pair for pair in priced if pair and pair[1].verdict != _TOO_LARGE]
         if only is everything:  # degrees that cannot be beside others: without them, too
             lost = {loss.key for pair in priced if pair for loss in pair[0].losses}
@@ -193,24 +193,29 @@ def _best_of(
             spaces += [{**everything, axis: frozenset({1})} for axis in alone]
     if not fitting:
         refused = refused or f"its {_TRIED} fastest layouts do not fit as it can say them"
-        return _Found(how["stack"], refused=refused)
+        return _BestPlan(assumptions["stack"], refused=refused)
     nearest, estimate = min(fitting, key=lambda pair: pair[1].step)
     changed = tuple(change.text(target.title) for change in nearest.losses if not change.left)
-    return _Found(how["stack"], estimate, changed)
+    return _BestPlan(assumptions["stack"], estimate, changed)
 
 
-def _row(target: Target, found: _Found, best: Estimate) -> FrameworkRow:
+def _row(target: Target, theirs: _BestPlan, best: Estimate) -> FrameworkRow:
     """The best of a target beside ours."""
-    slower = None if found.estimate is None else found.estimate.step / best.step - 1
-    outcome = (found.estimate, slower, found.changed, found.refused)
-    return FrameworkRow(target.name, target.title, found.stack, _lacks(target, best), *outcome)
+    slower = None if theirs.estimate is None else theirs.estimate.step / best.step - 1
+    return FrameworkRow(
+        *(target.name, target.title, theirs.stack, _lacks(target, best)),
+        *(theirs.estimate, slower, theirs.changed, theirs.refused),
+    )
 
 
 def _expressed(
-    target: Target, found: Estimate, how: Mapping[str, Any], precision: str | None
+    target: Target,
+    estimate: Estimate,
+    assumptions: Mapping[str, Any],
+    precision: str | None,
 ) -> tuple[Expressed, Estimate] | None:
     """A plan as the target's file says it, and its price."""
-    plan = found.plan
+    plan = estimate.plan
     options, before = plan.options, values_of(plan)
     try:
         nearest = express(target, before, (options.model, options.set, plan.shape), _free)
@@ -221,7 +226,7 @@ def _expressed(
             return None
         changed = options_of(values, options.model, options.set)
         changed = replace(changed, machine=options.machine)
-        return nearest, estimate_given(changed, how, precision)[1]
+        return nearest, estimate_given(changed, assumptions, precision)[1]
     except FivefoldError:
         return None
 

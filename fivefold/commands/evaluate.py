@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import redirect_stdout
+from dataclasses import dataclass, fields
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -14,13 +15,23 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fivefold.commands.job import above, checkpoint_step
-from fivefold.commands.options import json_text, model_options, open_weights, write_texts
-from fivefold.core import BadFile, FivefoldError, UnknownName
+from fivefold.commands.job import OnProgress, TaskProgress, above, checkpoint_step, warn_caller
+from fivefold.commands.options import (
+    exit_on_lost_rank,
+    json_text,
+    model_options,
+    model_path,
+    open_weights,
+    print_answer,
+    shown_progress,
+    warn,
+)
+from fivefold.core import BadFile, FivefoldError, RankLost, UnknownName
+from fivefold.core.layout import Layout
 from fivefold.generate import DTYPES, ModelSetup, find_model, set_up
 
 if TYPE_CHECKING:
-    from fivefold.generate import TaskModel, TextPiece, TextRequest, WrittenText
+    from fivefold.generate import TaskModel, Tell, TextPiece, TextRequest, WrittenText
 
 _INSTALL = "fivefold eval needs the lm-eval package: pip install 'fivefold[eval]'"
 _NO_METRIC = ("alias", "name", "sample_len", "sample_count")
@@ -56,8 +67,84 @@ def run(
     as_json: Annotated[bool, typer.Option("--json", help="Print the results as JSON.")] = False,
 ) -> None:
     """Evaluate a model on tasks."""
+    with exit_on_lost_rank(), shown_progress("evaluate") as on_progress:
+        evaluated = evaluate(
+            source,
+            tasks or "",
+            limit=limit,
+            layout=layout,
+            dtype=dtype,
+            include_path=include_path,
+            num_fewshot=num_fewshot,
+            device=device,
+            tokenizer=tokenizer,
+            cache_gb=cache_gb,
+            step=step,
+            out=out,
+            on_progress=on_progress,
+            on_warning=warn,
+        )
+    print_answer(evaluated, as_json)
+
+
+@dataclass(frozen=True)
+class EvaluatedTasks:
+    """The metrics of a model on tasks of lm-eval, by task.
+
+    `str()` is the text of `fivefold eval`, `to_json()` its JSON.
+    """
+
+    model: str
+    layout: str
+    dtype: str
+    limit: int | None
+    tasks: Mapping[str, Any]
+    truncated_contexts: int
+    seconds: float
+
+    def to_json(self) -> dict[str, Any]:
+        """What `fivefold eval --json` prints."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+    def __str__(self) -> str:
+        rows = [("task", "metric", "value", "stderr", "samples")]
+        for name, task in self.tasks.items():
+            count = "" if task["samples"] is None else f"{task['samples']:,}"
+            for metric, result in task["metrics"].items():
+                shown = [_number(result["value"]), _number(result["stderr"])]
+                rows.append((name, metric, shown[0], shown[1], count))
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+        about = f"{self.model} · {self.layout} · {self.dtype} · {self.seconds:.1f} s"
+        if self.truncated_contexts:
+            about += f" · {self.truncated_contexts:,} contexts cut from the left"
+        return "\n".join([*lines, about])
+
+
+def evaluate(
+    source: Any,
+    tasks: str | Sequence[str],
+    *,
+    limit: int | None = None,
+    layout: str | Layout = "dp=1",
+    dtype: str | None = None,
+    include_path: str | Path | None = None,
+    num_fewshot: int | None = None,
+    device: str = "auto",
+    tokenizer: str | Path | None = None,
+    cache_gb: float = 1.0,
+    step: str | int | None = None,
+    out: str | Path | None = None,
+    on_progress: OnProgress | None = None,
+    on_warning: Tell | None = None,
+) -> EvaluatedTasks:
+    """Evaluate a run, or the folder of a Hugging Face model, on tasks of lm-eval.
+
+    `tasks` are names in a list, or between commas. With `out` the results are written as JSON.
+    """
     began = time.perf_counter()
-    names = [name.strip() for name in (tasks or "").split(",") if name.strip()]
+    listed = tasks.split(",") if isinstance(tasks, str) else tasks
+    names = [name.strip() for name in listed if name.strip()]
     if not names:
         raise FivefoldError("no task is given: name some, as in --tasks hellaswag,arc_easy")
     if limit is not None:
@@ -65,25 +152,28 @@ def run(
     if num_fewshot is not None:
         above("--num-fewshot", num_fewshot, -1)
     runs = model_options(dtype, device, cache_gb, layout=layout, tokenizer=tokenizer)
-    _check_folders(include_path, out)
+    folder = None if include_path is None else Path(include_path)
+    file = None if out is None else Path(out)
+    _check_folders(folder, file)
     chosen = checkpoint_step(step)
-    model = find_model(source, chosen)
-    manager, task_names = _find_tasks(names, include_path)
+    path = model_path(source)
+    model = find_model(path, chosen)
+    manager, task_names = _find_tasks(names, folder)
     setup = set_up(model, runs, partial(open_weights, model, chosen))
-    task_model = task_model_of(setup)
+    task_model = task_model_of(setup, on_progress, on_warning or warn_caller)
     results = _evaluate(task_model, manager, task_names, limit, num_fewshot)
-    table = {
-        "model": str(source),
-        "layout": str(setup.plan.layout),
-        "dtype": setup.dtype,
-        "limit": limit,
-        "tasks": _tasks_table(results),
-        "truncated_contexts": task_model.num_truncated,
-        "seconds": round(time.perf_counter() - began, 3),
-    }
-    if out is not None:
-        _write_table(out, table)
-    typer.echo(json_text(table) if as_json else _text(table))
+    evaluated = EvaluatedTasks(
+        str(path),
+        str(setup.plan.layout),
+        setup.dtype,
+        limit,
+        _tasks_table(results),
+        task_model.num_truncated,
+        round(time.perf_counter() - began, 3),
+    )
+    if file is not None:
+        _write_table(file, evaluated.to_json())
+    return evaluated
 
 
 def _check_folders(include_path: Path | None, out: Path | None) -> None:
@@ -138,21 +228,24 @@ class UnknownTask(UnknownName):
             self.args = (f"unknown task {name!r}: {hint}",)
 
 
-def task_model_of(setup: ModelSetup) -> TaskModel:
-    from fivefold.generate import TaskModel, prefix_token
+def task_model_of(
+    setup: ModelSetup, on_progress: OnProgress | None = None, on_warning: Tell = warn_caller
+) -> TaskModel:
+    """The model as tasks ask it: scores of texts, and completions."""
+    from fivefold.generate import TaskModel, prefix_token, run_ranks
 
     def write(requests: list[TextRequest]) -> Mapping[str, WrittenText]:
         written: dict[str, WrittenText] = {}
+        title = "score" if requests[0].request.targets else "generate"
 
         def on_piece(piece: TextPiece) -> None:
             if piece.written is not None:
                 written[piece.id] = piece.written
+                if on_progress is not None:
+                    on_progress(TaskProgress(len(written), len(requests), title))
 
-        write_texts(setup.task(requests), "score" if scores(requests) else "generate", on_piece)
+        run_ranks(setup.task(requests), on_piece, on_warning)
         return written
-
-    def scores(requests: list[TextRequest]) -> bool:
-        return bool(requests[0].request.targets)
 
     shape, folder = setup.plan.shape, setup.model.folder
     prefix = prefix_token(folder, setup.codec, setup.ends, shape.vocab)
@@ -163,10 +256,10 @@ def _evaluate(
     model: TaskModel, manager: Any, tasks: list[str], limit: int | None, num_fewshot: int | None
 ) -> dict[str, Any]:
     """The package's results. What fails before the model is asked is a task that cannot be read."""
-    evaluate = import_module("lm_eval").simple_evaluate
+    simple_evaluate = import_module("lm_eval").simple_evaluate
     try:
         with redirect_stdout(sys.stderr):
-            return evaluate(
+            return simple_evaluate(
                 model=harness_model(model),
                 tasks=tasks,
                 num_fewshot=num_fewshot,
@@ -175,7 +268,7 @@ def _evaluate(
                 log_samples=False,
                 torch_random_seed=None,
             )
-    except (FivefoldError, typer.Exit):
+    except (FivefoldError, RankLost):
         raise
     except Exception as error:
         if model.num_calls:
@@ -230,22 +323,6 @@ def _metrics(row: Mapping[str, Any]) -> dict[str, Any]:
         number = stderr if isinstance(stderr, int | float) else None
         metrics[metric if kind in ("", "none") else key] = {"value": value, "stderr": number}
     return metrics
-
-
-def _text(table: Mapping[str, Any]) -> str:
-    """The results as lines."""
-    rows = [("task", "metric", "value", "stderr", "samples")]
-    for name, task in table["tasks"].items():
-        count = "" if task["samples"] is None else f"{task['samples']:,}"
-        for metric, result in task["metrics"].items():
-            shown = [_number(result["value"]), _number(result["stderr"])]
-            rows.append((name, metric, shown[0], shown[1], count))
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
-    about = f"{table['model']} · {table['layout']} · {table['dtype']} · {table['seconds']:.1f} s"
-    if table["truncated_contexts"]:
-        about += f" · {table['truncated_contexts']:,} contexts cut from the left"
-    return "\n".join([*lines, about])
 
 
 def _number(value: object) -> str:

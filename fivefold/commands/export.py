@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 import typer
 
-from fivefold.commands.job import HUGGING_FACE, TITAN_FORMATS, above, checkpoint_step, one_of
-from fivefold.commands.options import json_text
+from fivefold.commands.job import (
+    HUGGING_FACE,
+    TITAN_FORMATS,
+    above,
+    checkpoint_step,
+    one_of,
+    warn_caller,
+)
+from fivefold.commands.options import model_path, print_answer, warn
 from fivefold.core import PRECISIONS, FivefoldError, counted
 from fivefold.core.layout import tuned
 from fivefold.core.model import (
@@ -77,25 +86,87 @@ def run(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Write the weights of a run as a folder that transformers loads; adapters are merged."""
-    one_of("--format", written_as, (HUGGING_FACE, *TITAN_FORMATS))
-    if adapter and written_as != HUGGING_FACE:
+    exported = export(
+        run_folder,
+        folder,
+        step=step,
+        dtype=dtype,
+        format=written_as,
+        adapter=adapter,
+        shard_gb=shard_gb,
+        on_warning=warn,
+    )
+    print_answer(exported, as_json)
+
+
+@dataclass(frozen=True)
+class ExportedModel:
+    """The weights of a run in a folder of Hugging Face or TorchTitan.
+
+    `str()` is the text of `fivefold export`, `to_json()` its JSON.
+    """
+
+    folder: str
+    format: str
+    step: int
+    model: str
+    family: str
+    parameters: int
+    dtype: str
+    adapter: bool  # alone, without the model
+    files: tuple[str, ...]  # of weights
+    beside: tuple[str, ...]  # other files
+    notes: tuple[str, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """What `fivefold export --json` prints."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        beside = f", beside {', '.join(self.beside)}" if self.beside else ""
+        whose = f"{'the adapters of ' if self.adapter else ''}step {self.step} of "
+        verb = "are" if self.adapter else "is"
+        head = (
+            f"{whose}{self.model} ({self.family}, {self.parameters:,} parameters) {verb} in "
+            f"{self.folder}, in {self.dtype}, {counted(len(self.files), 'file')} of weights{beside}"
+        )
+        return "\n".join([head, *self.notes])
+
+
+def export(
+    run: Any,
+    folder: str | Path,
+    *,
+    step: str | int | None = None,
+    dtype: str | None = None,
+    format: str = HUGGING_FACE,
+    adapter: bool = False,
+    shard_gb: float = 5.0,
+    on_warning: Callable[[str], None] | None = None,
+) -> ExportedModel:
+    """Write the weights of a run as a folder that transformers or TorchTitan loads.
+
+    Adapters are merged, or with `adapter` written alone, as PEFT reads them.
+    """
+    one_of("--format", format, (HUGGING_FACE, *TITAN_FORMATS))
+    if adapter and format != HUGGING_FACE:
         raise FivefoldError(
-            f"--adapter writes what PEFT reads, and --format {written_as} a model: leave one out"
+            f"--adapter writes what PEFT reads, and --format {format} a model: leave one out"
         )
     dtype = dtype and one_of("--dtype", dtype, _WRITTEN)
     above("--shard-gb", shard_gb, 0.0)
-    chosen_step = checkpoint_step(step)
+    run_folder, chosen_step = model_path(run), checkpoint_step(step)
     options = options_of(run_folder, chosen_step)
     shape = models.with_overrides(models.load(options.model), options.set)
     narrow = PRECISIONS[options.precision].dtype == "bfloat16"  # fp8 too: its weights are bf16
     chosen = dtype or ("bf16" if narrow else "fp32")
     origin = str(_source(options).get("_name_or_path") or "") if adapter else None
-    export_options = ExportOptions(written_as, chosen, shard_gb, options.train.tuning, origin)
+    export_options = ExportOptions(format, chosen, shard_gb, options.train.tuning, origin)
     model = HfModel(shape, {})
-    if written_as == HUGGING_FACE:
+    if format == HUGGING_FACE:
         model = as_hf(shape, PRECISIONS[chosen].dtype, _source(options))
-    table = _exported(model, run_folder, chosen_step, folder, export_options)
-    typer.echo(json_text(table) if as_json else _text(table))
+    on_warning = on_warning or warn_caller
+    return _exported(model, run_folder, chosen_step, Path(folder), export_options, on_warning)
 
 
 def _source(options: PlanOptions) -> dict[str, Any]:
@@ -114,8 +185,9 @@ def _exported(
     step: int | Literal["best"] | None,
     folder: Path,
     options: ExportOptions,
-) -> dict[str, Any]:
-    """Write the model; returns a table of what was written."""
+    on_warning: Callable[[str], None],
+) -> ExportedModel:
+    """Write the model."""
     # Imported here, so that a bad command line is refused before torch is loaded.
     import torch
 
@@ -123,8 +195,9 @@ def _exported(
     from fivefold.huggingface import BASE, base_of, merged, write_adapter, write_model
     from fivefold.train.checkpoint import open_run
 
-    shape, dtype = tuned(model.shape, options.tuning), getattr(torch, _dtype_of(options))
-    reader = open_run(run_folder, shape, step, lambda why: typer.echo(f"fivefold: {why}", err=True))
+    shape = tuned(model.shape, options.tuning)
+    dtype: torch.dtype = getattr(torch, PRECISIONS[options.dtype].dtype)
+    reader = open_run(run_folder, shape, step, on_warning)
 
     def read(name: str) -> torch.Tensor:
         return reader.read(f"model/{name}")
@@ -143,19 +216,19 @@ def _exported(
         beside = _beside(model, run_folder, reader.facts.step, options)
         most, values = int(options.shard_gb * 1e9), merged(shape, read)
         files = write_model(folder, model.shape, model.config, values, dtype, most, beside)
-    return {
-        "folder": str(folder),
-        "format": options.format,
-        "step": reader.facts.step,
-        "model": model.shape.name,
-        "family": model.shape.family,
-        "parameters": parameters(model.shape).total,
-        "dtype": options.dtype,
-        "adapter": options.origin is not None,
-        "files": [file.name for file in files],
-        "beside": sorted(beside),
-        "notes": notes,
-    }
+    return ExportedModel(
+        folder=str(folder),
+        format=options.format,
+        step=reader.facts.step,
+        model=model.shape.name,
+        family=model.shape.family,
+        parameters=parameters(model.shape).total,
+        dtype=options.dtype,
+        adapter=options.origin is not None,
+        files=tuple(file.name for file in files),
+        beside=tuple(sorted(beside)),
+        notes=tuple(notes),
+    )
 
 
 def _beside(
@@ -174,19 +247,3 @@ def _beside(
     text = plan_text_of(run_folder, step) or (run_folder / "plan.toml").read_text("utf-8")
     card = model_card(plan.resolve(read), text, options.dtype, step, tokenizer)
     return {**files, CARD: card}
-
-
-def _dtype_of(options: ExportOptions) -> str:
-    return PRECISIONS[options.dtype].dtype
-
-
-def _text(table: dict[str, Any]) -> str:
-    beside = f", beside {', '.join(table['beside'])}" if table["beside"] else ""
-    whose = f"{'the adapters of ' if table['adapter'] else ''}step {table['step']} of "
-    verb = "are" if table["adapter"] else "is"
-    head = (
-        f"{whose}{table['model']} ({table['family']}, {table['parameters']:,} "
-        f"parameters) {verb} in {table['folder']}, in {table['dtype']}, "
-        f"{counted(len(table['files']), 'file')} of weights{beside}"
-    )
-    return "\n".join([head, *table["notes"]])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-import warnings
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,11 +13,17 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 import typer
 
-from fivefold.commands.job import OnProgress, TaskProgress, above, checkpoint_step
-from fivefold.commands.options import model_options, open_weights, shown_progress, warn
-from fivefold.core import BadFile, FivefoldError, RankLost
+from fivefold.commands.job import OnProgress, TaskProgress, above, checkpoint_step, warn_caller
+from fivefold.commands.options import (
+    exit_on_lost_rank,
+    model_options,
+    model_path,
+    open_weights,
+    shown_progress,
+    warn,
+)
+from fivefold.core import BadFile, FivefoldError
 from fivefold.core.layout import Layout
-from fivefold.core.model import Shape
 from fivefold.generate import (
     DTYPES,
     ModelOptions,
@@ -84,32 +89,34 @@ def run(
     if record_routing and not as_json and output is None:
         raise FivefoldError("--record-routing writes into JSON lines: give --json, or -o OUT.jsonl")
     prompts = read_prompts(file) if file is not None else [Prompt("0", prompt or "")]
-    options = {"max_tokens": max_tokens, "temperature": temperature, "top_k": top_k}
-    options |= {"top_p": top_p, "seed": seed, "stop": stop or (), "layout": layout, "chat": chat}
-    options |= {"dtype": dtype, "device": device, "tokenizer": tokenizer, "cache_gb": cache_gb}
-    options |= {"batch_invariant": batch_invariant, "step": step, "output": output}
-    _print(source, prompts, {**options, "record_routing": record_routing}, as_json)
-
-
-def _print(source: Path, prompts: list[Prompt], options: dict[str, Any], as_json: bool) -> None:
-    output = options["output"]
     streams = len(prompts) == 1 and not as_json and output is None
-    echoed = "" if options["chat"] else prompts[0].text
+    echoed = "" if chat else prompts[0].text
     printer = _Printer(streams, as_json, quiet=output is not None, prompt=echoed)
-    try:
-        with shown_progress("generate", shown=len(prompts) > 1) as on_progress:
-            written = generate(
-                source,
-                prompts,
-                **options,
-                on_piece=printer.on_piece,
-                on_progress=on_progress,
-                on_warning=warn,
-            )
-    except RankLost as lost:
-        warn(lost.reason)
-        raise typer.Exit(1) from lost
-    if not written:
+    with exit_on_lost_rank(), shown_progress("generate", shown=len(prompts) > 1) as on_progress:
+        texts = generate(
+            source,
+            prompts,
+            max_tokens=max_tokens,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            seed=seed,
+            stop=stop or (),
+            layout=layout,
+            chat=chat,
+            dtype=dtype,
+            device=device,
+            tokenizer=tokenizer,
+            cache_gb=cache_gb,
+            batch_invariant=batch_invariant,
+            step=step,
+            output=output,
+            record_routing=record_routing,
+            on_piece=printer.on_piece,
+            on_progress=on_progress,
+            on_warning=warn,
+        )
+    if not texts:
         typer.echo(f"all {len(prompts):,} completions are in {output} already", err=True)
 
 
@@ -125,10 +132,8 @@ class _Printer:
             sys.stdout.write(self.prompt + piece.text)
             sys.stdout.flush()
             self.prompt = ""
-        if piece.written is not None:
-            self.on_written(piece.written)
-
-    def on_written(self, written: WrittenText) -> None:
+        if (written := piece.written) is None:
+            return
         if self.streams:
             typer.echo()
         elif self.as_json:
@@ -192,8 +197,8 @@ class GeneratedTexts:
     def __iter__(self) -> Iterator[WrittenText]:
         return iter(self.completions)
 
-    def __getitem__(self, place: int) -> WrittenText:
-        return self.completions[place]
+    def __getitem__(self, index: int) -> WrittenText:
+        return self.completions[index]
 
     def to_json(self) -> list[dict[str, Any]]:
         """The lines that `fivefold generate --json` prints."""
@@ -260,29 +265,24 @@ def generate(
         record_routing,
         None if output is None else Path(output),
     )
-    named = None if tokenizer is None else str(tokenizer)
-    settings = {"layout": str(layout), "tokenizer": named, "batch_invariant": batch_invariant}
-    runs = model_options(dtype, device, cache_gb, **settings)
-    model = find_model(_folder(source), options.step)
+    runs = model_options(
+        dtype,
+        device,
+        cache_gb,
+        layout=layout,
+        tokenizer=tokenizer,
+        batch_invariant=batch_invariant,
+    )
+    model = find_model(model_path(source), options.step)
     prompts = [Prompt("0", prompt)] if isinstance(prompt, str) else _prompts(prompt)
-    on_message = on_warning or _warn
-    listeners = TextListeners(on_piece, on_progress, on_message)
+    listeners = TextListeners(on_piece, on_progress, on_warning or warn_caller)
     return GeneratedTexts(_generate(model, prompts, options, runs, listeners))
 
 
-def _warn(why: str) -> None:
-    warnings.warn(why, stacklevel=3)
-
-
-def _folder(source: Any) -> Path:
-    """The folder of a run that was trained, or a path."""
-    return Path(getattr(source, "folder", source))
-
-
-def _prompts(given: Sequence[str | Messages | Prompt]) -> list[Prompt]:
-    """Prompts by their places in the list."""
+def _prompts(listed: Sequence[str | Messages | Prompt]) -> list[Prompt]:
+    """Prompts by their numbers in the list."""
     prompts: list[Prompt] = []
-    for number, prompt in enumerate(given):
+    for number, prompt in enumerate(listed):
         if isinstance(prompt, Prompt):
             prompts.append(prompt)
         elif isinstance(prompt, str):
@@ -293,12 +293,6 @@ def _prompts(given: Sequence[str | Messages | Prompt]) -> list[Prompt]:
     if not prompts:
         raise FivefoldError("no prompt: give a text, or a list of texts")
     return prompts
-
-
-def _check_recording(shape: Shape, options: TextOptions) -> None:
-    """Refuse to record choices that there are not."""
-    if options.record_routing and shape.moe is None:
-        raise FivefoldError(f"--record-routing: {shape.name} has no experts; leave it out")
 
 
 def _generate(
@@ -318,7 +312,8 @@ def _generate(
         stops_of,
     )
 
-    _check_recording(model.shape, options)
+    if options.record_routing and model.shape.moe is None:
+        raise FivefoldError(f"--record-routing: {model.shape.name} has no experts; leave it out")
     setup = set_up(model, runs, partial(open_weights, model, options.step))
     codec = setup.codec
     stops, ends = stops_of(codec, options.stops)

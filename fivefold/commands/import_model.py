@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import typer
 
 from fivefold.commands.job import HUGGING_FACE, TITAN_FORMATS, one_of, titan_model
-from fivefold.commands.options import json_text
+from fivefold.commands.options import print_answer
 from fivefold.core import PRECISIONS, FivefoldError, tables
 from fivefold.core.layout import buffers, tuned, weights
 from fivefold.core.model import ADAPTER, TOKENIZER_FILES, files_in, parameters, tokenizer_in
@@ -57,14 +58,75 @@ def run(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Create a run that starts from a downloaded Hugging Face model, or from TorchTitan's."""
+    print_answer(import_model(folder, out=out, model=model, adapter=adapter, dtype=dtype), as_json)
+
+
+@dataclass(frozen=True)
+class ImportedModel:
+    """A run whose step 0 has the weights of a downloaded model.
+
+    `str()` is the text of `fivefold import`, `to_json()` its JSON.
+    """
+
+    run: str
+    read: str  # the folder of the weights
+    format: str
+    checkpoint: str
+    model: str
+    family: str
+    parameters: int
+    tensors: int
+    dtype: str
+    lr: float
+    tokenizer: str | None
+    next: tuple[str, ...]  # commands that fine-tune it
+
+    @property
+    def folder(self) -> Path:
+        """The run folder."""
+        return Path(self.run)
+
+    def to_json(self) -> dict[str, Any]:
+        """What `fivefold import --json` prints."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        read = f", read from {self.read}" if self.format != HUGGING_FACE else ""
+        lines = [
+            f"{self.model} ({self.family}, {self.parameters:,} parameters) is step 0 of "
+            f"{self.run}{read}, in {self.dtype}; its plan has the learning rate {self.lr:g} of "
+            "fine-tuning. Tokenize text with its own tokenizer, and train:",
+            *(f"  {command}" for command in self.next),
+            "For conversations, add --chat to the first command.",
+        ]
+        if self.tokenizer is None:
+            lines.append(
+                f"It came without a tokenizer.json: put the model's own into {self.run} first"
+            )
+        return "\n".join(lines)
+
+
+def import_model(
+    folder: str | Path,
+    *,
+    out: str | Path | None = None,
+    model: str | None = None,
+    adapter: str | Path | None = None,
+    dtype: str | None = None,
+) -> ImportedModel:
+    """Create a run that starts from the folder of a Hugging Face model, or from TorchTitan's.
+
+    `model` says what a TorchTitan folder has. `adapter` is a folder of PEFT, to be trained on.
+    """
+    folder = Path(folder)
     dtype = dtype and one_of("--dtype", dtype, ("fp32", "bf16"))
     titan = titan_model(folder, model)
     origin = (folder, str(folder / _CONFIG)) if titan is None else titan
     shape = models.load(origin[1])
     weights(shape)  # refuses what cannot be built
     source = ImportSource(*origin, titan is not None)
-    table = _imported(source, out or Path("runs") / shape.name, shape, dtype, adapter)
-    typer.echo(json_text(table) if as_json else _text(table))
+    run_folder = Path("runs") / shape.name if out is None else Path(out)
+    return _imported(source, run_folder, shape, dtype, None if adapter is None else Path(adapter))
 
 
 class ImportSource(NamedTuple):
@@ -94,9 +156,9 @@ class ImportSource(NamedTuple):
 
 
 def _imported(
-    given: ImportSource, target: Path, shape: Shape, dtype: str | None, adapter: Path | None
-) -> dict[str, Any]:
-    """Write the run; returns a table of what was written."""
+    origin: ImportSource, target: Path, shape: Shape, dtype: str | None, adapter: Path | None
+) -> ImportedModel:
+    """Write the run."""
     # Imported here, so that a bad command line is refused before torch is loaded.
     import torch
 
@@ -107,7 +169,7 @@ def _imported(
         raise FivefoldError(
             f"{target} has checkpoints already: give a folder without any, with -o RUN"
         )
-    source = given.open(shape)
+    source = origin.open(shape)
     adapters = None if adapter is None else AdapterFolder(adapter, shape)
     chosen = dtype or ("bf16" if source.is_narrow else "fp32")
     size = parameters(shape).total
@@ -116,7 +178,7 @@ def _imported(
         shape, tuning = tuned(shape, adapters.tuning), adapters.tuning
         adapted = {"lora": tuning.rank, "lora_alpha": tuning.alpha, "lora_targets": tuning.targets}
         train = {"lr": _ADAPTER_RATE, **adapted}
-    model, copied = given.files()
+    model, copied = origin.files()
     table = {"model": model, "precision": chosen, "train": train}
     plan = tables.to_toml(table)
     written = _write_new(target, copied | {"plan.toml": plan.encode()})
@@ -129,20 +191,26 @@ def _imported(
         for file in written:
             file.unlink()
         raise
-    return {
-        "run": str(target),
-        "read": str(given.folder),
-        "format": TITAN_FORMATS[0] if given.is_titan else HUGGING_FACE,
-        "checkpoint": str(path),
-        "model": shape.name,
-        "family": shape.family,
-        "parameters": size,
-        "tensors": len(entries),
-        "dtype": chosen,
-        "lr": train["lr"],
-        "tokenizer": None if (tokenizer := tokenizer_in(target)) is None else tokenizer.fingerprint,
-        "next": _next_steps(target),
-    }
+    tokenizer = tokenizer_in(target)
+    return ImportedModel(
+        run=str(target),
+        read=str(origin.folder),
+        format=TITAN_FORMATS[0] if origin.is_titan else HUGGING_FACE,
+        checkpoint=str(path),
+        model=shape.name,
+        family=shape.family,
+        parameters=size,
+        tensors=len(entries),
+        dtype=chosen,
+        lr=train["lr"],
+        tokenizer=None if tokenizer is None else tokenizer.fingerprint,
+        # In the model's own tokens, at a rate that preserves what it knows, which the plan has.
+        next=(
+            f"fivefold tokens YOUR_TEXT --tokenizer {target} -o {target}/corpus",
+            f"fivefold train {target}/plan.toml --out {target} --resume "
+            f"--set packed=true data={target}/corpus",
+        ),
+    )
 
 
 def _write_new(target: Path, files: dict[str, bytes]) -> list[Path]:
@@ -165,15 +233,6 @@ def _write_new(target: Path, files: dict[str, bytes]) -> list[Path]:
         ) from error
 
 
-def _next_steps(run: Path) -> list[str]:
-    """Commands that fine-tune this model: text in its own tokens, at a rate that keeps what it
-    knows, which the plan has."""
-    return [
-        f"fivefold tokens YOUR_TEXT --tokenizer {run} -o {run}/corpus",
-        f"fivefold train {run}/plan.toml --out {run} --resume --set packed=true data={run}/corpus",
-    ]
-
-
 def _entries(
     source: HfFolder | TitanFolder, adapters: AdapterFolder | None, shape: Shape, dtype: torch.dtype
 ) -> Iterator[Any]:
@@ -186,19 +245,3 @@ def _entries(
     for weight in buffers(shape):
         wide = torch.float32
         yield f"model/{weight.name}", weight.shape, wide, partial(source.weight, weight, wide)
-
-
-def _text(table: dict[str, Any]) -> str:
-    read = f", read from {table['read']}" if table["format"] != HUGGING_FACE else ""
-    lines = [
-        f"{table['model']} ({table['family']}, {table['parameters']:,} parameters) is step 0 of "
-        f"{table['run']}{read}, in {table['dtype']}; its plan has the learning rate "
-        f"{table['lr']:g} of fine-tuning. Tokenize text with its own tokenizer, and train:",
-        *(f"  {command}" for command in table["next"]),
-        "For conversations, add --chat to the first command.",
-    ]
-    if table["tokenizer"] is None:
-        lines.append(
-            f"It came without a tokenizer.json: put the model's own into {table['run']} first"
-        )
-    return "\n".join(lines)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -53,13 +54,18 @@ class TaskProgress(NamedTuple):
 OnProgress = Callable[[TaskProgress], None]
 
 
+def warn_caller(why: str) -> None:
+    """What a function does with a warning that has no `on_warning`."""
+    warnings.warn(why, stacklevel=3)
+
+
 @dataclass(frozen=True)
 class GivenJob:
     """A job as it was asked for: its options, the names of those that were given, and whether its
     layout is open: neither given nor in a plan."""
 
     options: PlanOptions
-    given: frozenset[str]
+    keys: frozenset[str]
     is_open: bool
 
 
@@ -103,7 +109,7 @@ def given_job(model: Model, keys: Mapping[str, Any]) -> GivenJob:
 def reopened(job: GivenJob) -> GivenJob:
     """The job with an open layout where GPUs were given, no layout was, and the plan's has another
     number of ranks. Its batch stays, in a multiple of the GPUs."""
-    gpus, given_keys = job.options.gpus, job.given
+    gpus, given_keys = job.options.gpus, job.keys
     if job.is_open or gpus is None or "gpus" not in given_keys or "layout" in given_keys:
         return job
     plan = resolve(replace(job.options, gpus=None))
@@ -216,42 +222,42 @@ _SAME_TYPE = (
 )
 
 
-def one_of(option: str, given: str, known: Collection[str]) -> str:
+def one_of(option: str, value: str, known: Collection[str]) -> str:
     """Check that an option has one of the known values, or another name of one; returns it."""
-    if given not in known:
-        same = next((names for names in _SAME_TYPE if given in names), set[str]())
+    if value not in known:
+        same = next((names for names in _SAME_TYPE if value in names), set[str]())
         if option == "--dtype" and (matches := [match for match in known if match in same]):
             return matches[0]
-        raise UnknownName(option, given, known)
-    return given
+        raise UnknownName(option, value, known)
+    return value
 
 
-def asked_backend(given: str | None) -> Backend | None:
+def asked_backend(value: str | None) -> Backend | None:
     """The value of --backend; None if it was left out."""
-    return None if given is None else cast("Backend", one_of("--backend", given, BACKENDS))
+    return None if value is None else cast("Backend", one_of("--backend", value, BACKENDS))
 
 
-def above(option: str, given: Number, low: Number) -> Number:
+def above(option: str, value: Number, low: Number) -> Number:
     """Check that an option is a number above `low`."""
-    if not low < given < 1e9:
-        raise FivefoldError(f"{option} {given}: give a number above {low} and below 1e9")
-    return given
+    if not low < value < 1e9:
+        raise FivefoldError(f"{option} {value}: give a number above {low} and below 1e9")
+    return value
 
 
-def positive(option: str, given: float) -> float:
+def positive(option: str, value: float) -> float:
     """Check that an option is above 0 and finite."""
-    if not 0 < given < 1e30:
-        raise FivefoldError(f"{option} {given}: give a number above 0")
-    return given
+    if not 0 < value < 1e30:
+        raise FivefoldError(f"{option} {value}: give a number above 0")
+    return value
 
 
-def checkpoint_step(given: str | int | None) -> int | Literal["best"] | None:
+def checkpoint_step(value: str | int | None) -> int | Literal["best"] | None:
     """The checkpoint that an option names."""
-    if given is None or given == "best":
-        return given
-    text = str(given)
+    if value is None or value == "best":
+        return value
+    text = str(value)
     if not text.isdecimal() or len(text) > 9:
-        raise FivefoldError(f"--step {given}: give the number of a step, or best")
+        raise FivefoldError(f"--step {value}: give the number of a step, or best")
     return int(text)
 
 
@@ -298,12 +304,12 @@ def target_or_options(target: str, gpus: int | None, model: str | None) -> str |
     return target if foreign is None else foreign.options
 
 
-def foreign_answer(found: ForeignPlan, printed: Printed) -> Printed:
+def foreign_answer(foreign: ForeignPlan, printed: Printed) -> Printed:
     """What `fivefold plan FILE` prints: the plan, and what of the file is not in it."""
     table, lines = printed
-    read = {"from": found.target.name, "unknown": [*found.unknown], "notes": [*found.notes]}
-    head = f"read as {found.target.title}: {table['model']} on {found.options.layout}"
-    return {**table, "read": read}, [head, *(f"  {line}" for line in found.lines), "", *lines]
+    read = {"from": foreign.target.name, "unknown": [*foreign.unknown], "notes": [*foreign.notes]}
+    head = f"read as {foreign.target.title}: {table['model']} on {foreign.options.layout}"
+    return {**table, "read": read}, [head, *(f"  {line}" for line in foreign.lines), "", *lines]
 
 
 def titan_model(folder: Path, model: str | None) -> tuple[Path, str] | None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from fivefold.commands.options import json_text, typed
+from fivefold.commands.options import print_answer
 from fivefold.core import FivefoldError, counted
 from fivefold.core.plan import Plan, options_from, resolve
 from fivefold.launch import require_trainable
@@ -35,11 +35,9 @@ _ONLY_FOR: dict[str, Target] = {
     **dict.fromkeys(("image", "claim"), "kubernetes"),
 }
 _USUAL = LaunchRequest(plan="")
-_ASKED = [field.name for field in fields(LaunchRequest) if field.name not in ("plan", "file")]
 
 
 def run(
-    command: typer.Context,
     target: Annotated[str, typer.Argument(help="slurm, torchrun or kubernetes.")],
     plan_file: Annotated[str, typer.Argument(metavar="PLAN.toml", help="Of `fivefold plan -o`.")],
     output: Annotated[Path | None, typer.Option("-o", help="Write the script to a file.")] = None,
@@ -82,15 +80,118 @@ def run(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Write the script that starts a plan under Slurm, torchrun or Kubernetes."""
+    script = launch(
+        target,
+        plan_file,
+        output=output,
+        out=out,
+        name=name,
+        gpus_per_node=gpus_per_node,
+        cpus=cpus,
+        restarts=restarts,
+        grace=grace,
+        partition=partition,
+        account=account,
+        time=time,
+        master=master,
+        image=image,
+        claim=claim,
+        smoke=smoke,
+    )
+    print_answer(script, as_json)
+
+
+@dataclass(frozen=True)
+class LaunchScript:
+    """The script that starts a plan on a cluster, and the command that starts the script.
+
+    `str()` is the text of `fivefold launch`, `to_json()` its JSON.
+    """
+
+    plan: Plan
+    job: LaunchJob
+    script: str
+    output: Path | None  # the file that it was written to
+
+    def to_json(self) -> dict[str, Any]:
+        """What `fivefold launch --json` prints."""
+        plan, job = self.plan, self.job
+        return {
+            "target": job.target,
+            "plan": job.request.plan,
+            "model": plan.shape.name,
+            "layout": str(plan.layout),
+            "world": plan.layout.world,
+            "nodes": job.nodes,
+            "gpus_per_node": job.per_node,
+            "device": job.device or "auto",
+            "name": job.name,
+            "run": job.out,
+            "start": job.start,
+            "file": None if self.output is None else str(self.output),
+            "script": self.script,
+        }
+
+    def __str__(self) -> str:
+        if self.output is None:
+            return self.script.removesuffix("\n")
+        plan, job = self.plan, self.job
+        size = f"{counted(job.nodes, 'node')}, {counted(job.per_node, 'rank')} on each"
+        head = f"{self.output}: {plan.shape.name} in {plan.layout}, {size}"
+        return f"{head}\nstart it: {job.start}"
+
+
+def launch(
+    target: str,
+    plan: str | Path,
+    *,
+    output: str | Path | None = None,
+    out: str | Path | None = None,
+    name: str | None = None,
+    gpus_per_node: int | None = None,
+    cpus: int | None = None,
+    restarts: int = _USUAL.restarts,
+    grace: int = _USUAL.grace,
+    partition: str | None = None,
+    account: str | None = None,
+    time: str = _USUAL.time,
+    master: str | None = None,
+    image: str | None = None,
+    claim: str = _USUAL.claim,
+    smoke: bool = False,
+) -> LaunchScript:
+    """The script that starts the plan of a file under slurm, torchrun or kubernetes.
+
+    With `output` it is written to a file. `out` is the run folder, which all nodes share.
+    """
     chosen = known_target(target)
+    request = LaunchRequest(
+        plan=str(plan),
+        out=None if out is None else str(out),
+        name=name,
+        gpus_per_node=gpus_per_node,
+        cpus=cpus,
+        restarts=restarts,
+        grace=grace,
+        partition=partition,
+        account=account,
+        time=time,
+        master=master,
+        image=image,
+        claim=claim,
+        smoke=smoke,
+        file=None if output is None else str(output),
+    )
     for option, only in _ONLY_FOR.items():
-        if chosen != only and typed(command, option):
+        if chosen != only and getattr(request, option) != getattr(_USUAL, option):
             raise FivefoldError(f"--{option} is for {only}, not for {chosen}: leave it out")
-    request_options = {name: command.params[name] for name in _ASKED}
-    file = None if output is None else str(output)
-    plan = _read(plan_file)
-    job = job_of(chosen, plan, LaunchRequest(plan=plan_file, file=file, **request_options))
-    _print(plan, job, _WRITERS[chosen](plan, job), output, as_json)
+    launched = _read(str(plan))
+    job = job_of(chosen, launched, request)
+    script = _WRITERS[chosen](launched, job)
+    file = None if output is None else Path(output)
+    if file is not None:
+        write_text(file, script)
+    return LaunchScript(launched, job, script, file)
 
 
 def _read(plan_file: str) -> Plan:
@@ -102,33 +203,3 @@ def _read(plan_file: str) -> Plan:
     plan = resolve(options_from(plan_file, {}))
     require_trainable(plan)
     return plan
-
-
-def _print(plan: Plan, job: LaunchJob, text: str, output: Path | None, as_json: bool) -> None:
-    """Write the script to its file, or print it."""
-    if output is not None:
-        write_text(output, text)
-    if as_json:
-        typer.echo(json_text({**_table(plan, job, output), "script": text}))
-    elif output is None:
-        typer.echo(text, nl=False)
-    else:
-        size = f"{counted(job.nodes, 'node')}, {counted(job.per_node, 'rank')} on each"
-        typer.echo(f"{output}: {plan.shape.name} in {plan.layout}, {size}\nstart it: {job.start}")
-
-
-def _table(plan: Plan, job: LaunchJob, output: Path | None) -> dict[str, Any]:
-    return {
-        "target": job.target,
-        "plan": job.request.plan,
-        "model": plan.shape.name,
-        "layout": str(plan.layout),
-        "world": plan.layout.world,
-        "nodes": job.nodes,
-        "gpus_per_node": job.per_node,
-        "device": job.device or "auto",
-        "name": job.name,
-        "run": job.out,
-        "start": job.start,
-        "file": None if output is None else str(output),
-    }

@@ -5,15 +5,31 @@ from __future__ import annotations
 import contextlib
 import shlex
 import sys
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 from urllib.parse import parse_qsl, urlencode
 
 import typer
 
-from fivefold.commands.job import one_of
-from fivefold.commands.options import SetKey, json_text, progress_bar, with_plan_options
+from fivefold.commands.job import (
+    GivenJob,
+    Model,
+    OnProgress,
+    TaskProgress,
+    given_job,
+    one_of,
+    warn_caller,
+)
+from fivefold.commands.options import (
+    SetKey,
+    print_answer,
+    shown_progress,
+    warn,
+    with_plan_options,
+)
 from fivefold.core import PRECISIONS, FivefoldError, UnknownName, did_you_mean, printable
 from fivefold.core.model import presets as models
 from fivefold.core.plan import PlanOptions, read
@@ -34,6 +50,7 @@ class _Folders:
     """Run folders by name, which are read again for every request; damage is named once."""
 
     paths: dict[str, Path]
+    on_warning: Callable[[str], None]
     named: set[str] = field(default_factory=set[str])
 
     @property
@@ -45,18 +62,18 @@ class _Folders:
         for damage in facts.damage:
             if damage not in self.named:
                 self.named.add(damage)
-                typer.echo(f"fivefold: {printable(damage)}", err=True)
+                self.on_warning(printable(damage))
         return facts
 
     def spans(self, name: str, step: int) -> StepSpans | None:
         return run_reader.read_step(self.paths[name], step)
 
 
-def _is_run(target: str) -> bool:
+def _is_run(target: str | Path) -> bool:
     return (Path(target) / run_folder.RUN).is_file()
 
 
-def _runs(folders: list[str]) -> _Folders:
+def _runs(folders: Sequence[str], on_warning: Callable[[str], None] = warn) -> _Folders:
     """These run folders; raises for every one that is none."""
     wrong = [folder for folder in folders if not _is_run(folder)]
     if wrong:
@@ -74,7 +91,7 @@ def _runs(folders: list[str]) -> _Folders:
     if twice:
         raise FivefoldError(f"{twice[0]} is given twice: leave one out")
     names = run_compare.labels([str(path) for path in real])
-    return _Folders(dict(zip(names, map(Path, folders), strict=True)))
+    return _Folders(dict(zip(names, map(Path, folders), strict=True)), on_warning)
 
 
 def _look_up(target: str) -> str:
@@ -106,7 +123,7 @@ def _look_up(target: str) -> str:
 def _run(
     options: PlanOptions,
     command: typer.Context,
-    more: Annotated[
+    runs: Annotated[
         list[str] | None,
         typer.Argument(help="Further run folders, shown side by side.", metavar="RUN..."),
     ] = None,
@@ -134,26 +151,111 @@ def _run(
         raise FivefoldError("--html writes a file, --text and --json print: choose one")
     if panel is not None and not prints:
         raise FivefoldError("--panel chooses what is printed: add --text or --json")
-    if not 0 <= port <= _LAST_PORT:
-        raise FivefoldError(f"--port {port}: give a number from 0 to {_LAST_PORT}")
     target = command.params["target"]
-    folders = [target, *(more or [])]
-    run = _runs(folders) if more or _is_run(target) else None
-    job = _job(options, precision and one_of("--precision", precision, PRECISIONS), run)
-    tab, params = _place(at, job, run)
-    opens = params if tab == "explore" else job
+    with shown_progress("answers") as on_progress:
+        page = observe(
+            GivenJob(options, frozenset(), is_open=False),
+            runs=[target, *(runs or [])] if runs or _is_run(target) else (),
+            at=at,
+            panel=panel,
+            precision=precision,
+            on_progress=on_progress,
+            on_warning=warn,
+        )
+        if prints:
+            print_answer(page, as_json)
+        elif to_file is not None:
+            command_line = shlex.join(["fivefold", "observe", *_without_file(sys.argv[2:])])
+            number = page.write_html(to_file, command_line)
+            size = to_file.stat().st_size / 2**20
+            typer.echo(f"{to_file}: {number:,} answers, {size:.1f} MiB")
+        else:
+            page.serve(port, _announce)
+
+
+def _announce(address: str) -> None:
+    typer.echo(f"fivefold observe: {address} (stop it with Ctrl-C)")
+    sys.stdout.flush()
+
+
+@dataclass(frozen=True)
+class ObservedPage:
+    """A tab of the page, with the job of Explore and the runs that it shows.
+
+    `str()` is the text of `fivefold observe --text`, `to_json()` its JSON.
+    """
+
+    start: document.PageStart
+    tab: str
+    params: Mapping[str, str]
+    panel: str | None
+    run: RunSource | None
+    on_progress: OnProgress | None
+
+    @cached_property
+    def _views(self) -> dict[str, Any]:
+        return document.answers(self.tab, self.params, self.panel, self.run, self._report)
+
+    def _report(self, share: float) -> None:
+        if self.on_progress is not None:
+            self.on_progress(TaskProgress(share, 1.0, "answers"))
+
+    def to_json(self) -> dict[str, Any]:
+        """What `fivefold observe --json` prints."""
+        return self._views
+
+    def __str__(self) -> str:
+        return printable("\n".join(document.lines(self._views, self.panel)))
+
+    def write_html(self, path: str | Path, command: str = "fivefold observe") -> int:
+        """Write one file that works offline; returns how many answers it has. `command` serves the
+        same page."""
+        document.plotly()
+        answers = document.offline_answers(self.start.job, self.run, self._report)
+        write_text(Path(path), document.offline_page(self.start, answers, command))
+        return len(answers)
+
+    def serve(self, port: int = 5555, on_ready: Callable[[str], None] | None = None) -> None:
+        """Serve the page on a port, or with 0 on a free one, until a signal ends it. `on_ready`
+        gets the address."""
+        if not 0 <= port <= _LAST_PORT:
+            raise FivefoldError(f"--port {port}: give a number from 0 to {_LAST_PORT}")
+        try:
+            from fivefold_page import server
+        except ImportError as error:
+            raise FivefoldError(
+                f"the page is served by Starlette and uvicorn ({error}): {document.INSTALL}; "
+                "--text and --json do not need them"
+            ) from error
+        server.serve(self.start, self.run, port, on_ready or (lambda address: None))
+
+
+def observe(
+    model: Model = State.model,
+    *,
+    runs: Sequence[str | Path] = (),
+    at: str | None = None,
+    panel: str | None = None,
+    precision: str | None = None,
+    on_progress: OnProgress | None = None,
+    on_warning: Callable[[str], None] | None = None,
+    **keys: Any,
+) -> ObservedPage:
+    """The page to explore the plans of a model, to learn, and to inspect run folders (`runs`).
+
+    `at` is the part to open: what follows # in its address. `panel` selects one of its pictures.
+    """
+    if isinstance(model, str | Path) and _is_run(model):
+        runs, model = (model, *runs), _look_up(str(model))
+    folders = [str(run) for run in runs]
+    source = _runs(folders, on_warning or warn_caller) if folders else None
+    options = given_job(model, keys).options
+    job = _job(options, precision and one_of("--precision", precision, PRECISIONS), source)
+    tab, params = _place(at, job, source)
     address = f"{tab}?{urlencode(params)}" if params else tab
-    arguments, names = (shlex.join(folders), run.names) if run else ("", [])
-    start = document.PageStart(address, opens, arguments, names)
-    if prints:
-        with progress_bar("answers") as bar:
-            answers = document.answers(tab, params, panel, run, bar.update)
-        lines = () if as_json else document.lines(answers, panel)
-        typer.echo(json_text(answers) if as_json else printable("\n".join(lines)))
-    elif to_file is not None:
-        _write(to_file, start, run)
-    else:
-        _serve(start, run, port)
+    arguments, names = (shlex.join(folders), source.names) if source else ("", [])
+    start = document.PageStart(address, params if tab == "explore" else job, arguments, names)
+    return ObservedPage(start, tab, params, panel, source, on_progress)
 
 
 def _job(options: PlanOptions, precision: str | None, run: RunSource | None) -> dict[str, str]:
@@ -180,39 +282,13 @@ def _place(
     return tab, dict(parse_qsl(query))
 
 
-def _write(file: Path, start: document.PageStart, run: RunSource | None) -> None:
-    """Write the page to a file, with all answers that its controls need."""
-    document.plotly()
-    with progress_bar("answers") as bar:
-        answers = document.offline_answers(start.job, run, bar.update)
-    command_line = shlex.join(["fivefold", "observe", *_without_file(sys.argv[2:])])
-    write_text(file, document.offline_page(start, answers, command_line))
-    typer.echo(f"{file}: {len(answers):,} answers, {file.stat().st_size / 2**20:.1f} MiB")
-
-
-def _without_file(words: list[str]) -> list[str]:
+def _without_file(args: list[str]) -> list[str]:
     """The command line without --html, which serves the same page."""
     return [
         word
-        for before, word in zip(["", *words], words, strict=False)
+        for before, word in zip(["", *args], args, strict=False)
         if "--html" not in (before, word) and not word.startswith("--html=")
     ]
-
-
-def _serve(start: document.PageStart, run: RunSource | None, port: int) -> None:
-    try:
-        from fivefold_page import server
-    except ImportError as error:
-        raise FivefoldError(
-            f"the page is served by Starlette and uvicorn ({error}): {document.INSTALL}; "
-            "--text and --json do not need them"
-        ) from error
-
-    def ready(address: str) -> None:
-        typer.echo(f"fivefold observe: {address} (stop it with Ctrl-C)")
-        sys.stdout.flush()
-
-    server.serve(start, run, port, ready)
 
 
 run = with_plan_options(_run, default_target="llama-3.1-405b", look_up=_look_up)

@@ -11,8 +11,9 @@ from collections.abc import Callable, Collection, Generator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, Protocol, get_args
 
 import typer
 
@@ -34,7 +35,7 @@ from fivefold.core import (
     tables,
 )
 from fivefold.core import hardware as machines
-from fivefold.core.layout import CONTEXT_KINDS, parse_zero
+from fivefold.core.layout import CONTEXT_KINDS, Layout, parse_zero
 from fivefold.core.model import presets as models
 from fivefold.core.plan import (
     PlanOptions,
@@ -51,7 +52,7 @@ if TYPE_CHECKING:
     from rich.progress import ProgressColumn
 
     from fivefold.commands.job import OnProgress, TaskProgress
-    from fivefold.generate import ModelOptions, ReadWeight, Tell, TextModel, TextPiece, TextTask
+    from fivefold.generate import ModelOptions, ReadWeight, Tell, TextModel
 
 TARGET = Annotated[
     str,
@@ -239,6 +240,17 @@ def json_text(table: Mapping[str, Any], indent: int | None = None) -> str:
     return json.dumps({"schema_version": JSON_SCHEMA, **table}, indent=indent)
 
 
+class Answer(Protocol):
+    """What a function of the Python API returns: its JSON, and its text as `str()`."""
+
+    def to_json(self) -> Mapping[str, Any]: ...
+
+
+def print_answer(answer: Answer, as_json: bool) -> None:
+    """Print an answer as a command does: its text, or with --json its JSON."""
+    typer.echo(json_text(answer.to_json()) if as_json else str(answer))
+
+
 def in_precision(options: PlanOptions, precision: str | None) -> PlanOptions:
     """The job in the precision that an option names, or as it is."""
     if precision is None:
@@ -247,15 +259,15 @@ def in_precision(options: PlanOptions, precision: str | None) -> PlanOptions:
     return replace(options, **keys)
 
 
-def tokens_of(option: str, given: str | int) -> int:
+def tokens_of(option: str, count: str | int) -> int:
     """A number of tokens."""
     try:
-        number = parse_count(str(given), option.lstrip("-"))
+        number = parse_count(str(count), option.lstrip("-"))
     except ValueError:
         hint = "give a whole number of tokens, such as 256, 500k or 1M"
-        raise FivefoldError(f"{option} {given}: {hint}") from None
+        raise FivefoldError(f"{option} {count}: {hint}") from None
     if number < 1:
-        raise FivefoldError(f"{option} {given}: give 1 token at least")
+        raise FivefoldError(f"{option} {count}: give 1 token at least")
     return number
 
 
@@ -354,10 +366,10 @@ def _pairs(texts: list[str]) -> dict[str, str]:
 
 
 class ProgressBar(NamedTuple):
-    """What a long task calls: `advance` adds to the progress, `update` sets it."""
+    """What a long task calls: `advance` adds to the progress, `update` sets it, and its total."""
 
     advance: Callable[[float], None]
-    update: Callable[[float], None]
+    update: Callable[..., None]
 
 
 @contextmanager
@@ -377,24 +389,26 @@ def progress_bar(
     ) as progress:
         task = progress.add_task(title, total=total)
 
-        def update(done: float) -> None:
-            progress.update(task, completed=done)
+        def update(done: float, total: float | None = None) -> None:
+            progress.update(task, completed=done, total=total)
 
         yield ProgressBar(partial(progress.advance, task), update)
 
 
 @contextmanager
-def shown_progress(title: str, shown: bool = True) -> Generator[OnProgress]:
+def shown_progress(
+    title: str, *columns: ProgressColumn, shown: bool = True
+) -> Generator[OnProgress]:
     """A progress bar from the first report on: until then ranks may be forked, without the thread
     that draws it."""
     with ExitStack() as stack:
         bars: list[ProgressBar] = []
 
-        def on_progress(now: TaskProgress) -> None:
+        def on_progress(report: TaskProgress) -> None:
             if not bars:
-                bar = progress_bar(title, now.total, shown=shown)
+                bar = progress_bar(title, report.total, *columns, shown=shown)
                 bars.append(stack.enter_context(bar))
-            bars[0].update(now.done)
+            bars[0].update(report.done, report.total)
 
         yield on_progress
 
@@ -404,30 +418,43 @@ def warn(why: str) -> None:
     typer.echo(f"fivefold: {why}", err=True)
 
 
-def write_texts(task: TextTask, title: str, on_piece: Callable[[TextPiece], None]) -> None:
-    """Run the ranks of a generator, and pass on what they write."""
-    from fivefold.generate import run_ranks
-
-    def on_each(piece: TextPiece) -> None:
-        on_piece(piece)
-        bar.advance(int(piece.written is not None))
-
-    with progress_bar(title, len(task.requests), shown=len(task.requests) > 1) as bar:
-        try:
-            run_ranks(task, on_each, warn)
-        except RankLost as lost:
-            warn(lost.reason)
-            raise typer.Exit(1) from lost
+@contextmanager
+def exit_on_lost_rank(as_json: bool = False) -> Generator[None]:
+    """Say which rank was lost, with `as_json` as JSON too, and exit with code 1."""
+    try:
+        yield
+    except RankLost as lost:
+        if as_json:
+            typer.echo(json_text({"passed": False, "error": lost.reason}))
+        warn(lost.reason)
+        raise typer.Exit(1) from None
 
 
-def model_options(dtype: str | None, device: str, cache_gb: float, **more: Any) -> ModelOptions:
+def model_options(
+    dtype: str | None,
+    device: str,
+    cache_gb: float,
+    *,
+    layout: str | Layout,
+    tokenizer: str | Path | None,
+    batch_invariant: bool = False,
+) -> ModelOptions:
     """How a model is to be run."""
     from fivefold.generate import DTYPES, ModelOptions
 
-    dtype = dtype and one_of("--dtype", dtype, DTYPES)
-    device = one_of("--device", device, ("auto", "cpu", "cuda"))
-    cache_gb = positive("--cache-gb", cache_gb)
-    return ModelOptions(dtype=dtype, device=device, cache_gb=cache_gb, **more)
+    return ModelOptions(
+        str(layout),
+        dtype and one_of("--dtype", dtype, DTYPES),
+        one_of("--device", device, ("auto", "cpu", "cuda")),
+        None if tokenizer is None else str(tokenizer),
+        positive("--cache-gb", cache_gb),
+        batch_invariant,
+    )
+
+
+def model_path(source: Any) -> Path:
+    """The folder of a run that was trained, or a path."""
+    return Path(getattr(source, "folder", source))
 
 
 def open_weights(model: TextModel, step: int | Literal["best"] | None, tell: Tell) -> ReadWeight:

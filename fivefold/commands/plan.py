@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
@@ -27,7 +27,6 @@ from fivefold.commands.job import (
     foreign_plan,
     given_job,
     one_of,
-    positive,
     reopened,
 )
 from fivefold.commands.options import (
@@ -53,6 +52,7 @@ from fivefold.commands.search import (
     PlannedJob,
     SearchedPlans,
     best_of,
+    checked_costs,
     estimate_given,
     estimate_options,
     estimated_job,
@@ -96,8 +96,6 @@ if TYPE_CHECKING:
     from fivefold.planner import Estimate, PlanRequest
     from fivefold.planner.serving import EngineCommand, ServingChoice
 
-    pass
-
 # What is learned, and not how fast: no other value is near.
 _OF_LEARNING = (
     *("optimizer", "lr_curve", "weight_decay", "clip", "lora", "lora_alpha", "lora_targets"),
@@ -106,17 +104,21 @@ _OF_LEARNING = (
 
 
 def emit(
-    plan: Plan, target: str, how: Mapping[str, Any] | None = None, precision: str | None = None
+    plan: Plan,
+    target: str,
+    assumptions: Mapping[str, Any] | None = None,
+    precision: str | None = None,
 ) -> EmittedPlan:
     """The plan as a file of another framework. What that cannot express is listed, with the nearest
-    that it can; with a machine each is priced under the assumptions `how`. Raises if the file would
+    that it can; with a machine each is priced under the `assumptions`. Raises if the file would
     learn something else, or does not fit the machine. Defaults that nobody planned are left out."""
-    usual = estimate_options(0.05, "compiled", None, None) if how is None else how
+    if assumptions is None:
+        assumptions = estimate_options(0.05, "compiled", None, None)
     recipe = plan.options.train
     unplanned = {"lr", "steps"} & recipe.still_yours().keys()
     if unplanned and recipe.warmup is None:
         unplanned.add("warmup")
-    emitted = emit_plan(target, plan, _priced(plan, usual, precision), unplanned)
+    emitted = emit_plan(target, plan, _priced(plan, assumptions, precision), unplanned)
     title = emitted.target.title
     lost = [loss for loss in emitted.losses if loss.key in _OF_LEARNING and not loss.left]
     if lost := [
@@ -140,7 +142,7 @@ def emit(
     return emitted
 
 
-def _priced(plan: Plan, how: Mapping[str, Any], precision: str | None) -> Price:
+def _priced(plan: Plan, assumptions: Mapping[str, Any], precision: str | None) -> Price:
     """The estimate of a plan like this one, with other values; None without a machine."""
     options = plan.options
 
@@ -148,8 +150,9 @@ def _priced(plan: Plan, how: Mapping[str, Any], precision: str | None) -> Price:
         if options.machine is None:
             return None
         changed = options_of(values, options.model, options.set)
+        changed = replace(changed, machine=options.machine)
         try:
-            estimate = estimate_given(replace(changed, machine=options.machine), how, precision)[1]
+            estimate = estimate_given(changed, assumptions, precision)[1]
         except FivefoldError:
             return None
         gib, limit = estimate.total / 2**30, estimate.setting.machine.memory / 2**30
@@ -367,96 +370,143 @@ def run(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Resolve a job or search its layout: memory, time and reasons."""
-    serving = {"prompt": prompt, "rate": rate, "concurrency": concurrency}
-    serving |= {"ttft": ttft, "tpot": tpot, "kv": kv, "output": output}
-    options: dict[str, Any] = {
-        "fix": fix,
-        "top": above("top", top, 0),
-        "tokens": None if tokens is None else positive("--tokens", tokens),
-        "price": None if price is None else positive("price", price),
-        "objective": objective,
-        "precision": precision,
-        "how": estimate_options(headroom, kernels, imbalance, stack),
-        "what_if": what_if,
-        "compare": compare,
-        "sweep": sweep,
-        "table": table,
-        "file": file,
-        "great_run": great_run,
-        "textbook": textbook,
-        "budget": budget,
-        "ratio": tokens_per_parameter,
-        "mfu": mfu,
-    }
-    options |= {"emit": emit, "mtbf_gpu": mtbf_gpu, "as_json": as_json}
+    question = PlanQuestion(
+        command=command,
+        as_json=as_json,
+        file=file,
+        emit=emit,
+        great_run=great_run,
+        budget=budget,
+        tokens_per_parameter=tokens_per_parameter,
+        mfu=mfu,
+        textbook=textbook,
+        compare=compare,
+        sweep=sweep,
+        table=table,
+        what_if=what_if,
+        fix=fix,
+        top=above("top", top, 0),
+        objective=objective,
+        costs=checked_costs(tokens, price, mtbf_gpu),
+        precision=precision,
+        assumptions=estimate_options(headroom, kernels, imbalance, stack),
+    )
+    serving = ServingOptions(prompt, output, rate, concurrency, ttft, tpot, kv)
     require_known(plan_options.machine)
     if serve:
-        _serve(plan_options, serving, options, command)
+        _serve(plan_options, serving, question)
         return
-    _require_together(command, serving, options)
-    printed = _answer_of(plan_options, options, command)
-    read = foreign_plan(command.params["target"], plan_options.gpus, model)
-    if read is not None and not emit:
-        printed = foreign_answer(read, printed)
+    _require_together(serving, question)
+    printed = _answer_of(plan_options, question)
+    foreign = foreign_plan(command.params["target"], plan_options.gpus, model)
+    if foreign is not None and not emit:
+        printed = foreign_answer(foreign, printed)
     typer.echo(json_text(printed[0]) if as_json else "\n".join(printed[1]))
 
 
-def _require_together(
-    command: typer.Context, serving: dict[str, Any], options: dict[str, Any]
-) -> None:
+@dataclass(frozen=True)
+class PlanQuestion:
+    """What a command line asks of a job."""
+
+    command: typer.Context
+    as_json: bool
+    file: Path | None  # to write
+    emit: str | None
+    great_run: str | None
+    budget: str | None
+    tokens_per_parameter: float
+    mfu: float
+    textbook: bool
+    compare: bool
+    sweep: str | None
+    table: str | None
+    what_if: str | None
+    fix: str | None
+    top: int
+    objective: str
+    costs: RunCosts
+    precision: str | None
+    assumptions: Mapping[str, Any]  # of estimates
+
+
+class ServingOptions(NamedTuple):
+    """What is for --serve alone."""
+
+    prompt: int | None
+    output: str | None
+    rate: float | None
+    concurrency: int | None
+    ttft: float | None
+    tpot: float | None
+    kv: str | None
+
+
+def _require_together(serving: ServingOptions, question: PlanQuestion) -> None:
     """Refuse what is for --serve alone, and what --emit has no file for."""
-    output = serving["output"]
+    output, command = serving.output, question.command
     if output is not None and not output.replace("_", "").isalnum():
         raise FivefoldError(f"--output {output} is a number of tokens: write a file with -o")
-    if alone := [name for name, value in serving.items() if value is not None]:
+    if alone := [name for name, value in serving._asdict().items() if value is not None]:
         raise FivefoldError(f"{option_name(command, alone[0])} is for --serve: give both")
-    if options["emit"] and (extras := [name for name in _NOT_EMITTED if options[name]]):
+    if question.emit and (extras := [name for name in _NOT_EMITTED if getattr(question, name)]):
         extra = option_name(command, extras[0])
         raise FivefoldError(f"--emit prints one plan: leave {extra} out")
 
 
-def _answer_of(
-    plan_options: PlanOptions, options: dict[str, Any], command: typer.Context
-) -> Printed:
-    """What the command line asks: a run, a formula, a given layout or a search."""
+def _answer_of(plan_options: PlanOptions, question: PlanQuestion) -> Printed:
+    """What the command line asks: a run, a formula, a fixed layout or a search."""
+    command = question.command
     job = as_given(plan_options, command)
-    if options["great_run"] is not None:
+    if question.great_run is not None:
         only_with(command, "great_run", _OF_A_RUN)
-        return _great_run(options["great_run"], options)
-    if options["budget"] is not None:
+        headroom, stack = question.assumptions["headroom"], question.assumptions["stack"]
+        run_plan, table, lines = run_answer(question.great_run, headroom, stack, question.costs)
+        if question.file is not None:
+            write_plan(question.file, run_plan)
+        return table, lines
+    if question.budget is not None:
         only_with(command, "budget", _OF_A_BUDGET)
-        spent = parse_budget(options["budget"], options["mfu"], options["precision"] or "bf16")
-        return budget_answer(spent, options["ratio"], plan_options.model or None)
-    job = estimated_job(job, options["how"]["kernels"], options["precision"])
-    if options["textbook"]:
+        spent = parse_budget(question.budget, question.mfu, question.precision or "bf16")
+        return budget_answer(spent, question.tokens_per_parameter, plan_options.model or None)
+    job = estimated_job(job, question.assumptions["kernels"], question.precision)
+    if question.textbook:
         only_with(command, "textbook", _OF_A_TEXTBOOK)
         return textbook_answer(job.options, job.is_open)
     if alone := [key for key in ("mfu", "tokens_per_parameter") if typed(command, key)]:
         raise FivefoldError(f"{alone[0]} is for budget: give both")
-    return _planned(job, options)
+    if job.options.gpus is not None and job.is_open:
+        options = with_machine(job.options, question.as_json)
+        return _searched(replace(job, options=options), question)
+    if job.options.machine is None:
+        _require_no_estimates(job.keys)
+        return _written(plan(job), question)
+    return _estimated(job, question)
 
 
-def _serve(
-    plan_options: PlanOptions,
-    serving: dict[str, Any],
-    options: dict[str, Any],
-    command: typer.Context,
-) -> None:
+def _serve(plan_options: PlanOptions, serving: ServingOptions, question: PlanQuestion) -> None:
     """Print a serving plan, or with `--emit` the command of another engine."""
-    only_with(command, "serve", _OF_SERVING)
-    plan_args = {name: serving[name] for name in ("rate", "concurrency", "ttft", "tpot")}
-    plan_args |= {"kv": serving["kv"] or "bf16", "precision": options["precision"]}
-    plan_args |= {name: options["how"][name] for name in ("headroom", "imbalance")}
-    plan_args |= {"prompt": 2048 if serving["prompt"] is None else serving["prompt"]}
-    plan_args |= {"output": tokens_of("--output", serving["output"] or 256)}
-    job = as_given(plan_options, command)
-    job = replace(job, options=with_machine(plan_options, options["as_json"]))
-    serving_plan = plan_serving(job, price=options["price"], **plan_args)
-    emitted = None if options["emit"] is None else serving_plan.flags(options["emit"])
-    text = str(serving_plan) if emitted is None else emitted.script.rstrip("\n")
-    if (path := options["file"]) is not None:
-        write_text(path, text + "\n")
-    typer.echo(json_text(serving_plan.to_json()) if options["as_json"] else text)
+    only_with(question.command, "serve", _OF_SERVING)
+    job = as_given(plan_options, question.command)
+    serving_plan = plan_serving(
+        replace(job, options=with_machine(plan_options, question.as_json)),
+        prompt=2048 if serving.prompt is None else serving.prompt,
+        output=tokens_of("--output", serving.output or 256),
+        rate=serving.rate,
+        concurrency=serving.concurrency,
+        ttft=serving.ttft,
+        tpot=serving.tpot,
+        kv=serving.kv or "bf16",
+        precision=question.precision,
+        headroom=question.assumptions["headroom"],
+        imbalance=question.assumptions["imbalance"],
+        price=question.costs.price,
+    )
+    text = str(serving_plan)
+    if question.emit is not None:
+        text = serving_plan.flags(question.emit).script.rstrip("\n")
+    if question.file is not None:
+        write_text(question.file, text + "\n")
+    typer.echo(json_text(serving_plan.to_json()) if question.as_json else text)
 
 
 _OF_SERVING = (
@@ -474,28 +524,6 @@ _OF_A_TEXTBOOK = (
 )
 
 
-def _great_run(name: str, options: dict[str, Any]) -> Printed:
-    """A published run beside our estimate; `-o` writes its plan."""
-    settings = options["how"]
-    costs = RunCosts(*(options[key] for key in _COSTS))
-    plan, table, lines = run_answer(name, settings["headroom"], settings["stack"], costs)
-    if (output := options["file"]) is not None:
-        write_plan(output, plan)
-    return table, lines
-
-
-def _planned(job: GivenJob, options: dict[str, Any]) -> Printed:
-    """A search over GPUs, which need a machine; else the estimate of one layout, or without a
-    machine the plan alone."""
-    if job.options.gpus is not None and job.is_open:
-        named = with_machine(job.options, options["as_json"])
-        return _searched(replace(job, options=named), options)
-    if job.options.machine is None:
-        _require_no_estimates(job.given)
-        return _written(plan(job), options)
-    return _given(job, options)
-
-
 def _require_no_estimates(set_options: Collection[str]) -> None:
     """Refuse options that need a machine."""
     needs = ("fix", *_COSTS, "what_if", "compare", "sweep", "table", "precision")
@@ -506,120 +534,124 @@ def _require_no_estimates(set_options: Collection[str]) -> None:
         )
 
 
-def _written(found: PlannedJob | SearchedPlans, options: dict[str, Any]) -> Printed:
+def _written(answer: PlannedJob | SearchedPlans, question: PlanQuestion) -> Printed:
     """An answer as JSON and lines; `-o` writes its plan, or what is emitted."""
-    if options["emit"] is not None:
-        return _emitted(found.plan, options)
-    if (output := options["file"]) is not None:
-        write_plan(output, found.plan, options["tokens"])
-    return found.to_json(), [str(found)]
+    if question.emit is not None:
+        return _emitted(answer.plan, question)
+    if question.file is not None:
+        write_plan(question.file, answer.plan, question.costs.tokens)
+    return answer.to_json(), [str(answer)]
 
 
-def _emitted(chosen: Plan, options: dict[str, Any]) -> Printed:
+def _emitted(chosen: Plan, question: PlanQuestion) -> Printed:
     """The plan for another framework; losses are comments in its file, or else said beside it."""
-    name, output = options["emit"], options["file"]
-    if name == "torchtitan" and output is not None and output.suffix == ".py":
+    name, file = question.emit or "", question.file
+    if name == "torchtitan" and file is not None and file.suffix == ".py":
         name = "torchtitan-main"
-    emitted = emit(chosen, name, options["how"], options["precision"])
-    if output is not None:
-        write_text(output, emitted.text)
-    if not emitted.target.comments and not options["as_json"]:
+    emitted = emit(chosen, name, question.assumptions, question.precision)
+    if file is not None:
+        write_text(file, emitted.text)
+    if not emitted.target.comments and not question.as_json:
         for line in (*emitted.lines, *emitted.notes):
             warn(line)
     return emitted_answer(emitted)
 
 
-def _given(job: GivenJob, options: dict[str, Any]) -> Printed:
-    """A plan with a given layout, and its estimates."""
+def _estimated(job: GivenJob, question: PlanQuestion) -> Printed:
+    """A plan with a fixed layout, and its estimates."""
     from fivefold.planner import parse_changes, scale_plan
 
-    if options["fix"] is not None or options["objective"] != "tokens":
+    if question.fix is not None or question.objective != "tokens":
         raise FivefoldError("fix and objective are for a search: leave --layout out")
-    settings, precision = options["how"], options["precision"]
-    if options["compare"] or options["sweep"] or options["table"]:
+    assumptions, precision = question.assumptions, question.precision
+    if question.compare or question.sweep or question.table:
         resolved = resolve(job.options)
         plan_options = replace(job.options, gpus=resolved.layout.world)
-        if options["table"]:
+        if question.table:
             batch = resolved.batch
             plan_options = replace(plan_options, seq=batch.seq, batch=batch.sequences)
-        return _tables(request_of(plan_options, {}, settings, precision), options, resolved)
-    if options["what_if"] is None:
-        costs = {key: options[key] for key in _COSTS}
-        return _written(plan(job, precision=precision, **costs, **settings), options)
-    base_plan, estimate = estimate_given(job.options, settings, precision)
-    if (output := options["file"]) is not None:
-        write_plan(output, with_steps(base_plan, options["tokens"]), options["tokens"])
-    scaled = scale_plan(base_plan, parse_changes(options["what_if"]))
-    _, changed = estimate_given(scaled, settings, precision or job.options.precision)
-    return _what_if(estimate, changed, options["what_if"])
+        request = request_of(plan_options, {}, assumptions, precision)
+        return _tables(request, question, resolved)
+    if question.what_if is None:
+        costs = question.costs._asdict()
+        return _written(plan(job, precision=precision, **costs, **assumptions), question)
+    base_plan, estimate = estimate_given(job.options, assumptions, precision)
+    if question.file is not None:
+        tokens = question.costs.tokens
+        write_plan(question.file, with_steps(base_plan, tokens), tokens)
+    scaled = scale_plan(base_plan, parse_changes(question.what_if))
+    _, changed = estimate_given(scaled, assumptions, precision or job.options.precision)
+    return _what_if(estimate, changed, question.what_if)
 
 
-def _searched(job: GivenJob, options: dict[str, Any]) -> Printed:
+def _searched(job: GivenJob, question: PlanQuestion) -> Printed:
     """The best layouts of the search space."""
-    settings, precision = options["how"], options["precision"]
-    if options["compare"] or options["sweep"] or options["table"]:
-        fixed = fixed_values(job, options["fix"])
-        return _tables(request_of(job.options, fixed, settings, precision), options)
-    with shown_progress("search") as on_progress:
-        if options["what_if"] is not None:
-            base_result, then = (
-                best_of(request, options["objective"], 1, on_progress)
-                for request in _both(job, options)
-            )
-            return _what_if(base_result.plans[0], then.plans[0], options["what_if"])
-        chosen = {key: options[key] for key in ("fix", "top", "objective", *_COSTS)}
-        chosen |= {"precision": precision, **settings}
-        return _written(search(job, **chosen, on_progress=on_progress), options)
-
-
-def _both(job: GivenJob, options: dict[str, Any]) -> Iterator[PlanRequest]:
-    """What is searched now, and what if it were changed."""
     from fivefold.planner import apply_changes, parse_changes
 
-    fixed, precision = fixed_values(job, options["fix"]), options["precision"]
-    request = request_of(job.options, fixed, options["how"], precision)
-    yield request
-    question = request.space
-    sizes = {"gpus": question.gpus, "seq": question.seq, "batch": question.batch}
-    plan_options = replace(request.options, batch=question.batch)
-    changed = apply_changes(plan_options, parse_changes(options["what_if"]), **sizes)
-    yield request_of(changed, fixed, options["how"], precision)
+    assumptions, precision = question.assumptions, question.precision
+    if question.compare or question.sweep or question.table or question.what_if is not None:
+        fixed = fixed_values(job, question.fix)
+        request = request_of(job.options, fixed, assumptions, precision)
+        if question.what_if is None:
+            return _tables(request, question)
+        space = request.space
+        changed = apply_changes(
+            replace(request.options, batch=space.batch),
+            parse_changes(question.what_if),
+            gpus=space.gpus,
+            seq=space.seq,
+            batch=space.batch,
+        )
+        requests = (request, request_of(changed, fixed, assumptions, precision))
+        with shown_progress("search") as on_progress:
+            before, after = (
+                best_of(request, question.objective, 1, on_progress).plans[0]
+                for request in requests
+            )
+        return _what_if(before, after, question.what_if)
+    with shown_progress("search") as on_progress:
+        plans = search(
+            job,
+            fix=question.fix,
+            top=question.top,
+            objective=question.objective,
+            precision=precision,
+            **question.costs._asdict(),
+            **assumptions,
+            on_progress=on_progress,
+        )
+    return _written(plans, question)
 
 
-def _what_if(before: Estimate, after: Estimate, words: str) -> Printed:
-    table = {
-        "what_if": words,
-        "layouts": [estimate_json(before, []), estimate_json(after, [])],
-    }
-    return table, before_after(before, after, words)
+def _what_if(before: Estimate, after: Estimate, change: str) -> Printed:
+    layouts = [estimate_json(before, []), estimate_json(after, [])]
+    return {"what_if": change, "layouts": layouts}, before_after(before, after, change)
 
 
-def _tables(asked: PlanRequest, options: dict[str, Any], given: Plan | None = None) -> Printed:
+def _tables(request: PlanRequest, question: PlanQuestion, plan: Plan | None = None) -> Printed:
     """The tables of `--table`, `--compare` and `--sweep`."""
     from fivefold.planner import TABLES, job_table, single_axis_strategies, sweep, sweep_values
 
-    if options["table"]:
-        chosen = job_table(one_of("--table", options["table"], TABLES), asked, given)
-        return job_table_answer(chosen)
-
-    if options["compare"]:
-        strategies = list(single_axis_strategies(asked))
-        best = _first_choice(asked)
+    if question.table:
+        return job_table_answer(job_table(one_of("--table", question.table, TABLES), request, plan))
+    if question.compare:
+        strategies = list(single_axis_strategies(request))
+        best = _first_choice(request)
         table: dict[str, Any] = {"strategies": strategies_json(strategies)}
         table["best"] = None if best is None else estimate_json(best, [])
         return table, strategies_text(strategies, best)
-    axis, values = sweep_values(asked, options["sweep"])
+    axis, values = sweep_values(request, question.sweep or "")
     with progress_bar("sweep") as bar:
-        points = list(sweep(asked, axis, values, bar.update))
+        points = list(sweep(request, axis, values, bar.update))
     table = {"axis": axis, "points": sweep_json(axis, points)}
     return table, sweep_text(axis, values, points)
 
 
-def _first_choice(asked: PlanRequest) -> Estimate | None:
+def _first_choice(request: PlanRequest) -> Estimate | None:
     """The first choice of a search, or None if nothing fits."""
     from fivefold.planner import best_plans
 
     try:
-        return best_plans(asked, 1).plans[0]
+        return best_plans(request, 1).plans[0]
     except FivefoldError:
         return None

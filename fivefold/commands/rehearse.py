@@ -19,7 +19,9 @@ from fivefold.commands.options import (
     as_given,
     in_precision,
     json_text,
+    print_answer,
     shown_progress,
+    warn,
     with_plan_options,
 )
 from fivefold.commands.search import with_first_choice
@@ -29,7 +31,7 @@ from fivefold.core.plan import Plan, PlanOptions, resolve
 from fivefold.render import levels_trace, rehearsal_json, rehearsal_lines, write_text
 
 if TYPE_CHECKING:
-    from fivefold.planner import Estimate, PlannedAction
+    from fivefold.planner import Estimate
     from fivefold.rehearse import Forecasted, Rehearsed
 
 
@@ -61,11 +63,11 @@ def run(
         reason = f"lost {lost.doing}: it {lost.cause}"
         if as_json:
             typer.echo(json_text({"passed": False, "error": reason}))
-        typer.echo(f"fivefold: {reason}", err=True)
+        warn(reason)
         raise typer.Exit(1) from None
     if perfetto is not None:
         write_text(Path(perfetto), json.dumps(rehearsal.trace()))
-    typer.echo(json_text(rehearsal.to_json()) if as_json else str(rehearsal))
+    print_answer(rehearsal, as_json)
     raise typer.Exit(0 if rehearsal.passed else 1)
 
 
@@ -96,7 +98,13 @@ class RehearsedPlan:
 
     @cached_property
     def _table(self) -> dict[str, Any]:
-        worst = _of_worst(self.estimate, self.result)
+        worst = self.estimate
+        if worst is not None:
+            from fivefold.planner import rank_memory
+
+            # With the memory of the rank that had the highest peak.
+            memory = rank_memory(worst.plan, worst.setting, self.result.worst.rank)
+            worst = replace(worst, memory=memory)
         return rehearsal_json(self.result, worst, self.forecast, self.imbalance, self.seconds)
 
     def to_json(self) -> dict[str, Any]:
@@ -105,7 +113,15 @@ class RehearsedPlan:
 
     def trace(self) -> dict[str, Any]:
         """The memory of each rank for Perfetto, as JSON."""
-        return levels_trace(self.result, _timelines(self.estimate, self.result))
+        timelines = None
+        if (estimate := self.estimate) is not None:
+            from fivefold.planner import rank_timeline
+
+            ranks = [run.rank for run in self.result.runs]
+            timelines = {
+                rank: rank_timeline(estimate.plan, estimate.setting, rank) for rank in ranks
+            }
+        return levels_trace(self.result, timelines)
 
     def __repr__(self) -> str:
         passed = "passed" if self.passed else "failed"
@@ -210,21 +226,3 @@ def _planned(plan: Plan, imbalance: float) -> Estimate | None:
     kernels = plan.options.train.kernels
     setting, _ = estimate_setting(plan.machine, plan.precision, 0.0, kernels, imbalance)
     return estimate_plan(plan, setting)
-
-
-def _of_worst(planned: Estimate | None, found: Rehearsed) -> Estimate | None:
-    """The estimate with the memory of the rank that had the highest peak."""
-    if planned is None:
-        return None
-    from fivefold.planner import rank_memory
-
-    return replace(planned, memory=rank_memory(planned.plan, planned.setting, found.worst.rank))
-
-
-def _timelines(planned: Estimate | None, found: Rehearsed) -> dict[int, list[PlannedAction]] | None:
-    """The estimated step of every rank that was rehearsed."""
-    if planned is None:
-        return None
-    from fivefold.planner import rank_timeline
-
-    return {run.rank: rank_timeline(planned.plan, planned.setting, run.rank) for run in found.runs}

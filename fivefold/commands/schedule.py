@@ -13,7 +13,7 @@ from typing import Annotated, Any, cast, get_args
 
 import typer
 
-from fivefold.commands.options import json_text
+from fivefold.commands.options import print_answer
 from fivefold.core import FivefoldError, IllegalSchedule, UnknownName, counted
 from fivefold.core.schedule import (
     Costs,
@@ -75,9 +75,9 @@ def run(
         )
     _write_files(result, svg, trace)
     if as_json:
-        typer.echo(json_text(result.to_json()))
+        print_answer(result, as_json)
     else:
-        _print(result)
+        _draw(result)
 
 
 def _spinner(name: str) -> AbstractContextManager[object]:
@@ -89,30 +89,30 @@ def _spinner(name: str) -> AbstractContextManager[object]:
     return Console(stderr=True).status("searching schedules")
 
 
-def _write_files(found: TimedSchedule, svg: Path | None, trace: Path | None) -> None:
+def _write_files(timed: TimedSchedule, svg: Path | None, trace: Path | None) -> None:
     from fivefold.render import write_text
 
-    steps = sum(map(len, found.timeline.schedule.order))
+    steps = sum(map(len, timed.timeline.schedule.order))
     if (svg or trace) and steps > MOST_DRAWN:
         raise FivefoldError(
             f"{steps:,} steps are too many for one picture or trace: lower --microbatches until "
             f"there are at most {MOST_DRAWN:,}, or leave --svg and --trace out"
         )
     if svg is not None:
-        write_text(svg, found.svg())
+        write_text(svg, timed.svg())
     if trace is not None:
-        write_text(trace, json.dumps(found.trace()))
+        write_text(trace, json.dumps(timed.trace()))
 
 
-def _print(found: TimedSchedule) -> None:
+def _draw(timed: TimedSchedule) -> None:
     from rich.console import Console
 
     from fivefold.render import render_timeline
 
     console = Console()
     colour = console.color_system is not None and not console.no_color
-    console.print(render_timeline(found.timeline, console.width, colour))
-    for line in found.lines():
+    console.print(render_timeline(timed.timeline, console.width, colour))
+    for line in timed.lines():
         console.print(line, highlight=False, markup=False)
 
 

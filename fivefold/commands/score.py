@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import datetime
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, cast
 
 import typer
 
-from fivefold.commands.options import json_text, progress_bar
+from fivefold.commands.job import OnProgress, TaskProgress
+from fivefold.commands.options import print_answer, shown_progress
 from fivefold.core import InternalError, counted, to_toml
 from fivefold.render import write_text
 from fivefold_score import (
@@ -20,12 +22,12 @@ from fivefold_score import (
     read_runs,
     render,
     rescore,
-    score,
     score_page,
     score_svg,
     sections,
     summary,
 )
+from fivefold_score import score as score_rows
 
 _MOST_SKIPPED = 10
 
@@ -49,11 +51,70 @@ def run(
     """Compare the planner's estimates with measured runs."""
     from rich.progress import MofNCompleteColumn, TimeElapsedColumn
 
-    records = read_runs(runs)
-    total = 2 * len(records.rows)
-    with progress_bar("score", total, MofNCompleteColumn(), TimeElapsedColumn()) as bar:
-        scored = score(records.rows, lambda: bar.advance(1))
-        left = rescore(scored.outcomes, lambda: bar.advance(1))
+    with shown_progress("score", MofNCompleteColumn(), TimeElapsedColumn()) as on_progress:
+        scores = score(runs, page=page, accuracy=accuracy, on_progress=on_progress)
+    print_answer(scores, as_json)
+    if records := scores.table["internal_errors"]:
+        listed = "; ".join(f"{entry['id']}: {entry['reason']}" for entry in records[:_MOST_SKIPPED])
+        raise InternalError(f"{counted(len(records), 'impossible estimate')}: {listed}")
+
+
+@dataclass(frozen=True)
+class PlannerScore:
+    """Errors of the planner's estimates on measured runs; `table` has them by kind and source.
+
+    `str()` is the text of `fivefold score`, `to_json()` its JSON.
+    """
+
+    table: Mapping[str, Any]
+
+    def to_json(self) -> Mapping[str, Any]:
+        """What `fivefold score --json` prints."""
+        return self.table
+
+    def __str__(self) -> str:
+        table = self.table
+        skipped, unmeasured = table["skipped"], table["unmeasured"]
+        scored = table["rows"] - len(skipped) - len(unmeasured) - len(table["internal_errors"])
+        lines = [
+            f"{table['rows']:,} runs: {scored:,} scored, {len(skipped):,} that cannot be "
+            f"expressed, {len(unmeasured):,} with nothing to compare; {table['repeated']:,} "
+            "repeated",
+            "",
+            render(list(sections(table))),
+        ]
+        if skipped:
+            lines += ["", "not expressed"]
+            lines += [f"  {record['id']}: {record['reason']}" for record in skipped[:_MOST_SKIPPED]]
+        if len(skipped) > _MOST_SKIPPED:
+            lines.append(f"  and {len(skipped) - _MOST_SKIPPED:,} more: --json lists all")
+        return "\n".join(lines)
+
+
+def score(
+    runs: str | Path | Sequence[str | Path],
+    *,
+    page: str | Path | None = None,
+    accuracy: str | Path | None = None,
+    on_progress: OnProgress | None = None,
+) -> PlannerScore:
+    """Compare the planner's estimates with the measured runs of JSONL files.
+
+    `page` and `accuracy` are files to write: the page with its picture, and the errors to expect
+    of a new source, which the planner reads.
+    """
+    files = [Path(file) for file in ([runs] if isinstance(runs, str | Path) else runs)]
+    records = read_runs(files)
+    done = 0
+
+    def on_row() -> None:
+        nonlocal done
+        done += 1
+        if on_progress is not None:
+            on_progress(TaskProgress(done, 2 * len(records.rows), "score"))
+
+    scored = score_rows(records.rows, on_row)
+    left = rescore(scored.outcomes, on_row)
     numbers = fitted_numbers()
     table: dict[str, Any] = {
         "leave_one_out": leave_one_out(left),
@@ -62,13 +123,10 @@ def run(
         "repeated": records.num_repeated,
     }
     if page is not None:
-        _write_page(page, table, [path.name for path in runs], scored.outcomes)
+        _write_page(Path(page), table, [path.name for path in files], scored.outcomes)
     if accuracy is not None:
-        _write_accuracy(accuracy, table["leave_one_out"]["new_source"])
-    typer.echo(json_text(table) if as_json else _text(table))
-    if records := table["internal_errors"]:
-        listed = "; ".join(f"{entry['id']}: {entry['reason']}" for entry in records[:_MOST_SKIPPED])
-        raise InternalError(f"{counted(len(records), 'impossible estimate')}: {listed}")
+        _write_accuracy(Path(accuracy), table["leave_one_out"]["new_source"])
+    return PlannerScore(table)
 
 
 def _write_page(
@@ -106,20 +164,3 @@ def _rounded(table: dict[str, Any]) -> dict[str, Any]:
         elif value is not None:
             numbers[key] = round(value, 4)
     return numbers
-
-
-def _text(table: dict[str, Any]) -> str:
-    skipped, unmeasured = table["skipped"], table["unmeasured"]
-    scored = table["rows"] - len(skipped) - len(unmeasured) - len(table["internal_errors"])
-    lines = [
-        f"{table['rows']:,} runs: {scored:,} scored, {len(skipped):,} that cannot be "
-        f"expressed, {len(unmeasured):,} with nothing to compare; {table['repeated']:,} repeated",
-        "",
-        render(list(sections(table))),
-    ]
-    if skipped:
-        lines += ["", "not expressed"]
-        lines += [f"  {record['id']}: {record['reason']}" for record in skipped[:_MOST_SKIPPED]]
-    if len(skipped) > _MOST_SKIPPED:
-        lines.append(f"  and {len(skipped) - _MOST_SKIPPED:,} more: --json lists all")
-    return "\n".join(lines)

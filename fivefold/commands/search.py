@@ -163,10 +163,10 @@ def plan(
     `seq`, `batch`, `zero`, `schedule`, `lr`, `layers`, … With `gpus` and without a `layout` it is
     the first choice of `search`.
     """
-    costs = _costs(tokens, price, mtbf_gpu)
+    costs = checked_costs(tokens, price, mtbf_gpu)
     keywords = estimate_options(headroom, kernels, imbalance, stack)
     job = estimated_job(given_job(model, keys), kernels, precision)
-    _require_one_length(tokens, job.given)
+    _require_one_length(tokens, job.keys)
     if job.options.gpus is not None and job.is_open:
         return search(job, **costs._asdict(), precision=precision, **keywords).best
     if job.options.machine is None:
@@ -203,10 +203,10 @@ def search(
     second), gpus (fewest) or gpu-hours (fewest). `keys` as for `plan`.
     """
     above("top", top, 0)
-    costs = _costs(tokens, price, mtbf_gpu)
+    costs = checked_costs(tokens, price, mtbf_gpu)
     keywords = estimate_options(headroom, kernels, imbalance, stack)
     job = estimated_job(given_job(model, keys), kernels, precision)
-    _require_one_length(tokens, job.given)
+    _require_one_length(tokens, job.keys)
     if not job.is_open:
         raise FivefoldError("a search chooses the layout: leave it out, or call plan")
     request = request_of(job.options, fixed_values(job, fix), keywords, precision)
@@ -214,9 +214,9 @@ def search(
     return SearchedPlans(plans, tuple(first_reasons(plans)), costs)
 
 
-def _require_one_length(tokens: float | None, given: Collection[str]) -> None:
+def _require_one_length(tokens: float | None, keys: Collection[str]) -> None:
     """Refuse a length in tokens beside one in steps."""
-    if tokens is not None and "steps" in given:
+    if tokens is not None and "steps" in keys:
         raise FivefoldError("tokens and steps are both the length of the run: leave one out")
 
 
@@ -276,7 +276,8 @@ def _require_known_stack(stack: str, kernels: str) -> None:
         )
 
 
-def _costs(tokens: float | None, price: float | None, mtbf_gpu: float | None) -> RunCosts:
+def checked_costs(tokens: float | None, price: float | None, mtbf_gpu: float | None) -> RunCosts:
+    """The tokens of a run, the price of a GPU-hour, and the rate of failures, each checked."""
     if mtbf_gpu is not None:
         FailureRates(mtbf_gpu)  # refuses what is no rate
     return RunCosts(
@@ -305,24 +306,24 @@ def with_first_choice(job: GivenJob) -> PlanOptions:
 
 
 def estimate_given(
-    options: PlanOptions, how: Mapping[str, Any], precision: str | None
+    options: PlanOptions, assumptions: Mapping[str, Any], precision: str | None
 ) -> tuple[Plan, Estimate]:
     """A plan with a machine, and its estimate."""
     from fivefold.planner import estimate_on_machine
 
     plan = resolve(options)
     assert plan.machine is not None, "estimates are for a machine"
-    estimate_precision = precision or options.precision
-    return plan, estimate_on_machine(plan, plan.machine, **how, precision=estimate_precision)
+    precision = precision or options.precision
+    return plan, estimate_on_machine(plan, plan.machine, **assumptions, precision=precision)
 
 
 def fixed_values(job: GivenJob, fix: str | Mapping[str, Any] | None) -> dict[str, int | str]:
     """What every layout of a search has; keys of one layout are refused."""
     from fivefold.planner import parse_fixed
 
-    if closed := [name for name in NOT_SEARCHED if name in job.given]:
+    if closed := [name for name in NOT_SEARCHED if name in job.keys]:
         raise FivefoldError(f"{closed[0]} is for a given layout: leave it out, or give --layout")
-    fixed = {name: getattr(job.options, name) for name in _ALSO_FIXED if name in job.given}
+    fixed = {name: getattr(job.options, name) for name in _ALSO_FIXED if name in job.keys}
     text = fix if isinstance(fix, str) else " ".join(f"{k}={v}" for k, v in (fix or {}).items())
     fixed |= parse_fixed(text)
     if "schedule" in fixed:
@@ -333,7 +334,7 @@ def fixed_values(job: GivenJob, fix: str | Mapping[str, Any] | None) -> dict[str
 def request_of(
     options: PlanOptions,
     fixed: Mapping[str, int | str],
-    how: Mapping[str, Any],
+    assumptions: Mapping[str, Any],
     precision: str | None,
 ) -> PlanRequest:
     """A request to the planner."""
@@ -346,7 +347,7 @@ def request_of(
         )
     checked_precision = one_of("--precision", precision or options.precision, PRECISIONS)
     machine = machines.load(options.machine)
-    return plan_request(options, machine, fixed, precision=checked_precision, **how)
+    return plan_request(options, machine, fixed, precision=checked_precision, **assumptions)
 
 
 def best_of(
@@ -355,10 +356,10 @@ def best_of(
     """The best plans by an objective."""
     from fivefold.planner import OBJECTIVES, best_plans, fewest_gpu_hours, fewest_gpus
 
-    def told(share: float) -> None:
+    def on_share(share: float) -> None:
         if on_progress is not None:
             on_progress(TaskProgress(share, 1.0, "search"))
 
     chosen = one_of("objective", objective, OBJECTIVES)
     find = {"tokens": best_plans, "gpus": fewest_gpus, "gpu-hours": fewest_gpu_hours}[chosen]
-    return find(request, top, told)
+    return find(request, top, on_share)

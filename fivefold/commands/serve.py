@@ -13,9 +13,10 @@ from typing import Annotated, Any
 
 import typer
 
-from fivefold.commands.job import above, checkpoint_step, positive
-from fivefold.commands.options import model_options, open_weights
+from fivefold.commands.job import above, checkpoint_step, positive, warn_caller
+from fivefold.commands.options import model_options, model_path, open_weights
 from fivefold.core import BadFile, FivefoldError
+from fivefold.core.layout import Layout
 from fivefold.core.plan import problems as kv_problems
 from fivefold.generate import ModelOptions, ModelSetup, TextModel, find_model, set_up
 from fivefold.render import LinePrinter
@@ -104,14 +105,6 @@ def run(
     step: StepOption = None,
 ) -> None:
     """Serve a model with the API of OpenAI: completions, chats, streams."""
-    options: dict[str, Any] = {"layout": layout, "replicas": replicas, "host": host, "port": port}
-    options |= {"prefill": prefill, "prefill_replicas": prefill_replicas, "restarts": restarts}
-    options |= {"api_keys": api_key or (), "api_key_file": api_key_file, "name": name}
-    options |= {"max_queue": max_queue, "max_running": max_running, "cache_gb": cache_gb}
-    options |= {"max_batch_tokens": max_batch_tokens, "drain_seconds": drain_seconds}
-    options |= {"dtype": dtype, "device": device, "tokenizer": tokenizer, "step": step}
-    options["batch_invariant"] = batch_invariant
-
     printer = LinePrinter(_echo)  # its thread starts with the first line: engines are forked then
 
     def ready(address: str) -> None:
@@ -121,7 +114,32 @@ def run(
         printer.print_line(f"fivefold: {why}", err=True)
 
     try:
-        code = serve(source, **options, on_ready=ready, log=printer.print_line, on_warning=warning)
+        code = serve(
+            source,
+            layout=layout,
+            replicas=replicas,
+            prefill=prefill,
+            prefill_replicas=prefill_replicas,
+            restarts=restarts,
+            host=host,
+            port=port,
+            api_key=api_key or (),
+            api_key_file=api_key_file,
+            name=name,
+            max_queue=max_queue,
+            max_running=max_running,
+            max_batch_tokens=max_batch_tokens,
+            cache_gb=cache_gb,
+            drain_seconds=drain_seconds,
+            dtype=dtype,
+            device=device,
+            tokenizer=tokenizer,
+            batch_invariant=batch_invariant,
+            step=step,
+            on_ready=ready,
+            log=printer.print_line,
+            on_warning=warning,
+        )
     finally:
         printer.close(_LAST_LINES_S)
     raise typer.Exit(code)
@@ -141,16 +159,16 @@ INSTALL = "pip install 'fivefold[serve]'"
 
 
 def serve(
-    source: str | Path,
+    source: Any,
     *,
-    layout: str = "dp=1",
+    layout: str | Layout = "dp=1",
     replicas: int = 1,
     prefill: str | None = None,
     prefill_replicas: int = 1,
     restarts: int = 3,
     host: str = "127.0.0.1",
     port: int = 8000,
-    api_keys: Sequence[str] = (),
+    api_key: str | Sequence[str] = (),
     api_key_file: str | Path | None = None,
     name: str | None = None,
     max_queue: int = 1024,
@@ -160,74 +178,91 @@ def serve(
     drain_seconds: float = 60.0,
     dtype: str | None = None,
     device: str = "auto",
-    tokenizer: str | None = None,
+    tokenizer: str | Path | None = None,
     batch_invariant: bool = False,
     step: str | int | None = None,
-    on_ready: Callable[[str], None] = lambda address: None,
-    log: Callable[[str], None] = lambda line: None,
-    on_warning: Callable[[str], None] = lambda why: None,
+    on_ready: Callable[[str], None] | None = None,
+    log: Callable[[str], None] | None = None,
+    on_warning: Callable[[str], None] | None = None,
 ) -> int:
-    """Serve a run or a Hugging Face folder until a signal ends it; returns the exit code. `prefill`
-    is the layout of engines for prompts alone, and `layout` then that of those that go on."""
-    options: dict[str, Any] = {
-        "host": host,
-        "port": _port(port),
-        "keys": (*map(_checked, api_keys), *_keys(api_key_file)),
-        "replicas": int(above("--replicas", replicas, 0)),
-        "prefill_replicas": _of_prefill(prefill_replicas, prefill),
-        "restarts": int(above("--restarts", restarts, -1)),
-        "max_queue": int(above("--max-queue", max_queue, 0)),
-        "max_running": int(above("--max-running", max_running, 0)),
-        "max_batch_tokens": _batch_tokens(max_batch_tokens),
-        "cache_gb": None if cache_gb is None else positive("--cache-gb", cache_gb),
-        "drain_s": positive("--drain-seconds", drain_seconds),
-    }
-    settings: dict[str, Any] = {"layout": layout, "tokenizer": tokenizer}
-    settings["batch_invariant"] = batch_invariant
-    runs = model_options(dtype, device, cache_gb or 1.0, **settings)
-    asked_step = checkpoint_step(step)
-    model = find_model(Path(source), asked_step)
-    running = _running()
-    served = running.ServeOptions(name or Path(source).resolve().name, **options)
-    opened = partial(open_weights, model, asked_step)
+    """Serve a run or a Hugging Face folder until a signal ends it; returns the exit code.
+
+    `prefill` is the layout of engines for prompts alone; `layout` is then that of engines that go
+    on with the answers. `on_ready` gets the address, `log` a line for every request.
+    """
+    if not 0 <= port <= _LAST_PORT:
+        raise FivefoldError(f"--port {port}: give a number from 0 to {_LAST_PORT}")
+    keys = [api_key] if isinstance(api_key, str) else api_key
+    keys = (*map(_checked, keys), *_keys(api_key_file))
+    above("--replicas", replicas, 0)
+    _require_prefill_replicas(prefill_replicas, prefill)
+    above("--restarts", restarts, -1)
+    above("--max-queue", max_queue, 0)
+    above("--max-running", max_running, 0)
+    if max_batch_tokens is not None:
+        above("--max-batch-tokens", max_batch_tokens, 0)
+    if cache_gb is not None:
+        positive("--cache-gb", cache_gb)
+    positive("--drain-seconds", drain_seconds)
+    runs = model_options(
+        dtype,
+        device,
+        cache_gb or 1.0,
+        layout=layout,
+        tokenizer=tokenizer,
+        batch_invariant=batch_invariant,
+    )
+    path, chosen = model_path(source), checkpoint_step(step)
+    model = find_model(path, chosen)
+    server = _server_module()
+    options = server.ServeOptions(
+        name or path.resolve().name,
+        host=host,
+        port=port,
+        keys=keys,
+        replicas=replicas,
+        prefill_replicas=prefill_replicas,
+        restarts=restarts,
+        max_queue=max_queue,
+        max_running=max_running,
+        max_batch_tokens=max_batch_tokens,
+        cache_gb=cache_gb,
+        drain_s=drain_seconds,
+    )
+    opened = partial(open_weights, model, chosen)
     setup = set_up(model, runs, opened)
     first = None if prefill is None else _prompts_of(model, replace(runs, layout=prefill), opened)
-    if served.replicas > 1 or first is not None:
+    if replicas > 1 or first is not None:
         setup = _beside_others(setup)
-    server = running.ModelServer(setup, served, on_ready, log, on_warning, first)
+    warn = on_warning or warn_caller
+    running = server.ModelServer(setup, options, on_ready or _ignore, log or _ignore, warn, first)
     try:
-        return server.run()
-    except running.ServeLost as lost:
-        on_warning(str(lost))
+        return running.run()
+    except server.ServeLost as lost:
+        warn(str(lost))
         return 1
 
 
-def _running() -> Any:
+def _ignore(line: str) -> None:
+    """A line that nobody listens for."""
+
+
+def _server_module() -> Any:
     try:
-        from fivefold.serve import server as running
+        from fivefold.serve import server
     except ModuleNotFoundError as error:
         raise FivefoldError(f"serving needs the h11 library ({error}): {INSTALL}") from error
-    return running
+    return server
 
 
-def _batch_tokens(given: int | None) -> int | None:
-    return None if given is None else int(above("--max-batch-tokens", given, 0))
-
-
-def _port(port: int) -> int:
-    if not 0 <= port <= _LAST_PORT:
-        raise FivefoldError(f"--port {port}: give a number from 0 to {_LAST_PORT}")
-    return port
-
-
-def _of_prefill(replicas: int, prefill: str | None) -> int:
-    """The engines for prompts; refuses a number without their layout."""
+def _require_prefill_replicas(replicas: int, prefill: str | None) -> None:
+    """Refuse a number of engines for prompts that is none, or without their layout."""
     if prefill is None and replicas != 1:
         raise FivefoldError(
             f"--prefill-replicas {replicas} needs --prefill LAYOUT; for engines that do all of a "
             "request use --replicas"
         )
-    return int(above("--prefill-replicas", replicas, 0))
+    above("--prefill-replicas", replicas, 0)
 
 
 def _prompts_of(model: TextModel, runs: ModelOptions, opened: Any) -> ModelSetup:

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from fivefold.commands.job import Model, above, one_of, positive
-from fivefold.commands.options import as_given, json_text, require_known, with_plan_options
+from fivefold.commands.options import as_given, print_answer, require_known, with_plan_options
 from fivefold.commands.search import plan
-from fivefold.core import FivefoldError, Machine
+from fivefold.core import FivefoldError
 from fivefold.core.plan import (
     DETECT,
     PLACES,
@@ -80,7 +80,7 @@ def run(
         runs=runs,
         seed=seed,
     )
-    typer.echo(json_text(simulation.to_json()) if as_json else str(simulation))
+    print_answer(simulation, as_json)
 
 
 _MOST_DAYS, _MOST_RUNS = 36_525.0, 100_000
@@ -168,7 +168,13 @@ def simulate(
             "a simulation needs the time of a step, so the machine: add --machine NAME, or name "
             "it in the plan"
         )
-    hours = known_mtbf(planned.plan.machine, mtbf_gpu)
+    hours = planned.plan.machine.gpu_mtbf_hours if mtbf_gpu is None else mtbf_gpu
+    if hours is None:
+        raise FivefoldError(
+            "--mtbf-gpu is missing, and no rate of failures is known for "
+            f"{planned.plan.machine.name}: give hours between two failures of one GPU (Llama 3's "
+            "H100 had 50,700)"
+        )
     rates = FailureRates(hours, mtbf_host, mtbf_switch)
     from fivefold.planner import failing_job, simulate_failures
 
@@ -176,17 +182,6 @@ def simulate(
     return SimulatedFailures(
         planned.plan, planned.estimate, simulate_failures(job, days, runs, seed)
     )
-
-
-def known_mtbf(machine: Machine, given: float | None) -> float:
-    """Hours between interruptions for a GPU: given, or those of the machine."""
-    hours = machine.gpu_mtbf_hours if given is None else given
-    if hours is None:
-        raise FivefoldError(
-            f"--mtbf-gpu is missing, and no rate of failures is known for {machine.name}: give "
-            "hours between two failures of one GPU (Llama 3's H100 had 50,700)"
-        )
-    return hours
 
 
 def _require_run(days: float, runs: int, seed: int) -> None:

@@ -3,31 +3,22 @@
 from __future__ import annotations
 
 import json
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fivefold.commands.options import ProgressBar, json_text, progress_bar, tokens_of
+from fivefold.commands.job import OnProgress, TaskProgress
+from fivefold.commands.options import json_text, shown_progress, tokens_of
 from fivefold.core import FivefoldError
 
 if TYPE_CHECKING:
-    from fivefold.data import Encode
+    from fivefold.data import Encode, LengthFilter
 
 _WORDS = {"empty": "empty", "short": "too short", "long": "too long", "duplicate": "duplicate"}
-
-
-class Tokenizing(NamedTuple):
-    """The options that decide which tokens are written."""
-
-    tokenizer: str
-    end: str | None
-    column: str | None
-    lengths: dict[str, int | None]
-    dedup: bool
-    chat: bool
-    pairs: bool
 
 
 InputsArgument = Annotated[
@@ -99,44 +90,105 @@ def run(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Tokenize text into a folder, check such a folder, or say what is in it."""
+    from rich.progress import DownloadColumn, TimeRemainingColumn
+
+    with shown_progress("tokens", DownloadColumn(), TimeRemainingColumn()) as on_progress:
+        folders = tokens(
+            inputs,
+            output=output,
+            tokenizer=tokenizer,
+            column=column,
+            chat=chat,
+            pairs=pairs,
+            end=end,
+            min_chars=min_chars,
+            max_chars=max_chars,
+            min_tokens=min_tokens,
+            max_tokens=max_tokens,
+            dedup=dedup,
+            workers=workers,
+            shard_tokens=shard_tokens,
+            force=force,
+            check=check,
+            info=info,
+            on_progress=on_progress,
+        )
+    table = folders.to_json()
+    as_text = json_text(table) if isinstance(table, dict) else json.dumps(table)
+    typer.echo(as_text if as_json else str(folders))
+
+
+@dataclass(frozen=True)
+class TokenFolders:
+    """A folder of tokens that was written, or those that were checked or read.
+
+    `str()` is the text of `fivefold tokens`, `to_json()` its JSON: a table, or a list of tables.
+    """
+
+    tables: tuple[dict[str, Any], ...]
+    written: bool
+
+    def to_json(self) -> dict[str, Any] | list[dict[str, Any]]:
+        """What `fivefold tokens --json` prints."""
+        return self.tables[0] if self.written else list(self.tables)
+
+    def __str__(self) -> str:
+        if self.written:
+            return _written_text(self.tables[0])
+        return "\n".join(_line(table) + _sample_text(table) for table in self.tables)
+
+
+def tokens(
+    inputs: str | Path | Sequence[str | Path],
+    *,
+    output: str | Path | None = None,
+    tokenizer: str | Path = "bytes",
+    column: str | None = None,
+    chat: bool = False,
+    pairs: bool = False,
+    end: str | None = None,
+    min_chars: int = 0,
+    max_chars: int | None = None,
+    min_tokens: int = 0,
+    max_tokens: int | None = None,
+    dedup: bool = False,
+    workers: int | None = None,
+    shard_tokens: str | int = "100M",
+    force: bool = False,
+    check: bool = False,
+    info: bool = False,
+    on_progress: OnProgress | None = None,
+) -> TokenFolders:
+    """Tokenize files into the folder `output`; with `check` verify the checksums of token folders,
+    with `info` say what is in them."""
     if (output is not None) + check + info != 1:
         raise FivefoldError(
             "give either -o DIR, to write tokens there, or --check, to check some, or --info, to "
             "see some"
         )
+    paths = [Path(path) for path in ([inputs] if isinstance(inputs, str | Path) else inputs)]
     if output is None:
-        tables = [_check(folder) if check else _info(folder) for folder in inputs]
-        texts = [_line(table) + _sample_text(table) for table in tables]
-        typer.echo(json.dumps(tables) if as_json else "\n".join(texts))
-        return
+        describe = partial(_check, on_progress=on_progress) if check else _info
+        return TokenFolders(tuple(map(describe, paths)), written=False)
     if workers is not None and workers < 1:
         raise FivefoldError(f"--workers {workers}: give at least 1")
-    lengths = {"min_chars": min_chars, "max_chars": max_chars}
-    lengths |= {"min_tokens": min_tokens, "max_tokens": max_tokens}
-    settings = Tokenizing(tokenizer, end, column, lengths, dedup, chat, pairs)
     size = tokens_of("--shard-tokens", shard_tokens)
-    table = _write(inputs, output, size, settings, workers, force)
-    typer.echo(json_text(table) if as_json else _written_text(table))
-
-
-def _write(
-    inputs: list[Path],
-    output: Path,
-    shard_tokens: int,
-    words: Tokenizing,
-    workers: int | None,
-    force: bool,
-) -> dict[str, Any]:
     # Imported here, so that --help does not load numpy.
-    from fivefold.data import TokenizeOptions, find_sources, tokenize, usual_workers
+    from fivefold.data import LengthFilter, TokenizeOptions, find_sources, tokenize, usual_workers
 
-    encode = _encode(words)
-    sources = find_sources(inputs)
-    options = TokenizeOptions(shard_tokens, workers or usual_workers(), words.dedup, force)
-    with _bar(sources.num_bytes) as bar:
-        done = tokenize(sources, output, encode, options, bar.advance)
-    return {
-        **_describe(output),
+    lengths = LengthFilter(min_chars, max_chars, min_tokens, max_tokens)
+    if pairs and column is not None:
+        raise FivefoldError("--pairs reads chosen and rejected: leave --column out")
+    if chat or pairs:
+        encode = _conversations(str(tokenizer), end, column, lengths, pairs, dedup)
+    else:
+        encode = _documents(str(tokenizer), end, column, lengths, dedup)
+    sources = find_sources(paths)
+    options = TokenizeOptions(size, workers or usual_workers(), dedup, force)
+    tick = _ticks(sources.num_bytes, on_progress)
+    done = tokenize(sources, Path(output), encode, options, tick)
+    table = {
+        **_describe(Path(output)),
         "empty": done.left_out.get("empty", 0),
         "left_out": done.left_out,
         "files": len(sources.files),
@@ -144,37 +196,51 @@ def _write(
         "skipped_files": sources.skipped,
         "resumed": done.resumed,
     }
+    return TokenFolders((table,), written=True)
 
 
-def _encode(words: Tokenizing) -> Encode:
-    from fivefold.data import (
-        BlockEncoder,
-        ChatEncoder,
-        LengthFilter,
-        PairEncoder,
-        make_chat_encoder,
-        make_encoder,
-    )
+def _documents(
+    tokenizer: str, end: str | None, column: str | None, lengths: LengthFilter, dedup: bool
+) -> Encode:
+    from fivefold.data import BlockEncoder, make_encoder
+
+    return BlockEncoder(make_encoder(tokenizer, end), column or "text", lengths, dedup)
+
+
+def _conversations(
+    tokenizer: str,
+    end: str | None,
+    column: str | None,
+    lengths: LengthFilter,
+    pairs: bool,
+    dedup: bool,
+) -> Encode:
+    from fivefold.data import ChatEncoder, PairEncoder, make_chat_encoder
     from fivefold.generate import ChatTemplate
 
-    keep = LengthFilter(**words.lengths)  # type: ignore[arg-type]
-    if words.pairs and words.column is not None:
-        raise FivefoldError("--pairs reads chosen and rejected: leave --column out")
-    if words.chat or words.pairs:
-        kind = PairEncoder if words.pairs else ChatEncoder
-        chat = make_chat_encoder(words.tokenizer, words.end)
-        render = ChatTemplate(Path(words.tokenizer)).render_many
-        return kind(chat, render, words.column, keep, words.dedup)
-    encoder = make_encoder(words.tokenizer, words.end)
-    return BlockEncoder(encoder, words.column or "text", keep, words.dedup)
+    kind = PairEncoder if pairs else ChatEncoder
+    render = ChatTemplate(Path(tokenizer)).render_many
+    return kind(make_chat_encoder(tokenizer, end), render, column, lengths, dedup)
 
 
-def _check(folder: Path) -> dict[str, Any]:
+def _ticks(num_bytes: int, on_progress: OnProgress | None) -> Callable[[float], None]:
+    """What is called with numbers of bytes, and reports their sum."""
+    done = 0.0
+
+    def tick(count: float) -> None:
+        nonlocal done
+        done += count
+        if on_progress is not None:
+            on_progress(TaskProgress(done, num_bytes, "tokens"))
+
+    return tick
+
+
+def _check(folder: Path, on_progress: OnProgress | None) -> dict[str, Any]:
     from fivefold.data import read_index, refuse_damaged
 
     index = read_index(folder)
-    with _bar(index.num_bytes) as bar:
-        refuse_damaged(folder, index, checksums=True, tick=bar.advance)
+    refuse_damaged(folder, index, checksums=True, tick=_ticks(index.num_bytes, on_progress))
     return {**_describe(folder), "checked": True}
 
 
@@ -247,10 +313,3 @@ def _sample_text(table: dict[str, Any]) -> str:
 
 def _many(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
-
-
-def _bar(num_bytes: int) -> AbstractContextManager[ProgressBar]:
-    """A progress bar over bytes."""
-    from rich.progress import DownloadColumn, TimeRemainingColumn
-
-    return progress_bar("tokens", num_bytes, DownloadColumn(), TimeRemainingColumn())

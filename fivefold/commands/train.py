@@ -266,18 +266,18 @@ class _Records:
 
     def __init__(self, on_report: OnReport) -> None:
         self.on_report = on_report
-        self.found: list[StepRecord] = []
+        self.records: list[StepRecord] = []
 
     def report(self, report: StepRecord | Shortage | SampleText | str) -> None:
         if isinstance(report, StepRecord):
-            while self.found and self.found[-1].step >= report.step:  # a restart repeats it
-                self.found.pop()
-            self.found.append(report)
+            while self.records and self.records[-1].step >= report.step:  # a restart repeats it
+                self.records.pop()
+            self.records.append(report)
         self.on_report(report)
 
 
 def _begin(
-    plan: Plan, settings: TrainSettings, told: OnReport, *, joined: bool = False
+    plan: Plan, settings: TrainSettings, on_report: OnReport, *, joined: bool = False
 ) -> tuple[RunFolder, Source]:
     """Make the run folder, and tell what is about to run; the folder, and what is read.
 
@@ -293,21 +293,21 @@ def _begin(
     resume = settings.options.resume
     if resume and done is None:
         for message in (*mend(folder), *check_resume(plan, settings)):
-            told(message)
+            on_report(message)
     source = checked_source(plan, settings)
     if done is None or not (folder / RUN).exists():
         toml = plan.to_toml(folder, full=True)
         run_files = RunFolder.create(folder, toml, start_facts(plan, source), resume)
         keep_tokenizer(folder, source)
     else:
-        told(done)
+        on_report(done)
         run_files = RunFolder.open(folder)
     recipe, corpus = settings.recipe, str(source)
-    told(StartedRun(plan, recipe, settings.dtype, corpus, settings.planned, folder))
+    on_report(StartedRun(plan, recipe, settings.dtype, corpus, settings.planned, folder))
     return run_files, source
 
 
-def _fork(plan: Plan, options: RunOptions, told: OnReport) -> TrainedRun:
+def _fork(plan: Plan, options: RunOptions, on_report: OnReport) -> TrainedRun:
     """Train on ranks of this machine, in a folder that this process owns. It keeps the memory of
     copies over restarts."""
     from fivefold.train import compare_with_plan
@@ -316,25 +316,25 @@ def _fork(plan: Plan, options: RunOptions, told: OnReport) -> TrainedRun:
     rank = device_of(plan, options, None)
     full = noted(plan, rank)
     folder = options.out or run_folder(Path("runs"), full.shape.name, options.resume)
-    settings = settings_of(full, options, folder, rank, told)
+    settings = settings_of(full, options, folder, rank, on_report)
     if options.resume and (done := nothing_left(settings)) is not None:
         raise FivefoldError(done)  # before anything in the folder changes
-    records, world = _Records(told), full.layout.world
+    records, world = _Records(on_report), full.layout.world
     with own_run(folder, _OWNER_SECONDS) as ticket:
         began, settings = time.perf_counter(), replace(settings, ticket=ticket)
-        files, source = _begin(full, settings, told)
+        files, source = _begin(full, settings, on_report)
         with kept_memory(settings.recipe, world) as memory:
             settings = replace(settings, memory=memory)
             try:
                 plan, runs, check = _start_ranks(full, settings, files, source, records)
             finally:
-                summary = _summary(files, told)
+                summary = _summary(files, on_report)
         return TrainedRun(
             plan,
             files.path,
             settings.dtype,
             str(source),
-            tuple(records.found),
+            tuple(records.records),
             summary,
             runs[0].stopped,
             time.perf_counter() - began,
@@ -398,7 +398,7 @@ def _run_ranks(
 
 
 def _join(
-    plan: Plan, options: RunOptions, launched: LauncherEnvironment, told: OnReport
+    plan: Plan, options: RunOptions, launched: LauncherEnvironment, on_report: OnReport
 ) -> TrainedRun:
     """Be one rank of a job that a launcher has started; the first one owns the run."""
     from fivefold.launch import joined_worker
@@ -409,7 +409,7 @@ def _join(
     assert folder is not None
     owner = own_run(folder, _RESTART_SECONDS) if first else nullcontext()
     plan, recipe = noted(plan, rank), plan.options.train
-    records = _Records(told if first else _warnings(told))
+    records = _Records(on_report if first else _warnings(on_report))
     with owner as ticket, host_keeper(recipe, launched, folder) as memory:
         settings = replace(
             settings_of(plan, options, folder, rank),
@@ -419,7 +419,7 @@ def _join(
         )
         began, before = time.perf_counter(), latest(folder)
         # The others open the folder after they have joined this rank.
-        begun = _begin(plan, settings, told, joined=True) if first else None
+        begun = _begin(plan, settings, on_report, joined=True) if first else None
         try:
             done = run_rank(joined_worker(launched, records.report), plan, settings, device=rank)
         except BaseException:
@@ -431,32 +431,32 @@ def _join(
             folder,
             settings.dtype,
             "" if begun is None else str(begun[1]),
-            tuple(records.found),
-            None if begun is None else _summary(begun[0], told),
+            tuple(records.records),
+            None if begun is None else _summary(begun[0], on_report),
             done.stopped,
             time.perf_counter() - began,
             joined=True,
         )
 
 
-def _summary(files: RunFolder, told: OnReport) -> Summary | None:
+def _summary(files: RunFolder, on_report: OnReport) -> Summary | None:
     """The summary of a run that has ended; None, and why, if its files cannot be summarised.
 
     Nothing in them can change how the training itself has ended.
     """
     try:
-        return files.summarize(told)
+        return files.summarize(on_report)
     except Exception as error:
         reason = str(error) or repr(error)
-        told(f"the run has ended, but cannot be summarised: {reason}")
+        on_report(f"the run has ended, but cannot be summarised: {reason}")
         return None
 
 
-def _warnings(told: OnReport) -> OnReport:
+def _warnings(on_report: OnReport) -> OnReport:
     """All but steps and samples, which rank 0 tells."""
     from fivefold.train.callbacks import SampleText
 
-    return lambda report: None if isinstance(report, StepRecord | SampleText) else told(report)
+    return lambda report: None if isinstance(report, StepRecord | SampleText) else on_report(report)
 
 
 @partial(with_plan_options, default_target="tiny-moe")

@@ -55,7 +55,7 @@ def with_layout(
     if not job.is_open:
         return options, []
     if before is not None and options.gpus is None:
-        keys = {name: getattr(before, name) for name in _CHOSEN if name not in job.given}
+        keys = {name: getattr(before, name) for name in _CHOSEN if name not in job.keys}
         why = [f"{before.layout}, as the run before{_OTHER}"]
         return replace(options, **keys), why if before.layout != options.layout else []
     from fivefold.launch import num_gpus
@@ -68,7 +68,7 @@ def with_layout(
     one_host = launched is None or launched.local_world == launched.world
     machine = options.machine or (machine_here() if one_host else None)
     data = replace(options, layout=f"dp={_data_ranks(options, ranks)}", gpus=None)
-    if machine is None or any(name in job.given for name in NOT_SEARCHED):
+    if machine is None or any(name in job.keys for name in NOT_SEARCHED):
         return data, [f"{data.layout} for {whose}, as data ranks{_OTHER}"]
     batch = resolve(data).batch.sequences if options.batch is None else options.batch
     new_options = replace(options, gpus=ranks, batch=batch, machine=machine)

@@ -26,7 +26,8 @@ from fivefold.commands.options import (
     BackendOption,
     SetKey,
     as_given,
-    json_text,
+    exit_on_lost_rank,
+    print_answer,
     shown_progress,
     with_plan_options,
 )
@@ -78,30 +79,24 @@ def run(
 ) -> None:
     """Prove that a layout computes the same as one device: run both here and compare."""
     job = as_given(options, command)
-    try:
-        with shown_progress("verify") as on_progress:
-            verdict = verify(
-                job,
-                dtype=dtype,
-                steps=steps,
-                optimizer=optimizer,
-                offload=offload,
-                precision=precision,
-                seed=seed,
-                device=device,
-                backend=backend,
-                compile=compiled,
-                generate=generate,
-                batch_invariant=batch_invariant,
-                patience=patience,
-                on_progress=on_progress,
-            )
-    except RankLost as lost:
-        if as_json:
-            typer.echo(json_text({"passed": False, "error": lost.reason}))
-        typer.echo(f"fivefold: {lost.reason}", err=True)
-        raise typer.Exit(1) from None
-    typer.echo(json_text(verdict.to_json()) if as_json else str(verdict))
+    with exit_on_lost_rank(as_json), shown_progress("verify") as on_progress:
+        verdict = verify(
+            job,
+            dtype=dtype,
+            steps=steps,
+            optimizer=optimizer,
+            offload=offload,
+            precision=precision,
+            seed=seed,
+            device=device,
+            backend=backend,
+            compile=compiled,
+            generate=generate,
+            batch_invariant=batch_invariant,
+            patience=patience,
+            on_progress=on_progress,
+        )
+    print_answer(verdict, as_json)
     raise typer.Exit(0 if verdict.passed else 1)
 
 
@@ -328,12 +323,12 @@ def _choose_backend(plan: Plan, chosen: dict[str, Any]) -> list[str]:
     return [*notes, "TF32 is off: float32 matmuls are not rounded to 10 bits"]
 
 
-def _patience(asked: float | None, slow: bool) -> float:
+def _patience(seconds: float | None, slow: bool) -> float:
     """Seconds without a message; `slow`: with kernels that have to be compiled or loaded."""
     from fivefold.launch import PATIENCE
 
-    if asked is not None:
-        return positive("patience", asked)
+    if seconds is not None:
+        return positive("patience", seconds)
     return _PATIENCE_WITH_KERNELS if slow else PATIENCE
 
 
@@ -351,7 +346,7 @@ def _phases(total: int, on_progress: OnProgress | None) -> Callable[[], None]:
 
 
 def _verify(
-    plan: Plan, chosen: dict[str, Any], asked: float | None, on_progress: OnProgress | None
+    plan: Plan, chosen: dict[str, Any], patience: float | None, on_progress: OnProgress | None
 ) -> VerifiedPlan:
     """Run the ranks and one process."""
     # Imported here, so that a bad option is refused before torch is loaded.
@@ -360,7 +355,7 @@ def _verify(
 
     settings = VerifySettings(**chosen)
     slow = settings.device == "cuda" or settings.compiled
-    patience = _patience(asked, slow)
+    patience = _patience(patience, slow)
     began = time.perf_counter()
     on_phase = _phases(num_phases(plan, settings), on_progress)
     try:
@@ -372,7 +367,7 @@ def _verify(
 
 
 def _verify_generated(
-    plan: Plan, chosen: dict[str, Any], asked: float | None, on_progress: OnProgress | None
+    plan: Plan, chosen: dict[str, Any], patience: float | None, on_progress: OnProgress | None
 ) -> VerifiedPlan:
     """Run the proof of generation."""
     from fivefold.generate import forward_plan, invariant_plan
@@ -382,7 +377,7 @@ def _verify_generated(
     settings = GeneratedSettings(**chosen)
     plan = forward_plan(plan)
     plan = invariant_plan(plan) if settings.batch_invariant else plan
-    patience = _patience(asked, settings.device == "cuda")
+    patience = _patience(patience, settings.device == "cuda")
     began = time.perf_counter()
     on_phase = _phases(num_generation_phases(plan, settings), on_progress)
     with Pool(plan.layout.world, patience) as pool:

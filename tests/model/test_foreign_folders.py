@@ -23,6 +23,7 @@ from fivefold.core.errors import FivefoldError, RankLost
 from fivefold.core.layout.boxes import whole_box
 from fivefold.core.layout.weight_table import buffers, weights
 from fivefold.core.model import presets as models
+from fivefold.launch import processes
 from fivefold.optim.optimizer import StateInMemory
 from fivefold.train.checkpoint.checkpoints import Checkpoints, Reader, write_checkpoint
 from fivefold.train.checkpoint.folders import (
@@ -234,7 +235,7 @@ def test_a_resume_that_fails_leaves_the_plan(
 
     ranks = SimpleNamespace(stopping=False, run_each=lost)
     pool = nullcontext(ranks)
-    monkeypatch.setattr("fivefold.launch.processes.Pool", lambda *_, **__: pool)
+    monkeypatch.setattr(processes, "Pool", lambda *_, **__: pool)
     options = {"out": tmp_path, "resume": True, "seq": 16, "batch": 2, "data": "synthetic"}
     with pytest.raises(RankLost):
         train("tiny", lr=0.5, **options)

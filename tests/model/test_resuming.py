@@ -17,6 +17,7 @@ from fivefold.core.layout.weight_table import buffers, weights
 from fivefold.core.plan.plan import PlanOptions, resolve
 from fivefold.core.plan.recipe import Recipe
 from fivefold.generate.text_model import find_model
+from fivefold.launch import processes
 from fivefold.train.checkpoint.checkpoints import Reader, write_checkpoint
 from fivefold.train.checkpoint.folders import Facts
 from fivefold.train.checkpoint.of_run import open_run
@@ -84,7 +85,7 @@ def test_a_resume_keeps_the_rows_unless_others_are_given(
 
     ranks = SimpleNamespace(stopping=False, run_each=lost)
     pool = nullcontext(ranks)
-    monkeypatch.setattr("fivefold.launch.processes.Pool", lambda *_, **__: pool)
+    monkeypatch.setattr(processes, "Pool", lambda *_, **__: pool)
     told: list[Any] = []
     for more in ({}, {"seq": 32}):
         with pytest.raises(RankLost):
@@ -180,7 +181,7 @@ def test_a_start_that_saves_nothing_leaves_the_plan(
 
     ranks = SimpleNamespace(stopping=True, run_each=interrupted)
     pool = nullcontext(ranks)
-    monkeypatch.setattr("fivefold.launch.processes.Pool", lambda *_, **__: pool)
+    monkeypatch.setattr(processes, "Pool", lambda *_, **__: pool)
     with pytest.raises(SystemExit):
         train("tiny", out=tmp_path, resume=True, data="synthetic", lora=4)
     assert (tmp_path / "plan.toml").read_text() == plan

@@ -18,6 +18,7 @@ import torch
 from fivefold.commands.train import train
 from fivefold.core.errors import FivefoldError, RankLost
 from fivefold.core.layout.boxes import whole_box
+from fivefold.launch import processes
 from fivefold.optim.optimizer import StateInMemory
 from fivefold.records.run_owner import OWNER, own_run
 from fivefold.train.checkpoint.checkpoints import Checkpoints
@@ -130,7 +131,7 @@ def test_two_trainings_of_one_run_are_refused(
 
     ranks = SimpleNamespace(stopping=False, run_each=second)
     pool = nullcontext(ranks)
-    monkeypatch.setattr("fivefold.launch.processes.Pool", lambda *_, **__: pool)
+    monkeypatch.setattr(processes, "Pool", lambda *_, **__: pool)
     with pytest.raises(FivefoldError, match=rf"is being trained by process {os.getpid()} "):
         train("tiny", layout="dp=1", **given)
 

@@ -127,6 +127,7 @@ def test_importing_it_loads_nothing() -> None:
         "more = [name for name in sys.modules if name.startswith('fivefold.')]\n"
         "assert not more and 'torch' not in sys.modules, more\n"
         "fivefold.plan('tiny', layout='dp=2')\n"
+        "assert 'typer' not in sys.modules\n"
         "fivefold.schedule('1f1b', stages=2, microbatches=4)\n"
         "loaded = {'torch', 'numpy'} & set(sys.modules); assert not loaded, loaded"
     )

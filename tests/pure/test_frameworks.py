@@ -68,7 +68,7 @@ def test_stacks_of_frameworks_are_there_and_price() -> None:
     named = stack_names()
     assert named.keys() <= TARGETS.keys()
     assert {*named.values()} <= {*stack_presets.presets()}
-    theirs = compare_frameworks("tiny", gpus=2, machine="h100", stacks=True)
+    theirs = compare_frameworks("tiny", gpus=2, machine="h100", stack=True)
     assert all(row.stack == named.get(row.name) for row in theirs.rows)
     nanotron = next(row for row in theirs.rows if row.name == "nanotron")
     assert nanotron.estimate is not None and nanotron.slower is not None
