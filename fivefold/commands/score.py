@@ -81,7 +81,7 @@ class PlannerScore:
             f"expressed, {len(unmeasured):,} with nothing to compare; {table['repeated']:,} "
             "repeated",
             "",
-            render(list(sections(table))),
+            render(list(sections({**table}))),
         ]
         if skipped:
             lines += ["", "not expressed"]

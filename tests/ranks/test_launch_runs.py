@@ -27,7 +27,7 @@ IMAGE = ("--image", "fivefold:0.1.0")
 
 def scripted(folder: Path, target: str, *words: str, plan: tuple[str, ...] = ()) -> str:
     """Plan a small job in a folder, and write its script; what the script says."""
-    settings = ("--set", "layers=2", "steps=2", "data=synthetic", *plan)
+    settings = ("--set", "layers=2", "steps=2", "data=synthetic", "save_every=1000", *plan)
     made = in_fork(["plan", *SMALL, *settings, "-o", "plan.toml"], folder)
     assert made.returncode == 0, made.stderr
     written = ["launch", target, "plan.toml", "--cpus", "1", "-o", "script", "--out", "run", *words]

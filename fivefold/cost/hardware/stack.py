@@ -8,11 +8,13 @@ them: its numbers are counted from the program and measured on H200s.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from fivefold.core.layout import Fp8
 from fivefold.core.model import Balance
-from fivefold.cost import Flags, LayoutGrid
+
+if TYPE_CHECKING:
+    from fivefold.cost import Flags, LayoutGrid
 
 GIB = 2**30
 
