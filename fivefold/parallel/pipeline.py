@@ -35,7 +35,6 @@ from fivefold.core.schedule import (
     Message,
     Overlap,
     Schedule,
-    Step,
     actions_of,
     merged,
     needed,
@@ -106,7 +105,10 @@ class Pipeline:
             token = self.observer.begin(step)
             for message in messages:
                 self.inbox.post(message)
-            work.do(step)
+            if isinstance(step, Action):
+                work.finish(step, work.begin(step)())
+            else:
+                work.overlap(step)
             self.observer.end(token)
         self.outbox.flush()
         return work.losses
@@ -129,35 +131,25 @@ class _PipelineRun:
     handed: dict[tuple[int, str, int], Tensor] = field(default_factory=dict)
     losses: dict[int, Tensor] = field(default_factory=dict)
 
-    def do(self, step: Step) -> None:
-        if isinstance(step, Action):
-            self._finish(step, self._begin(step)())
-            return
-        forward, backward = (self._begin(action) for action in step)
+    def overlap(self, pair: Overlap) -> None:
+        """Interleave a forward and a backward."""
+        forward, backward = (self.begin(action) for action in pair)
         if self.pipeline.mesh.layout.stage_size == 1:  # no collective to hide
-            self._finish(step.forward, forward())
-            self._finish(step.backward, backward())
+            self.finish(pair.forward, forward())
+            self.finish(pair.backward, backward())
             return
-        self._interleave(step, forward, backward)
-
-    def _interleave(
-        self,
-        pair: Overlap,
-        forward: Callable[[], Tensor | None],
-        backward: Callable[[], Tensor | None],
-    ) -> None:
         results = self.pipeline.mesh.lanes.run(forward, backward)
         for action, result in zip(pair, results, strict=True):
-            self._finish(action, result)
+            self.finish(action, result)
 
-    def _begin(self, action: Action) -> Callable[[], Tensor | None]:
+    def begin(self, action: Action) -> Callable[[], Tensor | None]:
         """Wait for what the action needs; what is returned computes it."""
         if action.kind == WEIGHT_GRAD:
-            return lambda: self._weight_gradients(action)
+            return partial(self._weight_gradients, action)
         values = self._given(action)
         if action.kind == FORWARD:
-            return lambda: self._forward(action, values)
-        return lambda: self._backward(action, values)
+            return partial(self._forward, action, values)
+        return partial(self._backward, action, values)
 
     def _given(self, action: Action) -> Tensor | None:
         message = needed(self.pipeline.schedule, action)
@@ -198,7 +190,7 @@ class _PipelineRun:
         last = self.pipeline.is_last(action)
         self.pipeline.chunks[action.stage].weight_gradients(action.microbatch, last)
 
-    def _finish(self, action: Action, result: Tensor | None) -> None:
+    def finish(self, action: Action, result: Tensor | None) -> None:
         """Pass the result on, to another rank or to another stage of this one."""
         if result is None:
             return

@@ -199,7 +199,19 @@ class _Loop:
         self.clock.ask()
         batches = take_batches()
         self.clock.begin()
-        outcome = self._step(number, batches)
+        for callback in self.callbacks:
+            callback.before_step(number)
+        self.run.rank.updater.set_lr(self.run.settings.recipe.lr_at(number))
+        weights = self._weights(batches)  # its forward is no part of the step's traffic
+        if self.integrity is not None:
+            self.integrity.begin(number)
+        attempt = partial(self._attempt, number, batches, weights, self.stop.requested)
+        expected = progress.scale.explains_overflow
+        outcome = self.replays.run(number, attempt, expected)
+        if self.integrity is not None and outcome.flips is not None and outcome.flips.any():
+            raise self.integrity.error()
+        if self.objective is not None:
+            outcome = replace(outcome, loss=torch.tensor(self.objective.loss, dtype=torch.float64))
         mark = self.clock.mark()
         progress.advance(num_samples, outcome.skipped, bool(outcome.stops))
         loss, stopped = float(outcome.loss), progress.stopped
@@ -208,23 +220,6 @@ class _Loop:
         self._complete_records(any(listener.needs_record(number) for listener in self.callbacks))
         for callback in self.callbacks:
             callback.after_step(number)
-
-    def _step(self, number: int, batches: list[TokenBatch]) -> StepOutcome:
-        """One optimizer step."""
-        for callback in self.callbacks:
-            callback.before_step(number)
-        self.run.rank.updater.set_lr(self.run.settings.recipe.lr_at(number))
-        weights = self._weights(batches)  # its forward is no part of the step's traffic
-        if self.integrity is not None:
-            self.integrity.begin(number)
-        attempt = partial(self._attempt, number, batches, weights, self.stop.requested)
-        expected = self.run.progress.scale.explains_overflow
-        outcome = self.replays.run(number, attempt, expected)
-        if self.integrity is not None and outcome.flips is not None and outcome.flips.any():
-            raise self.integrity.error()
-        if self.objective is None:
-            return outcome
-        return replace(outcome, loss=torch.tensor(self.objective.loss, dtype=torch.float64))
 
     def _attempt(
         self,

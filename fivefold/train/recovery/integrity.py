@@ -42,8 +42,8 @@ import math
 import socket
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from statistics import median, median_low
 from typing import Any, NamedTuple
 
@@ -571,7 +571,8 @@ class ReplayCallback(Callback):
         proves = self.proves(number)
         bound = NOTHING if proves else self.bound.limits if self.watches else None
         is_full = proves or self.exact
-        first, tape = self._taped(partial(attempt, bound), is_full)
+        with self._tape(is_full) as tape:
+            first = attempt(bound)
         if first.flips is not None and first.flips.any():
             return first  # in memory: a second run would gather weights anew, and hide where
         overflow = not math.isfinite(float(first.loss) + float(first.norm))
@@ -580,7 +581,8 @@ class ReplayCallback(Callback):
         self.num_spikes += not explained and _is_above(_pair(first), self.bound.usual)
         self.num_again += strange and not proves
         if proves or strange:
-            second, other = self._taped(partial(attempt, None), is_full)
+            with self._tape(is_full) as other:
+                second = attempt(None)
             self._judge(number, (first, second), (tape, other), proves)
             first = second
         self.bound.add(*_pair(first))
@@ -613,12 +615,14 @@ class ReplayCallback(Callback):
     def measure(self, number: int) -> dict[str, Any]:
         return {} if self.comparison is None else {"again": self.comparison}
 
-    def _taped(self, attempt: Callable[[], StepOutcome], is_full: bool) -> tuple[StepOutcome, Tape]:
+    @contextmanager
+    def _tape(self, is_full: bool) -> Iterator[Tape]:
+        """Records what this rank sends and receives."""
         self.mesh.records.clear()
         tape = Tape(is_full)
         self.mesh.record_on(tape if self.watches or self.every else None)
         try:
-            return attempt(), tape
+            yield tape
         finally:
             self.mesh.record_on(None)
 
