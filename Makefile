@@ -7,7 +7,7 @@ READY := .venv/.ready
 # Hundreds of interpreters start in the tests: each would compile the package again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup train test nightly test-page bench-page page-pictures docs reference lint types verify-all bench-schedule bench-overlap bench-tensor bench-pipeline bench-context bench-expert bench-gpu bench-rank bench-decode bench-serve bench-step bench-logging bench-clock bench-checkpoint bench-plan bench-tokens chaos recover stress flips bench-flips verify-nccl accept-gpu device-env learn score clean
+.PHONY: setup train test test-map nightly test-page bench-page page-pictures docs reference lint types verify-all bench-schedule bench-overlap bench-tensor bench-pipeline bench-context bench-expert bench-gpu bench-rank bench-decode bench-serve bench-step bench-logging bench-clock bench-checkpoint bench-plan bench-tokens chaos recover stress flips bench-flips verify-nccl accept-gpu device-env learn score clean
 
 setup: $(READY)
 
@@ -31,12 +31,17 @@ train: $(BASE)
 		'  fivefold verify tiny --layout "dp=2 tp=2" --seq 64' \
 		'  fivefold observe      (a page in the browser; docs/first-hour.md goes on from here)'
 
-# At most 10 minutes on two cores, without the browser. Long lists are sampled by a salt that changes with the commit:
-# FIVEFOLD_SALT, which the report prints, repeats a sample.
+# At most 10 minutes on two cores, without the browser: all that a change touches, as far as its seconds go, and a sample of
+# the long lists by a salt that changes with the commit. FIVEFOLD_SALT, which the report prints, repeats a sample.
 test: setup lint
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder --ignore=tests/page tests
 
-# Everything, within a budget of 90 minutes on two cores: all cases, clocks, two hosts, every table of
+# Which cases run which functions, in how many seconds: tests/data/coverage_map.json.xz, by which `make test` chooses. All
+# cases run once, for hours on two cores. Where there is no git, FIVEFOLD_COVERAGE_BASE is the commit.
+test-map: setup
+	$(BIN)/python -m tests.coverage_map record
+
+# Everything, in about three hours on two cores and half an hour on sixteen: all cases, clocks, two hosts, every table of
 # verify-all, the page where a browser is installed, ten kills. One table says what passed.
 nightly: setup lint
 	$(BIN)/python -m tests.nightly

@@ -34,7 +34,7 @@ from fivefold.core.plan.recipe import Recipe
 from fivefold.data.batches import samples
 from fivefold.launch.processes import Pool
 from fivefold.launch.worker import Worker
-from fivefold.model.block import Block
+from fivefold.model.decoder import Block
 from fivefold.model.kernels.regions import compiled, eager
 from fivefold.parallel import transport
 from fivefold.parallel.bit_sums import Tape

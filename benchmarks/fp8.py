@@ -70,7 +70,7 @@ def of_shape(widths: tuple[int, ...], inputs: int) -> Iterator[tuple[str, float 
     from fivefold.model.fp8.rounding import Rounding, rounding_of
     from fivefold.parallel.boundary import AxisBoundary
     from fivefold.parallel.mesh import Mesh
-    from fivefold.parallel.tensor_linear import NOT_SHARED, SplitMatmuls
+    from fivefold.parallel.tensor import NOT_SHARED, SplitMatmuls
 
     mesh = Mesh(Topology(Layout()), torch.device("cuda"))
     one_device: Any = SplitMatmuls(AxisBoundary(mesh, "tp", False, 0), None, 1, row=TOKENS)

@@ -42,7 +42,7 @@ def measure(model: str, device: str, said: dict[str, str]) -> dict[str, Any]:
     from fivefold.parallel.mesh import Mesh
     from fivefold.parallel.units.offload import GradientHome
     from fivefold.planner.estimate import estimate_plan
-    from fivefold.planner.planning import estimate_setting
+    from fivefold.planner.setting import estimate_setting
     from fivefold.step import step, updater_of
 
     torch.use_deterministic_algorithms(True)

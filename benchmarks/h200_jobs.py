@@ -18,10 +18,8 @@ from typing import Any, Literal, NamedTuple
 
 from fivefold.core import hardware as machine
 from fivefold.core.plan.plan import Plan, PlanOptions, resolve
-from fivefold.planner.estimate import rank_seconds_alone
-from fivefold.planner.memory_by_rank import rank_memory
-from fivefold.planner.planning import estimate_setting
-from fivefold.planner.setting import EstimateSetting
+from fivefold.planner.estimate import rank_memory, rank_seconds_alone
+from fivefold.planner.setting import EstimateSetting, estimate_setting
 from fivefold.render import duration
 
 DATA = Path(__file__).parent / "data"

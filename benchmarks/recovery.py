@@ -27,9 +27,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from fivefold.api.restarting import RestartedRun
+from fivefold.commands.train import train
+from fivefold.commands.train_start import RestartedRun
 from fivefold.records.steps import StepRecord
-from fivefold.train import training as train
 from fivefold.train.checkpoint.checkpoints import Reader
 from fivefold.train.checkpoint.folders import latest
 

@@ -26,10 +26,8 @@ from fivefold.core.plan.plan import Plan, PlanOptions, resolve
 from fivefold.core.plan.recipe import Recipe
 from fivefold.launch.processes import Pool
 from fivefold.launch.worker import Worker
-from fivefold.planner.estimate import rank_seconds_alone
-from fivefold.planner.memory_by_rank import rank_memory
-from fivefold.planner.planning import estimate_setting
-from fivefold.planner.setting import EstimateSetting
+from fivefold.planner.estimate import rank_memory, rank_seconds_alone
+from fivefold.planner.setting import EstimateSetting, estimate_setting
 
 MACHINE = "h200"
 GIB = 2**30

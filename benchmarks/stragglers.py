@@ -23,7 +23,7 @@ from fivefold.core.plan.plan import Plan, PlanOptions, resolve
 from fivefold.core.plan.recipe import Recipe
 from fivefold.launch.processes import Pool
 from fivefold.launch.worker import Worker
-from fivefold.model.block import Block
+from fivefold.model.decoder import Block
 from fivefold.parallel import transport
 from fivefold.records.steps import StepRecord
 from fivefold.records.stragglers import SHOWN_SHARE

@@ -19,7 +19,6 @@ TYPE_CHECKING = False  # to type checkers it is typing's, whose import would tak
 if TYPE_CHECKING:
     from typing import Any
 
-    from fivefold.api.training import train as train
     from fivefold.commands.calibrate import calibrate as calibrate
     from fivefold.commands.compare_frameworks import compare_frameworks as compare_frameworks
     from fivefold.commands.evaluate import evaluate as evaluate
@@ -38,6 +37,7 @@ if TYPE_CHECKING:
     from fivefold.commands.serve import serve as serve
     from fivefold.commands.simulate import simulate as simulate
     from fivefold.commands.tokens import tokens as tokens
+    from fivefold.commands.train import train as train
     from fivefold.commands.verify import verify as verify
     from fivefold.core import FivefoldError as FivefoldError
     from fivefold.core import Machine as Machine
@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from fivefold.core.model import MixerWeight as MixerWeight
     from fivefold.core.model import Shape as Shape
     from fivefold.core.plan import Plan as Plan
+    from fivefold.train.callbacks import Callback as Callback
 
 __version__ = "0.1.0"
 
@@ -59,7 +60,7 @@ _NAMES = {
     "rehearse": ("fivefold.commands.rehearse", "rehearse"),
     "simulate": ("fivefold.commands.simulate", "simulate"),
     "verify": ("fivefold.commands.verify", "verify"),
-    "train": ("fivefold.api.training", "train"),
+    "train": ("fivefold.commands.train", "train"),
     "generate": ("fivefold.commands.generate", "generate"),
     "calibrate": ("fivefold.commands.calibrate", "calibrate"),
     "compare_frameworks": ("fivefold.commands.compare_frameworks", "compare_frameworks"),
@@ -80,10 +81,12 @@ _NAMES = {
     "MixerCost": ("fivefold.core.model.mixers", "MixerCost"),
     "MixerWeight": ("fivefold.core.model.mixers", "MixerWeight"),
     "Plan": ("fivefold.core.plan.plan", "Plan"),
+    "Callback": ("fivefold.train.callbacks.callback", "Callback"),
     "FivefoldError": ("fivefold.core.errors", "FivefoldError"),
     "RankLost": ("fivefold.core.errors", "RankLost"),
 }
 __all__ = [
+    "Callback",
     "FivefoldError",
     "Layout",
     "Machine",

@@ -72,7 +72,7 @@ VERBS = {
     "tokens": Verb(
         "fivefold.commands.tokens", "Tokenize text into a folder, or check such a folder."
     ),
-    "train": Verb("fivefold.verbs.train", "Train, and compare every step with the plan."),
+    "train": Verb("fivefold.commands.train", "Train, and compare every step with the plan."),
     "verify": Verb(
         "fivefold.commands.verify", "Prove that a layout computes the same as one device."
     ),
@@ -194,7 +194,7 @@ def _parts(kind: Any) -> set[Any]:
 
 def own_keys(verb: str) -> Mapping[str, Any]:
     """The keys of `--set` that a command has beside those of plan, training and model."""
-    return getattr(import_module(VERBS[verb].module).run, "keys", {})
+    return getattr(import_module(VERBS[verb].module).run, "set_keys", {})
 
 
 def usage_text(error: Exception, verb: str | None, args: Sequence[str]) -> str:

@@ -41,7 +41,7 @@ PANELS = {
     "Sampling": "top-k top-p seed stop chat",
     "Requests": "name max-queue max-running max-batch-tokens drain-seconds api-key",
     "Documents": "pairs dedup min-chars max-chars min-tokens max-tokens end",
-    "Output": "o out html text panel svg trace perfetto page json help",
+    "Output": "o out html text panel svg trace page json help",
 }
 _WIDEST = 30  # characters of an option beside its help
 _FEW = 7  # options, with --json and --help, that need no panels
@@ -74,7 +74,7 @@ class PanelCommand(TyperCommand):
             with formatter.section(title):
                 rows = [options[name] for name in names]
                 formatter.write_dl([(first.ljust(width), help) for first, help in rows])
-        keys = getattr(self.callback, "keys", {})
+        keys = getattr(self.callback, "set_keys", {})
         if keys:
             with formatter.section(KEYS_PANEL):
                 formatter.write_dl([(key.ljust(width), entry.help) for key, entry in keys.items()])

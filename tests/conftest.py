@@ -6,12 +6,14 @@ import gc
 import os
 from collections import defaultdict
 from collections.abc import Generator, Iterator
+from itertools import chain
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
 
 from tests.house import FILES
+from tests.related import Case, Choice, chosen
 from tests.selection import ALL_CASES, SALT, all_cases, num_drawn, salt, seed, shuffled
 
 # Before torch is loaded: on ARM, matmuls keep the number of threads that the first of them had,
@@ -23,6 +25,7 @@ os.environ["XDG_CACHE_HOME"] = str(Path(__file__).parent.parent / "build" / "cac
 LONGEST = "test_readme.py"
 OF_RANKS = 0.15  # of the cases that tests with ranks ask for: `make test` stays below 10 minutes
 ROOT = Path(__file__).parent.parent
+RELATED = pytest.StashKey[str]()
 
 
 @pytest.hookimpl(tryfirst=True)  # before Hypothesis reads its seed
@@ -59,24 +62,56 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if "pure" in item.path.parts:
             item.add_marker(pytest.mark.filterwarnings("error"))
-    left_out = set(not_now(items))
+    left_out = set(not_now(items, choice(config, items)))
     if left_out:
         config.hook.pytest_deselected(items=[item for item in items if item in left_out])
         items[:] = [item for item in items if item not in left_out]
 
 
-def not_now(items: list[pytest.Item]) -> Iterator[pytest.Item]:
+def choice(config: pytest.Config, items: list[pytest.Item]) -> Choice | None:
+    """What the change asks for; nothing where all cases run, or a test is named."""
+    if all_cases() or any("::" in word for word in config.args):
+        return None
+    marks = ((item, item.get_closest_marker("sample")) for item in items)
+    cases = [
+        Case(item.nodeid, mark.args[0] if mark else None)
+        for item, mark in marks
+        if not item.get_closest_marker("nightly")
+    ]
+    found = chosen(cases, ROOT)
+    config.stash[RELATED] = str(found)
+    return found if isinstance(found, Choice) else None
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """The test workers know which cases are related; their parent prints it."""
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["related"] = session.config.stash.get(RELATED, "")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: object) -> None:
+    output = getattr(node, "workeroutput", {})
+    if output.get("related"):
+        node.config.stash[RELATED] = output["related"]
+
+
+def not_now(items: list[pytest.Item], choice: Choice | None) -> Iterator[pytest.Item]:
     """What this run leaves out: nightly tests, and all but a sample of the cases of a test.
 
     `sample(number)` takes all cases in `make nightly`; with `table=True` a sample there too, since
     a table of `make verify-all` has them all. A number below 1 is a share of commits: those take
-    one case, the others none. Tests that start ranks take `OF_RANKS` of their number.
+    one case, the others none. Without a choice by the change, tests that start ranks take
+    `OF_RANKS` of their number.
     """
     tests: dict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
         sample = item.get_closest_marker("sample")
         if item.get_closest_marker("nightly") and not all_cases():
             yield item
+        elif choice is not None:
+            if item.nodeid not in choice.cases:
+                yield item
         elif sample is not None and (sample.kwargs.get("table") or not all_cases()):
             tests[item.nodeid.partition("[")[0]].append(item)
     for cases in tests.values():
@@ -119,3 +154,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
             f"{package:<12} {len(lines):>5} {sum(lines.values()):>7,}  {largest} ({lines[largest]})"
         )
     terminalreporter.write_line(which_cases())
+    if related := terminalreporter.config.stash.get(RELATED, ""):
+        reports = chain.from_iterable(terminalreporter.stats.values())
+        seconds = sum(getattr(report, "duration", 0.0) for report in reports)
+        terminalreporter.write_line(f"{related}; all cases took {seconds:,.0f} s")

@@ -39,6 +39,10 @@ def after(path: str, anchor: str, line: str) -> Edit:
     return Edit(path, anchor, f"{anchor}{line}")
 
 
+def before(path: str, anchor: str, code: str) -> Edit:
+    return Edit(path, anchor, f"{textwrap.dedent(code).strip()}\n\n\n{anchor}")
+
+
 def appended(path: str, code: str) -> Edit:
     return Edit(path, "", f"\n\n{textwrap.dedent(code).strip()}\n")
 
@@ -51,10 +55,9 @@ def rows() -> dict[str, list[str]]:
 
 
 OPTIMIZER = (
-    after("fivefold/core/plan/recipe.py", "OptimizerName = Literal[", '"dummy", '),
     after(
         "fivefold/core/plan/recipe.py",
-        "OPTIMIZERS: dict[OptimizerName, OptimizerKind] = {\n",
+        "OPTIMIZERS: dict[str, OptimizerKind] = {\n",
         '    "dummy": OptimizerKind("fivefold.optim.optimizer:dummy", {"sum": "sum"}, True),\n',
     ),
     appended(
@@ -66,8 +69,9 @@ OPTIMIZER = (
     ),
 )
 SCHEDULE = (
-    appended(
+    before(
         "fivefold/core/schedule/catalog.py",
+        "FAMILIES: tuple[Family, ...] = (",
         """
         def _dummy(num_ranks: int, num_microbatches: int, num_chunks: int = 1) -> Schedule:
             return replace(gpipe(num_ranks, num_microbatches), name="dummy")
@@ -83,7 +87,7 @@ SCHEDULE = (
         )
         """,
     ),
-    after("fivefold/core/schedule/catalog.py", "    linear.GPIPE,\n", "    linear.DUMMY,\n"),
+    after("fivefold/core/schedule/catalog.py", "    GPIPE,\n", "    DUMMY,\n"),
 )
 MODEL_FAMILY = (
     after("fivefold/core/model/hf_config.py",
@@ -117,13 +121,13 @@ TRAINING_KEY = (
     ),
     Edit(
         "fivefold/train/loop.py",
-        "set_lr(self.settings.recipe.lr_at(number))",
-        "set_lr(self.settings.recipe.dummy * self.settings.recipe.lr_at(number))",
+        "set_lr(self.run.settings.recipe.lr_at(number))",
+        "set_lr(self.run.settings.recipe.dummy * self.run.settings.recipe.lr_at(number))",
     ),
     Edit(
         "fivefold/train/loop.py",
-        "lr=self.settings.recipe.lr_at(number)",
-        "lr=self.settings.recipe.dummy * self.settings.recipe.lr_at(number)",
+        "lr=self.run.settings.recipe.lr_at(number)",
+        "lr=self.run.settings.recipe.dummy * self.run.settings.recipe.lr_at(number)",
     ),
 )
 LEARN_PANEL = (
@@ -233,14 +237,14 @@ PRECISION = (
         "    fp4: float | None = None\n",
     ),
 )
-VERB = (
+COMMAND = (
     after(
         "fivefold/cli.py",
         "VERBS = {\n",
-        '    "dummy": Verb("fivefold.verbs.dummy", "Do nothing."),\n',
+        '    "dummy": Verb("fivefold.commands.dummy", "Do nothing."),\n',
     ),
     Edit(
-        "fivefold/verbs/dummy.py",
+        "fivefold/commands/dummy.py",
         "",
         textwrap.dedent(
             '''
@@ -268,7 +272,7 @@ DUMMIES = {
     "a page panel of Explore": EXPLORE_PANEL,
     "a collective": COLLECTIVE,
     "a precision": PRECISION,
-    "a verb": VERB,
+    "a command": COMMAND,
 }
 
 

@@ -2,6 +2,7 @@
 
 `make test` takes a few cases of each list. They are drawn by a salt that changes with the commit,
 so that all cases run over time; the head of the report prints it, and FIVEFOLD_SALT repeats a draw.
+What a change touches runs on top of that: see `tests/related.py`.
 FIVEFOLD_ALL_CASES=1, which `make nightly` sets, takes all cases, runs the tests that are marked
 `nightly`, and looks at the clock.
 """
@@ -55,9 +56,14 @@ def shuffled(cases: Iterable[Case]) -> list[Case]:
     return sorted(cases, key=_salted)
 
 
+def salted_share(name: str) -> float:
+    """A number from 0 to 1 that each salt draws anew."""
+    return int.from_bytes(_salted(name)) / 2**64
+
+
 def drawn(name: str, share: float) -> bool:
     """Whether this salt is one of the share that runs what has this name, or everything runs."""
-    return all_cases() or int.from_bytes(_salted(name)) < share * 2**64
+    return all_cases() or salted_share(name) < share
 
 
 def num_drawn(name: str, number: float) -> int:

@@ -144,6 +144,7 @@ def test_a_wrong_key_is_seen() -> None:
     assert "more is not documented" in found and "stages is string, not integer" in found
 
 
+@pytest.mark.sample(0.25)  # 10 seconds, and `make docs` builds it too
 @pytest.mark.skipif(find_spec("mkdocs") is None, reason="pip install 'fivefold[docs]' builds it")
 def test_the_site_builds_without_warnings(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]

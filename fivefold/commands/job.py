@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import FunctionType
 from typing import (
     TYPE_CHECKING,
     Any,
@@ -18,7 +19,7 @@ from typing import (
 )
 
 from fivefold.bridges import VERSIONS, checkpoint_in
-from fivefold.core import BadFile, FivefoldError, Machine, UnknownName, tables
+from fivefold.core import BadFile, FivefoldError, Machine, UnknownName, code_text, tables
 from fivefold.core import hardware as machines
 from fivefold.core.layout import Layout, parse_zero
 from fivefold.core.model import Shape
@@ -163,7 +164,8 @@ def _plain(keys: Mapping[str, Any]) -> dict[str, Any]:
                 raise FivefoldError(f"a Layout says its {twice[0]}: leave the keyword out")
             flat |= _of_layout(value)
         elif key == "machine" and isinstance(value, Machine):
-            flat[key] = _machine_name(value)
+            preset = value.name in machines.presets() and machines.load(value.name) == value
+            flat[key] = value.name if preset else machines.to_text(value)
         elif key == "zero":
             flat[key] = parse_zero(value)
         elif key == "stage_layers" and not isinstance(value, str):
@@ -174,9 +176,11 @@ def _plain(keys: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _scalar(value: Any) -> Any:
-    """A number of an array as Python's own, a path as a text."""
+    """A number of an array as Python's own, a path as a text, a class or function by its file."""
     if isinstance(value, Path):
         return str(value)
+    if isinstance(value, type | FunctionType):
+        return code_text(value)
     return value.item() if hasattr(value, "item") else value
 
 
@@ -185,16 +189,6 @@ def _of_layout(layout: Layout) -> dict[str, Any]:
     keys: dict[str, Any] = {"layout": str(layout), "zero": layout.zero, "sp": layout.sp}
     chunks = {"chunks": layout.chunks} if layout.chunks > 1 else {}
     return {**keys, "context": layout.context, **chunks}
-
-
-def _machine_name(machine: Machine) -> str:
-    """The preset that this is; a plan names its machine, so that it can be written."""
-    if machine.name in machines.presets() and machines.load(machine.name) == machine:
-        return machine.name
-    raise FivefoldError(
-        f"machine {machine.name!r} is no preset, and a plan names its machine by a preset or a "
-        "file: write a TOML file with base and your numbers, and give its path"
-    )
 
 
 def _sorted(pairs: Mapping[str, Any]) -> dict[str, Any]:

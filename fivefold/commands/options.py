@@ -193,7 +193,7 @@ def with_plan_options(
         plan_params = {name: params.pop(name) for name in shared}
         pairs = _pairs(plan_params.pop("set") or [])
         own_keys = _parsed({key: pairs.pop(key) for key in [*pairs] if key in keys}, keys)
-        command.params |= {key: param.default for key, param in keys.items()} | own_keys
+        command.params.update({key: param.default for key, param in keys.items()} | own_keys)
         command.meta[_SET] = {*pairs, *own_keys}
         options = _options(look_up(params.pop("target")), plan_params, pairs, own_keys.get("model"))
         if any(param.name == "command" for param in own):
@@ -215,7 +215,8 @@ def with_plan_options(
     run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     run.__annotations__ = {param.name: param.annotation for param in parameters}
     run.__doc__ = verb.__doc__
-    run.keys = {name: _key_of(param) for name, param in keys.items()}  # type: ignore[attr-defined]
+    # Where the help and the answer to a former flag look for them.
+    vars(run)["set_keys"] = {name: _key_of(param) for name, param in keys.items()}
     return run
 
 

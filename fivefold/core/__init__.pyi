@@ -42,3 +42,7 @@ from fivefold.core.tables import parse_count as parse_count
 from fivefold.core.tables import problems_of as problems_of
 from fivefold.core.tables import read_toml as read_toml
 from fivefold.core.tables import to_toml as to_toml
+from fivefold.core.user_code import code_text as code_text
+from fivefold.core.user_code import is_code as is_code
+from fivefold.core.user_code import load_code as load_code
+from fivefold.core.user_code import split_code as split_code

@@ -9,6 +9,7 @@ from a preset with `base = "h100"` and override some of its numbers.
 from __future__ import annotations
 
 import difflib
+import json
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields
@@ -177,7 +178,13 @@ class Machine:
 
 
 def load(name_or_path: str | Path) -> Machine:
-    """The machine of a preset name in any case, or of a TOML file (with a slash or `.toml`)."""
+    """The machine of a preset name in any case, of a TOML file (with a slash or `.toml`), or of a
+    text that `to_text` wrote."""
+    if isinstance(name_or_path, str) and name_or_path.startswith("{"):
+        try:
+            return _build(json.loads(name_or_path), "the machine")
+        except json.JSONDecodeError as error:
+            raise BadFile("the machine", [f"{error}; give a name or a TOML file"]) from error
     if isinstance(name_or_path, Path) or re.search(r"[/\\]|\.toml$", name_or_path):
         return _build(_read(Path(name_or_path)), str(name_or_path))
     name = name_or_path.lower()
@@ -247,6 +254,11 @@ def to_table(machine: Machine) -> dict[str, Any]:
     for tier in tiers.values():
         del tier["name"]  # it is the key
     return {**table, "tiers": tiers}
+
+
+def to_text(machine: Machine) -> str:
+    """The machine as a text that `load` reads, so that a plan can have one that is in no file."""
+    return json.dumps(to_table(machine))
 
 
 def _preset_file(name: str) -> Path:

@@ -22,7 +22,7 @@ _MOST_CUTS = 4
 
 @dataclass(frozen=True)
 class Samples:
-    """One step's tokens and labels, (microbatches, dp, microbatch size, seq) each."""
+    """Tokens and labels of one step, (microbatches, dp, microbatch size, seq) each."""
 
     tokens: Tensor
     labels: Tensor
@@ -31,11 +31,11 @@ class Samples:
     keys: Tensor | None = None  # of `token_keys`, where activations are dropped
 
     def of(self, dp_coord: int) -> list[TokenBatch]:
-        """The microbatches of one data rank."""
+        """Microbatches of one data rank."""
         return [self._batch((number, dp_coord)) for number in range(len(self.tokens))]
 
     def microbatches(self) -> list[TokenBatch]:
-        """The microbatches, each with the rows of all data ranks."""
+        """Microbatches, each with the rows of all data ranks."""
         return [self._batch((number, slice(None))) for number in range(len(self.tokens))]
 
     def as_batch(self) -> TokenBatch:
@@ -43,17 +43,17 @@ class Samples:
         return self._batch((slice(None), slice(None)))
 
     def to(self, device: torch.device) -> Samples:
-        """A copy on a device; samples are always drawn on the CPU."""
+        """Copy to a device; samples are always drawn on the CPU."""
         return self.map_tensors(lambda tensor: tensor.to(device))
 
     def map_tensors(self, change: Callable[[Tensor], Tensor]) -> Samples:
-        """The same samples, with every tensor of a device changed."""
+        """Apply a function to every tensor on the device."""
         keys = None if self.keys is None else change(self.keys)
         tokens, labels, positions = map(change, (self.tokens, self.labels, self.positions))
         return Samples(tokens, labels, positions, self.documents, keys)
 
     def drawing(self, seed: int, numbers: Tensor) -> Samples:
-        """The same samples with keys for dropout; `numbers` are those of the samples, in order."""
+        """Add keys for dropout; `numbers` are those of the samples, in order."""
         rows, seq = self.tokens.shape[:-1], self.tokens.shape[-1]
         return replace(self, keys=token_keys(seed, numbers.reshape(rows), seq))
 
@@ -100,7 +100,7 @@ def samples(
 def samples_from_rows(
     batch: Batch, drawn: Tensor, begins: Tensor | None = None, masked: Tensor | None = None
 ) -> Samples:
-    """Rows of seq + 1 tokens, in the order of their numbers, as the samples of one step.
+    """Samples of one step from rows of seq + 1 tokens, in the order of their numbers.
 
     `begins` marks the first tokens of documents; None: each row is one document. `masked` tokens
     have no loss.

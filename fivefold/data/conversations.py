@@ -68,7 +68,7 @@ class ChatEncoder:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """All that the tokens depend on, beside their format."""
+        """Everything that the tokens depend on, besides their format."""
         files = {name: data.decode("utf-8", "replace") for name, data in self.files.items()}
         return {"chat": self.column, "keep": asdict(self.keep), "files": files}
 
@@ -141,7 +141,7 @@ class ChatEncoder:
 
 
 def conversation_of(row: Any, where: str, column: str | None = None) -> dict[str, Any]:
-    """The messages of a row, and its tools if it has some; refused without an assistant."""
+    """Messages of a row, and its tools if any; refused without an assistant."""
     table = (
         {key: value for key, value in row.items() if value is not None}
         if isinstance(row, dict)
@@ -190,7 +190,7 @@ def _turns(
 def messages_of(
     messages: Any, name: str, where: str, remedy: str = _COLUMN
 ) -> list[dict[str, Any]]:
-    """The messages of a column, which may be saved as text; `way` is another way out."""
+    """Messages of a column, which may be JSON text; `way` is another way out."""
     listed = parsed(messages) if isinstance(messages, str) else messages
     if not isinstance(listed, list) or not all(isinstance(message, dict) for message in listed):
         rule = f"{name} is no list of messages with role and content"
@@ -216,7 +216,7 @@ def _message(raw_message: dict[str, Any], where: str) -> dict[str, Any]:
 
 
 def parsed(text: str) -> Any:
-    """A list that was saved as text; the text itself if it is none."""
+    """Parse a list from JSON text; returns other text as it is."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):

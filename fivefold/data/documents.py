@@ -38,31 +38,31 @@ KEPT, BLANK, EMPTY, SHORT, LONG = range(5)  # what becomes of a row
 
 
 class Document(NamedTuple):
-    """The bytes of a text, and the file and line it is from."""
+    """Bytes of a text, with its file and line."""
 
     text: bytes
     where: str
 
 
 class Encoder(Protocol):
-    """Turns documents into tokens."""
+    """Encodes documents to tokens."""
 
     @property
     def meaning(self) -> TokenFormat: ...
 
     @property
     def files(self) -> dict[str, bytes]:
-        """The files of the tokenizer, which go with the tokens."""
+        """Files of the tokenizer, which are copied beside the tokens."""
         ...
 
     def encode(self, documents: Sequence[Document]) -> list[NDArray[Any]]:
-        """The tokens of each document, with the token that ends it; none for an empty text."""
+        """Encode each document, with an end token; empty texts give none."""
         ...
 
 
 @dataclass(frozen=True)
 class ByteEncoder:
-    """One token for each byte."""
+    """Encodes each byte as one token."""
 
     end: int | None
     files: dict[str, bytes] = field(default_factory=dict[str, bytes])
@@ -72,7 +72,7 @@ class ByteEncoder:
         return TokenFormat("uint16", BYTES, BYTES, self.end)
 
     def encode(self, documents: Sequence[Document]) -> list[NDArray[Any]]:
-        """Takes any bytes."""
+        """Encode any bytes."""
         return [
             byte_tokens(document.text, self.end if document.text else None)
             for document in documents
@@ -81,14 +81,14 @@ class ByteEncoder:
 
 @dataclass(frozen=True)
 class TextEncoder:
-    """Tokens of a tokenizer of the `tokenizers` library."""
+    """Encodes with a tokenizer of the `tokenizers` library."""
 
     tokenizer: Tokenizer
     meaning: TokenFormat
     files: dict[str, bytes]
 
     def encode(self, documents: Sequence[Document]) -> list[NDArray[Any]]:
-        """Takes UTF-8 only."""
+        """Encode UTF-8; refuses other bytes."""
         texts = [_decoded(document) for document in documents]
         try:
             encodings = self.tokenizer.encode_batch_fast(texts, add_special_tokens=False)
@@ -110,7 +110,7 @@ def _decoded(document: Document) -> str:
 
 
 def make_chat_encoder(tokenizer: str, end: str | None) -> TextEncoder:
-    """The encoder of a model folder; in a conversation, special tokens are what they spell."""
+    """Create the encoder of a model folder; in conversations, special tokens are plain text."""
     if tokenizer == BYTES or not Path(tokenizer).is_dir():
         raise FivefoldError(
             f"--chat needs the chat template beside the tokenizer, and --tokenizer {tokenizer} is "
@@ -122,8 +122,8 @@ def make_chat_encoder(tokenizer: str, end: str | None) -> TextEncoder:
 
 
 def make_encoder(tokenizer: str, end: str | None) -> ByteEncoder | TextEncoder:
-    """`tokenizer` is bytes, or the path of a tokenizer.json or of its folder; `end` is a token's
-    text, or none."""
+    """Create an encoder: `tokenizer` is bytes, or the path of a tokenizer.json or its folder; `end`
+    is a token's text, or none."""
     if tokenizer != BYTES:
         return _text_encoder(Path(tokenizer), end)
     if end not in (None, NO_END):
@@ -158,7 +158,7 @@ def _text_encoder(source: Path, end: str | None) -> TextEncoder:
 
 
 def read_tokenizer(data: bytes, path: Path) -> Tokenizer:
-    """The tokenizer of a file that neither truncates nor pads."""
+    """Load a tokenizer, without truncation and padding."""
     try:
         from tokenizers import Tokenizer
     except ImportError as error:
@@ -189,7 +189,7 @@ def _end_token(tokenizer: Tokenizer, path: Path, end: str | None) -> int | None:
 
 @dataclass(frozen=True)
 class LengthFilter:
-    """Which documents stay, by their characters and by their tokens with the end token."""
+    """Limits of a document's characters, and of its tokens with the end token."""
 
     min_chars: int = 0
     max_chars: int | None = None
@@ -206,14 +206,14 @@ class LengthFilter:
                 )
 
     def of_text(self, text: bytes) -> int:
-        """What becomes of a text."""
+        """Verdict on a text."""
         if not self.min_chars and self.max_chars is None:
             return KEPT
         size = len(text.decode("utf-8", "replace"))
         return _judged(size, self.min_chars, self.max_chars)
 
     def of_tokens(self, size: int) -> int:
-        """What becomes of so many tokens."""
+        """Verdict on a number of tokens."""
         return _judged(size, self.min_tokens, self.max_tokens)
 
 
@@ -224,7 +224,7 @@ def _judged(size: int, low: int, high: int | None) -> int:
 
 
 class EncodedBlock(NamedTuple):
-    """What became of the rows of a block, and the tokens of those that were kept, joined."""
+    """Verdicts on the rows of a block, and the joined tokens of those that stay."""
 
     block: RowBlock  # without its rows
     fates: NDArray[np.uint8]  # one a row
@@ -258,7 +258,7 @@ class BlockEncoder:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """All that the tokens depend on, beside their format."""
+        """Everything that the tokens depend on, besides their format."""
         return {"column": self.column, "keep": asdict(self.keep)}
 
     def __call__(self, block: RowBlock) -> EncodedBlock:
@@ -312,7 +312,7 @@ class BlockEncoder:
 
 
 def lines_of(data: bytes) -> list[bytes]:
-    """The lines of a block."""
+    """Split a block into lines."""
     lines = data.split(b"\n")
     return lines if lines[-1] else lines[:-1]
 

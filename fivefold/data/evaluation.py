@@ -19,14 +19,14 @@ HELD_OUT = "held-out"
 
 
 class EvaluationSet(NamedTuple):
-    """Rows in the order of the text."""
+    """Rows of an evaluation set, in the order of the text."""
 
     name: str
     rows: Sequence[RowPlace]
 
     @property
     def bytes_per_token(self) -> float | None:
-        """Bytes of text for each token; None where nobody has counted them."""
+        """Bytes of text per token; None if they were not counted."""
         corpora = {id(corpus): corpus for corpus, _ in self.rows}
         if len(corpora) != 1:
             return None
@@ -35,13 +35,13 @@ class EvaluationSet(NamedTuple):
 
 
 class SetLoss(NamedTuple):
-    """The mean loss of a set in nats a token, and what follows from it."""
+    """Mean loss of a set in nats per token, and derived numbers."""
 
     loss: float
     bytes_per_token: float | None
 
     def to_json(self) -> dict[str, float | None]:
-        """Numbers that are not finite become null."""
+        """Convert to JSON; numbers that are not finite become null."""
         perplexity = math.exp(self.loss) if self.loss < 700 else math.inf
         per_byte = self.bytes_per_token
         fields = {
@@ -58,7 +58,7 @@ class SetLoss(NamedTuple):
 def evaluation_sets(
     spec: str, source: Source, vocab: int, most_held_out: int, *, verify: bool = False
 ) -> list[EvaluationSet]:
-    """The sets of an `eval_data` key; without one, at most so many rows that `source` holds out."""
+    """Sets of an `eval_data` key; without one, up to so many rows that `source` holds out."""
     named = parse_sets(spec)
     if not named:
         held_out = source.held_out(most_held_out)
@@ -70,7 +70,7 @@ def evaluation_sets(
 
 
 def require_set(name: str, sets: Sequence[EvaluationSet]) -> None:
-    """Refuse the name of a set that is not evaluated."""
+    """Refuse a name that is no evaluation set."""
     known = [eval_set.name for eval_set in sets]
     if name and name not in known:
         raise FivefoldError(

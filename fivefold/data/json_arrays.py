@@ -25,7 +25,7 @@ _CORRECT = "copy the file again, or correct it there"
 
 
 def json_kind(stream: IO[bytes]) -> Literal["array", "lines"] | None:
-    """What a stream of JSON has: an array of objects, or an object a line; None if neither."""
+    """Kind of a JSON stream: an array of objects, or an object a line; None if neither."""
     head = stream.read(1 << 13).removeprefix(codecs.BOM_UTF8)
     if _ARRAY.match(head):
         return "array"
@@ -41,7 +41,7 @@ def json_kind(stream: IO[bytes]) -> Literal["array", "lines"] | None:
 
 
 def read_elements(stream: IO[bytes], path: str, size: int) -> Iterator[list[dict[str, Any]]]:
-    """The objects of an array in lists, each about as many as there are in `size` bytes."""
+    """Read the objects of an array in lists, each of about `size` bytes."""
     array = _Array(stream, path, size)
     array.begin()
     while not array.done:
@@ -49,7 +49,7 @@ def read_elements(stream: IO[bytes], path: str, size: int) -> Iterator[list[dict
 
 
 class _Array:
-    """An array that is read: its text from `at` on is not decoded yet."""
+    """Incremental reader of an array; the text from `at` on is not decoded yet."""
 
     def __init__(self, stream: IO[bytes], path: str, size: int) -> None:
         self.stream, self.path, self.size = stream, path, size

@@ -35,12 +35,12 @@ _ROWS_PER_HELD_OUT = 128  # one row in so many is held out
 
 @dataclass(frozen=True)
 class Shares:
-    """Divides samples among parts by integer weights, from the sample's number alone."""
+    """Assigns samples to parts by integer weights, from the sample's number alone."""
 
     weights: tuple[int, ...]
 
     def draw(self, sample: int) -> tuple[int, int]:
-        """The part of a sample, and how many earlier samples that part has.
+        """Part of a sample, and number of earlier samples of that part.
 
         The first part takes round(n · share) of the first n samples. The remaining samples are
         numbered anew, and the other parts divide them in the same way.
@@ -59,7 +59,7 @@ class Shares:
 
 @dataclass(frozen=True)
 class CorpusShare:
-    """A corpus, the order of its rows in training, and how many of its last rows are held out."""
+    """A corpus, the order of its rows in training, and the number of last rows held out."""
 
     corpus: Corpus | Synthetic
     order: RowOrder
@@ -67,8 +67,8 @@ class CorpusShare:
 
     @classmethod
     def of(cls, corpus: Corpus | Synthetic, seq: int, seed: int, together: int = 1) -> CorpusShare:
-        """Refuses a corpus that fills no row. Of a single row, none is held out. So many rows stay
-        `together`, and are counted as one."""
+        """Share of a corpus; refuses one without a full row. Of a single row, none is held out. So
+        many rows stay `together`, and are counted as one."""
         num_rows = corpus.num_rows(seq)
         if num_rows < 1:
             raise FivefoldError(
@@ -82,7 +82,7 @@ class CorpusShare:
 
 @dataclass(frozen=True)
 class Source:
-    """The samples of a training, and the rows that are held out."""
+    """Samples of a training, and held-out rows."""
 
     parts: tuple[CorpusShare, ...]
     shares: Shares
@@ -91,7 +91,7 @@ class Source:
 
     @classmethod
     def of(cls, corpus: Corpus | Synthetic, seq: int, seed: int) -> Source:
-        """One corpus alone."""
+        """Source of a single corpus."""
         return cls((CorpusShare.of(corpus, seq, seed),), Shares((1,)), seq)
 
     def __str__(self) -> str:
@@ -103,27 +103,27 @@ class Source:
 
     @property
     def tokenizer(self) -> TokenizerId | None:
-        """The tokenizer of the corpora, which is one; None for random tokens."""
+        """Common tokenizer of the corpora; None for random tokens."""
         corpora = [part.corpus for part in self.parts if isinstance(part.corpus, Corpus)]
         return TokenizerId(corpora[0].tokenizer, corpora[0].digest) if corpora else None
 
     @property
     def folders(self) -> list[Path]:
-        """The folders of the corpora that are not bytes."""
+        """Folders of the corpora that are not bytes."""
         corpora = [part.corpus for part in self.parts if isinstance(part.corpus, Corpus)]
         return [Path(corpus.name) for corpus in corpora if corpus.tokenizer != BYTES]
 
     def source_row(self, sample: int) -> tuple[str, int]:
-        """The name of a sample's corpus, and its row there."""
+        """Name of a sample's corpus, and its row there."""
         corpus, row = self.row_place(sample)
         return corpus.name, row
 
     def samples(self, numbers: Iterable[int]) -> TokenRows:
-        """Samples by their numbers from the start of the training."""
+        """Read samples by their numbers from the start of the training."""
         return read_rows([self.row_place(number) for number in numbers], self.seq)
 
     def held_out(self, most: int) -> list[RowPlace]:
-        """At most so many rows that training never reads; none where no corpus has any.
+        """Up to so many held-out rows; empty if no corpus has any.
 
         Each row is from the corpus that is furthest below its share and has rows left.
         """
@@ -140,7 +140,7 @@ class Source:
         return places
 
     def row_place(self, sample: int) -> RowPlace:
-        """The corpus of a sample, and its row there."""
+        """Corpus of a sample, and its row there."""
         sample, side = divmod(sample, self.together)
         number, index = self.shares.draw(sample)
         part = self.parts[number]
@@ -148,8 +148,8 @@ class Source:
 
 
 def tokenizers_of(spec: str) -> dict[str, TokenizerId]:
-    """The tokenizer of each corpus of a `data` key, but random tokens. Another tokenizer is the
-    reason for tokens that a model does not know, and so is looked for before its vocabulary."""
+    """Tokenizers of the corpora of a `data` key, except random tokens. Checked before the
+    vocabulary: another tokenizer is why a model does not know a token."""
     tokenizers: dict[str, TokenizerId] = {}
     for name in parse_mixture(spec):
         if name in (STANDARD_LIBRARY, RHYMES):
@@ -161,15 +161,9 @@ def tokenizers_of(spec: str) -> dict[str, TokenizerId]:
 
 
 def open_source(
-    spec: str,
-    vocab: int,
-    seq: int,
-    seed: int,
-    *,
-    verify: bool = False,
-    loss: LossOn = "assistant",
+    spec: str, vocab: int, seq: int, seed: int, *, verify: bool = False, loss: LossOn = "assistant"
 ) -> Source:
-    """The source of a `data` key: one corpus, or several of them with weights.
+    """Open the source of a `data` key: one corpus, or several with weights.
 
     `verify` checks the checksum of every token file; `loss` is on which tokens of conversations.
     """

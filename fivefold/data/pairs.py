@@ -71,7 +71,7 @@ class PairEncoder(ChatEncoder):
 
 
 def parted(chosen: Rendered, rejected: Rendered, where: str) -> tuple[Rendered, Rendered]:
-    """Both texts, without the spans that they share from their beginning on."""
+    """Split off the spans that both texts share at the beginning."""
     (first, spans), (second, other_spans) = chosen, rejected
     if first == second:
         rule = "chosen and rejected have the same text, so that the pair teaches nothing"
@@ -87,7 +87,7 @@ def parted(chosen: Rendered, rejected: Rendered, where: str) -> tuple[Rendered, 
 
 
 def pair_of(row: Any, where: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The conversations of a row, chosen and rejected; refused if their prompts differ."""
+    """Conversations of a row, chosen and rejected; refused if their prompts differ."""
     table = (
         {key: value for key, value in row.items() if value is not None}
         if isinstance(row, dict)

@@ -35,7 +35,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class RankReader:
-    """Reads the rows of one data rank."""
+    """Reader of the rows of one data rank."""
 
     source: Source
     batch: Batch
@@ -45,7 +45,7 @@ class RankReader:
     dropout_seed: int | None = None  # of training steps; None: nothing is dropped
 
     def step(self, first: int) -> Samples:
-        """This rank's rows of the step whose first sample has this number."""
+        """This rank's rows of the step that begins with this sample."""
         numbers = [first + row for row in self.batch.rows_of(self.dp_coord)]
         samples = self._samples(self.source.samples(numbers))
         if self.dropout_seed is None:
@@ -55,8 +55,8 @@ class RankReader:
 
     @contextmanager
     def ahead(self, first: int, num_steps: int) -> Generator[Callable[[], list[TokenBatch]]]:
-        """Reads the steps from sample `first` on in a thread; each call gives the microbatches of
-        the next."""
+        """Prefetch the steps from sample `first` on in a thread; each call returns the microbatches
+        of the next."""
         copier, size = SideCopier.of(self.device), self.batch.sequences
         steps = Prefetch(lambda i: copier.send(self.step(first + i * size)), num_steps)
         try:
@@ -65,7 +65,7 @@ class RankReader:
             steps.close()
 
     def rows(self, places: Sequence[RowPlace]) -> Iterator[list[TokenBatch]]:
-        """Microbatches of these rows, a step at a time.
+        """Iterate over the microbatches of these rows, step by step.
 
         The rows of the last may not fill it; those that are missing have no loss.
         """
@@ -94,7 +94,7 @@ class RankReader:
 
 
 class SentSamples(NamedTuple):
-    """Samples on their way to a GPU, and the event after their copy; on a CPU they are there."""
+    """Samples in a copy to a GPU, and the event after it; None on a CPU."""
 
     samples: Samples
     copied: torch.cuda.Event | None
@@ -102,7 +102,7 @@ class SentSamples(NamedTuple):
 
 @dataclass(frozen=True)
 class SideCopier:
-    """Copies samples to a device: one thread sends them, the thread that computes receives them.
+    """Copies samples to a device on a side stream: one thread sends, the computing thread receives.
 
     Without a stream, on a CPU, there is nothing to copy.
     """
@@ -116,7 +116,7 @@ class SideCopier:
         return cls(device, torch.cuda.Stream(device) if device.type == "cuda" else None)
 
     def send(self, samples: Samples) -> SentSamples:
-        """Begin to copy. Torch reuses the pinned memory only after the copy."""
+        """Start a copy. Torch reuses the pinned memory only after it."""
         if self.stream is None:
             return SentSamples(samples, None)
         torch.cuda.set_device(self.device)  # a thread begins on device 0
@@ -127,7 +127,7 @@ class SideCopier:
         return SentSamples(copies, copied)
 
     def receive(self, sent: SentSamples) -> Samples:
-        """The current stream waits for the copy; the host does not."""
+        """Make the current stream wait for the copy, without the host."""
         samples, copied = sent
         if copied is None:
             return samples
@@ -165,7 +165,7 @@ class Prefetch(Generic[T]):
         self._thread.start()
 
     def take(self) -> T:
-        """The next result; waits until it is there."""
+        """Wait for the next result, and return it."""
         with self._changed:
             self._changed.wait_for(lambda: self._results or self._ended)
             if self._results:
@@ -175,7 +175,7 @@ class Prefetch(Generic[T]):
             raise self._error
 
     def close(self) -> None:
-        """End the thread, and drop what it has read."""
+        """End the thread, and drop prefetched results."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()

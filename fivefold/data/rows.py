@@ -36,7 +36,7 @@ _DRAWN_ROWS = 1 << 40  # more than any training reads
 
 
 class TokenRows(NamedTuple):
-    """Rows of seq + 1 tokens: each token is to be predicted from those before it."""
+    """Rows of seq + 1 tokens: each is predicted from those before it."""
 
     tokens: NDArray[np.int64]  # (rows, seq + 1)
     begins: NDArray[np.bool_]  # (rows, seq + 1): whether a document begins here
@@ -53,7 +53,7 @@ class Shard(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Corpus:
-    """Several shards, read as one sequence of tokens."""
+    """Several shards as one sequence of tokens."""
 
     name: str
     shards: tuple[Shard, ...]
@@ -66,7 +66,7 @@ class Corpus:
 
     @property
     def bytes_per_token(self) -> float | None:
-        """Bytes of text for each token, those that end a document included; None if not known.
+        """Bytes of text per token, with end tokens; None if not known.
 
         Of conversations they are not: nobody has counted the bytes of those that have a loss.
         """
@@ -84,16 +84,16 @@ class Corpus:
 
     @cached_property
     def starts(self) -> list[int]:
-        """The index of each shard's first token in the corpus; the last entry is its length."""
+        """Index of each shard's first token in the corpus; the last entry is its length."""
         return list(accumulate((len(shard.tokens) for shard in self.shards), initial=0))
 
     @property
     def masked(self) -> bool:
-        """Whether it has conversations, of which a mask says which tokens have a loss."""
+        """Whether it has conversations, with a mask of the tokens that have a loss."""
         return self.shards[0].mask is not None
 
     def num_rows(self, seq: int) -> int:
-        """The number of rows of one epoch."""
+        """Number of rows of one epoch."""
         if self.paired:
             return len(_pair_rows(self))
         return len(_whole_rows(self, seq)) if self.masked else (self.starts[-1] - 1) // seq
@@ -176,7 +176,7 @@ class Synthetic:
         return f"random tokens below {self.vocab:,}, each row one document"
 
     def num_rows(self, seq: int) -> int:
-        """More rows than any training reads."""
+        """A number of rows beyond any training."""
         return _DRAWN_ROWS
 
     def read(self, row: int, into: TokenRows) -> None:
@@ -190,7 +190,7 @@ class Synthetic:
 
 
 def is_paired(corpus: Corpus | Synthetic) -> bool:
-    """Whether it has preference pairs."""
+    """Whether the corpus has preference pairs."""
     return isinstance(corpus, Corpus) and corpus.paired
 
 
@@ -199,7 +199,7 @@ RowPlace = tuple[Corpus | Synthetic, int]
 
 
 def read_rows(places: Sequence[RowPlace], seq: int) -> TokenRows:
-    """The rows with these numbers, each of its corpus."""
+    """Read rows by corpus and number."""
     sizes = (len(places), seq + 1)
     rows = TokenRows(np.empty(sizes, np.int64), *(np.zeros(sizes, np.bool_) for _ in range(2)))
     for number, (corpus, row) in enumerate(places):
@@ -209,7 +209,7 @@ def read_rows(places: Sequence[RowPlace], seq: int) -> TokenRows:
 
 @dataclass(frozen=True)
 class RowOrder:
-    """The order of rows: every row once per epoch, in another order in each epoch.
+    """Order of rows: a new permutation in each epoch.
 
     The row of one sample is computed without a list of the others.
     """
@@ -218,7 +218,7 @@ class RowOrder:
     num_rows: int
 
     def row(self, sample: int) -> int:
-        """The row of a sample, by the sample's number from the start of the training."""
+        """Row of a sample, by its number from the start of the training."""
         epoch, index = divmod(sample, self.num_rows)
         half = max(1, ((self.num_rows - 1).bit_length() + 1) // 2)
         while True:
@@ -237,7 +237,7 @@ class RowOrder:
 
 
 def from_bytes(name: str, documents: list[bytes], vocab: int) -> Corpus:
-    """A corpus whose tokens are the bytes of its documents."""
+    """Corpus whose tokens are the bytes of documents."""
     if vocab < NUM_BYTES:
         raise FivefoldError(
             f"bytes are {NUM_BYTES} tokens, and the model knows {vocab}: use a vocabulary of at "
@@ -251,14 +251,14 @@ def from_bytes(name: str, documents: list[bytes], vocab: int) -> Corpus:
 
 
 def byte_tokens(text: bytes, end: int | None) -> NDArray[np.uint16]:
-    """The bytes of a document, then the token that ends it, if any."""
+    """Bytes of a document, then the end token, if any."""
     last = [] if end is None else [np.array([end], np.uint16)]
     return np.concatenate([np.frombuffer(text, np.uint8).astype(np.uint16), *last])
 
 
 @cache
 def standard_library(vocab: int) -> Corpus:
-    """The source of Python's standard library, which every machine has.
+    """Source code of Python's standard library, present on every machine.
 
     Cached, so that ranks that are forked later have it too.
     """
@@ -273,14 +273,14 @@ def standard_library(vocab: int) -> Corpus:
 
 @cache
 def rhymes(vocab: int) -> Corpus:
-    """Nursery rhymes of the package, the same everywhere: a tiny model learns them in a minute."""
+    """Nursery rhymes of the package: a tiny model learns them in a minute."""
     text = (Path(__file__).parents[1] / "presets" / "rhymes.txt").read_bytes()
     return from_bytes("nursery rhymes", [text], vocab)
 
 
 def read_sources(folder: Path, most_bytes: int = MOST_BYTES) -> list[bytes]:
-    """The Python files of a folder in the order of their names, up to `most_bytes` in all, without
-    tests and installed packages."""
+    """Read the Python files of a folder by name, up to `most_bytes` in all, without tests and
+    installed packages."""
     documents: list[bytes] = []
     for name in sorted(_names(folder)):
         documents.append((folder / name).read_bytes())

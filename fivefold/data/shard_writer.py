@@ -42,12 +42,12 @@ _PROGRESS, _SEEN, _LOCK = "progress.json", "seen", "lock"  # in the temporary fo
 
 
 class _Different(Exception):
-    """What is written differs from the folder that exists."""
+    """The written shards differ from the existing folder."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where the input goes on, and what was left out before: numbers of documents by reason."""
+    """Position in the input, and documents left out before it, by reason."""
 
     file: int = 0
     row: int = 0
@@ -56,7 +56,7 @@ class Place:
 
 @dataclass(frozen=True)
 class WrittenShards:
-    """The finished shards of a folder that is being written."""
+    """Finished shards of a folder in progress."""
 
     identity: str
     position: Place = field(default_factory=Place)
@@ -83,7 +83,7 @@ class JoinedDocuments(NamedTuple):
 
 @dataclass(frozen=True)
 class FolderJob:
-    """A folder to be written. Without an identity it is never continued."""
+    """A folder to write. Without an identity it is never resumed."""
 
     folder: Path
     meaning: TokenFormat
@@ -96,7 +96,8 @@ class FolderJob:
 def write_folder(
     job: FolderJob, read: Callable[[WrittenShards, bytes], Generator[JoinedDocuments]]
 ) -> tuple[Index, WrittenShards]:
-    """Write documents to a new folder; returns its index, and where this start began.
+    """Write documents to a new folder; returns its index, and the progress from which this start
+    resumed.
 
     A folder that exists with the same tokens is left as it is. One with other tokens is refused as
     soon as a difference is found, or replaced on demand. `read` gives the documents after those of
@@ -242,7 +243,7 @@ def _sync_folder(folder: Path) -> None:
 
 
 class _ChecksummedFile:
-    """A file that is being written, with its size and checksum so far."""
+    """A file in progress, with its size and checksum so far."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.size, self.digest = path, 0, hashlib.sha256()
@@ -281,7 +282,7 @@ def _write_errors(path: Path) -> Iterator[None]:
 
 
 class _ShardWriter:
-    """Writes documents to the shards of a folder, in their order.
+    """Writes documents to the shards of a folder, in order.
 
     A shard is full once it has `shard_tokens`; no document is split. With `expected`, each full
     shard must be equal to that of this index, so that a difference is found early.

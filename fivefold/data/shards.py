@@ -96,7 +96,7 @@ class Index:
         return sum(file.bytes for shard in self.shards for file in shard.files)
 
     def text(self) -> str:
-        """The text of `index.json`, with a checksum of all that it says."""
+        """Format `index.json`, with a checksum of its content."""
         table = asdict(self)
         return json.dumps(table | {"sha256": _checksum_of(table)}, indent=1) + "\n"
 
@@ -107,7 +107,7 @@ def _checksum_of(table: dict[str, Any]) -> str:
 
 
 def read_index(folder: Path) -> Index:
-    """The index of a folder; refuses one that contradicts itself."""
+    """Read the index of a folder; refuses one that contradicts itself."""
     path = folder / INDEX
     try:
         table = json.loads(path.read_bytes())
@@ -152,7 +152,7 @@ def _contradictions(index: Index) -> Iterator[str]:
 
 
 def open_corpus(folder: Path, vocab: int, *, verify: bool = False) -> Corpus:
-    """A folder of tokens as a corpus for a model with this vocabulary.
+    """Open a folder of tokens for a model with this vocabulary.
 
     File sizes are always compared with the index; with `verify` checksums too, and tokens with the
     vocabulary.

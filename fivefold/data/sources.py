@@ -37,7 +37,7 @@ _CARD = "README.md"
 
 
 class InputFile(NamedTuple):
-    """A file to read, and what it is."""
+    """An input file and its format."""
 
     path: Path
     kind: FileKind
@@ -46,7 +46,7 @@ class InputFile(NamedTuple):
 
 @dataclass(frozen=True)
 class Sources:
-    """The files to read, in their order, and those that are left out: names by reason."""
+    """Input files in order, and names of those left out, by reason."""
 
     files: tuple[InputFile, ...]
     skipped: dict[str, list[str]] = field(default_factory=dict[str, list[str]])
@@ -68,14 +68,14 @@ class RowBlock(NamedTuple):
     num_bytes: int  # on disk
 
     def where(self, row: int) -> str:
-        """The place of a row of this block, in words."""
+        """Format the position of a row of this block."""
         if self.unit == "file":
             return self.path
         return f"{self.path}, {self.unit} {self.first + row + 1}"
 
 
 def find_sources(inputs: Sequence[Path]) -> Sources:
-    """The files of the inputs; those of a folder in the order of their names, without hidden ones.
+    """Find the files of the inputs; those of a folder by name, without hidden ones.
 
     A binary file is left out of a folder, and refused where it is named. What describes a dataset
     is left out too: the files beside its tables that `datasets` saved, and its card.
@@ -209,7 +209,7 @@ def _opened(source: InputFile) -> Iterator[tuple[IO[bytes], IO[bytes]]]:
 
 
 class _ZstdFrames(io.RawIOBase):
-    """The text of zstd frames. The library's own stream takes a truncated frame for a whole one."""
+    """Decompressor of zstd frames. The library's own stream does not notice a truncated frame."""
 
     def __init__(self, raw: IO[bytes], library: Any) -> None:
         self.raw, self.library = raw, library
@@ -239,7 +239,7 @@ class _ZstdFrames(io.RawIOBase):
 def read_blocks(
     sources: Sources, columns: Sequence[str], begin: tuple[int, int] = (0, 0)
 ) -> Iterator[RowBlock]:
-    """The rows of all files from a place on: the number of a file, and a row of it.
+    """Read rows of all files from a position on: the number of a file, and a row of it.
 
     Rows of a table have these columns; of one column, they are its values.
     """
@@ -293,7 +293,7 @@ def _position(raw: IO[bytes]) -> int:
 
 
 def line_row(line: bytes, where: str) -> dict[str, Any]:
-    """The object of a line of JSON."""
+    """Parse the object of a JSON line."""
     try:
         row = json.loads(line.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
@@ -306,6 +306,6 @@ def line_row(line: bytes, where: str) -> dict[str, Any]:
 
 
 def bad_text(where: str, error: UnicodeDecodeError) -> BadFile:
-    """The error of bytes that are no UTF-8."""
+    """Error about bytes that are not UTF-8."""
     rule = f"not UTF-8: {error.reason} at byte {error.start:,}"
     return BadFile(where, [f"{rule}; convert it to UTF-8, or take it as bytes: --tokenizer bytes"])

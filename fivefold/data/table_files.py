@@ -17,13 +17,13 @@ _PARQUET, _ARROW, _STREAM = b"PAR1", b"ARROW1\0\0", b"\xff\xff\xff\xff"
 
 
 def kind_of(head: bytes) -> TableKind | None:
-    """What the first bytes of a file say; None if it is no table."""
+    """Format of a table by its first bytes; None if it is not one."""
     starts: dict[bytes, TableKind] = {_PARQUET: "parquet", _ARROW: "arrow", _STREAM: "stream"}
     return next((kind for start, kind in starts.items() if head.startswith(start)), None)
 
 
 def imported(name: str, path: Path) -> Any:
-    """A library of the extra `data`."""
+    """Import a library of the extra `data`."""
     try:
         return import_module(name)
     except ImportError as error:
@@ -34,7 +34,7 @@ def imported(name: str, path: Path) -> Any:
 
 
 def read_rows(path: Path, kind: str, columns: Sequence[str]) -> Iterator[tuple[list[Any], int]]:
-    """Batches of rows, each with the share of the file's bytes that it stands for.
+    """Iterate over batches of rows, each with its share of the file's bytes.
 
     Of several columns a file needs one; rows are then tables of those that it has.
     """

@@ -35,7 +35,7 @@ DUPLICATE = "duplicate"
 
 
 class Encode(Protocol):
-    """Encodes a block; knows which columns it reads, and what its tokens are."""
+    """Encodes a block; has the columns to read, and the format of its tokens."""
 
     @property
     def columns(self) -> tuple[str, ...]: ...
@@ -48,7 +48,7 @@ class Encode(Protocol):
 
     @property
     def identity(self) -> dict[str, Any]:
-        """All that its tokens depend on."""
+        """Everything that its tokens depend on."""
         ...
 
     def __call__(self, block: RowBlock) -> EncodedBlock: ...
@@ -56,7 +56,7 @@ class Encode(Protocol):
 
 @dataclass(frozen=True)
 class TokenizeOptions:
-    """How files are tokenized, apart from the encoder."""
+    """Options of tokenization, apart from the encoder."""
 
     shard_tokens: int
     workers: int
@@ -66,7 +66,7 @@ class TokenizeOptions:
 
 @dataclass
 class Tokenized:
-    """What became of the documents."""
+    """Result of tokenization."""
 
     index: Index
     left_out: dict[str, int]
@@ -80,7 +80,7 @@ def tokenize(
     options: TokenizeOptions,
     tick: Callable[[float], None],
 ) -> Tokenized:
-    """Write the folder; `tick` is called with the number of bytes on disk that were read."""
+    """Tokenize files to a folder; `tick` is called with the bytes read from disk."""
     job = FolderJob(
         folder,
         encode.meaning,
@@ -115,7 +115,7 @@ def _identity(sources: Sources, encode: Encode, options: TokenizeOptions) -> str
 
 @dataclass
 class _Reader:
-    """Reads and encodes documents from a place on, and counts those that it leaves out."""
+    """Reads and encodes documents from a position on, and counts those left out."""
 
     sources: Sources
     encode: Encode
@@ -198,7 +198,7 @@ def _listed(counts: dict[str, int]) -> str:
 
 
 def usual_workers() -> int:
-    """One process for each core that this process may use."""
+    """Number of cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1

@@ -28,7 +28,7 @@ _AHEAD = 3  # items for each process: one that it has, and those that wait
 def in_processes(
     function: Callable[[T], R], num_workers: int
 ) -> Iterator[Callable[[Iterable[T]], Iterator[R]]]:
-    """A map over items; with one worker, in this process."""
+    """Ordered parallel map over items; with one worker, in this process."""
     if num_workers == 1:
         yield lambda items: map(function, items)
         return

@@ -16,7 +16,7 @@ from torch import Tensor
 
 
 def place_of(row: int) -> int:
-    """What a step has in place of the token that is drawn in a row.
+    """Placeholder in a step for the token that is drawn at this index.
 
     >>> place_of(0), place_of(7)
     (-1, -8)
@@ -25,16 +25,16 @@ def place_of(row: int) -> int:
 
 
 class DrawnTokens:
-    """The tokens of the last draw, always in the same memory: captured steps read it."""
+    """Tokens of the last draw in fixed memory, which captured steps read."""
 
     def __init__(self, most: int, device: torch.device) -> None:
         self.tokens = torch.zeros(most, dtype=torch.int64, device=device)
 
     def put(self, tokens_N: Tensor) -> None:
-        """These were drawn last."""
+        """Store the tokens of a draw."""
         self.tokens[: len(tokens_N)].copy_(tokens_N)
 
     def fill(self, tokens_1T: Tensor) -> Tensor:
-        """The tokens of a step, those that were drawn last in their places."""
+        """Replace the placeholders of a step by the drawn tokens."""
         rows_1T = (-1 - tokens_1T).clamp(min=0)
         return torch.where(tokens_1T < 0, self.tokens[rows_1T], tokens_1T)

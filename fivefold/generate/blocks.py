@@ -20,13 +20,13 @@ from fivefold.core.model import blocks_of as blocks_of
 
 
 def chained_digest(before: bytes, tokens: Sequence[int]) -> bytes:
-    """Of a full block, given that of the block before it (empty for the first one)."""
+    """Digest of a full block and of the one before it (empty for the first)."""
     token_bytes = b"".join(token.to_bytes(8, "little") for token in tokens)
     return hashlib.blake2b(before + token_bytes, digest_size=16).digest()
 
 
 class BlockPool:
-    """All blocks of a cache. Block b is that of owner b modulo the number of owners."""
+    """Allocator of cache blocks. Block b belongs to owner b modulo the number of owners."""
 
     def __init__(self, count: int, owners: int = 1) -> None:
         self.count, self.owners = count, owners
@@ -39,20 +39,20 @@ class BlockPool:
 
     @property
     def num_free(self) -> int:
-        """Blocks that a sequence can get."""
+        """Number of blocks that can be allocated."""
         return sum(map(self._num_free, range(self.owners)))
 
     def _num_free(self, owner: int) -> int:
         return len(self._empty[owner]) + len(self._kept[owner])
 
     def users(self, block: int) -> int:
-        """The sequences that have this block."""
+        """Number of sequences that use a block."""
         return self._users[block]
 
     def take(self, after: int | None = None) -> int | None:
-        """A block for one user, without contents; None if all have users. Its owner is the one next
-        to that of block `after`, or for a first block the one with the most free ones; another, if
-        that one has none."""
+        """Allocate an empty block; None if there is none. Its owner follows that of block `after`;
+        a first block, or one whose owner has no free one, comes from the owner with most free
+        blocks."""
         owners = range(self.owners)
         first = max(owners, key=self._num_free) if after is None else after + 1
         order = [(first + offset) % self.owners for offset in owners]
@@ -69,7 +69,7 @@ class BlockPool:
         return block
 
     def share(self, digest: bytes) -> int | None:
-        """The block with these contents, for one more user; None if there is none."""
+        """Add a user to the block with these contents; None if there is none."""
         block = self._published.get(digest)
         if block is not None:
             self._kept[block % self.owners].pop(block, None)
@@ -77,14 +77,14 @@ class BlockPool:
         return block
 
     def publish(self, block: int, digest: bytes) -> None:
-        """The block is full: others may share it. Of two with equal contents the first is kept."""
+        """Make a full block shareable. Of two with equal contents the first stays."""
         assert self._users[block] > 0, "a block without users has no contents"
         if digest not in self._published and block not in self._digests:
             self._published[digest] = block
             self._digests[block] = digest
 
     def release(self, block: int) -> None:
-        """One user less."""
+        """Remove a user of a block."""
         assert self._users[block] > 0, "released more often than taken"
         self._users[block] -= 1
         if self._users[block]:
@@ -96,7 +96,7 @@ class BlockPool:
             self._empty[owner].append(block)
 
     def forget(self) -> None:
-        """Share no more of what is there: the weights that it was computed with have changed."""
+        """Stop sharing all current contents: their weights have changed."""
         self._published.clear()
         self._digests.clear()
         for empty, cache in zip(self._empty, self._kept, strict=True):

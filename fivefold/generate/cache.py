@@ -33,13 +33,13 @@ from fivefold.model import Attention, AttentionInfo, Decoder, LatentAttention, s
 
 @dataclass(frozen=True)
 class LayerPages:
-    """The pages of one layer."""
+    """Pages of one layer."""
 
     keys: Tensor  # (N, P, K, d)
     values: Tensor  # (N, P, K, v)
 
     def write(self, slots_T: Tensor, k_TKd: Tensor, v_TKv: Tensor) -> None:
-        """Put keys and values into their slots."""
+        """Write keys and values to their slots."""
         if self.keys.is_cuda:
             from fivefold.generate.paged_kernel import write_pages  # Triton is there only with CUDA
 
@@ -49,7 +49,7 @@ class LayerPages:
         self.values.flatten(0, 1).index_copy_(0, slots_T, v_TKv)
 
     def read(self, blocks: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values of some blocks, in this order."""
+        """Read keys and values of some blocks, in this order."""
         return self.keys[blocks].flatten(0, 1), self.values[blocks].flatten(0, 1)
 
 
@@ -61,7 +61,7 @@ are of the row, which has tokens of many sequences: those of keys are in the ste
 def attend_pages(
     q_THd: Tensor, pages: LayerPages, step: StepTensors, info: AttentionInfo
 ) -> Tensor:
-    """Each token's attention to the tokens of its sequence up to itself, as the layer sees them."""
+    """Causal attention of each token over the pages of its sequence."""
     outputs: list[Tensor] = []
     lengths = [len(sequence_chunk.tokens) for sequence_chunk in step.chunks]
     for q_nHd, chunk, table in zip(
@@ -82,7 +82,7 @@ def attend_pages(
 def attend_sequence(
     q_nHd: Tensor, k_LKd: Tensor, v_LKv: Tensor, info: AttentionInfo, first: int
 ) -> Tensor:
-    """The queries are those of the last keys; `first` is the position of the first key."""
+    """Attention of the last queries over keys that begin at position `first`."""
     positions_L = torch.arange(first, first + len(k_LKd), device=q_nHd.device)
     hidden_nL = hidden_pairs(positions_L[-len(q_nHd) :], positions_L, info)
     scores_KGnL = scores_of(q_nHd, k_LKd, hidden_nL, info)
@@ -94,14 +94,14 @@ def attend_sequence(
 
 
 def first_seen(position: int, info: AttentionInfo) -> int:
-    """The first key that a query at this position sees; no later one sees an earlier key."""
+    """First key that a query at this position attends to; it only grows with the position."""
     if info.chunk is not None:
         return position // info.chunk * info.chunk
     return 0 if info.window is None else max(0, position - info.window + 1)
 
 
 def hidden_pairs(queries_n: Tensor, keys_L: Tensor, info: AttentionInfo) -> Tensor:
-    """Which keys a query does not see, by their positions in the sequence."""
+    """Mask of keys that queries do not attend to, by positions in the sequence."""
     queries_n1 = queries_n[:, None]
     hidden_nL = keys_L > queries_n1
     if info.chunk is not None:
@@ -110,7 +110,7 @@ def hidden_pairs(queries_n: Tensor, keys_L: Tensor, info: AttentionInfo) -> Tens
 
 
 def scores_of(q_nHd: Tensor, k_LKd: Tensor, hidden_nL: Tensor, info: AttentionInfo) -> Tensor:
-    """Scores in float32 or wider, (K, G, n, L): capped as the layer does, −inf where hidden."""
+    """Scores in float32 or wider, (K, G, n, L), with the layer's cap, −inf where masked."""
     wide = torch.promote_types(q_nHd.dtype, torch.float32)
     (queries, heads, width), kv_heads = q_nHd.shape, k_LKd.shape[1]
     q_nKGd = q_nHd.to(wide).view(queries, kv_heads, heads // kv_heads, width)
@@ -122,7 +122,7 @@ def scores_of(q_nHd: Tensor, k_LKd: Tensor, hidden_nL: Tensor, info: AttentionIn
 
 
 class _LayerKernel:
-    """The kernel of one attention module, over its pages."""
+    """Attention kernel of one module, over its pages."""
 
     def __init__(self, pages: LayerPages, cache: KvCache) -> None:
         self.pages, self.cache = pages, cache
@@ -137,8 +137,8 @@ class _LayerKernel:
 
 
 class _LatentLayerKernel:
-    """The same of latent attention: one key of r + p numbers for all heads, whose latent is the
-    value as well."""
+    """Attention kernel of latent attention: one key of r + p numbers for all heads, whose latent is
+    the value as well."""
 
     def __init__(self, attention: LatentAttention, pages: LayerPages, cache: KvCache) -> None:
         self.attention, self.pages, self.cache = attention, pages, cache
@@ -172,7 +172,7 @@ def _by_head(formula: str, x: Tensor, weight: Tensor) -> Tensor:
 
 
 class KvCache:
-    """The pages of all layers of a decoder, or of a stage: it puts them into their attention."""
+    """Pages of all layers of a decoder or a stage; replaces the kernels of their attention."""
 
     def __init__(self, decoder: Decoder, blocks: int, kernel: PagedKernel = attend_pages) -> None:
         self.kernel: PagedKernel = kernel
@@ -196,20 +196,21 @@ class KvCache:
             self.pages[int(layer)] = layer_pages
 
     def begin(self, step: StepTensors) -> None:
-        """The kernels run for this step from now on."""
+        """Use this step in the kernels from now on."""
         self.step = step
 
     def attend(
         self, q_THd: Tensor, k_TKd: Tensor, v_TKv: Tensor, /, pages: LayerPages, info: AttentionInfo
     ) -> Tensor:
-        """Write what is new into the pages of a layer, and attend to all that is in them."""
+        """Write new keys and values to the pages of a layer, and attend to all of them."""
         assert self.step is not None, "no step has begun"
         pages.write(self.step.slots, k_TKd, v_TKv)
         return self.kernel(q_THd, pages, self.step, info)
 
 
 def page_sizes(attention: Attention | LatentAttention) -> tuple[tuple[int, int], ...]:
-    """Heads and width of a token's key and value; weights may be shards. A latent is both."""
+    """Heads and widths of a token's key and value, from weights or their shards. A latent is
+    both."""
     if isinstance(attention, Attention):
         kv_heads = attention.k.weight.shape[0] // attention.head_dim
         return kv_pages.page_sizes(kv_heads, attention.head_dim, None)

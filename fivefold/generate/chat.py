@@ -26,7 +26,7 @@ _CONFIG, _FILE = "tokenizer_config.json", "chat_template.jinja"
 
 
 class ChatTemplate:
-    """The template of a folder, with the texts of its special tokens."""
+    """Chat template of a folder, with its special tokens."""
 
     def __init__(self, folder: Path) -> None:
         self.where = str(folder)
@@ -41,15 +41,15 @@ class ChatTemplate:
         self.variables = {k: v for k, v in contents.items() if isinstance(v, str)}
 
     def render(self, messages: Sequence[Message], seconds: int = _SECONDS) -> str:
-        """The prompt that asks for the next message of the assistant."""
+        """Render messages to a prompt for the assistant's next message."""
         answer = self._run({"messages": list(messages)}, seconds)
         if "error" in answer:
             raise BadFile(f"the chat template of {self.where}", [f"{answer['error']}; correct it"])
         return answer["text"]
 
     def render_many(self, conversations: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """The text of each conversation, and the `spans` of it that the assistant says; or its
-        `error`. One process renders them all."""
+        """Render conversations in one process: the text of each with the `spans` of the assistant,
+        or its `error`."""
         seconds = _SECONDS + len(conversations) // _CONVERSATIONS_A_SECOND
         answer = self._run({"conversations": conversations}, seconds)
         if isinstance(answer, dict):  # of the process, not of a conversation

@@ -35,7 +35,7 @@ _OPEN, _CLOSE = f"<{_MARK}>", f"</{_MARK}>"
 
 
 class Generation(Extension):
-    """The tag of what the assistant says; it leaves two marks in the text."""
+    """Jinja tag around what the assistant writes; it inserts two marks."""
 
     tags = {"generation"}  # noqa: RUF012 (Jinja declares it so)
 
@@ -69,8 +69,8 @@ def main(seconds: int) -> None:
 
 
 def main_of_many(seconds: int) -> None:
-    """Render one job after another, each a line. The template comes first, and is compiled once;
-    every job has a fork of its own, with its own limits."""
+    """Render jobs, one a line, after a template, which is compiled once; every job runs in a fork
+    with limits of its own."""
     job = json.loads(sys.stdin.buffer.readline())
     environment = _prepared()
     used = resource.getrusage(resource.RUSAGE_SELF).ru_utime

@@ -36,14 +36,14 @@ from fivefold.parallel import AxisBoundary, Mesh, transport
 
 
 class OwnedKeys(NamedTuple):
-    """Where the keys of one sequence are that this rank owns, and which tokens they are of."""
+    """Slots and positions of the keys of one sequence that this rank owns."""
 
     pages: Tensor  # numbers of blocks on this rank
     positions_L: Tensor
 
 
 class ContextCache(KvCache):
-    """The pages of one of cp ranks."""
+    """KV pages of one of cp ranks."""
 
     def __init__(self, decoder: Decoder, blocks: int, mesh: Mesh) -> None:
         self.mesh, self.size, self.coord = mesh, mesh.size(RING), mesh.coord(RING)
@@ -73,8 +73,8 @@ class ContextCache(KvCache):
     def attend(
         self, q_MHd: Tensor, k_MKd: Tensor, v_MKv: Tensor, /, pages: LayerPages, info: AttentionInfo
     ) -> Tensor:
-        """Write the keys of all ranks that this one owns, attend to all that it owns, and merge
-        what all ranks have found for its tokens."""
+        """Write the keys that this rank owns, attend to them with the queries of all ranks, and
+        merge the results for its tokens."""
         assert self.step is not None, "no step has begun"
         q_THd, k_TKd, v_TKv = self._all_tokens(q_MHd, k_MKd, v_MKv)
         if len(self.written):
@@ -126,8 +126,8 @@ class ContextCache(KvCache):
 def attend_part(
     q_nHd: Tensor, k_LKd: Tensor, v_LKv: Tensor, hidden_nL: Tensor, info: AttentionInfo
 ) -> Tensor:
-    """Attention over a part of the keys, (n, H, v + 1): its log-sum-exp is the last number, −inf
-    where a query sees none. Sinks are no part."""
+    """Attention over some of the keys, (n, H, v + 1); the last number is the log-sum-exp, −inf
+    without keys. Without sinks."""
     scores_KGnL = scores_of(q_nHd, k_LKd, hidden_nL, info)
     v_K1Lv = v_LKv.to(scores_KGnL.dtype).transpose(0, 1)[:, None]
     lse_KGn1 = scores_KGnL.logsumexp(-1, keepdim=True)
@@ -137,8 +137,7 @@ def attend_part(
 
 
 def merge_parts(parts_CMHw: Tensor, sinks_H: Tensor | None) -> Tensor:
-    """The attention over all keys, of that over each part of them. Sinks take their share of all
-    keys, once."""
+    """Merge attention over parts of the keys; sinks are added once."""
     out_CMHv, lse_CMH1 = parts_CMHw[..., :-1], parts_CMHw[..., -1:]
     lse_MH1 = lse_CMH1.logsumexp(0)
     if sinks_H is not None:

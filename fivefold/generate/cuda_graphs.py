@@ -65,12 +65,12 @@ _LEAST_KEYS = 1024
 
 
 def has_kernel(width: int, dtype: torch.dtype) -> bool:
-    """Whether heads of this width are attended over pages: latents of DeepSeek are too wide."""
+    """Whether the paged kernel supports this head width; DeepSeek's latents are too wide."""
     return width <= _WIDEST_HEAD and dtype != torch.float64
 
 
 def kernels_know(shape: Shape) -> bool:
-    """Whether kernels have all that attention of a model does."""
+    """Whether kernels support the attention of a model."""
     chunked = shape.window_kind == "chunked" and shape.window is not None
     return not (chunked or shape.sinks or shape.score_cap is not None)
 
@@ -78,8 +78,8 @@ def kernels_know(shape: Shape) -> bool:
 def attend_on_gpu(
     q_THd: Tensor, pages: LayerPages, step: StepTensors, info: AttentionInfo
 ) -> Tensor:
-    """As `attend_pages`: single tokens by a kernel over pages, chunks by torch's over their keys in
-    one piece."""
+    """`attend_pages` on a GPU: single tokens by a paged kernel, chunks by torch's kernels over
+    gathered keys."""
     kernels = info.chunk is None and info.cap is None and info.sinks is None
     if not kernels or not has_kernel(q_THd.shape[2], q_THd.dtype):
         return attend_pages(q_THd, pages, step, info)
@@ -126,7 +126,8 @@ def _attend_chunk(
 
 
 def attend_prompt(q_nHd: Tensor, pages: LayerPages, table: Tensor) -> Tensor:
-    """A prompt from its first token on, at its padded length: no query sees a later key."""
+    """Attention of a prompt from its first token on, at a padded length: causal masks hide the
+    padding."""
     length = attended_length(len(q_nHd))
     k_LKd, v_LKv = pages.read(table[: length // BLOCK])
     for page_rows in (k_LKd, v_LKv):  # 0 times what an earlier sequence left here could be NaN
@@ -139,7 +140,7 @@ def attend_prompt(q_nHd: Tensor, pages: LayerPages, table: Tensor) -> Tensor:
 
 
 class FewTokens:
-    """A linear that reads its weight at the speed of memory where tokens are few."""
+    """A linear with a kernel bound by memory bandwidth for few tokens."""
 
     def __init__(self, fallback: Matmul) -> None:
         self.fallback = fallback
@@ -149,8 +150,7 @@ class FewTokens:
 
 
 class JoinedLinears:
-    """Linears that read one input, as one where tokens are few: their weights become rows of one
-    tensor."""
+    """Linears of one input, fused for few tokens: their weights become rows of one tensor."""
 
     def __init__(self, linears: Sequence[Linear], fallback: Project) -> None:
         self.fallback, self.sizes = fallback, [len(linear.weight) for linear in linears]
@@ -180,7 +180,8 @@ def _joined(parts: Sequence[nn.Parameter | None]) -> Tensor | None:
 
 
 def multiply_few_tokens(decoder: Decoder) -> None:
-    """Give a decoder of one device the kernels for few tokens, once; weights keep their values."""
+    """Replace the linears of a decoder on one device by kernels for few tokens; weights keep their
+    values."""
     if decoder.head is not None and isinstance(decoder.head.matmul, FewTokens):
         return
     for module in decoder.modules():
@@ -202,7 +203,7 @@ class _Captured(NamedTuple):
 
 
 class GraphedForward(DecoderForward):
-    """A decoder on one GPU, whose decode steps are replayed."""
+    """A decoder on one GPU, whose decode steps replay CUDA graphs."""
 
     def __init__(
         self,
@@ -226,8 +227,8 @@ class GraphedForward(DecoderForward):
         self.with_prompts: PiecewiseSteps | None = None
 
     def capture_prompts(self, tokens: int) -> None:
-        """Capture steps with prompts that have at most so many tokens, and make the kernels of all
-        lengths. It takes seconds, which are worth it where many requests come."""
+        """Capture steps with prompts of up to so many tokens, and compile kernels of all lengths.
+        It takes seconds, and pays where many requests come."""
         if self.never_waits:
             self.with_prompts = PiecewiseSteps(self, sizes_up_to(tokens))
         if self.captures:

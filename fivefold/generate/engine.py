@@ -49,7 +49,7 @@ Shared = Callable[[], Tensor]
 
 
 def alone(tensor: Tensor) -> Shared:
-    """The sum over one rank, on its way to the host."""
+    """Sum over one rank, copied to the host."""
     if not tensor.is_cuda:
         return lambda: tensor
     host_copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
@@ -66,9 +66,9 @@ def alone(tensor: Tensor) -> Shared:
 
 @dataclass(frozen=True)
 class EngineRanks:
-    """How this rank stands among those of an engine: of which of the replicas it computes, how many
-    batches are under way, and whether it is the rank of its replica that draws. The ranks of a
-    replica that own blocks are `owners`. `share` begins to sum a tensor over all ranks."""
+    """Position of this rank in an engine: the replicas it computes, the number of batches in
+    flight, and whether it samples for its replica. The ranks of a replica that own blocks are
+    `owners`; `share` starts to sum a tensor over all ranks."""
 
     replicas: int = 1
     replica: int = 0
@@ -80,8 +80,8 @@ class EngineRanks:
 
 @dataclass(frozen=True)
 class _Flight:
-    """A batch under way: the sequences whose next tokens it gives, each with an index in its
-    completion, and what waits for them."""
+    """A batch in flight: sequences whose next tokens it draws, each with an index in its
+    completion, and the wait."""
 
     rows: tuple[tuple[SequenceState, int], ...]
     drawn: Shared
@@ -107,17 +107,17 @@ def _pairs(sequence: SequenceState, numbers: Sequence[float]) -> tuple[tuple[int
 
 
 class Travel(Protocol):
-    """How sequences go from one engine to another."""
+    """Callbacks with which sequences move between engines."""
 
     def leave(self, sequence: SequenceState) -> None:
-        """It has all its tokens, and is about to lose its blocks."""
+        """Called when the prompt is computed, before the blocks are freed."""
 
     def land(self, sequence: SequenceState) -> None:
-        """It has its blocks, and its first `computed` tokens are in them."""
+        """Called when the sequence has blocks: fill those of its first `computed` tokens."""
 
 
 class Engine:
-    """Requests that wait and run, and those that have ended and were not yet collected."""
+    """Continuous batching: adds requests, runs steps and collects completions."""
 
     def __init__(
         self,
@@ -160,12 +160,12 @@ class Engine:
 
     @property
     def num_preempted(self) -> int:
-        """How often sequences have lost their blocks."""
+        """Number of preemptions of running sequences."""
         return sum(scheduler.num_preempted for scheduler in self.schedulers)
 
     def add(self, request: Request, home: int | None = None, drawn: Drawn = ()) -> None:
-        """Queue a request; refuses one that the model or the cache cannot take. `home` is its
-        replica, if others know it; `drawn` are the tokens that another engine has drawn."""
+        """Queue a request; refuses one that the model or the cache cannot hold. `home`: its
+        replica, if known; `drawn`: tokens that another engine has drawn."""
         request.check(self.shape.vocab, self.shape.max_seq)
         if request.id in self._sequences or request.id in self._ended:
             raise FivefoldError(f"request {request.id!r} is there already: give another id")
@@ -175,8 +175,8 @@ class Engine:
         self._homes[request.id] = at
 
     def step(self) -> list[DrawnToken]:
-        """Begin one forward, and end one if as many are under way as may be, or none can begin;
-        returns the tokens that were drawn from it."""
+        """Launch one forward; if the in-flight limit is reached, wait for the oldest and return its
+        tokens."""
         landed, self._landed = self._landed, []
         batches = [scheduler.schedule() for scheduler in self.schedulers]
         if any(batch.chunks for batch in batches):
@@ -220,7 +220,7 @@ class Engine:
         for sequence, index in rows:
             request = sequence.request
             target = request.targets[index] if request.targets else None
-            draws.append(Draw(request.sampling, request.drawn_as or request.id, index, target))
+            draws.append(Draw(request.sampling, request.seed_key or request.id, index, target))
         if self.watch is not None:
             for draw, logits_V in zip(draws, logits_NV, strict=True):
                 self.watch(draw.request, draw.index, logits_V)
@@ -246,7 +246,7 @@ class Engine:
         return drawn_tokens
 
     def end(self, id: str, reason: Reason) -> None:
-        """End a request now, and free its blocks; what it has so far is its completion."""
+        """Abort a request and free its blocks; its tokens so far are its completion."""
         sequence = self._sequences[id]
         routes = self._recorded(sequence)
         if self.travel is not None and reason == "length" and self._is_here(sequence):
@@ -267,7 +267,7 @@ class Engine:
         )
 
     def connect(self, travel: Travel) -> None:
-        """Sequences come from other engines, or go on in them."""
+        """Connect to other engines, which send sequences or receive them."""
         self.travel = travel
 
     def _is_here(self, sequence: SequenceState) -> bool:
@@ -305,11 +305,11 @@ class Engine:
         return self.routes.recorded(self.ranks.share(local_routes)())
 
     def collect(self, id: str) -> Completion:
-        """The completion of a request that has ended, once."""
+        """Return the completion of a request that has ended, once."""
         return self._ended.pop(id)
 
     def run(self, requests: Iterable[Request]) -> dict[str, Completion]:
-        """All completions of some requests, by id."""
+        """Run requests to their end; returns completions by id."""
         ids: list[str] = []
         for request in requests:
             self.add(request)
@@ -319,7 +319,7 @@ class Engine:
         return {id: self.collect(id) for id in ids}
 
     def renew(self) -> None:
-        """The weights have changed: everything in the cache is computed again."""
+        """Recompute the cache after the weights have changed."""
         while self._flights:
             self._landed += self._end_first()
         for scheduler in self.schedulers:

@@ -28,7 +28,7 @@ MakeCache = Callable[[Decoder, int], KvCache]
 
 
 class DecoderForward:
-    """The forward of a decoder, or of a stage. It takes it over: its attention reads pages now."""
+    """Forward of a decoder or a stage, whose attention is replaced by one over pages."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class DecoderForward:
             return self.run(step_tensors(step, self.device))
 
     def run(self, tensors: StepTensors) -> Tensor:
-        """The logits of a step that is on the device; nothing here waits for it."""
+        """Logits of a step on the device, without synchronization."""
         x_TD = self.hidden(tensors)
         if self.decoder.norm is None:
             self.ends.send(x_TD[None])
@@ -63,7 +63,7 @@ class DecoderForward:
         return self.logits(x_TD, tensors.sampled)
 
     def hidden(self, tensors: StepTensors) -> Tensor:
-        """What the last block gives for the tokens of this rank."""
+        """Hidden states after the last block, for the tokens of this rank."""
         decoder = self.decoder
         self.cache.begin(tensors)
         if self.routes is not None:
@@ -86,7 +86,7 @@ class DecoderForward:
         return decoder.run_blocks(decoder.blocks.values(), x_1TD, context)[0]
 
     def logits(self, x_TD: Tensor, sampled_N: Tensor) -> Tensor:
-        """The logits of some tokens of the last stage."""
+        """Logits of some tokens in the last stage."""
         decoder = self.decoder
         assert decoder.norm is not None and decoder.head is not None
         x_ND = decoder.norm(self.ends.all_tokens(x_TD)[sampled_N])

@@ -39,12 +39,12 @@ from fivefold.model import Decoder, Experts, ExpertStack, Mlp, MoeMlp, Router
 
 
 def step_size(device: torch.device, unit: int) -> int:
-    """Tokens of every step: a multiple of `unit`."""
+    """Number of tokens of every step, a multiple of `unit`."""
     return -(-ROWS[device.type] // unit) * unit
 
 
 class FixedSteps:
-    """A forward whose steps have one size. It runs that of a decoder, or of a stage."""
+    """A forward whose steps all have one size, around that of a decoder or a stage."""
 
     def __init__(self, forward: DecoderForward) -> None:
         self.forward = forward
@@ -62,13 +62,13 @@ class FixedSteps:
         return logits_TV[torch.tensor(rows, dtype=torch.int64).to(logits_TV.device)]
 
     def limits(self, step_limits: ScheduleLimits) -> ScheduleLimits:
-        """What a step may take: no more than it always has."""
+        """Scheduling limits that fit the fixed size."""
         return replace(step_limits, tokens=min(step_limits.tokens, self.size))
 
 
 def single_tokens(step: StepBatch, size: int, padding: int) -> StepBatch:
-    """The tokens of a step as sequences of one, and as many of no sequence as are missing. All give
-    their logits."""
+    """Split a step into sequences of one token, padded with tokens of no sequence. All give their
+    logits."""
     assert step.num_tokens <= size, "the scheduler knows its limit"
     singles = [
         replace(chunk, tokens=(token,), start=chunk.start + i, samples=True, scored=0)
@@ -80,8 +80,8 @@ def single_tokens(step: StepBatch, size: int, padding: int) -> StepBatch:
 
 
 def fix_tiles(decoder: Decoder) -> None:
-    """Give fixed tiles to what `compose_forward` does not: experts, routers, the head, and the
-    linears and activations beside them."""
+    """Use fixed tiles where `compose_forward` does not: experts, routers, the head, and linears and
+    activations beside them."""
     on_gpu = next(decoder.parameters()).is_cuda
     for module in decoder.modules():
         if isinstance(module, ExpertStack):

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -21,8 +22,10 @@ from torch import Tensor
 from fivefold.core.model import blocks_of
 from fivefold.core.plan import KvRoute, kv_share
 from fivefold.generate.cache import LayerPages
-from fivefold.generate.layout import LayoutEngine
 from fivefold.generate.requests import SequenceState
+
+if TYPE_CHECKING:
+    from fivefold.generate.layout import LayoutEngine
 
 
 @dataclass(frozen=True)
@@ -37,7 +40,7 @@ class KvPiece:
 
 
 class RankPages:
-    """The pages of a rank, as pieces to send and to put in."""
+    """Pages of a rank, which are sent and received as pieces."""
 
     def __init__(self, engine: LayoutEngine) -> None:
         self.plan, self.pages = engine.plan, engine.pages
@@ -48,7 +51,7 @@ class RankPages:
     def pieces(
         self, sequence: SequenceState, routes: Iterable[KvRoute]
     ) -> Iterator[tuple[KvRoute, KvPiece]]:
-        """All pieces that this rank sends of a sequence."""
+        """Pieces of a sequence that this rank sends."""
         own_blocks = self._here(sequence, 0)
         blocks = tuple(index for index, _ in own_blocks)
         for route in routes:
@@ -62,7 +65,7 @@ class RankPages:
                 yield route, KvPiece(sequence.request.id, layer, route.heads, blocks, tensors)
 
     def put(self, sequence: SequenceState, pieces: Iterable[KvPiece]) -> None:
-        """Write what came into the blocks of a sequence, but for those that it shares."""
+        """Write received pieces to the blocks of a sequence, except shared ones."""
         own_pages = dict(self._here(sequence, blocks_of(sequence.computed)))
         for piece in pieces:
             rows = [row for row, index in enumerate(piece.blocks) if index in own_pages]

@@ -59,8 +59,8 @@ ReadWeight = Callable[[Weight, torch.dtype], Tensor]
 
 
 def blocks_within(decoder: Decoder, mesh: Mesh, num_bytes: float) -> int:
-    """The blocks of a replica whose cache has so many bytes on a rank: as many on all, where the
-    largest stage has the fewest."""
+    """Number of blocks of a replica whose cache has so many bytes on a rank: equal on all ranks,
+    limited by the largest stage."""
     fewest = torch.tensor(int(num_bytes // (token_bytes(decoder) * BLOCK)), device=mesh.device)
     if mesh.size(WORLD) > 1:
         mesh.all_reduce(fewest, WORLD, dist.ReduceOp.MIN).wait()
@@ -68,14 +68,14 @@ def blocks_within(decoder: Decoder, mesh: Mesh, num_bytes: float) -> int:
 
 
 def plan_of(shape: Shape, options: PlanOptions) -> Plan:
-    """The plan of an engine. Tokens are split over tp only for experts: without these, every rank
-    has all of the few tokens of a decode."""
+    """Plan of an engine. Tokens are split over tp only with experts: otherwise every rank has all
+    of the few tokens of a decode."""
     usual = PlanOptions(options.model, options.layout, set=options.set, zero=0)
     return forward_plan(resolve(replace(usual, sp=shape.moe is not None)))
 
 
 def forward_plan(plan: Plan) -> Plan:
-    """The plan without what only training has; refuses what generation cannot do."""
+    """Remove from a plan what only training uses; refuses what generation does not support."""
     refuse_mixer(plan.shape, "generation")
     if problems := list(_problems(plan)):
         raise BadFile(f"a generator in layout {plan.layout}", problems)
@@ -101,7 +101,7 @@ def _problems(plan: Plan) -> Iterator[str]:
 
 
 class RankEnds(StageEnds):
-    """The ends of one stage on one rank of a layout."""
+    """Ends of one stage on one rank of a layout."""
 
     def __init__(self, plan: Plan, mesh: Mesh, dtype: torch.dtype) -> None:
         layout = plan.layout
@@ -139,7 +139,7 @@ class RankEnds(StageEnds):
         return self.vocabulary.gather(logits_NV)[:, : self.shape.vocab]  # without its padding
 
     def finish(self) -> None:
-        """Wait until everything has been received."""
+        """Wait for all sends to complete."""
         while self.sent:
             self.sent.popleft().wait()
 
@@ -152,7 +152,7 @@ def forward_of(
     routes: RouteStore | None = None,
     drawn: DrawnTokens | None = None,
 ) -> DecoderForward:
-    """The forward for the device of a rank; on a GPU of its own it is replayed."""
+    """Forward for the device of a rank; captured as CUDA graphs on a GPU of its own."""
     if mesh.size(RING) > 1:
         return DecoderForward(model, blocks, partial(ContextCache, mesh=mesh), ends, routes)
     if mesh.device.type != "cuda":
@@ -168,7 +168,7 @@ def forward_of(
 
 
 def invariant_plan(plan: Plan) -> Plan:
-    """The plan of a generator whose batches change no bit; refuses what cannot promise it."""
+    """Plan of a batch-invariant generator; refuses layouts that cannot be."""
     if plan.layout.cp > 1:
         raise FivefoldError(
             f"--batch-invariant with cp={plan.layout.cp}: which rank of cp has which keys depends "
@@ -179,14 +179,14 @@ def invariant_plan(plan: Plan) -> Plan:
 
 
 def mesh_of(plan: Plan, device: torch.device, batch_invariant: bool) -> Mesh:
-    """The mesh of a generator; ranks add in rank order if bits may not depend on the batch."""
+    """Mesh of a generator; sums add in rank order for batch invariance."""
     return (RankOrderMesh if batch_invariant else Mesh).of(plan, device)
 
 
 def stage_of(
     plan: Plan, mesh: Mesh, dtype: torch.dtype, batch_invariant: bool, fuse: Fuse = eager
 ) -> ForwardStage:
-    """This rank's stage, without values."""
+    """Build this rank's stage, without values."""
     if not batch_invariant:
         return compose_forward(plan, mesh, dtype, fuse)
     stage = compose_forward(plan, mesh, dtype, fuse, TILE_MATH)
@@ -195,8 +195,8 @@ def stage_of(
 
 
 class LayoutEngine(Engine):
-    """The engine of one rank. All ranks of the layout add the same requests in the same order, and
-    call `step` equally often."""
+    """Engine on one rank. All ranks of the layout add the same requests in the same order, and call
+    `step` equally often."""
 
     def __init__(
         self,
@@ -254,15 +254,15 @@ class LayoutEngine(Engine):
         return wait
 
     def load(self, job: Job) -> None:
-        """Take the weights of a training job that runs on the same ranks, as they are now. All
-        ranks call it together; sequences that are under way are computed again."""
+        """Copy the current weights of a training job on the same ranks. All ranks call it together;
+        running sequences are recomputed."""
         if self._refit is None or self._refit.job is not job:
             self._refit = Refit(job, self.stage, self.mesh)
         self._refit.run()
         self.renew()
 
     def close(self) -> None:
-        """Nothing of this engine is under way on this rank afterwards."""
+        """Wait until nothing of this engine is in flight on this rank."""
         if self.busy:
             raise FivefoldError("an engine with open requests was closed: end them before")
         self.ends.finish()

@@ -166,7 +166,7 @@ def _write_pages(
 def write_pages(
     keys_NPKd: Tensor, values_NPKv: Tensor, slots_T: Tensor, k_TKd: Tensor, v_TKv: Tensor
 ) -> None:
-    """Put keys and values of tokens into their slots."""
+    """Write keys and values of tokens to their slots."""
     (_, heads, width), value = k_TKd.shape, v_TKv.shape[2]
     assert k_TKd.stride(2) == v_TKv.stride(2) == 1
     _write_pages[(len(slots_T), heads)](
@@ -196,8 +196,8 @@ def attend_single_tokens(
     most_keys: int,
     window: int | None,
 ) -> Tensor:
-    """The attention of one query for each sequence to its first `lengths_S` tokens, within the
-    window; (S, H, v). No length is above `most_keys`."""
+    """Attention of one query per sequence over its first `lengths_S` tokens within the window, (S,
+    H, v); `most_keys` bounds the lengths."""
     keys_NPKd, values_NPKv = pages
     (sequences, heads, width), (_, page, kv_heads, value) = q_SHd.shape, values_NPKv.shape
     assert q_SHd.stride(2) == 1 and keys_NPKd.is_contiguous()

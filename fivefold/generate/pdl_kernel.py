@@ -22,34 +22,34 @@ _LEAST_MAJOR = 9  # of a GPU's compute capability
 
 @triton.jit
 def let_next_begin(EARLY: tl.constexpr) -> None:
-    """The next kernel may take its place."""
+    """Allow the next kernel to launch (griddepcontrol.launch_dependents)."""
     if EARLY:
         gdc_launch_dependents()
 
 
 @triton.jit
 def wait_for_last(EARLY: tl.constexpr) -> None:
-    """All that was launched before has ended, and what it wrote is there."""
+    """Wait until earlier kernels have completed and their writes are visible."""
     if EARLY:
         gdc_wait()
 
 
 @triton.jit
 def begin_early(EARLY: tl.constexpr) -> None:
-    """Both: of a kernel that has nothing to read before."""
+    """Both, for a kernel that reads nothing before it."""
     let_next_begin(EARLY)
     wait_for_last(EARLY)
 
 
 class EarlyLaunch(TypedDict):
-    """Arguments of a kernel with a constant `EARLY`."""
+    """Launch arguments of a kernel with a constant `EARLY`."""
 
     EARLY: bool
     launch_pdl: bool
 
 
 def begins_early(beside: Tensor) -> EarlyLaunch:
-    """How to launch a kernel on the device of a tensor."""
+    """Launch arguments of a kernel on the device of a tensor."""
     early = beside.is_cuda and _major(beside.device) >= _LEAST_MAJOR
     return EarlyLaunch(EARLY=early, launch_pdl=early)
 

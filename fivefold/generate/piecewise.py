@@ -39,7 +39,7 @@ _MOST_OF_FREE = 0.25
 
 
 def sizes_up_to(tokens: int) -> tuple[int, ...]:
-    """The numbers of tokens that are captured for steps of at most so many.
+    """Numbers of tokens to capture for steps of at most `tokens`.
 
     >>> sizes_up_to(150), sizes_up_to(8192)[-2:]
     ((64, 128, 192), (3968, 4096))
@@ -48,7 +48,7 @@ def sizes_up_to(tokens: int) -> tuple[int, ...]:
 
 
 class _Between(NamedTuple):
-    """Attention between two segments."""
+    """Attention between two graph segments."""
 
     pages: LayerPages
     info: AttentionInfo
@@ -67,8 +67,8 @@ class _Segment(NamedTuple):
 
 
 class _Capture:
-    """Captures of steps, of one size after another. Its `attend` is the kernel of attention in
-    them, at which a segment ends and the next begins."""
+    """Captures of steps, one size after another. Its `attend` replaces the attention kernel: one
+    segment ends and the next begins."""
 
     def __init__(self, most: int) -> None:
         self.most, self.pool = most, cuda.graph_pool_handle()
@@ -116,7 +116,7 @@ class _Capture:
 
 
 class PiecewiseSteps:
-    """Steps of a forward on one GPU, replayed in segments."""
+    """Steps of a forward on one GPU, replayed as graph segments."""
 
     @torch.inference_mode()
     def __init__(self, forward: DecoderForward, sizes: Sequence[int]) -> None:
@@ -184,7 +184,7 @@ class PiecewiseSteps:
         return StepBatch((*step.chunks, *nobody))
 
     def takes(self, step: StepBatch) -> bool:
-        """Whether a step of its size is captured."""
+        """Whether a step of its size was captured."""
         return 0 < step.num_tokens <= max(self.captured, default=0)
 
     @torch.inference_mode()

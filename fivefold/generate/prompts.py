@@ -21,14 +21,14 @@ _ROLES = ("system", "user", "assistant", "tool", "developer")
 
 @dataclass(frozen=True)
 class Prompt:
-    """A text, or the messages of a chat, by id."""
+    """A text or chat messages, with an id."""
 
     id: str
     text: str = ""
     messages: tuple[Message, ...] = ()
 
     def rendered(self, render: Callable[[Sequence[Message]], str] | None) -> str:
-        """The text for the model; `render` makes it of messages, a text being the user's."""
+        """Text for the model; `render` renders messages, and a text counts as the user's."""
         if render is None and self.messages:
             raise FivefoldError(f"prompt {self.id!r} has messages: give --chat")
         if render is None:
@@ -37,7 +37,7 @@ class Prompt:
 
 
 def read_prompts(path: Path) -> list[Prompt]:
-    """All prompts of a JSONL file; every problem in one error."""
+    """Read prompts from a JSONL file; one error lists every problem."""
     try:
         lines = path.read_text("utf-8-sig").splitlines()
     except OSError as error:
@@ -100,7 +100,7 @@ def _checked(messages: Any) -> tuple[Message, ...]:
 
 
 def finished_ids(path: Path, texts: dict[str, str]) -> set[str]:
-    """The ids of completions that a file has already; a last line that was cut off is removed.
+    """Ids of completions in a file; removes a truncated last line.
 
     `texts` are the prompts by id: a file for others is refused.
     """

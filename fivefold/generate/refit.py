@@ -34,7 +34,8 @@ Spans = Mapping[str, Sequence[Span]]
 
 
 class WeightMove(NamedTuple):
-    """A box of a weight that goes from one rank to another, out of the box that the source has."""
+    """A box of a weight that is copied between ranks, and the box of the source that contains
+    it."""
 
     name: str
     source: int
@@ -49,7 +50,7 @@ class WeightMove(NamedTuple):
 
 @dataclass(frozen=True)
 class _Shard:
-    """A generator's shard of a weight: it begins at `origin` of the full one."""
+    """A generator's shard of a weight, at `origin` of the full one."""
 
     tensor: Tensor
     origin: tuple[int, ...]
@@ -57,7 +58,7 @@ class _Shard:
 
 
 class Refit:
-    """The way from one job to one generator, which is the same every time."""
+    """Fixed schedule of copies from a training job to a generator."""
 
     def __init__(self, job: Job, stage: ForwardStage, mesh: Mesh) -> None:
         """All ranks call this together."""
@@ -86,7 +87,7 @@ class Refit:
 
     @torch.no_grad()
     def run(self) -> None:
-        """Move all weights as they are now."""
+        """Copy the current values of all weights."""
         for bucket in self.weights:
             self._move(bucket, self.dtype)
         for bucket in self.biases:
@@ -185,7 +186,7 @@ def _listed(pairs: Iterable[tuple[str, Span]]) -> Spans:
 def moves_of(
     names: Iterable[str], ranks: Sequence[tuple[Spans, Spans]]
 ) -> Iterator[list[WeightMove]]:
-    """What goes where, weight by weight, of what each rank has and wants: the same on all."""
+    """Copies of each weight, from what ranks own and need; equal on all ranks."""
     for name in names:
         owners: dict[Span, list[int]] = {}
         for rank, (has, _) in enumerate(ranks):

@@ -21,7 +21,7 @@ NOT_FINITE = "the logits of the model are not finite: check its weights, or use 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How a token is chosen. Temperatures below `GREEDY_BELOW` are greedy."""
+    """Sampling parameters. Temperatures below `GREEDY_BELOW` are greedy."""
 
     temperature: float = 0.0
     top_k: int | None = None  # of the most likely tokens; None: all
@@ -34,7 +34,7 @@ class Sampling:
         return self.temperature < GREEDY_BELOW
 
     def problems(self) -> Iterator[str]:
-        """Every reason why nothing can be drawn."""
+        """Every problem of the parameters."""
         if not 0 <= self.temperature < 1e3:
             yield f"temperature = {self.temperature}: give 0 (greedy) or a number above it"
         if self.top_k is not None and self.top_k < 1:
@@ -45,8 +45,8 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Request:
-    """A prompt to go on with. Draws depend on its id, and on nothing else that runs; whoever gives
-    an id of the moment says what they depend on instead.
+    """A generation request. The sampling seed is derived from `seed_key`, by default the request
+    id.
 
     With `targets` nothing is drawn: they are the tokens that follow the last tokens of the prompt,
     one each, and their log-probabilities are wanted. The last target is no part of the prompt.
@@ -58,11 +58,11 @@ class Request:
     sampling: Sampling = Sampling()
     stop_tokens: frozenset[int] = frozenset()  # each ends the completion, and is its last token
     targets: tuple[int, ...] = ()  # and max_tokens is 0
-    drawn_as: str = ""  # what draws depend on in place of the id, if given
+    seed_key: str = ""  # of the sampling seed, in place of the id
     alternatives: int = 0  # so many of the likeliest tokens are wanted for every place
 
     def check(self, vocab: int, max_seq: int) -> None:
-        """Refuse what the model cannot go on with."""
+        """Refuse a request that the model cannot complete."""
         if problem := next(self._problems(vocab, max_seq), None):
             raise FivefoldError(f"request {self.id!r}: {problem}")
 
@@ -97,7 +97,7 @@ class Request:
 
 @dataclass(eq=False)
 class SequenceState:
-    """A request on its way: its tokens, and which of them are in the cache.
+    """A request that runs: its tokens, and how many of them are in the cache.
 
     `computed` tokens have their keys and values in the blocks of `table`, in order. A sequence that
     has lost its blocks begins again from 0, with the tokens it has drawn. The first `out_of_sight`
@@ -123,65 +123,66 @@ class SequenceState:
 
     @property
     def drawn(self) -> list[int]:
-        """The tokens of the completion; of targets, the likeliest tokens in their places."""
+        """Tokens of the completion; with targets, the likeliest tokens at their positions."""
         return self.likeliest if self.request.targets else self.tokens[len(self.request.prompt) :]
 
     @property
     def first_wanted(self) -> int:
-        """The position of the first token whose logits are wanted."""
+        """Position of the first token whose logits are needed."""
         return len(self.tokens) - (len(self.request.targets) or 1)
 
     @property
     def awaits_draw(self) -> bool:
-        """Whether all its tokens have been sent off, and the next is not known yet."""
+        """Whether all its tokens were scheduled, and the next is not known yet."""
         return self.awaited > 0
 
     @property
     def length(self) -> int:
-        """Its tokens, with those that are being drawn."""
+        """Number of tokens, with those that are being drawn."""
         return len(self.tokens) + self.awaited
 
     def advance(self, computed: int, reused: int = 0) -> None:
-        """So many more tokens are in the cache; so many were there already."""
+        """Count more tokens in the cache, computed or shared."""
         self.computed += computed
         self.reused += reused
 
     def begin(self, outgrown: bool) -> None:
-        """It is to have blocks: what is in them depends on whether its text is so long."""
+        """Start to fill blocks, whose contents depend on whether the text has outgrown its
+        rotation."""
         self.outgrown = outgrown
 
     def land(self, valid: bool) -> None:
-        """What another engine has computed is in the cache. It is `valid` unless the text has
-        outgrown it."""
+        """Adopt a cache that another engine has computed, `valid` unless the text has outgrown
+        it."""
         self.computed, self.carried = max(self.computed, valid * self.carried), 0
 
     def restart(self) -> None:
-        """It has no blocks any more."""
+        """Reset after its blocks were freed."""
         self.table.clear()
         self.digests.clear()
         self.computed = self.out_of_sight = 0
 
     def leave(self, count: int) -> list[int]:
-        """Only the blocks after the first `count` are in sight; returns those that have left."""
+        """Drop blocks that left the window, all but those after the first `count`; returns them."""
         left = self.table[self.out_of_sight : count]
         self.out_of_sight = max(self.out_of_sight, count)
         return left
 
     def await_draw(self) -> None:
-        """A forward that is under way gives its next token."""
+        """Note that a forward in flight draws the next token."""
         self.awaited += 1
 
     def draw_in(self, row: int) -> None:
-        """The place of that token in the draw."""
+        """Index of the next token in the draw."""
         self.row = row
 
     def lose(self) -> None:
-        """Count that its blocks were taken away."""
+        """Count a preemption."""
         self.preempted += 1
 
     def score(self, index: int, token: int, logprob: float) -> Reason | None:
-        """Take the log-probability of a target, and the likeliest token in its place; returns why
-        it is the last one, if it is."""
+        """Append the likeliest token and the log-probability of a target; returns the reason if the
+        sequence has ended."""
         if math.isnan(logprob):
             return "error"
         if index == len(self.logprobs):  # else it lost its blocks, and this was computed again
@@ -192,8 +193,8 @@ class SequenceState:
         return "length" if last else None
 
     def append(self, token: int, logprob: float) -> Reason | None:
-        """Take a drawn token; returns why it is the last one, if it is. A token of logits that are
-        not finite is none."""
+        """Append a drawn token; returns the reason if the sequence has ended. Logits that are not
+        finite give no token."""
         if math.isnan(logprob):
             return "error"
         self.tokens.append(token)
@@ -206,8 +207,8 @@ class SequenceState:
 
 @dataclass(frozen=True)
 class SequenceChunk:
-    """Tokens of one sequence in a forward: those from `start` on, whose keys and values go into
-    the blocks of `table`. It attends to all before them, which are there already."""
+    """Tokens of one sequence in a forward, from `start` on; their keys and values are written to
+    the blocks of `table`, and they attend to all earlier tokens there."""
 
     id: str
     tokens: tuple[int, ...]
@@ -220,7 +221,7 @@ class SequenceChunk:
 
     @property
     def num_wanted(self) -> int:
-        """How many of the last tokens are wanted with their logits."""
+        """Number of last tokens whose logits are needed."""
         return self.scored or int(self.samples)
 
     @property
@@ -231,7 +232,7 @@ class SequenceChunk:
 
 @dataclass(frozen=True)
 class StepBatch:
-    """One forward: chunks of several sequences, one after another in a single row."""
+    """Input of one forward: chunks of several sequences, concatenated in a single row."""
 
     chunks: tuple[SequenceChunk, ...]
 
@@ -242,8 +243,8 @@ class StepBatch:
 
 @dataclass(frozen=True)
 class DrawnToken:
-    """A token of a completion, and why the completion ends with it, if it does. In the place of a
-    target it is the likeliest token, with the log-probability of the target."""
+    """A token of a completion, and the reason if it is the last. For a target, the likeliest token
+    with the log-probability of the target."""
 
     id: str
     index: int  # in the completion
@@ -255,8 +256,8 @@ class DrawnToken:
 
 @dataclass(frozen=True)
 class Completion:
-    """What came of a request. With targets, the tokens are the likeliest ones in their places, and
-    the log-probabilities are those of the targets."""
+    """Result of a request. With targets, the likeliest tokens at their positions, and the
+    log-probabilities of the targets."""
 
     id: str
     tokens: tuple[int, ...]

@@ -20,20 +20,20 @@ _WAY_OUT = "give what a generator of this model has recorded"
 
 @dataclass(frozen=True)
 class RecordedRoutes:
-    """The choices for the tokens of one text, from its first one on. The last token that was drawn
-    has none: nothing was computed for it."""
+    """Expert choices for the tokens of one text, from its first one on. The last drawn token has
+    none: no forward has read it."""
 
     experts: int
     layers: tuple[int, ...]
     chosen: Chosen
 
     def table(self) -> dict[str, Any]:
-        """As JSON."""
+        """Convert to JSON."""
         return asdict(self)
 
     @classmethod
     def parse(cls, table: Any, name: str = "routing") -> RecordedRoutes:
-        """From JSON."""
+        """Parse from JSON."""
         empty: dict[str, Any] = {}
         row = cast("dict[str, Any]", table) if isinstance(table, dict) else empty
         experts, layers, chosen = (row.get(key) for key in ("experts", "layers", "chosen"))
@@ -43,7 +43,7 @@ class RecordedRoutes:
         return cls(cast(int, experts), tuple(cast("list[int]", layers)), frozen(chosen))
 
     def check(self, shape: Shape, name: str = "routing") -> None:
-        """Refuse what was recorded of another model; all problems at once."""
+        """Refuse choices of another model; lists all problems."""
         if problems := list(self._problems(shape)):
             raise BadFile(name, [f"{problem}: {_WAY_OUT}" for problem in problems])
 
@@ -71,13 +71,14 @@ class RecordedRoutes:
 
 
 def frozen(chosen: Any) -> Chosen:
-    """Lists three deep as a value."""
+    """Convert nested lists to tuples."""
     listed = cast("list[list[list[int]]]", chosen)
     return tuple(tuple(tuple(experts) for experts in token) for token in listed)
 
 
 def routed_layers(shape: Shape) -> tuple[int, ...]:
-    """The layers with experts, without those of multi-token prediction: a generator has none."""
+    """Layers with experts, except those of multi-token prediction, which a generator does not
+    run."""
     return tuple(layer for layer in shape.moe_layers if layer < shape.layers)
 
 

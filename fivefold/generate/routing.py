@@ -27,7 +27,7 @@ from fivefold.model import Balancing, Decoder, Routing, TokenBatch, moe_layers
 
 
 class RouteStore:
-    """The choices for all tokens that are in the cache of a replica, as this rank knows them.
+    """Expert choices of all tokens in a replica's cache, as this rank has computed them.
 
     Numbers of experts are stored from 1 on, so that 0 stands for those of other ranks.
     """
@@ -55,7 +55,7 @@ class RouteStore:
             mlp.balance = partial(self._keep, index, mlp.balance)
 
     def begin(self, slots_T: Tensor, own_rows: Tensor) -> None:
-        """A step computes the tokens of these slots, and this rank some of them."""
+        """Set the slots of a step's tokens, and the rows that this rank computes."""
         self.chosen_SLK.index_fill_(0, slots_T, 0)
         self.own_rows = own_rows
 
@@ -65,12 +65,12 @@ class RouteStore:
         return balance(routing, num_rows)
 
     def nothing(self, tokens: int) -> Tensor:
-        """The share of a rank that has computed none of these tokens, (T, L, K) for all layers."""
+        """Zeros for a rank that has computed none of these tokens, (T, L, K) for all layers."""
         sizes = (tokens, len(self.layers), self.top_k)
         return self.chosen_SLK.new_zeros(sizes)
 
     def read(self, slots: Sequence[int]) -> Tensor:
-        """This rank's share of the choices for the tokens of these slots."""
+        """Choices that this rank has computed for these slots."""
         found_TLK = self.nothing(len(slots))
         if self.counts:
             index = torch.tensor(slots, dtype=torch.int64, device=found_TLK.device)
@@ -78,7 +78,7 @@ class RouteStore:
         return found_TLK
 
     def recorded(self, summed_TLK: Tensor) -> RecordedRoutes:
-        """The choices of one text, of the shares of all ranks."""
+        """Choices of one text, merged from all ranks."""
         numbers: Any = summed_TLK.cpu() - 1
         return RecordedRoutes(self.experts, self.layers, frozen(numbers.tolist()))
 
@@ -86,9 +86,9 @@ class RouteStore:
 def replay(
     batch: TokenBatch, recorded: Sequence[RecordedRoutes | None], shape: Shape
 ) -> TokenBatch:
-    """A training batch of full rows whose routers take the recorded experts; a row of None chooses
-    for itself, and so do tokens after the last one that was recorded: padding. A recording must
-    cover all tokens whose next one has a loss."""
+    """A training batch whose routers use recorded experts; rows of None route freely, and so does
+    padding after the last recorded token. A recording must cover all tokens whose next one has a
+    loss."""
     rows, seq = batch.tokens.shape
     if len(recorded) != rows:
         raise FivefoldError(

@@ -23,7 +23,7 @@ _BITS = 53  # of a float64 below 1
 
 
 def uniform(seed: int, request: str, index: int) -> float:
-    """The random number of a token, at least 0 and below 1."""
+    """Uniform random number in [0, 1) of a token."""
     key = f"{seed}:{index}:{request}".encode("utf-8", "surrogatepass")
     digest = hashlib.blake2b(key, digest_size=8).digest()
     return (int.from_bytes(digest, "little") >> (64 - _BITS)) / 2**_BITS
@@ -31,8 +31,8 @@ def uniform(seed: int, request: str, index: int) -> float:
 
 @dataclass(frozen=True)
 class Draw:
-    """A token that is wanted: how it is drawn, and its place. If a `target` is in this place, the
-    likeliest token is wanted, and the log-probability of the target."""
+    """How to sample one token, and its index. With a `target`, the likeliest token is returned with
+    the log-probability of the target."""
 
     sampling: Sampling
     request: str
@@ -41,8 +41,8 @@ class Draw:
 
 
 def filtered(logits_NV: Tensor, samplings: Sequence[Sampling]) -> Tensor:
-    """Probabilities in float64 after temperature, top-k and then top-p, row by row. Of equal logits
-    the lower token is the more likely one."""
+    """Probabilities in float64 after temperature, top-k and top-p, row by row. Of equal logits the
+    lower token ranks higher."""
 
     def column(values: Sequence[float]) -> Tensor:
         return _there(values, torch.float64, logits_NV.device)[:, None]
@@ -68,19 +68,20 @@ def filtered(logits_NV: Tensor, samplings: Sequence[Sampling]) -> Tensor:
 
 
 def choose(logits_NV: Tensor, draws: Sequence[Draw]) -> list[tuple[int, float]]:
-    """A token from each row of logits, and its log-probability or that of the target."""
+    """Sample a token from each row of logits; returns it with its log-probability or the
+    target's."""
     drawn_N2 = draw_tokens(logits_NV, draws)
     return [(int(token), logprob) for token, logprob in as_rows(drawn_N2)]
 
 
 def as_rows(drawn_NK: Tensor) -> list[list[float]]:
-    """What was drawn, as plain numbers: a token and its log-probability, and what follows."""
+    """Convert draws to Python numbers: token, log-probability and alternatives."""
     return cast("Any", drawn_NK).tolist()
 
 
 def likeliest_tokens(logits_NV: Tensor, count: int) -> Tensor:
-    """The likeliest tokens of each row and their log-probabilities, (N, 2 · count) in float64: one
-    token after another, each before its number. Of equal logits the lower token comes first."""
+    """Top tokens of each row with their log-probabilities, interleaved, (N, 2 · count) in float64.
+    Of equal logits the lower token comes first."""
     wide_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32)).log_softmax(1)
     # `topk` promises no order of equals, which ranks and batches would see.
     sorted_NV, order_NV = wide_NV.sort(dim=1, descending=True, stable=True)
@@ -89,9 +90,9 @@ def likeliest_tokens(logits_NV: Tensor, count: int) -> Tensor:
 
 
 def draw_tokens(logits_NV: Tensor, draws: Sequence[Draw]) -> Tensor:
-    """The same as (N, 2) numbers in float64, exact for any vocabulary; nothing waits for the
-    device. A row with NaN, +inf or nothing but −inf has the log-probability NaN, as its sum has:
-    that tells the host. Its token is in the vocabulary: the next step may already read it."""
+    """Sample as `choose` does, without synchronization, into (N, 2) numbers in float64, exact for
+    any vocabulary. A row with NaN, +inf or only −inf gets the log-probability NaN, and a token
+    within the vocabulary, which the next step may already read."""
     wide_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))
     tokens_N = wide_NV.argmax(1)  # the first of equals
     fixed_tokens = {i: draw.target for i, draw in enumerate(draws) if draw.target is not None}

@@ -35,7 +35,7 @@ from fivefold.generate.requests import Drawn, Request, SequenceChunk, SequenceSt
 
 @dataclass(frozen=True)
 class ScheduleLimits:
-    """What a step may take."""
+    """Limits of one step."""
 
     tokens: int = 512  # of one forward
     sequences: int = 256  # that run at a time
@@ -45,14 +45,14 @@ class ScheduleLimits:
 
     @classmethod
     def of(cls, device: str, tokens: int | None = None, sequences: int = 256) -> ScheduleLimits:
-        """On a kind of device. Where it has many cores, a step of many tokens costs each of them
-        less; on others it only delays the tokens that are drawn in it."""
+        """Limits for a kind of device. With many cores, large steps cost less a token; on other
+        devices they only delay decoding."""
         usual = STEP_TOKENS if device == "cuda" else cls.tokens
         return cls(tokens or usual, sequences)
 
 
 class Scheduler:
-    """Sequences that wait and run, and their blocks."""
+    """Queue of waiting and running sequences, and their blocks."""
 
     def __init__(
         self,
@@ -81,7 +81,8 @@ class Scheduler:
         self.load = 0  # tokens that its sequences may have in the end
 
     def add(self, request: Request, drawn: Drawn = ()) -> SequenceState:
-        """Queue a request. With `drawn` another engine has computed its prompt and these tokens."""
+        """Queue a request. With `drawn`, another engine has computed its prompt and these
+        tokens."""
         limit = min(len(request.prompt) + request.max_tokens, self.max_seq)
         needed = kept_tokens(limit, self.window, self.limits.tokens)
         if blocks_of(needed) > self.pool.count:
@@ -102,19 +103,19 @@ class Scheduler:
         return sequence
 
     def remove(self, sequence: SequenceState) -> None:
-        """A sequence has ended: its blocks are free."""
+        """Free the blocks of a sequence that has ended."""
         (self.running if sequence in self.running else self.waiting).remove(sequence)
         self.load -= sequence.limit
         self._release(sequence)
 
     def restart(self) -> None:
-        """Compute everything again, and share nothing that was there: the weights are others."""
+        """Recompute everything without sharing earlier blocks: the weights have changed."""
         while self.running:
             self._preempt(self.running[-1])
         self.pool.forget()
 
     def schedule(self) -> StepBatch:
-        """The next forward; without chunks if there is nothing to do."""
+        """Schedule the next forward; without chunks if there is nothing to do."""
         for sequence in [candidate for candidate in self.running if self._lost_rotation(candidate)]:
             self._start_again(sequence)
         left, chunks, before = self.limits.tokens, list[SequenceChunk](), self.num_preempted
@@ -153,8 +154,8 @@ class Scheduler:
         return not sequence.awaits_draw and sequence.outgrown != self._outgrown(sequence.length)
 
     def computed(self, batch: StepBatch, sequences: Sequence[SequenceState]) -> None:
-        """The forward of these sequences is done, or under way before any that follows: their full
-        blocks can be shared."""
+        """Share the full blocks of these sequences: their forward is done, or precedes any
+        other."""
         for chunk, sequence in zip(batch.chunks, sequences, strict=True):
             sequence.advance(len(chunk.tokens))
             if chunk.samples:

@@ -94,7 +94,7 @@ def _few_tokens(
 
 
 def takes(x: Tensor) -> bool:
-    """Whether these kernels multiply it."""
+    """Whether these kernels support this input."""
     few = x.numel() // x.shape[-1] <= MOST_TOKENS
     return few and x.is_cuda and x.dtype != torch.float64
 

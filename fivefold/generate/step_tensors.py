@@ -23,7 +23,7 @@ _OF_A_TOKEN = 4  # numbers: itself, its position, its slot, whether its text is 
 
 
 class StepSize(NamedTuple):
-    """How many numbers a step has of each kind."""
+    """Numbers of tokens, sequences and blocks of a step."""
 
     tokens: int
     sequences: int
@@ -38,13 +38,13 @@ class StepSize(NamedTuple):
 
     @property
     def of_tokens(self) -> int:
-        """How many numbers are of tokens: the first ones."""
+        """Size of the parts with one number a token, which come first."""
         return _OF_A_TOKEN * self.tokens
 
 
 @dataclass(frozen=True)
 class StepTensors:
-    """A step on its device."""
+    """Tensors of a step on its device."""
 
     batch: TokenBatch  # one row
     slots: Tensor  # (T,)
@@ -55,16 +55,16 @@ class StepTensors:
 
     @cached_property
     def first_singles(self) -> int:
-        """How many sequences have one token, before the first with more. A captured step knows no
-        chunks, and has no others."""
+        """Number of sequences of one token before the first with more. Captured steps have only
+        these."""
         if self.batch.tokens.shape[1] == len(self.lengths):
             return len(self.lengths)
         return sum(1 for _ in takewhile(lambda chunk: len(chunk.tokens) == 1, self.chunks))
 
 
 def attended_length(tokens: int) -> int:
-    """The length at which a prompt of so many tokens is attended to. Some kernels are made anew for
-    every length, in a tenth of a second.
+    """Padded length at which a prompt is attended to. Some kernels compile for every length, in a
+    tenth of a second.
 
     >>> attended_length(1), attended_length(1000), attended_length(2049)
     (128, 1024, 2560)
@@ -74,15 +74,14 @@ def attended_length(tokens: int) -> int:
 
 
 def size_of(step: StepBatch) -> StepSize:
-    """The numbers of a step; tables have room for padded lengths."""
+    """Size of a step; tables are padded to attended lengths."""
     sampled = sum(chunk.num_wanted for chunk in step.chunks)
     blocks = blocks_of(attended_length(max(chunk.stop for chunk in step.chunks)))
     return StepSize(step.num_tokens, len(step.chunks), sampled, blocks)
 
 
 def packed(step: StepBatch, blocks: int) -> Tensor:
-    """All numbers of a step, one after another, with so many blocks in a table: those beyond a
-    sequence are its last one."""
+    """Pack a step into one array; tables are padded with the last block of a sequence."""
     tokens: list[int] = []
     positions: list[int] = []
     slots: list[int] = []
@@ -104,7 +103,7 @@ def packed(step: StepBatch, blocks: int) -> Tensor:
 
 
 def unpacked(numbers: Tensor, size: StepSize, chunks: tuple[SequenceChunk, ...]) -> StepTensors:
-    """The step whose numbers these are; its tensors are views of them."""
+    """Unpack a step; its tensors are views."""
     counts = [prod(shape) for shape in size.parts]
     ends = list(accumulate(counts))
     views = [
@@ -118,6 +117,6 @@ def unpacked(numbers: Tensor, size: StepSize, chunks: tuple[SequenceChunk, ...])
 
 
 def step_tensors(step: StepBatch, device: torch.device) -> StepTensors:
-    """A step as it is."""
+    """Tensors of a step without padding."""
     size = size_of(step)
     return unpacked(packed(step, size.blocks).to(device), size, step.chunks)

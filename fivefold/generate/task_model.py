@@ -28,7 +28,7 @@ Write = Callable[[list[TextRequest]], Mapping[str, WrittenText]]
 
 
 class ScoredText(NamedTuple):
-    """A continuation: its log-probability, and whether greedy drawing would write it."""
+    """Log-probability of a continuation, and whether greedy decoding gives it."""
 
     logprob: float
     is_greedy: bool
@@ -36,8 +36,8 @@ class ScoredText(NamedTuple):
 
 @dataclass
 class TaskModel:
-    """A model with its tokenizer. `prefix` is the token before a text without context, if there is
-    one; `ends` are those that end what is written."""
+    """A model with its tokenizer, for evaluation harnesses. `prefix`: the token before a text
+    without context, if any; `ends`: tokens that end a completion."""
 
     codec: Codec
     vocab: int
@@ -49,7 +49,7 @@ class TaskModel:
     num_calls: int = 0
 
     def loglikelihood(self, pairs: Sequence[tuple[str, str]]) -> list[ScoredText]:
-        """Of every (context, continuation), that the model continues so."""
+        """Log-likelihood of every (context, continuation)."""
         windows: list[tuple[tuple[int, ...], int]] = []
         for context, continuation in pairs:
             before, after = self._split(context, continuation)
@@ -64,8 +64,8 @@ class TaskModel:
         return self._score(windows)
 
     def loglikelihood_rolling(self, texts: Sequence[str]) -> list[float]:
-        """Of every text, all its tokens; each sees as many before it as the model takes, in windows
-        that share no token that is counted."""
+        """Log-likelihood of every text, in windows of the model's length that count each token
+        once."""
         counts: list[int] = []
         windows: list[tuple[tuple[int, ...], int]] = []
         for text in texts:
@@ -76,7 +76,7 @@ class TaskModel:
         return [sum(next(scored).logprob for _ in range(count)) for count in counts]
 
     def generate_until(self, tasks: Sequence[tuple[str, Mapping[str, Any]]]) -> list[str]:
-        """What the model writes after every context, up to the texts that end it."""
+        """Generate after every context, up to its stop texts."""
         requests = [
             self._writing(f"{i}", context, options) for i, (context, options) in enumerate(tasks)
         ]
@@ -184,7 +184,7 @@ def _generation(options: Mapping[str, Any]) -> tuple[int, Sampling, list[str]]:
 
 
 def prefix_token(folder: Path, codec: Codec, ends: frozenset[int], vocab: int) -> int | None:
-    """The token before a text without context: the one that begins texts, or else an end."""
+    """Token before a text without context: the beginning of texts, or else an end."""
     candidates: list[int] = []
     if not isinstance(codec, ByteCodec):
         names, known = read_table(folder / "tokenizer_config.json"), codec.named()

@@ -23,14 +23,14 @@ _HALF = "\ufffd"  # what a part of a character decodes to
 
 
 class Codec(Protocol):
-    """Turns text into tokens, and tokens into text."""
+    """Encoder and decoder of text."""
 
     def encode(self, text: str, *, special: bool) -> tuple[int, ...]:
-        """The tokens of a prompt; `special`: with those that the tokenizer puts around a text."""
+        """Encode a prompt; `special` adds the tokens that the tokenizer puts around a text."""
         ...
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """The text, without special tokens."""
+        """Decode tokens, without special ones."""
         ...
 
     def named(self) -> dict[str, int]:
@@ -38,12 +38,12 @@ class Codec(Protocol):
         ...
 
     def longest_token(self) -> int:
-        """Bytes of text that a token may stand for."""
+        """Most bytes of text in one token."""
         ...
 
 
 class ByteCodec:
-    """One token for each byte, as models are trained that have no tokenizer."""
+    """One token per byte, for models trained without a tokenizer."""
 
     def encode(self, text: str, *, special: bool) -> tuple[int, ...]:
         return tuple(text.encode("utf-8", "surrogateescape"))
@@ -59,8 +59,8 @@ class ByteCodec:
 
 
 class LibraryCodec:
-    """A tokenizer of the `tokenizers` library. With `unlocked` it encodes without the lock of the
-    interpreter, by threads of the library, which a process must not have before it forks."""
+    """A tokenizer of the `tokenizers` library. `unlocked` encodes without the GIL, by threads of
+    the library, which a process must not have before it forks."""
 
     def __init__(self, tokenizer: Tokenizer, *, unlocked: bool = False) -> None:
         self.tokenizer, self.unlocked = tokenizer, unlocked
@@ -85,7 +85,7 @@ class LibraryCodec:
 
 
 class QuotingCodec:
-    """A tokenizer for texts that quote others, in which special tokens are plain text.
+    """A tokenizer that encodes special tokens in quoted texts as plain text.
 
     A quoted text has a random name, of characters that no text has, in place of every special
     token: chat templates leave it. It is a token here, and becomes the tokens of the text.
@@ -111,13 +111,13 @@ class QuotingCodec:
         self._codec = LibraryCodec(quoting, unlocked=unlocked)
 
     def quoted(self, text: str) -> str:
-        """A text in which every special token has the name of its text."""
+        """Replace every special token in a text by a name."""
         for name, quote in self._quotes.items():
             text = text.replace(name, quote)
         return text
 
     def quoted_messages(self, messages: Iterable[Mapping[str, Any]]) -> tuple[dict[str, Any], ...]:
-        """Messages in whose texts every special token has the name of its text."""
+        """Replace every special token in messages by a name."""
         return tuple(
             {
                 key: self.quoted(text) if key != "role" and isinstance(text, str) else text
@@ -127,19 +127,19 @@ class QuotingCodec:
         )
 
     def shown(self, text: str) -> str:
-        """A text with special tokens in place of their names, for people."""
+        """Replace names by special tokens, for display."""
         for name, quote in self._quotes.items():
             text = text.replace(quote, name)
         return text
 
     def encode(self, text: str, *, special: bool) -> tuple[int, ...]:
-        """The tokens of a text, with those of quoted texts in their places."""
+        """Encode a text with quoted parts."""
         tokens = self._codec.encode(text, special=special)
         return tuple(part for token in tokens for part in self._texts.get(token, (token,)))
 
 
 def read_tokenizer(path: Path) -> LibraryCodec:
-    """The tokenizer of a `tokenizer.json`."""
+    """Load a `tokenizer.json`."""
     try:
         from tokenizers import Tokenizer
     except ImportError as error:
@@ -159,8 +159,8 @@ def read_tokenizer(path: Path) -> LibraryCodec:
 
 
 def end_tokens(folder: Path, codec: Codec, tokenizer: Path | None = None) -> frozenset[int]:
-    """The tokens that end a text: all that the configs of a model and of its tokenizer name, or
-    else what the tokenizer has under a usual name. `tokenizer` is its folder, if another."""
+    """Tokens that end a text: those in the configs of model and tokenizer, or else those with a
+    usual name. `tokenizer`: its folder, if another."""
     if isinstance(codec, ByteCodec):
         return frozenset({NUM_BYTES})
     tokens: set[int] = set()
@@ -183,12 +183,12 @@ def end_tokens(folder: Path, codec: Codec, tokenizer: Path | None = None) -> fro
 
 
 def token_text(token: Any) -> Any:
-    """The text of a special token, which may be a table of its own."""
+    """Text of a special token, which may be a JSON object."""
     return cast("dict[str, Any]", token).get("content") if isinstance(token, dict) else token
 
 
 def read_table(path: Path) -> dict[str, Any]:
-    """A JSON object; empty if there is no such file."""
+    """Read a JSON object; empty if the file is absent."""
     if not path.exists():
         return {}
     try:
@@ -201,7 +201,7 @@ def read_table(path: Path) -> dict[str, Any]:
 
 
 def stops_of(codec: Codec, stops: Iterable[str]) -> tuple[tuple[str, ...], frozenset[int]]:
-    """Stop texts, and the tokens of those that are special tokens, which no text shows."""
+    """Stop texts, and the special tokens among them, which no text shows."""
     texts: list[str] = []
     tokens: set[int] = set()
     known = codec.named()
@@ -219,7 +219,7 @@ def stops_of(codec: Codec, stops: Iterable[str]) -> tuple[tuple[str, ...], froze
 
 
 class TextStream:
-    """The text of one completion, token by token."""
+    """Incremental decoder of one completion."""
 
     def __init__(self, codec: Codec, stops: Sequence[str] = ()) -> None:
         self.codec, self.stops = codec, tuple(stops)
@@ -230,7 +230,7 @@ class TextStream:
         self._given = 0  # characters that were given out
 
     def push(self, token: int) -> str:
-        """Take a token; returns the text that is certain now."""
+        """Add a token; returns text that later tokens cannot change."""
         self._tokens.append(token)
         before = self.codec.decode(self._tokens[self._start : self._read])
         text = self.codec.decode(self._tokens[self._start :])
@@ -240,7 +240,7 @@ class TextStream:
         return self._give(len(self.text) - self._held())
 
     def finish(self) -> str:
-        """The rest, when no token follows."""
+        """Return the remaining text."""
         if not self.stopped:
             before = self.codec.decode(self._tokens[self._start : self._read])
             self._add(self.codec.decode(self._tokens[self._start :])[len(before) :])

@@ -30,7 +30,7 @@ _MOST_RANKS = 64  # processes on one machine
 
 @dataclass(frozen=True)
 class TextModel:
-    """A model as it is found in a folder."""
+    """A model folder."""
 
     shape: Shape
     options: PlanOptions  # its name and changes
@@ -41,7 +41,7 @@ class TextModel:
 
 
 def find_model(source: Path, step: int | Literal["best"] | None = None) -> TextModel:
-    """The model of a folder; of a run, by the plan of the checkpoint that is read."""
+    """Find the model of a folder; of a run, by the plan of the chosen checkpoint."""
     if (source / "plan.toml").exists():
         options = options_of(source, step)
         shape = models.with_overrides(models.load(options.model), options.set)
@@ -60,7 +60,7 @@ def find_model(source: Path, step: int | Literal["best"] | None = None) -> TextM
 
 @dataclass(frozen=True)
 class ModelOptions:
-    """How a model is run. Without a dtype, that of the device."""
+    """Options to run a model; the dtype defaults to that of the device."""
 
     layout: str = "dp=1"
     dtype: str | None = None
@@ -72,7 +72,7 @@ class ModelOptions:
 
 @dataclass(frozen=True)
 class ModelSetup:
-    """A model with its tokenizer, layout and devices. `open_weights` tells of damaged files."""
+    """A model with its tokenizer, layout and devices. `open_weights` reports damaged files."""
 
     model: TextModel
     plan: Plan
@@ -85,7 +85,7 @@ class ModelSetup:
     open_weights: Callable[[Tell], ReadWeight]
 
     def task(self, requests: list[TextRequest], records_routes: bool = False) -> TextTask:
-        """What every rank does for these requests."""
+        """Task of every rank for these requests."""
         from fivefold.generate.text_ranks import TextTask
 
         return TextTask(
@@ -105,7 +105,7 @@ class ModelSetup:
 def set_up(
     model: TextModel, options: ModelOptions, open_weights: Callable[[Tell], ReadWeight]
 ) -> ModelSetup:
-    """Choose devices, and read the tokenizer; refuses what cannot run here."""
+    """Choose devices and load the tokenizer; refuses what cannot run."""
     from fivefold.generate.text import end_tokens
     from fivefold.launch import NcclLibrary, available_device, choose_backend, num_gpus
 
@@ -113,9 +113,8 @@ def set_up(
     device = available_device(options.device, gpus)
     plan, codec = _plan(model, options), _codec(model, options.tokenizer)
     tokenizer_path = options.tokenizer
-    beside = (
-        None if tokenizer_path is None else Path(tokenizer_path).parent
-    )  # configs of that tokenizer
+    # Configs of that tokenizer are in its folder.
+    beside = None if tokenizer_path is None else Path(tokenizer_path).parent
     return ModelSetup(
         model,
         plan,

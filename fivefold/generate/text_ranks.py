@@ -33,7 +33,7 @@ Tell = Callable[[str], None]
 
 @dataclass(frozen=True)
 class TextTask:
-    """What every rank does. `open_weights` tells of damaged files."""
+    """Task of every rank. `open_weights` reports damaged files."""
 
     plan: Plan
     dtype: str
@@ -49,14 +49,14 @@ class TextTask:
 
 @dataclass(frozen=True)
 class RefusedTask:
-    """Why a rank cannot do it."""
+    """Reason why a rank refuses a task."""
 
     reason: str
 
 
 @dataclass(frozen=True)
 class TaskWarning:
-    """What is wrong, though it goes on."""
+    """A problem that does not stop the task."""
 
     reason: str
 
@@ -88,7 +88,7 @@ def run_ranks(task: TextTask, on_piece: Callable[[TextPiece], None], on_warning:
 
 
 def write_rank(worker: Worker, task: TextTask) -> None:
-    """All completions, on one rank; rank 0 reports pieces of text."""
+    """Generate all completions on one rank; rank 0 reports pieces of text."""
     try:
         world = task.plan.layout.world
         own_device = forked_device(task.device, task.backend, worker.rank, world)
@@ -123,8 +123,8 @@ def engine_of_rank(
     most_blocks: int,
     limits: ScheduleLimits | None = None,
 ) -> LayoutEngine:
-    """The engine of a rank, with its weights. Without a number of bytes the cache has most of what
-    is free on the GPU when the weights are there."""
+    """Build the engine of a rank, with its weights. By default the cache takes most of the GPU
+    memory that is free after the weights."""
     plan, fuse = task.plan, compiled_for_steps if device.type == "cuda" else eager
     worker.phase("load")
     same = task.batch_invariant

@@ -67,8 +67,7 @@ def multiply_tiles(
     rows: int,
     dtype: torch.dtype,
 ) -> Tensor:
-    """The rows of each expert, which stop at its end, times its weight, by tiles of so many rows;
-    sums are float32."""
+    """Multiply the rows of each expert by its weight, by tiles of fixed size; sums are float32."""
     x_MI, (experts, outputs, inputs) = x_MI.contiguous(), weight_EOI.shape
     assert weight_EOI.is_contiguous()
     y_MO = x_MI.new_empty(len(x_MI), outputs, dtype=dtype)
@@ -93,8 +92,8 @@ def multiply_tiles(
 
 
 def tile_table(ends_E: Tensor, tiles: int, rows: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The expert of each tile, its first row, and where the rows of its expert stop; spare tiles
-    have none. Nothing waits for the device."""
+    """Expert, first row and end of rows of each tile; spare tiles are empty. Without
+    synchronization."""
     ends_E = ends_E.long()
     starts_E = torch.cat([ends_E.new_zeros(1), ends_E[:-1]])
     last_E = ((ends_E - starts_E + rows - 1) // rows).cumsum(0)  # tiles up to each expert

@@ -43,12 +43,12 @@ def tile_linear(
 
 
 def wide_tile_linear(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
-    """The same in float32 or wider, as routers need it."""
+    """`tile_linear` in float32 or wider, for routers."""
     return tile_linear(x, weight_OI, bias_O, dtype=_wide(x))
 
 
 def tile_experts(x_MI: Tensor, weight_EOI: Tensor, ends_E: Tensor) -> Tensor:
-    """As `grouped_matmul`."""
+    """`grouped_matmul` in tiles of fixed size."""
     if _has_kernel(x_MI):
         from fivefold.generate.tile_kernel import multiply_tiles
 
@@ -63,7 +63,7 @@ def tile_experts(x_MI: Tensor, weight_EOI: Tensor, ends_E: Tensor) -> Tensor:
 
 
 class TileMath(PlainMath):
-    """Linears that read one input, in tiles; only their forward."""
+    """Forward of linears of one input, in tiles of fixed size."""
 
     def fprop(
         self, x: list[Tensor], weights: Values, biases: Biases, outs: Values | None
@@ -81,7 +81,7 @@ TILE_MATH = TileMath()
 
 
 class PiecewiseActivate(Activate):
-    """An activation in pieces that one thread computes by whole vectors, whatever its rows are."""
+    """An activation in pieces of full vectors on one thread, whatever its rows."""
 
     def __init__(self, plain: Activate) -> None:
         self.remakes, self.run = plain.remakes, plain.run

@@ -17,7 +17,7 @@ from fivefold.generate.text import Codec, TextStream
 
 
 class TextRequest(NamedTuple):
-    """A request, the text of its prompt, and the texts that end its completion."""
+    """A request with the text of its prompt and its stop texts."""
 
     request: Request
     prompt: str
@@ -26,8 +26,8 @@ class TextRequest(NamedTuple):
 
 @dataclass(frozen=True)
 class WrittenText:
-    """The completion of a prompt. Tokens and log-probabilities include the stop token or text. Of
-    a request with targets there is no text, and they are those of `Completion`."""
+    """Completion of a prompt. Tokens and log-probabilities include the stop token or text. With
+    targets there is no text, and they are those of `Completion`."""
 
     id: str
     prompt: str
@@ -40,14 +40,14 @@ class WrittenText:
     routing: RecordedRoutes | None = None  # if it is recorded
 
     def table(self) -> dict[str, Any]:
-        """As JSON."""
+        """Convert to JSON."""
         row = asdict(self)
         return row if self.routing else {key: row[key] for key in row if key != "routing"}
 
 
 @dataclass(frozen=True)
 class TextPiece:
-    """Text that was added to a completion, which is the last of it if `written` is there."""
+    """Text added to a completion, the last of it if `written` is set."""
 
     id: str
     text: str
@@ -56,7 +56,7 @@ class TextPiece:
 
 @dataclass
 class _Open:
-    """A prompt whose completion goes on."""
+    """A prompt with an unfinished completion."""
 
     prompt: str
     writes: bool  # else its targets are scored
@@ -70,7 +70,7 @@ class _Open:
 
 
 class TextWriter:
-    """Completions of several prompts at a time."""
+    """Text completions of several prompts at a time."""
 
     def __init__(
         self, engine: Engine, codec: Codec, clock: Callable[[], float] = time.perf_counter
@@ -80,7 +80,7 @@ class TextWriter:
 
     @property
     def busy(self) -> bool:
-        """Whether any completion goes on."""
+        """Whether any completion is unfinished."""
         return self.engine.busy
 
     def add(self, text_request: TextRequest) -> None:
@@ -95,7 +95,7 @@ class TextWriter:
         return [self._piece(*draw) for draw in self._drawn()]
 
     def cancel(self, id: str) -> None:
-        """Nobody waits for this completion any more."""
+        """Cancel a completion."""
         del self._open[id]
         self.engine.end(id, "cancelled")
         self.engine.collect(id)

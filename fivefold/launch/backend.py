@@ -55,7 +55,7 @@ class NcclLibrary:
 
     @classmethod
     def current(cls) -> NcclLibrary:
-        """What this process has loaded."""
+        """The library that this process has loaded."""
         version = _loaded_version() if dist.is_nccl_available() else None
         return cls(version, os.environ.get(SHARING) == "1")
 
@@ -100,8 +100,8 @@ def _loaded_version() -> tuple[int, int, int]:
 
 
 def start_autograd(device: torch.device) -> None:
-    """Give autograd's own thread a CUDA context, which it lacks before a kernel of torch's runs in
-    it: cuBLAS warns where it comes first, in a stage whose backward begins with a matmul."""
+    """Create a CUDA context in autograd's thread, which lacks one before torch launches a kernel in
+    it: cuBLAS warns if it is first, in a stage whose backward begins with a matmul."""
     seed = torch.ones((), device=device, requires_grad=True)
     (seed * seed).backward()
 
@@ -115,7 +115,7 @@ class RankDevice:
     sharers: int = 1
 
     def start(self) -> None:
-        """Make the device the current one of this thread, before anything runs on it."""
+        """Make the device the current one of this thread, before any kernel."""
         if self.device.type != "cuda":
             if _is_arm():
                 # Small matmuls take oneDNN 5 to 28 times as long as BLAS there (Neoverse N1, torch
@@ -158,7 +158,7 @@ class RankDevice:
             ) from error
 
     def describe(self) -> str:
-        """How collectives travel, for the notes of a run on GPUs."""
+        """Describe the backend, for the notes of a run on GPUs."""
         nccl = NcclLibrary.current()
         shared = f"; {self.sharers} ranks share a GPU" if self.sharers > 1 else ""
         if self.backend == "nccl":
@@ -171,7 +171,7 @@ class RankDevice:
 def choose_backend(
     backend_option: Backend | None, device: str, ranks: int, gpus: int, nccl: NcclLibrary
 ) -> Backend:
-    """The backend of ranks on one machine; raises if it is not available to them."""
+    """Choose the backend of ranks on one machine; raises if it is not available."""
     if device == "cpu":
         if backend_option == "nccl":
             raise FivefoldError(
@@ -186,14 +186,15 @@ def choose_backend(
 
 
 def available_device(device: str, gpus: int) -> str:
-    """The kind of device that is meant by `auto`, or the one that is asked for."""
+    """Resolve `auto` to a kind of device; raises if the kind is not available."""
     if device == "cuda" and not gpus:
         raise FivefoldError("--device cuda: this machine has no GPU; use --device cpu")
     return device if device != "auto" else "cuda" if gpus else "cpu"
 
 
 def forked_device(device: str, backend: Backend, rank: int, world: int) -> RankDevice:
-    """The ranks of one machine take its GPUs in turn, and so do processes after the last rank."""
+    """Device of a forked rank: GPUs are assigned round-robin, also to processes after the last
+    rank."""
     if device == "cpu":
         return RankDevice()
     gpus = num_gpus()

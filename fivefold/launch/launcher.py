@@ -26,7 +26,7 @@ _SLURM = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_JOB_NODELIST",
 
 @dataclass(frozen=True)
 class LauncherEnvironment:
-    """This process among the `world` processes that a launcher started, and where they meet.
+    """Rank of this process among the `world` processes of a launcher, and their rendezvous.
 
     `local_world` counts those on this host, where the launcher says it. With its `own_gpu` a
     process sees only GPUs that no other one uses, whatever its local rank is.
@@ -43,7 +43,7 @@ class LauncherEnvironment:
 
 
 def read_environment(environment: Mapping[str, str]) -> LauncherEnvironment | None:
-    """What the launcher says; None if no launcher started this process."""
+    """Read the launcher's environment; None if no launcher started this process."""
     if any(name in environment for name in _TORCHRUN[:2]):
         return _checked(_from_torchrun(environment))
     # A shell in an allocation has the variables of the job; only a task of srun has a step.
@@ -53,14 +53,15 @@ def read_environment(environment: Mapping[str, str]) -> LauncherEnvironment | No
 
 
 def read_torchrun(environment: Mapping[str, str]) -> LauncherEnvironment | None:
-    """What torchrun says; None if it did not start this process, another launcher included."""
+    """Read torchrun's environment; None if it did not start this process, nor if another launcher
+    did."""
     if not all(name in environment for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE")):
         return None
     return _checked(_from_torchrun(environment))
 
 
 def hosts(text: str) -> Iterator[str]:
-    """The hosts of a Slurm list, in order.
+    """Expand a Slurm host list.
 
     >>> list(hosts("login,node[08-10,12]-ib"))
     ['login', 'node08-ib', 'node09-ib', 'node10-ib', 'node12-ib']
@@ -166,7 +167,7 @@ def _checked(launched: LauncherEnvironment) -> LauncherEnvironment:
 
 
 def require_trainable(plan: Plan) -> None:
-    """Raise if `train` does not run this plan, on whatever ranks."""
+    """Raise if `train` cannot run this plan on any ranks."""
     weights(plan.shape)  # raises for a model that cannot be built
     if plan.options.train.sample_every:
         refuse_mixer(plan.shape, "sample_every, which generates text,")
@@ -180,7 +181,7 @@ def require_trainable(plan: Plan) -> None:
 
 
 def refit(plan: Plan, world: int) -> Plan:
-    """The plan for another number of ranks: dp changes, the global batch stays.
+    """Plan for another number of ranks: dp changes, the global batch does not.
 
     tp, cp, pp and ep stay, because with them the model fits.
     """
@@ -225,7 +226,7 @@ def _over(plan: Plan, dp: int) -> Batch:
 
 
 def without_replica(plan: Plan, lost: int = 1) -> Plan:
-    """The plan without so many of its replicas, or more where no other number is legal."""
+    """Plan without `lost` replicas, or more if that number is not legal."""
     layout = plan.layout
     replica_ranks, problem = layout.world // layout.dp, FivefoldError("there is no other replica")
     for dp in range(layout.dp - lost, 0, -1):

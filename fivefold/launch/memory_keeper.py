@@ -36,7 +36,7 @@ _LINE = 4096  # bytes of a request
 
 
 class HostKeeper:
-    """This rank's connection to the keeper of its host."""
+    """Connection of a rank to the memory keeper of its host."""
 
     def __init__(self, folder: Path, launcher: int, share: tuple[int, int] | None) -> None:
         """`folder` is that of the run, and `launcher` the process that starts its ranks here.
@@ -49,18 +49,18 @@ class HostKeeper:
         self._descriptors: dict[tuple[int, int], int] = {}
 
     def open(self, rank: int, slot: int) -> int:
-        """The descriptor of a segment, which is empty at first."""
+        """Open a segment, which is empty at first."""
         if (rank, slot) not in self._descriptors:
             _, descriptors = self._asked({"rank": rank, "slot": slot})
             self._descriptors[rank, slot] = descriptors[0]
         return self._descriptors[rank, slot]
 
     def ranks(self) -> list[int]:
-        """Ranks of which the keeper has segments."""
+        """Ranks whose segments the keeper has."""
         return list(self._asked({})[0]["ranks"])
 
     def end(self) -> None:
-        """The run has ended: the keeper gives its memory back."""
+        """End the keeper, which frees its memory."""
         with contextlib.suppress(OSError):
             self._socket.sendall(json.dumps({"end": True}).encode() + b"\n")
 
@@ -106,7 +106,7 @@ def _user(peer: socket.socket) -> int:
 
 
 class Keeper:
-    """The keeper itself."""
+    """Process that holds the memory segments of a host."""
 
     def __init__(self, listener: socket.socket, launcher: int) -> None:
         self.listener, self.launcher = listener, os.pidfd_open(launcher)
@@ -114,7 +114,7 @@ class Keeper:
         self.segments: dict[tuple[int, int], int] = {}
 
     def run(self) -> None:
-        """Answer until the launcher ends, the run ends, or nobody has come for long."""
+        """Serve until the launcher or the run ends, or no client connects for long."""
         alone_since = time.monotonic()
         while True:
             ready, _, _ = select.select([self.listener, self.launcher, *self.clients], [], [], 10.0)
@@ -164,7 +164,7 @@ class Keeper:
 
 
 def main(name: str, launcher: int) -> None:
-    """Keep memory, unless another keeper of this name does."""
+    """Run a keeper, unless one of this name runs already."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
         try:
             listener.bind("\0" + name)

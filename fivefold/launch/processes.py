@@ -56,7 +56,7 @@ Task = tuple[Callable[..., Any], tuple[Any, ...]]
 
 @dataclass(frozen=True)
 class ForkedMeeting:
-    """Ranks that a pool forked meet in a folder and connect over the loopback device."""
+    """Rendezvous of forked ranks: a folder, and connections over loopback."""
 
     folder: Path
 
@@ -73,7 +73,7 @@ class ForkedMeeting:
 
 @dataclass
 class _Child:
-    """What the parent knows of a rank: its process, its pipe and its last messages."""
+    """State of a rank in the parent: its process, pipe and last messages."""
 
     process: BaseProcess
     pipe: Connection
@@ -88,8 +88,8 @@ class _Child:
 
 
 class _Silence:
-    """No rank says anything. A machine with more ranks than cores is slow: ranks that still compute
-    may be silent for longer than those that wait for one another."""
+    """Timeout of messages from all ranks. With more ranks than cores, ranks that compute may be
+    silent longer than ranks that wait."""
 
     def __init__(self, children: Sequence[_Child], patience: float, longest: float) -> None:
         self.children, self.longest, self.seconds = children, longest, patience / 2
@@ -130,7 +130,7 @@ def _is_stopped(pid: int | None) -> bool:
 
 
 class Pool:
-    """Forked ranks. Use it as a context manager; after a `RankLost` it is closed.
+    """Pool of forked ranks, a context manager; closed after a `RankLost`.
 
     SIGTERM, SIGINT and SIGHUP end all ranks. With `forwards_stop` the first signal is passed on to
     the ranks, which stop by themselves, and the second one ends them.
@@ -169,20 +169,21 @@ class Pool:
 
     @property
     def pids(self) -> list[int]:
-        """The process of each rank."""
+        """Process ids of the ranks."""
         return [child.process.pid or 0 for child in self._children]
 
     def allow_silence(self, seconds: float, computing: float) -> None:
-        """Ranks are lost after so many seconds without a message, `computing` if they compute."""
+        """Set the seconds without a message after which ranks are lost, `computing` if they
+        compute."""
         self.patience, self.longest = seconds, computing
 
     @property
     def stopping(self) -> bool:
-        """Whether a signal has asked the ranks to stop."""
+        """Whether a stop signal was received."""
         return self._stops > 0
 
     def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
-        """Call `function(worker, *args)` on every rank; results in the order of the ranks."""
+        """Call `function(worker, *args)` on every rank; returns results by rank."""
         return self.run_each([(function, args)] * self.size)
 
     def run_each(
@@ -215,7 +216,7 @@ class Pool:
             shutil.rmtree(meeting.folder, ignore_errors=True)
 
     def renew(self) -> None:
-        """End all processes, and fork as many others.
+        """End all processes, and fork new ones.
 
         torch 2.11 crashes where a process splits a group over NCCL that has had another group of
         all ranks before.
@@ -226,7 +227,7 @@ class Pool:
             self._fork(rank)
 
     def close(self) -> None:
-        """End all processes now; this one has its threads again."""
+        """End all processes."""
         self._end()
         torch.set_num_threads(self._threads)
         self._folder.remove()
@@ -416,7 +417,8 @@ def _serve(
 
 
 def die_with(parent: int) -> None:
-    """Get killed when the parent ends, on Linux; elsewhere the closed pipe ends the rank."""
+    """Ask Linux to kill this process when its parent ends; elsewhere the closed pipe ends the
+    rank."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:

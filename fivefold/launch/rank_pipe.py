@@ -22,7 +22,7 @@ _LARGEST = 0x7FFFFFFF  # bytes of a message whose header is short
 
 
 class RankPipe:
-    """The sending side of a pipe between a rank and the process that forked it."""
+    """Sending end of the pipe from a rank to its parent."""
 
     def __init__(self, pipe: Connection, most_bytes: int = _MOST_BYTES) -> None:
         # A second descriptor of the same socket: the first one still receives.
@@ -35,7 +35,7 @@ class RankPipe:
         self.num_dropped = 0
 
     def send(self, kind: str, value: object) -> None:
-        """Send a message now or soon."""
+        """Queue a message; never blocks."""
         message = _framed(pickle.dumps((kind, value), protocol=5))
         with self._lock:
             self._waiting.append((kind, message))
@@ -47,12 +47,12 @@ class RankPipe:
                 self._thread.start()
 
     def flush(self) -> None:
-        """Wait until everything is sent."""
+        """Wait until all messages are sent."""
         while (thread := self._thread) is not None:
             thread.join()
 
     def close(self) -> None:
-        """Close this side's descriptor; the pipe itself stays open."""
+        """Close this end's descriptor; the pipe stays open."""
         self._socket.close()
 
     def _run(self) -> None:

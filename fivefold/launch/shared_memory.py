@@ -32,25 +32,25 @@ _BLOCK = 64 << 20  # bytes that are hashed at a time
 
 
 class MemoryKeeper(Protocol):
-    """Who keeps the memory of this host."""
+    """Interface of the process that holds this host's memory segments."""
 
     def open(self, rank: int, slot: int) -> int:
-        """The descriptor of a segment, which is empty at first."""
+        """Open a segment, which is empty at first."""
         ...
 
     def ranks(self) -> list[int]:
-        """Ranks of which it may have segments."""
+        """Ranks that may have segments here."""
         ...
 
     @property
     def share(self) -> tuple[int, int] | None:
-        """The number of this rank among those of its host, and how many these are; None: it keeps
-        the memory of all ranks of the run."""
+        """Index of this rank on its host and number of ranks there; None: one keeper serves all
+        ranks of the run."""
         ...
 
 
 def require_memory() -> None:
-    """Refuse copies in memory where the system has none without a name."""
+    """Refuse memory checkpoints on systems without anonymous memory files."""
     if not hasattr(os, "memfd_create"):
         raise FivefoldError(
             f"copy_every: copies are kept in anonymous memory, which {sys.platform} has not; use "
@@ -60,13 +60,13 @@ def require_memory() -> None:
 
 @dataclass(frozen=True)
 class InheritedMemory:
-    """Segments of a launcher that forks its ranks; ranks have the same descriptors."""
+    """Segments created before a fork; ranks inherit the descriptors."""
 
     descriptors: tuple[tuple[int, ...], ...]  # by rank and slot
 
     @classmethod
     def create(cls, num_ranks: int) -> InheritedMemory:
-        """Empty segments for so many ranks, before they are forked."""
+        """Create empty segments, before ranks are forked."""
         require_memory()
         return cls(
             tuple(
@@ -86,14 +86,14 @@ class InheritedMemory:
         return None
 
     def close(self) -> None:
-        """Give the memory back."""
+        """Free the memory."""
         for descriptors in self.descriptors:
             for descriptor in descriptors:
                 os.close(descriptor)
 
 
 class KeptSegment:
-    """One segment in the memory of this process."""
+    """A memory segment, mapped in this process."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
@@ -101,7 +101,7 @@ class KeptSegment:
 
     @property
     def complete(self) -> bool:
-        """Whether it has a copy that was written to its end."""
+        """Whether it has a copy that was written completely."""
         return self.size > _HEAD.size and self._head()[0] == _WHOLE
 
     @property
@@ -110,18 +110,19 @@ class KeptSegment:
 
     @property
     def memory(self) -> mmap.mmap:
-        """All of its bytes."""
+        """The mapped bytes."""
         if self._map is None or len(self._map) != self.size:
             self._map = mmap.mmap(self._descriptor, self.size)
         return self._map
 
     @property
     def copy(self) -> CopyOf:
-        """Whose copy it is."""
+        """Identity of its copy."""
         return CopyOf(*self._head()[4:])
 
     def begin(self, copy: CopyOf, table: Mapping[str, Any], num_bytes: int) -> memoryview:
-        """Begin a copy: its table, and where its data goes. It is broken until `commit`."""
+        """Begin a copy: write its table, and return the buffer of its data. Invalid until
+        `commit`."""
         text = json.dumps(table).encode()
         first = _aligned(_HEAD.size + len(text))
         self.reserve(first + num_bytes)
@@ -131,7 +132,7 @@ class KeptSegment:
         return memoryview(memory)[first : first + num_bytes]
 
     def reserve(self, num_bytes: int) -> None:
-        """Make it so large; what it had is lost."""
+        """Resize the segment; its contents are lost."""
         if self.size != num_bytes:
             self._map = None
             os.ftruncate(self._descriptor, 0)
@@ -140,35 +141,35 @@ class KeptSegment:
             self.break_off()
 
     def break_off(self) -> None:
-        """Nobody reads it from now on."""
+        """Mark the copy invalid."""
         if self.size > _HEAD.size:
             self.memory[: len(_BROKEN)] = _BROKEN
 
     def commit(self) -> None:
-        """The copy is whole."""
+        """Mark the copy complete."""
         _, length, num_bytes, _, *copy = self._head()
         checksum = _checksum(self.memory, length, num_bytes)
         self.memory[: _HEAD.size] = _HEAD.pack(_WHOLE, length, num_bytes, checksum, *copy)
 
     def fill(self, copy: memoryview) -> None:
-        """Keep a whole copy that another rank has made; its head comes last."""
+        """Store a complete copy of another rank; its header is written last."""
         self.reserve(len(copy))
         self.memory[_HEAD.size :] = copy[_HEAD.size :]
         self.memory[: _HEAD.size] = copy[: _HEAD.size]
 
     def table(self) -> dict[str, Any]:
-        """The table of a whole copy."""
+        """Table of a complete copy."""
         length = self._head()[1]
         return json.loads(self.memory[_HEAD.size : _HEAD.size + length])
 
     def data(self) -> memoryview:
-        """The data of a whole copy."""
+        """Data of a complete copy."""
         _, length, num_bytes, *_ = self._head()
         first = _aligned(_HEAD.size + length)
         return memoryview(self.memory)[first : first + num_bytes]
 
     def verified(self) -> bool:
-        """Whether it is what was written."""
+        """Whether its checksum matches."""
         word, length, num_bytes, checksum, *_ = self._head()
         return word == _WHOLE and _checksum(self.memory, length, num_bytes) == checksum
 

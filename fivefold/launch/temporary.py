@@ -17,7 +17,7 @@ _OWNER = "owner"
 
 
 class TemporaryFolder:
-    """A folder of this process, until it is removed or the process ends."""
+    """A temporary folder, removed with the process."""
 
     def __init__(self, prefix: str = _RANKS) -> None:
         sweep(Path(tempfile.gettempdir()), prefix)
@@ -33,7 +33,7 @@ class TemporaryFolder:
 
 
 def sweep(parent: Path, prefix: str = _RANKS) -> None:
-    """Remove the folders of processes that have died; those of others stay."""
+    """Remove temporary folders of processes that have ended."""
     ours = re.compile(rf"{prefix}(\d+)-\w+")
     for folder in parent.glob(f"{prefix}*"):
         match = ours.fullmatch(folder.name)

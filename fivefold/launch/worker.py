@@ -43,24 +43,24 @@ _LINGER_SECONDS = 2.0  # in which other ranks read the verdict before rank 0 end
 
 
 class Meeting(Protocol):
-    """How ranks come together."""
+    """Rendezvous of ranks."""
 
     @property
     def folder(self) -> Path | None:
-        """A folder that ranks on one machine share; None for ranks on several."""
+        """Folder shared by ranks on one machine; None on several."""
 
     def join(self, rank: int, world: int, device: RankDevice) -> None:
         """Create the process group of all ranks."""
 
     def board(self) -> Board:
-        """The board of these ranks."""
+        """Board of these ranks."""
 
     def leave(self) -> None:
-        """Leave a lost run, after the verdict is on the board."""
+        """Leave a lost run, after the verdict is published."""
 
 
 class NoMeeting:
-    """Of a rank that is alone."""
+    """Rendezvous of a single rank."""
 
     folder = None
 
@@ -71,7 +71,7 @@ class NoMeeting:
         raise AssertionError("a rank that is alone needs no board")
 
     def leave(self) -> None:
-        """There is nobody to tell."""
+        """Do nothing."""
 
 
 def stop_signals() -> list[signal.Signals]:
@@ -81,14 +81,14 @@ def stop_signals() -> list[signal.Signals]:
 
 
 class StopRequest:
-    """Whether a signal has asked this rank to stop."""
+    """Stop signals of this rank."""
 
     def __init__(self) -> None:
         self.pending = False
         self._number = signal.SIGTERM
 
     def listen(self) -> None:
-        """Handle stop signals from now on. Launchers send them twice, which changes nothing."""
+        """Install signal handlers. Launchers send signals twice, which changes nothing."""
         for number in stop_signals():
             signal.signal(number, self._on_signal)
 
@@ -96,14 +96,14 @@ class StopRequest:
         self.pending, self._number = True, signal.Signals(number)
 
     def heed(self) -> None:
-        """End this process if it was asked to, where there is nothing to save yet."""
+        """Exit if a stop signal was received, where there is nothing to save yet."""
         if self.pending:
             sys.exit(128 + self._number)
 
 
 @dataclass(frozen=True)
 class Worker:
-    """One rank. `send` passes a message (kind, value) to the process that started the ranks."""
+    """One rank. `send` passes a message (kind, value) to the parent process."""
 
     rank: int
     meeting: Meeting
@@ -112,33 +112,34 @@ class Worker:
 
     @classmethod
     def alone(cls, send: Callable[[str, object], None]) -> Worker:
-        """The only rank, which runs in this process and meets nobody."""
+        """A single rank in this process."""
         return cls(0, NoMeeting(), send)
 
     @property
     def stopping(self) -> bool:
-        """Whether this rank was asked to stop."""
+        """Whether a stop signal was received."""
         return self.stop.pending
 
     def phase(self, text: str) -> None:
-        """Say what this rank does now."""
+        """Report the phase of this rank."""
         self.send("phase", text)
 
     def detail(self, text: str) -> None:
-        """Say where in the phase this rank is."""
+        """Report progress within the phase."""
         self.send("detail", text)
 
     def report(self, value: object) -> None:
-        """Report a value before the task has ended."""
+        """Report a value before the task ends."""
         self.send("report", value)
 
     def lose(self, verdict: HangVerdict) -> None:
-        """End the run: say which rank, this one or another, is lost."""
+        """End the run, and report the lost rank."""
         self.send("lost", (verdict.rank, verdict.doing, verdict.cause))
 
     @contextlib.contextmanager
     def joined(self, world: int, device: RankDevice = ON_CPU) -> Iterator[None]:
-        """A process group of the first `world` ranks; the device is the current one of this thread.
+        """Context with a process group of the first `world` ranks, on the current device of this
+        thread.
 
         After an error the group stays up. The other ranks then wait where they are, instead of
         reporting a broken connection before the cause is known.
@@ -157,7 +158,7 @@ class Worker:
 
 
 class LaunchedMeeting:
-    """Ranks that a launcher started meet over a TCP store."""
+    """Rendezvous of ranks of a launcher, over a TCP store."""
 
     folder = None
 
@@ -178,12 +179,13 @@ class LaunchedMeeting:
         device.join(rank, world, _MEETING_TIMEOUT, store=group)
 
     def board(self) -> StoreBoard:
-        """A board with its own connection, because a connection that waits for a key is blocked."""
+        """A board with a connection of its own: a connection that waits for a key is blocked."""
         _, prefix = self._store  # after this, the store of rank 0 is up
         return StoreBoard(dist.PrefixStore(prefix, self._connect(hosts=False)))
 
     def leave(self) -> NoReturn:
-        """End this process. Rank 0 may host the store, so it first lets others read the verdict."""
+        """End this process. Rank 0 may host the store, so it waits until others have read the
+        verdict."""
         if self.launched.rank == 0:
             time.sleep(_LINGER_SECONDS)
         sys.stdout.flush()
@@ -237,7 +239,7 @@ def _listening(host: str, port: int) -> int | None:
 
 
 def agree_on_prefix(store: dist.Store, rank: int, world: int, stop: StopRequest) -> str:
-    """A prefix that all ranks of this start know, and that no earlier start has used."""
+    """Choose a key prefix that is common to all ranks of this start, and new."""
     agreeing = agreement(store, rank, world, time.monotonic)
     while True:
         stop.heed()
@@ -303,7 +305,7 @@ def _confirm(
 
 
 def joined_worker(launched: LauncherEnvironment, on_report: Callable[[Any], None]) -> Worker:
-    """This process as a worker that handles stop signals. Rank 0 calls `on_report`."""
+    """A worker of this process that handles stop signals. Rank 0 calls `on_report`."""
     stop, launcher = StopRequest(), os.getppid()
     meeting = LaunchedMeeting(launched, stop)
     stop.listen()

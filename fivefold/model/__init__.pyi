@@ -11,8 +11,8 @@ from fivefold.model.batch import AttentionInfo as AttentionInfo
 from fivefold.model.batch import TokenBatch as TokenBatch
 from fivefold.model.batch import look_ahead as look_ahead
 from fivefold.model.batch import mark_outgrown as mark_outgrown
-from fivefold.model.block import Block as Block
 from fivefold.model.decoder import AddPositions as AddPositions
+from fivefold.model.decoder import Block as Block
 from fivefold.model.decoder import Decoder as Decoder
 from fivefold.model.decoder import Embedding as Embedding
 from fivefold.model.decoder import Lookup as Lookup
@@ -76,6 +76,9 @@ from fivefold.model.remake import later as later
 from fivefold.model.remake import saving as saving
 from fivefold.model.sinks import sinks_gradient as sinks_gradient
 from fivefold.model.sinks import with_sinks as with_sinks
+from fivefold.model.slots import AS_THEY_ARE as AS_THEY_ARE
+from fivefold.model.slots import PlainRows as PlainRows
+from fivefold.model.slots import RowCodes as RowCodes
 from fivefold.model.slots import Slots as Slots
 from fivefold.model.slots import count_slots as count_slots
 from fivefold.model.slots import sort_slots as sort_slots

@@ -63,10 +63,8 @@ def _shifted(batch: TokenBatch, distance: int) -> tuple[Tensor, Tensor]:
     seq = batch.tokens.shape[1]
     left = max(seq - distance, 0)
     tokens, labels = torch.zeros_like(batch.tokens), torch.full_like(batch.labels, NOT_COUNTED)
-    tokens[:, :left], labels[:, :left] = (
-        batch.tokens[:, seq - left :],
-        batch.labels[:, seq - left :],
-    )
+    tokens[:, :left] = batch.tokens[:, seq - left :]
+    labels[:, :left] = batch.labels[:, seq - left :]
     if batch.documents is not None:
         documents = batch.documents.numbers(batch.tokens.device)
         crosses = documents[:, :left] != documents[:, seq - left :]

@@ -13,6 +13,12 @@ signature, so that this package knows nothing of parallelism: `Linear.matmul`, `
 `Router.hold`, `ExpertStack.matmul`, `ExpertStack.add_bias`, `MoeMlp.balance` and `MoeMlp.dispatch`.
 
 Legend: B rows, S tokens, N = B·S, D model width, V vocabulary, P learned positions.
+
+One layer of the decoder: attention and MLP or experts, with their norms and the residual.
+
+Its seam, `Block.repeats`, is one of those that `model/decoder.py` lists.
+
+Legend: B rows, S tokens, D model width, K choices of experts.
 """
 
 from __future__ import annotations
@@ -20,19 +26,22 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from fivefold.core.layout import by_name, weights
-from fivefold.core.model import Shape, Tuning
+from fivefold.core.model import Module, Shape, Tuning
+from fivefold.model.attention import Attention, LatentAttention
 from fivefold.model.batch import AttentionInfo, Context, TokenBatch, mark_outgrown, seen_documents
-from fivefold.model.block import Block
 from fivefold.model.dropout import (
     EMBEDDING,
     PARTS,
     PairDropout,
+    Part,
     SiteKeys,
     dropping,
     site_keys,
@@ -42,13 +51,118 @@ from fivefold.model.head import Head
 from fivefold.model.kernels import Fuse, eager
 from fivefold.model.layers import (
     Linear,
+    Mlp,
     Norm,
+    ResidualNorm,
     WeightFactory,
     local_shape,
     rotary_tables,
     temperature,
 )
-from fivefold.model.moe import ExpertStack
+from fivefold.model.mixer_layer import MixerLayer
+from fivefold.model.moe import ExpertStack, MoeMlp
+from fivefold.model.remake import saving
+
+
+class Block(nn.Module):
+    """One layer: attention, then MLP, dropped and added to the residual; or both side by side.
+    Norms are before them, after them, or both.
+
+    Block i is one of multi-token prediction where i is not below the number of layers.
+    """
+
+    def __init__(self, shape: Shape, i: int, factory: WeightFactory) -> None:
+        super().__init__()
+        layer = min(i, shape.layers)
+        self.is_global = shape.is_global_layer(min(i, shape.layers - 1))
+        moe = shape.moe if shape.is_moe_layer(layer) else None
+        self.number, self.dropout, self.drop = i, shape.dropout, dropping(factory.fuse)
+        self.parallel, inner, outer = shape.parallel_block, shape.inner_norms, shape.outer_norms
+        self.attention_norm = ResidualNorm(shape, factory) if inner else None
+        self.attention = _attention(shape, factory, site_of(i, "pairs"))
+        self.attention_out_norm = _outer_norm(shape, factory) if outer else None
+        self.mlp_norm = ResidualNorm(shape, factory) if inner > 1 else None
+        self.mlp = (
+            MoeMlp(shape, moe, factory) if moe else Mlp(shape, shape.ffn, shape.mlp_bias, factory)
+        )
+        self.mlp_out_norm = _outer_norm(shape, factory) if outer else None
+        self.mlp_kind: Module = "experts" if moe else "mlp"
+        # Of the layers with experts, whose choices may be replayed; none of multi-token prediction.
+        self.route = shape.moe_layers.index(i) if moe and i < shape.layers else None
+        self.repeats: frozenset[Module] = frozenset()  # seam: recomputation
+
+    def forward(self, x_BSD: Tensor, context: Context) -> Tensor:
+        context = context.of_layer(self.is_global)
+        normed_BSD, x_BSD = _normed(self.attention_norm, x_BSD)
+        if self.parallel:
+            also_BSD = normed_BSD  # one norm serves both
+            if self.mlp_norm is not None:
+                also_BSD, x_BSD = self.mlp_norm(x_BSD)
+            x_BSD = x_BSD + self._attended(normed_BSD, context)
+            return x_BSD + self._passed(also_BSD, context)
+        # What attention gives has no name here, which would keep its memory while the MLP runs.
+        normed_BSD, x_BSD = _normed(self.mlp_norm, x_BSD, self._attended(normed_BSD, context))
+        return x_BSD + self._passed(normed_BSD, context)
+
+    def _attended(self, x_BSD: Tensor, context: Context) -> Tensor:
+        """What attention adds to the residual."""
+        attend = partial(self.attention, context=context)
+        y_BSD = self._run("attention", attend, x_BSD)
+        if self.attention_out_norm is not None:
+            y_BSD = self.attention_out_norm(y_BSD)
+        return self._drop("attention", y_BSD, context)
+
+    def _passed(self, x_BSD: Tensor, context: Context) -> Tensor:
+        """What MLP or experts add to the residual."""
+        mlp = self.mlp
+        if context.replayed is not None and self.route is not None:
+            mlp = partial(self.mlp, replayed_BSK=context.replayed[:, :, self.route])
+        y_BSD = self._run(self.mlp_kind, mlp, x_BSD)
+        if self.mlp_out_norm is not None:
+            y_BSD = self.mlp_out_norm(y_BSD)
+        return self._drop("mlp", y_BSD, context)
+
+    def _drop(self, part: Part, x_BSD: Tensor, context: Context) -> Tensor:
+        if context.sites is None or not self.dropout:
+            return x_BSD
+        return self.drop(x_BSD, context.sites.of(site_of(self.number, part)), self.dropout)
+
+    def _run(self, name: Module, run: Callable[[Tensor], Tensor], x_BSD: Tensor) -> Tensor:
+        """A module, whose forward may run again in backward."""
+        if name not in self.repeats:
+            return run(x_BSD)
+
+        def plain(x: Tensor) -> Tensor:  # inside, GEMMs save their input as any other
+            return run(x.view_as(x))
+
+        with saving(x_BSD):
+            return checkpoint(plain, x_BSD, use_reentrant=False, preserve_rng_state=False)
+
+
+def _outer_norm(shape: Shape, factory: WeightFactory) -> Norm:
+    return Norm(shape.width, shape.norm_bias, shape, factory)
+
+
+def _normed(
+    norm: ResidualNorm | None, x_BSD: Tensor, y_BSD: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """The sum as what comes next reads it, normed or not, and the sum."""
+    if norm is not None:
+        return norm(x_BSD, y_BSD)
+    total_BSD = x_BSD if y_BSD is None else x_BSD + y_BSD
+    return total_BSD, total_BSD
+
+
+def _attention(
+    shape: Shape, factory: WeightFactory, site: int
+) -> Attention | LatentAttention | MixerLayer:
+    """Attention, or what the user has put in its place."""
+    if shape.own_mixer is not None:
+        return MixerLayer(shape, shape.own_mixer, factory)
+    if shape.mla is not None:
+        return LatentAttention(shape, shape.mla, factory, site)
+    return Attention(shape, factory, site)
+
 
 Lookup = Callable[[Tensor, Tensor], Tensor]
 AddPositions = Callable[[Tensor, Tensor, Tensor], Tensor]

@@ -161,9 +161,8 @@ class ResidualNorm(Norm):
 
     def __init__(self, shape: Shape, factory: WeightFactory) -> None:
         super().__init__(shape.width, shape.norm_bias, shape, factory)
-        self.normalise_sum: NormaliseSum = NORMS[shape.norm].after_sum(
-            factory.fuse
-        )  # seam: as above
+        # seam: as above
+        self.normalise_sum: NormaliseSum = NORMS[shape.norm].after_sum(factory.fuse)
 
     def forward(self, x: Tensor, y: Tensor | None = None) -> tuple[Tensor, Tensor]:
         normed, total = self.normalise_sum(x, y, self.weight, self.bias, self.eps)

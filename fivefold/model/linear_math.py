@@ -1,6 +1,6 @@
 """The arithmetic of linears that read one input: forward, input gradient, weight gradients.
 
-`parallel/tensor_linear.py` puts collectives between these calls. `PlainMath` multiplies as torch
+`parallel/tensor.py` puts collectives between these calls. `PlainMath` multiplies as torch
 does; `model/fp8/linear.py` rounds the operands first.
 
 A layout adds the same terms in another order: matmuls are split along their sums, have other sizes
@@ -139,11 +139,7 @@ class PlainMath:
         return [sent.tensor], list
 
     def wgrads(
-        self,
-        x: list[Tensor],
-        grads: list[Tensor],
-        weights: Sequence[Any],
-        biases: Sequence[Any],
+        self, x: list[Tensor], grads: list[Tensor], weights: Sequence[Any], biases: Sequence[Any]
     ) -> Sequence[Callable[[GradientSink], None]]:
         """One for each linear that learns, so that their memory is freed one by one."""
         triples = zip(weights, biases, grads, strict=True)

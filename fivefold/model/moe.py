@@ -24,13 +24,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fivefold.core.model import Moe, Shape
-from fivefold.model.fp8 import AS_THEY_ARE, RowCodes
 from fivefold.model.grouped import AddExpertBias, add_expert_bias, grouped_matmul
 from fivefold.model.kernels import Region
 from fivefold.model.layers import Activate, Hold, Linear, Matmul, Mlp, WeightFactory, as_it_is
 from fivefold.model.low_rank import LowRank, adapted_grouped
 from fivefold.model.remake import saving
-from fivefold.model.slots import Slots, SlotSums, sort_slots
+from fivefold.model.slots import AS_THEY_ARE, RowCodes, Slots, SlotSums, sort_slots
 
 _NEVER_ZERO = 1e-20  # added to a sum of weights, as DeepSeek-V3 does
 

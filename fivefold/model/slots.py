@@ -10,14 +10,66 @@ Legend: N tokens, K experts of a token, M slots, D model width, E experts.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fivefold.model.fp8 import AS_THEY_ARE, RowCodes
 from fivefold.model.kernels import Fuse
+
+
+class RowCodes(Protocol):
+    """How rows go to experts."""
+
+    two_readers: bool  # gate and up read rows of their own
+
+    @property
+    def tokens(self) -> RowCodes:
+        """How they go before the weights of slots are known."""
+        ...
+
+    def round(self, x: Tensor) -> Tensor:
+        """Rows that begin to travel to experts."""
+        ...
+
+    def round_gradient(self, y: Tensor) -> Tensor:
+        """The same; in backward their gradients begin to travel."""
+        ...
+
+    def open(self, x: Tensor) -> Tensor:
+        """What is moved of rows that autograd knows as `x`."""
+        ...
+
+    def close(self, moved: Tensor) -> Tensor:
+        """What autograd knows of rows that were moved."""
+        ...
+
+
+class PlainRows:
+    """Values, as they are."""
+
+    two_readers = True
+
+    @property
+    def tokens(self) -> PlainRows:
+        return self
+
+    def round(self, x: Tensor) -> Tensor:
+        return x
+
+    def round_gradient(self, y: Tensor) -> Tensor:
+        return y
+
+    def open(self, x: Tensor) -> Tensor:
+        return x
+
+    def close(self, moved: Tensor) -> Tensor:
+        return moved
+
+
+AS_THEY_ARE = PlainRows()
+
 
 _AT_ONCE = 2**24  # elements, 64 MiB in float32: large enough for a GPU, small beside what is saved
 

@@ -159,11 +159,9 @@ def _adamw_update_all(
     program = tl.program_id(0)
     tensor = tl.load(tensor_ptr + program)
     begin = (program - tl.load(program_ptr + tensor)).to(tl.int64) * BLOCK * PASSES
-    numel, decay_factor, factor = (
-        tl.load(numel_ptr + tensor),
-        tl.load(kept_ptr + tensor),
-        tl.load(factor_ptr),
-    )
+    numel = tl.load(numel_ptr + tensor)
+    decay_factor = tl.load(kept_ptr + tensor)
+    factor = tl.load(factor_ptr)
     address_ptr += tensor
     value_ptr = tl.load(address_ptr).to(tl.pointer_type(VALUE))
     grad_ptr = tl.load(address_ptr + num_tensors).to(tl.pointer_type(GRAD))
@@ -192,8 +190,7 @@ def _adamw_update_all(
 
 
 class AdamwKernel:
-    """Updates tensors, each in one pass; `factor` multiplies all gradients, and nothing changes if
-    it is not a number."""
+    """Updates tensors in one pass each; `factor` scales all gradients, and NaN skips the update."""
 
     def __init__(
         self,
@@ -220,8 +217,8 @@ class AdamwKernel:
         narrow: Tensor | None = None,
         rounding: RoundingKey | None = None,
     ) -> None:
-        """Update one value in place, and the `narrow` weight that it is the master of. With a
-        `rounding`, moments are rounded to bfloat16 so."""
+        """Update one value in place, and its `narrow` weight if it is a master. `rounding` rounds
+        moments to bfloat16."""
         numel, bits = value.numel(), rounding or _NO_ROUNDING
         assert math.prod(bits.local) < 2**32, "indices in a shard have 32 bits"
         flat = [tensor.detach().view(-1) for tensor in (value, *moments, value)]
@@ -260,8 +257,8 @@ class AdamwKernel:
         decays: Sequence[float],
         narrow: Sequence[Tensor],
     ) -> None:
-        """Update values in place, and the `narrow` weights that they are masters of, if any; all
-        in one launch, or in two if some are not aligned. Moments are not rounded."""
+        """Update values in place, and their `narrow` weights if they are masters, in one launch, or
+        in two if some are not aligned. Moments are not rounded."""
         rows = (values, [grad.contiguous() for grad in grads], *moments, narrow or values)
         columns = [column for column in zip(*rows, decays, strict=True) if column[0].numel()]
         for aligned in (True, False):

@@ -30,6 +30,7 @@ from fivefold.optim.optimizer import (
     has_kernel,
     leave_scaling,
     make_optimizer,
+    require_planned_states,
     scale_gradients,
     with_states,
 )
@@ -60,20 +61,20 @@ BlockStates = Mapping[str, Sequence[Tensor]]
 
 
 class Store(Protocol):
-    """Where states are stored between updates."""
+    """Storage of optimizer states between updates."""
 
     def walk(self) -> Iterator[tuple[Block, BlockStates]]:
-        """All blocks with their states; what is written into the tensors is stored."""
+        """Iterate over all blocks with their states; changes of the tensors are stored."""
 
     def states(self, key: str) -> list[StoredState | None]:
-        """The states of one name, one for every owned tensor."""
+        """States of one name, one for every owned tensor."""
 
     def tensors(self) -> list[Tensor]:
         """All tensors in memory."""
 
 
 def blocks_of(sizes: Sequence[int], most: int) -> list[Block]:
-    """All elements of tensors of these sizes, in order, in blocks of at most so many elements."""
+    """Split the elements of tensors of these sizes, in order, into blocks of limited size."""
     most = max(LINE, most // LINE * LINE)
     blocks: list[list[ElementRange]] = []
     space = 0
@@ -92,7 +93,7 @@ def blocks_of(sizes: Sequence[int], most: int) -> list[Block]:
 
 
 class MemoryStore:
-    """States in memory, on the device or on the host."""
+    """Optimizer states in memory, on the device or the host."""
 
     def __init__(
         self,
@@ -128,7 +129,7 @@ class MemoryStore:
 
 
 def state_dtypes(recipe: Recipe, values: torch.dtype, master: bool) -> dict[str, torch.dtype]:
-    """By name, the dtype in which each state of values of this dtype is stored."""
+    """Storage dtype of each state by name, for values of this dtype."""
     states = torch.bfloat16 if recipe.states == "bf16" else values
     names = recipe.optimizer_kind.states
     return dict.fromkeys(names, states) | ({MASTER: values} if master else {})
@@ -225,6 +226,8 @@ class BlockwiseUpdater:
         if self.scales:
             scale_gradients(optimizer, owned)
         optimizer.step()
+        if self.count == 1:
+            require_planned_states(optimizer, self.kind, values)
 
     def _run_kernel(self, block: Block, stored: BlockStates) -> None:
         """By our own kernel: what is not on the device is copied there and back as it is."""

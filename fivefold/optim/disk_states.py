@@ -33,7 +33,7 @@ _ALIGNMENT = 64  # bytes, of every tensor in a region
 
 @dataclass(frozen=True)
 class FileShard:
-    """One state of one range of elements of an owned tensor, and its place in the file."""
+    """One state of a range of elements of an owned tensor, and its offset in the file."""
 
     key: str
     index: int
@@ -49,7 +49,7 @@ class FileShard:
 
 @dataclass(frozen=True)
 class DiskRegion:
-    """The states of one block: bytes [start, stop) of the file."""
+    """States of one block: bytes [start, stop) of the file."""
 
     block: Block
     start: int
@@ -58,7 +58,7 @@ class DiskRegion:
 
 
 class DiskStore:
-    """The states of a rank in a file."""
+    """Optimizer states of a rank in a file."""
 
     def __init__(
         self,
@@ -125,7 +125,7 @@ class DiskStore:
 
 
 class StateOnDisk:
-    """One state in the file, in one shard for each block that has elements of it."""
+    """One state in the file, in a shard for each block with elements of it."""
 
     def __init__(self, file: _StateFile, shards: Sequence[FileShard]) -> None:
         self.file, self.shards = file, shards

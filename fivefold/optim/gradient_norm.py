@@ -46,7 +46,7 @@ def _sum_of_squares(
 
 
 def norm_on_gpu(gradients: Sequence[Tensor]) -> Tensor:
-    """The norm of them all, in float64: one launch, or two if some are not aligned."""
+    """Norm of all gradients, in float64: one launch, or two if some are not aligned."""
     grads = [gradient.contiguous() for gradient in gradients if gradient.numel()]
     sums = [torch.zeros(1, device=gradients[0].device)]
     for aligned in (True, False):

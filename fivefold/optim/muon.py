@@ -39,17 +39,17 @@ SCALE = 0.2
 
 
 class FullMatrices(Protocol):
-    """Gathers full matrices from shards, and takes shards from full matrices."""
+    """Gathers full matrices from shards, and shards full matrices."""
 
     def gather(self, shards: Mapping[int, Tensor]) -> Iterator[tuple[int, Tensor]]:
-        """Full matrices, a few at a time, by their index among the weights that this rank owns."""
+        """Iterate over full matrices, a few at a time, by their index among the owned weights."""
 
     def local_shard(self, index: int, matrix: Tensor) -> Tensor:
         """This rank's shard of a full matrix, in its shape."""
 
 
 class LocalMatrices:
-    """The matrices of one process, which owns full ones."""
+    """Matrices of a single process, which owns full ones."""
 
     def gather(self, shards: Mapping[int, Tensor]) -> Iterator[tuple[int, Tensor]]:
         yield from shards.items()
@@ -59,7 +59,7 @@ class LocalMatrices:
 
 
 def orthogonalize(matrices: Tensor) -> Tensor:
-    """Move singular values towards 1 by Newton-Schulz; of stacked matrices each by itself."""
+    """Orthogonalize by Newton-Schulz iterations, each of stacked matrices by itself."""
     a, b, c = COEFFICIENTS
     tall = matrices.shape[-2] > matrices.shape[-1]
     x = matrices.mT if tall else matrices  # the smaller Gram matrix

@@ -8,7 +8,6 @@ same to the bit whether its states are on the device (`DeviceUpdater`), in host 
 
 from __future__ import annotations
 
-import pkgutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
@@ -16,8 +15,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor
 
+from fivefold.core import FivefoldError
 from fivefold.core.layout import decays
-from fivefold.core.plan import OPTIMIZERS, OptimizerName
+from fivefold.core.plan import OptimizerKind, optimizer_kind
 
 if TYPE_CHECKING:
     from fivefold.core.layout import LocalWeight
@@ -48,12 +48,12 @@ class OwnedWeight(Protocol):
     def grad(self) -> Tensor: ...
     @property
     def factor(self) -> Tensor | None:
-        """Multiplies the gradient, if it has not been clipped yet."""
+        """Pending factor of the gradient, if it is not clipped yet."""
 
 
 def gradient_for(value: Tensor, weight: OwnedWeight, start: int = 0) -> Tensor:
-    """The gradient of a value, whose elements begin at `start` of what is owned; clipped, unless
-    the update does that."""
+    """Gradient of a value whose elements begin at `start` of the owned shard; clipped, unless the
+    update does that."""
     part = weight.grad.reshape(-1)[start : start + value.numel()]
     gradient = part.to(value.device, value.dtype, non_blocking=True).view(value.shape)
     return (
@@ -61,13 +61,10 @@ def gradient_for(value: Tensor, weight: OwnedWeight, start: int = 0) -> Tensor:
     )
 
 
-def leave_scaling(
-    name: OptimizerName, owned: Sequence[OwnedWeight], dtype: torch.dtype | None
-) -> bool:
-    """Whether the kernel of an update of this dtype clips gradients as it reads them, which saves a
-    pass over all of them; the owned weights are told. Its factor is float32: too coarse for
-    float64."""
-    scales = OPTIMIZERS[name].scales and dtype != torch.float64
+def leave_scaling(name: str, owned: Sequence[OwnedWeight], dtype: torch.dtype | None) -> bool:
+    """Whether the update kernel of this dtype clips gradients as it reads them, which saves a pass
+    over them. Its factor is float32: too coarse for float64."""
+    scales = optimizer_kind(name).scales and dtype != torch.float64
     for weight in owned:
         weight.scaled_by_update = scales
     return scales
@@ -79,7 +76,7 @@ def has_kernel(scales: bool, device: torch.device | None) -> bool:
 
 
 def scale_gradients(optimizer: torch.optim.Optimizer, owned: Sequence[OwnedWeight]) -> None:
-    """Give the next update the factor of the gradients, which all have in common."""
+    """Set the common factor of the gradients in the next update."""
     if isinstance(optimizer, ScalingAdamW):
         optimizer.multiply(owned[0].factor if owned else None)
 
@@ -88,10 +85,10 @@ class StoredState(Protocol):
     """One state tensor, in memory or in a file."""
 
     def read(self) -> Tensor:
-        """The tensor itself if it is in memory, else a flat copy."""
+        """Return the tensor if it is in memory, else a flat copy."""
 
     def write(self, value: Tensor) -> None:
-        """Replace its values."""
+        """Write its values."""
 
 
 class Updater(Protocol):
@@ -107,10 +104,10 @@ class Updater(Protocol):
         """Set the learning rate of the next updates."""
 
     def resume_after(self, count: int) -> None:
-        """Continue as after so many updates."""
+        """Set the number of earlier updates."""
 
     def states(self) -> dict[str, list[StoredState | None]]:
-        """By name, one for every owned tensor in their order; None if a weight has no such state.
+        """States by name, one for every owned tensor in order; None if a weight has no such state.
 
         `master` are float32 copies of narrower weights. All states exist from the beginning.
         """
@@ -133,8 +130,8 @@ class StateInMemory:
 
 
 class ScalingAdamW(torch.optim.AdamW):
-    """AdamW whose fused kernel divides gradients by `grad_scale` as it reads them, which is how
-    torch's own loss scaling uses it. It computes in float32 for bfloat16 weights."""
+    """AdamW whose fused kernel divides gradients by `grad_scale` as it reads them, as in torch's
+    loss scaling. Computes in float32 for bfloat16 weights."""
 
     def __init__(self, groups: ParameterGroups, lr: float, eps: float) -> None:
         super().__init__(groups, lr=lr, betas=ADAM_BETAS, eps=eps, fused=True)
@@ -146,24 +143,25 @@ class ScalingAdamW(torch.optim.AdamW):
 
 
 def adamw(groups: ParameterGroups, lr: float, eps: float) -> torch.optim.Optimizer:
-    """AdamW."""
+    """Create AdamW."""
     return ScalingAdamW(groups, lr, eps)
 
 
 def sgd(groups: ParameterGroups, lr: float, eps: float) -> torch.optim.Optimizer:
-    """SGD with momentum, which has no epsilon."""
+    """Create SGD with momentum, which has no epsilon."""
     return torch.optim.SGD(groups, lr=lr, momentum=0.9)
 
 
 def make_optimizer(
-    name: OptimizerName,
+    name: str,
     owned: Sequence[tuple[bool, Tensor]],
     lr: float,
     weight_decay: float,
     eps: float = 1e-8,
 ) -> torch.optim.Optimizer:
-    """A torch optimizer over (decayed, tensor) pairs."""
-    assert not OPTIMIZERS[name].full_matrices, f"{name} is no torch optimizer over shards"
+    """Create a torch optimizer over (decayed, tensor) pairs."""
+    kind = optimizer_kind(name)
+    assert not kind.full_matrices, f"{name} is no torch optimizer over shards"
     groups: ParameterGroups = [
         {
             "params": [tensor for decayed, tensor in owned if decayed == decay],
@@ -172,18 +170,18 @@ def make_optimizer(
         for decay in (True, False)
     ]
     groups = [group for group in groups if group["params"]] or groups[:1]
-    return pkgutil.resolve_name(OPTIMIZERS[name].factory)(groups, lr, eps)
+    return kind.make(groups, lr, eps)
 
 
 def with_states(
     optimizer: torch.optim.Optimizer,
-    name: OptimizerName,
+    name: str,
     values: Sequence[Tensor],
     states: Mapping[str, Sequence[Tensor]],
     counts: Tensor,
 ) -> torch.optim.Optimizer:
-    """Give a torch optimizer the states of these values, and the number of updates of each."""
-    kind = OPTIMIZERS[name]
+    """Set the states of these values in a torch optimizer, and the number of updates of each."""
+    kind = optimizer_kind(name)
     for index, value in enumerate(values):
         state = {in_torch: states[key][index] for key, in_torch in kind.states.items()}
         if kind.counts_steps:
@@ -192,23 +190,38 @@ def with_states(
     return optimizer
 
 
+def require_planned_states(
+    optimizer: torch.optim.Optimizer, kind: OptimizerKind, values: Sequence[Tensor]
+) -> None:
+    """Refuse an optimizer with states that it did not declare: they would be in no plan and in no
+    checkpoint."""
+    planned = {*kind.states.values(), *(("step",) if kind.counts_steps else ())}
+    for value in values:
+        state: Mapping[str, Any] = optimizer.state.get(value, {})
+        if other := [name for name in state if name not in planned]:
+            raise FivefoldError(
+                f"optimizer {kind.factory} made the state {other[0]!r}, which `states` of its "
+                "class does not name: name it there, or set counts_steps = True for a tensor step"
+            )
+
+
 class DeviceUpdater:
-    """States, and float32 masters of narrow weights, stay on the device."""
+    """Updater with states, and float32 masters of narrow weights, on the device."""
 
     def __init__(
         self,
-        name: OptimizerName,
+        name: str,
         owned: Sequence[OwnedWeight],
         lr: float,
         weight_decay: float,
         master: bool,
     ) -> None:
-        self.owned = owned
+        self.owned, self.kind = owned, optimizer_kind(name)
         self.masters = [weight.tensor.detach().float() for weight in owned] if master else []
         self.values = self.masters or [weight.tensor for weight in owned]
         self.moments = {
             key: [torch.zeros_like(value, requires_grad=False) for value in self.values]
-            for key in OPTIMIZERS[name].states
+            for key in self.kind.states
         }
         pairs = [
             (decays(weight.row.role), tensor)
@@ -236,6 +249,8 @@ class DeviceUpdater:
             scale_gradients(self.optimizer, self.owned)
         self.counts.fill_(self.count)
         self.optimizer.step()
+        if not self.count:
+            require_planned_states(self.optimizer, self.kind, self.values)
         for weight, master in zip(self.owned, self.masters, strict=bool(self.masters)):
             weight.tensor.detach().copy_(master)
             master.grad = None
@@ -287,12 +302,12 @@ class LossScale:
 
     @classmethod
     def of(cls, dtype: str) -> LossScale:
-        """The scale at the start of a training in this dtype."""
+        """Initial scale in this dtype."""
         return cls(True, _FIRST_SCALE) if dtype == "float16" else cls(False)
 
     @property
     def explains_overflow(self) -> bool:
-        """Whether the scale may be the cause of a number that is not finite."""
+        """Whether the scale may cause numbers that are not finite."""
         return self.dynamic and self.value > _LEAST_SCALE
 
     def update(self, skipped: bool) -> None:

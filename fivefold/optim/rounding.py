@@ -27,8 +27,8 @@ FullWeight = tuple[tuple[int, ...], WeightShard]
 
 
 class RoundingKey(NamedTuple):
-    """What the bits of consecutive elements of a shard depend on: a number, and their indices in
-    the full weight. Shapes have three dims, the first of them 1 where a weight has fewer."""
+    """Seed of the rounding bits of consecutive elements of a shard: a number, and their indices in
+    the full weight. Shapes have three dims, padded with 1 in front."""
 
     key: int  # 32 bits
     start: int  # of the elements, in the shard
@@ -40,8 +40,8 @@ class RoundingKey(NamedTuple):
     def of(
         cls, seed: int, count: int, row: LocalWeight, start: int, full: FullWeight | None
     ) -> RoundingKey:
-        """Of the elements from `start` on in the update with this number; without a full weight,
-        the shard is one."""
+        """Key of the elements from `start` on in this update; without a full weight, the shard is
+        one."""
         # The copies of an embedding on two stages have two names, and must stay equal.
         name = "embed.weight" if row.alone else row.name
         digest = hashlib.blake2b(f"{seed} {count} {name}".encode(), digest_size=4).digest()
@@ -56,23 +56,22 @@ class RoundingKey(NamedTuple):
 
     @property
     def contiguous(self) -> bool:
-        """Whether consecutive elements of the shard are that in the full weight too."""
+        """Whether consecutive elements of the shard are consecutive in the full weight."""
         return self.local[1:] == self.shape[1:]
 
     @property
     def strides(self) -> tuple[int, int]:
-        """Of the outer two dims in the full weight."""
+        """Strides of the outer two dims in the full weight."""
         return self.shape[1] * self.shape[2], self.shape[2]
 
     @property
     def base(self) -> int:
-        """The index of the shard's first element."""
+        """Index of the shard's first element."""
         outer, middle = self.strides
         return self.origin[0] * outer + self.origin[1] * middle + self.origin[2]
 
     def indices(self, size: int, device: torch.device) -> Tensor:
-        """The indices of so many elements in the full weight, modulo 2³²; 0 for padding, which is
-        after the last one."""
+        """Indices of elements in the full weight, modulo 2³²; 0 for the padding at the end."""
         position = torch.arange(self.start, self.start + size, device=device)
         if not self.contiguous:
             # In place: row r of the shard begins at r · middle, and every outer one further on.
@@ -112,7 +111,7 @@ def _mix(x: Tensor) -> Tensor:
 
 
 def round_stochastically(values: Tensor, bits: Tensor) -> Tensor:
-    """Float32 to bfloat16, up or down by the low 16 bits; infinities and NaN stay."""
+    """Round float32 to bfloat16, up or down by the low 16 bits; infinities and NaN stay."""
     wide = values.float()
     raised = wide.view(torch.int32) + (bits & _LOW)
     near = (raised & ~_LOW).view(torch.float32)

@@ -19,7 +19,7 @@ ALIGNED = 16  # bytes of a load, and a divisor of the elements, where tensors al
 
 
 class Programs(NamedTuple):
-    """A launch over tensors of some sizes, whose programs take `span` elements each."""
+    """A launch over tensors of given sizes, whose programs take `span` elements each."""
 
     count: int
     tensor: Tensor  # of each program
@@ -29,7 +29,7 @@ class Programs(NamedTuple):
 
 @lru_cache(maxsize=16)
 def programs_of(numels: tuple[int, ...], span: int, device: torch.device) -> Programs:
-    """The same for every step, so it is made once."""
+    """Programs of tensors of these sizes, cached: they are the same for every step."""
     counts = torch.tensor([-(-numel // span) for numel in numels])
     tensor = torch.repeat_interleave(torch.arange(len(numels)), counts)
     first = counts.cumsum(0) - counts
@@ -38,7 +38,7 @@ def programs_of(numels: tuple[int, ...], span: int, device: torch.device) -> Pro
 
 
 def addresses_of(rows: Sequence[Sequence[Tensor]], device: torch.device) -> Tensor:
-    """Where tensors are; the copy waits for nothing."""
+    """Copy tensor addresses to the device, without synchronization."""
     addresses = torch.tensor(
         [[tensor.data_ptr() for tensor in row] for row in rows], pin_memory=True
     )
@@ -46,5 +46,5 @@ def addresses_of(rows: Sequence[Sequence[Tensor]], device: torch.device) -> Tens
 
 
 def is_aligned(tensors: Sequence[Tensor]) -> bool:
-    """Whether kernels may read and write them in pieces of 16 bytes."""
+    """Whether kernels may access the tensors by 16 bytes."""
     return not any(tensor.data_ptr() % ALIGNED or tensor.numel() % ALIGNED for tensor in tensors)

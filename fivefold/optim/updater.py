@@ -32,7 +32,7 @@ def make_updater(
     late: bool = False,
     block_bytes: int | None = None,
 ) -> Updater:
-    """The updater of a recipe for the shards that a rank owns; gradients are on `device`.
+    """Create the updater of a recipe for the shards of a rank; gradients are on `device`.
 
     `master` makes float32 copies of narrower weights. `matrices` gathers full matrices for an
     optimizer that needs them, and `full` has the full weight of every shard by name; without these,
@@ -47,10 +47,8 @@ def make_updater(
         return DeviceUpdater(recipe.optimizer, owned, recipe.lr, recipe.weight_decay, master)
     values = torch.float32 if master or not owned else owned[0].tensor.dtype
     assert recipe.states == "fp32" or values.itemsize >= 4, "bfloat16 states need wider weights"
-    dtypes, sizes = (
-        state_dtypes(recipe, values, master),
-        [weight.tensor.numel() for weight in owned],
-    )
+    dtypes = state_dtypes(recipe, values, master)
+    sizes = [weight.tensor.numel() for weight in owned]
     offloaded, pinned = recipe.offload != "none", device.type == "cuda"
     if recipe.disk is not None:
         most = block_bytes or BLOCK_BYTES

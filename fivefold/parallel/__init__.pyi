@@ -9,6 +9,7 @@ from fivefold.parallel.bit_sums import TapeDifference as TapeDifference
 from fivefold.parallel.bit_sums import combined as combined
 from fivefold.parallel.bit_sums import first_difference as first_difference
 from fivefold.parallel.boundary import AxisBoundary as AxisBoundary
+from fivefold.parallel.boundary import padded_tokens as padded_tokens
 from fivefold.parallel.composition import ForwardStage as ForwardStage
 from fivefold.parallel.composition import Job as Job
 from fivefold.parallel.composition import StageChunk as StageChunk
@@ -28,7 +29,6 @@ from fivefold.parallel.stage import ActionObserver as ActionObserver
 from fivefold.parallel.stage import Instruments as Instruments
 from fivefold.parallel.stage import MathOf as MathOf
 from fivefold.parallel.stage import Stage as Stage
-from fivefold.parallel.tensor import padded_tokens as padded_tokens
 from fivefold.parallel.tensor import sum_partial as sum_partial
 from fivefold.parallel.wait_timer import RoleKind as RoleKind
 from fivefold.parallel.wait_timer import TimedStep as TimedStep

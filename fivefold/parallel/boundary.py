@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fivefold.model.fp8 import AS_THEY_ARE, RowCodes
+from fivefold.core.plan import Plan
+from fivefold.model import AS_THEY_ARE, RowCodes
 from fivefold.parallel.mesh import Issued, Mesh
 
 
@@ -86,3 +87,12 @@ class _Leave(torch.autograd.Function):
         boundary, codes = ctx.boundary, ctx.codes
         sent = codes.open(gradients[0])
         return codes.close(boundary.gather(sent) if boundary.sp else sent), None, None
+
+
+def padded_tokens(plan: Plan, mesh: Mesh) -> Tensor | None:
+    """Mask of padding among this rank's tokens of a row; None without padding."""
+    if plan.fp8 is None or plan.padded_seq == plan.batch.seq:
+        return None
+    ranges = plan.split.rank_tokens(plan.padded_seq, plan.layout.coord(mesh.rank).cp)
+    places = [position for span in ranges for position in span]
+    return torch.tensor(places).to(mesh.device) >= plan.batch.seq

@@ -38,11 +38,7 @@ Blocks = Mapping[str, Sequence[nn.Module]]
 
 
 def shard(
-    model: nn.Module,
-    blocks: Blocks,
-    mesh: Mesh,
-    options: UnitOptions,
-    bucket: int | None = None,
+    model: nn.Module, blocks: Blocks, mesh: Mesh, options: UnitOptions, bucket: int | None = None
 ) -> DataParallel:
     """Shard any module by its blocks; its weights keep their values and their names.
 

@@ -34,19 +34,20 @@ from torch import Tensor
 from fivefold.core.layout import FAR, NEAR
 from fivefold.cost.traffic import max_nodes_per_token
 from fivefold.model import (
+    AS_THEY_ARE,
     ExpertInputs,
     Experts,
     GroupedMatmul,
     MoeMlp,
     OverlappedTask,
     Routing,
+    RowCodes,
     Slots,
     count_slots,
     dispatch_slots,
     run_local_experts,
     sort_slots,
 )
-from fivefold.model.fp8 import AS_THEY_ARE, RowCodes
 from fivefold.parallel import transport
 from fivefold.parallel.boundary import AxisBoundary
 from fivefold.parallel.mesh import Issued, Mesh
@@ -109,11 +110,9 @@ class SpreadExperts:
         x_ND = codes.tokens.round(x_ND)
         if boundary is None:
             return codes.round_gradient(self._dispatch(x_ND, routing, experts, beside, codes))
-        weights_NK, chosen_NK, capacity = (
-            boundary.enter(routing.weights),
-            routing.experts,
-            routing.capacity,
-        )
+        weights_NK = boundary.enter(routing.weights)
+        chosen_NK = routing.experts
+        capacity = routing.capacity
         if boundary.sp:
             chosen_NK = boundary.gather(chosen_NK)
             capacity = capacity and capacity * boundary.size
@@ -195,10 +194,7 @@ class SpreadExperts:
         codes: RowCodes,
     ) -> Tensor:
         """Once to each node that has experts of a token, and there to each of them."""
-        node_experts, stand_in = (
-            routing.scores.shape[1] // self.nodes,
-            self.stand_in,
-        )  # experts of a node
+        node_experts, stand_in = routing.scores.shape[1] // self.nodes, self.stand_in
         sums = experts.slot_sums
         nodes_NJ = self._nodes_of_tokens(routing.experts // node_experts)
         num_rows = None if stand_in is None else stand_in.crossing(len(x_ND))
@@ -214,9 +210,8 @@ class SpreadExperts:
         weights = self.move(sums.rows(routing.weights, slots), splits)
         came_MK = self._exchange(chosen_MK, FAR, splits)
         if stand_in is not None:
-            came_MK = came_MK.remainder(
-                node_experts
-            )  # a rehearsal receives nothing: any number may be there
+            # A rehearsal receives nothing, so the buffer may have any number.
+            came_MK = came_MK.remainder(node_experts)
         node_routing = routing._replace(experts=came_MK, weights=weights)
         inside = None if stand_in is None else stand_in.inside(len(rows))
         near = (

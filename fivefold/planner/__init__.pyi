@@ -13,9 +13,11 @@ from fivefold.planner.error_bars import accuracy as accuracy
 from fivefold.planner.estimate import Estimate as Estimate
 from fivefold.planner.estimate import MeasuredPasses as MeasuredPasses
 from fivefold.planner.estimate import PlannedAction as PlannedAction
+from fivefold.planner.estimate import PlanRanks as PlanRanks
 from fivefold.planner.estimate import SimulatedStep as SimulatedStep
 from fivefold.planner.estimate import estimate_plan as estimate_plan
 from fivefold.planner.estimate import plan_memory as plan_memory
+from fivefold.planner.estimate import rank_memory as rank_memory
 from fivefold.planner.estimate import rank_timeline as rank_timeline
 from fivefold.planner.estimate import simulate_step as simulate_step
 from fivefold.planner.failures import FailingJob as FailingJob
@@ -29,13 +31,10 @@ from fivefold.planner.great_runs import OpenChoice as OpenChoice
 from fivefold.planner.great_runs import RunComparison as RunComparison
 from fivefold.planner.great_runs import ScaledRun as ScaledRun
 from fivefold.planner.great_runs import compare_run as compare_run
-from fivefold.planner.grid_options import options_of as options_of
 from fivefold.planner.job_tables import TABLES as TABLES
 from fivefold.planner.job_tables import JobRow as JobRow
 from fivefold.planner.job_tables import JobTable as JobTable
 from fivefold.planner.job_tables import job_table as job_table
-from fivefold.planner.memory_by_rank import PlanRanks as PlanRanks
-from fivefold.planner.memory_by_rank import rank_memory as rank_memory
 from fivefold.planner.neighbours import AxisComparison as AxisComparison
 from fivefold.planner.neighbours import Neighbour as Neighbour
 from fivefold.planner.neighbours import compare_neighbours as compare_neighbours
@@ -45,7 +44,6 @@ from fivefold.planner.planning import PlanRequest as PlanRequest
 from fivefold.planner.planning import PlanResult as PlanResult
 from fivefold.planner.planning import best_plans as best_plans
 from fivefold.planner.planning import estimate_on_machine as estimate_on_machine
-from fivefold.planner.planning import estimate_setting as estimate_setting
 from fivefold.planner.planning import fewest_gpu_hours as fewest_gpu_hours
 from fivefold.planner.planning import fewest_gpus as fewest_gpus
 from fivefold.planner.planning import gpus_needed as gpus_needed
@@ -54,5 +52,7 @@ from fivefold.planner.planning import plan_request as plan_request
 from fivefold.planner.planning import speed_rank as speed_rank
 from fivefold.planner.search import search_layouts as search_layouts
 from fivefold.planner.setting import EstimateSetting as EstimateSetting
+from fivefold.planner.setting import estimate_setting as estimate_setting
 from fivefold.planner.space import SearchSpace as SearchSpace
+from fivefold.planner.space import options_of as options_of
 from fivefold.planner.space import parse_fixed as parse_fixed

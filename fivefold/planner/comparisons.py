@@ -24,10 +24,9 @@ from fivefold.cost import RECOMPUTE
 from fivefold.cost.traffic import predict_traffic
 from fivefold.planner.candidates import LayoutCandidate
 from fivefold.planner.estimate import Estimate, estimate_plan
-from fivefold.planner.grid_options import options_of
 from fivefold.planner.planning import PlanRequest, Progress
 from fivefold.planner.search import search_layouts
-from fivefold.planner.space import tensor_degrees
+from fivefold.planner.space import options_of, tensor_degrees
 
 
 class StrategyTraffic(NamedTuple):

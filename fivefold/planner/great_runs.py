@@ -28,8 +28,7 @@ from fivefold.core.plan import (
     resolve,
 )
 from fivefold.planner.estimate import Estimate, estimate_plan
-from fivefold.planner.planning import estimate_setting
-from fivefold.planner.setting import EstimateSetting
+from fivefold.planner.setting import EstimateSetting, estimate_setting
 
 
 class ExplainedPart(NamedTuple):

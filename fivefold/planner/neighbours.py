@@ -23,8 +23,7 @@ from fivefold.core.schedule import choose
 from fivefold.cost import OFFLOADS, RECOMPUTE, Array, LayoutGrid, grid_of_plan, schedule_index
 from fivefold.cost.memory import peak_memory
 from fivefold.cost.step import step_time
-from fivefold.planner.estimate import Estimate, Seconds
-from fivefold.planner.memory_by_rank import Bytes, fullest_memory
+from fivefold.planner.estimate import Bytes, Estimate, Seconds, fullest_memory
 from fivefold.planner.setting import EstimateSetting
 
 PARTNERS = ("dp", "pp", "cp", "tp")  # axes that may take or give the factor, in this order

@@ -4,30 +4,162 @@ A search ranks millions of layouts by bounds. The best of them become plan optio
 resolved, and are simulated one by one; that decides the order in which they are shown. Layouts that
 differ from the fastest by less than estimates can tell are equal, and the simplest of them is the
 first choice.
+
+Layers moved between the stages of a plan, where that makes it faster.
+
+One layer at a time, as long as the longest path gets shorter; the simulation decides whether that
+was a gain. No stage gets more layers than the largest one has, and the first gets none, so memory
+is no worse.
+
+The first choice of a search: the simplest of the layouts that estimates cannot tell from the
+fastest. The search keeps the fastest layout of each complexity; they are simulated, the simplest
+first, until one is within the bar.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise, product
 from typing import Any, NamedTuple
 
-from fivefold.core import RUNTIME_PRECISIONS, FivefoldError, Machine, counted, plan_keys
+import numpy as np
+
+from fivefold.core import FivefoldError, Machine, counted, plan_keys
 from fivefold.core.layout import MOST_RANKS, Layout, batch_remark, default_batch, rules, tuned
 from fivefold.core.model import Shape
 from fivefold.core.model import presets as models
 from fivefold.core.plan import Plan, PlanOptions, resolve
-from fivefold.cost import OFFLOADS, require_possible_imbalance
-from fivefold.cost.hardware import BY_KERNELS, OUR_OWN, load_preset
-from fivefold.cost.step import require_room
-from fivefold.planner.candidates import LayoutCandidate, SearchResult
+from fivefold.cost import OFFLOADS, grid_of_plan, require_possible_imbalance
+from fivefold.cost.layer import LayerTimer
+from fivefold.cost.stages import PATHS, ScheduleSize, pipeline_timer
+from fivefold.cost.step import path_costs, require_room
+from fivefold.planner.candidates import (
+    LayoutCandidate,
+    SearchResult,
+    complexity,
+    innermost,
+    simpler_words,
+    tp_crosses,
+)
 from fivefold.planner.error_bars import accuracy
 from fivefold.planner.estimate import Estimate, estimate_plan, plan_memory
-from fivefold.planner.first_choice import first_choice, is_same, tp_leaves_domain, why_simpler
-from fivefold.planner.grid_options import layout_of, options_of
-from fivefold.planner.search import may_fit, search_layouts
-from fivefold.planner.setting import EstimateSetting
-from fivefold.planner.space import SearchSpace
+from fivefold.planner.search import may_fit, search_layouts, simulated
+from fivefold.planner.setting import EstimateSetting, estimate_setting
+from fivefold.planner.space import SearchSpace, layout_of, options_of
+
+StageSizes = tuple[int, ...]  # layers of each stage
+_MOST_MOVES = 8
+_LEAST_GAIN = 1e-3  # share of a step: less is not worth a plan with explicit stages
+
+
+def rebalance_stages(chosen: Estimate) -> Estimate:
+    """The plan with other stages, if they make it faster; what fits must still fit."""
+    plan = chosen.plan
+    if plan.layout.pp == 1 or not plan.family.is_named or plan.stage_layers is not None:
+        return chosen
+    sizes = tuple(map(len, plan.stages))
+    best = _best_sizes(chosen, sizes)
+    if best == sizes:
+        return chosen
+    options = replace(plan.options, stage_layers=",".join(map(str, best)))
+    other = estimate_plan(resolve(options), chosen.setting)
+    fits = other.over <= 0 or chosen.over > 0
+    return other if fits and other.step < (1 - _LEAST_GAIN) * chosen.step else chosen
+
+
+def _best_sizes(chosen: Estimate, start_sizes: StageSizes) -> StageSizes:
+    """Make the best move, as long as one helps."""
+    seconds = _LongestPath(chosen)
+    best, least = start_sizes, seconds.of(start_sizes)
+    for _ in range(_MOST_MOVES):
+        times = {sizes: seconds.of(sizes) for sizes in _moves(best, start_sizes)}
+        if not times or min(times.values()) >= least:
+            break
+        best = min(times, key=times.__getitem__)
+        least = times[best]
+    return best
+
+
+def _moves(sizes: StageSizes, start_sizes: StageSizes) -> Iterator[StageSizes]:
+    """Move a layer from an end or a full stage to the last stage or one that has room."""
+    last, most = len(sizes) - 1, max(start_sizes)
+    full = [stage for stage, size in enumerate(sizes) if size == most]
+    spaces = [stage for stage in range(1, len(sizes)) if sizes[stage] < most]
+    givers = {0, last, *full[:1], *full[-1:]}
+    takers = {last, *spaces[:2], *spaces[-2:]} & set(spaces)
+    if sizes[0] < start_sizes[0]:
+        takers.add(0)
+    for giver, taker in product(givers, takers):
+        if giver != taker and sizes[giver] > 1:
+            step = {giver: -1, taker: 1}
+            yield tuple(size + step.get(stage, 0) for stage, size in enumerate(sizes))
+
+
+class _LongestPath:
+    """Seconds of the longest path of one plan with any stage sizes."""
+
+    def __init__(self, chosen: Estimate) -> None:
+        plan, layout, batch = chosen.plan, chosen.plan.layout, chosen.plan.batch
+        setting = chosen.setting.with_keys(plan.options)
+        job = setting.arguments(plan.shape, grid_of_plan(plan), batch.seq)
+        costs = path_costs(LayerTimer(*job))
+        self.costs = np.array([float(np.asarray(cost).item()) for cost in costs])[:, None]
+        self.timer, self.paths = pipeline_timer(plan.shape, batch.seq), PATHS[plan.family.paths]
+        self.size = ScheduleSize(layout.pp, layout.chunks, batch.microbatches, self.costs)
+
+    def of(self, sizes: StageSizes) -> float:
+        spans = [range(start, stop) for start, stop in pairwise((0, *accumulate(sizes)))]
+        return float((self.paths(self.timer.stages(spans), self.size) @ self.costs).max())
+
+
+_AT_ONCE = 16  # simple layouts that are simulated together
+
+
+def first_choice(
+    space: SearchSpace,
+    setting: EstimateSetting,
+    result: SearchResult,
+    fastest: Estimate,
+    estimate: Callable[[LayoutCandidate], Estimate],
+) -> Estimate:
+    """The simplest layout that is equal to the fastest, with the best stages."""
+    limit = (1 + accuracy().equal) * fastest.step
+    domain = innermost(setting.machine)
+    own = int(complexity(grid_of_plan(fastest.plan), domain).item())
+    # Bounds told what may be equal to the fastest; simulated, more of the candidates are.
+    pairs = [(code, choice) for (code, _), choice in result.simple.items()]
+    pairs += [(int(complexity(choice.grid, domain).item()), choice) for choice in result.best]
+    simple = [pair for pair in pairs if pair[0] < own and pair[1].seconds <= limit]
+    simple.sort(key=lambda pair: (pair[0], pair[1].seconds))
+    for start in range(0, len(simple), _AT_ONCE):
+        layouts = [layout for _, layout in simple[start : start + _AT_ONCE]]
+        for layout in simulated(space, setting, layouts):
+            if layout.seconds <= limit:
+                candidate = rebalance_stages(estimate(layout))
+                if candidate.step <= limit and candidate.over <= 0:
+                    return candidate
+    return rebalance_stages(fastest)
+
+
+def why_simpler(estimate: Estimate, other: Estimate) -> str:
+    """In what one plan is simpler than another; empty if it is not."""
+    own_grid, other_grid = grid_of_plan(estimate.plan), grid_of_plan(other.plan)
+    return simpler_words(own_grid, other_grid, innermost(estimate.setting.machine))
+
+
+def tp_leaves_domain(estimate: Estimate) -> bool:
+    """Whether tensor parallelism of a plan crosses more than the innermost link."""
+    return bool(tp_crosses(grid_of_plan(estimate.plan), estimate.setting.machine).item())
+
+
+def is_same(estimate: Estimate, other: Estimate) -> bool:
+    """Whether two plans are the same but for the layers of their stages."""
+    own_options, other_options = (
+        replace(candidate.plan.options, stage_layers=None) for candidate in (estimate, other)
+    )
+    return own_options == other_options
+
 
 Progress = Callable[[float], None]
 OBJECTIVES = ("tokens", "gpus", "gpu-hours")
@@ -110,38 +242,6 @@ class WayOut(NamedTuple):
 
     what: str
     option: str
-
-
-def estimate_setting(
-    machine: Machine,
-    precision: str,
-    headroom: float,
-    kernels: str,
-    imbalance: float,
-    stack_name: str | None = None,
-) -> tuple[EstimateSetting, list[str]]:
-    """How the job is estimated; a precision that the chip lacks is replaced, with a note.
-
-    `stack_name`: other people's software, a preset or a file, in place of our own.
-    """
-    known = machine.peaks.known()
-    if "nvfp4" in known:  # both came with Blackwell
-        known = {**known, "mxfp8": machine.peak("mxfp8")}
-    stack, notes = BY_KERNELS[kernels], list[str]()
-    if stack_name not in (None, OUR_OWN):
-        preset = load_preset(stack_name)
-        stack = preset.stack
-        notes.append(
-            f"priced as {stack.name} would run it, not fivefold: {preset.what}. A written plan has "
-            "the layout, the schedule and the batch; train and rehearse run fivefold's own software"
-        )
-    if precision in known:
-        return EstimateSetting(machine, stack, precision, headroom, imbalance), notes
-    if precision not in RUNTIME_PRECISIONS:
-        machine.peak(precision)  # raises an error that lists the precisions of the chip
-    other = next((name for name in RUNTIME_PRECISIONS if name in known), next(iter(known)))
-    note = f"{machine.name} has no {precision} units: estimated in {other}"
-    return EstimateSetting(machine, stack, other, headroom, imbalance), [*notes, note]
 
 
 def plan_request(

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from fivefold.core import Machine
+from fivefold.core import RUNTIME_PRECISIONS, Machine
 from fivefold.core.layout import UnitPolicy, planned_fp8
 from fivefold.core.model import Shape, balance
 from fivefold.core.plan import Plan, PlanOptions
 from fivefold.cost import LayoutGrid, grid_of_plan
-from fivefold.cost.hardware import NARROW_GRADIENTS, SoftwareStack
+from fivefold.cost.hardware import BY_KERNELS, NARROW_GRADIENTS, OUR_OWN, SoftwareStack, load_preset
 
 CostArguments = tuple[Shape, Machine, SoftwareStack, LayoutGrid, int, str, float]
 
@@ -65,3 +65,35 @@ def plan_arguments(plan: Plan, setting: EstimateSetting) -> CostArguments:
     """The arguments of cost functions for one plan."""
     grid = grid_of_plan(plan)
     return setting.with_keys(plan.options).arguments(plan.shape, grid, plan.batch.seq)
+
+
+def estimate_setting(
+    machine: Machine,
+    precision: str,
+    headroom: float,
+    kernels: str,
+    imbalance: float,
+    stack_name: str | None = None,
+) -> tuple[EstimateSetting, list[str]]:
+    """How the job is estimated; a precision that the chip lacks is replaced, with a note.
+
+    `stack_name`: other people's software, a preset or a file, in place of our own.
+    """
+    known = machine.peaks.known()
+    if "nvfp4" in known:  # both came with Blackwell
+        known = {**known, "mxfp8": machine.peak("mxfp8")}
+    stack, notes = BY_KERNELS[kernels], list[str]()
+    if stack_name not in (None, OUR_OWN):
+        preset = load_preset(stack_name)
+        stack = preset.stack
+        notes.append(
+            f"priced as {stack.name} would run it, not fivefold: {preset.what}. A written plan has "
+            "the layout, the schedule and the batch; train and rehearse run fivefold's own software"
+        )
+    if precision in known:
+        return EstimateSetting(machine, stack, precision, headroom, imbalance), notes
+    if precision not in RUNTIME_PRECISIONS:
+        machine.peak(precision)  # raises an error that lists the precisions of the chip
+    other = next((name for name in RUNTIME_PRECISIONS if name in known), next(iter(known)))
+    note = f"{machine.name} has no {precision} units: estimated in {other}"
+    return EstimateSetting(machine, stack, other, headroom, imbalance), [*notes, note]

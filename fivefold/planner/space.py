@@ -3,13 +3,15 @@
 Degrees are checked with the same rules that refuse a layout anywhere else. They are combined with
 all choices that do not fix the degrees: microbatch size, schedule, ZeRO stage, recomputation,
 offload.
+
+From one element of a grid back to the options of a plan.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
 from typing import Any, NamedTuple, cast, get_args
@@ -35,6 +37,50 @@ from fivefold.core.model import Recompute, Shape
 from fivefold.core.plan import PlanOptions, key_request
 from fivefold.core.schedule import FAMILIES, Family
 from fivefold.cost import CONTEXTS, OFFLOADS, RULES, SCHEDULES, Flags, LayoutGrid, along
+
+
+def layout_of(grid: LayoutGrid) -> Layout:
+    """The layout of a one-element grid."""
+    return Layout(
+        replicate=_integer(grid, "replicate"),
+        shard=_integer(grid, "shard"),
+        tp=_integer(grid, "tp"),
+        pp=_integer(grid, "pp"),
+        cp=_integer(grid, "cp"),
+        ep=_integer(grid, "ep"),
+        etp=_integer(grid, "etp"),
+        zero=_integer(grid, "zero"),
+        sp=bool(grid.sp.item()),
+        context=CONTEXTS[_integer(grid, "context")],
+        chunks=_integer(grid, "chunks"),
+    )
+
+
+def options_of(grid: LayoutGrid, base: PlanOptions) -> PlanOptions:
+    """`base` with everything that a one-element grid decides; no choice of layout stays open."""
+    layout = layout_of(grid)
+    return replace(
+        base,
+        layout=str(layout),
+        gpus=layout.world,
+        zero=layout.zero,
+        gather=None,
+        sp=layout.sp,
+        context=layout.context,
+        schedule=SCHEDULES[_integer(grid, "schedule")],
+        chunks=layout.chunks,
+        stage_layers=None,
+        microbatches=_integer(grid, "microbatches"),
+        microbatch_size=_integer(grid, "microbatch_size"),
+        batch=None,
+        recompute=str(grid.rules[_integer(grid, "recompute")]),
+        train=base.train.with_offload(OFFLOADS[_integer(grid, "offload")]),
+    )
+
+
+def _integer(grid: LayoutGrid, name: str) -> int:
+    return round(float(getattr(grid, name).item()))
+
 
 MOST_MICROBATCH_SIZE = 32  # sequences: more only fills the memory
 MOST_CHUNKS = 8

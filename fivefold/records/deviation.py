@@ -156,11 +156,9 @@ def compare(
     ranks = [spans.ranks[rank] for rank in column]
     graph = ActionGraph(expected, ranks)
     causes = [_compute(graph, ranks, peers), *_collectives(graph), _messages(graph), _pauses(graph)]
-    seconds, planned, is_complete = (
-        graph.makespan,
-        expected.played.makespan,
-        expected.around is not None,
-    )
+    seconds = graph.makespan
+    planned = expected.played.makespan
+    is_complete = expected.around is not None
     if expected.around is not None:
         planned += sum(expected.around.values())
         known = None if record is None else record.seconds

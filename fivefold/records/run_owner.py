@@ -62,15 +62,13 @@ class RunTicket:
 
 
 @contextlib.contextmanager
-def own_run(folder: Path, wait: float) -> Generator[RunTicket]:
-    """Own a run folder; raises if another start does for so many seconds."""
-    path, folders = (
-        folder / OWNER,
-        [parent for parent in (folder, *folder.parents) if not parent.exists()],
-    )
+def own_run(folder: Path, timeout: float) -> Generator[RunTicket]:
+    """Lock the run folder; raise if another process still holds it after `timeout` seconds."""
+    path = folder / OWNER
+    folders = [parent for parent in (folder, *folder.parents) if not parent.exists()]
     with naming_file(path):
         folder.mkdir(parents=True, exist_ok=True)
-        handle = _locked(path, time.monotonic() + wait)
+        handle = _locked(path, time.monotonic() + timeout)
     try:
         ticket = RunTicket(folder, uuid.uuid4().hex)
         with _folder_lock(folder), naming_file(path):

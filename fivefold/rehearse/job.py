@@ -30,9 +30,9 @@ _SLACK = 1e-3  # of the peak: small tensors whose memory goes a moment later
 
 @dataclass(frozen=True)
 class Rehearsed:
-    """The result. `without_replay`: ranks that ran a second time without any replay, and whether
-    they issued the same collectives; `astray`: ranks whose collectives are not those of the plan;
-    `order`: whether the step ends, which took `order_seconds` to prove."""
+    """Result of a rehearsal. `without_replay`: ranks that ran a second time without replay, and
+    whether they issued the same collectives; `astray`: ranks whose collectives are not those of the
+    plan; `order`: whether the step ends, which took `order_seconds` to prove."""
 
     plan: Plan
     runs: list[RehearsedRank]
@@ -45,7 +45,7 @@ class Rehearsed:
 
     @property
     def worst(self) -> RehearsedRank:
-        """The rank that holds most."""
+        """Rank with the highest peak memory."""
         return max(self.runs, key=lambda run: run.peak)
 
     @property
@@ -60,7 +60,7 @@ def rehearse(
     imbalance: float = 1.0,
     on_rank: Callable[[int], None] | None = None,
 ) -> Rehearsed:
-    """Rehearse these ranks, or all distinct ones, on two processes; `on_rank` is called for each.
+    """Rehearse these ranks, or all distinct ones, in two processes; `on_rank` is called for each.
 
     Of the ranks that differ in what their stages hold, one each runs a second time for real; where
     it has so few microbatches that all of them ran for real, that was its first run.
@@ -84,7 +84,7 @@ def rehearse(
 def judged(
     plan: Plan, runs: list[RehearsedRank], checks: dict[int, bool], imbalance: float = 1.0
 ) -> Rehearsed:
-    """Compare calls with the plan and ranks with one another, and prove that the step ends."""
+    """Compare collectives with the plan and among ranks, and prove that the step ends."""
     size = DTYPES[plan.precision].itemsize
     predict = partial(
         predict_traffic,
@@ -103,7 +103,7 @@ def judged(
 
 
 def representatives(plan: Plan, ranks: Sequence[int]) -> list[int]:
-    """One rank for each kind of stages: by the layers that they have and what else is on them."""
+    """One rank for each kind of stages, by their layers, embedding and head."""
     first_ranks: dict[object, int] = {}
     for rank in ranks:
         stages = plan.schedule.placement.stages_of(plan.layout.coord(rank).pp)

@@ -32,7 +32,7 @@ _STEPS = 3  # the first finds its memory and makes its kernels; of the others me
 
 @dataclass(frozen=True)
 class MeasuredRank:
-    """What a rank took: bytes at the peak of a step as torch counts them, and seconds.
+    """Measurements of a rank: peak allocated bytes of a step, and seconds.
 
     `actions` are medians by kind of action and stage, such as `3F`. A step's seconds are those of
     this rank alone: collectives take no time here.
@@ -46,7 +46,7 @@ class MeasuredRank:
 
 
 def measure_rank(plan: Plan, rank: int, imbalance: float = 1.0) -> MeasuredRank:
-    """A few steps of one rank on the GPU of this process."""
+    """Run a few steps of one rank on the GPU of this process."""
     device = torch.device("cuda", torch.cuda.current_device())
     with joined(rank, plan.layout.world):
         torch.cuda.reset_peak_memory_stats(device)
@@ -131,7 +131,7 @@ class _Marks(ActionObserver):
 
 
 class _TimedUpdater:
-    """The updater, with marks around its step."""
+    """An updater with GPU events around its step."""
 
     def __init__(self, updater: Updater, marks: _Marks) -> None:
         self.updater, self.marks = updater, marks
@@ -149,7 +149,7 @@ def _named(action: Step | str) -> str:
 
 @dataclass(frozen=True)
 class Forecasted:
-    """What was measured, rank by rank, and the step that follows where the machine is known."""
+    """Measurements by rank, and the forecast step if the machine is known."""
 
     measured: list[MeasuredRank]
     step: SimulatedStep | None
@@ -158,7 +158,7 @@ class Forecasted:
 def forecast_on_gpu(
     plan: Plan, ranks: Sequence[int] | None, imbalance: float, planned: Estimate | None
 ) -> Forecasted:
-    """Measure one rank for each kind of stages, or these, each in a process of its own."""
+    """Measure one rank for each kind of stages, or these ranks, each in its own process."""
     chosen = list(ranks or representatives(plan, distinct_ranks(plan)))
     measurements: list[MeasuredRank] = []
     for rank in chosen:
@@ -176,8 +176,7 @@ def _measure(worker: Worker, plan: Plan, rank: int, imbalance: float) -> Measure
 
 
 def passes_of(plan: Plan, measurements: Sequence[MeasuredRank]) -> dict[int, MeasuredPasses] | None:
-    """The passes of every stage, from the stages of the same kind that were measured; None where a
-    kind was not."""
+    """Passes of every stage, from measured stages of the same kind; None if one is missing."""
     by_kind: dict[object, MeasuredPasses] = {}
     kinds = [stage_kind(plan.shape, layers) for layers in plan.stages]
     for measurement in measurements:

@@ -50,7 +50,8 @@ _EXCHANGE = torch.ops._c10d_functional.all_to_all_single.default
 
 @contextmanager
 def joined(rank: int, world: int) -> Iterator[None]:
-    """Be one of so many ranks: collectives return at once, with whatever is in their buffers."""
+    """Join fake groups of so many ranks: collectives return at once, and leave their buffers as
+    they are."""
     if world == 1:
         yield
         return
@@ -63,8 +64,8 @@ def joined(rank: int, world: int) -> Iterator[None]:
 
 @contextmanager
 def without_values() -> Iterator[None]:
-    """Groups take tensors without values, which torch's list of devices leaves out. Indices of
-    tokens are not kept from run to run: each counts its own."""
+    """Context in which groups accept meta tensors, which torch's device list lacks. Cached token
+    indices are dropped, so that each run counts its own."""
     able = dist.Backend.backend_capability[FAKE]
     able += [] if DEVICE.type in able else [DEVICE.type]
     token_index.cache_clear()
@@ -75,8 +76,8 @@ def without_values() -> Iterator[None]:
 
 
 class RoundRobin:
-    """Every expert gets as many slots as any other; with an `imbalance`, the first one gets so many
-    times the mean, and all others share the rest."""
+    """Balanced routing; with an `imbalance`, the first expert gets so many times the mean, and the
+    others share the rest."""
 
     def __init__(self, plan: Plan, rank: int, imbalance: float) -> None:
         layout, moe = plan.layout, plan.shape.moe
@@ -88,12 +89,12 @@ class RoundRobin:
         self.fullest, self.first = fullest, imbalance / (local_experts * fullest)
 
     def rows(self, axis: str, num_rows: int) -> tuple[list[int], list[int]]:
-        """All ranks send alike."""
+        """Rows to each rank by its share, and from each rank as many: all ranks send alike."""
         leave = _split(num_rows, self._shares(axis))
         return leave, [leave[self.places[axis]]] * len(leave)
 
     def arriving(self, axis: str, num_rows: int, like: Tensor) -> Tensor:
-        """Of what comes from a rank, as much to each expert; the fullest has what is over."""
+        """Split received rows evenly over experts; the fullest gets the excess."""
         ranks, experts = like.shape
         count = self.rows(axis, num_rows)[1][0]
         shares = [1 / experts] * experts
@@ -102,12 +103,12 @@ class RoundRobin:
         return torch.tensor([_split(count, shares)] * ranks, dtype=like.dtype).to(like.device)
 
     def crossing(self, num_tokens: int) -> int:
-        """As many nodes as a token can need: what is planned for."""
+        """Rows for as many nodes as a token may need, as planned."""
         assert self.plan.shape.moe is not None
         return num_tokens * max_nodes_per_token(self.plan.shape.moe, self.plan.ep_nodes)
 
     def inside(self, num_rows: int) -> int:
-        """A token's choices are all somewhere, each in one node."""
+        """Each choice of a token is on exactly one node."""
         moe = self.plan.shape.moe
         assert moe is not None
         return num_rows * moe.top_k // max_nodes_per_token(moe, self.plan.ep_nodes)
@@ -157,7 +158,7 @@ class RehearsedRank:
 def rehearse_rank(
     plan: Plan, rank: int, traces: Traces | None, imbalance: float = 1.0
 ) -> RehearsedRank:
-    """One optimizer step of one rank on tensors without values.
+    """Run one optimizer step of one rank on tensors without values.
 
     With `traces`, actions that were traced before are replayed; None: everything runs for real.
     """
@@ -172,7 +173,7 @@ def rehearse_rank(
 
 
 class _CallLog:
-    """The collectives that a rank has issued, with the action that it was in."""
+    """Collectives that a rank has issued, by action."""
 
     def __init__(self, recording: Recording) -> None:
         self.calls: list[IssuedCollective] = []
@@ -194,7 +195,7 @@ class _CallLog:
 
 
 class _Actions(ActionObserver):
-    """Notes the memory around every action."""
+    """Records the memory around every action."""
 
     def __init__(self, meter: Meter, log: _CallLog) -> None:
         self.meter, self.log = meter, log
@@ -211,7 +212,7 @@ class _Actions(ActionObserver):
 
 
 class _RehearsalRun:
-    """One rank: built, run for a step, and watched."""
+    """One rank that is built, run for a step, and metered."""
 
     def __init__(self, plan: Plan, rank: int, traces: Traces | None, imbalance: float) -> None:
         self.plan, self.rank, self.dtype = plan, rank, DTYPES[plan.precision]

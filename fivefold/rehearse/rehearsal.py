@@ -26,6 +26,6 @@ __all__ = [
 
 
 def how_many(plan: Plan, ranks: Sequence[int] | None) -> int:
-    """Runs of a rehearsal: its ranks, and those that run again without replay."""
+    """Number of runs of a rehearsal: its ranks, and those that run again without replay."""
     chosen = list(ranks or distinct_ranks(plan))
     return len(chosen) + len(representatives(plan, chosen))

@@ -29,7 +29,7 @@ _OfTensor = tuple[torch.Size, tuple[int, ...], torch.dtype]
 
 
 class _Result(Enum):
-    """What an operator gives, by its schema."""
+    """Kind of an operator's result, by its schema."""
 
     NEW = auto()  # one or more tensors that no input shares memory with
     WRITTEN = auto()  # an argument, in place
@@ -37,7 +37,7 @@ class _Result(Enum):
 
 
 class SizesOnly(TorchDispatchMode):
-    """Every tensor that is made inside has a size, strides and a type, and no memory."""
+    """Mode in which created tensors have a size, strides and dtype, and no memory."""
 
     def __torch_dispatch__(
         self,
@@ -50,7 +50,7 @@ class SizesOnly(TorchDispatchMode):
 
 
 def sized_result(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """The result of an operator, without values; a number as a tensor keeps its own."""
+    """Result of an operator, without values; wrapped numbers keep theirs."""
     if func in _NUMBERS and not args[0].dim():
         return func(*args, **kwargs)
     kind, takes_device = _kind_of(func)

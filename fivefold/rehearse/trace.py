@@ -38,7 +38,7 @@ Delta = tuple[str, int]
 
 
 class Moment(Enum):
-    """A place in what an action does."""
+    """A point within an action."""
 
     PAUSE = auto()  # its lane gives its turn to the other one
     GIVEN = auto()  # the tensor that it gives away is made
@@ -49,19 +49,19 @@ Event = Delta | CollectiveRecord | Moment
 
 
 class Recording(threading.local):
-    """What an action does, in order, while it is traced: bytes with their address, collectives and
-    pauses. Each lane has its own: the actions of two lanes take turns."""
+    """Trace of an action: bytes with their address, collectives and pauses, in order. Each lane has
+    its own: the actions of two lanes interleave."""
 
     events: list[tuple[int | None, Event]] | None = None
 
     def note(self, event: Event, address: int | None = None) -> None:
-        """Keep an event, if something is traced."""
+        """Append an event while tracing."""
         if self.events is not None:
             self.events.append((address, event))
 
     @contextmanager
     def tracing(self) -> Iterator[list[tuple[int | None, Event]]]:
-        """Keep what happens inside."""
+        """Context in which events are recorded."""
         self.events = events = []
         try:
             yield events
@@ -70,9 +70,8 @@ class Recording(threading.local):
 
 
 class Fused:
-    """Kernels of a GPU for tensors without values: what is made and freed inside of one takes no
-    memory. Without a compiler that is true for norms and sums of slots alone, and `everything` is
-    not."""
+    """Fused kernels for tensors without values: intermediates take no memory. Without a compiler
+    only norms and sums of slots are fused, and `everything` is False."""
 
     def __init__(self, meter: Meter, everything: bool) -> None:
         self.meter, self.everything = meter, everything
@@ -118,7 +117,7 @@ class Meter(SizesOnly):
         return result
 
     def as_one_kernel(self, compute: Compute, *inputs: Any) -> Any:
-        """Count the results of a computation, and nothing that it makes besides."""
+        """Count the results of a computation, without its intermediates."""
         self.inside_kernel += 1
         try:
             result = compute(*inputs)
@@ -133,16 +132,16 @@ class Meter(SizesOnly):
                 self.see(func, leaf)
 
     def start_level(self) -> None:
-        """Measure `high` from now on."""
+        """Start to measure `high`."""
         self.high = self.total
 
     def reset_peak(self) -> int:
-        """The peak so far; from now on another one is measured."""
+        """Return the peak, and start another."""
         before, self.peak = self.peak, 0
         return before
 
     def see(self, func: Any, tensor: Tensor) -> None:
-        """Count the memory of a tensor, if it is new."""
+        """Count the memory of a tensor, if its storage is new."""
         storage = tensor.untyped_storage()
         address = storage._cdata
         if address in self.known or not storage.nbytes():
@@ -154,7 +153,7 @@ class Meter(SizesOnly):
         self._add(address, delta)
 
     def resized(self, tensor: Tensor, category: str) -> None:
-        """The memory of a tensor was made anew, or given back."""
+        """Count the resized storage of a tensor."""
         storage = tensor.untyped_storage()
         address, size = storage._cdata, -(-storage.nbytes() // _BLOCK) * _BLOCK
         _, before = self.known.get(address, (category, 0))
@@ -165,7 +164,7 @@ class Meter(SizesOnly):
             self._add(address, (category, size - before))
 
     def move(self, tensors: Iterable[Tensor], category: str) -> None:
-        """These are for something else than was thought when they were made."""
+        """Move these tensors to another category."""
         for tensor in tensors:
             address = tensor.untyped_storage()._cdata
             if address in self.known and (known := self.known[address])[0] != category:
@@ -174,7 +173,7 @@ class Meter(SizesOnly):
                 self.live[category] += known[1]
 
     def count(self, delta: Delta) -> None:
-        """So many bytes more, or fewer."""
+        """Add or subtract bytes."""
         category, size = delta
         self.live[category] += size
         self.total += size
@@ -184,7 +183,7 @@ class Meter(SizesOnly):
 
     @contextmanager
     def called(self, category: str) -> Iterator[None]:
-        """All that is made inside is for this."""
+        """Context in which allocations belong to this category."""
         before, self.category = self.category, category
         try:
             yield
@@ -206,7 +205,7 @@ Traces = dict[tuple[Hashable, str], list[Event]]
 
 @dataclass(frozen=True)
 class Tracer:
-    """What a rehearsal watches, and what it has traced before."""
+    """Meter, recording and earlier traces of a rehearsal."""
 
     meter: Meter
     recording: Recording
@@ -214,7 +213,7 @@ class Tracer:
 
 
 class ReplayingChunk:
-    """A stage that runs for real only where it must: the microbatches of a stage all do the same.
+    """A stage that runs only what no trace has: all its microbatches do the same.
 
     The real code runs for the first and the last microbatch, which begin and end the gradients of a
     step, and for one between them, or two where some backwards are split and some are not. All
@@ -334,7 +333,7 @@ class ReplayingChunk:
 
 
 class _Stub(torch.autograd.Function):
-    """A stage in name only: sizes forward, and sizes backward. `keep` takes the gradient."""
+    """Placeholder of a stage: sizes forward, and sizes backward. `keep` receives the gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, like: Tensor, keep: Callable[[Tensor], None]) -> Tensor:

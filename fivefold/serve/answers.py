@@ -23,7 +23,7 @@ _LEAST_LOGPROB = -9999.0  # of a token without probability: JSON has no −inf
 
 @dataclass(frozen=True)
 class TokenNote:
-    """A token of a choice with its numbers; `offset` is where its text begins."""
+    """A token of a choice with its log-probabilities; `offset` is where its text begins."""
 
     token: int
     logprob: float
@@ -43,8 +43,8 @@ class ServedChoice:
         self.begin()
 
     def begin(self) -> None:
-        """Begin with nothing drawn; a second time under another id, since rows of the first may
-        still come."""
+        """Reset to no tokens; under another id after a restart, since results of the first may
+        still arrive."""
         self.starts += 1
         if self.starts > 1:
             self.request = replace(self.request, id=f"{self.request.id}/{self.starts}")
@@ -56,8 +56,8 @@ class ServedChoice:
 
     @property
     def can_begin_again(self) -> bool:
-        """Whether its client has seen nothing of it, and this would be its second start only: a
-        request that ends engines is not to end all of them."""
+        """Whether it may restart: its client has seen nothing of it, and it started once only, so
+        that a request that crashes engines does not crash all of them."""
         return self.starts == 1 and not (self.call.request.stream and self.num_tokens)
 
     @property
@@ -75,7 +75,7 @@ class ServedChoice:
         reason: Reason | None,
         alternatives: tuple[tuple[int, float], ...] = (),
     ) -> None:
-        """Take a drawn token; the choice has ended if it has a reason then."""
+        """Append a drawn token; sets `reason` if the choice has ended."""
         self.num_tokens += 1
         self.call.tick()
         if reason != "stop":  # a stop token has no text
@@ -92,12 +92,12 @@ class ServedChoice:
             self.reason = "stop" if self.stream.stopped else reason
 
     def fail(self, error: ApiError) -> None:
-        """End it, and its call, without another token."""
+        """Fail it and its call."""
         self.reason = "error"
         self.call.fail(error)
 
     def take(self) -> tuple[str, list[TokenNote]]:
-        """The text that is new, and the tokens of it."""
+        """Return text not yet sent, and its tokens."""
         text, self._taken = self._text[self._taken :], len(self._text)
         if self.reason is not None and not self.stream.stopped:
             ready = len(self._notes)
@@ -109,7 +109,7 @@ class ServedChoice:
 
 @dataclass(eq=False)
 class ServedCall:
-    """A request of a client on its way through the server."""
+    """An API request in the server."""
 
     id: str
     client: str
@@ -125,7 +125,7 @@ class ServedCall:
 
     @property
     def ended(self) -> bool:
-        """Whether nothing more will come."""
+        """Whether all its choices have ended."""
         return self.error is not None or all(choice.reason for choice in self.choices)
 
     @property
@@ -133,12 +133,12 @@ class ServedCall:
         return sum(choice.num_tokens for choice in self.choices)
 
     def tick(self) -> None:
-        """A token has come now."""
+        """Record the time of a token."""
         self.last = time.monotonic()
         self.first = self.first or self.last
 
     def fail(self, error: ApiError) -> None:
-        """Nothing more comes of it."""
+        """Fail with an error."""
         self.error = error
         self.changed.set()
 
@@ -152,19 +152,19 @@ class ServedCall:
 
 
 class AnswerWriter:
-    """Turns calls into the JSON of the API."""
+    """Formats calls as JSON of the API."""
 
     def __init__(self, model: str, codec: Codec) -> None:
         self.model, self.codec = model, codec
         self._names = {number: name for name, number in codec.named().items()}
 
     def completion(self, call: ServedCall) -> bytes:
-        """The answer of a call that has ended."""
+        """Response of a call that has ended."""
         choices = [self._whole_choice(choice, call.request) for choice in call.choices]
         return json.dumps(self._table(call, choices, call.usage(), full=True)).encode()
 
     def opening(self, call: ServedCall) -> bytes:
-        """What a stream begins with: in a chat, whose turn it is."""
+        """First event of a stream: in a chat, the role."""
         if not call.request.chat:
             return b""
         role = {"role": "assistant", "content": ""}
@@ -172,7 +172,7 @@ class AnswerWriter:
         return b"".join(self._event(call, [row]) for row in rows)
 
     def news(self, call: ServedCall, indices: set[int]) -> bytes:
-        """What is new in all choices; `told` are those whose end was sent."""
+        """Events with new text of all choices; `indices` are those whose end was sent."""
         events: list[bytes] = []
         for choice in call.choices:
             if choice.index in indices:
@@ -191,7 +191,7 @@ class AnswerWriter:
         return b"".join(events)
 
     def closing(self, call: ServedCall) -> bytes:
-        """The end of a stream, after the number of tokens if these are asked for."""
+        """Last events of a stream, with the usage if requested."""
         if call.error is not None:
             return b"data: " + call.error.body() + b"\n\n"
         usage = b""

@@ -44,7 +44,7 @@ _CODES = {413: "body_too_large", 408: "timeout"}
 
 @dataclass
 class RequestNote:
-    """What the log says of a request."""
+    """Log entry of a request."""
 
     client: str = "-"
     status: int = 0
@@ -52,7 +52,7 @@ class RequestNote:
 
 
 class Api:
-    """Answers connections."""
+    """HTTP handlers of the server."""
 
     def __init__(
         self,
@@ -72,7 +72,7 @@ class Api:
         self._connections: dict[HttpConnection, asyncio.Task[None]] = {}
 
     async def accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """A client has come."""
+        """Serve a connection."""
         connection = HttpConnection(reader, writer, self.limits)
         if not self._makes_room(connection.peer):
             writer.transport.abort()
@@ -106,8 +106,8 @@ class Api:
         return oldest is not None
 
     async def drain(self, seconds: float) -> None:
-        """Take no more calls, and answer what is open; what is not done in time is given up.
-        Whoever comes meanwhile hears that the server ends, and is not waited for."""
+        """Refuse new calls and finish open ones; fails those that exceed the timeout. Requests that
+        arrive meanwhile get 503, and are not waited for."""
         self.draining = True
         until, before = time.monotonic() + seconds, set(self._connections)
         while (left := before & self._connections.keys()) and time.monotonic() < until:

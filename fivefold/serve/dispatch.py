@@ -25,7 +25,7 @@ _LONGEST_RETRY_S = 60
 
 
 class Dispatcher:
-    """All replicas, and the calls that wait for one."""
+    """Routes calls to replicas, and tokens back to calls."""
 
     def __init__(
         self,
@@ -61,14 +61,14 @@ class Dispatcher:
 
     @property
     def longest(self) -> int:
-        """The tokens that a prompt and its completion may have together."""
+        """Most tokens of a prompt with its completion."""
         if self.shape.window_everywhere is not None:
             return self.shape.max_seq
         capacities = [replica.tokens_of_one for replica in self.replicas.values()]
         return min([self.shape.max_seq, *capacities])
 
     async def hear(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Take in what a replica says, until it ends."""
+        """Receive messages of a replica until it ends."""
         try:
             hello = await read_message(reader)
             assert isinstance(hello, ReplicaHello)
@@ -82,8 +82,7 @@ class Dispatcher:
             writer.close()
 
     def lose(self, index: int) -> None:
-        """An engine has died: what it was computing begins again elsewhere, or in its next start,
-        unless a client has seen some of it."""
+        """Requeue the requests of a dead engine, except those of which a client has seen text."""
         replica = self.replicas.get(index)
         if replica is None:
             return
@@ -108,7 +107,7 @@ class Dispatcher:
         self.pump()
 
     def give_up(self, reason: str) -> None:
-        """No engine of some kind is left, and none will come: what waits fails."""
+        """Fail waiting requests: no engine of some kind will start again."""
         while (waiting := self.queue.pop()) is not None:
             waiting.call.fail(ApiError(503, f"no engine is left: {reason}"))
 
@@ -120,7 +119,7 @@ class Dispatcher:
         prompts: list[tuple[int, ...]],
         began: float,
     ) -> ServedCall:
-        """A call with all its choices, which are checked here."""
+        """Create a call with its choices, and validate them."""
         call = ServedCall(id, client, text_request, sum(map(len, prompts)), began)
         seed = secrets.randbits(63) if text_request.seed is None else text_request.seed
         sampling = Sampling(text_request.temperature, text_request.top_k, text_request.top_p, seed)
@@ -135,7 +134,7 @@ class Dispatcher:
                     limit,
                     sampling,
                     self.ends | tokens,
-                    drawn_as=f"choice {copy}",
+                    seed_key=f"choice {copy}",
                     alternatives=min(text_request.alternatives, self.shape.vocab),
                 )
                 index = len(call.choices)
@@ -176,7 +175,7 @@ class Dispatcher:
         self.pump()
 
     def full(self) -> ApiError:
-        """What is said when the queue is full, and when to come again."""
+        """Error of a full queue, with the time to retry after."""
         waits, runs = self.queue.size, max(1, self.num_running)
         seconds = fmean(self._recent) * waits / runs if self._recent else 1.0
         retry = max(1, min(_LONGEST_RETRY_S, math.ceil(seconds)))
@@ -185,7 +184,7 @@ class Dispatcher:
         return ApiError(429, f"{rule}: try again in {retry} s", None, "queue_full", headers)
 
     def pump(self) -> None:
-        """Give replicas what waits, while they have room."""
+        """Dispatch waiting requests to replicas with capacity."""
         while self.queue.size:
             decode = least_loaded(self._engines("decode" if self.has_prefill else "both"), [])
             prompts = self._engines("prefill")
@@ -206,7 +205,7 @@ class Dispatcher:
         return [replica for replica in self.replicas.values() if replica.role == role]
 
     def end(self, call: ServedCall) -> None:
-        """Nobody waits for a call any more: what it has is free."""
+        """Abort a call whose client has disconnected."""
         for choice in call.choices:
             self.queue.remove(choice)
             for replica in self.replicas.values():
@@ -216,7 +215,7 @@ class Dispatcher:
         self.pump()
 
     def fail_all(self, error: ApiError) -> None:
-        """Give up everything that is open."""
+        """Fail all open calls."""
         while (waiting := self.queue.pop()) is not None:
             waiting.call.fail(error)
         for replica in self.replicas.values():
@@ -280,7 +279,7 @@ class Dispatcher:
             after.forget(choice.id, target.home)
 
     def gauges(self) -> list[tuple[str, str, list[tuple[Labels, float]]]]:
-        """Where the replicas stand."""
+        """Gauges of all replicas."""
         none: Labels = ()
 
         def gauge(value: Callable[[ServingReplica], float]) -> list[tuple[Labels, float]]:

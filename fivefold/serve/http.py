@@ -27,7 +27,7 @@ Headers = list[tuple[str, str]]
 
 @dataclass(frozen=True)
 class HttpLimits:
-    """What a connection may take."""
+    """Limits of a connection."""
 
     header_bytes: int = 16 << 10
     body_bytes: int = 4 << 20
@@ -40,7 +40,7 @@ class HttpLimits:
     linger_s: float = 5.0  # for the rest of a refused body, so that its sender sees the answer
 
     def within_open_files(self) -> HttpLimits:
-        """As many connections as this process may have open, after raising its soft limit."""
+        """Limit connections to the process's open files, after raising its soft limit."""
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         num_files = self.connections + _OTHER_FILES
         if soft != resource.RLIM_INFINITY and soft < num_files:
@@ -53,7 +53,7 @@ class HttpLimits:
 
 @dataclass(frozen=True)
 class HttpRequest:
-    """A request as it came."""
+    """A parsed request."""
 
     method: str
     path: str  # without the query
@@ -63,7 +63,7 @@ class HttpRequest:
 
 
 class HttpRefusal(Exception):
-    """A request that is refused before anybody has looked at it."""
+    """A request refused by the HTTP layer."""
 
     def __init__(self, status: int, message: str, request: HttpRequest | None = None) -> None:
         self.status, self.message, self.request = status, message, request
@@ -71,11 +71,12 @@ class HttpRefusal(Exception):
 
 
 class ClientGone(Exception):
-    """The client has closed its connection, or does not take what is sent."""
+    """The client has disconnected, or does not read."""
 
 
 class HttpConnection:
-    """A client. One request at a time: `read`, then `respond`, or `begin`, `send` and `finish`."""
+    """A connection. One request at a time: `read`, then `respond`, or `begin`, `send` and
+    `finish`."""
 
     def __init__(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, limits: HttpLimits
@@ -88,7 +89,8 @@ class HttpConnection:
         writer.transport.set_write_buffer_limits(_HIGH_WATER)
 
     async def read(self) -> HttpRequest | None:
-        """The next request; None if the client has gone or says nothing. Raises `HttpRefusal`."""
+        """Read the next request; None if the client has disconnected or is idle. Raises
+        `HttpRefusal`."""
         request: HttpRequest | None = None
         try:
             self.idle_since = time.monotonic()
@@ -149,7 +151,7 @@ class HttpConnection:
                     return bytes(body)
 
     async def gone(self) -> None:
-        """Returns when the client has closed the connection; what it sends meanwhile is kept."""
+        """Wait until the client disconnects; buffers what it sends."""
         with contextlib.suppress(OSError):
             while data := await self.reader.read(_READ):
                 self.state.receive_data(data)
@@ -157,22 +159,22 @@ class HttpConnection:
                     await asyncio.get_running_loop().create_future()  # it may wait; nobody reads
 
     async def respond(self, status: int, headers: Headers, body: bytes) -> None:
-        """A whole answer."""
+        """Send a full response."""
         await self.begin(status, [*headers, ("content-length", str(len(body)))])
         await self.send(body)
         await self.finish()
 
     async def begin(self, status: int, headers: Headers) -> None:
-        """Begin an answer; without a length it is sent in chunks."""
+        """Begin a response; chunked if it has no length."""
         pairs = [(name.encode(), value.encode("latin-1", "replace")) for name, value in headers]
         await self._send(h11.Response(status_code=status, headers=pairs))
 
     async def send(self, data: bytes) -> None:
-        """More of the answer. Raises `ClientGone`, also where nobody takes it for too long."""
+        """Send a part of the response. Raises `ClientGone`, also on timeout."""
         await self._send(h11.Data(data=data))
 
     async def finish(self) -> None:
-        """The answer is complete."""
+        """End the response."""
         await self._send(h11.EndOfMessage())
 
     async def _send(self, event: h11.Event) -> None:
@@ -193,14 +195,14 @@ class HttpConnection:
                 raise ClientGone("the client does not read") from error
 
     def next_cycle(self) -> bool:
-        """Whether the connection is there for another request."""
+        """Whether the connection may serve another request."""
         if self.state.our_state is not h11.DONE or self.state.their_state is not h11.DONE:
             return False
         self.state.start_next_cycle()
         return True
 
     async def close(self) -> None:
-        """Close it, once what was sent is taken, or after a while."""
+        """Close after sent data is read, or after a timeout."""
         with contextlib.suppress(OSError, TimeoutError):
             async with asyncio.timeout(self.limits.linger_s):
                 await self._discard()
@@ -236,7 +238,7 @@ async def serve_connection(
     handle: Callable[[HttpConnection, HttpRequest], Awaitable[None]],
     refuse: Callable[[HttpConnection, HttpRefusal], Awaitable[None]],
 ) -> None:
-    """Answer one request after another, until the client goes or breaks a rule."""
+    """Serve requests of a connection until the client disconnects or breaks a rule."""
     try:
         while True:
             try:

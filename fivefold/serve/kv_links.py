@@ -40,13 +40,13 @@ _HEAD = struct.Struct("<IQ")  # bytes of the header, and of the tensors
 
 
 def kv_socket(folder: Path, engine: int, start: int, rank: int) -> Path:
-    """The socket of a rank that gets caches."""
+    """Socket of a rank that receives caches."""
     return folder / f"kv-{engine}-{start}-{rank}"
 
 
 class KvOutbox(threading.Thread):
-    """Sends pieces, in order. What is meant for a rank that has died is dropped: the API process
-    knows of its death."""
+    """Sends pieces in order. Pieces for a dead rank are dropped: the API process learns of its
+    death."""
 
     def __init__(self, folder: Path, source: str) -> None:
         super().__init__(name="kv-out", daemon=True)
@@ -55,7 +55,7 @@ class KvOutbox(threading.Thread):
         self._streams: dict[Path, socket.socket | None] = {}  # None: it has died
 
     def put(self, target: KvTarget, rank: int, piece: KvPiece, total: int) -> None:
-        """Send a piece to a rank, which gets so many of this sequence in all."""
+        """Send a piece to a rank, which receives `total` of this sequence."""
         path = kv_socket(self.folder, target.engine, target.start, rank)
         self._queue.put((path, piece, total))
 
@@ -76,7 +76,7 @@ class KvOutbox(threading.Thread):
                 stream.close()
 
     def finish(self) -> None:
-        """Send what waits, and end."""
+        """Send what is queued, and end."""
         self._queue.put(None)
         self.join()
 
@@ -96,7 +96,7 @@ def _send(stream: socket.socket, source: str, piece: KvPiece, total: int) -> Non
 
 @dataclass
 class _Arrival:
-    """The pieces of one sequence; those of an unwanted one are only counted."""
+    """Received pieces of one sequence; unwanted ones are only counted."""
 
     source: str
     count: int = 0
@@ -106,8 +106,8 @@ class _Arrival:
 
 
 class KvInbox:
-    """Takes in pieces, in a thread for each rank that sends. Others may connect from the beginning;
-    they are heard from `start` on."""
+    """Receives pieces, in a thread for each sender. Senders may connect at once, and are read from
+    `start` on."""
 
     def __init__(self, path: Path) -> None:
         self.on_complete: Callable[[str], None] = lambda id: None
@@ -120,23 +120,23 @@ class KvInbox:
         self._listener.listen(128)
 
     def start(self, on_complete: Callable[[str], None]) -> None:
-        """`on_complete` is called in threads, with a sequence all of whose pieces are there, or
-        have been thrown away."""
+        """Start to receive; `on_complete` is called in threads with a sequence whose pieces have
+        all arrived, or were discarded."""
         self.on_complete = on_complete
         threading.Thread(target=self._accept, name="kv-in", daemon=True).start()
 
     def take(self, id: str) -> list[KvPiece]:
-        """The pieces of a complete sequence, once."""
+        """Return the pieces of a complete sequence, once."""
         with self._lock:
             return self._arrivals.pop(id).pieces
 
     def discard(self, id: str) -> None:
-        """Nobody wants a sequence that is complete, if it has not been taken."""
+        """Drop a complete sequence, if it was not taken."""
         with self._lock:
             self._arrivals.pop(id, None)
 
     def forget(self, id: str) -> None:
-        """Nobody wants this sequence; what is still to come of it is thrown away."""
+        """Drop a sequence, with pieces that still arrive."""
         with self._lock:
             arrival = self._arrivals.setdefault(id, _Arrival("", is_wanted=False))
             arrival.is_wanted = False
@@ -146,7 +146,7 @@ class KvInbox:
 
     @property
     def num_open(self) -> int:
-        """Sequences of which something is here."""
+        """Number of sequences with received pieces."""
         return len(self._arrivals)
 
     def _accept(self) -> None:
@@ -214,7 +214,7 @@ def _tensors(data: bytearray, kinds: Iterable[tuple[tuple[int, ...], Any]]) -> A
 
 
 class RankTravel:
-    """How the sequences of a rank leave for another layout, or come from one."""
+    """Sends the caches of a rank's sequences to another layout, or receives them."""
 
     def __init__(self, pages: RankPages, other: Plan) -> None:
         self.pages, self.other = pages, other
@@ -226,20 +226,20 @@ class RankTravel:
 
     @classmethod
     def sending(cls, pages: RankPages, other: Plan, outbox: KvOutbox) -> RankTravel:
-        """Of a rank that computes prompts."""
+        """For a prefill rank."""
         travel = cls(pages, other)
         travel.outbox = outbox
         return travel
 
     @classmethod
     def receiving(cls, pages: RankPages, other: Plan, inbox: KvInbox) -> RankTravel:
-        """Of a rank that goes on."""
+        """For a decode rank."""
         travel = cls(pages, other)
         travel.inbox = inbox
         return travel
 
     def start(self, leader: RankLink) -> None:
-        """Begin to send, or to take in and to tell the leader what is complete."""
+        """Start to send, or to receive and to report complete sequences to the leader."""
         if self.outbox is not None:
             self.outbox.start()
         if self.inbox is not None:
@@ -263,13 +263,13 @@ class RankTravel:
         self.pages.put(sequence, self.inbox.take(sequence.request.id))
 
     def bytes_of(self, prompt: int) -> int:
-        """What travels of a prompt: whole blocks."""
+        """Bytes sent for a prompt, in full blocks."""
         itemsize = next(iter(self.pages.pages.values())).keys.element_size()
         return moved_bytes(self.other, blocks_of(prompt) * BLOCK, itemsize)
 
 
 class Adoptions:
-    """Which requests wait for their cache; of the leader of an engine that goes on with them."""
+    """Requests that wait for their cache, in the leader of a decode engine."""
 
     def __init__(self, ranks: int) -> None:
         """`ranks` of a replica, each of which tells when a cache is complete."""
@@ -281,7 +281,7 @@ class Adoptions:
     def due(
         self, commands: Sequence[EngineCommand], complete: Iterable[str]
     ) -> list[EngineCommand]:
-        """What all ranks do now: of commands, and of caches that are complete."""
+        """Commands for all ranks, once caches they need are complete."""
         due_commands: list[EngineCommand] = []
         self._complete.update(complete)
         for command in commands:

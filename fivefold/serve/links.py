@@ -31,7 +31,7 @@ EngineRole = Literal["both", "prefill", "decode"]
 
 @dataclass(frozen=True)
 class KvTarget:
-    """The engine that goes on with a sequence, which start of it, and on which data rank."""
+    """Decode engine of a sequence: replica, start number and data rank."""
 
     engine: int
     start: int
@@ -40,8 +40,8 @@ class KvTarget:
 
 @dataclass(frozen=True)
 class AddCommand:
-    """Begin a request. With a `target` its cache goes there after the first token; with tokens that
-    were drawn its cache comes from another engine, to the data rank `home`."""
+    """Add a request. With a `target`, its cache is sent there after the first token; with drawn
+    tokens, its cache is received from another engine, on the data rank `home`."""
 
     request: Request
     target: KvTarget | None = None
@@ -51,19 +51,19 @@ class AddCommand:
 
 @dataclass(frozen=True)
 class DropCommand:
-    """Nobody waits for this request any more."""
+    """Abort a request."""
 
     id: str
 
 
 @dataclass(frozen=True)
 class CloseCommand:
-    """End, when nothing is open."""
+    """End after all open requests."""
 
 
 @dataclass(frozen=True)
 class ForgetCommand:
-    """A cache comes, or has come, that nobody waits for any more."""
+    """Drop a cache that has arrived, or will."""
 
     id: str
     home: int
@@ -76,8 +76,8 @@ DrawnRow = tuple[str, int, float, Reason | None, tuple[tuple[int, float], ...]]
 
 @dataclass(frozen=True)
 class ReplicaHello:
-    """A replica is ready; `blocks` are those of all its data ranks together, and one request has
-    those of one."""
+    """A replica is ready; `blocks` counts those of all data ranks, `blocks_of_one` limits a
+    request."""
 
     replica: int
     blocks: int
@@ -89,8 +89,8 @@ class ReplicaHello:
 
 @dataclass(frozen=True)
 class StepNews:
-    """What came of a step: tokens, requests that were refused, where the engine stands, and the
-    sequences that are on their way to another engine, with their bytes."""
+    """Result of a step: tokens, refused requests, state of the engine, and sequences sent to
+    another engine, with their bytes."""
 
     rows: list[DrawnRow]
     refused: list[tuple[str, str]]
@@ -101,19 +101,19 @@ class StepNews:
 
 
 def packed_message(value: Any) -> bytes:
-    """A value on its way."""
+    """Serialize a value."""
     data = pickle.dumps(value, protocol=5)
     return _HEAD.pack(len(data)) + data
 
 
 async def read_message(reader: asyncio.StreamReader) -> Any:
-    """The next value; raises `IncompleteReadError` at the end."""
+    """Read the next value; raises `IncompleteReadError` at the end."""
     (size,) = _HEAD.unpack(await reader.readexactly(_HEAD.size))
     return pickle.loads(await reader.readexactly(size))
 
 
 class RankLink:
-    """The end of a socket in a rank, which waits for it only when there is nothing to compute."""
+    """A rank's end of a socket, which blocks only when there is nothing to compute."""
 
     def __init__(self, stream: socket.socket) -> None:
         self.stream = stream
@@ -122,7 +122,7 @@ class RankLink:
 
     @classmethod
     def to(cls, path: Path, patience: float = 60.0) -> RankLink:
-        """Connect to whoever listens there, or will soon."""
+        """Connect to a socket, with retries until it exists."""
         until = time.monotonic() + patience
         while True:
             stream = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -136,17 +136,17 @@ class RankLink:
                 time.sleep(_RETRY_S)
 
     def send(self, value: Any) -> None:
-        """Send a value, waiting while the other end is behind."""
+        """Send a value; blocks while the buffer is full."""
         self.stream.sendall(packed_message(value))
 
     def send_from_thread(self, value: Any) -> None:
-        """The same beside a main thread that only receives; threads take turns."""
+        """Send from a thread beside a main thread that only receives."""
         with self._turn:
             self.send(value)
 
     def receive(self, seconds: float) -> list[Any]:
-        """All values that are there; waits so long for a first one. Raises `EOFError` when the
-        other end has closed it."""
+        """Receive all available values; waits up to `seconds` for the first. Raises `EOFError` at
+        the end."""
         messages = self._complete()
         while not messages:
             if not select.select([self.stream], [], [], seconds)[0]:
@@ -160,11 +160,11 @@ class RankLink:
 
     @staticmethod
     def wait(links: Iterable[RankLink], seconds: float) -> None:
-        """Wait so long for a value from any of some links."""
+        """Wait for a value on any of several links."""
         select.select([link.stream for link in links], [], [], seconds)
 
     def close(self) -> None:
-        """Nothing is sent any more."""
+        """Close the link."""
         self.stream.close()
 
     def _read(self) -> None:

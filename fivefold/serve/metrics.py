@@ -11,7 +11,7 @@ Labels = tuple[tuple[str, str], ...]
 
 
 class Histogram:
-    """How often a number was below each of some bounds."""
+    """A Prometheus histogram."""
 
     def __init__(self, name: str, help: str, bounds: Sequence[float] = _SECONDS) -> None:
         self.name, self.help, self.bounds = name, help, tuple(bounds)
@@ -33,7 +33,7 @@ class Histogram:
 
 
 class ServeMetrics:
-    """What has happened so far."""
+    """Counters and histograms of a server."""
 
     def __init__(self) -> None:
         self.requests: Counter[Labels] = Counter()
@@ -44,37 +44,37 @@ class ServeMetrics:
         self.latency = Histogram("fivefold_request_seconds", "From a request to its last token.")
 
     def begun(self, prompt_tokens: int) -> None:
-        """A call was taken."""
+        """Count a call."""
         self.prompt_tokens += prompt_tokens
 
     def drew(self, tokens: int) -> None:
-        """An engine has drawn so many tokens."""
+        """Count drawn tokens."""
         self.output_tokens += tokens
 
     def moved(self, sequences: int, num_bytes: int) -> None:
-        """So many sequences are on their way to another engine."""
+        """Count sequences sent to another engine."""
         self.num_moved += sequences
         self.moved_bytes += num_bytes
 
     def restarted(self) -> None:
-        """An engine was lost, and is started again."""
+        """Count a restart of an engine."""
         self.restarts += 1
 
     def lost(self, again: bool) -> None:
-        """A sequence was in an engine that was lost; it begins again, or fails."""
+        """Count a sequence of a lost engine."""
         self.retried += again
         self.num_lost += not again
 
     def left(self) -> None:
-        """A client has gone before its answer was complete."""
+        """Count a client that disconnected early."""
         self.broken_off += 1
 
     def answered(self, path: str, status: int) -> None:
-        """A request has its answer."""
+        """Record a response."""
         self.requests[(("path", path), ("status", str(status)))] += 1
 
     def lines(self, gauges: Sequence[tuple[str, str, Sequence[tuple[Labels, float]]]]) -> str:
-        """The text of all numbers; a gauge is a name, its help, and its values by label."""
+        """Text in Prometheus' format; a gauge is a name, its help, and values by label."""
         name = "fivefold_requests_total"
         rows = [*_head(name, "Requests by path and status.", "counter")]
         rows += [f"{name}{_labels(key)} {count}" for key, count in sorted(self.requests.items())]

@@ -28,7 +28,7 @@ _LONGEST_LINE = 64 << 20
 
 
 class TemplateProcess:
-    """The process that renders chats, one after another."""
+    """The process that renders chat templates."""
 
     def __init__(self, template: ChatTemplate) -> None:
         self.template = template
@@ -36,7 +36,7 @@ class TemplateProcess:
         self._process: asyncio.subprocess.Process | None = None
 
     async def render(self, messages: tuple[dict[str, str], ...]) -> str:
-        """The prompt that asks for the next message; raises `ApiError`."""
+        """Render messages to a prompt; raises `ApiError`."""
         async with self._turn:
             answer = await self._answer(messages) or await self._answer(messages)
         if answer is None:
@@ -81,7 +81,7 @@ class TemplateProcess:
         return process
 
     async def start(self) -> None:
-        """Start the process: the first chat would wait for it."""
+        """Start the process, so that the first chat need not wait."""
         async with self._turn:
             await self._start()
 
@@ -95,7 +95,7 @@ class TemplateProcess:
 
 
 class PromptReader:
-    """Turns what is asked into the tokens of prompts."""
+    """Encodes requests to prompt tokens."""
 
     def __init__(self, codec: Codec, folder: Path) -> None:
         self.codec, self.quotes, self._token_bytes = codec, None, codec.longest_token()
@@ -108,8 +108,8 @@ class PromptReader:
             self.chats = TemplateProcess(ChatTemplate(folder))
 
     async def tokens(self, request: AskedText, longest: int) -> list[tuple[int, ...]]:
-        """The tokens of every prompt; refuses texts that cannot have as few as `longest`, before
-        they cost anything. Special tokens in them are text if the request says so."""
+        """Encode every prompt; refuses texts that must exceed `longest` before encoding. Special
+        tokens in them are plain text if the request says so."""
         quotes = None if request.parse_special else self.quotes
         if not request.chat:
             codec = self.codec if quotes is None else quotes.plain

@@ -14,7 +14,7 @@ from typing import Generic, Protocol, TypeVar
 
 
 class QueuedItem(Protocol):
-    """A sequence that waits, of a call of a client."""
+    """A sequence in the queue, of a call of a client."""
 
     @property
     def client(self) -> str: ...
@@ -27,15 +27,15 @@ Item = TypeVar("Item", bound=QueuedItem)
 
 
 class FairQueue(Generic[Item]):
-    """Items of several clients, at most so many."""
+    """Bounded queue that serves clients in turn."""
 
     def __init__(self, most: int) -> None:
         self.most, self.size = most, 0
         self._queues: OrderedDict[str, deque[Item]] = OrderedDict()
 
     def push(self, client: str, items: Iterable[Item]) -> list[Item] | None:
-        """Queue the sequences of one call; returns those that lost their places to it, or None if
-        the call is refused."""
+        """Queue the sequences of one call; returns those evicted for it, or None if the call is
+        refused."""
         new, pushed_out = list(items), list[Item]()
         queue_size = len(self._queues.get(client, ()))
         if self.size + len(new) > self.most:
@@ -52,13 +52,12 @@ class FairQueue(Generic[Item]):
         return pushed_out
 
     def restore(self, item: Item) -> None:
-        """Queue a sequence that has waited already, before those of its client and beyond the
-        limit."""
+        """Requeue a sequence in front of those of its client, beyond the limit."""
         self._queues.setdefault(item.client, deque()).appendleft(item)
         self.size += 1
 
     def pop(self) -> Item | None:
-        """The next one: of the client that has waited longest for its turn."""
+        """Remove the next sequence: of the client whose turn is longest ago."""
         if not self._queues:
             return None
         client, queue = self._queues.popitem(last=False)
@@ -69,7 +68,7 @@ class FairQueue(Generic[Item]):
         return item
 
     def remove(self, item: Item) -> None:
-        """It waits no more, if it has waited."""
+        """Remove a sequence, if it is queued."""
         queue = self._queues.get(item.client)
         if queue is not None and item in queue:
             queue.remove(item)

@@ -65,7 +65,7 @@ class EngineUp:
 
 @dataclass(frozen=True)
 class RankBeat:
-    """A rank lives, and is lost if it says nothing more for so many seconds."""
+    """Heartbeat of a rank, which is lost if none follows within so many seconds."""
 
     rank: int
     patience: float
@@ -73,7 +73,7 @@ class RankBeat:
 
 @dataclass(frozen=True)
 class ServeTask:
-    """What every rank of a replica does. `text` has the model, and no requests."""
+    """Task of every rank of a replica. `text` has the model, and no requests."""
 
     text: TextTask
     folder: Path  # of sockets
@@ -89,7 +89,7 @@ class ServeTask:
 
     @property
     def leader(self) -> Path:
-        """The socket of rank 0, which the others follow."""
+        """Socket of rank 0 for the other ranks."""
         return self.folder / f"replica-{self.replica}-{self.start}"
 
 
@@ -164,7 +164,7 @@ def _capture_prompts(forward: DecoderForward, tokens: int) -> None:
 
 @dataclass
 class EngineLoop:
-    """An engine, and what it is told."""
+    """Loop of an engine: commands in, results out."""
 
     engine: LayoutEngine
     travel: RankTravel | None = None
@@ -173,7 +173,7 @@ class EngineLoop:
     lengths: dict[str, int] = field(default_factory=dict[str, int])  # of prompts that will leave
 
     def start(self, leader: RankLink) -> None:
-        """Sequences may leave this engine for another, or come from one, from now on."""
+        """Connect to the engines that receive or send caches."""
         if self.travel is not None:
             self.engine.connect(self.travel)
             self.travel.start(leader)
@@ -183,7 +183,7 @@ class EngineLoop:
         return self.closing and not self.open
 
     def turn(self, commands: Sequence[EngineCommand]) -> StepNews:
-        """Do as told, and run a step if there is anything to run."""
+        """Apply commands, and run a step if there is work."""
         refused = [refusal for command in commands for refusal in self._obey(command)]
         drawn = self.engine.step() if self.engine.busy else []
         rows, moved, num_bytes = list[DrawnRow](), list[tuple[str, KvTarget]](), 0
@@ -241,7 +241,7 @@ def _row(drawn: DrawnToken) -> DrawnRow:
 
 
 class _Beat:
-    """Signs of life after every step, at most one in `_BEAT_S`."""
+    """Sends a heartbeat after steps, at most one in `_BEAT_S`."""
 
     def __init__(self, worker: Worker, device: str) -> None:
         self.worker, self.last, self.slowest = worker, 0.0, 0.0

@@ -57,13 +57,13 @@ class ServingReplica:
         return self.alive and len(self.open) < self.most
 
     def add(self, choice: ServedChoice, digests: Iterable[bytes] = ()) -> None:
-        """Begin a choice; `digests` are those of its prompt."""
+        """Start a choice; `digests` are those of its prompt."""
         self._begin(choice, digests, AddCommand(choice.request))
 
     def add_prompt(
         self, choice: ServedChoice, digests: Iterable[bytes], after: ServingReplica
     ) -> None:
-        """Begin the prompt of a choice, which takes a place in the engine that goes on with it."""
+        """Prefill a choice, and reserve capacity in its decode engine."""
         request, target = replace(choice.request, max_tokens=1), None
         if choice.request.max_tokens > 1:
             target = after.reserve(choice)
@@ -81,7 +81,7 @@ class ServingReplica:
         self._tell(command)
 
     def reserve(self, choice: ServedChoice) -> KvTarget:
-        """Keep a place for a choice whose prompt another engine computes."""
+        """Reserve capacity for a choice whose prompt another engine prefills."""
         home = self._loads.index(min(self._loads))
         self._loads[home] += tokens_of(choice)
         self.open[choice.id] = choice
@@ -90,17 +90,17 @@ class ServingReplica:
         return target
 
     def go_on(self, choice: ServedChoice, source: ServingReplica, drawn: Drawn) -> None:
-        """Go on with a choice when its cache is here."""
+        """Continue a choice when its cache has arrived."""
         self._told.add(choice.id)
         self.sources[choice.id] = source
         self._tell(AddCommand(choice.request, home=self._places[choice.id].home, drawn=drawn))
 
     def forget(self, id: str, home: int) -> None:
-        """A cache is on its way here that nobody waits for."""
+        """Drop a cache that is on its way."""
         self._tell(ForgetCommand(id, home))
 
     def ended(self, choice: ServedChoice) -> None:
-        """The engine has ended it, or will."""
+        """Release a choice that the engine has ended, or will."""
         if self.open.pop(choice.id, None) is not None:
             self.load -= tokens_of(choice)
             self._told.discard(choice.id)
@@ -109,7 +109,7 @@ class ServingReplica:
                 self._loads[target.home] -= tokens_of(choice)
 
     def drop(self, choice: ServedChoice) -> None:
-        """Nobody wants more of it: its blocks are free after the step that runs."""
+        """Abort a choice: its blocks are free after the current step."""
         if choice.id in self.open:
             in_engine = choice.id in self._told
             self.ended(choice)
@@ -120,14 +120,14 @@ class ServingReplica:
         self._tell(CloseCommand())
 
     def lose(self) -> None:
-        """It has died."""
+        """Mark it dead."""
         self.alive = False
 
     def heard(self, news: StepNews) -> None:
         self.free_blocks, self.preempted = news.free_blocks, news.preempted
 
     def known(self, digests: Sequence[bytes]) -> int:
-        """How many of the first blocks of a prompt were here."""
+        """Number of the first blocks of a prompt that this replica has cached."""
         count = 0
         while count < len(digests) and digests[count] in self._known:
             count += 1
@@ -139,12 +139,12 @@ class ServingReplica:
 
 
 def tokens_of(choice: ServedChoice) -> int:
-    """The tokens that a choice may have in the end."""
+    """Most tokens of a choice."""
     return len(choice.request.prompt) + choice.request.max_tokens
 
 
 def prompt_digests(prompt: Sequence[int]) -> list[bytes]:
-    """Of the first full blocks of a prompt, each with all before it."""
+    """Chained digests of the full blocks of a prompt."""
     digests, before = list[bytes](), b""
     for start in range(0, min(len(prompt) // BLOCK, _MOST_BLOCKS) * BLOCK, BLOCK):
         before = chained_digest(before, prompt[start : start + BLOCK])
@@ -155,7 +155,7 @@ def prompt_digests(prompt: Sequence[int]) -> list[bytes]:
 def least_loaded(
     replicas: Iterable[ServingReplica], digests: Sequence[bytes]
 ) -> ServingReplica | None:
-    """The replica that has the least to do for a prompt; None if all are full."""
+    """Replica with the least work for a prompt; None if all are full."""
     free = [replica for replica in replicas if replica.has_room]
     return min(
         free, key=lambda replica: replica.load - BLOCK * replica.known(digests), default=None

@@ -42,7 +42,7 @@ _TAKEN = (
 
 
 class ApiError(Exception):
-    """A refusal, as the API writes it."""
+    """An error in the format of the API."""
 
     def __init__(
         self,
@@ -63,13 +63,13 @@ class ApiError(Exception):
         return "server_error" if self.status >= 500 else "invalid_request_error"
 
     def body(self) -> bytes:
-        """The JSON of it."""
+        """The error as JSON."""
         table = {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}
         return json.dumps({"error": table}).encode()
 
 
 def wrong(param: str, rule: str) -> ApiError:
-    """A value that is refused."""
+    """Error of an invalid value."""
     return ApiError(400, f"{param}: {rule}", param, "invalid_value")
 
 
@@ -96,7 +96,7 @@ class AskedText:
 
 
 def parse_asked(body: bytes, chat: bool) -> AskedText:
-    """The request of a body."""
+    """Parse the body of a request."""
     fields = _Fields(_table(body))
     logprobs, alternatives = _logprobs(fields, chat)
     limit = fields.take("max_tokens", _whole(1, 1 << 31))
@@ -146,7 +146,7 @@ def _table(body: bytes) -> dict[str, Any]:
 
 
 class _Fields:
-    """The keys of a body, taken one by one."""
+    """Reader of the keys of a body."""
 
     def __init__(self, table: Mapping[str, Any]) -> None:
         self.left, self.known = dict(table), [*_NOTHING, *_TAKEN]

@@ -37,7 +37,7 @@ _USER_TIMEOUT_MS = 60_000  # for bytes that nobody acknowledges
 
 @dataclass(frozen=True)
 class ServeOptions:
-    """How a model is served."""
+    """Options of a server."""
 
     name: str
     host: str = "127.0.0.1"
@@ -55,7 +55,7 @@ class ServeOptions:
 
 
 def listening_socket(host: str, port: int, has_keys: bool) -> socket.socket:
-    """A socket on an address; beyond loopback only with keys."""
+    """Listen on an address; beyond loopback only with API keys."""
     try:
         addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except (OSError, UnicodeError) as error:
@@ -261,4 +261,4 @@ class ModelServer:
 
 
 class ServeLost(RuntimeError):
-    """A rank was lost before the server was up."""
+    """A rank died before the server was up."""

@@ -38,15 +38,15 @@ _LONG_S = 3600.0
 
 @dataclass(frozen=True)
 class RanksForked:
-    """The processes of an engine."""
+    """Process ids of an engine."""
 
     pids: list[int]
 
 
 @dataclass(frozen=True)
 class EngineEnd:
-    """An engine has ended: why, if that was not asked for, whether a rank has refused the task, and
-    which new start it is that follows; 0 if none does."""
+    """An engine has ended: the reason if it was unexpected, whether a rank refused the task, and
+    the number of its next start, 0 if none."""
 
     reason: str | None = None
     refused: bool = False
@@ -71,7 +71,7 @@ class EngineKeeper:
         theirs.close()
 
     def hear(self, on_end: Callable[[EngineEnd], None], on_warning: Callable[[str], None]) -> bool:
-        """Take in what it says; whether it will say more."""
+        """Handle a message; returns whether more may follow."""
         try:
             while self.pipe.poll():
                 value = self.pipe.recv()
@@ -89,12 +89,12 @@ class EngineKeeper:
         return True
 
     def no_more(self) -> None:
-        """Do not start it again."""
+        """Do not restart it."""
         with contextlib.suppress(OSError):
             self.pipe.send("no more")
 
     def kill(self) -> None:
-        """End it now, and its ranks."""
+        """Kill it and its ranks."""
         for pid in (*self.pids, self.process.pid or 0):
             with contextlib.suppress(ProcessLookupError):
                 if pid:
@@ -131,7 +131,7 @@ def _ignore_signals() -> None:
 
 
 class _OneStart:
-    """All ranks of an engine, until they end."""
+    """Ranks of an engine between a start and its end."""
 
     def __init__(self, pipe: Connection) -> None:
         self.pipe, self.was_up = pipe, False

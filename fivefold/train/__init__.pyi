@@ -1,10 +1,13 @@
-from fivefold.train.build import BuiltRank as BuiltRank
+from fivefold.train.build import RankRun as RankRun
 from fivefold.train.build import checked_source as checked_source
 from fivefold.train.build import sets_of as sets_of
 from fivefold.train.check import Check as Check
 from fivefold.train.check import MeasuredRun as MeasuredRun
 from fivefold.train.check import compare_with_plan as compare_with_plan
+from fivefold.train.check import judge as judge
+from fivefold.train.check import reference_runs as reference_runs
 from fivefold.train.loop import run_rank as run_rank
+from fivefold.train.options import RunOptions as RunOptions
 from fivefold.train.preference import PairLoss as PairLoss
 from fivefold.train.preference import PreferenceObjective as PreferenceObjective
 from fivefold.train.state import Progress as Progress
@@ -12,5 +15,3 @@ from fivefold.train.state import TrainedRank as TrainedRank
 from fivefold.train.state import TrainSettings as TrainSettings
 from fivefold.train.state import storage_bytes as storage_bytes
 from fivefold.train.tokenizers import keep_tokenizer as keep_tokenizer
-from fivefold.train.training import num_processes as num_processes
-from fivefold.train.training import train as train

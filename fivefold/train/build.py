@@ -24,15 +24,17 @@ from fivefold.data import (
     open_source,
     require_set,
 )
+from fivefold.launch import Worker
 from fivefold.model.kernels import compiled, eager
 from fivefold.optim import Updater
 from fivefold.parallel import ActionObserver, Instruments, Job, Mesh, compose
 from fivefold.parallel.units import GradientHome
+from fivefold.records import RunFolder, TimeSpent
 from fivefold.step import updater_of
 from fivefold.train.callbacks import PaceCallback, SpanCallback, WatchdogCallback, require_trackers
 from fivefold.train.checkpoint import latest
 from fivefold.train.pair_rules import pair_corpora, read_references, require_pairs
-from fivefold.train.state import TrainSettings
+from fivefold.train.state import Progress, TrainSettings
 from fivefold.train.tokenizers import require_same_tokenizer
 
 _MOST_BATCHES = 8  # global batches of rows that a training holds out itself
@@ -40,17 +42,30 @@ _MOST_BATCHES = 8  # global batches of rows that a training holds out itself
 
 @dataclass(frozen=True)
 class BuiltRank:
-    """What one rank trains with."""
+    """Components of training on one rank."""
 
     job: Job
     updater: Updater
     reader: RankReader
 
     def close(self) -> None:
-        """Wait for the collectives that are under way, and drop the groups."""
+        """Wait for collectives in flight, and release the groups."""
         for chunk in self.job.chunks:
             chunk.data.wait()
         self.job.mesh.close_groups()
+
+
+@dataclass(frozen=True)
+class RankRun:
+    """One rank of a start, and how far its run is. Without a `folder` nothing is recorded."""
+
+    worker: Worker
+    settings: TrainSettings
+    folder: RunFolder | None
+    rank: BuiltRank
+    progress: Progress
+    spent: TimeSpent
+    phases: WatchdogCallback
 
 
 def build_rank(
@@ -84,7 +99,7 @@ def build_rank(
         fuse=compiled if recipe.compiles(device.type) else eager,
         instruments=Instruments(_Both(phases.actions, spans.actions), phases.evaluation),
     )
-    if settings.check:
+    if settings.options.check:
         job.balancing.watch()
     updater = updater_of(job, recipe, master=settings.master)
     return BuiltRank(job, updater, reader_of(plan, settings, mesh.rank, device))
@@ -106,7 +121,7 @@ def _choose_kernels(deterministic: bool) -> None:
 
 
 class _Both(ActionObserver):
-    """Two observers of the same actions."""
+    """Chains two observers of actions."""
 
     def __init__(self, first: ActionObserver, second: ActionObserver) -> None:
         self.first, self.second = first, second
@@ -120,14 +135,14 @@ class _Both(ActionObserver):
 
 
 def reader_of(plan: Plan, settings: TrainSettings, rank: int, device: torch.device) -> RankReader:
-    """What reads the rows of a rank."""
+    """Reader of a rank's rows."""
     source, dp_coord = source_of(plan, settings), plan.layout.coord(rank).dp
     seed = settings.recipe.seed if plan.shape.drops else None
     return RankReader(source, plan.batch, plan.packed, dp_coord, device, seed)
 
 
 def source_of(plan: Plan, settings: TrainSettings, verify: bool = False) -> Source:
-    """The data that the plan's model reads."""
+    """Data source of the plan's model."""
     recipe, seq = settings.recipe, plan.batch.seq
     vocab, seed = plan.shape.vocab, recipe.seed
     source = open_source(recipe.data, vocab, seq, seed, verify=verify, loss=recipe.loss)
@@ -150,7 +165,7 @@ def _require_packed(plan: Plan, corpora: Iterable[Corpus | Synthetic]) -> None:
 def sets_of(
     plan: Plan, recipe: Recipe, source: Source, verify: bool = False
 ) -> list[EvaluationSet]:
-    """The sets that a training is evaluated on; none without evaluations."""
+    """Evaluation sets; none without evaluations."""
     if not recipe.eval_every:
         return []
     most = _MOST_BATCHES * plan.batch.sequences
@@ -163,14 +178,14 @@ def sets_of(
 
 
 def checked_source(plan: Plan, settings: TrainSettings) -> Source:
-    """The data of a training, whose files, tokenizer and evaluation sets are as they should be, and
-    whose trackers are installed."""
+    """Data source, with its files, tokenizer and evaluation sets validated, and trackers
+    installed."""
     require_trackers(settings.recipe.log)
-    resumed = settings.folder if settings.resume else None
+    resumed = settings.folder if settings.options.resume else None
     require_same_tokenizer(plan, settings.recipe.data, resumed)
     source = source_of(plan, settings, verify=True)
     sets = sets_of(plan, settings.recipe, source, verify=True)
-    begun = settings.resume and settings.folder is not None and latest(settings.folder)
+    begun = settings.options.resume and settings.folder is not None and latest(settings.folder)
     if settings.recipe.dpo_beta and begun and int(begun.name.rpartition("-")[2]):
         read_references(begun.parents[1], pair_corpora(source, sets))
     return source

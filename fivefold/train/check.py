@@ -34,7 +34,7 @@ _SMALL = 1e-3  # float64: a gradient below this share of the largest one may be 
 
 @dataclass(frozen=True)
 class GradientCheck:
-    """The gradient that is nearest to what it may differ by, or farthest beyond it.
+    """The gradient nearest to its tolerance, or farthest beyond it.
 
     Differences are shares of its norm. `spread` is what two runs of one process differ by that sum
     in another order: in this gradient, or in nine of ten gradients of the step if that is more.
@@ -55,7 +55,8 @@ class GradientCheck:
 
 @dataclass(frozen=True)
 class Check:
-    """Losses beside those of one process, in nats: the largest difference of the first `steps`.
+    """Comparison with the losses of one process, in nats: the largest difference of the first
+    `steps`.
 
     `spread` is the difference of two runs of one process that sum in another order; None in
     float64, which needs none. A single number may agree by chance, so it is no less than the share
@@ -79,25 +80,26 @@ class Check:
 
 
 def reference_runs(plan: Plan, settings: TrainSettings) -> list[tuple[Plan, TrainSettings, bool]]:
-    """The runs of one process that a check takes, as `run_rank` is called: a second one adds the
-    terms of every sum in another order. It is not compiled, which a dispatch mode does not allow.
-    """
-    recipe = replace(settings.recipe, sample_every=0)
-    single_plan, plain = single_process(plan), replace(settings, folder=None, recipe=recipe)
+    """Single-process runs of a check, as arguments of `run_rank`; a second one sums in another
+    order. Not compiled, which a dispatch mode does not allow."""
+    recipe = replace(settings.recipe, sample_every=0, callbacks="")
+    options = replace(settings.options, callbacks=())
+    plain = replace(settings, options=options, folder=None, recipe=recipe)
+    single_plan = single_process(plan)
     eager = replace(plain, recipe=replace(recipe, compile=False))
     exact = settings.dtype == "float64" and plan.units.grad_dtype == "fp32"
     return [(single_plan, plain, False), *([] if exact else [(single_plan, eager, True)])]
 
 
 def single_process(plan: Plan) -> Plan:
-    """The same training on one rank, which takes the microbatches of all data ranks in turn."""
+    """The same training on one rank, with the microbatches of all data ranks in turn."""
     batch = plan.batch
     batch = Batch.over(1, batch)
     return replace(plan, layout=Layout(), batch=batch, stage_layers=None, ep_nodes=1)
 
 
 def judge(plan: Plan, runs: Sequence[TrainedRank], references: Sequence[TrainedRank]) -> Check:
-    """Compare the ranks with one process; a second run of it, if there is one, gives the spread.
+    """Compare the ranks with one process; its second run, if any, gives the spread.
 
     A request to stop reaches each of them in another step, so the steps that all have run count.
     """
@@ -145,8 +147,7 @@ def _steps_before(
 
 
 class _StepGradients(NamedTuple):
-    """The gradients of one step: the worst one, and by how much most of them differ in two runs of
-    one process."""
+    """Gradients of one step: the worst one, and the usual spread of two runs of one process."""
 
     worst: GradientCheck
     usual: float | None
@@ -223,7 +224,7 @@ def _largest(losses: Sequence[float], true_losses: Sequence[float]) -> float:
 
 @dataclass(frozen=True)
 class MemoryMatch:
-    """The memory of the rank that has most at its last update."""
+    """Memory of the largest rank at its last update."""
 
     rank: int
     planned: RankMemory
@@ -233,7 +234,7 @@ class MemoryMatch:
 
 @dataclass(frozen=True)
 class MeasuredRun:
-    """The memory of the ranks, and the traffic of all of them in one step.
+    """Measured memory of the ranks, and traffic of one step.
 
     The step is the last one that is known, or the first whose traffic differs from the plan. It is
     summed over all ranks, because what a rank sends to experts depends on its tokens. `memory` is
@@ -247,7 +248,7 @@ class MeasuredRun:
     traffic_as_planned: bool  # in every step that is known
 
     def to_json(self) -> dict[str, Any]:
-        """What `train --json` says of it."""
+        """Convert to the JSON of `train --json`."""
         by_source = {"planned": self.planned_traffic, "measured": self.traffic}
         traffic = {
             "step": self.step,
@@ -274,7 +275,7 @@ class MeasuredRun:
 def compare_with_plan(
     plan: Plan, settings: TrainSettings, runs: list[TrainedRank]
 ) -> MeasuredRun | None:
-    """Measured memory and traffic beside the plan; None if no step was run."""
+    """Compare measured memory and traffic with the plan; None without a step."""
     num_steps = len(runs[0].traffic)
     if not num_steps:
         return None

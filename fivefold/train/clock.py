@@ -40,7 +40,7 @@ class StepTimes(NamedTuple):
 
 @dataclass(frozen=True)
 class ClockOffset:
-    """Maps times of a device to the host's clock.
+    """Offset between a device's clock and the host's.
 
     A host that knows that an event has passed can only be late: its time minus that of the device
     is the offset or more. So the smallest one counts, until drift can have exceeded it.
@@ -50,25 +50,25 @@ class ClockOffset:
     device: float = 0.0  # when it was seen
 
     def passed(self, device: float, host: float) -> ClockOffset:
-        """The host knows, at a time of its own, that an event of the device has passed."""
+        """Narrow the offset: the host saw at `host` that an event had passed."""
         drifted = self.offset + _DRIFT * (device - self.device)
         return ClockOffset(host - device, device) if host - device <= drifted else self
 
     def host(self, device: float) -> float:
-        """The host's time of a time of the device."""
+        """Convert a device time to host time."""
         return device + self.offset
 
 
 @dataclass(frozen=True)
 class TimedEvent:
-    """A time of the host, and an event of its device; a CPU has none, and is there at once."""
+    """A host time and an event of the device; a CPU has none."""
 
     host: float
     event: torch.cuda.Event | None = None
 
     @classmethod
     def of(cls, device: torch.device) -> TimedEvent:
-        """Record an event in the current stream; the time is that before it."""
+        """Record an event in the current stream, with the host time before it."""
         if device.type != "cuda":
             return cls(time.perf_counter())
         event = torch.cuda.Event(enable_timing=True)
@@ -78,24 +78,24 @@ class TimedEvent:
 
     @property
     def passed(self) -> bool:
-        """Whether the device has passed the event."""
+        """Whether the event has completed."""
         return self.event is None or self.event.query()
 
     def wait(self) -> TimedEvent:
-        """Wait for the event; the time is that after it."""
+        """Wait for the event; returns one with the host time after it."""
         if self.event is not None:
             self.event.synchronize()
         return TimedEvent(time.perf_counter(), self.event)
 
     def until(self, later: TimedEvent) -> float:
-        """Seconds of the device from here to a later moment; both have passed."""
+        """Device seconds to a later event; both have completed."""
         if self.event is None or later.event is None:
             return later.host - self.host
         return 1e-3 * self.event.elapsed_time(later.event)
 
 
 class StepClock:
-    """The clock of a rank; both starts of its run, the first and this one, are times of
+    """Clock of a rank; both starts of its run, the first and this one, are times of
     `time.perf_counter`."""
 
     def __init__(self, device: torch.device, first_start: float, this_start: float) -> None:
@@ -112,7 +112,7 @@ class StepClock:
 
     @classmethod
     def of(cls, device: torch.device, folder: RunFolder | None) -> StepClock:
-        """For the run of a folder; without one the run starts now."""
+        """Clock of a run folder; without one the run starts now."""
         time_now = time.perf_counter()
         if folder is None:
             return cls(device, time_now, time_now)
@@ -120,28 +120,28 @@ class StepClock:
         return cls(device, folder.began - shift, folder.started - shift)
 
     def ask(self) -> None:
-        """The rank asks for the rows of a step."""
+        """Mark the request for the rows of a step."""
         first, self._asked = self._asked is None, TimedEvent.of(self.device)
         # The host may be late in the first step, so it waits once before it, where nothing runs.
         self._seen = [self._asked.wait()] if first else []
         self._waiting_since = time.perf_counter()
 
     def begin(self) -> None:
-        """The rows are there."""
+        """Mark the arrival of the rows."""
         self._data = time.perf_counter() - self._waiting_since
 
     def synchronised(self, event: torch.cuda.Event | None) -> None:
-        """The host knows from here on that the device has passed this event."""
+        """Record an event that the host waits for."""
         self._seen.append(TimedEvent(time.perf_counter(), event))
 
     def mark(self) -> StepMark:
-        """The update is issued."""
+        """Mark the end of a step, whose update is issued."""
         assert self._asked is not None
         end = TimedEvent.of(self.device)
         return StepMark(self._asked, self._data, tuple(self._seen), end)
 
     def times(self, mark: StepMark) -> StepTimes:
-        """The times of a step, in the order of the steps; waits until its update has run."""
+        """Times of a step, called in the order of steps; waits for its update."""
         mark.end.wait()
         step = mark.start.until(mark.end)
         # Events are compared with recent ones only: milliseconds between them are a float32, which

@@ -20,9 +20,10 @@ from fivefold.model import ReorderedSums, TokenBatch
 from fivefold.optim import LossScale
 from fivefold.records import BUILD, EVAL, LOAD, RunFolder, StepRecord, TimeSpent, mfu
 from fivefold.step import Guard, StepOutcome, StepWatch, step
-from fivefold.train.build import BuiltRank, build_rank
+from fivefold.train.build import BuiltRank, RankRun, build_rank
 from fivefold.train.callbacks import (
     Callback,
+    CallbackRank,
     CheckpointCallback,
     CopyCallback,
     EvaluationCallback,
@@ -34,6 +35,7 @@ from fivefold.train.callbacks import (
     SpanCallback,
     StopCallback,
     WatchdogCallback,
+    callback_classes,
 )
 from fivefold.train.clock import StepClock, StepMark
 from fivefold.train.preference import PreferenceObjective, objective_of
@@ -56,7 +58,7 @@ def run_rank(
     reordered: bool = False,
     device: RankDevice | None = None,
 ) -> TrainedRank:
-    """All steps of one rank, on `device` or on the next GPU of this machine.
+    """Train all steps on one rank, on `device` or on the next GPU of this machine.
 
     `reordered` takes the microbatches of each step from the last to the first, and adds the terms
     of every sum in another order.
@@ -67,7 +69,9 @@ def run_rank(
     with watched(worker, world) as watchdog, worker.joined(world, local_device), closing(watchdog):
         folder = None if settings.folder is None else RunFolder.open(settings.folder)
         clock = StepClock.of(local_device.device, folder)
-        progress, spent = Progress(LossScale.of(settings.dtype), settings.last_step), TimeSpent()
+        own = [*(make() for make in callback_classes(recipe)), *settings.options.callbacks]
+        scale, spent = LossScale.of(settings.dtype), TimeSpent()
+        progress = Progress(scale, settings.last_step, callbacks=own)
         phases = WatchdogCallback(watchdog, PhaseLimits.of(plan, recipe, local_device.device.type))
         events = folder if recipe.events else None
         spans = SpanCallback(events, worker.rank, local_device.device, worker.report)
@@ -76,8 +80,11 @@ def run_rank(
         phases.phase("build", long=True)
         with spent.on(BUILD):
             rank = build_rank(plan, settings, local_device.device, phases, spans, pace)
-        parts = (worker, settings, folder, rank, progress, spent, phases)
-        checkpoints, copies = CheckpointCallback(*parts), CopyCallback(*parts)
+        modules = tuple(chunk.model for chunk in rank.job.chunks)
+        for callback in own:
+            callback.setup(CallbackRank(worker.rank, plan, settings.folder, modules, worker.report))
+        run = RankRun(worker, settings, folder, rank, progress, spent, phases)
+        checkpoints, copies = CheckpointCallback(run), CopyCallback(run)
         phases.phase("load", long=True)
         with spent.on(LOAD):
             checkpoints.load(copies.load)
@@ -92,10 +99,11 @@ def run_rank(
             spans,
             phases,
             pace,
-            EvaluationCallback(recipe, rank, progress, spent, objective),
-            SampleCallback(worker, recipe, folder, rank, spent, phases),
-            MemoryCallback(worker, recipe, folder, rank, progress),
-            RecordCallback(worker, plan, settings, folder, progress, spent),
+            EvaluationCallback(run, objective),
+            SampleCallback(run),
+            MemoryCallback(run),
+            RecordCallback(run),
+            *own,
             replays,
             *([] if integrity is None else [integrity]),
             stop,
@@ -104,9 +112,17 @@ def run_rank(
             *([] if objective is None else [objective]),
         )
         result = TrainedRank(first_step=progress.step + 1)
-        restart = 0 if folder is None else folder.restart
-        steps = (progress, spent, clock, stop, callbacks, result, reordered, restart)
-        _Loop(rank, settings, *steps, replays, integrity, objective).run()
+        _Loop(
+            run=run,
+            clock=clock,
+            stop=stop,
+            callbacks=callbacks,
+            result=result,
+            reordered=reordered,
+            replays=replays,
+            integrity=integrity,
+            objective=objective,
+        ).train()
         rank.close()
         return result
 
@@ -138,31 +154,27 @@ def _watches(
 
 @dataclass(frozen=True)
 class _Loop:
-    """Runs the steps of a rank that is built and loaded."""
+    """Training loop of a rank that is built and loaded."""
 
-    rank: BuiltRank
-    settings: TrainSettings
-    progress: Progress
-    spent: TimeSpent
+    run: RankRun
     clock: StepClock
     stop: StopCallback
     callbacks: Sequence[Callback]
     result: TrainedRank
     reordered: bool
-    restart: int
     replays: ReplayCallback
     integrity: Integrity | None
     objective: PreferenceObjective | None
     pending: deque[_PendingRecord] = field(default_factory=deque["_PendingRecord"])
 
-    def run(self) -> None:
+    def train(self) -> None:
         """From the first step of this start to its last, or until the run is stopped."""
-        progress = self.progress
+        progress = self.run.progress
         steps_left = progress.last_step - progress.step
         try:
             for callback in self.callbacks:
                 callback.start(progress.step)
-            with self.rank.reader.ahead(progress.samples, steps_left) as take_batches:
+            with self.run.rank.reader.ahead(progress.samples, steps_left) as take_batches:
                 while not progress.done:
                     self._advance(take_batches)
             for callback in reversed(self.callbacks):
@@ -180,7 +192,7 @@ class _Loop:
 
     def _advance(self, take_batches: Callable[[], list[TokenBatch]]) -> None:
         """One step, and everything that follows it."""
-        progress, num_samples = self.progress, self.rank.job.plan.batch.sequences
+        progress, num_samples = self.run.progress, self.run.rank.job.plan.batch.sequences
         number, first = progress.step + 1, progress.samples
         for callback in self.callbacks:
             callback.before_data(number)
@@ -191,7 +203,7 @@ class _Loop:
         mark = self.clock.mark()
         progress.advance(num_samples, outcome.skipped, bool(outcome.stops))
         loss, stopped = float(outcome.loss), progress.stopped
-        self.result.add(loss, stopped, self.rank.job, self.settings.check)
+        self.result.add(loss, stopped, self.run.rank.job, self.run.settings.options.check)
         self.pending.append(_PendingRecord(mark, self._fields(number, first, outcome)))
         self._complete_records(any(listener.needs_record(number) for listener in self.callbacks))
         for callback in self.callbacks:
@@ -201,12 +213,12 @@ class _Loop:
         """One optimizer step."""
         for callback in self.callbacks:
             callback.before_step(number)
-        self.rank.updater.set_lr(self.settings.recipe.lr_at(number))
+        self.run.rank.updater.set_lr(self.run.settings.recipe.lr_at(number))
         weights = self._weights(batches)  # its forward is no part of the step's traffic
         if self.integrity is not None:
             self.integrity.begin(number)
         attempt = partial(self._attempt, number, batches, weights, self.stop.requested)
-        expected = self.progress.scale.explains_overflow
+        expected = self.run.progress.scale.explains_overflow
         outcome = self.replays.run(number, attempt, expected)
         if self.integrity is not None and outcome.flips is not None and outcome.flips.any():
             raise self.integrity.error()
@@ -223,13 +235,13 @@ class _Loop:
         bound: Bound | None,
     ) -> StepOutcome:
         """Run a step, which updates nothing above its bound."""
-        job, updater, recipe = self.rank.job, self.rank.updater, self.settings.recipe
+        job, updater, recipe = self.run.rank.job, self.run.rank.updater, self.run.settings.recipe
         uncount = partial(updater.resume_after, updater.count) if updater.skips else None
-        scale, clip = self.progress.scale.value, recipe.clip
+        scale, clip = self.run.progress.scale.value, recipe.clip
         spikes = self.replays.spikes(number)
         guard = Guard(scale, stop, self.clock.synchronised, uncount, bound, self.watch, spikes)
-        last = number == self.progress.last_step
-        optimizer = _MeasuredUpdate(self.rank, self.result) if last else updater
+        last = number == self.run.progress.last_step
+        optimizer = _MeasuredUpdate(self.run.rank, self.result) if last else updater
         eligible = recipe.offload == "none" and not recipe.optimizer_kind.full_matrices
         if self.replays.proves(number) and bound is None and eligible:
             optimizer = self.replays.proving(job, updater, optimizer)
@@ -244,22 +256,22 @@ class _Loop:
     @cached_property
     def watch(self) -> StepWatch | None:
         """What looks at the memory and the gradients of a step before its update."""
-        if not self.settings.check:
+        if not self.run.settings.options.check:
             return self.integrity
-        return GradientSketches(self.rank.job, self.progress, self.result, self.integrity)
+        return GradientSketches(self.run.rank.job, self.run.progress, self.result, self.integrity)
 
     def _weights(self, batches: list[TokenBatch]) -> list[float] | None:
         """Of the losses of microbatches, in the order of these; None: all count alike."""
         if self.objective is None:
             return None
-        return self.objective.weights(batches, self.progress.samples)
+        return self.objective.weights(batches, self.run.progress.samples)
 
     def _fields(self, number: int, first: int, outcome: StepOutcome) -> dict[str, Any]:
         """The record of a step without its times, with the fields that the callbacks know."""
         measured: dict[str, Any] = {}
         for callback in self.callbacks:
             measured |= callback.measure(number)
-        plan, scale, load = self.rank.job.plan, self.progress.scale, outcome.load
+        plan, scale, load = self.run.rank.job.plan, self.run.progress.scale, outcome.load
         fullest = None if load is None else load.imbalance.tolist()
         loss = float(outcome.loss)
         infinite = "norm" if isfinite(loss) else "loss"
@@ -267,24 +279,24 @@ class _Loop:
             step=number,
             loss=loss,
             norm=float(outcome.norm),
-            lr=self.settings.recipe.lr_at(number),
+            lr=self.run.settings.recipe.lr_at(number),
             tokens=plan.batch.tokens,
             world=plan.layout.world,
             first_sample=first,
             num_samples=plan.batch.sequences,
-            restart=self.restart,
-            planned=self.settings.planned,
+            restart=0 if self.run.folder is None else self.run.folder.restart,
+            planned=self.run.settings.planned,
             skipped=f"{infinite} is not finite" if outcome.skipped else None,
             scale=scale.value if scale.dynamic else None,
             fullest=None if fullest is None else sum(fullest) / len(fullest),
             load=None if fullest is None else tuple(round(share, 3) for share in fullest),
-            spent=self.spent.take(),
+            spent=self.run.spent.take(),
             **measured,
         )
 
     def _complete_records(self, wait: bool) -> None:
         """Complete the records of steps whose updates have run, or of all steps after a wait."""
-        plan = self.rank.job.plan
+        plan = self.run.rank.job.plan
         while self.pending and (wait or self.pending[0].mark.end.passed):
             mark, fields = self.pending.popleft()
             times = self.clock.times(mark)
@@ -301,7 +313,7 @@ class _Loop:
 
 
 class _PendingRecord(NamedTuple):
-    """A step whose update may still run: the mark of its clock, and the rest of its record."""
+    """A step whose update may still run: the mark of its clock, and its other fields."""
 
     mark: StepMark
     fields: dict[str, Any]
@@ -309,7 +321,7 @@ class _PendingRecord(NamedTuple):
 
 @dataclass(frozen=True)
 class _MeasuredUpdate:
-    """The last update of a start, after which the memory of the rank is measured."""
+    """Measures memory after the last update of a start."""
 
     rank: BuiltRank
     result: TrainedRank

@@ -67,7 +67,7 @@ def _too_long(plan: Plan, corpora: Sequence[Corpus | Synthetic]) -> list[str]:
 
 
 def pair_corpora(source: Source, sets: Sequence[EvaluationSet]) -> list[Corpus]:
-    """All pairs that a training reads: its data, and sets that it is evaluated on."""
+    """Corpora of pairs for training and evaluation."""
     corpora = [part.corpus for part in source.parts]
     corpora += [corpus for eval_set in sets for corpus, _ in eval_set.rows[:1]]
     return [
@@ -79,7 +79,7 @@ def pair_corpora(source: Source, sets: Sequence[EvaluationSet]) -> list[Corpus]:
 
 @cache
 def identity(corpus: Corpus | Synthetic) -> str:
-    """Equal for corpora with the same pairs, wherever their folders are."""
+    """Identity of a corpus by its pairs, wherever its folder is."""
     assert isinstance(corpus, Corpus)
     digest = hashlib.sha256()
     for shard in corpus.shards:
@@ -90,7 +90,7 @@ def identity(corpus: Corpus | Synthetic) -> str:
 
 
 def read_references(folder: Path, corpora: Iterable[Corpus]) -> References:
-    """Of these corpora; refused where a run has none of them."""
+    """Reference log-probabilities of these corpora; raises if there are none."""
     path = folder / FILE
     remedy = "start a new run from its weights (`fivefold export`, then `fivefold import`)"
     if not path.is_file():

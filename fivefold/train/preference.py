@@ -34,8 +34,8 @@ from fivefold.train.state import TrainSettings
 
 
 class PairLoss(NamedTuple):
-    """Means over pairs: the loss, the share of pairs whose chosen answer is preferred, the margin
-    in nats times beta, and the two rewards that it is the difference of."""
+    """Means over pairs: loss, accuracy, margin in nats times beta, and the rewards of chosen and
+    rejected answers."""
 
     loss: float
     accuracy: float
@@ -44,19 +44,19 @@ class PairLoss(NamedTuple):
     rejected: float
 
     def to_json(self) -> dict[str, float | None]:
-        """Numbers that are not finite become null."""
+        """Convert to JSON; numbers that are not finite become null."""
         return {key: value if np.isfinite(value) else None for key, value in self._asdict().items()}
 
 
 class ScoredPairs(NamedTuple):
-    """The loss of pairs, and its derivative by the summed cross entropy of each text."""
+    """Loss of pairs, and its derivative by the summed cross-entropy of each text."""
 
     loss: PairLoss
     weights: Tensor  # (texts,)
 
 
 def score_pairs(policy: Tensor, reference: Tensor, beta: float) -> ScoredPairs:
-    """From the log-probabilities of texts: chosen, rejected, chosen, rejected, …"""
+    """Score pairs from log-probabilities of texts: chosen, rejected, chosen, rejected, …"""
     rewards_P2 = beta * (policy - reference).view(-1, SIDES)
     margins_P = rewards_P2[:, 0] - rewards_P2[:, 1]
     pulls_P = beta * torch.sigmoid(-margins_P) / len(margins_P)
@@ -71,7 +71,7 @@ def score_pairs(policy: Tensor, reference: Tensor, beta: float) -> ScoredPairs:
 
 @dataclass
 class PreferenceObjective(Callback):
-    """The weights of a step's microbatches; adds what they follow from to its record."""
+    """DPO objective: weights of a step's microbatches, and fields of its record."""
 
     rank: BuiltRank
     beta: float
@@ -79,7 +79,7 @@ class PreferenceObjective(Callback):
     last: PairLoss | None = None
 
     def weights(self, batches: Sequence[TokenBatch], first: int) -> list[float]:
-        """Of the microbatches of this rank, in a step whose first sample has this number."""
+        """Weights of this rank's microbatches in the step that begins with this sample."""
         source, batch = self.rank.reader.source, self.rank.job.plan.batch
         places = [source.row_place(first + row) for row in range(batch.sequences)]
         policy = text_logprobs(self.rank, batches)
@@ -90,7 +90,7 @@ class PreferenceObjective(Callback):
 
     @property
     def loss(self) -> float:
-        """Of the pairs whose weights were asked for last."""
+        """Loss of the pairs of the last `weights`."""
         assert self.last is not None
         return self.last.loss
 
@@ -98,7 +98,7 @@ class PreferenceObjective(Callback):
         return {} if self.last is None else {"preference": self.last.to_json()}
 
     def evaluate(self, rows: Sequence[RowPlace]) -> PairLoss:
-        """The loss of pairs that are not trained on."""
+        """Loss of held-out pairs."""
         policy = _of_rows(self.rank, rows)
         return score_pairs(policy, self._reference(rows), self.beta).loss
 
@@ -108,7 +108,7 @@ class PreferenceObjective(Callback):
 
 
 def objective_of(rank: BuiltRank, settings: TrainSettings, begun: bool) -> PreferenceObjective:
-    """The objective of a rank that is built and loaded, with a reference for all of its pairs."""
+    """Objective of a rank that is built and loaded, with references for all of its pairs."""
     source, recipe = rank.reader.source, settings.recipe
     corpora = pair_corpora(source, sets_of(rank.job.plan, recipe, source))
     references = references_of(rank, corpora, settings.folder, begun)
@@ -116,7 +116,7 @@ def objective_of(rank: BuiltRank, settings: TrainSettings, begun: bool) -> Prefe
 
 
 def text_logprobs(rank: BuiltRank, batches: Sequence[TokenBatch]) -> Tensor:
-    """The summed log-probabilities of all texts of a step in their order, on every rank."""
+    """Summed log-probabilities of all texts of a step, in order, on every rank."""
     batch, table = rank.job.plan.batch, logprobs(rank.job, batches).cpu()
     results = torch.empty(batch.sequences, dtype=torch.float64)
     for coord, row in enumerate(table):
@@ -132,7 +132,7 @@ def _of_rows(rank: BuiltRank, rows: Sequence[RowPlace]) -> Tensor:
 def references_of(
     rank: BuiltRank, corpora: Sequence[Corpus], folder: Path | None, begun: bool
 ) -> References:
-    """The log-probabilities of all pairs by the model before its first step: computed then, and
+    """Log-probabilities of all pairs under the initial model: computed before the first step, and
     read from the run folder by a run that has `begun`."""
     if begun and folder is not None:
         return read_references(folder, corpora)
@@ -146,7 +146,7 @@ def references_of(
 
 
 def write_references(folder: Path, references: References) -> None:
-    """Under another name first, so that the file is never partial."""
+    """Write references atomically."""
     beside = folder / f".{os.getpid()}.{FILE}"
     with naming_file(folder / FILE):
         try:

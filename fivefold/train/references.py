@@ -24,7 +24,7 @@ _SIGNS = 8  # rows of L, and columns of R
 
 
 class GradientSketches:
-    """Watches the steps of a rank, and keeps sketches of its share of the gradients."""
+    """Step watch that records sketches of this rank's gradients."""
 
     def __init__(
         self, job: Job, progress: Progress, result: TrainedRank, watch: StepWatch | None
@@ -59,14 +59,13 @@ class GradientSketches:
             share = 1 / (self.job.copies(piece) * self.progress.scale.value)
             part = share * self.projections[weight.name].of(piece.grad, boxes)
             before = sketches.get(weight.name, 0.0)
-            sketches[weight.name] = (
-                part.cpu().numpy() + before
-            )  # one of a tied weight on two stages
+            # A tied weight may be on two stages.
+            sketches[weight.name] = part.cpu().numpy() + before
         return sketches
 
 
 class Projection:
-    """Random signs for the rows and columns of a weight, the same on every rank."""
+    """Random signs for the rows and columns of a weight, equal on every rank."""
 
     def __init__(self, weight: Weight, device: torch.device) -> None:
         generator = torch.Generator().manual_seed(crc32(weight.name.encode()))
@@ -77,7 +76,7 @@ class Projection:
         )
 
     def of(self, gradient: Tensor, boxes: tuple[Box, ...]) -> Tensor:
-        """The sketch of a gradient that is zero outside these boxes."""
+        """Sketch of a gradient that is zero outside these boxes."""
         total = self.rows.new_zeros(_SIGNS, _SIGNS)
         flat = gradient.reshape(-1).to(self.rows.device)
         for box in boxes:

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -18,48 +18,47 @@ from fivefold.core.plan import Plan, Recipe
 from fivefold.cost.memory import StaticMemory
 from fivefold.launch import Backend, MemoryKeeper
 from fivefold.optim import LossScale, Updater
-from fivefold.parallel import Job, positions_of
+from fivefold.parallel import positions_of
 from fivefold.records import PlannedStep, RunTicket
+from fivefold.train.callbacks import Callback, callback_states, load_callback_states
 from fivefold.train.checkpoint import Facts
+from fivefold.train.options import RunOptions
+
+if TYPE_CHECKING:
+    from fivefold.parallel import Job
 
 _COMPARED = 256  # steps whose traffic is compared with the plan
 
 
 @dataclass(frozen=True)
 class TrainSettings:
-    """What all ranks of a start know. Without a `folder` nothing is recorded or saved.
-
-    `until` ends this start after that step, with a checkpoint, before the recipe does. `check`
-    collects what a comparison with one process needs.
-    """
+    """What a start's options and plan mean on these ranks. Without a `folder` nothing is recorded
+    or saved."""
 
     recipe: Recipe = Recipe()  # noqa: RUF009, it is frozen
     dtype: Dtype = "float32"
     device: Literal["cpu", "cuda"] = "cpu"
     backend: Backend = "gloo"
+    options: RunOptions = RunOptions()  # noqa: RUF009, it is frozen
     folder: Path | None = None
-    resume: bool = False
-    until: int | None = None
     planned: PlannedStep | None = None
-    check: bool = False
-    deterministic: bool = False
     ticket: RunTicket | None = None  # of the rank that publishes
     memory: MemoryKeeper | None = None  # of copies; it outlives the ranks
     copy_domain: int = 0  # ranks of a failure domain; 0: all copies are in that memory alone
 
     @property
     def exact(self) -> bool:
-        """Whether kernels add in one order: steps that run twice are compared to the bit."""
-        return self.deterministic or self.recipe.replay > 0
+        """Whether kernels are deterministic: steps that run twice must be bitwise equal."""
+        return self.options.deterministic or self.recipe.replay > 0
 
     @property
     def last_step(self) -> int:
-        """The last step of this start."""
-        return min(self.recipe.steps, self.until or self.recipe.steps)
+        """Last step of this start."""
+        return min(self.recipe.steps, self.options.until or self.recipe.steps)
 
     @property
     def weights(self) -> torch.dtype:
-        """The dtype of weights and activations."""
+        """Dtype of weights and activations."""
         return getattr(torch, self.dtype)
 
     @property
@@ -70,7 +69,7 @@ class TrainSettings:
 
 @dataclass
 class Progress:
-    """How far a run is: `step` steps are done, and they have read the first `samples` rows.
+    """Progress of a run: `step` steps are done, and have read the first `samples` rows.
 
     Samples are counted apart from steps: a run whose global batch changes reads on where it was.
     """
@@ -82,15 +81,16 @@ class Progress:
     skipped: int = 0
     skipped_in_a_row: int = 0  # without those that an overflow of the loss scale explains
     stopped: bool = False  # on request
+    callbacks: Sequence[Callback] = ()  # of a user, whose states are saved
     evals: dict[str, float] = field(default_factory=dict)  # losses after this step, by set
 
     @property
     def done(self) -> bool:
-        """Whether no step follows in this start."""
+        """Whether the last step of this start is done."""
         return self.stopped or self.step >= self.last_step
 
     def advance(self, num_samples: int, skipped: bool, stopped: bool) -> None:
-        """A step is over."""
+        """Count a step."""
         self.step += 1
         self.evals = {}
         self.samples += num_samples
@@ -101,11 +101,11 @@ class Progress:
         self.scale.update(skipped)
 
     def evaluated(self, losses: dict[str, float]) -> None:
-        """Evaluation sets have these losses after this step."""
+        """Record the losses of evaluation sets."""
         self.evals = losses
 
     def facts(self, updates: int, seed: int, plan: str) -> Facts:
-        """For the manifest of a checkpoint; `plan` as a file in the run folder."""
+        """Facts for the manifest of a checkpoint; `plan` as in the run folder."""
         scaler = {
             # A scale of 1 may be that of float16 after many overflows, or of a run without one.
             "dynamic": float(self.scale.dynamic),
@@ -114,10 +114,19 @@ class Progress:
             "skipped_in_a_row": self.skipped_in_a_row,
         }
         counts = (self.step, updates, self.samples, self.skipped)
-        return Facts(*counts, seed, scaler, plan, evals=self.evals, plan_in_run=True)
+        return Facts(
+            *counts,
+            seed,
+            scaler,
+            plan,
+            evals=self.evals,
+            plan_in_run=True,
+            callbacks=callback_states(self.callbacks),
+        )
 
     def resume(self, facts: Facts) -> None:
-        """Continue from a checkpoint; its loss scale counts only if this run has one too."""
+        """Continue from a checkpoint; its loss scale applies only if this run has one."""
+        load_callback_states(self.callbacks, facts.callbacks)
         self.step, self.samples, self.skipped = facts.step, facts.samples, facts.skipped
         self.skipped_in_a_row = int(facts.scaler.get("skipped_in_a_row", 0))
         value = facts.scaler.get("scale", 1.0)
@@ -128,14 +137,14 @@ class Progress:
 
 
 class AxisTraffic(NamedTuple):
-    """Collectives of one axis: how many, and their bytes."""
+    """Number and bytes of the collectives of one axis."""
 
     calls: int
     bytes: int
 
 
 def traffic_by_axis(collectives: Counter[tuple[str, str, int, int]]) -> dict[str, AxisTraffic]:
-    """Counts of (axis, kind, bytes, group size), summed for each axis."""
+    """Sum counts of (axis, kind, bytes, group size) by axis."""
     totals: dict[str, AxisTraffic] = {}
     for (axis, _, size, _), count in collectives.items():
         before = totals.get(axis, AxisTraffic(0, 0))
@@ -151,7 +160,7 @@ Sketch = NDArray[np.float64]
 
 @dataclass
 class TrainedRank:
-    """The result of one rank."""
+    """Result of training on one rank."""
 
     first_step: int = 1
     losses: list[float] = field(default_factory=list)
@@ -162,7 +171,7 @@ class TrainedRank:
     sketches: dict[int, dict[str, Sketch]] = field(default_factory=dict)  # by step and weight
 
     def add(self, loss: float, stopped: bool, job: Job, with_routes: bool) -> None:
-        """A step is over, and no other collective was issued since."""
+        """Add a step, right after it."""
         self.losses.append(loss)
         self.stopped = stopped
         if len(self.traffic) < _COMPARED:
@@ -176,15 +185,15 @@ class TrainedRank:
             job.balancing.routes.clear()
 
     def measure_memory(self, job: Job, updater: Updater) -> None:
-        """Right after the last update."""
+        """Measure memory, right after the last update."""
         self.memory = RankMemory.measure(job, updater)
 
 
 def count_flips(
     plan: Plan, ranks: Sequence[Sequence[Routes]], reference: Sequence[Routes]
 ) -> tuple[list[int], int]:
-    """Tokens times layers whose experts differ from those of one process in each step, and of how
-    many in all.
+    """Count tokens times layers with other experts than in one process, in each step, and all of
+    them.
 
     `ranks` are routes by rank and step, `reference` the steps of one process, whose microbatches
     are those of all data ranks in turn.
@@ -216,13 +225,13 @@ class RankMemory:
 
     @classmethod
     def planned(cls, estimate: StaticMemory) -> RankMemory:
-        """The estimate of static memory, in these categories."""
+        """Estimated static memory in these categories."""
         states = estimate.master + estimate.optimizer + estimate.scalars
         return cls(estimate.weights, estimate.gradients, states, estimate.padding)
 
     @classmethod
     def measure(cls, job: Job, updater: Updater) -> RankMemory:
-        """What is allocated now; padding is storage of no weight, gradient or state."""
+        """Measure allocated memory; padding belongs to no weight, gradient or state."""
         units, states = list(job.units), updater.tensors()
         gradients = [shard.grad for shard in job.owned]
         weights: list[Tensor] = []

@@ -12,7 +12,7 @@ from fivefold.records import naming_file, tokenizer_of_run
 
 
 def require_same_tokenizer(plan: Plan, data: str, folder: Path | None) -> None:
-    """Refuse tokens that mean something else to the model, or to the steps before."""
+    """Refuse data whose tokenizer is not that of the model or of earlier steps."""
     where = model_folder(plan.options.model)
     model = None if where is None else tokenizer_in(where)
     before = None if folder is None else tokenizer_of_run(folder)

@@ -28,7 +28,8 @@ Version = dict[str, nn.Parameter]
 
 
 class StashingChunk:
-    """A chunk that updates its weights between microbatches, every so many of them.
+    """A chunk that updates its weights after a number of microbatches, and stashes earlier
+    versions.
 
     `version_of` says on which version the next microbatch is computed, given its number and how
     many updates there have been; it never goes back. `update` is called when an update is due.
@@ -85,7 +86,7 @@ class StashingChunk:
         raise AssertionError("no asynchronous schedule splits its backward")
 
     def restore(self) -> None:
-        """Give the model its own weights back."""
+        """Set the model's weights to the current version."""
         self._install(self.own)
 
     def _add_version(self) -> None:
@@ -106,7 +107,7 @@ class StashingChunk:
 
 
 class Stream:
-    """A run of so many microbatches, a multiple of those of one update."""
+    """A stream of microbatches, a multiple of those of one update."""
 
     def __init__(
         self, job: Job, optimizer: Optimizer, num_microbatches: int, observer: ActionObserver
@@ -124,7 +125,7 @@ class Stream:
         self.norms: list[Tensor] = []
 
     def run(self, batches: Sequence[TokenBatch]) -> list[StepOutcome]:
-        """All microbatches; what each update tells."""
+        """Run all microbatches; returns the numbers of each update."""
         every = self.delays.every
         batches = [self.job.local(batch) for batch in batches]
         tokens = self._counted(batches)

@@ -37,7 +37,7 @@ UnitOrder = dict[str, list[str]]
 
 @dataclass(frozen=True)
 class ComparedPart:
-    """Elements of one weight (or its gradient) on one rank: `values` of its shard from `start`."""
+    """Elements of a weight (or its gradient) on one rank: `values` of its shard from `start`."""
 
     name: str
     piece: WeightShard
@@ -47,14 +47,14 @@ class ComparedPart:
 
 @dataclass(frozen=True)
 class Wanted:
-    """One comparison: the reference by name, and the shards of it that ranks have."""
+    """Input of a comparison: the reference by name, and the shards of ranks."""
 
     truth: Mapping[str, Array]
     parts: Sequence[ComparedPart]
 
 
 class Traffic(NamedTuple):
-    """One step's collectives on one rank, as predicted and as seen."""
+    """Predicted and observed collectives of one step on one rank."""
 
     predicted: Counter[Call]
     observed: Counter[Call]
@@ -65,7 +65,7 @@ class Traffic(NamedTuple):
 
 
 def tolerances(dtype: Dtype, floors: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    """The largest error of each kind that rounding explains, from the floors of all steps.
+    """Tolerance of each kind of error, from the rounding floors of all steps.
 
     A floor is one draw of what rounding does, the error of many ranks the largest of several:
     hence the factor. A number that agrees by chance is still rounded itself.
@@ -76,7 +76,7 @@ def tolerances(dtype: Dtype, floors: Iterable[Mapping[str, float]]) -> dict[str,
 
 
 def relative(value: float, truth: float) -> float:
-    """The relative error of one number; infinite where one of both is none."""
+    """Relative error of a number; infinite if one of the two is None."""
     return _worst([abs(value - truth) / max(abs(truth), 1e-300)])
 
 
@@ -99,7 +99,7 @@ def largest_error(truth: Mapping[str, Array], other: Mapping[str, Array]) -> flo
 
 
 def distance(truth: Mapping[str, Array], other: Mapping[str, Array]) -> float:
-    """The norm of the difference of all tensors together, as a share of their norm."""
+    """Norm of the difference of all tensors, relative to their norm."""
     apart = sum(float(np.square(other[name] - full).sum()) for name, full in truth.items())
     size = sum(float(np.square(full).sum()) for full in truth.values())
     return _worst([math.sqrt(apart / max(size, 1e-300))])
@@ -112,7 +112,7 @@ def _scales(truth: Mapping[str, Array]) -> dict[str, float]:
 
 
 def expected(full_value: NDArray[np.generic], part: ComparedPart) -> NDArray[np.generic]:
-    """What a shard should be: cut from the reference, padded with zeros, then a flat range."""
+    """Expected shard: cut from the reference, padded with zeros, then a flat range."""
     piece, size = part.piece, part.values.size
     cut = full_value
     if piece.inner is not None:
@@ -145,7 +145,7 @@ def _uncovered(comparison: Wanted) -> Iterator[str]:
 
 
 def first_disagreement(issued: Mapping[int, Sequence[str]]) -> str | None:
-    """Where the ranks of a group issue their collectives in different orders.
+    """First collective that ranks of a group issue in different orders.
 
     Collectives of a group are paired by their order alone. Over NCCL two of the same size would be
     paired without an error, and each rank would get the other's unit.
@@ -162,14 +162,14 @@ def first_disagreement(issued: Mapping[int, Sequence[str]]) -> str | None:
 
 
 def first_module(off: Iterable[str], order: Iterable[str]) -> str | None:
-    """The module of the first of these weights in forward order."""
+    """Module of the first of these weights in forward order."""
     wrong = set(off)
     first_name = next((name for name in order if name in wrong), None)
     return None if first_name is None else first_name.rpartition(".")[0]
 
 
 def evened(group: Sequence[Traffic], least: Mapping[str, float]) -> list[Traffic]:
-    """The traffic of the ranks of one ep group, with what routing spread unevenly made even.
+    """Traffic of the ranks of one ep group, with uneven routing averaged out.
 
     What a rank sends to experts depends on the tokens; the number of those all-to-alls does not,
     and their bytes, summed over the group, lie between `least`, a share, and what is predicted.

@@ -63,7 +63,7 @@ _KINDS = {
 
 
 class DispatchWatch(TorchDispatchMode):
-    """While it is on, `records` counts the collectives as `Mesh.records` would."""
+    """Dispatch mode whose `records` count collectives as `Mesh.records` does."""
 
     def __init__(self, mesh: Mesh, say: Callable[[str], None] | None = None) -> None:
         super().__init__()

@@ -24,7 +24,7 @@ _SIGN, _REST = np.uint8(0x80), np.uint8(0x7F)
 
 
 class ExpertRecord:
-    """Keeps the codes that the experts of one rank read."""
+    """Records the fp8 codes that the experts of one rank read."""
 
     def __init__(self) -> None:
         self.rows: dict[RowKey, list[CodeArray]] = {}
@@ -42,13 +42,13 @@ class ExpertRecord:
             self.rows.setdefault((name, what, expert), []).append(code_bytes[start:end].copy())
 
     def take(self) -> RankRows:
-        """The codes since the last time."""
+        """Return the codes since the last call."""
         chunks, self.rows = self.rows, {}
         return {key: np.concatenate(arrays) for key, arrays in chunks.items()}
 
 
 def count_expert_flips(plan: Plan, truth: ExpertCodes, ranks: Sequence[RankRows]) -> int:
-    """Values that a rank rounds differently, and those that no rank rounds."""
+    """Count values that a rank rounds differently, and those that no rank rounds."""
     table, flips = by_name(plan.shape), 0
     covered = {key: np.zeros(codes.shape, bool) for key, codes in truth.rows.items()}
     missing = {name: np.ones(codes.shape, bool) for name, codes in truth.weights.items()}

@@ -27,7 +27,7 @@ _BETWEEN = ("q_up", "kv_up")  # linears that read tokens in the order of rows in
 
 
 class CodeRecord:
-    """Keeps the codes that one rank computes."""
+    """Records the fp8 codes that one rank computes."""
 
     def __init__(self, plan: Plan, rank: int) -> None:
         layout = plan.layout
@@ -66,7 +66,7 @@ class CodeRecord:
             self._keep(name, f"{what}, by tokens", self._in_rows(name, full_codes))
 
     def take(self) -> RankCodes:
-        """The codes since the last time."""
+        """Return the codes since the last call."""
         codes, self.codes = self.codes, {}
         return codes
 
@@ -97,7 +97,7 @@ def _counted(plan: Plan, rank: int) -> NDArray[np.int64]:
 
 
 def count_flips(plan: Plan, truth: Codes, ranks: Sequence[RankCodes]) -> int:
-    """Values that a rank rounds differently, and those that no rank rounds.
+    """Count values that a rank rounds differently, and those that no rank rounds.
 
     The reference has the microbatches of all data ranks one after another.
     """

@@ -23,9 +23,8 @@ from fivefold.model import Block, Decoder, ExpertStack, Linear, MoeMlp
 
 
 class RoundedCodes(NamedTuple):
-    """The code of every value, (R, S, W), or of a weight (O, I). `noise`: of values that share a
-    scale and are all zero, but for errors of float64 sums; two orders of a sum have no digit of
-    them in common."""
+    """fp8 codes of values, (R, S, W), or of a weight, (O, I). `noise` marks values that share a
+    scale and are zero but for errors of float64 sums, which depend on the order of a sum."""
 
     codes: NDArray[np.uint8]
     noise: NDArray[np.bool_]
@@ -47,8 +46,8 @@ RowKey = tuple[str, str, int]
 
 
 class ExpertCodes(NamedTuple):
-    """The reference's codes: rows of each expert, (M, W), and weights, (E, O, I). `noise` marks
-    rows whose values are zero but for errors of float64 sums."""
+    """fp8 codes of experts: rows of each, (M, W), and weights, (E, O, I). `noise` marks rows that
+    are zero but for errors of float64 sums."""
 
     rows: dict[RowKey, CodeArray]
     noise: dict[RowKey, NDArray[np.bool_]]
@@ -56,7 +55,7 @@ class ExpertCodes(NamedTuple):
 
 
 class ReferenceFp8:
-    """Rounds the operands of a plain model's linears, and keeps every code of the step."""
+    """Rounds the operands of a plain model's linears, and records all codes of a step."""
 
     def __init__(self, fp8: Fp8, rows_in_microbatch: int) -> None:
         self.fp8, self.rows = fp8, rows_in_microbatch
@@ -89,12 +88,12 @@ class ReferenceFp8:
                     module.matmul = partial(self.alone, names[module])
 
     def take(self) -> Codes:
-        """The codes of a step."""
+        """Return the codes of a step."""
         codes, self.codes = self.codes, {}
         return codes
 
     def take_rows(self) -> ExpertCodes:
-        """What the experts of a step read."""
+        """Return the rows and weights that experts of a step read."""
         codes, self.of_experts = self.of_experts, ExpertCodes({}, {}, {})
         return codes
 
@@ -105,11 +104,9 @@ class ReferenceFp8:
         stacks: Sequence[ExpertStack],
         ends: Tensor,
     ) -> tuple[Tensor, ...]:
-        """Gate and up of routed experts; both are given the same rows."""
-        name, weights = (
-            "+".join(names[stack] for stack in stacks),
-            [stack.weight for stack in stacks],
-        )
+        """Gate and up projection of routed experts, with the same input rows."""
+        name = "+".join(names[stack] for stack in stacks)
+        weights = [stack.weight for stack in stacks]
         together, sizes = torch.cat(weights, 1), [stack.shape[1] for stack in weights]
         return _RoundedRows.apply(rows[0], together, self, name, ends.tolist()).split(sizes, 1)
 
@@ -117,14 +114,14 @@ class ReferenceFp8:
         return _RoundedRows.apply(x, weight, self, name, ends.tolist())
 
     def expert_rows(self, name: str, what: str, expert: int, x: Tensor, least: Tensor) -> Tensor:
-        """Rows of one expert, each with a scale of its own, always in e4m3."""
+        """Round the rows of one expert, with a scale each, in e4m3."""
         largest, codes, values = _shared(x, (1,), _E4M3)
         self.of_experts.rows[name, what, expert] = codes.view(torch.uint8).cpu().numpy().copy()
         self.of_experts.noise[name, what, expert] = (largest <= least)[:, 0].cpu().numpy()
         return values
 
     def expert_weights(self, name: str, weight_EOI: Tensor) -> Tensor:
-        """One scale for the weight of each expert."""
+        """Round the weights of experts, with a scale for each expert."""
         _, codes, values = _shared(weight_EOI, (1, 2), _E4M3)
         self.of_experts.weights[name] = codes.view(torch.uint8).cpu().numpy().copy()
         return values
@@ -142,21 +139,21 @@ class ReferenceFp8:
         return tuple(y if linear.bias is None else y + linear.bias for y, linear in pairs)
 
     def by_width(self, key: tuple[str, str], x_RSW: Tensor, widths: Sequence[int]) -> Tensor:
-        """For a matmul that sums over the width: of inputs, or of gradients of so many outputs."""
+        """Round for a matmul that sums over the width: inputs, or gradients of so many outputs."""
         shares = self._microbatches(x_RSW)
         if not self.tensorwise:
             shares = (((..., columns), (2,)) for columns in self.cuts(widths))
         return self._rounded(key, x_RSW, shares)
 
     def by_tokens(self, key: tuple[str, str], x_RSW: Tensor) -> Tensor:
-        """For a matmul that sums over tokens."""
+        """Round for a matmul that sums over tokens."""
         shares = self._microbatches(x_RSW)
         if not self.tensorwise:
             shares = (((slice(None), tokens), (1,)) for tokens in self.cuts([x_RSW.shape[1]]))
         return self._rounded(key, x_RSW, shares)
 
     def weights(self, name: str, weight_OI: Tensor, widths: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """For the forward, and for the input gradient."""
+        """Round weights for the forward, and for the input gradient."""
         columns = [slice(None)] if self.tensorwise else list(self.cuts([weight_OI.shape[1]]))
         rows = [slice(None)] if self.tensorwise else list(self.cuts(widths))
         if self.small:

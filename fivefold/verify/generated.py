@@ -48,8 +48,8 @@ MakeEngine = Callable[[int, ScheduleLimits, Watch], Engine]
 
 @dataclass(frozen=True)
 class Observed:
-    """What one rank has seen: completions by way and request, the logits that it has drawn from,
-    and what these ways have shown to happen."""
+    """Results of one rank: completions by mode and request, the logits they were sampled from, and
+    counts of events."""
 
     completions: dict[str, dict[str, Completion]]
     logits: dict[str, dict[tuple[str, int], NDArray[Any]]]
@@ -60,7 +60,7 @@ class Observed:
 
 @dataclass(frozen=True)
 class GeneratedVerdict:
-    """The largest errors over all ways to run, and what these ways have shown to happen.
+    """Largest errors over all modes, and counts of events.
 
     `trained_err` is that of log-probabilities against the training forward in `trained_layout`.
     `batch_diff` is the largest difference of logits and log-probabilities between two ways. A bound
@@ -95,7 +95,7 @@ class GeneratedVerdict:
 
 
 class GeneratedTrial:
-    """One model and its requests, as many for each replica."""
+    """One model and its requests, the same number for each replica."""
 
     def __init__(self, shape: Shape, dtype: str, seed: int, replicas: int = 1) -> None:
         self.shape = replace(shape, mtp=0)
@@ -113,12 +113,12 @@ class GeneratedTrial:
         return min(len(request.prompt) + request.max_tokens, self.shape.max_seq)
 
     def full_weight(self, name: str) -> Tensor | None:
-        """A weight or buffer of the plain model; None if it has no such."""
+        """A weight or buffer of the plain model; None if it does not exist."""
         tensors = dict(self.plain.named_parameters()) | dict(self.plain.named_buffers())
         return tensors[name].detach() if name in tensors else None
 
     def run(self, make: MakeForward = DecoderForward) -> GeneratedVerdict:
-        """Run every way on this device and compare. `make` makes a forward of a decoder."""
+        """Run every mode on this device, and compare. `make` creates the forward of a decoder."""
 
         def engine(blocks: int, limits: ScheduleLimits, watch: Watch) -> Engine:
             return Engine(self.shape, make(self.decoder(), blocks), blocks, limits, watch)
@@ -128,7 +128,7 @@ class GeneratedTrial:
     def observe(
         self, make: MakeEngine, tick: Callable[[str], None] = lambda mode_name: None
     ) -> Observed:
-        """Run every way on this rank."""
+        """Run every mode on this rank."""
         seen: dict[str, dict[tuple[str, int], NDArray[Any]]] = {}
         completions: dict[str, dict[str, Completion]] = {}
         preempted = reused = 0
@@ -154,11 +154,9 @@ class GeneratedTrial:
         return Observed(completions, seen, preempted, reused)
 
     def seconds(self, make: MakeEngine) -> float:
-        """Of the requests in batches: the faster of two times, since kernels start slowly."""
-        engine, times = (
-            make(self.most * len(self.requests), BATCHED, lambda *_: None),
-            list[float](),
-        )
+        """Seconds of the batched requests: the minimum of two runs, since kernels start slowly."""
+        engine = make(self.most * len(self.requests), BATCHED, lambda *_: None)
+        times = list[float]()
         for _ in range(2):
             engine.renew()
             began = time.perf_counter()
@@ -167,7 +165,7 @@ class GeneratedTrial:
         return min(times)
 
     def decoder(self) -> Decoder:
-        """A new copy of the model, with its weights."""
+        """A copy of the model, with its weights."""
         decoder = from_config(self.shape, dtype=getattr(torch, self.dtype))
         init_weights(decoder, self.shape, self.seed)
         generator = torch.Generator().manual_seed(self.seed)
@@ -178,7 +176,7 @@ class GeneratedTrial:
         return decoder.eval()
 
     def verdict(self, ranks: Sequence[Observed], batch_invariant: bool = False) -> GeneratedVerdict:
-        """Compare what the ranks have seen with the plain forward; all have the same tokens."""
+        """Compare the results of ranks with the plain forward; all must have the same tokens."""
         first, plain = ranks[0], dict[tuple[int, ...], Tensor]()
         narrow = self.dtype not in TOLERANCE
         equal = all(rank.completions == first.completions for rank in ranks)
@@ -231,8 +229,8 @@ class GeneratedTrial:
 
 
 def logits_of(decoder: Decoder, tokens: Sequence[int]) -> Tensor:
-    """Of the plain forward of a whole text. Where texts are rotated otherwise when they have grown,
-    each token has the logits of the text up to it."""
+    """Logits of the plain forward of a full text. Where longer texts are rotated otherwise, each
+    token has the logits of the text up to it."""
     short = decoder.shape.outgrown_at
     if short is None or len(tokens) <= short:
         return _forward(decoder, tokens)
@@ -251,7 +249,7 @@ def _forward(decoder: Decoder, tokens: Sequence[int]) -> Tensor:
 
 
 def logprob_of(logits_V: Tensor, token: int) -> float:
-    """The log-probability of a token, in float32 or wider."""
+    """Log-probability of a token, in float32 or wider."""
     wide_V = logits_V.to(torch.promote_types(logits_V.dtype, torch.float32))
     return wide_V.log_softmax(0)[token].item()
 
@@ -261,8 +259,8 @@ def _all_logits(ranks: Sequence[Observed], mode: str) -> dict[tuple[str, int], N
 
 
 def batch_difference(ranks: Sequence[Observed]) -> float:
-    """The largest difference of logits and log-probabilities to those of a request that ran alone,
-    up to the first token that was drawn otherwise."""
+    """Largest difference of logits and log-probabilities to those of a request alone, up to the
+    first token that differs."""
     runs, apart = ranks[0].completions, 0.0
     alone, logits_alone = runs["alone"], _all_logits(ranks, "alone")
     for mode, completions in runs.items():
@@ -287,12 +285,12 @@ def _keeper(logits: dict[tuple[str, int], NDArray[Any]]) -> Watch:
 
 
 def larger(value: float, other: float) -> float:
-    """The larger number; what is no number counts as infinite."""
+    """Maximum of two numbers; NaN counts as infinite."""
     return max(value, other) if other == other else float("inf")
 
 
 def requests_of(shape: Shape, seed: int, replicas: int) -> list[Request]:
-    """Those of a trial."""
+    """Requests of a trial."""
     return [request for number in range(replicas) for request in _requests(shape, seed, number)]
 
 

@@ -40,7 +40,7 @@ TokenLogprob = tuple[int, int, float]
 
 @dataclass(frozen=True)
 class GeneratedSettings:
-    """How generation is proven."""
+    """Settings of a proof of generation."""
 
     dtype: str = "float64"
     seed: int = 0
@@ -51,7 +51,7 @@ class GeneratedSettings:
 
 @dataclass(frozen=True)
 class DrawnText:
-    """A prompt, what was drawn after it, and with which log-probabilities."""
+    """A prompt with its drawn tokens and their log-probabilities."""
 
     prompt: tuple[int, ...]
     drawn: tuple[int, ...]
@@ -62,8 +62,8 @@ class DrawnText:
         return (*self.prompt, *self.drawn)
 
     def cut(self, outgrown_at: int | None) -> list[DrawnText]:
-        """What was drawn before it had outgrown that length, and after that: training rotates all
-        tokens of a text alike."""
+        """Split where the text has outgrown a length: training rotates all tokens of a text
+        alike."""
         before = len(self.drawn) if outgrown_at is None else outgrown_at + 1 - len(self.prompt)
         if not 0 < before < len(self.drawn):
             return [self]
@@ -75,7 +75,7 @@ class DrawnText:
 
 
 def num_generation_phases(plan: Plan, settings: GeneratedSettings) -> int:
-    """How often `on_phase` is called in a proof that succeeds."""
+    """Number of `on_phase` calls of a successful proof."""
     return plan.layout.world * (NUM_WAYS + 2 + 2 * settings.batch_invariant) + 1
 
 
@@ -102,7 +102,7 @@ def run_generated(
 
 
 def drawn_texts(plan: Plan, settings: GeneratedSettings, seen: Observed) -> list[DrawnText]:
-    """The texts of all requests, as they were drawn in batches."""
+    """Texts of all requests, as drawn in batches."""
     completions = seen.completions["batched"]
     requests = requests_of(plan.shape, settings.seed, plan.layout.dp)
     texts = [
@@ -113,7 +113,7 @@ def drawn_texts(plan: Plan, settings: GeneratedSettings, seen: Observed) -> list
 
 
 def generate_rank(worker: Worker, plan: Plan, settings: GeneratedSettings) -> Observed:
-    """Every way to generate, on one rank of the layout."""
+    """Run every mode on one rank of the layout."""
     layout = plan.layout
     rank = forked_device(settings.device, settings.backend, worker.rank, layout.world)
     with worker.joined(layout.world, rank):
@@ -170,7 +170,7 @@ def _full(trial: GeneratedTrial, weight: Weight) -> Tensor:
 
 
 def training_plan(plan: Plan, texts: Sequence[DrawnText]) -> Plan:
-    """A plan to train the same model on these texts, on as many ranks in another layout."""
+    """Plan to train the same model on these texts, on as many ranks in another layout."""
     seq = max(len(text.tokens) for text in texts) - 1
     layouts = [
         candidate for candidate in _layouts(plan) if not problems(candidate, plan.shape, seq=seq)
@@ -215,7 +215,7 @@ def _drawn_by_hash(layout: Layout, plan: Plan) -> bytes:
 def train_rank(
     worker: Worker, plan: Plan, settings: GeneratedSettings, texts: Sequence[DrawnText]
 ) -> list[TokenLogprob]:
-    """The log-probabilities of drawn tokens that this rank computes as training does."""
+    """Log-probabilities of drawn tokens, computed on this rank as in training."""
     layout = plan.layout
     rank = forked_device(settings.device, settings.backend, worker.rank, layout.world)
     with worker.joined(layout.world, rank):
@@ -243,7 +243,7 @@ def train_rank(
 
 @torch.no_grad()
 def give_weights(job: Job, trial: GeneratedTrial) -> None:
-    """Put the weights of a trial into a job."""
+    """Copy the weights of a trial to a job."""
     for shard in job.local_shards:
         name = shard.row.name
         full = trial.full_weight(job.table[name].name)
@@ -293,7 +293,7 @@ def _listen(job: Job) -> list[list[float]]:
 
 
 def trained_error(texts: Sequence[DrawnText], trained: Sequence[TokenLogprob]) -> float:
-    """The largest difference of log-probabilities; infinite where a token is missing."""
+    """Largest difference of log-probabilities; infinite if a token is missing."""
     logprobs = {(number, position): logprob for number, position, logprob in trained}
     error = 0.0
     for number, text in enumerate(texts):

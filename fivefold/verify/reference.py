@@ -7,7 +7,6 @@ It shares the model's blocks and the initial values with the ranks and nothing e
 from __future__ import annotations
 
 import math
-import pkgutil
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
@@ -21,7 +20,7 @@ from torch import Tensor, nn
 
 from fivefold.core.layout import Fp8, Weight, by_name, decays
 from fivefold.core.model import ADAPTER, Balance, Shape
-from fivefold.core.plan import OPTIMIZERS, OptimizerName
+from fivefold.core.plan import OPTIMIZERS
 from fivefold.model import (
     NOT_COUNTED,
     Decoder,
@@ -52,8 +51,8 @@ CUTS = (3 / 7, 5 / 8)  # of sums: where terms nearly cancel, one draw of roundin
 
 @dataclass(frozen=True)
 class Truth:
-    """What one step computes on one device: numbers, gradients before clipping, new weights and
-    biases of routers."""
+    """Results of one step on one device: numbers, gradients before clipping, new weights and router
+    biases."""
 
     loss: float
     norm: float
@@ -68,8 +67,7 @@ class Truth:
 
 
 def measure_floors(truths: Sequence[Truth], reordered: Sequence[Truth]) -> list[Truth]:
-    """The truths with floors: how far the same steps are off with sums in another order, or were in
-    another such run.
+    """Add rounding floors to the results: errors of the same steps with sums in another order.
 
     A single number may agree by chance. The norm cannot be farther off than the gradients as a
     whole, and the loss is about as far off: both get this distance at least. A token that went to
@@ -98,7 +96,7 @@ def measure_floors(truths: Sequence[Truth], reordered: Sequence[Truth]) -> list[
 def truths(
     shape: Shape,
     batches: Iterable[TokenBatch],
-    optimizer: OptimizerName,
+    optimizer: str,
     seed: int,
     dtype: torch.dtype,
     say: Callable[[str], None],
@@ -141,7 +139,7 @@ def truths(
 
 @dataclass(frozen=True)
 class Delayed:
-    """The delays of an asynchronous pipeline, stage by stage.
+    """Weight delays of an asynchronous pipeline, by stage.
 
     Every `every` microbatches each stage updates. Stage s computes microbatch k on the weights of
     max(0, k // every − late[s]) updates, as PipeDream and PipeDream-2BW are published.
@@ -152,7 +150,7 @@ class Delayed:
     late: Sequence[int]
 
     def stage_of(self, name: str) -> int:
-        """The stage of a weight, by its name."""
+        """Stage of a weight, by its name."""
         first, _, tail = name.partition(".")
         if first != "blocks":
             return 0 if first == "embed" else len(self.stages) - 1
@@ -164,7 +162,7 @@ def delayed_truths(
     shape: Shape,
     microbatches: Sequence[TokenBatch],
     delayed: Delayed,
-    optimizer: OptimizerName,
+    optimizer: str,
     seed: int,
     dtype: torch.dtype,
     say: Callable[[str], None],
@@ -172,7 +170,8 @@ def delayed_truths(
     narrow: bool = False,
     cut: float | None = None,
 ) -> list[Truth]:
-    """What an asynchronous pipeline computes, emulated by one process that keeps every version.
+    """Results of an asynchronous pipeline, emulated by one process that keeps every version of the
+    weights.
 
     `narrow`: the gradients of microbatches are summed in bfloat16.
     """
@@ -201,8 +200,8 @@ def delayed_truths(
 
 
 def first_weight(weight: Weight, shape: Shape, *args: Any, **options: Any) -> Tensor:
-    """The initial value of a weight on both sides of a comparison. Adapters begin as if they had
-    learned: where the second factor is 0, the first one has no gradient."""
+    """Initial value of a weight on both sides of a comparison. Adapters are initialized as if
+    trained: where the second factor is 0, the first has no gradient."""
     if weight.name.endswith(f"{ADAPTER}b"):
         weight = replace(weight, name=f"{weight.name}.learned")
     return initial_weight(weight, shape, *args, **options)
@@ -210,7 +209,7 @@ def first_weight(weight: Weight, shape: Shape, *args: Any, **options: Any) -> Te
 
 def _built(
     shape: Shape,
-    optimizer: OptimizerName,
+    optimizer: str,
     seed: int,
     dtype: torch.dtype,
     device: torch.device | str,
@@ -279,7 +278,7 @@ def _cross_entropy(logits_NV: Tensor, labels_N: Tensor) -> Tensor:
     return F.cross_entropy(logits_NV, labels_N, ignore_index=NOT_COUNTED, reduction="sum")
 
 
-def _optimizer(name: OptimizerName, model: Decoder) -> torch.optim.Optimizer:
+def _optimizer(name: str, model: Decoder) -> torch.optim.Optimizer:
     """AdamW and SGD are written out; another one is made as the ranks make it."""
     table, learned = by_name(model.shape), model.named_parameters()
     pairs = [
@@ -298,11 +297,11 @@ def _optimizer(name: OptimizerName, model: Decoder) -> torch.optim.Optimizer:
         return torch.optim.SGD(groups, lr=LEARNING_RATE, momentum=0.9)
     if name == "adamw":
         return torch.optim.AdamW(groups, lr=LEARNING_RATE, betas=(0.9, 0.95), eps=ADAM_EPS)
-    return pkgutil.resolve_name(OPTIMIZERS[name].factory)(groups, LEARNING_RATE, ADAM_EPS)
+    return OPTIMIZERS[name].make(groups, LEARNING_RATE, ADAM_EPS)
 
 
 def as_array(tensor: Tensor | None) -> NDArray[np.floating]:
-    """A copy that travels without torch, which numpy's missing bfloat16 makes a float32."""
+    """Copy to numpy; bfloat16, which numpy lacks, becomes float32."""
     assert tensor is not None
     detached = tensor.detach()
     wide = detached.float() if detached.dtype == torch.bfloat16 else detached.clone()

@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 
 from fivefold.core.layout import buffers, decays, shard_of
-from fivefold.core.plan import OptimizerName, Plan
+from fivefold.core.plan import Plan
 from fivefold.core.schedule import Delays, Step, merged
 from fivefold.data import Samples, samples
 from fivefold.launch import Backend, RankDevice, Worker, forked_device
@@ -33,7 +33,7 @@ Device = Literal["cpu", "cuda"]
 
 @dataclass(frozen=True)
 class VerifySettings:
-    """How a plan is verified. `empty_rank`: a data rank without any counted token in step 1.
+    """Settings of a verification. `empty_rank`: a data rank without any counted token in step 1.
 
     On `cuda` the processes take the GPUs of this machine in turn. `compiled` blocks run as they do
     in training; the reference is never compiled.
@@ -41,7 +41,7 @@ class VerifySettings:
 
     dtype: Dtype = "float64"
     steps: int = 2
-    optimizer: OptimizerName = "adamw"
+    optimizer: str = "adamw"
     offload: bool = False
     seed: int = 0
     empty_rank: int | None = None
@@ -51,14 +51,14 @@ class VerifySettings:
 
 
 def num_microbatches(plan: Plan, settings: VerifySettings) -> int:
-    """Microbatches of a verification; PipeDream's optimizer steps after every one."""
+    """Microbatches of a verification; PipeDream updates after every one."""
     schedule = plan.schedule
     every = Delays.of(schedule).every if schedule.asynchronous else schedule.num_microbatches
     return settings.steps * every
 
 
 def num_phases(plan: Plan, settings: VerifySettings) -> int:
-    """How often `on_phase` is called in a verification that succeeds."""
+    """Number of `on_phase` calls of a successful verification."""
     ranks, columns = plan.layout.pp, plan.layout.world // plan.layout.pp
     references = (1 + len(reference.CUTS)) * (1 + settings.steps)
     if plan.schedule.asynchronous:
@@ -70,7 +70,7 @@ def num_phases(plan: Plan, settings: VerifySettings) -> int:
 
 @dataclass(frozen=True)
 class StepOfRank:
-    """What one rank has to show for one update of the weights."""
+    """Results of one update on one rank."""
 
     loss: float
     norm: float
@@ -82,7 +82,7 @@ class StepOfRank:
 
 @dataclass(frozen=True)
 class ObservedCalls:
-    """The collectives of a step, or of an asynchronous run, by the dispatcher and by the mesh.
+    """Collectives of a step, or of an asynchronous run, seen by the dispatcher and by the mesh.
 
     A mode of the dispatcher would stop compilation: compiled ranks are heard by the mesh alone,
     through which every collective goes.
@@ -94,7 +94,7 @@ class ObservedCalls:
 
 @dataclass(frozen=True)
 class VerifiedRank:
-    """All steps of one rank, and the weights its model holds in the end.
+    """Results of all steps of one rank, and its final weights.
 
     `orders` are the collectives of flat units in each step, or in an asynchronous run.
     """
@@ -108,8 +108,8 @@ class VerifiedRank:
 
 
 def run_reference(worker: Worker, plan: Plan, settings: VerifySettings) -> list[Truth]:
-    """The same steps on one device, or the same delays emulated; and again with sums in other
-    orders, which says what rounding does."""
+    """Run the same steps, or the emulated delays, on one device; and again with sums in other
+    orders, to measure rounding."""
     rank = _prepared(worker, plan, settings)
     rank.start()
     truths = _truths(worker, plan, settings, rank.device, None)
@@ -146,7 +146,7 @@ def _truths(
 
 
 def run_rank(worker: Worker, plan: Plan, settings: VerifySettings) -> VerifiedRank:
-    """The steps of one rank, each watched."""
+    """Run and observe the steps of one rank."""
     rank = _prepared(worker, plan, settings)
     device = rank.device
     with worker.joined(plan.layout.world, rank):
@@ -198,8 +198,8 @@ def _prepared(worker: Worker, plan: Plan, settings: VerifySettings) -> RankDevic
 
 
 class _Phases(ActionObserver):
-    """Says what a rank does, under the name of the step that it is in, and notes the order in which
-    the step gathers and reduces flat units."""
+    """Reports phases under the name of the current step, and records the order in which flat units
+    are gathered and reduced."""
 
     def __init__(self, worker: Worker) -> None:
         self.worker, self.step = worker, ""
@@ -219,7 +219,7 @@ class _Phases(ActionObserver):
 
 
 class _Recorder:
-    """Runs steps, or a stream of them, and keeps what there is to compare."""
+    """Runs steps, or a stream of them, and records what is compared."""
 
     def __init__(
         self,

@@ -21,7 +21,7 @@ from fivefold.verify.runs import VerifiedRank, VerifySettings, num_phases, run_r
 
 @dataclass(frozen=True)
 class VerifyVerdict:
-    """Errors beside tolerances by name, traffic of every rank and step, the first difference.
+    """Errors with tolerances by name, traffic of every rank and step, and the first difference.
 
     `disorder` says which ranks issue the collectives of flat units in different orders, `flips` how
     many values were rounded to another fp8 number than in the reference; None in other precisions.

@@ -38,8 +38,7 @@ from fivefold_page import Params, Progress, View, timeline
 from fivefold_page.explore import failures as explore_failures
 from fivefold_page.explore import panels as explore_panels
 from fivefold_page.explore import search as explore_search
-from fivefold_page.explore.job import command, typed
-from fivefold_page.explore.state import CONTEXTS, SCHEDULES, State, degrees_of
+from fivefold_page.explore.state import CONTEXTS, SCHEDULES, State, command, degrees_of, typed
 
 AXES = {"dp": "data", "tp": "tensor", "pp": "pipeline", "cp": "context", "ep": "expert"}
 _GIVE_TO_DP = ("pp", "cp", "tp")  # the axes that dp takes GPUs from, in this order

@@ -1,6 +1,6 @@
 """The panels of Explore that search: the planner's best layouts, and memory by sequence length.
 
-A search takes seconds, and depends on the keys of `explore_job.JOB` only. Every layout in a ranking
+A search takes seconds, and depends on the keys of `state.JOB` only. Every layout in a ranking
 is a state of Explore, with the numbers that Explore shows for this state: without offloading, and
 with the stages that the runtime makes by default.
 """
@@ -35,15 +35,16 @@ from fivefold.planner import (
 )
 from fivefold.render import duration, gib, loses, reasons_text, table, wrapped
 from fivefold_page import Params, Progress, View
-from fivefold_page.explore.job import (
+from fivefold_page.explore.state import (
     LAYOUT,
-    job_of,
+    State,
     job_params,
+    keys_of,
     layout_params,
     nothing_fits,
     request_of,
+    requested_state,
 )
-from fivefold_page.explore.state import State, keys_of
 
 _TOP = 10
 _SEARCH_SHARE = 0.8  # of the time; the rest explains the best layout
@@ -53,7 +54,7 @@ _HEADS = ("", "layout", "ZeRO", "recompute", "GiB", "step", "tokens/s/GPU", "MFU
 def ranking_view(params: Params, on_progress: Progress) -> View:
     """The ten best layouts and the front of memory against time; if nothing fits, why, the leanest
     layout, and jobs that have one. `job` has the keys of the job that was searched."""
-    job = job_of(params)
+    job = requested_state(params)
     cut = "seq" not in job.derived and State.parse(params).seq > job.seq
     request = request_of(job)
     machine_ = request.setting.machine
@@ -278,7 +279,7 @@ def _is_legal(plan: Plan, seq: int) -> bool:
 
 def curves_view(params: Params, on_progress: Progress) -> View:
     """A curve for each strategy, and that of the layout in `params`, if there is one."""
-    job = job_of(params)
+    job = requested_state(params)
     request = request_of(job)
     strategies: list[View] = []
     for number, name in enumerate(STRATEGIES):

@@ -16,7 +16,7 @@ from typing import Any
 from fivefold.core import hardware as machine
 from fivefold.render import duration, gib, percent, table, wrapped
 from fivefold_page import Params, View
-from fivefold_page.learn.device import ALONE
+from fivefold_page.explore import ALONE
 from fivefold_page.learn.lesson import Choice, chosen, sentence_lines
 
 TITLE = "The same job, by each technique"

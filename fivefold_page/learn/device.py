@@ -19,7 +19,7 @@ from fivefold.core.model import presets as models
 from fivefold.planner import Estimate
 from fivefold.render import bar, gib, wrapped
 from fivefold_page import Params, View
-from fivefold_page.explore import State
+from fivefold_page.explore import ALONE
 from fivefold_page.learn.lesson import Choice, chosen, sentence_lines
 
 TITLE = "What training keeps, in GPUs"
@@ -32,19 +32,6 @@ CHOICES: Mapping[str, Choice] = {
     "machine": Choice("GPU of", ("h100", "a100-40g", "gb200"), "h100"),
     "seq": Choice("Tokens of a sequence", ("2048", "8192"), "8192"),
 }
-# One GPU with everything on it; chapters change what they are about.
-ALONE = State(
-    model="llama-3.1-70b",
-    gpus=1,
-    tp=1,
-    pp=1,
-    zero=0,
-    schedule="1f1b",
-    chunks=1,
-    seq=8192,
-    batch=2,
-    tokens=15e12,
-)
 _MEANS = {
     "weights": "weights, which the matmuls read",
     "gradients": "gradients, which add up over the microbatches of a step",

@@ -14,7 +14,7 @@ export function written(tab, params) {
 }
 
 /** Parameters with some changed; "" takes one away. What is changed is no longer derived: `typed` of
- * explore_job.py. @param {Record<string, string>} params @param {Record<string, string>} set */
+ * state.py. @param {Record<string, string>} params @param {Record<string, string>} set */
 export function merged(params, set) {
   const derived = (params.derived ?? "").split(" ").filter((name) => !(name in set)).join(" ");
   return Object.fromEntries(Object.entries({ ...params, derived, ...set }).filter(([, text]) => text !== ""));

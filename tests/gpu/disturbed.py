@@ -22,7 +22,7 @@ from fivefold.core.plan.plan import Plan
 from fivefold.launch.worker import Worker
 from fivefold.parallel import transport
 from fivefold.parallel.mesh import Issued
-from fivefold.parallel.tensor_linear import SplitMatmuls
+from fivefold.parallel.tensor import SplitMatmuls
 from fivefold.verify.runs import VerifiedRank, VerifySettings, run_rank
 
 FILLING = ("all_reduce", "reduce_scatter", "all_gather", "send", "pass_on")

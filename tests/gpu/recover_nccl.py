@@ -19,10 +19,10 @@ from typing import Any
 
 import torch
 
-from fivefold.api.restarting import RestartedRun
+from fivefold.commands.train import train
+from fivefold.commands.train_start import RestartedRun
 from fivefold.core.errors import FivefoldError, RankLost
 from fivefold.records.steps import StepRecord
-from fivefold.train import training as train
 from fivefold.train.checkpoint.checkpoints import Reader
 from fivefold.train.checkpoint.folders import latest
 

@@ -25,7 +25,7 @@ from fivefold.parallel.composition import compose
 from fivefold.parallel.mesh import Mesh
 from fivefold.step import Guard, step, updater_of
 from fivefold.train.recovery.integrity import Integrity
-from fivefold.train.recovery.replaying import NOTHING
+from fivefold.train.recovery.integrity import NOTHING
 
 device = torch.device(sys.argv[1])
 for dtype in (torch.float32, torch.bfloat16):

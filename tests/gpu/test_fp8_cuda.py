@@ -16,17 +16,21 @@ from fivefold.core.layout.fp8 import Fp8, Fp8Format
 from fivefold.core.model import presets as models
 from fivefold.launch.backend import num_gpus
 from fivefold.model.fp8.experts import ExpertRounding, RoundedExperts
-from fivefold.model.fp8.grouped import (
-    expert_maxima,
-    has_grouped_kernel,
-    round_stacks,
-    scaled_grouped,
-)
 from fivefold.model.fp8.linear import RoundedWeights
 from fivefold.model.fp8.matmul import runs_on_tensor_cores, scaled_matmul
 from fivefold.model.fp8.operand import Both, Operand
 from fivefold.model.fp8.rounding import Blockwise, Rounding, Tensorwise, rounding_of, same
-from fivefold.model.fp8.rows import CodedRows, RowOperand, round_and_pack, round_rows, unpacked
+from fivefold.model.fp8.rows import (
+    CodedRows,
+    RowOperand,
+    expert_maxima,
+    has_grouped_kernel,
+    round_and_pack,
+    round_rows,
+    round_stacks,
+    scaled_grouped,
+    unpacked,
+)
 from fivefold.model.layers import Linear, WeightFactory
 from fivefold.model.moe import Experts
 from tests.model.fp8_alone import fused, project

@@ -39,6 +39,7 @@ UNCHANGING = (
     "keep_best",
     "eval_data",
     "log",
+    "callbacks",
     "events",
     "compile",
     "compare_every",

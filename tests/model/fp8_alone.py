@@ -16,7 +16,7 @@ from fivefold.model.layers import Linear
 from fivefold.parallel.boundary import AxisBoundary
 from fivefold.parallel.deferred import GradientQueue
 from fivefold.parallel.mesh import Mesh
-from fivefold.parallel.tensor_linear import NOT_SHARED, SplitMatmuls
+from fivefold.parallel.tensor import NOT_SHARED, SplitMatmuls
 
 
 def fused(fp8: Fp8, copied: Sequence[int] = ()) -> FusedLinears:

@@ -9,7 +9,6 @@ import random
 import shutil
 from collections.abc import Callable
 from contextlib import nullcontext
-from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +18,7 @@ import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from fivefold import cli
-from fivefold.api.training import train
+from fivefold.commands.train import train
 from fivefold.core.errors import FivefoldError, RankLost
 from fivefold.core.layout.boxes import whole_box
 from fivefold.core.layout.weight_table import buffers, weights
@@ -231,12 +230,12 @@ def test_a_resume_that_fails_leaves_the_plan(
     """Whatever ends it before its first step."""
     tiny_run(tmp_path)
 
-    def lost(*_: object) -> None:
+    def lost(*_: object, **__: object) -> None:
         raise RankLost(0, "build", "died")
 
-    pool = nullcontext(SimpleNamespace(stopping=False))
+    ranks = SimpleNamespace(stopping=False, run_each=lost)
+    pool = nullcontext(ranks)
     monkeypatch.setattr(processes, "Pool", lambda *_, **__: pool)
-    monkeypatch.setattr(import_module("fivefold.train"), "train", lost)
     options = {"out": tmp_path, "resume": True, "seq": 16, "batch": 2, "data": "synthetic"}
     with pytest.raises(RankLost):
         train("tiny", lr=0.5, **options)

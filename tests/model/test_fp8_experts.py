@@ -11,12 +11,20 @@ from torch import Tensor
 
 from fivefold.core.layout.fp8 import packed_row
 from fivefold.core.plan.plan import PlanOptions, resolve
-from fivefold.model.fp8 import grouped as fp8_grouped
 from fivefold.model.fp8 import rows as fp8_rows
 from fivefold.model.fp8.experts import ExpertRounding, RoundedExperts
 from fivefold.model.fp8.linear import RoundedWeights
 from fivefold.model.fp8.rounding import same
-from fivefold.model.fp8.rows import CodedRows, RowOperand, round_and_pack, round_rows, unpacked
+from fivefold.model.fp8.rows import (
+    CodedRows,
+    RowOperand,
+    expert_maxima,
+    round_and_pack,
+    round_rows,
+    round_stacks,
+    scaled_grouped,
+    unpacked,
+)
 from fivefold.model.layers import WeightFactory
 from fivefold.model.moe import Experts
 from fivefold.parallel.composition import compose
@@ -170,13 +178,13 @@ def test_weight_gradients_may_be_queued() -> None:
 
 def test_an_expert_has_one_scale_and_a_transposed_copy() -> None:
     parts = [drawn(4, 24, 40), 9 * drawn(4, 24, 40)]
-    found = fp8_grouped.round_stacks(parts, fp8_grouped.expert_maxima(parts))
+    found = round_stacks(parts, expert_maxima(parts))
     assert torch.equal(found.rows.codes.float(), found.turned.codes.float().mT)
     assert found.rows.scale.shape == (4, 48) and found.turned.scale.shape == (4, 40)
     values = found.rows.codes.to(torch.float64) * found.rows.scale.to(torch.float64)[:, :, None]
     assert torch.equal(values, weight_of(parts))
     x = RowOperand(*round_rows([drawn(ROWS, 40)], None))
-    y = fp8_grouped.scaled_grouped(x, found.rows, ENDS, torch.float64)
+    y = scaled_grouped(x, found.rows, ENDS, torch.float64)
     wanted = grouped(x.values(torch.float64), weight_of(parts))
     torch.testing.assert_close(y, wanted, rtol=1e-12, atol=1e-12)
 

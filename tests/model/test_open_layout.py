@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
-from fivefold.api import training, training_start
-from fivefold.api.training_start import machine_here, with_layout
 from fivefold.cli import main
+from fivefold.commands import train as training
+from fivefold.commands import train_start as training_start
 from fivefold.commands.job import given_job
+from fivefold.commands.train_start import machine_here, with_layout
 from fivefold.core.plan.plan import Plan, PlanOptions, resolve
 from fivefold.launch import backend
 from fivefold.launch.launcher import LauncherEnvironment, refit
@@ -28,8 +29,8 @@ def visible(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Sets the number of GPUs that torch sees and the names that the driver gives them, and
     catches the plan before a rank starts."""
 
-    def stop(start: training_start.TrainStart, *_: Any) -> None:
-        raise Started(start.plan)
+    def stop(plan: Plan, *_: Any) -> None:
+        raise Started(plan)
 
     def see(count: int, *names: str) -> None:
         monkeypatch.setattr(backend.torch.cuda, "device_count", lambda: count)

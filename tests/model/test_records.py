@@ -414,13 +414,14 @@ def test_no_tracker_ends_a_training(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     fake("wandb", monkeypatch, init=lambda **_: run)
     folder = RunFolder.create(tmp_path / "run", "", FACTS, resume=False)
     plan = SimpleNamespace(layout="dp=2", shape=SimpleNamespace(name="tiny"))
+    rank_run = SimpleNamespace(
+        rank=SimpleNamespace(job=SimpleNamespace(plan=plan)),
+        settings=SimpleNamespace(recipe=Recipe(log="tensorboard+wandb")),
+        worker=SimpleNamespace(rank=0, report=said.append),
+        folder=folder,
+    )
     for number in range(2):
-        settings = SimpleNamespace(recipe=Recipe(log="tensorboard+wandb"))
-        worker, known = (
-            SimpleNamespace(rank=0, report=said.append),
-            (SimpleNamespace(), TimeSpent()),
-        )
-        records = RecordCallback(worker, plan, settings, folder, *known)  # type: ignore[arg-type]
+        records = RecordCallback(rank_run)  # type: ignore[arg-type]
         records.start(0)
         for step in (1, 2):
             records.on_record(at(step))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 from contextlib import nullcontext
-from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from fivefold.api.training import train
+from fivefold.commands.train import train
 from fivefold.core.errors import FivefoldError, RankLost
 from fivefold.core.layout.weight_table import buffers, weights
 from fivefold.core.plan.plan import PlanOptions, resolve
@@ -22,6 +21,7 @@ from fivefold.launch import processes
 from fivefold.train.checkpoint.checkpoints import Reader, write_checkpoint
 from fivefold.train.checkpoint.folders import Facts
 from fivefold.train.checkpoint.of_run import open_run
+from fivefold.train.options import RunOptions
 from fivefold.train.recovery.resuming import check_resume, nothing_left
 from fivefold.train.state import TrainSettings
 
@@ -55,7 +55,7 @@ def trained(folder: Path, step: int = 4, **facts: Any) -> Path:
 
 
 def said_of(folder: Path, options: PlanOptions) -> list[str]:
-    settings = TrainSettings(options.train, folder=folder, resume=True)
+    settings = TrainSettings(options.train, folder=folder, options=RunOptions(resume=True))
     return check_resume(resolve(options), settings)
 
 
@@ -79,13 +79,13 @@ def test_a_resume_keeps_the_rows_unless_others_are_given(
     trained(tmp_path)
     seen: list[Any] = []
 
-    def lost(pool: object, plan: object, *_: object) -> None:
-        seen.append(plan)
+    def lost(tasks: list[Any], **_: object) -> None:
+        seen.append(tasks[0][1][0])
         raise RankLost(0, "build", "was asked to")
 
-    pool = nullcontext(SimpleNamespace(stopping=False))
+    ranks = SimpleNamespace(stopping=False, run_each=lost)
+    pool = nullcontext(ranks)
     monkeypatch.setattr(processes, "Pool", lambda *_, **__: pool)
-    monkeypatch.setattr(import_module("fivefold.train"), "train", lost)
     told: list[Any] = []
     for more in ({}, {"seq": 32}):
         with pytest.raises(RankLost):
@@ -160,7 +160,9 @@ def test_a_resume_with_nothing_left_changes_nothing(tmp_path: Path) -> None:
         with pytest.raises(FivefoldError, match=rf"is at step 4, .*{words}, and N above 4"):
             train(model, **given, **more)
     assert files_of(run) == before
-    settings = TrainSettings(Recipe(data="synthetic", steps=4), folder=run, resume=True)
+    settings = TrainSettings(
+        Recipe(data="synthetic", steps=4), folder=run, options=RunOptions(resume=True)
+    )
     (file,) = run.glob("checkpoints/*/__0_0.distcp")
     file.write_bytes(file.read_bytes()[:-1])  # the ranks say so, and go on from an earlier one
     assert nothing_left(settings) is None
@@ -173,13 +175,13 @@ def test_a_start_that_saves_nothing_leaves_the_plan(
     trained(tmp_path)
     plan = (tmp_path / "plan.toml").read_text()
 
-    def interrupted(*_: object) -> None:
+    def interrupted(*_: object, **__: object) -> None:
         assert "lora = 4" in (tmp_path / "plan.toml").read_text()
         raise SystemExit(130)
 
-    pool = nullcontext(SimpleNamespace(stopping=True))
+    ranks = SimpleNamespace(stopping=True, run_each=interrupted)
+    pool = nullcontext(ranks)
     monkeypatch.setattr(processes, "Pool", lambda *_, **__: pool)
-    monkeypatch.setattr(import_module("fivefold.train"), "train", interrupted)
     with pytest.raises(SystemExit):
         train("tiny", out=tmp_path, resume=True, data="synthetic", lora=4)
     assert (tmp_path / "plan.toml").read_text() == plan

@@ -9,14 +9,13 @@ import signal
 import subprocess
 import sys
 from contextlib import nullcontext
-from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from fivefold.api.training import train
+from fivefold.commands.train import train
 from fivefold.core.errors import FivefoldError, RankLost
 from fivefold.core.layout.boxes import whole_box
 from fivefold.launch import processes
@@ -127,19 +126,19 @@ def test_two_trainings_of_one_run_are_refused(
     out = tmp_path / "runs" / "one"
     given = {"out": out, "resume": True, "seq": 16, "batch": 2, "data": "synthetic"}
 
-    def second(*_: object) -> None:
+    def second(*_: object, **__: object) -> None:
         train("tiny", layout="dp=1", **given)
 
-    pool = nullcontext(SimpleNamespace(stopping=False))
+    ranks = SimpleNamespace(stopping=False, run_each=second)
+    pool = nullcontext(ranks)
     monkeypatch.setattr(processes, "Pool", lambda *_, **__: pool)
-    monkeypatch.setattr(import_module("fivefold.train"), "train", second)
     with pytest.raises(FivefoldError, match=rf"is being trained by process {os.getpid()} "):
         train("tiny", layout="dp=1", **given)
 
-    def lost(*_: object) -> None:
+    def lost(*_: object, **__: object) -> None:
         raise RankLost(0, "build", "died")
 
-    monkeypatch.setattr(import_module("fivefold.train"), "train", lost)
+    ranks.run_each = lost
     with pytest.raises(RankLost):  # it is free again
         train("tiny", layout="dp=1", **given)
 

@@ -20,7 +20,7 @@ from fivefold.core.schedule.schedule import Schedule, defers_weight_gradients
 from fivefold.cost.hardware import stack as stacks
 from fivefold.cost.memory.categories import MemoryEntries, peak_memory
 from fivefold.cost.stages.ranks import deferred, in_flight, rank_stages
-from fivefold.planner.memory_by_rank import PlanRanks
+from fivefold.planner.estimate import PlanRanks
 from fivefold.planner.setting import EstimateSetting, plan_arguments
 
 OWN = EstimateSetting(H100, stacks.FIVEFOLD, "bf16")

@@ -26,7 +26,7 @@ from fivefold.cost.traffic.data_axis import (
     step_collectives,
     unit_collectives,
 )
-from fivefold.planner.planning import estimate_setting
+from fivefold.planner.setting import estimate_setting
 from tests.selection import all_cases, salt
 
 NUM_PLANS = 125 if all_cases() else 6  # of each model and policy

@@ -21,10 +21,16 @@ from fivefold.cost.hardware.stack import FIVEFOLD
 from fivefold.cost.memory.categories import peak_memory
 from fivefold.cost.step.time import step_time
 from fivefold.planner.estimate import estimate_plan, simulate_step
-from fivefold.planner.grid_options import layout_of, options_of
 from fivefold.planner.search import search_layouts
 from fivefold.planner.setting import EstimateSetting
-from fivefold.planner.space import Degrees, SearchSpace, all_degrees, layout_blocks
+from fivefold.planner.space import (
+    Degrees,
+    SearchSpace,
+    all_degrees,
+    layout_blocks,
+    layout_of,
+    options_of,
+)
 from tests.selection import all_cases, shuffled
 
 H100 = EstimateSetting(machine.load("h100"), FIVEFOLD, "bf16")

@@ -186,7 +186,7 @@ def check_precision() -> None:
     assert memory == 2 * planned("tiny", *wide[:-1], "precision=fp32")["memory_gib"]["weights"]
 
 
-def check_verb() -> None:
+def check_command() -> None:
     assert "Do nothing." in printed("--help")
     assert printed("dummy", "--times", "2").split() == ["nothing", "nothing"]
 
@@ -203,7 +203,7 @@ CHECKS = {
     "a page panel of Explore": check_explore_panel,
     "a collective": check_collective,
     "a precision": check_precision,
-    "a verb": check_verb,
+    "a command": check_command,
 }
 
 

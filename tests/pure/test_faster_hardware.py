@@ -14,7 +14,8 @@ from fivefold.core.hardware import Machine, Rates
 from fivefold.core.model import presets as models
 from fivefold.core.plan.plan import Plan, PlanOptions, resolve
 from fivefold.planner.estimate import simulate_step
-from fivefold.planner.planning import best_plans, estimate_setting, plan_request
+from fivefold.planner.planning import best_plans, plan_request
+from fivefold.planner.setting import estimate_setting
 
 ROUNDING = 1e-9
 

@@ -22,9 +22,9 @@ from fivefold.core.plan.recipe import Recipe
 from fivefold.cost.grid import grid_of_plan
 from fivefold.cost.memory.categories import peak_memory
 from fivefold.cost.step.time import step_time
+from fivefold.planner.candidates import complexity, innermost, simpler_words, tp_crosses
 from fivefold.planner.error_bars import accuracy
 from fivefold.planner.planning import NothingFits, PlanRequest, PlanResult, best_plans, plan_request
-from fivefold.planner.simplicity import complexity, innermost, simpler_words, tp_crosses
 from fivefold.planner.space import layout_blocks
 from fivefold_score.outcome import pair_errors, ranking
 from tests.pure.one_layout import grid_of

@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks.first_choices import JOBS, Comparison
 from fivefold.cost.grid import grid_of_plan
-from fivefold.planner.simplicity import tp_crosses
+from fivefold.planner.candidates import tp_crosses
 
 PAGE = Path(__file__).parents[2] / "docs" / "first-choices.md"
 # Those whose search takes a second or so; the others take 2 to 10 seconds each.

@@ -12,7 +12,7 @@ from fivefold.core.layout.fp8 import Fp8
 from fivefold.core.plan.plan import Plan, PlanOptions, resolve
 from fivefold.core.plan.recipe import Recipe
 from fivefold.planner.estimate import Estimate, estimate_plan
-from fivefold.planner.planning import estimate_setting
+from fivefold.planner.setting import estimate_setting
 
 H200 = machine.load("h200")
 GIB = 2**30

@@ -28,7 +28,7 @@ from fivefold.core.plan.plan import Plan, PlanOptions, resolve
 from fivefold.cost.layer.attention_sizes import MixerSizes
 from fivefold.cost.traffic.collectives import predict_traffic
 from fivefold.planner.estimate import estimate_plan
-from fivefold.planner.planning import estimate_setting
+from fivefold.planner.setting import estimate_setting
 from fivefold.planner.space import SearchSpace, all_degrees
 
 NEXT = "qwen3-next-80b-a3b"

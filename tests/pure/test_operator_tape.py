@@ -12,8 +12,7 @@ from fivefold.core.plan.plan import PlanOptions, resolve
 from fivefold.cost.layer.operator_tape import Change, Event, OperatorTape
 from fivefold.cost.memory.categories import MemoryEntries
 from fivefold.cost.memory.rank_ledger import PlanLedger
-from fivefold.planner.planning import estimate_setting
-from fivefold.planner.setting import plan_arguments
+from fivefold.planner.setting import estimate_setting, plan_arguments
 
 SETTING, _ = estimate_setting(machine.load("h200"), "bf16", 0.0, "compiled", 1.0)
 RULES = ("none", "norm", "act", "attention", "mlp+experts", "norm+attention+mlp", "full", "full:2")

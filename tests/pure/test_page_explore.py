@@ -19,7 +19,7 @@ from fivefold.core.model import presets as models
 from fivefold.core.plan import plan
 from fivefold.cost.grid import RECOMPUTE
 from fivefold.cost.traffic.collectives import TrafficEntry, traffic_json
-from fivefold.planner.memory_by_rank import memory_by_pipeline_rank, rank_memory
+from fivefold.planner.estimate import memory_by_pipeline_rank, rank_memory
 from fivefold_page import document
 from fivefold_page.explore import explore
 from fivefold_page.explore.state import CONTEXTS, SCHEDULES, State
@@ -341,3 +341,11 @@ def test_texts_fit_a_terminal_and_say_the_same_numbers(params: dict[str, str]) -
 def test_the_answer_is_small_and_plain_json() -> None:
     answer = json.dumps(explore.view({}), allow_nan=False)
     assert len(answer) < 150_000
+
+
+def test_a_page_runs_no_code_of_its_visitors(tmp_path: Path) -> None:
+    code = tmp_path / "code.py"
+    code.write_text("raise SystemExit('it ran')\n")
+    for keys in ({"also": f"mixer={code}:Any"}, {"schedule": f"{code}:any"}):
+        with pytest.raises(FivefoldError, match=r"runs no code|unknown schedule"):
+            State.parse({"model": "tiny", **keys})

@@ -26,9 +26,19 @@ from fivefold.planner.planning import NothingFits, best_plans
 from fivefold.render.pipeline import KINDS, OVERLAPPED
 from fivefold_page import document, timeline
 from fivefold_page.explore import explore
-from fivefold_page.explore import job as explore_job
 from fivefold_page.explore import search as explore_search
-from fivefold_page.explore.state import State, keys_of, state_of
+from fivefold_page.explore.state import (
+    _LEAN,
+    State,
+    job_params,
+    keys_of,
+    layout_params,
+    nothing_fits,
+    request_of,
+    requested_state,
+    state_of,
+    typed,
+)
 from tests.selection import shuffled
 
 GPUS = (1, 2, 3, 8, 12, 16, 64, 100, 256, 1024, 4096, 16_384)
@@ -46,15 +56,15 @@ def shown(params: dict[str, str]) -> dict[str, Any]:
 
 def arrive(params: dict[str, str], ways: int = 1) -> State:
     """The state that the page comes to: the planner's best, or where its first button leads."""
-    job = explore_job.job_of(params)
-    asked = explore_job.request_of(job)
+    job = requested_state(params)
+    asked = request_of(job)
     try:
         best = best_plans(asked, 1).plans[0]
     except NothingFits as refused:
         assert ways, f"a button of the page leads to a job without a layout: {refused}"
-        found = explore_job.nothing_fits(job, asked, refused)
+        found = nothing_fits(job, asked, refused)
         if found["lean"] is not None:
-            view = shown({**explore_job.job_params(job), **found["lean"]})
+            view = shown({**job_params(job), **found["lean"]})
             assert view["problem"] is None
             assert view["numbers"]["total"] > view["numbers"]["usable"]
         return arrive({**params, **found["ways"][0]["set"]}, ways - 1)
@@ -94,7 +104,7 @@ def test_what_fits_nowhere_is_shown_with_its_leanest_layout() -> None:
     found = explore_search.ranking_view(params, silent)
     first, *lean, last = (one["label"] for one in found["ways"])
     assert (first, last) == ("128 GPUs", "llama-3.1-405b on 16,384 GPUs of h100")
-    assert {*lean} <= {*explore_job._LEAN}
+    assert {*lean} <= {*_LEAN}
     view = shown({**found["job"], **found["lean"]})
     assert view["numbers"]["verdict"] == "does not fit"
     needs = f"needs {view['numbers']['total'] / 2**30:,.1f} GiB"
@@ -104,7 +114,7 @@ def test_what_fits_nowhere_is_shown_with_its_leanest_layout() -> None:
 def test_one_gpu_is_offered_offload_and_adapters() -> None:
     found = explore_search.ranking_view({"model": "llama-3.1-8b", "gpus": "1"}, silent)
     lean = {one["label"]: one["set"] for one in found["ways"][1:-1]}
-    assert lean == {label: {"also": key} for label, key in explore_job._LEAN.items()}
+    assert lean == {label: {"also": key} for label, key in _LEAN.items()}
     for change in lean.values():
         state = arrive({"model": "llama-3.1-8b", "gpus": "1", **change}, ways=0)
         view = shown(state.params())
@@ -116,18 +126,18 @@ def test_another_model_brings_its_own_sequences_batch_and_tokens() -> None:
     state = state_of(PlanOptions("llama-3.1-405b")).params()
     for name in shuffled(models.presets()):
         state = State.parse({**state, "model": name}).params()
-        alone = explore_job.job_of({"model": name})
+        alone = requested_state({"model": name})
         assert {**state} == {**state, **{key: str(vars(alone)[key]) for key in ("seq", "batch")}}
         assert float(state["tokens"]) == alone.tokens and "tokens" in alone.derived
 
 
 def test_what_was_typed_stays_or_is_said() -> None:
     opened = state_of(PlanOptions("llama-3.1-405b")).params()
-    change = explore_job.typed(State.parse(opened), {"seq": "4096"})
+    change = typed(State.parse(opened), {"seq": "4096"})
     assert change == {"seq": "4096", "derived": "batch tokens"}
     state = {**opened, **change, "gpus": "8"}
     assert State.parse({**state, "model": "deepseek-v3"}).seq == 4096
-    job, derived = (explore_job.job_of({**each, "model": "gpt2"}) for each in (state, opened))
+    job, derived = (requested_state({**each, "model": "gpt2"}) for each in (state, opened))
     assert job.seq == derived.seq == 1024
     found = explore_search.ranking_view({**state, "model": "gpt2"}, silent)
     assert "sequences are cut to 1,024 tokens" in found["notes"]
@@ -178,7 +188,7 @@ def test_learned_positions_cut_the_sequences_of_another_model() -> None:
 @pytest.mark.nightly
 def test_the_landing_page_shows_the_planners_best() -> None:
     found = explore_search.ranking_view(State().params(), silent)
-    assert explore_job.layout_params(State()) == found["layouts"][0]["set"]
+    assert layout_params(State()) == found["layouts"][0]["set"]
     assert found["layouts"][0]["verdict"] != "does not fit"
 
 

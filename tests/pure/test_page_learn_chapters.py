@@ -118,8 +118,8 @@ def test_numbers_of_the_prose_are_those_of_the_code(monkeypatch: pytest.MonkeyPa
     """With another GPU the same chapters have other numbers: none is written down."""
     names = ("one-gpu", "collectives", "data", "zero", "tensor")
     before = {name: prose(name) for name in names}
-    alone = replace(chapters.chapters_states.ALONE, machine="a100-40g")
-    monkeypatch.setattr(chapters.chapters_states, "ALONE", alone)
+    alone = replace(chapters.ALONE, machine="a100-40g")
+    monkeypatch.setattr(chapters, "ALONE", alone)
     for name in ("one-gpu", "collectives", "data", "zero"):
         paragraphs = " ".join(CHAPTERS[name].prose())
         assert paragraphs != before[name]

@@ -20,8 +20,8 @@ from fivefold.planner import planning as planner
 from fivefold.planner.setting import plan_arguments
 from fivefold_page import document
 from fivefold_page.explore import explore
-from fivefold_page.explore import job as explore_job
 from fivefold_page.explore import search as explore_search
+from fivefold_page.explore.state import JOB as JOB_KEYS
 from fivefold_page.explore.state import State
 from fivefold_page.learn.lesson import Choice
 from fivefold_page.view import Progress
@@ -227,7 +227,7 @@ def test_the_page_asks_for_the_keys_that_a_search_depends_on() -> None:
     text = (document.STATIC / "slow.js").read_text("utf-8")
     said = re.search(r"const JOB = \[(.*?)\]", text)
     assert said is not None
-    assert re.findall(r'"(\w+)"', said[1]) == list(explore_job.JOB)
+    assert re.findall(r'"(\w+)"', said[1]) == list(JOB_KEYS)
 
 
 START = {**JOB, "tp": "2", "pp": "2", "schedule": "1f1b", "zero": "1"}

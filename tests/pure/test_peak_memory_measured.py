@@ -21,8 +21,8 @@ from fivefold.cost.hardware.stack import EAGER_MEMORY, StackMemory
 from fivefold.cost.hardware.stack_presets import load_stack
 from fivefold.cost.memory.categories import fits
 from fivefold.cost.stages.ranks import rank_stages
-from fivefold.planner.memory_by_rank import rank_memory
-from fivefold.planner.planning import estimate_setting
+from fivefold.planner.estimate import rank_memory
+from fivefold.planner.setting import estimate_setting
 
 GIB = 2**30
 NANOTRON = load_stack("nanotron")

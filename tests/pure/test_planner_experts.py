@@ -16,7 +16,7 @@ from fivefold.cost.hardware import stack as stacks
 from fivefold.cost.hardware.links import Links
 from fivefold.cost.layer.time import LayerTimer
 from fivefold.cost.step.time import launch_bound_layer
-from fivefold.planner.planning import estimate_setting
+from fivefold.planner.setting import estimate_setting
 
 MIXTRAL, QWEN = models.load("mixtral-8x7b"), models.load("qwen3-30b-a3b")
 

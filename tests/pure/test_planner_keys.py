@@ -103,6 +103,7 @@ FREE = {
     "replay": "one more forward and backward in N steps: a proof, and reported as such",
     "spike_bound": "one more step after a spike, which is rare; `docs` has how rare",
     "log": "records are written in the background",
+    "callbacks": "what a user's hooks cost is not known; they run between steps",
     "events": "the same; `docs` has what it costs when it is measured",
 }
 

@@ -24,17 +24,16 @@ from fivefold.cost.memory.static import communicator_bytes, most_communicators, 
 from fivefold.cost.stages.ranks import in_flight, rank_stages
 from fivefold.cost.step.time import step_time
 from fivefold.planner import planning as planner
-from fivefold.planner.estimate import Estimate, PlanMemory, estimate_plan
-from fivefold.planner.memory_by_rank import fullest_memory, memory_by_pipeline_rank
-from fivefold.planner.planning import (
-    NothingFits,
-    best_plans,
-    estimate_on_machine,
-    estimate_setting,
-    plan_request,
+from fivefold.planner.estimate import (
+    Estimate,
+    PlanMemory,
+    estimate_plan,
+    fullest_memory,
+    memory_by_pipeline_rank,
 )
+from fivefold.planner.planning import NothingFits, best_plans, estimate_on_machine, plan_request
 from fivefold.planner.search import search_layouts
-from fivefold.planner.setting import EstimateSetting, plan_arguments
+from fivefold.planner.setting import EstimateSetting, estimate_setting, plan_arguments
 from fivefold.planner.space import SearchSpace, layout_blocks
 from fivefold.render.plan import detail, estimate_json
 from fivefold_score.outcome import score_row

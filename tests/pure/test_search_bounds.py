@@ -14,14 +14,12 @@ from fivefold.core.plan.plan import PlanOptions, resolve
 from fivefold.cost.grid import RECOMPUTE, Array, Flags
 from fivefold.cost.hardware.stack import BY_KERNELS
 from fivefold.cost.step.time import step_time
-from fivefold.planner.bounds import LayoutBounds
 from fivefold.planner.comparisons import best_estimate, sweep
 from fivefold.planner.estimate import estimate_plan
-from fivefold.planner.grid_options import options_of
 from fivefold.planner.planning import plan_request
-from fivefold.planner.search import search_layouts
+from fivefold.planner.search import LayoutBounds, search_layouts
 from fivefold.planner.setting import EstimateSetting
-from fivefold.planner.space import LayoutBlock, SearchSpace, layout_blocks
+from fivefold.planner.space import LayoutBlock, SearchSpace, layout_blocks, options_of
 
 H100 = EstimateSetting(load("h100"), BY_KERNELS["compiled"], "bf16")
 

@@ -15,10 +15,9 @@ from fivefold.core.plan.plan import PlanOptions, resolve
 from fivefold.core.plan.recipe import Recipe
 from fivefold.cost.grid import LayoutGrid
 from fivefold.planner.estimate import estimate_plan
-from fivefold.planner.grid_options import layout_of, options_of
 from fivefold.planner.neighbours import compare_neighbours
 from fivefold.planner.planning import plan_request
-from fivefold.planner.space import LayoutBlock, SearchSpace, layout_blocks
+from fivefold.planner.space import LayoutBlock, SearchSpace, layout_blocks, layout_of, options_of
 
 MODELS = ("llama-3.1-405b", "deepseek-v3", "llama-3.2-1b", "qwen3-30b-a3b", "gpt2")
 GPUS = (72, 144, 216, 36, 24, 12, 7, 3)

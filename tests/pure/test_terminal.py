@@ -16,7 +16,7 @@ import typer
 from fivefold import cli, completion
 from fivefold.core import hardware as machines
 from fivefold.core.model import presets as models
-from fivefold.terminal import ADVANCED, MOST_USED, MOST_USED_PANEL, PANELS, panels, wrapped
+from fivefold.terminal import KEYS_PANEL, MOST_USED, MOST_USED_PANEL, PANELS, panels, wrapped
 
 ROOT = Path(__file__).parents[2]
 
@@ -34,7 +34,7 @@ def test_every_option_is_in_one_panel(verb: str) -> None:
     found = panels(verb, known)
     assert sorted(name for names in found.values() for name in names) == sorted(known)
     if len(known) > 12:
-        assert len(found[MOST_USED_PANEL]) == 5 and ADVANCED in found
+        assert len(found[MOST_USED_PANEL]) == 5
     if verb in MOST_USED:
         assert found[MOST_USED_PANEL] == MOST_USED[verb].split()
 
@@ -51,7 +51,7 @@ def test_help_shows_the_most_used_first(capsys: pytest.CaptureFixture[str]) -> N
         cli.main(["plan", "-h"])
     heads = [line for line in capsys.readouterr().out.splitlines() if re.match(r"[A-Z].*:$", line)]
     assert heads[:2] == ["Arguments:", "Most used:"]
-    assert heads[-2:] == ["Advanced:", "Output:"]
+    assert heads[-2:] == ["Output:", f"{KEYS_PANEL}:"]
 
 
 def completed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], typed: str):  # noqa: ANN201

@@ -26,11 +26,11 @@ from fivefold.records.steps import (
 from fivefold.render import rough_duration, thousands
 from fivefold.render.training import (
     duration,
-    head,
     out_of_memory,
+    run_head,
+    run_tail,
     step_line,
     summary_text,
-    tail,
 )
 
 PLANNED = PlannedStep(step_s=0.4, tokens_per_s=82_000, mfu=0.41, memory_gib=60.1)
@@ -266,12 +266,12 @@ def test_without_a_plan_the_summary_has_dashes() -> None:
 
 def test_the_head_tells_what_is_planned() -> None:
     plan = resolve(PlanOptions("tiny", layout="dp=2 tp=2", seq=64, microbatch_size=1))
-    lines = head(plan, Recipe(steps=7), "float32", "a corpus", PLANNED).splitlines()
+    lines = run_head(plan, Recipe(steps=7), "float32", "a corpus", PLANNED).splitlines()
     assert lines[0].endswith("1f1b, float32: 4 ranks, 7 steps of adamw")
     assert lines[2] == "a corpus; no document masks"
     planned = "planned: 400 ms a step, 82.0k tok/s, 20.5k a GPU, MFU 41.0%, 60.1 GiB"
     assert lines[3] == planned
-    assert planned not in head(plan, Recipe(), "float32", "a corpus", None)
+    assert planned not in run_head(plan, Recipe(), "float32", "a corpus", None)
 
 
 def test_out_of_memory_says_what_was_expected_and_the_way_out() -> None:
@@ -306,27 +306,27 @@ def test_the_tail_marks_what_differs() -> None:
         "seconds": 1.25,
         "steps": [{"loss": 2.5}],
     }
-    lines = list(tail(table))
+    lines = list(run_tail(table))
     assert lines[1] == "bytes of rank 1, the fullest             planned      measured"
     assert [line.split()[0] for line in lines if line.endswith("differs")] == ["padding", "total"]
     assert "3 of 4 ranks hold what was planned, to the byte" in lines
     assert f"{'tp':<34}{64:>14}{0:>14}{2:>15}{0:>10}" in lines
     assert lines[-2:] == ["this step differs from the plan", "\ndone in 1.2 s"]
-    checked = list(tail({**table, "check": check}))
+    checked = list(run_tail({**table, "check": check}))
     assert checked[-5] == "loss of step 1: 2.500000000; one process: 2.500000000"
     assert "3 times the spread 1.0e-08" in checked[-4] and checked[-1] == "PASS in 1.2 s"
     assert checked[-3].startswith("gradients: not compared, because tokens of the first step")
     assert checked[-2].startswith("routing flips: 1 of 8 ")
     nearest = {"steps": 3, "step": 2, "tensor": "norm.weight", "difference": 1e-6, "allowed": 4e-6}
-    compared = list(tail({**table, "check": check | {"gradients": nearest}}))
+    compared = list(run_tail({**table, "check": check | {"gradients": nearest}}))
     assert compared[-3] == (
         "gradients of 3 steps: nearest to its limit is norm.weight in step 2, off by 1.0e-06 of "
         "its norm, allowed 4.0e-06"
     )
-    stopped = list(tail({**table, "stopped": True, "memory": None}))
+    stopped = list(run_tail({**table, "stopped": True, "memory": None}))
     assert "--resume" in stopped[0] and stopped[2].startswith("moved in step 2, all ranks")
     later = {"stopped": True, "steps": [{"loss": 2.5}, {"loss": 2.4}], "check": check}
-    both = list(tail({**table, **later}))
+    both = list(run_tail({**table, **later}))
     assert both[-6] == "compared: 1 step that both had run when they were asked to stop"
     assert both[-5] == checked[-5]  # of the step that was compared, not of the last one
-    assert list(tail({**table, "traffic": None})) == ["no step was left to run"]
+    assert list(run_tail({**table, "traffic": None})) == ["no step was left to run"]

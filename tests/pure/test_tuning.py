@@ -24,7 +24,8 @@ from fivefold.core.plan.recipe import Recipe
 from fivefold.cost.memory.static import static_bytes
 from fivefold.cost.traffic.collectives import predict_traffic, units_of
 from fivefold.planner.estimate import Estimate, estimate_plan
-from fivefold.planner.planning import estimate_on_machine, estimate_setting
+from fivefold.planner.planning import estimate_on_machine
+from fivefold.planner.setting import estimate_setting
 from fivefold.records import steps as records
 
 

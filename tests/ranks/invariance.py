@@ -25,6 +25,7 @@ from fivefold.records.run_writer import METRICS, RunFolder, read_records
 from fivefold.train.build import source_of
 from fivefold.train.check import Check, judge, reference_runs
 from fivefold.train.loop import run_rank
+from fivefold.train.options import RunOptions
 from fivefold.train.state import TrainedRank, TrainSettings
 
 HEAD = """# Verified training
@@ -135,7 +136,7 @@ class Trainings:
     )
 
     def settings(self, dtype: Dtype) -> TrainSettings:
-        return TrainSettings(Recipe(steps=self.steps), dtype, check=True)
+        return TrainSettings(Recipe(steps=self.steps), dtype, options=RunOptions(check=True))
 
     def references(self, balance: str, dtype: Dtype) -> list[TrainedRank]:
         """One process alone, and in float32 a second time in another order of sums."""

@@ -34,6 +34,7 @@ from fivefold.parallel.composition import Job
 from fivefold.records.run_writer import RunFolder
 from fivefold.train.check import Check, judge, reference_runs
 from fivefold.train.loop import run_rank
+from fivefold.train.options import RunOptions
 from fivefold.train.state import TrainedRank, TrainSettings
 
 HEAD = """# Verified widths
@@ -237,7 +238,7 @@ class Trainings:
         return self.known[key]
 
     def settings(self, recipe: Recipe, until: int | None = None) -> TrainSettings:
-        return TrainSettings(recipe, "float32", check=True, until=until)
+        return TrainSettings(recipe, "float32", options=RunOptions(check=True, until=until))
 
     def _train(self, plan: Plan, folder: Path | None) -> list[TrainedRank]:
         """All steps of all ranks, in two starts where there is a folder for a checkpoint."""
@@ -262,7 +263,7 @@ class Trainings:
         """One start of all ranks, as the command does it."""
         if settings.folder is not None:
             toml = plan.to_toml(settings.folder, full=True)
-            RunFolder.create(settings.folder, toml, {}, settings.resume)
+            RunFolder.create(settings.folder, toml, {}, settings.options.resume)
         return self.pool.run_each([(run_rank, (plan, settings))] * plan.layout.world)
 
 

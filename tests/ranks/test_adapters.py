@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import fivefold.train.checkpoint.checkpoints  # here, and not in every fork
-import fivefold.train.training
+import fivefold.train.loop
 from fivefold.core.plan import plan
 from fivefold.huggingface.adapters import CONFIG, FILE
 from tests.commands import in_fork

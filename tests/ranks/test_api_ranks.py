@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import fivefold as ff
-from fivefold.api.training import StartedRun
+from fivefold.commands.train import StartedRun
 from fivefold.core.errors import JSON_SCHEMA
 from fivefold.launch import backend
 from fivefold.launch.processes import Pool

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from fivefold.api.training_start import calibrated_cpu
 from fivefold.cli import main
+from fivefold.commands.train_start import calibrated_cpu
 from fivefold.core.hardware import load, presets
 from fivefold.core.plan.plan import PlanOptions, resolve
 from fivefold.launch.backend import num_gpus
@@ -139,7 +139,7 @@ class Calibration:
 def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Calibration:
     calibration = Calibration()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr("fivefold.api.training_start.calibrate_cpu", calibration)
+    monkeypatch.setattr("fivefold.commands.train_start.calibrate_cpu", calibration)
     return calibration
 
 
@@ -163,7 +163,7 @@ def test_a_cpu_that_cannot_be_measured_has_no_plan(
     def failing(path: Path) -> None:
         raise subprocess.CalledProcessError(2, ["calibrate"])
 
-    monkeypatch.setattr("fivefold.api.training_start.calibrate_cpu", failing)
+    monkeypatch.setattr("fivefold.commands.train_start.calibrate_cpu", failing)
     assert calibrated_cpu(print) is None
 
 

@@ -15,8 +15,8 @@ from fivefold.core.plan.recipe import Recipe
 from fivefold.launch.processes import Pool
 from fivefold.launch.worker import Worker
 from fivefold.model.head import GradientsInForward
-from fivefold.planner.memory_by_rank import rank_memory
-from fivefold.planner.planning import estimate_setting
+from fivefold.planner.estimate import rank_memory
+from fivefold.planner.setting import estimate_setting
 from fivefold.rehearse.rank import rehearse_rank
 from fivefold.verify.runs import VerifiedRank, VerifySettings, run_rank, run_reference
 from fivefold.verify.trial import judge

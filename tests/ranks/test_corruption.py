@@ -44,9 +44,9 @@ from fivefold.train.checkpoint.checkpoints import Checkpoints
 from fivefold.train.checkpoint.folders import published, step_of
 from fivefold.train.checkpoint.of_run import open_run
 from fivefold.train.loop import run_rank
-from fivefold.train.recovery import replaying
-from fivefold.train.recovery.integrity import Integrity
-from fivefold.train.recovery.replaying import LocalNumbers, RunningBound
+from fivefold.train.options import RunOptions
+from fivefold.train.recovery import integrity
+from fivefold.train.recovery.integrity import Integrity, LocalNumbers, RunningBound
 from fivefold.train.recovery.resuming import nothing_left
 from fivefold.train.state import TrainedRank, TrainSettings
 
@@ -225,7 +225,7 @@ def test_a_checkpoint_that_may_be_wrong_is_marked_and_passed_over(
     with pytest.raises(FivefoldError, match="no good checkpoint"):
         open_run(tmp_path, plan.shape, None, told.append)
     assert "suspect.txt: step 2: ranks 1" in told[0] and "remove this file" in told[0]
-    assert nothing_left(replace(settings, until=1, resume=True)) is None
+    assert nothing_left(replace(settings, options=RunOptions(until=1, resume=True))) is None
     with pytest.raises(FivefoldError, match=r"step-00000001 is suspect: .*ranks 1 on"):
         Checkpoints(tmp_path / "checkpoints", 1, None).load([], told.append)
 
@@ -324,7 +324,7 @@ def test_a_fault_of_a_backward_is_not_taken_for_a_spike_of_all_ranks() -> None:
     """It may reach the gradients of all ranks, and leaves the loss as it was."""
     bound = RunningBound(10.0)
     local = LocalNumbers(cast("Mesh", SimpleNamespace(layout=SimpleNamespace(dp=2))), bound)
-    with patch.object(replaying, "exchanged", lambda mesh, mine: [mine, mine]):
+    with patch.object(integrity, "exchanged", lambda mesh, mine: [mine, mine]):
         for _ in range(20):
             bound.add(4.0, 1.0)
             local.note(torch.tensor([2.0, 0.7]))

@@ -14,7 +14,7 @@ from fivefold.data import batches as data_batches
 from fivefold.data.batches import samples
 from fivefold.launch.processes import Pool
 from fivefold.launch.worker import Worker
-from fivefold.model.block import Block
+from fivefold.model.decoder import Block
 from fivefold.model.dropout import Part, keeps, site_keys, site_of, token_keys
 from fivefold.optim.optimizer import make_optimizer
 from fivefold.parallel.composition import compose

@@ -10,8 +10,8 @@ import pytest
 from fivefold.core import hardware as machine
 from fivefold.core.plan.plan import PlanOptions, resolve
 from fivefold.launch.processes import Pool
-from fivefold.planner.memory_by_rank import rank_memory
-from fivefold.planner.planning import estimate_setting
+from fivefold.planner.estimate import rank_memory
+from fivefold.planner.setting import estimate_setting
 from fivefold.rehearse.rank import rehearse_rank
 from fivefold.verify.runs import VerifySettings
 from fivefold.verify.trial import run_trial

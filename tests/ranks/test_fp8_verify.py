@@ -22,15 +22,14 @@ from fivefold.launch.worker import Worker
 from fivefold.model.fp8 import experts as fp8_experts
 from fivefold.model.fp8 import rounding as fp8
 from fivefold.model.fp8 import rows as fp8_rows
-from fivefold.model.fp8.grouped import BothStacks
 from fivefold.model.fp8.linear import FusedLinears, RoundedWeights
 from fivefold.model.fp8.operand import Operand
 from fivefold.model.fp8.rounding import OverRanks
-from fivefold.model.fp8.rows import RowOperand
+from fivefold.model.fp8.rows import BothStacks, RowOperand
 from fivefold.parallel.mesh import Mesh
-from fivefold.parallel.tensor_linear import SplitMatmuls
+from fivefold.parallel.tensor import SplitMatmuls
 from fivefold.parallel.units import fp8_maxima
-from fivefold.parallel.units.coded_gather import CodedGather
+from fivefold.parallel.units.flat_unit import CodedGather
 from fivefold.parallel.units.fp8_maxima import WeightMaxima
 from fivefold.verify.runs import VerifiedRank, VerifySettings, run_rank, run_reference
 from fivefold.verify.trial import VerifyVerdict, judge
@@ -175,7 +174,9 @@ def gradients_of_own_heads() -> Patch:
 
 def padding_counts() -> Patch:
     """Maxima go over padded tokens as well."""
-    return patch.multiple(SplitMatmuls, live=lambda self, x: x, live_of_all=lambda self, x: x)
+    return patch.multiple(
+        SplitMatmuls, zero_padding=lambda self, x: x, zero_padding_of_all=lambda self, x: x
+    )
 
 
 def scale_of_another_expert() -> Patch:

@@ -21,10 +21,10 @@ from test_pool import gone
 from test_recovery import lines, tensors_of
 from test_store_address import free_port
 
+from fivefold.commands.train import train
 from fivefold.core.errors import FivefoldError
 from fivefold.launch.memory_keeper import HostKeeper
 from fivefold.launch.shared_memory import KeptSegment
-from fivefold.train import training as train
 
 STEPS, PER_HOST = 8, 2
 JOB: dict[str, Any] = {"layout": "dp=4", "seq": 16, "batch": 8, "layers": 1, "steps": STEPS}

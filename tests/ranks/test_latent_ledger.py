@@ -9,8 +9,8 @@ import pytest
 
 from fivefold.core import hardware as machine
 from fivefold.core.plan.plan import PlanOptions, resolve
-from fivefold.planner.memory_by_rank import rank_memory
-from fivefold.planner.planning import estimate_setting
+from fivefold.planner.estimate import rank_memory
+from fivefold.planner.setting import estimate_setting
 from fivefold.rehearse.rank import rehearse_rank
 
 # Few layers as wide as they are: model, layers, layout, rank, and what else. Experts of one node

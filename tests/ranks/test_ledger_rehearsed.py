@@ -10,9 +10,8 @@ from fivefold.core import hardware as machine
 from fivefold.core.plan.plan import Plan, PlanOptions, resolve
 from fivefold.core.plan.recipe import Recipe
 from fivefold.model.kernels import varlen
-from fivefold.planner.memory_by_rank import rank_memory
-from fivefold.planner.planning import estimate_setting
-from fivefold.planner.setting import EstimateSetting
+from fivefold.planner.estimate import rank_memory
+from fivefold.planner.setting import EstimateSetting, estimate_setting
 from fivefold.rehearse.job import judged
 from fivefold.rehearse.rank import rehearse_rank
 from tests.ranks.ledger_draws import NUM_DRAWS, draw

@@ -17,9 +17,8 @@ from fivefold.core.layout.groups import TWIN
 from fivefold.core.layout.units import Unit
 from fivefold.launch.processes import Pool
 from fivefold.model.balance import LocalRows
-from fivefold.model.fp8.rows import RowCodes
 from fivefold.model.moe import MoeMlp, Routing
-from fivefold.model.slots import Slots, SlotSums
+from fivefold.model.slots import RowCodes, Slots, SlotSums
 from fivefold.parallel import balance, expert
 from fivefold.parallel import composition as compose
 from fivefold.parallel.boundary import AxisBoundary

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from trained import train
 
 from fivefold.core.errors import FivefoldError
 from fivefold.core.plan.plan import Plan, PlanOptions, resolve
@@ -25,7 +26,6 @@ from fivefold.launch.processes import Pool
 from fivefold.model.batch import NOT_COUNTED, TokenBatch
 from fivefold.train.check import single_process
 from fivefold.train.state import TrainSettings
-from fivefold.train.training import train
 
 CPU, SEQ, SOON = torch.device("cpu"), 8, 20.0
 

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import torch
 
-from fivefold.api.restarting import RestartedRun
+from fivefold.commands.train import train
+from fivefold.commands.train_start import RestartedRun
 from fivefold.records.steps import StepRecord
-from fivefold.train import training as train
 from fivefold.train.checkpoint.checkpoints import Reader
 from fivefold.train.checkpoint.folders import latest
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from trained import train
 
 from fivefold.core.errors import FivefoldError
 from fivefold.core.plan.plan import PlanOptions, resolve
@@ -14,7 +15,6 @@ from fivefold.records import run_reader
 from fivefold.records.run_writer import RunFolder
 from fivefold.train.callbacks.samples import SampleText, generating
 from fivefold.train.state import TrainSettings
-from fivefold.train.training import train
 
 LAYOUTS = ("dp=2", "tp=2", "pp=2", "cp=2", "dp=2 ep=2")
 

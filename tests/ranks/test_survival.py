@@ -15,6 +15,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from trained import train
 
 from fivefold.core.errors import RankLost
 from fivefold.core.plan.plan import Plan, PlanOptions, resolve
@@ -28,8 +29,8 @@ from fivefold.records.steps import StepRecord
 from fivefold.train.checkpoint.checkpoints import Reader
 from fivefold.train.checkpoint.folders import latest
 from fivefold.train.loop import run_rank
+from fivefold.train.options import RunOptions
 from fivefold.train.state import TrainedRank, TrainSettings
-from fivefold.train.training import train
 
 STEPS = 4
 
@@ -43,7 +44,9 @@ def settings_of(folder: Path | None = None, resume: bool = False, **said: Any) -
     dtype = said.pop("dtype", "float32")
     if folder is not None:
         RunFolder.create(folder, "", {}, resume)
-    return TrainSettings(Recipe(**{"steps": STEPS, **said}), dtype, folder=folder, resume=resume)
+    return TrainSettings(
+        Recipe(**{"steps": STEPS, **said}), dtype, folder=folder, options=RunOptions(resume=resume)
+    )
 
 
 def weights_of(folder: Path) -> dict[str, torch.Tensor]:

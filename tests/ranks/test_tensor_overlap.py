@@ -16,11 +16,11 @@ from fivefold.core.plan.plan import Plan, PlanOptions, resolve
 from fivefold.data.batches import samples
 from fivefold.launch.processes import Pool
 from fivefold.launch.worker import Worker
-from fivefold.parallel import tensor_linear as columns
+from fivefold.parallel import tensor as columns
 from fivefold.parallel.boundary import AxisBoundary
 from fivefold.parallel.composition import compose
 from fivefold.parallel.mesh import Mesh
-from fivefold.parallel.tensor_linear import SplitMatmuls
+from fivefold.parallel.tensor import SplitMatmuls
 from fivefold.verify.runs import VerifySettings
 from fivefold.verify.trial import run_trial
 

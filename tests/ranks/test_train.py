@@ -22,6 +22,7 @@ from kept_pool import KeptPool
 from real_widths import with_a_wrong_gradient
 from test_lost_rank import SOON, children
 from test_pool import wait_until_gone
+from trained import train
 
 from fivefold.cli import main
 from fivefold.core.plan.plan import Plan, PlanOptions, resolve
@@ -42,8 +43,8 @@ from fivefold.train.check import (
 )
 from fivefold.train.checkpoint.folders import latest
 from fivefold.train.loop import run_rank
+from fivefold.train.options import RunOptions
 from fivefold.train.state import AxisTraffic, TrainedRank, TrainSettings
-from fivefold.train.training import train
 from tests.selection import within
 
 
@@ -104,7 +105,8 @@ def losses(kept_pool: KeptPool) -> dict[str, list[float]]:
 def test_the_loss_of_one_process(
     pool: Pool, options: dict[str, Any], losses: dict[str, list[float]]
 ) -> None:
-    plan, settings = plan_of(**options), TrainSettings(Recipe(steps=3), "float64", check=True)
+    plan = plan_of(**options)
+    settings = TrainSettings(Recipe(steps=3), "float64", options=RunOptions(check=True))
     lines, runs, check = checked(pool, plan, settings)
     assert check.passed and check.difference < 1e-9 and check.spread is None
     assert check.flips == 0 and check.routed == 3 * plan.batch.tokens * 2  # 2 of 3 layers
@@ -119,7 +121,7 @@ def test_the_loss_of_one_process(
 
 
 def test_a_dense_model_on_one_rank(pool: Pool) -> None:
-    settings = TrainSettings(Recipe(steps=2), "float64", check=True)
+    settings = TrainSettings(Recipe(steps=2), "float64", options=RunOptions(check=True))
     plan = plan_of("dp=1", model="tiny", packed=False, set={"vocab": "300"})
     lines, runs, check = checked(pool, plan, settings)
     assert check.difference == 0 and (check.flips, check.routed) == (0, 0)
@@ -131,7 +133,7 @@ def test_a_dense_model_on_one_rank(pool: Pool) -> None:
 
 
 def test_float32_is_held_against_its_own_spread(pool: Pool) -> None:
-    settings = TrainSettings(Recipe(steps=3), "float32", check=True)
+    settings = TrainSettings(Recipe(steps=3), "float32", options=RunOptions(check=True))
     plan = plan_of("dp=2 tp=2 ep=2")
     _, _, check = checked(pool, plan, settings)
     assert check.passed and check.spread is not None
@@ -141,7 +143,7 @@ def test_float32_is_held_against_its_own_spread(pool: Pool) -> None:
 
 def test_a_check_sees_what_is_wrong(pool: Pool) -> None:
     """A loss that is off, a loss that is none, and one token that went elsewhere."""
-    settings = TrainSettings(Recipe(steps=2), "float64", check=True)
+    settings = TrainSettings(Recipe(steps=2), "float64", options=RunOptions(check=True))
     plan = plan_of("dp=2")
     _, runs, _ = checked(pool, plan, settings)
     (truth,) = trained(pool, single_process(plan), settings)[1]
@@ -165,7 +167,7 @@ def alone(pool: Pool, plan: Plan, settings: TrainSettings) -> list[TrainedRank]:
 def test_a_wrong_gradient_is_named_where_losses_hardly_differ(
     pool: Pool, tensor: str, dtype: Dtype
 ) -> None:
-    settings = TrainSettings(Recipe(steps=2), dtype, check=True)
+    settings = TrainSettings(Recipe(steps=2), dtype, options=RunOptions(check=True))
     plan = plan_of("dp=2 tp=2 ep=2")
     references = alone(pool, plan, settings)
     runs = pool.run_each([(run_rank, (plan, settings))] * plan.layout.world)
@@ -182,7 +184,7 @@ def test_a_wrong_gradient_is_named_where_losses_hardly_differ(
 
 def test_the_runs_of_one_process_record_nothing_and_reorder_without_a_compiler() -> None:
     recipe, plan = Recipe(steps=2, compile=True, sample_every=1), plan_of("dp=2")
-    settings = TrainSettings(recipe, "float32", check=True, folder=Path("run"))
+    settings = TrainSettings(recipe, "float32", options=RunOptions(check=True), folder=Path("run"))
     plain, reordered = reference_runs(plan, settings)
     for one, alike, _ in (plain, reordered):
         assert one.layout.world == 1 and alike.folder is None and not alike.recipe.sample_every
@@ -193,7 +195,7 @@ def test_the_runs_of_one_process_record_nothing_and_reorder_without_a_compiler()
 
 def test_steps_after_a_flip_are_not_compared(pool: Pool) -> None:
     """Whose gradients differ by a token: in a layout, or in the second run of one process."""
-    settings = TrainSettings(Recipe(steps=3), "float32", check=True)
+    settings = TrainSettings(Recipe(steps=3), "float32", options=RunOptions(check=True))
     plan = plan_of("dp=2")
     truth, other = alone(pool, plan, settings)
     runs = pool.run_each([(run_rank, (plan, settings))] * plan.layout.world)

@@ -527,10 +527,8 @@ def _with_experts(layout: Layout, shape: Shape, job: LayoutRequest) -> Iterator[
     experts, ffn = (shape.moe.experts, shape.moe.ffn) if shape.moe is not None else (1, 1)
     for ep in divisors(math.gcd(experts, layout.stage_size)):
         for etp in divisors(math.gcd(ffn, layout.stage_size // ep)):
-            other, rules = (
-                replace(layout, ep=ep, etp=etp),
-                (experts_rule, gradients_rule, nodes_rule),
-            )
+            other = replace(layout, ep=ep, etp=etp)
+            rules = (experts_rule, gradients_rule, nodes_rule)
             if not any(_breaks(rule, other, shape, job) for rule in rules):
                 yield other
 

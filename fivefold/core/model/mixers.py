@@ -5,8 +5,8 @@ tensor parallelism splits each weight; everything else follows from it: the shar
 around the linears, the sums of gradients, flat units, checkpoints, and the number of parameters.
 The function is plain PyTorch on the heads that a rank has, and knows no rank.
 
-A plan names a mixer. The name means something only in a process that has run the class: no file is
-imported because a plan names it.
+A plan names a mixer. A name alone means something only in a process that has run the class; given
+as `FILE.py:NAME` with `--set mixer`, the class is loaded from there.
 
 Hybrids: a recurrence mixes tokens in most layers, and attention in each n-th one.
 
@@ -25,7 +25,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
-from fivefold.core import FivefoldError
+from fivefold.core import BadFile, FivefoldError, is_code, load_code
 
 if TYPE_CHECKING:
     from fivefold.core.model.shape import Shape
@@ -133,9 +133,19 @@ def own_mixer(name: str) -> Mixer | None:
         known = ", ".join((ATTENTION, *sorted(_KNOWN)))
         raise FivefoldError(
             f"mixer {name!r} is not known in this process, which knows {known}: import the file "
-            "of its class first; a command knows it if that file calls fivefold.cli.main()"
+            "of its class first, or give the class with --set mixer=FILE.py:NAME"
         )
     return _KNOWN[name]()
+
+
+def mixer_name(text: str) -> str:
+    """The name of a mixer that is given by its name, or as `FILE.py:NAME`, which loads it."""
+    if not is_code(text):
+        return text
+    mixer = load_code(text)
+    if not (isinstance(mixer, type) and issubclass(mixer, Mixer) and mixer.name):
+        raise BadFile(text, ['a mixer is a class with a name: class X(ff.Mixer, name="x")'])
+    return mixer.name
 
 
 @lru_cache(maxsize=64)

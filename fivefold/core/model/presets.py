@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from fivefold.core import BadFile, FivefoldError, UnknownName, tables
 from fivefold.core.model.hf_config import shape_from_config
-from fivefold.core.model.mixers import Hybrid
+from fivefold.core.model.mixers import Hybrid, mixer_name
 from fivefold.core.model.shape import Mla, Moe, Rope, Shape, parameters
 
 if TYPE_CHECKING:
@@ -145,7 +145,8 @@ def with_overrides(shape: Shape, overrides: Mapping[str, str]) -> Shape:
     for key, text in overrides.items():
         hint = _hint(key)
         try:
-            _put(table, key, tables.from_text(hint, text, key))
+            value = mixer_name(text) if key == "mixer" else tables.from_text(hint, text, key)
+            _put(table, key, value)
         except ValueError as error:
             problems.append(f"{key} = {text!r}: {error}")
     if problems:

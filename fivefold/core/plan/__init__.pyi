@@ -57,8 +57,8 @@ from fivefold.core.plan.recipe import OPTIMIZERS as OPTIMIZERS
 from fivefold.core.plan.recipe import ROUNDED_AT_ONCE as ROUNDED_AT_ONCE
 from fivefold.core.plan.recipe import LossOn as LossOn
 from fivefold.core.plan.recipe import OptimizerKind as OptimizerKind
-from fivefold.core.plan.recipe import OptimizerName as OptimizerName
 from fivefold.core.plan.recipe import Recipe as Recipe
+from fivefold.core.plan.recipe import optimizer_kind as optimizer_kind
 from fivefold.core.plan.settings import parse_settings as parse_settings
 from fivefold.core.plan.settings import plan_keys as plan_keys
 from fivefold.core.plan.settings import require_key as require_key

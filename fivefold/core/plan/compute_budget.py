@@ -74,11 +74,9 @@ def parse_budget(text: str, mfu: float = USUAL_MFU, precision: str = "bf16") -> 
         return Budget(_number(plain[1], text), f"{_number(plain[1], text):.3g} FLOPs")
     if len(tokens) != 4 or (unit := tokens[3].rstrip("s")) not in _SECONDS:
         raise FivefoldError(f"budget {text!r}: {_HOW}")
-    gpus, machine, span = (
-        _number(tokens[0], text),
-        machines.load(tokens[1]),
-        _number(tokens[2], text),
-    )
+    gpus = _number(tokens[0], text)
+    machine = machines.load(tokens[1])
+    span = _number(tokens[2], text)
     known = machine.peaks.known()
     used = precision if precision in known else next(iter(known))
     flops = gpus * span * _SECONDS[unit] * machine.peak(used) * mfu

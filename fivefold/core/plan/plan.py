@@ -16,7 +16,16 @@ from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, Literal, TypedDict, cast, get_args
 
-from fivefold.core import BadFile, FivefoldError, Machine, Precision, UnknownName, tables
+from fivefold.core import (
+    BadFile,
+    FivefoldError,
+    Machine,
+    Precision,
+    UnknownName,
+    is_code,
+    split_code,
+    tables,
+)
 from fivefold.core import hardware as machine
 from fivefold.core.layout import (
     Batch,
@@ -46,8 +55,10 @@ _FILES = (".json", ".toml", ".csv", ".txt")
 def with_paths(options: PlanOptions, move: Callable[[str], str]) -> PlanOptions:
     """The options with every path moved; names of presets, schedules and corpora stay."""
     texts = {key: getattr(options, key) for key in ("model", "machine", "schedule")}
-    paths = {key: move(text) for key, text in texts.items() if text and _is_path(text)}
-    return replace(options, **paths, train=_recipe(options.train, move))
+    paths = {key: _moved(text, move) for key, text in texts.items() if text and _is_path(text)}
+    settings = {key: _moved(text, move) for key, text in options.set.items() if is_code(text)}
+    train = _recipe(options.train, move)
+    return replace(options, **paths, set={**options.set, **settings}, train=train)
 
 
 def seen_from(folder: Path) -> Callable[[str], str]:
@@ -60,7 +71,17 @@ def seen_from(folder: Path) -> Callable[[str], str]:
 
 
 def _is_path(text: str) -> bool:
-    return not models.is_text(text) and ("/" in text or Path(text).suffix.lower() in _FILES)
+    if models.is_text(text):
+        return False
+    return "/" in text or Path(text).suffix.lower() in _FILES or is_code(text)
+
+
+def _moved(text: str, move: Callable[[str], str]) -> str:
+    """A path, or the path of code."""
+    if not is_code(text):
+        return move(text)
+    file, name = split_code(text)
+    return f"{move(file)}:{name}"
 
 
 def _recipe(recipe: Recipe, move: Callable[[str], str]) -> Recipe:
@@ -70,7 +91,12 @@ def _recipe(recipe: Recipe, move: Callable[[str], str]) -> Recipe:
     offloads = {"offload": recipe.disk, "offload_grads": recipe.grads_disk}
     disks = {key: DISK + tidy(disk) for key, disk in offloads.items() if disk}
     corpora = {key: moved_corpora(getattr(recipe, key), tidy) for key in ("data", "eval_data")}
-    return replace(recipe, **disks, **corpora)
+    codes = {"callbacks": recipe.callback_texts, "optimizer": [recipe.optimizer]}
+    moved = {
+        key: "+".join(_moved(text, move) if is_code(text) else text for text in texts)
+        for key, texts in codes.items()
+    }
+    return replace(recipe, **disks, **corpora, **moved)
 
 
 Gather = Literal["step", "microbatch"]

@@ -7,14 +7,15 @@ is saved and logged.
 from __future__ import annotations
 
 import math
+import pkgutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from functools import lru_cache
+from typing import Any, Literal, cast
 
-from fivefold.core import FORMATS, FivefoldError
+from fivefold.core import FORMATS, BadFile, FivefoldError, did_you_mean, is_code, load_code
 from fivefold.core.model import ALL, Tuning
 
-OptimizerName = Literal["adamw", "muon", "sgd"]  # the keys of OPTIMIZERS
 Curve = Literal["cosine", "wsd", "linear", "constant"]
 Compile = Literal["auto", True, False]
 States = Literal["fp32", "bf16"]
@@ -42,7 +43,8 @@ class OptimizerKind:
     """One optimizer: what planning must know about it, and where its code is.
 
     `factory` is `module:function`, because core never loads torch. The function gets parameter
-    groups, learning rate and epsilon, and makes a torch optimizer. `states` are the names of its
+    groups, learning rate and epsilon, and makes a torch optimizer; a class of a user, given as
+    `FILE.py:NAME`, gets no epsilon (`own_optimizer`). `states` are the names of its
     state tensors, each as large as the weight, and torch's names for them. `counts_steps`: it
     stores a float32 step count for each weight. `scales`: its kernel multiplies gradients by a
     factor as it reads them.
@@ -58,8 +60,14 @@ class OptimizerKind:
     scales: bool = False
     full_matrices: bool = False
 
+    def make(self, groups: list[dict[str, Any]], lr: float, eps: float) -> Any:
+        """The torch optimizer of these parameter groups."""
+        if is_code(self.factory):
+            return load_code(self.factory)(groups, lr=lr)
+        return pkgutil.resolve_name(self.factory)(groups, lr, eps)
 
-OPTIMIZERS: dict[OptimizerName, OptimizerKind] = {
+
+OPTIMIZERS: dict[str, OptimizerKind] = {
     "adamw": OptimizerKind(
         "fivefold.optim.optimizer:adamw",
         {"exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"},
@@ -69,6 +77,27 @@ OPTIMIZERS: dict[OptimizerName, OptimizerKind] = {
     "muon": OptimizerKind("fivefold.optim.muon:Muon", full_matrices=True),
     "sgd": OptimizerKind("fivefold.optim.optimizer:sgd", {"momentum": "momentum_buffer"}),
 }
+
+
+def optimizer_kind(name: str) -> OptimizerKind:
+    """What is known about an optimizer, ours or a user's, which is loaded."""
+    return _own_optimizer(name) if is_code(name) else OPTIMIZERS[name]
+
+
+@lru_cache
+def _own_optimizer(text: str) -> OptimizerKind:
+    """A user's torch optimizer. Its class says in `states` which tensors, each as large as the
+    weight, it has for a weight, because memory is planned and shards are saved by them."""
+    optimizer: Any = load_code(text)
+    if not (isinstance(optimizer, type) and hasattr(optimizer, "add_param_group")):
+        raise BadFile(text, ["it is no optimizer: give a subclass of torch.optim.Optimizer"])
+    names: Any = getattr(optimizer, "states", None)
+    if not isinstance(names, tuple):
+        reason = "states is missing: name the state tensors of a weight in the class, each as large"
+        raise BadFile(text, [f'{reason} as the weight, as in states = ("exp_avg",); () for none'])
+    counts_steps = bool(getattr(optimizer, "counts_steps", False))
+    states = {str(name): str(name) for name in cast("tuple[object, ...]", names)}
+    return OptimizerKind(text, states, counts_steps)
 
 
 @dataclass(frozen=True)
@@ -84,15 +113,17 @@ class Recipe:
     `eval_data` is folders with names, or nothing: rows that `data` holds out. `keep_best` is the
     name of one of these sets. `offload`, of states, and `offload_grads` are none, cpu or
     nvme:FOLDER. `log` joins tensorboard, wandb and memory with `+`. `compile` is true, false, or
-    auto: on GPUs. `lora` is the rank of adapters, 0 without any; `lora_alpha` is twice the rank if
-    None; `lora_targets` and `train_only` are parts of names (`core/model/tuning.py`). `dpo_beta` is
-    that of DPO on preference pairs, 0 without. Copies of weights and states are compared every
-    `compare_every` steps, and every `replay`-th step is run twice; 0 means never. A step also runs
-    again if loss or norm is `spike_bound` times as far above its median as is usual.
+    auto: on GPUs. `callbacks` are classes as FILE.py:NAME, joined with `+`; `optimizer` is one of
+    OPTIMIZERS, or such a class too. `lora` is the rank of adapters, 0 without any; `lora_alpha` is
+    twice the rank if None; `lora_targets` and `train_only` are parts of names
+    (`core/model/tuning.py`). `dpo_beta` is that of DPO on preference pairs, 0 without. Copies of
+    weights and states are compared every `compare_every` steps, and every `replay`-th step is run
+    twice; 0 means never. A step also runs again if loss or norm is `spike_bound` times as far above
+    its median as is usual.
     """
 
     steps: int = 20
-    optimizer: OptimizerName = "adamw"
+    optimizer: str = "adamw"
     lr: float = 1e-3
     lr_curve: Curve = "cosine"
     warmup: int | None = None
@@ -115,6 +146,7 @@ class Recipe:
     sample_every: int = 0
     skip_limit: int = 10
     log: str = ""
+    callbacks: str = ""
     events: bool = False
     compile: Compile = "auto"
     lora: int = 0
@@ -140,6 +172,14 @@ class Recipe:
             problems.append(f"spike_bound = {self.spike_bound}: at least 1, the usual bound itself")
         if self.warmup is not None and self.warmup < 0:
             problems.append(f"warmup = {self.warmup}: at least 0")
+        if self.optimizer not in OPTIMIZERS and not is_code(self.optimizer):
+            near = did_you_mean(self.optimizer, OPTIMIZERS)
+            problems.append(
+                f"optimizer = {self.optimizer!r}: {near} (or your own, as FILE.py:NAME)"
+            )
+        for text in self.callback_texts:
+            if not is_code(text):
+                problems.append(f"callbacks = {text!r}: give classes as FILE.py:NAME, joined by +")
         problems += self._impossible_saves()
         for key in ("lr", "clip"):
             if not 0 < getattr(self, key) < math.inf:
@@ -149,12 +189,12 @@ class Recipe:
         for key in ("offload", "offload_grads"):
             if (where := getattr(self, key)) not in ("none", "cpu") and not _folder(where):
                 problems.append(f"{key} = {where}: none, cpu, or {DISK}FOLDER")
-        if self.optimizer_kind.full_matrices and (self.offload != "none" or self.states != "fp32"):
+        if self.full_matrices and (self.offload != "none" or self.states != "fp32"):
             problems.append(
                 f"offload = {self.offload} and states = {self.states}: {self.optimizer} keeps its "
                 "states on the device in float32; use offload = none and states = fp32, or adamw"
             )
-        if self.offload_grads != "none" and self.optimizer_kind.full_matrices:
+        if self.offload_grads != "none" and self.full_matrices:
             problems.append(
                 f"offload_grads = {self.offload_grads}: {self.optimizer} updates full matrices "
                 "from gradients on the device; use adamw or sgd, or leave it out"
@@ -205,7 +245,7 @@ class Recipe:
             problems.append(f"lora_alpha = {self.lora_alpha}: above 0")
         if not self.lora and (self.lora_alpha is not None or self.lora_targets != ALL):
             problems.append("lora_alpha or lora_targets without adapters: say lora = RANK too")
-        if self.tuning is not None and self.optimizer_kind.full_matrices:
+        if self.tuning is not None and self.full_matrices:
             problems.append(
                 f"optimizer = {self.optimizer} with lora or train_only: {self.optimizer} gathers "
                 "all matrices, and here only a part of them learns; use adamw or sgd"
@@ -238,7 +278,23 @@ class Recipe:
     @property
     def optimizer_kind(self) -> OptimizerKind:
         """What is known about its optimizer."""
-        return OPTIMIZERS[self.optimizer]
+        kind = optimizer_kind(self.optimizer)
+        if self.states == "bf16" and len(kind.states) > 2:
+            rule = "random bits round two states of a weight to bfloat16"
+            raise FivefoldError(f"states = bf16 with {self.optimizer}: {rule}; use states = fp32")
+        return kind
+
+    @property
+    def full_matrices(self) -> bool:
+        """Whether its optimizer updates full matrices; code of a user does not, and is not loaded
+        for this question."""
+        return self.optimizer in OPTIMIZERS and OPTIMIZERS[self.optimizer].full_matrices
+
+    @property
+    def callback_texts(self) -> list[str]:
+        """The classes of a user's callbacks, as `FILE.py:NAME`."""
+        texts = (text.strip() for text in self.callbacks.replace(",", "+").split("+"))
+        return [text for text in texts if text not in ("", "none")]
 
     def compiles(self, device: str) -> bool:
         """Whether kernels are compiled on this type of device."""
@@ -269,8 +325,8 @@ class Recipe:
     def state_bytes(self) -> int:
         """Bytes of the optimizer's states for an element of a weight that AdamW or SGD updates."""
         size = FORMATS["bfloat16" if self.states == "bf16" else "float32"].itemsize
-        usual = "adamw" if self.optimizer_kind.full_matrices else self.optimizer
-        return size * len(OPTIMIZERS[usual].states)
+        usual = "adamw" if self.full_matrices else self.optimizer
+        return size * len(optimizer_kind(usual).states)
 
     @property
     def grads_disk(self) -> str | None:

@@ -96,7 +96,7 @@ class Family:
     """One named schedule.
 
     `because` explains its bubble. `paths` names the chains of actions that can set its makespan, a
-    key of `cost.longest_paths.PATHS`: "loop" or "V" (a rank that never waits once it has begun)
+    key of `cost.stages.makespans.PATHS`: "loop" or "V" (a rank that never waits once it has begun)
     bound every schedule on that placement. `bubble` estimates the seconds that the slowest rank
     waits in a step, `in_flight` the microbatches in flight on a rank at its peak, `deferred` what
     the rank holds when weight gradients wait: that may be more, with fewer microbatches.
@@ -119,11 +119,12 @@ class Family:
     asynchronous: bool = False
     aliases: tuple[str, ...] = ()
     only: tuple[int, int, int] | None = None  # a file fits one (stages, microbatches, chunks)
+    own: bool = False  # a user's function makes it
 
     @property
     def is_named(self) -> bool:
-        """Whether its order comes from a name, and neither from a search nor from a file."""
-        return self.name != AUTO and self.only is None
+        """Whether its order comes from a name, and neither from a search nor from a user."""
+        return self.name != AUTO and self.only is None and not self.own
 
     @property
     def default_chunks(self) -> int:
@@ -142,7 +143,7 @@ class Family:
             return 1
         if self.only is not None:  # ranks of a file may have different numbers of stages
             return self.make(*self.only).num_stages
-        return None if self.name == AUTO else num_ranks * num_chunks
+        return None if self.name == AUTO or self.own else num_ranks * num_chunks
 
     def problems(self, num_ranks: int, num_microbatches: int, num_chunks: int) -> list[str]:
         """Every rule that these numbers break."""

@@ -28,13 +28,13 @@ import itertools
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
-from fivefold.core import BadFile, IllegalSchedule, bullets, counted
+from fivefold.core import BadFile, IllegalSchedule, bullets, counted, is_code, load_code
 from fivefold.core.schedule import catalog
 from fivefold.core.schedule.catalog import BuildingBlock, repeat
 from fivefold.core.schedule.clock import Costs, Goal, Objective, peak_activations, play
@@ -463,8 +463,8 @@ def overlapped_with_themselves(schedule: Schedule) -> list[str]:
 
 def looks_like_file(name: str) -> bool:
     """Whether a schedule argument means a file rather than a name."""
-    if name.lower() == AUTO:
-        return False
+    if name.lower() == AUTO or is_code(name):
+        return is_code(name)
     return Path(name).suffix.lower() in (".csv", ".txt") or "/" in name or Path(name).is_file()
 
 
@@ -526,6 +526,8 @@ def _placement(order: tuple[tuple[Step, ...], ...]) -> Placement:
 
 def choose(text: str) -> Family:
     """The family that a `--schedule` text names."""
+    if is_code(text):
+        return _of_code(text)
     return _of_file(Path(text)) if looks_like_file(text) else named(text)
 
 
@@ -542,6 +544,7 @@ def _auto(num_ranks: int, num_microbatches: int, num_chunks: int) -> Schedule:
 
 # A search plays every candidate, so it must end sooner than one schedule would.
 _MOST_STAGES, _MOST_SEARCHED = 256, 20_000
+_SIZES = ("stage", "microbatch", "chunk")
 _SEARCHABLE = (
     Rule(
         f"stages must be at most {_MOST_STAGES} for a search: name a schedule",
@@ -566,6 +569,45 @@ AUTO_FAMILY = Family(
     max_chunks=None,
     rules=_SEARCHABLE,
 )
+
+
+@lru_cache
+def _of_code(text: str) -> Family:
+    """A user's family, or that of a function of (stages, microbatches, chunks), which returns the
+    actions of each rank as a line of text, or a `Schedule`."""
+    function: Any = load_code(text)
+    if isinstance(function, Family):
+        return replace(function, name=text, own=True)
+    if not callable(function):
+        raise BadFile(text, ["a schedule is a function of (stages, microbatches, chunks)"])
+
+    @lru_cache
+    def make(num_ranks: int, num_microbatches: int, num_chunks: int) -> Schedule:
+        numbers = (num_ranks, num_microbatches, num_chunks)
+        order: Any = function(*numbers)
+        if isinstance(order, Schedule):
+            require_legal(order)
+        elif isinstance(order, list | tuple):
+            lines = cast("Sequence[object]", order)
+            order = parse_schedule("\n".join(map(str, lines)), text)
+        else:
+            raise BadFile(text, ["return a list with a text of actions for each rank"])
+        if (order.num_ranks, order.num_microbatches, order.num_chunks) != numbers:
+            sizes = zip(_SIZES, numbers, strict=True)
+            wish = ", ".join(counted(number, noun) for noun, number in sizes)
+            raise IllegalSchedule(f"{text} returned another schedule than for {wish}")
+        return order
+
+    return Family(
+        text,
+        make,
+        "the order of the function makes ranks wait for one another",
+        paths="1f1b",
+        bubble=fill_and_drain,
+        in_flight=depth_in_flight,
+        max_chunks=None,
+        own=True,
+    )
 
 
 def _of_file(path: Path) -> Family:

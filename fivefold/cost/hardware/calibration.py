@@ -105,14 +105,12 @@ def _slope(columns: NDArray[np.float64], start: float) -> float:
 
 # --- Machine files
 
-MATMUL, MATMUL_FP8, ATTENTION, ATTENTION_OLD, MEMORY, LINKS = (
-    "matmul",
-    "matmul_fp8",
-    "attention",
-    "attention_old",
-    "memory",
-    "links",
-)
+MATMUL = "matmul"
+MATMUL_FP8 = "matmul_fp8"
+ATTENTION = "attention"
+ATTENTION_OLD = "attention_old"
+MEMORY = "memory"
+LINKS = "links"
 _SMALL_A100 = 60e9  # bytes: A100s with 40 GB have less
 
 

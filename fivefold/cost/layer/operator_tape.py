@@ -71,9 +71,7 @@ class Operator:
     collective: bool = False  # it is one, or has some inside
     module: str = ""  # which may run again as a whole
     block: int = 0
-    retains: float | None = (
-        None  # attention itself, which may run once: bytes that stay beside outputs
-    )
+    retains: float | None = None  # bytes beside outputs, of attention that may run once
 
     @property
     def saves(self) -> bool:
@@ -351,11 +349,7 @@ class OperatorTape:
         self.readers[tensor] -= 1
 
     def _differentiate(
-        self,
-        operator: Operator,
-        gradient: _Gradient,
-        grads: dict[TapeTensor, _Gradient],
-        mode: Way,
+        self, operator: Operator, gradient: _Gradient, grads: dict[TapeTensor, _Gradient], mode: Way
     ) -> None:
         if operator.collective:
             self.events.append(Pause())

@@ -235,10 +235,8 @@ class LinearOperators:
         grid = activations.grid
         self.tp, self.sp = int(number(grid.tp)), bool(number(grid.sp))
         self.split = self.tp > 1
-        self.residual, self.full_residual = (
-            self._size(activations.residual),
-            self._size(activations.full_residual),
-        )
+        self.residual = self._size(activations.residual)
+        self.full_residual = self._size(activations.full_residual)
         self.unit = activations.itemsize * tokens
 
     def _size(self, per_token: Array | float) -> float:
@@ -479,10 +477,8 @@ class LayerOperators(LinearOperators):
         return operators.add([x], TapeTensor(self.residual), collective=True)
 
     def _mlp(self, operators: OperatorList, x: TapeTensor, rule: Recompute) -> TapeTensor:
-        saves_shards, size = (
-            self._saves_shards(operators, rule),
-            self.shape.ffn / self.tp * self.unit,
-        )
+        saves_shards = self._saves_shards(operators, rule)
+        size = self.shape.ffn / self.tp * self.unit
         inner = self._project(operators, x, dict.fromkeys(self._inner("mlp"), size), saves_shards)
         out = self._row_linear(operators, self._activated(operators, inner, rule), "mlp.down")
         return self._biased(operators, out, self.shape.mlp_bias)

@@ -460,8 +460,8 @@ class PlanLedger:
         """Bytes besides, after the last action. Mirrored stages sum all gradients, in float32. An
         update by blocks widens narrow gradients and states, and clips copies of them where its
         kernel does not clip as it reads; narrow states are rounded in pieces. SGD adds a decayed
-        weight to its gradient."""
-        plan, memory = self.plan, self.entries.memory
+        weight to its gradient, and an optimizer of a user is assumed to have as much."""
+        plan, memory, kind = self.plan, self.entries.memory, self.plan.options.train.optimizer_kind
         size = plan.units.grad_itemsize(self.itemsize)
         owned, peak = sum(unit.shard_size for unit in units), 0.0
         largest = max(entry.row.numel / unit.num_shards for unit in units for entry in unit.entries)
@@ -471,11 +471,11 @@ class PlanLedger:
         if size < WIDE or narrow:
             block = BLOCK_OF_STATES / max(memory.moment_bytes + self.entries.master_bytes, 1)
             most = (WIDE if size < WIDE else 0) + (2 * memory.moment_bytes if narrow else 0)
-            if not plan.options.train.optimizer_kind.scales:
+            if not kind.scales:
                 most += WIDE
             rounded = min(largest, ROUNDED_AT_ONCE) * ROUNDING if narrow else 0.0
             return max(peak, min(owned, block) * most + rounded)
-        if plan.options.train.optimizer == "sgd":
+        if not kind.scales and not kind.full_matrices:
             return max(peak, largest * WIDE)
         return peak
 

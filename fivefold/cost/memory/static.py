@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields
 
 from fivefold.core import FivefoldError, Machine
 from fivefold.core.layout import Communicator, Layout, Topology, Unit, communicators
-from fivefold.core.plan import OPTIMIZERS, OptimizerKind, OptimizerName, Plan
+from fivefold.core.plan import OptimizerKind, Plan, optimizer_kind
 from fivefold.cost.traffic import chunks_of, shards_of
 
 _MASTER = 4  # bytes: copies of weights that an optimizer updates, and its states, are float32
@@ -76,7 +76,7 @@ def static_bytes(
     rank: int,
     *,
     itemsize: int,
-    optimizer: OptimizerName,
+    optimizer: str,
     offload: bool = False,
     offload_grads: bool = False,
     master: bool = False,
@@ -93,7 +93,7 @@ def static_bytes(
             f"{plan.schedule.name} is asynchronous and keeps older weights, whose bytes are not "
             "predicted: choose another schedule"
         )
-    kind = OPTIMIZERS[optimizer]
+    kind = optimizer_kind(optimizer)
     assert not kind.full_matrices, "the states of such an optimizer are not estimated"
     grad_itemsize = plan.units.grad_itemsize(itemsize)
     options = (grad_itemsize, kind, offload, offload_grads, master)

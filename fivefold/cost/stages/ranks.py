@@ -9,7 +9,7 @@ Seconds of the pipeline of many layouts at once, by its longest paths or by simu
 
 Costs are those of one layer of each kind and of the head (forward, input gradient, weight gradient)
 and of one message. Which paths can be the longest depends on the model and the schedule alone, and
-is computed once (`longest_paths`). The simulation (`schedule_trace`) gives the same as the clock.
+is computed once (`makespans.longest`). The simulation gives the same as the clock.
 """
 
 from __future__ import annotations

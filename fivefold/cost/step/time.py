@@ -63,7 +63,7 @@ from fivefold.cost.traffic import (
 
 
 def activation_offload_seconds(work: LayerTimer, compute: Array) -> Array:
-    """What shows of it in a step with so many seconds of compute."""
+    """Exposed offload time of a step with `compute` seconds of compute."""
     grid, stack, shape = work.grid, work.stack, work.shape
     if not stack.memory.offloaded:
         return np.zeros(1)
@@ -542,10 +542,8 @@ def _equal_stages(work: LayerTimer) -> TimeParts:
     # In both directions of a mirrored pipeline, the ranks at its ends share its last stage.
     shared = np.where(mirrored(grid), 0.5, 1.0)
     last = shared * last + (1 - shared) * most
-    layers, ends = (
-        _joined(body),
-        {name: shared * seconds for name, seconds in _joined(head).items()},
-    )
+    layers = _joined(body)
+    ends = {name: shared * seconds for name, seconds in _joined(head).items()}
     middle = _launch_bound(work, most, most * total_seconds(layers) / shape.layers)
     end = _launch_bound(
         work, last, last * total_seconds(layers) / shape.layers + total_seconds(ends)

@@ -30,14 +30,14 @@ _IS_DONE = (
 
 
 class Because(NamedTuple):
-    """A value of a manifest, and why it is there."""
+    """A value in a manifest with its reason."""
 
     why: str
     value: Any
 
 
 def kubernetes_manifest(plan: Plan, job: LaunchJob) -> str:
-    """The manifest of a job: its plan, the names of its pods, and the pods."""
+    """Manifest of a job: its plan, names of its pods, and the pods."""
     note = (
         f"Before that, copy what the plan names (data, a model) to the volume of the claim "
         f"{job.request.claim}. A run that exists is resumed. Steps: kubectl logs -f job/{job.name}"
@@ -63,7 +63,7 @@ def _plan(plan: Plan, job: LaunchJob) -> dict[str, Any]:
 
 
 def on_volume(path: str) -> str:
-    """A path as the pods see it: what is relative here lies on their volume.
+    """Path inside the pods: relative paths are on the volume.
 
     >>> on_volume("tokens/web"), on_volume("/data/web")
     ('/shared/tokens/web', '/data/web')
@@ -196,7 +196,7 @@ def _container(job: LaunchJob) -> dict[str, Any]:
 
 
 def pod_script(job: LaunchJob) -> str:
-    """What a pod runs."""
+    """Script of a pod."""
     head: list[Reasoned | str] = [
         Reasoned("An unset variable or a failed command ends the pod.", "set -euo pipefail"),
         *settings(job),

@@ -42,7 +42,7 @@ _TIME = r"(\d+)|(\d+):(\d+)|(\d+):(\d+):(\d+)|(\d+)-(\d+)(?::(\d+)(?::(\d+))?)?"
 
 @dataclass(frozen=True)
 class LaunchRequest:
-    """What a user says about a start. What is None follows from the plan, or is left out."""
+    """Options of a launch. None follows from the plan, or is left out."""
 
     plan: str  # the path of the plan file
     out: str | None = None
@@ -63,7 +63,7 @@ class LaunchRequest:
 
 @dataclass(frozen=True)
 class LaunchJob:
-    """A start with nothing left open: so many `nodes` with so many ranks on each."""
+    """A resolved launch: `nodes` with the same number of ranks."""
 
     target: Target
     request: LaunchRequest
@@ -77,13 +77,13 @@ class LaunchJob:
 
     @property
     def train(self) -> str:
-        """The options of `fivefold train` after the plan and the run folder, as words."""
+        """Arguments of `fivefold train` after the plan and the run folder."""
         device = "" if self.device is None else f" --device {self.device}"
         return f"{device} --steps {_SMOKE_STEPS}" if self.request.smoke else device
 
     @property
     def start(self) -> str:
-        """The command that starts the script."""
+        """Command that submits the script."""
         if self.target == "slurm":
             return f"sbatch {self.file}"
         if self.target == "kubernetes":
@@ -93,7 +93,7 @@ class LaunchJob:
         return f"MASTER_ADDR=FIRST_NODE bash {self.file}"
 
     def head(self, plan: Plan, note: str) -> list[str]:
-        """The first comment of a script: what it is, how it was made, how it is started."""
+        """First comment of a script: its content, how it was generated, and how to start it."""
         kind = "rank" if self.device == "cpu" else "GPU"
         size = f"{counted(self.nodes, 'node')} with {counted(self.per_node, kind)} each"
         ranks = f"{plan.shape.name} in {plan.layout}: {counted(plan.layout.world, 'rank')}, {size}."
@@ -103,20 +103,20 @@ class LaunchJob:
 
 
 class Reasoned(NamedTuple):
-    """A line of a script, and why it is there."""
+    """A line of a script with its reason."""
 
     why: str
     text: str
 
 
 def comment(text: str, indent: str = "") -> list[str]:
-    """A text as lines of comment."""
+    """Format a text as comment lines."""
     head = f"{indent}# "
     return textwrap.wrap(text, _WIDTH, initial_indent=head, subsequent_indent=head)
 
 
 def explained(lines: Iterable[Reasoned | str], indent: str = "") -> Iterator[str]:
-    """The lines, each after its reason; a line without one belongs to the line before."""
+    """Format lines, each after its reason; a line without one continues the previous."""
     for line in lines:
         if isinstance(line, Reasoned):
             yield from comment(line.why, indent)
@@ -126,19 +126,19 @@ def explained(lines: Iterable[Reasoned | str], indent: str = "") -> Iterator[str
 
 
 def one_line(text: str) -> str:
-    """A text that cannot leave its comment."""
+    """Escape a text that is not printable, so that it stays within its comment."""
     return text if text.isprintable() else ascii(text)
 
 
 def known_target(name: str) -> Target:
-    """The target that is meant; raises if there is none."""
+    """Validate the target."""
     if name not in TARGETS:
         raise UnknownName("target", name, TARGETS)
     return name
 
 
 def job_of(target: Target, plan: Plan, request: LaunchRequest) -> LaunchJob:
-    """What is to start where; raises with every rule that is broken."""
+    """Resolve a launch request; raises with every violated rule."""
     device, problems = _device(plan.machine, target), list[str]()
     per_node = _per_node(plan, request.gpus_per_node, device, problems)
     nodes = plan.layout.world // per_node
@@ -269,7 +269,7 @@ def _bad_numbers(target: Target, request: LaunchRequest) -> Iterator[str]:
 
 
 def slurm_seconds(text: str) -> int | None:
-    """A time limit in seconds; None if it is none.
+    """Parse a Slurm time limit to seconds; None if it is invalid.
 
     >>> slurm_seconds("90"), slurm_seconds("1-12"), slurm_seconds("00:10:00"), slurm_seconds("1h")
     (5400, 129600, 600, None)
@@ -283,7 +283,7 @@ def slurm_seconds(text: str) -> int | None:
 
 
 def paths(job: LaunchJob) -> list[Reasoned]:
-    """The two paths of a script, quoted."""
+    """Quoted paths of a script: plan and run folder."""
     return [
         Reasoned(
             "The plan, from the folder in which this script is started.",
@@ -297,7 +297,7 @@ def paths(job: LaunchJob) -> list[Reasoned]:
 
 
 def waiting(process: str) -> list[Reasoned | str]:
-    """Lines that wait for the last background process, also if signals come."""
+    """Script lines that wait for the last background process, also after signals."""
     return [
         Reasoned(
             f"bash hears a signal only while it waits. A signal ends `wait`, but not {process}: "

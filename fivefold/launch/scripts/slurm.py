@@ -12,7 +12,7 @@ from fivefold.launch.scripts.script import LaunchJob, Reasoned, explained, paths
 
 
 def slurm_script(plan: Plan, job: LaunchJob) -> str:
-    """The script of a job."""
+    """Generate the script of a job."""
     note = "Options of fivefold train may follow, as in --steps 10. A run that exists is resumed."
     lines = [
         "#!/bin/bash",

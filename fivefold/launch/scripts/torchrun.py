@@ -16,7 +16,7 @@ PORT = 29400
 
 
 def torchrun_script(plan: Plan, job: LaunchJob) -> str:
-    """The script of a node; all nodes have the same."""
+    """Generate the script of a node; all nodes run the same."""
     note = "Options of fivefold train may follow, as in --steps 10. A run that exists is resumed."
     if job.nodes > 1:
         note = f"It is the same on all {job.nodes} nodes: start it on each. {note}"
@@ -62,7 +62,7 @@ def _meeting(job: LaunchJob) -> Iterator[Reasoned | str]:
 
 
 def settings(job: LaunchJob) -> list[Reasoned | str]:
-    """The environment of torchrun and its ranks."""
+    """Environment variables of torchrun and its ranks."""
     return [
         Reasoned(
             "As many threads as cores for each rank; else every rank would take all of the node.",
@@ -79,7 +79,7 @@ def settings(job: LaunchJob) -> list[Reasoned | str]:
 def command_lines(
     job: LaunchJob, meeting_point: str, extra: list[Reasoned], tail: str
 ) -> Iterator[str]:
-    """torchrun with its options, each after its reason."""
+    """torchrun's command with its options, each after its reason."""
     meeting = [Reasoned(f"Its ranks meet {meeting_point}, at a free port.", "--standalone")]
     if job.nodes > 1:
         meeting = [

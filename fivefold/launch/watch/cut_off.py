@@ -24,7 +24,7 @@ _CONNECT_SECONDS = 5.0
 
 
 def watch_launcher(launcher: int, host: str, port: int) -> None:
-    """Start the process that ends a launcher; it outlives the rank that calls this."""
+    """Start a process that ends a launcher without a network; it outlives the calling rank."""
     if hasattr(os, "pidfd_open"):
         command = [
             sys.executable,
@@ -38,7 +38,7 @@ def watch_launcher(launcher: int, host: str, port: int) -> None:
 
 
 def main(launcher: int, host: str, port: int) -> None:
-    """Wait, look, and end the launcher."""
+    """Watch the network, and end the launcher if it is lost."""
     try:
         handle = os.pidfd_open(launcher)
     except OSError:  # it has ended

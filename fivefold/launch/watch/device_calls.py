@@ -58,7 +58,7 @@ class DeviceCall(NamedTuple):
 
     @property
     def queue(self) -> Queue:
-        """The queue in which it stands."""
+        """Queue of the call: its group, and whether it is a message."""
         return self.call.group, self.is_message
 
     def __str__(self) -> str:
@@ -67,19 +67,19 @@ class DeviceCall(NamedTuple):
 
 @dataclass(frozen=True)
 class DeviceProgress:
-    """How far a GPU has come."""
+    """Progress of a GPU through NCCL calls."""
 
     heads: Sequence[DeviceCall]  # of every queue the first unfinished call, in the order of issue
     issued: Mapping[Queue, int]  # the last number that its host has issued
     lost: bool = False  # torch has dropped its oldest records
 
     def has_issued(self, call: DeviceCall) -> bool:
-        """Whether its host has issued a call of another rank, as far as records go back."""
+        """Whether its host has issued a call of another rank, within the recorded history."""
         last = self.issued.get(call.queue)
         return self.lost if last is None else last >= call.number
 
     def is_before(self, call: DeviceCall) -> bool:
-        """Whether its GPU is still before a call that another GPU is in."""
+        """Whether its GPU has not reached a call that another GPU runs."""
         own_head = next((head for head in self.heads if head.queue == call.queue), None)
         if own_head is None or own_head.number > call.number or own_head.started:
             return False
@@ -87,12 +87,12 @@ class DeviceProgress:
 
     @property
     def current(self) -> Sequence[DeviceCall]:
-        """The calls that the GPU may be in."""
+        """Calls that the GPU may be running."""
         return [head for head in self.heads if head.started] or self.heads
 
 
 class DeviceWait(NamedTuple):
-    """A call in which one GPU waits for another rank, and whether that rank has issued it."""
+    """A call in which a GPU waits for another rank, and whether that rank has issued it."""
 
     call: DeviceCall
     issued: bool
@@ -104,7 +104,7 @@ Devices = Mapping[int, DeviceProgress | None]
 
 
 def on_device(positions: Mapping[int, Position], devices: Devices) -> HangVerdict | None:
-    """The rank to blame, or None if no GPU waits."""
+    """Rank that blocks the GPUs of others, or None if no GPU waits."""
     waits = _waits(devices)
     awaited = {other for targets in waits.values() for other in targets}
 
@@ -237,14 +237,14 @@ def _verdict(rank: int, cause: str, positions: Mapping[int, Position]) -> HangVe
 
 
 def role_of(name: str, description: str) -> str:
-    """What a group is for, as its maker has described it."""
+    """Role of a process group, by its description."""
     if description == "default_pg":
         return "world"
     return f"group {name}" if description in ("", "undefined") else description
 
 
 def progress_from(trace: bytes, groups: Mapping[str, CommGroup]) -> DeviceProgress:
-    """Read the record of a rank, given its groups by their names."""
+    """Parse the NCCL record of a rank, with its groups by name."""
     entries: list[dict[str, Any]] = pickle.loads(trace).get("entries") or []
     issued: dict[Queue, int] = {}
     heads: dict[Queue, DeviceCall] = {}
@@ -335,7 +335,7 @@ def _bytes(entry: dict[str, Any]) -> int:
 
 
 def to_table(progress: DeviceProgress | None) -> dict[str, Any] | None:
-    """Progress as a JSON table."""
+    """Convert progress to JSON."""
     if progress is None:
         return None
     groups = list(dict.fromkeys(group for group, _ in progress.issued))
@@ -353,7 +353,7 @@ def to_table(progress: DeviceProgress | None) -> dict[str, Any] | None:
 
 
 def from_table(table: dict[str, Any] | None) -> DeviceProgress | None:
-    """Progress from its table."""
+    """Parse progress from JSON."""
     if table is None:
         return None
     groups: list[CommGroup] = [CommGroup(axis, tuple(members)) for axis, members in table["groups"]]

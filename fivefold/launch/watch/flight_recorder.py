@@ -40,7 +40,7 @@ Record = tuple[str, str, int, int]
 
 
 class FlightRecorder:
-    """A log of the collectives that this rank issues."""
+    """Log of the collectives that this rank issues."""
 
     def __init__(self, folder: Path | None, rank: int) -> None:
         self._names = None
@@ -59,11 +59,11 @@ class FlightRecorder:
 
     @property
     def num_calls(self) -> int:
-        """Collectives so far."""
+        """Number of logged collectives."""
         return self._numbers[0]
 
     def note(self, record: Record, members: tuple[int, ...]) -> None:
-        """Log a collective, send or receive that is about to be issued."""
+        """Log a collective, send or receive before it is issued."""
         if record[1] == _UNEVEN:
             record = (*record[:2], 0, record[3])
         # Only pairs differ by their ranks, and a large group is slow to hash.
@@ -79,11 +79,11 @@ class FlightRecorder:
         numbers[0] = total + 1
 
     def table(self) -> dict[str, Any]:
-        """The log as a JSON table."""
+        """Convert the log to JSON."""
         return _table(self._numbers, [_row(kind) for kind in self._kinds])
 
     def close(self) -> None:
-        """Close the file of names; nothing is logged after this."""
+        """Close the file of names, and stop logging."""
         if self._names is not None:
             self._names.close()
 
@@ -103,7 +103,7 @@ class FlightRecorder:
 
 
 def read_log(folder: Path, rank: int) -> dict[str, Any] | None:
-    """The log of a rank on this machine, dead or alive; None if it has none yet."""
+    """Read the log of a rank on this machine, alive or not; None if there is none."""
     path = folder / f"calls-{rank}"
     try:
         numbers = memoryview(path.read_bytes()).cast("Q")
@@ -114,7 +114,7 @@ def read_log(folder: Path, rank: int) -> dict[str, Any] | None:
 
 
 def read_positions(folder: Path, phases: Sequence[str]) -> dict[int, Position]:
-    """The positions of the ranks on this machine that have a log, given their phases."""
+    """Read the positions of local ranks with a log, given their phases."""
     tables = {rank: read_log(folder, rank) for rank in range(len(phases))}
     return {
         rank: position_from({**table, "phase": phases[rank]})
@@ -124,7 +124,7 @@ def read_positions(folder: Path, phases: Sequence[str]) -> dict[int, Position]:
 
 
 def position_from(table: dict[str, Any]) -> Position:
-    """The position of a rank, from the table of its log and of its state."""
+    """Position of a rank, from the tables of its log and state."""
     kinds = [
         LoggedCollective(CommGroup(axis, tuple(members), is_pair), kind, size)
         for axis, members, is_pair, kind, size in table["calls"]

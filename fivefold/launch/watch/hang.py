@@ -43,7 +43,7 @@ def verdict(
     on_device: Callable[[], HangVerdict | None] = lambda: None,
     excused: Collection[int] = (),
 ) -> HangVerdict | None:
-    """The rank to blame, or None if there is none yet.
+    """Rank that blocks the others, or None if undecided.
 
     `silent` ranks do not answer; their positions may be old or missing. Those of them that are
     `excused` may still do so: they are not blamed, nor anybody who waits for them. A rank that
@@ -83,7 +83,7 @@ def verdict(
 
 
 def diverged(positions: Mapping[int, Position], among: Sequence[int]) -> HangVerdict | None:
-    """The rank that issued another collective than the ranks of its groups; `among` come first."""
+    """Rank that issued another collective than the ranks of its groups; `among` have priority."""
     trails = _NumberedTrails(positions)
     for a, b in _pairs(positions, among):
         if trails.agree(a, b):
@@ -138,7 +138,7 @@ def _waiting_for(positions: Mapping[int, Position], silent: Collection[int]) -> 
 
 
 class _GroupCounts(NamedTuple):
-    """What each rank of a group has issued on it, the least of that, and who is unknown."""
+    """Calls of each rank of a group, their minimum, and ranks without a log."""
 
     counts: list[tuple[int, int]]
     least: int
@@ -153,7 +153,7 @@ class _GroupCounts(NamedTuple):
 
 
 def first_circle(edges: Mapping[int, Collection[int]]) -> list[int]:
-    """Ranks that wait for one another, if every chain ends in a circle."""
+    """First cycle of ranks that wait for one another, if every chain of waits ends in one."""
     if not edges:
         return []
     path = [min(edges)]
@@ -215,8 +215,8 @@ def _first_missed(
 
 
 class _NumberedTrails:
-    """The trails of all ranks as numbers, the same for the same collective. Logs are long and pairs
-    of ranks are many: numbers are made once, and compared quickly."""
+    """Logs of all ranks with a number for each distinct collective: logs are long and pairs of
+    ranks many, so that comparisons must be cheap."""
 
     def __init__(self, positions: Mapping[int, Position]) -> None:
         self._positions = positions
@@ -275,7 +275,7 @@ def _issued(position: Position, shared: Collection[CommGroup]) -> int:
 
 
 class _Divergence(NamedTuple):
-    """The first different collectives of two ranks, and the labels before: all, if complete."""
+    """First different collectives of two ranks, and the labels before; all of them, if complete."""
 
     before: list[tuple[str, str, int]]
     complete: bool
@@ -410,6 +410,6 @@ def _skipped(
 
 
 def named_call(call: LoggedCollective, number: int) -> str:
-    """A collective as text, with its number in its group."""
+    """Format a collective with its number in its group."""
     size = f" of {counted(call.size, 'byte')}" if call.size else ""
     return f"call {number} on {call.group}, {call.kind}{size}"

@@ -15,20 +15,20 @@ _ANSWER_SECONDS = 10.0  # in which the store answers, or its host cannot be reac
 
 
 class Board(Protocol):
-    """Short texts by name that all ranks see. No method waits for another rank."""
+    """Key-value store of short texts that all ranks share; no method blocks on another rank."""
 
     def put(self, name: str, text: str) -> None:
-        """Write a text, or replace it."""
+        """Set a key."""
 
     def get(self, name: str) -> str | None:
-        """The text, or None if there is none yet."""
+        """Get a value; None if the key is not set."""
 
     def claim(self, name: str, text: str) -> bool:
-        """Write a text if there is none yet; whether this rank was the first."""
+        """Set a key if it is not set; returns whether this rank was the first."""
 
 
 class FolderBoard:
-    """For ranks on one machine: one file per name.
+    """Board of ranks on one machine: a file for each key.
 
     torch's `FileStore` does not serve: a reader hangs if a writer was killed in a write.
     """
@@ -57,7 +57,7 @@ class FolderBoard:
 
 
 class MemoryBoard:
-    """For a rank that is alone."""
+    """Board of a single rank."""
 
     def __init__(self) -> None:
         self.texts: dict[str, str] = {}
@@ -73,7 +73,7 @@ class MemoryBoard:
 
 
 class StoreBoard:
-    """For ranks on several machines: torch's store.
+    """Board of ranks on several machines: torch's store.
 
     A host that the network has lost gets no answer, and torch waits for one for many minutes. So a
     thread of its own asks the store, and who asks waits a few seconds at most.

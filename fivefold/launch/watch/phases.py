@@ -23,7 +23,7 @@ START = "the start"
 
 
 def with_limits(positions: Mapping[int, Position]) -> dict[int, Position]:
-    """The positions, where a phase that may take long has at most twice its usual time."""
+    """Cap the allowed time of slow phases at twice their usual time."""
     limited = [rank for rank, rank_position in positions.items() if rank_position.allowed > 0]
     longest = _longest(positions) if limited else {}
     new_positions = dict(positions)
@@ -61,7 +61,7 @@ def late(
     bound: float,
     excused: Collection[int] = (),
 ) -> HangVerdict | None:
-    """The rank that the others wait for at a mark, or None if there is none yet.
+    """Rank that others wait for at a mark, or None if undecided.
 
     `silent` ranks do not answer; of those that have never come nothing is known. Others have to
     have waited `bound` seconds for them, and longer for those that are `excused`.

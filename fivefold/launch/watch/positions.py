@@ -11,7 +11,7 @@ _MOST_NAMED = 8  # ranks that a sentence names
 
 
 class CommGroup(NamedTuple):
-    """The ranks of an axis, or for pipeline messages a pair (source, target)."""
+    """Ranks of an axis, or a pair (source, target) of pipeline messages."""
 
     axis: str
     members: tuple[int, ...]
@@ -32,13 +32,13 @@ class LoggedCollective(NamedTuple):
 
     @property
     def label(self) -> tuple[str, str, int]:
-        """What is equal on all ranks of the group."""
+        """Part of the collective that is equal on all ranks of the group."""
         return (self.group.axis, self.kind, self.size)
 
 
 @dataclass(frozen=True)
 class Position:
-    """The progress of a rank."""
+    """Progress of a rank."""
 
     counts: Mapping[CommGroup, int]  # collectives so far
     trail: Sequence[LoggedCollective] = ()  # the last ones, in order
@@ -57,7 +57,7 @@ class Position:
 
 @dataclass(frozen=True)
 class HangVerdict:
-    """The rank that keeps the others waiting, its phase, and the collective it has not joined."""
+    """Rank that blocks the others, its phase, and the collective it has not joined."""
 
     rank: int
     doing: str
@@ -68,12 +68,12 @@ class HangVerdict:
 
 
 def too_long(position: Position, bound: float) -> bool:
-    """Whether a rank has made no progress for longer than it may."""
+    """Whether a rank has exceeded the time it may go without progress."""
     return position.allowed <= 0 and position.idle >= bound
 
 
 def ranks(members: Iterable[int]) -> str:
-    """A list of ranks as text.
+    """Format a list of ranks.
 
     >>> ranks([2]), ranks([0, 1, 5])
     ('rank 2', 'ranks 0, 1 and 5')
@@ -88,10 +88,10 @@ def ranks(members: Iterable[int]) -> str:
 
 
 def who_waits(waiters: Collection[int]) -> str:
-    """Who waits, as text."""
+    """Format the ranks that wait."""
     return f"{ranks(waiters)} {'waits' if len(waiters) == 1 else 'wait'}"
 
 
 def stands_at(position: Position) -> str:
-    """The stack of a rank, for the end of a sentence."""
+    """Format the stack of a rank, as the end of a sentence."""
     return ", in:\n" + "\n".join(position.stack) if position.stack else ""

@@ -33,26 +33,26 @@ _JOINS = "thread.join("  # the main thread waits for threads that save
 
 
 class RankSurroundings:
-    """The process of a rank. A test gives a watchdog a clock of its own, and calls `look` in place
-    of the thread."""
+    """Clock, stack and thread of a rank. Tests replace them by a simulated clock, and call `look`
+    instead of the thread."""
 
     def __init__(self) -> None:
         self._main = threading.get_ident()
 
     def monotonic(self) -> float:
-        """Seconds on a clock that is never set back."""
+        """Seconds of a monotonic clock."""
         return time.monotonic()
 
     def sleep(self, seconds: float) -> None:
-        """Wait for answers."""
+        """Sleep while other ranks answer."""
         time.sleep(seconds)
 
     def stack(self) -> tuple[list[str], bool]:
-        """The frames of the main thread, and whether it waits for other ranks."""
+        """Frames of the main thread, and whether it waits for other ranks."""
         return _stack(self._main)
 
     def watch(self, task: Callable[[], None]) -> threading.Thread | None:
-        """Run the watchdog beside the main thread."""
+        """Start the watchdog's thread."""
         thread = threading.Thread(target=task, name="watchdog", daemon=True)
         thread.start()
         return thread

@@ -69,7 +69,7 @@ _MARKS = 16  # the last ones whose times are told
 
 
 class Watchdog:
-    """Watches its own rank, and answers for it in a round."""
+    """Watches its own rank, and takes part in rounds of all ranks."""
 
     def __init__(
         self,
@@ -101,7 +101,7 @@ class Watchdog:
         self._thread = self._around.watch(self._watch)
 
     def note(self, record: Record, members: tuple[int, ...]) -> None:
-        """Log a collective that this rank is about to issue."""
+        """Log a collective before it is issued."""
         self.recorder.note(record, members)
 
     def phase(
@@ -112,10 +112,10 @@ class Watchdog:
         alike: bool = True,
         loads_kernels: bool = False,
     ) -> None:
-        """Begin a phase. `allowed` are the seconds it may take without a collective, for phases
-        that are known to be slow, such as compilation or a checkpoint, unless more is known of it.
-        All ranks come to a `mark`, in the same order, and do the same there if it is `alike`.
-        A phase that `loads_kernels` may be as long without an answer of its rank."""
+        """Begin a phase. `allowed`: seconds it may take without a collective, for phases known to
+        be slow, such as compilation or a checkpoint, unless more is known of it. All ranks reach a
+        `mark` in the same order, and do the same there if it is `alike`. A phase that
+        `loads_kernels` may be as long without an answer of its rank."""
         time_now = self._around.monotonic()
         self._phase, self._loads = text, loads_kernels
         self._allowed_until = time_now + allowed
@@ -131,11 +131,11 @@ class Watchdog:
         self.worker.phase(text)
 
     def step_took(self, seconds: float) -> None:
-        """Set the patience to at least two steps of this length."""
+        """Raise the patience to at least two steps of this length."""
         self.patience = max(PATIENCE, 2 * seconds)
 
     def close(self) -> None:
-        """Stop watching, and leave the last position for ranks that still wait."""
+        """Stop watching, and publish the last position for ranks that still wait."""
         if self._stop.is_set():
             return
         self._stop.set()
@@ -163,7 +163,7 @@ class Watchdog:
                 self.lose_store(error)
 
     def lose_store(self, error: dist.DistError) -> None:
-        """The store is gone, and the run with it."""
+        """End the run after the store was lost."""
         cause = f"hosts the store, or its launcher does, and the store is gone ({error})"
         self.worker.send(CUT_OFF, None)
         self.worker.lose(HangVerdict(0, "an unknown place", cause))
@@ -179,7 +179,7 @@ class Watchdog:
             )
 
     def look(self) -> None:
-        """Look at this rank and at the board, as the thread does again and again."""
+        """Check this rank and the board, periodically."""
         time_now = self._around.monotonic()
         if self._progress != self._seen:
             self._seen, self._moved_at, self._worked = self._progress, time_now, None
@@ -322,8 +322,8 @@ def _watching(worker: Worker, world: int, patience: float) -> Iterator[Watchdog]
 def watched(
     worker: Worker, world: int, patience: float = PATIENCE
 ) -> AbstractContextManager[Watchdog]:
-    """A watchdog while ranks work together. If this is called before they join, torch's record of
-    NCCL's calls is long enough, unless the user has set its length."""
+    """Context with a watchdog. If entered before ranks join, torch's NCCL record is long enough,
+    unless the user has set its length."""
     if not any(name in os.environ for name in _RECORDS):
         os.environ[_RECORDS[0]] = str(_NUM_RECORDS)
     return _watching(worker, world, patience)
@@ -364,8 +364,8 @@ def _groups() -> dict[str, CommGroup]:
 
 
 def next_round(time_now: float, moved_at: float, patience: float) -> float:
-    """When a rank may ask again. A rank that is slow has twice the patience: soon after that it is
-    asked more often, so that nobody waits much longer for a verdict."""
+    """When a rank may start another round. A slow rank gets twice the patience, and then more
+    frequent rounds, so that the verdict is not much delayed."""
     usual, deadline = time_now + 0.6 * patience, moved_at + 2 * patience
     return (
         min(usual, max(deadline, time_now + 0.2 * patience))

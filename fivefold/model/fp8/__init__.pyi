@@ -2,7 +2,6 @@ from fivefold.model.fp8.experts import TURNED as TURNED
 from fivefold.model.fp8.experts import ExpertRounding as ExpertRounding
 from fivefold.model.fp8.experts import RoundedExperts as RoundedExperts
 from fivefold.model.fp8.experts import WatchExperts as WatchExperts
-from fivefold.model.fp8.grouped import raise_maxima as raise_maxima
 from fivefold.model.fp8.linear import FusedLinears as FusedLinears
 from fivefold.model.fp8.linear import RoundedWeights as RoundedWeights
 from fivefold.model.fp8.linear import Watch as Watch
@@ -15,5 +14,4 @@ from fivefold.model.fp8.rounding import rounding_of as rounding_of
 from fivefold.model.fp8.rounding import same as same
 from fivefold.model.fp8.rounding import scale_and_factor as scale_and_factor
 from fivefold.model.fp8.rounding import to_codes as to_codes
-from fivefold.model.fp8.rows import AS_THEY_ARE as AS_THEY_ARE
-from fivefold.model.fp8.rows import RowCodes as RowCodes
+from fivefold.model.fp8.rows import raise_maxima as raise_maxima

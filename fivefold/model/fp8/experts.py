@@ -17,10 +17,18 @@ import torch
 from torch import Tensor
 
 from fivefold.model import Experts, ExpertStack, GradientSink, grouped_weight_gradient
-from fivefold.model.fp8.grouped import BothStacks, expert_maxima, round_stacks, scaled_grouped
 from fivefold.model.fp8.linear import RoundedWeights
 from fivefold.model.fp8.rounding import OverRanks
-from fivefold.model.fp8.rows import CodedRows, RowOperand, round_rows, unpacked
+from fivefold.model.fp8.rows import (
+    BothStacks,
+    CodedRows,
+    RowOperand,
+    expert_maxima,
+    round_rows,
+    round_stacks,
+    scaled_grouped,
+    unpacked,
+)
 
 # Dgrad too, unlike that of linears: the grouped kernel of Hopper that keeps all bits takes 3.4
 # times as long, more than bf16, and experts are narrow, so that its sums are short.
@@ -200,12 +208,7 @@ class _DownCodes(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        x_MF: Tensor,
-        ends_E: Tensor,
-        own: RoundedStacks,
-        codes: CodedRows,
-        weight: Tensor,
+        ctx: Any, x_MF: Tensor, ends_E: Tensor, own: RoundedStacks, codes: CodedRows, weight: Tensor
     ) -> Tensor:
         x = round_rows([x_MF], own.shared.over_ranks)
         own.seen("input", x.codes, ends_E)

@@ -183,11 +183,7 @@ class FusedLinears:
         return [sent.tensor, *with_maximum], partial(self._read_again, sent.coded, run)
 
     def wgrads(
-        self,
-        x: ReadOperands,
-        grads: ReadOperands,
-        weights: Sequence[Any],
-        biases: Sequence[Any],
+        self, x: ReadOperands, grads: ReadOperands, weights: Sequence[Any], biases: Sequence[Any]
     ) -> Sequence[Callable[[GradientSink], None]]:
         x, needed = (self._for_wgrad(operands) for operands in (x, grads))
         return [

@@ -1,5 +1,5 @@
 """Rows and weights of experts to fp8 as Triton kernels: the bits of `model/fp8/rows.py` and
-`model/fp8/grouped.py`.
+`model/fp8/rows.py`.
 
 A program holds one row, so that one pass finds its maximum and writes its codes. Divisions are
 those of IEEE, as in `model/fp8/kernel.py`.

@@ -5,7 +5,6 @@ from fivefold.model.kernels.flash import VisiblePairs as VisiblePairs
 from fivefold.model.kernels.flash import accumulate as accumulate
 from fivefold.model.kernels.flash import attend as attend
 from fivefold.model.kernels.flash import attend_backward as attend_backward
-from fivefold.model.kernels.flash import is_fake as is_fake
 from fivefold.model.kernels.regions import Compute as Compute
 from fivefold.model.kernels.regions import Fuse as Fuse
 from fivefold.model.kernels.regions import Region as Region
@@ -14,5 +13,6 @@ from fivefold.model.kernels.regions import by_operators as by_operators
 from fivefold.model.kernels.regions import compiled as compiled
 from fivefold.model.kernels.regions import compiled_for_steps as compiled_for_steps
 from fivefold.model.kernels.regions import eager as eager
+from fivefold.model.kernels.regions import is_fake as is_fake
 from fivefold.model.kernels.slots_kernel import sum_rows as sum_rows
 from fivefold.model.kernels.slots_kernel import take_rows as take_rows

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from fivefold.model import DocumentPairs, with_sinks
 from fivefold.model.kernels import varlen
+from fivefold.model.kernels.regions import is_fake
 
 aten = torch.ops.aten
 _ALIGNED = 32  # rows: the log-sum-exp of the memory-efficient kernel
@@ -52,11 +53,6 @@ class VisiblePairs(NamedTuple):
     def by_formula(self) -> bool:
         """Whether no kernel computes them."""
         return self.keep_mask is not None or (self.cap is not None and self.documents is None)
-
-
-def is_fake(tensor: Tensor) -> bool:
-    """Whether this has a size and no values; it stands for a tensor on a new GPU."""
-    return tensor.is_meta
 
 
 def uses_gpu_kernels(tensor: Tensor) -> bool:

@@ -286,3 +286,8 @@ def _gradients(
     with torch.enable_grad():  # several times faster than vjp where each operator is a call
         leaves = [value.detach().requires_grad_() for value in chosen]
         return torch.autograd.grad(of_wanted(*leaves), leaves, gradient)
+
+
+def is_fake(tensor: Tensor) -> bool:
+    """Whether this has a size and no values; it stands for a tensor on a new GPU."""
+    return tensor.is_meta

@@ -41,8 +41,7 @@ from fivefold.model.fp8 import (
     same,
 )
 from fivefold.parallel import MathOf, Mesh, Stage, padded_tokens
-from fivefold.parallel.units.coded_gather import CodedGather
-from fivefold.parallel.units.flat_unit import FlatUnit
+from fivefold.parallel.units.flat_unit import CodedGather, FlatUnit
 
 
 def rounding_math(

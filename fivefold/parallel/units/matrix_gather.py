@@ -14,14 +14,16 @@ Ranks that meet on tp or etp own the same shards, so that all of them need the s
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fivefold.cost.traffic import is_muon_weight
-from fivefold.parallel import Job
 from fivefold.parallel.units.flat_unit import FlatUnit
+
+if TYPE_CHECKING:
+    from fivefold.parallel import Job
 
 
 class _Cut(NamedTuple):

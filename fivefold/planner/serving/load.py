@@ -2,11 +2,11 @@
 
 Requests arrive at random with a fixed seed (`rate`), or a new one when one ends (`clients`). Every
 step runs one token of each running sequence and, with what is left of its budget of tokens, chunks
-of prompts, the oldest first: the scheduler of `fivefold generate`. Sequences that find no room in
+of prompts, the oldest first: the scheduler of `fivefold generate`. Sequences that do not fit in
 the cache wait. All prompts and outputs have one length, and steps the time of their mean context.
 
-An engine that works ahead chooses a step when the one before it begins: who comes in between waits
-for one step more, and the room of who ends is free one step later.
+An engine that schedules asynchronously chooses a step when the one before it begins: a request that
+arrives meanwhile waits one more step, and blocks of a request that ends are free one step later.
 """
 
 from __future__ import annotations

@@ -86,10 +86,8 @@ class LayoutLoad:
     def steady(self, sequences: int) -> ServingPlan:
         """As many sequences of a replica at any time: each step some of them begin."""
         request, layout = self.request, self.fit.layout
-        decode, reading = (
-            self._at(self.step.seconds, sequences),
-            self._at(self.step.reading, sequences),
-        )
+        decode = self._at(self.step.seconds, sequences)
+        reading = self._at(self.step.reading, sequences)
         chunks = ceil(request.prompt / STEP_TOKENS)
         alone, decodes = sequences == 1, request.output > 1
         # Prompts share the reading of weights with a decode step, if there is one.

@@ -1,4 +1,9 @@
 from fivefold.train.callbacks.callback import Callback as Callback
+from fivefold.train.callbacks.callback import CallbackRank as CallbackRank
+from fivefold.train.callbacks.callback import callback_classes as callback_classes
+from fivefold.train.callbacks.callback import callback_states as callback_states
+from fivefold.train.callbacks.callback import load_callback_states as load_callback_states
+from fivefold.train.callbacks.callback import require_callbacks as require_callbacks
 from fivefold.train.callbacks.checkpoints import CheckpointCallback as CheckpointCallback
 from fivefold.train.callbacks.evaluation import EvaluationCallback as EvaluationCallback
 from fivefold.train.callbacks.memory import MemoryCallback as MemoryCallback

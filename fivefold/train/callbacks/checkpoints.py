@@ -15,15 +15,13 @@ from torch import Tensor
 
 from fivefold.core import FivefoldError
 from fivefold.core.layout import boxes_of, buffers, whole_box
-from fivefold.launch import Worker
 from fivefold.model import Balancer
 from fivefold.optim import MASTER, StateInMemory, StoredState, Updater
 from fivefold.parallel import Job
 from fivefold.parallel.units import OwnedShard
-from fivefold.records import CHECKPOINTS, RUN, SAVE, SUSPECT, RunFolder, TimeSpent, read_starts
-from fivefold.train import BuiltRank, Progress, TrainSettings
+from fivefold.records import CHECKPOINTS, RUN, SAVE, SUSPECT, read_starts
+from fivefold.train import RankRun
 from fivefold.train.callbacks.callback import Callback
-from fivefold.train.callbacks.watchdog import WatchdogCallback
 from fivefold.train.checkpoint import (
     BALANCE,
     MODEL,
@@ -44,23 +42,15 @@ _TIMEOUT = timedelta(hours=2)  # that the slowest rank may write longer than the
 
 
 class CheckpointCallback(Callback):
-    """The checkpoints of a run on one rank. Without a run folder there are none."""
+    """Saves and loads checkpoints of a run, on one rank; none without a run folder."""
 
-    def __init__(
-        self,
-        worker: Worker,
-        settings: TrainSettings,
-        folder: RunFolder | None,
-        rank: BuiltRank,
-        progress: Progress,
-        spent: TimeSpent,
-        phases: WatchdogCallback,
-    ) -> None:
-        self.worker, self.settings, self.folder = worker, settings, folder
-        self.job, self.updater, self.progress = rank.job, rank.updater, progress
-        self.spent, self.phases = spent, phases
+    def __init__(self, run: RankRun) -> None:
+        self.worker, self.settings, self.folder = run.worker, run.settings, run.folder
+        self.job, self.updater, self.progress = run.rank.job, run.rank.updater, run.progress
+        self.spent, self.phases = run.spent, run.phases
         self.checkpoints: Checkpoints | None = None
         self.interval: SaveInterval | None = None  # of save_every = auto
+        folder, settings = run.folder, run.settings
         if folder is not None:
             # A save goes on while the next steps run, and needs a group of its own.
             alone = self.job.mesh.layout.world == 1
@@ -73,9 +63,9 @@ class CheckpointCallback(Callback):
             )
 
     def load(self, from_memory: Callable[[list[CheckpointTensor]], Facts | None]) -> None:
-        """Continue from copies in memory or from the newest good checkpoint, if the run resumes and
-        there is one."""
-        if not self.settings.resume:
+        """Resume from memory or from the newest valid checkpoint, if the run resumes and has
+        one."""
+        if not self.settings.options.resume:
             return
         tensors = checkpoint_tensors(self.job, self.updater)
         if self.settings.memory is not None and self.checkpoints is not None:
@@ -103,7 +93,12 @@ class CheckpointCallback(Callback):
             # Former starts do not change: a file that is damaged later does not end this one.
             starts = read_starts(self.folder.path / RUN)
             self.interval = SaveInterval(after, partial(self._rate, starts))
-        if self.settings.resume and self.folder is not None and self.folder.restart and not after:
+        if (
+            self.settings.options.resume
+            and self.folder is not None
+            and self.folder.restart
+            and not after
+        ):
             self._warn("there is no checkpoint yet: the training starts with its first step")
         if self.checkpoints is not None and not self.progress.done:
             self.phases.phase("memory of checkpoints", long=True)
@@ -111,20 +106,20 @@ class CheckpointCallback(Callback):
                 self.checkpoints.reserve(checkpoint_tensors(self.job, self.updater))
 
     def needs_record(self, number: int) -> bool:
-        """Every step up to a checkpoint has its line in the metrics."""
+        """Steps before a checkpoint must have their records written."""
         recipe = self.settings.recipe
         due = self.interval is not None and number >= self.interval.due
         return due or recipe.is_due(recipe.save_every, number) or self.progress.done
 
     def after_step(self, number: int) -> None:
-        """Begin to save, if a checkpoint is due or no step follows."""
+        """Start to save, if a checkpoint is due or the run ends."""
         if self.needs_record(number):
             self.phases.phase(f"checkpoint {number}", long=True)
             with self.spent.on(SAVE):
                 self._save()
 
     def finish(self) -> None:
-        """Wait for the last checkpoint; the run ends with an error if it was not written."""
+        """Wait for the last checkpoint; raises if it was not written."""
         self.phases.phase("the last checkpoint", long=True)
         try:
             with self.spent.on(SAVE):
@@ -134,13 +129,13 @@ class CheckpointCallback(Callback):
             raise CannotSave(f"{failed}. No save follows: {remedy}") from failed
 
     def wait(self) -> None:
-        """Wait until nothing is being written; raises `CannotSave` if the last save failed."""
+        """Wait for the save in flight; raises `CannotSave` if it failed."""
         if self.checkpoints is not None:
             self.checkpoints.wait()
 
     def mark_suspect(self, after: int, why: str) -> list[str]:
-        """Mark checkpoints of steps after this one, so that nobody reads them unasked; every rank
-        calls this. Returns their names."""
+        """Mark checkpoints of later steps, so that none is read by default; every rank calls this.
+        Returns their names."""
         if self.checkpoints is None:
             return []
         with suppress(FivefoldError):  # the run ends with another error
@@ -187,19 +182,19 @@ class CheckpointCallback(Callback):
 
 
 def checkpoint_tensors(job: Job, updater: Updater) -> list[CheckpointTensor]:
-    """Every tensor that a run needs to continue, with this rank's boxes of it."""
+    """Tensors that a run needs to resume, with this rank's boxes of them."""
     return [*_owned(job, updater), *_buffers(job), *_loads(job)]
 
 
 def publish_weights(job: Job) -> None:
-    """After a load: gather the weights on the ranks that need them in full."""
+    """Gather loaded weights on ranks that need them in full."""
     for chunk in job.chunks:
         chunk.data.publish()
         chunk.data.wait()
 
 
 class _ExpertLoad:
-    """The load of the step before; without one, all experts have the same, as a router expects."""
+    """Expert load of the last step; equal for all experts before the first."""
 
     def __init__(self, balancer: Balancer, device: torch.device) -> None:
         self.balancer, self.device = balancer, device

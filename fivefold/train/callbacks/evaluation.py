@@ -7,40 +7,37 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from fivefold.core.plan import Recipe
 from fivefold.data import EvaluationSet, RowPlace, SetLoss, is_paired
-from fivefold.records import EVAL, TimeSpent
+from fivefold.records import EVAL
 from fivefold.step import evaluate
-from fivefold.train import BuiltRank, PairLoss, PreferenceObjective, Progress, sets_of
+from fivefold.train import PairLoss, PreferenceObjective, RankRun, sets_of
 from fivefold.train.callbacks.callback import Callback
 
 
 @dataclass
 class EvaluationCallback(Callback):
-    """Adds the losses of all sets to the record of a step that is due; `eval_loss` is that of the
-    first."""
+    """Adds the losses of all evaluation sets to records; `eval_loss` is that of the first."""
 
-    recipe: Recipe
-    rank: BuiltRank
-    progress: Progress
-    spent: TimeSpent
+    run: RankRun
     objective: PreferenceObjective | None = None
 
     def measure(self, number: int) -> dict[str, Any]:
-        every = self.recipe.eval_every
-        if not every or not self.recipe.is_due(every, number):
+        every = self.run.settings.recipe.eval_every
+        if not every or not self.run.settings.recipe.is_due(every, number):
             return {}
-        with self.spent.on(EVAL):
+        with self.run.spent.on(EVAL):
             losses = {eval_set.name: self._loss(eval_set) for eval_set in self._sets}
         results = {name: loss for name, loss in losses.items() if loss is not None}
-        self.progress.evaluated({name: result.loss for name, result in results.items()})
+        self.run.progress.evaluated({name: result.loss for name, result in results.items()})
         evals = {name: result.to_json() for name, result in results.items()}
         first = next(iter(losses.values()), None)
         return {"eval_loss": None if first is None else first.loss, "evals": evals}
 
     @cached_property
     def _sets(self) -> list[EvaluationSet]:
-        return sets_of(self.rank.job.plan, self.recipe, self.rank.reader.source)
+        return sets_of(
+            self.run.rank.job.plan, self.run.settings.recipe, self.run.rank.reader.source
+        )
 
     def _loss(self, eval_set: EvaluationSet) -> SetLoss | PairLoss | None:
         """Of DPO for preference pairs."""
@@ -52,7 +49,7 @@ class EvaluationCallback(Callback):
     def _mean_loss(self, rows: Sequence[RowPlace]) -> float | None:
         """The mean over all tokens that have a loss."""
         total = count = 0.0
-        for batches in self.rank.reader.rows(rows):
-            loss, num_tokens = evaluate(self.rank.job, batches)
+        for batches in self.run.rank.reader.rows(rows):
+            loss, num_tokens = evaluate(self.run.rank.job, batches)
             total, count = total + float(loss), count + float(num_tokens)
         return total / count if count else None

@@ -18,12 +18,11 @@ import torch
 
 from fivefold.core import FivefoldError, Machine
 from fivefold.core.plan import Plan, Recipe
-from fivefold.launch import Worker
 from fivefold.optim import Updater
 from fivefold.parallel import Job
 from fivefold.planner import Estimate, best_plans, estimate_plan, estimate_setting, plan_request
-from fivefold.records import GIB, RunFolder
-from fivefold.train import BuiltRank, Progress, storage_bytes
+from fivefold.records import GIB
+from fivefold.train import RankRun, storage_bytes
 from fivefold.train.callbacks.callback import Callback
 from fivefold.train.callbacks.records import MEMORY, log_targets
 
@@ -39,23 +38,21 @@ _HEADROOM = 0.05  # of the memory, for a layout that is sure to fit
 class MemoryCallback(Callback):
     """Adds the peak memory to each record, and reports how a rank ran out of memory."""
 
-    worker: Worker
-    recipe: Recipe
-    folder: RunFolder | None
-    rank: BuiltRank
-    progress: Progress
+    run: RankRun
     snapshots: Snapshots | None = None
 
     def start(self, after: int) -> None:
-        if self.folder is not None:
-            requested = MEMORY in log_targets(self.recipe.log)
-            device = self.rank.job.mesh.device
-            self.snapshots = Snapshots(self.folder.path, self.worker.rank, device, requested)
-            if self.snapshots.note is not None and self.worker.rank == 0:
-                self.worker.report(self.snapshots.note)
+        if self.run.folder is not None:
+            requested = MEMORY in log_targets(self.run.settings.recipe.log)
+            device = self.run.rank.job.mesh.device
+            self.snapshots = Snapshots(
+                self.run.folder.path, self.run.worker.rank, device, requested
+            )
+            if self.snapshots.note is not None and self.run.worker.rank == 0:
+                self.run.worker.report(self.snapshots.note)
 
     def measure(self, number: int) -> dict[str, Any]:
-        return {"memory_gib": peak_memory_gib(self.rank.job.mesh.device)}
+        return {"memory_gib": peak_memory_gib(self.run.rank.job.mesh.device)}
 
     def after_step(self, number: int) -> None:
         if self.snapshots is not None:
@@ -64,15 +61,15 @@ class MemoryCallback(Callback):
     def out_of_memory(self) -> None:
         """Report what was estimated, what is allocated, and a layout that would fit."""
         snapshot = None if self.snapshots is None else self.snapshots.out_of_memory()
-        job, plan = self.rank.job, self.rank.job.plan
-        estimate = estimate_of(plan, self.recipe)
-        self.worker.report(
+        job, plan = self.run.rank.job, self.run.rank.job.plan
+        estimate = estimate_of(plan, self.run.settings.recipe)
+        self.run.worker.report(
             Shortage(
-                self.worker.rank,
-                f"step {self.progress.step + 1}",
+                self.run.worker.rank,
+                f"step {self.run.progress.step + 1}",
                 {} if estimate is None else dict(estimate.memory),
-                allocated(job, self.rank.updater),
-                nearest_fit(plan, self.recipe),
+                allocated(job, self.run.rank.updater),
+                nearest_fit(plan, self.run.settings.recipe),
                 None if snapshot is None else str(snapshot),
             )
         )
@@ -87,7 +84,7 @@ def peak_memory_gib(device: torch.device) -> float:
 
 
 class Snapshots:
-    """The snapshots of one rank. `note` says why there are none, if they were requested."""
+    """Memory snapshots of one rank. `note`: why there are none, if requested."""
 
     def __init__(self, folder: Path, rank: int, device: torch.device, requested: bool) -> None:
         self.folder, self.rank = folder / FOLDER, rank
@@ -96,7 +93,7 @@ class Snapshots:
         self.note = self._record() if requested else None
 
     def step(self, number: int) -> Path | None:
-        """A step is over; the file that was written, if this was the last recorded step."""
+        """Count a step; returns the written file after the last recorded step."""
         if not self.steps_left:
             return None
         self.steps_left -= 1
@@ -107,7 +104,7 @@ class Snapshots:
         return path
 
     def out_of_memory(self) -> Path | None:
-        """Write the memory as it is now; None if there is no GPU."""
+        """Write a snapshot now; None without a GPU."""
         return self._dump("out-of-memory")
 
     def _record(self) -> str | None:
@@ -134,7 +131,7 @@ class Snapshots:
 
 @dataclass(frozen=True)
 class Shortage:
-    """A rank that ran out of memory; bytes by category."""
+    """Report of a rank that ran out of memory; bytes by category."""
 
     rank: int
     where: str
@@ -145,8 +142,8 @@ class Shortage:
 
 
 def estimate_of(plan: Plan, recipe: Recipe, cpu: Machine | None = None) -> Estimate | None:
-    """The planner's estimate; None if it does not know the machine. `cpu`: that of a run on CPU
-    processes of this machine, which compute in float32 and share its cores."""
+    """Estimate of a plan; None if its machine is unknown. `cpu`: of a run on CPU processes of this
+    machine, which compute in float32 and share cores."""
     machine = cpu or plan.machine
     if machine is None:
         return None
@@ -161,7 +158,7 @@ def estimate_of(plan: Plan, recipe: Recipe, cpu: Machine | None = None) -> Estim
 
 
 def allocated(job: Job, updater: Updater) -> dict[str, float]:
-    """Bytes of a rank by purpose, as far as they can be distinguished."""
+    """Allocated bytes of a rank by purpose."""
     units = list(job.units)
     weights = [tensor for unit in units for tensor in (unit.full, unit.shard)]
     reduced = [
@@ -184,7 +181,7 @@ def allocated(job: Job, updater: Updater) -> dict[str, float]:
 
 
 def nearest_fit(plan: Plan, recipe: Recipe) -> str | None:
-    """A layout of as many GPUs that fits, with its memory; None if there is none."""
+    """Best layout of as many GPUs that fits, with its memory; None if there is none."""
     if plan.machine is None:
         return None
     batch = replace(plan.options, batch=plan.batch.sequences, gpus=plan.layout.world)

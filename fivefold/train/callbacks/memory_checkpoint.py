@@ -7,12 +7,10 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from fivefold.core.layout import Partners
-from fivefold.launch import Worker
-from fivefold.records import CHECKPOINTS, SAVE, SUSPECT, RunFolder, TimeSpent
-from fivefold.train import BuiltRank, Progress, TrainSettings
+from fivefold.records import CHECKPOINTS, SAVE, SUSPECT
+from fivefold.train import RankRun
 from fivefold.train.callbacks.callback import Callback
 from fivefold.train.callbacks.checkpoints import checkpoint_tensors
-from fivefold.train.callbacks.watchdog import WatchdogCallback
 from fivefold.train.checkpoint import CheckpointTensor, Facts, published, step_of
 from fivefold.train.recovery import MemoryCopies
 
@@ -20,21 +18,13 @@ _TIMEOUT = timedelta(minutes=10)  # in which a partner gets a copy
 
 
 class CopyCallback(Callback):
-    """Copies of a run every `copy_every` steps, on one rank."""
+    """Copies a run to memory every `copy_every` steps, on one rank."""
 
-    def __init__(
-        self,
-        worker: Worker,
-        settings: TrainSettings,
-        folder: RunFolder | None,
-        rank: BuiltRank,
-        progress: Progress,
-        spent: TimeSpent,
-        phases: WatchdogCallback,
-    ) -> None:
-        self.worker, self.recipe, self.folder = worker, settings.recipe, folder
-        self.resume, self.rank, self.progress = settings.resume, rank, progress
-        self.spent, self.phases = spent, phases
+    def __init__(self, run: RankRun) -> None:
+        rank, settings, folder = run.rank, run.settings, run.folder
+        self.recipe, self.resume = settings.recipe, settings.options.resume
+        self.folder, self.rank, self.progress = folder, rank, run.progress
+        self.spent, self.phases = run.spent, run.phases
         self.copies: MemoryCopies | None = None
         if settings.memory is not None and self.recipe.copy_every:
             world = rank.job.mesh.layout.world
@@ -44,7 +34,7 @@ class CopyCallback(Callback):
             self.copies = MemoryCopies(settings.memory, partners, start, group)
 
     def load(self, tensors: list[CheckpointTensor]) -> Facts | None:
-        """The facts of the newest copies, if no checkpoint on the disk is newer."""
+        """Load the newest copies, if no checkpoint on disk is newer."""
         if self.copies is None or not self.resume:
             return None
         paths = [] if self.folder is None else published(self.folder.path / CHECKPOINTS)
@@ -53,11 +43,11 @@ class CopyCallback(Callback):
         return self.copies.load(tensors, step_of(paths[-1]) if paths else 0)
 
     def needs_record(self, number: int) -> bool:
-        """Every step up to a copy has its line in the metrics."""
+        """Steps before a copy must have their records written."""
         return self._is_due(number)
 
     def before_data(self, number: int) -> None:
-        """All ranks have completed the last copy before any of them can begin the next."""
+        """Wait until all ranks have completed the last copy, before any begins the next."""
         if self._is_due(number) and self.copies is not None:
             self.phases.phase(f"the last copy before step {number}", long=True)
             with self.spent.on(SAVE):

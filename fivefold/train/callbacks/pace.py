@@ -19,7 +19,7 @@ _ON_GPU = 3  # of so many steps one is timed, where that takes events of the dev
 
 
 class PaceCallback(Callback):
-    """Times the steps of a rank, and names what is slow in the record of every sixth.
+    """Times the steps of a rank, and reports stragglers in every sixth record.
 
     As an observer of the mesh it notes when messages of the pipeline leave and come.
     """
@@ -36,12 +36,12 @@ class PaceCallback(Callback):
         self.before: set[tuple[str, tuple[int, ...]]] = set()
 
     def watch(self, mesh: Mesh) -> None:
-        """The mesh is made."""
+        """Attach to the mesh."""
         self.mesh = mesh
 
     @property
     def timer(self) -> WaitTimer | None:
-        """Of a rank that is not alone."""
+        """Timer of the mesh; None for a single rank."""
         return None if self.mesh is None or self.mesh.size(WORLD) == 1 else self.mesh.timer
 
     def before_step(self, number: int) -> None:
@@ -73,7 +73,7 @@ class PaceCallback(Callback):
     def begin(
         self, record: CollectiveRecord, members: tuple[int, ...]
     ) -> tuple[Pair, float] | None:
-        """A message is about to leave or to come; of all else the timer of the mesh knows."""
+        """Record the start of a message; other collectives are timed by the mesh."""
         timer = self.timer
         if timer is None or not timer.running or record.axis != PIPELINE:
             return None
@@ -84,7 +84,7 @@ class PaceCallback(Callback):
         return (pair, time.time()) if record.kind == "recv" else None
 
     def end(self, token: tuple[Pair, float]) -> None:
-        """A message is here."""
+        """Record the arrival of a message."""
         if self.timer is not None:
             self.timer.received(*token)
 

@@ -27,26 +27,25 @@ from importlib import import_module
 from importlib.util import find_spec
 from json.encoder import encode_basestring_ascii as quoted
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 
 from fivefold.core import FivefoldError, UnknownName
-from fivefold.core.plan import Plan
 from fivefold.core.schedule import Step
-from fivefold.launch import Worker
 from fivefold.parallel import ActionObserver, CollectiveRecord
 from fivefold.records import (
     EVENTS,
     Metrics,
     RunFolder,
     StepRecord,
-    TimeSpent,
     cut_torn_line,
     naming_file,
 )
-from fivefold.train import Progress, TrainSettings
 from fivefold.train.callbacks.callback import Callback
+
+if TYPE_CHECKING:
+    from fivefold.train import RankRun
 
 TENSORBOARD, WANDB, MEMORY = "tensorboard", "wandb", "memory"
 ACTION, COLLECTIVE = "action", "collective"
@@ -57,39 +56,34 @@ _ANCHOR_NS = 10_000_000_000  # after this time the GPU's clock is read in steps 
 
 @dataclass
 class RecordCallback(Callback):
-    """Rank 0 writes the records, if there is a run folder, and reports them to the process that
-    started it."""
+    """Writes step records on rank 0, if there is a run folder, and reports them to the parent
+    process."""
 
-    worker: Worker
-    plan: Plan
-    settings: TrainSettings
-    folder: RunFolder | None
-    progress: Progress
-    spent: TimeSpent
+    run: RankRun
     metrics: Metrics | None = None
     trackers: list[Tracker] = field(default_factory=list)
     timed: bool = True  # all steps so far
 
     def start(self, after: int) -> None:
-        if self.folder is not None and self.worker.rank == 0:
-            plan, recipe = self.plan, self.settings.recipe
-            path, identity = self.folder.path, self.folder.identity
+        if self.run.folder is not None and self.run.worker.rank == 0:
+            plan, recipe = self.run.rank.job.plan, self.run.settings.recipe
+            path, identity = self.run.folder.path, self.run.folder.identity
             shown = {"layout": str(plan.layout), "model": plan.shape.name, **asdict(recipe)}
             self.metrics = Metrics(path, after)
-            _warn(self.worker.report, self.metrics.damage)
-            report = self.worker.report
+            _warn(self.run.worker.report, self.metrics.damage)
+            report = self.run.worker.report
             self.trackers = open_trackers(recipe.log, path, identity, shown, after, report)
 
     def on_record(self, record: StepRecord) -> None:
-        if self.worker.rank > 0:
+        if self.run.worker.rank > 0:
             return
         if record.elapsed is None and self.timed:
             self.timed = False
-            self.worker.report(_UNTIMED.format(record.step))
+            self.run.worker.report(_UNTIMED.format(record.step))
         if self.metrics is not None:
-            _warn(self.worker.report, self.metrics.append(record))
+            _warn(self.run.worker.report, self.metrics.append(record))
         self._track(lambda tracker: tracker.log(record.step, record.scalars()))
-        self.worker.report(record)
+        self.run.worker.report(record)
 
     def _track(self, use: Callable[[Tracker], None]) -> None:
         """Use every tracker, and none again that fails: no curve is worth a training."""
@@ -98,16 +92,16 @@ class RecordCallback(Callback):
                 use(tracker)
             except Exception as error:
                 self.trackers.remove(tracker)
-                self.worker.report(_untracked(type(tracker).__name__, error))
+                self.run.worker.report(_untracked(type(tracker).__name__, error))
 
     def finish(self) -> None:
-        if self.folder is not None and self.worker.rank == 0:
-            why = "stopped" if self.progress.stopped else "done"
-            _warn(self.worker.report, self.folder.end(why, self.spent.take()))
+        if self.run.folder is not None and self.run.worker.rank == 0:
+            why = "stopped" if self.run.progress.stopped else "done"
+            _warn(self.run.worker.report, self.run.folder.end(why, self.run.spent.take()))
 
     def close(self) -> None:
         if self.metrics is not None:
-            _warn(self.worker.report, self.metrics.close())
+            _warn(self.run.worker.report, self.metrics.close())
         self._track(lambda tracker: tracker.close())
 
 
@@ -124,7 +118,7 @@ def _warn(say: Callable[[str], None], problem: str | None) -> None:
 
 
 class Tracker(Protocol):
-    """Draws numbers over steps."""
+    """Logger of scalars by step."""
 
     def log(self, step: int, scalars: Mapping[str, float]) -> None: ...
 
@@ -132,7 +126,7 @@ class Tracker(Protocol):
 
 
 def log_targets(text: str) -> frozenset[str]:
-    """The words of the `log` key, joined with `+`; `none` is no word.
+    """Parse the `log` key, names joined with `+`; `none` is empty.
 
     >>> sorted(log_targets("wandb+memory")), sorted(log_targets("none"))
     (['memory', 'wandb'], [])
@@ -160,7 +154,7 @@ def open_trackers(
     after: int,
     warn: Callable[[str], None] = lambda message: None,
 ) -> list[Tracker]:
-    """The trackers that the `log` key asks for, which continue after step `after`.
+    """Open the trackers of the `log` key, which continue after step `after`.
 
     `identity` distinguishes this run from others, `settings` are shown with it. One that cannot be
     opened is left out with a warning.
@@ -181,7 +175,7 @@ def open_trackers(
 
 
 class TensorBoard:
-    """Files that TensorBoard reads; points after the step that a run resumes from are purged."""
+    """TensorBoard event files; points after the resumed step are purged."""
 
     def __init__(self, folder: Path, after: int) -> None:
         module = _import("torch.utils.tensorboard", TENSORBOARD)
@@ -196,7 +190,7 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """A run of Weights & Biases; all starts of a run are one run there."""
+    """A run of Weights & Biases, which restarts continue."""
 
     def __init__(self, folder: Path, identity: str, settings: Mapping[str, Any]) -> None:
         module = _import(WANDB, WANDB)
@@ -236,7 +230,7 @@ def _missing_package(package: str) -> FivefoldError:
 
 
 class SpanCallback(Callback):
-    """Records the spans of a rank: it observes the collectives, and `actions` the actions.
+    """Records the spans of a rank: observer of collectives, and by `actions` of actions.
 
     Nothing is recorded before the first step, nor without a run folder.
     """
@@ -275,7 +269,7 @@ class SpanCallback(Callback):
 
 
 class ActionSpans(ActionObserver):
-    """Observes the actions of a step."""
+    """Observer of the actions of a step."""
 
     def __init__(self, spans: SpanCallback) -> None:
         self.spans = spans
@@ -288,7 +282,7 @@ class ActionSpans(ActionObserver):
 
 
 class Span(NamedTuple):
-    """A span that has begun; `mark` is an event of the GPU, if there is one."""
+    """An open span; `mark`: an event of the GPU, if any."""
 
     name: object  # becomes text only when it is written
     begin_ns: int
@@ -301,7 +295,7 @@ _EndedSpan = tuple[Span, int, Any]
 
 
 class SpanLog:
-    """The spans of one rank, appended to its file; a restart appends to the same one."""
+    """Spans of one rank, appended to a file that restarts continue."""
 
     def __init__(self, folder: Path, rank: int, restart: int, device: torch.device) -> None:
         self.path = folder / EVENTS / f"rank-{rank:05d}.jsonl"
@@ -314,17 +308,17 @@ class SpanLog:
         self.writer = _SpanWriter(self.path)
 
     def begin(self, name: object, bytes: int = 0, group: int = 0) -> Span:
-        """A collective of `group` ranks begins, or an action."""
+        """Begin the span of an action, or of a collective of `group` ranks."""
         mark = self.clock.mark() if self.clock is not None and not group else None
         return Span(name, time.perf_counter_ns(), bytes, group, mark)
 
     def end(self, span: Span) -> None:
-        """It is over; any thread may call this."""
+        """End a span; from any thread."""
         mark = None if self.clock is None or span.mark is None else self.clock.mark()
         self.spans.append((span, time.perf_counter_ns(), mark))
 
     def step(self, number: int) -> None:
-        """The step of these spans is over."""
+        """End the step of these spans."""
         spans, self.spans = self.spans, []
         wall, clock = time.time_ns(), time.perf_counter_ns()
         anchor = (
@@ -335,7 +329,7 @@ class SpanLog:
         self.writer.write(lambda: anchor + "".join(map(_line, timed)))
 
     def close(self) -> None:
-        """Write the rest."""
+        """Write the remaining spans."""
         self.writer.close()
 
 
@@ -350,7 +344,7 @@ def _line(ended: _EndedSpan) -> str:
 
 
 class _DeviceClock:
-    """Times of the GPU on the host's clock: from time to time both are read together."""
+    """Maps GPU times to the host's clock, by reading both from time to time."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -388,7 +382,7 @@ class _DeviceClock:
 
 
 class _SpanWriter:
-    """A thread that makes text and appends it, until the disk refuses it."""
+    """Thread that formats and appends spans, until a write fails."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fivefold.core.model import BYTES, TOKENIZER, blocks_of, model_folder
-from fivefold.core.plan import Plan, PlanOptions, Recipe
+from fivefold.core.plan import Plan, PlanOptions
 from fivefold.data import Source, read_rows
 from fivefold.generate import (
     ByteCodec,
@@ -22,19 +22,17 @@ from fivefold.generate import (
     plan_of,
     read_tokenizer,
 )
-from fivefold.launch import Worker
 from fivefold.parallel import Mesh, compose_forward
-from fivefold.records import EVAL, RunFolder, TimeSpent
-from fivefold.train import BuiltRank
+from fivefold.records import EVAL
+from fivefold.train import RankRun
 from fivefold.train.callbacks.callback import Callback
-from fivefold.train.callbacks.watchdog import WatchdogCallback
 
 PROMPT, TOKENS = 32, 64  # tokens
 
 
 @dataclass(frozen=True)
 class SampleText:
-    """What the model wrote after a step, and from which beginning."""
+    """Text that the model wrote after a step, and its prompt."""
 
     step: int
     prompt: str
@@ -46,30 +44,25 @@ class SampleText:
 
 @dataclass
 class SampleCallback(Callback):
-    """Draws on all ranks; rank 0 reports it after the step, and writes it to the run folder."""
+    """Samples on all ranks; rank 0 reports the text, and writes it to the run folder."""
 
-    worker: Worker
-    recipe: Recipe
-    folder: RunFolder | None
-    rank: BuiltRank
-    spent: TimeSpent
-    phases: WatchdogCallback
+    run: RankRun
     drawn: list[SampleText] = field(default_factory=list[SampleText])
     mesh: Mesh | None = None
 
     def measure(self, number: int) -> dict[str, Any]:
-        every = self.recipe.sample_every
-        if every and self.recipe.is_due(every, number):
-            self.phases.unknown(f"sample after step {number}")
-            with self.spent.on(EVAL):
+        every = self.run.settings.recipe.sample_every
+        if every and self.run.settings.recipe.is_due(every, number):
+            self.run.phases.unknown(f"sample after step {number}")
+            with self.run.spent.on(EVAL):
                 self.drawn.append(self._draw(number))
         return {}
 
     def after_step(self, number: int) -> None:
-        for sample in self.drawn if self.worker.rank == 0 else ():
-            if self.folder is not None:
-                self.folder.append_sample(sample.step, sample.prompt, sample.text)
-            self.worker.report(sample)
+        for sample in self.drawn if self.run.worker.rank == 0 else ():
+            if self.run.folder is not None:
+                self.run.folder.append_sample(sample.step, sample.prompt, sample.text)
+            self.run.worker.report(sample)
         self.drawn.clear()
 
     def close(self) -> None:
@@ -78,10 +71,12 @@ class SampleCallback(Callback):
             self.mesh = None
 
     def _draw(self, number: int) -> SampleText:
-        job, source = self.rank.job, self.rank.reader.source
+        job, source = self.run.rank.job, self.run.rank.reader.source
         plan = generating(job.plan)
         prompt = held_out_prompt(source, min(PROMPT, plan.shape.max_seq // 2))
-        request = Request(f"step {number}", prompt, TOKENS, Sampling(1.0, seed=self.recipe.seed))
+        request = Request(
+            f"step {number}", prompt, TOKENS, Sampling(1.0, seed=self.run.settings.recipe.seed)
+        )
         self.mesh = self.mesh or Mesh.of(plan, job.mesh.device)
         dtype = next(job.chunks[0].model.parameters()).dtype
         stage = compose_forward(plan, self.mesh, dtype)
@@ -94,20 +89,20 @@ class SampleCallback(Callback):
 
 
 def generating(plan: Plan) -> Plan:
-    """The plan of a generator on the ranks of a job."""
+    """Plan of a generator on the ranks of a job."""
     layout = replace(plan.layout, cp=1, shard=plan.layout.shard * plan.layout.cp, chunks=1)
     return plan_of(plan.shape, PlanOptions(plan.options.model, str(layout), set=plan.options.set))
 
 
 def held_out_prompt(source: Source, length: int) -> tuple[int, ...]:
-    """The beginning of a row that is never trained on; of the first sample if there is none."""
+    """Beginning of a held-out row, or of the first sample if there is none."""
     places = source.held_out(1)
     rows = read_rows(places, source.seq) if places else source.samples([0])
     return tuple(rows.tokens[0, :length].tolist())
 
 
 def codec_of(plan: Plan, source: Source) -> Codec | None:
-    """What turns tokens into text; None if that is not known here."""
+    """Codec of the tokens; None if it is unknown."""
     if source.tokenizer is not None and source.tokenizer.fingerprint == BYTES:
         return ByteCodec()
     folders = (model_folder(plan.options.model), *source.folders)

@@ -13,7 +13,7 @@ from fivefold.train.callbacks.checkpoints import CheckpointCallback
 
 @dataclass
 class StopCallback(Callback):
-    """Passes on a request to stop, and gives up where training makes no progress.
+    """Stops on request, or after too many skipped steps.
 
     Ranks hear of a request at different times. So each step sums the requests of all ranks, and
     all stop after the same step (`Progress.stopped`). `--until` and the recipe set the last step.
@@ -26,15 +26,15 @@ class StopCallback(Callback):
 
     @property
     def requested(self) -> bool:
-        """Whether this rank was asked to stop."""
+        """Whether a stop signal was received."""
         return self.worker.stopping
 
     def needs_record(self, number: int) -> bool:
-        """The record of the last step of a run that gives up is written too."""
+        """The last record of a run that gives up must be written too."""
         return self.progress.skipped_in_a_row > self.skip_limit
 
     def after_step(self, number: int) -> None:
-        """Raise where more steps in a row were skipped than `skip_limit` allows."""
+        """Raise after more skipped steps in a row than `skip_limit`."""
         if self.needs_record(number):
             self.checkpoints.wait()
             raise FivefoldError(

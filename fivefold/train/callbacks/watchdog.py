@@ -22,7 +22,7 @@ _FIRST_KERNELS = {"cpu": 0.0, "cuda": 60.0}  # seconds: libraries and communicat
 
 @dataclass(frozen=True)
 class PhaseLimits:
-    """The seconds that slow phases of a plan may take while nothing is known of them."""
+    """Most seconds of slow phases of a plan, before any is measured."""
 
     files: float = _LONGEST  # a build, a load, a save
     first_step: float = _LONGEST
@@ -30,7 +30,7 @@ class PhaseLimits:
 
     @classmethod
     def of(cls, plan: Plan, recipe: Recipe, device: str) -> PhaseLimits:
-        """By the bytes and the arithmetic of a rank, on a slow machine."""
+        """Limits from the bytes and FLOPs of a rank, on a slow machine."""
         parameters = shape.parameters(plan.shape)
         split = plan.layout.tp * plan.layout.pp
         files = _LEAST + 16 * parameters.total / split / _SLOW_BYTES
@@ -41,7 +41,7 @@ class PhaseLimits:
 
 
 class WatchdogCallback(Callback):
-    """Reports phases, and observes the collectives of the mesh once the first step begins."""
+    """Reports phases, and observes collectives from the first step on."""
 
     def __init__(self, watchdog: Watchdog, limits: PhaseLimits) -> None:
         self.watchdog, self.limits = watchdog, limits
@@ -51,12 +51,13 @@ class WatchdogCallback(Callback):
         self._text = ""  # the newest phase
 
     def phase(self, text: str, long: bool = False) -> None:
-        """Say what all ranks do now, and whether it may take long without a collective."""
+        """Begin a phase of all ranks, which may take long without a collective if it has a
+        limit."""
         self._text = text
         self.watchdog.phase(text, self.limits.files if long else 0.0, mark=True)
 
     def unknown(self, text: str) -> None:
-        """Say what all ranks do now, of which nobody knows how long it takes."""
+        """Begin a phase of all ranks without a known limit."""
         self.watchdog.phase(text, _LONGEST, mark=True, alike=False)
 
     def start(self, after: int) -> None:
@@ -78,23 +79,23 @@ class WatchdogCallback(Callback):
         self.phase(f"data of step {number}", long=number == self._first)
 
     def before_step(self, number: int) -> None:
-        """A step begins with a collective: the patience of a checkpoint must not hold for it."""
+        """End the patience of a checkpoint: a step begins with a collective."""
         self._number, self._text = number, f"step {number}"
         loads = self._loads_kernels
         self.watchdog.phase(self._text, self._allowed, mark=True, alike=False, loads_kernels=loads)
 
     def on_record(self, record: StepRecord) -> None:
-        """A step that hangs is known only when it takes much longer than this one."""
+        """Adapt the patience to the length of this step."""
         if record.seconds is not None:
             self.watchdog.step_took(record.seconds)
 
     def begin(self, record: CollectiveRecord, members: tuple[int, ...]) -> None:
-        """A collective is about to be issued."""
+        """Log a collective."""
         if self._started:
             self.watchdog.note(record, members)
 
     def end(self, token: None) -> None:
-        """The watchdog counts what was issued; the end of a collective is not needed."""
+        """Do nothing: only issued collectives are counted."""
 
     @property
     def _allowed(self) -> float:
@@ -118,7 +119,7 @@ class WatchdogCallback(Callback):
 
 
 class ActionPhases:
-    """An observer of the pipeline for which every action is a phase."""
+    """Observer that reports every pipeline action as a phase."""
 
     def __init__(self, phase: Callable[[Step], None]) -> None:
         self._phase = phase
@@ -127,4 +128,4 @@ class ActionPhases:
         self._phase(action)
 
     def end(self, token: None) -> None:
-        """The next action or phase ends this one."""
+        """Do nothing: the next action or phase ends this one."""

@@ -102,7 +102,7 @@ class Checkpoints:
         self._newest: int | None = None  # the step that was saved or loaded last
 
     def reserve(self, tensors: Sequence[CheckpointTensor]) -> None:
-        """Make the host memory of the copies now, so that the first save is as fast as the next.
+        """Allocate host memory for copies, so that the first save is as fast as later ones.
 
         Not while steps run: to pin memory may wait for a kernel of NCCL that waits for another
         rank.
@@ -110,7 +110,7 @@ class Checkpoints:
         self._memory.reserve(self._sources(tensors), pinned=self.device.type == "cuda")
 
     def save(self, tensors: Sequence[CheckpointTensor], facts: Facts, wait: bool = False) -> None:
-        """Copy all values, and write them in the background; `wait` until they are written.
+        """Copy all values, and write them in the background; `wait` for the write.
 
         Waits for the save before it first, and raises `CannotSave` if that one failed. With states
         on a disk nothing is copied: such a save always waits. A step that is saved already is not
@@ -130,19 +130,19 @@ class Checkpoints:
             self.wait()
 
     def meet(self) -> None:
-        """Wait until all ranks are here."""
+        """Barrier of all ranks."""
         self._ranks.on_all(lambda: None)
 
     def agree(self, local_part: Part, decide: Callable[[list[Part]], Result]) -> Result:
-        """What the first rank decides from the parts of all ranks, while nothing is written."""
+        """Decide on the first rank from values of all ranks, while nothing is written."""
         assert self._thread is None, "the thread that writes uses the same group"
         return self._ranks.exchange(
             lambda: local_part, lambda parts: [decide(parts)] * self._ranks.size
         )
 
     def wait(self) -> None:
-        """Wait until nothing is being written; raises `CannotSave` if the last save failed, or
-        `RunTakenOver` if no save can be good any more."""
+        """Wait for the write in flight; raises `CannotSave` if it failed, or `RunTakenOver` if
+        every later one would."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -150,7 +150,8 @@ class Checkpoints:
             raise (RunTakenOver if TAKEN_OVER in failure else CannotSave)(failure)
 
     def failure(self) -> str | None:
-        """Why the last save failed, returned once; None while it is being written or if it is good.
+        """Reason why the last save failed, returned once; None while it is written or if it
+        succeeded.
 
         Ranks may learn of it at different steps; after `wait` all know it.
         """
@@ -162,7 +163,7 @@ class Checkpoints:
     def load(
         self, tensors: Sequence[CheckpointTensor], on_damage: Callable[[str], None]
     ) -> Facts | None:
-        """Load the newest good checkpoint; None if there is none at all.
+        """Load the newest valid checkpoint; None if there is no checkpoint.
 
         Every file is verified before any is interpreted. The first rank calls `on_damage` with the
         name of each checkpoint that is skipped, and why.
@@ -287,7 +288,7 @@ def _differences(stored: StoredTensors, ranks: list[tuple[list[str], set[str]]])
 def require_same_tensors(
     folder: Path, stored: StoredTensors, tensors: Sequence[CheckpointTensor]
 ) -> None:
-    """Refuse a checkpoint of another model or optimizer, by the tensors of a whole run."""
+    """Refuse a checkpoint of another model or optimizer, by the tensors of the full run."""
     keys = {tensor.key for tensor in tensors}
     lacks = stored.missing(_needed(stored, tensors))
     if differences := _differences(stored, [(lacks, keys)]):
@@ -295,7 +296,7 @@ def require_same_tensors(
 
 
 def require_seed(facts: Facts, seed: int) -> None:
-    """Refuse another seed than that of the steps before."""
+    """Refuse a seed other than that of earlier steps."""
     if facts.seed != seed and facts.has_states:
         raise FivefoldError(
             f"the run has seed {facts.seed}, not {seed}: another seed would read the text in "
@@ -320,7 +321,7 @@ FullTensor = tuple[str, tuple[int, ...], torch.dtype, Callable[[], Tensor]]
 
 
 class Reader:
-    """One checkpoint, verified when it is opened."""
+    """Reader of one checkpoint, which is verified first."""
 
     def __init__(self, folder: Path) -> None:
         """`folder` is the checkpoint itself, as `published` and `latest` return it."""
@@ -339,7 +340,7 @@ class Reader:
         }
 
     def read(self, key: str) -> Tensor:
-        """One full tensor, in host memory."""
+        """Read a full tensor to host memory."""
         if key not in self.tensors:
             raise UnknownName("tensor of a checkpoint", key, self.tensors)
         try:

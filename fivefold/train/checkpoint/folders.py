@@ -30,7 +30,7 @@ _NAME = re.compile(r"step-(\d{8,})")
 
 
 def name_of(step: int) -> str:
-    """The name of a step's checkpoint; names sort as steps do.
+    """Folder name of a step's checkpoint; names sort like steps.
 
     >>> name_of(40)
     'step-00000040'
@@ -39,14 +39,14 @@ def name_of(step: int) -> str:
 
 
 def step_of(folder: Path) -> int:
-    """The step whose checkpoint this is."""
+    """Step of a checkpoint folder."""
     name_match = _NAME.fullmatch(folder.name)
     assert name_match is not None, f"{folder} is no checkpoint"
     return int(name_match[1])
 
 
 def published(folder: Path) -> list[Path]:
-    """The checkpoints in a folder, oldest step first. They are not verified."""
+    """Checkpoints in a folder by rising step, not verified."""
     if not folder.is_dir():
         return []
     paths = [path for path in folder.iterdir() if _NAME.fullmatch(path.name)]
@@ -54,13 +54,13 @@ def published(folder: Path) -> list[Path]:
 
 
 def latest(run_folder: Path) -> Path | None:
-    """The newest checkpoint of a run."""
+    """Newest checkpoint of a run."""
     paths = published(run_folder / "checkpoints")
     return paths[-1] if paths else None
 
 
 def begin(folder: Path, step: int) -> Path:
-    """A new folder to write into; what killed writers left is removed."""
+    """Create a temporary folder; removes those of killed writers."""
     folder.mkdir(parents=True, exist_ok=True)
     sweep(folder)
     part = folder / (name_of(step) + PART)
@@ -69,13 +69,13 @@ def begin(folder: Path, step: int) -> Path:
 
 
 def sweep(folder: Path) -> None:
-    """Remove what was never published."""
+    """Remove folders that were never published."""
     for left in folder.glob(f"step-*{PART}"):
         shutil.rmtree(left, ignore_errors=True)  # a reader without write permission still reads
 
 
 def publish(part: Path) -> Path:
-    """Give a checkpoint its final name, after everything in it is on the disk."""
+    """Rename a checkpoint to its final name, after all of it is on disk."""
     final = part.with_name(part.name.removesuffix(PART))
     sync(part)
     if final.exists():  # a damaged one, or the run would not have repeated this step
@@ -88,14 +88,15 @@ def publish(part: Path) -> Path:
 
 
 class KeptCheckpoints(NamedTuple):
-    """Which checkpoints stay: the newest, and the one whose loss of an evaluation set is lowest."""
+    """Retention of checkpoints: the newest, and the one with the lowest loss of an evaluation
+    set."""
 
     newest: int
     judged_by: str = ""
 
 
 def remove_old(folder: Path, newest: int, retention: KeptCheckpoints) -> None:
-    """Remove all but those that are kept, up to the one of step `newest`, just written.
+    """Remove checkpoints outside of the retention, up to step `newest`.
 
     A later one was skipped as damaged when the run resumed. It does not count here, and is replaced
     when its step is written again.
@@ -108,7 +109,7 @@ def remove_old(folder: Path, newest: int, retention: KeptCheckpoints) -> None:
 
 
 def best_of(checkpoints: Iterable[Path], judged_by: str) -> Path | None:
-    """The checkpoint whose loss of an evaluation set is lowest; the first of equals."""
+    """Checkpoint with the lowest loss of an evaluation set; the first of equals."""
     losses = dict[Path, float]()
     for path in checkpoints:
         try:
@@ -121,7 +122,7 @@ def best_of(checkpoints: Iterable[Path], judged_by: str) -> Path | None:
 
 
 def remove(final: Path) -> None:
-    """Remove a checkpoint: rename it first, so that its name never shows an incomplete one."""
+    """Remove a checkpoint: rename it first, so that an incomplete one never has its name."""
     removed = final.with_name(f"{final.name}.old{PART}")
     if removed.exists():
         shutil.rmtree(removed)
@@ -130,7 +131,7 @@ def remove(final: Path) -> None:
 
 
 def write_synced(path: Path, text: str) -> None:
-    """Write a small file, and wait until it is on the disk."""
+    """Write a small file and fsync it."""
     with path.open("w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
@@ -138,7 +139,7 @@ def write_synced(path: Path, text: str) -> None:
 
 
 def sync(folder: Path) -> None:
-    """Wait until the names in a folder are on the disk."""
+    """fsync a folder."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -154,13 +155,13 @@ _BLOCK_BYTES = 16 << 20  # that are written and hashed at a time, without Python
 
 @dataclass(frozen=True)
 class Facts:
-    """Where a run stood: everything that is not a tensor.
+    """State of a run that is not a tensor.
 
     `samples` counts the rows of data that steps have taken, not what was read ahead, so it is the
     number of the next one. `plan` is the text of the plan that made it, as a file in the run folder
     if `plan_in_run`: older checkpoints have paths in it that nobody can resolve. `has_states` is
     false if there are only weights, as in an import. `evals` has the losses of evaluation sets
-    after this step.
+    after this step, `callbacks` the states of a user's callbacks.
     """
 
     step: int
@@ -173,11 +174,12 @@ class Facts:
     has_states: bool = True
     evals: dict[str, float] = field(default_factory=dict[str, float])
     plan_in_run: bool = False
+    callbacks: dict[str, dict[str, Any]] = field(default_factory=dict[str, dict[str, Any]])
 
 
 @dataclass(frozen=True)
 class FileChecksum:
-    """The size and the sha256 of a file as it was written."""
+    """Size and sha256 of a written file."""
 
     bytes: int
     sha256: str
@@ -185,30 +187,30 @@ class FileChecksum:
 
 @dataclass(frozen=True)
 class Manifest:
-    """The facts of a checkpoint and its files."""
+    """Facts and files of a checkpoint."""
 
     facts: Facts
     files: dict[str, FileChecksum]
 
     def text(self) -> str:
-        """The text of `manifest.json`."""
+        """Format `manifest.json`."""
         body = asdict(self) | {"format": _FORMAT}
         return json.dumps(body | {"sha256": _checksum(body)}, indent=1) + "\n"
 
 
 class Damaged(RankFailure):
-    """A checkpoint that differs from what was written: the file, and what is wrong with it."""
+    """A checkpoint differs from what was written: the file, and the problem."""
 
 
 def checksum_of(path: Path) -> FileChecksum:
-    """The size and checksum of a file as it is now."""
+    """Compute the size and checksum of a file."""
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256")
         return FileChecksum(file.tell(), digest.hexdigest())
 
 
 class HashedFile:
-    """A file that is hashed while it is written, block by block.
+    """A file that is hashed while it is written.
 
     So it need not be read again. Other threads of the process run meanwhile; with small blocks they
     would often wait for one another.
@@ -226,7 +228,7 @@ class HashedFile:
         self.close()
 
     def write(self, data: bytes | memoryview) -> int:
-        """Write all of it."""
+        """Write a buffer."""
         view = memoryview(data).cast("B")
         for start in range(0, len(view), _BLOCK_BYTES):
             block = view[start : start + _BLOCK_BYTES]
@@ -248,12 +250,12 @@ class HashedFile:
         self._file.close()
 
     def checksum(self) -> FileChecksum:
-        """The size and checksum of what was written."""
+        """Size and checksum of the written data."""
         return FileChecksum(self._size, self._digest.hexdigest())
 
 
 def verified_manifest(folder: Path) -> Manifest:
-    """The manifest of a checkpoint; raises `Damaged` if it is not the one that was written."""
+    """Read the manifest of a checkpoint; raises `Damaged` if it was altered."""
     if (folder / SUSPECT).exists():
         why = (folder / SUSPECT).read_text("utf-8", errors="replace").strip()
         raise Damaged(f"{folder / SUSPECT}: {why}; remove this file to read it all the same")
@@ -269,7 +271,7 @@ def verified_manifest(folder: Path) -> Manifest:
 
 
 def newer_format(folder: Path) -> str | None:
-    """What to say of a checkpoint that a newer program wrote; None if it is none.
+    """Message about a checkpoint of a newer version; None if it is not one.
 
     It is not verified, since a newer program may do that in another way.
     """
@@ -311,7 +313,7 @@ def _read(folder: Path) -> Manifest:
 
 
 def problems_of(folder: Path, manifest: Manifest, names: Iterable[str]) -> list[str]:
-    """What is wrong with these files. They are hashed, never interpreted."""
+    """Problems of these files, by their checksums."""
     written = {name: manifest.files[name] for name in names}
     problems = in_threads(
         lambda name: _problem_of(folder / name, written[name]),

@@ -22,7 +22,7 @@ from fivefold.train.checkpoint.storage import StoredTensors
 
 
 class ForeignFolder:
-    """The tensors of such a folder, which are read one by one."""
+    """A `torch.distributed.checkpoint` folder of another program, read tensor by tensor."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -38,11 +38,11 @@ class ForeignFolder:
         self.sizes = {key: tuple(tensor.size) for key, tensor in tensors.items()}
 
     def dtype(self, key: str) -> torch.dtype:
-        """The stored type of a tensor."""
+        """Stored dtype of a tensor."""
         return self._stored.tensors[key].properties.dtype
 
     def problems(self, keys: Iterable[str]) -> Iterator[str]:
-        """Why tensors cannot be read."""
+        """Reasons why tensors cannot be read."""
         for key in keys:
             chunks = self._stored.tensors[key].chunks
             covered = sum(math.prod(part.sizes) for part in chunks)
@@ -69,7 +69,7 @@ class ForeignFolder:
         return None
 
     def read(self, key: str) -> Tensor:
-        """One full tensor."""
+        """Read a full tensor."""
         try:
             return self._stored.read(key)
         except Exception as error:  # a file of torch can be damaged in any way

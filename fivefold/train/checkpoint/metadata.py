@@ -50,7 +50,7 @@ _DTYPES = {name: value for name, value in vars(torch).items() if isinstance(valu
 
 @dataclass(frozen=True)
 class StoredBox:
-    """Where the values of a box lie, as torch's reader asks for it."""
+    """File location of a box, in the interface of torch's reader."""
 
     relative_path: str
     offset: int
@@ -59,7 +59,7 @@ class StoredBox:
 
 
 def read_metadata(path: Path, files: Collection[str]) -> Metadata:
-    """The metadata of a checkpoint with these files; raises `Damaged` if it is anything else."""
+    """Read the metadata of a checkpoint with these files; raises `Damaged` for anything else."""
     try:
         with path.open("rb") as file:
             return _metadata(_Unpickler(file).load(), files)
@@ -72,7 +72,7 @@ def read_metadata(path: Path, files: Collection[str]) -> Metadata:
 
 
 class _StandIn:
-    """What a name stands for: the arguments of its call, and the state that it was given."""
+    """Placeholder of a class: arguments of its call, and its state."""
 
     kind = ""
     args: tuple[Any, ...]
@@ -88,7 +88,7 @@ class _StandIn:
 
 
 class _Unpickler(pickle.Unpickler):
-    """Knows the names of `_NAMES` and torch's dtypes, and no other."""
+    """Unpickler restricted to `_NAMES` and torch's dtypes."""
 
     def find_class(self, module_name: str, global_name: str, /) -> Any:
         full = f"{module_name}.{global_name}"

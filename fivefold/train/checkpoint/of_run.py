@@ -19,8 +19,8 @@ _SHOWN = 5  # differences that an error names
 def open_run(
     run_folder: Path, shape: Shape, step: int | Literal["best"] | None, tell: Callable[[str], None]
 ) -> Reader:
-    """The checkpoint of a step, the one that `keep_best` keeps, or the newest valid one, if it is
-    of this model.
+    """Open a checkpoint of a run: of a step, the one of `keep_best`, or the newest valid one, if it
+    is of this model.
 
     `tell` is called with the reason why a newer one is not valid.
     """

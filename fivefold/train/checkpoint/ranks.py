@@ -16,19 +16,19 @@ Result = TypeVar("Result")
 
 
 class CannotSave(FivefoldError):
-    """A checkpoint that was not written; those before it are untouched."""
+    """A checkpoint was not written; earlier ones are intact."""
 
 
 class RunTakenOver(FivefoldError):
-    """Another start owns the run: nothing of this one is published any more."""
+    """Another start owns the run: this one may not publish."""
 
 
 class RankFailure(Exception):
-    """An error whose text is ready for the user: first the file, then what is wrong with it."""
+    """An error with a text for the user: the file, then the problem."""
 
 
 class RanksFailed(RankFailure):
-    """What went wrong, rank by rank; every rank raises the same."""
+    """Errors by rank; every rank raises the same."""
 
     def __init__(self, reasons: list[str]) -> None:
         self.reasons = reasons
@@ -44,7 +44,7 @@ class _Reason:
 
 
 class CheckpointRanks:
-    """All ranks of a group that serves nothing else, since a background thread may use it."""
+    """Ranks of a group for checkpoints alone, since a background thread may use it."""
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self.group = group
@@ -55,7 +55,7 @@ class CheckpointRanks:
     def exchange(
         self, work: Callable[[], Part], combine: Callable[[list[Part]], list[Result]]
     ) -> Result:
-        """Each rank runs `work`; the first rank combines all parts into one result per rank.
+        """Run `work` on each rank; the first combines the values into a result for each.
 
         If one rank fails, `RanksFailed` is raised on all.
         """
@@ -66,11 +66,11 @@ class CheckpointRanks:
         return result
 
     def on_all(self, work: Callable[[], Part]) -> list[Part]:
-        """Each rank runs `work`, and gets what it returned on every rank."""
+        """Run `work` on each rank, and all-gather the results."""
         return self.exchange(work, lambda parts: [parts] * self.size)
 
     def on_first(self, work: Callable[[], Result]) -> Result:
-        """The first rank runs `work`; every rank gets what it returned."""
+        """Run `work` on the first rank, and broadcast the result."""
         return self.exchange(lambda: None, lambda _: [work()] * self.size)
 
     def _try(self, work: Callable[[], Part]) -> Part | _Reason:
@@ -108,7 +108,7 @@ class CheckpointRanks:
 
 
 def reason_of(error: BaseException) -> str:
-    """An error in one line: where the operating system refused something, the file and why."""
+    """Format an error in one line, with the file and reason of an OSError."""
     if isinstance(error, RankFailure):
         return str(error)
     for cause in _chain(error):

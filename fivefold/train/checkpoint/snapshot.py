@@ -33,7 +33,7 @@ _ALIGNMENT = 64  # bytes, of every copy in a slab
 
 @dataclass(frozen=True)
 class BoxSource:
-    """A box that this rank writes, and the tensor that has its values."""
+    """A box that this rank writes, and its tensor."""
 
     index: MetadataIndex
     tensor: CheckpointTensor
@@ -41,7 +41,7 @@ class BoxSource:
 
     @property
     def num_bytes(self) -> int:
-        """What its copy takes of a slab."""
+        """Bytes of its copy in a slab."""
         return -(-self.box.numel * self.tensor.dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
 
     def read(self) -> Tensor:
@@ -49,23 +49,23 @@ class BoxSource:
 
 
 class HostCopies:
-    """The memory of the copies, which all saves of a run use."""
+    """Host memory of the copies, reused by all saves of a run."""
 
     def __init__(self) -> None:
         self._copies: dict[MetadataIndex, Tensor] = {}
 
     def reserve(self, sources: Sequence[BoxSource], pinned: bool) -> None:
-        """Make the memory for copies of these; `pinned` for those from a GPU."""
+        """Allocate memory for copies; `pinned` for tensors on a GPU."""
         for slab in slabs_of(sources):
             self._copies.update(_allocated(slab, pinned))
 
     def snapshot(self, sources: Sequence[BoxSource]) -> Snapshot:
-        """A snapshot that is still to be taken. The sources come in the order of writing."""
+        """A snapshot to be taken. The sources are in the order of writing."""
         return Snapshot(sources, self._copies)
 
 
 class Snapshot:
-    """The values of one save: `take` copies them, while other threads call `reads`.
+    """Values of one save: `take` copies them, while other threads read.
 
     A read waits until its box is copied; without copies, until kernels that write it have ended.
     """
@@ -83,7 +83,7 @@ class Snapshot:
         self.reads: BoxReads = reads
 
     def take(self) -> None:
-        """Copy all boxes that have copies. If that fails, so does every read that waits."""
+        """Copy all boxes. If that fails, so does every waiting read."""
         try:
             _synchronise(source.read() for source in self._in_place if not source.tensor.on_disk)
             self._settled.set_result(None)
@@ -122,7 +122,7 @@ def _synchronise(values: Iterable[Tensor]) -> None:
 
 
 def slabs_of(sources: Sequence[BoxSource]) -> list[list[BoxSource]]:
-    """Boxes whose copies fit into a slab together; a larger box has a slab of its own.
+    """Group boxes whose copies fit into a slab; a larger box has a slab of its own.
 
     None where states are on a disk: nothing changes before such a save ends.
     """

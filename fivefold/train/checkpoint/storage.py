@@ -79,7 +79,7 @@ MODEL, OPTIM, BALANCE = "model/", "optim/", "balance/"  # what a key begins with
 
 @dataclass(frozen=True)
 class CheckpointTensor:
-    """One tensor of a checkpoint, and the boxes of it that this rank has."""
+    """One tensor of a checkpoint, and this rank's boxes of it."""
 
     key: str
     shape: tuple[int, ...]  # of the full tensor
@@ -89,13 +89,13 @@ class CheckpointTensor:
 
     @property
     def on_disk(self) -> bool:
-        """Whether reading it allocates memory that should be freed at once."""
+        """Whether reading it allocates memory to be freed at once."""
         state = self.state.master if isinstance(self.state, MasterWeight) else self.state
         return isinstance(state, StateOnDisk)
 
 
 class MasterWeight:
-    """A master weight, and the narrower weight that is rounded from it."""
+    """A master weight, and the narrower weight rounded from it."""
 
     def __init__(self, master: StoredState, weight: Tensor) -> None:
         self.master, self.weight = master, weight
@@ -109,7 +109,7 @@ class MasterWeight:
 
 
 def in_box(value: Tensor, box: Box) -> Tensor:
-    """The elements of a box, as a view of a rank's state."""
+    """View of the elements of a box in a rank's state."""
     return value.view(-1)[box.at : box.at + box.numel].view(box.sizes)
 
 
@@ -155,7 +155,7 @@ class _LoadPlanner(DefaultLoadPlanner):
 
 
 class StoredTensors:
-    """The tensors of one checkpoint, which has these files; raises `Damaged` for other metadata."""
+    """Tensors of one checkpoint with these files; raises `Damaged` for other metadata."""
 
     def __init__(self, folder: Path, files: Collection[str]) -> None:
         self._reader = FileSystemReader(folder)
@@ -169,11 +169,11 @@ class StoredTensors:
 
     @property
     def state_names(self) -> set[str]:
-        """The names of the optimizer's states."""
+        """Names of the optimizer's states."""
         return {key.split("/")[1] for key in self.tensors if key.startswith(OPTIM)}
 
     def missing(self, tensors: Iterable[CheckpointTensor]) -> list[str]:
-        """The wanted tensors that the checkpoint does not have, or not in that shape."""
+        """Requested tensors that the checkpoint lacks, or has in another shape."""
         missing_keys: list[str] = []
         for tensor in tensors:
             stored = self.tensors.get(tensor.key)
@@ -186,14 +186,14 @@ class StoredTensors:
         return missing_keys
 
     def read(self, key: str) -> Tensor:
-        """One full tensor, in host memory."""
+        """Read a full tensor to host memory."""
         shape, dtype = tuple(self.tensors[key].size), self.tensors[key].properties.dtype
         state = StateInMemory(torch.empty(shape, dtype=dtype))
         self.load([CheckpointTensor(key, shape, dtype, (whole_box(shape),), state)])
         return state.tensor
 
     def load(self, requests: Iterable[CheckpointTensor]) -> None:
-        """Read all of them; those that live on a disk one by one, to have one in memory."""
+        """Load tensors; those kept on disk one by one, to have one in memory."""
         tensors = list(requests)
         for disk_tensor in (tensor for tensor in tensors if tensor.on_disk):
             self._load([disk_tensor])
@@ -232,14 +232,14 @@ Fence = Callable[[], AbstractContextManager[None]]
 
 
 class _WrittenFiles(NamedTuple):
-    """The files that one rank has written."""
+    """Files that one rank has written."""
 
     results: list[WriteResult]
     files: dict[str, FileChecksum]
 
 
 def write_item(key: str, shape: Sequence[int], dtype: torch.dtype, box: Box) -> WriteItem:
-    """One box of one tensor, as torch describes it."""
+    """Torch's write item for one box of a tensor."""
     chunk = ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
     data = TensorWriteData(chunk, TensorProperties(dtype), torch.Size(shape))
     return WriteItem(MetadataIndex(key, box.offsets), WriteItemType.SHARD, tensor_data=data)
@@ -298,7 +298,7 @@ class _HashingWriter(FileSystemWriter):
 
 
 class CheckpointWriter:
-    """Writes this rank's boxes of every checkpoint of a run."""
+    """Writes this rank's boxes of every checkpoint."""
 
     def __init__(
         self, ranks: CheckpointRanks, items: Sequence[WriteItem], *, file_per_box: bool
@@ -316,7 +316,7 @@ class CheckpointWriter:
 
     @property
     def indices(self) -> list[MetadataIndex]:
-        """The boxes that this rank writes, in the order in which its threads come to them."""
+        """Boxes that this rank writes, in the order of its threads."""
         rounds = zip_longest(*(file.items for file in self._files))
         return [item.index for row in rounds for item in row if item is not None]
 
@@ -328,7 +328,7 @@ class CheckpointWriter:
         retention: KeptCheckpoints,
         fence: Fence = nullcontext,
     ) -> None:
-        """Write a checkpoint, publish it, and remove older ones, inside of the fence."""
+        """Write and publish a checkpoint, and remove older ones, inside of the fence."""
 
         def begin() -> Path:
             with fence():

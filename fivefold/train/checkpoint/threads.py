@@ -17,7 +17,7 @@ STREAM_BYTES = 64 << 20  # less is not worth another file and thread
 
 
 def num_streams(num_bytes: int) -> int:
-    """In how many files a rank writes so many bytes, and how many threads read them.
+    """Number of files a rank writes for so many bytes, and of threads that read them.
 
     >>> [num_streams(num_bytes) for num_bytes in (0, 100, 100 << 20, 10 << 30)]
     [1, 1, 2, 8]
@@ -28,7 +28,7 @@ def num_streams(num_bytes: int) -> int:
 def in_threads(
     work: Callable[[Item], Result], items: Iterable[Item], num_threads: int
 ) -> list[Result]:
-    """What `work` returns for every item, in their order.
+    """Map `work` over items in threads, in order.
 
     After an error no thread takes another item, and the first error is raised when all have ended.
     A process that exits does not wait for these threads.

@@ -1,10 +1,10 @@
+from fivefold.train.recovery.integrity import Bound as Bound
 from fivefold.train.recovery.integrity import Integrity as Integrity
+from fivefold.train.recovery.integrity import LocalNumbers as LocalNumbers
+from fivefold.train.recovery.integrity import ReplayCallback as ReplayCallback
+from fivefold.train.recovery.integrity import RunningBound as RunningBound
 from fivefold.train.recovery.integrity import exchanged as exchanged
 from fivefold.train.recovery.memory_checkpoint import MemoryCopies as MemoryCopies
-from fivefold.train.recovery.replaying import Bound as Bound
-from fivefold.train.recovery.replaying import LocalNumbers as LocalNumbers
-from fivefold.train.recovery.replaying import ReplayCallback as ReplayCallback
-from fivefold.train.recovery.replaying import RunningBound as RunningBound
 from fivefold.train.recovery.resuming import check_resume as check_resume
 from fivefold.train.recovery.resuming import nothing_left as nothing_left
 from fivefold.train.recovery.save_interval import ObservedRate as ObservedRate

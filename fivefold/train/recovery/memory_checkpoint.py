@@ -33,7 +33,7 @@ Region = tuple[slice, ...]
 
 
 class CopiedBox(NamedTuple):
-    """A box in a segment: of which tensor, where in it, and where in the data."""
+    """A box in a segment: its tensor, its place in it, and its offset in the data."""
 
     key: str
     dtype: str
@@ -46,7 +46,7 @@ class CopiedBox(NamedTuple):
         return torch.Size(self.sizes).numel() * _dtype(self.dtype).itemsize
 
     def view(self, data: memoryview) -> Tensor:
-        """Its values in the data of a segment."""
+        """View of its values in the data of a segment."""
         count = torch.Size(self.sizes).numel()
         if not count:
             return torch.empty(self.sizes, dtype=_dtype(self.dtype))
@@ -55,14 +55,14 @@ class CopiedBox(NamedTuple):
 
 
 class CopyTable(NamedTuple):
-    """What a copy says of itself: its boxes, and where the run stood."""
+    """Table of a copy: its boxes and facts."""
 
     boxes: list[CopiedBox]
     facts: dict[str, Any]
 
 
 class BoxRead(NamedTuple):
-    """A part of a stored box that a rank needs: who sends it, of which copy, and where it goes."""
+    """A part of a stored box to send to a rank: source, copy and destination."""
 
     keeper: int
     copy: CopyOf
@@ -79,14 +79,10 @@ class BoxRead(NamedTuple):
 
 
 class MemoryCopies:
-    """The copies of a run, on all ranks together."""
+    """In-memory checkpoints of a run, on all ranks together."""
 
     def __init__(
-        self,
-        keeper: MemoryKeeper,
-        partners: Partners,
-        start: int,
-        group: dist.ProcessGroup | None,
+        self, keeper: MemoryKeeper, partners: Partners, start: int, group: dist.ProcessGroup | None
     ) -> None:
         """`group` has all ranks, moves tensors of the host and serves nothing else; None: there is
         one rank. `start` counts the starts of the run."""
@@ -100,7 +96,7 @@ class MemoryCopies:
         self.taken = 0  # copies since the start
 
     def save(self, tensors: Sequence[CheckpointTensor], facts: Facts) -> None:
-        """Copy all values now, and complete the copy in the background."""
+        """Copy all values, and send the copy to the partner in the background."""
         self.wait()
         segment, boxes = self._segment(self._ranks.rank, self._slot), list(_stored(tensors))
         size = boxes[-1].at + boxes[-1].num_bytes if boxes else 0
@@ -118,7 +114,7 @@ class MemoryCopies:
         self.taken += 1
 
     def wait(self) -> None:
-        """Wait until the last copy is complete; raises if the partner could not get it."""
+        """Wait for the last copy; raises if the partner did not receive it."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None

@@ -31,8 +31,8 @@ from fivefold.train.checkpoint import (
 
 
 def check_resume(plan: Plan, settings: TrainSettings) -> list[str]:
-    """Refuse what the ranks would refuse; returns what differs from the steps before."""
-    if not settings.resume or settings.folder is None:
+    """Refuse a resume that ranks would refuse; returns differences to earlier steps."""
+    if not settings.options.resume or settings.folder is None:
         return []
     checkpoint = _newest(settings.folder)
     if checkpoint is None:
@@ -44,8 +44,8 @@ def check_resume(plan: Plan, settings: TrainSettings) -> list[str]:
 
 
 def nothing_left(settings: TrainSettings) -> str | None:
-    """What to say of a run whose newest checkpoint is at the last step of this start already; None
-    if there are steps left, or if that checkpoint is damaged."""
+    """Message about a run whose newest checkpoint is at the last step of this start; None if steps
+    are left, or if that checkpoint is damaged."""
     checkpoint = None if settings.folder is None else _newest(settings.folder)
     if checkpoint is None or checkpoint[1].facts.step < settings.last_step:
         return None

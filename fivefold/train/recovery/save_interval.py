@@ -25,7 +25,8 @@ _COSTS = 5  # saves whose median counts: a disk is not always as fast
 
 
 class ObservedRate(NamedTuple):
-    """Failures of a run in so many hours, and the hours of one that is assumed, with its source."""
+    """Failures of a run in so many hours, and an assumed mean time between failures, with its
+    source."""
 
     failures: int
     hours: float
@@ -41,7 +42,7 @@ class ObservedRate(NamedTuple):
 def observed_rate(
     starts: Sequence[Mapping[str, Any]], time_now: float, plan: Plan, hours_given: float | None
 ) -> ObservedRate:
-    """The rate of a run from the starts in `run.json`, of which the last one runs now."""
+    """Failure rate of a run, from the starts in `run.json`, of which the last runs now."""
     failures = sum(start.get("ended") is None for start in starts[:-1])
     hours = max(0.0, time_now - float(starts[0]["began"])) / _HOUR
     if hours_given is not None:
@@ -54,7 +55,7 @@ def observed_rate(
 
 
 class SaveDecision(NamedTuple):
-    """Steps until the next save, and why so many."""
+    """Steps until the next save, with the reason."""
 
     steps: int
     why: str
@@ -62,7 +63,7 @@ class SaveDecision(NamedTuple):
 
 
 def decide_saves(cost: float | None, step: float, rate: ObservedRate) -> SaveDecision:
-    """The interval for a cost in seconds, None if no save has shown it yet."""
+    """Interval for a save of `cost` seconds, None before the first save."""
     if cost is None:
         why = "the cost of a checkpoint is not known yet"
         return SaveDecision(FIRST, f"every {FIRST} steps at first: {why}", measured=False)
@@ -78,7 +79,7 @@ def decide_saves(cost: float | None, step: float, rate: ObservedRate) -> SaveDec
 
 
 class SaveInterval:
-    """When the next save is due; the same on all ranks, since all follow one decision."""
+    """Schedule of saves, equal on all ranks."""
 
     def __init__(
         self,
@@ -93,26 +94,26 @@ class SaveInterval:
 
     @property
     def cost(self) -> float | None:
-        """Seconds that a save blocks the steps of this rank: the median of the last ones."""
+        """Seconds that a save blocks this rank: the median of the last ones."""
         return median(self._costs) if self._costs else None
 
     def begin(self) -> float:
-        """A save begins; the time."""
+        """Begin a save; returns the time."""
         return self._clock()
 
     def end(self, number: int, began: float) -> None:
-        """A save no longer blocks the steps."""
+        """End the blocking part of a save."""
         self._last, self._since = number, self._clock()
         self._costs.append(self._since - began)
 
     def decide(self, number: int, began: float, costs: Sequence[float | None]) -> SaveDecision:
-        """The steps to the next save, from the costs of the last one on all ranks."""
+        """Decide the steps to the next save, from the last costs on all ranks."""
         step = (began - self._since) / max(1, number - self._last)
         known = [cost for cost in costs if cost is not None]
         return decide_saves(max(known) if known else None, step, self.rate())
 
     def follow(self, number: int, decision: SaveDecision) -> bool:
-        """Save next as was decided; whether it is far enough from what was said last to say it."""
+        """Apply a decision; returns whether it differs enough from the last report."""
         self.due = number + decision.steps
         news = abs(decision.steps - self.reported) > _CHANGED * self.reported
         if news:

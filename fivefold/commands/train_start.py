@@ -1,4 +1,4 @@
-"""What one start of a training was given: the device of its ranks, and how they train."""
+"""What a training starts with: its layout, devices, memory, plan and restarts."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from fivefold.api.restarting import RestartPolicy
 from fivefold.commands.job import GivenJob
 from fivefold.commands.search import (
     NOT_SEARCHED,
@@ -21,17 +21,17 @@ from fivefold.commands.search import (
     fixed_values,
     request_of,
 )
-from fivefold.core import PRECISIONS, FivefoldError, Machine, counted
+from fivefold.core import PRECISIONS, FivefoldError, Machine, RankLost, counted
 from fivefold.core import hardware as machines
-from fivefold.core.plan import Plan, PlanOptions, resolve
-from fivefold.launch import LauncherEnvironment
+from fivefold.core.layout import Partners
+from fivefold.core.plan import Plan, PlanOptions, Recipe, resolve
+from fivefold.launch import LauncherEnvironment, without_replica
 from fivefold.records import PlannedStep, gpu_names
 
 if TYPE_CHECKING:
     from fivefold.data import Source
-    from fivefold.launch import Backend, RankDevice
-    from fivefold.train import TrainSettings
-
+    from fivefold.launch import HostKeeper, InheritedMemory, RankDevice
+    from fivefold.train import RunOptions, TrainSettings
 
 # Keys that a search chooses; microbatches follow from the batch.
 _CHOSEN = (
@@ -40,22 +40,6 @@ _CHOSEN = (
 )
 _CALIBRATION = "2"  # seconds of measuring
 _OTHER = "; --layout chooses another"
-
-
-@dataclass(frozen=True)
-class TrainStart:
-    """What one start of a run was given."""
-
-    plan: Plan
-    dtype: str | None
-    device: str
-    backend: Backend | None
-    out: Path | None
-    resume: bool
-    until: int | None
-    check: bool
-    deterministic: bool
-    restarts: RestartPolicy = RestartPolicy()  # noqa: RUF009, it is frozen
 
 
 def with_layout(
@@ -114,7 +98,7 @@ def machine_here() -> str | None:
     return "a100-40g" if known == ["a100"] and "40gb" in names_of_gpu else next(iter(known), None)
 
 
-def device_of(start: TrainStart, launched: LauncherEnvironment | None) -> RankDevice:
+def device_of(plan: Plan, options: RunOptions, launched: LauncherEnvironment | None) -> RankDevice:
     """The device of the first rank, or of this one, and the backend of all; refused if these ranks
     cannot have it."""
     from fivefold.launch import (
@@ -127,11 +111,11 @@ def device_of(start: TrainStart, launched: LauncherEnvironment | None) -> RankDe
     )
 
     gpus, nccl = num_gpus(), NcclLibrary.current()
-    device = available_device(start.device, gpus)
+    device = available_device(options.device, gpus)
     if launched is not None:
-        return launched_device(device, start.backend, launched, gpus, nccl)
-    world = start.plan.layout.world
-    backend = choose_backend(start.backend, device, world, gpus, nccl)
+        return launched_device(device, options.backend, launched, gpus, nccl)
+    world = plan.layout.world
+    backend = choose_backend(options.backend, device, world, gpus, nccl)
     return forked_device(device, backend, 0, world)
 
 
@@ -173,19 +157,20 @@ def calibrate_cpu(path: Path) -> None:
 
 
 def settings_of(
-    start: TrainStart,
+    plan: Plan,
+    options: RunOptions,
     folder: Path,
     rank: RankDevice,
     report: Callable[[str], object] | None = None,
 ) -> TrainSettings:
-    """How the ranks train: their device, their dtype, and what the plan expects of a step. Without
-    a machine, ranks on this host's CPU are planned for it; `report` says when it is measured."""
+    """What the options mean on these ranks: a dtype, and what the plan expects of a step. Without a
+    machine, ranks on this host's CPU are planned for it; `report` says when it is measured."""
     from fivefold.train import TrainSettings
     from fivefold.train.callbacks import estimate_of
 
-    plan, device = start.plan, rank.device.type
-    dtype = start.dtype or PRECISIONS[plan.precision].dtype
-    if start.dtype is None and device == "cpu" and dtype == "bfloat16":
+    device = rank.device.type
+    dtype = options.dtype or PRECISIONS[plan.precision].dtype
+    if options.dtype is None and device == "cpu" and dtype == "bfloat16":
         dtype = "float32"  # CPUs are slow at bfloat16, which is the default of every plan
     cpu = None
     if report is not None and device == "cpu" and plan.machine is None:
@@ -196,12 +181,9 @@ def settings_of(
         dtype=cast("Any", dtype),
         device=cast("Any", device),
         backend=rank.backend,
+        options=options,
         folder=folder,
-        resume=start.resume,
-        until=start.until,
         planned=None if estimate is None else PlannedStep.of(estimate),
-        check=start.check,
-        deterministic=start.deterministic,
     )
 
 
@@ -227,3 +209,76 @@ def start_facts(plan: Plan, source: Source) -> dict[str, object]:
     """Facts of this start for `run.json`."""
     tokenizer = source.tokenizer
     return {**plan_facts(plan), "tokenizer": None if tokenizer is None else asdict(tokenizer)}
+
+
+@dataclass(frozen=True)
+class RestartedRun:
+    """A rank was lost, and all ranks start again with this plan."""
+
+    lost: RankLost
+    number: int
+    most: int
+    plan: Plan
+
+    def __str__(self) -> str:
+        note = f"; {self.plan.notes[-1]}" if self.plan.notes else ""
+        return f"{self.lost.reason}\nrestart {self.number} of {self.most}{note}"
+
+
+def require_restarts(options: RunOptions, plan: Plan, launched: LauncherEnvironment | None) -> None:
+    """Refuse restarts that nobody could make."""
+    if options.restarts < 0:
+        raise FivefoldError(f"restarts {options.restarts}: 0 or more")
+    if options.shrink and not options.restarts:
+        raise FivefoldError("--shrink leaves a replica out at a restart: give --restarts too")
+    if options.restarts and launched is not None:
+        raise FivefoldError(
+            "--restarts: these ranks were started by a launcher, which restarts them itself; "
+            "give torchrun --max-restarts"
+        )
+    if options.restarts and options.check:
+        raise FivefoldError("--check compares one start with one process: leave --restarts out")
+    if options.shrink:
+        without_replica(plan)
+
+
+def copy_domain(recipe: Recipe, world: int, launched: LauncherEnvironment | None) -> int:
+    """The ranks of a failure domain, 0 if one host keeps all copies; refused if a failure would
+    lose a rank and its partner."""
+    per_host = world if launched is None else launched.local_world or 1
+    even = per_host < world and world % per_host == 0
+    domain = recipe.copy_domain or (per_host if even and recipe.copy_every else 0)
+    return Partners.checked(world, domain, per_host).domain
+
+
+@contextmanager
+def host_keeper(
+    recipe: Recipe, launched: LauncherEnvironment, folder: Path
+) -> Generator[HostKeeper | None]:
+    """The keeper of copies on the host of a launched rank; it ends with a run that ends well."""
+    from fivefold.launch import HostKeeper
+
+    if not recipe.copy_every:
+        yield None
+        return
+    share = None
+    if launched.local_world != launched.world:
+        share = (launched.local_rank, launched.local_world or 1)
+    keeper = HostKeeper(folder, os.getppid(), share)
+    yield keeper
+    keeper.end()
+
+
+@contextmanager
+def kept_memory(recipe: Recipe, world: int) -> Generator[InheritedMemory | None]:
+    """Memory of this process for the copies of ranks that it forks; None without copies."""
+    from fivefold.launch import InheritedMemory
+
+    if not recipe.copy_every:
+        yield None
+        return
+    memory = InheritedMemory.create(world)
+    try:
+        yield memory
+    finally:
+        memory.close()
