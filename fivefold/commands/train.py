@@ -266,13 +266,13 @@ class _Records:
 
     def __init__(self, on_report: OnReport) -> None:
         self.on_report = on_report
-        self.steps: list[StepRecord] = []
+        self.records: list[StepRecord] = []
 
     def report(self, report: StepRecord | Shortage | SampleText | str) -> None:
         if isinstance(report, StepRecord):
-            while self.steps and self.steps[-1].step >= report.step:  # a restart repeats it
-                self.steps.pop()
-            self.steps.append(report)
+            while self.records and self.records[-1].step >= report.step:  # a restart repeats it
+                self.records.pop()
+            self.records.append(report)
         self.on_report(report)
 
 
@@ -334,7 +334,7 @@ def _fork(plan: Plan, options: RunOptions, on_report: OnReport) -> TrainedRun:
             files.path,
             settings.dtype,
             str(source),
-            tuple(records.steps),
+            tuple(records.records),
             summary,
             runs[0].stopped,
             time.perf_counter() - began,
@@ -431,7 +431,7 @@ def _join(
             folder,
             settings.dtype,
             "" if begun is None else str(begun[1]),
-            tuple(records.steps),
+            tuple(records.records),
             None if begun is None else _summary(begun[0], on_report),
             done.stopped,
             time.perf_counter() - began,

@@ -3,6 +3,9 @@ from fivefold.render.checks import generated_text as generated_text
 from fivefold.render.checks import levels_trace as levels_trace
 from fivefold.render.checks import rehearsal_json as rehearsal_json
 from fivefold.render.checks import rehearsal_lines as rehearsal_lines
+from fivefold.render.failures import LOST_WORDS as LOST_WORDS
+from fivefold.render.failures import forecast_json as forecast_json
+from fivefold.render.failures import forecast_lines as forecast_lines
 from fivefold.render.notebook import plan_html as plan_html
 from fivefold.render.notebook import run_html as run_html
 from fivefold.render.notebook import schedule_html as schedule_html
@@ -47,9 +50,6 @@ from fivefold.render.questions import frameworks_text as frameworks_text
 from fivefold.render.questions import job_table_answer as job_table_answer
 from fivefold.render.questions import run_answer as run_answer
 from fivefold.render.questions import textbook_answer as textbook_answer
-from fivefold.render.serving import LOST_WORDS as LOST_WORDS
-from fivefold.render.serving import forecast_json as forecast_json
-from fivefold.render.serving import forecast_lines as forecast_lines
 from fivefold.render.serving import serving_answer as serving_answer
 from fivefold.render.text import WIDTH as WIDTH
 from fivefold.render.text import bar as bar

@@ -1,14 +1,13 @@
-"""Serving plans, and simulated failures, as text, tables and pictures."""
+"""Serving plans as text and tables."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from math import ceil, log10
+from collections.abc import Iterator
+from math import ceil
 from typing import TYPE_CHECKING, Any
 
 from fivefold.core import counted
 from fivefold.core.model import token_bytes
-from fivefold.core.plan import Plan, young_interval
 from fivefold.planner.serving import (
     EMITTERS,
     EngineCommand,
@@ -19,18 +18,14 @@ from fivefold.planner.serving import (
 )
 from fivefold.render.plan import Printed
 from fivefold.render.text import (
-    bar,
     duration,
     gib,
-    percent,
-    rough_duration,
-    svg_style,
     table,
     wrapped,
 )
 
 if TYPE_CHECKING:
-    from fivefold.planner import FailingJob, FailureForecast, ScalePoint
+    pass
 
 _ROWS = 6  # layouts in the table
 _PART_WORDS = {
@@ -251,177 +246,3 @@ def notes(request: ServingRequest) -> Iterator[str]:
             "under load: continuous batching of one replica, simulated with a fixed seed "
             "(Poisson arrivals or clients that wait), median and 99th percentile of 200 requests"
         )
-
-
-_DAY = 86_400.0
-LOST_WORDS = {
-    "save": "checkpoints, which stall or slow the steps",
-    "rework": "steps since the last complete checkpoint",
-    "detect": "until a failure was noticed",
-    "restart": "to start ranks and load",
-    "shrunk": "fewer replicas, after the spares",
-    "waiting": "no replica left: until a repair",
-}
-_PLACES = {"disk": "the shared disk", "memory": "the memory of partner hosts"}
-
-
-def forecast_json(plan: Plan, forecast: FailureForecast) -> dict[str, Any]:
-    """What `fivefold simulate --json` prints."""
-    job = forecast.job
-    return {
-        "model": plan.shape.name,
-        "layout": str(plan.layout),
-        "gpus": job.domain.gpus,
-        "hosts": job.domain.hosts,
-        "days": forecast.days,
-        "runs": forecast.runs,
-        "seed": forecast.seed,
-        "goodput": forecast.goodput,
-        "goodput_band": list(forecast.goodput_band),
-        "closed_form": job.expected,
-        "interruptions": forecast.interruptions,
-        "interruptions_band": list(forecast.interruptions_band),
-        "mtbf_s": 1 / job.rate,
-        "lost_s": forecast.lost,
-        "step_s": job.step,
-        "interval_s": job.interval,
-        "interval_steps": job.steps,
-        "interval_why": interval_words(job),
-        "checkpoint": job.location,
-        "checkpoint_bytes": job.save.bytes,
-        "save_s": {
-            "stall": job.save.stall,
-            "slowed": job.save.slowed,
-            "write": job.save.write,
-            "load": job.save.load,
-        },
-        "recovery_s": job.recovery,
-        "spares": job.design.spares,
-    }
-
-
-def interval_words(job: FailingJob) -> str:
-    """Why a job saves as often as it does."""
-    best = young_interval(job.save.cost, 1 / job.rate)
-    text = (
-        f"Young and Daly: sqrt(2 · {duration(job.save.cost)} a checkpoint · "
-        f"{rough_duration(1 / job.rate)} between failures) = {duration(best)}"
-    )
-    if best >= max(job.save.write, job.step):
-        return text
-    if job.save.write > job.step:
-        return f"{text}; but a checkpoint is written for {duration(job.save.write)}"
-    return f"{text}; but a step takes {duration(job.step)}"
-
-
-def forecast_lines(plan: Plan, forecast: FailureForecast) -> list[str]:
-    """The same as text."""
-    job, end = forecast.job, forecast.days * _DAY
-    spares = "" if job.design.spares is None else f", {counted(job.design.spares, 'spare')}"
-    low, high = forecast.interruptions_band
-    best, worst = forecast.goodput_band[1], forecast.goodput_band[0]
-    lines = [
-        f"job       {plan.shape.name} on {plan.layout}: {counted(job.domain.gpus, 'GPU')} on "
-        f"{counted(job.domain.hosts, 'host')}{spares}, {counted(forecast.days, 'day')}",
-        f"failures  one in {rough_duration(1 / job.rate)}: {forecast.interruptions:,.0f} "
-        f"interruptions ({low:,.0f} to {high:,.0f} in 90% of {forecast.runs:,} runs)",
-        f"saves     every {duration(job.interval)} ({counted(job.steps, 'step')}) to "
-        f"{_PLACES[job.location]}: {job.save.bytes / 1e9:,.0f} GB",
-        f"          steps wait for {duration(job.save.stall)}, "
-        f"written in {duration(job.save.write)}",
-        *(f"          {clause}" for clause in interval_words(job).split("; ")),
-        f"recovery  {rough_duration(job.recovery)}: {rough_duration(job.design.detect)} to notice, "
-        f"{rough_duration(job.design.restart)} to start, {duration(job.save.load)} to load",
-        f"goodput   {percent(forecast.goodput)} ({percent(worst)} to {percent(best)}): of "
-        f"{counted(forecast.days, 'day')} {forecast.goodput * forecast.days:,.1f} count; closed "
-        f"form {percent(job.expected)}",
-    ]
-    for cause, seconds in forecast.lost.items():
-        if seconds > 0:
-            lines.append(
-                bar(cause, rough_duration(seconds), seconds / end) + f"  {LOST_WORDS[cause]}"
-            )
-    return lines
-
-
-def designs_table(points: Sequence[ScalePoint]) -> list[list[str]]:
-    """Goodput of every design at every scale, as rows of a table; the first has the heads."""
-    designs = list(dict.fromkeys(point.design for point in points))
-    rows = [["GPUs", "a failure in", *designs]]
-    for gpus in dict.fromkeys(point.gpus for point in points):
-        design_points = {point.design: point for point in points if point.gpus == gpus}
-        first = next(iter(design_points.values()))
-        shares = [percent(design_points[name].goodput) for name in designs]
-        rows.append([f"{gpus:,}", rough_duration(first.mtbf), *shares])
-    return rows
-
-
-# --- A picture: goodput by the number of GPUs, a line for each design
-
-_WIDTH, _HEIGHT, _LEFT, _TOP, _BOTTOM, _RIGHT = 640, 300, 46, 16, 36, 190
-_COLOURS = ("#c2410c", "#b45309", "#0f766e", "#4338ca", "#9d174d")
-_DARK = ("#fb923c", "#fbbf24", "#2dd4bf", "#a5b4fc", "#f9a8d4")
-
-
-def scale_svg(points: Sequence[ScalePoint], at: int | None = None) -> str:
-    """Goodput over the number of GPUs; `at` marks the job's own number."""
-    designs = list(dict.fromkeys(point.design for point in points))
-    least, most = min(p.gpus for p in points), max(p.gpus for p in points)
-
-    def x(gpus: float) -> float:
-        span = log10(most / least) or 1
-        return _LEFT + (_WIDTH - _LEFT - _RIGHT) * log10(gpus / least) / span
-
-    def y(share: float) -> float:
-        return _TOP + (_HEIGHT - _TOP - _BOTTOM) * (1 - share)
-
-    parts = [
-        f'<line class="grid" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y(share):.1f}" '
-        f'y2="{y(share):.1f}"/><text class="end" x="{_LEFT - 6}" y="{y(share) + 4:.1f}">'
-        f"{share:.0%}</text>"
-        for share in (0, 0.25, 0.5, 0.75, 1)
-    ]
-    for gpus in dict.fromkeys(point.gpus for point in points):
-        count = f"{gpus // 1024}k" if gpus % 1024 == 0 else f"{gpus:,}"
-        parts.append(f'<text class="mid" x="{x(gpus):.1f}" y="{_HEIGHT - 20}">{count}</text>')
-    parts.append(
-        f'<text class="mid" x="{(_LEFT + _WIDTH - _RIGHT) / 2:.0f}" y="{_HEIGHT - 5}">GPUs</text>'
-    )
-    if at is not None and least <= at <= most:
-        parts.append(
-            f'<line class="here" x1="{x(at):.1f}" x2="{x(at):.1f}" y1="{_TOP}" '
-            f'y2="{_HEIGHT - _BOTTOM}"/>'
-        )
-    parts += _curves(points, designs, x, y)
-    light = {".grid": "stroke:#d4d4d8", ".here": "stroke:#71717a;stroke-dasharray:3 3"}
-    light |= {"text": "fill:#27272a", ".end": "text-anchor:end", ".mid": "text-anchor:middle"}
-    dark = {".grid": "stroke:#3f3f46", "text": "fill:#e4e4e7", ".here": "stroke:#a1a1aa"}
-    for i, (day, night) in enumerate(zip(_COLOURS, _DARK, strict=True)):
-        light[f".c{i}"], dark[f".c{i}"] = f"stroke:{day}", f"stroke:{night}"
-    style = svg_style("svg.failures", light, dark)
-    return (
-        f'<svg class="failures" xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}"'
-        f' width="{_WIDTH}" height="{_HEIGHT}" role="img" aria-label="Goodput by number of GPUs">'
-        f"<style>{style}</style>{''.join(parts)}</svg>"
-    )
-
-
-def _curves(points: Sequence[ScalePoint], designs: list[str], x: Any, y: Any) -> list[str]:
-    """A line for each design, its name at the end; names keep a distance."""
-    parts: list[str] = []
-    ends: list[tuple[float, int]] = []
-    for i, name in enumerate(designs):
-        own = [point for point in points if point.design == name]
-        where = " ".join(f"{x(p.gpus):.1f},{y(p.goodput):.1f}" for p in own)
-        parts.append(f'<polyline class="c{i}" fill="none" stroke-width="2" points="{where}"/>')
-        ends.append((y(own[-1].goodput), i))
-    floor = 0.0
-    for end, i in sorted(ends):
-        floor = max(end, floor + 14)
-        left = _WIDTH - _RIGHT
-        parts.append(
-            f'<line class="c{i}" stroke-width="2" x1="{left + 4}" x2="{left + 16}" '
-            f'y1="{floor:.1f}" y2="{floor:.1f}"/>'
-            f'<text x="{left + 20}" y="{floor + 4:.1f}">{designs[i]}</text>'
-        )
-    return parts

@@ -28,7 +28,7 @@ from fivefold.core.plan.failures import (
 )
 from fivefold.cost.step.checkpoint_time import checkpoint_bytes, save_cost
 from fivefold.planner.failures import FailingJob, scale_points, simulate_failures
-from fivefold.render.serving import scale_svg
+from fivefold.render.failures import scale_svg
 from fivefold_page.explore import explore
 from tests import failure_published
 
