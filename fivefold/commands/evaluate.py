@@ -17,6 +17,12 @@ import typer
 
 from fivefold.commands.job import OnProgress, TaskProgress, above, checkpoint_step, warn_caller
 from fivefold.commands.options import (
+    CacheOption,
+    DeviceOption,
+    ModelLayoutOption,
+    SourceArgument,
+    StepOption,
+    TokenizerOption,
     exit_on_lost_rank,
     json_text,
     model_options,
@@ -38,16 +44,12 @@ _NO_METRIC = ("alias", "name", "sample_len", "sample_count")
 
 
 def run(
-    source: Annotated[
-        Path, typer.Argument(metavar="RUN|DIR", help="A run folder, or a Hugging Face folder.")
-    ],
+    source: SourceArgument,
     tasks: Annotated[
         str | None, typer.Option(help="Tasks or groups of lm-eval, separated by commas.")
     ] = None,
     limit: Annotated[int | None, typer.Option(help="Maximum number of samples of a task.")] = None,
-    layout: Annotated[
-        str, typer.Option(help='Degrees of ranks, as in "tp=2 pp=2"; dp are replicas.')
-    ] = "dp=1",
+    layout: ModelLayoutOption = "dp=1",
     dtype: Annotated[
         str | None, typer.Option(help=f"{', '.join(DTYPES)} (default: float32, bfloat16 on GPUs).")
     ] = None,
@@ -57,12 +59,10 @@ def run(
     num_fewshot: Annotated[
         int | None, typer.Option(help="Examples before each question (default: the task's).")
     ] = None,
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
-    tokenizer: Annotated[
-        str | None, typer.Option(help="tokenizer.json, or bytes (default: the folder's).")
-    ] = None,
-    cache_gb: Annotated[float, typer.Option(help="Maximum GB of the KV cache on a rank.")] = 1.0,
-    step: Annotated[str | None, typer.Option(help="Step of the run's checkpoint, or best.")] = None,
+    device: DeviceOption = "auto",
+    tokenizer: TokenizerOption = None,
+    cache_gb: CacheOption = 1.0,
+    step: StepOption = None,
     out: Annotated[Path | None, typer.Option(help="JSON file to write the results to.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the results as JSON.")] = False,
 ) -> None:

@@ -15,6 +15,13 @@ import typer
 
 from fivefold.commands.job import OnProgress, TaskProgress, above, checkpoint_step, warn_caller
 from fivefold.commands.options import (
+    CacheOption,
+    DeviceOption,
+    InvariantOption,
+    ModelLayoutOption,
+    SourceArgument,
+    StepOption,
+    TokenizerOption,
     exit_on_lost_rank,
     model_options,
     model_path,
@@ -40,15 +47,9 @@ from fivefold.generate import (
 if TYPE_CHECKING:
     from fivefold.generate import Message, Tell, TextPiece, WrittenText
 
-InvariantOption = Annotated[
-    bool, typer.Option("--batch-invariant", help="Results do not depend on the batch, to the bit.")
-]
-
 
 def run(
-    source: Annotated[
-        Path, typer.Argument(metavar="RUN|DIR", help="A run folder, or a Hugging Face folder.")
-    ],
+    source: SourceArgument,
     prompt: Annotated[str | None, typer.Option(help="The text to complete.")] = None,
     file: Annotated[
         Path | None, typer.Option(help='JSONL with {"prompt": …} or {"messages": […]}, "id".')
@@ -61,20 +62,16 @@ def run(
     stop: Annotated[
         list[str] | None, typer.Option(help="Text or special token that ends it; repeat it.")
     ] = None,
-    layout: Annotated[
-        str, typer.Option(help='Degrees of ranks, as in "tp=2 pp=2"; dp are replicas.')
-    ] = "dp=1",
+    layout: ModelLayoutOption = "dp=1",
     chat: Annotated[bool, typer.Option("--chat", help="Use the folder's chat template.")] = False,
     dtype: Annotated[
         str | None, typer.Option(help=f"{', '.join(DTYPES)} (default: float32, bfloat16 on GPUs).")
     ] = None,
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
-    tokenizer: Annotated[
-        str | None, typer.Option(help="tokenizer.json, or bytes (default: the folder's).")
-    ] = None,
-    cache_gb: Annotated[float, typer.Option(help="Maximum GB of the KV cache on a rank.")] = 1.0,
+    device: DeviceOption = "auto",
+    tokenizer: TokenizerOption = None,
+    cache_gb: CacheOption = 1.0,
     batch_invariant: InvariantOption = False,
-    step: Annotated[str | None, typer.Option(help="Step of the run's checkpoint, or best.")] = None,
+    step: StepOption = None,
     output: Annotated[
         Path | None, typer.Option("-o", help="JSONL to write, or to continue.")
     ] = None,

@@ -17,12 +17,14 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, Protocol,
 
 import typer
 
-from fivefold.commands.job import GivenJob, is_foreign, target_or_options
-from fivefold.commands.job import above as above
-from fivefold.commands.job import asked_backend as asked_backend
-from fivefold.commands.job import checkpoint_step as checkpoint_step
-from fivefold.commands.job import one_of as one_of
-from fivefold.commands.job import positive as positive
+from fivefold.commands.job import (
+    GivenJob,
+    above,
+    is_foreign,
+    one_of,
+    positive,
+    target_or_options,
+)
 from fivefold.completion import starting_with
 from fivefold.core import (
     JSON_SCHEMA,
@@ -149,6 +151,22 @@ PrecisionOption = Annotated[
         autocompletion=starting_with(_VALUES["precision"]),
     ),
 ]
+# Of commands that run a model.
+SourceArgument = Annotated[
+    Path, typer.Argument(metavar="RUN|DIR", help="A run folder, or a Hugging Face folder.")
+]
+ModelLayoutOption = Annotated[
+    str, typer.Option(help='Degrees of ranks, as in "tp=2 pp=2"; dp are replicas.')
+]
+DeviceOption = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
+TokenizerOption = Annotated[
+    str | None, typer.Option(help="tokenizer.json, or bytes (default: the folder's).")
+]
+CacheOption = Annotated[float, typer.Option(help="Maximum GB of the KV cache on a rank.")]
+InvariantOption = Annotated[
+    bool, typer.Option("--batch-invariant", help="Results do not depend on the batch, to the bit.")
+]
+StepOption = Annotated[str | None, typer.Option(help="Step of the run's checkpoint, or best.")]
 HeadroomKey = Annotated[float, SetKey("Share of the memory to leave free.")]
 ImbalanceKey = Annotated[
     float | None, SetKey("Load of the fullest expert over the mean; 1 is balanced.")

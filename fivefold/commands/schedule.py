@@ -13,8 +13,9 @@ from typing import Annotated, Any, cast, get_args
 
 import typer
 
+from fivefold.commands.job import one_of
 from fivefold.commands.options import print_answer
-from fivefold.core import FivefoldError, IllegalSchedule, UnknownName, counted
+from fivefold.core import FivefoldError, IllegalSchedule, counted
 from fivefold.core.schedule import (
     Costs,
     Family,
@@ -217,7 +218,11 @@ def schedule(
     family = choose(str(name))
     numbers = _numbers(family, stages, microbatches, chunks)
     costs_of = _costs_of(times, comm, overlap)
-    goal = Goal(costs_of, _limit(memory_limit), _objective(objective))
+    if memory_limit is not None and math.isnan(memory_limit):
+        raise FivefoldError("--memory-limit nan: give a number of microbatches of at least 1")
+    limit = None if memory_limit == math.inf else memory_limit
+    least = cast(Objective, one_of("objective", objective, get_args(Objective)))
+    goal = Goal(costs_of, limit, least)
     return TimedSchedule(*_timeline(family, numbers, goal))
 
 
@@ -240,12 +245,6 @@ def _numbers(
     return p, m, v
 
 
-def _limit(memory_limit: float | None) -> float | None:
-    if memory_limit is not None and math.isnan(memory_limit):
-        raise FivefoldError("--memory-limit nan: give a number of microbatches of at least 1")
-    return None if memory_limit == math.inf else memory_limit
-
-
 def _costs_of(times: str | Sequence[float], comm: float, overlap: float) -> CostsOf:
     try:
         three = times.split(",") if isinstance(times, str) else times
@@ -265,12 +264,6 @@ def _costs_of(times: str | Sequence[float], comm: float, overlap: float) -> Cost
         return Costs.uniform(placement, (forward, backward, weight), comm, overlap)
 
     return costs_of
-
-
-def _objective(text: str) -> Objective:
-    if text not in get_args(Objective):
-        raise UnknownName("objective", text, get_args(Objective))
-    return cast(Objective, text)
 
 
 def _timeline(

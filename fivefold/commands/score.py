@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import datetime
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, cast
@@ -66,9 +66,9 @@ class PlannerScore:
     `str()` is the text of `fivefold score`, `to_json()` its JSON.
     """
 
-    table: Mapping[str, Any]
+    table: dict[str, Any]
 
-    def to_json(self) -> Mapping[str, Any]:
+    def to_json(self) -> dict[str, Any]:
         """What `fivefold score --json` prints."""
         return self.table
 

@@ -253,7 +253,14 @@ def estimate_options(
 ) -> dict[str, Any]:
     """The assumptions of the estimates."""
     if stack is not None:
-        _require_known_stack(stack, kernels)
+        from fivefold.cost.hardware import OUR_OWN, load_preset
+
+        if stack != OUR_OWN:
+            load_preset(stack)  # refuses an unknown one
+        if kernels != "compiled":
+            raise FivefoldError(
+                f"kernels {kernels} is for fivefold's own software: leave it or stack out"
+            )
     if not 0 <= headroom < 1:
         raise FivefoldError(f"headroom {headroom}: give a share of the memory from 0 to below 1")
     return {
@@ -262,18 +269,6 @@ def estimate_options(
         "imbalance": 1.0 if imbalance is None else imbalance,
         "stack": stack,
     }
-
-
-def _require_known_stack(stack: str, kernels: str) -> None:
-    """Refuse an unknown stack, and what only our own has."""
-    from fivefold.cost.hardware import OUR_OWN, load_preset
-
-    if stack != OUR_OWN:
-        load_preset(stack)
-    if kernels != "compiled":
-        raise FivefoldError(
-            f"kernels {kernels} is for fivefold's own software: leave it or stack out"
-        )
 
 
 def checked_costs(tokens: float | None, price: float | None, mtbf_gpu: float | None) -> RunCosts:

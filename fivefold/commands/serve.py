@@ -14,7 +14,16 @@ from typing import Annotated, Any
 import typer
 
 from fivefold.commands.job import above, checkpoint_step, positive, warn_caller
-from fivefold.commands.options import model_options, model_path, open_weights
+from fivefold.commands.options import (
+    DeviceOption,
+    InvariantOption,
+    SourceArgument,
+    StepOption,
+    TokenizerOption,
+    model_options,
+    model_path,
+    open_weights,
+)
 from fivefold.core import BadFile, FivefoldError
 from fivefold.core.layout import Layout
 from fivefold.core.plan import problems as kv_problems
@@ -22,9 +31,6 @@ from fivefold.generate import ModelOptions, ModelSetup, TextModel, find_model, s
 from fivefold.render import LinePrinter
 
 _LAST_LINES_S = 2.0  # for a reader to take what is left of the log
-Source = Annotated[
-    Path, typer.Argument(metavar="RUN|DIR", help="A run folder, or a Hugging Face folder.")
-]
 LayoutOption = Annotated[
     str, typer.Option(help='Degrees of the ranks of a replica, as in "tp=2 pp=2".')
 ]
@@ -63,7 +69,7 @@ BatchOption = Annotated[
     int | None,
     typer.Option(help="Maximum tokens of a forward (default: 8192 on GPUs, 512 on CPUs)."),
 ]
-CacheOption = Annotated[
+ServedCacheOption = Annotated[
     float | None,
     typer.Option(help="Maximum GB of the KV cache on a rank (default: 1, or 80% of a free GPU)."),
 ]
@@ -71,18 +77,10 @@ DrainOption = Annotated[float, typer.Option(help="Seconds for open requests afte
 DtypeOption = Annotated[
     str | None, typer.Option(help="float64, float32 or bfloat16 (default: as generate).")
 ]
-DeviceOption = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
-TokenizerOption = Annotated[
-    str | None, typer.Option(help="tokenizer.json, or bytes (default: the folder's).")
-]
-InvariantOption = Annotated[
-    bool, typer.Option("--batch-invariant", help="Results do not depend on the batch, to the bit.")
-]
-StepOption = Annotated[str | None, typer.Option(help="Step of the run's checkpoint, or best.")]
 
 
 def run(
-    source: Source,
+    source: SourceArgument,
     layout: LayoutOption = "dp=1",
     replicas: ReplicasOption = 1,
     prefill: PrefillOption = None,
@@ -96,7 +94,7 @@ def run(
     max_queue: QueueOption = 1024,
     max_running: RunningOption = 256,
     max_batch_tokens: BatchOption = None,
-    cache_gb: CacheOption = None,
+    cache_gb: ServedCacheOption = None,
     drain_seconds: DrainOption = 60.0,
     dtype: DtypeOption = None,
     device: DeviceOption = "auto",

@@ -149,9 +149,8 @@ def scale_svg(points: Sequence[ScalePoint], at: int | None = None) -> str:
         for share in (0, 0.25, 0.5, 0.75, 1)
     ]
     for gpus in dict.fromkeys(point.gpus for point in points):
-        parts.append(
-            f'<text class="mid" x="{x(gpus):.1f}" y="{_HEIGHT - 20}">{_short(gpus)}</text>'
-        )
+        count = f"{gpus // 1024}k" if gpus % 1024 == 0 else f"{gpus:,}"
+        parts.append(f'<text class="mid" x="{x(gpus):.1f}" y="{_HEIGHT - 20}">{count}</text>')
     parts.append(
         f'<text class="mid" x="{(_LEFT + _WIDTH - _RIGHT) / 2:.0f}" y="{_HEIGHT - 5}">GPUs</text>'
     )
@@ -193,7 +192,3 @@ def _curves(points: Sequence[ScalePoint], designs: list[str], x: Any, y: Any) ->
             f'<text x="{left + 20}" y="{floor + 4:.1f}">{designs[i]}</text>'
         )
     return parts
-
-
-def _short(gpus: int) -> str:
-    return f"{gpus // 1024}k" if gpus % 1024 == 0 else f"{gpus:,}"

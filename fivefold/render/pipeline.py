@@ -298,14 +298,13 @@ def _slices(timeline: Timeline, rows: list[list[Cell]], unit_us: float) -> Itera
     for rank, row in enumerate(rows):
         for cell in row:
             start, end = _stamp(cell.start, unit_us), _stamp(cell.end, unit_us)
-            parts = [_action_args(action, chunks[rank]) for action in actions_of(cell.step)]
+            parts: list[dict[str, object]] = [
+                {**action._asdict(), "chunk": chunks[rank][action.stage]}
+                for action in actions_of(cell.step)
+            ]
             args = parts[0] if len(parts) == 1 else {"forward": parts[0], "backward": parts[1]}
             times = {"ts": start, "dur": round(end - start, 3), "cat": cell.kind.name}
             yield _event("X", rank, str(cell.step), **times, args=args)
-
-
-def _action_args(action: Action, chunks: dict[int, int]) -> dict[str, object]:
-    return {**action._asdict(), "chunk": chunks[action.stage]}
 
 
 def _counters(timeline: Timeline, rows: list[list[Cell]], unit_us: float) -> Iterator[Event]:

@@ -123,8 +123,8 @@ def describe_plan(plan: Plan) -> dict[str, Any]:
 
 def _rounding(fp8: Fp8) -> dict[str, Any]:
     """How linears are rounded."""
-    wgrad = {"wgrad": fp8.wgrad, "gradients": fp8.gradients, "skip": fp8.skip}
-    return {"scaling": fp8.scaling, **wgrad, "what": fp8.describe()}
+    facts = {"scaling": fp8.scaling, "wgrad": fp8.wgrad, "gradients": fp8.gradients}
+    return {**facts, "skip": fp8.skip, "what": fp8.describe()}
 
 
 def _communicators(plan: Plan) -> dict[str, Any]:
@@ -176,7 +176,10 @@ def plan_lines(plan: Plan, table: dict[str, Any]) -> list[str]:
     for axis, facts in table["axes"].items():
         if facts["degree"] > 1:
             where = f", within {facts['tier']}" if "tier" in facts else ""
-            lines.append(f"{axis:<9} {_group(facts['first_group'])}{where}")
+            ranks = facts["first_group"]
+            first = " ".join(map(str, ranks[:4])) + (" …" if len(ranks) > 4 else "")
+            size = counted(len(ranks), "rank")
+            lines.append(f"{axis:<9} {size}, the first group {first}{where}")
     communicators = table["communicators"]
     if communicators["per_rank"]:
         lines.append(
@@ -196,12 +199,6 @@ def _runs(numbers: list[int]) -> str:
     """`7, 14 x 8, 7`: equal neighbours are counted."""
     runs = [(len([*group]), number) for number, group in groupby(numbers)]
     return ", ".join(str(number) if n == 1 else f"{n} x {number}" for n, number in runs)
-
-
-def _group(ranks: list[int]) -> str:
-    """`8 ranks, the first group 0 16 32 …`."""
-    shown = " ".join(map(str, ranks[:4])) + (" …" if len(ranks) > 4 else "")
-    return f"{counted(len(ranks), 'rank')}, the first group {shown}"
 
 
 # --- Comparisons: strategies side by side, sweeps, before and after
@@ -539,13 +536,10 @@ def ranking(
 ) -> tuple[Sequence[str], list[tuple[str, ...]], Sequence[int]]:
     """The same as cells: heads, rows, and the columns of text."""
     rows = [
-        _row(f"{i + 1}{_mark(estimate, fastest)}", estimate) for i, estimate in enumerate(estimates)
+        _row(f"{i}{' =' if plan.accuracy.within(plan.step, fastest) else ''}", plan)
+        for i, plan in enumerate(estimates, start=1)
     ]
     return _HEADS, rows, (0, *_LEFT)
-
-
-def _mark(estimate: Estimate, fastest: float) -> str:
-    return " =" if estimate.accuracy.within(estimate.step, fastest) else ""
 
 
 def _row(label: str, estimate: Estimate) -> tuple[str, ...]:
