@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 from urllib.parse import parse_qsl, urlencode
 
 import typer
@@ -36,11 +36,12 @@ from fivefold.core.plan import PlanOptions, read
 from fivefold.records import RunFacts, StepSpans, run_reader
 from fivefold.records import run_writer as run_folder
 from fivefold.render import write_text
-from fivefold_page import document
-from fivefold_page.explore import State, state_of
-from fivefold_page.run import RunSource
-from fivefold_page.run import compare as run_compare
 
+if TYPE_CHECKING:  # the page needs numpy: bad options are refused before it is loaded
+    from fivefold_page import document
+    from fivefold_page.run import RunSource
+
+DEFAULT_MODEL = "llama-3.1-405b"
 _TABS = ("explore", "learn", "run")
 _LAST_PORT = 65_535
 
@@ -90,6 +91,8 @@ def _runs(folders: Sequence[str], on_warning: Callable[[str], None] = warn) -> _
     twice = [folder for folder, path in zip(folders, real, strict=True) if real.count(path) > 1]
     if twice:
         raise FivefoldError(f"{twice[0]} is given twice: leave one out")
+    from fivefold_page.run import compare as run_compare
+
     names = run_compare.labels([str(path) for path in real])
     return _Folders(dict(zip(names, map(Path, folders), strict=True)), on_warning)
 
@@ -101,7 +104,7 @@ def _look_up(target: str) -> str:
         with contextlib.suppress(FivefoldError):
             read(folder / run_folder.PLAN)
             return str(folder / run_folder.PLAN)
-        return State.model
+        return DEFAULT_MODEL
     if len(folder.parts) > 1 and not folder.exists():
         raise FivefoldError(
             f"{target} does not exist: give the folder that train --out made, a plan file, a "
@@ -194,6 +197,8 @@ class ObservedPage:
 
     @cached_property
     def _views(self) -> dict[str, Any]:
+        from fivefold_page import document
+
         return document.answers(self.tab, self.params, self.panel, self.run, self._report)
 
     def _report(self, share: float) -> None:
@@ -205,11 +210,15 @@ class ObservedPage:
         return self._views
 
     def __str__(self) -> str:
+        from fivefold_page import document
+
         return printable("\n".join(document.lines(self._views, self.panel)))
 
     def write_html(self, path: str | Path, command: str = "fivefold observe") -> int:
         """Write one file that works offline; returns how many answers it has. `command` serves the
         same page."""
+        from fivefold_page import document
+
         document.plotly()
         answers = document.offline_answers(self.start.job, self.run, self._report)
         write_text(Path(path), document.offline_page(self.start, answers, command))
@@ -223,6 +232,8 @@ class ObservedPage:
         try:
             from fivefold_page import server
         except ImportError as error:
+            from fivefold_page import document
+
             raise FivefoldError(
                 f"the page is served by Starlette and uvicorn ({error}): {document.INSTALL}; "
                 "--text and --json do not need them"
@@ -231,7 +242,7 @@ class ObservedPage:
 
 
 def observe(
-    model: Model = State.model,
+    model: Model = DEFAULT_MODEL,
     *,
     runs: Sequence[str | Path] = (),
     at: str | None = None,
@@ -254,12 +265,16 @@ def observe(
     tab, params = _place(at, job, source)
     address = f"{tab}?{urlencode(params)}" if params else tab
     arguments, names = (shlex.join(folders), source.names) if source else ("", [])
+    from fivefold_page import document
+
     start = document.PageStart(address, params if tab == "explore" else job, arguments, names)
     return ObservedPage(start, tab, params, panel, source, on_progress)
 
 
 def _job(options: PlanOptions, precision: str | None, run: RunSource | None) -> dict[str, str]:
     """The job that Explore opens with; the default job if it cannot show the plan of a run."""
+    from fivefold_page.explore import State, state_of
+
     try:
         return state_of(options, precision).params()
     except FivefoldError:
@@ -291,4 +306,4 @@ def _without_file(args: list[str]) -> list[str]:
     ]
 
 
-run = with_plan_options(_run, default_target="llama-3.1-405b", look_up=_look_up)
+run = with_plan_options(_run, default_target=DEFAULT_MODEL, look_up=_look_up)

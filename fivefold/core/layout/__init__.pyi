@@ -23,8 +23,6 @@ from fivefold.core.layout.fp8 import keeps_rounded as keeps_rounded
 from fivefold.core.layout.fp8 import packed_row as packed_row
 from fivefold.core.layout.fp8 import planned_fp8 as planned_fp8
 from fivefold.core.layout.fp8 import refuse_biases as refuse_biases
-from fivefold.core.layout.fp8 import wider_keys as wider_keys
-from fivefold.core.layout.fp8 import wider_seq as wider_seq
 from fivefold.core.layout.groups import DIMENSIONS as DIMENSIONS
 from fivefold.core.layout.groups import FAR as FAR
 from fivefold.core.layout.groups import NEAR as NEAR
@@ -74,6 +72,8 @@ from fivefold.core.layout.rules import pipeline_rule as pipeline_rule
 from fivefold.core.layout.rules import positions_rule as positions_rule
 from fivefold.core.layout.rules import problems as problems
 from fivefold.core.layout.rules import tensor_rule as tensor_rule
+from fivefold.core.layout.rules import wider_keys as wider_keys
+from fivefold.core.layout.rules import wider_seq as wider_seq
 from fivefold.core.layout.splits import CONTEXT_KINDS as CONTEXT_KINDS
 from fivefold.core.layout.splits import AttentionCall as AttentionCall
 from fivefold.core.layout.splits import ContextKind as ContextKind

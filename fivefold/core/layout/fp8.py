@@ -5,15 +5,11 @@ What shares a scale, and how it is computed, is in `docs/fp8.md`.
 
 from __future__ import annotations
 
-import math
 import re
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
 from fivefold.core import FivefoldError, UnknownName
-from fivefold.core.layout.splits import context_split, padded_length
 
 if TYPE_CHECKING:
     from fivefold.core.layout.layout import Layout
@@ -55,7 +51,7 @@ def packed_row(width: int) -> int:
     >>> packed_row(2048), packed_row(60)
     (2064, 64)
     """
-    return padded_length(width + SCALE_BYTES, _ROW_MULTIPLE)
+    return -(-(width + SCALE_BYTES) // _ROW_MULTIPLE) * _ROW_MULTIPLE
 
 
 @dataclass(frozen=True)
@@ -168,14 +164,6 @@ class Fp8:
         """Whether the matmuls of a layer are rounded; those of multi-token prediction always."""
         return layer >= layers or self.first <= layer < layers - self.last
 
-    def problems(self, layout: Layout, shape: Shape, seq: int) -> list[str]:
-        """Every shard edge that is inside of a block, with the nearest degree that cuts none."""
-        if self.scaling in ("tensorwise", "nvfp4"):
-            return []
-        cut_problems = _cut_widths(layout, shape, self.block)
-        by_tokens = self.wgrad == "fp8"
-        return [*cut_problems, *(_cut_tokens(layout, shape, seq, self.block) if by_tokens else ())]
-
     def require_runnable(self, asynchronous: bool) -> None:
         """Refuse what can be planned in few bits and not run."""
         if self.scaling == "nvfp4":
@@ -249,91 +237,3 @@ def refuse_biases(shape: Shape, fp8: Fp8 | None) -> None:
     """Grouped matmuls in fp8 have no biases."""
     if fp8 is not None and fp8.experts and shape.moe is not None and shape.moe.biases:
         raise FivefoldError("experts with biases are not rounded to fp8: use precision = bf16")
-
-
-def wider_keys(shape: Shape, layout: Layout) -> dict[str, str]:
-    """What makes a small model wide enough for blocks: widths of one block and a ragged one, and
-    whole blocks where a layout cuts them."""
-    keys = {"width": str(BLOCK * 3 // 2)}
-    if layout.tp > 1:
-        shards = min(layout.tp, shape.kv_heads)
-        keys["head_dim"] = str(-(-BLOCK * shards // shape.kv_heads))
-        keys["ffn"] = str(padded_length(shape.ffn, BLOCK * layout.tp))
-    if layout.tp > 1 and shape.moe is not None and shape.moe.shared:
-        keys["moe.shared_ffn"] = str(padded_length(shape.moe.shared_ffn, BLOCK * layout.tp))
-    return keys
-
-
-def wider_seq(shape: Shape, layout: Layout) -> int:
-    """Tokens of a row for such a model: a block and a ragged one, or whole ones for each shard."""
-    chunks = context_split(layout, shape).unit if layout.cp > 1 else 1
-    unit = math.lcm(chunks, layout.cp * (layout.tp if layout.sp else 1))
-    return BLOCK * 5 // 4 if unit == 1 else BLOCK * unit
-
-
-def _cut_widths(layout: Layout, shape: Shape, block: int) -> Iterator[str]:
-    """Widths whose shards over tp end inside of a block. Routed experts have no blocks."""
-    for name, (width, most) in _tensor_widths(shape).items():
-        shards = min(layout.tp, most)  # fewer heads than ranks are replicated
-        if shards > 1 and width % (shards * block):
-            legal = _nearest(layout.tp, partial(_fits, width, most, block))
-            yield (
-                f"tp={layout.tp} cuts {name} of {width} into shards of {width / shards:g}, "
-                f"inside of a block of {block}: {_way_out('tp', legal)}"
-            )
-
-
-def _fits(width: int, most: int, block: int, degree: int) -> bool:
-    return not width % (min(degree, most) * block)
-
-
-def _tensor_widths(shape: Shape) -> dict[str, tuple[int, int]]:
-    """By name: the widths that tp cuts, and into how many shards at most."""
-    heads, many = shape.heads, 1 << 30
-    widths: dict[str, tuple[int, int]] = {}
-    if shape.mla is None:
-        widths["q"] = (heads * shape.head_dim, many)
-        widths["k and v"] = (shape.kv_heads * shape.head_dim, shape.kv_heads)
-    else:
-        widths["q"] = (heads * shape.head_dim, many)
-        widths["kv_up"] = (heads * (shape.mla.nope_dim + shape.mla.value_dim), many)
-        widths["the input of out"] = (heads * shape.mla.value_dim, many)
-    if any(not shape.is_moe_layer(layer) for layer in range(shape.layers)):
-        widths["the MLP"] = (shape.ffn, many)
-    if shape.moe is not None and shape.moe.shared:
-        widths["shared experts"] = (shape.moe.shared_ffn, many)
-    return widths
-
-
-def _cut_tokens(layout: Layout, shape: Shape, seq: int, block: int) -> Iterator[str]:
-    """Runs of tokens whose ends are inside of a block of a row."""
-
-    def chunks(cp: int) -> int:
-        return context_split(replace(layout, cp=cp), shape).unit if cp > 1 else 1
-
-    if layout.cp > 1 and seq % (chunks(layout.cp) * block):
-        legal = _nearest(layout.cp, lambda cp: not seq % (chunks(cp) * block))
-        yield (
-            f"cp={layout.cp} cuts a row of {seq} tokens into chunks of {seq / chunks(layout.cp):g},"
-            f" inside of a block of {block}: {_way_out('cp', legal)}, the nearest length "
-            f"{padded_length(seq, chunks(layout.cp) * block)}, or choose fp8_wgrad=bf16, which has "
-            "no blocks of tokens"
-        )
-    if layout.sp and layout.tp > 1 and seq % (layout.cp * layout.tp * block):
-        legal = _nearest(layout.tp, lambda tp: not seq % (layout.cp * tp * block))
-        yield (
-            f"sequence parallelism over tp={layout.tp} cuts a row of {seq} tokens into shards of "
-            f"{seq / layout.cp / layout.tp:g}, inside of a block of {block}: "
-            f"{_way_out('tp', legal)}, the nearest length "
-            f"{padded_length(seq, layout.cp * layout.tp * block)}, or choose fp8_wgrad=bf16"
-        )
-
-
-def _nearest(degree: int, legal: Callable[[int], bool]) -> int:
-    """The largest legal divisor of a degree; 1 always is."""
-    below = (n for n in range(degree - 1, 1, -1) if not degree % n)
-    return next((n for n in below if legal(n)), 1)
-
-
-def _way_out(axis: str, degree: int) -> str:
-    return f"the nearest legal degree is {axis}={degree}"

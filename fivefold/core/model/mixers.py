@@ -25,7 +25,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
-from fivefold.core import BadFile, FivefoldError, is_code, load_code
+from fivefold.core import FivefoldError
 
 if TYPE_CHECKING:
     from fivefold.core.model.shape import Shape
@@ -136,16 +136,6 @@ def own_mixer(name: str) -> Mixer | None:
             "of its class first, or give the class with --set mixer=FILE.py:NAME"
         )
     return _KNOWN[name]()
-
-
-def mixer_name(text: str) -> str:
-    """The name of a mixer that is given by its name, or as `FILE.py:NAME`, which loads it."""
-    if not is_code(text):
-        return text
-    mixer = load_code(text)
-    if not (isinstance(mixer, type) and issubclass(mixer, Mixer) and mixer.name):
-        raise BadFile(text, ['a mixer is a class with a name: class X(ff.Mixer, name="x")'])
-    return mixer.name
 
 
 @lru_cache(maxsize=64)

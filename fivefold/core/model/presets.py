@@ -20,9 +20,9 @@ from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fivefold.core import BadFile, FivefoldError, UnknownName, tables
+from fivefold.core import BadFile, FivefoldError, UnknownName, is_code, load_code, tables
 from fivefold.core.model.hf_config import shape_from_config
-from fivefold.core.model.mixers import Hybrid, mixer_name
+from fivefold.core.model.mixers import Hybrid, Mixer
 from fivefold.core.model.shape import Mla, Moe, Rope, Shape, parameters
 
 if TYPE_CHECKING:
@@ -376,3 +376,13 @@ def _experts_note(full: Moe, small: Moe) -> str:
         f"; {small.experts} experts for {full.experts}, of width {small.ffn} for {full.ffn}, "
         f"{small.top_k} for a token as before"
     )
+
+
+def mixer_name(text: str) -> str:
+    """The name of a mixer that is given by its name, or as `FILE.py:NAME`, which loads it."""
+    if not is_code(text):
+        return text
+    mixer = load_code(text)
+    if not (isinstance(mixer, type) and issubclass(mixer, Mixer) and mixer.name):
+        raise BadFile(text, ['a mixer is a class with a name: class X(ff.Mixer, name="x")'])
+    return mixer.name
