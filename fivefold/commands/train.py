@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
-from fivefold.commands.job import Model, above, asked_backend, given_job, one_of, reopened
+from fivefold.commands.job import GivenJob, Model, above, asked_backend, given_job, one_of, reopened
 from fivefold.commands.options import (
     BackendOption,
     RunPrecisionOption,
@@ -189,8 +189,9 @@ def train(
     `callbacks` are values, of which each rank gets a copy, or the text of the key `callbacks`.
     `on_progress` gets a `StartedRun`, the `StepRecord` of every step, samples and warnings.
     """
-    from fivefold.train import RunOptions
-    from fivefold.train.callbacks import callback_classes, require_callbacks
+    from fivefold.train import RunOptions, compare_with_plan
+    from fivefold.train.callbacks import require_callbacks
+    from fivefold.train.recovery import nothing_left
 
     if isinstance(callbacks, str):
         keys["callbacks"], callbacks = callbacks, ()
@@ -209,13 +210,53 @@ def train(
         shrink=shrink,
         callbacks=require_callbacks(callbacks),
     )
-    if check and resume:
+    plan = _require_start(job, options, launched, resume)
+    on_report: OnReport = on_progress or (lambda _: None)
+    if launched is not None:
+        return _join(plan, options, launched, on_report)
+    rank = device_of(plan, options, None)
+    full = noted(plan, rank)
+    folder = options.out or run_folder(Path("runs"), full.shape.name, options.resume)
+    settings = settings_of(full, options, folder, rank, on_report)
+    if options.resume and (done := nothing_left(settings)) is not None:
+        raise FivefoldError(done)  # before anything in the folder changes
+    records, world = _Records(on_report), full.layout.world
+    with own_run(folder, _OWNER_SECONDS) as ticket:
+        began, settings = time.perf_counter(), replace(settings, ticket=ticket)
+        files, source = _begin(full, settings, on_report)
+        with kept_memory(settings.recipe, world) as memory:
+            settings = replace(settings, memory=memory)
+            try:
+                plan, runs, check = _run_ranks(full, settings, files, source, records)
+            finally:
+                summary = _summary(files, on_report)
+        return TrainedRun(
+            plan,
+            files.path,
+            settings.dtype,
+            str(source),
+            tuple(records.records),
+            summary,
+            runs[0].stopped,
+            time.perf_counter() - began,
+            compare_with_plan(plan, settings, runs),
+            check,
+        )
+
+
+def _require_start(
+    job: GivenJob, options: RunOptions, launched: LauncherEnvironment | None, resume: bool
+) -> Plan:
+    """The plan of a start; refuses what cannot run before anything is written."""
+    from fivefold.train.callbacks import callback_classes
+
+    if options.check and resume:
         raise FivefoldError("--check compares a training from its first step: leave --resume out")
-    if launched is not None and out is None:
+    if launched is not None and options.out is None:
         raise FivefoldError("name the run folder, which all hosts share, with --out")
     before = _plan_before(job.options, options.out) if options.resume else None
     job = replace(job, options=_same_batch(job.options, before))
-    plan_options, why = with_layout(job, before, device, launched)
+    plan_options, why = with_layout(job, before, options.device, launched)
     plan = runnable(plan_options, launched)
     plan = replace(plan, notes=(*why, *plan.notes))
     require_restarts(options, plan, launched)
@@ -223,10 +264,7 @@ def train(
     # Mistakes in a user's files are refused before ranks start, which inherit what is loaded.
     callback_classes(plan.options.train)
     _ = plan.options.train.optimizer_kind
-    listener: OnReport = on_progress or (lambda _: None)
-    if launched is None:
-        return _fork(plan, options, listener)
-    return _join(plan, options, launched, listener)
+    return plan
 
 
 def _plan_before(options: PlanOptions, out: Path | None) -> PlanOptions | None:
@@ -307,47 +345,15 @@ def _begin(
     return run_files, source
 
 
-def _fork(plan: Plan, options: RunOptions, on_report: OnReport) -> TrainedRun:
-    """Train on ranks of this machine, in a folder that this process owns. It keeps the memory of
-    copies over restarts."""
-    from fivefold.train import compare_with_plan
-    from fivefold.train.recovery import nothing_left
-
-    rank = device_of(plan, options, None)
-    full = noted(plan, rank)
-    folder = options.out or run_folder(Path("runs"), full.shape.name, options.resume)
-    settings = settings_of(full, options, folder, rank, on_report)
-    if options.resume and (done := nothing_left(settings)) is not None:
-        raise FivefoldError(done)  # before anything in the folder changes
-    records, world = _Records(on_report), full.layout.world
-    with own_run(folder, _OWNER_SECONDS) as ticket:
-        began, settings = time.perf_counter(), replace(settings, ticket=ticket)
-        files, source = _begin(full, settings, on_report)
-        with kept_memory(settings.recipe, world) as memory:
-            settings = replace(settings, memory=memory)
-            try:
-                plan, runs, check = _start_ranks(full, settings, files, source, records)
-            finally:
-                summary = _summary(files, on_report)
-        return TrainedRun(
-            plan,
-            files.path,
-            settings.dtype,
-            str(source),
-            tuple(records.records),
-            summary,
-            runs[0].stopped,
-            time.perf_counter() - began,
-            compare_with_plan(plan, settings, runs),
-            check,
-        )
-
-
-def _start_ranks(
+def _run_ranks(
     full: Plan, settings: TrainSettings, files: RunFolder, source: Source, records: _Records
 ) -> tuple[Plan, list[TrainedRank], Check | None]:
-    """Start all ranks, and start them again where one is lost and restarts are left; the plan with
-    which they ended."""
+    """Run all ranks, and start them again where one is lost and restarts are left; the plan with
+    which they ended. A loss is recorded."""
+    from fivefold.launch import Pool
+    from fivefold.train import judge, reference_runs, run_rank
+    from fivefold.train.checkpoint import latest
+
     options, path, plan = settings.options, files.path, full
     for number in range(options.restarts + 1):
         attempt = settings
@@ -356,45 +362,33 @@ def _start_ranks(
             files = RunFolder.create(path, toml, facts, resume=True)
             planned = settings.planned if plan is full else None
             attempt = replace(settings, options=replace(options, resume=True), planned=planned)
+        world, asked_to_stop, before = plan.layout.world, False, latest(path)
+        # For a check a single process trains beside the ranks, and in float32 a second one.
+        singles = reference_runs(plan, attempt) if options.check else []
+        tasks = [(run_rank, (plan, attempt))] * world + [(run_rank, single) for single in singles]
         try:
-            return plan, *_run_ranks(plan, attempt, files, records)
-        except RankLost as lost:
-            if lost.final or number == options.restarts:
+            with Pool(len(tasks), _PATIENCE, forwards_stop=True) as pool:
+                try:
+                    runs = pool.run_each(tasks, on_report=records.report)
+                finally:
+                    asked_to_stop = pool.stopping
+            check = judge(plan, runs[:world], runs[world:]) if singles else None
+            return plan, runs[:world], check
+        except BaseException as error:
+            if latest(path) == before:
+                files.restore_plan()
+            if not isinstance(error, RankLost):
                 raise
-            shrinks = options.shrink and plan.layout.dp == full.layout.dp
-            plan = without_replica(full) if shrinks else full
-            records.on_report(RestartedRun(lost, number + 1, options.restarts, plan))
+            named = error.named("the one process") if error.rank >= world else error
+            if (unrecorded := files.fail(named.reason)) is not None:
+                records.report(unrecorded)
+            lost = named.ended(named.final or asked_to_stop)
+            if lost.final or number == options.restarts:
+                raise lost from None
+        shrinks = options.shrink and plan.layout.dp == full.layout.dp
+        plan = without_replica(full) if shrinks else full
+        records.on_report(RestartedRun(lost, number + 1, options.restarts, plan))
     raise AssertionError("the last start returns or raises")
-
-
-def _run_ranks(
-    plan: Plan, settings: TrainSettings, files: RunFolder, records: _Records
-) -> tuple[list[TrainedRank], Check | None]:
-    """One start of all ranks; a loss is recorded and raised."""
-    from fivefold.launch import Pool
-    from fivefold.train import judge, reference_runs, run_rank
-    from fivefold.train.checkpoint import latest
-
-    world, asked_to_stop, before = plan.layout.world, False, latest(files.path)
-    # For a check a single process trains beside the ranks, and in float32 a second one.
-    singles = reference_runs(plan, settings) if settings.options.check else []
-    tasks = [(run_rank, (plan, settings))] * world + [(run_rank, single) for single in singles]
-    try:
-        with Pool(len(tasks), _PATIENCE, forwards_stop=True) as pool:
-            try:
-                runs = pool.run_each(tasks, on_report=records.report)
-            finally:
-                asked_to_stop = pool.stopping
-        return runs[:world], judge(plan, runs[:world], runs[world:]) if singles else None
-    except BaseException as error:
-        if latest(files.path) == before:
-            files.restore_plan()
-        if not isinstance(error, RankLost):
-            raise
-        named = error.named("the one process") if error.rank >= world else error
-        if (unrecorded := files.fail(named.reason)) is not None:
-            records.report(unrecorded)
-        raise named.ended(named.final or asked_to_stop) from None
 
 
 def _join(

@@ -22,7 +22,8 @@ import threading
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from importlib import import_module
@@ -150,7 +151,8 @@ class Pool:
         self._former_handlers = self._handle_signals()
         try:
             for rank in range(size):
-                self._fork(rank)
+                with self._forking(rank) as process:
+                    process.start()
             if self._stops:  # before there was a rank to pass it on to
                 self._stop_ranks()
         except OSError as error:
@@ -224,7 +226,8 @@ class Pool:
         size = self.size
         self._end()
         for rank in range(size):
-            self._fork(rank)
+            with self._forking(rank) as process:
+                process.start()
 
     def close(self) -> None:
         """End all processes."""
@@ -264,7 +267,10 @@ class Pool:
         for child in self._children:
             child.process.terminate()
 
-    def _fork(self, rank: int) -> None:
+    @contextmanager
+    def _forking(self, rank: int) -> Generator[BaseProcess]:
+        """The process of a rank, to be started in the block: who starts it is in its stack, which
+        so stays short."""
         context = multiprocessing.get_context("fork")
         ours, theirs = context.Pipe()
         inherited = [ours, *(child.pipe for child in self._children)]
@@ -279,7 +285,7 @@ class Pool:
             with warnings.catch_warnings():
                 # Python warns about forks of threaded processes; ranks use no thread of the parent.
                 warnings.simplefilter("ignore", DeprecationWarning)
-                process.start()
+                yield process
             theirs.close()
             self._children.append(_Child(process, ours))
         finally:

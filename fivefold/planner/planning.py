@@ -355,6 +355,8 @@ def _some(front: list[LayoutCandidate]) -> list[LayoutCandidate]:
     front = [candidate for candidate in front if _num_actions(candidate) <= _MOST_ACTIONS] or front[
         -1:
     ]
+    if not front:  # nothing with less memory than the first choice fits
+        return []
     places = {round(i * (len(front) - 1) / (_MOST_FRONT - 1)) for i in range(_MOST_FRONT)}
     return [front[index] for index in sorted(places)]
 

@@ -153,10 +153,12 @@ def load_of_experts_lost() -> Patch:
 def schedule_ends_with_the_start() -> Patch:
     """The learning rates of a start are those of a run that ends with it."""
     owner: Any = vars(loop)["_Loop"]
-    inner = owner._step
+    inner = owner._advance
 
     def short(self: Any, *given: Any) -> Any:
-        recipe = replace(self.settings.recipe, steps=self.settings.last_step)
-        return inner(replace(self, settings=replace(self.settings, recipe=recipe)), *given)
+        settings = self.run.settings
+        recipe = replace(settings.recipe, steps=settings.last_step)
+        run = replace(self.run, settings=replace(settings, recipe=recipe))
+        return inner(replace(self, run=run), *given)
 
-    return patch.object(owner, "_step", short)
+    return patch.object(owner, "_advance", short)

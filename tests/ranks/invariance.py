@@ -179,7 +179,9 @@ class Trainings:
         """As the command does it with --resume and --until."""
         plan, resume = case.plan(self.layers), folder.exists()
         RunFolder.create(folder, plan.to_toml(folder, full=True), {}, resume)
-        settings = replace(self.settings(dtype), folder=folder, resume=resume, until=until)
+        settings = self.settings(dtype)
+        options = replace(settings.options, resume=resume, until=until)
+        settings = replace(settings, folder=folder, options=options)
         tasks = [(run_rank, (plan, settings))] * plan.layout.world
         return self.pool.run_each(tasks)
 

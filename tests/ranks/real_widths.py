@@ -247,7 +247,9 @@ class Trainings:
             return self._start(plan, self.settings(watched))
         before = self.settings(watched, until=FIRST_STEPS)
         runs = self._start(plan, replace(before, folder=folder))
-        later = self._start(plan, replace(self.settings(usual), folder=folder, resume=True))
+        resumed = self.settings(usual)
+        options = replace(resumed.options, resume=True)
+        later = self._start(plan, replace(resumed, folder=folder, options=options))
         assert all(run.first_step == FIRST_STEPS + 1 for run in later)
         return [
             replace(
