@@ -227,7 +227,7 @@ def train(
         with kept_memory(settings.recipe, world) as memory:
             settings = replace(settings, memory=memory)
             try:
-                plan, runs, check = _run_ranks(full, settings, files, source, records)
+                plan, runs, verdict = _run_ranks(full, settings, files, source, records)
             finally:
                 summary = _summary(files, on_report)
         return TrainedRun(
@@ -240,7 +240,7 @@ def train(
             runs[0].stopped,
             time.perf_counter() - began,
             compare_with_plan(plan, settings, runs),
-            check,
+            verdict,
         )
 
 
