@@ -219,8 +219,9 @@ def _conversations(
     from fivefold.generate import ChatTemplate
 
     kind = PairEncoder if pairs else ChatEncoder
+    encoder = make_chat_encoder(tokenizer, end)  # refuses what is no folder
     render = ChatTemplate(Path(tokenizer)).render_many
-    return kind(make_chat_encoder(tokenizer, end), render, column, lengths, dedup)
+    return kind(encoder, render, column, lengths, dedup)
 
 
 def _ticks(num_bytes: int, on_progress: OnProgress | None) -> Callable[[float], None]:

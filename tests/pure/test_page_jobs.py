@@ -32,7 +32,6 @@ from fivefold_page.explore.state import (
     State,
     job_params,
     keys_of,
-    layout_params,
     nothing_fits,
     request_of,
     requested_state,
@@ -186,10 +185,12 @@ def test_learned_positions_cut_the_sequences_of_another_model() -> None:
 
 
 @pytest.mark.nightly
-def test_the_landing_page_shows_the_planners_best() -> None:
-    found = explore_search.ranking_view(State().params(), silent)
-    assert layout_params(State()) == found["layouts"][0]["set"]
-    assert found["layouts"][0]["verdict"] != "does not fit"
+def test_the_landing_page_shows_the_planners_best_at_the_degrees_of_the_run() -> None:
+    request, run = request_of(State()), {"dp": 128, "tp": 8, "pp": 16, "cp": 1}
+    fixed = {**(request.space.fixed or {}), **run}
+    result = best_plans(replace(request, space=replace(request.space, fixed=fixed)), 1)
+    assert State() == replace(State(), **keys_of(result.plans[0].plan))
+    assert result.plans[0].verdict != "does not fit"
 
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
