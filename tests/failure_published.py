@@ -13,7 +13,7 @@ import fivefold as ff
 from fivefold.commands.simulate import SimulatedFailures
 from fivefold.core.plan.failures import FailureRates
 from fivefold.planner.failures import RECOVERIES, scale_points
-from fivefold.render.failures import designs_table, scale_svg
+from tests.failure_scales import designs_table, scale_svg
 
 DOC = Path(__file__).parent.parent / "docs" / "failures.md"
 PICTURE = DOC.parent / "pictures" / "failures.svg"

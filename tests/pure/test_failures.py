@@ -28,9 +28,9 @@ from fivefold.core.plan.failures import (
 )
 from fivefold.cost.step.checkpoint_time import checkpoint_bytes, save_cost
 from fivefold.planner.failures import FailingJob, scale_points, simulate_failures
-from fivefold.render.failures import scale_svg
 from fivefold_page.explore import explore
 from tests import failure_published
+from tests.failure_scales import scale_svg
 
 HOUR = 3600.0
 NO_SAVE, USUAL = SaveCost(0, 0, 0, 0, 0), SaveCost(1e12, 20, 0, 0, 10)
