@@ -74,7 +74,7 @@ assert not shared.skipped and updater.count == 4 and not run(*twin, 4).skipped
 for one, other in zip(job.owned, twin[0].owned, strict=True):
     assert one.tensor.equal(other.tensor), one.row.name
 
-flip(integrity.seal.held[-1].tensor, 0.5, 3)
+flip(integrity.seal.tensors[-1].tensor, 0.5, 3)
 integrity.begin(5)
 assert run(job, updater, 5, watch=integrity).flips.tolist() == [0.0, 1.0]
 print(integrity.error())

@@ -36,7 +36,7 @@ def visible(monkeypatch: pytest.MonkeyPatch) -> Any:
         monkeypatch.setattr(backend.torch.cuda, "device_count", lambda: count)
         monkeypatch.setattr(training_start, "gpu_names", lambda: list(names))
 
-    monkeypatch.setattr(training, "_fork", stop)
+    monkeypatch.setattr(training, "device_of", stop)  # of ranks that are forked
     monkeypatch.setattr(training, "_join", stop)
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
