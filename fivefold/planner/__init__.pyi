@@ -22,7 +22,6 @@ from fivefold.planner.estimate import rank_timeline as rank_timeline
 from fivefold.planner.estimate import simulate_step as simulate_step
 from fivefold.planner.failures import FailingJob as FailingJob
 from fivefold.planner.failures import FailureForecast as FailureForecast
-from fivefold.planner.failures import ScalePoint as ScalePoint
 from fivefold.planner.failures import failing_job as failing_job
 from fivefold.planner.failures import scale_points as scale_points
 from fivefold.planner.failures import simulate_failures as simulate_failures
