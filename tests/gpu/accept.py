@@ -135,7 +135,7 @@ def _facts(environment: Mapping[str, str]) -> dict[str, str]:
         "import json, torch\n"
         "from fivefold.launch.backend import NcclLibrary\n"
         "gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else 'none'\n"
-        "nccl = '.'.join(map(str, NcclLibrary.here().version or (0, 0)))\n"
+        "nccl = '.'.join(map(str, NcclLibrary.current().version or (0, 0)))\n"
         "print(json.dumps({'torch': torch.__version__, 'nccl': nccl, 'gpu': gpu}))"
     )
     command = [sys.executable, "-c", code]

@@ -127,7 +127,7 @@ def fine_tuning(trip: Trip) -> None:
         "8",
         "--set",
         "packed=true",
-        keys,
+        *keys.split(),
     )
     records = trip.train(*words, out="run")
     losses = [each["evals"]["held"]["loss"] for each in records if each["evals"]]
