@@ -13,7 +13,7 @@ from __future__ import annotations
 import heapq
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import inf
 from pathlib import Path
@@ -54,8 +54,11 @@ class Choice:
     num_related: int
     num_related_run: int
     seconds: float
+    note: str = ""  # why the map says nothing of the change
 
     def __str__(self) -> str:
+        if self.note:
+            return f"{self.note}; a sample of {self.seconds:,.0f} s by the map"
         related = f"{self.num_related:,} cases related to {self.num_changed:,} changes"
         return f"{related}, {self.num_related_run:,} of them run; {self.seconds:,.0f} s by the map"
 
@@ -235,18 +238,21 @@ def _of_path(function: str) -> Name:
 
 
 def chosen(cases: Sequence[Case], root: Path, path: Path = MAP) -> Choice | str:
-    """The choice for the working tree; a sentence where the map says nothing."""
+    """The choice for the working tree: a sample by seconds where the map does not know what has
+    changed, and a sentence where there is no map."""
     if not path.exists():
         return "no map from functions to cases: `make test-map` records one"
     coverage = read(path)
     repository = Repository(root, coverage.base)
     if not repository.has_base():
-        return f"no commit {coverage.base[:12]}, which the map of cases is of"
+        note = f"no commit {coverage.base[:12]}, which the map of cases is of"
+        return replace(choose(cases, coverage, Changes()), note=note)
     changes, tests = changes_since(repository)
     num_changed = len(changes.functions & coverage.functions.keys())
     if num_changed > MOST_CHANGED * len(coverage.functions):
         past = f"{num_changed:,} of {len(coverage.functions):,} functions differ"
-        return f"{past} from {coverage.base[:12]}: `make test-map` records a new map"
+        note = f"{past} from {coverage.base[:12]}: `make test-map` records a new map"
+        return replace(choose(cases, coverage, Changes()), note=note)
     recent: set[str] = set()
     before_last = Repository(root, "HEAD~1")
     if before_last.has_base():

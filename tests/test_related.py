@@ -254,7 +254,9 @@ def test_the_working_tree_chooses(repository: Path, monkeypatch: pytest.MonkeyPa
     layer.write_text("", "utf-8")  # everything differs
     assert "make test-map" in str(chosen(cases, repository, path))
     monkeypatch.setenv("GIT_DIR", str(repository / "none"))
-    assert "no commit" in str(chosen(cases, repository, path))
+    unknown = chosen([Case(name) for name in CASES], repository, path)
+    assert "no commit" in str(unknown)
+    assert isinstance(unknown, Choice) and unknown.cases, "a sample by seconds runs all the same"
 
 
 RECORDED = """
