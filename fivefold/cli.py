@@ -34,6 +34,8 @@ _A_COUNT = "whole number, such as 8, 8k or 1e6"
 _PAIRED = ("--layout", "--set")  # options that take key=value pairs
 # Keys whose values have spaces: what the shell has joined is one value.
 _SPACED = re.compile(r"""(fix|what_if|budget)=([^"']*\s[^"']*)""")
+_PAIR = r"""[a-z_.]+=(\S+|"[^"]*"|'[^']*')"""
+_PAIRS = re.compile(rf"{_PAIR}(\s+{_PAIR})*")
 
 
 class Verb(NamedTuple):
@@ -310,13 +312,14 @@ def _nothing() -> None:
 
 
 def gather_pairs(args: list[str]) -> list[str]:
-    """Join pairs after an option, so that `--layout dp=2 tp=2` needs no quotes."""
+    """Join pairs after an option, so that `--layout dp=2 tp=2` needs no quotes; words of several
+    pairs may stand among them."""
     gathered: list[str] = []
     collecting = False
     for word in args:
         if collecting and (match := _SPACED.fullmatch(word)):
             word = f'{match[1]}="{match[2]}"'
-        is_pair = re.fullmatch(r"[a-z_.]+=(\S+|\"[^\"]*\"|'[^']*')", word) is not None
+        is_pair = _PAIRS.fullmatch(word) is not None
         if collecting and is_pair and gathered[-1] not in _PAIRED:
             gathered[-1] += f" {word}"
             continue
