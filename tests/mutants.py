@@ -59,6 +59,7 @@ SKIPPED_FOLDERS = (".git", "build", "carry", ".venv", "__pycache__", "runs")
 OWNER = "FIVEFOLD_MUTANT"  # in the environment of all processes of a run
 # They run in interpreters that the map does not see: whose tests run them.
 UNRECORDED = {"fivefold/generate/chat_worker.py": "fivefold/generate/chat.py"}
+LEFT_OUT_TESTS = ("tests/page/", "tests/gpu/", "tests/test_mutants.py")
 CLOCKS = {"within", "perf_counter", "monotonic"}
 KILLED, TIMEOUT, SURVIVED, UNCOVERED = "killed", "timeout", "survived", "uncovered"
 EQUIVALENT, INVALID = "equivalent", "invalid"
@@ -469,36 +470,23 @@ def run(options: argparse.Namespace) -> None:
     coverage = read(MAP)
     records = read_records(options.output) or read_records()
     mutants = drawn_mutants(ROOT, records, options.new)
-    paths = sorted({name.partition("::")[0] for name in coverage.names} | _test_files())
+    exist = {mutant.id for mutant in mutants}
+    records = {name: record for name, record in records.items() if name in exist}
+    lock = threading.Lock()
     with tempfile.TemporaryDirectory(prefix="mutants-", ignore_cleanup_errors=True) as folder:
         left_s = options.seconds - (time.monotonic() - began)
         judge = Judge(ROOT, Path(folder), options.workers, left_s)
-        tests = Items(
-            ROOT, coverage, judge.collect([path for path in paths if (ROOT / path).exists()])
-        )
-        current = {mutant.id for mutant in mutants}
-        records = {name: record for name, record in records.items() if name in current}
-        waiting = [
-            mutant
-            for mutant in mutants
-            if (options.room is None or mutant.room == options.room)
-            and not (
-                mutant.id in records and tests.is_valid(records[mutant.id], mutant, options.budget)
-            )
-        ]
-        # In the order of a hash: what time is left out is spread over rooms.
-        waiting.sort(key=lambda mutant: short_hash("turn", mutant.id))
-        waiting = waiting if options.all else waiting[: options.most]
+        items = Items(ROOT, coverage, judge.collect(files_of_tests(ROOT, coverage)))
+        turns = waiting(mutants, records, items, options)
         print(
-            f"{len(mutants)} mutants, {len(waiting)} to judge, {len(tests.cases)} items, "
+            f"{len(mutants)} mutants, {len(turns)} to judge, {len(items.cases)} items, "
             f"{time.monotonic() - began:.0f} s until here",
             flush=True,
         )
-        lock = threading.Lock()
 
-        def one_mutant(mutant: Mutant) -> None:
+        def write_result(mutant: Mutant) -> None:
             try:
-                record = judge.judge(mutant, tests, options.budget)
+                record = judge.judge(mutant, items, options.budget)
             except OutOfTime:
                 return  # the next run judges it
             with lock:
@@ -507,16 +495,40 @@ def run(options: argparse.Namespace) -> None:
                 print(line(record), flush=True)
 
         with ThreadPoolExecutor(options.workers) as pool:
-            list(pool.map(one_mutant, waiting))
-        if unhealthy := judge.unhealthy:
-            print("fail without a mutant: " + " ".join(sorted(unhealthy)))
+            list(pool.map(write_result, turns))
+        if judge.unhealthy:
+            print("fail without a mutant: " + " ".join(sorted(judge.unhealthy)))
     write_records(records.values(), options.output)
     print("\n".join(scores(records.values(), read_reasons())))
 
 
-def _test_files() -> set[str]:
-    paths = (ROOT / "tests").rglob("test_*.py")
-    return {name for path in paths if "/page/" not in (name := path.relative_to(ROOT).as_posix())}
+def waiting(
+    mutants: Iterable[Mutant],
+    records: Mapping[str, Record],
+    items: Items,
+    options: argparse.Namespace,
+) -> list[Mutant]:
+    """Mutants without a valid result, in the order of a hash: a run that ends early has judged as
+    large a part of each room."""
+    turns = [
+        mutant
+        for mutant in mutants
+        if options.room in (None, mutant.room)
+        and (
+            mutant.id not in records
+            or not items.is_valid(records[mutant.id], mutant, options.budget)
+        )
+    ]
+    turns.sort(key=lambda mutant: short_hash("turn", mutant.id))
+    return turns if options.all else turns[: options.most]
+
+
+def files_of_tests(root: Path, coverage: CoverageMap) -> list[str]:
+    """Files of tests, recorded or new, without those of browsers, of GPUs and of this module."""
+    paths = {name.partition("::")[0] for name in coverage.names}
+    paths |= {path.relative_to(root).as_posix() for path in (root / "tests").rglob("test_*.py")}
+    paths = {path for path in paths if not path.startswith(LEFT_OUT_TESTS)}
+    return sorted(path for path in paths if (root / path).exists())
 
 
 def line(record: Record) -> str:
