@@ -1,6 +1,6 @@
 """Mutation testing: planted faults, and which of them no test sees.
 
-    python -m tests.mutants run          judge what has no valid result, at most 40 mutants
+    python -m tests.mutants run [ID...]  judge what has no valid result, at most 40 mutants
     python -m tests.mutants list         the drawn mutants and their results
     python -m tests.mutants show ID      the edit of one mutant, and the tests that would run
     python -m tests.mutants apply ID     write it to the working tree
@@ -113,7 +113,8 @@ class Items:
         self._texts: dict[str, str] = {}
         failed = set(coverage.items(coverage.failed))
         self.cases = [Case(item) for item in items if item not in failed and not self._timed(item)]
-        self.new_items = [item for item in items if item not in coverage.seconds]
+        self.files = files_of_tests(root, coverage)
+        self.items = items
 
     def _timed(self, item: str) -> bool:
         """Whether an item looks at the clock, which other workers slow down."""
@@ -142,17 +143,37 @@ class Items:
             return [f"{mutant.path}:{mutant.function}"]
         return [name for name in self.coverage.functions if name.startswith(f"{path}:")]
 
-    def _new(self, mutant: Mutant) -> list[str]:
-        """Items that the map does not have, of files that import the mutant's room."""
-        room = "fivefold." + mutant.room
-        return [item for item in self.new_items if room in self._text(item.partition("::")[0])]
+    @cached_property
+    def _files_with_new_tests(self) -> set[str]:
+        recorded = {name.partition("[")[0] for name in self.coverage.names}
+        known = {(test.partition("::")[0], test.rpartition("::")[2]) for test in recorded}
+        return {
+            path
+            for path in self.files
+            for name in re.findall(r"^ *(?:async )?def (test_\w+)", self._text(path), re.M)
+            if (path, name) not in known
+        }
+
+    def new_files(self, mutant: Mutant) -> set[str]:
+        """Files with tests that the map does not have, of those that import the mutant's room."""
+        room = f"fivefold.{mutant.room}"
+        return {path for path in self._files_with_new_tests if room in self._text(path)}
+
+    def _new(self, mutant: Mutant) -> set[str]:
+        """Items that the map does not have, and that may run the function."""
+        files = self.new_files(mutant)
+        return {
+            item
+            for item in self.items
+            if item.partition("::")[0] in files and item not in self.coverage.seconds
+        }
 
     def choose(self, mutant: Mutant, budget: float, without: Collection[str] = ()) -> list[str]:
         """Items for so many seconds by the map: new ones, then special and short ones, one of each
         test before a second of any; those of a file follow each other."""
         related = Related(self.coverage, self.cases)
         names = {name for function in self.recorded(mutant) for name in related.running(function)}
-        new = set(self._new(mutant))
+        new = self._new(mutant)
         by_test: dict[str, list[str]] = defaultdict(list)
         for name in sorted((names | new) - set(without), key=self._price):
             by_test[name.partition("[")[0]].append(name)
@@ -185,11 +206,10 @@ class Items:
 
     def _files(self, mutant: Mutant) -> set[str]:
         functions = [self.coverage.functions.get(name, []) for name in self.recorded(mutant)]
-        paths = {item.partition("::")[0] for runs in functions for item in self._of(tuple(runs))}
-        return paths | {item.partition("::")[0] for item in self._new(mutant)}
-
-    def _of(self, runs: tuple[int, ...]) -> Iterator[str]:
-        return self.coverage.items(list(runs))
+        paths = {
+            name.partition("::")[0] for runs in functions for name in self.coverage.items(runs)
+        }
+        return paths | self.new_files(mutant)
 
     def is_valid(self, record: Record, mutant: Mutant, budget: float = 0.0) -> bool:
         """Whether a result is that of this function and of these tests, in as many seconds."""
@@ -344,7 +364,7 @@ class Judge:
         self._free: SimpleQueue[Copy] = SimpleQueue()
         for copy in self.copies:
             self._free.put(copy)
-        self._healthy: dict[str, bool] = {}
+        self._healthy: dict[str, float] = {}  # seconds of an item without a mutant
         self._lock = threading.Lock()
 
     def collect(self, files: Sequence[str]) -> list[str]:
@@ -364,17 +384,19 @@ class Judge:
     @property
     def unhealthy(self) -> set[str]:
         with self._lock:
-            return {item for item, passes in self._healthy.items() if not passes}
+            return {item for item, took in self._healthy.items() if took == float("inf")}
 
     def _passes(self, copy: Copy, item: str, limit: float) -> bool:
-        """Whether an item passes without a mutant, in a copy that has none."""
+        """Whether an item passes in so many seconds without a mutant, in a copy that has none."""
         with self._lock:
-            known = self._healthy.get(item)
-        if known is None:
-            known = copy.pytest(["-q", item], limit).code == 0
+            took = self._healthy.get(item)
+        if took is None:
+            began = time.monotonic()
+            passes = copy.pytest(["-q", item], limit).code == 0
+            took = time.monotonic() - began if passes else float("inf")
             with self._lock:
-                self._healthy[item] = known
-        return known
+                self._healthy[item] = took
+        return took < limit
 
     def judge(self, mutant: Mutant, tests: Items, budget: float) -> Record:
         """The result of one mutant."""
@@ -402,7 +424,8 @@ class Judge:
         for _ in range(MOST_RUNS):
             items = tests.choose(mutant, budget, without | self.unhealthy)
             if not items:
-                return UNCOVERED, ""
+                covered = tests.choose(mutant, float("inf"))
+                return (SURVIVED if covered else UNCOVERED), ""
             seconds = [tests.coverage.seconds.get(item, 1.0) for item in items]
             limit = START_SECONDS + 4 * sum(seconds)
             stall = START_SECONDS + PATIENCE * max(seconds)
@@ -410,8 +433,8 @@ class Judge:
             outcome = copy.pytest(["-x", "-v", *items], limit, stall)
             if outcome.code in (0, 5):
                 return SURVIVED, ""
-            uncollected = set(outcome.uncollected())
-            if uncollected and not _imports(copy, mutant):
+            uncollected, item = set(outcome.uncollected()), outcome.failed(items)
+            if (uncollected or not item) and not _imports(copy, mutant):
                 return INVALID, ""
             copy.restore(mutant)
             if uncollected:
@@ -421,11 +444,13 @@ class Judge:
                     return KILLED, files[0]
                 without |= uncollected
                 continue
-            item = outcome.failed(items)
             if not item:
-                return (INVALID, "") if outcome.code is not None else (TIMEOUT, items[0])
-            if self._passes(copy, item, limit):
-                return (TIMEOUT if outcome.code is None else KILLED), item
+                return SURVIVED, ""  # no test has begun, so none has seen it
+            without.add(item)
+            if outcome.code is None and self._passes(copy, item, stall):
+                return TIMEOUT, item
+            if outcome.code is not None and self._passes(copy, item, limit):
+                return KILLED, item
         return SURVIVED, ""
 
 
@@ -472,27 +497,25 @@ def run(options: argparse.Namespace) -> None:
     mutants = drawn_mutants(ROOT, records, options.new)
     exist = {mutant.id for mutant in mutants}
     records = {name: record for name, record in records.items() if name in exist}
+    turns = waiting(mutants, records, Items(ROOT, coverage), options)
+    print(f"{len(mutants)} mutants, {len(turns)} to judge", flush=True)
     lock = threading.Lock()
-    with tempfile.TemporaryDirectory(prefix="mutants-", ignore_cleanup_errors=True) as folder:
+    with (
+        tempfile.TemporaryDirectory(prefix="mutants-", ignore_cleanup_errors=True) as folder,
+        contextlib.suppress(OutOfTime),
+    ):
         left_s = options.seconds - (time.monotonic() - began)
         judge = Judge(ROOT, Path(folder), options.workers, left_s)
-        items = Items(ROOT, coverage, judge.collect(files_of_tests(ROOT, coverage)))
-        turns = waiting(mutants, records, items, options)
-        print(
-            f"{len(mutants)} mutants, {len(turns)} to judge, {len(items.cases)} items, "
-            f"{time.monotonic() - began:.0f} s until here",
-            flush=True,
-        )
+        items = Items(ROOT, coverage, judge.collect(needed_files(coverage, turns, options.budget)))
+        print(f"{len(items.cases)} items, {time.monotonic() - began:.0f} s until here", flush=True)
 
         def write_result(mutant: Mutant) -> None:
-            try:
+            with contextlib.suppress(OutOfTime):  # the next run judges it
                 record = judge.judge(mutant, items, options.budget)
-            except OutOfTime:
-                return  # the next run judges it
-            with lock:
-                records[record.id] = record
-                write_records(records.values(), options.output)
-                print(line(record), flush=True)
+                with lock:
+                    records[record.id] = record
+                    write_records(records.values(), options.output)
+                    print(line(record), flush=True)
 
         with ThreadPoolExecutor(options.workers) as pool:
             list(pool.map(write_result, turns))
@@ -509,7 +532,9 @@ def waiting(
     options: argparse.Namespace,
 ) -> list[Mutant]:
     """Mutants without a valid result, in the order of a hash: a run that ends early has judged as
-    large a part of each room."""
+    large a part of each room. Named ones have no valid result."""
+    if options.ids:
+        return [mutant for mutant in mutants if mutant.id in options.ids]
     turns = [
         mutant
         for mutant in mutants
@@ -521,6 +546,16 @@ def waiting(
     ]
     turns.sort(key=lambda mutant: short_hash("turn", mutant.id))
     return turns if options.all else turns[: options.most]
+
+
+def needed_files(coverage: CoverageMap, mutants: Iterable[Mutant], budget: float) -> list[str]:
+    """Files of tests that these mutants may need."""
+    items = Items(ROOT, coverage, coverage.names)
+    files: set[str] = set()
+    for mutant in mutants:
+        files |= {name.partition("::")[0] for name in items.choose(mutant, budget)}
+        files |= items.new_files(mutant)
+    return sorted(files)
 
 
 def files_of_tests(root: Path, coverage: CoverageMap) -> list[str]:
@@ -643,6 +678,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.mutants")
     commands = parser.add_subparsers(dest="command", required=True)
     judged = commands.add_parser("run")
+    judged.add_argument("ids", nargs="*", help="judge these, again")
     judged.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)))
     judged.add_argument("--budget", type=float, default=60.0, help="seconds of tests, by the map")
     judged.add_argument("--most", type=int, default=40, help="mutants that are judged")

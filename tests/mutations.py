@@ -191,9 +191,14 @@ def _constant(node: ast.AST) -> object:
 
 
 def _is_text(node: ast.AST) -> bool:
-    return isinstance(node, (ast.JoinedStr, ast.List, ast.Tuple)) or isinstance(
-        _constant(node), str
-    )
+    return isinstance(node, ast.JoinedStr) or isinstance(_constant(node), str)
+
+
+def _is_number(node: ast.AST) -> bool:
+    """Whether nothing shows that a node is text or a collection, which have no other sign."""
+    collections = (ast.List, ast.Tuple, ast.Set, ast.Dict, ast.ListComp, ast.SetComp, ast.DictComp)
+    is_collection = isinstance(node, (*collections, ast.GeneratorExp))
+    return not (is_collection or _is_text(node) or _attribute(node) in ("keys", "list", "tuple"))
 
 
 def _is_path(node: ast.BinOp, source: Source) -> bool:
@@ -336,13 +341,13 @@ def mask(node: ast.AST, source: Source) -> Iterator[Edit]:
 def sign(node: ast.AST, source: Source) -> Iterator[Edit]:
     """The other sign."""
     if isinstance(node, ast.BinOp) and isinstance(node.op, (ast.Add, ast.Sub)):
-        if not _is_text(node.left) and not _is_text(node.right):
+        if _is_number(node.left) and _is_number(node.right):
             signs = ("+", "-") if isinstance(node.op, ast.Add) else ("-", "+")
             yield from source.operator(node.left, node.right, *signs)
     elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
         if not isinstance(node.operand, ast.Constant):
             yield source.replace(node, f"({source.text(node.operand)})")
-    elif isinstance(node, ast.AugAssign) and not _is_text(node.value):
+    elif isinstance(node, ast.AugAssign) and _is_number(node.value):
         other = {ast.Add: ("+=", "-="), ast.Sub: ("-=", "+=")}.get(type(node.op))
         if other is not None:
             yield from source.operator(node.target, node.value, *other)
