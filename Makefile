@@ -7,7 +7,7 @@ READY := .venv/.ready
 # Hundreds of interpreters start in the tests: each would compile the package again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup train test test-map nightly test-page bench-page page-pictures docs reference lint types verify-all bench-schedule bench-overlap bench-tensor bench-pipeline bench-context bench-expert bench-gpu bench-rank bench-decode bench-serve bench-step bench-logging bench-clock bench-checkpoint bench-plan bench-tokens chaos recover stress flips bench-flips verify-nccl accept-gpu device-env learn score clean
+.PHONY: setup train test test-map mutants nightly test-page bench-page page-pictures docs reference lint types verify-all bench-schedule bench-overlap bench-tensor bench-pipeline bench-context bench-expert bench-gpu bench-rank bench-decode bench-serve bench-step bench-logging bench-clock bench-checkpoint bench-plan bench-tokens chaos recover stress flips bench-flips verify-nccl accept-gpu device-env learn score clean
 
 setup: $(READY)
 
@@ -40,6 +40,11 @@ test: setup lint
 # cases run once, for hours on two cores. Where there is no git, FIVEFOLD_COVERAGE_BASE is the commit.
 test-map: setup
 	$(BIN)/python -m tests.coverage_map record
+
+# Mutation testing: at most 40 faults that have no valid result, and the table of all in docs/how-it-is-verified.md.
+mutants: setup
+	$(BIN)/python -m tests.mutants run
+	$(BIN)/python -m tests.mutants page
 
 # Everything, in about three hours on two cores and half an hour on sixteen: all cases, clocks, two hosts, every table of
 # verify-all, the page where a browser is installed, ten kills. One table says what passed.
