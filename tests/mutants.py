@@ -53,6 +53,7 @@ FILE_SECONDS = 0.7  # to import a file of tests
 LEAST_SECONDS = 0.05  # of an item: pytest's own
 START_SECONDS = 60.0  # of pytest and torch, on a busy machine
 PATIENCE = 8.0  # how many times as long as by the map an item may take
+HEALTHY_SECONDS = 600.0  # of one item without a mutant
 MOST_BYTES = 8 << 30  # of data of a process: a mutant may allocate without end
 MOST_RUNS = 12  # of one mutant, each without a test that the run before showed to be no judge
 SKIPPED_FOLDERS = (".git", "build", "carry", ".venv", "__pycache__", "runs")
@@ -378,7 +379,7 @@ class Judge:
         if not files:
             return []
         words = ["--collect-only", "-q", "--continue-on-collection-errors", *files]
-        lines = copy.pytest(words, limit=600).output.splitlines()
+        lines = copy.pytest(words, HEALTHY_SECONDS).output.splitlines()
         return [line for line in lines if re.match(r"tests/\S+\.py::", line)]
 
     @property
@@ -386,13 +387,13 @@ class Judge:
         with self._lock:
             return {item for item, took in self._healthy.items() if took == float("inf")}
 
-    def _passes(self, copy: Copy, item: str, limit: float) -> bool:
+    def _passes(self, copy: Copy, item: str, limit: float = HEALTHY_SECONDS) -> bool:
         """Whether an item passes in so many seconds without a mutant, in a copy that has none."""
         with self._lock:
             took = self._healthy.get(item)
         if took is None:
             began = time.monotonic()
-            passes = copy.pytest(["-q", item], limit).code == 0
+            passes = copy.pytest(["-q", item], HEALTHY_SECONDS).code == 0
             took = time.monotonic() - began if passes else float("inf")
             with self._lock:
                 self._healthy[item] = took
@@ -449,7 +450,7 @@ class Judge:
             without.add(item)
             if outcome.code is None and self._passes(copy, item, stall):
                 return TIMEOUT, item
-            if outcome.code is not None and self._passes(copy, item, limit):
+            if outcome.code is not None and self._passes(copy, item):
                 return KILLED, item
         return SURVIVED, ""
 
