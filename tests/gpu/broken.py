@@ -47,7 +47,7 @@ MENDS = (
     Mend(  # copies are weighed by their number in a rank's own list
         "fivefold/train/recovery/integrity.py",
         "hashed = combined(sums) * line_factor(line.role, line.every_step) % PRIME",
-        "hashed = combined(sums) * (1 + lines.index(line)) % PRIME",
+        "hashed = combined(sums) * (1 + self.lines.index(line)) % PRIME",
         "dense-3d",
         "copies of weights",
         "tests/ranks/test_corruption.py",
