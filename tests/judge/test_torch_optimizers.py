@@ -29,7 +29,7 @@ from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.units.flat_unit import OwnedShard
 from fivefold.step import updater_of
 from fivefold.verify.compare import ComparedPart, Wanted, errors_by_name, expected
-from tests.model.test_updaters import ROLES, SHAPES, some_weights
+from tests.model.test_updaters import SHAPES, some_weights
 from tests.model.test_updaters import of as updater_over
 
 STEPS, WARMUP, LR, DECAY = 20, 4, 2e-2, 0.1
@@ -47,6 +47,13 @@ class Nesterov(torch.optim.SGD):
     def __init__(self, params, lr):
         super().__init__(params, lr=lr, momentum=0.9, nesterov=True)
 """
+LAYOUTS: tuple[dict[str, Any], ...] = (
+    {"layout": "dp=4", "zero": 3},
+    {"layout": "dp=2x2", "zero": 2},
+    {"layout": "dp=2 tp=2 ep=2", "zero": 1},
+    {"layout": "tp=4"},
+    {"layout": "dp=2 pp=2", "zero": 1, "schedule": "zb-h1"},
+)
 # The slope of Muon's quintic at zero, by which each of five iterations may multiply an error.
 STEEPEST = 3.4445**5
 Tensors = dict[str, Tensor]
@@ -162,8 +169,8 @@ class Torch:
 
 
 def tolerance(kind: str, dtype: torch.dtype, largest_side: int) -> float:
-    """Relative to the largest element. A step rounds a weight or a state at most twice on each side;
-    an update of Muon also has the errors of its matrix, as its iterations enlarge them."""
+    """Relative to the largest element. A step rounds a weight or a state at most twice on each
+    side; an update of Muon also has the errors of its matrix, as its iterations enlarge them."""
     eps = torch.finfo(dtype).eps
     rounded = 4 * eps * STEPS
     update = 0.2 * largest_side**0.5 * LR * STEPS * STEEPEST * 4 * eps
@@ -276,9 +283,7 @@ def plan_of(layout: str, zero: int = 0, schedule: str = "1f1b") -> Plan:
 @pytest.mark.parametrize("kind", KINDS[:3])
 @pytest.mark.parametrize(
     "layout",
-    [{"layout": "dp=4", "zero": 3}, {"layout": "dp=2x2", "zero": 2}]
-    + [{"layout": "dp=2 tp=2 ep=2", "zero": 1}, {"layout": "tp=4"}]
-    + [{"layout": "dp=2 pp=2", "zero": 1, "schedule": "zb-h1"}],
+    LAYOUTS,
     ids=lambda layout: layout["layout"],
 )
 def test_shards_of_ranks_are_those_of_torchs_weights(
