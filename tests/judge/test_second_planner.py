@@ -109,11 +109,13 @@ def within(value: float, form: tuple[Any, int]) -> bool:
 def fullest_rank(plan: Planned) -> int:
     """The rank whose memory the plan shows: the one that has its weights, masters and moments."""
     memory, kinds = plan.estimate["memory_gib"], ("weights", "master", "optimizer")
-    return next(
+    ranks = [
         rank
         for rank in range(plan.job.pp)
         if all(within(memory[kind] * GIB, plan.job.state_bytes(rank, kind)) for kind in kinds)
-    )
+    ]
+    assert ranks, "no rank of a pipeline has these weights, masters and moments"
+    return ranks[0]
 
 
 def check_states(plan: Planned) -> None:
