@@ -340,7 +340,7 @@ CASES = [
 ]
 
 
-@pytest.mark.sample(2)
+@pytest.mark.nightly
 @pytest.mark.parametrize(("kind", "curve", "layout"), CASES, ids=lambda word: word)
 def test_a_tuning_is_that_of_the_trainer(
     home: Home, kind: str, curve: str, layout: str, tmp_path: Path
@@ -352,7 +352,7 @@ def test_a_tuning_is_that_of_the_trainer(
     assert theirs.losses[-1] < theirs.losses[0]
 
 
-@pytest.mark.sample(1)
+@pytest.mark.nightly
 @pytest.mark.parametrize("kind", ["sft", "lora", "dpo"])
 def test_float32_is_as_near_as_rounding(home: Home, kind: str, tmp_path: Path) -> None:
     exact, rounded = (
