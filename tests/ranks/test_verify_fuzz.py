@@ -6,14 +6,13 @@ The cases change with the commit; a failure prints the command that repeats it.
 from __future__ import annotations
 
 import pytest
-from verify_draws import draw
 
 from fivefold.core.errors import RankLost
 from fivefold.launch.processes import Pool
-from fivefold.verify.trial import run_trial
+from tests.ranks.verify_draws import complaint, draw, prove
 from tests.selection import salt
 
-NUM_DRAWS = 30
+NUM_DRAWS = 40
 
 
 @pytest.mark.sample(0.5)
@@ -21,11 +20,8 @@ NUM_DRAWS = 30
 def test_a_random_verification_passes(i: int, pool: Pool) -> None:
     drawn = draw(f"{salt()}: {i}")
     try:
-        verdict = run_trial(pool, drawn.plan, drawn.settings)
+        verdict = prove(pool, drawn)
     except RankLost as lost:
         lost.add_note(str(drawn))
         raise
-    assert verdict.passed, (
-        f"{drawn}\n{verdict.errors}, {verdict.tolerance}, traffic {verdict.traffic_match}, "
-        f"{verdict.diverges_at}, {verdict.disorder}"
-    )
+    assert verdict.passed, complaint(drawn, verdict)
