@@ -153,7 +153,13 @@ _MIXED = (
     "some of its layers mix tokens by a recurrence and some by attention, and a model here has one "
     "mixer for all layers; use a model with attention, or write the recurrence as an own mixer"
 )
-REFUSED = dict.fromkeys(("falcon_h1", "jamba", "bamba", "granitemoehybrid"), _MIXED)
+REFUSED = dict.fromkeys(
+    (
+        *("falcon_h1", "jamba", "bamba", "granitemoehybrid", "nemotron_h", "kimi_linear", "lfm2"),
+        *("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text", "minimax"),
+    ),
+    _MIXED,
+)
 # Their text model has a table of its own, of this family if it does not say.
 WITH_IMAGES = {"llama4": "llama4_text", "gemma3": "gemma3_text", "mistral3": "mistral"}
 
@@ -176,7 +182,7 @@ _BOOKKEEPING = re.compile(
     r"return_dict_in_generate|remove_invalid_values|exponential_decay_length_penalty|"
     r"suppress_tokens|begin_suppress_tokens|keys_to_ignore_at_inference|is_llama_config|"
     r"for_llm_compressor|transformers\.js_config|initial_context_length|ff_factor|"
-    r"use_flash_attn"
+    r"use_flash_attn|n_special|predict_special_tokens|output_past"
 )
 # Features that are off, in families that have no key for them. A family that has one reads it.
 _OFF: dict[str, object] = {
