@@ -190,6 +190,7 @@ MOOT = {
     ("phi-3-mini-4k", "original_max_position_embeddings"): "rope_scaling",
     ("phi-4", "original_max_position_embeddings"): "rope_scaling",
     ("qwen3-30b-a3b", "max_window_layers"): "use_sliding_window",
+    ("qwen3-30b-a3b", "use_sliding_window"): "sliding_window",
     ("smollm3", "no_rope_layer_interval"): "no_rope_layers",
     ("smollm3", "max_window_layers"): "use_sliding_window",
     ("smollm3", "sliding_window"): "use_sliding_window",

@@ -263,8 +263,9 @@ def _settings(dice: random.Random, plan: Plan) -> VerifySettings:
 
 def prove(pool: Pool, drawn: Draw) -> VerifyVerdict:
     """Run one draw on a pool of at least one more process than it has ranks."""
-    if drawn.settings.compiled:
-        return compiled.prove(pool, drawn)
+    if drawn.settings.compiled:  # which sends no message for long
+        with Pool(drawn.plan.layout.world + 1, compiled.PATIENCE) as patient:
+            return compiled.prove(patient, drawn)
     return run_trial(pool, drawn.plan, drawn.settings)
 
 
