@@ -278,15 +278,16 @@ class Config:
         """Keys that the model does not depend on, because of what others say."""
         self._read.update(keys)
 
-    def refuse_unread(self, harmless: Callable[[str, Any], bool] | None = None) -> None:
+    def refuse_unread(self, harmless: Callable[[str, Any], bool] | None = None) -> int:
         """Record every key that nothing has read, also of nested tables: it might change the model.
-        Null is no value, and a key that is `harmless` at its value passes."""
+        Null is no value, and a key that is `harmless` at its value passes. Returns their number."""
+        count = 0
         for key, value in self._table.items():
             passes = value is None or (harmless is not None and harmless(key, value))
             if key not in self._read and not passes:
                 self.problem(key, "not known here, and might change the model; take it out if not")
-        for table in self._nested.values():
-            table.refuse_unread()
+                count += 1
+        return count + sum(table.refuse_unread() for table in self._nested.values())
 
     def problem(self, key: str, rule: str) -> None:
         """Record that the value of `key` breaks a rule."""
