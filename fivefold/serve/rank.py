@@ -4,7 +4,8 @@ All ranks of a layout have to add the same requests before the same step. So ran
 commands and broadcasts them before every step, over a local socket and not by a collective, which
 would time out while nothing comes. Tokens are not broadcast: every rank sees those drawn.
 
-An engine that only computes prompts sends the cache of each to another one, from rank to rank. There the leader waits until all ranks have theirs, and adds the request then.
+An engine that only computes prompts sends the cache of each to another one, from rank to rank. There
+the leader waits until all ranks have theirs, and adds the request then.
 """
 
 from __future__ import annotations
@@ -406,7 +407,18 @@ def serve_rank(worker: Worker, task: ServeTask) -> None:
             if worker.rank == 0:
                 _lead(worker, task, loop)
             else:
-                _follow(worker, task, loop)
+                # Another rank: do what rank 0 does.
+                leader = RankLink.to(task.leader)
+                loop.start(leader)
+                beat = _Beat(worker, task.text.device)
+                while not loop.over:
+                    heard = leader.receive(_BEAT_S)
+                    beat.tick(0.0)
+                    for commands in heard:
+                        began = time.monotonic()
+                        loop.turn(commands)
+                        beat.tick(time.monotonic() - began)
+                beat.silent()
             if loop.travel is not None and loop.travel.outbox is not None:
                 loop.travel.outbox.finish()
             engine.renew()  # waits for steps that nobody reads
@@ -431,7 +443,11 @@ def _warm_up(engine: LayoutEngine) -> None:
     alone = engine.plan.layout.world == 1
     if alone and engine.mesh.device.type == "cuda" and isinstance(engine.forward, DecoderForward):
         _capture_steps(engine.forward, limits.sequences, longest)
-        _capture_prompts(engine.forward, limits.tokens)
+        # Capture steps with prompts, where steps are replayed.
+        from fivefold.generate import GraphedForward  # Triton is there only with CUDA
+
+        if isinstance(engine.forward, GraphedForward):
+            engine.forward.capture_prompts(limits.tokens)
 
 
 def _capture_steps(forward: DecoderForward, most: int, longest: int) -> None:
@@ -445,14 +461,6 @@ def _capture_steps(forward: DecoderForward, most: int, longest: int) -> None:
             forward(StepBatch((chunk,) * count))
         if stop == longest:
             break
-
-
-def _capture_prompts(forward: DecoderForward, tokens: int) -> None:
-    """Capture steps with prompts, where steps are replayed."""
-    from fivefold.generate import GraphedForward  # Triton is there only with CUDA
-
-    if isinstance(forward, GraphedForward):
-        forward.capture_prompts(tokens)
 
 
 @dataclass
@@ -591,21 +599,6 @@ def _lead(worker: Worker, task: ServeTask, loop: EngineLoop) -> None:
         news = loop.turn(commands)
         if commands or news.rows or news.refused:
             api.send(news)
-    beat.silent()
-
-
-def _follow(worker: Worker, task: ServeTask, loop: EngineLoop) -> None:
-    """Another rank: do what rank 0 does."""
-    leader = RankLink.to(task.leader)
-    loop.start(leader)
-    beat = _Beat(worker, task.text.device)
-    while not loop.over:
-        heard = leader.receive(_BEAT_S)
-        beat.tick(0.0)
-        for commands in heard:
-            began = time.monotonic()
-            loop.turn(commands)
-            beat.tick(time.monotonic() - began)
     beat.silent()
 
 
