@@ -206,7 +206,10 @@ def read_machine(reader: RowReader, without: str) -> Machine:
         if reader.integer("gpus") % int(chips) == 0:
             name = part
     machine = _loaded(name, without)
-    _compare_nodes(reader, machine)
+    count = reader.row.get("gpus_per_node")
+    if count is not None and count != machine.gpus_per_node:
+        of = f"the {machine.gpus_per_node} of {machine.name}"
+        reader.assume(f"gpus_per_node = {count}: priced with {of}")
     rate = reader.row.get("network_gb_s")
     if rate is not None:
         return _with_network(machine, float(rate) * 1e9)
@@ -218,13 +221,6 @@ def read_machine(reader: RowReader, without: str) -> Machine:
         label = f"{wires!r} tells no bandwidth" if wires else "interconnect is not said"
         reader.assume(f"{label}: the network of {machine.name}")
     return machine
-
-
-def _compare_nodes(reader: RowReader, machine: Machine) -> None:
-    count = reader.row.get("gpus_per_node")
-    if count is not None and count != machine.gpus_per_node:
-        of = f"the {machine.gpus_per_node} of {machine.name}"
-        reader.assume(f"gpus_per_node = {count}: priced with {of}")
 
 
 @lru_cache
@@ -435,7 +431,10 @@ def _runs(grid: LayoutGrid) -> bool:
 
 def _grid(reader: RowReader, rows: int, chunks: int, recompute: str) -> LayoutGrid:
     dp, tp, pp = (reader.integer(key) for key in ("dp", "tp", "pp"))
-    shard = _zero_group(reader.row) or dp
+    # Number of data ranks that shard the states, if the row says so; else 0.
+    extra: Row = reader.row.get("extra") or {}
+    size = extra.get("zero_group")
+    shard = (size if isinstance(size, int) and size > 0 else 0) or dp
     schedule = _schedule(reader, chunks)
     if pp > 1:  # of DualPipe, whose ranks have two stages, sources say two chunks or none
         family = named(schedule)
@@ -471,13 +470,6 @@ def _zero(reader: RowReader) -> int:
     if stage not in (0, 1, 2, 3):
         raise FivefoldError(f"zero = {stage!r}: give a ZeRO stage, 0 to 3")
     return int(stage)
-
-
-def _zero_group(row: Row) -> int:
-    """Number of data ranks that shard the states, if the row says so; else 0."""
-    extra: Row = row.get("extra") or {}
-    size = extra.get("zero_group")
-    return size if isinstance(size, int) and size > 0 else 0
 
 
 def _schedule(reader: RowReader, chunks: int) -> str:

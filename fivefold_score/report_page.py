@@ -176,7 +176,12 @@ def sections(table: Table) -> Iterator[Section]:
     if table["sets"]:
         yield _peers(table["sets"])
     yield _halves(table)
-    yield _times(table["groups"])
+    rows = [
+        (name, *_errors(figures["time"]), _inside(figures["intervals"]))
+        for name, figures in table["groups"].items()
+        if figures["time"]["n"] or figures["intervals"]["n"]
+    ]
+    yield Section("step time by group", ("group", *_ERRORS, "inside intervals"), rows)
     yield _other(table["groups"])
     yield _assumed(table["assumptions"])
 
@@ -317,15 +322,6 @@ def _halves(table: Table) -> Section:
 
 
 _HALVES = {"all": "all", "fitted_half": "fitted half", "held_out_half": "held-out half"}
-
-
-def _times(groups: dict[str, Table]) -> Section:
-    rows = [
-        (name, *_errors(figures["time"]), _inside(figures["intervals"]))
-        for name, figures in groups.items()
-        if figures["time"]["n"] or figures["intervals"]["n"]
-    ]
-    return Section("step time by group", ("group", *_ERRORS, "inside intervals"), rows)
 
 
 def _inside(counts: Table) -> str:

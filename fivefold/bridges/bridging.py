@@ -215,13 +215,6 @@ class ForeignPlan:
         return (*self.notes, *unknown)
 
 
-def target_of(name: str) -> Target:
-    """A target by its name."""
-    if name not in TARGETS:
-        raise UnknownName("emit target", name, list(TARGETS))
-    return TARGETS[name]
-
-
 def _unpriced(_values: Values) -> Priced | None:
     return None
 
@@ -231,7 +224,10 @@ def emit_plan(
 ) -> EmittedPlan:
     """The plan as a file of a framework; `price` estimates it, for what is lost. Keys that depend
     on our `unplanned` ones are left out."""
-    target, options = target_of(name), plan.options
+    # A target by its name.
+    if name not in TARGETS:
+        raise UnknownName("emit target", name, list(TARGETS))
+    target, options = TARGETS[name], plan.options
     shape = replace(plan.shape, tuning=None)
     expressed = express(target, values_of(plan), (options.model, options.set, shape), price)
     file_losses = [loss for loss in expressed.losses if not (loss.left and loss.key in unplanned)]

@@ -24,8 +24,7 @@ from fivefold.core.model import presets as models
 # Megatron's text of a pipeline, `Et*3|(tt|)*29,m|L`, to layers per stage and back.
 #
 # Letters: E embedding, t decoder layer, m multi-token-prediction layer, L loss. A bar ends a stage,
-# a
-# star repeats the letter or the brackets before it, commas have no meaning. The stages are in the
+# a star repeats the letter or the brackets before it, commas have no meaning. The stages are in the
 # order of the model: with v virtual stages a rank, rank i has stages i, i + p, … .
 
 _WORD = re.compile(r"([EtmL|()])|\*(\d{1,9})")
@@ -147,8 +146,7 @@ def _expanded(tokens: list[str], text: str) -> str:
 # The arguments that describe a model to Megatron-LM, as a shape and back.
 #
 # A few things of a shape are fixed by the kind of model that `pretrain_gpt.py` trains; where a
-# shape
-# has something else, the arguments do not describe it, and its name in our comment does.
+# shape has something else, the arguments do not describe it, and its name in our comment does.
 
 _USUAL_VOCABULARY = 128_000  # for a file that leaves it to a tokenizer
 # Arguments, our keys and their types.

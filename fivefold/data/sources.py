@@ -26,9 +26,9 @@ from fivefold.data.table_files import TABLES
 # The rows of a `.json` file: one array of objects, read a megabyte at a time.
 #
 # An element is decoded once all of it is there, so that memory is that of a block and of the
-# largest
-# element, however long the array is. An element that is broken is told from one that goes on in the
-# next block by the place of the decoder's error, so that a broken one is not followed to the end.
+# largest element, however long the array is. An element that is broken is told from one that goes
+# on in the next block by the place of the decoder's error, so that a broken one is not followed to
+# the end.
 
 _SPACES, _BOM = re.compile(r"[ \t\r\n]*"), "\ufeff"
 _ARRAY = re.compile(rb"\s*\[\s*\{")

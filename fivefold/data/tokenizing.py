@@ -50,8 +50,7 @@ from fivefold.data.sources import BLOCK, RowBlock, Sources, read_blocks
 #
 # Each process has a pipe and, in this process, a thread that feeds it. A few items for each process
 # are under way at a time, so that memory does not grow with their number. A process whose parent
-# was
-# killed reads the end of its pipe, and ends.
+# was killed reads the end of its pipe, and ends.
 
 T, R = TypeVar("T"), TypeVar("R")
 _AHEAD = 3  # items for each process: one that it has, and those that wait

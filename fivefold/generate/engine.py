@@ -42,9 +42,8 @@ from fivefold.generate.scheduler import ScheduleLimits, Scheduler
 # The next token of a sequence, from its logits.
 #
 # The random number of a token is a hash of seed, request id and index in the completion. Nothing
-# else
-# is in it: batch, order and layout draw the same tokens from the same logits. Log-probabilities are
-# those of the model, before temperature and filters, as training computes them.
+# else is in it: batch, order and layout draw the same tokens from the same logits. Log-
+# probabilities are those of the model, before temperature and filters, as training computes them.
 #
 # Legend: N rows, V vocabulary.
 

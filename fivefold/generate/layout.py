@@ -84,15 +84,14 @@ from fivefold.parallel import (
 # order. Here a forward always has the same number of tokens: every token is a sequence of its own,
 # prompts too, and tokens of no sequence fill the rest. So norms, routers and collectives have one
 # size, and attention is that of single queries, whose splits depend on their position alone.
-# Matmuls
-# have tiles of fixed size (`generate/tiles.py`). Under tp, ranks add in rank order
+# Matmuls have tiles of fixed size (`generate/tiles.py`). Under tp, ranks add in rank order
 # (`parallel/rank_order.py`).
 #
 # Splits   steps into `step_size` tokens; prompts are read in chunks of at most so many.
 # Moves    nothing more.
 # Costs    a decode of few sequences multiplies full tiles. A long prompt reads all weights once for
-# every step, and its attention reads all keys for every token. `benchmarks/decode.py` prints
-# the ratio.
+#          every step, and its attention reads all keys for every token. `benchmarks/decode.py`
+#          prints the ratio.
 # Refuses  cp, whose ranks have keys by the blocks that were free.
 #
 # Legend: T tokens of a step, V vocabulary.
@@ -159,11 +158,11 @@ def fix_tiles(decoder: Decoder) -> None:
 # Weights from a running training job into a generator on the same ranks, without a file.
 #
 # Splits   what a rank of the job owns, and what a rank of the generator has, are both boxes of the
-# full weights (`core/layout/weight_table.py`), as in a checkpoint. Which element goes where
-# follows.
+#          full weights (`core/layout/weight_table.py`), as in a checkpoint. Which element goes
+#          where follows.
 # Moves    every element of a generator's shard once, from one rank that owns it: from the rank
-# itself where it can, else from one of the owners, in turn. All-to-alls of a few weights at
-# a time, in the generator's type.
+#          itself where it can, else from one of the owners, in turn. All-to-alls of a few weights
+#          at a time, in the generator's type.
 # Costs    the bytes of the generator's shards on each rank, and a bucket of memory.
 #
 # Ranks tell one another their boxes once; every later refit only moves values.
@@ -383,20 +382,18 @@ def _buckets(by_weight: Iterable[list[WeightMove]]) -> Iterator[list[WeightMove]
 # The context dimension of generation: the tokens of a step, and the cache, over cp ranks.
 #
 # Splits   the tokens of a step into as many for every rank, in order: each computes its own,
-# outside
-# of attention. The blocks of the cache: rank r owns blocks r, r + cp, r + 2·cp and so on,
-# and those of a sequence go round the ranks (`blocks.py`).
+#          outside of attention. The blocks of the cache: rank r owns blocks r, r + cp, r + 2·cp and
+#          so on, and those of a sequence go round the ranks (`blocks.py`).
 # Moves    in each layer queries, keys and values of a step, by one all-gather, T·(H·d + K·(d + v));
-# each rank writes the keys that it owns, and attends with all queries to its own blocks.
-# What it finds goes to the ranks of the tokens with its log-sum-exp, by one all-to-all,
-# T·H·(v + 1) in float32 or wider. What is in the cache never moves.
+#          each rank writes the keys that it owns, and attends with all queries to its own blocks.
+#          What it finds goes to the ranks of the tokens with its log-sum-exp, by one all-to-all,
+#          T·H·(v + 1) in float32 or wider. What is in the cache never moves.
 # Costs    1/cp of the cache and of attention on a rank, whatever is prefill and what decode.
 # Wins     when the cache of long texts does not fit, or takes long to read.
 # Refuses  kinds of cp that exchange tokens for heads.
 #
 # A rank may own no key that a query sees: the log-sum-exp is then −inf, and its weight 0. Every
-# token
-# sees itself, so the sum over ranks is never −inf. Ranks are summed in their order.
+# token sees itself, so the sum over ranks is never −inf. Ranks are summed in their order.
 #
 # Legend: T tokens of a step, M = T / cp tokens of this rank, n of one sequence, H query heads, K
 # key/value heads, G = H / K, L keys, d width of a head, v that of a value head, C = cp.

@@ -38,10 +38,9 @@ from fivefold.huggingface.names import fuses_linears, to_hf
 #
 # A module there has the experts of a layer in two parameters, `gate_up_proj` (gate above up) and
 # `down_proj`. PEFT wraps the module once for each parameter, gate and up inside. A is the factors
-# of
-# all experts one below another, (experts · rank) × inputs; B is outputs × (rank · experts). Where
-# gate and up have adapters of their own, the parameter has one of twice the rank: A has both, and B
-# has them on its diagonal. An adapter of the plain rank has one A for both.
+# of all experts one below another, (experts · rank) × inputs; B is outputs × (rank · experts).
+# Where gate and up have adapters of their own, the parameter has one of twice the rank: A has both,
+# and B has them on its diagonal. An adapter of the plain rank has one A for both.
 
 Sizes = Mapping[str, tuple[int, ...]]
 FUSED, DOWN = "gate_up_proj", "down_proj"

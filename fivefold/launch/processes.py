@@ -49,8 +49,7 @@ from fivefold.launch.worker import StopRequest, Worker, stop_signals
 
 # Temporary folders: in one forked ranks meet, in another a server has its sockets. Those that a
 # killed process left are removed by the next one: the operating system takes the lock on its
-# owner's
-# file away with the process.
+# owner's file away with the process.
 
 _RANKS = "fivefold-ranks-"
 _OWNER = "owner"
@@ -89,10 +88,8 @@ def sweep(parent: Path, prefix: str = _RANKS) -> None:
 # What a rank says to the process that forked it, without ever waiting for that process.
 #
 # Messages go into the socket at once as long as it has room. If the other process does not read,
-# the
-# rest waits here, and a thread sends it when there is room again. Beyond a limit the oldest
-# messages
-# that only inform are dropped and counted; results are never.
+# the rest waits here, and a thread sends it when there is room again. Beyond a limit the oldest
+# messages that only inform are dropped and counted; results are never.
 
 _MOST_BYTES = 16 << 20  # that wait
 _DROPPED = ("phase", "detail", "report")

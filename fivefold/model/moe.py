@@ -45,7 +45,9 @@ _COLUMNS = 16  # of ones: a width that grouped matmuls take
 def grouped_matmul(x_MI: Tensor, weight_EOI: Tensor, ends_E: Tensor) -> Tensor:
     """One matmul for each expert: its rows, which stop at its end, times its weight."""
     if not _has_kernel(x_MI, weight_EOI.shape[1]):
-        return _one_by_one(x_MI, weight_EOI, ends_E)
+        ends = ends_E.tolist()
+        rows = zip(weight_EOI.unbind(), [0, *ends], ends, strict=False)
+        return torch.cat([F.linear(x_MI[start:end], weight_OI) for weight_OI, start, end in rows])
     y_MO = F.grouped_mm(x_MI, weight_EOI.transpose(1, 2), offs=ends_E)
     return _ContiguousGradient.apply(y_MO)
 
@@ -65,12 +67,6 @@ def _has_kernel(x_MI: Tensor, outputs: int) -> bool:
     widths = (x_MI.shape[1], outputs)
     aligned = all(width * x_MI.element_size() % ALIGNMENT == 0 for width in widths)
     return aligned and x_MI.dtype != torch.float64
-
-
-def _one_by_one(x_MI: Tensor, weight_EOI: Tensor, ends_E: Tensor) -> Tensor:
-    ends = ends_E.tolist()
-    rows = zip(weight_EOI.unbind(), [0, *ends], ends, strict=False)
-    return torch.cat([F.linear(x_MI[start:end], weight_OI) for weight_OI, start, end in rows])
 
 
 class _ContiguousGradient(torch.autograd.Function):
@@ -249,18 +245,14 @@ def choose_experts(scores_NE: Tensor, bias_E: Tensor | None, moe: Moe) -> Tensor
     """The best experts of each token, by score plus bias, within the best groups."""
     ranked_NE = scores_NE if bias_E is None else scores_NE + bias_E
     if moe.groups_kept < moe.groups:
-        ranked_NE = _within_groups(ranked_NE, moe)
+        # Minus infinity for experts outside the best groups of a token.
+        grouped_NGE = ranked_NE.unflatten(1, (moe.groups, -1))
+        summed = 1 if moe.group_score == "max" else min(2, grouped_NGE.shape[2])
+        group_scores_NG = grouped_NGE.topk(summed, dim=2).values.sum(2)
+        best_NG = torch.zeros_like(group_scores_NG, dtype=torch.bool)
+        best_NG = best_NG.scatter(1, _best(group_scores_NG, moe.groups_kept), True)
+        ranked_NE = grouped_NGE.masked_fill(~best_NG[:, :, None], float("-inf")).flatten(1)
     return _best(ranked_NE, moe.top_k)
-
-
-def _within_groups(ranked_NE: Tensor, moe: Moe) -> Tensor:
-    """Minus infinity for experts outside the best groups of a token."""
-    grouped_NGE = ranked_NE.unflatten(1, (moe.groups, -1))
-    summed = 1 if moe.group_score == "max" else min(2, grouped_NGE.shape[2])
-    group_scores_NG = grouped_NGE.topk(summed, dim=2).values.sum(2)
-    best_NG = torch.zeros_like(group_scores_NG, dtype=torch.bool)
-    best_NG = best_NG.scatter(1, _best(group_scores_NG, moe.groups_kept), True)
-    return grouped_NGE.masked_fill(~best_NG[:, :, None], float("-inf")).flatten(1)
 
 
 def _best(scores: Tensor, count: int) -> Tensor:

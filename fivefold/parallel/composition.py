@@ -66,8 +66,8 @@ from fivefold.parallel.units import (
 #
 # A row lies on the ranks of the `row` axis: cp, and tp under sequence parallelism. What they count
 # there is summed, and what they have to decide is gathered; which tokens a rank has is known from
-# the
-# layout alone. What a step records of its experts is summed over the world together with its loss.
+# the layout alone. What a step records of its experts is summed over the world together with its
+# loss.
 
 
 class Route(NamedTuple):

@@ -214,7 +214,16 @@ class RunFolder:
 
 def read_summary(path: Path, warn: Callable[[str], None] = lambda damage: None) -> Summary:
     """The summary of a run, from its records."""
-    starts = _starts(read_starts(path / RUN))
+    # The starts of a run, in seconds since the first start.
+    tables = read_starts(path / RUN)
+    first = tables[0]["began"]
+    starts: list[RunStart] = []
+    for table in tables:
+        began, ended = table["began"] - first, table.get("ended")
+        if ended is None:
+            starts.append(RunStart(began, None, {}))
+        else:
+            starts.append(RunStart(began, ended["at"] - first, ended["spent"]))
     checkpoints = [*(path / CHECKPOINTS).glob("step-*/manifest.json")]
     metrics, lost = read_lines(path / METRICS), read_lines(path / LOST)
     for damage in (metrics.damage, lost.damage):
@@ -232,19 +241,6 @@ def read_starts(path: Path) -> list[dict[str, Any]]:
             raise ValueError("it has no start")
     except (ValueError, KeyError, TypeError) as error:
         raise BadFile(str(path), [f"{error}; give the folder of a run"]) from error
-    return starts
-
-
-def _starts(tables: Sequence[Mapping[str, Any]]) -> list[RunStart]:
-    """The starts of a run, in seconds since the first start."""
-    first = tables[0]["began"]
-    starts: list[RunStart] = []
-    for table in tables:
-        began, ended = table["began"] - first, table.get("ended")
-        if ended is None:
-            starts.append(RunStart(began, None, {}))
-        else:
-            starts.append(RunStart(began, ended["at"] - first, ended["spent"]))
     return starts
 
 

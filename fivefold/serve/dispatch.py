@@ -35,10 +35,8 @@ from fivefold.serve.schema import ApiError, AskedText
 # Replicas: the state of each, and which one takes a request.
 #
 # A request goes to the replica that has the least to do for it: the tokens that its open requests
-# may
-# have in the end, and those of the prompt that its cache does not know. So replicas are loaded
-# alike,
-# and prompts with a common beginning meet where it was computed.
+# may have in the end, and those of the prompt that its cache does not know. So replicas are loaded
+# alike, and prompts with a common beginning meet where it was computed.
 #
 # Where prompts have engines of their own, a request takes a place in one of both kinds at once: it
 # begins only if there is room for all of it, and its cache never waits for an engine.
@@ -178,12 +176,9 @@ def least_loaded(
 # Requests that wait for an engine, in turn between clients.
 #
 # Each client has a queue of its own, and the queues are served round robin, a sequence at a time:
-# who
-# sends a thousand requests waits for them, and nobody else does. All queues together have a limit.
-# A
-# newcomer that finds them full takes the place of the newest call of the client that has the most,
-# if
-# that one has clearly more than its own client; else it is refused.
+# who sends a thousand requests waits for them, and nobody else does. All queues together have a
+# limit. A newcomer that finds them full takes the place of the newest call of the client that has
+# the most, if that one has clearly more than its own client; else it is refused.
 
 
 class QueuedItem(Protocol):

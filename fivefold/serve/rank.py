@@ -4,8 +4,8 @@ All ranks of a layout have to add the same requests before the same step. So ran
 commands and broadcasts them before every step, over a local socket and not by a collective, which
 would time out while nothing comes. Tokens are not broadcast: every rank sees those drawn.
 
-An engine that only computes prompts sends the cache of each to another one, from rank to rank. There
-the leader waits until all ranks have theirs, and adds the request then.
+An engine that only computes prompts sends the cache of each to another one, from rank to rank.
+There the leader waits until all ranks have theirs, and adds the request then.
 """
 
 from __future__ import annotations
@@ -62,10 +62,9 @@ from fivefold.serve.links import (
 #
 # Pieces travel over sockets of this machine, straight from rank to rank, in threads beside the loop
 # of steps. A rank that goes on has a socket for each of its starts: what was meant for an engine
-# that
-# has died never reaches the one that was started in its place. A cache is complete on a rank when
-# all
-# its pieces are there; when it is complete on all ranks of a replica, the leader adds the request.
+# that has died never reaches the one that was started in its place. A cache is complete on a rank
+# when all its pieces are there; when it is complete on all ranks of a replica, the leader adds the
+# request.
 #
 # Every sequence that the API process announces is taken in or forgotten, so nothing stays.
 

@@ -42,8 +42,7 @@ from fivefold.serve.rank import API_SOCKET, EngineUp, RankBeat, ServeTask, serve
 # ends with the API, and its ranks end with it.
 #
 # Every rank says that it lives after each step, and how long its next silence may be. An engine
-# that
-# is silent for longer is lost: a stopped rank keeps all others waiting.
+# that is silent for longer is lost: a stopped rank keeps all others waiting.
 #
 # An engine that was up and has lost a rank is started again, after a pause that doubles, at most so
 # many times; after an hour of service the count begins anew.

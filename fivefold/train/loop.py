@@ -57,11 +57,9 @@ from fivefold.train.state import Progress, Sketch, TrainedRank, TrainSettings
 #
 # The sketch of a weight's gradient G is L·G·R, where L and R have few rows and columns of random
 # signs. It is linear, so that the sketches of all shards add up to that of the full gradient, in
-# any
-# layout, and only 64 numbers a tensor travel. The norm of the difference of two sketches is that of
-# the gradients within some tens of percent: a scale that is wrong by 1e-3 shows as 1e-3, and so
-# does
-# a shard that is wrong or at the wrong place.
+# any layout, and only 64 numbers a tensor travel. The norm of the difference of two sketches is
+# that of the gradients within some tens of percent: a scale that is wrong by 1e-3 shows as 1e-3,
+# and so does a shard that is wrong or at the wrong place.
 
 STEPS = 3  # whose gradients are compared: rounding errors grow from update to update
 _SIGNS = 8  # rows of L, and columns of R

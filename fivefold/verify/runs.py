@@ -34,8 +34,7 @@ from fivefold.verify.reference import Delayed, Truth, as_array
 #
 # It is a second count beside `Mesh.records`: a collective that was forgotten there, or added
 # elsewhere, shows up here. It costs a Python call for each operator and disables compilation, so
-# only
-# `verify` uses it.
+# only `verify` uses it.
 
 # The kind of each operator, and which of its arguments is the input buffer.
 _KINDS = {

@@ -35,8 +35,7 @@ from fivefold_page.learn.lesson import (
 # The stations of a layer from the second norm to its end: router, experts, shared experts.
 #
 # Legend: N tokens of a microbatch on one rank, d width, E experts, K experts per token, f width of
-# an
-# expert. A slot is one token on one of its experts.
+# an expert. A slot is one token on one of its experts.
 
 
 class _Sizes(NamedTuple):
@@ -79,7 +78,17 @@ def experts(layer: Layer, moe: Moe) -> Iterator[Station]:
     yield _expert_mlps(layer, moe, tokens)
     yield _combine(layer, sizes, tokens, moe)
     if layout.etp > 1:
-        yield _leave_width(layer, tokens)
+        row = layer.plan.shape.width * layer.itemsize
+        yield Station(
+            "leave experts",
+            "sum of experts",
+            "The partial sums of the shards of every expert are added up.",
+            "Nothing happens: every rank has the whole gradient.",
+            own_tokens(layer, "results"),
+            "etp",
+            forward=layer.take("etp", "all_reduce", tokens * row, "results"),
+            pair=("all-reduce", "identity"),
+        )
     yield Station(
         "add",
         "weigh and add",
@@ -121,20 +130,6 @@ def _enter_width(layer: Layer, moe: Moe, tokens: int) -> Station:
         "etp",
         backward=backward,
         pair=("identity", "all-reduce"),
-    )
-
-
-def _leave_width(layer: Layer, tokens: int) -> Station:
-    row = layer.plan.shape.width * layer.itemsize
-    return Station(
-        "leave experts",
-        "sum of experts",
-        "The partial sums of the shards of every expert are added up.",
-        "Nothing happens: every rank has the whole gradient.",
-        own_tokens(layer, "results"),
-        "etp",
-        forward=layer.take("etp", "all_reduce", tokens * row, "results"),
-        pair=("all-reduce", "identity"),
     )
 
 
@@ -339,7 +334,17 @@ def stations(layer: Layer) -> tuple[Station, ...]:
         _fetch(layer),
         *attention(layer),
         *experts(layer, moe),
-        _discard(layer),
+        Station(
+            "discard",
+            "ZeRO-3: discard weights",
+            "The whole weights are let go; this rank's slice stays.",
+            "Backward needs the weights again: they are gathered once more.",
+            axis="dp",
+            backward=layer.take_any("fsdp", "all_gather", "dense weights, again")
+            + layer.take_any("edp", "all_gather", "experts, again"),
+            pair=("free", "all-gather weights"),
+            beside=True,
+        ),
         _boundary(layer),
     )
     remainder = layer.take_rest()
@@ -369,20 +374,6 @@ def _fetch(layer: Layer) -> Station:
         backward=layer.take_any("fsdp", "reduce_scatter", "dense gradients of the layer")
         + layer.take_any("edp", "reduce_scatter", "gradients of the layer's experts"),
         pair=("all-gather weights", "reduce-scatter gradients"),
-        beside=True,
-    )
-
-
-def _discard(layer: Layer) -> Station:
-    return Station(
-        "discard",
-        "ZeRO-3: discard weights",
-        "The whole weights are let go; this rank's slice stays.",
-        "Backward needs the weights again: they are gathered once more.",
-        axis="dp",
-        backward=layer.take_any("fsdp", "all_gather", "dense weights, again")
-        + layer.take_any("edp", "all_gather", "experts, again"),
-        pair=("free", "all-gather weights"),
         beside=True,
     )
 

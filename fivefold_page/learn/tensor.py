@@ -25,8 +25,7 @@ from fivefold_page.learn.tensor_example import INNER, PARTS, Example, Matrix, ro
 # The frames of the tensor panel: the equations of every rank, step by step.
 #
 # An equation is a list of matrices and signs. A matrix has its numbers, its kind, and a `part`:
-# which
-# rows or columns of the full matrix it has.
+# which rows or columns of the full matrix it has.
 
 Equation = list[View | str]
 _MIRRORED = (

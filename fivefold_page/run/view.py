@@ -42,7 +42,12 @@ _CHANGE = 0.01  # share of a step
 def history(facts: RunFacts) -> View:
     """The time line; an evaluation names its sets."""
     facts = _timed(facts)
-    records = _by_start(facts)
+    # The records of each start, those of lost steps too.
+    groups: list[list[StepRecord]] = [[] for _ in facts.starts]
+    for record in (*facts.records, *facts.lost):
+        if record.restart < len(groups):
+            groups[record.restart].append(record)
+    records = [sorted(group, key=lambda entry: entry.step) for group in groups]
     starts = [_start(facts, number, step_records) for number, step_records in enumerate(records)]
     by_lane = {
         "failure": [*_failures(facts, starts, records)],
@@ -76,15 +81,6 @@ def _timed(facts: RunFacts) -> RunFacts:
 
     lost = tuple(map(with_wall, facts.lost))
     return replace(facts, records=tuple(map(with_wall, facts.records)), lost=lost)
-
-
-def _by_start(facts: RunFacts) -> list[list[StepRecord]]:
-    """The records of each start, those of lost steps too."""
-    groups: list[list[StepRecord]] = [[] for _ in facts.starts]
-    for record in (*facts.records, *facts.lost):
-        if record.restart < len(groups):
-            groups[record.restart].append(record)
-    return [sorted(group, key=lambda entry: entry.step) for group in groups]
 
 
 def _start(facts: RunFacts, number: int, records: list[StepRecord]) -> View:
@@ -332,7 +328,11 @@ def state(facts: RunFacts) -> str:
             f"silent for {rough_duration(facts.idle_s)} after {where}: it died, or it hangs; "
             "--resume goes on after its newest checkpoint"
         )
-    eta = _eta(facts, steps)
+    # Seconds to the last step, as in the step line: by the newest steps of this start.
+    pace, number, seconds = Pace(), len(facts.starts) - 1, None
+    for record in (entry for entry in facts.records if entry.restart == number):
+        seconds = None if steps is None else pace.eta(record, steps)
+    eta = None if seconds is None or seconds < 0 else seconds
     left = "" if eta is None else f", about {rough_duration(eta)} to go"
     return f"running: {where}{left}, last heard {rough_duration(facts.idle_s)} ago"
 
@@ -342,14 +342,6 @@ def _is_silent(facts: RunFacts) -> bool:
     recent = (record.interval for record in facts.records[-_WINDOW:])
     long = [_SILENT_STEPS * seconds for seconds in recent if seconds is not None]
     return facts.idle_s > max([_LEAST_SILENCE_S, *long])
-
-
-def _eta(facts: RunFacts, steps: int | None) -> float | None:
-    """Seconds to the last step, as in the step line: by the newest steps of this start."""
-    pace, number, seconds = Pace(), len(facts.starts) - 1, None
-    for record in (entry for entry in facts.records if entry.restart == number):
-        seconds = None if steps is None else pace.eta(record, steps)
-    return None if seconds is None or seconds < 0 else seconds
 
 
 def goodput(summary: Summary) -> View:

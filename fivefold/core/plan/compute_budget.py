@@ -26,9 +26,8 @@ from fivefold.core.plan.plan import Plan, PlanOptions, resolve
 # They hold for mixed-precision Adam, GPT layers and half precision, and round what a plan counts:
 # `fivefold plan` without `--set textbook=true` derives every byte of the model at hand. Ψ is the
 # number of parameters, by the model's name where it says one (70B), s the tokens of a sequence, b
-# the
-# sequences of a microbatch, h the width, a the heads, L the layers, N the data ranks, t the tensor
-# ranks, p the stages, m the microbatches.
+# the sequences of a microbatch, h the width, a the heads, L the layers, N the data ranks, t the
+# tensor ranks, p the stages, m the microbatches.
 #
 # Sources: Rajbhandari et al., ZeRO (1910.02054) for states and volumes; Korthikanti et al.
 # (2205.05198) for activations; Narayanan et al. (2104.04473) for FLOPs and the bubble.

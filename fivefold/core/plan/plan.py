@@ -394,7 +394,17 @@ def resolve(options: PlanOptions, *, small: bool = False) -> Plan:
         raise FivefoldError(f"tp_overlap {number}: choose 0 for none, 1, or a number of chunks")
     job = job_of(options, family, seq)
     rules.check(layout, shape, **job)
-    batch = _batch(options, family, layout, seq)
+    # Complete the batch identity, with a number of microbatches that the schedule can run.
+    count = options.microbatches
+    if count is None and options.batch is None:
+        count = family.smallest_count(2 * layout.pp, layout.pp, layout.chunks)
+    batch = Batch.resolve(
+        layout.dp,
+        seq,
+        batch=options.batch,
+        microbatch_size=options.microbatch_size,
+        microbatches=count,
+    )
     text = options.stage_layers
     counts = None if text is None else splits.parse_stage_layers(text)
     if family.name == AUTO and layout.pp > 1:
@@ -476,20 +486,6 @@ def _default_seq(layout: Layout, shape: Shape, small: bool) -> int:
     return min(_LONGEST_DEFAULT, shape.max_seq)
 
 
-def _batch(options: PlanOptions, family: Family, layout: Layout, seq: int) -> Batch:
-    """Complete the batch identity, with a number of microbatches that the schedule can run."""
-    count = options.microbatches
-    if count is None and options.batch is None:
-        count = family.smallest_count(2 * layout.pp, layout.pp, layout.chunks)
-    return Batch.resolve(
-        layout.dp,
-        seq,
-        batch=options.batch,
-        microbatch_size=options.microbatch_size,
-        microbatches=count,
-    )
-
-
 def _searched(options: PlanOptions, layout: Layout, batch: Batch) -> Layout:
     """The layout with as many chunks as a search chooses, at most its own.
 
@@ -538,7 +534,12 @@ def options_from(target: str | PlanOptions, changes: Mapping[str, Any]) -> PlanO
     options = _read_target(target) if isinstance(target, str) else target
     values["set"] = {**options.set, **values.get("set", {})}
     values["train"] = replace(options.train, **values.get("train", {}))
-    return replace(options, **_outdated(options, values), **values)
+    # What the file derived from its layout or schedule is derived again if these change.
+    changed = {
+        key for key in _DERIVED if values.get(key, getattr(options, key)) != getattr(options, key)
+    }
+    derived = {name for key in changed for name in _DERIVED[key]}
+    return replace(options, **dict.fromkeys(derived - values.keys()), **values)
 
 
 def says_layout(target: str) -> bool:
@@ -550,12 +551,3 @@ def _read_target(target: str) -> PlanOptions:
     if not Path(target).is_file():
         raise BadFile(target, ["no such plan file; write one with: fivefold plan MODEL -o FILE"])
     return read(Path(target))
-
-
-def _outdated(options: PlanOptions, values: Mapping[str, Any]) -> dict[str, None]:
-    """What the file derived from its layout or schedule is derived again if these change."""
-    changed = {
-        key for key in _DERIVED if values.get(key, getattr(options, key)) != getattr(options, key)
-    }
-    derived = {name for key in changed for name in _DERIVED[key]}
-    return dict.fromkeys(derived - values.keys())

@@ -33,11 +33,9 @@ from fivefold.cost.traffic.layers import UNEVEN_AXES
 # Which ranks of a job differ, and whether their collectives match.
 #
 # The ranks of a group must issue the same collectives in the same order, with the same kind and
-# size,
-# or the job hangs. Collectives of the same ranks on different axes share one order, because a small
-# job has one group for several axes. Messages have an order of their own for each direction of a
-# pair
-# of ranks: what the source sends, in the order in which the target receives.
+# size, or the job hangs. Collectives of the same ranks on different axes share one order, because a
+# small job has one group for several axes. Messages have an order of their own for each direction
+# of a pair of ranks: what the source sends, in the order in which the target receives.
 
 _FEW = 16  # jobs up to this size are looked at rank by rank
 _AXES = ("tp", "cp", "dp")

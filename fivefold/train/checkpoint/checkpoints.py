@@ -65,13 +65,11 @@ from fivefold.train.checkpoint.threads import NUM_STREAMS, in_threads
 # Copies of a rank's boxes in host memory: of the moment of the save, whatever the next steps do.
 #
 # The boxes are copied in slabs, in the order in which they are written, and a slab is written as
-# soon
-# as it is copied. All saves of a run use the same memory. It can be made before the first of them:
-# the pages of 20 GiB take seconds, and a host with too little memory says so at once.
+# soon as it is copied. All saves of a run use the same memory. It can be made before the first of
+# them: the pages of 20 GiB take seconds, and a host with too little memory says so at once.
 #
 # Where states are on a disk, memory is scarce and every save waits: nothing is copied, and all
-# boxes
-# are read as they are written.
+# boxes are read as they are written.
 
 SLAB_BYTES = 1 << 30
 _ALIGNMENT = 64  # bytes, of every copy in a slab
@@ -134,7 +132,13 @@ class Snapshot:
             _synchronise(source.read() for source in self._in_place if not source.tensor.on_disk)
             self._settled.set_result(None)
             for slab, copied in self._slabs:
-                self._copy(slab)
+                values = {source.index: source.read() for source in slab}
+                if slab[0].index not in self._copies:
+                    pinned = any(value.is_cuda for value in values.values())
+                    self._copies.update(_allocated(slab, pinned))
+                for index, value in values.items():
+                    self._copies[index].copy_(value, non_blocking=True)
+                _synchronise(values.values())  # threads read the copies that may be under way
                 copied.set_result(None)
         except BaseException as error:
             reason = error if isinstance(error, Exception) else RankFailure("it was interrupted")
@@ -142,15 +146,6 @@ class Snapshot:
                 if not waited.done():
                     waited.set_exception(reason)
             raise
-
-    def _copy(self, slab: Sequence[BoxSource]) -> None:
-        values = {source.index: source.read() for source in slab}
-        if slab[0].index not in self._copies:
-            pinned = any(value.is_cuda for value in values.values())
-            self._copies.update(_allocated(slab, pinned))
-        for index, value in values.items():
-            self._copies[index].copy_(value, non_blocking=True)
-        _synchronise(values.values())  # threads read the copies that may be under way
 
     def _read(self, index: MetadataIndex, copied: Future[None]) -> Tensor:
         copied.result()
