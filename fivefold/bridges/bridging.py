@@ -86,8 +86,6 @@ def _values_of(target: Target, key: str, has_experts: bool) -> frozenset[int | s
 
 # What a file leaves open: ranks of data parallelism, and the batch identity.
 
-_AXES = ("replicate", "tp", "pp", "cp", "ep", "etp")
-
 
 def complete(
     target: Target, read: Values, gpus: int | None, launched: int | None

@@ -265,13 +265,13 @@ def find_model(flat: Flat) -> FoundModel:
     return FoundModel(models.to_text(shape), KNOWN, tuple(notes))
 
 
-def _numbers(flat: Flat, keys: tuple[tuple[str, str, type], ...]) -> dict[str, Any]:
+def _typed_values(flat: Flat, keys: tuple[tuple[str, str, type], ...]) -> dict[str, Any]:
     rows = [row for row in keys if flat.get(row[0]) is not None]
     return {ours: typed(flat[theirs], kind, theirs) for theirs, ours, kind in rows}
 
 
 def _shape(flat: Flat, notes: list[str]) -> Shape:
-    fields = _numbers(flat, _SIZES)
+    fields = _typed_values(flat, _SIZES)
     gated = bool(flat.get("swiglu"))
     fields.setdefault("ffn", (8 * fields["width"] // 3 if gated else 4 * fields["width"]))
     if not flat.get("group-query-attention") or "kv_heads" not in fields:
@@ -304,7 +304,7 @@ def _shape(flat: Flat, notes: list[str]) -> Shape:
     if flat.get("multi-latent-attention"):
         mla = Mla(
             **{"kv_rank": 32, "nope_dim": 128, "rope_dim": 64, "value_dim": 128}
-            | _numbers(flat, _LATENTS)
+            | _typed_values(flat, _LATENTS)
         )
         fields |= {"mla": mla, "head_dim": mla.nope_dim + mla.rope_dim, "qk_norm": "none"}
         fields["kv_heads"] = fields["heads"]
@@ -330,12 +330,12 @@ def _other_attention(flat: Flat, head_dim: int) -> dict[str, Any]:
     if variant:
         sizes: dict[str, Any] = {"attention_every": 4, "kernel": 4, "heads": 32, "key_heads": 16}
         sizes |= {"head_dim": 128, "key_dim": 128}
-        fields["hybrid"] = Hybrid(**(sizes | _numbers(flat, _RECURRENCE)))
+        fields["hybrid"] = Hybrid(**(sizes | _typed_values(flat, _RECURRENCE)))
     return fields
 
 
 def _moe(flat: Flat, ffn: int) -> Moe:
-    numbers: dict[str, Any] = {"top_k": 2, "ffn": ffn, **_numbers(flat, _EXPERTS)}
+    numbers: dict[str, Any] = {"top_k": 2, "ffn": ffn, **_typed_values(flat, _EXPERTS)}
     numbers["shared"] = 1 if numbers.get("shared_ffn") else 0
     numbers["shared_gated"] = bool(flat.get("moe-shared-expert-gate"))
     score = str(flat.get("moe-router-score-function", "softmax"))

@@ -230,7 +230,7 @@ def parsed(text: str) -> Any:
 # pair is one document: nothing parts it. Its mask has 1 for each token with a loss, and 2 more for
 # each token of the rejected text. What both texts begin with has no loss: it would cancel.
 
-CHOSEN_COLUMN, REJECTED_COLUMN, _PROMPT, _TOOLS = "chosen", "rejected", "prompt", "tools"
+CHOSEN_COLUMN, REJECTED_COLUMN, _PROMPT = "chosen", "rejected", "prompt"
 Rendered = tuple[str, list[Any]]
 """A text, and the spans of its characters that the assistant says."""
 

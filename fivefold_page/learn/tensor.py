@@ -35,7 +35,7 @@ _MIRRORED = (
 
 def frames_of(example: Example) -> list[View]:
     """All frames of an example; `moves` has the kinds of their collectives."""
-    return [*_forward(example), *_backward(example), _other_order(example)]
+    return [*_forward(example), *_backward(example), _other_order_frame(example)]
 
 
 def overview(ex: Example) -> Equation:
@@ -207,7 +207,7 @@ def _reduced(ex: Example, mats: _Matrices, name: str) -> list[View]:
     return [{**frame, "one_device": _matrix(name, "whole", ex.one_device[name])}]
 
 
-def _other_order(ex: Example) -> View:
+def _other_order_frame(ex: Example) -> View:
     result = ex.other_order()
     names = " and ".join(ex.inner)
     ranks: list[list[Equation]] = []

@@ -35,7 +35,7 @@ _LANES = {
 _MOST_EVENTS = 400  # newest of each lane
 _MOST_SAMPLES = 50  # newest
 _TEXT_EVENTS, _TEXT_SAMPLES = 12, 4
-_BAR = 60  # columns of the wall time
+_WALL_BAR = 60  # columns of the wall time
 _CHANGE = 0.01  # share of a step
 
 
@@ -202,9 +202,9 @@ def history_text(view: View) -> list[str]:
     timeline = view["history"]
     lines, wall = ["time line"], timeline["wall_s"] or 1.0
     for entry in timeline["starts"]:
-        begin, end = (round(_BAR * entry[name] / wall) for name in ("from", "to"))
+        begin, end = (round(_WALL_BAR * entry[name] / wall) for name in ("from", "to"))
         bar = " " * begin + "█" * max(1, end - begin)
-        lines += [f"|{bar:<{_BAR + 1}}|", *wrapped(entry["says"])]
+        lines += [f"|{bar:<{_WALL_BAR + 1}}|", *wrapped(entry["says"])]
     for entry in timeline["events"][-_TEXT_EVENTS:]:
         lines += wrapped(entry["says"], f"{rough_duration(entry['at']):>8}  ")
     hidden = len(timeline["events"]) - _TEXT_EVENTS

@@ -121,10 +121,10 @@ def moved_corpora(spec: str, move: Callable[[str], str]) -> str:
         args = shlex.split(spec)
     except ValueError:
         return spec
-    return " ".join(shlex.quote(_moved(word, move)) for word in args)
+    return " ".join(shlex.quote(_moved_word(word, move)) for word in args)
 
 
-def _moved(word: str, move: Callable[[str], str]) -> str:
+def _moved_word(word: str, move: Callable[[str], str]) -> str:
     name, equals, tail = "", "", word
     if named := _NAMED.fullmatch(word):
         name, equals, tail = named[1], "=", named[2]
