@@ -129,7 +129,13 @@ def _value(hint: Any, value: Any, path: str, problems: list[str]) -> Any:
         if value not in arguments:
             problems.append(f"{path} = {value!r}: {did_you_mean(str(value), map(str, arguments))}")
         return value
-    return _scalar(hint, value, path, problems)
+    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    plain = hint in (int, float, str, bool)
+    if not plain or not isinstance(value, hint) or (hint is int and isinstance(value, bool)):
+        name = getattr(hint, "__name__", str(hint))
+        problems.append(f"{path} = {value!r}: expected {name}")
+    return value
 
 
 def _member(union: Any, value: Any) -> Any:
@@ -138,16 +144,6 @@ def _member(union: Any, value: Any) -> Any:
     literals = [member for member in members if typing.get_origin(member) is typing.Literal]
     named = [literal for literal in literals if value in typing.get_args(literal)]
     return [*named, *(member for member in members if member not in literals), *literals][0]
-
-
-def _scalar(hint: Any, value: Any, path: str, problems: list[str]) -> Any:
-    if hint is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
-    plain = hint in (int, float, str, bool)
-    if not plain or not isinstance(value, hint) or (hint is int and isinstance(value, bool)):
-        name = getattr(hint, "__name__", str(hint))
-        problems.append(f"{path} = {value!r}: expected {name}")
-    return value
 
 
 _COUNT = re.compile(r"([+-]?[0-9][0-9_]{0,30}(?:\.[0-9]{1,12})?(?:e\+?[0-9]{1,2})?)([kmbt]?)", re.I)

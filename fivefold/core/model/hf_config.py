@@ -72,18 +72,15 @@ def _smollm3(config: Config) -> Fields:
         config.problem("layer_types", "not supported; only full_attention is")
     own: Fields = {"mlp_bias": config.flag("mlp_bias", False)}
     own |= {"tied": config.flag("tie_word_embeddings", True)}
-    return fields | own | {"global_every": _without_positions(config, fields["layers"])}
-
-
-def _without_positions(config: Config, layers: int) -> int | None:
-    """Each n-th layer, which a list of zeros and ones may say."""
+    # Each n-th layer, which a list of zeros and ones may say.
+    layers = fields["layers"]
     every = config.integer("no_rope_layer_interval", 4)
     listed = config.items("no_rope_layers")
     if listed is not None and config.usable("num_hidden_layers"):
         every = listed.index(0) + 1 if 0 in listed else layers + 1
         if listed != [int((i + 1) % every != 0) for i in indices(layers)]:
             config.problem("no_rope_layers", "must be 0 for each n-th layer and 1 for the others")
-    return every if every <= layers else None
+    return fields | own | {"global_every": every if every <= layers else None}
 
 
 def _starcoder2(config: Config) -> Fields:
