@@ -106,12 +106,12 @@ class Recorded(transformers.Trainer):
 
     reference: Any  # the model before training
 
-    def __init__(self, *given: Any, **named: Any) -> None:
-        super().__init__(*given, **named)
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
         self.losses: list[float] = []
 
-    def training_step(self, *given: Any, **named: Any) -> Tensor:
-        loss = super().training_step(*given, **named)
+    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+        loss = super().training_step(*args, **kwargs)
         self.losses.append(float(loss))
         return loss
 
@@ -209,12 +209,12 @@ class Home:
             rows = [example(turns, self.tokenizer) for turns in conversations()[:ROWS]]
             places = [divmod(number, ROWS) for number in range(STEPS * BATCH)]
             return [rows[shuffle(SEED, epoch, index, ROWS)] for epoch, index in places]
-        found: list[Example] = []
+        sides: list[Example] = []
         for pair in pairs()[: BATCH // 2]:
             for side in ("chosen", "rejected"):
                 turns = [("user", pair["prompt"]), ("assistant", pair[side])]
-                found.append(example(turns, self.tokenizer))
-        return found * STEPS
+                sides.append(example(turns, self.tokenizer))
+        return sides * STEPS
 
     def ours(self, kind: str, curve: str, dtype: torch.dtype, layout: str, run: Path) -> Outcome:
         """By `fivefold train`, from the same folder."""
@@ -226,11 +226,11 @@ class Home:
         train |= {"dpo_beta": BETA} if kind == "dpo" else {}
         keys = " ".join(f"{key}={value}" for key, value in train.items())
         size = 1 if kind == "dpo" else MICROBATCH
-        words = [*f"train {run}/plan.toml --out {run} --resume --layout".split(), layout]
-        words += f"--seq {SEQ} --batch {BATCH} --microbatch-size {size}".split()
-        words += [*f"--dtype {str(dtype).removeprefix('torch.')} --set".split(), keys]
-        words += [] if kind == "dpo" else ["--set", "packed=true"]
-        run_fivefold(words, run.parent)
+        options = [*f"train {run}/plan.toml --out {run} --resume --layout".split(), layout]
+        options += f"--seq {SEQ} --batch {BATCH} --microbatch-size {size}".split()
+        options += [*f"--dtype {str(dtype).removeprefix('torch.')} --set".split(), keys]
+        options += [] if kind == "dpo" else ["--set", "packed=true"]
+        run_fivefold(options, run.parent)
         lines = (run / "metrics.jsonl").read_text().splitlines()
         records = [json.loads(line) for line in lines]
         tensors = read_checkpoint(max((run / "checkpoints").glob("step-*")))
@@ -252,7 +252,7 @@ def remake_rotary(model: Any) -> None:
 
 def name_of(name: str) -> str:
     """The name in transformers, or in PEFT, of a weight of ours."""
-    words = {
+    renamed = {
         **{"embed.": "model.embed_tokens.", "head.weight": "lm_head.weight"},
         **{"head.norm.": "model.norm.", "norm.weight": "model.norm.weight"},
         **{"blocks.": "model.layers.", "attention_norm": "input_layernorm"},
@@ -260,21 +260,21 @@ def name_of(name: str) -> str:
         **{"self_attn.out.": "self_attn.o_proj.", ".lora.a": ".lora_A.weight"},
         ".lora.b": ".lora_B.weight",
     }
-    words |= {f"self_attn.{part}.": f"self_attn.{part}_proj." for part in "qkv"}
-    words |= {f"mlp.{part}.": f"mlp.{part}_proj." for part in ("gate", "up", "down")}
-    for ours, theirs in words.items():
+    renamed |= {f"self_attn.{part}.": f"self_attn.{part}_proj." for part in "qkv"}
+    renamed |= {f"mlp.{part}.": f"mlp.{part}_proj." for part in ("gate", "up", "down")}
+    for ours, theirs in renamed.items():
         begins = ours in ("norm.weight", "embed.", "head.weight", "head.norm.")
         if name.startswith(ours) or not begins:
             name = name.replace(ours, theirs)
     return name
 
 
-def fivefold(words: str, folder: Path) -> None:
-    run_fivefold(words.split(), folder)
+def fivefold(command: str, folder: Path) -> None:
+    run_fivefold(command.split(), folder)
 
 
-def run_fivefold(words: list[str], folder: Path) -> None:
-    done = in_fork(words, folder)
+def run_fivefold(options: list[str], folder: Path) -> None:
+    done = in_fork(options, folder)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -341,7 +341,7 @@ CASES = [
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize(("kind", "curve", "layout"), CASES, ids=lambda word: word)
+@pytest.mark.parametrize(("kind", "curve", "layout"), CASES, ids=lambda value: value)
 def test_a_tuning_is_that_of_the_trainer(
     home: Home, kind: str, curve: str, layout: str, tmp_path: Path
 ) -> None:
@@ -360,5 +360,5 @@ def test_float32_is_as_near_as_rounding(home: Home, kind: str, tmp_path: Path) -
         for dtype in (torch.float64, torch.float32)
     )
     ours = home.ours(kind, "cosine", torch.float32, "dp=1", tmp_path / "run")
-    allowed, found = rounded.errors(exact), ours.errors(exact)
-    assert all(found[key] <= SAFETY * allowed[key] for key in allowed), (found, allowed)
+    allowed, differences = rounded.errors(exact), ours.errors(exact)
+    assert all(differences[key] <= SAFETY * allowed[key] for key in allowed), (differences, allowed)

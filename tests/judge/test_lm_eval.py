@@ -99,9 +99,9 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     home = tmp_path_factory.mktemp("lm-eval")
     saved(transformers.LlamaForCausalLM, transformers.LlamaConfig(**SIZES), home / "model")
     # The package asks the tokenizer for the token before a text without context.
-    words = Tokenizer.from_file(str(home / "model" / "tokenizer.json"))
+    tokenizer = Tokenizer.from_file(str(home / "model" / "tokenizer.json"))
     transformers.PreTrainedTokenizerFast(
-        tokenizer_object=words, bos_token="w1", eos_token="w39"
+        tokenizer_object=tokenizer, bos_token="w1", eos_token="w39"
     ).save_pretrained(home / "model")
     (home / "text.txt").write_text("\n".join(text(random.Random(i), 30) for i in range(40)))
     keys = "--seq 16 --batch 4 --set steps=3,lr=1e-2,data=tokens"
@@ -147,17 +147,17 @@ def test_metrics_are_those_of_the_package(
 ) -> None:
     monkeypatch.setenv("HF_HOME", str(home / "cache"))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    words = ["eval", "run", "--tasks", ",".join(TASKS), "--include-path", ".", "--json"]
-    words += ["--layout", layout, "--dtype", "float32", "--num-fewshot", str(shots)]
-    done = in_new_process(words, home)  # the package starts threads, after which no fork is safe
+    command = ["eval", "run", "--tasks", ",".join(TASKS), "--include-path", ".", "--json"]
+    command += ["--layout", layout, "--dtype", "float32", "--num-fewshot", str(shots)]
+    done = in_new_process(command, home)  # the package starts threads, after which no fork is safe
     assert done.returncode == 0, done.stdout + done.stderr
     ours, theirs = json.loads(done.stdout)["tasks"], published(home, shots)
     compared = 0
     for name, task in ours.items():
         assert task["samples"] == ROWS
         for metric, number in task["metrics"].items():
-            wanted = theirs[name].get(metric, theirs[name].get(f"{metric},none"))
-            assert math.isclose(number["value"], wanted, rel_tol=CLOSE), (name, metric)
+            expected = theirs[name].get(metric, theirs[name].get(f"{metric},none"))
+            assert math.isclose(number["value"], expected, rel_tol=CLOSE), (name, metric)
             if metric in MEANS:  # the package draws at random for the errors of other metrics
                 error = theirs[name][f"{metric}_stderr"]
                 assert math.isclose(number["stderr"], error, rel_tol=CLOSE), (name, metric)

@@ -54,11 +54,11 @@ class Planned:
 
     def counts(self, axis: str, kind: str) -> dict[int, int]:
         """How many collectives there are of each size."""
-        found: Counter[int] = Counter()
+        sizes: Counter[int] = Counter()
         for entry in self.table["traffic"]:
             if (entry["axis"], entry["kind"]) == (axis, kind):
-                found[entry["bytes"]] += entry["count"]
-        return dict(found)
+                sizes[entry["bytes"]] += entry["count"]
+        return dict(sizes)
 
 
 @cache
@@ -142,12 +142,12 @@ def check_activations(plan: Planned) -> None:
         return
     layer = Fraction(model.saved_bytes() * job.tokens, job.tp)
     in_flight = min(job.microbatches, job.pp - rank) * job.layers_of(rank)
-    found = plan.estimate["memory_gib"]["activations"] * GIB
-    assert found >= layer * (in_flight - 1)
+    saved = plan.estimate["memory_gib"]["activations"] * GIB
+    assert saved >= layer * (in_flight - 1)
     if job.cp == 1:
         normed = Fraction(4 * (model.queries + model.keys) * job.tokens * model.qk_norm, job.tp)
         head = Fraction(4 * job.tokens * model.vocab, job.tp) + 2 * model.head(job.tp)
-        assert found <= layer * (in_flight + 2) + normed * in_flight + head
+        assert saved <= layer * (in_flight + 2) + normed * in_flight + head
 
 
 def check_data_traffic(plan: Planned) -> None:

@@ -223,10 +223,10 @@ def test_an_updater_is_torchs_optimizer(
             weight.row.name: state.read() for weight, state in pairs if state is not None
         }
     assert ours["weights"].keys() == {f"w{number}" for number in range(len(SHAPES))}
-    found = errors(ours, theirs)
-    assert found.keys() == theirs.keys()
-    assert max(found.values()) < tolerance(kind, dtype, max(SHAPES[0])), found
-    assert all((theirs["weights"][name] - one).abs().max() > LR for name, one in start.items())
+    differences = errors(ours, theirs)
+    assert differences.keys() == theirs.keys()
+    assert max(differences.values()) < tolerance(kind, dtype, max(SHAPES[0])), differences
+    assert all((theirs["weights"][name] - first).abs().max() > LR for name, first in start.items())
 
 
 def of_ranks(worker: Worker, plan: Plan, recipe: Recipe, dtype: torch.dtype) -> OfRank:
@@ -302,6 +302,6 @@ def test_shards_of_ranks_are_those_of_torchs_weights(
     for key, tensors in theirs.items():
         truth = {name: tensor.numpy() for name, tensor in tensors.items()}
         parts = [part for _, last in ranks for part in last.get(key, [])]
-        found = errors_by_name(Wanted(truth, parts))
-        assert found.keys() == truth.keys()
-        assert max(found.values()) < tolerance(kind, dtype, largest_side), (key, found)
+        differences = errors_by_name(Wanted(truth, parts))
+        assert differences.keys() == truth.keys()
+        assert max(differences.values()) < tolerance(kind, dtype, largest_side), (key, differences)
