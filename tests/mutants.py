@@ -469,7 +469,7 @@ def _imports(copy: Copy, mutant: Mutant) -> bool:
 
 
 def drawn_mutants(root: Path, records: Mapping[str, Record], new: int = 0) -> list[Mutant]:
-    """The draw of all rooms, `new` more of it, and what has a result and still exists."""
+    """What has a result and still exists, filled up by the draw of each room, and `new` more."""
     mutants: list[Mutant] = []
     for index, room in enumerate(ROOMS):
         of_room = candidates(root, room)
@@ -478,10 +478,8 @@ def drawn_mutants(root: Path, records: Mapping[str, Record], new: int = 0) -> li
             mutant for mutant in of_room if mutant.id in records and mutant.id not in invalid
         ]
         extra = new // len(ROOMS) + (index < new % len(ROOMS))
-        number = max(NUMBER, len(recorded)) + extra if extra else NUMBER
-        chosen = draw(of_room, number, invalid, root)
-        ids = {mutant.id for mutant in chosen}
-        mutants += [*chosen, *(mutant for mutant in recorded if mutant.id not in ids)]
+        number = max(NUMBER, len(recorded)) + extra
+        mutants += draw(of_room, number, invalid, root, held=recorded)
     return mutants
 
 

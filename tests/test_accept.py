@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import subprocess
 import sys
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.gpu import accept, journeys
+from tests.gpu import accept, broken, journeys
 from tests.gpu.journey import Failure, Journey, SharedGpu, Trip, check_numbers, check_record
 
 GOOD = {"step": 2, "loss": 5.0, "norm": 1.0, "mfu": 0.4, "memory_gib": 1.5}
@@ -123,3 +124,12 @@ def test_a_failed_journey_ends_with_1_and_stands_in_the_record(
     assert "| broken | FAIL |" in (tmp_path / "accepted.md").read_text()
     assert accept.main(["calm"]) == 0 and accept.main(["calmer"]) == 2
     assert "no journey calmer: there are calm, broken, victim" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("mend", broken.MENDS, ids=lambda mend: mend.journey)
+def test_a_mend_can_be_taken_back(mend: broken.Mend, tmp_path: Path) -> None:
+    copy = broken.copy_of(mend, tmp_path)
+    text = (copy / mend.path).read_text("utf-8")
+    assert mend.before in text and mend.line not in text
+    ast.parse(text)
+    assert (broken.ROOT / mend.cpu_test).is_file() and mend.journey in journeys.JOURNEYS

@@ -19,7 +19,8 @@ from fivefold.core.layout.boxes import whole_box
 from fivefold.optim.disk_states import DiskStore
 from fivefold.optim.optimizer import StateInMemory
 from fivefold.train import loop
-from fivefold.train.checkpoint import folders, snapshot, storage, threads
+from fivefold.train.checkpoint import checkpoints as snapshot
+from fivefold.train.checkpoint import folders, storage, threads
 from fivefold.train.checkpoint.checkpoints import Checkpoints
 from fivefold.train.checkpoint.folders import Facts
 from fivefold.train.checkpoint.ranks import CannotSave

@@ -235,6 +235,12 @@ def test_pairs_need_no_quotes() -> None:
     assert gather_pairs(["--layout=dp=2", "x=1"]) == ["--layout=dp=2", "x=1"]
 
 
+def test_words_of_several_pairs_stand_among_others() -> None:
+    words = ["--set", "packed=true", "lora=8 data=chat", 'log="a b" lr=1', "run"]
+    assert gather_pairs(words) == ["--set", 'packed=true lora=8 data=chat log="a b" lr=1', "run"]
+    assert gather_pairs(["--set", "a=1", "b=2 and no pair"]) == ["--set", "a=1", "b=2 and no pair"]
+
+
 COMMANDS = [
     "schedule gpipe --stages 8 --microbatches 999 --json",
     "schedule 1f1b --stages 4 --microbatches 8",

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from hf_configs import CONFIGS
 
-from fivefold.bridges.megatron_model import find_model, model_arguments
+from fivefold.bridges.megatron import find_model, model_arguments
 from fivefold.cli import main
 from fivefold.commands.plan import plan_serving
 from fivefold.core import hardware as machine

@@ -13,8 +13,15 @@ from hypothesis import strategies as st
 from fivefold.core.layout.groups import PIPELINE, Topology, group_of
 from fivefold.core.layout.layout import Layout
 from fivefold.core.plan.plan import PlanOptions, resolve
-from fivefold.cost.traffic.matching import AFTER, IssuedCollective, distinct_ranks, mismatches
-from fivefold.cost.traffic.order import OrderVerdict, Waiting, prove_order
+from fivefold.cost.traffic.order import (
+    AFTER,
+    IssuedCollective,
+    OrderVerdict,
+    Waiting,
+    distinct_ranks,
+    mismatches,
+    prove_order,
+)
 
 Lists = dict[int, list[IssuedCollective]]
 
