@@ -479,7 +479,7 @@ def drawn_mutants(root: Path, records: Mapping[str, Record], new: int = 0) -> li
         ]
         extra = new // len(ROOMS) + (index < new % len(ROOMS))
         number = max(NUMBER, len(recorded)) + extra
-        mutants += draw(of_room, number, invalid, root, held=recorded)
+        mutants += draw(of_room, number, invalid, root, recorded=recorded)
     return mutants
 
 
