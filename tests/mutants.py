@@ -34,11 +34,12 @@ from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from functools import cached_property
 from importlib.util import cache_from_source
+from itertools import accumulate
 from pathlib import Path
 from queue import SimpleQueue
 
 from tests.changes import module_of
-from tests.coverage_map import MAP, CoverageMap, numbers_of, read
+from tests.coverage_map import MAP, CoverageMap, read
 from tests.mutations import ROOMS, Mutant, candidates, draw, short_hash
 from tests.related import Case, Related
 from tests.selection import ALL_CASES, SALT
@@ -120,7 +121,10 @@ class Items:
     def _timed(self, item: str) -> bool:
         """Whether an item looks at the clock, which other workers slow down."""
         path, _, name = item.partition("[")[0].partition("::")
-        return bool(module_of(self._text(path)).mentions[name.replace("::", ".")] & CLOCKS)
+        text = self._text(path)
+        if not any(clock in text for clock in CLOCKS):
+            return False  # most files: a parse of all takes seconds
+        return bool(module_of(text).mentions[name.replace("::", ".")] & CLOCKS)
 
     def _text(self, path: str) -> str:
         if path not in self._texts:
@@ -129,13 +133,17 @@ class Items:
         return self._texts[path]
 
     @cached_property
+    def _related(self) -> Related:
+        return Related(self.coverage, self.cases)
+
+    @cached_property
     def num_functions(self) -> dict[str, int]:
         """How many functions each item runs: a special test comes before a general one."""
-        numbers = [0] * len(self.coverage.names)
+        steps = [0] * (len(self.coverage.names) + 1)  # by how much an item differs from the last
         for runs in self.coverage.functions.values():
-            for number in numbers_of(runs):
-                numbers[number] += 1
-        return dict(zip(self.coverage.names, numbers, strict=True))
+            for position, length in enumerate(accumulate(runs)):
+                steps[length] += -1 if position % 2 else 1
+        return dict(zip(self.coverage.names, accumulate(steps), strict=False))
 
     def recorded(self, mutant: Mutant) -> list[str]:
         """The names in the map of the functions whose tests run this one."""
@@ -172,7 +180,7 @@ class Items:
     def choose(self, mutant: Mutant, budget: float, without: Collection[str] = ()) -> list[str]:
         """Items for so many seconds by the map: new ones, then special and short ones, one of each
         test before a second of any; those of a file follow each other."""
-        related = Related(self.coverage, self.cases)
+        related = self._related.fresh()
         names = {name for function in self.recorded(mutant) for name in related.running(function)}
         new = self._new(mutant)
         by_test: dict[str, list[str]] = defaultdict(list)
@@ -471,7 +479,7 @@ def drawn_mutants(root: Path, records: Mapping[str, Record], new: int = 0) -> li
         ]
         extra = new // len(ROOMS) + (index < new % len(ROOMS))
         number = max(NUMBER, len(recorded)) + extra
-        mutants += draw(of_room, number, invalid, root, held=recorded)
+        mutants += draw(of_room, number, invalid, root, recorded=recorded)
     return mutants
 
 

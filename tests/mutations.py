@@ -56,7 +56,6 @@ GPU_FUNCTIONS = {
     "fivefold/optim/gradient_norm.py:_sums": "launches a Triton kernel",
     "fivefold/optim/optimizer.py:DeviceUpdater._run_kernel": "launches a Triton kernel",
     "fivefold/parallel/transport.py:_stream": "makes a CUDA stream",
-    "fivefold/serve/rank.py:_capture_prompts": "captures CUDA graphs",
     "fivefold/train/callbacks/memory.py:allocated": "memory of a GPU",
     "fivefold/train/callbacks/memory.py:nearest_fit": "after a GPU ran out of memory",
     "fivefold/train/callbacks/memory.py:MemoryCallback.out_of_memory": "memory of a GPU",
@@ -553,9 +552,9 @@ def draw(
     invalid: set[str],
     root: Path,
     most: int = 2,
-    held: Sequence[Mutant] = (),
+    recorded: Sequence[Mutant] = (),
 ) -> list[Mutant]:
-    """So many mutants, those that are `held` among them: kinds take turns, and no function has more
+    """So many mutants, the `recorded` ones among them: kinds take turns, and no function has more
     than `most`.
 
     The order is by a hash of the id, so that the draw is the same as long as the functions are, and
@@ -564,14 +563,14 @@ def draw(
     by_kind: dict[str, list[Mutant]] = defaultdict(list)
     for mutant in sorted(mutants, key=lambda mutant: short_hash("draw", mutant.id), reverse=True):
         by_kind[mutant.kind].append(mutant)
-    per_function = Counter(f"{mutant.path}:{mutant.function}" for mutant in held)
-    drawn, held_ids = list(held), {mutant.id for mutant in held}
+    per_function = Counter(f"{mutant.path}:{mutant.function}" for mutant in recorded)
+    drawn, recorded_ids = list(recorded), {mutant.id for mutant in recorded}
     while len(drawn) < number and any(by_kind.values()):
         for kind in KINDS:
             while by_kind[kind]:
                 mutant = by_kind[kind].pop()
                 function = f"{mutant.path}:{mutant.function}"
-                valid = per_function[function] < most and mutant.id not in invalid | held_ids
+                valid = per_function[function] < most and mutant.id not in invalid | recorded_ids
                 if valid and compiles(mutant, root):
                     per_function[function] += 1
                     drawn.append(mutant)
