@@ -146,11 +146,22 @@ class Items:
         return dict(zip(self.coverage.names, accumulate(steps), strict=False))
 
     def recorded(self, mutant: Mutant) -> list[str]:
-        """The names in the map of the functions whose tests run this one."""
+        """The names in the map of the functions whose tests run this one, also where its module was
+        joined to another since."""
         path = UNRECORDED.get(mutant.path)
         if path is None:
-            return [f"{mutant.path}:{mutant.function}"]
+            name = f"{mutant.path}:{mutant.function}"
+            return [name] if name in self.coverage.functions else self._moved(mutant)
         return [name for name in self.coverage.functions if name.startswith(f"{path}:")]
+
+    def _moved(self, mutant: Mutant) -> list[str]:
+        return [
+            name
+            for name in self.coverage.functions
+            if name.endswith(f":{mutant.function}")
+            and name.startswith(f"fivefold/{mutant.room}/")
+            and not (self.root / name.partition(":")[0]).exists()
+        ]
 
     @cached_property
     def _files_with_new_tests(self) -> set[str]:
@@ -407,14 +418,17 @@ class Judge:
                 self._healthy[item] = took
         return took < limit
 
-    def judge(self, mutant: Mutant, tests: Items, budget: float) -> Record:
-        """The result of one mutant."""
+    def judge(self, mutant: Mutant, tests: Items, budget: float, killer: str = "") -> Record:
+        """The result of one mutant; the test that killed it before runs first."""
         began = time.monotonic()
         if began > self.deadline:
             raise OutOfTime
         copy = self._free.get()
         try:
-            result, test = self._result(copy, mutant, tests, budget)
+            if killer and self._kills(copy, mutant, killer):
+                result, test = KILLED, killer
+            else:
+                result, test = self._result(copy, mutant, tests, budget)
         finally:
             copy.restore(mutant)
             self._free.put(copy)
@@ -427,6 +441,12 @@ class Judge:
             **{"seconds": round(time.monotonic() - began, 1), "budget": budget, "key": key},
             date=f"{datetime.now(UTC):%Y-%m-%d}",
         )
+
+    def _kills(self, copy: Copy, mutant: Mutant, item: str) -> bool:
+        copy.plant(mutant)
+        outcome = copy.pytest(["-x", "-v", item], HEALTHY_SECONDS)
+        copy.restore(mutant)
+        return outcome.failed([item]) == item and self._passes(copy, item)
 
     def _result(self, copy: Copy, mutant: Mutant, tests: Items, budget: float) -> tuple[str, str]:
         without: set[str] = set()
@@ -518,7 +538,9 @@ def run(options: argparse.Namespace) -> None:
 
         def write_result(mutant: Mutant) -> None:
             with contextlib.suppress(OutOfTime):  # the next run judges it
-                record = judge.judge(mutant, items, options.budget)
+                former = records.get(mutant.id)
+                killer = former.test if former is not None and former.result == KILLED else ""
+                record = judge.judge(mutant, items, options.budget, killer)
                 with lock:
                     records[record.id] = record
                     write_records(records.values(), options.output)
