@@ -56,6 +56,7 @@ GPU_FUNCTIONS = {
     "fivefold/optim/gradient_norm.py:_sums": "launches a Triton kernel",
     "fivefold/optim/optimizer.py:DeviceUpdater._run_kernel": "launches a Triton kernel",
     "fivefold/parallel/transport.py:_stream": "makes a CUDA stream",
+    "fivefold/serve/rank.py:_capture_prompts": "captures CUDA graphs",
     "fivefold/train/callbacks/memory.py:allocated": "memory of a GPU",
     "fivefold/train/callbacks/memory.py:nearest_fit": "after a GPU ran out of memory",
     "fivefold/train/callbacks/memory.py:MemoryCallback.out_of_memory": "memory of a GPU",

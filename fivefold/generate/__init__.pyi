@@ -2,15 +2,10 @@ from fivefold.generate import chat_worker as chat_worker
 from fivefold.generate.blocks import chained_digest as chained_digest
 from fivefold.generate.chat import ChatTemplate as ChatTemplate
 from fivefold.generate.chat import Message as Message
-from fivefold.generate.chat import Prompt as Prompt
-from fivefold.generate.chat import finished_ids as finished_ids
-from fivefold.generate.chat import read_prompts as read_prompts
 from fivefold.generate.cuda_graphs import GraphedForward as GraphedForward
-from fivefold.generate.engine import Draw as Draw
 from fivefold.generate.engine import Engine as Engine
 from fivefold.generate.engine import Forward as Forward
 from fivefold.generate.engine import Watch as Watch
-from fivefold.generate.engine import choose as choose
 from fivefold.generate.forward import DecoderForward as DecoderForward
 from fivefold.generate.kv_travel import KvPiece as KvPiece
 from fivefold.generate.kv_travel import RankPages as RankPages
@@ -21,6 +16,9 @@ from fivefold.generate.layout import invariant_plan as invariant_plan
 from fivefold.generate.layout import mesh_of as mesh_of
 from fivefold.generate.layout import plan_of as plan_of
 from fivefold.generate.layout import stage_of as stage_of
+from fivefold.generate.prompts import Prompt as Prompt
+from fivefold.generate.prompts import finished_ids as finished_ids
+from fivefold.generate.prompts import read_prompts as read_prompts
 from fivefold.generate.requests import NOT_FINITE as NOT_FINITE
 from fivefold.generate.requests import Completion as Completion
 from fivefold.generate.requests import Drawn as Drawn
@@ -31,6 +29,8 @@ from fivefold.generate.requests import Sampling as Sampling
 from fivefold.generate.requests import SequenceChunk as SequenceChunk
 from fivefold.generate.requests import SequenceState as SequenceState
 from fivefold.generate.requests import StepBatch as StepBatch
+from fivefold.generate.sampling import Draw as Draw
+from fivefold.generate.sampling import choose as choose
 from fivefold.generate.scheduler import ScheduleLimits as ScheduleLimits
 from fivefold.generate.task_model import TaskModel as TaskModel
 from fivefold.generate.task_model import prefix_token as prefix_token

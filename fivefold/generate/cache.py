@@ -2,7 +2,7 @@
 
 Splits: nothing on one device; with tensor parallelism every rank has the pages of its own heads,
 with pipeline parallelism those of its own layers, and every replica those of its own sequences:
-sizes are read from the modules. Context parallelism is in `layout.py`.
+sizes are read from the modules. Context parallelism is in `context_cache.py`.
 Moves: every token's key and value once into its slot; the pages of a sequence once a layer and step
 from there.
 Costs: 2 · K · d numbers for a token and layer. Latent attention caches the latent and the rotated

@@ -12,11 +12,10 @@ next step may begin ahead of the draw (`ahead.py`).
 
 from __future__ import annotations
 
-import hashlib
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -31,130 +30,13 @@ from fivefold.generate.requests import (
     DrawnToken,
     Reason,
     Request,
-    Sampling,
     SequenceState,
     StepBatch,
 )
 from fivefold.generate.routes import RecordedRoutes
 from fivefold.generate.routing import RouteStore
+from fivefold.generate.sampling import Draw, as_rows, draw_tokens, likeliest_tokens
 from fivefold.generate.scheduler import ScheduleLimits, Scheduler
-
-# The next token of a sequence, from its logits.
-#
-# The random number of a token is a hash of seed, request id and index in the completion. Nothing
-# else is in it: batch, order and layout draw the same tokens from the same logits. Log-
-# probabilities are those of the model, before temperature and filters, as training computes them.
-#
-# Legend: N rows, V vocabulary.
-
-_BITS = 53  # of a float64 below 1
-
-
-def uniform(seed: int, request: str, index: int) -> float:
-    """Uniform random number in [0, 1) of a token."""
-    key = f"{seed}:{index}:{request}".encode("utf-8", "surrogatepass")
-    digest = hashlib.blake2b(key, digest_size=8).digest()
-    return (int.from_bytes(digest, "little") >> (64 - _BITS)) / 2**_BITS
-
-
-@dataclass(frozen=True)
-class Draw:
-    """How to sample one token, and its index. With a `target`, the likeliest token is returned with
-    the log-probability of the target."""
-
-    sampling: Sampling
-    request: str
-    index: int  # in the completion
-    target: int | None = None
-
-
-def filtered(logits_NV: Tensor, samplings: Sequence[Sampling]) -> Tensor:
-    """Probabilities in float64 after temperature, top-k and top-p, row by row. Of equal logits the
-    lower token ranks higher."""
-
-    def column(values: Sequence[float]) -> Tensor:
-        return _there(values, torch.float64, logits_NV.device)[:, None]
-
-    scaled_NV = logits_NV.double() / column([sampling.temperature for sampling in samplings])
-    if all(sampling.top_k is None and sampling.top_p >= 1 for sampling in samplings):
-        return scaled_NV.softmax(1)
-    vocab = logits_NV.shape[1]
-    sorted_NV, order_NV = scaled_NV.sort(dim=1, descending=True, stable=True)
-    ranks_V = torch.arange(vocab, device=logits_NV.device)
-    kept_N1 = column(
-        [vocab if sampling.top_k is None else sampling.top_k for sampling in samplings]
-    )
-    odds_NV = sorted_NV.masked_fill(ranks_V >= kept_N1, float("-inf")).softmax(1)
-    # A token stays if those before it have less than top_p: the first always does.
-    before_NV = odds_NV.cumsum(1) - odds_NV
-    odds_NV = odds_NV.masked_fill(
-        before_NV >= column([sampling.top_p for sampling in samplings]), 0.0
-    )
-    odds_NV[:, 0].clamp_(min=torch.finfo(odds_NV.dtype).tiny)
-    odds_NV /= odds_NV.sum(1, keepdim=True)
-    return torch.zeros_like(odds_NV).scatter(1, order_NV, odds_NV)
-
-
-def choose(logits_NV: Tensor, draws: Sequence[Draw]) -> list[tuple[int, float]]:
-    """Sample a token from each row of logits; returns it with its log-probability or the
-    target's."""
-    drawn_N2 = draw_tokens(logits_NV, draws)
-    return [(int(token), logprob) for token, logprob in as_rows(drawn_N2)]
-
-
-def as_rows(drawn_NK: Tensor) -> list[list[float]]:
-    """Convert draws to Python numbers: token, log-probability and alternatives."""
-    return cast("Any", drawn_NK).tolist()
-
-
-def likeliest_tokens(logits_NV: Tensor, count: int) -> Tensor:
-    """Top tokens of each row with their log-probabilities, interleaved, (N, 2 · count) in float64.
-    Of equal logits the lower token comes first."""
-    wide_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32)).log_softmax(1)
-    # `topk` promises no order of equals, which ranks and batches would see.
-    sorted_NV, order_NV = wide_NV.sort(dim=1, descending=True, stable=True)
-    pairs_NC2 = torch.stack([order_NV[:, :count].double(), sorted_NV[:, :count].double()], 2)
-    return pairs_NC2.flatten(1)
-
-
-def draw_tokens(logits_NV: Tensor, draws: Sequence[Draw]) -> Tensor:
-    """Sample as `choose` does, without synchronization, into (N, 2) numbers in float64, exact for
-    any vocabulary. A row with NaN, +inf or only −inf gets the log-probability NaN, and a token
-    within the vocabulary, which the next step may already read."""
-    wide_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))
-    tokens_N = wide_NV.argmax(1)  # the first of equals
-    fixed_tokens = {i: draw.target for i, draw in enumerate(draws) if draw.target is not None}
-    drawn = [
-        i for i, draw in enumerate(draws) if not draw.sampling.greedy and i not in fixed_tokens
-    ]
-    if drawn:
-        rows = _there(drawn, torch.int64, wide_NV.device)
-        ends_NV = filtered(wide_NV[rows], [draws[i].sampling for i in drawn]).cumsum(1)
-        places = [uniform(draws[i].sampling.seed, draws[i].request, draws[i].index) for i in drawn]
-        places_N1 = ends_NV[:, -1:] * _there(places, torch.float64, wide_NV.device)[:, None]
-        # The first token whose end is beyond: those without probability end where they begin.
-        last = ends_NV.shape[1] - 1  # of NaN, the place is beyond
-        tokens_N[rows] = torch.searchsorted(ends_NV, places_N1, right=True)[:, 0].clamp(max=last)
-    scored_N = tokens_N
-    if fixed_tokens:
-        rows, targets = (
-            _there(numbers, torch.int64, wide_NV.device)
-            for numbers in zip(*fixed_tokens.items(), strict=True)
-        )
-        scored_N = tokens_N.index_put((rows,), targets)
-    logprobs_N1 = wide_NV.log_softmax(1).gather(1, scored_N[:, None])
-    return torch.cat([tokens_N[:, None].double(), logprobs_N1.double()], 1)
-
-
-def _there(values: Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Numbers on a device; a copy from pinned memory waits for nothing."""
-    host_tensor = torch.tensor(values, dtype=dtype)
-    return (
-        host_tensor.pin_memory().to(device, non_blocking=True)
-        if device.type == "cuda"
-        else host_tensor
-    )
-
 
 Forward = Callable[[StepBatch], Tensor]
 """The logits, (sequences that sample, V), in float32 or wider; none before the last stage."""

@@ -48,14 +48,7 @@ class DecoderForward:
 
     @torch.inference_mode()
     def __call__(self, step: StepBatch) -> Tensor:
-        # With tokens that belong to no sequence, up to a multiple of the unit. They are one more
-        # sequence to attention, and short: a block has room for them.
-        missing = -step.num_tokens % self.ends.unit
-        if not step.chunks:
-            missing = self.ends.unit if self.ends.idles_along else 0
-        tables = -(-missing // BLOCK) * (self.padding,)
-        none = SequenceChunk("", (0,) * missing, 0, tables, samples=False, fills=True)
-        step = StepBatch((*step.chunks, none)) if missing else step
+        step = self._padded(step)
         if not step.chunks:
             return torch.empty(0, 0, device=self.device)
         with by_operators(step.num_tokens < _MANY_TOKENS):
@@ -99,3 +92,13 @@ class DecoderForward:
         x_ND = decoder.norm(self.ends.all_tokens(x_TD)[sampled_N])
         logits_NV = self.ends.all_logits(decoder.head.logits(x_ND))
         return logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))
+
+    def _padded(self, step: StepBatch) -> StepBatch:
+        """With tokens that belong to no sequence, up to a multiple of the unit. They are one more
+        sequence to attention, and short: a block has room for them."""
+        missing = -step.num_tokens % self.ends.unit
+        if not step.chunks:
+            missing = self.ends.unit if self.ends.idles_along else 0
+        tables = -(-missing // BLOCK) * (self.padding,)
+        none = SequenceChunk("", (0,) * missing, 0, tables, samples=False, fills=True)
+        return StepBatch((*step.chunks, none)) if missing else step

@@ -223,18 +223,7 @@ class Scheduler:
         if sequence.awaits_draw:
             return None
         sequence.begin(self._outgrown(sequence.length))
-        # Share the blocks that others have computed, and count them; the tokens whose logits are
-        # wanted are left.
-        for index in range(sequence.first_wanted // BLOCK):
-            digest = self._digest(sequence, index)
-            block = self.pool.share(digest)
-            if block is None:
-                break
-            sequence.table.append(block)
-            sequence.digests.append(digest)
-            sequence.advance(BLOCK)
-        self._leave_window(sequence)  # or what is shared could leave no room for a chunk
-        num_blocks = len(sequence.table)
+        num_blocks = self._reuse(sequence)
         needed = self._missing(sequence, most + max(0, sequence.carried - sequence.computed))
         if needed > self.pool.num_free:
             self._release(sequence)
@@ -248,6 +237,20 @@ class Scheduler:
         # By arrival: a sequence that has lost its blocks is older than some that run.
         insort(self.running, self.waiting.pop(0), key=lambda state: state.number)
         return sequence
+
+    def _reuse(self, sequence: SequenceState) -> int:
+        """Share the blocks that others have computed, and count them; the tokens whose logits are
+        wanted are left."""
+        for index in range(sequence.first_wanted // BLOCK):
+            digest = self._digest(sequence, index)
+            block = self.pool.share(digest)
+            if block is None:
+                break
+            sequence.table.append(block)
+            sequence.digests.append(digest)
+            sequence.advance(BLOCK)
+        self._leave_window(sequence)  # or what is shared could leave no room for a chunk
+        return len(sequence.table)
 
     def _take(self, sequence: SequenceState, count: int) -> None:
         for _ in range(count):

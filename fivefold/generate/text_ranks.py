@@ -44,7 +44,7 @@ class TextTask:
     device: str = "cpu"
     backend: Backend = "gloo"
     records_routes: bool = False
-    batch_invariant: bool = False  # as in `generate/layout.py`
+    batch_invariant: bool = False  # as in `generate/invariant.py`
 
 
 @dataclass(frozen=True)

@@ -97,13 +97,7 @@ class AskedText:
 
 def parse_asked(body: bytes, chat: bool) -> AskedText:
     """Parse the body of a request."""
-    try:
-        table: Any = json.loads(body)
-    except (ValueError, RecursionError) as error:
-        raise ApiError(400, f"the body is not valid JSON: {error}", code="invalid_json") from error
-    if not isinstance(table, dict):
-        raise ApiError(400, "the body is not a JSON object", code="invalid_json")
-    fields = _Fields(cast("dict[str, Any]", table))
+    fields = _Fields(_table(body))
     logprobs, alternatives = _logprobs(fields, chat)
     limit = fields.take("max_tokens", _whole(1, 1 << 31))
     if chat:
@@ -139,6 +133,16 @@ def parse_asked(body: bytes, chat: bool) -> AskedText:
 
 def _or(value: Any, usual: Any) -> Any:
     return usual if value is None else value
+
+
+def _table(body: bytes) -> dict[str, Any]:
+    try:
+        table: Any = json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise ApiError(400, f"the body is not valid JSON: {error}", code="invalid_json") from error
+    if not isinstance(table, dict):
+        raise ApiError(400, "the body is not a JSON object", code="invalid_json")
+    return cast("dict[str, Any]", table)
 
 
 class _Fields:

@@ -13,8 +13,7 @@ from torch import Tensor
 
 from fivefold.core.model.shape import Shape
 from fivefold.core.plan.plan import PlanOptions
-from fivefold.generate import layout, tiles
-from fivefold.generate import layout as invariant
+from fivefold.generate import invariant, layout, tiles
 from fivefold.generate.cache import LayerPages, attend_pages
 from fivefold.generate.engine import Watch
 from fivefold.generate.forward import DecoderForward

@@ -14,7 +14,7 @@ from torch import Tensor
 from fivefold.core.model.kv_pages import BLOCK
 from fivefold.core.model.shape import Shape
 from fivefold.generate.cache import attend_sequence, hidden_pairs
-from fivefold.generate.layout import ContextCache, attend_part, merge_parts
+from fivefold.generate.context_cache import ContextCache, attend_part, merge_parts
 from fivefold.generate.requests import SequenceChunk, StepBatch
 from fivefold.generate.step_tensors import step_tensors
 from fivefold.model.batch import AttentionInfo

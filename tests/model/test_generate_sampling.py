@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fivefold.core.errors import FivefoldError
-from fivefold.generate.engine import Draw, choose, filtered, uniform
 from fivefold.generate.requests import Request, Sampling
+from fivefold.generate.sampling import Draw, choose, filtered, uniform
 
 LOGITS = torch.tensor([0.3, 2.0, -1.0, 2.0, 0.9, -3.0], dtype=torch.float64)
 

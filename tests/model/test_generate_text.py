@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from fivefold.core.errors import BadFile, FivefoldError
-from fivefold.generate.chat import ChatTemplate, finished_ids, read_prompts
+from fivefold.generate.chat import ChatTemplate
+from fivefold.generate.prompts import finished_ids, read_prompts
 from fivefold.generate.text import (
     ByteCodec,
     LibraryCodec,

@@ -19,8 +19,8 @@ from fivefold.generate.cache import LayerPages
 from fivefold.generate.kv_travel import KvPiece, RankPages
 from fivefold.generate.requests import Request, SequenceState
 from fivefold.generate.scheduler import ScheduleLimits, Scheduler
+from fivefold.serve.kv_links import Adoptions, KvInbox, KvOutbox
 from fivefold.serve.links import AddCommand, DropCommand, ForgetCommand, KvTarget
-from fivefold.serve.rank import Adoptions, KvInbox, KvOutbox
 
 LAYOUTS = ("dp=1", "tp=2", "tp=4", "pp=2", "tp=2 pp=2", "cp=2", "dp=2 tp=2")
 PROMPT, NUM_BLOCKS = 40, 12

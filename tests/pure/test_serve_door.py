@@ -20,14 +20,15 @@ from fivefold.core.model import presets as models
 from fivefold.generate.text import ByteCodec
 from fivefold.launch.worker import NoMeeting, Worker
 from fivefold.serve import http, rank
-from fivefold.serve import server as keeper
+from fivefold.serve import supervisor as keeper
 from fivefold.serve.api import Api
-from fivefold.serve.dispatch import Dispatcher, ServingReplica
+from fivefold.serve.dispatch import Dispatcher
 from fivefold.serve.http import HttpLimits
 from fivefold.serve.links import AddCommand, EngineRole, ReplicaHello, StepNews
 from fivefold.serve.metrics import ServeMetrics
 from fivefold.serve.prompting import PromptReader
 from fivefold.serve.rank import RankBeat
+from fivefold.serve.replicas import ServingReplica
 from fivefold.serve.schema import ApiError
 
 HEALTH = b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"

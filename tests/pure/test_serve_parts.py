@@ -16,9 +16,10 @@ from fivefold.generate.requests import Request
 from fivefold.generate.text import ByteCodec
 from fivefold.serve import schema as asked
 from fivefold.serve.answers import AnswerWriter, ServedCall, ServedChoice
-from fivefold.serve.dispatch import FairQueue, ServingReplica, least_loaded, prompt_digests
 from fivefold.serve.links import ReplicaHello
 from fivefold.serve.metrics import Histogram
+from fivefold.serve.queue import FairQueue
+from fivefold.serve.replicas import ServingReplica, least_loaded, prompt_digests
 from fivefold.serve.schema import ApiError, parse_asked
 
 

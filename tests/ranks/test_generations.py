@@ -22,11 +22,11 @@ from torch import Tensor
 
 from fivefold.core.model.kv_pages import BLOCK
 from fivefold.core.plan.plan import Plan, PlanOptions, resolve
-from fivefold.generate import cache, scheduler
-from fivefold.generate import layout as context_cache
+from fivefold.generate import cache, context_cache, scheduler
 from fivefold.generate.cache import KvCache
+from fivefold.generate.context_cache import ContextCache
 from fivefold.generate.forward import DecoderForward
-from fivefold.generate.layout import ContextCache, RankEnds, forward_plan
+from fivefold.generate.layout import RankEnds, forward_plan
 from fivefold.generate.requests import SequenceChunk, StepBatch
 from fivefold.generate.step_tensors import StepTensors
 from fivefold.launch.processes import Pool

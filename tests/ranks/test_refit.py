@@ -13,7 +13,8 @@ from fivefold.core.errors import FivefoldError
 from fivefold.core.layout.layout import Layout
 from fivefold.core.layout.weight_table import Weight
 from fivefold.core.plan.plan import Plan, PlanOptions, resolve
-from fivefold.generate.layout import LayoutEngine, Refit, WeightMove, forward_plan, moves_of
+from fivefold.generate.layout import LayoutEngine, forward_plan
+from fivefold.generate.refit import Refit, WeightMove, moves_of
 from fivefold.launch.processes import Pool
 from fivefold.launch.worker import Worker
 from fivefold.parallel.composition import compose, compose_forward
