@@ -16,7 +16,7 @@ from fivefold.data.batches import samples
 from fivefold.optim.optimizer import LossScale
 from fivefold.parallel.composition import compose
 from fivefold.parallel.mesh import Mesh
-from fivefold.step import Guard, StepOutcome, step, sum_copies, updater_of
+from fivefold.step import Guard, StepOutcome, squared_norm, step, sum_copies, updater_of
 from fivefold.train.callbacks.stop import StopCallback
 from fivefold.train.checkpoint.folders import Facts
 from fivefold.train.state import Progress
@@ -85,6 +85,50 @@ def test_a_spike_is_shared_by_its_norm_without_the_loss_scale() -> None:
     numbers = torch.tensor([2.0, (3.0 * SCALE) ** 2, 0.0], dtype=torch.float64)
     assert Guard(scale=SCALE, spikes=spikes).counts(numbers)
     assert asked == [(2.0, 3.0)]
+
+
+@pytest.mark.parametrize("numbers", [(2.0, float("inf")), (2.0, float("nan")), (float("inf"), 9.0)])
+def test_a_step_that_is_not_finite_is_no_spike_of_all_ranks(numbers: tuple[float, float]) -> None:
+    """Its loss may be fine and its norm not: it would update every weight to what is no number."""
+
+    def is_shared(loss: float, norm: float) -> bool:
+        raise AssertionError("ranks compare numbers that are not finite")
+
+    spikes: Any = SimpleNamespace(is_shared=is_shared)
+    assert not Guard(spikes=spikes).counts(torch.tensor([*numbers, 0.0], dtype=torch.float64))
+
+
+def test_a_spike_of_all_ranks_updates_as_if_nothing_bounded_it() -> None:
+    spikes: Any = SimpleNamespace(note=lambda local: None, is_shared=lambda loss, norm: True)
+    usual, spiked = Trained(), Trained()
+    before = usual.state()
+    assert not usual.step(0, Guard(bound=UNBOUNDED)).skipped
+    assert not spiked.step(0, Guard(bound=(0.0, 0.0), spikes=spikes)).skipped
+    for initial, expected, value in zip(before, usual.state(), spiked.state(), strict=True):
+        assert expected is not None and value is not None and value.equal(expected)
+        assert initial is None or not initial.equal(value)
+
+
+def test_an_outcome_has_both_numbers_of_the_watch() -> None:
+    """Copies that differ are one of them, tensors that changed the other: either ends the run."""
+    for numbers in ([3.0, 0.0], [0.0, 1.0]):
+        flips = torch.tensor(numbers, dtype=torch.float64)
+        watch: Any = SimpleNamespace(
+            before_update=lambda flips=flips: flips, after_update=lambda: None
+        )
+        outcome = Trained().step(0, Guard(watch=watch))
+        assert outcome.flips is not None and outcome.flips.tolist() == numbers
+
+
+def test_the_norm_of_narrow_gradients_is_not_rounded_to_their_type() -> None:
+    """bfloat16 has no 257 = 256 + 1: the squared norm of 257 ones would be 256."""
+    gradients = torch.ones(257, dtype=torch.bfloat16).split([256, 1])
+    owned = [SimpleNamespace(grad=grad) for grad in gradients]
+    mesh = SimpleNamespace(device=torch.device("cpu"))
+    job: Any = SimpleNamespace(owned=owned, copies=lambda shard: 1, mesh=mesh)
+    assert float(squared_norm(job)) == pytest.approx(257.0, rel=1e-6)
+    owned[:] = [SimpleNamespace(grad=torch.ones(257, dtype=torch.bfloat16))]
+    assert float(squared_norm(job)) == pytest.approx(257.0, rel=1e-6)
 
 
 def progress_at(scale: float) -> Progress:
