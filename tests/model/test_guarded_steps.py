@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,10 +14,11 @@ from fivefold.core.errors import FivefoldError
 from fivefold.core.plan.plan import PlanOptions, resolve
 from fivefold.core.plan.recipe import Recipe
 from fivefold.data.batches import samples
+from fivefold.model.batch import TokenBatch
 from fivefold.optim.optimizer import LossScale
 from fivefold.parallel.composition import compose
 from fivefold.parallel.mesh import Mesh
-from fivefold.step import Guard, StepOutcome, squared_norm, step, sum_copies, updater_of
+from fivefold.step import Guard, Reading, StepOutcome, squared_norm, step, sum_copies, updater_of
 from fivefold.train.callbacks.stop import StopCallback
 from fivefold.train.checkpoint.folders import Facts
 from fivefold.train.state import Progress
@@ -28,18 +30,22 @@ UNBOUNDED = (float("inf"), float("inf"))
 class Trained:
     """A small model with experts and a router bias, on one rank."""
 
-    def __init__(self) -> None:
+    def __init__(self, recipe: Recipe | None = None) -> None:
         changes = {"layers": "1", "moe.bias": "true", "moe.first_dense": "0"}
         options = PlanOptions("tiny-moe", layout="dp=1", seq=8, balance="bias:0.5", set=changes)
         self.plan = resolve(options, small=True)
         self.job = compose(
             self.plan, Mesh.of(self.plan, torch.device("cpu")), seed=0, dtype=torch.float32
         )
-        self.updater = updater_of(self.job, Recipe())
+        self.updater = updater_of(self.job, recipe or Recipe())
 
-    def step(self, number: int, guard: Guard) -> StepOutcome:
-        batches = samples(self.plan.batch, self.plan.shape.vocab, 0, number).of(0)
-        return step(self.job, self.updater, batches, 1.0, guard)
+    def step(
+        self, number: int, guard: Guard, weights: Sequence[float] | None = None
+    ) -> StepOutcome:
+        return step(self.job, self.updater, self.batches(number), 1.0, guard, weights)
+
+    def batches(self, number: int) -> list[TokenBatch]:
+        return samples(self.plan.batch, self.plan.shape.vocab, 0, number).of(0)
 
     def state(self) -> list[Tensor | None]:
         """Weights, the router's bias, and the load that the next step balances by."""
@@ -118,6 +124,35 @@ def test_an_outcome_has_both_numbers_of_the_watch() -> None:
         )
         outcome = Trained().step(0, Guard(watch=watch))
         assert outcome.flips is not None and outcome.flips.tolist() == numbers
+
+
+def test_a_loss_scale_changes_no_weight() -> None:
+    """Powers of two round nothing. SGD hides no factor of the gradients, and these are clipped."""
+    recipe = Recipe(optimizer="sgd", lr=0.5)
+    usual, scaled = Trained(recipe), Trained(recipe)
+    clip = float(usual.step(0, Guard()).clip)
+    assert clip < 1.0
+    assert float(scaled.step(0, Guard(scale=SCALE)).clip) == clip
+    for expected, value in zip(usual.state(), scaled.state(), strict=True):
+        assert expected is not None and value is not None and value.equal(expected)
+
+
+def test_weights_multiply_the_losses_of_their_microbatches() -> None:
+    number = len(Trained().batches(0))
+    losses = [
+        float(Trained().step(0, Guard(), weights).loss)
+        for weights in ([1.0] * number, [3.0] * number, [3.0, *[1.0] * (number - 1)])
+    ]
+    assert losses[1] == pytest.approx(3.0 * losses[0])
+    assert number == 1 or losses[0] < losses[2] < losses[1]
+
+
+def test_numbers_of_a_step_are_read_after_their_event() -> None:
+    """On a GPU they are on their way until then."""
+    reading = Reading(torch.zeros(2))
+    arrived: Any = SimpleNamespace(synchronize=lambda: reading.numbers.fill_(7.0))
+    reading.event = arrived
+    assert reading.wait().tolist() == [7.0, 7.0]
 
 
 def test_the_norm_of_narrow_gradients_is_not_rounded_to_their_type() -> None:
