@@ -3,6 +3,7 @@ written as soon as its values are copied."""
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -221,6 +222,40 @@ def test_nothing_is_copied_where_states_are_on_a_disk(
     found = [*tensors(100), on_disk]
     checkpoints.load(found, complain)
     assert values(found) == [*range(1, NUM_TENSORS + 1), 7]
+
+
+def test_all_of_a_checkpoint_is_on_the_disk_before_it_has_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every file whole, then the folder that lists them; and then that of the new name."""
+    synced: list[tuple[str, int]] = []
+    fsync, rename = os.fsync, Path.rename
+
+    def noted_fsync(descriptor: int) -> None:
+        path = Path(f"/proc/self/fd/{descriptor}").readlink()
+        synced.append((path.name, 0 if path.is_dir() else path.stat().st_size))
+        fsync(descriptor)
+
+    def noted_rename(path: Path, target: Path) -> Path:
+        synced.append((f"{path.name} to {target.name}", 0))
+        return rename(path, target)
+
+    monkeypatch.setattr(os, "fsync", noted_fsync)
+    monkeypatch.setattr(Path, "rename", noted_rename)
+    Checkpoints(tmp_path / "checkpoints", 1, None).save(tensors(), Facts(1), wait=True)
+    (final,) = folders.published(tmp_path / "checkpoints")
+    sizes = {path.name: path.stat().st_size for path in final.iterdir()}
+    assert synced[-6:] == [
+        (".metadata.tmp", sizes[".metadata"]),
+        (".metadata.tmp to .metadata", 0),
+        ("manifest.json", sizes["manifest.json"]),
+        (f"{final.name}.part", 0),
+        (f"{final.name}.part to {final.name}", 0),
+        ("checkpoints", 0),
+    ]
+    assert sorted(synced[:-6]) == sorted(
+        (name, size) for name, size in sizes.items() if name.endswith(".distcp")
+    )
 
 
 def test_a_run_makes_the_memory_of_its_checkpoints_before_the_first_step(
