@@ -348,13 +348,13 @@ def test_flipped_bits_are_named_with_the_host_of_their_rank() -> None:
     )
     with patch.object(integrity, "exchanged", lambda mesh, report: reports):
         text = str(Integrity.error(rank))
-    for words in (
+    for phrase in (
         "rank 1 on host-1 has",
         "in weights of a",
         "rank 3 on host-3 has",
         "weights of b",
     ):
-        assert words in text
+        assert phrase in text
     assert "since step 4 may be wrong" in text
 
 
@@ -366,11 +366,11 @@ def test_a_record_tells_of_the_comparison_of_its_own_step() -> None:
     bound, outcome = RunningBound(10.0), StepOutcome(*torch.ones(3).unbind())
     local = LocalNumbers(mesh, bound)
     replays = ReplayCallback(cast("Worker", None), mesh, 2, False, True, bound, local)
-    told: list[Any] = []
+    records: list[Any] = []
     for number in (1, 2, 3):
         replays.run(number, lambda _: outcome, expected=False)
-        told.append(replays.measure(number))
-    assert told == [{}, {"again": {"why": None, "same": True, "ranks": []}}, {}]
+        records.append(replays.measure(number))
+    assert records == [{}, {"again": {"why": None, "same": True, "ranks": []}}, {}]
 
 
 def test_a_message_that_changes_on_its_way_is_named(pool: Pool) -> None:
