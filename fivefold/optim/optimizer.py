@@ -169,6 +169,7 @@ def make_optimizer(
         }
         for decay in (True, False)
     ]
+    # Optimizers of users may refuse an empty list of tensors, as `torch._foreach_*` does.
     groups = [group for group in groups if group["params"]] or groups[:1]
     return kind.make(groups, lr, eps)
 

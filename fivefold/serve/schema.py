@@ -263,7 +263,7 @@ def _prompts(value: Any) -> tuple[str | tuple[int, ...], ...]:
     try:
         if isinstance(value, list) and value:
             several = cast("list[Any]", value)
-            if all(isinstance(token, int) for token in several):
+            if isinstance(several[0], int):
                 return (_tokens(several),)
             return tuple(
                 _tokens(cast("list[Any]", prompt)) if isinstance(prompt, list) else _text(prompt)

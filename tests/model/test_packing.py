@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from fivefold.core.layout.batch import Batch
-from fivefold.data.batches import samples_from_rows
+from fivefold.data.batches import samples, samples_from_rows
 from fivefold.data.conversations import parted
 from fivefold.data.rows import REJECTED, Corpus, Shard, read_rows
 from fivefold.model.batch import NOT_COUNTED
@@ -121,3 +121,13 @@ def test_a_token_that_nothing_follows_fills_no_row() -> None:
     """Each row has a token more than it predicts from."""
     rows = {size: corpus_of(size, masked=False).num_rows(SEQ) for size in (4, 5, 8, 9)}
     assert rows == {4: 0, 5: 1, 8: 1, 9: 2}
+
+
+@pytest.mark.parametrize(
+    ("seq", "shares"), [(4, (1, 1, 2 / 3, 1 / 3)), (5, (1, 1, 0.75, 0.5, 0.25))]
+)
+def test_random_rows_end_anywhere_in_their_second_half(seq: int, shares: tuple[float, ...]) -> None:
+    """Of the tokens before the end of a row nine in ten have a loss, and none after it."""
+    labels = samples(Batch(1, seq, 1, 20_000), 7, seed=0, step=0).labels.view(-1, seq)
+    counted = (labels != NOT_COUNTED).double().mean(dim=0)
+    assert counted.tolist() == pytest.approx([0.9 * share for share in shares], abs=0.015)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import gc
+import os
 import pkgutil
 import resource
 import sys
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +26,7 @@ from fivefold.core.layout.weight_table import Role, decays
 from fivefold.core.plan.recipe import OPTIMIZERS, Recipe
 from fivefold.launch.processes import Pool
 from fivefold.launch.worker import Worker
-from fivefold.optim import blockwise
+from fivefold.optim import blockwise, disk_states
 from fivefold.optim.blockwise import LINE, BlockwiseUpdater, blocks_of
 from fivefold.optim.disk_states import DiskStore
 from fivefold.optim.optimizer import ADAM_EPS, Updater, make_optimizer
@@ -158,6 +161,29 @@ def test_narrow_states_are_the_same_wherever_they_live(
     assert not torch.equal(other[0], found[0][0])
 
 
+def test_the_last_element_of_a_window_is_rounded_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A window of one element: the last of 1001 in windows of 1000, or a weight of one element."""
+    moments: list[list[Tensor]] = []
+    for window in (1000, 1 << 22):
+        monkeypatch.setattr(blockwise, "ROUNDED_AT_ONCE", window)
+        rows = [LocalWeight(f"w{size}", "blocks.0", (size,)) for size in (1001, 1)]
+        weights = [Weight(row, torch.ones(row.shape), torch.zeros(row.shape)) for row in rows]
+        updater = of(Recipe(states="bf16"), weights)
+        updated(weights, updater, 2)
+        states = [state for state in updater.states()["exp_avg"] if state is not None]
+        moments.append([state.read().flatten() for state in states])
+    assert_equal(*moments)
+    assert all(moment[-1] != 0 for moment in moments[0])
+
+
+def test_an_optimizer_gets_no_group_without_tensors() -> None:
+    """torch's own skip such a group; one that calls `torch._foreach_add_` on it fails."""
+    weight = torch.ones(3)
+    for decayed, rate in ((True, 0.1), (False, 0.0)):
+        (group,) = make_optimizer("adamw", [(decayed, weight)], 1e-2, 0.1).param_groups
+        assert group["params"][0] is weight and group["weight_decay"] == rate
+
+
 RESUMED = [
     {"optimizer": "adamw"},
     {"optimizer": "sgd"},
@@ -218,6 +244,7 @@ def test_a_master_keeps_what_bfloat16_would_lose() -> None:
         for _ in range(1000):
             updater.step()
         moved.append(1 - float(weight.tensor[0]))
+        assert all(state.grad is None for state in updater.tensors()), "their memory is free again"
     assert moved[0] == pytest.approx(0.01, rel=0.2) and moved[1] == 0
 
 
@@ -321,6 +348,76 @@ def test_a_disk_holds_three_blocks_in_memory_and_leaves_no_file(tmp_path: Path) 
     assert sum(buffer.nbytes for buffer in updater.store.buffers) <= 3 * 41_000
     assert updater.store.num_bytes > 8 * sum(each.tensor.numel() for each in weights)
     assert list((tmp_path / "deep" / "down").iterdir()) == []
+
+
+def disk_store(folder: Path, lines: int, block_bytes: int) -> DiskStore:
+    """Two states of a weight with so many lines, 8 bytes an element."""
+    dtypes = dict.fromkeys(("exp_avg", "exp_avg_sq"), torch.float32)
+    return DiskStore(folder, 0, [lines * LINE], dtypes, False, block_bytes)
+
+
+def test_no_block_on_disk_takes_more_bytes_than_it_may(tmp_path: Path) -> None:
+    for block_bytes, lines in ((16 * LINE, 2), (16 * LINE - 1, 1)):
+        store = disk_store(tmp_path, 4, block_bytes)
+        sizes = [region.stop - region.start for region in store.regions]
+        assert sizes == [8 * lines * LINE] * (4 // lines)
+
+
+class LateExecutor:
+    """Runs a task when its result is asked for, and what nobody asks for at the end."""
+
+    def __init__(self, num_threads: int) -> None:
+        self.results: list[LateResult] = []
+
+    def __enter__(self) -> LateExecutor:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for result in self.results:
+            with suppress(OSError):  # as a thread's, it stays in its future
+                result.result()
+
+    def submit(self, function: Callable[..., Any], *args: Any) -> LateResult:
+        self.results.append(LateResult(cache(partial(function, *args))))
+        return self.results[-1]
+
+
+@dataclass
+class LateResult:
+    """The future of a task of a `LateExecutor`."""
+
+    result: Callable[[], Any]
+
+
+def test_a_buffer_is_read_into_when_its_block_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(disk_states, "ThreadPoolExecutor", LateExecutor)
+    store = disk_store(tmp_path, 7, 8 * LINE)
+    assert len(store.regions) == 7
+    for number, (_, states) in enumerate(store.walk(), 1):
+        for state in (*states["exp_avg"], *states["exp_avg_sq"]):
+            assert not state.any()
+            state.fill_(number)
+    for key in ("exp_avg", "exp_avg_sq"):
+        (state,) = store.states(key)
+        assert state is not None
+        assert state.read().view(7, LINE).unique(dim=1).flatten().tolist() == [*range(1, 8)]
+
+
+@pytest.mark.parametrize("number", range(4))
+def test_a_disk_that_fails_to_write_any_block_ends_the_update(tmp_path: Path, number: int) -> None:
+    store = disk_store(tmp_path, 4, 8 * LINE)
+    write = store.file.write
+
+    def failing(buffer: Tensor, offset: int) -> None:
+        if offset == store.regions[number].start:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        write(buffer, offset)
+
+    store.file.write = failing
+    with pytest.raises(OSError, match="Input/output error"):
+        list(store.walk())
 
 
 def test_a_full_disk_is_met_at_the_start(tmp_path: Path) -> None:

@@ -148,5 +148,13 @@ def test_a_template_needs_its_folder(tmp_path: Path, capsys: pytest.CaptureFixtu
     (tmp_path / "a.jsonl").write_text("{}\n")
     assert run("tokens", tmp_path / "a.jsonl", "-o", tmp_path / "d", "--chat") == 2
     assert "give the folder of a chat model, with --tokenizer DIR" in capsys.readouterr().err
-    with pytest.raises(BadFile, match="is no list of messages"):
-        conversation_of({"turns": 3}, "here", "turns")
+    file = model_folder(tmp_path / "model", PREFIX) / "tokenizer.json"
+    words = ("--chat", "--tokenizer", file)
+    assert run("tokens", tmp_path / "a.jsonl", "-o", tmp_path / "d", *words) == 2
+    assert f"--tokenizer {file} is no folder: give the folder" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("turns", [3, [*asked("a", "b"), "c"], ["c"]], ids=str)
+def test_a_column_without_messages_is_refused(turns: Any) -> None:
+    with pytest.raises(BadFile, match="turns is no list of messages"):
+        conversation_of({"turns": turns}, "here", "turns")

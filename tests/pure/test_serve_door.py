@@ -19,17 +19,18 @@ from fivefold.core.errors import RankLost
 from fivefold.core.model import presets as models
 from fivefold.generate.text import ByteCodec
 from fivefold.launch.worker import NoMeeting, Worker
-from fivefold.serve import http, rank
+from fivefold.serve import answers, api, dispatch, http, rank
 from fivefold.serve import supervisor as keeper
+from fivefold.serve.answers import ServedCall
 from fivefold.serve.api import Api
 from fivefold.serve.dispatch import Dispatcher
 from fivefold.serve.http import HttpLimits
-from fivefold.serve.links import AddCommand, EngineRole, ReplicaHello, StepNews
+from fivefold.serve.links import AddCommand, DropCommand, EngineRole, ReplicaHello, StepNews
 from fivefold.serve.metrics import ServeMetrics
 from fivefold.serve.prompting import PromptReader
 from fivefold.serve.rank import RankBeat
 from fivefold.serve.replicas import ServingReplica
-from fivefold.serve.schema import ApiError
+from fivefold.serve.schema import ApiError, parse_asked
 
 HEALTH = b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
 
@@ -58,6 +59,20 @@ class CountingCodec(ByteCodec):
 
     def encode(self, text: str, *, special: bool) -> tuple[int, ...]:
         CountingCodec.num_encoded += 1
+        return super().encode(text, special=special)
+
+
+class WideCodec(ByteCodec):
+    """A token may have 64 bytes, and has one."""
+
+    def __init__(self) -> None:
+        self.sizes: list[int] = []
+
+    def longest_token(self) -> int:
+        return 64
+
+    def encode(self, text: str, *, special: bool) -> tuple[int, ...]:
+        self.sizes.append(len(text))
         return super().encode(text, special=special)
 
 
@@ -314,6 +329,153 @@ def test_large_prompts_are_refused_before_they_are_tokens(tmp_path: Path) -> Non
     for answer in run(tmp_path, client):
         assert status(answer) == 400 and b"context_length_exceeded" in answer
     assert CountingCodec.num_encoded == 0
+
+
+def test_a_text_with_too_many_tokens_is_not_encoded_in_full(tmp_path: Path) -> None:
+    """Its bytes may fit: only slices say that its tokens do not."""
+    longest, size = 1 << 15, 1 << 16  # of a prompt, and of a slice
+
+    def encoded(num_chars: int) -> tuple[int, list[int]]:
+        """Tokens of a text, none if it is refused, and the sizes that were encoded."""
+        codec = WideCodec()
+        request = parse_asked(json.dumps({"prompt": "x" * num_chars}).encode(), chat=False)
+        try:
+            (tokens,) = asyncio.run(PromptReader(codec, tmp_path).tokens(request, longest))
+        except ApiError as error:
+            assert error.code == "context_length_exceeded"
+            return 0, codec.sizes
+        return len(tokens), codec.sizes
+
+    assert encoded(size) == (size, [size])
+    assert encoded(size + 1) == (0, [size, 1])
+    assert encoded(4 * size) == (0, [size, size])
+
+
+def test_usage_counts_all_prompts_and_all_choices(tmp_path: Path) -> None:
+    async def client(desk: Desk) -> dict[str, int]:
+        call = asyncio.ensure_future(desk.ask(prompt=["ab", "cdef"], n=2, max_tokens=3))
+        (engine,) = desk.engines
+        await desk.until(lambda: len(engine.ids()) == 4)
+        desk.say(0, *((id, 97, -1.0, None) for id in engine.ids()[:3]))
+        desk.say(0, *((id, 98, -1.0, "length") for id in engine.ids()))
+        answer = json.loads((await call).partition(b"\r\n\r\n")[2])
+        assert "fivefold_prompt_tokens_total 6\n" in desk.dispatcher.metrics.lines([])
+        assert any("prompt=6 " in line and "output=7 " in line for line in desk.lines)
+        return answer["usage"]
+
+    usage = run(tmp_path, client)
+    assert usage == {"prompt_tokens": 6, "completion_tokens": 7, "total_tokens": 13}
+
+
+def test_a_stop_text_that_is_no_token_ends_a_choice(tmp_path: Path) -> None:
+    async def client(desk: Desk) -> bytes:
+        call = asyncio.ensure_future(desk.ask(stop=["zz", "b"], max_tokens=9))
+        (engine,) = desk.engines
+        await desk.until(engine.ids)
+        (id,) = engine.ids()
+        desk.say(0, (id, 97, -1.0, None))
+        desk.say(0, (id, 98, -1.0, None))
+        assert engine.commands[-1] == DropCommand(id), "the engine does not know it"
+        return await call
+
+    answer = run(tmp_path, client)
+    assert status(answer) == 200 and b'"text": "a"' in answer and b'"stop"' in answer
+
+
+def test_times_of_a_call_are_in_the_log_and_in_the_metrics(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = [100.0]
+    fake = SimpleNamespace(monotonic=lambda: clock[0], time=lambda: 0.0)
+    for module in (answers, api):
+        monkeypatch.setattr(module, "time", fake)
+
+    async def client(desk: Desk) -> None:
+        call = asyncio.ensure_future(desk.ask(max_tokens=3))
+        (engine,) = desk.engines
+        await desk.until(engine.ids)
+        (id,) = engine.ids()
+        for seconds, reason in ((102.0, None), (105.0, None), (108.0, "length")):
+            clock[0] = seconds
+            desk.say(0, (id, 97, -1.0, reason))
+        await call
+        assert "ttft=2.0000 tpot=3.0000" in desk.lines[-1] and "total=8.0000" in desk.lines[-1]
+        text = desk.dispatcher.metrics.lines([])
+        for name, seconds in (("ttft", 2.0), ("tpot", 3.0), ("request", 8.0)):
+            assert f"fivefold_{name}_seconds_sum {seconds}\n" in text
+
+    run(tmp_path, client)
+
+
+def test_a_line_of_the_log_is_short_whatever_a_client_sends(tmp_path: Path) -> None:
+    async def client(desk: Desk) -> str:
+        head = b"X" * 300 + b" /" + b"y" * 300 + b" HTTP/1.1\r\nHost: localhost\r\n"
+        assert status(await desk.send(head + b"Connection: close\r\n\r\n")) == 404
+        return desk.lines[-1]
+
+    assert f" {'X' * 10} /{'y' * 99} 404 " in run(tmp_path, client)
+
+
+def test_a_full_queue_says_when_to_come_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The mean time of a call, times those that wait, by those that run."""
+    monkeypatch.setattr(dispatch, "time", SimpleNamespace(monotonic=lambda: 112.0))
+    shape, codec = models.load("tiny"), ByteCodec()
+    dispatcher = Dispatcher(shape, codec, frozenset(), ServeMetrics(), max_queue=2, max_running=2)
+    engines = [ListeningEngine(), ListeningEngine()]
+    for index, engine in enumerate(engines):
+        writer = cast("asyncio.StreamWriter", engine)
+        dispatcher.replicas[index] = ServingReplica(ReplicaHello(index, 100, 100), writer, 2)
+    body = parse_asked(b'{"model": "tiny", "prompt": "a"}', chat=False)
+
+    def begin(name: str) -> ServedCall:
+        call = dispatcher.call(name, "me", body, [(97,)], 100.0)
+        dispatcher.begin(call)
+        return call
+
+    def running() -> set[str]:
+        return {id.partition("/")[0] for engine in engines for id in engine.ids()}
+
+    ended = begin("ended")
+    news = StepNews([(ended.choices[0].id, 97, -1.0, "length", ())], [], 100, 0)
+    dispatcher._take(dispatcher.replicas[0], news)
+    dispatcher.end(ended)  # after 12 s
+    first, *_, gone, last = [begin(name) for name in ("a", "b", "c", "d", "gone", "last")]
+    assert running() == {"ended", "a", "b", "c", "d"} and dispatcher.num_running == 4
+    with pytest.raises(ApiError, match="2 requests wait") as caught:
+        begin("refused")
+    assert caught.value.status == 429 and caught.value.headers == [("retry-after", "6")]
+    dispatcher.end(gone)
+    assert dispatcher.queue.size == 1
+    dispatcher.end(first)
+    assert running() == {"ended", "a", "b", "c", "d", "last"} and not last.ended
+
+
+def test_a_busy_connection_is_never_closed_for_another(tmp_path: Path) -> None:
+    """Nor an idle one of a client that has fewer."""
+
+    async def client(desk: Desk) -> tuple[bytes, bytes, bytes, bytes]:
+        busy = asyncio.ensure_future(desk.ask(max_tokens=1))
+        (engine,) = desk.engines
+        await desk.until(engine.ids)
+        distant = ("127.0.0.2", 0)
+        far = await asyncio.open_connection("127.0.0.1", desk.port, local_addr=distant)
+        near = [await asyncio.open_connection("127.0.0.1", desk.port) for _ in range(2)]
+        connections = desk.door._connections
+        await desk.until(lambda: sum(peer.idle_since is not None for peer in connections) == 3)
+        health = await desk.send(HEALTH)
+        closed = await asyncio.wait_for(near[0][0].read(), 10)
+        far[1].write(HEALTH)
+        other_health = await asyncio.wait_for(far[0].read(), 10)
+        desk.say(0, (engine.ids()[0], 97, -1.0, "length"))
+        for _, writer in (far, *near):
+            writer.close()
+        return health, closed, other_health, await busy
+
+    health, closed, other_health, completion = run(tmp_path, client, connections=4)
+    assert closed == b"", "the oldest idle one of whoever has the most"
+    assert [status(answer) for answer in (health, other_health, completion)] == [200] * 3
 
 
 def test_a_silent_rank_is_lost_after_a_few_of_its_steps() -> None:

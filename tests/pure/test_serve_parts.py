@@ -14,6 +14,7 @@ pytest.importorskip("h11", reason="pip install 'fivefold[serve]', which make set
 
 from fivefold.generate.requests import Request
 from fivefold.generate.text import ByteCodec
+from fivefold.serve import replicas
 from fivefold.serve import schema as asked
 from fivefold.serve.answers import AnswerWriter, ServedCall, ServedChoice
 from fivefold.serve.links import ReplicaHello
@@ -94,8 +95,11 @@ def test_a_body_is_checked() -> None:
         (b"[]", "not a JSON object"),
         (b'{"model": "m"}', "prompt: it is missing"),
         (b'{"prompt": "\\ud800"}', "half of a surrogate pair"),
-        (b'{"prompt": [1, true, 2.5]}', "prompt"),
-        (b'{"prompt": [[1, "a"]]}', "list of tokens"),
+        (b'{"prompt": [1, true, 2.5]}', "prompt: a list of tokens has something else in it"),
+        (b'{"prompt": [1, "a"]}', "prompt: a list of tokens has something else in it"),
+        (b'{"prompt": [[1, "a"]]}', "prompt: a list of tokens has something else in it"),
+        (b'{"prompt": ["a", 1]}', "prompt: 1 is not a text"),
+        (b'{"prompt": [[1], 2]}', "prompt: 2 is not a text"),
         (b'{"prompt": "a", "temperature": NaN}', "temperature: NaN is no number"),
         (b'{"prompt": "a", "max_tokens": 1e3}', "max_tokens: 1000.0 is no whole number"),
         (b'{"prompt": "a", "max_tokens": true}', "true is no whole number"),
@@ -221,19 +225,51 @@ def replica(index: int, most: int = 4) -> ServingReplica:
 
 def test_the_least_loaded_replica_is_chosen_unless_another_knows_the_prompt() -> None:
     _, choice = choice_of(())
-    replicas = [replica(0), replica(1)]
+    engines = [replica(0), replica(1)]
     prompt = tuple(range(64))
     digests = prompt_digests(prompt)
     assert len(digests) == 4 and digests[:3] == prompt_digests(prompt[:50])
-    assert least_loaded(replicas, digests) is replicas[0]
-    replicas[1].add(choice, digests)
-    assert replicas[1].load == 51 and replicas[1].known(digests) == 4
-    assert least_loaded(replicas, digests) is replicas[1], "64 tokens are there, and 51 wait"
-    assert least_loaded(replicas, prompt_digests(prompt[1:])) is replicas[0]
-    replicas[1].lose()
-    assert least_loaded(replicas, digests) is replicas[0]
-    replicas[0].lose()
-    assert least_loaded(replicas, digests) is None
+    assert least_loaded(engines, digests) is engines[0]
+    engines[1].add(choice, digests)
+    assert engines[1].load == 51 and engines[1].known(digests) == 4
+    assert least_loaded(engines, digests) is engines[1], "64 tokens are there, and 51 wait"
+    assert least_loaded(engines, prompt_digests(prompt[1:])) is engines[0]
+    engines[1].lose()
+    assert least_loaded(engines, digests) is engines[0]
+    engines[0].lose()
+    assert least_loaded(engines, digests) is None
+
+
+@pytest.mark.parametrize("changed", [0, 15, 16, 40, 63])
+def test_a_replica_knows_the_blocks_before_the_first_token_that_differs(changed: int) -> None:
+    _, choice = choice_of(())
+    prompt = list(range(64))
+    engine = replica(0)
+    engine.add(choice, prompt_digests(prompt))
+    prompt[changed] = 99
+    assert engine.known(prompt_digests(prompt)) == changed // 16
+
+
+def test_a_replica_remembers_the_latest_blocks_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replicas, "_MOST_DIGESTS", 4)
+    _, choice = choice_of(())
+    engine = replica(0)
+    first, second, third = (prompt_digests([number] * 32) for number in range(3))
+    for digests in (first, second, first, third):
+        engine.add(choice, digests)
+    assert [engine.known(digests) for digests in (first, second, third)] == [2, 0, 2]
+
+
+def test_a_choice_whose_prompt_is_elsewhere_loads_its_decode_engine() -> None:
+    _, choice = choice_of(())
+    prefill, *engines = (replica(index) for index in range(3))
+    for expected in (engines[0], engines[1]):
+        after = least_loaded(engines, [])
+        assert after is expected
+        prefill.add_prompt(choice, [], after)
+        assert after.load == 1 + 50
+    engines[0].ended(choice)
+    assert engines[0].load == 0 and least_loaded(engines, []) is engines[0]
 
 
 def test_a_histogram_counts() -> None:

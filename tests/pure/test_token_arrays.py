@@ -184,3 +184,18 @@ def test_conversations_and_pairs_lie_in_arrays(
     words = ("tokens", tmp_path / "in", "--chat", "--tokenizer", model, "-o", tmp_path / "x")
     assert run(*words) == 2
     assert "a .json file that is an array of objects" in capsys.readouterr().err
+
+
+def test_a_pair_is_left_out_if_either_text_is_too_long(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, path = chat_folder(tmp_path / "model"), tmp_path / "a.json"
+    answers = [("2", "1 1 1"), ("2", "1"), ("2 2 2", "1")]
+    rows = [{"prompt": "add 1", "chosen": best, "rejected": other} for best, other in answers]
+    path.write_text(json.dumps(rows))
+    words = ("--pairs", "--tokenizer", model, "--max-tokens", 5, "--json")
+    assert run("tokens", path, "-o", tmp_path / "d", *words) == 0
+    table = json.loads(capsys.readouterr().out)
+    assert table["documents"] == 1 and table["left_out"] == {"long": 2}
+    (shard,) = open_corpus(tmp_path / "d", 6, verify=True).shards
+    assert shard.tokens.tolist() == [1, 3, 4, 2, 5, 1, 3, 4, 2, 4]

@@ -46,10 +46,10 @@ def write_texts(
     """Texts that are in no file, one block each."""
 
     def read(start: WrittenShards, seen: bytes) -> Generator[JoinedDocuments]:
-        for array in encoder.encode([Document(text, "here") for text in texts]):
+        arrays = encoder.encode([Document(text, "here") for text in texts])
+        for array, text in zip(arrays, texts, strict=True):
             if len(array):
-                sizes = np.array([len(array)])
-                yield JoinedDocuments(array, sizes, sizes)
+                yield JoinedDocuments(array, np.array([len(array)]), np.array([len(text)]))
 
     job = FolderJob(folder, encoder.meaning, shard_tokens, encoder.files, **options)
     return write_folder(job, read)[0]
@@ -83,6 +83,7 @@ def test_shards_read_like_the_corpus_in_memory(tmp_path: Path, shard_tokens: int
     assert len(index.shards) == {1: 4, 30: 2, 10**6: 1}[shard_tokens]
     memory, files = from_bytes("m", TEXTS, 257), open_corpus(tmp_path / "d", 257, verify=True)
     assert all_rows(files, seq) == all_rows(memory, seq)
+    assert files.bytes_per_token == memory.bytes_per_token == 108 / 112
     assert str(files) == str(memory).replace("m:", f"{tmp_path / 'd'}:", 1)
     assert files.shards[0].tokens.base is not None  # mapped, not loaded
     assert isinstance(files.shards[0].tokens.base, np.memmap)
@@ -97,6 +98,50 @@ def test_the_index_says_what_is_there(tmp_path: Path) -> None:
     names = {file.name for shard in index.shards for file in shard.files}
     assert names | {"index.json"} == set(only_whole(tmp_path / "d"))
     assert only_whole(tmp_path) == ["d"]
+
+
+@pytest.mark.parametrize("counts", [[10], [2, 8], [5, 4, 1], [1] * 10], ids=str)
+def test_shards_end_where_they_are_full_however_documents_come(
+    tmp_path: Path, counts: list[int]
+) -> None:
+    """A run that goes on reads other blocks, and has to write the same files."""
+
+    def read(start: WrittenShards, seen: bytes) -> Generator[JoinedDocuments]:
+        for count in counts:
+            tokens = np.zeros(10 * count, np.uint16)
+            yield JoinedDocuments(tokens, np.full(count, 10), np.full(count, 9))
+
+    index, _ = write_folder(FolderJob(tmp_path / "d", ByteEncoder(256).meaning, 30), read)
+    assert [shard.num_tokens for shard in index.shards] == [30, 30, 30, 10]
+
+
+def test_all_files_are_on_the_disk_before_a_folder_gets_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A power cut finds a complete folder, or none."""
+    synced: dict[int, int] = {}  # by inode, how large a file was
+    sync, rename = os.fsync, Path.rename
+
+    def noting(handle: int) -> None:
+        sync(handle)
+        state = os.fstat(handle)
+        synced[state.st_ino] = state.st_size
+
+    def checked(path: Path, target: Path) -> Path:
+        published.extend(only_whole(path))
+        for file in path.iterdir():
+            assert synced.get(file.stat().st_ino) == file.stat().st_size, file.name
+        assert path.stat().st_ino in synced, "and their names"
+        synced.clear()
+        return rename(path, target)
+
+    published: list[str] = []
+    monkeypatch.setattr(os, "fsync", noting)
+    monkeypatch.setattr(Path, "rename", checked)
+    encoder = ByteEncoder(256, {"tokenizer.json": b"{}"})
+    write_texts(tmp_path / "d", encoder, TEXTS, 30)
+    assert published == only_whole(tmp_path / "d") and len(published) == 2 * 2 + 2
+    assert [*synced] == [tmp_path.stat().st_ino], "its own name, after the rename"
 
 
 def test_damage_is_named(tmp_path: Path) -> None:
@@ -239,6 +284,8 @@ def make_inputs(folder: Path) -> None:
     (folder / "b.txt").write_text("text of b")
     (folder / "sub" / "a.txt").write_text("text of a")
     (folder / ".hidden").write_text("no")
+    (folder / ".git").mkdir()
+    (folder / ".git" / "config.txt").write_text("no")
     lines = '{"text": "one"}\n\n{"id": 3, "text": "zwölf"}\n{"text": ""}\n'
     (folder / "c.jsonl").write_text(lines, encoding="utf-8")
     (folder / "d.jsonl.gz").write_bytes(gzip.compress(b'{"text": "packed"}', mtime=0))

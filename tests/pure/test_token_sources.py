@@ -117,6 +117,33 @@ def test_tables_are_read_by_column(tmp_path: Path, capsys: pytest.CaptureFixture
     assert not (tmp_path / "x").exists() and not (tmp_path / ".x.partial").exists()
 
 
+def test_files_describe_the_tables_of_their_folder_alone(tmp_path: Path) -> None:
+    card, table = "---\nlicense: mit\n---\n", b"ARROW1\0\0" + bytes(64)
+    for name in ("train", "other", "texts"):
+        (tmp_path / name).mkdir()
+    for name in ("train", "other"):
+        (tmp_path / name / "data.arrow").write_bytes(table)
+    for name in ("train", "texts"):
+        (tmp_path / name / "state.json").write_text("{}")
+        (tmp_path / name / "dataset_info.json").write_text("{}")
+    for folder in (tmp_path, tmp_path / "texts"):
+        (folder / "README.md").write_text(card)
+    sources = find_sources([tmp_path])
+    assert [file.path.relative_to(tmp_path).as_posix() for file in sources.files] == [
+        "other/data.arrow",
+        "texts/README.md",
+        "texts/dataset_info.json",
+        "texts/state.json",
+        "train/data.arrow",
+    ]
+    (described,) = sources.skipped.values()
+    assert [Path(name).relative_to(tmp_path).as_posix() for name in described] == [
+        "README.md",
+        "train/dataset_info.json",
+        "train/state.json",
+    ]
+
+
 def lines_of(path: Path, texts: list[str]) -> Sources:
     rows = [json.dumps({"text": text}) for text in texts]
     is_array = path.suffix == ".json"
@@ -228,6 +255,19 @@ def test_workers_answer_in_order_and_say_what_went_wrong() -> None:
     for first, message in ((7, "cannot use a.jsonl, line 7:\n  - wrong"), (9, "worker has ended")):
         with pytest.raises(FivefoldError, match=message), in_processes(fails_at_seven, 2) as mapped:
             list(mapped([1, *[first] * 5, 2]))
+
+
+def own_pid(number: int) -> int:
+    return os.getpid()
+
+
+def test_no_worker_is_left_at_the_end() -> None:
+    with in_processes(own_pid, 2) as mapped:
+        pids = set(mapped(range(20)))
+    assert os.getpid() not in pids
+    for pid in pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
 
 
 def test_info_says_what_is_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
