@@ -99,6 +99,16 @@ def test_clients_are_shared_out_over_replicas(concurrency: int) -> None:
     assert plan.sequences == pytest.approx(concurrency, rel=0.02)
 
 
+def test_tokens_of_all_replicas_count() -> None:
+    """17 clients over three replicas get what 6, 6 and 5 get of one each."""
+    asked = {"machine": "h200", "prompt": 512, "output": 512}
+    three, six, five = (
+        plan_serving("llama-3.1-8b", layout=layout, concurrency=clients, **asked).choice.chosen
+        for layout, clients in (("dp=3", 17), ("dp=1", 6), ("dp=1", 5))
+    )
+    assert three.tokens_per_s == pytest.approx(2 * six.tokens_per_s + five.tokens_per_s)
+
+
 def test_requests_may_come_at_given_times() -> None:
     """Three at once are one step of three prompts, and others wait for nobody."""
     apart, near = (
