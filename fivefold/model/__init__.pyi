@@ -42,7 +42,6 @@ from fivefold.model.layers import linear as linear
 from fivefold.model.layers import rms_norm as rms_norm
 from fivefold.model.layers import rotary_tables as rotary_tables
 from fivefold.model.linear_math import PLAIN as PLAIN
-from fivefold.model.linear_math import AdaptedMath as AdaptedMath
 from fivefold.model.linear_math import Biases as Biases
 from fivefold.model.linear_math import GradientSink as GradientSink
 from fivefold.model.linear_math import LinearMath as LinearMath
@@ -52,6 +51,7 @@ from fivefold.model.linear_math import Sent as Sent
 from fivefold.model.linear_math import Values as Values
 from fivefold.model.linear_math import learns as learns
 from fivefold.model.linear_math import linear_work as linear_work
+from fivefold.model.low_rank import AdaptedMath as AdaptedMath
 from fivefold.model.mixer_layer import MixerInputs as MixerInputs
 from fivefold.model.mixer_layer import MixerLayer as MixerLayer
 from fivefold.model.mixer_layer import mixed as mixed

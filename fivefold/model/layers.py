@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from fivefold.core.model import Activation, Rope, Shape
 from fivefold.model.kernels import Compute, Fuse, Region, ResidualRegion, eager
-from fivefold.model.linear_math import LowRank, adapted_linear
+from fivefold.model.low_rank import LowRank, adapted_linear
 from fivefold.model.remake import remade, saving
 from fivefold.model.slots import weigh_rows
 

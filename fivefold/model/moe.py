@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from fivefold.core.model import Moe, Shape
 from fivefold.model.kernels import Region
 from fivefold.model.layers import Activate, Hold, Linear, Matmul, Mlp, WeightFactory, as_it_is
-from fivefold.model.linear_math import LowRank, adapted_grouped
+from fivefold.model.low_rank import LowRank, adapted_grouped
 from fivefold.model.remake import saving
 from fivefold.model.slots import AS_THEY_ARE, RowCodes, Slots, SlotSums, sort_slots
 

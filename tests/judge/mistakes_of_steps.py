@@ -15,7 +15,7 @@ from fivefold.model import balance as balance_module
 from fivefold.model.batch import NOT_COUNTED
 from fivefold.optim import blockwise, muon, optimizer
 from fivefold.parallel import composition as compose_module
-from fivefold.parallel.composition import Balancing
+from fivefold.parallel.balance import Balancing
 from fivefold.parallel.pipeline import Pipeline
 from fivefold.train.callbacks import stop
 from tests.judge.planting import Patch, instead, with_step

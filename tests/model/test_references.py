@@ -17,7 +17,7 @@ from fivefold.core.model import presets as models
 from fivefold.model.linear_math import ReorderedSums, _split_matmul
 from fivefold.parallel.tensor import cut
 from fivefold.train.check import _compared_gradients
-from fivefold.train.loop import Projection
+from fivefold.train.references import Projection
 from fivefold.train.state import TrainedRank
 
 CPU = torch.device("cpu")
