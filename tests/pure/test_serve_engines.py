@@ -1,7 +1,8 @@
-"""Keepers and leaders of engines, without a model."""
+"""Keepers and leaders of engines, and a server that waits for them, without a model."""
 
 from __future__ import annotations
 
+import asyncio
 import signal
 import socket
 import subprocess
@@ -19,11 +20,15 @@ pytest.importorskip("h11", reason="pip install 'fivefold[serve]', which make set
 
 from fivefold.core.errors import RankLost
 from fivefold.core.layout.layout import Layout
+from fivefold.core.model import presets as models
 from fivefold.generate.requests import Request
+from fivefold.generate.text import ByteCodec
 from fivefold.generate.text_ranks import TaskWarning
 from fivefold.serve import rank, supervisor
 from fivefold.serve.links import AddCommand, CloseCommand, RankLink, ReplicaHello, StepNews
 from fivefold.serve.rank import API_SOCKET, EngineUp, ServeTask
+from fivefold.serve.replicas import ServingReplica
+from fivefold.serve.server import ModelServer, ServeOptions
 from fivefold.serve.supervisor import EngineEnd, EngineKeeper
 
 SECONDS = 20.0  # for another process or thread
@@ -105,6 +110,50 @@ def test_a_killed_engine_takes_its_ranks_along(
         for process in ranks:
             process.kill()
             process.wait()
+
+
+class CountedReplicas(dict[int, Any]):
+    """Counts how often somebody asks for their number."""
+
+    num_looks = 0
+
+    def __len__(self) -> int:
+        self.num_looks += 1
+        return super().__len__()
+
+
+def test_a_server_that_waits_for_engines_sleeps(tmp_path: Path) -> None:
+    """Though one is ready, and another is started again."""
+    model = SimpleNamespace(shape=models.load("tiny"), folder=tmp_path)
+    setup = cast("Any", SimpleNamespace(model=model, codec=ByteCodec(), ends=frozenset()))
+    warnings: list[str] = []
+    server = ModelServer(setup, ServeOptions("tiny"), pytest.fail, pytest.fail, warnings.append)
+    server._keepers = [cast("Any", None)] * 3
+    replicas = server.dispatcher.replicas = CountedReplicas()
+
+    def join(index: int) -> None:
+        replica = SimpleNamespace(lose=lambda: None, open={}, sources={}, role="both")
+        replicas[index] = cast("ServingReplica", replica)
+        server.dispatcher.joined.set()
+
+    async def wait() -> None:
+        ready = asyncio.ensure_future(server._until_ready())
+        for event in (
+            lambda: join(0),
+            lambda: server._on_end(task_of(tmp_path, Layout()), EngineEnd("lost", again=1)),
+            lambda: join(1),
+        ):
+            await asyncio.sleep(0)
+            replicas.num_looks = 0
+            event()
+            for _ in range(200):
+                await asyncio.sleep(0)
+            assert replicas.num_looks <= 2, "once for the event"
+        assert not ready.done() and len(warnings) == 1
+        join(2)
+        await asyncio.wait_for(ready, SECONDS)
+
+    asyncio.run(wait())
 
 
 class IdleEngine:
