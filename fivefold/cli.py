@@ -86,7 +86,11 @@ def main(arguments: list[str] | None = None) -> None:
     args = gather_pairs(sys.argv[1:] if arguments is None else arguments)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal without · prints ?
-    wrap_for_terminal(args)
+    # Wrap long lines of text where a person reads them; JSON and files stay as they are.
+    if "--json" not in args and sys.stdout is not None and sys.stdout.isatty():
+        sys.stdout = WrappedStream(sys.stdout)
+    if sys.stderr is not None and sys.stderr.isatty():
+        sys.stderr = WrappedStream(sys.stderr)
     try:
         lasting = next((word for word in args if not word.startswith("-")), None) in _LASTING
         with outliving_readers() if lasting else contextlib.nullcontext():
@@ -116,7 +120,15 @@ def run(args: list[str]) -> int | str | None:
         gc.disable()
     try:
         if (typed := completion.typed_words()) is not None:
-            return _complete(typed)
+            # Print what can follow the words, for the shell that asks.
+            pairs = completion.degrees_after(typed, _PAIRED)
+            if pairs is not None:
+                typer.echo(completion.answer(pairs))
+                return 0
+            completion.pass_on(gather_pairs(typed[:-1]) + typed[-1:])
+            verb = next((word for word in typed[:-1] if not word.startswith("-")), None)
+            build(verb)([], prog_name="fivefold")
+            return 0
         if not args:
             typer.echo(GREETING)
             return 0
@@ -237,26 +249,6 @@ def _as_setting(option: str, keys: Collection[str], args: Sequence[str]) -> str:
             following = text if equals else value
     value = "true" if not following or following.startswith("-") else following
     return f"""'{key}="{value}"'""" if re.search(r"[\s,]", value) else f"{key}={value}"
-
-
-def _complete(typed: list[str]) -> int:
-    """Print what can follow the words, for the shell that asks."""
-    pairs = completion.degrees_after(typed, _PAIRED)
-    if pairs is not None:
-        typer.echo(completion.answer(pairs))
-        return 0
-    completion.pass_on(gather_pairs(typed[:-1]) + typed[-1:])
-    verb = next((word for word in typed[:-1] if not word.startswith("-")), None)
-    build(verb)([], prog_name="fivefold")
-    return 0
-
-
-def wrap_for_terminal(args: list[str]) -> None:
-    """Wrap long lines of text where a person reads them; JSON and files stay as they are."""
-    if "--json" not in args and sys.stdout is not None and sys.stdout.isatty():
-        sys.stdout = WrappedStream(sys.stdout)
-    if sys.stderr is not None and sys.stderr.isatty():
-        sys.stderr = WrappedStream(sys.stderr)
 
 
 def _failed(message: str, error: Exception, code: int, as_json: bool) -> int:

@@ -100,7 +100,11 @@ def picture(
     mirrored: bool = False,
 ) -> View:
     """Any steps with their times, which end by `makespan`; `seconds` as in `view`."""
-    ticks = _num_ticks(rows, makespan)
+    # A number of ticks with which multiples of the shortest step are exact.
+    pairs = (pair for row in rows for pair in zip(row.starts, row.ends, strict=True))
+    shortest = min((end - start for start, end in pairs if end > start), default=makespan)
+    num_units = round(makespan / shortest)
+    ticks = max(1, _TICKS // num_units) * num_units
     num_columns = max(1, min(_COLUMNS, _MOST_MERGED // len(rows)))
     merges = sum(len(row.steps) for row in rows) > _MOST_STEPS
     column = makespan / num_columns if merges else None
@@ -118,14 +122,6 @@ def picture(
         "merged": _merged_words(drawn, num_columns) if merges else None,
         "rows": drawn,
     }
-
-
-def _num_ticks(rows: Sequence[TimelineRow], makespan: float) -> int:
-    """A number of ticks with which multiples of the shortest step are exact."""
-    pairs = (pair for row in rows for pair in zip(row.starts, row.ends, strict=True))
-    shortest = min((end - start for start, end in pairs if end > start), default=makespan)
-    num_units = round(makespan / shortest)
-    return max(1, _TICKS // num_units) * num_units
 
 
 def _marks(rows: list[View], num_chunks: int) -> dict[str, View]:

@@ -3,10 +3,10 @@ from fivefold_score.left_out import leave_one_out as leave_one_out
 from fivefold_score.left_out import rescore as rescore
 from fivefold_score.outcome import ScoredRun as ScoredRun
 from fivefold_score.outcome import score as score
+from fivefold_score.report_page import Dot as Dot
 from fivefold_score.report_page import render as render
 from fivefold_score.report_page import score_page as score_page
+from fivefold_score.report_page import score_svg as score_svg
 from fivefold_score.report_page import sections as sections
 from fivefold_score.rows import read_runs as read_runs
 from fivefold_score.scoring import summary as summary
-from fivefold_score.svg import Dot as Dot
-from fivefold_score.svg import score_svg as score_svg

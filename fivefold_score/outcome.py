@@ -222,7 +222,9 @@ def score(
     for row in rows:
         flag = row.get("fully_specified")
         passed = UnscoredRow(str(row["id"]), "", True if flag is None else bool(flag))
-        if not _is_measured(row):
+        achieved = row["achieved"]
+        known = ("step_time_s", "tokens_per_s_per_gpu", "tflops_per_gpu", "peak_mem_gib")
+        if not (achieved.get("status") in _DID_FIT or any(achieved.get(key) for key in known)):
             reason = "nothing to compare: no step time, tokens/s, TFLOP/s, peak or outcome"
             result.unmeasured.append(passed._replace(reason=reason))
         else:
@@ -236,12 +238,6 @@ def score(
     return result
 
 
-def _is_measured(row: Row) -> bool:
-    achieved = row["achieved"]
-    known = ("step_time_s", "tokens_per_s_per_gpu", "tflops_per_gpu", "peak_mem_gib")
-    return achieved.get("status") in _DID_FIT or any(achieved.get(key) for key in known)
-
-
 _DID_FIT = {"Success": True, "OOM": False}
 
 
@@ -250,7 +246,11 @@ def score_row(row: Row, without: str = "") -> ScoredRun:
     not possible."""
     row_cases = cases(row, without)
     first_case = row_cases[0]
-    _check_world(row, first_case)
+    world = int(first_case.grid.world[0])
+    if row["gpus"] != world:
+        raise FivefoldError(
+            f"gpus = {row['gpus']}, but dp, tp, pp and cp make {world} ranks: correct the row"
+        )
     times = [_seconds(candidate) for candidate in row_cases]
     memory = [_memory(candidate) for candidate in row_cases]
     seconds, gib = _range(times), _range([reserved for reserved, _ in memory])
@@ -295,14 +295,6 @@ def measured_seconds(row: Row, flops: float) -> tuple[float | None, Source | Non
     if speed := achieved.get("tflops_per_gpu"):
         return flops / (speed * 1e12 * row["gpus"]), "tflops_per_gpu"
     return None, None
-
-
-def _check_world(row: Row, case: Case) -> None:
-    world = int(case.grid.world[0])
-    if row["gpus"] != world:
-        raise FivefoldError(
-            f"gpus = {row['gpus']}, but dp, tp, pp and cp make {world} ranks: correct the row"
-        )
 
 
 def _seconds(case: Case) -> float:

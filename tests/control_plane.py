@@ -20,10 +20,8 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from fivefold.core.layout.layout import Layout
-from fivefold.launch.watch.flight_recorder import Record
 from fivefold.launch.watch.kv_messages import MemoryBoard
-from fivefold.launch.watch.rank_surroundings import RankSurroundings
-from fivefold.launch.watch.watchdog import PATIENCE, Watchdog
+from fivefold.launch.watch.watchdog import PATIENCE, RankSurroundings, Record, Watchdog
 from fivefold.launch.worker import Worker
 from tests.virtual_time import VirtualTime
 

@@ -34,11 +34,12 @@ from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from functools import cached_property
 from importlib.util import cache_from_source
+from itertools import accumulate
 from pathlib import Path
 from queue import SimpleQueue
 
 from tests.changes import module_of
-from tests.coverage_map import MAP, CoverageMap, numbers_of, read
+from tests.coverage_map import MAP, CoverageMap, read
 from tests.mutations import ROOMS, Mutant, candidates, draw, short_hash
 from tests.related import Case, Related
 from tests.selection import ALL_CASES, SALT
@@ -120,7 +121,10 @@ class Items:
     def _timed(self, item: str) -> bool:
         """Whether an item looks at the clock, which other workers slow down."""
         path, _, name = item.partition("[")[0].partition("::")
-        return bool(module_of(self._text(path)).mentions[name.replace("::", ".")] & CLOCKS)
+        text = self._text(path)
+        if not any(clock in text for clock in CLOCKS):
+            return False  # most files: a parse of all takes seconds
+        return bool(module_of(text).mentions[name.replace("::", ".")] & CLOCKS)
 
     def _text(self, path: str) -> str:
         if path not in self._texts:
@@ -129,20 +133,35 @@ class Items:
         return self._texts[path]
 
     @cached_property
+    def _related(self) -> Related:
+        return Related(self.coverage, self.cases)
+
+    @cached_property
     def num_functions(self) -> dict[str, int]:
         """How many functions each item runs: a special test comes before a general one."""
-        numbers = [0] * len(self.coverage.names)
+        steps = [0] * (len(self.coverage.names) + 1)  # by how much an item differs from the last
         for runs in self.coverage.functions.values():
-            for number in numbers_of(runs):
-                numbers[number] += 1
-        return dict(zip(self.coverage.names, numbers, strict=True))
+            for position, length in enumerate(accumulate(runs)):
+                steps[length] += -1 if position % 2 else 1
+        return dict(zip(self.coverage.names, accumulate(steps), strict=False))
 
     def recorded(self, mutant: Mutant) -> list[str]:
-        """The names in the map of the functions whose tests run this one."""
+        """The names in the map of the functions whose tests run this one, also where its module was
+        joined to another since."""
         path = UNRECORDED.get(mutant.path)
         if path is None:
-            return [f"{mutant.path}:{mutant.function}"]
+            name = f"{mutant.path}:{mutant.function}"
+            return [name] if name in self.coverage.functions else self._moved(mutant)
         return [name for name in self.coverage.functions if name.startswith(f"{path}:")]
+
+    def _moved(self, mutant: Mutant) -> list[str]:
+        return [
+            name
+            for name in self.coverage.functions
+            if name.endswith(f":{mutant.function}")
+            and name.startswith(f"fivefold/{mutant.room}/")
+            and not (self.root / name.partition(":")[0]).exists()
+        ]
 
     @cached_property
     def _files_with_new_tests(self) -> set[str]:
@@ -172,7 +191,7 @@ class Items:
     def choose(self, mutant: Mutant, budget: float, without: Collection[str] = ()) -> list[str]:
         """Items for so many seconds by the map: new ones, then special and short ones, one of each
         test before a second of any; those of a file follow each other."""
-        related = Related(self.coverage, self.cases)
+        related = self._related.fresh()
         names = {name for function in self.recorded(mutant) for name in related.running(function)}
         new = self._new(mutant)
         by_test: dict[str, list[str]] = defaultdict(list)
@@ -399,14 +418,17 @@ class Judge:
                 self._healthy[item] = took
         return took < limit
 
-    def judge(self, mutant: Mutant, tests: Items, budget: float) -> Record:
-        """The result of one mutant."""
+    def judge(self, mutant: Mutant, tests: Items, budget: float, killer: str = "") -> Record:
+        """The result of one mutant; the test that killed it before runs first."""
         began = time.monotonic()
         if began > self.deadline:
             raise OutOfTime
         copy = self._free.get()
         try:
-            result, test = self._result(copy, mutant, tests, budget)
+            if killer and self._kills(copy, mutant, killer):
+                result, test = KILLED, killer
+            else:
+                result, test = self._result(copy, mutant, tests, budget)
         finally:
             copy.restore(mutant)
             self._free.put(copy)
@@ -419,6 +441,12 @@ class Judge:
             **{"seconds": round(time.monotonic() - began, 1), "budget": budget, "key": key},
             date=f"{datetime.now(UTC):%Y-%m-%d}",
         )
+
+    def _kills(self, copy: Copy, mutant: Mutant, item: str) -> bool:
+        copy.plant(mutant)
+        outcome = copy.pytest(["-x", "-v", item], HEALTHY_SECONDS)
+        copy.restore(mutant)
+        return outcome.failed([item]) == item and self._passes(copy, item)
 
     def _result(self, copy: Copy, mutant: Mutant, tests: Items, budget: float) -> tuple[str, str]:
         without: set[str] = set()
@@ -461,7 +489,7 @@ def _imports(copy: Copy, mutant: Mutant) -> bool:
 
 
 def drawn_mutants(root: Path, records: Mapping[str, Record], new: int = 0) -> list[Mutant]:
-    """The draw of all rooms, `new` more of it, and what has a result and still exists."""
+    """What has a result and still exists, filled up by the draw of each room, and `new` more."""
     mutants: list[Mutant] = []
     for index, room in enumerate(ROOMS):
         of_room = candidates(root, room)
@@ -470,10 +498,8 @@ def drawn_mutants(root: Path, records: Mapping[str, Record], new: int = 0) -> li
             mutant for mutant in of_room if mutant.id in records and mutant.id not in invalid
         ]
         extra = new // len(ROOMS) + (index < new % len(ROOMS))
-        number = max(NUMBER, len(recorded)) + extra if extra else NUMBER
-        chosen = draw(of_room, number, invalid, root)
-        ids = {mutant.id for mutant in chosen}
-        mutants += [*chosen, *(mutant for mutant in recorded if mutant.id not in ids)]
+        number = max(NUMBER, len(recorded)) + extra
+        mutants += draw(of_room, number, invalid, root, recorded=recorded)
     return mutants
 
 
@@ -512,7 +538,9 @@ def run(options: argparse.Namespace) -> None:
 
         def write_result(mutant: Mutant) -> None:
             with contextlib.suppress(OutOfTime):  # the next run judges it
-                record = judge.judge(mutant, items, options.budget)
+                former = records.get(mutant.id)
+                killer = former.test if former is not None and former.result == KILLED else ""
+                record = judge.judge(mutant, items, options.budget, killer)
                 with lock:
                     records[record.id] = record
                     write_records(records.values(), options.output)

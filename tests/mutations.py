@@ -10,7 +10,7 @@ from __future__ import annotations
 import ast
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import blake2b
@@ -548,9 +548,15 @@ def compiles(mutant: Mutant, root: Path) -> bool:
 
 
 def draw(
-    mutants: list[Mutant], number: int, invalid: set[str], root: Path, most: int = 2
+    mutants: list[Mutant],
+    number: int,
+    invalid: set[str],
+    root: Path,
+    most: int = 2,
+    recorded: Sequence[Mutant] = (),
 ) -> list[Mutant]:
-    """So many mutants: kinds take turns, and no function has more than `most`.
+    """So many mutants, the `recorded` ones among them: kinds take turns, and no function has more
+    than `most`.
 
     The order is by a hash of the id, so that the draw is the same as long as the functions are, and
     a longer draw begins with a shorter one.
@@ -558,14 +564,14 @@ def draw(
     by_kind: dict[str, list[Mutant]] = defaultdict(list)
     for mutant in sorted(mutants, key=lambda mutant: short_hash("draw", mutant.id), reverse=True):
         by_kind[mutant.kind].append(mutant)
-    per_function: Counter[str] = Counter()
-    drawn: list[Mutant] = []
+    per_function = Counter(f"{mutant.path}:{mutant.function}" for mutant in recorded)
+    drawn, recorded_ids = list(recorded), {mutant.id for mutant in recorded}
     while len(drawn) < number and any(by_kind.values()):
         for kind in KINDS:
             while by_kind[kind]:
                 mutant = by_kind[kind].pop()
                 function = f"{mutant.path}:{mutant.function}"
-                valid = per_function[function] < most and mutant.id not in invalid
+                valid = per_function[function] < most and mutant.id not in invalid | recorded_ids
                 if valid and compiles(mutant, root):
                     per_function[function] += 1
                     drawn.append(mutant)

@@ -4,99 +4,26 @@ write, and small sizes. `newer` spells one as transformers 5 does."""
 from __future__ import annotations
 
 import copy
-from typing import Any
 
-Keys = dict[str, Any]
+from tests.raw_tables import (
+    COMMON,
+    DECODER,
+    KINDS,
+    LATENT,
+    LLAMA3,
+    WINDOWED,
+    YARN,
+    Keys,
+    falcon_keys,
+    older_keys,
+    raw_keys,
+)
+from tests.raw_variants import VARIANTS
 
-COMMON: Keys = {
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "initializer_range": 0.02,
-    "torch_dtype": "bfloat16",
-    "transformers_version": "4.51.3",
-    "use_cache": True,
-}
-SIZES: Keys = {
-    "hidden_size": 16,
-    "intermediate_size": 28,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "vocab_size": 43,
-    "max_position_embeddings": 64,
-}
-DECODER: Keys = {
-    **COMMON,
-    **SIZES,
-    "num_key_value_heads": 2,
-    "hidden_act": "silu",
-    "attention_dropout": 0.0,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 10000.0,
-    "rope_scaling": None,
-    "tie_word_embeddings": False,
-}
-WINDOWED: Keys = {"use_sliding_window": False, "sliding_window": 5, "max_window_layers": 2}
-LLAMA3: Keys = {
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 16,
-    "rope_type": "llama3",
-}
-LATENT: Keys = {
-    "aux_loss_alpha": 0.001,
-    "seq_aux": True,
-    "ep_size": 1,
-    "pretraining_tp": 1,
-    "attention_bias": False,
-    "num_key_value_heads": 4,
-    "kv_lora_rank": 6,
-    "q_lora_rank": 10,
-    "qk_nope_head_dim": 4,
-    "qk_rope_head_dim": 4,
-    "v_head_dim": 6,
-    "first_k_dense_replace": 1,
-    "moe_layer_freq": 1,
-    "moe_intermediate_size": 12,
-    "n_routed_experts": 4,
-    "n_shared_experts": 1,
-    "num_experts_per_tok": 2,
-    "n_group": 2,
-    "topk_group": 1,
-    "auto_map": {"AutoConfig": "configuration_deepseek.DeepseekConfig"},
-}
-YARN: Keys = {
-    "type": "yarn",
-    "factor": 8.0,
-    "beta_fast": 32,
-    "beta_slow": 1,
-    "mscale": 1.0,
-    "mscale_all_dim": 0.8,
-    "original_max_position_embeddings": 16,
-}
-KINDS = ["sliding_attention", "full_attention"]
-
-
-def _raw(model_type: str, architecture: str, *tables: Keys, **more: Any) -> Keys:
-    merged: Keys = {"architectures": [f"{architecture}ForCausalLM"], "model_type": model_type}
-    for table in tables:
-        merged |= table
-    return merged | more
-
-
-def _older(model_type: str, architecture: str, **more: Any) -> Keys:
-    """Without KV heads and RMS norms."""
-    return _raw(model_type, architecture, COMMON, SIZES, **more)
-
-
-def _falcon(**more: Any) -> Keys:
-    keys = _older("falcon", "Falcon", **more)
-    del keys["intermediate_size"]
-    return keys
-
-
+# Above each entry is the model on the hub whose file it follows.
 CONFIGS: dict[str, Keys] = {
-    "gpt2": _raw(
+    # openai-community/gpt2
+    "gpt2": raw_keys(
         *("gpt2", "GPT2"),
         {key: value for key, value in COMMON.items() if key != "torch_dtype"},
         n_ctx=64,
@@ -121,7 +48,8 @@ CONFIGS: dict[str, Keys] = {
         summary_use_proj=True,
         task_specific_params={"text-generation": {"do_sample": True, "max_length": 50}},
     ),
-    "llama": _raw(
+    # meta-llama/Meta-Llama-3.1-8B
+    "llama": raw_keys(
         *("llama", "Llama", DECODER),
         attention_bias=False,
         mlp_bias=False,
@@ -131,7 +59,8 @@ CONFIGS: dict[str, Keys] = {
         _name_or_path="meta-llama/Meta-Llama-3.1-8B",
         _attn_implementation_autoset=True,
     ),
-    "llama-smollm2": _raw(
+    # HuggingFaceTB/SmolLM2-1.7B
+    "llama-smollm2": raw_keys(
         *("llama", "Llama", DECODER),
         attention_bias=False,
         is_llama_config=True,
@@ -141,10 +70,14 @@ CONFIGS: dict[str, Keys] = {
         rope_interleaved=False,
         **{"transformers.js_config": {"kv_cache_dtype": {"fp16": "float16"}}},
     ),
-    "mistral": _raw("mistral", "Mistral", DECODER, sliding_window=5, head_dim=4),
-    "qwen2": _raw("qwen2", "Qwen2", DECODER, WINDOWED, use_mrope=False),
-    "qwen3": _raw("qwen3", "Qwen3", DECODER, WINDOWED, attention_bias=False, head_dim=8),
-    "mixtral": _raw(
+    # mistralai/Mistral-7B-Instruct-v0.1, as transformers saves it
+    "mistral": raw_keys("mistral", "Mistral", DECODER, sliding_window=5, head_dim=4),
+    # Qwen/Qwen2-7B
+    "qwen2": raw_keys("qwen2", "Qwen2", DECODER, WINDOWED, use_mrope=False),
+    # Qwen/Qwen3-8B
+    "qwen3": raw_keys("qwen3", "Qwen3", DECODER, WINDOWED, attention_bias=False, head_dim=8),
+    # mistralai/Mixtral-8x7B-v0.1
+    "mixtral": raw_keys(
         *("mixtral", "Mixtral", DECODER),
         num_local_experts=4,
         num_experts_per_tok=2,
@@ -153,7 +86,8 @@ CONFIGS: dict[str, Keys] = {
         router_jitter_noise=0.0,
         sliding_window=None,
     ),
-    "qwen2_moe": _raw(
+    # Qwen/Qwen1.5-MoE-A2.7B
+    "qwen2_moe": raw_keys(
         *("qwen2_moe", "Qwen2Moe", DECODER, WINDOWED),
         decoder_sparse_step=1,
         moe_intermediate_size=12,
@@ -164,7 +98,8 @@ CONFIGS: dict[str, Keys] = {
         router_aux_loss_coef=0.001,
         shared_expert_intermediate_size=10,
     ),
-    "qwen3_moe": _raw(
+    # Qwen/Qwen3-Coder-30B-A3B-Instruct
+    "qwen3_moe": raw_keys(
         *("qwen3_moe", "Qwen3Moe", DECODER, WINDOWED),
         attention_bias=False,
         decoder_sparse_step=1,
@@ -180,7 +115,8 @@ CONFIGS: dict[str, Keys] = {
         shared_expert_intermediate_size=0,
         use_qk_norm=True,
     ),
-    "olmoe": _raw(
+    # allenai/OLMoE-1B-7B-0924
+    "olmoe": raw_keys(
         *("olmoe", "Olmoe", DECODER),
         attention_bias=False,
         clip_qkv=None,
@@ -191,7 +127,8 @@ CONFIGS: dict[str, Keys] = {
         router_aux_loss_coef=0.01,
         pad_token_id=1,
     ),
-    "deepseek_v2": _raw(
+    # deepseek-ai/DeepSeek-V2
+    "deepseek_v2": raw_keys(
         *("deepseek_v2", "DeepseekV2", DECODER, LATENT),
         norm_topk_prob=False,
         rope_scaling=YARN,
@@ -199,7 +136,8 @@ CONFIGS: dict[str, Keys] = {
         scoring_func="softmax",
         topk_method="group_limited_greedy",
     ),
-    "deepseek_v3": _raw(
+    # deepseek-ai/DeepSeek-V3
+    "deepseek_v3": raw_keys(
         *("deepseek_v3", "DeepseekV3", DECODER, LATENT),
         norm_topk_prob=True,
         num_nextn_predict_layers=0,
@@ -208,7 +146,8 @@ CONFIGS: dict[str, Keys] = {
         scoring_func="sigmoid",
         topk_method="noaux_tc",
     ),
-    "llama4_text": _raw(
+    # meta-llama/Llama-4-Scout-17B-16E
+    "llama4_text": raw_keys(
         *("llama4_text", "Llama4", DECODER),
         attention_bias=False,
         attention_chunk_size=5,
@@ -230,7 +169,8 @@ CONFIGS: dict[str, Keys] = {
         rope_scaling=LLAMA3,
         use_qk_norm=True,
     ),
-    "glm4_moe": _raw(
+    # zai-org/GLM-4.5-Air
+    "glm4_moe": raw_keys(
         *("glm4_moe", "Glm4Moe", DECODER),
         attention_bias=True,
         first_k_dense_replace=1,
@@ -247,7 +187,8 @@ CONFIGS: dict[str, Keys] = {
         topk_group=1,
         use_qk_norm=True,
     ),
-    "dots1": _raw(
+    # rednote-hilab/dots.llm1.base
+    "dots1": raw_keys(
         *("dots1", "Dots1", DECODER),
         attention_bias=False,
         first_k_dense_replace=1,
@@ -265,8 +206,10 @@ CONFIGS: dict[str, Keys] = {
         sliding_window=None,
         topk_group=1,
     ),
-    "olmo2": _raw("olmo2", "Olmo2", DECODER, attention_bias=False, pad_token_id=1),
-    "glm": _raw(
+    # allenai/OLMo-2-1124-7B
+    "olmo2": raw_keys("olmo2", "Olmo2", DECODER, attention_bias=False, pad_token_id=1),
+    # zai-org/glm-4-9b-hf
+    "glm": raw_keys(
         *("glm", "Glm", DECODER),
         attention_bias=True,
         head_dim=8,
@@ -274,14 +217,16 @@ CONFIGS: dict[str, Keys] = {
         eos_token_id=[2, 3],
         pad_token_id=2,
     ),
-    "glm4": _raw(
+    # zai-org/GLM-4-9B-0414
+    "glm4": raw_keys(
         *("glm4", "Glm4", DECODER),
         attention_bias=False,
         head_dim=8,
         pad_token_id=2,
         partial_rotary_factor=0.5,
     ),
-    "phi3": _raw(
+    # microsoft/Phi-4-mini-instruct
+    "phi3": raw_keys(
         *("phi3", "Phi3", DECODER),
         attention_bias=False,
         auto_map={"AutoConfig": "configuration_phi3.Phi3Config"},
@@ -297,7 +242,8 @@ CONFIGS: dict[str, Keys] = {
         rope_scaling={"long_factor": [3.0, 4.0], "short_factor": [1.0, 1.5], "type": "longrope"},
         sliding_window=7,
     ),
-    "gpt_neox": _older(
+    # EleutherAI/gpt-neox-20b
+    "gpt_neox": older_keys(
         *("gpt_neox", "GPTNeoX"),
         attention_probs_dropout_prob=0,  # these two: gpt-neox-20b
         hidden_dropout_prob=0,
@@ -309,7 +255,8 @@ CONFIGS: dict[str, Keys] = {
         tie_word_embeddings=False,
         use_parallel_residual=True,
     ),
-    "falcon": _falcon(
+    # tiiuae/falcon-7b-instruct, as transformers saves it
+    "falcon": falcon_keys(
         alibi=False,
         apply_residual_connection_post_layernorm=False,
         attention_dropout=0.0,
@@ -324,7 +271,8 @@ CONFIGS: dict[str, Keys] = {
         parallel_attn=True,
         rope_theta=10000.0,
     ),
-    "falcon-newer": _falcon(
+    # tiiuae/falcon-40b
+    "falcon-newer": falcon_keys(
         activation="gelu",
         alibi=False,
         bias=False,
@@ -337,7 +285,8 @@ CONFIGS: dict[str, Keys] = {
         num_ln_in_parallel_attn=None,
         parallel_attn=True,
     ),
-    "gemma": _raw(
+    # google/gemma-2b
+    "gemma": raw_keys(
         *("gemma", "Gemma", DECODER),
         attention_bias=False,
         head_dim=8,
@@ -346,7 +295,8 @@ CONFIGS: dict[str, Keys] = {
         pad_token_id=0,
         tie_word_embeddings=True,
     ),
-    "gemma2": _raw(
+    # google/gemma-2-9b
+    "gemma2": raw_keys(
         *("gemma2", "Gemma2", DECODER),
         attention_bias=False,
         attn_logit_softcapping=50.0,
@@ -360,7 +310,8 @@ CONFIGS: dict[str, Keys] = {
         sliding_window_size=5,
         tie_word_embeddings=True,
     ),
-    "gemma3_text": _raw(
+    # google/gemma-3-12b-pt
+    "gemma3_text": raw_keys(
         *("gemma3_text", "Gemma3", DECODER),
         attention_bias=False,
         attn_logit_softcapping=None,
@@ -377,7 +328,8 @@ CONFIGS: dict[str, Keys] = {
         sliding_window_pattern=2,
         tie_word_embeddings=True,
     ),
-    "gpt_oss": _raw(
+    # openai/gpt-oss-20b
+    "gpt_oss": raw_keys(
         *("gpt_oss", "GptOss", DECODER),
         attention_bias=True,
         experts_per_token=2,
@@ -400,7 +352,8 @@ CONFIGS: dict[str, Keys] = {
         sliding_window=5,
         swiglu_limit=7.0,
     ),
-    "seed_oss": _raw(
+    # ByteDance-Seed/Seed-OSS-36B-Base
+    "seed_oss": raw_keys(
         *("seed_oss", "SeedOss", DECODER),
         attention_bias=True,
         attention_out_bias=False,
@@ -409,7 +362,8 @@ CONFIGS: dict[str, Keys] = {
         residual_dropout=0.1,
         rope_scaling={"rope_type": "default"},
     ),
-    "olmo3": _raw(
+    # allenai/Olmo-3-1025-7B
+    "olmo3": raw_keys(
         *("olmo3", "Olmo3", DECODER),
         attention_bias=False,
         layer_types=KINDS,
@@ -424,7 +378,8 @@ CONFIGS: dict[str, Keys] = {
         rope_theta=500000,
         sliding_window=5,
     ),
-    "smollm3": _raw(
+    # HuggingFaceTB/SmolLM3-3B
+    "smollm3": raw_keys(
         *("smollm3", "SmolLM3", DECODER),
         attention_bias=False,
         layer_types=["full_attention"] * 2,
@@ -437,7 +392,8 @@ CONFIGS: dict[str, Keys] = {
         sliding_window=None,
         use_sliding_window=False,
     ),
-    "starcoder2": _raw(
+    # bigcode/starcoder2-3b
+    "starcoder2": raw_keys(
         *("starcoder2", "Starcoder2"),
         {key: value for key, value in DECODER.items() if key != "rms_norm_eps"},
         activation_function="gelu",
@@ -455,7 +411,8 @@ CONFIGS: dict[str, Keys] = {
         tie_word_embeddings=True,
         use_bias=True,
     ),
-    "stablelm": _raw(
+    # stabilityai/stablelm-2-1_6b
+    "stablelm": raw_keys(
         *("stablelm", "StableLm"),
         {key: value for key, value in DECODER.items() if key != "rms_norm_eps"},
         hidden_dropout=0.0,
@@ -465,7 +422,8 @@ CONFIGS: dict[str, Keys] = {
         use_parallel_residual=False,
         use_qkv_bias=True,
     ),
-    "ernie4_5": _raw(
+    # baidu/ERNIE-4.5-0.3B-PT
+    "ernie4_5": raw_keys(
         *("ernie4_5", "Ernie4_5"),
         {key: value for key, value in DECODER.items() if key != "attention_dropout"},
         compression_ratio=1.0,
@@ -473,9 +431,11 @@ CONFIGS: dict[str, Keys] = {
         tie_word_embeddings=True,
         use_bias=False,
     ),
-    "ministral": _raw(
+    # mistralai/Ministral-8B-Instruct-2410
+    "ministral": raw_keys(
         "ministral", "Ministral", DECODER, head_dim=8, layer_types=KINDS, sliding_window=5
     ),
+    **VARIANTS,
 }
 
 

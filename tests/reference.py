@@ -24,9 +24,9 @@ from fivefold.core.errors import JSON_SCHEMA
 from fivefold.core.model import presets as models
 from fivefold.core.model import shape
 from fivefold.core.model.shape import Mla, Moe, Rope, Shape
+from fivefold.core.plan.great_runs import plan_keys
 from fivefold.core.plan.plan import PlanOptions
 from fivefold.core.plan.recipe import Recipe
-from fivefold.core.plan.settings import plan_keys
 from fivefold.terminal import long_name, panels
 from fivefold_page.learn import trainers
 from tests.json_answers import answers

@@ -13,6 +13,7 @@ from __future__ import annotations
 import heapq
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import inf
@@ -72,6 +73,13 @@ class Related:
         self._paid: set[str] = set()
         self.chosen: set[str] = set()
         self.spent = 0.0
+
+    def fresh(self) -> Related:
+        """The same map and cases, with nothing chosen."""
+        _ = self.by_test, self._means, self._shared_by  # made once for all
+        related = copy(self)
+        related._paid, related.chosen, related.spent = set(), set(), 0.0
+        return related
 
     @cached_property
     def by_test(self) -> dict[str, list[str]]:

@@ -41,7 +41,7 @@ from fivefold.generate import engine, layout
 from fivefold.generate.cache import KvCache
 from fivefold.parallel import transport
 from fivefold.parallel.pipeline import Pipeline
-from fivefold.train.checkpoint import snapshot
+from fivefold.train.checkpoint import checkpoints as snapshot
 
 SHARE_LATE, MOST_LATE = 0.1, 0.004  # of the points at which the host can be late; seconds
 FIRST_USE = 0.04  # seconds, at most

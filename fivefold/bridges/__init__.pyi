@@ -6,8 +6,8 @@ from fivefold.bridges.bridging import emit_plan as emit_plan
 from fivefold.bridges.bridging import looks_foreign as looks_foreign
 from fivefold.bridges.bridging import model_losses as model_losses
 from fivefold.bridges.bridging import parse_file as parse_file
+from fivefold.bridges.bridging import possible_values as possible_values
 from fivefold.bridges.bridging import read_foreign as read_foreign
-from fivefold.bridges.expressible import possible_values as possible_values
 from fivefold.bridges.job_values import Values as Values
 from fivefold.bridges.job_values import options_of as options_of
 from fivefold.bridges.job_values import values_of as values_of

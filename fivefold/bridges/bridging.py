@@ -17,7 +17,6 @@ from fivefold.bridges.accelerate import ACCELERATE
 from fivefold.bridges.axolotl import AXOLOTL
 from fivefold.bridges.bridge import BRIDGE
 from fivefold.bridges.bridge import read_script as read_overrides
-from fivefold.bridges.completing import complete
 from fivefold.bridges.deepspeed import DEEPSPEED
 from fivefold.bridges.formats import (
     NOTE,
@@ -29,8 +28,8 @@ from fivefold.bridges.formats import (
     toml_table,
     yaml_table,
 )
-from fivefold.bridges.job_values import Values, options_of, values_of
-from fivefold.bridges.key_table import Flat, read_keys, same, write_keys
+from fivefold.bridges.job_values import Values, options_of, usual_values, values_of
+from fivefold.bridges.key_table import Flat, allowed, read_keys, same, write_keys
 from fivefold.bridges.megatron import MEGATRON, read_script, world_of_launch
 from fivefold.bridges.model_names import titan_of
 from fivefold.bridges.nanotron import NANOTRON
@@ -38,9 +37,129 @@ from fivefold.bridges.nearest import Expressed, Loss, Price, Priced, express
 from fivefold.bridges.target import YOURS, Sheet, Target, gpus_per_node
 from fivefold.bridges.torchtitan import TORCHTITAN, TORCHTITAN_MAIN
 from fivefold.core import BadFile, FivefoldError, UnknownName
+from fivefold.core.layout import Batch, divisors
 from fivefold.core.model import Shape
 from fivefold.core.model import presets as models
 from fivefold.core.plan import Plan, PlanOptions
+
+# The values of a search that a target can express: what restricts a search to one framework.
+
+Allowed = dict[str, frozenset[int | str]]
+_AXES = ("replicate", "tp", "pp", "cp", "ep", "etp")
+_LISTED = ("zero", "context", "recompute", "offload", "sp")
+
+
+def possible_values(target: Target, shape: Shape, gpus: int) -> Allowed:
+    """For each choice of a search, the values that the target has; a choice that is not there may
+    have any. Values that only together cannot be are not here: `express` mends them."""
+    allowed: Allowed = {axis: frozenset({1}) for axis in _AXES if axis not in target.axes}
+    allowed["schedule"] = frozenset(target.schedules)
+    for key in _LISTED:
+        values = _values_of(target, key, shape.moe is not None)
+        if values is not None:
+            allowed[key] = values
+    if "tp" not in allowed:
+        usual = {**usual_values(), "microbatches": 1, "microbatch_size": 1, "zero": 1}
+        degrees = [
+            tp
+            for tp in divisors(gpus)
+            if all(key != "tp" for key, *_ in target.impossible({**usual, "tp": tp}, shape))
+        ]
+        allowed["tp"] = frozenset(degrees)
+    return allowed
+
+
+def _values_of(target: Target, key: str, has_experts: bool) -> frozenset[int | str] | None:
+    """The values of a key of ours that the target lists; None: any."""
+    for item in target.table:
+        ours = (item.ours,) if isinstance(item.ours, str) else item.ours
+        if key != ours[0]:
+            continue
+        listed = allowed(item, has_experts)
+        if listed is None:
+            return None
+        return frozenset(row[0] if len(ours) > 1 else row for row in listed)
+    if key in target.left or key in target.covers:
+        return None
+    return frozenset({target.always.get(key, usual_values()[key])})
+
+
+# What a file leaves open: ranks of data parallelism, and the batch identity.
+
+
+def complete(
+    target: Target, read: Values, gpus: int | None, launched: int | None
+) -> tuple[Values, tuple[str, ...]]:
+    """All values of a plan, and what was assumed; contradictions are refused with their rule."""
+    usual = {**usual_values(), **target.always}
+    values = {name: value for name, value in read.items() if value is not None}
+    for axis in (*_AXES, "shard"):
+        if axis in values and values[axis] < 1:
+            raise FivefoldError(f"{axis} = {values[axis]}: give a whole number of at least 1")
+    notes: list[str] = []
+    world = values.pop("world", None) or launched
+    if gpus is not None and world is not None and gpus != world:
+        notes.append(f"the file is for {world} GPUs; planned for the {gpus} of --gpus")
+    values["shard"] = _shard(target, {**usual, **values}, values.get("shard"), gpus or world)
+    dp = values["shard"] * {**usual, **values}["replicate"]
+    values |= _batch(values, dp)
+    for name in ("batch", "local_batch"):
+        values.pop(name, None)
+    if values.get("stage_layers") is None and values.get("pp", 1) == 1:
+        values["chunks"] = None
+    return {
+        **usual,
+        **{name: read_value for name, read_value in values.items() if name in usual},
+    }, (*notes,)
+
+
+def _shard(target: Target, values: Values, shard: int | None, world: int | None) -> int:
+    """Ranks that shard: as given, or what the other degrees leave."""
+    other_ranks = values["replicate"] * values["tp"] * values["pp"] * values["cp"]
+    shown = " · ".join(f"{axis} {values[axis]}" for axis in ("tp", "pp", "cp"))
+    if values["replicate"] > 1:
+        shown += f" · replicas {values['replicate']}"
+    if shard is not None:
+        if world is not None and shard * other_ranks != world:
+            rule = (
+                f"dp {shard} · {shown} = {shard * other_ranks:,} ranks, and the job has {world:,}"
+            )
+            raise FivefoldError(f"{rule}: the degrees must multiply to it; change one of them")
+        return shard
+    if world is None:
+        raise FivefoldError(
+            f"{target.title} leaves data parallelism to the number of GPUs, which this file does "
+            "not say: add --gpus N"
+        )
+    if world % other_ranks:
+        below = world - world % other_ranks
+        ways = " or ".join(f"{count:,}" for count in (below, below + other_ranks) if count)
+        raise FivefoldError(
+            f"{world:,} GPUs are no multiple of {shown} = {other_ranks:,}: use {ways} GPUs, or "
+            "lower a degree"
+        )
+    return world // other_ranks
+
+
+def _batch(values: Values, dp: int) -> Values:
+    """Microbatches from the global batch, or from that of one data rank."""
+    size, count, batch = (values.get(key) for key in ("microbatch_size", "microbatches", "batch"))
+    local = values.get("local_batch")
+    if local is not None:
+        size = size or local
+        if local % size:
+            rule = f"{local} sequences of a data rank are no multiple of a microbatch of {size}"
+            raise FivefoldError(f"{rule}: use a divisor")
+        if batch is None:
+            batch = local * dp
+    if batch is None and count is None:
+        return {} if size is None else {"microbatch_size": size}
+    batch_sizes = Batch.resolve(dp, 1, batch=batch, microbatch_size=size, microbatches=count)
+    return {
+        "microbatch_size": batch_sizes.microbatch_size,
+        "microbatches": batch_sizes.microbatches,
+    }
+
 
 TARGETS: dict[str, Target] = {
     target.name: target
@@ -94,13 +213,6 @@ class ForeignPlan:
         return (*self.notes, *unknown)
 
 
-def target_of(name: str) -> Target:
-    """A target by its name."""
-    if name not in TARGETS:
-        raise UnknownName("emit target", name, list(TARGETS))
-    return TARGETS[name]
-
-
 def _unpriced(_values: Values) -> Priced | None:
     return None
 
@@ -110,7 +222,10 @@ def emit_plan(
 ) -> EmittedPlan:
     """The plan as a file of a framework; `price` estimates it, for what is lost. Keys that depend
     on our `unplanned` ones are left out."""
-    target, options = target_of(name), plan.options
+    # A target by its name.
+    if name not in TARGETS:
+        raise UnknownName("emit target", name, list(TARGETS))
+    target, options = TARGETS[name], plan.options
     shape = replace(plan.shape, tuning=None)
     expressed = express(target, values_of(plan), (options.model, options.set, shape), price)
     file_losses = [loss for loss in expressed.losses if not (loss.left and loss.key in unplanned)]

@@ -172,7 +172,12 @@ def express(
 ) -> Expressed:
     """The nearest plan to these values (of `values_of`) that the target can express."""
     search = _NearestPlan(target, values, model, price)
-    _axes(search)
+    # Degrees that the target has not: their ranks go to other axes.
+    for axis in ("pp", "cp", "etp", "ep", "replicate", "tp"):
+        degree = search.values[axis]
+        if degree == 1 or axis in search.target.axes:
+            continue
+        search.take(axis, degree, _moved(search, axis, degree))
     _schedule(search)
     for item in target.table:
         _item(search, item)
@@ -201,15 +206,6 @@ def _assigned(key: str, value: Any) -> str:
     if key == "recompute":
         word = word.replace(SELECTIVE, "+".join(REMADE))
     return f"{key}={word}"
-
-
-def _axes(search: _NearestPlan) -> None:
-    """Degrees that the target has not: their ranks go to other axes."""
-    for axis in ("pp", "cp", "etp", "ep", "replicate", "tp"):
-        degree = search.values[axis]
-        if degree == 1 or axis in search.target.axes:
-            continue
-        search.take(axis, degree, _moved(search, axis, degree))
 
 
 def _moved(search: _NearestPlan, axis: str, degree: int) -> Iterator[Values]:

@@ -195,7 +195,11 @@ def incoming(values: Values, flat: Flat) -> Values:
         values |= {"microbatch_size": size or 1, "local_batch": rows or 8}
     else:
         values |= {"microbatch_size": rows, "local_batch": rows}
-    _read_optimizer(values)
+    text = str(values.pop("optimizer_call", None) or "")
+    for name in ("lr", "weight_decay"):
+        match = re.search(rf"\b{name}=([0-9.e+-]+)", text)
+        if match:
+            values[name] = float(match[1])
     return values
 
 
@@ -210,14 +214,6 @@ def _read_stages(values: Values, pp: int) -> None:
             rule = f"module_fqns_per_model_part has layers {counts} for pp {pp}"
             raise FivefoldError(f"{rule}: give every rank as many stages, each with a layer")
         values |= {"stage_layers": ",".join(map(str, counts)), "chunks": len(counts) // pp}
-
-
-def _read_optimizer(values: Values) -> None:
-    text = str(values.pop("optimizer_call", None) or "")
-    for name in ("lr", "weight_decay"):
-        match = re.search(rf"\b{name}=([0-9.e+-]+)", text)
-        if match:
-            values[name] = float(match[1])
 
 
 def impossible(values: Values, shape: Shape) -> Iterator[Impossible]:

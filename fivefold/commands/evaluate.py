@@ -154,7 +154,11 @@ def evaluate(
     runs = model_options(dtype, device, cache_gb, layout=layout, tokenizer=tokenizer)
     folder = None if include_path is None else Path(include_path)
     file = None if out is None else Path(out)
-    _check_folders(folder, file)
+    # Refuse places that are not there before hours of work.
+    if folder is not None and not folder.is_dir():
+        raise BadFile(str(folder), ["is no folder: give one with YAML files of tasks"])
+    if file is not None and (file.is_dir() or not file.absolute().parent.is_dir()):
+        raise BadFile(str(file), ["is a folder, or in none: give --out FILE in one that exists"])
     chosen = checkpoint_step(step)
     path = model_path(source)
     model = find_model(path, chosen)
@@ -172,27 +176,16 @@ def evaluate(
         round(time.perf_counter() - began, 3),
     )
     if file is not None:
-        _write_table(file, evaluated.to_json())
+        # All of it, or nothing.
+        table = evaluated.to_json()
+        staging_path = file.with_name(f".{file.name}.tmp")
+        try:
+            staging_path.write_text(json_text(table, indent=2) + "\n", "utf-8")
+            staging_path.replace(file)
+        except OSError as error:
+            staging_path.unlink(missing_ok=True)
+            raise BadFile(str(file), [f"{error.strerror}; give another file with --out"]) from error
     return evaluated
-
-
-def _check_folders(include_path: Path | None, out: Path | None) -> None:
-    """Refuse places that are not there before hours of work."""
-    if include_path is not None and not include_path.is_dir():
-        raise BadFile(str(include_path), ["is no folder: give one with YAML files of tasks"])
-    if out is not None and (out.is_dir() or not out.absolute().parent.is_dir()):
-        raise BadFile(str(out), ["is a folder, or in none: give --out FILE in one that exists"])
-
-
-def _write_table(out: Path, table: Mapping[str, Any]) -> None:
-    """All of it, or nothing."""
-    staging_path = out.with_name(f".{out.name}.tmp")
-    try:
-        staging_path.write_text(json_text(table, indent=2) + "\n", "utf-8")
-        staging_path.replace(out)
-    except OSError as error:
-        staging_path.unlink(missing_ok=True)
-        raise BadFile(str(out), [f"{error.strerror}; give another file with --out"]) from error
 
 
 def _find_tasks(names: Sequence[str], include_path: Path | None) -> tuple[Any, list[str]]:

@@ -15,7 +15,14 @@ from fivefold.commands.job import HUGGING_FACE, TITAN_FORMATS, one_of, titan_mod
 from fivefold.commands.options import print_answer
 from fivefold.core import PRECISIONS, FivefoldError, tables
 from fivefold.core.layout import buffers, tuned, weights
-from fivefold.core.model import ADAPTER, TOKENIZER_FILES, files_in, parameters, tokenizer_in
+from fivefold.core.model import (
+    ADAPTER,
+    TOKENIZER_FILES,
+    files_in,
+    known_keys,
+    parameters,
+    tokenizer_in,
+)
 from fivefold.core.model import presets as models
 
 if TYPE_CHECKING:
@@ -36,7 +43,8 @@ def run(
         Path,
         typer.Argument(
             metavar="DIR",
-            help="Model folder: config.json and *.safetensors, or a checkpoint of TorchTitan.",
+            help="Model folder: config.json and *.safetensors, or a checkpoint of TorchTitan; "
+            "with --keys the name of a family, such as llama.",
         ),
     ],
     out: Annotated[
@@ -55,10 +63,35 @@ def run(
     dtype: Annotated[
         str | None, typer.Option(help="fp32 or bf16 (default: bf16 if DIR has 16 bits or fewer).")
     ] = None,
+    keys: Annotated[
+        bool, typer.Option("--keys", help="Print which keys of config.json a family may have.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Create a run that starts from a downloaded Hugging Face model, or from TorchTitan's."""
+    if keys:
+        if out or model or adapter or dtype:
+            raise FivefoldError("--keys imports nothing: leave the other options out")
+        return print_answer(ConfigKeys(str(folder), known_keys(str(folder))), as_json)
     print_answer(import_model(folder, out=out, model=model, adapter=adapter, dtype=dtype), as_json)
+
+
+@dataclass(frozen=True)
+class ConfigKeys:
+    """The keys that a `config.json` of a family may have, with what their values may be."""
+
+    family: str
+    keys: dict[str, str]
+
+    def to_json(self) -> dict[str, Any]:
+        """What `fivefold import --keys --json` prints."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        width = max(map(len, self.keys))
+        lines = [f"  {key:{width}}  {kind}".rstrip() for key, kind in self.keys.items()]
+        end = "Null is no value. Keys of tokens, generation, training and files pass as well"
+        return "\n".join([f"Keys of a config.json of {self.family}:", *lines, end])
 
 
 @dataclass(frozen=True)

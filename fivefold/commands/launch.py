@@ -185,21 +185,17 @@ def launch(
     for option, only in _ONLY_FOR.items():
         if chosen != only and getattr(request, option) != getattr(_USUAL, option):
             raise FivefoldError(f"--{option} is for {only}, not for {chosen}: leave it out")
-    launched = _read(str(plan))
+    # The plan, which `train` must be able to run.
+    plan_file = str(plan)
+    if not plan_file.endswith(".toml"):
+        raise FivefoldError(
+            f"{plan_file!r} is no plan file: write one with `fivefold plan MODEL -o plan.toml`"
+        )
+    launched = resolve(options_from(plan_file, {}))
+    require_trainable(launched)
     job = job_of(chosen, launched, request)
     script = _WRITERS[chosen](launched, job)
     file = None if output is None else Path(output)
     if file is not None:
         write_text(file, script)
     return LaunchScript(launched, job, script, file)
-
-
-def _read(plan_file: str) -> Plan:
-    """The plan, which `train` must be able to run."""
-    if not plan_file.endswith(".toml"):
-        raise FivefoldError(
-            f"{plan_file!r} is no plan file: write one with `fivefold plan MODEL -o plan.toml`"
-        )
-    plan = resolve(options_from(plan_file, {}))
-    require_trainable(plan)
-    return plan

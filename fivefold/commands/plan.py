@@ -537,24 +537,20 @@ def _require_no_estimates(set_options: Collection[str]) -> None:
 def _written(answer: PlannedJob | SearchedPlans, question: PlanQuestion) -> Printed:
     """An answer as JSON and lines; `-o` writes its plan, or what is emitted."""
     if question.emit is not None:
-        return _emitted(answer.plan, question)
+        # The plan for another framework; losses are comments in its file, or else said beside it.
+        name, file = question.emit or "", question.file
+        if name == "torchtitan" and file is not None and file.suffix == ".py":
+            name = "torchtitan-main"
+        emitted = emit(answer.plan, name, question.assumptions, question.precision)
+        if file is not None:
+            write_text(file, emitted.text)
+        if not emitted.target.comments and not question.as_json:
+            for line in (*emitted.lines, *emitted.notes):
+                warn(line)
+        return emitted_answer(emitted)
     if question.file is not None:
         write_plan(question.file, answer.plan, question.costs.tokens)
     return answer.to_json(), [str(answer)]
-
-
-def _emitted(chosen: Plan, question: PlanQuestion) -> Printed:
-    """The plan for another framework; losses are comments in its file, or else said beside it."""
-    name, file = question.emit or "", question.file
-    if name == "torchtitan" and file is not None and file.suffix == ".py":
-        name = "torchtitan-main"
-    emitted = emit(chosen, name, question.assumptions, question.precision)
-    if file is not None:
-        write_text(file, emitted.text)
-    if not emitted.target.comments and not question.as_json:
-        for line in (*emitted.lines, *emitted.notes):
-            warn(line)
-    return emitted_answer(emitted)
 
 
 def _estimated(job: GivenJob, question: PlanQuestion) -> Printed:

@@ -74,11 +74,30 @@ def run(
             memory_limit=memory_limit,
             objective=objective,
         )
-    _write_files(result, svg, trace)
+    from fivefold.render import write_text
+
+    steps = sum(map(len, result.timeline.schedule.order))
+    if (svg or trace) and steps > MOST_DRAWN:
+        raise FivefoldError(
+            f"{steps:,} steps are too many for one picture or trace: lower --microbatches until "
+            f"there are at most {MOST_DRAWN:,}, or leave --svg and --trace out"
+        )
+    if svg is not None:
+        write_text(svg, result.svg())
+    if trace is not None:
+        write_text(trace, json.dumps(result.trace()))
     if as_json:
         print_answer(result, as_json)
     else:
-        _draw(result)
+        from rich.console import Console
+
+        from fivefold.render import render_timeline
+
+        console = Console()
+        colour = console.color_system is not None and not console.no_color
+        console.print(render_timeline(result.timeline, console.width, colour))
+        for line in result.lines():
+            console.print(line, highlight=False, markup=False)
 
 
 def _spinner(name: str) -> AbstractContextManager[object]:
@@ -88,33 +107,6 @@ def _spinner(name: str) -> AbstractContextManager[object]:
     from rich.console import Console
 
     return Console(stderr=True).status("searching schedules")
-
-
-def _write_files(timed: TimedSchedule, svg: Path | None, trace: Path | None) -> None:
-    from fivefold.render import write_text
-
-    steps = sum(map(len, timed.timeline.schedule.order))
-    if (svg or trace) and steps > MOST_DRAWN:
-        raise FivefoldError(
-            f"{steps:,} steps are too many for one picture or trace: lower --microbatches until "
-            f"there are at most {MOST_DRAWN:,}, or leave --svg and --trace out"
-        )
-    if svg is not None:
-        write_text(svg, timed.svg())
-    if trace is not None:
-        write_text(trace, json.dumps(timed.trace()))
-
-
-def _draw(timed: TimedSchedule) -> None:
-    from rich.console import Console
-
-    from fivefold.render import render_timeline
-
-    console = Console()
-    colour = console.color_system is not None and not console.no_color
-    console.print(render_timeline(timed.timeline, console.width, colour))
-    for line in timed.lines():
-        console.print(line, highlight=False, markup=False)
 
 
 CostsOf = Callable[[Placement], Costs]

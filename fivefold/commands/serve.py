@@ -212,7 +212,10 @@ def serve(
     )
     path, chosen = model_path(source), checkpoint_step(step)
     model = find_model(path, chosen)
-    server = _server_module()
+    try:
+        from fivefold.serve import server
+    except ModuleNotFoundError as error:
+        raise FivefoldError(f"serving needs the h11 library ({error}): {INSTALL}") from error
     options = server.ServeOptions(
         name or path.resolve().name,
         host=host,
@@ -243,14 +246,6 @@ def serve(
 
 def _ignore(line: str) -> None:
     """A line that nobody listens for."""
-
-
-def _server_module() -> Any:
-    try:
-        from fivefold.serve import server
-    except ModuleNotFoundError as error:
-        raise FivefoldError(f"serving needs the h11 library ({error}): {INSTALL}") from error
-    return server
 
 
 def _require_prefill_replicas(replicas: int, prefill: str | None) -> None:

@@ -150,7 +150,12 @@ def simulate(
     `repair` are seconds. `checkpoint`: disk, memory (of partner hosts), or auto, the better one.
     `storage`: bytes/s of the shared file system. `keys` as for `plan`, such as `machine`.
     """
-    _require_run(days, runs, seed)
+    if not 0 < days <= _MOST_DAYS:
+        raise FivefoldError(f"--days {days}: give days above 0, {_MOST_DAYS:,.0f} at most")
+    if above("--runs", runs, 0) > _MOST_RUNS:
+        raise FivefoldError(f"--runs {runs}: give {_MOST_RUNS:,} at most")
+    if seed < 0:
+        raise FivefoldError(f"--seed {seed}: give a whole number, 0 or more")
     if storage is not None:
         positive("--storage", storage)
     one_of("--checkpoint", checkpoint, ("auto", *PLACES))
@@ -182,12 +187,3 @@ def simulate(
     return SimulatedFailures(
         planned.plan, planned.estimate, simulate_failures(job, days, runs, seed)
     )
-
-
-def _require_run(days: float, runs: int, seed: int) -> None:
-    if not 0 < days <= _MOST_DAYS:
-        raise FivefoldError(f"--days {days}: give days above 0, {_MOST_DAYS:,.0f} at most")
-    if above("--runs", runs, 0) > _MOST_RUNS:
-        raise FivefoldError(f"--runs {runs}: give {_MOST_RUNS:,} at most")
-    if seed < 0:
-        raise FivefoldError(f"--seed {seed}: give a whole number, 0 or more")

@@ -129,7 +129,13 @@ def _value(hint: Any, value: Any, path: str, problems: list[str]) -> Any:
         if value not in arguments:
             problems.append(f"{path} = {value!r}: {did_you_mean(str(value), map(str, arguments))}")
         return value
-    return _scalar(hint, value, path, problems)
+    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    plain = hint in (int, float, str, bool)
+    if not plain or not isinstance(value, hint) or (hint is int and isinstance(value, bool)):
+        name = getattr(hint, "__name__", str(hint))
+        problems.append(f"{path} = {value!r}: expected {name}")
+    return value
 
 
 def _member(union: Any, value: Any) -> Any:
@@ -138,16 +144,6 @@ def _member(union: Any, value: Any) -> Any:
     literals = [member for member in members if typing.get_origin(member) is typing.Literal]
     named = [literal for literal in literals if value in typing.get_args(literal)]
     return [*named, *(member for member in members if member not in literals), *literals][0]
-
-
-def _scalar(hint: Any, value: Any, path: str, problems: list[str]) -> Any:
-    if hint is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
-    plain = hint in (int, float, str, bool)
-    if not plain or not isinstance(value, hint) or (hint is int and isinstance(value, bool)):
-        name = getattr(hint, "__name__", str(hint))
-        problems.append(f"{path} = {value!r}: expected {name}")
-    return value
 
 
 _COUNT = re.compile(r"([+-]?[0-9][0-9_]{0,30}(?:\.[0-9]{1,12})?(?:e\+?[0-9]{1,2})?)([kmbt]?)", re.I)
@@ -278,15 +274,16 @@ class Config:
         """Keys that the model does not depend on, because of what others say."""
         self._read.update(keys)
 
-    def refuse_unread(self, harmless: Callable[[str, Any], bool] | None = None) -> None:
+    def refuse_unread(self, harmless: Callable[[str, Any], bool] | None = None) -> int:
         """Record every key that nothing has read, also of nested tables: it might change the model.
-        Null is no value, and a key that is `harmless` at its value passes."""
+        Null is no value, and a key that is `harmless` at its value passes. Returns their number."""
+        count = 0
         for key, value in self._table.items():
             passes = value is None or (harmless is not None and harmless(key, value))
             if key not in self._read and not passes:
                 self.problem(key, "not known here, and might change the model; take it out if not")
-        for table in self._nested.values():
-            table.refuse_unread()
+                count += 1
+        return count + sum(table.refuse_unread() for table in self._nested.values())
 
     def problem(self, key: str, rule: str) -> None:
         """Record that the value of `key` breaks a rule."""

@@ -1,6 +1,7 @@
 from fivefold.data.batches import Samples as Samples
 from fivefold.data.batches import samples as samples
 from fivefold.data.conversations import ChatEncoder as ChatEncoder
+from fivefold.data.conversations import PairEncoder as PairEncoder
 from fivefold.data.documents import BlockEncoder as BlockEncoder
 from fivefold.data.documents import LengthFilter as LengthFilter
 from fivefold.data.documents import make_chat_encoder as make_chat_encoder
@@ -13,7 +14,6 @@ from fivefold.data.inspecting import inspect as inspect
 from fivefold.data.mixture import Source as Source
 from fivefold.data.mixture import open_source as open_source
 from fivefold.data.mixture import tokenizers_of as tokenizers_of
-from fivefold.data.pairs import PairEncoder as PairEncoder
 from fivefold.data.rank_reader import RankReader as RankReader
 from fivefold.data.rows import SIDES as SIDES
 from fivefold.data.rows import Corpus as Corpus

@@ -173,7 +173,16 @@ def open_source(
         replace(data_source, loss=loss) if isinstance(data_source, Corpus) else data_source
         for data_source in corpora
     ]
-    _require_one_tokenizer(corpora)
+    # With two tokenizers in one training, one token would mean two things.
+    tokenized = [corpus for corpus in corpora if isinstance(corpus, Corpus)]
+    for other in tokenized[1:]:
+        if other.digest != tokenized[0].digest:
+            first, second = (TokenizerId(e.tokenizer, e.digest) for e in (tokenized[0], other))
+            raise FivefoldError(
+                f"{tokenized[0].name} has tokens of one tokenizer ({first}) and {other.name} of "
+                f"another ({second}), so that one token means two things: tokenize both with one "
+                "tokenizer"
+            )
     together = SIDES if any(is_paired(data_source) for data_source in corpora) else 1
     common = math.lcm(*(weight.denominator for weight in weights.values()))
     return Source(
@@ -192,16 +201,3 @@ def _open(name: str, vocab: int, seed: int, verify: bool) -> Corpus | Synthetic:
     if name == SYNTHETIC:
         return Synthetic(seed, vocab)
     return open_corpus(Path(name), vocab, verify=verify)
-
-
-def _require_one_tokenizer(corpora: list[Corpus | Synthetic]) -> None:
-    """With two tokenizers in one training, one token would mean two things."""
-    tokenized = [corpus for corpus in corpora if isinstance(corpus, Corpus)]
-    for other in tokenized[1:]:
-        if other.digest != tokenized[0].digest:
-            first, second = (TokenizerId(e.tokenizer, e.digest) for e in (tokenized[0], other))
-            raise FivefoldError(
-                f"{tokenized[0].name} has tokens of one tokenizer ({first}) and {other.name} of "
-                f"another ({second}), so that one token means two things: tokenize both with one "
-                "tokenizer"
-            )

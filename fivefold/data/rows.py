@@ -222,18 +222,15 @@ class RowOrder:
         epoch, index = divmod(sample, self.num_rows)
         half = max(1, ((self.num_rows - 1).bit_length() + 1) // 2)
         while True:
-            index = self._permuted(index, half, epoch)
+            # A permutation of the numbers of 2 · half bits.
+            left, right = index >> half, index & ((1 << half) - 1)
+            for number in range(_ROUNDS):
+                text = f"{self.seed} {epoch} {number} {right}".encode()
+                drawn = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big")
+                left, right = right, left ^ (drawn & ((1 << half) - 1))
+            index = left << half | right
             if index < self.num_rows:  # else repeat: a permutation comes back into the range
                 return index
-
-    def _permuted(self, index: int, half: int, epoch: int) -> int:
-        """A permutation of the numbers of 2 · half bits."""
-        left, right = index >> half, index & ((1 << half) - 1)
-        for number in range(_ROUNDS):
-            text = f"{self.seed} {epoch} {number} {right}".encode()
-            drawn = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big")
-            left, right = right, left ^ (drawn & ((1 << half) - 1))
-        return left << half | right
 
 
 def from_bytes(name: str, documents: list[bytes], vocab: int) -> Corpus:

@@ -6,7 +6,7 @@
     00000.mask      of conversations: 1 for each token that has a loss, else 0, uint8; of preference
                     pairs 2 more for each token of the rejected text
 
-Numbers are little-endian. `data/shard_writer.py` writes such folders.
+Numbers are little-endian. `data/tokenizing.py` writes such folders.
 """
 
 from __future__ import annotations

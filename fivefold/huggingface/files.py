@@ -166,7 +166,16 @@ def write_model(
     tensor is. The folder is written under another name and then renamed, so it is never partial.
     """
     refuse_existing(folder)
-    shards = _shards(_outgoing(shape, dtype), most_bytes)
+    # Tensors in order, as many in each shard as fit.
+    tensors = _outgoing(shape, dtype)
+    shards: list[list[Outgoing]] = []
+    space = 0
+    for tensor in tensors:
+        if tensor.num_bytes > space or not shards:
+            shards.append([])
+            space = most_bytes
+        shards[-1].append(tensor)
+        space -= tensor.num_bytes
     names = _shard_names(len(shards))
     with new_folder(folder) as part:
         for name, shard in zip(names, shards, strict=True):
@@ -234,19 +243,6 @@ def _outgoing(shape: Shape, dtype: torch.dtype) -> Iterator[Outgoing]:
         yield Outgoing(name, tensor, torch.float32 if tensor.buffer else dtype)
     for copy, name in published_copies(shape):
         yield Outgoing(copy, tensors[name], dtype)
-
-
-def _shards(tensors: Iterator[Outgoing], most_bytes: int) -> list[list[Outgoing]]:
-    """Tensors in order, as many in each shard as fit."""
-    shards: list[list[Outgoing]] = []
-    space = 0
-    for tensor in tensors:
-        if tensor.num_bytes > space or not shards:
-            shards.append([])
-            space = most_bytes
-        shards[-1].append(tensor)
-        space -= tensor.num_bytes
-    return shards
 
 
 def _shard_names(count: int) -> list[str]:

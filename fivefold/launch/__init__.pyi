@@ -12,14 +12,14 @@ from fivefold.launch.launcher import read_torchrun as read_torchrun
 from fivefold.launch.launcher import refit as refit
 from fivefold.launch.launcher import require_trainable as require_trainable
 from fivefold.launch.launcher import without_replica as without_replica
-from fivefold.launch.memory_keeper import HostKeeper as HostKeeper
 from fivefold.launch.processes import PATIENCE as PATIENCE
 from fivefold.launch.processes import Pool as Pool
+from fivefold.launch.processes import TemporaryFolder as TemporaryFolder
 from fivefold.launch.processes import die_with as die_with
+from fivefold.launch.shared_memory import HostKeeper as HostKeeper
 from fivefold.launch.shared_memory import InheritedMemory as InheritedMemory
 from fivefold.launch.shared_memory import KeptSegment as KeptSegment
 from fivefold.launch.shared_memory import MemoryKeeper as MemoryKeeper
-from fivefold.launch.temporary import TemporaryFolder as TemporaryFolder
 from fivefold.launch.worker import CUT_OFF as CUT_OFF
 from fivefold.launch.worker import LaunchedMeeting as LaunchedMeeting
 from fivefold.launch.worker import Worker as Worker

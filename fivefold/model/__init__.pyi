@@ -20,9 +20,6 @@ from fivefold.model.decoder import from_config as from_config
 from fivefold.model.documents import DocumentPairs as DocumentPairs
 from fivefold.model.documents import Documents as Documents
 from fivefold.model.dropout import token_keys as token_keys
-from fivefold.model.grouped import add_expert_bias as add_expert_bias
-from fivefold.model.grouped import grouped_matmul as grouped_matmul
-from fivefold.model.grouped import grouped_weight_gradient as grouped_weight_gradient
 from fivefold.model.head import CrossEntropy as CrossEntropy
 from fivefold.model.head import Found as Found
 from fivefold.model.head import GradientsInForward as GradientsInForward
@@ -45,6 +42,7 @@ from fivefold.model.layers import linear as linear
 from fivefold.model.layers import rms_norm as rms_norm
 from fivefold.model.layers import rotary_tables as rotary_tables
 from fivefold.model.linear_math import PLAIN as PLAIN
+from fivefold.model.linear_math import AdaptedMath as AdaptedMath
 from fivefold.model.linear_math import Biases as Biases
 from fivefold.model.linear_math import GradientSink as GradientSink
 from fivefold.model.linear_math import LinearMath as LinearMath
@@ -54,7 +52,6 @@ from fivefold.model.linear_math import Sent as Sent
 from fivefold.model.linear_math import Values as Values
 from fivefold.model.linear_math import learns as learns
 from fivefold.model.linear_math import linear_work as linear_work
-from fivefold.model.low_rank import AdaptedMath as AdaptedMath
 from fivefold.model.mixer_layer import MixerInputs as MixerInputs
 from fivefold.model.mixer_layer import MixerLayer as MixerLayer
 from fivefold.model.mixer_layer import mixed as mixed
@@ -67,7 +64,10 @@ from fivefold.model.moe import MoeMlp as MoeMlp
 from fivefold.model.moe import OverlappedTask as OverlappedTask
 from fivefold.model.moe import Router as Router
 from fivefold.model.moe import Routing as Routing
+from fivefold.model.moe import add_expert_bias as add_expert_bias
 from fivefold.model.moe import dispatch_slots as dispatch_slots
+from fivefold.model.moe import grouped_matmul as grouped_matmul
+from fivefold.model.moe import grouped_weight_gradient as grouped_weight_gradient
 from fivefold.model.moe import run_local_experts as run_local_experts
 from fivefold.model.moe import wide_matmul as wide_matmul
 from fivefold.model.recompute import apply_recompute as apply_recompute

@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from fivefold.core.layout import by_name, weights
-from fivefold.core.model import Module, Shape, Tuning
+from fivefold.core.model import Module, Shape
 from fivefold.model.attention import Attention, LatentAttention
 from fivefold.model.batch import AttentionInfo, Context, TokenBatch, mark_outgrown, seen_documents
 from fivefold.model.dropout import (
@@ -411,15 +411,11 @@ def from_config(
     factory = WeightFactory(dtype, torch.device(device), fuse)
     decoder = Decoder(shape, factory, layers)
     if shape.tuning is not None:
-        _tune(decoder, shape.tuning, factory)
+        # Add adapters, and freeze what does not learn.
+        for name, module in list(decoder.named_modules()):
+            if isinstance(module, (Linear, ExpertStack)) and shape.tuning.adapts(f"{name}.weight"):
+                module.adapt(shape.tuning.rank, shape.tuning.scale, factory)
+        table = by_name(decoder.shape)
+        for name, parameter in decoder.named_parameters():
+            parameter.requires_grad_(not table[name].frozen)
     return decoder
-
-
-def _tune(decoder: Decoder, tuning: Tuning, factory: WeightFactory) -> None:
-    """Add adapters, and freeze what does not learn."""
-    for name, module in list(decoder.named_modules()):
-        if isinstance(module, (Linear, ExpertStack)) and tuning.adapts(f"{name}.weight"):
-            module.adapt(tuning.rank, tuning.scale, factory)
-    table = by_name(decoder.shape)
-    for name, parameter in decoder.named_parameters():
-        parameter.requires_grad_(not table[name].frozen)

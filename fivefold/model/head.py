@@ -126,15 +126,17 @@ class _LossWithGradients(torch.autograd.Function):
 
 
 def _by_hand(fuse: Fuse, compute: Compute, varies: bool, kernel: str) -> Compute:
-    """The compiler's kernel, or one of ours where that takes the tensors."""
+    """The compiler's kernel, or one of ours where that takes the tensors. On a CPU operator by
+    operator: torch 2.11 compiles a loss there that reads logits after they became gradients."""
     compilers = fuse(compute, varies)
 
     def run(tensor: Tensor, other: Tensor) -> Any:
-        if tensor.is_cuda:
-            from fivefold.model.kernels import loss_kernel  # Triton is there only with CUDA
+        if not tensor.is_cuda:
+            return compute(tensor, other)
+        from fivefold.model.kernels import loss_kernel  # Triton is there only with CUDA
 
-            if loss_kernel.takes(tensor):
-                return getattr(loss_kernel, kernel)(tensor, other)
+        if loss_kernel.takes(tensor):
+            return getattr(loss_kernel, kernel)(tensor, other)
         return compilers(tensor, other)
 
     return compilers if fuse is eager else run

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from fivefold.core.model import Activation, Rope, Shape
 from fivefold.model.kernels import Compute, Fuse, Region, ResidualRegion, eager
-from fivefold.model.low_rank import LowRank, adapted_linear
+from fivefold.model.linear_math import LowRank, adapted_linear
 from fivefold.model.remake import remade, saving
 from fivefold.model.slots import weigh_rows
 
@@ -203,10 +203,6 @@ def _clamped_gate(gate: Tensor) -> Tensor:
     return gate * torch.sigmoid(STEEPER * gate)
 
 
-def _clamped_up(up: Tensor) -> Tensor:
-    return up.clamp(-CLAMP, CLAMP) + 1
-
-
 ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
     "swiglu": F.silu,
     "swiglu_clamped": _clamped_gate,
@@ -226,7 +222,7 @@ def _activation(name: Activation, gated: bool, varies: bool) -> Region:
         return weigh_rows(activate(up), weight)
 
     def times_up(gate: Tensor, up: Tensor, weight: Tensor | None = None) -> Tensor:
-        up = _clamped_up(up) if name == "swiglu_clamped" else up
+        up = (up.clamp(-CLAMP, CLAMP) + 1) if name == "swiglu_clamped" else up
         return weigh_rows(activate(gate) * up, weight)
 
     return Region(times_up if gated else activated, varies=varies)
@@ -289,7 +285,11 @@ def rotary_frequencies(shape: Shape, dtype: torch.dtype, device: torch.device) -
     if shape.rope.kind == "linear":
         return frequencies_R / shape.rope.factor
     if shape.rope.kind == "llama3":
-        return _llama3_scaling(frequencies_R, shape.rope)
+        # Divides low frequencies by `factor`, keeps high ones, and blends linearly in between.
+        turns_R = shape.rope.original_seq * frequencies_R / (2 * math.pi)
+        unscaled_R = (turns_R - shape.rope.low_freq) / (shape.rope.high_freq - shape.rope.low_freq)
+        unscaled_R = unscaled_R.clamp(0.0, 1.0)
+        return (1 - unscaled_R) * frequencies_R / shape.rope.factor + unscaled_R * frequencies_R
     return _yarn_scaling(frequencies_R, shape.rope, shape.rope_theta)
 
 
@@ -302,17 +302,6 @@ def _longrope_divisors(rope: Rope, dtype: torch.dtype, device: torch.device) -> 
     """
     with torch.inference_mode(False):
         return torch.tensor([rope.short, rope.long], dtype=dtype, device=device)
-
-
-def _llama3_scaling(frequencies_R: Tensor, rope: Rope) -> Tensor:
-    """Divides low frequencies by `factor`, keeps high ones, and blends linearly in between.
-
-    Source: Llama 3.1's released code. The blend is linear in turns per original sequence.
-    """
-    turns_R = rope.original_seq * frequencies_R / (2 * math.pi)
-    unscaled_R = (turns_R - rope.low_freq) / (rope.high_freq - rope.low_freq)
-    unscaled_R = unscaled_R.clamp(0.0, 1.0)
-    return (1 - unscaled_R) * frequencies_R / rope.factor + unscaled_R * frequencies_R
 
 
 def _yarn_scaling(frequencies_R: Tensor, rope: Rope, theta: float) -> Tensor:

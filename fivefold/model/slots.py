@@ -99,7 +99,14 @@ def sort_slots(
     counts_E = count_slots(experts_M[None], num_experts)[0]
     complete = not drops and capacity is None
     if capacity is not None:
-        order_M, counts_E = _with_empty_rows(experts_M, order_M, counts_E, capacity)
+        # Order and counts with `capacity` rows for every expert, without the dropped slots.
+        dropped, num_slots = capacity * len(counts_E), len(experts_M)
+        sorted_M = experts_M.index_select(0, order_M)
+        starts = F.pad(counts_E.cumsum(0), (1, 0))
+        indices_M = torch.arange(num_slots, device=experts_M.device)
+        row_M = (sorted_M * capacity + indices_M - starts[sorted_M]).clamp(max=dropped)
+        padded = order_M.new_full((dropped + 1,), -1).scatter(0, row_M, order_M)
+        order_M, counts_E = (padded[:dropped], torch.full_like(counts_E, capacity))
     elif drops:
         order_M = order_M[: int(counts_E.sum()) if num_rows is None else num_rows]
     return Slots(order_M, _rows_by_slot(order_M, *experts_NK.shape), counts_E, complete)
@@ -112,19 +119,6 @@ def _rows_by_slot(order_M: Tensor, num_tokens: int, num_choices: int) -> Tensor:
     rows = order_M.new_full((num_slots + 1,), -1)
     rows.index_copy_(0, order_M.remainder(num_slots + 1), numbers_M)
     return rows[:num_slots].view(num_tokens, num_choices)
-
-
-def _with_empty_rows(
-    experts_M: Tensor, order_M: Tensor, counts_E: Tensor, capacity: int
-) -> tuple[Tensor, Tensor]:
-    """Order and counts with `capacity` rows for every expert, without the dropped slots."""
-    dropped, num_slots = capacity * len(counts_E), len(experts_M)
-    sorted_M = experts_M.index_select(0, order_M)
-    starts = F.pad(counts_E.cumsum(0), (1, 0))
-    indices_M = torch.arange(num_slots, device=experts_M.device)
-    row_M = (sorted_M * capacity + indices_M - starts[sorted_M]).clamp(max=dropped)
-    padded = order_M.new_full((dropped + 1,), -1).scatter(0, row_M, order_M)
-    return padded[:dropped], torch.full_like(counts_E, capacity)
 
 
 def count_slots(experts_UM: Tensor, num_experts: int) -> Tensor:
@@ -175,7 +169,9 @@ class SlotSums:
     def take(self, x_ND: Tensor, order_M: Tensor, num_choices: int, complete: bool) -> Tensor:
         """The token of every slot in the order of the slots, and zeros in empty rows."""
         if not x_ND.is_cuda:
-            return _tokens_at(x_ND, order_M, num_choices, complete)
+            # By torch: two or more kernels.
+            tokens_M = order_M.div(num_choices, rounding_mode="floor")  # -1 for an empty row
+            return _rows_at(x_ND, tokens_M, complete)
         from fivefold.model.kernels import take_rows
 
         return take_rows(x_ND, order_M, num_choices)
@@ -286,12 +282,6 @@ def _blocks(num_rows: int, width: int) -> Iterable[slice]:
     """Rows to compute at once."""
     step = max(1, _AT_ONCE // width)
     return [slice(start, start + step) for start in range(0, num_rows, step)]
-
-
-def _tokens_at(x_ND: Tensor, order_M: Tensor, num_choices: int, complete: bool) -> Tensor:
-    """By torch: two or more kernels."""
-    tokens_M = order_M.div(num_choices, rounding_mode="floor")  # -1 for an empty row
-    return _rows_at(x_ND, tokens_M, complete)
 
 
 def _rows_at(rows: Tensor, places: Tensor, complete: bool) -> Tensor:

@@ -1,7 +1,5 @@
 from fivefold.parallel import tensor as tensor
 from fivefold.parallel import transport as transport
-from fivefold.parallel.balance import Load as Load
-from fivefold.parallel.balance import positions_of as positions_of
 from fivefold.parallel.bit_sums import PRIME as PRIME
 from fivefold.parallel.bit_sums import BitSums as BitSums
 from fivefold.parallel.bit_sums import Tape as Tape
@@ -12,10 +10,12 @@ from fivefold.parallel.boundary import AxisBoundary as AxisBoundary
 from fivefold.parallel.boundary import padded_tokens as padded_tokens
 from fivefold.parallel.composition import ForwardStage as ForwardStage
 from fivefold.parallel.composition import Job as Job
+from fivefold.parallel.composition import Load as Load
 from fivefold.parallel.composition import StageChunk as StageChunk
 from fivefold.parallel.composition import compose as compose
 from fivefold.parallel.composition import compose_forward as compose_forward
 from fivefold.parallel.composition import hidden_size as hidden_size
+from fivefold.parallel.composition import positions_of as positions_of
 from fivefold.parallel.context import token_index as token_index
 from fivefold.parallel.deferred import unscaled_layer_norm as unscaled_layer_norm
 from fivefold.parallel.deferred import unscaled_rms_norm as unscaled_rms_norm

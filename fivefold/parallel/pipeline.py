@@ -237,14 +237,11 @@ class _Outbox:
             self.on_device = [transfer for transfer in self.on_device if not transfer.is_over()]
             self.on_device.append(issued)
         else:
-            self._wait_beside(issued, message.target)
-
-    def _wait_beside(self, issued: Issued, target: int) -> None:
-        if target not in self.lines:
-            use = partial(use_device, self.mesh.device)
-            self.lines[target] = ThreadPoolExecutor(1, "fivefold-send", use)
-        self.waited_for = [transfer for transfer in self.waited_for if not transfer.done()]
-        self.waited_for.append(self.lines[target].submit(issued.wait))
+            if message.target not in self.lines:
+                use = partial(use_device, self.mesh.device)
+                self.lines[message.target] = ThreadPoolExecutor(1, "fivefold-send", use)
+            self.waited_for = [transfer for transfer in self.waited_for if not transfer.done()]
+            self.waited_for.append(self.lines[message.target].submit(issued.wait))
 
     def flush(self) -> None:
         """Until everything has been received; on a GPU, the stream waits for it."""

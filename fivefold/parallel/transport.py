@@ -236,12 +236,8 @@ def _joined(size: int, dim: int, output: Tensor) -> Tensor:
 
 
 def _within_reach(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-    return _copied(tensor) if goes_by_host(tensor.device, group) else tensor
-
-
-def _copied(tensor: Tensor) -> Tensor:
-    """In host memory, when this returns: a backend reads it at once."""
-    return _host_buffer(tensor).copy_(tensor)
+    # In host memory, when this returns: a backend reads it at once.
+    return _host_buffer(tensor).copy_(tensor) if goes_by_host(tensor.device, group) else tensor
 
 
 def _host_buffer(tensor: Tensor) -> Tensor:

@@ -1,9 +1,13 @@
 from fivefold.planner.candidates import LayoutCandidate as LayoutCandidate
 from fivefold.planner.comparisons import STRATEGIES as STRATEGIES
+from fivefold.planner.comparisons import TABLES as TABLES
+from fivefold.planner.comparisons import JobRow as JobRow
+from fivefold.planner.comparisons import JobTable as JobTable
 from fivefold.planner.comparisons import Strategy as Strategy
 from fivefold.planner.comparisons import StrategyTraffic as StrategyTraffic
 from fivefold.planner.comparisons import SweepPoint as SweepPoint
 from fivefold.planner.comparisons import apply_changes as apply_changes
+from fivefold.planner.comparisons import job_table as job_table
 from fivefold.planner.comparisons import parse_changes as parse_changes
 from fivefold.planner.comparisons import scale_plan as scale_plan
 from fivefold.planner.comparisons import single_axis_strategies as single_axis_strategies
@@ -30,10 +34,6 @@ from fivefold.planner.great_runs import OpenChoice as OpenChoice
 from fivefold.planner.great_runs import RunComparison as RunComparison
 from fivefold.planner.great_runs import ScaledRun as ScaledRun
 from fivefold.planner.great_runs import compare_run as compare_run
-from fivefold.planner.job_tables import TABLES as TABLES
-from fivefold.planner.job_tables import JobRow as JobRow
-from fivefold.planner.job_tables import JobTable as JobTable
-from fivefold.planner.job_tables import job_table as job_table
 from fivefold.planner.neighbours import AxisComparison as AxisComparison
 from fivefold.planner.neighbours import Neighbour as Neighbour
 from fivefold.planner.neighbours import compare_neighbours as compare_neighbours

@@ -266,7 +266,14 @@ def simulate_step(
     work = LayerTimer(*job)
     stages = _stages(plan, work)
     for number, passes in (measured or {}).items():
-        stages[number] = _with_measured(stages[number], passes)
+        # The modelled traffic of a stage, and the measured seconds in place of its compute.
+        stages[number] = _Stage(
+            *(
+                {name: value for name, value in parts.items() if name in _TRAFFIC}
+                | {"measured": seconds}
+                for parts, seconds in zip(stages[number], passes, strict=True)
+            )
+        )
     costs = Costs(
         *(tuple(sum(part.values()) for part in column) for column in zip(*stages, strict=True)),
         transfer=(float(work.message().item()),) * len(stages),
@@ -352,17 +359,6 @@ def _stages(plan: Plan, work: LayerTimer, apart: Collection[str] = ()) -> list[_
             alike[sign] = _joined([*layer_times, *([timer.head()] if last else [])])
         stages.append(alike[sign])
     return stages
-
-
-def _with_measured(stage: _Stage, passes: MeasuredPasses) -> _Stage:
-    """The modelled traffic of a stage, and the measured seconds in place of its compute."""
-    return _Stage(
-        *(
-            {name: value for name, value in parts.items() if name in _TRAFFIC}
-            | {"measured": seconds}
-            for parts, seconds in zip(stage, passes, strict=True)
-        )
-    )
 
 
 def _joined(layer_times: list[LayerTimes]) -> _Stage:

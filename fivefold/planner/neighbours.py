@@ -162,7 +162,18 @@ def _choice_question(
     legal: list[_Variant] = []
     refused = ""
     for variant in variants:
-        reasons = _problems(plan, variant)
+        reasons = problems(
+            variant.layout,
+            plan.shape,
+            seq=plan.batch.seq,
+            batch=plan.batch.sequences,
+            microbatch_size=variant.microbatch_size,
+            microbatches=variant.microbatches,
+            gpus=plan.layout.world,
+            chunks=variant.layout.chunks,
+            schedule=choose(variant.schedule),
+            **key_request(replace(plan.options, ep_nodes=_ep_nodes(plan, variant.layout))),
+        )
         refused = refused or (reasons[0] if reasons else "")
         legal += [] if reasons else [variant]
     return _Question(axis, value, legal, "" if legal else refused)
@@ -212,21 +223,6 @@ def _schedules(plan: Plan, layout: Layout) -> list[tuple[str, int]]:
     own_schedules = [(own, plan.layout.chunks)] if plan.layout.pp > 1 else []
     fewest = choose(own).default_chunks
     return list(dict.fromkeys([*own_schedules, (own, fewest), ("1f1b", 1)]))
-
-
-def _problems(plan: Plan, variant: _Variant) -> list[str]:
-    return problems(
-        variant.layout,
-        plan.shape,
-        seq=plan.batch.seq,
-        batch=plan.batch.sequences,
-        microbatch_size=variant.microbatch_size,
-        microbatches=variant.microbatches,
-        gpus=plan.layout.world,
-        chunks=variant.layout.chunks,
-        schedule=choose(variant.schedule),
-        **key_request(replace(plan.options, ep_nodes=_ep_nodes(plan, variant.layout))),
-    )
 
 
 def _ep_nodes(plan: Plan, layout: Layout) -> int | None:
@@ -310,6 +306,7 @@ def _answers(chosen: Estimate, questions: list[_Question]) -> Iterator[Neighbour
             known[variant] = _memory(chosen, variant, costs, index)
         memory = known[variant]
         moves = question.axis in PARTNERS or question.axis == "ep"
+        # By how much each part exceeds that of the first layout.
         yield Neighbour(
             question.axis,
             question.value,
@@ -318,7 +315,7 @@ def _answers(chosen: Estimate, questions: list[_Question]) -> Iterator[Neighbour
             microbatch_size=variant.microbatch_size,
             schedule=variant.schedule if layout.pp > 1 else "",
             seconds=float(costs.step[index] - chosen.step),
-            parts=_difference(costs.parts, index),
+            parts={name: float(column[index] - column[0]) for name, column in costs.parts.items()},
             over=sum(memory.values()) - chosen.setting.capacity,
             memory={name: num_bytes - chosen.memory[name] for name, num_bytes in memory.items()},
             tier=_tier(layout, question.axis, chosen.setting) if moves else "",
@@ -367,11 +364,6 @@ def _best(chosen: Estimate, questions: list[_Question]) -> list[_Variant]:
         index = fitting.argmin() if np.isfinite(fitting).any() else over.argmin()
         variants.append(question.legal[int(index)])
     return variants
-
-
-def _difference(parts: dict[str, np.ndarray], index: int) -> dict[str, float]:
-    """By how much each part exceeds that of the first layout."""
-    return {name: float(column[index] - column[0]) for name, column in parts.items()}
 
 
 def _tier(layout: Layout, axis: str, setting: EstimateSetting) -> str:

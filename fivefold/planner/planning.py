@@ -148,11 +148,6 @@ def why_simpler(estimate: Estimate, other: Estimate) -> str:
     return simpler_words(own_grid, other_grid, innermost(estimate.setting.machine))
 
 
-def tp_leaves_domain(estimate: Estimate) -> bool:
-    """Whether tensor parallelism of a plan crosses more than the innermost link."""
-    return bool(tp_crosses(grid_of_plan(estimate.plan), estimate.setting.machine).item())
-
-
 def is_same(estimate: Estimate, other: Estimate) -> bool:
     """Whether two plans are the same but for the layers of their stages."""
     own_options, other_options = (
@@ -209,7 +204,8 @@ class PlanResult:
     def warnings(self) -> tuple[str, ...]:
         """What is wrong with the first choice, though nothing better fits."""
         first, machine = self.plans[0], self.request.setting.machine
-        if not tp_leaves_domain(first):
+        # Whether tensor parallelism of a plan crosses more than the innermost link.
+        if not bool(tp_crosses(grid_of_plan(first.plan), first.setting.machine).item()):
             return ()
         why = "as given" if "tp" in (self.request.space.fixed or {}) else "nothing else fits"
         return (f"tp={first.plan.layout.tp} leaves {machine.tiers[0].name}: {why}",)

@@ -148,7 +148,10 @@ def search_layouts(
             break
     else:
         if leanest:
-            _find_leanest(last, setting, pool, result, on_progress)
+            # Estimate the layouts that may need least memory, whether they fit or not: with the
+            # smallest microbatches, and with everything recomputed.
+            lean = replace(last, fixed={**_LEAN, **(last.fixed or {})})
+            _LayoutSearch(lean, setting, pool, result, 0.0, ()).run(on_progress, fitting=False)
     groups = [
         [candidate for candidate in result.best if candidate.rule == rule] for rule in numbers
     ]
@@ -173,19 +176,6 @@ def _resorts(
             yield replace(space, fixed={"offload": offload, **options}, tp_inside=inside)
             if "offload" in options or (offload == "cpu" and not result.host_is_short):
                 break
-
-
-def _find_leanest(
-    space: SearchSpace,
-    setting: EstimateSetting,
-    pool: int,
-    result: SearchResult,
-    on_progress: Callable[[float], None] | None,
-) -> None:
-    """Estimate the layouts that may need least memory, whether they fit or not: with the smallest
-    microbatches, and with everything recomputed."""
-    lean = replace(space, fixed={**_LEAN, **(space.fixed or {})})
-    _LayoutSearch(lean, setting, pool, result, 0.0, ()).run(on_progress, fitting=False)
 
 
 def may_fit(space: SearchSpace, setting: EstimateSetting) -> bool:

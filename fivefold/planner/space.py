@@ -338,7 +338,12 @@ def all_degrees(space: SearchSpace) -> Iterator[Degrees]:
     for tp in tensor_degrees(space):
         for cp, context in product(divisors(gpus // tp), CONTEXTS):
             layout = Layout(tp=tp, cp=cp, context=context, sp=sp)
-            if not _allows_context(space, layout, job):
+            allowed = space.allows("cp", layout.cp)
+            if layout.cp == 1:  # sequence parallelism may pad sequences even so
+                allowed = allowed and layout.context == CONTEXTS[0]
+            else:
+                allowed = allowed and space.allows("context", layout.context)
+            if not (allowed and not any(context_rule(layout, space.shape, job))):
                 continue
             for pp in depths:
                 dp, left = divmod(gpus, tp * cp * pp)
@@ -361,15 +366,6 @@ def tensor_degrees(space: SearchSpace) -> Iterator[int]:
             continue
         if not any(tensor_rule(Layout(tp=tp), space.shape, job)):
             yield tp
-
-
-def _allows_context(space: SearchSpace, layout: Layout, job: LayoutRequest) -> bool:
-    allowed = space.allows("cp", layout.cp)
-    if layout.cp == 1:  # sequence parallelism may pad sequences even so
-        allowed = allowed and layout.context == CONTEXTS[0]
-    else:
-        allowed = allowed and space.allows("context", layout.context)
-    return allowed and not any(context_rule(layout, space.shape, job))
 
 
 def _experts(space: SearchSpace, tp: int, cp: int, dp: int) -> Iterator[tuple[int, int]]:

@@ -5,10 +5,9 @@ from fivefold.records.deviation import Cause as Cause
 from fivefold.records.deviation import CausePart as CausePart
 from fivefold.records.deviation import Comparison as Comparison
 from fivefold.records.deviation import compare as compare
+from fivefold.records.deviation import from_means as from_means
+from fivefold.records.deviation import from_plan as from_plan
 from fivefold.records.deviation import own_seconds as own_seconds
-from fivefold.records.environment import gpu_names as gpu_names
-from fivefold.records.expectation import from_means as from_means
-from fivefold.records.expectation import from_plan as from_plan
 from fivefold.records.run_owner import TAKEN_OVER as TAKEN_OVER
 from fivefold.records.run_owner import RunTicket as RunTicket
 from fivefold.records.run_owner import own_run as own_run
@@ -26,6 +25,7 @@ from fivefold.records.run_writer import Metrics as Metrics
 from fivefold.records.run_writer import RunFolder as RunFolder
 from fivefold.records.run_writer import TimeSpent as TimeSpent
 from fivefold.records.run_writer import cut_torn_line as cut_torn_line
+from fivefold.records.run_writer import gpu_names as gpu_names
 from fivefold.records.run_writer import naming_file as naming_file
 from fivefold.records.run_writer import read_starts as read_starts
 from fivefold.records.run_writer import run_folder as run_folder

@@ -11,20 +11,72 @@ import contextlib
 import errno
 import json
 import os
+import platform
 import re
+import subprocess
+import sys
 import time
 import uuid
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import fivefold
 from fivefold.core import BadFile, FivefoldError
 from fivefold.core.plan import Plan
 from fivefold.records import stored_types
-from fivefold.records.environment import environment
 from fivefold.records.steps import RunStart, StepRecord, Summary, summarize
 from fivefold.records.stored_types import check_start
+
+# What ran a training: the command, versions, the commit and the machine. No host names.
+
+_GPUS = Path("/proc/driver/nvidia/gpus")
+_GIT_SECONDS = 5.0
+
+
+def environment() -> dict[str, object]:
+    """Command, versions, commit and machine; no host names."""
+    return {
+        "command": sys.argv,
+        "versions": {
+            "fivefold": fivefold.__version__,
+            "torch": metadata.version("torch"),
+            "python": platform.python_version(),
+        },
+        "commit": commit_of(Path(fivefold.__file__).parent.parent),
+        "machine": {
+            "system": f"{platform.system()} {platform.machine()}",
+            "num_cpus": os.cpu_count(),
+            "gpus": gpu_names(),
+        },
+    }
+
+
+def commit_of(checkout: Path) -> str | None:
+    """The commit of a checkout, with `-dirty` if files have changed; None if it is no checkout."""
+    if not (checkout / ".git").exists():  # git would search the parent folders
+        return None
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    quiet = {**os.environ, "GIT_OPTIONAL_LOCKS": "0"}
+    try:
+        done = subprocess.run(
+            command, cwd=checkout, env=quiet, capture_output=True, text=True, timeout=_GIT_SECONDS
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() or None
+
+
+def gpu_names(folder: Path = _GPUS) -> list[str]:
+    """The GPUs that the driver lists. CUDA is not used: after its start a process cannot fork."""
+    names: list[str] = []
+    for file in sorted(folder.glob("*/information")):
+        lines = file.read_text("utf-8", errors="replace").splitlines()
+        names += [line.split(":", 1)[1].strip() for line in lines if line.startswith("Model:")]
+    return names
+
 
 PLAN, RUN, SUMMARY = "plan.toml", "run.json", "summary.json"
 METRICS, LOST, SAMPLES = "metrics.jsonl", "metrics.lost.jsonl", "samples.jsonl"
@@ -162,7 +214,16 @@ class RunFolder:
 
 def read_summary(path: Path, warn: Callable[[str], None] = lambda damage: None) -> Summary:
     """The summary of a run, from its records."""
-    starts = _starts(read_starts(path / RUN))
+    # The starts of a run, in seconds since the first start.
+    tables = read_starts(path / RUN)
+    first = tables[0]["began"]
+    starts: list[RunStart] = []
+    for table in tables:
+        began, ended = table["began"] - first, table.get("ended")
+        if ended is None:
+            starts.append(RunStart(began, None, {}))
+        else:
+            starts.append(RunStart(began, ended["at"] - first, ended["spent"]))
     checkpoints = [*(path / CHECKPOINTS).glob("step-*/manifest.json")]
     metrics, lost = read_lines(path / METRICS), read_lines(path / LOST)
     for damage in (metrics.damage, lost.damage):
@@ -180,19 +241,6 @@ def read_starts(path: Path) -> list[dict[str, Any]]:
             raise ValueError("it has no start")
     except (ValueError, KeyError, TypeError) as error:
         raise BadFile(str(path), [f"{error}; give the folder of a run"]) from error
-    return starts
-
-
-def _starts(tables: Sequence[Mapping[str, Any]]) -> list[RunStart]:
-    """The starts of a run, in seconds since the first start."""
-    first = tables[0]["began"]
-    starts: list[RunStart] = []
-    for table in tables:
-        began, ended = table["began"] - first, table.get("ended")
-        if ended is None:
-            starts.append(RunStart(began, None, {}))
-        else:
-            starts.append(RunStart(began, ended["at"] - first, ended["spent"]))
     return starts
 
 

@@ -6,7 +6,7 @@ The real composition and the real step run; memory and collectives are recorded.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -280,14 +280,11 @@ class _RehearsalRun:
             stage_action for stage_action in actions if stage_action.stage == chunk.stage
         ]
         hidden = (hidden_size(self.plan), self.dtype)
-        key = self._signature(chunk.stage)
+        # Stages with the same signature do the same on ranks at the same other coords.
+        coord = self.plan.layout.coord(self.rank)
+        key = (stage_kind(self.plan.shape, self.plan.stages[chunk.stage]), coord._replace(pp=0))
         self.chunks.append(ReplayingChunk(chunk, chunk_actions, tracer, self.mesh, key, hidden))
         return self.chunks[-1]
-
-    def _signature(self, stage: int) -> Hashable:
-        """Stages with the same signature do the same on ranks at the same other coords."""
-        coord = self.plan.layout.coord(self.rank)
-        return stage_kind(self.plan.shape, self.plan.stages[stage]), coord._replace(pp=0)
 
     def _packed(self, batch: TokenBatch) -> TokenBatch:
         """With two documents a row, if rows are packed: only the data knows how long they are."""

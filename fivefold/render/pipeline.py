@@ -149,7 +149,15 @@ def render_cells(
 ) -> Text:
     """Draw the cells of every rank; `later` says what cells of later chunks mean."""
     gutter = len(f"rank {len(rows) - 1} ")
-    num_columns = _num_columns(rows, makespan, max(_LEAST_COLUMNS, width - gutter))
+    # Columns for the whole timeline: a multiple of the shortest step, if every time is a multiple
+    # of it and it gets at least two columns.
+    most = max(_LEAST_COLUMNS, width - gutter)
+    durations = {cell.end - cell.start for row in rows for cell in row}
+    shortest = min(duration for duration in durations if duration > 0)
+    units = [cell.end / shortest for row in rows for cell in row]
+    num_units = round(makespan / shortest)
+    integral = all(abs(unit - round(unit)) < _TINY for unit in units)
+    num_columns = most // num_units * num_units if integral and most >= 2 * num_units else most
     scale = num_columns / makespan
     lines: list[Text] = []
     numbered = False
@@ -160,20 +168,13 @@ def render_cells(
         row = _row(_columns(rows[rank], scale, num_columns), scale, colour)
         numbered |= any(map(str.isdigit, row.plain))
         lines.append(Text(f"rank {rank}".ljust(gutter)).append_text(row))
-    lines.append(_axis(makespan, scale, num_columns, gutter))
+    line = ""
+    for tick in ticks(makespan, max(1, num_columns // _TICK_COLUMNS)):
+        longer = line.ljust(round(tick * scale)) + f"|{tick:g}"
+        line = longer if len(longer) <= num_columns else line
+    lines.append(Text(" " * gutter + line, _DIM))
     lines += _wrapped(_legend(rows, later, numbered, colour), width)
     return Text("\n", no_wrap=True).join(lines)
-
-
-def _num_columns(rows: list[list[Cell]], makespan: float, most: int) -> int:
-    """Columns for the whole timeline: a multiple of the shortest step, if every time is a multiple
-    of it and it gets at least two columns."""
-    durations = {cell.end - cell.start for row in rows for cell in row}
-    shortest = min(duration for duration in durations if duration > 0)
-    units = [cell.end / shortest for row in rows for cell in row]
-    num_units = round(makespan / shortest)
-    integral = all(abs(unit - round(unit)) < _TINY for unit in units)
-    return most // num_units * num_units if integral and most >= 2 * num_units else most
 
 
 def _shown(num_ranks: int) -> list[int | None]:
@@ -231,14 +232,6 @@ def _inside(cell: Cell, length: int, shared: bool, colour: bool) -> str:
 
 def _paint(kind: MarkKind, chunk: int) -> Style:
     return Style(color="black", bgcolor=shade(kind.colour, chunk))
-
-
-def _axis(makespan: float, scale: float, num_columns: int, gutter: int) -> Text:
-    line = ""
-    for tick in ticks(makespan, max(1, num_columns // _TICK_COLUMNS)):
-        longer = line.ljust(round(tick * scale)) + f"|{tick:g}"
-        line = longer if len(longer) <= num_columns else line
-    return Text(" " * gutter + line, _DIM)
 
 
 def _legend(rows: list[list[Cell]], later: str | None, numbered: bool, colour: bool) -> list[Text]:

@@ -79,8 +79,15 @@ def build_rank(
     """Build one rank; `phases`, `spans` and `pace` observe its collectives, and the first two its
     actions."""
     recipe = settings.recipe
-    _choose_kernels(settings.exact)
-    _cache_kernels(settings.folder)
+    # Kernels that add in one order, or the fastest; cuBLAS is told before it starts.
+    if settings.exact:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(settings.exact)
+    # Keep compiled kernels with the run: all ranks share them, and a resumed run finds them.
+    if settings.folder is not None:
+        for compiler in ("TORCHINDUCTOR", "TRITON"):
+            path = settings.folder.absolute() / "kernels" / compiler.lower()
+            os.environ.setdefault(f"{compiler}_CACHE_DIR", str(path))
     mesh = Mesh.of(plan, device, observers=(phases, spans, pace))
     pace.watch(mesh)
     disk = None if recipe.disk is None else Path(recipe.disk)
@@ -103,21 +110,6 @@ def build_rank(
         job.balancing.watch()
     updater = updater_of(job, recipe, master=settings.master)
     return BuiltRank(job, updater, reader_of(plan, settings, mesh.rank, device))
-
-
-def _cache_kernels(folder: Path | None) -> None:
-    """Keep compiled kernels with the run: all ranks share them, and a resumed run finds them."""
-    if folder is not None:
-        for compiler in ("TORCHINDUCTOR", "TRITON"):
-            path = folder.absolute() / "kernels" / compiler.lower()
-            os.environ.setdefault(f"{compiler}_CACHE_DIR", str(path))
-
-
-def _choose_kernels(deterministic: bool) -> None:
-    """Kernels that add in one order, or the fastest; cuBLAS is told before it starts."""
-    if deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(deterministic)
 
 
 class _Both(ActionObserver):

@@ -9,15 +9,19 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from math import isfinite
 from typing import Any, NamedTuple
+from zlib import crc32
 
 import torch
+from torch import Tensor
 
 from fivefold.core import FivefoldError
+from fivefold.core.layout import Box, Weight, boxes_of
 from fivefold.core.plan import Plan
 from fivefold.launch import RankDevice, Worker, forked_device
 from fivefold.launch.watch import watched
 from fivefold.model import ReorderedSums, TokenBatch
 from fivefold.optim import LossScale
+from fivefold.parallel import Job
 from fivefold.records import BUILD, EVAL, LOAD, RunFolder, StepRecord, TimeSpent, mfu
 from fivefold.step import Guard, StepOutcome, StepWatch, step
 from fivefold.train.build import BuiltRank, RankRun, build_rank
@@ -47,8 +51,84 @@ from fivefold.train.recovery import (
     RunningBound,
     exchanged,
 )
-from fivefold.train.references import GradientSketches
-from fivefold.train.state import Progress, TrainedRank, TrainSettings
+from fivefold.train.state import Progress, Sketch, TrainedRank, TrainSettings
+
+# The sketches of gradients that the runs of `train --check` keep.
+#
+# The sketch of a weight's gradient G is L·G·R, where L and R have few rows and columns of random
+# signs. It is linear, so that the sketches of all shards add up to that of the full gradient, in
+# any layout, and only 64 numbers a tensor travel. The norm of the difference of two sketches is
+# that of the gradients within some tens of percent: a scale that is wrong by 1e-3 shows as 1e-3,
+# and so does a shard that is wrong or at the wrong place.
+
+STEPS = 3  # whose gradients are compared: rounding errors grow from update to update
+_SIGNS = 8  # rows of L, and columns of R
+
+
+class GradientSketches:
+    """Step watch that records sketches of this rank's gradients."""
+
+    def __init__(
+        self, job: Job, progress: Progress, result: TrainedRank, watch: StepWatch | None
+    ) -> None:
+        """`result` gets them, by step; `watch` is asked and told as without this."""
+        self.job, self.progress, self.result, self.watch = job, progress, result, watch
+        self.projections: dict[str, Projection] = {}
+
+    def before_update(self) -> Tensor:
+        """As `StepWatch` has it; gradients are summed over the ranks, and not yet clipped."""
+        number = self.progress.step + 1
+        if number <= STEPS:
+            self.result.sketches[number] = self._sketch()  # again if the step runs twice
+        device = self.job.mesh.device
+        none = torch.zeros(2, dtype=torch.float64, device=device)
+        return none if self.watch is None else self.watch.before_update()
+
+    def after_update(self) -> None:
+        """As `StepWatch` has it."""
+        if self.watch is not None:
+            self.watch.after_update()
+
+    def _sketch(self) -> dict[str, Sketch]:
+        """What this rank adds to the sketch of each gradient: what several have counts once."""
+        sketches: dict[str, Sketch] = {}
+        for piece in self.job.owned:
+            weight, shard = self.job.table[piece.row.name], self.job.shards[piece.row.name]
+            stop = piece.start + piece.grad.numel()
+            boxes = boxes_of(weight.shape, shard, piece.row.shape, piece.start, stop)
+            if weight.name not in self.projections:
+                self.projections[weight.name] = Projection(weight, self.job.mesh.device)
+            share = 1 / (self.job.copies(piece) * self.progress.scale.value)
+            part = share * self.projections[weight.name].of(piece.grad, boxes)
+            before = sketches.get(weight.name, 0.0)
+            # A tied weight may be on two stages.
+            sketches[weight.name] = part.cpu().numpy() + before
+        return sketches
+
+
+class Projection:
+    """Random signs for the rows and columns of a weight, equal on every rank."""
+
+    def __init__(self, weight: Weight, device: torch.device) -> None:
+        generator = torch.Generator().manual_seed(crc32(weight.name.encode()))
+        *outer, width = weight.shape
+        self.rows, self.columns = (
+            (torch.randint(0, 2, size, generator=generator) * 2.0 - 1).to(device, torch.float64)
+            for size in ((_SIGNS, *outer), (width, _SIGNS))
+        )
+
+    def of(self, gradient: Tensor, boxes: tuple[Box, ...]) -> Tensor:
+        """Sketch of a gradient that is zero outside these boxes."""
+        total = self.rows.new_zeros(_SIGNS, _SIGNS)
+        flat = gradient.reshape(-1).to(self.rows.device)
+        for box in boxes:
+            *outer, (low, high) = (
+                (low, low + size) for low, size in zip(box.offsets, box.sizes, strict=True)
+            )
+            rows = self.rows[(slice(None), *(slice(*span) for span in outer))].reshape(_SIGNS, -1)
+            values = flat[box.at : box.at + box.numel].view(-1, high - low).to(torch.float64)
+            total += rows @ (values @ self.columns[low:high])
+        return total / _SIGNS
 
 
 def run_rank(

@@ -141,19 +141,15 @@ def references_of(
         rows = [(corpus, row) for row in range(corpus.num_rows(seq))]
         references[identity(corpus)] = _of_rows(rank, rows).numpy()
     if folder is not None and rank.job.mesh.rank == 0:
-        write_references(folder, references)
+        # Write references atomically.
+        beside = folder / f".{os.getpid()}.{FILE}"
+        with naming_file(folder / FILE):
+            try:
+                with beside.open("wb") as file:
+                    np.savez(file, allow_pickle=False, **references)  # type: ignore[arg-type]
+                    file.flush()
+                    os.fsync(file.fileno())
+                beside.replace(folder / FILE)
+            finally:
+                beside.unlink(missing_ok=True)
     return references
-
-
-def write_references(folder: Path, references: References) -> None:
-    """Write references atomically."""
-    beside = folder / f".{os.getpid()}.{FILE}"
-    with naming_file(folder / FILE):
-        try:
-            with beside.open("wb") as file:
-                np.savez(file, allow_pickle=False, **references)  # type: ignore[arg-type]
-                file.flush()
-                os.fsync(file.fileno())
-            beside.replace(folder / FILE)
-        finally:
-            beside.unlink(missing_ok=True)

@@ -155,7 +155,7 @@ def traffic_by_axis(collectives: Counter[tuple[str, str, int, int]]) -> dict[str
 Routes = dict[tuple[int, int], NDArray[np.uint16]]
 """The experts of one step by layer and microbatch, (rows, tokens, experts of a token), sorted."""
 Sketch = NDArray[np.float64]
-"""A few numbers that stand for a gradient, or a rank's share of them (`train/references.py`)."""
+"""A few numbers that stand for a gradient, or a rank's share of them (`train/loop.py`)."""
 
 
 @dataclass

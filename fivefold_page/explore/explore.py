@@ -29,16 +29,76 @@ from fivefold.core import PRECISIONS, FivefoldError, IllegalLayout
 from fivefold.core import hardware as machine
 from fivefold.core.layout import Layout, divisors
 from fivefold.core.model import presets as models
-from fivefold.core.plan import Plan
+from fivefold.core.plan import FailureRates, Plan
 from fivefold.core.schedule import family
 from fivefold.cost import RECOMPUTE
-from fivefold.planner import Estimate
-from fivefold.render import wrapped
+from fivefold.planner import Estimate, scale_points, simulate_failures, usual_failures
+from fivefold.render import LOST_WORDS, forecast_lines, percent, rough_duration, wrapped
 from fivefold_page import Params, Progress, View, timeline
-from fivefold_page.explore import failures as explore_failures
 from fivefold_page.explore import panels as explore_panels
 from fivefold_page.explore import search as explore_search
 from fivefold_page.explore.state import CONTEXTS, SCHEDULES, State, command, degrees_of, typed
+
+# Explore's panel of failures: a month of the job with them, and other numbers of GPUs.
+#
+# {"headline", "missing": None or why there is nothing, "goodput", "band", "lost": {cause: share},
+# "words": {cause: sentence}, "designs": [{"name", "shares"}], "scales": [GPUs], "gpus",
+# "lines": the answer of `simulate`}
+
+_DAYS, _RUNS = 30.0, 40
+_LEAST, _MOST = 1024, 131_072
+
+
+def failures_view(estimate: Estimate) -> View:
+    """A month with failures, if the machine has a rate of them."""
+    machine = estimate.setting.machine
+    job = usual_failures(estimate, None)
+    if job is None or machine.gpu_mtbf_hours is None:
+        why = (
+            f"No rate of failures is known for {machine.name}: fivefold simulate takes one with "
+            "--mtbf-gpu."
+        )
+        return {"headline": why, "missing": why, "lost": {}, "designs": [], "lines": [why]}
+    run = simulate_failures(job, _DAYS, _RUNS, seed=0)
+    scales = [_LEAST << power for power in range(8) if _LEAST << power <= _MOST]
+    points = scale_points(estimate, FailureRates(machine.gpu_mtbf_hours), scales)
+    by_name = groupby(
+        sorted(points, key=lambda point: point.design), key=lambda point: point.design
+    )
+    shares = {name: [point.goodput for point in ones] for name, ones in by_name}
+    low, high = run.goodput_band
+    return {
+        "headline": f"{percent(run.goodput)} of the time in steps that count, {percent(low)} to "
+        f"{percent(high)} in 90% of the months; one failure in {rough_duration(1 / job.rate)}, "
+        f"{rough_duration(job.recovery)} to recover",
+        "missing": None,
+        "goodput": run.goodput,
+        "band": [low, high],
+        "lost": {
+            name: seconds / (_DAYS * 86_400) for name, seconds in run.lost.items() if seconds > 0
+        },
+        "words": LOST_WORDS,
+        "designs": [
+            {"name": name, "shares": shares[name]}
+            for name in dict.fromkeys(point.design for point in points)
+        ],
+        "scales": scales,
+        "gpus": job.domain.gpus,
+        "lines": forecast_lines(estimate.plan, run),
+    }
+
+
+def failures_text(view: View) -> list[str]:
+    """The same for a terminal."""
+    lines = list(view["lines"])
+    for design in view["designs"]:
+        shares = (
+            f"{gpus // 1024}k {percent(share)}"
+            for gpus, share in zip(view["scales"], design["shares"], strict=True)
+        )
+        lines += wrapped(f"{design['name']}: {', '.join(shares)}", "at scale  ")
+    return lines
+
 
 AXES = {"dp": "data", "tp": "tensor", "pp": "pipeline", "cp": "context", "ep": "expert"}
 _GIVE_TO_DP = ("pp", "cp", "tp")  # the axes that dp takes GPUs from, in this order
@@ -352,8 +412,8 @@ PANELS: dict[str, ExplorePanel] = {
         "A month with failures",
         "What of the time does not count with checkpoints on disk, and what faster ways to recover "
         "are worth with more GPUs.",
-        explore_failures.failures_text,
-        _of_estimate(explore_failures.failures_view),
+        failures_text,
+        _of_estimate(failures_view),
         later=True,
     ),
     "ranking": ExplorePanel(

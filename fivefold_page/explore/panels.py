@@ -111,16 +111,12 @@ def _group_text(view: View, axis: View, group: Sequence[int], rank: int) -> str:
     heading = f"{axis['axis']:<4} {counted(len(group), 'rank'):<12}"
     if len(group) == 1:
         return f"{heading} alone"
-    own = _tier_of(view, group)
-    suffix = f" (others over {axis['tier']})" if axis["tier"] != own else ""
-    return f"{heading} coord {group.index(rank):<5} {own}{suffix}: {listed(group)}"
-
-
-def _tier_of(view: View, group: Sequence[int]) -> str:
-    """The innermost tier with one domain that contains the whole group."""
+    # The innermost tier with one domain that contains the whole group.
     low, high = min(group), max(group)
     sizes = ((tier["name"], tier["size"]) for tier in view["tiers"])
-    return next(name for name, size in sizes if size is None or low // size == high // size)
+    own = next(name for name, size in sizes if size is None or low // size == high // size)
+    suffix = f" (others over {axis['tier']})" if axis["tier"] != own else ""
+    return f"{heading} coord {group.index(rank):<5} {own}{suffix}: {listed(group)}"
 
 
 def listed(group: Sequence[int]) -> str:

@@ -373,17 +373,13 @@ def _value(name: str, text: str) -> Any:
     if name in ("also", "derived"):
         return " ".join(sorted(text.split()))
     if name == "schedule":
-        return _schedule(text)
+        # A schedule family by name; a search would take seconds, and no file is read here.
+        if text.lower() not in names() or text.lower() == AUTO:
+            raise UnknownName("schedule", text, SCHEDULES)
+        return family(text).name
     if name == "recompute":
         return str(StageRecompute.parse(text))
     return _tokens(text) if name == "tokens" else text
-
-
-def _schedule(text: str) -> str:
-    """A schedule family by name; a search would take seconds, and no file is read here."""
-    if text.lower() not in names() or text.lower() == AUTO:
-        raise UnknownName("schedule", text, SCHEDULES)
-    return family(text).name
 
 
 def _count(name: str, text: str) -> int:

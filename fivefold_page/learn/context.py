@@ -100,7 +100,16 @@ def _sheets(split: ContextSplit) -> list[View]:
 
 
 def _frames(kind: str, split: ContextSplit, tokens: int, window: int | None) -> list[View]:
-    frames = [_cut_frame(kind, split, tokens)]
+    num_ranks = split.inner * split.outer
+    ranges = split.rank_tokens(tokens, 0)
+    first = " and ".join(f"{interval.start}–{interval.stop - 1}" for interval in ranges)
+    dealt = "an early and a late chunk" if len(ranges) > 1 else "one chunk"
+    says = (
+        f"The row of {tokens} tokens is cut over {num_ranks} ranks ({kind}): {dealt} for every "
+        f"rank, so that rank 0 has tokens {first}. A token sees itself and what stands before it: "
+        "the triangle."
+    )
+    frames = [_frame("cut", says, [[rank] for rank in range(num_ranks)], [])]
     if split.inner > 1:
         frames += _ulysses_frames(split, tokens, window)
     elif split.gathers:
@@ -128,19 +137,6 @@ def _frame(
         "computed": [rank_work.computed for rank_work, _ in work],
         "runs": [runs for _, runs in work],
     }
-
-
-def _cut_frame(kind: str, split: ContextSplit, tokens: int) -> View:
-    num_ranks = split.inner * split.outer
-    ranges = split.rank_tokens(tokens, 0)
-    first = " and ".join(f"{interval.start}–{interval.stop - 1}" for interval in ranges)
-    dealt = "an early and a late chunk" if len(ranges) > 1 else "one chunk"
-    says = (
-        f"The row of {tokens} tokens is cut over {num_ranks} ranks ({kind}): {dealt} for every "
-        f"rank, so that rank 0 has tokens {first}. A token sees itself and what stands before it: "
-        "the triangle."
-    )
-    return _frame("cut", says, [[rank] for rank in range(num_ranks)], [])
 
 
 def _ring_frame(split: ContextSplit, tokens: int, window: int | None, hop: int) -> View:
@@ -303,7 +299,12 @@ def _bytes_of_layer(kind: str, num_ranks: int) -> int:
 
 def text(view: View) -> list[str]:
     """The same for a terminal: the shards, every step with its work, and the kinds compared."""
-    lines = [*_row_lines(view), ""]
+    # The sequence as digits: the rank of every token.
+    owners = [""] * view["tokens"]
+    for rank_view in view["ranks"]:
+        for start, stop in rank_view["pieces"]:
+            owners[start:stop] = [str(rank_view["rank"])] * (stop - start)
+    lines = [*["the row, each token by its rank:", "  " + "".join(owners)], ""]
     for number, frame in enumerate(view["frames"]):
         lines += wrapped(f"{number}. {frame['says']}", later="   ")
         if any(frame["computed"]):
@@ -318,15 +319,6 @@ def text(view: View) -> list[str]:
     real = view["traffic"]
     lines.append(f"* sent by a rank of {real['model']}, a row of {real['tokens']:,} tokens, bf16")
     return [*lines, *sentence_lines(view)]
-
-
-def _row_lines(view: View) -> list[str]:
-    """The sequence as digits: the rank of every token."""
-    owners = [""] * view["tokens"]
-    for rank_view in view["ranks"]:
-        for start, stop in rank_view["pieces"]:
-            owners[start:stop] = [str(rank_view["rank"])] * (stop - start)
-    return ["the row, each token by its rank:", "  " + "".join(owners)]
 
 
 def _table(frame: View) -> list[str]:

@@ -63,23 +63,19 @@ def curves(facts: RunFacts) -> dict[str, View]:
                 if record.eval_loss is not None
             ]
         )
-        curve_views["loss"]["sets"] = _sets(facts.records)
+        # The loss over each evaluation set, by its name; records of older versions have no names.
+        names = dict.fromkeys(name for record in facts.records for name in record.evals or ())
+        curve_views["loss"]["sets"] = {
+            name: _curve(
+                [
+                    (record.step, numbers.get("loss"))
+                    for record in facts.records
+                    if (numbers := (record.evals or {}).get(name)) is not None
+                ]
+            )
+            for name in names
+        }
     return curve_views
-
-
-def _sets(records: Sequence[StepRecord]) -> dict[str, View]:
-    """The loss over each evaluation set, by its name; records of older versions have no names."""
-    names = dict.fromkeys(name for record in records for name in record.evals or ())
-    return {
-        name: _curve(
-            [
-                (record.step, numbers.get("loss"))
-                for record in records
-                if (numbers := (record.evals or {}).get(name)) is not None
-            ]
-        )
-        for name in names
-    }
 
 
 def _axis(facts: RunFacts, name: str, goal: float | None) -> View:
@@ -168,8 +164,11 @@ def load(facts: RunFacts) -> View | None:
     loads = [(step, load_row) for step, load_row in loads if len(load_row) == num_layers]
     size = -(-len(loads) // _HEAT_MAP_COLUMNS)
     groups = [loads[i : i + size] for i in range(0, len(loads), size)]
+    # The numbers of the layers with experts, or consecutive numbers without a plan.
+    shape = None if facts.plan is None else facts.plan.shape
+    known = [] if shape is None else [i for i in range(shape.layers) if shape.is_moe_layer(i)]
     return {
-        "layers": _layers(facts, num_layers),
+        "layers": known if len(known) == num_layers else list(range(num_layers)),
         "steps": [group[0][0] for group in groups],
         "steps_a_column": size,
         "rows": [
@@ -177,13 +176,6 @@ def load(facts: RunFacts) -> View | None:
             for layer in range(num_layers)
         ],
     }
-
-
-def _layers(facts: RunFacts, num_layers: int) -> list[int]:
-    """The numbers of the layers with experts, or consecutive numbers without a plan."""
-    shape = None if facts.plan is None else facts.plan.shape
-    known = [] if shape is None else [i for i in range(shape.layers) if shape.is_moe_layer(i)]
-    return known if len(known) == num_layers else list(range(num_layers))
 
 
 def thinned(points: Sequence[Point]) -> list[Point]:

@@ -80,10 +80,6 @@ def sentence(cause: Cause, column: Sequence[int], by_plan: bool) -> str:
     if cause.what == "pause":
         who = "ranks pause" if cause.pp_rank is None else f"rank {column[cause.pp_rank]} pauses"
         return f"{who} for {duration(cause.measured)} in all before actions that lack nothing"
-    return _message(cause, column, times)
-
-
-def _message(cause: Cause, column: Sequence[int], times: str) -> str:
     if cause.pp_rank is None:
         return f"messages between pipeline ranks arrive late {times}"
     own_rank, source = column[cause.pp_rank], column[_known(cause.source)]
@@ -164,6 +160,7 @@ def _compared(facts: RunFacts, plan: Plan, step_spans: StepSpans, params: Params
     expected = from_plan(plan) or from_means(plan.schedule, [own_spans.ranks[r] for r in column])
     comparison = compare(expected, own_spans, column, record, peers)
     says = verdict(comparison, column)
+    # The parts of the difference, which sum to it, and their shares, which sum to 100%.
     return {
         "problem": None,
         "restart": step_spans.restart,
@@ -180,7 +177,15 @@ def _compared(facts: RunFacts, plan: Plan, step_spans: StepSpans, params: Params
         "basis": _BY_MEANS
         if plan.machine is None
         else f"Planned times are those of the planner's forecast for {plan.machine.name}.",
-        "causes": _causes(comparison, column),
+        "causes": [
+            {
+                "says": _part(part, column, comparison.full_step),
+                "gain_s": part.seconds,
+                "share": part.share,
+                "named": part.cause is not None and part.cause is comparison.named,
+            }
+            for part in comparison.parts
+        ],
         "ranks": _ranks(comparison, column),
         "calls": _calls([own_spans.ranks[rank] for rank in column]),
         "picture": _picture(comparison, column),
@@ -210,19 +215,6 @@ def _number(params: Params, name: str, default: int) -> int:
     if not text.isascii() or not text.isdigit() or len(text) > 9:
         raise FivefoldError(f"{name}={text[:20]!r}: give a whole number, such as {default}")
     return int(text)
-
-
-def _causes(comparison: Comparison, column: Sequence[int]) -> list[View]:
-    """The parts of the difference, which sum to it, and their shares, which sum to 100%."""
-    return [
-        {
-            "says": _part(part, column, comparison.full_step),
-            "gain_s": part.seconds,
-            "share": part.share,
-            "named": part.cause is not None and part.cause is comparison.named,
-        }
-        for part in comparison.parts
-    ]
 
 
 def _part(part: CausePart, column: Sequence[int], by_plan: bool) -> str:

@@ -15,7 +15,7 @@ from fivefold.model import balance as balance_module
 from fivefold.model.batch import NOT_COUNTED
 from fivefold.optim import blockwise, muon, optimizer
 from fivefold.parallel import composition as compose_module
-from fivefold.parallel.balance import Balancing
+from fivefold.parallel.composition import Balancing
 from fivefold.parallel.pipeline import Pipeline
 from fivefold.train.callbacks import stop
 from tests.judge.planting import Patch, instead, with_step
@@ -223,7 +223,7 @@ def bias_towards_full_experts() -> Patch:
         inner(mlp, balancer, rules, counts)
         mlp.router.bias.copy_(2 * before - mlp.router.bias)
 
-    return patch("fivefold.parallel.balance.update_balance", away)
+    return patch("fivefold.parallel.composition.update_balance", away)
 
 
 def auxiliary_loss_of_slots() -> Patch:

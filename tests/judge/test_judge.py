@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from fivefold.core.plan.recipe import Recipe
-from tests.judge import decoder, masks, tokens, trainer
+from tests.judge import closed_forms, decoder, masks, tokens, trainer
 from tests.judge.cases import BY_NAME, CASES, LONG
 from tests.judge.runs import Case, differing, errors
 
@@ -46,7 +46,7 @@ def test_the_judge_sees_what_its_cases_are_for(corpora: Path) -> None:
 
 
 def test_the_judge_imports_nothing_of_what_it_judges() -> None:
-    for module in (trainer, decoder, masks, tokens):
+    for module in (trainer, decoder, masks, tokens, closed_forms):
         assert module.__file__ is not None
         tree = ast.parse(Path(module.__file__).read_text("utf-8"))
         for node in ast.walk(tree):

@@ -107,6 +107,31 @@ def test_the_loss_enters_backward_with_slope_one_beside_the_weights() -> None:
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14)
 
 
+def test_the_loss_scale_multiplies_gradients_of_losses_alone() -> None:
+    """Routing weights have the loss scale of the model already."""
+    given, balancer = routing(), Balancer(parse("aux-seq:1+z:1"), 3, "cpu")
+    slope = torch.ones(4, 1, dtype=F64)
+
+    def gradient(weights: Tensor) -> Tensor:
+        return torch.autograd.grad(weights, given.logits, slope, retain_graph=True)[0]
+
+    def of_losses(scale: float) -> Tensor:
+        balancer.scale_losses(scale)
+        return gradient(balancer(given, 2).weights) - gradient(given.weights)
+
+    torch.testing.assert_close(of_losses(8.0), 8 * of_losses(1.0), rtol=1e-12, atol=1e-14)
+    assert of_losses(1.0).abs().max() > 0.01
+
+
+def test_loads_are_summed_over_ranks_whatever_other_rules_need() -> None:
+    """The z-loss needs no load."""
+    counts = torch.tensor([[3, 1, 0], [0, 1, 3]])
+    rows = LocalRows(sum_over_ranks=lambda _: counts)
+    together, load_loss = (value(words, 2, rows=rows) for words in ("aux-seq:1+z:1", "aux-seq:1"))
+    assert together - value("z:1", 2) == pytest.approx(load_loss, rel=1e-12)
+    assert load_loss != pytest.approx(value("aux-seq:1", 2), rel=1e-3)
+
+
 def test_microbatches_share_the_loss_and_the_load_of_the_step() -> None:
     """Row by row, told the size of the step, is the same as both rows at once."""
     whole = Balancer(parse("aux-seq+z"), 3, "cpu")

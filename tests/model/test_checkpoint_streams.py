@@ -3,6 +3,7 @@ written as soon as its values are copied."""
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -16,10 +17,11 @@ from torch import Tensor
 
 from fivefold.cli import main
 from fivefold.core.layout.boxes import whole_box
-from fivefold.optim.disk_states import DiskStore
+from fivefold.optim.disk_states import DiskStore, StateOnDisk
 from fivefold.optim.optimizer import StateInMemory
 from fivefold.train import loop
-from fivefold.train.checkpoint import folders, snapshot, storage, threads
+from fivefold.train.checkpoint import checkpoints as snapshot
+from fivefold.train.checkpoint import folders, storage, threads
 from fivefold.train.checkpoint.checkpoints import Checkpoints
 from fivefold.train.checkpoint.folders import Facts
 from fivefold.train.checkpoint.ranks import CannotSave
@@ -221,6 +223,99 @@ def test_nothing_is_copied_where_states_are_on_a_disk(
     found = [*tensors(100), on_disk]
     checkpoints.load(found, complain)
     assert values(found) == [*range(1, NUM_TENSORS + 1), 7]
+
+
+def disk_tensors(folder: Path, number: int) -> list[CheckpointTensor]:
+    """States in files, of 32 elements that are 100, 101, …"""
+    folder.mkdir()
+    store = DiskStore(folder, 0, [32] * number, {"exp_avg": torch.float32}, pinned=False)
+    stored: list[CheckpointTensor] = []
+    for i, state in enumerate(store.states("exp_avg")):
+        assert state is not None
+        state.write(torch.full((32,), 100.0 + i))
+        box = (whole_box((32,)),)
+        stored.append(CheckpointTensor(f"optim/{i}", (32,), torch.float32, box, state))
+    return stored
+
+
+def test_states_on_a_disk_are_written_in_files_of_their_own(tmp_path: Path) -> None:
+    """Torch has all values of a file in memory until it is written, those of weights too."""
+    checkpoints = Checkpoints(tmp_path / "checkpoints", 1, None)
+    checkpoints.save([*tensors(), *disk_tensors(tmp_path / "states", 2)], Facts(1))
+    (final,) = folders.published(tmp_path / "checkpoints")
+    assert len(list(final.glob("*.distcp"))) == NUM_TENSORS + 2
+
+
+def test_states_on_a_disk_are_loaded_one_by_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each is in memory until it is written, and only then the next one is."""
+    on_disk = disk_tensors(tmp_path / "states", 3)
+    checkpoints = Checkpoints(tmp_path / "checkpoints", 1, None)
+    checkpoints.save([*tensors(), *on_disk], Facts(1))
+    calls: list[tuple[str, int]] = []
+
+    def noted(name: str) -> Callable[..., Any]:
+        inner = getattr(StateOnDisk, name)
+
+        def run(state: StateOnDisk, *arguments: Any) -> Any:
+            calls.append((name, [tensor.state for tensor in on_disk].index(state)))
+            return inner(state, *arguments)
+
+        return run
+
+    for name in ("read", "write"):
+        monkeypatch.setattr(StateOnDisk, name, noted(name))
+    checkpoints.load([*tensors(), *on_disk], complain)
+    assert calls == [(name, number) for number in range(3) for name in ("read", "write")]
+
+
+def test_what_is_read_in_place_waits_for_the_kernels_that_write_it(tmp_path: Path) -> None:
+    """And fails with them: nothing is published of a step that has failed on the device."""
+
+    def lost() -> None:
+        if threading.current_thread() is threading.main_thread():  # which waits for the device
+            raise RuntimeError("an illegal memory access")
+
+    hooked = tensor_of(Hooked(torch.zeros(SIZES), lost), 0)
+    checkpoints = Checkpoints(tmp_path / "checkpoints", 1, None)
+    with pytest.raises(CannotSave, match="an illegal memory access"):
+        checkpoints.save([hooked, *disk_tensors(tmp_path / "states", 1)], Facts(1))
+    assert folders.published(tmp_path / "checkpoints") == []
+
+
+def test_all_of_a_checkpoint_is_on_the_disk_before_it_has_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every file whole, then the folder that lists them; and then that of the new name."""
+    synced: list[tuple[str, int]] = []
+    fsync, rename = os.fsync, Path.rename
+
+    def noted_fsync(descriptor: int) -> None:
+        path = Path(f"/proc/self/fd/{descriptor}").readlink()
+        synced.append((path.name, 0 if path.is_dir() else path.stat().st_size))
+        fsync(descriptor)
+
+    def noted_rename(path: Path, target: Path) -> Path:
+        synced.append((f"{path.name} to {target.name}", 0))
+        return rename(path, target)
+
+    monkeypatch.setattr(os, "fsync", noted_fsync)
+    monkeypatch.setattr(Path, "rename", noted_rename)
+    Checkpoints(tmp_path / "checkpoints", 1, None).save(tensors(), Facts(1), wait=True)
+    (final,) = folders.published(tmp_path / "checkpoints")
+    sizes = {path.name: path.stat().st_size for path in final.iterdir()}
+    assert synced[-6:] == [
+        (".metadata.tmp", sizes[".metadata"]),
+        (".metadata.tmp to .metadata", 0),
+        ("manifest.json", sizes["manifest.json"]),
+        (f"{final.name}.part", 0),
+        (f"{final.name}.part to {final.name}", 0),
+        ("checkpoints", 0),
+    ]
+    assert sorted(synced[:-6]) == sorted(
+        (name, size) for name, size in sizes.items() if name.endswith(".distcp")
+    )
 
 
 def test_a_run_makes_the_memory_of_its_checkpoints_before_the_first_step(

@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from fivefold.core.plan.plan import PlanOptions, resolve
+from fivefold.core.plan.plan import Plan, PlanOptions, resolve
 from fivefold.core.plan.recipe import Recipe
 from fivefold.launch.worker import NoMeeting, Worker
 from fivefold.records.run_writer import RunFolder, read_records, read_summary
-from fivefold.records.steps import StepRecord
+from fivefold.records.steps import StepRecord, mfu
 from fivefold.train.clock import StepClock, StepMark, TimedEvent
 from fivefold.train.loop import run_rank
 from fivefold.train.state import TrainSettings
@@ -220,11 +220,16 @@ def test_an_event_that_tells_nonsense_leaves_one_step_without_a_time(
     assert all(abs(error) <= 1e-3 for times in errors for error in times if not math.isnan(error))
 
 
+def plan_of(recipe: Recipe) -> Plan:
+    changes = {"layers": "1"}
+    return resolve(PlanOptions("tiny", seq=8, batch=2, set=changes, machine="laptop", train=recipe))
+
+
 def trained(tmp_path: Path, recipe: Recipe) -> tuple[list[tuple[str, Any]], tuple[float, float]]:
     """The messages of a run of one rank in this process; and the seconds from its start to the
     begin of its last step, and to its last record."""
     before = time.perf_counter()
-    plan = resolve(PlanOptions("tiny", seq=8, batch=2, set={"layers": "1"}, train=recipe))
+    plan = plan_of(recipe)
     folder = RunFolder.create(tmp_path / "run", plan.to_toml(full=True), {}, resume=False)
     after, said, moments = time.perf_counter(), list[tuple[str, Any]](), dict[object, float]()
 
@@ -239,7 +244,8 @@ def trained(tmp_path: Path, recipe: Recipe) -> tuple[list[tuple[str, Any]], tupl
 
 
 def test_the_walls_of_a_run_are_its_wall_time(tmp_path: Path) -> None:
-    said, (least, most) = trained(tmp_path, Recipe(steps=8, save_every=3, eval_every=4))
+    recipe = Recipe(steps=8, save_every=3, eval_every=4)
+    said, (least, most) = trained(tmp_path, recipe)
     records = read_records(tmp_path / "run" / "metrics.jsonl")
     assert [value for kind, value in said if kind == "report"] == records and len(records) == 8
     walls = [each.wall_s or 0.0 for each in records]
@@ -249,6 +255,7 @@ def test_the_walls_of_a_run_are_its_wall_time(tmp_path: Path) -> None:
         assert each.data is not None and each.wall_s is not None
         assert 0 <= each.data <= each.seconds <= each.wall_s
         assert each.tokens_per_s == each.tokens / each.wall_s
+        assert each.mfu == mfu(plan_of(recipe), each.tokens_per_s)
     summary = read_summary(tmp_path / "run")
     assert summary.spent["save"] > 0 and summary.spent["eval"] > 0
     assert summary.step_s == pytest.approx(sorted(walls)[3] / 2 + sorted(walls)[4] / 2)

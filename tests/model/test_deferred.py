@@ -20,7 +20,7 @@ from fivefold.core.model.recompute import Recompute
 from fivefold.core.model.shape import Shape
 from fivefold.model.batch import TokenBatch
 from fivefold.model.decoder import Decoder, from_config
-from fivefold.model.grouped import grouped_matmul
+from fivefold.model.moe import grouped_matmul
 from fivefold.model.recompute import apply_recompute
 from fivefold.parallel.deferred import GradientQueue
 from fivefold.verify.compare import Dtype

@@ -22,6 +22,7 @@ from fivefold.model.kernels.flash import (
     backward_by_formula,
 )
 from tests.model.context_places import index, places
+from tests.model.test_recompute import Calls
 
 EXACT = 1e-13  # for numbers of about 1 in float64, where only the order of sums differs
 ROWS, HEADS, SEQ, WIDTH = 2, 6, 24, 8
@@ -294,3 +295,24 @@ def test_merging_bfloat16_errs_no_more_than_one_call(seed: int, parts: int) -> N
         return float((found.double() - exact).norm() / exact.norm())
 
     assert 0 < off(total.out.bfloat16()) <= 1.05 * off(one)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "masked", "kernel"),
+    [
+        (torch.bfloat16, False, "cudnn"),
+        (torch.bfloat16, True, "efficient"),
+        (torch.float32, False, "efficient"),
+    ],
+)
+def test_pairs_of_a_mask_go_to_the_kernel_that_has_masks(
+    dtype: torch.dtype, masked: bool, kernel: str
+) -> None:
+    """Without values, as in rehearsals, which stand for a GPU."""
+    q, k, v = (torch.empty(2, 4, 16, 64, dtype=dtype, device="meta") for _ in range(3))
+    mask = torch.ones(2, 1, 16, 16, dtype=torch.bool, device="meta") if masked else None
+    with Calls() as counted:
+        out, lse = attend(q, k, v, VisiblePairs(mask=mask))
+    assert out.shape == q.shape and lse.shape == q.shape[:-1]
+    names = [name for name in counted.times if "attention" in name]
+    assert names == [f"_scaled_dot_product_{kernel}_attention.default"]

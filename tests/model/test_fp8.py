@@ -14,7 +14,13 @@ from fivefold.core.plan.plan import PlanOptions, resolve
 from fivefold.model.fp8.linear import Watch
 from fivefold.model.fp8.matmul import scaled_matmul
 from fivefold.model.fp8.operand import Both
-from fivefold.model.fp8.rounding import Blockwise, Rounding, Tensorwise, rounding_of
+from fivefold.model.fp8.rounding import (
+    Blockwise,
+    Microscaled,
+    Rounding,
+    Tensorwise,
+    rounding_of,
+)
 from fivefold.model.layers import Linear, WeightFactory
 from fivefold.parallel.composition import Job, compose
 from fivefold.parallel.deferred import GradientQueue
@@ -267,3 +273,24 @@ def test_gradients_may_be_queued(fp8: Fp8) -> None:
     queue.settle(0, TakenGradients())
     assert taken.keys() == plain.keys()
     assert all(torch.equal(taken[key], plain[key]) for key in plain)
+
+
+@pytest.mark.parametrize("rounding", [Blockwise(), Microscaled()], ids=["blocks", "mxfp8"])
+def test_tensors_without_values_round_to_the_same_sizes(rounding: Blockwise) -> None:
+    """Rehearsals count them. No width is a multiple of a block, and no row of tokens is."""
+    parts = [torch.randn(80, width) for width in (140, 60)]
+    weights = [torch.randn(height, 200) for height in (40, 50)]
+
+    def sizes(device: str) -> list[tuple[tuple[int, ...], torch.dtype, tuple[int, ...]]]:
+        of_tokens, of_weights = (
+            [tensor.to(device) for tensor in tensors] for tensors in (parts, weights)
+        )
+        tokens = rounding.tokens(of_tokens, "e5m2", True, 40, None)
+        operands = (*tokens[:2], *rounding.weights(of_weights, None)[:2])
+        return [
+            (tuple(operand.codes.shape), operand.codes.dtype, tuple(operand.scale.shape))
+            for operand in operands
+            if operand is not None
+        ]
+
+    assert sizes("meta") == sizes("cpu") and len(sizes("cpu")) == 4

@@ -96,6 +96,16 @@ def test_a_text_ends_with_its_error() -> None:
     assert piece.written.text == "" and piece.written.tpot_s is None and not writer.busy
 
 
+def test_times_of_a_text_are_those_of_its_tokens() -> None:
+    """The time between two tokens is the mean of the steps after the first token."""
+    ticks = iter([10.0, 11.0, 13.0, 14.0, 18.0, 19.0])
+    writer = TextWriter(engine_of(0.0), ByteCodec(), clock=lambda: next(ticks))
+    writer.add(TextRequest(Request("a", (1, 2, 3), 5), "x"))
+    *_, last = [piece for _ in range(5) for piece in writer.step()]
+    assert last.written is not None and len(last.written.tokens) == 5
+    assert last.written.ttft_s == 1.0 and last.written.tpot_s == 2.0
+
+
 def test_new_weights_leave_no_shared_block() -> None:
     """`load` moves the weights first, and forgets the cache then, on every replica."""
     engine, order = object.__new__(LayoutEngine), list[str]()

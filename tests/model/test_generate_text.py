@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from fivefold.core.errors import BadFile, FivefoldError
+from fivefold.core.model import NUM_BYTES
 from fivefold.generate.chat import ChatTemplate
 from fivefold.generate.prompts import finished_ids, read_prompts
 from fivefold.generate.text import (
@@ -52,6 +53,11 @@ def test_a_stop_text_is_never_given_out() -> None:
 def test_the_first_of_several_stop_texts_counts() -> None:
     _, stream = streamed(b"abcd", ("cd", "bc"))
     assert stream.text == "a" and stream.stopped
+
+
+def test_special_tokens_of_bytes_have_no_text() -> None:
+    """A padded vocabulary has more of them than the end of a text."""
+    assert ByteCodec().decode([104, NUM_BYTES, 105, NUM_BYTES + 1]) == "hi"
 
 
 def test_what_may_be_a_stop_text_comes_at_the_end() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,10 +14,11 @@ from fivefold.core.errors import FivefoldError
 from fivefold.core.plan.plan import PlanOptions, resolve
 from fivefold.core.plan.recipe import Recipe
 from fivefold.data.batches import samples
+from fivefold.model.batch import TokenBatch
 from fivefold.optim.optimizer import LossScale
 from fivefold.parallel.composition import compose
 from fivefold.parallel.mesh import Mesh
-from fivefold.step import Guard, StepOutcome, step, sum_copies, updater_of
+from fivefold.step import Guard, Reading, StepOutcome, squared_norm, step, sum_copies, updater_of
 from fivefold.train.callbacks.stop import StopCallback
 from fivefold.train.checkpoint.folders import Facts
 from fivefold.train.state import Progress
@@ -28,18 +30,22 @@ UNBOUNDED = (float("inf"), float("inf"))
 class Trained:
     """A small model with experts and a router bias, on one rank."""
 
-    def __init__(self) -> None:
+    def __init__(self, recipe: Recipe | None = None) -> None:
         changes = {"layers": "1", "moe.bias": "true", "moe.first_dense": "0"}
         options = PlanOptions("tiny-moe", layout="dp=1", seq=8, balance="bias:0.5", set=changes)
         self.plan = resolve(options, small=True)
         self.job = compose(
             self.plan, Mesh.of(self.plan, torch.device("cpu")), seed=0, dtype=torch.float32
         )
-        self.updater = updater_of(self.job, Recipe())
+        self.updater = updater_of(self.job, recipe or Recipe())
 
-    def step(self, number: int, guard: Guard) -> StepOutcome:
-        batches = samples(self.plan.batch, self.plan.shape.vocab, 0, number).of(0)
-        return step(self.job, self.updater, batches, 1.0, guard)
+    def step(
+        self, number: int, guard: Guard, weights: Sequence[float] | None = None
+    ) -> StepOutcome:
+        return step(self.job, self.updater, self.batches(number), 1.0, guard, weights)
+
+    def batches(self, number: int) -> list[TokenBatch]:
+        return samples(self.plan.batch, self.plan.shape.vocab, 0, number).of(0)
 
     def state(self) -> list[Tensor | None]:
         """Weights, the router's bias, and the load that the next step balances by."""
@@ -85,6 +91,79 @@ def test_a_spike_is_shared_by_its_norm_without_the_loss_scale() -> None:
     numbers = torch.tensor([2.0, (3.0 * SCALE) ** 2, 0.0], dtype=torch.float64)
     assert Guard(scale=SCALE, spikes=spikes).counts(numbers)
     assert asked == [(2.0, 3.0)]
+
+
+@pytest.mark.parametrize("numbers", [(2.0, float("inf")), (2.0, float("nan")), (float("inf"), 9.0)])
+def test_a_step_that_is_not_finite_is_no_spike_of_all_ranks(numbers: tuple[float, float]) -> None:
+    """Its loss may be fine and its norm not: it would update every weight to what is no number."""
+
+    def is_shared(loss: float, norm: float) -> bool:
+        raise AssertionError("ranks compare numbers that are not finite")
+
+    spikes: Any = SimpleNamespace(is_shared=is_shared)
+    assert not Guard(spikes=spikes).counts(torch.tensor([*numbers, 0.0], dtype=torch.float64))
+
+
+def test_a_spike_of_all_ranks_updates_as_if_nothing_bounded_it() -> None:
+    spikes: Any = SimpleNamespace(note=lambda local: None, is_shared=lambda loss, norm: True)
+    usual, spiked = Trained(), Trained()
+    before = usual.state()
+    assert not usual.step(0, Guard(bound=UNBOUNDED)).skipped
+    assert not spiked.step(0, Guard(bound=(0.0, 0.0), spikes=spikes)).skipped
+    for initial, expected, value in zip(before, usual.state(), spiked.state(), strict=True):
+        assert expected is not None and value is not None and value.equal(expected)
+        assert initial is None or not initial.equal(value)
+
+
+def test_an_outcome_has_both_numbers_of_the_watch() -> None:
+    """Copies that differ are one of them, tensors that changed the other: either ends the run."""
+    for numbers in ([3.0, 0.0], [0.0, 1.0]):
+        flips = torch.tensor(numbers, dtype=torch.float64)
+        watch: Any = SimpleNamespace(
+            before_update=lambda flips=flips: flips, after_update=lambda: None
+        )
+        outcome = Trained().step(0, Guard(watch=watch))
+        assert outcome.flips is not None and outcome.flips.tolist() == numbers
+
+
+def test_a_loss_scale_changes_no_weight() -> None:
+    """Powers of two round nothing. SGD hides no factor of the gradients, and these are clipped."""
+    recipe = Recipe(optimizer="sgd", lr=0.5)
+    usual, scaled = Trained(recipe), Trained(recipe)
+    clip = float(usual.step(0, Guard()).clip)
+    assert clip < 1.0
+    assert float(scaled.step(0, Guard(scale=SCALE)).clip) == clip
+    for expected, value in zip(usual.state(), scaled.state(), strict=True):
+        assert expected is not None and value is not None and value.equal(expected)
+
+
+def test_weights_multiply_the_losses_of_their_microbatches() -> None:
+    number = len(Trained().batches(0))
+    losses = [
+        float(Trained().step(0, Guard(), weights).loss)
+        for weights in ([1.0] * number, [3.0] * number, [3.0, *[1.0] * (number - 1)])
+    ]
+    assert losses[1] == pytest.approx(3.0 * losses[0])
+    assert number == 1 or losses[0] < losses[2] < losses[1]
+
+
+def test_numbers_of_a_step_are_read_after_their_event() -> None:
+    """On a GPU they are on their way until then."""
+    reading = Reading(torch.zeros(2))
+    arrived: Any = SimpleNamespace(synchronize=lambda: reading.numbers.fill_(7.0))
+    reading.event = arrived
+    assert reading.wait().tolist() == [7.0, 7.0]
+
+
+def test_the_norm_of_narrow_gradients_is_not_rounded_to_their_type() -> None:
+    """bfloat16 has no 257 = 256 + 1: the squared norm of 257 ones would be 256."""
+    gradients = torch.ones(257, dtype=torch.bfloat16).split([256, 1])
+    owned = [SimpleNamespace(grad=grad) for grad in gradients]
+    mesh = SimpleNamespace(device=torch.device("cpu"))
+    job: Any = SimpleNamespace(owned=owned, copies=lambda shard: 1, mesh=mesh)
+    assert float(squared_norm(job)) == pytest.approx(257.0, rel=1e-6)
+    owned[:] = [SimpleNamespace(grad=torch.ones(257, dtype=torch.bfloat16))]
+    assert float(squared_norm(job)) == pytest.approx(257.0, rel=1e-6)
 
 
 def progress_at(scale: float) -> Progress:

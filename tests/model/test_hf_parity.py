@@ -15,7 +15,6 @@ import torch
 import transformers
 from safetensors.torch import load_file
 from small import DEEPSEEK, batch_of, filled, state_from_hf, state_to_hf
-from torch.overrides import TorchFunctionMode
 
 from fivefold.core.errors import BadFile, FivefoldError
 from fivefold.core.layout.weight_table import by_name, weights
@@ -26,6 +25,7 @@ from fivefold.huggingface.config_export import WRITERS
 from fivefold.huggingface.names import to_hf
 from fivefold.model.decoder import Decoder, from_config
 from fivefold.model.moe import Router
+from tests.model.float64 import Float64Everywhere
 
 F64 = torch.float64
 LLAMA3_ROPE = {
@@ -136,20 +136,6 @@ CONFIGS: dict[str, Callable[[], Any]] = {
     ),
     **newer_families.CONFIGS,
 }
-
-
-class Float64Everywhere(TorchFunctionMode):
-    """Lifts to float64 what the package computes in float32 whatever the model's type: the inner
-    part of its norms, its rotary tables, the softmax and the loss."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        lifted = {name: self.lift(value) for name, value in (kwargs or {}).items()}
-        func = torch.Tensor.double if func is torch.Tensor.float else func
-        return func(*map(self.lift, args), **lifted)
-
-    @staticmethod
-    def lift(value: object) -> object:
-        return F64 if value is torch.float32 else value
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,7 @@ from fivefold.core.layout.weight_table import weights
 from fivefold.core.model.tuning import Tuning
 from fivefold.model.decoder import from_config
 from fivefold.model.init import init_weights
-from fivefold.model.linear_math import Sent
-from fivefold.model.low_rank import AdaptedMath, LowRank, adapted_linear
+from fivefold.model.linear_math import AdaptedMath, LowRank, Sent, adapted_linear
 
 F64 = torch.float64
 _FACTORS = ((3, 5), (7, 3), (2, 5), (9, 2))

@@ -15,7 +15,6 @@ from torch import Tensor
 from fivefold.core.layout.weight_table import weights
 from fivefold.core.model.shape import Moe, Shape
 from fivefold.model.decoder import Decoder
-from fivefold.model.grouped import grouped_matmul
 from fivefold.model.layers import WeightFactory
 from fivefold.model.moe import (
     Experts,
@@ -24,6 +23,7 @@ from fivefold.model.moe import (
     Router,
     Routing,
     choose_experts,
+    grouped_matmul,
     local_dispatch,
 )
 

@@ -8,7 +8,7 @@ import torch
 
 from fivefold.core.layout.batch import Batch
 from fivefold.data.batches import samples, samples_from_rows
-from fivefold.data.pairs import parted
+from fivefold.data.conversations import parted
 from fivefold.data.rows import REJECTED, Corpus, Shard, read_rows
 from fivefold.model.batch import NOT_COUNTED
 from fivefold.model.documents import Documents

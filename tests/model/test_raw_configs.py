@@ -7,6 +7,7 @@ import copy
 import dataclasses
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,9 @@ from fivefold.core.model.shape import Shape
 from fivefold.huggingface.config_export import as_hf
 from fivefold.huggingface.files import write_model
 from fivefold.model.decoder import from_config
-from tests.raw_configs import CONFIGS, Keys, newer
+from tests.raw_configs import CONFIGS, newer
+from tests.raw_tables import Keys
+from tests.refused_configs import REFUSED_CONFIGS
 from tests.selection import all_cases, shuffled
 
 F32, F64 = torch.float32, torch.float64
@@ -64,7 +67,8 @@ SIZES = ("vocab_size", "hidden_size", "n_embd", "id2label", "label2id", "problem
 
 
 def logits_of(shape: Shape, raw: Keys) -> tuple[torch.Tensor, torch.Tensor]:
-    """Ours, and those of transformers' own model of the same file."""
+    """Ours, and those of transformers' own model of the same file, which predicts one token."""
+    shape = replace(shape, mtp=0)
     config = CONFIG_MAPPING[raw["model_type"]].from_dict(copy.deepcopy(raw))
     config.dtype = torch.float32
     torch.manual_seed(0)
@@ -169,7 +173,8 @@ NO_EFFECT = re.compile(
     r"(torch_)?dtype|task_specific_params\..*|summary_.*|.*_in_fp32|reorder_and_upcast_attn|use_cache|"
     r"cache_implementation|initializer_range|classifier_dropout|(router_)?aux_loss_(alpha|coef)|"
     r"output_router_logits|seq_aux|ep_size|pretraining_tp|ff_factor|for_llm_compressor|"
-    r"initial_context_length|is_llama_config"
+    r"initial_context_length|is_llama_config|n_special|predict_special_tokens|output_past|"
+    r"quantization_config\..*"
 )
 MOOT = {
     ("starcoder2", "activation_function"): "hidden_act",
@@ -177,6 +182,15 @@ MOOT = {
     ("falcon-newer", "multi_query"): "new_decoder_architecture",
     ("deepseek_v2", "num_key_value_heads"): "kv_lora_rank",
     ("deepseek_v3", "num_key_value_heads"): "kv_lora_rank",
+    ("deepseek-r1", "num_key_value_heads"): "kv_lora_rank",
+    ("deepseek-v2-lite", "num_key_value_heads"): "kv_lora_rank",
+    ("deepseek-v2-lite", "n_group"): "topk_method",
+    ("deepseek-v2-lite", "topk_group"): "topk_method",
+    ("falcon2-11b", "multi_query"): "new_decoder_architecture",
+    ("phi-3-mini-4k", "original_max_position_embeddings"): "rope_scaling",
+    ("phi-4", "original_max_position_embeddings"): "rope_scaling",
+    ("qwen3-30b-a3b", "max_window_layers"): "use_sliding_window",
+    ("qwen3-30b-a3b", "use_sliding_window"): "sliding_window",
     ("smollm3", "no_rope_layer_interval"): "no_rope_layers",
     ("smollm3", "max_window_layers"): "use_sliding_window",
     ("smollm3", "sliding_window"): "use_sliding_window",
@@ -209,7 +223,7 @@ def test_every_key_of_a_published_config_is_read(name: str, style: str) -> None:
         bases += [raw | {"use_sliding_window": used, "max_window_layers": 0} for used in FLAGS]
         bases.append(raw | {"use_sliding_window": True})
     moot = {key for family, key in MOOT if family == name}
-    assert all(MOOT[name, key] in raw for key in moot)
+    assert all(MOOT[name, key] in CONFIGS[name] for key in moot)
     for path, value in leaves(raw):
         others = VALUES.get(path[-1], plausible_values(value))
         jobs = ((base, replaced(base, path, other)) for base in bases for other in others)
@@ -303,3 +317,23 @@ def test_bookkeeping_passes(name: str) -> None:
     }
     raw = CONFIGS[name]
     assert shape_from_config(raw | more, name) == shape_from_config(raw, name)
+
+
+@pytest.mark.parametrize("name", REFUSED_CONFIGS)
+def test_a_model_that_cannot_be_built_is_refused_by_what_it_has(name: str) -> None:
+    config = REFUSED_CONFIGS[name]
+    with pytest.raises(BadFile) as caught:
+        shape_from_config(config.raw, name)
+    for pattern, problem in zip(config.problems, caught.value.problems, strict=True):
+        assert re.match(pattern, problem), problem
+
+
+def test_the_text_model_beside_images_is_that_of_its_own_file() -> None:
+    """As in mistralai/Mistral-Small-3.1-24B-Base-2503 and meta-llama/Llama-4-Scout-17B-16E."""
+    for outer, name in (("mistral3", "mistral-nemo"), ("llama4", "llama4_text")):
+        raw = CONFIGS[name]
+        beside: Keys = {"model_type": outer, "vision_config": {"hidden_size": 8}}
+        for text in (raw, {key: raw[key] for key in raw if key != "model_type"}):
+            shape = shape_from_config(beside | {"text_config": text}, name)
+            assert shape == shape_from_config(raw, name)
+            assert shape.family == raw["model_type"]

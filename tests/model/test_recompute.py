@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from small import DEEPSEEK, GPT, LLAMA, MOE, batch_of, filled, gradients
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -16,6 +18,7 @@ from fivefold.core.model.recompute import MODULES, Recompute
 from fivefold.core.model.shape import Shape
 from fivefold.model.decoder import Decoder
 from fivefold.model.dropout import token_keys
+from fivefold.model.kept_attention import KeptCalls, kept_once
 from fivefold.model.recompute import apply_recompute
 
 RULES = (*MODULES, "selective", "norm+act+attention", "attention+mlp+experts", "full", "full:2")
@@ -162,3 +165,19 @@ def test_rules_are_ordered_as_they_should_be(shape: Shape) -> None:
     assert found["full"] < min(modules) and max(modules) < found["none"]
     assert found["full:2"] < found["full"] < found["attention+mlp+experts"] < found["none"]
     assert found["norm+act+attention"] < found["selective"]
+
+
+def test_inputs_of_a_kept_call_go_after_its_backward() -> None:
+    """What the second run has made is freed then, though the segment still knows its calls."""
+    calls: KeptCalls = {}
+    info = SimpleNamespace(kept_calls=calls)
+    kernel = kept_once(lambda q, k, v, _: F.scaled_dot_product_attention(q, k, v), 0)
+    first = tuple(torch.randn(1, 2, 8, 16).requires_grad_() for _ in range(3))
+    out = kernel(*first, info)
+    second = tuple(tensor.detach().clone() for tensor in first)
+    assert torch.equal(kernel(*second, info), out)
+    storages = [StorageWeakRef(tensor.untyped_storage()) for tensor in second]
+    del second
+    assert not any(storage.expired() for storage in storages)
+    out.sum().backward()
+    assert calls and all(storage.expired() for storage in storages)

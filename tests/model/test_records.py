@@ -22,9 +22,16 @@ from fivefold.core.plan.recipe import Recipe
 from fivefold.core.schedule.schedule import Action
 from fivefold.parallel.mesh import CollectiveRecord
 from fivefold.records import run_writer as run_folder
-from fivefold.records.environment import commit_of, gpu_names
 from fivefold.records.run_reader import read as read_run
-from fivefold.records.run_writer import Metrics, RunFolder, TimeSpent, read_lines, read_records
+from fivefold.records.run_writer import (
+    Metrics,
+    RunFolder,
+    TimeSpent,
+    commit_of,
+    gpu_names,
+    read_lines,
+    read_records,
+)
 from fivefold.records.steps import StepRecord
 from fivefold.train.callbacks import memory
 from fivefold.train.callbacks.memory import Snapshots

@@ -17,7 +17,7 @@ from fivefold.core.model import presets as models
 from fivefold.model.linear_math import ReorderedSums, _split_matmul
 from fivefold.parallel.tensor import cut
 from fivefold.train.check import _compared_gradients
-from fivefold.train.references import Projection
+from fivefold.train.loop import Projection
 from fivefold.train.state import TrainedRank
 
 CPU = torch.device("cpu")
@@ -94,6 +94,27 @@ def test_reordered_sums_differ_by_rounding_alone(
     for one, exact in zip(reordered, truth, strict=True):
         assert one.dtype == torch.float32
         assert (one - exact).norm() < 2e-6 * exact.norm()
+
+
+def test_sums_by_index_are_added_in_float64() -> None:
+    """Though their indices are integers."""
+    terms = torch.randn(4096, 1, generator=torch.Generator().manual_seed(0))
+    index = torch.zeros(4096, dtype=torch.int64)
+
+    def scattered() -> Tensor:
+        return terms.new_zeros(1).scatter_add(0, index, terms[:, 0])
+
+    def of_embedding() -> Tensor:
+        weight = torch.zeros(1, 1, requires_grad=True)
+        F.embedding(index, weight).backward(terms)
+        assert weight.grad is not None
+        return weight.grad[0]
+
+    exact = terms.double().sum(0).float()
+    for compute in (scattered, of_embedding):
+        assert not compute().equal(exact)
+        with ReorderedSums():
+            assert compute().equal(exact)
 
 
 def test_reordered_sums_leave_integers_and_wider_types_alone() -> None:

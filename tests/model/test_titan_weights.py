@@ -303,6 +303,14 @@ def shift(folder: Path) -> None:
     (folder / ".metadata").write_bytes(pickle.dumps(metadata))
 
 
+def shift_rows(folder: Path) -> None:
+    """Outside of one dimension, inside of the other."""
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    chunk = metadata.state_dict_metadata["output.weight"].chunks[0]
+    chunk.offsets = torch.Size([1, 0])
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
 def forget(folder: Path) -> None:
     metadata = pickle.loads((folder / ".metadata").read_bytes())
     found = [each for each in metadata.storage_data if each.fqn == "norm.weight"]
@@ -321,6 +329,7 @@ def forget(folder: Path) -> None:
         (forge, "could run any program; it was not opened"),
         (thin, "norm.weight is not complete"),
         (shift, "norm.weight has values outside of its shape (24,)"),
+        (shift_rows, "output.weight has values outside of its shape ("),
         (forget, "norm.weight is in no file"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),

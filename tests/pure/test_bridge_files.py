@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from fivefold.bridges.bridging import TARGETS, ForeignPlan, emit_plan, read_foreign
-from fivefold.bridges.pipeline_layout import filled_stages, layout_text, parse_layout
+from fivefold.bridges.megatron import filled_stages, layout_text, parse_layout
 from fivefold.cli import run
 from fivefold.commands.job import foreign_plan
 from fivefold.core.errors import BadFile

@@ -20,7 +20,12 @@ from fivefold.cost.grid import LayoutGrid, grid_of_plan
 from fivefold.cost.hardware.stack import FIVEFOLD
 from fivefold.cost.memory.categories import peak_memory
 from fivefold.cost.step.time import step_time
-from fivefold.planner.estimate import estimate_plan, simulate_step
+from fivefold.planner.estimate import (
+    estimate_plan,
+    rank_memory,
+    rank_timeline,
+    simulate_step,
+)
 from fivefold.planner.search import search_layouts
 from fivefold.planner.setting import EstimateSetting
 from fivefold.planner.space import (
@@ -154,6 +159,22 @@ def test_parts_are_the_whole() -> None:
     busiest = simulate_step(plan, H100).timeline
     inside = found.step - sum(found.parts[name] for name in ("dp", "optimizer", "fixed"))
     assert inside == pytest.approx(busiest.makespan * FIVEFOLD.factor)
+
+
+@pytest.mark.parametrize("pp_rank", [0, 1, 2])
+def test_activations_of_a_timeline_are_those_of_its_own_rank(pp_rank: int) -> None:
+    """Under 1F1B a rank holds as many microbatches as there are ranks from it to the last."""
+    plan = resolve(PlanOptions("llama-3.1-8b", layout="pp=3", microbatches=6, seq=4096))
+    rows = rank_timeline(plan, H100, plan.layout.rank(pp=pp_rank))
+    parts = rank_memory(plan, H100, plan.layout.rank(pp=pp_rank))
+    stays = max(row.bytes for row in rows) - parts["activations"]
+    shares = [round((row.bytes - stays) / parts["activations"] * (3 - pp_rank), 6) for row in rows]
+    started, ended, counts = 0, 0, list[int]()
+    for row in rows:
+        started += "F" in row.action
+        counts.append(started - ended)
+        ended += "B" in row.action
+    assert shares == counts and max(counts) == 3 - pp_rank
 
 
 def test_a_step_of_1f1b_is_played_as_the_textbook_says() -> None:

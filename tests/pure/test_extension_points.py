@@ -19,7 +19,7 @@ from fivefold.core.layout.layout import Layout
 from fivefold.core.layout.splits import context_split
 from fivefold.core.model import presets as models
 from fivefold.core.model.hf_config import shape_from_config
-from fivefold.core.plan import settings
+from fivefold.core.plan import great_runs as settings
 from fivefold.core.plan.plan import Plan, PlanOptions, read, resolve
 from fivefold.core.plan.recipe import Recipe
 from fivefold.core.schedule.catalog import names

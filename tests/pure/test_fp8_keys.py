@@ -11,8 +11,8 @@ from fivefold.core.layout.fp8 import Fp8
 from fivefold.core.layout.layout import Layout
 from fivefold.core.layout.rules import _cut_blocks
 from fivefold.core.model import presets as models
+from fivefold.core.plan.great_runs import parse_settings
 from fivefold.core.plan.plan import PlanOptions, read, resolve
-from fivefold.core.plan.settings import parse_settings
 
 LLAMA = models.load("llama-3.1-8b")
 BLOCKS = Fp8.parse("blockwise")

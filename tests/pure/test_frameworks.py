@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from fivefold.bridges.bridging import TARGETS, emit_plan
-from fivefold.bridges.expressible import possible_values
+from fivefold.bridges.bridging import TARGETS, emit_plan, possible_values
 from fivefold.cli import run
 from fivefold.commands.compare_frameworks import _lacks, compare_frameworks, stack_names
 from fivefold.commands.search import estimate_given, estimate_options

@@ -186,6 +186,17 @@ def test_a_window_bounds_the_blocks_of_a_sequence_however_long_it_gets() -> None
         Scheduler(BlockPool(3), ScheduleLimits(28), 1000, window=window).add(sequence.request)
 
 
+@pytest.mark.parametrize("window", [1, 16, 20])
+def test_a_block_is_free_as_soon_as_no_later_token_sees_it(window: int) -> None:
+    pool = BlockPool(8)
+    scheduler = Scheduler(pool, ScheduleLimits(1), 1000, window=window)
+    sequence = scheduler.add(Request("a", (1,) * 100, 1))
+    for computed in range(1, 101):
+        scheduler.computed(scheduler.schedule(), [sequence])
+        first_seen = max(0, computed - window + 1)
+        assert pool.count - pool.num_free == blocks_of(computed) - first_seen // BLOCK
+
+
 def test_a_shared_prefix_that_fills_the_cache_leaves_room_within_a_window() -> None:
     pool = BlockPool(4)
     scheduler = Scheduler(pool, ScheduleLimits(28), 1000, window=20)

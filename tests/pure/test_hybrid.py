@@ -4,6 +4,7 @@ functions as other models, and never built."""
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -11,8 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 from hf_configs import CONFIGS
+from one_layout import grid_of
 
-from fivefold.bridges.megatron_model import find_model, model_arguments
+from fivefold.bridges.megatron import find_model, model_arguments
 from fivefold.cli import main
 from fivefold.commands.plan import plan_serving
 from fivefold.core import hardware as machine
@@ -25,8 +27,11 @@ from fivefold.core.model.mixers import Mixer, MixerTokens, MixerWeight
 from fivefold.core.model.presets import load, to_text, with_overrides
 from fivefold.core.model.shape import Rope, Shape
 from fivefold.core.plan.plan import Plan, PlanOptions, resolve
+from fivefold.cost.hardware.stack import Split
 from fivefold.cost.layer.attention_sizes import MixerSizes
+from fivefold.cost.stages.ranks import rank_stages
 from fivefold.cost.traffic.collectives import predict_traffic
+from fivefold.cost.traffic.data_axis import Collective, RankChunk, context_collectives
 from fivefold.planner.estimate import estimate_plan
 from fivefold.planner.setting import estimate_setting
 from fivefold.planner.space import SearchSpace, all_degrees
@@ -88,6 +93,30 @@ def test_memory_and_time_lie_between_those_of_either_kind() -> None:
     step, memory, _ = figures(every(4), "dp=4 ep=2", recompute="none")
     for mine, low, high in zip((step, memory), *map(sorted, zip(*ends, strict=True)), strict=False):
         assert low < mine < high or high < mine < low
+
+
+def test_context_ranks_exchange_what_each_layer_has() -> None:
+    """Of eight layers two have attention, whose keys and values are few; the other six have not."""
+
+    def exchanged(shape: Shape) -> Counter[Collective]:
+        plan = planned(shape, "cp=2", context="ulysses")
+        return context_collectives(plan, RankChunk(range(8), 1, ()), itemsize=2)
+
+    plain = {"attention_gate": False, "positions": "none", "rotary_dim": None}
+    shapes = [every(number, **plain) for number in (1, 4, 9)]
+    attention, mixed, recurrent = map(exchanged, shapes)
+    assert attention == exchanged(replace(shapes[0], hybrid=None)) != recurrent
+    assert {call: 8 * times for call, times in mixed.items()} == {
+        call: 2 * attention[call] + 6 * recurrent[call] for call in attention | recurrent
+    }
+
+
+@pytest.mark.parametrize("split", ["even", "short-ends"])
+def test_layers_without_attention_are_an_even_share_of_each_stage(split: Split) -> None:
+    """Three of four layers have none."""
+    stages = [*rank_stages(SHAPE, split, grid_of(pp=4, microbatches=8), 4096)]
+    shares = [(stage.layers.recurrent / stage.layers.all).item() for stage in stages]
+    assert shares == [0.75] * len(stages)
 
 
 def test_a_gate_after_attention_is_counted() -> None:

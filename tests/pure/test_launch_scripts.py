@@ -19,8 +19,7 @@ from kubernetes_schema import problems
 
 from fivefold.cli import main
 from fivefold.core.errors import FivefoldError
-from fivefold.core.plan.corpora import parse_sets
-from fivefold.core.plan.plan import Plan, PlanOptions, read, resolve
+from fivefold.core.plan.plan import Plan, PlanOptions, parse_sets, read, resolve
 from fivefold.core.plan.recipe import Recipe
 from fivefold.launch.launcher import require_trainable
 from fivefold.launch.scripts.kubernetes import kubernetes_manifest, on_volume

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from fivefold.core.plan.plan import PlanOptions, resolve
-from fivefold.cost.traffic.matching import IssuedCollective, Mismatch, distinct_ranks, mismatches
+from fivefold.cost.traffic.order import IssuedCollective, Mismatch, distinct_ranks, mismatches
 
 PAIR = (0, 1)
 WEIGHTS = IssuedCollective("fsdp", "all_gather", 512, PAIR, "0F0")

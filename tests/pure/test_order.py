@@ -13,8 +13,15 @@ from hypothesis import strategies as st
 from fivefold.core.layout.groups import PIPELINE, Topology, group_of
 from fivefold.core.layout.layout import Layout
 from fivefold.core.plan.plan import PlanOptions, resolve
-from fivefold.cost.traffic.matching import AFTER, IssuedCollective, distinct_ranks, mismatches
-from fivefold.cost.traffic.order import OrderVerdict, Waiting, prove_order
+from fivefold.cost.traffic.order import (
+    AFTER,
+    IssuedCollective,
+    OrderVerdict,
+    Waiting,
+    distinct_ranks,
+    mismatches,
+    prove_order,
+)
 
 Lists = dict[int, list[IssuedCollective]]
 
@@ -126,6 +133,15 @@ def test_order_across_groups_is_a_cycle_and_a_difference() -> None:
         (2, (0,)),
     ]
     assert [(each.rank, each.other_rank) for each in found.differing] == [(0, 1), (0, 2)]
+
+
+def test_two_axes_of_one_group_are_told_apart() -> None:
+    """A rank has one tuple for the members of both, which have communicators of their own."""
+    members = (0, 1)
+    first, second = (IssuedCollective(axis, "all_reduce", 64, members) for axis in ("tp", "row"))
+    calls = {0: [first, first, second], 1: [first, second, first]}
+    found = prove_order(topology_of("tp=2"), calls)
+    assert [(each.rank, each.waits_for) for each in found.cycle] == [(0, (1,)), (1, (0,))]
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,7 @@ from fivefold.core.layout.layout import Layout
 from fivefold.core.schedule import catalog
 from fivefold.core.schedule.clock import Costs, play
 from fivefold.core.schedule.schedule import Message, Schedule, actions_of, channels, needed, sent
-from fivefold.cost.traffic.matching import mismatches
-from fivefold.cost.traffic.order import OrderVerdict, prove_order
+from fivefold.cost.traffic.order import OrderVerdict, mismatches, prove_order
 
 
 def lists_of(schedule: Schedule, columns: int = 1, posted_late: bool = False) -> Lists:

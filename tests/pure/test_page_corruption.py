@@ -9,7 +9,7 @@ from fake_runs import RECORD
 
 from fivefold.records.spans import RunFacts, StartFacts
 from fivefold.records.steps import StepRecord, summarize
-from fivefold_page.run import history as run_history
+from fivefold_page.run import view as run_history
 
 
 def history(*records: StepRecord) -> list[tuple[str, str]]:

@@ -14,7 +14,7 @@ import pytest
 from fivefold.core.errors import FivefoldError
 from fivefold.core.schedule.schedule import Action, Step, actions_of
 from fivefold.records import run_reader
-from fivefold.records.expectation import from_plan
+from fivefold.records.deviation import from_plan
 from fivefold.records.spans import ActionSpan, CollectiveSpan, RankSpans, collective_seconds
 from fivefold.records.steps import summarize
 from fivefold_page import document

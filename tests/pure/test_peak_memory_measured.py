@@ -182,6 +182,24 @@ def test_in_a_pipeline_of_two_the_host_is_ahead_of_a_gpu_with_much_work() -> Non
     assert rows[0] < 0.05 * ten < 0.5 * ten < rows[1] < rows[2] == pytest.approx(ten, rel=0.02)
 
 
+def test_a_step_fills_the_queue_by_its_kernels() -> None:
+    """It is half full in a step with twice as many kernels as it holds, and fuller in longer ones;
+    in a pipeline every message starts it anew."""
+
+    def fullness(**said: int) -> float:
+        """What is reserved beside live tensors, of what is needed for a full queue."""
+        memory = memory_of(SMALL, grid_of(tp=8, microbatch_size=2, **said), COUNTED)
+        live = sum(size.item() for name, size in memory.first.items() if name != "margin")
+        beside = memory.reserved.item() + COUNTED.memory.context_bytes - live
+        fragments = COUNTED.memory.fragments * memory.first["activations"].item()
+        return beside / (memory.first["margin"].item() - fragments)
+
+    microbatches = 2 * stacks.LAUNCH_QUEUE / ((FORWARD + BACKWARD) * SMALL.layers)
+    for count in (2, 4, 64):
+        assert fullness(microbatches=count) == pytest.approx(count / (count + microbatches))
+    assert fullness(microbatches=8, pp=4) == pytest.approx(1.0)
+
+
 def test_a_pool_that_met_the_limit_is_halfway_between_its_need_and_the_limit() -> None:
     grid = grid_of(tp=32, microbatches=64, microbatch_size=64)
     found, limit = memory_of(SMALL, grid, COUNTED), H100.memory - COUNTED.memory.context_bytes

@@ -11,8 +11,15 @@ import pytest
 
 from fivefold.cli import main
 from fivefold.core.model.presets import load
-from fivefold.core.plan.compute_budget import compute_optimal, equal_flops, parse_budget
-from fivefold.core.plan.textbook_formulas import Formula, TextbookJob, nominal_parameters, textbook
+from fivefold.core.plan.compute_budget import (
+    Formula,
+    TextbookJob,
+    compute_optimal,
+    equal_flops,
+    nominal_parameters,
+    parse_budget,
+    textbook,
+)
 
 JOB = ("llama-3.1-8b", "--machine", "h100", "--gpus", "16", "--batch", "64")
 

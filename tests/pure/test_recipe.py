@@ -8,7 +8,7 @@ import pytest
 
 from fivefold.core.errors import BadFile, FivefoldError, UnknownName
 from fivefold.core.model import presets as models
-from fivefold.core.plan import settings
+from fivefold.core.plan import great_runs as settings
 from fivefold.core.plan.plan import Plan, PlanOptions, options_from, read, resolve
 from fivefold.core.plan.recipe import Recipe
 from fivefold.launch.launcher import refit, without_replica

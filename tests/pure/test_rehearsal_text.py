@@ -11,8 +11,14 @@ import pytest
 
 from fivefold.core.plan.plan import PlanOptions, resolve
 from fivefold.cost.traffic.collectives import TrafficEntry
-from fivefold.cost.traffic.matching import IssuedCollective, Mismatch, mismatches
-from fivefold.cost.traffic.order import OrderVerdict, Unconnected, Waiting
+from fivefold.cost.traffic.order import (
+    IssuedCollective,
+    Mismatch,
+    OrderVerdict,
+    Unconnected,
+    Waiting,
+    mismatches,
+)
 from fivefold.planner.estimate import PlannedAction
 from fivefold.render.checks import levels_trace, rehearsal_json, rehearsal_lines
 

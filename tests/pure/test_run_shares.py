@@ -11,8 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from fivefold.core.schedule.schedule import merged
-from fivefold.records.deviation import Comparison, compare
-from fivefold.records.expectation import from_means, from_plan
+from fivefold.records.deviation import Comparison, compare, from_means, from_plan
 from fivefold.records.spans import ActionSpan, RankSpans, StepSpans, split_waiting
 from fivefold.records.steps import RunStart, shares_of, summarize
 from fivefold_page.run import step as run_step

@@ -9,9 +9,9 @@ import pytest
 
 from fivefold.core.errors import BadFile, FivefoldError
 from fivefold.core.plan.failures import young_interval
+from fivefold.core.plan.great_runs import parse_settings
 from fivefold.core.plan.plan import Plan, options_from, resolve
 from fivefold.core.plan.recipe import Recipe
-from fivefold.core.plan.settings import parse_settings
 from fivefold.train.recovery.save_interval import (
     FIRST,
     ObservedRate,

@@ -344,3 +344,16 @@ def test_the_paths_of_a_placement_bound_every_schedule_there(family: Family, tim
     schedule = family.make(p, m, v)
     clock = play(schedule, Costs.uniform(schedule.placement, times, transfer=0.1))
     assert (paths @ costs).max() <= clock.makespan + 1e-9
+
+
+@pytest.mark.parametrize("slow", [5, 11], ids=["forward", "input gradient"])
+def test_the_longest_path_of_zb_v_may_turn_at_its_last_stage(slow: int) -> None:
+    """Two microbatches on three ranks of two stages each; one pass takes ten times as long."""
+    seconds, rows = np.ones(19), np.eye(19)
+    seconds[slow], seconds[18] = 10.0, 0.0
+    stages = StageRows(rows[:6], rows[6:12], rows[12:18], rows[18])
+    paths = PATHS["zb-v"](stages, ScheduleSize(3, 2, 2, seconds[:, None]))
+    forward, inputs, weights = (tuple(seconds[at : at + 6]) for at in (0, 6, 12))
+    schedule = catalog.make("zb-v", 3, 2)
+    clock = play(schedule, Costs(forward, inputs, weights, (0.0,) * 6))
+    assert (paths @ seconds).max() == near(clock.makespan)

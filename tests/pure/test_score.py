@@ -28,10 +28,9 @@ from fivefold_score.outcome import (
     score,
     score_row,
 )
-from fivefold_score.report_page import render, sections
+from fivefold_score.report_page import Dot, render, score_svg, sections
 from fivefold_score.rows import FIELDS, read_runs
 from fivefold_score.scoring import figures, summary
-from fivefold_score.svg import Dot, score_svg
 
 # Korthikanti et al. (arXiv 2205.05198), tables 3 and 5, and Narayanan et al. (arXiv 2104.04473),
 # table 1: eighteen runs as their papers print them.

@@ -14,12 +14,19 @@ from fivefold.core.plan.plan import PlanOptions, resolve
 from fivefold.cost.grid import RECOMPUTE, Array, Flags
 from fivefold.cost.hardware.stack import BY_KERNELS
 from fivefold.cost.step.time import step_time
+from fivefold.planner.candidates import KeptLayouts, SearchResult, complexity
 from fivefold.planner.comparisons import best_estimate, sweep
 from fivefold.planner.estimate import estimate_plan
 from fivefold.planner.planning import plan_request
 from fivefold.planner.search import LayoutBounds, search_layouts
 from fivefold.planner.setting import EstimateSetting
-from fivefold.planner.space import LayoutBlock, SearchSpace, layout_blocks, options_of
+from fivefold.planner.space import (
+    LayoutBlock,
+    SearchSpace,
+    all_degrees,
+    layout_blocks,
+    options_of,
+)
 
 H100 = EstimateSetting(load("h100"), BY_KERNELS["compiled"], "bf16")
 
@@ -74,3 +81,46 @@ def test_a_simulated_candidate_is_not_simulated_again() -> None:
         known = estimate_plan(plan, H100, makespan=one.makespan)
         assert known.step == pytest.approx(estimate_plan(plan, H100).step, rel=1e-12)
         assert known.step == pytest.approx(one.seconds, rel=1e-9)
+
+
+@pytest.mark.parametrize("rules", [(), (0, 1)], ids=["any rule", "two rules"])
+def test_what_a_search_keeps_is_what_is_best_of_all_blocks(rules: tuple[int, ...]) -> None:
+    """The fastest, those of each complexity and microbatch size, and the one with least memory that
+    is legal; seconds and bytes are random."""
+    space = SearchSpace(models.load("llama-3.1-8b"), 8, 4096, 64, (8,), {"offload": "none"})
+    result, draw, most = SearchResult(), np.random.default_rng(0).uniform, 5
+    leaders = KeptLayouts(result, most, 1.0, H100.machine.memory, 8.0, rules)
+    simple: dict[tuple[int, int], float] = {}
+    seen: list[tuple[float, float, int]] = []
+    for block in layout_blocks(space):
+        count = int(np.prod(block.shape))
+        seconds, memory = draw(1.0, 1.9, count), draw(0.0, H100.machine.memory, count)
+        seconds[draw(0.0, 1.0, count) < 0.5] = np.inf
+        leaders.keep(block, seconds, memory, seconds)
+        columns = (complexity(block.grid, 8.0), block.grid.microbatch_size, block.grid.recompute)
+        kinds = np.stack([np.broadcast_to(column, block.shape).ravel() for column in columns])
+        for time, size, (code, rows, rule) in zip(seconds, memory, kinds.T, strict=True):
+            key = int(code), int(rows)
+            simple[key] = min(simple.get(key, np.inf), time)
+            seen.append((time, size, int(rule)))
+    assert {key: best.seconds for key, best in result.simple.items()} == {
+        key: best for key, best in simple.items() if np.isfinite(best)
+    }
+    assert result.leanest is not None
+    assert result.leanest.bytes == min(size for time, size, _ in seen if np.isfinite(time))
+    for rule in rules:
+        fastest = sorted(time for time, _, own in seen if own == rule)[:most]
+        assert [best.seconds for best in leaders.fastest[rule]] == fastest
+    if not rules:
+        fastest = sorted(time for time, *_ in seen)[:most]
+        assert [best.seconds for best in result.best[:most]] == fastest
+    assert leaders.worst == max(
+        sorted(time for time, _, own in seen if own == rule or not rules)[most - 1]
+        for rule in rules or (0,)
+    )
+
+
+@pytest.mark.parametrize(("fixed", "legal"), [({"ep": 1}, True), ({"ep": 2}, False)])
+def test_experts_of_a_dense_model_are_not_split(fixed: dict[str, int], legal: bool) -> None:
+    space = SearchSpace(models.load("llama-3.1-8b"), 8, 4096, 64, (8,), fixed)
+    assert any(all_degrees(space)) == legal

@@ -108,3 +108,15 @@ def test_neighbours_are_legal() -> None:
     assert refused == {0, 1}
     options = replace(options, zero=2, train=Recipe(), precision="fp8", fp8="mxfp8", seq=1536)
     assert compare_neighbours(estimate_plan(resolve(options), request.setting))
+
+
+@pytest.mark.parametrize(("layout", "shards"), [("dp=1", False), ("dp=2", True), ("cp=2", True)])
+def test_a_rank_alone_has_nothing_to_shard(layout: str, shards: bool) -> None:
+    options = PlanOptions("llama-3.2-1b", layout=layout, seq=2048, microbatches=2, machine="h100")
+    request = plan_request(
+        replace(options, gpus=1 + shards), machine.load("h100"), {}, precision="bf16", headroom=0.05
+    )
+    axes = [
+        one.axis for one in compare_neighbours(estimate_plan(resolve(options), request.setting))
+    ]
+    assert ("zero" in axes) == shards and "recompute" in axes

@@ -91,6 +91,14 @@ def test_engines_know_the_options(engine: str, name: str) -> None:
     assert pp == layout.pp and inside * pp * command.replicas == layout.world
 
 
+@pytest.mark.parametrize(("layout", "nodes"), [("tp=8", None), ("tp=4 pp=3", 2), ("tp=8 pp=2", 2)])
+def test_part_of_a_node_is_a_node(layout: str, nodes: int | None) -> None:
+    """12 GPUs are on two nodes of eight, and both are told of each other."""
+    asked = {"machine": "h100", "layout": layout, "prompt": 512, "output": 64}
+    command = plan_serving("llama-3.1-70b", **asked).flags("vllm")
+    assert parsed("vllm", command).nnodes == nodes
+
+
 def test_what_an_engine_cannot_do_is_said() -> None:
     asked = {"machine": "h800", "precision": "fp8", "layout": "dp=16 tp=2 ep=32"}
     found = plan_serving("deepseek-v3", **asked)

@@ -99,6 +99,16 @@ def test_clients_are_shared_out_over_replicas(concurrency: int) -> None:
     assert plan.sequences == pytest.approx(concurrency, rel=0.02)
 
 
+def test_tokens_of_all_replicas_count() -> None:
+    """17 clients over three replicas get what 6, 6 and 5 get of one each."""
+    asked = {"machine": "h200", "prompt": 512, "output": 512}
+    three, six, five = (
+        plan_serving("llama-3.1-8b", layout=layout, concurrency=clients, **asked).choice.chosen
+        for layout, clients in (("dp=3", 17), ("dp=1", 6), ("dp=1", 5))
+    )
+    assert three.tokens_per_s == pytest.approx(2 * six.tokens_per_s + five.tokens_per_s)
+
+
 def test_requests_may_come_at_given_times() -> None:
     """Three at once are one step of three prompts, and others wait for nobody."""
     apart, near = (
@@ -107,6 +117,22 @@ def test_requests_may_come_at_given_times() -> None:
     )
     assert apart.ttft == apart.ttft_p99 == pytest.approx(0.05)
     assert near.ttft == near.ttft_p99 == pytest.approx(3 * 0.05)
+
+
+def test_a_quarter_of_the_requests_warms_up() -> None:
+    """Of four the second counts: it comes with the first, and waits for both prompts."""
+    times = (9.0, 9.0, 20.0, 30.0)
+    found = simulate(ReplicaLoad(1024, 64, rate=0.1, arrivals=times), speed())
+    assert found.ttft == pytest.approx(0.05) and found.ttft_p99 == pytest.approx(2 * 0.05)
+
+
+def test_one_that_waits_is_no_queue_that_grows() -> None:
+    """The mean of the later half decides, and its first request waits for nobody."""
+    times, slots = (0.0, 9.0, 20.0, 20.0), 1
+    found = simulate(ReplicaLoad(1024, 46, rate=0.1, arrivals=times), speed(slots=slots))
+    waits = (0.05, 0.05 + 0.05 + 45 * 0.0101)
+    assert found.ttft_p99 == pytest.approx(waits[1])
+    assert sum(waits) / 2 < 1.5 * 0.05 + 5 * 0.05 < waits[1] and not found.grows
 
 
 def test_tokens_come_as_fast_as_they_are_asked() -> None:

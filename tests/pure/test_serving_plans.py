@@ -40,6 +40,15 @@ def seconds(model: ServedModel, sequences: int, context: float = 1024.0) -> floa
     return float(model.decode(np.array([float(sequences)]), context).seconds[0])
 
 
+def test_a_short_prompt_rules_out_no_layout() -> None:
+    """Tokens are split over tp with experts, and a step has tokens of many sequences."""
+    short, usual = (
+        [*legal_layouts(ServingRequest(models.load("qwen3-30b-a3b"), H200, 8, prompt, 16))]
+        for prompt in (1, 1024)
+    )
+    assert short == usual and any(layout.tp == 8 and layout.sp for layout in short)
+
+
 # --- Measured: benchmarks/serving_points.py on one H200, 2026-11-17. The first of each model were
 # fitted (presets/serving.toml), the others were not.
 

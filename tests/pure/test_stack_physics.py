@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from one_layout import grid_of
+from timelines import bubble
 
 from fivefold.core import hardware as machines
 from fivefold.core.hardware import Machine
@@ -20,7 +21,7 @@ from fivefold.cost.grid import CONTEXTS
 from fivefold.cost.hardware.links import Links
 from fivefold.cost.hardware.stack import FIVEFOLD, SoftwareStack
 from fivefold.cost.hardware.stack_presets import load_stack
-from fivefold.cost.layer.time import LayerTimer, trainable_share
+from fivefold.cost.layer.time import LayerTimer, total_seconds, trainable_share
 from fivefold.cost.memory.categories import fits, peak_memory
 from fivefold.cost.step.time import StepTime, step_time
 from fivefold.planner.estimate import estimate_plan
@@ -241,6 +242,22 @@ def test_a_pipeline_gathers_and_reduces_once_a_step() -> None:
 
     assert moved(4, 32) == pytest.approx(moved(4, 8))
     assert moved(1, 32) == pytest.approx(4 * moved(1, 8), rel=0.1)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "zb-h2"])
+def test_bubbles_of_another_stack_are_those_of_the_clock(schedule: str) -> None:
+    """With equal stages, a head of no weight, and a host that is never late."""
+    stack, shape = replace(MEGATRON, launch=0.0), replace(SHAPE, vocab=8)
+    grid = grid_of(pp=4, microbatches=8, schedule=schedule)
+    layer = LayerTimer(shape, H100, stack, grid, 8192, "bf16").layer(0)
+    passes = ((layer.forward,), (layer.inputs, layer.again), (layer.weights,))
+    forward, inputs, weights = (
+        shape.layers / 4 * sum(total_seconds(seconds).item() for seconds in parts)
+        for parts in passes
+    )
+    played = bubble(schedule, 4, 8, times=(forward, inputs, weights))
+    found = step(stack, shape=shape, pp=4, microbatches=8, schedule=schedule).parts["bubble"]
+    assert found.item() == pytest.approx(played, rel=1e-3)
 
 
 @pytest.mark.parametrize(

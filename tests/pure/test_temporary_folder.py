@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from fivefold.launch.temporary import TemporaryFolder, sweep
+from fivefold.launch.processes import TemporaryFolder, sweep
 
 WAITS = """
 import sys
-from fivefold.launch.temporary import TemporaryFolder
+from fivefold.launch.processes import TemporaryFolder
 folder = TemporaryFolder(sys.argv[1])
 (folder.path / "store").write_text("meeting")
 print(folder.path, flush=True)

@@ -16,8 +16,8 @@ import pytest
 
 from fivefold.cli import main
 from fivefold.core.errors import BadFile
-from fivefold.data.json_arrays import read_elements
 from fivefold.data.shards import open_corpus, read_index
+from fivefold.data.sources import read_elements
 
 ROWS = [{"text": 'ä "quoted" \\ ]}, \u2028'}, {"text": "𝄞", "n": [1.5, {"x": None}]}, {"text": ""}]
 TEMPLATE = "{% for m in messages %}{{ m.role }} {{ m.content }}\n{% endfor %}"

@@ -15,14 +15,21 @@ import pytest
 
 from fivefold.cli import main
 from fivefold.core.errors import BadFile, FivefoldError
-from fivefold.data import shard_writer
+from fivefold.data import tokenizing as shard_writer
 from fivefold.data.documents import BlockEncoder, ByteEncoder, Document, Encoder, make_encoder
 from fivefold.data.mixture import open_source
 from fivefold.data.rows import Corpus, from_bytes, read_rows
-from fivefold.data.shard_writer import FolderJob, JoinedDocuments, WrittenShards, write_folder
 from fivefold.data.shards import Index, open_corpus, read_index
 from fivefold.data.sources import find_sources
-from fivefold.data.tokenizing import Tokenized, TokenizeOptions, tokenize
+from fivefold.data.tokenizing import (
+    FolderJob,
+    JoinedDocuments,
+    Tokenized,
+    TokenizeOptions,
+    WrittenShards,
+    tokenize,
+    write_folder,
+)
 
 TEXTS = [b"first\n", b"", b"\xff\x00second", b"x" * 40, b"third " * 9]
 

@@ -18,8 +18,7 @@ from fivefold.core.errors import BadFile, FivefoldError
 from fivefold.data.documents import BlockEncoder, ByteEncoder, LengthFilter
 from fivefold.data.shards import open_corpus, read_index
 from fivefold.data.sources import BLOCK, Sources, find_sources
-from fivefold.data.tokenizing import Tokenized, TokenizeOptions, tokenize
-from fivefold.data.workers import in_processes
+from fivefold.data.tokenizing import Tokenized, TokenizeOptions, in_processes, tokenize
 
 PNG = b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR" + bytes(range(256))
 

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fivefold.core.errors import BadFile, FivefoldError
-from fivefold.core.plan.corpora import parse_mixture
+from fivefold.core.plan.plan import parse_mixture
 from fivefold.data.mixture import CorpusShare, Shares, Source, open_source
 from fivefold.data.rows import (
     Corpus,

@@ -19,7 +19,7 @@ import pytest
 import typer
 
 from fivefold.commands import serve as serving
-from fivefold.launch.rank_pipe import RankPipe
+from fivefold.launch.processes import RankPipe
 from fivefold.records.run_writer import read_records
 from fivefold.render.training import LinePrinter
 from fivefold.terminal import UnreadStream, discard

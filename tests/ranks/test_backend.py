@@ -36,7 +36,7 @@ from fivefold.launch.launcher import LauncherEnvironment
 from fivefold.optim.optimizer import StateInMemory
 from fivefold.parallel.mesh import MESSAGE_CTAS, Mesh, nccl_options
 from fivefold.parallel.units import flat_unit
-from fivefold.train.checkpoint import snapshot
+from fivefold.train.checkpoint import checkpoints as snapshot
 from fivefold.train.checkpoint.checkpoints import Checkpoints
 from fivefold.train.checkpoint.folders import Facts
 from fivefold.train.checkpoint.storage import CheckpointTensor

@@ -22,8 +22,7 @@ from fivefold.launch.processes import Pool
 from fivefold.launch.worker import Worker
 from fivefold.model import moe as experts_of_tokens
 from fivefold.optim.optimizer import make_optimizer
-from fivefold.parallel.balance import Load, positions_of
-from fivefold.parallel.composition import Job, compose
+from fivefold.parallel.composition import Job, Load, compose, positions_of
 from fivefold.parallel.mesh import Mesh
 from fivefold.step import step
 from fivefold.verify import reference, runs

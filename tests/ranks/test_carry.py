@@ -25,8 +25,7 @@ from fivefold.launch.processes import Pool
 from fivefold.launch.worker import Worker
 from fivefold.parallel import transport
 from fivefold.parallel.mesh import CollectiveRecord, Mesh
-from fivefold.verify.dispatch_watch import DispatchWatch
-from fivefold.verify.runs import VerifiedRank, VerifySettings, run_rank
+from fivefold.verify.runs import DispatchWatch, VerifiedRank, VerifySettings, run_rank
 
 RANKS = 2
 

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
+from threading import Barrier
+from typing import Any, cast
 
 import pytest
 import torch
@@ -13,6 +17,7 @@ from fivefold.core.layout.partners import CopyOf, Partners
 from fivefold.launch.shared_memory import InheritedMemory, KeptSegment
 from fivefold.optim.optimizer import StateInMemory
 from fivefold.train.checkpoint.folders import Facts
+from fivefold.train.checkpoint.ranks import CheckpointRanks
 from fivefold.train.checkpoint.storage import CheckpointTensor
 from fivefold.train.recovery.memory_checkpoint import MemoryCopies
 from tests.commands import in_fork
@@ -96,6 +101,73 @@ def test_another_layout_reads_what_two_ranks_wrote(memory: InheritedMemory) -> N
     assert state.tensor.equal(full[1:3].reshape(-1))
     other = [CheckpointTensor("model/v", (4, 3), torch.float64, (inner,), state)]
     assert copies_of(memory).load(other, after=0) is None, "a tensor is missing"
+
+
+@dataclass(frozen=True)
+class HostMemory:
+    """The memory of one of two hosts with two ranks each."""
+
+    memory: InheritedMemory
+    rank: int
+
+    def open(self, rank: int, slot: int) -> int:
+        assert rank in self.ranks(), "another host has it"
+        return self.memory.open(rank, slot)
+
+    def ranks(self) -> list[int]:
+        first = self.rank // 2 * 2
+        return [first, first + 1]
+
+    @property
+    def share(self) -> tuple[int, int]:
+        return self.rank % 2, 2
+
+
+class RankThreads:
+    """Threads in the stead of ranks, that exchange values and send no tensor."""
+
+    group = None
+
+    def __init__(self, rank: int, values: list[Any], barrier: Barrier) -> None:
+        self.rank, self.size, self.values, self.barrier = rank, len(values), values, barrier
+
+    def on_all(self, work: Callable[[], Any]) -> list[Any]:
+        self.values[self.rank] = work()
+        self.barrier.wait()
+        values = list(self.values)
+        self.barrier.wait()
+        return values
+
+
+def test_what_a_host_keeps_is_read_there_and_tables_of_others_are_asked_for() -> None:
+    """The halves of a weight are on both hosts, in the copies of ranks 0 and 1, and of 3 and 2.
+    Every rank now needs all of it, and no tensor is sent."""
+    memory, full = InheritedMemory.create(4), torch.arange(12, dtype=torch.float64).view(4, 3)
+    for rank, first in enumerate((0, 2, 2, 0)):
+        box = ["model/w", "float64", [first, 0], [2, 3], 0]
+        segment = KeptSegment(memory.open(rank, 0))
+        data = segment.begin(CopyOf(5, 0, 4, 0, rank), {"facts": {"step": 5}, "boxes": [box]}, 48)
+        data[:] = memoryview(full[first : first + 2].contiguous().numpy()).cast("B")
+        segment.commit()
+    barrier, values = Barrier(4, timeout=20), [None] * 4
+
+    def load(rank: int) -> tuple[Facts | None, torch.Tensor]:
+        copies = MemoryCopies(HostMemory(memory, rank), Partners(4), 0, None)
+        copies._ranks = cast(CheckpointRanks, RankThreads(rank, values, barrier))
+        state = StateInMemory(torch.zeros(4, 3, dtype=torch.float64))
+        box = (whole_box((4, 3)),)
+        try:
+            facts = copies.load([CheckpointTensor("model/w", (4, 3), full.dtype, box, state)], 0)
+        except BaseException:
+            barrier.abort()
+            raise
+        return facts, state.tensor
+
+    with ThreadPoolExecutor(4) as threads:
+        loaded = list(threads.map(load, range(4)))
+    memory.close()
+    for facts, tensor in loaded:
+        assert facts == Facts(5) and tensor.equal(full)
 
 
 def test_refused_before_anything_is_written(tmp_path: Path) -> None:

@@ -40,13 +40,14 @@ from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.units.flat_unit import FlatUnit
 from fivefold.records.run_writer import RunFolder
 from fivefold.records.steps import StepRecord
+from fivefold.step import StepOutcome
 from fivefold.train.checkpoint.checkpoints import Checkpoints
 from fivefold.train.checkpoint.folders import published, step_of
 from fivefold.train.checkpoint.of_run import open_run
 from fivefold.train.loop import run_rank
 from fivefold.train.options import RunOptions
 from fivefold.train.recovery import integrity
-from fivefold.train.recovery.integrity import Integrity, LocalNumbers, RunningBound
+from fivefold.train.recovery.integrity import Integrity, LocalNumbers, ReplayCallback, RunningBound
 from fivefold.train.recovery.resuming import nothing_left
 from fivefold.train.state import TrainedRank, TrainSettings
 
@@ -333,6 +334,43 @@ def test_a_fault_of_a_backward_is_not_taken_for_a_spike_of_all_ranks() -> None:
         assert not local.is_shared(4.0, 100.0)
         local.note(torch.tensor([4.0, 70.0]))
         assert local.is_shared(8.0, 100.0)
+
+
+def test_flipped_bits_are_named_with_the_host_of_their_rank() -> None:
+    reports: list[tuple[str, list[str], list[str]]] = [
+        (f"host-{rank}", [], []) for rank in range(4)
+    ]
+    reports[1][1].append("weights of a")
+    reports[3][2].append("frozen weights of b")
+    unbroken: Any = SimpleNamespace(broken=list[str])
+    rank: Any = SimpleNamespace(
+        mesh=None, seal=unbroken, frozen=unbroken, number=7, verified=4, checkpoints=None
+    )
+    with patch.object(integrity, "exchanged", lambda mesh, report: reports):
+        text = str(Integrity.error(rank))
+    for phrase in (
+        "rank 1 on host-1 has",
+        "in weights of a",
+        "rank 3 on host-3 has",
+        "weights of b",
+    ):
+        assert phrase in text
+    assert "since step 4 may be wrong" in text
+
+
+def test_a_record_tells_of_the_comparison_of_its_own_step() -> None:
+    """Every second step runs twice, and the others have nothing to tell."""
+    mesh: Any = SimpleNamespace(
+        records=list[Any](), record_on=lambda tape: None, members={"world": (0,)}
+    )
+    bound, outcome = RunningBound(10.0), StepOutcome(*torch.ones(3).unbind())
+    local = LocalNumbers(mesh, bound)
+    replays = ReplayCallback(cast("Worker", None), mesh, 2, False, True, bound, local)
+    records: list[Any] = []
+    for number in (1, 2, 3):
+        replays.run(number, lambda _: outcome, expected=False)
+        records.append(replays.measure(number))
+    assert records == [{}, {"again": {"why": None, "same": True, "ranks": []}}, {}]
 
 
 def test_a_message_that_changes_on_its_way_is_named(pool: Pool) -> None:

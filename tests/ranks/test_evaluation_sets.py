@@ -15,7 +15,7 @@ from fivefold.core.layout.boxes import whole_box
 from fivefold.core.model import presets as models
 from fivefold.core.model.shape import Shape
 from fivefold.core.plan import plan
-from fivefold.core.plan.corpora import parse_sets
+from fivefold.core.plan.plan import parse_sets
 from fivefold.core.plan.recipe import Recipe
 from fivefold.data.evaluation import HELD_OUT, evaluation_sets
 from fivefold.data.mixture import Source, open_source

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -90,3 +91,15 @@ def test_a_token_that_goes_to_other_experts_is_no_rounding_error() -> None:
     assert [bool(each.floor) for each in measure_floors(steps, others)] == [True, False, False]
     with pytest.raises(FivefoldError, match=r"between two experts .*another --seed"):
         judge(plan_of("tiny-moe", "dp=2"), VerifySettings(dtype="float32"), [], steps)
+
+
+def test_the_sum_of_the_norm_is_rounded_too(pool: Pool) -> None:
+    """Torch adds the squares of a large gradient one after another, which rounds by far more than
+    the gradients differ; shards of ranks are shorter."""
+    large = plan_of("tiny", "dp=1", layers=1, microbatches=1, set={"vocab": 16384})
+    (truths,) = pool.run_each([(run_reference, (large, VerifySettings(steps=1)))])
+    (truth,) = truths
+    squares = (value * value for grad in truth.gradients.values() for value in grad.ravel())
+    error = abs(truth.norm / math.sqrt(math.fsum(squares)) - 1)
+    assert error > 5 * FLOAT64
+    assert truth.floor["norm_err"] > 0.9 * error

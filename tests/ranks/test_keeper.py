@@ -23,8 +23,7 @@ from test_store_address import free_port
 
 from fivefold.commands.train import train
 from fivefold.core.errors import FivefoldError
-from fivefold.launch.memory_keeper import HostKeeper
-from fivefold.launch.shared_memory import KeptSegment
+from fivefold.launch.shared_memory import HostKeeper, KeptSegment
 
 STEPS, PER_HOST = 8, 2
 JOB: dict[str, Any] = {"layout": "dp=4", "seq": 16, "batch": 8, "layers": 1, "steps": STEPS}
@@ -74,7 +73,7 @@ def keepers(launcher: int) -> list[int]:
     for each in Path("/proc").glob("[0-9]*/cmdline"):
         with contextlib.suppress(OSError):
             words = each.read_bytes().split(b"\0")
-            if b"fivefold.launch.memory_keeper" in words and str(launcher).encode() in words:
+            if b"fivefold.launch.shared_memory" in words and str(launcher).encode() in words:
                 found.append(int(each.parent.name))
     return found
 

@@ -19,8 +19,9 @@ from fivefold.launch.processes import Pool
 from fivefold.model.balance import LocalRows
 from fivefold.model.moe import MoeMlp, Routing
 from fivefold.model.slots import RowCodes, Slots, SlotSums
-from fivefold.parallel import balance, expert
+from fivefold.parallel import composition as balance
 from fivefold.parallel import composition as compose
+from fivefold.parallel import expert
 from fivefold.parallel.boundary import AxisBoundary
 from fivefold.parallel.composition import Job
 from fivefold.parallel.data import DataParallel

@@ -16,7 +16,7 @@ from fivefold.core.plan.plan import Plan, PlanOptions, resolve
 from fivefold.core.plan.recipe import Recipe
 from fivefold.core.schedule.receives import postings
 from fivefold.core.schedule.schedule import Message, Schedule
-from fivefold.cost.traffic.matching import IssuedCollective
+from fivefold.cost.traffic.order import IssuedCollective
 from fivefold.launch.processes import Pool
 from fivefold.optim.optimizer import Updater
 from fivefold.parallel.boundary import AxisBoundary

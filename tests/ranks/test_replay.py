@@ -24,8 +24,7 @@ from fivefold.launch.processes import Pool
 from fivefold.launch.worker import Worker
 from fivefold.model.batch import NOT_COUNTED, TokenBatch
 from fivefold.optim.optimizer import make_optimizer
-from fivefold.parallel.balance import positions_of
-from fivefold.parallel.composition import Job, compose, compose_forward
+from fivefold.parallel.composition import Job, compose, compose_forward, positions_of
 from fivefold.parallel.mesh import Mesh
 from fivefold.step import logprobs, step
 from fivefold.verify.generated import GeneratedTrial

@@ -26,8 +26,7 @@ from fivefold.core.plan.recipe import Recipe
 from fivefold.launch.backend import RankDevice
 from fivefold.launch.processes import Pool
 from fivefold.launch.watch.kv_messages import FolderBoard
-from fivefold.launch.watch.rank_surroundings import RankSurroundings
-from fivefold.launch.watch.watchdog import watched
+from fivefold.launch.watch.watchdog import RankSurroundings, watched
 from fivefold.launch.worker import Worker
 from fivefold.train import build, loop
 from fivefold.train.callbacks.watchdog import PhaseLimits, WatchdogCallback

@@ -36,7 +36,7 @@ from fivefold.launch.processes import Pool
 from fivefold.parallel import pipeline as pipeline_module
 from fivefold.parallel.units.flat_unit import FlatUnit
 from fivefold.step import Reading
-from fivefold.train.checkpoint import snapshot
+from fivefold.train.checkpoint import checkpoints as snapshot
 from fivefold.train.checkpoint.checkpoints import Reader
 from fivefold.train.checkpoint.folders import published
 from fivefold.train.clock import StepClock, StepTimes

@@ -24,10 +24,15 @@ from test_pool import gone, wait_until_gone
 from fivefold.core.errors import RankLost
 from fivefold.launch.processes import Pool
 from fivefold.launch.watch.device_calls import DeviceProgress, to_table
-from fivefold.launch.watch.flight_recorder import FlightRecorder, position_from, read_log
 from fivefold.launch.watch.kv_messages import MemoryBoard
-from fivefold.launch.watch.rank_surroundings import RankSurroundings
-from fivefold.launch.watch.watchdog import Watchdog, watched
+from fivefold.launch.watch.watchdog import (
+    FlightRecorder,
+    RankSurroundings,
+    Watchdog,
+    position_from,
+    read_log,
+    watched,
+)
 from fivefold.launch.worker import Worker
 from tests.selection import within
 

@@ -426,7 +426,15 @@ def nearest(
     near = _nearest_in(world, layout, shape, job, most)
     if len(near) >= most:
         return near
-    worlds = _worlds(world, layout, shape, job)
+    # The nearest smaller and the nearest larger number of ranks with a legal layout.
+    smaller, larger = [0], [MOST_RANKS + 1]
+    for dps, bases in _bases(layout, shape, job).items():
+        for base in bases:
+            below = bisect_right(dps, (world - 1) // base)
+            above = bisect_right(dps, world // base)
+            smaller += [base * dps[below - 1]] if below else []
+            larger += [base * dps[above]] if above < len(dps) else []
+    worlds = [other for other in (max(smaller), min(larger)) if 0 < other <= MOST_RANKS]
     turns = zip_longest(*(_nearest_in(other, layout, shape, job, most) for other in worlds))
     return [*near, *(legal for turn in turns for legal in turn if legal)][:most]
 
@@ -531,18 +539,6 @@ def _with_experts(layout: Layout, shape: Shape, job: LayoutRequest) -> Iterator[
             rules = (experts_rule, gradients_rule, nodes_rule)
             if not any(_breaks(rule, other, shape, job) for rule in rules):
                 yield other
-
-
-def _worlds(world: int, layout: Layout, shape: Shape, job: LayoutRequest) -> list[int]:
-    """The nearest smaller and the nearest larger number of ranks with a legal layout."""
-    smaller, larger = [0], [MOST_RANKS + 1]
-    for dps, bases in _bases(layout, shape, job).items():
-        for base in bases:
-            below = bisect_right(dps, (world - 1) // base)
-            above = bisect_right(dps, world // base)
-            smaller += [base * dps[below - 1]] if below else []
-            larger += [base * dps[above]] if above < len(dps) else []
-    return [other for other in (max(smaller), min(larger)) if 0 < other <= MOST_RANKS]
 
 
 def _bases(layout: Layout, shape: Shape, job: LayoutRequest) -> dict[Sequence[int], set[int]]:

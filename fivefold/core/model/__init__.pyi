@@ -4,6 +4,7 @@ from fivefold.core.model import presets as presets
 from fivefold.core.model import shape as shape
 from fivefold.core.model.balance import Balance as Balance
 from fivefold.core.model.balance import Keep as Keep
+from fivefold.core.model.hf_config import known_keys as known_keys
 from fivefold.core.model.hf_config import shape_from_config as shape_from_config
 from fivefold.core.model.kv_pages import BLOCK as BLOCK
 from fivefold.core.model.kv_pages import STEP_TOKENS as STEP_TOKENS

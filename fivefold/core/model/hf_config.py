@@ -8,14 +8,16 @@ Hugging Face configs of families that differ by a few keys from those of `hf_fam
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, cast
 
 from fivefold.core import (
     BadFile,
     Config,
     Fields,
+    UnknownName,
     attention_bias,
     expert_placement,
     head_dim,
@@ -70,18 +72,15 @@ def _smollm3(config: Config) -> Fields:
         config.problem("layer_types", "not supported; only full_attention is")
     own: Fields = {"mlp_bias": config.flag("mlp_bias", False)}
     own |= {"tied": config.flag("tie_word_embeddings", True)}
-    return fields | own | {"global_every": _without_positions(config, fields["layers"])}
-
-
-def _without_positions(config: Config, layers: int) -> int | None:
-    """Each n-th layer, which a list of zeros and ones may say."""
+    # Each n-th layer, which a list of zeros and ones may say.
+    layers = fields["layers"]
     every = config.integer("no_rope_layer_interval", 4)
     listed = config.items("no_rope_layers")
     if listed is not None and config.usable("num_hidden_layers"):
         every = listed.index(0) + 1 if 0 in listed else layers + 1
         if listed != [int((i + 1) % every != 0) for i in indices(layers)]:
             config.problem("no_rope_layers", "must be 0 for each n-th layer and 1 for the others")
-    return every if every <= layers else None
+    return fields | own | {"global_every": every if every <= layers else None}
 
 
 def _starcoder2(config: Config) -> Fields:
@@ -151,7 +150,13 @@ _MIXED = (
     "some of its layers mix tokens by a recurrence and some by attention, and a model here has one "
     "mixer for all layers; use a model with attention, or write the recurrence as an own mixer"
 )
-REFUSED = dict.fromkeys(("falcon_h1", "jamba", "bamba", "granitemoehybrid"), _MIXED)
+REFUSED = dict.fromkeys(
+    (
+        *("falcon_h1", "jamba", "bamba", "granitemoehybrid", "nemotron_h", "kimi_linear", "lfm2"),
+        *("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text", "minimax"),
+    ),
+    _MIXED,
+)
 # Their text model has a table of its own, of this family if it does not say.
 WITH_IMAGES = {"llama4": "llama4_text", "gemma3": "gemma3_text", "mistral3": "mistral"}
 
@@ -174,7 +179,7 @@ _BOOKKEEPING = re.compile(
     r"return_dict_in_generate|remove_invalid_values|exponential_decay_length_penalty|"
     r"suppress_tokens|begin_suppress_tokens|keys_to_ignore_at_inference|is_llama_config|"
     r"for_llm_compressor|transformers\.js_config|initial_context_length|ff_factor|"
-    r"use_flash_attn"
+    r"use_flash_attn|n_special|predict_special_tokens|output_past"
 )
 # Features that are off, in families that have no key for them. A family that has one reads it.
 _OFF: dict[str, object] = {
@@ -215,7 +220,8 @@ def shape_from_config(config: Mapping[str, Any], where: str) -> Shape:
     problems: list[str] = []
     table = Config(config, problems)
     fields = FAMILIES[family](table)
-    table.refuse_unread(_is_harmless)
+    if table.refuse_unread(_is_harmless):
+        problems.append(f"the keys that are read: fivefold import {family} --keys")
     if problems:
         raise BadFile(where, problems)
     try:
@@ -494,7 +500,8 @@ def _llama4_global_every(config: Config, layers: int) -> int:
     kinds = ["chunked_attention" if is_local else "full_attention" for is_local in local]
     sound = config.usable("num_hidden_layers", "no_rope_layer_interval")
     for key, expected in (("no_rope_layers", local), ("layer_types", kinds)):
-        if sound and config.items(key) and config.items(key) != expected:
+        listed = config.items(key)  # also where it is not compared: it is a known key
+        if sound and listed and listed != expected:
             config.problem(key, f"must follow no_rope_layer_interval = {every}")
     return every
 
@@ -544,3 +551,67 @@ FAMILIES: dict[str, Callable[[Config], Fields]] = {
     **NEWER,
     **VARIANTS,
 }
+
+
+class _KeyRecorder(Config):
+    """Answers a reader of configs without a file, and records which keys it asks for and what their
+    values may be. Each `branch` answers otherwise, so that all branches of a reader run."""
+
+    def __init__(self, kinds: dict[str, str], branch: int, prefix: str = "") -> None:
+        super().__init__({}, [], prefix)
+        self._kinds, self._branch = kinds, branch
+
+    def ignore(self, *keys: str, kind: str = "") -> None:
+        for key in keys:
+            name = self._prefix + key
+            self._kinds[name] = self._kinds.get(name) or kind
+
+    def has(self, key: str) -> bool:
+        self.ignore(key)
+        return self._branch % 2 == 0
+
+    gives = has
+
+    def flag(self, key: str, default: bool) -> bool:
+        self.ignore(key, kind="true or false")
+        return self.has(key)
+
+    def integer(self, key: str, default: int | None = None, least: int = 1) -> int:
+        self.ignore(key, kind=f"whole number from {least}")
+        return default or 4
+
+    def number(self, key: str, default: float | None = None) -> float:
+        self.ignore(key, kind="number")
+        return default or 1.0
+
+    def choice(self, key: str, default: str, meanings: Mapping[str, str]) -> str:
+        self.ignore(key, kind=" or ".join(meanings))
+        return list(meanings.values())[self._branch % len(meanings)]
+
+    def must_be(self, key: str, *allowed: object) -> None:
+        # A size may be one that other keys say.
+        sizes = any(isinstance(value, int | float) and value > 1 for value in allowed)
+        self.ignore(key, kind="number" if sizes else " or ".join(map(json.dumps, allowed)))
+
+    def table(self, key: str) -> Config:
+        self.ignore(key, kind="table")
+        return _KeyRecorder(self._kinds, self._branch, f"{self._prefix}{key}.")
+
+    def items(self, key: str) -> list[object] | None:
+        self.ignore(key, kind="list")
+
+    def first_of(self, keys: Iterable[str]) -> str:
+        names = list(keys)
+        self.ignore(*names)
+        return names[self._branch % len(names)]
+
+
+def known_keys(family: str) -> dict[str, str]:
+    """The keys that a config of a family may have, with what their values may be: nothing where
+    another spelling says it. Features that other families have may be said to be off."""
+    if family not in FAMILIES:
+        raise UnknownName("family", family, FAMILIES)
+    kinds: dict[str, str] = {}
+    for branch in range(1, 11):  # flags both ways with each of five choices, first the usual one
+        FAMILIES[family](_KeyRecorder(kinds, branch))
+    return dict(sorted(({key: json.dumps(value) for key, value in _OFF.items()} | kinds).items()))

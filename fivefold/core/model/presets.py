@@ -143,7 +143,9 @@ def with_overrides(shape: Shape, overrides: Mapping[str, str]) -> Shape:
     table = tables.table_of(shape)
     problems: list[str] = []
     for key, text in overrides.items():
-        hint = _hint(key)
+        if key not in (hints := keys()):
+            raise UnknownName("model key", key, hints)
+        hint = hints[key]
         try:
             value = mixer_name(text) if key == "mixer" else tables.from_text(hint, text, key)
             _put(table, key, value)
@@ -248,12 +250,6 @@ def keys() -> Mapping[str, object]:
     for name, cls in NESTED.items():
         hints |= {f"{name}.{inner}": hint for inner, hint in tables.types_of(cls).items()}
     return hints
-
-
-def _hint(key: str) -> object:
-    if key not in (hints := keys()):
-        raise UnknownName("model key", key, hints)
-    return hints[key]
 
 
 def _put(table: dict[str, Any], key: str, value: object) -> None:

@@ -10,8 +10,11 @@ together. Everywhere else it starts where the command runs.
 from __future__ import annotations
 
 import os
+import re
+import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from fractions import Fraction
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, Literal, TypedDict, cast, get_args
@@ -45,9 +48,92 @@ from fivefold.core.layout import (
 )
 from fivefold.core.model import Balance, Shape, StageRecompute, balance, require_mixable
 from fivefold.core.model import presets as models
-from fivefold.core.plan.corpora import moved_corpora
 from fivefold.core.plan.recipe import DISK, Recipe
 from fivefold.core.schedule import AUTO, Family, Schedule, choose, looks_like_file
+
+# What the keys `data` and `eval_data` name: corpora with weights, and folders with names.
+
+STANDARD_LIBRARY, SYNTHETIC, RHYMES = "stdlib", "synthetic", "rhymes"
+_WEIGHT = re.compile(r"(.+):([0-9]{1,12}(?:\.[0-9]{0,12})?|\.[0-9]{1,12})")
+_NAMED = re.compile(r"([A-Za-z0-9][A-Za-z0-9_.-]*)=(.+)")
+
+
+def parse_mixture(spec: str) -> dict[str, Fraction]:
+    """Names of corpora and their weights.
+
+    >>> parse_mixture("web:3 a:b:.5")
+    {'web': Fraction(3, 1), 'a:b': Fraction(1, 2)}
+    """
+    try:
+        args = shlex.split(spec)
+    except ValueError as error:
+        raise BadFile(f"data = {spec!r}", [f"{error}; close the quotes"]) from error
+    if not args:
+        example = "name stdlib, rhymes, synthetic, or a folder that `fivefold tokens` wrote"
+        raise BadFile(f"data = {spec!r}", [f"it names no corpus; {example}"])
+    weights: dict[str, Fraction] = {}
+    problems: list[str] = []
+    for word in args:
+        match = _WEIGHT.fullmatch(word)
+        name, weight = (match[1], Fraction(match[2])) if match else (word, Fraction(1))
+        if name in weights:
+            problems.append(f"{name} appears twice; give it once, with one weight")
+        if len(args) > 1 and match is None:
+            problems.append(f"{name} has no weight; write {name}:0.5, for example")
+        if weight == 0:
+            problems.append(f"{word} has no weight above 0; give one, or leave it out")
+        weights[name] = weight
+    if problems:
+        raise BadFile(f"data = {spec!r}", problems)
+    return weights
+
+
+def parse_sets(spec: str) -> dict[str, str]:
+    """Folders by the names of their sets; without a name, a folder has its own.
+
+    >>> parse_sets("data/web code=tokens/python")
+    {'web': 'data/web', 'code': 'tokens/python'}
+    """
+    try:
+        args = shlex.split(spec)
+    except ValueError as error:
+        raise BadFile(f"eval_data = {spec!r}", [f"{error}; close the quotes"]) from error
+    folders: dict[str, str] = {}
+    for word in args:
+        named = _NAMED.fullmatch(word)
+        name, folder = (named[1], named[2]) if named else (Path(word).name, word)
+        if name in folders:
+            rule = f"{folders[name]} and {folder} are both called {name}; write NAME=FOLDER"
+            raise BadFile(f"eval_data = {spec!r}", [rule])
+        folders[name] = folder
+    return folders
+
+
+def moved_corpora(spec: str, move: Callable[[str], str]) -> str:
+    """The text of either key with all its folders moved; one that cannot be read stays as it is.
+
+    >>> moved_corpora("stdlib:1 text/web:2", lambda folder: f"up/{folder}")
+    'stdlib:1 up/text/web:2'
+    >>> moved_corpora("code=a 'b c'", lambda folder: f"../{folder}")
+    "code=../a '../b c'"
+    """
+    try:
+        args = shlex.split(spec)
+    except ValueError:
+        return spec
+    return " ".join(shlex.quote(_moved_word(word, move)) for word in args)
+
+
+def _moved_word(word: str, move: Callable[[str], str]) -> str:
+    name, equals, tail = "", "", word
+    if named := _NAMED.fullmatch(word):
+        name, equals, tail = named[1], "=", named[2]
+    match = _WEIGHT.fullmatch(tail)
+    folder, weight = (match[1], f":{match[2]}") if match else (tail, "")
+    if folder in (STANDARD_LIBRARY, SYNTHETIC, RHYMES):
+        return word
+    return f"{name}{equals}{move(folder)}{weight}"
+
 
 _FILES = (".json", ".toml", ".csv", ".txt")
 
@@ -308,7 +394,17 @@ def resolve(options: PlanOptions, *, small: bool = False) -> Plan:
         raise FivefoldError(f"tp_overlap {number}: choose 0 for none, 1, or a number of chunks")
     job = job_of(options, family, seq)
     rules.check(layout, shape, **job)
-    batch = _batch(options, family, layout, seq)
+    # Complete the batch identity, with a number of microbatches that the schedule can run.
+    count = options.microbatches
+    if count is None and options.batch is None:
+        count = family.smallest_count(2 * layout.pp, layout.pp, layout.chunks)
+    batch = Batch.resolve(
+        layout.dp,
+        seq,
+        batch=options.batch,
+        microbatch_size=options.microbatch_size,
+        microbatches=count,
+    )
     text = options.stage_layers
     counts = None if text is None else splits.parse_stage_layers(text)
     if family.name == AUTO and layout.pp > 1:
@@ -390,20 +486,6 @@ def _default_seq(layout: Layout, shape: Shape, small: bool) -> int:
     return min(_LONGEST_DEFAULT, shape.max_seq)
 
 
-def _batch(options: PlanOptions, family: Family, layout: Layout, seq: int) -> Batch:
-    """Complete the batch identity, with a number of microbatches that the schedule can run."""
-    count = options.microbatches
-    if count is None and options.batch is None:
-        count = family.smallest_count(2 * layout.pp, layout.pp, layout.chunks)
-    return Batch.resolve(
-        layout.dp,
-        seq,
-        batch=options.batch,
-        microbatch_size=options.microbatch_size,
-        microbatches=count,
-    )
-
-
 def _searched(options: PlanOptions, layout: Layout, batch: Batch) -> Layout:
     """The layout with as many chunks as a search chooses, at most its own.
 
@@ -452,7 +534,12 @@ def options_from(target: str | PlanOptions, changes: Mapping[str, Any]) -> PlanO
     options = _read_target(target) if isinstance(target, str) else target
     values["set"] = {**options.set, **values.get("set", {})}
     values["train"] = replace(options.train, **values.get("train", {}))
-    return replace(options, **_outdated(options, values), **values)
+    # What the file derived from its layout or schedule is derived again if these change.
+    changed = {
+        key for key in _DERIVED if values.get(key, getattr(options, key)) != getattr(options, key)
+    }
+    derived = {name for key in changed for name in _DERIVED[key]}
+    return replace(options, **dict.fromkeys(derived - values.keys()), **values)
 
 
 def says_layout(target: str) -> bool:
@@ -464,12 +551,3 @@ def _read_target(target: str) -> PlanOptions:
     if not Path(target).is_file():
         raise BadFile(target, ["no such plan file; write one with: fivefold plan MODEL -o FILE"])
     return read(Path(target))
-
-
-def _outdated(options: PlanOptions, values: Mapping[str, Any]) -> dict[str, None]:
-    """What the file derived from its layout or schedule is derived again if these change."""
-    changed = {
-        key for key in _DERIVED if values.get(key, getattr(options, key)) != getattr(options, key)
-    }
-    derived = {name for key in changed for name in _DERIVED[key]}
-    return dict.fromkeys(derived - values.keys())

@@ -140,7 +140,12 @@ class Timeline:
 
     def waits(self, longer_than: float = 0.0) -> Iterator[Wait]:
         """The idle slots before each rank's last step, with the action that ends them."""
-        ends = _ends_by_action(self)
+        ends = {
+            action: end
+            for steps, ends in zip(self.schedule.order, self.ends, strict=True)
+            for step, end in zip(steps, ends, strict=True)
+            for action in actions_of(step)
+        }
         least = max(longer_than, 1e-9 * self.makespan)
         for rank, steps in enumerate(self.schedule.order):
             free = 0.0
@@ -175,15 +180,6 @@ def _causes(step: Step) -> Iterator[Action]:
         yield cause
         if cause.kind == BACKWARD:
             yield cause._replace(kind=INPUT_GRAD)
-
-
-def _ends_by_action(timeline: Timeline) -> dict[Action, float]:
-    return {
-        action: end
-        for steps, ends in zip(timeline.schedule.order, timeline.ends, strict=True)
-        for step, end in zip(steps, ends, strict=True)
-        for action in actions_of(step)
-    }
 
 
 def steady_bubble(timeline: Timeline, make: Callable[[int, int, int], Schedule]) -> float:

@@ -442,7 +442,15 @@ def lengthened(
     """An order with `more` microbatches than the given one, whose ranks repeat `period` actions
     for each microbatch as soon as the pipeline is full."""
     for actions in order:
-        start, count = _repeated(actions, period)
+        # Where the longest repetition begins, and how often it runs.
+        best = first = 0
+        longest = 0
+        for index, (before, current) in enumerate(zip(actions, actions[period:], strict=False)):
+            if current != (before.stage, before.kind, before.microbatch + 1):
+                first = index + 1
+            elif index + 1 - first > longest:
+                best, longest = first, index + 1 - first
+        start, count = (best, 1 + longest // period)
         stop = start + count * period
         yield (
             *(Loop(1, (Turn(*action),)) for action in actions[:start]),
@@ -452,18 +460,6 @@ def lengthened(
                 for stage, kind, microbatch in actions[stop:]
             ),
         )
-
-
-def _repeated(actions: Sequence[Action], period: int) -> tuple[int, int]:
-    """Where the longest repetition begins, and how often it runs."""
-    best = first = 0
-    longest = 0
-    for index, (before, current) in enumerate(zip(actions, actions[period:], strict=False)):
-        if current != (before.stage, before.kind, before.microbatch + 1):
-            first = index + 1
-        elif index + 1 - first > longest:
-            best, longest = first, index + 1 - first
-    return best, 1 + longest // period
 
 
 class LoopOrder(Sequence[tuple[Step, ...]]):

@@ -174,7 +174,16 @@ def calibrate(base: Machine, measured: MeasuredTimes, source: str) -> Calibratio
     fits = _fits(measured.samples)
     table: dict[str, Any] = {"base": base.name, "chip": measured.device}
     notes = list(measured.notes)
-    peaks = _raised_peaks(base, measured.dtype, fits, notes)
+    # Peaks of the base that the measurements exceed.
+    peaks: dict[str, float] = {}
+    for name, keys in (
+        (measured.dtype, (MATMUL, ATTENTION, ATTENTION_OLD)),
+        ("fp8", (MATMUL_FP8,)),
+    ):
+        best = max((fits[key].rate for key in keys if key in fits), default=0.0)
+        if best > base.peaks.known().get(name, best):
+            peaks[name] = _rounded(best)
+            notes.append(_raised_note(f"peaks.{name}", base.peak(name), peaks[name]))
     if peaks:
         table["peaks"] = peaks
     bandwidth = base.memory_bandwidth
@@ -212,19 +221,6 @@ def _fits(samples: dict[str, list[Sample]]) -> dict[str, Fit]:
     if MEMORY in samples:
         fits[MEMORY] = fit_line(samples[MEMORY], 0.0)
     return fits
-
-
-def _raised_peaks(
-    base: Machine, dtype: str, fits: dict[str, Fit], notes: list[str]
-) -> dict[str, float]:
-    """Peaks of the base that the measurements exceed."""
-    raised: dict[str, float] = {}
-    for name, keys in ((dtype, (MATMUL, ATTENTION, ATTENTION_OLD)), ("fp8", (MATMUL_FP8,))):
-        best = max((fits[key].rate for key in keys if key in fits), default=0.0)
-        if best > base.peaks.known().get(name, best):
-            raised[name] = _rounded(best)
-            notes.append(_raised_note(f"peaks.{name}", base.peak(name), raised[name]))
-    return raised
 
 
 def _add_links(

@@ -109,7 +109,13 @@ def _build(path: Path, without: str) -> StackPreset:
             fitted.pop(key, None)
             if sources:
                 fitted[key] = sources
-        _require_known_keys(where, stack_file)
+        # What was fitted must be a number of the same file.
+        known = _flat(stack_file)
+        keys = [f"{head}.{tail}" for head, table in stack_file.fitted.items() for tail in table]
+        if problems := [
+            f"fitted {key}: {did_you_mean(key, known)}" for key in keys if key not in known
+        ]:
+            raise BadFile(str(where), problems)
     table: Table = {"name": path.stem, "memory": {}}
     for key, value in flat.items():
         _put(table, key.removeprefix("speed."), value)
@@ -185,13 +191,3 @@ def _sources(stack_file: _StackFile, key: str) -> tuple[str, ...]:
         return tuple(source for source in pooled if source != OUR_OWN)
     text = stack_file.fitted.get(head, {}).get(tail, "")
     return tuple(source.strip() for source in text.split(",") if source.strip())
-
-
-def _require_known_keys(where: Path, stack_file: _StackFile) -> None:
-    """What was fitted must be a number of the same file."""
-    known = _flat(stack_file)
-    keys = [f"{head}.{tail}" for head, table in stack_file.fitted.items() for tail in table]
-    if problems := [
-        f"fitted {key}: {did_you_mean(key, known)}" for key in keys if key not in known
-    ]:
-        raise BadFile(str(where), problems)

@@ -446,7 +446,9 @@ class OperatorTape:
         if operator.dequantised:
             self._change(operator.dequantised)
         for weight in operator.weights:
-            self._extra(extra)
+            if extra:
+                self._change(extra)
+                self._change(-extra)
             self.events.append(WeightGradient(operator.block, weight, False))
             self.events.append(WeightGradient(operator.block, weight, True))
         if operator.dequantised:
@@ -496,11 +498,6 @@ class OperatorTape:
         self.users[tensor] -= 1
         if not self.users[tensor]:
             self._change(-tensor.bytes, tensor.logits)
-
-    def _extra(self, size: float) -> None:
-        if size:
-            self._change(size)
-            self._change(-size)
 
     def _change(self, size: float, logits: bool = False) -> None:
         """One change for all that happens between events of other kinds."""

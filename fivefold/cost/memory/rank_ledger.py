@@ -127,28 +127,22 @@ class StageLedger:
             kinds.append(self.table.weights_of(segment.blocks) if None in counts else counts)
         return kinds
 
-    def _use_of(self, index: int) -> SegmentUse:
-        """A backward comes to the last segment with the same blocks first."""
-        blocks = self.segments[index].blocks
-        return SegmentUse(waits=index != self.first[blocks], waited=index != self.final[blocks])
-
     def steps_of(self, index: int, kind: str) -> list[JoinedStep]:
         """Of one segment in an action of this kind; equal segments share them."""
         if (index, kind) not in self.steps:
-            self.steps[index, kind] = self._steps_of(index, kind)
+            segment, own, passes = self.segments[index], self.kinds[index], any(self.table.sheds)
+            # A backward comes to the last segment with the same blocks first.
+            blocks = self.segments[index].blocks
+            use = SegmentUse(waits=index != self.first[blocks], waited=index != self.final[blocks])
+            key = (id(segment.events[kind]), own, self.sizes, use, passes)
+            if key not in self.known_steps:
+                gives_rest = kind in (BACKWARD, WEIGHT_GRAD)
+                weights = self.table.weights_of(segment.blocks)
+                self.known_steps[key] = segment_steps(
+                    segment.events[kind], weights, self.sizes, use, gives_rest, passes
+                )
+            self.steps[index, kind] = self.known_steps[key]
         return self.steps[index, kind]
-
-    def _steps_of(self, index: int, kind: str) -> list[JoinedStep]:
-        segment, own, passes = self.segments[index], self.kinds[index], any(self.table.sheds)
-        use = self._use_of(index)
-        key = (id(segment.events[kind]), own, self.sizes, use, passes)
-        if key not in self.known_steps:
-            gives_rest = kind in (BACKWARD, WEIGHT_GRAD)
-            weights = self.table.weights_of(segment.blocks)
-            self.known_steps[key] = segment_steps(
-                segment.events[kind], weights, self.sizes, use, gives_rest, passes
-            )
-        return self.known_steps[key]
 
 
 class StageRun:
@@ -208,7 +202,8 @@ class StageRun:
         if kind == FORWARD:
             self._forward()
         elif kind == WEIGHT_GRAD:
-            self._settle()
+            for index in reversed(range(len(self.segments))):
+                self._read(index, WEIGHT_GRAD)
         elif kind == FINISH:
             self.units.finish()
         else:
@@ -234,10 +229,6 @@ class StageRun:
             self.units.change(-self.ledger.carried, ACTIVATIONS)
         self.units.change(-self.ledger.tables, ACTIVATIONS)
         self.units.end_backward()
-
-    def _settle(self) -> None:
-        for index in reversed(range(len(self.segments))):
-            self._read(index, WEIGHT_GRAD)
 
     def _read(self, index: int, kind: str) -> None:
         units, blocks = self.units, self.segments[index].blocks

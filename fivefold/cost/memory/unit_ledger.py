@@ -189,7 +189,10 @@ def _joined(steps: Iterable[JoinedStep]) -> Iterator[JoinedStep]:
     open_ = Change(0.0)
     for step in steps:
         if isinstance(step, Change):
-            open_ = _after(open_, step)
+            peak = (open_.peak, open_.peak_logits)
+            if open_.bytes + step.peak > open_.peak:
+                peak = (open_.bytes + step.peak, open_.logits + step.peak_logits)
+            open_ = Change(open_.bytes + step.bytes, open_.logits + step.logits, *peak)
             continue
         if open_ != Change(0.0):
             yield open_
@@ -197,13 +200,6 @@ def _joined(steps: Iterable[JoinedStep]) -> Iterator[JoinedStep]:
         yield step
     if open_ != Change(0.0):
         yield open_
-
-
-def _after(first: Change, other: Change) -> Change:
-    peak = (first.peak, first.peak_logits)
-    if first.bytes + other.peak > first.peak:
-        peak = (first.bytes + other.peak, first.logits + other.peak_logits)
-    return Change(first.bytes + other.bytes, first.logits + other.logits, *peak)
 
 
 WIDENED = 8  # bytes of a code as float32, and times its scale

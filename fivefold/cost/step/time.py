@@ -277,7 +277,8 @@ def data_seconds(work: LayerTimer, units: RankUnits | None, window: Array, compu
     if stack.owner_wait:
         apart = work.links.domains(shards, grid.tp) > 1
         once = once + np.where(sharded & apart, stack.owner_wait * shards, 0.0)
-    closing = np.zeros(1) if units is None else _closing_seconds(work, units)
+    # Sums over other axes and totals, at the end of a step, when nothing is left to hide them.
+    closing = np.zeros(1) if units is None else _seconds(work, closing_collectives(work, units))
     third = (grid.zero == 3) & sharded
     if not third.any():
         return once + closing
@@ -308,11 +309,6 @@ def _seconds(work: LayerTimer, issued: Iterable[DataCollective]) -> Array:
             size = collective.bytes * (ranks if collective.kind == "all_gather" else 1.0)
             seconds = seconds + links.ring(size, *arguments)
     return seconds
-
-
-def _closing_seconds(work: LayerTimer, units: RankUnits) -> Array:
-    """Sums over other axes and totals, at the end of a step, when nothing is left to hide them."""
-    return _seconds(work, closing_collectives(work, units))
 
 
 def closing_collectives(work: LayerTimer, units: RankUnits) -> Iterator[DataCollective]:

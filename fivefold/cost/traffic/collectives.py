@@ -139,7 +139,11 @@ def predict_traffic(
     `itemsize` is that of weights and activations. Offload moves no byte between ranks. With
     `matrices` the optimizer gathers full matrices first, as Muon does.
     """
-    _require_covered(plan)
+    if plan.schedule.asynchronous:
+        raise FivefoldError(
+            f"{plan.schedule.name} is asynchronous, and its traffic is not predicted step by step: "
+            "choose another schedule, or use verify, which runs all of its steps"
+        )
     chunks = chunks_of(plan, rank, itemsize)
     units = [unit for chunk in chunks for unit in chunk.units]
     parts = owned_shards(plan.layout, rank, units)
@@ -252,11 +256,3 @@ def shards_of(layout: Layout, rank: int, units: Iterable[Unit]) -> list[OwnedRan
         for unit in units
         for part in unit.owned(places[unit.shard_axis] if unit.num_shards > 1 else 0)
     ]
-
-
-def _require_covered(plan: Plan) -> None:
-    if plan.schedule.asynchronous:
-        raise FivefoldError(
-            f"{plan.schedule.name} is asynchronous, and its traffic is not predicted step by step: "
-            "choose another schedule, or use verify, which runs all of its steps"
-        )

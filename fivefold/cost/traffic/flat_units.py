@@ -155,7 +155,11 @@ class RankUnits:
         owned = dense / np.where(grid.zero > 0, grid.shard * grid.cp, 1.0)
         if self.rules.shape.moe is None:
             return owned
-        return owned + self._expert_elements() / np.where(grid.zero > 0, grid.edp, 1.0)
+        rows = [
+            (sum(kind.size * count for kind, count in _units_of(self.rules, rank, True)),)
+            for rank in self.ranks
+        ]
+        return owned + self._spread_out(rows)[0] / np.where(grid.zero > 0, grid.edp, 1.0)
 
     def shared(self) -> SharedGradients:
         """Gradients that ranks of other axes have too, on the average rank of a shard group."""
@@ -176,13 +180,6 @@ class RankUnits:
     def _elements(self) -> Sequence[Array]:
         """The numbers of `OwnedElements`, as arrays."""
         return self._spread_out([_elements_of(self.rules, rank) for rank in self.ranks])
-
-    def _expert_elements(self) -> Array:
-        rows = [
-            (sum(kind.size * count for kind, count in _units_of(self.rules, rank, True)),)
-            for rank in self.ranks
-        ]
-        return self._spread_out(rows)[0]
 
     def _spread_out(self, rows: Sequence[Sequence[float]]) -> Sequence[Array]:
         """A column for each number of the rows, one row for each distinct rank."""

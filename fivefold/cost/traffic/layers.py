@@ -408,7 +408,9 @@ def expert_layer(
     with_sp, without = where(job.sp, split, 0), where(job.sp, 0, split)
     repeated = with_sp * again
     group = job.etp
-    sizes = _row_bytes(job, moe, rounded)
+    plain = job.shape.width * job.itemsize
+    coded = packed_row(job.shape.width) if rounded else plain
+    sizes = _RowBytes(plain if moe.weigh_inputs else coded, coded, coded, plain)
     yield CountedCollective(
         "etp", "all_gather", local_tokens * sizes.tokens, group, with_sp, 0, repeated
     )
@@ -434,12 +436,6 @@ class _RowBytes(NamedTuple):
     slots: Number
     gradients: Number
     results: Number
-
-
-def _row_bytes(job: LayerJob, moe: Moe, rounded: bool) -> _RowBytes:
-    plain = job.shape.width * job.itemsize
-    coded = packed_row(job.shape.width) if rounded else plain
-    return _RowBytes(plain if moe.weigh_inputs else coded, coded, coded, plain)
 
 
 def expert_slots(job: LayerJob, moe: Moe) -> Number:

@@ -260,7 +260,8 @@ def _entry(key: str, value: Any, indent: str) -> Iterator[str]:
         yield f"{indent}{key} |"
         yield from (f"{indent}  {line}".rstrip() for line in value.splitlines())
     else:
-        yield f"{indent}{key} {_scalar(value)}"
+        # A number, or a text in the quotes of JSON, which YAML reads too.
+        yield f"{indent}{key} {json.dumps(value)}"
 
 
 def _fits_a_block(text: str) -> bool:
@@ -271,8 +272,3 @@ def _fits_a_block(text: str) -> bool:
         and all(line.isprintable() and line == line.rstrip() for line in lines)
         and not lines[0].startswith(" ")
     )
-
-
-def _scalar(value: Any) -> str:
-    """A number, or a text in the quotes of JSON, which YAML reads too."""
-    return json.dumps(value)

@@ -1,5 +1,4 @@
 from fivefold.launch.watch.cut_off import watch_launcher as watch_launcher
-from fivefold.launch.watch.flight_recorder import read_positions as read_positions
 from fivefold.launch.watch.hang import diverged as diverged
 from fivefold.launch.watch.kv_messages import Board as Board
 from fivefold.launch.watch.kv_messages import FolderBoard as FolderBoard
@@ -8,4 +7,5 @@ from fivefold.launch.watch.positions import SAVE_THREAD as SAVE_THREAD
 from fivefold.launch.watch.positions import HangVerdict as HangVerdict
 from fivefold.launch.watch.positions import ranks as ranks
 from fivefold.launch.watch.watchdog import Watchdog as Watchdog
+from fivefold.launch.watch.watchdog import read_positions as read_positions
 from fivefold.launch.watch.watchdog import watched as watched

@@ -250,7 +250,15 @@ def progress_from(trace: bytes, groups: Mapping[str, CommGroup]) -> DeviceProgre
     heads: dict[Queue, DeviceCall] = {}
     blocked = _blocked(entries)
     for group, members in _calls(entries, groups):
-        call = _device_call(group, members)
+        first = members[0]
+        kinds = dict.fromkeys(_kind(entry) for entry in members if "coalesced" not in _kind(entry))
+        is_message = bool(first.get("is_p2p", _kind(first) in _MESSAGES))
+        call = DeviceCall(
+            LoggedCollective(group, " and ".join(kinds) or _kind(first), _bytes(first)),
+            _numbers(first)[is_message],
+            is_message,
+            members[-1].get("state") == _STARTED,
+        )
         issued[call.queue] = max(call.number, issued.get(call.queue, 0))
         end = members[-1]
         if end.get("state") != _COMPLETED or any(end is blocked_entry for blocked_entry in blocked):
@@ -284,7 +292,14 @@ def _calls(
     newest: dict[str, int] = {}  # a new group may have the name of one that was destroyed
     calls: dict[tuple[str, int, int, int], list[dict[str, Any]]] = {}
     for entry in entries:
-        name, maker = _name(entry), entry.get("pg_id", 0)
+        # The name of the group: torch has written (name, description), or the name alone.
+        group_name: Any = entry.get("process_group", entry.get("pg_id", ""))
+        name, maker = (
+            group_name
+            if isinstance(group_name, str)
+            else str(group_name if isinstance(group_name, int) else group_name[0]),
+            entry.get("pg_id", 0),
+        )
         newest[name] = max(maker, newest.get(name, 0))
         calls.setdefault((name, maker, *_numbers(entry)), []).append(entry)
     for (name, maker, *_), members in calls.items():
@@ -292,31 +307,9 @@ def _calls(
             yield groups[name], members
 
 
-def _device_call(group: CommGroup, members: Sequence[dict[str, Any]]) -> DeviceCall:
-    first = members[0]
-    kinds = dict.fromkeys(_kind(entry) for entry in members if "coalesced" not in _kind(entry))
-    is_message = bool(first.get("is_p2p", _kind(first) in _MESSAGES))
-    return DeviceCall(
-        LoggedCollective(group, " and ".join(kinds) or _kind(first), _bytes(first)),
-        _numbers(first)[is_message],
-        is_message,
-        members[-1].get("state") == _STARTED,
-    )
-
-
 def _numbers(entry: dict[str, Any]) -> tuple[int, int]:
     """How many collectives, and how many messages, its group has issued with this call."""
     return entry.get("collective_seq_id", entry.get("seq_id", 0)), entry.get("p2p_seq_id", 0)
-
-
-def _name(entry: dict[str, Any]) -> str:
-    """The name of the group: torch has written (name, description), or the name alone."""
-    group_name: Any = entry.get("process_group", entry.get("pg_id", ""))
-    return (
-        group_name
-        if isinstance(group_name, str)
-        else str(group_name if isinstance(group_name, int) else group_name[0])
-    )
 
 
 def _kind(entry: dict[str, Any]) -> str:

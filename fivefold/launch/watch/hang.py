@@ -85,7 +85,14 @@ def verdict(
 def diverged(positions: Mapping[int, Position], among: Sequence[int]) -> HangVerdict | None:
     """Rank that issued another collective than the ranks of its groups; `among` have priority."""
     trails = _NumberedTrails(positions)
-    for a, b in _pairs(positions, among):
+    # Neighbours among these ranks, then neighbours in every group.
+    known = [rank for rank in among if rank in positions]
+    rows = [
+        known,
+        *sorted({group.members for position in positions.values() for group in position.counts}),
+    ]
+    pairs = [pair for row in rows for pair in pairwise(row) if positions.keys() >= set(pair)]
+    for a, b in list(dict.fromkeys((min(pair), max(pair)) for pair in pairs)):
         if trails.agree(a, b):
             continue
         divergence = _divergence(a, positions[a], b, positions[b])
@@ -310,17 +317,6 @@ def _divergence(a: int, at_a: Position, b: int, at_b: Position) -> _Divergence |
 def _number(position: Position, calls: Sequence[LoggedCollective], index: int) -> int:
     group = calls[index].group
     return position.counts[group] - sum(call.group == group for call in calls[index + 1 :])
-
-
-def _pairs(positions: Mapping[int, Position], among: Sequence[int]) -> list[tuple[int, int]]:
-    """Neighbours among these ranks, then neighbours in every group."""
-    known = [rank for rank in among if rank in positions]
-    rows = [
-        known,
-        *sorted({group.members for position in positions.values() for group in position.counts}),
-    ]
-    pairs = [pair for row in rows for pair in pairwise(row) if positions.keys() >= set(pair)]
-    return list(dict.fromkeys((min(pair), max(pair)) for pair in pairs))
 
 
 def _usual(

@@ -3,7 +3,7 @@
 `Watchdog` is a thread in every rank, from before the ranks meet. A rank makes progress when it
 issues a collective or begins a phase. A rank without progress for `patience` seconds starts a
 round: every rank writes its position to the board, that is the log of its collectives
-(`flight_recorder.py`), its phase and its stack. The rank that started the round reads the positions
+(`FlightRecorder`), its phase and its stack. The rank that started the round reads the positions
 and decides which rank keeps the others waiting (`hang.py`, `phases.py`). Then the run is over. A
 rank that does not answer is stopped or dead. A rank that answers and waits for no other may be
 slow: it has twice the patience, or twice the usual time of its phase. With 12 seconds of patience a
@@ -28,16 +28,20 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import json
+import mmap
 import os
 import re
 import sys
 import threading
-from collections.abc import Callable, Iterator
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
 from math import inf
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -52,12 +56,246 @@ from fivefold.launch.watch.device_calls import (
     role_of,
     to_table,
 )
-from fivefold.launch.watch.flight_recorder import FlightRecorder, Record, position_from, read_log
 from fivefold.launch.watch.hang import verdict
 from fivefold.launch.watch.kv_messages import Board, MemoryBoard
 from fivefold.launch.watch.phases import START
-from fivefold.launch.watch.positions import CommGroup, HangVerdict, Position
-from fivefold.launch.watch.rank_surroundings import RankSurroundings
+from fivefold.launch.watch.positions import (
+    SAVE_THREAD,
+    CommGroup,
+    HangVerdict,
+    LoggedCollective,
+    Position,
+)
+
+# What a watchdog reads of its process: the clock, and where the main thread stands.
+
+_FRAMES = 5  # innermost frames of a stack that are shown
+_INNERMOST = 2  # of a thread that saves, whose outer ones wait for what it does
+_READINGS = 5  # of a stack, until one is whole
+# If one of these is in the innermost frames, the rank waits, or may wait, for other ranks.
+_WAITING = (
+    "wait",
+    "synchronize",
+    ".item()",
+    "float(",
+    "barrier",
+    "run_backward",
+    "destroy_process",
+    "ProcessGroup",
+    "process_group",
+    "rendezvous",
+)
+_JOINS = "thread.join("  # the main thread waits for threads that save
+
+
+class RankSurroundings:
+    """Clock, stack and thread of a rank. Tests replace them by a simulated clock, and call `look`
+    instead of the thread."""
+
+    def __init__(self) -> None:
+        self._main = threading.get_ident()
+
+    def monotonic(self) -> float:
+        """Seconds of a monotonic clock."""
+        return time.monotonic()
+
+    def sleep(self, seconds: float) -> None:
+        """Sleep while other ranks answer."""
+        time.sleep(seconds)
+
+    def stack(self) -> tuple[list[str], bool]:
+        """Frames of the main thread, and whether it waits for other ranks."""
+        return _stack(self._main)
+
+    def watch(self, task: Callable[[], None]) -> threading.Thread | None:
+        """Start the watchdog's thread."""
+        thread = threading.Thread(target=task, name="watchdog", daemon=True)
+        thread.start()
+        return thread
+
+
+def _stack(thread: int) -> tuple[list[str], bool]:
+    """The innermost frames of a thread, without those of torch, outermost first; and whether the
+    thread waits, or may wait, for other ranks. If it waits for threads that save, theirs count.
+
+    The thread goes on while its frames are read, and one that has ended in between has no code any
+    more. That must not end the thread that watches: it reads them again.
+    """
+    for _ in range(_READINGS):
+        with contextlib.suppress(AttributeError):
+            return _read_stack(thread)
+    return [], True
+
+
+def _read_stack(thread: int) -> tuple[list[str], bool]:
+    frames = sys._current_frames()
+    shown, waits, joins = _frames(frames.get(thread))
+    if joins:
+        saving = [
+            save_thread.ident
+            for save_thread in threading.enumerate()
+            if save_thread.name == SAVE_THREAD
+        ]
+        for frame in (frames[ident] for ident in saving if ident in frames):
+            lines, theirs, joins = _frames(frame, _INNERMOST)
+            if not theirs and not joins:
+                return lines, False
+    return shown, waits
+
+
+def _frames(frame: FrameType | None, num_read: int = _FRAMES) -> tuple[list[str], bool, bool]:
+    """The innermost frames, whether they wait, and whether they wait for threads."""
+    frames = [] if frame is None else traceback.extract_stack(frame)
+    inner = [inner_frame.line or "" for inner_frame in frames[-num_read:]]
+    ours = [own_frame for own_frame in frames if f"{os.sep}torch{os.sep}" not in own_frame.filename]
+    shown = [
+        f"  {own_frame.filename}:{own_frame.lineno} {own_frame.name}: {own_frame.line}"
+        for own_frame in ours
+    ]
+    waits = any(word in line for line in inner for word in _WAITING)
+    return shown[-_FRAMES:], waits, any(_JOINS in line for line in inner)
+
+
+# A log of the collectives of a rank, as plain numbers in a memory-mapped file.
+#
+# It is a ring buffer of the last ones and a count for each group. A log entry takes well under a
+# microsecond, and the log of a killed rank can still be read. A second file says what the numbers
+# mean; it grows only when a new kind of collective appears. Without a folder the log stays in the
+# process.
+
+_MOST_GROUPS = 1024  # groups and pairs of one rank
+_RING = 4096  # the last collectives
+_NUMBERS = 1 + _MOST_GROUPS + _RING  # total, count of each group, ring buffer
+_UNEVEN = "all_to_all"  # its size changes every time, so the log leaves it out
+_MESSAGES = ("pp", ("send", "recv"))
+_STATE = (
+    "phase",
+    "idle",
+    "allowed",
+    "waits",
+    "stack",
+    "mark",
+    "within",
+    "worked",
+    "took",
+    "usual",
+    "alike",
+)
+
+Record = tuple[str, str, int, int]
+"""Axis, kind, bytes, size of the group."""
+
+
+class FlightRecorder:
+    """Log of the collectives that this rank issues."""
+
+    def __init__(self, folder: Path | None, rank: int) -> None:
+        self._names = None
+        if folder is None:
+            memory = mmap.mmap(-1, 8 * _NUMBERS)
+        else:
+            path = folder / f"calls-{rank}"
+            path.write_bytes(bytes(8 * _NUMBERS))
+            with path.open("r+b") as file:
+                memory = mmap.mmap(file.fileno(), 8 * _NUMBERS)
+            self._names = path.with_suffix(".names").open("w", encoding="utf-8")
+        self._numbers = memoryview(memory).cast("Q")
+        self._known: dict[tuple[Record, tuple[int, ...] | None], tuple[int, int]] = {}
+        self._groups: dict[CommGroup, int] = {}
+        self._kinds: list[LoggedCollective] = []
+
+    @property
+    def num_calls(self) -> int:
+        """Number of logged collectives."""
+        return self._numbers[0]
+
+    def note(self, record: Record, members: tuple[int, ...]) -> None:
+        """Log a collective, send or receive before it is issued."""
+        if record[1] == _UNEVEN:
+            record = (*record[:2], 0, record[3])
+        # Only pairs differ by their ranks, and a large group is slow to hash.
+        key = (record, members if len(members) == 2 else None)
+        known = self._known.get(key)
+        if known is None:
+            known = self._known[key] = self._new(record, members)
+        kind, group = known
+        numbers = self._numbers
+        total = numbers[0]
+        numbers[1 + _MOST_GROUPS + total % _RING] = kind
+        numbers[1 + group] += 1
+        numbers[0] = total + 1
+
+    def table(self) -> dict[str, Any]:
+        """Convert the log to JSON."""
+        return _table(self._numbers, [_row(kind) for kind in self._kinds])
+
+    def close(self) -> None:
+        """Close the file of names, and stop logging."""
+        if self._names is not None:
+            self._names.close()
+
+    def _new(self, record: Record, members: tuple[int, ...]) -> tuple[int, int]:
+        axis, kind, size, _ = record
+        group = CommGroup(axis, members, axis == _MESSAGES[0] and kind in _MESSAGES[1])
+        self._kinds.append(call := LoggedCollective(group, kind, size))
+        at = self._groups.setdefault(group, len(self._groups))
+        assert at < _MOST_GROUPS, "more groups than the log has room for"
+        if self._names is not None:
+            try:
+                self._names.write(json.dumps(_row(call)) + "\n")
+                self._names.flush()
+            except OSError:  # a full disk: the log of this rank can only be read while it lives
+                self._names = None
+        return len(self._kinds) - 1, at
+
+
+def read_log(folder: Path, rank: int) -> dict[str, Any] | None:
+    """Read the log of a rank on this machine, alive or not; None if there is none."""
+    path = folder / f"calls-{rank}"
+    try:
+        numbers = memoryview(path.read_bytes()).cast("Q")
+        names = path.with_suffix(".names").read_text("utf-8")
+    except FileNotFoundError:
+        return None
+    return _table(numbers, [json.loads(line) for line in names.splitlines()])
+
+
+def read_positions(folder: Path, phases: Sequence[str]) -> dict[int, Position]:
+    """Read the positions of local ranks with a log, given their phases."""
+    tables = {rank: read_log(folder, rank) for rank in range(len(phases))}
+    return {
+        rank: position_from({**table, "phase": phases[rank]})
+        for rank, table in tables.items()
+        if table is not None
+    }
+
+
+def position_from(table: dict[str, Any]) -> Position:
+    """Position of a rank, from the tables of its log and state."""
+    kinds = [
+        LoggedCollective(CommGroup(axis, tuple(members), is_pair), kind, size)
+        for axis, members, is_pair, kind, size in table["calls"]
+    ]
+    groups = list(dict.fromkeys(call.group for call in kinds))
+    counts = dict(zip(groups, table["counts"], strict=True))
+    trail = [kinds[number] for number in table["trail"]]
+    return Position(counts, trail, **{name: table[name] for name in _STATE if name in table})
+
+
+def _row(call: LoggedCollective) -> list[Any]:
+    return [call.group.axis, list(call.group.members), call.group.is_pair, call.kind, call.size]
+
+
+def _table(numbers: memoryview[int], calls: list[list[Any]]) -> dict[str, Any]:
+    total = numbers[0]
+    ring = numbers[1 + _MOST_GROUPS :]
+    num_groups = len({(axis, tuple(members), is_pair) for axis, members, is_pair, _, _ in calls})
+    return {
+        "calls": calls,
+        "counts": numbers[1 : 1 + num_groups].tolist(),
+        "trail": [ring[number % _RING] for number in range(max(0, total - _RING), total)],
+    }
+
 
 PATIENCE = 12.0  # seconds
 _MEETING = 600.0  # seconds in which the ranks must meet

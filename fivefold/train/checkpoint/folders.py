@@ -244,6 +244,7 @@ class HashedFile:
         self._file.flush()
 
     def fileno(self) -> int:
+        self._file.flush()  # torch passes it to fsync, which knows nothing of our buffer
         return self._file.fileno()
 
     def close(self) -> None:
