@@ -226,6 +226,7 @@ class ModelServer:
             joined.cancel()
             woken.cancel()
             dispatcher.joined.clear()
+            self._wake.clear()
             if self._refused:
                 raise FivefoldError(self._refused[0])
             if self._lost:
