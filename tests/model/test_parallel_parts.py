@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -14,6 +14,7 @@ from torch import Tensor
 from fivefold.core.layout.splits import ContextSplit
 from fivefold.core.plan.plan import PlanOptions, resolve
 from fivefold.model.batch import TokenBatch
+from fivefold.model.linear_math import PlainMath, Sent
 from fivefold.parallel.bit_sums import Tape, bit_sum
 from fivefold.parallel.boundary import AxisBoundary
 from fivefold.parallel.context import shard
@@ -49,6 +50,36 @@ def test_shared_gradients_are_read_when_their_sum_is_there(rank: int) -> None:
     summed = SplitMatmuls(boundary, None, 0).sum_shared_grads([own, first, second], shared)
     expected = [own, 2 * first, 2 * second] if rank == 0 else [own, 0 * first, 0 * second]
     assert all(torch.equal(*pair) for pair in zip(summed, expected, strict=True))
+
+
+class Alone(LateSum):
+    """A mesh of one rank."""
+
+    def size(self, axis: str) -> int:
+        return 1
+
+
+class CountedMath(PlainMath):
+    """Counts how often gradients become operands: in fp8 each time is a kernel that rounds."""
+
+    def __init__(self) -> None:
+        self.rounded = 0
+
+    def operands(self, sent: Sequence[Sent], run: int, gradient: bool, with_columns: bool) -> Any:
+        self.rounded += gradient
+        return super().operands(sent, run, gradient, with_columns)
+
+
+def test_a_gradient_is_rounded_once_for_both_of_its_matmuls() -> None:
+    """Without chunks, which need operands of their own."""
+    boundary, math = AxisBoundary(cast("Any", Alone(0)), "tp", False, dim=0), CountedMath()
+    x, weight = torch.randn(6, 4, requires_grad=True), torch.randn(3, 4, requires_grad=True)
+    y = SplitMatmuls(boundary, None, 0, row=6).row_linear(math, x, weight)
+    gradients = torch.autograd.grad(y.square().sum(), (x, weight))
+    expected = torch.autograd.grad((x @ weight.T).square().sum(), (x, weight))
+    assert math.rounded == 1
+    for computed, wanted in zip(gradients, expected, strict=True):
+        torch.testing.assert_close(computed, wanted)
 
 
 def test_experts_of_padding_are_none() -> None:
