@@ -254,8 +254,6 @@ class ContextAttention:
             skipped = num_heads * self.mesh.coord(ULYSSES)  # heads of the ranks before, in a place
             keep_mask = info.dropout.keeps(num_heads, q_index, k_index, skipped)
             scale = info.dropout.scale
-        if not call.masked and documents is None:
-            return VisiblePairs(call.causal, None, keep_mask, scale, cap=info.cap)
         distance = row.positions[:, q_index, None] - row.positions[:, None, k_index]
         visible = distance >= 0
         if info.window is not None:

@@ -12,7 +12,7 @@ import torch
 from small import GPT, LLAMA, batch_of, filled, gradients
 from torch import Tensor
 
-from fivefold.core.layout.splits import AttentionCall
+from fivefold.core.layout.splits import AttentionCall, ContextSplit
 from fivefold.model import dropout
 from fivefold.model.attention import causal_attention
 from fivefold.model.batch import AttentionInfo, TokenBatch
@@ -229,3 +229,33 @@ def test_a_rank_that_has_some_heads_of_a_row_drops_their_pairs(coord: int, tp_co
     begin = first + coord * heads
     assert sees.keep_mask is not None and sees.keep_mask.equal(every[:, begin : begin + heads])
     assert len({bytes(each.flatten().byte().numpy()) for each in every[0]}) == 2 * heads * ranks
+
+
+@pytest.mark.parametrize(
+    ("window", "lengths"), [(None, None), (None, (12,)), (None, (5, 7)), (4, (12,)), (4, (5, 7))]
+)
+def test_context_ranks_drop_the_pairs_that_one_process_drops(
+    window: int | None, lengths: tuple[int, ...] | None
+) -> None:
+    """A rank that has all tokens in order, as Ulysses gives them to it."""
+    seq = 12
+    batch = with_keys(batch_of(LLAMA, rows=1, seq=seq))
+    assert batch.keys is not None
+    pairs, documents = PairDropout(RATE, batch.keys, site=2), None
+    if lengths is not None:
+        numbers = [number for number, length in enumerate(lengths) for _ in range(length)]
+        documents = Documents.of(torch.tensor([numbers]))
+    info = AttentionInfo(batch.positions, documents, window, pairs, row=batch)
+    mesh: Any = SimpleNamespace(coord=lambda _: 0)
+    split = ContextSplit(inner=1, outer=1, zigzag=False, gathers=False)
+    results: list[tuple[Tensor, ...]] = []
+    for kernel in (causal_attention, ContextAttention(mesh, split, seq)):
+        inputs = [
+            torch.randn(1, 2, seq, 8, generator=generator, dtype=torch.float64).requires_grad_()
+            for generator in [torch.Generator().manual_seed(0)]
+            for _ in range(3)
+        ]
+        out = kernel(*inputs, info)
+        results.append((out, *torch.autograd.grad(out.square().sum(), inputs)))
+    for one_process, rank in zip(*results, strict=True):
+        torch.testing.assert_close(rank, one_process, rtol=1e-12, atol=1e-13)

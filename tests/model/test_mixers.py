@@ -23,6 +23,8 @@ from fivefold.launch.launcher import require_trainable
 from fivefold.model.batch import TokenBatch
 from fivefold.model.decoder import from_config
 from fivefold.model.init import init_weights
+from fivefold.rehearse.job import judged
+from fivefold.rehearse.rank import rehearse_rank
 from tests.own_mixers import EXAMPLE, SHAPE, with_mixer
 
 MIXERS = {
@@ -236,3 +238,11 @@ class WithoutCost(EXAMPLE.GatedScan, name="test-no-cost"):
 
     def cost(self, shape: ff.Shape, seq: int) -> None:
         return None
+
+
+@pytest.mark.parametrize("head_dim", [8, 6])
+def test_context_ranks_have_whole_heads_of_any_width(head_dim: int) -> None:
+    """One of four heads each, of a width that they need not divide; their messages are priced."""
+    model = with_mixer("gated-scan", head_dim=head_dim)
+    plan = resolve(PlanOptions(model, layout="cp=4", context="ulysses", seq=32, microbatches=1))
+    assert not judged(plan, [rehearse_rank(plan, 1, None)], {}).astray

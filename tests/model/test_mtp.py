@@ -15,7 +15,7 @@ from fivefold.core.model.shape import Shape
 from fivefold.core.plan.plan import PlanOptions, resolve
 from fivefold.data.batches import samples
 from fivefold.model.batch import NOT_COUNTED, TokenBatch, look_ahead
-from fivefold.model.decoder import Decoder
+from fivefold.model.decoder import Decoder, from_config
 from fivefold.model.documents import Documents
 from fivefold.model.recompute import apply_recompute
 from fivefold.parallel.composition import compose
@@ -53,6 +53,14 @@ def test_nothing_lies_ahead_in_another_document() -> None:
 def test_nothing_lies_ahead_of_a_row_that_is_too_short() -> None:
     for tokens, labels in look_ahead(batch(), 8).ahead[5:]:
         assert tokens.eq(0).all() and labels.eq(N).all()
+
+
+@pytest.mark.parametrize("shape", [TWO, TIED], ids=["two", "tied"])
+def test_a_decoder_has_a_layer_for_each_token_ahead(shape: Shape) -> None:
+    names = {name for name, _ in from_config(shape, device="meta").named_parameters()}
+    assert names == {weight.name for weight in weights(shape)}
+    depths = {name.split(".")[1] for name in names if name.startswith("mtp.")}
+    assert depths == {"0", "1"}
 
 
 def hidden_states(decoder: Decoder, inputs: TokenBatch) -> Tensor:

@@ -13,12 +13,14 @@ from one_layout import H100, grid_of
 from fivefold.core.layout.units import local_weights
 from fivefold.core.plan.plan import PlanOptions, resolve
 from fivefold.core.schedule.catalog import FAMILIES
-from fivefold.core.schedule.clock import peak_held
+from fivefold.core.schedule.clock import peak_activations, peak_held
 from fivefold.core.schedule.definition import Family
 from fivefold.core.schedule.in_flight import none_deferred
 from fivefold.core.schedule.schedule import Schedule, defers_weight_gradients
 from fivefold.cost.hardware import stack as stacks
+from fivefold.cost.hardware.stack_presets import load_stack
 from fivefold.cost.memory.categories import MemoryEntries, peak_memory
+from fivefold.cost.memory.unit_ledger import GATHERED, UnitLedger
 from fivefold.cost.stages.ranks import deferred, in_flight, rank_stages
 from fivefold.planner.estimate import PlanRanks
 from fivefold.planner.setting import EstimateSetting, plan_arguments
@@ -128,3 +130,54 @@ def test_closed_forms_are_those_of_the_ledger(case: str) -> None:
     closed = peak_memory(*plan_arguments(plan, OWN)).total.item()
     most = max(sum(each.values()) for each in PlanRanks(plan, OWN).peaks())
     assert closed == pytest.approx(most, rel=0.1)
+
+
+@pytest.mark.parametrize("chunks", [1, 2, 4])
+def test_a_rank_of_another_stack_holds_its_microbatches_once(chunks: int) -> None:
+    """Of equal stages: from rank to rank, as many more as the clock says."""
+
+    def saved(chunks: int) -> tuple[float, float]:
+        """Bytes and microbatches that the first rank holds more than the second."""
+        options = PlanOptions(
+            "llama-3.1-8b",
+            layout="pp=4",
+            schedule="interleaved" if chunks > 1 else "1f1b",
+            chunks=chunks,
+            microbatches=8,
+            seq=4096,
+            stage_layers=",".join([str(8 // chunks)] * 4 * chunks),
+        )
+        plan = resolve(options)
+        ranks = PlanRanks(plan, EstimateSetting(H100, load_stack("megatron"), "bf16"))
+        assert not ranks.is_followed
+        first, second = (ranks.peak(rank)["activations"] for rank in (0, 1))
+        held = peak_activations(plan.schedule)
+        return first - second, held[0] - held[1]
+
+    (unit, one), (size, number) = saved(1), saved(chunks)
+    assert one == 1 and number > 0 and size == pytest.approx(number * unit)
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 2])
+def test_a_ledger_gathers_ahead_in_forward_and_not_when_it_computes_again(prefetch: int) -> None:
+    """ZeRO-3 that gathers for every microbatch: a block has its own units, and those ahead."""
+    options = PlanOptions("llama-3.2-1b", layout="dp=4", zero=3, gather="microbatch", seq=512)
+    plan = resolve(replace(options, prefetch=prefetch, microbatches=2, set={"layers": "6"}))
+    table = PlanRanks(plan, OWN)._ledger._stage(0).table
+    layers = [f"blocks.{number}" for number in range(6)]
+    sizes = [sum(table.gathered[n] for n in table.using[block]) for block in layers]
+    for in_backward in (False, True):
+        ledger = UnitLedger(table, False)
+        ledger.begin(False, in_backward)
+        for number, block in enumerate(layers[:3]):
+            ledger.enter(block)
+            ahead = 0 if in_backward else prefetch
+            assert ledger.level[GATHERED] == sum(sizes[number : number + 1 + ahead])
+            ledger.leave(block)
+            for n in table.using[block]:  # in backward it stays until the block after is done
+                ledger.release(n)
+    ledger = UnitLedger(table, False)
+    ledger.begin(False, False)
+    ledger.enter("embed")
+    own = sum(table.gathered[n] for n in table.using["embed"])
+    assert own > 0 and ledger.level[GATHERED] == own + sum(sizes[:prefetch])

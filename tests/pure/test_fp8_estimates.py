@@ -11,7 +11,7 @@ from fivefold.core import hardware as machine
 from fivefold.core.layout.fp8 import Fp8
 from fivefold.core.plan.plan import Plan, PlanOptions, resolve
 from fivefold.core.plan.recipe import Recipe
-from fivefold.planner.estimate import Estimate, estimate_plan
+from fivefold.planner.estimate import Estimate, estimate_plan, rank_memory
 from fivefold.planner.setting import estimate_setting
 
 H200 = machine.load("h200")
@@ -180,3 +180,23 @@ def test_few_kv_heads_leave_every_layout_in_a_search() -> None:
     alone = search("llama-3.1-8b", kv_heads=4, fix="tp=1", **keys)
     assert few.best.estimate is not None and alone.best.estimate is not None
     assert few.best.estimate.step <= 1.03 * alone.best.estimate.step
+
+
+def test_codes_of_a_unit_that_is_used_are_gone_in_a_backward() -> None:
+    """Whether or not it computes a forward again. Of the unit ahead, one byte a weight and this
+    rank's shard of them are beside the values; with blocks values are gathered."""
+    keys: dict[str, Any] = {"microbatches": 2, "zero": 3, "gather": "microbatch", "seq": 512}
+    keys |= {"layout": "dp=4", "set": {"layers": "4", "vocab": "512"}, "precision": "fp8"}
+    setting, _ = estimate_setting(machine.load("h200"), "fp8", 0.0, "compiled", 1.0)
+
+    def gathered(**said: str) -> float:
+        plan = resolve(PlanOptions("llama-3.2-1b", **keys, **said))
+        return rank_memory(plan, setting, 0)["prefetch"]
+
+    layer = 2048 * (2048 + 2 * 512) + 2048 * 2048 + 3 * 2048 * 8192
+    for recompute in ("none", "selective", "full"):
+        codes, values = (
+            gathered(recompute=recompute),
+            gathered(recompute=recompute, fp8="blockwise"),
+        )
+        assert codes - values == pytest.approx(1.25 * layer, rel=1e-3)

@@ -364,8 +364,7 @@ class FlatUnit:
             if end < entry.start:
                 share[end : entry.start].zero_()
             end = entry.stop
-        if end < self.unit.size:
-            share[end:].zero_()
+        share[end:].zero_()
         return share
 
     def code_by(self, coding: CodedGather) -> None:
