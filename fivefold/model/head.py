@@ -131,12 +131,13 @@ def _by_hand(fuse: Fuse, compute: Compute, varies: bool, kernel: str) -> Compute
     compilers = fuse(compute, varies)
 
     def run(tensor: Tensor, other: Tensor) -> Any:
-        if not tensor.is_cuda:
+        if tensor.device.type == "cpu":
             return compute(tensor, other)
-        from fivefold.model.kernels import loss_kernel  # Triton is there only with CUDA
+        if tensor.is_cuda:
+            from fivefold.model.kernels import loss_kernel  # Triton is there only with CUDA
 
-        if loss_kernel.takes(tensor):
-            return getattr(loss_kernel, kernel)(tensor, other)
+            if loss_kernel.takes(tensor):
+                return getattr(loss_kernel, kernel)(tensor, other)
         return compilers(tensor, other)
 
     return compilers if fuse is eager else run
