@@ -446,7 +446,7 @@ class Judge:
         copy.plant(mutant)
         outcome = copy.pytest(["-x", "-v", item], HEALTHY_SECONDS)
         copy.restore(mutant)
-        return outcome.failed([item]) == item and self._passes(copy, item)
+        return outcome.code == 1 and self._passes(copy, item)
 
     def _result(self, copy: Copy, mutant: Mutant, tests: Items, budget: float) -> tuple[str, str]:
         without: set[str] = set()

@@ -256,6 +256,25 @@ def test_a_fault_that_no_test_sees_survives_though_a_test_always_fails(
     assert (record.result, record.test) == ("survived", "")
 
 
+@pytest.mark.parametrize(
+    ("after", "killer", "result"),
+    [
+        ("return x + x if not (x > 0) else 0", "test_sized", "killed"),
+        ("return x + x if x >= 0 else 0", "test_sized", "survived"),
+        ("return x + x if x >= 0 else 0", "test_that_no_machine_passes", "survived"),
+    ],
+)
+def test_a_former_killer_kills_only_if_the_fault_makes_it_fail(
+    small: Path, small_map: CoverageMap, tmp_path: Path, after: str, killer: str, result: str
+) -> None:
+    judge = Judge(small, tmp_path, workers=1)
+    items = Items(small, small_map, judge.collect(["tests/test_small.py"]))
+    (mutant,) = [mutant for mutant in small_mutants(small) if mutant.after == after]
+    item = f"tests/test_small.py::{killer}"
+    record = judge.judge(mutant, items, 9, item)
+    assert (record.result, record.test) == (result, item if result == "killed" else "")
+
+
 @pytest.mark.nightly  # it waits
 def test_a_fault_that_hangs_is_a_timeout(
     small: Path, small_map: CoverageMap, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -312,6 +331,13 @@ def test_the_page_has_the_results() -> None:
     text = mutants.section(mutants.read_records().values(), mutants.read_reasons())
     page = mutants.PAGE.read_text("utf-8")
     assert page == mutants.with_section(page, text), "run: python -m tests.mutants page"
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_most_faults_of_a_room_are_seen(room: str) -> None:
+    of_room = [record for record in mutants.read_records().values() if record.room == room]
+    least = 0.9 if room in ("parallel", "step", "optim", "train", "model", "generate") else 0.8
+    assert len(of_room) >= 25 and mutants.score(of_room, mutants.read_reasons()) >= least
 
 
 def test_reasons_are_of_survivors() -> None:

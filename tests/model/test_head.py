@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from fivefold.core.layout import splits
 from fivefold.core.layout.splits import loss_chunks
 from fivefold.core.model.shape import Shape
 from fivefold.model.head import Head
-from fivefold.model.kernels.regions import Fuse, compiled, eager
+from fivefold.model.kernels.regions import Compute, Fuse, compiled, eager
 
 WIDTH, VOCAB, TOKENS = 8, 50, 30
 SCALE = 1 / 23  # of the loss: not a power of two
@@ -70,6 +71,27 @@ def test_the_numbers_of_all_logits_at_once(
 @pytest.mark.parametrize(("dtype", "error"), DTYPES)
 def test_compiled_it_has_the_same_numbers(dtype: torch.dtype, error: float) -> None:
     test_the_numbers_of_all_logits_at_once(dtype, error, compiled)
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_only_a_cpu_computes_the_loss_by_operators(device: str) -> None:
+    """torch 2.11 compiles it wrongly there. The rehearsal of a GPU has tensors without values, and
+    the memory of what a GPU compiles."""
+    calls: list[str] = []
+
+    def noted(compute: Compute, varies: bool = False) -> Compute:
+        def run(*operands: Any) -> Any:
+            calls.append(compute.__name__)
+            return compute(*operands)
+
+        return run
+
+    x, weight, labels = (tensor.detach().to(device) for tensor in inputs(torch.float32))
+    loss = Head(nn.Parameter(weight), noted)(x.requires_grad_(), labels)
+    loss.backward()
+    assert {"loss_of_chunk", "_scale"} & set(calls) == (
+        set() if device == "cpu" else {"loss_of_chunk", "_scale"}
+    )
 
 
 def test_the_factor_of_the_loss_is_not_rounded() -> None:
