@@ -65,7 +65,14 @@ from fivefold.render import LinePrinter, out_of_memory, run_head, run_tail, step
 
 if TYPE_CHECKING:
     from fivefold.data import Source
-    from fivefold.train import Check, MeasuredRun, RunOptions, TrainedRank, TrainSettings
+    from fivefold.train import (
+        Check,
+        MeasuredRun,
+        RankArguments,
+        RunOptions,
+        TrainedRank,
+        TrainSettings,
+    )
     from fivefold.train.callbacks import Callback, SampleText, Shortage
 
 _MOST_RANKS = 64  # processes on one machine
@@ -351,7 +358,7 @@ def _run_ranks(
     """Run all ranks, and start them again where one is lost and restarts are left; the plan with
     which they ended. A loss is recorded."""
     from fivefold.launch import Pool
-    from fivefold.train import judge, reference_runs, run_rank
+    from fivefold.train import check_runs, reference_runs, run_rank
     from fivefold.train.checkpoint import latest
 
     options, path, plan = settings.options, files.path, full
@@ -372,8 +379,8 @@ def _run_ranks(
                     runs = pool.run_each(tasks, on_report=records.report)
                 finally:
                     asked_to_stop = pool.stopping
-            check = judge(plan, runs[:world], runs[world:]) if singles else None
-            return plan, runs[:world], check
+            ranks, references = runs[:world], runs[world:]
+            return plan, ranks, check_runs(plan, attempt, ranks, references, _run_alone)
         except BaseException as error:
             if latest(path) == before:
                 files.restore_plan()
@@ -389,6 +396,15 @@ def _run_ranks(
         plan = without_replica(full) if shrinks else full
         records.on_report(RestartedRun(lost, number + 1, options.restarts, plan))
     raise AssertionError("the last start returns or raises")
+
+
+def _run_alone(arguments: RankArguments) -> TrainedRank:
+    """Run one process more, for a check."""
+    from fivefold.launch import Pool
+    from fivefold.train import run_rank
+
+    with Pool(1, _PATIENCE) as pool:
+        return pool.run_each([(run_rank, arguments)])[0]
 
 
 def _join(

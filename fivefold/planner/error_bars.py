@@ -23,6 +23,10 @@ class Accuracy:
     memory_p90: float
     equal: float  # layouts whose steps differ by less are called equal
 
+    def span(self, step: float) -> tuple[float, float]:
+        """The measured times that nine in ten runs with this estimate have."""
+        return step / (1 + self.time_p90), step / (1 - self.time_p90)
+
     def within(self, step: float, fastest: float) -> bool:
         """Whether a step is equal to the fastest one of the same job."""
         return step <= (1 + self.equal) * fastest

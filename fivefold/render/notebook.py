@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from fivefold.core.plan import Plan
 from fivefold.render.checks import WORDS
-from fivefold.render.plan import headline, ranking, readings, search_notes, verdict_text
+from fivefold.render.plan import headline, ranking, readings, search_notes, step_text, verdict_text
 from fivefold.render.text import duration, gib
 
 if TYPE_CHECKING:
@@ -125,7 +125,7 @@ def plan_html(plan: Plan, estimate: Estimate | None, why: Sequence[str]) -> str:
     if estimate is None:
         return _box(_table((), facts, (0, 1)), _lines(plan.notes, "notes"))
     speed = f"{estimate.tokens_per_s_per_gpu:,.0f} tokens/s/GPU, MFU {estimate.mfu:.1%}"
-    facts += [("step", f"{duration(estimate.step)} ± {estimate.accuracy.time:.0%}: {speed}")]
+    facts += [("step", f"{step_text(estimate)}: {speed}")]
     return _box(
         _table((), facts, (0, 1)),
         *_bars(estimate),

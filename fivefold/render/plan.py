@@ -33,6 +33,7 @@ _GIB = 2**30
 def estimate_json(estimate: Estimate, because: list[str]) -> dict[str, Any]:
     """One plan with its estimated memory and time, and the reasons for it."""
     plan, layout, off = estimate.plan, estimate.plan.layout, estimate.accuracy
+    low, high = off.span(estimate.step)
     return {
         "layout": str(layout),
         "zero": layout.zero,
@@ -54,8 +55,8 @@ def estimate_json(estimate: Estimate, because: list[str]) -> dict[str, Any]:
         "fits": estimate.verdict,
         "nccl_gib": estimate.nccl / _GIB,
         "step_s": estimate.step,
-        "step_s_low": (1 - off.time) * estimate.step,
-        "step_s_high": (1 + off.time) * estimate.step,
+        "step_s_low": low,
+        "step_s_high": high,
         "error_bar": {"time": off.time, "time_p90": off.time_p90, "memory": off.memory},
         "time_s": estimate.parts,
         "tokens_per_s_per_gpu": estimate.tokens_per_s_per_gpu,
@@ -64,6 +65,12 @@ def estimate_json(estimate: Estimate, because: list[str]) -> dict[str, Any]:
         "bubble": estimate.bubble,
         "because": because,
     }
+
+
+def step_text(estimate: Estimate) -> str:
+    """The time of a step, and between which times nine in ten measured ones are."""
+    low, high = map(duration, estimate.accuracy.span(estimate.step))
+    return f"{duration(estimate.step)} (nine in ten: {low} to {high})"
 
 
 def run_costs(estimate: Estimate, costs: RunCosts) -> dict[str, Any]:
@@ -585,7 +592,7 @@ def detail(estimate: Estimate) -> list[str]:
     if estimate.total < limit:
         lines.append(bar("free", gib(limit - estimate.total), 1 - estimate.total / limit, "·"))
     lines.append(
-        f"step      {duration(estimate.step)} ± {estimate.accuracy.time:.0%}: "
+        f"step      {step_text(estimate)}: "
         f"{estimate.tokens_per_s_per_gpu:,.0f} tokens/s/GPU, "
         f"MFU {estimate.mfu:.1%} of the {estimate.setting.precision} peak "
         "(causal attention at half, recompute not counted)"

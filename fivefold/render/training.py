@@ -262,6 +262,11 @@ def _check_lines(table: Mapping[str, Any]) -> Iterator[str]:
             f"routing flips: {check['flips']:,} of {check['routed']:,} (tokens times layers whose "
             "experts differ from those of one process)"
         )
+    if (gap := check["tie_gap"]) is not None:
+        yield (
+            "with the experts of the ranks one process gives the losses above; their scores are at "
+            f"most {gap:.1e} below those of its own choice, allowed {check['allowed']:.1e}"
+        )
 
 
 _MOST_LINES = 2000  # that wait: some hundred kilobytes

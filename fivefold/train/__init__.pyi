@@ -3,8 +3,9 @@ from fivefold.train.build import checked_source as checked_source
 from fivefold.train.build import sets_of as sets_of
 from fivefold.train.check import Check as Check
 from fivefold.train.check import MeasuredRun as MeasuredRun
+from fivefold.train.check import RankArguments as RankArguments
+from fivefold.train.check import check_runs as check_runs
 from fivefold.train.check import compare_with_plan as compare_with_plan
-from fivefold.train.check import judge as judge
 from fivefold.train.check import reference_runs as reference_runs
 from fivefold.train.loop import run_rank as run_rank
 from fivefold.train.options import RunOptions as RunOptions

@@ -4,7 +4,7 @@ reads the same text through the same step, memory and traffic beside the plan.""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from math import inf, isfinite
 from statistics import median
@@ -19,10 +19,12 @@ from fivefold.cost.traffic import UNEVEN_AXES, least_traffic_share, predict_traf
 from fivefold.train.state import (
     AxisTraffic,
     RankMemory,
+    Routes,
     Sketch,
     TrainedRank,
     TrainSettings,
     count_flips,
+    joined_routes,
     traffic_by_axis,
 )
 
@@ -61,7 +63,10 @@ class Check:
     `spread` is the difference of two runs of one process that sum in another order; None in
     float64, which needs none. A single number may agree by chance, so it is no less than the share
     by which most gradients differ: that is about how far logits do, and losses of single tokens.
-    `flips` of `routed` tokens times layers had other experts.
+    `flips` of `routed` tokens times layers had other experts. Where losses differ by more than is
+    allowed, `difference` is that to a process whose tokens go to the experts of the ranks, and
+    `tie_gap` is the most by which the score of such an expert is below one that it would choose. It
+    may be as much as losses may differ: then two experts were a tie, which rounding decides.
     """
 
     steps: int  # that the ranks and the one process have both run
@@ -72,23 +77,34 @@ class Check:
     flips: int
     routed: int
     gradients: GradientCheck | None = None  # None: tokens of the first step had other experts
+    tie_gap: float | None = None
 
     @property
     def passed(self) -> bool:
         sound = self.gradients is None or self.gradients.passed
-        return self.difference <= self.allowed and sound
+        tied = self.tie_gap is None or self.tie_gap <= self.allowed
+        return self.difference <= self.allowed and sound and tied
 
 
-def reference_runs(plan: Plan, settings: TrainSettings) -> list[tuple[Plan, TrainSettings, bool]]:
-    """Single-process runs of a check, as arguments of `run_rank`; a second one sums in another
-    order. Not compiled, which a dispatch mode does not allow."""
+RankArguments = tuple[Plan, TrainSettings, bool, None, Sequence[Routes]]
+"""Those of `run_rank`."""
+
+
+def reference_runs(plan: Plan, settings: TrainSettings) -> list[RankArguments]:
+    """Single-process runs of a check; a second one sums in another order."""
+    single_plan, plain, eager = _single(plan, settings)
+    exact = settings.dtype == "float64" and plan.units.grad_dtype == "fp32"
+    reordered: list[RankArguments] = [] if exact else [(single_plan, eager, True, None, ())]
+    return [(single_plan, plain, False, None, ()), *reordered]
+
+
+def _single(plan: Plan, settings: TrainSettings) -> tuple[Plan, TrainSettings, TrainSettings]:
+    """One process, its settings, and those without a compiler, which a dispatch mode does not
+    allow."""
     recipe = replace(settings.recipe, sample_every=0, callbacks="")
     options = replace(settings.options, callbacks=())
     plain = replace(settings, options=options, folder=None, recipe=recipe)
-    single_plan = single_process(plan)
-    eager = replace(plain, recipe=replace(recipe, compile=False))
-    exact = settings.dtype == "float64" and plan.units.grad_dtype == "fp32"
-    return [(single_plan, plain, False), *([] if exact else [(single_plan, eager, True)])]
+    return single_process(plan), plain, replace(plain, recipe=replace(recipe, compile=False))
 
 
 def single_process(plan: Plan) -> Plan:
@@ -96,6 +112,28 @@ def single_process(plan: Plan) -> Plan:
     batch = plan.batch
     batch = Batch.over(1, batch)
     return replace(plan, layout=Layout(), batch=batch, stage_layers=None, ep_nodes=1)
+
+
+def check_runs(
+    plan: Plan,
+    settings: TrainSettings,
+    runs: Sequence[TrainedRank],
+    references: Sequence[TrainedRank],
+    run: Callable[[RankArguments], TrainedRank],
+) -> Check | None:
+    """Compare the ranks with one process; None if nothing was asked of one. If that fails and
+    tokens went to other experts, it runs once more with those of the ranks: what differs then is
+    no matter of ties."""
+    if not references:
+        return None
+    check = judge(plan, runs, references)
+    if check.passed or not check.flips or any(rank.stopped for rank in runs):
+        return check
+    single_plan, _, eager = _single(plan, settings)
+    routes = joined_routes(plan, [rank.routes for rank in runs])
+    truth = run((single_plan, eager, False, None, routes))
+    difference, loss = _most_apart(runs, truth), truth.losses[-1]
+    return replace(check, loss=loss, difference=difference, tie_gap=truth.tie_gap)
 
 
 def judge(plan: Plan, runs: Sequence[TrainedRank], references: Sequence[TrainedRank]) -> Check:
@@ -111,7 +149,8 @@ def judge(plan: Plan, runs: Sequence[TrainedRank], references: Sequence[TrainedR
         for group in (runs, references)
     )
     truth, *alternates = references
-    flips, routed = count_flips(plan, [run.routes for run in runs], truth.routes)
+    routes = joined_routes(plan, [run.routes for run in runs])
+    flips, routed = count_flips(routes, truth.routes)
     alike = runs[0].first_step + _steps_before(flips, alternates, truth)
     gradients = list(_compared_gradients(runs, references, alike))
     apart = [_largest(other.losses, truth.losses) for other in alternates]
@@ -120,7 +159,7 @@ def judge(plan: Plan, runs: Sequence[TrainedRank], references: Sequence[TrainedR
     return Check(
         steps=len(truth.losses),
         loss=truth.losses[-1],
-        difference=max(_largest(run.losses, truth.losses) for run in runs),
+        difference=_most_apart(runs, truth),
         spread=spread,
         allowed=EXACT if spread is None else max(_SPREADS * spread, LEAST),
         flips=sum(flips),
@@ -214,6 +253,11 @@ def _norm(sketch: Sketch) -> float:
     """The norm; infinite if a number is none."""
     norm = float(np.linalg.norm(sketch))
     return norm if norm == norm else inf
+
+
+def _most_apart(runs: Sequence[TrainedRank], truth: TrainedRank) -> float:
+    """The largest difference of a loss of any rank."""
+    return max(_largest(run.losses, truth.losses) for run in runs)
 
 
 def _largest(losses: Sequence[float], true_losses: Sequence[float]) -> float:

@@ -47,8 +47,8 @@ from fivefold.train.recovery import (
     RunningBound,
     exchanged,
 )
-from fivefold.train.references import GradientSketches
-from fivefold.train.state import Progress, TrainedRank, TrainSettings
+from fivefold.train.references import GradientSketches, ReplayedRoutes
+from fivefold.train.state import Progress, Routes, TrainedRank, TrainSettings
 
 
 def run_rank(
@@ -57,11 +57,12 @@ def run_rank(
     settings: TrainSettings,
     reordered: bool = False,
     device: RankDevice | None = None,
+    routes: Sequence[Routes] = (),
 ) -> TrainedRank:
     """Train all steps on one rank, on `device` or on the next GPU of this machine.
 
     `reordered` takes the microbatches of each step from the last to the first, and adds the terms
-    of every sum in another order.
+    of every sum in another order. `routes` are the experts that the tokens of each step go to.
     """
     recipe, world = settings.recipe, plan.layout.world
     local_device = device or forked_device(settings.device, settings.backend, worker.rank, world)
@@ -112,6 +113,7 @@ def run_rank(
             *([] if objective is None else [objective]),
         )
         result = TrainedRank(first_step=progress.step + 1)
+        replayed = ReplayedRoutes(rank.job, routes) if routes else None
         _Loop(
             run=run,
             clock=clock,
@@ -119,10 +121,13 @@ def run_rank(
             callbacks=callbacks,
             result=result,
             reordered=reordered,
+            replayed=replayed,
             replays=replays,
             integrity=integrity,
             objective=objective,
         ).train()
+        if replayed is not None:
+            result.tie_gap = float(replayed.gap)
         rank.close()
         return result
 
@@ -162,6 +167,7 @@ class _Loop:
     callbacks: Sequence[Callback]
     result: TrainedRank
     reordered: bool
+    replayed: ReplayedRoutes | None
     replays: ReplayCallback
     integrity: Integrity | None
     objective: PreferenceObjective | None
@@ -241,6 +247,8 @@ class _Loop:
         if self.replays.proves(number) and bound is None and eligible:
             optimizer = self.replays.proving(job, updater, optimizer)
         ordered = batches[::-1] if self.reordered else batches
+        if self.replayed is not None:
+            ordered = self.replayed.given(number - self.result.first_step, ordered)
         job.balancing.routes.clear()
         with ReorderedSums() if self.reordered else nullcontext():
             if weights is None:

@@ -1,4 +1,4 @@
-"""The sketches of gradients that the runs of `train --check` keep.
+"""What the runs of `train --check` keep of gradients, and what they do with routes.
 
 The sketch of a weight's gradient G is L·G·R, where L and R have few rows and columns of random
 signs. It is linear, so that the sketches of all shards add up to that of the full gradient, in any
@@ -9,15 +9,19 @@ a shard that is wrong or at the wrong place.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from zlib import crc32
 
+import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fivefold.core.layout import Box, Weight, boxes_of
+from fivefold.model import Router, Routing, TokenBatch
 from fivefold.parallel import Job
 from fivefold.step import StepWatch
-from fivefold.train.state import Progress, Sketch, TrainedRank
+from fivefold.train.state import Progress, Routes, Sketch, TrainedRank
 
 STEPS = 3  # whose gradients are compared: rounding errors grow from update to update
 _SIGNS = 8  # rows of L, and columns of R
@@ -87,3 +91,44 @@ class Projection:
             values = flat[box.at : box.at + box.numel].view(-1, high - low).to(torch.float64)
             total += rows @ (values @ self.columns[low:high])
         return total / _SIGNS
+
+
+class ReplayedRoutes:
+    """Makes the routers of one process take the experts that ranks have taken, in every step.
+
+    Two experts of nearly the same score are a tie: rounding decides which of them a token goes to,
+    and the loss jumps by more than rounding. With the experts of the ranks it does not. `gap` is
+    the most by which the score of an expert of the ranks was below one of the router's own: of
+    ties alone it is small.
+    """
+
+    def __init__(self, job: Job, routes: Sequence[Routes]) -> None:
+        shape = job.plan.shape
+        self.layers = [layer for layer in shape.moe_layers if layer < shape.layers]
+        self.routes, self.gap = routes, torch.zeros((), device=job.mesh.device)
+        for chunk in job.chunks:
+            for module in chunk.model.modules():
+                if isinstance(module, Router):
+                    module.register_forward_hook(self._compare)
+
+    def given(self, step: int, batches: Sequence[TokenBatch]) -> list[TokenBatch]:
+        """The microbatches of a step, counted from 0, with the experts of their tokens."""
+        routes = self.routes[step]
+        tables = [
+            np.stack([routes[layer, number] for layer in self.layers], axis=2).astype(np.int64)
+            for number in range(len(batches))
+        ]
+        return [
+            replace(batch, replayed=torch.from_numpy(table).to(batch.tokens.device))
+            for batch, table in zip(batches, tables, strict=True)
+        ]
+
+    def _compare(self, router: nn.Module, _: object, routing: Routing) -> None:
+        """Forward hook of a router."""
+        assert isinstance(router, Router)
+        scores_NE = routing.scores.detach()
+        own_NK = router.choose(scores_NE, router.bias, router.moe)
+        ranked_NE = scores_NE if router.bias is None else scores_NE + router.bias
+        worst_N = ranked_NE.gather(1, routing.experts).amin(1)
+        gaps_N = ranked_NE.gather(1, own_NK).amin(1) - worst_N
+        self.gap = torch.maximum(self.gap, gaps_N.max().to(self.gap.dtype))

@@ -169,6 +169,7 @@ class TrainedRank:
     routes: list[Routes] = field(default_factory=list)  # by step, if they are to be compared
     stopped: bool = False  # on request, before the last step
     sketches: dict[int, dict[str, Sketch]] = field(default_factory=dict)  # by step and weight
+    tie_gap: float = 0.0  # of `ReplayedRoutes`
 
     def add(self, loss: float, stopped: bool, job: Job, with_routes: bool) -> None:
         """Add a step, right after it."""
@@ -189,27 +190,34 @@ class TrainedRank:
         self.memory = RankMemory.measure(job, updater)
 
 
-def count_flips(
-    plan: Plan, ranks: Sequence[Sequence[Routes]], reference: Sequence[Routes]
-) -> tuple[list[int], int]:
-    """Count tokens times layers with other experts than in one process, in each step, and all of
-    them.
-
-    `ranks` are routes by rank and step, `reference` the steps of one process, whose microbatches
-    are those of all data ranks in turn.
-    """
-    flips, total = [0] * len(reference), 0
+def joined_routes(plan: Plan, ranks: Sequence[Sequence[Routes]]) -> list[Routes]:
+    """The experts of every token by step, from routes by rank and step, as one process has them:
+    its microbatches are those of all data ranks in turn."""
+    joined: list[Routes] = [{} for _ in ranks[0]]
     for rank, steps in enumerate(ranks):
         coord = plan.layout.coord(rank)
         if not plan.layout.sp and coord.tp > 0:  # all tp ranks route the same tokens
             continue
         positions = np.array(positions_of(plan, rank))
         real = positions < plan.batch.seq  # the rest is padding
-        for number, (routes, expected) in enumerate(zip(steps, reference, strict=True)):
+        for routes, step in zip(steps, joined, strict=True):
             for (layer, microbatch), experts in routes.items():
-                truth = expected[layer, microbatch * plan.batch.dp + coord.dp]
-                differs = (experts[:, real] != truth[:, positions[real]]).any(-1)
-                flips[number], total = flips[number] + int(differs.sum()), total + differs.size
+                rows, _, top_k = experts.shape
+                place = layer, microbatch * plan.batch.dp + coord.dp
+                if place not in step:
+                    step[place] = np.zeros((rows, plan.batch.seq, top_k), experts.dtype)
+                step[place][:, positions[real]] = experts[:, real]
+    return joined
+
+
+def count_flips(joined: Sequence[Routes], reference: Sequence[Routes]) -> tuple[list[int], int]:
+    """Count tokens times layers with other experts than in one process, in each step, and all of
+    them."""
+    flips, total = [0] * len(reference), 0
+    for number, (routes, expected) in enumerate(zip(joined, reference, strict=True)):
+        for place, experts in routes.items():
+            differs = (experts != expected[place]).any(-1)
+            flips[number], total = flips[number] + int(differs.sum()), total + differs.size
     return flips, total
 
 

@@ -49,7 +49,7 @@ MENDS = (
         "hashed = combined(sums) * line_factor(line.role, line.every_step) % PRIME",
         "hashed = combined(sums) * (1 + self.lines.index(line)) % PRIME",
         "dense-3d",
-        "copies of weights",
+        "the sum over hashes of copies is not zero",
         "tests/ranks/test_corruption.py",
     ),
     Mend(  # a run does not say what it was trained with

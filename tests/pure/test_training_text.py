@@ -296,7 +296,7 @@ def test_the_tail_marks_what_differs() -> None:
     measured = {**held, "padding": 4, "total": 1034}
     moved = {"tp": {"calls": 2, "bytes": 64}}
     check = {"loss": 2.5, "difference": 1e-7, "allowed": 2e-6, "spread": 1e-8, "passed": True}
-    check |= {"steps": 1, "flips": 1, "routed": 8, "gradients": None}
+    check |= {"steps": 1, "flips": 1, "routed": 8, "gradients": None, "tie_gap": None}
     table = {
         "world": 4,
         "memory": {"rank": 1, "ranks_as_planned": 3, "planned": held, "measured": measured},
@@ -317,6 +317,8 @@ def test_the_tail_marks_what_differs() -> None:
     assert "3 times the spread 1.0e-08" in checked[-4] and checked[-1] == "PASS in 1.2 s"
     assert checked[-3].startswith("gradients: not compared, because tokens of the first step")
     assert checked[-2].startswith("routing flips: 1 of 8 ")
+    followed = list(run_tail({**table, "check": check | {"tie_gap": 3e-8}}))
+    assert "3.0e-08 below those of its own choice, allowed 2.0e-06" in followed[-2]
     nearest = {"steps": 3, "step": 2, "tensor": "norm.weight", "difference": 1e-6, "allowed": 4e-6}
     compared = list(run_tail({**table, "check": check | {"gradients": nearest}}))
     assert compared[-3] == (

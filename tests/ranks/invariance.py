@@ -23,7 +23,7 @@ from fivefold.core.precision import Dtype
 from fivefold.launch.processes import Pool
 from fivefold.records.run_writer import METRICS, RunFolder, read_records
 from fivefold.train.build import source_of
-from fivefold.train.check import Check, judge, reference_runs
+from fivefold.train.check import Check, RankArguments, check_runs, judge, reference_runs
 from fivefold.train.loop import run_rank
 from fivefold.train.options import RunOptions
 from fivefold.train.state import TrainedRank, TrainSettings
@@ -35,8 +35,10 @@ one process that reads the same text: {rows} packed sequences of {seq} tokens a 
 of {size}, AdamW, lr 1e-3. In float64 they may differ by 1e-9 nats. The spread is the difference of
 two runs of one process that add the terms of every sum in different orders; in float32 layouts may
 differ by three times as much, and by 2e-6 where that is more. A flip is a token that a
-layer sends to other experts than one process does, of {routed:,} tokens times layers. Made by
-`make verify-all` on {date}.
+layer sends to other experts than one process does, of {routed:,} tokens times layers: a tie, which
+rounding decides. Where losses differ by more for it, one process runs again with the experts of
+the ranks, and the difference is that to its losses; the scores of these experts must be as near to
+those of its own. Made by `make verify-all` on {date}.
 """
 COLUMNS = (
     "layout", "ranks", "ZeRO", "schedule", "context", "balance", "recompute", "dtype",
@@ -148,10 +150,16 @@ class Trainings:
 
     def check(self, case: Case, dtype: Dtype) -> Check:
         """All steps in one layout."""
-        plan = case.plan(self.layers)
-        tasks = [(run_rank, (plan, self.settings(dtype)))] * plan.layout.world
+        plan, settings = case.plan(self.layers), self.settings(dtype)
         references = self.references(case.balance, dtype)
-        return judge(plan, self.pool.run_each(tasks), references)
+        runs = self.pool.run_each([(run_rank, (plan, settings))] * plan.layout.world)
+        check = check_runs(plan, settings, runs, references, self.run_alone)
+        assert check is not None
+        return check
+
+    def run_alone(self, arguments: RankArguments) -> TrainedRank:
+        """One process more."""
+        return self.pool.run_each([(run_rank, arguments)])[0]
 
     def change(self, dtype: Dtype, folder: Path) -> Iterator[Check]:
         """One run through all legs, an equal number of steps each; a check of each leg.

@@ -30,12 +30,16 @@ from fivefold.core.plan.recipe import Recipe
 from fivefold.core.precision import Dtype
 from fivefold.launch.processes import Pool
 from fivefold.model.batch import TokenBatch
+from fivefold.model.moe import Router
 from fivefold.records.run_writer import read_records
 from fivefold.records.steps import StepRecord
 from fivefold.train.build import reader_of
+from fivefold.train.callbacks.callback import Callback, CallbackRank
 from fivefold.train.check import (
     LEAST,
     Check,
+    RankArguments,
+    check_runs,
     compare_with_plan,
     judge,
     reference_runs,
@@ -191,6 +195,45 @@ def test_the_runs_of_one_process_record_nothing_and_reorder_without_a_compiler()
     assert [each[2] for each in (plain, reordered)] == [False, True]
     assert plain[1].recipe.compile and not reordered[1].recipe.compile
     assert len(reference_runs(plan, replace(settings, dtype="float64"))) == 1
+
+
+class EqualRouters(Callback):
+    """Gives all experts the same score: any of them is a tie."""
+
+    def setup(self, rank: CallbackRank) -> None:
+        with torch.no_grad():
+            for module in rank.modules:
+                for router in module.modules():
+                    if isinstance(router, Router):
+                        router.weight.zero_()
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["a tie", "another choice"])
+def test_tokens_that_rounding_sends_elsewhere_are_followed(pool: Pool, tied: bool) -> None:
+    """The loss jumps by more than rounding; with the experts of the ranks it does not. Experts
+    with another score are still wrong."""
+    callbacks = (EqualRouters(),) if tied else ()
+    options = RunOptions(check=True, callbacks=callbacks)
+    plan, settings = plan_of("dp=1"), TrainSettings(Recipe(steps=1), "float32", options=options)
+
+    def run(arguments: RankArguments) -> TrainedRank:
+        single, alone, *rest = arguments
+        alone = replace(alone, options=replace(alone.options, callbacks=callbacks))
+        return pool.run_each([(run_rank, (single, alone, *rest))])[0]
+
+    truth, other = (run((plan, settings, reordered, None, ())) for reordered in (False, True))
+    routes = [{place: experts.copy() for place, experts in truth.routes[0].items()}]
+    before = set(routes[0][1, 0][0, 5].tolist())
+    after = sorted(expert for expert in range(4) if expert not in before)[: len(before)]
+    routes[0][1, 0][0, 5] = after
+    astray = run((plan, settings, False, None, routes))
+    check = judge(plan, [astray], [truth, other])
+    assert check.flips >= 1 and check.difference > check.allowed and not check.passed
+
+    reviewed = check_runs(plan, settings, [astray], [truth, other], run)
+    assert reviewed is not None and reviewed.difference <= reviewed.allowed
+    assert reviewed.tie_gap is not None and reviewed.passed == tied
+    assert reviewed.tie_gap == 0 if tied else reviewed.tie_gap > 1e-4
 
 
 def test_steps_after_a_flip_are_not_compared(pool: Pool) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from fivefold.core.plan.plan import Plan
 from fivefold.launch.processes import Pool
-from fivefold.train.check import Check, judge, reference_runs
+from fivefold.train.check import Check, RankArguments, check_runs, reference_runs
 from fivefold.train.loop import run_rank
 from fivefold.train.state import TrainedRank, TrainSettings
 
@@ -20,4 +20,8 @@ def train(
     singles = reference_runs(plan, settings) if settings.options.check else []
     tasks = [(run_rank, (plan, settings))] * world + [(run_rank, single) for single in singles]
     runs = pool.run_each(tasks, on_report=on_report)
-    return runs[:world], judge(plan, runs[:world], runs[world:]) if singles else None
+
+    def run_alone(arguments: RankArguments) -> TrainedRank:
+        return pool.run_each([(run_rank, arguments)])[0]
+
+    return runs[:world], check_runs(plan, settings, runs[:world], runs[world:], run_alone)
