@@ -323,6 +323,7 @@ class Copy:
             },
             **{ALL_CASES: "1", SALT: "mutants", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
             **{"PYTHONPATH": owner, "TMPDIR": str(self.temporary), OWNER: owner},
+            "PYTHONUNBUFFERED": "1",  # what dies by a signal has named its item
         }
         command = ["sh", "-c", f'ulimit -d {MOST_BYTES >> 10}; exec "$@"', "sh", sys.executable]
         with log.open("wb") as output:
@@ -446,7 +447,8 @@ class Judge:
         copy.plant(mutant)
         outcome = copy.pytest(["-x", "-v", item], HEALTHY_SECONDS)
         copy.restore(mutant)
-        return outcome.code == 1 and self._passes(copy, item)
+        died = outcome.code is not None and outcome.code < 0
+        return (outcome.code == 1 or died) and self._passes(copy, item)
 
     def _result(self, copy: Copy, mutant: Mutant, tests: Items, budget: float) -> tuple[str, str]:
         without: set[str] = set()

@@ -12,7 +12,7 @@ import pytest
 
 from tests import mutants
 from tests.coverage_map import CoverageMap, Recording
-from tests.mutants import Items, Judge, Record
+from tests.mutants import Copy, Items, Judge, Record
 from tests.mutations import KINDS, ROOMS, Mutant, draw, mutants_of
 
 FUNCTION = "def f(x, y, mask, rank, mesh, cache):\n    {}\n"
@@ -273,6 +273,17 @@ def test_a_former_killer_kills_only_if_the_fault_makes_it_fail(
     item = f"tests/test_small.py::{killer}"
     record = judge.judge(mutant, items, 9, item)
     assert (record.result, record.test) == (result, item if result == "killed" else "")
+
+
+def test_an_item_that_ends_the_process_is_named(small: Path, tmp_path: Path) -> None:
+    copy = Copy(small, tmp_path, deadline=float("inf"))
+    file = copy.folder / "tests" / "test_dying.py"
+    file.write_text(
+        "import os\n\ndef test_fine():\n    pass\n\ndef test_dies():\n    os.kill(os.getpid(), 8)\n"
+    )
+    items = [f"tests/test_dying.py::test_{name}" for name in ("fine", "dies")]
+    outcome = copy.pytest(["-v", *items], limit=120)
+    assert (outcome.code, outcome.failed(items)) == (-8, items[1])
 
 
 @pytest.mark.nightly  # it waits
