@@ -13,7 +13,7 @@ import pytest
 from tests.changes import Changes, Repository, compare, mentioning
 from tests.coverage_map import CoverageMap, Recording, collect, numbers_of, read, runs_of, write
 from tests.coverage_trace import CONTEXT, FOLDER, ROOT
-from tests.related import Case, Choice, changes_since, choose, chosen
+from tests.related import UNKNOWN, Case, Choice, Related, changes_since, choose, chosen
 
 LAYER = '''
 """A layer."""
@@ -148,6 +148,24 @@ def test_what_changed_last_gets_more_seconds() -> None:
         for recent in ([], ["a.py:g"])
     ]
     assert numbers == [11, 20]
+
+
+def test_short_tests_leave_seconds_for_what_changed_last() -> None:
+    short, long = CASES[:30], CASES[30:]
+    coverage = fake_map({"a.py:f": long}, dict.fromkeys(CASES, 1.0))
+    cases = [*(Case(name) for name in short), *(Case(name, 0.0) for name in long)]
+    change, limits = Changes({"a.py:f"}), (10, 30)
+    assert choose(cases, coverage, change, limits=limits).num_related_run == 0
+    choice = choose(cases, coverage, change, recent=["a.py:f"], limits=limits)
+    assert choice.cases > set(short)
+    assert choice.num_related_run == 3
+
+
+def test_a_new_test_counts_as_its_neighbours() -> None:
+    coverage = fake_map({}, dict.fromkeys(CASES, 3.0))
+    for name, seconds in (("test_a.py::test_new", 3.0), ("test_b.py::test_x", 3.0)):
+        assert Related(coverage, []).seconds(f"tests/{name}") == seconds
+    assert Related(coverage, []).seconds("tests/other/test_b.py::test_x") == UNKNOWN
 
 
 def test_a_fixture_counts_once() -> None:
