@@ -132,7 +132,8 @@ class Dispatcher:
         tokens = frozenset(self.named[stop] for stop in text_request.stops if stop in self.named)
         texts = tuple(stop for stop in text_request.stops if stop not in self.named)
         tokens |= self._stop_tokens(text_request.stop_token_ids)
-        scores = _within(text_request.prompt_alternatives, self.shape.vocab)
+        scores = text_request.prompt_alternatives
+        scores = None if scores is None else min(scores, self.shape.vocab)
         for number, prompt in enumerate(prompts):
             limit, echo = self._limit(prompt, text_request), ""
             if text_request.echo:
@@ -326,10 +327,6 @@ class Dispatcher:
             ),
             ("fivefold_preempted", "Lost caches so far.", gauge(lambda engine: engine.preempted)),
         ]
-
-
-def _within(count: int | None, most: int) -> int | None:
-    return None if count is None else min(count, most)
 
 
 def _labels(index: int, replica: ServingReplica) -> Labels:
