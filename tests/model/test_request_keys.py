@@ -138,6 +138,20 @@ def test_a_step_scores_no_more_tokens_than_memory_has_room_for(
         require_scores(trial, request, [row for row in tokens if row.id == request.id])
 
 
+def test_a_token_is_scored_once_though_it_is_computed_twice() -> None:
+    """A sequence loses its blocks while tokens of its prompt are on their way."""
+    trial = GeneratedTrial(SHAPES["dense"], "float64", 0)
+    engine = WAYS[3].engine(trial)
+    request = replace(trial.requests[2], prompt_logprobs=COUNT)
+    engine.add(request)
+    rows = engine.step() + engine.step()
+    engine.schedulers[0].restart()
+    while engine.busy:
+        rows += engine.step()
+    assert engine.num_preempted == 1
+    require_scores(trial, request, rows)
+
+
 def test_logits_of_a_prompt_that_are_not_finite_end_their_request_alone() -> None:
     trial = GeneratedTrial(SHAPES["dense"], "float64", 0)
     engine, requests = WAYS[0].engine(trial), scored(trial.requests)
