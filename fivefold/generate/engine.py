@@ -35,7 +35,13 @@ from fivefold.generate.requests import (
 )
 from fivefold.generate.routes import RecordedRoutes
 from fivefold.generate.routing import RouteStore
-from fivefold.generate.sampling import Draw, as_rows, draw_tokens, likeliest_tokens
+from fivefold.generate.sampling import (
+    Draw,
+    as_rows,
+    draw_tokens,
+    likeliest_tokens,
+    token_ranks,
+)
 from fivefold.generate.scheduler import ScheduleLimits, Scheduler
 
 Forward = Callable[[StepBatch], Tensor]
@@ -96,13 +102,16 @@ def _wanted(
         first = len(sequence.logprobs) + sequence.awaited - 1
         if sequence.request.targets:
             first = chunk.stop - chunk.scored - sequence.first_wanted
+        elif chunk.scored:  # the token after the last one of the prompt has index 0
+            first = chunk.stop - chunk.scored + 1 - len(sequence.request.prompt)
         rows += [(sequence, first + offset) for offset in range(chunk.num_wanted)]
     return rows
 
 
-def _pairs(sequence: SequenceState, numbers: Sequence[float]) -> tuple[tuple[int, float], ...]:
-    """The likeliest tokens that a request asks for."""
-    stop = 2 + 2 * sequence.request.alternatives
+def _pairs(request: Request, index: int, numbers: Sequence[float]) -> tuple[tuple[int, float], ...]:
+    """The likeliest tokens that a request asks for at an index."""
+    count = request.alternatives if index >= 0 else request.prompt_logprobs or 0
+    stop = 2 + 2 * count
     return tuple((int(numbers[i]), numbers[i + 1]) for i in range(2, stop, 2))
 
 
@@ -192,12 +201,15 @@ class Engine:
         waiting = [row for rows in rows_of for row in rows]
         # All ranks know all requests, and so how many numbers a row has.
         most = max((sequence.request.alternatives for sequence, _ in waiting), default=0)
+        scores = any(index < 0 for _, index in waiting)
+        if scores:
+            most = max(most, *(state.request.prompt_logprobs or 0 for state, _ in waiting))
         drawn: list[Tensor] = []
         for replica, rows in enumerate(rows_of):
             if replica == self.ranks.replica and self.ranks.draws and rows:
-                drawn.append(self._draw(rows, logits_NV, most))
+                drawn.append(self._draw(rows, logits_NV, most, scores))
             else:
-                size = (len(rows), 2 + 2 * most)
+                size = (len(rows), 2 + 2 * most + scores)
                 drawn.append(torch.zeros(size, dtype=torch.float64, device=logits_NV.device))
         for row, (sequence, _) in enumerate(waiting):
             sequence.draw_in(row)
@@ -213,36 +225,53 @@ class Engine:
         return _wanted(batch, sequences)
 
     def _draw(
-        self, rows: Sequence[tuple[SequenceState, int]], logits_NV: Tensor, most: int
+        self,
+        rows: Sequence[tuple[SequenceState, int]],
+        logits_NV: Tensor,
+        most: int,
+        scores: bool,
     ) -> Tensor:
-        """The next token of each sequence and its log-probability, and the likeliest ones."""
+        """The next token of each sequence and its log-probability, the `most` likeliest ones, and,
+        if any prompt is scored, ranks."""
         draws: list[Draw] = []
         for sequence, index in rows:
             request = sequence.request
             target = request.targets[index] if request.targets else None
-            draws.append(Draw(request.sampling, request.seed_key or request.id, index, target))
+            target = request.prompt[index] if index < 0 else target
+            ends = request.stop_tokens if index < request.min_tokens else frozenset[int]()
+            key = request.seed_key or request.id
+            draws.append(Draw(request.sampling, key, index, target, ends))
         if self.watch is not None:
             for draw, logits_V in zip(draws, logits_NV, strict=True):
                 self.watch(draw.request, draw.index, logits_V)
-        drawn_N2 = draw_tokens(logits_NV, draws)
-        return torch.cat([drawn_N2, likeliest_tokens(logits_NV, most)], 1) if most else drawn_N2
+        table = drawn_N2 = draw_tokens(logits_NV, draws)
+        if most:
+            table = torch.cat([table, likeliest_tokens(logits_NV, most)], 1)
+        if scores:
+            table = torch.cat([table, token_ranks(logits_NV, drawn_N2[:, 1:])], 1)
+        return table
 
     def _end_first(self) -> list[DrawnToken]:
         """Wait for the draws of the batch that was begun first."""
         flight, drawn_tokens = self._flights.popleft(), list[DrawnToken]()
         for numbers, (sequence, index) in zip(as_rows(flight.drawn()), flight.rows, strict=True):
-            id, token, logprob = sequence.request.id, int(numbers[0]), numbers[1]
+            request, token, logprob, rank = sequence.request, int(numbers[0]), numbers[1], 0
+            id = request.id
             if self._sequences.get(id) is not sequence:  # it was ended meanwhile
                 continue
-            if sequence.request.targets:
+            if request.targets:
                 reason = sequence.score(index, token, logprob)
+            elif index < 0:
+                if index != -sequence.num_unscored:  # it lost its blocks: computed again
+                    continue
+                token, rank = request.prompt[index], int(numbers[-1])
+                reason = sequence.score_prompt(logprob)
             else:
                 reason = sequence.append(token, logprob)
             if reason is not None:
                 self.end(id, reason)
-            drawn_tokens.append(
-                DrawnToken(id, index, token, logprob, reason, _pairs(sequence, numbers))
-            )
+            pairs = _pairs(request, index, numbers)
+            drawn_tokens.append(DrawnToken(id, index, token, logprob, reason, pairs, rank))
         return drawn_tokens
 
     def end(self, id: str, reason: Reason) -> None:

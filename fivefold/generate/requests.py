@@ -27,6 +27,7 @@ class Sampling:
     top_k: int | None = None  # of the most likely tokens; None: all
     top_p: float = 1.0  # of the smallest set of tokens with this probability
     seed: int = 0
+    min_p: float = 0.0  # of the probability of the likeliest token; 0: all
 
     @property
     def greedy(self) -> bool:
@@ -41,6 +42,8 @@ class Sampling:
             yield f"top_k = {self.top_k}: give at least 1, or leave it out"
         if not 0 < self.top_p <= 1:
             yield f"top_p = {self.top_p}: give a number above 0 and at most 1"
+        if not 0 <= self.min_p <= 1:
+            yield f"min_p = {self.min_p}: give 0 (all tokens) or a number up to 1"
 
 
 @dataclass(frozen=True)
@@ -50,6 +53,9 @@ class Request:
 
     With `targets` nothing is drawn: they are the tokens that follow the last tokens of the prompt,
     one each, and their log-probabilities are wanted. The last target is no part of the prompt.
+
+    With `prompt_logprobs` all tokens of the prompt but the first are scored before anything is
+    drawn. They have negative indices, as in `prompt[index]`.
     """
 
     id: str
@@ -60,6 +66,8 @@ class Request:
     targets: tuple[int, ...] = ()  # and max_tokens is 0
     seed_key: str = ""  # of the sampling seed, in place of the id
     alternatives: int = 0  # so many of the likeliest tokens are wanted for every place
+    min_tokens: int = 0  # no stop token is drawn before
+    prompt_logprobs: int | None = None  # likeliest tokens for every token of the prompt
 
     def check(self, vocab: int, max_seq: int) -> None:
         """Refuse a request that the model cannot complete."""
@@ -79,6 +87,9 @@ class Request:
         if wrong := [token for token in self.prompt if not 0 <= token < vocab]:
             rule = f"token {wrong[0]} is not in the vocabulary of {vocab:,}"
             yield f"{rule}: give the tokenizer of this model"
+        if self.min_tokens and len(self.stop_tokens.intersection(range(vocab))) == vocab:
+            rule = f"min_tokens = {self.min_tokens}, and every token ends the completion"
+            yield f"{rule}: leave one of both out"
         yield from self.sampling.problems()
 
     def _target_problems(self, vocab: int, max_seq: int) -> Iterator[str]:
@@ -120,6 +131,7 @@ class SequenceState:
     likeliest: list[int] = field(default_factory=list[int])  # in the places of targets
     carried: int = 0  # tokens whose keys and values another engine has computed, and wait here
     outgrown: bool = False  # its blocks are those of a text longer than `Shape.outgrown_at`
+    num_unscored: int = 0  # tokens of the prompt whose log-probabilities are still wanted
 
     @property
     def drawn(self) -> list[int]:
@@ -129,6 +141,8 @@ class SequenceState:
     @property
     def first_wanted(self) -> int:
         """Position of the first token whose logits are needed."""
+        if self.num_unscored:
+            return len(self.request.prompt) - 1 - self.num_unscored
         return len(self.tokens) - (len(self.request.targets) or 1)
 
     @property
@@ -192,6 +206,12 @@ class SequenceState:
         self.awaited -= last
         return "length" if last else None
 
+    def score_prompt(self, logprob: float) -> Reason | None:
+        """Count the next token of the prompt as scored; logits that are not finite end the
+        sequence."""
+        self.num_unscored -= 1
+        return "error" if math.isnan(logprob) else None
+
     def append(self, token: int, logprob: float) -> Reason | None:
         """Append a drawn token; returns the reason if the sequence has ended. Logits that are not
         finite give no token."""
@@ -216,7 +236,7 @@ class SequenceChunk:
     table: tuple[int, ...]
     samples: bool  # whether the last one is the last of its sequence: the next is to be drawn
     fills: bool = False  # tokens of no sequence, which fill a step: nobody reads what they give
-    scored: int = 0  # so many of the last tokens are followed by targets
+    scored: int = 0  # so many of the last tokens are followed by targets, or by prompt to score
     outgrown: bool = False  # of a text longer than `Shape.outgrown_at`
 
     @property
@@ -244,7 +264,7 @@ class StepBatch:
 @dataclass(frozen=True)
 class DrawnToken:
     """A token of a completion, and the reason if it is the last. For a target, the likeliest token
-    with the log-probability of the target."""
+    with the log-probability of the target. At a negative index, a token of the prompt."""
 
     id: str
     index: int  # in the completion
@@ -252,6 +272,7 @@ class DrawnToken:
     logprob: float
     reason: Reason | None
     alternatives: tuple[tuple[int, float], ...] = ()  # the likeliest tokens, if asked for
+    rank: int = 0  # of a token of the prompt: so many tokens are at least as likely
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ Legend: N rows, V vocabulary.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -38,16 +39,22 @@ class Draw:
     request: str
     index: int  # in the completion
     target: int | None = None
+    exclusions: frozenset[int] = frozenset()  # tokens that are not drawn
 
 
 def filtered(logits_NV: Tensor, samplings: Sequence[Sampling]) -> Tensor:
-    """Probabilities in float64 after temperature, top-k and top-p, row by row. Of equal logits the
-    lower token ranks higher."""
+    """Probabilities in float64 after temperature, min-p, top-k and top-p, row by row. Of equal
+    logits the lower token ranks higher."""
 
     def column(values: Sequence[float]) -> Tensor:
         return _there(values, torch.float64, logits_NV.device)[:, None]
 
     scaled_NV = logits_NV.double() / column([sampling.temperature for sampling in samplings])
+    if any(sampling.min_p for sampling in samplings):
+        # As differences of logits: a ratio of probabilities needs no sum over the vocabulary.
+        gaps_N1 = column([math.log(s.min_p) if s.min_p else -math.inf for s in samplings])
+        least_N1 = scaled_NV.amax(1, keepdim=True) + gaps_N1
+        scaled_NV = scaled_NV.masked_fill(scaled_NV < least_N1, -math.inf)
     if all(sampling.top_k is None and sampling.top_p >= 1 for sampling in samplings):
         return scaled_NV.softmax(1)
     vocab = logits_NV.shape[1]
@@ -94,14 +101,15 @@ def draw_tokens(logits_NV: Tensor, draws: Sequence[Draw]) -> Tensor:
     any vocabulary. A row with NaN, +inf or only −inf gets the log-probability NaN, and a token
     within the vocabulary, which the next step may already read."""
     wide_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))
-    tokens_N = wide_NV.argmax(1)  # the first of equals
+    allowed_NV = _excluded(wide_NV, draws) if any(d.exclusions for d in draws) else wide_NV
+    tokens_N = allowed_NV.argmax(1)  # the first of equals
     fixed_tokens = {i: draw.target for i, draw in enumerate(draws) if draw.target is not None}
     drawn = [
         i for i, draw in enumerate(draws) if not draw.sampling.greedy and i not in fixed_tokens
     ]
     if drawn:
         rows = _there(drawn, torch.int64, wide_NV.device)
-        ends_NV = filtered(wide_NV[rows], [draws[i].sampling for i in drawn]).cumsum(1)
+        ends_NV = filtered(allowed_NV[rows], [draws[i].sampling for i in drawn]).cumsum(1)
         places = [uniform(draws[i].sampling.seed, draws[i].request, draws[i].index) for i in drawn]
         places_N1 = ends_NV[:, -1:] * _there(places, torch.float64, wide_NV.device)[:, None]
         # The first token whose end is beyond: those without probability end where they begin.
@@ -116,6 +124,23 @@ def draw_tokens(logits_NV: Tensor, draws: Sequence[Draw]) -> Tensor:
         scored_N = tokens_N.index_put((rows,), targets)
     logprobs_N1 = wide_NV.log_softmax(1).gather(1, scored_N[:, None])
     return torch.cat([tokens_N[:, None].double(), logprobs_N1.double()], 1)
+
+
+def token_ranks(logits_NV: Tensor, logprobs_N1: Tensor) -> Tensor:
+    """Number of tokens that are at least as likely as one with this log-probability, (N, 1) in
+    float64."""
+    wide_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))
+    return (wide_NV.log_softmax(1) >= logprobs_N1).sum(1, keepdim=True).double()
+
+
+def _excluded(logits_NV: Tensor, draws: Sequence[Draw]) -> Tensor:
+    """Logits without the exclusions of every row."""
+    vocab = logits_NV.shape[1]  # configs may name end tokens beyond it
+    pairs = [(i, t) for i, draw in enumerate(draws) for t in draw.exclusions if t < vocab]
+    rows, tokens = (
+        _there([pair[axis] for pair in pairs], torch.int64, logits_NV.device) for axis in (0, 1)
+    )
+    return logits_NV.index_put((rows, tokens), logits_NV.new_full((), -math.inf))
 
 
 def _there(values: Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:

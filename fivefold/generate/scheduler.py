@@ -32,6 +32,9 @@ from fivefold.generate.async_scheduling import place_of
 from fivefold.generate.blocks import BlockPool, chained_digest
 from fivefold.generate.requests import Drawn, Request, SequenceChunk, SequenceState, StepBatch
 
+SCORED_TOKENS = 512
+"""Most tokens of prompts that a step scores: all of their logits are in memory together."""
+
 
 @dataclass(frozen=True)
 class ScheduleLimits:
@@ -91,11 +94,13 @@ class Scheduler:
                 f"request {request.id!r} may need {needed:,} tokens and the cache has room for "
                 f"{capacity:,}: ask for fewer tokens, or give the cache more memory"
             )
+        scores = request.prompt_logprobs is not None
         sequence = SequenceState(
             *(request, self._arrived, limit),
             tokens=[*request.prompt, *(token for token, _ in drawn)],
             logprobs=[logprob for _, logprob in drawn],
             carried=len(request.prompt) if drawn else 0,
+            num_unscored=0 if drawn or not scores else len(request.prompt) - 1,
         )
         self._arrived += 1
         self.load += limit
@@ -119,21 +124,26 @@ class Scheduler:
         for sequence in [candidate for candidate in self.running if self._lost_rotation(candidate)]:
             self._start_again(sequence)
         left, chunks, before = self.limits.tokens, list[SequenceChunk](), self.num_preempted
+        rows = SCORED_TOKENS
         most = -(-(len(self.running) + len(self.waiting)) // self.in_flight)
         for sequence in [candidate for candidate in self.running if self._goes_on(candidate)]:
             if not left or len(chunks) == most:
                 break
-            if sequence in self.running and self._makes_room(sequence, left):
-                chunks.append(self._chunk(sequence, left))
+            share = min(left, rows) if sequence.num_unscored else left
+            if share and sequence in self.running and self._makes_room(sequence, share):
+                chunks.append(self._chunk(sequence, share))
                 left -= len(chunks[-1].tokens)
+                rows -= chunks[-1].scored
         while left and self.waiting and len(self.running) < self.limits.sequences:
             # Whoever came after a sequence that has just lost its blocks would take them again.
             full = len(chunks) == most or self.num_preempted > before
-            admitted = None if full else self._admit(left)
+            share = min(left, rows) if self.waiting[0].num_unscored else left
+            admitted = None if full or not share else self._admit(share)
             if admitted is None:
                 break
-            chunks.append(self._chunk(admitted, left))
+            chunks.append(self._chunk(admitted, share))
             left -= len(chunks[-1].tokens)
+            rows -= chunks[-1].scored
         # Single tokens first: they are one piece for a kernel of their own.
         return StepBatch(
             tuple(sorted(chunks, key=lambda sequence_chunk: len(sequence_chunk.tokens) > 1))
@@ -184,7 +194,7 @@ class Scheduler:
         tokens = tuple(sequence.tokens[start : start + most]) or (place_of(sequence.row),)
         last = start + len(tokens) == sequence.length
         stop, scored = start + len(tokens), 0
-        if sequence.request.targets:
+        if sequence.request.targets or sequence.num_unscored:
             scored = max(0, stop - max(start, sequence.first_wanted))
         same = (sequence.request.id, tokens, start, tuple(sequence.table), last)
         return SequenceChunk(*same, scored=scored, outgrown=sequence.outgrown)

@@ -221,12 +221,23 @@ def stops_of(codec: Codec, stops: Iterable[str]) -> tuple[tuple[str, ...], froze
 class TextStream:
     """Incremental decoder of one completion."""
 
-    def __init__(self, codec: Codec, stops: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        codec: Codec,
+        stops: Sequence[str] = (),
+        min_tokens: int = 0,
+        context: Sequence[int] = (),
+    ) -> None:
+        """Stop texts count after `min_tokens`. `context`: tokens before the text, which is spaced
+        as their continuation."""
         self.codec, self.stops = codec, tuple(stops)
         self.text = ""  # all that is decided, without the stop text
         self.stopped = False
-        self._tokens: list[int] = []
-        self._start = self._read = 0  # tokens from `_start` are decoded together, as words need
+        self._tokens, self._ignored = list(context), len(context) + min_tokens
+        self._start, self._read = (
+            0,
+            len(context),
+        )  # tokens from `_start` are decoded together, as words need
         self._given = 0  # characters that were given out
 
     def push(self, token: int) -> str:
@@ -248,11 +259,11 @@ class TextStream:
         return self._give(len(self.text))
 
     def _add(self, new: str) -> None:
-        longest = max(map(len, self.stops), default=0)
-        begin = max(0, len(self.text) - longest + 1)
+        before = len(self.text)
         self.text += new
-        starts = [at for at in (self.text.find(stop, begin) for stop in self.stops) if at >= 0]
-        if starts:
+        starts = [self.text.find(stop, max(0, before - len(stop) + 1)) for stop in self.stops]
+        starts = [start for start in starts if start >= 0]
+        if starts and len(self._tokens) > self._ignored:
             self.text, self.stopped = self.text[: min(starts)], True
 
     def _held(self) -> int:

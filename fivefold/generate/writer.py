@@ -87,7 +87,7 @@ class TextWriter:
         """Queue a request for the tokens of a prompt."""
         request, prompt, stops = text_request
         self.engine.add(request)
-        stream = TextStream(self.codec, stops)
+        stream = TextStream(self.codec, stops, request.min_tokens)
         self._open[request.id] = _Open(prompt, not request.targets, stream, self.clock())
 
     def step(self) -> list[TextPiece]:

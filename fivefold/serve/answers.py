@@ -9,15 +9,16 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fivefold.core.model import NUM_BYTES
-from fivefold.generate import ByteCodec, Codec, Reason, Request, TextStream
+from fivefold.generate import ByteCodec, Codec, Drawn, Reason, Request, TextStream
 from fivefold.serve.schema import ApiError, AskedText
 
 DONE = b"data: [DONE]\n\n"
+_CONTEXT = 8  # tokens of an echoed prompt that decide how the text after it is spaced
 _LEAST_LOGPROB = -9999.0  # of a token without probability: JSON has no −inf
 
 
@@ -26,19 +27,36 @@ class TokenNote:
     """A token of a choice with its log-probabilities; `offset` is where its text begins."""
 
     token: int
-    logprob: float
-    alternatives: tuple[tuple[int, float], ...]
+    logprob: float | None  # None: the first one of a prompt
+    alternatives: Drawn
     offset: int
+
+
+@dataclass(frozen=True)
+class PromptScore:
+    """A token of a prompt; `rank` tokens are at least as likely."""
+
+    token: int
+    logprob: float
+    rank: int
+    alternatives: Drawn
 
 
 class ServedChoice:
     """One completion of a call."""
 
     def __init__(
-        self, call: ServedCall, index: int, request: Request, codec: Codec, stops: tuple[str, ...]
+        self,
+        call: ServedCall,
+        index: int,
+        request: Request,
+        codec: Codec,
+        stops: tuple[str, ...],
+        echo: str = "",
     ) -> None:
+        """`echo`: what the text begins with, the prompt if it is wanted."""
         self.call, self.index, self.request = call, index, request
-        self.codec, self.stops = codec, stops
+        self.codec, self.stops, self.echo = codec, stops, echo
         self.starts = 0
         self.begin()
 
@@ -48,10 +66,14 @@ class ServedChoice:
         self.starts += 1
         if self.starts > 1:
             self.request = replace(self.request, id=f"{self.request.id}/{self.starts}")
-        self.stream = TextStream(self.codec, self.stops)
+        context = self.request.prompt[-_CONTEXT:] if self.echo else ()
+        self.stream = TextStream(self.codec, self.stops, self.request.min_tokens, context)
         self.num_tokens = 0
         self.reason: Reason | None = None
-        self._text, self._taken = "", 0  # given out by the stream, and of this by us
+        self.scores: list[PromptScore] = []
+        self._prompt_taken = False
+        # Given out by the stream, and of this by us; the echo is given out apart.
+        self._text, self._taken = self.echo, len(self.echo)
         self._notes: list[TokenNote] = []  # not yet given out
 
     @property
@@ -68,22 +90,27 @@ class ServedChoice:
     def id(self) -> str:
         return self.request.id
 
+    def score(self, token: int, logprob: float, rank: int, alternatives: Drawn) -> None:
+        """Append a token of the prompt; all of them come before `push`."""
+        number = max(logprob, _LEAST_LOGPROB)
+        self.scores.append(PromptScore(token, number, rank, _finite(alternatives)))
+
     def push(
         self,
         token: int,
         logprob: float,
         reason: Reason | None,
-        alternatives: tuple[tuple[int, float], ...] = (),
+        alternatives: Drawn = (),
     ) -> None:
         """Append a drawn token; sets `reason` if the choice has ended."""
-        self.num_tokens += 1
         self.call.tick()
+        if self.call.request.max_tokens == 0:  # the prompt alone is wanted
+            self.reason = "length"
+            return
+        self.num_tokens += 1
         if reason != "stop":  # a stop token has no text
-            likeliest = tuple(
-                (alternative, max(value, _LEAST_LOGPROB)) for alternative, value in alternatives
-            )
-            number = max(logprob, _LEAST_LOGPROB)
-            self._notes.append(TokenNote(token, number, likeliest, len(self.stream.text)))
+            number, offset = max(logprob, _LEAST_LOGPROB), len(self.echo) + len(self.stream.text)
+            self._notes.append(TokenNote(token, number, _finite(alternatives), offset))
             self._text += self.stream.push(token)
         if self.stream.stopped:
             reason = "stop"
@@ -96,6 +123,12 @@ class ServedChoice:
         self.reason = "error"
         self.call.fail(error)
 
+    def take_prompt(self) -> bool:
+        """Whether the prompt is known, and was not sent yet; from now on it was."""
+        known = self.num_tokens > 0 or self.reason not in (None, "error")
+        new, self._prompt_taken = known and not self._prompt_taken, known
+        return new
+
     def take(self) -> tuple[str, list[TokenNote]]:
         """Return text not yet sent, and its tokens."""
         text, self._taken = self._text[self._taken :], len(self._text)
@@ -105,6 +138,10 @@ class ServedChoice:
             ready = sum(note.offset < self._taken for note in self._notes)
         notes, self._notes = self._notes[:ready], self._notes[ready:]
         return text, notes
+
+
+def _finite(alternatives: Drawn) -> Drawn:
+    return tuple((token, max(value, _LEAST_LOGPROB)) for token, value in alternatives)
 
 
 @dataclass(eq=False)
@@ -161,7 +198,10 @@ class AnswerWriter:
     def completion(self, call: ServedCall) -> bytes:
         """Response of a call that has ended."""
         choices = [self._whole_choice(choice, call.request) for choice in call.choices]
-        return json.dumps(self._table(call, choices, call.usage(), full=True)).encode()
+        table = self._table(call, choices, call.usage(), full=True)
+        if call.request.chat:
+            table |= self._prompt_logprobs(call.choices[0])
+        return json.dumps(table).encode()
 
     def opening(self, call: ServedCall) -> bytes:
         """First event of a stream: in a chat, the role."""
@@ -170,6 +210,16 @@ class AnswerWriter:
         role = {"role": "assistant", "content": ""}
         rows = [self._row(i, {"delta": role}, None, None) for i in range(len(call.choices))]
         return b"".join(self._event(call, [row]) for row in rows)
+
+    def prompt_event(self, call: ServedCall, choice: ServedChoice) -> bytes:
+        """Event with what a request wants of its prompt, before any text of the choice."""
+        if call.request.chat:  # the first choice has that of all
+            row = self._row(choice.index, {"delta": {}}, None, None)
+            table = self._table(call, [row], None, full=False) | self._prompt_logprobs(choice)
+            return b"" if choice.index else self._line(table)
+        logprobs = self._logprobs(self._prompt_notes(choice), call.request)
+        row = self._row(choice.index, {"text": choice.echo}, logprobs, None)
+        return self._event(call, [row | self._prompt_logprobs(choice)])
 
     def news(self, call: ServedCall, indices: set[int]) -> bytes:
         """Events with new text of all choices; `indices` are those whose end was sent."""
@@ -224,10 +274,43 @@ class AnswerWriter:
 
     def _whole_choice(self, choice: ServedChoice, request: AskedText) -> dict[str, Any]:
         text, notes = choice.take()
-        shown: dict[str, Any] = {"text": text}
         if request.chat:
             shown = {"message": {"role": "assistant", "content": text, "refusal": None}}
-        return self._row(choice.index, shown, self._logprobs(notes, request), choice.reason)
+            return self._row(choice.index, shown, self._logprobs(notes, request), choice.reason)
+        logprobs = self._logprobs([*self._prompt_notes(choice), *notes], request)
+        row = self._row(choice.index, {"text": choice.echo + text}, logprobs, choice.reason)
+        return row | self._prompt_logprobs(choice)
+
+    def _prompt_notes(self, choice: ServedChoice) -> Iterator[TokenNote]:
+        """The tokens of an echoed prompt, if log-probabilities are wanted."""
+        request, stream = choice.call.request, TextStream(self.codec)
+        if not (request.echo and request.logprobs):
+            return
+        yield TokenNote(choice.request.prompt[0], None, (), 0)
+        stream.push(choice.request.prompt[0])
+        for score in choice.scores:
+            likeliest = score.alternatives[: request.alternatives]
+            offset = min(len(stream.text), len(choice.echo))
+            yield TokenNote(score.token, score.logprob, likeliest, offset)
+            stream.push(score.token)
+
+    def _prompt_logprobs(self, choice: ServedChoice) -> dict[str, Any]:
+        """The key of that name as vLLM has it, if it is wanted."""
+        count = choice.call.request.prompt_logprobs
+        if count is None:
+            return {}
+        rows: list[dict[str, Any] | None] = [None]
+        for score in choice.scores:
+            entries = {score.token: (score.logprob, score.rank)}
+            for rank, (token, value) in enumerate(score.alternatives[:count], 1):
+                entries[token] = value, rank
+            rows.append(
+                {
+                    str(token): {"logprob": value, "rank": rank, "decoded_token": self._text(token)}
+                    for token, (value, rank) in entries.items()
+                }
+            )
+        return {"prompt_logprobs": rows}
 
     def _logprobs(self, notes: Iterable[TokenNote], request: AskedText) -> dict[str, Any] | None:
         if not request.logprobs:
@@ -240,7 +323,10 @@ class AnswerWriter:
                 for note in notes
             ]
             return {"content": content, "refusal": None}
-        tops = [{self._text(t): value for t, value in note.alternatives} for note in notes]
+        tops = [
+            None if note.logprob is None else {self._text(t): v for t, v in note.alternatives}
+            for note in notes
+        ]
         return {
             "tokens": [self._text(note.token) for note in notes],
             "token_logprobs": [note.logprob for note in notes],
@@ -248,7 +334,7 @@ class AnswerWriter:
             "text_offset": [note.offset for note in notes],
         }
 
-    def _entry(self, token: int, logprob: float) -> dict[str, Any]:
+    def _entry(self, token: int, logprob: float | None) -> dict[str, Any]:
         text = self._text(token)
         data = list(text.encode())
         if isinstance(self.codec, ByteCodec):

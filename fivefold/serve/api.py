@@ -245,13 +245,27 @@ class Api:
                     await _changed(call, watch)
                 if call.error is not None:
                     raise call.error
-                body = self.writer.completion(call)
+                body = await self._body(call)
                 await self._respond(connection, note, 200, body, [("x-request-id", id)])
         finally:
             self.dispatcher.end(call)
             watch.cancel()
             await asyncio.wait([watch])
             self._count(call, note)
+
+    async def _body(self, call: ServedCall) -> bytes:
+        """The answer of a call; scores of prompts take long to write, and the loop goes on."""
+        if call.request.shows_prompt:
+            return await asyncio.to_thread(self.writer.completion, call)
+        return self.writer.completion(call)
+
+    async def _prompts(self, call: ServedCall) -> bytes:
+        """Events with the prompts of all choices that have begun since. Before it returns it waits
+        for nothing, so that no text comes before its prompt."""
+        data = b""
+        while choice := next((choice for choice in call.choices if choice.take_prompt()), None):
+            data += await asyncio.to_thread(self.writer.prompt_event, call, choice)
+        return data
 
     async def _stream(
         self,
@@ -271,6 +285,8 @@ class Api:
         data, indices = self.writer.opening(call), set[int]()
         while True:
             ended = call.ended
+            if call.request.shows_prompt:
+                data += await self._prompts(call)
             data += self.writer.news(call, indices)
             if ended:
                 break

@@ -18,7 +18,7 @@ from fivefold.serve.links import EngineRole, KvTarget, ReplicaHello, StepNews, r
 from fivefold.serve.metrics import Labels, ServeMetrics
 from fivefold.serve.queue import FairQueue
 from fivefold.serve.replicas import ServingReplica, least_loaded, prompt_digests
-from fivefold.serve.schema import ApiError, AskedText
+from fivefold.serve.schema import ApiError, AskedText, wrong
 
 _RECENT = 64  # calls whose time tells how long others will wait
 _LONGEST_RETRY_S = 60
@@ -122,24 +122,46 @@ class Dispatcher:
         """Create a call with its choices, and validate them."""
         call = ServedCall(id, client, text_request, sum(map(len, prompts)), began)
         seed = secrets.randbits(63) if text_request.seed is None else text_request.seed
-        sampling = Sampling(text_request.temperature, text_request.top_k, text_request.top_p, seed)
+        sampling = Sampling(
+            text_request.temperature,
+            text_request.top_k,
+            text_request.top_p,
+            seed,
+            text_request.min_p,
+        )
         tokens = frozenset(self.named[stop] for stop in text_request.stops if stop in self.named)
         texts = tuple(stop for stop in text_request.stops if stop not in self.named)
-        for prompt in prompts:
-            limit = self._limit(prompt, text_request)
+        tokens |= self._stop_tokens(text_request.stop_token_ids)
+        scores = text_request.prompt_alternatives
+        scores = None if scores is None else min(scores, self.shape.vocab)
+        for number, prompt in enumerate(prompts):
+            limit, echo = self._limit(prompt, text_request), ""
+            if text_request.echo:
+                shown = text_request.prompts[number]
+                echo = shown if isinstance(shown, str) else self.codec.decode(shown)
             for copy in range(text_request.n):
                 request = Request(
                     f"{id}/{next(self._numbers)}",
                     prompt,
                     limit,
                     sampling,
-                    self.ends | tokens,
+                    tokens if text_request.ignore_eos else self.ends | tokens,
                     seed_key=f"choice {copy}",
                     alternatives=min(text_request.alternatives, self.shape.vocab),
+                    min_tokens=text_request.min_tokens,
+                    # All choices of a chat have one prompt, which its answer has once.
+                    prompt_logprobs=None if text_request.chat and copy else scores,
                 )
                 index = len(call.choices)
-                call.choices.append(ServedChoice(call, index, request, self.codec, texts))
+                call.choices.append(ServedChoice(call, index, request, self.codec, texts, echo))
         return call
+
+    def _stop_tokens(self, tokens: tuple[int, ...]) -> frozenset[int]:
+        """The tokens that end a completion, all of the vocabulary."""
+        if bad := next((token for token in tokens if not 0 <= token < self.shape.vocab), None):
+            rule = f"token {bad} is not in the vocabulary: give tokens below {self.shape.vocab:,}"
+            raise wrong("stop_token_ids", rule)
+        return frozenset(tokens)
 
     def _limit(self, prompt: tuple[int, ...], request: AskedText) -> int:
         """The tokens that may be drawn; refuses a prompt that leaves no room for them."""
@@ -155,7 +177,11 @@ class Dispatcher:
         if bad := next((token for token in prompt if not 0 <= token < self.shape.vocab), None):
             rule = f"token {bad} is not in the vocabulary of {self.shape.vocab:,}"
             raise ApiError(400, f"{param}: {rule}", param, "invalid_value")
-        return longest - len(prompt) if max_tokens is None else max_tokens
+        limit = longest - len(prompt) if max_tokens is None else max_tokens
+        if request.min_tokens > limit:
+            rule = f"{request.min_tokens:,} are more than the {limit:,} that may be drawn"
+            raise wrong("min_tokens", f"{rule}: give fewer, or a larger max_tokens")
+        return max(1, limit)  # of 0 the engine draws a token too, which no answer has
 
     def begin(self, call: ServedCall) -> None:
         """Queue a call, or refuse it."""
@@ -228,6 +254,9 @@ class Dispatcher:
         self.metrics.drew(len(news.rows))
         targets = dict(news.moved)
         self.metrics.moved(len(targets), news.moved_bytes)
+        for id, token, logprob, rank, alternatives in news.prompt_rows:
+            if (choice := replica.open.get(id)) is not None:
+                choice.score(token, logprob, rank, alternatives)
         for id, token, logprob, reason, alternatives in news.rows:
             choice, target = replica.open.get(id), targets.get(id)
             if choice is None:  # nobody waits for it any more

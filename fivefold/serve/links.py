@@ -73,6 +73,9 @@ EngineCommand = AddCommand | DropCommand | CloseCommand | ForgetCommand
 DrawnRow = tuple[str, int, float, Reason | None, tuple[tuple[int, float], ...]]
 """Request, token, log-probability, why it is the last one, and the likeliest tokens."""
 
+PromptRow = tuple[str, int, float, int, Drawn]
+"""Request, the next token of its prompt, log-probability, rank, and the likeliest tokens."""
+
 
 @dataclass(frozen=True)
 class ReplicaHello:
@@ -98,6 +101,7 @@ class StepNews:
     preempted: int
     moved: list[tuple[str, KvTarget]] = field(default_factory=list[tuple[str, KvTarget]])
     moved_bytes: int = 0
+    prompt_rows: list[PromptRow] = field(default_factory=list[PromptRow])  # before `rows`
 
 
 def packed_message(value: Any) -> bytes:

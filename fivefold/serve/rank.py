@@ -43,6 +43,7 @@ from fivefold.serve.links import (
     EngineRole,
     ForgetCommand,
     KvTarget,
+    PromptRow,
     RankLink,
     ReplicaHello,
     StepNews,
@@ -187,7 +188,11 @@ class EngineLoop:
         refused = [refusal for command in commands for refusal in self._obey(command)]
         drawn = self.engine.step() if self.engine.busy else []
         rows, moved, num_bytes = list[DrawnRow](), list[tuple[str, KvTarget]](), 0
+        prompt_rows: list[PromptRow] = []
         for result in drawn:
+            if result.index < 0 and result.reason is None:
+                prompt_rows.append(_prompt_row(result))
+                continue
             target, length = None, 0
             if result.reason is not None:
                 self.engine.collect(result.id)
@@ -199,7 +204,8 @@ class EngineLoop:
                 result = replace(result, reason=None)
             rows.append(_row(result))
         free = sum(scheduler.pool.num_free for scheduler in self.engine.schedulers)
-        return StepNews(rows, refused, free, self.engine.num_preempted, moved, num_bytes)
+        preempted = self.engine.num_preempted
+        return StepNews(rows, refused, free, preempted, moved, num_bytes, prompt_rows)
 
     def _close(self, id: str) -> tuple[KvTarget | None, int]:
         """A request is not open any more; returns where it goes on, if it does, and its length."""
@@ -238,6 +244,10 @@ class EngineLoop:
 
 def _row(drawn: DrawnToken) -> DrawnRow:
     return drawn.id, drawn.token, drawn.logprob, drawn.reason, drawn.alternatives
+
+
+def _prompt_row(drawn: DrawnToken) -> PromptRow:
+    return drawn.id, drawn.token, drawn.logprob, drawn.rank, drawn.alternatives
 
 
 class _Beat:
@@ -296,7 +306,7 @@ def _lead(worker: Worker, task: ServeTask, loop: EngineLoop) -> None:
         for follower in followers:
             follower.send(commands)
         news = loop.turn(commands)
-        if commands or news.rows or news.refused:
+        if commands or news.rows or news.refused or news.prompt_rows:
             api.send(news)
     beat.silent()
 

@@ -2,7 +2,8 @@
 
 Every key is known or refused: a typo never changes an answer in silence. Keys of the API that ask
 for nothing here (`user`, `store`) are taken; those that ask for what an engine cannot do are
-refused, unless they have the value that means nothing (`presence_penalty: 0`, `tools: []`).
+refused, unless they have the value that means nothing (`presence_penalty: 0`, `tools: []`), which
+clients of other servers send.
 """
 
 from __future__ import annotations
@@ -16,28 +17,42 @@ from fivefold.core import did_you_mean
 
 Headers = list[tuple[str, str]]
 MOST_ALTERNATIVES, MOST_CHOICES, MOST_STOPS, MOST_STOP_TEXT = 20, 128, 16, 256
+MOST_STOP_TOKENS = 128  # which a step may have to mask in every row
 _ROLES = ("system", "developer", "user", "assistant", "tool")
-_NOTHING: dict[str, tuple[Any, ...]] = {  # keys whose other values would ask for something
-    "frequency_penalty": (0, None),
-    "presence_penalty": (0, None),
-    "logit_bias": ({}, None),
-    "suffix": ("", None),
-    "echo": (False, None),
-    "tools": ([], None),
-    "tool_choice": ("none", "auto", None),
-    "parallel_tool_calls": (True, False, None),
-    "functions": ([], None),
-    "function_call": ("none", "auto", None),
-    "response_format": ({"type": "text"}, None),
-    "modalities": (["text"], None),
-    "audio": (None,),
-    "prediction": (None,),
-    "web_search_options": (None,),
+_NOTHING: dict[str, tuple[Any, ...]] = {  # keys whose other values, but null, ask for something
+    "frequency_penalty": (0,),
+    "presence_penalty": (0,),
+    "repetition_penalty": (1,),
+    "length_penalty": (1,),
+    "typical_p": (1,),
+    "use_beam_search": (False,),
+    "early_stopping": (False,),
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True, False),
+    "include_stop_str_in_output": (False,),
+    "detokenize": (True,),
+    "add_generation_prompt": (True,),
+    "continue_final_message": (False,),
+    "return_token_ids": (False,),
+    "return_tokens_as_token_ids": (False,),
+    "echo": (False,),  # of a chat
+    "priority": (0,),
+    "suffix": ("",),
+    "tool_choice": ("none", "auto"),
+    "function_call": ("none", "auto"),
+    "parallel_tool_calls": (True, False),
+    "response_format": ({"type": "text"},),
+    "modalities": (["text"],),
+    **dict.fromkeys(("logit_bias", "chat_template_kwargs"), ({},)),
+    **dict.fromkeys(("bad_words", "logits_processors", "documents", "tools", "functions"), ([],)),
+    **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar"), ()),
+    **dict.fromkeys(("structured_outputs", "truncate_prompt_tokens", "allowed_token_ids"), ()),
+    **dict.fromkeys(("chat_template", "audio", "prediction", "web_search_options"), ()),
 }
 _LONGEST_KEY = 64  # characters that are compared with known keys
 _TAKEN = (
     *("user", "store", "metadata", "service_tier", "safety_identifier", "prompt_cache_key"),
-    *("prompt_cache_retention", "verbosity", "reasoning_effort"),
+    *("prompt_cache_retention", "verbosity", "reasoning_effort", "request_id", "cache_salt"),
 )
 
 
@@ -93,17 +108,36 @@ class AskedText:
     logprobs: bool
     alternatives: int
     parse_special: bool  # special tokens in the texts of prompts or messages are tokens
+    min_p: float = 0.0
+    min_tokens: int = 0
+    ignore_eos: bool = False
+    stop_token_ids: tuple[int, ...] = ()
+    prompt_logprobs: int | None = None  # likeliest tokens for every token of a prompt
+    echo: bool = False  # prompts are part of the texts
+
+    @property
+    def shows_prompt(self) -> bool:
+        """Whether an answer has something of its prompt."""
+        return self.echo or self.prompt_logprobs is not None
+
+    @property
+    def prompt_alternatives(self) -> int | None:
+        """Number of likeliest tokens to compute for every token of a prompt; None: no scores."""
+        if not (self.echo and self.logprobs):
+            return self.prompt_logprobs
+        return max(self.prompt_logprobs or 0, self.alternatives)
 
 
 def parse_asked(body: bytes, chat: bool) -> AskedText:
     """Parse the body of a request."""
     fields = _Fields(_table(body))
     logprobs, alternatives = _logprobs(fields, chat)
-    limit = fields.take("max_tokens", _whole(1, 1 << 31))
+    echo = not chat and (fields.take("echo", _flag) or False)
+    limit = fields.take("max_tokens", _whole(0 if echo else 1, 1 << 31))  # 0: the prompt alone
     if chat:
         limit = fields.take("max_completion_tokens", _whole(1, 1 << 31)) or limit
     n = fields.take("n", _whole(1, MOST_CHOICES)) or 1
-    best = fields.take("best_of", _whole(1, MOST_CHOICES)) if not chat else None
+    best = fields.take("best_of", _whole(1, MOST_CHOICES))
     if best not in (None, n):
         raise wrong("best_of", f"{best} is not n = {n}, and all choices are returned: leave it out")
     stream = fields.take("stream", _flag) or False
@@ -115,7 +149,7 @@ def parse_asked(body: bytes, chat: bool) -> AskedText:
         limit if limit is not None or chat else 16,
         _or(fields.take("temperature", _number(0, 2)), 1.0),
         _or(fields.take("top_p", _number(0, 1, above=True)), 1.0),
-        fields.take("top_k", _whole(1, 1 << 31)),
+        _top_k(fields.take("top_k", _whole(-1, 1 << 31))),
         fields.take("seed", _whole(-(1 << 63), (1 << 63) - 1)),
         n,
         _stops(fields.take("stop", lambda value: value)),
@@ -124,6 +158,12 @@ def parse_asked(body: bytes, chat: bool) -> AskedText:
         logprobs,
         alternatives,
         _or(fields.take("parse_special", _flag), not chat),
+        min_p=_or(fields.take("min_p", _number(0, 1)), 0.0),
+        min_tokens=fields.take("min_tokens", _whole(0, 1 << 31)) or 0,
+        ignore_eos=fields.take("ignore_eos", _flag) or False,
+        stop_token_ids=fields.take("stop_token_ids", _stop_tokens) or (),
+        prompt_logprobs=fields.take("prompt_logprobs", _whole(0, MOST_ALTERNATIVES)),
+        echo=echo,
     )
     if request.n * max(1, len(request.prompts)) > MOST_CHOICES:
         raise wrong("n", f"prompts times n are more than {MOST_CHOICES} choices: send fewer")
@@ -165,15 +205,20 @@ class _Fields:
     def end(self) -> None:
         """Refuse what is left, unless it asks for nothing."""
         for name, value in self.left.items():
-            if name in _NOTHING and value not in _NOTHING[name]:
-                shown = f"{name} = {_short(value)}"
-                raise ApiError(
-                    400, f"{shown} is not supported: leave it out", name, "unsupported_value"
-                )
+            if name in _NOTHING and not _is_any(value, (None, *_NOTHING[name])):
+                rule = f"{name} = {_short(value)} is not supported: leave it out"
+                usual = "".join(f", or give {_short(v)}" for v in _NOTHING[name][:1])
+                raise ApiError(400, f"{rule}{usual}", name, "unsupported_value")
             if name not in self.known:
                 near = did_you_mean(name[:_LONGEST_KEY], self.known)
                 rule = f"unknown key {_short(name)}: {near}"
                 raise ApiError(400, rule, name[:100], "unknown_parameter")
+
+
+def _is_any(value: Any, values: tuple[Any, ...]) -> bool:
+    """Whether a value is one of these; in JSON, true is not 1."""
+    flag = isinstance(value, bool)
+    return any(value == other and flag == isinstance(other, bool) for other in values)
 
 
 def _short(value: Any) -> str:
@@ -217,6 +262,20 @@ def _text(value: Any) -> str:
     except UnicodeEncodeError as error:
         raise ValueError("not valid Unicode: half of a surrogate pair is alone") from error
     return value
+
+
+def _top_k(value: int | None) -> int | None:
+    """None, as 0 and −1, for all tokens."""
+    return value if value is not None and value > 0 else None
+
+
+def _stop_tokens(value: Any) -> tuple[int, ...]:
+    if not isinstance(value, list):
+        raise ValueError(f"{_short(value)} is not a list of tokens")
+    tokens = _tokens(cast("list[Any]", value))
+    if len(tokens) > MOST_STOP_TOKENS:
+        raise ValueError(f"{len(tokens)} tokens are more than {MOST_STOP_TOKENS}")
+    return tokens
 
 
 def _logprobs(fields: _Fields, chat: bool) -> tuple[bool, int]:

@@ -18,7 +18,7 @@ from fivefold.generate.async_scheduling import DrawnTokens
 from fivefold.generate.engine import Engine, Watch
 from fivefold.generate.forward import DecoderForward
 from fivefold.generate.layout import LayoutEngine, mesh_of, plan_of, stage_of
-from fivefold.generate.requests import Request, Sampling
+from fivefold.generate.requests import DrawnToken, Request, Sampling
 from fivefold.generate.scheduler import ScheduleLimits
 from fivefold.launch.backend import num_gpus
 from fivefold.model.decoder import Decoder, from_config
@@ -87,6 +87,51 @@ def same_tokens(name: str, piecewise: bool = False) -> None:
     assert not piecewise or replayed.call_count > 2
 
 
+def same_keys(piecewise: bool = False) -> None:
+    """Scores of prompts, masks and min-p, in float32 and ahead of draws, are those of the CPU."""
+    from fivefold.generate.cuda_graphs import GraphedForward  # Triton is there only with CUDA
+
+    torch.backends.cuda.matmul.allow_tf32 = False
+    decoder = decoder_of("tiny", torch.float32)
+    limits = ScheduleLimits(tokens=160 if piecewise else 64, sequences=4)
+    drawn = DrawnTokens(limits.tokens, torch.device("cuda"))
+    graphed = GraphedForward(copy.deepcopy(decoder).cuda(), BLOCKS, drawn=drawn)
+    if piecewise:
+        graphed.capture_prompts(limits.tokens)
+    engines = [
+        Engine(decoder.shape, DecoderForward(decoder, BLOCKS), BLOCKS, limits),
+        Engine(decoder.shape, graphed, BLOCKS, limits, drawn=drawn),
+    ]
+    plain = requests(decoder.shape.vocab)
+    ends = frozenset(engines[0].run(plain[:1])["0"].tokens) | {10**6}
+    warm = Sampling(1.5, min_p=1.0)  # the likeliest
+    keyed = [
+        replace(plain[0], stop_tokens=ends, min_tokens=20),
+        replace(plain[1], prompt_logprobs=3, alternatives=2),
+        replace(plain[2], prompt_logprobs=0, sampling=warm),
+        plain[3],
+        replace(plain[4], prompt_logprobs=1, sampling=warm, stop_tokens=ends, min_tokens=4),
+    ]
+    rows: list[dict[tuple[str, int], DrawnToken]] = []
+    for engine in engines:
+        for request in keyed:
+            engine.add(request)
+        rows.append({})
+        while engine.busy:
+            rows[-1].update({(row.id, row.index): row for row in engine.step()})
+    assert rows[0].keys() == rows[1].keys() and len(rows[0]) > 69 + 149
+    for key, row in rows[0].items():
+        other = rows[1][key]
+        assert (other.token, other.reason) == (row.token, row.reason), key
+        pairs = [*row.alternatives, (row.token, row.logprob)]
+        others = [*other.alternatives, (other.token, other.logprob)]
+        assert [token for token, _ in pairs] == [token for token, _ in others], key
+        assert max(abs(a[1] - b[1]) for a, b in zip(pairs, others, strict=True)) < 1e-3, key
+        assert abs(row.rank - other.rank) <= 1, key  # of nearly equal ones
+    early = [row.token for (id, index), row in rows[1].items() if id == "0" and 0 <= index < 20]
+    assert len(early) == 20 and not ends.intersection(early)
+
+
 def close_logits(name: str) -> None:
     """In bfloat16, logits of all ways are equally far from float64."""
     from fivefold.generate.cuda_graphs import GraphedForward  # Triton is there only with CUDA
@@ -153,6 +198,7 @@ CHECKS |= {
     for name in MODELS
     if name != "tiny-moe"  # its matmuls wait for the numbers of rows in float32
 }
+CHECKS |= {"keys": same_keys, "keys piecewise": partial(same_keys, True)}
 CHECKS |= {
     f"logits of {name}": partial(close_logits, name) for name in ("tiny", "tiny-moe", "windowed")
 }

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from fivefold.core.errors import FivefoldError
 from fivefold.generate.requests import Request, Sampling
-from fivefold.generate.sampling import Draw, choose, filtered, uniform
+from fivefold.generate.sampling import Draw, choose, filtered, token_ranks, uniform
 
 LOGITS = torch.tensor([0.3, 2.0, -1.0, 2.0, 0.9, -3.0], dtype=torch.float64)
 
@@ -50,7 +50,10 @@ def test_random_numbers_are_uniform() -> None:
 
 @pytest.mark.parametrize(
     "sampling",
-    [Sampling(1.0), Sampling(0.7, top_k=3), Sampling(1.3, top_p=0.8), Sampling(1.0, 4, 0.9)],
+    [
+        *(Sampling(1.0), Sampling(0.7, top_k=3), Sampling(1.3, top_p=0.8), Sampling(1.0, 4, 0.9)),
+        *(Sampling(1.0, min_p=0.15), Sampling(2.0, top_p=0.9, min_p=0.1)),
+    ],
     ids=str,
 )
 def test_tokens_are_drawn_as_often_as_they_are_likely(sampling: Sampling) -> None:
@@ -73,6 +76,43 @@ def test_top_k_and_top_p_by_hand() -> None:
         torch.testing.assert_close(found.sum(), torch.tensor(1.0, dtype=torch.float64))
     first = odds_of(LOGITS, Sampling(1.0, top_k=2, top_p=0.5))  # of the two, renormalised
     assert first.nonzero().flatten().tolist() == [1]
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 3.0])
+@pytest.mark.parametrize("min_p", [0.0, 1e-9, 0.05, 0.3, 0.35, 0.9, 1.0])
+def test_min_p_by_hand(min_p: float, temperature: float) -> None:
+    odds = (LOGITS / temperature).softmax(0)
+    allowed = odds >= min_p * odds.max()
+    expected = odds * allowed / (odds * allowed).sum()
+    torch.testing.assert_close(odds_of(LOGITS, Sampling(temperature, min_p=min_p)), expected)
+    # After temperature and before the other filters, of what it leaves.
+    nucleus = odds_of(LOGITS, Sampling(temperature, top_p=0.5, min_p=min_p))
+    order = expected.argsort(descending=True, stable=True)
+    before = expected[order].cumsum(0) - expected[order]
+    assert nucleus.nonzero().flatten().tolist() == sorted(order[before < 0.5].tolist())
+
+
+def test_min_p_of_a_row_changes_no_other() -> None:
+    rows = filtered(LOGITS.expand(2, -1), [Sampling(1.0, min_p=0.9), Sampling(1.0)])
+    assert rows[0].nonzero().flatten().tolist() == [1, 3]
+    torch.testing.assert_close(rows[1], LOGITS.softmax(0))
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(1.0), Sampling(1.0, 2), Sampling(0.0)])
+def test_exclusions_of_a_row_are_never_drawn(sampling: Sampling) -> None:
+    exclusions = frozenset({1, 3, 99})
+    draws = [Draw(sampling, "r", i, exclusions=exclusions) for i in range(200)]
+    rows = choose(LOGITS.expand(400, -1), [*draws, *(Draw(sampling, "r", i) for i in range(200))])
+    assert not {token for token, _ in rows[:200]} & exclusions
+    assert rows[200:] == [chosen(LOGITS, sampling, "r", i) for i in range(200)]
+    for token, logprob in rows[:200]:
+        assert logprob == LOGITS.log_softmax(0)[token].item(), "that of the model"
+
+
+def test_a_rank_counts_the_tokens_that_are_at_least_as_likely() -> None:
+    rows = LOGITS.expand(6, -1)
+    ranks = token_ranks(rows, LOGITS.log_softmax(0)[:, None])
+    assert ranks[:, 0].tolist() == [4, 2, 5, 2, 3, 6]
 
 
 def test_log_probabilities_are_those_of_the_model() -> None:
@@ -110,6 +150,8 @@ def test_a_token_without_probability_is_never_drawn(
         (Request("a", (1,), 1, Sampling(math.nan)), "temperature = nan"),
         (Request("a", (1,), 1, Sampling(top_k=0)), "top_k = 0"),
         (Request("a", (1,), 1, Sampling(top_p=0.0)), "top_p = 0"),
+        (Request("a", (1,), 1, Sampling(min_p=1.1)), "min_p = 1.1"),
+        (Request("a", (1,), 1, Sampling(min_p=math.nan)), "min_p = nan"),
     ],
 )
 def test_what_cannot_be_generated_is_refused(request_: Request, message: str) -> None:
