@@ -127,7 +127,7 @@ def run_rank(
             objective=objective,
         ).train()
         if replayed is not None:
-            result.tie_gap = float(replayed.gap)
+            result.measure_ties(replayed.gap)
         rank.close()
         return result
 
@@ -248,7 +248,7 @@ class _Loop:
             optimizer = self.replays.proving(job, updater, optimizer)
         ordered = batches[::-1] if self.reordered else batches
         if self.replayed is not None:
-            ordered = self.replayed.given(number - self.result.first_step, ordered)
+            ordered = self.replayed.replay(number - self.result.first_step, ordered)
         job.balancing.routes.clear()
         with ReorderedSums() if self.reordered else nullcontext():
             if weights is None:

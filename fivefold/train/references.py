@@ -111,7 +111,7 @@ class ReplayedRoutes:
                 if isinstance(module, Router):
                     module.register_forward_hook(self._compare)
 
-    def given(self, step: int, batches: Sequence[TokenBatch]) -> list[TokenBatch]:
+    def replay(self, step: int, batches: Sequence[TokenBatch]) -> list[TokenBatch]:
         """The microbatches of a step, counted from 0, with the experts of their tokens."""
         routes = self.routes[step]
         tables = [

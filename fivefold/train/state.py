@@ -189,6 +189,10 @@ class TrainedRank:
         """Measure memory, right after the last update."""
         self.memory = RankMemory.measure(job, updater)
 
+    def measure_ties(self, gap: Tensor) -> None:
+        """Store the gap of replayed routes, after the last step."""
+        self.tie_gap = float(gap)
+
 
 def joined_routes(plan: Plan, ranks: Sequence[Sequence[Routes]]) -> list[Routes]:
     """The experts of every token by step, from routes by rank and step, as one process has them:
@@ -203,10 +207,10 @@ def joined_routes(plan: Plan, ranks: Sequence[Sequence[Routes]]) -> list[Routes]
         for routes, step in zip(steps, joined, strict=True):
             for (layer, microbatch), experts in routes.items():
                 rows, _, top_k = experts.shape
-                place = layer, microbatch * plan.batch.dp + coord.dp
-                if place not in step:
-                    step[place] = np.zeros((rows, plan.batch.seq, top_k), experts.dtype)
-                step[place][:, positions[real]] = experts[:, real]
+                key = layer, microbatch * plan.batch.dp + coord.dp
+                if key not in step:
+                    step[key] = np.zeros((rows, plan.batch.seq, top_k), experts.dtype)
+                step[key][:, positions[real]] = experts[:, real]
     return joined
 
 
@@ -215,8 +219,8 @@ def count_flips(joined: Sequence[Routes], reference: Sequence[Routes]) -> tuple[
     them."""
     flips, total = [0] * len(reference), 0
     for number, (routes, expected) in enumerate(zip(joined, reference, strict=True)):
-        for place, experts in routes.items():
-            differs = (experts != expected[place]).any(-1)
+        for key, experts in routes.items():
+            differs = (experts != expected[key]).any(-1)
             flips[number], total = flips[number] + int(differs.sum()), total + differs.size
     return flips, total
 
