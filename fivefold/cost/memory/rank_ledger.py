@@ -582,17 +582,17 @@ class _RankWalk:
 def _in_turns(forward: ActionBytes, backward: ActionBytes) -> ActionBytes:
     """Both as one step; the backward begins, and each goes on where the other one pauses."""
     levels = [Slice(0.0, nothing(), 0.0, nothing())] * 2
-    best, peak = nothing(), 0.0
+    best, peak = (nothing(), nothing()), 0.0
     for pair in zip_longest(backward.slices, forward.slices):
         for lane, level in enumerate(pair):
             if level is None:
                 continue
             other = levels[1 - lane]
             if level.peak + other.change > peak:
-                peak, best = level.peak + other.change, _sum(level.at_peak, other.left)
+                peak, best = level.peak + other.change, (level.at_peak, other.left)
             levels[lane] = level
     change = forward.change + backward.change
-    return ActionBytes(best, _sum(forward.left, backward.left), peak, change)
+    return ActionBytes(_sum(*best), _sum(forward.left, backward.left), peak, change)
 
 
 def _sum(first: Held, other: Held) -> Held:
