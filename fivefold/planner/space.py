@@ -186,7 +186,7 @@ class LayoutBlock:
     grid: LayoutGrid
     legal: NDArray[np.bool_]
 
-    @property
+    @cached_property
     def shape(self) -> tuple[int, ...]:
         return np.broadcast_shapes(*(column.shape for column in self.grid.columns()))
 
@@ -230,11 +230,9 @@ def select(array: NDArray[Any], stays: Sequence[Flags]) -> NDArray[Any]:
 
 def needed(which: Flags, shape: tuple[int, ...]) -> list[Flags]:
     """Along each axis of a block of this shape, what the layouts of a broadcast mask need."""
-    axes = range(len(shape))
-    return [
-        np.broadcast_to(which.any(axis=tuple(dim for dim in axes if dim != axis)), shape[axis])
-        for axis in axes
-    ]
+    early, late = which.any(axis=(3, 4, 5)), which.any(axis=(0, 1, 2))  # the mask is read twice
+    stays = [half.any(axis=pair) for half in (early, late) for pair in ((1, 2), (0, 2), (0, 1))]
+    return [np.broadcast_to(flags, size) for flags, size in zip(stays, shape, strict=True)]
 
 
 def layout_blocks(space: SearchSpace) -> Iterator[LayoutBlock]:

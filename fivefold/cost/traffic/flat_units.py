@@ -101,9 +101,10 @@ class RankUnits:
         )
         self.shape_of_grid = columns[0].shape
         rows = np.stack([column.ravel() for column in columns]).astype(np.int64)
-        distinct, self.back = np.unique(rows, axis=1, return_inverse=True)
+        codes = np.ravel_multi_index(tuple(rows), tuple(rows.max(axis=1) + 1))  # sorted faster
+        _, first, self.back = np.unique(codes, return_index=True, return_inverse=True)
         self.ranks = [
-            _first_rank(rules.shape, seq, stages, *degrees) for degrees in distinct.T.tolist()
+            _first_rank(rules.shape, seq, stages, *degrees) for degrees in rows[:, first].T.tolist()
         ]
 
     def groups(self, stays: Flags) -> Iterator[UnitGroup]:
