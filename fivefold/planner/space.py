@@ -230,8 +230,10 @@ def select(array: NDArray[Any], stays: Sequence[Flags]) -> NDArray[Any]:
 
 def needed(which: Flags, shape: tuple[int, ...]) -> list[Flags]:
     """Along each axis of a block of this shape, what the layouts of a broadcast mask need."""
-    early, late = which.any(axis=(3, 4, 5)), which.any(axis=(0, 1, 2))  # the mask is read twice
-    stays = [half.any(axis=pair) for half in (early, late) for pair in ((1, 2), (0, 2), (0, 1))]
+    # The mask is read twice, for three axes each.
+    halves: list[Flags] = [np.asarray(which.any(axis=axes)) for axes in ((3, 4, 5), (0, 1, 2))]
+    pairs = ((1, 2), (0, 2), (0, 1))
+    stays = [np.asarray(half.any(axis=pair)) for half in halves for pair in pairs]
     return [np.broadcast_to(flags, size) for flags, size in zip(stays, shape, strict=True)]
 
 
