@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -56,15 +56,15 @@ class LayoutGrid:
     ep_nodes: Array = field(default_factory=lambda: np.zeros(1))  # 0: as the machine is built
     rules: tuple[Recompute, ...] = field(default=RULES, kw_only=True)
 
-    @property
+    @cached_property
     def dp(self) -> Array:
         return self.replicate * self.shard
 
-    @property
+    @cached_property
     def edp(self) -> Array:
         return self.dp * self.cp * self.tp / (self.ep * self.etp)
 
-    @property
+    @cached_property
     def world(self) -> Array:
         return self.dp * self.cp * self.tp * self.pp
 
@@ -82,7 +82,7 @@ class LayoutGrid:
         rows = -(-shape.vocab // self.tp)
         return np.where(self.defers, 1.0, loss_chunks(tokens, rows, shape.width))
 
-    @property
+    @cached_property
     def defers(self) -> Flags:
         """Whether the schedule of a layout defers weight gradients: if any rank does, the last."""
         last = RankPosition(self.pp, self.microbatches, self.chunks, np.ones_like(self.pp), 2)
@@ -93,7 +93,7 @@ class LayoutGrid:
         return flags & (self.pp > 1)
 
     def columns(self) -> Iterator[NDArray[Any]]:
-        return (getattr(self, column.name) for column in fields(self) if column.name != "rules")
+        return map(self.__dict__.__getitem__, COLUMNS)
 
     def at(self, index: tuple[int, ...]) -> LayoutGrid:
         """One layout of a broadcast grid."""
@@ -107,6 +107,9 @@ class LayoutGrid:
             for column in self.columns()
         )
         return LayoutGrid(*(np.array([value]) for value in values), rules=self.rules)
+
+
+COLUMNS = tuple(column.name for column in fields(LayoutGrid) if column.name != "rules")
 
 
 def grid_of_plan(plan: Plan) -> LayoutGrid:

@@ -182,6 +182,11 @@ class LayoutCandidate:
         columns = (grid.schedule, grid.pp, grid.chunks, grid.microbatches)
         return tuple(column.item() for column in columns)
 
+    @cached_property
+    def num_axes(self) -> int:
+        """Its axes besides data."""
+        return int(num_axes(self.grid).item())
+
     @property
     def is_long(self) -> bool:
         """Whether its schedule is extrapolated from shorter ones."""
@@ -306,9 +311,7 @@ class KeptLayouts:
         equals = (
             candidate for candidate in self.result.simple.values() if candidate.seconds <= near
         )
-        return min(
-            (int(num_axes(candidate.grid).item()) for candidate in equals), default=len(AXES)
-        )
+        return min((candidate.num_axes for candidate in equals), default=len(AXES))
 
     def keep(self, block: LayoutBlock, seconds: Array, memory: Array, fitting: Array) -> None:
         """Keep the best of a block; `fitting` are the seconds of those that fit."""

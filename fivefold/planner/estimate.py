@@ -206,8 +206,9 @@ def _flight(plan: Plan, entries: MemoryEntries, ranks: Sequence[Sequence[int]]) 
     memory = entries.layers.microbatch_bytes(
         _held_by(plan, [(n,) for n in range(len(plan.stages))])
     )
-    saved, deferred = (np.broadcast_to(amounts, len(plan.stages)) for amounts in memory)
-    sizes: tuple[StageBytes, StageBytes] = (lambda n: float(saved[n]), lambda n: float(deferred[n]))
+    # Lists: they are read for each action of each rank.
+    saved, deferred = (np.broadcast_to(amounts, len(plan.stages)).tolist() for amounts in memory)
+    sizes: tuple[StageBytes, StageBytes] = (saved.__getitem__, deferred.__getitem__)
     return np.array(
         [
             peak_held(plan.schedule, rank, *sizes) / sum(saved[n] for n in stages)

@@ -161,6 +161,7 @@ def _choice_question(
 ) -> _Question:
     legal: list[_Variant] = []
     refused = ""
+    families = {name: choose(name) for name in {variant.schedule for variant in variants}}
     for variant in variants:
         reasons = problems(
             variant.layout,
@@ -171,7 +172,7 @@ def _choice_question(
             microbatches=variant.microbatches,
             gpus=plan.layout.world,
             chunks=variant.layout.chunks,
-            schedule=choose(variant.schedule),
+            schedule=families[variant.schedule],
             **key_request(replace(plan.options, ep_nodes=_ep_nodes(plan, variant.layout))),
         )
         refused = refused or (reasons[0] if reasons else "")
@@ -268,6 +269,7 @@ def _grid(plan: Plan, variants: list[_Variant], offload: str) -> LayoutGrid:
     """The variants as one grid."""
     plan_grid = grid_of_plan(plan)
     layouts, rules = [variant.layout for variant in variants], [*map(str, plan_grid.rules)]
+    schedules = {name: schedule_index(name) for name in {variant.schedule for variant in variants}}
     named = {
         field.name: np.array([float(getattr(layout, field.name)) for layout in layouts])
         for field in fields(LayoutGrid)
@@ -279,7 +281,7 @@ def _grid(plan: Plan, variants: list[_Variant], offload: str) -> LayoutGrid:
         microbatch_size=np.array([float(candidate.microbatch_size) for candidate in variants]),
         microbatches=np.array([float(candidate.microbatches) for candidate in variants]),
         recompute=np.array([float(rules.index(candidate.recompute)) for candidate in variants]),
-        schedule=np.array([float(schedule_index(candidate.schedule)) for candidate in variants]),
+        schedule=np.array([float(schedules[candidate.schedule]) for candidate in variants]),
         sp=np.array([layout.sp for layout in layouts]),
         offload=np.full(len(variants), float(OFFLOADS.index(offload))),
         context=np.repeat(plan_grid.context, len(variants)),

@@ -106,7 +106,8 @@ class LayoutBounds:
         may fit with some sharding."""
         block, possible = part.block, part.block.legal
         if fitting and block.size >= _LARGE_BLOCK:
-            job = self.setting.arguments(self.space.shape, block.grid, self.space.seq)
+            grid = block.leanest_shardings().grid
+            job = self.setting.arguments(self.space.shape, grid, self.space.seq)
             possible = possible & (least_memory(*job) <= self.setting.capacity)
         return BoundedBlock(block, np.where(possible, by_schedule(part.least, block.grid), np.inf))
 

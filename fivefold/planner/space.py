@@ -37,6 +37,7 @@ from fivefold.core.model import Recompute, Shape
 from fivefold.core.plan import PlanOptions, key_request
 from fivefold.core.schedule import FAMILIES, Family
 from fivefold.cost import CONTEXTS, OFFLOADS, RULES, SCHEDULES, Flags, LayoutGrid, along
+from fivefold.cost.stages import breaks_rules
 
 
 def layout_of(grid: LayoutGrid) -> Layout:
@@ -185,7 +186,7 @@ class LayoutBlock:
     grid: LayoutGrid
     legal: NDArray[np.bool_]
 
-    @property
+    @cached_property
     def shape(self) -> tuple[int, ...]:
         return np.broadcast_shapes(*(column.shape for column in self.grid.columns()))
 
@@ -204,6 +205,14 @@ class LayoutBlock:
         grid = LayoutGrid(*columns, rules=self.grid.rules)
         return LayoutBlock(degrees, grid, select(self.legal, stays))
 
+    def leanest_shardings(self) -> LayoutBlock:
+        """The same block with the fewest replicas of each ZeRO stage: they never need more memory
+        than the others."""
+        replicate, zero = self.grid.replicate.ravel(), self.grid.zero.ravel()
+        stays = [np.ones(size, bool) for size in self.shape]
+        stays[3] = replicate == [replicate[zero == stage].min() for stage in zero]
+        return self.only(stays)
+
     def listed(self, places: NDArray[np.int64]) -> LayoutBlock:
         """Some layouts one by one, by their places in the block: columns of one axis."""
         index = np.unravel_index(places, self.shape)
@@ -221,11 +230,11 @@ def select(array: NDArray[Any], stays: Sequence[Flags]) -> NDArray[Any]:
 
 def needed(which: Flags, shape: tuple[int, ...]) -> list[Flags]:
     """Along each axis of a block of this shape, what the layouts of a broadcast mask need."""
-    axes = range(len(shape))
-    return [
-        np.broadcast_to(which.any(axis=tuple(dim for dim in axes if dim != axis)), shape[axis])
-        for axis in axes
-    ]
+    # The mask is read twice, for three axes each.
+    halves: list[Flags] = [np.asarray(which.any(axis=axes)) for axes in ((3, 4, 5), (0, 1, 2))]
+    pairs = ((1, 2), (0, 2), (0, 1))
+    stays = [np.asarray(half.any(axis=pair)) for half in halves for pair in pairs]
+    return [np.broadcast_to(flags, size) for flags, size in zip(stays, shape, strict=True)]
 
 
 def layout_blocks(space: SearchSpace) -> Iterator[LayoutBlock]:
@@ -263,7 +272,7 @@ def _block(space: SearchSpace, degrees: tuple[Degrees, ...]) -> LayoutBlock | No
     legal = np.array(
         [
             [
-                not family.problems(first_degrees.pp, per_rank // n, chunks)
+                not breaks_rules(family.name, first_degrees.pp, chunks, per_rank // n)
                 for family, chunks in schedules
             ]
             for n in rows

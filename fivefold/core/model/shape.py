@@ -27,7 +27,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from functools import cache, cached_property
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from fivefold.core import MOST, MOST_LAYERS, BadFile, FivefoldError
 from fivefold.core.model.mixers import (
@@ -264,6 +264,17 @@ class Shape:
         problems = list(self._problems())
         if problems:
             raise BadFile(f"model {self.name!r}", problems)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:  # a key of many caches, and it has many fields
+        return hash(tuple(getattr(self, entry.name) for entry in fields(self) if entry.compare))
+
+    def __getstate__(self) -> dict[str, Any]:
+        """The fields alone: another process hashes texts otherwise."""
+        return {entry.name: getattr(self, entry.name) for entry in fields(self)}
 
     @property
     def own_mixer(self) -> Mixer | None:

@@ -131,42 +131,48 @@ class LayerTable:
     def least(self, grid: LayoutGrid) -> Array:
         """A lower bound of a step of each layout of a block: its layers and its head, evenly over
         the pipeline. Along the axis of schedules are those without pairs and those with pairs."""
-        (seconds,) = self._looked_up(grid, self._least)
+        (seconds,) = _looked_up(self._least, self._places_of(grid))
         return seconds * grid.microbatches / grid.pp
 
     def passes(self, grid: LayoutGrid) -> PassCosts:
         """Seconds of each kind of layer and of the head, for each layout of a block."""
-        share = paired_share(grid)
+        share, places = paired_share(grid), self._places_of(grid)
         pass_seconds = [
             array[:, :, :1] + share * (array[:, :, 1:] - array[:, :, :1])
             if array.shape[2] > 1 and share.any()
             else array[:, :, :1]
-            for array in self._looked_up(grid, self._passes)
+            for array in _looked_up(self._passes, places)
         ]
         count = len(self.counts) + 1
         if (defers := grid.defers).any():
-            for index, late in enumerate(self._looked_up(grid, self._late)):
+            for index, late in enumerate(_looked_up(self._late, places)):
                 at = (index + 1) * count - 1
                 pass_seconds[at] = np.where(defers, late, pass_seconds[at])
-            for index, extra in enumerate(self._looked_up(grid, self._shown)):
+            for index, extra in enumerate(_looked_up(self._shown, places)):
                 pass_seconds[count + index] = pass_seconds[count + index] + np.where(
                     defers, extra, 0.0
                 )
         costs = (pass_seconds[:count], pass_seconds[count : 2 * count], pass_seconds[2 * count :])
-        hosts = self._looked_up(grid, self._hosts)
+        hosts = _looked_up(self._hosts, places)
         pairs = [HostSeconds(*hosts[at : at + 2]) for at in range(0, len(hosts), 2)]
         return with_host(costs, pairs, defers, is_cpu=self.machine.is_cpu)
 
-    def _looked_up(self, grid: LayoutGrid, arrays: list[Array]) -> list[Array]:
-        """What these arrays have for the degrees, microbatch sizes and rules of a block."""
-        places = [self._places[key] for key, _ in _shardings(grid)]
-        sizes = [self.sizes.index(int(size)) for size in grid.microbatch_size.flat]
-        rules = [int(number) for number in grid.recompute.flat]
-        for axis, index in ((0, places), (1, sizes), (4, rules)):
-            arrays = [
-                np.take(array, index, axis) if array.shape[axis] > 1 else array for array in arrays
-            ]
-        return arrays
+    def _places_of(self, grid: LayoutGrid) -> dict[int, list[int]]:
+        """The degrees, microbatch sizes and rules of a block, by their axes in arrays."""
+        return {
+            0: [self._places[key] for key, _ in _shardings(grid)],
+            1: [self.sizes.index(int(size)) for size in grid.microbatch_size.flat],
+            4: [int(number) for number in grid.recompute.flat],
+        }
+
+
+def _looked_up(arrays: list[Array], places: dict[int, list[int]]) -> list[Array]:
+    """What these arrays have at some places along their axes."""
+    for axis, index in places.items():
+        arrays = [
+            np.take(array, index, axis) if array.shape[axis] > 1 else array for array in arrays
+        ]
+    return arrays
 
 
 def _shardings(grid: LayoutGrid) -> Iterator[tuple[_Key, _Key]]:

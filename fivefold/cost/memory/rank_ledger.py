@@ -262,6 +262,7 @@ MESSAGES = 2  # that are received while others are computed with
 
 ActionEvents = Mapping[str, Sequence[Event]]
 KnownEvents = dict[Hashable, ActionEvents]
+KnownPairs = dict[tuple[int, int], ActionBytes]
 
 
 @lru_cache(maxsize=32)  # many plans of a search have the same layers
@@ -298,6 +299,7 @@ class PlanLedger:
                 for keeps_weights in (False, True)
             }
         self.kinds: dict[Hashable, StageLedger] = {}
+        self.pairs: KnownPairs = {}
 
     def peak(self, rank: int) -> dict[str, float]:
         """By category, of one pipeline rank."""
@@ -305,7 +307,7 @@ class PlanLedger:
         units = [unit for stage in stages.values() for unit in stage.packed]
         rounded = sum(self._rounded_weights(n, stage.packed) for n, stage in stages.items())
         runs = {n: StageRun(stage) for n, stage in stages.items()}
-        walk = _RankWalk(runs, self.in_turns)
+        walk = _RankWalk(runs, self.pairs if self.in_turns else None)
         walk.follow(list(turns_of(self.plan.schedule, rank)))
         walk.end(self._update(units))
         categories = {**self._states(units), **walk.at_peak()}
@@ -472,10 +474,11 @@ class PlanLedger:
 
 
 class _RankWalk:
-    """Follows the actions of one rank. `in_turns`: two that are one step change at collectives."""
+    """Follows the actions of one rank. `pairs`: known ones, if two actions that are one step change
+    at collectives; the ranks of a plan share them."""
 
-    def __init__(self, stages: Mapping[int, StageRun], in_turns: bool) -> None:
-        self.stages, self.in_turns = stages, in_turns
+    def __init__(self, stages: Mapping[int, StageRun], pairs: KnownPairs | None) -> None:
+        self.stages, self.pairs = stages, pairs
         self.total = self.most = 0.0
         self.parts: list[tuple[int, Sequence[ActionBytes]]] = []  # how often they have run
         self.where = (0, 0, 0)  # the peak: in which part, turn and action
@@ -533,7 +536,13 @@ class _RankWalk:
                 results.append(self.stages[n].act(kind, ends.get(n) == (index, kind)))
                 continue
             pair = [self.stages[n].act(kind, ends.get(n) == (index, kind)) for n, kind, _ in step]
-            results += [_in_turns(*pair)] if self.in_turns else pair
+            if self.pairs is None:
+                results += pair
+                continue
+            key = id(pair[0]), id(pair[1])  # of what ledgers know, as long as the plan is followed
+            if key not in self.pairs:
+                self.pairs[key] = _in_turns(*pair)
+            results.append(self.pairs[key])
         return results
 
     def _repeat(self, actions: Sequence[tuple[Action, ...]], times: int) -> None:
@@ -581,18 +590,19 @@ class _RankWalk:
 
 def _in_turns(forward: ActionBytes, backward: ActionBytes) -> ActionBytes:
     """Both as one step; the backward begins, and each goes on where the other one pauses."""
-    levels = [Slice(0.0, nothing(), 0.0, nothing())] * 2
-    best, peak = nothing(), 0.0
-    for pair in zip_longest(backward.slices, forward.slices):
-        for lane, level in enumerate(pair):
-            if level is None:
-                continue
-            other = levels[1 - lane]
-            if level.peak + other.change > peak:
-                peak, best = level.peak + other.change, _sum(level.at_peak, other.left)
-            levels[lane] = level
+    first = other = Slice(0.0, nothing(), 0.0, nothing())
+    best, peak = (first.left, other.left), 0.0
+    for ahead, behind in zip_longest(backward.slices, forward.slices):
+        if ahead is not None:
+            first = ahead
+            if first.peak + other.change > peak:
+                peak, best = first.peak + other.change, (first.at_peak, other.left)
+        if behind is not None:
+            other = behind
+            if other.peak + first.change > peak:
+                peak, best = other.peak + first.change, (other.at_peak, first.left)
     change = forward.change + backward.change
-    return ActionBytes(best, _sum(forward.left, backward.left), peak, change)
+    return ActionBytes(_sum(*best), _sum(forward.left, backward.left), peak, change)
 
 
 def _sum(first: Held, other: Held) -> Held:

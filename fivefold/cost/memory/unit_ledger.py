@@ -404,8 +404,9 @@ class UnitLedger:
     def pause(self) -> None:
         """A slice ends."""
         if self.sliced:
-            self.slices.append(Slice(self.high, self.at_high, self.total, self.level.copy()))
-            self.high, self.at_high = self.total, self.level.copy()
+            left = self.level.copy()
+            self.slices.append(Slice(self.high, self.at_high, self.total, left))
+            self.high, self.at_high = self.total, left
 
     def gather(self, n: int) -> None:
         if n not in self.present:

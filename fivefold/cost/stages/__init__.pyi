@@ -9,6 +9,7 @@ from fivefold.cost.stages.makespans import trace_schedule as trace_schedule
 from fivefold.cost.stages.ranks import RankLayers as RankLayers
 from fivefold.cost.stages.ranks import RankStage as RankStage
 from fivefold.cost.stages.ranks import backward_by_chunk as backward_by_chunk
+from fivefold.cost.stages.ranks import breaks_rules as breaks_rules
 from fivefold.cost.stages.ranks import bubble_seconds as bubble_seconds
 from fivefold.cost.stages.ranks import count_layers as count_layers
 from fivefold.cost.stages.ranks import fewest_layers as fewest_layers

@@ -145,7 +145,13 @@ class PipelineTimer:
 
 def _cannot_run(name: str, pp: int, chunks: int, microbatches: int) -> bool:
     """Whether a schedule cannot run these numbers; a block of a search also has such pairs."""
-    return pp > 1 and name != AUTO and bool(family_of(name).problems(pp, microbatches, chunks))
+    return pp > 1 and name != AUTO and breaks_rules(name, pp, chunks, microbatches)
+
+
+@cache
+def breaks_rules(name: str, pp: int, chunks: int, microbatches: int) -> bool:
+    """Whether a rule of a schedule forbids these numbers; the blocks of a search share many."""
+    return bool(family_of(name).problems(pp, microbatches, chunks))
 
 
 def _samples(shape: Shape, seq: int) -> Array:

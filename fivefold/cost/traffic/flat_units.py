@@ -101,9 +101,10 @@ class RankUnits:
         )
         self.shape_of_grid = columns[0].shape
         rows = np.stack([column.ravel() for column in columns]).astype(np.int64)
-        distinct, self.back = np.unique(rows, axis=1, return_inverse=True)
+        codes = np.ravel_multi_index(tuple(rows), tuple(rows.max(axis=1) + 1))  # sorted faster
+        _, first, self.back = np.unique(codes, return_index=True, return_inverse=True)
         self.ranks = [
-            _first_rank(rules.shape, seq, stages, *degrees) for degrees in distinct.T.tolist()
+            _first_rank(rules.shape, seq, stages, *degrees) for degrees in rows[:, first].T.tolist()
         ]
 
     def groups(self, stays: Flags) -> Iterator[UnitGroup]:
@@ -273,12 +274,13 @@ def _units_of(rules: UnitRules, rank: FirstRank, expert: bool) -> tuple[tuple[Un
         for unit in join_parts(parts, rules.bucket):
             alike[tuple(map(id, unit))].append(unit)
         for units in alike.values():
-            kind = _kind(rules, units[0], rank.pipeline, last and rules.shape.mtp > 0)
+            kind = _kind(rules, tuple(units[0]), rank.pipeline, last and rules.shape.mtp > 0)
             counts[kind] += len(units)
     return tuple(counts.items())
 
 
-def _kind(rules: UnitRules, unit: Sequence[UnitPart], pipeline: bool, stays: bool) -> UnitKind:
+@cache
+def _kind(rules: UnitRules, unit: tuple[UnitPart, ...], pipeline: bool, stays: bool) -> UnitKind:
     rows = [row for part in unit for row in part.rows]
     tied = rules.shape.tied and any(row.name == "embed.weight" for row in rows)
     size = sum(aligned(row.numel, rules.itemsize) for row in rows)
