@@ -58,7 +58,7 @@ JOBS = (
     Job("plan deepseek-v3 --machine h800 --gpus 2048 --batch 15360", weighed=True),
     Job("plan gpt-1t --machine a100 --gpus 3072"),
     Job(GIVEN),
-    Job("plan llama-3.1-70b --machine h100 --gpus 64 --what-if gpus=2x"),
+    Job("plan llama-3.1-70b --machine h100 --gpus 64 --set what_if=gpus=2x"),
     Job("plan llama-3.1-70b --machine h100 --gpus 64 --compare"),
     Job("plan llama-3.1-8b --machine h100 --gpus 64 --sweep gpus=8..64"),
     Job("schedule zb-v --stages 16 --microbatches 64"),

@@ -18,6 +18,7 @@ import pytest
 
 import fivefold
 from fivefold import cli
+from fivefold.core.plan import plan_keys, train_keys
 from fivefold.huggingface.config_export import WRITERS
 from tests import json_answers, reference
 from tests.commands import in_fork
@@ -50,6 +51,18 @@ def test_links_of_a_page_exist(path: Path) -> None:
         assert file.exists(), f"{path.name} links to {target}"
         if anchor and file.suffix == ".md":
             assert anchor in anchors(file.read_text("utf-8")), f"{path.name}: {target}#{anchor}"
+
+
+def test_no_page_names_a_key_as_a_flag() -> None:
+    verbs = list(cli.VERBS)
+    flags = {flag for verb in verbs for flag in cli.options_of(verb)}
+    keys = {*train_keys(), *plan_keys(), *(key for verb in verbs for key in cli.own_keys(verb))}
+    old = {f"--{key.replace('_', '-')}" for key in keys} - flags
+    # Tools of the repository have flags of their own; the log says what was.
+    pages = [path for path in PAGES if path.name not in ("log.md", "how-it-is-verified.md")]
+    texts = {path.name: path.read_text("utf-8") for path in [*pages, ROOT / "README.md"]}
+    named = {name: old.intersection(re.findall(r"`(--[\w-]+)", texts[name])) for name in texts}
+    assert not {name: flags for name, flags in named.items() if flags}
 
 
 @pytest.mark.parametrize("name", reference.PAGES)
