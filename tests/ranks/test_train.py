@@ -190,8 +190,9 @@ def test_the_runs_of_one_process_record_nothing_and_reorder_without_a_compiler()
     recipe, plan = Recipe(steps=2, compile=True, sample_every=1), plan_of("dp=2")
     settings = TrainSettings(recipe, "float32", options=RunOptions(check=True), folder=Path("run"))
     plain, reordered = reference_runs(plan, settings)
-    for one, alike, _ in (plain, reordered):
-        assert one.layout.world == 1 and alike.folder is None and not alike.recipe.sample_every
+    for alone_plan, alike, *_ in (plain, reordered):
+        assert alone_plan.layout.world == 1
+        assert alike.folder is None and not alike.recipe.sample_every
     assert [each[2] for each in (plain, reordered)] == [False, True]
     assert plain[1].recipe.compile and not reordered[1].recipe.compile
     assert len(reference_runs(plan, replace(settings, dtype="float64"))) == 1
