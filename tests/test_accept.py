@@ -104,11 +104,17 @@ def test_a_failed_journey_ends_with_1_and_stands_in_the_record(
 
     def victim(trip: Trip) -> None:
         tries.append("victim")
-        if len(tries) == 1:
+        if tries.count("victim") == 1:
             raise Failure("another client of MPS has failed")
+
+    def timed(trip: Trip) -> None:
+        tries.append("timed")
+        if tries.count("timed") < 3:
+            raise Failure("the host was busy")
 
     chosen = [Journey("calm", lambda trip: None), Journey("broken", broken, together=True)]
     chosen.append(Journey("victim", victim, together=True))
+    chosen.append(Journey("timed", timed, alone=True))
     monkeypatch.setattr(journeys, "JOURNEYS", {each.name: each for each in chosen})
     facts = {"torch": "2.11", "nccl": "2.30.7", "gpu": "a GPU"}
     monkeypatch.setattr(accept, "machine_of", lambda *_: accept.Machine("cpu", {}, facts))
@@ -119,11 +125,21 @@ def test_a_failed_journey_ends_with_1_and_stands_in_the_record(
     record = json.loads((tmp_path / "accepted.json").read_text())
     assert (record["tree"], record["nccl"], record["gpu"]) == ("abc", "2.30.7", "a GPU")
     passed = {each["name"]: each["passed"] for each in record["journeys"]}
-    assert passed == {"calm": True, "broken": False, "victim": True} and len(tries) == 2
-    assert [each.get("attempts") for each in record["journeys"]] == [None, 2, 2]
+    assert passed == {"calm": True, "broken": False, "victim": True, "timed": False}
+    assert [each.get("attempts") for each in record["journeys"]] == [None, 2, 2, 2]
     assert "| broken | FAIL |" in (tmp_path / "accepted.md").read_text()
+    assert sorted(tries) == ["timed", "timed", "victim", "victim"]
+    assert accept.main(["--again"]) == 1
+    again = json.loads((tmp_path / "accepted.json").read_text())
+    assert [each["passed"] for each in again["journeys"]] == [True, False, True, True]
+    assert again["journeys"][:1] == record["journeys"][:1] and again["tree"] == "abc"
+    timed_line = again["journeys"][3]
+    assert (timed_line["attempts"], timed_line["first"]) == (3, "the host was busy")
+    assert "at first: the host was busy" in (tmp_path / "accepted.md").read_text()
+    monkeypatch.setattr(accept, "tree_of_commit", lambda _: "abd")
+    assert accept.main(["--again"]) == 2 and accept.main(["calm", "--again"]) == 2
     assert accept.main(["calm"]) == 0 and accept.main(["calmer"]) == 2
-    assert "no journey calmer: there are calm, broken, victim" in capsys.readouterr().err
+    assert "no journey calmer: there are calm, broken, victim, timed" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("mend", broken.MENDS, ids=lambda mend: mend.journey)

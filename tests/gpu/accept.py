@@ -9,6 +9,10 @@ journeys together write `docs/accepted-gpu.md` and `benchmarks/data/accepted-gpu
 tree of `fivefold/` as git names it; it must be that of a commit. Named journeys are run and
 printed, and nothing is written. Exit code 1: a journey failed. 2: it cannot begin.
 
+A journey that failed is tried once more (`attempts 2` of the record, with what was wrong before):
+others beside it or a busy host may be the cause. `--again` does so for the record of this tree,
+where a machine was lent for too short a time.
+
 `--cpu` runs the journeys with small models on CPU ranks: a test of the journeys, not of the
 product.
 """
@@ -194,12 +198,13 @@ def travel(
 
 
 def accept(
-    journeys: Sequence[Journey], machine: Machine, folder: Path, until: float
+    journeys: Sequence[Journey], machine: Machine, folder: Path, until: float, attempts: int = 2
 ) -> list[dict[str, Any]]:
     """All journeys: those that measure time alone and first, the others side by side.
 
     When a client of MPS fails, its server ends all of them. So only ranks of one layout are
-    clients, and what has failed beside others is tried once more, one journey at a time.
+    clients. A host that others share can be too slow for one measurement. So what has failed is
+    tried once more, one journey at a time.
     """
     gpu = SharedGpu(MOST_RANKS if machine.device == "cuda" else 8)
 
@@ -213,13 +218,41 @@ def accept(
     with shared_gpu(machine, folder) as shared, ThreadPoolExecutor(len(journeys)) as pool:
         for line in pool.map(lambda each: run(each, shared), beside):
             lines[line["name"]] = line
-    failed = [each for each in beside if each.together and not lines[each.name]["passed"]]
-    if failed and time.monotonic() < until:
-        with shared_gpu(machine, folder) as shared:
-            for each in failed:
-                first = {"attempts": 2, "first": lines[each.name]["wrong"]}
-                lines[each.name] = run(each, shared) | first
+    for journey in [journey for journey in journeys if not lines[journey.name]["passed"]]:
+        if time.monotonic() >= until or attempts < 2:
+            break
+        if journey.together:
+            with shared_gpu(machine, folder) as shared:
+                line = run(journey, shared)
+        else:
+            line = run(journey, machine.environment)
+        lines[journey.name] = second_attempt(lines[journey.name], line)
     return [lines[each.name] for each in journeys]
+
+
+def second_attempt(first: Mapping[str, Any], line: dict[str, Any]) -> dict[str, Any]:
+    """The line of a journey that failed before."""
+    return line | {"attempts": first.get("attempts", 1) + 1, "first": first["wrong"]}
+
+
+def joined(record: Mapping[str, Any], lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """A record in which the journeys that had failed were tried once more, on the same tree."""
+    again = {line["name"]: line for line in lines}
+    journeys = [
+        second_attempt(line, again[line["name"]]) if line["name"] in again else line
+        for line in record["journeys"]
+    ]
+    seconds = round(record["seconds"] + sum(line["seconds"] for line in lines))
+    return {**record, "seconds": seconds, "journeys": journeys}
+
+
+def recorded(tree: str, facts: Mapping[str, str]) -> dict[str, Any]:
+    """The record that `--again` goes on with."""
+    record = json.loads(RECORD.read_text("utf-8")) if RECORD.exists() else {}
+    ours = {"tree": tree, **facts}
+    if other := [key for key, value in ours.items() if record.get(key) != value]:
+        raise Refused(f"the record has another {', '.join(other)}: run all journeys")
+    return record
 
 
 def page_of(record: Mapping[str, Any]) -> str:
@@ -227,7 +260,9 @@ def page_of(record: Mapping[str, Any]) -> str:
     rows = []
     for each in record["journeys"]:
         seen = [f"{key} {value}" for key, value in each.items() if key not in KEYS]
-        seen += [" ".join(each["wrong"].split()).replace("|", "")[:200]] if "wrong" in each else []
+        for key, before in (("first", "at first: "), ("wrong", "")):
+            if key in each:
+                seen.append(before + " ".join(each[key].split()).replace("|", "")[:200])
         verdict = "pass" if each["passed"] else "FAIL"
         rows.append(f"| {each['name']} | {verdict} | {each['seconds']:.0f} | {'; '.join(seen)} |")
     return "\n".join([HEAD.format(**record), *rows, ""])
@@ -244,8 +279,9 @@ machine lacks on which nothing can be installed.
 - tree of `fivefold/`: `{tree}` (`git rev-parse HEAD:fivefold`)
 - {gpu}, torch {torch}, NCCL {nccl}, {date}, {seconds} s in all. Ranks of a layout share the one GPU
   over NCCL, under MPS; `kill` runs without MPS. Times are those of journeys side by side, and say
-  nothing about speed; only `planned` runs alone. One that fails under MPS is tried once more by
-  itself (`attempts 2`), since a client that fails takes all others with it.
+  nothing about speed; only `planned` runs alone. One that fails is tried once more by itself
+  (`attempts 2`): a client of MPS that fails takes all others with it, and a host that others use
+  too can be too slow for a measurement. What was wrong at first stays in the record.
 
 | journey | | s | what was seen |
 |---|---|---|---|"""
@@ -259,33 +295,41 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("journeys", nargs="*", metavar="JOURNEY", help=", ".join(JOURNEYS))
     parser.add_argument("--cpu", action="store_true", help="small models on CPU ranks")
     parser.add_argument("--seconds", type=float, default=MOST_SECONDS, help="for all of them")
+    parser.add_argument("--again", action="store_true", help="what failed in the record, once more")
     options = parser.parse_args(words)
     unknown = [name for name in options.journeys if name not in JOURNEYS]
     began = time.monotonic()
     try:
         if unknown:
             raise Refused(f"no journey {', '.join(unknown)}: there are {', '.join(JOURNEYS)}")
+        if options.again and (options.journeys or options.cpu):
+            raise Refused("--again is for the record: leave names and --cpu out")
         records = not options.journeys and not options.cpu
         tree = tree_of_commit(ROOT) if records else tree_of_files(ROOT / PACKAGE)
-        chosen = [
-            journey
-            for name, journey in JOURNEYS.items()
-            if name in options.journeys or (not options.journeys and not journey.extra)
-        ]
+        names = options.journeys or [name for name in JOURNEYS if not JOURNEYS[name].extra]
         with tempfile.TemporaryDirectory(prefix="fivefold-accept-") as name:
             machine = machine_of("cpu" if options.cpu else "cuda", Path(name))
-            lines = accept(chosen, machine, Path(name), began + options.seconds)
+            if options.again:
+                former = recorded(tree, machine.facts)
+                names = [line["name"] for line in former["journeys"] if not line["passed"]]
+            chosen = [journey for name, journey in JOURNEYS.items() if name in names]
+            attempts = 1 if options.again else 2
+            lines = accept(chosen, machine, Path(name), began + options.seconds, attempts)
     except Refused as error:
         print(f"accept: {error}", file=sys.stderr)
         return 2
     seconds = round(time.monotonic() - began)
     record = {"tree": tree, "date": date.today().isoformat(), **machine.facts, "seconds": seconds}
     record["journeys"] = lines
+    if options.again:
+        record = joined(former, lines)
     if records:
         RECORD.write_text(json.dumps(record, indent=1) + "\n", "utf-8")
         PAGE.write_text(page_of(record), "utf-8")
+    lines = record["journeys"]
     failed = [line["name"] for line in lines if not line["passed"]]
-    print(f"{len(lines) - len(failed)} of {len(lines)} journeys in {seconds} s, tree {tree}")
+    passed, seconds = len(lines) - len(failed), record["seconds"]
+    print(f"{passed} of {len(lines)} journeys in {seconds} s, tree {tree}")
     return 1 if failed else 0
 
 
