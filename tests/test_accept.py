@@ -135,7 +135,9 @@ def test_a_failed_journey_ends_with_1_and_stands_in_the_record(
     assert again["journeys"][:1] == record["journeys"][:1] and again["tree"] == "abc"
     timed_line = again["journeys"][3]
     assert (timed_line["attempts"], timed_line["first"]) == (3, "the host was busy")
-    assert "at first: the host was busy" in (tmp_path / "accepted.md").read_text()
+    page = (tmp_path / "accepted.md").read_text()
+    assert again["runs"] == 2 and "Joined from 2 runs" in page
+    assert "at first: the host was busy" in page
     monkeypatch.setattr(accept, "tree_of_commit", lambda _: "abd")
     assert accept.main(["--again"]) == 2 and accept.main(["calm", "--again"]) == 2
     assert accept.main(["calm"]) == 0 and accept.main(["calmer"]) == 2

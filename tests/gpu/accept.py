@@ -243,7 +243,7 @@ def joined(record: Mapping[str, Any], lines: Sequence[dict[str, Any]]) -> dict[s
         for line in record["journeys"]
     ]
     seconds = round(record["seconds"] + sum(line["seconds"] for line in lines))
-    return {**record, "seconds": seconds, "journeys": journeys}
+    return {**record, "seconds": seconds, "runs": record.get("runs", 1) + 1, "journeys": journeys}
 
 
 def recorded(tree: str, facts: Mapping[str, str]) -> dict[str, Any]:
@@ -265,9 +265,11 @@ def page_of(record: Mapping[str, Any]) -> str:
                 seen.append(before + " ".join(each[key].split()).replace("|", "")[:200])
         verdict = "pass" if each["passed"] else "FAIL"
         rows.append(f"| {each['name']} | {verdict} | {each['seconds']:.0f} | {'; '.join(seen)} |")
-    return "\n".join([HEAD.format(**record), *rows, ""])
+    runs = JOINED.format(**record) if "runs" in record else ""
+    return "\n".join([HEAD.format(**record, joined=runs), *rows, ""])
 
 
+JOINED = "- Joined from {runs} runs (`--again`): the first one ended with exit code 1.\n"
 KEYS = ("name", "passed", "seconds", "commands", "wrong", "first")
 HEAD = """# Accepted on a GPU
 
@@ -282,7 +284,7 @@ machine lacks on which nothing can be installed.
   nothing about speed; only `planned` runs alone. One that fails is tried once more by itself
   (`attempts 2`): a client of MPS that fails takes all others with it, and a host that others use
   too can be too slow for a measurement. What was wrong at first stays in the record.
-
+{joined}
 | journey | | s | what was seen |
 |---|---|---|---|"""
 
