@@ -65,7 +65,7 @@ def attend_pages(
     outputs: list[Tensor] = []
     lengths = [len(sequence_chunk.tokens) for sequence_chunk in step.chunks]
     for q_nHd, chunk, table in zip(
-        torch.split(q_THd, lengths), step.chunks, step.tables, strict=True
+        torch.split(q_THd, lengths), step.chunks, step.tables_SB, strict=True
     ):
         if chunk.fills:
             outputs.append(q_nHd.new_zeros((*q_nHd.shape[:2], pages.values.shape[3])))
@@ -196,8 +196,10 @@ class KvCache:
             self.pages[int(layer)] = layer_pages
 
     def begin(self, step: StepTensors) -> None:
-        """Use this step in the kernels from now on."""
+        """Use this step in the kernels from now on. What its attention shares is computed again,
+        since a captured step does so in every replay."""
         self.step = step
+        step.work.clear()
 
     def attend(
         self, q_THd: Tensor, k_TKd: Tensor, v_TKv: Tensor, /, pages: LayerPages, info: AttentionInfo

@@ -3,11 +3,10 @@ steps as CUDA graphs.
 
 A decode step is a few hundred kernels of a few microseconds: issued one by one, the host would be
 slower than the GPU. So a step is captured once for every size, and replayed. Sizes are powers of
-two: a step has sequences to spare, which write to a block that nobody reads. A server also captures
-steps with prompts (`piecewise.py`).
-
-No kernel here has chunked windows, capped scores or sinks: layers with these are computed by the
-plain kernel, on the device, and decode steps of their models are not captured as a whole.
+two, of sequences and of the parts into which attention cuts their keys: a step has sequences to
+spare, which write to a block that nobody reads. Ranks of tp capture their collectives as well
+(`captures_decode` says where), all in one order. A server also captures steps with prompts
+(`piecewise.py`).
 
 Legend: T tokens of a step, H query heads, d width of a head, v that of a value head.
 """
@@ -18,24 +17,31 @@ from collections.abc import Sequence
 from functools import partial
 from typing import NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import sdpa_kernel
 
-from fivefold.core.model import BLOCK, Shape, blocks_of
+from fivefold.core.model import BLOCK, blocks_of
 from fivefold.generate.async_scheduling import DrawnTokens
-from fivefold.generate.cache import (
-    KvCache,
-    LayerPages,
-    attend_pages,
-    attend_sequence,
-    first_seen,
-    page_sizes,
-)
+from fivefold.generate.cache import KvCache, LayerPages, attend_pages, page_sizes
 from fivefold.generate.forward import DecoderForward
-from fivefold.generate.paged_kernel import attend_single_tokens
-from fivefold.generate.piecewise import PiecewiseSteps, sizes_up_to
+from fivefold.generate.paged_kernel import (
+    DecodeParts,
+    LayerMask,
+    PromptTiles,
+    attend_decode,
+    attend_prompts,
+    cut_keys,
+    tile_tokens,
+)
+from fivefold.generate.piecewise import (
+    CAPTURE_ERRORS,
+    PiecewiseSteps,
+    sizes_up_to,
+    without_collection,
+)
 from fivefold.generate.requests import SequenceChunk, StepBatch
 from fivefold.generate.routing import RouteStore
 from fivefold.generate.skinny_kernel import skinny_linear, takes
@@ -45,7 +51,7 @@ from fivefold.generate.step_tensors import (
     StepTensors,
     attended_length,
     packed,
-    size_of,
+    to_device,
     unpacked,
 )
 from fivefold.model import (
@@ -59,70 +65,85 @@ from fivefold.model import (
     Project,
 )
 
-_WIDEST_HEAD = 256  # a program holds some keys of this width
+_WIDEST_HEAD = 576  # DeepSeek's latents: a program holds some keys of this width
+_LONG_PROMPT = 1024  # tokens
 _MOST_SEQUENCES = 256  # of a captured step
-_LEAST_KEYS = 1024
+_LEAST_PARTS = 8  # of the keys of a sequence, in a captured step
 
 
 def has_kernel(width: int, dtype: torch.dtype) -> bool:
-    """Whether the paged kernel supports this head width; DeepSeek's latents are too wide."""
+    """Whether the paged kernel supports this head width."""
     return width <= _WIDEST_HEAD and dtype != torch.float64
-
-
-def kernels_know(shape: Shape) -> bool:
-    """Whether kernels support the attention of a model."""
-    chunked = shape.window_kind == "chunked" and shape.window is not None
-    return not (chunked or shape.sinks or shape.score_cap is not None)
 
 
 def attend_on_gpu(
     q_THd: Tensor, pages: LayerPages, step: StepTensors, info: AttentionInfo
 ) -> Tensor:
-    """`attend_pages` on a GPU: single tokens by a paged kernel, chunks by torch's kernels over
-    gathered keys."""
-    kernels = info.chunk is None and info.cap is None and info.sinks is None
-    if not kernels or not has_kernel(q_THd.shape[2], q_THd.dtype):
+    """`attend_pages` on a GPU: one launch for all prompts, and one for all single tokens. Long
+    prompts by torch's kernels over gathered keys, where these have what the layer has."""
+    if not has_kernel(q_THd.shape[2], q_THd.dtype):
         return attend_pages(q_THd, pages, step, info)
-    singles = step.first_singles
-    outputs = [_attend_singles(q_THd, pages, step, singles, info.window)] if singles else []
-    start = singles
-    for chunk, table in zip(step.chunks[singles:], step.tables[singles:], strict=True):
-        stop = start + len(chunk.tokens)
-        outputs.append(_attend_chunk(q_THd[start:stop], pages, chunk, table, info))
-        start = stop
-    return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+    mask = LayerMask.of(info.window, info.chunk, info.cap, info.sinks)
+    out_THv = q_THd.new_empty((*q_THd.shape[:2], pages.values.shape[3]))
+    layer_pages, singles = (pages.keys, pages.values), step.num_singles
+    if singles < len(step.chunks):
+        long = _long_prompts(step, q_THd, mask)
+        tiles = _prompt_tiles(step, q_THd, pages, long)
+        if tiles is not None:
+            attend_prompts(q_THd, layer_pages, step.sequences, tiles, mask, out_THv)
+        for index in long:
+            start, tokens = step.first_tokens[index], len(step.chunks[index].tokens)
+            q_nHd, table = q_THd[start : start + tokens], step.tables_SB[index]
+            out_THv[start : start + tokens] = attend_prompt(q_nHd, pages, table)
+    if singles:
+        parts = _decode_parts(step, mask)
+        attend_decode(q_THd, layer_pages, step.sequences, parts, mask, out_THv)
+    return out_THv
 
 
-def _attend_singles(
-    q_THd: Tensor, pages: LayerPages, step: StepTensors, count: int, window: int | None
-) -> Tensor:
-    """The first sequences, with one token each."""
-    tables, lengths = step.tables[:count], step.lengths[:count]
-    keys_and_values = (pages.keys, pages.values)
-    return attend_single_tokens(
-        q_THd[:count], keys_and_values, tables, lengths, BLOCK * tables.shape[1], window
+def _decode_parts(step: StepTensors, mask: LayerMask) -> DecodeParts:
+    key = mask.kind, mask.reach
+    if key not in step.work:
+        lengths = step.sequences.lengths[: step.num_singles]
+        step.work[key] = cut_keys(lengths, step.most_parts, mask)
+    return step.work[key]
+
+
+def _long_prompts(step: StepTensors, q_THd: Tensor, mask: LayerMask) -> tuple[int, ...]:
+    """Prompts that begin in this step, for which torch's kernels are faster."""
+    if q_THd.dtype == torch.float32 or mask.cap is not None or mask.sinks_H is not None:
+        return ()
+    reach = mask.reach if mask.kind else step.batch.tokens.numel()
+    return tuple(
+        index
+        for index, chunk in enumerate(step.chunks)
+        if not chunk.start and _LONG_PROMPT <= len(chunk.tokens) <= reach
     )
 
 
-def _attend_chunk(
-    q_nHd: Tensor, pages: LayerPages, chunk: SequenceChunk, table: Tensor, info: AttentionInfo
-) -> Tensor:
-    """The tokens of one sequence, which are its last."""
-    # Earlier blocks are out of sight of all its queries.
-    first, window = first_seen(chunk.start, info) // BLOCK, info.window
-    length, narrow = chunk.stop - first * BLOCK, q_nHd.dtype != torch.float32
-    if narrow and chunk.start == first == 0 and (window is None or window >= length):
-        return attend_prompt(q_nHd, pages, table)
-    k_LKd, v_LKv = pages.read(table[first : -(-chunk.stop // BLOCK)])
-    if not narrow:
-        return attend_sequence(q_nHd, k_LKd[:length], v_LKv[:length], info, first * BLOCK)
-    q, k, v = (tensor[None] for tensor in (q_nHd, k_LKd[:length], v_LKv[:length]))
-    # Flash is causal from the last query and key backwards. A window counts the query itself.
-    left = -1 if window is None else window - 1
-    return torch.ops.aten._flash_attention_forward(
-        q, k, v, None, None, len(q_nHd), length, 0.0, True, False,
-        window_size_left=left, window_size_right=-1 if window is None else 0,
-    )[0][0]  # fmt: skip
+def _prompt_tiles(
+    step: StepTensors, q_THd: Tensor, pages: LayerPages, without: tuple[int, ...]
+) -> PromptTiles | None:
+    """Tiles of all prompts, without some of them."""
+    group = q_THd.shape[1] // pages.keys.shape[2]
+    unit = tile_tokens(q_THd.shape[2], q_THd.element_size(), group)
+    key = unit, without
+    if key not in step.work:
+        remaining = range(step.num_singles, len(step.chunks))
+        chunks = [(index, step.chunks[index]) for index in remaining if index not in without]
+        step.work[key] = _tiles(step, chunks, unit) if chunks else None
+    return step.work[key]
+
+
+def _tiles(
+    step: StepTensors, chunks: Sequence[tuple[int, SequenceChunk]], unit: int
+) -> PromptTiles:
+    counts = [-(-len(chunk.tokens) // unit) for _, chunk in chunks]
+    sequences = np.repeat([index for index, _ in chunks], counts)
+    tokens = np.concatenate([np.arange(count) * unit for count in counts])
+    numbers = to_device(np.stack([sequences, tokens]).astype(np.int32), step.slots.device)
+    longest = max(chunk.stop for _, chunk in chunks)
+    return PromptTiles(*numbers, sum(counts), step.first_tokens[chunks[0][0]], longest)
 
 
 def attend_prompt(q_nHd: Tensor, pages: LayerPages, table: Tensor) -> Tensor:
@@ -203,7 +224,7 @@ class _Captured(NamedTuple):
 
 
 class GraphedForward(DecoderForward):
-    """A decoder on one GPU, whose decode steps replay CUDA graphs."""
+    """A decoder on one GPU, or a rank's part of it, whose decode steps replay CUDA graphs."""
 
     def __init__(
         self,
@@ -212,18 +233,23 @@ class GraphedForward(DecoderForward):
         ends: StageEnds | None = None,
         routes: RouteStore | None = None,
         drawn: DrawnTokens | None = None,
+        ranks: int = 1,
     ) -> None:
+        """`ranks` that compute the decoder together."""
         make_cache = partial(KvCache, kernel=attend_on_gpu)
         super().__init__(decoder, blocks, make_cache, ends, routes, drawn)
-        multiply_few_tokens(decoder)
-        self.captured: dict[StepSize, _Captured] = {}
+        if ranks == 1:
+            multiply_few_tokens(decoder)
+        self.captured: dict[tuple[int, int], _Captured] = {}  # by sequences and parts of keys
         self.most_keys = decoder.shape.max_seq
         widest = max(page_sizes(block.attention)[0][1] for block in decoder.all_blocks())
         dtype = next(decoder.parameters()).dtype
         # Grouped matmuls of other types wait for the numbers of rows.
         self.never_waits = decoder.shape.moe is None or dtype == torch.bfloat16
-        fits = has_kernel(widest, dtype) and kernels_know(decoder.shape)
-        self.captures = self.never_waits and fits
+        self.captures = self.never_waits and has_kernel(widest, dtype)
+        self.captured_tables = self.tables.tensor
+        # Nothing in it is read after a step, but logits before the next.
+        self.pool = torch.cuda.graph_pool_handle() if self.device.type == "cuda" else None
         self.with_prompts: PiecewiseSteps | None = None
 
     def capture_prompts(self, tokens: int) -> None:
@@ -240,7 +266,9 @@ class GraphedForward(DecoderForward):
         pages = next(iter(self.cache.pages.values()))
         if pages.keys.dtype == torch.float32:  # which no such kernel has
             return
-        lengths = sorted({attended_length(count) for count in range(1, tokens + 1)})
+        lengths = sorted({attended_length(count) for count in range(_LONG_PROMPT, tokens + 1)})
+        if not lengths:
+            return
         heads, width = self.decoder.shape.heads, pages.keys.shape[3]
         q_THd = pages.keys.new_zeros((lengths[-1], heads, width))
         table = torch.full((blocks_of(lengths[-1]),), self.padding, device=self.device)
@@ -253,36 +281,37 @@ class GraphedForward(DecoderForward):
         if not (self.captures and decodes and 0 < len(step.chunks) <= _MOST_SEQUENCES):
             replayed = self.with_prompts
             return replayed(step) if replayed and replayed.takes(step) else super().__call__(step)
-        size = self._size(step)
-        numbers = packed(self._filled(step, size.sequences), size.blocks).pin_memory()
+        sequences = 1 << (len(step.chunks) - 1).bit_length()
+        host = packed(self._filled(step, sequences), self.tables)
+        if self.tables.tensor is not self.captured_tables:  # they have grown
+            self.captured.clear()
+            self.captured_tables = self.tables.tensor
+        _, parts = host.singles(sequences)
+        size = sequences, 1 << (max(parts, _LEAST_PARTS * sequences) - 1).bit_length()
         if size not in self.captured:
-            self.captured[size] = self._capture(numbers, size)
+            self.captured[size] = self._capture(to_device(host.numbers, self.device), *size)
         capture = self.captured[size]
-        capture.numbers.copy_(numbers, non_blocking=True)
+        capture.numbers.copy_(torch.as_tensor(host.numbers).pin_memory(), non_blocking=True)
         capture.graph.replay()
         return capture.logits[: len(step.chunks)]
-
-    def _size(self, step: StepBatch) -> StepSize:
-        """The smallest captured size for this step."""
-        sequences = 1 << (len(step.chunks) - 1).bit_length()
-        keys = max(_LEAST_KEYS, 1 << (BLOCK * size_of(step).blocks - 1).bit_length())
-        blocks = -(-min(keys, max(self.most_keys, _LEAST_KEYS)) // BLOCK)
-        return StepSize(sequences, sequences, sequences, blocks)
 
     def _filled(self, step: StepBatch, sequences: int) -> StepBatch:
         none = SequenceChunk("", (0,), 0, (self.padding,), samples=True, fills=True)
         return StepBatch((*step.chunks, *[none] * (sequences - len(step.chunks))))
 
-    def _capture(self, numbers: Tensor, size: StepSize) -> _Captured:
+    def _capture(self, numbers: Tensor, sequences: int, parts: int) -> _Captured:
         """Run a step once, since kernels are compiled and chosen then, and capture it."""
-        device_numbers = numbers.to(self.device)
-        tensors = unpacked(device_numbers, size, ())
+        size = StepSize(sequences, sequences, sequences)
+        tensors = unpacked(numbers, size, self.tables, (), (sequences, parts))
         beside = torch.cuda.Stream(self.device)
         beside.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(beside):
             self.run(tensors)
         torch.cuda.current_stream(self.device).wait_stream(beside)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        with (
+            without_collection(),
+            torch.cuda.graph(graph, self.pool, capture_error_mode=CAPTURE_ERRORS),
+        ):
             logits = self.run(tensors)
-        return _Captured(device_numbers, graph, logits)
+        return _Captured(numbers, graph, logits)

@@ -70,11 +70,17 @@ def alone(tensor: Tensor) -> Shared:
     return wait
 
 
+def on_this_rank(tensor: Tensor) -> Tensor:
+    """Sum over one rank, on its device."""
+    return tensor
+
+
 @dataclass(frozen=True)
 class EngineRanks:
     """Position of this rank in an engine: the replicas it computes, the number of batches in
     flight, and whether it samples for its replica. The ranks of a replica that own blocks are
-    `owners`; `share` starts to sum a tensor over all ranks."""
+    `owners`; `share` starts to sum a tensor over all ranks, and `total` has the sum on the device
+    of every rank."""
 
     replicas: int = 1
     replica: int = 0
@@ -82,6 +88,7 @@ class EngineRanks:
     draws: bool = True
     owners: int = 1
     share: Callable[[Tensor], Shared] = alone
+    total: Callable[[Tensor], Tensor] = on_this_rank
 
 
 @dataclass(frozen=True)
@@ -215,7 +222,9 @@ class Engine:
             sequence.draw_in(row)
         table = torch.cat(drawn)
         if self.drawn is not None and waiting:
+            table = self.ranks.total(table)
             self.drawn.put(table[:, 0])
+            return _Flight(tuple(waiting), alone(table))
         return _Flight(tuple(waiting), self.ranks.share(table) if waiting else alone(table))
 
     def _rows(self, batch: StepBatch, home: Scheduler) -> list[tuple[SequenceState, int]]:

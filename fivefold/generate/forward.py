@@ -12,13 +12,13 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from fivefold.core.model import BLOCK
+from fivefold.core.model import BLOCK, blocks_of
 from fivefold.generate.async_scheduling import DrawnTokens
 from fivefold.generate.cache import KvCache
 from fivefold.generate.requests import SequenceChunk, StepBatch
 from fivefold.generate.routing import RouteStore
 from fivefold.generate.stage_ends import StageEnds
-from fivefold.generate.step_tensors import StepTensors, step_tensors
+from fivefold.generate.step_tensors import BlockTables, StepTensors, step_tensors
 from fivefold.model import Decoder, TokenBatch
 from fivefold.model.kernels import by_operators
 
@@ -45,6 +45,8 @@ class DecoderForward:
         self.padding = blocks  # the block that tokens without a sequence write to
         self.cache = make_cache(decoder, blocks + 1)
         self.device = next(decoder.parameters()).device
+        longest = min(blocks_of(decoder.shape.max_seq), blocks)
+        self.tables = BlockTables(self.device, longest, self.padding)
 
     @torch.inference_mode()
     def __call__(self, step: StepBatch) -> Tensor:
@@ -52,7 +54,7 @@ class DecoderForward:
         if not step.chunks:
             return torch.empty(0, 0, device=self.device)
         with by_operators(step.num_tokens < _MANY_TOKENS):
-            return self.run(step_tensors(step, self.device))
+            return self.run(step_tensors(step, self.tables))
 
     def run(self, tensors: StepTensors) -> Tensor:
         """Logits of a step on the device, without synchronization."""

@@ -29,11 +29,19 @@ from torch import Tensor
 from fivefold.core import BadFile, FivefoldError
 from fivefold.core.layout import PIPELINE, RING, WORLD, Weight
 from fivefold.core.model import BLOCK, Shape, refuse_mixer
-from fivefold.core.plan import Plan, PlanOptions, resolve
+from fivefold.core.plan import Plan, PlanOptions, captures_decode, resolve
 from fivefold.generate.async_scheduling import DrawnTokens
 from fivefold.generate.cache import KvCache, token_bytes
 from fivefold.generate.context_cache import ContextCache
-from fivefold.generate.engine import Engine, EngineRanks, Forward, Shared, Watch, alone
+from fivefold.generate.engine import (
+    Engine,
+    EngineRanks,
+    Forward,
+    Shared,
+    Watch,
+    alone,
+    on_this_rank,
+)
 from fivefold.generate.forward import DecoderForward
 from fivefold.generate.invariant import FixedSteps, fix_tiles
 from fivefold.generate.refit import Refit
@@ -152,7 +160,7 @@ def forward_of(
     routes: RouteStore | None = None,
     drawn: DrawnTokens | None = None,
 ) -> DecoderForward:
-    """Forward for the device of a rank; captured as CUDA graphs on a GPU of its own."""
+    """Forward for the device of a rank; captured as CUDA graphs where its layout allows it."""
     if mesh.size(RING) > 1:
         return DecoderForward(model, blocks, partial(ContextCache, mesh=mesh), ends, routes)
     if mesh.device.type != "cuda":
@@ -162,9 +170,15 @@ def forward_of(
         attend_on_gpu,
     )
 
-    if mesh.size(WORLD) == 1:
-        return GraphedForward(model, blocks, ends, routes, drawn)
-    return DecoderForward(model, blocks, partial(KvCache, kernel=attend_on_gpu), ends, routes)
+    if captures_decode(model.shape, mesh.layout) and _captures_collectives(mesh):
+        return GraphedForward(model, blocks, ends, routes, drawn, mesh.layout.tp)
+    make_cache = partial(KvCache, kernel=attend_on_gpu)
+    return DecoderForward(model, blocks, make_cache, ends, routes, drawn)
+
+
+def _captures_collectives(mesh: Mesh) -> bool:
+    """Whether collectives over tp can be part of a graph; gloo goes by the host."""
+    return mesh.size(TP) == 1 or mesh.backend == dist.Backend.NCCL
 
 
 def invariant_plan(plan: Plan) -> Plan:
@@ -219,8 +233,9 @@ class LayoutEngine(Engine):
         counts = plan.layout.sp or mesh.coord(TP) == 0
         routes = RouteStore(stage.model, blocks + 1, counts) if records_routes else None
         limits, drawn = limits or ScheduleLimits(), None
-        # Other ranks would have to know what was drawn, and routes are read when a sequence ends.
-        if plan.layout.world == 1 and not records_routes and not batch_invariant:
+        # A stage does not know what the last one draws, and routes are read when a sequence ends.
+        runs_ahead = plan.layout.world == plan.layout.tp
+        if runs_ahead and not records_routes and not batch_invariant:
             drawn = DrawnTokens(max(limits.sequences, limits.tokens), mesh.device)
         inner = forward_of(stage.model, blocks, mesh, self.ends, routes, drawn)
         self.pages, forward = inner.cache.pages, cast("Forward", inner)
@@ -240,7 +255,14 @@ class LayoutEngine(Engine):
             draws=last and at.tp == at.cp == 0,
             owners=layout.cp,
             share=self._share if layout.world > 1 else alone,
+            total=self._total if layout.world > 1 else on_this_rank,
         )
+
+    def _total(self, table: Tensor) -> Tensor:
+        """Sum over all ranks, on the device. Of every row one rank has numbers."""
+        table = table.to(self.mesh.device)
+        self.mesh.all_reduce(table, WORLD, dist.ReduceOp.SUM).wait()
+        return table
 
     def _share(self, table: Tensor) -> Shared:
         """Begin to sum over all ranks: of every row one rank has numbers, and the others zeros."""

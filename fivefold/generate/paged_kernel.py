@@ -1,16 +1,22 @@
-"""Attention of single tokens over pages, and writing of pages, as Triton kernels.
+"""Attention over pages, for decode and prompts of any number of sequences, as Triton kernels.
 
-In a decode step every sequence has one query. Its keys are cut into parts of `KEYS`, each the work
-of one program for all query heads of a key head; a second kernel merges the parts of a query in
-their order. Where a part begins depends on nothing but positions, so that a sequence has the same
-result to the bit alone and beside others. Sums are float32. Values may be the first numbers of
-keys, as latents are.
+A program computes a tile of queries (some tokens of a sequence, with query heads of one key head)
+over a range of the keys of that sequence, with a running softmax in float32. In decode a tile is
+one token, and the keys are cut into parts of `PART_KEYS`, as many as each sequence has; a second
+kernel merges the parts of a token in their order. Prompts have tiles of many tokens, and parts only
+where the tiles are too few to fill a GPU. What a layer has of its own is in the same kernel:
+windows, chunks, capped scores, sinks, and values that are the first numbers of keys, as latents.
 
-Legend: S sequences, H query heads, K key/value heads, G = H / K, P tokens of a block, B blocks of a
-table, d width of a head, v that of a value head, C parts.
+Where tiles of keys begin depends on nothing but positions, and a tile of keys that a query does not
+see changes no bit of it. So a decoding sequence has the same result alone and beside others.
+
+Legend: T tokens, S sequences, H query heads, K key/value heads, G = H / K, P tokens of a block, B
+blocks of a table, d width of a head, v that of a value head, C parts.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 import triton
@@ -18,120 +24,343 @@ import triton.language as tl
 from torch import Tensor
 
 from fivefold.generate.pdl_kernel import begin_early, begins_early
+from fivefold.generate.step_tensors import PART_KEYS, SequenceRows
 
-KEYS = 128  # of a part
-_TILE = 64  # keys of a product
-_MERGED = 16  # parts that a program reads at once
-_LEAST_ROWS = 16  # of a product on tensor cores
+_PROMPT_KEYS = 1024  # of a part of few prompt tokens, at least
+_PROGRAMS = 512  # that fill a GPU
+_MERGED = 32  # parts that a program reads at once
+_LEAST_ROWS = 16  # of a matmul on tensor cores
+_LOWEST = tl.constexpr(-3.0e38)  # below every score, and finite: differences are no NaN
+_LOG2E = tl.constexpr(1.4426950408889634)  # exponents here are of 2
+_WINDOW, _CHUNK = 1, 2
 
 
-# Every step with a prompt has other sizes, at other addresses: kernels would be made anew for some.
-@triton.jit(
-    do_not_specialize=["window", "table_row", "num_parts"],
-    do_not_specialize_on_alignment=["tables_ptr", "lengths_ptr"],
-)
-def _attend_part(
-    q_ptr: tl.tensor,
+class Tiling(NamedTuple):
+    """Sizes of a program: query rows, keys of a matmul, warps and stages of its loop."""
+
+    rows: int
+    keys: int
+    warps: int
+    stages: int
+
+
+class LayerMask(NamedTuple):
+    """What a query sees of its sequence, and what happens to its scores."""
+
+    kind: int  # 0: all earlier keys
+    reach: int  # keys of the window or of a chunk
+    cap: float | None
+    sinks_H: Tensor | None
+
+    @classmethod
+    def of(
+        cls, window: int | None, chunk: int | None, cap: float | None, sinks_H: Tensor | None
+    ) -> LayerMask:
+        """Of a layer's attention; chunks go before the window that they are cut by."""
+        if chunk is not None:
+            return cls(_CHUNK, chunk, cap, sinks_H)
+        return cls(0 if window is None else _WINDOW, window or 0, cap, sinks_H)
+
+
+class DecodeParts(NamedTuple):
+    """Parts of the keys of all decoding sequences, one after another."""
+
+    firsts: Tensor  # (S + 1,) the first part of each sequence, and their number
+    owners: Tensor  # (C,) the sequence of each part
+    capacity: int
+
+
+class PromptTiles(NamedTuple):
+    """Tiles of prompt tokens."""
+
+    sequences: Tensor  # of each tile
+    tokens: Tensor  # the first token of each tile, within its chunk
+    count: int
+    first_token: int  # of the step, in a tile
+    most_keys: int  # of their sequences
+
+
+def tiling(width: int, itemsize: int, heads: int, prompt: bool) -> Tiling:
+    """Sizes for heads of this width, of which a key head serves so many. They fill the registers
+    and the shared memory of a Hopper GPU, and no more."""
+    group = max(_LEAST_ROWS, triton.next_power_of_2(heads))
+    if width > 256:  # latents
+        most, keys = (64, 32) if itemsize == 2 else (16, 16)
+    elif width > 128:
+        most, keys = (64, 32) if itemsize == 2 else (32, 16)
+    else:
+        most, keys = (128, 64) if itemsize == 2 else (32, 32)
+    rows = most if prompt else min(most, group)
+    return Tiling(rows, keys, 8 if rows * width >= 64 * 128 else 4, 2 if itemsize == 4 else 3)
+
+
+def tile_tokens(width: int, itemsize: int, heads: int) -> int:
+    """Tokens of a prompt in one tile."""
+    rows = tiling(width, itemsize, heads, True).rows
+    return rows // min(rows, triton.next_power_of_2(heads))
+
+
+@triton.jit
+def _first_key(position: tl.tensor, reach: int, KIND: tl.constexpr) -> tl.tensor:
+    """First key that queries at these positions see."""
+    if KIND == 1:
+        return tl.maximum(position - reach + 1, 0)
+    elif KIND == 2:
+        return position // reach * reach
+    else:
+        return position * 0
+
+
+@triton.jit
+def _scan_keys(
+    queries: tl.tensor,
+    queries_rest: tl.tensor,
+    out: tl.tensor,
+    highest: tl.tensor,
+    total: tl.tensor,
+    positions: tl.tensor,
+    firsts: tl.tensor,
+    start: int,
+    stop: int,
     keys_ptr: tl.tensor,
     values_ptr: tl.tensor,
-    tables_ptr: tl.tensor,
-    lengths_ptr: tl.tensor,
-    parts_ptr: tl.tensor,
-    log_sums_ptr: tl.tensor,
+    table_ptr: tl.tensor,
+    kv_head: int,
     scale: float,
-    window: int,
-    q_row: int,
-    q_head: int,
-    table_row: int,
-    num_parts: int,
+    cap: float,
+    MASKED: tl.constexpr,
+    CAPPED: tl.constexpr,
+    LATENT: tl.constexpr,
     KV_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    GROUP_ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
-    WIDTH_BLOCK: tl.constexpr,
+    MAIN: tl.constexpr,
+    REST: tl.constexpr,
     VALUE: tl.constexpr,
     VALUE_BLOCK: tl.constexpr,
     VALUE_ROW: tl.constexpr,
     PAGE: tl.constexpr,
-    KEYS: tl.constexpr,
+    TILE: tl.constexpr,
+) -> tl.tensor:
+    """Continue the running softmax over the keys from `start` to `stop`."""
+    column, rest = tl.arange(0, MAIN), MAIN + tl.arange(0, REST)
+    value_column = tl.arange(0, VALUE_BLOCK)
+    for first in range(start, stop, TILE):
+        key = first + tl.arange(0, TILE)
+        is_key = key < stop
+        block = tl.load(table_ptr + key // PAGE, is_key, other=0).to(tl.int64)
+        row = (block * PAGE + key % PAGE) * KV_HEADS + kv_head
+        key_ptr = keys_ptr + row[:, None] * WIDTH
+        is_column = is_key[:, None] & (column < WIDTH)[None, :]
+        k = tl.load(key_ptr + column[None, :], is_column, other=0.0)
+        scores = tl.dot(queries, tl.trans(k), input_precision="ieee")
+        if WIDTH > MAIN:
+            is_rest = is_key[:, None] & (rest < WIDTH)[None, :]
+            k_rest = tl.load(key_ptr + rest[None, :], is_rest, other=0.0)
+            scores += tl.dot(queries_rest, tl.trans(k_rest), input_precision="ieee")
+        scores *= scale
+        if CAPPED:
+            scores = cap * (1.0 - 2.0 / (1.0 + tl.exp2(scores)))
+        if MASKED:
+            seen = (key[None, :] <= positions[:, None]) & (key[None, :] >= firsts[:, None])
+            seen = seen & is_key[None, :]
+            scores = tl.where(seen, scores, _LOWEST)
+            higher = tl.maximum(highest, tl.max(scores, 1))
+            odds = tl.where(seen, tl.exp2(scores - higher[:, None]), 0.0)
+        else:
+            higher = tl.maximum(highest, tl.max(scores, 1))
+            odds = tl.exp2(scores - higher[:, None])
+        decay = tl.exp2(highest - higher)
+        if LATENT:
+            v = k
+        else:
+            is_value = is_key[:, None] & (value_column < VALUE)[None, :]
+            value_ptr = values_ptr + row[:, None] * VALUE_ROW + value_column[None, :]
+            v = tl.load(value_ptr, is_value, other=0.0)
+        out = out * decay[:, None] + tl.dot(odds.to(v.dtype), v, input_precision="ieee")
+        total, highest = total * decay + tl.sum(odds, 1), higher
+    return out, highest, total
+
+
+@triton.jit(do_not_specialize=["table_row", "reach", "span", "num_sequences"])
+def _attend(
+    q_ptr: tl.tensor,
+    keys_ptr: tl.tensor,
+    values_ptr: tl.tensor,
+    tables_ptr: tl.tensor,
+    rows_ptr: tl.tensor,
+    starts_ptr: tl.tensor,
+    lengths_ptr: tl.tensor,
+    items_ptr: tl.tensor,
+    firsts_ptr: tl.tensor,
+    sinks_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    log_sums_ptr: tl.tensor,
+    scale: float,
+    cap: float,
+    q_row: int,
+    q_head: int,
+    table_row: int,
+    reach: int,
+    span: int,
+    num_sequences: int,
+    PROMPT: tl.constexpr,
+    DIRECT: tl.constexpr,
+    KIND: tl.constexpr,
+    CAPPED: tl.constexpr,
+    SINKS: tl.constexpr,
+    LATENT: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEADS: tl.constexpr,
+    HEAD_BLOCKS: tl.constexpr,
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    MAIN: tl.constexpr,
+    REST: tl.constexpr,
+    VALUE: tl.constexpr,
+    VALUE_BLOCK: tl.constexpr,
+    VALUE_ROW: tl.constexpr,
+    PAGE: tl.constexpr,
     TILE: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
     begin_early(EARLY)
-    sequence, kv_head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    length = tl.load(lengths_ptr + sequence)
-    lowest = tl.maximum(length - window, 0)
-    if part * KEYS >= length or (part + 1) * KEYS <= lowest:
-        return
-    head, column = tl.arange(0, GROUP_ROWS), tl.arange(0, WIDTH_BLOCK)
-    value_column, query_head = tl.arange(0, VALUE_BLOCK), kv_head * GROUP + head
-    is_head, is_column, is_value = head < GROUP, column < WIDTH, value_column < VALUE
-    q_offset = sequence.to(tl.int64) * q_row + query_head[:, None] * q_head + column[None, :]
-    q = tl.load(q_ptr + q_offset, is_head[:, None] & is_column[None, :], other=0.0)
-    highest = tl.full((GROUP_ROWS,), -3.0e38, tl.float32)
-    total = tl.zeros((GROUP_ROWS,), tl.float32)
-    out = tl.zeros((GROUP_ROWS, VALUE_BLOCK), tl.float32)
-    for start in range(part * KEYS, tl.minimum((part + 1) * KEYS, length), TILE):
-        key = start + tl.arange(0, TILE)
-        seen = (key < length) & (key >= lowest)
-        block = tl.load(tables_ptr + sequence * table_row + key // PAGE, seen, other=0)
-        row = (block.to(tl.int64) * PAGE + key % PAGE) * KV_HEADS + kv_head
-        k_place = row[None, :] * WIDTH + column[:, None]
-        k = tl.load(keys_ptr + k_place, seen[None, :] & is_column[:, None], other=0.0)
-        scores = tl.where(seen[None, :], tl.dot(q, k, input_precision="ieee") * scale, -3.0e38)
-        higher = tl.maximum(highest, tl.max(scores, 1))
-        odds = tl.where(seen[None, :], tl.exp(scores - higher[:, None]), 0.0)
-        decay = tl.exp(highest - higher)
-        v_place = row[:, None] * VALUE_ROW + value_column[None, :]
-        v = tl.load(values_ptr + v_place, seen[:, None] & is_value[None, :], other=0.0)
-        out = out * decay[:, None] + tl.dot(odds.to(v.dtype), v, input_precision="ieee")
-        total, highest = total * decay + tl.sum(odds, 1), higher
-    at = (sequence * KV_HEADS * GROUP + query_head).to(tl.int64) * num_parts + part
-    tl.store(log_sums_ptr + at, highest + tl.log(total), is_head)
-    parts_ptr += at[:, None] * VALUE + value_column[None, :]
-    tl.store(parts_ptr, out / total[:, None], is_head[:, None] & is_value[None, :])
+    item, kv_head = tl.program_id(0), tl.program_id(1) // HEAD_BLOCKS
+    if PROMPT:
+        sequence, token = tl.load(items_ptr + item), tl.load(firsts_ptr + item)
+        part = tl.program_id(2)
+    else:
+        if item >= tl.load(firsts_ptr + num_sequences):
+            return
+        sequence = tl.load(items_ptr + item)
+        token, part = item * 0, item - tl.load(firsts_ptr + sequence)
+    length = tl.load(lengths_ptr + sequence).to(tl.int32)
+    if PROMPT:
+        start = tl.load(starts_ptr + sequence).to(tl.int32)
+        num_tokens = tl.load(starts_ptr + sequence + 1).to(tl.int32) - start
+    else:
+        start, num_tokens = sequence.to(tl.int32), 1
+    row = tl.arange(0, ROWS)
+    tokens = (token + row // HEADS).to(tl.int32)
+    in_group = tl.program_id(1) % HEAD_BLOCKS * HEADS + row % HEADS
+    head, is_row = kv_head * GROUP + in_group, (tokens < num_tokens) & (in_group < GROUP)
+    positions = length - num_tokens + tokens
+    firsts = _first_key(positions, reach, KIND)
+    last = tl.minimum(length, length - num_tokens + (token + ROWS // HEADS).to(tl.int32))
+    lowest = _first_key(length - num_tokens + token.to(tl.int32), reach, KIND)
+    if not PROMPT:
+        part += lowest // span
+    key, stop = tl.maximum(part * span, lowest // TILE * TILE), tl.minimum((part + 1) * span, last)
+    column, rest = tl.arange(0, MAIN), MAIN + tl.arange(0, REST)
+    query_ptr = q_ptr + (start + tokens).to(tl.int64)[:, None] * q_row + head[:, None] * q_head
+    is_column = is_row[:, None] & (column < WIDTH)[None, :]
+    queries = tl.load(query_ptr + column[None, :], is_column, other=0.0)
+    queries_rest = queries
+    if WIDTH > MAIN:
+        is_rest = is_row[:, None] & (rest < WIDTH)[None, :]
+        queries_rest = tl.load(query_ptr + rest[None, :], is_rest, other=0.0)
+    highest = tl.full((ROWS,), _LOWEST, tl.float32)
+    total, out = tl.zeros((ROWS,), tl.float32), tl.zeros((ROWS, VALUE_BLOCK), tl.float32)
+    table_ptr = tables_ptr + tl.load(rows_ptr + sequence).to(tl.int64) * table_row
+    unmasked = key
+    if KIND == 0:  # all queries see all keys up to the first query's
+        full = (length - num_tokens + token.to(tl.int32) + 1) // TILE * TILE
+        unmasked = tl.maximum(key, tl.minimum(stop, full))
+        out, highest, total = _scan_keys(
+            queries, queries_rest, out, highest, total, positions, firsts, key, unmasked,
+            keys_ptr, values_ptr, table_ptr, kv_head, scale, cap, False, CAPPED, LATENT,
+            KV_HEADS, WIDTH, MAIN, REST, VALUE, VALUE_BLOCK, VALUE_ROW, PAGE, TILE,
+        )  # fmt: skip
+    out, highest, total = _scan_keys(
+        queries, queries_rest, out, highest, total, positions, firsts, unmasked, stop,
+        keys_ptr, values_ptr, table_ptr, kv_head, scale, cap, True, CAPPED, LATENT,
+        KV_HEADS, WIDTH, MAIN, REST, VALUE, VALUE_BLOCK, VALUE_ROW, PAGE, TILE,
+    )  # fmt: skip
+    value_column = tl.arange(0, VALUE_BLOCK)
+    if DIRECT:
+        if SINKS:
+            sink = tl.load(sinks_ptr + head, is_row, other=0.0).to(tl.float32) * _LOG2E
+            higher = tl.maximum(highest, sink)
+            total = total * tl.exp2(highest - higher) + tl.exp2(sink - higher)
+            out *= tl.exp2(highest - higher)[:, None]
+        at = (start + tokens).to(tl.int64)
+    elif PROMPT:
+        at = (start + tokens).to(tl.int64) * tl.num_programs(2) + part
+    else:
+        at = item.to(tl.int64) + tokens * 0
+    at = at * (KV_HEADS * GROUP) + head
+    if not DIRECT:
+        tl.store(log_sums_ptr + at, tl.where(total > 0, highest + tl.log2(total), _LOWEST), is_row)
+    is_value = is_row[:, None] & (value_column < VALUE)[None, :]
+    out = out / tl.where(total > 0, total, 1.0)[:, None]
+    tl.store(out_ptr + at[:, None] * VALUE + value_column[None, :], out, is_value)
 
 
-@triton.jit(
-    do_not_specialize=["window", "num_parts"], do_not_specialize_on_alignment=["lengths_ptr"]
-)
+@triton.jit(do_not_specialize=["heads"])
 def _merge_parts(
     parts_ptr: tl.tensor,
     log_sums_ptr: tl.tensor,
-    lengths_ptr: tl.tensor,
+    firsts_ptr: tl.tensor,
+    sinks_ptr: tl.tensor,
     out_ptr: tl.tensor,
-    window: int,
     heads: int,
-    num_parts: int,
+    SINKS: tl.constexpr,
     VALUE: tl.constexpr,
     VALUE_BLOCK: tl.constexpr,
-    KEYS: tl.constexpr,
     MERGED: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
     begin_early(EARLY)
-    sequence, head = tl.program_id(0), tl.program_id(1)
-    length = tl.load(lengths_ptr + sequence)
-    lowest = tl.maximum(length - window, 0)
-    first, stop = lowest // KEYS, (length + KEYS - 1) // KEYS
+    token, head = tl.program_id(0), tl.program_id(1)
+    first, stop = tl.load(firsts_ptr + token), tl.load(firsts_ptr + token + 1)
     column = tl.arange(0, VALUE_BLOCK)
     is_value = column < VALUE
-    at = (sequence * heads + head).to(tl.int64) * num_parts
-    highest, total = tl.full((), -3.0e38, tl.float32), tl.zeros((), tl.float32)
+    highest, total = tl.full((), _LOWEST, tl.float32), tl.zeros((), tl.float32)
+    if SINKS:
+        highest = tl.load(sinks_ptr + head).to(tl.float32) * _LOG2E
+        total += 1.0
     out = tl.zeros((VALUE_BLOCK,), tl.float32)
     for start in range(first, stop, MERGED):
         part = start + tl.arange(0, MERGED)
         is_part = part < stop
-        log_sums = tl.load(log_sums_ptr + at + part, is_part, other=-3.0e38)
+        at = part.to(tl.int64) * heads + head
+        log_sums = tl.load(log_sums_ptr + at, is_part, other=_LOWEST)
         higher = tl.maximum(highest, tl.max(log_sums))
-        shares = tl.where(is_part, tl.exp(log_sums - higher), 0.0)
-        part_offset = (at + part)[:, None] * VALUE + column[None, :]
-        parts = tl.load(parts_ptr + part_offset, is_part[:, None] & is_value[None, :], other=0.0)
-        decay = tl.exp(highest - higher)
+        shares = tl.where(is_part, tl.exp2(log_sums - higher), 0.0)
+        part_ptr = parts_ptr + at[:, None] * VALUE + column[None, :]
+        parts = tl.load(part_ptr, is_part[:, None] & is_value[None, :], other=0.0)
+        decay = tl.exp2(highest - higher)
         out = out * decay + tl.sum(parts * shares[:, None], 0)
         total, highest = total * decay + tl.sum(shares), higher
-    out_place = (sequence * heads + head).to(tl.int64) * VALUE + column
-    tl.store(out_ptr + out_place, out / total, is_value)
+    tl.store(out_ptr + (token * heads + head).to(tl.int64) * VALUE + column, out / total, is_value)
+
+
+@triton.jit(do_not_specialize=["sequences", "reach"])
+def _cut_keys(
+    lengths_ptr: tl.tensor,
+    firsts_ptr: tl.tensor,
+    owners_ptr: tl.tensor,
+    sequences: int,
+    reach: int,
+    KIND: tl.constexpr,
+    KEYS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
+) -> None:
+    begin_early(EARLY)
+    sequence, lane = tl.program_id(0), tl.arange(0, BLOCK)
+    before = tl.zeros((BLOCK,), tl.int32)
+    for start in range(0, sequence, BLOCK):
+        length = tl.load(lengths_ptr + start + lane, start + lane < sequence, other=0).to(tl.int32)
+        lowest = _first_key(tl.maximum(length - 1, 0), reach, KIND)
+        before += tl.where(length > 0, (length + KEYS - 1) // KEYS - lowest // KEYS, 0)
+    first, length = tl.sum(before), tl.load(lengths_ptr + sequence).to(tl.int32)
+    stop = first + (length + KEYS - 1) // KEYS - _first_key(length - 1, reach, KIND) // KEYS
+    tl.store(firsts_ptr + sequence, first)
+    if sequence == sequences - 1:
+        tl.store(firsts_ptr + sequences, stop)
+    for start in range(first, stop, BLOCK):
+        tl.store(owners_ptr + start + lane, lane * 0 + sequence, start + lane < stop)
 
 
 @triton.jit
@@ -188,52 +417,160 @@ def write_pages(
     )
 
 
-def attend_single_tokens(
-    q_SHd: Tensor,
+def cut_keys(lengths_S: Tensor, capacity: int, mask: LayerMask) -> DecodeParts:
+    """Cut the keys of decoding sequences into parts, at most `capacity` of them."""
+    sequences = len(lengths_S)
+    firsts, owners = (lengths_S.new_empty(n, dtype=torch.int32) for n in (sequences + 1, capacity))
+    _cut_keys[(sequences,)](
+        lengths_S,
+        firsts,
+        owners,
+        sequences,
+        mask.reach,
+        KIND=mask.kind,
+        KEYS=PART_KEYS,
+        BLOCK=256,
+        num_warps=1,
+        **begins_early(lengths_S),
+    )
+    return DecodeParts(firsts, owners, capacity)
+
+
+def attend_decode(
+    q_THd: Tensor,
     pages: tuple[Tensor, Tensor],
-    tables_SB: Tensor,
-    lengths_S: Tensor,
-    most_keys: int,
-    window: int | None,
-) -> Tensor:
-    """Attention of one query per sequence over its first `lengths_S` tokens within the window, (S,
-    H, v); `most_keys` bounds the lengths."""
+    step: SequenceRows,
+    parts: DecodeParts,
+    mask: LayerMask,
+    out_THv: Tensor,
+) -> None:
+    """Attention of the first sequences, with one token each."""
+    sequences = len(parts.firsts) - 1
+    outputs = _part_outputs(q_THd, parts.capacity, out_THv)
+    items, grid = (parts.owners, parts.firsts), (parts.capacity, 1)
+    _launch(q_THd, pages, step, items, grid, mask, outputs, PART_KEYS, sequences)
+    _merge(outputs, parts.firsts, mask, out_THv[:sequences])
+
+
+def attend_prompts(
+    q_THd: Tensor,
+    pages: tuple[Tensor, Tensor],
+    step: SequenceRows,
+    tiles: PromptTiles,
+    mask: LayerMask,
+    out_THv: Tensor,
+) -> None:
+    """Attention of tiles of tokens. Other tokens after the first one of a tile get no number that
+    means anything."""
+    items, tokens = (tiles.sequences, tiles.tokens), len(q_THd)
+    programs = tiles.count * pages[0].shape[2]
+    parts = min(triton.cdiv(_PROGRAMS, programs), tiles.most_keys // _PROMPT_KEYS)
+    if parts <= 1:
+        grid, outputs = (tiles.count, 1), (out_THv, out_THv)
+        _launch(q_THd, pages, step, items, grid, mask, outputs, 2**30, None)
+        return
+    span = triton.cdiv(triton.cdiv(tiles.most_keys, parts), PART_KEYS) * PART_KEYS
+    outputs, grid = _part_outputs(q_THd, tokens * parts, out_THv), (tiles.count, parts)
+    _launch(q_THd, pages, step, items, grid, mask, outputs, span, None)
+    first = tiles.first_token
+    stop, device = tokens * parts + 1, q_THd.device
+    firsts = torch.arange(first * parts, stop, parts, dtype=torch.int32, device=device)
+    _merge(outputs, firsts, mask, out_THv[first:])
+
+
+def _part_outputs(q_THd: Tensor, items: int, out_THv: Tensor) -> tuple[Tensor, Tensor]:
+    """Results of parts, and the logarithms of their sums, without values."""
+    size = (items, q_THd.shape[1], out_THv.shape[2])
+    part_out = q_THd.new_empty(size, dtype=torch.float32)
+    return part_out, q_THd.new_empty(size[:2], dtype=torch.float32)
+
+
+def _launch(
+    q_THd: Tensor,
+    pages: tuple[Tensor, Tensor],
+    step: SequenceRows,
+    items: tuple[Tensor, Tensor],
+    grid: tuple[int, int],
+    mask: LayerMask,
+    outputs: tuple[Tensor, Tensor],
+    span: int,
+    num_decoding: int | None,
+) -> None:
+    """Start the programs of decoding sequences, or of tiles of prompts."""
     keys_NPKd, values_NPKv = pages
-    (sequences, heads, width), (_, page, kv_heads, value) = q_SHd.shape, values_NPKv.shape
-    assert q_SHd.stride(2) == 1 and keys_NPKd.is_contiguous()
-    num_parts, seen = triton.cdiv(most_keys, KEYS), window or most_keys
-    size, early = (sequences, heads, num_parts), begins_early(q_SHd)
-    parts = q_SHd.new_empty((*size, value), dtype=torch.float32)
-    log_sums = q_SHd.new_empty(size, dtype=torch.float32)
-    group, sizes = heads // kv_heads, {"VALUE": value, "VALUE_BLOCK": triton.next_power_of_2(value)}
-    _attend_part[(sequences, kv_heads, num_parts)](
-        q_SHd,
+    (_, heads, width), (_, page, kv_heads, value) = q_THd.shape, values_NPKv.shape
+    assert q_THd.stride(2) == 1 and keys_NPKd.is_contiguous()
+    group, prompt = heads // kv_heads, num_decoding is None
+    sizes, main = tiling(width, q_THd.element_size(), group, prompt), _main_width(width)
+    group_heads = min(sizes.rows, triton.next_power_of_2(group)) if prompt else sizes.rows
+    head_blocks = triton.cdiv(group, group_heads)
+    latent = values_NPKv.data_ptr() == keys_NPKd.data_ptr() and value == main
+    scale, cap = width**-0.5 * _LOG2E.value, 0.0
+    if mask.cap is not None:  # of tanh(x) = 1 - 2 / (1 + exp(2x))
+        scale, cap = 2 * scale / mask.cap, mask.cap * _LOG2E.value
+    _attend[(grid[0], kv_heads * head_blocks, grid[1])](
+        q_THd,
         keys_NPKd,
         values_NPKv,
-        tables_SB,
-        lengths_S,
-        parts,
-        log_sums,
-        width**-0.5,
-        seen,
-        *q_SHd.stride()[:2],
-        tables_SB.stride(0),
-        num_parts,
+        step.tables,
+        step.rows,
+        step.starts,
+        step.lengths,
+        *items,
+        q_THd if mask.sinks_H is None else mask.sinks_H,
+        *outputs,
+        scale,
+        cap,
+        *q_THd.stride()[:2],
+        step.tables.stride(0),
+        mask.reach,
+        span,
+        num_decoding or 0,
+        PROMPT=prompt,
+        DIRECT=prompt and grid[1] == 1,
+        KIND=mask.kind,
+        CAPPED=mask.cap is not None,
+        SINKS=mask.sinks_H is not None,
+        LATENT=latent,
         KV_HEADS=kv_heads,
         GROUP=group,
-        GROUP_ROWS=max(_LEAST_ROWS, triton.next_power_of_2(group)),
+        HEADS=group_heads,
+        HEAD_BLOCKS=head_blocks,
+        ROWS=sizes.rows,
         WIDTH=width,
-        WIDTH_BLOCK=max(_LEAST_ROWS, triton.next_power_of_2(width)),
-        PAGE=page,
-        KEYS=KEYS,
-        TILE=_TILE,
+        MAIN=main,
+        REST=max(_LEAST_ROWS, triton.next_power_of_2(width - main)),
         VALUE=value,
         VALUE_BLOCK=max(_LEAST_ROWS, triton.next_power_of_2(value)),
         VALUE_ROW=values_NPKv.stride(2),
-        **early,
+        PAGE=page,
+        TILE=sizes.keys,
+        num_warps=sizes.warps,
+        num_stages=sizes.stages,
+        **begins_early(q_THd),
     )
-    out_SHv = q_SHd.new_empty((sequences, heads, value))
-    merged = (parts, log_sums, lengths_S, out_SHv, seen, heads, num_parts)
-    sizes |= {"KEYS": KEYS, "MERGED": _MERGED, "num_warps": 2}
-    _merge_parts[(sequences, heads)](*merged, **sizes, **early)
-    return out_SHv
+
+
+def _main_width(width: int) -> int:
+    """The largest power of two within a width; what is left of it is multiplied beside."""
+    return max(_LEAST_ROWS, 1 << (width.bit_length() - 1))
+
+
+def _merge(
+    outputs: tuple[Tensor, Tensor], firsts: Tensor, mask: LayerMask, out_THv: Tensor
+) -> None:
+    """Merge the parts of tokens; their sinks count once."""
+    tokens, heads, value = out_THv.shape
+    _merge_parts[(tokens, heads)](
+        *outputs,
+        firsts,
+        firsts if mask.sinks_H is None else mask.sinks_H,
+        out_THv,
+        heads,
+        SINKS=mask.sinks_H is not None,
+        VALUE=value,
+        VALUE_BLOCK=triton.next_power_of_2(value),
+        MERGED=_MERGED if value <= 128 else _MERGED // 4,
+        num_warps=2,
+        **begins_early(out_THv),
+    )

@@ -18,7 +18,8 @@ from __future__ import annotations
 
 import gc
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -29,13 +30,20 @@ from fivefold.core.model import BLOCK
 from fivefold.generate.cache import LayerPages, PagedKernel
 from fivefold.generate.forward import DecoderForward
 from fivefold.generate.requests import SequenceChunk, StepBatch
-from fivefold.generate.step_tensors import StepSize, StepTensors, packed, size_of, unpacked
+from fivefold.generate.step_tensors import (
+    StepSize,
+    StepTensors,
+    packed,
+    to_device,
+    unpacked,
+)
 from fivefold.model import AttentionInfo
 from fivefold.model.kernels import by_operators
 
 # Tokens of a step. With more, the GPU is slower than the host anyway.
 _SIZES = (*range(64, 1536, 64), *range(1536, 4096 + 1, 128))
 _MOST_OF_FREE = 0.25
+CAPTURE_ERRORS = "thread_local"  # the threads of NCCL call CUDA meanwhile
 
 
 def sizes_up_to(tokens: int) -> tuple[int, ...]:
@@ -45,6 +53,19 @@ def sizes_up_to(tokens: int) -> tuple[int, ...]:
     ((64, 128, 192), (3968, 4096))
     """
     return _SIZES[: bisect_left(_SIZES, tokens) + 1]
+
+
+@contextmanager
+def without_collection() -> Iterator[None]:
+    """Context of a capture: a graph that Python's collector frees meanwhile would end it."""
+    gc.collect()
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 class _Between(NamedTuple):
@@ -79,7 +100,7 @@ class _Capture:
     def begin(self) -> None:
         """What is issued from now on belongs to a new segment."""
         self.graph = cuda.CUDAGraph()
-        self.graph.capture_begin(pool=self.pool)
+        self.graph.capture_begin(pool=self.pool, capture_error_mode=CAPTURE_ERRORS)
 
     def end(self, then: _Between | None) -> None:
         """The segment ends here."""
@@ -124,15 +145,14 @@ class PiecewiseSteps:
         self.forward, self.kernel, self.most = forward, forward.cache.kernel, max(sizes)
         weight = next(forward.decoder.parameters())
         self.hidden_TD = weight.new_zeros((self.most, forward.decoder.shape.width))
-        numbers = StepSize(self.most, 0, 0, 0).of_tokens
+        numbers = sum(StepSize(self.most, 0, 0).parts)
         self.numbers = torch.zeros(numbers, dtype=torch.int64, device=forward.device)
         self.captured: dict[int, list[_Segment]] = {}
         capture, beside = _Capture(self.most), cuda.Stream(forward.device)
         beside.wait_stream(cuda.current_stream(forward.device))
         forward.cache.kernel = capture.attend
         try:
-            with cuda.stream(beside):
-                gc.collect()
+            with cuda.stream(beside), without_collection():
                 for size in sorted(sizes, reverse=True):  # smaller ones need no more memory
                     self._capture(capture, size)
         finally:
@@ -141,10 +161,10 @@ class PiecewiseSteps:
 
     def _capture(self, capture: _Capture, tokens: int) -> None:
         """Run a step once, since kernels are compiled and chosen then, and capture it."""
-        size = StepSize(tokens, 0, 0, 0)
-        tensors = unpacked(self.numbers[: size.of_tokens], size, ())
-        nothing = packed(self._filled(StepBatch(()), tokens), 1)
-        self.numbers[: size.of_tokens].copy_(nothing[: size.of_tokens])
+        size, tables = StepSize(tokens, 0, 0), self.forward.tables
+        tensors = unpacked(self.numbers[: sum(size.parts)], size, tables, (), (0, 0))
+        nothing = packed(self._filled(StepBatch(()), tokens), tables).numbers
+        self.numbers[: size.of_tokens].copy_(torch.as_tensor(nothing[: size.of_tokens]))
         if not self.captured and not self._has_room(tensors):
             return
         self._run(tensors)
@@ -193,13 +213,11 @@ class PiecewiseSteps:
         tokens, sequences = step.num_tokens, len(step.chunks)
         captured = next(capacity for capacity in sorted(self.captured) if capacity >= tokens)
         filled = self._filled(step, captured - tokens)
-        size = size_of(filled)
-        numbers = packed(filled, size.blocks).pin_memory()
-        device_numbers = numbers.to(self.forward.device, non_blocking=True)
-        self.numbers[: size.of_tokens].copy_(device_numbers[: size.of_tokens])
-        tensors = unpacked(device_numbers, size, step.chunks)
-        lengths, tables = tensors.lengths[:sequences], tensors.tables[:sequences]
-        sequence_tensors = replace(tensors, lengths=lengths, tables=tables)
+        host, tables = packed(filled, self.forward.tables), self.forward.tables
+        size, numbers = host.size, to_device(host.numbers, self.forward.device)
+        self.numbers[: size.of_tokens].copy_(numbers[: size.of_tokens])
+        tensors = unpacked(numbers, size, tables, step.chunks, host.singles(sequences))
+        sequence_tensors = replace(tensors, sequences=tensors.sequences.first(sequences))
         for graph, then in self.captured[captured]:
             graph.replay()
             if then is not None:

@@ -1,15 +1,16 @@
-"""A step as tensors: all its numbers reach the device in one copy.
+"""A step as tensors: all its numbers reach the device in one copy, and block tables stay there.
 
-Legend: T tokens of a step, S sequences (chunks), N tokens to be followed, B blocks of a table.
+Legend: T tokens of a step, S sequences (chunks), N tokens to be followed, R rows of block tables, B
+blocks of a table.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import accumulate, takewhile
-from math import prod
-from typing import NamedTuple
+from itertools import accumulate, chain
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -19,27 +20,45 @@ from fivefold.core.model import BLOCK, blocks_of
 from fivefold.generate.requests import SequenceChunk, StepBatch
 from fivefold.model import NOT_COUNTED, TokenBatch
 
+Numbers = np.ndarray[Any, np.dtype[Any]]
+PART_KEYS = 128  # that a program of attention reads in decode
 _OF_A_TOKEN = 4  # numbers: itself, its position, its slot, whether its text is outgrown
+_ROWS = 512  # of block tables, at first
+_UNIT = 32  # blocks by which tables grow: prompts are read at padded lengths
 
 
 class StepSize(NamedTuple):
-    """Numbers of tokens, sequences and blocks of a step."""
+    """Numbers of tokens, sequences and sampled tokens of a step."""
 
     tokens: int
     sequences: int
     sampled: int
-    blocks: int  # of a table
 
     @property
-    def parts(self) -> tuple[tuple[int, ...], ...]:
-        """The sizes of tokens, positions, slots, outgrown texts, lengths, samples and tables."""
-        tokens, sequences, sampled, blocks = self
-        return ((tokens,),) * _OF_A_TOKEN + ((sequences,), (sampled,), (sequences, blocks))
+    def parts(self) -> tuple[int, ...]:
+        """The sizes of tokens, positions, slots, outgrown texts, starts, lengths, rows of tables
+        and samples."""
+        tokens, sequences, sampled = self
+        return (tokens,) * _OF_A_TOKEN + (sequences + 1, sequences, sequences, sampled)
 
     @property
     def of_tokens(self) -> int:
         """Size of the parts with one number a token, which come first."""
         return _OF_A_TOKEN * self.tokens
+
+
+class SequenceRows(NamedTuple):
+    """Sequences of a step, on the device."""
+
+    tables: Tensor  # (R, B)
+    rows: Tensor  # (S,) the row of each sequence in `tables`
+    starts: Tensor  # (S + 1,) the first token of each sequence, and the number of tokens
+    lengths: Tensor  # (S,) keys that the last token of each sequence sees
+
+    def first(self, count: int) -> SequenceRows:
+        """The first sequences."""
+        lengths = self.lengths[:count]
+        return SequenceRows(self.tables, self.rows[:count], self.starts[: count + 1], lengths)
 
 
 @dataclass(frozen=True)
@@ -48,23 +67,114 @@ class StepTensors:
 
     batch: TokenBatch  # one row
     slots: Tensor  # (T,)
-    chunks: tuple[SequenceChunk, ...]
-    lengths: Tensor  # (S,) keys that the last token of each sequence sees
-    tables: Tensor  # (S, B) the blocks of each sequence
+    chunks: tuple[SequenceChunk, ...]  # none in a captured step
+    sequences: SequenceRows
     sampled: Tensor  # (N,) indices of the tokens whose logits are wanted
+    num_singles: int  # sequences of one token before the first with more
+    most_parts: int  # of the keys of these sequences
+    # What the attention of all layers shares, by what it depends on.
+    work: dict[Any, Any] = field(init=False, default_factory=dict[Any, Any])
 
     @cached_property
-    def first_singles(self) -> int:
-        """Number of sequences of one token before the first with more. Captured steps have only
-        these."""
-        if self.batch.tokens.shape[1] == len(self.lengths):
-            return len(self.lengths)
-        return sum(1 for _ in takewhile(lambda chunk: len(chunk.tokens) == 1, self.chunks))
+    def tables_SB(self) -> Tensor:
+        """Block tables in the order of the sequences, up to the longest of these."""
+        longest = attended_length(max(chunk.stop for chunk in self.chunks))
+        rows = self.sequences.rows[: len(self.chunks)]
+        return self.sequences.tables[:, : blocks_of(longest)][rows].long()
+
+    @cached_property
+    def first_tokens(self) -> list[int]:
+        """The first token of each sequence."""
+        return [0, *accumulate(len(chunk.tokens) for chunk in self.chunks)][:-1]
+
+
+@dataclass
+class _TableRow:
+    """What the device knows of a sequence, and the last step that it was in."""
+
+    row: int
+    blocks: tuple[int, ...] = ()
+    turn: int = 0
+
+
+class BlockTables:
+    """Block tables of running sequences in fixed memory on the device. A step brings what has
+    changed: a sequence in decode gets a block every 16 tokens.
+
+    Row 0 is that of tokens of no sequence.
+    """
+
+    def __init__(self, device: torch.device, blocks: int, padding: int) -> None:
+        """`blocks` that a sequence may have; more of them, or more sequences, move the tables."""
+        self.device, self.padding = device, padding
+        self._allocate(_ROWS, -(-blocks // _UNIT) * _UNIT)
+
+    def _allocate(self, rows: int, columns: int) -> None:
+        """Begin with empty tables of this size."""
+        self.host = np.full((rows, columns), self.padding, dtype=np.int32)
+        self.tensor = torch.full((rows, columns), self.padding, dtype=torch.int32).to(self.device)
+        self._by_id, self._turn = dict[str, _TableRow](), 0
+        self._free = list(range(rows - 1, 0, -1))
+
+    def rows_of(self, chunks: Sequence[SequenceChunk]) -> list[int]:
+        """The row of each sequence, after the device has been told what changed."""
+        if len(chunks) >= len(self.host):
+            self._allocate(2 * len(chunks), self.host.shape[1])
+        self._turn += 1
+        rows: list[int] = []
+        entries: list[int] = []
+        blocks: list[int] = []
+        for chunk in chunks:
+            if chunk.fills:
+                rows.append(0)
+                continue
+            known = self._by_id.get(chunk.id)
+            if known is None or known.blocks != chunk.table:
+                if len(chunk.table) > self.host.shape[1]:
+                    self._allocate(len(self.host), -(-len(chunk.table) // _UNIT) * _UNIT)
+                    return self.rows_of(chunks)
+                known = self._changed(chunk, known, entries, blocks)
+            known.turn = self._turn
+            rows.append(known.row)
+        if entries:
+            numbers = to_device(np.array([entries, blocks], dtype=np.int64), self.device)
+            self.tensor.view(-1).index_copy_(0, numbers[0], numbers[1].int())
+        return rows
+
+    def _changed(
+        self, chunk: SequenceChunk, known: _TableRow | None, entries: list[int], blocks: list[int]
+    ) -> _TableRow:
+        """Note the new blocks of a sequence; all of them if it lost those that it had."""
+        if known is None:
+            known = self._by_id[chunk.id] = _TableRow(self._free_row())
+        table, first = chunk.table, len(known.blocks)
+        first = first if table[:first] == known.blocks else 0
+        self.host[known.row, first : len(table)] = table[first:]
+        start = known.row * self.host.shape[1]
+        entries += range(start + first, start + len(table))
+        blocks += table[first:]
+        known.blocks = table
+        return known
+
+    def _free_row(self) -> int:
+        """A row that no sequence of this step has had so far."""
+        if not self._free:
+            idle = [id for id, known in self._by_id.items() if known.turn < self._turn]
+            self._free = [self._by_id.pop(id).row for id in idle]
+        return self._free.pop()
+
+
+def to_device(numbers: Numbers, device: torch.device) -> Tensor:
+    """Copy numbers to a device, without waiting."""
+    tensor = torch.as_tensor(numbers)
+    if device.type != "cuda":
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)
 
 
 def attended_length(tokens: int) -> int:
-    """Padded length at which a prompt is attended to. Some kernels compile for every length, in a
-    tenth of a second.
+    """Padded length at which a long prompt is attended to. Some kernels compile for every length,
+    in a tenth of a second.
 
     >>> attended_length(1), attended_length(1000), attended_length(2049)
     (128, 1024, 2560)
@@ -73,50 +183,71 @@ def attended_length(tokens: int) -> int:
     return -(-tokens // unit) * unit
 
 
-def size_of(step: StepBatch) -> StepSize:
-    """Size of a step; tables are padded to attended lengths."""
-    sampled = sum(chunk.num_wanted for chunk in step.chunks)
-    blocks = blocks_of(attended_length(max(chunk.stop for chunk in step.chunks)))
-    return StepSize(step.num_tokens, len(step.chunks), sampled, blocks)
+class PackedStep(NamedTuple):
+    """A step as one array, and what the host knows of it."""
+
+    numbers: Numbers
+    size: StepSize
+    counts: Numbers  # tokens of each sequence
+    lengths: Numbers  # keys of each sequence
+
+    def singles(self, sequences: int) -> tuple[int, int]:
+        """Of the first sequences: those of one token before the first with more, and the parts of
+        their keys."""
+        longer = (self.counts[:sequences] != 1).nonzero()[0]
+        count = int(longer[0]) if len(longer) else sequences
+        return count, int((-(-self.lengths[:count] // PART_KEYS)).sum())
 
 
-def packed(step: StepBatch, blocks: int) -> Tensor:
-    """Pack a step into one array; tables are padded with the last block of a sequence."""
-    tokens: list[int] = []
-    positions: list[int] = []
-    slots: list[int] = []
-    outgrown: list[int] = []
-    sampled: list[int] = []
-    tables: list[int] = []
-    for chunk in step.chunks:
-        table = chunk.table[:blocks]
-        tokens += chunk.tokens
-        positions += range(chunk.start, chunk.stop)
-        slots += (table[i // BLOCK] * BLOCK + i % BLOCK for i in range(chunk.start, chunk.stop))
-        outgrown += [int(chunk.outgrown)] * len(chunk.tokens)
-        sampled += range(len(tokens) - chunk.num_wanted, len(tokens))
-        tables += table
-        tables += table[-1:] * (blocks - len(table))  # never a block of another sequence
-    lengths = [chunk.stop for chunk in step.chunks]
-    numbers = [*tokens, *positions, *slots, *outgrown, *lengths, *sampled, *tables]
-    return torch.as_tensor(np.array(numbers, dtype=np.int64))  # five times as fast as torch's
+def packed(step: StepBatch, tables: BlockTables) -> PackedStep:
+    """Pack a step, after its block tables have reached the device."""
+    chunks, rows = step.chunks, np.array(tables.rows_of(step.chunks), dtype=np.int64)
+    tokens = np.array(list(chain.from_iterable([c.tokens for c in chunks])), dtype=np.int64)
+    starts, counts, wanted, outgrown = (
+        np.array(column, dtype=np.int64)
+        for column in (
+            [c.start for c in chunks],
+            [len(c.tokens) for c in chunks],
+            [c.scored or c.samples for c in chunks],
+            [c.outgrown for c in chunks],
+        )
+    )
+    stops, lengths = counts.cumsum(), starts + counts
+    positions = _ranges(starts, counts)
+    blocks = tables.host[rows.repeat(counts), positions // BLOCK].astype(np.int64)
+    slots, sampled = blocks * BLOCK + positions % BLOCK, _ranges(stops - wanted, wanted)
+    of_tokens = (tokens, positions, slots, outgrown.repeat(counts))
+    numbers = np.concatenate([*of_tokens, [0], stops, lengths, rows, sampled])
+    size = StepSize(len(tokens), len(chunks), len(sampled))
+    return PackedStep(numbers, size, counts, lengths)
 
 
-def unpacked(numbers: Tensor, size: StepSize, chunks: tuple[SequenceChunk, ...]) -> StepTensors:
-    """Unpack a step; its tensors are views."""
-    counts = [prod(shape) for shape in size.parts]
-    ends = list(accumulate(counts))
-    views = [
-        numbers[end - count : end].view(part)
-        for end, count, part in zip(ends, counts, size.parts, strict=True)
-    ]
-    tokens, positions, slots, outgrown, lengths, sampled, tables = views
+def _ranges(starts: Numbers, counts: Numbers) -> Numbers:
+    """Consecutive numbers from several starts on, so many from each."""
+    offsets: Numbers = (starts - counts.cumsum() + counts).repeat(counts)
+    return np.arange(counts.sum()) + offsets
+
+
+def unpacked(
+    numbers: Tensor,
+    size: StepSize,
+    tables: BlockTables,
+    chunks: tuple[SequenceChunk, ...],
+    singles: tuple[int, int],
+) -> StepTensors:
+    """Unpack a step; its tensors are views. `singles` are those of the packed step."""
+    tokens, positions, slots, outgrown, *of_sequences, sampled = torch.split(
+        numbers, list(size.parts)
+    )
+    starts, lengths, rows = of_sequences
     labels = torch.full_like(tokens[None], NOT_COUNTED)
     batch = TokenBatch(tokens[None], labels, positions[None], outgrown=outgrown[None])
-    return StepTensors(batch, slots, chunks, lengths, tables, sampled)
+    sequences = SequenceRows(tables.tensor, rows, starts, lengths)
+    return StepTensors(batch, slots, chunks, sequences, sampled, *singles)
 
 
-def step_tensors(step: StepBatch, device: torch.device) -> StepTensors:
+def step_tensors(step: StepBatch, tables: BlockTables) -> StepTensors:
     """Tensors of a step without padding."""
-    size = size_of(step)
-    return unpacked(packed(step, size.blocks).to(device), size, step.chunks)
+    host = packed(step, tables)
+    numbers, singles = to_device(host.numbers, tables.device), host.singles(len(step.chunks))
+    return unpacked(numbers, host.size, tables, step.chunks, singles)

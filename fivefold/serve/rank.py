@@ -18,7 +18,7 @@ from pathlib import Path
 
 from fivefold.core import FivefoldError
 from fivefold.core.model import BLOCK, blocks_of
-from fivefold.core.plan import Plan
+from fivefold.core.plan import Plan, captures_decode
 from fivefold.generate import (
     DecoderForward,
     DrawnToken,
@@ -136,10 +136,12 @@ def _warm_up(engine: LayoutEngine) -> None:
         if longest >= length + _WARM_TOKENS:
             engine.run([Request(f"warm-up {length}", (0,) * length, _WARM_TOKENS)])
     engine.renew()  # shares nothing of it
-    alone = engine.plan.layout.world == 1
-    if alone and engine.mesh.device.type == "cuda" and isinstance(engine.forward, DecoderForward):
-        _capture_steps(engine.forward, limits.sequences, longest)
-        _capture_prompts(engine.forward, limits.tokens)
+    layout, forward = engine.plan.layout, engine.forward
+    if engine.mesh.device.type == "cuda" and isinstance(forward, DecoderForward):
+        if captures_decode(engine.plan.shape, layout):
+            _capture_steps(forward, limits.sequences, longest)
+        if layout.world == 1:
+            _capture_prompts(forward, limits.tokens)
 
 
 def _capture_steps(forward: DecoderForward, most: int, longest: int) -> None:

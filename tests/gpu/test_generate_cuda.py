@@ -84,7 +84,7 @@ def same_tokens(name: str, piecewise: bool = False) -> None:
         pairs = zip(found[1][id].logprobs, expected.logprobs, strict=True)
         assert max(abs(a - b) for a, b in pairs) < 1e-3, id
     assert bool(there.captured) == there.captures
-    assert not piecewise or replayed.call_count > 2
+    assert not piecewise or replayed.call_count >= 2  # a prompt of one token is a decode step
 
 
 def same_keys(piecewise: bool = False) -> None:

@@ -16,7 +16,7 @@ from fivefold.core.model.shape import Shape
 from fivefold.generate.cache import attend_sequence, hidden_pairs
 from fivefold.generate.context_cache import ContextCache, attend_part, merge_parts
 from fivefold.generate.requests import SequenceChunk, StepBatch
-from fivefold.generate.step_tensors import step_tensors
+from fivefold.generate.step_tensors import BlockTables, step_tensors
 from fivefold.model.batch import AttentionInfo
 from fivefold.model.decoder import Decoder, from_config
 
@@ -84,10 +84,11 @@ def test_a_rank_has_its_share_of_blocks_and_writes_them_once(shape: Shape) -> No
     table = (4, 8, 9, 1)
     step = StepBatch((SequenceChunk("a", (0,) * 40, 13, table, samples=True),))
     written: list[int] = []
+    tables = BlockTables(torch.device("cpu"), 4, blocks)
     for coord in range(ranks):
         cache = rank_of(coord, ranks, decoder, blocks)
         assert num_pages(decoder) == 4, "a third"
-        cache.begin(step_tensors(step, torch.device("cpu")))
+        cache.begin(step_tensors(step, tables))
         written += cache.written.tolist()
         owned = [block // ranks for block in table if block % ranks == coord]
         assert {slot // BLOCK for slot in cache.slots.tolist()} == set(owned)

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from dataclasses import replace
-from importlib import import_module
-from types import ModuleType
 
 import pytest
 import torch
@@ -184,30 +181,6 @@ def test_chunks_in_all_layers_give_back_their_blocks() -> None:
         assert engine.num_preempted == 0 and engine.schedulers[0].pool.num_free == blocks
     assert len(found[0]) == 100
     assert found[0] == pytest.approx(found[1], rel=0, abs=1e-12)
-
-
-def forward_on_gpu(monkeypatch: pytest.MonkeyPatch) -> MakeForward:
-    """That of a GPU, without its kernels: they may not be called."""
-
-    def refuse(*_: object) -> Tensor:
-        raise AssertionError("a kernel has not what this layer has")
-
-    paged, skinny, name = ModuleType("paged"), ModuleType("skinny"), "fivefold.generate.cuda_graphs"
-    vars(paged).update(attend_single_tokens=refuse)
-    vars(skinny).update(skinny_linear=refuse, takes=lambda x: False)
-    monkeypatch.setitem(sys.modules, "fivefold.generate.paged_kernel", paged)
-    monkeypatch.setitem(sys.modules, "fivefold.generate.skinny_kernel", skinny)
-    monkeypatch.setitem(sys.modules, name, paged)  # what is imported here does not stay
-    del sys.modules[name]
-    return import_module(name).GraphedForward
-
-
-@pytest.mark.parametrize("name", ["capped", "sinks", "wide chunks"])
-def test_gpus_compute_without_kernels_what_these_have_not(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    verdict = GeneratedTrial(SHAPES[name], "float32", 0).run(forward_on_gpu(monkeypatch))
-    assert verdict.passed, verdict
 
 
 def test_a_stale_prefix_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:

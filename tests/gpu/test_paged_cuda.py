@@ -1,0 +1,186 @@
+"""Attention over pages beside the plain kernel: decode, prompts, masks, caps, sinks, latents.
+
+On a machine without a GPU, `TRITON_INTERPRET=1 python3 tests/gpu/test_paged_cuda.py` runs the same
+checks where Triton is installed, slowly.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from functools import partial
+from itertools import accumulate
+
+import pytest
+import torch
+from torch import Tensor
+
+from fivefold.core.model import BLOCK, blocks_of
+from fivefold.generate.cache import attend_sequence
+from fivefold.generate.step_tensors import PART_KEYS, SequenceRows
+from fivefold.launch.backend import num_gpus
+from fivefold.model import AttentionInfo
+
+pytestmark = pytest.mark.skipif(
+    not num_gpus(), reason="no CUDA device: run this where there is one"
+)
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
+# Keys before the tokens of each sequence, and tokens.
+DECODE = ((0, 1), (15, 1), (127, 1), (128, 1), (700, 1), (37, 1))
+PROMPTS = ((0, 1), (300, 1), (0, 40), (0, 150), (130, 7), (513, 66), (0, 16))
+FEW_TOKENS = ((3000, 5), (2100, 20), (0, 3))
+HEADS = {  # query heads, key heads, width
+    "heads of 128": (8, 2, 128),
+    "heads of 64": (6, 6, 64),
+    "heads of 96": (6, 2, 96),
+    "heads of 8": (4, 2, 8),
+    "heads of 256": (4, 1, 256),
+    "groups of 5": (10, 2, 80),
+}
+LATENTS = {"latents": (16, 512, 64), "latents of many heads": (80, 512, 64), "narrow": (4, 32, 16)}
+MASKS = {
+    "all": {},
+    "window": {"window": 50},
+    "chunks": {"chunk": 64},
+    "cap": {"cap": 0.7},
+    "sinks": {"sinks": True},
+    "all of it": {"window": 130, "cap": 2.0, "sinks": True},
+}
+
+
+def info_of(heads: int, mask: dict[str, int | float | bool]) -> AttentionInfo:
+    values: dict[str, object] = dict(mask)
+    if values.pop("sinks", False):
+        generator = torch.Generator().manual_seed(3)
+        values["sinks"] = torch.randn(heads, generator=generator).to(DEVICE)
+    none = torch.zeros(0, device=DEVICE)
+    return AttentionInfo(none, None, values.pop("window", None), **values)  # type: ignore[arg-type]
+
+
+def attended(
+    queries: Tensor, pages: tuple[Tensor, Tensor], lengths: list[tuple[int, int]],
+    tables: Tensor, info: AttentionInfo, capacity: int = 0,
+) -> Tensor:  # fmt: skip
+    """What the kernels give for sequences of these lengths; those of one token come first."""
+    from fivefold.generate import paged_kernel as paged
+
+    stops = [before + tokens for before, tokens in lengths]
+    starts = [0, *accumulate(tokens for _, tokens in lengths)]
+    int32 = partial(torch.tensor, dtype=torch.int32, device=DEVICE)
+    step = SequenceRows(tables, int32(list(range(len(lengths)))), int32(starts), int32(stops))
+    mask = paged.LayerMask.of(info.window, info.chunk, info.cap, info.sinks)
+    out = queries.new_full((*queries.shape[:2], pages[1].shape[3]), float("nan"))
+    singles = sum(1 for _, tokens in lengths if tokens == 1)
+    group = queries.shape[1] // pages[0].shape[2]
+    unit = paged.tile_tokens(queries.shape[2], queries.element_size(), group)
+    tiles = [
+        (sequence, token)
+        for sequence, (_, tokens) in enumerate(lengths)
+        for token in range(0, tokens, unit)
+        if tokens > 1
+    ]
+    if tiles:
+        numbers = (int32(list(column)) for column in zip(*tiles, strict=True))
+        keys = max(stops[singles:])
+        prompt = paged.PromptTiles(*numbers, len(tiles), starts[singles], keys)
+        paged.attend_prompts(queries, pages, step, prompt, mask, out)
+    if singles:
+        bound = capacity or sum(-(-stop // PART_KEYS) for stop in stops[:singles])
+        parts = paged.cut_keys(step.lengths[:singles], bound, mask)
+        paged.attend_decode(queries, pages, step, parts, mask, out)
+    return out
+
+
+def expected(
+    queries: Tensor, pages: tuple[Tensor, Tensor], lengths: list[tuple[int, int]],
+    tables: Tensor, info: AttentionInfo,
+) -> Tensor:  # fmt: skip
+    """The plain kernel in float64."""
+    outputs: list[Tensor] = []
+    start = 0
+    for (before, tokens), table in zip(lengths, tables, strict=True):
+        stop = before + tokens
+        keys, values = (
+            page[table.long()[: blocks_of(stop)]].flatten(0, 1)[:stop] for page in pages
+        )
+        rows = queries[start : start + tokens].double()
+        outputs.append(attend_sequence(rows, keys.double(), values.double(), info, 0))
+        start += tokens
+    return torch.cat(outputs)
+
+
+def same_attention(
+    sizes: tuple[int, int, int], latent: bool, lengths: tuple[tuple[int, int], ...],
+    mask: dict[str, int | float | bool], dtype: torch.dtype,
+) -> None:  # fmt: skip
+    generator = torch.Generator().manual_seed(1)
+    if latent:
+        (heads, rank, rotated), kv_heads = sizes, 1
+        width = rank + rotated
+    else:
+        (heads, kv_heads, width), rank = sizes, sizes[2]
+    blocks = sum(blocks_of(sum(pair)) for pair in lengths)
+    order, most = torch.randperm(blocks, generator=generator), max(map(sum, lengths))
+    tables = torch.full((len(lengths), blocks_of(most)), -1, dtype=torch.int32)
+    first = 0
+    for row, pair in enumerate(lengths):
+        count = blocks_of(sum(pair))
+        tables[row, :count] = order[first : first + count]
+        first += count
+    size = (blocks, BLOCK, kv_heads, width)
+    keys = torch.randn(size, generator=generator).to(DEVICE, dtype)
+    values = torch.randn(size, generator=generator).to(DEVICE, dtype)
+    pages = (keys, keys[..., :rank] if latent else values)
+    tokens = sum(pair[1] for pair in lengths)
+    queries = torch.randn((tokens, heads, width), generator=generator).to(DEVICE, dtype)
+    info, tables = info_of(heads, mask), tables.to(DEVICE)
+    output = attended(queries, pages, list(lengths), tables, info)
+    exact = expected(queries, pages, list(lengths), tables, info)
+    wrong = (output.double() - exact).abs().amax((1, 2))
+    assert wrong.max() < (2e-6 if dtype == torch.float32 else 2e-2), wrong
+    singles = sum(1 for _, count in lengths if count == 1)
+    for row in range(singles):  # alone, and with room for more parts, to the bit
+        pair, at = lengths[row], slice(row, row + 1)
+        alone = attended(queries[at], pages, [pair], tables[at], info, capacity=40)
+        assert torch.equal(alone[0], output[row]), pair
+
+
+def checks() -> dict[str, partial[None]]:
+    dtypes = (torch.float32,) if INTERPRETED else (torch.float32, torch.bfloat16)
+    cases: dict[str, partial[None]] = {}
+    for dtype in dtypes:
+        for kinds, latent in ((HEADS, False), (LATENTS, True)):
+            for kind, sizes in kinds.items():
+                for name, mask in MASKS.items():
+                    if kind != "heads of 128" and name in ("cap", "sinks", "chunks"):
+                        continue
+                    for steps, lengths in (("decode", DECODE), ("prompts", PROMPTS)):
+                        case = f"{steps}, {kind}, {name}, {str(dtype)[6:]}"
+                        cases[case] = partial(same_attention, sizes, latent, lengths, mask, dtype)
+        for name in ("all", "sinks", "all of it"):
+            case = f"few tokens after many, {name}, {str(dtype)[6:]}"
+            sizes = HEADS["heads of 128"]
+            cases[case] = partial(same_attention, sizes, False, FEW_TOKENS, MASKS[name], dtype)
+    return cases
+
+
+@pytest.mark.parametrize("name", checks())
+def test_attention_on_a_gpu(name: str) -> None:
+    """In a process of its own: later tests fork, which no CUDA survives."""
+    done = subprocess.run([sys.executable, __file__, name], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+if __name__ == "__main__":
+    failed = 0
+    for case in sys.argv[1:] or checks():
+        try:
+            checks()[case]()
+        except Exception as error:
+            failed += 1
+            print("FAILED ", case, type(error).__name__, str(error)[-600:], flush=True)
+        else:
+            print("passed ", case, flush=True)
+    sys.exit(failed > 0)
