@@ -7,7 +7,7 @@ READY := .venv/.ready
 # Hundreds of interpreters start in the tests: each would compile the package again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup train test test-map mutants nightly test-page bench-page page-pictures docs reference lint types verify-all bench-schedule bench-overlap bench-tensor bench-pipeline bench-context bench-expert bench-gpu bench-rank bench-decode bench-serve bench-step bench-logging bench-clock bench-checkpoint bench-plan bench-tokens chaos recover stress flips bench-flips verify-nccl accept-gpu device-env learn score clean
+.PHONY: setup train test test-map mutants nightly test-page bench-page page-pictures docs reference lint types verify-all bench-schedule bench-overlap bench-tensor bench-pipeline bench-context bench-expert bench-gpu bench-rank bench-decode bench-sampling bench-serve bench-step bench-logging bench-clock bench-checkpoint bench-plan bench-tokens chaos recover stress flips bench-flips verify-nccl accept-gpu device-env learn score clean
 
 setup: $(READY)
 
@@ -168,6 +168,10 @@ bench-gpu: setup
 # Generation on a GPU beside its limits and transformers; it fails below 0.75 of the bandwidth for one sequence.
 bench-decode: setup
 	$(BIN)/python benchmarks/decode.py
+
+# Draws of 1, 64 and 256 tokens by temperature and filters beside greedy ones; on a GPU it fails where one takes 1 ms more.
+bench-sampling: setup
+	$(BIN)/python benchmarks/sampling.py $(ARGS)
 
 # Poisson arrivals at a server of a random model: TTFT, TPOT, goodput. ARGS for another model, device or rates; it fails if a request is lost.
 bench-serve: setup

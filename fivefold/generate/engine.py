@@ -38,9 +38,7 @@ from fivefold.generate.routing import RouteStore
 from fivefold.generate.sampling import (
     Draw,
     as_rows,
-    draw_tokens,
-    likeliest_tokens,
-    token_ranks,
+    draw_table,
 )
 from fivefold.generate.scheduler import ScheduleLimits, Scheduler
 
@@ -115,10 +113,14 @@ def _wanted(
     return rows
 
 
+def _num_pairs(request: Request, index: int) -> int:
+    """How many of the likeliest tokens a request asks for at an index."""
+    return request.alternatives if index >= 0 else request.prompt_logprobs or 0
+
+
 def _pairs(request: Request, index: int, numbers: Sequence[float]) -> tuple[tuple[int, float], ...]:
     """The likeliest tokens that a request asks for at an index."""
-    count = request.alternatives if index >= 0 else request.prompt_logprobs or 0
-    stop = 2 + 2 * count
+    stop = 2 + 2 * _num_pairs(request, index)
     return tuple((int(numbers[i]), numbers[i + 1]) for i in range(2, stop, 2))
 
 
@@ -240,25 +242,22 @@ class Engine:
         most: int,
         scores: bool,
     ) -> Tensor:
-        """The next token of each sequence and its log-probability, the `most` likeliest ones, and,
-        if any prompt is scored, ranks."""
+        """The next token of each sequence and its log-probability, the `most` likeliest ones where
+        any are asked for, and, if any prompt is scored, ranks."""
         draws: list[Draw] = []
+        nothing = frozenset[int]()
         for sequence, index in rows:
             request = sequence.request
             target = request.targets[index] if request.targets else None
             target = request.prompt[index] if index < 0 else target
-            ends = request.stop_tokens if index < request.min_tokens else frozenset[int]()
+            ends = request.stop_tokens if index < request.min_tokens else nothing
             key = request.seed_key or request.id
-            draws.append(Draw(request.sampling, key, index, target, ends))
+            count = _num_pairs(request, index)
+            draws.append(Draw(request.sampling, key, index, target, ends, count, index < 0))
         if self.watch is not None:
             for draw, logits_V in zip(draws, logits_NV, strict=True):
                 self.watch(draw.request, draw.index, logits_V)
-        table = drawn_N2 = draw_tokens(logits_NV, draws)
-        if most:
-            table = torch.cat([table, likeliest_tokens(logits_NV, most)], 1)
-        if scores:
-            table = torch.cat([table, token_ranks(logits_NV, drawn_N2[:, 1:])], 1)
-        return table
+        return draw_table(logits_NV, draws, most, scores)
 
     def _end_first(self) -> list[DrawnToken]:
         """Wait for the draws of the batch that was begun first."""

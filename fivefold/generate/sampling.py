@@ -4,6 +4,9 @@ The random number of a token is a hash of seed, request id and index in the comp
 is in it: batch, order and layout draw the same tokens from the same logits. Log-probabilities are
 those of the model, before temperature and filters, as training computes them.
 
+Here is the definition, in float64 and with a sort. Float32 logits on a GPU are drawn from by the
+kernels of `sampling_kernel.py`.
+
 Legend: N rows, V vocabulary.
 """
 
@@ -11,7 +14,8 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Sequence
+from array import array
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -21,6 +25,7 @@ from torch import Tensor
 from fivefold.generate.requests import Sampling
 
 _BITS = 53  # of a float64 below 1
+_MOST_ROWS = 256  # whose likeliest tokens are looked for at once
 
 
 def uniform(seed: int, request: str, index: int) -> float:
@@ -30,7 +35,7 @@ def uniform(seed: int, request: str, index: int) -> float:
     return (int.from_bytes(digest, "little") >> (64 - _BITS)) / 2**_BITS
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)  # many in a step: frozen ones take three times as long to make
 class Draw:
     """How to sample one token, and its index. With a `target`, the likeliest token is returned with
     the log-probability of the target."""
@@ -40,6 +45,13 @@ class Draw:
     index: int  # in the completion
     target: int | None = None
     exclusions: frozenset[int] = frozenset()  # tokens that are not drawn
+    alternatives: int = 0  # so many of the likeliest tokens are wanted as well
+    ranked: bool = False  # whether the rank of the target is wanted
+
+    @property
+    def uniform(self) -> float:
+        """The random number of the token."""
+        return uniform(self.sampling.seed, self.request, self.index)
 
 
 def filtered(logits_NV: Tensor, samplings: Sequence[Sampling]) -> Tensor:
@@ -47,7 +59,7 @@ def filtered(logits_NV: Tensor, samplings: Sequence[Sampling]) -> Tensor:
     logits the lower token ranks higher."""
 
     def column(values: Sequence[float]) -> Tensor:
-        return _there(values, torch.float64, logits_NV.device)[:, None]
+        return _on_device(values, torch.float64, logits_NV.device)[:, None]
 
     scaled_NV = logits_NV.double() / column([sampling.temperature for sampling in samplings])
     if any(sampling.min_p for sampling in samplings):
@@ -86,13 +98,56 @@ def as_rows(drawn_NK: Tensor) -> list[list[float]]:
     return cast("Any", drawn_NK).tolist()
 
 
+def draw_table(logits_NV: Tensor, draws: Sequence[Draw], most: int, ranked: bool) -> Tensor:
+    """Sample as `draw_tokens` does; returns (N, 2 + 2 · most + ranked) numbers in float64: also the
+    `most` likeliest tokens of rows that ask for any, and ranks of targets. Other rows have zeros
+    there, and cost nothing."""
+    drawn_N2 = draw_tokens(logits_NV, draws)
+    if not (most or ranked):
+        return drawn_N2
+    table_NK = drawn_N2.new_zeros(len(draws), 2 + 2 * most + ranked)
+    table_NK[:, :2] = drawn_N2
+    targets = [-1 if draw.target is None else draw.target for draw in draws]
+    targets_N = _on_device(targets, torch.int64, logits_NV.device)
+    scored_N = torch.where(targets_N < 0, drawn_N2[:, 0].long(), targets_N)
+    device = logits_NV.device
+    for rows in _chunks([i for i, draw in enumerate(draws) if draw.alternatives], device):
+        pairs_nC2 = likeliest_tokens(logits_NV[rows], most).view(-1, most, 2)
+        # A token that is in both has one log-probability, to the bit.
+        is_scored_nC = pairs_nC2[..., 0] == scored_N[rows, None]
+        torch.where(is_scored_nC, drawn_N2[rows, 1:], pairs_nC2[..., 1], out=pairs_nC2[..., 1])
+        table_NK[rows, 2 : 2 + 2 * most] = pairs_nC2.flatten(1)
+    for rows in _chunks([i for i, draw in enumerate(draws) if draw.ranked], device):
+        table_NK[rows, -1] = token_ranks(logits_NV[rows], scored_N[rows])
+    return table_NK
+
+
+def _chunks(rows: Sequence[int], device: torch.device) -> Iterator[Tensor]:
+    """Some rows at a time: a prompt may have thousands, and those that ask are copied."""
+    for start in range(0, len(rows), _MOST_ROWS):
+        yield _on_device(rows[start : start + _MOST_ROWS], torch.int64, device)
+
+
 def likeliest_tokens(logits_NV: Tensor, count: int) -> Tensor:
     """Top tokens of each row with their log-probabilities, interleaved, (N, 2 · count) in float64.
     Of equal logits the lower token comes first."""
-    wide_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32)).log_softmax(1)
-    # `topk` promises no order of equals, which ranks and batches would see.
-    sorted_NV, order_NV = wide_NV.sort(dim=1, descending=True, stable=True)
-    pairs_NC2 = torch.stack([order_NV[:, :count].double(), sorted_NV[:, :count].double()], 2)
+    wide_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))
+    vocab = wide_NV.shape[1]
+    # `topk` promises no order of equals, which ranks and batches would see: its values are the
+    # same, and of the tokens at the last of them the first ones are taken.
+    least_N1 = wide_NV.topk(count, dim=1).values[:, -1:]
+    above_NV, equal_NV = wide_NV > least_N1, wide_NV == least_N1
+    num_equal_N1 = count - above_NV.sum(1, keepdim=True)
+    is_top_NV = above_NV | (equal_NV & (equal_NV.cumsum(1, dtype=torch.int32) <= num_equal_N1))
+    tokens_V = torch.arange(vocab, dtype=torch.int32, device=wide_NV.device)
+    # All numbers differ, also in rows that are not finite.
+    top_first_NV = torch.where(is_top_NV, tokens_V - vocab, tokens_V)
+    tokens_NC = top_first_NV.topk(count, dim=1, largest=False).values.sort(1).values % vocab
+    tokens_NC = tokens_NC.long()
+    order_NC = wide_NV.gather(1, tokens_NC).argsort(dim=1, descending=True, stable=True)
+    tokens_NC = tokens_NC.gather(1, order_NC)
+    logprobs_NC = wide_NV.log_softmax(1).gather(1, tokens_NC)
+    pairs_NC2 = torch.stack([tokens_NC.double(), logprobs_NC.double()], 2)
     return pairs_NC2.flatten(1)
 
 
@@ -102,23 +157,25 @@ def draw_tokens(logits_NV: Tensor, draws: Sequence[Draw]) -> Tensor:
     within the vocabulary, which the next step may already read."""
     wide_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))
     allowed_NV = _excluded(wide_NV, draws) if any(d.exclusions for d in draws) else wide_NV
+    if wide_NV.is_cuda and wide_NV.dtype == torch.float32:
+        return draw_by_kernels(wide_NV, allowed_NV, draws)
     tokens_N = allowed_NV.argmax(1)  # the first of equals
     fixed_tokens = {i: draw.target for i, draw in enumerate(draws) if draw.target is not None}
     drawn = [
         i for i, draw in enumerate(draws) if not draw.sampling.greedy and i not in fixed_tokens
     ]
     if drawn:
-        rows = _there(drawn, torch.int64, wide_NV.device)
+        rows = _on_device(drawn, torch.int64, wide_NV.device)
         ends_NV = filtered(allowed_NV[rows], [draws[i].sampling for i in drawn]).cumsum(1)
-        places = [uniform(draws[i].sampling.seed, draws[i].request, draws[i].index) for i in drawn]
-        places_N1 = ends_NV[:, -1:] * _there(places, torch.float64, wide_NV.device)[:, None]
+        uniforms = _on_device([draws[i].uniform for i in drawn], torch.float64, wide_NV.device)
+        goals_N1 = ends_NV[:, -1:] * uniforms[:, None]
         # The first token whose end is beyond: those without probability end where they begin.
-        last = ends_NV.shape[1] - 1  # of NaN, the place is beyond
-        tokens_N[rows] = torch.searchsorted(ends_NV, places_N1, right=True)[:, 0].clamp(max=last)
+        last = ends_NV.shape[1] - 1  # of NaN, the goal is beyond
+        tokens_N[rows] = torch.searchsorted(ends_NV, goals_N1, right=True)[:, 0].clamp(max=last)
     scored_N = tokens_N
     if fixed_tokens:
         rows, targets = (
-            _there(numbers, torch.int64, wide_NV.device)
+            _on_device(numbers, torch.int64, wide_NV.device)
             for numbers in zip(*fixed_tokens.items(), strict=True)
         )
         scored_N = tokens_N.index_put((rows,), targets)
@@ -126,26 +183,45 @@ def draw_tokens(logits_NV: Tensor, draws: Sequence[Draw]) -> Tensor:
     return torch.cat([tokens_N[:, None].double(), logprobs_N1.double()], 1)
 
 
-def token_ranks(logits_NV: Tensor, logprobs_N1: Tensor) -> Tensor:
-    """Number of tokens that are at least as likely as one with this log-probability, (N, 1) in
-    float64."""
-    wide_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))
-    return (wide_NV.log_softmax(1) >= logprobs_N1).sum(1, keepdim=True).double()
+def draw_by_kernels(logits_NV: Tensor, allowed_NV: Tensor, draws: Sequence[Draw]) -> Tensor:
+    """Sample as `draw_tokens` does, from float32 logits: `allowed_NV` without exclusions."""
+    from fivefold.generate.sampling_kernel import RULES, draw_rows  # Triton is there with CUDA
+
+    rules, greedy = list[float](), (0.0, 0.0, 1.0, 0.0, 0.0)
+    for draw in draws:
+        sampling, target = draw.sampling, -1 if draw.target is None else draw.target
+        if target >= 0 or sampling.greedy:
+            rules += (*greedy, target)
+        else:
+            top_k, min_p = sampling.top_k or logits_NV.shape[1], sampling.min_p
+            log_min_p = math.log(min_p) if min_p else -math.inf
+            rules += (sampling.temperature, top_k, sampling.top_p, log_min_p, draw.uniform, target)
+    rules_N = _on_device(rules, torch.float64, logits_NV.device)
+    return draw_rows(logits_NV, allowed_NV, rules_N.view(-1, RULES))
+
+
+def token_ranks(logits_NV: Tensor, tokens_N: Tensor) -> Tensor:
+    """Number of tokens in each row that are at least as likely as one token, in float64."""
+    return (logits_NV >= logits_NV.gather(1, tokens_N[:, None])).sum(1).double()
 
 
 def _excluded(logits_NV: Tensor, draws: Sequence[Draw]) -> Tensor:
     """Logits without the exclusions of every row."""
     vocab = logits_NV.shape[1]  # configs may name end tokens beyond it
     pairs = [(i, t) for i, draw in enumerate(draws) for t in draw.exclusions if t < vocab]
+    if not pairs:
+        return logits_NV
     rows, tokens = (
-        _there([pair[axis] for pair in pairs], torch.int64, logits_NV.device) for axis in (0, 1)
+        _on_device([pair[axis] for pair in pairs], torch.int64, logits_NV.device) for axis in (0, 1)
     )
     return logits_NV.index_put((rows, tokens), logits_NV.new_full((), -math.inf))
 
 
-def _there(values: Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
+def _on_device(values: Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Numbers on a device; a copy from pinned memory waits for nothing."""
-    host_tensor = torch.tensor(values, dtype=dtype)
+    # `torch.tensor` would take 0.4 µs a number.
+    numbers = array("d" if dtype == torch.float64 else "q", values)
+    host_tensor = torch.frombuffer(numbers, dtype=dtype)
     return (
         host_tensor.pin_memory().to(device, non_blocking=True)
         if device.type == "cuda"

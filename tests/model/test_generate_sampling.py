@@ -4,15 +4,29 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from fivefold.core.errors import FivefoldError
+from fivefold.generate import sampling as sampling_module
 from fivefold.generate.requests import Request, Sampling
-from fivefold.generate.sampling import Draw, choose, filtered, token_ranks, uniform
+from fivefold.generate.sampling import (
+    Draw,
+    choose,
+    draw_table,
+    draw_tokens,
+    filtered,
+    likeliest_tokens,
+    token_ranks,
+    uniform,
+)
 
 LOGITS = torch.tensor([0.3, 2.0, -1.0, 2.0, 0.9, -3.0], dtype=torch.float64)
 
@@ -107,12 +121,61 @@ def test_exclusions_of_a_row_are_never_drawn(sampling: Sampling) -> None:
     assert rows[200:] == [chosen(LOGITS, sampling, "r", i) for i in range(200)]
     for token, logprob in rows[:200]:
         assert logprob == LOGITS.log_softmax(0)[token].item(), "that of the model"
+    draws = [Draw(sampling, "r", i, exclusions=frozenset({99})) for i in range(200)]
+    assert choose(LOGITS.expand(200, -1), draws) == rows[200:]
 
 
 def test_a_rank_counts_the_tokens_that_are_at_least_as_likely() -> None:
     rows = LOGITS.expand(6, -1)
-    ranks = token_ranks(rows, LOGITS.log_softmax(0)[:, None])
-    assert ranks[:, 0].tolist() == [4, 2, 5, 2, 3, 6]
+    assert token_ranks(rows, torch.arange(6)).tolist() == [4, 2, 5, 2, 3, 6]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("count", [1, 2, 5, 40])
+def test_likeliest_tokens_are_those_of_a_stable_sort(count: int, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(count)
+    rows = (2 * torch.randn(30, 40, generator=generator)).round().to(dtype)  # with many equals
+    rows[3], rows[4, 1:30] = 1.0, -math.inf
+    logprobs, tokens = rows.log_softmax(1).sort(dim=1, descending=True, stable=True)
+    pairs = likeliest_tokens(rows, count).view(30, count, 2)
+    assert torch.equal(pairs[..., 0], tokens[:, :count].double())
+    assert torch.equal(pairs[..., 1], logprobs[:, :count].double())
+
+
+def test_likeliest_tokens_of_rows_that_are_not_finite_are_tokens() -> None:
+    rows = torch.tensor([[math.nan] * 4, [1.0, math.nan, math.inf, 0.0], [-math.inf] * 4])
+    tokens = likeliest_tokens(rows, 3).view(3, 3, 2)[..., 0]
+    assert ((tokens >= 0) & (tokens < 4)).all()
+    assert all(len(set(row)) == 3 for row in tokens.tolist())
+
+
+def test_only_rows_that_ask_have_alternatives_and_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    computed: list[tuple[str, int]] = []
+
+    def count_rows(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def call(logits: Tensor, *options: Any) -> Tensor:
+            computed.append((function.__name__, len(logits)))
+            return function(logits, *options)
+
+        return call
+
+    for function in (likeliest_tokens, token_ranks):
+        monkeypatch.setattr(sampling_module, function.__name__, count_rows(function))
+    monkeypatch.setattr(sampling_module, "_MOST_ROWS", 2)
+    rows = torch.randn(8, 12, generator=torch.Generator().manual_seed(0))
+    draws = [Draw(Sampling(1.0), "r", i) for i in range(8)]
+    draw_table(rows, draws, 0, False)
+    draw_table(rows, draws, 3, True)  # asked for on another replica
+    assert not computed
+    for i in (1, 4, 6):
+        draws[i] = replace(draws[i], alternatives=3 - i // 4)
+    draws[6] = replace(draws[6], target=5, ranked=True)
+    table = draw_table(rows, draws, 3, True)
+    assert computed == [("likeliest_tokens", 2), ("likeliest_tokens", 1), ("token_ranks", 1)]
+    assert torch.equal(table[:, :2], draw_tokens(rows, draws))
+    assert torch.equal(table[[1, 4, 6], 2:8], likeliest_tokens(rows[[1, 4, 6]], 3))
+    assert table[:, 8].tolist() == [0.0] * 6 + [float((rows[6] >= rows[6, 5]).sum()), 0.0]
+    assert not table[[0, 2, 3, 5, 7], 2:].any()
 
 
 def test_log_probabilities_are_those_of_the_model() -> None:
