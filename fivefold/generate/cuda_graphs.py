@@ -67,6 +67,7 @@ from fivefold.model import (
 
 _WIDEST_HEAD = 576  # DeepSeek's latents: a program holds some keys of this width
 _LONG_PROMPT = 1024  # tokens
+_WIDEST_FOR_TORCH = 256  # of heads, in torch's fast kernels
 _MOST_SEQUENCES = 256  # of a captured step
 _LEAST_PARTS = 8  # of the keys of a sequence, in a captured step
 
@@ -111,7 +112,8 @@ def _decode_parts(step: StepTensors, mask: LayerMask) -> DecodeParts:
 
 def _long_prompts(step: StepTensors, q_THd: Tensor, mask: LayerMask) -> tuple[int, ...]:
     """Prompts that begin in this step, for which torch's kernels are faster."""
-    if q_THd.dtype == torch.float32 or mask.cap is not None or mask.sinks_H is not None:
+    narrow = q_THd.dtype != torch.float32 and q_THd.shape[2] <= _WIDEST_FOR_TORCH
+    if not narrow or mask.cap is not None or mask.sinks_H is not None:
         return ()
     reach = mask.reach if mask.kind else step.batch.tokens.numel()
     return tuple(
@@ -251,6 +253,12 @@ class GraphedForward(DecoderForward):
         # Nothing in it is read after a step, but logits before the next.
         self.pool = torch.cuda.graph_pool_handle() if self.device.type == "cuda" else None
         self.with_prompts: PiecewiseSteps | None = None
+
+    def close(self) -> None:
+        """Free all graphs. NCCL ends a group only after the graphs that have its collectives."""
+        torch.cuda.synchronize(self.device)
+        self.captured.clear()
+        self.with_prompts = None
 
     def capture_prompts(self, tokens: int) -> None:
         """Capture steps with prompts of up to so many tokens, and compile kernels of all lengths.

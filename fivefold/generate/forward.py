@@ -95,6 +95,9 @@ class DecoderForward:
         logits_NV = self.ends.all_logits(decoder.head.logits(x_ND))
         return logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))
 
+    def close(self) -> None:
+        """Free what holds communicators: the groups end after this."""
+
     def _padded(self, step: StepBatch) -> StepBatch:
         """With tokens that belong to no sequence, up to a multiple of the unit. They are one more
         sequence to attention, and short: a block has room for them."""

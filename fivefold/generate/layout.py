@@ -238,6 +238,7 @@ class LayoutEngine(Engine):
         if runs_ahead and not records_routes and not batch_invariant:
             drawn = DrawnTokens(max(limits.sequences, limits.tokens), mesh.device)
         inner = forward_of(stage.model, blocks, mesh, self.ends, routes, drawn)
+        self._decoder_forward = inner
         self.pages, forward = inner.cache.pages, cast("Forward", inner)
         if batch_invariant:
             forward = FixedSteps(inner)
@@ -288,3 +289,4 @@ class LayoutEngine(Engine):
         if self.busy:
             raise FivefoldError("an engine with open requests was closed: end them before")
         self.ends.finish()
+        self._decoder_forward.close()
