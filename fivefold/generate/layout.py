@@ -35,6 +35,7 @@ from fivefold.generate.cache import KvCache, token_bytes
 from fivefold.generate.context_cache import ContextCache
 from fivefold.generate.engine import Engine, EngineRanks, Forward, Shared, Watch, alone
 from fivefold.generate.forward import DecoderForward
+from fivefold.generate.grammar import Grammars
 from fivefold.generate.invariant import FixedSteps, fix_tiles
 from fivefold.generate.refit import Refit
 from fivefold.generate.routing import RouteStore
@@ -208,6 +209,7 @@ class LayoutEngine(Engine):
         watch: Watch | None = None,
         records_routes: bool = False,
         batch_invariant: bool = False,
+        grammars: Grammars | None = None,
     ) -> None:
         """`blocks` are those of one replica; the plan is one of `forward_plan`. With
         `batch_invariant`, mesh and stage were made so as well."""
@@ -227,7 +229,8 @@ class LayoutEngine(Engine):
         if batch_invariant:
             forward = FixedSteps(inner)
             limits = forward.limits(limits)
-        super().__init__(plan.shape, forward, blocks, limits, watch, self._ranks(), routes, drawn)
+        options = (limits, watch, self._ranks(), routes, drawn, grammars)
+        super().__init__(plan.shape, forward, blocks, *options)
 
     def _ranks(self) -> EngineRanks:
         layout, mesh = self.plan.layout, self.mesh

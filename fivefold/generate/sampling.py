@@ -40,6 +40,7 @@ class Draw:
     index: int  # in the completion
     target: int | None = None
     exclusions: frozenset[int] = frozenset()  # tokens that are not drawn
+    allowed: bytes | None = None  # a bit for every token that a grammar allows; None: all
 
 
 def filtered(logits_NV: Tensor, samplings: Sequence[Sampling]) -> Tensor:
@@ -102,6 +103,8 @@ def draw_tokens(logits_NV: Tensor, draws: Sequence[Draw]) -> Tensor:
     within the vocabulary, which the next step may already read."""
     wide_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))
     allowed_NV = _excluded(wide_NV, draws) if any(d.exclusions for d in draws) else wide_NV
+    if any(draw.allowed is not None for draw in draws):
+        allowed_NV = _allowed(allowed_NV, draws)
     tokens_N = allowed_NV.argmax(1)  # the first of equals
     fixed_tokens = {i: draw.target for i, draw in enumerate(draws) if draw.target is not None}
     drawn = [
@@ -143,9 +146,23 @@ def _excluded(logits_NV: Tensor, draws: Sequence[Draw]) -> Tensor:
     return logits_NV.index_put((rows, tokens), logits_NV.new_full((), -math.inf))
 
 
+def _allowed(logits_NV: Tensor, draws: Sequence[Draw]) -> Tensor:
+    """Logits without what the grammar of a row does not allow."""
+    bits_of = {row: draw.allowed for row, draw in enumerate(draws) if draw.allowed is not None}
+    host_bits = torch.frombuffer(bytearray().join(bits_of.values()), dtype=torch.uint8)
+    bits_RB1 = _on_device(host_bits, logits_NV.device).view(len(bits_of), -1, 1)
+    powers_8 = _there([1 << i for i in range(8)], torch.uint8, logits_NV.device)
+    denied_RV = ((bits_RB1 & powers_8) == 0).flatten(1)[:, : logits_NV.shape[1]]
+    rows = _there(list(bits_of), torch.int64, logits_NV.device)
+    return logits_NV.index_put((rows,), logits_NV[rows].masked_fill(denied_RV, -math.inf))
+
+
 def _there(values: Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Numbers on a device; a copy from pinned memory waits for nothing."""
-    host_tensor = torch.tensor(values, dtype=dtype)
+    return _on_device(torch.tensor(values, dtype=dtype), device)
+
+
+def _on_device(host_tensor: Tensor, device: torch.device) -> Tensor:
     return (
         host_tensor.pin_memory().to(device, non_blocking=True)
         if device.type == "cuda"
