@@ -7,6 +7,8 @@ from fivefold.generate.engine import Engine as Engine
 from fivefold.generate.engine import Forward as Forward
 from fivefold.generate.engine import Watch as Watch
 from fivefold.generate.forward import DecoderForward as DecoderForward
+from fivefold.generate.grammar import GRAMMAR_FAILED as GRAMMAR_FAILED
+from fivefold.generate.grammar import Grammars as Grammars
 from fivefold.generate.kv_travel import KvPiece as KvPiece
 from fivefold.generate.kv_travel import RankPages as RankPages
 from fivefold.generate.layout import LayoutEngine as LayoutEngine

@@ -12,6 +12,7 @@ next step may begin ahead of the draw (`ahead.py`).
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -24,7 +25,9 @@ from fivefold.core import FivefoldError
 from fivefold.core.model import BLOCK, Shape
 from fivefold.generate.async_scheduling import DrawnTokens
 from fivefold.generate.blocks import BlockPool
+from fivefold.generate.grammar import Grammars
 from fivefold.generate.requests import (
+    NO_TOKEN,
     Completion,
     Drawn,
     DrawnToken,
@@ -147,11 +150,13 @@ class Engine:
         ranks: EngineRanks | None = None,
         routes: RouteStore | None = None,
         drawn: DrawnTokens | None = None,
+        grammars: Grammars | None = None,
     ) -> None:
         """`routes` are those that the forward records, if it does; `drawn` is what it reads of
-        tokens that the host does not know yet: steps then begin ahead of draws."""
+        tokens that the host does not know yet: steps then begin ahead of draws. Without `grammars`
+        requests have none."""
         assert drawn is None or (ranks is None or ranks.in_flight == ranks.replicas == 1)
-        self.drawn = drawn
+        self.drawn, self.grammars = drawn, grammars
         self.shape, self.forward, self.watch, self.routes = shape, forward, watch, routes
         self.ranks = ranks or EngineRanks()
         pools = [BlockPool(blocks, self.ranks.owners) for _ in range(self.ranks.replicas)]
@@ -185,6 +190,9 @@ class Engine:
         """Queue a request; refuses one that the model or the cache cannot hold. `home`: its
         replica, if known; `drawn`: tokens that another engine has drawn."""
         request.check(self.shape.vocab, self.shape.max_seq)
+        if request.grammar and self.grammars is None:
+            rule = "it has a grammar, and this engine no tokenizer"
+            raise FivefoldError(f"request {request.id!r}: {rule}: leave the grammar out")
         if request.id in self._sequences or request.id in self._ended:
             raise FivefoldError(f"request {request.id!r} is there already: give another id")
         loads = [scheduler.load for scheduler in self.schedulers]
@@ -245,19 +253,29 @@ class Engine:
         """The next token of each sequence and its log-probability, the `most` likeliest ones where
         any are asked for, and, if any prompt is scored, ranks."""
         draws: list[Draw] = []
-        nothing = frozenset[int]()
-        for sequence, index in rows:
+        nothing, endings = frozenset[int](), dict[int, Reason]()
+        for row, (sequence, index) in enumerate(rows):
             request = sequence.request
             target = request.targets[index] if request.targets else None
             target = request.prompt[index] if index < 0 else target
             ends = request.stop_tokens if index < request.min_tokens else nothing
-            key = request.seed_key or request.id
-            count = _num_pairs(request, index)
-            draws.append(Draw(request.sampling, key, index, target, ends, count, index < 0))
+            key, allowed = request.seed_key or request.id, None
+            if request.grammar and target is None:
+                assert self.grammars is not None
+                ends = nothing
+                allowed, ending = self.grammars.next_tokens(request, sequence.drawn)
+                if ending is not None:
+                    endings[row] = ending
+            wanted = (_num_pairs(request, index), index < 0)
+            draws.append(Draw(request.sampling, key, index, target, ends, *wanted, allowed))
         if self.watch is not None:
             for draw, logits_V in zip(draws, logits_NV, strict=True):
                 self.watch(draw.request, draw.index, logits_V)
-        return draw_table(logits_NV, draws, most, scores)
+        table = draw_table(logits_NV, draws, most, scores)
+        for row, ending in endings.items():
+            table[row, 0] = NO_TOKEN
+            table[row, 1] = 0.0 if ending == "stop" else math.nan
+        return table
 
     def _end_first(self) -> list[DrawnToken]:
         """Wait for the draws of the batch that was begun first."""
@@ -291,6 +309,8 @@ class Engine:
         del self._sequences[id]
         home = self._homes.pop(id)
         home.remove(sequence)
+        if self.grammars is not None:
+            self.grammars.forget(id)
         if reason == "error":
             home.pool.forget()  # a fault that has passed must not live on in shared blocks
         self._ended[id] = Completion(

@@ -43,6 +43,7 @@ from fivefold.generate.engine import (
     on_this_rank,
 )
 from fivefold.generate.forward import DecoderForward
+from fivefold.generate.grammar import Grammars
 from fivefold.generate.invariant import FixedSteps, fix_tiles
 from fivefold.generate.refit import Refit
 from fivefold.generate.routing import RouteStore
@@ -222,6 +223,7 @@ class LayoutEngine(Engine):
         watch: Watch | None = None,
         records_routes: bool = False,
         batch_invariant: bool = False,
+        grammars: Grammars | None = None,
     ) -> None:
         """`blocks` are those of one replica; the plan is one of `forward_plan`. With
         `batch_invariant`, mesh and stage were made so as well."""
@@ -243,7 +245,8 @@ class LayoutEngine(Engine):
         if batch_invariant:
             forward = FixedSteps(inner)
             limits = forward.limits(limits)
-        super().__init__(plan.shape, forward, blocks, limits, watch, self._ranks(), routes, drawn)
+        options = (limits, watch, self._ranks(), routes, drawn, grammars)
+        super().__init__(plan.shape, forward, blocks, *options)
 
     def _ranks(self) -> EngineRanks:
         layout, mesh = self.plan.layout, self.mesh

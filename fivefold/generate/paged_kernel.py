@@ -140,7 +140,7 @@ def _scan_keys(
     VALUE_ROW: tl.constexpr,
     PAGE: tl.constexpr,
     TILE: tl.constexpr,
-) -> tl.tensor:
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     """Continue the running softmax over the keys from `start` to `stop`."""
     column, rest = tl.arange(0, MAIN), MAIN + tl.arange(0, REST)
     value_column = tl.arange(0, VALUE_BLOCK)
@@ -179,6 +179,56 @@ def _scan_keys(
         out = out * decay[:, None] + tl.dot(odds.to(v.dtype), v, input_precision="ieee")
         total, highest = total * decay + tl.sum(odds, 1), higher
     return out, highest, total
+
+
+@triton.jit
+def _num_items(firsts_ptr: tl.tensor, num_sequences: int, PROMPT: tl.constexpr) -> tl.tensor:
+    """Programs that have work: of decode there may be more."""
+    if PROMPT:
+        return tl.num_programs(0)
+    else:
+        return tl.load(firsts_ptr + num_sequences)
+
+
+@triton.jit
+def _item_of(
+    items_ptr: tl.tensor, firsts_ptr: tl.tensor, item: tl.tensor, PROMPT: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """Sequence, first token and part of the keys of a program."""
+    sequence = tl.load(items_ptr + item)
+    if PROMPT:
+        return sequence, tl.load(firsts_ptr + item), tl.program_id(2)
+    else:
+        return sequence, item * 0, item - tl.load(firsts_ptr + sequence)
+
+
+@triton.jit
+def _queries(
+    query_ptr: tl.tensor,
+    is_row: tl.tensor,
+    WIDTH: tl.constexpr,
+    MAIN: tl.constexpr,
+    REST: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:
+    """Rows of queries, and their last numbers where the width is no power of two."""
+    column, rest = tl.arange(0, MAIN), MAIN + tl.arange(0, REST)
+    is_column = is_row[:, None] & (column < WIDTH)[None, :]
+    queries = tl.load(query_ptr[:, None] + column[None, :], is_column, other=0.0)
+    if WIDTH > MAIN:
+        is_rest = is_row[:, None] & (rest < WIDTH)[None, :]
+        return queries, tl.load(query_ptr[:, None] + rest[None, :], is_rest, other=0.0)
+    else:
+        return queries, queries
+
+
+@triton.jit
+def _with_sink(
+    out: tl.tensor, highest: tl.tensor, total: tl.tensor, sink: tl.tensor
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """Let a logit without a value take its share."""
+    higher = tl.maximum(highest, sink)
+    decay = tl.exp2(highest - higher)
+    return out * decay[:, None], higher, total * decay + tl.exp2(sink - higher)
 
 
 @triton.jit(do_not_specialize=["table_row", "reach", "span", "num_sequences"])
@@ -226,14 +276,9 @@ def _attend(
 ) -> None:
     begin_early(EARLY)
     item, kv_head = tl.program_id(0), tl.program_id(1) // HEAD_BLOCKS
-    if PROMPT:
-        sequence, token = tl.load(items_ptr + item), tl.load(firsts_ptr + item)
-        part = tl.program_id(2)
-    else:
-        if item >= tl.load(firsts_ptr + num_sequences):
-            return
-        sequence = tl.load(items_ptr + item)
-        token, part = item * 0, item - tl.load(firsts_ptr + sequence)
+    if item >= _num_items(firsts_ptr, num_sequences, PROMPT):
+        return
+    sequence, token, part = _item_of(items_ptr, firsts_ptr, item, PROMPT)
     length = tl.load(lengths_ptr + sequence).to(tl.int32)
     if PROMPT:
         start = tl.load(starts_ptr + sequence).to(tl.int32)
@@ -251,16 +296,10 @@ def _attend(
     if not PROMPT:
         part += lowest // span
     key, stop = tl.maximum(part * span, lowest // TILE * TILE), tl.minimum((part + 1) * span, last)
-    column, rest = tl.arange(0, MAIN), MAIN + tl.arange(0, REST)
-    query_ptr = q_ptr + (start + tokens).to(tl.int64)[:, None] * q_row + head[:, None] * q_head
-    is_column = is_row[:, None] & (column < WIDTH)[None, :]
-    queries = tl.load(query_ptr + column[None, :], is_column, other=0.0)
-    queries_rest = queries
-    if WIDTH > MAIN:
-        is_rest = is_row[:, None] & (rest < WIDTH)[None, :]
-        queries_rest = tl.load(query_ptr + rest[None, :], is_rest, other=0.0)
-    highest = tl.full((ROWS,), _LOWEST, tl.float32)
-    total, out = tl.zeros((ROWS,), tl.float32), tl.zeros((ROWS, VALUE_BLOCK), tl.float32)
+    query_ptr = q_ptr + (start + tokens).to(tl.int64) * q_row + head * q_head
+    queries, queries_rest = _queries(query_ptr, is_row, WIDTH, MAIN, REST)
+    highest, total = tl.full((ROWS,), _LOWEST, tl.float32), tl.zeros((ROWS,), tl.float32)
+    out = tl.zeros((ROWS, VALUE_BLOCK), tl.float32)
     table_ptr = tables_ptr + tl.load(rows_ptr + sequence).to(tl.int64) * table_row
     unmasked = key
     if KIND == 0:  # all queries see all keys up to the first query's
@@ -276,14 +315,11 @@ def _attend(
         keys_ptr, values_ptr, table_ptr, kv_head, scale, cap, True, CAPPED, LATENT,
         KV_HEADS, WIDTH, MAIN, REST, VALUE, VALUE_BLOCK, VALUE_ROW, PAGE, TILE,
     )  # fmt: skip
-    value_column = tl.arange(0, VALUE_BLOCK)
     if DIRECT:
+        at = (start + tokens).to(tl.int64)
         if SINKS:
             sink = tl.load(sinks_ptr + head, is_row, other=0.0).to(tl.float32) * _LOG2E
-            higher = tl.maximum(highest, sink)
-            total = total * tl.exp2(highest - higher) + tl.exp2(sink - higher)
-            out *= tl.exp2(highest - higher)[:, None]
-        at = (start + tokens).to(tl.int64)
+            out, highest, total = _with_sink(out, highest, total, sink)
     elif PROMPT:
         at = (start + tokens).to(tl.int64) * tl.num_programs(2) + part
     else:
@@ -291,6 +327,7 @@ def _attend(
     at = at * (KV_HEADS * GROUP) + head
     if not DIRECT:
         tl.store(log_sums_ptr + at, tl.where(total > 0, highest + tl.log2(total), _LOWEST), is_row)
+    value_column = tl.arange(0, VALUE_BLOCK)
     is_value = is_row[:, None] & (value_column < VALUE)[None, :]
     out = out / tl.where(total > 0, total, 1.0)[:, None]
     tl.store(out_ptr + at[:, None] * VALUE + value_column[None, :], out, is_value)

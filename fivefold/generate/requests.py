@@ -11,11 +11,13 @@ from fivefold.core import FivefoldError
 from fivefold.generate.routes import RecordedRoutes
 
 Reason = Literal["stop", "length", "cancelled", "error"]
-"""Why a completion ends; "error": its logits are not finite."""
+"""Why a completion ends; "error": its logits are not finite, or its grammar has failed."""
 Drawn = tuple[tuple[int, float], ...]
 """Tokens, each with its log-probability."""
 GREEDY_BELOW = 1e-5
 """Temperatures below it are greedy: divided by them, logits would overflow."""
+NO_TOKEN = -1
+"""In place of a token: the grammar has ended, or failed if the log-probability is NaN."""
 NOT_FINITE = "the logits of the model are not finite: check its weights, or use a wider dtype"
 
 
@@ -68,6 +70,7 @@ class Request:
     alternatives: int = 0  # so many of the likeliest tokens are wanted for every place
     min_tokens: int = 0  # no stop token is drawn before
     prompt_logprobs: int | None = None  # likeliest tokens for every token of the prompt
+    grammar: str = ""  # a JSON schema: the completion is JSON of it; "": any text
 
     def check(self, vocab: int, max_seq: int) -> None:
         """Refuse a request that the model cannot complete."""
@@ -95,6 +98,8 @@ class Request:
     def _target_problems(self, vocab: int, max_seq: int) -> Iterator[str]:
         if self.max_tokens:
             yield f"max_tokens = {self.max_tokens} with targets, which are not drawn: give 0"
+        if self.grammar:
+            yield "a grammar with targets, which are not drawn: leave it out"
         if len(self.targets) > len(self.prompt):
             rule = f"{len(self.targets):,} targets follow {len(self.prompt):,} tokens"
             yield f"{rule}: give no more targets than tokens"
@@ -214,9 +219,11 @@ class SequenceState:
 
     def append(self, token: int, logprob: float) -> Reason | None:
         """Append a drawn token; returns the reason if the sequence has ended. Logits that are not
-        finite give no token."""
+        finite give no token, nor does the end of a grammar."""
         if math.isnan(logprob):
             return "error"
+        if token == NO_TOKEN:
+            return "stop"
         self.tokens.append(token)
         self.logprobs.append(logprob)
         self.awaited -= 1

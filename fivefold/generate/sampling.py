@@ -47,6 +47,7 @@ class Draw:
     exclusions: frozenset[int] = frozenset()  # tokens that are not drawn
     alternatives: int = 0  # so many of the likeliest tokens are wanted as well
     ranked: bool = False  # whether the rank of the target is wanted
+    allowed: bytes | None = None  # a bit for every token that a grammar allows; None: all
 
     @property
     def uniform(self) -> float:
@@ -157,6 +158,8 @@ def draw_tokens(logits_NV: Tensor, draws: Sequence[Draw]) -> Tensor:
     within the vocabulary, which the next step may already read."""
     wide_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))
     allowed_NV = _excluded(wide_NV, draws) if any(d.exclusions for d in draws) else wide_NV
+    if any(draw.allowed is not None for draw in draws):
+        allowed_NV = _allowed(allowed_NV, draws)
     if wide_NV.is_cuda and wide_NV.dtype == torch.float32:
         return draw_by_kernels(wide_NV, allowed_NV, draws)
     tokens_N = allowed_NV.argmax(1)  # the first of equals
@@ -217,11 +220,25 @@ def _excluded(logits_NV: Tensor, draws: Sequence[Draw]) -> Tensor:
     return logits_NV.index_put((rows, tokens), logits_NV.new_full((), -math.inf))
 
 
+def _allowed(logits_NV: Tensor, draws: Sequence[Draw]) -> Tensor:
+    """Logits without what the grammar of a row does not allow."""
+    bits_of = {row: draw.allowed for row, draw in enumerate(draws) if draw.allowed is not None}
+    host_bits = torch.frombuffer(bytearray().join(bits_of.values()), dtype=torch.uint8)
+    bits_RB1 = _copied(host_bits, logits_NV.device).view(len(bits_of), -1, 1)
+    powers_8 = 1 << torch.arange(8, dtype=torch.uint8, device=logits_NV.device)
+    denied_RV = ((bits_RB1 & powers_8) == 0).flatten(1)[:, : logits_NV.shape[1]]
+    rows = _on_device(list(bits_of), torch.int64, logits_NV.device)
+    return logits_NV.index_put((rows,), logits_NV[rows].masked_fill(denied_RV, -math.inf))
+
+
 def _on_device(values: Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Numbers on a device; a copy from pinned memory waits for nothing."""
     # `torch.tensor` would take 0.4 µs a number.
     numbers = array("d" if dtype == torch.float64 else "q", values)
-    host_tensor = torch.frombuffer(numbers, dtype=dtype)
+    return _copied(torch.frombuffer(numbers, dtype=dtype), device)
+
+
+def _copied(host_tensor: Tensor, device: torch.device) -> Tensor:
     return (
         host_tensor.pin_memory().to(device, non_blocking=True)
         if device.type == "cuda"

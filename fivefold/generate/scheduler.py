@@ -153,7 +153,9 @@ class Scheduler:
         """Whether its next token is known, or will be when the device reads it."""
         if not sequence.awaits_draw:
             return True
-        has_next = self.ahead and sequence.awaited == 1 and sequence.length < sequence.limit
+        # A grammar is to know the last token before the next is drawn.
+        has_next = self.ahead and not sequence.request.grammar
+        has_next = has_next and sequence.awaited == 1 and sequence.length < sequence.limit
         return has_next and sequence.outgrown == self._outgrown(sequence.length)
 
     def _outgrown(self, length: int) -> bool:

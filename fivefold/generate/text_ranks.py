@@ -16,6 +16,7 @@ import torch
 from fivefold.core import FivefoldError, RankLost
 from fivefold.core.model import blocks_of
 from fivefold.core.plan import Plan
+from fivefold.generate.grammar import Grammars
 from fivefold.generate.layout import LayoutEngine, ReadWeight, blocks_within, mesh_of, stage_of
 from fivefold.generate.requests import NOT_FINITE
 from fivefold.generate.scheduler import ScheduleLimits
@@ -137,7 +138,10 @@ def engine_of_rank(
     routes = task.records_routes
     limits = limits or ScheduleLimits.of(device.type)
     return LayoutEngine(
-        plan, mesh, stage, blocks, limits, records_routes=routes, batch_invariant=same
+        *(plan, mesh, stage, blocks, limits),
+        records_routes=routes,
+        batch_invariant=same,
+        grammars=Grammars(task.codec, plan.shape.vocab),
     )
 
 

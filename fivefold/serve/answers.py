@@ -107,7 +107,7 @@ class ServedChoice:
         if self.call.request.max_tokens == 0:  # the prompt alone is wanted
             self.reason = "length"
             return
-        self.num_tokens += 1
+        self.num_tokens += token >= 0  # a grammar may end without one
         if reason != "stop":  # a stop token has no text
             number, offset = max(logprob, _LEAST_LOGPROB), len(self.echo) + len(self.stream.text)
             self._notes.append(TokenNote(token, number, _finite(alternatives), offset))

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from urllib.parse import urlsplit
 
+from fivefold.core import FivefoldError
 from fivefold.serve.answers import AnswerWriter, ServedCall
 from fivefold.serve.dispatch import Dispatcher
 from fivefold.serve.http import (
@@ -31,7 +32,7 @@ from fivefold.serve.http import (
 )
 from fivefold.serve.metrics import ServeMetrics
 from fivefold.serve.prompting import PromptReader
-from fivefold.serve.schema import ApiError, parse_asked
+from fivefold.serve.schema import ApiError, parse_asked, wrong
 
 LOOPBACK = ("localhost", "127.0.0.1", "[::1]", "::1")
 COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
@@ -70,6 +71,7 @@ class Api:
         self.draining = False
         self.created = int(time.time())
         self._connections: dict[HttpConnection, asyncio.Task[None]] = {}
+        self._compiles = asyncio.Lock()  # one grammar at a time, beside the event loop
 
     async def accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Serve a connection."""
@@ -230,6 +232,8 @@ class Api:
         text_request = parse_asked(request.body, chat)
         if text_request.model != self.name:
             raise self._unknown(text_request.model)
+        if text_request.grammar:
+            await self._check_grammar(text_request.grammar)
         prompts = await self.prompts.tokens(text_request, self.dispatcher.longest)
         id = f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex[:24]}"
         call = self.dispatcher.call(id, note.client, text_request, prompts, began)
@@ -252,6 +256,14 @@ class Api:
             watch.cancel()
             await asyncio.wait([watch])
             self._count(call, note)
+
+    async def _check_grammar(self, schema: str) -> None:
+        """Refuse a schema before an engine hears of it."""
+        async with self._compiles:
+            try:
+                await asyncio.to_thread(self.dispatcher.grammars.check, schema)
+            except FivefoldError as error:
+                raise wrong("response_format", str(error)) from error
 
     async def _body(self, call: ServedCall) -> bytes:
         """The answer of a call; scores of prompts take long to write, and the loop goes on."""

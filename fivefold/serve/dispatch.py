@@ -12,7 +12,15 @@ from collections.abc import Callable
 from statistics import fmean
 
 from fivefold.core.model import Shape
-from fivefold.generate import NOT_FINITE, Codec, Drawn, Request, Sampling
+from fivefold.generate import (
+    GRAMMAR_FAILED,
+    NOT_FINITE,
+    Codec,
+    Drawn,
+    Grammars,
+    Request,
+    Sampling,
+)
 from fivefold.serve.answers import ServedCall, ServedChoice
 from fivefold.serve.links import EngineRole, KvTarget, ReplicaHello, StepNews, read_message
 from fivefold.serve.metrics import Labels, ServeMetrics
@@ -41,7 +49,7 @@ class Dispatcher:
         their own."""
         self.has_prefill = has_prefill
         self.shape, self.codec, self.ends, self.metrics = shape, codec, ends, metrics
-        self.max_running = max_running
+        self.max_running, self.grammars = max_running, Grammars(codec, shape.vocab)
         self.named = codec.named()
         self.queue: FairQueue[ServedChoice] = FairQueue(max_queue)
         self.replicas: dict[int, ServingReplica] = {}
@@ -151,6 +159,7 @@ class Dispatcher:
                     min_tokens=text_request.min_tokens,
                     # All choices of a chat have one prompt, which its answer has once.
                     prompt_logprobs=None if text_request.chat and copy else scores,
+                    grammar=text_request.grammar,
                 )
                 index = len(call.choices)
                 call.choices.append(ServedChoice(call, index, request, self.codec, texts, echo))
@@ -265,7 +274,9 @@ class Dispatcher:
                 continue
             replica.sources.pop(id, None)  # its cache has come
             try:
-                if reason == "error":
+                if reason == "error" and token < 0:
+                    choice.fail(ApiError(500, GRAMMAR_FAILED, None, "grammar_failed"))
+                elif reason == "error":
                     choice.fail(ApiError(500, NOT_FINITE, None, "logits_not_finite"))
                 else:
                     choice.push(token, logprob, reason, alternatives)

@@ -128,6 +128,8 @@ def serve_rank(worker: Worker, task: ServeTask) -> None:
 def _warm_up(engine: LayoutEngine) -> None:
     """Compile and load what the first request would wait for."""
     limits, pool = engine.schedulers[0].limits, engine.schedulers[0].pool
+    if engine.grammars is not None and engine.ranks.draws:
+        engine.grammars.load()
     longest = min(engine.shape.max_seq, pool.count * BLOCK)
     prompts = (1,)
     if engine.mesh.device.type == "cuda":  # few and many tokens have kernels of their own

@@ -41,7 +41,6 @@ _NOTHING: dict[str, tuple[Any, ...]] = {  # keys whose other values, but null, a
     "tool_choice": ("none", "auto"),
     "function_call": ("none", "auto"),
     "parallel_tool_calls": (True, False),
-    "response_format": ({"type": "text"},),
     "modalities": (["text"],),
     **dict.fromkeys(("logit_bias", "chat_template_kwargs"), ({},)),
     **dict.fromkeys(("bad_words", "logits_processors", "documents", "tools", "functions"), ([],)),
@@ -49,6 +48,7 @@ _NOTHING: dict[str, tuple[Any, ...]] = {  # keys whose other values, but null, a
     **dict.fromkeys(("structured_outputs", "truncate_prompt_tokens", "allowed_token_ids"), ()),
     **dict.fromkeys(("chat_template", "audio", "prediction", "web_search_options"), ()),
 }
+_ANY_OBJECT = '{"type": "object"}'
 _LONGEST_KEY = 64  # characters that are compared with known keys
 _TAKEN = (
     *("user", "store", "metadata", "service_tier", "safety_identifier", "prompt_cache_key"),
@@ -114,6 +114,7 @@ class AskedText:
     stop_token_ids: tuple[int, ...] = ()
     prompt_logprobs: int | None = None  # likeliest tokens for every token of a prompt
     echo: bool = False  # prompts are part of the texts
+    grammar: str = ""  # JSON schema of the texts; "": any text
 
     @property
     def shows_prompt(self) -> bool:
@@ -164,6 +165,7 @@ def parse_asked(body: bytes, chat: bool) -> AskedText:
         stop_token_ids=fields.take("stop_token_ids", _stop_tokens) or (),
         prompt_logprobs=fields.take("prompt_logprobs", _whole(0, MOST_ALTERNATIVES)),
         echo=echo,
+        grammar=fields.take("response_format", _grammar) or "",
     )
     if request.n * max(1, len(request.prompts)) > MOST_CHOICES:
         raise wrong("n", f"prompts times n are more than {MOST_CHOICES} choices: send fewer")
@@ -267,6 +269,37 @@ def _text(value: Any) -> str:
 def _top_k(value: int | None) -> int | None:
     """None, as 0 and −1, for all tokens."""
     return value if value is not None and value > 0 else None
+
+
+def _grammar(value: Any) -> str:
+    """The JSON schema that an answer has to follow."""
+    table = _object(value, "response_format", ("type", "json_schema"))
+    kind = table.get("type")
+    if kind not in ("text", "json_object", "json_schema"):
+        raise ValueError(f"type {_short(kind)} is none of text, json_object, json_schema")
+    if kind != "json_schema":
+        if table.get("json_schema") is not None:
+            raise ValueError(f"json_schema beside type {kind}: give type json_schema")
+        return "" if kind == "text" else _ANY_OBJECT
+    keys = ("name", "description", "schema", "strict")
+    named = _object(table.get("json_schema"), "json_schema", keys)
+    for name, check in (("name", _text), ("description", _text), ("strict", _flag)):
+        if named.get(name) is not None:
+            check(named[name])
+    if not isinstance(named.get("schema"), dict):
+        raise ValueError("json_schema.schema is not an object: give a JSON schema")
+    return json.dumps(named["schema"])
+
+
+def _object(value: Any, name: str, keys: tuple[str, ...]) -> dict[str, Any]:
+    """A JSON object with no other keys."""
+    if not isinstance(value, dict):
+        raise ValueError(f"{name} = {_short(value)} is not an object")
+    table = cast("dict[str, Any]", value)
+    if unknown_keys := sorted(table.keys() - set(keys)):
+        known = ", ".join(keys)
+        raise ValueError(f"unknown key {_short(unknown_keys[0])} of {name}: known are {known}")
+    return table
 
 
 def _stop_tokens(value: Any) -> tuple[int, ...]:

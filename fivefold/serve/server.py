@@ -140,6 +140,7 @@ class ModelServer:
             for number in (signal.SIGTERM, signal.SIGINT):
                 loop.add_signal_handler(number, self._stop)
             links = await asyncio.start_unix_server(self.dispatcher.hear, folder / API_SOCKET)
+            await asyncio.to_thread(self.dispatcher.grammars.load)  # ranks load as well
             await self._until_ready()
             if not self.stopping:
                 await self._serve()
