@@ -24,7 +24,7 @@ from torch import Tensor
 
 from fivefold.generate.requests import Sampling
 
-_BITS = 53  # of a float64 below 1
+_LOWER_BITS, _UNIT = 11, 2.0**-53  # of 64 bits, those that no float64 below 1 has
 _MOST_ROWS = 256  # whose likeliest tokens are looked for at once
 
 
@@ -32,7 +32,7 @@ def uniform(seed: int, request: str, index: int) -> float:
     """Uniform random number in [0, 1) of a token."""
     key = f"{seed}:{index}:{request}".encode("utf-8", "surrogatepass")
     digest = hashlib.blake2b(key, digest_size=8).digest()
-    return (int.from_bytes(digest, "little") >> (64 - _BITS)) / 2**_BITS
+    return (int.from_bytes(digest, "little") >> _LOWER_BITS) * _UNIT
 
 
 @dataclass(slots=True)  # many in a step: frozen ones take three times as long to make
