@@ -266,8 +266,18 @@ class Engine:
                 allowed, ending = self.grammars.next_tokens(request, sequence.drawn)
                 if ending is not None:
                     endings[row] = ending
-            wanted = (_num_pairs(request, index), index < 0)
-            draws.append(Draw(request.sampling, key, index, target, ends, *wanted, allowed))
+            draws.append(
+                Draw(
+                    request.sampling,
+                    key,
+                    index,
+                    target,
+                    exclusions=ends,
+                    alternatives=_num_pairs(request, index),
+                    ranked=index < 0,
+                    allowed=allowed,
+                )
+            )
         if self.watch is not None:
             for draw, logits_V in zip(draws, logits_NV, strict=True):
                 self.watch(draw.request, draw.index, logits_V)

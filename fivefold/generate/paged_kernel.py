@@ -142,7 +142,7 @@ def _scan_keys(
     TILE: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     """Continue the running softmax over the keys from `start` to `stop`."""
-    column, rest = tl.arange(0, MAIN), MAIN + tl.arange(0, REST)
+    column, tail = tl.arange(0, MAIN), MAIN + tl.arange(0, REST)
     value_column = tl.arange(0, VALUE_BLOCK)
     for first in range(start, stop, TILE):
         key = first + tl.arange(0, TILE)
@@ -154,8 +154,8 @@ def _scan_keys(
         k = tl.load(key_ptr + column[None, :], is_column, other=0.0)
         scores = tl.dot(queries, tl.trans(k), input_precision="ieee")
         if WIDTH > MAIN:
-            is_rest = is_key[:, None] & (rest < WIDTH)[None, :]
-            k_rest = tl.load(key_ptr + rest[None, :], is_rest, other=0.0)
+            is_rest = is_key[:, None] & (tail < WIDTH)[None, :]
+            k_rest = tl.load(key_ptr + tail[None, :], is_rest, other=0.0)
             scores += tl.dot(queries_rest, tl.trans(k_rest), input_precision="ieee")
         scores *= scale
         if CAPPED:
@@ -211,12 +211,12 @@ def _queries(
     REST: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
     """Rows of queries, and their last numbers where the width is no power of two."""
-    column, rest = tl.arange(0, MAIN), MAIN + tl.arange(0, REST)
+    column, tail = tl.arange(0, MAIN), MAIN + tl.arange(0, REST)
     is_column = is_row[:, None] & (column < WIDTH)[None, :]
     queries = tl.load(query_ptr[:, None] + column[None, :], is_column, other=0.0)
     if WIDTH > MAIN:
-        is_rest = is_row[:, None] & (rest < WIDTH)[None, :]
-        return queries, tl.load(query_ptr[:, None] + rest[None, :], is_rest, other=0.0)
+        is_rest = is_row[:, None] & (tail < WIDTH)[None, :]
+        return queries, tl.load(query_ptr[:, None] + tail[None, :], is_rest, other=0.0)
     else:
         return queries, queries
 

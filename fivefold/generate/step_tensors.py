@@ -203,7 +203,7 @@ def packed(step: StepBatch, tables: BlockTables) -> PackedStep:
     """Pack a step, after its block tables have reached the device."""
     chunks, rows = step.chunks, np.array(tables.rows_of(step.chunks), dtype=np.int64)
     tokens = np.array(list(chain.from_iterable([c.tokens for c in chunks])), dtype=np.int64)
-    starts, counts, wanted, outgrown = (
+    starts, counts, num_sampled, outgrown = (
         np.array(column, dtype=np.int64)
         for column in (
             [c.start for c in chunks],
@@ -215,7 +215,7 @@ def packed(step: StepBatch, tables: BlockTables) -> PackedStep:
     stops, lengths = counts.cumsum(), starts + counts
     positions = _ranges(starts, counts)
     blocks = tables.host[rows.repeat(counts), positions // BLOCK].astype(np.int64)
-    slots, sampled = blocks * BLOCK + positions % BLOCK, _ranges(stops - wanted, wanted)
+    slots, sampled = blocks * BLOCK + positions % BLOCK, _ranges(stops - num_sampled, num_sampled)
     of_tokens = (tokens, positions, slots, outgrown.repeat(counts))
     numbers = np.concatenate([*of_tokens, [0], stops, lengths, rows, sampled])
     size = StepSize(len(tokens), len(chunks), len(sampled))
