@@ -461,6 +461,29 @@ class Answer(NamedTuple):
     tokens: int
 
 
+def tensor_ranks(trip: Trip) -> None:
+    """Completions over two ranks of tp, whose decode steps are captured, are those of one rank."""
+    trip.python("-m", "tests.gpu.journeys", "dense", "hub")
+    draw = random.Random(1)
+    rows = [
+        {"prompt": " ".join(draw.choices(WORDS, k=draw.randint(1, 60))), "id": str(number)}
+        for number in range(24)
+    ]
+    path = trip.folder / "prompts.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
+    command = ("hub", "--file", str(path), "--max-tokens", "40", "--json", "--dtype", "float32")
+    answers: list[dict[str, list[int]]] = []
+    for ranks, layout in ((1, "dp=1"), (2, "tp=2")):
+        with trip.gpu.joined(ranks):
+            out = trip.fivefold("generate", *command, "--device", trip.device, "--layout", layout)
+        lines = [json.loads(line) for line in out.splitlines()]
+        answers.append({line["id"]: line["tokens"] for line in lines})
+    check(len(answers[0]) == len(rows), f"{len(answers[0])} of {len(rows)} prompts were answered")
+    others = [number for number, tokens in answers[0].items() if answers[1].get(number) != tokens]
+    check(not others, f"tp=2 gave other tokens for the prompts {others}")
+    trip.notes["tokens"] = sum(map(len, answers[0].values()))
+
+
 def ask(place: tuple[str, int], prompt: list[int], most: int, leaves: bool = False) -> Answer:
     """A greedy answer, streamed; who leaves closes the connection after the first piece of it."""
     connection = http.client.HTTPConnection(*place, timeout=120)
@@ -569,6 +592,7 @@ JOURNEYS = {
         _layout("dense-3d", dense, "dp=2 tp=2 pp=2"),
         _layout("experts-4d", experts, "dp=2 tp=2 pp=2 ep=2"),
         Journey("fp8", fp8),
+        Journey("generate-tp", tensor_ranks, together=True),
         _served("dense", 0.05),
         _served("experts", 0.1),
         _served("latents", 0.03),

@@ -139,7 +139,8 @@ def same_attention(
     output = attended(queries, pages, list(lengths), tables, info)
     exact = expected(queries, pages, list(lengths), tables, info)
     wrong = (output.double() - exact).abs().amax((1, 2))
-    assert wrong.max() < (2e-6 if dtype == torch.float32 else 2e-2), wrong
+    rounding = 2e-6 * max(1, width / 128) ** 0.5 if dtype == torch.float32 else 2e-2
+    assert wrong.max() < rounding, wrong
     singles = sum(1 for _, count in lengths if count == 1)
     for row in range(singles):  # alone, and with room for more parts, to the bit
         pair, at = lengths[row], slice(row, row + 1)
