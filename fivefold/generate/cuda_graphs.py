@@ -289,6 +289,7 @@ class GraphedForward(DecoderForward):
         if not (self.captures and decodes and 0 < len(step.chunks) <= _MOST_SEQUENCES):
             replayed = self.with_prompts
             return replayed(step) if replayed and replayed.takes(step) else super().__call__(step)
+        self.copy_blocks(step)
         sequences = 1 << (len(step.chunks) - 1).bit_length()
         host = packed(self._filled(step, sequences), self.tables)
         if self.tables.tensor is not self.captured_tables:  # they have grown
