@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import gc
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import NamedTuple
@@ -56,7 +56,7 @@ def sizes_up_to(tokens: int) -> tuple[int, ...]:
 
 
 @contextmanager
-def without_collection() -> Iterator[None]:
+def without_collection() -> Generator[None]:
     """Context of a capture: a graph that Python's collector frees meanwhile would end it."""
     gc.collect()
     was_enabled = gc.isenabled()

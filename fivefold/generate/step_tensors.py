@@ -225,7 +225,8 @@ def packed(step: StepBatch, tables: BlockTables) -> PackedStep:
 def _ranges(starts: Numbers, counts: Numbers) -> Numbers:
     """Consecutive numbers from several starts on, so many from each."""
     offsets: Numbers = (starts - counts.cumsum() + counts).repeat(counts)
-    return np.arange(counts.sum()) + offsets
+    ranges: Numbers = np.arange(int(counts.sum())) + offsets
+    return ranges
 
 
 def unpacked(

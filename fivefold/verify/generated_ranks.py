@@ -136,13 +136,17 @@ def _engines(
 ) -> Iterator[MakeEngine]:
     """What makes engines of this rank, on a mesh of their own."""
     mesh, dtype = mesh_of(plan, device, same), getattr(torch, trial.dtype)
+    engines: list[LayoutEngine] = []
 
     def engine(blocks: int, limits: ScheduleLimits, watch: Watch) -> LayoutEngine:
         stage = stage_of(plan, mesh, dtype, same)
         stage.fill(lambda weight, dtype: _full(trial, weight))
-        return LayoutEngine(plan, mesh, stage, blocks, limits, watch, batch_invariant=same)
+        engines.append(LayoutEngine(plan, mesh, stage, blocks, limits, watch, batch_invariant=same))
+        return engines[-1]
 
     yield engine
+    for idle in engines:
+        idle.close()
     if plan.layout.world > 1:
         torch.distributed.barrier()  # what was sent has been received
     mesh.close_groups()

@@ -249,7 +249,7 @@ def test_blocks_are_copied_before_a_step_is_replayed(
     seen: list[bool] = []
     graph = Mock(replay=lambda: seen.append(all(tensor[7].eq(5).all() for tensor in tensors)))
     capture = on_gpu._Captured(Mock(), graph, torch.zeros(1, 4))
-    monkeypatch.setattr(forward, "_capture", lambda numbers, size: capture)
+    monkeypatch.setattr(forward, "_capture", lambda numbers, *size: capture)
     monkeypatch.setattr(forward, "captures", True)
     chunk = SequenceChunk("a", (1,), 4, (7,), samples=True)
     forward(StepBatch((chunk,), (BlockCopy(3, 7),)))
