@@ -2,8 +2,9 @@
 
 A block holds keys and values of `BLOCK` tokens in all layers. Its users are counted. A full block
 is published under a digest of its tokens and of all tokens before them, so that another sequence
-that begins with the same tokens shares it. A block without users keeps its contents until a new one
-is needed: the one that was released first is taken first.
+that begins with the same tokens shares it. The end of a prompt is published in the same way: the
+block goes on after it, so others copy it. A published block without users keeps its contents until
+a new one is needed: the one that was released first is taken first.
 
 The ranks of cp share the blocks of a replica: each owns every cp-th of them. The blocks of a
 sequence go round the owners, as long as each has a free one, so that all have as much to attend to.
@@ -12,6 +13,7 @@ sequence go round the owners, as long as each has a free one, so that all have a
 from __future__ import annotations
 
 import hashlib
+import struct
 from collections import OrderedDict, deque
 from collections.abc import Sequence
 
@@ -20,8 +22,8 @@ from fivefold.core.model import blocks_of as blocks_of
 
 
 def chained_digest(before: bytes, tokens: Sequence[int]) -> bytes:
-    """Digest of a full block and of the one before it (empty for the first)."""
-    token_bytes = b"".join(token.to_bytes(8, "little") for token in tokens)
+    """Digest of the tokens of a block and of the block before it (empty for the first)."""
+    token_bytes = struct.pack(f"<{len(tokens)}q", *tokens)
     return hashlib.blake2b(before + token_bytes, digest_size=16).digest()
 
 
@@ -35,7 +37,8 @@ class BlockPool:
         self._empty = [deque(range(first, count, owners)) for first in range(owners)]
         self._kept = [OrderedDict[int, None]() for _ in range(owners)]  # published, without users
         self._published: dict[bytes, int] = {}
-        self._digests: dict[int, bytes] = {}
+        self._digests: dict[int, list[bytes]] = {}  # of the whole block, and of a prompt's end
+        self.num_forgotten = 0  # times that all contents were
 
     @property
     def num_free(self) -> int:
@@ -62,7 +65,8 @@ class BlockPool:
             block = empty.popleft()
         elif cache is not None:
             block, _ = cache.popitem(last=False)
-            del self._published[self._digests.pop(block)]
+            for digest in self._digests.pop(block):
+                del self._published[digest]
         else:
             return None
         self._users[block] = 1
@@ -76,12 +80,14 @@ class BlockPool:
             self._users[block] += 1
         return block
 
-    def publish(self, block: int, digest: bytes) -> None:
-        """Make a full block shareable. Of two with equal contents the first stays."""
+    def publish(self, block: int, digest: bytes) -> bool:
+        """Make a block shareable; False if another with equal contents is, which stays."""
         assert self._users[block] > 0, "a block without users has no contents"
-        if digest not in self._published and block not in self._digests:
-            self._published[digest] = block
-            self._digests[block] = digest
+        if digest in self._published:
+            return False
+        self._published[digest] = block
+        self._digests.setdefault(block, []).append(digest)
+        return True
 
     def release(self, block: int) -> None:
         """Remove a user of a block."""
@@ -97,6 +103,7 @@ class BlockPool:
 
     def forget(self) -> None:
         """Stop sharing all current contents: their weights have changed."""
+        self.num_forgotten += 1
         self._published.clear()
         self._digests.clear()
         for empty, cache in zip(self._empty, self._kept, strict=True):

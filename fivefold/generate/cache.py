@@ -20,13 +20,14 @@ block, L keys, d width of a head, v that of a value head, r width of a latent, p
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from fivefold.core.model import BLOCK, kv_pages
+from fivefold.generate.requests import BlockCopy
 from fivefold.generate.step_tensors import StepTensors
 from fivefold.model import Attention, AttentionInfo, Decoder, LatentAttention, soft_cap, with_sinks
 
@@ -47,6 +48,12 @@ class LayerPages:
             return
         self.keys.flatten(0, 1).index_copy_(0, slots_T, k_TKd)
         self.values.flatten(0, 1).index_copy_(0, slots_T, v_TKv)
+
+    @property
+    def stored(self) -> tuple[Tensor, ...]:
+        """The tensors that have memory of their own: values of latents are a view of the keys."""
+        shares = self.keys.untyped_storage().data_ptr() == self.values.untyped_storage().data_ptr()
+        return (self.keys,) if shares else (self.keys, self.values)
 
     def read(self, blocks: Tensor) -> tuple[Tensor, Tensor]:
         """Read keys and values of some blocks, in this order."""
@@ -195,6 +202,10 @@ class KvCache:
                 attention.latent_kernel = _LatentLayerKernel(attention, layer_pages, self)
             self.pages[int(layer)] = layer_pages
 
+    def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
+        """Copy blocks in all layers. All sources are read before a target is written."""
+        copy_rows([tensor for pages in self.pages.values() for tensor in pages.stored], copies)
+
     def begin(self, step: StepTensors) -> None:
         """Use this step in the kernels from now on."""
         self.step = step
@@ -206,6 +217,16 @@ class KvCache:
         assert self.step is not None, "no step has begun"
         pages.write(self.step.slots, k_TKd, v_TKv)
         return self.kernel(q_THd, pages, self.step, info)
+
+
+def copy_rows(tensors: Sequence[Tensor], copies: Sequence[BlockCopy]) -> None:
+    """Copy some rows of tensors of one device to others; all are read before one is written."""
+    numbers, device = torch.tensor(copies, dtype=torch.int64), tensors[0].device
+    if device.type == "cuda":  # from other memory, the host would wait for the steps before
+        numbers = numbers.pin_memory()
+    sources, targets = numbers.to(device, non_blocking=True).unbind(1)
+    for tensor in tensors:
+        tensor.index_copy_(0, targets, tensor[sources])
 
 
 def page_sizes(attention: Attention | LatentAttention) -> tuple[tuple[int, int], ...]:

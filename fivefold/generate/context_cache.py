@@ -20,6 +20,7 @@ key/value heads, G = H / K, L keys, d width of a head, v that of a value head, C
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -29,7 +30,7 @@ from torch import Tensor
 from fivefold.core.layout import RING
 from fivefold.core.model import BLOCK, blocks_of
 from fivefold.generate.cache import KvCache, LayerPages, first_seen, hidden_pairs, scores_of
-from fivefold.generate.requests import SequenceChunk
+from fivefold.generate.requests import BlockCopy, SequenceChunk
 from fivefold.generate.step_tensors import StepTensors
 from fivefold.model import AttentionInfo, Decoder
 from fivefold.parallel import AxisBoundary, Mesh, transport
@@ -56,6 +57,12 @@ class ContextCache(KvCache):
     def owns(self, block: int) -> bool:
         """Whether a block is on this rank."""
         return block % self.size == self.coord
+
+    def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
+        own = [copy for copy in copies if self.owns(copy.source)]
+        if own:  # source and target have one owner
+            pages = [BlockCopy(*(block // self.size for block in copy)) for copy in own]
+            super().copy_blocks(pages)
 
     def begin(self, step: StepTensors) -> None:
         super().begin(step)

@@ -253,6 +253,7 @@ class GraphedForward(DecoderForward):
         if not (self.captures and decodes and 0 < len(step.chunks) <= _MOST_SEQUENCES):
             replayed = self.with_prompts
             return replayed(step) if replayed and replayed.takes(step) else super().__call__(step)
+        self.copy_blocks(step)
         size = self._size(step)
         numbers = packed(self._filled(step, size.sequences), size.blocks).pin_memory()
         if size not in self.captured:

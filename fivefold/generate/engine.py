@@ -196,7 +196,12 @@ class Engine:
 
     def _begin(self, batches: Sequence[StepBatch]) -> _Flight:
         """Run this rank's stage of its replica's batch, and begin to share what is drawn."""
-        logits_NV = self.forward(batches[self.ranks.replica])
+        try:
+            logits_NV = self.forward(batches[self.ranks.replica])
+        except BaseException:  # others share what was not computed
+            for scheduler in self.schedulers:
+                scheduler.restart()
+            raise
         rows_of = [self._rows(*pair) for pair in zip(batches, self.schedulers, strict=True)]
         waiting = [row for rows in rows_of for row in rows]
         # All ranks know all requests, and so how many numbers a row has.

@@ -8,6 +8,7 @@ Legend: T tokens of a step, N tokens to be followed, D model width, V vocabulary
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -48,11 +49,19 @@ class DecoderForward:
 
     @torch.inference_mode()
     def __call__(self, step: StepBatch) -> Tensor:
+        self.copy_blocks(step)
         step = self._padded(step)
         if not step.chunks:
             return torch.empty(0, 0, device=self.device)
         with by_operators(step.num_tokens < _MANY_TOKENS):
             return self.run(step_tensors(step, self.device))
+
+    def copy_blocks(self, step: StepBatch) -> None:
+        """Make the copies that a step begins with."""
+        if step.copies:
+            self.cache.copy_blocks(step.copies)
+            if self.routes is not None:
+                self.routes.copy_blocks(step.copies)
 
     def run(self, tensors: StepTensors) -> Tensor:
         """Logits of a step on the device, without synchronization."""
@@ -101,4 +110,4 @@ class DecoderForward:
             missing = self.ends.unit if self.ends.idles_along else 0
         tables = -(-missing // BLOCK) * (self.padding,)
         none = SequenceChunk("", (0,) * missing, 0, tables, samples=False, fills=True)
-        return StepBatch((*step.chunks, none)) if missing else step
+        return replace(step, chunks=(*step.chunks, none)) if missing else step

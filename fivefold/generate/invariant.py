@@ -76,7 +76,7 @@ def single_tokens(step: StepBatch, size: int, padding: int) -> StepBatch:
         for i, token in enumerate(chunk.tokens)
     ]
     none = SequenceChunk("", (0,), 0, (padding,), samples=True, fills=True)
-    return StepBatch((*singles, *[none] * (size - len(singles))))
+    return replace(step, chunks=(*singles, *[none] * (size - len(singles))))
 
 
 def fix_tiles(decoder: Decoder) -> None:

@@ -21,7 +21,6 @@ from torch import Tensor
 
 from fivefold.core.model import blocks_of
 from fivefold.core.plan import KvRoute, kv_share
-from fivefold.generate.cache import LayerPages
 from fivefold.generate.requests import SequenceState
 
 if TYPE_CHECKING:
@@ -60,7 +59,7 @@ class RankPages:
             for layer in route.layers:
                 tensors = tuple(
                     tensor[self._pages_of(own_blocks, tensor)][:, :, self._local(route.heads)].cpu()
-                    for tensor in _stored(self.pages[layer])
+                    for tensor in self.pages[layer].stored
                 )
                 yield route, KvPiece(sequence.request.id, layer, route.heads, blocks, tensors)
 
@@ -71,7 +70,7 @@ class RankPages:
             rows = [row for row, index in enumerate(piece.blocks) if index in own_pages]
             block_pages = [(piece.blocks[row], own_pages[piece.blocks[row]]) for row in rows]
             heads = self._local(piece.heads)
-            for pages, came in zip(_stored(self.pages[piece.layer]), piece.tensors, strict=True):
+            for pages, came in zip(self.pages[piece.layer].stored, piece.tensors, strict=True):
                 values = came[torch.tensor(rows, dtype=torch.int64)].to(pages.device)
                 pages[:, :, heads].index_copy_(0, self._pages_of(block_pages, pages), values)
 
@@ -88,9 +87,3 @@ class RankPages:
     def _local(self, heads: range) -> slice:
         """Heads of the model as those of this rank."""
         return slice(heads.start - self.heads.start, heads.stop - self.heads.start)
-
-
-def _stored(pages: LayerPages) -> tuple[Tensor, ...]:
-    """The tensors that a layer has: values of latents are a view of the keys."""
-    shares = pages.keys.untyped_storage().data_ptr() == pages.values.untyped_storage().data_ptr()
-    return (pages.keys,) if shares else (pages.keys, pages.values)

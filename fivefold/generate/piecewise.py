@@ -190,6 +190,7 @@ class PiecewiseSteps:
     @torch.inference_mode()
     def __call__(self, step: StepBatch) -> Tensor:
         """As the forward."""
+        self.forward.copy_blocks(step)
         tokens, sequences = step.num_tokens, len(step.chunks)
         captured = next(capacity for capacity in sorted(self.captured) if capacity >= tokens)
         filled = self._filled(step, captured - tokens)

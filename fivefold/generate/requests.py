@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from fivefold.core import FivefoldError
+from fivefold.generate.blocks import BLOCK, chained_digest
 from fivefold.generate.routes import RecordedRoutes
 
 Reason = Literal["stop", "length", "cancelled", "error"]
@@ -122,7 +123,10 @@ class SequenceState:
     logprobs: list[float] = field(default_factory=list[float])
     computed: int = 0
     table: list[int] = field(default_factory=list[int])
-    digests: list[bytes] = field(default_factory=list[bytes])  # of full blocks, published
+    root: bytes = b""  # of its digests: what contents depend on beside tokens
+    digests: list[bytes] = field(default_factory=list[bytes])  # of full blocks, from the first on
+    end_digest: bytes | None = None  # of the end of the prompt
+    published: int = 0  # blocks of the table that others can share
     reused: int = 0  # tokens that were found in the cache
     preempted: int = 0  # times that it lost its blocks
     out_of_sight: int = 0
@@ -146,6 +150,12 @@ class SequenceState:
         return len(self.tokens) - (len(self.request.targets) or 1)
 
     @property
+    def prompt_end(self) -> int:
+        """Position of the last token of the prompt, or of the first one with a target: each sample
+        computes it, and shares what is before it."""
+        return len(self.request.prompt) - (len(self.request.targets) or 1)
+
+    @property
     def awaits_draw(self) -> bool:
         """Whether all its tokens were scheduled, and the next is not known yet."""
         return self.awaited > 0
@@ -160,10 +170,34 @@ class SequenceState:
         self.computed += computed
         self.reused += reused
 
-    def begin(self, outgrown: bool) -> None:
+    def begin(self, outgrown: bool, root: bytes) -> None:
         """Start to fill blocks, whose contents depend on whether the text has outgrown its
-        rotation."""
+        rotation, and whose digests begin with `root`. Another root makes them anew."""
         self.outgrown = outgrown
+        if root != self.root:
+            self.root, self.end_digest = root, None
+            self.digests.clear()
+
+    def digest(self, index: int) -> bytes:
+        """Digest of a full block and of all before it. However long a sequence waits, it is hashed
+        once."""
+        while len(self.digests) <= index:
+            start = len(self.digests) * BLOCK
+            before = self.digests[-1] if self.digests else self.root
+            self.digests.append(chained_digest(before, self.tokens[start : start + BLOCK]))
+        return self.digests[index]
+
+    def digest_of_end(self) -> bytes:
+        """Digest of all that precedes `prompt_end`, which is no full block."""
+        if self.end_digest is None:
+            start = self.prompt_end // BLOCK * BLOCK
+            before = self.digest(start // BLOCK - 1) if start else self.root
+            self.end_digest = chained_digest(before, self.tokens[start : self.prompt_end])
+        return self.end_digest
+
+    def publish(self, count: int) -> None:
+        """Note that its first `count` blocks are shared, or can be."""
+        self.published = count
 
     def land(self, valid: bool) -> None:
         """Adopt a cache that another engine has computed, `valid` unless the text has outgrown
@@ -173,8 +207,7 @@ class SequenceState:
     def restart(self) -> None:
         """Reset after its blocks were freed."""
         self.table.clear()
-        self.digests.clear()
-        self.computed = self.out_of_sight = 0
+        self.computed = self.out_of_sight = self.published = 0
 
     def leave(self, count: int) -> list[int]:
         """Drop blocks that left the window, all but those after the first `count`; returns them."""
@@ -250,11 +283,20 @@ class SequenceChunk:
         return self.start + len(self.tokens)
 
 
+class BlockCopy(NamedTuple):
+    """A block of the cache that is copied to another one of the same owner."""
+
+    source: int
+    target: int
+
+
 @dataclass(frozen=True)
 class StepBatch:
-    """Input of one forward: chunks of several sequences, concatenated in a single row."""
+    """Input of one forward: chunks of several sequences, concatenated in a single row. Before any
+    of them, `copies` are made: all sources are read before a target is written."""
 
     chunks: tuple[SequenceChunk, ...]
+    copies: tuple[BlockCopy, ...] = ()
 
     @property
     def num_tokens(self) -> int:

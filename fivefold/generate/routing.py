@@ -22,6 +22,8 @@ from torch import Tensor
 
 from fivefold.core import FivefoldError
 from fivefold.core.model import BLOCK, Shape
+from fivefold.generate.cache import copy_rows
+from fivefold.generate.requests import BlockCopy
 from fivefold.generate.routes import RecordedRoutes, frozen, routed_layers
 from fivefold.model import Balancing, Decoder, Routing, TokenBatch, moe_layers
 
@@ -58,6 +60,11 @@ class RouteStore:
         """Set the slots of a step's tokens, and the rows that this rank computes."""
         self.chosen_SLK.index_fill_(0, slots_T, 0)
         self.own_rows = own_rows
+
+    def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
+        """Copy the choices of blocks that are copied in the cache."""
+        slots, *choices = self.chosen_SLK.shape  # a stage may have no layer with experts
+        copy_rows([self.chosen_SLK.view(slots // BLOCK, BLOCK, *choices)], copies)
 
     def _keep(self, index: int, balance: Balancing, routing: Routing, num_rows: int) -> Routing:
         numbers = (routing.experts + 1).to(self.chosen_SLK.dtype)

@@ -9,6 +9,12 @@ Several batches may be under way, one in each stage of a pipeline. A sequence wh
 not drawn yet waits for it. Batches are computed in order by every stage: what an earlier one writes
 or reads is safe from a later one, whoever has the blocks by then.
 
+Every prompt is computed once. In each layer a step writes the keys of all its tokens before any of
+them attends. So full blocks are shared as soon as their tokens are scheduled, with sequences of the
+same step too. The last tokens of a prompt fill no block, and every sample goes on with tokens of
+its own after them: other samples wait for the step that computes this end of their prompt, and the
+next step begins with copies of the block. Whoever comes after them does not wait.
+
 A sequence that another engine has begun waits with its cache beside it: when it is admitted, that
 goes into its blocks. If it loses these, it is computed again here.
 
@@ -29,8 +35,15 @@ from dataclasses import dataclass
 from fivefold.core import FivefoldError
 from fivefold.core.model import BLOCK, STEP_TOKENS, blocks_of, kept_tokens
 from fivefold.generate.async_scheduling import place_of
-from fivefold.generate.blocks import BlockPool, chained_digest
-from fivefold.generate.requests import Drawn, Request, SequenceChunk, SequenceState, StepBatch
+from fivefold.generate.blocks import BlockPool
+from fivefold.generate.requests import (
+    BlockCopy,
+    Drawn,
+    Request,
+    SequenceChunk,
+    SequenceState,
+    StepBatch,
+)
 
 SCORED_TOKENS = 512
 """Most tokens of prompts that a step scores: all of their logits are in memory together."""
@@ -81,6 +94,9 @@ class Scheduler:
         self.running: list[SequenceState] = []
         self.num_preempted = 0
         self._arrived = 0
+        # Of the step that is being scheduled: ends of prompts that it computes, and its copies.
+        self._ends = set[bytes]()
+        self._copies: list[BlockCopy] = []
         self.load = 0  # tokens that its sequences may have in the end
 
     def add(self, request: Request, drawn: Drawn = ()) -> SequenceState:
@@ -114,13 +130,17 @@ class Scheduler:
         self._release(sequence)
 
     def restart(self) -> None:
-        """Recompute everything without sharing earlier blocks: the weights have changed."""
+        """Recompute everything without sharing earlier blocks: the weights have changed, or a step
+        that is shared already was not computed."""
         while self.running:
             self._preempt(self.running[-1])
         self.pool.forget()
 
     def schedule(self) -> StepBatch:
-        """Schedule the next forward; without chunks if there is nothing to do."""
+        """Schedule the next forward; without chunks if there is nothing to do. What it computes is
+        shared from now on."""
+        self._ends.clear()
+        self._copies.clear()
         for sequence in [candidate for candidate in self.running if self._lost_rotation(candidate)]:
             self._start_again(sequence)
         left, chunks, before = self.limits.tokens, list[SequenceChunk](), self.num_preempted
@@ -134,20 +154,29 @@ class Scheduler:
                 chunks.append(self._chunk(sequence, share))
                 left -= len(chunks[-1].tokens)
                 rows -= chunks[-1].scored
-        while left and self.waiting and len(self.running) < self.limits.sequences:
+        late = 0  # first waiting ones, whose prompt's end is computed in this step
+        while left and late < len(self.waiting):
+            candidate = self.waiting[late]
             # Whoever came after a sequence that has just lost its blocks would take them again.
             full = len(chunks) == most or self.num_preempted > before
-            share = min(left, rows) if self.waiting[0].num_unscored else left
-            admitted = None if full or not share else self._admit(share)
-            if admitted is None:
+            full |= len(self.running) + late >= self.limits.sequences
+            share = min(left, rows) if candidate.num_unscored else left
+            if full or not share or candidate.awaits_draw:
                 break
-            chunks.append(self._chunk(admitted, share))
+            candidate.begin(*self._contents(candidate))
+            if self._awaits_end(candidate):
+                late += 1
+                continue
+            if not self._admit(candidate, share, reserved=late):
+                break
+            chunks.append(self._chunk(candidate, share))
             left -= len(chunks[-1].tokens)
             rows -= chunks[-1].scored
+        for copy in self._copies:
+            self.pool.release(copy.source)
         # Single tokens first: they are one piece for a kernel of their own.
-        return StepBatch(
-            tuple(sorted(chunks, key=lambda sequence_chunk: len(sequence_chunk.tokens) > 1))
-        )
+        chunks.sort(key=lambda sequence_chunk: len(sequence_chunk.tokens) > 1)
+        return StepBatch(tuple(chunks), tuple(self._copies))
 
     def _goes_on(self, sequence: SequenceState) -> bool:
         """Whether its next token is known, or will be when the device reads it."""
@@ -164,17 +193,11 @@ class Scheduler:
         return not sequence.awaits_draw and sequence.outgrown != self._outgrown(sequence.length)
 
     def computed(self, batch: StepBatch, sequences: Sequence[SequenceState]) -> None:
-        """Share the full blocks of these sequences: their forward is done, or precedes any
-        other."""
+        """Count the tokens of a batch, whose forward is done, or precedes any other."""
         for chunk, sequence in zip(batch.chunks, sequences, strict=True):
             sequence.advance(len(chunk.tokens))
             if chunk.samples:
                 sequence.await_draw()
-            known = min(sequence.computed, len(sequence.tokens))
-            for index in range(len(sequence.digests), known // BLOCK):
-                digest = self._digest(sequence, index)
-                self.pool.publish(sequence.table[index], digest)
-                sequence.digests.append(digest)
             self._leave_window(sequence)
 
     def _leave_window(self, sequence: SequenceState) -> None:
@@ -184,10 +207,35 @@ class Scheduler:
             for block in sequence.leave(first // BLOCK):
                 self.pool.release(block)
 
-    def _digest(self, sequence: SequenceState, index: int) -> bytes:
-        first = b"outgrown" if sequence.outgrown else b""
-        before = sequence.digests[index - 1] if index else first
-        return chained_digest(before, sequence.tokens[index * BLOCK : (index + 1) * BLOCK])
+    def _contents(self, sequence: SequenceState) -> tuple[bool, bytes]:
+        """What the blocks of a sequence that begins now depend on beside its tokens: whether it has
+        outgrown its rotation; and the root of its digests. What attends to contents that are
+        forgotten later has another root than what begins then."""
+        outgrown = self._outgrown(sequence.length)
+        return outgrown, b"%d %d" % (self.pool.num_forgotten, outgrown)
+
+    def _publish(self, sequence: SequenceState, chunk: SequenceChunk) -> None:
+        """Share the blocks that a chunk fills, and the end of the prompt."""
+        known = min(chunk.stop, len(sequence.tokens)) // BLOCK
+        for index in range(max(sequence.published, sequence.out_of_sight), known):
+            self.pool.publish(sequence.table[index], sequence.digest(index))
+        sequence.publish(known)
+        index, count = divmod(sequence.prompt_end, BLOCK)
+        if count and chunk.start <= sequence.prompt_end <= chunk.stop:
+            digest = sequence.digest_of_end()
+            if self.pool.publish(sequence.table[index], digest):
+                self._ends.add(digest)
+
+    def _awaits_end(self, sequence: SequenceState) -> bool:
+        """Whether this step computes the end of the prompt for another sample."""
+        shares = self._shares_end(sequence) and bool(self._ends)
+        return shares and sequence.digest_of_end() in self._ends
+
+    @staticmethod
+    def _shares_end(sequence: SequenceState) -> bool:
+        """Whether a sequence needs no logits before the last token of its prompt, and no other
+        engine has computed this."""
+        return not sequence.carried and sequence.prompt_end <= sequence.first_wanted
 
     def _chunk(self, sequence: SequenceState, most: int) -> SequenceChunk:
         start = sequence.computed
@@ -197,7 +245,9 @@ class Scheduler:
         if sequence.request.targets or sequence.num_unscored:
             scored = max(0, stop - max(start, sequence.first_wanted))
         same = (sequence.request.id, tokens, start, tuple(sequence.table), last)
-        return SequenceChunk(*same, scored=scored, outgrown=sequence.outgrown)
+        chunk = SequenceChunk(*same, scored=scored, outgrown=sequence.outgrown)
+        self._publish(sequence, chunk)
+        return chunk
 
     def _missing(self, sequence: SequenceState, most: int) -> int:
         """The blocks that its next chunk needs and it does not have."""
@@ -227,40 +277,57 @@ class Scheduler:
         sequence.lose()
         insort(self.waiting, sequence, key=lambda state: state.number)
 
-    def _admit(self, most: int) -> SequenceState | None:
-        """Start the first waiting sequence if its first chunk has room."""
-        sequence = self.waiting[0]
-        if sequence.awaits_draw:
-            return None
-        sequence.begin(self._outgrown(sequence.length))
+    def _admit(self, sequence: SequenceState, most: int, reserved: int) -> bool:
+        """Start a waiting sequence if its first chunk has room beside `reserved` blocks."""
         num_blocks = self._reuse(sequence)
-        needed = self._missing(sequence, most + max(0, sequence.carried - sequence.computed))
-        if needed > self.pool.num_free:
+        landing = max(0, sequence.carried - sequence.computed)
+        if self._missing(sequence, most + landing) > self.pool.num_free - reserved:
             self._release(sequence)
-            return None
+            return False
         sequence.advance(0, num_blocks * BLOCK)
-        self._take(sequence, needed)
+        self._copy_end(sequence, most, reserved)
+        self._take(sequence, self._missing(sequence, most + landing))
         if sequence.carried:
             valid = sequence.outgrown == self._outgrown(sequence.carried)
             self.on_landing(sequence)
             sequence.land(valid)
         # By arrival: a sequence that has lost its blocks is older than some that run.
-        insort(self.running, self.waiting.pop(0), key=lambda state: state.number)
-        return sequence
+        self.waiting.remove(sequence)
+        insort(self.running, sequence, key=lambda state: state.number)
+        return True
 
     def _reuse(self, sequence: SequenceState) -> int:
         """Share the blocks that others have computed, and count them; the tokens whose logits are
         wanted are left."""
         for index in range(sequence.first_wanted // BLOCK):
-            digest = self._digest(sequence, index)
-            block = self.pool.share(digest)
+            block = self.pool.share(sequence.digest(index))
             if block is None:
                 break
             sequence.table.append(block)
-            sequence.digests.append(digest)
             sequence.advance(BLOCK)
+        sequence.publish(len(sequence.table))
         self._leave_window(sequence)  # or what is shared could leave no room for a chunk
         return len(sequence.table)
+
+    def _copy_end(self, sequence: SequenceState, most: int, reserved: int) -> None:
+        """Copy the end of the prompt from another sample, if the blocks before it are shared. Until
+        the step is scheduled, nobody can take the source."""
+        index, count = divmod(sequence.prompt_end, BLOCK)
+        if not count or index != len(sequence.table) or not self._shares_end(sequence):
+            return
+        source = self.pool.share(sequence.digest_of_end())
+        if source is None:
+            return
+        if self._missing(sequence, most + count) <= self.pool.num_free - reserved:
+            target = self.pool.take(source - 1)
+            assert target is not None, "counted before"
+            if (target - source) % self.pool.owners == 0:
+                self._copies.append(BlockCopy(source, target))
+                sequence.table.append(target)
+                sequence.advance(count, count)
+                return
+            self.pool.release(target)
+        self.pool.release(source)
 
     def _take(self, sequence: SequenceState, count: int) -> None:
         for _ in range(count):

@@ -58,7 +58,8 @@ def decoder_of(name: str, dtype: torch.dtype) -> Decoder:
 def requests(vocab: int) -> list[Request]:
     generator = torch.Generator().manual_seed(2)
     drawn = [torch.randint(vocab, (n,), generator=generator).tolist() for n in (3, 70, 150, 16, 1)]
-    return [Request(str(i), tuple(each), NEW, Sampling()) for i, each in enumerate(drawn)]
+    prompts = [*drawn, drawn[1]]  # two samples of one, whose end is copied
+    return [Request(str(i), tuple(each), NEW, Sampling()) for i, each in enumerate(prompts)]
 
 
 def same_tokens(name: str, piecewise: bool = False) -> None:

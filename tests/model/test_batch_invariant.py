@@ -18,7 +18,7 @@ from fivefold.generate.cache import LayerPages, attend_pages
 from fivefold.generate.engine import Watch
 from fivefold.generate.forward import DecoderForward
 from fivefold.generate.layout import LayoutEngine, mesh_of, plan_of, stage_of
-from fivefold.generate.requests import SequenceChunk, StepBatch
+from fivefold.generate.requests import BlockCopy, SequenceChunk, StepBatch
 from fivefold.generate.scheduler import ScheduleLimits
 from fivefold.generate.step_tensors import StepTensors
 from fivefold.model.batch import AttentionInfo
@@ -159,7 +159,9 @@ def test_a_step_has_one_size() -> None:
         SequenceChunk("a", (5, 6, 7), 30, (1, 2, 3), True, outgrown=True),
         SequenceChunk("b", (8,), 0, (4,), False),
     )
-    found = invariant.single_tokens(StepBatch(chunks), 6, padding=9).chunks
+    step = invariant.single_tokens(StepBatch(chunks, (BlockCopy(3, 7),)), 6, padding=9)
+    assert step.copies == (BlockCopy(3, 7),)
+    found = step.chunks
     assert [(each.tokens[0], each.start) for each in found[:4]] == [
         (5, 30),
         (6, 31),

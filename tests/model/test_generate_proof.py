@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fivefold.core.model.kv_pages import BLOCK
 from fivefold.core.model.shape import Rope, Shape
-from fivefold.generate import cache, scheduler
+from fivefold.generate import cache, requests
 from fivefold.generate.engine import Engine, Forward
 from fivefold.generate.forward import DecoderForward
 from fivefold.generate.requests import Request, SequenceChunk, SequenceState, StepBatch
@@ -147,12 +147,13 @@ def rotated_by_the_tokens_so_far(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def blocks_shared_by_both_rotations(monkeypatch: pytest.MonkeyPatch) -> None:
-    def alike(self: Scheduler, sequence: SequenceState, index: int) -> bytes:
-        before = sequence.digests[index - 1] if index else b""
-        tokens = sequence.tokens[index * BLOCK : (index + 1) * BLOCK]
-        return scheduler.chained_digest(before, tokens)
+    plain = Scheduler._contents
 
-    monkeypatch.setattr(Scheduler, "_digest", alike)
+    def alike(self: Scheduler, sequence: SequenceState) -> tuple[bool, bytes]:
+        outgrown, _ = plain(self, sequence)
+        return outgrown, b"0 "
+
+    monkeypatch.setattr(Scheduler, "_contents", alike)
 
 
 @pytest.mark.parametrize(
@@ -216,7 +217,7 @@ def test_a_stale_prefix_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     def unchained(before: bytes, tokens: list[int]) -> bytes:
         return bytes([len(before) > 0])
 
-    monkeypatch.setattr(scheduler, "chained_digest", unchained)
+    monkeypatch.setattr(requests, "chained_digest", unchained)
     verdict = GeneratedTrial(SHAPES["llama"], "float64", 0).run()
     assert not verdict.passed and verdict.logit_err > 1e-6
 

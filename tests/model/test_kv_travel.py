@@ -171,7 +171,7 @@ def test_a_carried_sequence_takes_its_blocks_and_goes_on() -> None:
         scheduler.add(Request(id, tuple(range(PROMPT)), 4), drawn=((9, -1.0),))
     batch = scheduler.schedule()
     assert [(each.start, each.tokens) for each in batch.chunks] == [(PROMPT, (9,))] * 2
-    assert landed == [(0, 3), (0, 3)], "neither has computed blocks yet that the other shares"
+    assert landed == [(0, 3), (32, 3)], "two blocks are those of the first, which has landed"
     scheduler.computed(batch, scheduler.running)
     scheduler.add(Request("c", tuple(range(PROMPT)), 4), drawn=((9, -1.0),))
     for each in scheduler.running:

@@ -25,7 +25,7 @@ from fivefold.generate.cache import LayerPages, attend_sequence
 from fivefold.generate.engine import Engine
 from fivefold.generate.forward import DecoderForward
 from fivefold.generate.piecewise import PiecewiseSteps, sizes_up_to
-from fivefold.generate.requests import Request, SequenceChunk, StepBatch
+from fivefold.generate.requests import BlockCopy, Request, Sampling, SequenceChunk, StepBatch
 from fivefold.generate.scheduler import ScheduleLimits
 from fivefold.generate.step_tensors import packed, size_of, unpacked
 from fivefold.model.batch import AttentionInfo
@@ -162,12 +162,15 @@ def decoder_of(name: str, dtype: torch.dtype = torch.float64, **more: str) -> De
 
 @pytest.mark.parametrize("name", MODELS)
 def test_piecewise_steps_draw_what_whole_steps_draw(name: str) -> None:
-    """Prompts in chunks, beside sequences that draw; and one whose blocks others have written."""
+    """Prompts in chunks, beside sequences that draw; and samples, whose blocks others have
+    written."""
     decoder, generator = decoder_of(name), torch.Generator().manual_seed(2)
     lengths = (3, 70, 150, 16, 1, 290)
     vocab = decoder.shape.vocab
     prompts = [torch.randint(vocab, (each,), generator=generator).tolist() for each in lengths]
     requests = [Request(str(i), tuple(each), NEW) for i, each in enumerate(prompts)]
+    warm = Sampling(1.0, seed=3)
+    requests += [Request(f"{i} sample", tuple(prompts[i]), NEW, warm) for i in (1, 2)]
     limits, before = ScheduleLimits(tokens=TOKENS, sequences=4), RecordedGraph.captures
     replays = RecordedGraph.replays
     whole, parts = (
@@ -181,6 +184,7 @@ def test_piecewise_steps_draw_what_whole_steps_draw(name: str) -> None:
     for id, expected in whole.items():
         assert parts[id].tokens == expected.tokens, id
         assert parts[id].logprobs == pytest.approx(expected.logprobs, abs=1e-9), id
+    assert parts["1 sample"].reused == 69 and parts["2 sample"].reused == 149
 
 
 def test_tables_end_with_blocks_of_their_own_sequence() -> None:
@@ -245,6 +249,24 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     for name in set(sys.modules) - before:
         if name.startswith("fivefold."):
             del sys.modules[name]
+
+
+def test_blocks_are_copied_before_a_step_is_replayed(
+    on_gpu: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A decode step is one graph, which knows nothing of copies."""
+    forward = on_gpu.GraphedForward(decoder_of("plain"), BLOCKS)
+    tensors = [tensor for pages in forward.cache.pages.values() for tensor in pages.stored]
+    for tensor in tensors:
+        tensor[3] = 5.0
+    seen: list[bool] = []
+    graph = Mock(replay=lambda: seen.append(all(tensor[7].eq(5).all() for tensor in tensors)))
+    capture = on_gpu._Captured(Mock(), graph, torch.zeros(1, 4))
+    monkeypatch.setattr(forward, "_capture", lambda numbers, size: capture)
+    monkeypatch.setattr(forward, "captures", True)
+    chunk = SequenceChunk("a", (1,), 4, (7,), samples=True)
+    forward(StepBatch((chunk,), (BlockCopy(3, 7),)))
+    assert seen == [True]
 
 
 @pytest.mark.parametrize(

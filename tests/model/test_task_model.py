@@ -12,7 +12,6 @@ import torch
 from test_hf_parity import CONFIGS, Float64Everywhere, Pair, pair
 
 from fivefold.core.errors import FivefoldError
-from fivefold.core.model.kv_pages import BLOCK
 from fivefold.generate.engine import Engine
 from fivefold.generate.forward import DecoderForward
 from fivefold.generate.requests import Request
@@ -81,10 +80,11 @@ def test_blocks_are_shared_up_to_the_first_target() -> None:
         texts(models.shape.vocab)[3],
         Engine(models.shape, DecoderForward(models.ours, 16), 16),
     )
-    for count, shared in ((1, 0), (1, 2), (7, 2), (8, 1), (39, 0)):
+    # Of the same prompt with one target, all but the last of 39 tokens is there.
+    for count, shared in ((1, 0), (1, 38), (7, 32), (8, 16), (39, 0)):
         request = Request(f"{count}", given[:-1], 0, targets=given[-count:])
         done = engine.run([request])[request.id]
-        assert done.reused == shared * BLOCK
+        assert done.reused == shared
         assert done.logprobs == pytest.approx(plain(models, given)[0][-count:], rel=0, abs=1e-9)
 
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from fivefold.core.model.kv_pages import BLOCK
 from fivefold.core.plan.plan import Plan, PlanOptions, resolve
-from fivefold.generate import cache, context_cache, scheduler
+from fivefold.generate import cache, context_cache, requests
 from fivefold.generate.cache import KvCache
 from fivefold.generate.context_cache import ContextCache
 from fivefold.generate.forward import DecoderForward
@@ -113,7 +113,7 @@ def stale_prefix() -> AbstractContextManager[object]:
     def unchained(before: bytes, tokens: Sequence[int]) -> bytes:
         return bytes([len(before) > 0])
 
-    return patch.object(scheduler, "chained_digest", unchained)
+    return patch.object(requests, "chained_digest", unchained)
 
 
 def cache_of_the_wrong_stage() -> AbstractContextManager[object]:
