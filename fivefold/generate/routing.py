@@ -63,8 +63,8 @@ class RouteStore:
 
     def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
         """Copy the choices of blocks that are copied in the cache."""
-        by_block = self.chosen_SLK.view(-1, BLOCK, *self.chosen_SLK.shape[1:])
-        copy_rows([by_block], copies)
+        slots, *choices = self.chosen_SLK.shape  # a stage may have no layer with experts
+        copy_rows([self.chosen_SLK.view(slots // BLOCK, BLOCK, *choices)], copies)
 
     def _keep(self, index: int, balance: Balancing, routing: Routing, num_rows: int) -> Routing:
         numbers = (routing.experts + 1).to(self.chosen_SLK.dtype)
