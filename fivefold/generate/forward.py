@@ -65,13 +65,6 @@ class DecoderForward:
             if self.routes is not None:
                 self.routes.copy_blocks(step.copies)
 
-    def copy_blocks(self, step: StepBatch) -> None:
-        """Make the copies that a step begins with."""
-        if step.copies:
-            self.cache.copy_blocks(step.copies)
-            if self.routes is not None:
-                self.routes.copy_blocks(step.copies)
-
     def run(self, tensors: StepTensors) -> Tensor:
         """Logits of a step on the device, without synchronization."""
         x_TD = self.hidden(tensors)
