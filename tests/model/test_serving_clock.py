@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable
 from dataclasses import replace
 from statistics import median
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -46,7 +47,7 @@ class Clock:
         return torch.zeros(sum(each.num_wanted for each in step.chunks), 2)
 
     def share(self, table: Tensor) -> Callable[[], Tensor]:
-        """What was drawn is known when its step has ended."""
+        """What was drawn is known when its step has ended, from all ranks or from this one."""
         ends = self.free
 
         def wait() -> Tensor:
@@ -79,7 +80,9 @@ def served(load: ReplicaLoad, speed: ReplicaSpeed) -> tuple[float, float]:
                 prompt, output = 1, chance.randint(1, OUTPUT)
             tokens = tuple(words.randrange(SHAPE.vocab) for _ in range(prompt))
             engine.add(Request(id, tokens, output))
-        for each in engine.step():
+        with patch("fivefold.generate.engine.alone", clock.share):
+            rows = engine.step()
+        for each in rows:
             first.setdefault(each.id, clock.now)
             if each.reason is not None:
                 engine.collect(each.id)
