@@ -1,11 +1,13 @@
-"""Decode over tensor ranks: captured steps, host time, and the tokens of one rank.
+"""Decode over ranks: captured steps, host time, and the tokens of one rank.
 
     python benchmarks/decode_ranks.py [tp=2 tp=4] [--set layers=80] [--json FILE]
+    python benchmarks/decode_ranks.py --model tiny-moe "dp=2 ep=2" "tp=2 ep=2" pp=2
 
 Every layout runs twice: in float32, whose greedy tokens are those of one rank, and in bfloat16,
 where a step of 1 and of 32 sequences is timed. Ranks that share a GPU need NCCL 2.30 and MPS:
 `tests/gpu/nccl.py` says how. The default is a model of 80 narrow layers, whose steps are all host
-work unless they are captured. It exits with 1 if a layout draws other tokens.
+work unless they are captured. Stages of a pipeline have a part of the sequences each: a step is one
+of them. It exits with 1 if a layout draws other tokens.
 """
 
 from __future__ import annotations
@@ -77,7 +79,7 @@ def run_rank(worker: Worker, task: TextTask) -> None:
         engine = engine_of_rank(worker, task, own_device.device, 2e9, 4000)
         for count in (1, 32):
             for index in range(count):
-                prompt = tuple((7 * index + i) % 1000 for i in range(1, 40))
+                prompt = tuple((7 * index + i) % 250 for i in range(1, 40))
                 engine.add(Request(f"{count}-{index}", prompt, _NEW))
             steps: list[tuple[float, float]] = []
             tokens: dict[str, list[int]] = {}
@@ -86,7 +88,7 @@ def run_rank(worker: Worker, task: TextTask) -> None:
                 begin, waits.seconds = time.perf_counter(), 0.0
                 drawn = engine.step()
                 seconds = time.perf_counter() - begin
-                if len(drawn) == count:
+                if len(drawn) * task.plan.layout.pp >= count:
                     steps.append((seconds, seconds - waits.seconds))
                 for row in drawn:
                     tokens.setdefault(row.id, []).append(row.token)
@@ -99,9 +101,11 @@ def run_rank(worker: Worker, task: TextTask) -> None:
         engine.mesh.close_groups()
 
 
-def rows_of(layout: str, dtype: str, sizes: dict[str, str], device: str) -> list[tuple[Any, Any]]:
-    shape = with_overrides(load("llama-3.1-8b"), sizes)
-    plan = plan_of(shape, PlanOptions("llama-3.1-8b", layout=layout, set=sizes))
+def rows_of(
+    model: str, layout: str, dtype: str, sizes: dict[str, str], device: str
+) -> list[tuple[Any, Any]]:
+    shape = with_overrides(load(model), sizes)
+    plan = plan_of(shape, PlanOptions(model, layout=layout, set=sizes))
     world, reports = plan.layout.world, list[tuple[Any, Any]]()
     backend = choose_backend(None, device, world, num_gpus(), NcclLibrary.current())
     task = TextTask(plan, dtype, 1.0, open_weights, ByteCodec(), [], device, backend)
@@ -115,18 +119,21 @@ def open_weights(tell: object) -> Any:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Decode over tensor ranks.")
+    parser = argparse.ArgumentParser(description="Decode over ranks.")
     parser.add_argument("layouts", nargs="*", default=["tp=2", "tp=4"])
+    parser.add_argument("--model", help="llama-3.1-8b with 80 narrow layers, by default")
     parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="model sizes")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--json", type=Path, help="write the rows to this file")
     options = parser.parse_args()
-    sizes = NARROW | dict(pair.split("=", 1) for pair in options.set)
+    sizes = {} if options.model else NARROW
+    sizes = sizes | dict(pair.split("=", 1) for pair in options.set)
     table: list[dict[str, Any]] = []
     expected: list[Any] = []
     for layout in ("dp=1", *options.layouts):
         for dtype in ("float32", "bfloat16") if options.device == "cuda" else ("float32",):
-            reports = rows_of(layout, dtype, sizes, options.device)
+            model = options.model or "llama-3.1-8b"
+            reports = rows_of(model, layout, dtype, sizes, options.device)
             tokens = [tokens for _, tokens in reports]
             if dtype == "float32":
                 expected = expected or tokens

@@ -4,9 +4,10 @@ steps as CUDA graphs.
 A decode step is a few hundred kernels of a few microseconds: issued one by one, the host would be
 slower than the GPU. So a step is captured once for every size, and replayed. Sizes are powers of
 two, of sequences and of the parts into which attention cuts their keys: a step has sequences to
-spare, which write to a block that nobody reads. Ranks of tp capture their collectives as well
-(`captures_decode` says where), all in one order. A server also captures steps with prompts
-(`piecewise.py`).
+spare, which write to a block that nobody reads. Ranks capture their collectives as well
+(`captures_decode` says where), all in one order; what a stage of a pipeline receives and sends goes
+beside the graph. Where experts serve several replicas, all of them replay a step of one size. A
+server also captures steps with prompts (`piecewise.py`).
 
 Legend: T tokens of a step, H query heads, d width of a head, v that of a value head.
 """
@@ -26,6 +27,7 @@ from torch.nn.attention import sdpa_kernel
 from fivefold.core.model import BLOCK, blocks_of
 from fivefold.generate.async_scheduling import DrawnTokens
 from fivefold.generate.cache import KvCache, LayerPages, attend_pages, page_sizes
+from fivefold.generate.expert_steps import ExpertGroup, dispatch_few_tokens
 from fivefold.generate.forward import DecoderForward
 from fivefold.generate.paged_kernel import (
     DecodeParts,
@@ -47,6 +49,7 @@ from fivefold.generate.routing import RouteStore
 from fivefold.generate.skinny_kernel import skinny_linear, takes
 from fivefold.generate.stage_ends import StageEnds
 from fivefold.generate.step_tensors import (
+    PART_KEYS,
     StepSize,
     StepTensors,
     attended_length,
@@ -221,8 +224,9 @@ def multiply_few_tokens(decoder: Decoder) -> None:
 
 class _Captured(NamedTuple):
     numbers: Tensor  # of the step, read by every replay
+    received: Tensor | None  # from the stage before, if there is one
     graph: torch.cuda.CUDAGraph
-    logits: Tensor
+    output: Tensor  # logits, or what the next stage receives
 
 
 class GraphedForward(DecoderForward):
@@ -235,20 +239,25 @@ class GraphedForward(DecoderForward):
         ends: StageEnds | None = None,
         routes: RouteStore | None = None,
         drawn: DrawnTokens | None = None,
-        ranks: int = 1,
+        experts: ExpertGroup | None = None,
+        linears: bool = True,
     ) -> None:
-        """`ranks` that compute the decoder together."""
+        """`experts`: the ranks that have those of a layer; `linears`: whether this rank has them as
+        they were made, and not their shards."""
         make_cache = partial(KvCache, kernel=attend_on_gpu)
         super().__init__(decoder, blocks, make_cache, ends, routes, drawn)
-        if ranks == 1:
+        if linears:
             multiply_few_tokens(decoder)
+        self.experts = experts or ExpertGroup()
         self.captured: dict[tuple[int, int], _Captured] = {}  # by sequences and parts of keys
         self.most_keys = decoder.shape.max_seq
         widest = max(page_sizes(block.attention)[0][1] for block in decoder.all_blocks())
         dtype = next(decoder.parameters()).dtype
-        # Grouped matmuls of other types wait for the numbers of rows.
-        self.never_waits = decoder.shape.moe is None or dtype == torch.bfloat16
-        self.captures = self.never_waits and has_kernel(widest, dtype)
+        few = dispatch_few_tokens(decoder, self.experts)
+        # Grouped matmuls of other types wait for numbers of rows, and ranks for those that come.
+        never_waits = decoder.shape.moe is None or dtype == torch.bfloat16
+        self.never_waits = never_waits and not self.experts.boundaries
+        self.captures = (self.never_waits or few) and has_kernel(widest, dtype)
         self.captured_tables = self.tables.tensor
         # Nothing in it is read after a step, but logits before the next.
         self.pool = torch.cuda.graph_pool_handle() if self.device.type == "cuda" else None
@@ -285,24 +294,51 @@ class GraphedForward(DecoderForward):
 
     @torch.inference_mode()
     def __call__(self, step: StepBatch) -> Tensor:
-        decodes = all(len(chunk.tokens) == 1 and chunk.samples for chunk in step.chunks)
-        if not (self.captures and decodes and 0 < len(step.chunks) <= _MOST_SEQUENCES):
+        if step.beside:
+            self._grow_together((step, *step.beside))
+        size = self._captured_size(step) if self.captures else None
+        if size is None:
             replayed = self.with_prompts
             return replayed(step) if replayed and replayed.takes(step) else super().__call__(step)
         self.copy_blocks(step)
-        sequences = 1 << (len(step.chunks) - 1).bit_length()
-        host = packed(self._filled(step, sequences), self.tables)
+        host = packed(self._filled(step, size[0]), self.tables)
         if self.tables.tensor is not self.captured_tables:  # they have grown
             self.captured.clear()
             self.captured_tables = self.tables.tensor
-        _, parts = host.singles(sequences)
-        size = sequences, 1 << (max(parts, _LEAST_PARTS * sequences) - 1).bit_length()
         if size not in self.captured:
             self.captured[size] = self._capture(to_device(host.numbers, self.device), *size)
+        else:
+            capture = self.captured[size]
+            capture.numbers.copy_(torch.as_tensor(host.numbers).pin_memory(), non_blocking=True)
+            if capture.received is not None:
+                capture.received.copy_(self.ends.receive(size[0]))
         capture = self.captured[size]
-        capture.numbers.copy_(torch.as_tensor(host.numbers).pin_memory(), non_blocking=True)
         capture.graph.replay()
-        return capture.logits[: len(step.chunks)]
+        if self.decoder.norm is None:  # the next replay may write before this is sent
+            return self.hand_on(capture.output.clone())
+        return capture.output[: len(step.chunks)]
+
+    def _captured_size(self, step: StepBatch) -> tuple[int, int] | None:
+        """Sequences and parts of keys of a decode step, of the largest replica of those whose steps
+        run together; None for other steps."""
+        batches = (step, *step.beside)
+        most = max(len(batch.chunks) for batch in batches)
+        if not 0 < most <= _MOST_SEQUENCES or not all(batch.decodes for batch in batches):
+            return None
+        sequences, unit = 1 << (most - 1).bit_length(), self.ends.unit
+        sequences = -(-sequences // unit) * unit
+        parts = (
+            sum(-(-chunk.stop // PART_KEYS) for chunk in batch.chunks) - len(batch.chunks)
+            for batch in batches
+        )
+        least = max(max(parts) + sequences, _LEAST_PARTS * sequences)
+        return sequences, 1 << (least - 1).bit_length()
+
+    def _grow_together(self, batches: Sequence[StepBatch]) -> None:
+        """Grow the block tables for the largest replica: all of them capture steps anew then."""
+        chunks = [chunk for batch in batches for chunk in batch.chunks]
+        rows = 1 + max(len(batch.chunks) for batch in batches)
+        self.tables.reserve(rows, max((len(chunk.table) for chunk in chunks), default=0))
 
     def _filled(self, step: StepBatch, sequences: int) -> StepBatch:
         none = SequenceChunk("", (0,), 0, (self.padding,), samples=True, fills=True)
@@ -312,15 +348,17 @@ class GraphedForward(DecoderForward):
         """Run a step once, since kernels are compiled and chosen then, and capture it."""
         size = StepSize(sequences, sequences, sequences)
         tensors = unpacked(numbers, size, self.tables, (), (sequences, parts))
+        received = self.received(tensors)
         beside = torch.cuda.Stream(self.device)
         beside.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(beside):
-            self.run(tensors)
+        with torch.cuda.stream(beside), self.experts.in_decode():
+            self.computed(tensors, received)
         torch.cuda.current_stream(self.device).wait_stream(beside)
         graph = torch.cuda.CUDAGraph()
         with (
             without_collection(),
+            self.experts.in_decode(),
             torch.cuda.graph(graph, self.pool, capture_error_mode=CAPTURE_ERRORS),
         ):
-            logits = self.run(tensors)
-        return _Captured(numbers, graph, logits)
+            output = self.computed(tensors, received)
+        return _Captured(numbers, received, graph, output)

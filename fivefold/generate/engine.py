@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -79,14 +79,15 @@ def on_this_rank(tensor: Tensor) -> Tensor:
 @dataclass(frozen=True)
 class EngineRanks:
     """Position of this rank in an engine: the replicas it computes, the number of batches in
-    flight, and whether it samples for its replica. The ranks of a replica that own blocks are
-    `owners`; `share` starts to sum a tensor over all ranks, and `total` has the sum on the device
-    of every rank."""
+    flight, and whether it samples for its replica. Experts may serve the tokens of all replicas,
+    whose steps then run `together`. The ranks of a replica that own blocks are `owners`; `share`
+    starts to sum a tensor over all ranks, and `total` has the sum on the device of every rank."""
 
     replicas: int = 1
     replica: int = 0
     in_flight: int = 1
     draws: bool = True
+    together: bool = False
     owners: int = 1
     share: Callable[[Tensor], Shared] = alone
     total: Callable[[Tensor], Tensor] = on_this_rank
@@ -213,8 +214,11 @@ class Engine:
 
     def _begin(self, batches: Sequence[StepBatch]) -> _Flight:
         """Run this rank's stage of its replica's batch, and begin to share what is drawn."""
+        replica, batch = self.ranks.replica, batches[self.ranks.replica]
+        if self.ranks.together:
+            batch = replace(batch, beside=(*batches[:replica], *batches[replica + 1 :]))
         try:
-            logits_NV = self.forward(batches[self.ranks.replica])
+            logits_NV = self.forward(batch)
         except BaseException:  # others share what was not computed
             for scheduler in self.schedulers:
                 scheduler.restart()

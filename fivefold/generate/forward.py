@@ -66,14 +66,28 @@ class DecoderForward:
                 self.routes.copy_blocks(step.copies)
 
     def run(self, tensors: StepTensors) -> Tensor:
-        """Logits of a step on the device, without synchronization."""
-        x_TD = self.hidden(tensors)
-        if self.decoder.norm is None:
-            self.ends.send(x_TD[None])
-            return torch.empty(0, 0, device=self.device)
-        return self.logits(x_TD, tensors.sampled)
+        """Logits of a step on the device, without synchronization; none before the last stage."""
+        return self.hand_on(self.computed(tensors, self.received(tensors)))
 
-    def hidden(self, tensors: StepTensors) -> Tensor:
+    def received(self, tensors: StepTensors) -> Tensor | None:
+        """Hidden states from the stage before, for the tokens of this rank."""
+        if self.decoder.embed is not None:
+            return None
+        return self.ends.receive(self.ends.local_tokens(tensors.batch.tokens).numel())
+
+    def computed(self, tensors: StepTensors, received_1TD: Tensor | None) -> Tensor:
+        """Logits of a step, or the hidden states that the next stage receives."""
+        x_TD = self.hidden(tensors, received_1TD)
+        return x_TD if self.decoder.norm is None else self.logits(x_TD, tensors.sampled)
+
+    def hand_on(self, output: Tensor) -> Tensor:
+        """Send hidden states to the next stage, if there is one: then there are no logits."""
+        if self.decoder.norm is not None:
+            return output
+        self.ends.send(output[None])
+        return torch.empty(0, 0, device=self.device)
+
+    def hidden(self, tensors: StepTensors, received_1TD: Tensor | None = None) -> Tensor:
         """Hidden states after the last block, for the tokens of this rank."""
         decoder = self.decoder
         self.cache.begin(tensors)
@@ -89,10 +103,10 @@ class DecoderForward:
             local_rows(full_batch.positions),
         )
         batch = TokenBatch(tokens, labels, positions, outgrown=local_rows(full_batch.outgrown))
-        if decoder.embed is None:
-            x_1TD = self.ends.receive(batch.tokens.numel())
-        else:
+        x_1TD = received_1TD
+        if decoder.embed is not None:
             x_1TD = decoder.embed(batch.tokens, batch)
+        assert x_1TD is not None, "the first stage looks tokens up, the others receive"
         context = decoder.context(batch, x_1TD.dtype)
         return decoder.run_blocks(decoder.blocks.values(), x_1TD, context)[0]
 

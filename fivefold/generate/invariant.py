@@ -76,7 +76,8 @@ def single_tokens(step: StepBatch, size: int, padding: int) -> StepBatch:
         for i, token in enumerate(chunk.tokens)
     ]
     none = SequenceChunk("", (0,), 0, (padding,), samples=True, fills=True)
-    return replace(step, chunks=(*singles, *[none] * (size - len(singles))))
+    beside = tuple(single_tokens(batch, size, padding) for batch in step.beside)
+    return replace(step, chunks=(*singles, *[none] * (size - len(singles))), beside=beside)
 
 
 def fix_tiles(decoder: Decoder) -> None:

@@ -170,16 +170,18 @@ def forward_of(
         GraphedForward,
         attend_on_gpu,
     )
+    from fivefold.generate.expert_steps import ExpertGroup
 
     if captures_decode(model.shape, mesh.layout) and _captures_collectives(mesh):
-        return GraphedForward(model, blocks, ends, routes, drawn, mesh.layout.tp)
+        shared = (ends, routes, drawn, ExpertGroup(mesh), mesh.layout.tp == 1)
+        return GraphedForward(model, blocks, *shared)
     make_cache = partial(KvCache, kernel=attend_on_gpu)
     return DecoderForward(model, blocks, make_cache, ends, routes, drawn)
 
 
 def _captures_collectives(mesh: Mesh) -> bool:
-    """Whether collectives over tp can be part of a graph; gloo goes by the host."""
-    return mesh.size(TP) == 1 or mesh.backend == dist.Backend.NCCL
+    """Whether collectives can be part of a graph; gloo goes by the host."""
+    return mesh.size(WORLD) == 1 or mesh.backend == dist.Backend.NCCL
 
 
 def invariant_plan(plan: Plan) -> Plan:
@@ -257,6 +259,7 @@ class LayoutEngine(Engine):
             replica=at.dp,
             in_flight=layout.pp,
             draws=last and at.tp == at.cp == 0,
+            together=self.ends.idles_along,
             owners=layout.cp,
             share=self._share if layout.world > 1 else alone,
             total=self._total if layout.world > 1 else on_this_rank,

@@ -300,14 +300,21 @@ class BlockCopy(NamedTuple):
 @dataclass(frozen=True)
 class StepBatch:
     """Input of one forward: chunks of several sequences, concatenated in a single row. Before any
-    of them, `copies` are made: all sources are read before a target is written."""
+    of them, `copies` are made: all sources are read before a target is written. `beside` are the
+    batches of other replicas in this step, where experts serve all of them."""
 
     chunks: tuple[SequenceChunk, ...]
     copies: tuple[BlockCopy, ...] = ()
+    beside: tuple[StepBatch, ...] = ()
 
     @property
     def num_tokens(self) -> int:
         return sum(len(chunk.tokens) for chunk in self.chunks)
+
+    @property
+    def decodes(self) -> bool:
+        """Whether all sequences have one token, and draw the next."""
+        return all(len(chunk.tokens) == 1 and chunk.samples for chunk in self.chunks)
 
 
 @dataclass(frozen=True)

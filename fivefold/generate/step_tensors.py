@@ -116,10 +116,16 @@ class BlockTables:
         self._by_id, self._turn = dict[str, _TableRow](), 0
         self._free = list(range(rows - 1, 0, -1))
 
+    def reserve(self, rows: int, columns: int) -> None:
+        """Make room for so many sequences, and blocks of each."""
+        most_rows, most_columns = self.host.shape
+        if rows >= most_rows or columns > most_columns:
+            most_rows = most_rows if rows < most_rows else 2 * rows
+            self._allocate(most_rows, max(most_columns, -(-columns // _UNIT) * _UNIT))
+
     def rows_of(self, chunks: Sequence[SequenceChunk]) -> list[int]:
         """The row of each sequence, after the device has been told what changed."""
-        if len(chunks) >= len(self.host):
-            self._allocate(2 * len(chunks), self.host.shape[1])
+        self.reserve(len(chunks), 0)
         self._turn += 1
         rows: list[int] = []
         entries: list[int] = []
@@ -131,7 +137,7 @@ class BlockTables:
             known = self._by_id.get(chunk.id)
             if known is None or known.blocks != chunk.table:
                 if len(chunk.table) > self.host.shape[1]:
-                    self._allocate(len(self.host), -(-len(chunk.table) // _UNIT) * _UNIT)
+                    self.reserve(0, len(chunk.table))
                     return self.rows_of(chunks)
                 known = self._changed(chunk, known, entries, blocks)
             known.turn = self._turn

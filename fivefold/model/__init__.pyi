@@ -56,6 +56,7 @@ from fivefold.model.mixer_layer import MixerInputs as MixerInputs
 from fivefold.model.mixer_layer import MixerLayer as MixerLayer
 from fivefold.model.mixer_layer import mixed as mixed
 from fivefold.model.moe import Balancing as Balancing
+from fivefold.model.moe import Dispatch as Dispatch
 from fivefold.model.moe import ExpertInputs as ExpertInputs
 from fivefold.model.moe import Experts as Experts
 from fivefold.model.moe import ExpertStack as ExpertStack

@@ -5,9 +5,9 @@ n·K + k is the k-th choice of token n. Of equal scores the lower expert number 
 choice does not depend on the rank that computes a token. Slots are dropped only by a capacity rule
 of `model/balance.py`.
 
-Seams: `Router.matmul`, `ExpertStack.matmul`, `Experts.project` (gate and up), `Experts.coding` (how
-rows travel to experts), `MoeMlp.balance` (between router and experts) and `MoeMlp.dispatch` (from
-tokens to experts and back).
+Seams: `Router.matmul`, `Router.route`, `ExpertStack.matmul`, `Experts.project` (gate and up),
+`Experts.coding` (how rows travel to experts), `MoeMlp.balance` (between router and experts) and
+`MoeMlp.dispatch` (from tokens to experts and back).
 
 Legend: B rows, S tokens of a row, N = B·S, D model width, E experts, K experts of a token, M slots,
 F expert width, I inputs, O outputs.
@@ -164,6 +164,8 @@ that gradients come as."""
 Projection = Callable[..., Sequence[Tensor]]
 Coding = Callable[[Tensor], RowCodes]
 Balancing = Callable[[Routing, int], Routing]
+Route = Callable[[Tensor, Tensor | None, Moe], Routing]
+"""Of logits and the bias of the choice."""
 RunExperts = Callable[["ExpertInputs", Slots, "Experts"], Tensor]
 Dispatch = Callable[[Tensor, Routing, "Experts", "OverlappedTask"], Tensor]
 
@@ -225,6 +227,7 @@ class Router(nn.Module):
         self.hold: Hold = as_it_is  # seam: split backward
         self.choose, self.weigh = factory.fuse(choose_experts), WEIGH.by(factory.fuse)
         self.matmul: Matmul = float32_linear  # seam: split backward
+        self.route: Route | None = None  # seam: generation, in place of what follows the logits
 
     def forward(self, x_ND: Tensor, replayed_NK: Tensor | None = None) -> Routing:
         """Replayed experts are taken where they are not negative. Weights come from own scores,
@@ -233,6 +236,8 @@ class Router(nn.Module):
         logits_NE = self.matmul(x_ND, self.weight, None)
         if self.shift is not None:
             logits_NE = logits_NE + self.hold(self.shift)
+        if self.route is not None and replayed_NK is None:
+            return self.route(logits_NE, self.bias, moe)
         scores_NE = logits_NE.softmax(-1) if moe.score == "softmax" else logits_NE.sigmoid()
         experts_NK = self.choose(scores_NE.detach(), self.bias, moe)
         if replayed_NK is not None:

@@ -8,9 +8,15 @@ from fivefold.core.model import Shape
 
 def captures_decode(shape: Shape, layout: Layout) -> bool:
     """Whether a rank replays its decode steps: all that it calls and sends has sizes that depend on
-    the number of tokens alone. Stages of a pipeline receive between kernels, ranks of cp own keys
-    by the blocks that were free, and experts of several ranks exchange as many rows as chose
-    them."""
-    if layout.pp > 1 or layout.cp > 1:
+    the number of tokens alone. Ranks of cp own keys by the blocks that were free, and experts of
+    several ranks exchange as many rows as chose them, unless they have kernels for few tokens."""
+    if layout.cp > 1:
         return False
-    return shape.moe is None or layout.tp * layout.ep * layout.etp == 1
+    return shape.moe is None or layout.ep * layout.etp == 1 or few_token_experts(shape)
+
+
+def few_token_experts(shape: Shape) -> bool:
+    """Whether kernels for few tokens compute what these experts do: they know one activation, no
+    biases, and weights that multiply outputs."""
+    moe = shape.moe
+    return moe is not None and shape.activation == "swiglu" and not (moe.biases or moe.weigh_inputs)
