@@ -9,8 +9,8 @@ latents  DeepSeek-V2-Lite, 8 of 27 layers: decode of 1, 32 and 64 sequences at 1
 long     8B: 127 short sequences, one of 60k tokens, and both together.
 prompts  8B: 4,096 tokens of prompts in a step: 1, 16 or 256 of them; and 64 tokens after 16k.
 layers   80 narrow layers, of which a step is all host work: captured, and kernel by kernel.
-experts  Qwen3-30B-A3B, 12 of 48 layers: decode of 1, 32 and 128 sequences at 1k beside reading the
-         weights of the experts that they choose, and keys.
+experts  Qwen3-30B-A3B: decode of 1 and 128 sequences at 1k beside reading the weights of the
+         experts that they choose, and keys.
 drawing  8B: 256 sequences, greedy, T = 1, top-p and top-k.
 
 Random weights in bfloat16. All of it goes through the engine: scheduling, copies, draws.
@@ -160,9 +160,9 @@ def limit_ms(decoder: Decoder, sequences: int, keys: int, speed: float) -> float
 
 
 def experts() -> Iterator[Row]:
-    decoder = decode.decoder_of(with_overrides(load("qwen3-30b-a3b"), {"layers": "12"}))
+    decoder = decode.decoder_of(load("qwen3-30b-a3b"))
     speed = decode.bandwidth()
-    for count in (1, 32, 128):
+    for count in (1, 128):
         engine = engine_of(decoder, count * (blocks_of(1100) + 1), ScheduleLimits(8192, count))
         for request in requests(decoder, count, 1024, 40):
             engine.add(request)

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from fivefold.core import FivefoldError
-from fivefold.core.model import BLOCK, Shape
+from fivefold.core.model import BLOCK, Shape, even_context
 from fivefold.generate.async_scheduling import DrawnTokens
 from fivefold.generate.blocks import BlockPool
 from fivefold.generate.grammar import Grammars
@@ -164,9 +164,10 @@ class Engine:
         schedule_limits, in_flight = limits or ScheduleLimits(), self.ranks.in_flight
         # Recorded routes are read from all blocks when a sequence ends.
         window = shape.window_everywhere if routes is None else None
-        options = (in_flight, self._save, window, drawn is not None, self._land, shape.outgrown_at)
+        options = (in_flight, self._save, window, drawn is not None, self._land)
+        lengths = shape.outgrown_at, even_context(shape)
         self.schedulers = [
-            Scheduler(pool, schedule_limits, shape.max_seq, *options) for pool in pools
+            Scheduler(pool, schedule_limits, shape.max_seq, *options, *lengths) for pool in pools
         ]
         self.travel: Travel | None = None
         self._most_flights = in_flight + (drawn is not None)

@@ -40,14 +40,12 @@ class Tiling(NamedTuple):
 
 
 def tiling(slots: int, experts: int, itemsize: int) -> Tiling:
-    """Sizes for so many slots on average an expert: few programs of few slots would not fill a GPU,
-    and many slots want the weights to be read once."""
+    """Sizes for so many slots of so many experts: rows for most of an expert's, so that its weights
+    are read once."""
     if itemsize == 4:
         return Tiling(32, 32, 16, 4, 2)
-    if slots <= experts // 2:
-        return Tiling(16, 256, 16, 4, 4)
     rows = 16 if slots <= 8 * experts else 32 if slots <= 20 * experts else 64
-    return Tiling(64, 128, rows, 4, 4)
+    return Tiling(64, 128, rows, 4, 3)
 
 
 @triton.jit

@@ -28,7 +28,8 @@ from fivefold.generate.step_tensors import PART_KEYS, SequenceRows
 
 _PROMPT_KEYS = 1024  # of a part of few prompt tokens, at least
 _PROGRAMS = 512  # that fill a GPU
-_MERGED = 32  # parts that a program reads at once
+# Parts that a program of the merge reads at once, and columns of a head.
+_MERGED, _MERGED_COLUMNS, _MERGE_WARPS = 64, 32, 2
 _LEAST_ROWS = 16  # of a matmul on tensor cores
 _LOWEST = tl.constexpr(-3.0e38)  # below every score, and finite: differences are no NaN
 _LOG2E = tl.constexpr(1.4426950408889634)  # exponents here are of 2
@@ -343,20 +344,20 @@ def _merge_parts(
     heads: int,
     SINKS: tl.constexpr,
     VALUE: tl.constexpr,
-    VALUE_BLOCK: tl.constexpr,
+    COLUMNS: tl.constexpr,
     MERGED: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
     begin_early(EARLY)
     token, head = tl.program_id(0), tl.program_id(1)
     first, stop = tl.load(firsts_ptr + token), tl.load(firsts_ptr + token + 1)
-    column = tl.arange(0, VALUE_BLOCK)
+    column = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
     is_value = column < VALUE
     highest, total = tl.full((), _LOWEST, tl.float32), tl.zeros((), tl.float32)
     if SINKS:
         highest = tl.load(sinks_ptr + head).to(tl.float32) * _LOG2E
         total += 1.0
-    out = tl.zeros((VALUE_BLOCK,), tl.float32)
+    out = tl.zeros((COLUMNS,), tl.float32)
     for start in range(first, stop, MERGED):
         part = start + tl.arange(0, MERGED)
         is_part = part < stop
@@ -598,7 +599,8 @@ def _merge(
 ) -> None:
     """Merge the parts of tokens; their sinks count once."""
     tokens, heads, value = out_THv.shape
-    _merge_parts[(tokens, heads)](
+    columns = min(_MERGED_COLUMNS, triton.next_power_of_2(value))
+    _merge_parts[(tokens, heads, triton.cdiv(value, columns))](
         *outputs,
         firsts,
         firsts if mask.sinks_H is None else mask.sinks_H,
@@ -606,8 +608,8 @@ def _merge(
         heads,
         SINKS=mask.sinks_H is not None,
         VALUE=value,
-        VALUE_BLOCK=triton.next_power_of_2(value),
-        MERGED=_MERGED if value <= 128 else _MERGED // 4,
-        num_warps=2,
+        COLUMNS=columns,
+        MERGED=_MERGED,
+        num_warps=_MERGE_WARPS,
         **begins_early(out_THv),
     )

@@ -5,6 +5,9 @@ of it, in order of arrival: one token in decode, and a chunk of the prompt in pr
 are admitted with the rest of it. If blocks run out, the youngest sequence loses its own and waits;
 it is computed again later. So the oldest sequence always goes on, and every request ends.
 
+Attention of a chunk takes the longer, the more tokens are before it: its size falls with them, so
+that a step of others who draw never waits much longer than for the first chunk.
+
 Several batches may be under way, one in each stage of a pipeline. A sequence whose next token is
 not drawn yet waits for it. Batches are computed in order by every stage: what an earlier one writes
 or reads is safe from a later one, whoever has the blocks by then.
@@ -28,6 +31,7 @@ once. Texts on the two sides of that length share no blocks.
 
 from __future__ import annotations
 
+import math
 from bisect import insort
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -47,6 +51,8 @@ from fivefold.generate.requests import (
 
 SCORED_TOKENS = 512
 """Most tokens of prompts that a step scores: all of their logits are in memory together."""
+LEAST_CHUNK = 512
+"""Tokens of a long prompt that a step with room computes: fewer only read the weights."""
 
 
 @dataclass(frozen=True)
@@ -81,15 +87,18 @@ class Scheduler:
         ahead: bool = False,
         on_landing: Callable[[SequenceState], None] = lambda sequence: None,
         outgrown_at: int | None = None,
+        even_context: float = math.inf,
     ) -> None:
         """`in_flight`: batches under way at a time, over which sequences are spread. `on_lost` is
         called before a sequence loses its blocks, `on_landing` when one that was carried here has
         its blocks, of which the first `computed` tokens were found already. `window`: the keys that
         a token sees, itself included, in all layers. `ahead`: a sequence goes on with a token that
-        is being drawn. `outgrown_at` is that of the shape."""
+        is being drawn. `outgrown_at` is that of the shape. `even_context`: earlier tokens whose
+        attention takes a token as long as all else."""
         self.pool, self.limits, self.max_seq, self.in_flight = pool, limits, max_seq, in_flight
         self.on_lost, self.window, self.ahead = on_lost, window, ahead
         self.on_landing, self.outgrown_at = on_landing, outgrown_at
+        self.even_context = even_context
         self.waiting: list[SequenceState] = []  # both by arrival
         self.running: list[SequenceState] = []
         self.num_preempted = 0
@@ -149,7 +158,7 @@ class Scheduler:
         for sequence in [candidate for candidate in self.running if self._goes_on(candidate)]:
             if not left or len(chunks) == most:
                 break
-            share = min(left, rows) if sequence.num_unscored else left
+            share = self._share(sequence, left, rows)
             if share and sequence in self.running and self._makes_room(sequence, share):
                 chunks.append(self._chunk(sequence, share))
                 left -= len(chunks[-1].tokens)
@@ -160,7 +169,7 @@ class Scheduler:
             # Whoever came after a sequence that has just lost its blocks would take them again.
             full = len(chunks) == most or self.num_preempted > before
             full |= len(self.running) + late >= self.limits.sequences
-            share = min(left, rows) if candidate.num_unscored else left
+            share = self._share(candidate, left, rows)
             if full or not share or candidate.awaits_draw:
                 break
             candidate.begin(*self._contents(candidate))
@@ -169,7 +178,8 @@ class Scheduler:
                 continue
             if not self._admit(candidate, share, reserved=late):
                 break
-            chunks.append(self._chunk(candidate, share))
+            # It may have found a long beginning.
+            chunks.append(self._chunk(candidate, self._share(candidate, share, rows)))
             left -= len(chunks[-1].tokens)
             rows -= chunks[-1].scored
         for copy in self._copies:
@@ -177,6 +187,12 @@ class Scheduler:
         # Single tokens first: they are one piece for a kernel of their own.
         chunks.sort(key=lambda sequence_chunk: len(sequence_chunk.tokens) > 1)
         return StepBatch(tuple(chunks), tuple(self._copies))
+
+    def _share(self, sequence: SequenceState, left: int, rows: int) -> int:
+        """Tokens that a sequence may have of a step in which so many tokens and scores are left."""
+        most = min(left, rows) if sequence.num_unscored else left
+        longer = 1 + sequence.computed / self.even_context
+        return min(most, max(LEAST_CHUNK, int(self.limits.tokens / longer)))
 
     def _goes_on(self, sequence: SequenceState) -> bool:
         """Whether its next token is known, or will be when the device reads it."""
