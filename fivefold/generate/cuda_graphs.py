@@ -27,7 +27,8 @@ from torch.nn.attention import sdpa_kernel
 from fivefold.core.model import BLOCK, blocks_of
 from fivefold.generate.async_scheduling import DrawnTokens
 from fivefold.generate.cache import KvCache, LayerPages, attend_pages, page_sizes
-from fivefold.generate.expert_steps import ExpertGroup, dispatch_few_tokens
+from fivefold.generate.expert_kernel import choose_experts, run_experts
+from fivefold.generate.expert_steps import ExpertGroup, FewTokenKernels, dispatch_few_tokens
 from fivefold.generate.forward import DecoderForward
 from fivefold.generate.paged_kernel import (
     DecodeParts,
@@ -49,10 +50,12 @@ from fivefold.generate.routing import RouteStore
 from fivefold.generate.skinny_kernel import skinny_linear, takes
 from fivefold.generate.stage_ends import StageEnds
 from fivefold.generate.step_tensors import (
-    PART_KEYS,
+    DecodeSize,
     StepSize,
     StepTensors,
     attended_length,
+    decode_size,
+    filled,
     packed,
     to_device,
     unpacked,
@@ -71,8 +74,6 @@ from fivefold.model import (
 _WIDEST_HEAD = 576  # DeepSeek's latents: a program holds some keys of this width
 _LONG_PROMPT = 1024  # tokens
 _WIDEST_FOR_TORCH = 256  # of heads, in torch's fast kernels
-_MOST_SEQUENCES = 256  # of a captured step
-_LEAST_PARTS = 8  # of the keys of a sequence, in a captured step
 
 
 def has_kernel(width: int, dtype: torch.dtype) -> bool:
@@ -249,11 +250,12 @@ class GraphedForward(DecoderForward):
         if linears:
             multiply_few_tokens(decoder)
         self.experts = experts or ExpertGroup()
-        self.captured: dict[tuple[int, int], _Captured] = {}  # by sequences and parts of keys
+        self.captured: dict[DecodeSize, _Captured] = {}
         self.most_keys = decoder.shape.max_seq
         widest = max(page_sizes(block.attention)[0][1] for block in decoder.all_blocks())
         dtype = next(decoder.parameters()).dtype
-        few = dispatch_few_tokens(decoder, self.experts)
+        kernels = FewTokenKernels(choose_experts, run_experts)
+        few = dtype != torch.float64 and dispatch_few_tokens(decoder, self.experts, kernels)
         # Grouped matmuls of other types wait for numbers of rows, and ranks for those that come.
         never_waits = decoder.shape.moe is None or dtype == torch.bfloat16
         self.never_waits = never_waits and not self.experts.boundaries
@@ -296,12 +298,12 @@ class GraphedForward(DecoderForward):
     def __call__(self, step: StepBatch) -> Tensor:
         if step.beside:
             self._grow_together((step, *step.beside))
-        size = self._captured_size(step) if self.captures else None
+        size = decode_size(step, self.ends.unit) if self.captures else None
         if size is None:
             replayed = self.with_prompts
             return replayed(step) if replayed and replayed.takes(step) else super().__call__(step)
         self.copy_blocks(step)
-        host = packed(self._filled(step, size[0]), self.tables)
+        host = packed(filled(step, size.sequences, self.padding), self.tables)
         if self.tables.tensor is not self.captured_tables:  # they have grown
             self.captured.clear()
             self.captured_tables = self.tables.tensor
@@ -311,38 +313,18 @@ class GraphedForward(DecoderForward):
             capture = self.captured[size]
             capture.numbers.copy_(torch.as_tensor(host.numbers).pin_memory(), non_blocking=True)
             if capture.received is not None:
-                capture.received.copy_(self.ends.receive(size[0]))
+                capture.received.copy_(self.ends.receive(size.sequences))
         capture = self.captured[size]
         capture.graph.replay()
         if self.decoder.norm is None:  # the next replay may write before this is sent
             return self.hand_on(capture.output.clone())
         return capture.output[: len(step.chunks)]
 
-    def _captured_size(self, step: StepBatch) -> tuple[int, int] | None:
-        """Sequences and parts of keys of a decode step, of the largest replica of those whose steps
-        run together; None for other steps."""
-        batches = (step, *step.beside)
-        most = max(len(batch.chunks) for batch in batches)
-        if not 0 < most <= _MOST_SEQUENCES or not all(batch.decodes for batch in batches):
-            return None
-        sequences, unit = 1 << (most - 1).bit_length(), self.ends.unit
-        sequences = -(-sequences // unit) * unit
-        parts = (
-            sum(-(-chunk.stop // PART_KEYS) for chunk in batch.chunks) - len(batch.chunks)
-            for batch in batches
-        )
-        least = max(max(parts) + sequences, _LEAST_PARTS * sequences)
-        return sequences, 1 << (least - 1).bit_length()
-
     def _grow_together(self, batches: Sequence[StepBatch]) -> None:
         """Grow the block tables for the largest replica: all of them capture steps anew then."""
         chunks = [chunk for batch in batches for chunk in batch.chunks]
         rows = 1 + max(len(batch.chunks) for batch in batches)
         self.tables.reserve(rows, max((len(chunk.table) for chunk in chunks), default=0))
-
-    def _filled(self, step: StepBatch, sequences: int) -> StepBatch:
-        none = SequenceChunk("", (0,), 0, (self.padding,), samples=True, fills=True)
-        return StepBatch((*step.chunks, *[none] * (sequences - len(step.chunks))))
 
     def _capture(self, numbers: Tensor, sequences: int, parts: int) -> _Captured:
         """Run a step once, since kernels are compiled and chosen then, and capture it."""

@@ -23,7 +23,6 @@ from fivefold.core.model import Moe
 from fivefold.generate.pdl_kernel import begin_early, begins_early
 from fivefold.model import Experts, Routing
 
-MOST_TOKENS = 512
 _NEVER_ZERO = tl.constexpr(1e-20)  # as `expert_weights` adds
 _LOWEST = tl.constexpr(float("-inf"))
 _COLUMNS = 1024  # of a program that sums

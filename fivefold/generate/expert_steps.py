@@ -16,19 +16,20 @@ Legend: N tokens of a rank, K experts of a token, D model width.
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from fivefold.core.plan import few_token_experts
-from fivefold.generate.expert_kernel import MOST_TOKENS, choose_experts, run_experts
 from fivefold.model import (
     Decoder,
     Dispatch,
     Experts,
     OverlappedTask,
+    Route,
     Routing,
     grouped_matmul,
     moe_layers,
@@ -36,6 +37,17 @@ from fivefold.model import (
 from fivefold.parallel import AxisBoundary, Mesh
 
 AXES = ("etp", "ep")
+MOST_TOKENS = 512  # with more, experts have rows enough for the matmuls of training
+RunExperts = Callable[[Tensor, Tensor, Tensor, Experts, int, Tensor], Tensor]
+"""Takes tokens, their experts and weights, the experts of this rank with the number of the first,
+and where the sum of each token goes, which it returns."""
+
+
+class FewTokenKernels(NamedTuple):
+    """How experts of few tokens are chosen, and computed."""
+
+    choose: Route
+    run: RunExperts
 
 
 class ExpertGroup:
@@ -91,8 +103,8 @@ class ExpertGroup:
 class FewTokenDispatch:
     """Dispatch of few tokens; others go as they did."""
 
-    def __init__(self, group: ExpertGroup, plain: Dispatch) -> None:
-        self.group, self.plain = group, plain
+    def __init__(self, group: ExpertGroup, run: RunExperts, plain: Dispatch) -> None:
+        self.group, self.run, self.plain = group, run, plain
 
     def __call__(
         self, x_ND: Tensor, routing: Routing, experts: Experts, overlapped: OverlappedTask
@@ -103,22 +115,20 @@ class FewTokenDispatch:
         overlapped()
         x, chosen, weights = group.gather(x_ND, routing.experts, routing.weights)
         # Sums of ranks are rounded once, as those of one rank.
-        dtype = torch.float32 if group.boundaries else x.dtype
-        total = torch.empty_like(x, dtype=dtype)
-        run_experts(x, chosen, weights, experts, group.coord * len(experts.up.weight), total)
-        return group.scatter(total).to(x_ND.dtype)
+        wide = torch.promote_types(x.dtype, torch.float32)
+        total = torch.empty_like(x, dtype=wide if group.boundaries else x.dtype)
+        first = group.coord * len(experts.up.weight)
+        return group.scatter(self.run(x, chosen, weights, experts, first, total)).to(x.dtype)
 
 
-def dispatch_few_tokens(decoder: Decoder, group: ExpertGroup) -> bool:
+def dispatch_few_tokens(decoder: Decoder, group: ExpertGroup, kernels: FewTokenKernels) -> bool:
     """Let kernels for few tokens compute the experts of a decoder; returns whether they can."""
     layers = [mlp for _, mlp in moe_layers(decoder)]
-    dtype = next(decoder.parameters()).dtype
-    if not few_token_experts(decoder.shape) or dtype == torch.float64:
-        return False
     # Others multiply by codes, in fixed tiles or beside adapters.
-    if any(mlp.experts.up.matmul is not grouped_matmul for mlp in layers):
+    plain = all(mlp.experts.up.matmul is grouped_matmul for mlp in layers)
+    if not (few_token_experts(decoder.shape) and plain):
         return False
     for mlp in layers:
-        mlp.router.route = choose_experts
-        mlp.dispatch = FewTokenDispatch(group, mlp.dispatch)
+        mlp.router.route = kernels.choose
+        mlp.dispatch = FewTokenDispatch(group, kernels.run, mlp.dispatch)
     return True

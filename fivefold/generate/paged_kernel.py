@@ -29,7 +29,7 @@ from fivefold.generate.step_tensors import PART_KEYS, SequenceRows
 _PROMPT_KEYS = 1024  # of a part of few prompt tokens, at least
 _PROGRAMS = 512  # that fill a GPU
 # Parts that a program of the merge reads at once, and columns of a head.
-_MERGED, _MERGED_COLUMNS, _MERGE_WARPS = 64, 32, 2
+_MERGED, _MERGED_COLUMNS, _MERGE_WARPS = 32, 128, 1
 _LEAST_ROWS = 16  # of a matmul on tensor cores
 _LOWEST = tl.constexpr(-3.0e38)  # below every score, and finite: differences are no NaN
 _LOG2E = tl.constexpr(1.4426950408889634)  # exponents here are of 2

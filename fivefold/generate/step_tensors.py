@@ -22,6 +22,8 @@ from fivefold.model import NOT_COUNTED, TokenBatch
 
 Numbers = np.ndarray[Any, np.dtype[Any]]
 PART_KEYS = 128  # that a program of attention reads in decode
+_MOST_SEQUENCES = 256  # of a step of one size
+_LEAST_PARTS = 8  # of the keys of a sequence, in it
 _OF_A_TOKEN = 4  # numbers: itself, its position, its slot, whether its text is outgrown
 _ROWS = 512  # of block tables, at first
 _UNIT = 32  # blocks by which tables grow: prompts are read at padded lengths
@@ -45,6 +47,35 @@ class StepSize(NamedTuple):
     def of_tokens(self) -> int:
         """Size of the parts with one number a token, which come first."""
         return _OF_A_TOKEN * self.tokens
+
+
+class DecodeSize(NamedTuple):
+    """Numbers of sequences, and of parts of their keys, of which decode steps have a few sizes."""
+
+    sequences: int
+    parts: int
+
+
+def decode_size(step: StepBatch, unit: int) -> DecodeSize | None:
+    """The size at which all replicas whose steps run together decode; None if one of them does not.
+    Sequences are a multiple of the unit."""
+    batches = (step, *step.beside)
+    most = max(len(batch.chunks) for batch in batches)
+    if not 0 < most <= _MOST_SEQUENCES or not all(batch.decodes for batch in batches):
+        return None
+    sequences = 1 << (most - 1).bit_length()
+    sequences = -(-sequences // unit) * unit
+    parts = max(  # a sequence to spare has one
+        sum(-(-chunk.stop // PART_KEYS) - 1 for chunk in batch.chunks) for batch in batches
+    )
+    least = max(parts, (_LEAST_PARTS - 1) * sequences) + sequences
+    return DecodeSize(sequences, 1 << (least - 1).bit_length())
+
+
+def filled(step: StepBatch, sequences: int, padding: int) -> StepBatch:
+    """The step with sequences to spare, which write to a block that nobody reads."""
+    none = SequenceChunk("", (0,), 0, (padding,), samples=True, fills=True)
+    return StepBatch((*step.chunks, *[none] * (sequences - len(step.chunks))))
 
 
 class SequenceRows(NamedTuple):

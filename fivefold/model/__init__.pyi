@@ -63,6 +63,7 @@ from fivefold.model.moe import ExpertStack as ExpertStack
 from fivefold.model.moe import GroupedMatmul as GroupedMatmul
 from fivefold.model.moe import MoeMlp as MoeMlp
 from fivefold.model.moe import OverlappedTask as OverlappedTask
+from fivefold.model.moe import Route as Route
 from fivefold.model.moe import Router as Router
 from fivefold.model.moe import Routing as Routing
 from fivefold.model.moe import add_expert_bias as add_expert_bias

@@ -464,9 +464,9 @@ class Answer(NamedTuple):
     tokens: int
 
 
-def tensor_ranks(trip: Trip) -> None:
-    """Completions over two ranks of tp, whose decode steps are captured, are those of one rank."""
-    trip.python("-m", "tests.gpu.journeys", "dense", "hub")
+def generated(trip: Trip, family: str, layouts: Sequence[str]) -> None:
+    """Completions over ranks, whose decode steps are captured, are those of one rank."""
+    trip.python("-m", "tests.gpu.journeys", family, "hub")
     draw = random.Random(1)
     rows = [
         {"prompt": " ".join(draw.choices(WORDS, k=draw.randint(1, 60))), "id": str(number)}
@@ -476,15 +476,17 @@ def tensor_ranks(trip: Trip) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
     command = ("hub", "--file", str(path), "--max-tokens", "40", "--json", "--dtype", "float32")
     answers: list[dict[str, list[int]]] = []
-    for ranks, layout in ((1, "dp=1"), (2, "tp=2")):
-        with trip.gpu.joined(ranks):
+    for layout in ("dp=1", *layouts):
+        with trip.gpu.joined(1 + (layout != "dp=1")):
             out = trip.fivefold("generate", *command, "--device", trip.device, "--layout", layout)
         lines = [json.loads(line) for line in out.splitlines()]
         answers.append({line["id"]: line["tokens"] for line in lines})
     check(len(answers[0]) == len(rows), f"{len(answers[0])} of {len(rows)} prompts were answered")
-    others = [number for number, tokens in answers[0].items() if answers[1].get(number) != tokens]
-    check(not others, f"tp=2 gave other tokens for the prompts {others}")
+    for layout, answer in zip(layouts, answers[1:], strict=True):
+        others = [number for number, tokens in answers[0].items() if answer.get(number) != tokens]
+        check(not others, f"{layout} gave other tokens for the prompts {others}")
     trip.notes["tokens"] = sum(map(len, answers[0].values()))
+    trip.notes["layouts"] = ", ".join(layouts)
 
 
 def ask(place: tuple[str, int], prompt: list[int], most: int, leaves: bool = False) -> Answer:
@@ -578,6 +580,10 @@ def _layout(
     return Journey(name, way, together=True)
 
 
+def _generated(name: str, family: str, *layouts: str) -> Journey:
+    return Journey(name, partial(generated, family=family, layouts=layouts), together=True)
+
+
 def _served(family: str, cache_gb: float) -> Journey:
     return Journey(f"serve-{family}", partial(served, family=family, cache_gb=cache_gb))
 
@@ -595,7 +601,8 @@ JOURNEYS = {
         _layout("dense-3d", dense, "dp=2 tp=2 pp=2"),
         _layout("experts-4d", experts, "dp=2 tp=2 pp=2 ep=2"),
         Journey("fp8", fp8),
-        Journey("generate-tp", tensor_ranks, together=True),
+        _generated("generate-tp", "dense", "tp=2"),
+        _generated("generate-ep", "experts", "dp=2 ep=2", "pp=2"),
         _served("dense", 0.05),
         _served("experts", 0.1),
         _served("latents", 0.03),
