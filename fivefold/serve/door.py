@@ -1,6 +1,6 @@
 """Doors: the processes that speak HTTP, and the keeper that forks them, again if one dies.
 
-All doors share the listening socket. Each has connections, a tokenizer and a process for chats of
+Each has a socket of the same port, connections, a tokenizer and a process for chats of
 its own, and turns tokens into text and events; what waits and runs in which engine is the
 dispatcher's. The keeper is forked before the server has threads and handles signals.
 """
@@ -40,9 +40,8 @@ _PAUSE_S = 0.5  # before a new start
 class DoorTask:
     """Task of every door."""
 
-    count: int
     address: Path  # of the dispatcher's socket
-    listener: socket.socket
+    listeners: tuple[socket.socket, ...]  # of all doors
     name: str
     keys: tuple[str, ...]
     limits: HttpLimits
@@ -112,7 +111,7 @@ def _keep(task: DoorTask, pipe: Connection, inherited: list[Connection], parent:
         process.start()
         return process
 
-    doors = {door: start(door) for door in range(task.count)}
+    doors = {door: start(door) for door in range(len(task.listeners))}
     while doors:
         news = wait([*([pipe] if restarts else []), *(each.sentinel for each in doors.values())])
         restarts &= pipe not in news
@@ -146,23 +145,26 @@ async def _run(task: DoorTask, door: int) -> None:
     await asyncio.to_thread(calls.grammars.load)  # ranks load as well
     await api.prompts.start()
     send(DoorHello(door, os.getpid()))
-    listening, draining = None, None
+    listener, listening, draining = task.listeners[door], None, None
     async for values in read_messages(reader):
         calls.take(values)
-        if listening is None and any(isinstance(v, ServerState) and v.accepts for v in values):
-            # One connection at a time: others are for other doors.
-            listening = await asyncio.start_server(api.accept, sock=task.listener, backlog=1)
-            task.listener.listen(BACKLOG)
         for value in values:
-            if isinstance(value, Drain):
-                draining = asyncio.ensure_future(_drain(api, writer, value.seconds))
+            if isinstance(value, ServerState) and value.accepts and listening is None:
+                listening = await asyncio.start_server(api.accept, sock=listener, backlog=BACKLOG)
+            elif isinstance(value, Drain):
+                draining = asyncio.ensure_future(_drain(api, value.seconds, listener, writer))
     if draining is not None:
         await draining
 
 
-async def _drain(api: Api, writer: asyncio.StreamWriter, seconds: float) -> None:
-    """Answer what is open; then the end of the link ends this process."""
+async def _drain(
+    api: Api, seconds: float, listener: socket.socket, writer: asyncio.StreamWriter
+) -> None:
+    """Answer what is open. Then new connections are for other doors, and the end of the link ends
+    this process."""
     await api.drain(seconds)
+    with contextlib.suppress(OSError):
+        listener.shutdown(socket.SHUT_RDWR)
     writer.close()
     await writer.wait_closed()
 

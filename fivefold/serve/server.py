@@ -64,8 +64,9 @@ def usual_doors(engines: int) -> int:
     return max(1, min(engines, (os.cpu_count() or 1) // _CORES_OF_A_DOOR))
 
 
-def listening_socket(host: str, port: int, has_keys: bool) -> socket.socket:
-    """Listen on an address; beyond loopback only with API keys."""
+def bound_socket(host: str, port: int, has_keys: bool, *, shared: bool = False) -> socket.socket:
+    """Bind a socket to an address, for us alone or as one of several; beyond loopback only with API
+    keys."""
     try:
         addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except (OSError, UnicodeError) as error:
@@ -80,6 +81,8 @@ def listening_socket(host: str, port: int, has_keys: bool) -> socket.socket:
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if shared:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for name, value in _KEEPALIVE.items():
             if hasattr(socket, name):  # not on every system; accepted sockets inherit it
@@ -137,13 +140,13 @@ class ModelServer:
     async def _run(self, folder: Path) -> int:
         options, loop = self.options, asyncio.get_running_loop()
         # Before the fork, for what it refuses: ranks are not to inherit it.
-        listening_socket(options.host, options.port, bool(options.keys)).close()
+        bound_socket(options.host, options.port, bool(options.keys)).close()
         for task in self._tasks(folder):
             self._keepers.append(EngineKeeper(task, options.restarts, self._keepers))
-        links = None
+        links, listeners = None, list[socket.socket]()
         try:
-            listener = listening_socket(options.host, options.port, bool(options.keys))
-            doors = self._doors = self._keep_doors(folder, listener)
+            listeners = self._listeners()
+            doors = self._doors = self._keep_doors(folder, listeners)
             loop.add_reader(doors.pipe.fileno(), self._hear_doors, doors)
             for keeper in self._keepers:
                 loop.add_reader(keeper.pipe.fileno(), self._hear, keeper)
@@ -152,19 +155,30 @@ class ModelServer:
             links = await asyncio.start_unix_server(self.dispatcher.hear, folder / API_SOCKET)
             await self._until_ready()
             if not self.stopping:
-                await self._serve(listener)
+                await self._serve(listeners)
         finally:
             if links is not None:
                 links.close()
             await self._end()
+            for listener in listeners:
+                listener.close()
         return 1 if self._lost and not self.stopping else 0
 
-    def _keep_doors(self, folder: Path, listener: socket.socket) -> DoorKeeper:
+    def _listeners(self) -> list[socket.socket]:
+        """A socket for every door: the kernel shares connections out. They are ours as well, so
+        that clients of a door that has died wait for the next."""
+        options, port = self.options, self.options.port
+        listeners: list[socket.socket] = []
+        for _ in range(options.doors):
+            listeners.append(bound_socket(options.host, port, bool(options.keys), shared=True))
+            port = listeners[0].getsockname()[1]
+        return listeners
+
+    def _keep_doors(self, folder: Path, listeners: list[socket.socket]) -> DoorKeeper:
         options, setup = self.options, self.setup
         task = DoorTask(
-            options.doors,
             folder / API_SOCKET,
-            listener,
+            tuple(listeners),
             options.name,
             options.keys,
             options.limits,
@@ -278,11 +292,12 @@ class ModelServer:
             if self._lost:
                 raise ServeLost(next(iter(self._lost.values())))
 
-    async def _serve(self, listener: socket.socket) -> None:
+    async def _serve(self, listeners: list[socket.socket]) -> None:
         options, dispatcher = self.options, self.dispatcher
-        listener.listen(BACKLOG)
+        for listener in listeners:
+            listener.listen(BACKLOG)
         dispatcher.publish(accepts=True)
-        host, port = listener.getsockname()[:2]
+        host, port = listeners[0].getsockname()[:2]
         shown = f"[{host}]" if ":" in host else host
         self.on_ready(f"http://{shown}:{port}/v1")
         while not self.stopping and self._serves():
@@ -297,7 +312,6 @@ class ModelServer:
                 while dispatcher.doors:
                     dispatcher.joined.clear()
                     await dispatcher.joined.wait()
-        listener.close()
 
     def _kill_doors(self) -> None:
         if self._doors is not None:

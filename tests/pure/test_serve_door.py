@@ -38,7 +38,6 @@ from fivefold.serve.links import (
 from fivefold.serve.metrics import ServeMetrics
 from fivefold.serve.prompting import PromptReader
 from fivefold.serve.rank import RankBeat
-from fivefold.serve.replicas import ServingReplica
 from fivefold.serve.schema import ApiError, parse_asked
 
 HEALTH = b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
