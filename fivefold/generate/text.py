@@ -302,6 +302,10 @@ class TextStream:
             data = self._half + self._bytes[token]
             new, num_read = utf_8_decode(data, "replace", False)
             self._half = data[num_read:]
+            if not self.stops:  # most of what servers do for a token
+                self._parts.append(new)
+                self._num_given += len(new)
+                return new
             self._add(new)
         else:
             self._tokens.append(token)

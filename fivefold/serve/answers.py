@@ -1,6 +1,6 @@
 """The choices of a call as they grow, and the JSON of them, whole or in chunks.
 
-The API process holds the text: a stop text is found here, and the engine is told to end. Text and
+The door holds the text: a stop text is found here, and the engine is told to end. Text and
 log-probabilities are given out together, when later tokens cannot change the text.
 """
 

@@ -145,26 +145,27 @@ async def _run(task: DoorTask, door: int) -> None:
     await asyncio.to_thread(calls.grammars.load)  # ranks load as well
     await api.prompts.start()
     send(DoorHello(door, os.getpid()))
-    listener, listening, draining = task.listeners[door], None, None
+    listener, server, draining = task.listeners[door], None, None
     async for values in read_messages(reader):
         calls.take(values)
         for value in values:
-            if isinstance(value, ServerState) and value.accepts and listening is None:
-                listening = await asyncio.start_server(api.accept, sock=listener, backlog=BACKLOG)
-            elif isinstance(value, Drain):
-                draining = asyncio.ensure_future(_drain(api, value.seconds, listener, writer))
+            if isinstance(value, ServerState) and value.accepts and server is None:
+                server = await asyncio.start_server(api.accept, sock=listener, backlog=BACKLOG)
+            elif isinstance(value, Drain) and server is not None:
+                draining = asyncio.ensure_future(_drain(api, value.seconds, server, writer))
     if draining is not None:
         await draining
 
 
 async def _drain(
-    api: Api, seconds: float, listener: socket.socket, writer: asyncio.StreamWriter
+    api: Api, seconds: float, server: asyncio.Server, writer: asyncio.StreamWriter
 ) -> None:
     """Answer what is open. Then new connections are for other doors, and the end of the link ends
     this process."""
     await api.drain(seconds)
-    with contextlib.suppress(OSError):
-        listener.shutdown(socket.SHUT_RDWR)
+    with server.sockets[0].dup() as listener, contextlib.suppress(OSError):
+        server.close()
+        listener.shutdown(socket.SHUT_RDWR)  # for all processes that have it
     writer.close()
     await writer.wait_closed()
 

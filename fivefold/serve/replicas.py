@@ -35,7 +35,7 @@ _MOST_DIGESTS = 1 << 16  # that are remembered of a replica
 
 
 class ServingReplica:
-    """The state of a serving engine, as the API process sees it."""
+    """The state of a serving engine, as the dispatcher sees it."""
 
     def __init__(self, hello: ReplicaHello, writer: asyncio.StreamWriter, most: int) -> None:
         """`most`: sequences of a data rank at a time."""

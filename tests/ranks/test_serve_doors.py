@@ -91,7 +91,7 @@ def test_two_doors_share_clients_and_numbers(server: RunningServer) -> None:
     texts = {reply.texts[0] for reply in drained if reply is not None}
     assert len(drained) == 12 and len(texts) == 1 and len(next(iter(texts)).split()) == 200
     server.process.join(20)
-    assert server.process.exitcode == 0
+    assert server.process.exitcode == 0 and "Error" not in server.output.read_text()
 
 
 def test_a_killed_door_takes_nobody_else_along(server: RunningServer) -> None:
