@@ -108,7 +108,8 @@ def test_a_killed_door_takes_nobody_else_along(server: RunningServer) -> None:
     replies = asyncio.run(killed_in_the_middle())
     texts = [reply.texts for reply in replies if isinstance(reply, Reply)]
     assert 0 < len(texts) < 16 and set(texts) == {whole}, "of the other door"
-    assert server.settles(), "sequences of the killed one were dropped"
+    assert server.settles() and server.number("fivefold_running") == 0
+    assert server.number("fivefold_output_tokens_total") < 15 * 200, "of the killed one are dropped"
     until(lambda: len(server.doors()) == 2)
     assert victim not in server.doors() and other in server.doors()
     assert "door 0 ended with exit code -9; new start" in server.output.read_text()
