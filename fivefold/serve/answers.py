@@ -150,7 +150,7 @@ class ServedCall:
     error: ApiError | None = None
     first: float | None = None  # when the first token came
     last: float = 0.0
-    send_news: Callable[[], bool] | None = None  # if that need not wait; else it returns False
+    send_news: Callable[[], bool] | None = None
 
     @property
     def ended(self) -> bool:
@@ -165,6 +165,11 @@ class ServedCall:
         """Record the time of a token."""
         self.last = time.monotonic()
         self.first = self.first or self.last
+
+    def send_by(self, send_news: Callable[[], bool]) -> None:
+        """Send what is new without waking the task of the call; `send_news` returns whether it
+        could."""
+        self.send_news = send_news
 
     def update(self) -> None:
         """Send what is new, or wake the task of the call for it."""

@@ -241,7 +241,7 @@ class Api:
             if text_request.stream:
                 await self._stream(connection, call, watch, note)
             else:
-                call.send_news = lambda: not call.ended  # nothing is sent before
+                call.send_by(lambda: not call.ended)  # nothing is sent before
                 while not call.ended:
                     await _changed(call, watch)
                 if call.error is not None:
@@ -310,7 +310,8 @@ class Api:
             if data:
                 await connection.send(data)
                 data = b""
-            call.send_news = None if call.request.shows_prompt else send_news
+            if not call.request.shows_prompt:
+                call.send_by(send_news)
             await _changed(call, watch)
         await connection.send(data + self.writer.closing(call))
         await connection.finish()

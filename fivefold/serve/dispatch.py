@@ -195,7 +195,7 @@ class Dispatcher:
     def begin(self, door: DoorPeer, begun: BeginCall) -> None:
         """Queue a call, or refuse it."""
         call = door.calls[begun.id] = RoutedCall(begun.id, begun.client, begun.stream, door)
-        call.requests += [RoutedRequest(call, request) for request in begun.requests]
+        call.requests.extend(RoutedRequest(call, request) for request in begun.requests)
         if (count := len(call.requests)) > self.queue.most:
             rule = f"{count} choices, and {self.queue.most} may wait in all: ask for fewer"
             return call.fail(ApiError(400, rule, "n", "invalid_value"))
@@ -266,8 +266,7 @@ class Dispatcher:
         for row in news.rows:
             routed = open_requests.get(row[0])
             if routed is not None:
-                routed.has_drawn = True
-                routed.call.door.rows.append(row)
+                routed.take(row)
                 if row[3] is None and not targets and not replica.sources:
                     continue
             self._follow(replica, row, routed, targets.get(row[0]))

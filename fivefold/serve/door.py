@@ -113,7 +113,9 @@ def _keep(task: DoorTask, pipe: Connection, inherited: list[Connection], parent:
 
     doors = {door: start(door) for door in range(len(task.listeners))}
     while doors:
-        news = wait([*([pipe] if restarts else []), *(each.sentinel for each in doors.values())])
+        news = wait(
+            [*([pipe] if restarts else []), *(process.sentinel for process in doors.values())]
+        )
         restarts &= pipe not in news
         for door, process in list(doors.items()):
             if process.exitcode is None:

@@ -34,6 +34,11 @@ class RoutedRequest:
         that a request that crashes engines does not crash all of them."""
         return not self.has_restarted and not (self.call.streams and self.has_drawn)
 
+    def take(self, row: DrawnRow) -> None:
+        """Take a token for its door."""
+        self.has_drawn = True
+        self.call.door.rows.append(row)
+
     def restart(self) -> None:
         """Begin again under another id."""
         self.has_restarted, self.has_drawn = True, False
