@@ -235,9 +235,9 @@ class _TokenBytes(dict[int, bytes]):
         super().__init__()
         self.tokenizer, self.special = codec.tokenizer, codec.named().keys()
         printable = (*range(33, 127), *range(161, 173), *range(174, 256))
-        others = (byte for byte in range(NUM_BYTES) if byte not in printable)
+        shifted = (byte for byte in range(NUM_BYTES) if byte not in printable)
         self.bytes = {chr(byte): byte for byte in printable}
-        self.bytes |= {chr(NUM_BYTES + i): byte for i, byte in enumerate(others)}
+        self.bytes |= {chr(NUM_BYTES + i): byte for i, byte in enumerate(shifted)}
 
     def __missing__(self, token: int) -> bytes:
         text = self.tokenizer.id_to_token(token)
