@@ -7,7 +7,7 @@ READY := .venv/.ready
 # Hundreds of interpreters start in the tests: each would compile the package again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup train test test-map mutants nightly test-page bench-page page-pictures docs reference lint types verify-all bench-schedule bench-overlap bench-tensor bench-pipeline bench-context bench-expert bench-gpu bench-rank bench-decode bench-sampling bench-serve bench-step bench-logging bench-clock bench-checkpoint bench-plan bench-tokens chaos recover stress flips bench-flips verify-nccl accept-gpu device-env learn score clean
+.PHONY: setup train test test-map mutants nightly test-page bench-page page-pictures docs reference lint types verify-all bench-schedule bench-overlap bench-tensor bench-pipeline bench-context bench-expert bench-gpu bench-rank bench-decode bench-sampling bench-serve bench-door bench-step bench-logging bench-clock bench-checkpoint bench-plan bench-tokens chaos recover stress flips bench-flips verify-nccl accept-gpu device-env learn score clean
 
 setup: $(READY)
 
@@ -176,6 +176,10 @@ bench-sampling: setup
 # Poisson arrivals at a server of a random model: TTFT, TPOT, goodput. ARGS for another model, device or rates; it fails if a request is lost.
 bench-serve: setup
 	$(BIN)/python benchmarks/serve.py $(ARGS)
+
+# CPU time per token in the processes of a server that speak HTTP, with engines that only send tokens. ARGS="--doors 1 4 8 --replicas 8" for many cores.
+bench-door: setup
+	$(BIN)/python benchmarks/door.py $(ARGS)
 
 # One rank of four large jobs alone on a GPU, compiled against operator by operator; it fails below 1.05 (1.15 with experts).
 bench-rank: setup

@@ -48,6 +48,10 @@ PrefillReplicasOption = Annotated[int, typer.Option(help="Engines that compute p
 RestartsOption = Annotated[
     int, typer.Option(help="Maximum new starts in a row of an engine that loses a rank.")
 ]
+DoorsOption = Annotated[
+    int | None,
+    typer.Option(help="Processes that speak HTTP (default: one for 4 cores, at most the engines)."),
+]
 HostOption = Annotated[
     str, typer.Option(help="Address to listen on; beyond loopback only with a key.")
 ]
@@ -86,6 +90,7 @@ def run(
     prefill: PrefillOption = None,
     prefill_replicas: PrefillReplicasOption = 1,
     restarts: RestartsOption = 3,
+    doors: DoorsOption = None,
     host: HostOption = "127.0.0.1",
     port: PortOption = 8000,
     api_key: KeyOption = None,
@@ -119,6 +124,7 @@ def run(
             prefill=prefill,
             prefill_replicas=prefill_replicas,
             restarts=restarts,
+            doors=doors,
             host=host,
             port=port,
             api_key=api_key or (),
@@ -164,6 +170,7 @@ def serve(
     prefill: str | None = None,
     prefill_replicas: int = 1,
     restarts: int = 3,
+    doors: int | None = None,
     host: str = "127.0.0.1",
     port: int = 8000,
     api_key: str | Sequence[str] = (),
@@ -195,6 +202,8 @@ def serve(
     above("--replicas", replicas, 0)
     _require_prefill_replicas(prefill_replicas, prefill)
     above("--restarts", restarts, -1)
+    if doors is not None:
+        above("--doors", doors, 0)
     above("--max-queue", max_queue, 0)
     above("--max-running", max_running, 0)
     if max_batch_tokens is not None:
@@ -216,11 +225,15 @@ def serve(
         from fivefold.serve import server
     except ModuleNotFoundError as error:
         raise FivefoldError(f"serving needs the h11 library ({error}): {INSTALL}") from error
+    opened = partial(open_weights, model, chosen)
+    setup = set_up(model, runs, opened)
+    first = None if prefill is None else _prompts_of(model, replace(runs, layout=prefill), opened)
     options = server.ServeOptions(
         name or path.resolve().name,
         host=host,
         port=port,
         keys=keys,
+        doors=doors or server.usual_doors(replicas * setup.plan.layout.dp),
         replicas=replicas,
         prefill_replicas=prefill_replicas,
         restarts=restarts,
@@ -230,9 +243,6 @@ def serve(
         cache_gb=cache_gb,
         drain_s=drain_seconds,
     )
-    opened = partial(open_weights, model, chosen)
-    setup = set_up(model, runs, opened)
-    first = None if prefill is None else _prompts_of(model, replace(runs, layout=prefill), opened)
     if replicas > 1 or first is not None:
         setup = _beside_others(setup)
     warn = on_warning or warn_caller

@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import json
 import secrets
+from codecs import utf_8_decode
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
@@ -20,6 +23,7 @@ if TYPE_CHECKING:
 
 _LEAST_LONGEST = 64  # bytes
 _HALF = "\ufffd"  # what a part of a character decodes to
+_BYTES = defaultdict(bytes, {byte: bytes([byte]) for byte in range(NUM_BYTES)})
 
 
 class Codec(Protocol):
@@ -82,6 +86,12 @@ class LibraryCodec:
         # A word without a token, or spaces that are left out, may be longer than any token.
         longest = max((len(token.encode()) for token in self.tokenizer.get_vocab()), default=0)
         return max(longest, _LEAST_LONGEST)
+
+    @cached_property
+    def token_bytes(self) -> Mapping[int, bytes] | None:
+        """Bytes of every token, if the tokenizer is one of bytes."""
+        is_byte_level = type(self.tokenizer.decoder).__name__ == "ByteLevel"
+        return _TokenBytes(self) if is_byte_level else None
 
 
 class QuotingCodec:
@@ -218,6 +228,36 @@ def stops_of(codec: Codec, stops: Iterable[str]) -> tuple[tuple[str, ...], froze
     return tuple(texts), frozenset(tokens)
 
 
+class _TokenBytes(dict[int, bytes]):
+    """Bytes of the tokens of a byte-level tokenizer, each computed when it first occurs."""
+
+    def __init__(self, codec: LibraryCodec) -> None:
+        super().__init__()
+        self.tokenizer, self.special = codec.tokenizer, codec.named().keys()
+        printable = (*range(33, 127), *range(161, 173), *range(174, 256))
+        shifted = (byte for byte in range(NUM_BYTES) if byte not in printable)
+        self.bytes = {chr(byte): byte for byte in printable}
+        self.bytes |= {chr(NUM_BYTES + i): byte for i, byte in enumerate(shifted)}
+
+    def __missing__(self, token: int) -> bytes:
+        text = self.tokenizer.id_to_token(token)
+        data = b""  # of a special token, or a row that pads the vocabulary
+        if text is not None and text not in self.special:
+            numbers = [self.bytes.get(character) for character in text]
+            # As the library does it: an added token may have other characters.
+            data = text.encode() if None in numbers else bytes(cast("list[int]", numbers))
+        self[token] = data
+        return data
+
+
+def bytes_of_tokens(codec: Codec) -> Mapping[int, bytes] | None:
+    """Bytes of every token, if a text is those of its tokens in a row; None if tokens depend on
+    their neighbors, as words and their spaces do."""
+    if type(codec) is ByteCodec:
+        return _BYTES
+    return codec.token_bytes if isinstance(codec, LibraryCodec) else None
+
+
 class TextStream:
     """Incremental decoder of one completion."""
 
@@ -231,49 +271,83 @@ class TextStream:
         """Stop texts count after `min_tokens`. `context`: tokens before the text, which is spaced
         as their continuation."""
         self.codec, self.stops = codec, tuple(stops)
-        self.text = ""  # all that is decided, without the stop text
         self.stopped = False
-        self._tokens, self._ignored = list(context), len(context) + min_tokens
-        self._start, self._read = (
-            0,
-            len(context),
-        )  # tokens from `_start` are decoded together, as words need
-        self._given = 0  # characters that were given out
+        # A context may end in the middle of a character, which only its own tokens can tell.
+        self._bytes = None if context else bytes_of_tokens(codec)
+        self._half = b""  # of a character
+        self._tokens, self._num_ignored = list(context), min_tokens
+        # Where bytes are not known, tokens from `_start` are decoded together, as words need.
+        self._start, self._read = 0, len(context)
+        self._num_tokens = 0
+        self._parts: list[str] = []  # that were given out
+        self._num_given = 0
+        self._tail = ""  # that is decided, and not given out
+        self._ends = {stop[:n] for stop in self.stops for n in range(1, len(stop))}
+        self._longest = max(map(len, self._ends), default=0)
+
+    @property
+    def text(self) -> str:
+        """All text that is decided, without the stop text."""
+        return "".join(self._parts) + self._tail
+
+    @property
+    def num_chars(self) -> int:
+        """Characters of `text`."""
+        return self._num_given + len(self._tail)
 
     def push(self, token: int) -> str:
         """Add a token; returns text that later tokens cannot change."""
-        self._tokens.append(token)
-        before = self.codec.decode(self._tokens[self._start : self._read])
-        text = self.codec.decode(self._tokens[self._start :])
-        if len(text) > len(before) and not text.endswith(_HALF):
-            self._start, self._read = self._read, len(self._tokens)
-            self._add(text[len(before) :])
-        return self._give(len(self.text) - self._held())
+        self._num_tokens += 1
+        if self._bytes is not None:
+            data = self._half + self._bytes[token]
+            new, num_read = utf_8_decode(data, "replace", False)
+            self._half = data[num_read:]
+            if not self.stops:  # most of what servers do for a token
+                self._parts.append(new)
+                self._num_given += len(new)
+                return new
+            self._add(new)
+        else:
+            self._tokens.append(token)
+            before = self.codec.decode(self._tokens[self._start : self._read])
+            text = self.codec.decode(self._tokens[self._start :])
+            if len(text) > len(before) and not text.endswith(_HALF):
+                self._start, self._read = self._read, len(self._tokens)
+                self._add(text[len(before) :])
+        return self._give(len(self._tail) - self._num_held())
 
     def finish(self) -> str:
         """Return the remaining text."""
         if not self.stopped:
-            before = self.codec.decode(self._tokens[self._start : self._read])
-            self._add(self.codec.decode(self._tokens[self._start :])[len(before) :])
-            self._start = self._read = len(self._tokens)
-        return self._give(len(self.text))
+            if self._bytes is not None:
+                self._add(self._half.decode("utf-8", "replace"))
+                self._half = b""
+            else:
+                before = self.codec.decode(self._tokens[self._start : self._read])
+                self._add(self.codec.decode(self._tokens[self._start :])[len(before) :])
+                self._start = self._read = len(self._tokens)
+        return self._give(len(self._tail))
 
     def _add(self, new: str) -> None:
-        before = len(self.text)
-        self.text += new
-        starts = [self.text.find(stop, max(0, before - len(stop) + 1)) for stop in self.stops]
-        starts = [start for start in starts if start >= 0]
-        if starts and len(self._tokens) > self._ignored:
-            self.text, self.stopped = self.text[: min(starts)], True
+        before = len(self._tail)
+        self._tail += new
+        if self.stops and self._num_tokens > self._num_ignored:
+            # A stop text cannot begin before the tail: what may begin one is in it.
+            starts = [self._tail.find(end, max(0, before - len(end) + 1)) for end in self.stops]
+            starts = [start for start in starts if start >= 0]
+            if starts:
+                self._tail, self.stopped = self._tail[: min(starts)], True
 
-    def _held(self) -> int:
+    def _num_held(self) -> int:
         """Characters at the end that may become a stop text."""
-        if self.stopped:
+        if self.stopped or not self._longest:
             return 0
-        lengths = (n for stop in self.stops for n in range(len(stop) - 1, 0, -1))
-        ends = {stop[:n] for stop in self.stops for n in range(1, len(stop))}
-        return max((n for n in lengths if self.text[-n:] in ends), default=0)
+        lengths = range(min(self._longest, len(self._tail)), 0, -1)
+        return next((n for n in lengths if self._tail[-n:] in self._ends), 0)
 
-    def _give(self, stop: int) -> str:
-        text, self._given = self.text[self._given : stop], max(self._given, stop)
+    def _give(self, count: int) -> str:
+        text, self._tail = self._tail[:count], self._tail[count:]
+        if text:
+            self._parts.append(text)
+            self._num_given += count
         return text

@@ -1,6 +1,6 @@
 """The choices of a call as they grow, and the JSON of them, whole or in chunks.
 
-The API process holds the text: a stop text is found here, and the engine is told to end. Text and
+The door holds the text: a stop text is found here, and the engine is told to end. Text and
 log-probabilities are given out together, when later tokens cannot change the text.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -19,6 +19,7 @@ from fivefold.serve.schema import ApiError, AskedText
 
 DONE = b"data: [DONE]\n\n"
 _CONTEXT = 8  # tokens of an echoed prompt that decide how the text after it is spaced
+_TEXT = "\0"  # where an event has its text; what else is in it is no control character
 _LEAST_LOGPROB = -9999.0  # of a token without probability: JSON has no −inf
 
 
@@ -57,15 +58,12 @@ class ServedChoice:
         """`echo`: what the text begins with, the prompt if it is wanted."""
         self.call, self.index, self.request = call, index, request
         self.codec, self.stops, self.echo = codec, stops, echo
-        self.starts = 0
-        self.begin()
+        self.frame: tuple[bytes, bytes] | None = None  # of its events, around the text
+        self.begin(request.id)
 
-    def begin(self) -> None:
-        """Reset to no tokens; under another id after a restart, since results of the first may
-        still arrive."""
-        self.starts += 1
-        if self.starts > 1:
-            self.request = replace(self.request, id=f"{self.request.id}/{self.starts}")
+    def begin(self, id: str) -> None:
+        """Reset to no tokens, under an id."""
+        self.request = replace(self.request, id=id)
         context = self.request.prompt[-_CONTEXT:] if self.echo else ()
         self.stream = TextStream(self.codec, self.stops, self.request.min_tokens, context)
         self.num_tokens = 0
@@ -73,18 +71,8 @@ class ServedChoice:
         self.scores: list[PromptScore] = []
         self._prompt_taken = False
         # Given out by the stream, and of this by us; the echo is given out apart.
-        self._text, self._taken = self.echo, len(self.echo)
+        self._text, self._num_taken = "", len(self.echo)
         self._notes: list[TokenNote] = []  # not yet given out
-
-    @property
-    def can_begin_again(self) -> bool:
-        """Whether it may restart: its client has seen nothing of it, and it started once only, so
-        that a request that crashes engines does not crash all of them."""
-        return self.starts == 1 and not (self.call.request.stream and self.num_tokens)
-
-    @property
-    def client(self) -> str:
-        return self.call.client
 
     @property
     def id(self) -> str:
@@ -109,8 +97,10 @@ class ServedChoice:
             return
         self.num_tokens += token >= 0  # a grammar may end without one
         if reason != "stop":  # a stop token has no text
-            number, offset = max(logprob, _LEAST_LOGPROB), len(self.echo) + len(self.stream.text)
-            self._notes.append(TokenNote(token, number, _finite(alternatives), offset))
+            if self.call.request.logprobs:
+                offset = len(self.echo) + self.stream.num_chars
+                number = max(logprob, _LEAST_LOGPROB)
+                self._notes.append(TokenNote(token, number, _finite(alternatives), offset))
             self._text += self.stream.push(token)
         if self.stream.stopped:
             reason = "stop"
@@ -131,11 +121,12 @@ class ServedChoice:
 
     def take(self) -> tuple[str, list[TokenNote]]:
         """Return text not yet sent, and its tokens."""
-        text, self._taken = self._text[self._taken :], len(self._text)
+        text, self._text = self._text, ""
+        self._num_taken += len(text)
         if self.reason is not None and not self.stream.stopped:
             ready = len(self._notes)
         else:
-            ready = sum(note.offset < self._taken for note in self._notes)
+            ready = sum(note.offset < self._num_taken for note in self._notes)
         notes, self._notes = self._notes[:ready], self._notes[ready:]
         return text, notes
 
@@ -159,6 +150,7 @@ class ServedCall:
     error: ApiError | None = None
     first: float | None = None  # when the first token came
     last: float = 0.0
+    send_news: Callable[[], bool] | None = None
 
     @property
     def ended(self) -> bool:
@@ -173,6 +165,16 @@ class ServedCall:
         """Record the time of a token."""
         self.last = time.monotonic()
         self.first = self.first or self.last
+
+    def send_by(self, send_news: Callable[[], bool]) -> None:
+        """Send what is new without waking the task of the call; `send_news` returns whether it
+        could."""
+        self.send_news = send_news
+
+    def update(self) -> None:
+        """Send what is new, or wake the task of the call for it."""
+        if self.send_news is None or not self.send_news():
+            self.changed.set()
 
     def fail(self, error: ApiError) -> None:
         """Fail with an error."""
@@ -228,10 +230,13 @@ class AnswerWriter:
             if choice.index in indices:
                 continue
             text, notes = choice.take()
-            logprobs = self._logprobs(notes, call.request) if notes else None
-            shown = {"delta": {"content": text}} if call.request.chat else {"text": text}
-            if text or (logprobs and call.request.logprobs):
-                events.append(self._event(call, [self._row(choice.index, shown, logprobs, None)]))
+            if notes:
+                logprobs = self._logprobs(notes, call.request)
+                row = self._row(choice.index, self._shown(call, text), logprobs, None)
+                events.append(self._event(call, [row]))
+            elif text:
+                head, tail = choice.frame = choice.frame or self._frame(call, choice)
+                events.append(head + json.dumps(text).encode() + tail)
             if choice.reason is not None:
                 empty: dict[str, Any] = {"delta": {}} if call.request.chat else {"text": ""}
                 events.append(
@@ -239,6 +244,15 @@ class AnswerWriter:
                 )
                 indices.add(choice.index)
         return b"".join(events)
+
+    def _shown(self, call: ServedCall, text: str) -> dict[str, Any]:
+        return {"delta": {"content": text}} if call.request.chat else {"text": text}
+
+    def _frame(self, call: ServedCall, choice: ServedChoice) -> tuple[bytes, bytes]:
+        """What is before and after the text in all events of a choice."""
+        row = self._row(choice.index, self._shown(call, _TEXT), None, None)
+        head, _, tail = self._event(call, [row]).rpartition(json.dumps(_TEXT).encode())
+        return head, tail
 
     def closing(self, call: ServedCall) -> bytes:
         """Last events of a stream, with the usage if requested."""
@@ -290,7 +304,7 @@ class AnswerWriter:
         stream.push(choice.request.prompt[0])
         for score in choice.scores:
             likeliest = score.alternatives[: request.alternatives]
-            offset = min(len(stream.text), len(choice.echo))
+            offset = min(stream.num_chars, len(choice.echo))
             yield TokenNote(score.token, score.logprob, likeliest, offset)
             stream.push(score.token)
 

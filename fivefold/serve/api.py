@@ -13,14 +13,13 @@ import json
 import time
 import uuid
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from urllib.parse import urlsplit
 
 from fivefold.core import FivefoldError
 from fivefold.serve.answers import AnswerWriter, ServedCall
-from fivefold.serve.dispatch import Dispatcher
+from fivefold.serve.calls import DoorCalls
 from fivefold.serve.http import (
     ClientGone,
     Headers,
@@ -30,13 +29,13 @@ from fivefold.serve.http import (
     HttpRequest,
     serve_connection,
 )
-from fivefold.serve.metrics import ServeMetrics
+from fivefold.serve.links import AnsweredRequest
+from fivefold.serve.metrics import GONE
 from fivefold.serve.prompting import PromptReader
 from fivefold.serve.schema import ApiError, parse_asked, wrong
 
 LOOPBACK = ("localhost", "127.0.0.1", "[::1]", "::1")
 COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
-GONE = 499  # as logs have it: the client has closed the connection
 _GET = ("/health", "/metrics", "/v1/models")
 _JSON = ("content-type", "application/json")
 _GRACE_S = 0.2  # for a request that is on its way when the server begins to end
@@ -50,6 +49,7 @@ class RequestNote:
     client: str = "-"
     status: int = 0
     fields: list[str] = field(default_factory=list[str])
+    times: tuple[float, float, float | None] | None = None  # to the first and last token, and TPOT
 
 
 class Api:
@@ -59,15 +59,12 @@ class Api:
         self,
         name: str,
         keys: tuple[str, ...],
-        dispatcher: Dispatcher,
+        calls: DoorCalls,
         prompts: PromptReader,
         limits: HttpLimits,
-        log: Callable[[str], None],
     ) -> None:
-        self.name, self.keys, self.dispatcher, self.prompts = name, keys, dispatcher, prompts
-        self.limits, self.log = limits, log
-        self.metrics: ServeMetrics = dispatcher.metrics
-        self.writer = AnswerWriter(name, dispatcher.codec)
+        self.name, self.keys, self.calls, self.prompts = name, keys, calls, prompts
+        self.limits, self.writer = limits, AnswerWriter(name, calls.codec)
         self.draining = False
         self.created = int(time.time())
         self._connections: dict[HttpConnection, asyncio.Task[None]] = {}
@@ -118,7 +115,7 @@ class Api:
                     self._connections[connection].cancel()
             await asyncio.sleep(0.02)
         if self._connections:
-            self.dispatcher.fail_all(_shutting_down())
+            self.calls.fail_all(_shutting_down())
             await asyncio.sleep(0.2)
             for task in list(self._connections.values()):
                 task.cancel()
@@ -134,7 +131,6 @@ class Api:
                 note.fields.append(f"error={json.dumps(error.message[:200])}")
         except ClientGone:
             note.status = GONE
-            self.metrics.left()
             raise
         except Exception as error:
             note.fields.append(f"error={json.dumps(f'{type(error).__name__}: {error}'[:300])}")
@@ -160,7 +156,7 @@ class Api:
         path, method = request.path.rstrip("/") or "/", request.method
         known = path in (*_GET, COMPLETIONS, CHATS) or path.startswith("/v1/models/")
         if path == "/health" and method == "GET":
-            state = "ok" if self.dispatcher.serves else "no engine"
+            state = "ok" if self.calls.state.serves else "no engine"
             state = "draining" if self.draining else state
             body = json.dumps({"status": state}).encode()
             return await self._respond(connection, note, 200 if state == "ok" else 503, body)
@@ -174,7 +170,7 @@ class Api:
         if verb == "POST":
             return await self._complete(connection, request, note)
         if path == "/metrics":
-            text = self.metrics.lines(self.dispatcher.gauges()).encode()
+            text = (await self.calls.metrics()).encode()
             kind = [("content-type", "text/plain; version=0.0.4; charset=utf-8")]
             return await self._respond(connection, note, 200, text, kind)
         await self._respond(connection, note, 200, self._models(path))
@@ -211,7 +207,7 @@ class Api:
             "created": self.created,
             "owned_by": "fivefold",
         }
-        model["max_model_len"] = self.dispatcher.longest
+        model["max_model_len"] = self.calls.state.longest
         if not name:
             return json.dumps({"object": "list", "data": [model]}).encode()
         if name != self.name:
@@ -234,17 +230,18 @@ class Api:
             raise self._unknown(text_request.model)
         if text_request.grammar:
             await self._check_grammar(text_request.grammar)
-        prompts = await self.prompts.tokens(text_request, self.dispatcher.longest)
+        prompts = await self.prompts.tokens(text_request, self.calls.state.longest)
         id = f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex[:24]}"
-        call = self.dispatcher.call(id, note.client, text_request, prompts, began)
+        call = self.calls.call(id, note.client, text_request, prompts, began)
         note.fields += [f"id={id}", f"prompt={call.prompt_tokens}"]
-        self.dispatcher.begin(call)
+        self.calls.begin(call)
         watch = asyncio.ensure_future(connection.gone())
         watch.add_done_callback(lambda _: call.changed.set())
         try:
             if text_request.stream:
                 await self._stream(connection, call, watch, note)
             else:
+                call.send_by(lambda: not call.ended)  # nothing is sent before
                 while not call.ended:
                     await _changed(call, watch)
                 if call.error is not None:
@@ -252,7 +249,7 @@ class Api:
                 body = await self._body(call)
                 await self._respond(connection, note, 200, body, [("x-request-id", id)])
         finally:
-            self.dispatcher.end(call)
+            self.calls.end(call)
             watch.cancel()
             await asyncio.wait([watch])
             self._count(call, note)
@@ -261,7 +258,7 @@ class Api:
         """Refuse a schema before an engine hears of it."""
         async with self._compiles:
             try:
-                await asyncio.to_thread(self.dispatcher.grammars.check, schema)
+                await asyncio.to_thread(self.calls.grammars.check, schema)
             except FivefoldError as error:
                 raise wrong("response_format", str(error)) from error
 
@@ -295,6 +292,14 @@ class Api:
         headers += [("cache-control", "no-cache"), ("x-request-id", call.id)]
         await connection.begin(200, [*headers, *self._closing()])
         data, indices = self.writer.opening(call), set[int]()
+
+        def send_news() -> bool:
+            if call.ended or not connection.can_send:
+                return False
+            if news := self.writer.news(call, indices):
+                connection.send_now(news)
+            return True
+
         while True:
             ended = call.ended
             if call.request.shows_prompt:
@@ -305,6 +310,8 @@ class Api:
             if data:
                 await connection.send(data)
                 data = b""
+            if not call.request.shows_prompt:
+                call.send_by(send_news)
             await _changed(call, watch)
         await connection.send(data + self.writer.closing(call))
         await connection.finish()
@@ -332,21 +339,22 @@ class Api:
         note.fields += [f"output={call.num_tokens}", f"reason={reasons}"]
         if call.first is None:
             return
-        self.metrics.ttft.add(call.first - call.began)
-        self.metrics.latency.add(call.last - call.began)
-        note.fields.append(f"ttft={call.first - call.began:.4f}")
+        ttft, latency, tpot = call.first - call.began, call.last - call.began, None
+        note.fields.append(f"ttft={ttft:.4f}")
         steps = max(choice.num_tokens for choice in call.choices) - 1
         if steps > 0:
-            self.metrics.tpot.add((call.last - call.first) / steps)
-            note.fields.append(f"tpot={(call.last - call.first) / steps:.4f}")
+            tpot = (call.last - call.first) / steps
+            note.fields.append(f"tpot={tpot:.4f}")
+        note.times = ttft, latency, tpot
 
     def _log(self, request: HttpRequest, note: RequestNote, seconds: float) -> None:
         known = request.path in (*_GET, COMPLETIONS, CHATS)
-        self.metrics.answered(request.path if known else "other", note.status)
         path = request.path[:100].encode("unicode_escape").decode()
         time_now = datetime.now(UTC).isoformat(timespec="milliseconds")
         fields = [time_now, request.peer, note.client, request.method[:10], path, str(note.status)]
-        self.log(" ".join([*fields, f"total={seconds:.4f}", *note.fields]))
+        line = " ".join([*fields, f"total={seconds:.4f}", *note.fields])
+        name = request.path if known else "other"
+        self.calls.send(AnsweredRequest(name, note.status, line, note.times))
 
 
 def _shutting_down() -> ApiError:

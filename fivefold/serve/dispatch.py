@@ -1,60 +1,66 @@
-"""Calls to replicas and tokens back: who waits, who runs, and what of it has ended."""
+"""Calls of doors to replicas and tokens back: who waits, who runs, and what of it has ended."""
 
 from __future__ import annotations
 
 import asyncio
-import itertools
 import math
-import secrets
-import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from statistics import fmean
+from typing import Any
 
 from fivefold.core.model import Shape
-from fivefold.generate import (
-    GRAMMAR_FAILED,
-    NOT_FINITE,
-    Codec,
-    Drawn,
-    Grammars,
-    Request,
-    Sampling,
+from fivefold.generate import Drawn
+from fivefold.serve.links import (
+    AnsweredRequest,
+    AskMetrics,
+    BeginCall,
+    DoorHello,
+    Drain,
+    DrawnRow,
+    EndCall,
+    EndRequest,
+    EngineRole,
+    KvTarget,
+    MetricsText,
+    ReplicaHello,
+    RestartedRequest,
+    ServerState,
+    StepNews,
+    packed_message,
+    read_messages,
 )
-from fivefold.serve.answers import ServedCall, ServedChoice
-from fivefold.serve.links import EngineRole, KvTarget, ReplicaHello, StepNews, read_message
 from fivefold.serve.metrics import Labels, ServeMetrics
 from fivefold.serve.queue import FairQueue
 from fivefold.serve.replicas import ServingReplica, least_loaded, prompt_digests
-from fivefold.serve.schema import ApiError, AskedText, wrong
+from fivefold.serve.routed import DoorPeer, RoutedCall, RoutedRequest
+from fivefold.serve.schema import ApiError
 
 _RECENT = 64  # calls whose time tells how long others will wait
 _LONGEST_RETRY_S = 60
 
 
 class Dispatcher:
-    """Routes calls to replicas, and tokens back to calls."""
+    """Routes calls of doors to replicas, and tokens back to doors."""
 
     def __init__(
         self,
         shape: Shape,
-        codec: Codec,
-        ends: frozenset[int],
         metrics: ServeMetrics,
         max_queue: int,
         max_running: int,
+        log: Callable[[str], None],
         has_prefill: bool = False,
     ) -> None:
-        """`max_running`: sequences of a data rank at a time. `has_prefill`: prompts have engines of
-        their own."""
-        self.has_prefill = has_prefill
-        self.shape, self.codec, self.ends, self.metrics = shape, codec, ends, metrics
-        self.max_running, self.grammars = max_running, Grammars(codec, shape.vocab)
-        self.named = codec.named()
-        self.queue: FairQueue[ServedChoice] = FairQueue(max_queue)
+        """`max_running`: sequences of a data rank at a time. `log` gets a line for every HTTP
+        request. `has_prefill`: prompts have engines of their own."""
+        self.shape, self.metrics, self.log, self.has_prefill = shape, metrics, log, has_prefill
+        self.max_running = max_running
+        self.queue: FairQueue[RoutedRequest] = FairQueue(max_queue)
         self.replicas: dict[int, ServingReplica] = {}
-        self.joined = asyncio.Event()  # set when a replica has come
-        self._numbers = itertools.count()
+        self.doors: dict[int, DoorPeer] = {}
+        self.joined = asyncio.Event()  # set when a replica or a door has come, or a door has gone
+        self.state = ServerState()
         self._recent: deque[float] = deque(maxlen=_RECENT)
 
     @property
@@ -76,18 +82,83 @@ class Dispatcher:
         return min([self.shape.max_seq, *capacities])
 
     async def hear(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Receive messages of a replica until it ends."""
+        """Receive messages of a replica or a door until it ends."""
+        peer: ServingReplica | DoorPeer | None = None
         try:
-            hello = await read_message(reader)
-            assert isinstance(hello, ReplicaHello)
-            replica = ServingReplica(hello, writer, self.max_running)
-            self.replicas[hello.replica] = replica
-            self.joined.set()
-            self.pump()  # others may wait, if it was started again
-            while True:
-                self._take(replica, await read_message(reader))
-        except (asyncio.IncompleteReadError, OSError):
+            async for values in read_messages(reader):
+                for value in values:
+                    if isinstance(peer, ServingReplica):
+                        self._take(peer, value)
+                    elif isinstance(peer, DoorPeer):
+                        self.take(peer, value)
+                    else:
+                        peer = self._join(value, writer)
+                self.send_rows()  # of several steps, if this process is late
+        finally:
             writer.close()
+            if isinstance(peer, DoorPeer):
+                self._leave(peer)
+
+    def _join(
+        self, hello: ReplicaHello | DoorHello, writer: asyncio.StreamWriter
+    ) -> ServingReplica | DoorPeer:
+        """A replica is ready, or a door; either may have been started again."""
+        if isinstance(hello, DoorHello):
+            peer = self.open_door(hello, lambda value: writer.write(packed_message(value)))
+        else:
+            peer = self.replicas[hello.replica] = ServingReplica(hello, writer, self.max_running)
+            self.publish()
+            self.pump()  # requests may wait for it
+        self.joined.set()
+        return peer
+
+    def open_door(self, hello: DoorHello, send: Callable[[Any], None]) -> DoorPeer:
+        """Take in a door, to which `send` sends messages."""
+        door = self.doors[hello.door] = DoorPeer(hello, send)
+        door.send(self.state)
+        return door
+
+    def _leave(self, door: DoorPeer) -> None:
+        """Abort the calls of a door that has ended."""
+        for call in list(door.calls.values()):
+            self.end(door, EndCall(call.id, None))
+        if self.doors.get(door.hello.door) is door:
+            del self.doors[door.hello.door]
+        self.joined.set()
+
+    def publish(self, accepts: bool | None = None) -> None:
+        """Tell all doors the state of the engines, and from when on they accept connections."""
+        accepts = self.state.accepts if accepts is None else accepts
+        self.state = ServerState(self.serves, self.longest, accepts)
+        for door in self.doors.values():
+            door.send(self.state)
+
+    def take(self, door: DoorPeer, value: Any) -> None:
+        """Take a message of a door."""
+        if isinstance(value, BeginCall):
+            self.begin(door, value)
+        elif isinstance(value, EndRequest):
+            # Under an earlier id it has begun again: its door will hear of that, and answer.
+            requests = door.calls[value.call].requests
+            self._drop(routed for routed in requests if routed.id == value.id)
+        elif isinstance(value, EndCall):
+            self.end(door, value)
+        elif isinstance(value, AnsweredRequest):
+            self.metrics.answered(value.path, value.status, value.times)
+            self.log(value.line)
+        elif isinstance(value, AskMetrics):
+            text = self.metrics.lines(self.gauges())
+            door.send(MetricsText(value.number, text))
+
+    def drain(self, seconds: float) -> None:
+        """Let all doors answer what is open, and end."""
+        for door in self.doors.values():
+            door.send(Drain(seconds))
+
+    def send_rows(self) -> None:
+        """Send doors what was drawn for their calls."""
+        for door in self.doors.values():
+            door.send_rows()
 
     def lose(self, index: int) -> None:
         """Requeue the requests of a dead engine, except those of which a client has seen text."""
@@ -95,23 +166,25 @@ class Dispatcher:
         if replica is None:
             return
         replica.lose()
+        self.publish()
         lost = list(replica.open.values())
         for other in self.replicas.values():  # what it was sending never arrives
             coming = [id for id, source in other.sources.items() if source is replica]
             lost += [other.open[id] for id in coming]
-        for choice in dict.fromkeys(lost):
+        for routed in dict.fromkeys(lost):
             for other in self.replicas.values():
-                other.drop(choice)
-            if choice.reason is not None or choice.call.error is not None:
+                other.drop(routed)
+            if routed.call.has_failed:
                 continue
-            again = choice.can_begin_again
-            self.metrics.lost(again)
-            if again:
-                choice.begin()
-                self.queue.restore(choice)
+            self.metrics.lost(routed.can_restart)
+            if routed.can_restart:
+                before = routed.id
+                routed.restart()
+                self.queue.restore(routed)
+                routed.call.door.send(RestartedRequest(before, routed.id))
             else:
                 rule = "the engine of this request was lost: send it again"
-                choice.call.fail(ApiError(500, rule, None, "engine_lost"))
+                routed.call.fail(ApiError(500, rule, None, "engine_lost"))
         self.pump()
 
     def give_up(self, reason: str) -> None:
@@ -119,94 +192,20 @@ class Dispatcher:
         while (waiting := self.queue.pop()) is not None:
             waiting.call.fail(ApiError(503, f"no engine is left: {reason}"))
 
-    def call(
-        self,
-        id: str,
-        client: str,
-        text_request: AskedText,
-        prompts: list[tuple[int, ...]],
-        began: float,
-    ) -> ServedCall:
-        """Create a call with its choices, and validate them."""
-        call = ServedCall(id, client, text_request, sum(map(len, prompts)), began)
-        seed = secrets.randbits(63) if text_request.seed is None else text_request.seed
-        sampling = Sampling(
-            text_request.temperature,
-            text_request.top_k,
-            text_request.top_p,
-            seed,
-            text_request.min_p,
-        )
-        tokens = frozenset(self.named[stop] for stop in text_request.stops if stop in self.named)
-        texts = tuple(stop for stop in text_request.stops if stop not in self.named)
-        tokens |= self._stop_tokens(text_request.stop_token_ids)
-        scores = text_request.prompt_alternatives
-        scores = None if scores is None else min(scores, self.shape.vocab)
-        for number, prompt in enumerate(prompts):
-            limit, echo = self._limit(prompt, text_request), ""
-            if text_request.echo:
-                shown = text_request.prompts[number]
-                echo = shown if isinstance(shown, str) else self.codec.decode(shown)
-            for copy in range(text_request.n):
-                request = Request(
-                    f"{id}/{next(self._numbers)}",
-                    prompt,
-                    limit,
-                    sampling,
-                    tokens if text_request.ignore_eos else self.ends | tokens,
-                    seed_key=f"choice {copy}",
-                    alternatives=min(text_request.alternatives, self.shape.vocab),
-                    min_tokens=text_request.min_tokens,
-                    # All choices of a chat have one prompt, which its answer has once.
-                    prompt_logprobs=None if text_request.chat and copy else scores,
-                    grammar=text_request.grammar,
-                )
-                index = len(call.choices)
-                call.choices.append(ServedChoice(call, index, request, self.codec, texts, echo))
-        return call
-
-    def _stop_tokens(self, tokens: tuple[int, ...]) -> frozenset[int]:
-        """The tokens that end a completion, all of the vocabulary."""
-        if bad := next((token for token in tokens if not 0 <= token < self.shape.vocab), None):
-            rule = f"token {bad} is not in the vocabulary: give tokens below {self.shape.vocab:,}"
-            raise wrong("stop_token_ids", rule)
-        return frozenset(tokens)
-
-    def _limit(self, prompt: tuple[int, ...], request: AskedText) -> int:
-        """The tokens that may be drawn; refuses a prompt that leaves no room for them."""
-        param, longest = "messages" if request.chat else "prompt", self.longest
-        if not prompt:
-            raise ApiError(400, f"{param}: it has no token", param, "invalid_value")
-        max_tokens = request.max_tokens
-        if len(prompt) + (max_tokens or 1) > longest:
-            asks = "" if max_tokens is None else f" and {max_tokens:,} more are asked for"
-            rule = f"the prompt has {len(prompt):,} tokens{asks}; {longest:,} is the limit"
-            advice = "shorten the prompt" if max_tokens is None else "shorten one of them"
-            raise ApiError(400, f"{rule}: {advice}", param, "context_length_exceeded")
-        if bad := next((token for token in prompt if not 0 <= token < self.shape.vocab), None):
-            rule = f"token {bad} is not in the vocabulary of {self.shape.vocab:,}"
-            raise ApiError(400, f"{param}: {rule}", param, "invalid_value")
-        limit = longest - len(prompt) if max_tokens is None else max_tokens
-        if request.min_tokens > limit:
-            rule = f"{request.min_tokens:,} are more than the {limit:,} that may be drawn"
-            raise wrong("min_tokens", f"{rule}: give fewer, or a larger max_tokens")
-        return max(1, limit)  # of 0 the engine draws a token too, which no answer has
-
-    def begin(self, call: ServedCall) -> None:
+    def begin(self, door: DoorPeer, begun: BeginCall) -> None:
         """Queue a call, or refuse it."""
-        if len(call.choices) > self.queue.most:
-            rule = (
-                f"{len(call.choices)} choices, and {self.queue.most} may wait in all: ask for fewer"
-            )
-            raise ApiError(400, rule, "n", "invalid_value")
-        pushed_out = self.queue.push(call.client, call.choices)
+        call = door.calls[begun.id] = RoutedCall(begun.id, begun.client, begun.stream, door)
+        call.requests.extend(RoutedRequest(call, request) for request in begun.requests)
+        if (count := len(call.requests)) > self.queue.most:
+            rule = f"{count} choices, and {self.queue.most} may wait in all: ask for fewer"
+            return call.fail(ApiError(400, rule, "n", "invalid_value"))
+        pushed_out = self.queue.push(call.client, call.requests)
         full = self.full()
         for other in pushed_out or ():
-            if other.call.error is None:
-                other.call.fail(full)
+            other.call.fail(full)
         if pushed_out is None:
-            raise full
-        self.metrics.begun(call.prompt_tokens)
+            return call.fail(full)
+        self.metrics.begun(begun.prompt_tokens)
         self.pump()
 
     def full(self) -> ApiError:
@@ -225,37 +224,34 @@ class Dispatcher:
             prompts = self._engines("prefill")
             if decode is None or (self.has_prefill and not any(p.has_room for p in prompts)):
                 return
-            choice = self.queue.pop()
-            assert choice is not None
+            routed = self.queue.pop()
+            assert routed is not None
             several = len(prompts or self.replicas) > 1
-            digests = prompt_digests(choice.request.prompt) if several else []
+            digests = prompt_digests(routed.request.prompt) if several else []
             first = least_loaded(prompts or self.replicas.values(), digests)
             assert first is not None
             if self.has_prefill:
-                first.add_prompt(choice, digests, decode)
+                first.add_prompt(routed, digests, decode)
             else:
-                first.add(choice, digests)
+                first.add(routed, digests)
 
     def _engines(self, role: EngineRole) -> list[ServingReplica]:
         return [replica for replica in self.replicas.values() if replica.role == role]
 
-    def end(self, call: ServedCall) -> None:
-        """Abort a call whose client has disconnected."""
-        for choice in call.choices:
-            self.queue.remove(choice)
-            for replica in self.replicas.values():
-                replica.drop(choice)
-        if call.ended and call.error is None:
-            self._recent.append(time.monotonic() - call.began)
-        self.pump()
+    def end(self, door: DoorPeer, ended: EndCall) -> None:
+        """Abort what is left of a call."""
+        call = door.calls.pop(ended.id)
+        if ended.seconds is not None:
+            self._recent.append(ended.seconds)
+        self._drop(call.requests)
 
-    def fail_all(self, error: ApiError) -> None:
-        """Fail all open calls."""
-        while (waiting := self.queue.pop()) is not None:
-            waiting.call.fail(error)
-        for replica in self.replicas.values():
-            for choice in list(replica.open.values()):
-                choice.call.fail(error)
+    def _drop(self, requests: Iterable[RoutedRequest]) -> None:
+        """Abort requests, wherever they are."""
+        for routed in requests:
+            self.queue.remove(routed)
+            for replica in self.replicas.values():
+                replica.drop(routed)
+        self.pump()
 
     def _take(self, replica: ServingReplica, news: StepNews) -> None:
         """Pass on the tokens of a step."""
@@ -263,40 +259,42 @@ class Dispatcher:
         self.metrics.drew(len(news.rows))
         targets = dict(news.moved)
         self.metrics.moved(len(targets), news.moved_bytes)
-        for id, token, logprob, rank, alternatives in news.prompt_rows:
-            if (choice := replica.open.get(id)) is not None:
-                choice.score(token, logprob, rank, alternatives)
-        for id, token, logprob, reason, alternatives in news.rows:
-            choice, target = replica.open.get(id), targets.get(id)
-            if choice is None:  # nobody waits for it any more
-                if target is not None and (after := self._at(target)) is not None:
-                    after.forget(id, target.home)
-                continue
-            replica.sources.pop(id, None)  # its cache has come
-            try:
-                if reason == "error" and token < 0:
-                    choice.fail(ApiError(500, GRAMMAR_FAILED, None, "grammar_failed"))
-                elif reason == "error":
-                    choice.fail(ApiError(500, NOT_FINITE, None, "logits_not_finite"))
-                else:
-                    choice.push(token, logprob, reason, alternatives)
-            except Exception as error:  # of a tokenizer: the other calls go on
-                rule = f"the tokens cannot be decoded: {type(error).__name__}: {error}"
-                choice.call.fail(ApiError(500, rule))
-            if target is not None:
-                self._pass_on(choice, replica, target, ((token, logprob),))
-            elif reason is not None:
-                for engine in (replica, *self._engines("decode")):
-                    engine.ended(choice)
-            elif choice.reason is not None:  # by a text that the engine does not see
-                replica.drop(choice)
-            choice.call.changed.set()
+        for row in news.prompt_rows:
+            if (routed := replica.open.get(row[0])) is not None:
+                routed.call.door.prompt_rows.append(row)
+        open_requests = replica.open
+        for row in news.rows:
+            routed = open_requests.get(row[0])
+            if routed is not None:
+                routed.take(row)
+                if row[3] is None and not targets and not replica.sources:
+                    continue
+            self._follow(replica, row, routed, targets.get(row[0]))
         for id, rule in news.refused:
-            choice = replica.open.get(id)
-            if choice is not None:
-                replica.ended(choice)
-                choice.call.fail(ApiError(400, rule, None, "invalid_value"))
+            if (routed := replica.open.get(id)) is not None:
+                replica.ended(routed)
+                routed.call.fail(ApiError(400, rule, None, "invalid_value"))
         self.pump()
+
+    def _follow(
+        self,
+        replica: ServingReplica,
+        row: DrawnRow,
+        routed: RoutedRequest | None,
+        target: KvTarget | None,
+    ) -> None:
+        """Where a request goes on after a token, if it does."""
+        id, token, logprob, reason, _ = row
+        if routed is None:  # nobody waits for it any more
+            if target is not None and (after := self._at(target)) is not None:
+                after.forget(id, target.home)
+            return
+        replica.sources.pop(id, None)  # its cache has come
+        if target is not None:
+            self._pass_on(routed, replica, target, ((token, logprob),))
+        elif reason is not None:
+            for engine in (replica, *self._engines("decode")):
+                engine.ended(routed)
 
     def _at(self, target: KvTarget) -> ServingReplica | None:
         """The engine that goes on, unless it has died since."""
@@ -305,18 +303,18 @@ class Dispatcher:
         return replica if same else None
 
     def _pass_on(
-        self, choice: ServedChoice, first: ServingReplica, target: KvTarget, drawn: Drawn
+        self, routed: RoutedRequest, first: ServingReplica, target: KvTarget, drawn: Drawn
     ) -> None:
         """Its cache is on its way, and so is the request, unless nobody wants more of it."""
-        first.ended(choice)
+        first.ended(routed)
         after = self._at(target)
         if after is None:  # its death has failed the call, or will
             return
-        if choice.reason is None and choice.call.error is None and choice.id in after.open:
-            after.go_on(choice, first, drawn)
+        if not routed.call.has_failed and routed.id in after.open:
+            after.go_on(routed, first, drawn)
         else:
-            after.ended(choice)
-            after.forget(choice.id, target.home)
+            after.ended(routed)
+            after.forget(routed.id, target.home)
 
     def gauges(self) -> list[tuple[str, str, list[tuple[Labels, float]]]]:
         """Gauges of all replicas."""

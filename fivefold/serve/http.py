@@ -84,6 +84,7 @@ class HttpConnection:
         self.reader, self.writer, self.limits = reader, writer, limits
         self.state = h11.Connection(h11.SERVER, limits.header_bytes)
         self.idle_since: float | None = None  # while no request has begun
+        self._is_chunked = False  # the response
         peer: Any = writer.get_extra_info("peername")
         self.peer = str(peer[0]) if peer else ""
         writer.transport.set_write_buffer_limits(_HIGH_WATER)
@@ -167,21 +168,51 @@ class HttpConnection:
     async def begin(self, status: int, headers: Headers) -> None:
         """Begin a response; chunked if it has no length."""
         pairs = [(name.encode(), value.encode("latin-1", "replace")) for name, value in headers]
-        await self._send(h11.Response(status_code=status, headers=pairs))
+        head = self._encoded(h11.Response(status_code=status, headers=pairs))
+        self._is_chunked = b"\r\ntransfer-encoding: chunked\r\n" in head.lower()
+        await self._write(head)
+
+    @property
+    def can_send(self) -> bool:
+        """Whether a part of a chunked response can be sent now, as `send` would, without a wait."""
+        transport = self.writer.transport
+        has_room = transport.get_write_buffer_size() <= _HIGH_WATER
+        return self._sends_chunks and has_room and not transport.is_closing()
+
+    def send_now(self, data: bytes) -> None:
+        """Send a part of the response if `can_send`."""
+        self.writer.write(self._part(data))
 
     async def send(self, data: bytes) -> None:
         """Send a part of the response. Raises `ClientGone`, also on timeout."""
-        await self._send(h11.Data(data=data))
+        await self._write(self._part(data))
 
     async def finish(self) -> None:
         """End the response."""
         await self._send(h11.EndOfMessage())
 
-    async def _send(self, event: h11.Event) -> None:
+    @property
+    def _sends_chunks(self) -> bool:
+        return self._is_chunked and self.state.our_state is h11.SEND_BODY
+
+    def _part(self, data: bytes) -> bytes:
+        """A part of the response as it is sent. Chunks are written by us: h11 takes as long for a
+        token as all else."""
+        if data and self._sends_chunks:
+            return b"%x\r\n%b\r\n" % (len(data), data)
+        return self._encoded(h11.Data(data=data))
+
+    def _encoded(self, event: h11.Event) -> bytes:
         try:
-            data, transport = self.state.send(event), self.writer.transport
+            return self.state.send(event) or b""
         except h11.LocalProtocolError as error:  # the client broke off in the middle
             raise ClientGone(str(error)) from error
+
+    async def _send(self, event: h11.Event) -> None:
+        await self._write(self._encoded(event))
+
+    async def _write(self, data: bytes) -> None:
+        transport = self.writer.transport
         if data:
             self.writer.write(data)
         if transport.is_closing():

@@ -5,7 +5,7 @@ of steps. A rank that goes on has a socket for each of its starts: what was mean
 has died never reaches the one that was started in its place. A cache is complete on a rank when all
 its pieces are there; when it is complete on all ranks of a replica, the leader adds the request.
 
-Every sequence that the API process announces is taken in or forgotten, so nothing stays.
+Every sequence that the dispatcher announces is taken in or forgotten, so nothing stays.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def kv_socket(folder: Path, engine: int, start: int, rank: int) -> Path:
 
 
 class KvOutbox(threading.Thread):
-    """Sends pieces in order. Pieces for a dead rank are dropped: the API process learns of its
+    """Sends pieces in order. Pieces for a dead rank are dropped: the dispatcher learns of its
     death."""
 
     def __init__(self, folder: Path, source: str) -> None:

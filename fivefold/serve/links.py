@@ -7,13 +7,14 @@ an engine, and the tokens that it has drawn.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import pickle
 import select
 import socket
 import struct
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -104,16 +105,141 @@ class StepNews:
     prompt_rows: list[PromptRow] = field(default_factory=list[PromptRow])  # before `rows`
 
 
+@dataclass(frozen=True)
+class DoorHello:
+    """A door is ready to accept connections."""
+
+    door: int
+    pid: int
+
+
+@dataclass(frozen=True)
+class BeginCall:
+    """Queue the requests of a call."""
+
+    id: str
+    client: str
+    stream: bool
+    prompt_tokens: int
+    requests: tuple[Request, ...]
+
+
+@dataclass(frozen=True)
+class EndRequest:
+    """Abort a request: its text has ended."""
+
+    call: str
+    id: str
+
+
+@dataclass(frozen=True)
+class EndCall:
+    """Abort what is left of a call; `seconds` that it took, if it was completed."""
+
+    id: str
+    seconds: float | None
+
+
+@dataclass(frozen=True)
+class AnsweredRequest:
+    """An HTTP request has ended: its line of the log, and seconds to the first and last token and
+    between two."""
+
+    path: str
+    status: int
+    line: str
+    times: tuple[float, float, float | None] | None
+
+
+@dataclass(frozen=True)
+class AskMetrics:
+    """Ask for the text of /metrics."""
+
+    number: int
+
+
+@dataclass(frozen=True)
+class MetricsText:
+    """The text of /metrics, for the question of this number."""
+
+    number: int
+    text: str
+
+
+@dataclass(frozen=True)
+class ServerState:
+    """What all doors know of the engines, and whether doors accept connections."""
+
+    serves: bool = False  # an engine of every kind is up
+    longest: int = 0  # tokens of a prompt with its completion
+    accepts: bool = False
+
+
+@dataclass(frozen=True)
+class CallRows:
+    """What steps have drawn for the calls of a door."""
+
+    rows: list[DrawnRow]
+    prompt_rows: list[PromptRow]
+
+
+@dataclass(frozen=True)
+class RestartedRequest:
+    """A request begins again under another id, since results of the first may still arrive."""
+
+    id: str
+    new_id: str
+
+
+@dataclass(frozen=True)
+class FailedCall:
+    """A call has failed, with the fields of an `ApiError`."""
+
+    id: str
+    error: tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class Drain:
+    """Finish open calls and end; fail those that take longer."""
+
+    seconds: float
+
+
 def packed_message(value: Any) -> bytes:
     """Serialize a value."""
     data = pickle.dumps(value, protocol=5)
     return _HEAD.pack(len(data)) + data
 
 
-async def read_message(reader: asyncio.StreamReader) -> Any:
-    """Read the next value; raises `IncompleteReadError` at the end."""
-    (size,) = _HEAD.unpack(await reader.readexactly(_HEAD.size))
-    return pickle.loads(await reader.readexactly(size))
+class MessageBuffer:
+    """Bytes of a link, of which the last message may be incomplete."""
+
+    def __init__(self) -> None:
+        self._data = bytearray()
+
+    def feed(self, data: bytes) -> list[Any]:
+        """Add bytes; returns the values that are complete."""
+        self._data += data
+        values, start, size = list[Any](), 0, len(self._data)
+        with memoryview(self._data) as view:
+            while size - start >= _HEAD.size:
+                stop = start + _HEAD.size + _HEAD.unpack_from(view, start)[0]
+                if stop > size:
+                    break
+                values.append(pickle.loads(view[start + _HEAD.size : stop]))
+                start = stop
+        del self._data[:start]
+        return values
+
+
+async def read_messages(reader: asyncio.StreamReader) -> AsyncIterator[list[Any]]:
+    """Yield all values that have come so far, until the other end closes."""
+    buffer = MessageBuffer()
+    with contextlib.suppress(OSError):
+        while data := await reader.read(_READ):
+            if values := buffer.feed(data):
+                yield values
 
 
 class RankLink:
@@ -121,7 +247,7 @@ class RankLink:
 
     def __init__(self, stream: socket.socket) -> None:
         self.stream = stream
-        self._buffer = bytearray()
+        self._buffer = MessageBuffer()
         self._turn = threading.Lock()
 
     @classmethod
@@ -151,15 +277,13 @@ class RankLink:
     def receive(self, seconds: float) -> list[Any]:
         """Receive all available values; waits up to `seconds` for the first. Raises `EOFError` at
         the end."""
-        messages = self._complete()
+        messages: list[Any] = []
         while not messages:
             if not select.select([self.stream], [], [], seconds)[0]:
                 return messages
-            self._read()
-            messages = self._complete()
+            messages = self._read()
         while select.select([self.stream], [], [], 0)[0]:
-            self._read()
-            messages += self._complete()
+            messages += self._read()
         return messages
 
     @staticmethod
@@ -171,18 +295,8 @@ class RankLink:
         """Close the link."""
         self.stream.close()
 
-    def _read(self) -> None:
+    def _read(self) -> list[Any]:
         data = self.stream.recv(_READ)
         if not data:
             raise EOFError("the other end has closed the link")
-        self._buffer += data
-
-    def _complete(self) -> list[Any]:
-        messages: list[Any] = []
-        while len(self._buffer) >= _HEAD.size:
-            (size,) = _HEAD.unpack_from(self._buffer)
-            if len(self._buffer) < _HEAD.size + size:
-                break
-            messages.append(pickle.loads(self._buffer[_HEAD.size : _HEAD.size + size]))
-            del self._buffer[: _HEAD.size + size]
-        return messages
+        return self._buffer.feed(data)

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60)
+GONE = 499  # as logs have it: the client has closed the connection
 Labels = tuple[tuple[str, str], ...]
 
 
@@ -65,13 +66,18 @@ class ServeMetrics:
         self.retried += again
         self.num_lost += not again
 
-    def left(self) -> None:
-        """Count a client that disconnected early."""
-        self.broken_off += 1
-
-    def answered(self, path: str, status: int) -> None:
-        """Record a response."""
+    def answered(
+        self, path: str, status: int, times: tuple[float, float, float | None] | None = None
+    ) -> None:
+        """Record a response: seconds to the first and last token, and between two."""
         self.requests[(("path", path), ("status", str(status)))] += 1
+        self.broken_off += status == GONE
+        if times is not None:
+            ttft, latency, tpot = times
+            self.ttft.add(ttft)
+            self.latency.add(latency)
+            if tpot is not None:
+                self.tpot.add(tpot)
 
     def lines(self, gauges: Sequence[tuple[str, str, Sequence[tuple[Labels, float]]]]) -> str:
         """Text in Prometheus' format; a gauge is a name, its help, and values by label."""

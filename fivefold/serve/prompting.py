@@ -72,7 +72,7 @@ class TemplateProcess:
             stdin=pipe,
             stdout=pipe,
             limit=_LONGEST_LINE,
-            start_new_session=True,  # Ctrl-C is for the API
+            start_new_session=True,  # Ctrl-C is for the server
         )
         assert process.stdin is not None
         job = {"template": self.template.source, "variables": self.template.variables}

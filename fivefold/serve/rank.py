@@ -95,7 +95,7 @@ class ServeTask:
 
 
 def serve_rank(worker: Worker, task: ServeTask) -> None:
-    """Serve until the API process ends it."""
+    """Serve until the dispatcher ends it."""
     text = task.text
     world = text.plan.layout.world
     device_index = task.first_place + worker.rank
@@ -303,7 +303,7 @@ def _lead(worker: Worker, task: ServeTask, loop: EngineLoop) -> None:
         complete = [id for link in notices for id in link.receive(0.0)]
         try:
             commands = adoptions.due(api.receive(0.0), complete)
-        except EOFError:  # the API process has ended
+        except EOFError:  # the dispatcher has ended
             commands = [CloseCommand(), *map(DropCommand, loop.open)]
         if not commands and not loop.engine.busy:
             continue

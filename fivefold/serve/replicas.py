@@ -17,7 +17,6 @@ from dataclasses import replace
 
 from fivefold.core.model import BLOCK
 from fivefold.generate import Drawn, chained_digest
-from fivefold.serve.answers import ServedChoice
 from fivefold.serve.links import (
     AddCommand,
     CloseCommand,
@@ -29,13 +28,14 @@ from fivefold.serve.links import (
     StepNews,
     packed_message,
 )
+from fivefold.serve.routed import RoutedRequest
 
 _MOST_BLOCKS = 64  # of a prompt that are compared
 _MOST_DIGESTS = 1 << 16  # that are remembered of a replica
 
 
 class ServingReplica:
-    """The state of a serving engine, as the API process sees it."""
+    """The state of a serving engine, as the dispatcher sees it."""
 
     def __init__(self, hello: ReplicaHello, writer: asyncio.StreamWriter, most: int) -> None:
         """`most`: sequences of a data rank at a time."""
@@ -43,7 +43,7 @@ class ServingReplica:
         self.blocks, self.writer, self.most = hello.blocks, writer, most * hello.data_ranks
         self.tokens_of_one = hello.blocks_of_one * BLOCK
         self.alive = True
-        self.open: dict[str, ServedChoice] = {}
+        self.open: dict[str, RoutedRequest] = {}
         self.load = 0  # tokens that its open requests may have
         self.free_blocks, self.preempted = hello.blocks, 0
         self._known: OrderedDict[bytes, None] = OrderedDict()
@@ -56,65 +56,65 @@ class ServingReplica:
     def has_room(self) -> bool:
         return self.alive and len(self.open) < self.most
 
-    def add(self, choice: ServedChoice, digests: Iterable[bytes] = ()) -> None:
-        """Start a choice; `digests` are those of its prompt."""
-        self._begin(choice, digests, AddCommand(choice.request))
+    def add(self, routed: RoutedRequest, digests: Iterable[bytes] = ()) -> None:
+        """Start a request; `digests` are those of its prompt."""
+        self._begin(routed, digests, AddCommand(routed.request))
 
     def add_prompt(
-        self, choice: ServedChoice, digests: Iterable[bytes], after: ServingReplica
+        self, routed: RoutedRequest, digests: Iterable[bytes], after: ServingReplica
     ) -> None:
-        """Prefill a choice, and reserve capacity in its decode engine."""
-        request, target = replace(choice.request, max_tokens=1), None
-        if choice.request.max_tokens > 1:
-            target = after.reserve(choice)
-        self._begin(choice, digests, AddCommand(request, target))
+        """Prefill a routed, and reserve capacity in its decode engine."""
+        request, target = replace(routed.request, max_tokens=1), None
+        if routed.request.max_tokens > 1:
+            target = after.reserve(routed)
+        self._begin(routed, digests, AddCommand(request, target))
 
-    def _begin(self, choice: ServedChoice, digests: Iterable[bytes], command: AddCommand) -> None:
-        self.open[choice.id] = choice
-        self.load += tokens_of(choice)
+    def _begin(self, routed: RoutedRequest, digests: Iterable[bytes], command: AddCommand) -> None:
+        self.open[routed.id] = routed
+        self.load += tokens_of(routed)
         for digest in digests:
             self._known[digest] = None
             self._known.move_to_end(digest)
         while len(self._known) > _MOST_DIGESTS:
             self._known.popitem(last=False)
-        self._told.add(choice.id)
+        self._told.add(routed.id)
         self._tell(command)
 
-    def reserve(self, choice: ServedChoice) -> KvTarget:
-        """Reserve capacity for a choice whose prompt another engine prefills."""
+    def reserve(self, routed: RoutedRequest) -> KvTarget:
+        """Reserve capacity for a request whose prompt another engine prefills."""
         home = self._loads.index(min(self._loads))
-        self._loads[home] += tokens_of(choice)
-        self.open[choice.id] = choice
-        self.load += tokens_of(choice)
-        target = self._places[choice.id] = KvTarget(self.index, self.start, home)
+        self._loads[home] += tokens_of(routed)
+        self.open[routed.id] = routed
+        self.load += tokens_of(routed)
+        target = self._places[routed.id] = KvTarget(self.index, self.start, home)
         return target
 
-    def go_on(self, choice: ServedChoice, source: ServingReplica, drawn: Drawn) -> None:
-        """Continue a choice when its cache has arrived."""
-        self._told.add(choice.id)
-        self.sources[choice.id] = source
-        self._tell(AddCommand(choice.request, home=self._places[choice.id].home, drawn=drawn))
+    def go_on(self, routed: RoutedRequest, source: ServingReplica, drawn: Drawn) -> None:
+        """Continue a request when its cache has arrived."""
+        self._told.add(routed.id)
+        self.sources[routed.id] = source
+        self._tell(AddCommand(routed.request, home=self._places[routed.id].home, drawn=drawn))
 
     def forget(self, id: str, home: int) -> None:
         """Drop a cache that is on its way."""
         self._tell(ForgetCommand(id, home))
 
-    def ended(self, choice: ServedChoice) -> None:
-        """Release a choice that the engine has ended, or will."""
-        if self.open.pop(choice.id, None) is not None:
-            self.load -= tokens_of(choice)
-            self._told.discard(choice.id)
-            self.sources.pop(choice.id, None)
-            if (target := self._places.pop(choice.id, None)) is not None:
-                self._loads[target.home] -= tokens_of(choice)
+    def ended(self, routed: RoutedRequest) -> None:
+        """Release a request that the engine has ended, or will."""
+        if self.open.pop(routed.id, None) is not None:
+            self.load -= tokens_of(routed)
+            self._told.discard(routed.id)
+            self.sources.pop(routed.id, None)
+            if (target := self._places.pop(routed.id, None)) is not None:
+                self._loads[target.home] -= tokens_of(routed)
 
-    def drop(self, choice: ServedChoice) -> None:
-        """Abort a choice: its blocks are free after the current step."""
-        if choice.id in self.open:
-            in_engine = choice.id in self._told
-            self.ended(choice)
+    def drop(self, routed: RoutedRequest) -> None:
+        """Abort a request: its blocks are free after the current step."""
+        if routed.id in self.open:
+            in_engine = routed.id in self._told
+            self.ended(routed)
             if in_engine:
-                self._tell(DropCommand(choice.id))
+                self._tell(DropCommand(routed.id))
 
     def close(self) -> None:
         self._tell(CloseCommand())
@@ -138,9 +138,9 @@ class ServingReplica:
             self.writer.write(packed_message(command))
 
 
-def tokens_of(choice: ServedChoice) -> int:
-    """Most tokens of a choice."""
-    return len(choice.request.prompt) + choice.request.max_tokens
+def tokens_of(routed: RoutedRequest) -> int:
+    """Most tokens of a request."""
+    return len(routed.request.prompt) + routed.request.max_tokens
 
 
 def prompt_digests(prompt: Sequence[int]) -> list[bytes]:

@@ -1,14 +1,16 @@
-"""The life of a server: fork the engines, open the port, and after SIGTERM drain and end.
+"""The life of a server: fork engines and doors, open the port, and after SIGTERM drain and end.
 
 The keepers of engines are forked before anything else is open, so that ranks inherit no socket of a
-client, and before signals are handled, so that none of theirs is taken for ours. They die with the
-door, however it ends.
+client, and before signals are handled, so that none of theirs is taken for ours. The keeper of the
+doors is the last of them, and has the port. All die with the server, however it ends.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ipaddress
+import os
 import signal
 import socket
 import sys
@@ -20,8 +22,8 @@ from pathlib import Path
 from fivefold.core import FivefoldError
 from fivefold.generate import ModelSetup
 from fivefold.launch import TemporaryFolder
-from fivefold.serve.api import Api
 from fivefold.serve.dispatch import Dispatcher
+from fivefold.serve.door import BACKLOG, DoorEnd, DoorKeeper, DoorTask
 from fivefold.serve.http import HttpLimits
 from fivefold.serve.links import EngineRole
 from fivefold.serve.metrics import ServeMetrics
@@ -29,8 +31,10 @@ from fivefold.serve.prompting import PromptReader
 from fivefold.serve.rank import API_SOCKET, ServeTask
 from fivefold.serve.supervisor import EngineEnd, EngineKeeper
 
-_BACKLOG = 1024
 _END_S = 15.0  # for ranks to end by themselves
+_LATE_S = 5.0  # for doors that have drained to end
+_CORES_OF_A_DOOR = 4
+_DOORS = -1  # among the numbers of replicas
 _KEEPALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}
 _USER_TIMEOUT_MS = 60_000  # for bytes that nobody acknowledges
 
@@ -43,6 +47,7 @@ class ServeOptions:
     host: str = "127.0.0.1"
     port: int = 8000
     keys: tuple[str, ...] = ()
+    doors: int = 1  # processes that speak HTTP
     replicas: int = 1
     prefill_replicas: int = 1  # where prompts have engines of their own
     restarts: int = 3  # of an engine that has lost a rank
@@ -54,8 +59,14 @@ class ServeOptions:
     limits: HttpLimits = field(default_factory=HttpLimits)
 
 
-def listening_socket(host: str, port: int, has_keys: bool) -> socket.socket:
-    """Listen on an address; beyond loopback only with API keys."""
+def usual_doors(engines: int) -> int:
+    """Doors that keep up with so many data ranks, and leave most cores to other processes."""
+    return max(1, min(engines, (os.cpu_count() or 1) // _CORES_OF_A_DOOR))
+
+
+def bound_socket(host: str, port: int, has_keys: bool, *, shared: bool = False) -> socket.socket:
+    """Bind a socket to an address, for us alone or as one of several; beyond loopback only with API
+    keys."""
     try:
         addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except (OSError, UnicodeError) as error:
@@ -70,6 +81,8 @@ def listening_socket(host: str, port: int, has_keys: bool) -> socket.socket:
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if shared:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for name, value in _KEEPALIVE.items():
             if hasattr(socket, name):  # not on every system; accepted sockets inherit it
@@ -99,22 +112,19 @@ class ModelServer:
         """`on_ready` gets the address, `log` a line for every request. `prefill` is the layout of
         the engines that compute prompts, if these have their own."""
         self.setup, self.options, self.on_ready, self.prefill = setup, options, on_ready, prefill
-        self.log, self.on_warning = log, on_warning
+        self.on_warning = on_warning
         self.stopping = False
         self.dispatcher = Dispatcher(
             setup.model.shape,
-            setup.codec,
-            setup.ends,
             ServeMetrics(),
             options.max_queue,
             options.max_running,
+            log,
             prefill is not None,
         )
-        prompts = PromptReader(setup.codec, setup.model.folder)
-        self.api = Api(
-            options.name, options.keys, self.dispatcher, prompts, options.limits, self.log
-        )
+        self.prompts = PromptReader(setup.codec, setup.model.folder)  # before doors are forked
         self._wake = asyncio.Event()
+        self._doors: DoorKeeper | None = None
         self._keepers: list[EngineKeeper] = []
         self._lost: dict[int, str] = {}
         self._refused: list[str] = []
@@ -130,25 +140,54 @@ class ModelServer:
     async def _run(self, folder: Path) -> int:
         options, loop = self.options, asyncio.get_running_loop()
         # Before the fork, for what it refuses: ranks are not to inherit it.
-        listening_socket(options.host, options.port, bool(options.keys)).close()
+        bound_socket(options.host, options.port, bool(options.keys)).close()
         for task in self._tasks(folder):
             self._keepers.append(EngineKeeper(task, options.restarts, self._keepers))
-        links = None
+        links, listeners = None, list[socket.socket]()
         try:
+            listeners = self._listeners()
+            doors = self._doors = self._keep_doors(folder, listeners)
+            loop.add_reader(doors.pipe.fileno(), self._hear_doors, doors)
             for keeper in self._keepers:
                 loop.add_reader(keeper.pipe.fileno(), self._hear, keeper)
             for number in (signal.SIGTERM, signal.SIGINT):
                 loop.add_signal_handler(number, self._stop)
             links = await asyncio.start_unix_server(self.dispatcher.hear, folder / API_SOCKET)
-            await asyncio.to_thread(self.dispatcher.grammars.load)  # ranks load as well
             await self._until_ready()
             if not self.stopping:
-                await self._serve()
+                await self._serve(listeners)
         finally:
             if links is not None:
                 links.close()
             await self._end()
+            for listener in listeners:
+                listener.close()
         return 1 if self._lost and not self.stopping else 0
+
+    def _listeners(self) -> list[socket.socket]:
+        """A socket for every door: the kernel shares connections out. They are ours as well, so
+        that clients of a door that has died wait for the next."""
+        options, port = self.options, self.options.port
+        listeners: list[socket.socket] = []
+        for _ in range(options.doors):
+            listeners.append(bound_socket(options.host, port, bool(options.keys), shared=True))
+            port = listeners[0].getsockname()[1]
+        return listeners
+
+    def _keep_doors(self, folder: Path, listeners: list[socket.socket]) -> DoorKeeper:
+        options, setup = self.options, self.setup
+        task = DoorTask(
+            folder / API_SOCKET,
+            tuple(listeners),
+            options.name,
+            options.keys,
+            options.limits,
+            setup.model.shape,
+            setup.codec,
+            setup.ends,
+            self.prompts,
+        )
+        return DoorKeeper(task, [keeper.pipe for keeper in self._keepers])
 
     def _tasks(self, folder: Path) -> list[ServeTask]:
         """What the ranks of every engine do: those that decode, or do all, are the first."""
@@ -185,6 +224,22 @@ class ModelServer:
         if not keeper.hear(on_end, self.on_warning):
             asyncio.get_running_loop().remove_reader(keeper.pipe.fileno())
 
+    def _hear_doors(self, doors: DoorKeeper) -> None:
+        if not doors.hear(self._on_door_end):
+            asyncio.get_running_loop().remove_reader(doors.pipe.fileno())
+
+    def _on_door_end(self, end: DoorEnd | None) -> None:
+        """A door has died, and is started again; or else their keeper, and they with it."""
+        if end is None:
+            if not self.stopping:
+                self._lost[_DOORS] = "the keeper of the doors was killed"
+        else:
+            reason = f"door {end.door} ended with exit code {end.code}"
+            self.on_warning(f"{reason}; new start")
+            if not self.dispatcher.state.accepts:
+                self._lost[_DOORS] = reason
+        self._wake.set()
+
     def _on_end(self, task: ServeTask, end: EngineEnd) -> None:
         """An engine has ended; of one that is started again only the open calls are lost."""
         if end.reason is not None:
@@ -203,7 +258,9 @@ class ModelServer:
         self._wake.set()
 
     def _serves(self) -> bool:
-        """Whether there is an engine of every kind, or will be."""
+        """Whether there are doors and an engine of every kind, or will be."""
+        if _DOORS in self._lost:
+            return False
         roles = {keeper.task.role for keeper in self._keepers}
         left = [keeper.task for keeper in self._keepers if keeper.task.replica not in self._lost]
         return {task.role for task in left} == roles
@@ -214,13 +271,15 @@ class ModelServer:
             keeper.no_more()
             if self.stopping:
                 keeper.kill()
+        if self.stopping:
+            self._kill_doors()
         self.stopping = True
         self._wake.set()
 
     async def _until_ready(self) -> None:
-        """Wait for all replicas; raises what keeps one from starting."""
-        dispatcher = self.dispatcher
-        while len(dispatcher.replicas) < len(self._keepers) and not self.stopping:
+        """Wait for all replicas and doors; raises what keeps one from starting."""
+        dispatcher, num_peers = self.dispatcher, len(self._keepers) + self.options.doors
+        while len(dispatcher.replicas) + len(dispatcher.doors) < num_peers and not self.stopping:
             joined = asyncio.ensure_future(dispatcher.joined.wait())
             woken = asyncio.ensure_future(self._wake.wait())
             await asyncio.wait([joined, woken], return_when=asyncio.FIRST_COMPLETED)
@@ -233,25 +292,36 @@ class ModelServer:
             if self._lost:
                 raise ServeLost(next(iter(self._lost.values())))
 
-    async def _serve(self) -> None:
-        options = self.options
-        listener = listening_socket(options.host, options.port, bool(options.keys))
-        self.api.limits = options.limits.within_open_files()  # after the fork: ranks need few
-        server = await asyncio.start_server(self.api.accept, sock=listener, backlog=_BACKLOG)
-        await self.api.prompts.start()
-        host, port = listener.getsockname()[:2]
+    async def _serve(self, listeners: list[socket.socket]) -> None:
+        options, dispatcher = self.options, self.dispatcher
+        for listener in listeners:
+            listener.listen(BACKLOG)
+        dispatcher.publish(accepts=True)
+        host, port = listeners[0].getsockname()[:2]
         shown = f"[{host}]" if ":" in host else host
         self.on_ready(f"http://{shown}:{port}/v1")
         while not self.stopping and self._serves():
             self._wake.clear()
             await self._wake.wait()
-        await self.api.drain(options.drain_s if self.stopping else 1.0)
-        server.close()
+        seconds = options.drain_s if self.stopping else 1.0
+        if self._doors is not None:
+            self._doors.no_more()
+        dispatcher.drain(seconds)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds + _LATE_S):
+                while dispatcher.doors:
+                    dispatcher.joined.clear()
+                    await dispatcher.joined.wait()
+
+    def _kill_doors(self) -> None:
+        if self._doors is not None:
+            self._doors.kill([door.hello.pid for door in self.dispatcher.doors.values()])
 
     async def _end(self) -> None:
-        """End all ranks."""
+        """End all ranks and doors."""
         for keeper in self._keepers:
             keeper.no_more()
+        self._kill_doors()
         for replica in self.dispatcher.replicas.values():
             replica.close()
         until = time.monotonic() + (_END_S if self.dispatcher.replicas else 0.0)

@@ -1,8 +1,8 @@
 """The keeper of an engine: a process that forks its ranks, and others if one of them dies.
 
-It is forked before the API opens anything and handles signals, and does nothing else. So ranks
-that are forked later inherit no socket of a client, no thread and no signal of the API either. It
-ends with the API, and its ranks end with it.
+It is forked before the server opens anything and handles signals, and does nothing else. So ranks
+that are forked later inherit no socket of a client, no thread and no signal of it either. It
+ends with the server, and its ranks end with it.
 
 Every rank says that it lives after each step, and how long its next silence may be. An engine that
 is silent for longer is lost: a stopped rank keeps all others waiting.
@@ -54,7 +54,7 @@ class EngineEnd:
 
 
 class EngineKeeper:
-    """The supervisor of an engine, as the API process sees it."""
+    """The supervisor of an engine, as the server sees it."""
 
     def __init__(self, task: ServeTask, restarts: int, peers: list[EngineKeeper]) -> None:
         """Forks it; `others` were forked before, and their pipes are not for this one."""
@@ -118,14 +118,14 @@ def _keep(
             task, used = replace(task, start=task.start + used), 0
         starts = end.reason is not None and was_up and used < restarts
         pipe.send(replace(end, again=used + 1 if starts else 0))
-        # A message of the API process, or its end, means that it wants no more.
+        # A message of the server, or its end, means that it wants no more.
         if not starts or pipe.poll(_PAUSE_S * 2**used):
             return
         used += 1
 
 
 def _ignore_signals() -> None:
-    """A signal to all processes is for the API, which drains."""
+    """A signal to all processes is for the server, which drains."""
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
 
@@ -154,7 +154,7 @@ class _OneStart:
                 pool.run_each([(serve_rank, (task,))] * world, on_report=self._on_report)
         except RankLost as lost:
             reason = lost.reason
-        except Exception as error:  # whatever it is, the API has to know
+        except Exception as error:  # whatever it is, the server has to know
             reason = f"{type(error).__name__}: {error}"
         refused = bool(self._refused)
         return EngineEnd(self._refused[0] if refused else reason, refused)

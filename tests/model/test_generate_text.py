@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
 from pathlib import Path
 
 import pytest
@@ -242,3 +243,27 @@ def test_special_tokens_of_a_message_begin_no_turn(tmp_path: Path) -> None:
         )
     )
     assert found == [[(2, 0, 3, 4, 1)], [(2, 4, 3, 4, 1)], [(2, 4, 3)], [(2, 0, 3)]]
+
+
+def test_tokens_of_bytes_are_decoded_as_the_library_does() -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    vocab = {character: number for number, character in enumerate(alphabet)}
+    pairs = [("Ġ", "a"), ("ð", "Ł"), ("â", "Ĥ")]  # the last two are halves of characters
+    vocab |= {"".join(pair): 256 + number for number, pair in enumerate(pairs)}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, pairs))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    tokenizer.add_tokens(["<tool call>", "naïve"])
+    tokenizer.add_special_tokens(["<|end|>"])
+    codec, draw = LibraryCodec(tokenizer), random.Random(0)
+    assert codec.token_bytes is not None and with_special_tokens().token_bytes is None
+    text = "aé€ 😀 <tool call> naïve<|end|> \ufffd"
+    for trial in range(200):
+        tokens = list(codec.encode(text, special=False))
+        if trial:
+            tokens = draw.choices(range(tokenizer.get_vocab_size() + 2), k=20)  # any bytes
+        stream = TextStream(codec, ("never",) * (trial % 2))
+        parts = [stream.push(token) for token in tokens]
+        assert "".join(parts) + stream.finish() == codec.decode(tokens) == stream.text
+        assert stream.num_chars == len(stream.text)

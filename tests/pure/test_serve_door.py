@@ -17,19 +17,27 @@ pytest.importorskip("h11", reason="pip install 'fivefold[serve]', which make set
 
 from fivefold.core.errors import RankLost
 from fivefold.core.model import presets as models
-from fivefold.generate.text import ByteCodec
+from fivefold.generate.text import ByteCodec, Codec
 from fivefold.launch.worker import NoMeeting, Worker
-from fivefold.serve import answers, api, dispatch, http, rank
+from fivefold.serve import answers, api, http, rank
+from fivefold.serve import calls as calls_module
 from fivefold.serve import supervisor as keeper
 from fivefold.serve.answers import ServedCall
 from fivefold.serve.api import Api
+from fivefold.serve.calls import DoorCalls
 from fivefold.serve.dispatch import Dispatcher
 from fivefold.serve.http import HttpLimits
-from fivefold.serve.links import AddCommand, DropCommand, EngineRole, ReplicaHello, StepNews
+from fivefold.serve.links import (
+    AddCommand,
+    DoorHello,
+    DropCommand,
+    EngineRole,
+    ReplicaHello,
+    StepNews,
+)
 from fivefold.serve.metrics import ServeMetrics
 from fivefold.serve.prompting import PromptReader
 from fivefold.serve.rank import RankBeat
-from fivefold.serve.replicas import ServingReplica
 from fivefold.serve.schema import ApiError, parse_asked
 
 HEALTH = b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
@@ -76,16 +84,24 @@ class WideCodec(ByteCodec):
         return super().encode(text, special=special)
 
 
+def linked_calls(dispatcher: Dispatcher, codec: Codec, ends: frozenset[int]) -> DoorCalls:
+    """Calls of a door in the process of the dispatcher."""
+    calls = DoorCalls(dispatcher.shape, codec, ends, lambda value: dispatcher.take(door, value))
+    door = dispatcher.open_door(DoorHello(0, 0), lambda value: calls.take([value]))
+    return calls
+
+
 class Desk:
     """A door, its dispatcher, and engines that listen."""
 
     def __init__(self, folder: Path, limits: HttpLimits, replicas: int = 1) -> None:
         shape = models.load("tiny")
         codec = CountingCodec()
-        self.dispatcher = Dispatcher(shape, codec, frozenset({256}), ServeMetrics(), 8, 4)
-        prompts = PromptReader(codec, folder)
         self.lines: list[str] = []
-        self.door = Api("tiny", (), self.dispatcher, prompts, limits, self.lines.append)
+        self.dispatcher = Dispatcher(shape, ServeMetrics(), 8, 4, self.lines.append)
+        prompts = PromptReader(codec, folder)
+        self.calls = linked_calls(self.dispatcher, codec, frozenset({256}))
+        self.door = Api("tiny", (), self.calls, prompts, limits)
         self.engines = [self.start(index) for index in range(replicas)]
         self.port = 0
 
@@ -94,14 +110,18 @@ class Desk:
         engine = ListeningEngine()
         writer = cast("asyncio.StreamWriter", engine)
         hello = ReplicaHello(index, 100, 100, role)
-        self.dispatcher.replicas[index] = ServingReplica(hello, writer, 4)
-        self.dispatcher.pump()
+        self.dispatcher._join(hello, writer)
         return engine
 
     def say(self, index: int, *rows: tuple[Any, ...]) -> None:
         """An engine tells what it has drawn."""
         news = StepNews([(*row, ()) for row in rows], [], 100, 0)
+        self.hear(index, news)
+
+    def hear(self, index: int, news: StepNews) -> None:
+        """The result of a step of an engine comes."""
         self.dispatcher._take(self.dispatcher.replicas[index], news)
+        self.dispatcher.send_rows()
 
     async def send(self, data: bytes) -> bytes:
         reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
@@ -184,8 +204,7 @@ def test_a_request_begins_again_if_nobody_saw_any_of_it(tmp_path: Path) -> None:
         metrics, (engine,) = desk.dispatcher.metrics, desk.engines
         await desk.until(lambda: len(engine.ids()) == 3)
         by_stream = {
-            choice.request.id: choice.call.request.stream
-            for choice in desk.dispatcher.replicas[0].open.values()
+            routed.id: routed.call.streams for routed in desk.dispatcher.replicas[0].open.values()
         }
         first = next(id for id in engine.ids() if not by_stream[id])
         second = next(id for id in engine.ids() if by_stream[id])
@@ -232,7 +251,7 @@ def test_a_request_goes_to_the_engine_with_the_least_to_do(tmp_path: Path) -> No
         desk.dispatcher.replicas[1].lose()
         await ask([7], 1)
         assert len(first.ids()) == 2, "the other is lost"
-        desk.dispatcher.fail_all(ApiError(503, "over"))
+        desk.calls.fail_all(ApiError(503, "over"))
         await asyncio.gather(*asked)
 
     run(tmp_path, client, replicas=2)
@@ -321,7 +340,7 @@ def test_a_server_that_drains_still_answers(tmp_path: Path) -> None:
 
 def test_large_prompts_are_refused_before_they_are_tokens(tmp_path: Path) -> None:
     async def client(desk: Desk) -> list[bytes]:
-        longest = desk.dispatcher.longest
+        longest = desk.calls.state.longest
         large = [{"prompt": "x" * (longest + 1)}, {"prompt": ["a", "é" * longest]}]
         return [await desk.ask(**each) for each in (*large, {"prompt": [1] * (longest + 1)})]
 
@@ -387,7 +406,7 @@ def test_times_of_a_call_are_in_the_log_and_in_the_metrics(
 ) -> None:
     clock = [100.0]
     fake = SimpleNamespace(monotonic=lambda: clock[0], time=lambda: 0.0)
-    for module in (answers, api):
+    for module in (answers, api, calls_module):
         monkeypatch.setattr(module, "time", fake)
 
     async def client(desk: Desk) -> None:
@@ -420,18 +439,19 @@ def test_a_full_queue_says_when_to_come_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The mean time of a call, times those that wait, by those that run."""
-    monkeypatch.setattr(dispatch, "time", SimpleNamespace(monotonic=lambda: 112.0))
+    monkeypatch.setattr(calls_module, "time", SimpleNamespace(monotonic=lambda: 112.0))
     shape, codec = models.load("tiny"), ByteCodec()
-    dispatcher = Dispatcher(shape, codec, frozenset(), ServeMetrics(), max_queue=2, max_running=2)
+    dispatcher = Dispatcher(shape, ServeMetrics(), max_queue=2, max_running=2, log=pytest.fail)
+    calls = linked_calls(dispatcher, codec, frozenset())
     engines = [ListeningEngine(), ListeningEngine()]
     for index, engine in enumerate(engines):
         writer = cast("asyncio.StreamWriter", engine)
-        dispatcher.replicas[index] = ServingReplica(ReplicaHello(index, 100, 100), writer, 2)
+        dispatcher._join(ReplicaHello(index, 100, 100), writer)
     body = parse_asked(b'{"model": "tiny", "prompt": "a"}', chat=False)
 
     def begin(name: str) -> ServedCall:
-        call = dispatcher.call(name, "me", body, [(97,)], 100.0)
-        dispatcher.begin(call)
+        call = calls.call(name, "me", body, [(97,)], 100.0)
+        calls.begin(call)
         return call
 
     def running() -> set[str]:
@@ -440,15 +460,16 @@ def test_a_full_queue_says_when_to_come_again(
     ended = begin("ended")
     news = StepNews([(ended.choices[0].id, 97, -1.0, "length", ())], [], 100, 0)
     dispatcher._take(dispatcher.replicas[0], news)
-    dispatcher.end(ended)  # after 12 s
+    dispatcher.send_rows()
+    calls.end(ended)  # after 12 s
     first, *_, gone, last = [begin(name) for name in ("a", "b", "c", "d", "gone", "last")]
     assert running() == {"ended", "a", "b", "c", "d"} and dispatcher.num_running == 4
-    with pytest.raises(ApiError, match="2 requests wait") as caught:
-        begin("refused")
-    assert caught.value.status == 429 and caught.value.headers == [("retry-after", "6")]
-    dispatcher.end(gone)
+    refused = begin("refused").error
+    assert refused is not None and "2 requests wait" in refused.message
+    assert refused.status == 429 and refused.headers == [("retry-after", "6")]
+    calls.end(gone)
     assert dispatcher.queue.size == 1
-    dispatcher.end(first)
+    calls.end(first)
     assert running() == {"ended", "a", "b", "c", "d", "last"} and not last.ended
 
 

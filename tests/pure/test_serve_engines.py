@@ -129,10 +129,13 @@ def test_a_server_that_waits_for_engines_sleeps(tmp_path: Path) -> None:
     warnings: list[str] = []
     server = ModelServer(setup, ServeOptions("tiny"), pytest.fail, pytest.fail, warnings.append)
     server._keepers = [cast("Any", None)] * 3
+    door = SimpleNamespace(send=lambda value: None)
+    server.dispatcher.doors[0] = cast("Any", door)
     replicas = server.dispatcher.replicas = CountedReplicas()
 
     def join(index: int) -> None:
         replica = SimpleNamespace(lose=lambda: None, open={}, sources={}, role="both")
+        replica.alive, replica.tokens_of_one = True, 100
         replicas[index] = cast("ServingReplica", replica)
         server.dispatcher.joined.set()
 

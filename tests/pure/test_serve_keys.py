@@ -119,12 +119,11 @@ def asked(folder: Path, **body: Any) -> tuple[bytes, list[Request]]:
                 (request.id, request.prompt[i], -float(i), i, ((120, -0.5), (97, float("-inf"))))
                 for i in range(1, length if request.prompt_logprobs is not None else 1)
             ]
-            replica = desk.dispatcher.replicas[0]
-            desk.dispatcher._take(replica, StepNews([], [], 100, 0, prompt_rows=scores[:1]))
+            desk.hear(0, StepNews([], [], 100, 0, prompt_rows=scores[:1]))
             await asyncio.sleep(0.01)
             rows: list[Any] = [(request.id, 100, -0.25, None, ())]
             news = StepNews(rows, [], 100, 0, prompt_rows=scores[1:])
-            desk.dispatcher._take(replica, news)
+            desk.hear(0, news)
             await asyncio.sleep(0.01)
             if request.max_tokens > 1:
                 desk.say(0, (request.id, 101, -0.75, "length"))

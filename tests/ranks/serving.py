@@ -74,12 +74,20 @@ class RunningServer:
         return self.process.exitcode
 
     def children(self) -> list[int]:
-        """The keepers of its engines, by their age, and the process of chats."""
+        """The keepers of its engines, by their age, and that of its doors."""
         return _children(self.process.pid or 0)
 
     def ranks(self) -> list[int]:
         """The ranks of all its engines."""
-        return [rank for keeper in self.children() for rank in _children(keeper)]
+        return [rank for keeper in self.children()[:-1] for rank in _children(keeper)]
+
+    def doors(self) -> list[int]:
+        """Its doors."""
+        return _children(self.children()[-1])
+
+    def chats(self) -> list[int]:
+        """The processes of chats."""
+        return [chat for door in self.doors() for chat in _children(door)]
 
     def lines(self) -> list[str]:
         """The log, a line a request."""
