@@ -19,7 +19,7 @@ from fivefold.core.model import presets as models
 from fivefold.core.model.kv_pages import kept_tokens, token_bytes
 from fivefold.core.model.shape import parameters
 from fivefold.core.plan.plan import PlanOptions, resolve
-from fivefold.cost.step.serving import ServedModel
+from fivefold.cost.step.serving import ServedModel, serving_rates
 from fivefold.planner.error_bars import accuracy
 from fivefold.planner.serving.fit import ServingFit, ServingRequest, model_bytes
 from fivefold.planner.serving.plans import LayoutLoad, ServingPlan, legal_layouts, simplest_equals
@@ -417,3 +417,14 @@ def test_the_fullest_stage_decides_what_fits() -> None:
     assert fit.weights == max(fit.stage_weights) > min(fit.stage_weights)
     left = request.usable - max(fit.stage_weights) - fit.overhead
     assert fit.replica_room == int(left // (request.cached_tokens * fit.token_bytes))
+
+
+def test_steps_that_are_not_captured_take_as_long_as_their_host() -> None:
+    layout = Layout(shard=2, ep=2, zero=0, sp=False)
+    captured, shape = served("qwen3-30b-a3b", layout, gpus="h200"), models.load("qwen3-30b-a3b")
+    assert shape.moe is not None
+    other = replace(captured, shape=replace(shape, moe=replace(shape.moe, biases=True)))
+    seconds_of_host = shape.layers * serving_rates().decode.layer
+    assert seconds(captured, 2) < 0.5 * seconds_of_host
+    assert seconds(other, 2) == pytest.approx(seconds_of_host)
+    assert seconds(other, 4096) > 1.5 * seconds_of_host, "a GPU with enough to do is slower"

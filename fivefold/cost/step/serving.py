@@ -4,7 +4,8 @@ A kernel of decode takes the longer of its bytes over the memory bandwidth and i
 speed of matmuls, and a start. Weights are read once a step whatever the number of sequences, of
 experts only those that some token chose; keys and values are read once for each sequence. Sizes of
 matmuls, collectives and speeds are those of training (`LayerTimer`); a prompt takes the forward of
-training. What an engine reaches of the machine is measured (`presets/serving.toml`).
+training. What an engine reaches of the machine is measured (`presets/serving.toml`). Where steps
+are not captured (`captures_decode`), the host may take longer than the GPU.
 
 With a pipeline as many batches are under way as there are stages: a token takes all stages, and
 between two tokens of a sequence every batch passes the slowest one.
@@ -22,6 +23,7 @@ import numpy as np
 from fivefold.core import PRESETS, Machine, matmul_bytes, tables
 from fivefold.core.layout import Layout, cut_stages
 from fivefold.core.model import Moe, Shape, layer_kinds, layer_numbers, rank_kv_heads
+from fivefold.core.plan import captures_decode
 from fivefold.cost import Array, LayoutGrid, schedule_index
 from fivefold.cost.hardware import BY_KERNELS, SoftwareStack
 from fivefold.cost.layer import Gemm, LayerTimer, TimeParts, total_seconds
@@ -49,6 +51,7 @@ class DecodeRates:
     route: float
     row: float
     step: float
+    layer: float
     door: float
     source: str
 
@@ -299,6 +302,8 @@ class ServedModel:
             if number == len(self.stages) - 1:
                 _add(parts, head := timer.head_parts())
                 total = total + total_seconds(head)
+            if not captures_decode(shape, self.layout):  # the host issues kernel by kernel
+                total = np.maximum(total, len(layers) * timer.rates.decode.layer)
             stages.append(total)
         message = timer.message() if pp > 1 else np.zeros(1)
         through = sum(stages, np.zeros(1)) + (pp - 1) * message
