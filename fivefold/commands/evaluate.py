@@ -20,6 +20,7 @@ from fivefold.commands.options import (
     CacheOption,
     DeviceOption,
     ModelLayoutOption,
+    ServedPrecisionOption,
     SourceArgument,
     StepOption,
     TokenizerOption,
@@ -62,6 +63,7 @@ def run(
     device: DeviceOption = "auto",
     tokenizer: TokenizerOption = None,
     cache_gb: CacheOption = 1.0,
+    precision: ServedPrecisionOption = None,
     step: StepOption = None,
     out: Annotated[Path | None, typer.Option(help="JSON file to write the results to.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the results as JSON.")] = False,
@@ -79,6 +81,7 @@ def run(
             device=device,
             tokenizer=tokenizer,
             cache_gb=cache_gb,
+            precision=precision,
             step=step,
             out=out,
             on_progress=on_progress,
@@ -133,6 +136,7 @@ def evaluate(
     device: str = "auto",
     tokenizer: str | Path | None = None,
     cache_gb: float = 1.0,
+    precision: str | None = None,
     step: str | int | None = None,
     out: str | Path | None = None,
     on_progress: OnProgress | None = None,
@@ -151,7 +155,9 @@ def evaluate(
         above("--limit", limit, 0)
     if num_fewshot is not None:
         above("--num-fewshot", num_fewshot, -1)
-    runs = model_options(dtype, device, cache_gb, layout=layout, tokenizer=tokenizer)
+    runs = model_options(
+        dtype, device, cache_gb, layout=layout, tokenizer=tokenizer, precision=precision
+    )
     folder = None if include_path is None else Path(include_path)
     file = None if out is None else Path(out)
     # Refuse places that are not there before hours of work.

@@ -100,6 +100,7 @@ class Linear(nn.Module):
         self.weight = factory.empty(outputs, inputs)
         self.bias = factory.empty(outputs) if bias else None
         self.lora: LowRank | None = None
+        self.row_scale: Tensor | None = None  # (outputs, 1), of a weight that is codes in fp8
         self.matmul: Matmul = linear  # seam: tensor parallelism, split backward
 
     def adapt(self, rank: int, scale: float, factory: WeightFactory) -> None:

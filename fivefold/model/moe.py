@@ -273,6 +273,7 @@ class ExpertStack(nn.Module):
         self.bias = factory.empty(experts, outputs) if bias else None
         self.add_bias: AddExpertBias = add_expert_bias  # seam: split backward
         self.lora: LowRank | None = None
+        self.row_scale: Tensor | None = None  # (experts, outputs, 1), of codes in fp8
         self.matmul: GroupedMatmul = grouped_matmul  # seam: split backward, overlapped dispatch
 
     def adapt(self, rank: int, scale: float, factory: WeightFactory) -> None:
