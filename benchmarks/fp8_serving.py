@@ -49,7 +49,7 @@ from fivefold.generate import (
     set_up,
     stage_of,
 )
-from fivefold.model.fp8 import RowOperand, round_rows
+from fivefold.model.fp8.rows import RowOperand, round_rows
 from fivefold.model.kernels import compiled_for_steps
 
 CONTEXT, NEW, LONG = 1024, 96, 8192

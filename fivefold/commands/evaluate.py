@@ -100,6 +100,7 @@ class EvaluatedTasks:
     model: str
     layout: str
     dtype: str
+    precision: str | None
     limit: int | None
     tasks: Mapping[str, Any]
     truncated_contexts: int
@@ -118,7 +119,8 @@ class EvaluatedTasks:
                 rows.append((name, metric, shown[0], shown[1], count))
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
-        about = f"{self.model} · {self.layout} · {self.dtype} · {self.seconds:.1f} s"
+        numbers = self.dtype + (", weights in fp8" if self.precision == "fp8" else "")
+        about = f"{self.model} · {self.layout} · {numbers} · {self.seconds:.1f} s"
         if self.truncated_contexts:
             about += f" · {self.truncated_contexts:,} contexts cut from the left"
         return "\n".join([*lines, about])
@@ -176,6 +178,7 @@ def evaluate(
         str(path),
         str(setup.plan.layout),
         setup.dtype,
+        precision,
         limit,
         _tasks_table(results),
         task_model.num_truncated,

@@ -27,10 +27,10 @@ import torch
 from torch import Tensor
 
 from fivefold.core.model import BLOCK, kv_pages
-from fivefold.generate.coded_weights import values_of
 from fivefold.generate.requests import BlockCopy
 from fivefold.generate.step_tensors import StepTensors
 from fivefold.model import Attention, AttentionInfo, Decoder, LatentAttention, soft_cap, with_sinks
+from fivefold.model.fp8 import weight_values
 
 
 @dataclass(frozen=True)
@@ -156,7 +156,9 @@ class _LatentLayerKernel:
     ) -> Tensor:
         mla = self.attention.mla
         assert q_BSHd.shape[0] == 1, "a step is one row"
-        up = values_of(self.attention.kv_up, q_BSHd.dtype).view(q_BSHd.shape[2], -1, mla.kv_rank)
+        kv_up = self.attention.kv_up
+        up = weight_values(kv_up.weight, kv_up.row_scale, q_BSHd.dtype)
+        up = up.view(q_BSHd.shape[2], -1, mla.kv_rank)
         keys_Hnr, values_Hvr = torch.split(up, [mla.nope_dim, mla.value_dim], dim=1)
         plain_THn, rotated_THp = torch.split(q_BSHd[0], [mla.nope_dim, mla.rope_dim], dim=-1)
         inward_THr = _by_head("thn,hnr->thr", plain_THn, keys_Hnr)

@@ -23,7 +23,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fivefold.core import FivefoldError
-from fivefold.core.plan import Plan
 from fivefold.generate.tiles import EXPERT_ROWS, tile_linear
 from fivefold.model import (
     Biases,
@@ -35,9 +34,7 @@ from fivefold.model import (
     PlainMath,
     Values,
 )
-from fivefold.model.fp8 import RowOperand
-from fivefold.model.kernels import Fuse
-from fivefold.parallel import ForwardStage, Mesh, compose_forward
+from fivefold.model.fp8 import weight_values
 
 _LEAST_CAPABILITY = (8, 9)  # of GPUs with e4m3
 _FEW_ROWS = 32  # of an expert: so many read codes
@@ -59,10 +56,10 @@ class CodedMath(PlainMath):
             join_rows([getattr(linear, name) for linear in self.linears])
             for name in ("weight", "bias")
         )
-        self.scale = torch.cat([row_scale_of(linear) for linear in self.linears])
+        self.scale = torch.cat([_row_scale(linear) for linear in self.linears])
         sizes = [len(linear.weight) for linear in self.linears]
         for linear, scale in zip(self.linears, torch.split(self.scale, sizes), strict=True):
-            linear.row_scale = scale
+            linear.scale_rows(scale)
 
     def fprop(
         self, x: list[Tensor], weights: Values, biases: Biases, outs: Values | None
@@ -84,45 +81,35 @@ def join_rows(parts: Sequence[nn.Parameter | None]) -> Tensor | None:
         return None
     joined, sizes = torch.cat(tensors), [len(tensor) for tensor in tensors]
     for part, rows in zip(tensors, torch.split(joined, sizes), strict=True):
-        part.data = rows
+        part.set_(rows)  # pyright: ignore[reportArgumentType], which knows storages alone
     return joined
 
 
-def coded_stage(
-    plan: Plan, mesh: Mesh, dtype: torch.dtype, fuse: Fuse, fixed_tiles: bool
-) -> ForwardStage:
-    """Build this rank's stage with weights of linears and experts in codes, without values."""
-    if mesh.device.type == "cuda":
-        _require_codes(mesh.device)
-    maths: list[CodedMath] = []
+class CodedLinears:
+    """The arithmetic of a stage whose weights of linears and experts are codes."""
 
-    def math(layer: int, linears: Sequence[Linear], copied: Sequence[int] = ()) -> LinearMath:
-        maths.append(CodedMath(linears, fixed_tiles))
-        return maths[-1]
+    def __init__(self, device: torch.device, fixed_tiles: bool) -> None:
+        if device.type == "cuda":
+            _require_codes(device)
+        self.fixed_tiles, self.maths = fixed_tiles, list[CodedMath]()
 
-    stage = compose_forward(plan, mesh, dtype, fuse, math, codes=True)
-    for coded in maths:
-        coded.join()
-    return stage
+    def __call__(
+        self, layer: int, linears: Sequence[Linear], copied: Sequence[int] = ()
+    ) -> LinearMath:
+        self.maths.append(CodedMath(linears, self.fixed_tiles))
+        return self.maths[-1]
 
-
-def read_codes_of_experts(decoder: Decoder, fixed_tiles: bool) -> None:
-    """Let grouped matmuls of a coded decoder read codes, or the values of codes."""
-    for module in decoder.modules():
-        if isinstance(module, ExpertStack):
-            module.matmul = partial(_coded_experts, module, module.matmul, fixed_tiles)
-
-
-def values_of(linear: Linear, dtype: torch.dtype) -> Tensor:
-    """The weight of a linear, which may be codes."""
-    return (
-        linear.weight
-        if linear.row_scale is None
-        else _values(linear.weight, linear.row_scale, dtype)
-    )
+    def join(self, decoder: Decoder) -> None:
+        """Join the weights that one matmul reads, before they have values."""
+        for math in self.maths:
+            math.join()
+        for module in decoder.modules():
+            if isinstance(module, ExpertStack):
+                coded = partial(_coded_experts, module, module.matmul, self.fixed_tiles)
+                module.matmul = coded
 
 
-def row_scale_of(module: Linear | ExpertStack) -> Tensor:
+def _row_scale(module: Linear | ExpertStack) -> Tensor:
     """The scales of a weight that is codes."""
     assert module.row_scale is not None, "this weight is no codes"
     return module.row_scale
@@ -138,10 +125,6 @@ def _require_codes(device: torch.device) -> None:
         )
 
 
-def _values(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    return RowOperand(codes.flatten(0, -2), scale.flatten()).values(dtype).view(codes.shape)
-
-
 def _coded_linear(
     x_NI: Tensor, codes_OI: Tensor, scale_O1: Tensor, bias_O: Tensor | None, fixed_tiles: bool
 ) -> Tensor:
@@ -155,7 +138,7 @@ def _coded_linear(
         if takes(x_NI, MOST_WITH_CODES):
             return skinny_linear(x_NI, codes_OI, bias_O, scale_O1)
     multiply = tile_linear if fixed_tiles else F.linear
-    return multiply(x_NI, _values(codes_OI, scale_O1, x_NI.dtype), bias_O)
+    return multiply(x_NI, weight_values(codes_OI, scale_O1, x_NI.dtype), bias_O)
 
 
 def _coded_experts(
@@ -166,10 +149,10 @@ def _coded_experts(
     codes_EOI: Tensor,
     ends_E: Tensor,
 ) -> Tensor:
-    scale_EO1, narrow = row_scale_of(stack), x_MI.dtype != torch.float64
+    scale_EO1, narrow = _row_scale(stack), x_MI.dtype != torch.float64
     if x_MI.is_cuda and narrow and not fixed_tiles and len(x_MI) <= _FEW_ROWS * len(codes_EOI):
         from fivefold.generate.tile_kernel import multiply_tiles
 
         tiles = (ends_E, EXPERT_ROWS, x_MI.dtype, scale_EO1)
         return multiply_tiles(x_MI, codes_EOI, None, *tiles)
-    return matmul(x_MI, _values(codes_EOI, scale_EO1, x_MI.dtype), ends_E)
+    return matmul(x_MI, weight_values(codes_EOI, scale_EO1, x_MI.dtype), ends_E)

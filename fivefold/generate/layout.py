@@ -33,7 +33,7 @@ from fivefold.core.model import BLOCK, Shape, refuse_mixer
 from fivefold.core.plan import Plan, PlanOptions, captures_decode, resolve
 from fivefold.generate.async_scheduling import DrawnTokens
 from fivefold.generate.cache import KvCache, token_bytes
-from fivefold.generate.coded_weights import coded_stage, read_codes_of_experts
+from fivefold.generate.coded_weights import CodedLinears
 from fivefold.generate.context_cache import ContextCache
 from fivefold.generate.engine import (
     Engine,
@@ -209,14 +209,13 @@ def stage_of(
     codes: bool = False,
 ) -> ForwardStage:
     """Build this rank's stage, without values; `codes`: weights of linears and experts in fp8."""
-    if codes:
-        stage = coded_stage(plan, mesh, dtype, fuse, batch_invariant)
-    else:
-        stage = compose_forward(plan, mesh, dtype, fuse, _tiles if batch_invariant else None)
+    coded = CodedLinears(mesh.device, batch_invariant) if codes else None
+    math = _tiles if batch_invariant else None
+    stage = compose_forward(plan, mesh, dtype, fuse, coded or math, codes)
     if batch_invariant:
         fix_tiles(stage.model)
-    if codes:
-        read_codes_of_experts(stage.model, batch_invariant)
+    if coded is not None:
+        coded.join(stage.model)
     return stage
 
 

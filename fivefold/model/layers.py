@@ -109,6 +109,10 @@ class Linear(nn.Module):
         self.lora = LowRank(factory.empty(rank, inputs), factory.empty(outputs, rank), scale)
         self.matmul = partial(adapted_linear, self.lora)
 
+    def scale_rows(self, row_scale: Tensor) -> None:
+        """The weight is codes, with these scales."""
+        self.row_scale = row_scale
+
     def forward(self, x: Tensor) -> Tensor:
         with saving(x):
             return self.matmul(x, self.weight, self.bias)

@@ -283,6 +283,10 @@ class ExpertStack(nn.Module):
         self.lora = LowRank(a, b, scale)
         self.matmul = self.adapted(grouped_matmul)
 
+    def scale_rows(self, row_scale: Tensor) -> None:
+        """The weights are codes, with these scales."""
+        self.row_scale = row_scale
+
     def adapted(self, matmul: GroupedMatmul) -> GroupedMatmul:
         """This matmul, with the adapters if there are any."""
         return matmul if self.lora is None else partial(adapted_grouped, self.lora, matmul)

@@ -289,7 +289,7 @@ def _make_shards(
                 if codes and stores_codes(name):
                     assert isinstance(module, Linear | ExpertStack)
                     dtype = CODES["e4m3"]
-                    module.row_scale = torch.ones(*size[:-1], 1, device=device)
+                    module.scale_rows(torch.ones(*size[:-1], 1, device=device))
                 zero = torch.zeros(size, dtype=dtype, device=device)  # also where it pads
                 new_shards[id(full)] = nn.Parameter(zero, requires_grad=False)
             setattr(module, attribute, new_shards[id(full)])

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -16,14 +17,17 @@ from torch import Tensor
 from fivefold.core import FivefoldError
 from fivefold.core import hardware as machines
 from fivefold.core.layout import Layout, Weight, stores_codes
-from fivefold.core.model import Shape
+from fivefold.core.model import Shape, Tuning
 from fivefold.core.plan import PlanOptions
 from fivefold.generate import (
     LayoutEngine,
+    ModelOptions,
     ScheduleLimits,
+    TextModel,
     coded_weights,
     mesh_of,
     plan_of,
+    set_up,
     stage_of,
 )
 from fivefold.generate.requests import Completion, Request
@@ -118,7 +122,7 @@ def of_neighbours(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 @pytest.mark.parametrize("name", ["llama", "moe", "latent"])
 def test_wrong_scales_are_seen(wrong: Any, name: str) -> None:
     expected = completions_of(SHAPES[name], False, False, rounded)
-    with patch.object(coded_weights, "_values", wrong):
+    with patch.object(coded_weights, "weight_values", wrong):
         coded = completions_of(SHAPES[name], True)
     assert distance(coded, expected) > 1e-3
 
@@ -177,3 +181,10 @@ def test_weights_of_a_running_job_are_refused() -> None:
     with pytest.raises(FivefoldError, match=r"--precision fp8.*load a checkpoint"):
         engine.load(None)  # type: ignore[arg-type]
     engine.close()
+
+
+def test_adapters_are_refused() -> None:
+    shape = replace(LLAMA, tuning=Tuning(4, 8.0))
+    model = TextModel(shape, PlanOptions("tiny"), Path(), Path(), True)
+    with pytest.raises(FivefoldError, match="merge them with `fivefold export`"):
+        set_up(model, ModelOptions(device="cpu", precision="fp8"), lambda tell: None)  # type: ignore[arg-type, return-value]
