@@ -26,7 +26,7 @@ from fivefold.verify.generated import GeneratedTrial
 CASES = (
     *(("tiny", layout) for layout in ("tp=2", "pp=2", "tp=2 pp=2", "cp=2")),
     *(("tiny-moe", layout) for layout in ("tp=2 ep=2", "dp=2 ep=2", "tp=2 etp=2", "pp=2")),
-    ("deepseek-v3", "tp=2"),
+    *((model, "tp=2") for model in ("deepseek-v3", "gpt2")),
 )
 
 
