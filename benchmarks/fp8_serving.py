@@ -7,7 +7,7 @@
 decode     Milliseconds of a step after prompts of 1k tokens and of a prompt of 8k, through the
            engine, and the ratio. Random weights.
 kernels    Microseconds of the matmuls of a layer of Llama 8B: torch's in bfloat16, codes by tiles
-           of several sizes (the first is the one that the engine takes), and the values of codes
+           of several sizes (the engine's are `token_tile` and the first of one token), and the values of codes
            written for torch. With the share of reading codes at the speed of memory.
 agreement  Of a model and a text: the share of tokens whose most likely next token is the same, the
            mean distance of log-probabilities, and both perplexities.
@@ -54,7 +54,7 @@ from fivefold.model.kernels import compiled_for_steps
 
 CONTEXT, NEW, LONG = 1024, 96, 8192
 SIZES = {"qkv": (6144, 4096), "out": (4096, 4096), "gate up": (28672, 4096), "down": (4096, 14336)}
-ONE = ((8, 1024), (4, 1024), (4, 2048), (8, 512), (2, 2048), (16, 512))  # rows, inputs at once
+ONE = ((4, 2048), (4, 1024), (8, 1024), (8, 512), (2, 2048), (8, 2048))  # rows, inputs at once
 FEW = ((32, 256, 4), (16, 256, 4), (16, 512, 3), (32, 128, 4), (64, 128, 4))  # and stages
 MORE = ((64, 128, 4), (64, 64, 4), (128, 64, 4), (128, 128, 3), (32, 128, 4))
 Times = dict[str, float]

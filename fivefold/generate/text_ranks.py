@@ -134,6 +134,7 @@ def engine_of_rank(
     stage = stage_of(plan, mesh, getattr(torch, task.dtype), same, fuse, task.codes)
     stage.fill(task.open_weights(partial(_warn, worker)))
     if cache_bytes is None:
+        torch.cuda.empty_cache()  # weights were wide while they were rounded
         cache_bytes = _FREE_SHARE * torch.cuda.mem_get_info(device)[0]
     blocks = min(blocks_within(stage.model, mesh, cache_bytes), most_blocks)
     routes = task.records_routes
