@@ -20,6 +20,7 @@ from fivefold.commands.options import (
     CacheOption,
     DeviceOption,
     ModelLayoutOption,
+    ServedPrecisionOption,
     SourceArgument,
     StepOption,
     TokenizerOption,
@@ -62,6 +63,7 @@ def run(
     device: DeviceOption = "auto",
     tokenizer: TokenizerOption = None,
     cache_gb: CacheOption = 1.0,
+    precision: ServedPrecisionOption = None,
     step: StepOption = None,
     out: Annotated[Path | None, typer.Option(help="JSON file to write the results to.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the results as JSON.")] = False,
@@ -79,6 +81,7 @@ def run(
             device=device,
             tokenizer=tokenizer,
             cache_gb=cache_gb,
+            precision=precision,
             step=step,
             out=out,
             on_progress=on_progress,
@@ -97,6 +100,7 @@ class EvaluatedTasks:
     model: str
     layout: str
     dtype: str
+    precision: str | None
     limit: int | None
     tasks: Mapping[str, Any]
     truncated_contexts: int
@@ -115,7 +119,8 @@ class EvaluatedTasks:
                 rows.append((name, metric, shown[0], shown[1], count))
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
-        about = f"{self.model} · {self.layout} · {self.dtype} · {self.seconds:.1f} s"
+        numbers = self.dtype + (", weights in fp8" if self.precision == "fp8" else "")
+        about = f"{self.model} · {self.layout} · {numbers} · {self.seconds:.1f} s"
         if self.truncated_contexts:
             about += f" · {self.truncated_contexts:,} contexts cut from the left"
         return "\n".join([*lines, about])
@@ -133,6 +138,7 @@ def evaluate(
     device: str = "auto",
     tokenizer: str | Path | None = None,
     cache_gb: float = 1.0,
+    precision: str | None = None,
     step: str | int | None = None,
     out: str | Path | None = None,
     on_progress: OnProgress | None = None,
@@ -151,7 +157,9 @@ def evaluate(
         above("--limit", limit, 0)
     if num_fewshot is not None:
         above("--num-fewshot", num_fewshot, -1)
-    runs = model_options(dtype, device, cache_gb, layout=layout, tokenizer=tokenizer)
+    runs = model_options(
+        dtype, device, cache_gb, layout=layout, tokenizer=tokenizer, precision=precision
+    )
     folder = None if include_path is None else Path(include_path)
     file = None if out is None else Path(out)
     # Refuse places that are not there before hours of work.
@@ -170,6 +178,7 @@ def evaluate(
         str(path),
         str(setup.plan.layout),
         setup.dtype,
+        precision,
         limit,
         _tasks_table(results),
         task_model.num_truncated,

@@ -19,6 +19,7 @@ from fivefold.commands.options import (
     DeviceOption,
     InvariantOption,
     ModelLayoutOption,
+    ServedPrecisionOption,
     SourceArgument,
     StepOption,
     TokenizerOption,
@@ -71,6 +72,7 @@ def run(
     tokenizer: TokenizerOption = None,
     cache_gb: CacheOption = 1.0,
     batch_invariant: InvariantOption = False,
+    precision: ServedPrecisionOption = None,
     step: StepOption = None,
     output: Annotated[
         Path | None, typer.Option("-o", help="JSONL to write, or to continue.")
@@ -106,6 +108,7 @@ def run(
             tokenizer=tokenizer,
             cache_gb=cache_gb,
             batch_invariant=batch_invariant,
+            precision=precision,
             step=step,
             output=output,
             record_routing=record_routing,
@@ -237,6 +240,7 @@ def generate(
     tokenizer: str | Path | None = None,
     cache_gb: float = 1.0,
     batch_invariant: bool = False,
+    precision: str | None = None,
     step: str | int | None = None,
     output: str | Path | None = None,
     record_routing: bool = False,
@@ -269,6 +273,7 @@ def generate(
         layout=layout,
         tokenizer=tokenizer,
         batch_invariant=batch_invariant,
+        precision=precision,
     )
     model = find_model(model_path(source), options.step)
     prompts = [Prompt("0", prompt)] if isinstance(prompt, str) else _prompts(prompt)

@@ -166,6 +166,10 @@ CacheOption = Annotated[float, typer.Option(help="Maximum GB of the KV cache on 
 InvariantOption = Annotated[
     bool, typer.Option("--batch-invariant", help="Results do not depend on the batch, to the bit.")
 ]
+ServedPrecisionOption = Annotated[
+    str | None,
+    typer.Option(help="fp8: weights of linears in layers take a byte (default: bf16, as --dtype)."),
+]
 StepOption = Annotated[str | None, typer.Option(help="Step of the run's checkpoint, or best.")]
 HeadroomKey = Annotated[float, SetKey("Share of the memory to leave free.")]
 ImbalanceKey = Annotated[
@@ -456,9 +460,10 @@ def model_options(
     layout: str | Layout,
     tokenizer: str | Path | None,
     batch_invariant: bool = False,
+    precision: str | None = None,
 ) -> ModelOptions:
     """How a model is to be run."""
-    from fivefold.generate import DTYPES, ModelOptions
+    from fivefold.generate import DTYPES, PRECISIONS, ModelOptions
 
     return ModelOptions(
         str(layout),
@@ -467,6 +472,7 @@ def model_options(
         None if tokenizer is None else str(tokenizer),
         positive("--cache-gb", cache_gb),
         batch_invariant,
+        precision and one_of("--precision", precision, PRECISIONS),
     )
 
 

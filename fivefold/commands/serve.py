@@ -17,6 +17,7 @@ from fivefold.commands.job import above, checkpoint_step, positive, warn_caller
 from fivefold.commands.options import (
     DeviceOption,
     InvariantOption,
+    ServedPrecisionOption,
     SourceArgument,
     StepOption,
     TokenizerOption,
@@ -105,6 +106,7 @@ def run(
     device: DeviceOption = "auto",
     tokenizer: TokenizerOption = None,
     batch_invariant: InvariantOption = False,
+    precision: ServedPrecisionOption = None,
     step: StepOption = None,
 ) -> None:
     """Serve a model with the API of OpenAI: completions, chats, streams."""
@@ -139,6 +141,7 @@ def run(
             device=device,
             tokenizer=tokenizer,
             batch_invariant=batch_invariant,
+            precision=precision,
             step=step,
             on_ready=ready,
             log=printer.print_line,
@@ -185,6 +188,7 @@ def serve(
     device: str = "auto",
     tokenizer: str | Path | None = None,
     batch_invariant: bool = False,
+    precision: str | None = None,
     step: str | int | None = None,
     on_ready: Callable[[str], None] | None = None,
     log: Callable[[str], None] | None = None,
@@ -218,6 +222,7 @@ def serve(
         layout=layout,
         tokenizer=tokenizer,
         batch_invariant=batch_invariant,
+        precision=precision,
     )
     path, chosen = model_path(source), checkpoint_step(step)
     model = find_model(path, chosen)

@@ -44,6 +44,7 @@ from fivefold.generate.text import TextStream as TextStream
 from fivefold.generate.text import read_tokenizer as read_tokenizer
 from fivefold.generate.text import stops_of as stops_of
 from fivefold.generate.text_model import DTYPES as DTYPES
+from fivefold.generate.text_model import PRECISIONS as PRECISIONS
 from fivefold.generate.text_model import ModelOptions as ModelOptions
 from fivefold.generate.text_model import ModelSetup as ModelSetup
 from fivefold.generate.text_model import TextModel as TextModel

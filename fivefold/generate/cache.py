@@ -30,6 +30,7 @@ from fivefold.core.model import BLOCK, kv_pages
 from fivefold.generate.requests import BlockCopy
 from fivefold.generate.step_tensors import StepTensors
 from fivefold.model import Attention, AttentionInfo, Decoder, LatentAttention, soft_cap, with_sinks
+from fivefold.model.fp8 import weight_values
 
 
 @dataclass(frozen=True)
@@ -155,7 +156,9 @@ class _LatentLayerKernel:
     ) -> Tensor:
         mla = self.attention.mla
         assert q_BSHd.shape[0] == 1, "a step is one row"
-        up = self.attention.kv_up.weight.view(q_BSHd.shape[2], -1, mla.kv_rank)
+        kv_up = self.attention.kv_up
+        up = weight_values(kv_up.weight, kv_up.row_scale, q_BSHd.dtype)
+        up = up.view(q_BSHd.shape[2], -1, mla.kv_rank)
         keys_Hnr, values_Hvr = torch.split(up, [mla.nope_dim, mla.value_dim], dim=1)
         plain_THn, rotated_THp = torch.split(q_BSHd[0], [mla.nope_dim, mla.rope_dim], dim=-1)
         inward_THr = _by_head("thn,hnr->thr", plain_THn, keys_Hnr)
@@ -188,9 +191,9 @@ class KvCache:
         for layer, block in decoder.blocks.items():
             attention = block.attention
             assert isinstance(attention, Attention | LatentAttention)
-            weight = attention.out.weight
+            device = attention.out.weight.device
             pages = [
-                torch.zeros((blocks, BLOCK, *size), dtype=weight.dtype, device=weight.device)
+                torch.zeros((blocks, BLOCK, *size), dtype=decoder.dtype, device=device)
                 for size in page_sizes(attention)
             ]
             if isinstance(attention, Attention):
@@ -246,6 +249,5 @@ def token_bytes(decoder: Decoder) -> int:
     for block in decoder.blocks.values():
         attention = block.attention
         assert isinstance(attention, Attention | LatentAttention)
-        numbers = sum(heads * width for heads, width in page_sizes(attention))
-        total += numbers * attention.out.weight.element_size()
-    return total
+        total += sum(heads * width for heads, width in page_sizes(attention))
+    return total * decoder.dtype.itemsize

@@ -21,12 +21,13 @@ from typing import NamedTuple
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.attention import sdpa_kernel
 
 from fivefold.core.model import BLOCK, blocks_of
 from fivefold.generate.async_scheduling import DrawnTokens
 from fivefold.generate.cache import KvCache, LayerPages, attend_pages, page_sizes
+from fivefold.generate.coded_weights import join_rows
 from fivefold.generate.expert_kernel import choose_experts, run_experts
 from fivefold.generate.expert_steps import ExpertGroup, FewTokenKernels, dispatch_few_tokens
 from fivefold.generate.forward import DecoderForward
@@ -182,7 +183,7 @@ class JoinedLinears:
     def __init__(self, linears: Sequence[Linear], fallback: Project) -> None:
         self.fallback, self.sizes = fallback, [len(linear.weight) for linear in linears]
         self.weight, self.bias = (
-            _joined([getattr(linear, name) for linear in linears]) for name in ("weight", "bias")
+            join_rows([getattr(linear, name) for linear in linears]) for name in ("weight", "bias")
         )
 
     def __call__(self, x: Tensor, linears: Sequence[Linear]) -> Sequence[Tensor]:
@@ -192,32 +193,18 @@ class JoinedLinears:
         return skinny_linear(x, self.weight, self.bias).split(self.sizes, dim=-1)
 
 
-@torch.no_grad()
-def _joined(parts: Sequence[nn.Parameter | None]) -> Tensor | None:
-    """One tensor, whose rows the parts become."""
-    tensors = [parameter for parameter in parts if parameter is not None]
-    if not tensors:
-        return None
-    full_tensor = torch.cat(tensors)
-    for part, rows in zip(
-        tensors, full_tensor.split([len(tensor) for tensor in tensors]), strict=True
-    ):
-        part.set_(rows)
-    return full_tensor
-
-
 def multiply_few_tokens(decoder: Decoder) -> None:
     """Replace the linears of a decoder on one device by kernels for few tokens; weights keep their
-    values."""
+    values. Linears of codes have their own (`coded_weights.py`)."""
     if decoder.head is not None and isinstance(decoder.head.matmul, FewTokens):
         return
     for module in decoder.modules():
-        if isinstance(module, Attention):
+        if isinstance(module, Attention) and module.q.row_scale is None:
             module.project = JoinedLinears((module.q, module.k, module.v), module.project)
-        elif isinstance(module, Mlp):
+        elif isinstance(module, Mlp) and module.up.row_scale is None:
             linears = [linear for linear in (module.gate, module.up) if linear is not None]
             module.project = JoinedLinears(linears, module.project)
-        elif isinstance(module, Linear):
+        elif isinstance(module, Linear) and module.row_scale is None:
             module.matmul = FewTokens(module.matmul)
     if decoder.head is not None:
         decoder.head.matmul = FewTokens(decoder.head.matmul)
@@ -253,7 +240,7 @@ class GraphedForward(DecoderForward):
         self.captured: dict[DecodeSize, _Captured] = {}
         self.most_keys = decoder.shape.max_seq
         widest = max(page_sizes(block.attention)[0][1] for block in decoder.all_blocks())
-        dtype = next(decoder.parameters()).dtype
+        dtype = decoder.dtype
         kernels = FewTokenKernels(choose_experts, run_experts)
         few = dtype != torch.float64 and dispatch_few_tokens(decoder, self.experts, kernels)
         # Grouped matmuls of other types wait for numbers of rows, and ranks for those that come.

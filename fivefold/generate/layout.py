@@ -9,7 +9,8 @@ Moves    in a stage what training moves in its forward, and what cp moves in att
          logits of the tokens to be followed over tp, N · V; and of every drawn token two numbers,
          summed over all ranks.
 Costs    no broadcast of decisions: every rank has the schedulers of all replicas and decides alike.
-Refuses  cp by heads (Ulysses), several stages on a rank, asynchronous schedules and fp8.
+Refuses  cp by heads (Ulysses), several stages on a rank, asynchronous schedules and a plan in fp8.
+Weights in codes of fp8 are in `coded_weights.py`.
 
 A replica without sequences still runs where its experts serve others: on tokens of no sequence.
 """
@@ -17,7 +18,7 @@ A replica without sequences still runs where its experts serve others: on tokens
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import cast
@@ -32,6 +33,7 @@ from fivefold.core.model import BLOCK, Shape, refuse_mixer
 from fivefold.core.plan import Plan, PlanOptions, captures_decode, resolve
 from fivefold.generate.async_scheduling import DrawnTokens
 from fivefold.generate.cache import KvCache, token_bytes
+from fivefold.generate.coded_weights import CodedLinears
 from fivefold.generate.context_cache import ContextCache
 from fivefold.generate.engine import (
     Engine,
@@ -50,7 +52,7 @@ from fivefold.generate.routing import RouteStore
 from fivefold.generate.scheduler import ScheduleLimits
 from fivefold.generate.stage_ends import StageEnds
 from fivefold.generate.tiles import TILE_MATH
-from fivefold.model import Decoder
+from fivefold.model import Decoder, Linear, LinearMath
 from fivefold.model.kernels import Fuse, eager
 from fivefold.parallel import (
     AxisBoundary,
@@ -201,14 +203,26 @@ def mesh_of(plan: Plan, device: torch.device, batch_invariant: bool) -> Mesh:
 
 
 def stage_of(
-    plan: Plan, mesh: Mesh, dtype: torch.dtype, batch_invariant: bool, fuse: Fuse = eager
+    plan: Plan,
+    mesh: Mesh,
+    dtype: torch.dtype,
+    batch_invariant: bool,
+    fuse: Fuse = eager,
+    codes: bool = False,
 ) -> ForwardStage:
-    """Build this rank's stage, without values."""
-    if not batch_invariant:
-        return compose_forward(plan, mesh, dtype, fuse)
-    stage = compose_forward(plan, mesh, dtype, fuse, TILE_MATH)
-    fix_tiles(stage.model)
+    """Build this rank's stage, without values; `codes`: weights of linears and experts in fp8."""
+    coded = CodedLinears(mesh.device, batch_invariant) if codes else None
+    math = _tiles if batch_invariant else None
+    stage = compose_forward(plan, mesh, dtype, fuse, coded or math, codes)
+    if batch_invariant:
+        fix_tiles(stage.model)
+    if coded is not None:
+        coded.join(stage.model)
     return stage
+
+
+def _tiles(layer: int, linears: Sequence[Linear], copied: Sequence[int] = ()) -> LinearMath:
+    return TILE_MATH
 
 
 class LayoutEngine(Engine):
@@ -231,8 +245,7 @@ class LayoutEngine(Engine):
         `batch_invariant`, mesh and stage were made so as well."""
         self.plan, self.mesh, self.stage = plan, mesh, stage
         self._refit: Refit | None = None
-        dtype = next(stage.model.parameters()).dtype
-        self.ends = RankEnds(plan, mesh, dtype)
+        self.ends = RankEnds(plan, mesh, stage.model.dtype)
         # Without sequence parallelism all tp ranks have the same tokens: one of them counts.
         counts = plan.layout.sp or mesh.coord(TP) == 0
         routes = RouteStore(stage.model, blocks + 1, counts) if records_routes else None
@@ -285,6 +298,11 @@ class LayoutEngine(Engine):
     def load(self, job: Job) -> None:
         """Copy the current weights of a training job on the same ranks. All ranks call it together;
         running sequences are recomputed."""
+        if self.stage.scales:
+            raise FivefoldError(
+                "weights of a running job into a generator with --precision fp8: a shard does not "
+                "know the scales of full rows; generate without the precision, or load a checkpoint"
+            )
         if self._refit is None or self._refit.job is not job:
             self._refit = Refit(job, self.stage, self.mesh)
         self._refit.run()

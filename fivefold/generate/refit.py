@@ -69,7 +69,7 @@ class Refit:
                 "layouts of the same ranks; give both layouts as many"
             )
         self.job, self.mesh = job, mesh
-        self.dtype = next(stage.model.parameters()).dtype
+        self.dtype = stage.model.dtype
         self.owned = dict(_owned(job))
         self.shards = list(_shards(stage))
         owned_spans = _listed(self.owned)

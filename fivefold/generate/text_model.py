@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from fivefold.generate.writer import TextRequest
     from fivefold.launch import Backend
 
+PRECISIONS = ("bf16", "fp8")  # of weights of linears; bf16 is as --dtype says
 DTYPES = [name for name, weight_format in FORMATS.items() if weight_format.verified]
 _MOST_RANKS = 64  # processes on one machine
 
@@ -68,6 +69,7 @@ class ModelOptions:
     tokenizer: str | None = None  # a file, or bytes
     cache_gb: float = 1.0  # on a rank
     batch_invariant: bool = False
+    precision: str | None = None  # fp8: weights of linears and experts as codes
 
 
 @dataclass(frozen=True)
@@ -99,6 +101,7 @@ class ModelSetup:
             self.backend,
             records_routes,
             self.options.batch_invariant,
+            self.options.precision == "fp8",
         )
 
 
@@ -134,6 +137,11 @@ def _plan(model: TextModel, options: ModelOptions) -> Plan:
 
     plan = plan_of(model.shape, replace(model.options, layout=options.layout))
     plan = invariant_plan(plan) if options.batch_invariant else plan
+    if options.precision == "fp8" and model.shape.tuning is not None and model.shape.tuning.rank:
+        raise FivefoldError(
+            "--precision fp8 with adapters: they are not rounded, and linears of codes have none; "
+            "merge them with `fivefold export`, or leave the precision out"
+        )
     if plan.layout.world > _MOST_RANKS:
         raise FivefoldError(
             f"--layout {options.layout}: a process is forked for every rank, and "

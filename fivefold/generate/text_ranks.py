@@ -46,6 +46,7 @@ class TextTask:
     backend: Backend = "gloo"
     records_routes: bool = False
     batch_invariant: bool = False  # as in `generate/invariant.py`
+    codes: bool = False  # as in `generate/coded_weights.py`
 
 
 @dataclass(frozen=True)
@@ -130,9 +131,10 @@ def engine_of_rank(
     worker.phase("load")
     same = task.batch_invariant
     mesh = mesh_of(plan, device, same)
-    stage = stage_of(plan, mesh, getattr(torch, task.dtype), same, fuse)
+    stage = stage_of(plan, mesh, getattr(torch, task.dtype), same, fuse, task.codes)
     stage.fill(task.open_weights(partial(_warn, worker)))
     if cache_bytes is None:
+        torch.cuda.empty_cache()  # weights were wide while they were rounded
         cache_bytes = _FREE_SHARE * torch.cuda.mem_get_info(device)[0]
     blocks = min(blocks_within(stage.model, mesh, cache_bytes), most_blocks)
     routes = task.records_routes

@@ -15,6 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fivefold.generate.skinny_kernel import widened
+
 _OUTPUTS, _INPUTS = 32, 128  # of a tile
 
 
@@ -22,6 +24,7 @@ _OUTPUTS, _INPUTS = 32, 128  # of a tile
 def _multiply_tile(
     x_ptr: tl.tensor,
     weight_ptr: tl.tensor,
+    scale_ptr: tl.tensor,
     bias_ptr: tl.tensor,
     y_ptr: tl.tensor,
     experts_ptr: tl.tensor,
@@ -29,6 +32,7 @@ def _multiply_tile(
     stops_ptr: tl.tensor,
     outputs: int,
     inputs: int,
+    CODES: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     ROWS: tl.constexpr,
     OUTPUTS: tl.constexpr,
@@ -49,10 +53,12 @@ def _multiply_tile(
         column = start + tl.arange(0, INPUTS)
         is_column = column < inputs
         weight = tl.load(
-            weight_ptr + column[None, :], is_output[:, None] & is_column[None, :], other=0.0
+            weight_ptr + column[None, :], is_output[:, None] & is_column[None, :], other=0
         )
         x = tl.load(x_ptr + column[:, None], is_column[:, None] & is_row[None, :], other=0.0)
-        sums = tl.dot(weight, x, sums, input_precision="ieee")
+        sums = tl.dot(widened(weight, x.dtype, CODES), x, sums, input_precision="ieee")
+    if CODES:
+        sums *= tl.load(scale_ptr + of_expert + output, is_output, other=0.0)[:, None]
     if HAS_BIAS:
         sums += tl.load(bias_ptr + output, is_output, other=0.0).to(tl.float32)[:, None]
     y_place = row[None, :] * outputs + output[:, None]
@@ -66,22 +72,26 @@ def multiply_tiles(
     ends_E: Tensor,
     rows: int,
     dtype: torch.dtype,
+    scale_EO1: Tensor | None = None,
 ) -> Tensor:
-    """Multiply the rows of each expert by its weight, by tiles of fixed size; sums are float32."""
+    """Multiply the rows of each expert by its weight, by tiles of fixed size; sums are float32.
+    With scales, of weights that are codes."""
     x_MI, (experts, outputs, inputs) = x_MI.contiguous(), weight_EOI.shape
-    assert weight_EOI.is_contiguous()
+    weight = weight_EOI if scale_EO1 is None else weight_EOI.view(torch.uint8)
+    assert weight.is_contiguous()
     y_MO = x_MI.new_empty(len(x_MI), outputs, dtype=dtype)
     tiles = triton.cdiv(len(x_MI), rows) + experts - 1  # each may have one that is not full
     if not len(x_MI):
         return y_MO
     _multiply_tile[(triton.cdiv(outputs, _OUTPUTS), tiles)](
         x_MI,
-        weight_EOI,
-        weight_EOI if bias_O is None else bias_O,
+        weight,
+        *(weight if tensor is None else tensor for tensor in (scale_EO1, bias_O)),
         y_MO,
         *tile_table(ends_E, tiles, rows),
         outputs,
         inputs,
+        CODES=scale_EO1 is not None,
         HAS_BIAS=bias_O is not None,
         ROWS=rows,
         OUTPUTS=_OUTPUTS,

@@ -267,6 +267,11 @@ class Decoder(nn.Module):
         self.residual_tokens: OfTokens = all_tokens  # seam: sequence parallelism
         self.run_blocks: RunBlocks = run_blocks  # seam: full recomputation
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """That of activations, and of weights that are not codes in fp8."""
+        return next(weight.dtype for weight in self.parameters() if weight.element_size() > 1)
+
     def forward(self, inputs: Tensor, batch: TokenBatch) -> Tensor:
         """The hidden states of the last block, or the sum of the token losses with a head.
 

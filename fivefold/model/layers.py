@@ -100,6 +100,7 @@ class Linear(nn.Module):
         self.weight = factory.empty(outputs, inputs)
         self.bias = factory.empty(outputs) if bias else None
         self.lora: LowRank | None = None
+        self.row_scale: Tensor | None = None  # (outputs, 1), of a weight that is codes in fp8
         self.matmul: Matmul = linear  # seam: tensor parallelism, split backward
 
     def adapt(self, rank: int, scale: float, factory: WeightFactory) -> None:
@@ -107,6 +108,10 @@ class Linear(nn.Module):
         outputs, inputs = self.weight.shape
         self.lora = LowRank(factory.empty(rank, inputs), factory.empty(outputs, rank), scale)
         self.matmul = partial(adapted_linear, self.lora)
+
+    def scale_rows(self, row_scale: Tensor) -> None:
+        """The weight is codes, with these scales."""
+        self.row_scale = row_scale
 
     def forward(self, x: Tensor) -> Tensor:
         with saving(x):

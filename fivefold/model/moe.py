@@ -278,6 +278,7 @@ class ExpertStack(nn.Module):
         self.bias = factory.empty(experts, outputs) if bias else None
         self.add_bias: AddExpertBias = add_expert_bias  # seam: split backward
         self.lora: LowRank | None = None
+        self.row_scale: Tensor | None = None  # (experts, outputs, 1), of codes in fp8
         self.matmul: GroupedMatmul = grouped_matmul  # seam: split backward, overlapped dispatch
 
     def adapt(self, rank: int, scale: float, factory: WeightFactory) -> None:
@@ -286,6 +287,10 @@ class ExpertStack(nn.Module):
         a, b = factory.empty(count, rank, inputs), factory.empty(count, outputs, rank)
         self.lora = LowRank(a, b, scale)
         self.matmul = self.adapted(grouped_matmul)
+
+    def scale_rows(self, row_scale: Tensor) -> None:
+        """The weights are codes, with these scales."""
+        self.row_scale = row_scale
 
     def adapted(self, matmul: GroupedMatmul) -> GroupedMatmul:
         """This matmul, with the adapters if there are any."""

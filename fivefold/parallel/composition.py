@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -19,14 +19,15 @@ from fivefold.core.layout import (
     by_name,
     local_shape,
     shard_of,
+    stores_codes,
 )
 from fivefold.core.plan import Plan
 from fivefold.core.schedule import defers_weight_gradients
 from fivefold.cost.traffic import units_of
 from fivefold.model import (
     Decoder,
+    ExpertStack,
     Linear,
-    LinearMath,
     TokenBatch,
     apply_recompute,
     from_config,
@@ -34,7 +35,7 @@ from fivefold.model import (
     look_ahead,
     mark_outgrown,
 )
-from fivefold.model.fp8 import RoundedWeights
+from fivefold.model.fp8 import CODES, RoundedWeights, round_rows
 from fivefold.model.kernels import Fuse, eager
 from fivefold.parallel import context, expert, tensor
 from fivefold.parallel.balance import Balancing
@@ -42,7 +43,7 @@ from fivefold.parallel.data import Blocks, DataParallel
 from fivefold.parallel.deferred import GradientQueue
 from fivefold.parallel.mesh import Mesh, Phase
 from fivefold.parallel.pipeline import Pipeline
-from fivefold.parallel.stage import Instruments, Stage
+from fivefold.parallel.stage import Instruments, MathOf, Stage
 from fivefold.parallel.units import (
     FlatUnit,
     GradientHome,
@@ -208,19 +209,39 @@ def compose(
 @dataclass(frozen=True)
 class ForwardStage:
     """One stage of a rank that only computes forward: its weights are its shards, as plain
-    parameters without values."""
+    parameters without values. Some may be codes in fp8."""
 
     model: Decoder
     table: dict[str, Weight]
     shards: dict[str, WeightShard]
 
+    @property
+    def scales(self) -> dict[str, Tensor]:
+        """Scales of the rows of weights that are codes."""
+        scales: dict[str, Tensor] = {}
+        for name, _ in self.model.named_parameters():
+            module = self.model.get_submodule(name.rpartition(".")[0])
+            scale = module.row_scale if isinstance(module, Linear | ExpertStack) else None
+            if scale is not None and stores_codes(name):
+                scales[name] = scale
+        return scales
+
     @torch.no_grad()
     def fill(self, read: Callable[[Weight, torch.dtype], Tensor]) -> None:
-        """Give weights and buffers their values, cut from the full ones."""
+        """Give weights and buffers their values, cut from the full ones. A weight is rounded before
+        it is cut, so that no layout changes the scale of a row."""
+        scales, dtype = self.scales, self.model.dtype
         named = (*self.model.named_parameters(), *self.model.named_buffers())
         for name, parameter in named:
-            full = read(self.table[name], parameter.dtype)
-            parameter.copy_(tensor.cut(full, self.shards[name]))
+            shard, scale = self.shards[name], scales.get(name)
+            if scale is None:
+                parameter.copy_(tensor.cut(read(self.table[name], parameter.dtype), shard))
+                continue
+            full = read(self.table[name], dtype).to(parameter.device)
+            rows = round_rows([full.flatten(0, -2)], None)
+            parameter.copy_(tensor.cut(rows.codes.view_as(full), shard))
+            scale_of_row = rows.scale.view(*full.shape[:-1], 1).expand_as(full)
+            scale.copy_(tensor.cut(scale_of_row, shard)[..., :1])
 
 
 def compose_forward(
@@ -228,11 +249,12 @@ def compose_forward(
     mesh: Mesh,
     dtype: torch.dtype,
     fuse: Fuse = eager,
-    linears: LinearMath | None = None,
+    math: MathOf | None = None,
+    codes: bool = False,
 ) -> ForwardStage:
     """Build one rank that computes forward: the same rooms, and no data dimension, whose ranks are
-    replicas. Nothing balances experts, and nothing is dropped. `linears`: the arithmetic of those
-    of blocks, where the plan's precision does not say it."""
+    replicas. Nothing balances experts, and nothing is dropped. `math`: the arithmetic of linears of
+    blocks, where the plan's precision does not say it; with `codes`, of weights in fp8."""
     (number,) = plan.schedule.placement.stages_of(mesh.coord(PIPELINE))
     shape, coord = plan.shape, plan.layout.coord(mesh.rank)
     table = {**by_name(shape), **{buffer.name: buffer for buffer in buffers(shape)}}
@@ -241,18 +263,11 @@ def compose_forward(
     model = from_config(shape, dtype=dtype, device="meta", layers=layers, fuse=fuse)
     _make_buffers(model, mesh.device)
     rounding, _ = rounding_math(plan, mesh, model, True, None)
-    math = rounding if linears is None else partial(_always, linears)
-    stage = Stage(number, plan, model, mesh, Phase(), None, None, fuse, math)
+    stage = Stage(number, plan, model, mesh, Phase(), None, None, fuse, math or rounding)
     for apply in (expert.spread, tensor.split):
         apply(stage)
-    _make_shards(model, table, shards, mesh.device)
+    _make_shards(model, table, shards, mesh.device, codes)
     return ForwardStage(model.eval(), table, shards)
-
-
-def _always(
-    math: LinearMath, layer: int, linears: Sequence[Linear], copied: Sequence[int] = ()
-) -> LinearMath:
-    return math
 
 
 def _make_shards(
@@ -260,17 +275,22 @@ def _make_shards(
     table: Mapping[str, Weight],
     shards: Mapping[str, WeightShard],
     device: torch.device,
+    codes: bool,
 ) -> None:
     """Put parameters of the size of a rank's shards in the place of full ones. A tied weight that
-    two modules have is made once."""
+    two modules have is made once. With `codes`, those of linears and experts are in fp8."""
     new_shards: dict[int, nn.Parameter] = {}
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     for module in list(model.modules()):
         for attribute, full in list(module.named_parameters(recurse=False)):
             if id(full) not in new_shards:
                 name = names[id(full)]
-                size = local_shape(table[name], shards[name])
-                zero = torch.zeros(size, dtype=full.dtype, device=device)  # also where it pads
+                size, dtype = local_shape(table[name], shards[name]), full.dtype
+                if codes and stores_codes(name):
+                    assert isinstance(module, Linear | ExpertStack)
+                    dtype = CODES["e4m3"]
+                    module.scale_rows(torch.ones(*size[:-1], 1, device=device))
+                zero = torch.zeros(size, dtype=dtype, device=device)  # also where it pads
                 new_shards[id(full)] = nn.Parameter(zero, requires_grad=False)
             setattr(module, attribute, new_shards[id(full)])
 

@@ -323,3 +323,19 @@ def test_a_prompt_has_the_same_bits_alone_and_beside_others(folder: Path, tmp_pa
     rows = {row["id"]: row for row in rows_of(together.stdout)}
     (one,) = rows_of(alone.stdout)
     assert rows["0"]["tokens"] == one["tokens"] and rows["0"]["logprobs"] == one["logprobs"]
+
+
+@pytest.mark.sample(1)
+def test_weights_in_fp8_from_the_command_line(folder: Path, tmp_path: Path) -> None:
+    words = ["generate", str(folder), "--prompt", "w5 w6 w7", "--max-tokens", "6", "--json"]
+    plain = json.loads(in_fork(words, tmp_path).stdout)
+    assert in_fork([*words, "--precision", "bf16"], tmp_path).stdout.count(str(plain["tokens"]))
+    coded = json.loads(in_fork([*words, "--precision", "fp8"], tmp_path).stdout)
+    moved = max(map(abs, map(float.__sub__, coded["logprobs"], plain["logprobs"])))
+    assert 1e-4 < moved < 1.0
+    split = [*words, "--precision", "fp8", "--layout", "tp=2"]
+    over_ranks = json.loads(in_fork(split, tmp_path).stdout)
+    assert over_ranks["tokens"] == coded["tokens"]
+    assert over_ranks["logprobs"] == pytest.approx(coded["logprobs"], rel=0, abs=1e-5)
+    refused = in_fork([*words, "--precision", "int8"], tmp_path)
+    assert refused.returncode == 2 and "choose from bf16, fp8" in refused.stderr

@@ -23,6 +23,7 @@ from fivefold.core.layout.fp8 import keeps_rounded as keeps_rounded
 from fivefold.core.layout.fp8 import packed_row as packed_row
 from fivefold.core.layout.fp8 import planned_fp8 as planned_fp8
 from fivefold.core.layout.fp8 import refuse_biases as refuse_biases
+from fivefold.core.layout.fp8 import stores_codes as stores_codes
 from fivefold.core.layout.groups import DIMENSIONS as DIMENSIONS
 from fivefold.core.layout.groups import FAR as FAR
 from fivefold.core.layout.groups import NEAR as NEAR

@@ -54,6 +54,16 @@ def packed_row(width: int) -> int:
     return -(-(width + SCALE_BYTES) // _ROW_MULTIPLE) * _ROW_MULTIPLE
 
 
+def stores_codes(name: str) -> bool:
+    """Whether an engine in fp8 has codes of this weight: those that training rounds, in all layers.
+
+    >>> stores_codes("blocks.3.attention.q.weight"), stores_codes("blocks.3.mlp.router.weight")
+    (True, False)
+    """
+    rounded = _ROUNDED.search(name) or _ROUTED.search(name)
+    return name.startswith("blocks.") and rounded is not None
+
+
 @dataclass(frozen=True)
 class Fp8:
     """How matmuls are rounded: what shares a scale, the operands of weight gradients, the format of

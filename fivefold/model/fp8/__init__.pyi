@@ -15,3 +15,5 @@ from fivefold.model.fp8.rounding import same as same
 from fivefold.model.fp8.rounding import scale_and_factor as scale_and_factor
 from fivefold.model.fp8.rounding import to_codes as to_codes
 from fivefold.model.fp8.rows import raise_maxima as raise_maxima
+from fivefold.model.fp8.rows import round_rows as round_rows
+from fivefold.model.fp8.rows import weight_values as weight_values

@@ -67,6 +67,14 @@ class RowOperand(NamedTuple):
         return (codes.to(wide) * self.scale.to(wide)[:, None]).to(dtype)
 
 
+def weight_values(weight: Tensor, row_scale: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """A weight, or weights of experts, whose rows may be codes."""
+    if row_scale is None:
+        return weight
+    rows = RowOperand(weight.flatten(0, -2), row_scale.flatten())
+    return rows.values(dtype).view(weight.shape)
+
+
 class CodedRows:
     """The rows of one microbatch on their way to the experts of one layer. `live` sets tokens that
     are padding to zero; with `weighs_inputs` rows are known only when their weights are."""

@@ -8,7 +8,15 @@ from functools import cached_property
 from math import prod
 
 from fivefold.core import FivefoldError, Machine, itemsize_of, matmul_bytes
-from fivefold.core.layout import Coord, Layout, Weight, local_shape, planned_weights, shard_of
+from fivefold.core.layout import (
+    Coord,
+    Layout,
+    Weight,
+    local_shape,
+    planned_weights,
+    shard_of,
+    stores_codes,
+)
 from fivefold.core.model import (
     BLOCK,
     STEP_TOKENS,
@@ -97,8 +105,7 @@ class ServingRequest:
 
 def weight_itemsize(weight: Weight, precision: str) -> float:
     """Bytes of a weight's element: those of matmuls in layers are narrow, others wide."""
-    linear = weight.role == "matrix" and "router" not in weight.name
-    narrow = linear and weight.block.startswith("blocks")
+    narrow = stores_codes(weight.name)
     return matmul_bytes(precision) if narrow else float(itemsize_of(precision))
 
 
