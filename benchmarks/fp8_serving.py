@@ -7,8 +7,9 @@
 decode     Milliseconds of a step after prompts of 1k tokens and of a prompt of 8k, through the
            engine, and the ratio. Random weights.
 kernels    Microseconds of the matmuls of a layer of Llama 8B: torch's in bfloat16, codes by tiles
-           of several sizes (the engine's are `token_tile` and the first of one token), and the values of codes
-           written for torch. With the share of reading codes at the speed of memory.
+           of several sizes (the engine's are `token_tile` and the first of one token), and the
+           values of codes written for torch. With the share of reading codes at the speed of
+           memory.
 agreement  Of a model and a text: the share of tokens whose most likely next token is the same, the
            mean distance of log-probabilities, and both perplexities.
 """

@@ -20,7 +20,7 @@ SEAMS = (
     *("matmul", "normalise", "kernel", "lookup", "add_positions", "cross_entropy"),
     *("run_blocks", "mask", "balance", "dispatch", "repeats", "remakes", "first_head", "activate"),
     *("residual_tokens", "chunked", "normalise_sum", "project", "latent_kernel", "coding"),
-    *("hold", "add_bias"),
+    *("hold", "add_bias", "route"),
 )
 SETTABLE = {
     "grad": "torch: the gradient of a tensor",

@@ -28,7 +28,7 @@ _LOWEST = tl.constexpr(float("-inf"))
 _COLUMNS = 1024  # of a program that sums
 
 
-class Tiling(NamedTuple):
+class ExpertTile(NamedTuple):
     """Sizes of a program: outputs, inputs at once, rows, warps and stages of its loop."""
 
     outputs: int
@@ -38,13 +38,13 @@ class Tiling(NamedTuple):
     stages: int
 
 
-def tiling(slots: int, experts: int, itemsize: int) -> Tiling:
+def tiling(slots: int, experts: int, itemsize: int) -> ExpertTile:
     """Sizes for so many slots of so many experts: rows for most of an expert's, so that its weights
     are read once."""
     if itemsize == 4:
-        return Tiling(32, 32, 16, 4, 2)
+        return ExpertTile(32, 32, 16, 4, 2)
     rows = 16 if slots <= 8 * experts else 32 if slots <= 20 * experts else 64
-    return Tiling(64, 128, rows, 4, 3)
+    return ExpertTile(64, 128, rows, 4, 3)
 
 
 @triton.jit
@@ -98,13 +98,13 @@ def _choose(
         if SUMMED == 2:
             first = tl.min(tl.where(ranked == best[:, None], inside[None, :], SIZE), 1)
             best += tl.max(tl.where(inside[None, :] == first[:, None], _LOWEST, ranked), 1)
-        kept = group < 0
+        is_best = group < 0
         best = tl.where(group < GROUPS, best, _LOWEST)
         for _ in tl.static_range(KEPT):
             taken = tl.min(tl.where(best == tl.max(best, 0), group, GROUPS - 1), 0)
-            kept = kept | (group == taken)
+            is_best = is_best | (group == taken)
             best = tl.where(group == taken, _LOWEST, best)
-        ranked = tl.where(kept[:, None], ranked, _LOWEST)
+        ranked = tl.where(is_best[:, None], ranked, _LOWEST)
     lane = tl.arange(0, CHOICE_BLOCK)
     chosen, weights = lane * 0, lane * 0.0
     for k in tl.static_range(CHOICES):
@@ -134,12 +134,12 @@ def _sort(
     index, experts = tl.program_id(0), tl.num_programs(0)
     expert, slot = first_expert + index, tl.arange(0, BLOCK)
     chosen = tl.load(chosen_ptr + slot, slot < slots, other=-1)
-    mine = (chosen == expert).to(tl.int32)
+    is_slot = (chosen == expert).to(tl.int32)
     first = tl.sum(((chosen >= first_expert) & (chosen < expert)).to(tl.int32), 0)
-    tl.store(order_ptr + first + tl.cumsum(mine, 0) - 1, slot, mine > 0)
+    tl.store(order_ptr + first + tl.cumsum(is_slot, 0) - 1, slot, is_slot > 0)
     tl.store(firsts_ptr + index, first)
     if index == experts - 1:
-        tl.store(firsts_ptr + experts, first + tl.sum(mine, 0))
+        tl.store(firsts_ptr + experts, first + tl.sum(is_slot, 0))
 
 
 @triton.jit
@@ -181,8 +181,8 @@ def _gate_and_up(
             up = tl.dot(ups, x, up, input_precision="ieee")
         weight = tl.load(weights_ptr + slot, is_row, other=0.0)
         h = gate / (1.0 + tl.exp(-gate)) * up * weight[None, :]
-        place = h_ptr + row.to(tl.int64)[None, :] * outputs + output[:, None]
-        tl.store(place, h, is_output[:, None] & is_row[None, :])
+        target_ptr = h_ptr + row.to(tl.int64)[None, :] * outputs + output[:, None]
+        tl.store(target_ptr, h, is_output[:, None] & is_row[None, :])
 
 
 @triton.jit
@@ -217,8 +217,8 @@ def _down(
             downs = tl.load(down_ptr + at + begin, is_weight, other=0.0)
             y = tl.dot(downs, h, y, input_precision="ieee")
         slot = tl.load(order_ptr + row, is_row, other=0).to(tl.int64)
-        place = y_ptr + slot[None, :] * outputs + output[:, None]
-        tl.store(place, y, is_output[:, None] & is_row[None, :])
+        target_ptr = y_ptr + slot[None, :] * outputs + output[:, None]
+        tl.store(target_ptr, y, is_output[:, None] & is_row[None, :])
 
 
 @triton.jit
@@ -240,8 +240,8 @@ def _sum(
     for k in tl.static_range(CHOICES):
         slot = token * CHOICES + k
         expert = tl.load(chosen_ptr + slot)
-        here = tl.where((expert >= first_expert) & (expert < stop_expert), width, 0)
-        total += tl.load(y_ptr + slot * width + column, column < here, other=0.0).to(tl.float32)
+        columns = tl.where((expert >= first_expert) & (expert < stop_expert), width, 0)
+        total += tl.load(y_ptr + slot * width + column, column < columns, other=0.0).to(tl.float32)
     tl.store(total_ptr + token * width + column, total, column < width)
 
 
