@@ -28,6 +28,7 @@ from fivefold.model import (
     Decoder,
     Dispatch,
     Experts,
+    ExpertStack,
     OverlappedTask,
     Routing,
     grouped_matmul,
@@ -116,7 +117,8 @@ def dispatch_few_tokens(decoder: Decoder, group: ExpertGroup) -> bool:
     if not few_token_experts(decoder.shape) or dtype == torch.float64:
         return False
     # Others multiply by codes, in fixed tiles or beside adapters.
-    if any(mlp.experts.up.matmul is not grouped_matmul for mlp in layers):
+    stacks = [module for module in decoder.modules() if isinstance(module, ExpertStack)]
+    if any(stack.matmul is not grouped_matmul for stack in stacks):
         return False
     for mlp in layers:
         mlp.router.route = choose_experts

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -25,8 +25,6 @@ from fivefold.core.schedule import defers_weight_gradients
 from fivefold.cost.traffic import units_of
 from fivefold.model import (
     Decoder,
-    Linear,
-    LinearMath,
     TokenBatch,
     apply_recompute,
     from_config,
@@ -42,7 +40,7 @@ from fivefold.parallel.data import Blocks, DataParallel
 from fivefold.parallel.deferred import GradientQueue
 from fivefold.parallel.mesh import Mesh, Phase
 from fivefold.parallel.pipeline import Pipeline
-from fivefold.parallel.stage import Instruments, Stage
+from fivefold.parallel.stage import Instruments, MathOf, Stage
 from fivefold.parallel.units import (
     FlatUnit,
     GradientHome,
@@ -228,7 +226,7 @@ def compose_forward(
     mesh: Mesh,
     dtype: torch.dtype,
     fuse: Fuse = eager,
-    linears: LinearMath | None = None,
+    linears: MathOf | None = None,
 ) -> ForwardStage:
     """Build one rank that computes forward: the same rooms, and no data dimension, whose ranks are
     replicas. Nothing balances experts, and nothing is dropped. `linears`: the arithmetic of those
@@ -241,18 +239,11 @@ def compose_forward(
     model = from_config(shape, dtype=dtype, device="meta", layers=layers, fuse=fuse)
     _make_buffers(model, mesh.device)
     rounding, _ = rounding_math(plan, mesh, model, True, None)
-    math = rounding if linears is None else partial(_always, linears)
-    stage = Stage(number, plan, model, mesh, Phase(), None, None, fuse, math)
+    stage = Stage(number, plan, model, mesh, Phase(), None, None, fuse, linears or rounding)
     for apply in (expert.spread, tensor.split):
         apply(stage)
     _make_shards(model, table, shards, mesh.device)
     return ForwardStage(model.eval(), table, shards)
-
-
-def _always(
-    math: LinearMath, layer: int, linears: Sequence[Linear], copied: Sequence[int] = ()
-) -> LinearMath:
-    return math
 
 
 def _make_shards(

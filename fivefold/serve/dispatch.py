@@ -126,6 +126,7 @@ class Dispatcher:
         text_request: AskedText,
         prompts: list[tuple[int, ...]],
         began: float,
+        adapter: int = 0,
     ) -> ServedCall:
         """Create a call with its choices, and validate them."""
         call = ServedCall(id, client, text_request, sum(map(len, prompts)), began)
@@ -160,6 +161,7 @@ class Dispatcher:
                     # All choices of a chat have one prompt, which its answer has once.
                     prompt_logprobs=None if text_request.chat and copy else scores,
                     grammar=text_request.grammar,
+                    adapter=adapter,
                 )
                 index = len(call.choices)
                 call.choices.append(ServedChoice(call, index, request, self.codec, texts, echo))
@@ -228,7 +230,8 @@ class Dispatcher:
             choice = self.queue.pop()
             assert choice is not None
             several = len(prompts or self.replicas) > 1
-            digests = prompt_digests(choice.request.prompt) if several else []
+            request = choice.request
+            digests = prompt_digests(request.prompt, request.adapter) if several else []
             first = least_loaded(prompts or self.replicas.values(), digests)
             assert first is not None
             if self.has_prefill:

@@ -111,9 +111,9 @@ class ModelServer:
             prefill is not None,
         )
         prompts = PromptReader(setup.codec, setup.model.folder)
-        self.api = Api(
-            options.name, options.keys, self.dispatcher, prompts, options.limits, self.log
-        )
+        adapters = tuple(adapter.name for adapter in setup.model.adapters)
+        same = (options.keys, self.dispatcher, prompts, options.limits, self.log, adapters)
+        self.api = Api(options.name, *same)
         self._wake = asyncio.Event()
         self._keepers: list[EngineKeeper] = []
         self._lost: dict[int, str] = {}
