@@ -12,14 +12,13 @@ Refuses  adapters of routed experts, whose rows come from other ranks without th
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fivefold.core import BadFile, FivefoldError
-from fivefold.core.layout import Weight, tuned, weights
+from fivefold.core.layout import Weight, weights
 from fivefold.core.model import ADAPTER, ALL, Shape, Tuning
 from fivefold.core.plan import Recipe
 
@@ -32,12 +31,7 @@ if TYPE_CHECKING:
     from fivefold.generate.text_ranks import Tell
 
 # What does not change the arithmetic of a forward.
-_OF_TRAINING = {"name", "family", "source", "tuning", "max_seq"} | {
-    "dropout",
-    "embedding_dropout",
-    "attention_dropout",
-    "mtp",
-}
+_OF_TRAINING = "name family source tuning max_seq mtp dropout embedding_dropout attention_dropout"
 
 
 @dataclass(frozen=True)
@@ -50,6 +44,9 @@ class NamedAdapter:
     shape: Shape  # with its tuning
     open_weights: Callable[[Tell], ReadWeight]
     has_base: bool = False
+
+    def __str__(self) -> str:
+        return f"adapter {self.name} ({self.source})"
 
     @property
     def tuning(self) -> Tuning:
@@ -66,7 +63,7 @@ class NamedAdapter:
             yield f"{rule}, which adapters do not hold; export the merged model and serve that"
         for entry in fields(Shape):
             values = getattr(self.shape, entry.name), getattr(base, entry.name)
-            if entry.name not in _OF_TRAINING and values[0] != values[1]:
+            if entry.name not in _OF_TRAINING.split() and values[0] != values[1]:
                 rule = f"it is of another base, with {entry.name} = {values[0]}, and this model has"
                 yield f"{rule} {values[1]}: give adapters of this model"
         experts = [row.name for row in weights(replace(base, tuning=None)) if row.expert]
@@ -77,20 +74,18 @@ class NamedAdapter:
 
 def with_adapters(model: TextModel, adapters: Sequence[NamedAdapter], base: str) -> TextModel:
     """A model with adapters, whose own name is `base`; refuses those that are of another one."""
-    names = Counter([base, *(adapter.name for adapter in adapters)])
-    for name, count in names.items():
-        if count > 1:
-            used = "the name of the base" if name == base else "there already"
-            raise FivefoldError(f"--adapter {name}=…: the name is {used}: give another name")
+    names = [base]
     for adapter in adapters:
+        if adapter.name in names:
+            used = "the name of the base" if adapter.name == base else "there already"
+            raise FivefoldError(f"--adapter {adapter.name}=…: the name is {used}: give another")
+        names.append(adapter.name)
         if problems := list(adapter.problems(model.shape)):
-            raise BadFile(f"adapter {adapter.name} ({adapter.source})", problems)
+            raise BadFile(str(adapter), problems)
     targets = {adapter.tuning.targets for adapter in adapters}
     text = ALL if ALL in targets else "+".join(sorted(targets))
     rank = sum(adapter.tuning.rank for adapter in adapters)
-    tuning = Tuning(rank, float(rank), text)  # of scale 1
-    tuned(replace(model.shape, tuning=None), tuning)
-    recipe = Recipe(lora=rank, lora_alpha=tuning.alpha, lora_targets=text)
+    recipe = Recipe(lora=rank, lora_alpha=float(rank), lora_targets=text)  # of scale 1
     options = replace(model.options, train=recipe)
     return replace(model, options=options, adapters=tuple(adapters))
 
@@ -108,9 +103,14 @@ class AdaptedWeights:
 
         if ADAPTER not in weight.name:
             values = self.base(weight, dtype)
+            # Both rounded, since one of both may have been stored in a narrower type.
+            narrow = values.to(torch.bfloat16)
             for adapter, read in self.readers if weight.frozen else ():
-                if adapter.has_base:
-                    _require_same(adapter, weight, values, read(weight, torch.bfloat16))
+                if adapter.has_base and not torch.equal(narrow, read(weight, torch.bfloat16)):
+                    raise FivefoldError(
+                        f"{adapter} was trained on another base: its {weight.name} has other "
+                        "values; serve the model that it was trained on"
+                    )
             return values
         parts = [self._factor(weight, *reader) for reader in self.readers]
         return torch.cat(parts, dim=0 if weight.name.endswith(".a") else 1).to(dtype)
@@ -120,26 +120,12 @@ class AdaptedWeights:
         import torch
 
         linear, _, factor = weight.name.rpartition(ADAPTER)
-        rank, inputs_or_outputs = adapter.tuning.rank, weight.shape[factor == "a"]
-        sizes = (rank, inputs_or_outputs) if factor == "a" else (inputs_or_outputs, rank)
+        rank, (rows, columns) = adapter.tuning.rank, weight.shape
+        sizes = (rank, columns) if factor == "a" else (rows, rank)
         if not adapter.tuning.adapts(f"{linear}.weight"):
             return torch.zeros(sizes, dtype=torch.float64)
         values = read(replace(weight, shape=sizes), torch.float64)
         if not values.isfinite().all():  # zero times it would not be zero for tokens of others
-            raise FivefoldError(
-                f"adapter {adapter.name} ({adapter.source}): {weight.name} is not finite: train it "
-                "again, or leave it out"
-            )
+            rule = f"{weight.name} is not finite: train it again, or leave it out"
+            raise FivefoldError(f"{adapter}: {rule}")
         return values * (adapter.tuning.scale if factor == "b" else 1.0)
-
-
-def _require_same(adapter: NamedAdapter, weight: Weight, values: Tensor, other: Tensor) -> None:
-    """Refuse an adapter that was trained on other weights: both rounded, since one of both may have
-    been stored in a narrower type."""
-    import torch
-
-    if not torch.equal(values.to(torch.bfloat16), other):
-        raise FivefoldError(
-            f"adapter {adapter.name} ({adapter.source}) was trained on another base: its "
-            f"{weight.name} has other values; serve the model that it was trained on"
-        )

@@ -238,15 +238,12 @@ def _block_diagonal(
     adapters: Sequence[LowRank | None], sizes: Sequence[int], like: Tensor
 ) -> Tensor:
     """Second factors as blocks of one tensor: outputs of all linears, ranks of all adapters."""
-    pairs = list(zip(adapters, sizes, strict=True))
+    pairs, column = list(zip(adapters, sizes, strict=True)), 0
     full = torch.block_diag(*(pair.b if pair else like.new_zeros(size, 0) for pair, size in pairs))
-    row = column = 0
-    for adapter, size in pairs:
+    for adapter, rows in zip(adapters, full.split(list(sizes)), strict=True):
         if adapter is not None:
-            rank = len(adapter.a)
-            adapter.b.set_(full[row : row + size, column : column + rank])
-            column += rank
-        row += size
+            adapter.b.set_(rows[:, column : column + len(adapter.a)])
+            column += len(adapter.a)
     return full
 
 
