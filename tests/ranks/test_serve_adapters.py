@@ -19,6 +19,7 @@ import fivefold.train.loop  # noqa: F401
 from tests.commands import in_fork
 from tests.ranks.serving import NUM_WORDS, RunningServer, ask, make_model, serving, under_load
 
+TRAIN = "train {0}/plan.toml --out {0} --resume --seq 32 --batch 2 --device cpu"
 NAMES = {"tiny": "model", "first": "first", "second": "second"}
 TOKENS = 12
 
@@ -40,12 +41,8 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     }
     for name, keys in tunings.items():
         fivefold_words(home, f"import model -o {name} --dtype fp32")
-        train = f"train {name}/plan.toml --out {name} --resume --seq 32 --batch 2 --device cpu"
-        fivefold_words(
-            home,
-            f"{train} --steps 4 --set data=synthetic --set compile=false".strip()
-            + "".join(f" --set {key}" for key in keys.split()),
-        )
+        words = " ".join(f"--set {key}" for key in f"data=synthetic compile=false {keys}".split())
+        fivefold_words(home, f"{TRAIN.format(name)} --steps 4 {words}")
         fivefold_words(home, f"export {name} {name}-merged")
         for file in ("tokenizer.json", "tokenizer_config.json"):
             shutil.copy(home / "model" / file, home / f"{name}-merged" / file)
@@ -188,9 +185,11 @@ def test_a_wrong_adapter_ends_the_start_with_code_2(home: Path, words: str) -> N
         changed = json.dumps(config | {"r": 3})
         (home / "other-peft" / "adapter_config.json").write_text(changed)
         fivefold_words(home, "import model -o plain --dtype fp32")
-        shutil.copytree(home / "first", home / "longer")
-        plan = home / "longer" / "plan.toml"
-        plan.write_text(plan.read_text() + "\n[set]\nlayers = 3\n")
+        config = transformers.AutoConfig.from_pretrained(home / "model", num_hidden_layers=3)
+        transformers.LlamaForCausalLM(config).save_pretrained(home / "three")
+        fivefold_words(home, "import three -o longer --dtype fp32")
+        keys = "--steps 1 --set data=synthetic --set lora=1 --set compile=false"
+        fivefold_words(home, f"{TRAIN.format('longer')} {keys}")
     said = fivefold_words(home, f"serve model --port 0 --device cpu {words}", code=2)
     assert REFUSALS[words] in " ".join(said.split()), said
 
