@@ -15,10 +15,14 @@ from torch import Tensor
 from fivefold.core.errors import FivefoldError
 from fivefold.core.layout.weight_table import planned_weights
 from fivefold.core.model.tuning import Tuning
+from fivefold.core.plan.plan import resolve
+from fivefold.core.plan.recipe import Recipe
 from fivefold.generate.adapters import AdaptedWeights, NamedAdapter, with_adapters
+from fivefold.generate.layout import LayoutEngine, mesh_of, stage_of
 from fivefold.generate.requests import Completion, Request
 from fivefold.generate.scheduler import ScheduleLimits, Scheduler
 from fivefold.model.low_rank import TokenRanks
+from fivefold.train.callbacks.samples import generating
 from tests.model.several_adapters import MODELS, AdapterCase, reader_of, requests_of, values_of
 from tests.model.test_piecewise import on_gpu, recorded  # noqa: F401, fixtures
 
@@ -137,6 +141,23 @@ def test_joined_weights_have_the_adapters(
     engine = case.engine(CPU, None, 60, SMALL_STEPS)
     on_gpu.multiply_few_tokens(engine.stage.model)
     assert not differences(engine.run(requests), apart(case, requests)) and few
+
+
+@pytest.mark.parametrize("batch_invariant", [False, True])
+@pytest.mark.parametrize("model", ["plain", "latents", "experts"])
+def test_a_plan_with_lora_computes_its_adapters(model: str, batch_invariant: bool) -> None:
+    """As of a job whose weights an engine takes: those of routed experts and latents too."""
+    tuning = Tuning(2, 6.0)
+    case = AdapterCase(model, batch_invariant=batch_invariant, tunings=(tuning,))
+    options = replace(case.text_model.options, train=Recipe(lora=2, lora_alpha=6.0))
+    plan = generating(resolve(replace(options, batch=2), small=True))
+    mesh = mesh_of(plan, CPU, batch_invariant)
+    stage = stage_of(plan, mesh, torch.float64, batch_invariant)
+    factors, base = reader_of("a/", None), reader_of("", None)
+    stage.fill(lambda row, dtype: (factors if ".lora." in row.name else base)(row, dtype))
+    engine = LayoutEngine(plan, mesh, stage, 60, SMALL_STEPS, batch_invariant=batch_invariant)
+    requests = [row for row in requests_of(plan.shape.vocab) if row.adapter == 0]
+    assert not differences(engine.run(requests), case.engine(CPU, 1).run(requests))
 
 
 def adapter_of(name: str = "a", **changes: object) -> NamedAdapter:
