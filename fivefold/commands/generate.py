@@ -26,6 +26,7 @@ from fivefold.commands.options import (
     exit_on_lost_rank,
     model_options,
     model_path,
+    named_adapters,
     open_weights,
     shown_progress,
     warn,
@@ -43,6 +44,7 @@ from fivefold.generate import (
     finished_ids,
     read_prompts,
     set_up,
+    with_adapters,
 )
 
 if TYPE_CHECKING:
@@ -64,6 +66,9 @@ def run(
         list[str] | None, typer.Option(help="Text or special token that ends it; repeat it.")
     ] = None,
     layout: ModelLayoutOption = "dp=1",
+    adapter: Annotated[
+        Path | None, typer.Option(help="Adapter of this model: a run, or a folder of PEFT.")
+    ] = None,
     chat: Annotated[bool, typer.Option("--chat", help="Use the folder's chat template.")] = False,
     dtype: Annotated[
         str | None, typer.Option(help=f"{', '.join(DTYPES)} (default: float32, bfloat16 on GPUs).")
@@ -102,6 +107,7 @@ def run(
             seed=seed,
             stop=stop or (),
             layout=layout,
+            adapter=adapter,
             chat=chat,
             dtype=dtype,
             device=device,
@@ -234,6 +240,7 @@ def generate(
     seed: int = 0,
     stop: str | Sequence[str] = (),
     layout: str | Layout = "dp=1",
+    adapter: Any = None,
     chat: bool = False,
     dtype: str | None = None,
     device: str = "auto",
@@ -251,7 +258,8 @@ def generate(
     """Go on with a prompt, or with several at a time, in any layout.
 
     `source` is a run, its folder, or the folder of a Hugging Face model. A prompt is a text, or
-    with `chat` the messages of a conversation. `on_piece` gets text as it is written. With `output`
+    with `chat` the messages of a conversation. `adapter` is a run with `lora` that was trained on
+    this model, or a folder of PEFT. `on_piece` gets text as it is written. With `output`
     completions are appended to a JSONL file, and prompts that it has already are left out.
     """
     sampling = Sampling(temperature, top_k, top_p, seed)
@@ -276,6 +284,8 @@ def generate(
         precision=precision,
     )
     model = find_model(model_path(source), options.step)
+    if adapter is not None:
+        model = with_adapters(model, named_adapters({"adapter": adapter}, model.shape), "")
     prompts = [Prompt("0", prompt)] if isinstance(prompt, str) else _prompts(prompt)
     listeners = TextListeners(on_piece, on_progress, on_warning or warn_caller)
     return GeneratedTexts(_generate(model, prompts, options, runs, listeners))
@@ -337,6 +347,7 @@ def _generate(
             options.max_tokens,
             options.sampling,
             ends | setup.ends,
+            adapter=len(model.adapters),
         )
         for id, text in rendered.items()
         if id not in done

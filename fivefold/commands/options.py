@@ -7,7 +7,7 @@ import json
 import re
 import shlex
 import sys
-from collections.abc import Callable, Collection, Generator, Mapping
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -38,6 +38,7 @@ from fivefold.core import (
 )
 from fivefold.core import hardware as machines
 from fivefold.core.layout import CONTEXT_KINDS, Layout, parse_zero
+from fivefold.core.model import Tuning
 from fivefold.core.model import presets as models
 from fivefold.core.plan import (
     PlanOptions,
@@ -54,7 +55,8 @@ if TYPE_CHECKING:
     from rich.progress import ProgressColumn
 
     from fivefold.commands.job import OnProgress, TaskProgress
-    from fivefold.generate import ModelOptions, ReadWeight, Tell, TextModel
+    from fivefold.core.model import Shape
+    from fivefold.generate import ModelOptions, NamedAdapter, ReadWeight, Tell, TextModel
 
 TARGET = Annotated[
     str,
@@ -483,10 +485,55 @@ def model_path(source: Any) -> Path:
 
 def open_weights(model: TextModel, step: int | Literal["best"] | None, tell: Tell) -> ReadWeight:
     """What reads a weight of the folder; tells why a newer checkpoint is not read."""
-    from fivefold.huggingface import HfFolder
+    from fivefold.generate import AdaptedWeights
+    from fivefold.huggingface import HfFolder, merged
     from fivefold.train.checkpoint import open_run
 
     if not model.is_run:
-        return HfFolder(model.folder, model.shape).weight
-    reader = open_run(model.source, model.shape, step, tell)
+        base: ReadWeight = HfFolder(model.folder, model.shape).weight
+    else:
+        reader = open_run(model.source, model.shape, step, tell)
+        full = merged(model.shape, lambda name: reader.read(f"model/{name}"))
+        base = lambda weight, dtype: full(weight.name).to(dtype)  # noqa: E731
+    return AdaptedWeights(base, model.adapters, tell) if model.adapters else base
+
+
+def named_adapters(listed: Sequence[str] | Mapping[str, Any], base: Shape) -> list[NamedAdapter]:
+    """Adapters as NAME=DIR, of runs or of PEFT."""
+    if not isinstance(listed, Mapping):
+        pairs = [text.partition("=") for text in listed]
+        if bad := [text for text, pair in zip(listed, pairs, strict=True) if not all(pair)]:
+            raise FivefoldError(f"--adapter {bad[0]}: give a name and a folder, as NAME=DIR")
+        return [_adapter(name, Path(folder), base) for name, _, folder in pairs]
+    return [_adapter(name, model_path(source), base) for name, source in listed.items()]
+
+
+def _adapter(name: str, source: Path, base: Shape) -> NamedAdapter:
+    """The adapter of a run, or of a folder of PEFT."""
+    from fivefold.generate import NamedAdapter, find_model
+
+    if (source / "plan.toml").exists():
+        shape = find_model(source).shape
+        shape = shape if shape.tuning is not None else replace(shape, tuning=Tuning())
+        return NamedAdapter(name, source, shape, partial(_of_run, source, shape), has_base=True)
+    if not (source / "adapter_config.json").exists():
+        rule = "is neither a run (plan.toml) nor an adapter of PEFT (adapter_config.json)"
+        raise BadFile(str(source), [f"{rule}: give one of these folders"])
+    from fivefold.huggingface import AdapterFolder
+
+    shape = replace(base, tuning=None)
+    shape = replace(shape, tuning=AdapterFolder(source, shape).tuning)
+    return NamedAdapter(name, source, shape, partial(_of_peft, source, shape))
+
+
+def _of_run(source: Path, shape: Shape, tell: Tell) -> ReadWeight:
+    from fivefold.train.checkpoint import open_run
+
+    reader = open_run(source, shape, None, tell)
     return lambda weight, dtype: reader.read(f"model/{weight.name}").to(dtype)
+
+
+def _of_peft(source: Path, shape: Shape, tell: Tell) -> ReadWeight:
+    from fivefold.huggingface import AdapterFolder
+
+    return AdapterFolder(source, replace(shape, tuning=None)).weight

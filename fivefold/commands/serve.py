@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import select
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -23,12 +23,20 @@ from fivefold.commands.options import (
     TokenizerOption,
     model_options,
     model_path,
+    named_adapters,
     open_weights,
 )
 from fivefold.core import BadFile, FivefoldError
 from fivefold.core.layout import Layout
 from fivefold.core.plan import problems as kv_problems
-from fivefold.generate import ModelOptions, ModelSetup, TextModel, find_model, set_up
+from fivefold.generate import (
+    ModelOptions,
+    ModelSetup,
+    TextModel,
+    find_model,
+    set_up,
+    with_adapters,
+)
 from fivefold.render import LinePrinter
 
 _LAST_LINES_S = 2.0  # for a reader to take what is left of the log
@@ -66,6 +74,14 @@ KeyFileOption = Annotated[
 NameOption = Annotated[
     str | None, typer.Option(help="Name that clients ask for (default: the folder's).")
 ]
+AdaptersOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--adapter",
+        help="NAME=DIR: an adapter of this model, of a run or of PEFT, that clients ask for by its "
+        "name; repeat it.",
+    ),
+]
 QueueOption = Annotated[
     int, typer.Option(help="Maximum sequences that wait; more are answered with 429.")
 ]
@@ -97,6 +113,7 @@ def run(
     api_key: KeyOption = None,
     api_key_file: KeyFileOption = None,
     name: NameOption = None,
+    adapters: AdaptersOption = None,
     max_queue: QueueOption = 1024,
     max_running: RunningOption = 256,
     max_batch_tokens: BatchOption = None,
@@ -132,6 +149,7 @@ def run(
             api_key=api_key or (),
             api_key_file=api_key_file,
             name=name,
+            adapters=adapters or (),
             max_queue=max_queue,
             max_running=max_running,
             max_batch_tokens=max_batch_tokens,
@@ -179,6 +197,7 @@ def serve(
     api_key: str | Sequence[str] = (),
     api_key_file: str | Path | None = None,
     name: str | None = None,
+    adapters: Sequence[str] | Mapping[str, Any] = (),
     max_queue: int = 1024,
     max_running: int = 256,
     max_batch_tokens: int | None = None,
@@ -196,8 +215,9 @@ def serve(
 ) -> int:
     """Serve a run or a Hugging Face folder until a signal ends it; returns the exit code.
 
-    `prefill` is the layout of engines for prompts alone; `layout` is then that of engines that go
-    on with the answers. `on_ready` gets the address, `log` a line for every request.
+    `adapters` are runs or folders of PEFT by the names that clients ask for: a dict, or texts as
+    NAME=DIR. `prefill` is the layout of engines for prompts alone; `layout` is then that of engines
+    that go on with the answers. `on_ready` gets the address, `log` a line for every request.
     """
     if not 0 <= port <= _LAST_PORT:
         raise FivefoldError(f"--port {port}: give a number from 0 to {_LAST_PORT}")
@@ -225,7 +245,9 @@ def serve(
         precision=precision,
     )
     path, chosen = model_path(source), checkpoint_step(step)
-    model = find_model(path, chosen)
+    model, base_name = find_model(path, chosen), name or path.resolve().name
+    if adapters:
+        model = with_adapters(model, named_adapters(adapters, model.shape), base_name)
     try:
         from fivefold.serve import server
     except ModuleNotFoundError as error:
@@ -234,7 +256,7 @@ def serve(
     setup = set_up(model, runs, opened)
     first = None if prefill is None else _prompts_of(model, replace(runs, layout=prefill), opened)
     options = server.ServeOptions(
-        name or path.resolve().name,
+        base_name,
         host=host,
         port=port,
         keys=keys,

@@ -1,4 +1,7 @@
 from fivefold.generate import chat_worker as chat_worker
+from fivefold.generate.adapters import AdaptedWeights as AdaptedWeights
+from fivefold.generate.adapters import NamedAdapter as NamedAdapter
+from fivefold.generate.adapters import with_adapters as with_adapters
 from fivefold.generate.blocks import chained_digest as chained_digest
 from fivefold.generate.chat import ChatTemplate as ChatTemplate
 from fivefold.generate.chat import Message as Message

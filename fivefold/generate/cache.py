@@ -29,7 +29,15 @@ from torch import Tensor
 from fivefold.core.model import BLOCK, kv_pages
 from fivefold.generate.requests import BlockCopy
 from fivefold.generate.step_tensors import StepTensors
-from fivefold.model import Attention, AttentionInfo, Decoder, LatentAttention, soft_cap, with_sinks
+from fivefold.model import (
+    Attention,
+    AttentionInfo,
+    Decoder,
+    LatentAttention,
+    LowRank,
+    soft_cap,
+    with_sinks,
+)
 from fivefold.model.fp8 import weight_values
 
 
@@ -156,12 +164,15 @@ class _LatentLayerKernel:
     ) -> Tensor:
         mla = self.attention.mla
         assert q_BSHd.shape[0] == 1, "a step is one row"
-        kv_up = self.attention.kv_up
+        kv_up, adapter = self.attention.kv_up, self.attention.kv_up.lora
         up = weight_values(kv_up.weight, kv_up.row_scale, q_BSHd.dtype)
-        up = up.view(q_BSHd.shape[2], -1, mla.kv_rank)
-        keys_Hnr, values_Hvr = torch.split(up, [mla.nope_dim, mla.value_dim], dim=1)
+        keys_Hnr, values_Hvr = self._keys_and_values(up, q_BSHd.shape[2])
         plain_THn, rotated_THp = torch.split(q_BSHd[0], [mla.nope_dim, mla.rope_dim], dim=-1)
         inward_THr = _by_head("thn,hnr->thr", plain_THn, keys_Hnr)
+        if adapter is not None:
+            keys_HnR, _ = self._keys_and_values(adapter.b, q_BSHd.shape[2])
+            low_THR = _selected(adapter, _by_head("thn,hnR->thR", plain_THn, keys_HnR))
+            inward_THr = inward_THr + _by_head("thR,Rr->thr", low_THR, adapter.a)
         # Kernels divide scores by the root of the width that they see.
         width = mla.kv_rank + mla.rope_dim
         scale = (width / self.attention.head_dim) ** 0.5
@@ -169,7 +180,22 @@ class _LatentLayerKernel:
         k_T1d = torch.cat([latent_BSr[0], key_BSp[0]], dim=-1)[:, None]
         latent_T1r = latent_BSr[0][:, None]
         found_THr = self.cache.attend(q_THd, k_T1d, latent_T1r, self.pages, info)
-        return _by_head("thr,hvr->thv", found_THr, values_Hvr)[None]
+        out_THv = _by_head("thr,hvr->thv", found_THr, values_Hvr)
+        if adapter is not None:
+            _, values_HvR = self._keys_and_values(adapter.b, q_BSHd.shape[2])
+            low_THR = _selected(adapter, _by_head("thr,Rr->thR", found_THr, adapter.a))
+            out_THv = out_THv + _by_head("thR,hvR->thv", low_THR, values_HvR)
+        return out_THv[None]
+
+    def _keys_and_values(self, weight_OX: Tensor, heads: int) -> tuple[Tensor, ...]:
+        """Rows of the up projection, or of its adapter, for keys and for values of all heads."""
+        widths = [self.attention.mla.nope_dim, self.attention.mla.value_dim]
+        return torch.split(weight_OX.view(heads, -1, weight_OX.shape[1]), widths, dim=1)
+
+
+def _selected(adapter: LowRank, low_THR: Tensor) -> Tensor:
+    """What each token has of its adapter, in all heads."""
+    return adapter.select(low_THR.flatten(1)).view_as(low_THR) * adapter.scale
 
 
 def _by_head(formula: str, x: Tensor, weight: Tensor) -> Tensor:

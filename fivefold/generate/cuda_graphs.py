@@ -21,7 +21,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.attention import sdpa_kernel
 
 from fivefold.core.model import BLOCK, blocks_of
@@ -67,9 +67,11 @@ from fivefold.model import (
     AttentionInfo,
     Decoder,
     Linear,
+    LowRank,
     Matmul,
     Mlp,
     Project,
+    TokenRanks,
 )
 
 _WIDEST_HEAD = 576  # DeepSeek's latents: a program holds some keys of this width
@@ -170,27 +172,67 @@ def attend_prompt(q_nHd: Tensor, pages: LayerPages, table: Tensor) -> Tensor:
 class FewTokens:
     """A linear with a kernel bound by memory bandwidth for few tokens."""
 
-    def __init__(self, fallback: Matmul) -> None:
-        self.fallback = fallback
+    def __init__(self, fallback: Matmul, adapted: JoinedWeights | None = None) -> None:
+        """`adapted`: its weight with its adapter, if it has one."""
+        self.fallback, self.adapted = fallback, adapted
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return skinny_linear(x, weight, bias) if takes(x) else self.fallback(x, weight, bias)
+        if not takes(x):
+            return self.fallback(x, weight, bias)
+        return skinny_linear(x, weight, bias) if self.adapted is None else self.adapted(x)[0]
+
+
+class JoinedWeights:
+    """Linears of one input with their adapters, for few tokens: weights and the first factors of
+    adapters become rows of one tensor, second factors become blocks on the diagonal of another. So
+    adapters cost one small matmul and a selection."""
+
+    def __init__(self, linears: Sequence[Linear]) -> None:
+        adapters = [linear.lora for linear in linears]
+        present = [adapter for adapter in adapters if adapter is not None]
+        self.sizes = [len(linear.weight) for linear in linears]
+        weight = join_rows([linear.weight for linear in linears] + [pair.a for pair in present])
+        assert weight is not None
+        self.weight, self.outputs = weight, sum(self.sizes)
+        biases = [linear.bias for linear in linears]
+        if any(bias is not None for bias in biases):  # of first factors there are none
+            biases.append(nn.Parameter(weight.new_zeros(len(weight) - self.outputs)))
+        self.bias = join_rows(biases)
+        # All adapters of a model have one scale, and select alike.
+        self.adapter = present[0] if present else None
+        self.second = _block_diagonal(adapters, self.sizes, weight)
+
+    def __call__(self, x: Tensor) -> Sequence[Tensor]:
+        y = skinny_linear(x, self.weight, self.bias)
+        if self.adapter is not None:
+            y_NO, low_NR = y.flatten(0, -2).tensor_split([self.outputs], dim=1)
+            low_NR = self.adapter.select(low_NR)
+            y_NO.addmm_(low_NR, self.second.T, alpha=self.adapter.scale)
+        return y[..., : self.outputs].split(self.sizes, dim=-1)
 
 
 class JoinedLinears:
-    """Linears of one input, fused for few tokens: their weights become rows of one tensor."""
+    """Linears of one input, fused for few tokens."""
 
     def __init__(self, linears: Sequence[Linear], fallback: Project) -> None:
-        self.fallback, self.sizes = fallback, [len(linear.weight) for linear in linears]
-        self.weight, self.bias = (
-            join_rows([getattr(linear, name) for linear in linears]) for name in ("weight", "bias")
-        )
+        self.fallback, self.joined = fallback, JoinedWeights(linears)
 
     def __call__(self, x: Tensor, linears: Sequence[Linear]) -> Sequence[Tensor]:
-        if not takes(x):
-            return self.fallback(x, linears)
-        assert self.weight is not None
-        return skinny_linear(x, self.weight, self.bias).split(self.sizes, dim=-1)
+        return self.joined(x) if takes(x) else self.fallback(x, linears)
+
+
+@torch.no_grad()
+def _block_diagonal(
+    adapters: Sequence[LowRank | None], sizes: Sequence[int], like: Tensor
+) -> Tensor:
+    """Second factors as blocks of one tensor: outputs of all linears, ranks of all adapters."""
+    pairs, column = list(zip(adapters, sizes, strict=True)), 0
+    full = torch.block_diag(*(pair.b if pair else like.new_zeros(size, 0) for pair, size in pairs))
+    for adapter, rows in zip(adapters, full.split(list(sizes)), strict=True):
+        if adapter is not None:
+            adapter.b.set_(rows[:, column : column + len(adapter.a)])
+            column += len(adapter.a)
+    return full
 
 
 def multiply_few_tokens(decoder: Decoder) -> None:
@@ -198,14 +240,19 @@ def multiply_few_tokens(decoder: Decoder) -> None:
     values. Linears of codes have their own (`coded_weights.py`)."""
     if decoder.head is not None and isinstance(decoder.head.matmul, FewTokens):
         return
+    joined = set[Linear]()  # a module comes before those that it has
     for module in decoder.modules():
-        if isinstance(module, Attention) and module.q.row_scale is None:
-            module.project = JoinedLinears((module.q, module.k, module.v), module.project)
-        elif isinstance(module, Mlp) and module.up.row_scale is None:
-            linears = [linear for linear in (module.gate, module.up) if linear is not None]
-            module.project = JoinedLinears(linears, module.project)
+        if isinstance(module, Attention | Mlp):
+            attends = isinstance(module, Attention)
+            several = (module.q, module.k, module.v) if attends else (module.gate, module.up)
+            linears = [linear for linear in several if linear is not None]
+            if linears[0].row_scale is None:
+                module.project = JoinedLinears(linears, module.project)
+                joined.update(linears)
         elif isinstance(module, Linear) and module.row_scale is None:
-            module.matmul = FewTokens(module.matmul)
+            adapted = module.lora is not None and module not in joined
+            weights = JoinedWeights([module]) if adapted else None
+            module.matmul = FewTokens(module.matmul, weights)
     if decoder.head is not None:
         decoder.head.matmul = FewTokens(decoder.head.matmul)
 
@@ -227,13 +274,14 @@ class GraphedForward(DecoderForward):
         ends: StageEnds | None = None,
         routes: RouteStore | None = None,
         drawn: DrawnTokens | None = None,
+        adapters: TokenRanks | None = None,
         experts: ExpertGroup | None = None,
         linears: bool = True,
     ) -> None:
         """`experts`: the ranks that have those of a layer; `linears`: whether this rank has them as
         they were made, and not their shards."""
         make_cache = partial(KvCache, kernel=attend_on_gpu)
-        super().__init__(decoder, blocks, make_cache, ends, routes, drawn)
+        super().__init__(decoder, blocks, make_cache, ends, routes, drawn, adapters)
         if linears:
             multiply_few_tokens(decoder)
         self.experts = experts or ExpertGroup()

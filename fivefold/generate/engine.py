@@ -152,12 +152,13 @@ class Engine:
         routes: RouteStore | None = None,
         drawn: DrawnTokens | None = None,
         grammars: Grammars | None = None,
+        adapters: int = 0,
     ) -> None:
         """`routes` are those that the forward records, if it does; `drawn` is what it reads of
         tokens that the host does not know yet: steps then begin ahead of draws. Without `grammars`
-        requests have none."""
+        requests have none. `adapters`: how many the forward has."""
         assert drawn is None or (ranks is None or ranks.in_flight == ranks.replicas == 1)
-        self.drawn, self.grammars = drawn, grammars
+        self.drawn, self.grammars, self.adapters = drawn, grammars, adapters
         self.shape, self.forward, self.watch, self.routes = shape, forward, watch, routes
         self.ranks = ranks or EngineRanks()
         pools = [BlockPool(blocks, self.ranks.owners) for _ in range(self.ranks.replicas)]
@@ -195,6 +196,9 @@ class Engine:
         if request.grammar and self.grammars is None:
             rule = "it has a grammar, and this engine no tokenizer"
             raise FivefoldError(f"request {request.id!r}: {rule}: leave the grammar out")
+        if not 0 <= request.adapter <= self.adapters:
+            rule = f"adapter {request.adapter}, and this engine has {self.adapters}"
+            raise FivefoldError(f"request {request.id!r}: {rule}: give another number, or 0")
         if request.id in self._sequences or request.id in self._ended:
             raise FivefoldError(f"request {request.id!r} is there already: give another id")
         loads = [scheduler.load for scheduler in self.schedulers]

@@ -28,6 +28,7 @@ from fivefold.model import (
     Decoder,
     Dispatch,
     Experts,
+    ExpertStack,
     OverlappedTask,
     Route,
     Routing,
@@ -125,7 +126,8 @@ def dispatch_few_tokens(decoder: Decoder, group: ExpertGroup, kernels: FewTokenK
     """Let kernels for few tokens compute the experts of a decoder; returns whether they can."""
     layers = [mlp for _, mlp in moe_layers(decoder)]
     # Others multiply by codes, in fixed tiles or beside adapters.
-    plain = all(mlp.experts.up.matmul is grouped_matmul for mlp in layers)
+    stacks = [module for module in decoder.modules() if isinstance(module, ExpertStack)]
+    plain = all(stack.matmul is grouped_matmul for stack in stacks)
     if not (few_token_experts(decoder.shape) and plain):
         return False
     for mlp in layers:

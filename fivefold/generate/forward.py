@@ -20,7 +20,7 @@ from fivefold.generate.requests import SequenceChunk, StepBatch
 from fivefold.generate.routing import RouteStore
 from fivefold.generate.stage_ends import StageEnds
 from fivefold.generate.step_tensors import BlockTables, StepTensors, step_tensors
-from fivefold.model import Decoder, TokenBatch
+from fivefold.model import Decoder, TokenBatch, TokenRanks
 from fivefold.model.kernels import by_operators
 
 _MANY_TOKENS = 2048  # of a step: a GPU computes longer than the host calls
@@ -39,10 +39,14 @@ class DecoderForward:
         ends: StageEnds | None = None,
         routes: RouteStore | None = None,
         drawn: DrawnTokens | None = None,
+        adapters: TokenRanks | None = None,
     ) -> None:
-        """`drawn`: where the tokens are that the host does not know yet, if there are any."""
+        """`drawn`: where the tokens are that the host does not know yet, if there are any.
+        `adapters` are those of the decoder, if tokens have different ones."""
         self.decoder, self.ends, self.routes = decoder.eval(), ends or StageEnds(), routes
-        self.drawn = drawn
+        self.drawn, self.adapters = drawn, adapters
+        if adapters is not None:
+            adapters.attach(decoder)
         self.padding = blocks  # the block that tokens without a sequence write to
         self.cache = make_cache(decoder, blocks + 1)
         self.device = next(decoder.parameters()).device
@@ -97,6 +101,8 @@ class DecoderForward:
         full_batch, local_rows = tensors.batch, self.ends.local_tokens
         tokens = full_batch.tokens if self.drawn is None else self.drawn.fill(full_batch.tokens)
         assert full_batch.outgrown is not None
+        if self.adapters is not None:
+            self.adapters.begin(local_rows(tensors.adapters[None])[0])
         tokens, labels, positions = (
             local_rows(tokens),
             local_rows(full_batch.labels),

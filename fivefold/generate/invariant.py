@@ -86,7 +86,7 @@ def fix_tiles(decoder: Decoder) -> None:
     on_gpu = next(decoder.parameters()).is_cuda
     for module in decoder.modules():
         if isinstance(module, ExpertStack):
-            module.matmul = tile_experts
+            module.matmul = module.adapted(tile_experts)
         elif isinstance(module, Router):
             module.matmul = wide_tile_linear
         elif isinstance(module, Mlp | Experts) and not on_gpu:

@@ -51,8 +51,8 @@ from fivefold.generate.refit import Refit
 from fivefold.generate.routing import RouteStore
 from fivefold.generate.scheduler import ScheduleLimits
 from fivefold.generate.stage_ends import StageEnds
-from fivefold.generate.tiles import TILE_MATH
-from fivefold.model import Decoder, Linear, LinearMath
+from fivefold.generate.tiles import tile_math
+from fivefold.model import Decoder, TokenRanks
 from fivefold.model.kernels import Fuse, eager
 from fivefold.parallel import (
     AxisBoundary,
@@ -82,6 +82,7 @@ def plan_of(shape: Shape, options: PlanOptions) -> Plan:
     """Plan of an engine. Tokens are split over tp only with experts: otherwise every rank has all
     of the few tokens of a decode."""
     usual = PlanOptions(options.model, options.layout, set=options.set, zero=0)
+    usual = replace(usual, train=options.train.only_tuning())
     return forward_plan(resolve(replace(usual, sp=shape.moe is not None)))
 
 
@@ -162,12 +163,14 @@ def forward_of(
     ends: StageEnds,
     routes: RouteStore | None = None,
     drawn: DrawnTokens | None = None,
+    adapters: TokenRanks | None = None,
 ) -> DecoderForward:
     """Forward for the device of a rank; captured as CUDA graphs where its layout allows it."""
+    same = (ends, routes, drawn, adapters)
     if mesh.size(RING) > 1:
-        return DecoderForward(model, blocks, partial(ContextCache, mesh=mesh), ends, routes)
+        return DecoderForward(model, blocks, partial(ContextCache, mesh=mesh), *same)
     if mesh.device.type != "cuda":
-        return DecoderForward(model, blocks, ends=ends, routes=routes, drawn=drawn)
+        return DecoderForward(model, blocks, KvCache, *same)
     from fivefold.generate.cuda_graphs import (  # Triton is there with CUDA
         GraphedForward,
         attend_on_gpu,
@@ -175,10 +178,8 @@ def forward_of(
     from fivefold.generate.expert_steps import ExpertGroup
 
     if captures_decode(model.shape, mesh.layout) and _captures_collectives(mesh):
-        shared = (ends, routes, drawn, ExpertGroup(mesh), mesh.layout.tp == 1)
-        return GraphedForward(model, blocks, *shared)
-    make_cache = partial(KvCache, kernel=attend_on_gpu)
-    return DecoderForward(model, blocks, make_cache, ends, routes, drawn)
+        return GraphedForward(model, blocks, *same, ExpertGroup(mesh), mesh.layout.tp == 1)
+    return DecoderForward(model, blocks, partial(KvCache, kernel=attend_on_gpu), *same)
 
 
 def _captures_collectives(mesh: Mesh) -> bool:
@@ -212,17 +213,13 @@ def stage_of(
 ) -> ForwardStage:
     """Build this rank's stage, without values; `codes`: weights of linears and experts in fp8."""
     coded = CodedLinears(mesh.device, batch_invariant) if codes else None
-    math = _tiles if batch_invariant else None
+    math = tile_math if batch_invariant else None
     stage = compose_forward(plan, mesh, dtype, fuse, coded or math, codes)
     if batch_invariant:
         fix_tiles(stage.model)
     if coded is not None:
         coded.join(stage.model)
     return stage
-
-
-def _tiles(layer: int, linears: Sequence[Linear], copied: Sequence[int] = ()) -> LinearMath:
-    return TILE_MATH
 
 
 class LayoutEngine(Engine):
@@ -240,9 +237,11 @@ class LayoutEngine(Engine):
         records_routes: bool = False,
         batch_invariant: bool = False,
         grammars: Grammars | None = None,
+        adapter_ranks: Sequence[int] = (),
     ) -> None:
         """`blocks` are those of one replica; the plan is one of `forward_plan`. With
-        `batch_invariant`, mesh and stage were made so as well."""
+        `batch_invariant`, mesh and stage were made so as well. With `adapter_ranks` the adapter of
+        the plan is several side by side, of which a request names one."""
         self.plan, self.mesh, self.stage = plan, mesh, stage
         self._refit: Refit | None = None
         self.ends = RankEnds(plan, mesh, stage.model.dtype)
@@ -254,13 +253,14 @@ class LayoutEngine(Engine):
         runs_ahead = plan.layout.world == plan.layout.tp
         if runs_ahead and not records_routes and not batch_invariant:
             drawn = DrawnTokens(max(limits.sequences, limits.tokens), mesh.device)
-        inner = forward_of(stage.model, blocks, mesh, self.ends, routes, drawn)
+        adapters = TokenRanks(adapter_ranks, mesh.device) if adapter_ranks else None
+        inner = forward_of(stage.model, blocks, mesh, self.ends, routes, drawn, adapters)
         self._decoder_forward = inner
         self.pages, forward = inner.cache.pages, cast("Forward", inner)
         if batch_invariant:
             forward = FixedSteps(inner)
             limits = forward.limits(limits)
-        options = (limits, watch, self._ranks(), routes, drawn, grammars)
+        options = (limits, watch, self._ranks(), routes, drawn, grammars, len(adapter_ranks))
         super().__init__(plan.shape, forward, blocks, *options)
 
     def _ranks(self) -> EngineRanks:

@@ -72,6 +72,7 @@ class Request:
     min_tokens: int = 0  # no stop token is drawn before
     prompt_logprobs: int | None = None  # likeliest tokens for every token of the prompt
     grammar: str = ""  # a JSON schema: the completion is JSON of it; "": any text
+    adapter: int = 0  # number of the low-rank adapter that computes it; 0: the base alone
 
     def check(self, vocab: int, max_seq: int) -> None:
         """Refuse a request that the model cannot complete."""
@@ -278,6 +279,7 @@ class SequenceChunk:
     fills: bool = False  # tokens of no sequence, which fill a step: nobody reads what they give
     scored: int = 0  # so many of the last tokens are followed by targets, or by prompt to score
     outgrown: bool = False  # of a text longer than `Shape.outgrown_at`
+    adapter: int = 0  # as in its request
 
     @property
     def num_wanted(self) -> int:

@@ -227,10 +227,10 @@ class Scheduler:
 
     def _contents(self, sequence: SequenceState) -> tuple[bool, bytes]:
         """What the blocks of a sequence that begins now depend on beside its tokens: whether it has
-        outgrown its rotation; and the root of its digests. What attends to contents that are
-        forgotten later has another root than what begins then."""
-        outgrown = self._outgrown(sequence.length)
-        return outgrown, b"%d %d" % (self.pool.num_forgotten, outgrown)
+        outgrown its rotation; and the root of its digests, which is another for every adapter. What
+        attends to contents that are forgotten later has another root than what begins then."""
+        outgrown, adapter = self._outgrown(sequence.length), sequence.request.adapter
+        return outgrown, b"%d %d %d" % (self.pool.num_forgotten, outgrown, adapter)
 
     def _publish(self, sequence: SequenceState, chunk: SequenceChunk) -> None:
         """Share the blocks that a chunk fills, and the end of the prompt."""
@@ -263,7 +263,8 @@ class Scheduler:
         if sequence.request.targets or sequence.num_unscored:
             scored = max(0, stop - max(start, sequence.first_wanted))
         same = (sequence.request.id, tokens, start, tuple(sequence.table), last)
-        chunk = SequenceChunk(*same, scored=scored, outgrown=sequence.outgrown)
+        adapter = sequence.request.adapter
+        chunk = SequenceChunk(*same, scored=scored, outgrown=sequence.outgrown, adapter=adapter)
         self._publish(sequence, chunk)
         return chunk
 

@@ -24,7 +24,7 @@ Numbers = np.ndarray[Any, np.dtype[Any]]
 PART_KEYS = 128  # that a program of attention reads in decode
 _MOST_SEQUENCES = 256  # of a step of one size
 _LEAST_PARTS = 8  # of the keys of a sequence, in it
-_OF_A_TOKEN = 4  # numbers: itself, its position, its slot, whether its text is outgrown
+_OF_A_TOKEN = 5  # numbers: itself, position, slot, whether its text is outgrown, adapter
 _ROWS = 512  # of block tables, at first
 _UNIT = 32  # blocks by which tables grow: prompts are read at padded lengths
 
@@ -38,8 +38,8 @@ class StepSize(NamedTuple):
 
     @property
     def parts(self) -> tuple[int, ...]:
-        """The sizes of tokens, positions, slots, outgrown texts, starts, lengths, rows of tables
-        and samples."""
+        """The sizes of tokens, positions, slots, outgrown texts, adapters, starts, lengths, rows of
+        tables and samples."""
         tokens, sequences, sampled = self
         return (tokens,) * _OF_A_TOKEN + (sequences + 1, sequences, sequences, sampled)
 
@@ -98,6 +98,7 @@ class StepTensors:
 
     batch: TokenBatch  # one row
     slots: Tensor  # (T,)
+    adapters: Tensor  # (T,) the number of each token's adapter
     chunks: tuple[SequenceChunk, ...]  # none in a captured step
     sequences: SequenceRows
     sampled: Tensor  # (N,) indices of the tokens whose logits are wanted
@@ -240,20 +241,21 @@ def packed(step: StepBatch, tables: BlockTables) -> PackedStep:
     """Pack a step, after its block tables have reached the device."""
     chunks, rows = step.chunks, np.array(tables.rows_of(step.chunks), dtype=np.int64)
     tokens = np.array(list(chain.from_iterable([c.tokens for c in chunks])), dtype=np.int64)
-    starts, counts, num_sampled, outgrown = (
+    starts, counts, num_sampled, outgrown, adapters = (
         np.array(column, dtype=np.int64)
         for column in (
             [c.start for c in chunks],
             [len(c.tokens) for c in chunks],
             [c.scored or c.samples for c in chunks],
             [c.outgrown for c in chunks],
+            [c.adapter for c in chunks],
         )
     )
     stops, lengths = counts.cumsum(), starts + counts
     positions = _ranges(starts, counts)
     blocks = tables.host[rows.repeat(counts), positions // BLOCK].astype(np.int64)
     slots, sampled = blocks * BLOCK + positions % BLOCK, _ranges(stops - num_sampled, num_sampled)
-    of_tokens = (tokens, positions, slots, outgrown.repeat(counts))
+    of_tokens = (tokens, positions, slots, outgrown.repeat(counts), adapters.repeat(counts))
     numbers = np.concatenate([*of_tokens, [0], stops, lengths, rows, sampled])
     size = StepSize(len(tokens), len(chunks), len(sampled))
     return PackedStep(numbers, size, counts, lengths)
@@ -274,14 +276,13 @@ def unpacked(
     singles: tuple[int, int],
 ) -> StepTensors:
     """Unpack a step; its tensors are views. `singles` are those of the packed step."""
-    tokens, positions, slots, outgrown, *of_sequences, sampled = torch.split(
-        numbers, list(size.parts)
-    )
-    starts, lengths, rows = of_sequences
+    parts = torch.split(numbers, list(size.parts))
+    tokens, positions, slots, outgrown, adapters = parts[:_OF_A_TOKEN]
+    starts, lengths, rows, sampled = parts[_OF_A_TOKEN:]
     labels = torch.full_like(tokens[None], NOT_COUNTED)
     batch = TokenBatch(tokens[None], labels, positions[None], outgrown=outgrown[None])
     sequences = SequenceRows(tables.tensor, rows, starts, lengths)
-    return StepTensors(batch, slots, chunks, sequences, sampled, *singles)
+    return StepTensors(batch, slots, adapters, chunks, sequences, sampled, *singles)
 
 
 def step_tensors(step: StepBatch, tables: BlockTables) -> StepTensors:

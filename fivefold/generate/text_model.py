@@ -18,6 +18,7 @@ from fivefold.core.plan import Plan, PlanOptions
 from fivefold.records import known_tokenizer, options_of
 
 if TYPE_CHECKING:
+    from fivefold.generate.adapters import NamedAdapter
     from fivefold.generate.layout import ReadWeight
     from fivefold.generate.text import Codec
     from fivefold.generate.text_ranks import Tell, TextTask
@@ -39,6 +40,7 @@ class TextModel:
     folder: Path  # that may have a tokenizer and its configs
     is_run: bool
     trained_with: TokenizerId | None = None  # recorded by the run
+    adapters: tuple[NamedAdapter, ...] = ()  # beside its weights, in the order of their numbers
 
 
 def find_model(source: Path, step: int | Literal["best"] | None = None) -> TextModel:
@@ -50,7 +52,7 @@ def find_model(source: Path, step: int | Literal["best"] | None = None) -> TextM
         imported = model_folder(options.model)
         has_tokenizer = imported is not None and (imported / TOKENIZER).exists()
         folder = imported if imported is not None and has_tokenizer else source
-        named = PlanOptions(options.model, set=options.set, train=options.train.only_tuning())
+        named = PlanOptions(options.model, set=options.set)  # its own adapters are merged
         return TextModel(shape, named, source, folder, True, known_tokenizer(source))
     if (source / "config.json").exists():
         config = str(source / "config.json")
@@ -102,6 +104,7 @@ class ModelSetup:
             records_routes,
             self.options.batch_invariant,
             self.options.precision == "fp8",
+            tuple(adapter.tuning.rank for adapter in self.model.adapters),
         )
 
 

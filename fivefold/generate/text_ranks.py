@@ -47,6 +47,7 @@ class TextTask:
     records_routes: bool = False
     batch_invariant: bool = False  # as in `generate/invariant.py`
     codes: bool = False  # as in `generate/coded_weights.py`
+    adapter_ranks: tuple[int, ...] = ()  # of adapters side by side, as in `generate/adapters.py`
 
 
 @dataclass(frozen=True)
@@ -144,6 +145,7 @@ def engine_of_rank(
         records_routes=routes,
         batch_invariant=same,
         grammars=Grammars(task.codec, plan.shape.vocab),
+        adapter_ranks=task.adapter_ranks,
     )
 
 

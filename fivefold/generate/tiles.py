@@ -10,6 +10,7 @@ Legend: M rows, E experts, I inputs, O outputs.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -18,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fivefold.model import Activate, Biases, PlainMath, Values, weigh_rows
+from fivefold.model import Activate, Biases, Linear, LowRank, PlainMath, Values, weigh_rows
 
 # Rows of a tile. On a CPU a multiple of all vectors. On a GPU so many read weights at full speed.
 ROWS = {"cpu": 32, "cuda": 64}
@@ -63,13 +64,20 @@ def tile_experts(x_MI: Tensor, weight_EOI: Tensor, ends_E: Tensor) -> Tensor:
 
 
 class TileMath(PlainMath):
-    """Forward of linears of one input, in tiles of fixed size."""
+    """Forward of linears of one input and of their adapters, in tiles of fixed size."""
+
+    def __init__(self, adapters: Sequence[LowRank | None]) -> None:
+        self.adapters = adapters
 
     def fprop(
         self, x: list[Tensor], weights: Values, biases: Biases, outs: Values | None
     ) -> Values:
         pairs = zip(weights, biases, strict=True)
         results = [tile_linear(x[0], weight, bias) for weight, bias in pairs]
+        for adapter, y_NO in zip(self.adapters, results, strict=True):
+            if adapter is not None:
+                low_NR = adapter.select(tile_linear(x[0], adapter.a, None)) * adapter.scale
+                y_NO.add_(tile_linear(low_NR, adapter.b, None))
         return (
             results
             if outs is None
@@ -77,7 +85,9 @@ class TileMath(PlainMath):
         )
 
 
-TILE_MATH = TileMath()
+def tile_math(layer: int, linears: Sequence[Linear], copied: Sequence[int] = ()) -> TileMath:
+    """The arithmetic of linears of one input."""
+    return TileMath([linear.lora for linear in linears])
 
 
 class PiecewiseActivate(Activate):

@@ -52,6 +52,8 @@ from fivefold.model.linear_math import Values as Values
 from fivefold.model.linear_math import learns as learns
 from fivefold.model.linear_math import linear_work as linear_work
 from fivefold.model.low_rank import AdaptedMath as AdaptedMath
+from fivefold.model.low_rank import LowRank as LowRank
+from fivefold.model.low_rank import TokenRanks as TokenRanks
 from fivefold.model.mixer_layer import MixerInputs as MixerInputs
 from fivefold.model.mixer_layer import MixerLayer as MixerLayer
 from fivefold.model.mixer_layer import mixed as mixed

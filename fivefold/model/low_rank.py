@@ -5,6 +5,9 @@ that the collectives of a split linear serve its adapter too: A reads the input 
 for the linear, and B adds to the outputs before they are summed. What a backward needs of A·x is
 computed again: it takes rank · inputs multiplications for a token.
 
+Adapters of one base that are served together lie side by side as one: A has the ranks of all of
+them as rows, B as columns, and `TokenRanks` leaves each token those of its own.
+
 Legend: N tokens, I inputs, O outputs of a linear, R rank; E experts, M rows of all of them.
 """
 
@@ -20,6 +23,14 @@ from torch import Tensor, nn
 
 from fivefold.model.linear_math import Biases, GradientSink, PlainMath, Sent, Values, add_products
 
+Select = Callable[[Tensor], Tensor]
+"""Of A·x, (N, R), or of several such side by side: what each token has of it."""
+
+
+def every_rank(low_NR: Tensor) -> Tensor:
+    """All tokens have all ranks."""
+    return low_NR
+
 
 class LowRank(nn.Module):
     """The two factors of an adapter, of one linear or of stacked experts."""
@@ -27,11 +38,41 @@ class LowRank(nn.Module):
     def __init__(self, a: nn.Parameter, b: nn.Parameter, scale: float) -> None:
         super().__init__()
         self.a, self.b, self.scale = a, b, scale
+        self.select: Select = every_rank  # seam: generation with several adapters
+
+
+class TokenRanks:
+    """Which ranks of adapters that lie side by side act on each token of a step.
+
+    Adapter 1 has the first `ranks[0]` of them and so on; tokens of number 0 are of the base.
+    """
+
+    def __init__(self, ranks: Sequence[int], device: torch.device) -> None:
+        owners = [number for number, rank in enumerate(ranks, 1) for _ in range(rank)]
+        self.owners_R = torch.tensor(owners, device=device)
+        self.own_NR: Tensor | None = None
+
+    def attach(self, model: nn.Module) -> None:
+        """Use these ranks in all adapters of a model."""
+        for module in model.modules():
+            if isinstance(module, LowRank):
+                module.select = self.select
+
+    def begin(self, adapters_N: Tensor) -> None:
+        """Use the adapters of these tokens from now on, on their device and without a wait."""
+        self.own_NR = adapters_N[:, None] == self.owners_R
+
+    def select(self, low_NR: Tensor) -> Tensor:
+        """Zero where a rank is not the token's own, even if another adapter overflows there."""
+        assert self.own_NR is not None, "no step has begun"
+        parts_NPR = low_NR.unflatten(-1, (-1, len(self.owners_R)))
+        return torch.where(self.own_NR[:, None], parts_NPR, 0.0).flatten(-2)
 
 
 def adapted_linear(adapter: LowRank, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """x · weightᵀ + bias, and the adapter."""
-    return F.linear(x, weight, bias) + F.linear(F.linear(x, adapter.a), adapter.b) * adapter.scale
+    low = adapter.select(F.linear(x, adapter.a))
+    return F.linear(x, weight, bias) + F.linear(low, adapter.b) * adapter.scale
 
 
 def adapted_grouped(
@@ -67,7 +108,8 @@ class AdaptedMath(PlainMath):
     ) -> Values:
         (x_NI,) = x
         outputs = outs or [x_NI.new_empty(len(x_NI), len(weight)) for weight in weights]
-        lows = iter((x_NI @ self._joined_a().T).split(self.ranks, dim=1))
+        low_NR = self.present[0].select(x_NI @ self._joined_a().T)
+        lows = iter(low_NR.split(self.ranks, dim=1))
         for adapter, weight, bias, out_NO in zip(
             self.adapters, weights, biases, outputs, strict=True
         ):

@@ -193,8 +193,8 @@ class ServedCall:
 class AnswerWriter:
     """Formats calls as JSON of the API."""
 
-    def __init__(self, model: str, codec: Codec) -> None:
-        self.model, self.codec = model, codec
+    def __init__(self, codec: Codec) -> None:
+        self.codec = codec
         self._names = {number: name for name, number in codec.named().items()}
 
     def completion(self, call: ServedCall) -> bytes:
@@ -276,7 +276,7 @@ class AnswerWriter:
         if call.request.chat:
             kind = "chat.completion" if full else "chat.completion.chunk"
         table: dict[str, Any] = {"id": call.id, "object": kind, "created": call.created}
-        table |= {"model": self.model, "choices": choices}
+        table |= {"model": call.request.model, "choices": choices}
         if usage is not None or call.request.with_usage:
             table["usage"] = usage
         return table

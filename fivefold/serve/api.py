@@ -62,9 +62,12 @@ class Api:
         calls: DoorCalls,
         prompts: PromptReader,
         limits: HttpLimits,
+        adapters: tuple[str, ...] = (),
     ) -> None:
-        self.name, self.keys, self.calls, self.prompts = name, keys, calls, prompts
-        self.limits, self.writer = limits, AnswerWriter(name, calls.codec)
+        """`adapters`: names of those that clients may ask for instead of the base, `name`."""
+        self.names = (name, *adapters)  # by the numbers of adapters
+        self.keys, self.calls, self.prompts = keys, calls, prompts
+        self.limits, self.writer = limits, AnswerWriter(calls.codec)
         self.draining = False
         self.created = int(time.time())
         self._connections: dict[HttpConnection, asyncio.Task[None]] = {}
@@ -201,22 +204,24 @@ class Api:
 
     def _models(self, path: str) -> bytes:
         name = path.removeprefix("/v1/models").removeprefix("/")
-        model = {
-            "id": self.name,
-            "object": "model",
-            "created": self.created,
-            "owned_by": "fivefold",
-        }
-        model["max_model_len"] = self.calls.state.longest
         if not name:
-            return json.dumps({"object": "list", "data": [model]}).encode()
-        if name != self.name:
-            raise self._unknown(name)
-        return json.dumps(model).encode()
+            models = [self._model(served) for served in self.names]
+            return json.dumps({"object": "list", "data": models}).encode()
+        self._adapter(name)
+        return json.dumps(self._model(name)).encode()
 
-    def _unknown(self, name: str) -> ApiError:
-        rule = f"the model {json.dumps(name[:100])} is not served: ask for {self.name!r}"
-        return ApiError(404, rule, "model", "model_not_found")
+    def _model(self, name: str) -> dict[str, object]:
+        model = {"id": name, "object": "model", "created": self.created, "owned_by": "fivefold"}
+        parent = {} if name == self.names[0] else {"parent": self.names[0]}
+        return {**model, "max_model_len": self.calls.state.longest, **parent}
+
+    def _adapter(self, model: str) -> int:
+        """The number of the adapter of that name, 0 of the base; refuses any other name."""
+        if model in self.names:
+            return self.names.index(model)
+        served = " or ".join(repr(name) for name in self.names)
+        rule = f"the model {json.dumps(model[:100])} is not served: ask for {served}"
+        raise ApiError(404, rule, "model", "model_not_found")
 
     async def _complete(
         self, connection: HttpConnection, request: HttpRequest, note: RequestNote
@@ -226,14 +231,15 @@ class Api:
         if self.draining:
             raise _shutting_down()
         text_request = parse_asked(request.body, chat)
-        if text_request.model != self.name:
-            raise self._unknown(text_request.model)
+        adapter = self._adapter(text_request.model)
         if text_request.grammar:
             await self._check_grammar(text_request.grammar)
         prompts = await self.prompts.tokens(text_request, self.calls.state.longest)
         id = f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex[:24]}"
-        call = self.calls.call(id, note.client, text_request, prompts, began)
+        call = self.calls.call(id, note.client, text_request, prompts, began, adapter)
         note.fields += [f"id={id}", f"prompt={call.prompt_tokens}"]
+        if adapter:
+            note.fields.append(f"adapter={json.dumps(text_request.model)}")
         self.calls.begin(call)
         watch = asyncio.ensure_future(connection.gone())
         watch.add_done_callback(lambda _: call.changed.set())

@@ -49,6 +49,7 @@ class DoorCalls:
         text_request: AskedText,
         prompts: list[tuple[int, ...]],
         began: float,
+        adapter: int = 0,
     ) -> ServedCall:
         """Create a call with its choices, and validate them."""
         call = ServedCall(id, client, text_request, sum(map(len, prompts)), began)
@@ -83,6 +84,7 @@ class DoorCalls:
                     # All choices of a chat have one prompt, which its answer has once.
                     prompt_logprobs=None if text_request.chat and copy else scores,
                     grammar=text_request.grammar,
+                    adapter=adapter,
                 )
                 index = len(call.choices)
                 call.choices.append(ServedChoice(call, index, request, self.codec, texts, echo))

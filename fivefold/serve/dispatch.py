@@ -227,7 +227,8 @@ class Dispatcher:
             routed = self.queue.pop()
             assert routed is not None
             several = len(prompts or self.replicas) > 1
-            digests = prompt_digests(routed.request.prompt) if several else []
+            request = routed.request
+            digests = prompt_digests(request.prompt, request.adapter) if several else []
             first = least_loaded(prompts or self.replicas.values(), digests)
             assert first is not None
             if self.has_prefill:

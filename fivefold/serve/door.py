@@ -49,6 +49,7 @@ class DoorTask:
     codec: Codec
     ends: frozenset[int]
     prompts: PromptReader
+    adapters: tuple[str, ...]  # names, by their numbers
 
 
 @dataclass(frozen=True)
@@ -143,7 +144,7 @@ async def _run(task: DoorTask, door: int) -> None:
 
     calls = DoorCalls(task.shape, task.codec, task.ends, send)
     limits = task.limits.within_open_files()
-    api = Api(task.name, task.keys, calls, task.prompts, limits)
+    api = Api(task.name, task.keys, calls, task.prompts, limits, task.adapters)
     await asyncio.to_thread(calls.grammars.load)  # ranks load as well
     await api.prompts.start()
     send(DoorHello(door, os.getpid()))

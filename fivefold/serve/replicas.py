@@ -143,9 +143,9 @@ def tokens_of(routed: RoutedRequest) -> int:
     return len(routed.request.prompt) + routed.request.max_tokens
 
 
-def prompt_digests(prompt: Sequence[int]) -> list[bytes]:
-    """Chained digests of the full blocks of a prompt."""
-    digests, before = list[bytes](), b""
+def prompt_digests(prompt: Sequence[int], adapter: int = 0) -> list[bytes]:
+    """Chained digests of the full blocks of a prompt, which adapters do not share."""
+    digests, before = list[bytes](), b"%d" % adapter
     for start in range(0, min(len(prompt) // BLOCK, _MOST_BLOCKS) * BLOCK, BLOCK):
         before = chained_digest(before, prompt[start : start + BLOCK])
         digests.append(before)

@@ -186,6 +186,7 @@ class ModelServer:
             setup.codec,
             setup.ends,
             self.prompts,
+            tuple(adapter.name for adapter in setup.model.adapters),
         )
         return DoorKeeper(task, [keeper.pipe for keeper in self._keepers])
 

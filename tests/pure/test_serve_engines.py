@@ -124,7 +124,7 @@ class CountedReplicas(dict[int, Any]):
 
 def test_a_server_that_waits_for_engines_sleeps(tmp_path: Path) -> None:
     """Though one is ready, and another is started again."""
-    model = SimpleNamespace(shape=models.load("tiny"), folder=tmp_path)
+    model = SimpleNamespace(shape=models.load("tiny"), folder=tmp_path, adapters=())
     setup = cast("Any", SimpleNamespace(model=model, codec=ByteCodec(), ends=frozenset()))
     warnings: list[str] = []
     server = ModelServer(setup, ServeOptions("tiny"), pytest.fail, pytest.fail, warnings.append)

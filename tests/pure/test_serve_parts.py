@@ -195,14 +195,14 @@ def test_numbers_of_tokens_come_with_their_text() -> None:
 def test_a_token_without_probability_is_valid_json() -> None:
     call, choice = choice_of((), logprobs=1)
     choice.push(97, float("-inf"), "length", ((98, float("-inf")),))
-    table = AnswerWriter("m", ByteCodec()).completion(call)
+    table = AnswerWriter(ByteCodec()).completion(call)
     found = json.loads(table, parse_constant=pytest.fail)["choices"][0]["logprobs"]
     assert found["token_logprobs"] == [-9999.0] and found["top_logprobs"] == [{"b": -9999.0}]
 
 
 def test_a_stream_ends_with_its_reason() -> None:
     call, choice = choice_of((), stream=True)
-    writer, told = AnswerWriter("m", ByteCodec()), set[int]()
+    writer, told = AnswerWriter(ByteCodec()), set[int]()
     choice.push(97, -1.0, None)
     first = writer.news(call, told)
     choice.push(98, -1.0, "length")

@@ -91,7 +91,8 @@ class SampleCallback(Callback):
 def generating(plan: Plan) -> Plan:
     """Plan of a generator on the ranks of a job."""
     layout = replace(plan.layout, cp=1, shard=plan.layout.shard * plan.layout.cp, chunks=1)
-    return plan_of(plan.shape, PlanOptions(plan.options.model, str(layout), set=plan.options.set))
+    options = PlanOptions(plan.options.model, set=plan.options.set, train=plan.options.train)
+    return plan_of(plan.shape, replace(options, layout=str(layout)))
 
 
 def held_out_prompt(source: Source, length: int) -> tuple[int, ...]:
