@@ -17,6 +17,7 @@ from fivefold.commands.job import OnProgress, TaskProgress, above, checkpoint_st
 from fivefold.commands.options import (
     CacheOption,
     DeviceOption,
+    DraftsKey,
     InvariantOption,
     ModelLayoutOption,
     SourceArgument,
@@ -28,6 +29,7 @@ from fivefold.commands.options import (
     open_weights,
     shown_progress,
     warn,
+    with_set_keys,
 )
 from fivefold.core import BadFile, FivefoldError
 from fivefold.core.layout import Layout
@@ -48,6 +50,7 @@ if TYPE_CHECKING:
     from fivefold.generate import Message, Tell, TextPiece, WrittenText
 
 
+@with_set_keys
 def run(
     source: SourceArgument,
     prompt: Annotated[str | None, typer.Option(help="The text to complete.")] = None,
@@ -79,6 +82,7 @@ def run(
         bool, typer.Option("--record-routing", help="Record the experts of all tokens.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON lines.")] = False,
+    drafts: DraftsKey = None,
 ) -> None:
     """Complete a prompt, or those of a file."""
     if (prompt is None) == (file is None):
@@ -109,12 +113,15 @@ def run(
             step=step,
             output=output,
             record_routing=record_routing,
+            drafts=drafts,
             on_piece=printer.on_piece,
             on_progress=on_progress,
             on_warning=warn,
         )
     if not texts:
         typer.echo(f"all {len(prompts):,} completions are in {output} already", err=True)
+    elif drafts is not None:
+        typer.echo(texts.drafts_line, err=True)
 
 
 class _Printer:
@@ -188,6 +195,16 @@ class GeneratedTexts:
             )
         return self.completions[0].text
 
+    @property
+    def drafts_line(self) -> str:
+        """How many of the tokens that were proposed were drawn."""
+        drafted, accepted = (
+            sum(getattr(completion, name) or 0 for completion in self.completions)
+            for name in ("drafted", "accepted")
+        )
+        share = f" ({accepted / drafted:.0%})" if drafted else ""
+        return f"drafts: {accepted:,} of {drafted:,} proposed tokens accepted{share}"
+
     def __len__(self) -> int:
         return len(self.completions)
 
@@ -240,6 +257,7 @@ def generate(
     step: str | int | None = None,
     output: str | Path | None = None,
     record_routing: bool = False,
+    drafts: str | None = None,
     on_piece: OnPiece | None = None,
     on_progress: OnProgress | None = None,
     on_warning: Tell | None = None,
@@ -249,6 +267,7 @@ def generate(
     `source` is a run, its folder, or the folder of a Hugging Face model. A prompt is a text, or
     with `chat` the messages of a conversation. `on_piece` gets text as it is written. With `output`
     completions are appended to a JSONL file, and prompts that it has already are left out.
+    `drafts`, such as "ngram:4", proposes tokens that a step verifies together.
     """
     sampling = Sampling(temperature, top_k, top_p, seed)
     if problems := list(sampling.problems()):
@@ -269,6 +288,7 @@ def generate(
         layout=layout,
         tokenizer=tokenizer,
         batch_invariant=batch_invariant,
+        drafts=drafts,
     )
     model = find_model(model_path(source), options.step)
     prompts = [Prompt("0", prompt)] if isinstance(prompt, str) else _prompts(prompt)

@@ -16,6 +16,7 @@ import typer
 from fivefold.commands.job import above, checkpoint_step, positive, warn_caller
 from fivefold.commands.options import (
     DeviceOption,
+    DraftsKey,
     InvariantOption,
     SourceArgument,
     StepOption,
@@ -23,6 +24,7 @@ from fivefold.commands.options import (
     model_options,
     model_path,
     open_weights,
+    with_set_keys,
 )
 from fivefold.core import BadFile, FivefoldError
 from fivefold.core.layout import Layout
@@ -79,6 +81,7 @@ DtypeOption = Annotated[
 ]
 
 
+@with_set_keys
 def run(
     source: SourceArgument,
     layout: LayoutOption = "dp=1",
@@ -101,6 +104,7 @@ def run(
     tokenizer: TokenizerOption = None,
     batch_invariant: InvariantOption = False,
     step: StepOption = None,
+    drafts: DraftsKey = None,
 ) -> None:
     """Serve a model with the API of OpenAI: completions, chats, streams."""
     printer = LinePrinter(_echo)  # its thread starts with the first line: engines are forked then
@@ -134,6 +138,7 @@ def run(
             tokenizer=tokenizer,
             batch_invariant=batch_invariant,
             step=step,
+            drafts=drafts,
             on_ready=ready,
             log=printer.print_line,
             on_warning=warning,
@@ -179,6 +184,7 @@ def serve(
     tokenizer: str | Path | None = None,
     batch_invariant: bool = False,
     step: str | int | None = None,
+    drafts: str | None = None,
     on_ready: Callable[[str], None] | None = None,
     log: Callable[[str], None] | None = None,
     on_warning: Callable[[str], None] | None = None,
@@ -186,7 +192,8 @@ def serve(
     """Serve a run or a Hugging Face folder until a signal ends it; returns the exit code.
 
     `prefill` is the layout of engines for prompts alone; `layout` is then that of engines that go
-    on with the answers. `on_ready` gets the address, `log` a line for every request.
+    on with the answers. `drafts`, such as "ngram:4", proposes tokens that a step verifies together.
+    `on_ready` gets the address, `log` a line for every request.
     """
     if not 0 <= port <= _LAST_PORT:
         raise FivefoldError(f"--port {port}: give a number from 0 to {_LAST_PORT}")
@@ -209,6 +216,7 @@ def serve(
         layout=layout,
         tokenizer=tokenizer,
         batch_invariant=batch_invariant,
+        drafts=drafts,
     )
     path, chosen = model_path(source), checkpoint_step(step)
     model = find_model(path, chosen)
@@ -232,7 +240,8 @@ def serve(
     )
     opened = partial(open_weights, model, chosen)
     setup = set_up(model, runs, opened)
-    first = None if prefill is None else _prompts_of(model, replace(runs, layout=prefill), opened)
+    of_prompts = replace(runs, layout=prefill or "", drafts=None)  # which draw one token
+    first = None if prefill is None else _prompts_of(model, of_prompts, opened)
     if replicas > 1 or first is not None:
         setup = _beside_others(setup)
     warn = on_warning or warn_caller

@@ -3,6 +3,7 @@ from fivefold.generate.blocks import chained_digest as chained_digest
 from fivefold.generate.chat import ChatTemplate as ChatTemplate
 from fivefold.generate.chat import Message as Message
 from fivefold.generate.cuda_graphs import GraphedForward as GraphedForward
+from fivefold.generate.drafts import DraftOptions as DraftOptions
 from fivefold.generate.engine import Engine as Engine
 from fivefold.generate.engine import Forward as Forward
 from fivefold.generate.engine import Watch as Watch
@@ -33,6 +34,7 @@ from fivefold.generate.requests import SequenceState as SequenceState
 from fivefold.generate.requests import StepBatch as StepBatch
 from fivefold.generate.sampling import Draw as Draw
 from fivefold.generate.sampling import choose as choose
+from fivefold.generate.scheduler import DECODE_ROWS as DECODE_ROWS
 from fivefold.generate.scheduler import ScheduleLimits as ScheduleLimits
 from fivefold.generate.task_model import TaskModel as TaskModel
 from fivefold.generate.task_model import prefix_token as prefix_token

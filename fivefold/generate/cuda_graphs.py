@@ -44,6 +44,7 @@ from fivefold.generate.piecewise import (
 )
 from fivefold.generate.requests import SequenceChunk, StepBatch
 from fivefold.generate.routing import RouteStore
+from fivefold.generate.scheduler import DECODE_ROWS
 from fivefold.generate.skinny_kernel import skinny_linear, takes
 from fivefold.generate.stage_ends import StageEnds
 from fivefold.generate.step_tensors import (
@@ -68,7 +69,6 @@ from fivefold.model import (
 _WIDEST_HEAD = 576  # DeepSeek's latents: a program holds some keys of this width
 _LONG_PROMPT = 1024  # tokens
 _WIDEST_FOR_TORCH = 256  # of heads, in torch's fast kernels
-_MOST_SEQUENCES = 256  # of a captured step
 _LEAST_PARTS = 8  # of the keys of a sequence, in a captured step
 
 
@@ -286,7 +286,7 @@ class GraphedForward(DecoderForward):
     @torch.inference_mode()
     def __call__(self, step: StepBatch) -> Tensor:
         decodes = all(len(chunk.tokens) == 1 and chunk.samples for chunk in step.chunks)
-        if not (self.captures and decodes and 0 < len(step.chunks) <= _MOST_SEQUENCES):
+        if not (self.captures and decodes and 0 < len(step.chunks) <= DECODE_ROWS):
             replayed = self.with_prompts
             return replayed(step) if replayed and replayed.takes(step) else super().__call__(step)
         self.copy_blocks(step)

@@ -15,6 +15,7 @@ from fivefold.core.layout import tuned
 from fivefold.core.model import BYTES, NUM_BYTES, TOKENIZER, Shape, TokenizerId, model_folder
 from fivefold.core.model import presets as models
 from fivefold.core.plan import Plan, PlanOptions
+from fivefold.generate.drafts import DraftOptions
 from fivefold.records import known_tokenizer, options_of
 
 if TYPE_CHECKING:
@@ -68,6 +69,7 @@ class ModelOptions:
     tokenizer: str | None = None  # a file, or bytes
     cache_gb: float = 1.0  # on a rank
     batch_invariant: bool = False
+    drafts: DraftOptions | None = None
 
 
 @dataclass(frozen=True)
@@ -99,6 +101,7 @@ class ModelSetup:
             self.backend,
             records_routes,
             self.options.batch_invariant,
+            self.options.drafts,
         )
 
 

@@ -16,6 +16,7 @@ import torch
 from fivefold.core import FivefoldError, RankLost
 from fivefold.core.model import blocks_of
 from fivefold.core.plan import Plan
+from fivefold.generate.drafts import DraftOptions
 from fivefold.generate.grammar import Grammars
 from fivefold.generate.layout import LayoutEngine, ReadWeight, blocks_within, mesh_of, stage_of
 from fivefold.generate.requests import NOT_FINITE
@@ -46,6 +47,7 @@ class TextTask:
     backend: Backend = "gloo"
     records_routes: bool = False
     batch_invariant: bool = False  # as in `generate/invariant.py`
+    drafts: DraftOptions | None = None
 
 
 @dataclass(frozen=True)
@@ -142,6 +144,7 @@ def engine_of_rank(
         records_routes=routes,
         batch_invariant=same,
         grammars=Grammars(task.codec, plan.shape.vocab),
+        drafts=task.drafts,
     )
 
 
