@@ -67,26 +67,30 @@ class DraftOptions:
 
 @dataclass
 class _GramIndex:
-    """The places of all pairs of tokens in a sequence, the last one first."""
+    """The places of all pairs of tokens in a sequence, the last one first. A pair is one number:
+    of many small tuples, the garbage collector would stop steps."""
 
-    last: dict[tuple[int, int], int] = field(default_factory=dict[tuple[int, int], int])
+    last: dict[int, int] = field(default_factory=dict[int, int])
     before: list[int] = field(default_factory=list[int])  # of a place, the one before; -1: none
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Add the tokens that are new. The last pair is left: nothing follows it yet."""
         for stop in range(len(self.before) + _GRAM, len(tokens)):
-            pair = (tokens[stop - 2], tokens[stop - 1])
+            pair = _pair(tokens[stop - 2], tokens[stop - 1])
             self.before.append(self.last.get(pair, -1))
             self.last[pair] = stop
 
-    def places(self, pair: tuple[int, int]) -> Sequence[int]:
-        """The last places after a pair."""
-        places: list[int] = []
-        stop = self.last.get(pair, -1)
-        while stop >= 0 and len(places) < _MOST_COMPARED:
-            places.append(stop)
+    def best(self, tokens: Sequence[int]) -> int | None:
+        """The place after the longest text that equals the last tokens, the last of equals."""
+        stop, best, longest = self.last.get(_pair(tokens[-2], tokens[-1]), -1), None, 0
+        for _ in range(_MOST_COMPARED):
+            if stop < 0 or longest == _LONGEST_COMPARED:
+                break
+            length = _same_before(tokens, stop)
+            if length > longest:
+                best, longest = stop, length
             stop = self.before[stop - _GRAM]
-        return places
+        return best
 
 
 class NgramDrafter:
@@ -104,12 +108,15 @@ class NgramDrafter:
             return []
         index = self._indices.setdefault(sequence, _GramIndex())
         index.extend(tokens)
-        places = index.places((tokens[-2], tokens[-1]))
-        if not places:
+        start = index.best(tokens)
+        if start is None:
             return []
-        start = max(places, key=lambda stop: _same_before(tokens, stop))
         period = len(tokens) - start
         return [tokens[start + i % period] for i in range(count)]
+
+
+def _pair(first: int, second: int) -> int:
+    return first << 32 | second
 
 
 def _same_before(tokens: Sequence[int], stop: int) -> int:

@@ -201,10 +201,13 @@ class Scheduler:
             most = min(left, self._most_drafts(sequence, chunk))
             proposals = drafter.propose(sequence, most) if most > 0 else ()
             self._take(sequence, self._missing_to(sequence, chunk.stop + len(proposals)))
-            shared = replace(chunk, table=tuple(sequence.table))
-            extended.append(shared if proposals else chunk)
+            if not proposals:
+                extended.append(chunk)
+                continue
+            table, outgrown = tuple(sequence.table), chunk.outgrown
+            extended.append(replace(chunk, table=table))
             extended += [
-                replace(shared, tokens=(token,), start=start, draft=True)
+                SequenceChunk(chunk.id, (token,), start, table, True, outgrown=outgrown, draft=True)
                 for start, token in enumerate(proposals, chunk.stop)
             ]
             sequence.draft(len(proposals))

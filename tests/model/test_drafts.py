@@ -327,3 +327,15 @@ def test_batch_invariant_drafts_change_no_bit(monkeypatch: pytest.MonkeyPatch) -
         other = completions[id]
         assert (other.tokens, other.logprobs) == (each.tokens, each.logprobs), id
     assert sum(each.accepted for each in completions.values()) > 30
+
+
+def test_a_prompt_that_goes_on_shares_the_blocks_of_accepted_tokens() -> None:
+    """The last block is full by tokens that were accepted in the last step."""
+    trial = GeneratedTrial(SHAPES["dense"], "float64", 0)
+    first = Request("first", (1,), 3 * BLOCK)
+    expected, *_ = run(trial, [first])
+    texts = {id: completion.tokens for id, completion in expected.items()}
+    guesses = Guesses(texts, trial.shape.vocab, right=1.0)
+    completions, _, engine, _ = run(trial, [first], drafter=guesses)
+    on = Request("on", (*first.prompt, *completions["first"].tokens, 5), 1)
+    assert engine.run([on])["on"].reused == 3 * BLOCK
