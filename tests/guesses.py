@@ -17,13 +17,14 @@ class Guesses:
     texts: Mapping[str, tuple[int, ...]]
     vocab: int
     right: float = 0.75
+    least: int = 0
     most: int = 5
 
     def propose(self, sequence: SequenceState, most: int) -> list[int]:
         id, start = sequence.request.id, len(sequence.drawn)
         text, dice = self.texts.get(id, ()), random.Random(f"{id} at {start}")
         guesses: list[int] = []
-        for index in range(start, start + min(dice.randint(0, self.most), most)):
+        for index in range(start, start + min(dice.randint(self.least, self.most), most)):
             known = index < len(text) and dice.random() < self.right
             guesses.append(text[index] if known else dice.randrange(self.vocab))
         return guesses

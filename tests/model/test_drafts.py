@@ -20,7 +20,7 @@ from fivefold.core.model.presets import load, with_overrides
 from fivefold.core.plan.plan import PlanOptions
 from fivefold.generate import engine as engine_module
 from fivefold.generate.drafts import Drafter, DraftOptions, NgramDrafter
-from fivefold.generate.engine import Engine
+from fivefold.generate.engine import Engine, EngineRanks
 from fivefold.generate.forward import DecoderForward
 from fivefold.generate.layout import LayoutEngine, mesh_of, plan_of, stage_of
 from fivefold.generate.requests import Completion, Request, Sampling, SequenceState, StepBatch
@@ -70,6 +70,7 @@ def run(
     blocks: int = ROOMY,
     drafter: Drafter | None = None,
     on_step: Callable[[Engine], None] = lambda engine: None,
+    in_flight: int = 1,
 ) -> tuple[dict[str, Completion], dict[str, list[Any]], Engine, int]:
     """Completions, what was given out of each request, the engine, and its steps."""
     routes = None
@@ -77,7 +78,10 @@ def run(
     if trial.shape.moe is not None:
         routes = RouteStore(decoder, blocks + 1)
     forward = DecoderForward(decoder, blocks, routes=routes)
-    engine = Engine(trial.shape, forward, blocks, LIMITS, routes=routes, drafter=drafter)
+    ranks = EngineRanks(in_flight=in_flight)
+    engine = Engine(
+        trial.shape, forward, blocks, LIMITS, ranks=ranks, routes=routes, drafter=drafter
+    )
     streams: dict[str, list[Any]] = {request.id: [] for request in requests}
     for request in requests:
         engine.add(request)
@@ -124,6 +128,33 @@ def test_completions_are_the_same_with_drafts(shape: Shape, blocks: int) -> None
         for (*_, pairs), (*_, others) in zip(rows, drafted[id], strict=id != "scored"):
             assert [token for token, _ in others] == [token for token, _ in pairs]
             assert dict(others) == pytest.approx(dict(pairs), rel=0, abs=1e-10)
+
+
+def test_sequences_may_lose_their_blocks_while_drafts_are_verified(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Two batches are in flight. What was accepted is computed again, and its routes are known."""
+    accept, lost = SequenceState.accept, list[str]()
+
+    def counted(self: SequenceState) -> None:
+        accept(self)
+        lost.extend([self.request.id] * (not self.table))
+        assert self.computed == (len(self.tokens) if self.table else 0)
+
+    monkeypatch.setattr(SequenceState, "accept", counted)
+    trial = GeneratedTrial(SHAPES["experts"], "float64", 0)
+    for seed in range(4):
+        dice = random.Random(f"in flight {seed}")
+        drawn = requests_of(trial.shape, dice)
+        # Short ones end while they have no blocks.
+        requests = [replace(each, max_tokens=min(each.max_tokens, 14)) for each in drawn]
+        expected, *_ = run(trial, requests)
+        texts = {id: completion.tokens for id, completion in expected.items()}
+        guesses = Guesses(texts, trial.shape.vocab, right=0.9, least=3)
+        completions, _, engine, _ = run(trial, requests, TIGHT, guesses, in_flight=2)
+        require_same(expected, completions)
+        assert engine.schedulers[0].pool.num_free == TIGHT
+    assert len(lost) > 3
 
 
 def test_aborted_requests_leave_nothing() -> None:
@@ -275,16 +306,23 @@ def test_a_planted_mistake_changes_completions(
         require_same(expected, completions)
 
 
+def prompts_with_stops() -> list[TextRequest]:
+    dice, prompts = random.Random("texts"), list[TextRequest]()
+    ends = frozenset(range(2, 96, 3))
+    for i in range(40):
+        prompt = tuple(dice.randrange(256) for _ in range(4))
+        stops = tuple(chr(dice.randrange(97, 123)) for _ in range(12 if i % 2 else 0))
+        request = Request(f"{i}", prompt, 40, Sampling(2.0, seed=i), ends)
+        prompts.append(TextRequest(request, "", stops))
+    return prompts
+
+
 def texts_of(trial: GeneratedTrial, drafter: Drafter | None) -> list[WrittenText]:
     """Texts that end with a stop text, in the middle of what was accepted."""
-    dice = random.Random("texts")
     engine = Engine(trial.shape, DecoderForward(trial.decoder(), ROOMY), ROOMY, drafter=drafter)
     writer = TextWriter(engine, ByteCodec())
-    for i in range(12):
-        prompt = tuple(dice.randrange(256) for _ in range(4))
-        stops = tuple(chr(dice.randrange(97, 123)) for _ in range(6 if i % 2 else 0))
-        sampling = Sampling(2.0, seed=i)
-        writer.add(TextRequest(Request(f"{i}", prompt, 60, sampling, frozenset({7})), "", stops))
+    for text_request in prompts_with_stops():
+        writer.add(text_request)
     written: list[WrittenText] = []
     while writer.busy:
         written += [piece.written for piece in writer.step() if piece.written is not None]
@@ -295,9 +333,12 @@ def texts_of(trial: GeneratedTrial, drafter: Drafter | None) -> list[WrittenText
 def test_a_stop_text_within_accepted_tokens_ends_a_text_there() -> None:
     trial = GeneratedTrial(SHAPES["dense"], "float64", 0)
     expected = texts_of(trial, None)
-    guesses = Guesses({text.id: text.tokens for text in expected}, trial.shape.vocab, 1.0, 9)
+    longer = run(trial, [request for request, *_ in prompts_with_stops()])[0]
+    texts = {id: completion.tokens for id, completion in longer.items()}
+    guesses = Guesses(texts, trial.shape.vocab, 1.0, 6, 9)
     drafted = texts_of(trial, guesses)
-    assert {text.reason for text in expected} == {"stop", "length"}
+    both = [len(texts[text.id]) - len(text.tokens) for text in expected]
+    assert sum(0 < extra <= 6 for extra in both) > 2, "a stop text, and soon a stop token"
     for text, other in zip(expected, drafted, strict=True):
         same = (text.text, text.tokens, text.reason)
         assert (other.text, other.tokens, other.reason) == same, text.id
@@ -335,7 +376,7 @@ def test_a_prompt_that_goes_on_shares_the_blocks_of_accepted_tokens() -> None:
     first = Request("first", (1,), 3 * BLOCK)
     expected, *_ = run(trial, [first])
     texts = {id: completion.tokens for id, completion in expected.items()}
-    guesses = Guesses(texts, trial.shape.vocab, right=1.0)
+    guesses = Guesses(texts, trial.shape.vocab, right=1.0, least=5)
     completions, _, engine, _ = run(trial, [first], drafter=guesses)
     on = Request("on", (*first.prompt, *completions["first"].tokens, 5), 1)
     assert engine.run([on])["on"].reused == 3 * BLOCK

@@ -103,7 +103,7 @@ def scheduled(scheduler: Scheduler) -> list[tuple[str, int, bool]]:
 
 
 def scheduler_of(blocks: int = 100, outgrown_at: int | None = None, **limits: int) -> Scheduler:
-    drafter = Guesses({}, 9, most=4)
+    drafter = Guesses({}, 9, least=4, most=4)
     return Scheduler(
         BlockPool(blocks),
         ScheduleLimits(**limits),
@@ -155,16 +155,18 @@ def test_blocks_of_refused_proposals_are_given_back() -> None:
     assert scheduler.pool.num_free == 3
 
 
-@pytest.mark.parametrize(("limit", "outgrown_at", "last"), [(20, None, 28), (90, 24, 23)])
+@pytest.mark.parametrize(
+    ("limit", "outgrown_at", "steps", "last"), [(20, None, 19, 28), (90, 24, 14, 23)]
+)
 def test_no_proposal_is_beyond_the_last_place_that_counts(
-    limit: int, outgrown_at: int | None, last: int
+    limit: int, outgrown_at: int | None, steps: int, last: int
 ) -> None:
     """The last token that may be drawn is not computed; and a text that outgrows its rotation is
     computed again, so a step has tokens of one side."""
     scheduler = scheduler_of(outgrown_at=outgrown_at)
     scheduler.add(Request("a", (1,) * 10, limit))
-    starts = [start for _ in range(14) for _, start, draft in scheduled(scheduler) if draft]
-    assert max(starts) <= last
+    starts = [start for _ in range(steps) for _, start, draft in scheduled(scheduler) if draft]
+    assert max(starts) == last
 
 
 def test_grammars_and_scores_are_not_drafted() -> None:
