@@ -63,11 +63,14 @@ def test_clients_that_break_off_change_nothing(server: RunningServer) -> None:
     print(f"{count} requests, {count - len(whole)} broken off, all others equal")
 
 
-def test_drafts_change_no_answer(server: RunningServer, folder: Path) -> None:
+@pytest.mark.parametrize("words", [("--layout", "pp=2"), ("--prefill", "dp=1")])
+def test_drafts_change_no_answer(
+    server: RunningServer, folder: Path, words: tuple[str, ...]
+) -> None:
     asked = bodies(24 if all_cases() else 10)
     expected = asyncio.run(alone(server.port, asked))
-    drafting = (*SMALL, "--layout", "pp=2", "--set", "drafts=ngram:4")
-    with serving(folder, folder / "drafts.txt", *drafting) as drafted:
+    drafting = (*SMALL, *words, "--set", "drafts=ngram:4")
+    with serving(folder, folder / f"{words[1]}.txt", *drafting) as drafted:
         replies = asyncio.run(under_load(drafted.port, asked, 40, cut=0.3))
         for which, reply in replies:
             assert reply is None or (reply.status, reply.texts) == (200, expected[which])
