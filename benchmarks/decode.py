@@ -2,6 +2,7 @@
 
     python benchmarks/decode.py [--model llama-3.1-8b] [--only one many most] [--json FILE]
     python benchmarks/decode.py --only invariant [--device cpu --model tiny]
+    python benchmarks/decode.py --only drafts
 
 one      Batch 1 at 1k tokens: tokens/s, as a share of reading all weights once a token.
 many     Batch 64 at 1k tokens: the same, with the keys and values of all sequences.
@@ -9,6 +10,8 @@ most     Batch 256 at 1k tokens.
 prefill  8k tokens: as a share of the matmul rate that is measured first.
 invariant  What `--batch-invariant` costs: seconds of decode of 1 and of many sequences and of a
          prompt, with it as a multiple of without. Also on a CPU, in float32 and with smaller sizes.
+drafts   What proposals cost: a decode step with 3 and 7 of them a sequence, none of which is right,
+         beside one without, and the tokens that a step has to accept before drafts pay.
 peer     transformers with a static cache, compiled, batch 1: tokens/s in the same run.
 
 Random weights in bfloat16. All of it goes through the engine: scheduling, copies, draws. It exits
@@ -40,7 +43,7 @@ from fivefold.core.plan.plan import PlanOptions
 from fivefold.generate.async_scheduling import DrawnTokens
 from fivefold.generate.engine import Engine
 from fivefold.generate.layout import LayoutEngine, mesh_of, plan_of, stage_of
-from fivefold.generate.requests import Request
+from fivefold.generate.requests import Request, SequenceState
 from fivefold.generate.scheduler import ScheduleLimits
 from fivefold.model.decoder import Decoder, from_config
 from fivefold.model.kernels.regions import compiled, eager
@@ -110,6 +113,39 @@ def decode(decoder: Decoder, sequences: int, speed: float) -> dict[str, float]:
         "limit_ms": 1e3 * limit,
         "share": limit / seconds,
     }
+
+
+class WrongDrafter:
+    """Proposes a token of the prompt, which is seldom right."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def propose(self, sequence: SequenceState, most: int) -> list[int]:
+        return [sequence.request.prompt[0]] * min(most, self.count)
+
+
+def drafts(decoder: Decoder) -> dict[str, float]:
+    """Milliseconds of steps by sequences and proposals of each, and what has to be accepted."""
+    found, shape = dict[str, float](), decoder.shape
+    for sequences in (1, 8, 32):
+        plain = decode(decoder, sequences, 1.0)["ms"]
+        found[f"{sequences}"] = plain
+        for count in (3, 7):
+            ahead = engine_of(decoder, sequences, CONTEXT + NEW)
+            blocks, limits = ahead.schedulers[0].pool.count, ScheduleLimits(LONG, sequences)
+            engine = Engine(shape, ahead.forward, blocks, limits, drafter=WrongDrafter(count))
+            for request in prompts(shape, sequences, CONTEXT, NEW):
+                engine.add(request)
+            steps: list[float] = []
+            while engine.busy:
+                begin, before = time.perf_counter(), engine.num_drafted
+                engine.step()
+                if engine.num_drafted - before == sequences * count:
+                    steps.append(time.perf_counter() - begin)
+            found[f"{sequences} x {count}"] = 1e3 * median(steps[8:])
+            found[f"{sequences} x {count} pays from"] = 1e3 * median(steps[8:]) / plain - 1
+    return found
 
 
 def prefill(decoder: Decoder, rate: float) -> dict[str, float]:
@@ -254,6 +290,7 @@ def main() -> int:
         "many": lambda: decode(decoder, MANY, speed),
         "most": lambda: decode(decoder, MOST, speed),
         "prefill": lambda: prefill(decoder, rate),
+        "drafts": lambda: drafts(decoder),
     }
     for name in (each for each in ways if each in said.only):
         found[name] = ways[name]()

@@ -224,7 +224,9 @@ def usage_text(error: Exception, verb: str | None, args: Sequence[str]) -> str:
     flags = [flag.removeprefix("--") for flag in options_of(verb)]
     if name == "output" and "-o" in flags:
         return f"No such option: {option}, which is a number of tokens: a file is -o FILE"
-    keys = [*own_keys(verb), *train_keys(), *plan_keys()] if "set" in flags else []
+    keys = [*own_keys(verb)]
+    if "schedule" in flags:  # it takes those of a plan too
+        keys += [*train_keys(), *plan_keys()]
     if setting := _as_setting(name, keys, args):
         return f"No such option: {option}; it is a key: --set {setting}"
     near = nearest(name, [*flags, *keys], alike=0.7)

@@ -17,6 +17,7 @@ from typer.core import TyperCommand
 
 MOST_USED_PANEL, ADVANCED = "Most used", "Advanced"
 KEYS_PANEL = "Keys of --set, beside those of plan, training and model"
+OWN_KEYS_PANEL = "Keys of --set"
 # The five options of each verb that people need first; those of others are the first five.
 MOST_USED = {
     "calibrate": "o base ranks device seconds",
@@ -76,7 +77,8 @@ class PanelCommand(TyperCommand):
                 formatter.write_dl([(first.ljust(width), help) for first, help in rows])
         keys = getattr(self.callback, "set_keys", {})
         if keys:
-            with formatter.section(KEYS_PANEL):
+            of_plan = "schedule" in options  # a command without a plan has no other keys
+            with formatter.section(KEYS_PANEL if of_plan else OWN_KEYS_PANEL):
                 formatter.write_dl([(key.ljust(width), entry.help) for key, entry in keys.items()])
 
 

@@ -17,6 +17,7 @@ from fivefold.commands.job import OnProgress, TaskProgress, above, checkpoint_st
 from fivefold.commands.options import (
     CacheOption,
     DeviceOption,
+    DraftsKey,
     InvariantOption,
     ModelLayoutOption,
     ServedPrecisionOption,
@@ -30,6 +31,7 @@ from fivefold.commands.options import (
     open_weights,
     shown_progress,
     warn,
+    with_set_keys,
 )
 from fivefold.core import BadFile, FivefoldError
 from fivefold.core.layout import Layout
@@ -51,6 +53,7 @@ if TYPE_CHECKING:
     from fivefold.generate import Message, Tell, TextPiece, WrittenText
 
 
+@with_set_keys
 def run(
     source: SourceArgument,
     prompt: Annotated[str | None, typer.Option(help="The text to complete.")] = None,
@@ -86,6 +89,7 @@ def run(
         bool, typer.Option("--record-routing", help="Record the experts of all tokens.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON lines.")] = False,
+    drafts: DraftsKey = None,
 ) -> None:
     """Complete a prompt, or those of a file."""
     if (prompt is None) == (file is None):
@@ -118,12 +122,15 @@ def run(
             step=step,
             output=output,
             record_routing=record_routing,
+            drafts=drafts,
             on_piece=printer.on_piece,
             on_progress=on_progress,
             on_warning=warn,
         )
     if not texts:
         typer.echo(f"all {len(prompts):,} completions are in {output} already", err=True)
+    elif drafts is not None:
+        typer.echo(texts.drafts_line, err=True)
 
 
 class _Printer:
@@ -197,6 +204,16 @@ class GeneratedTexts:
             )
         return self.completions[0].text
 
+    @property
+    def drafts_line(self) -> str:
+        """How many of the tokens that were proposed were drawn."""
+        drafted, accepted = (
+            sum(getattr(completion, name) or 0 for completion in self.completions)
+            for name in ("drafted", "accepted")
+        )
+        share = f" ({accepted / drafted:.0%})" if drafted else ""
+        return f"drafts: {accepted:,} of {drafted:,} proposed tokens accepted{share}"
+
     def __len__(self) -> int:
         return len(self.completions)
 
@@ -251,6 +268,7 @@ def generate(
     step: str | int | None = None,
     output: str | Path | None = None,
     record_routing: bool = False,
+    drafts: str | None = None,
     on_piece: OnPiece | None = None,
     on_progress: OnProgress | None = None,
     on_warning: Tell | None = None,
@@ -261,6 +279,7 @@ def generate(
     with `chat` the messages of a conversation. `adapter` is a run with `lora` that was trained on
     this model, or a folder of PEFT. `on_piece` gets text as it is written. With `output`
     completions are appended to a JSONL file, and prompts that it has already are left out.
+    `drafts`, such as "ngram:4", proposes tokens that a step verifies together.
     """
     sampling = Sampling(temperature, top_k, top_p, seed)
     if problems := list(sampling.problems()):
@@ -282,6 +301,7 @@ def generate(
         tokenizer=tokenizer,
         batch_invariant=batch_invariant,
         precision=precision,
+        drafts=drafts,
     )
     model = find_model(model_path(source), options.step)
     if adapter is not None:

@@ -32,6 +32,7 @@ from fivefold.core import (
     BadFile,
     FivefoldError,
     RankLost,
+    UnknownName,
     parse_count,
     run_keys,
     tables,
@@ -173,6 +174,9 @@ ServedPrecisionOption = Annotated[
     typer.Option(help="fp8: weights of linears in layers take a byte (default: bf16, as --dtype)."),
 ]
 StepOption = Annotated[str | None, typer.Option(help="Step of the run's checkpoint, or best.")]
+DraftsKey = Annotated[
+    str | None, SetKey("Propose tokens, verified together, as in ngram:4 (of earlier text).")
+]
 HeadroomKey = Annotated[float, SetKey("Share of the memory to leave free.")]
 ImbalanceKey = Annotated[
     float | None, SetKey("Load of the fullest expert over the mean; 1 is balanced.")
@@ -197,7 +201,7 @@ def with_plan_options(
 
     def run(command: typer.Context, **params: Any) -> None:
         plan_params = {name: params.pop(name) for name in shared}
-        pairs = _pairs(plan_params.pop("set") or [])
+        pairs = _pairs(plan_params.pop("set") or [], keys)
         own_keys = _parsed({key: pairs.pop(key) for key in [*pairs] if key in keys}, keys)
         command.params.update({key: param.default for key, param in keys.items()} | own_keys)
         command.meta[_SET] = {*pairs, *own_keys}
@@ -222,6 +226,31 @@ def with_plan_options(
     run.__annotations__ = {param.name: param.annotation for param in parameters}
     run.__doc__ = verb.__doc__
     # Where the help and the answer to a former flag look for them.
+    vars(run)["set_keys"] = {name: _key_of(param) for name, param in keys.items()}
+    return run
+
+
+def with_set_keys(verb: Callable[..., None]) -> Callable[..., None]:
+    """The verb as a command whose parameters that are annotated as a `SetKey` are given with
+    `--set`. It has no plan, so there are no other keys."""
+    own = list(inspect.signature(verb, eval_str=True).parameters.values())
+    keys = {param.name: param for param in own if _key_of(param) is not None}
+
+    def run(**params: Any) -> None:
+        pairs = _pairs(params.pop("set") or [], keys)
+        if unknown := [key for key in pairs if key not in keys]:
+            raise UnknownName("key", unknown[0], keys)
+        verb(**params, **_parsed(pairs, keys))
+
+    option = Annotated[
+        list[str] | None, typer.Option("--set", help="Keys of this command, as key=value.")
+    ]
+    keyword = inspect.Parameter.KEYWORD_ONLY
+    parameters = [param.replace(kind=keyword) for param in own if param.name not in keys]
+    parameters.append(inspect.Parameter("set", keyword, default=None, annotation=option))
+    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    run.__annotations__ = {param.name: param.annotation for param in parameters}
+    run.__doc__ = verb.__doc__
     vars(run)["set_keys"] = {name: _key_of(param) for name, param in keys.items()}
     return run
 
@@ -368,8 +397,9 @@ _LIST_COMMA = re.compile(r"""("[^"]*"|'[^']*')|,(?=[^\s,="']+(?:[\s,]|$))""")
 _COMMA = "\x1f"
 
 
-def _pairs(texts: list[str]) -> dict[str, str]:
-    """Settings between spaces or commas, unless quotes are around these."""
+def _pairs(texts: list[str], own: Collection[str] = ()) -> dict[str, str]:
+    """Settings between spaces or commas, unless quotes are around these. `own`: keys that the
+    command has beside those of plan, training and model."""
     pairs: dict[str, str] = {}
     text = _LIST_COMMA.sub(lambda match: match[1] or _COMMA, " ".join(texts))
     split = shlex.shlex(text, posix=True)
@@ -382,7 +412,7 @@ def _pairs(texts: list[str]) -> dict[str, str]:
     for word in parts:
         key, equals, value = word.partition("=")
         if not equals or not value:
-            if equals:
+            if equals and key not in own:
                 require_key(key)  # its name may be the mistake
             raise BadFile("--set", [f"{word!r} is no setting: write key=value, such as layers=4"])
         pairs[key] = value
@@ -463,9 +493,10 @@ def model_options(
     tokenizer: str | Path | None,
     batch_invariant: bool = False,
     precision: str | None = None,
+    drafts: str | None = None,
 ) -> ModelOptions:
     """How a model is to be run."""
-    from fivefold.generate import DTYPES, PRECISIONS, ModelOptions
+    from fivefold.generate import DTYPES, PRECISIONS, DraftOptions, ModelOptions
 
     return ModelOptions(
         str(layout),
@@ -475,6 +506,7 @@ def model_options(
         positive("--cache-gb", cache_gb),
         batch_invariant,
         precision and one_of("--precision", precision, PRECISIONS),
+        None if drafts is None else DraftOptions.parse(drafts),
     )
 
 

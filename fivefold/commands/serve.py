@@ -16,6 +16,7 @@ import typer
 from fivefold.commands.job import above, checkpoint_step, positive, warn_caller
 from fivefold.commands.options import (
     DeviceOption,
+    DraftsKey,
     InvariantOption,
     ServedPrecisionOption,
     SourceArgument,
@@ -25,6 +26,7 @@ from fivefold.commands.options import (
     model_path,
     named_adapters,
     open_weights,
+    with_set_keys,
 )
 from fivefold.core import BadFile, FivefoldError
 from fivefold.core.layout import Layout
@@ -100,6 +102,7 @@ DtypeOption = Annotated[
 ]
 
 
+@with_set_keys
 def run(
     source: SourceArgument,
     layout: LayoutOption = "dp=1",
@@ -125,6 +128,7 @@ def run(
     batch_invariant: InvariantOption = False,
     precision: ServedPrecisionOption = None,
     step: StepOption = None,
+    drafts: DraftsKey = None,
 ) -> None:
     """Serve a model with the API of OpenAI: completions, chats, streams."""
     printer = LinePrinter(_echo)  # its thread starts with the first line: engines are forked then
@@ -161,6 +165,7 @@ def run(
             batch_invariant=batch_invariant,
             precision=precision,
             step=step,
+            drafts=drafts,
             on_ready=ready,
             log=printer.print_line,
             on_warning=warning,
@@ -209,6 +214,7 @@ def serve(
     batch_invariant: bool = False,
     precision: str | None = None,
     step: str | int | None = None,
+    drafts: str | None = None,
     on_ready: Callable[[str], None] | None = None,
     log: Callable[[str], None] | None = None,
     on_warning: Callable[[str], None] | None = None,
@@ -217,7 +223,8 @@ def serve(
 
     `adapters` are runs or folders of PEFT by the names that clients ask for: a dict, or texts as
     NAME=DIR. `prefill` is the layout of engines for prompts alone; `layout` is then that of engines
-    that go on with the answers. `on_ready` gets the address, `log` a line for every request.
+    that go on with the answers. `drafts`, such as "ngram:4", proposes tokens that a step verifies
+    together. `on_ready` gets the address, `log` a line for every request.
     """
     if not 0 <= port <= _LAST_PORT:
         raise FivefoldError(f"--port {port}: give a number from 0 to {_LAST_PORT}")
@@ -243,6 +250,7 @@ def serve(
         tokenizer=tokenizer,
         batch_invariant=batch_invariant,
         precision=precision,
+        drafts=drafts,
     )
     path, chosen = model_path(source), checkpoint_step(step)
     model, base_name = find_model(path, chosen), name or path.resolve().name
@@ -254,7 +262,8 @@ def serve(
         raise FivefoldError(f"serving needs the h11 library ({error}): {INSTALL}") from error
     opened = partial(open_weights, model, chosen)
     setup = set_up(model, runs, opened)
-    first = None if prefill is None else _prompts_of(model, replace(runs, layout=prefill), opened)
+    of_prompts = replace(runs, layout=prefill or "", drafts=None)  # which draw one token
+    first = None if prefill is None else _prompts_of(model, of_prompts, opened)
     options = server.ServeOptions(
         base_name,
         host=host,

@@ -6,6 +6,7 @@ from fivefold.generate.blocks import chained_digest as chained_digest
 from fivefold.generate.chat import ChatTemplate as ChatTemplate
 from fivefold.generate.chat import Message as Message
 from fivefold.generate.cuda_graphs import GraphedForward as GraphedForward
+from fivefold.generate.drafts import DraftOptions as DraftOptions
 from fivefold.generate.engine import Engine as Engine
 from fivefold.generate.engine import Forward as Forward
 from fivefold.generate.engine import Watch as Watch
@@ -24,6 +25,7 @@ from fivefold.generate.layout import stage_of as stage_of
 from fivefold.generate.prompts import Prompt as Prompt
 from fivefold.generate.prompts import finished_ids as finished_ids
 from fivefold.generate.prompts import read_prompts as read_prompts
+from fivefold.generate.requests import DECODE_ROWS as DECODE_ROWS
 from fivefold.generate.requests import NOT_FINITE as NOT_FINITE
 from fivefold.generate.requests import Completion as Completion
 from fivefold.generate.requests import Drawn as Drawn

@@ -7,7 +7,7 @@ In a layout every rank has an engine, and all of them decide alike from the same
 is sent but what is drawn. Each data rank is a replica with its own sequences and blocks. Each stage
 of a pipeline works on another batch: tokens are drawn when the last stage is done, and a batch
 waits for its draw while the others run. On one device there are one replica and one stage, and the
-next step may begin ahead of the draw (`ahead.py`).
+next step may begin ahead of the draw (`ahead.py`), unless tokens are drafted (`drafts.py`).
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from fivefold.core import FivefoldError
 from fivefold.core.model import BLOCK, Shape, even_context
 from fivefold.generate.async_scheduling import DrawnTokens
 from fivefold.generate.blocks import BlockPool
+from fivefold.generate.drafts import Drafter
 from fivefold.generate.grammar import Grammars
 from fivefold.generate.requests import (
     NO_TOKEN,
@@ -93,27 +94,41 @@ class EngineRanks:
     total: Callable[[Tensor], Tensor] = on_this_rank
 
 
+@dataclass(slots=True)
+class _DrawRow:
+    """A row of logits: its sequence, the index in the completion, and the proposal that it is only
+    valid after, if there is one."""
+
+    sequence: SequenceState
+    index: int
+    proposal: int | None
+
+    @property
+    def accepts(self) -> bool:
+        """Whether the token before this one was drawn, and is what was proposed."""
+        sequence = self.sequence
+        return self.index == len(sequence.logprobs) and sequence.tokens[-1] == self.proposal
+
+
 @dataclass(frozen=True)
 class _Flight:
-    """A batch in flight: sequences whose next tokens it draws, each with an index in its
-    completion, and the wait."""
+    """A batch in flight: the tokens that it draws, and the wait."""
 
-    rows: tuple[tuple[SequenceState, int], ...]
+    rows: tuple[_DrawRow, ...]
     drawn: Shared
 
 
-def _wanted(
-    batch: StepBatch, sequences: Sequence[SequenceState]
-) -> list[tuple[SequenceState, int]]:
-    """The sequence of every row of logits, and the index in its completion."""
-    rows: list[tuple[SequenceState, int]] = []
+def _wanted(batch: StepBatch, sequences: Sequence[SequenceState]) -> list[_DrawRow]:
+    """Every row of logits."""
+    rows: list[_DrawRow] = []
     for chunk, sequence in zip(batch.chunks, sequences, strict=True):
-        first = len(sequence.logprobs) + sequence.awaited - 1
+        # The token after the last one of the prompt has index 0.
+        first = chunk.stop - chunk.num_wanted + 1 - len(sequence.request.prompt)
         if sequence.request.targets:
             first = chunk.stop - chunk.scored - sequence.first_wanted
-        elif chunk.scored:  # the token after the last one of the prompt has index 0
-            first = chunk.stop - chunk.scored + 1 - len(sequence.request.prompt)
-        rows += [(sequence, first + offset) for offset in range(chunk.num_wanted)]
+        proposal = chunk.tokens[0] if chunk.draft else None
+        indices = range(first, first + chunk.num_wanted)
+        rows += [_DrawRow(sequence, index, proposal) for index in indices]
     return rows
 
 
@@ -153,10 +168,12 @@ class Engine:
         drawn: DrawnTokens | None = None,
         grammars: Grammars | None = None,
         adapters: int = 0,
+        drafter: Drafter | None = None,
     ) -> None:
         """`routes` are those that the forward records, if it does; `drawn` is what it reads of
         tokens that the host does not know yet: steps then begin ahead of draws. Without `grammars`
-        requests have none. `adapters`: how many the forward has."""
+        requests have none. `adapters`: how many the forward has. A `drafter` proposes tokens, which
+        are verified together: logits of refused ones are watched too."""
         assert drawn is None or (ranks is None or ranks.in_flight == ranks.replicas == 1)
         self.drawn, self.grammars, self.adapters = drawn, grammars, adapters
         self.shape, self.forward, self.watch, self.routes = shape, forward, watch, routes
@@ -168,7 +185,8 @@ class Engine:
         options = (in_flight, self._save, window, drawn is not None, self._land)
         lengths = shape.outgrown_at, even_context(shape)
         self.schedulers = [
-            Scheduler(pool, schedule_limits, shape.max_seq, *options, *lengths) for pool in pools
+            Scheduler(pool, schedule_limits, shape.max_seq, *options, *lengths, drafter)
+            for pool in pools
         ]
         self.travel: Travel | None = None
         self._most_flights = in_flight + (drawn is not None)
@@ -185,9 +203,28 @@ class Engine:
         return bool(self._sequences or self._landed)
 
     @property
+    def drafts(self) -> bool:
+        """Whether tokens are proposed."""
+        return self.schedulers[0].drafter is not None
+
+    def has_open(self, id: str) -> bool:
+        """Whether a request is here and has not ended."""
+        return id in self._sequences
+
+    @property
     def num_preempted(self) -> int:
         """Number of preemptions of running sequences."""
         return sum(scheduler.num_preempted for scheduler in self.schedulers)
+
+    @property
+    def num_drafted(self) -> int:
+        """Number of tokens that were proposed."""
+        return sum(scheduler.num_drafted for scheduler in self.schedulers)
+
+    @property
+    def num_accepted(self) -> int:
+        """Number of proposed tokens that were drawn."""
+        return sum(scheduler.num_accepted for scheduler in self.schedulers)
 
     def add(self, request: Request, home: int | None = None, drawn: Drawn = ()) -> None:
         """Queue a request; refuses one that the model or the cache cannot hold. `home`: its
@@ -231,10 +268,10 @@ class Engine:
         rows_of = [self._rows(*pair) for pair in zip(batches, self.schedulers, strict=True)]
         waiting = [row for rows in rows_of for row in rows]
         # All ranks know all requests, and so how many numbers a row has.
-        most = max((sequence.request.alternatives for sequence, _ in waiting), default=0)
-        scores = any(index < 0 for _, index in waiting)
+        most = max((row.sequence.request.alternatives for row in waiting), default=0)
+        scores = any(row.index < 0 for row in waiting)
         if scores:
-            most = max(most, *(state.request.prompt_logprobs or 0 for state, _ in waiting))
+            most = max(most, *(row.sequence.request.prompt_logprobs or 0 for row in waiting))
         drawn: list[Tensor] = []
         for replica, rows in enumerate(rows_of):
             if replica == self.ranks.replica and self.ranks.draws and rows:
@@ -242,8 +279,8 @@ class Engine:
             else:
                 size = (len(rows), 2 + 2 * most + scores)
                 drawn.append(torch.zeros(size, dtype=torch.float64, device=logits_NV.device))
-        for row, (sequence, _) in enumerate(waiting):
-            sequence.draw_in(row)
+        for number, row in enumerate(waiting):
+            row.sequence.draw_in(number)
         table = torch.cat(drawn)
         if self.drawn is not None and waiting:
             table = self.ranks.total(table)
@@ -251,7 +288,7 @@ class Engine:
             return _Flight(tuple(waiting), alone(table))
         return _Flight(tuple(waiting), self.ranks.share(table) if waiting else alone(table))
 
-    def _rows(self, batch: StepBatch, home: Scheduler) -> list[tuple[SequenceState, int]]:
+    def _rows(self, batch: StepBatch, home: Scheduler) -> list[_DrawRow]:
         """What is drawn of a batch that is under way."""
         sequences = [self._sequences[chunk.id] for chunk in batch.chunks]
         home.computed(batch, sequences)
@@ -259,7 +296,7 @@ class Engine:
 
     def _draw(
         self,
-        rows: Sequence[tuple[SequenceState, int]],
+        rows: Sequence[_DrawRow],
         logits_NV: Tensor,
         most: int,
         scores: bool,
@@ -268,7 +305,8 @@ class Engine:
         any are asked for, and, if any prompt is scored, ranks."""
         draws: list[Draw] = []
         nothing, endings = frozenset[int](), dict[int, Reason]()
-        for row, (sequence, index) in enumerate(rows):
+        for number, row in enumerate(rows):
+            sequence, index = row.sequence, row.index
             request = sequence.request
             target = request.targets[index] if request.targets else None
             target = request.prompt[index] if index < 0 else target
@@ -279,7 +317,7 @@ class Engine:
                 ends = nothing
                 allowed, ending = self.grammars.next_tokens(request, sequence.drawn)
                 if ending is not None:
-                    endings[row] = ending
+                    endings[number] = ending
             draws.append(
                 Draw(
                     request.sampling,
@@ -304,11 +342,16 @@ class Engine:
     def _end_first(self) -> list[DrawnToken]:
         """Wait for the draws of the batch that was begun first."""
         flight, drawn_tokens = self._flights.popleft(), list[DrawnToken]()
-        for numbers, (sequence, index) in zip(as_rows(flight.drawn()), flight.rows, strict=True):
+        for numbers, row in zip(as_rows(flight.drawn()), flight.rows, strict=True):
+            sequence, index = row.sequence, row.index
             request, token, logprob, rank = sequence.request, int(numbers[0]), numbers[1], 0
             id = request.id
             if self._sequences.get(id) is not sequence:  # it was ended meanwhile
                 continue
+            if row.proposal is not None:
+                if not row.accepts:
+                    continue
+                self._homes[id].accept(sequence)
             if request.targets:
                 reason = sequence.score(index, token, logprob)
             elif index < 0:
@@ -345,6 +388,8 @@ class Engine:
             sequence.reused,
             sequence.preempted,
             routes,
+            sequence.drafted,
+            sequence.accepted,
         )
 
     def connect(self, travel: Travel) -> None:
@@ -364,15 +409,17 @@ class Engine:
     def _save(self, sequence: SequenceState) -> None:
         """Keep the routes of a sequence that is about to lose its blocks: its draw may end it."""
         if self.routes is not None:
-            self._saved[sequence.request.id] = self._here(sequence)
+            # Proposals that its draw will accept are in its blocks, and not counted yet.
+            most = len(sequence.table) * BLOCK if sequence.awaits_draw else sequence.computed
+            self._saved[sequence.request.id] = self._here(sequence, most)
 
-    def _here(self, sequence: SequenceState) -> Tensor:
-        """What this rank has recorded of a sequence that has its blocks."""
+    def _here(self, sequence: SequenceState, count: int) -> Tensor:
+        """What this rank has recorded of the first tokens of a sequence that has its blocks."""
         assert self.routes is not None
         table = sequence.table
         if not self._is_here(sequence):
-            return self.routes.nothing(sequence.computed)
-        slots = (table[i // BLOCK] * BLOCK + i % BLOCK for i in range(sequence.computed))
+            return self.routes.nothing(count)
+        slots = (table[i // BLOCK] * BLOCK + i % BLOCK for i in range(count))
         return self.routes.read(list(slots))
 
     def _recorded(self, sequence: SequenceState) -> RecordedRoutes | None:
@@ -380,9 +427,11 @@ class Engine:
         if self.routes is None:
             return None
         saved = self._saved.pop(sequence.request.id, None)
-        local_routes = (
-            saved if saved is not None and not sequence.computed else self._here(sequence)
-        )
+        if saved is not None and not sequence.computed:
+            # No forward has read the last token, unless the next one was still to be drawn.
+            local_routes = saved[: len(sequence.tokens) - (not sequence.awaits_draw)]
+        else:
+            local_routes = self._here(sequence, sequence.computed)
         return self.routes.recorded(self.ranks.share(local_routes)())
 
     def collect(self, id: str) -> Completion:

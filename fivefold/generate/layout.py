@@ -35,6 +35,7 @@ from fivefold.generate.async_scheduling import DrawnTokens
 from fivefold.generate.cache import KvCache, token_bytes
 from fivefold.generate.coded_weights import CodedLinears
 from fivefold.generate.context_cache import ContextCache
+from fivefold.generate.drafts import DraftOptions
 from fivefold.generate.engine import (
     Engine,
     EngineRanks,
@@ -238,6 +239,7 @@ class LayoutEngine(Engine):
         batch_invariant: bool = False,
         grammars: Grammars | None = None,
         adapter_ranks: Sequence[int] = (),
+        drafts: DraftOptions | None = None,
     ) -> None:
         """`blocks` are those of one replica; the plan is one of `forward_plan`. With
         `batch_invariant`, mesh and stage were made so as well. With `adapter_ranks` the adapter of
@@ -249,8 +251,9 @@ class LayoutEngine(Engine):
         counts = plan.layout.sp or mesh.coord(TP) == 0
         routes = RouteStore(stage.model, blocks + 1, counts) if records_routes else None
         limits, drawn = limits or ScheduleLimits(), None
-        # A stage does not know what the last one draws, and routes are read when a sequence ends.
-        runs_ahead = plan.layout.world == plan.layout.tp
+        # A stage does not know what the last one draws, routes are read when a sequence ends, and
+        # how many drafts are accepted is known after the draw.
+        runs_ahead = plan.layout.world == plan.layout.tp and drafts is None
         if runs_ahead and not records_routes and not batch_invariant:
             drawn = DrawnTokens(max(limits.sequences, limits.tokens), mesh.device)
         adapters = TokenRanks(adapter_ranks, mesh.device) if adapter_ranks else None
@@ -260,7 +263,9 @@ class LayoutEngine(Engine):
         if batch_invariant:
             forward = FixedSteps(inner)
             limits = forward.limits(limits)
-        options = (limits, watch, self._ranks(), routes, drawn, grammars, len(adapter_ranks))
+        drafter = None if drafts is None else drafts.drafter()
+        options = (limits, watch, self._ranks(), routes, drawn, grammars)
+        options = (*options, len(adapter_ranks), drafter)
         super().__init__(plan.shape, forward, blocks, *options)
 
     def _ranks(self) -> EngineRanks:

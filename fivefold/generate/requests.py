@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
 from fivefold.core import FivefoldError
@@ -15,6 +15,8 @@ Reason = Literal["stop", "length", "cancelled", "error"]
 """Why a completion ends; "error": its logits are not finite, or its grammar has failed."""
 Drawn = tuple[tuple[int, float], ...]
 """Tokens, each with its log-probability."""
+DECODE_ROWS = 256
+"""Most tokens of a decode step that a GPU replays, and that proposals may add to."""
 GREEDY_BELOW = 1e-5
 """Temperatures below it are greedy: divided by them, logits would overflow."""
 NO_TOKEN = -1
@@ -142,6 +144,8 @@ class SequenceState:
     carried: int = 0  # tokens whose keys and values another engine has computed, and wait here
     outgrown: bool = False  # its blocks are those of a text longer than `Shape.outgrown_at`
     num_unscored: int = 0  # tokens of the prompt whose log-probabilities are still wanted
+    drafted: int = 0  # tokens that were proposed
+    accepted: int = 0  # those of them that were drawn
 
     @property
     def drawn(self) -> list[int]:
@@ -225,6 +229,22 @@ class SequenceState:
         """Note that a forward in flight draws the next token."""
         self.awaited += 1
 
+    def accept(self) -> None:
+        """Count a proposal that was drawn: its keys are in the cache, unless it has lost its blocks
+        meanwhile, and the token after it was drawn as well."""
+        self.awaited += 1
+        self.accepted += 1
+        self.computed += self.computed == len(self.tokens) - 1
+
+    def draft(self, count: int) -> None:
+        """Count proposals."""
+        self.drafted += count
+
+    def trim(self, count: int) -> list[int]:
+        """Drop the blocks after the first `count`; returns them, the last one first."""
+        extra, self.table[count:] = self.table[count:], []
+        return extra[::-1]
+
     def draw_in(self, row: int) -> None:
         """Index of the next token in the draw."""
         self.row = row
@@ -280,6 +300,7 @@ class SequenceChunk:
     scored: int = 0  # so many of the last tokens are followed by targets, or by prompt to score
     outgrown: bool = False  # of a text longer than `Shape.outgrown_at`
     adapter: int = 0  # as in its request
+    draft: bool = False  # its token is a proposal, after another chunk of the sequence
 
     @property
     def num_wanted(self) -> int:
@@ -345,3 +366,15 @@ class Completion:
     reused: int  # tokens of the prompt that were found in the cache
     preempted: int  # times that its cache was computed again
     routes: RecordedRoutes | None = None  # if they are recorded
+    drafted: int = 0  # tokens that were proposed
+    accepted: int = 0  # those of them that were drawn
+
+    def first(self, count: int) -> Completion:
+        """Its first tokens, as if it had ended after them: drafts may go on after a stop text."""
+        extra, routes = len(self.tokens) - count, self.routes
+        if not extra:
+            return self
+        if routes is not None:
+            routes = replace(routes, chosen=routes.chosen[:-extra])
+        tokens, logprobs = self.tokens[:count], self.logprobs[:count]
+        return replace(self, tokens=tokens, logprobs=logprobs, routes=routes)

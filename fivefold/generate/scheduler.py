@@ -27,6 +27,9 @@ more than the window and a chunk need, however long it gets.
 A model may rotate all tokens of a text otherwise as soon as it is longer than `outgrown_at`
 (longrope). Its keys so far are then of no use: it gives back its blocks and is computed again,
 once. Texts on the two sides of that length share no blocks.
+
+Drafts take what all others leave of a step: tokens, rows and blocks. A proposal is a chunk of one
+token after that of its sequence. Blocks that only refused proposals needed are given back.
 """
 
 from __future__ import annotations
@@ -34,13 +37,15 @@ from __future__ import annotations
 import math
 from bisect import insort
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fivefold.core import FivefoldError
 from fivefold.core.model import BLOCK, STEP_TOKENS, blocks_of, kept_tokens
 from fivefold.generate.async_scheduling import place_of
 from fivefold.generate.blocks import BlockPool
+from fivefold.generate.drafts import Drafter
 from fivefold.generate.requests import (
+    DECODE_ROWS,
     BlockCopy,
     Drawn,
     Request,
@@ -88,20 +93,23 @@ class Scheduler:
         on_landing: Callable[[SequenceState], None] = lambda sequence: None,
         outgrown_at: int | None = None,
         even_context: float = math.inf,
+        drafter: Drafter | None = None,
     ) -> None:
         """`in_flight`: batches under way at a time, over which sequences are spread. `on_lost` is
         called before a sequence loses its blocks, `on_landing` when one that was carried here has
         its blocks, of which the first `computed` tokens were found already. `window`: the keys that
         a token sees, itself included, in all layers. `ahead`: a sequence goes on with a token that
         is being drawn. `outgrown_at` is that of the shape. `even_context`: earlier tokens whose
-        attention takes a token as long as all else."""
+        attention takes a token as long as all else. A `drafter` proposes tokens, but never
+        `ahead`."""
+        assert drafter is None or not ahead, "how many tokens come is not known ahead"
         self.pool, self.limits, self.max_seq, self.in_flight = pool, limits, max_seq, in_flight
         self.on_lost, self.window, self.ahead = on_lost, window, ahead
-        self.on_landing, self.outgrown_at = on_landing, outgrown_at
+        self.on_landing, self.outgrown_at, self.drafter = on_landing, outgrown_at, drafter
         self.even_context = even_context
         self.waiting: list[SequenceState] = []  # both by arrival
         self.running: list[SequenceState] = []
-        self.num_preempted = 0
+        self.num_preempted = self.num_drafted = self.num_accepted = 0
         self._arrived = 0
         # Of the step that is being scheduled: ends of prompts that it computes, and its copies.
         self._ends = set[bytes]()
@@ -152,6 +160,7 @@ class Scheduler:
         self._copies.clear()
         for sequence in [candidate for candidate in self.running if self._lost_rotation(candidate)]:
             self._start_again(sequence)
+        self._trim_drafts()
         left, chunks, before = self.limits.tokens, list[SequenceChunk](), self.num_preempted
         rows = SCORED_TOKENS
         most = -(-(len(self.running) + len(self.waiting)) // self.in_flight)
@@ -184,6 +193,8 @@ class Scheduler:
             rows -= chunks[-1].scored
         for copy in self._copies:
             self.pool.release(copy.source)
+        if self.drafter is not None:
+            chunks = self._with_drafts(chunks, left, self.drafter)
         # Single tokens first: they are one piece for a kernel of their own.
         chunks.sort(key=lambda sequence_chunk: len(sequence_chunk.tokens) > 1)
         return StepBatch(tuple(chunks), tuple(self._copies))
@@ -193,6 +204,55 @@ class Scheduler:
         most = min(left, rows) if sequence.num_unscored else left
         longer = 1 + sequence.computed / self.even_context
         return min(most, max(LEAST_CHUNK, int(self.limits.tokens / longer)))
+
+    def _with_drafts(
+        self, chunks: Sequence[SequenceChunk], left: int, drafter: Drafter
+    ) -> list[SequenceChunk]:
+        """The chunks of a step, with proposals after those that end a sequence."""
+        by_id = {sequence.request.id: sequence for sequence in self.running}
+        left, extended = min(left, DECODE_ROWS - len(chunks)), list[SequenceChunk]()
+        for chunk in chunks:
+            sequence = by_id[chunk.id]
+            most = min(left, self._most_drafts(sequence, chunk))
+            proposals = drafter.propose(sequence, most) if most > 0 else ()
+            self._take(sequence, self._missing_to(sequence, chunk.stop + len(proposals)))
+            if not proposals:
+                extended.append(chunk)
+                continue
+            chunk = replace(chunk, table=tuple(sequence.table))
+            extended.append(chunk)
+            extended += [
+                replace(chunk, tokens=(token,), start=start, draft=True)
+                for start, token in enumerate(proposals, chunk.stop)
+            ]
+            sequence.draft(len(proposals))
+            self.num_drafted += len(proposals)
+            left -= len(proposals)
+        return extended
+
+    def _most_drafts(self, sequence: SequenceState, chunk: SequenceChunk) -> int:
+        """Most proposals after a chunk. A grammar is to know a token before the next is drawn, and
+        the last token that may be drawn has no other after it."""
+        if not chunk.samples or len(chunk.tokens) > 1 or chunk.scored or sequence.request.grammar:
+            return 0
+        stop = sequence.limit - 1
+        if self.outgrown_at is not None and not sequence.outgrown:
+            stop = min(stop, self.outgrown_at)
+        blocks = len(sequence.table) + self.pool.num_free
+        return min(stop, blocks * BLOCK) - chunk.stop
+
+    def _trim_drafts(self) -> None:
+        """Give back the blocks that only refused proposals needed."""
+        for sequence in self.running if self.drafter is not None else ():
+            if not sequence.awaits_draw:
+                for block in sequence.trim(blocks_of(sequence.length)):
+                    self.pool.release(block)
+
+    def accept(self, sequence: SequenceState) -> None:
+        """Count a proposal that was drawn."""
+        self.num_accepted += 1
+        sequence.accept()
+        self._publish_blocks(sequence, sequence.computed // BLOCK)
 
     def _goes_on(self, sequence: SequenceState) -> bool:
         """Whether its next token is known, or will be when the device reads it."""
@@ -213,6 +273,8 @@ class Scheduler:
     def computed(self, batch: StepBatch, sequences: Sequence[SequenceState]) -> None:
         """Count the tokens of a batch, whose forward is done, or precedes any other."""
         for chunk, sequence in zip(batch.chunks, sequences, strict=True):
+            if chunk.draft:  # it is computed if it is drawn
+                continue
             sequence.advance(len(chunk.tokens))
             if chunk.samples:
                 sequence.await_draw()
@@ -234,15 +296,18 @@ class Scheduler:
 
     def _publish(self, sequence: SequenceState, chunk: SequenceChunk) -> None:
         """Share the blocks that a chunk fills, and the end of the prompt."""
-        known = min(chunk.stop, len(sequence.tokens)) // BLOCK
-        for index in range(max(sequence.published, sequence.out_of_sight), known):
-            self.pool.publish(sequence.table[index], sequence.digest(index))
-        sequence.publish(known)
+        self._publish_blocks(sequence, min(chunk.stop, len(sequence.tokens)) // BLOCK)
         index, count = divmod(sequence.prompt_end, BLOCK)
         if count and chunk.start <= sequence.prompt_end <= chunk.stop:
             digest = sequence.digest_of_end()
             if self.pool.publish(sequence.table[index], digest):
                 self._ends.add(digest)
+
+    def _publish_blocks(self, sequence: SequenceState, count: int) -> None:
+        """Share the first blocks of a sequence, which are full."""
+        for index in range(max(sequence.published, sequence.out_of_sight), count):
+            self.pool.publish(sequence.table[index], sequence.digest(index))
+        sequence.publish(count)
 
     def _awaits_end(self, sequence: SequenceState) -> bool:
         """Whether this step computes the end of the prompt for another sample."""
@@ -270,7 +335,11 @@ class Scheduler:
 
     def _missing(self, sequence: SequenceState, most: int) -> int:
         """The blocks that its next chunk needs and it does not have."""
-        stop = min(sequence.computed + most, sequence.length)
+        return self._missing_to(sequence, min(sequence.computed + most, sequence.length))
+
+    @staticmethod
+    def _missing_to(sequence: SequenceState, stop: int) -> int:
+        """The blocks that its first `stop` tokens need and it does not have."""
         return max(0, blocks_of(stop) - len(sequence.table))
 
     def _makes_room(self, sequence: SequenceState, most: int) -> bool:

@@ -17,13 +17,12 @@ import torch
 from torch import Tensor
 
 from fivefold.core.model import BLOCK, blocks_of
-from fivefold.generate.requests import SequenceChunk, StepBatch
+from fivefold.generate.requests import DECODE_ROWS, SequenceChunk, StepBatch
 from fivefold.model import NOT_COUNTED, TokenBatch
 
 Numbers = np.ndarray[Any, np.dtype[Any]]
 PART_KEYS = 128  # that a program of attention reads in decode
-_MOST_SEQUENCES = 256  # of a step of one size
-_LEAST_PARTS = 8  # of the keys of a sequence, in it
+_LEAST_PARTS = 8  # of the keys of a sequence, in a decode step
 _OF_A_TOKEN = 5  # numbers: itself, position, slot, whether its text is outgrown, adapter
 _ROWS = 512  # of block tables, at first
 _UNIT = 32  # blocks by which tables grow: prompts are read at padded lengths
@@ -61,7 +60,7 @@ def decode_size(step: StepBatch, unit: int) -> DecodeSize | None:
     Sequences are a multiple of the unit."""
     batches = (step, *step.beside)
     most = max(len(batch.chunks) for batch in batches)
-    if not 0 < most <= _MOST_SEQUENCES or not all(batch.decodes for batch in batches):
+    if not 0 < most <= DECODE_ROWS or not all(batch.decodes for batch in batches):
         return None
     sequences = 1 << (most - 1).bit_length()
     sequences = -(-sequences // unit) * unit

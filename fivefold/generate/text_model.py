@@ -15,6 +15,7 @@ from fivefold.core.layout import tuned
 from fivefold.core.model import BYTES, NUM_BYTES, TOKENIZER, Shape, TokenizerId, model_folder
 from fivefold.core.model import presets as models
 from fivefold.core.plan import Plan, PlanOptions
+from fivefold.generate.drafts import DraftOptions
 from fivefold.records import known_tokenizer, options_of
 
 if TYPE_CHECKING:
@@ -72,6 +73,7 @@ class ModelOptions:
     cache_gb: float = 1.0  # on a rank
     batch_invariant: bool = False
     precision: str | None = None  # fp8: weights of linears and experts as codes
+    drafts: DraftOptions | None = None
 
 
 @dataclass(frozen=True)
@@ -105,6 +107,7 @@ class ModelSetup:
             self.options.batch_invariant,
             self.options.precision == "fp8",
             tuple(adapter.tuning.rank for adapter in self.model.adapters),
+            self.options.drafts,
         )
 
 

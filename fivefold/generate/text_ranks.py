@@ -16,6 +16,7 @@ import torch
 from fivefold.core import FivefoldError, RankLost
 from fivefold.core.model import blocks_of
 from fivefold.core.plan import Plan
+from fivefold.generate.drafts import DraftOptions
 from fivefold.generate.grammar import Grammars
 from fivefold.generate.layout import LayoutEngine, ReadWeight, blocks_within, mesh_of, stage_of
 from fivefold.generate.requests import NOT_FINITE
@@ -48,6 +49,7 @@ class TextTask:
     batch_invariant: bool = False  # as in `generate/invariant.py`
     codes: bool = False  # as in `generate/coded_weights.py`
     adapter_ranks: tuple[int, ...] = ()  # of adapters side by side, as in `generate/adapters.py`
+    drafts: DraftOptions | None = None
 
 
 @dataclass(frozen=True)
@@ -146,6 +148,7 @@ def engine_of_rank(
         batch_invariant=same,
         grammars=Grammars(task.codec, plan.shape.vocab),
         adapter_ranks=task.adapter_ranks,
+        drafts=task.drafts,
     )
 
 

@@ -38,11 +38,14 @@ class WrittenText:
     ttft_s: float  # from the request to its first token
     tpot_s: float | None  # between two tokens, in the mean; None for one token
     routing: RecordedRoutes | None = None  # if it is recorded
+    drafted: int | None = None  # tokens that were proposed, if any could be
+    accepted: int | None = None  # those of them that were drawn
 
     def table(self) -> dict[str, Any]:
         """Convert to JSON."""
+        optional = ("routing", "drafted", "accepted")
         row = asdict(self)
-        return row if self.routing else {key: row[key] for key in row if key != "routing"}
+        return {key: row[key] for key in row if key not in optional or row[key] is not None}
 
 
 @dataclass(frozen=True)
@@ -64,6 +67,7 @@ class _Open:
     began: float
     first: float = 0.0
     last: float = 0.0
+    length: int | None = None  # tokens up to the end of a stop text
 
     def tick(self, time_now: float) -> None:
         self.first, self.last = self.first or time_now, time_now
@@ -105,13 +109,17 @@ class TextWriter:
         pieces: list[tuple[str, str, Reason | None]] = []
         for token in drawn:
             open_text, reason = self._open[token.id], token.reason
+            if open_text.length is not None:  # drafts went on after its stop text
+                continue
             open_text.tick(time_now)
             # A stop token ends the text, and is no part of it; nor is a token of an error.
             adds = open_text.writes and reason in (None, "length")
             text = open_text.stream.push(token.token) if adds else ""
-            if reason is None and open_text.stream.stopped:
-                reason = "stop"
-                self.engine.end(token.id, reason)
+            if open_text.stream.stopped:
+                open_text.length = token.index + 1
+                if reason is None and self.engine.has_open(token.id):
+                    self.engine.end(token.id, "stop")
+                reason = reason or "stop"
             pieces.append((token.id, text, reason))
         return pieces
 
@@ -119,6 +127,8 @@ class TextWriter:
         if reason is None:
             return TextPiece(id, text, None)
         open_text, done = self._open.pop(id), self.engine.collect(id)
+        if open_text.length is not None:
+            done = done.first(open_text.length)
         text += open_text.stream.finish()
         steps = len(done.tokens) - 1
         written = WrittenText(
@@ -131,5 +141,6 @@ class TextWriter:
             open_text.first - open_text.began,
             (open_text.last - open_text.first) / steps if steps > 0 else None,
             done.routes,
+            *((done.drafted, done.accepted) if self.engine.drafts else ()),
         )
         return TextPiece(id, text, written)

@@ -336,6 +336,12 @@ class Dispatcher:
                 gauge(lambda engine: engine.free_blocks),
             ),
             ("fivefold_preempted", "Lost caches so far.", gauge(lambda engine: engine.preempted)),
+            ("fivefold_drafted", "Tokens proposed so far.", gauge(lambda engine: engine.drafted)),
+            (
+                "fivefold_accepted",
+                "Proposed tokens that were drawn.",
+                gauge(lambda engine: engine.accepted),
+            ),
         ]
 
 

@@ -103,6 +103,8 @@ class StepNews:
     moved: list[tuple[str, KvTarget]] = field(default_factory=list[tuple[str, KvTarget]])
     moved_bytes: int = 0
     prompt_rows: list[PromptRow] = field(default_factory=list[PromptRow])  # before `rows`
+    drafted: int = 0  # tokens that the engine has proposed so far
+    accepted: int = 0  # those of them that were drawn
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,9 @@ from fivefold.core import FivefoldError
 from fivefold.core.model import BLOCK, blocks_of
 from fivefold.core.plan import Plan, captures_decode
 from fivefold.generate import (
+    DECODE_ROWS,
     DecoderForward,
+    DraftOptions,
     DrawnToken,
     LayoutEngine,
     RankPages,
@@ -108,7 +110,7 @@ def serve_rank(worker: Worker, task: ServeTask) -> None:
                 cache_bytes = 1e9
             limits = ScheduleLimits.of(device.device.type, task.tokens, task.sequences)
             engine = engine_of_rank(worker, text, device.device, cache_bytes, most, limits)
-            _warm_up(engine)
+            _warm_up(engine, text.drafts)
             # Before any rank is ready: others may connect from then on.
             loop = EngineLoop(engine, _travel(task, worker.rank, engine))
             if worker.rank == 0:
@@ -125,7 +127,7 @@ def serve_rank(worker: Worker, task: ServeTask) -> None:
         raise
 
 
-def _warm_up(engine: LayoutEngine) -> None:
+def _warm_up(engine: LayoutEngine, drafts: DraftOptions | None) -> None:
     """Compile and load what the first request would wait for."""
     limits, pool = engine.schedulers[0].limits, engine.schedulers[0].pool
     if engine.grammars is not None and engine.ranks.draws:
@@ -141,7 +143,10 @@ def _warm_up(engine: LayoutEngine) -> None:
     layout, forward = engine.plan.layout, engine.forward
     if engine.mesh.device.type == "cuda" and isinstance(forward, DecoderForward):
         if captures_decode(engine.plan.shape, layout):
-            _capture_steps(forward, limits.sequences, longest)
+            rows = limits.sequences
+            if drafts is not None:
+                rows = max(rows, min(rows * (1 + drafts.count), DECODE_ROWS))
+            _capture_steps(forward, rows, longest)
         if layout.world == 1:
             _capture_prompts(forward, limits.tokens)
 
@@ -208,8 +213,17 @@ class EngineLoop:
                 result = replace(result, reason=None)
             rows.append(_row(result))
         free = sum(scheduler.pool.num_free for scheduler in self.engine.schedulers)
-        preempted = self.engine.num_preempted
-        return StepNews(rows, refused, free, preempted, moved, num_bytes, prompt_rows)
+        return StepNews(
+            rows,
+            refused,
+            free,
+            self.engine.num_preempted,
+            moved,
+            num_bytes,
+            prompt_rows,
+            drafted=self.engine.num_drafted,
+            accepted=self.engine.num_accepted,
+        )
 
     def _close(self, id: str) -> tuple[KvTarget | None, int]:
         """A request is not open any more; returns where it goes on, if it does, and its length."""

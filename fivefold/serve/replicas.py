@@ -46,6 +46,7 @@ class ServingReplica:
         self.open: dict[str, RoutedRequest] = {}
         self.load = 0  # tokens that its open requests may have
         self.free_blocks, self.preempted = hello.blocks, 0
+        self.drafted = self.accepted = 0
         self._known: OrderedDict[bytes, None] = OrderedDict()
         self._told: set[str] = set()  # of open ones, those that the engine knows
         self._loads = [0] * hello.data_ranks  # of those with a place
@@ -125,6 +126,7 @@ class ServingReplica:
 
     def heard(self, news: StepNews) -> None:
         self.free_blocks, self.preempted = news.free_blocks, news.preempted
+        self.drafted, self.accepted = news.drafted, news.accepted
 
     def known(self, digests: Sequence[bytes]) -> int:
         """Number of the first blocks of a prompt that this replica has cached."""

@@ -18,7 +18,7 @@ from fivefold.generate.async_scheduling import DrawnTokens
 from fivefold.generate.engine import Engine, Watch
 from fivefold.generate.forward import DecoderForward
 from fivefold.generate.layout import LayoutEngine, mesh_of, plan_of, stage_of
-from fivefold.generate.requests import DrawnToken, Request, Sampling
+from fivefold.generate.requests import DrawnToken, Request, Sampling, SequenceState
 from fivefold.generate.scheduler import ScheduleLimits
 from fivefold.launch.backend import num_gpus
 from fivefold.model.decoder import Decoder, from_config
@@ -86,6 +86,40 @@ def same_tokens(name: str, piecewise: bool = False) -> None:
         assert max(abs(a - b) for a, b in pairs) < 1e-3, id
     assert bool(there.captured) == there.captures
     assert not piecewise or replayed.call_count >= 2  # a prompt of one token is a decode step
+
+
+class HalfRight:
+    """Proposes what comes, with something else after two tokens of every other step."""
+
+    def __init__(self, texts: dict[str, tuple[int, ...]]) -> None:
+        self.texts = texts
+
+    def propose(self, sequence: SequenceState, most: int) -> list[int]:
+        start = len(sequence.drawn)
+        following = [*self.texts[sequence.request.id][start : start + min(most, 5)]]
+        return [*following[:2], *[0] * len(following[2:])] if start % 2 else following
+
+
+def same_drafts(name: str, piecewise: bool = False) -> None:
+    """With drafts, most of which are right, greedy tokens in float32 are those of the CPU."""
+    from fivefold.generate.cuda_graphs import GraphedForward  # Triton is there only with CUDA
+
+    torch.backends.cuda.matmul.allow_tf32 = False
+    decoder, limits = decoder_of(name, torch.float32), ScheduleLimits(tokens=64, sequences=4)
+    plain = Engine(decoder.shape, DecoderForward(decoder, BLOCKS), BLOCKS, limits)
+    expected = plain.run(requests(decoder.shape.vocab))
+    graphed = GraphedForward(copy.deepcopy(decoder).cuda(), BLOCKS)
+    if piecewise:
+        graphed.capture_prompts(limits.tokens)
+    drafter = HalfRight({id: each.tokens for id, each in expected.items()})
+    engine = Engine(decoder.shape, graphed, BLOCKS, limits, drafter=drafter)
+    found = engine.run(requests(decoder.shape.vocab))
+    for id, each in expected.items():
+        assert found[id].tokens == each.tokens, id
+        pairs = zip(found[id].logprobs, each.logprobs, strict=True)
+        assert max(abs(a - b) for a, b in pairs) < 1e-3, id
+    assert engine.num_accepted > NEW and engine.schedulers[0].pool.num_free == BLOCKS
+    assert bool(graphed.captured) == graphed.captures
 
 
 def same_keys(piecewise: bool = False) -> None:
@@ -199,6 +233,8 @@ CHECKS |= {
     for name in MODELS
     if name != "tiny-moe"  # its matmuls wait for the numbers of rows in float32
 }
+CHECKS |= {f"drafts of {name}": partial(same_drafts, name) for name in MODELS}
+CHECKS |= {"drafts of tiny piecewise": partial(same_drafts, "tiny", True)}
 CHECKS |= {"keys": same_keys, "keys piecewise": partial(same_keys, True)}
 CHECKS |= {
     f"logits of {name}": partial(close_logits, name) for name in ("tiny", "tiny-moe", "windowed")

@@ -7,7 +7,7 @@ log-probability differs by what sums in another order round.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import pytest
@@ -20,6 +20,7 @@ from fivefold.generate.forward import DecoderForward
 from fivefold.generate.requests import Completion, Request, Sampling
 from fivefold.generate.scheduler import ScheduleLimits
 from fivefold.verify.generated import TOLERANCE, GeneratedTrial
+from tests.guesses import Guesses
 from tests.selection import salt
 
 LATENT = {
@@ -65,6 +66,7 @@ class Law:
     limits: ScheduleLimits = USUAL
     rounds: int = 1
     shows: Callable[[Iterable[Completion]], bool] = no_event
+    drafts: bool = False
 
     def __str__(self) -> str:
         return self.name
@@ -105,6 +107,10 @@ def shared_blocks(completions: Iterable[Completion]) -> bool:
     return any(completion.reused for completion in completions)
 
 
+def accepted_drafts(completions: Iterable[Completion]) -> bool:
+    return any(completion.accepted for completion in completions)
+
+
 LAWS = (
     Law("reversed", reversed_order),
     Law("shuffled", shuffled_order),
@@ -121,6 +127,15 @@ LAWS = (
         shows=lost_blocks,
     ),
     Law("few blocks, among strangers", among_strangers, blocks=SMALLEST + 2),
+    Law("drafts, shuffled", shuffled_order, shows=accepted_drafts, drafts=True),
+    Law(
+        "drafts, few blocks, several samples",
+        several_samples,
+        blocks=SMALLEST,
+        limits=ScheduleLimits(tokens=2 * BLOCK),
+        shows=lost_blocks,
+        drafts=True,
+    ),
     Law(
         "twice, over shared blocks",
         rounds=2,
@@ -145,9 +160,14 @@ def drawn_requests(shape: Shape, dice: random.Random) -> list[Request]:
     return requests
 
 
-def engine_of(trial: GeneratedTrial, law: Law) -> Engine:
+def engine_of(
+    trial: GeneratedTrial, law: Law, expected: Mapping[str, Completion] | None = None
+) -> Engine:
+    """With drafts, most of them are of the expected completions."""
     forward = DecoderForward(trial.decoder(), law.blocks)
-    return Engine(trial.shape, forward, law.blocks, law.limits)
+    texts = {id: completion.tokens for id, completion in (expected or {}).items()}
+    drafter = Guesses(texts, trial.shape.vocab) if law.drafts else None
+    return Engine(trial.shape, forward, law.blocks, law.limits, drafter=drafter)
 
 
 def require_equal(
@@ -169,7 +189,7 @@ def test_a_completion_is_that_of_the_request_alone(shape: Shape, dtype: str, law
     requests = drawn_requests(shape, dice)
     alone = engine_of(trial, Law("alone", limits=ScheduleLimits(tokens=2 * LONGEST, sequences=1)))
     expected = {request.id: alone.run([request])[request.id] for request in requests}
-    engine = engine_of(trial, law)
+    engine = engine_of(trial, law, expected)
     for _ in range(law.rounds):
         completions = engine.run(law.change(requests, dice))
     require_equal(expected, completions, TOLERANCE[dtype])

@@ -93,6 +93,25 @@ def test_json_of_a_prompt_is_what_transformers_generates(folder: Path, tmp_path:
     assert text == row["prompt"] + row["text"] + "\n"
 
 
+def test_drafts_change_no_token_and_are_counted(folder: Path, tmp_path: Path) -> None:
+    words = ["generate", str(folder), "--prompt", "w5 w6 w7 w5 w6", "--max-tokens", "40"]
+    plain = json.loads(in_fork([*words, "--json"], tmp_path).stdout)
+    done = in_fork([*words, "--json", "--set", "drafts=ngram:3", "--layout", "pp=2"], tmp_path)
+    assert done.returncode == 0, done.stderr
+    row = json.loads(done.stdout)
+    assert (row["tokens"], row["reason"]) == (plain["tokens"], plain["reason"])
+    assert row["drafted"] > 0 and 0 <= row["accepted"] <= row["drafted"]
+    assert f"drafts: {row['accepted']} of {row['drafted']} proposed tokens accepted" in done.stderr
+    for keys, rule in [
+        ("drafts=words:3", "give ngram:K"),
+        ("drafts=ngram:40", "give 1 to 16 tokens"),
+        ("draft=ngram:4", "did you mean drafts?"),
+        ("drafts=", "write key=value"),
+    ]:
+        done = in_fork([*words, "--set", keys], tmp_path)
+        assert done.returncode == 2 and rule in done.stderr, done.stderr
+
+
 def test_chat_uses_the_template_of_the_folder(folder: Path, tmp_path: Path) -> None:
     words = ["generate", str(folder), "--prompt", "w9", "--max-tokens", "6", "--json", "--chat"]
     row = json.loads(in_fork(words, tmp_path).stdout)

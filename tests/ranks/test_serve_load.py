@@ -63,6 +63,24 @@ def test_clients_that_break_off_change_nothing(server: RunningServer) -> None:
     print(f"{count} requests, {count - len(whole)} broken off, all others equal")
 
 
+@pytest.mark.parametrize("words", [("--layout", "pp=2"), ("--prefill", "dp=1")])
+def test_drafts_change_no_answer(
+    server: RunningServer, folder: Path, words: tuple[str, ...]
+) -> None:
+    asked = bodies(24 if all_cases() else 10)
+    expected = asyncio.run(alone(server.port, asked))
+    drafting = (*SMALL, *words, "--set", "drafts=ngram:4")
+    with serving(folder, folder / f"{words[1]}.txt", *drafting) as drafted:
+        replies = asyncio.run(under_load(drafted.port, asked, 40, cut=0.3))
+        for which, reply in replies:
+            assert reply is None or (reply.status, reply.texts) == (200, expected[which])
+        assert drafted.settles(), "a block is leaked"
+        proposed, accepted = map(drafted.number, ("fivefold_drafted", "fivefold_accepted"))
+        assert 0 < accepted <= proposed
+        assert drafted.stop() == 0
+    assert server.number("fivefold_drafted") == 0
+
+
 def test_tiny_temperatures_are_answered_beside_others(server: RunningServer) -> None:
     async def crowd() -> list[Reply | None]:
         body = {"prompt": [5, 6, 7], "max_tokens": 12, "seed": 1}
