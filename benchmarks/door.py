@@ -110,7 +110,7 @@ def served(pipe: Any, options: Any, tokenizer: Any, engine: FakeEngine) -> None:
     shape = replace(load("tiny"), vocab=tokenizer.get_vocab_size(), max_seq=_LONGEST)
     task = SimpleNamespace(plan=plan, device="cpu")
     setup: Any = SimpleNamespace(
-        model=SimpleNamespace(shape=shape, folder=_ROOT),
+        model=SimpleNamespace(shape=shape, folder=_ROOT, adapters=()),
         codec=LibraryCodec(tokenizer),
         ends=frozenset(),
         plan=plan,

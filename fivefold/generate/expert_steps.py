@@ -127,8 +127,9 @@ def dispatch_few_tokens(decoder: Decoder, group: ExpertGroup, kernels: FewTokenK
     layers = [mlp for _, mlp in moe_layers(decoder)]
     # Others multiply by codes, in fixed tiles or beside adapters.
     stacks = [module for module in decoder.modules() if isinstance(module, ExpertStack)]
-    plain = all(stack.matmul is grouped_matmul for stack in stacks)
-    if not (few_token_experts(decoder.shape) and plain):
+    plain = all(mlp.experts.up.matmul is grouped_matmul for mlp in layers)
+    adapted = any(stack.lora is not None for stack in stacks)
+    if adapted or not (few_token_experts(decoder.shape) and plain):
         return False
     for mlp in layers:
         mlp.router.route = kernels.choose

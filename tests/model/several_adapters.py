@@ -123,10 +123,11 @@ class AdapterCase:
         number: int | None = None,
         blocks: int = 60,
         limits: ScheduleLimits | None = None,
+        dtype: torch.dtype = torch.float64,
     ) -> LayoutEngine:
         plan, adapters = self.plan(number)
         mesh = mesh_of(plan, device, self.batch_invariant)
-        stage = stage_of(plan, mesh, torch.float64, self.batch_invariant)
+        stage = stage_of(plan, mesh, dtype, self.batch_invariant)
         stage.fill(self.read(number))
         ranks = [adapter.tuning.rank for adapter in adapters] if number is None else []
         return LayoutEngine(

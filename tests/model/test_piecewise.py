@@ -27,6 +27,7 @@ from fivefold.generate.forward import DecoderForward
 from fivefold.generate.piecewise import PiecewiseSteps, sizes_up_to
 from fivefold.generate.requests import BlockCopy, Request, Sampling, SequenceChunk, StepBatch
 from fivefold.generate.scheduler import ScheduleLimits
+from fivefold.generate.stage_ends import StageEnds
 from fivefold.model.batch import AttentionInfo
 from fivefold.model.decoder import Decoder, from_config
 from fivefold.serve.rank import _capture_steps
@@ -248,12 +249,36 @@ def test_blocks_are_copied_before_a_step_is_replayed(
         tensor[3] = 5.0
     seen: list[bool] = []
     graph = Mock(replay=lambda: seen.append(all(tensor[7].eq(5).all() for tensor in tensors)))
-    capture = on_gpu._Captured(Mock(), graph, torch.zeros(1, 4))
+    capture = on_gpu._Captured(Mock(), None, graph, torch.zeros(1, 4))
     monkeypatch.setattr(forward, "_capture", lambda numbers, *size: capture)
     monkeypatch.setattr(forward, "captures", True)
     chunk = SequenceChunk("a", (1,), 4, (7,), samples=True)
     forward(StepBatch((chunk,), (BlockCopy(3, 7),)))
     assert seen == [True]
+
+
+def test_a_stage_replays_what_came_and_sends_a_copy(
+    on_gpu: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next replay writes over the output, which may still be on its way."""
+    decoder, came = decoder_of("plain"), torch.full((1, 2, 3), 4.0)
+    decoder.embed = decoder.norm = decoder.head = None
+    ends = StageEnds()
+    asked, sent = list[int](), list[Tensor]()
+    monkeypatch.setattr(ends, "receive", lambda tokens: asked.append(tokens) or came)
+    monkeypatch.setattr(ends, "send", sent.append)
+    forward = on_gpu.GraphedForward(decoder, BLOCKS, ends)
+    received, output = torch.zeros(1, 2, 3), torch.zeros(2, 3)
+    graph = Mock(replay=lambda: output.copy_(2 * received[0]))
+    capture = on_gpu._Captured(Mock(), received, graph, output)
+    monkeypatch.setattr(forward, "_capture", lambda numbers, *size: capture)
+    monkeypatch.setattr(forward, "captures", True)
+    monkeypatch.setattr(Tensor, "pin_memory", lambda tensor: tensor)
+    chunks = tuple(SequenceChunk(id, (1,), 4, (7,), samples=True) for id in "ab")
+    for _ in range(2):  # captured, and replayed
+        assert not forward(StepBatch(chunks)).numel()
+    assert asked == [2] and torch.equal(sent[1], 2 * came)
+    assert all(tensor.data_ptr() != output.data_ptr() for tensor in sent)
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,11 @@ ASKED = ["plan", "llama-3.1-8b", "--serve", "--machine", "h200", "--gpus", "1"]
 
 
 def served(model: str, layout: Layout, precision: str = "bf16", gpus: str = "h100") -> ServedModel:
-    return ServedModel(models.load(model), machine.load(gpus), layout, precision)
+    name, _, layers = model.partition(" in ")
+    shape = models.load(name)
+    if layers:
+        shape = models.with_overrides(shape, {"layers": layers.removesuffix(" layers")})
+    return ServedModel(shape, machine.load(gpus), layout, precision)
 
 
 def seconds(model: ServedModel, sequences: int, context: float = 1024.0) -> float:
@@ -49,8 +53,8 @@ def test_a_short_prompt_rules_out_no_layout() -> None:
     assert short == usual and any(layout.tp == 8 and layout.sp for layout in short)
 
 
-# --- Measured: benchmarks/serving_points.py on one H200, 2026-11-17. The first of each model were
-# fitted (presets/serving.toml), the others were not.
+# --- Measured on one H200: benchmarks/serving_points.py, 2026-11-17, and benchmarks/engine.py for
+# experts, 2026-11-19. The first of each model were fitted (presets/serving.toml), the others not.
 
 
 @pytest.mark.parametrize(
@@ -61,8 +65,10 @@ def test_a_short_prompt_rules_out_no_layout() -> None:
         ("llama-3.1-8b", 16, 1024, 6.403),
         ("llama-3.1-8b", 64, 1024, 8.700),
         ("llama-3.1-8b", 16, 4096, 8.489),
-        ("qwen3-30b-a3b", 1, 1024, 6.806),
-        ("qwen3-30b-a3b", 64, 1024, 29.80),
+        ("qwen3-30b-a3b", 1, 1024, 3.704),
+        ("qwen3-30b-a3b", 128, 1024, 22.43),
+        ("qwen3-30b-a3b in 12 layers", 32, 1024, 4.284),
+        ("qwen3-30b-a3b in 12 layers", 128, 1024, 5.817),
         ("llama-3.1-8b", 8, 1024, 5.985),
         ("llama-3.1-8b", 32, 1024, 7.100),
         ("llama-3.1-8b", 128, 1024, 12.01),

@@ -16,13 +16,14 @@ from fivefold.core.plan.plan import PlanOptions
 from fivefold.generate import DecoderForward, SequenceChunk, StepBatch, forward_plan
 from fivefold.generate import layout as generate_layout
 from fivefold.generate.async_scheduling import DrawnTokens
+from fivefold.generate.cache import KvCache
 from fivefold.generate.expert_steps import ExpertGroup, FewTokenKernels, dispatch_few_tokens
 from fivefold.generate.routing import RouteStore
 from fivefold.generate.stage_ends import StageEnds
 from fivefold.generate.step_tensors import decode_size, filled
 from fivefold.launch.processes import Pool
 from fivefold.launch.worker import Worker
-from fivefold.model import Decoder, Experts, Routing
+from fivefold.model import Decoder, Experts, Routing, TokenRanks
 from fivefold.model.moe import choose_experts, expert_weights
 from fivefold.parallel import Mesh
 from fivefold.verify.generated import Observed
@@ -56,10 +57,16 @@ class TogetherForward(DecoderForward):
     steps = 0
 
     def __init__(
-        self, model: Decoder, blocks: int, mesh: Mesh, ends: StageEnds,
-        routes: RouteStore | None = None, drawn: DrawnTokens | None = None,
-    ) -> None:  # fmt: skip
-        super().__init__(model, blocks, ends=ends, routes=routes, drawn=drawn)
+        self,
+        model: Decoder,
+        blocks: int,
+        mesh: Mesh,
+        ends: StageEnds,
+        routes: RouteStore | None = None,
+        drawn: DrawnTokens | None = None,
+        adapters: TokenRanks | None = None,
+    ) -> None:
+        super().__init__(model, blocks, KvCache, ends, routes, drawn, adapters)
         self.group = ExpertGroup(mesh)
         assert dispatch_few_tokens(model, self.group, FewTokenKernels(choose, run))
 

@@ -41,11 +41,11 @@ def first_tokens(worker: Worker, case: AdapterCase) -> dict[str, Completion]:
     """As if every rank of cp had the first tokens of a step."""
     hidden = DecoderForward.hidden
 
-    def wrong(self: DecoderForward, tensors: object) -> torch.Tensor:
+    def wrong(self: DecoderForward, tensors: object, *received: object) -> torch.Tensor:
         begin = self.adapters.begin  # type: ignore[union-attr]
         full = tensors.adapters  # type: ignore[attr-defined]
         with patch.object(self.adapters, "begin", lambda own: begin(full[: len(own)])):
-            return hidden(self, tensors)  # type: ignore[arg-type]
+            return hidden(self, tensors, *received)  # type: ignore[arg-type]
 
     with patch.object(DecoderForward, "hidden", wrong):
         return run_on_rank(worker, case)

@@ -23,7 +23,7 @@ import numpy as np
 from fivefold.core import PRESETS, Machine, matmul_bytes, tables
 from fivefold.core.layout import Layout, cut_stages
 from fivefold.core.model import Moe, Shape, layer_kinds, layer_numbers, rank_kv_heads
-from fivefold.core.plan import captures_decode
+from fivefold.core.plan import captures_decode, few_token_experts
 from fivefold.cost import Array, LayoutGrid, schedule_index
 from fivefold.cost.hardware import BY_KERNELS, SoftwareStack
 from fivefold.cost.layer import Gemm, LayerTimer, TimeParts, total_seconds
@@ -32,8 +32,8 @@ from fivefold.cost.traffic import CountedCollective, tensor_ends
 # Kernels of a layer beside its matmuls and experts: two norms, positions with the write into the
 # cache, attention in parts and their merge, the activation.
 _OTHER_KERNELS = 6
-# Of experts: router, choice, order of slots, two grouped matmuls, activation, weighted sum.
-_EXPERT_KERNELS = 7
+# Of experts: router, choice, order of slots, gates with the activation, down, weighted sum.
+_EXPERT_KERNELS = 6
 _MANY_ROWS = 1024  # so many take longer than their weights are read
 CostJob = tuple[Shape, Machine, SoftwareStack, LayoutGrid, int, str, float]
 _LOGIT_BYTES = 12.0  # of a draw: logits are written, widened and read
@@ -49,6 +49,8 @@ class DecodeRates:
     cache: float
     kernel: float
     route: float
+    grouped: float
+    grouped_route: float
     row: float
     step: float
     layer: float
@@ -110,9 +112,10 @@ def quick_links(machine: Machine, rates: MessageRates) -> Machine:
 class DecodeTimer(LayerTimer):
     """Layers of one decode step, for each of several numbers of sequences on a replica."""
 
-    def __init__(self, job: CostJob, cache_itemsize: int) -> None:
+    def __init__(self, job: CostJob, cache_itemsize: int, grouped_experts: bool) -> None:
         super().__init__(*job)
         self.rates, self.cache_itemsize = serving_rates(), cache_itemsize
+        self.grouped_experts = grouped_experts or not few_token_experts(self.shape)
 
     @cached_property
     def _quick(self) -> LayerTimer:
@@ -170,11 +173,20 @@ class DecodeTimer(LayerTimer):
         tokens = self.tokens / self.split * self.grid.ep * self.grid.etp
         return moe.experts / self.grid.ep * (1 - (1 - moe.top_k / moe.experts) ** tokens)
 
+    @cached_property
+    def _expert_rates(self) -> tuple[float, float]:
+        """Share of the bandwidth at which experts are read, and what their choice takes beside
+        kernels: of kernels for few tokens, or of the operators of training."""
+        rates = self.rates.decode
+        if self.grouped_experts:
+            return rates.grouped, rates.grouped_route
+        return rates.experts, rates.route
+
     def reading_experts(self, moe: Moe) -> Array:
         """Seconds to read the experts that were chosen."""
         inner = (3 if self.shape.gated else 2) * moe.ffn / self.grid.etp
         size = self.touched(moe) * self.shape.width * inner * matmul_bytes(self.precision)
-        return size / (self.machine.memory_bandwidth * self.rates.decode.experts)
+        return size / (self.machine.memory_bandwidth * self._expert_rates[0])
 
     def experts(self, moe: Moe) -> Array:
         """Router, routed and shared experts."""
@@ -184,7 +196,7 @@ class DecodeTimer(LayerTimer):
         speed = self.narrow_speed * self.stack.grouped_share
         routed = self.bounded(2 * rows * shape.width * inner, self.reading_experts(moe), speed)
         router = self.read(shape.width * moe.experts * self.itemsize)
-        kernels = _EXPERT_KERNELS * self.rates.decode.kernel + self.rates.decode.route
+        kernels = _EXPERT_KERNELS * self.rates.decode.kernel + self._expert_rates[1]
         return routed + router + kernels + self.products(self._shared_gemms(moe))
 
     def reading(self) -> Array:
@@ -249,6 +261,7 @@ class ServedModel:
     precision: str = "bf16"
     cache_itemsize: int = 2
     imbalance: float = 1.0
+    grouped_experts: bool = False  # of an engine without kernels for few tokens
 
     @cached_property
     def stages(self) -> tuple[range, ...]:
@@ -281,7 +294,7 @@ class ServedModel:
         equal shares of them."""
         layout = self.layout
         rows = np.ceil(tokens / layout.tp) if layout.sp else tokens
-        return DecodeTimer(self._job(rows, 1), self.cache_itemsize)
+        return DecodeTimer(self._job(rows, 1), self.cache_itemsize, self.grouped_experts)
 
     def decode(self, sequences: Array, context: float) -> ReplicaStep:
         """A step of each of these numbers of sequences, with so many tokens before each."""
