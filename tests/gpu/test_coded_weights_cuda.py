@@ -31,7 +31,6 @@ DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
 TOKENS = (1, 2, 16, 17, 33, 64, 65, 200)
 SIZES = {"narrow": (40, 130), "ragged": (77, 1100), "wide": (96, 2304)}
 LARGE = {"8B gate and up": (28672, 4096), "8B down": (4096, 14336)}
-ROUNDING = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-9}  # of a result
 
 
 def drawn(*sizes: int, seed: int) -> Tensor:
@@ -41,7 +40,8 @@ def drawn(*sizes: int, seed: int) -> Tensor:
 def require_near(output: Tensor, exact: Tensor, terms: Tensor, count: int) -> None:
     """Rounded once, after a float32 sum of so many terms, of which `terms` is the root of the
     summed squares: its error grows with the root of their number."""
-    bound = 1.01 * ROUNDING[output.dtype] * exact.abs() + 4 * count**0.5 * 2.0**-24 * terms
+    rounding = torch.finfo(output.dtype).eps / 2
+    bound = 1.01 * rounding * exact.abs() + 4 * count**0.5 * 2.0**-24 * terms
     wrong = ((output.double() - exact).abs() / bound).max()
     assert wrong < 1, wrong
 
