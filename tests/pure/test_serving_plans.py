@@ -69,6 +69,7 @@ def test_a_short_prompt_rules_out_no_layout() -> None:
         ("qwen3-30b-a3b", 128, 1024, 22.43),
         ("qwen3-30b-a3b in 12 layers", 32, 1024, 4.284),
         ("qwen3-30b-a3b in 12 layers", 128, 1024, 5.817),
+        ("deepseek-v2-lite in 8 layers", 32, 1024, 2.981),
         ("llama-3.1-8b", 8, 1024, 5.985),
         ("llama-3.1-8b", 32, 1024, 7.100),
         ("llama-3.1-8b", 128, 1024, 12.01),
