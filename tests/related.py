@@ -27,8 +27,8 @@ from tests.selection import salted_share, shuffled
 PACKAGES = MODULES[:-1]
 # Seconds of two cores, as the map has them: 10 minutes less setup, imports and uneven halves, on
 # cores that take 1.5 times as long as those on which the map was recorded.
-SECONDS = 620.0
-RELATED = 400.0
+SECONDS = 430.0
+RELATED = 280.0
 # Of these, for the last change: whatever short tests and older changes take, its cases run.
 LAST = 0.3
 # Seconds: what takes n times as long is drawn n times as rarely. Tests without a mark run always.
