@@ -17,6 +17,7 @@ from fivefold.core.model.shape import Shape
 from fivefold.core.model.tuning import ALL, Tuning, unmatched
 from fivefold.core.plan.plan import Plan, PlanOptions
 from fivefold.generate.adapters import AdaptedWeights, NamedAdapter, with_adapters
+from fivefold.generate.drafts import DraftOptions
 from fivefold.generate.layout import LayoutEngine, forward_plan, mesh_of, plan_of, stage_of
 from fivefold.generate.requests import Request
 from fivefold.generate.scheduler import ScheduleLimits
@@ -124,6 +125,7 @@ class AdapterCase:
         blocks: int = 60,
         limits: ScheduleLimits | None = None,
         dtype: torch.dtype = torch.float64,
+        drafts: DraftOptions | None = None,
     ) -> LayoutEngine:
         plan, adapters = self.plan(number)
         mesh = mesh_of(plan, device, self.batch_invariant)
@@ -134,6 +136,7 @@ class AdapterCase:
             *(plan, mesh, stage, blocks, limits),
             batch_invariant=self.batch_invariant,
             adapter_ranks=ranks,
+            drafts=drafts,
         )
 
     def __str__(self) -> str:

@@ -18,11 +18,13 @@ from fivefold.core.model.tuning import Tuning
 from fivefold.core.plan.plan import resolve
 from fivefold.core.plan.recipe import Recipe
 from fivefold.generate.adapters import AdaptedWeights, NamedAdapter, with_adapters
+from fivefold.generate.drafts import DraftOptions
 from fivefold.generate.layout import LayoutEngine, mesh_of, stage_of
 from fivefold.generate.requests import Completion, Request
 from fivefold.generate.scheduler import ScheduleLimits, Scheduler
 from fivefold.model.low_rank import TokenRanks
 from fivefold.train.callbacks.samples import generating
+from tests.guesses import Guesses
 from tests.model.several_adapters import MODELS, AdapterCase, reader_of, requests_of, values_of
 from tests.model.test_piecewise import on_gpu, recorded  # noqa: F401, fixtures
 
@@ -70,6 +72,19 @@ def test_all_together_write_what_each_writes_alone(model: str) -> None:
     shared = engine.run(again.values())
     assert not differences({id: shared[row.id] for id, row in again.items()}, expected)
     assert all(shared[again[f"41 {number}"].id].reused >= 32 for number in range(4))
+
+
+@pytest.mark.parametrize("model", ["plain", "latents", "experts"])
+def test_accepted_proposals_have_the_adapter_of_their_sequence(model: str) -> None:
+    case = AdapterCase(model)
+    vocab = case.text_model.shape.vocab
+    requests = requests_of(vocab, tokens=20)
+    expected = together(case, requests)
+    guesses = Guesses({id: row.tokens for id, row in expected.items()}, vocab)
+    with patch.object(DraftOptions, "drafter", lambda options: guesses):
+        engine = case.engine(CPU, drafts=DraftOptions.parse("ngram:4"))
+    assert not differences(engine.run(requests), expected)
+    assert engine.schedulers[0].num_accepted > 60
 
 
 @pytest.mark.parametrize("model", ["plain", "experts"])
