@@ -535,7 +535,7 @@ def named_adapters(listed: Sequence[str] | Mapping[str, Any], base: Shape) -> li
     if not isinstance(listed, Mapping):
         pairs = [text.partition("=") for text in listed]
         if bad := [text for text, pair in zip(listed, pairs, strict=True) if not all(pair)]:
-            raise FivefoldError(f"--adapter {bad[0]}: give a name and a folder, as NAME=DIR")
+            raise FivefoldError(f"adapters {bad[0]}: give a name and a folder, as NAME=DIR")
         return [_adapter(name, Path(folder), base) for name, _, folder in pairs]
     return [_adapter(name, model_path(source), base) for name, source in listed.items()]
 

@@ -19,6 +19,7 @@ from fivefold.commands.options import (
     DraftsKey,
     InvariantOption,
     ServedPrecisionOption,
+    SetKey,
     SourceArgument,
     StepOption,
     TokenizerOption,
@@ -59,9 +60,9 @@ PrefillReplicasOption = Annotated[int, typer.Option(help="Engines that compute p
 RestartsOption = Annotated[
     int, typer.Option(help="Maximum new starts in a row of an engine that loses a rank.")
 ]
-DoorsOption = Annotated[
+DoorsKey = Annotated[
     int | None,
-    typer.Option(help="Processes that speak HTTP (default: one for 4 cores, at most the engines)."),
+    SetKey("Processes that speak HTTP (default: one for 4 cores, at most the engines)."),
 ]
 HostOption = Annotated[
     str, typer.Option(help="Address to listen on; beyond loopback only with a key.")
@@ -76,12 +77,11 @@ KeyFileOption = Annotated[
 NameOption = Annotated[
     str | None, typer.Option(help="Name that clients ask for (default: the folder's).")
 ]
-AdaptersOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--adapter",
-        help="NAME=DIR: an adapter of this model, of a run or of PEFT, that clients ask for by its "
-        "name; repeat it.",
+AdaptersKey = Annotated[
+    str | None,
+    SetKey(
+        "NAME=DIR+NAME=DIR: adapters of this model, of runs or of PEFT, that clients ask for by "
+        "their names."
     ),
 ]
 QueueOption = Annotated[
@@ -110,13 +110,13 @@ def run(
     prefill: PrefillOption = None,
     prefill_replicas: PrefillReplicasOption = 1,
     restarts: RestartsOption = 3,
-    doors: DoorsOption = None,
+    doors: DoorsKey = None,
     host: HostOption = "127.0.0.1",
     port: PortOption = 8000,
     api_key: KeyOption = None,
     api_key_file: KeyFileOption = None,
     name: NameOption = None,
-    adapters: AdaptersOption = None,
+    adapters: AdaptersKey = None,
     max_queue: QueueOption = 1024,
     max_running: RunningOption = 256,
     max_batch_tokens: BatchOption = None,
@@ -153,7 +153,7 @@ def run(
             api_key=api_key or (),
             api_key_file=api_key_file,
             name=name,
-            adapters=adapters or (),
+            adapters=adapters.split("+") if adapters else (),
             max_queue=max_queue,
             max_running=max_running,
             max_batch_tokens=max_batch_tokens,
@@ -234,7 +234,7 @@ def serve(
     _require_prefill_replicas(prefill_replicas, prefill)
     above("--restarts", restarts, -1)
     if doors is not None:
-        above("--doors", doors, 0)
+        above("doors", doors, 0)
     above("--max-queue", max_queue, 0)
     above("--max-running", max_running, 0)
     if max_batch_tokens is not None:

@@ -78,7 +78,7 @@ def with_adapters(model: TextModel, adapters: Sequence[NamedAdapter], base: str)
     for adapter in adapters:
         if adapter.name in names:
             used = "the name of the base" if adapter.name == base else "there already"
-            raise FivefoldError(f"--adapter {adapter.name}=…: the name is {used}: give another")
+            raise FivefoldError(f"adapters {adapter.name}=…: the name is {used}: give another")
         names.append(adapter.name)
         if problems := list(adapter.problems(model.shape)):
             raise BadFile(str(adapter), problems)

@@ -96,6 +96,7 @@ class CodedLinears:
     def __call__(
         self, layer: int, linears: Sequence[Linear], copied: Sequence[int] = ()
     ) -> LinearMath:
+        assert all(linear.lora is None for linear in linears), "adapters are refused before"
         self.maths.append(CodedMath(linears, self.fixed_tiles))
         return self.maths[-1]
 

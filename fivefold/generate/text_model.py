@@ -143,7 +143,7 @@ def _plan(model: TextModel, options: ModelOptions) -> Plan:
 
     plan = plan_of(model.shape, replace(model.options, layout=options.layout))
     plan = invariant_plan(plan) if options.batch_invariant else plan
-    if options.precision == "fp8" and model.shape.tuning is not None and model.shape.tuning.rank:
+    if options.precision == "fp8" and plan.shape.tuning is not None and plan.shape.tuning.rank:
         raise FivefoldError(
             "--precision fp8 with adapters: they are not rounded, and linears of codes have none; "
             "merge them with `fivefold export`, or leave the precision out"

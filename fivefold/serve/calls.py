@@ -164,7 +164,8 @@ class DoorCalls:
             elif isinstance(value, RestartedRequest):
                 self._restart(value)
             elif isinstance(value, MetricsText):
-                self._texts.pop(value.number).set_result(value.text)
+                if not (text := self._texts.pop(value.number)).done():
+                    text.set_result(value.text)
             elif isinstance(value, ServerState):
                 self.state = value
         for call in updated:

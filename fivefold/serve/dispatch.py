@@ -94,6 +94,8 @@ class Dispatcher:
                     else:
                         peer = self._join(value, writer)
                 self.send_rows()  # of several steps, if this process is late
+        except asyncio.CancelledError:  # the server ends
+            pass
         finally:
             writer.close()
             if isinstance(peer, DoorPeer):

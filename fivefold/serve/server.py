@@ -170,7 +170,8 @@ class ModelServer:
         options, port = self.options, self.options.port
         listeners: list[socket.socket] = []
         for _ in range(options.doors):
-            listeners.append(bound_socket(options.host, port, bool(options.keys), shared=True))
+            shared = options.doors > 1  # one door keeps others out who load at the same time
+            listeners.append(bound_socket(options.host, port, bool(options.keys), shared=shared))
             port = listeners[0].getsockname()[1]
         return listeners
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from fivefold.core import FivefoldError
 from fivefold.core import hardware as machines
 from fivefold.core.layout import Layout, Weight, stores_codes
-from fivefold.core.model import Shape, Tuning
+from fivefold.core.model import Shape
 from fivefold.core.plan import PlanOptions
 from fivefold.generate import (
     LayoutEngine,
@@ -184,7 +184,7 @@ def test_weights_of_a_running_job_are_refused() -> None:
 
 
 def test_adapters_are_refused() -> None:
-    shape = replace(LLAMA, tuning=Tuning(4, 8.0))
-    model = TextModel(shape, PlanOptions("tiny"), Path(), Path(), True)
+    lora = PlanOptions("tiny", train=replace(PlanOptions("tiny").train, lora=4))
+    model = TextModel(LLAMA, lora, Path(), Path(), True)
     with pytest.raises(FivefoldError, match="merge them with `fivefold export`"):
         set_up(model, ModelOptions(device="cpu", precision="fp8"), lambda tell: None)  # type: ignore[arg-type, return-value]

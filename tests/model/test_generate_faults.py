@@ -114,5 +114,6 @@ def test_new_weights_leave_no_shared_block() -> None:
     forgetting = SimpleNamespace(restart=lambda: order.append("cache"))
     engine.schedulers = cast("Any", [forgetting, forgetting])
     engine._flights, engine._landed = deque(), []
+    engine.stage = cast("Any", SimpleNamespace(scales={}))
     engine.load(job)
     assert order == ["weights", "cache", "cache"]

@@ -101,7 +101,7 @@ def test_a_server_goes_on_and_ends_while_nobody_reads(monkeypatch: pytest.Monkey
         stream = os.fdopen(writes, "w")
         monkeypatch.setattr(sys, "stdout", stream)
         with pytest.raises(typer.Exit) as ended:
-            serving.run(Path("folder"))
+            serving.run(source=Path("folder"), set=None)
         assert ended.value.exit_code == 0 and len(logged) == 3000
         assert reader.read1(200).startswith(b"request 0 x")
         stream.flush()  # no thread has its lock

@@ -78,13 +78,8 @@ def expected(home: Path) -> list[tuple[str, ...]]:
 
 
 def words_of(home: Path) -> tuple[str, ...]:
-    of_names = (
-        "--adapter",
-        f"first={home / 'first'}",
-        "--adapter",
-        f"second={home / 'second-peft'}",
-    )
-    return ("--dtype", "float64", "--cache-gb", "0.0003", *of_names)
+    adapters = f"adapters=first={home / 'first'}+second={home / 'second-peft'}"
+    return ("--dtype", "float64", "--cache-gb", "0.0003", "--set", adapters)
 
 
 def check(running: RunningServer, expected: list[tuple[str, ...]], count: int = 60) -> None:
@@ -167,13 +162,13 @@ def test_a_run_writes_with_its_own_adapters(home: Path) -> None:
 
 
 REFUSALS = {
-    "--adapter first": "give a name and a folder, as NAME=DIR",
-    "--adapter first=model": "is neither a run (plan.toml) nor an adapter of PEFT",
-    "--adapter base=first --name base": "the name is the name of the base",
-    "--adapter a=first --adapter a=second": "the name is there already",
-    "--adapter a=other-peft": "has shape (2, 32), and this model asks for (3, 32)",
-    "--adapter a=longer": "it is of another base, with layers = 3, and this model has 2",
-    "--adapter a=plain": "it was trained without lora, and has no adapters",
+    "--set adapters=first": "give a name and a folder, as NAME=DIR",
+    "--set adapters=first=model": "is neither a run (plan.toml) nor an adapter of PEFT",
+    "--set adapters=base=first --name base": "the name is the name of the base",
+    "--set adapters=a=first+a=second": "the name is there already",
+    "--set adapters=a=other-peft": "has shape (2, 32), and this model asks for (3, 32)",
+    "--set adapters=a=longer": "it is of another base, with layers = 3, and this model has 2",
+    "--set adapters=a=plain": "it was trained without lora, and has no adapters",
 }
 
 
@@ -195,6 +190,6 @@ def test_a_wrong_adapter_ends_the_start_with_code_2(home: Path, words: str) -> N
 
 
 def test_an_adapter_of_other_weights_ends_the_start_with_code_2(home: Path) -> None:
-    words = "serve second-merged --port 0 --device cpu --adapter a=first"
+    words = "serve second-merged --port 0 --device cpu --set adapters=a=first"
     said = fivefold_words(home, words, code=2)
     assert "adapter a (first) was trained on another base" in said

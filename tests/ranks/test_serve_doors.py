@@ -32,7 +32,7 @@ LONG: dict[str, Any] = {"prompt": [4, 5], "max_tokens": 200, "seed": 3, "ignore_
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[RunningServer]:
     make_model(tmp_path)
-    words = ("--doors", "2", "--replicas", "2", "--max-running", "8")
+    words = ("--set", "doors=2", "--replicas", "2", "--max-running", "8")
     with serving(tmp_path, tmp_path / "log.txt", *words) as running:
         yield running
 

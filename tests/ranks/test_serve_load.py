@@ -182,7 +182,7 @@ def test_sigterm_drains(folder: Path, tmp_path: Path) -> None:
 
 @pytest.mark.sample(0.25)
 def test_nothing_outlives_a_killed_server(folder: Path, tmp_path: Path) -> None:
-    with serving(folder, tmp_path / "log.txt", "--layout", "tp=2", "--doors", "2") as running:
+    with serving(folder, tmp_path / "log.txt", "--layout", "tp=2", "--set", "doors=2") as running:
         found = running.children() + running.ranks() + running.doors() + running.chats()
         assert len(found) == 8 and all(map(lives, found)), "2 keepers, ranks, doors, chats"
         running.stop(signal.SIGKILL)
