@@ -55,9 +55,9 @@ from fivefold.model.kernels import compiled_for_steps
 
 CONTEXT, NEW, LONG = 1024, 96, 8192
 SIZES = {"qkv": (6144, 4096), "out": (4096, 4096), "gate up": (28672, 4096), "down": (4096, 14336)}
-ONE = ((4, 2048), (4, 1024), (8, 1024), (8, 512), (2, 2048), (8, 2048))  # rows, inputs at once
-FEW = ((32, 256, 4), (16, 256, 4), (16, 512, 3), (32, 128, 4), (64, 128, 4))  # and stages
-MORE = ((64, 128, 4), (64, 64, 4), (128, 64, 4), (128, 128, 3), (32, 128, 4))
+ONE = ((4, 512), (4, 256), (8, 256), (8, 512), (2, 512), (4, 1024))  # rows, words at once
+FEW = ((32, 256, 4), (16, 256, 4), (16, 512, 3), (32, 512, 3), (64, 256, 4))  # and stages
+MORE = ((64, 256, 3), (64, 128, 4), (32, 256, 4), (128, 128, 4), (128, 128, 3))
 Times = dict[str, float]
 
 
@@ -146,7 +146,7 @@ def seconds_of(run: Callable[[], object], repeats: int = 20) -> float:
 
 def kernels(tokens: Sequence[int], speed: float) -> None:
     """All tiles for the matmuls of a layer; several weights in turn, so that no cache has them."""
-    from fivefold.generate import skinny_kernel
+    from fivefold.generate import code_kernel
 
     for name, (outputs, inputs) in SIZES.items():
         copies = max(2, int(4e8) // (outputs * inputs))
@@ -168,10 +168,10 @@ def kernels(tokens: Sequence[int], speed: float) -> None:
                 x: Tensor = x, rows: list[RowOperand] = rows, scales: list[Tensor] = scales
             ) -> None:
                 for operand, scale in zip(rows, scales, strict=True):
-                    skinny_kernel.skinny_linear(x, operand.codes, None, scale)
+                    code_kernel.coded_linear(x, operand.codes, None, scale)
 
             found = {"torch bf16": seconds_of(plain), "values": seconds_of(written)}
-            for label, change in tiles(skinny_kernel, count).items():
+            for label, change in tiles(code_kernel, count).items():
                 change()
                 try:
                     found[label] = seconds_of(codes)
@@ -189,10 +189,10 @@ def tiles(module: Any, count: int) -> dict[str, Callable[[], None]]:
     """What sets each tile."""
 
     def one(rows: int, block: int) -> None:
-        module._CODE_ROWS, module._CODE_BLOCK = rows, block
+        module._ROWS, module._WORDS, module._WORDS_OF_FEW = rows, block, block
 
     def few(*tile: int) -> None:
-        module._FEW_WITH_CODES = (module.TokenTile(*tile),)
+        module._TILES = module._NARROW_TILES = (module.TokenTile(*tile),)
 
     if count == 1:
         return {f"codes {rows} x {block}": partial(one, rows, block) for rows, block in ONE}

@@ -4,7 +4,7 @@ Splits   as weights: a rank has its shard of the full weight's codes. A scale is
          so that no layout rounds otherwise, and a kernel needs it once, after its sum.
 Moves    nothing more.
 Costs    a byte for each weight and 4 for each row, in place of 2 or more a weight. Activations are
-         not rounded. Few tokens read codes (`skinny_kernel.py`, of experts `tile_kernel.py`); for
+         not rounded. Few tokens read codes (`code_kernel.py`, of experts `tile_kernel.py`); for
          others the values of a weight are written first, in the type of activations.
 Refuses  adapters, weights of a running job, and GPUs that have no such numbers.
 
@@ -130,14 +130,14 @@ def _coded_linear(
     x_NI: Tensor, codes_OI: Tensor, scale_O1: Tensor, bias_O: Tensor | None, fixed_tiles: bool
 ) -> Tensor:
     if x_NI.is_cuda and not fixed_tiles:
-        from fivefold.generate.skinny_kernel import (  # Triton is there only with CUDA
-            MOST_WITH_CODES,
-            skinny_linear,
-            takes,
+        from fivefold.generate.code_kernel import (  # Triton is there only with CUDA
+            MOST_TOKENS,
+            coded_linear,
         )
+        from fivefold.generate.skinny_kernel import takes
 
-        if takes(x_NI, MOST_WITH_CODES):
-            return skinny_linear(x_NI, codes_OI, bias_O, scale_O1)
+        if takes(x_NI, MOST_TOKENS):
+            return coded_linear(x_NI, codes_OI, bias_O, scale_O1)
     multiply = tile_linear if fixed_tiles else F.linear
     return multiply(x_NI, weight_values(codes_OI, scale_O1, x_NI.dtype), bias_O)
 

@@ -91,8 +91,9 @@ def tiling(width: int, itemsize: int, heads: int, prompt: bool) -> Tiling:
         most, keys = (64, 32) if itemsize == 2 else (32, 16)
     else:
         most, keys = (128, 64) if itemsize == 2 else (32, 32)
-    rows = most if prompt else min(most, group)
-    return Tiling(rows, keys, 8 if rows * width >= 64 * 128 else 4, 2 if itemsize == 4 else 3)
+    if not prompt:  # of few keys each: more programs at a time, and not more reads in each
+        return Tiling(min(most, group), keys, 4, 2)
+    return Tiling(most, keys, 8 if most * width >= 64 * 128 else 4, 2 if itemsize == 4 else 3)
 
 
 def tile_tokens(width: int, itemsize: int, heads: int) -> int:

@@ -15,9 +15,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fivefold.generate.skinny_kernel import widened
-
 _OUTPUTS, _INPUTS = 32, 128  # of a tile
+
+
+@triton.jit
+def widened(weight: tl.tensor, dtype: tl.constexpr, CODES: tl.constexpr) -> tl.tensor:
+    if CODES:
+        weight = weight.to(tl.float8e4nv, bitcast=True)
+    return weight.to(dtype)
 
 
 @triton.jit
