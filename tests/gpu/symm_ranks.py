@@ -161,7 +161,7 @@ def main() -> int:
     parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.inside:
-        return 0 if all([sums(ranks) for ranks in options.ranks]) else 1
+        return 0 if all(sums(ranks) for ranks in options.ranks) else 1
     right = True
     with tempfile.TemporaryDirectory(prefix="fivefold-symm-") as name:
         machine = machine_of("cuda", Path(name))
