@@ -7,9 +7,9 @@ Every layout runs twice: in float32, whose greedy tokens are those of one rank, 
 where a step of 1 and of 32 sequences is timed. `--sums nccl symmetric` compares both ways of tensor
 ranks of one host; a row says which one it had. Ranks that share a GPU need NCCL 2.30 and MPS, and
 TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1: `python -m tests.gpu.symm_ranks` sees to all of it. The
-host waits for tokens, and its time is that of a step without this wait. The default is a model of 80 narrow layers, whose steps are all host
-work unless they are captured. Stages of a pipeline have a part of the sequences each: a step is one
-of them. It exits with 1 if a layout draws other tokens.
+time of the host is that of a step without its wait for tokens. The default is a model of 80 narrow
+layers, whose steps are all host work unless they are captured. Stages of a pipeline have a part of
+the sequences each: a step is one of them. It exits with 1 if a layout draws other tokens.
 """
 
 from __future__ import annotations

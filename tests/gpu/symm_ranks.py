@@ -1,19 +1,22 @@
 """Tensor ranks that share one GPU: sums over symmetric memory, and decode steps with them.
 
-    python -m tests.gpu.symm_ranks [sums] [decode] [--ranks 2 4] [--quick]
+    python -m tests.gpu.symm_ranks [sums] [decode] [kill] [--ranks 2 4] [--quick]
 
 `sums`: values in float32, bfloat16 and float64, captured and not, while ranks are late at random,
 so that a buffer that is written too early is seen; then microseconds of a sum in a graph of 8, in
 one shot, in two shots and over NCCL. `decode`: `benchmarks/decode_ranks.py` with both ways for
 every number of ranks, on 80 narrow layers (`--quick`: 8): milliseconds of a step of 1 and of 32
-sequences, those of the host, and whether float32 tokens are one rank's. MPS is started and ended,
-and NCCL is that of `carry/` where torch has none that lets ranks share a GPU. It exits with 1 if a
-value or a token is wrong, or if symmetric memory cannot be had.
+sequences, those of the host, and whether float32 tokens are one rank's. `kill`: a rank of a server
+over tp=2 is killed mid-request, and all requests end, without MPS: its server would end all ranks.
+MPS is started and ended, and NCCL is that of `carry/` where torch has none that lets ranks share a
+GPU. It exits with 1 if a value or a token is wrong, if symmetric memory cannot be had, or if a
+request does not end.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import random
 import subprocess
@@ -153,13 +156,39 @@ def decode(ranks: list[int], quick: bool, environment: dict[str, str]) -> bool:
     return not subprocess.run(command, cwd=ROOT, env=environment).returncode
 
 
+def kill() -> bool:
+    """Kill a rank of a server twice; returns whether all requests have ended as they should."""
+    from tests.ranks.serving import killed_mid_request, serving
+
+    right = True
+    with tempfile.TemporaryDirectory(prefix="fivefold-kill-") as name:
+        folder = Path(name)
+        # In a process of its own: one that has used CUDA cannot fork ranks.
+        command = [sys.executable, "-m", "tests.gpu.journeys", "dense", str(folder / "hub")]
+        subprocess.run(command, cwd=ROOT, check=True)
+        for victim, restarts in ((1, 1), (0, 0)):
+            words = ("--device", "cuda", "--layout", "tp=2", "--max-running", "4")
+            words += ("--restarts", str(restarts), "--cache-gb", "0.5")
+            output = folder / f"log-{victim}.txt"
+            with serving(folder / "hub", output, *words, patience=240.0) as running:
+                replies = asyncio.run(killed_mid_request(running, victim))
+                ends = [("lost" if b"engine_lost" in data else status) for status, data in replies]
+                others = {200} if restarts else {500, 503}
+                right &= {status for status, _ in replies[1::2]} <= others and "lost" in ends
+                row = {"part": "kill", "rank": victim, "restarts": restarts, "ends": ends}
+                print(json.dumps(row), flush=True)
+    return right
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("parts", nargs="*", default=["sums", "decode"])
+    parser.add_argument("parts", nargs="*", default=["sums", "decode", "kill"])
     parser.add_argument("--ranks", nargs="*", type=int, default=[2, 4])
     parser.add_argument("--quick", action="store_true", help="8 layers")
     parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.inside and options.parts == ["kill"]:
+        return 0 if kill() else 1
     if options.inside:
         return 0 if all(sums(ranks) for ranks in options.ranks) else 1
     right = True
@@ -168,11 +197,14 @@ def main() -> int:
         with shared_gpu(machine, Path(name)) as environment:
             environment = environment | {SHARING: "1", "PYTHONUNBUFFERED": "1"}
             if "sums" in options.parts:
-                command = [sys.executable, "-m", "tests.gpu.symm_ranks", "--inside", "--ranks"]
-                command += map(str, options.ranks)
+                command = [sys.executable, "-m", "tests.gpu.symm_ranks", "sums", "--inside"]
+                command += ["--ranks", *map(str, options.ranks)]
                 right &= not subprocess.run(command, cwd=ROOT, env=environment).returncode
             if "decode" in options.parts:
                 right &= decode(options.ranks, options.quick, environment)
+        if "kill" in options.parts:
+            command = [sys.executable, "-m", "tests.gpu.symm_ranks", "--inside", "kill"]
+            right &= not subprocess.run(command, cwd=ROOT, env=machine.environment).returncode
     return 0 if right else 1
 
 

@@ -21,6 +21,7 @@ from tests.ranks.serving import (
     alone,
     ask,
     bodies,
+    killed_mid_request,
     lives,
     make_model,
     serving,
@@ -216,7 +217,9 @@ def test_a_lost_replica_is_survived(folder: Path, tmp_path: Path) -> None:
         assert running.process.exitcode == 1, "without an engine it ends"
 
 
-@pytest.mark.parametrize(("victim", "restarts"), [(0, 0), (1, 1)])
+@pytest.mark.parametrize(
+    ("victim", "restarts"), [(0, 0), pytest.param(1, 1, marks=pytest.mark.nightly)]
+)
 @pytest.mark.sample(0.5)
 def test_a_killed_tensor_rank_leaves_no_request_open(
     folder: Path, tmp_path: Path, victim: int, restarts: int
@@ -224,19 +227,9 @@ def test_a_killed_tensor_rank_leaves_no_request_open(
     """All requests end: streams with an error; others as well, or with an answer of the next
     start. So do those that wait."""
 
-    async def killed(running: RunningServer) -> list[tuple[int, bytes]]:
-        long = {"model": "tiny", "prompt": [5, 6], "max_tokens": 240, "ignore_eos": True}
-        bodies = [json.dumps(long | {"stream": number % 2 == 0}).encode() for number in range(8)]
-        tasks = [asyncio.ensure_future(raw(running.port, body)) for body in bodies]
-        async with asyncio.timeout(60):
-            while await asyncio.to_thread(running.number, "fivefold_output_tokens_total") < 8:
-                await asyncio.sleep(0.01)
-            os.kill(running.ranks()[victim], signal.SIGKILL)
-            return await asyncio.gather(*tasks)
-
     words = ("--layout", "tp=2", "--max-running", "4", "--restarts", str(restarts))
     with serving(folder, tmp_path / "log.txt", *words) as running:
-        replies = asyncio.run(killed(running))
+        replies = asyncio.run(killed_mid_request(running, victim))
         ends = (b"engine_lost", b"[DONE]" if restarts else b"no engine is left")
         assert all(any(end in data for end in ends) for _, data in replies[::2]), replies
         assert any(b"engine_lost" in data for _, data in replies[::2]), "some had text already"
@@ -244,17 +237,9 @@ def test_a_killed_tensor_rank_leaves_no_request_open(
         if not restarts:
             running.process.join(30)
             assert running.process.exitcode == 1, "without an engine it ends"
-        assert f"lost rank {victim} at serve: it was killed by SIGKILL" in running.output.read_text()
-
-
-async def raw(port: int, body: bytes) -> tuple[int, bytes]:
-    """Status and text of a reply, however it ends."""
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n"
-    writer.write(head.encode() + b"Connection: close\r\n\r\n" + body)
-    data = await reader.read()
-    writer.close()
-    return int(data.split()[1]), data
+        assert (
+            f"lost rank {victim} at serve: it was killed by SIGKILL" in running.output.read_text()
+        )
 
 
 @pytest.mark.nightly
