@@ -122,13 +122,14 @@ def _wanted(batch: StepBatch, sequences: Sequence[SequenceState]) -> list[_DrawR
     """Every row of logits."""
     rows: list[_DrawRow] = []
     for chunk, sequence in zip(batch.chunks, sequences, strict=True):
+        count, stop = chunk.num_wanted, chunk.stop
         # The token after the last one of the prompt has index 0.
-        first = chunk.stop - chunk.num_wanted + 1 - len(sequence.request.prompt)
+        first = stop - count + 1 - len(sequence.request.prompt)
         if sequence.request.targets:
-            first = chunk.stop - chunk.scored - sequence.first_wanted
+            first = stop - chunk.scored - sequence.first_wanted
         proposal = chunk.tokens[0] if chunk.draft else None
-        indices = range(first, first + chunk.num_wanted)
-        rows += [_DrawRow(sequence, index, proposal) for index in indices]
+        for index in range(first, first + count):
+            rows.append(_DrawRow(sequence, index, proposal))
     return rows
 
 
@@ -139,8 +140,10 @@ def _num_pairs(request: Request, index: int) -> int:
 
 def _pairs(request: Request, index: int, numbers: Sequence[float]) -> tuple[tuple[int, float], ...]:
     """The likeliest tokens that a request asks for at an index."""
-    stop = 2 + 2 * _num_pairs(request, index)
-    return tuple((int(numbers[i]), numbers[i + 1]) for i in range(2, stop, 2))
+    count = _num_pairs(request, index)
+    if not count:
+        return ()
+    return tuple((int(numbers[i]), numbers[i + 1]) for i in range(2, 2 + 2 * count, 2))
 
 
 class Travel(Protocol):
@@ -281,7 +284,7 @@ class Engine:
                 drawn.append(torch.zeros(size, dtype=torch.float64, device=logits_NV.device))
         for number, row in enumerate(waiting):
             row.sequence.draw_in(number)
-        table = torch.cat(drawn)
+        table = torch.cat(drawn) if len(drawn) > 1 else drawn[0]
         if self.drawn is not None and waiting:
             table = self.ranks.total(table)
             self.drawn.put(table[:, 0])

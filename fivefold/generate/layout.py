@@ -62,6 +62,7 @@ from fivefold.parallel import (
     Job,
     Mesh,
     RankOrderMesh,
+    SymmetricBuffer,
     compose_forward,
 )
 
@@ -202,6 +203,18 @@ def invariant_plan(plan: Plan) -> Plan:
 def mesh_of(plan: Plan, device: torch.device, batch_invariant: bool) -> Mesh:
     """Mesh of a generator; sums add in rank order for batch invariance."""
     return (RankOrderMesh if batch_invariant else Mesh).of(plan, device)
+
+
+def share_memory(mesh: Mesh) -> str:
+    """Let tensor ranks of one host sum and gather few tokens over symmetric memory; returns what
+    went wrong, if anything did: then it is NCCL. All ranks call this together."""
+    if mesh.size(TP) == 1 or mesh.backend != dist.Backend.NCCL:
+        return ""
+    shared, reason = SymmetricBuffer.of(mesh.groups[TP], mesh.device)
+    for role in (TP, WORLD) if shared is not None else ():
+        if mesh.members[role] == mesh.members[TP]:
+            mesh.symmetric[role] = shared
+    return reason and f"tensor ranks sum over NCCL, and not over symmetric memory: {reason}"
 
 
 def stage_of(

@@ -286,7 +286,7 @@ class SequenceState:
         return "length" if len(self.tokens) >= self.limit else None
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)  # as `Draw`: every sequence has one in a step
 class SequenceChunk:
     """Tokens of one sequence in a forward, from `start` on; their keys and values are written to
     the blocks of `table`, and they attend to all earlier tokens there."""
@@ -340,7 +340,7 @@ class StepBatch:
         return all(len(chunk.tokens) == 1 and chunk.samples for chunk in self.chunks)
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class DrawnToken:
     """A token of a completion, and the reason if it is the last. For a target, the likeliest token
     with the log-probability of the target. At a negative index, a token of the prompt."""

@@ -158,8 +158,9 @@ class Scheduler:
         shared from now on."""
         self._ends.clear()
         self._copies.clear()
-        for sequence in [candidate for candidate in self.running if self._lost_rotation(candidate)]:
-            self._start_again(sequence)
+        if self.outgrown_at is not None:
+            for sequence in [state for state in self.running if self._lost_rotation(state)]:
+                self._start_again(sequence)
         self._trim_drafts()
         left, chunks, before = self.limits.tokens, list[SequenceChunk](), self.num_preempted
         rows = SCORED_TOKENS
@@ -296,9 +297,14 @@ class Scheduler:
 
     def _publish(self, sequence: SequenceState, chunk: SequenceChunk) -> None:
         """Share the blocks that a chunk fills, and the end of the prompt."""
-        self._publish_blocks(sequence, min(chunk.stop, len(sequence.tokens)) // BLOCK)
-        index, count = divmod(sequence.prompt_end, BLOCK)
-        if count and chunk.start <= sequence.prompt_end <= chunk.stop:
+        full = min(chunk.stop, len(sequence.tokens)) // BLOCK
+        if full > sequence.published:
+            self._publish_blocks(sequence, full)
+        end = sequence.prompt_end
+        if chunk.start > end:
+            return
+        index, count = divmod(end, BLOCK)
+        if count and end <= chunk.stop:
             digest = sequence.digest_of_end()
             if self.pool.publish(sequence.table[index], digest):
                 self._ends.add(digest)
@@ -345,12 +351,15 @@ class Scheduler:
     def _makes_room(self, sequence: SequenceState, most: int) -> bool:
         """Give a running sequence its blocks, from the youngest ones if need be; False if it is the
         youngest itself, and has lost its own."""
-        while self._missing(sequence, most) > self.pool.num_free:
+        missing = self._missing(sequence, most)
+        if not missing:  # in most steps of a decode
+            return True
+        while missing > self.pool.num_free:
             youngest = self.running[-1]
             self._preempt(youngest)
             if youngest is sequence:
                 return False
-        self._take(sequence, self._missing(sequence, most))
+        self._take(sequence, missing)
         return True
 
     def _preempt(self, sequence: SequenceState) -> None:

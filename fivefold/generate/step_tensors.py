@@ -25,6 +25,7 @@ PART_KEYS = 128  # that a program of attention reads in decode
 _LEAST_PARTS = 8  # of the keys of a sequence, in a decode step
 _OF_A_TOKEN = 5  # numbers: itself, position, slot, whether its text is outgrown, adapter
 _ROWS = 512  # of block tables, at first
+_ZERO = np.zeros(1, dtype=np.int64)
 _UNIT = 32  # blocks by which tables grow: prompts are read at padded lengths
 
 
@@ -251,11 +252,14 @@ def packed(step: StepBatch, tables: BlockTables) -> PackedStep:
         )
     )
     stops, lengths = counts.cumsum(), starts + counts
-    positions = _ranges(starts, counts)
-    blocks = tables.host[rows.repeat(counts), positions // BLOCK].astype(np.int64)
+    positions, owners = starts, rows
+    if len(tokens) != len(chunks):  # else, in decode, every sequence has one
+        positions, owners = _ranges(starts, counts), rows.repeat(counts)
+        outgrown, adapters = outgrown.repeat(counts), adapters.repeat(counts)
+    blocks = tables.host[owners, positions // BLOCK].astype(np.int64)
     slots, sampled = blocks * BLOCK + positions % BLOCK, _ranges(stops - num_sampled, num_sampled)
-    of_tokens = (tokens, positions, slots, outgrown.repeat(counts), adapters.repeat(counts))
-    numbers = np.concatenate([*of_tokens, [0], stops, lengths, rows, sampled])
+    of_tokens = (tokens, positions, slots, outgrown, adapters)
+    numbers = np.concatenate([*of_tokens, _ZERO, stops, lengths, rows, sampled])
     size = StepSize(len(tokens), len(chunks), len(sampled))
     return PackedStep(numbers, size, counts, lengths)
 

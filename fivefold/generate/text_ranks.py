@@ -18,7 +18,14 @@ from fivefold.core.model import blocks_of
 from fivefold.core.plan import Plan
 from fivefold.generate.drafts import DraftOptions
 from fivefold.generate.grammar import Grammars
-from fivefold.generate.layout import LayoutEngine, ReadWeight, blocks_within, mesh_of, stage_of
+from fivefold.generate.layout import (
+    LayoutEngine,
+    ReadWeight,
+    blocks_within,
+    mesh_of,
+    share_memory,
+    stage_of,
+)
 from fivefold.generate.requests import NOT_FINITE
 from fivefold.generate.scheduler import ScheduleLimits
 from fivefold.generate.text import Codec
@@ -134,6 +141,8 @@ def engine_of_rank(
     worker.phase("load")
     same = task.batch_invariant
     mesh = mesh_of(plan, device, same)
+    if problem := share_memory(mesh):
+        _warn(worker, problem)
     stage = stage_of(plan, mesh, getattr(torch, task.dtype), same, fuse, task.codes)
     stage.fill(task.open_weights(partial(_warn, worker)))
     if cache_bytes is None:

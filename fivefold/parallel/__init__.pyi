@@ -29,6 +29,7 @@ from fivefold.parallel.stage import ActionObserver as ActionObserver
 from fivefold.parallel.stage import Instruments as Instruments
 from fivefold.parallel.stage import MathOf as MathOf
 from fivefold.parallel.stage import Stage as Stage
+from fivefold.parallel.symmetric import SymmetricBuffer as SymmetricBuffer
 from fivefold.parallel.tensor import sum_partial as sum_partial
 from fivefold.parallel.wait_timer import RoleKind as RoleKind
 from fivefold.parallel.wait_timer import TimedStep as TimedStep

@@ -3,6 +3,7 @@
 Every collective is noted (role, kind, bytes of the input buffer, group size), started, and waited
 for through `Issued`. Observers are told when it begins and when somebody has waited for it. Where
 two computations of a rank take turns (`Lanes`), some waits give the turn to the other one first.
+Few bytes go over symmetric memory, where a generator has it (`symmetric.py`).
 
 Each role has its own groups (`core/layout/groups.py`). On NCCL a group is a queue of calls, so
 those of two roles do not wait for one another, and neither do the two directions of a pair of
@@ -35,6 +36,7 @@ from fivefold.cost.traffic import CONNECT
 from fivefold.parallel import transport
 from fivefold.parallel.bit_sums import Tape
 from fivefold.parallel.lanes import Lanes
+from fivefold.parallel.symmetric import SymmetricBuffer
 from fivefold.parallel.transport import Pending
 from fivefold.parallel.wait_timer import WaitTimer
 
@@ -157,6 +159,7 @@ class Mesh:
         self.groups: dict[str, dist.ProcessGroup] = {}
         # By (source, target) coord on the pipeline axis.
         self.channels: dict[tuple[int, int], dist.ProcessGroup] = {}
+        self.symmetric: dict[str, SymmetricBuffer] = {}  # by role
         for communicator in communicators(topology):
             self._join(communicator)
         self._connect()
@@ -242,6 +245,7 @@ class Mesh:
         On NCCL the end of a group waits for its members, and torch ends groups in an order that
         differs from rank to rank: there they end here, in the order in which all ranks made them.
         """
+        self.symmetric.clear()
         if self.backend == dist.Backend.NCCL:
             for group in (*self.groups.values(), *self.channels.values()):
                 if group is not dist.group.WORLD:
@@ -273,14 +277,14 @@ class Mesh:
         self, tensor: Tensor, axis: str, op: dist.ReduceOp.RedOpType, *, yields: bool = False
     ) -> Issued:
         """All-reduce in place over the axis."""
-        return self.issue(
-            axis,
-            "all_reduce",
-            tensor,
-            lambda group: transport.all_reduce(tensor, op, group),
-            yields=yields,
-            fills=tensor,
-        )
+
+        def start(group: dist.ProcessGroup) -> Pending:
+            shared = self.symmetric.get(axis)
+            if shared is not None and op == dist.ReduceOp.SUM and shared.sums(tensor):
+                return shared.total(tensor, tensor)
+            return transport.all_reduce(tensor, op, group)
+
+        return self.issue(axis, "all_reduce", tensor, start, yields=yields, fills=tensor)
 
     def reduce_scatter(
         self, output: Tensor, full: Tensor, axis: str, *, yields: bool = False
@@ -309,7 +313,14 @@ class Mesh:
     def gather(self, x: Tensor, axis: str, dim: int) -> Tensor:
         """All-gather the shards of the axis along a dim. Recomputation knows this method and the
         two below by name."""
-        return self._now(axis, "all_gather", x, lambda group: transport.gather(x, dim, group))
+
+        def start(group: dist.ProcessGroup) -> Pending:
+            shared = self.symmetric.get(axis)
+            if shared is not None and shared.takes(x):
+                return shared.gather(x, dim)
+            return transport.gather(x, dim, group)
+
+        return self._now(axis, "all_gather", x, start)
 
     def scatter(self, x: Tensor, axis: str, dim: int) -> Tensor:
         """Reduce-scatter over the axis along a dim."""
@@ -317,7 +328,14 @@ class Mesh:
 
     def total(self, x: Tensor, axis: str, op: str = "sum") -> Tensor:
         """All-reduce over the axis, out of place."""
-        return self._now(axis, "all_reduce", x, lambda group: transport.total(x, op, group))
+
+        def start(group: dist.ProcessGroup) -> Pending:
+            shared = self.symmetric.get(axis)
+            if shared is not None and op == "sum" and shared.sums(x):
+                return shared.total(x, torch.empty_like(x))
+            return transport.total(x, op, group)
+
+        return self._now(axis, "all_reduce", x, start)
 
     def _now(
         self, axis: str, kind: str, x: Tensor, start: Callable[[dist.ProcessGroup], Pending]

@@ -115,8 +115,10 @@ class RunningServer:
 
 
 @contextmanager
-def serving(folder: Path, output: Path, *words: str) -> Iterator[RunningServer]:
-    """A server of the model in a folder; it is killed if it still runs."""
+def serving(
+    folder: Path, output: Path, *words: str, patience: float = 60.0
+) -> Iterator[RunningServer]:
+    """A server of the model in a folder, up in so many seconds; it is killed if it still runs."""
     context = multiprocessing.get_context("fork")
     command = ["serve", str(folder), "--port", "0", "--device", "cpu", "--name", "tiny", *words]
     process = context.Process(target=_run, args=(command, output))
@@ -124,20 +126,20 @@ def serving(folder: Path, output: Path, *words: str) -> Iterator[RunningServer]:
         warnings.simplefilter("ignore", DeprecationWarning)  # of forks beside threads
         process.start()
     try:
-        yield RunningServer(process, _port(process, output), output)
+        yield RunningServer(process, _port(process, output, patience), output)
     finally:
         process.kill()
         process.join()
 
 
-def _port(process: BaseProcess, output: Path) -> int:
-    for _ in range(600):
+def _port(process: BaseProcess, output: Path, patience: float) -> int:
+    for _ in range(int(10 * patience)):
         text = output.read_text() if output.exists() else ""
         if found := re.search(r"http://[^/ ]+:(\d+)/v1", text):
             return int(found[1])
         assert process.is_alive(), text
         time.sleep(0.1)
-    raise AssertionError(f"it is not up after a minute: {text}")
+    raise AssertionError(f"it is not up after {patience} s: {text}")
 
 
 def _run(words: list[str], output: Path) -> None:
@@ -183,6 +185,29 @@ async def ask(
     if status != 200:
         return Reply(status, (rest.decode(),), ttft, headers)
     return Reply(status, _texts(rest, bool(body.get("stream"))), ttft, headers)
+
+
+async def raw(port: int, body: bytes) -> tuple[int, bytes]:
+    """Status and text of a reply, however it ends."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n"
+    writer.write(head.encode() + b"Connection: close\r\n\r\n" + body)
+    data = await reader.read()
+    writer.close()
+    return int(data.split()[1]), data
+
+
+async def killed_mid_request(running: RunningServer, victim: int) -> list[tuple[int, bytes]]:
+    """Kill a rank while it answers eight requests, of which every other one is a stream: their
+    statuses and texts, once all have ended."""
+    long = {"model": "tiny", "prompt": [5, 6], "max_tokens": 240, "ignore_eos": True}
+    asked = [json.dumps(long | {"stream": number % 2 == 0}).encode() for number in range(8)]
+    tasks = [asyncio.ensure_future(raw(running.port, body)) for body in asked]
+    async with asyncio.timeout(90):
+        while await asyncio.to_thread(running.number, "fivefold_output_tokens_total") < 8:
+            await asyncio.sleep(0.01)
+        os.kill(running.ranks()[victim], signal.SIGKILL)
+        return await asyncio.gather(*tasks)
 
 
 def _unchunked(data: bytes) -> bytes:

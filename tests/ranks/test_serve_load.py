@@ -21,6 +21,7 @@ from tests.ranks.serving import (
     alone,
     ask,
     bodies,
+    killed_mid_request,
     lives,
     make_model,
     serving,
@@ -214,6 +215,31 @@ def test_a_lost_replica_is_survived(folder: Path, tmp_path: Path) -> None:
             os.kill(pid, signal.SIGKILL)
         running.process.join(20)
         assert running.process.exitcode == 1, "without an engine it ends"
+
+
+@pytest.mark.parametrize(
+    ("victim", "restarts"), [(0, 0), pytest.param(1, 1, marks=pytest.mark.nightly)]
+)
+@pytest.mark.sample(0.5)
+def test_a_killed_tensor_rank_leaves_no_request_open(
+    folder: Path, tmp_path: Path, victim: int, restarts: int
+) -> None:
+    """All requests end: streams with an error; others as well, or with an answer of the next
+    start. So do those that wait."""
+
+    words = ("--layout", "tp=2", "--max-running", "4", "--restarts", str(restarts))
+    with serving(folder, tmp_path / "log.txt", *words) as running:
+        replies = asyncio.run(killed_mid_request(running, victim))
+        ends = (b"engine_lost", b"[DONE]" if restarts else b"no engine is left")
+        assert all(any(end in data for end in ends) for _, data in replies[::2]), replies
+        assert any(b"engine_lost" in data for _, data in replies[::2]), "some had text already"
+        assert {status for status, _ in replies[1::2]} == {200 if restarts else 503}
+        if not restarts:
+            running.process.join(30)
+            assert running.process.exitcode == 1, "without an engine it ends"
+        assert (
+            f"lost rank {victim} at serve: it was killed by SIGKILL" in running.output.read_text()
+        )
 
 
 @pytest.mark.nightly
