@@ -1,8 +1,11 @@
-"""Decode with weights in fp8 beside bfloat16, in one run; and how far both are apart.
+"""Decode with weights in fp8 beside bfloat16, in one run; and how far both are apart. With
+`--kv fp8` weights stay as they are, and keys and values are in fp8 instead.
 
     python benchmarks/fp8_serving.py decode [--model llama-3.1-8b] [--sequences 1 16 32 64 128 256]
+    python benchmarks/fp8_serving.py decode --kv fp8 --sequences 64 256
     python benchmarks/fp8_serving.py kernels [--tokens 1 4 16 32 64 128 256 512]
     python benchmarks/fp8_serving.py agreement FOLDER --text FILE [--device cpu] [--tokens 8192]
+                                               [--kv fp8]
 
 decode     Milliseconds of a step after prompts of 1k tokens and of a prompt of 8k, through the
            engine, and the ratio. Random weights.
@@ -61,7 +64,7 @@ MORE = ((64, 256, 3), (64, 128, 4), (32, 256, 4), (128, 128, 4), (128, 128, 3))
 Times = dict[str, float]
 
 
-def engine_of(shape: Shape, codes: bool, sequences: int) -> LayoutEngine:
+def engine_of(shape: Shape, codes: bool, sequences: int, kv_codes: bool) -> LayoutEngine:
     """An engine with random weights, and room for so many sequences."""
     device = torch.device("cuda")
     plan = replace(plan_of(shape, PlanOptions("tiny")), shape=replace(shape, mtp=0))
@@ -75,7 +78,8 @@ def engine_of(shape: Shape, codes: bool, sequences: int) -> LayoutEngine:
 
     stage.fill(read)
     blocks = sequences * (blocks_of(CONTEXT + NEW) + 1) + blocks_of(LONG + 1)
-    return LayoutEngine(plan, mesh, stage, blocks, ScheduleLimits(LONG, sequences))
+    limits = ScheduleLimits(LONG, sequences)
+    return LayoutEngine(plan, mesh, stage, blocks, limits, kv_codes=kv_codes)
 
 
 def prompts(shape: Shape, sequences: int, length: int, new: int) -> list[Request]:
@@ -108,18 +112,21 @@ def prompt_ms(engine: LayoutEngine, shape: Shape) -> float:
     return 1e3 * median(times)
 
 
-def decode(shape: Shape, sequences: Sequence[int]) -> None:
+def decode(shape: Shape, sequences: Sequence[int], of_keys: bool) -> None:
     times: dict[bool, Times] = {}
     for codes in (False, True):
         torch.cuda.reset_peak_memory_stats()
-        engine = engine_of(shape, codes, max(sequences))
+        engine = engine_of(shape, codes and not of_keys, max(sequences), codes and of_keys)
+        stored = [tensor for pages in engine.pages.values() for tensor in pages.stored]
         weights = sum(weight.nbytes for weight in engine.stage.model.parameters())
         times[codes] = {f"{count}": step_ms(engine, shape, count) for count in sequences}
         times[codes]["prompt of 8k"] = prompt_ms(engine, shape)
         engine.close()
         name = "fp8" if codes else "bf16"
-        print(json.dumps({name: times[codes], "weights_gb": weights / 1e9}), flush=True)
-        del engine
+        table: dict[str, Any] = {name: times[codes], "weights_gb": weights / 1e9}
+        table |= {"keys_gb": sum(tensor.nbytes for tensor in stored) / 1e9}
+        print(json.dumps(table), flush=True)
+        del engine, stored
         torch.cuda.empty_cache()
     ratios = {case: plain / times[True][case] for case, plain in times[False].items()}
     print(json.dumps({"bf16 / fp8": ratios}), flush=True)
@@ -204,11 +211,14 @@ def tiles(module: Any, count: int) -> dict[str, Callable[[], None]]:
     return labelled
 
 
-def agreement(folder: Path, text: Path, device: str, tokens: int, layout: str) -> None:
+def agreement(
+    folder: Path, text: Path, device: str, tokens: int, layout: str, of_keys: bool
+) -> None:
     model = find_model(folder)
     scored: dict[str, tuple[list[int], list[float]]] = {}
     for precision in ("bf16", "fp8"):
-        options = ModelOptions(layout, None, device, precision=precision)
+        numbers_of: Any = {"kv" if of_keys else "precision": precision}
+        options = ModelOptions(layout, None, device, **numbers_of)
         setup = set_up(model, options, partial(open_weights, model, None))
         numbers = setup.codec.encode(text.read_text("utf-8"), special=True)[: tokens + 1]
         window = min(1024, model.shape.max_seq)
@@ -252,12 +262,14 @@ def main() -> int:
     parser.add_argument("--text", type=Path)
     parser.add_argument("--device", default="auto")
     parser.add_argument("--layout", default="dp=1")
+    parser.add_argument("--kv", choices=["fp8"], help="keys and values in fp8, not weights")
     options = parser.parse_args()
     if options.case == "agreement":
         if options.folder is None or options.text is None:
             parser.error("agreement FOLDER --text FILE")
         count = (options.tokens or [8192])[0]
-        agreement(options.folder, options.text, options.device, count, options.layout)
+        about = (options.device, count, options.layout, options.kv is not None)
+        agreement(options.folder, options.text, *about)
         return 0
     if not torch.cuda.is_available():
         print("no GPU here: run this on a machine with one")
@@ -267,7 +279,7 @@ def main() -> int:
 
         kernels(options.tokens or [1, 4, 16, 32, 64, 128, 256, 512], bandwidth())
     else:
-        decode(presets.load(options.model), options.sequences)
+        decode(presets.load(options.model), options.sequences, options.kv is not None)
     return 0
 
 

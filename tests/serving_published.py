@@ -20,9 +20,10 @@ from fivefold.commands.plan import plan_serving
 from fivefold.core import hardware as machine
 from fivefold.core.errors import counted
 from fivefold.core.layout.layout import Layout
+from fivefold.core.model import KV_FORMATS
 from fivefold.core.model import presets as models
 from fivefold.cost.step.serving import ServedModel
-from fivefold.planner.serving.fit import KV_FORMATS, ServingFit, ServingRequest
+from fivefold.planner.serving.fit import ServingFit, ServingRequest
 from fivefold.planner.serving.plans import LayoutLoad, ServingPlan
 from fivefold.render import duration
 

@@ -19,6 +19,7 @@ from fivefold.commands.job import OnProgress, TaskProgress, above, checkpoint_st
 from fivefold.commands.options import (
     CacheOption,
     DeviceOption,
+    KvKey,
     ModelLayoutOption,
     ServedPrecisionOption,
     SourceArgument,
@@ -32,6 +33,7 @@ from fivefold.commands.options import (
     print_answer,
     shown_progress,
     warn,
+    with_set_keys,
 )
 from fivefold.core import BadFile, FivefoldError, RankLost, UnknownName
 from fivefold.core.layout import Layout
@@ -44,6 +46,7 @@ _INSTALL = "fivefold eval needs the lm-eval package: pip install 'fivefold[eval]
 _NO_METRIC = ("alias", "name", "sample_len", "sample_count")
 
 
+@with_set_keys
 def run(
     source: SourceArgument,
     tasks: Annotated[
@@ -67,6 +70,7 @@ def run(
     step: StepOption = None,
     out: Annotated[Path | None, typer.Option(help="JSON file to write the results to.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the results as JSON.")] = False,
+    kv: KvKey = None,
 ) -> None:
     """Evaluate a model on tasks."""
     with exit_on_lost_rank(), shown_progress("evaluate") as on_progress:
@@ -84,6 +88,7 @@ def run(
             precision=precision,
             step=step,
             out=out,
+            kv=kv,
             on_progress=on_progress,
             on_warning=warn,
         )
@@ -101,6 +106,7 @@ class EvaluatedTasks:
     layout: str
     dtype: str
     precision: str | None
+    kv: str | None
     limit: int | None
     tasks: Mapping[str, Any]
     truncated_contexts: int
@@ -120,6 +126,7 @@ class EvaluatedTasks:
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
         numbers = self.dtype + (", weights in fp8" if self.precision == "fp8" else "")
+        numbers += ", keys and values in fp8" if self.kv == "fp8" else ""
         about = f"{self.model} · {self.layout} · {numbers} · {self.seconds:.1f} s"
         if self.truncated_contexts:
             about += f" · {self.truncated_contexts:,} contexts cut from the left"
@@ -141,12 +148,14 @@ def evaluate(
     precision: str | None = None,
     step: str | int | None = None,
     out: str | Path | None = None,
+    kv: str | None = None,
     on_progress: OnProgress | None = None,
     on_warning: Tell | None = None,
 ) -> EvaluatedTasks:
     """Evaluate a run, or the folder of a Hugging Face model, on tasks of lm-eval.
 
     `tasks` are names in a list, or between commas. With `out` the results are written as JSON.
+    `kv` "fp8" keeps keys and values in a byte a number.
     """
     began = time.perf_counter()
     listed = tasks.split(",") if isinstance(tasks, str) else tasks
@@ -158,7 +167,11 @@ def evaluate(
     if num_fewshot is not None:
         above("--num-fewshot", num_fewshot, -1)
     runs = model_options(
-        dtype, device, cache_gb, layout=layout, tokenizer=tokenizer, precision=precision
+        *(dtype, device, cache_gb),
+        layout=layout,
+        tokenizer=tokenizer,
+        precision=precision,
+        kv=kv,
     )
     folder = None if include_path is None else Path(include_path)
     file = None if out is None else Path(out)
@@ -179,6 +192,7 @@ def evaluate(
         str(setup.plan.layout),
         setup.dtype,
         precision,
+        kv,
         limit,
         _tasks_table(results),
         task_model.num_truncated,

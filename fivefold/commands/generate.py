@@ -19,6 +19,7 @@ from fivefold.commands.options import (
     DeviceOption,
     DraftsKey,
     InvariantOption,
+    KvKey,
     ModelLayoutOption,
     ServedPrecisionOption,
     SourceArgument,
@@ -90,6 +91,7 @@ def run(
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON lines.")] = False,
     drafts: DraftsKey = None,
+    kv: KvKey = None,
 ) -> None:
     """Complete a prompt, or those of a file."""
     if (prompt is None) == (file is None):
@@ -123,6 +125,7 @@ def run(
             output=output,
             record_routing=record_routing,
             drafts=drafts,
+            kv=kv,
             on_piece=printer.on_piece,
             on_progress=on_progress,
             on_warning=warn,
@@ -269,6 +272,7 @@ def generate(
     output: str | Path | None = None,
     record_routing: bool = False,
     drafts: str | None = None,
+    kv: str | None = None,
     on_piece: OnPiece | None = None,
     on_progress: OnProgress | None = None,
     on_warning: Tell | None = None,
@@ -280,6 +284,7 @@ def generate(
     this model, or a folder of PEFT. `on_piece` gets text as it is written. With `output`
     completions are appended to a JSONL file, and prompts that it has already are left out.
     `drafts`, such as "ngram:4", proposes tokens that a step verifies together.
+    `kv` "fp8" keeps keys and values in a byte a number.
     """
     sampling = Sampling(temperature, top_k, top_p, seed)
     if problems := list(sampling.problems()):
@@ -302,6 +307,7 @@ def generate(
         batch_invariant=batch_invariant,
         precision=precision,
         drafts=drafts,
+        kv=kv,
     )
     model = find_model(model_path(source), options.step)
     if adapter is not None:

@@ -39,7 +39,7 @@ from fivefold.core import (
 )
 from fivefold.core import hardware as machines
 from fivefold.core.layout import CONTEXT_KINDS, Layout, parse_zero
-from fivefold.core.model import Tuning
+from fivefold.core.model import KV_FORMATS, Tuning
 from fivefold.core.model import presets as models
 from fivefold.core.plan import (
     PlanOptions,
@@ -176,6 +176,10 @@ ServedPrecisionOption = Annotated[
 StepOption = Annotated[str | None, typer.Option(help="Step of the run's checkpoint, or best.")]
 DraftsKey = Annotated[
     str | None, SetKey("Propose tokens, verified together, as in ngram:4 (of earlier text).")
+]
+KvKey = Annotated[
+    str | None,
+    SetKey("fp8: keys and values take a byte a number (default: bf16, which is as --dtype)."),
 ]
 HeadroomKey = Annotated[float, SetKey("Share of the memory to leave free.")]
 ImbalanceKey = Annotated[
@@ -494,6 +498,7 @@ def model_options(
     batch_invariant: bool = False,
     precision: str | None = None,
     drafts: str | None = None,
+    kv: str | None = None,
 ) -> ModelOptions:
     """How a model is to be run."""
     from fivefold.generate import DTYPES, PRECISIONS, DraftOptions, ModelOptions
@@ -507,6 +512,7 @@ def model_options(
         batch_invariant,
         precision and one_of("--precision", precision, PRECISIONS),
         None if drafts is None else DraftOptions.parse(drafts),
+        kv and one_of("kv", kv, KV_FORMATS),
     )
 
 

@@ -66,7 +66,7 @@ from fivefold.commands.search import (
 from fivefold.core import FivefoldError, Machine, bullets
 from fivefold.core import hardware as machines
 from fivefold.core.layout import Layout, rules
-from fivefold.core.model import Shape
+from fivefold.core.model import KV_FORMATS, Shape
 from fivefold.core.model import presets as models
 from fivefold.core.plan import (
     TOKENS_PER_PARAMETER,
@@ -244,7 +244,7 @@ def plan_serving(
     if not 0 <= headroom < 1:
         raise FivefoldError(f"headroom {headroom}: give a share of the memory from 0 to below 1")
     shape, machine = _shape_of(options), machines.load(options.machine)
-    one_of("kv", kv, serving_fit.KV_FORMATS)
+    one_of("kv", kv, KV_FORMATS)
     machine.peak(one_of("--precision", precision or "bf16", _PRECISIONS))  # the chip may lack it
     require_possible_imbalance(shape, imbalance)
     layout = None if job.is_open else _layout_of(options, shape, machine, prompt)

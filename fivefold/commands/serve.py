@@ -18,6 +18,7 @@ from fivefold.commands.options import (
     DeviceOption,
     DraftsKey,
     InvariantOption,
+    KvKey,
     ServedPrecisionOption,
     SetKey,
     SourceArgument,
@@ -129,6 +130,7 @@ def run(
     precision: ServedPrecisionOption = None,
     step: StepOption = None,
     drafts: DraftsKey = None,
+    kv: KvKey = None,
 ) -> None:
     """Serve a model with the API of OpenAI: completions, chats, streams."""
     printer = LinePrinter(_echo)  # its thread starts with the first line: engines are forked then
@@ -166,6 +168,7 @@ def run(
             precision=precision,
             step=step,
             drafts=drafts,
+            kv=kv,
             on_ready=ready,
             log=printer.print_line,
             on_warning=warning,
@@ -215,6 +218,7 @@ def serve(
     precision: str | None = None,
     step: str | int | None = None,
     drafts: str | None = None,
+    kv: str | None = None,
     on_ready: Callable[[str], None] | None = None,
     log: Callable[[str], None] | None = None,
     on_warning: Callable[[str], None] | None = None,
@@ -224,7 +228,8 @@ def serve(
     `adapters` are runs or folders of PEFT by the names that clients ask for: a dict, or texts as
     NAME=DIR. `prefill` is the layout of engines for prompts alone; `layout` is then that of engines
     that go on with the answers. `drafts`, such as "ngram:4", proposes tokens that a step verifies
-    together. `on_ready` gets the address, `log` a line for every request.
+    together; `kv` "fp8" keeps keys and values in a byte a number. `on_ready` gets the address,
+    `log` a line for every request.
     """
     if not 0 <= port <= _LAST_PORT:
         raise FivefoldError(f"--port {port}: give a number from 0 to {_LAST_PORT}")
@@ -251,6 +256,7 @@ def serve(
         batch_invariant=batch_invariant,
         precision=precision,
         drafts=drafts,
+        kv=kv,
     )
     path, chosen = model_path(source), checkpoint_step(step)
     model, base_name = find_model(path, chosen), name or path.resolve().name

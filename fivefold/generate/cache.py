@@ -7,7 +7,9 @@ Moves: every token's key and value once into its slot; the pages of a sequence o
 from there.
 Costs: 2 · K · d numbers for a token and layer. Latent attention caches the latent and the rotated
 key of all heads, r + p numbers: queries are projected into the space of latents, where all heads
-share one key, and what they find there is projected back. Each rank of tp has all latents.
+share one key, and what they find there is projected back. Each rank of tp has all latents. In fp8 a
+number is a byte, and each head of a key and of a value has a scale of 4 bytes beside it (a latent
+one, with its rotated key): all attention, of prompts too, is over what the codes mean.
 
 A slot is block · BLOCK + offset. The kernel here is exact and plain: it gathers the pages of one
 sequence after another and computes softmax in float32 or wider. Another of the same signature
@@ -38,35 +40,60 @@ from fivefold.model import (
     soft_cap,
     with_sinks,
 )
-from fivefold.model.fp8 import weight_values
+from fivefold.model.fp8 import CODES, round_rows, weight_values
 
 
 @dataclass(frozen=True)
 class LayerPages:
-    """Pages of one layer."""
+    """Pages of one layer. With scales their numbers are codes (e4m3) as bytes."""
 
     keys: Tensor  # (N, P, K, d)
     values: Tensor  # (N, P, K, v)
+    key_scales: Tensor | None = None  # (N, P, K), a head's tokens of a block beside one another
+    value_scales: Tensor | None = None
+
+    @property
+    def is_latent(self) -> bool:
+        """Whether values are the first numbers of keys."""
+        return self.keys.data_ptr() == self.values.data_ptr()
 
     def write(self, slots_T: Tensor, k_TKd: Tensor, v_TKv: Tensor) -> None:
         """Write keys and values to their slots."""
         if self.keys.is_cuda:
             from fivefold.generate.paged_kernel import write_pages  # Triton is there only with CUDA
 
-            write_pages(self.keys, self.values, slots_T, k_TKd, v_TKv)
+            write_pages(self, slots_T, k_TKd, v_TKv)
             return
-        self.keys.flatten(0, 1).index_copy_(0, slots_T, k_TKd)
-        self.values.flatten(0, 1).index_copy_(0, slots_T, v_TKv)
+        _write(self.keys, self.key_scales, slots_T, k_TKd)
+        if not self.is_latent:
+            _write(self.values, self.value_scales, slots_T, v_TKv)
 
     @property
     def stored(self) -> tuple[Tensor, ...]:
         """The tensors that have memory of their own: values of latents are a view of the keys."""
-        shares = self.keys.untyped_storage().data_ptr() == self.values.untyped_storage().data_ptr()
-        return (self.keys,) if shares else (self.keys, self.values)
+        own = (self.keys, self.key_scales)
+        own = own if self.is_latent else (*own, self.values, self.value_scales)
+        return tuple(tensor for tensor in own if tensor is not None)
 
-    def read(self, blocks: Tensor) -> tuple[Tensor, Tensor]:
-        """Read keys and values of some blocks, in this order."""
-        return self.keys[blocks].flatten(0, 1), self.values[blocks].flatten(0, 1)
+    def read(self, blocks: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Read keys and values of some blocks, in this order; what codes mean in this type."""
+        of_keys = _read(self.keys, self.key_scales, blocks, dtype)
+        return of_keys, _read(self.values, self.value_scales, blocks, dtype)
+
+
+def _write(pages: Tensor, scales: Tensor | None, slots_T: Tensor, x_TKd: Tensor) -> None:
+    if scales is not None:
+        rows = round_rows([x_TKd.flatten(0, 1)], None)
+        scales[slots_T // BLOCK, slots_T % BLOCK] = rows.scale.view(x_TKd.shape[:2])
+        x_TKd = rows.codes.view(torch.uint8).view(x_TKd.shape)
+    pages.flatten(0, 1).index_copy_(0, slots_T, x_TKd)
+
+
+def _read(pages: Tensor, scales: Tensor | None, blocks: Tensor, dtype: torch.dtype) -> Tensor:
+    x_LKd = pages[blocks].flatten(0, 1)
+    if scales is None:
+        return x_LKd
+    return weight_values(x_LKd.view(CODES["e4m3"]), scales[blocks].flatten(0, 1), dtype)
 
 
 PagedKernel = Callable[[Tensor, LayerPages, StepTensors, AttentionInfo], Tensor]
@@ -78,7 +105,7 @@ def attend_pages(
     q_THd: Tensor, pages: LayerPages, step: StepTensors, info: AttentionInfo
 ) -> Tensor:
     """Causal attention of each token over the pages of its sequence."""
-    outputs: list[Tensor] = []
+    outputs, wide = list[Tensor](), torch.promote_types(q_THd.dtype, torch.float32)
     lengths = [len(sequence_chunk.tokens) for sequence_chunk in step.chunks]
     for q_nHd, chunk, table in zip(
         torch.split(q_THd, lengths), step.chunks, step.tables_SB, strict=True
@@ -88,7 +115,7 @@ def attend_pages(
             continue
         # Earlier blocks are out of sight of all its queries.
         first = first_seen(chunk.start, info) // BLOCK
-        k_LKd, v_LKv = pages.read(table[first : -(-chunk.stop // BLOCK)])
+        k_LKd, v_LKv = pages.read(table[first : -(-chunk.stop // BLOCK)], wide)
         length = chunk.stop - first * BLOCK
         keys_and_values = k_LKd[:length], v_LKv[:length]
         outputs.append(attend_sequence(q_nHd, *keys_and_values, info, first * BLOCK))
@@ -210,24 +237,36 @@ def _by_head(formula: str, x: Tensor, weight: Tensor) -> Tensor:
 class KvCache:
     """Pages of all layers of a decoder or a stage; replaces the kernels of their attention."""
 
-    def __init__(self, decoder: Decoder, blocks: int, kernel: PagedKernel = attend_pages) -> None:
+    def __init__(
+        self,
+        decoder: Decoder,
+        blocks: int,
+        kernel: PagedKernel = attend_pages,
+        codes: bool = False,
+    ) -> None:
+        """`codes`: keys and values in fp8."""
         self.kernel: PagedKernel = kernel
         self.step: StepTensors | None = None
         self.pages: dict[int, LayerPages] = {}  # by layer
         for layer, block in decoder.blocks.items():
             attention = block.attention
             assert isinstance(attention, Attention | LatentAttention)
-            device = attention.out.weight.device
+            device, sizes = attention.out.weight.device, page_sizes(attention)
+            dtype = torch.uint8 if codes else decoder.dtype
             pages = [
-                torch.zeros((blocks, BLOCK, *size), dtype=decoder.dtype, device=device)
-                for size in page_sizes(attention)
+                torch.zeros(blocks, BLOCK, *size, dtype=dtype, device=device) for size in sizes
+            ]
+            scales = [
+                torch.zeros(blocks, heads, BLOCK, device=device).transpose(1, 2) if codes else None
+                for heads, _ in sizes
             ]
             if isinstance(attention, Attention):
-                layer_pages = LayerPages(*pages)
+                layer_pages = LayerPages(*pages, *scales)
                 attention.kernel = _LayerKernel(layer_pages, self)
             else:
                 # Values are keys without their rotated part.
-                layer_pages = LayerPages(pages[0], pages[0][..., : attention.mla.kv_rank])
+                latents = pages[0][..., : attention.mla.kv_rank]
+                layer_pages = LayerPages(pages[0], latents, scales[0], scales[0])
                 attention.latent_kernel = _LatentLayerKernel(attention, layer_pages, self)
             self.pages[int(layer)] = layer_pages
 
@@ -269,11 +308,11 @@ def page_sizes(attention: Attention | LatentAttention) -> tuple[tuple[int, int],
     return kv_pages.page_sizes(1, attention.head_dim, attention.mla)
 
 
-def token_bytes(decoder: Decoder) -> int:
-    """Bytes of the cache for one token, in all layers."""
-    total = 0
+def token_bytes(decoder: Decoder, codes: bool = False) -> int:
+    """Bytes of the cache for one token, in all layers; `codes`: in fp8."""
+    total, itemsize = 0, 1 if codes else decoder.dtype.itemsize
     for block in decoder.blocks.values():
         attention = block.attention
         assert isinstance(attention, Attention | LatentAttention)
-        total += sum(heads * width for heads, width in page_sizes(attention))
-    return total * decoder.dtype.itemsize
+        total += kv_pages.layer_bytes(page_sizes(attention), itemsize)
+    return total

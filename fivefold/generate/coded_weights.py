@@ -90,7 +90,7 @@ class CodedLinears:
 
     def __init__(self, device: torch.device, fixed_tiles: bool) -> None:
         if device.type == "cuda":
-            _require_codes(device)
+            require_codes(device, "--precision fp8")
         self.fixed_tiles, self.maths = fixed_tiles, list[CodedMath]()
 
     def __call__(
@@ -116,13 +116,14 @@ def _row_scale(module: Linear | ExpertStack) -> Tensor:
     return module.row_scale
 
 
-def _require_codes(device: torch.device) -> None:
+def require_codes(device: torch.device, option: str) -> None:
+    """Refuse a GPU without numbers of fp8."""
     capability = torch.cuda.get_device_capability(device)
     if capability < _LEAST_CAPABILITY:
         raise FivefoldError(
-            f"--precision fp8 on {torch.cuda.get_device_name(device)} (compute capability "
+            f"{option} on {torch.cuda.get_device_name(device)} (compute capability "
             f"{capability[0]}.{capability[1]}): GPUs have such numbers from "
-            f"{_LEAST_CAPABILITY[0]}.{_LEAST_CAPABILITY[1]} on; leave the precision out"
+            f"{_LEAST_CAPABILITY[0]}.{_LEAST_CAPABILITY[1]} on; leave it out"
         )
 
 

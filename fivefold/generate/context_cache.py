@@ -46,10 +46,10 @@ class OwnedKeys(NamedTuple):
 class ContextCache(KvCache):
     """KV pages of one of cp ranks."""
 
-    def __init__(self, decoder: Decoder, blocks: int, mesh: Mesh) -> None:
+    def __init__(self, decoder: Decoder, blocks: int, mesh: Mesh, codes: bool = False) -> None:
         self.mesh, self.size, self.coord = mesh, mesh.size(RING), mesh.coord(RING)
         self.boundary = AxisBoundary(mesh, RING, False, dim=0)
-        super().__init__(decoder, -(-blocks // self.size))
+        super().__init__(decoder, -(-blocks // self.size), codes=codes)
         self.written, self.slots = torch.empty(0), torch.empty(0)  # of the tokens that it owns
         # By window and chunk.
         self._owned: dict[tuple[int | None, int | None], list[OwnedKeys]] = {}
@@ -89,11 +89,12 @@ class ContextCache(KvCache):
         chunks, key = self.step.chunks, (info.window, info.chunk)
         if key not in self._owned:
             self._owned[key] = [self._owned_keys(sequence_chunk, info) for sequence_chunk in chunks]
-        outputs: list[Tensor] = []
+        outputs, wide = list[Tensor](), torch.promote_types(q_THd.dtype, torch.float32)
         by_sequence = torch.split(q_THd, [len(sequence_chunk.tokens) for sequence_chunk in chunks])
         for q_nHd, chunk, owned in zip(by_sequence, chunks, self._owned[key], strict=True):
             positions_n = torch.arange(chunk.start, chunk.stop, device=q_nHd.device)
-            k_LKd, v_LKv = (tensor[: len(owned.positions_L)] for tensor in pages.read(owned.pages))
+            read = pages.read(owned.pages, wide)
+            k_LKd, v_LKv = (tensor[: len(owned.positions_L)] for tensor in read)
             hidden_nL = hidden_pairs(positions_n, owned.positions_L, info)
             outputs.append(attend_part(q_nHd, k_LKd, v_LKv, hidden_nL, info))
         parts_CMHw = self._to_their_ranks(torch.cat(outputs))

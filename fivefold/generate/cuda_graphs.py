@@ -93,19 +93,19 @@ def attend_on_gpu(
         return attend_pages(q_THd, pages, step, info)
     mask = LayerMask.of(info.window, info.chunk, info.cap, info.sinks)
     out_THv = q_THd.new_empty((*q_THd.shape[:2], pages.values.shape[3]))
-    layer_pages, singles = (pages.keys, pages.values), step.num_singles
+    singles = step.num_singles
     if singles < len(step.chunks):
         long = _long_prompts(step, q_THd, mask)
         tiles = _prompt_tiles(step, q_THd, pages, long)
         if tiles is not None:
-            attend_prompts(q_THd, layer_pages, step.sequences, tiles, mask, out_THv)
+            attend_prompts(q_THd, pages, step.sequences, tiles, mask, out_THv)
         for index in long:
             start, tokens = step.first_tokens[index], len(step.chunks[index].tokens)
             q_nHd, table = q_THd[start : start + tokens], step.tables_SB[index]
             out_THv[start : start + tokens] = attend_prompt(q_nHd, pages, table)
     if singles:
         parts = _decode_parts(step, mask)
-        attend_decode(q_THd, layer_pages, step.sequences, parts, mask, out_THv)
+        attend_decode(q_THd, pages, step.sequences, parts, mask, out_THv)
     return out_THv
 
 
@@ -159,7 +159,7 @@ def attend_prompt(q_nHd: Tensor, pages: LayerPages, table: Tensor) -> Tensor:
     """Attention of a prompt from its first token on, at a padded length: causal masks hide the
     padding."""
     length = attended_length(len(q_nHd))
-    k_LKd, v_LKv = pages.read(table[: length // BLOCK])
+    k_LKd, v_LKv = pages.read(table[: length // BLOCK], q_nHd.dtype)
     for page_rows in (k_LKd, v_LKv):  # 0 times what an earlier sequence left here could be NaN
         page_rows[len(q_nHd) :].zero_()
     q_LHd = F.pad(q_nHd, (0, 0, 0, 0, 0, length - len(q_nHd)))
@@ -277,10 +277,11 @@ class GraphedForward(DecoderForward):
         adapters: TokenRanks | None = None,
         experts: ExpertGroup | None = None,
         linears: bool = True,
+        kv_codes: bool = False,
     ) -> None:
         """`experts`: the ranks that have those of a layer; `linears`: whether this rank has them as
-        they were made, and not their shards."""
-        make_cache = partial(KvCache, kernel=attend_on_gpu)
+        they were made, and not their shards; `kv_codes`: keys and values in fp8."""
+        make_cache = partial(KvCache, kernel=attend_on_gpu, codes=kv_codes)
         super().__init__(decoder, blocks, make_cache, ends, routes, drawn, adapters)
         if linears:
             multiply_few_tokens(decoder)
@@ -317,14 +318,14 @@ class GraphedForward(DecoderForward):
     @torch.inference_mode()
     def _attend_lengths(self, tokens: int) -> None:
         """Attend in one layer to prompts of all padded lengths, so that their kernels are made."""
-        pages = next(iter(self.cache.pages.values()))
-        if pages.keys.dtype == torch.float32:  # which no such kernel has
+        pages, dtype = next(iter(self.cache.pages.values())), self.decoder.dtype
+        if dtype == torch.float32:  # which no such kernel has
             return
         lengths = sorted({attended_length(count) for count in range(_LONG_PROMPT, tokens + 1)})
         if not lengths:
             return
         heads, width = self.decoder.shape.heads, pages.keys.shape[3]
-        q_THd = pages.keys.new_zeros((lengths[-1], heads, width))
+        q_THd = pages.keys.new_zeros((lengths[-1], heads, width), dtype=dtype)
         table = torch.full((blocks_of(lengths[-1]),), self.padding, device=self.device)
         for length in lengths:
             attend_prompt(q_THd[:length], pages, table)

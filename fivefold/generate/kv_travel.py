@@ -35,7 +35,7 @@ class KvPiece:
     layer: int
     heads: range  # of the model
     blocks: tuple[int, ...]  # in the order of the sequence, from 0
-    tensors: tuple[Tensor, ...]  # (n, P, h, d) each; of a latent there is one
+    tensors: tuple[Tensor, ...]  # (n, P, h, d) each, one of a latent; scales are (n, P, h)
 
 
 class RankPages:

@@ -33,7 +33,7 @@ from fivefold.core.model import BLOCK, Shape, refuse_mixer
 from fivefold.core.plan import Plan, PlanOptions, captures_decode, resolve
 from fivefold.generate.async_scheduling import DrawnTokens
 from fivefold.generate.cache import KvCache, token_bytes
-from fivefold.generate.coded_weights import CodedLinears
+from fivefold.generate.coded_weights import CodedLinears, require_codes
 from fivefold.generate.context_cache import ContextCache
 from fivefold.generate.drafts import DraftOptions
 from fivefold.generate.engine import (
@@ -71,10 +71,11 @@ ReadWeight = Callable[[Weight, torch.dtype], Tensor]
 """A full weight, or a buffer."""
 
 
-def blocks_within(decoder: Decoder, mesh: Mesh, num_bytes: float) -> int:
+def blocks_within(decoder: Decoder, mesh: Mesh, num_bytes: float, kv_codes: bool = False) -> int:
     """Number of blocks of a replica whose cache has so many bytes on a rank: equal on all ranks,
     limited by the largest stage."""
-    fewest = torch.tensor(int(num_bytes // (token_bytes(decoder) * BLOCK)), device=mesh.device)
+    of_block = token_bytes(decoder, kv_codes) * BLOCK
+    fewest = torch.tensor(int(num_bytes // of_block), device=mesh.device)
     if mesh.size(WORLD) > 1:
         mesh.all_reduce(fewest, WORLD, dist.ReduceOp.MIN).wait()
     return int(fewest) * mesh.layout.cp
@@ -166,13 +167,18 @@ def forward_of(
     routes: RouteStore | None = None,
     drawn: DrawnTokens | None = None,
     adapters: TokenRanks | None = None,
+    kv_codes: bool = False,
 ) -> DecoderForward:
-    """Forward for the device of a rank; captured as CUDA graphs where its layout allows it."""
+    """Forward for the device of a rank; captured as CUDA graphs where its layout allows it.
+    `kv_codes`: keys and values in fp8."""
     same = (ends, routes, drawn, adapters)
+    if kv_codes and mesh.device.type == "cuda":
+        require_codes(mesh.device, "kv=fp8")
     if mesh.size(RING) > 1:
-        return DecoderForward(model, blocks, partial(ContextCache, mesh=mesh), *same)
+        make_cache = partial(ContextCache, mesh=mesh, codes=kv_codes)
+        return DecoderForward(model, blocks, make_cache, *same)
     if mesh.device.type != "cuda":
-        return DecoderForward(model, blocks, KvCache, *same)
+        return DecoderForward(model, blocks, partial(KvCache, codes=kv_codes), *same)
     from fivefold.generate.cuda_graphs import (  # Triton is there with CUDA
         GraphedForward,
         attend_on_gpu,
@@ -180,8 +186,10 @@ def forward_of(
     from fivefold.generate.expert_steps import ExpertGroup
 
     if captures_decode(model.shape, mesh.layout) and _captures_collectives(mesh):
-        return GraphedForward(model, blocks, *same, ExpertGroup(mesh), mesh.layout.tp == 1)
-    return DecoderForward(model, blocks, partial(KvCache, kernel=attend_on_gpu), *same)
+        linears = mesh.layout.tp == 1
+        return GraphedForward(model, blocks, *same, ExpertGroup(mesh), linears, kv_codes)
+    make_cache = partial(KvCache, kernel=attend_on_gpu, codes=kv_codes)
+    return DecoderForward(model, blocks, make_cache, *same)
 
 
 def _captures_collectives(mesh: Mesh) -> bool:
@@ -253,10 +261,12 @@ class LayoutEngine(Engine):
         grammars: Grammars | None = None,
         adapter_ranks: Sequence[int] = (),
         drafts: DraftOptions | None = None,
+        kv_codes: bool = False,
     ) -> None:
         """`blocks` are those of one replica; the plan is one of `forward_plan`. With
         `batch_invariant`, mesh and stage were made so as well. With `adapter_ranks` the adapter of
-        the plan is several side by side, of which a request names one."""
+        the plan is several side by side, of which a request names one. `kv_codes`: keys and values
+        in fp8."""
         self.plan, self.mesh, self.stage = plan, mesh, stage
         self._refit: Refit | None = None
         self.ends = RankEnds(plan, mesh, stage.model.dtype)
@@ -270,7 +280,7 @@ class LayoutEngine(Engine):
         if runs_ahead and not records_routes and not batch_invariant:
             drawn = DrawnTokens(max(limits.sequences, limits.tokens), mesh.device)
         adapters = TokenRanks(adapter_ranks, mesh.device) if adapter_ranks else None
-        inner = forward_of(stage.model, blocks, mesh, self.ends, routes, drawn, adapters)
+        inner = forward_of(stage.model, blocks, mesh, self.ends, routes, drawn, adapters, kv_codes)
         self._decoder_forward = inner
         self.pages, forward = inner.cache.pages, cast("Forward", inner)
         if batch_invariant:

@@ -7,6 +7,10 @@ kernel merges the parts of a token in their order. Prompts have tiles of many to
 where the tiles are too few to fill a GPU. What a layer has of its own is in the same kernel:
 windows, chunks, capped scores, sinks, and values that are the first numbers of keys, as latents.
 
+Codes of fp8 are widened in registers, to float16 where queries have 16 bits: an H200 has an
+instruction for that, and none to bfloat16. Queries are divided by a power of two before, so that
+none is too large. The scale of a key multiplies its scores, that of a value its odds.
+
 Where tiles of keys begin depends on nothing but positions, and a tile of keys that a query does not
 see changes no bit of it. So a decoding sequence has the same result alone and beside others.
 
@@ -16,15 +20,20 @@ blocks of a table, d width of a head, v that of a value head, C parts.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from fivefold.core.layout import LARGEST, LEAST_MAXIMUM
 from fivefold.generate.pdl_kernel import begin_early, begins_early
+from fivefold.generate.skinny_kernel import widened
 from fivefold.generate.step_tensors import PART_KEYS, SequenceRows
+
+if TYPE_CHECKING:
+    from fivefold.generate.cache import LayerPages
 
 _PROMPT_KEYS = 1024  # of a part of few prompt tokens, at least
 _PROGRAMS = 512  # that fill a GPU
@@ -34,6 +43,7 @@ _LEAST_ROWS = 16  # of a matmul on tensor cores
 _LOWEST = tl.constexpr(-3.0e38)  # below every score, and finite: differences are no NaN
 _LOG2E = tl.constexpr(1.4426950408889634)  # exponents here are of 2
 _WINDOW, _CHUNK = 1, 2
+_MOST_CODE, _LEAST = tl.constexpr(LARGEST["e4m3"]), tl.constexpr(LEAST_MAXIMUM)
 
 
 class Tiling(NamedTuple):
@@ -114,6 +124,13 @@ def _first_key(position: tl.tensor, reach: int, KIND: tl.constexpr) -> tl.tensor
 
 
 @triton.jit
+def _power_of_two(x: tl.tensor) -> tl.tensor:
+    """The largest power of two that is not above a number; of zero a small one."""
+    bits = tl.maximum(x, 1e-36).to(tl.int32, bitcast=True)
+    return (bits & 0x7F800000).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def _scan_keys(
     queries: tl.tensor,
     queries_rest: tl.tensor,
@@ -124,14 +141,18 @@ def _scan_keys(
     firsts: tl.tensor,
     start: int,
     stop: int,
+    lowest: int,
     keys_ptr: tl.tensor,
     values_ptr: tl.tensor,
+    key_scales_ptr: tl.tensor,
+    value_scales_ptr: tl.tensor,
     table_ptr: tl.tensor,
     kv_head: int,
-    scale: float,
+    scale: tl.tensor,
     cap: float,
     MASKED: tl.constexpr,
     CAPPED: tl.constexpr,
+    CODES: tl.constexpr,
     LATENT: tl.constexpr,
     KV_HEADS: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -153,13 +174,23 @@ def _scan_keys(
         row = (block * PAGE + key % PAGE) * KV_HEADS + kv_head
         key_ptr = keys_ptr + row[:, None] * WIDTH
         is_column = is_key[:, None] & (column < WIDTH)[None, :]
-        k = tl.load(key_ptr + column[None, :], is_column, other=0.0)
+        k = widened(tl.load(key_ptr + column[None, :], is_column, other=0), queries.dtype, CODES)
         scores = tl.dot(queries, tl.trans(k), input_precision="ieee")
         if WIDTH > MAIN:
             is_rest = is_key[:, None] & (tail < WIDTH)[None, :]
-            k_rest = tl.load(key_ptr + tail[None, :], is_rest, other=0.0)
+            k_rest = tl.load(key_ptr + tail[None, :], is_rest, other=0)
+            k_rest = widened(k_rest, queries.dtype, CODES)
             scores += tl.dot(queries_rest, tl.trans(k_rest), input_precision="ieee")
-        scores *= scale
+        if CODES:
+            # Blocks of keys that nobody sees any more may be of other sequences.
+            at, seen_by_some = (block * KV_HEADS + kv_head) * PAGE + key % PAGE, key >= lowest
+            key_scale = tl.load(key_scales_ptr + at, is_key & seen_by_some, other=0.0)
+            value_scale = key_scale
+            if not LATENT:
+                value_scale = tl.load(value_scales_ptr + at, is_key & seen_by_some, other=0.0)
+            scores *= scale[:, None] * key_scale[None, :]
+        else:
+            scores *= scale
         if CAPPED:
             scores = cap * (1.0 - 2.0 / (1.0 + tl.exp2(scores)))
         if MASKED:
@@ -177,9 +208,15 @@ def _scan_keys(
         else:
             is_value = is_key[:, None] & (value_column < VALUE)[None, :]
             value_ptr = values_ptr + row[:, None] * VALUE_ROW + value_column[None, :]
-            v = tl.load(value_ptr, is_value, other=0.0)
-        out = out * decay[:, None] + tl.dot(odds.to(v.dtype), v, input_precision="ieee")
+            v = widened(tl.load(value_ptr, is_value, other=0), queries.dtype, CODES)
         total, highest = total * decay + tl.sum(odds, 1), higher
+        if CODES:
+            unit = _power_of_two(tl.max(value_scale, 0))
+            odds *= (value_scale * (1.0 / unit))[None, :]  # below 2, as odds are
+            part = tl.dot(odds.to(v.dtype), v, input_precision="ieee") * unit
+        else:
+            part = tl.dot(odds.to(v.dtype), v, input_precision="ieee")
+        out = out * decay[:, None] + part
     return out, highest, total
 
 
@@ -224,6 +261,24 @@ def _queries(
 
 
 @triton.jit
+def _narrowed(
+    queries: tl.tensor,
+    queries_rest: tl.tensor,
+    scale: float,
+    WIDTH: tl.constexpr,
+    MAIN: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """Queries below 2 in the type that codes are widened to, and the factors of their scores."""
+    queries, queries_rest = queries.to(tl.float32), queries_rest.to(tl.float32)
+    largest = tl.max(tl.abs(queries), 1)
+    if WIDTH > MAIN:
+        largest = tl.maximum(largest, tl.max(tl.abs(queries_rest), 1))
+    unit = _power_of_two(largest)
+    factor = (1.0 / unit)[:, None]
+    return queries * factor, queries_rest * factor, scale * unit
+
+
+@triton.jit
 def _with_sink(
     out: tl.tensor, highest: tl.tensor, total: tl.tensor, sink: tl.tensor
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
@@ -238,6 +293,8 @@ def _attend(
     q_ptr: tl.tensor,
     keys_ptr: tl.tensor,
     values_ptr: tl.tensor,
+    key_scales_ptr: tl.tensor,
+    value_scales_ptr: tl.tensor,
     tables_ptr: tl.tensor,
     rows_ptr: tl.tensor,
     starts_ptr: tl.tensor,
@@ -260,6 +317,8 @@ def _attend(
     KIND: tl.constexpr,
     CAPPED: tl.constexpr,
     SINKS: tl.constexpr,
+    CODES: tl.constexpr,
+    OPERAND: tl.constexpr,
     LATENT: tl.constexpr,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -300,6 +359,9 @@ def _attend(
     key, stop = tl.maximum(part * span, lowest // TILE * TILE), tl.minimum((part + 1) * span, last)
     query_ptr = q_ptr + (start + tokens).to(tl.int64) * q_row + head * q_head
     queries, queries_rest = _queries(query_ptr, is_row, WIDTH, MAIN, REST)
+    if CODES:
+        queries, queries_rest, scale = _narrowed(queries, queries_rest, scale, WIDTH, MAIN)
+        queries, queries_rest = queries.to(OPERAND), queries_rest.to(OPERAND)
     highest, total = tl.full((ROWS,), _LOWEST, tl.float32), tl.zeros((ROWS,), tl.float32)
     out = tl.zeros((ROWS, VALUE_BLOCK), tl.float32)
     table_ptr = tables_ptr + tl.load(rows_ptr + sequence).to(tl.int64) * table_row
@@ -308,13 +370,15 @@ def _attend(
         full = (length - num_tokens + token.to(tl.int32) + 1) // TILE * TILE
         unmasked = tl.maximum(key, tl.minimum(stop, full))
         out, highest, total = _scan_keys(
-            queries, queries_rest, out, highest, total, positions, firsts, key, unmasked,
-            keys_ptr, values_ptr, table_ptr, kv_head, scale, cap, False, CAPPED, LATENT,
+            queries, queries_rest, out, highest, total, positions, firsts, key, unmasked, lowest,
+            keys_ptr, values_ptr, key_scales_ptr, value_scales_ptr, table_ptr, kv_head, scale, cap,
+            False, CAPPED, CODES, LATENT,
             KV_HEADS, WIDTH, MAIN, REST, VALUE, VALUE_BLOCK, VALUE_ROW, PAGE, TILE,
         )  # fmt: skip
     out, highest, total = _scan_keys(
-        queries, queries_rest, out, highest, total, positions, firsts, unmasked, stop,
-        keys_ptr, values_ptr, table_ptr, kv_head, scale, cap, True, CAPPED, LATENT,
+        queries, queries_rest, out, highest, total, positions, firsts, unmasked, stop, lowest,
+        keys_ptr, values_ptr, key_scales_ptr, value_scales_ptr, table_ptr, kv_head, scale, cap,
+        True, CAPPED, CODES, LATENT,
         KV_HEADS, WIDTH, MAIN, REST, VALUE, VALUE_BLOCK, VALUE_ROW, PAGE, TILE,
     )  # fmt: skip
     if DIRECT:
@@ -403,11 +467,30 @@ def _cut_keys(
 
 
 @triton.jit
+def _store_head(
+    x: tl.tensor,
+    pages_ptr: tl.tensor,
+    scale_ptr: tl.tensor,
+    is_column: tl.tensor,
+    CODES: tl.constexpr,
+) -> None:
+    """Store a head of a token, as codes and a scale with the bits of `round_rows`."""
+    if CODES:
+        x = x.to(tl.float32)
+        scale = tl.div_rn(tl.maximum(tl.max(tl.abs(x), 0), _LEAST), _MOST_CODE)
+        tl.store(scale_ptr, scale)
+        x = (x * tl.div_rn(1.0, scale)).to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+    tl.store(pages_ptr, x, is_column)
+
+
+@triton.jit
 def _write_pages(
     k_ptr: tl.tensor,
     v_ptr: tl.tensor,
     keys_ptr: tl.tensor,
     values_ptr: tl.tensor,
+    key_scales_ptr: tl.tensor,
+    value_scales_ptr: tl.tensor,
     slots_ptr: tl.tensor,
     k_row: int,
     k_head: int,
@@ -419,29 +502,43 @@ def _write_pages(
     VALUE: tl.constexpr,
     VALUE_BLOCK: tl.constexpr,
     VALUE_ROW: tl.constexpr,
+    PAGE: tl.constexpr,
+    CODES: tl.constexpr,
+    LATENT: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
     begin_early(EARLY)
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    row = tl.load(slots_ptr + token).to(tl.int64) * KV_HEADS + head
+    slot = tl.load(slots_ptr + token).to(tl.int64)
+    row, at = slot * KV_HEADS + head, (slot // PAGE * KV_HEADS + head) * PAGE + slot % PAGE
     column, value_column = tl.arange(0, WIDTH_BLOCK), tl.arange(0, VALUE_BLOCK)
-    k = tl.load(k_ptr + token * k_row + head * k_head + column, column < WIDTH)
-    tl.store(keys_ptr + row * WIDTH + column, k, column < WIDTH)
-    v = tl.load(v_ptr + token * v_row + head * v_head + value_column, value_column < VALUE)
-    tl.store(values_ptr + row * VALUE_ROW + value_column, v, value_column < VALUE)
+    is_column, is_value = column < WIDTH, value_column < VALUE
+    k = tl.load(k_ptr + token * k_row + head * k_head + column, is_column, other=0.0)
+    _store_head(k, keys_ptr + row * WIDTH + column, key_scales_ptr + at, is_column, CODES)
+    if not LATENT:
+        v = tl.load(v_ptr + token * v_row + head * v_head + value_column, is_value, other=0.0)
+        value_ptr = values_ptr + row * VALUE_ROW + value_column
+        _store_head(v, value_ptr, value_scales_ptr + at, is_value, CODES)
 
 
-def write_pages(
-    keys_NPKd: Tensor, values_NPKv: Tensor, slots_T: Tensor, k_TKd: Tensor, v_TKv: Tensor
-) -> None:
+def _scales(pages: LayerPages) -> tuple[Tensor, Tensor]:
+    """Scales of keys and values, or something that nobody reads."""
+    if pages.key_scales is None or pages.value_scales is None:
+        return pages.keys, pages.values
+    assert pages.key_scales.transpose(1, 2).is_contiguous()
+    return pages.key_scales, pages.value_scales
+
+
+def write_pages(pages: LayerPages, slots_T: Tensor, k_TKd: Tensor, v_TKv: Tensor) -> None:
     """Write keys and values of tokens to their slots."""
     (_, heads, width), value = k_TKd.shape, v_TKv.shape[2]
     assert k_TKd.stride(2) == v_TKv.stride(2) == 1
     _write_pages[(len(slots_T), heads)](
         k_TKd,
         v_TKv,
-        keys_NPKd,
-        values_NPKv,
+        pages.keys,
+        pages.values,
+        *_scales(pages),
         slots_T,
         *k_TKd.stride()[:2],
         *v_TKv.stride()[:2],
@@ -450,7 +547,10 @@ def write_pages(
         WIDTH_BLOCK=triton.next_power_of_2(width),
         VALUE=value,
         VALUE_BLOCK=triton.next_power_of_2(value),
-        VALUE_ROW=values_NPKv.stride(2),
+        VALUE_ROW=pages.values.stride(2),
+        PAGE=pages.keys.shape[1],
+        CODES=pages.key_scales is not None,
+        LATENT=pages.is_latent,
         num_warps=1,
         **begins_early(k_TKd),
     )
@@ -477,7 +577,7 @@ def cut_keys(lengths_S: Tensor, capacity: int, mask: LayerMask) -> DecodeParts:
 
 def attend_decode(
     q_THd: Tensor,
-    pages: tuple[Tensor, Tensor],
+    pages: LayerPages,
     step: SequenceRows,
     parts: DecodeParts,
     mask: LayerMask,
@@ -493,7 +593,7 @@ def attend_decode(
 
 def attend_prompts(
     q_THd: Tensor,
-    pages: tuple[Tensor, Tensor],
+    pages: LayerPages,
     step: SequenceRows,
     tiles: PromptTiles,
     mask: LayerMask,
@@ -502,7 +602,7 @@ def attend_prompts(
     """Attention of tiles of tokens. Other tokens after the first one of a tile get no number that
     means anything."""
     items, tokens = (tiles.sequences, tiles.tokens), len(q_THd)
-    programs = tiles.count * pages[0].shape[2]
+    programs = tiles.count * pages.keys.shape[2]
     parts = min(triton.cdiv(_PROGRAMS, programs), tiles.most_keys // _PROMPT_KEYS)
     if parts <= 1:
         grid, outputs = (tiles.count, 1), (out_THv, out_THv)
@@ -526,7 +626,7 @@ def _part_outputs(q_THd: Tensor, items: int, out_THv: Tensor) -> tuple[Tensor, T
 
 def _launch(
     q_THd: Tensor,
-    pages: tuple[Tensor, Tensor],
+    pages: LayerPages,
     step: SequenceRows,
     items: tuple[Tensor, Tensor],
     grid: tuple[int, int],
@@ -536,14 +636,13 @@ def _launch(
     num_decoding: int | None,
 ) -> None:
     """Start the programs of decoding sequences, or of tiles of prompts."""
-    keys_NPKd, values_NPKv = pages
+    keys_NPKd, values_NPKv = pages.keys, pages.values
     (_, heads, width), (_, page, kv_heads, value) = q_THd.shape, values_NPKv.shape
     assert q_THd.stride(2) == 1 and keys_NPKd.is_contiguous()
     group, prompt = heads // kv_heads, num_decoding is None
     sizes, main = tiling(width, q_THd.element_size(), group, prompt), _main_width(width)
     group_heads = min(sizes.rows, triton.next_power_of_2(group)) if prompt else sizes.rows
     head_blocks = triton.cdiv(group, group_heads)
-    latent = values_NPKv.data_ptr() == keys_NPKd.data_ptr() and value == main
     scale, cap = width**-0.5 * _LOG2E.value, 0.0
     if mask.cap is not None:  # of tanh(x) = 1 - 2 / (1 + exp(2x))
         scale, cap = 2 * scale / mask.cap, mask.cap * _LOG2E.value
@@ -551,6 +650,7 @@ def _launch(
         q_THd,
         keys_NPKd,
         values_NPKv,
+        *_scales(pages),
         step.tables,
         step.rows,
         step.starts,
@@ -570,7 +670,9 @@ def _launch(
         KIND=mask.kind,
         CAPPED=mask.cap is not None,
         SINKS=mask.sinks_H is not None,
-        LATENT=latent,
+        CODES=pages.key_scales is not None,
+        OPERAND=tl.float32 if q_THd.element_size() == 4 else tl.float16,
+        LATENT=pages.is_latent and value == main,
         KV_HEADS=kv_heads,
         GROUP=group,
         HEADS=group_heads,

@@ -74,6 +74,7 @@ class ModelOptions:
     batch_invariant: bool = False
     precision: str | None = None  # fp8: weights of linears and experts as codes
     drafts: DraftOptions | None = None
+    kv: str | None = None  # fp8: keys and values as codes
 
 
 @dataclass(frozen=True)
@@ -108,6 +109,7 @@ class ModelSetup:
             self.options.precision == "fp8",
             tuple(adapter.tuning.rank for adapter in self.model.adapters),
             self.options.drafts,
+            self.options.kv == "fp8",
         )
 
 

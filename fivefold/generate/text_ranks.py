@@ -57,6 +57,7 @@ class TextTask:
     codes: bool = False  # as in `generate/coded_weights.py`
     adapter_ranks: tuple[int, ...] = ()  # of adapters side by side, as in `generate/adapters.py`
     drafts: DraftOptions | None = None
+    kv_codes: bool = False  # keys and values in fp8
 
 
 @dataclass(frozen=True)
@@ -148,7 +149,7 @@ def engine_of_rank(
     if cache_bytes is None:
         torch.cuda.empty_cache()  # weights were wide while they were rounded
         cache_bytes = _FREE_SHARE * torch.cuda.mem_get_info(device)[0]
-    blocks = min(blocks_within(stage.model, mesh, cache_bytes), most_blocks)
+    blocks = min(blocks_within(stage.model, mesh, cache_bytes, task.kv_codes), most_blocks)
     routes = task.records_routes
     limits = limits or ScheduleLimits.of(device.type)
     return LayoutEngine(
@@ -158,6 +159,7 @@ def engine_of_rank(
         grammars=Grammars(task.codec, plan.shape.vocab),
         adapter_ranks=task.adapter_ranks,
         drafts=task.drafts,
+        kv_codes=task.kv_codes,
     )
 
 

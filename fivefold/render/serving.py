@@ -239,8 +239,11 @@ def notes(request: ServingRequest) -> Iterator[str]:
         "decode is calibrated with fivefold's own engine on one H200 (presets/serving.toml); other "
         "engines may read weights faster: docs/serving-plans.md has published figures beside plans"
     )
-    if request.precision not in ("bf16", "fp16", "fp32") or request.cache_itemsize == 1:
-        yield "fp8 and narrower weights or caches are for plans: fivefold's engine has neither"
+    if request.precision not in ("bf16", "fp16", "fp32"):
+        yield (
+            "weights in fp8 and narrower are planned as engines that multiply in them reach them: "
+            "fivefold's own widens fp8, and has nothing narrower"
+        )
     if request.rate is not None or request.concurrency is not None:
         yield (
             "under load: continuous batching of one replica, simulated with a fixed seed "

@@ -11,6 +11,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from fp8_alone import rounded
 from small import DEEPSEEK, GPT, LLAMA, MOE
 from torch import Tensor
 
@@ -44,21 +45,6 @@ SHAPES = {
     "sinks": replace(LLAMA, score_cap=0.3, sinks=True, window=7),
 }
 CPU = torch.device("cpu")
-
-
-def rounded(full: Tensor) -> Tensor:
-    """To fp8 and back with a scale for each row, as `docs/fp8.md` defines it: by a table of all
-    numbers of the format, and none of the functions of the engine."""
-    numbers = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).double()
-    maximum = full.abs().amax(-1, keepdim=True).float().clamp(min=2.0**-100)
-    scale = maximum / torch.full_like(maximum, 448.0)
-    factor = torch.ones_like(scale) / scale
-    scaled = (full.double() * factor.double()).float().double()
-    above = torch.searchsorted(numbers, scaled.abs()).clamp(1, len(numbers) - 1)
-    low, high = numbers[above - 1], numbers[above]
-    down, up = scaled.abs() - low, high - scaled.abs()
-    takes_low = (down < up) | ((down == up) & (above % 2 == 1))  # of equals the even code
-    return torch.where(takes_low, low, high) * scaled.sign() * scale.double()
 
 
 def stage_for(shape: Shape, dtype: torch.dtype, codes: bool, same: bool = False) -> Any:

@@ -18,3 +18,4 @@ def test_engine_and_plan_count_alike(model: str) -> None:
     shape = replace(models.load(model), layers=2)
     decoder = from_config(shape, dtype=torch.bfloat16, device="meta")
     assert token_bytes(decoder) == kv_pages.token_bytes(shape, shape.layers, 1, 2)
+    assert token_bytes(decoder, codes=True) == kv_pages.token_bytes(shape, shape.layers, 1, 1)

@@ -46,27 +46,30 @@ def full_cache(plan: Plan) -> dict[int, tuple[torch.Tensor, ...]]:
 class FakeRank:
     """A rank with pages and without a model."""
 
-    def __init__(self, plan: Plan, rank: int) -> None:
+    def __init__(self, plan: Plan, rank: int, codes: bool = False) -> None:
         self.plan, self.mesh = plan, SimpleNamespace(rank=rank)
         self.cp, self.coord = plan.layout.cp, plan.layout.coord(rank)
         share, mla = kv_share(plan, rank), plan.shape.mla
         sizes = page_sizes(len(share.heads), plan.shape.head_dim, mla)
         self.pages: dict[int, LayerPages] = {}
         for layer in share.layers:
-            found = [torch.zeros((NUM_BLOCKS // self.cp, BLOCK, *size)) for size in sizes]
+            blocks, dtype = NUM_BLOCKS // self.cp, torch.uint8 if codes else torch.float32
+            found = [torch.zeros((blocks, BLOCK, *size), dtype=dtype) for size in sizes]
+            scales = [torch.zeros(blocks, heads, BLOCK).transpose(1, 2) for heads, _ in sizes]
             values = found[0][..., : mla.kv_rank] if mla else found[1]
-            self.pages[layer] = LayerPages(found[0], values)
+            of_pages = (scales[0], scales[-1]) if codes else ()
+            self.pages[layer] = LayerPages(found[0], values, *of_pages)
         self.heads = slice(share.heads.start, share.heads.stop)
 
     def fill(
         self, full: dict[int, tuple[torch.Tensor, ...]], table: list[int], first: int = 0
     ) -> None:
         for layer, pages in self.pages.items():
-            tensors = (pages.keys,) if self.plan.shape.mla else (pages.keys, pages.values)
-            for mine, all_heads in zip(tensors, full[layer], strict=True):
-                for index, block in list(enumerate(table))[first:]:
-                    if block % self.cp == self.coord.cp:
-                        mine[block // self.cp] = all_heads[index][:, self.heads]
+            for index, block in list(enumerate(table))[first:]:
+                if block % self.cp == self.coord.cp:
+                    slots = block // self.cp * BLOCK + torch.arange(BLOCK)
+                    of_block = [all_heads[index][:, self.heads] for all_heads in full[layer]]
+                    pages.write(slots, of_block[0], of_block[-1])
 
     def rank_pages(self) -> RankPages:
         return RankPages(cast(Any, self))
@@ -77,25 +80,28 @@ def sequence_of(table: list[int], computed: int) -> SequenceState:
     return SequenceState(request, 0, PROMPT + 4, computed=computed, table=table)
 
 
+@pytest.mark.parametrize("codes", [False, True], ids=["", "fp8"])
 @pytest.mark.parametrize("model", ["tiny", "deepseek-v3"])
 @pytest.mark.parametrize("after", LAYOUTS)
 @pytest.mark.parametrize("before", LAYOUTS)
-@pytest.mark.sample(12)
-def test_what_arrives_is_what_the_target_would_have(model: str, before: str, after: str) -> None:
+@pytest.mark.sample(20)
+def test_what_arrives_is_what_the_target_would_have(
+    model: str, before: str, after: str, codes: bool
+) -> None:
     source, target = plan_of(model, before), plan_of(model, after)
     full, here, there = full_cache(source), [3, 8, 5], [7, 1, 4]
     home = target.layout.dp - 1
     routes, sent = kv_routes(source, target, 0, home), dict[int, list[KvPiece]]()
     for rank in range(source.layout.world):
-        one = FakeRank(source, rank)
+        one = FakeRank(source, rank, codes)
         if one.coord.dp == 0:
             one.fill(full, here)
             for route, piece in one.rank_pages().pieces(sequence_of(here, PROMPT), routes):
                 sent.setdefault(route.target, []).append(piece)
-    num_bytes = sum(t.numel() * 4 for each in sent.values() for p in each for t in p.tensors)
-    assert num_bytes == moved_bytes(target, blocks_of(PROMPT) * BLOCK, 4)
+    num_bytes = sum(t.nbytes for each in sent.values() for p in each for t in p.tensors)
+    assert num_bytes == moved_bytes(target, blocks_of(PROMPT) * BLOCK, 1 if codes else 4)
     for rank in range(target.layout.world):
-        one, expected = FakeRank(target, rank), FakeRank(target, rank)
+        one, expected = (FakeRank(target, rank, codes) for _ in range(2))
         if one.coord.dp != home:
             assert rank not in sent
             continue
@@ -103,8 +109,8 @@ def test_what_arrives_is_what_the_target_would_have(model: str, before: str, aft
         # Its first block is shared with another sequence, and is not written.
         one.rank_pages().put(sequence_of(there, BLOCK), sent[rank])
         for layer, pages in one.pages.items():
-            torch.testing.assert_close(pages.keys, expected.pages[layer].keys, rtol=0, atol=0)
-            torch.testing.assert_close(pages.values, expected.pages[layer].values, rtol=0, atol=0)
+            for arrived, right in zip(pages.stored, expected.pages[layer].stored, strict=True):
+                torch.testing.assert_close(arrived, right, rtol=0, atol=0)
 
 
 def wait_until(true: Callable[[], bool]) -> None:

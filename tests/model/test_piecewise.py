@@ -312,7 +312,7 @@ def test_what_an_earlier_sequence_left_is_not_attended_to(on_gpu: ModuleType) ->
     for left in (keys, values):
         left[2, 4:] = float("nan")
     pages, table = LayerPages(keys, values), torch.tensor([3] + [2] * 7)
-    k_LKd, v_LKv = (each[:20] for each in pages.read(table[:2]))
+    k_LKd, v_LKv = (each[:20] for each in pages.read(table[:2], queries.dtype))
     info = AttentionInfo(torch.arange(20)[None], None, None)
     expected = attend_sequence(queries, k_LKd, v_LKv, info, 0)
     found = on_gpu.attend_prompt(queries, pages, table)

@@ -1,5 +1,5 @@
 """Codes in fp8 over ranks: tokens of a layout are those of one rank, and every rank has its part of
-the same codes and scales."""
+the same codes and scales; of weights, and of keys and values."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from torch import Tensor
 
 from fivefold.commands.verify import runnable
 from fivefold.core.layout import local_shape, origin_of
+from fivefold.core.model import BLOCK
 from fivefold.core.plan.plan import Plan, PlanOptions
+from fivefold.generate import cache
 from fivefold.generate.layout import LayoutEngine, forward_plan, mesh_of, stage_of
 from fivefold.generate.requests import Completion, Request
 from fivefold.generate.scheduler import ScheduleLimits
@@ -28,6 +30,10 @@ CASES = (
     *(("tiny-moe", layout) for layout in ("tp=2 ep=2", "dp=2 ep=2", "tp=2 etp=2", "pp=2")),
     *((model, "tp=2") for model in ("deepseek-v3", "gpt2")),
 )
+WITH_KEYS = (
+    *(("tiny", layout) for layout in ("tp=2", "tp=2 pp=2", "cp=2")),
+    *(("tiny-moe", "tp=2 ep=2"), ("deepseek-v3", "tp=2"), ("deepseek-v3", "cp=2")),
+)
 
 
 @dataclass(frozen=True)
@@ -41,6 +47,18 @@ class Coded:
 def plan_for(model: str, layout: str) -> Plan:
     changes = {"layers": "2", "max_seq": "160"} if model.startswith("tiny") else {}
     return forward_plan(runnable(PlanOptions(model, layout=layout, set=changes), trains=False))
+
+
+def scale_of_all_heads() -> AbstractContextManager[object]:
+    """The heads of a token share a scale, and a rank knows its own heads alone."""
+
+    def write(pages: Tensor, scales: Tensor, slots_T: Tensor, x_TKd: Tensor) -> None:
+        rows = composition.round_rows([x_TKd.flatten(1)], None)
+        scales[slots_T // BLOCK, slots_T % BLOCK] = rows.scale[:, None]
+        codes = rows.codes.view(torch.uint8).view(x_TKd.shape)
+        pages.flatten(0, 1).index_copy_(0, slots_T, codes)
+
+    return patch.object(cache, "_write", write)
 
 
 def scale_of_shard() -> AbstractContextManager[object]:
@@ -62,17 +80,21 @@ def scale_of_shard() -> AbstractContextManager[object]:
     return patch.object(ForwardStage, "fill", torch.no_grad()(fill))
 
 
-FAULTS = {"": nullcontext, "scales of shards": scale_of_shard}
+FAULTS = {
+    "": nullcontext,
+    "scales of shards": scale_of_shard,
+    "scales of all heads": scale_of_all_heads,
+}
 
 
-def rank_of(worker: Worker, plan: Plan, fault: str = "") -> Coded:
+def rank_of(worker: Worker, plan: Plan, fault: str = "", kv_codes: bool = False) -> Coded:
     rank = forked_device("cpu", "gloo", worker.rank, plan.layout.world)
     with worker.joined(plan.layout.world, rank), FAULTS[fault]():
         trial = GeneratedTrial(plan.shape, "float64", 0)
         mesh = mesh_of(plan, rank.device, False)
-        stage = stage_of(plan, mesh, torch.float64, False, codes=True)
+        stage = stage_of(plan, mesh, torch.float64, False, codes=not kv_codes)
         stage.fill(lambda weight, dtype: full(trial, weight.name))
-        engine = LayoutEngine(plan, mesh, stage, 40, ScheduleLimits(48))
+        engine = LayoutEngine(plan, mesh, stage, 40, ScheduleLimits(48), kv_codes=kv_codes)
         dice = torch.Generator().manual_seed(5)
         prompts = [torch.randint(plan.shape.vocab, (size,), generator=dice) for size in (9, 60, 3)]
         requests = [Request(f"{i}", tuple(map(int, row)), 8) for i, row in enumerate(prompts)]
@@ -116,10 +138,12 @@ def differences(alone: Coded, ranks: list[Coded]) -> list[str]:
     return wrong
 
 
-def run(pool: Pool, model: str, layout: str, fault: str = "") -> list[str]:
-    (alone,) = pool.run_each([(rank_of, (plan_for(model, "dp=1"),))])
+def run(pool: Pool, model: str, layout: str, fault: str = "", kv_codes: bool = False) -> list[str]:
+    (alone,) = pool.run_each(
+        [(rank_of, (plan_for(model, "dp=1"), fault if kv_codes else "", kv_codes))]
+    )
     plan = plan_for(model, layout)
-    ranks = pool.run_each([(rank_of, (plan, fault))] * plan.layout.world)
+    ranks = pool.run_each([(rank_of, (plan, fault, kv_codes))] * plan.layout.world)
     return differences(alone, ranks)
 
 
@@ -133,3 +157,17 @@ def test_a_layout_draws_from_codes_what_one_rank_does(pool: Pool, model: str, la
 @pytest.mark.parametrize(("model", "layout"), [("tiny", "tp=2"), ("tiny-moe", "tp=2 etp=2")])
 def test_scales_of_shards_are_seen(pool: Pool, model: str, layout: str) -> None:
     assert run(pool, model, layout, "scales of shards")
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize(("model", "layout"), WITH_KEYS)
+def test_a_layout_draws_from_coded_keys_what_one_rank_does(
+    pool: Pool, model: str, layout: str
+) -> None:
+    assert not run(pool, model, layout, kv_codes=True)
+
+
+@pytest.mark.sample(1)
+def test_scales_of_all_heads_are_seen(pool: Pool) -> None:
+    """One scale for the heads of a token would depend on which of them a rank has."""
+    assert run(pool, "tiny", "tp=2", "scales of all heads", kv_codes=True)

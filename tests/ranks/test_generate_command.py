@@ -358,3 +358,18 @@ def test_weights_in_fp8_from_the_command_line(folder: Path, tmp_path: Path) -> N
     assert over_ranks["logprobs"] == pytest.approx(coded["logprobs"], rel=0, abs=1e-5)
     refused = in_fork([*words, "--precision", "int8"], tmp_path)
     assert refused.returncode == 2 and "choose from bf16, fp8" in refused.stderr
+
+
+@pytest.mark.sample(1)
+def test_keys_in_fp8_from_the_command_line(folder: Path, tmp_path: Path) -> None:
+    words = ["generate", str(folder), "--prompt", "w5 w6 w7", "--max-tokens", "6", "--json"]
+    words += ["--dtype", "float64"]
+    plain = json.loads(in_fork([*words, "--set", "kv=bf16"], tmp_path).stdout)
+    coded = json.loads(in_fork([*words, "--set", "kv=fp8"], tmp_path).stdout)
+    moved = max(map(abs, map(float.__sub__, coded["logprobs"], plain["logprobs"])))
+    assert 1e-4 < moved < 1.0
+    split = json.loads(in_fork([*words, "--set", "kv=fp8", "--layout", "tp=2"], tmp_path).stdout)
+    assert split["tokens"] == coded["tokens"]
+    assert split["logprobs"] == pytest.approx(coded["logprobs"], rel=0, abs=1e-10)
+    refused = in_fork([*words, "--set", "kv=int8"], tmp_path)
+    assert refused.returncode == 2 and "choose from bf16, fp8" in refused.stderr

@@ -76,6 +76,18 @@ def test_answers_are_those_of_one_engine(
         assert running.stop() == 0
 
 
+@pytest.mark.sample(1)
+def test_keys_in_fp8_travel_with_their_scales(folder: Path, tmp_path: Path) -> None:
+    asked, coded = bodies(10), (*SMALL, "--set", "kv=fp8")
+    with serving(folder, tmp_path / "one.txt", *coded) as running:
+        expected = asyncio.run(alone(running.port, asked))
+        replies = asyncio.run(under_load(running.port, asked, 40, cut=0.3))
+        assert all(reply is None or reply.texts == expected[which] for which, reply in replies)
+    with serving(folder, tmp_path / "log.txt", *coded, "--prefill", "tp=2") as running:
+        assert asyncio.run(alone(running.port, asked)) == expected
+        assert running.number("fivefold_moved_bytes_total") > 0 and running.settles()
+
+
 def wait_for(running: RunningServer, name: str, value: float) -> None:
     for _ in range(400):
         if running.number(name) == value:

@@ -7,11 +7,11 @@ from fivefold.core.model.balance import Keep as Keep
 from fivefold.core.model.hf_config import known_keys as known_keys
 from fivefold.core.model.hf_config import shape_from_config as shape_from_config
 from fivefold.core.model.kv_pages import BLOCK as BLOCK
+from fivefold.core.model.kv_pages import KV_FORMATS as KV_FORMATS
 from fivefold.core.model.kv_pages import STEP_TOKENS as STEP_TOKENS
 from fivefold.core.model.kv_pages import blocks_of as blocks_of
 from fivefold.core.model.kv_pages import even_context as even_context
 from fivefold.core.model.kv_pages import kept_tokens as kept_tokens
-from fivefold.core.model.kv_pages import layer_numbers as layer_numbers
 from fivefold.core.model.kv_pages import rank_kv_heads as rank_kv_heads
 from fivefold.core.model.kv_pages import token_bytes as token_bytes
 from fivefold.core.model.mixers import GATED_DELTA as GATED_DELTA

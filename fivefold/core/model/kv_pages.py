@@ -2,7 +2,8 @@
 
 A token has a key and a value of every KV head in every layer. Tensor parallelism splits the heads;
 KV heads fewer than its ranks are replicated, so a rank has one at least. Latent attention keeps the
-latent and the rotated key of all heads instead, and every rank of tp has all of it.
+latent and the rotated key of all heads instead, and every rank of tp has all of it. Numbers of one
+byte are codes of fp8 (e4m3): each head of a key and of a value has a float32 scale beside them.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from functools import cache
 
 from fivefold.core.model.shape import Mla, Shape, forward_flops
 
+KV_FORMATS = {"bf16": 2, "fp8": 1}  # of the cache, and the bytes of a number
+_SCALE_BYTES = 4
 BLOCK = 16  # tokens: a sequence takes whole blocks of the cache
 STEP_TOKENS = 8192  # budget of a step on a GPU: decode and chunks of prompts
 # Of the speed of matmuls, at chunks of prompts on an H200: 8 layers of 8B take 28 ms for 8,192
@@ -31,9 +34,10 @@ def page_sizes(kv_heads: int, head_dim: int, mla: Mla | None) -> tuple[tuple[int
     return ((1, mla.kv_rank + mla.rope_dim),)
 
 
-def layer_numbers(kv_heads: int, head_dim: int, mla: Mla | None) -> int:
-    """Numbers in the cache for a token in one layer."""
-    return sum(heads * width for heads, width in page_sizes(kv_heads, head_dim, mla))
+def layer_bytes(sizes: tuple[tuple[int, int], ...], itemsize: int) -> int:
+    """Bytes of the cache for a token in one layer that has pages of these sizes."""
+    scale = _SCALE_BYTES if itemsize == 1 else 0
+    return sum(heads * (width * itemsize + scale) for heads, width in sizes)
 
 
 def rank_kv_heads(shape: Shape, tp: int) -> int:
@@ -43,8 +47,8 @@ def rank_kv_heads(shape: Shape, tp: int) -> int:
 
 def token_bytes(shape: Shape, layers: int, tp: int, itemsize: int) -> int:
     """Bytes of the cache for one token in so many layers, on one rank of tp."""
-    numbers = layer_numbers(rank_kv_heads(shape, tp), shape.head_dim, shape.mla)
-    return layers * numbers * itemsize
+    sizes = page_sizes(rank_kv_heads(shape, tp), shape.head_dim, shape.mla)
+    return layers * layer_bytes(sizes, itemsize)
 
 
 def kept_tokens(length: int, window: int | None, chunk: int) -> int:

@@ -22,7 +22,7 @@ import numpy as np
 
 from fivefold.core import PRESETS, Machine, matmul_bytes, tables
 from fivefold.core.layout import Layout, cut_stages
-from fivefold.core.model import Moe, Shape, layer_kinds, layer_numbers, rank_kv_heads
+from fivefold.core.model import Moe, Shape, layer_kinds, token_bytes
 from fivefold.core.plan import captures_decode, few_token_experts
 from fivefold.cost import Array, LayoutGrid, schedule_index
 from fivefold.cost.hardware import BY_KERNELS, SoftwareStack
@@ -159,8 +159,7 @@ class DecodeTimer(LayerTimer):
         keys = context
         if shape.window is not None and not shape.is_global_layer(i):
             keys = min(context, float(shape.window))
-        numbers = layer_numbers(rank_kv_heads(shape, tp), shape.head_dim, shape.mla)
-        size = self.tokens * keys * numbers * self.cache_itemsize
+        size = self.tokens * keys * token_bytes(shape, 1, tp, self.cache_itemsize)
         read = size / (self.machine.memory_bandwidth * self.rates.decode.cache)
         dims = shape.head_dim + shape.value_dim
         if shape.mla is not None:  # in the space of latents

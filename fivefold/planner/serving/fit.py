@@ -19,6 +19,7 @@ from fivefold.core.layout import (
 )
 from fivefold.core.model import (
     BLOCK,
+    KV_FORMATS,
     STEP_TOKENS,
     Shape,
     blocks_of,
@@ -29,7 +30,6 @@ from fivefold.core.model import (
 from fivefold.cost.memory import COMMUNICATOR, MESSAGES
 from fivefold.cost.step import ServedModel, serving_rates
 
-KV_FORMATS = {"bf16": 2, "fp8": 1}  # and the bytes of a number
 MOST_SEQUENCES = 1024  # of a replica at a time: beyond it a step is longer, not fuller
 _MOST_HELD = 0.1  # share of a GPU that the engine and its communicators take
 
