@@ -44,6 +44,9 @@ def run(
     device: Annotated[
         str, typer.Option(help="cpu: memory only; cuda: real kernels and times.")
     ] = "cpu",
+    contend: Annotated[
+        bool, typer.Option("--contend", help="Kernels in place of collectives; needs cuda.")
+    ] = False,
     imbalance: Annotated[
         float, SetKey("Load of the fullest expert over the mean; 1 is balanced.")
     ] = 1.0,
@@ -57,7 +60,12 @@ def run(
     try:
         with shown_progress("rehearsing ranks") as on_progress:
             rehearsal = rehearse(
-                job, rank=rank, device=device, imbalance=imbalance, on_progress=on_progress
+                job,
+                rank=rank,
+                device=device,
+                contend=contend,
+                imbalance=imbalance,
+                on_progress=on_progress,
             )
     except RankLost as lost:
         reason = f"lost {lost.doing}: it {lost.cause}"
@@ -141,14 +149,21 @@ def rehearse(
     *,
     rank: int | Sequence[int] | None = None,
     device: str = "cpu",
+    contend: bool = False,
     imbalance: float = 1.0,
     on_progress: OnProgress | None = None,
     **keys: Any,
 ) -> RehearsedPlan:
     """Run one step of every distinct rank of a job on one CPU, or of some, and compare it with the
-    plan and the other ranks; on a GPU (`device="cuda"`) with real kernels and times."""
+    plan and the other ranks; on a GPU (`device="cuda"`) with real kernels and times, and with
+    `contend` with kernels that take what the collectives would take from them."""
     one_of("--device", device, _DEVICES)
     plan = _rehearsable(with_first_choice(given_job(model, keys)), imbalance)
+    if contend and (device != "cuda" or plan.machine is None):
+        raise FivefoldError(
+            "--contend puts kernels in place of collectives, for as long as the links of a machine "
+            "take: give --device cuda and --machine"
+        )
     ranks = [rank] if isinstance(rank, int) else rank
     for rank_index in ranks or []:
         if not 0 <= rank_index < plan.layout.world:
@@ -174,7 +189,7 @@ def rehearse(
 
     rehearsal = rehearse(plan, ranks, imbalance, on_rank)
     if device == "cuda":
-        forecast = forecast_on_gpu(plan, ranks, imbalance, planned)
+        forecast = forecast_on_gpu(plan, ranks, imbalance, planned, contend)
     return RehearsedPlan(rehearsal, planned, forecast, imbalance, time.perf_counter() - began)
 
 

@@ -20,6 +20,7 @@ from fivefold.parallel.context import token_index as token_index
 from fivefold.parallel.deferred import unscaled_layer_norm as unscaled_layer_norm
 from fivefold.parallel.deferred import unscaled_rms_norm as unscaled_rms_norm
 from fivefold.parallel.mesh import FAKE as FAKE
+from fivefold.parallel.mesh import MESSAGE_CTAS as MESSAGE_CTAS
 from fivefold.parallel.mesh import CollectiveRecord as CollectiveRecord
 from fivefold.parallel.mesh import Issued as Issued
 from fivefold.parallel.mesh import Mesh as Mesh
@@ -31,6 +32,7 @@ from fivefold.parallel.stage import MathOf as MathOf
 from fivefold.parallel.stage import Stage as Stage
 from fivefold.parallel.symmetric import SymmetricBuffer as SymmetricBuffer
 from fivefold.parallel.tensor import sum_partial as sum_partial
+from fivefold.parallel.transport import Pending as Pending
 from fivefold.parallel.wait_timer import RoleKind as RoleKind
 from fivefold.parallel.wait_timer import TimedStep as TimedStep
 from fivefold.parallel.wait_timer import WaitTimer as WaitTimer

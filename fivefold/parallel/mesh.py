@@ -67,6 +67,8 @@ class CollectiveObserver(Protocol):
 
 
 Tokens = tuple[tuple[CollectiveObserver, Any], ...]
+# Given a collective, its members and what is pending, returns what is waited for in its place.
+StandIn = Callable[[CollectiveRecord, tuple[int, ...], Pending], Pending]
 
 
 class Phase:
@@ -154,6 +156,7 @@ class Mesh:
         self.lanes = Lanes(device)
         self.tape: Tape | None = None
         self.timer = WaitTimer(device)
+        self.stand_in: StandIn | None = None  # for collectives of fake groups
         # The ranks of this rank's groups.
         self.members = {role: group_of(topology, role, self.rank) for role in ROLES}
         self.groups: dict[str, dist.ProcessGroup] = {}
@@ -271,7 +274,8 @@ class Mesh:
         tokens = self.note(axis, kind, tensor)
         if self.tape is not None:
             self.tape.add(axis, kind, tensor, sent=True)
-        return Issued(self, start(self.groups[axis]), tokens, yields, (axis, kind), fills)
+        pending = self._pending(axis, kind, tensor.nbytes, start(self.groups[axis]))
+        return Issued(self, pending, tokens, yields, (axis, kind), fills)
 
     def all_reduce(
         self, tensor: Tensor, axis: str, op: dist.ReduceOp.RedOpType, *, yields: bool = False
@@ -361,9 +365,10 @@ class Mesh:
         if self.tape is not None:
             pair = (self.rank, column[target])
             self.tape.add(PIPELINE, "send", tensor, sent=True, pair=pair)
-        return Issued(
-            self, transport.send(tensor, column[target], channel), tokens, False, (PIPELINE, "send")
-        )
+        pending = transport.send(tensor, column[target], channel)
+        members = (self.rank, column[target])
+        pending = self._pending(PIPELINE, "send", tensor.nbytes, pending, members)
+        return Issued(self, pending, tokens, False, (PIPELINE, "send"))
 
     def receive(self, size: torch.Size, dtype: torch.dtype, source: int) -> Issued:
         """Start to receive the next message of another stage of this rank's pipeline."""
@@ -375,6 +380,7 @@ class Mesh:
         channel = self.channels[source, self.coord(PIPELINE)]
         pending = transport.receive(size, dtype, self.device, column[source], channel)
         pair = (column[source], self.rank)
+        pending = self._pending(PIPELINE, "recv", num_bytes, pending, pair)
         return Issued(self, pending, tokens, False, (PIPELINE, "recv"), pair=pair)
 
     def pass_on(self, tensor: Tensor, axis: str) -> Issued:
@@ -385,7 +391,23 @@ class Mesh:
         if self.tape is not None:
             self.tape.add(axis, "send", tensor, sent=True)
         pending = transport.pass_on(tensor, after, before, self.groups[axis])
+        pending = self._pending(axis, "send", tensor.nbytes, pending)
         return Issued(self, pending, tokens, True, (axis, "recv"))
+
+    def _pending(
+        self,
+        axis: str,
+        kind: str,
+        num_bytes: int,
+        pending: Pending,
+        members: tuple[int, ...] | None = None,
+    ) -> Pending:
+        """What is waited for: the collective, or what stands in for it."""
+        if self.stand_in is None:
+            return pending
+        members = members or self.members[axis]
+        record = CollectiveRecord(axis, kind, num_bytes, len(members))
+        return self.stand_in(record, members, pending)
 
     def note(self, axis: str, kind: str, tensor: Tensor) -> Tokens:
         """Record a collective that is about to be issued; `close` ends it."""

@@ -8,8 +8,9 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import median
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -27,6 +28,9 @@ from fivefold.rehearse.job import representatives
 from fivefold.rehearse.rank import DTYPES, RoundRobin, joined
 from fivefold.step import step, updater_of
 
+if TYPE_CHECKING:
+    from fivefold.rehearse.contention import ContendedStep
+
 _STEPS = 3  # the first finds its memory and makes its kernels; of the others medians are taken
 
 
@@ -35,7 +39,7 @@ class MeasuredRank:
     """Measurements of a rank: peak allocated bytes of a step, and seconds.
 
     `actions` are medians by kind of action and stage, such as `3F`. A step's seconds are those of
-    this rank alone: collectives take no time here.
+    this rank alone: collectives take no time there, and that of their links in `contended`.
     """
 
     rank: int
@@ -43,10 +47,14 @@ class MeasuredRank:
     step: float
     update: float
     actions: dict[str, float] = field(default_factory=dict[str, float])
+    contended: ContendedStep | None = None
 
 
-def measure_rank(plan: Plan, rank: int, imbalance: float = 1.0) -> MeasuredRank:
-    """Run a few steps of one rank on the GPU of this process."""
+def measure_rank(
+    plan: Plan, rank: int, imbalance: float = 1.0, contend: bool = False
+) -> MeasuredRank:
+    """Run a few steps of one rank on the GPU of this process; with `contend`, a few more with
+    kernels in place of its collectives."""
     device = torch.device("cuda", torch.cuda.current_device())
     with joined(rank, plan.layout.world):
         torch.cuda.reset_peak_memory_stats(device)
@@ -54,6 +62,8 @@ def measure_rank(plan: Plan, rank: int, imbalance: float = 1.0) -> MeasuredRank:
         for _ in range(_STEPS):
             run.step()
         measurement = run.medians()
+        if contend:
+            measurement = replace(measurement, contended=run.contend(measurement.step))
         run.mesh.close_groups()
     return measurement
 
@@ -101,6 +111,23 @@ class _MeasuredSteps:
         self.peak = torch.cuda.max_memory_allocated(self.device)
         for name, start, stop in self.marks.all:
             self.seconds[name].append(start.elapsed_time(stop) / 1e3)
+
+    def contend(self, alone: float) -> ContendedStep:
+        """Steps with kernels in place of collectives: the one of median length."""
+        from fivefold.rehearse.contention import Contention, contended_step  # Triton needs CUDA
+
+        assert self.plan.machine is not None, "refused before: links are of a machine"
+        self.mesh.stand_in = Contention(self.plan, self.plan.machine, self.device)
+        timed: list[tuple[float, ContendedStep]] = []
+        for _ in range(_STEPS + 1):
+            self.mesh.timer.start()
+            self.step()
+            waits = self.mesh.timer.stop().read()[1]
+            seconds = self.seconds["step"][-1]
+            timed.append((seconds, contended_step(seconds, waits, alone)))
+        self.mesh.stand_in = None
+        later = sorted(timed[1:], key=lambda pair: pair[0])
+        return later[len(later) // 2][1]
 
     def medians(self) -> MeasuredRank:
         """Medians, without the first step."""
@@ -156,23 +183,29 @@ class Forecasted:
 
 
 def forecast_on_gpu(
-    plan: Plan, ranks: Sequence[int] | None, imbalance: float, planned: Estimate | None
+    plan: Plan,
+    ranks: Sequence[int] | None,
+    imbalance: float,
+    planned: Estimate | None,
+    contend: bool = False,
 ) -> Forecasted:
     """Measure one rank for each kind of stages, or these ranks, each in its own process."""
     chosen = list(ranks or representatives(plan, distinct_ranks(plan)))
     measurements: list[MeasuredRank] = []
     for rank in chosen:
         with Pool(1, patience=3600.0) as pool:  # whose memory is the GPU's again afterwards
-            measurements += pool.run_each([(_measure, (plan, rank, imbalance))])
+            measurements += pool.run_each([(_measure, (plan, rank, imbalance, contend))])
     step = None
     if planned is not None and (passes := passes_of(plan, measurements)) is not None:
         step = simulate_step(plan, planned.setting, measured=passes)
     return Forecasted(measurements, step)
 
 
-def _measure(worker: Worker, plan: Plan, rank: int, imbalance: float) -> MeasuredRank:
+def _measure(
+    worker: Worker, plan: Plan, rank: int, imbalance: float, contend: bool
+) -> MeasuredRank:
     worker.phase(f"rank {rank}")
-    return measure_rank(plan, rank, imbalance)
+    return measure_rank(plan, rank, imbalance, contend)
 
 
 def passes_of(plan: Plan, measurements: Sequence[MeasuredRank]) -> dict[int, MeasuredPasses] | None:

@@ -7,6 +7,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Protocol
 
 from fivefold.core import counted
+from fivefold.core.layout import DIMENSIONS
 from fivefold.core.plan import Plan
 from fivefold.cost.traffic import TrafficEntry, traffic_entries
 
@@ -138,7 +139,14 @@ def _time(timed: RehearsalTimes, planned: Estimate | None) -> dict[str, Any]:
         "forecast_s": None if timed.step is None else timed.step.step,
         "parts_s": None if timed.step is None else timed.step.parts,
         "planned_s": None if planned is None else planned.step,
+        "planned_exposed_s": None if planned is None else _planned_exposed(planned),
     }
+
+
+def _planned_exposed(planned: Estimate) -> dict[str, float]:
+    """Seconds of a step that the plan's collectives are exposed, by axis."""
+    axes = sorted(set(DIMENSIONS.values()))
+    return {axis: planned.parts[axis] for axis in axes if axis in planned.parts}
 
 
 def rehearsal_lines(plan: Plan, table: Mapping[str, Any]) -> Iterator[str]:
@@ -269,11 +277,26 @@ def _times(time: Mapping[str, Any]) -> Iterator[str]:
         yield f"{name:<34}{rank_facts['peak_gib']:>12.2f}{step:>12}{update:>12}"
         for name, seconds in rank_facts["actions"].items():
             yield f"  {name:<32}{seconds * 1e3:>24,.1f} ms"
+        if rank_facts["contended"] is not None:
+            yield from _contended(rank_facts, time["planned_exposed_s"])
     if time["forecast_s"] is not None:
         yield (
             f"forecast: {time['forecast_s']:.3f} s a step with these kernels and the modelled "
             f"traffic; planned: {time['planned_s']:.3f} s"
         )
+
+
+def _contended(measured: Mapping[str, Any], planned: Mapping[str, float]) -> Iterator[str]:
+    """A step with kernels in place of collectives."""
+    contended = measured["contended"]
+    yield (
+        f"  with collectives {contended['step'] * 1e3:,.0f} ms: computation is slowed by "
+        f"{contended['slowed'] * 1e3:,.0f} ms, and waits for"
+    )
+    for axis in sorted({*contended["exposed"], *planned}):
+        exposed, expected = contended["exposed"].get(axis, 0.0), planned.get(axis)
+        beside = "" if expected is None else f" (plan {expected * 1e3:,.0f})"
+        yield f"  {axis:<32}{exposed * 1e3:>24,.0f} ms{beside}"
 
 
 def levels_trace(
