@@ -219,8 +219,8 @@ def share_memory(mesh: Mesh) -> str:
     if mesh.size(TP) == 1 or mesh.backend != dist.Backend.NCCL:
         return ""
     shared, reason = SymmetricBuffer.of(mesh.groups[TP], mesh.device)
-    for role in (TP, WORLD) if shared is not None else ():
-        if mesh.members[role] == mesh.members[TP]:
+    for role in (TP, WORLD):
+        if shared is not None and mesh.members[role] == mesh.members[TP]:
             mesh.symmetric[role] = shared
     return reason and f"tensor ranks sum over NCCL, and not over symmetric memory: {reason}"
 
