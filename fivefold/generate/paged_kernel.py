@@ -380,9 +380,7 @@ def _attend(
         part += lowest // span
     key, stop = tl.maximum(part * span, lowest // TILE * TILE), tl.minimum((part + 1) * span, last)
     query_ptr = q_ptr + (start + tokens).to(tl.int64) * q_row + head * q_head
-    queries, queries_rest, factor = _operands(
-        query_ptr, is_row, scale, CODES, WIDTH, MAIN, REST
-    )  # fmt: skip
+    q, q_rest, factor = _operands(query_ptr, is_row, scale, CODES, WIDTH, MAIN, REST)
     highest, total = tl.full((ROWS,), _LOWEST, tl.float32), tl.zeros((ROWS,), tl.float32)
     out = tl.zeros((ROWS, VALUE_BLOCK), tl.float32)
     table_ptr = tables_ptr + tl.load(rows_ptr + sequence).to(tl.int64) * table_row
@@ -391,16 +389,15 @@ def _attend(
         full = (length - num_tokens + token.to(tl.int32) + 1) // TILE * TILE
         unmasked = tl.maximum(key, tl.minimum(stop, full))
         out, highest, total = _scan_keys(
-            queries, queries_rest, out, highest, total, positions, firsts, key, unmasked, lowest,
-            keys_ptr, values_ptr, key_scales_ptr, value_scales_ptr, table_ptr, kv_head, factor, cap,
-            False, CAPPED, CODES, LATENT, KV_HEADS, WIDTH, MAIN, REST, VALUE, VALUE_BLOCK,
-            VALUE_ROW, PAGE, TILE,
+            q, q_rest, out, highest, total, positions, firsts, key, unmasked, lowest, keys_ptr,
+            values_ptr, key_scales_ptr, value_scales_ptr, table_ptr, kv_head, factor, cap, False,
+            CAPPED, CODES, LATENT, KV_HEADS, WIDTH, MAIN, REST, VALUE, VALUE_BLOCK, VALUE_ROW, PAGE,
+            TILE,
         )  # fmt: skip
     out, highest, total = _scan_keys(
-        queries, queries_rest, out, highest, total, positions, firsts, unmasked, stop, lowest,
-        keys_ptr, values_ptr, key_scales_ptr, value_scales_ptr, table_ptr, kv_head, factor, cap,
-        True, CAPPED, CODES, LATENT, KV_HEADS, WIDTH, MAIN, REST, VALUE, VALUE_BLOCK, VALUE_ROW,
-        PAGE, TILE,
+        q, q_rest, out, highest, total, positions, firsts, unmasked, stop, lowest, keys_ptr,
+        values_ptr, key_scales_ptr, value_scales_ptr, table_ptr, kv_head, factor, cap, True, CAPPED,
+        CODES, LATENT, KV_HEADS, WIDTH, MAIN, REST, VALUE, VALUE_BLOCK, VALUE_ROW, PAGE, TILE,
     )  # fmt: skip
     if DIRECT:
         at = (start + tokens).to(tl.int64)
