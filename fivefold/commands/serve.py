@@ -228,8 +228,7 @@ def serve(
     `adapters` are runs or folders of PEFT by the names that clients ask for: a dict, or texts as
     NAME=DIR. `prefill` is the layout of engines for prompts alone; `layout` is then that of engines
     that go on with the answers. `drafts`, such as "ngram:4", proposes tokens that a step verifies
-    together; `kv` "fp8" keeps keys and values in a byte a number. `on_ready` gets the address,
-    `log` a line for every request.
+    together; `kv` may be "fp8". `on_ready` gets the address, `log` a line for every request.
     """
     if not 0 <= port <= _LAST_PORT:
         raise FivefoldError(f"--port {port}: give a number from 0 to {_LAST_PORT}")
@@ -238,12 +237,10 @@ def serve(
     above("--replicas", replicas, 0)
     _require_prefill_replicas(prefill_replicas, prefill)
     above("--restarts", restarts, -1)
-    if doors is not None:
-        above("doors", doors, 0)
+    above("doors", 1 if doors is None else doors, 0)
     above("--max-queue", max_queue, 0)
     above("--max-running", max_running, 0)
-    if max_batch_tokens is not None:
-        above("--max-batch-tokens", max_batch_tokens, 0)
+    above("--max-batch-tokens", 1 if max_batch_tokens is None else max_batch_tokens, 0)
     if cache_gb is not None:
         positive("--cache-gb", cache_gb)
     positive("--drain-seconds", drain_seconds)

@@ -261,21 +261,28 @@ def _queries(
 
 
 @triton.jit
-def _narrowed(
-    queries: tl.tensor,
-    queries_rest: tl.tensor,
+def _operands(
+    query_ptr: tl.tensor,
+    is_row: tl.tensor,
     scale: float,
+    CODES: tl.constexpr,
     WIDTH: tl.constexpr,
     MAIN: tl.constexpr,
+    REST: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """Queries below 2 in the type that codes are widened to, and the factors of their scores."""
-    queries, queries_rest = queries.to(tl.float32), queries_rest.to(tl.float32)
-    largest = tl.max(tl.abs(queries), 1)
-    if WIDTH > MAIN:
-        largest = tl.maximum(largest, tl.max(tl.abs(queries_rest), 1))
-    unit = _power_of_two(largest)
-    factor = (1.0 / unit)[:, None]
-    return queries * factor, queries_rest * factor, scale * unit
+    """Queries and the factor of their scores. Beside codes they are below 2, in the type that codes
+    are widened to, and each has its factor."""
+    queries, queries_rest = _queries(query_ptr, is_row, WIDTH, MAIN, REST)
+    if CODES:
+        main, tail = queries.to(tl.float32), queries_rest.to(tl.float32)
+        unit = _power_of_two(tl.maximum(tl.max(tl.abs(main), 1), tl.max(tl.abs(tail), 1)))
+        factor = (1.0 / unit)[:, None]
+        if queries.dtype == tl.float32:
+            return main * factor, tail * factor, scale * unit
+        else:
+            return (main * factor).to(tl.float16), (tail * factor).to(tl.float16), scale * unit
+    else:
+        return queries, queries_rest, scale
 
 
 @triton.jit
@@ -286,6 +293,23 @@ def _with_sink(
     higher = tl.maximum(highest, sink)
     decay = tl.exp2(highest - higher)
     return out * decay[:, None], higher, total * decay + tl.exp2(sink - higher)
+
+
+@triton.jit
+def _store_rows(
+    out: tl.tensor,
+    total: tl.tensor,
+    out_ptr: tl.tensor,
+    at: tl.tensor,
+    is_row: tl.tensor,
+    VALUE: tl.constexpr,
+    VALUE_BLOCK: tl.constexpr,
+) -> None:
+    """Store sums of values over their totals."""
+    value_column = tl.arange(0, VALUE_BLOCK)
+    is_value = is_row[:, None] & (value_column < VALUE)[None, :]
+    out = out / tl.where(total > 0, total, 1.0)[:, None]
+    tl.store(out_ptr + at[:, None] * VALUE + value_column[None, :], out, is_value)
 
 
 @triton.jit(do_not_specialize=["table_row", "reach", "span", "num_sequences"])
@@ -318,7 +342,6 @@ def _attend(
     CAPPED: tl.constexpr,
     SINKS: tl.constexpr,
     CODES: tl.constexpr,
-    OPERAND: tl.constexpr,
     LATENT: tl.constexpr,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -358,10 +381,7 @@ def _attend(
         part += lowest // span
     key, stop = tl.maximum(part * span, lowest // TILE * TILE), tl.minimum((part + 1) * span, last)
     query_ptr = q_ptr + (start + tokens).to(tl.int64) * q_row + head * q_head
-    queries, queries_rest = _queries(query_ptr, is_row, WIDTH, MAIN, REST)
-    if CODES:
-        queries, queries_rest, scale = _narrowed(queries, queries_rest, scale, WIDTH, MAIN)
-        queries, queries_rest = queries.to(OPERAND), queries_rest.to(OPERAND)
+    q, q_rest, factor = _operands(query_ptr, is_row, scale, CODES, WIDTH, MAIN, REST)
     highest, total = tl.full((ROWS,), _LOWEST, tl.float32), tl.zeros((ROWS,), tl.float32)
     out = tl.zeros((ROWS, VALUE_BLOCK), tl.float32)
     table_ptr = tables_ptr + tl.load(rows_ptr + sequence).to(tl.int64) * table_row
@@ -370,16 +390,15 @@ def _attend(
         full = (length - num_tokens + token.to(tl.int32) + 1) // TILE * TILE
         unmasked = tl.maximum(key, tl.minimum(stop, full))
         out, highest, total = _scan_keys(
-            queries, queries_rest, out, highest, total, positions, firsts, key, unmasked, lowest,
-            keys_ptr, values_ptr, key_scales_ptr, value_scales_ptr, table_ptr, kv_head, scale, cap,
-            False, CAPPED, CODES, LATENT,
-            KV_HEADS, WIDTH, MAIN, REST, VALUE, VALUE_BLOCK, VALUE_ROW, PAGE, TILE,
+            q, q_rest, out, highest, total, positions, firsts, key, unmasked, lowest, keys_ptr,
+            values_ptr, key_scales_ptr, value_scales_ptr, table_ptr, kv_head, factor, cap, False,
+            CAPPED, CODES, LATENT, KV_HEADS, WIDTH, MAIN, REST, VALUE, VALUE_BLOCK, VALUE_ROW, PAGE,
+            TILE,
         )  # fmt: skip
     out, highest, total = _scan_keys(
-        queries, queries_rest, out, highest, total, positions, firsts, unmasked, stop, lowest,
-        keys_ptr, values_ptr, key_scales_ptr, value_scales_ptr, table_ptr, kv_head, scale, cap,
-        True, CAPPED, CODES, LATENT,
-        KV_HEADS, WIDTH, MAIN, REST, VALUE, VALUE_BLOCK, VALUE_ROW, PAGE, TILE,
+        q, q_rest, out, highest, total, positions, firsts, unmasked, stop, lowest, keys_ptr,
+        values_ptr, key_scales_ptr, value_scales_ptr, table_ptr, kv_head, factor, cap, True, CAPPED,
+        CODES, LATENT, KV_HEADS, WIDTH, MAIN, REST, VALUE, VALUE_BLOCK, VALUE_ROW, PAGE, TILE,
     )  # fmt: skip
     if DIRECT:
         at = (start + tokens).to(tl.int64)
@@ -393,10 +412,7 @@ def _attend(
     at = at * (KV_HEADS * GROUP) + head
     if not DIRECT:
         tl.store(log_sums_ptr + at, tl.where(total > 0, highest + tl.log2(total), _LOWEST), is_row)
-    value_column = tl.arange(0, VALUE_BLOCK)
-    is_value = is_row[:, None] & (value_column < VALUE)[None, :]
-    out = out / tl.where(total > 0, total, 1.0)[:, None]
-    tl.store(out_ptr + at[:, None] * VALUE + value_column[None, :], out, is_value)
+    _store_rows(out, total, out_ptr, at, is_row, VALUE, VALUE_BLOCK)
 
 
 @triton.jit(do_not_specialize=["heads"])
@@ -671,7 +687,6 @@ def _launch(
         CAPPED=mask.cap is not None,
         SINKS=mask.sinks_H is not None,
         CODES=pages.key_scales is not None,
-        OPERAND=tl.float32 if q_THd.element_size() == 4 else tl.float16,
         LATENT=pages.is_latent and value == main,
         KV_HEADS=kv_heads,
         GROUP=group,

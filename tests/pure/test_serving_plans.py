@@ -113,12 +113,13 @@ def test_a_step_with_prompts_is_as_measured(
 
 
 def test_cache_bytes_of_known_models() -> None:
-    """2 · layers · KV heads · width · 2 bytes; of MLA the latent and the rotated key."""
+    """2 · layers · KV heads · width · 2 bytes; of MLA the latent and the rotated key. In fp8 a head
+    has a scale."""
     assert token_bytes(models.load("llama-3.1-8b"), 32, 1, 2) == 2 * 32 * 8 * 128 * 2
     assert token_bytes(models.load("deepseek-v3"), 61, 1, 2) == 61 * (512 + 64) * 2
     assert token_bytes(models.load("deepseek-v3"), 61, 8, 2) == 61 * (512 + 64) * 2
     wide = models.load("llama-3.1-8b")
-    assert token_bytes(wide, 32, 16, 1) == token_bytes(wide, 32, 8, 1) == 2 * 32 * 128
+    assert token_bytes(wide, 32, 16, 1) == token_bytes(wide, 32, 8, 1) == 2 * 32 * (128 + 4)
 
 
 def test_windows_bound_the_cache() -> None:
