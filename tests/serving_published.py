@@ -221,7 +221,7 @@ def _load(row: Published, layout: Layout) -> ServingPlan:
         concurrency=row.sequences or None,
         precision=row.precision,
         kv=row.kv,
-        grouped_experts=True,  # as those engines of 2025 had
+        external=True,  # as those engines of 2025 had
     )
     load = LayoutLoad(ServingFit(request, layout))
     most = row.requests // layout.dp
@@ -239,7 +239,7 @@ def planned(row: Published) -> float:
         return _load(row, layout).tokens_per_s
     layout = Layout.parse(row.layout, zero=0, sp=False)
     model = (shape, where, layout, row.precision, KV_FORMATS[row.kv])
-    served = ServedModel(*model, grouped_experts=True)
+    served = ServedModel(*model, external=True)
     if row.kind == "prefill":
         return layout.dp * row.prompt / served.prompt(row.prompt)[1]
     step = served.decode(np.array([float(row.sequences)]), row.prompt + row.output / 2)

@@ -25,7 +25,6 @@ from fivefold.generate.layout import stage_of as stage_of
 from fivefold.generate.prompts import Prompt as Prompt
 from fivefold.generate.prompts import finished_ids as finished_ids
 from fivefold.generate.prompts import read_prompts as read_prompts
-from fivefold.generate.requests import DECODE_ROWS as DECODE_ROWS
 from fivefold.generate.requests import NOT_FINITE as NOT_FINITE
 from fivefold.generate.requests import Completion as Completion
 from fivefold.generate.requests import Drawn as Drawn

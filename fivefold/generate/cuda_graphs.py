@@ -5,7 +5,7 @@ A decode step is a few hundred kernels of a few microseconds: issued one by one,
 slower than the GPU. So a step is captured once for every size, and replayed. Sizes are powers of
 two, of sequences and of the parts into which attention cuts their keys: a step has sequences to
 spare, which write to a block that nobody reads. Ranks capture their collectives as well
-(`captures_decode` says where), all in one order; what a stage of a pipeline receives and sends goes
+(`DecodeSteps` says where), all in one order; what a stage of a pipeline receives and sends goes
 beside the graph. Where experts serve several replicas, all of them replay a step of one size. A
 server also captures steps with prompts (`piecewise.py`).
 
@@ -24,7 +24,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import sdpa_kernel
 
+from fivefold.core.layout import Layout
 from fivefold.core.model import BLOCK, blocks_of
+from fivefold.core.plan import DecodeSteps
 from fivefold.generate.async_scheduling import DrawnTokens
 from fivefold.generate.cache import KvCache, LayerPages, attend_pages, page_sizes
 from fivefold.generate.coded_weights import join_rows
@@ -277,10 +279,12 @@ class GraphedForward(DecoderForward):
         adapters: TokenRanks | None = None,
         experts: ExpertGroup | None = None,
         linears: bool = True,
+        steps: DecodeSteps | None = None,
         kv_codes: bool = False,
     ) -> None:
         """`experts`: the ranks that have those of a layer; `linears`: whether this rank has them as
-        they were made, and not their shards; `kv_codes`: keys and values in fp8."""
+        they were made, and not their shards; `steps`: the same on all ranks, by default of one;
+        `kv_codes`: keys and values in fp8."""
         make_cache = partial(KvCache, kernel=attend_on_gpu, codes=kv_codes)
         super().__init__(decoder, blocks, make_cache, ends, routes, drawn, adapters)
         if linears:
@@ -290,12 +294,12 @@ class GraphedForward(DecoderForward):
         self.most_keys = decoder.shape.max_seq
         widest = max(page_sizes(block.attention)[0][1] for block in decoder.all_blocks())
         dtype = decoder.dtype
-        kernels = FewTokenKernels(choose_experts, run_experts)
-        few = dtype != torch.float64 and dispatch_few_tokens(decoder, self.experts, kernels)
-        # Grouped matmuls of other types wait for numbers of rows, and ranks for those that come.
-        never_waits = decoder.shape.moe is None or dtype == torch.bfloat16
-        self.never_waits = never_waits and not self.experts.boundaries
-        self.captures = (self.never_waits or few) and has_kernel(widest, dtype)
+        steps = steps or DecodeSteps(decoder.shape, Layout(), str(dtype).removeprefix("torch."))
+        if steps.few_token_experts:
+            kernels = FewTokenKernels(choose_experts, run_experts)
+            dispatch_few_tokens(decoder, self.experts, kernels)
+        self.never_waits = steps.never_waits
+        self.most_captured = steps.most_captured if has_kernel(widest, dtype) else 0
         self.captured_tables = self.tables.tensor
         # Nothing in it is read after a step, but logits before the next.
         self.pool = torch.cuda.graph_pool_handle() if self.device.type == "cuda" else None
@@ -312,7 +316,7 @@ class GraphedForward(DecoderForward):
         It takes seconds, and pays where many requests come."""
         if self.never_waits:
             self.with_prompts = PiecewiseSteps(self, sizes_up_to(tokens))
-        if self.captures:
+        if self.most_captured:
             self._attend_lengths(min(tokens, self.most_keys))
 
     @torch.inference_mode()
@@ -334,7 +338,7 @@ class GraphedForward(DecoderForward):
     def __call__(self, step: StepBatch) -> Tensor:
         if step.beside:
             self._grow_together((step, *step.beside))
-        size = decode_size(step, self.ends.unit) if self.captures else None
+        size = decode_size(step, self.ends.unit, self.most_captured)
         if size is None:
             replayed = self.with_prompts
             return replayed(step) if replayed and replayed.takes(step) else super().__call__(step)

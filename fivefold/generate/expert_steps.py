@@ -9,7 +9,8 @@ Moves    the tokens of a rank with their choices to all ranks of the group, N·(
 Costs    every rank reads the choices of all tokens; it computes those of its experts alone.
 Wins     while rows are few: sizes depend on the number of tokens alone, so that a step is captured
          with its collectives, and weights are read once (`expert_kernel.py`).
-Refuses  steps that some replica of the group does not decode: they go as in training.
+Refuses  steps that some replica of the group does not decode, or of too many tokens
+         (`core/plan/decode_steps.py`): they go as in training.
 
 Legend: N tokens of a rank, K experts of a token, D model width.
 """
@@ -23,16 +24,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fivefold.core.plan import few_token_experts
 from fivefold.model import (
     Decoder,
     Dispatch,
     Experts,
-    ExpertStack,
     OverlappedTask,
     Route,
     Routing,
-    grouped_matmul,
     moe_layers,
 )
 from fivefold.parallel import AxisBoundary, Mesh
@@ -122,16 +120,8 @@ class FewTokenDispatch:
         return group.scatter(self.run(x, chosen, weights, experts, first, total)).to(x.dtype)
 
 
-def dispatch_few_tokens(decoder: Decoder, group: ExpertGroup, kernels: FewTokenKernels) -> bool:
-    """Let kernels for few tokens compute the experts of a decoder; returns whether they can."""
-    layers = [mlp for _, mlp in moe_layers(decoder)]
-    # Others multiply by codes, in fixed tiles or beside adapters.
-    stacks = [module for module in decoder.modules() if isinstance(module, ExpertStack)]
-    plain = all(mlp.experts.up.matmul is grouped_matmul for mlp in layers)
-    adapted = any(stack.lora is not None for stack in stacks)
-    if adapted or not (few_token_experts(decoder.shape) and plain):
-        return False
-    for mlp in layers:
+def dispatch_few_tokens(decoder: Decoder, group: ExpertGroup, kernels: FewTokenKernels) -> None:
+    """Let kernels for few tokens compute the experts of a decoder, where `DecodeSteps` has them."""
+    for _, mlp in moe_layers(decoder):
         mlp.router.route = kernels.choose
         mlp.dispatch = FewTokenDispatch(group, kernels.run, mlp.dispatch)
-    return True

@@ -30,7 +30,7 @@ from torch import Tensor
 from fivefold.core import BadFile, FivefoldError
 from fivefold.core.layout import PIPELINE, RING, WORLD, Weight
 from fivefold.core.model import BLOCK, Shape, refuse_mixer
-from fivefold.core.plan import Plan, PlanOptions, captures_decode, resolve
+from fivefold.core.plan import DecodeSteps, Plan, PlanOptions, resolve
 from fivefold.generate.async_scheduling import DrawnTokens
 from fivefold.generate.cache import KvCache, token_bytes
 from fivefold.generate.coded_weights import CodedLinears, require_codes
@@ -164,13 +164,14 @@ def forward_of(
     blocks: int,
     mesh: Mesh,
     ends: StageEnds,
+    steps: DecodeSteps,
     routes: RouteStore | None = None,
     drawn: DrawnTokens | None = None,
     adapters: TokenRanks | None = None,
     kv_codes: bool = False,
 ) -> DecoderForward:
-    """Forward for the device of a rank; captured as CUDA graphs where its layout allows it.
-    `kv_codes`: keys and values in fp8."""
+    """Forward for the device of a rank; captured as CUDA graphs where `steps` are. `kv_codes`: keys
+    and values in fp8."""
     same = (ends, routes, drawn, adapters)
     if kv_codes and mesh.device.type == "cuda":
         require_codes(mesh.device, "kv=fp8")
@@ -185,9 +186,9 @@ def forward_of(
     )
     from fivefold.generate.expert_steps import ExpertGroup
 
-    if captures_decode(model.shape, mesh.layout) and _captures_collectives(mesh):
+    if _captures_collectives(mesh):
         linears = mesh.layout.tp == 1
-        return GraphedForward(model, blocks, *same, ExpertGroup(mesh), linears, kv_codes)
+        return GraphedForward(model, blocks, *same, ExpertGroup(mesh), linears, steps, kv_codes)
     make_cache = partial(KvCache, kernel=attend_on_gpu, codes=kv_codes)
     return DecoderForward(model, blocks, make_cache, *same)
 
@@ -280,7 +281,12 @@ class LayoutEngine(Engine):
         if runs_ahead and not records_routes and not batch_invariant:
             drawn = DrawnTokens(max(limits.sequences, limits.tokens), mesh.device)
         adapters = TokenRanks(adapter_ranks, mesh.device) if adapter_ranks else None
-        inner = forward_of(stage.model, blocks, mesh, self.ends, routes, drawn, adapters, kv_codes)
+        dtype, codes = str(stage.model.dtype).removeprefix("torch."), bool(stage.scales)
+        steps = DecodeSteps(plan.shape, plan.layout, dtype, codes, batch_invariant)
+        inner = forward_of(
+            *(stage.model, blocks, mesh, self.ends, steps), routes, drawn, adapters, kv_codes
+        )
+        self.decode_steps = steps
         self._decoder_forward = inner
         self.pages, forward = inner.cache.pages, cast("Forward", inner)
         if batch_invariant:

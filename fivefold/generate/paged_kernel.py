@@ -29,8 +29,8 @@ from torch import Tensor
 
 from fivefold.core.layout import LARGEST, LEAST_MAXIMUM
 from fivefold.generate.pdl_kernel import begin_early, begins_early
-from fivefold.generate.tile_kernel import widened
 from fivefold.generate.step_tensors import PART_KEYS, SequenceRows
+from fivefold.generate.tile_kernel import widened
 
 if TYPE_CHECKING:
     from fivefold.generate.cache import LayerPages

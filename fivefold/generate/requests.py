@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
 from fivefold.core import FivefoldError
+from fivefold.core.plan import MOST_CAPTURED
 from fivefold.generate.blocks import BLOCK, chained_digest
 from fivefold.generate.routes import RecordedRoutes
 
@@ -15,7 +16,7 @@ Reason = Literal["stop", "length", "cancelled", "error"]
 """Why a completion ends; "error": its logits are not finite, or its grammar has failed."""
 Drawn = tuple[tuple[int, float], ...]
 """Tokens, each with its log-probability."""
-DECODE_ROWS = 256
+DECODE_ROWS = MOST_CAPTURED
 """Most tokens of a decode step that a GPU replays, and that proposals may add to."""
 GREEDY_BELOW = 1e-5
 """Temperatures below it are greedy: divided by them, logits would overflow."""

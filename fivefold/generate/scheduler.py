@@ -29,7 +29,8 @@ A model may rotate all tokens of a text otherwise as soon as it is longer than `
 once. Texts on the two sides of that length share no blocks.
 
 Drafts take what all others leave of a step: tokens, rows and blocks. A proposal is a chunk of one
-token after that of its sequence. Blocks that only refused proposals needed are given back.
+token after that of its sequence. Blocks that only refused proposals needed are given back. While
+they are under way, a sequence that needs them waits for their draw, and nobody loses others.
 """
 
 from __future__ import annotations
@@ -109,6 +110,7 @@ class Scheduler:
         self.even_context = even_context
         self.waiting: list[SequenceState] = []  # both by arrival
         self.running: list[SequenceState] = []
+        self._short: SequenceState | None = None  # waits for blocks of proposals under way
         self.num_preempted = self.num_drafted = self.num_accepted = 0
         self._arrived = 0
         # Of the step that is being scheduled: ends of prompts that it computes, and its copies.
@@ -169,15 +171,22 @@ class Scheduler:
             if not left or len(chunks) == most:
                 break
             share = self._share(sequence, left, rows)
-            if share and sequence in self.running and self._makes_room(sequence, share):
-                chunks.append(self._chunk(sequence, share))
-                left -= len(chunks[-1].tokens)
-                rows -= chunks[-1].scored
+            if not share or sequence not in self.running:
+                continue
+            if not self._makes_room(sequence, share):
+                self._short = sequence
+                continue
+            if self._short is sequence:
+                self._short = None
+            chunks.append(self._chunk(sequence, share))
+            left -= len(chunks[-1].tokens)
+            rows -= chunks[-1].scored
+        is_short = self._short in self.running
         late = 0  # first waiting ones, whose prompt's end is computed in this step
         while left and late < len(self.waiting):
             candidate = self.waiting[late]
             # Whoever came after a sequence that has just lost its blocks would take them again.
-            full = len(chunks) == most or self.num_preempted > before
+            full = len(chunks) == most or self.num_preempted > before or is_short
             full |= len(self.running) + late >= self.limits.sequences
             share = self._share(candidate, left, rows)
             if full or not share or candidate.awaits_draw:
@@ -194,7 +203,7 @@ class Scheduler:
             rows -= chunks[-1].scored
         for copy in self._copies:
             self.pool.release(copy.source)
-        if self.drafter is not None:
+        if self.drafter is not None and not is_short:
             chunks = self._with_drafts(chunks, left, self.drafter)
         # Single tokens first: they are one piece for a kernel of their own.
         chunks.sort(key=lambda sequence_chunk: len(sequence_chunk.tokens) > 1)
@@ -241,6 +250,11 @@ class Scheduler:
             stop = min(stop, self.outgrown_at)
         blocks = len(sequence.table) + self.pool.num_free
         return min(stop, blocks * BLOCK) - chunk.stop
+
+    def _num_proposed(self) -> int:
+        """Blocks that only proposals under way need."""
+        drafted = self.running if self.drafter is not None else ()
+        return sum(max(0, len(state.table) - blocks_of(state.length)) for state in drafted)
 
     def _trim_drafts(self) -> None:
         """Give back the blocks that only refused proposals needed."""
@@ -350,11 +364,13 @@ class Scheduler:
 
     def _makes_room(self, sequence: SequenceState, most: int) -> bool:
         """Give a running sequence its blocks, from the youngest ones if need be; False if it is the
-        youngest itself, and has lost its own."""
+        youngest itself, and has lost its own, or waits for those of proposals."""
         missing = self._missing(sequence, most)
         if not missing:  # in most steps of a decode
             return True
         while missing > self.pool.num_free:
+            if missing <= self.pool.num_free + self._num_proposed():
+                return False
             youngest = self.running[-1]
             self._preempt(youngest)
             if youngest is sequence:

@@ -56,12 +56,12 @@ class DecodeSize(NamedTuple):
     parts: int
 
 
-def decode_size(step: StepBatch, unit: int) -> DecodeSize | None:
-    """The size at which all replicas whose steps run together decode; None if one of them does not.
-    Sequences are a multiple of the unit."""
+def decode_size(step: StepBatch, unit: int, limit: int = DECODE_ROWS) -> DecodeSize | None:
+    """The size at which all replicas whose steps run together decode; None if one of them does not,
+    or has more sequences than the limit. Sequences are a multiple of the unit."""
     batches = (step, *step.beside)
     most = max(len(batch.chunks) for batch in batches)
-    if not 0 < most <= DECODE_ROWS or not all(batch.decodes for batch in batches):
+    if not 0 < most <= limit or not all(batch.decodes for batch in batches):
         return None
     sequences = 1 << (most - 1).bit_length()
     sequences = -(-sequences // unit) * unit

@@ -169,7 +169,11 @@ class DoorCalls:
             elif isinstance(value, ServerState):
                 self.state = value
         for call in updated:
-            call.update()
+            try:
+                call.update()
+            except Exception as error:  # of what it is to write: the other calls go on
+                rule = f"the answer cannot be written: {type(error).__name__}: {error}"
+                call.fail(ApiError(500, rule))
 
     def _push(self, choice: ServedChoice, row: DrawnRow) -> None:
         _, token, logprob, reason, alternatives = row

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from statistics import fmean
@@ -61,6 +62,7 @@ class Dispatcher:
         self.doors: dict[int, DoorPeer] = {}
         self.joined = asyncio.Event()  # set when a replica or a door has come, or a door has gone
         self.state = ServerState()
+        self.drains_until: float | None = None
         self._recent: deque[float] = deque(maxlen=_RECENT)
 
     @property
@@ -115,9 +117,11 @@ class Dispatcher:
         return peer
 
     def open_door(self, hello: DoorHello, send: Callable[[Any], None]) -> DoorPeer:
-        """Take in a door, to which `send` sends messages."""
+        """Take in a door, to which `send` sends messages; while the server drains, to drain too."""
         door = self.doors[hello.door] = DoorPeer(hello, send)
         door.send(self.state)
+        if self.drains_until is not None:
+            door.send(Drain(max(0.0, self.drains_until - time.monotonic())))
         return door
 
     def _leave(self, door: DoorPeer) -> None:
@@ -136,7 +140,8 @@ class Dispatcher:
             door.send(self.state)
 
     def take(self, door: DoorPeer, value: Any) -> None:
-        """Take a message of a door."""
+        """Take a message of a door; a `DoorBeat` says no more than that it lives."""
+        door.num_silent = 0
         if isinstance(value, BeginCall):
             self.begin(door, value)
         elif isinstance(value, EndRequest):
@@ -154,6 +159,7 @@ class Dispatcher:
 
     def drain(self, seconds: float) -> None:
         """Let all doors answer what is open, and end."""
+        self.drains_until = time.monotonic() + seconds
         for door in self.doors.values():
             door.send(Drain(seconds))
 

@@ -13,6 +13,7 @@ import multiprocessing
 import os
 import signal
 import socket
+import sys
 import time
 import warnings
 from collections.abc import Callable
@@ -28,7 +29,15 @@ from fivefold.launch import die_with
 from fivefold.serve.api import Api
 from fivefold.serve.calls import DoorCalls
 from fivefold.serve.http import HttpLimits
-from fivefold.serve.links import DoorHello, Drain, ServerState, packed_message, read_messages
+from fivefold.serve.links import (
+    BEAT_S,
+    DoorBeat,
+    DoorHello,
+    Drain,
+    ServerState,
+    packed_message,
+    read_messages,
+)
 from fivefold.serve.prompting import PromptReader
 
 BACKLOG = 1024
@@ -133,10 +142,12 @@ def _keep(task: DoorTask, pipe: Connection, inherited: list[Connection], parent:
 def _serve(task: DoorTask, door: int, pipe: Connection, parent: int) -> None:
     die_with(parent)
     pipe.close()
-    asyncio.run(_run(task, door))
+    if not asyncio.run(_run(task, door)):
+        sys.exit(1)  # so that it is started again
 
 
-async def _run(task: DoorTask, door: int) -> None:
+async def _run(task: DoorTask, door: int) -> bool:
+    """Serve until the link to the dispatcher ends; returns whether it has drained before."""
     reader, writer = await _connected(task.address)
 
     def send(value: Any) -> None:
@@ -148,6 +159,7 @@ async def _run(task: DoorTask, door: int) -> None:
     await asyncio.to_thread(calls.grammars.load)  # ranks load as well
     await api.prompts.start()
     send(DoorHello(door, os.getpid()))
+    beats = asyncio.ensure_future(_beat(send))
     listener, server, draining = task.listeners[door], None, None
     async for values in read_messages(reader):
         calls.take(values)
@@ -156,8 +168,18 @@ async def _run(task: DoorTask, door: int) -> None:
                 server = await asyncio.start_server(api.accept, sock=listener, backlog=BACKLOG)
             elif isinstance(value, Drain) and server is not None:
                 draining = asyncio.ensure_future(_drain(api, value.seconds, server, writer))
+    beats.cancel()
     if draining is not None:
         await draining
+    writer.close()
+    return draining is not None
+
+
+async def _beat(send: Callable[[Any], None]) -> None:
+    """Say that this door lives: one that is stopped has connections all the same."""
+    while True:
+        await asyncio.sleep(BEAT_S)
+        send(DoorBeat())
 
 
 async def _drain(

@@ -20,7 +20,7 @@ import h11
 _READ = 1 << 16
 _HIGH_WATER = 1 << 16  # bytes that wait to be sent before a sender waits
 _LINGER_BYTES = 64 << 20  # of a refused body
-_OTHER_FILES = 128  # that a server has open: links, pipes, and connections that are being closed
+OTHER_FILES = 128  # that a server has open: links, pipes, and connections that are being closed
 _FEWEST = 8  # connections
 Headers = list[tuple[str, str]]
 
@@ -41,14 +41,21 @@ class HttpLimits:
 
     def within_open_files(self) -> HttpLimits:
         """Limit connections to the process's open files, after raising its soft limit."""
-        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        num_files = self.connections + _OTHER_FILES
-        if soft != resource.RLIM_INFINITY and soft < num_files:
-            soft = num_files if hard == resource.RLIM_INFINITY else min(hard, num_files)
-            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-            most = max(_FEWEST, soft - _OTHER_FILES)
-            return replace(self, connections=most, per_client=min(self.per_client, most // 2))
-        return self
+        needed = self.connections + OTHER_FILES
+        if (files := open_files(needed)) >= needed:
+            return self
+        most = max(_FEWEST, files - OTHER_FILES)
+        return replace(self, connections=most, per_client=min(self.per_client, most // 2))
+
+
+def open_files(needed: int) -> int:
+    """Number of files that this process may open, after raising its soft limit to those needed."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= needed:
+        return needed
+    soft = needed if hard == resource.RLIM_INFINITY else min(hard, needed)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    return soft
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,7 @@ from fivefold.generate import Drawn, Reason, Request
 _HEAD = struct.Struct("<I")
 _READ = 1 << 16
 _RETRY_S = 0.02
+BEAT_S = 1.0
 
 
 EngineRole = Literal["both", "prefill", "decode"]
@@ -113,6 +114,11 @@ class DoorHello:
 
     door: int
     pid: int
+
+
+@dataclass(frozen=True)
+class DoorBeat:
+    """A door lives; it says so every `BEAT_S` seconds."""
 
 
 @dataclass(frozen=True)

@@ -18,9 +18,8 @@ from pathlib import Path
 
 from fivefold.core import FivefoldError
 from fivefold.core.model import BLOCK, blocks_of
-from fivefold.core.plan import Plan, captures_decode
+from fivefold.core.plan import Plan
 from fivefold.generate import (
-    DECODE_ROWS,
     DecoderForward,
     DraftOptions,
     DrawnToken,
@@ -142,11 +141,9 @@ def _warm_up(engine: LayoutEngine, drafts: DraftOptions | None) -> None:
     engine.renew()  # shares nothing of it
     layout, forward = engine.plan.layout, engine.forward
     if engine.mesh.device.type == "cuda" and isinstance(forward, DecoderForward):
-        if captures_decode(engine.plan.shape, layout):
-            rows = limits.sequences
-            if drafts is not None:
-                rows = max(rows, min(rows * (1 + drafts.count), DECODE_ROWS))
-            _capture_steps(forward, rows, longest)
+        if most := engine.decode_steps.most_captured:
+            rows = limits.sequences * (1 + (0 if drafts is None else drafts.count))
+            _capture_steps(forward, min(rows, most), longest)
         if layout.world == 1:
             _capture_prompts(forward, limits.tokens)
 

@@ -72,6 +72,7 @@ class DoorPeer:
         self.calls: dict[str, RoutedCall] = {}
         self.rows: list[DrawnRow] = []  # to be sent, as are those of prompts
         self.prompt_rows: list[PromptRow] = []
+        self.num_silent = 0  # beats that are due since its last message
 
     def send_rows(self) -> None:
         """Send what steps have drawn, in one message."""

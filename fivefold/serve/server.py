@@ -24,8 +24,8 @@ from fivefold.generate import ModelSetup
 from fivefold.launch import TemporaryFolder
 from fivefold.serve.dispatch import Dispatcher
 from fivefold.serve.door import BACKLOG, DoorEnd, DoorKeeper, DoorTask
-from fivefold.serve.http import HttpLimits
-from fivefold.serve.links import EngineRole
+from fivefold.serve.http import OTHER_FILES, HttpLimits, open_files
+from fivefold.serve.links import BEAT_S, EngineRole
 from fivefold.serve.metrics import ServeMetrics
 from fivefold.serve.prompting import PromptReader
 from fivefold.serve.rank import API_SOCKET, ServeTask
@@ -33,6 +33,7 @@ from fivefold.serve.supervisor import EngineEnd, EngineKeeper
 
 _END_S = 15.0  # for ranks to end by themselves
 _LATE_S = 5.0  # for doors that have drained to end
+_MISSED_BEATS = 20  # of a door that is stopped: about as many seconds
 _CORES_OF_A_DOOR = 4
 _DOORS = -1  # among the numbers of replicas
 _KEEPALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}
@@ -97,6 +98,32 @@ def bound_socket(host: str, port: int, has_keys: bool, *, shared: bool = False) 
     return listener
 
 
+def hold_port(listener: socket.socket) -> socket.socket:
+    """Hold the name of a socket's port until the result is closed. Two servers can bind one port as
+    long as neither listens, and several doors share it even then: both would have clients."""
+    host, port = listener.getsockname()[:2]
+    lock = socket.socket(socket.AF_UNIX)
+    if sys.platform == "linux":  # which has names that end with their process
+        try:
+            lock.bind(f"\0fivefold {host} {port}")
+        except OSError as error:
+            lock.close()
+            rule = f"--port {port}: another server has it; give another, or 0"
+            raise FivefoldError(rule) from error
+    return lock
+
+
+def require_files(doors: int) -> None:
+    """Refuse more doors than this process can have sockets and links for."""
+    needed = 2 * doors + OTHER_FILES
+    if (files := open_files(needed)) < needed:
+        raise FivefoldError(
+            f"doors = {doors:,}: a server has two open files for each and {OTHER_FILES} others, "
+            f"and this one may have {files:,} (`ulimit -n`): give at most "
+            f"{max(1, (files - OTHER_FILES) // 2):,}"
+        )
+
+
 class ModelServer:
     """One model behind one port."""
 
@@ -140,12 +167,14 @@ class ModelServer:
     async def _run(self, folder: Path) -> int:
         options, loop = self.options, asyncio.get_running_loop()
         # Before the fork, for what it refuses: ranks are not to inherit it.
+        require_files(options.doors)
         bound_socket(options.host, options.port, bool(options.keys)).close()
         for task in self._tasks(folder):
             self._keepers.append(EngineKeeper(task, options.restarts, self._keepers))
-        links, listeners = None, list[socket.socket]()
+        links, lock, listeners = None, None, list[socket.socket]()
         try:
             listeners = self._listeners()
+            lock = hold_port(listeners[0])
             doors = self._doors = self._keep_doors(folder, listeners)
             loop.add_reader(doors.pipe.fileno(), self._hear_doors, doors)
             for keeper in self._keepers:
@@ -160,8 +189,8 @@ class ModelServer:
             if links is not None:
                 links.close()
             await self._end()
-            for listener in listeners:
-                listener.close()
+            for opened in (*listeners, *([lock] if lock else [])):
+                opened.close()
         return 1 if self._lost and not self.stopping else 0
 
     def _listeners(self) -> list[socket.socket]:
@@ -170,7 +199,7 @@ class ModelServer:
         options, port = self.options, self.options.port
         listeners: list[socket.socket] = []
         for _ in range(options.doors):
-            shared = options.doors > 1  # one door keeps others out who load at the same time
+            shared = options.doors > 1
             listeners.append(bound_socket(options.host, port, bool(options.keys), shared=shared))
             port = listeners[0].getsockname()[1]
         return listeners
@@ -296,10 +325,13 @@ class ModelServer:
 
     async def _serve(self, listeners: list[socket.socket]) -> None:
         options, dispatcher = self.options, self.dispatcher
+        host, port = listeners[0].getsockname()[:2]
+        if sys.platform == "linux":  # somebody may listen now, at this address or at all of them
+            bound_socket(options.host, port, bool(options.keys)).close()
         for listener in listeners:
             listener.listen(BACKLOG)
         dispatcher.publish(accepts=True)
-        host, port = listeners[0].getsockname()[:2]
+        watch = asyncio.ensure_future(self._watch_doors())
         shown = f"[{host}]" if ":" in host else host
         self.on_ready(f"http://{shown}:{port}/v1")
         while not self.stopping and self._serves():
@@ -314,6 +346,19 @@ class ModelServer:
                 while dispatcher.doors:
                     dispatcher.joined.clear()
                     await dispatcher.joined.wait()
+        watch.cancel()
+
+    async def _watch_doors(self) -> None:
+        """Kill doors that are silent, so that others are forked. Beats are counted, not timed: this
+        process may have been stopped as well."""
+        while True:
+            await asyncio.sleep(BEAT_S)
+            for number, door in self.dispatcher.doors.items():
+                door.num_silent += 1
+                if door.num_silent == _MISSED_BEATS:
+                    self.on_warning(f"door {number} was silent for {_MISSED_BEATS * BEAT_S:g} s")
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(door.hello.pid, signal.SIGKILL)
 
     def _kill_doors(self) -> None:
         if self._doors is not None:

@@ -70,6 +70,7 @@ def completions_of(
     plan, mesh, stage = stage_for(shape, torch.float64, codes, same)
     stage.fill(read_of(shape, "float64", change))
     engine = LayoutEngine(plan, mesh, stage, 20, ScheduleLimits(40), batch_invariant=same)
+    assert (engine.decode_steps.codes, engine.decode_steps.fixed_tiles) == (codes, same)
     dice = torch.Generator().manual_seed(1)
     prompts = [torch.randint(shape.vocab, (length,), generator=dice) for length in (9, 20, 3)]
     requests = [Request(f"{i}", tuple(map(int, prompt)), 8) for i, prompt in enumerate(prompts)]

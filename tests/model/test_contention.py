@@ -15,8 +15,8 @@ from fivefold.core import hardware as machines
 from fivefold.core.plan import PlanOptions, resolve
 from fivefold.cost.hardware import Links
 from fivefold.parallel import CollectiveRecord, Mesh
-from fivefold.rehearse.rank import rehearse_rank
 from fivefold.rehearse.contention import contended_step, link_seconds, moved_bytes
+from fivefold.rehearse.rank import rehearse_rank
 
 
 def plan_of(model: str, **keys: Any) -> Any:

@@ -7,6 +7,7 @@ import copy
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from importlib import import_module
 from importlib.util import find_spec
 from types import ModuleType
@@ -19,7 +20,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from fivefold.core.layout import Layout
+from fivefold.core.model import Tuning
 from fivefold.core.model.presets import load, with_overrides
+from fivefold.core.plan import DecodeSteps
 from fivefold.generate import piecewise
 from fivefold.generate.cache import LayerPages, attend_sequence
 from fivefold.generate.engine import Engine
@@ -28,6 +32,8 @@ from fivefold.generate.piecewise import PiecewiseSteps, sizes_up_to
 from fivefold.generate.requests import BlockCopy, Request, Sampling, SequenceChunk, StepBatch
 from fivefold.generate.scheduler import ScheduleLimits
 from fivefold.generate.stage_ends import StageEnds
+from fivefold.generate.step_tensors import decode_size
+from fivefold.model import moe_layers
 from fivefold.model.batch import AttentionInfo
 from fivefold.model.decoder import Decoder, from_config
 from fivefold.serve.rank import _capture_steps
@@ -251,7 +257,7 @@ def test_blocks_are_copied_before_a_step_is_replayed(
     graph = Mock(replay=lambda: seen.append(all(tensor[7].eq(5).all() for tensor in tensors)))
     capture = on_gpu._Captured(Mock(), None, graph, torch.zeros(1, 4))
     monkeypatch.setattr(forward, "_capture", lambda numbers, *size: capture)
-    monkeypatch.setattr(forward, "captures", True)
+    monkeypatch.setattr(forward, "most_captured", 256)
     chunk = SequenceChunk("a", (1,), 4, (7,), samples=True)
     forward(StepBatch((chunk,), (BlockCopy(3, 7),)))
     assert seen == [True]
@@ -272,13 +278,62 @@ def test_a_stage_replays_what_came_and_sends_a_copy(
     graph = Mock(replay=lambda: output.copy_(2 * received[0]))
     capture = on_gpu._Captured(Mock(), received, graph, output)
     monkeypatch.setattr(forward, "_capture", lambda numbers, *size: capture)
-    monkeypatch.setattr(forward, "captures", True)
+    monkeypatch.setattr(forward, "most_captured", 256)
     monkeypatch.setattr(Tensor, "pin_memory", lambda tensor: tensor)
     chunks = tuple(SequenceChunk(id, (1,), 4, (7,), samples=True) for id in "ab")
     for _ in range(2):  # captured, and replayed
         assert not forward(StepBatch(chunks)).numel()
     assert asked == [2] and torch.equal(sent[1], 2 * came)
     assert all(tensor.data_ptr() != output.data_ptr() for tensor in sent)
+
+
+SINGLE = Layout()
+EP = Layout.parse("dp=2 ep=2")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "keys", "tuning", "most"),
+    [
+        (torch.float32, {}, None, 256),
+        (torch.bfloat16, {"layout": EP}, None, 256),
+        (torch.float32, {"codes": True}, None, 0),
+        (torch.bfloat16, {"codes": True}, None, 256),
+        (torch.bfloat16, {"codes": True, "layout": EP}, None, 0),
+        (torch.float32, {"fixed_tiles": True}, None, 0),
+        (torch.float32, {}, Tuning(2, 1.0, "experts.*"), 0),
+        (torch.float32, {}, Tuning(2, 1.0, "attention"), 256),
+        (torch.float64, {}, None, 0),
+    ],
+)
+def test_a_stage_without_experts_captures_what_others_do(
+    dtype: torch.dtype,
+    keys: dict[str, Any],
+    tuning: Tuning | None,
+    most: int,
+    on_gpu: ModuleType,
+) -> None:
+    """Else one of them sends as many rows as sequences, and another receives a power of two."""
+    shape = with_overrides(load("tiny-moe"), {"layers": "3", "moe.first_dense": "1"})
+    shape = replace(shape, tuning=tuning)
+    steps = DecodeSteps(shape, dtype=str(dtype).removeprefix("torch."), **{"layout": SINGLE} | keys)
+    for stage in (("0",), ("1", "2")):
+        decoder = from_config(shape, dtype=dtype)
+        for number in set(decoder.blocks) - {*stage}:
+            del decoder.blocks[number]
+        forward = on_gpu.GraphedForward(decoder, BLOCKS, steps=steps)
+        assert forward.most_captured == most
+        kinds = {type(mlp.dispatch).__name__ for _, mlp in moe_layers(decoder)}
+        assert ("FewTokenDispatch" in kinds) == (steps.few_token_experts and "1" in stage)
+
+
+def test_captured_steps_with_experts_over_many_ranks_have_a_most() -> None:
+    """All tokens of a group go to all of its ranks: beyond a number, more than it wins."""
+    shape = load("tiny-moe")
+    for layout, most in (("dp=8 ep=8", 256), ("dp=64 ep=64", 64), ("dp=16 tp=4 ep=64", 256)):
+        steps = DecodeSteps(shape, Layout.parse(layout))
+        assert steps.most_captured == most
+    batch = StepBatch((SequenceChunk("", (0,), 4, (), True),) * 65)
+    assert decode_size(batch, 1, 64) is None and decode_size(batch, 1, 65) is not None
 
 
 @pytest.mark.parametrize(

@@ -102,12 +102,15 @@ def scheduled(scheduler: Scheduler) -> list[tuple[str, int, bool]]:
     return [(chunk.id, chunk.start, chunk.draft) for chunk in batch.chunks]
 
 
-def scheduler_of(blocks: int = 100, outgrown_at: int | None = None, **limits: int) -> Scheduler:
+def scheduler_of(
+    blocks: int = 100, outgrown_at: int | None = None, in_flight: int = 1, **limits: int
+) -> Scheduler:
     drafter = Guesses({}, 9, least=4, most=4)
     return Scheduler(
         BlockPool(blocks),
         ScheduleLimits(**limits),
         1000,
+        in_flight,
         outgrown_at=outgrown_at,
         drafter=drafter,
     )
@@ -147,6 +150,26 @@ def test_no_sequence_loses_its_blocks_to_proposals() -> None:
         drafted += sum(draft for *_, draft in step)
         assert {id for id, *_ in step} == {"a", "b"} and scheduler.num_preempted == 0
     assert drafted > 20
+
+
+def test_blocks_of_proposals_under_way_are_waited_for() -> None:
+    """Two batches are in flight, and the block that the younger one needs has only proposals of the
+    older: it has it as soon as they are refused, and neither starts again."""
+    scheduler = scheduler_of(blocks=3, in_flight=2)
+    for token, length in ((1, 13), (2, 16)):
+        scheduler.add(Request(f"{token}", (token,) * length, 20))
+    states, flights = list(scheduler.waiting), list[SequenceState]()
+    for _ in range(8):
+        batch = scheduler.schedule()
+        if batch.chunks:
+            state = next(state for state in states if state.request.id == batch.chunks[0].id)
+            scheduler.computed(batch, [state] * len(batch.chunks))
+            flights.append(state)
+        if len(flights) == 2 or not batch.chunks:
+            flights.pop(0).append(0, -1.0)
+        if len(states[1].table) == 2:
+            break
+    assert len(states[1].table) == 2 and scheduler.num_preempted == 0 < scheduler.num_drafted
 
 
 def test_blocks_of_refused_proposals_are_given_back() -> None:

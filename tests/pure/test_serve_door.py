@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import pickle
 import resource
@@ -15,11 +16,11 @@ import pytest
 
 pytest.importorskip("h11", reason="pip install 'fivefold[serve]', which make setup does")
 
-from fivefold.core.errors import RankLost
+from fivefold.core.errors import FivefoldError, RankLost
 from fivefold.core.model import presets as models
 from fivefold.generate.text import ByteCodec, Codec
 from fivefold.launch.worker import NoMeeting, Worker
-from fivefold.serve import answers, api, http, rank
+from fivefold.serve import answers, api, door, http, rank, server
 from fivefold.serve import calls as calls_module
 from fivefold.serve import supervisor as keeper
 from fivefold.serve.answers import ServedCall
@@ -29,11 +30,16 @@ from fivefold.serve.dispatch import Dispatcher
 from fivefold.serve.http import HttpLimits
 from fivefold.serve.links import (
     AddCommand,
+    DoorBeat,
     DoorHello,
+    Drain,
     DropCommand,
     EngineRole,
     ReplicaHello,
+    ServerState,
     StepNews,
+    packed_message,
+    read_messages,
 )
 from fivefold.serve.metrics import ServeMetrics
 from fivefold.serve.prompting import PromptReader
@@ -311,6 +317,103 @@ def test_connections_are_as_many_as_files_may_be_open(
     found = HttpLimits().within_open_files()
     assert (found.connections, found.per_client) == limits
     assert given == ([] if raised is None else [raised])
+
+
+def test_more_doors_than_files_may_be_open_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http.resource, "getrlimit", lambda _: (256, 1024))
+    monkeypatch.setattr(http.resource, "setrlimit", lambda *_: None)
+    server.require_files(448)
+    with pytest.raises(FivefoldError, match=r"doors = 449: .* have 1,024 .* give at most 448"):
+        server.require_files(449)
+
+
+def test_a_port_is_held_before_anybody_listens() -> None:
+    """Two servers that load may bind one port."""
+    first = server.bound_socket("127.0.0.1", 0, False, shared=True)
+    port = first.getsockname()[1]
+    with first, server.hold_port(first):
+        second = server.bound_socket("127.0.0.1", port, False, shared=True)
+        with second, pytest.raises(FivefoldError, match=f"--port {port}: another server has it"):
+            server.hold_port(second)
+    with server.bound_socket("127.0.0.1", port, False) as third, server.hold_port(third):
+        pass
+
+
+def test_an_answer_that_cannot_be_written_ends_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    news, bad = answers.AnswerWriter.news, list[str]()
+
+    def failing(writer: answers.AnswerWriter, call: ServedCall, indices: set[int]) -> bytes:
+        if call.choices[0].id in bad:
+            raise ValueError("no text")
+        return news(writer, call, indices)
+
+    async def client(desk: Desk) -> list[bytes]:
+        asked = [asyncio.ensure_future(desk.ask(stream=True, max_tokens=3)) for _ in range(2)]
+        (engine,) = desk.engines
+        await desk.until(lambda: len(engine.ids()) == 2)
+        desk.say(0, *((id, 97, -1.0, None) for id in engine.ids()))
+        await desk.until(lambda: all(call.send_news for call in desk.calls._calls.values()))
+        bad.append(engine.ids()[0])
+        desk.say(0, *((id, 98, -1.0, None) for id in engine.ids()))
+        await desk.until(lambda: len(desk.calls._calls) == 1)
+        desk.say(0, (engine.ids()[1], 99, -1.0, "length"))
+        return sorted(await asyncio.gather(*asked), key=lambda answer: b"[DONE]" in answer)
+
+    monkeypatch.setattr(answers.AnswerWriter, "news", failing)
+    failed, good = run(tmp_path, client)
+    assert b"[DONE]" not in failed and b'"text": "c"' in good
+
+
+def test_a_door_that_comes_while_the_server_drains_drains() -> None:
+    dispatcher, sent = Dispatcher(models.load("tiny"), ServeMetrics(), 8, 4, print), list[Any]()
+    dispatcher.open_door(DoorHello(0, 0), sent.append)
+    dispatcher.drain(5.0)
+    assert [type(value) for value in sent] == [ServerState, Drain]
+    dispatcher.open_door(DoorHello(0, 1), sent.append)
+    assert isinstance(sent[-1], Drain) and 4.0 < sent[-1].seconds <= 5.0
+
+
+@pytest.mark.parametrize("drains", [False, True])
+def test_a_door_that_loses_its_link_fails(
+    tmp_path: Path, drains: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that it is started again; it has said that it lives."""
+    codec, said = ByteCodec(), list[Any]()
+    monkeypatch.setattr(door, "BEAT_S", 0.01)
+    monkeypatch.setattr(door, "die_with", lambda parent: None)
+    prompts = PromptReader(codec, tmp_path)
+
+    async def dispatch(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(packed_message(ServerState(True, 10, accepts=True)))
+        async for values in read_messages(reader):
+            said.extend(values)
+            if len(said) > 3:
+                break
+        if drains:
+            writer.write(packed_message(Drain(1.0)))
+            await reader.read()
+        writer.close()
+
+    async def run_door() -> bool:
+        with server.bound_socket("127.0.0.1", 0, False) as listener:
+            task = door.DoorTask(
+                *(tmp_path / "socket", (listener,), "tiny", (), HttpLimits()),
+                *(models.load("tiny"), codec, frozenset[int](), prompts, ()),
+            )
+            async with await asyncio.start_unix_server(dispatch, task.address):
+                return await door._run(task, 0)
+
+    assert asyncio.run(run_door()) == drains
+    assert [type(value) for value in said[:3]] == [DoorHello, DoorBeat, DoorBeat]
+
+    async def ended(task: Any, number: int) -> bool:
+        return drains
+
+    monkeypatch.setattr(door, "_run", ended)
+    with contextlib.nullcontext() if drains else pytest.raises(SystemExit, match="1"):
+        door._serve(cast("Any", None), 0, cast("Any", SimpleNamespace(close=lambda: None)), 0)
 
 
 def test_a_server_that_drains_still_answers(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ import pytest
 
 pytest.importorskip("h11", reason="pip install 'fivefold[serve]', which make setup does")
 
-from fivefold.core.errors import RankLost
+from fivefold.core.errors import FivefoldError, RankLost
 from fivefold.core.layout.layout import Layout
 from fivefold.core.model import presets as models
 from fivefold.generate.requests import Request
@@ -28,7 +28,7 @@ from fivefold.serve import rank, supervisor
 from fivefold.serve.links import AddCommand, CloseCommand, RankLink, ReplicaHello, StepNews
 from fivefold.serve.rank import API_SOCKET, EngineUp, ServeTask
 from fivefold.serve.replicas import ServingReplica
-from fivefold.serve.server import ModelServer, ServeOptions
+from fivefold.serve.server import ModelServer, ServeOptions, bound_socket
 from fivefold.serve.supervisor import EngineEnd, EngineKeeper
 
 SECONDS = 20.0  # for another process or thread
@@ -122,12 +122,26 @@ class CountedReplicas(dict[int, Any]):
         return super().__len__()
 
 
+def server_of(folder: Path, on_warning: Callable[[str], None] = pytest.fail) -> ModelServer:
+    model = SimpleNamespace(shape=models.load("tiny"), folder=folder, adapters=())
+    setup = cast("Any", SimpleNamespace(model=model, codec=ByteCodec(), ends=frozenset()))
+    return ModelServer(setup, ServeOptions("tiny"), pytest.fail, pytest.fail, on_warning)
+
+
+def test_a_port_that_somebody_took_meanwhile_is_refused(tmp_path: Path) -> None:
+    """A server for all addresses, which came up while this one was loading."""
+    with bound_socket("127.0.0.1", 0, False, shared=True) as listener:
+        port = listener.getsockname()[1]
+        with bound_socket("0.0.0.0", port, True, shared=True) as foreign:
+            foreign.listen()
+            with pytest.raises(FivefoldError, match=f"--port {port}: Address already in use"):
+                asyncio.run(server_of(tmp_path)._serve([listener]))
+
+
 def test_a_server_that_waits_for_engines_sleeps(tmp_path: Path) -> None:
     """Though one is ready, and another is started again."""
-    model = SimpleNamespace(shape=models.load("tiny"), folder=tmp_path, adapters=())
-    setup = cast("Any", SimpleNamespace(model=model, codec=ByteCodec(), ends=frozenset()))
     warnings: list[str] = []
-    server = ModelServer(setup, ServeOptions("tiny"), pytest.fail, pytest.fail, warnings.append)
+    server = server_of(tmp_path, warnings.append)
     server._keepers = [cast("Any", None)] * 3
     door = SimpleNamespace(send=lambda value: None)
     server.dispatcher.doors[0] = cast("Any", door)

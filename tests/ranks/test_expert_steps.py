@@ -10,8 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fivefold.commands.verify import runnable
+from fivefold.core.layout import Layout
 from fivefold.core.model import Moe
-from fivefold.core.plan import few_token_experts
+from fivefold.core.plan import DecodeSteps
 from fivefold.core.plan.plan import PlanOptions
 from fivefold.generate import DecoderForward, SequenceChunk, StepBatch, forward_plan
 from fivefold.generate import layout as generate_layout
@@ -62,13 +63,15 @@ class TogetherForward(DecoderForward):
         blocks: int,
         mesh: Mesh,
         ends: StageEnds,
+        steps: DecodeSteps,
         routes: RouteStore | None = None,
         drawn: DrawnTokens | None = None,
         adapters: TokenRanks | None = None,
     ) -> None:
         super().__init__(model, blocks, KvCache, ends, routes, drawn, adapters)
         self.group = ExpertGroup(mesh)
-        assert dispatch_few_tokens(model, self.group, FewTokenKernels(choose, run))
+        assert steps == DecodeSteps(model.shape, mesh.layout, "float64"), "what it is asked of"
+        dispatch_few_tokens(model, self.group, FewTokenKernels(choose, run))
 
     def __call__(self, step: StepBatch) -> Tensor:
         size = decode_size(step, self.ends.unit)
@@ -119,10 +122,12 @@ def test_replicas_decode_at_the_size_of_the_largest() -> None:
 
 
 def test_experts_that_kernels_do_not_know() -> None:
-    tiny = PlanOptions("tiny-moe")
-    shape = runnable(tiny).shape
-    assert shape.moe is not None and few_token_experts(shape)
-    assert not few_token_experts(replace(shape, moe=None))
-    assert not few_token_experts(replace(shape, moe=replace(shape.moe, biases=True)))
-    assert not few_token_experts(replace(shape, moe=replace(shape.moe, weigh_inputs=True)))
-    assert not few_token_experts(replace(shape, activation="geglu"))
+    shape = runnable(PlanOptions("tiny-moe")).shape
+    assert shape.moe is not None and DecodeSteps(shape, Layout()).few_token_experts
+    moe = shape.moe
+    others = (None, replace(moe, biases=True), replace(moe, weigh_inputs=True))
+    for other in (
+        *(replace(shape, moe=each) for each in others),
+        replace(shape, activation="geglu"),
+    ):
+        assert not DecodeSteps(other, Layout()).few_token_experts

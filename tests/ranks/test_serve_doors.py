@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from fivefold.serve import server as server_module
 from tests.ranks.serving import (
     Reply,
     RunningServer,
@@ -30,8 +31,9 @@ LONG: dict[str, Any] = {"prompt": [4, 5], "max_tokens": 200, "seed": 3, "ignore_
 
 
 @pytest.fixture
-def server(tmp_path: Path) -> Iterator[RunningServer]:
+def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RunningServer]:
     make_model(tmp_path)
+    monkeypatch.setattr(server_module, "_MISSED_BEATS", 3)
     words = ("--set", "doors=2", "--replicas", "2", "--max-running", "8")
     with serving(tmp_path, tmp_path / "log.txt", *words) as running:
         yield running
@@ -114,8 +116,27 @@ def test_a_killed_door_takes_nobody_else_along(server: RunningServer) -> None:
     assert victim not in server.doors() and other in server.doors()
     assert "door 0 ended with exit code -9; new start" in server.output.read_text()
     assert asyncio.run(alone(server.port, [LONG] * 3)) == [whole] * 3
+    os.kill(other, signal.SIGSTOP)
+    until(lambda: "door 1 was silent for 3 s" in server.output.read_text())
+    until(lambda: len(server.doors()) == 2 and other not in server.doors())
+    assert asyncio.run(alone(server.port, [LONG] * 3)) == [whole] * 3
     processes = [*server.children(), *server.ranks(), *server.doors(), *server.chats()]
     os.kill(server.children()[-1], signal.SIGKILL)  # the keeper of doors
     server.process.join(30)
     assert server.process.exitcode == 1, "without doors it ends"
     until(lambda: not any(map(lives, processes)))
+
+
+@pytest.mark.parametrize("doors", [1, 2])
+def test_a_second_server_of_a_port_is_refused_while_the_first_loads(
+    tmp_path: Path, doors: int
+) -> None:
+    """Neither listens yet, and both may bind it."""
+    make_model(tmp_path)
+    bound = server_module.bound_socket("127.0.0.1", 0, False, shared=doors > 1)
+    port = bound.getsockname()[1]
+    words = ("--port", f"{port}", "--set", f"doors={doors}")
+    refused = pytest.raises(AssertionError, match=f"--port {port}: another server has it")
+    second = serving(tmp_path, tmp_path / "log.txt", *words)
+    with bound, server_module.hold_port(bound), refused, second:
+        pass

@@ -6,8 +6,8 @@ from fivefold.core.plan.compute_budget import SpentOn as SpentOn
 from fivefold.core.plan.compute_budget import compute_optimal as compute_optimal
 from fivefold.core.plan.compute_budget import equal_flops as equal_flops
 from fivefold.core.plan.compute_budget import parse_budget as parse_budget
-from fivefold.core.plan.decode_steps import captures_decode as captures_decode
-from fivefold.core.plan.decode_steps import few_token_experts as few_token_experts
+from fivefold.core.plan.decode_steps import MOST_CAPTURED as MOST_CAPTURED
+from fivefold.core.plan.decode_steps import DecodeSteps as DecodeSteps
 from fivefold.core.plan.failures import DETECT as DETECT
 from fivefold.core.plan.failures import PLACES as PLACES
 from fivefold.core.plan.failures import REPAIR as REPAIR

@@ -5,7 +5,7 @@ speed of matmuls, and a start. Weights are read once a step whatever the number 
 experts only those that some token chose; keys and values are read once for each sequence. Sizes of
 matmuls, collectives and speeds are those of training (`LayerTimer`); a prompt takes the forward of
 training. What an engine reaches of the machine is measured (`presets/serving.toml`). Where steps
-are not captured (`captures_decode`), the host may take longer than the GPU.
+are not captured (`DecodeSteps`), the host may take longer than the GPU.
 
 With a pipeline as many batches are under way as there are stages: a token takes all stages, and
 between two tokens of a sequence every batch passes the slowest one.
@@ -13,6 +13,7 @@ between two tokens of a sequence every batch passes the slowest one.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import pairwise
@@ -23,7 +24,7 @@ import numpy as np
 from fivefold.core import PRESETS, Machine, matmul_bytes, tables
 from fivefold.core.layout import Layout, cut_stages
 from fivefold.core.model import Moe, Shape, layer_kinds, token_bytes
-from fivefold.core.plan import captures_decode, few_token_experts
+from fivefold.core.plan import DecodeSteps
 from fivefold.cost import Array, LayoutGrid, schedule_index
 from fivefold.cost.hardware import BY_KERNELS, SoftwareStack
 from fivefold.cost.layer import Gemm, LayerTimer, TimeParts, total_seconds
@@ -115,7 +116,7 @@ class DecodeTimer(LayerTimer):
     def __init__(self, job: CostJob, cache_itemsize: int, grouped_experts: bool) -> None:
         super().__init__(*job)
         self.rates, self.cache_itemsize = serving_rates(), cache_itemsize
-        self.grouped_experts = grouped_experts or not few_token_experts(self.shape)
+        self.grouped_experts = grouped_experts
 
     @cached_property
     def _quick(self) -> LayerTimer:
@@ -260,7 +261,17 @@ class ServedModel:
     precision: str = "bf16"
     cache_itemsize: int = 2
     imbalance: float = 1.0
-    grouped_experts: bool = False  # of an engine without kernels for few tokens
+    external: bool = False  # an engine without kernels for few tokens, which captures all steps
+
+    @cached_property
+    def steps(self) -> DecodeSteps:
+        """How fivefold's own engine decodes it; narrow weights are codes there."""
+        return DecodeSteps(self.shape, self.layout, codes=matmul_bytes(self.precision) < 2)
+
+    @cached_property
+    def most_captured(self) -> float:
+        """Most sequences whose steps are captured; with a pipeline as many batches have so many."""
+        return math.inf if self.external else self.steps.most_captured * self.layout.pp
 
     @cached_property
     def stages(self) -> tuple[range, ...]:
@@ -293,7 +304,8 @@ class ServedModel:
         equal shares of them."""
         layout = self.layout
         rows = np.ceil(tokens / layout.tp) if layout.sp else tokens
-        return DecodeTimer(self._job(rows, 1), self.cache_itemsize, self.grouped_experts)
+        grouped = self.external or not self.steps.few_token_experts
+        return DecodeTimer(self._job(rows, 1), self.cache_itemsize, grouped)
 
     def decode(self, sequences: Array, context: float) -> ReplicaStep:
         """A step of each of these numbers of sequences, with so many tokens before each."""
@@ -314,9 +326,9 @@ class ServedModel:
             if number == len(self.stages) - 1:
                 _add(parts, head := timer.head_parts())
                 total = total + total_seconds(head)
-            if not captures_decode(shape, self.layout):  # the host issues kernel by kernel
-                total = np.maximum(total, len(layers) * timer.rates.decode.layer)
-            stages.append(total)
+            # Beyond them the host issues kernel by kernel.
+            issued = np.where(sequences > self.most_captured, timer.rates.decode.layer, 0.0)
+            stages.append(np.maximum(total, len(layers) * issued))
         message = timer.message() if pp > 1 else np.zeros(1)
         through = sum(stages, np.zeros(1)) + (pp - 1) * message
         slowest = np.maximum.reduce(stages) + message

@@ -54,7 +54,7 @@ class ServingRequest:
     imbalance: float = 1.0
     price: float | None = None  # of a GPU-hour
     layout: Layout | None = None  # the only one
-    grouped_experts: bool = False  # of an engine without kernels for few tokens
+    external: bool = False  # an engine without kernels for few tokens, which captures all steps
 
     def __post_init__(self) -> None:
         if problems := list(self._problems()):
@@ -122,7 +122,7 @@ class ServingFit:
     def __init__(self, request: ServingRequest, layout: Layout) -> None:
         self.request, self.layout = request, layout
         options = (request.precision, request.cache_itemsize, request.imbalance)
-        options = (*options, request.grouped_experts)
+        options = (*options, request.external)
         self.served = ServedModel(request.shape, request.machine, layout, *options)
 
     @cached_property

@@ -70,7 +70,9 @@ class LayoutLoad:
     def __init__(self, fit: ServingFit) -> None:
         self.fit, self.request = fit, fit.request
         self.slots = min(fit.replica_room, MOST_SEQUENCES)
-        sizes = sorted({*(2**i for i in range(11) if 2**i < self.slots), self.slots})
+        # From the first size that is not captured on, steps take longer at once.
+        sizes = {*(2**i for i in range(11)), min(fit.served.most_captured, self.slots) + 1}
+        sizes = sorted(size for size in {*sizes, self.slots} if size <= self.slots)
         context = self.request.prompt + self.request.output / 2
         self.step: ReplicaStep = fit.served.decode(np.array(sizes, float), context)
         through, self.busy = fit.served.prompt(self.request.prompt)
