@@ -214,7 +214,7 @@ class KvCache:
         self.kernel: PagedKernel = kernel
         self.step: StepTensors | None = None
         self.pages: dict[int, LayerPages] = {}  # by layer
-        for layer, block in decoder.blocks.items():
+        for block in decoder.all_blocks():
             attention = block.attention
             assert isinstance(attention, Attention | LatentAttention)
             device = attention.out.weight.device
@@ -229,7 +229,7 @@ class KvCache:
                 # Values are keys without their rotated part.
                 layer_pages = LayerPages(pages[0], pages[0][..., : attention.mla.kv_rank])
                 attention.latent_kernel = _LatentLayerKernel(attention, layer_pages, self)
-            self.pages[int(layer)] = layer_pages
+            self.pages[block.number] = layer_pages
 
     def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
         """Copy blocks in all layers. All sources are read before a target is written."""
@@ -270,9 +270,9 @@ def page_sizes(attention: Attention | LatentAttention) -> tuple[tuple[int, int],
 
 
 def token_bytes(decoder: Decoder) -> int:
-    """Bytes of the cache for one token, in all layers."""
+    """Bytes of the cache for one token, in all layers, with those of multi-token prediction."""
     total = 0
-    for block in decoder.blocks.values():
+    for block in decoder.all_blocks():
         attention = block.attention
         assert isinstance(attention, Attention | LatentAttention)
         total += sum(heads * width for heads, width in page_sizes(attention))
