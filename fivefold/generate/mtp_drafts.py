@@ -11,7 +11,8 @@ Moves    what these layers move; hidden states of a step's tokens over tp where 
 Costs    a layer and a head for each proposal, one after another, issued kernel by kernel, and a
          wait of the host. Keys and values of each depth in the cache, for all places.
 Refuses  pp, whose first stage has the embedding and whose last one the hidden states; cp, whose
-         ranks have the hidden states of some tokens; weights in codes of fp8.
+         ranks have the hidden states of some tokens; and sequences that other engines have begun,
+         whose caches come without these layers.
 
 Keys of depth j at place i depend on tokens up to i + j + 1. As long as that one is a proposal they
 are provisional, and the next step computes them again: their input is kept, one row a sequence and
