@@ -256,7 +256,7 @@ class LayoutEngine(Engine):
         limits, drawn = limits or ScheduleLimits(), None
         # A stage does not know what the last one draws, routes are read when a sequence ends, and
         # how many drafts are accepted is known after the draw.
-        runs_ahead = plan.layout.world == plan.layout.tp and drafts is None
+        runs_ahead = plan.layout.world == plan.layout.tp and drafts is None and not plan.shape.mtp
         if runs_ahead and not records_routes and not batch_invariant:
             drawn = DrawnTokens(max(limits.sequences, limits.tokens), mesh.device)
         adapters = TokenRanks(adapter_ranks, mesh.device) if adapter_ranks else None
