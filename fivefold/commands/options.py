@@ -176,7 +176,9 @@ ServedPrecisionOption = Annotated[
 StepOption = Annotated[str | None, typer.Option(help="Step of the run's checkpoint, or best.")]
 DraftsKey = Annotated[
     str | None,
-    SetKey("Propose tokens, verified together: ngram:4 (earlier text), mtp:1 (layers of the model)."),
+    SetKey(
+        "Propose tokens, verified together: ngram:4 (earlier text), mtp:1 (layers of the model)."
+    ),
 ]
 HeadroomKey = Annotated[float, SetKey("Share of the memory to leave free.")]
 ImbalanceKey = Annotated[

@@ -304,9 +304,7 @@ def _require_prefill_replicas(replicas: int, prefill: str | None) -> None:
     above("--prefill-replicas", replicas, 0)
 
 
-def _prompts_of(
-    model: TextModel, runs: ModelOptions, opened: Any, setup: ModelSetup
-) -> ModelSetup:
+def _prompts_of(model: TextModel, runs: ModelOptions, opened: Any, setup: ModelSetup) -> ModelSetup:
     """The engines that compute prompts alone; refuses a model whose cache cannot travel."""
     problems = list(kv_problems(model.shape))
     if setup.plan.shape.mtp:

@@ -392,7 +392,8 @@ class Engine:
         others = (span for of_replica in spans for span in of_replica) if together else ()
         proposals_SK = heads.run(spans[own], others)
         tables = [
-            proposals_SK if replica == own and self.ranks.draws
+            proposals_SK
+            if replica == own and self.ranks.draws
             # One rank has the numbers, as of draws.
             else proposals_SK.new_zeros(len(sequences), heads.count)
             for replica, sequences in enumerate(waiting)

@@ -98,7 +98,9 @@ class DecoderForward:
         if self.routes is not None:
             mine_1T = decoder.residual_tokens(self.ends.local_tokens(tensors.slots[None]))
             self.routes.begin(tensors.slots, mine_1T[0])
-        batch = self._begin(tensors, tokens_1T if self.drawn is None else self.drawn.fill(tokens_1T))
+        batch = self._begin(
+            tensors, tokens_1T if self.drawn is None else self.drawn.fill(tokens_1T)
+        )
         x_1TD = received_1TD
         if decoder.embed is not None:
             x_1TD = decoder.embed(batch.tokens, batch)

@@ -115,16 +115,14 @@ def drafted(
 
 def plain(shape: Shape, requests: Sequence[Request]) -> dict[str, Completion]:
     without = filled(replace(shape, mtp=0), torch.float64, seed=3)
-    state = {name: value for name, value in decoder_of(shape).state_dict().items()}
+    state = decoder_of(shape).state_dict()
     without.load_state_dict({name: state[name] for name in without.state_dict()})
     forward = DecoderForward(without.requires_grad_(False), ROOMY)
     return Engine(without.shape, forward, ROOMY, LIMITS).run(requests)
 
 
 @torch.inference_mode()
-def by_training(
-    decoder: Decoder, texts: Sequence[tuple[int, ...]], count: int
-) -> list[list[int]]:
+def by_training(decoder: Decoder, texts: Sequence[tuple[int, ...]], count: int) -> list[list[int]]:
     """The greedy tokens after some texts, by the path of the training loss over all of a text:
     depth after depth, what a depth finds is the last token of the next."""
     assert decoder.embed is not None and decoder.norm is not None and decoder.head is not None
@@ -263,9 +261,7 @@ def test_engines_of_a_layout_keep_their_tokens(codes: bool, same: bool) -> None:
 def wrong_states(monkeypatch: pytest.MonkeyPatch) -> None:
     """Layers read the hidden state of the place before."""
     row = _Source.row
-    monkeypatch.setattr(
-        _Source, "row", lambda self, id, place: max(0, row(self, id, place) - 1)
-    )
+    monkeypatch.setattr(_Source, "row", lambda self, id, place: max(0, row(self, id, place) - 1))
 
 
 def stale_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
