@@ -389,8 +389,8 @@ class Engine:
             [span.sequence for span in of_replica if span.chunk.samples] for of_replica in spans
         ]
         own, together = self.ranks.replica, self.ranks.together
-        others = (span for of_replica in spans for span in of_replica) if together else ()
-        proposals_SK = heads.run(spans[own], others)
+        beside = (span for of_replica in spans for span in of_replica) if together else ()
+        proposals_SK = heads.run(spans[own], beside)
         tables = [
             proposals_SK
             if replica == own and self.ranks.draws

@@ -17,7 +17,8 @@ Refuses  pp, whose first stage has the embedding and whose last one the hidden s
 Keys of depth j at place i depend on tokens up to i + j + 1. As long as that one is a proposal they
 are provisional, and the next step computes them again: their input is kept, one row a sequence and
 depth. Blocks are shared under digests that have the tokens after them as well (`lookahead`), and
-not before those are known: what others find there is final.
+not before those are known: what others find there is final. A stale key would cost acceptance,
+never a token.
 
 Legend: T tokens of a pass, S sequences with proposals, K depths, D model width, V vocabulary.
 """
@@ -51,7 +52,7 @@ class _Progress:
     """Of a depth that starts before the one before it: the hidden state there."""
 
 
-class Span(NamedTuple):
+class PlaceSpan(NamedTuple):
     """New places of a sequence. Its chunk begins in `row` of the step."""
 
     sequence: SequenceState
@@ -71,9 +72,9 @@ class _Source(NamedTuple):
     firsts: dict[str, tuple[int, int]]  # by sequence: a place, and its row
     earlier: dict[str, int]  # the row of the place before that, where it is kept
 
-    def row(self, id: str, place: int) -> int:
+    def row(self, id: str, position: int) -> int:
         start, row = self.firsts[id]
-        return row + place - start if place >= start else self.earlier[id]
+        return row + position - start if position >= start else self.earlier[id]
 
 
 class MtpDrafter:
@@ -86,13 +87,8 @@ class MtpDrafter:
         self._proposals: WeakKeyDictionary[SequenceState, tuple[int, list[int]]]
         self._proposals = WeakKeyDictionary()
 
-    @property
-    def lookahead(self) -> int:
-        """Tokens after a place that its keys depend on."""
-        return self.count
-
     def propose(self, sequence: SequenceState, most: int) -> list[int]:
-        """What was found likely after the tokens that the sequence has now."""
+        """What was proposed likely after the tokens that the sequence has now."""
         length, proposals = self._proposals.get(sequence, (0, []))
         return proposals[:most] if length == len(sequence.tokens) else []
 
@@ -100,7 +96,7 @@ class MtpDrafter:
         """What follows the tokens of a sequence."""
         self._proposals[sequence] = len(sequence.tokens), proposals
 
-    def spans(self, scheduled: Scheduled, open_ids: Container[str]) -> list[Span]:
+    def spans(self, scheduled: Scheduled, open_ids: Container[str]) -> list[PlaceSpan]:
         """The new places of a step whose tokens were drawn. Those that others may share are
         computed for sequences that have ended too."""
         groups: list[tuple[SequenceChunk, SequenceState, int, int]] = []
@@ -122,7 +118,7 @@ class MtpDrafter:
 
     def _span(
         self, chunk: SequenceChunk, sequence: SequenceState, row: int, computed: int, is_open: bool
-    ) -> Span:
+    ) -> PlaceSpan:
         known, before = len(sequence.tokens), self._progress.get(sequence)
         stop = min(computed, known - 1)
         request, starts = sequence.request, [chunk.start] * self.count
@@ -140,32 +136,32 @@ class MtpDrafter:
         self._progress[sequence] = progress
         stops = [stop] * self.count if proposes else final
         chunk = replace(chunk, samples=proposes, scored=0)
-        return Span(sequence, chunk, row, stop, starts, stops, progress, before)
+        return PlaceSpan(sequence, chunk, row, stop, starts, stops, progress, before)
 
     @torch.inference_mode()
-    def run(self, spans: Sequence[Span], others: Iterable[Span] = ()) -> Tensor:
+    def run(self, spans: Sequence[PlaceSpan], beside: Iterable[PlaceSpan] = ()) -> Tensor:
         """The proposals for spans of this replica, (S, K), those of a sequence in the order of
-        tokens. `others` are those of replicas whose experts are served together with its own."""
-        forward, found = self.forward, list[Tensor]()
+        tokens. `beside` are those of replicas whose experts are served together with its own."""
+        forward, proposed = self.forward, list[Tensor]()
         states_TD, forward.states = forward.states, None
-        everyone = (*spans, *others)
-        if not everyone:
+        all_spans = (*spans, *beside)
+        if not all_spans:
             return torch.empty(0, self.count, dtype=torch.int64, device=forward.device)
         assert states_TD is not None, "a step comes before"
         firsts = {span.chunk.id: (span.chunk.start, span.row) for span in spans}
         source = _Source(states_TD, firsts, {})
         for depth in range(self.count):
-            runs = any(span.starts[depth] < span.stops[depth] for span in everyone)
-            source, proposals_S = self._run_depth(depth, spans, source, found, runs)
-            found.append(proposals_S)
-        return torch.stack(found, 1)
+            runs = any(span.starts[depth] < span.stops[depth] for span in all_spans)
+            source, proposals_S = self._run_depth(depth, spans, source, proposed, runs)
+            proposed.append(proposals_S)
+        return torch.stack(proposed, 1)
 
     def _run_depth(
         self,
         depth: int,
-        spans: Sequence[Span],
+        spans: Sequence[PlaceSpan],
         source: _Source,
-        found: Sequence[Tensor],
+        proposed: Sequence[Tensor],
         runs: bool,
     ) -> tuple[_Source, Tensor]:
         """One depth over its places: what the next one reads, and the proposals."""
@@ -182,7 +178,7 @@ class MtpDrafter:
                 span.progress.inputs[depth] = source.rows_TD[row].clone()
             firsts[id] = start, len(rows)
             if start < stop:
-                rows += [source.row(id, place) for place in range(start, stop)]
+                rows += [source.row(id, position) for position in range(start, stop)]
                 known = span.sequence.tokens
                 tokens = tuple(
                     known[index]
@@ -195,20 +191,20 @@ class MtpDrafter:
             nothing = torch.empty(0, dtype=torch.int64, device=self.forward.device)
             return _Source(source.rows_TD[:0], firsts, {}), nothing
         step = StepBatch(tuple(chunks))
-        x_TD, proposals_S = self.forward.run_ahead(depth, step, source.rows_TD, rows, found)
+        x_TD, proposals_S = self.forward.run_ahead(depth, step, source.rows_TD, rows, proposed)
         return _Source(x_TD, firsts, {}), proposals_S
 
 
-def _with_inputs(depth: int, spans: Sequence[Span], source: _Source) -> _Source:
+def _with_inputs(depth: int, spans: Sequence[PlaceSpan], source: _Source) -> _Source:
     """With the rows that were kept, where a depth starts before the one before it."""
-    kept = [
+    inputs = [
         (span.chunk.id, span.before.inputs[depth])
         for span in spans
         if span.before is not None and depth in span.before.inputs
     ]
-    if not kept:
+    if not inputs:
         return source
     count = len(source.rows_TD)
-    rows_TD = torch.cat([source.rows_TD, torch.stack([row for _, row in kept])])
-    earlier = {id: count + number for number, (id, _) in enumerate(kept)}
+    rows_TD = torch.cat([source.rows_TD, torch.stack([row for _, row in inputs])])
+    earlier = {id: count + number for number, (id, _) in enumerate(inputs)}
     return source._replace(rows_TD=rows_TD, earlier=earlier)

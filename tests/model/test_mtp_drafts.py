@@ -22,7 +22,7 @@ from fivefold.generate.drafts import DraftOptions
 from fivefold.generate.engine import Engine
 from fivefold.generate.forward import DecoderForward
 from fivefold.generate.layout import LayoutEngine, mesh_of, plan_of, stage_of
-from fivefold.generate.mtp_drafts import MtpDrafter, Span, _Source
+from fivefold.generate.mtp_drafts import MtpDrafter, PlaceSpan, _Source
 from fivefold.generate.requests import Completion, Request, Sampling, SequenceState
 from fivefold.generate.scheduler import ScheduleLimits
 from fivefold.model.batch import NOT_COUNTED, TokenBatch, look_ahead
@@ -268,7 +268,7 @@ def stale_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Layers do not run where nothing is drawn."""
     spans = MtpDrafter.spans
 
-    def drawing(self: MtpDrafter, *args: Any) -> list[Span]:
+    def drawing(self: MtpDrafter, *args: Any) -> list[PlaceSpan]:
         return [span for span in spans(self, *args) if span.chunk.samples]
 
     monkeypatch.setattr(MtpDrafter, "spans", drawing)
@@ -278,7 +278,7 @@ def stale_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     """Keys of places whose next tokens were proposals stay as they are."""
     span_of = MtpDrafter._span
 
-    def done(self: MtpDrafter, *args: Any) -> Span:
+    def done(self: MtpDrafter, *args: Any) -> PlaceSpan:
         span = span_of(self, *args)
         span.progress.starts[:] = [span.stop] * self.count
         return span
