@@ -120,6 +120,11 @@ class DecoderForward:
         )
         return TokenBatch(tokens, labels, positions, outgrown=outgrown)
 
+    def take_states(self) -> Tensor | None:
+        """The hidden states of the last step, which are not held any longer."""
+        states_TD, self.states = self.states, None
+        return states_TD
+
     def run_ahead(
         self,
         depth: int,

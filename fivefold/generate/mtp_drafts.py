@@ -143,7 +143,7 @@ class MtpDrafter:
         """The proposals for spans of this replica, (S, K), those of a sequence in the order of
         tokens. `beside` are those of replicas whose experts are served together with its own."""
         forward, proposed = self.forward, list[Tensor]()
-        states_TD, forward.states = forward.states, None
+        states_TD = forward.take_states()
         all_spans = (*spans, *beside)
         if not all_spans:
             return torch.empty(0, self.count, dtype=torch.int64, device=forward.device)
