@@ -283,7 +283,7 @@ def generate(
     with `chat` the messages of a conversation. `adapter` is a run with `lora` that was trained on
     this model, or a folder of PEFT. `on_piece` gets text as it is written. With `output`
     completions are appended to a JSONL file, and prompts that it has already are left out.
-    `drafts`, such as "ngram:4", proposes tokens that a step verifies together.
+    `drafts`, such as "ngram:4" or "mtp:1", proposes tokens that a step verifies together.
     `kv` "fp8" keeps keys and values in a byte a number.
     """
     sampling = Sampling(temperature, top_k, top_p, seed)

@@ -175,7 +175,10 @@ ServedPrecisionOption = Annotated[
 ]
 StepOption = Annotated[str | None, typer.Option(help="Step of the run's checkpoint, or best.")]
 DraftsKey = Annotated[
-    str | None, SetKey("Propose tokens, verified together, as in ngram:4 (of earlier text).")
+    str | None,
+    SetKey(
+        "Propose tokens, verified together: ngram:4 (earlier text), mtp:1 (layers of the model)."
+    ),
 ]
 KvKey = Annotated[
     str | None,

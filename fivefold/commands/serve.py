@@ -227,8 +227,9 @@ def serve(
 
     `adapters` are runs or folders of PEFT by the names that clients ask for: a dict, or texts as
     NAME=DIR. `prefill` is the layout of engines for prompts alone; `layout` is then that of engines
-    that go on with the answers. `drafts`, such as "ngram:4", proposes tokens that a step verifies
-    together; `kv` may be "fp8". `on_ready` gets the address, `log` a line for every request.
+    that go on with the answers. `drafts`, such as "ngram:4" or "mtp:1", proposes tokens that a step
+    verifies together; `kv` may be "fp8". `on_ready` gets the address, `log` a line for every
+    request.
     """
     if not 0 <= port <= _LAST_PORT:
         raise FivefoldError(f"--port {port}: give a number from 0 to {_LAST_PORT}")
@@ -266,7 +267,7 @@ def serve(
     opened = partial(open_weights, model, chosen)
     setup = set_up(model, runs, opened)
     of_prompts = replace(runs, layout=prefill or "", drafts=None)  # which draw one token
-    first = None if prefill is None else _prompts_of(model, of_prompts, opened)
+    first = None if prefill is None else _prompts_of(model, of_prompts, opened, setup)
     options = server.ServeOptions(
         base_name,
         host=host,
@@ -307,9 +308,15 @@ def _require_prefill_replicas(replicas: int, prefill: str | None) -> None:
     above("--prefill-replicas", replicas, 0)
 
 
-def _prompts_of(model: TextModel, runs: ModelOptions, opened: Any) -> ModelSetup:
+def _prompts_of(model: TextModel, runs: ModelOptions, opened: Any, setup: ModelSetup) -> ModelSetup:
     """The engines that compute prompts alone; refuses a model whose cache cannot travel."""
-    if problems := list(kv_problems(model.shape)):
+    problems = list(kv_problems(model.shape))
+    if setup.plan.shape.mtp:
+        problems.append(
+            f"drafts = '{setup.options.drafts}': the caches that come have no keys of the layers "
+            "that propose; give ngram:K, or leave one of both out"
+        )
+    if problems:
         raise BadFile(f"--prefill {runs.layout!r}", problems)
     return _beside_others(set_up(model, runs, opened))
 

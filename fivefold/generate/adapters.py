@@ -2,7 +2,8 @@
 
 Splits   adapters lie side by side as one of all their ranks (`model/low_rank.py`): what training
          splits of an adapter over tp and pp, this splits too. Linears that an adapter does not have
-         are zero there, and scales are part of the second factors.
+         are zero there, and scales are part of the second factors. So are those of multi-token
+         prediction, which proposes by the base: adapters of other frameworks do not have it.
 Moves    one number a token, its adapter, with the other numbers of a step.
 Costs    two small matmuls for each linear that any adapter has, of the ranks of all adapters,
          whatever tokens a step has. Nothing without adapters.
@@ -122,7 +123,7 @@ class AdaptedWeights:
         linear, _, factor = weight.name.rpartition(ADAPTER)
         rank, (rows, columns) = adapter.tuning.rank, weight.shape
         sizes = (rank, columns) if factor == "a" else (rows, rank)
-        if not adapter.tuning.adapts(f"{linear}.weight"):
+        if linear.startswith("mtp.") or not adapter.tuning.adapts(f"{linear}.weight"):
             return torch.zeros(sizes, dtype=torch.float64)
         values = read(replace(weight, shape=sizes), torch.float64)
         if not values.isfinite().all():  # zero times it would not be zero for tokens of others

@@ -248,7 +248,7 @@ class KvCache:
         self.kernel: PagedKernel = kernel
         self.step: StepTensors | None = None
         self.pages: dict[int, LayerPages] = {}  # by layer
-        for layer, block in decoder.blocks.items():
+        for block in decoder.all_blocks():
             attention = block.attention
             assert isinstance(attention, Attention | LatentAttention)
             device, sizes = attention.out.weight.device, page_sizes(attention)
@@ -268,7 +268,7 @@ class KvCache:
                 latents = pages[0][..., : attention.mla.kv_rank]
                 layer_pages = LayerPages(pages[0], latents, scales[0], scales[0])
                 attention.latent_kernel = _LatentLayerKernel(attention, layer_pages, self)
-            self.pages[int(layer)] = layer_pages
+            self.pages[block.number] = layer_pages
 
     def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
         """Copy blocks in all layers. All sources are read before a target is written."""
@@ -309,9 +309,10 @@ def page_sizes(attention: Attention | LatentAttention) -> tuple[tuple[int, int],
 
 
 def token_bytes(decoder: Decoder, codes: bool = False) -> int:
-    """Bytes of the cache for one token, in all layers; `codes`: in fp8."""
+    """Bytes of the cache for one token, in all layers, with those of multi-token prediction;
+    `codes`: in fp8."""
     total, itemsize = 0, 1 if codes else decoder.dtype.itemsize
-    for block in decoder.blocks.values():
+    for block in decoder.all_blocks():
         attention = block.attention
         assert isinstance(attention, Attention | LatentAttention)
         total += kv_pages.layer_bytes(page_sizes(attention), itemsize)

@@ -264,6 +264,7 @@ class _Captured(NamedTuple):
     received: Tensor | None  # from the stage before, if there is one
     graph: torch.cuda.CUDAGraph
     output: Tensor  # logits, or what the next stage receives
+    states: Tensor | None  # that proposals go on from
 
 
 class GraphedForward(DecoderForward):
@@ -356,6 +357,7 @@ class GraphedForward(DecoderForward):
                 capture.received.copy_(self.ends.receive(size.sequences))
         capture = self.captured[size]
         capture.graph.replay()
+        self.states = capture.states
         if self.decoder.norm is None:  # the next replay may write before this is sent
             return self.hand_on(capture.output.clone())
         return capture.output[: len(step.chunks)]
@@ -383,4 +385,4 @@ class GraphedForward(DecoderForward):
             torch.cuda.graph(graph, self.pool, capture_error_mode=CAPTURE_ERRORS),
         ):
             output = self.computed(tensors, received)
-        return _Captured(numbers, received, graph, output)
+        return _Captured(numbers, received, graph, output, self.states)

@@ -10,7 +10,8 @@ as the model draws it.
 Keys and values of refused proposals stay in the blocks of the sequence until the tokens that come
 in their places overwrite them: nobody reads them before.
 
-Proposals are a function of a sequence's tokens alone: all ranks have the same.
+Proposals by n-grams, here, are a function of a sequence's tokens alone: all ranks have the same.
+Those of a model's own layers for multi-token prediction are in `mtp_drafts.py`.
 """
 
 from __future__ import annotations
@@ -21,10 +22,11 @@ from typing import Protocol
 from weakref import WeakKeyDictionary
 
 from fivefold.core import FivefoldError
-from fivefold.core.model import BLOCK
+from fivefold.core.layout import Layout
+from fivefold.core.model import BLOCK, Shape
 from fivefold.generate.requests import SequenceState
 
-NGRAM = "ngram"
+NGRAM, MTP = "ngram", "mtp"
 _GRAM = 2  # tokens that have to be equal for a proposal
 _MOST_COMPARED = 8  # earlier places, of which that with the longest equal text before it counts
 _LONGEST_COMPARED = 16  # tokens of it
@@ -43,26 +45,48 @@ class DraftOptions:
     """How many tokens are proposed in a step, and by what."""
 
     count: int
+    kind: str = NGRAM
 
     @classmethod
     def parse(cls, text: str) -> DraftOptions:
-        """Parse `ngram:K`.
+        """Parse `ngram:K` or `mtp:K`.
 
-        >>> DraftOptions.parse("ngram:4")
-        DraftOptions(count=4)
+        >>> DraftOptions.parse("ngram:4"), str(DraftOptions.parse("mtp:1"))
+        (DraftOptions(count=4, kind='ngram'), 'mtp:1')
         """
         kind, _, number = text.partition(":")
         rule = f"drafts = {text!r}"
-        if kind != NGRAM or not (number.isascii() and number.isdecimal()):
-            advice = f"give {NGRAM}:K, which proposes K tokens of equal text before"
+        if kind not in (NGRAM, MTP) or not (number.isascii() and number.isdecimal()):
+            advice = f"give {NGRAM}:K, which proposes K tokens of equal text before, or {MTP}:K"
+            advice = f"{advice}, by K layers of the model for multi-token prediction"
             raise FivefoldError(f"{rule} is no kind of drafts with a number: {advice}")
         if not 1 <= int(number) <= BLOCK:
             raise FivefoldError(f"{rule}: give 1 to {BLOCK} tokens, which a block of keys has")
-        return cls(int(number))
+        return cls(int(number), kind)
 
-    def drafter(self) -> Drafter:
-        """What proposes."""
-        return NgramDrafter(self.count)
+    def __str__(self) -> str:
+        return f"{self.kind}:{self.count}"
+
+    def drafter(self) -> Drafter | None:
+        """What proposes, unless the model does."""
+        return NgramDrafter(self.count) if self.kind == NGRAM else None
+
+    def require_heads(self, shape: Shape, layout: Layout) -> int:
+        """Layers of multi-token prediction that propose; refuses a model or layout that has not as
+        many on the ranks that draw."""
+        if self.kind != MTP:
+            return 0
+        rule, other = f"drafts = {str(self)!r}", f"{NGRAM}:{self.count}"
+        if self.count > shape.mtp:
+            has = f"{shape.name} has {shape.mtp or 'no'} multi-token-prediction layers"
+            fewer = f"{MTP}:{shape.mtp} or {other}" if shape.mtp else other
+            raise FivefoldError(f"{rule}: {has}, and every draft needs its own: give {fewer}")
+        if layout.pp > 1 or layout.cp > 1:
+            raise FivefoldError(
+                f"{rule} in layout {layout}: these layers read the embedding and the hidden states "
+                f"of all tokens, which ranks of pp and cp do not have: use tp, dp or ep, or {other}"
+            )
+        return self.count
 
 
 @dataclass

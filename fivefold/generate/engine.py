@@ -16,6 +16,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Protocol
 
 import torch
@@ -27,6 +28,7 @@ from fivefold.generate.async_scheduling import DrawnTokens
 from fivefold.generate.blocks import BlockPool
 from fivefold.generate.drafts import Drafter
 from fivefold.generate.grammar import Grammars
+from fivefold.generate.mtp_drafts import MtpDrafter
 from fivefold.generate.requests import (
     NO_TOKEN,
     Completion,
@@ -34,6 +36,7 @@ from fivefold.generate.requests import (
     DrawnToken,
     Reason,
     Request,
+    SequenceChunk,
     SequenceState,
     StepBatch,
 )
@@ -112,16 +115,18 @@ class _DrawRow:
 
 @dataclass(frozen=True)
 class _Flight:
-    """A batch in flight: the tokens that it draws, and the wait."""
+    """A batch in flight: the tokens that it draws, and the wait. Of every replica, the chunks with
+    their sequences."""
 
     rows: tuple[_DrawRow, ...]
     drawn: Shared
+    scheduled: tuple[list[tuple[SequenceChunk, SequenceState]], ...] = ()
 
 
-def _wanted(batch: StepBatch, sequences: Sequence[SequenceState]) -> list[_DrawRow]:
+def _wanted(scheduled: Iterable[tuple[SequenceChunk, SequenceState]]) -> list[_DrawRow]:
     """Every row of logits."""
     rows: list[_DrawRow] = []
-    for chunk, sequence in zip(batch.chunks, sequences, strict=True):
+    for chunk, sequence in scheduled:
         count, stop = chunk.num_wanted, chunk.stop
         # The token after the last one of the prompt has index 0.
         first = stop - count + 1 - len(sequence.request.prompt)
@@ -185,10 +190,14 @@ class Engine:
         schedule_limits, in_flight = limits or ScheduleLimits(), self.ranks.in_flight
         # Recorded routes are read from all blocks when a sequence ends.
         window = shape.window_everywhere if routes is None else None
+        self.heads = drafter if isinstance(drafter, MtpDrafter) else None
+        lookahead = 0 if self.heads is None else self.heads.count
+        if window is not None and lookahead:  # deeper layers come later to what they see
+            window += lookahead - 1
         options = (in_flight, self._save, window, drawn is not None, self._land)
         lengths = shape.outgrown_at, even_context(shape)
         self.schedulers = [
-            Scheduler(pool, schedule_limits, shape.max_seq, *options, *lengths, drafter)
+            Scheduler(pool, schedule_limits, shape.max_seq, *options, *lengths, drafter, lookahead)
             for pool in pools
         ]
         self.travel: Travel | None = None
@@ -268,7 +277,8 @@ class Engine:
             for scheduler in self.schedulers:
                 scheduler.restart()
             raise
-        rows_of = [self._rows(*pair) for pair in zip(batches, self.schedulers, strict=True)]
+        scheduled = [self._count(*pair) for pair in zip(batches, self.schedulers, strict=True)]
+        rows_of = [_wanted(pairs) for pairs in scheduled]
         waiting = [row for rows in rows_of for row in rows]
         # All ranks know all requests, and so how many numbers a row has.
         most = max((row.sequence.request.alternatives for row in waiting), default=0)
@@ -289,13 +299,16 @@ class Engine:
             table = self.ranks.total(table)
             self.drawn.put(table[:, 0])
             return _Flight(tuple(waiting), alone(table))
-        return _Flight(tuple(waiting), self.ranks.share(table) if waiting else alone(table))
+        shared = self.ranks.share(table) if waiting else alone(table)
+        return _Flight(tuple(waiting), shared, tuple(scheduled))
 
-    def _rows(self, batch: StepBatch, home: Scheduler) -> list[_DrawRow]:
-        """What is drawn of a batch that is under way."""
+    def _count(
+        self, batch: StepBatch, home: Scheduler
+    ) -> list[tuple[SequenceChunk, SequenceState]]:
+        """The chunks of a batch that is under way, with their sequences."""
         sequences = [self._sequences[chunk.id] for chunk in batch.chunks]
         home.computed(batch, sequences)
-        return _wanted(batch, sequences)
+        return list(zip(batch.chunks, sequences, strict=True))
 
     def _draw(
         self,
@@ -368,7 +381,31 @@ class Engine:
                 self.end(id, reason)
             pairs = _pairs(request, index, numbers)
             drawn_tokens.append(DrawnToken(id, index, token, logprob, reason, pairs, rank))
+        if self.heads is not None:
+            self._propose(self.heads, flight)
         return drawn_tokens
+
+    def _propose(self, heads: MtpDrafter, flight: _Flight) -> None:
+        """What is likely to follow the tokens of a step, on all ranks."""
+        spans = [heads.spans(pairs, self._sequences) for pairs in flight.scheduled]
+        waiting = [
+            [span.sequence for span in of_replica if span.chunk.samples] for of_replica in spans
+        ]
+        own, together = self.ranks.replica, self.ranks.together
+        beside = (span for of_replica in spans for span in of_replica) if together else ()
+        proposals_SK = heads.run(spans[own], beside)
+        tables = [
+            proposals_SK
+            if replica == own and self.ranks.draws
+            # One rank has the numbers, as of draws.
+            else proposals_SK.new_zeros(len(sequences), heads.count)
+            for replica, sequences in enumerate(waiting)
+        ]
+        if not any(waiting):
+            return
+        rows = as_rows(self.ranks.share(torch.cat(tables))())
+        for sequence, row in zip(chain.from_iterable(waiting), rows, strict=True):
+            heads.put(sequence, [int(token) for token in row])
 
     def end(self, id: str, reason: Reason) -> None:
         """Abort a request and free its blocks; its tokens so far are its completion."""

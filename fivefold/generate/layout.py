@@ -48,6 +48,7 @@ from fivefold.generate.engine import (
 from fivefold.generate.forward import DecoderForward
 from fivefold.generate.grammar import Grammars
 from fivefold.generate.invariant import FixedSteps, fix_tiles
+from fivefold.generate.mtp_drafts import MtpDrafter
 from fivefold.generate.refit import Refit
 from fivefold.generate.routing import RouteStore
 from fivefold.generate.scheduler import ScheduleLimits
@@ -81,20 +82,22 @@ def blocks_within(decoder: Decoder, mesh: Mesh, num_bytes: float, kv_codes: bool
     return int(fewest) * mesh.layout.cp
 
 
-def plan_of(shape: Shape, options: PlanOptions) -> Plan:
+def plan_of(shape: Shape, options: PlanOptions, drafts: DraftOptions | None = None) -> Plan:
     """Plan of an engine. Tokens are split over tp only with experts: otherwise every rank has all
     of the few tokens of a decode."""
     usual = PlanOptions(options.model, options.layout, set=options.set, zero=0)
     usual = replace(usual, train=options.train.only_tuning())
-    return forward_plan(resolve(replace(usual, sp=shape.moe is not None)))
+    return forward_plan(resolve(replace(usual, sp=shape.moe is not None)), drafts)
 
 
-def forward_plan(plan: Plan) -> Plan:
-    """Remove from a plan what only training uses; refuses what generation does not support."""
+def forward_plan(plan: Plan, drafts: DraftOptions | None = None) -> Plan:
+    """Remove from a plan what only training uses; refuses what generation does not support. Layers
+    of multi-token prediction stay as far as drafts use them."""
     refuse_mixer(plan.shape, "generation")
     if problems := list(_problems(plan)):
         raise BadFile(f"a generator in layout {plan.layout}", problems)
-    return replace(plan, shape=replace(plan.shape, mtp=0), balance=())
+    heads = 0 if drafts is None else drafts.require_heads(plan.shape, plan.layout)
+    return replace(plan, shape=replace(plan.shape, mtp=heads), balance=())
 
 
 def _problems(plan: Plan) -> Iterator[str]:
@@ -277,7 +280,7 @@ class LayoutEngine(Engine):
         limits, drawn = limits or ScheduleLimits(), None
         # A stage does not know what the last one draws, routes are read when a sequence ends, and
         # how many drafts are accepted is known after the draw.
-        runs_ahead = plan.layout.world == plan.layout.tp and drafts is None
+        runs_ahead = plan.layout.world == plan.layout.tp and drafts is None and not plan.shape.mtp
         if runs_ahead and not records_routes and not batch_invariant:
             drawn = DrawnTokens(max(limits.sequences, limits.tokens), mesh.device)
         adapters = TokenRanks(adapter_ranks, mesh.device) if adapter_ranks else None
@@ -293,6 +296,8 @@ class LayoutEngine(Engine):
             forward = FixedSteps(inner)
             limits = forward.limits(limits)
         drafter = None if drafts is None else drafts.drafter()
+        if plan.shape.mtp:
+            drafter = MtpDrafter(inner, plan.shape.mtp)
         options = (limits, watch, self._ranks(), routes, drawn, grammars)
         options = (*options, len(adapter_ranks), drafter)
         super().__init__(plan.shape, forward, blocks, *options)

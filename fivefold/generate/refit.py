@@ -72,6 +72,12 @@ class Refit:
         self.dtype = stage.model.dtype
         self.owned = dict(_owned(job))
         self.shards = list(_shards(stage))
+        known = {weight.name for weight in (*job.table.values(), *buffers(job.plan.shape))}
+        if lost := [name for name, _ in self.shards if name not in known]:
+            raise FivefoldError(
+                f"the job has no {lost[0]}, which the generator has: give both the same model, and "
+                "drafts by multi-token prediction no more layers than the job trains"
+            )
         owned_spans = _listed(self.owned)
         shard_spans = _listed((name, shard.span) for name, shard in self.shards)
         everyone: list[tuple[Spans, Spans]] = [(owned_spans, shard_spans)] * ours

@@ -147,6 +147,7 @@ class SequenceState:
     num_unscored: int = 0  # tokens of the prompt whose log-probabilities are still wanted
     drafted: int = 0  # tokens that were proposed
     accepted: int = 0  # those of them that were drawn
+    lookahead: int = 0  # tokens after a block that its contents depend on
 
     @property
     def drawn(self) -> list[int]:
@@ -195,7 +196,8 @@ class SequenceState:
         while len(self.digests) <= index:
             start = len(self.digests) * BLOCK
             before = self.digests[-1] if self.digests else self.root
-            self.digests.append(chained_digest(before, self.tokens[start : start + BLOCK]))
+            stop = start + BLOCK + self.lookahead
+            self.digests.append(chained_digest(before, self.tokens[start:stop]))
         return self.digests[index]
 
     def digest_of_end(self) -> bytes:
@@ -203,7 +205,8 @@ class SequenceState:
         if self.end_digest is None:
             start = self.prompt_end // BLOCK * BLOCK
             before = self.digest(start // BLOCK - 1) if start else self.root
-            self.end_digest = chained_digest(before, self.tokens[start : self.prompt_end])
+            stop = self.prompt_end + self.lookahead
+            self.end_digest = chained_digest(before, self.tokens[start:stop])
         return self.end_digest
 
     def publish(self, count: int) -> None:

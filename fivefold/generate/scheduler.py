@@ -95,6 +95,7 @@ class Scheduler:
         outgrown_at: int | None = None,
         even_context: float = math.inf,
         drafter: Drafter | None = None,
+        lookahead: int = 0,
     ) -> None:
         """`in_flight`: batches under way at a time, over which sequences are spread. `on_lost` is
         called before a sequence loses its blocks, `on_landing` when one that was carried here has
@@ -102,12 +103,12 @@ class Scheduler:
         a token sees, itself included, in all layers. `ahead`: a sequence goes on with a token that
         is being drawn. `outgrown_at` is that of the shape. `even_context`: earlier tokens whose
         attention takes a token as long as all else. A `drafter` proposes tokens, but never
-        `ahead`."""
+        `ahead`. `lookahead`: tokens after a block that its contents depend on."""
         assert drafter is None or not ahead, "how many tokens come is not known ahead"
         self.pool, self.limits, self.max_seq, self.in_flight = pool, limits, max_seq, in_flight
         self.on_lost, self.window, self.ahead = on_lost, window, ahead
         self.on_landing, self.outgrown_at, self.drafter = on_landing, outgrown_at, drafter
-        self.even_context = even_context
+        self.even_context, self.lookahead = even_context, lookahead
         self.waiting: list[SequenceState] = []  # both by arrival
         self.running: list[SequenceState] = []
         self._short: SequenceState | None = None  # waits for blocks of proposals under way
@@ -136,6 +137,7 @@ class Scheduler:
             logprobs=[logprob for _, logprob in drawn],
             carried=len(request.prompt) if drawn else 0,
             num_unscored=0 if drawn or not scores else len(request.prompt) - 1,
+            lookahead=self.lookahead,
         )
         self._arrived += 1
         self.load += limit
@@ -267,7 +269,7 @@ class Scheduler:
         """Count a proposal that was drawn."""
         self.num_accepted += 1
         sequence.accept()
-        self._publish_blocks(sequence, sequence.computed // BLOCK)
+        self._publish_blocks(sequence, self._num_final(sequence, sequence.computed))
 
     def _goes_on(self, sequence: SequenceState) -> bool:
         """Whether its next token is known, or will be when the device reads it."""
@@ -311,17 +313,21 @@ class Scheduler:
 
     def _publish(self, sequence: SequenceState, chunk: SequenceChunk) -> None:
         """Share the blocks that a chunk fills, and the end of the prompt."""
-        full = min(chunk.stop, len(sequence.tokens)) // BLOCK
+        full = self._num_final(sequence, chunk.stop)
         if full > sequence.published:
             self._publish_blocks(sequence, full)
         end = sequence.prompt_end
-        if chunk.start > end:
+        if chunk.start > end or self.lookahead > 1:
             return
         index, count = divmod(end, BLOCK)
         if count and end <= chunk.stop:
             digest = sequence.digest_of_end()
             if self.pool.publish(sequence.table[index], digest):
                 self._ends.add(digest)
+
+    def _num_final(self, sequence: SequenceState, computed: int) -> int:
+        """How many blocks are full, and have all the tokens that they depend on."""
+        return max(0, min(computed, len(sequence.tokens) - self.lookahead)) // BLOCK
 
     def _publish_blocks(self, sequence: SequenceState, count: int) -> None:
         """Share the first blocks of a sequence, which are full."""
@@ -334,11 +340,11 @@ class Scheduler:
         shares = self._shares_end(sequence) and bool(self._ends)
         return shares and sequence.digest_of_end() in self._ends
 
-    @staticmethod
-    def _shares_end(sequence: SequenceState) -> bool:
-        """Whether a sequence needs no logits before the last token of its prompt, and no other
-        engine has computed this."""
-        return not sequence.carried and sequence.prompt_end <= sequence.first_wanted
+    def _shares_end(self, sequence: SequenceState) -> bool:
+        """Whether a sequence needs no logits before the last token of its prompt, no other engine
+        has computed this, and nothing of it depends on tokens that are drawn."""
+        needs_none = not sequence.carried and sequence.prompt_end <= sequence.first_wanted
+        return needs_none and self.lookahead < 2
 
     def _chunk(self, sequence: SequenceState, most: int) -> SequenceChunk:
         start = sequence.computed
@@ -412,7 +418,7 @@ class Scheduler:
     def _reuse(self, sequence: SequenceState) -> int:
         """Share the blocks that others have computed, and count them; the tokens whose logits are
         wanted are left."""
-        for index in range(sequence.first_wanted // BLOCK):
+        for index in range(self._num_final(sequence, sequence.first_wanted)):
             block = self.pool.share(sequence.digest(index))
             if block is None:
                 break

@@ -143,7 +143,7 @@ def _plan(model: TextModel, options: ModelOptions) -> Plan:
     """The plan of the layout; refused if it cannot run here."""
     from fivefold.generate.layout import invariant_plan, plan_of
 
-    plan = plan_of(model.shape, replace(model.options, layout=options.layout))
+    plan = plan_of(model.shape, replace(model.options, layout=options.layout), options.drafts)
     plan = invariant_plan(plan) if options.batch_invariant else plan
     if options.precision == "fp8" and plan.shape.tuning is not None and plan.shape.tuning.rank:
         raise FivefoldError(

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from functools import partial
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -18,6 +19,7 @@ from fivefold.generate.async_scheduling import DrawnTokens
 from fivefold.generate.engine import Engine, Watch
 from fivefold.generate.forward import DecoderForward
 from fivefold.generate.layout import LayoutEngine, mesh_of, plan_of, stage_of
+from fivefold.generate.mtp_drafts import MtpDrafter
 from fivefold.generate.requests import DrawnToken, Request, Sampling, SequenceState
 from fivefold.generate.scheduler import ScheduleLimits
 from fivefold.launch.backend import num_gpus
@@ -43,10 +45,11 @@ MODELS = {
 }
 
 
-def decoder_of(name: str, dtype: torch.dtype) -> Decoder:
+def decoder_of(name: str, dtype: torch.dtype, mtp: int = 0) -> Decoder:
     """With random weights, on the CPU."""
     model = name if name.startswith("tiny") else "tiny"
-    shape = with_overrides(load(model), {"layers": "3", "max_seq": "512", **MODELS[name]})
+    sizes = {"layers": "3", "max_seq": "512", "mtp": str(mtp)}
+    shape = with_overrides(load(model), {**sizes, **MODELS[name]})
     decoder = from_config(shape, dtype=dtype)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
@@ -119,6 +122,45 @@ def same_drafts(name: str, piecewise: bool = False) -> None:
         pairs = zip(found[id].logprobs, each.logprobs, strict=True)
         assert max(abs(a - b) for a, b in pairs) < 1e-3, id
     assert engine.num_accepted > NEW and engine.schedulers[0].pool.num_free == BLOCKS
+    assert bool(graphed.captured) == graphed.captures
+
+
+def same_ahead(name: str, count: int, piecewise: bool = False) -> None:
+    """With drafts by layers of multi-token prediction, greedy tokens in float32 are those of the
+    CPU without drafts, and nearly all proposals those of the CPU."""
+    from fivefold.generate.cuda_graphs import GraphedForward  # Triton is there only with CUDA
+
+    torch.backends.cuda.matmul.allow_tf32 = False
+    limits = ScheduleLimits(tokens=64, sequences=4)
+    ahead, plain = decoder_of(name, torch.float32, count), decoder_of(name, torch.float32)
+    state = ahead.state_dict()
+    plain.load_state_dict({key: state[key] for key in plain.state_dict()})
+    engine = Engine(plain.shape, DecoderForward(plain, BLOCKS), BLOCKS, limits)
+    expected = engine.run(requests(plain.shape.vocab))
+    proposed: list[dict[tuple[int, ...], list[int]]] = []
+    graphed = GraphedForward(copy.deepcopy(ahead).cuda(), BLOCKS)
+    if piecewise:
+        graphed.capture_prompts(limits.tokens)
+    for forward in (DecoderForward(ahead, BLOCKS), graphed):
+        drafter, seen = MtpDrafter(forward, count), dict[tuple[int, ...], list[int]]()
+        put = drafter.put
+
+        def record(
+            sequence: SequenceState, tokens: list[int], put: Any = put, seen: Any = seen
+        ) -> None:
+            put(sequence, tokens)
+            seen[tuple(sequence.tokens)] = tokens
+
+        drafter.put = record
+        engine = Engine(ahead.shape, forward, BLOCKS, limits, drafter=drafter)
+        found = engine.run(requests(ahead.shape.vocab))
+        assert engine.num_drafted > NEW and engine.schedulers[0].pool.num_free == BLOCKS
+        for id, each in expected.items():
+            assert found[id].tokens == each.tokens, id
+        proposed.append(seen)
+    both = proposed[0].keys() & proposed[1].keys()
+    equal = sum(proposed[0][text] == proposed[1][text] for text in both)
+    assert len(both) > 3 * NEW and equal >= 0.98 * len(both), (equal, len(both))
     assert bool(graphed.captured) == graphed.captures
 
 
@@ -235,6 +277,9 @@ CHECKS |= {
 }
 CHECKS |= {f"drafts of {name}": partial(same_drafts, name) for name in MODELS}
 CHECKS |= {"drafts of tiny piecewise": partial(same_drafts, "tiny", True)}
+CHECKS |= {f"layers ahead of {name}": partial(same_ahead, name, 1) for name in MODELS}
+CHECKS |= {"2 layers ahead of tiny": partial(same_ahead, "tiny", 2)}
+CHECKS |= {"layers ahead of tiny piecewise": partial(same_ahead, "tiny", 1, True)}
 CHECKS |= {"keys": same_keys, "keys piecewise": partial(same_keys, True)}
 CHECKS |= {
     f"logits of {name}": partial(close_logits, name) for name in ("tiny", "tiny-moe", "windowed")

@@ -18,7 +18,7 @@ from fivefold.core.model.tuning import ALL, Tuning, unmatched
 from fivefold.core.plan.plan import Plan, PlanOptions
 from fivefold.generate.adapters import AdaptedWeights, NamedAdapter, with_adapters
 from fivefold.generate.drafts import DraftOptions
-from fivefold.generate.layout import LayoutEngine, forward_plan, mesh_of, plan_of, stage_of
+from fivefold.generate.layout import LayoutEngine, mesh_of, plan_of, stage_of
 from fivefold.generate.requests import Request
 from fivefold.generate.scheduler import ScheduleLimits
 from fivefold.generate.text_model import TextModel
@@ -31,7 +31,7 @@ LATENTS = {
 }
 BIASES = {"qkv_bias": "true", "out_bias": "true", "mlp_bias": "true"}
 MODELS: dict[str, tuple[str, dict[str, str]]] = {
-    "plain": ("tiny", {}),
+    "plain": ("tiny", {"mtp": "1"}),
     "biases": ("tiny", BIASES),
     "latents": ("tiny", LATENTS),
     "latent queries": ("tiny", LATENTS | {"mla.q_rank": "8"}),
@@ -92,13 +92,15 @@ class AdapterCase:
         parts = [part for part in tuning.targets.split("+") if part not in lost]
         return replace(tuning, targets="+".join(parts))
 
-    def plan(self, number: int | None = None) -> tuple[Plan, Sequence[NamedAdapter]]:
+    def plan(
+        self, number: int | None = None, drafts: DraftOptions | None = None
+    ) -> tuple[Plan, Sequence[NamedAdapter]]:
         """With all adapters, or for one of them or the base alone."""
         model = self.text_model
         adapters = self.adapters(model.shape)
         if number is None:
             model = with_adapters(model, adapters, "base")
-        return forward_plan(plan_of(model.shape, model.options)), adapters
+        return plan_of(model.shape, model.options, drafts), adapters
 
     def read(self, number: int | None) -> Callable[[Weight, torch.dtype], Tensor]:
         """Weights of all together, or of one with its adapter merged."""
@@ -127,7 +129,7 @@ class AdapterCase:
         dtype: torch.dtype = torch.float64,
         drafts: DraftOptions | None = None,
     ) -> LayoutEngine:
-        plan, adapters = self.plan(number)
+        plan, adapters = self.plan(number, drafts)
         mesh = mesh_of(plan, device, self.batch_invariant)
         stage = stage_of(plan, mesh, dtype, self.batch_invariant)
         stage.fill(self.read(number))

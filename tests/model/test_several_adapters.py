@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fivefold.core.errors import FivefoldError
 from fivefold.core.layout.weight_table import planned_weights
-from fivefold.core.model.tuning import Tuning
+from fivefold.core.model.tuning import ALL, Tuning
 from fivefold.core.plan.plan import resolve
 from fivefold.core.plan.recipe import Recipe
 from fivefold.generate.adapters import AdaptedWeights, NamedAdapter, with_adapters
@@ -25,7 +25,14 @@ from fivefold.generate.scheduler import ScheduleLimits, Scheduler
 from fivefold.model.low_rank import TokenRanks
 from fivefold.train.callbacks.samples import generating
 from tests.guesses import Guesses
-from tests.model.several_adapters import MODELS, AdapterCase, reader_of, requests_of, values_of
+from tests.model.several_adapters import (
+    MODELS,
+    TUNINGS,
+    AdapterCase,
+    reader_of,
+    requests_of,
+    values_of,
+)
 from tests.model.test_piecewise import on_gpu, recorded  # noqa: F401, fixtures
 
 CPU = torch.device("cpu")
@@ -85,6 +92,16 @@ def test_accepted_proposals_have_the_adapter_of_their_sequence(model: str) -> No
         engine = case.engine(CPU, drafts=DraftOptions.parse("ngram:4"))
     assert not differences(engine.run(requests), expected)
     assert engine.schedulers[0].num_accepted > 60
+
+
+def test_layers_of_the_base_propose_for_adapters() -> None:
+    """Those of multi-token prediction have none, whatever linears an adapter names."""
+    case = AdapterCase(tunings=(Tuning(2, 6.0, ALL), *TUNINGS[1:]))
+    requests = requests_of(case.text_model.shape.vocab, tokens=20)
+    expected = together(case, requests)
+    engine = case.engine(CPU, drafts=DraftOptions.parse("mtp:1"))
+    assert not differences(engine.run(requests), expected)
+    assert engine.num_drafted > 60
 
 
 @pytest.mark.parametrize("model", ["plain", "experts"])

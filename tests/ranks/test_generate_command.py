@@ -107,6 +107,7 @@ def test_drafts_change_no_token_and_are_counted(folder: Path, tmp_path: Path) ->
         ("drafts=ngram:40", "give 1 to 16 tokens"),
         ("draft=ngram:4", "did you mean drafts?"),
         ("drafts=", "write key=value"),
+        ("drafts=mtp:1", "has no multi-token-prediction layers"),
     ]:
         done = in_fork([*words, "--set", keys], tmp_path)
         assert done.returncode == 2 and rule in done.stderr, done.stderr

@@ -13,6 +13,7 @@ from fivefold.core.errors import FivefoldError
 from fivefold.core.layout.layout import Layout
 from fivefold.core.layout.weight_table import Weight
 from fivefold.core.plan.plan import Plan, PlanOptions, resolve
+from fivefold.generate.drafts import DraftOptions
 from fivefold.generate.layout import LayoutEngine, forward_plan
 from fivefold.generate.refit import Refit, WeightMove, moves_of
 from fivefold.launch.processes import Pool
@@ -34,6 +35,7 @@ CASES = [
     ("tiny-moe", "dp=4 ep=2", "tp=2 pp=2 ep=2", {}),
     ("tiny-moe", "tp=2 pp=2 ep=2", "dp=4 ep=4", {"moe.bias": "true"}),
     ("tiny-moe", "dp=2 cp=2 ep=4", "tp=2 etp=2 dp=2 ep=2", {"mtp": "1"}),
+    ("tiny", "pp=2", "tp=2", {"mtp": "2"}),
 ]
 
 
@@ -52,6 +54,8 @@ def refit_rank(worker: Worker, training: Plan, generating: Plan) -> dict[str, bo
         engine = LayoutEngine(generating, other, stage, 4)
         for seed in (1, 2):
             trial = GeneratedTrial(training.shape, "float32", seed)
+            trial.shape = training.shape  # with its layers ahead
+            trial.plain = trial.decoder()
             with torch.no_grad():
                 for buffer in trial.plain.buffers():
                     buffer.normal_(generator=torch.Generator().manual_seed(seed))
@@ -77,8 +81,9 @@ def test_weights_move_between_layouts(
     pool: Pool, case: tuple[str, str, str, dict[str, str]]
 ) -> None:
     model, theirs, ours, changes = case
+    drafts = DraftOptions(int(changes["mtp"]), "mtp") if "mtp" in changes else None
     training, generating = plan_for(model, theirs, changes), plan_for(model, ours, changes)
-    generating = forward_plan(generating)
+    generating = forward_plan(generating, drafts)
     task = (refit_rank, (training, generating))
     for found in pool.run_each([task] * training.layout.world):
         assert found and all(found.values()), [name for name, good in found.items() if not good]
@@ -99,6 +104,17 @@ def test_a_weight_that_nobody_owns_is_no_refit() -> None:
     half, whole = ((0,), (4,)), ((0,), (8,))
     with pytest.raises(AssertionError, match="w has holes"):
         list(moves_of(["w"], [({"w": [half]}, {"w": [whole]})]))
+
+
+def test_a_job_without_the_layers_that_propose_is_refused() -> None:
+    """On one rank: nothing is sent."""
+    training, generating = (plan_for("tiny", "dp=1", {"mtp": mtp}) for mtp in ("1", "2"))
+    generating = forward_plan(generating, DraftOptions(2, "mtp"))
+    mesh = Mesh.of(training, torch.device("cpu"))
+    job = compose(training, mesh, seed=0, dtype=torch.float32)
+    stage = compose_forward(generating, mesh, torch.float32)
+    with pytest.raises(FivefoldError, match=r"the job has no mtp\.1\..*no more layers than"):
+        LayoutEngine(generating, mesh, stage, 4).load(job)
 
 
 def test_other_numbers_of_ranks_are_refused() -> None:

@@ -61,7 +61,7 @@ def stores_codes(name: str) -> bool:
     (True, False)
     """
     rounded = _ROUNDED.search(name) or _ROUTED.search(name)
-    return name.startswith("blocks.") and rounded is not None
+    return name.startswith(("blocks.", "mtp.")) and rounded is not None
 
 
 @dataclass(frozen=True)
