@@ -71,7 +71,11 @@ class Phase:
     """Whether a stage is in its backward: a forward in it is a recomputation."""
 
     def __init__(self) -> None:
-        self.backward = False
+        self.backward, self.microbatch = False, 0
+
+    def begin(self, microbatch: int) -> None:
+        """A forward or a backward of this microbatch begins."""
+        self.microbatch = microbatch
 
     @contextmanager
     def in_backward(self) -> Iterator[None]:
