@@ -33,6 +33,7 @@ from fivefold.cost.layer import (
     trainable_share,
 )
 from fivefold.cost.memory.activations import Activations
+from fivefold.cost.memory.communicators import communicator_memory
 from fivefold.cost.memory.stage_gradients import (
     GradientLevel,
     LeastBytes,
@@ -200,7 +201,15 @@ class MemoryEntries:
     def overhead(self, activations: Array) -> MemoryParts:
         """What belongs to no tensor."""
         context = np.full((1,), self.memory.context_bytes + self.memory.pool_bytes)
-        return {"context": context, "margin": self.memory.fragments * activations}
+        margin = self.memory.fragments * activations
+        return {"context": context, "nccl": self.communicators, "margin": margin}
+
+    @cached_property
+    def communicators(self) -> Array:
+        """What NCCL holds; of other people's stacks it is in the context."""
+        if not self.stack.runs_plans:
+            return np.zeros(1)
+        return communicator_memory(self.shape, self.machine, self.stack, self.grid)
 
     def _gathered(
         self, parameters: RankParameters, stage: RankStage, end: Array, prefetch: int | None = None
@@ -415,6 +424,7 @@ CATEGORIES = (
     "buffers",
     "prefetch",
     "context",
+    "nccl",
     "margin",
 )
 # Categories that depend on the same columns are summed first, before they are broadcast.
@@ -490,10 +500,9 @@ def fits(memory: PeakMemory, machine: Machine) -> NDArray[np.bool_]:
     return memory.total <= machine.memory
 
 
-def verdict(size: Array, usable: float, machine: Machine, outside: float = 0.0) -> NDArray[np.str_]:
-    """The `Verdict` on each layout; tight: more than the `usable` bytes, less than there are.
-    `outside`: bytes beside `size` that are known too roughly to refuse a layout for."""
-    inside = np.where(size + outside <= min(usable, machine.memory), "fits", "tight")
+def verdict(size: Array, usable: float, machine: Machine) -> NDArray[np.str_]:
+    """The `Verdict` on each layout; tight: more than the `usable` bytes, less than there are."""
+    inside = np.where(size <= min(usable, machine.memory), "fits", "tight")
     return np.where(size <= machine.memory, inside, "does not fit")
 
 
@@ -515,6 +524,7 @@ class CachingAllocator:
         """The pool at its peak. One that met the limit freed its cache and grows again: on average
         it is halfway."""
         outside, cache = self.entries.memory.context_bytes, self.cache
+        outside = outside + self.entries.communicators
         if cache is None:
             return total_bytes(self.parts) - outside
         limit = self.entries.machine.memory - outside
