@@ -10,9 +10,9 @@ import pytest
 from one_layout import H100, grid_of, memory_of
 
 from fivefold.core import hardware as machines
+from fivefold.core.layout.groups import Topology, communicators
 from fivefold.core.model import presets as models
 from fivefold.core.model.shape import layer_parameters, parameters
-from fivefold.core.layout.groups import Topology, communicators
 from fivefold.core.plan.plan import PlanOptions, resolve
 from fivefold.core.plan.recipe import Recipe
 from fivefold.core.schedule.catalog import alternate
