@@ -20,14 +20,13 @@ from fivefold.core.schedule.clock import Costs, peak_activations, play
 from fivefold.core.schedule.schedule import LoopOrder, Schedule, loop_placement
 from fivefold.cost.grid import OFFLOADS, LayoutGrid
 from fivefold.cost.hardware import stack as stacks
-from fivefold.cost.memory.categories import least_memory, peak_memory
+from fivefold.cost.memory.categories import communicator_memory, least_memory, peak_memory
 from fivefold.cost.memory.communicators import (
     CHANNEL,
     MADE,
     PEER,
     Channels,
     communicator_bytes,
-    communicator_memory,
     nccl_bytes,
 )
 from fivefold.cost.stages.ranks import in_flight, rank_stages

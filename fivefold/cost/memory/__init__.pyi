@@ -8,7 +8,6 @@ from fivefold.cost.memory.categories import least_memory as least_memory
 from fivefold.cost.memory.categories import peak_memory as peak_memory
 from fivefold.cost.memory.categories import rank_peak_memory as rank_peak_memory
 from fivefold.cost.memory.categories import verdict as verdict
-from fivefold.cost.memory.communicators import communicator_memory as communicator_memory
 from fivefold.cost.memory.communicators import layout_nccl_bytes as layout_nccl_bytes
 from fivefold.cost.memory.communicators import most_communicators as most_communicators
 from fivefold.cost.memory.communicators import nccl_bytes as nccl_bytes

@@ -16,8 +16,6 @@ import math
 from functools import lru_cache
 from typing import NamedTuple
 
-import numpy as np
-
 from fivefold.core import Machine
 from fivefold.core.layout import (
     FAR,
@@ -33,13 +31,9 @@ from fivefold.core.layout import (
     Layout,
     Topology,
     communicators,
-    ulysses_degree,
 )
 from fivefold.core.model import Shape
 from fivefold.core.plan import Plan
-from fivefold.cost.grid import CONTEXTS, Array, LayoutGrid, expert_nodes
-from fivefold.cost.hardware import SoftwareStack
-from fivefold.cost.stages import folded, mirrored
 
 _MIB = 2**20
 MADE, CHANNEL, PEER = 4 * _MIB, 6 * _MIB, 12 * _MIB
@@ -92,14 +86,14 @@ def communicator_bytes(topology: Topology, communicator: Communicator, channels:
     near = min(size, max(1, channels.node // stride))  # members in a node
     count = channels.collective if near == size else min(channels.collective, channels.between)
     count = min(count, FEW_CHANNELS) if communicator.small else count
-    made = MADE + CHANNEL * count
+    base = MADE + CHANNEL * count
     network = 0 if near == size else _OVER_NETWORK
     if communicator.role in _EVERY_PAIR:
-        return made + network + PEER * channels.peer * min(near - 1, _MOST_PEERS)
+        return base + network + PEER * channels.peer * min(near - 1, _MOST_PEERS)
     if communicator.role == RING:
-        return made + (network or PEER * channels.peer)
+        return base + (network or PEER * channels.peer)
     sums = topology.layout.zero == 0 or not set(communicator.roles) <= set(_GATHERED)
-    return made + PEER * count * (1 + (min(size - 1, 2) if sums else 0))
+    return base + PEER * count * (1 + (min(size - 1, 2) if sums else 0))
 
 
 def _twin_bytes(layout: Layout, channels: Channels) -> int:
@@ -132,43 +126,13 @@ def layout_nccl_bytes(shape: Shape, layout: Layout, machine: Machine) -> int:
     return _layout_bytes(topology, channels)
 
 
-def communicator_memory(
-    shape: Shape, machine: Machine, stack: SoftwareStack, grid: LayoutGrid
-) -> Array:
-    """The same for every layout of a grid, each set of degrees once."""
-    if not has_nccl(machine):
-        return np.zeros(1)
-    node = machine.tiers[0].size
-    columns = (
-        *(grid.tp, grid.cp, grid.pp, grid.replicate, grid.shard, grid.ep, grid.etp),
-        *(grid.zero > 0, grid.context, expert_nodes(grid, node), grid.sp),
-        mirrored(grid) | (shape.ends_share & ~folded(grid)),
-    )
-    joined = np.stack([column.ravel() for column in np.broadcast_arrays(*columns)], axis=1)
-    degrees, places = np.unique(joined.astype(np.int64), axis=0, return_inverse=True)
-    scaled = stack.fp8 is not None and stack.fp8.scaling == "tensorwise"
-    facts = (shape.kv_heads, shape.moe is not None, bool(stack.balance), scaled)
-    channels = Channels.of(machine)
-    sizes = [
-        _degrees_bytes(tuple(row), _inner(shape, *row[:2], row[8]), facts, channels)
-        for row in degrees.tolist()
-    ]
-    return np.array(sizes, float)[places.ravel()].reshape(
-        np.broadcast_shapes(*map(np.shape, columns))
-    )
-
-
-def _inner(shape: Shape, tp: int, cp: int, context: int) -> int:
-    """Context ranks that share their tokens by heads."""
-    kinds = {"ulysses": cp, "hybrid": ulysses_degree(shape, tp, cp)}
-    return kinds.get(CONTEXTS[context], 1)
-
-
 @lru_cache(maxsize=1 << 16)
-def _degrees_bytes(
+def degrees_bytes(
     degrees: tuple[int, ...], inner: int, facts: tuple[int, bool, bool, bool], channels: Channels
 ) -> int:
-    tp, cp, pp, replicate, shard, ep, etp, zero, _, nodes, sp, twin = degrees
+    """Of the degrees of a grid: tp, cp, pp, replicate, shard, ep, etp, ZeRO, nodes of experts, sp,
+    and whether ranks of a pipeline have copies of a weight."""
+    tp, cp, pp, replicate, shard, ep, etp, zero, nodes, sp, twin = degrees
     kv_heads, experts, balanced, scaled = facts
     layout = Layout(replicate, shard, tp, pp, cp, ep, etp, zero, bool(sp))
     topology = Topology(
