@@ -7,7 +7,7 @@ READY := .venv/.ready
 # Hundreds of interpreters start in the tests: each would compile the package again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup train test test-map mutants nightly test-page bench-page page-pictures docs reference lint types verify-all bench-schedule bench-overlap bench-tensor bench-pipeline bench-context bench-expert bench-gpu bench-rank bench-decode bench-sampling bench-serve bench-door bench-step bench-logging bench-clock bench-checkpoint bench-plan bench-tokens chaos recover stress flips bench-flips verify-nccl accept-gpu device-env learn score clean
+.PHONY: setup train test test-map mutants nightly test-page bench-page page-pictures docs reference lint types verify-all bench-schedule bench-overlap bench-tensor bench-pipeline bench-context bench-expert bench-gpu bench-rank bench-eight bench-decode bench-sampling bench-serve bench-door bench-step bench-logging bench-clock bench-checkpoint bench-plan bench-tokens chaos recover stress flips bench-flips verify-nccl accept-gpu device-env learn score clean
 
 setup: $(READY)
 
@@ -184,6 +184,10 @@ bench-door: setup
 # One rank of four large jobs alone on a GPU, compiled against operator by operator; it fails below 1.05 (1.15 with experts).
 bench-rank: setup
 	$(BIN)/python benchmarks/one_rank.py
+
+# On eight GPUs: three trainings beside what was planned for them; ARGS=--dry runs tiny ones on CPUs.
+bench-eight: setup
+	$(BIN)/python benchmarks/eight.py $(ARGS)
 
 # On a GPU: what the training loop adds to a step (it fails above 1%), and eight microbatches against one (above 8.05).
 bench-step: setup

@@ -388,10 +388,10 @@ def _rings(
     device: torch.device, sizes: tuple[int, ...], seconds: float, on_phase: Callable[[str], None]
 ) -> list[Sample]:
     """All-gathers and reduce-scatters of rising size, until the time of rank 0 is over."""
-    ranks = dist.get_world_size()
+    ranks, group = dist.get_world_size(), dist.new_group()  # that of the world has few channels
     sizes = tuple(size - size % (4 * ranks) for size in sizes)
     calls = {
-        (kind, size): _ring(kind, size, ranks, device)
+        (kind, size): _ring(kind, size, group, device)
         for size in sizes
         for kind in ("all-gather", "reduce-scatter")
     }
@@ -414,12 +414,14 @@ def _rings(
     ]
 
 
-def _ring(kind: str, size: int, ranks: int, device: torch.device) -> Callable[[], object]:
-    shard = torch.ones(size // 4 // ranks, device=device)
-    full = torch.ones(shard.numel() * ranks, device=device)
+def _ring(
+    kind: str, size: int, group: dist.ProcessGroup, device: torch.device
+) -> Callable[[], object]:
+    shard = torch.ones(size // 4 // group.size(), device=device)
+    full = torch.ones(shard.numel() * group.size(), device=device)
     if kind == "all-gather":
-        return lambda: _all_gather(full, shard)
-    return lambda: _reduce_scatter(shard, full)
+        return lambda: _all_gather(full, shard, group=group)
+    return lambda: _reduce_scatter(shard, full, group=group)
 
 
 def _time(call: Callable[[], object], device: torch.device) -> float:

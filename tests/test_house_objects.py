@@ -33,6 +33,7 @@ SETTABLE = {
     **dict.fromkeys(("stdout", "stderr"), "Python: where a process prints"),
     "__wrapped__": "Python: the function that another one is made of",
     "max_ctas": "torch: how NCCL runs a communicator",
+    "_timeout": "torch: the options of a group, which warn where they differ from its timeout",
     "atexit": "weakref: whether a finalizer runs when the process exits",
     "encode_special_tokens": "tokenizers: a setting of their object",
     **dict.fromkeys(("whitespace", "whitespace_split", "commenters", "escape"), "shlex: a setting"),

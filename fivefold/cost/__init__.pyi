@@ -9,6 +9,7 @@ from fivefold.cost.grid import Array as Array
 from fivefold.cost.grid import Flags as Flags
 from fivefold.cost.grid import LayoutGrid as LayoutGrid
 from fivefold.cost.grid import along as along
+from fivefold.cost.grid import expert_nodes as expert_nodes
 from fivefold.cost.grid import fullest_rank_load as fullest_rank_load
 from fivefold.cost.grid import grid_of_plan as grid_of_plan
 from fivefold.cost.grid import layer_job as layer_job

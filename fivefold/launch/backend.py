@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch.cuda import nccl as nccl_of_torch
 
 from fivefold.core import FivefoldError, counted
+from fivefold.core.layout import FEW_CHANNELS
 from fivefold.launch.launcher import LauncherEnvironment
 
 Backend = Literal["nccl", "gloo"]
@@ -138,7 +139,13 @@ class RankDevice:
         store: dist.Store | None = None,
         init_method: str | None = None,
     ) -> None:
-        """Create the process group of all ranks; over NCCL it is bound to the device."""
+        """Create the process group of all ranks; over NCCL it is bound to the device, and has few
+        channels: numbers of a step go over it, and other groups split from it have their own."""
+        options = None
+        if self.backend == "nccl":
+            options = dist.ProcessGroupNCCL.Options()
+            options.config.max_ctas = FEW_CHANNELS
+            options._timeout = timeout
         try:
             dist.init_process_group(
                 self.backend,
@@ -148,6 +155,7 @@ class RankDevice:
                 world_size=world,
                 timeout=timeout,
                 device_id=self.device if self.backend == "nccl" else None,
+                pg_options=options,
             )
         except dist.DistBackendError as error:
             if "Duplicate GPU" not in str(error):

@@ -20,7 +20,6 @@ from fivefold.parallel.context import token_index as token_index
 from fivefold.parallel.deferred import unscaled_layer_norm as unscaled_layer_norm
 from fivefold.parallel.deferred import unscaled_rms_norm as unscaled_rms_norm
 from fivefold.parallel.mesh import FAKE as FAKE
-from fivefold.parallel.mesh import MESSAGE_CTAS as MESSAGE_CTAS
 from fivefold.parallel.mesh import CollectiveRecord as CollectiveRecord
 from fivefold.parallel.mesh import Issued as Issued
 from fivefold.parallel.mesh import Mesh as Mesh

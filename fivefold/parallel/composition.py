@@ -69,9 +69,11 @@ class StageChunk:
     rounded: RoundedWeights
 
     def forward(self, x: Tensor | None, batch: TokenBatch, microbatch: int) -> Tensor:
+        self.data.phase.begin(microbatch)
         return self.model(batch.tokens if x is None else x, batch)
 
     def backward(self, run: Callable[[], None], microbatch: int, split: bool, last: bool) -> None:
+        self.data.phase.begin(microbatch)
         with self.data.backward(last):
             if self.queue is None:
                 run()

@@ -7,7 +7,8 @@ Moves    for each layer with experts: the number of tokens for every expert, the
          for every expert of theirs, in one all-to-all, and the results in another; both again in
          backward. With etp, tokens are gathered before and results are summed after. Over several
          nodes a token crosses once to each node that has one of its experts, to the rank with the
-         same number there, and goes on inside that node.
+         same number there, and goes on inside that node. The numbers of both ways are exchanged
+         first, and the host waits for the device once, or never where capacities are fixed.
 Costs    4·K·A a layer and microbatch (K experts a token, A activations), wherever the experts are;
          between nodes 4·min(K, nodes)·A at most. Shared experts are computed while tokens travel.
 Wins     when experts are many and do not fit: weights fall with ep, and the batch of each expert
@@ -26,6 +27,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -77,6 +79,19 @@ class SplitSizes(NamedTuple):
         return SplitSizes(self.axis, self.recv, self.send)
 
 
+class Arrivals(NamedTuple):
+    """Rows of a dispatch: `counts` are those that come from each rank for each expert here. `far`:
+    what crosses between nodes before."""
+
+    splits: SplitSizes
+    counts: Tensor
+    far: SplitSizes | None = None
+
+
+Ask = Callable[[], Arrivals]
+"""Waits for the arrivals of a dispatch."""
+
+
 def _by_expert(arriving: Tensor, num_rows: int) -> Slots:
     """How rows of these numbers, which come by rank and within a rank by expert, are sorted by
     expert: each is the one slot of its own."""
@@ -93,8 +108,11 @@ class SpreadExperts:
     """Dispatch and combine of tokens over the ranks of an expert group."""
 
     def __init__(self, stage: Stage) -> None:
-        plan, self.mesh = stage.plan, stage.mesh
+        plan, self.mesh, self.phase = stage.plan, stage.mesh, stage.phase
         self.nodes, self.stand_in = plan.ep_nodes, stage.routing
+        # Of forwards that run again in backward, by experts and microbatch.
+        self.repeats = plan.recompute.of(stage.number).repeats("experts")
+        self.arrivals: dict[tuple[int, int], Arrivals] = {}
         assert plan.shape.moe is not None
         self.most_nodes = int(max_nodes_per_token(plan.shape.moe, plan.ep_nodes))  # of one token
         # How many rows come is exchanged before the rows, unless every expert has a fixed room.
@@ -135,38 +153,84 @@ class SpreadExperts:
             return dispatch_slots(x_ND, routing, num_experts, experts, run_local_experts, codes)
         if self.nodes > 1:
             return self._by_node(x_ND, routing, experts, beside, codes)
-        travel = partial(self._travel, AXIS, beside, routing.capacity)
+        arrive = self._arrivals(routing, num_experts, experts)
+        if routing.drops and routing.capacity is None:
+            routing = routing._replace(num_kept=sum(arrive().splits.send))
+        travel = partial(self._travel, beside, arrive)
         return dispatch_slots(x_ND, routing, num_experts, experts, travel, codes)
+
+    def _arrivals(self, routing: Routing, num_experts: int, experts: Experts) -> Ask:
+        """Start to learn how many rows leave and come."""
+        size, capacity = self.mesh.size(AXIS), routing.capacity
+        local = num_experts // size
+        if capacity is not None:  # every expert gets as many from every rank
+            share, counts = (
+                [capacity * local] * size,
+                routing.experts.new_full((size, local), capacity),
+            )
+            return lambda: Arrivals(SplitSizes(AXIS, share, share), counts)
+
+        def ask() -> Ask:
+            sent = count_slots(routing.experts.reshape(1, -1), num_experts).view(size, -1)
+            exchange = self._exchange(sent, AXIS)
+
+            def read() -> Arrivals:
+                counts = sent
+
+                def come() -> Tensor:
+                    nonlocal counts
+                    counts = exchange.end()
+                    return torch.stack([sent.sum(1), counts.sum(1)])
+
+                if self.stand_in is None:
+                    send, recv = transport.read_on_host(self.mesh.device, come)
+                    return Arrivals(SplitSizes(AXIS, send, recv), counts)
+                come()
+                num_rows = routing.experts.numel()
+                counts = self.stand_in.arriving(AXIS, num_rows, counts)
+                return Arrivals(SplitSizes(AXIS, *self.stand_in.rows(AXIS, num_rows)), counts)
+
+            return read
+
+        return self._once(experts, ask)
+
+    def _once(self, experts: Experts, ask: Callable[[], Ask]) -> Ask:
+        """`ask` starts an exchange of counts, and what it returns waits for them once. A forward
+        that runs again in backward has them from its first run."""
+        key, known = (id(experts), self.phase.microbatch), list[Arrivals]()
+        if self.phase.backward and key in self.arrivals:
+            known.append(self.arrivals.pop(key))
+        read = None if known else ask()
+
+        def arrive() -> Arrivals:
+            if read is not None and not known:
+                known.append(read())
+                if self.repeats and torch.is_grad_enabled() and not self.phase.backward:
+                    self.arrivals[key] = known[0]
+            return known[0]
+
+        return arrive
 
     def _travel(
         self,
-        axis: str,
         beside: OverlappedTask,
-        capacity: int | None,
+        arrive: Ask,
         inputs: ExpertInputs,
         slots: Slots,
         experts: Experts,
     ) -> Tensor:
         """To the ranks of the experts, through them, and back."""
-        size, num_rows, codes = self.mesh.size(axis), len(slots.order), inputs.codes
-        sent = slots.counts.view(size, -1)  # by rank and by its experts
-        if capacity is None:
-            arriving = self._exchange(sent, axis)
-            if self.stand_in is not None:
-                arriving = self.stand_in.arriving(axis, num_rows, arriving)
-            splits = SplitSizes(axis, *self._rows(axis, num_rows, sent, arriving))
-        else:  # every expert gets as many from every rank
-            arriving, share = sent, [capacity * sent.shape[1]] * size
-            splits = SplitSizes(axis, share, share)
+        codes, rows = inputs.codes, inputs.rows()  # queued before the host waits for sizes
+        splits, counts, _ = arrive()
         # Weights go after the rows, and arrive while these are waited for.
-        rows, weights = self._start(inputs.rows(), splits, codes=codes), inputs.weights()
+        wait, weights = self._start(rows, splits, codes=codes), inputs.weights()
+        del rows  # they have been sent, and a name would keep their memory
         weights_come = None if weights is None else self._start(weights, splits, yields=False)
         beside()
-        order, sums = _by_expert(arriving, sum(splits.recv)), experts.slot_sums
-        # Rows that are only passed on have no name here, which would keep their memory.
+        order, sums = _by_expert(counts, sum(splits.recv)), experts.slot_sums
         done = sums.tokens(
             experts(
-                sums.rows_for_two(rows(), order, codes),
+                sums.rows_for_two(wait(), order, codes),
                 order.counts,
                 None if weights_come is None else sums.rows(weights_come(), order),
                 codes,
@@ -175,15 +239,6 @@ class SpreadExperts:
             codes,
         )
         return self.move(done, splits.reversed(), grad_codes=codes)
-
-    def _rows(
-        self, axis: str, num_rows: int, sent: Tensor, arriving: Tensor
-    ) -> tuple[list[int], list[int]]:
-        """How many rows leave to, and arrive from, each rank: the host waits for the device."""
-        if self.stand_in is not None:
-            return self.stand_in.rows(axis, num_rows)
-        send, recv = torch.stack([sent.sum(1), arriving.sum(1)]).tolist()
-        return send, recv
 
     def _by_node(
         self,
@@ -197,31 +252,65 @@ class SpreadExperts:
         node_experts, stand_in = routing.scores.shape[1] // self.nodes, self.stand_in
         sums = experts.slot_sums
         nodes_NJ = self._nodes_of_tokens(routing.experts // node_experts)
-        num_rows = None if stand_in is None else stand_in.crossing(len(x_ND))
-        slots = sort_slots(nodes_NJ, self.nodes, True, None, num_rows)
+        ask = partial(self._ask_nodes, routing.experts, nodes_NJ, node_experts)
+        arrivals = self._once(experts, ask)()
+        splits, inside = arrivals.far, sum(arrivals.splits.send)
+        assert splits is not None
+        slots = sort_slots(nodes_NJ, self.nodes, True, None, sum(splits.send))
         token_M = slots.order // nodes_NJ.shape[1]
         node_M = nodes_NJ.flatten().index_select(0, slots.order)
         chosen_MK = routing.experts.index_select(0, token_M) - (node_M * node_experts)[:, None]
         chosen_MK = chosen_MK.where((chosen_MK >= 0) & (chosen_MK < node_experts), node_experts)
-        sent = slots.counts[:, None]
-        coming = self._exchange(sent, FAR)
-        splits = SplitSizes(FAR, *self._rows(FAR, len(slots.order), sent, coming))
         rows = self.move(sums.rows(x_ND, slots, codes.tokens), splits, beside, codes.tokens)
         weights = self.move(sums.rows(routing.weights, slots), splits)
-        came_MK = self._exchange(chosen_MK, FAR, splits)
+        came_MK = self._exchange(chosen_MK, FAR, splits).end()
         if stand_in is not None:
             # A rehearsal receives nothing, so the buffer may have any number.
             came_MK = came_MK.remainder(node_experts)
         node_routing = routing._replace(experts=came_MK, weights=weights)
-        inside = None if stand_in is None else stand_in.inside(len(rows))
         near = (
             run_local_experts
             if self.mesh.size(NEAR) == 1
-            else partial(self._travel, NEAR, beside, None)
+            else partial(self._travel, beside, lambda: arrivals)
         )
         node_routing = node_routing._replace(drops=True, num_kept=inside)
         y = dispatch_slots(rows, node_routing, node_experts, experts, near, codes)
         return sums.tokens(self.move(y, splits.reversed(), grad_codes=codes), slots, codes)
+
+    def _ask_nodes(self, experts_NK: Tensor, nodes_NJ: Tensor, node_experts: int) -> Ask:
+        """Start to learn how many rows cross between nodes, and how many slots those that come
+        bring: inside a node, ranks then know what they send before any row has come."""
+        near, stand_in = self.mesh.size(NEAR), self.stand_in
+        crossing_O = count_slots(nodes_NJ.reshape(1, -1), self.nodes)[0]
+        slots_OE = count_slots(experts_NK.reshape(1, -1), self.nodes * node_experts)
+        sent = torch.cat([slots_OE.view(self.nodes, -1), crossing_O[:, None]], 1)
+        exchange = self._exchange(sent, FAR)
+
+        def read() -> Arrivals:
+            counts = crossing_O
+
+            def come() -> Tensor:
+                nonlocal counts
+                coming = exchange.end()
+                leaving = coming[:, :-1].sum(0).view(near, -1)
+                counts = self._exchange(leaving, NEAR, yields=False).end() if near > 1 else leaving
+                sums = (crossing_O, coming[:, -1], leaving.sum(1), counts.sum(1))
+                return torch.cat(sums)
+
+            if stand_in is not None:
+                come()
+                far = SplitSizes(FAR, *stand_in.rows(FAR, stand_in.crossing(len(nodes_NJ))))
+                inside = stand_in.inside(sum(far.recv))
+                counts = stand_in.arriving(NEAR, inside, counts)
+                return Arrivals(SplitSizes(NEAR, *stand_in.rows(NEAR, inside)), counts, far)
+            ends = [0, self.nodes, 2 * self.nodes, 2 * self.nodes + near, 2 * (self.nodes + near)]
+            numbers = transport.read_on_host(self.mesh.device, come)
+            send, recv, out, into = (numbers[a:b] for a, b in pairwise(ends))
+            if counts.is_cuda:  # made on another stream
+                counts.record_stream(torch.cuda.current_stream(counts.device))
+            return Arrivals(SplitSizes(NEAR, out, into), counts, SplitSizes(FAR, send, recv))
+
+        return read
 
     def _nodes_of_tokens(self, nodes_NK: Tensor) -> Tensor:
         """The nodes of each token's experts, each once and in order, as many as a token can have;
@@ -230,11 +319,14 @@ class SpreadExperts:
         goes_NO = count_slots(nodes_NK, self.nodes) > 0
         return numbers_O.where(goes_NO, self.nodes).sort(dim=1).values[:, : self.most_nodes]
 
-    def _exchange(self, numbers: Tensor, axis: str, splits: SplitSizes | None = None) -> Tensor:
-        """Integers, which have no gradient; without sizes, as many to every rank."""
-        all_to_all = AllToAll(self, splits or SplitSizes(axis, [], []))
+    def _exchange(
+        self, numbers: Tensor, axis: str, splits: SplitSizes | None = None, yields: bool = True
+    ) -> AllToAll:
+        """Start to exchange integers, which have no gradient; without sizes, as many to every
+        rank."""
+        all_to_all = AllToAll(self, splits or SplitSizes(axis, [], []), yields)
         all_to_all.begin(numbers, all_to_all.splits)
-        return all_to_all.end()
+        return all_to_all
 
     def move(
         self,

@@ -5,10 +5,11 @@ for through `Issued`. Observers are told when it begins and when somebody has wa
 two computations of a rank take turns (`Lanes`), some waits give the turn to the other one first.
 Few bytes go over symmetric memory, where a generator has it (`symmetric.py`).
 
-Each role has its own groups (`core/layout/groups.py`). On NCCL a group is a queue of calls, so
-those of two roles do not wait for one another, and neither do the two directions of a pair of
-pipeline ranks. All pairs are connected when the mesh is made, in one order on all ranks: NCCL
-connects a pair on its first message, and blocks both hosts until both have called.
+Roles share a group only where no computation waits for them (`core/layout/groups.py`). On NCCL a
+group is a queue of calls: those of two groups do not wait for one another, and neither do the two
+directions of a pair of pipeline ranks. All pairs are connected when the mesh is made, in one order
+on all ranks: NCCL connects a pair on its first message, and blocks both hosts until both have
+called.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fivefold.core.layout import (
+    FEW_CHANNELS,
     PIPELINE,
     ROLES,
     WORLD,
@@ -41,7 +43,6 @@ from fivefold.parallel.transport import Pending
 from fivefold.parallel.wait_timer import WaitTimer
 
 FAKE = "fake"  # torch's backend for one rank of a job whose other ranks do not exist
-MESSAGE_CTAS = 4  # NCCL's blocks on the GPU for a pipeline message: few, because they wait there
 
 
 class CollectiveRecord(NamedTuple):
@@ -75,7 +76,11 @@ class Phase:
     """Whether a stage is in its backward: a forward in it is a recomputation."""
 
     def __init__(self) -> None:
-        self.backward = False
+        self.backward, self.microbatch = False, 0
+
+    def begin(self, microbatch: int) -> None:
+        """A forward or a backward of this microbatch begins."""
+        self.microbatch = microbatch
 
     @contextmanager
     def in_backward(self) -> Iterator[None]:
@@ -185,7 +190,7 @@ class Mesh:
         if process_group is None:
             return
         if channel is None:
-            self.groups[communicator.role] = process_group
+            self.groups |= dict.fromkeys(communicator.roles, process_group)
         else:
             self.channels[channel] = process_group
 
@@ -250,7 +255,7 @@ class Mesh:
         """
         self.symmetric.clear()
         if self.backend == dist.Backend.NCCL:
-            for group in (*self.groups.values(), *self.channels.values()):
+            for group in dict.fromkeys((*self.groups.values(), *self.channels.values())):
                 if group is not dist.group.WORLD:
                     dist.destroy_process_group(group)
         self.groups.clear()
@@ -433,10 +438,10 @@ class Mesh:
 
 
 def nccl_options(communicator: Communicator) -> Any:
-    """NCCL options of a communicator: high priority if the computation waits for it, and few blocks
-    if its kernels may wait long on the GPU."""
+    """NCCL options of a communicator: high priority if the computation waits for it, and few
+    channels if its messages are small, or their kernels may wait long on the GPU."""
     urgent = ROLES[communicator.role].urgent
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=urgent)
-    if communicator.channels:
-        options.config.max_ctas = MESSAGE_CTAS
+    if communicator.small:
+        options.config.max_ctas = FEW_CHANNELS
     return options

@@ -177,12 +177,26 @@ def receive(
 
 def beside(device: torch.device) -> AbstractContextManager[object]:
     """A CUDA stream that does not wait for the computation of this rank."""
-    return torch.cuda.stream(_stream(device)) if device.type == "cuda" else nullcontext()
+    return torch.cuda.stream(_stream(device, "recv")) if device.type == "cuda" else nullcontext()
 
 
 @cache
-def _stream(device: torch.device) -> torch.cuda.Stream:
+def _stream(device: torch.device, purpose: str) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
+
+
+def read_on_host(device: torch.device, come: Callable[[], Tensor]) -> list[Any]:
+    """The integers that `come` waits for. On a GPU the host waits for them alone, on a stream of
+    their own, while this rank's computation goes on."""
+    if device.type != "cuda":
+        return come().tolist()
+    with torch.cuda.stream(_stream(device, "counts")):
+        numbers = come()
+        host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
+        host.copy_(numbers, non_blocking=True)
+        copied = torch.cuda.current_stream(device).record_event()
+    copied.synchronize()
+    return host.tolist()
 
 
 def pass_on(tensor: Tensor, after: int, before: int, group: dist.ProcessGroup) -> InFlight:

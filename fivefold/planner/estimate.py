@@ -43,7 +43,6 @@ from fivefold.cost.memory import (
     CATEGORIES,
     MemoryEntries,
     PlanLedger,
-    nccl_bytes,
     peak_memory,
     rank_peak_memory,
     verdict,
@@ -392,7 +391,8 @@ def _busiest(trace: ScheduleTrace, seconds: StageSeconds, stages: list[_Stage]) 
 
 # --- Time and memory of a plan
 
-_NOT_STATIC = ("activations", "context", "margin")  # per microbatch, or of no tensor
+_NO_TENSORS = ("context", "nccl", "margin")
+_NOT_STATIC = ("activations", *_NO_TENSORS)  # per microbatch, or of no tensor
 TRAFFIC = ("tp", "cp", "ep", "pp", "dp")
 
 
@@ -434,18 +434,13 @@ class Estimate:
     @property
     def allocated(self) -> float:
         """Bytes of its tensors: what torch counts as allocated, without driver and allocator."""
-        return self.total - self.memory["context"] - self.memory["margin"]
-
-    @cached_property
-    def nccl(self) -> float:
-        """Bytes that NCCL holds on a rank for its communicators, which `memory` leaves out."""
-        return float(nccl_bytes(self.plan, self.setting.machine))
+        return self.total - sum(self.memory.get(name, 0.0) for name in _NO_TENSORS)
 
     @cached_property
     def verdict(self) -> str:
-        """Whether the plan fits; tight also where it would not with NCCL's memory."""
+        """Whether the plan fits."""
         size, setting = np.array([self.total]), self.setting
-        return str(verdict(size, setting.capacity, setting.machine, self.nccl).item())
+        return str(verdict(size, setting.capacity, setting.machine).item())
 
     @property
     def over(self) -> float:

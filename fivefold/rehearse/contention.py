@@ -18,10 +18,10 @@ import numpy as np
 import torch
 
 from fivefold.core import Machine
-from fivefold.core.layout import ROLES, WORLD
+from fivefold.core.layout import FEW_CHANNELS, ROLES, WORLD
 from fivefold.core.plan import Plan
 from fivefold.cost.hardware import Links
-from fivefold.parallel import MESSAGE_CTAS, CollectiveRecord, Pending, RoleKind
+from fivefold.parallel import CollectiveRecord, Pending, RoleKind
 
 # Multiprocessors of a collective: inside a domain 0.15 of an H100's 132, by which NVLink's slow
 # compute down (cost/step/overlap.py); across domains NCCL's channels of eight network cards.
@@ -68,7 +68,7 @@ class Contention:
         stream = self.streams[queue]
         if record.kind != "recv":
             stream.wait_stream(torch.cuda.current_stream(self.device))
-        sms = MESSAGE_CTAS if message else _NEAR_SMS if self._is_near(members) else _FAR_SMS
+        sms = FEW_CHANNELS if message else _NEAR_SMS if self._is_near(members) else _FAR_SMS
         with torch.cuda.stream(stream):
             self.occupation.start(
                 sms, moved_bytes(record), link_seconds(self.links, record, members)

@@ -41,7 +41,6 @@ from fivefold.render.plan import strategies_json as strategies_json
 from fivefold.render.plan import strategies_text as strategies_text
 from fivefold.render.plan import sweep_json as sweep_json
 from fivefold.render.plan import sweep_text as sweep_text
-from fivefold.render.plan import verdict_text as verdict_text
 from fivefold.render.questions import FrameworkRow as FrameworkRow
 from fivefold.render.questions import Printed as Printed
 from fivefold.render.questions import budget_answer as budget_answer

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from fivefold.core.plan import Plan
 from fivefold.render.checks import WORDS
-from fivefold.render.plan import headline, ranking, readings, search_notes, step_text, verdict_text
+from fivefold.render.plan import headline, ranking, readings, search_notes, step_text
 from fivefold.render.text import duration, gib
 
 if TYPE_CHECKING:
@@ -137,7 +137,7 @@ def plan_html(plan: Plan, estimate: Estimate | None, why: Sequence[str]) -> str:
 def _bars(estimate: Estimate) -> Iterator[str]:
     """Memory and step of an estimate."""
     limit = gib(estimate.setting.machine.memory)
-    text = f"{gib(estimate.total)} of {limit} on the fullest rank: {verdict_text(estimate)}"
+    text = f"{gib(estimate.total)} of {limit} on the fullest rank: {estimate.verdict}"
     yield _verdict(estimate.verdict == "fits", text)
     yield memory_svg(estimate)
     yield f"<p>step {_e(duration(estimate.step))}</p>"

@@ -10,7 +10,7 @@ from fivefold.core import counted
 from fivefold.core.layout import Fp8, Topology, communicators, computed_flops
 from fivefold.core.model import shape
 from fivefold.core.plan import Plan
-from fivefold.cost.memory import communicator_bytes, most_communicators
+from fivefold.cost.memory import most_communicators, nccl_bytes
 from fivefold.cost.step import COMPUTE
 from fivefold.cost.traffic import collectives
 from fivefold.render.text import bar, duration, gib, rough_duration, table
@@ -53,7 +53,6 @@ def estimate_json(estimate: Estimate, because: list[str]) -> dict[str, Any]:
         "host_gib": estimate.host / _GIB,
         "disk_gib": estimate.disk / _GIB,
         "fits": estimate.verdict,
-        "nccl_gib": estimate.nccl / _GIB,
         "step_s": estimate.step,
         "step_s_low": low,
         "step_s_high": high,
@@ -139,9 +138,9 @@ def _communicators(plan: Plan) -> dict[str, Any]:
     most = most_communicators(plan)
     return {
         "per_rank": len(most),
-        "names": list(dict.fromkeys(communicator.role for communicator in most)),
+        "names": list(dict.fromkeys(role for group in most for role in group.roles)),
         "calls": len(communicators(Topology.of(plan))),
-        "bytes": communicator_bytes(most),
+        "bytes": nccl_bytes(plan, plan.machine),
     }
 
 
@@ -568,22 +567,12 @@ def _row(label: str, estimate: Estimate) -> tuple[str, ...]:
     )
 
 
-def verdict_text(estimate: Estimate) -> str:
-    """Whether a plan fits, with what NCCL holds beside its memory."""
-    if not estimate.nccl:
-        return estimate.verdict
-    beside = f"without NCCL's memory, about {gib(estimate.nccl)}"
-    if estimate.verdict == "tight" and estimate.over <= 0:
-        beside += f"; with it above the usable {gib(estimate.setting.capacity)}"
-    return f"{estimate.verdict} ({beside})"
-
-
 def detail(estimate: Estimate) -> list[str]:
     """Memory by category as shares of the limit, and the step by what it is spent on."""
     limit = estimate.setting.machine.memory
     lines = [
         f"memory    {gib(estimate.total)} of {gib(limit)} on the fullest rank: "
-        f"{verdict_text(estimate)}"
+        f"{estimate.verdict}"
         + (f"; {gib(estimate.host)} in host memory" if estimate.host else "")
         + (f", {gib(estimate.disk)} on its share of local disks" if estimate.disk else ""),
     ]

@@ -34,7 +34,6 @@ from fivefold.render.plan import (
     loses,
     name_of,
     run_costs,
-    verdict_text,
 )
 from fivefold.render.text import duration, gib, percent, table, wrapped
 
@@ -142,7 +141,7 @@ def run_text(comparison: RunComparison) -> list[str]:
     lines += wrapped(_published_words(comparison), "published ")
     lines += wrapped(_estimate_words(comparison), "estimate  ")
     lines += [
-        f"memory    {gib(look.total)} of {gib(memory)} on the fullest rank: {verdict_text(look)}",
+        f"memory    {gib(look.total)} of {gib(memory)} on the fullest rank: {look.verdict}",
         *(_figures(comparison) if comparison.figures else []),
         "",
         "where the step goes",

@@ -85,9 +85,11 @@ class DispatchWatch(TorchDispatchMode):
     def __init__(self, mesh: Mesh, say: Callable[[str], None] | None = None) -> None:
         super().__init__()
         self.records: Counter[CollectiveRecord] = Counter()
-        self.say = say
-        self.axes = {group.group_name: axis for axis, group in mesh.groups.items()}
-        self.axes |= {group.group_name: PIPELINE for group in mesh.channels.values()}
+        self.say, self.noted = say, mesh.records
+        self.axes: dict[str, list[str]] = {}
+        for axis, group in mesh.groups.items():
+            self.axes.setdefault(group.group_name, []).append(axis)
+        self.axes |= {group.group_name: [PIPELINE] for group in mesh.channels.values()}
 
     def __torch_dispatch__(
         self,
@@ -108,10 +110,14 @@ class DispatchWatch(TorchDispatchMode):
         group_name, size = group
         name = func._schema.name.split("::")[1]
         kind, position = _KINDS[func.namespace].get(name, (name, 0))
-        axis = self.axes.get(group_name, group_name)
-        self.records[CollectiveRecord(axis, kind, _bytes(args[position]), size)] += 1
+        axes, num_bytes = self.axes.get(group_name, [group_name]), _bytes(args[position])
+        records = [CollectiveRecord(axis, kind, num_bytes, size) for axis in axes]
+        # Of roles that share a group, the one that the mesh has noted and nobody has seen.
+        unseen = (record for record in records if self.noted[record] > self.records[record])
+        record = next(unseen, records[0])
+        self.records[record] += 1
         if self.say is not None:
-            self.say(f"{kind} on {axis}")
+            self.say(f"{kind} on {record.axis}")
 
 
 def _group(arguments: tuple[Any, ...]) -> tuple[str, int] | None:

@@ -16,7 +16,7 @@ from fivefold.core.model import shape
 from fivefold.core.plan import Plan
 from fivefold.cost.traffic import TrafficEntry, predict_traffic
 from fivefold.planner import Estimate
-from fivefold.render import WIDTH, bar, duration, gib, readings, table, verdict_text, wrapped
+from fivefold.render import WIDTH, bar, duration, gib, readings, table, wrapped
 from fivefold_page import View
 from fivefold_page.explore.state import State
 
@@ -178,7 +178,7 @@ def numbers_view(state: State) -> View:
         "active": parameters.active,
         "layout": str(layout),
         "verdict": estimate.verdict,
-        "verdict_says": f"{_VERDICTS[estimate.verdict]}: {verdict_text(estimate)}",
+        "verdict_says": f"{_VERDICTS[estimate.verdict]}: {estimate.verdict}",
         "total": estimate.total,
         "limit": setting.machine.memory,
         "usable": setting.capacity,
@@ -237,7 +237,7 @@ def memory_view(state: State) -> View:
     labels = {name: _LABELS.get(name, name) for name in estimate.memory}
     return {
         "headline": f"{gib(estimate.total)} of {gib(limit)} on the fullest rank: "
-        + verdict_text(estimate),
+        + estimate.verdict,
         "limit": limit,
         "usable": estimate.setting.capacity,
         "total": estimate.total,

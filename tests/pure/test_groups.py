@@ -10,6 +10,7 @@ import pytest
 from fivefold.core import hardware as machine
 from fivefold.core.layout import groups
 from fivefold.core.layout.groups import PIPELINE, Topology, communicators, group_of, rank_order
+from fivefold.core.layout.layout import Layout
 from fivefold.core.plan.plan import Plan, PlanOptions, resolve
 from fivefold.core.precision import PRECISIONS
 from fivefold.cost.traffic.collectives import predict_traffic
@@ -89,7 +90,7 @@ LAYOUTS = [
 def test_a_rank_has_communicators_for_what_it_sends(
     model: str, layout: str, words: dict[str, Any]
 ) -> None:
-    """One for each role of its traffic, also where two have the same ranks, and no other."""
+    """Those that serve the roles of its traffic, each of them once, and no other."""
     plan = resolve(PlanOptions(model, layout=layout, **words), small=True)
     topology = Topology.of(plan)
     for rank in range(plan.layout.world):
@@ -97,13 +98,39 @@ def test_a_rank_has_communicators_for_what_it_sends(
         mine = [each for each in communicators(topology) if len(each.group(topology, rank)) > 1]
         coord = group_of(topology, PIPELINE, rank).index(rank)
         assert mine == [each for each in communicators(topology) if each.includes(topology, coord)]
-        assert {each.role for each in mine} == {entry.axis for entry in traffic}
-        others = [each for each in mine if not each.channels]
-        assert len({each.role for each in others}) == len(others)
+        roles = [role for each in mine if not each.channels for role in each.roles]
+        assert {*roles, *(each.role for each in mine)} == {entry.axis for entry in traffic}
+        assert len(set(roles)) == len(roles)
         pairs = [each.channel(topology, rank) for each in mine if each.channels]
         assert len(set(pairs)) == len(pairs)
         for each in mine:
             assert each.group(topology, rank) in each.groups(topology)
+
+
+@pytest.mark.parametrize(("model", "layout", "words"), LAYOUTS)
+def test_roles_share_a_communicator_where_no_computation_waits(
+    model: str, layout: str, words: dict[str, Any]
+) -> None:
+    """If their ranks are the same, and the messages of all are large, or of all small."""
+    topology = Topology.of(resolve(PlanOptions(model, layout=layout, **words), small=True))
+    queues = [each for each in communicators(topology) if not each.channels]
+    waits = {each.role for each in queues if groups.ROLES[each.role].urgent} | {groups.TWIN}
+    for each in queues:
+        assert each.role not in waits or not each.sharers
+        assert {groups.ROLES[role].small(topology) for role in each.roles} == {each.small}
+        assert len({groups.all_groups(topology, role) for role in each.roles}) == 1
+    rest = [each for each in queues if each.role not in waits]
+    assert len({(groups.all_groups(topology, each.role), each.small) for each in rest}) == len(rest)
+
+
+def test_totals_of_a_step_and_its_tokens_share_one() -> None:
+    """Of FSDP: one for shards, and a small one. With ZeRO-0 gradients need a large one."""
+    found = [
+        [(each.roles, each.small) for each in communicators(Topology(Layout(shard=4, zero=zero)))]
+        for zero in (3, 0)
+    ]
+    assert found[0] == [(("world", "dp-cp"), True), (("fsdp",), False)]
+    assert found[1] == [(("world",), True), (("dp-cp",), False)]
 
 
 @pytest.mark.parametrize(("model", "layout", "words"), LAYOUTS)

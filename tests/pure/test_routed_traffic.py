@@ -34,19 +34,21 @@ def traffic(plan: Plan, *axes: str) -> list[TrafficEntry]:
     ("recompute", "forwards"), [("none", 1), ("selective", 1), ("full", 2), ("full:3", 2)]
 )
 def test_counts_and_rows_of_all_slots(recompute: str, forwards: int) -> None:
-    """Counts forward only; rows there and back, forward and backward; their weights one way."""
+    """Counts once, however often the forward runs; rows there and back, forward and backward; their
+    weights one way."""
     assert traffic(plan_of("dp=4 ep=4", recompute=recompute), "ep") == [
-        TrafficEntry("ep", "all_to_all", forwards * LAYERS, EXPERTS * COUNT, 4),
+        TrafficEntry("ep", "all_to_all", LAYERS, EXPERTS * COUNT, 4),
         TrafficEntry("ep", "all_to_all", (forwards + 1) * LAYERS, SEQ * TOP_K * WEIGHT, 4),
         TrafficEntry("ep", "all_to_all", 2 * (forwards + 1) * LAYERS, SEQ * TOP_K * ROW, 4),
     ]
 
 
 def test_over_nodes_a_token_crosses_once() -> None:
-    """32 tokens to at most two nodes each, with their choices and the weights of these."""
+    """32 tokens to at most two nodes each, with their choices and the weights of these. Before, how
+    many go to each node, and how many slots they bring to each of its experts."""
     rows = 2 * SEQ
     far = [
-        TrafficEntry("ep-far", "all_to_all", LAYERS, 2 * COUNT, 2),
+        TrafficEntry("ep-far", "all_to_all", LAYERS, (2 + EXPERTS) * COUNT, 2),
         TrafficEntry("ep-far", "all_to_all", 2 * LAYERS, rows * TOP_K * WEIGHT, 2),
         TrafficEntry("ep-far", "all_to_all", LAYERS, rows * TOP_K * COUNT, 2),
         TrafficEntry("ep-far", "all_to_all", 4 * LAYERS, rows * ROW, 2),

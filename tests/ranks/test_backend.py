@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from fivefold.core.errors import FivefoldError
 from fivefold.core.layout.boxes import whole_box
-from fivefold.core.layout.groups import Topology, communicators
+from fivefold.core.layout.groups import FEW_CHANNELS, Topology, communicators
 from fivefold.core.plan.plan import PlanOptions, resolve
 from fivefold.launch import backend
 from fivefold.launch.backend import (
@@ -34,7 +34,7 @@ from fivefold.launch.backend import (
 )
 from fivefold.launch.launcher import LauncherEnvironment
 from fivefold.optim.optimizer import StateInMemory
-from fivefold.parallel.mesh import MESSAGE_CTAS, Mesh, nccl_options
+from fivefold.parallel.mesh import Mesh, nccl_options
 from fivefold.parallel.units import flat_unit
 from fivefold.train.checkpoint import checkpoints as snapshot
 from fivefold.train.checkpoint.checkpoints import Checkpoints
@@ -220,10 +220,15 @@ def test_a_group_over_nccl_is_bound_to_its_device(
     monkeypatch.setattr(
         dist, "init_process_group", lambda *words, **named: called.append((words, named))
     )
+    nccl = SimpleNamespace(Options=NcclOptions)
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", nccl, raising=False)
     RankDevice(THIRD, name).join(1, 2, timedelta(minutes=5), init_method="file:///store")
     (((backend_called,), named),) = called
     assert backend_called == name
     assert named["device_id"] == (THIRD if name == "nccl" else None)
+    options = named["pg_options"]
+    assert name != "nccl" or options.config.max_ctas == FEW_CHANNELS
+    assert name == "nccl" or options is None
     assert (named["rank"], named["world_size"]) == (1, 2)
 
 
@@ -234,6 +239,8 @@ def test_a_gpu_that_two_ranks_have_is_one_sentence(monkeypatch: pytest.MonkeyPat
         raise dist.DistBackendError(texts.pop(0))
 
     monkeypatch.setattr(dist, "init_process_group", fail)
+    nccl = SimpleNamespace(Options=NcclOptions)
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", nccl, raising=False)
     with pytest.raises(FivefoldError, match=r"rank 1 shares its GPU .* choose --backend gloo"):
         RankDevice(THIRD, "nccl").join(1, 2, timedelta(minutes=5))
     with pytest.raises(dist.DistBackendError, match="ncclSystemError"):
@@ -318,22 +325,23 @@ def test_a_read_of_a_disk_is_in_order_with_its_caller(monkeypatch: pytest.Monkey
 class NcclOptions:
     """What torch's options of a group take."""
 
-    def __init__(self, is_high_priority_stream: bool) -> None:
+    def __init__(self, is_high_priority_stream: bool = False) -> None:
         self.is_high_priority_stream = is_high_priority_stream
         self.config = SimpleNamespace(max_ctas=None)
 
 
 def test_urgent_communicators_come_first_and_messages_take_few_blocks() -> None:
-    """On one GPU that ranks share, neither can be seen to be faster."""
+    """On one GPU that ranks share, neither can be seen to be faster. What is of few bytes takes few
+    channels too: totals of a step, and the number of tokens where gradients go over shards."""
     options = PlanOptions("tiny-moe", layout="dp=2 tp=2 pp=2 ep=2")
     made = communicators(Topology.of(resolve(options, small=True)))
     nccl = SimpleNamespace(Options=NcclOptions)
     with patch.object(dist, "ProcessGroupNCCL", nccl, create=True):
         found = {str(each): nccl_options(each) for each in made}
     first = {name for name, each in found.items() if each.is_high_priority_stream}
-    few = {name for name, each in found.items() if each.config.max_ctas == MESSAGE_CTAS}
+    few = {name for name, each in found.items() if each.config.max_ctas == FEW_CHANNELS}
     assert first == {"tp", "ep"}
-    assert few == {"pp 0->1", "pp 1->0"}
+    assert few == {"pp 0->1", "pp 1->0", "world", "dp-cp"}
 
 
 def test_torch_does_not_warn_of_messages_that_are_in_order(monkeypatch: pytest.MonkeyPatch) -> None:

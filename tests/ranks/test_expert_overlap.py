@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import pytest
 import torch
-from forked_steps import Setup, run, small_plan
+from forked_steps import STEPS, Setup, run, small_plan
 from torch import Tensor, nn
 
 from fivefold.core.plan.plan import Plan
 from fivefold.core.schedule.schedule import Overlap, Step
 from fivefold.launch.processes import Pool
+from fivefold.model import slots
 from fivefold.model.attention import Attention
 from fivefold.model.layers import Linear, Mlp
 from fivefold.model.moe import MoeMlp
+from fivefold.optim.optimizer import Updater
+from fivefold.parallel import expert, transport
 from fivefold.parallel.composition import Job
 from fivefold.parallel.mesh import Issued
 from fivefold.parallel.stage import ActionObserver
@@ -168,3 +172,57 @@ def test_shared_experts_run_while_tokens_travel(pool: Pool) -> None:
             *(WEIGHTS_DEPART, DEPARTS, *shared, WEIGHTS_ARRIVE, ARRIVES),  # dispatch
             "attention backward",
         ]
+
+
+DISPATCH = {module.__file__ for module in (expert, transport, slots)}
+READS = ("tolist", "item", "nonzero", "__int__", "__bool__", "__index__", "__float__")
+
+
+def host_reads(job: Job, updater: Updater) -> Callable[[], list[tuple[str, int]]]:
+    """Where a dispatch reads numbers of the device, over all steps; and the exchanges of counts.
+    Nothing else in these files may wait for the device."""
+    found: list[tuple[str, int]] = []
+    patch = pytest.MonkeyPatch()
+
+    def counted(name: str) -> None:
+        read = getattr(Tensor, name)
+
+        def counting(tensor: Tensor, *rest: Any) -> Any:
+            frame = sys._getframe(1)
+            if frame.f_code.co_filename in DISPATCH:
+                found.append((f"{frame.f_code.co_name} {name}", tensor.numel()))
+            return read(tensor, *rest)
+
+        patch.setattr(Tensor, name, counting)
+
+    def look() -> list[tuple[str, int]]:
+        patch.undo()
+        return found
+
+    for name in READS:
+        counted(name)
+    return look
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize(
+    ("layout", "waits", "options"),
+    [
+        ("dp=2 ep=2", 1, {}),
+        ("dp=2 ep=2", 1, {"balance": "capacity:1"}),
+        ("dp=2 ep=2", 0, {"balance": "capacity-pad:1.25"}),
+        ("dp=4 ep=4", 1, {"ep_nodes": 2}),
+        ("dp=2 ep=2", 1, {"ep_nodes": 2, "balance": "capacity:1"}),
+    ],
+    ids=str,
+)
+def test_the_host_waits_for_counts_once_a_layer_and_microbatch(
+    pool: Pool, layout: str, waits: int, options: dict[str, Any], recompute: str
+) -> None:
+    """Also over nodes and where the forward runs again; never where the capacity is fixed."""
+    plan = plan_with_experts(layout, 2, shared=0, microbatches=2, recompute=recompute, **options)
+    times = waits * STEPS * plan.batch.microbatches * plan.shape.layers
+    for found in run(pool, plan, Setup(), host_reads):
+        assert len(found) == times, found
+        assert {where for where, _ in found} <= {"read_on_host tolist"}

@@ -26,6 +26,7 @@ from fivefold.core.layout.fp8 import refuse_biases as refuse_biases
 from fivefold.core.layout.fp8 import stores_codes as stores_codes
 from fivefold.core.layout.groups import DIMENSIONS as DIMENSIONS
 from fivefold.core.layout.groups import FAR as FAR
+from fivefold.core.layout.groups import FEW_CHANNELS as FEW_CHANNELS
 from fivefold.core.layout.groups import NEAR as NEAR
 from fivefold.core.layout.groups import PIPELINE as PIPELINE
 from fivefold.core.layout.groups import RING as RING

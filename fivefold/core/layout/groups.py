@@ -1,8 +1,10 @@
 """Group roles: which ranks meet for which collectives. The mesh, the planner and the page read it.
 
-A job has one table of communicators: each role that it uses has its own, also where two roles join
-the same ranks, because a communicator is a queue and collectives of two roles must not wait for one
-another. All groups of a communicator are made by one call of every rank.
+A job has one table of communicators. A communicator is a queue: a role for which the computation
+waits has its own, also where two roles join the same ranks. Other roles with the same ranks share
+one, but those whose messages are `small` only with one another: they run on few of NCCL's channels,
+and would connect every channel of a large one for a second algorithm. All groups of a communicator
+are made by one call of every rank.
 
 All ranks stand in one line, tp fastest, then cp, dp and pp. There a role is an `Extent`: the size
 of its groups and the distance between two members. Only the way from a rank to its place in the
@@ -13,33 +15,34 @@ ranks that hold a copy of the same weight, and the messages of a pipeline go bet
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from fivefold.core import Machine, Tier
 from fivefold.core.layout.layout import Extent, Layout
-from fivefold.core.layout.splits import ContextSplit
 from fivefold.core.plan import Plan
 from fivefold.core.schedule import Schedule, channels, twins
 
 PIPELINE, TWIN, WORLD = "pp", "twin", "world"
 RING, ULYSSES, ROW, SCALE = "ring", "ulysses", "row", "scale"
 NEAR, FAR = "ep-near", "ep-far"
+FEW_CHANNELS = 4  # of NCCL, a block of the GPU each: enough for a network card, and little memory
 
 
 @dataclass(frozen=True)
 class Topology:
     """Everything that decides who meets whom: a layout, and what cuts its axes further.
 
-    `kv_heads` fewer than tp are replicated, `split` cuts a row over the context ranks, experts are
-    spread over `ep_nodes` nodes, and a `schedule` says which pipeline ranks send to which. `tied`:
-    the first and the last stage share a weight. `experts`: the model has some; `balanced`: the
-    ranks of a row balance them. `scaled`: ranks of a microbatch share scales of fp8.
+    `kv_heads` fewer than tp are replicated, `inner_context` ranks share their tokens by heads,
+    experts are spread over `ep_nodes` nodes, and a `schedule` says which pipeline ranks send to
+    which. `tied`: the first and the last stage share a weight. `experts`: the model has some;
+    `balanced`: the ranks of a row balance them. `scaled`: ranks of a microbatch share scales of
+    fp8.
     """
 
     layout: Layout
     kv_heads: int = 1
-    split: ContextSplit | None = None
+    inner_context: int = 1
     ep_nodes: int = 1
     schedule: Schedule | None = None
     tied: bool = False
@@ -54,7 +57,7 @@ class Topology:
         return cls(
             plan.layout,
             shape.kv_heads,
-            plan.split,
+            1 if plan.split is None else plan.split.inner,
             plan.ep_nodes,
             plan.schedule,
             shape.ends_share,
@@ -63,21 +66,17 @@ class Topology:
             plan.fp8 is not None and plan.fp8.scaling == "tensorwise",
         )
 
-    @property
-    def inner_context(self) -> int:
-        """Context ranks that share their tokens by heads."""
-        return 1 if self.split is None else self.split.inner
-
 
 @dataclass(frozen=True)
 class Role:
     """What a group is for: the dimension that it serves, its extent, and whether a job has
-    collectives for it. `urgent`: the computation waits for them."""
+    collectives for it. `urgent`: the computation waits for them. `small`: they are of few bytes."""
 
     dimension: str
     extent: Callable[[Topology], Extent]
     used: Callable[[Topology], bool]
     urgent: bool = False
+    small: Callable[[Topology], bool] = lambda topology: False
 
 
 def _axis(name: str) -> Callable[[Topology], Extent]:
@@ -142,6 +141,11 @@ def _sharded(topology: Topology) -> bool:
     return topology.layout.zero >= 1
 
 
+def _counts_tokens(topology: Topology) -> bool:
+    """Whether all that goes over data ranks is the number of tokens: gradients go over shards."""
+    return topology.layout.zero >= 1 and topology.layout.extent("fsdp").size > 1
+
+
 def _experts(topology: Topology) -> bool:
     return topology.experts
 
@@ -160,11 +164,11 @@ ROLES = {
     "cp": Role("cp", _axis("cp"), _never),  # ring and ulysses together are cp
     RING: Role("cp", _ring, _always, urgent=True),
     ULYSSES: Role("cp", _ulysses, _always, urgent=True),
-    ROW: Role("cp", _axis(ROW), _balanced, urgent=True),
-    SCALE: Role("tp", _microbatch, _scaled, urgent=True),
+    ROW: Role("cp", _axis(ROW), _balanced, urgent=True, small=_always),
+    SCALE: Role("tp", _microbatch, _scaled, urgent=True, small=_always),
     PIPELINE: Role("pp", _axis("pp"), _never),  # its messages go between pairs
     TWIN: Role("pp", _axis("pp"), _pipelined),
-    "dp-cp": Role("dp", _axis("dp-cp"), _always),
+    "dp-cp": Role("dp", _axis("dp-cp"), _always, small=_counts_tokens),
     "fsdp": Role("dp", _axis("fsdp"), _sharded),
     "replicate": Role("dp", _axis("replicate"), _sharded),
     "edp": Role("dp", _axis("edp"), _experts),
@@ -172,7 +176,7 @@ ROLES = {
     NEAR: Role("ep", _near, _over_nodes, urgent=True),
     FAR: Role("ep", _far, _over_nodes, urgent=True),
     "etp": Role("ep", _axis("etp"), _experts, urgent=True),
-    WORLD: Role("", _everyone, _always),
+    WORLD: Role("", _everyone, _always, small=_always),
 }
 # The dimension that each role serves; `world` serves all.
 DIMENSIONS = {name: role.dimension for name, role in ROLES.items() if role.dimension}
@@ -229,11 +233,19 @@ class Communicator:
     """What one call of all ranks makes: a group for each rank, or none for those left out.
 
     Of pipeline messages, the `channels` of one colour, (source, target) as pipeline coords: no rank
-    is in two of them. Every direction of a pair has a communicator of its own.
+    is in two of them. Every direction of a pair has a communicator of its own. `sharers` are
+    further roles with the same ranks; `small` messages take few of NCCL's channels.
     """
 
     role: str
     channels: tuple[tuple[int, int], ...] = ()
+    sharers: tuple[str, ...] = ()
+    small: bool = False
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        """All roles that it serves."""
+        return (self.role, *self.sharers)
 
     def __str__(self) -> str:
         return " ".join([self.role, *(f"{source}->{target}" for source, target in self.channels)])
@@ -270,9 +282,19 @@ class Communicator:
 
 def communicators(topology: Topology) -> list[Communicator]:
     """All communicators of a job, in the order in which every rank makes them."""
-    roles = [name for name, role in ROLES.items() if role.used(topology)]
-    groups = [Communicator(role) for role in roles if _joins(topology, role)]
-    return [*groups, *(Communicator(PIPELINE, pairs) for pairs in _coloured(topology))]
+    groups: dict[object, Communicator] = {}
+    # That of the world is there before any role asks for it.
+    for name in (WORLD, *(name for name in ROLES if name != WORLD)):
+        role = ROLES[name]
+        if role.used(topology) and _joins(topology, name):
+            small = role.small(topology)
+            alone = role.urgent or name == TWIN
+            ranks = name if alone else (role.extent(topology), small)
+            group = groups.get(ranks, Communicator(name, small=small))
+            shares = () if group.role == name else (name,)
+            groups[ranks] = replace(group, sharers=(*group.sharers, *shares))
+    pairs = (Communicator(PIPELINE, pairs, small=True) for pairs in _coloured(topology))
+    return [*groups.values(), *pairs]
 
 
 def _joins(topology: Topology, role: str) -> bool:

@@ -97,7 +97,8 @@ class StackMemory:
     ends_stay_gathered: bool = False
     unit_by_unit: bool = False  # the first backward of a step allocates gradients unit by unit
     pool_bytes: float = 0.07 * GIB  # tables and workspaces in the allocator's pool
-    context_bytes: float = 1.5 * GIB  # outside of the pool: CUDA, NCCL and libraries
+    context_bytes: float = 1.5 * GIB  # outside of the pool: CUDA and libraries; of other
+    # people's stacks NCCL's communicators too, since it was fitted to published runs
     fragments: float = 0.05  # share of activations that the allocator loses to fragmentation
     cache: AllocatorCache | None = None
 

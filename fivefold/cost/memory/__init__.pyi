@@ -8,12 +8,10 @@ from fivefold.cost.memory.categories import least_memory as least_memory
 from fivefold.cost.memory.categories import peak_memory as peak_memory
 from fivefold.cost.memory.categories import rank_peak_memory as rank_peak_memory
 from fivefold.cost.memory.categories import verdict as verdict
+from fivefold.cost.memory.communicators import layout_nccl_bytes as layout_nccl_bytes
+from fivefold.cost.memory.communicators import most_communicators as most_communicators
+from fivefold.cost.memory.communicators import nccl_bytes as nccl_bytes
 from fivefold.cost.memory.rank_ledger import PlanLedger as PlanLedger
 from fivefold.cost.memory.stage_gradients import RankParameters as RankParameters
-from fivefold.cost.memory.static import COMMUNICATOR as COMMUNICATOR
-from fivefold.cost.memory.static import MESSAGES as MESSAGES
 from fivefold.cost.memory.static import StaticMemory as StaticMemory
-from fivefold.cost.memory.static import communicator_bytes as communicator_bytes
-from fivefold.cost.memory.static import most_communicators as most_communicators
-from fivefold.cost.memory.static import nccl_bytes as nccl_bytes
 from fivefold.cost.memory.static import static_bytes as static_bytes

@@ -23,8 +23,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fivefold.core import PRECISIONS, Machine, itemsize_of, matmul_bytes
+from fivefold.core.layout import ulysses_degree
 from fivefold.core.model import Shape, layer_parameters, most_routed, mtp_parameters
-from fivefold.cost import OFFLOADS, Array, LayoutGrid
+from fivefold.cost import CONTEXTS, OFFLOADS, Array, LayoutGrid, expert_nodes
 from fivefold.cost.hardware import LAUNCH_QUEUE, AllocatorCache, SoftwareStack, StackMemory
 from fivefold.cost.layer import (
     codes_under_way,
@@ -33,6 +34,7 @@ from fivefold.cost.layer import (
     trainable_share,
 )
 from fivefold.cost.memory.activations import Activations
+from fivefold.cost.memory.communicators import Channels, degrees_bytes, has_nccl
 from fivefold.cost.memory.stage_gradients import (
     GradientLevel,
     LeastBytes,
@@ -44,7 +46,14 @@ from fivefold.cost.memory.stage_gradients import (
     layer_numbers,
     sums_of_copies,
 )
-from fivefold.cost.stages import RankStage, backward_by_chunk, fewest_layers, mirrored, rank_stages
+from fivefold.cost.stages import (
+    RankStage,
+    backward_by_chunk,
+    fewest_layers,
+    folded,
+    mirrored,
+    rank_stages,
+)
 
 MemoryParts = dict[str, Array]
 MUON_STATE = 4  # bytes: the momentum of an element of a matrix
@@ -200,7 +209,15 @@ class MemoryEntries:
     def overhead(self, activations: Array) -> MemoryParts:
         """What belongs to no tensor."""
         context = np.full((1,), self.memory.context_bytes + self.memory.pool_bytes)
-        return {"context": context, "margin": self.memory.fragments * activations}
+        margin = self.memory.fragments * activations
+        return {"context": context, "nccl": self.communicators, "margin": margin}
+
+    @cached_property
+    def communicators(self) -> Array:
+        """What NCCL holds; of other people's stacks it is in the context."""
+        if not self.stack.runs_plans:
+            return np.zeros(1)
+        return communicator_memory(self.shape, self.machine, self.stack, self.grid)
 
     def _gathered(
         self, parameters: RankParameters, stage: RankStage, end: Array, prefetch: int | None = None
@@ -415,6 +432,7 @@ CATEGORIES = (
     "buffers",
     "prefetch",
     "context",
+    "nccl",
     "margin",
 )
 # Categories that depend on the same columns are summed first, before they are broadcast.
@@ -490,11 +508,43 @@ def fits(memory: PeakMemory, machine: Machine) -> NDArray[np.bool_]:
     return memory.total <= machine.memory
 
 
-def verdict(size: Array, usable: float, machine: Machine, outside: float = 0.0) -> NDArray[np.str_]:
-    """The `Verdict` on each layout; tight: more than the `usable` bytes, less than there are.
-    `outside`: bytes beside `size` that are known too roughly to refuse a layout for."""
-    inside = np.where(size + outside <= min(usable, machine.memory), "fits", "tight")
+def verdict(size: Array, usable: float, machine: Machine) -> NDArray[np.str_]:
+    """The `Verdict` on each layout; tight: more than the `usable` bytes, less than there are."""
+    inside = np.where(size <= min(usable, machine.memory), "fits", "tight")
     return np.where(size <= machine.memory, inside, "does not fit")
+
+
+def communicator_memory(
+    shape: Shape, machine: Machine, stack: SoftwareStack, grid: LayoutGrid
+) -> Array:
+    """What NCCL holds on a rank of every layout of a grid, each set of degrees once."""
+    if not has_nccl(machine):
+        return np.zeros(1)
+    node = machine.tiers[0].size
+    columns = (
+        grid.context,
+        *(grid.tp, grid.cp, grid.pp, grid.replicate, grid.shard, grid.ep, grid.etp),
+        *(grid.zero > 0, expert_nodes(grid, node), grid.sp),
+        mirrored(grid) | (shape.ends_share & ~folded(grid)),
+    )
+    joined = np.stack([column.ravel() for column in np.broadcast_arrays(*columns)], axis=1)
+    degrees, places = np.unique(joined.astype(np.int64), axis=0, return_inverse=True)
+    scaled = stack.fp8 is not None and stack.fp8.scaling == "tensorwise"
+    facts = (shape.kv_heads, shape.moe is not None, bool(stack.balance), scaled)
+    channels = Channels.of(machine)
+    sizes = [
+        degrees_bytes(tuple(row[1:]), _inner(shape, *row[1:3], row[0]), facts, channels)
+        for row in degrees.tolist()
+    ]
+    return np.array(sizes, float)[places.ravel()].reshape(
+        np.broadcast_shapes(*map(np.shape, columns))
+    )
+
+
+def _inner(shape: Shape, tp: int, cp: int, context: int) -> int:
+    """Context ranks that share their tokens by heads."""
+    kinds = {"ulysses": cp, "hybrid": ulysses_degree(shape, tp, cp)}
+    return kinds.get(CONTEXTS[context], 1)
 
 
 class CachingAllocator:
@@ -515,6 +565,7 @@ class CachingAllocator:
         """The pool at its peak. One that met the limit freed its cache and grows again: on average
         it is halfway."""
         outside, cache = self.entries.memory.context_bytes, self.cache
+        outside = outside + self.entries.communicators
         if cache is None:
             return total_bytes(self.parts) - outside
         limit = self.entries.machine.memory - outside

@@ -6,45 +6,15 @@ optimizer step. A run must match it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
-from fivefold.core import FivefoldError, Machine
-from fivefold.core.layout import Communicator, Layout, Topology, Unit, communicators
+from fivefold.core import FivefoldError
+from fivefold.core.layout import Layout, Unit
 from fivefold.core.plan import OptimizerKind, Plan, optimizer_kind
 from fivefold.cost.traffic import chunks_of, shards_of
 
 _MASTER = 4  # bytes: copies of weights that an optimizer updates, and its states, are float32
 _SCALAR = 4  # bytes: AdamW counts the steps of every tensor, in float32
-# What NCCL 2.30 holds on a rank for one communicator after its first use, with its own number of
-# channels, and for one of pipeline messages with 4: measured on an H200 that 2 and 4 ranks shared.
-COMMUNICATOR, MESSAGES = 1156 * 2**20, 40 * 2**20
-
-
-def communicator_bytes(communicators: Sequence[Communicator]) -> int:
-    """What NCCL holds for these on one rank, outside of torch's memory."""
-    return sum(
-        MESSAGES if communicator.channels else COMMUNICATOR for communicator in communicators
-    )
-
-
-def most_communicators(plan: Plan) -> list[Communicator]:
-    """The communicators of the rank that is in most."""
-    topology = Topology.of(plan)
-    every = communicators(topology)
-    # Ranks differ by their neighbours in the pipeline, not by their coords on other axes.
-    columns = (
-        [communicator for communicator in every if communicator.includes(topology, r)]
-        for r in range(plan.layout.pp)
-    )
-    return max(columns, key=len)
-
-
-def nccl_bytes(plan: Plan, machine: Machine) -> int:
-    """What NCCL holds on that rank; TPUs and CPUs have no NCCL."""
-    if machine.tiers[0].link.name.startswith(("ici", "loopback")):
-        return 0
-    return communicator_bytes(most_communicators(plan))
 
 
 @dataclass(frozen=True)

@@ -445,11 +445,13 @@ def expert_slots(job: LayerJob, moe: Moe) -> Number:
 
 
 def _all_to_alls(job: LayerJob, moe: Moe, sizes: _RowBytes) -> Iterator[CountedCollective]:
-    """Over ep: in forward the token counts of every expert, unless each has a padded capacity; then
-    dispatch and combine of all slots, in forward and backward, and their weights, which go one way.
+    """Over ep: in forward the token counts of every expert, once however often the forward runs,
+    and not if each has a padded capacity; then dispatch and combine of all slots, in forward and
+    backward, and their weights, which go one way.
 
-    Over several nodes, first over ep-far: how many rows go to each node, then for each row the
-    token, its choices and their weights; inside a node, over ep-near, the same as over ep.
+    Over several nodes, first over ep-far: how many rows and slots go to each node and its experts,
+    then for each row the token, its choices and their weights; inside a node, over ep-near, the
+    same as over ep.
     """
     again, slots = job.repeats["experts"], expert_slots(job, moe)
     nodes, tokens, capacity = job.ep_nodes, job.expert_tokens, job.capacity
@@ -458,7 +460,7 @@ def _all_to_alls(job: LayerJob, moe: Moe, sizes: _RowBytes) -> Iterator[CountedC
         ones = where(used, where(near > 1, 1, 0), 0)
         counted = ones if capacity is None else 0 * ones
         counts = moe.experts // nodes * COUNT
-        yield CountedCollective(axis, "all_to_all", counts, near, counted, 0, counted * again)
+        yield CountedCollective(axis, "all_to_all", counts, near, counted)
         yield from _there_and_back(
             axis, slots, near, ones, again, sizes._replace(tokens=sizes.slots)
         )
@@ -468,7 +470,8 @@ def _all_to_alls(job: LayerJob, moe: Moe, sizes: _RowBytes) -> Iterator[CountedC
     ones = where(nodes > 1, 1, 0)
     rows = tokens * max_nodes_per_token(moe, nodes)
     forward, weights = (ones, 0, ones * again), rows * moe.top_k * wide_size(job.itemsize)
-    yield CountedCollective("ep-far", "all_to_all", nodes * COUNT, nodes, *forward)
+    counts = (moe.experts + nodes) * COUNT
+    yield CountedCollective("ep-far", "all_to_all", counts, nodes, ones)
     yield CountedCollective("ep-far", "all_to_all", rows * moe.top_k * COUNT, nodes, *forward)
     yield CountedCollective("ep-far", "all_to_all", weights, nodes, ones, ones, ones * again)
     yield from _there_and_back("ep-far", rows, nodes, ones, again, sizes)

@@ -27,7 +27,7 @@ from fivefold.core.model import (
     layer_kinds,
     token_bytes,
 )
-from fivefold.cost.memory import COMMUNICATOR, MESSAGES
+from fivefold.cost.memory import layout_nccl_bytes
 from fivefold.cost.step import ServedModel, serving_rates
 
 MOST_SEQUENCES = 1024  # of a replica at a time: beyond it a step is longer, not fuller
@@ -155,8 +155,7 @@ class ServingFit:
             inner = max(inner, moe.top_k * (moe.ffn / layout.etp + shape.width))
         rows = STEP_TOKENS * (4 * shape.width + inner) * 2
         logits = MOST_SEQUENCES * shape.vocab / layout.tp * 6
-        groups = sum(degree > 1 for degree in (layout.tp, layout.ep)) * COMMUNICATOR
-        groups += MESSAGES * (layout.pp > 1)
+        groups = layout_nccl_bytes(shape, layout, self.request.machine)
         # Small devices have smaller engines: of a CPU process there is no context.
         engine_bytes = min(
             groups + serving_rates().memory.engine, _MOST_HELD * self.request.machine.memory
