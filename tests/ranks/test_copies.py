@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from threading import Barrier
-from typing import Any, cast
+from queue import Queue
 
 import pytest
 import torch
@@ -123,20 +123,19 @@ class HostMemory:
         return self.rank % 2, 2
 
 
-class RankThreads:
-    """Threads in the stead of ranks, that exchange values and send no tensor."""
+class RankThreads(CheckpointRanks):
+    """Threads in the stead of ranks, whose messages are queues; they send no tensor."""
 
-    group = None
+    def __init__(self, rank: int, size: int, queues: dict[tuple[int, int], Queue[bytes]]) -> None:
+        super().__init__(None, 0, size)
+        self.rank, self.queues = rank, queues
 
-    def __init__(self, rank: int, values: list[Any], barrier: Barrier) -> None:
-        self.rank, self.size, self.values, self.barrier = rank, len(values), values, barrier
+    def start_send(self, data: bytes, rank: int) -> Callable[[], None]:
+        self.queues[self.rank, rank].put(data)
+        return lambda: None
 
-    def on_all(self, work: Callable[[], Any]) -> list[Any]:
-        self.values[self.rank] = work()
-        self.barrier.wait()
-        values = list(self.values)
-        self.barrier.wait()
-        return values
+    def receive(self, rank: int) -> bytes:
+        return self.queues[rank, self.rank].get(timeout=20)
 
 
 def test_what_a_host_keeps_is_read_there_and_tables_of_others_are_asked_for() -> None:
@@ -149,18 +148,14 @@ def test_what_a_host_keeps_is_read_there_and_tables_of_others_are_asked_for() ->
         data = segment.begin(CopyOf(5, 0, 4, 0, rank), {"facts": {"step": 5}, "boxes": [box]}, 48)
         data[:] = memoryview(full[first : first + 2].contiguous().numpy()).cast("B")
         segment.commit()
-    barrier, values = Barrier(4, timeout=20), [None] * 4
+    queues = defaultdict[tuple[int, int], Queue[bytes]](Queue)
 
     def load(rank: int) -> tuple[Facts | None, torch.Tensor]:
         copies = MemoryCopies(HostMemory(memory, rank), Partners(4), 0, None)
-        copies._ranks = cast(CheckpointRanks, RankThreads(rank, values, barrier))
+        copies._ranks = RankThreads(rank, 4, queues)
         state = StateInMemory(torch.zeros(4, 3, dtype=torch.float64))
         box = (whole_box((4, 3)),)
-        try:
-            facts = copies.load([CheckpointTensor("model/w", (4, 3), full.dtype, box, state)], 0)
-        except BaseException:
-            barrier.abort()
-            raise
+        facts = copies.load([CheckpointTensor("model/w", (4, 3), full.dtype, box, state)], 0)
         return facts, state.tensor
 
     with ThreadPoolExecutor(4) as threads:

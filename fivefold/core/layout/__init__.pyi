@@ -55,11 +55,13 @@ from fivefold.core.layout.partners import CopySet as CopySet
 from fivefold.core.layout.partners import Partners as Partners
 from fivefold.core.layout.partners import newest_set as newest_set
 from fivefold.core.layout.partners import next_slot as next_slot
+from fivefold.core.layout.replicas import Holders as Holders
 from fivefold.core.layout.replicas import copy_roles as copy_roles
 from fivefold.core.layout.replicas import data_role as data_role
 from fivefold.core.layout.replicas import line_factor as line_factor
 from fivefold.core.layout.replicas import odd_ones as odd_ones
 from fivefold.core.layout.replicas import sign as sign
+from fivefold.core.layout.replicas import written_by as written_by
 from fivefold.core.layout.rules import MOST_TOKENS as MOST_TOKENS
 from fivefold.core.layout.rules import LayoutRequest as LayoutRequest
 from fivefold.core.layout.rules import context_rule as context_rule

@@ -8,6 +8,7 @@ from fivefold.train.checkpoint.folders import METADATA as METADATA
 from fivefold.train.checkpoint.folders import Damaged as Damaged
 from fivefold.train.checkpoint.folders import Facts as Facts
 from fivefold.train.checkpoint.folders import Manifest as Manifest
+from fivefold.train.checkpoint.folders import damage_of as damage_of
 from fivefold.train.checkpoint.folders import latest as latest
 from fivefold.train.checkpoint.folders import newer_format as newer_format
 from fivefold.train.checkpoint.folders import problems_of as problems_of
@@ -26,3 +27,4 @@ from fivefold.train.checkpoint.storage import CheckpointTensor as CheckpointTens
 from fivefold.train.checkpoint.storage import MasterWeight as MasterWeight
 from fivefold.train.checkpoint.storage import StoredTensors as StoredTensors
 from fivefold.train.checkpoint.storage import in_box as in_box
+from fivefold.train.checkpoint.storage import rows_of as rows_of
