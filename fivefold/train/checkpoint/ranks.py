@@ -110,17 +110,17 @@ class CheckpointRanks:
             theirs = answers
             if isinstance(answers, list):
                 theirs = answers[child - self.rank : ends[number] - self.rank]
-            self.send(pickle.dumps(theirs), [child])
+            self.send(pickle.dumps(theirs), [child])()
         if isinstance(own, _Reasons):
             raise RanksFailed(list(own.texts))
         return own
 
     def deliver(self, messages: Mapping[int, object], sources: Iterable[int]) -> dict[int, Any]:
         """Send a message to each of these ranks, and receive one from each source."""
-        works = [self.start_send(pickle.dumps(value), rank) for rank, value in messages.items()]
+        waits = [self.send(pickle.dumps(value), [rank]) for rank, value in messages.items()]
         received = {rank: pickle.loads(self.receive(rank)) for rank in sources}
-        for work in works:
-            work()
+        for wait in waits:
+            wait()
         return received
 
     def on_all(self, work: Callable[[], object]) -> None:
@@ -154,7 +154,7 @@ class CheckpointRanks:
         values = [value, *(pickle.loads(self.receive(child)) for child in self.children)]
         value = self._merged(values, merge)
         if self.rank:
-            self.send(pickle.dumps(value), [self.parent])
+            self.send(pickle.dumps(value), [self.parent])()
         return value
 
     def distribute(self, result: Result) -> Result:
@@ -162,7 +162,7 @@ class CheckpointRanks:
         data = self.receive(self.parent) if self.rank else b""
         if self.children:
             data = data or pickle.dumps(result)
-            self.send(data, self.children)
+            self.send(data, self.children)()
         return pickle.loads(data) if self.rank else result
 
     @property
@@ -183,33 +183,31 @@ class CheckpointRanks:
             stride *= FAN_OUT
         return self.rank - self.rank % stride
 
-    def send(self, data: bytes, ranks: list[int]) -> None:
-        """Send bytes to ranks."""
-        for wait in [self.start_send(data, rank) for rank in ranks]:
-            wait()
-
-    def start_send(self, data: bytes, rank: int) -> Callable[[], None]:
-        """Start to send bytes to a rank; returns a function that waits for it."""
+    def send(self, data: bytes, ranks: Iterable[int]) -> Callable[[], None]:
+        """Send bytes to ranks; returns a function that waits for it."""
         tensors = torch.tensor([len(data)]), torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        peer = self.first + rank
-        works = [dist.isend(tensor, group=self.group, group_dst=peer) for tensor in tensors]
-
-        def wait() -> None:
-            for work, _ in zip(works, tensors, strict=True):  # which torch only borrows
-                assert work is not None, "a rank sends to others of its group"
-                work.wait()
-
-        return wait
+        waits = [self.post(tensor, rank) for rank in ranks for tensor in tensors]
+        return lambda: [wait() for wait in waits].clear()
 
     def receive(self, rank: int) -> bytes:
         """Receive what a rank sends."""
+        size = int(self.fill(torch.empty(1, dtype=torch.int64), rank))
+        return self.fill(torch.empty(size, dtype=torch.uint8), rank).numpy().tobytes()
 
-        def fill(tensor: Tensor) -> Tensor:
-            dist.recv(tensor, group=self.group, group_src=self.first + rank)
-            return tensor
+    def post(self, tensor: Tensor, rank: int) -> Callable[[], None]:
+        """Send a tensor of the host to a rank; returns a function that waits for it."""
+        work = dist.isend(tensor, group=self.group, group_dst=self.first + rank)
+        assert work is not None, "a rank sends to others of its group"
 
-        size = int(fill(torch.empty(1, dtype=torch.int64)))
-        return fill(torch.empty(size, dtype=torch.uint8)).numpy().tobytes()
+        def wait(_borrowed: Tensor = tensor) -> None:
+            work.wait()
+
+        return wait
+
+    def fill(self, tensor: Tensor, rank: int) -> Tensor:
+        """Receive a tensor from a rank."""
+        dist.recv(tensor, group=self.group, group_src=self.first + rank)
+        return tensor
 
 
 def joined(lists: list[list[Part]]) -> list[Part]:

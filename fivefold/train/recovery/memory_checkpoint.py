@@ -270,22 +270,19 @@ class MemoryCopies:
 
     def _pass_on(self, segment: KeptSegment, slot: int) -> None:
         """Send the copy to the partner, and keep that of the ward."""
-        rank, group = self._ranks.rank, self._ranks.group
-        partner, ward = self.partners.partner_of(rank), self.partners.ward_of(rank)
-        if partner is None or ward is None or group is None:
+        partner, ward = self.partners.partner_of(self._me), self.partners.ward_of(self._me)
+        if partner is None or ward is None or self._ranks.size == 1:
             return
         sizes = self._ranks.deliver({partner: segment.size}, [ward])
         theirs = self._segment(ward, slot)
         theirs.reserve(sizes[ward])
         arrived = torch.empty(sizes[ward], dtype=torch.uint8)
         sent = torch.frombuffer(segment.memory, dtype=torch.uint8)
-        work = [
-            *(dist.isend(piece, group_dst=partner, group=group) for piece in sent.split(_PIECE)),
-            *(dist.irecv(piece, group_src=ward, group=group) for piece in arrived.split(_PIECE)),
-        ]
-        for request in work:
-            if request is not None:
-                request.wait()
+        waits = [self._ranks.post(piece, partner) for piece in sent.split(_PIECE)]
+        for piece in arrived.split(_PIECE):
+            self._ranks.fill(piece, ward)
+        for wait in waits:
+            wait()
         theirs.fill(memoryview(arrived.numpy()))
 
     def _exchange(
@@ -296,7 +293,7 @@ class MemoryCopies:
         clients: Sequence[int],
     ) -> None:
         """Copy what is in this host's memory; receive from servers, and send to clients."""
-        me, group = self._ranks.rank, self._ranks.group
+        me = self._me
         for read in (box_read for box_read in reads if box_read.keeper == me):
             _place(read, self._source(read), values)
         remote = [box_read for box_read in reads if box_read.keeper != me]
@@ -304,21 +301,17 @@ class MemoryCopies:
             server: [read for read in remote if read.keeper == server] for server in servers
         }
         reads_by_client = self._ranks.deliver(by_server, clients)
-        work: list[dist.Work | None] = []
-        sent: list[Tensor] = []
-        for client, theirs in reads_by_client.items():
-            for read in theirs:
-                sent.append(self._source(read).contiguous().view(-1).view(torch.uint8))
-                work.append(dist.isend(sent[-1], group_dst=client, group=group))
-        arrived = [torch.empty(box_read.num_bytes, dtype=torch.uint8) for box_read in remote]
-        for read, buffer in zip(remote, arrived, strict=True):
-            work.append(dist.irecv(buffer, group_src=read.keeper, group=group))
-        for request in work:
-            if request is not None:
-                request.wait()
-        for read, buffer in zip(remote, arrived, strict=True):
+        waits = [
+            self._ranks.post(self._source(read).contiguous().view(-1).view(torch.uint8), client)
+            for client, reads_there in reads_by_client.items()
+            for read in reads_there
+        ]
+        for read in remote:
+            buffer = self._ranks.fill(torch.empty(read.num_bytes, dtype=torch.uint8), read.keeper)
             sizes = [stop - start for start, stop in read.source]
             _place(read, buffer.view(_dtype(read.box.dtype)).view(sizes), values)
+        for wait in waits:
+            wait()
 
     def _source(self, read: BoxRead) -> Tensor:
         segment = self._segment(read.copy.rank, read.copy.slot)
@@ -491,11 +484,8 @@ def _has(catalog: Catalog, box: CopiedBox) -> bool:
 
 def _covered(target: Box, reads: Sequence[BoxRead]) -> bool:
     """Whether boxes, which may overlap one another, fill a box."""
-    if len(reads) == 1 and all(
-        size == stop - start
-        for size, (start, stop) in zip(target.sizes, reads[0].goes, strict=True)
-    ):
-        return True
+    if len(reads) == 1 and reads[0].num_bytes == target.numel * _dtype(reads[0].box.dtype).itemsize:
+        return True  # without memory for a mask, of the usual case
     mask = torch.zeros(target.sizes, dtype=torch.bool)
     for read in reads:
         mask[_region(read.goes)] = True
