@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from fivefold.core.layout.boxes import boxes_of
 from fivefold.core.layout.groups import TWIN, Topology, group_of
-from fivefold.core.layout.partners import CopyOf, Partners, newest_set
+from fivefold.core.layout.partners import CopyOf, Partners
 from fivefold.core.layout.replicas import Holders, copy_roles, written_by
 from fivefold.core.layout.units import Unit, local_weights, pack
 from fivefold.core.layout.weight_table import by_name, shard_of
@@ -52,7 +52,14 @@ from fivefold.train.checkpoint.storage import (
     _WrittenPart,
     write_item,
 )
-from fivefold.train.recovery.memory_checkpoint import Question, _matched, _rows, _sets, _stored
+from fivefold.train.recovery.memory_checkpoint import (
+    Question,
+    _found,
+    _matched,
+    _rows,
+    _sets,
+    _stored,
+)
 
 GLOO_FILES = 4  # of a gloo group without a connection, as counted in a process
 HOST = 8
@@ -101,6 +108,7 @@ def tensors_of(plan: Plan, rank: int) -> Iterator[CheckpointTensor]:
     layout, topology, table = plan.layout, Topology.of(plan), by_name(plan.shape)
     at, line = layout.coord(rank), group_of(topology, "fsdp", rank)
     coord, placement = line.index(rank), plan.schedule.placement
+    known: dict[tuple[str, ...], Holders] = {}
     for stage, home in enumerate(placement.homes):
         if home != at.pp:
             continue
@@ -115,14 +123,15 @@ def tensors_of(plan: Plan, rank: int) -> Iterator[CheckpointTensor]:
                 roles = copy_roles(shard, row.expert, unit.num_shards > 1)
                 if placement.mirrored or (plan.shape.ends_share and weight.name == "embed.weight"):
                     roles = (*roles, TWIN)
-                groups = {role: group_of(topology, role, rank) for role in roles}
-                holders = Holders.along(
-                    {role: (group.index(rank), len(group)) for role, group in groups.items()}
-                )
+                if roles not in known:
+                    groups = {role: group_of(topology, role, rank) for role in roles}
+                    known[roles] = Holders.along(
+                        {role: (group.index(rank), len(group)) for role, group in groups.items()}
+                    )
                 for prefix in STATES:
                     key = prefix + weight.name
                     yield CheckpointTensor(
-                        key, weight.shape, torch.float32, boxes, NOTHING, holders
+                        key, weight.shape, torch.float32, boxes, NOTHING, known[roles]
                     )
 
 
@@ -285,8 +294,9 @@ def recovered(ranks: int) -> Activity:
             for step in (4, 5)
             if rank is not None
         ]
-    found, newest = seconds(lambda: newest_set(kept))
-    assert found is not None and found.step == 5
+    hosts = [(first, HOST, copies) for first, copies in kept.items()]
+    found, newest = seconds(lambda: _found(hosts))
+    assert found is not None and found.step == 5 and found.orphans == tuple(lost)
     boxes = {rank: list(_stored(list(tensors_of(plan, rank)))) for rank in lost}
     keeper = (lost[0] + HOST) % ranks
     kept_rows = _sets([box for rank in lost for box in boxes[rank]])
@@ -300,7 +310,7 @@ def recovered(ranks: int) -> Activity:
     asked = max(len(servers) for servers, _ in pairs)
     assert sum(len(servers) for servers, _ in pairs) == HOST and asked == 1
     needs = max(len(pickle.dumps(question)) for question in questions)
-    copies = len(pickle.dumps(kept))
+    copies = len(pickle.dumps(hosts))
     return Activity(
         "a lost host",
         ranks,

@@ -18,7 +18,7 @@ import platform
 import warnings
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Literal
+from typing import Literal, cast
 
 import torch
 import torch.distributed as dist
@@ -178,7 +178,7 @@ def lazy_group(timeout: timedelta) -> dist.ProcessGroup:
     before = os.environ.get(_LAZY)
     os.environ[_LAZY] = "1"  # torch reads it for every group
     try:
-        return dist.new_group(backend="gloo", timeout=timeout)
+        return cast(dist.ProcessGroup, dist.new_group(backend="gloo", timeout=timeout))
     finally:
         if before is None:
             del os.environ[_LAZY]

@@ -9,14 +9,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping
+from dataclasses import dataclass
 from heapq import heapify, heapreplace
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 from zlib import crc32
 
 from fivefold.core.layout.weight_table import WeightShard
 
 
-class Holders(NamedTuple):
+@dataclass(frozen=True)
+class Holders:
     """The ranks that hold what a rank owns of a tensor: the roles of its groups along which they
     lie, its number among them, and how many they are."""
 

@@ -20,6 +20,7 @@ from fivefold.train.checkpoint.foreign import ForeignFolder as ForeignFolder
 from fivefold.train.checkpoint.of_run import open_run as open_run
 from fivefold.train.checkpoint.ranks import CannotSave as CannotSave
 from fivefold.train.checkpoint.ranks import CheckpointRanks as CheckpointRanks
+from fivefold.train.checkpoint.ranks import joined as joined
 from fivefold.train.checkpoint.storage import BALANCE as BALANCE
 from fivefold.train.checkpoint.storage import MODEL as MODEL
 from fivefold.train.checkpoint.storage import OPTIM as OPTIM

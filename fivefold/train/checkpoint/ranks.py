@@ -11,6 +11,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, TypeVar, cast
 
 import torch
@@ -81,16 +82,14 @@ class CheckpointRanks:
 
         If one rank fails, `RanksFailed` is raised on all.
         """
-        value = self.collect(self._try(work), merge)
-        result = cast(Any, value)
+        value: Any = self._collect(self._try(work), merge)
         if not self.rank and not isinstance(value, _Reasons):
-            result = self._try(lambda: finish(value))
-        if not self.rank and isinstance(result, _Reasons):
-            result = RanksFailed(list(result.texts))
-        result = self.distribute(result)
-        if isinstance(result, RanksFailed):
-            raise result
-        return result
+            value = self._try(lambda: finish(value))
+        data = self.receive(self.parent) if self.rank else b""
+        if self.children:
+            data = data or pickle.dumps(value)
+            self.send(data, self.children)()
+        return self._result(pickle.loads(data) if self.rank else value)
 
     def gather(self, work: Callable[[], Part], finish: Callable[[list[Part]], Result]) -> Result:
         """Run `work` on each rank, and `finish` on the first with the values of all."""
@@ -98,22 +97,17 @@ class CheckpointRanks:
 
     def ask(self, work: Callable[[], Part], answer: Callable[[list[Part]], list[Result]]) -> Result:
         """Run `work` on each rank; the first answers all values, and each rank gets its answer."""
-        values = self.collect(self._try(lambda: [work()]), joined)
+        values: Any = self._collect(self._try(lambda: [work()]), joined)
         answers: Any = values
         if self.rank:
             answers = pickle.loads(self.receive(self.parent))
         elif not isinstance(values, _Reasons):
             answers = self._try(lambda: answer(values))
-        own = answers if isinstance(answers, _Reasons) else answers[0]
-        ends = [*self.children[1:], self.rank + len(values)] if isinstance(values, list) else []
-        for number, child in enumerate(self.children):
-            theirs = answers
-            if isinstance(answers, list):
-                theirs = answers[child - self.rank : ends[number] - self.rank]
+        failed = isinstance(answers, _Reasons)
+        for child, stop in pairwise([*self.children, self.rank + (0 if failed else len(answers))]):
+            theirs = answers if failed else answers[child - self.rank : stop - self.rank]
             self.send(pickle.dumps(theirs), [child])()
-        if isinstance(own, _Reasons):
-            raise RanksFailed(list(own.texts))
-        return own
+        return self._result(answers if failed else answers[0])
 
     def deliver(self, messages: Mapping[int, object], sources: Iterable[int]) -> dict[int, Any]:
         """Send a message to each of these ranks, and receive one from each source."""
@@ -139,31 +133,23 @@ class CheckpointRanks:
         except Exception as error:
             return _Reasons((f"rank {self.first + self.rank}: {reason_of(error)}",))
 
-    def _merged(
-        self, values: list[Part | _Reasons], merge: Callable[[list[Part]], Part]
-    ) -> Part | _Reasons:
-        texts = [text for value in values if isinstance(value, _Reasons) for text in value.texts]
-        if texts:
-            return _Reasons(tuple(dict.fromkeys(texts)))
-        return self._try(lambda: merge(cast(list[Part], values)))
-
-    def collect(
+    def _collect(
         self, value: Part | _Reasons, merge: Callable[[list[Part]], Part]
     ) -> Part | _Reasons:
         """Merge the values of all ranks below this one, and send the result to its parent."""
         values = [value, *(pickle.loads(self.receive(child)) for child in self.children)]
-        value = self._merged(values, merge)
+        texts = [text for value in values if isinstance(value, _Reasons) for text in value.texts]
+        merged = _Reasons(tuple(dict.fromkeys(texts)))
+        if not texts:
+            merged = self._try(lambda: merge(cast(list[Part], values)))
         if self.rank:
-            self.send(pickle.dumps(value), [self.parent])()
-        return value
+            self.send(pickle.dumps(merged), [self.parent])()
+        return merged
 
-    def distribute(self, result: Result) -> Result:
-        """Send the result of the first rank to all."""
-        data = self.receive(self.parent) if self.rank else b""
-        if self.children:
-            data = data or pickle.dumps(result)
-            self.send(data, self.children)()
-        return pickle.loads(data) if self.rank else result
+    def _result(self, value: Result | _Reasons) -> Result:
+        if isinstance(value, _Reasons):
+            raise RanksFailed(list(value.texts))
+        return value
 
     @property
     def children(self) -> list[int]:
@@ -187,7 +173,12 @@ class CheckpointRanks:
         """Send bytes to ranks; returns a function that waits for it."""
         tensors = torch.tensor([len(data)]), torch.frombuffer(bytearray(data), dtype=torch.uint8)
         waits = [self.post(tensor, rank) for rank in ranks for tensor in tensors]
-        return lambda: [wait() for wait in waits].clear()
+
+        def wait_all() -> None:
+            for wait in waits:
+                wait()
+
+        return wait_all
 
     def receive(self, rank: int) -> bytes:
         """Receive what a rank sends."""

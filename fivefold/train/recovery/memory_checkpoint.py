@@ -29,7 +29,14 @@ from fivefold.core import FivefoldError
 from fivefold.core.layout import SLOTS, Box, CopyOf, Partners, newest_set, next_slot
 from fivefold.launch import KeptSegment, MemoryKeeper
 from fivefold.launch.watch import SAVE_THREAD
-from fivefold.train.checkpoint import CheckpointRanks, CheckpointTensor, Facts, in_box, rows_of
+from fivefold.train.checkpoint import (
+    CheckpointRanks,
+    CheckpointTensor,
+    Facts,
+    in_box,
+    joined,
+    rows_of,
+)
 
 _ALIGNMENT = 64
 _PIECE = 1 << 30  # bytes that are sent at a time
@@ -140,17 +147,15 @@ class MemoryCopies:
         reads = _reads(tensors, catalog)
         facts = next((Facts(**table.facts) for table in tables.values()), None)
         if self.keeper.share is not None:
-            lost, facts = self._ranks.exchange(
-                lambda: (reads is None, facts), _any, lambda two: two
-            )
-            if lost:
-                servers, clients = self._ranks.ask(
-                    partial(self._question, found, tensors), _matched
-                )
+            state = (reads is None, facts)
+            lacks, facts = self._ranks.exchange(lambda: state, _any, lambda pair: pair)
+            if lacks:
+                question = partial(self._question, found, tensors)
+                servers, clients = self._ranks.ask(question, _matched)
                 catalog = self._asked(found, tensors, servers, clients, catalog)
                 reads = _reads(tensors, catalog)
-        complete = reads is not None and facts is not None and self._verified(found)
-        if not self._ranks.exchange(lambda: complete, all, lambda every: every):
+        complete = reads is not None and facts is not None
+        if not self._ranks.exchange(lambda: complete and self._verified(found), all, bool):
             return None
         values = [target.state.read().detach() for target in tensors]
         self._exchange(reads or [], values, servers, clients)
@@ -165,21 +170,10 @@ class MemoryCopies:
             return newest and FoundSet(*newest[:4])
         index, among = self.keeper.share
 
-        def copies() -> dict[int, list[CopyOf]]:
-            return {} if index else {self._me: self._kept()}
+        def copies() -> list[HostCopies]:
+            return [] if index else [(self._me, among, self._kept())]
 
-        def newest_of(kept: dict[int, list[CopyOf]]) -> FoundSet | None:
-            newest = newest_set(kept)
-            if newest is None:
-                return None
-            orphans = [
-                rank
-                for rank, keepers in enumerate(newest.keepers)
-                if not any(first <= rank < first + among for first in keepers)
-            ]
-            return FoundSet(*newest[:4], tuple(orphans))
-
-        return self._ranks.exchange(copies, _merged, newest_of)
+        return self._ranks.exchange(copies, joined, _found)
 
     def _tables(self, found: FoundSet, tensors: Sequence[CheckpointTensor]) -> dict[int, CopyTable]:
         """What is in the copies of a set in this memory; of its own copy alone, if this rank needs
@@ -195,17 +189,13 @@ class MemoryCopies:
         """What this rank needs of other hosts, and what its own host, if this is its first rank,
         answers for: its own ranks, and those whose host was lost."""
         index, among = self.keeper.share or (0, 1)
-        local = self._all_tables(found)
+        local = self._tables(found, ())
         catalog = _catalog(found, local, self._me)
         needs = [box for box in _stored(tensors) if not _has(catalog, box)]
         own = {*range(self._me, self._me + among), *found.orphans}
         kept = () if index else (rank for rank in local if rank in own)
         boxes = [box for rank in kept for box in local[rank].boxes]
         return Question(_rows(needs), _sets(boxes), among)
-
-    def _all_tables(self, found: FoundSet) -> dict[int, CopyTable]:
-        """Every copy of a set in this memory."""
-        return self._tables(found, ())
 
     def _asked(
         self,
@@ -218,7 +208,7 @@ class MemoryCopies:
         """The catalog with boxes of the servers; answers the clients."""
         needs = [box for box in _stored(tensors) if not _has(catalog, box)] if servers else []
         requests = self._ranks.deliver(dict.fromkeys(servers, needs), clients)
-        local = _catalog(found, self._all_tables(found), self._me) if clients else {}
+        local = _catalog(found, self._tables(found, ()), self._me) if clients else {}
         answers = {
             client: [
                 (copy, stored)
@@ -375,6 +365,24 @@ class FoundSet(NamedTuple):
     orphans: tuple[int, ...] = ()
 
 
+HostCopies = tuple[int, int, list[CopyOf]]
+"""The first rank of a host, how many it has, and the copies in its memory."""
+
+
+def _found(hosts: list[HostCopies]) -> FoundSet | None:
+    """The newest set that all hosts together have."""
+    newest = newest_set({first: copies for first, _, copies in hosts})
+    if newest is None:
+        return None
+    among = {first: first + among for first, among, _ in hosts}
+    orphans = [
+        rank
+        for rank, keepers in enumerate(newest.keepers)
+        if not any(first <= rank < among[first] for first in keepers)
+    ]
+    return FoundSet(*newest[:4], tuple(orphans))
+
+
 Rows = dict[str, tuple[int, int]]
 """By tensor: the range of rows, in its first dimension, that has some boxes."""
 
@@ -430,10 +438,6 @@ def _any(values: list[tuple[bool, Facts | None]]) -> tuple[bool, Facts | None]:
     """Whether any rank lacks something, and what the first that knows it says of the run."""
     facts = next((facts for _, facts in values if facts is not None), None)
     return any(lacks for lacks, _ in values), facts
-
-
-def _merged(tables: list[dict[int, list[CopyOf]]]) -> dict[int, list[CopyOf]]:
-    return {rank: copies for table in tables for rank, copies in table.items()}
 
 
 def _catalog(found: FoundSet, tables: Mapping[int, CopyTable], me: int) -> Catalog:
