@@ -54,8 +54,8 @@ from fivefold.train.checkpoint.storage import (
 )
 from fivefold.train.recovery.memory_checkpoint import (
     Question,
-    _found,
     _matched,
+    _newest_of,
     _rows,
     _sets,
     _stored,
@@ -195,10 +195,15 @@ def started(ranks: int) -> Activity:
 
 
 def saved(ranks: int, folder: Path) -> Activity:
-    """A save without its tensors: every rank's part, and what the first rank writes."""
+    """A save without its tensors: every rank's part, and what the first rank writes.
+
+    In a large job one stage of the pipeline stands for the others, which are as large.
+    """
     plan, facts, parts = plan_of(ranks), Facts(1), list[_WrittenPart]()
     num_files, leader, up = 0, list[float](), list[int]()
-    for number in range(math.ceil(ranks / PART_RANKS)):
+    per_stage = ranks // 8 // PART_RANKS
+    numbers = range(4 * per_stage, 5 * per_stage)
+    for number in numbers or range(math.ceil(ranks / PART_RANKS)):
         first = number * PART_RANKS
         writers = [writer_of(plan, rank) for rank in range(first, min(ranks, first + PART_RANKS))]
         written = [written_files(writer) for writer in writers]
@@ -210,6 +215,12 @@ def saved(ranks: int, folder: Path) -> Activity:
         parts.append(record)
         leader.append(took)
         num_files += sum(len(files.files) for files in written) + 2  # metadata and manifest
+    for other in (stage for stage in range(8) if per_stage and stage != 4):
+        part_of = zip(range(other * per_stage, (other + 1) * per_stage), parts, strict=False)
+        for number, part in list(part_of):
+            alike = {f"{key} {other}": tensor for key, tensor in part.tensors.items()}
+            parts.append(part._replace(number=number, tensors=alike))
+    num_files *= 8 if per_stage else 1
     first_writer = writer_of(plan, 0)
     _, took = seconds(lambda: first_writer._write_manifest(folder, facts, parts))
     own = [path for path in folder.iterdir() if path.is_file()]
@@ -295,7 +306,7 @@ def recovered(ranks: int) -> Activity:
             if rank is not None
         ]
     hosts = [(first, HOST, copies) for first, copies in kept.items()]
-    found, newest = seconds(lambda: _found(hosts))
+    found, newest = seconds(lambda: _newest_of(hosts))
     assert found is not None and found.step == 5 and found.orphans == tuple(lost)
     boxes = {rank: list(_stored(list(tensors_of(plan, rank)))) for rank in lost}
     keeper = (lost[0] + HOST) % ranks

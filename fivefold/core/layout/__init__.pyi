@@ -51,7 +51,6 @@ from fivefold.core.layout.layout import Order as Order
 from fivefold.core.layout.layout import parse_zero as parse_zero
 from fivefold.core.layout.partners import SLOTS as SLOTS
 from fivefold.core.layout.partners import CopyOf as CopyOf
-from fivefold.core.layout.partners import CopySet as CopySet
 from fivefold.core.layout.partners import Partners as Partners
 from fivefold.core.layout.partners import newest_set as newest_set
 from fivefold.core.layout.partners import next_slot as next_slot

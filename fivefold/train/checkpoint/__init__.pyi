@@ -29,3 +29,4 @@ from fivefold.train.checkpoint.storage import MasterWeight as MasterWeight
 from fivefold.train.checkpoint.storage import StoredTensors as StoredTensors
 from fivefold.train.checkpoint.storage import in_box as in_box
 from fivefold.train.checkpoint.storage import rows_of as rows_of
+from fivefold.train.checkpoint.storage import united_rows as united_rows

@@ -386,10 +386,9 @@ class StoredTensors:
             if (tensor.size, tensor.properties) != (stored.size, stored.properties):
                 raise Damaged(f"{self.folder / name / METADATA}: has {key} in another shape")
             stored.chunks.extend(tensor.chunks)
-        for index, place in part.storage_data.items():
-            self.metadata.storage_data[index] = replace(
-                place, relative_path=f"{name}/{place.relative_path}"
-            )
+        for index, location in part.storage_data.items():
+            path = f"{name}/{location.relative_path}"
+            self.metadata.storage_data[index] = replace(location, relative_path=path)
         self._opened.add(number)
 
     @property
@@ -472,12 +471,11 @@ class _WrittenFiles(NamedTuple):
 
 
 class _WrittenTensor(NamedTuple):
-    """What a part has of a tensor: boxes in rows [start, stop), with so many elements."""
+    """What a part has of a tensor: the rows of its boxes, and how many elements these have."""
 
     dtype: str
     shape: tuple[int, ...]
-    start: int
-    stop: int
+    rows: list[tuple[int, int]]
     numel: int
 
 
@@ -557,6 +555,21 @@ class _HashingWriter(FileSystemWriter):
     def checksums(self) -> dict[str, FileChecksum]:
         """Of the files that were written since `begin`."""
         return self.fs.checksums
+
+
+def united_rows(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Ranges of rows as few disjoint ones: tp cuts most weights into several.
+
+    >>> united_rows([(6, 8), (0, 2), (2, 3), (7, 9)])
+    [(0, 3), (6, 9)]
+    """
+    united: list[tuple[int, int]] = []
+    for start, stop in sorted(ranges):
+        if united and start <= united[-1][1]:
+            united[-1] = united[-1][0], max(united[-1][1], stop)
+        else:
+            united.append((start, stop))
+    return united
 
 
 PART_RANKS = 64  # that write one part; up to so many, the folder is the only one
@@ -698,12 +711,11 @@ class CheckpointWriter:
 
 
 def _written_tensor(tensor: TensorStorageMetadata) -> _WrittenTensor:
-    rows = [rows_of(chunk.offsets, chunk.sizes) for chunk in tensor.chunks]
+    rows = united_rows(rows_of(chunk.offsets, chunk.sizes) for chunk in tensor.chunks)
     return _WrittenTensor(
         str(tensor.properties.dtype).removeprefix("torch."),
         tuple(tensor.size),
-        min(start for start, _ in rows),
-        max(stop for _, stop in rows),
+        rows,
         sum(chunk.sizes.numel() for chunk in tensor.chunks),
     )
 
@@ -718,7 +730,7 @@ def _write_directory(
     rows, listed = list[tuple[int, int, int]](), dict[str, ListedTensor]()
     for key, in_parts in sorted(tensors.items()):
         first, (tensor, _) = len(rows), in_parts[0]
-        rows += sorted((tensor.start, tensor.stop, number) for tensor, number in in_parts)
+        rows += ((*pair, number) for tensor, number in in_parts for pair in tensor.rows)
         listed[key] = ListedTensor(tensor.dtype, tensor.shape, first, len(rows))
     with HashedFile(folder / DIRECTORY) as file:
         np.save(file, np.array(rows, DIRECTORY_ROW))  # type: ignore[arg-type]

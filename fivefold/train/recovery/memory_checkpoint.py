@@ -36,6 +36,7 @@ from fivefold.train.checkpoint import (
     in_box,
     joined,
     rows_of,
+    united_rows,
 )
 
 _ALIGNMENT = 64
@@ -138,24 +139,24 @@ class MemoryCopies:
 
         If one keeper has the memory of all ranks, each finds the same by itself: nobody writes now.
         """
-        found = self._newest()
-        self._slot = next_slot(found and found.slot)
-        if found is None or found.step < after:
+        newest = self._newest()
+        self._slot = next_slot(newest and newest.slot)
+        if newest is None or newest.step < after:
             return None
-        tables = self._tables(found, tensors)
-        catalog, servers, clients = _catalog(found, tables, self._me), list[int](), list[int]()
+        tables = self._tables(newest, tensors)
+        catalog, servers, clients = _catalog(newest, tables, self._me), list[int](), list[int]()
         reads = _reads(tensors, catalog)
         facts = next((Facts(**table.facts) for table in tables.values()), None)
         if self.keeper.share is not None:
             state = (reads is None, facts)
             lacks, facts = self._ranks.exchange(lambda: state, _any, lambda pair: pair)
             if lacks:
-                question = partial(self._question, found, tensors)
+                question = partial(self._question, newest, tensors)
                 servers, clients = self._ranks.ask(question, _matched)
-                catalog = self._asked(found, tensors, servers, clients, catalog)
+                catalog = self._asked(newest, tensors, servers, clients, catalog)
                 reads = _reads(tensors, catalog)
         complete = reads is not None and facts is not None
-        if not self._ranks.exchange(lambda: complete and self._verified(found), all, bool):
+        if not self._ranks.exchange(lambda: complete and self._verified(newest), all, bool):
             return None
         values = [target.state.read().detach() for target in tensors]
         self._exchange(reads or [], values, servers, clients)
@@ -163,43 +164,44 @@ class MemoryCopies:
             tensor.state.write(value)
         return facts
 
-    def _newest(self) -> FoundSet | None:
+    def _newest(self) -> CopiesOfStep | None:
         """The newest step of which all copies are kept."""
         if self.keeper.share is None:
             newest = newest_set({self._me: self._kept()})
-            return newest and FoundSet(*newest[:4])
+            return newest and CopiesOfStep(*newest[:4])
         index, among = self.keeper.share
 
         def copies() -> list[HostCopies]:
             return [] if index else [(self._me, among, self._kept())]
 
-        return self._ranks.exchange(copies, joined, _found)
+        return self._ranks.exchange(copies, joined, _newest_of)
 
-    def _tables(self, found: FoundSet, tensors: Sequence[CheckpointTensor]) -> dict[int, CopyTable]:
+    def _tables(
+        self, newest: CopiesOfStep, tensors: Sequence[CheckpointTensor]
+    ) -> dict[int, CopyTable]:
         """What is in the copies of a set in this memory; of its own copy alone, if this rank needs
         exactly that."""
-        ranks = [copy.rank for copy in self._kept() if copy[:4] == found[:4]]
-        if self._me in ranks and found.world == self._ranks.size:
-            table = self._table(self._me, found.slot)
+        ranks = [copy.rank for copy in self._kept() if copy[:4] == newest[:4]]
+        if self._me in ranks and newest.world == self._ranks.size:
+            table = self._table(self._me, newest.slot)
             if table.boxes == list(_stored(tensors)):
                 return {self._me: table}
-        return {rank: self._table(rank, found.slot) for rank in ranks}
+        return {rank: self._table(rank, newest.slot) for rank in ranks}
 
-    def _question(self, found: FoundSet, tensors: Sequence[CheckpointTensor]) -> Question:
+    def _question(self, newest: CopiesOfStep, tensors: Sequence[CheckpointTensor]) -> Question:
         """What this rank needs of other hosts, and what its own host, if this is its first rank,
         answers for: its own ranks, and those whose host was lost."""
         index, among = self.keeper.share or (0, 1)
-        local = self._tables(found, ())
-        catalog = _catalog(found, local, self._me)
+        local = self._tables(newest, ())
+        catalog = _catalog(newest, local, self._me)
         needs = [box for box in _stored(tensors) if not _has(catalog, box)]
-        own = {*range(self._me, self._me + among), *found.orphans}
-        kept = () if index else (rank for rank in local if rank in own)
-        boxes = [box for rank in kept for box in local[rank].boxes]
+        own = {*range(self._me, self._me + among), *newest.orphans}
+        boxes = [box for rank in local if rank in own for box in local[rank].boxes if not index]
         return Question(_rows(needs), _sets(boxes), among)
 
     def _asked(
         self,
-        found: FoundSet,
+        newest: CopiesOfStep,
         tensors: Sequence[CheckpointTensor],
         servers: Sequence[int],
         clients: Sequence[int],
@@ -208,7 +210,7 @@ class MemoryCopies:
         """The catalog with boxes of the servers; answers the clients."""
         needs = [box for box in _stored(tensors) if not _has(catalog, box)] if servers else []
         requests = self._ranks.deliver(dict.fromkeys(servers, needs), clients)
-        local = _catalog(found, self._tables(found, ()), self._me) if clients else {}
+        local = _catalog(newest, self._tables(newest, ()), self._me) if clients else {}
         answers = {
             client: [
                 (copy, stored)
@@ -238,13 +240,13 @@ class MemoryCopies:
         table = self._segment(rank, slot).table()
         return CopyTable([_box(box) for box in table["boxes"]], table["facts"])
 
-    def _verified(self, found: FoundSet) -> bool:
+    def _verified(self, newest: CopiesOfStep) -> bool:
         """Whether this rank's share of the copies in this memory is what was written: those who see
         the same memory verify it together."""
         index, among = self.keeper.share or (self._me, self._ranks.size)
-        ranks = [copy.rank for copy in self._kept() if copy[:4] == found[:4]]
+        ranks = [copy.rank for copy in self._kept() if copy[:4] == newest[:4]]
         own_ranks = [rank for rank in ranks if rank % among == index]
-        return all(self._segment(rank, found.slot).verified() for rank in own_ranks)
+        return all(self._segment(rank, newest.slot).verified() for rank in own_ranks)
 
     @property
     def _me(self) -> int:
@@ -354,7 +356,7 @@ Catalog = Mapping[str, Sequence[tuple[int, CopyOf, CopiedBox]]]
 """By tensor: who keeps a box of it, in which copy."""
 
 
-class FoundSet(NamedTuple):
+class CopiesOfStep(NamedTuple):
     """The copies of all ranks of one start after one step; the `orphans` are not in the memory of
     the host that has a rank of this number now."""
 
@@ -369,7 +371,7 @@ HostCopies = tuple[int, int, list[CopyOf]]
 """The first rank of a host, how many it has, and the copies in its memory."""
 
 
-def _found(hosts: list[HostCopies]) -> FoundSet | None:
+def _newest_of(hosts: list[HostCopies]) -> CopiesOfStep | None:
     """The newest set that all hosts together have."""
     newest = newest_set({first: copies for first, _, copies in hosts})
     if newest is None:
@@ -380,53 +382,52 @@ def _found(hosts: list[HostCopies]) -> FoundSet | None:
         for rank, keepers in enumerate(newest.keepers)
         if not any(first <= rank < among[first] for first in keepers)
     ]
-    return FoundSet(*newest[:4], tuple(orphans))
+    return CopiesOfStep(*newest[:4], tuple(orphans))
 
 
-Rows = dict[str, tuple[int, int]]
-"""By tensor: the range of rows, in its first dimension, that has some boxes."""
+Rows = list[tuple[int, int]]
+"""Ranges in the first dimension of a tensor."""
 
 
 class Question(NamedTuple):
-    """Rows that a rank needs of other hosts; those that its own host keeps, by tensor and with a
+    """Rows that a rank needs of other hosts; those that its own host has, by tensor and with a
     checksum that says which boxes; and how many ranks the host has."""
 
-    needs: Rows
-    kept: dict[str, tuple[int, int, int]]
+    needs: dict[str, Rows]
+    copies: dict[str, tuple[int, Rows]]
     ranks: int
 
 
-def _rows(boxes: Iterable[CopiedBox]) -> Rows:
-    rows: Rows = {}
+def _rows(boxes: Iterable[CopiedBox]) -> dict[str, Rows]:
+    rows: dict[str, Rows] = {}
     for box in boxes:
-        start, stop = rows_of(box.offsets, box.sizes)
-        low, high = rows.get(box.key, (start, stop))
-        rows[box.key] = min(low, start), max(high, stop)
-    return rows
+        rows.setdefault(box.key, []).append(rows_of(box.offsets, box.sizes))
+    return {key: united_rows(ranges) for key, ranges in rows.items()}
 
 
-def _sets(boxes: Sequence[CopiedBox]) -> dict[str, tuple[int, int, int]]:
-    """The rows of boxes by tensor, and a checksum of the boxes: replicas have the same."""
+def _sets(boxes: Sequence[CopiedBox]) -> dict[str, tuple[int, Rows]]:
+    """A checksum of the boxes of each tensor, which replicas share, and their rows."""
     sets: dict[str, set[tuple[Any, ...]]] = {}
     for box in boxes:
         sets.setdefault(box.key, set()).add((tuple(box.offsets), tuple(box.sizes)))
-    rows = _rows(boxes)
-    return {key: (*rows[key], crc32(repr(sorted(sets[key])).encode())) for key in sets}
+    return {
+        key: (crc32(repr(sorted(sets[key])).encode()), rows) for key, rows in _rows(boxes).items()
+    }
 
 
 def _matched(questions: list[Question]) -> list[tuple[list[int], list[int]]]:
     """For each rank: whom it asks, and who asks it. Hosts with the same boxes, and the ranks of a
     host, take turns."""
-    hosts: dict[str, dict[tuple[int, int, int], list[int]]] = {}
+    hosts: dict[str, dict[int, tuple[Rows, list[int]]]] = {}
     for first, question in enumerate(questions):
-        for key, boxes in question.kept.items():
-            hosts.setdefault(key, {}).setdefault(boxes, []).append(first)
+        for key, (checksum, rows) in question.copies.items():
+            hosts.setdefault(key, {}).setdefault(checksum, (rows, []))[1].append(first)
     servers = [set[int]() for _ in questions]
     clients = [set[int]() for _ in questions]
     for rank, question in enumerate(questions):
-        for key, (start, stop) in question.needs.items():
-            for (low, high, _), firsts in hosts.get(key, {}).items():
-                if low < stop and high > start:
+        for key, needs in question.needs.items():
+            for rows, firsts in hosts.get(key, {}).values():
+                if any(low < stop and high > start for start, stop in needs for low, high in rows):
                     first = firsts[rank % len(firsts)]
                     server = first + rank % questions[first].ranks
                     servers[rank].add(server)
@@ -440,11 +441,11 @@ def _any(values: list[tuple[bool, Facts | None]]) -> tuple[bool, Facts | None]:
     return any(lacks for lacks, _ in values), facts
 
 
-def _catalog(found: FoundSet, tables: Mapping[int, CopyTable], me: int) -> Catalog:
+def _catalog(newest: CopiesOfStep, tables: Mapping[int, CopyTable], me: int) -> Catalog:
     """Every box of this memory, from this rank's own copy where it can be."""
     ranks = sorted(tables, key=lambda rank: rank != me)
     return _by_tensor(
-        (me, CopyOf(*found[:4], rank), box) for rank in ranks for box in tables[rank].boxes
+        (me, CopyOf(*newest[:4], rank), box) for rank in ranks for box in tables[rank].boxes
     )
 
 
