@@ -14,9 +14,11 @@ its own host, asks who keeps the others, and asks those alone.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
+from itertools import accumulate
 from threading import Thread
 from typing import Any, NamedTuple
 from zlib import crc32
@@ -418,20 +420,32 @@ def _sets(boxes: Sequence[CopiedBox]) -> dict[str, tuple[int, Rows]]:
 def _matched(questions: list[Question]) -> list[tuple[list[int], list[int]]]:
     """For each rank: whom it asks, and who asks it. Hosts with the same boxes, and the ranks of a
     host, take turns."""
-    hosts: dict[str, dict[int, tuple[Rows, list[int]]]] = {}
+    replicas: dict[tuple[str, int], list[int]] = {}
+    by_key: dict[str, list[tuple[int, int, int]]] = {}  # rows, and the checksum of their boxes
     for first, question in enumerate(questions):
         for key, (checksum, rows) in question.copies.items():
-            hosts.setdefault(key, {}).setdefault(checksum, (rows, []))[1].append(first)
+            if (key, checksum) not in replicas:
+                by_key.setdefault(key, []).extend((*pair, checksum) for pair in rows)
+            replicas.setdefault((key, checksum), []).append(first)
+    for ranges in by_key.values():
+        ranges.sort()
+    peaks = {key: [*accumulate((row[1] for row in rows), max)] for key, rows in by_key.items()}
     servers = [set[int]() for _ in questions]
     clients = [set[int]() for _ in questions]
     for rank, question in enumerate(questions):
         for key, needs in question.needs.items():
-            for rows, firsts in hosts.get(key, {}).values():
-                if any(low < stop and high > start for start, stop in needs for low, high in rows):
-                    first = firsts[rank % len(firsts)]
-                    server = first + rank % questions[first].ranks
-                    servers[rank].add(server)
-                    clients[server].add(rank)
+            for start, stop in needs if key in by_key else ():
+                # Rows from here back, until all that come before end too early.
+                number = bisect_left(by_key[key], (stop,)) - 1
+                while number >= 0 and peaks[key][number] > start:
+                    _, high, checksum = by_key[key][number]
+                    number -= 1
+                    if high > start:
+                        firsts = replicas[key, checksum]
+                        first = firsts[rank % len(firsts)]
+                        server = first + rank % questions[first].ranks
+                        servers[rank].add(server)
+                        clients[server].add(rank)
     return [(sorted(a), sorted(b)) for a, b in zip(servers, clients, strict=True)]
 
 
