@@ -5,6 +5,7 @@ from fivefold.launch.backend import available_device as available_device
 from fivefold.launch.backend import choose_backend as choose_backend
 from fivefold.launch.backend import forked_device as forked_device
 from fivefold.launch.backend import launched_device as launched_device
+from fivefold.launch.backend import lazy_group as lazy_group
 from fivefold.launch.backend import num_gpus as num_gpus
 from fivefold.launch.launcher import LauncherEnvironment as LauncherEnvironment
 from fivefold.launch.launcher import read_environment as read_environment

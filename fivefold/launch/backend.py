@@ -18,7 +18,7 @@ import platform
 import warnings
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Literal
+from typing import Literal, cast
 
 import torch
 import torch.distributed as dist
@@ -32,6 +32,7 @@ Backend = Literal["nccl", "gloo"]
 CPU = torch.device("cpu")
 SHARING = "NCCL_MULTI_RANK_GPU_ENABLE"
 _SHARES_SINCE = (2, 30, 0)
+_LAZY = "TORCH_GLOO_LAZY_INIT"
 _PROBE = 10.0  # seconds for a matmul in a fork
 _MANY = 5  # ranks on one GPU, each of which should take few of its thread blocks
 _WAYS_OUT = "choose --backend gloo, or start at most one rank per GPU"
@@ -174,6 +175,23 @@ class RankDevice:
         if self.sharers > 1 and not nccl.may_share:
             shared += f", which NCCL refuses without {SHARING}=1"
         return f"collectives go through pinned host memory over gloo{shared}"
+
+
+def lazy_group(timeout: timedelta) -> dist.ProcessGroup:
+    """A gloo group of all ranks that connects two of them at their first message.
+
+    Otherwise each rank would read the addresses of all and have a socket for each: a job of N ranks
+    reads its store N² times, and at `ulimit -n 1024` ends near 1,000 ranks.
+    """
+    before = os.environ.get(_LAZY)
+    os.environ[_LAZY] = "1"  # torch reads it for every group
+    try:
+        return cast(dist.ProcessGroup, dist.new_group(backend="gloo", timeout=timeout))
+    finally:
+        if before is None:
+            del os.environ[_LAZY]
+        else:
+            os.environ[_LAZY] = before
 
 
 def choose_backend(

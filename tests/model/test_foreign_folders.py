@@ -153,7 +153,7 @@ def test_a_foreign_run_is_not_exported(tmp_path: Path) -> None:
 def renumbered(folder: Path) -> str:
     """A checkpoint as a later program might write it; returns its manifest."""
     body = json.loads((folder / "manifest.json").read_text())
-    text = json.dumps(body | {"format": 2, "files": ["in another way"], "sha256": "another"})
+    text = json.dumps(body | {"format": 3, "files": ["in another way"], "sha256": "another"})
     (folder / "manifest.json").write_text(text)
     return text
 
@@ -164,7 +164,7 @@ def test_a_newer_format_is_neither_damaged_nor_replaced(tmp_path: Path) -> None:
     text = renumbered(newer)
     (left := tmp_path / "step-00000003.part").mkdir()
     told: list[str] = []
-    with pytest.raises(FivefoldError, match=r"newer format 2.*needs a newer fivefold"):
+    with pytest.raises(FivefoldError, match=r"newer format 3.*needs a newer fivefold"):
         Checkpoints(tmp_path, 1, None).load(wanted(), told.append)
     assert not told and left.exists()  # whoever reads it may be writing
     with pytest.raises(FivefoldError, match="needs a newer fivefold"):

@@ -56,6 +56,7 @@ def carry(
     steps: int,
     recipe: Recipe,
     dtype: str,
+    part_ranks: int = 64,
 ) -> tuple[Facts | None, list[float]]:
     """Load from a folder, if any, train, and save into another; the losses on the way."""
     with worker.joined(plan.layout.world):
@@ -73,7 +74,7 @@ def carry(
             batches = drawn.of(plan.layout.coord(worker.rank).dp)
             losses.append(float(step(job, updater, batches, 1.0).loss))
         now = Facts(done + steps, updates=updater.count, samples=8 * (done + steps), plan="p")
-        Checkpoints(target, 1, group).save(tensors, now, wait=True)
+        Checkpoints(target, 1, group, part_ranks=part_ranks).save(tensors, now, wait=True)
         for chunk in job.chunks:
             chunk.data.wait()
         job.mesh.close_groups()
@@ -92,8 +93,9 @@ def carried(
     steps: int = 0,
     recipe: Recipe | None = None,
     dtype: str = "float32",
+    part_ranks: int = 64,
 ) -> list[tuple[Facts | None, list[float]]]:
-    arguments = (plan, source, target, steps, recipe or Recipe(), dtype)
+    arguments = (plan, source, target, steps, recipe or Recipe(), dtype, part_ranks)
     return pool.run_each([(carry, arguments)] * plan.layout.world)
 
 

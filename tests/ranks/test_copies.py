@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
-from threading import Barrier
-from typing import Any, cast
+from queue import Queue
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from fivefold.core.layout.boxes import Box, whole_box
 from fivefold.core.layout.partners import CopyOf, Partners
@@ -123,20 +125,30 @@ class HostMemory:
         return self.rank % 2, 2
 
 
-class RankThreads:
-    """Threads in the stead of ranks, that exchange values and send no tensor."""
+class RankThreads(CheckpointRanks):
+    """Threads in the stead of ranks, whose messages are queues."""
 
-    group = None
+    def __init__(self, rank: int, size: int, queues: dict[tuple[int, int], Queue[Tensor]]) -> None:
+        super().__init__(None, 0, size)
+        self.rank, self.queues = rank, queues
+        self.peers = set[int]()
 
-    def __init__(self, rank: int, values: list[Any], barrier: Barrier) -> None:
-        self.rank, self.size, self.values, self.barrier = rank, len(values), values, barrier
+    def post(self, tensor: Tensor, rank: int) -> Callable[[], None]:
+        self.queues[self.rank, rank].put(tensor.clone())
+        self.peers.add(rank)
+        return lambda: None
 
-    def on_all(self, work: Callable[[], Any]) -> list[Any]:
-        self.values[self.rank] = work()
-        self.barrier.wait()
-        values = list(self.values)
-        self.barrier.wait()
-        return values
+    def fill(self, tensor: Tensor, rank: int) -> Tensor:
+        return tensor.copy_(self.queues[rank, self.rank].get(timeout=20))
+
+
+def in_threads(size: int, work: Callable[[RankThreads], Any]) -> list[Any]:
+    """What each of so many ranks returns."""
+    queues: dict[tuple[int, int], Queue[Tensor]] = {
+        pair: Queue() for pair in product(range(size), repeat=2)
+    }
+    with ThreadPoolExecutor(size) as threads:
+        return list(threads.map(lambda rank: work(RankThreads(rank, size, queues)), range(size)))
 
 
 def test_what_a_host_keeps_is_read_there_and_tables_of_others_are_asked_for() -> None:
@@ -149,25 +161,55 @@ def test_what_a_host_keeps_is_read_there_and_tables_of_others_are_asked_for() ->
         data = segment.begin(CopyOf(5, 0, 4, 0, rank), {"facts": {"step": 5}, "boxes": [box]}, 48)
         data[:] = memoryview(full[first : first + 2].contiguous().numpy()).cast("B")
         segment.commit()
-    barrier, values = Barrier(4, timeout=20), [None] * 4
 
-    def load(rank: int) -> tuple[Facts | None, torch.Tensor]:
-        copies = MemoryCopies(HostMemory(memory, rank), Partners(4), 0, None)
-        copies._ranks = cast(CheckpointRanks, RankThreads(rank, values, barrier))
+    def load(ranks: RankThreads) -> tuple[Facts | None, Tensor, set[int]]:
+        copies = MemoryCopies(HostMemory(memory, ranks.rank), Partners(4), 0, None)
+        copies._ranks = ranks
         state = StateInMemory(torch.zeros(4, 3, dtype=torch.float64))
         box = (whole_box((4, 3)),)
-        try:
-            facts = copies.load([CheckpointTensor("model/w", (4, 3), full.dtype, box, state)], 0)
-        except BaseException:
-            barrier.abort()
-            raise
-        return facts, state.tensor
+        facts = copies.load([CheckpointTensor("model/w", (4, 3), full.dtype, box, state)], 0)
+        return facts, state.tensor, ranks.peers
 
-    with ThreadPoolExecutor(4) as threads:
-        loaded = list(threads.map(load, range(4)))
+    loaded = in_threads(4, load)
     memory.close()
-    for facts, tensor in loaded:
+    for facts, tensor, peers in loaded:
         assert facts == Facts(5) and tensor.equal(full)
+        assert peers <= {0} or peers == {1, 2, 3}, "nobody is asked for what is here"
+
+
+class TwoMemories(HostMemory):
+    """The same, where a host keeps the copies of the other host too, and one host was lost."""
+
+    def ranks(self) -> list[int]:
+        return [] if self.rank < 2 else [0, 1, 2, 3]
+
+    def open(self, rank: int, slot: int) -> int:
+        return self.memory.open(rank, slot)
+
+
+@pytest.mark.parametrize("rows", [2, 4], ids=["the same layout", "another layout"])
+def test_a_lost_host_is_sent_what_its_partner_has_kept(rows: int) -> None:
+    """Ranks 0 and 1 have nothing: they ask the ranks of the other host, and no rank asks all."""
+    memory, full = InheritedMemory.create(4), torch.arange(24, dtype=torch.float64).view(8, 3)
+    for rank in range(4):
+        box = ["model/w", "float64", [2 * rank, 0], [2, 3], 0]
+        segment = KeptSegment(memory.open(rank, 0))
+        data = segment.begin(CopyOf(5, 0, 4, 0, rank), {"facts": {"step": 5}, "boxes": [box]}, 48)
+        data[:] = memoryview(full[2 * rank : 2 * rank + 2].contiguous().numpy()).cast("B")
+        segment.commit()
+
+    def load(ranks: RankThreads) -> tuple[Facts | None, bool, set[int]]:
+        copies = MemoryCopies(TwoMemories(memory, ranks.rank), Partners(4, 2), 0, None)
+        copies._ranks = ranks
+        first = rows * (ranks.rank * 2 // rows)
+        box, state = Box((first, 0), (rows, 3), 0), StateInMemory(torch.zeros(rows, 3).double())
+        facts = copies.load([CheckpointTensor("model/w", (8, 3), full.dtype, (box,), state)], 0)
+        return facts, state.tensor.equal(full[first : first + rows]), ranks.peers
+
+    loaded = in_threads(4, load)
+    memory.close()
+    assert [(facts, equal) for facts, equal, _ in loaded] == [(Facts(5), True)] * 4
+    assert [peers for *_, peers in loaded] == [{1, 2, 3}, {0, 3}, {0}, {0, 1}]
 
 
 def test_refused_before_anything_is_written(tmp_path: Path) -> None:

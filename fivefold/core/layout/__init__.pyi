@@ -52,15 +52,16 @@ from fivefold.core.layout.layout import Order as Order
 from fivefold.core.layout.layout import parse_zero as parse_zero
 from fivefold.core.layout.partners import SLOTS as SLOTS
 from fivefold.core.layout.partners import CopyOf as CopyOf
-from fivefold.core.layout.partners import CopySet as CopySet
 from fivefold.core.layout.partners import Partners as Partners
 from fivefold.core.layout.partners import newest_set as newest_set
 from fivefold.core.layout.partners import next_slot as next_slot
+from fivefold.core.layout.replicas import Holders as Holders
 from fivefold.core.layout.replicas import copy_roles as copy_roles
 from fivefold.core.layout.replicas import data_role as data_role
 from fivefold.core.layout.replicas import line_factor as line_factor
 from fivefold.core.layout.replicas import odd_ones as odd_ones
 from fivefold.core.layout.replicas import sign as sign
+from fivefold.core.layout.replicas import written_by as written_by
 from fivefold.core.layout.rules import MOST_TOKENS as MOST_TOKENS
 from fivefold.core.layout.rules import LayoutRequest as LayoutRequest
 from fivefold.core.layout.rules import context_rule as context_rule

@@ -87,7 +87,7 @@ class Partners:
 def newest_set(copies_by_keeper: Mapping[int, Iterable[CopyOf]]) -> CopySet | None:
     """The newest step of which every rank's copy is kept by somebody; None: only the disk is left.
 
-    `held` are the copies that each keeper still has.
+    `copies_by_keeper` are the copies that each keeper still has.
     """
     keepers: defaultdict[tuple[int, int, int, int], dict[int, list[int]]] = defaultdict(dict)
     for keeper, copies in sorted(copies_by_keeper.items()):
@@ -102,6 +102,6 @@ def newest_set(copies_by_keeper: Mapping[int, Iterable[CopyOf]]) -> CopySet | No
     return CopySet(*newest, tuple(tuple(ranks[rank]) for rank in range(newest[2])))
 
 
-def next_slot(copy_set: CopySet | None) -> int:
+def next_slot(slot: int | None) -> int:
     """Where the first copy after a restart goes: never over what the restart has read."""
-    return 0 if copy_set is None else (copy_set.slot + 1) % SLOTS
+    return 0 if slot is None else (slot + 1) % SLOTS

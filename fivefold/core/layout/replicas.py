@@ -8,10 +8,64 @@ norms, and the same KV heads where these are fewer than tp.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
+from dataclasses import dataclass
+from heapq import heapify, heapreplace
+from typing import Any, TypeVar
 from zlib import crc32
 
 from fivefold.core.layout.weight_table import WeightShard
+
+
+@dataclass(frozen=True)
+class Holders:
+    """The ranks that hold what a rank owns of a tensor: the roles of its groups along which they
+    lie, its number among them, and how many they are."""
+
+    roles: tuple[str, ...] = ()
+    index: int = 0
+    count: int = 1
+
+    @classmethod
+    def along(cls, coords: Mapping[str, tuple[int, int]]) -> Holders:
+        """From this rank's coord in the group of each role, and the size of that.
+
+        >>> Holders.along({"dp-cp": (3, 4), "tp": (1, 2)})
+        Holders(roles=('dp-cp', 'tp'), index=7, count=8)
+        """
+        index, count = 0, 1
+        for coord, size in coords.values():
+            index, count = index * size + coord, count * size
+        return cls(tuple(coords), index, count)
+
+
+Item = TypeVar("Item")
+
+
+def written_by(items: Iterable[tuple[Item, Holders, int, Any]]) -> list[Item]:
+    """What a rank writes of the items that it holds; each comes with its holders, bytes and name.
+
+    Ranks that hold the same items compute the same without a message: the largest first, each by
+    the rank that has least to write until then.
+
+    >>> items = [("a", 30), ("b", 20), ("c", 20)]
+    >>> pairs = [Holders(("dp-cp",), index, 2) for index in range(2)]
+    >>> [written_by((name, pair, size, name) for name, size in items) for pair in pairs]
+    [['a'], ['b', 'c']]
+    """
+    shares: dict[Holders, list[tuple[Item, int, Any]]] = {}
+    for item, holders, size, name in items:
+        shares.setdefault(holders, []).append((item, size, name))
+    written = list[Item]()
+    for holders, entries in shares.items():
+        loads = [(0, index) for index in range(holders.count)]
+        heapify(loads)
+        for item, size, _ in sorted(entries, key=lambda entry: (-entry[1], entry[2])):
+            load, index = loads[0]
+            heapreplace(loads, (load + size, index))
+            if index == holders.index:
+                written.append(item)
+    return written
 
 
 def copy_roles(shard: WeightShard, expert: bool, sliced: bool) -> tuple[str, ...]:

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext, suppress
 from datetime import timedelta
 from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from fivefold.core import FivefoldError
-from fivefold.core.layout import boxes_of, buffers, whole_box
+from fivefold.core.layout import TWIN, Holders, boxes_of, buffers, copy_roles, whole_box
+from fivefold.launch import lazy_group
 from fivefold.model import Balancer
 from fivefold.optim import MASTER, StateInMemory, StoredState, Updater
 from fivefold.parallel import Job
-from fivefold.parallel.units import OwnedShard
+from fivefold.parallel.units import FlatUnit, OwnedShard
 from fivefold.records import CHECKPOINTS, RUN, SAVE, SUSPECT, read_starts
 from fivefold.train import RankRun
 from fivefold.train.callbacks.callback import Callback
@@ -54,7 +54,7 @@ class CheckpointCallback(Callback):
         if folder is not None:
             # A save goes on while the next steps run, and needs a group of its own.
             alone = self.job.mesh.layout.world == 1
-            group = None if alone else dist.new_group(backend="gloo", timeout=_TIMEOUT)
+            group = None if alone else lazy_group(_TIMEOUT)
             recipe, device = settings.recipe, self.job.mesh.device
             where = folder.path / CHECKPOINTS
             fence = nullcontext if settings.ticket is None else settings.ticket.publishing
@@ -211,17 +211,18 @@ class _ExpertLoad:
 
 def _owned(job: Job, updater: Updater) -> Iterator[CheckpointTensor]:
     """Weights and the states of the optimizer: a state has the boxes of its weight."""
+    sharded = partial(_sharded, job, {name: unit for unit in job.units for name in unit.spans})
     owned, states = job.owned, updater.states()
     masters = states.pop(MASTER, [None] * len(owned))
     for shard, master in zip(owned, masters, strict=True):
         weight = StateInMemory(shard.tensor.detach())
         best = weight if master is None else MasterWeight(master, weight.tensor)
         dtype = weight.tensor.dtype if master is None else torch.float32
-        yield _sharded(job, MODEL, shard, dtype, best)
+        yield sharded(MODEL, shard, dtype, best)
     for unit in (frozen_unit for frozen_unit in job.units if frozen_unit.unit.frozen):
         for shard in unit.owned:
             weight = StateInMemory(shard.tensor.detach())
-            yield _sharded(job, MODEL, shard, weight.tensor.dtype, weight)
+            yield sharded(MODEL, shard, weight.tensor.dtype, weight)
     for name, stored in states.items():
         pairs = [
             (owned_shard, stored_state)
@@ -231,16 +232,31 @@ def _owned(job: Job, updater: Updater) -> Iterator[CheckpointTensor]:
         # All states of one name have one dtype, and reading one may read a file.
         dtypes = [stored_state.read().dtype for _, stored_state in pairs[:1]] * len(pairs)
         for (shard, state), dtype in zip(pairs, dtypes, strict=True):
-            yield _sharded(job, f"{OPTIM}{name}/", shard, dtype, state)
+            yield sharded(f"{OPTIM}{name}/", shard, dtype, state)
 
 
 def _sharded(
-    job: Job, prefix: str, owned_shard: OwnedShard, dtype: torch.dtype, state: StoredState
+    job: Job,
+    units: Mapping[str, FlatUnit],
+    prefix: str,
+    owned_shard: OwnedShard,
+    dtype: torch.dtype,
+    state: StoredState,
 ) -> CheckpointTensor:
-    weight, stop = job.table[owned_shard.row.name], owned_shard.start + owned_shard.tensor.numel()
-    shard = job.shards[owned_shard.row.name]
-    boxes = boxes_of(weight.shape, shard, owned_shard.row.shape, owned_shard.start, stop)
-    return CheckpointTensor(prefix + weight.name, weight.shape, dtype, boxes, state)
+    row, stop = owned_shard.row, owned_shard.start + owned_shard.tensor.numel()
+    weight, shard = job.table[row.name], job.shards[row.name]
+    boxes = boxes_of(weight.shape, shard, row.shape, owned_shard.start, stop)
+    roles = copy_roles(shard, row.expert, units[row.name].sliced)
+    holders = _holders(job, roles, tied=job.is_tied(row.name))
+    return CheckpointTensor(prefix + weight.name, weight.shape, dtype, boxes, state, holders)
+
+
+def _holders(job: Job, roles: tuple[str, ...], tied: bool = False) -> Holders:
+    """This rank among those that hold what it has, along these roles and on the stage of a copy."""
+    if tied or job.plan.schedule.placement.mirrored:
+        roles = (*roles, TWIN)
+    mesh = job.mesh
+    return Holders.along({role: (mesh.coord(role), mesh.size(role)) for role in roles})
 
 
 def _buffers(job: Job) -> Iterator[CheckpointTensor]:
@@ -249,12 +265,19 @@ def _buffers(job: Job) -> Iterator[CheckpointTensor]:
     for chunk in job.chunks:
         for name, bias in chunk.model.named_buffers():
             shape, state = shapes[name], StateInMemory(bias)
-            yield CheckpointTensor(MODEL + name, shape, bias.dtype, (whole_box(shape),), state)
+            yield _on_all(job, MODEL + name, shape, bias.dtype, state)
 
 
 def _loads(job: Job) -> Iterator[CheckpointTensor]:
     for layer in job.balancing.layers:
         shape = (layer.balancer.num_experts,)
         load = _ExpertLoad(layer.balancer, job.mesh.device)
-        key = f"{BALANCE}load/{layer.number}"
-        yield CheckpointTensor(key, shape, torch.float64, (whole_box(shape),), load)
+        yield _on_all(job, f"{BALANCE}load/{layer.number}", shape, torch.float64, load)
+
+
+def _on_all(
+    job: Job, key: str, shape: tuple[int, ...], dtype: torch.dtype, state: StoredState
+) -> CheckpointTensor:
+    """A tensor that every rank of its stage has."""
+    holders = _holders(job, ("dp-cp", "tp"))
+    return CheckpointTensor(key, shape, dtype, (whole_box(shape),), state, holders)

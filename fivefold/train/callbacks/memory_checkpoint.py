@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from datetime import timedelta
 
-import torch.distributed as dist
-
 from fivefold.core.layout import Partners
+from fivefold.launch import lazy_group
 from fivefold.records import CHECKPOINTS, SAVE, SUSPECT
 from fivefold.train import RankRun
 from fivefold.train.callbacks.callback import Callback
@@ -28,7 +27,7 @@ class CopyCallback(Callback):
         self.copies: MemoryCopies | None = None
         if settings.memory is not None and self.recipe.copy_every:
             world = rank.job.mesh.layout.world
-            group = None if world == 1 else dist.new_group(backend="gloo", timeout=_TIMEOUT)
+            group = None if world == 1 else lazy_group(_TIMEOUT)
             start = 0 if folder is None else folder.restart
             partners = Partners(world, settings.copy_domain)
             self.copies = MemoryCopies(settings.memory, partners, start, group)

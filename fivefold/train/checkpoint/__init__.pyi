@@ -8,6 +8,7 @@ from fivefold.train.checkpoint.folders import METADATA as METADATA
 from fivefold.train.checkpoint.folders import Damaged as Damaged
 from fivefold.train.checkpoint.folders import Facts as Facts
 from fivefold.train.checkpoint.folders import Manifest as Manifest
+from fivefold.train.checkpoint.folders import damage_of as damage_of
 from fivefold.train.checkpoint.folders import latest as latest
 from fivefold.train.checkpoint.folders import newer_format as newer_format
 from fivefold.train.checkpoint.folders import problems_of as problems_of
@@ -19,6 +20,7 @@ from fivefold.train.checkpoint.foreign import ForeignFolder as ForeignFolder
 from fivefold.train.checkpoint.of_run import open_run as open_run
 from fivefold.train.checkpoint.ranks import CannotSave as CannotSave
 from fivefold.train.checkpoint.ranks import CheckpointRanks as CheckpointRanks
+from fivefold.train.checkpoint.ranks import joined as joined
 from fivefold.train.checkpoint.storage import BALANCE as BALANCE
 from fivefold.train.checkpoint.storage import MODEL as MODEL
 from fivefold.train.checkpoint.storage import OPTIM as OPTIM
@@ -26,3 +28,5 @@ from fivefold.train.checkpoint.storage import CheckpointTensor as CheckpointTens
 from fivefold.train.checkpoint.storage import MasterWeight as MasterWeight
 from fivefold.train.checkpoint.storage import StoredTensors as StoredTensors
 from fivefold.train.checkpoint.storage import in_box as in_box
+from fivefold.train.checkpoint.storage import rows_of as rows_of
+from fivefold.train.checkpoint.storage import united_rows as united_rows

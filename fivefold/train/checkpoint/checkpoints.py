@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from fivefold.core import BadFile, FivefoldError, UnknownName, bullets
-from fivefold.core.layout import Box, whole_box
+from fivefold.core.layout import Box, whole_box, written_by
 from fivefold.core.model import ADAPTER
 from fivefold.launch.watch import SAVE_THREAD
 from fivefold.records import SUSPECT, TAKEN_OVER
@@ -34,8 +34,8 @@ from fivefold.train.checkpoint.folders import (
     Damaged,
     Facts,
     KeptCheckpoints,
+    damage_of,
     latest,
-    problems_of,
     published,
     verified_manifest,
 )
@@ -47,11 +47,13 @@ from fivefold.train.checkpoint.ranks import (
     RanksFailed,
     Result,
     RunTakenOver,
+    joined,
     reason_of,
 )
 from fivefold.train.checkpoint.storage import (
     MODEL,
     OPTIM,
+    PART_RANKS,
     BoxReads,
     CheckpointTensor,
     CheckpointWriter,
@@ -242,17 +244,19 @@ class Checkpoints:
         device: torch.device | None = None,
         judged_by: str = "",
         fence: Fence = nullcontext,
+        part_ranks: int = PART_RANKS,
     ) -> None:
         """`group` has all ranks, moves tensors of the host and serves nothing else. Its timeout
         must be as long as a rank may take to write. None: there is one rank. `device` is the one of
         this rank. `judged_by` names the evaluation set whose best checkpoint stays. Checkpoints are
-        published and removed inside of the `fence` only.
+        published and removed inside of the `fence` only. `part_ranks` write a part together.
         """
         assert keep >= 1, "the newest one always stays"
         self.folder, self._ranks, self._fence = folder, CheckpointRanks(group), fence
         self.retention = KeptCheckpoints(keep, judged_by)
         self.device = device or torch.device("cpu")
         self._writer: CheckpointWriter | None = None
+        self._part_ranks = part_ranks
         self._memory = HostCopies()
         self._thread: Thread | None = None
         self._failure: str | None = None
@@ -293,9 +297,7 @@ class Checkpoints:
     def agree(self, local_part: Part, decide: Callable[[list[Part]], Result]) -> Result:
         """Decide on the first rank from values of all ranks, while nothing is written."""
         assert self._thread is None, "the thread that writes uses the same group"
-        return self._ranks.exchange(
-            lambda: local_part, lambda parts: [decide(parts)] * self._ranks.size
-        )
+        return self._ranks.gather(lambda: local_part, decide)
 
     def wait(self) -> None:
         """Wait for the write in flight; raises `CannotSave` if it failed, or `RunTakenOver` if
@@ -358,20 +360,27 @@ class Checkpoints:
 
     def _sources(self, tensors: Sequence[CheckpointTensor]) -> list[BoxSource]:
         """The boxes that this rank writes, in the order of writing."""
+        # A rank may have a tied weight twice, and writes it once.
         boxes = {
-            (item := write_item(tensor.key, tensor.shape, tensor.dtype, box)).index: (
-                item,
-                tensor,
-                box,
-            )
+            MetadataIndex(tensor.key, box.offsets): (tensor, box)
             for tensor in tensors
             for box in tensor.boxes
         }
         if self._writer is None:
-            items = [item for item, _, _ in boxes.values()]
+            items = written_by(
+                (
+                    write_item(tensor.key, tensor.shape, tensor.dtype, box),
+                    tensor.holders,
+                    box.numel * tensor.dtype.itemsize,
+                    (tensor.key, box.offsets),
+                )
+                for tensor, box in boxes.values()
+            )
             on_disk = any(tensor.on_disk for tensor in tensors)
-            self._writer = CheckpointWriter(self._ranks, items, file_per_box=on_disk)
-        return [BoxSource(index, *boxes[index][1:]) for index in self._writer.indices]
+            self._writer = CheckpointWriter(
+                self._ranks, items, file_per_box=on_disk, part_ranks=self._part_ranks
+            )
+        return [BoxSource(index, *boxes[index]) for index in self._writer.indices]
 
     def _write(self, facts: Facts, reads: BoxReads) -> None:
         """The thread of a save; `wait` raises its error later."""
@@ -401,26 +410,32 @@ class Checkpoints:
     def _load_from(self, folder: Path, tensors: Sequence[CheckpointTensor]) -> Facts:
         """Verify one checkpoint, and only then open and read it."""
         manifest = self._ranks.on_first(lambda: verified_manifest(folder))
-        by_size = sorted(manifest.files, key=lambda name: -manifest.files[name].bytes)
-        local_files = by_size[self._ranks.rank :: self._ranks.size]
-        problems = self._ranks.on_all(lambda: problems_of(folder, manifest, local_files))
-        if any(problems):
-            raise RanksFailed([problem for rank_problems in problems for problem in rank_problems])
+        rank, size = self._ranks.rank, self._ranks.size
+        problems = self._ranks.exchange(
+            lambda: damage_of(folder, manifest, rank, size), joined, lambda problems: problems
+        )
+        if problems:
+            raise RanksFailed(problems)
         opened: list[StoredTensors] = []
 
-        def open_it() -> tuple[list[str], set[str]]:
-            opened.append(StoredTensors(folder, manifest.files))
+        def open_it() -> tuple[set[str], set[str]]:
+            opened.append(StoredTensors.of(folder, manifest))
             keys = {tensor.key for tensor in tensors}
-            return opened[0].missing(_needed(opened[0], tensors)), keys
+            return set(opened[0].missing(_needed(opened[0], tensors))), keys
 
         differences = self._ranks.exchange(
-            open_it, lambda rank_tensors: [_differences(opened[0], rank_tensors)] * self._ranks.size
+            open_it, _united, lambda union: _differences(opened[0], *union)
         )
         if differences:
             raise FivefoldError(_other_model(folder, differences))
         self._ranks.on_all(lambda: opened[0].load(_needed(opened[0], tensors)))
         has_states = any(tensor.key.startswith(OPTIM) for tensor in _needed(opened[0], tensors))
         return replace(manifest.facts, has_states=has_states)
+
+
+def _united(pairs: list[tuple[set[str], set[str]]]) -> tuple[set[str], set[str]]:
+    """What any rank lacks, and what any needs."""
+    return set[str]().union(*(a for a, _ in pairs)), set[str]().union(*(b for _, b in pairs))
 
 
 def _needed(stored: StoredTensors, tensors: Sequence[CheckpointTensor]) -> list[CheckpointTensor]:
@@ -434,12 +449,11 @@ def _kind(key: str) -> tuple[str, bool]:
     return key.partition("/")[0], ADAPTER in key
 
 
-def _differences(stored: StoredTensors, ranks: list[tuple[list[str], set[str]]]) -> list[str]:
+def _differences(stored: StoredTensors, missing: set[str], needed: set[str]) -> list[str]:
     """What the ranks need and is not stored, and the stored weights that no rank needs."""
-    needed = set[str]().union(*(keys for _, keys in ranks))
     unknown = {key for key in stored.tensors if key.startswith(MODEL)} - needed
-    lacks = {f"it has no {tensor_key}" for missing, _ in ranks for tensor_key in missing}
-    return [*sorted(lacks), *sorted(f"this run has no {key}" for key in unknown)]
+    lacks = sorted(f"it has no {tensor_key}" for tensor_key in missing)
+    return [*lacks, *sorted(f"this run has no {key}" for key in unknown)]
 
 
 def require_same_tensors(
@@ -447,8 +461,8 @@ def require_same_tensors(
 ) -> None:
     """Refuse a checkpoint of another model or optimizer, by the tensors of the full run."""
     keys = {tensor.key for tensor in tensors}
-    lacks = stored.missing(_needed(stored, tensors))
-    if differences := _differences(stored, [(lacks, keys)]):
+    lacks = set(stored.missing(_needed(stored, tensors)))
+    if differences := _differences(stored, lacks, keys):
         raise FivefoldError(_other_model(folder, differences))
 
 
@@ -485,9 +499,9 @@ class Reader:
         self.folder = folder
         try:
             manifest = verified_manifest(folder)
-            if problems := problems_of(folder, manifest, manifest.files):
+            if problems := damage_of(folder, manifest):
                 raise BadFile(str(folder), problems)
-            self._stored = StoredTensors(folder, manifest.files)
+            self._stored = StoredTensors.of(folder, manifest)
         except Damaged as damaged:
             raise BadFile(str(folder), [str(damaged)]) from damaged
         self.facts = manifest.facts

@@ -6,6 +6,10 @@ folder without `.part` is complete, and one with `.part` is garbage once its wri
 The manifest holds where the run stood and the checksum of every file. It is JSON with a checksum of
 itself, and is read first. No other file is interpreted before its checksum is verified. Checksums
 are against damage, not against forgery: see `metadata`.
+
+Up to 64 ranks write into the folder itself. Of more, each 64 neighbours write a part: a folder
+inside, with a manifest of its own, that has their boxes alone. The manifest above lists the tensors
+and not the files, and `DIRECTORY` says which parts have which rows of which tensor.
 """
 
 from __future__ import annotations
@@ -20,6 +24,8 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from fivefold.records import SUSPECT
 from fivefold.train.checkpoint.ranks import RankFailure, reason_of
@@ -149,7 +155,8 @@ def sync(folder: Path) -> None:
 
 MANIFEST = "manifest.json"
 METADATA = ".metadata"
-_FORMAT = 1
+DIRECTORY = "directory.npy"
+_FORMAT, _PARTS_FORMAT = 1, 2  # of a folder without parts, and with
 _BLOCK_BYTES = 16 << 20  # that are written and hashed at a time, without Python's lock
 
 
@@ -185,17 +192,77 @@ class FileChecksum:
     sha256: str
 
 
+class ListedTensor(NamedTuple):
+    """A tensor of a checkpoint with parts: its rows of the directory are [first, stop)."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    first: int
+    stop: int
+
+
 @dataclass(frozen=True)
 class Manifest:
-    """Facts and files of a checkpoint."""
+    """Facts and files of a checkpoint; where it has parts, how many, and all tensors."""
 
     facts: Facts
     files: dict[str, FileChecksum]
+    parts: int = 0
+    tensors: dict[str, ListedTensor] = field(default_factory=dict[str, ListedTensor])
 
     def text(self) -> str:
         """Format `manifest.json`."""
-        body = asdict(self) | {"format": _FORMAT}
+        body = asdict(self) | {"format": _PARTS_FORMAT if self.parts else _FORMAT}
+        if not self.parts:  # as versions without parts read it
+            del body["parts"], body["tensors"]
         return json.dumps(body | {"sha256": _checksum(body)}, indent=1) + "\n"
+
+
+DIRECTORY_ROW = np.dtype([("start", "<i8"), ("stop", "<i8"), ("part", "<i8")])
+"""Rows [start, stop) of a tensor, of which a part has boxes."""
+
+
+def name_of_part(number: int) -> str:
+    """Folder name of a part.
+
+    >>> name_of_part(7)
+    'part-00007'
+    """
+    return f"part-{number:05d}"
+
+
+def manifest_of_part(folder: Path, manifest: Manifest, number: int) -> Manifest:
+    """Read the manifest of a part; raises `Damaged` if it was altered or is of another save."""
+    path = folder / name_of_part(number)
+    part = _read(path)
+    if part.facts.step != manifest.facts.step or part.parts:
+        raise Damaged(f"{path / MANIFEST}: is not of step {manifest.facts.step}")
+    if problems := _untrusted_files(path, part):
+        raise Damaged("; ".join(problems))
+    return part
+
+
+def damage_of(folder: Path, manifest: Manifest, rank: int = 0, size: int = 1) -> list[str]:
+    """Problems of all files by their checksums; `size` ranks together look at every file once."""
+    by_size = sorted(manifest.files, key=lambda name: -manifest.files[name].bytes)
+    problems = problems_of(folder, manifest, by_size[rank::size])
+    if not manifest.parts:
+        return problems
+    if manifest.parts >= size:
+        numbers, index, among = range(rank, manifest.parts, size), 0, 1
+    else:  # neighbours share the files of a part
+        number = rank * manifest.parts // size
+        first, stop = (-(-part * size // manifest.parts) for part in (number, number + 1))
+        numbers, index, among = range(number, number + 1), rank - first, stop - first
+    for number in numbers:
+        try:
+            part = manifest_of_part(folder, manifest, number)
+        except Damaged as damaged:
+            problems.append(str(damaged))
+        else:
+            names = sorted(part.files)[index::among]
+            problems += problems_of(folder / name_of_part(number), part, names)
+    return problems
 
 
 class Damaged(RankFailure):
@@ -282,11 +349,11 @@ def newer_format(folder: Path) -> str | None:
         version = json.loads((folder / MANIFEST).read_text("utf-8"))["format"]
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    if not isinstance(version, int) or version <= _FORMAT:
+    if not isinstance(version, int) or version <= _PARTS_FORMAT:
         return None
     return (
-        f"{folder} has the newer format {version}, and this fivefold reads {_FORMAT}: it needs a "
-        "newer fivefold; install that, or move this checkpoint away"
+        f"{folder} has the newer format {version}, and this fivefold reads "
+        f"{_PARTS_FORMAT}: it needs a newer fivefold; install that, or move this checkpoint away"
     )
 
 
@@ -301,16 +368,21 @@ def _read(folder: Path) -> Manifest:
         own_checksum, version = body.pop("sha256"), body["format"]
         if own_checksum != _checksum(body):
             raise Damaged(f"{path}: was changed after it was written")
-        if version != _FORMAT:
-            raise Damaged(f"{path}: has format {version}, and this program reads {_FORMAT}")
+        if version not in (_FORMAT, _PARTS_FORMAT):
+            raise Damaged(f"{path}: has format {version}, and this program reads {_PARTS_FORMAT}")
         known = {field.name for field in fields(Facts)}
         facts = Facts(**{key: value for key, value in body["facts"].items() if key in known})
         files = {name: FileChecksum(**checksum) for name, checksum in body["files"].items()}
+        tensors = {
+            key: ListedTensor(dtype, tuple(shape), first, stop)
+            for key, (dtype, shape, first, stop) in body.get("tensors", {}).items()
+        }
+        parts = int(body.get("parts", 0))
     except OSError as error:
         raise Damaged(reason_of(error)) from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise Damaged(f"{path}: is no manifest of a checkpoint") from error
-    return Manifest(facts, files)
+    return Manifest(facts, files, parts, tensors)
 
 
 def problems_of(folder: Path, manifest: Manifest, names: Iterable[str]) -> list[str]:
@@ -338,12 +410,13 @@ def _problem_of(path: Path, written: FileChecksum) -> str | None:
 
 def _untrusted_files(folder: Path, manifest: Manifest) -> list[str]:
     """Why the metadata that torch would read is not what the manifest lists."""
-    if METADATA not in manifest.files:
-        return [f"{folder / MANIFEST}: lists no {METADATA}"]
+    table = DIRECTORY if manifest.parts else METADATA
+    if table not in manifest.files:
+        return [f"{folder / MANIFEST}: lists no {table}"]
     if nested := [name for name in manifest.files if Path(name).name != name]:
         return [f"{folder / MANIFEST}: lists {nested[0]}, which lies elsewhere"]
     metadata_paths = sorted(folder.glob(f"*{METADATA}"))
-    return [f"{path}: is in no manifest" for path in metadata_paths if path.name != METADATA]
+    return [f"{path}: is in no manifest" for path in metadata_paths if path.name != table]
 
 
 def _checksum(body: dict[str, Any]) -> str:

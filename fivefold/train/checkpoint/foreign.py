@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from fivefold.core import BadFile
 from fivefold.train.checkpoint.folders import METADATA, Damaged
 from fivefold.train.checkpoint.ranks import reason_of
-from fivefold.train.checkpoint.storage import StoredTensors
+from fivefold.train.checkpoint.storage import StoredTensors, read_metadata
 
 
 class ForeignFolder:
@@ -31,7 +31,7 @@ class ForeignFolder:
             rule = f"has no {METADATA}: its save was not finished, or not all of it was copied"
             raise BadFile(str(folder), [f"{rule}; give another step"])
         try:
-            self._stored = StoredTensors(folder, self._bytes)
+            self._stored = StoredTensors(folder, read_metadata(folder / METADATA, self._bytes))
         except Damaged as damaged:
             raise BadFile(str(folder), [f"{damaged}: copy the folder again"]) from damaged
         tensors = self._stored.tensors

@@ -1,13 +1,22 @@
 """The ranks that save and load a checkpoint together: all of them succeed, or all raise the same
-error. One rank alone runs the same code without a collective."""
+error. One rank alone runs the same code without a message.
+
+Values go up a tree and are merged on the way: first among eight neighbours, which usually share a
+host, then among eight such eights, and so on. The result comes down the same way. So a rank has at
+most seven children a level, and neither messages nor open files grow with the job but by levels.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import pickle
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TypeVar, cast
+from itertools import pairwise
+from typing import Any, TypeVar, cast
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from fivefold.core import FivefoldError
 
@@ -39,72 +48,162 @@ class RanksFailed(RankFailure):
 
 
 @dataclass(frozen=True)
-class _Reason:
-    text: str
+class _Reasons:
+    texts: tuple[str, ...]
+
+
+FAN_OUT = 8  # children of a node, itself among them: the ranks of a host
 
 
 class CheckpointRanks:
     """Ranks of a group for checkpoints alone, since a background thread may use it."""
 
-    def __init__(self, group: dist.ProcessGroup | None) -> None:
-        self.group = group
-        self.rank = 0 if group is None else dist.get_rank(group)
-        self.size = 1 if group is None else dist.get_world_size(group)
-        self._first = 0 if group is None else dist.get_global_rank(group, 0)
+    def __init__(
+        self, group: dist.ProcessGroup | None, first: int = 0, size: int | None = None
+    ) -> None:
+        """Of the group the `size` ranks from `first` on; by default all."""
+        self.group, self.first = group, first
+        self.rank = 0 if group is None else dist.get_rank(group) - first
+        self.size = size or (1 if group is None else dist.get_world_size(group))
+
+    def neighbours(self, size: int) -> CheckpointRanks:
+        """The block of so many consecutive ranks that this one is in."""
+        first = self.rank // size * size
+        return CheckpointRanks(self.group, self.first + first, min(size, self.size - first))
 
     def exchange(
-        self, work: Callable[[], Part], combine: Callable[[list[Part]], list[Result]]
+        self,
+        work: Callable[[], Part],
+        merge: Callable[[list[Part]], Part],
+        finish: Callable[[Part], Result],
     ) -> Result:
-        """Run `work` on each rank; the first combines the values into a result for each.
+        """Run `work` on each rank, merge the values in the order of ranks, and `finish` on the
+        first: all return what it returns.
 
         If one rank fails, `RanksFailed` is raised on all.
         """
-        parts = self._gather(self._try(work))
-        result = self._scatter(None if parts is None else self._combine(parts, combine))
-        if isinstance(result, RanksFailed):
-            raise result
-        return result
+        value: Any = self._collect(self._try(work), merge)
+        if not self.rank and not isinstance(value, _Reasons):
+            value = self._try(lambda: finish(value))
+        data = self.receive(self.parent) if self.rank else b""
+        if self.children:
+            data = data or pickle.dumps(value)
+            self.send(data, self.children)()
+        return self._result(pickle.loads(data) if self.rank else value)
 
-    def on_all(self, work: Callable[[], Part]) -> list[Part]:
-        """Run `work` on each rank, and all-gather the results."""
-        return self.exchange(work, lambda parts: [parts] * self.size)
+    def gather(self, work: Callable[[], Part], finish: Callable[[list[Part]], Result]) -> Result:
+        """Run `work` on each rank, and `finish` on the first with the values of all."""
+        return self.exchange(lambda: [work()], joined, finish)
+
+    def ask(self, work: Callable[[], Part], answer: Callable[[list[Part]], list[Result]]) -> Result:
+        """Run `work` on each rank; the first answers all values, and each rank gets its answer."""
+        values: Any = self._collect(self._try(lambda: [work()]), joined)
+        answers: Any = values
+        if self.rank:
+            answers = pickle.loads(self.receive(self.parent))
+        elif not isinstance(values, _Reasons):
+            answers = self._try(lambda: answer(values))
+        failed = isinstance(answers, _Reasons)
+        for child, stop in pairwise([*self.children, self.rank + (0 if failed else len(answers))]):
+            theirs = answers if failed else answers[child - self.rank : stop - self.rank]
+            self.send(pickle.dumps(theirs), [child])()
+        return self._result(answers if failed else answers[0])
+
+    def deliver(self, messages: Mapping[int, object], sources: Iterable[int]) -> dict[int, Any]:
+        """Send a message to each of these ranks, and receive one from each source."""
+        waits = [self.send(pickle.dumps(value), [rank]) for rank, value in messages.items()]
+        received = {rank: pickle.loads(self.receive(rank)) for rank in sources}
+        for wait in waits:
+            wait()
+        return received
+
+    def on_all(self, work: Callable[[], object]) -> None:
+        """Run `work` on each rank; returns when all have ended."""
+        self.exchange(work, lambda _: None, lambda _: None)
 
     def on_first(self, work: Callable[[], Result]) -> Result:
         """Run `work` on the first rank, and broadcast the result."""
-        return self.exchange(lambda: None, lambda _: [work()] * self.size)
+        return self.exchange(lambda: None, lambda _: None, lambda _: work())
 
-    def _try(self, work: Callable[[], Part]) -> Part | _Reason:
+    def _try(self, work: Callable[[], Part]) -> Part | _Reasons:
         try:
             return work()
+        except RanksFailed as failed:  # of its neighbours, each of which says the same
+            return _Reasons(tuple(failed.reasons))
         except Exception as error:
-            return _Reason(f"rank {self.rank}: {reason_of(error)}")
+            return _Reasons((f"rank {self.first + self.rank}: {reason_of(error)}",))
 
-    def _combine(
-        self, parts: list[Part | _Reason], combine: Callable[[list[Part]], list[Result]]
-    ) -> list[Result | RanksFailed]:
-        reasons = [part.text for part in parts if isinstance(part, _Reason)]
-        if not reasons:
-            results = self._try(lambda: combine(cast(list[Part], parts)))
-            if not isinstance(results, _Reason):
-                return list(results)
-            reasons = [results.text]
-        return [RanksFailed(reasons)] * self.size
+    def _collect(
+        self, value: Part | _Reasons, merge: Callable[[list[Part]], Part]
+    ) -> Part | _Reasons:
+        """Merge the values of all ranks below this one, and send the result to its parent."""
+        values = [value, *(pickle.loads(self.receive(child)) for child in self.children)]
+        texts = [text for value in values if isinstance(value, _Reasons) for text in value.texts]
+        merged = _Reasons(tuple(dict.fromkeys(texts)))
+        if not texts:
+            merged = self._try(lambda: merge(cast(list[Part], values)))
+        if self.rank:
+            self.send(pickle.dumps(merged), [self.parent])()
+        return merged
 
-    def _gather(self, local_part: Part) -> list[Part] | None:
-        """The parts of all ranks, on the first."""
-        if self.group is None:
-            return [local_part]
-        parts = cast(list[Part], [None] * self.size) if self.rank == 0 else None
-        dist.gather_object(local_part, parts, dst=self._first, group=self.group)
-        return parts
+    def _result(self, value: Result | _Reasons) -> Result:
+        if isinstance(value, _Reasons):
+            raise RanksFailed(list(value.texts))
+        return value
 
-    def _scatter(self, results: list[Result] | None) -> Result:
-        if self.group is None:
-            assert results is not None
-            return results[0]
-        output = cast(list[Result], [None])
-        dist.scatter_object_list(output, results, src=self._first, group=self.group)
-        return output[0]
+    @property
+    def children(self) -> list[int]:
+        """Ranks that send to this one, by number."""
+        children, stride = list[int](), 1
+        while stride < self.size and self.rank % (FAN_OUT * stride) == 0:
+            last = min(self.rank + FAN_OUT * stride, self.size)
+            children += range(self.rank + stride, last, stride)
+            stride *= FAN_OUT
+        return children
+
+    @property
+    def parent(self) -> int:
+        """Where this rank sends to."""
+        stride = FAN_OUT
+        while self.rank % stride == 0:
+            stride *= FAN_OUT
+        return self.rank - self.rank % stride
+
+    def send(self, data: bytes, ranks: Iterable[int]) -> Callable[[], None]:
+        """Send bytes to ranks; returns a function that waits for it."""
+        tensors = torch.tensor([len(data)]), torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        waits = [self.post(tensor, rank) for rank in ranks for tensor in tensors]
+
+        def wait_all() -> None:
+            for wait in waits:
+                wait()
+
+        return wait_all
+
+    def receive(self, rank: int) -> bytes:
+        """Receive what a rank sends."""
+        size = int(self.fill(torch.empty(1, dtype=torch.int64), rank))
+        return self.fill(torch.empty(size, dtype=torch.uint8), rank).numpy().tobytes()
+
+    def post(self, tensor: Tensor, rank: int) -> Callable[[], None]:
+        """Send a tensor of the host to a rank; returns a function that waits for it."""
+        work = dist.isend(tensor, group=self.group, group_dst=self.first + rank)
+        assert work is not None, "a rank sends to others of its group"
+
+        def wait(_borrowed: Tensor = tensor) -> None:
+            work.wait()
+
+        return wait
+
+    def fill(self, tensor: Tensor, rank: int) -> Tensor:
+        """Receive a tensor from a rank."""
+        dist.recv(tensor, group=self.group, group_src=self.first + rank)
+        return tensor
+
+
+def joined(lists: list[list[Part]]) -> list[Part]:
+    """Concatenate lists."""
+    return [value for values in lists for value in values]
 
 
 def reason_of(error: BaseException) -> str:

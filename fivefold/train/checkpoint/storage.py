@@ -4,11 +4,12 @@
 Each rank stores and loads boxes: parts of a full tensor with an offset and a size for every
 dimension. So a rank can read the boxes of its shards from files that any other layout wrote.
 
-Writing. The ranks agree once which of them writes which box: a box that several have is written by
-one of them, and the bytes are spread evenly, over the ranks and over the files of each. A thread
-for each file writes and hashes it block by block. Every checkpoint takes two exchanges: one before
-anything is written, and one after every rank has its files on the disk. Only after the second one
-the first rank writes the manifest and gives the checkpoint its name.
+Writing. Each rank computes which boxes it writes: a box that several have is written by one of
+them, and the bytes are spread evenly, over the ranks and over the files of each. A thread for each
+file writes and hashes it block by block. Every checkpoint takes three exchanges: one before
+anything is written, one of 64 neighbours whose first rank lists what they wrote, and one after all
+files are on the disk. Only then the first rank writes the manifest and gives the checkpoint its
+name.
 
 Keys, the names of tensors:
 
@@ -23,6 +24,7 @@ NAME is the name in the full model: a tied weight is stored once, whichever stag
 from __future__ import annotations
 
 import io
+import math
 import os
 import pickle
 from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
@@ -32,6 +34,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple, Self, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint import (
@@ -40,6 +43,7 @@ from torch.distributed.checkpoint import (
     FileSystemReader,
     FileSystemWriter,
 )
+from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
@@ -60,21 +64,25 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.checkpoint.storage import WriteResult
 
-from fivefold.core.layout import Box, whole_box
+from fivefold.core.layout import Box, Holders, whole_box
 from fivefold.optim import StateInMemory, StateOnDisk, StoredState
 from fivefold.train.checkpoint import folders
 from fivefold.train.checkpoint.folders import (
+    DIRECTORY,
+    DIRECTORY_ROW,
     METADATA,
     Damaged,
     Facts,
     FileChecksum,
     HashedFile,
     KeptCheckpoints,
+    ListedTensor,
     Manifest,
     checksum_of,
+    manifest_of_part,
 )
-from fivefold.train.checkpoint.ranks import CheckpointRanks, RankFailure, reason_of
-from fivefold.train.checkpoint.threads import in_threads, num_streams
+from fivefold.train.checkpoint.ranks import CheckpointRanks, RankFailure, joined, reason_of
+from fivefold.train.checkpoint.threads import NUM_STREAMS, in_threads, num_streams
 
 # Read `.metadata` of a checkpoint, a pickle, without running anything that is in it.
 #
@@ -237,6 +245,7 @@ def _place(value: Any, files: Collection[str]) -> StoredBox:
 
 
 MODEL, OPTIM, BALANCE = "model/", "optim/", "balance/"  # what a key begins with
+_ALONE = Holders()
 
 
 @dataclass(frozen=True)
@@ -248,6 +257,7 @@ class CheckpointTensor:
     dtype: torch.dtype
     boxes: tuple[Box, ...]  # `at` counts elements of the state
     state: StoredState
+    holders: Holders = _ALONE  # of the same boxes
 
     @property
     def on_disk(self) -> bool:
@@ -317,17 +327,69 @@ class _LoadPlanner(DefaultLoadPlanner):
 
 
 class StoredTensors:
-    """Tensors of one checkpoint with these files; raises `Damaged` for other metadata."""
+    """Tensors of one checkpoint; raises `Damaged` for other metadata."""
 
-    def __init__(self, folder: Path, files: Collection[str]) -> None:
+    def __init__(self, folder: Path, metadata: Metadata) -> None:
+        self.folder, self.metadata = folder, metadata
         self._reader = FileSystemReader(folder)
-        self.metadata = read_metadata(folder / METADATA, files)
-        self._reader.set_up_storage_reader(self.metadata, True)
+        self._reader.set_up_storage_reader(metadata, True)
         self.tensors = {
             key: tensor
-            for key, tensor in self.metadata.state_dict_metadata.items()
+            for key, tensor in metadata.state_dict_metadata.items()
             if isinstance(tensor, TensorStorageMetadata)
         }
+        self._manifest: Manifest | None = None  # of a checkpoint with parts, opened when needed
+        self._opened = set[int]()
+
+    @classmethod
+    def of(cls, folder: Path, manifest: Manifest) -> StoredTensors:
+        """Tensors of a checkpoint of this program."""
+        if not manifest.parts:
+            return cls(folder, read_metadata(folder / METADATA, manifest.files))
+        tensors = {
+            key: TensorStorageMetadata(
+                TensorProperties(_DTYPES[listed.dtype]), torch.Size(listed.shape), []
+            )
+            for key, listed in manifest.tensors.items()
+        }
+        stored = cls(folder, Metadata(dict(tensors), storage_data={}))
+        stored._manifest = manifest
+        return stored
+
+    def _open(self, tensors: Iterable[CheckpointTensor]) -> None:
+        """Read the metadata of those parts that have any rows of this rank's boxes."""
+        manifest = self._manifest
+        if manifest is None:
+            return
+        try:
+            directory = np.load(self.folder / DIRECTORY, mmap_mode="r", allow_pickle=False)
+        except (OSError, ValueError) as error:
+            raise Damaged(f"{self.folder / DIRECTORY}: {reason_of(error)}") from error
+        parts = set[int]()
+        for tensor in tensors:
+            listed = manifest.tensors[tensor.key]
+            rows = directory[listed.first : listed.stop]
+            for box in tensor.boxes:
+                start, stop = rows_of(box.offsets, box.sizes)
+                parts.update(rows["part"][(rows["start"] < stop) & (rows["stop"] > start)].tolist())
+        for number in sorted(parts - self._opened):
+            self._open_part(manifest, number)
+
+    def _open_part(self, manifest: Manifest, number: int) -> None:
+        files = manifest_of_part(self.folder, manifest, number).files
+        name = folders.name_of_part(number)
+        part = read_metadata(self.folder / name / METADATA, files)
+        for key, tensor in part.state_dict_metadata.items():
+            stored = self.tensors.get(key)
+            if stored is None or not isinstance(tensor, TensorStorageMetadata):
+                raise Damaged(f"{self.folder / name / METADATA}: has {key}, which is not listed")
+            if (tensor.size, tensor.properties) != (stored.size, stored.properties):
+                raise Damaged(f"{self.folder / name / METADATA}: has {key} in another shape")
+            stored.chunks.extend(tensor.chunks)
+        for index, location in part.storage_data.items():
+            path = f"{name}/{location.relative_path}"
+            self.metadata.storage_data[index] = replace(location, relative_path=path)
+        self._opened.add(number)
 
     @property
     def state_names(self) -> set[str]:
@@ -363,6 +425,7 @@ class StoredTensors:
 
     def _load(self, tensors: list[CheckpointTensor]) -> None:
         firsts = {first.key: first for first in reversed(tensors)}
+        self._open(firsts.values())
         planner = _LoadPlanner(list(firsts.values()), self.tensors)
         planner.set_up_planner({}, self.metadata, True)
         plan = self._reader.prepare_local_plan(planner.create_local_plan())
@@ -371,10 +434,16 @@ class StoredTensors:
         for item in planner.finish_plan(plan).items:
             stored = self.metadata.storage_data[item.storage_index]
             by_file.setdefault(stored.relative_path, []).append(item)
+        streams = num_streams(sum(target.nbytes for target in planner.targets.values()))
+        most = -(-len(plan.items) // streams)  # of a file that is read by several threads
         in_threads(
             lambda items: self._reader.read_data(LoadPlan(items), planner).wait(),
-            by_file.values(),
-            num_streams(sum(target.nbytes for target in planner.targets.values())),
+            [
+                items[first : first + most]
+                for items in by_file.values()
+                for first in range(0, len(items), most)
+            ],
+            streams,
         )
         for tensor in tensors:
             # A rank may have a tied weight twice; both have the same shard of it.
@@ -394,10 +463,39 @@ Fence = Callable[[], AbstractContextManager[None]]
 
 
 class _WrittenFiles(NamedTuple):
-    """Files that one rank has written."""
+    """Files that one rank has written, and what is in them."""
 
+    plan: SavePlan
     results: list[WriteResult]
     files: dict[str, FileChecksum]
+
+
+class _WrittenTensor(NamedTuple):
+    """What a part has of a tensor: the rows of its boxes, and how many elements these have."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    rows: list[tuple[int, int]]
+    numel: int
+
+
+class _WrittenPart(NamedTuple):
+    """A part and its tensors; the files if it is the folder itself."""
+
+    number: int
+    tensors: dict[str, _WrittenTensor]
+    files: dict[str, FileChecksum]
+
+
+class _FilePrefix(NamedTuple):
+    """What torch's writer looks for in a plan."""
+
+    prefix: str
+
+
+def rows_of(offsets: Sequence[int], sizes: Sequence[int]) -> tuple[int, int]:
+    """Range of a box in the first dimension; a scalar is one row."""
+    return (offsets[0], offsets[0] + sizes[0]) if offsets else (0, 1)
 
 
 def write_item(key: str, shape: Sequence[int], dtype: torch.dtype, box: Box) -> WriteItem:
@@ -459,22 +557,49 @@ class _HashingWriter(FileSystemWriter):
         return self.fs.checksums
 
 
+def united_rows(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Ranges of rows as few disjoint ones: tp cuts most weights into several.
+
+    >>> united_rows([(6, 8), (0, 2), (2, 3), (7, 9)])
+    [(0, 3), (6, 9)]
+    """
+    united: list[tuple[int, int]] = []
+    for start, stop in sorted(ranges):
+        if united and start <= united[-1][1]:
+            united[-1] = united[-1][0], max(united[-1][1], stop)
+        else:
+            united.append((start, stop))
+    return united
+
+
+PART_RANKS = 64  # that write one part; up to so many, the folder is the only one
+
+
 class CheckpointWriter:
     """Writes this rank's boxes of every checkpoint."""
 
     def __init__(
-        self, ranks: CheckpointRanks, items: Sequence[WriteItem], *, file_per_box: bool
+        self,
+        ranks: CheckpointRanks,
+        items: Sequence[WriteItem],
+        *,
+        file_per_box: bool,
+        part_ranks: int = PART_RANKS,
     ) -> None:
-        """All ranks agree which of them writes which box.
+        """The items are boxes that no other rank writes.
 
         Torch's writer keeps all values of a file in memory until the file is written: with a
         `file_per_box`, which are written one by one, it keeps one box.
         """
-        self.ranks, self._file_per_box = ranks, file_per_box
+        self.ranks, self._file_per_box, self._part_ranks = ranks, file_per_box, part_ranks
         self._writer = _HashingWriter()
-        # A rank may have a tied weight twice, and writes it once.
-        plan = SavePlan(list({item.index: item for item in items}.values()))
-        self._files, self._metadata = ranks.exchange(lambda: plan, self._assign_boxes)
+        # Eight ranks, which usually share a host, share its streams.
+        self._most_files = max(1, NUM_STREAMS // ranks.size)
+        # Named after the rank: the ranks need not count their files together.
+        self._files = [
+            replace(file, storage_data=_FilePrefix(f"__{ranks.rank + ranks.size * number}_"))
+            for number, file in enumerate(self._files_of(SavePlan(list(items))))
+        ]
 
     @property
     def indices(self) -> list[MetadataIndex]:
@@ -496,36 +621,40 @@ class CheckpointWriter:
             with fence():
                 return folders.begin(folder, facts.step)
 
-        part = self.ranks.on_first(begin)
-        self._writer.begin(part)
+        written = self.ranks.on_first(begin)
+        neighbours, alone = self.ranks.neighbours(self._part_ranks), self._is_alone
+        number = self.ranks.rank // self._part_ranks
+        part, parts = written if alone else written / folders.name_of_part(number), []
 
-        def finish(written: list[_WrittenFiles]) -> list[None]:
-            self._write_manifest(part, facts, written)
+        def write() -> _WrittenFiles:
+            part.mkdir(exist_ok=True)
+            self._writer.begin(part)
+            return self._write_boxes(reads)
+
+        def write_part() -> list[_WrittenPart]:
+            neighbours.gather(
+                write, lambda ranks: parts.append(self._write_part(part, number, facts, ranks))
+            )
+            return parts
+
+        def finish(parts: list[_WrittenPart]) -> None:
+            self._write_manifest(written, facts, parts)
             with fence():
-                folders.publish(part)
+                folders.publish(written)
                 folders.remove_old(folder, facts.step, retention)
-            return [None] * self.ranks.size
 
-        self.ranks.exchange(lambda: self._write_boxes(reads), finish)
+        self.ranks.exchange(write_part, joined, finish)
 
-    def _assign_boxes(self, plans: list[SavePlan]) -> list[tuple[list[SavePlan], Metadata | None]]:
-        """On the first rank: a box that several ranks have goes to the one with least to write.
-
-        Torch numbers plans and names their files by it, so each file is a plan.
-        """
-        assigned, metadata = _SavePlanner({}).create_global_plan(plans)
-        files = [self._files_of(plan) for plan in assigned]
-        numbered = iter(self._writer.prepare_global_plan([box for file in files for box in file]))
-        return [
-            ([next(numbered) for _ in file], None if rank else metadata)
-            for rank, file in enumerate(files)
-        ]
+    @property
+    def _is_alone(self) -> bool:
+        """Whether the folder is the only part."""
+        return self.ranks.size <= self._part_ranks
 
     def _files_of(self, plan: SavePlan) -> list[SavePlan]:
         """The files of one rank, of about the same size."""
         if self._file_per_box:
             return [replace(plan, items=[item]) for item in plan.items]
-        sizes = [0] * num_streams(sum(map(_num_bytes, plan.items)))
+        sizes = [0] * min(self._most_files, num_streams(sum(map(_num_bytes, plan.items))))
         files: list[list[WriteItem]] = [[] for _ in sizes]
         for item in sorted(plan.items, key=_num_bytes, reverse=True):
             smallest = sizes.index(min(sizes))
@@ -540,17 +669,73 @@ class CheckpointWriter:
             return self._writer.write_data(file, planner).wait()
 
         files = in_threads(write, self._files, 1 if self._file_per_box else len(self._files))
-        return _WrittenFiles([result for file in files for result in file], self._writer.checksums)
+        plan = SavePlan([item for file in self._files for item in file.items])
+        results = [result for file in files for result in file]
+        return _WrittenFiles(plan, results, self._writer.checksums)
 
-    def _write_manifest(self, part: Path, facts: Facts, written: list[_WrittenFiles]) -> None:
-        assert self._metadata is not None, "only the first rank has it"
-        files = {
-            name: checksum for rank_files in written for name, checksum in rank_files.files.items()
-        }
-        self._writer.finish(self._metadata, [rank_files.results for rank_files in written])
+    def _write_part(
+        self, part: Path, number: int, facts: Facts, ranks: list[_WrittenFiles]
+    ) -> _WrittenPart:
+        """On the first of its ranks: list what they wrote, in a manifest if it is not the only
+        part."""
+        files = {name: checksum for written in ranks for name, checksum in written.files.items()}
+        _, metadata = create_default_global_save_plan([written.plan for written in ranks])
+        self._writer.finish(metadata, [written.results for written in ranks])
         files[METADATA] = checksum_of(part / METADATA)
-        manifest = Manifest(facts, dict(sorted(files.items())))
-        folders.write_synced(part / folders.MANIFEST, manifest.text())
+        files = dict(sorted(files.items()))
+        if not self._is_alone:
+            text = Manifest(Facts(facts.step), files).text()
+            folders.write_synced(part / folders.MANIFEST, text)
+            folders.sync(part)
+        tensors = {
+            key: _written_tensor(tensor)
+            for key, tensor in metadata.state_dict_metadata.items()
+            if isinstance(tensor, TensorStorageMetadata)
+        }
+        return _WrittenPart(number, tensors, files if self._is_alone else {})
+
+    def _write_manifest(self, folder: Path, facts: Facts, parts: list[_WrittenPart]) -> None:
+        by_key: dict[str, list[tuple[_WrittenTensor, int]]] = {}
+        for part in parts:
+            for key, tensor in part.tensors.items():
+                by_key.setdefault(key, []).append((tensor, part.number))
+        for key, tensors in by_key.items():
+            numel = sum(tensor.numel for tensor, _ in tensors)
+            if numel != math.prod(tensors[0][0].shape):
+                raise RankFailure(f"{key} has {tensors[0][0].shape}, and {numel:,} were written")
+        if self._is_alone:
+            manifest = Manifest(facts, parts[0].files)
+        else:
+            manifest = _write_directory(folder, facts, len(parts), by_key)
+        folders.write_synced(folder / folders.MANIFEST, manifest.text())
+
+
+def _written_tensor(tensor: TensorStorageMetadata) -> _WrittenTensor:
+    rows = united_rows(rows_of(chunk.offsets, chunk.sizes) for chunk in tensor.chunks)
+    return _WrittenTensor(
+        str(tensor.properties.dtype).removeprefix("torch."),
+        tuple(tensor.size),
+        rows,
+        sum(chunk.sizes.numel() for chunk in tensor.chunks),
+    )
+
+
+def _write_directory(
+    folder: Path,
+    facts: Facts,
+    num_parts: int,
+    tensors: Mapping[str, list[tuple[_WrittenTensor, int]]],
+) -> Manifest:
+    """Which parts have which rows of a tensor."""
+    rows, listed = list[tuple[int, int, int]](), dict[str, ListedTensor]()
+    for key, in_parts in sorted(tensors.items()):
+        first, (tensor, _) = len(rows), in_parts[0]
+        rows += ((*pair, number) for tensor, number in in_parts for pair in tensor.rows)
+        listed[key] = ListedTensor(tensor.dtype, tensor.shape, first, len(rows))
+    with HashedFile(folder / DIRECTORY) as file:
+        np.save(file, np.array(rows, DIRECTORY_ROW))  # type: ignore[arg-type]
+        os.fsync(file.fileno())
+    return Manifest(facts, {DIRECTORY: file.checksum()}, num_parts, listed)
 
 
 def _num_bytes(item: WriteItem) -> int:

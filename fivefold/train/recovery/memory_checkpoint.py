@@ -6,26 +6,40 @@ rank's own ward. The next copy goes to the other slot, so that a loss in the mid
 the one before. No rank begins a copy before all have completed the last: every rank waits for its
 thread before it takes part in the step of the next copy, and all ranks meet in that step.
 
-Loading. Every rank reads the boxes that it needs, whatever layout wrote them, from memory of its
-own host. What only other hosts keep is sent by ranks there.
+Loading. The first rank of each host tells the first of all what its host keeps, and learns of which
+step all copies are kept. In the same layout every rank reads its own copy, which it can describe by
+itself. Of other layouts, and where a host was lost, it reads the boxes that it needs from memory of
+its own host, asks who keeps the others, and asks those alone.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
+from itertools import accumulate
 from threading import Thread
 from typing import Any, NamedTuple
+from zlib import crc32
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from fivefold.core import FivefoldError
-from fivefold.core.layout import SLOTS, Box, CopyOf, CopySet, Partners, newest_set, next_slot
+from fivefold.core.layout import SLOTS, Box, CopyOf, Partners, newest_set, next_slot
 from fivefold.launch import KeptSegment, MemoryKeeper
 from fivefold.launch.watch import SAVE_THREAD
-from fivefold.train.checkpoint import CheckpointRanks, CheckpointTensor, Facts, in_box
+from fivefold.train.checkpoint import (
+    CheckpointRanks,
+    CheckpointTensor,
+    Facts,
+    in_box,
+    joined,
+    rows_of,
+    united_rows,
+)
 
 _ALIGNMENT = 64
 _PIECE = 1 << 30  # bytes that are sent at a time
@@ -91,7 +105,6 @@ class MemoryCopies:
         self._slot = 0
         self._thread: Thread | None = None
         self._error: Exception | None = None
-        self._sizes: list[int] = []  # of the segments, by rank
         self._segments = dict[tuple[int, int], KeptSegment]()
         self.taken = 0  # copies since the start
 
@@ -128,38 +141,91 @@ class MemoryCopies:
 
         If one keeper has the memory of all ranks, each finds the same by itself: nobody writes now.
         """
-        copies = self._kept()
-        copies_by_rank = {self._ranks.rank: copies}
-        if self.keeper.share is not None:
-            copies_by_rank = dict(enumerate(self._ranks.on_all(lambda: copies)))
-        copy_set = newest_set(copies_by_rank)
-        self._slot = next_slot(copy_set)
-        if copy_set is None or copy_set.step < after:
+        newest = self._newest()
+        self._slot = next_slot(newest and newest.slot)
+        if newest is None or newest.step < after:
             return None
-        facts, reads = self._planned(copy_set, tensors)
-        if not all(self._ranks.on_all(lambda: self._verified(copy_set, reads))):
+        tables = self._tables(newest, tensors)
+        catalog, servers, clients = _catalog(newest, tables, self._me), list[int](), list[int]()
+        reads = _reads(tensors, catalog)
+        facts = next((Facts(**table.facts) for table in tables.values()), None)
+        if self.keeper.share is not None:
+            state = (reads is None, facts)
+            lacks, facts = self._ranks.exchange(lambda: state, _any, lambda pair: pair)
+            if lacks:
+                question = partial(self._question, newest, tensors)
+                servers, clients = self._ranks.ask(question, _matched)
+                catalog = self._asked(newest, tensors, servers, clients, catalog)
+                reads = _reads(tensors, catalog)
+        complete = reads is not None and facts is not None
+        if not self._ranks.exchange(lambda: complete and self._verified(newest), all, bool):
             return None
         values = [target.state.read().detach() for target in tensors]
-        self._exchange(reads or [], values)
+        self._exchange(reads or [], values, servers, clients)
         for tensor, value in zip(tensors, values, strict=True):
             tensor.state.write(value)
         return facts
 
-    def _planned(
-        self, copy_set: CopySet, tensors: Sequence[CheckpointTensor]
-    ) -> tuple[Facts, list[BoxRead] | None]:
-        """Where the run stood, and what this rank reads."""
-        me, same = self._me, copy_set.world == self._ranks.size
-        if same and self.keeper.share is None:  # in the same layout a rank reads its own copy alone
-            table = self._table(me, copy_set.slot)
+    def _newest(self) -> CopiesOfStep | None:
+        """The newest step of which all copies are kept."""
+        if self.keeper.share is None:
+            newest = newest_set({self._me: self._kept()})
+            return newest and CopiesOfStep(*newest[:4])
+        index, among = self.keeper.share
+
+        def copies() -> list[HostCopies]:
+            return [] if index else [(self._me, among, self._kept())]
+
+        return self._ranks.exchange(copies, joined, _newest_of)
+
+    def _tables(
+        self, newest: CopiesOfStep, tensors: Sequence[CheckpointTensor]
+    ) -> dict[int, CopyTable]:
+        """What is in the copies of a set in this memory; of its own copy alone, if this rank needs
+        exactly that."""
+        ranks = [copy.rank for copy in self._kept() if copy[:4] == newest[:4]]
+        if self._me in ranks and newest.world == self._ranks.size:
+            table = self._table(self._me, newest.slot)
             if table.boxes == list(_stored(tensors)):
-                alone = CopySet(*copy_set[:4], keepers=((me,),) * copy_set.world)
-                tables = [
-                    table if rank == me else CopyTable([], {}) for rank in range(copy_set.world)
-                ]
-                return Facts(**table.facts), _reads(tensors, _catalog(alone, tables, me))
-        tables = self._tables(copy_set)
-        return Facts(**tables[0].facts), _reads(tensors, _catalog(copy_set, tables, me))
+                return {self._me: table}
+        return {rank: self._table(rank, newest.slot) for rank in ranks}
+
+    def _question(self, newest: CopiesOfStep, tensors: Sequence[CheckpointTensor]) -> Question:
+        """What this rank needs of other hosts, and what its own host, if this is its first rank,
+        answers for: its own ranks, and those whose host was lost."""
+        index, among = self.keeper.share or (0, 1)
+        local = self._tables(newest, ())
+        catalog = _catalog(newest, local, self._me)
+        needs = [box for box in _stored(tensors) if not _has(catalog, box)]
+        own = {*range(self._me, self._me + among), *newest.orphans}
+        boxes = [box for rank in local if rank in own for box in local[rank].boxes if not index]
+        return Question(_rows(needs), _sets(boxes), among)
+
+    def _asked(
+        self,
+        newest: CopiesOfStep,
+        tensors: Sequence[CheckpointTensor],
+        servers: Sequence[int],
+        clients: Sequence[int],
+        catalog: Catalog,
+    ) -> Catalog:
+        """The catalog with boxes of the servers; answers the clients."""
+        needs = [box for box in _stored(tensors) if not _has(catalog, box)] if servers else []
+        requests = self._ranks.deliver(dict.fromkeys(servers, needs), clients)
+        local = _catalog(newest, self._tables(newest, ()), self._me) if clients else {}
+        answers = {
+            client: [
+                (copy, stored)
+                for box in boxes
+                for _, copy, stored in local.get(box.key, ())
+                if _overlap(stored, Box(box.offsets, box.sizes, 0)) is not None
+            ]
+            for client, boxes in requests.items()
+        }
+        united = [entry for entries in catalog.values() for entry in entries]
+        for server, entries in self._ranks.deliver(answers, servers).items():
+            united += [(server, copy, stored) for copy, stored in entries]
+        return _by_tensor(united)
 
     def _segment(self, rank: int, slot: int) -> KeptSegment:
         if (rank, slot) not in self._segments:
@@ -172,33 +238,17 @@ class MemoryCopies:
         segments = [self._segment(*position) for position in places]
         return [segment.copy for segment in segments if segment.complete]
 
-    def _tables(self, copy_set: CopySet) -> list[CopyTable]:
-        """What is in each copy of a set; ranks tell one another what only they can see."""
-        me, local_tables = self._ranks.rank, dict[int, CopyTable]()
-        for rank, keepers in enumerate(copy_set.keepers):
-            if me in keepers:
-                local_tables[rank] = self._table(rank, copy_set.slot)
-        if self.keeper.share is None:
-            return [local_tables[rank] for rank in range(copy_set.world)]
-        tables_by_rank = self._ranks.on_all(lambda: local_tables)
-        return [
-            local_tables.get(rank) or tables_by_rank[copy_set.keepers[rank][0]][rank]
-            for rank in range(copy_set.world)
-        ]
-
     def _table(self, rank: int, slot: int) -> CopyTable:
         table = self._segment(rank, slot).table()
         return CopyTable([_box(box) for box in table["boxes"]], table["facts"])
 
-    def _verified(self, copy_set: CopySet, reads: list[BoxRead] | None) -> bool:
-        """Whether all that this rank needs is there, and its share of the copies in this memory is
-        what was written: those who see the same memory verify it together."""
-        if reads is None:
-            return False
+    def _verified(self, newest: CopiesOfStep) -> bool:
+        """Whether this rank's share of the copies in this memory is what was written: those who see
+        the same memory verify it together."""
         index, among = self.keeper.share or (self._me, self._ranks.size)
-        copy_ranks = [rank for rank, keepers in enumerate(copy_set.keepers) if self._me in keepers]
-        own_ranks = [rank for rank in copy_ranks if rank % among == index]
-        return all(self._segment(rank, copy_set.slot).verified() for rank in own_ranks)
+        ranks = [copy.rank for copy in self._kept() if copy[:4] == newest[:4]]
+        own_ranks = [rank for rank in ranks if rank % among == index]
+        return all(self._segment(rank, newest.slot).verified() for rank in own_ranks)
 
     @property
     def _me(self) -> int:
@@ -214,52 +264,48 @@ class MemoryCopies:
 
     def _pass_on(self, segment: KeptSegment, slot: int) -> None:
         """Send the copy to the partner, and keep that of the ward."""
-        rank, group = self._ranks.rank, self._ranks.group
-        partner, ward = self.partners.partner_of(rank), self.partners.ward_of(rank)
-        if partner is None or ward is None or group is None:
+        partner, ward = self.partners.partner_of(self._me), self.partners.ward_of(self._me)
+        if partner is None or ward is None or self._ranks.size == 1:
             return
-        if not self._sizes:
-            self._sizes = self._ranks.on_all(lambda: segment.size)
+        sizes = self._ranks.deliver({partner: segment.size}, [ward])
         theirs = self._segment(ward, slot)
-        theirs.reserve(self._sizes[ward])
-        arrived = torch.empty(self._sizes[ward], dtype=torch.uint8)
+        theirs.reserve(sizes[ward])
+        arrived = torch.empty(sizes[ward], dtype=torch.uint8)
         sent = torch.frombuffer(segment.memory, dtype=torch.uint8)
-        work = [
-            *(dist.isend(piece, group_dst=partner, group=group) for piece in sent.split(_PIECE)),
-            *(dist.irecv(piece, group_src=ward, group=group) for piece in arrived.split(_PIECE)),
-        ]
-        for request in work:
-            if request is not None:
-                request.wait()
+        waits = [self._ranks.post(piece, partner) for piece in sent.split(_PIECE)]
+        for piece in arrived.split(_PIECE):
+            self._ranks.fill(piece, ward)
+        for wait in waits:
+            wait()
         theirs.fill(memoryview(arrived.numpy()))
 
-    def _exchange(self, reads: list[BoxRead], values: list[Tensor]) -> None:
-        """Copy what is in this host's memory; send and receive the rest."""
-        me, group = self._ranks.rank, self._ranks.group
-        local = [box_read for box_read in reads if box_read.keeper == me]
-        for read in local:
+    def _exchange(
+        self,
+        reads: list[BoxRead],
+        values: list[Tensor],
+        servers: Sequence[int],
+        clients: Sequence[int],
+    ) -> None:
+        """Copy what is in this host's memory; receive from servers, and send to clients."""
+        me = self._me
+        for read in (box_read for box_read in reads if box_read.keeper == me):
             _place(read, self._source(read), values)
-        if self.keeper.share is None:
-            return
         remote = [box_read for box_read in reads if box_read.keeper != me]
-        reads_by_rank = self._ranks.on_all(lambda: remote)
-        if group is None or not any(reads_by_rank):
-            return  # nobody waits for a message
-        work: list[dist.Work | None] = []
-        sent: list[Tensor] = []
-        for client, theirs in enumerate(reads_by_rank):
-            for read in (box_read for box_read in theirs if box_read.keeper == me):
-                sent.append(self._source(read).contiguous().view(-1).view(torch.uint8))
-                work.append(dist.isend(sent[-1], group_dst=client, group=group))
-        arrived = [torch.empty(box_read.num_bytes, dtype=torch.uint8) for box_read in remote]
-        for read, buffer in zip(remote, arrived, strict=True):
-            work.append(dist.irecv(buffer, group_src=read.keeper, group=group))
-        for request in work:
-            if request is not None:
-                request.wait()
-        for read, buffer in zip(remote, arrived, strict=True):
+        by_server = {
+            server: [read for read in remote if read.keeper == server] for server in servers
+        }
+        reads_by_client = self._ranks.deliver(by_server, clients)
+        waits = [
+            self._ranks.post(self._source(read).contiguous().view(-1).view(torch.uint8), client)
+            for client, reads_there in reads_by_client.items()
+            for read in reads_there
+        ]
+        for read in remote:
+            buffer = self._ranks.fill(torch.empty(read.num_bytes, dtype=torch.uint8), read.keeper)
             sizes = [stop - start for start, stop in read.source]
             _place(read, buffer.view(_dtype(read.box.dtype)).view(sizes), values)
+        for wait in waits:
+            wait()
 
     def _source(self, read: BoxRead) -> Tensor:
         segment = self._segment(read.copy.rank, read.copy.slot)
@@ -312,17 +358,117 @@ Catalog = Mapping[str, Sequence[tuple[int, CopyOf, CopiedBox]]]
 """By tensor: who keeps a box of it, in which copy."""
 
 
-def _catalog(copy_set: CopySet, tables: Sequence[CopyTable], me: int) -> Catalog:
-    """Every stored box once: from this rank's own copy where it can be, else from its host."""
+class CopiesOfStep(NamedTuple):
+    """The copies of all ranks of one start after one step; the `orphans` are not in the memory of
+    the host that has a rank of this number now."""
+
+    step: int
+    start: int
+    world: int
+    slot: int
+    orphans: tuple[int, ...] = ()
+
+
+HostCopies = tuple[int, int, list[CopyOf]]
+"""The first rank of a host, how many it has, and the copies in its memory."""
+
+
+def _newest_of(hosts: list[HostCopies]) -> CopiesOfStep | None:
+    """The newest set that all hosts together have."""
+    newest = newest_set({first: copies for first, _, copies in hosts})
+    if newest is None:
+        return None
+    among = {first: first + among for first, among, _ in hosts}
+    orphans = [
+        rank
+        for rank, keepers in enumerate(newest.keepers)
+        if not any(first <= rank < among[first] for first in keepers)
+    ]
+    return CopiesOfStep(*newest[:4], tuple(orphans))
+
+
+Rows = list[tuple[int, int]]
+"""Ranges in the first dimension of a tensor."""
+
+
+class Question(NamedTuple):
+    """Rows that a rank needs of other hosts; those that its own host has, by tensor and with a
+    checksum that says which boxes; and how many ranks the host has."""
+
+    needs: dict[str, Rows]
+    copies: dict[str, tuple[int, Rows]]
+    ranks: int
+
+
+def _rows(boxes: Iterable[CopiedBox]) -> dict[str, Rows]:
+    rows: dict[str, Rows] = {}
+    for box in boxes:
+        rows.setdefault(box.key, []).append(rows_of(box.offsets, box.sizes))
+    return {key: united_rows(ranges) for key, ranges in rows.items()}
+
+
+def _sets(boxes: Sequence[CopiedBox]) -> dict[str, tuple[int, Rows]]:
+    """A checksum of the boxes of each tensor, which replicas share, and their rows."""
+    sets: dict[str, set[tuple[Any, ...]]] = {}
+    for box in boxes:
+        sets.setdefault(box.key, set()).add((tuple(box.offsets), tuple(box.sizes)))
+    return {
+        key: (crc32(repr(sorted(sets[key])).encode()), rows) for key, rows in _rows(boxes).items()
+    }
+
+
+def _matched(questions: list[Question]) -> list[tuple[list[int], list[int]]]:
+    """For each rank: whom it asks, and who asks it. Hosts with the same boxes, and the ranks of a
+    host, take turns."""
+    replicas: dict[tuple[str, int], list[int]] = {}
+    by_key: dict[str, list[tuple[int, int, int]]] = {}  # rows, and the checksum of their boxes
+    for first, question in enumerate(questions):
+        for key, (checksum, rows) in question.copies.items():
+            if (key, checksum) not in replicas:
+                by_key.setdefault(key, []).extend((*pair, checksum) for pair in rows)
+            replicas.setdefault((key, checksum), []).append(first)
+    for ranges in by_key.values():
+        ranges.sort()
+    peaks = {key: [*accumulate((row[1] for row in rows), max)] for key, rows in by_key.items()}
+    servers = [set[int]() for _ in questions]
+    clients = [set[int]() for _ in questions]
+    for rank, question in enumerate(questions):
+        for key, needs in question.needs.items():
+            for start, stop in needs if key in by_key else ():
+                # Rows from here back, until all that come before end too early.
+                number = bisect_left(by_key[key], (stop,)) - 1
+                while number >= 0 and peaks[key][number] > start:
+                    _, high, checksum = by_key[key][number]
+                    number -= 1
+                    if high > start:
+                        firsts = replicas[key, checksum]
+                        first = firsts[rank % len(firsts)]
+                        server = first + rank % questions[first].ranks
+                        servers[rank].add(server)
+                        clients[server].add(rank)
+    return [(sorted(a), sorted(b)) for a, b in zip(servers, clients, strict=True)]
+
+
+def _any(values: list[tuple[bool, Facts | None]]) -> tuple[bool, Facts | None]:
+    """Whether any rank lacks something, and what the first that knows it says of the run."""
+    facts = next((facts for _, facts in values if facts is not None), None)
+    return any(lacks for lacks, _ in values), facts
+
+
+def _catalog(newest: CopiesOfStep, tables: Mapping[int, CopyTable], me: int) -> Catalog:
+    """Every box of this memory, from this rank's own copy where it can be."""
+    ranks = sorted(tables, key=lambda rank: rank != me)
+    return _by_tensor(
+        (me, CopyOf(*newest[:4], rank), box) for rank in ranks for box in tables[rank].boxes
+    )
+
+
+def _by_tensor(entries: Iterable[tuple[int, CopyOf, CopiedBox]]) -> Catalog:
+    """The first entry of every box."""
     catalog: dict[str, dict[tuple[Any, ...], tuple[int, CopyOf, CopiedBox]]] = {}
-    for rank in sorted(
-        range(copy_set.world), key=lambda rank: (rank == me, me in copy_set.keepers[rank])
-    ):
-        keepers = copy_set.keepers[rank]
-        keeper = me if me in keepers else keepers[me % len(keepers)]
-        copy = CopyOf(copy_set.step, copy_set.start, copy_set.world, copy_set.slot, rank)
-        for box in tables[rank].boxes:
-            catalog.setdefault(box.key, {})[box.offsets, box.sizes] = (keeper, copy, box)
+    for entry in entries:
+        box = entry[2]
+        catalog.setdefault(box.key, {}).setdefault((box.offsets, box.sizes), entry)
     return {key: list(boxes.values()) for key, boxes in catalog.items()}
 
 
@@ -331,23 +477,34 @@ def _reads(tensors: Sequence[CheckpointTensor], catalog: Catalog) -> list[BoxRea
     reads: list[BoxRead] = []
     for number, tensor in enumerate(tensors):
         for target in tensor.boxes:
-            box_reads = [
-                BoxRead(keeper, copy, box, source, number, target, goes)
-                for keeper, copy, box in catalog.get(tensor.key, ())
-                if (overlap := _overlap(box, target)) is not None
-                for source, goes in (overlap,)
-            ]
+            box_reads = _reads_of(number, tensor.key, target, catalog)
             if any(_dtype(box_read.box.dtype) != tensor.dtype for box_read in box_reads):
                 return None
-            size = sum(box_read.num_bytes for box_read in box_reads)
-            if size != target.numel * tensor.dtype.itemsize and not _covered(target, box_reads):
+            if not _covered(target, box_reads):
                 return None
             reads += box_reads
     return reads
 
 
+def _reads_of(number: int, key: str, target: Box, catalog: Catalog) -> list[BoxRead]:
+    """What a catalog has of a box."""
+    return [
+        BoxRead(keeper, copy, box, source, number, target, goes)
+        for keeper, copy, box in catalog.get(key, ())
+        if (overlap := _overlap(box, target)) is not None
+        for source, goes in (overlap,)
+    ]
+
+
+def _has(catalog: Catalog, box: CopiedBox) -> bool:
+    target = Box(box.offsets, box.sizes, 0)
+    return _covered(target, _reads_of(0, box.key, target, catalog))
+
+
 def _covered(target: Box, reads: Sequence[BoxRead]) -> bool:
-    """Whether boxes that overlap one another fill a box."""
+    """Whether boxes, which may overlap one another, fill a box."""
+    if len(reads) == 1 and reads[0].num_bytes == target.numel * _dtype(reads[0].box.dtype).itemsize:
+        return True  # without memory for a mask, of the usual case
     mask = torch.zeros(target.sizes, dtype=torch.bool)
     for read in reads:
         mask[_region(read.goes)] = True

@@ -21,6 +21,7 @@ from fivefold.train.checkpoint import (
     Damaged,
     Manifest,
     StoredTensors,
+    damage_of,
     newer_format,
     problems_of,
     published,
@@ -50,7 +51,7 @@ def nothing_left(settings: TrainSettings) -> str | None:
     if checkpoint is None or checkpoint[1].facts.step < settings.last_step:
         return None
     path, manifest, _ = checkpoint
-    if problems_of(path, manifest, manifest.files):
+    if damage_of(path, manifest):
         return None
     step, last = manifest.facts.step, settings.last_step
     option = "--steps" if last == settings.recipe.steps else "--until"
@@ -69,8 +70,9 @@ def _newest(folder: Path) -> tuple[Path, Manifest, StoredTensors] | None:
     for path in reversed(paths):
         try:
             manifest = verified_manifest(path)
-            if not problems_of(path, manifest, [METADATA]):
-                return path, manifest, StoredTensors(path, manifest.files)
+            table = manifest.files if manifest.parts else [METADATA]
+            if not problems_of(path, manifest, table):
+                return path, manifest, StoredTensors.of(path, manifest)
         except Damaged:
             continue
     return None
