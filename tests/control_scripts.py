@@ -63,7 +63,7 @@ def judged(script: Script, folder: Path) -> Finding:
     named = next(iter(on_board), None)
     unsafe += restarted(script, folder)
     # A rank that goes on soon was only slow, and nobody may be named.
-    enough = (2 if script.kind == "slow" else 1) * PATIENCE - 2
+    enough = script.hang_after - 2 if script.kind in ("slow", "late", "judge") else PATIENCE - 2
     right = named in script.ranks and script.back > enough
     right = right or (named is None and script.back < END)
     for each in world.ranks:
