@@ -356,6 +356,10 @@ class World(VirtualTime):
         for each in self.parked.values():
             self.later(each.next_look(self.now), each.wake)
 
+    def named(self) -> list[int]:
+        """The ranks of which a note says that they stand still, in order."""
+        return [int(text.split()[1]) for _, text in self.notes if text.startswith("rank ")]
+
     def never_back(self, rank: int) -> bool:
         """Whether a rank that is stopped stays so."""
         if rank in self.script.silent:

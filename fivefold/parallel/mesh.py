@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -192,6 +193,7 @@ class Mesh:
         if self.backend == dist.Backend.NCCL:  # one call of all ranks makes the groups of all
             groups = (group for group in communicator.groups(self.topology) if len(group) > 1)
             options = nccl_options(communicator)
+            options._timeout = self._limit
             transport.expect_serial_messages()
             return dist.split_group(
                 split_ranks=[list(group) for group in groups], pg_options=options, group_desc=name
@@ -201,9 +203,18 @@ class Mesh:
             return None
         # torch names a group by how many this rank has: who meets nobody makes one as well.
         process_group = dist.new_group(
-            list(members), use_local_synchronization=True, group_desc=name
+            list(members),
+            timeout=self._limit,
+            use_local_synchronization=True,
+            group_desc=name,
         )
         return process_group if len(members) > 1 else None
+
+    @property
+    def _limit(self) -> timedelta:
+        """How long torch waits in a collective: all groups wait as long as that of all ranks."""
+        assert dist.group.WORLD is not None
+        return dist.group.WORLD._get_backend(self.device).options._timeout
 
     def _connect(self) -> None:
         """Send a first message over every channel, in the order in which all ranks made them."""

@@ -38,7 +38,7 @@ def meets(rank: int, world: int, port: int, log: Path) -> None:
     worker = joined_worker(LauncherEnvironment(rank, world, rank, HOST, port), lambda _: None)
     print("waits", file=sys.stderr, flush=True)
     with patch("fivefold.launch.worker._NAMED_SECONDS", 0.5):
-        worker.meeting.board()
+        worker.meeting.board(print)
 
 
 @contextmanager
@@ -134,7 +134,7 @@ def test_a_partitioned_rank_ends() -> None:
 
     with (
         partitioned() as (board, cut),
-        patch.object(NoMeeting, "board", lambda _: board),
+        patch.object(NoMeeting, "board", lambda *_: board),
         watched(Worker(1, NoMeeting(), send), 2, patience=2.0) as watchdog,
     ):
         watchdog.phase("step 3")
