@@ -27,7 +27,8 @@ SHOWN_SHARE = 0.03  # what costs more is in the step line
 _SLOW_RANK = 1.1  # times its peers
 _SLOW_LINK = 1.5  # times other links
 _MOST = 4  # named at once, the dearest
-_LISTED = 8  # messages of a pair in a row
+_STEPS = 6  # whose waits are in a row
+_LISTED = 4  # messages of a pair in a row
 
 Pair = tuple[int, int]  # from one rank to another
 Link = tuple[str, tuple[int, ...]]  # role and ranks
@@ -52,24 +53,37 @@ class RankPace:
     receives: Mapping[Pair, Sequence[tuple[float, float]]] = field(
         default_factory=dict[Pair, "Sequence[tuple[float, float]]"]
     )
-    messages: Mapping[Pair, int] = field(default_factory=dict[Pair, int])  # if fewer are listed
+    # A step, where not all of them are listed.
+    messages: Mapping[Pair, int] = field(default_factory=dict[Pair, int])
     last: int = 0  # the last of these steps
 
     def to_row(self) -> list[Any]:
-        """A row of some hundred characters, with the newest messages of each pair."""
-        sends = {pair: [_short(time) for time in times] for pair, times in self.sends.items()}
+        """A row of some hundred characters: waits that tell of links, and the newest messages of
+        each pair."""
+        steps = max(map(len, self.waited.values()), default=1)
+        unused = {"pp", "world", *(role for role, _ in self.least)}
+        sends = [
+            [*pair, [_short(time) for time in times[-_LISTED:]]]
+            for pair, times in self.sends.items()
+        ]
         received = [
-            [*pair, len(times), [[_short(begun), _short(end)] for begun, end in times[-_LISTED:]]]
+            [*pair, -(-len(times) // steps), *([_short(time) for time in ends[-_LISTED:]]
+            for ends in zip(*times, strict=True))]
             for pair, times in self.receives.items()
+            if times
         ]
         return [
             self.host,
             self.stage,
             _rounded(self.own),
             _rounded(self.step),
-            {role: [_rounded(seconds) for seconds in row] for role, row in self.waited.items()},
+            {
+                role: [_rounded(seconds) for seconds in row[-_STEPS:]]
+                for role, row in self.waited.items()
+                if role not in unused
+            },
             [[*what, _rounded(seconds), count] for what, (seconds, count) in self.least.items()],
-            [[*pair, times[-_LISTED:]] for pair, times in sends.items()],
+            sends,
             received,
             self.last,
         ]
@@ -86,8 +100,8 @@ class RankPace:
             waited,
             {(role, kind): (seconds, count) for role, kind, seconds, count in least},
             {(source, target): times for source, target, times in sends},
-            {(source, target): times for source, target, _, times in receives},
-            {(source, target): count for source, target, count, _ in receives},
+            {(source, target): list(zip(*ends, strict=True)) for source, target, _, *ends in receives},
+            {(source, target): count for source, target, count, *_ in receives},
             last,
         )
 
@@ -217,8 +231,8 @@ def _messages(paces: Sequence[RankPace]) -> Iterator[tuple[Pair, float, int]]:
             if pairs:
                 took = [end - max(begun, posted) for begun, (posted, end) in pairs]
                 steps = max(map(len, pace.waited.values()), default=1)
-                count = pace.messages.get(pair, len(pairs))
-                yield pair, max(0.0, min(took)), -(-count // steps)
+                count = pace.messages.get(pair, -(-len(pairs) // steps))
+                yield pair, max(0.0, min(took)), count
 
 
 def _usual(peers: float | None, seconds: float, key: object, best: dict[object, float]) -> float:

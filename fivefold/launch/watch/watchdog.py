@@ -365,7 +365,7 @@ class Watchdog:
         self._worked: float | None = None
         self._alike = True
         self._seen, self._moved_at = (0, 0), self._around.monotonic()
-        self._allowed_until = self._around.monotonic() + _MEETING
+        self._allowed_until = self._around.monotonic() + min(_MEETING, self.hang_after)
         self._loads = False
         self._round, self._quiet_until, self._open_until = 0, 0.0, 0.0
         self._round_began = dict[int, float]()
@@ -490,9 +490,9 @@ class Watchdog:
             self._worked = None
         elif self._worked is None:
             self._worked = time_now - self._mark_at
-        self._looks += 1
         # Thousands of ranks that are well leave the store alone.
-        if moved and not silence and self._looks % _LOOKS:
+        self._looks += 1
+        if moved and not silence and self._looks % _LOOKS != 1:
             return
         if self._published != self._seen:
             self._published = self._seen

@@ -18,7 +18,8 @@ from fivefold.parallel import CollectiveRecord, Mesh, RoleKind, TimedStep, WaitT
 from fivefold.records import Pair, RankPace, Slow, slow_ones
 from fivefold.train.callbacks.callback import Callback
 
-EVERY = 6  # steps of a row
+EVERY = 6  # steps of a row, up to so many ranks; in a larger job more, so that rank 0 has time
+_RANKS = 4096
 _ON_GPU = 3  # of so many steps one is timed, where that takes events of the device
 
 
@@ -84,7 +85,7 @@ class PaceCallback(Callback):
             self.steps.append(seconds)
             self.own.append(seconds - sum(map(sum, waited.values())))
             self.waited.append(waited)
-        if number % EVERY == 0:
+        if number % exchange_steps(self.mesh.size(WORLD)) == 0:
             if self.steps:
                 self.watchdog.pace.share(self._pace(self.mesh, timer, number).to_row())
             self.own, self.steps, self.waited = [], [], []
@@ -140,6 +141,11 @@ class PaceCallback(Callback):
             self.groups[role] = list(all_groups(mesh.topology, role))
         groups = {role: self.groups[role] for role in sorted(known)}
         return slow_ones(paces, groups, self.best)
+
+
+def exchange_steps(world: int) -> int:
+    """Steps from one row of a rank to the next."""
+    return EVERY * (1 + world // _RANKS)
 
 
 def _sum(waited: dict[RoleKind, list[float]], role: str) -> float:
