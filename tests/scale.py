@@ -11,7 +11,6 @@ O(log N) on a rank and O(N) on the busiest process.
 
 from __future__ import annotations
 
-import json
 import multiprocessing
 import os
 import socket
@@ -19,19 +18,15 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from datetime import timedelta
 from functools import cache
 from math import log2
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch.distributed as dist
-
 from fivefold.launch.launcher import LauncherEnvironment
 from fivefold.launch.watch.kv_messages import MemoryBoard, PaceRows, StoreBoard
 from fivefold.launch.watch.watchdog import PATIENCE, RankSurroundings, Watchdog
-from fivefold.launch.worker import LaunchedMeeting, Worker, agreement
-from fivefold.launch.worker import _POLL_SECONDS, _POLLS  # pyright: ignore[reportPrivateUsage]
+from fivefold.launch.worker import LaunchedMeeting, Worker, agreement, look_seconds
 from fivefold.records.stragglers import RankPace, slow_ones
 from fivefold.train.callbacks.pace import exchange_steps
 
@@ -102,27 +97,21 @@ class CountedBoard(MemoryBoard):
 
 
 class CountedStore:
-    """torch's store as ranks agree by it, simulated or real."""
+    """torch's store as ranks agree by it."""
 
-    def __init__(self, usage: Usage, store: Any = None, texts: dict[str, str] | None = None) -> None:
-        self.usage, self.store, self.texts = usage, store, {} if texts is None else texts
+    def __init__(self, usage: Usage, texts: dict[str, str]) -> None:
+        self.usage, self.texts = usage, texts
 
     def set(self, name: str, text: str) -> None:
         self.usage.count(name, text)
-        if self.store is None:
-            self.texts[name] = text
-        else:
-            self.store.set(name, text)
+        self.texts[name] = text
 
     def get(self, name: str) -> bytes:
-        value = self.texts[name].encode() if self.store is None else self.store.get(name)
-        self.usage.count(name, value.decode())
-        return value
+        self.usage.count(name, self.texts[name])
+        return self.texts[name].encode()
 
     def check(self, names: list[str]) -> bool:
         self.usage.count(*names)
-        if self.store is not None:
-            return self.store.check(names)
         return all(name in self.texts for name in names)
 
 
@@ -132,9 +121,9 @@ class CountedStore:
 def meeting(world: int) -> Cost:
     """All ranks agree on the start; the last one comes late."""
     texts, usages = dict[str, str](), [Usage() for _ in range(world)]
-    pause, clock = max(_POLL_SECONDS, world / _POLLS), [0.0]
+    pause, clock = look_seconds(world), [0.0]
     agreeing = {
-        rank: agreement(CountedStore(usage, texts=texts), rank, world, lambda: clock[0])  # type: ignore[arg-type]
+        rank: agreement(CountedStore(usage, texts), rank, world, lambda: clock[0])  # type: ignore[arg-type]
         for rank, usage in enumerate(usages)
     }
     prefixes = set[str]()
@@ -152,9 +141,7 @@ def meeting(world: int) -> Cost:
         clock[0] += pause
     assert len(prefixes) == 1
     rate = sum(usage.calls for usage in usages) / clock[0]
-    return Cost.of(
-        usages, 0, f"{clock[0] - _LATE:.1f} s after the last rank; {rate:,.0f} calls/s"
-    )
+    return Cost.of(usages, 0, f"{clock[0] - _LATE:.1f} s after the last rank; {rate:,.0f} calls/s")
 
 
 # The watch: ranks with real watchdogs and logs on one board.
@@ -267,39 +254,48 @@ class ScaledJob:
         return cost
 
 
-def watch(world: int) -> Cost:
-    """The watchdogs of a minute in which all is well."""
+@cache
+def _watched(world: int) -> tuple[ScaledJob, Cost]:
+    """A job after twelve seconds in which all is well, and what these have cost."""
     job = ScaledJob.of(world)
     job.take(0, "")
-    for number in range(50):
+    for number in range(10):
         job.step(number + 1)
         job.tick(PATIENCE / 10)
     assert not job.notes
-    return job.take(0, "a minute of steps")
+    return job, job.take(0, "12 s of steps")
+
+
+def watch(world: int) -> Cost:
+    """The watchdogs while all is well."""
+    return _watched(world)[1]
 
 
 def watch_round(world: int) -> Cost:
     """One rank stands still; one other asks all, and names it."""
-    job = ScaledJob.of(world)
-    for number in range(9):
-        job.step(number + 1, behind=number == 8)
+    job, _ = _watched(world)
+    job.step(11, behind=True)
     job.tick(PATIENCE / 10)
     job.tick(PATIENCE / 10)
     job.take(0, "")
     job.now += PATIENCE
+    began = job.now
     while "done-1" not in job.texts:
         job.tick(PATIENCE / 10)
     (note,) = job.notes
-    assert note.startswith(f"rank {job.guilty} stands still at step 9"), note
+    assert note.startswith(f"rank {job.guilty} stands still at step 11"), note
     judge = int(job.texts["round-1"].split()[-1])
-    return job.take(judge, f"named {job.now - 100 - PATIENCE:.1f} s after it was missed")
+    return job.take(judge, f"named {job.now - began:.1f} s after it was missed")
 
 
 def pace(world: int) -> Cost:
     """The rows of all ranks on their pace, and who is slow; every six steps."""
     groups, texts = _groups(world), dict[str, str]()
     usages = [Usage() for _ in range(world)]
-    roles = {role: {members for rank in range(world) for axis, members in groups(rank) if axis == role} for role in ("tp", "dp")}  # fmt: skip
+    roles: dict[str, set[tuple[int, ...]]] = {"tp": set(), "dp": set()}
+    for rank in range(world):
+        for axis, members in groups(rank)[:2]:
+            roles[axis].add(members)
     stage = len(groups(0)[0][1]) * len(groups(0)[1][1])
     rows = list[PaceRows]()
     for rank, usage in enumerate(usages):
@@ -346,15 +342,14 @@ def pace(world: int) -> Cost:
 
 def _real_rank(rank: int, world: int, port: int, pipe: Any) -> None:
     usage, notes = Usage(), list[str]()
-    launched = LauncherEnvironment(rank, world, rank, "127.0.0.1", port)
+    launched = LauncherEnvironment(rank, world, rank, "127.0.0.1", port, local_world=world)
 
-    class Counted(LaunchedMeeting):
-        def _connect(self, hosts: bool) -> Any:
-            return super()._connect(hosts)
+    def send(kind: str, value: Any) -> None:
+        if kind == "note":
+            notes.append(value)
 
-    meeting = Counted(launched)
     began = time.process_time()
-    worker = Worker(rank, meeting, lambda kind, value: notes.append(str(value)) if kind == "note" else None)  # fmt: skip
+    worker = Worker(rank, LaunchedMeeting(launched), send)
     inner = StoreBoard._answer
 
     def answer(self: StoreBoard, question: Any) -> Any:
@@ -369,11 +364,12 @@ def _real_rank(rank: int, world: int, port: int, pipe: Any) -> None:
     members = tuple(range(world))
     if rank != world // 3:
         watchdog.note(("world", "all_reduce", 64, world), members)
-    until = time.monotonic() + _SOON
-    while watchdog.board.get("done-1") is None and time.monotonic() < until:
+    until, number = time.monotonic() + _SOON, 1
+    while not (stall := watchdog.board.get(f"done-{number}")) and time.monotonic() < until:
+        number += stall is not None  # the judge of this round has named nobody yet
         time.sleep(0.5)
     usage.seconds = time.process_time() - began
-    usage.open_files = len(os.listdir("/proc/self/fd"))
+    usage.open_files = len(list(Path("/proc/self/fd").iterdir()))
     pipe.send((usage, notes))
     pipe.recv()  # rank 0 hosts the store until all have told
     os._exit(0)
@@ -400,7 +396,7 @@ def real(world: int) -> Cost:
     for pipe, process in zip(pipes, processes, strict=True):
         pipe.send(None)
         process.join()
-    (note,) = [note for _, notes in answers for note in notes]
+    note, *_ = [note for _, notes in answers for note in notes]
     assert note.startswith(f"rank {world // 3} stands still"), note
     return Cost.of([usage for usage, _ in answers], 0)
 
@@ -410,7 +406,7 @@ ACTIVITIES: dict[str, tuple[Callable[[int], Cost], tuple[int, ...]]] = {
     "watch": (watch, SIMULATED),
     "round of positions": (watch_round, SIMULATED),
     "pace": (pace, SIMULATED),
-    "meet, watch and name": (real, REAL),
+    "real: meet and name": (real, REAL),
 }
 """By name: what to run, and with how many ranks."""
 

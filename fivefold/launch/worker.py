@@ -202,14 +202,18 @@ class LaunchedMeeting:
         return f"{self.launched.host}:{self.launched.port}"
 
     @cached_property
-    def address(self) -> str:
-        """A socket on the device that reaches the store. Its thread only takes connections."""
+    def address(self) -> str | None:
+        """A socket on the device that reaches the store. Its thread only takes connections. None
+        where that device is loopback and other hosts may take part: they could not reach it."""
         family, *_, target = socket.getaddrinfo(
             self.launched.host, self.launched.port, type=socket.SOCK_DGRAM
         )[0]
         with socket.socket(family, socket.SOCK_DGRAM) as route:
             route.connect(target)
             host = route.getsockname()[0]
+        one_host = self.launched.local_world == self.launched.world
+        if ipaddress.ip_address(host).is_loopback and not one_host:
+            return None
         listener = socket.create_server((host, 0), family=family)
 
         def take() -> None:
@@ -305,7 +309,12 @@ def agree_on_prefix(store: dist.Store, rank: int, world: int, stop: StopRequest)
             next(agreeing)
         except StopIteration as agreed:
             return agreed.value
-        time.sleep(max(_POLL_SECONDS, world / _POLLS))
+        time.sleep(look_seconds(world))
+
+
+def look_seconds(world: int) -> float:
+    """Seconds between two looks of a rank: the store serves all ranks of the job."""
+    return max(_POLL_SECONDS, world / _POLLS)
 
 
 def agreement(

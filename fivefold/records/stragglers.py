@@ -67,8 +67,11 @@ class RankPace:
             for pair, times in self.sends.items()
         ]
         received = [
-            [*pair, -(-len(times) // steps), *([_short(time) for time in ends[-_LISTED:]]
-            for ends in zip(*times, strict=True))]
+            [
+                *pair,
+                -(-len(times) // steps),
+                *([_short(time) for time in ends[-_LISTED:]] for ends in zip(*times, strict=True)),
+            ]
             for pair, times in self.receives.items()
             if times
         ]
@@ -100,8 +103,8 @@ class RankPace:
             waited,
             {(role, kind): (seconds, count) for role, kind, seconds, count in least},
             {(source, target): times for source, target, times in sends},
-            {(source, target): list(zip(*ends, strict=True)) for source, target, _, *ends in receives},
-            {(source, target): count for source, target, count, *_ in receives},
+            {(row[0], row[1]): list(zip(*row[3:], strict=True)) for row in receives},
+            {(row[0], row[1]): row[2] for row in receives},
             last,
         )
 

@@ -67,7 +67,11 @@ def run_rank(
     local_device = device or forked_device(settings.device, settings.backend, worker.rank, world)
     # The watchdog begins before the ranks meet, and ends before they leave one another.
     joined = worker.joined(world, local_device, recipe.hang_after)
-    with watched(worker, world, hang_after=recipe.hang_after) as watchdog, joined, closing(watchdog):
+    with (
+        watched(worker, world, hang_after=recipe.hang_after) as watchdog,
+        joined,
+        closing(watchdog),
+    ):
         folder = None if settings.folder is None else RunFolder.open(settings.folder)
         clock = StepClock.of(local_device.device, folder)
         own = [*(make() for make in callback_classes(recipe)), *settings.options.callbacks]

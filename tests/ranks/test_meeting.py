@@ -138,7 +138,9 @@ def test_a_partitioned_rank_ends() -> None:
 
     with (
         partitioned() as (board, cut),
-        patch.object(NoMeeting, "board", lambda _, on_silence: StoreBoard(board.store, on_silence, LIMIT)),
+        patch.object(
+            NoMeeting, "board", lambda _, on_silence: StoreBoard(board.store, on_silence, LIMIT)
+        ),
         patch.object(RankSurroundings, "probe", lambda *_: None),
         patch("fivefold.launch.watch.watchdog._UNREACHABLE", 2 * LIMIT),
         watched(Worker(1, NoMeeting(), send), 2, patience=2.0) as watchdog,

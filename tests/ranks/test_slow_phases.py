@@ -120,12 +120,14 @@ def test_a_rank_that_stands_still_is_in_the_step_line_and_the_run_goes_on() -> N
     with Pool(2, patience=4 * SOON) as pool:
         pool.run_each([(stalling, (plan_of(), settings_of()))] * 2, on_report=said.append)
     records = [each for each in said if isinstance(each, StepRecord)]
-    (note,) = [each for each in said if isinstance(each, str) and "stands still" in each]
+    note, *_ = [each for each in said if isinstance(each, str) and "stands still" in each]
     assert said.index(note) < said.index(records[1]), "it is named while it lasts"
     assert note.startswith("rank 1 stands still at step 2; the run goes on, and ends after 600 s")
     (stall,) = [entry for record in records for entry in record.slow or []]
     assert (records[1].slow, stall["what"], stall["ranks"]) == ([stall], "stall", [1])
-    assert re.search(r"rank 1 stood still for \d+ s at step 2: \d+% of the", step_line(records[1], 4))
+    assert re.search(
+        r"rank 1 stood still for \d+ s at step 2: \d+% of the", step_line(records[1], 4)
+    )
 
 
 def test_limits_follow_from_the_plan() -> None:

@@ -1,5 +1,5 @@
-"""A rank that is stopped or late, and a store that is silent, are named while they last, and the run
-goes on; a rank that is gone ends it."""
+"""A rank that is stopped or late, and a store that is silent, are named while they last, and the
+run goes on; a rank that is gone ends it."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def steps(
     """Steps of one collective each: a barrier, which the death of a rank does not break."""
     sys.stderr = log.open("w", encoding="utf-8", buffering=1)
     patience, _, _, limit = spans
-    launched = LauncherEnvironment(rank, WORLD, rank, HOST, port, hosted=True)
+    launched = LauncherEnvironment(rank, WORLD, rank, HOST, port, hosted=True, local_world=WORLD)
     members = tuple(range(WORLD))
     with patch("fivefold.launch.worker.StoreBoard", partial(StoreBoard, limit=limit)):
         worker = joined_worker(launched, lambda _: None)
@@ -189,7 +189,10 @@ def test_a_stopped_process_takes_connections_and_a_dead_one_does_not() -> None:
 @pytest.mark.parametrize(
     ("hang_after", "words"),
     [
-        ("1e-6", r"hang_after = 1e-06 seconds, and a (step|save) is planned to take [0-9.e-]+: give"),
+        (
+            "1e-6",
+            r"hang_after = 1e-06 seconds, and a (step|save) is planned to take [0-9.e-]+: give",
+        ),
         ("-1", r"hang_after = -1.0: seconds, or 0 for never"),
     ],
 )

@@ -3,8 +3,8 @@ from fivefold.launch.watch.hang import diverged as diverged
 from fivefold.launch.watch.kv_messages import FAN as FAN
 from fivefold.launch.watch.kv_messages import Board as Board
 from fivefold.launch.watch.kv_messages import FolderBoard as FolderBoard
-from fivefold.launch.watch.kv_messages import StoreBoard as StoreBoard
 from fivefold.launch.watch.kv_messages import PaceRows as PaceRows
+from fivefold.launch.watch.kv_messages import StoreBoard as StoreBoard
 from fivefold.launch.watch.positions import SAVE_THREAD as SAVE_THREAD
 from fivefold.launch.watch.positions import HangVerdict as HangVerdict
 from fivefold.launch.watch.positions import ranks as ranks

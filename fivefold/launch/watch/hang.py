@@ -96,9 +96,7 @@ def diverged(positions: Mapping[int, Position], among: Sequence[int]) -> HangVer
             for group in {group for position in positions.values() for group in position.counts}
         ),
     ]
-    pairs = [
-        (a, b) for row in rows for a, b in pairwise(row) if a in positions and b in positions
-    ]
+    pairs = [(a, b) for row in rows for a, b in pairwise(row) if a in positions and b in positions]
     for a, b in list(dict.fromkeys((min(pair), max(pair)) for pair in pairs)):
         if trails.agree(a, b):
             continue
@@ -146,7 +144,8 @@ def _waiting_for(
             if (group_counts := counted_groups.get(group)) is None:
                 group_counts = counted_groups[group] = _GroupCounts.of(group, positions)
             if count > group_counts.least:
-                targets = targets | group_counts.below(count) if targets else group_counts.below(count)
+                below = group_counts.below(count)
+                targets = targets | below if targets else below
             if group_counts.unknown and group == last:
                 targets = targets | group_counts.unknown if targets else group_counts.unknown
         if targets:

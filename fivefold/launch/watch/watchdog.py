@@ -349,9 +349,7 @@ class Watchdog:
         self.folder: Path | None = worker.meeting.folder
         self._stop = threading.Event()
         self._said, self._store_said = False, False
-        self.board: Board = (
-            worker.meeting.board(self._store_silent) if world > 1 else MemoryBoard()
-        )
+        self.board: Board = worker.meeting.board(self._store_silent) if world > 1 else MemoryBoard()
         self.recorder = FlightRecorder(self.folder if world > 1 else None, worker.rank)
         first = worker.rank - worker.rank % FAN
         block = self.members[first : first + FAN]
@@ -509,9 +507,7 @@ class Watchdog:
         judges = due and self.board.claim(name, f"{_OF_HOSTS} {self.worker.rank}")
         if request is not None or judges:
             self._begin_round(time_now)
-            self._quiet_until = next_round(
-                time_now, self._moved_at, self.patience, self.hang_after
-            )
+            self._quiet_until = next_round(time_now, self._moved_at, self.patience, self.hang_after)
             self._open_until = time_now + 2 * self.patience
             of_device = request is not None and request.startswith(_OF_DEVICES)
             self._answer(self._round, self._device() if of_device else None)
@@ -701,20 +697,19 @@ class Watchdog:
 
 
 @contextmanager
-def _watching(
-    worker: Worker, world: int, patience: float, hang_after: float
-) -> Iterator[Watchdog]:
-    with contextlib.closing(
-        Watchdog(worker, world, patience, hang_after=hang_after)
-    ) as watchdog:
+def _watching(worker: Worker, world: int, patience: float, hang_after: float) -> Iterator[Watchdog]:
+    with contextlib.closing(Watchdog(worker, world, patience, hang_after=hang_after)) as watchdog:
         yield watchdog
 
 
 def watched(
     worker: Worker, world: int, patience: float = PATIENCE, hang_after: float = HANG_AFTER
 ) -> AbstractContextManager[Watchdog]:
-    """Context with a watchdog, which ends the run after `hang_after` seconds; 0: never. If entered before ranks join, torch's NCCL record is long enough,
-    unless the user has set its length."""
+    """Context with a watchdog, which ends the run after `hang_after` seconds; 0: never.
+
+    If entered before ranks join, torch's NCCL record is long enough, unless the user has set its
+    length.
+    """
     if not any(name in os.environ for name in _RECORDS):
         os.environ[_RECORDS[0]] = str(_NUM_RECORDS)
     return _watching(worker, world, patience, hang_after)
